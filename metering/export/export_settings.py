@@ -40,9 +40,7 @@ class Collection(StrEnum):
 
 
 class Finalizing(StrEnum):
-    """Finalization of Stripe's invoices: when our month is closed, or by Stripe an hour after the
-    month.
-    """
+    """Finalization of Stripe's invoices: when our month is closed, or an hour after it ends."""
 
     CLOSE = "close"
     STRIPE = "stripe"
@@ -50,9 +48,7 @@ class Finalizing(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StripeSettings:
-    """Settings of Stripe. namespace: prefix of all objects created there, so that installations can
-    share an account.
-    """
+    """Settings of Stripe. namespace: prefix of all objects that are created there."""
 
     api_key: str = field(repr=False)
     namespace: str = "weir"
@@ -82,9 +78,7 @@ class ExportSettings:
 
 @dataclass(frozen=True, slots=True)
 class WebhookSettings:
-    """Listener of Stripe's events and the signing secrets, one for each endpoint configured at
-    Stripe.
-    """
+    """Listener of Stripe's events, with a signing secret for each endpoint at Stripe."""
 
     secrets: tuple[str, ...] = field(repr=False)
     listen_host: str = "127.0.0.1"
@@ -96,33 +90,53 @@ def export_settings(environment: Mapping[str, str]) -> ExportSettings:
     destination = choice(environment, "WEIR_EXPORT", Destination.OFF)
     home = Path(environment.get("WEIR_HOME") or Path.home() / ".weir")
     file = Path(environment.get("WEIR_EXPORT_FILE") or home / "usage.jsonl").expanduser()
-    return ExportSettings(destination, file, stripe_settings(environment) if destination is Destination.STRIPE else None)
+    return ExportSettings(
+        destination,
+        file,
+        stripe_settings(environment) if destination is Destination.STRIPE else None,
+    )
 
 
 def stripe_settings(environment: Mapping[str, str]) -> StripeSettings:
-    """Return the settings of Stripe. Raises: InvalidValue naming the variable, never showing the
-    key.
-    """
+    """Return the settings of Stripe. Raises: InvalidValue naming the variable."""
     key = secret(environment, "STRIPE_API_KEY")
     if not KEY_FORM.fullmatch(key):
-        raise InvalidValue("STRIPE_API_KEY", "must be a secret or restricted key (sk_… or rk_…), or set STRIPE_API_KEY_FILE")
+        raise InvalidValue(
+            "STRIPE_API_KEY",
+            "must be a secret or restricted key (sk_… or rk_…), or set STRIPE_API_KEY_FILE",
+        )
     namespace = environment.get("WEIR_STRIPE_NAMESPACE") or "weir"
     if not NAMESPACE_FORM.fullmatch(namespace):
-        raise InvalidValue("WEIR_STRIPE_NAMESPACE", "must be 1 to 20 lower-case letters and digits, starting with a letter")
+        raise InvalidValue(
+            "WEIR_STRIPE_NAMESPACE",
+            "must be 1 to 20 lower-case letters and digits, starting with a letter",
+        )
     collection = choice(environment, "WEIR_STRIPE_COLLECTION", Collection.SEND_INVOICE)
     base = (environment.get("WEIR_STRIPE_API_BASE") or "https://api.stripe.com").rstrip("/")
     if not base.startswith("https://") and not LOCAL_BASE_FORM.fullmatch(base):
-        raise InvalidValue("WEIR_STRIPE_API_BASE", "must be an https URL: otherwise the key is sent in clear text")
-    return StripeSettings(key, namespace, collection, base, choice(environment, "WEIR_STRIPE_FINALIZE", Finalizing.CLOSE))
+        raise InvalidValue(
+            "WEIR_STRIPE_API_BASE", "must be an https URL: otherwise the key is sent in clear text"
+        )
+    return StripeSettings(
+        key,
+        namespace,
+        collection,
+        base,
+        choice(environment, "WEIR_STRIPE_FINALIZE", Finalizing.CLOSE),
+    )
 
 
 def webhook_settings(environment: Mapping[str, str]) -> WebhookSettings | None:
-    """Return the webhook's settings; None if no secret is set, which disables it. Raises:
-    InvalidValue.
-    """
-    if not (secrets := tuple(secret(environment, "WEIR_STRIPE_WEBHOOK_SECRET").replace(",", " ").split())):
+    """Return the webhook's settings; None without a secret. Raises: InvalidValue."""
+    if not (
+        secrets := tuple(
+            secret(environment, "WEIR_STRIPE_WEBHOOK_SECRET").replace(",", " ").split()
+        )
+    ):
         return None
-    host, colon, port = (environment.get("WEIR_STRIPE_WEBHOOK_LISTEN") or f"127.0.0.1:{WEBHOOK_PORT}").rpartition(":")
+    host, colon, port = (
+        environment.get("WEIR_STRIPE_WEBHOOK_LISTEN") or f"127.0.0.1:{WEBHOOK_PORT}"
+    ).rpartition(":")
     if not colon or not port.isascii() or not port.isdigit() or int(port) > 65_535:
         raise InvalidValue("WEIR_STRIPE_WEBHOOK_LISTEN", "must have the form ADDRESS:PORT")
     return WebhookSettings(secrets, host.strip("[]"), int(port))
@@ -137,9 +151,7 @@ def choice(environment: Mapping[str, str], name: str, default: Choice) -> Choice
 
 
 def secret(environment: Mapping[str, str], name: str) -> str:
-    """Return a secret from its variable or the file named by `<name>_FILE`; empty if unset. Raises:
-    InvalidValue.
-    """
+    """Return a secret from its variable or the file in `<name>_FILE`. Raises: InvalidValue."""
     if value := environment.get(name):
         return value.strip()
     if not (path := environment.get(f"{name}_FILE")):
@@ -147,4 +159,6 @@ def secret(environment: Mapping[str, str], name: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidValue(f"{name}_FILE", f"{path} cannot be read: {type(error).__name__}") from error
+        raise InvalidValue(
+            f"{name}_FILE", f"{path} cannot be read: {type(error).__name__}"
+        ) from error

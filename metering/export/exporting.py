@@ -31,9 +31,7 @@ from metering.core.models import TokenKind
 
 
 def derived_id(*parts: str) -> str:
-    """Return SQL of a UUID (version 8) derived from SQL expressions: the first 16 bytes of their
-    SHA-256.
-    """
+    """Return SQL of a UUID derived from SQL expressions: 16 bytes of their SHA-256."""
     digest = f"sha256(convert_to(concat_ws(':', {', '.join(parts)}), 'UTF8'))"
     versioned = f"set_byte(substr({digest}, 1, 16), 6, get_byte({digest}, 6) & 15 | 128)"
     return f"encode(set_byte({versioned}, 8, get_byte({digest}, 8) & 63 | 128), 'hex')::uuid"
@@ -75,9 +73,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Verdict and its reason. certain: True if a quantity that is not `delivered` was certainly not
-    counted.
-    """
+    """Verdict and its reason. certain: an undelivered quantity was certainly not counted."""
 
     verdict: Verdict
     reason: str = ""
@@ -90,9 +86,7 @@ DELIVERED = Answer(Verdict.DELIVERED)
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """Unit of sequential delivery: a customer's tokens of one kind at one price, which is one
-    meter.
-    """
+    """Unit of sequential delivery, one meter: a customer's tokens of one kind at one price."""
 
     organization_id: uuid.UUID
     price_version: int
@@ -105,9 +99,7 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """Tokens of one stream in the hour that starts at `hour`. customer: the biller's id, if it has
-    customers.
-    """
+    """Tokens of one stream in the hour that starts at `hour`. customer: the biller's id."""
 
     identifier: str
     stream: Stream
@@ -118,9 +110,7 @@ class Quantity:
 
     @property
     def at(self) -> datetime:
-        """Timestamp sent to the biller: the middle of the hour, far from clock skew and period
-        borders.
-        """
+        """Timestamp for the biller: the middle of the hour, far from period borders."""
         return self.hour + HALF_AN_HOUR
 
 
@@ -134,9 +124,7 @@ class Exporter(Protocol):
 
     @property
     def remembers_for(self) -> timedelta:
-        """Time after the first attempt during which an identifier is surely known, so that a retry
-        is safe.
-        """
+        """Time after the first attempt during which a retry is safe: the identifier is known."""
         ...
 
     async def deliver(self, quantity: Quantity) -> Answer:
@@ -145,9 +133,7 @@ class Exporter(Protocol):
 
 
 class FileExporter:
-    """Exporter to one file, which may be moved away between two runs; its lines are then no longer
-    known.
-    """
+    """Exporter to one file; a file that is moved away takes its known lines with it."""
 
     account = ""
     remembers_for = timedelta(days=36_500)  # the file is never truncated
@@ -168,7 +154,10 @@ class FileExporter:
             # Reading the file again shows whether the line was written, so a retry is safe.
             return Answer(Verdict.LATER, f"{self._path} cannot be written: {error}", certain=False)
         except (ValueError, KeyError, TypeError) as error:
-            reason = f"line {self._line_count + 1} of {self._path} is not a quantity: repair it, or move the file away ({error!r})"
+            reason = (
+                f"line {self._line_count + 1} of {self._path} is not a quantity: repair it, or move"
+                f" the file away ({error!r})"
+            )
             return Answer(Verdict.LATER, reason)
         return DELIVERED
 
@@ -188,9 +177,7 @@ class FileExporter:
                 sync_directory(self._path.parent)
 
     def _read_new_lines(self, file: IO[bytes]) -> bool:
-        """Read lines added since the last call; return whether the file was replaced, judged by the
-        last line read.
-        """
+        """Read lines added since the last call; return whether the file was replaced."""
         file.seek(self._read_until - len(self._last_line))
         is_another = self._read_until == 0 or file.read(len(self._last_line)) != self._last_line
         if is_another:
@@ -210,9 +197,7 @@ class FileExporter:
 
 
 def counted(path: Path, begins: datetime, ends: datetime) -> Counter[Stream]:
-    """Return the tokens of each stream in the file for a range of hours. A torn last line is
-    ignored.
-    """
+    """Return the tokens of each stream in the file for hours, without a torn last line."""
     totals: Counter[Stream] = Counter()
     with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
         for line in file:
@@ -220,7 +205,11 @@ def counted(path: Path, begins: datetime, ends: datetime) -> Counter[Stream]:
                 break
             entry = json.loads(line)
             if begins <= datetime.fromisoformat(entry["hour"]) < ends:
-                stream = Stream(uuid.UUID(entry["organization_id"]), entry["price_version"], TokenKind(entry["token_kind"]))
+                stream = Stream(
+                    uuid.UUID(entry["organization_id"]),
+                    entry["price_version"],
+                    TokenKind(entry["token_kind"]),
+                )
                 totals[stream] += entry["token_count"]
     return totals
 

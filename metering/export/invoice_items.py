@@ -33,7 +33,7 @@ from sqlalchemy import Row, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from common.incidents import Retries
-from metering.core.errors import StoreAway, StripeFailed
+from metering.core.errors import DatabaseUnavailable, StripeFailed
 from metering.core.money import round_to_minor_unit
 from metering.export.exporting import derived_id
 from metering.export.stripe_gateway import (
@@ -58,7 +58,7 @@ METADATA = "weir_late_item"
 LOCK_NAME = "late invoice items"
 
 log = logging.getLogger(__name__)
-retries = Retries("late_items", passing=(StoreAway,))  # by organization, and by item
+retries = Retries("late_items", passing=(DatabaseUnavailable,))  # by organization, and by item
 
 # Invoices older than these items may have been corrected by hand and are left alone. Subscriptions
 # to metered prices end with the calendar month: an invoice that ends otherwise is for something
@@ -66,66 +66,110 @@ retries = Retries("late_items", passing=(StoreAway,))  # by organization, and by
 # if it came after the last of them. Stripe is asked for the last one (`last`): a webhook may not
 # have reported it yet, and usage that Stripe still counted is on it.
 LATE = text(f"""
-SELECT i.organization_id, i.currency_code, i.period_start, i.period_end, array_agg(b.id) AS batch_ids,
-       sum(b.token_count)::bigint AS token_count, sum(b.token_count::numeric * {PICOS_PER_TOKEN}) AS picos
+SELECT i.organization_id, i.currency_code, i.period_start, i.period_end,
+       array_agg(b.id) AS batch_ids,
+       sum(b.token_count)::bigint AS token_count,
+       sum(b.token_count::numeric * {PICOS_PER_TOKEN}) AS picos
 FROM (
-    SELECT organization_id, currency_code, period_end, max(finalized_at) AS finalized_at,
-           greatest(min(period_start), date_trunc('month', period_end - interval '1 microsecond', 'UTC')) AS period_start
+    SELECT organization_id, currency_code, period_end,
+           max(finalized_at) AS finalized_at,
+           greatest(
+               min(period_start),
+               date_trunc('month', period_end - interval '1 microsecond', 'UTC')
+           ) AS period_start
     FROM stripe_invoices
-    WHERE period_end > period_start AND period_end = date_trunc('month', period_end, 'UTC')
+    WHERE period_end > period_start
+      AND period_end = date_trunc('month', period_end, 'UTC')
       AND finalized_at >= (SELECT late_items_since FROM export_progress)
-      AND organization_id IN (SELECT ref::uuid FROM stripe_objects WHERE account = :account AND kind = 'customer')
-      AND (CAST(:organization_id AS uuid) IS NULL OR (organization_id, period_end) = (:organization_id, :ends))
+      AND organization_id IN (
+          SELECT ref::uuid FROM stripe_objects WHERE account = :account AND kind = 'customer'
+      )
+      AND (
+          CAST(:organization_id AS uuid) IS NULL
+          OR (organization_id, period_end) = (:organization_id, :ends)
+      )
     GROUP BY organization_id, currency_code, period_end
-) i
-JOIN meter_batches b ON b.organization_id = i.organization_id AND b.hour >= i.period_start AND b.hour < i.period_end
-JOIN price_versions p ON p.id = b.price_version_id AND p.currency_code = i.currency_code
-WHERE b.state = 'delivered' AND b.late_item_id IS NULL
+) AS i
+JOIN meter_batches b
+    ON b.organization_id = i.organization_id
+   AND b.hour >= i.period_start
+   AND b.hour < i.period_end
+JOIN price_versions p
+    ON p.id = b.price_version_id
+   AND p.currency_code = i.currency_code
+WHERE b.state = 'delivered'
+  AND b.late_item_id IS NULL
   AND b.sent_at > greatest(i.finalized_at, CAST(:last AS timestamptz)) + :margin
-GROUP BY 1, 2, 3, 4 ORDER BY 1, 3
+GROUP BY 1, 2, 3, 4
+ORDER BY 1, 3
 """)
-CUSTOMER = text("SELECT stripe_id FROM stripe_objects WHERE (account, kind, ref) = (:account, 'customer', :ref)")
+CUSTOMER = text("""
+SELECT stripe_id
+FROM stripe_objects
+WHERE (account, kind, ref) = (:account, 'customer', :ref)
+""")
 CARRIED = text("""
-SELECT coalesce((SELECT exact_picos + carried_in_picos - amount_minor * :minor_picos FROM stripe_late_items
-                 WHERE organization_id = :organization_id AND currency_code = :currency_code ORDER BY number DESC LIMIT 1), 0)
+SELECT coalesce(
+    (
+        SELECT exact_picos + carried_in_picos - amount_minor * :minor_picos
+        FROM stripe_late_items
+        WHERE organization_id = :organization_id AND currency_code = :currency_code
+        ORDER BY number DESC
+        LIMIT 1
+    ),
+    0
+)
 """)
 # An item's id comes from its position within its period, so that an item lost in a failover gets
 # the same id.
-PLACE = """(SELECT count(*) FROM stripe_late_items
-    WHERE (organization_id, currency_code, period_end) = (:organization_id, :currency_code, :period_end))"""
+POSITION = """(
+    SELECT count(*)
+    FROM stripe_late_items
+    WHERE (organization_id, currency_code, period_end)
+        = (:organization_id, :currency_code, :period_end)
+)"""
 ITEM_ID = derived_id(
     "'late item'",
     "CAST(:organization_id AS uuid)",
     "CAST(:currency_code AS text)",
     "extract(epoch FROM CAST(:period_end AS timestamptz))::bigint",
-    PLACE,
+    POSITION,
 )
 MAKE = text(f"""
-INSERT INTO stripe_late_items (id, organization_id, currency_code, period_start, period_end, token_count, exact_picos,
-                               carried_in_picos, amount_minor)
-SELECT {ITEM_ID}, :organization_id, :currency_code, :period_start, :period_end, :token_count, :picos, :carried, :amount_minor
+INSERT INTO stripe_late_items
+    (id, organization_id, currency_code, period_start, period_end, token_count, exact_picos,
+     carried_in_picos, amount_minor)
+SELECT {ITEM_ID}, :organization_id, :currency_code, :period_start, :period_end, :token_count,
+       :picos, :carried, :amount_minor
 RETURNING id
 """)
 BELONG = text("UPDATE meter_batches SET late_item_id = :item_id WHERE id = ANY(:batch_ids)")
 UNINVOICED = text("""
-SELECT t.id, t.currency_code, t.period_start, t.period_end, t.token_count, t.amount_minor, c.stripe_id AS customer
+SELECT t.id, t.currency_code, t.period_start, t.period_end, t.token_count, t.amount_minor,
+       c.stripe_id AS customer
 FROM stripe_late_items t
-JOIN stripe_objects c ON (c.account, c.kind, c.ref) = (:account, 'customer', t.organization_id::text)
-WHERE t.stripe_id IS NULL AND t.amount_minor > 0 ORDER BY t.created_at, t.id
+JOIN stripe_objects c
+    ON (c.account, c.kind, c.ref) = (:account, 'customer', t.organization_id::text)
+WHERE t.stripe_id IS NULL AND t.amount_minor > 0
+ORDER BY t.created_at, t.id
 """)
 RECORD = text("UPDATE stripe_late_items SET stripe_id = :stripe_id WHERE id = :id")
 
 
 async def invoice_late_usage(sessions: Sessions, gateway: StripeGateway) -> int:
-    """Create missing items here and at Stripe; return the number created there. One worker at a
-    time.
-    """
+    """Create missing items; return the number at Stripe. One worker at a time."""
     async with lock_holder(sessions) as locks:
         if not await try_lock(locks, LOCK_NAME):
             return 0
-        everyone = {"account": gateway.account, "margin": SURELY_LATE, "organization_id": None, "ends": None, "last": None}
+        all_customers = {
+            "account": gateway.account,
+            "margin": SURELY_LATE,
+            "organization_id": None,
+            "ends": None,
+            "last": None,
+        }
         async with sessions() as session:
-            rows = (await session.execute(LATE, everyone)).all()
+            rows = (await session.execute(LATE, all_customers)).all()
         for row in rows:
             if not retries.is_due(row.organization_id):
                 continue
@@ -137,19 +181,27 @@ async def invoice_late_usage(sessions: Sessions, gateway: StripeGateway) -> int:
                     continue
                 if not is_final:
                     continue  # the usage is on the invoice that is not final yet
-                asked = everyone | {"organization_id": row.organization_id, "ends": row.period_end, "last": last}
+                one_period = all_customers | {
+                    "organization_id": row.organization_id,
+                    "ends": row.period_end,
+                    "last": last,
+                }
                 async with sessions.begin() as session:
-                    for late in (await session.execute(LATE, asked)).all():
+                    for late in (await session.execute(LATE, one_period)).all():
                         await make_item(session, late)
         return await create_items(sessions, gateway)
 
 
-async def last_finalized(sessions: Sessions, gateway: StripeGateway, row: Row[Any]) -> tuple[bool, datetime | None]:
-    """Return whether all Stripe invoices of the period are final, and the last finalization time.
-    Raises: StripeFailed.
-    """
+async def last_finalized(
+    sessions: Sessions, gateway: StripeGateway, row: Row[Any]
+) -> tuple[bool, datetime | None]:
+    """Return whether a period's Stripe invoices are final, and since when. Raises: StripeFailed."""
     async with sessions() as session:
-        customer = str(await session.scalar(CUSTOMER, {"account": gateway.account, "ref": str(row.organization_id)}))
+        customer = str(
+            await session.scalar(
+                CUSTOMER, {"account": gateway.account, "ref": str(row.organization_id)}
+            )
+        )
     invoices = await usage_invoices(gateway, customer, row.period_end)
     last = finalized_at(invoices)
     return last is not None or not invoices, last
@@ -161,16 +213,22 @@ async def make_item(session: AsyncSession, row: Row[Any]) -> None:
     owner = {"organization_id": row.organization_id, "currency_code": row.currency_code}
     carried = int(await session.scalar(CARRIED, owner | {"minor_picos": minor_picos}) or 0)
     rounded = max(round_to_minor_unit(int(row.picos) + carried, row.currency_code), 0)
-    facts = owner | {"period_start": row.period_start, "period_end": row.period_end, "token_count": row.token_count}
-    values = facts | {"picos": int(row.picos), "carried": carried, "amount_minor": rounded // minor_picos}
+    facts = owner | {
+        "period_start": row.period_start,
+        "period_end": row.period_end,
+        "token_count": row.token_count,
+    }
+    values = facts | {
+        "picos": int(row.picos),
+        "carried": carried,
+        "amount_minor": rounded // minor_picos,
+    }
     item_id = await session.scalar(MAKE, values)
     await session.execute(BELONG, {"item_id": item_id, "batch_ids": row.batch_ids})
 
 
 async def create_items(sessions: Sessions, gateway: StripeGateway) -> int:
-    """Create recorded items that Stripe does not have. Failures are logged and retried by the next
-    run.
-    """
+    """Create recorded items that Stripe does not have; later runs retry failures."""
     async with sessions() as session:
         waiting = (await session.execute(UNINVOICED, {"account": gateway.account})).all()
     created = 0
@@ -183,7 +241,11 @@ async def create_items(sessions: Sessions, gateway: StripeGateway) -> int:
                 last_day = row.period_end - timedelta(seconds=1)
                 period = f"{row.period_start:%Y-%m-%d} to {last_day:%Y-%m-%d}"
                 description = f"Late usage of {period}: {row.token_count:,} tokens"
-                terms = {"customer": row.customer, "amount": row.amount_minor, "description": description}
+                terms = {
+                    "customer": row.customer,
+                    "amount": row.amount_minor,
+                    "description": description,
+                }
                 stripe_id = known.get(str(row.id)) or await create_item(
                     gateway, METADATA, row.id, f"late-item-{row.id}", row.currency_code, **terms
                 )
@@ -201,86 +263,133 @@ MONTHS_LOCK_NAME = "month items"
 LABELLED_MAX = 200  # charges with an item of their own: Stripe takes 250 items on an invoice
 DESCRIPTION_LENGTH_MAX = 500
 # Stripe makes the drafts of a month soon after its end; earlier, a draft may not exist yet.
-DRAFTS_ARE_THERE = timedelta(hours=6)
+DRAFTS_EXIST_AFTER = timedelta(hours=6)
 # Per run, drawn at random: a month that cannot be settled must not block the others.
 MONTHS_MAX = 20
 
-month_retries = Retries("month_items", passing=(StoreAway,))  # by organization and month
+month_retries = Retries("month_items", passing=(DatabaseUnavailable,))  # by organization and month
 
 # Closed months that are not settled, the oldest of each customer. Months closed before such items
 # existed are left alone.
 UNSETTLED = text("""
-SELECT * FROM (
-SELECT DISTINCT ON (m.organization_id) m.organization_id, o.name AS organization, m.month, c.currency_code,
-       m.month AT TIME ZONE 'UTC' AS begins, (m.month + interval '1 month') AT TIME ZONE 'UTC' AS ends, k.stripe_id AS customer,
-       s.due_minor
-FROM billing_months m JOIN month_closings c USING (organization_id, month) JOIN organizations o ON o.id = m.organization_id
-JOIN stripe_objects k ON (k.account, k.kind, k.ref) = (:account, 'customer', m.organization_id::text)
-LEFT JOIN stripe_month_settlements s USING (organization_id, month)
-WHERE m.state = 'closed' AND m.closed_at >= (SELECT month_items_since FROM export_progress) AND s.settled_at IS NULL
-  AND (m.month + interval '1 month') AT TIME ZONE 'UTC' + :grace <= now()
-ORDER BY m.organization_id, m.month
-) oldest ORDER BY random() LIMIT :limit
+SELECT *
+FROM (
+    SELECT DISTINCT ON (m.organization_id)
+           m.organization_id, o.name AS organization, m.month, c.currency_code,
+           m.month AT TIME ZONE 'UTC' AS begins,
+           (m.month + interval '1 month') AT TIME ZONE 'UTC' AS ends,
+           k.stripe_id AS customer, s.due_minor
+    FROM billing_months m
+    JOIN month_closings c USING (organization_id, month)
+    JOIN organizations o ON o.id = m.organization_id
+    JOIN stripe_objects k
+        ON (k.account, k.kind, k.ref) = (:account, 'customer', m.organization_id::text)
+    LEFT JOIN stripe_month_settlements s USING (organization_id, month)
+    WHERE m.state = 'closed'
+      AND m.closed_at >= (SELECT month_items_since FROM export_progress)
+      AND s.settled_at IS NULL
+      AND (m.month + interval '1 month') AT TIME ZONE 'UTC' + :grace <= now()
+    ORDER BY m.organization_id, m.month
+) AS oldest
+ORDER BY random()
+LIMIT :limit
 """)
 # True if some usage is not delivered yet, in doubt, or was cancelled at the biller.
-UNTOLD = text("""
-SELECT (SELECT closed_until FROM export_progress) < :ends OR EXISTS (
-    SELECT FROM meter_batches WHERE organization_id = :organization_id AND hour >= :begins AND hour < :ends
-        AND state NOT IN ('delivered', 'cancelled'))
+UNDELIVERED = text("""
+SELECT (SELECT closed_until FROM export_progress) < :ends
+    OR EXISTS (
+        SELECT
+        FROM meter_batches
+        WHERE organization_id = :organization_id
+          AND hour >= :begins
+          AND hour < :ends
+          AND state NOT IN ('delivered', 'cancelled')
+    )
 """)
 # One line per price version and kind, rounded as Stripe does on finalization: half a minor unit
 # upwards.
 METERED = text(f"""
-SELECT coalesce(sum(floor(picos / :minor_picos + 0.5)), 0)::bigint FROM (
+SELECT coalesce(sum(floor(picos / :minor_picos + 0.5)), 0)::bigint
+FROM (
     SELECT sum(b.token_count::numeric * {PICOS_PER_TOKEN}) AS picos
-    FROM meter_batches b JOIN price_versions p ON p.id = b.price_version_id AND p.currency_code = :currency_code
-    WHERE b.organization_id = :organization_id AND b.hour >= :begins AND b.hour < :ends AND b.state = 'delivered'
+    FROM meter_batches b
+    JOIN price_versions p ON p.id = b.price_version_id AND p.currency_code = :currency_code
+    WHERE b.organization_id = :organization_id
+      AND b.hour >= :begins
+      AND b.hour < :ends
+      AND b.state = 'delivered'
     GROUP BY b.price_version_id, b.token_kind
-) lines
+) AS lines
 """)
 # Late items cover part of a month as well: they count in the first month settled after they were
 # made.
 LATE_MINOR = text("""
-SELECT (SELECT coalesce(sum(amount_minor), 0) FROM stripe_late_items
-        WHERE organization_id = :organization_id AND currency_code = :currency_code AND period_start < :ends
-          AND created_at >= (SELECT month_items_since FROM export_progress))::bigint
-     - (SELECT coalesce(sum(late_minor), 0) FROM stripe_month_settlements WHERE organization_id = :organization_id)::bigint
+SELECT (
+    SELECT coalesce(sum(amount_minor), 0)
+    FROM stripe_late_items
+    WHERE organization_id = :organization_id
+      AND currency_code = :currency_code
+      AND period_start < :ends
+      AND created_at >= (SELECT month_items_since FROM export_progress)
+)::bigint - (
+    SELECT coalesce(sum(late_minor), 0)
+    FROM stripe_month_settlements
+    WHERE organization_id = :organization_id
+)::bigint
 """)
 MONTH_CARRIED = text("""
-SELECT coalesce((SELECT due_picos + carried_in_picos - due_minor * :minor_picos FROM stripe_month_settlements
-                 WHERE organization_id = :organization_id ORDER BY month DESC LIMIT 1), 0)
+SELECT coalesce(
+    (
+        SELECT due_picos + carried_in_picos - due_minor * :minor_picos
+        FROM stripe_month_settlements
+        WHERE organization_id = :organization_id
+        ORDER BY month DESC
+        LIMIT 1
+    ),
+    0
+)
 """)
 OWE = text("""
-INSERT INTO stripe_month_settlements (organization_id, month, currency_code, due_picos, carried_in_picos, due_minor)
+INSERT INTO stripe_month_settlements
+    (organization_id, month, currency_code, due_picos, carried_in_picos, due_minor)
 VALUES (:organization_id, :month, :currency_code, :due_picos, :carried, :due_minor)
 """)
 MADE = text("""
-SELECT count(*) AS item_count, coalesce(sum(amount_minor), 0)::bigint AS minor FROM stripe_month_items
+SELECT count(*) AS item_count, coalesce(sum(amount_minor), 0)::bigint AS minor
+FROM stripe_month_items
 WHERE organization_id = :organization_id AND month = :month
 """)
 MONTH_ITEM_ID = derived_id(
-    "'month item'", "CAST(:organization_id AS uuid)", "to_char(CAST(:month AS date), 'YYYY-MM')", "CAST(:position AS integer)"
+    "'month item'",
+    "CAST(:organization_id AS uuid)",
+    "to_char(CAST(:month AS date), 'YYYY-MM')",
+    "CAST(:position AS integer)",
 )
 MAKE_MONTH_ITEM = text(f"""
 INSERT INTO stripe_month_items (id, organization_id, month, position, description, amount_minor)
 VALUES ({MONTH_ITEM_ID}, :organization_id, :month, :position, :description, :amount_minor)
 """)
 WAITING = text("""
-SELECT i.id, i.month, i.description, i.amount_minor FROM stripe_month_items i
-WHERE i.organization_id = :organization_id AND i.stripe_id IS NULL ORDER BY i.month, i.position
+SELECT i.id, i.month, i.description, i.amount_minor
+FROM stripe_month_items i
+WHERE i.organization_id = :organization_id AND i.stripe_id IS NULL
+ORDER BY i.month, i.position
 """)
-CREATED = text("UPDATE stripe_month_items SET stripe_id = :stripe_id, invoice_stripe_id = :draft WHERE id = :id")
+CREATED = text("""
+UPDATE stripe_month_items
+SET stripe_id = :stripe_id, invoice_stripe_id = :draft
+WHERE id = :id
+""")
 SETTLE = text("""
-UPDATE stripe_month_settlements SET invoiced_minor = :invoiced, late_minor = :late, settled_at = now()
+UPDATE stripe_month_settlements
+SET invoiced_minor = :invoiced, late_minor = :late, settled_at = now()
 WHERE organization_id = :organization_id AND month = :month
 """)
 
 
 @dataclass(frozen=True, slots=True)
-class AtStripe:
-    """Stripe's invoices of a month: their count, the drafts, and the usage on all of them in minor
-    units.
-    """
+class StripeMonth:
+    """Stripe's invoices of a month: count, drafts, and their usage in minor units."""
 
     invoice_count: int
     drafts: tuple[Mapping[str, Any], ...]
@@ -288,15 +397,16 @@ class AtStripe:
 
 
 async def settle_months(sessions: Sessions, gateway: StripeGateway) -> int:
-    """Advance each customer's oldest unsettled month; return the number settled. One worker at a
-    time.
-    """
+    """Settle each customer's oldest month; return their number. One worker at a time."""
     async with lock_holder(sessions) as locks:
         if not await try_lock(locks, MONTHS_LOCK_NAME):
             return 0
         async with sessions() as session:
             months = (
-                await session.execute(UNSETTLED, {"account": gateway.account, "grace": DRAFTS_ARE_THERE, "limit": MONTHS_MAX})
+                await session.execute(
+                    UNSETTLED,
+                    {"account": gateway.account, "grace": DRAFTS_EXIST_AFTER, "limit": MONTHS_MAX},
+                )
             ).all()
         settled = 0
         for month in months:
@@ -307,68 +417,96 @@ async def settle_months(sessions: Sessions, gateway: StripeGateway) -> int:
                 try:
                     settled += await settle_month(sessions, gateway, month)
                 except StripeFailed as failed:
-                    log.warning("%s of %s is not settled at Stripe yet: %s", month_text(month.month), month.organization, failed)
+                    log.warning(
+                        "%s of %s is not settled at Stripe yet: %s",
+                        month_text(month.month),
+                        month.organization,
+                        failed,
+                    )
         return settled
 
 
 async def settle_month(sessions: Sessions, gateway: StripeGateway, month: Row[Any]) -> bool:
-    """Make missing items and finalize complete drafts; return whether the month is settled. Raises:
-    StripeFailed.
-    """
-    facts = {name: month._mapping[name] for name in ("organization_id", "month", "currency_code", "begins", "ends")}
+    """Make missing items and finalize drafts; return whether the month is settled."""
+    facts = {
+        name: month._mapping[name]
+        for name in ("organization_id", "month", "currency_code", "begins", "ends")
+    }
     async with sessions() as session:
-        if await session.scalar(UNTOLD, facts):
+        if await session.scalar(UNDELIVERED, facts):
             return False
-    there = await at_stripe(sessions, gateway, month, facts)
+    stripe_month = await read_stripe_month(sessions, gateway, month, facts)
     async with sessions.begin() as session:
         due_minor = month.due_minor if month.due_minor is not None else await owe(session, month)
-        if due_minor and not there.invoice_count:
-            raise StripeFailed("there is no invoice of the month: check that the customer had its subscription (weir stripe sync)")
+        if due_minor and not stripe_month.invoice_count:
+            raise StripeFailed(
+                "there is no invoice of the month: check that the customer had its subscription"
+                " (weir stripe sync)"
+            )
         late = int(await session.scalar(LATE_MINOR, facts) or 0)
-        missing = await make_items(session, month, facts, due_minor - there.usage_minor - late)
-    await create_month_items(sessions, gateway, month, there.drafts[0]["id"] if there.drafts else "")
-    for draft in there.drafts if gateway.settings.finalizes else ():
+        missing = await make_items(
+            session, month, facts, due_minor - stripe_month.usage_minor - late
+        )
+    await create_month_items(
+        sessions, gateway, month, stripe_month.drafts[0]["id"] if stripe_month.drafts else ""
+    )
+    for draft in stripe_month.drafts if gateway.settings.finalizes else ():
         # No idempotency key: Stripe finalizes an invoice once, and repeats its own failures under a
         # key for a day.
         await gateway.call("post", f"/v1/invoices/{draft['id']}/finalize", auto_advance=True)
-    if there.drafts or missing:
+    if stripe_month.drafts or missing:
         return False  # the next run checks the amounts after finalization
     async with sessions.begin() as session:
-        await session.execute(SETTLE, facts | {"invoiced": there.usage_minor, "late": late})
+        await session.execute(SETTLE, facts | {"invoiced": stripe_month.usage_minor, "late": late})
     return True
 
 
-async def at_stripe(sessions: Sessions, gateway: StripeGateway, month: Row[Any], facts: Mapping[str, Any]) -> AtStripe:
-    """Return Stripe's invoices of the month. Drafts get our sum of usage: Stripe recounts when it
-    finalizes.
-    """
-    invoices = [each for each in await usage_invoices(gateway, month.customer, month.ends) if begins_within(each, month.begins)]
+async def read_stripe_month(
+    sessions: Sessions, gateway: StripeGateway, month: Row[Any], facts: Mapping[str, Any]
+) -> StripeMonth:
+    """Return Stripe's invoices of the month; drafts get our usage, as Stripe recounts them."""
+    invoices = [
+        each
+        for each in await usage_invoices(gateway, month.customer, month.ends)
+        if begins_within(each, month.begins)
+    ]
     drafts = tuple(each for each in invoices if each["status"] == "draft")
     if drafts:
         async with sessions() as session:
-            metered = await session.scalar(METERED, {**facts, "minor_picos": minor_unit_picos(month.currency_code)})
-        return AtStripe(len(invoices), drafts, int(metered or 0))
+            metered = await session.scalar(
+                METERED, {**facts, "minor_picos": minor_unit_picos(month.currency_code)}
+            )
+        return StripeMonth(len(invoices), drafts, int(metered or 0))
     usage = 0
     for invoice in invoices:
         items = await gateway.list_all("/v1/invoiceitems", invoice=invoice["id"])
         usage += int(invoice["subtotal"]) - sum(int(item["amount"]) for item in items)
-    return AtStripe(len(invoices), (), usage)
+    return StripeMonth(len(invoices), (), usage)
 
 
-async def make_items(session: AsyncSession, month: Row[Any], facts: Mapping[str, Any], difference_minor: int) -> int:
-    """Record items for the missing difference, the first ones labelled as our charges; return their
-    number.
-    """
+async def make_items(
+    session: AsyncSession, month: Row[Any], facts: Mapping[str, Any], difference_minor: int
+) -> int:
+    """Record items for the missing difference, named as our charges; return their number."""
     made = (await session.execute(MADE, facts)).one()
     missing = difference_minor - made.minor
     if not missing and made.item_count:
         return 0
     items = [] if made.item_count else await charges(session, month)
-    rest = missing - sum(amount for _, amount in items)
-    if rest:
-        items.append((f"{month_text(month.month)}: rounding, and usage that is invoiced in another month", rest))
+    remainder = missing - sum(amount for _, amount in items)
+    if remainder:
+        items.append(
+            (
+                f"{month_text(month.month)}: rounding, and usage that is invoiced in another month",
+                remainder,
+            )
+        )
     for position, (description, amount) in enumerate(items, made.item_count + 1):
-        values = {"position": position, "description": description[:DESCRIPTION_LENGTH_MAX], "amount_minor": amount}
+        values = {
+            "position": position,
+            "description": description[:DESCRIPTION_LENGTH_MAX],
+            "amount_minor": amount,
+        }
         await session.execute(MAKE_MONTH_ITEM, {**facts, **values})
     return len(items)
 
@@ -381,20 +519,27 @@ async def owe(session: AsyncSession, month: Row[Any]) -> int:
     owner = {"organization_id": month.organization_id, "minor_picos": minor_picos}
     carried = int(await session.scalar(MONTH_CARRIED, owner) or 0)
     due_minor = whole_units(total + carried, month.currency_code)
-    facts = {"organization_id": month.organization_id, "month": month.month, "currency_code": month.currency_code}
-    await session.execute(OWE, facts | {"due_picos": total, "carried": carried, "due_minor": due_minor})
+    facts = {
+        "organization_id": month.organization_id,
+        "month": month.month,
+        "currency_code": month.currency_code,
+    }
+    await session.execute(
+        OWE, facts | {"due_picos": total, "carried": carried, "due_minor": due_minor}
+    )
     return due_minor
 
 
 async def charges(session: AsyncSession, month: Row[Any]) -> list[tuple[str, int]]:
-    """Return the charges on our invoice besides usage, as label and whole minor units; zero amounts
-    are left out.
-    """
+    """Return label and whole minor units of the charges besides usage, without zeros."""
     invoice = await invoice_of_month(session, month.organization_id, month.month)
     if invoice is None:
         return []
     amounts = [
-        (f"{month_text(month.month)}: {line.description}", whole_units(line.amount_picos, month.currency_code))
+        (
+            f"{month_text(month.month)}: {line.description}",
+            whole_units(line.amount_picos, month.currency_code),
+        )
         for line in await read_lines(session, invoice.id)
         if line.kind.is_charge
     ]
@@ -402,18 +547,16 @@ async def charges(session: AsyncSession, month: Row[Any]) -> list[tuple[str, int
 
 
 def whole_units(amount_picos: int, currency_code: str) -> int:
-    """Return an amount in Stripe's minor units, which may be larger than the currency's; truncated
-    towards zero.
-    """
+    """Return an amount in Stripe's minor units, truncated towards zero."""
     unit = minor_unit_picos(currency_code)
     rounded = round_to_minor_unit(amount_picos, currency_code)
     return rounded // unit if rounded >= 0 else -(-rounded // unit)
 
 
-async def create_month_items(sessions: Sessions, gateway: StripeGateway, month: Row[Any], draft: str) -> None:
-    """Create missing items at Stripe, on the draft or else the customer's next invoice. Raises:
-    StripeFailed.
-    """
+async def create_month_items(
+    sessions: Sessions, gateway: StripeGateway, month: Row[Any], draft: str
+) -> None:
+    """Create missing items at Stripe, on the draft or the next invoice. Raises: StripeFailed."""
     async with sessions() as session:
         waiting = (await session.execute(WAITING, {"organization_id": month.organization_id})).all()
     if not waiting:
@@ -421,22 +564,39 @@ async def create_month_items(sessions: Sessions, gateway: StripeGateway, month: 
     known = await known_items(gateway, MONTH_METADATA, month.customer)
     for row in waiting:
         key = f"month-item-{row.id}" + (f"-{draft}" if draft else "")
-        terms = {"customer": month.customer, "amount": row.amount_minor, "description": row.description}
+        terms = {
+            "customer": month.customer,
+            "amount": row.amount_minor,
+            "description": row.description,
+        }
         terms |= {"invoice": draft} if draft else {}
-        stripe_id = known.get(str(row.id)) or await create_item(gateway, MONTH_METADATA, row.id, key, month.currency_code, **terms)
+        stripe_id = known.get(str(row.id)) or await create_item(
+            gateway, MONTH_METADATA, row.id, key, month.currency_code, **terms
+        )
         async with sessions.begin() as session:
-            await session.execute(CREATED, {"id": row.id, "stripe_id": stripe_id, "draft": draft or None})
+            await session.execute(
+                CREATED, {"id": row.id, "stripe_id": stripe_id, "draft": draft or None}
+            )
 
 
 async def hold_draft(gateway: StripeGateway, invoice_id: str) -> bool:
-    """Keep Stripe from finalizing a draft of usage before its month closes; return whether it is
-    one. Raises: StripeFailed.
-    """
+    """Keep Stripe from finalizing a draft of usage; return whether it is one."""
     invoice = await gateway.find(f"/v1/invoices/{invoice_id}")
-    if invoice is None or invoice["status"] != "draft" or invoice["period_end"] <= invoice["period_start"]:
+    if (
+        invoice is None
+        or invoice["status"] != "draft"
+        or invoice["period_end"] <= invoice["period_start"]
+    ):
         return False
-    subscription = await gateway.find(f"/v1/subscriptions/{subscription_of(invoice)}") if subscription_of(invoice) else None
-    if subscription is None or (subscription.get("metadata") or {}).get("namespace") != gateway.settings.namespace:
+    subscription = (
+        await gateway.find(f"/v1/subscriptions/{subscription_of(invoice)}")
+        if subscription_of(invoice)
+        else None
+    )
+    if (
+        subscription is None
+        or (subscription.get("metadata") or {}).get("namespace") != gateway.settings.namespace
+    ):
         return False
     if invoice["auto_advance"]:
         await gateway.call("post", f"/v1/invoices/{invoice_id}", auto_advance=False)

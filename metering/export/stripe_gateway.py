@@ -41,7 +41,7 @@ TOO_MANY_REQUESTS, CONFLICT, SERVER_ERROR = 429, 409, 500
 
 @dataclass(frozen=True, slots=True)
 class MeterErrors:
-    """Content of an error report. error_count may exceed the named errors: a report holds samples."""
+    """Error report. error_count may exceed the number of named errors, which are samples."""
 
     error_count: int
     by_identifier: Mapping[str, str]
@@ -67,9 +67,7 @@ class StripeGateway:
         return self.settings.account
 
     def event_name(self, price_version: int, token_kind: TokenKind) -> str:
-        """Return the name of a meter's events: one meter per price version and kind, so that its
-        price never changes.
-        """
+        """Return the event name of a meter, of which each price version and kind has one."""
         return f"{self.settings.namespace}_{price_version}_{token_kind}"
 
     async def deliver(self, quantity: Quantity) -> Answer:
@@ -87,7 +85,10 @@ class StripeGateway:
                 "event_name": self.event_name(stream.price_version, stream.token_kind),
                 "identifier": quantity.identifier,
                 "timestamp": int(quantity.at.timestamp()),
-                "payload": {"stripe_customer_id": quantity.customer, "value": str(quantity.token_count)},
+                "payload": {
+                    "stripe_customer_id": quantity.customer,
+                    "value": str(quantity.token_count),
+                },
             },
             {"idempotency_key": f"{quantity.identifier}-{quantity.token_count}-{quantity.attempt}"},
         )
@@ -104,11 +105,15 @@ class StripeGateway:
             {"idempotency_key": f"{identifier}-cancel"},
         )
 
-    async def call(self, method: str, path: str, /, idempotency_key: str = "", **parameters: Any) -> dict[str, Any]:
-        """Make one administrative call and return its answer as plain JSON. Raises: StripeFailed."""
+    async def call(
+        self, method: str, path: str, /, idempotency_key: str = "", **parameters: Any
+    ) -> dict[str, Any]:
+        """Make one administrative call and return its answer as JSON. Raises: StripeFailed."""
         options: dict[str, Any] = {"idempotency_key": idempotency_key} if idempotency_key else {}
         try:
-            answer = await asyncio.to_thread(self._client.raw_request, method, path, **parameters, **options)
+            answer = await asyncio.to_thread(
+                self._client.raw_request, method, path, **parameters, **options
+            )
         except stripe.StripeError as error:
             raise StripeFailed(f"{method.upper()} {path}: {described(error)}") from error
         document = answer.data
@@ -120,7 +125,10 @@ class StripeGateway:
         try:
             return await self.call("get", path)
         except StripeFailed as failed:
-            if isinstance(failed.__cause__, stripe.StripeError) and failed.__cause__.http_status == 404:
+            if (
+                isinstance(failed.__cause__, stripe.StripeError)
+                and failed.__cause__.http_status == 404
+            ):
                 return None
             raise
 
@@ -135,9 +143,7 @@ class StripeGateway:
             parameters["starting_after"] = page["data"][-1]["id"]
 
     async def meter_errors(self, event_id: str) -> MeterErrors:
-        """Return the errors of a report by identifier; the webhook only announces them. Raises:
-        StripeFailed.
-        """
+        """Return the errors of a report by identifier. Raises: StripeFailed."""
         reason = (await self.call("get", f"/v2/core/events/{event_id}"))["data"]["reason"]
         named = {
             sample["request"]["identifier"]: f"{kind['code']}: {sample['error_message']}"
@@ -148,14 +154,19 @@ class StripeGateway:
 
 
 def verify_signature(body: bytes, header: str, secrets: Sequence[str]) -> None:
-    """Raise InvalidValue unless one of the secrets signed this body within the last five minutes."""
+    """Raise InvalidValue unless a secret signed this body within the last five minutes."""
     for secret in secrets:
         try:
-            stripe.WebhookSignature.verify_header(body, header, secret, stripe.Webhook.DEFAULT_TOLERANCE)
+            stripe.WebhookSignature.verify_header(
+                body, header, secret, stripe.Webhook.DEFAULT_TOLERANCE
+            )
         except (stripe.SignatureVerificationError, UnicodeDecodeError):
             continue
         return
-    raise InvalidValue("Stripe-Signature", "the body is not signed with WEIR_STRIPE_WEBHOOK_SECRET, or too long ago")
+    raise InvalidValue(
+        "Stripe-Signature",
+        "the body is not signed with WEIR_STRIPE_WEBHOOK_SECRET, or too long ago",
+    )
 
 
 async def answered(create: Callable[..., object], *arguments: object) -> Answer:
@@ -192,7 +203,9 @@ def described(error: stripe.StripeError) -> str:
 
 def never_connected(error: BaseException) -> bool:
     """Return whether a connection error happened before anything could be sent."""
-    return any(isinstance(each, (NewConnectionError, ConnectTimeoutError)) for each in causes(error))
+    return any(
+        isinstance(each, (NewConnectionError, ConnectTimeoutError)) for each in causes(error)
+    )
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
@@ -221,29 +234,46 @@ def retry_after_s(headers: Mapping[str, str]) -> float | None:
 DECIMALS_MAX = 12  # fraction digits of an amount in minor units that Stripe keeps
 
 # Digits of Stripe's minor unit where they differ from ISO 4217.
-ZERO_DECIMAL = frozenset(["BIF", "CLP", "DJF", "GNF", "JPY", "KMF", "KRW", "MGA", "PYG", "RWF", "VND", "VUV", "XAF", "XOF", "XPF"])
+ZERO_DECIMAL = frozenset(
+    [
+        "BIF",
+        "CLP",
+        "DJF",
+        "GNF",
+        "JPY",
+        "KMF",
+        "KRW",
+        "MGA",
+        "PYG",
+        "RWF",
+        "VND",
+        "VUV",
+        "XAF",
+        "XOF",
+        "XPF",
+    ]
+)
 # No minor unit in ISO 4217; Stripe counts hundredths nonetheless.
 TWO_DECIMAL = frozenset({"ISK", "UGX"})
 THREE_DECIMAL = frozenset(["BHD", "JOD", "KWD", "OMR", "TND"])
 
 
 def stripe_digits(currency_code: str) -> int:
-    """Return the digits of Stripe's minor unit. Raises: InvalidValue for a currency that Stripe
-    does not bill.
-    """
+    """Return the digits of Stripe's minor unit. Raises: InvalidValue if it bills none."""
     if currency_code in ZERO_DECIMAL:
         return 0
     if currency_code in THREE_DECIMAL:
         return 3
     if currency_code in TWO_DECIMAL or MINOR_DIGITS.get(currency_code) == 2:
         return 2
-    raise InvalidValue("currency_code", f"Stripe does not bill in {currency_code}: give the organization another currency")
+    raise InvalidValue(
+        "currency_code",
+        f"Stripe does not bill in {currency_code}: give the organization another currency",
+    )
 
 
 def minor_unit_picos(currency_code: str) -> int:
-    """Return the picos of Stripe's minor unit. Raises: InvalidValue for a currency that Stripe does
-    not bill.
-    """
+    """Return the picos of Stripe's minor unit. Raises: InvalidValue if it bills none."""
     picos: int = 10 ** (PICO_DIGITS - stripe_digits(currency_code))
     return picos
 
@@ -258,12 +288,18 @@ def unit_amount_decimal(picos_per_token: int, currency_code: str) -> str:
     whole, _, fraction = f"{amount:f}".partition(".")
     fraction = fraction.rstrip("0")
     if len(fraction) > DECIMALS_MAX:
-        raise InvalidValue("price", f"{picos_per_token} picos of {currency_code} have more than {DECIMALS_MAX} decimals at Stripe")
+        raise InvalidValue(
+            "price",
+            f"{picos_per_token} picos of {currency_code} have more than {DECIMALS_MAX} decimals at"
+            " Stripe",
+        )
     return f"{whole}.{fraction}" if fraction else whole
 
 
 # SQL of the price of a token in a batch: `b` is the batch, `p` its price version.
-PRICE_CASES = " ".join(f"WHEN '{kind}' THEN p.{price}" for kind, (_, price) in COUNTS_OF_EVENT.items())
+PRICE_CASES = " ".join(
+    f"WHEN '{kind}' THEN p.{price}" for kind, (_, price) in COUNTS_OF_EVENT.items()
+)
 PICOS_PER_TOKEN = f"CASE b.token_kind {PRICE_CASES} END"
 Invoice = Mapping[str, Any]
 
@@ -275,31 +311,48 @@ async def known_items(gateway: StripeGateway, label: str, customer: str) -> dict
     Raises: StripeFailed.
     """
     items = await gateway.list_all("/v1/invoiceitems", customer=customer)
-    return {str(carried): str(item["id"]) for item in items if (carried := (item.get("metadata") or {}).get(label))}
+    return {
+        str(carried): str(item["id"])
+        for item in items
+        if (carried := (item.get("metadata") or {}).get(label))
+    }
 
 
-async def create_item(gateway: StripeGateway, label: str, item_id: uuid.UUID, key: str, currency_code: str, **terms: Any) -> str:
-    """Create an invoice item with our id in its metadata; return its Stripe id. key: once per item.
-    Raises: StripeFailed.
-    """
+async def create_item(
+    gateway: StripeGateway,
+    label: str,
+    item_id: uuid.UUID,
+    key: str,
+    currency_code: str,
+    **terms: Any,
+) -> str:
+    """Create an invoice item with our id; return its Stripe id. Raises: StripeFailed."""
     metadata = {label: str(item_id)}
-    item = await gateway.call("post", "/v1/invoiceitems", key, currency=currency_code.lower(), metadata=metadata, **terms)
+    item = await gateway.call(
+        "post", "/v1/invoiceitems", key, currency=currency_code.lower(), metadata=metadata, **terms
+    )
     return str(item["id"])
 
 
 async def usage_invoices(gateway: StripeGateway, customer: str, ends: datetime) -> list[Invoice]:
-    """Return a customer's invoices of usage for the month ending at `ends`, one per subscription.
-    Raises: StripeFailed.
-    """
+    """Return a customer's invoices of usage for the month that ends at `ends`."""
     subscriptions = await gateway.list_all("/v1/subscriptions", customer=customer, status="all")
-    ours = {each["id"] for each in subscriptions if (each.get("metadata") or {}).get("namespace") == gateway.settings.namespace}
+    ours = {
+        each["id"]
+        for each in subscriptions
+        if (each.get("metadata") or {}).get("namespace") == gateway.settings.namespace
+    }
     if not ours:
         return []
     moment = int(ends.timestamp())
     return [
         each
-        for each in await gateway.list_all("/v1/invoices", customer=customer, created={"gte": moment})
-        if subscription_of(each) in ours and each["period_start"] < each["period_end"] == moment and each["status"] != "void"
+        for each in await gateway.list_all(
+            "/v1/invoices", customer=customer, created={"gte": moment}
+        )
+        if subscription_of(each) in ours
+        and each["period_start"] < each["period_end"] == moment
+        and each["status"] != "void"
     ]
 
 
@@ -315,9 +368,7 @@ def begins_within(invoice: Invoice, begins: datetime) -> bool:
 
 
 def finalized_at(invoices: Iterable[Invoice]) -> datetime | None:
-    """Return the time at which the last invoice became final; None if there is none, or one is not
-    final.
-    """
+    """Return the time at which the last invoice became final; None if one is not."""
     times = [(each.get("status_transitions") or {}).get("finalized_at") for each in invoices]
     known = [each for each in times if each is not None]
     return datetime.fromtimestamp(max(known), UTC) if known and len(known) == len(times) else None

@@ -29,11 +29,16 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from common.incidents import Retries
 from metering.alerts.alerts import InvoiceEvent, InvoiceFacts, fire_invoice_alert
-from metering.core.errors import InvalidValue, StoreAway, StripeFailed
+from metering.core.errors import DatabaseUnavailable, InvalidValue, StripeFailed
 from metering.core.models import record_of
 from metering.export.export_settings import WebhookSettings
 from metering.export.invoice_items import hold_draft
-from metering.export.stripe_gateway import MeterErrors, StripeGateway, minor_unit_picos, verify_signature
+from metering.export.stripe_gateway import (
+    MeterErrors,
+    StripeGateway,
+    minor_unit_picos,
+    verify_signature,
+)
 from metering.store.db import Sessions
 
 
@@ -48,17 +53,36 @@ class PaymentState(StrEnum):
     UNCOLLECTIBLE = "uncollectible"
 
 
-UNPAID = [str(each) for each in (PaymentState.FAILED, PaymentState.OVERDUE, PaymentState.UNCOLLECTIBLE)]
-INVOICES = "SELECT i.*, o.name AS organization FROM stripe_invoices i JOIN organizations o ON o.id = i.organization_id WHERE"
-OF_ORGANIZATION = text(
-    f"{INVOICES} i.organization_id = :organization_id AND i.period_end > i.period_start ORDER BY i.period_start, i.id"
-)
-TO_LOOK_AT = text(f"{INVOICES} i.payment_state = ANY(:states) ORDER BY i.period_start, o.name, i.id LIMIT :limit")
-ONE_INVOICE = text(f"{INVOICES} i.id = :id")
+UNPAID = [
+    str(each) for each in (PaymentState.FAILED, PaymentState.OVERDUE, PaymentState.UNCOLLECTIBLE)
+]
+INVOICES = """
+SELECT i.*, o.name AS organization
+FROM stripe_invoices i
+JOIN organizations o ON o.id = i.organization_id
+"""
+INVOICES_OF_ORGANIZATION = text(f"""
+{INVOICES}
+WHERE i.organization_id = :organization_id AND i.period_end > i.period_start
+ORDER BY i.period_start, i.id
+""")
+UNPAID_INVOICES = text(f"""
+{INVOICES}
+WHERE i.payment_state = ANY(:states)
+ORDER BY i.period_start, o.name, i.id
+LIMIT :limit
+""")
+ONE_INVOICE = text(f"{INVOICES} WHERE i.id = :id")
 STORE = text("""
-INSERT INTO stripe_events (id, type, payload) VALUES (:id, :type, :payload) ON CONFLICT DO NOTHING RETURNING id
+INSERT INTO stripe_events (id, type, payload)
+VALUES (:id, :type, :payload)
+ON CONFLICT DO NOTHING
+RETURNING id
 """).bindparams(bindparam("payload", type_=JSONB))
-ALERTING = {"invoice.payment_failed": InvoiceEvent.PAYMENT_FAILED, "invoice.paid": InvoiceEvent.PAID}
+ALERTING = {
+    "invoice.payment_failed": InvoiceEvent.PAYMENT_FAILED,
+    "invoice.paid": InvoiceEvent.PAID,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +103,13 @@ class InvoicePayment:
     payment_failed_at: datetime | None
 
 
-async def payments_by_month(session: AsyncSession, organization_id: uuid.UUID) -> dict[str, list[InvoicePayment]]:
+async def payments_by_month(
+    session: AsyncSession, organization_id: uuid.UUID
+) -> dict[str, list[InvoicePayment]]:
     found: dict[str, list[InvoicePayment]] = defaultdict(list)
-    for row in await session.execute(OF_ORGANIZATION, {"organization_id": organization_id}):
+    for row in await session.execute(
+        INVOICES_OF_ORGANIZATION, {"organization_id": organization_id}
+    ):
         payment = payment_of(row)
         found[payment.month].append(payment)
     return found
@@ -89,7 +117,10 @@ async def payments_by_month(session: AsyncSession, organization_id: uuid.UUID) -
 
 async def unpaid_invoices(session: AsyncSession, limit: int) -> list[InvoicePayment]:
     """Return invoices of all organizations that need an operator's attention, the oldest first."""
-    return [payment_of(row) for row in await session.execute(TO_LOOK_AT, {"states": UNPAID, "limit": limit})]
+    return [
+        payment_of(row)
+        for row in await session.execute(UNPAID_INVOICES, {"states": UNPAID, "limit": limit})
+    ]
 
 
 async def alert_on_payment(session: AsyncSession, stripe_invoice_id: str, kind: str) -> None:
@@ -128,7 +159,7 @@ log = logging.getLogger(__name__)
 # Aiohttp logs a traceback for each request that is not HTTP.
 http_log = logging.getLogger(f"{__name__}.http")
 http_log.setLevel(logging.CRITICAL)
-retries = Retries("stripe_events", passing=(StoreAway,))  # by event
+retries = Retries("stripe_events", passing=(DatabaseUnavailable,))  # by event
 
 PATH = "/stripe/events"
 HEAD_MAX_BYTES = 16 * 1024  # per line; all of Stripe's headers are below 1 kB
@@ -140,7 +171,9 @@ EVENTS_MAX = 100  # per run
 ATTEMPTS_MAX = 20  # afterwards the event is left to an operator; `weir stripe status` counts it
 ERROR_LENGTH_MAX = 500
 UUID_LENGTH = 36
-ERROR_REPORTS = frozenset({"v1.billing.meter.error_report_triggered", "v1.billing.meter.no_meter_found"})
+ERROR_REPORTS = frozenset(
+    {"v1.billing.meter.error_report_triggered", "v1.billing.meter.no_meter_found"}
+)
 # The column that each event sets: one each, so that no order of events can unset the report of
 # another.
 INVOICE_CREATED = "invoice.created"
@@ -154,24 +187,45 @@ INVOICE_TIMES = {
 }
 
 UNHANDLED = text("""
-SELECT id, type FROM stripe_events WHERE handled_at IS NULL AND attempt_count < :attempts
-ORDER BY attempt_count, received_at LIMIT :limit
+SELECT id, type
+FROM stripe_events
+WHERE handled_at IS NULL AND attempt_count < :attempts
+ORDER BY attempt_count, received_at
+LIMIT :limit
 """)
 PAYLOAD = text("SELECT payload FROM stripe_events WHERE id = :id AND handled_at IS NULL")
-TAKE = text("SELECT payload FROM stripe_events WHERE id = :id AND handled_at IS NULL FOR UPDATE SKIP LOCKED")
+TAKE = text("""
+SELECT payload
+FROM stripe_events
+WHERE id = :id AND handled_at IS NULL
+FOR UPDATE SKIP LOCKED
+""")
 DONE = text("UPDATE stripe_events SET handled_at = now(), outcome = :outcome WHERE id = :id")
-FAILED = text("UPDATE stripe_events SET attempt_count = attempt_count + 1, outcome = :why WHERE id = :id AND handled_at IS NULL")
-# The latest event's amounts apply; of two in the same second the larger ones, whichever arrived
-# first.
-TELL_INVOICE = text("""
-INSERT INTO stripe_invoices AS known (id, organization_id, customer_id, currency_code, period_start, period_end, amount_due_minor,
-                                      amount_paid_minor, total_minor, finalized_at, paid_at, payment_failed_at, voided_at,
-                                      uncollectible_at, overdue_at, stripe_number, hosted_url, told_at)
-VALUES (:id, (SELECT ref::uuid FROM stripe_objects WHERE kind = 'customer' AND stripe_id = :customer_id LIMIT 1), :customer_id,
-        :currency_code, :period_start, :period_end, :amount_due, :amount_paid, :total, :finalized_at, :paid_at, :payment_failed_at,
-        :voided_at, :uncollectible_at, :overdue_at, :stripe_number, :hosted_url, :told_at)
-ON CONFLICT (id) DO UPDATE SET
-    finalized_at = least(known.finalized_at, excluded.finalized_at),
+FAILED = text("""
+UPDATE stripe_events
+SET attempt_count = attempt_count + 1, outcome = :why
+WHERE id = :id AND handled_at IS NULL
+""")
+# Amounts are those of the latest event, or the larger ones of two events of the same second.
+UPSERT_INVOICE = text("""
+INSERT INTO stripe_invoices AS known
+    (id, organization_id, customer_id, currency_code, period_start, period_end, amount_due_minor,
+     amount_paid_minor, total_minor, finalized_at, paid_at, payment_failed_at, voided_at,
+     uncollectible_at, overdue_at, stripe_number, hosted_url, last_event_at)
+VALUES (
+    :id,
+    (
+        SELECT ref::uuid
+        FROM stripe_objects
+        WHERE kind = 'customer' AND stripe_id = :customer_id
+        LIMIT 1
+    ),
+    :customer_id, :currency_code, :period_start, :period_end, :amount_due, :amount_paid, :total,
+    :finalized_at, :paid_at, :payment_failed_at, :voided_at, :uncollectible_at, :overdue_at,
+    :stripe_number, :hosted_url, :last_event_at
+)
+ON CONFLICT (id) DO UPDATE
+SET finalized_at = least(known.finalized_at, excluded.finalized_at),
     paid_at = least(known.paid_at, excluded.paid_at),
     payment_failed_at = greatest(known.payment_failed_at, excluded.payment_failed_at),
     voided_at = least(known.voided_at, excluded.voided_at),
@@ -181,23 +235,27 @@ ON CONFLICT (id) DO UPDATE SET
     hosted_url = coalesce(known.hosted_url, excluded.hosted_url),
     amount_paid_minor = greatest(known.amount_paid_minor, excluded.amount_paid_minor),
     amount_due_minor = CASE
-        WHEN (excluded.told_at, excluded.amount_due_minor) > (known.told_at, known.amount_due_minor)
+        WHEN (excluded.last_event_at, excluded.amount_due_minor)
+            > (known.last_event_at, known.amount_due_minor)
         THEN excluded.amount_due_minor ELSE known.amount_due_minor END,
     total_minor = CASE
-        WHEN (excluded.told_at, excluded.total_minor) > (known.told_at, coalesce(known.total_minor, excluded.total_minor - 1))
+        WHEN (excluded.last_event_at, excluded.total_minor)
+            > (known.last_event_at, coalesce(known.total_minor, excluded.total_minor - 1))
         THEN excluded.total_minor ELSE known.total_minor END,
-    told_at = greatest(known.told_at, excluded.told_at)
+    last_event_at = greatest(known.last_event_at, excluded.last_event_at)
 """)
 REJECT = text("""
-UPDATE meter_batches SET state = 'rejected', last_error = :error
-WHERE id = :id AND state IN ('pending', 'sent', 'delivered', 'parked') RETURNING id
+UPDATE meter_batches
+SET state = 'rejected', last_error = :error
+WHERE id = :id AND state IN ('pending', 'sent', 'delivered', 'parked')
+RETURNING id
 """)
 
 
-async def store_event(sessions: Sessions, body: bytes, signature: str, secrets: Sequence[str]) -> bool:
-    """Commit an event to the database; return whether it is new. Raises: InvalidValue if it is not
-    Stripe's.
-    """
+async def store_event(
+    sessions: Sessions, body: bytes, signature: str, secrets: Sequence[str]
+) -> bool:
+    """Store an event; return whether it is new. Raises: InvalidValue if it is not Stripe's."""
     verify_signature(body, signature, secrets)
     try:
         payload = json.loads(body)
@@ -209,11 +267,11 @@ async def store_event(sessions: Sessions, body: bytes, signature: str, secrets: 
 
 
 async def handle_events(sessions: Sessions, gateway: StripeGateway) -> int:
-    """Handle stored events; return their number. An event that fails is retried later and delays no
-    other.
-    """
+    """Handle stored events; return their number. One that fails is retried later."""
     async with sessions() as session:
-        waiting = (await session.execute(UNHANDLED, {"attempts": ATTEMPTS_MAX, "limit": EVENTS_MAX})).all()
+        waiting = (
+            await session.execute(UNHANDLED, {"attempts": ATTEMPTS_MAX, "limit": EVENTS_MAX})
+        ).all()
     handled = 0
     for event_id, kind in waiting:
         if not retries.is_due(event_id):
@@ -225,7 +283,7 @@ async def handle_events(sessions: Sessions, gateway: StripeGateway) -> int:
                 await _hold(sessions, gateway, event_id)
             async with sessions.begin() as session:
                 handled += await _handle(session, event_id, kind, errors)
-        except StoreAway:
+        except DatabaseUnavailable:
             raise
         except Exception as error:
             if isinstance(error, (StripeFailed, KeyError, TypeError, ValueError)):
@@ -239,16 +297,16 @@ async def handle_events(sessions: Sessions, gateway: StripeGateway) -> int:
 
 
 async def _hold(sessions: Sessions, gateway: StripeGateway, event_id: str) -> None:
-    """Keep a draft of usage from being finalized until its month closes. Raises: StripeFailed,
-    KeyError, TypeError.
-    """
+    """Keep a draft of usage open until its month closes. Raises: StripeFailed and lookup errors."""
     async with sessions() as session:
         payload = await session.scalar(PAYLOAD, {"id": event_id})
     if payload is not None:
         await hold_draft(gateway, str(payload["data"]["object"]["id"]))
 
 
-async def _handle(session: AsyncSession, event_id: str, kind: str, errors: MeterErrors | None) -> int:
+async def _handle(
+    session: AsyncSession, event_id: str, kind: str, errors: MeterErrors | None
+) -> int:
     payload = await session.scalar(TAKE, {"id": event_id})
     if payload is None:
         return 0  # another worker handles it
@@ -257,7 +315,7 @@ async def _handle(session: AsyncSession, event_id: str, kind: str, errors: Meter
         log.warning("Stripe did not count meter events: %s", outcome)
     elif kind in INVOICE_TIMES:
         facts = invoice_facts(kind, payload)
-        await session.execute(TELL_INVOICE, facts)
+        await session.execute(UPSERT_INVOICE, facts)
         await alert_on_payment(session, facts["id"], kind)
         outcome = "invoice"
     elif kind == INVOICE_CREATED:
@@ -274,15 +332,18 @@ async def _reject(session: AsyncSession, errors: MeterErrors) -> str:
     for identifier, reason in errors.by_identifier.items():
         batch_id = batch_of(identifier)
         if batch_id is not None:
-            updated = await session.scalar(REJECT, {"id": batch_id, "error": reason[:ERROR_LENGTH_MAX]})
+            updated = await session.scalar(
+                REJECT, {"id": batch_id, "error": reason[:ERROR_LENGTH_MAX]}
+            )
             rejected += updated is not None
-    return f"{errors.error_count} errors, {len(errors.by_identifier)} named, {rejected} batches rejected"
+    return (
+        f"{errors.error_count} errors, {len(errors.by_identifier)} named, {rejected} batches"
+        " rejected"
+    )
 
 
 def batch_of(identifier: str) -> uuid.UUID | None:
-    """Return the batch of a report's identifier, or of an idempotency key, which begins with it;
-    None if not ours.
-    """
+    """Return the batch of a report's identifier or idempotency key; None if not ours."""
     try:
         return uuid.UUID(identifier[:UUID_LENGTH])
     except ValueError:
@@ -290,11 +351,9 @@ def batch_of(identifier: str) -> uuid.UUID | None:
 
 
 def invoice_facts(kind: str, payload: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an invoice event as parameters of its row. Raises: KeyError, TypeError for an event of
-    another shape.
-    """
-    invoice, told_at = payload["data"]["object"], datetime.fromtimestamp(payload["created"], UTC)
-    times = dict.fromkeys(INVOICE_TIMES.values()) | {INVOICE_TIMES[kind]: told_at}
+    """Return an invoice event as parameters of its row. Raises: KeyError, TypeError."""
+    invoice, event_at = payload["data"]["object"], datetime.fromtimestamp(payload["created"], UTC)
+    times = dict.fromkeys(INVOICE_TIMES.values()) | {INVOICE_TIMES[kind]: event_at}
     return times | {
         "id": invoice["id"],
         "customer_id": invoice["customer"],
@@ -306,7 +365,7 @@ def invoice_facts(kind: str, payload: Mapping[str, Any]) -> dict[str, Any]:
         "total": int(invoice.get("total", invoice["amount_due"])),
         "stripe_number": invoice.get("number"),
         "hosted_url": invoice.get("hosted_invoice_url"),
-        "told_at": told_at,
+        "last_event_at": event_at,
     }
 
 
@@ -322,20 +381,26 @@ class EventServer(web.Server):
         # Timeouts of connections whose requests are incomplete, the oldest first.
         self._reading: dict[web.RequestHandler, asyncio.TimerHandle] = {}
         super().__init__(
-            self._answer, max_line_size=HEAD_MAX_BYTES, max_field_size=HEAD_MAX_BYTES, access_log=None, logger=http_log
+            self._answer,
+            max_line_size=HEAD_MAX_BYTES,
+            max_field_size=HEAD_MAX_BYTES,
+            access_log=None,
+            logger=http_log,
         )
 
     def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
-        """Implement `web.Server.connection_made`. Above the limit, the oldest incomplete connection
-        is aborted.
-        """
+        """Implement `web.Server.connection_made`; abort the oldest one above the limit."""
         super().connection_made(handler, transport)
-        self._reading[handler] = asyncio.get_running_loop().call_later(REQUEST_TIMEOUT_S, transport.abort)
+        self._reading[handler] = asyncio.get_running_loop().call_later(
+            REQUEST_TIMEOUT_S, transport.abort
+        )
         if len(self.connections) > CONNECTIONS_MAX:  # slow senders must not block Stripe's events
             oldest = next(iter(self._reading))
             (oldest.transport or transport).abort()
 
-    def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None) -> None:
+    def connection_lost(
+        self, handler: web.RequestHandler, exc: BaseException | None = None
+    ) -> None:
         super().connection_lost(handler, exc)
         self._end_reading(handler)
 
@@ -362,10 +427,12 @@ class EventServer(web.Server):
         self._end_reading(request.protocol)
         try:
             async with asyncio.timeout(REQUEST_TIMEOUT_S):
-                new = await store_event(self._sessions, body, request.headers.get("Stripe-Signature", ""), self._secrets)
+                new = await store_event(
+                    self._sessions, body, request.headers.get("Stripe-Signature", ""), self._secrets
+                )
         except InvalidValue as error:
             return HTTPStatus.BAD_REQUEST, str(error)
-        except (StoreAway, TimeoutError):
+        except (DatabaseUnavailable, TimeoutError):
             log.warning("a Stripe event is not stored: the database is unavailable")
             return HTTPStatus.SERVICE_UNAVAILABLE, "try again later"
         except Exception:  # Stripe sends the event again
@@ -378,7 +445,9 @@ class EventServer(web.Server):
 async def webhook_server(sessions: Sessions, settings: WebhookSettings) -> AsyncIterator[str]:
     """Listen for events within the context; yield the URL."""
     events = EventServer(sessions, settings.secrets)
-    server = await asyncio.get_running_loop().create_server(events, settings.listen_host, settings.listen_port)
+    server = await asyncio.get_running_loop().create_server(
+        events, settings.listen_host, settings.listen_port
+    )
     host, port = server.sockets[0].getsockname()[:2]
     try:
         yield f"http://{host}:{port}{PATH}"
@@ -387,7 +456,9 @@ async def webhook_server(sessions: Sessions, settings: WebhookSettings) -> Async
         await events.shutdown(SHUTDOWN_S)
 
 
-async def serve_webhooks(sessions: Sessions, settings: WebhookSettings, report: Callable[[str], None]) -> None:
+async def serve_webhooks(
+    sessions: Sessions, settings: WebhookSettings, report: Callable[[str], None]
+) -> None:
     """Serve the webhook until SIGTERM or SIGINT."""
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

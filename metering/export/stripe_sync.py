@@ -24,7 +24,13 @@ from typing import Any
 from sqlalchemy import Row, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from metering.core.errors import AlreadyExists, BillingDetailsMissing, InvalidValue, NotFound, StripeFailed
+from metering.core.errors import (
+    AlreadyExists,
+    BillingDetailsMissing,
+    InvalidValue,
+    NotFound,
+    StripeFailed,
+)
 from metering.core.models import ServiceTier, TokenKind
 from metering.export.deliveries import form
 from metering.export.export_settings import DAYS_UNTIL_DUE, Collection
@@ -58,20 +64,34 @@ ORGANIZATIONS = text("SELECT id, name, currency_code FROM organizations ORDER BY
 # Prices in force now or later, and those of batches of the last 35 days, which may still be billed.
 # A row that withdraws a customer's own price applies to no usage.
 VERSIONS = text("""
-SELECT id, model, currency_code, organization_id, tier, input_picos_per_token AS input,
-       cached_input_picos_per_token AS cached_input, output_picos_per_token AS output,
-       embedding_picos_per_token AS embedding, coalesce(used.embedded, false) AS embedded, coalesce(used.by, '{}') AS used_by,
-       withdrawn OR coalesce(lead(effective_at) OVER (
-           PARTITION BY model, currency_code, organization_id, tier ORDER BY effective_at) <= now(), false) AS past
+SELECT id, model, currency_code, organization_id, tier,
+       input_picos_per_token AS input,
+       cached_input_picos_per_token AS cached_input,
+       output_picos_per_token AS output,
+       embedding_picos_per_token AS embedding,
+       coalesce(used.embedded, false) AS embedded,
+       coalesce(used.by, '{}') AS used_by,
+       withdrawn OR coalesce(lead(effective_at) OVER versions <= now(), false) AS past
 FROM price_versions
-LEFT JOIN (SELECT price_version_id, array_agg(DISTINCT organization_id) AS by, bool_or(token_kind = 'embedding') AS embedded
-           FROM meter_batches WHERE hour >= now() - interval '35 days' GROUP BY 1) used ON used.price_version_id = id
+LEFT JOIN (
+    SELECT price_version_id,
+           array_agg(DISTINCT organization_id) AS by,
+           bool_or(token_kind = 'embedding') AS embedded
+    FROM meter_batches
+    WHERE hour >= now() - interval '35 days'
+    GROUP BY 1
+) AS used ON used.price_version_id = id
+WINDOW versions AS (
+    PARTITION BY model, currency_code, organization_id, tier ORDER BY effective_at
+)
 ORDER BY id
 """)
 KNOWN = text("SELECT kind, ref, stripe_id FROM stripe_objects WHERE account = :account")
 REMEMBER = text("""
-INSERT INTO stripe_objects (account, kind, ref, stripe_id) VALUES (:account, :kind, :ref, :stripe_id)
-ON CONFLICT (account, kind, ref) DO UPDATE SET stripe_id = excluded.stripe_id, seen_at = now()
+INSERT INTO stripe_objects (account, kind, ref, stripe_id)
+VALUES (:account, :kind, :ref, :stripe_id)
+ON CONFLICT (account, kind, ref) DO UPDATE
+SET stripe_id = excluded.stripe_id, seen_at = now()
 """)
 
 
@@ -95,17 +115,20 @@ class Metered:
     def title(self) -> str:
         """Description shown on invoices."""
         of_tier = "" if self.tier is ServiceTier.INTERACTIVE else f"{self.tier} "
-        return f"{self.model}, {of_tier}{self.token_kind.replace('_', ' ')} tokens (price version {self.version})"
+        return (
+            f"{self.model}, {of_tier}{self.token_kind.replace('_', ' ')} tokens (price version"
+            f" {self.version})"
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class PriceBook:
-    """Target state of Stripe. wanted: prices of each organization's subscriptions."""
+    """Target state of Stripe. subscribed: prices of each organization's subscriptions."""
 
     organizations: tuple[tuple[uuid.UUID, str, str], ...]
     profiles: dict[uuid.UUID, BillingProfile]
     metered: tuple[Metered, ...]
-    wanted: dict[uuid.UUID, tuple[Metered, ...]]
+    subscribed: dict[uuid.UUID, tuple[Metered, ...]]
 
 
 @dataclass(slots=True)
@@ -137,13 +160,18 @@ class Sync:
         async with self.sessions() as session:
             rows = (await session.execute(KNOWN, {"account": self.gateway.account})).all()
         self.known = {(kind, ref): stripe_id for kind, ref, stripe_id in rows}
-        products = {model: await self._product(model) for model in dict.fromkeys(each.model for each in book.metered)}
+        products = {
+            model: await self._product(model)
+            for model in dict.fromkeys(each.model for each in book.metered)
+        }
         meters = await self._meters(book.metered)
         prices = await self._prices(book.metered, products, meters)
         for organization_id, name, _ in book.organizations:
-            customer, payment_method = await self._customer(organization_id, name, book.profiles.get(organization_id))
-            wanted = [prices[each.ref] for each in book.wanted[organization_id]]
-            payment_method = await self._subscriptions(name, customer, wanted) or payment_method
+            customer, payment_method = await self._customer(
+                organization_id, name, book.profiles.get(organization_id)
+            )
+            subscribed = [prices[each.ref] for each in book.subscribed[organization_id]]
+            payment_method = await self._subscriptions(name, customer, subscribed) or payment_method
             await self._remember(PAYMENT_METHOD, str(organization_id), payment_method)
             if self.gateway.settings.collection is Collection.CHARGE and not payment_method:
                 self.without_payment_method.append(name)
@@ -160,10 +188,17 @@ class Sync:
             # A customer's row is always written: its time tells when its profile was last compared.
             return
         async with self.sessions.begin() as session:
-            values = {"account": self.gateway.account, "kind": kind, "ref": ref, "stripe_id": stripe_id}
+            values = {
+                "account": self.gateway.account,
+                "kind": kind,
+                "ref": ref,
+                "stripe_id": stripe_id,
+            }
             await session.execute(REMEMBER, values)
 
-    async def _customer(self, organization_id: uuid.UUID, name: str, profile: BillingProfile | None) -> tuple[str, str]:
+    async def _customer(
+        self, organization_id: uuid.UUID, name: str, profile: BillingProfile | None
+    ) -> tuple[str, str]:
         """Return the customer's id and its default payment method or an empty string."""
         ref, namespace = str(organization_id), self.gateway.settings.namespace
         stripe_id = self.known.get(("customer", ref), "")
@@ -179,9 +214,13 @@ class Sync:
                 key, metadata = f"{namespace}-customer-{ref}", {f"{namespace}_organization_id": ref}
                 # The billing profile is sent in its own call: a key is valid for one set of
                 # parameters only.
-                stripe_id = await self._create(f"customer {name}", "/v1/customers", key, name=name, metadata=metadata)
-        wanted = customer_details(name, profile)
-        details = {part: value for part, value in wanted.items() if value != detail_of(found, part)}
+                stripe_id = await self._create(
+                    f"customer {name}", "/v1/customers", key, name=name, metadata=metadata
+                )
+        expected = customer_details(name, profile)
+        details = {
+            part: value for part, value in expected.items() if value != detail_of(found, part)
+        }
         if found is not None and details:
             self.updated.append(f"customer {name}: {', '.join(details)}")
         if details and not self.dry_run:
@@ -204,7 +243,10 @@ class Sync:
         return stripe_id
 
     async def _meters(self, metered: Iterable[Metered]) -> dict[str, str]:
-        found = {each["event_name"]: str(each["id"]) for each in await self.gateway.list_all("/v1/billing/meters", status="active")}
+        found = {
+            each["event_name"]: str(each["id"])
+            for each in await self.gateway.list_all("/v1/billing/meters", status="active")
+        }
         meters: dict[str, str] = {}
         for each in metered:
             event_name = self.gateway.event_name(each.version, each.token_kind)
@@ -221,11 +263,17 @@ class Sync:
             await self._remember("meter", each.ref, stripe_id)
         return meters
 
-    async def _prices(self, metered: tuple[Metered, ...], products: dict[str, str], meters: dict[str, str]) -> dict[str, str]:
-        keys = {each.ref: self.gateway.event_name(each.version, each.token_kind) for each in metered}
+    async def _prices(
+        self, metered: tuple[Metered, ...], products: dict[str, str], meters: dict[str, str]
+    ) -> dict[str, str]:
+        keys = {
+            each.ref: self.gateway.event_name(each.version, each.token_kind) for each in metered
+        }
         names, found = list(keys.values()), dict[str, dict[str, Any]]()
         for begin in range(0, len(names), LOOKUP_KEYS_MAX):
-            page = await self.gateway.list_all("/v1/prices", lookup_keys=names[begin : begin + LOOKUP_KEYS_MAX])
+            page = await self.gateway.list_all(
+                "/v1/prices", lookup_keys=names[begin : begin + LOOKUP_KEYS_MAX]
+            )
             found |= {price["lookup_key"]: price for price in page}
         prices: dict[str, str] = {}
         for each in metered:
@@ -239,39 +287,51 @@ class Sync:
                     nickname=each.title[:250],
                     product=products[each.model],
                     unit_amount_decimal=each.unit_amount,
-                    recurring={"interval": "month", "usage_type": "metered", "meter": meters[each.ref]},
+                    recurring={
+                        "interval": "month",
+                        "usage_type": "metered",
+                        "meter": meters[each.ref],
+                    },
                 )
                 continue
             check_price(each, key, price, meters[each.ref])
             prices[each.ref] = str(price["id"])
         return prices
 
-    async def _subscriptions(self, name: str, customer: str, wanted: list[str]) -> str:
-        """Put every price in one subscription item, filling the existing subscriptions before
-        adding another.
-
-        Returns the payment method of a subscription, or an empty string.
+    async def _subscriptions(self, name: str, customer: str, missing: list[str]) -> str:
+        """Put every missing price in one subscription item, in existing subscriptions first; return
+        the payment method of a subscription, or an empty string.
         """
         room: list[tuple[str, int]] = []
         payment_method = ""
         namespace = self.gateway.settings.namespace
-        for each in await self.gateway.list_all("/v1/subscriptions", customer=customer) if customer != NEW else []:
+        for each in (
+            await self.gateway.list_all("/v1/subscriptions", customer=customer)
+            if customer != NEW
+            else []
+        ):
             if each["status"] in ENDED or each.get("metadata", {}).get("namespace") != namespace:
                 continue
-            payment_method = payment_method or str(each.get("default_payment_method") or each.get("default_source") or "")
+            payment_method = payment_method or str(
+                each.get("default_payment_method") or each.get("default_source") or ""
+            )
             items = await self.gateway.list_all("/v1/subscription_items", subscription=each["id"])
             held = {item["price"]["id"] for item in items}
-            wanted = [price for price in wanted if price not in held]
+            missing = [price for price in missing if price not in held]
             room.append((each["id"], ITEMS_MAX - len(items)))
         for subscription, free in room:
-            for price in wanted[:free]:
+            for price in missing[:free]:
                 what = f"subscription item of {name}: {price}"
                 await self._create(
-                    what, "/v1/subscription_items", subscription=subscription, price=price, proration_behavior="none"
+                    what,
+                    "/v1/subscription_items",
+                    subscription=subscription,
+                    price=price,
+                    proration_behavior="none",
                 )
-            wanted = wanted[free:]
-        for begin in range(0, len(wanted), ITEMS_MAX):
-            prices = wanted[begin : begin + ITEMS_MAX]
+            missing = missing[free:]
+        for begin in range(0, len(missing), ITEMS_MAX):
+            prices = missing[begin : begin + ITEMS_MAX]
             await self._create(
                 f"subscription of {name} with {len(prices)} prices",
                 "/v1/subscriptions",
@@ -284,23 +344,20 @@ class Sync:
 
 
 def missing_details(book: PriceBook, collection: Collection) -> list[str]:
-    """Return the reasons for which Stripe would refuse a subscription, one for each organization
-    concerned.
-    """
+    """Return the reasons for which Stripe would refuse a subscription, by organization."""
     if collection is not Collection.SEND_INVOICE:
         return []
     return [
-        f"{name} has no billing e-mail address, and {Collection.SEND_INVOICE} sends invoices to one: "
-        f"weir org billing {name} --email ADDRESS"
+        f"{name} has no billing e-mail address, and {Collection.SEND_INVOICE} sends invoices to"
+        f" one: weir org billing {name} --email ADDRESS"
         for organization_id, name, _ in book.organizations
-        if book.wanted[organization_id] and not book.profiles.get(organization_id, BillingProfile()).email
+        if book.subscribed[organization_id]
+        and not book.profiles.get(organization_id, BillingProfile()).email
     ]
 
 
 def customer_details(name: str, profile: BillingProfile | None) -> dict[str, Any]:
-    """Return a customer's details for Stripe. Without a profile, e-mail and address at Stripe are
-    left alone.
-    """
+    """Return a customer's details for Stripe; an absent profile changes none there."""
     if profile is None:
         return {"name": name}
     address = {part: getattr(profile, ADDRESS_FIELDS[part]) for part in ADDRESS_FIELDS}
@@ -324,39 +381,47 @@ def detail_of(customer: Mapping[str, Any] | None, name: str) -> Any:
 def payment_method_of(customer: Mapping[str, Any] | None) -> str:
     """Return the payment method that Stripe charges for a customer; empty if there is none."""
     known = customer or {}
-    default = (known.get("invoice_settings") or {}).get("default_payment_method") or known.get("default_source")
+    default = (known.get("invoice_settings") or {}).get("default_payment_method") or known.get(
+        "default_source"
+    )
     return str(default or "")
 
 
 async def payment_method_page(sessions: Sessions, gateway: StripeGateway, organization: str) -> str:
-    """Return the URL of Stripe's page for the default payment method. Raises: NotFound,
-    InvalidValue, StripeFailed.
-    """
+    """Return the URL of Stripe's page for the default payment method. Raises: NotFound."""
     async with sessions() as session:
         owner = await find_organization(session, organization)
         rows = await session.execute(KNOWN, {"account": gateway.account})
-    customer = next((stripe_id for kind, ref, stripe_id in rows if (kind, ref) == ("customer", str(owner.id))), None)
+    customer = next(
+        (stripe_id for kind, ref, stripe_id in rows if (kind, ref) == ("customer", str(owner.id))),
+        None,
+    )
     if customer is None:
-        raise InvalidValue("organization", f"{owner.name} is not known at Stripe: run `weir stripe sync` first")
+        raise InvalidValue(
+            "organization", f"{owner.name} is not known at Stripe: run `weir stripe sync` first"
+        )
     flow = {"type": "payment_method_update"}
-    page = await gateway.call("post", "/v1/billing_portal/sessions", customer=customer, flow_data=flow)
+    page = await gateway.call(
+        "post", "/v1/billing_portal/sessions", customer=customer, flow_data=flow
+    )
     return str(page["url"])
 
 
-def check_price(wanted: Metered, key: str, found: dict[str, Any], meter: str) -> None:
+def check_price(expected: Metered, key: str, found: dict[str, Any], meter: str) -> None:
     """Raise AlreadyExists if Stripe's price of this name differs from our price book."""
     # Stripe may write an amount with other zeros, so the numbers are compared.
     actual = (Decimal(found["unit_amount_decimal"]), found["currency"], found["recurring"]["meter"])
-    if actual != (Decimal(wanted.unit_amount), wanted.currency_code.lower(), meter):
+    if actual != (Decimal(expected.unit_amount), expected.currency_code.lower(), meter):
         raise AlreadyExists(
-            "Stripe price", key, f"as {actual[0]:f} {actual[1]} on meter {actual[2]}: archive it or use another namespace"
+            "Stripe price",
+            key,
+            f"as {actual[0]:f} {actual[1]} on meter {actual[2]}: archive it or use another"
+            " namespace",
         )
 
 
 def subscription_terms(collection: Collection, now: datetime) -> dict[str, Any]:
-    """Return terms for calendar months in UTC from this one on: the first month is billed as a
-    whole.
-    """
+    """Return terms for whole calendar months in UTC, the first one included."""
     begins, ends = month_bounds(f"{now:%Y-%m}")
     terms: dict[str, Any] = {
         "collection_method": str(collection),
@@ -364,20 +429,24 @@ def subscription_terms(collection: Collection, now: datetime) -> dict[str, Any]:
         "billing_cycle_anchor": int(ends.timestamp()),
         "proration_behavior": "none",
     }
-    return terms | ({"days_until_due": DAYS_UNTIL_DUE} if collection is Collection.SEND_INVOICE else {})
+    return terms | (
+        {"days_until_due": DAYS_UNTIL_DUE} if collection is Collection.SEND_INVOICE else {}
+    )
 
 
 async def read_book(sessions: Sessions) -> PriceBook:
-    """Return our organizations, profiles and prices at one time. Raises: InvalidValue for a price
-    Stripe cannot represent.
-    """
+    """Return our organizations, profiles and prices at one time. Raises: InvalidValue."""
     async with sessions() as session:
-        organizations = tuple((row.id, row.name, row.currency_code) for row in await session.execute(ORGANIZATIONS))
+        organizations = tuple(
+            (row.id, row.name, row.currency_code) for row in await session.execute(ORGANIZATIONS)
+        )
         profiles = await billing_profiles(session)
         versions = (await session.execute(VERSIONS)).all()
     currencies = {currency for _, _, currency in organizations}
     metered: list[Metered] = []
-    wanted: dict[uuid.UUID, list[Metered]] = {organization_id: [] for organization_id, _, _ in organizations}
+    subscribed: dict[uuid.UUID, list[Metered]] = {
+        organization_id: [] for organization_id, _, _ in organizations
+    }
     for row in versions:
         if row.currency_code not in currencies or (row.past and not row.used_by):
             continue
@@ -399,44 +468,87 @@ async def read_book(sessions: Sessions) -> PriceBook:
         for organization_id, _, currency_code in organizations:
             # A customer's own price applies to it alone; the list price stays ready for its
             # withdrawal.
-            pays_it = row.organization_id in (None, organization_id) and currency_code == row.currency_code
+            pays_it = (
+                row.organization_id in (None, organization_id)
+                and currency_code == row.currency_code
+            )
             if organization_id in row.used_by or (pays_it and not row.past):
-                wanted[organization_id] += kinds
-    return PriceBook(organizations, profiles, tuple(metered), {key: tuple(value) for key, value in wanted.items()})
+                subscribed[organization_id] += kinds
+    return PriceBook(
+        organizations,
+        profiles,
+        tuple(metered),
+        {key: tuple(value) for key, value in subscribed.items()},
+    )
 
 
 ATTENTION_MAX = 50  # batches named; the counts include all
 
-STATES = text("SELECT state, count(*), sum(token_count)::bigint FROM meter_batches GROUP BY 1 ORDER BY 1")
+STATES = text(
+    "SELECT state, count(*), sum(token_count)::bigint FROM meter_batches GROUP BY 1 ORDER BY 1"
+)
 PAUSE = text("SELECT closed_until, paused_until, pause_reason FROM export_progress")
 UNKNOWN = text("""
-SELECT DISTINCT o.name FROM meter_batches b JOIN organizations o ON o.id = b.organization_id
-WHERE b.state IN ('pending', 'sent') AND NOT (
-    EXISTS (SELECT 1 FROM stripe_objects WHERE (kind, ref) = ('customer', o.id::text))
-    AND EXISTS (SELECT 1 FROM stripe_objects WHERE (kind, ref) = ('meter', b.price_version_id || ':' || b.token_kind)))
+SELECT DISTINCT o.name
+FROM meter_batches b
+JOIN organizations o ON o.id = b.organization_id
+WHERE b.state IN ('pending', 'sent')
+  AND NOT (
+      EXISTS (
+          SELECT
+          FROM stripe_objects
+          WHERE (kind, ref) = ('customer', o.id::text)
+      )
+      AND EXISTS (
+          SELECT
+          FROM stripe_objects
+          WHERE (kind, ref) = ('meter', b.price_version_id || ':' || b.token_kind)
+      )
+  )
 ORDER BY 1
 """)
 ATTENTION = text("""
 SELECT b.id, b.state, o.name, b.token_kind, b.hour, b.token_count, coalesce(b.last_error, '')
-FROM meter_batches b JOIN organizations o ON o.id = b.organization_id
-WHERE b.state IN ('rejected', 'parked', 'cancelling') ORDER BY b.hour, b.id LIMIT :limit
+FROM meter_batches b
+JOIN organizations o ON o.id = b.organization_id
+WHERE b.state IN ('rejected', 'parked', 'cancelling')
+ORDER BY b.hour, b.id
+LIMIT :limit
 """)
 UNSETTLED = text("""
-SELECT o.name, to_char(m.month, 'YYYY-MM') FROM billing_months m JOIN organizations o ON o.id = m.organization_id
+SELECT o.name, to_char(m.month, 'YYYY-MM')
+FROM billing_months m
+JOIN organizations o ON o.id = m.organization_id
 LEFT JOIN stripe_month_settlements s USING (organization_id, month)
-WHERE m.state = 'closed' AND s.settled_at IS NULL AND m.closed_at >= (SELECT month_items_since FROM export_progress)
-  AND EXISTS (SELECT FROM stripe_objects WHERE kind = 'customer' AND ref = m.organization_id::text)
-ORDER BY m.month, o.name LIMIT :limit
+WHERE m.state = 'closed'
+  AND s.settled_at IS NULL
+  AND m.closed_at >= (SELECT month_items_since FROM export_progress)
+  AND EXISTS (
+      SELECT FROM stripe_objects WHERE kind = 'customer' AND ref = m.organization_id::text
+  )
+ORDER BY m.month, o.name
+LIMIT :limit
 """)
 # Each sync writes the row of every customer that it finds.
 CHANGED_PROFILES = text("""
-SELECT o.name FROM billing_profiles p JOIN organizations o ON o.id = p.organization_id
-WHERE EXISTS (SELECT FROM stripe_objects s WHERE (s.kind, s.ref) = ('customer', o.id::text) AND s.seen_at < p.updated_at)
-ORDER BY 1 LIMIT :limit
+SELECT o.name
+FROM billing_profiles p
+JOIN organizations o ON o.id = p.organization_id
+WHERE EXISTS (
+    SELECT
+    FROM stripe_objects s
+    WHERE (s.kind, s.ref) = ('customer', o.id::text) AND s.seen_at < p.updated_at
+)
+ORDER BY 1
+LIMIT :limit
 """)
 WITHOUT_PAYMENT_METHOD = text("""
-SELECT DISTINCT o.name FROM stripe_objects s JOIN organizations o ON o.id::text = s.ref
-WHERE s.kind = 'payment_method' AND s.stripe_id = '' ORDER BY 1 LIMIT :limit
+SELECT DISTINCT o.name
+FROM stripe_objects s
+JOIN organizations o ON o.id::text = s.ref
+WHERE s.kind = 'payment_method' AND s.stripe_id = ''
+ORDER BY 1
+LIMIT :limit
 """)
 UNHANDLED = text("SELECT count(*) FROM stripe_events WHERE handled_at IS NULL")
 
@@ -452,9 +564,7 @@ class StateCount:
 
 @dataclass(frozen=True, slots=True)
 class StuckBatch:
-    """A batch that needs an operator: `weir stripe resend` if rejected, `weir stripe settle` if
-    parked.
-    """
+    """A batch that needs an operator: `weir stripe resend` if rejected, `settle` if parked."""
 
     id: uuid.UUID
     state: str
@@ -499,17 +609,31 @@ async def export_status(sessions: Sessions) -> ExportStatus:
             pause_reason=progress.pause_reason if progress else None,
             unknown_organizations=tuple(await session.scalars(UNKNOWN)),
             unhandled_event_count=int(await session.scalar(UNHANDLED) or 0),
-            unsettled_months=tuple((row[0], row[1]) for row in await session.execute(UNSETTLED, {"limit": ATTENTION_MAX})),
-            needing_attention=tuple(StuckBatch(*row) for row in await session.execute(ATTENTION, {"limit": ATTENTION_MAX})),
-            changed_profiles=tuple(await session.scalars(CHANGED_PROFILES, {"limit": ATTENTION_MAX})),
-            without_payment_method=tuple(await session.scalars(WITHOUT_PAYMENT_METHOD, {"limit": ATTENTION_MAX})),
+            unsettled_months=tuple(
+                (row[0], row[1])
+                for row in await session.execute(UNSETTLED, {"limit": ATTENTION_MAX})
+            ),
+            needing_attention=tuple(
+                StuckBatch(*row)
+                for row in await session.execute(ATTENTION, {"limit": ATTENTION_MAX})
+            ),
+            changed_profiles=tuple(
+                await session.scalars(CHANGED_PROFILES, {"limit": ATTENTION_MAX})
+            ),
+            without_payment_method=tuple(
+                await session.scalars(WITHOUT_PAYMENT_METHOD, {"limit": ATTENTION_MAX})
+            ),
             unpaid_invoices=tuple(await unpaid_invoices(session, ATTENTION_MAX)),
         )
 
 
 LOCK = text("SELECT * FROM meter_batches WHERE id = :id FOR UPDATE")
 MOVE = text("UPDATE meter_batches SET state = :state, last_error = :error WHERE id = :id")
-COUNTED = text("UPDATE meter_batches SET state = 'delivered', delivered_at = sent_at, last_error = NULL WHERE id = :id")
+COUNTED = text("""
+UPDATE meter_batches
+SET state = 'delivered', delivered_at = sent_at, last_error = NULL
+WHERE id = :id
+""")
 
 
 async def resend(sessions: Sessions, gateway: StripeGateway, batch_id: uuid.UUID) -> None:
@@ -522,18 +646,28 @@ async def resend(sessions: Sessions, gateway: StripeGateway, batch_id: uuid.UUID
     async with sessions.begin() as session:
         batch = await _locked(session, batch_id)
         if batch.late_item_id is not None:
-            raise InvalidValue("batch", f"{batch_id} is invoiced by an item of its own: resending it would invoice it twice")
+            raise InvalidValue(
+                "batch",
+                f"{batch_id} is invoiced by an item of its own: resending it would invoice it"
+                " twice",
+            )
         state = BatchState(batch.state)
         if state is BatchState.REJECTED:
             await _give_up(session, batch)
             return
         if state is BatchState.DELIVERED:
             if await database_now(session) - batch.delivered_at >= CANCEL_WITHIN:
-                reason = f"{batch_id} was delivered over 24 hours ago and cannot be cancelled: credit the customer instead"
+                reason = (
+                    f"{batch_id} was delivered over 24 hours ago and cannot be cancelled: credit"
+                    " the customer instead"
+                )
                 raise InvalidValue("batch", reason)
             await session.execute(MOVE, {"id": batch_id, "state": "cancelling", "error": None})
         elif state is not BatchState.CANCELLING:
-            raise InvalidValue("batch", f"{batch_id} is {state}: only a delivered or rejected batch can be sent again")
+            raise InvalidValue(
+                "batch",
+                f"{batch_id} is {state}: only a delivered or rejected batch can be sent again",
+            )
     event_name = gateway.event_name(batch.price_version_id, TokenKind(batch.token_kind))
     answer = await gateway.take_back(str(batch_id), event_name)
     async with sessions.begin() as session:
@@ -546,19 +680,21 @@ async def resend(sessions: Sessions, gateway: StripeGateway, batch_id: uuid.UUID
             # An earlier attempt with a lost answer may have cancelled it, which would explain this
             # refusal.
             refused = BatchState.PARKED if state is BatchState.CANCELLING else BatchState.DELIVERED
-            await session.execute(MOVE, {"id": batch_id, "state": str(refused), "error": answer.reason})
+            await session.execute(
+                MOVE, {"id": batch_id, "state": str(refused), "error": answer.reason}
+            )
     if answer.verdict is not Verdict.DELIVERED:
         raise StripeFailed(f"the meter event is not cancelled: {answer.reason}")
 
 
 async def settle(sessions: Sessions, batch_id: uuid.UUID, *, counted: bool) -> None:
-    """Record whether Stripe counts a parked batch. If not, its tokens are queued again. Raises:
-    NotFound, InvalidValue.
-    """
+    """Record whether Stripe counts a parked batch; if not, queue its tokens again."""
     async with sessions.begin() as session:
         batch = await _locked(session, batch_id)
         if batch.state != BatchState.PARKED:
-            raise InvalidValue("batch", f"{batch_id} is {batch.state}: only a parked batch can be settled")
+            raise InvalidValue(
+                "batch", f"{batch_id} is {batch.state}: only a parked batch can be settled"
+            )
         if counted:
             await session.execute(COUNTED, {"id": batch_id})
         else:
@@ -572,8 +708,6 @@ async def _locked(session: AsyncSession, batch_id: uuid.UUID) -> Row[Any]:
 
 
 async def _give_up(session: AsyncSession, batch: Row[Any]) -> None:
-    """Cancel a batch and form its successor in the same transaction, so that its tokens are never
-    missing.
-    """
+    """Cancel a batch and form its successor in one transaction: no token is missing."""
     await session.execute(MOVE, {"id": batch.id, "state": "cancelled", "error": batch.last_error})
     await form(session, batch.hour, batch.hour + timedelta(hours=1), batch.organization_id)

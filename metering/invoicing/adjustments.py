@@ -32,7 +32,7 @@ from metering.ledger.ledger import (
     month_text,
     post,
     posting_month,
-    share_lanes,
+    share_posting_locks,
 )
 from metering.ledger.rating import misstated_usage
 from metering.plans.prepaid import refresh
@@ -44,29 +44,47 @@ REASON_FORM = re.compile(r"\w[^\x00-\x1f\x7f-\x9f]{0,199}")
 AMOUNT_MAX_PICOS = 10**24  # a trillion units: a larger amount is a mistake in the unit
 
 # The first open month with any content, which is invoiced next; the present month if there is none.
-# Usage that waits for rating counts: for misstated usage, the adjustment may be all that the month
-# ever has.
+# Unrated usage counts as content: if it is misstated, the adjustment may be the month's only line.
 NEXT_INVOICED = text("""
-SELECT min(month) FROM (
-    SELECT billing_month FROM ledger_transactions WHERE organization_id = :organization_id
+SELECT min(month)
+FROM (
+    SELECT billing_month
+    FROM ledger_transactions
+    WHERE organization_id = :organization_id
     UNION ALL
-    SELECT date_trunc('month', settled_at AT TIME ZONE 'UTC')::date FROM unrated_usage WHERE organization_id = :organization_id
+    SELECT date_trunc('month', settled_at AT TIME ZONE 'UTC')::date
+    FROM unrated_usage
+    WHERE organization_id = :organization_id
 ) AS known (month)
 WHERE month <= :present
-  AND month > coalesce((SELECT max(month) FROM billing_months
-                        WHERE organization_id = :organization_id AND state = 'closed'), '-infinity')
+  AND month > coalesce(
+      (SELECT max(month)
+       FROM billing_months
+       WHERE organization_id = :organization_id AND state = 'closed'),
+      '-infinity'
+  )
 """)
 
 
-FOUND = """
-SELECT a.*, i.number AS invoice_number, d.decided_by, d.decided_at, d.billing_month, d.credit_note_number,
-       CASE WHEN d.approved IS NULL THEN 'proposed' WHEN d.approved THEN 'approved' ELSE 'rejected' END AS state
-FROM adjustments a LEFT JOIN adjustment_decisions d ON d.adjustment_id = a.id LEFT JOIN invoices i ON i.id = a.invoice_id WHERE
+ADJUSTMENT_ROWS = """
+SELECT a.*, i.number AS invoice_number,
+       d.decided_by, d.decided_at, d.billing_month, d.credit_note_number,
+       CASE
+           WHEN d.approved IS NULL THEN 'proposed'
+           WHEN d.approved THEN 'approved'
+           ELSE 'rejected'
+       END AS state
+FROM adjustments a
+LEFT JOIN adjustment_decisions d ON d.adjustment_id = a.id
+LEFT JOIN invoices i ON i.id = a.invoice_id
 """
-ONE = text(f"{FOUND} a.id = :id")
+ONE = text(f"{ADJUSTMENT_ROWS} WHERE a.id = :id")
 LISTED = text(f"""
-{FOUND} a.organization_id = :organization_id AND (NOT :undecided_only OR d.adjustment_id IS NULL)
-  AND (CAST(:invoice_id AS uuid) IS NULL OR a.invoice_id = :invoice_id) ORDER BY a.created_at DESC, a.id
+{ADJUSTMENT_ROWS}
+WHERE a.organization_id = :organization_id
+  AND (NOT :undecided_only OR d.adjustment_id IS NULL)
+  AND (CAST(:invoice_id AS uuid) IS NULL OR a.invoice_id = :invoice_id)
+ORDER BY a.created_at DESC, a.id
 """)
 LOCK = text("SELECT * FROM adjustments WHERE id = :id FOR UPDATE")
 LOCK_INVOICE = text("SELECT * FROM invoices WHERE id = :id FOR UPDATE")
@@ -82,9 +100,7 @@ class AdjustmentState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class AdjustmentRecord:
-    """An adjustment and its decision. amount_picos: additional amount owed. invoice_number: of a
-    credit note.
-    """
+    """An adjustment and its decision. amount_picos: additional amount owed by the customer."""
 
     id: uuid.UUID
     organization_id: uuid.UUID
@@ -102,7 +118,13 @@ class AdjustmentRecord:
 
 
 async def create_adjustment(
-    session: AsyncSession, *, organization: str, amount_picos: int, currency_code: str, reason: str, actor: str
+    session: AsyncSession,
+    *,
+    organization: str,
+    amount_picos: int,
+    currency_code: str,
+    reason: str,
+    actor: str,
 ) -> AdjustmentRecord:
     """Propose a higher or lower amount on a customer's next invoice. Raises: NotFound,
     InvalidValue.
@@ -113,47 +135,83 @@ async def create_adjustment(
     if abs(amount_picos) > AMOUNT_MAX_PICOS:
         maximum = exact_text(AMOUNT_MAX_PICOS, owner.currency_code)
         raise InvalidValue("amount", f"must be between -{maximum} and {maximum}: check the unit")
-    if not amount_picos and await misstated_usage(session, owner.id, datetime.max.replace(tzinfo=UTC)) is None:
-        raise InvalidValue("amount", "must not be zero: positive to charge more, negative to charge less")
+    if (
+        not amount_picos
+        and await misstated_usage(session, owner.id, datetime.max.replace(tzinfo=UTC)) is None
+    ):
+        raise InvalidValue(
+            "amount", "must not be zero: positive to charge more, negative to charge less"
+        )
     check_currency(currency_code, owner.currency_code)
     return await _propose(session, owner.id, None, amount_picos, owner.currency_code, reason, actor)
 
 
 async def create_credit_note(
-    session: AsyncSession, *, invoice: Row[Any], amount_picos: int, currency_code: str, reason: str, actor: str
+    session: AsyncSession,
+    *,
+    invoice: Row[Any],
+    amount_picos: int,
+    currency_code: str,
+    reason: str,
+    actor: str,
 ) -> AdjustmentRecord:
-    """Propose to refund part or all of an invoice. amount_picos: above zero. Raises: InvalidValue."""
+    """Propose to refund all or part of an invoice. amount_picos: above 0. Raises: InvalidValue."""
     check_currency(currency_code, invoice.currency_code)
-    if amount_picos <= 0 or amount_picos != round_to_minor_unit(amount_picos, invoice.currency_code):
+    if amount_picos <= 0 or amount_picos != round_to_minor_unit(
+        amount_picos, invoice.currency_code
+    ):
         smallest = exact_text(minor_unit(invoice.currency_code), invoice.currency_code)
-        raise InvalidValue("amount", f"must be a positive multiple of {smallest}: a credit note is paid out")
+        raise InvalidValue(
+            "amount", f"must be a positive multiple of {smallest}: a credit note is paid out"
+        )
     await check_credit_left(session, invoice, amount_picos)
-    return await _propose(session, invoice.organization_id, invoice, -amount_picos, invoice.currency_code, reason, actor)
+    return await _propose(
+        session,
+        invoice.organization_id,
+        invoice,
+        -amount_picos,
+        invoice.currency_code,
+        reason,
+        actor,
+    )
 
 
 # Two keys count as one person if one created the other, directly or through other keys, or if the
 # approver's key was created after the proposal. Determined from the audit log, which records who
 # created each key.
-OF_ONE_HAND = text("""
+SAME_PERSON = text("""
 WITH RECURSIVE created AS (
-    SELECT e.actor AS creator, k.prefix AS key, e.created_at FROM audit_log e JOIN api_keys k ON k.id::text = e.subject_id
+    SELECT e.actor AS creator, k.prefix AS key, e.created_at
+    FROM audit_log e
+    JOIN api_keys k ON k.id::text = e.subject_id
     WHERE e.action = 'api_key.create'
 ), creators (pair, key) AS (
     VALUES ('author', CAST(:author AS text)), ('approver', CAST(:approver AS text))
-    UNION SELECT creators.pair, created.creator FROM creators JOIN created ON created.key = creators.key
+    UNION
+    SELECT creators.pair, created.creator
+    FROM creators
+    JOIN created ON created.key = creators.key
 )
-SELECT EXISTS (SELECT FROM creators WHERE (pair, key) IN (('author', :approver), ('approver', :author)))
-    OR EXISTS (SELECT FROM created WHERE key = :approver AND created_at > CAST(:proposed_at AS timestamptz))
+SELECT EXISTS (
+    SELECT FROM creators
+    WHERE (pair, key) IN (('author', :approver), ('approver', :author))
+) OR EXISTS (
+    SELECT FROM created
+    WHERE key = :approver AND created_at > CAST(:proposed_at AS timestamptz)
+)
 """)
 
 
-async def approve(session: AsyncSession, *, adjustment_id: str, actor: str, now: datetime | None = None) -> AdjustmentRecord:
+async def approve(
+    session: AsyncSession, *, adjustment_id: str, actor: str, now: datetime | None = None
+) -> AdjustmentRecord:
     """Approve another person's proposal and post it; repeating it with the same approver changes
     nothing.
 
     now: time of the approval, by default the database's. Raises: NotFound; ApprovalRefused for the
-    author and for a decided proposal; InvalidValue if the credit note exceeds the refundable rest
-    of its invoice.
+    author and for a decided proposal; InvalidValue if the credit note exceeds the amount of its
+    invoice that is still refundable.
+
     """
     row = await _locked(session, adjustment_id)
     record = await find_adjustment(session, row.id)
@@ -161,15 +219,26 @@ async def approve(session: AsyncSession, *, adjustment_id: str, actor: str, now:
         return record
     refuse_decided(record)
     if record.author == actor:
-        raise ApprovalRefused(f"{actor} proposed adjustment {record.id}: another person has to approve it")
-    if await session.scalar(OF_ONE_HAND, {"author": record.author, "approver": actor, "proposed_at": record.created_at}):
         raise ApprovalRefused(
-            f"{actor} cannot approve adjustment {record.id}: the key was created after the proposal, or by {record.author}, or "
-            f"created {record.author}; approve it with a key that another person held before the proposal"
+            f"{actor} proposed adjustment {record.id}: another person has to approve it"
+        )
+    if await session.scalar(
+        SAME_PERSON, {"author": record.author, "approver": actor, "proposed_at": record.created_at}
+    ):
+        raise ApprovalRefused(
+            f"{actor} cannot approve adjustment {record.id}: the key was created after the"
+            f" proposal, or by {record.author}, or created {record.author}; approve it with a key"
+            " that another person held before the proposal"
         )
     decided_at = now or await database_now(session)
     month = await _billing_month(session, row.organization_id, decided_at)
-    decision = {"adjustment_id": row.id, "author": row.author, "approved": True, "decided_by": actor, "decided_at": decided_at}
+    decision = {
+        "adjustment_id": row.id,
+        "author": row.author,
+        "approved": True,
+        "decided_by": actor,
+        "decided_at": decided_at,
+    }
     decision["billing_month"] = month
     if row.invoice_id is not None:
         invoice = (await session.execute(LOCK_INVOICE, {"id": row.invoice_id})).one()
@@ -178,22 +247,26 @@ async def approve(session: AsyncSession, *, adjustment_id: str, actor: str, now:
     # The limit of a prepaid customer has changed.
     await refresh(session, row.organization_id, actor=actor)
     if row.invoice_id is not None:
-        decision["credit_note_ordinal"], decision["credit_note_number"] = await draw_number(session, Series.CREDIT_NOTE)
+        decision["credit_note_ordinal"], decision["credit_note_number"] = await draw_number(
+            session, Series.CREDIT_NOTE
+        )
     await session.execute(insertion("adjustment_decisions", decision))
     return await _decided(session, row.id, actor, "adjustment.approve")
 
 
-async def reject(session: AsyncSession, *, adjustment_id: str, actor: str, now: datetime | None = None) -> AdjustmentRecord:
-    """Reject a proposal for good; its author may do so. Idempotent. Raises: NotFound,
-    ApprovalRefused.
-    """
+async def reject(
+    session: AsyncSession, *, adjustment_id: str, actor: str, now: datetime | None = None
+) -> AdjustmentRecord:
+    """Reject a proposal permanently; its author may too. Raises: NotFound, ApprovalRefused."""
     row = await _locked(session, adjustment_id)
     record = await find_adjustment(session, row.id)
     if record.state is AdjustmentState.REJECTED:
         return record
     refuse_decided(record)
     values = {"adjustment_id": row.id, "author": row.author, "approved": False, "decided_by": actor}
-    await session.execute(insertion("adjustment_decisions", values | ({} if now is None else {"decided_at": now})))
+    await session.execute(
+        insertion("adjustment_decisions", values | ({} if now is None else {"decided_at": now}))
+    )
     return await _decided(session, row.id, actor, "adjustment.reject")
 
 
@@ -206,33 +279,51 @@ async def find_adjustment(session: AsyncSession, adjustment_id: uuid.UUID) -> Ad
 
 
 async def list_adjustments(
-    session: AsyncSession, organization_id: uuid.UUID, *, undecided_only: bool = False, invoice_id: uuid.UUID | None = None
+    session: AsyncSession,
+    organization_id: uuid.UUID,
+    *,
+    undecided_only: bool = False,
+    invoice_id: uuid.UUID | None = None,
 ) -> list[AdjustmentRecord]:
-    """Return adjustments and credit notes, the latest first; of one invoice only if it is passed."""
-    filters = {"organization_id": organization_id, "undecided_only": undecided_only, "invoice_id": invoice_id}
+    """Return adjustments and credit notes, the latest first. invoice_id: only of this invoice."""
+    filters = {
+        "organization_id": organization_id,
+        "undecided_only": undecided_only,
+        "invoice_id": invoice_id,
+    }
     return [_record(row) for row in await session.execute(LISTED, filters)]
 
 
 def check_currency(code: str, expected: str) -> None:
     """Raise InvalidValue for a currency other than the expected one; an empty code is accepted."""
     if code not in ("", expected):
-        raise InvalidValue("amount.currency_code", f"must be {expected}, the currency of the organization, got {code}")
+        raise InvalidValue(
+            "amount.currency_code",
+            f"must be {expected}, the currency of the organization, got {code}",
+        )
 
 
 async def check_credit_left(session: AsyncSession, invoice: Row[Any], amount_picos: int) -> None:
     """Raise InvalidValue if the amount exceeds the part of an invoice that is not refunded yet."""
     left = int(invoice.total_picos) - await credited_picos(session, invoice.id)
     if amount_picos > left:
-        total, rest = (exact_text(picos, invoice.currency_code) for picos in (int(invoice.total_picos), max(left, 0)))
+        total, rest = (
+            exact_text(picos, invoice.currency_code)
+            for picos in (int(invoice.total_picos), max(left, 0))
+        )
         raise InvalidValue(
-            "amount", f"must be at most {rest}: invoice {invoice.number} is {total}, of which {rest} is still refundable"
+            "amount",
+            f"must be at most {rest}: invoice {invoice.number} is {total}, of which {rest} is still"
+            " refundable",
         )
 
 
 def refuse_decided(record: AdjustmentRecord) -> None:
     """Raise ApprovalRefused for a proposal that was approved or rejected."""
     if record.state is not AdjustmentState.PROPOSED:
-        raise ApprovalRefused(f"adjustment {record.id} was {record.state} by {record.decided_by}: propose a new one")
+        raise ApprovalRefused(
+            f"adjustment {record.id} was {record.state} by {record.decided_by}: propose a new one"
+        )
 
 
 async def _propose(
@@ -246,7 +337,9 @@ async def _propose(
 ) -> AdjustmentRecord:
     if REASON_FORM.fullmatch(reason) is None:
         raise InvalidValue(
-            "reason", "must have 1 to 200 characters on one line and begin with a letter or a digit: the customer reads it"
+            "reason",
+            "must have 1 to 200 characters on one line and begin with a letter or a digit: the"
+            " customer reads it",
         )
     values = {
         "organization_id": organization_id,
@@ -256,11 +349,15 @@ async def _propose(
         "reason": reason,
         "author": actor,
     }
-    adjustment_id: uuid.UUID = (await session.execute(insertion("adjustments", values).returning(column("id")))).scalar_one()
+    adjustment_id: uuid.UUID = (
+        await session.execute(insertion("adjustments", values).returning(column("id")))
+    ).scalar_one()
     return await _decided(session, adjustment_id, actor, "adjustment.create")
 
 
-async def _decided(session: AsyncSession, adjustment_id: uuid.UUID, actor: str, action: str) -> AdjustmentRecord:
+async def _decided(
+    session: AsyncSession, adjustment_id: uuid.UUID, actor: str, action: str
+) -> AdjustmentRecord:
     """Return the current record after writing it to the audit log."""
     record = await find_adjustment(session, adjustment_id)
     after = {
@@ -274,7 +371,9 @@ async def _decided(session: AsyncSession, adjustment_id: uuid.UUID, actor: str, 
         "billing_month": record.billing_month,
         "credit_note_number": record.credit_note_number,
     }
-    await record_change(session, actor=actor, action=action, subject_id=str(record.id), before=None, after=after)
+    await record_change(
+        session, actor=actor, action=action, subject_id=str(record.id), before=None, after=after
+    )
     return record
 
 
@@ -288,10 +387,12 @@ async def _locked(session: AsyncSession, adjustment_id: str) -> Row[Any]:
 
 async def _billing_month(session: AsyncSession, organization_id: uuid.UUID, now: datetime) -> date:
     """Return the month that is invoiced next. It cannot be closed before this transaction ends."""
-    await share_lanes(session, [organization_id])
+    await share_posting_locks(session, [organization_id])
     present = month_of(now.date())
     next_month: date | None = (
-        await session.execute(NEXT_INVOICED, {"organization_id": organization_id, "present": present})
+        await session.execute(
+            NEXT_INVOICED, {"organization_id": organization_id, "present": present}
+        )
     ).scalar()
     return await posting_month(session, organization_id, next_month or present)
 
@@ -306,10 +407,15 @@ def _posting(record: AdjustmentRecord, month: date, decided_at: datetime) -> Pos
         effective_at=decided_at,
         description=f"{about}: {record.reason}",
         source_id=record.id,
-        legs=((AccountKind.RECEIVABLE, record.amount_picos), (AccountKind.ADJUSTMENT, -record.amount_picos)),
+        entries=(
+            (AccountKind.RECEIVABLE, record.amount_picos),
+            (AccountKind.ADJUSTMENT, -record.amount_picos),
+        ),
     )
 
 
 def _record(row: Row[Any]) -> AdjustmentRecord:
     month = "" if row.billing_month is None else month_text(row.billing_month)
-    return record_of(AdjustmentRecord, row, invoice_number=row.invoice_number or "", billing_month=month)
+    return record_of(
+        AdjustmentRecord, row, invoice_number=row.invoice_number or "", billing_month=month
+    )

@@ -31,9 +31,9 @@ from metering.core.models import Organization, insertion
 from metering.core.money import exact_text
 from metering.invoicing.invoices import Series, draw_number, write_invoice
 from metering.invoicing.month_report import Closed, MonthReport, digests
-from metering.invoicing.months import LONG_READ_S, prepaid_credit_of, read_month, read_patiently
+from metering.invoicing.months import LONG_READ_S, allow_long_reads, prepaid_credit_of, read_month
 from metering.ledger.ledger import (
-    BEFORE,
+    CLOSED_AND_OPEN,
     AccountKind,
     MonthState,
     Posting,
@@ -43,42 +43,61 @@ from metering.ledger.ledger import (
     month_of,
     month_text,
     post,
-    take_lane,
+    take_posting_lock,
 )
-from metering.ledger.rating import correct, misstated_usage, rate_all_pending, rate_customer, unratable_usage, why_not
+from metering.ledger.rating import (
+    correct,
+    correction_refusal,
+    misstated_usage,
+    rate_all_pending,
+    rate_customer,
+    unratable_usage,
+)
 from metering.plans.plans import CreditApplication, LineKind
 from metering.plans.prepaid import expire, refresh, spend
 from metering.receipts.months import receipt_month, seal_month
 from metering.store.db import Sessions, database_now, patience
 from metering.tenants.tenants import find_organization
 
-# After the month's end: its requests have ended by then, and clocks agree on the month.
+# Wait after the month's end until running requests have ended, and clocks agree on the month.
 GRACE = timedelta(hours=1)
 NAMED_MAX = 10  # ids named in a description
 
 # A hold whose request id is its own id was pre-authorized for an outage: no request runs under it.
 RUNNING = text("""
-SELECT request_id FROM holds
-WHERE state = 'held' AND organization_id = :organization_id AND admitted_at < :ends AND request_id <> id ORDER BY admitted_at
+SELECT request_id
+FROM holds
+WHERE state = 'held'
+  AND organization_id = :organization_id
+  AND admitted_at < :ends
+  AND request_id <> id
+ORDER BY admitted_at
 """)
 
 
 # A month without a row is open.
-STATE = text("SELECT state FROM billing_months WHERE organization_id = :organization_id AND month = :month")
+STATE = text(
+    "SELECT state FROM billing_months WHERE organization_id = :organization_id AND month = :month"
+)
 BEGIN = text(f"""
 INSERT INTO billing_months AS known (organization_id, month, state, closing_at, closing_by)
 VALUES (:organization_id, :month, '{MonthState.CLOSING}', :at, :by)
 ON CONFLICT (organization_id, month) DO UPDATE
-SET state = excluded.state, closing_at = excluded.closing_at, closing_by = excluded.closing_by
+SET state = excluded.state,
+    closing_at = excluded.closing_at,
+    closing_by = excluded.closing_by
 WHERE known.state = '{MonthState.OPEN}'
 """)
 CLOSE = text(f"""
-UPDATE billing_months SET state = '{MonthState.CLOSED}', closed_at = :at, closed_by = :by
+UPDATE billing_months
+SET state = '{MonthState.CLOSED}', closed_at = :at, closed_by = :by
 WHERE organization_id = :organization_id AND month = :month
 """)
 
 
-async def find_obstacles(session: AsyncSession, request: CloseRequest, *, all_rated: bool) -> list[Obstacle]:
+async def find_obstacles(
+    session: AsyncSession, request: CloseRequest, *, all_rated: bool
+) -> list[Obstacle]:
     """Return the obstacles to closing a month. all_rated: no backlog of usage is left.
 
     Usage that arrives later is not an obstacle: it is late usage.
@@ -87,26 +106,43 @@ async def find_obstacles(session: AsyncSession, request: CloseRequest, *, all_ra
     ends = month_end(month)
     obstacles: list[Obstacle] = []
     if now < (begins := ends + request.grace):
-        reason = f"{month_text(month)} can be closed from {begins:%Y-%m-%d %H:%M} UTC on; it is {now:%Y-%m-%d %H:%M} now"
+        reason = (
+            f"{month_text(month)} can be closed from {begins:%Y-%m-%d %H:%M} UTC on; it is"
+            f" {now:%Y-%m-%d %H:%M} now"
+        )
         obstacles.append(Obstacle(ObstacleKind.MONTH_NOT_OVER, reason))
     parameters = {"organization_id": organization_id, "ends": ends, "month": month}
-    before = (await session.execute(BEFORE, parameters)).one()
-    if before.last_closed is not None and before.last_closed >= month:
-        reason = f"{month_text(before.last_closed)} and all earlier months are closed: late usage is in the month after it"
+    months = (await session.execute(CLOSED_AND_OPEN, parameters)).one()
+    if months.last_closed is not None and months.last_closed >= month:
+        reason = (
+            f"{month_text(months.last_closed)} and all earlier months are closed: late usage is in"
+            " the month after it"
+        )
         obstacles.append(Obstacle(ObstacleKind.LATER_MONTH_CLOSED, reason))
-    elif before.first_open is not None and before.first_open < month:
-        reason = f"{month_text(before.first_open)} is not closed: close months in order, including those without usage"
+    elif months.first_open is not None and months.first_open < month:
+        reason = (
+            f"{month_text(months.first_open)} is not closed: close months in order, including those"
+            " without usage"
+        )
         obstacles.append(Obstacle(ObstacleKind.EARLIER_MONTH_OPEN, reason))
-    elif before.last_closed is None and before.first_open is not None and before.first_open > month and not request.before_first:
-        obstacles.append(_before_first(month, before.first_open))
+    elif (
+        months.last_closed is None
+        and months.first_open is not None
+        and months.first_open > month
+        and not request.before_first
+    ):
+        obstacles.append(_before_first(month, months.first_open))
     obstacles += await _misstated(session, organization_id, ends, request.correcting)
     if not all_rated:
-        reason = "more usage waits for rating than one close rates: let the worker catch up, and try again"
+        reason = (
+            "more usage waits for rating than one close rates: let the worker catch up, and try"
+            " again"
+        )
         obstacles.append(Obstacle(ObstacleKind.USAGE_UNRATED, reason))
     if unratable := [str(each) for each in await unratable_usage(session, organization_id, ends)]:
         reason = (
-            f"{len(unratable)} usage events cannot be rated: {named(unratable)}; their prices are missing or in another "
-            "currency than the customer's: run `weir fsck` for details"
+            f"{len(unratable)} usage events cannot be rated: {named(unratable)}; their prices are"
+            " missing or in another currency than the customer's: run `weir fsck` for details"
         )
         obstacles.append(Obstacle(ObstacleKind.USAGE_UNRATED, reason))
     if not request.leave_running:
@@ -115,37 +151,51 @@ async def find_obstacles(session: AsyncSession, request: CloseRequest, *, all_ra
             obstacles.append(
                 Obstacle(
                     ObstacleKind.REQUESTS_RUNNING,
-                    f"{len(running)} requests admitted before the month's end are still running: {named(running)}; wait, end "
-                    "them (`weir requests kill`, `weir requests stuck`), or leave them to the month of their end (--leave-running)",
+                    f"{len(running)} requests admitted before the month's end are still running:"
+                    f" {named(running)}; wait, end them (`weir requests kill`, `weir requests"
+                    " stuck`), or leave them to the month of their end (--leave-running)",
                 )
             )
     return obstacles
 
 
 def _before_first(month: date, first: date) -> Obstacle:
-    """Return the obstacle to closing a month before the customer's first one, such as for a
-    mistyped year.
-    """
+    """Return the obstacle to closing a month before the first one, such as a typing error."""
     empty = (first.year - month.year) * 12 + first.month - month.month
     reason = (
-        f"{month_text(month)} is before the customer's first month, {month_text(first)}: closing it would be final, and {empty} "
-        "empty months, from this one on, would have to be closed before that one; confirm with --before-first"
+        f"{month_text(month)} is before the customer's first month, {month_text(first)}: closing it"
+        f" would be final, and {empty} empty months, from this one on, would have to be closed"
+        " before that one; confirm with --before-first"
     )
     return Obstacle(ObstacleKind.MONTH_BEFORE_FIRST, reason)
 
 
-async def _misstated(session: AsyncSession, organization_id: uuid.UUID, ends: datetime, correcting: str) -> list[Obstacle]:
+async def _misstated(
+    session: AsyncSession, organization_id: uuid.UUID, ends: datetime, correcting: str
+) -> list[Obstacle]:
     usage = await misstated_usage(session, organization_id, ends)
     if usage is None:
         return []
-    refused = await why_not(session, organization_id, usage, correcting) if correcting else ""
+    refused = (
+        await correction_refusal(session, organization_id, usage, correcting) if correcting else ""
+    )
     if correcting and not refused:
         return []
-    reason = f"{len(usage.ids)} usage events have a cost that differs from their tokens: {named([str(each) for each in usage.ids])}"
+    reason = (
+        f"{len(usage.ids)} usage events have a cost that differs from their tokens:"
+        f" {named([str(each) for each in usage.ids])}"
+    )
     remedy = (
-        f"{refused}; " if refused else ""
-    ) + f"find the cause; then charge {usage.right_cost}, the cost of the tokens, by an adjustment that another person approves"
-    return [Obstacle(ObstacleKind.USAGE_MISSTATED, f"{reason}; {remedy}, and close with --corrected-by ADJUSTMENT")]
+        (f"{refused}; " if refused else "")
+        + f"find the cause; then charge {usage.cost_of_tokens}, the cost of the tokens, by an"
+        " adjustment that another person approves"
+    )
+    return [
+        Obstacle(
+            ObstacleKind.USAGE_MISSTATED,
+            f"{reason}; {remedy}, and close with --corrected-by ADJUSTMENT",
+        )
+    ]
 
 
 def named(ids: list[str]) -> str:
@@ -175,7 +225,11 @@ def close_postings(draft: MonthReport, month: date, invoice_id: uuid.UUID) -> li
     )
     rounded = draft.total_rounded_picos - draft.total_picos
     moves = (
-        (TransactionKind.PLAN, "plan", ((AccountKind.DISCOUNT, discount), (AccountKind.COMMITMENT, commitment))),
+        (
+            TransactionKind.PLAN,
+            "plan",
+            ((AccountKind.DISCOUNT, discount), (AccountKind.COMMITMENT, commitment)),
+        ),
         (TransactionKind.CREDIT_APPLIED, "prepaid credit", ((AccountKind.PREPAID_CREDIT, spent),)),
         (TransactionKind.ROUNDING, "rounding", ((AccountKind.ROUNDING, rounded),)),
     )
@@ -203,7 +257,10 @@ def _posting(
         effective_at=month_end(month) - INSTANT,
         description=f"{description} of {draft.month}",
         source_id=invoice_id,
-        legs=((AccountKind.RECEIVABLE, sum(picos for _, picos in amounts)), *((each, -picos) for each, picos in amounts if picos)),
+        entries=(
+            (AccountKind.RECEIVABLE, sum(picos for _, picos in amounts)),
+            *((each, -picos) for each, picos in amounts if picos),
+        ),
     )
 
 
@@ -251,7 +308,9 @@ class CloseTerms(TypedDict, total=False):
     grace: timedelta
 
 
-async def close_month(sessions: Sessions, *, organization: str, month: str, actor: str, **terms: Unpack[CloseTerms]) -> CloseResult:
+async def close_month(
+    sessions: Sessions, *, organization: str, month: str, actor: str, **terms: Unpack[CloseTerms]
+) -> CloseResult:
     """Rate pending usage, close a month `YYYY-MM`, and issue its invoice if there is anything to
     invoice.
 
@@ -269,7 +328,9 @@ async def close_month(sessions: Sessions, *, organization: str, month: str, acto
             return await _close(session, request)
 
 
-async def check_month(sessions: Sessions, *, organization: str, month: str, **terms: Unpack[CloseTerms]) -> list[Obstacle]:
+async def check_month(
+    sessions: Sessions, *, organization: str, month: str, **terms: Unpack[CloseTerms]
+) -> list[Obstacle]:
     """Return the obstacles to a close now; none for a closed month. Rates pending usage, as the
     worker does.
 
@@ -282,7 +343,9 @@ async def check_month(sessions: Sessions, *, organization: str, month: str, **te
             return await _obstacles(session, request)
 
 
-async def _request(sessions: Sessions, organization: str, month: str, actor: str, **terms: Unpack[CloseTerms]) -> CloseRequest:
+async def _request(
+    sessions: Sessions, organization: str, month: str, actor: str, **terms: Unpack[CloseTerms]
+) -> CloseRequest:
     first_day = month_of(month_bounds(month)[0].date())
     async with sessions() as session:
         owner = await find_organization(session, organization)
@@ -296,14 +359,16 @@ async def _rate(sessions: Sessions) -> None:
 
 
 async def _is_closed(session: AsyncSession, request: CloseRequest) -> bool:
-    state = await session.scalar(STATE, {"organization_id": request.organization_id, "month": request.month})
+    state = await session.scalar(
+        STATE, {"organization_id": request.organization_id, "month": request.month}
+    )
     return bool(state == MonthState.CLOSED)
 
 
 async def _obstacles(session: AsyncSession, request: CloseRequest) -> list[Obstacle]:
-    """Lock the customer's ledger, rate its usage and return the obstacles; none for a closed month."""
-    await read_patiently(session)
-    await take_lane(session, request.organization_id)
+    """Lock the customer's ledger, rate its usage, return the obstacles; none for a closed month."""
+    await allow_long_reads(session)
+    await take_posting_lock(session, request.organization_id)
     if await _is_closed(session, request):
         return []
     all_rated = await rate_customer(session, request.organization_id)
@@ -316,20 +381,25 @@ async def _refuse_obstacles(session: AsyncSession, request: CloseRequest) -> Non
 
 
 async def _mark_closing(session: AsyncSession, request: CloseRequest) -> None:
-    """Record who closes the month and since when. An earlier record is kept."""
+    """Record the start of the close and its actor. An earlier record is kept."""
+
     begun = {"at": await request.now(session), "by": request.actor}
-    await session.execute(BEGIN, begun | {"organization_id": request.organization_id, "month": request.month})
+    await session.execute(
+        BEGIN, begun | {"organization_id": request.organization_id, "month": request.month}
+    )
 
 
 async def _close(session: AsyncSession, request: CloseRequest) -> CloseResult:
-    """Close the month, with the organization's ledger locked from the first statement to the
-    commit.
-    """
+    """Close the month, with the organization's ledger locked in the whole transaction."""
     await _refuse_obstacles(session, request)
     owner = await session.get_one(Organization, request.organization_id)
     if await _is_closed(session, request):
         return CloseResult(await read_month(session, owner, request.month), already_closed=True)
-    if request.correcting and (usage := await misstated_usage(session, owner.id, month_end(request.month))) is not None:
+    if (
+        request.correcting
+        and (usage := await misstated_usage(session, owner.id, month_end(request.month)))
+        is not None
+    ):
         await correct(session, owner.id, usage, request.correcting, request.actor)
     now = await request.now(session)
     draft = await read_month(session, owner, request.month, to_close=True)
@@ -358,11 +428,16 @@ async def _close(session: AsyncSession, request: CloseRequest) -> CloseResult:
     # A prepaid customer's limit is its remaining credit.
     await refresh(session, owner.id, actor=request.actor)
     if await read_month(session, owner, request.month) != report:
-        raise InvariantViolated(f"the report of {report.month} of {owner.name} cannot be reproduced: the month is not closed")
+        raise InvariantViolated(
+            f"the report of {report.month} of {owner.name} cannot be reproduced: the month is not"
+            " closed"
+        )
     return CloseResult(report, already_closed=False)
 
 
-async def _freeze(session: AsyncSession, request: CloseRequest, report: MonthReport, now: datetime) -> None:
+async def _freeze(
+    session: AsyncSession, request: CloseRequest, report: MonthReport, now: datetime
+) -> None:
     """Record the facts and digests that later readings need, and close the month."""
     digest = digests(report)
     facts = {
@@ -375,10 +450,17 @@ async def _freeze(session: AsyncSession, request: CloseRequest, report: MonthRep
         "json_sha256": digest.json_sha256,
         "csv_sha256": digest.csv_sha256,
         "receipts_root": "" if report.closed is None else report.closed.receipts_root,
-        "billing_profile": None if report.billing_profile is None else Jsonb(report.billing_profile.as_json()),
+        "billing_profile": (
+            None if report.billing_profile is None else Jsonb(report.billing_profile.as_json())
+        ),
     }
     await session.execute(insertion("month_closings", facts))
-    closed = {"organization_id": request.organization_id, "month": request.month, "at": now, "by": request.actor}
+    closed = {
+        "organization_id": request.organization_id,
+        "month": request.month,
+        "at": now,
+        "by": request.actor,
+    }
     await session.execute(CLOSE, closed)
     after = {
         "organization_id": str(report.organization_id),
@@ -390,4 +472,11 @@ async def _freeze(session: AsyncSession, request: CloseRequest, report: MonthRep
         "csv_sha256": digest.csv_sha256.hex(),
     }
     subject = f"{report.organization_id}/{report.month}"
-    await record_change(session, actor=request.actor, action="month.close", subject_id=subject, before=None, after=after)
+    await record_change(
+        session,
+        actor=request.actor,
+        action="month.close",
+        subject_id=subject,
+        before=None,
+        after=after,
+    )

@@ -72,9 +72,7 @@ class AmountLine:
 
 @dataclass(frozen=True, slots=True)
 class SummaryRow:
-    """A row of the sums at the end. amount_picos: exact; None if `text` is shown. strong: the
-    amount owed.
-    """
+    """A row of the sums at the end. amount_picos: exact; None for text. strong: amount owed."""
 
     label: str
     amount_picos: int | None = None
@@ -135,7 +133,11 @@ def invoice_document(report: MonthReport, issuer: Issuer) -> InvoiceDocument:
         issuer=issuer,
         customer_name=profile.legal_name or report.organization_name,
         customer_lines=profile.lines,
-        customer_id=f"{report.organization_name} · {report.organization_id}" if profile.legal_name else str(report.organization_id),
+        customer_id=(
+            f"{report.organization_name} · {report.organization_id}"
+            if profile.legal_name
+            else str(report.organization_id)
+        ),
         currency_code=report.currency_code,
         facts=tuple(facts(report, number)),
         usage=tuple(usage(report)),
@@ -146,9 +148,7 @@ def invoice_document(report: MonthReport, issuer: Issuer) -> InvoiceDocument:
 
 
 def title(report: MonthReport, issuer: Issuer) -> str:
-    """Return the title: an invoice needs an issuer and a number, otherwise the document is a
-    statement.
-    """
+    """Return the title: without an issuer and a number, the document is a statement."""
     if report.closed is None:
         return "Draft invoice" if issuer.name else "Draft statement"
     return "Invoice" if issuer.name and report.closed.invoice_number else "Statement"
@@ -160,7 +160,10 @@ def facts(report: MonthReport, number: str) -> Iterator[tuple[str, str]]:
     yield "Billing period", f"{begins:%Y-%m-%d} to {ends - timedelta(days=1):%Y-%m-%d}"
     yield "Time zone", "UTC"
     yield "Currency", report.currency_code
-    yield "Invoice number", number or (DRAFT if report.closed is None else "none: nothing to invoice")
+    yield (
+        "Invoice number",
+        number or (DRAFT if report.closed is None else "none: nothing to invoice"),
+    )
     if report.closed is not None:
         yield "Date", f"{report.closed.closed_at:%Y-%m-%d}"
 
@@ -176,7 +179,10 @@ def usage(report: MonthReport) -> Iterator[TokenGroup]:
 
 def sections(report: MonthReport) -> Iterator[tuple[str, tuple[AmountLine, ...]]]:
     """Yield plan, adjustments and credit, then the credit notes, which are refunded separately."""
-    headed: dict[str, list[AmountLine]] = {PLAN_HEADING: [], **{heading: [] for heading in HEADINGS.values()}}
+    headed: dict[str, list[AmountLine]] = {
+        PLAN_HEADING: [],
+        **{heading: [] for heading in HEADINGS.values()},
+    }
     parts = report.rounded_parts_picos[len(report.lines) :]
     for charge, billed_picos in zip(report.charges, parts, strict=True):
         kind = f"{charge.token_kind.value.replace('_', ' ')} tokens" if charge.token_kind else ""
@@ -189,7 +195,11 @@ def sections(report: MonthReport) -> Iterator[tuple[str, tuple[AmountLine, ...]]
             yield heading, tuple(lines)
     if report.credit_notes:
         returned = (
-            AmountLine(f"Credit note {note.number} to invoice {note.invoice_number}", -note.amount_picos, detail=note.reason)
+            AmountLine(
+                f"Credit note {note.number} to invoice {note.invoice_number}",
+                -note.amount_picos,
+                detail=note.reason,
+            )
             for note in report.credit_notes
         )
         yield "Credit notes of this month: paid back apart, not part of the total", tuple(returned)
@@ -220,31 +230,46 @@ def summary(report: MonthReport) -> Iterator[SummaryRow]:
 def notes(report: MonthReport, issuer: Issuer) -> Iterator[str]:
     counts, currency = report.request_counts, report.currency_code
     if not issuer.name:
-        yield "This is a statement, not an invoice: no issuer is set. The operator sets one with WEIR_ISSUER_NAME."
+        yield (
+            "This is a statement, not an invoice: no issuer is set. The operator sets one with"
+            " WEIR_ISSUER_NAME."
+        )
     if report.closed is None:
-        yield "The month is not closed: amounts may change, and the total is what the invoice would be now."
+        yield (
+            "The month is not closed: amounts may change, and the total is what the invoice would"
+            " be now."
+        )
     if report.unrated_event_count:
-        of = "1 usage event is" if report.unrated_event_count == 1 else f"{report.unrated_event_count:,} usage events are"
+        of = (
+            "1 usage event is"
+            if report.unrated_event_count == 1
+            else f"{report.unrated_event_count:,} usage events are"
+        )
         yield f"{of} recorded but not posted yet, and not in these lines."
     if not report.reconciliation.balanced:
         check = report.reconciliation
         yield (
-            f"Usage and ledger do not agree: {check.usage_token_count:,} tokens used, {check.ledger_token_count:,} posted, "
-            f"{check.unrated_token_count:,} still to be posted."
+            f"Usage and ledger do not agree: {check.usage_token_count:,} tokens used,"
+            f" {check.ledger_token_count:,} posted, {check.unrated_token_count:,} still to be"
+            " posted."
         )
     yield (
-        f"{counts.total_count:,} requests: {counts.completed_count:,} completed, {counts.cancelled_count:,} cancelled, "
-        f"{counts.limited_count:,} ended by a limit, {counts.failed_count:,} failed. Tokens that were delivered are billed."
+        f"{counts.total_count:,} requests: {counts.completed_count:,} completed,"
+        f" {counts.cancelled_count:,} cancelled, {counts.limited_count:,} ended by a limit,"
+        f" {counts.failed_count:,} failed. Tokens that were delivered are billed."
     )
     yield (
-        "Exact amounts are quantity times price. They are rounded once, in the total; the right column shows the part of each "
-        "line. Tokens are counted at the time they were settled, in UTC."
+        "Exact amounts are quantity times price. They are rounded once, in the total; the right"
+        " column shows the part of each line. Tokens are counted at the time they were settled, in"
+        " UTC."
     )
-    if any((report.credit.granted_picos, report.credit.expired_picos, report.credit.left_picos)):
+    if any(
+        (report.credit.granted_picos, report.credit.expired_picos, report.credit.remaining_picos)
+    ):
         yield (
-            f"Prepaid credit: {currency} {exact_text(report.credit.granted_picos, currency)} granted and "
-            f"{exact_text(report.credit.expired_picos, currency)} expired in this month, "
-            f"{exact_text(report.credit.left_picos, currency)} left at its end."
+            f"Prepaid credit: {currency} {exact_text(report.credit.granted_picos, currency)}"
+            f" granted and {exact_text(report.credit.expired_picos, currency)} expired in this"
+            f" month, {exact_text(report.credit.remaining_picos, currency)} left at its end."
         )
     if report.closed is not None and report.closed.receipts_root:
         yield f"Root of the receipts of this month: {report.closed.receipts_root}"
@@ -253,17 +278,23 @@ def notes(report: MonthReport, issuer: Issuer) -> Iterator[str]:
 # Stored fields; address and payment as lines.
 LETTERHEAD = ("name", "address", "tax_id", "contact", "payment")
 KEPT = text("""
-SELECT l.* FROM invoice_letterheads l JOIN invoices i ON i.id = l.invoice_id
+SELECT l.*
+FROM invoice_letterheads l
+JOIN invoices i ON i.id = l.invoice_id
 WHERE i.organization_id = :organization_id AND i.month = :month
 """)
 KEEP = text("""
 INSERT INTO invoice_letterheads (invoice_id, name, address, tax_id, contact, payment)
-SELECT id, :name, :address, :tax_id, :contact, :payment FROM invoices WHERE organization_id = :organization_id AND month = :month
+SELECT id, :name, :address, :tax_id, :contact, :payment
+FROM invoices
+WHERE organization_id = :organization_id AND month = :month
 ON CONFLICT DO NOTHING
 """)
 
 
-async def letterhead_of(session: AsyncSession, organization_id: uuid.UUID, month: str, issuer: Issuer) -> Issuer:
+async def letterhead_of(
+    session: AsyncSession, organization_id: uuid.UUID, month: str, issuer: Issuer
+) -> Issuer:
     """Return the issuer on the documents of a month `YYYY-MM`, with the fonts of the one passed.
 
     For an invoice this is the stored issuer; if there is none, the one passed is stored if it has a
@@ -273,6 +304,12 @@ async def letterhead_of(session: AsyncSession, organization_id: uuid.UUID, month
     of_month = {"organization_id": organization_id, "month": month_bounds(month)[0].date()}
     if issuer.name:
         lines = {"address": [*issuer.address], "payment": [*issuer.payment]}
-        await session.execute(KEEP, {name: getattr(issuer, name) for name in LETTERHEAD} | lines | of_month)
+        await session.execute(
+            KEEP, {name: getattr(issuer, name) for name in LETTERHEAD} | lines | of_month
+        )
     kept = (await session.execute(KEPT, of_month)).one_or_none()
-    return issuer if kept is None else record_of(Issuer, kept, font=issuer.font, bold_font=issuer.bold_font)
+    return (
+        issuer
+        if kept is None
+        else record_of(Issuer, kept, font=issuer.font, bold_font=issuer.bold_font)
+    )

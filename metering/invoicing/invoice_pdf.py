@@ -52,7 +52,12 @@ from metering.invoicing.month_report import ReportLine
 
 MARGIN = 18 * mm
 WIDTH = A4[0] - 2 * MARGIN
-INK, GREY, RULE, PALE = HexColor("#1a1a1a"), HexColor("#5f6368"), HexColor("#c8ccd0"), HexColor("#f1f3f4")
+INK, GREY, RULE, PALE = (
+    HexColor("#1a1a1a"),
+    HexColor("#5f6368"),
+    HexColor("#c8ccd0"),
+    HexColor("#f1f3f4"),
+)
 AMBER = HexColor("#a04b00")
 PADDED = [
     ("TOPPADDING", (0, 0), (-1, -1), 2.2),
@@ -71,27 +76,42 @@ class Type:
     shows: Callable[[str], bool]
 
     def text(self, text: str) -> str:
-        """Return paragraph text: markup escaped, and characters missing in the font as their code
-        points.
-        """
-        return escape("".join(each if self.shows(each) else f"[U+{ord(each):04X}]" for each in text))
+        """Return paragraph text, with escaped markup and code points for missing characters."""
+        return escape(
+            "".join(each if self.shows(each) else f"[U+{ord(each):04X}]" for each in text)
+        )
 
-    def style(self, size: float = 8.5, *, bold: bool = False, right: bool = False, color: Color = INK) -> ParagraphStyle:
+    def style(
+        self, size: float = 8.5, *, bold: bool = False, right: bool = False, color: Color = INK
+    ) -> ParagraphStyle:
         """Return a paragraph style; sizes in points."""
         name = f"{self.regular}-{size}-{bold}-{right}-{color.hexval()}"
         font = self.bold if bold else self.regular
         align: Literal[0, 2] = 2 if right else 0  # TA_RIGHT, TA_LEFT
-        return ParagraphStyle(name, fontName=font, fontSize=size, leading=size * 1.32, textColor=color, alignment=align)
+        return ParagraphStyle(
+            name,
+            fontName=font,
+            fontSize=size,
+            leading=size * 1.32,
+            textColor=color,
+            alignment=align,
+        )
 
-    def paragraph(self, text: str, size: float = 8.5, *, bold: bool = False, right: bool = False, color: Color = INK) -> Paragraph:
+    def paragraph(
+        self,
+        text: str,
+        size: float = 8.5,
+        *,
+        bold: bool = False,
+        right: bool = False,
+        color: Color = INK,
+    ) -> Paragraph:
         """Return a paragraph; long words are broken instead of overflowing their column."""
         return Paragraph(self.text(text), self.style(size, bold=bold, right=right, color=color))
 
 
 def load_type(issuer: Issuer) -> Type:
-    """Return the issuer's fonts, or Helvetica. Raises: InvalidValue naming a file that is not a
-    TrueType font.
-    """
+    """Return the issuer's fonts, or Helvetica. Raises: InvalidValue for other than TrueType."""
     if issuer.font is None:
         return Type("Helvetica", "Helvetica-Bold", shown_by_helvetica)
     faces = {"WeirRegular": issuer.font, "WeirBold": issuer.bold_font or issuer.font}
@@ -100,19 +120,35 @@ def load_type(issuer: Issuer) -> Type:
         try:
             font = TTFont(name, str(path))
         except (TTFError, OSError) as error:
-            raise InvalidValue("invoice_font", f"{path} cannot be used: {error}; give a TrueType file (.ttf)") from error
+            raise InvalidValue(
+                "invoice_font", f"{path} cannot be used: {error}; give a TrueType file (.ttf)"
+            ) from error
         pdfmetrics.registerFont(font)
         known.append(font.face.charToGlyph)
-    return Type("WeirRegular", "WeirBold", lambda character: all(ord(character) in glyphs for glyphs in known))
+    return Type(
+        "WeirRegular",
+        "WeirBold",
+        lambda character: all(ord(character) in glyphs for glyphs in known),
+    )
 
 
 def plain_table(
-    rows: Sequence[Sequence[Any]], widths: Sequence[float], look: Sequence[tuple[Any, ...]], *, repeat: int = 0
+    rows: Sequence[Sequence[Any]],
+    widths: Sequence[float],
+    look: Sequence[tuple[Any, ...]],
+    *,
+    repeat: int = 0,
 ) -> Table:
     """Return a table without padding except where `look` sets it."""
     bare = [("LEFTPADDING", (0, 0), (-1, -1), 0), ("RIGHTPADDING", (0, 0), (-1, -1), 0)]
     bare += [("TOPPADDING", (0, 0), (-1, -1), 0), ("BOTTOMPADDING", (0, 0), (-1, -1), 0)]
-    return Table(list(map(list, rows)), colWidths=list(widths), style=[*bare, *look], repeatRows=repeat, hAlign="LEFT")
+    return Table(
+        list(map(list, rows)),
+        colWidths=list(widths),
+        style=[*bare, *look],
+        repeatRows=repeat,
+        hAlign="LEFT",
+    )
 
 
 # Lines of a model kept on one page with its name; each further part repeats the name.
@@ -121,43 +157,80 @@ COLUMNS = (27, 18, 12, 22, 24, 24, 28, 19)  # millimetres; they fill the width
 
 
 def lines(document: InvoiceDocument, type_: Type) -> Iterator[Flowable]:
-    """Yield the table of usage: a heading per model with its sums and lines; the head repeats on
-    every page.
-    """
+    """Yield the table of usage, by model with sums; the head repeats on every page."""
     if not document.usage:
         yield type_.paragraph("No usage in this period.", 9, color=GREY)
         return
     places = decimal_places(document)
-    heads = ("Tokens", "Tier", "Price", "Per million", "Per token", "Quantity", "Exact amount", "Amount")
+    heads = (
+        "Tokens",
+        "Tier",
+        "Price",
+        "Per million",
+        "Per token",
+        "Quantity",
+        "Exact amount",
+        "Amount",
+    )
     rows: list[list[Any]] = [
-        [type_.paragraph(head, 7.5, bold=True, right=index > 2, color=GREY) for index, head in enumerate(heads)]
+        [
+            type_.paragraph(head, 7.5, bold=True, right=index > 2, color=GREY)
+            for index, head in enumerate(heads)
+        ]
     ]
-    look: list[tuple[Any, ...]] = [("LINEBELOW", (0, 0), (-1, 0), 0.8, INK), ("VALIGN", (0, 0), (-1, -1), "BOTTOM")]
+    look: list[tuple[Any, ...]] = [
+        ("LINEBELOW", (0, 0), (-1, 0), 0.8, INK),
+        ("VALIGN", (0, 0), (-1, -1), "BOTTOM"),
+    ]
     for group, part, of in parts(document.usage):
         begin = len(rows)
         with_sums = len(group.lines) > 1 and part == 0
-        rows.append(sum_cells(heading(group, part), group.lines if with_sums else (), places, document.currency_code, type_))
-        rows.extend(token_cells(line, billed, places, document.currency_code, type_) for line, billed in of)
+        rows.append(
+            sum_cells(
+                heading(group, part),
+                group.lines if with_sums else (),
+                places,
+                document.currency_code,
+                type_,
+            )
+        )
+        rows.extend(
+            token_cells(line, billed, places, document.currency_code, type_) for line, billed in of
+        )
         look += [("SPAN", (0, begin), (4, begin)), ("BACKGROUND", (0, begin), (-1, begin), PALE)]
-        look += [("LINEBELOW", (0, begin + 1), (-1, len(rows) - 1), 0.25, RULE), ("NOSPLIT", (0, begin), (-1, len(rows) - 1))]
+        look += [
+            ("LINEBELOW", (0, begin + 1), (-1, len(rows) - 1), 0.25, RULE),
+            ("NOSPLIT", (0, begin), (-1, len(rows) - 1)),
+        ]
     every = [each for group in document.usage for each in group.lines]
     rows.append(sum_cells("All usage", every, places, document.currency_code, type_))
-    look += [("SPAN", (0, -1), (4, -1)), ("LINEABOVE", (0, -1), (-1, -1), 0.8, INK), ("NOSPLIT", (0, -2), (-1, -1))]
+    look += [
+        ("SPAN", (0, -1), (4, -1)),
+        ("LINEABOVE", (0, -1), (-1, -1), 0.8, INK),
+        ("NOSPLIT", (0, -2), (-1, -1)),
+    ]
     yield plain_table(rows, [each * mm for each in COLUMNS], [*PADDED, *look], repeat=1)
     yield Spacer(0, 5 * mm)
 
 
-def sum_cells(name: str, of: Sequence[tuple[ReportLine, int]], places: Places, currency: str, type_: Type) -> list[Any]:
+def sum_cells(
+    name: str, of: Sequence[tuple[ReportLine, int]], places: Places, currency: str, type_: Type
+) -> list[Any]:
     sums = ["", "", ""]
     if of:
         billed = sum(billed for _, billed in of)
-        sums = [f"{sum(line.token_count for line, _ in of):,}", aligned(sum(line.amount_picos for line, _ in of), places.amount)]
+        sums = [
+            f"{sum(line.token_count for line, _ in of):,}",
+            aligned(sum(line.amount_picos for line, _ in of), places.amount),
+        ]
         sums.append(grouped(exact_text(billed, currency)))
     right = [type_.paragraph(each, 7.8, bold=True, right=True) for each in sums]
     return [type_.paragraph(name, 8.5, bold=True), "", "", "", "", *right]
 
 
-def parts(usage: Sequence[TokenGroup]) -> Iterator[tuple[TokenGroup, int, tuple[tuple[ReportLine, int], ...]]]:
+def parts(
+    usage: Sequence[TokenGroup],
+) -> Iterator[tuple[TokenGroup, int, tuple[tuple[ReportLine, int], ...]]]:
     """Yield each group in runs that fit a page, with the index of the run."""
     for group in usage:
         for part, start in enumerate(range(0, len(group.lines), TOGETHER_LINES_MAX)):
@@ -172,9 +245,7 @@ def heading(group: TokenGroup, part: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Fraction digits in each column of exact numbers: those of its finest number, so that points
-    align.
-    """
+    """Fraction digits in each column of exact numbers, as many as the finest one needs."""
 
     million: int
     token: int
@@ -204,7 +275,9 @@ def aligned(picos: int, places: int) -> str:
     return grouped(f"{whole}.{fraction}" if fraction else whole)
 
 
-def token_cells(line: ReportLine, billed_picos: int, places: Places, currency: str, type_: Type) -> list[Paragraph]:
+def token_cells(
+    line: ReportLine, billed_picos: int, places: Places, currency: str, type_: Type
+) -> list[Paragraph]:
     cells = [
         line.token_kind.replace("_", " "),
         line.tier.value,
@@ -233,26 +306,46 @@ def section_table(heading: str, amounts: Sequence[AmountLine], currency: str, ty
         reason = [type_.paragraph(line.description, 8)]
         reason += [type_.paragraph(line.detail, 7, color=GREY)] if line.detail else []
         exact = type_.paragraph(grouped(exact_text(line.amount_picos, currency)), 7.8, right=True)
-        billed = grouped(exact_text(line.billed_picos, currency)) if line.billed_picos is not None else ""
+        billed = (
+            grouped(exact_text(line.billed_picos, currency))
+            if line.billed_picos is not None
+            else ""
+        )
         rows.append([reason, exact, type_.paragraph(billed, 7.8, right=True)])
-    look = [("BACKGROUND", (0, 0), (-1, 0), PALE), ("LINEBELOW", (0, 1), (-1, -1), 0.25, RULE), ("VALIGN", (0, 0), (-1, -1), "TOP")]
+    look = [
+        ("BACKGROUND", (0, 0), (-1, 0), PALE),
+        ("LINEBELOW", (0, 1), (-1, -1), 0.25, RULE),
+        ("VALIGN", (0, 0), (-1, -1), "TOP"),
+    ]
     last = COLUMNS[-1] * mm
     return plain_table(rows, (WIDTH - 34 * mm - last, 34 * mm, last), [*PADDED, *look], repeat=1)
 
 
 def closing(document: InvoiceDocument, type_: Type) -> Iterator[Flowable]:
-    """Yield the sums with the amount owed last, never split, then payment instructions and notes."""
-    exact = [row.amount_picos for row in document.summary if row.amount_picos is not None and not row.strong]
+    """Yield the sums, unsplit and the amount owed last, then payment instructions and notes."""
+    exact = [
+        row.amount_picos
+        for row in document.summary
+        if row.amount_picos is not None and not row.strong
+    ]
     places = needed(exact, document.currency_code) if exact else 0
     rows = [summary_cells(row, places, document.currency_code, type_) for row in document.summary]
     look: list[tuple[Any, ...]] = [("VALIGN", (0, 0), (-1, -1), "BOTTOM")]
     for index, row in enumerate(document.summary):
         if row.strong:
-            look += [("LINEABOVE", (1, index), (-1, index), 0.8, INK), ("BACKGROUND", (1, index), (-1, index), PALE)]
-    yield KeepTogether([plain_table(rows, (WIDTH * 0.40, WIDTH * 0.36, WIDTH * 0.24), [*PADDED, *look])])
+            look += [
+                ("LINEABOVE", (1, index), (-1, index), 0.8, INK),
+                ("BACKGROUND", (1, index), (-1, index), PALE),
+            ]
+    yield KeepTogether(
+        [plain_table(rows, (WIDTH * 0.40, WIDTH * 0.36, WIDTH * 0.24), [*PADDED, *look])]
+    )
     yield Spacer(0, 6 * mm)
     if document.issuer.payment and not document.mark:
-        how = [type_.paragraph("Payment", 8, bold=True), *(type_.paragraph(each, 8) for each in document.issuer.payment)]
+        how = [
+            type_.paragraph("Payment", 8, bold=True),
+            *(type_.paragraph(each, 8) for each in document.issuer.payment),
+        ]
         yield KeepTogether([*how, Spacer(0, 4 * mm)])
     for note in document.notes:
         yield type_.paragraph(note, 7.5, color=GREY)
@@ -260,15 +353,23 @@ def closing(document: InvoiceDocument, type_: Type) -> Iterator[Flowable]:
 
 
 def summary_cells(row: SummaryRow, places: int, currency: str, type_: Type) -> list[Any]:
-    """Return the cells of one sum: minor-unit digits for the amount owed, a common number for the
-    others.
-    """
+    """Return the cells of a sum, in minor-unit digits for the amount owed."""
     size = 10.5 if row.strong else 8.5
     text = row.text
     if row.amount_picos is not None:
-        text = grouped(exact_text(row.amount_picos, currency)) if row.strong else aligned(row.amount_picos, places)
+        text = (
+            grouped(exact_text(row.amount_picos, currency))
+            if row.strong
+            else aligned(row.amount_picos, places)
+        )
     label = type_.paragraph(row.label, size, bold=row.strong)
-    return ["", label, type_.paragraph(f"{currency} {text}" if row.strong else text, size, bold=row.strong, right=True)]
+    return [
+        "",
+        label,
+        type_.paragraph(
+            f"{currency} {text}" if row.strong else text, size, bold=row.strong, right=True
+        ),
+    ]
 
 
 NICENESS = 10  # requests for tokens take precedence
@@ -277,9 +378,7 @@ FOOT, BOTTOM = 10 * mm, 10 * mm  # height of the foot, and the margin below it
 
 
 def render_pdf(document: InvoiceDocument) -> bytes:
-    """Return the document as PDF 1.4, A4. Raises: InvalidValue if a font of the issuer cannot be
-    used.
-    """
+    """Return the document as PDF 1.4, A4. Raises: InvalidValue for an unusable font."""
     type_ = load_type(document.issuer)
     target = io.BytesIO()
     template = BaseDocTemplate(
@@ -297,17 +396,22 @@ def render_pdf(document: InvoiceDocument) -> bytes:
     first = Frame(MARGIN, BOTTOM + FOOT, WIDTH, A4[1] - MARGIN - BOTTOM - FOOT, 0, 0, 0, 0)
     later = Frame(MARGIN, BOTTOM + FOOT, WIDTH, A4[1] - MARGIN - BOTTOM - FOOT - HEAD, 0, 0, 0, 0)
     running = running_head(document, type_)
-    template.addPageTemplates([PageTemplate("first", [first]), PageTemplate("later", [later], onPage=running)])
-    story = [NextPageTemplate("later"), *letterhead(document, type_), *parties(document, type_), *lines(document, type_)]
+    template.addPageTemplates(
+        [PageTemplate("first", [first]), PageTemplate("later", [later], onPage=running)]
+    )
+    story = [
+        NextPageTemplate("later"),
+        *letterhead(document, type_),
+        *parties(document, type_),
+        *lines(document, type_),
+    ]
     story += [*sections(document, type_), *closing(document, type_)]
     template.build(story, canvasmaker=numbered_canvas(document, type_))
     return target.getvalue()
 
 
 def numbered_canvas(document: InvoiceDocument, type_: Type) -> type[Canvas]:
-    """Return a canvas class that buffers pages until their number is known, then draws the foot of
-    each.
-    """
+    """Return a canvas class that draws page numbers once their total is known."""
 
     class Numbered(Canvas):
         def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -334,7 +438,9 @@ def draw_foot(canvas: Canvas, document: InvoiceDocument, type_: Type, page: str)
     canvas.setStrokeColor(RULE)
     canvas.setLineWidth(0.5)
     canvas.line(MARGIN, BOTTOM + 6 * mm, A4[0] - MARGIN, BOTTOM + 6 * mm)
-    left = type_.paragraph(" · ".join(filter(None, (document.issuer.name, document.reference))), 7.5, color=GREY)
+    left = type_.paragraph(
+        " · ".join(filter(None, (document.issuer.name, document.reference))), 7.5, color=GREY
+    )
     middle = type_.paragraph(document.mark, 7.5, bold=True, color=AMBER)
     right = type_.paragraph(page, 7.5, right=True, color=GREY)
     for part, x, width in ((left, 0.0, 0.45), (middle, 0.47, 0.33), (right, 0.8, 0.2)):
@@ -343,11 +449,18 @@ def draw_foot(canvas: Canvas, document: InvoiceDocument, type_: Type, page: str)
     canvas.restoreState()
 
 
-def running_head(document: InvoiceDocument, type_: Type) -> Callable[[Canvas, BaseDocTemplate], None]:
-    """Return a function that draws the head of later pages: title, reference, customer and period."""
+def running_head(
+    document: InvoiceDocument, type_: Type
+) -> Callable[[Canvas, BaseDocTemplate], None]:
+    """Return a function that draws title, reference, customer and period on later pages."""
 
     def draw(canvas: Canvas, _: BaseDocTemplate) -> None:
-        text = " · ".join(filter(None, (document.title, document.reference, document.customer_name, document.facts[0][1])))
+        text = " · ".join(
+            filter(
+                None,
+                (document.title, document.reference, document.customer_name, document.facts[0][1]),
+            )
+        )
         head = type_.paragraph(text, 8, color=GREY)
         height = head.wrap(WIDTH, HEAD)[1]
         head.drawOn(canvas, MARGIN, A4[1] - MARGIN - height)
@@ -359,12 +472,20 @@ def letterhead(document: InvoiceDocument, type_: Type) -> Iterator[Flowable]:
     """Yield the issuer at the left and the title at the right."""
     issuer = document.issuer
     left = [type_.paragraph(issuer.name, 13, bold=True)] if issuer.name else []
-    left += [type_.paragraph(each, 8.5, color=GREY) for each in (*issuer.address, issuer.contact) if each]
+    left += [
+        type_.paragraph(each, 8.5, color=GREY) for each in (*issuer.address, issuer.contact) if each
+    ]
     left += [type_.paragraph(f"Tax ID {issuer.tax_id}", 8.5, color=GREY)] if issuer.tax_id else []
     right = [type_.paragraph(document.title, 20, bold=True, right=True)]
     right += [type_.paragraph(document.reference, 10, right=True)] if document.reference else []
-    right += [type_.paragraph(document.mark, 9, bold=True, right=True, color=AMBER)] if document.mark else []
-    yield plain_table([[left, right]], (WIDTH * 0.55, WIDTH * 0.45), [("VALIGN", (0, 0), (-1, -1), "TOP")])
+    right += (
+        [type_.paragraph(document.mark, 9, bold=True, right=True, color=AMBER)]
+        if document.mark
+        else []
+    )
+    yield plain_table(
+        [[left, right]], (WIDTH * 0.55, WIDTH * 0.45), [("VALIGN", (0, 0), (-1, -1), "TOP")]
+    )
     yield Spacer(0, 9 * mm)
 
 
@@ -376,10 +497,19 @@ def parties(document: InvoiceDocument, type_: Type) -> Iterator[Flowable]:
         *(type_.paragraph(each, 8.5) for each in document.customer_lines),
         type_.paragraph(document.customer_id, 7.5, color=GREY),
     ]
-    rows = [[type_.paragraph(label, 8, color=GREY), type_.paragraph(text, 8, right=True)] for label, text in document.facts]
-    tight = [("TOPPADDING", (0, 0), (-1, -1), 1), ("BOTTOMPADDING", (0, 0), (-1, -1), 1), ("VALIGN", (0, 0), (-1, -1), "TOP")]
+    rows = [
+        [type_.paragraph(label, 8, color=GREY), type_.paragraph(text, 8, right=True)]
+        for label, text in document.facts
+    ]
+    tight = [
+        ("TOPPADDING", (0, 0), (-1, -1), 1),
+        ("BOTTOMPADDING", (0, 0), (-1, -1), 1),
+        ("VALIGN", (0, 0), (-1, -1), "TOP"),
+    ]
     facts = plain_table(rows, (WIDTH * 0.17, WIDTH * 0.31), tight)
-    yield plain_table([[customer, facts]], (WIDTH * 0.52, WIDTH * 0.48), [("VALIGN", (0, 0), (-1, -1), "TOP")])
+    yield plain_table(
+        [[customer, facts]], (WIDTH * 0.52, WIDTH * 0.48), [("VALIGN", (0, 0), (-1, -1), "TOP")]
+    )
     yield Spacer(0, 7 * mm)
 
 

@@ -55,9 +55,7 @@ class InvoiceLine:
 
 @dataclass(frozen=True, slots=True)
 class Invoice:
-    """Amount owed for a month, in picos; total = exact + carried in - carried out = sum of the
-    lines' amounts.
-    """
+    """Amount owed for a month, in picos; total = exact + carried in - carried out."""
 
     number: str
     organization_id: uuid.UUID
@@ -75,7 +73,7 @@ class Invoice:
 
 
 def document_number(series: Series, ordinal: int) -> str:
-    """Return a number such as `INV-000001`: with at least six digits, so that numbers sort as text."""
+    """Return a number such as `INV-000001`: six digits or more, so that numbers sort as text."""
     return f"{series}-{ordinal:06d}"
 
 
@@ -93,44 +91,61 @@ def invoice_lines(report: MonthReport) -> tuple[InvoiceLine, ...]:
         )
         for line in report.lines
     )
-    charges = (record_of(InvoiceLine, each, exact_picos=each.amount_picos, amount_picos=next(parts)) for each in report.charges)
+    charges = (
+        record_of(InvoiceLine, each, exact_picos=each.amount_picos, amount_picos=next(parts))
+        for each in report.charges
+    )
     return (*usage, *charges)
 
 
 def usage_description(line: ReportLine, currency_code: str) -> str:
-    """Describe usage: `late usage of 2026-10: demo, output tokens, USD 0.60 per million (price 3)`."""
+    """Return a text such as `demo, output tokens, USD 0.60 per million (price 3)`."""
     late = f"late usage of {line.late_month}: " if line.late_month else ""
     price = exact_text(line.unit_price_picos * TOKENS_PER_PRICE, currency_code)
     tier = "" if line.tier is ServiceTier.INTERACTIVE else f"{line.tier} "
     words = f"{tier}{line.token_kind.replace('_', ' ')} tokens"
-    return f"{late}{line.model}, {words}, {currency_code} {price} per million (price {line.price_version})"
+    return (
+        f"{late}{line.model}, {words}, {currency_code} {price} per million (price"
+        f" {line.price_version})"
+    )
 
 
 NUMBER = text("""
-INSERT INTO document_series AS known (series, last_ordinal) VALUES (:series, 1)
-ON CONFLICT (series) DO UPDATE SET last_ordinal = known.last_ordinal + 1 RETURNING last_ordinal
+INSERT INTO document_series AS known (series, last_ordinal)
+VALUES (:series, 1)
+ON CONFLICT (series) DO UPDATE
+SET last_ordinal = known.last_ordinal + 1
+RETURNING last_ordinal
 """)
 INVOICE = "SELECT * FROM invoices WHERE"
 OF_NUMBER = text(f"{INVOICE} number = :number")
 OF_MONTH = text(f"{INVOICE} organization_id = :organization_id AND month = :month")
-LINES = text("SELECT *, price_version_id AS price_version FROM invoice_lines WHERE invoice_id = :invoice_id ORDER BY position")
+LINES = text("""
+SELECT *, price_version_id AS price_version
+FROM invoice_lines
+WHERE invoice_id = :invoice_id
+ORDER BY position
+""")
 CREDITED = text("""
-SELECT -coalesce(sum(a.amount_picos), 0) FROM adjustments a JOIN adjustment_decisions d ON d.adjustment_id = a.id
+SELECT -coalesce(sum(a.amount_picos), 0)
+FROM adjustments a
+JOIN adjustment_decisions d ON d.adjustment_id = a.id
 WHERE a.invoice_id = :invoice_id AND d.approved
 """)
 
 
 async def draw_number(session: AsyncSession, series: Series) -> tuple[int, str]:
-    """Return the next ordinal and number. Blocks other draws until the transaction ends, so draw
-    late.
-    """
+    """Return the next ordinal and number; blocks other draws until the commit."""
     ordinal: int = (await session.execute(NUMBER, {"series": series})).scalar_one()
     return ordinal, document_number(series, ordinal)
 
 
 # One statement for all lines: a trigger checks their sum. One parameter, since a statement has
 # 65,535 at most.
-WRITE_LINES = text("INSERT INTO invoice_lines SELECT * FROM jsonb_populate_recordset(NULL::invoice_lines, CAST(:lines AS jsonb))")
+WRITE_LINES = text("""
+INSERT INTO invoice_lines
+SELECT * FROM jsonb_populate_recordset(NULL::invoice_lines, CAST(:lines AS jsonb))
+""")
 
 
 async def write_invoice(
@@ -180,21 +195,28 @@ async def find_invoice_row(session: AsyncSession, number: str) -> Row[Any]:
     return row
 
 
-async def invoice_of_month(session: AsyncSession, organization_id: uuid.UUID, month: date) -> Row[Any] | None:
-    """Return the invoice of a closed month; None if there was nothing to invoice or the month is
-    open.
-    """
-    return (await session.execute(OF_MONTH, {"organization_id": organization_id, "month": month})).one_or_none()
+async def invoice_of_month(
+    session: AsyncSession, organization_id: uuid.UUID, month: date
+) -> Row[Any] | None:
+    """Return the invoice of a closed month; None if open or without an amount."""
+    return (
+        await session.execute(OF_MONTH, {"organization_id": organization_id, "month": month})
+    ).one_or_none()
 
 
 async def read_invoice(session: AsyncSession, row: Row[Any]) -> Invoice:
     """Return the whole invoice with the sum of its credit notes."""
     lines, credited = await read_lines(session, row.id), await credited_picos(session, row.id)
-    return record_of(Invoice, row, month=month_text(row.month), lines=lines, credited_picos=credited)
+    return record_of(
+        Invoice, row, month=month_text(row.month), lines=lines, credited_picos=credited
+    )
 
 
 async def read_lines(session: AsyncSession, invoice_id: uuid.UUID) -> tuple[InvoiceLine, ...]:
-    return tuple(record_of(InvoiceLine, line) for line in await session.execute(LINES, {"invoice_id": invoice_id}))
+    return tuple(
+        record_of(InvoiceLine, line)
+        for line in await session.execute(LINES, {"invoice_id": invoice_id})
+    )
 
 
 async def credited_picos(session: AsyncSession, invoice_id: uuid.UUID) -> int:

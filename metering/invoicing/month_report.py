@@ -73,7 +73,7 @@ class Reconciliation:
 
 @dataclass(frozen=True, slots=True)
 class CreditNoteIssued:
-    """A credit note of the month. Its amount, above zero, is refunded and is in no invoice's total."""
+    """Credit note of the month. Its amount is positive, refunded, and in no invoice's total."""
 
     number: str
     invoice_number: str
@@ -83,20 +83,16 @@ class CreditNoteIssued:
 
 @dataclass(frozen=True, slots=True)
 class PrepaidCredit:
-    """Prepaid credit of the month in picos: granted, expired, and left at its end. Charges include
-    the spent part.
-    """
+    """Prepaid credit of the month in picos: granted, expired, and left at its end."""
 
     granted_picos: int = 0
     expired_picos: int = 0
-    left_picos: int = 0
+    remaining_picos: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """Close of a month. invoice_number: empty if nothing was invoiced. receipts_root: of its
-    receipts, if any.
-    """
+    """Close of a month. invoice_number, receipts_root: empty if there is none."""
 
     closed_at: datetime
     closed_by: str
@@ -147,9 +143,7 @@ class MonthReport:
 
     @property
     def total_rounded_picos(self) -> int:
-        """Amount owed: total and carried rounding, in whole minor units of the currency, rounded
-        once.
-        """
+        """Amount owed, with carried rounding, in whole minor units, rounded once."""
         return sum(self.rounded_parts_picos)
 
     @property
@@ -158,7 +152,9 @@ class MonthReport:
         return round_parts(self._amounts(), self.carried_in_picos, self.currency_code)[1]
 
     def _amounts(self) -> list[int]:
-        return [line.amount_picos for line in self.lines] + [charge.amount_picos for charge in self.charges]
+        return [line.amount_picos for line in self.lines] + [
+            charge.amount_picos for charge in self.charges
+        ]
 
 
 CSV_COLUMNS = (
@@ -196,14 +192,19 @@ class Digests:
 
 def digests(report: MonthReport) -> Digests:
     """Return the digests of the report as it is written now, in UTF-8."""
-    json_sha256, csv_sha256 = (hashlib.sha256(text.encode()).digest() for text in (to_json(report), to_csv(report)))
+    json_sha256, csv_sha256 = (
+        hashlib.sha256(text.encode()).digest() for text in (to_json(report), to_csv(report))
+    )
     return Digests(json_sha256, csv_sha256)
 
 
 def check_format(report: MonthReport) -> None:
     """Raise InvalidValue for a version unknown to this release."""
     if report.format_version != REPORT_FORMAT:
-        raise InvalidValue("report_format", f"version {report.format_version} is unknown to this release: use a later one")
+        raise InvalidValue(
+            "report_format",
+            f"version {report.format_version} is unknown to this release: use a later one",
+        )
 
 
 def to_json(report: MonthReport) -> str:
@@ -223,7 +224,7 @@ def to_json(report: MonthReport) -> str:
         "prepaid_credit": {
             "granted": _text(report, report.credit.granted_picos),
             "expired": _text(report, report.credit.expired_picos),
-            "left": _text(report, report.credit.left_picos),
+            "remaining": _text(report, report.credit.remaining_picos),
         },
         "credit_notes": [
             {
@@ -236,7 +237,10 @@ def to_json(report: MonthReport) -> str:
         ],
         "request_counts": asdict(report.request_counts),
         "unrated_event_count": report.unrated_event_count,
-        "reconciliation": {**asdict(report.reconciliation), "balanced": report.reconciliation.balanced},
+        "reconciliation": {
+            **asdict(report.reconciliation),
+            "balanced": report.reconciliation.balanced,
+        },
     }
     return json.dumps(document, indent=2, ensure_ascii=False) + "\n"
 
@@ -255,7 +259,8 @@ def identity(report: MonthReport) -> dict[str, Any]:
 
 
 def closing_facts(report: MonthReport) -> dict[str, str | None]:
-    """Return who closed the month and when, and its invoice number; all null for an open month."""
+    """Return time, actor, invoice number and receipts root of the close; null for an open month."""
+
     closed = report.closed
     return {
         "closed_at": None if closed is None else time_text(closed.closed_at),
@@ -304,20 +309,28 @@ def to_csv(report: MonthReport) -> str:
     check_format(report)
     text_file = io.StringIO()
     writer = csv.DictWriter(text_file, CSV_COLUMNS, restval="", lineterminator="\r\n")
-    common = identity(report) | {"invoice_number": "" if report.closed is None else report.closed.invoice_number}
+    common = identity(report) | {
+        "invoice_number": "" if report.closed is None else report.closed.invoice_number
+    }
     writer.writeheader()
     for row in _csv_rows(report):
-        writer.writerow(common | {name: "" if value is None else value for name, value in row.items()})
+        writer.writerow(
+            common | {name: "" if value is None else value for name, value in row.items()}
+        )
     return text_file.getvalue()
 
 
 def _csv_rows(report: MonthReport) -> Iterator[dict[str, Any]]:
     parts = iter(report.rounded_parts_picos)
     for line in report.lines:
-        yield {"record_type": "late_usage" if line.late_month else "usage"} | line_fields(report, line, next(parts))
+        yield {"record_type": "late_usage" if line.late_month else "usage"} | line_fields(
+            report, line, next(parts)
+        )
     for charge in report.charges:
         fields = charge_fields(report, charge, next(parts))
-        yield {"record_type": fields.pop("kind")} | {name: value for name, value in fields.items() if name in CSV_COLUMNS}
+        yield {"record_type": fields.pop("kind")} | {
+            name: value for name, value in fields.items() if name in CSV_COLUMNS
+        }
     yield {
         "record_type": "total",
         "amount": _text(report, report.total_picos),
@@ -338,7 +351,10 @@ def _csv_rows(report: MonthReport) -> Iterator[dict[str, Any]]:
         }
     for name, picos in asdict(report.credit).items():
         if picos:
-            yield {"record_type": f"prepaid_credit_{name.removesuffix('_picos')}", "amount": _text(report, picos)}
+            yield {
+                "record_type": f"prepaid_credit_{name.removesuffix('_picos')}",
+                "amount": _text(report, picos),
+            }
 
 
 def time_text(moment: datetime) -> str:

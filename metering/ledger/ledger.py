@@ -5,10 +5,10 @@ Append-only by triggers, which also refuse a transaction that does not sum to ze
 and one in a closed month. One statement writes all entries of a transaction. `rating.py` posts
 usage, many events at a time; all other postings are written here.
 
-A posting holds its organization's posting lock (lane) shared until the transaction ends, and a
-month close holds it exclusively: nothing enters a month during its close or afterwards. Triggers
-take the same locks. Several organizations share a lane, so that a batch takes few locks for any
-number of customers. Functions take a session and never commit.
+A posting holds its organization's posting lock shared until the transaction ends, and a month close
+holds it exclusively: nothing is posted to a month during its close or afterwards. Triggers take the
+same locks. Several organizations share a lock, so that a batch takes few locks for any number of
+customers. Functions take a session and never commit.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class TransactionKind(StrEnum):
 
 
 class MonthState(StrEnum):
-    """State of a customer's month. open, closing: it accepts postings. closed: it never does again."""
+    """State of a customer's month. Open and closing months accept postings, closed ones do not."""
 
     OPEN = "open"
     CLOSING = "closing"
@@ -68,29 +68,43 @@ class MonthState(StrEnum):
 
 
 # Maximum locks per batch; a close also delays the postings of about one in 64 organizations.
-LANE_COUNT = 64
-# First key of the advisory locks, next to that of the quotas; the second is the lane.
-LANE_LOCK = 1_466_263_923
-# The lane of `organization_id` in SQL; the triggers of the ledger use the same expression.
-LANE_OF = f"get_byte(uuid_send({{organization_id}}), 15) % {LANE_COUNT}"
+POSTING_LOCK_COUNT = 64
+# First key of the advisory locks, next to that of the quotas; the second is the lock's number.
+POSTING_LOCK = 1_466_263_923
+# SQL of the lock's number; the triggers of the ledger use the same expression.
+POSTING_LOCK_OF = f"get_byte(uuid_send({{organization_id}}), 15) % {POSTING_LOCK_COUNT}"
 
-# The month of use, or the one after the last closed month: months are closed in order.
+# The month of use, or if later the one after the last closed month: months are closed in order.
 POSTING_MONTH = """
-SELECT greatest(CAST({month} AS date), (SELECT CAST(max(b.month) + interval '1 month' AS date) FROM billing_months b
-                                        WHERE b.organization_id = {organization_id} AND b.state = 'closed'))
+SELECT greatest(
+    CAST({month} AS date),
+    (SELECT CAST(max(b.month) + interval '1 month' AS date)
+     FROM billing_months b
+     WHERE b.organization_id = {organization_id} AND b.state = 'closed')
+)
 """
-SHARE_LANES = text(f"SELECT pg_advisory_xact_lock_shared({LANE_LOCK}, lane) FROM unnest(CAST(:lanes AS int[])) AS lane")
-TRY_LANES = text(f"""
-SELECT coalesce(array_agg(lane) FILTER (WHERE pg_try_advisory_xact_lock_shared({LANE_LOCK}, lane)), '{{}}')
-FROM generate_series(0, {LANE_COUNT - 1}) AS lane
+SHARE_LOCKS = text(f"""
+SELECT pg_advisory_xact_lock_shared({POSTING_LOCK}, number)
+FROM unnest(CAST(:numbers AS int[])) AS number
 """)
-TAKE_LANE = text(f"SELECT pg_advisory_xact_lock({LANE_LOCK}, :lane)")
-FIND_POSTING_MONTH = text(POSTING_MONTH.format(month="CAST(:month AS date)", organization_id="CAST(:organization_id AS uuid)"))
+TRY_LOCKS = text(f"""
+SELECT coalesce(
+    array_agg(number) FILTER (WHERE pg_try_advisory_xact_lock_shared({POSTING_LOCK}, number)),
+    '{{}}'
+)
+FROM generate_series(0, {POSTING_LOCK_COUNT - 1}) AS number
+""")
+TAKE_LOCK = text(f"SELECT pg_advisory_xact_lock({POSTING_LOCK}, :number)")
+FIND_POSTING_MONTH = text(
+    POSTING_MONTH.format(
+        month="CAST(:month AS date)", organization_id="CAST(:organization_id AS uuid)"
+    )
+)
 
 
-def lane_of(organization_id: uuid.UUID) -> int:
+def posting_lock_of(organization_id: uuid.UUID) -> int:
     """Return the number of the lock that this organization's postings share."""
-    return organization_id.bytes[-1] % LANE_COUNT
+    return organization_id.bytes[-1] % POSTING_LOCK_COUNT
 
 
 def month_of(day: date) -> date:
@@ -111,25 +125,30 @@ def month_text(month: date) -> str:
     return f"{month:%Y-%m}"
 
 
-async def share_lanes(session: AsyncSession, organization_ids: Collection[uuid.UUID]) -> None:
-    """Prevent the months of these organizations from being closed until the transaction ends; wait
-    for a running close.
+async def share_posting_locks(
+    session: AsyncSession, organization_ids: Collection[uuid.UUID]
+) -> None:
+    """Keep the months of these organizations from being closed until the commit.
+
+    Waits for a running close.
     """
-    await session.execute(SHARE_LANES, {"lanes": sorted({lane_of(each) for each in organization_ids})})
+    await session.execute(
+        SHARE_LOCKS, {"numbers": sorted({posting_lock_of(each) for each in organization_ids})}
+    )
 
 
-async def try_lanes(session: AsyncSession) -> list[int]:
-    """Share the lanes that no close holds at present, without waiting, and return them."""
-    lanes: list[int] = (await session.execute(TRY_LANES)).scalar_one()
-    return lanes
+async def try_posting_locks(session: AsyncSession) -> list[int]:
+    """Share the posting locks that no close holds, without waiting, and return their numbers."""
+    numbers: list[int] = (await session.execute(TRY_LOCKS)).scalar_one()
+    return numbers
 
 
-async def take_lane(session: AsyncSession, organization_id: uuid.UUID) -> None:
-    """Prevent other postings to this organization until the transaction ends.
+async def take_posting_lock(session: AsyncSession, organization_id: uuid.UUID) -> None:
+    """Wait for running postings to this organization, and block others until the commit.
 
-    For a close, before it reads; waits for running postings. Later reads are complete.
+    A close calls it before it reads.
     """
-    await session.execute(TAKE_LANE, {"lane": lane_of(organization_id)})
+    await session.execute(TAKE_LOCK, {"number": posting_lock_of(organization_id)})
 
 
 async def current_month(session: AsyncSession) -> date:
@@ -139,14 +158,15 @@ async def current_month(session: AsyncSession) -> date:
 
 
 async def posting_month(session: AsyncSession, organization_id: uuid.UUID, month: date) -> date:
-    """Return the month for a posting of `month`: itself, or the first open one after it. It stays
-    open until commit.
+    """Return the month for a posting of `month`: itself, or the first open one after it.
 
-    Months are represented by their first day.
+    Months are given by their first day. The returned month stays open until the transaction ends.
     """
-    await share_lanes(session, (organization_id,))
+    await share_posting_locks(session, (organization_id,))
     # A separate statement, which sees months closed while the lock was waited for.
-    result = await session.execute(FIND_POSTING_MONTH, {"organization_id": organization_id, "month": month_of(month)})
+    result = await session.execute(
+        FIND_POSTING_MONTH, {"organization_id": organization_id, "month": month_of(month)}
+    )
     billing_month: date = result.scalar_one()
     return billing_month
 
@@ -162,11 +182,10 @@ class AccountKey:
 
 @dataclass(frozen=True, slots=True)
 class Posting:
-    """A transaction to write. billing_month: its first day. source_id: origin, which is posted once
-    per kind.
+    """A ledger transaction to write. billing_month: first day of the month.
 
-    legs: amounts by account of the organization. Debits are positive: a customer's debt grows, our
-    revenue is negative.
+    source_id: origin of the amounts, posted once per kind. entries: amounts by account of the
+    organization. Debits are positive: a customer's debt is positive, our revenue negative.
     """
 
     kind: TransactionKind
@@ -176,32 +195,46 @@ class Posting:
     effective_at: datetime
     description: str
     source_id: uuid.UUID | None
-    legs: tuple[tuple[AccountKind, int], ...]
+    entries: tuple[tuple[AccountKind, int], ...]
 
     def __str__(self) -> str:
-        return f"{self.kind} of {self.organization_id} in {self.billing_month:%Y-%m} ({self.description})"
+        return (
+            f"{self.kind} of {self.organization_id} in {self.billing_month:%Y-%m}"
+            f" ({self.description})"
+        )
 
 
 CLOSED = text("""
 SELECT p.organization_id, p.month
-FROM unnest(CAST(:organization_ids AS uuid[]), CAST(:months AS date[])) AS p(organization_id, month)
-JOIN billing_months b ON b.organization_id = p.organization_id AND b.month >= p.month AND b.state = 'closed' LIMIT 1
+FROM unnest(CAST(:organization_ids AS uuid[]), CAST(:months AS date[]))
+    AS p(organization_id, month)
+JOIN billing_months b
+    ON b.organization_id = p.organization_id AND b.month >= p.month AND b.state = 'closed'
+LIMIT 1
 """)
-# The ids are drawn first, so that entries find their transaction by its index.
-DRAW_IDS = text(
-    "SELECT nextval(pg_get_serial_sequence('ledger_transactions', 'id')) FROM generate_series(1, CAST(:posting_count AS int))"
-)
+# Ids are drawn before the insert: an entry finds its transaction's id by the posting's index.
+DRAW_IDS = text("""
+SELECT nextval(pg_get_serial_sequence('ledger_transactions', 'id'))
+FROM generate_series(1, CAST(:posting_count AS int))
+""")
 POST = text("""
-INSERT INTO ledger_transactions (id, kind, organization_id, billing_month, effective_at, description, source_id)
+INSERT INTO ledger_transactions
+    (id, kind, organization_id, billing_month, effective_at, description, source_id)
 OVERRIDING SYSTEM VALUE
 SELECT * FROM unnest(
-    CAST(:ids AS bigint[]), CAST(:kinds AS text[]), CAST(:organization_ids AS uuid[]), CAST(:months AS date[]),
-    CAST(:effective_ats AS timestamptz[]), CAST(:descriptions AS text[]), CAST(:source_ids AS uuid[]))
-ON CONFLICT (kind, source_id) WHERE source_id IS NOT NULL DO NOTHING RETURNING id
+    CAST(:ids AS bigint[]), CAST(:kinds AS text[]), CAST(:organization_ids AS uuid[]),
+    CAST(:months AS date[]), CAST(:effective_ats AS timestamptz[]),
+    CAST(:descriptions AS text[]), CAST(:source_ids AS uuid[])
+)
+ON CONFLICT (kind, source_id) WHERE source_id IS NOT NULL DO NOTHING
+RETURNING id
 """)
-POST_LEGS = text("""
+POST_ENTRIES = text("""
 INSERT INTO ledger_entries (transaction_id, account_id, amount_picos)
-SELECT * FROM unnest(CAST(:transaction_ids AS bigint[]), CAST(:account_ids AS bigint[]), CAST(:amounts AS numeric[]))
+SELECT * FROM unnest(
+    CAST(:transaction_ids AS bigint[]), CAST(:account_ids AS bigint[]),
+    CAST(:amounts AS numeric[])
+)
 """)
 
 
@@ -215,21 +248,27 @@ async def post(session: AsyncSession, postings: Sequence[Posting]) -> list[int]:
     if not postings:
         return []
     for posting in postings:
-        if not posting.legs:
-            raise InvariantViolated(f"the posting {posting} has no legs")
-        if rest := sum(amount_picos for _, amount_picos in posting.legs):
-            raise InvariantViolated(f"the posting {posting} is off by {rest} {posting.currency_code} picos")
+        if not posting.entries:
+            raise InvariantViolated(f"the posting {posting} has no entries")
+        if rest := sum(amount_picos for _, amount_picos in posting.entries):
+            raise InvariantViolated(
+                f"the posting {posting} is off by {rest} {posting.currency_code} picos"
+            )
     organization_ids = [posting.organization_id for posting in postings]
     months = [posting.billing_month for posting in postings]
-    await share_lanes(session, organization_ids)
-    if (closed := (await session.execute(CLOSED, {"organization_ids": organization_ids, "months": months})).first()) is not None:
+    await share_posting_locks(session, organization_ids)
+    if (
+        closed := (
+            await session.execute(CLOSED, {"organization_ids": organization_ids, "months": months})
+        ).first()
+    ) is not None:
         raise MonthClosed(closed.organization_id, closed.month)
-    legs = [
+    entries = [
         (index, AccountKey(posting.organization_id, kind, posting.currency_code), amount_picos)
         for index, posting in enumerate(postings)
-        for kind, amount_picos in posting.legs
+        for kind, amount_picos in posting.entries
     ]
-    account_ids = await open_accounts(session, {account for _, account, _ in legs})
+    account_ids = await open_accounts(session, {account for _, account, _ in entries})
     ids = list((await session.execute(DRAW_IDS, {"posting_count": len(postings)})).scalars())
     written = await session.execute(
         POST,
@@ -244,53 +283,89 @@ async def post(session: AsyncSession, postings: Sequence[Posting]) -> list[int]:
         },
     )
     for again in set(ids) - set(written.scalars()):
-        raise AlreadyExists("ledger transaction", str(postings[ids.index(again)]), f"from {postings[ids.index(again)].source_id}")
+        raise AlreadyExists(
+            "ledger transaction",
+            str(postings[ids.index(again)]),
+            f"from {postings[ids.index(again)].source_id}",
+        )
     await session.execute(
-        POST_LEGS,
+        POST_ENTRIES,
         {
-            "transaction_ids": [ids[index] for index, _, _ in legs],
-            "account_ids": [account_ids[account] for _, account, _ in legs],
-            "amounts": [amount_picos for _, _, amount_picos in legs],
+            "transaction_ids": [ids[index] for index, _, _ in entries],
+            "account_ids": [account_ids[account] for _, account, _ in entries],
+            "amounts": [amount_picos for _, _, amount_picos in entries],
         },
     )
     return ids
 
 
-WANTED = "unnest(CAST(:organization_ids AS uuid[]), CAST(:kinds AS text[]), CAST(:currency_codes AS text[]))"
-ACCOUNTS = text(f"SELECT * FROM ledger_accounts WHERE (organization_id, kind, currency_code) IN (SELECT * FROM {WANTED})")
+ACCOUNT_KEYS = """
+unnest(
+    CAST(:organization_ids AS uuid[]), CAST(:kinds AS text[]), CAST(:currency_codes AS text[])
+)
+"""
+ACCOUNTS = text(f"""
+SELECT * FROM ledger_accounts
+WHERE (organization_id, kind, currency_code) IN (SELECT * FROM {ACCOUNT_KEYS})
+""")
 OPEN_ACCOUNTS = text(f"""
-INSERT INTO ledger_accounts (organization_id, kind, currency_code) SELECT * FROM {WANTED} ON CONFLICT DO NOTHING
+INSERT INTO ledger_accounts (organization_id, kind, currency_code)
+SELECT * FROM {ACCOUNT_KEYS}
+ON CONFLICT DO NOTHING
 """)
 
 
-async def open_accounts(session: AsyncSession, keys: Collection[AccountKey]) -> Mapping[AccountKey, int]:
-    """Return the ids of accounts, creating missing ones in sorted order, so that concurrent calls
-    do not deadlock.
-    """
+async def open_accounts(
+    session: AsyncSession, keys: Collection[AccountKey]
+) -> Mapping[AccountKey, int]:
+    """Return the ids of accounts, creating missing ones in an order without deadlocks."""
     identities = sorted((key.organization_id, str(key.kind), key.currency_code) for key in keys)
-    organization_ids, kinds, currency_codes = (list(column) for column in zip(*identities, strict=True))
-    parameters = {"organization_ids": organization_ids, "kinds": kinds, "currency_codes": currency_codes}
+    organization_ids, kinds, currency_codes = (
+        list(column) for column in zip(*identities, strict=True)
+    )
+    parameters = {
+        "organization_ids": organization_ids,
+        "kinds": kinds,
+        "currency_codes": currency_codes,
+    }
     if len(rows := (await session.execute(ACCOUNTS, parameters)).all()) < len(identities):
         await session.execute(OPEN_ACCOUNTS, parameters)
         rows = (await session.execute(ACCOUNTS, parameters)).all()
-    return {AccountKey(row.organization_id, AccountKind(row.kind), row.currency_code): row.id for row in rows}
+    return {
+        AccountKey(row.organization_id, AccountKind(row.kind), row.currency_code): row.id
+        for row in rows
+    }
 
 
-# The first open month: the one after the last closed, or the first with any content.
-BEFORE = text("""
-SELECT max(month) AS last_closed, coalesce(
-    CAST(max(month) + interval '1 month' AS date),
-    (SELECT min(month) FROM (
-        SELECT billing_month FROM ledger_transactions WHERE organization_id = :organization_id
-        UNION ALL SELECT first_month FROM plan_assignments WHERE organization_id = :organization_id AND plan_version_id IS NOT NULL
-    ) AS used (month))) AS first_open
-FROM billing_months WHERE organization_id = :organization_id AND state = 'closed'
+# first_open: the month after the last closed one, or the first month with any content.
+
+CLOSED_AND_OPEN = text("""
+SELECT max(month) AS last_closed,
+       coalesce(
+           CAST(max(month) + interval '1 month' AS date),
+           (SELECT min(month)
+            FROM (
+                SELECT billing_month
+                FROM ledger_transactions
+                WHERE organization_id = :organization_id
+                UNION ALL
+                SELECT first_month
+                FROM plan_assignments
+                WHERE organization_id = :organization_id AND plan_version_id IS NOT NULL
+            ) AS used (month))
+       ) AS first_open
+FROM billing_months
+WHERE organization_id = :organization_id AND state = 'closed'
 """)
 
 
 async def first_open_month(session: AsyncSession, organization_id: uuid.UUID) -> date | None:
     """Return the month to close next, by its first day; None for a customer without postings."""
-    month: date | None = (await session.execute(BEFORE, {"organization_id": organization_id})).one().first_open
+    month: date | None = (
+        (await session.execute(CLOSED_AND_OPEN, {"organization_id": organization_id}))
+        .one()
+        .first_open
+    )
     return month
 
 
@@ -303,4 +378,6 @@ def month_bounds(month: str) -> tuple[datetime, datetime]:
     if parts is None or month == "9999-12":
         raise InvalidValue("month", f"{month[:64]!r} is not a month: write it as YYYY-MM")
     year, number = int(parts[1]), int(parts[2])
-    return datetime(year, number, 1, tzinfo=UTC), datetime(year + number // 12, number % 12 + 1, 1, tzinfo=UTC)
+    return datetime(year, number, 1, tzinfo=UTC), datetime(
+        year + number // 12, number % 12 + 1, 1, tzinfo=UTC
+    )

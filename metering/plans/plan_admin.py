@@ -23,34 +23,41 @@ from metering.core.audit import record_change, snapshot
 from metering.core.errors import AlreadyExists, InvalidValue, MonthClosed, NotFound
 from metering.core.models import Base, Organization, ServiceTier, TokenKind, insertion, record_of
 from metering.core.money import checked_currency
-from metering.ledger.ledger import MonthState, current_month, month_of, share_lanes
+from metering.ledger.ledger import MonthState, current_month, month_of, share_posting_locks
 from metering.plans.plans import Allowance, LineKind, PlanRules, PriceStep, Selector, TieredPrice
 from metering.tenants.tenants import checked_name, find_organization
 
 # Rules of a plan, as `rules_document` writes them. Other rules are another version.
 PLANS = text("""
-SELECT * FROM plan_versions WHERE :id IN (0, id) AND :name IN ('', name) AND :version IN (0, version) ORDER BY name, version DESC
+SELECT * FROM plan_versions
+WHERE :id IN (0, id) AND :name IN ('', name) AND :version IN (0, version)
+ORDER BY name, version DESC
 """)
 LAST_CLOSED = text(f"""
-SELECT max(month) FROM billing_months WHERE organization_id = :organization_id AND month >= :month
-AND state IN ('{MonthState.CLOSING}', '{MonthState.CLOSED}')
+SELECT max(month)
+FROM billing_months
+WHERE organization_id = :organization_id
+  AND month >= :month
+  AND state IN ('{MonthState.CLOSING}', '{MonthState.CLOSED}')
 """)
 # An organization's plan from a month until the next assignment; NULL for no plan. The latest row of
 # a month counts.
 ASSIGNED = text("""
-SELECT DISTINCT ON (organization_id, first_month) * FROM plan_assignments
-WHERE CAST(:organization_id AS uuid) IS NULL OR organization_id = :organization_id ORDER BY organization_id, first_month, id DESC
+SELECT DISTINCT ON (organization_id, first_month) *
+FROM plan_assignments
+WHERE CAST(:organization_id AS uuid) IS NULL OR organization_id = :organization_id
+ORDER BY organization_id, first_month, id DESC
 """)
 
 
 class PrepaidOrganization(Base):
-    """A prepaid organization: the quota that enforces its credit, and the month of its last
-    refresh.
-    """
+    """A prepaid organization: its quota on credit, and the month of its last refresh."""
 
     __tablename__ = "prepaid_organizations"
 
-    organization_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("organizations.id"), primary_key=True)
+    organization_id: Mapped[uuid.UUID] = mapped_column(
+        ForeignKey("organizations.id"), primary_key=True
+    )
     quota_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("quotas.id"), unique=True)
     month: Mapped[date]
 
@@ -66,7 +73,11 @@ def rules_document(rules: PlanRules) -> Document:
             for each in sorted(rules.allowances, key=lambda each: each.selector.order)
         ],
         "tiered_prices": [
-            asdict(each.selector) | {"kind": each.kind, "steps": [asdict(step) for step in each.steps]}
+            asdict(each.selector)
+            | {
+                "kind": each.kind,
+                "steps": [asdict(step) for step in each.steps],
+            }
             for each in sorted(rules.tiered_prices, key=lambda each: each.selector.order)
         ],
         "commitment_picos": rules.commitment_picos,
@@ -75,9 +86,15 @@ def rules_document(rules: PlanRules) -> Document:
 
 def rules_of(document: Document) -> PlanRules:
     return PlanRules(
-        tuple(Allowance(_selector_of(each), each["token_count"]) for each in document["allowances"]),
         tuple(
-            TieredPrice(LineKind(each["kind"]), _selector_of(each), tuple(PriceStep(**step) for step in each["steps"]))
+            Allowance(_selector_of(each), each["token_count"]) for each in document["allowances"]
+        ),
+        tuple(
+            TieredPrice(
+                LineKind(each["kind"]),
+                _selector_of(each),
+                tuple(PriceStep(**step) for step in each["steps"]),
+            )
             for each in document["tiered_prices"]
         ),
         document["commitment_picos"],
@@ -86,7 +103,11 @@ def rules_of(document: Document) -> PlanRules:
 
 def _selector_of(document: Document) -> Selector:
     kind, tier = document["token_kind"], document["tier"]
-    return Selector(document["model"], None if kind is None else TokenKind(kind), None if tier is None else ServiceTier(tier))
+    return Selector(
+        document["model"],
+        None if kind is None else TokenKind(kind),
+        None if tier is None else ServiceTier(tier),
+    )
 
 
 NO_PLAN = PlanRules()
@@ -127,15 +148,31 @@ async def create_plan(
     """
     document = rules_document(rules)
     latest = next(iter(await _plans(session, checked_name(name))), None)
-    if latest is not None and (latest.currency_code, latest.rules) == (checked_currency(currency_code), document):
+    if latest is not None and (latest.currency_code, latest.rules) == (
+        checked_currency(currency_code),
+        document,
+    ):
         return _plan(latest), True
-    values = {"name": name, "version": latest.version + 1 if latest else 1, "rules": Jsonb(document)}
-    making = insertion("plan_versions", values | {"currency_code": checked_currency(currency_code)}).on_conflict_do_nothing()
+    values = {
+        "name": name,
+        "version": latest.version + 1 if latest else 1,
+        "rules": Jsonb(document),
+    }
+    making = insertion(
+        "plan_versions", values | {"currency_code": checked_currency(currency_code)}
+    ).on_conflict_do_nothing()
     made = (await session.execute(making.returning(text("*")))).one_or_none()
     if made is None:
         raise AlreadyExists("plan", name, "in another version that was just created: call again")
     before = None if latest is None else snapshot(latest)
-    await record_change(session, actor=actor, action="plan.create", subject_id=name, before=before, after=snapshot(made))
+    await record_change(
+        session,
+        actor=actor,
+        action="plan.create",
+        subject_id=name,
+        before=before,
+        after=snapshot(made),
+    )
     return _plan(made), False
 
 
@@ -152,7 +189,13 @@ async def find_plan(session: AsyncSession, name: str, version: int = 0) -> Plan:
 
 
 async def assign_plan(
-    session: AsyncSession, *, organization: str, plan: str, version: int = 0, first_month: date | None = None, actor: str
+    session: AsyncSession,
+    *,
+    organization: str,
+    plan: str,
+    version: int = 0,
+    first_month: date | None = None,
+    actor: str,
 ) -> tuple[Assignment, bool]:
     """Assign a plan from a month on, by default the present one; also return whether it was
     assigned already.
@@ -163,21 +206,41 @@ async def assign_plan(
     owner = await find_organization(session, organization)
     chosen = await find_plan(session, plan, version) if plan else None
     month = await current_month(session) if first_month is None else month_of(first_month)
-    await share_lanes(session, (owner.id,))
+    await share_posting_locks(session, (owner.id,))
     # Serialized with `set_prepaid`: a prepaid organization cannot have a plan.
-    await session.execute(select(Organization.id).where(Organization.id == owner.id).with_for_update(key_share=True))
-    if (closed := await session.scalar(LAST_CLOSED, {"organization_id": owner.id, "month": month})) is not None:
+    await session.execute(
+        select(Organization.id).where(Organization.id == owner.id).with_for_update(key_share=True)
+    )
+    if (
+        closed := await session.scalar(LAST_CLOSED, {"organization_id": owner.id, "month": month})
+    ) is not None:
         raise MonthClosed(owner.id, closed)
     if chosen is not None and chosen.currency_code != owner.currency_code:
-        raise InvalidValue("plan", f"{plan} is in {chosen.currency_code}, and {owner.name} is billed in {owner.currency_code}")
-    if chosen is not None and chosen.rules != NO_PLAN and await session.get(PrepaidOrganization, owner.id) is not None:
-        remedy = f"{owner.name} is prepaid only, and the lines of {plan} are known only at the month's end: end that first"
+        raise InvalidValue(
+            "plan",
+            f"{plan} is in {chosen.currency_code}, and {owner.name} is billed in"
+            f" {owner.currency_code}",
+        )
+    if (
+        chosen is not None
+        and chosen.rules != NO_PLAN
+        and await session.get(PrepaidOrganization, owner.id) is not None
+    ):
+        remedy = (
+            f"{owner.name} is prepaid only, and the lines of {plan} are known only at the month's"
+            " end: end that first"
+        )
         raise InvalidValue("plan", remedy)
     before = await _latest(session, owner.id, month)
     chosen_id = None if chosen is None else chosen.id
     if before is not None and before.first_month == month and before.plan_version_id == chosen_id:
         return await _assignment(session, before), True
-    values = {"organization_id": owner.id, "first_month": month, "plan_version_id": chosen_id, "assigned_by": actor}
+    values = {
+        "organization_id": owner.id,
+        "first_month": month,
+        "plan_version_id": chosen_id,
+        "assigned_by": actor,
+    }
     made = (await session.execute(insertion("plan_assignments", values).returning(text("*")))).one()
     await record_change(
         session,
@@ -191,24 +254,28 @@ async def assign_plan(
 
 
 async def list_assignments(session: AsyncSession, *, organization: str = "") -> list[Assignment]:
-    """Return assignments of one organization or all, by organization and month, without replaced
-    ones.
-    """
+    """Return the assignments of one organization or all, without replaced ones."""
     owner_id = (await find_organization(session, organization)).id if organization else None
-    return [await _assignment(session, row) for row in await session.execute(ASSIGNED, {"organization_id": owner_id})]
+    return [
+        await _assignment(session, row)
+        for row in await session.execute(ASSIGNED, {"organization_id": owner_id})
+    ]
 
 
-async def plan_in_force(session: AsyncSession, organization_id: uuid.UUID, month: date) -> Plan | None:
+async def plan_in_force(
+    session: AsyncSession, organization_id: uuid.UUID, month: date
+) -> Plan | None:
     """Return the plan of an organization in a month; None for no plan."""
     row = await _latest(session, organization_id, month)
     return None if row is None else (await _assignment(session, row)).plan
 
 
 async def has_plan_from(session: AsyncSession, organization_id: uuid.UUID, month: date) -> str:
-    """Return the name of a plan with rules that applies in a month or a later one; empty if there
-    is none.
-    """
-    months = (row.first_month for row in await session.execute(ASSIGNED, {"organization_id": organization_id}))
+    """Return the name of a plan with rules from a month on; empty if there is none."""
+    months = (
+        row.first_month
+        for row in await session.execute(ASSIGNED, {"organization_id": organization_id})
+    )
     for each in (month, *(later for later in months if later > month)):
         plan = await plan_in_force(session, organization_id, each)
         if plan is not None and plan.rules != NO_PLAN:
@@ -216,17 +283,25 @@ async def has_plan_from(session: AsyncSession, organization_id: uuid.UUID, month
     return ""
 
 
-async def _latest(session: AsyncSession, organization_id: uuid.UUID, month: date) -> Row[Any] | None:
+async def _latest(
+    session: AsyncSession, organization_id: uuid.UUID, month: date
+) -> Row[Any] | None:
     rows = (await session.execute(ASSIGNED, {"organization_id": organization_id})).all()
     return next((row for row in reversed(rows) if row.first_month <= month), None)
 
 
 async def _assignment(session: AsyncSession, row: Row[Any]) -> Assignment:
-    plan = _plan((await _plans(session, plan_id=row.plan_version_id))[0]) if row.plan_version_id else None
+    plan = (
+        _plan((await _plans(session, plan_id=row.plan_version_id))[0])
+        if row.plan_version_id
+        else None
+    )
     return record_of(Assignment, row, plan=plan)
 
 
-async def _plans(session: AsyncSession, name: str = "", version: int = 0, plan_id: int = 0) -> Sequence[Row[Any]]:
+async def _plans(
+    session: AsyncSession, name: str = "", version: int = 0, plan_id: int = 0
+) -> Sequence[Row[Any]]:
     """Return plan versions that match the arguments; the latest of each plan first."""
     return (await session.execute(PLANS, {"id": plan_id, "name": name, "version": version})).all()
 

@@ -6,12 +6,13 @@ usage)` takes the month's tokens per model, price version, service tier and kind
 of admission, and returns the additional lines of the bill. Discounts are negative. The result
 depends neither on the order of the rules nor on that of the usage.
 
-1. Free allowances, the most specific first. Covered tokens are free and count for no other rule. An allowance
-   is shared between its (model, kind, tier) groups in proportion to their tokens; within a group the oldest
-   price version is covered first.
-2. Graduated and volume prices, on tokens that no allowance covered. A token has at most one (`PlanRules`
-   refuses two that overlap). Graduated: each step prices the tokens within it, counted from the oldest price
-   version, interactive before batch. Volume: the step that contains the total prices all tokens.
+1. Free allowances, the most specific first. Covered tokens are free and count for no other rule. An
+   allowance is shared between its (model, kind, tier) groups in proportion to their tokens; within
+   a group the oldest price version is covered first.
+2. Graduated and volume prices, on tokens that no allowance covered. A token has at most one
+   (`PlanRules` refuses two that overlap). Graduated: each step prices the tokens within it, counted
+   from the oldest price version, interactive before batch. Volume: the step that contains the total
+   prices all tokens.
 3. The commitment: the shortfall of list price and previous lines is charged.
 
 The price of a step is whole picos per token, or thousandths of the price at admission. Only the
@@ -43,9 +44,7 @@ TIER_ORDER = {tier: index for index, tier in enumerate(ServiceTier)}
 
 
 class LineKind(StrEnum):
-    """Kind of a bill's line: usage of the month or of an earlier one, or a charge of a plan or
-    another reason.
-    """
+    """Kind of a bill's line: usage of this or an earlier month, or a charge."""
 
     USAGE = "usage"
     LATE_USAGE = "late_usage"
@@ -72,12 +71,20 @@ class Selector:
 
     def matches(self, model: str, token_kind: TokenKind, tier: ServiceTier) -> bool:
         """Return whether the rule applies to these tokens."""
-        return self.model in ("", model) and self.token_kind in (None, token_kind) and self.tier in (None, tier)
+        return (
+            self.model in ("", model)
+            and self.token_kind in (None, token_kind)
+            and self.tier in (None, tier)
+        )
 
     def overlaps(self, other: Selector) -> bool:
         """Return whether some tokens match both selectors."""
-        pairs = ((self.model or None, other.model or None), (self.token_kind, other.token_kind), (self.tier, other.tier))
-        return all(mine is None or theirs is None or mine == theirs for mine, theirs in pairs)
+        pairs = (
+            (self.model or None, other.model or None),
+            (self.token_kind, other.token_kind),
+            (self.tier, other.tier),
+        )
+        return all(one is None or another is None or one == another for one, another in pairs)
 
     @property
     def order(self) -> tuple[object, ...]:
@@ -91,7 +98,12 @@ class Selector:
 
     def __str__(self) -> str:
         """Return the text for a line of the bill: "all models, output, batch"."""
-        return ", ".join([self.model or "all models", *(str(part) for part in (self.token_kind, self.tier) if part is not None)])
+        return ", ".join(
+            [
+                self.model or "all models",
+                *(str(part) for part in (self.token_kind, self.tier) if part is not None),
+            ]
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,13 +158,18 @@ class PlanRules:
             if allowance.token_count < 1:
                 raise InvalidValue(f"allowances[{index}].tokens", "must be 1 or more")
             if any(allowance.selector == other.selector for other in self.allowances[:index]):
-                raise InvalidValue(f"allowances[{index}]", f"there is already an allowance for {allowance.selector}: combine them")
+                raise InvalidValue(
+                    f"allowances[{index}]",
+                    f"there is already an allowance for {allowance.selector}: combine them",
+                )
         for index, tiered in enumerate(self.tiered_prices):
             _check_steps(f"tiered_prices[{index}]", tiered)
             for other in self.tiered_prices[:index]:
                 if tiered.selector.overlaps(other.selector):
                     raise InvalidValue(
-                        f"tiered_prices[{index}]", f"{tiered.selector} overlaps {other.selector}: a token can have only one price"
+                        f"tiered_prices[{index}]",
+                        f"{tiered.selector} overlaps {other.selector}: a token can have only one"
+                        " price",
                     )
 
 
@@ -161,19 +178,26 @@ def _check_steps(field: str, tiered: TieredPrice) -> None:
     if tiered.kind not in (LineKind.GRADUATED, LineKind.VOLUME):
         raise InvalidValue(f"{field}.kind", "must be graduated or volume")
     if not tiered.steps or tiered.steps[-1].up_to_token_count is not None:
-        raise InvalidValue(f"{field}.steps", "the last step must have no up_to: it prices all further tokens")
+        raise InvalidValue(
+            f"{field}.steps", "the last step must have no up_to: it prices all further tokens"
+        )
     bounds = [0, *(step.up_to_token_count for step in tiered.steps[:-1])]
     for index, (before, bound) in enumerate(pairwise(bounds)):
         if bound is None or before is None or bound <= before:
             raise InvalidValue(
-                f"{field}.steps[{index}].up_to", "each step must end beyond the previous one; only the last has no end"
+                f"{field}.steps[{index}].up_to",
+                "each step must end beyond the previous one; only the last has no end",
             )
     for index, step in enumerate(tiered.steps):
         if (step.price_picos is None) == (step.price_milli is None):
-            raise InvalidValue(f"{field}.steps[{index}]", "must have either a price per token or a share of the price at admission")
+            raise InvalidValue(
+                f"{field}.steps[{index}]",
+                "must have either a price per token or a share of the price at admission",
+            )
         if (step.price_picos or 0) < 0 or not 0 <= (step.price_milli or 0) <= PRICE_MILLI_MAX:
             raise InvalidValue(
-                f"{field}.steps[{index}]", f"a price must be 0 or more; a share must be 0 to {PRICE_MILLI_MAX} thousandths"
+                f"{field}.steps[{index}]",
+                f"a price must be 0 or more; a share must be 0 to {PRICE_MILLI_MAX} thousandths",
             )
 
 
@@ -197,9 +221,7 @@ class MonthUsage:
 
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """A line besides usage; negative if it reduces the bill. source_id: of the adjustment or credit
-    grant.
-    """
+    """A line besides usage; negative if it reduces the bill. source_id: of its cause."""
 
     kind: LineKind
     description: str
@@ -212,9 +234,7 @@ class Charge:
 
 @dataclass(frozen=True, slots=True)
 class UsableGrant:
-    """Prepaid credit usable for a month: remaining amount and last month of validity (its first
-    day).
-    """
+    """Prepaid credit usable for a month: remaining amount and last month of validity."""
 
     grant_id: uuid.UUID
     last_month: date
@@ -230,9 +250,7 @@ class CreditApplication:
 
 
 def plan_lines(rules: PlanRules, usage: Iterable[MonthUsage]) -> tuple[Charge, ...]:
-    """Return the charges of a plan for a month. Rows of the same price version, tier and kind are
-    merged.
-    """
+    """Return the charges of a plan for a month; rows of equal price are merged."""
     rows = _merged(usage)
     total_picos = sum(row.amount_picos for row in rows)
     lines: list[Charge] = []
@@ -241,7 +259,9 @@ def plan_lines(rules: PlanRules, usage: Iterable[MonthUsage]) -> tuple[Charge, .
         lines += free
     carried_milli = 0
     for tiered in sorted(rules.tiered_prices, key=lambda each: each.selector.order):
-        for step, token_count, charge_milli in _stepped(tiered, [row for row in rows if tiered.selector.matches(*group_of(row))]):
+        for step, token_count, charge_milli in _stepped(
+            tiered, [row for row in rows if tiered.selector.matches(*group_of(row))]
+        ):
             amount_picos, carried_milli = whole_picos(charge_milli, carried_milli)
             lines.append(_step_line(tiered, step, token_count, amount_picos))
     missing_picos = rules.commitment_picos - total_picos - sum(line.amount_picos for line in lines)
@@ -250,8 +270,10 @@ def plan_lines(rules: PlanRules, usage: Iterable[MonthUsage]) -> tuple[Charge, .
     return tuple(lines)
 
 
-def apply_credit(grants: Iterable[UsableGrant], amount_due_picos: int) -> tuple[CreditApplication, ...]:
-    """Return the amounts spent from each grant, the earliest-ending first; none if nothing is due."""
+def apply_credit(
+    grants: Iterable[UsableGrant], amount_due_picos: int
+) -> tuple[CreditApplication, ...]:
+    """Return the amounts spent from each grant, the earliest-ending first."""
     applications: list[CreditApplication] = []
     due = max(amount_due_picos, 0)
     for grant in sorted(grants, key=lambda each: (each.last_month, each.grant_id)):
@@ -281,7 +303,9 @@ def shared(total: int, weights: Sequence[int]) -> list[int]:
     if not whole:
         return [0] * len(weights)
     parts = [total * weight // whole for weight in weights]
-    by_rest = sorted(range(len(weights)), key=lambda index: (-(total * weights[index] % whole), index))
+    by_rest = sorted(
+        range(len(weights)), key=lambda index: (-(total * weights[index] % whole), index)
+    )
     for index in by_rest[: total - sum(parts)]:
         parts[index] += 1
     return parts
@@ -293,19 +317,26 @@ def group_of(row: MonthUsage) -> tuple[str, TokenKind, ServiceTier]:
 
 
 def _merged(usage: Iterable[MonthUsage]) -> list[MonthUsage]:
-    """Return one row per model, kind, tier and version, ordered by model, kind and time of the
-    version.
-    """
+    """Return one row per model, kind, tier and version, ordered by these and time."""
     counts: defaultdict[MonthUsage, int] = defaultdict(int)
     for row in usage:
         counts[replace(row, token_count=0)] += row.token_count
     merged = [replace(row, token_count=count) for row, count in counts.items() if count]
     return sorted(
-        merged, key=lambda row: (row.model, KIND_ORDER[row.token_kind], row.effective_at, TIER_ORDER[row.tier], row.price_version)
+        merged,
+        key=lambda row: (
+            row.model,
+            KIND_ORDER[row.token_kind],
+            row.effective_at,
+            TIER_ORDER[row.tier],
+            row.price_version,
+        ),
     )
 
 
-def _allowed(allowance: Allowance, rows: Sequence[MonthUsage]) -> tuple[list[Charge], list[MonthUsage]]:
+def _allowed(
+    allowance: Allowance, rows: Sequence[MonthUsage]
+) -> tuple[list[Charge], list[MonthUsage]]:
     groups: defaultdict[tuple[str, TokenKind, ServiceTier], list[MonthUsage]] = defaultdict(list)
     for row in rows:
         if allowance.selector.matches(*group_of(row)):
@@ -313,7 +344,9 @@ def _allowed(allowance: Allowance, rows: Sequence[MonthUsage]) -> tuple[list[Cha
     sums = [sum(row.token_count for row in group) for group in groups.values()]
     left = {id(row): row for row in rows}
     lines = []
-    for ((model, kind, tier), group), part in zip(groups.items(), shared(min(allowance.token_count, sum(sums)), sums), strict=True):
+    for ((model, kind, tier), group), part in zip(
+        groups.items(), shared(min(allowance.token_count, sum(sums)), sums), strict=True
+    ):
         rest, discount_picos = part, 0
         for row in group:
             covered = min(rest, row.token_count)
@@ -321,23 +354,46 @@ def _allowed(allowance: Allowance, rows: Sequence[MonthUsage]) -> tuple[list[Cha
             discount_picos += covered * row.unit_price_picos
             left[id(row)] = replace(row, token_count=row.token_count - covered)
         if part:
-            description = f"free allowance of {allowance.token_count:,} tokens a month ({allowance.selector}): {tier}"
-            lines.append(Charge(LineKind.ALLOWANCE, description, -discount_picos, model, kind, part))
+            description = (
+                f"free allowance of {allowance.token_count:,} tokens a month"
+                f" ({allowance.selector}): {tier}"
+            )
+            lines.append(
+                Charge(LineKind.ALLOWANCE, description, -discount_picos, model, kind, part)
+            )
     return lines, [row for row in left.values() if row.token_count]
 
 
-def _stepped(tiered: TieredPrice, rows: Sequence[MonthUsage]) -> Iterator[tuple[PriceStep, int, int]]:
-    """Yield each step with a price difference: its tokens, and the difference in thousandths of a
-    pico.
-    """
-    ordered = sorted(rows, key=lambda row: (row.effective_at, TIER_ORDER[row.tier], row.model, KIND_ORDER[row.token_kind]))
+def _stepped(
+    tiered: TieredPrice, rows: Sequence[MonthUsage]
+) -> Iterator[tuple[PriceStep, int, int]]:
+    """Yield steps with their tokens and price difference in thousandths of a pico."""
+    ordered = sorted(
+        rows,
+        key=lambda row: (
+            row.effective_at,
+            TIER_ORDER[row.tier],
+            row.model,
+            KIND_ORDER[row.token_kind],
+        ),
+    )
     total = sum(row.token_count for row in ordered)
     steps = tiered.steps
     if tiered.kind is LineKind.VOLUME:
-        steps = (next(step for step in steps if step.up_to_token_count is None or total <= step.up_to_token_count),)
+        steps = (
+            next(
+                step
+                for step in steps
+                if step.up_to_token_count is None or total <= step.up_to_token_count
+            ),
+        )
     begins = 0
     for step in steps:
-        ends = total if step.up_to_token_count is None or len(steps) == 1 else min(step.up_to_token_count, total)
+        ends = (
+            total
+            if step.up_to_token_count is None or len(steps) == 1
+            else min(step.up_to_token_count, total)
+        )
         position, charge_milli = 0, 0
         for row in ordered:
             inside = min(position + row.token_count, ends) - max(position, begins)
@@ -355,6 +411,12 @@ def _step_line(tiered: TieredPrice, step: PriceStep, token_count: int, amount_pi
         reach = f"up to {step.up_to_token_count:,} tokens a month"
     else:
         reach = f"beyond {bounds[-1]:,} tokens a month" if bounds else "all tokens"
-    price = f"{step.price_picos} picos per token" if step.price_milli is None else f"{step.price_milli / 10:g} % of the price"
+    price = (
+        f"{step.price_picos} picos per token"
+        if step.price_milli is None
+        else f"{step.price_milli / 10:g} % of the price"
+    )
     description = f"{tiered.kind} price of {selector}, {reach}: {price}"
-    return Charge(tiered.kind, description, amount_picos, selector.model, selector.token_kind, token_count)
+    return Charge(
+        tiered.kind, description, amount_picos, selector.model, selector.token_kind, token_count
+    )

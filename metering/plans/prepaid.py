@@ -37,8 +37,15 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from common.incidents import Retries
 from metering.core.audit import record_change, snapshot
-from metering.core.errors import InvalidValue, NotFound, StoreAway
-from metering.core.models import Organization, Quota, QuotaDimension, QuotaSubject, insertion, record_of
+from metering.core.errors import DatabaseUnavailable, InvalidValue, NotFound
+from metering.core.models import (
+    Organization,
+    Quota,
+    QuotaDimension,
+    QuotaSubject,
+    insertion,
+    record_of,
+)
 from metering.core.money import to_decimal
 from metering.ledger.ledger import (
     AccountKind,
@@ -51,7 +58,7 @@ from metering.ledger.ledger import (
     month_of,
     post,
     posting_month,
-    share_lanes,
+    share_posting_locks,
 )
 from metering.plans.plan_admin import PrepaidOrganization, has_plan_from
 from metering.plans.plans import CreditApplication, UsableGrant, apply_credit
@@ -64,14 +71,24 @@ AMOUNT_MAX_PICOS = 10**18  # a million units; a limit that sums several grants m
 REASON_CHARS_MAX = 500
 
 GRANTS_WHERE = f"""
-SELECT g.id, g.organization_id, g.currency_code, g.amount_picos, g.first_month, g.last_month, g.reason, g.granted_by, g.created_at,
-       coalesce(spent.picos, 0)::bigint AS spent_picos, coalesce(expired.picos, 0)::bigint AS expired_picos
+SELECT g.id, g.organization_id, g.currency_code, g.amount_picos, g.first_month, g.last_month,
+       g.reason, g.granted_by, g.created_at,
+       coalesce(spent.picos, 0)::bigint AS spent_picos,
+       coalesce(expired.picos, 0)::bigint AS expired_picos
 FROM credit_grants g
-LEFT JOIN (SELECT grant_id, sum(amount_picos) AS picos FROM credit_applications GROUP BY 1) spent ON spent.grant_id = g.id
-LEFT JOIN (SELECT t.source_id, sum(e.amount_picos) AS picos
-           FROM ledger_transactions t JOIN ledger_entries e ON e.transaction_id = t.id
-           JOIN ledger_accounts a ON a.id = e.account_id AND a.kind = '{AccountKind.PREPAID_CREDIT}'
-           WHERE t.kind = '{TransactionKind.CREDIT_EXPIRED}' GROUP BY 1) expired ON expired.source_id = g.id
+LEFT JOIN (
+    SELECT grant_id, sum(amount_picos) AS picos
+    FROM credit_applications
+    GROUP BY 1
+) spent ON spent.grant_id = g.id
+LEFT JOIN (
+    SELECT t.source_id, sum(e.amount_picos) AS picos
+    FROM ledger_transactions t
+    JOIN ledger_entries e ON e.transaction_id = t.id
+    JOIN ledger_accounts a ON a.id = e.account_id AND a.kind = '{AccountKind.PREPAID_CREDIT}'
+    WHERE t.kind = '{TransactionKind.CREDIT_EXPIRED}'
+    GROUP BY 1
+) expired ON expired.source_id = g.id
 WHERE
 """
 GRANT = text(f"{GRANTS_WHERE} g.id = :grant_id")
@@ -130,13 +147,20 @@ async def grant_credit(
     owner = await find_organization(session, organization)
     now: datetime = (await session.scalars(select(func.now()))).one()
     this_month = await current_month(session)
-    begins, ends = this_month if first_month is None else month_of(first_month), month_of(last_month)
+    begins, ends = (
+        this_month if first_month is None else month_of(first_month),
+        month_of(last_month),
+    )
     if not 0 < amount_picos <= AMOUNT_MAX_PICOS:
         raise InvalidValue(
-            "amount", f"must be more than 0 and at most {AMOUNT_MAX_PICOS} picos; split larger amounts into several grants"
+            "amount",
+            f"must be more than 0 and at most {AMOUNT_MAX_PICOS} picos; split larger amounts into"
+            " several grants",
         )
     if ends < this_month:
-        raise InvalidValue("last_month", f"must be the present month or a later one, got {ends:%Y-%m}")
+        raise InvalidValue(
+            "last_month", f"must be the present month or a later one, got {ends:%Y-%m}"
+        )
     if begins > ends:
         raise InvalidValue("first_month", f"must not be later than the last month, {ends:%Y-%m}")
     if not 1 <= len(reason.strip()) <= REASON_CHARS_MAX or not reason.isprintable():
@@ -153,12 +177,21 @@ async def grant_credit(
     row = (await session.execute(insertion("credit_grants", values).returning(text("*")))).one()
     grant = record_of(Grant, row)
     # Not after the first month that may spend it, so that no month spends credit granted later.
-    await share_lanes(session, (owner.id,))
+    await share_posting_locks(session, (owner.id,))
     first_open = await first_open_month(session, owner.id) or this_month
     month = await posting_month(session, owner.id, min(this_month, max(begins, first_open)))
     moved = (AccountKind.CREDIT_FUNDING, AccountKind.PREPAID_CREDIT)
-    await post(session, [_posting(grant, TransactionKind.CREDIT_GRANTED, month, now, amount_picos, moved)])
-    await record_change(session, actor=actor, action="credit.grant", subject_id=str(row.id), before=None, after=snapshot(row))
+    await post(
+        session, [_posting(grant, TransactionKind.CREDIT_GRANTED, month, now, amount_picos, moved)]
+    )
+    await record_change(
+        session,
+        actor=actor,
+        action="credit.grant",
+        subject_id=str(row.id),
+        before=None,
+        after=snapshot(row),
+    )
     return grant
 
 
@@ -170,7 +203,9 @@ async def list_grants(session: AsyncSession, *, organization: str = "") -> list[
 
 async def grants_of(session: AsyncSession, organization_id: uuid.UUID | None) -> list[Grant]:
     """Return the grants of an organization by its id; None for all."""
-    return [Grant(*row) for row in await session.execute(GRANTS, {"organization_id": organization_id})]
+    return [
+        Grant(*row) for row in await session.execute(GRANTS, {"organization_id": organization_id})
+    ]
 
 
 async def find_grant(session: AsyncSession, grant_id: uuid.UUID) -> Grant:
@@ -180,31 +215,46 @@ async def find_grant(session: AsyncSession, grant_id: uuid.UUID) -> Grant:
     return Grant(*row)
 
 
-async def usable_grants(session: AsyncSession, organization_id: uuid.UUID, month: date) -> list[UsableGrant]:
+async def usable_grants(
+    session: AsyncSession, organization_id: uuid.UUID, month: date
+) -> list[UsableGrant]:
     """Return the grants usable for a month, in the order of spending."""
-    grants = [each for each in await grants_of(session, organization_id) if each.usable_in(month) and each.remaining_picos > 0]
+    grants = [
+        each
+        for each in await grants_of(session, organization_id)
+        if each.usable_in(month) and each.remaining_picos > 0
+    ]
     return [UsableGrant(each.id, each.last_month, each.remaining_picos) for each in grants]
 
 
 async def spend(session: AsyncSession, month: date, spent: Sequence[CreditApplication]) -> None:
-    """Record the amounts that grants pay for a month. The database refuses excess amounts and a
-    second record.
-    """
+    """Record what grants pay for a month. The database refuses excess and repetition."""
     if spent:
         amounts = [each.amount_picos for each in spent]
-        await session.execute(SPEND, {"grant_ids": [each.grant_id for each in spent], "amounts": amounts, "month": month})
+        await session.execute(
+            SPEND,
+            {"grant_ids": [each.grant_id for each in spent], "amounts": amounts, "month": month},
+        )
 
 
-async def expire(session: AsyncSession, organization_id: uuid.UUID, month: date, *, at: datetime) -> list[Grant]:
+async def expire(
+    session: AsyncSession, organization_id: uuid.UUID, month: date, *, at: datetime
+) -> list[Grant]:
     """Post the expiry of grants whose last month is over with this one; return them as they were
     before.
 
     at: effective time, within the month. Idempotent.
     """
-    ended = [each for each in await grants_of(session, organization_id) if each.last_month <= month and each.remaining_picos > 0]
+    ended = [
+        each
+        for each in await grants_of(session, organization_id)
+        if each.last_month <= month and each.remaining_picos > 0
+    ]
     moved = (AccountKind.PREPAID_CREDIT, AccountKind.CREDIT_BREAKAGE)
     kind = TransactionKind.CREDIT_EXPIRED
-    await post(session, [_posting(each, kind, month, at, each.remaining_picos, moved) for each in ended])
+    await post(
+        session, [_posting(each, kind, month, at, each.remaining_picos, moved) for each in ended]
+    )
     return ended
 
 
@@ -226,7 +276,7 @@ def _posting(
         effective_at=at,
         description=grant.reason,
         source_id=grant.id,
-        legs=((debited, amount_picos), (credited, -amount_picos)),
+        entries=((debited, amount_picos), (credited, -amount_picos)),
     )
 
 
@@ -236,44 +286,65 @@ ENDS_WITH_THE_MONTH = "prepaid credit that ends with the month"
 LIMIT_MAX = 2**63 - 1
 
 log = logging.getLogger(__name__)
-retries = Retries("prepaid_refresh", passing=(StoreAway,))  # by organization
+retries = Retries("prepaid_refresh", passing=(DatabaseUnavailable,))  # by organization
 
 # Amounts owed, by billing month: usage of that month and of earlier ones, and other charges.
 # Unrated usage will be billed in its month or the first open one after it. Credit notes are paid
 # out and do not become spendable.
 OWED = text(f"""
-SELECT month, sum(usage_now) AS usage_picos, sum(usage_before) AS before_picos, sum(other) AS other_picos FROM (
-SELECT month, coalesce(sum(picos) FILTER (WHERE is_usage AND effective_at >= :begins), 0) AS usage_now,
-       coalesce(sum(picos) FILTER (WHERE is_usage AND effective_at < :begins), 0) AS usage_before,
-       coalesce(sum(picos) FILTER (WHERE NOT is_usage), 0) AS other
-FROM (SELECT t.billing_month, t.kind = '{TransactionKind.USAGE}', t.effective_at, e.amount_picos
-      FROM ledger_transactions t JOIN ledger_entries e ON e.transaction_id = t.id
-      JOIN ledger_accounts a ON a.id = e.account_id AND a.kind = '{AccountKind.RECEIVABLE}'
-      WHERE t.organization_id = :organization_id
-        AND NOT EXISTS (SELECT FROM adjustments n WHERE n.id = t.source_id AND n.invoice_id IS NOT NULL)
-) AS posted (month, is_usage, effective_at, picos) GROUP BY 1
-UNION ALL
-SELECT greatest(date_trunc('month', settled_at AT TIME ZONE 'UTC')::date,
-                (SELECT (max(month) + interval '1 month')::date FROM billing_months
-                 WHERE organization_id = :organization_id AND state = '{MonthState.CLOSED}')),
-       coalesce(sum(cost_picos) FILTER (WHERE settled_at >= :begins), 0),
-       coalesce(sum(cost_picos) FILTER (WHERE settled_at < :begins), 0), 0
-FROM unrated_usage u JOIN usage_events USING (hold_id, part, settled_at)
-WHERE u.organization_id = :organization_id AND rated_at IS NULL GROUP BY 1
-) AS owed GROUP BY month
+SELECT month, sum(usage_now) AS usage_picos, sum(usage_before) AS before_picos,
+       sum(other) AS other_picos
+FROM (
+    SELECT month,
+           coalesce(sum(picos) FILTER (WHERE is_usage AND effective_at >= :begins), 0)
+               AS usage_now,
+           coalesce(sum(picos) FILTER (WHERE is_usage AND effective_at < :begins), 0)
+               AS usage_before,
+           coalesce(sum(picos) FILTER (WHERE NOT is_usage), 0) AS other
+    FROM (
+        SELECT t.billing_month, t.kind = '{TransactionKind.USAGE}', t.effective_at, e.amount_picos
+        FROM ledger_transactions t
+        JOIN ledger_entries e ON e.transaction_id = t.id
+        JOIN ledger_accounts a ON a.id = e.account_id AND a.kind = '{AccountKind.RECEIVABLE}'
+        WHERE t.organization_id = :organization_id
+          AND NOT EXISTS (
+              SELECT FROM adjustments n
+              WHERE n.id = t.source_id AND n.invoice_id IS NOT NULL
+          )
+    ) AS posted (month, is_usage, effective_at, picos)
+    GROUP BY 1
+    UNION ALL
+    SELECT greatest(
+               date_trunc('month', settled_at AT TIME ZONE 'UTC')::date,
+               (SELECT (max(month) + interval '1 month')::date
+                FROM billing_months
+                WHERE organization_id = :organization_id AND state = '{MonthState.CLOSED}')
+           ),
+           coalesce(sum(cost_picos) FILTER (WHERE settled_at >= :begins), 0),
+           coalesce(sum(cost_picos) FILTER (WHERE settled_at < :begins), 0),
+           0
+    FROM unrated_usage u
+    JOIN usage_events USING (hold_id, part, settled_at)
+    WHERE u.organization_id = :organization_id AND rated_at IS NULL
+    GROUP BY 1
+) AS owed
+GROUP BY month
 """)
 HELD = text("""
-SELECT coalesce(c.held, 0) FROM prepaid_organizations p LEFT JOIN quota_counters c ON c.quota_id = p.quota_id
+SELECT coalesce(c.held, 0)
+FROM prepaid_organizations p
+LEFT JOIN quota_counters c ON c.quota_id = p.quota_id
 WHERE p.organization_id = :organization_id
 """)
-CLOSED = text(f"SELECT month FROM billing_months WHERE organization_id = :organization_id AND state = '{MonthState.CLOSED}'")
+CLOSED = text(f"""
+SELECT month FROM billing_months
+WHERE organization_id = :organization_id AND state = '{MonthState.CLOSED}'
+""")
 
 
 @dataclass(frozen=True, slots=True)
 class Owed:
-    """Amounts billed by one month. before: usage of earlier months than this one; other: charges
-    except usage.
-    """
+    """Amounts billed by one month. before: earlier usage; other: charges except usage."""
 
     month: date
     usage_picos: int
@@ -308,14 +379,19 @@ class CreditBalance:
 
     organization: Organization
     prepaid: bool
-    left_picos: int
+    remaining_picos: int
     unbilled_picos: int
     available_picos: int
     held_picos: int
 
 
 async def set_prepaid(
-    session: AsyncSession, *, organization: str, prepaid: bool, alert_at: Sequence[int] | None = None, actor: str
+    session: AsyncSession,
+    *,
+    organization: str,
+    prepaid: bool,
+    alert_at: Sequence[int] | None = None,
+    actor: str,
 ) -> tuple[Organization, bool]:
     """Limit an organization to its credit, or end that; also return whether it was so already.
 
@@ -337,7 +413,11 @@ async def set_prepaid(
         return owner, False
     if name := await has_plan_from(session, owner.id, await current_month(session)):
         reason = f"{owner.name} has the plan {name}, whose lines are known only at the month's end"
-        raise InvalidValue("organization", f"{reason}: end it first, with `weir plan assign {owner.name} --from MONTH` and no plan")
+        raise InvalidValue(
+            "organization",
+            f"{reason}: end it first, with `weir plan assign {owner.name} --from MONTH` and no"
+            " plan",
+        )
     values = {
         "subject": QuotaSubject.ORGANIZATION,
         "subject_id": owner.id,
@@ -351,12 +431,25 @@ async def set_prepaid(
     # No request is admitted from here to the end: the limit is set before the first request is
     # checked.
     await recount(session, [(quota, owner.id)])
-    await record_change(session, actor=actor, action="quota.set", subject_id=str(quota.id), before=None, after=snapshot(quota))
+    await record_change(
+        session,
+        actor=actor,
+        action="quota.set",
+        subject_id=str(quota.id),
+        before=None,
+        after=snapshot(quota),
+    )
     await refresh(session, owner.id, actor=actor, granted_picos=0)
     return owner, False
 
 
-async def refresh(session: AsyncSession, organization_id: uuid.UUID, *, actor: str, granted_picos: int | None = None) -> None:
+async def refresh(
+    session: AsyncSession,
+    organization_id: uuid.UUID,
+    *,
+    actor: str,
+    granted_picos: int | None = None,
+) -> None:
     """Set the limit of a prepaid organization to its present credit; do nothing for any other.
 
     granted_picos: credit granted by this transaction, 0 when the organization becomes prepaid. It
@@ -374,19 +467,23 @@ async def refresh(session: AsyncSession, organization_id: uuid.UUID, *, actor: s
         _check_expressible(owner, granted_picos, asked.eventual_picos - LIMIT_MAX)
     if asked.until_month_end_picos > LIMIT_MAX:
         log.error(
-            "prepaid organization %s cannot use %s of its credit: the maximum of a quota on money is %s units",
+            "prepaid organization %s cannot use %s of its credit: the maximum of a quota on money"
+            " is %s units",
             organization_id,
             to_decimal(asked.until_month_end_picos - LIMIT_MAX),
             to_decimal(LIMIT_MAX),
         )
-    lasting, until_month_end = min(asked.lasting_picos, LIMIT_MAX), min(asked.until_month_end_picos, LIMIT_MAX)
+    lasting, until_month_end = (
+        min(asked.lasting_picos, LIMIT_MAX),
+        min(asked.until_month_end_picos, LIMIT_MAX),
+    )
     values: dict[str, Any] = {"limit_value": lasting}
-    values |= {"raised_limit_value": None, "raised_until": None, "raise_reason": None}
+    values |= {"override_limit_value": None, "override_until": None, "override_reason": None}
     if until_month_end > lasting:
         values |= {
-            "raised_limit_value": until_month_end,
-            "raised_until": month_end(month),
-            "raise_reason": ENDS_WITH_THE_MONTH,
+            "override_limit_value": until_month_end,
+            "override_until": month_end(month),
+            "override_reason": ENDS_WITH_THE_MONTH,
         }
     await _change(session, prepaid.quota_id, values, actor)
     prepaid.month = month
@@ -399,26 +496,44 @@ def _check_expressible(owner: Organization, granted_picos: int, excess_picos: in
         return
     code, maximum = owner.currency_code, f"{to_decimal(LIMIT_MAX):,.0f} {owner.currency_code}"
     why = f"total usage and credit of a prepaid organization together are limited to {maximum}"
-    remedy = f"end prepaid mode of {owner.name} (prepaid off), or continue as another organization with a currency of larger units"
+    remedy = (
+        f"end prepaid mode of {owner.name} (prepaid off), or continue as another organization with"
+        " a currency of larger units"
+    )
     if granted_picos:
         room = f"{to_decimal(max(granted_picos - excess_picos, 0)):,f}"
-        raise InvalidValue("amount_picos", f"must be at most {room} {code}, got {to_decimal(granted_picos):,f}: {why}; {remedy}")
-    raise InvalidValue("prepaid", f"{owner.name} is {to_decimal(excess_picos):,f} {code} above the maximum: {why}; {remedy}")
+        raise InvalidValue(
+            "amount_picos",
+            f"must be at most {room} {code}, got {to_decimal(granted_picos):,f}: {why}; {remedy}",
+        )
+    raise InvalidValue(
+        "prepaid",
+        f"{owner.name} is {to_decimal(excess_picos):,f} {code} above the maximum: {why}; {remedy}",
+    )
 
 
-async def _change(session: AsyncSession, quota_id: uuid.UUID, values: dict[str, Any], actor: str) -> None:
+async def _change(
+    session: AsyncSession, quota_id: uuid.UUID, values: dict[str, Any], actor: str
+) -> None:
     """Set columns of the quota, and write the audit log if they change."""
     before = snapshot(await session.get_one(Quota, quota_id, populate_existing=True))
     changed = update(Quota).where(Quota.id == quota_id).values(values).returning(Quota)
-    after = snapshot((await session.scalars(changed.execution_options(populate_existing=True))).one())
+    after = snapshot(
+        (await session.scalars(changed.execution_options(populate_existing=True))).one()
+    )
     if before != after:
-        await record_change(session, actor=actor, action="quota.set", subject_id=str(quota_id), before=before, after=after)
+        await record_change(
+            session,
+            actor=actor,
+            action="quota.set",
+            subject_id=str(quota_id),
+            before=before,
+            after=after,
+        )
 
 
 async def refresh_for_the_month(sessions: Sessions) -> int:
-    """Refresh each prepaid organization that was not refreshed since the month began; return their
-    number.
-    """
+    """Refresh prepaid organizations not refreshed this month; return their number."""
     async with sessions() as session:
         month = await current_month(session)
         stale = select(PrepaidOrganization.organization_id).where(PrepaidOrganization.month < month)
@@ -436,11 +551,17 @@ async def allowance(session: AsyncSession, organization_id: uuid.UUID, month: da
     """Return the quota's limit for a month, without a maximum."""
     owed, closed = await _owed(session, organization_id, month)
     grants = await grants_of(session, organization_id)
-    left = left_for(month, grants, [each for each in owed if each.month < month and each.month not in closed])
+    left = left_for(
+        month, grants, [each for each in owed if each.month < month and each.month not in closed]
+    )
     used_before = sum(each.before_picos for each in owed)
     else_due = sum(each.before_picos + each.other_picos for each in owed if each.month >= month)
     lasting, ending = (
-        sum(picos for grant, picos in left if grant.usable_in(month) and (grant.last_month > month) == lasts)
+        sum(
+            picos
+            for grant, picos in left
+            if grant.usable_in(month) and (grant.last_month > month) == lasts
+        )
         for lasts in (True, False)
     )
     lasting_limit = used_before + max(lasting - else_due, 0)
@@ -449,11 +570,15 @@ async def allowance(session: AsyncSession, organization_id: uuid.UUID, month: da
     return Allowed(lasting_limit, until_end, eventual)
 
 
-def left_for(month: date, grants: Sequence[Grant], open_before: Sequence[Owed]) -> list[tuple[Grant, int]]:
+def left_for(
+    month: date, grants: Sequence[Grant], open_before: Sequence[Owed]
+) -> list[tuple[Grant, int]]:
     """Return the rest of each grant after earlier open months have closed in order. Pure."""
     left = {each.id: each.remaining_picos for each in grants}
     for each in sorted(open_before, key=lambda owed: owed.month):
-        usable = [UsableGrant(g.id, g.last_month, left[g.id]) for g in grants if g.usable_in(each.month)]
+        usable = [
+            UsableGrant(g.id, g.last_month, left[g.id]) for g in grants if g.usable_in(each.month)
+        ]
         for spent in apply_credit(usable, each.due_picos):
             left[spent.grant_id] -= spent.amount_picos
     return [(grant, left[grant.id]) for grant in grants if grant.last_month >= month]
@@ -465,7 +590,11 @@ async def credit_balance(session: AsyncSession, *, organization: str) -> CreditB
     month = await current_month(session)
     owed, closed = await _owed(session, owner.id, month)
     open_months = [each for each in owed if each.month not in closed]
-    left = left_for(month, await grants_of(session, owner.id), [each for each in open_months if each.month < month])
+    left = left_for(
+        month,
+        await grants_of(session, owner.id),
+        [each for each in open_months if each.month < month],
+    )
     usable = sum(picos for grant, picos in left if grant.usable_in(month))
     due = sum(each.due_picos for each in open_months if each.month >= month)
     # None: not prepaid.
@@ -473,14 +602,20 @@ async def credit_balance(session: AsyncSession, *, organization: str) -> CreditB
     return CreditBalance(
         organization=owner,
         prepaid=held is not None,
-        left_picos=sum(each.remaining_picos for each in await grants_of(session, owner.id) if each.last_month >= month),
+        remaining_picos=sum(
+            each.remaining_picos
+            for each in await grants_of(session, owner.id)
+            if each.last_month >= month
+        ),
         unbilled_picos=sum(each.due_picos for each in open_months),
         available_picos=max(usable - due - (held or 0), 0),
         held_picos=held or 0,
     )
 
 
-async def _owed(session: AsyncSession, organization_id: uuid.UUID, month: date) -> tuple[list[Owed], set[date]]:
+async def _owed(
+    session: AsyncSession, organization_id: uuid.UUID, month: date
+) -> tuple[list[Owed], set[date]]:
     """Return the amounts billed by each month so far, and the closed months."""
     begins = datetime.combine(month, time(), UTC)
     rows = await session.execute(OWED, {"organization_id": organization_id, "begins": begins})
@@ -494,12 +629,17 @@ async def _end(session: AsyncSession, prepaid: PrepaidOrganization, actor: str) 
     before = snapshot(quota)
     await session.delete(prepaid)
     await session.execute(update(Quota).where(Quota.id == quota.id).values(deleted_at=func.now()))
-    await record_change(session, actor=actor, action="quota.delete", subject_id=str(quota.id), before=before, after=None)
+    await record_change(
+        session,
+        actor=actor,
+        action="quota.delete",
+        subject_id=str(quota.id),
+        before=before,
+        after=None,
+    )
 
 
 async def _lock(session: AsyncSession, organization_id: uuid.UUID) -> None:
-    """Serialize changes of an organization's credit without blocking admissions, which refer to its
-    row.
-    """
+    """Serialize changes of an organization's credit without blocking admissions."""
     locking = select(Organization.id).where(Organization.id == organization_id)
     await session.execute(locking.with_for_update(key_share=True))

@@ -23,24 +23,37 @@ from metering.core.money import checked_currency
 from metering.ledger.ledger import month_bounds
 from metering.plans.plan_admin import NO_PLAN, plan_in_force
 from metering.plans.plans import MonthUsage, PlanRules, plan_lines
-from metering.pricing.prices import COUNTS_OF_EVENT, MULTIPLIER_SCALE, RATES, checked_model, multiplied_rates
+from metering.pricing.prices import (
+    COUNTS_OF_EVENT,
+    MULTIPLIER_SCALE,
+    RATES,
+    checked_model,
+    multiplied_rates,
+)
 from metering.tenants.tenants import find_organization
 
-KIND_SUMS = ", ".join(f"sum({count})::bigint AS {kind}" for kind, (count, _) in COUNTS_OF_EVENT.items())
+KIND_SUMS = ", ".join(
+    f"sum({count})::bigint AS {kind}" for kind, (count, _) in COUNTS_OF_EVENT.items()
+)
 KINDS = ", ".join(f"('{kind}', {kind}, p.{price})" for kind, (_, price) in COUNTS_OF_EVENT.items())
 # By month of settlement, rated or not: the usage of a month, whichever month bills it.
 USED = text(f"""
-SELECT o.id AS organization_id, o.name, o.currency_code, p.id AS price_version, p.model, p.tier, p.effective_at, kind.*,
+SELECT o.id AS organization_id, o.name, o.currency_code,
+       p.id AS price_version, p.model, p.tier, p.effective_at, kind.*,
        p.organization_id IS NOT NULL AS is_own
 FROM (
-    SELECT organization_id, price_version_id, {KIND_SUMS} FROM usage_events
-    WHERE settled_at >= :begins AND settled_at < :ends
+    SELECT organization_id, price_version_id, {KIND_SUMS}
+    FROM usage_events
+    WHERE settled_at >= :begins
+      AND settled_at < :ends
       AND (CAST(:organization_id AS uuid) IS NULL OR organization_id = :organization_id)
     GROUP BY 1, 2
 ) sums
-JOIN organizations o ON o.id = sums.organization_id JOIN price_versions p ON p.id = sums.price_version_id,
+JOIN organizations o ON o.id = sums.organization_id
+JOIN price_versions p ON p.id = sums.price_version_id,
 LATERAL (VALUES {KINDS}) AS kind (token_kind, token_count, unit_price_picos)
-WHERE token_count > 0 ORDER BY o.name, o.id, p.id
+WHERE token_count > 0
+ORDER BY o.name, o.id, p.id
 """)
 # One statement reads a month of millions of events.
 TIMEOUT = text("SET LOCAL statement_timeout = '5min'")
@@ -108,7 +121,11 @@ async def simulate(
     await session.execute(TIMEOUT)
     proposed = await _checked_prices(session, prices)
     await _check_plans(session, plans)
-    parameters = {"begins": begins, "ends": ends, "organization_id": None if owner is None else owner.id}
+    parameters = {
+        "begins": begins,
+        "ends": ends,
+        "organization_id": None if owner is None else owner.id,
+    }
     usage: defaultdict[tuple[uuid.UUID, str, str], list[MonthUsage]] = defaultdict(list)
     own: set[int] = set()
     for row in await session.execute(USED, parameters):
@@ -130,13 +147,17 @@ async def simulate(
                 old_picos=month_amount(rules, rows),
                 new_picos=month_amount(rules if chosen is None else chosen.rules, proposed_usage),
                 old_plan="" if present is None else present.name,
-                new_plan=chosen.name if chosen is not None else "" if present is None else present.name,
+                new_plan=(
+                    chosen.name if chosen is not None else "" if present is None else present.name
+                ),
             )
         )
     return customers
 
 
-def repriced(row: MonthUsage, organization: str, currency_code: str, prices: Prices, own: Container[int]) -> MonthUsage:
+def repriced(
+    row: MonthUsage, organization: str, currency_code: str, prices: Prices, own: Container[int]
+) -> MonthUsage:
     """Return usage at the proposed price: the customer's own before the list's, its tier before
     interactive. Pure.
 
@@ -151,7 +172,9 @@ def repriced(row: MonthUsage, organization: str, currency_code: str, prices: Pri
 
 def month_amount(rules: PlanRules, usage: Sequence[MonthUsage]) -> int:
     """Return the amount of a month, with plan lines. Pure."""
-    return sum(row.amount_picos for row in usage) + sum(line.amount_picos for line in plan_lines(rules, usage))
+    return sum(row.amount_picos for row in usage) + sum(
+        line.amount_picos for line in plan_lines(rules, usage)
+    )
 
 
 def plan_for(name: str, currency_code: str, plans: Sequence[ProposedPlan]) -> ProposedPlan | None:
@@ -162,16 +185,20 @@ def plan_for(name: str, currency_code: str, plans: Sequence[ProposedPlan]) -> Pr
 
 
 async def _checked_prices(session: AsyncSession, prices: Sequence[ProposedPrice]) -> Prices:
-    """Return the proposed prices by model, currency, organization and tier. Raises: NotFound,
-    InvalidValue.
-    """
+    """Return the proposed prices by model, currency, organization and tier."""
     checked: dict[tuple[str, str, str, ServiceTier], tuple[int, ...]] = {}
     for index, each in enumerate(prices):
         owner = await find_organization(session, each.organization) if each.organization else None
         currency_code = each.currency_code or (owner.currency_code if owner else "USD")
-        key = (checked_model(each.model), checked_currency(currency_code), owner.name if owner else "")
+        key = (
+            checked_model(each.model),
+            checked_currency(currency_code),
+            owner.name if owner else "",
+        )
         if (*key, ServiceTier.INTERACTIVE) in checked:
-            raise InvalidValue(f"prices[{index}]", f"{each.model} is proposed twice: list each price once")
+            raise InvalidValue(
+                f"prices[{index}]", f"{each.model} is proposed twice: list each price once"
+            )
         for field, rate in zip(RATES, each.rates, strict=True):
             if rate < 0:
                 raise InvalidValue(f"prices[{index}].{field}", "must be 0 or more picos")
@@ -186,10 +213,20 @@ async def _checked_prices(session: AsyncSession, prices: Sequence[ProposedPrice]
 async def _multiplier(session: AsyncSession, model: str, currency_code: str) -> int:
     """Return the present batch multiplier of the list price, in thousandths."""
     query = text("""
-        SELECT multiplier_milli FROM price_versions WHERE model = :model AND currency_code = :currency_code AND tier = 'batch'
-        AND organization_id IS NULL AND effective_at <= now() ORDER BY effective_at DESC LIMIT 1
+        SELECT multiplier_milli
+        FROM price_versions
+        WHERE model = :model
+          AND currency_code = :currency_code
+          AND tier = 'batch'
+          AND organization_id IS NULL
+          AND effective_at <= now()
+        ORDER BY effective_at DESC
+        LIMIT 1
+
     """)
-    multiplier: int | None = await session.scalar(query, {"model": model, "currency_code": currency_code})
+    multiplier: int | None = await session.scalar(
+        query, {"model": model, "currency_code": currency_code}
+    )
     return MULTIPLIER_SCALE if multiplier is None else multiplier
 
 
@@ -201,5 +238,6 @@ async def _check_plans(session: AsyncSession, plans: Sequence[ProposedPlan]) -> 
             if owner.currency_code != plan.currency_code or owner.name != name:
                 raise InvalidValue(
                     f"plans[{index}].organizations",
-                    f"{name} is billed in {owner.currency_code}: list names of organizations billed in {plan.currency_code}",
+                    f"{name} is billed in {owner.currency_code}: list names of organizations billed"
+                    f" in {plan.currency_code}",
                 )

@@ -1,3 +1,1 @@
-"""Receipts: usage and cost of each request, chained per project and signed, for offline
-verification of bills.
-"""
+"""Receipts: usage and cost of each request, chained and signed for verification."""

@@ -38,9 +38,11 @@ class BatchSigner(Protocol):
 
 
 class SignedBatch:
-    """Hashes of all receipts of one transaction in order, and the signature of their tree's root."""
+    """Hashes of a transaction's receipts in order, and the signature of their tree's root."""
 
-    def __init__(self, key_id: str, hashes: Sequence[bytes], signature: bytes, tree: Tree | None = None) -> None:
+    def __init__(
+        self, key_id: str, hashes: Sequence[bytes], signature: bytes, tree: Tree | None = None
+    ) -> None:
         self.key_id = key_id
         self.hashes = hashes
         self.signature = signature
@@ -86,9 +88,7 @@ class IssuedReceipt(msgspec.Struct):
 
 
 class ChainHead(msgspec.Struct):
-    """The last receipt of a project. project_id: 16 bytes. settled_at_us: settled_at in
-    microseconds.
-    """
+    """The last receipt of a project. settled_at_us: microseconds since 1970."""
 
     project_id: bytes
     sequence: int
@@ -115,7 +115,9 @@ class Chains:
         chains = cls()
         for project_id, sequence, last_hash, settled_at in rows:
             later = max(now, settled_at)
-            chains.heads[project_id] = ChainHead(project_id, sequence, last_hash, later, micros(later))
+            chains.heads[project_id] = ChainHead(
+                project_id, sequence, last_hash, later, micros(later)
+            )
         return chains
 
     def append(
@@ -144,11 +146,15 @@ class Chains:
 
 
 ISSUED = """
-SELECT e.hold_id, uuid_send(e.organization_id) || uuid_send(e.project_id) || uuid_send(e.api_key_id) || uuid_send(e.request_id),
-    e.part, e.input_token_count, e.cached_input_token_count, e.billed_token_count, e.embedding_token_count, e.price_version_id,
-    e.cost_picos, e.admitted_at, e.settled_at, e.receipt_sequence, e.previous_receipt_hash, p.currency_code, e.model, e.outcome,
-    e.receipt_hash, e.receipt_batch_id
-FROM usage_events e JOIN price_versions p ON p.id = e.price_version_id
+SELECT e.hold_id,
+       uuid_send(e.organization_id) || uuid_send(e.project_id) || uuid_send(e.api_key_id)
+           || uuid_send(e.request_id),
+       e.part, e.input_token_count, e.cached_input_token_count, e.billed_token_count,
+       e.embedding_token_count, e.price_version_id, e.cost_picos, e.admitted_at, e.settled_at,
+       e.receipt_sequence, e.previous_receipt_hash, p.currency_code, e.model, e.outcome,
+       e.receipt_hash, e.receipt_batch_id
+FROM usage_events e
+JOIN price_versions p ON p.id = e.price_version_id
 WHERE e.receipt_sequence IS NOT NULL
 """
 
@@ -156,7 +162,10 @@ BATCHES = "SELECT id, key_id, hashes, signature FROM receipt_batches"
 
 ISSUED_OF_HOLDS = f"{ISSUED} AND e.hold_id = ANY(%s::uuid[]) ORDER BY e.part"
 
-BATCHES_OF_HOLDS = f"{BATCHES} WHERE id IN (SELECT receipt_batch_id FROM usage_events WHERE hold_id = ANY(%s::uuid[]))"
+BATCHES_OF_HOLDS = f"""
+{BATCHES}
+WHERE id IN (SELECT receipt_batch_id FROM usage_events WHERE hold_id = ANY(%s::uuid[]))
+"""
 
 
 Row = Sequence[Any]
@@ -191,11 +200,25 @@ class IssuedRow(NamedTuple):
     def issued(self, batch: SignedBatch | None) -> IssuedReceipt:
         """Return the receipt."""
         numbers = (*self[2:9], micros(self.admitted_at), micros(self.settled_at), self.sequence)
-        encoded = encode(bytes(self.ids), numbers, bytes(self.previous_hash), texts(self.currency_code, self.model, self.outcome))
-        return IssuedReceipt(encoded, self.settled_at, self.sequence, bytes(self.previous_hash), bytes(self.hash), batch)
+        encoded = encode(
+            bytes(self.ids),
+            numbers,
+            bytes(self.previous_hash),
+            texts(self.currency_code, self.model, self.outcome),
+        )
+        return IssuedReceipt(
+            encoded,
+            self.settled_at,
+            self.sequence,
+            bytes(self.previous_hash),
+            bytes(self.hash),
+            batch,
+        )
 
 
-def issued_of_rows(issued: Iterable[Row], batches: Iterable[Row]) -> Iterator[tuple[uuid.UUID, IssuedReceipt]]:
+def issued_of_rows(
+    issued: Iterable[Row], batches: Iterable[Row]
+) -> Iterator[tuple[uuid.UUID, IssuedReceipt]]:
     """Yield hold id and receipt of each row of ISSUED, using the rows of BATCHES."""
     signed = {row[0]: SignedBatch(row[1], split(row[2]), row[3]) for row in batches}
     for row in (IssuedRow(*values) for values in issued):

@@ -41,9 +41,7 @@ def texts(currency_code: str, model: str, outcome: str) -> bytes:
 
 
 def parts_of(encoded: bytes) -> tuple[bytes, tuple[int, ...], bytes, tuple[str, ...]]:
-    """Return the arguments of `encode`: ids, numbers, hash of the previous receipt, and the texts.
-    Raises: ValueError.
-    """
+    """Return the arguments of `encode`: ids, numbers, hash, texts. Raises: ValueError."""
     if len(encoded) < FIXED.size or not encoded.startswith(MAGIC):
         raise ValueError("these are not the bytes of a receipt of version 1")
     _, ids, *numbers, previous_hash = FIXED.unpack_from(encoded)

@@ -30,7 +30,10 @@ class Tree:
         level = list(hashes)
         self._levels = [level]
         while len(level) > 1:
-            pairs = [sha256(NODE + left + right).digest() for left, right in zip(level[::2], level[1::2], strict=False)]
+            pairs = [
+                sha256(NODE + left + right).digest()
+                for left, right in zip(level[::2], level[1::2], strict=False)
+            ]
             level = pairs + level[len(pairs) * 2 :]
             self._levels.append(level)
 

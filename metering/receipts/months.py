@@ -19,7 +19,14 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from metering.core.errors import InvalidValue
 from metering.core.pages import page_token as token_of
 from metering.core.pages import page_values, row_id, utc_time
-from metering.receipts.chaining import BATCHES, ISSUED, IssuedReceipt, IssuedRow, issued_of_rows, split
+from metering.receipts.chaining import (
+    BATCHES,
+    ISSUED,
+    IssuedReceipt,
+    IssuedRow,
+    issued_of_rows,
+    split,
+)
 from metering.receipts.encoding import NO_HASH
 from metering.receipts.merkle import RunningRoot
 
@@ -28,27 +35,46 @@ OF_MONTH = "organization_id = :organization_id AND settled_at >= :begins AND set
 # The hashes of each chain in values of two megabytes: one row per receipt would cost far more than
 # its hash.
 HASHES = text(f"""
-SELECT project_id, min(receipt_sequence) AS first_sequence, max(receipt_sequence) AS last_sequence, count(*) AS receipt_count,
+SELECT project_id,
+       min(receipt_sequence) AS first_sequence,
+       max(receipt_sequence) AS last_sequence,
+       count(*) AS receipt_count,
        (array_agg(previous_receipt_hash ORDER BY receipt_sequence))[1] AS previous_hash,
        string_agg(receipt_hash, ''::bytea ORDER BY receipt_sequence) AS hashes
-FROM usage_events WHERE {OF_MONTH} AND receipt_sequence IS NOT NULL
-GROUP BY project_id, receipt_sequence / 65536 ORDER BY project_id, receipt_sequence / 65536
+FROM usage_events
+WHERE {OF_MONTH} AND receipt_sequence IS NOT NULL
+GROUP BY project_id, receipt_sequence / 65536
+ORDER BY project_id, receipt_sequence / 65536
 """)
-COUNT_UNRECEIPTED = text(f"SELECT count(*) FROM usage_events WHERE {OF_MONTH} AND receipt_sequence IS NULL")
+COUNT_MISSING_RECEIPTS = text(
+    f"SELECT count(*) FROM usage_events WHERE {OF_MONTH} AND receipt_sequence IS NULL"
+)
 PAGE = text(f"""
-{ISSUED} AND e.organization_id = :organization_id AND e.settled_at >= :begins AND e.settled_at < :ends
-    AND e.settled_at >= :after_time
-    AND (e.settled_at, e.project_id, e.receipt_sequence) > (:after_time, :after_project, :after_sequence)
-ORDER BY e.settled_at, e.project_id, e.receipt_sequence LIMIT :page_size
+{ISSUED}
+  AND e.organization_id = :organization_id
+  AND e.settled_at >= :begins
+  AND e.settled_at < :ends
+  AND e.settled_at >= :after_time
+  AND (e.settled_at, e.project_id, e.receipt_sequence)
+    > (:after_time, :after_project, :after_sequence)
+ORDER BY e.settled_at, e.project_id, e.receipt_sequence
+LIMIT :page_size
 """)
 OF_HOLD = text(f"{ISSUED} AND e.hold_id = :hold_id ORDER BY e.part")
 SELECT_BATCHES = text(f"{BATCHES} WHERE id = ANY(:ids)")
 # Never deleted: old receipts need them.
 KEYS = text("SELECT id, public_key, created_at FROM receipt_keys ORDER BY created_at, id")
 SEAL = text("""
-UPDATE receipt_chains c SET last_settled_at = :ends
-FROM (SELECT c.project_id FROM receipt_chains c JOIN projects p ON p.id = c.project_id
-      WHERE p.organization_id = :organization_id AND c.last_settled_at < :ends ORDER BY c.project_id FOR UPDATE OF c) AS open
+UPDATE receipt_chains c
+SET last_settled_at = :ends
+FROM (
+    SELECT c.project_id
+    FROM receipt_chains c
+    JOIN projects p ON p.id = c.project_id
+    WHERE p.organization_id = :organization_id AND c.last_settled_at < :ends
+    ORDER BY c.project_id
+    FOR UPDATE OF c
+) AS open
 WHERE c.project_id = open.project_id AND :ends <= now()
 """)
 
@@ -67,14 +93,12 @@ class ChainPiece:
 
 @dataclass(slots=True)
 class ReceiptMonth:
-    """All receipts of an organization in a month. unreceipted_count: usage events older than
-    receipts.
-    """
+    """Receipts of an organization in a month. missing_receipt_count: usage without one."""
 
     root: bytes
     receipt_count: int
     chains: list[ChainPiece] = field(default_factory=list)
-    unreceipted_count: int = 0
+    missing_receipt_count: int = 0
 
 
 BEGINNING = datetime(1970, 1, 1, tzinfo=UTC), uuid.UUID(int=0), 0  # before the first page
@@ -96,7 +120,9 @@ async def month_root(session: AsyncSession, organization_id: uuid.UUID, month: d
     return (await receipt_month(session, organization_id, month)).root
 
 
-async def receipt_month(session: AsyncSession, organization_id: uuid.UUID, month: date) -> ReceiptMonth:
+async def receipt_month(
+    session: AsyncSession, organization_id: uuid.UUID, month: date
+) -> ReceiptMonth:
     """Return a month's root with the start and end of each chain."""
     selected = bounds(organization_id, month)
     root, chains = RunningRoot(), dict[uuid.UUID, ChainPiece]()
@@ -105,12 +131,15 @@ async def receipt_month(session: AsyncSession, organization_id: uuid.UUID, month
         for each in hashes:
             root.push(each)
         piece = chains.setdefault(
-            row.project_id, ChainPiece(row.project_id, row.first_sequence, 0, 0, bytes(row.previous_hash), NO_HASH)
+            row.project_id,
+            ChainPiece(row.project_id, row.first_sequence, 0, 0, bytes(row.previous_hash), NO_HASH),
         )
         piece.last_sequence, piece.last_hash = row.last_sequence, hashes[-1]
         piece.receipt_count += row.receipt_count
-    unreceipted_count: int = (await session.execute(COUNT_UNRECEIPTED, selected)).scalar_one()
-    return ReceiptMonth(root.root, root.count, list(chains.values()), unreceipted_count)
+    missing_receipt_count: int = (
+        await session.execute(COUNT_MISSING_RECEIPTS, selected)
+    ).scalar_one()
+    return ReceiptMonth(root.root, root.count, list(chains.values()), missing_receipt_count)
 
 
 async def seal_month(session: AsyncSession, organization_id: uuid.UUID, month: date) -> None:
@@ -125,7 +154,12 @@ async def seal_month(session: AsyncSession, organization_id: uuid.UUID, month: d
 
 
 async def receipts_page(
-    session: AsyncSession, organization_id: uuid.UUID, month: date, *, page_token: str = "", page_size: int = 500
+    session: AsyncSession,
+    organization_id: uuid.UUID,
+    month: date,
+    *,
+    page_token: str = "",
+    page_size: int = 500,
 ) -> tuple[list[IssuedReceipt], str]:
     """Return receipts of a month in order of time, and the token of the next page, empty at the
     end.
@@ -136,7 +170,11 @@ async def receipts_page(
         raise InvalidValue("page_size", f"must be between 1 and {PAGE_SIZE_MAX}")
     after = page_values(page_token, utc_time, uuid.UUID, row_id) if page_token else BEGINNING
     position = dict(zip(("after_time", "after_project", "after_sequence"), after, strict=True))
-    rows = (await session.execute(PAGE, bounds(organization_id, month) | position | {"page_size": page_size + 1})).all()
+    rows = (
+        await session.execute(
+            PAGE, bounds(organization_id, month) | position | {"page_size": page_size + 1}
+        )
+    ).all()
     receipts = await with_batches(session, rows[:page_size])
     if len(rows) <= page_size:
         return receipts, ""
@@ -149,7 +187,9 @@ async def receipts_of_hold(session: AsyncSession, hold_id: uuid.UUID) -> list[Is
     return await with_batches(session, (await session.execute(OF_HOLD, {"hold_id": hold_id})).all())
 
 
-async def with_batches(session: AsyncSession, rows: Sequence[Sequence[object]]) -> list[IssuedReceipt]:
+async def with_batches(
+    session: AsyncSession, rows: Sequence[Sequence[object]]
+) -> list[IssuedReceipt]:
     """Return receipts from rows of ISSUED with the signatures of their batches, each read once."""
     ids = sorted({row[-1] for row in rows if isinstance(row[-1], int)})
     batches = (await session.execute(SELECT_BATCHES, {"ids": ids})).all() if ids else []

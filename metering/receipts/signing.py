@@ -35,7 +35,7 @@ class Signer:
         self.key_id = key_id_of(self.public_key)
 
     def derived_key(self, purpose: bytes) -> bytes:
-        """Return a secret of 32 bytes for another purpose, which does not reveal the private key."""
+        """Return a 32-byte secret for a purpose; it does not reveal the private key."""
         return hmac.digest(self._private_key.private_bytes_raw(), purpose, "sha256")
 
     def sign(self, root: bytes) -> bytes:
@@ -49,13 +49,13 @@ def key_id_of(public_key: bytes) -> str:
 
 
 def key_path(environment: Mapping[str, str]) -> Path | None:
-    """Return the key file: WEIR_RECEIPT_KEY_FILE, or one in the home directory; None if the
-    variable is `off`.
-    """
+    """Return the file of WEIR_RECEIPT_KEY_FILE or the default; None if it is `off`."""
     named = environment.get(KEY_VARIABLE, "")
     if named == OFF:
         return None
-    return Path(named or Path(environment.get("WEIR_HOME") or Path.home() / ".weir") / KEY_FILE).expanduser()
+    return Path(
+        named or Path(environment.get("WEIR_HOME") or Path.home() / ".weir") / KEY_FILE
+    ).expanduser()
 
 
 def load_signer(environment: Mapping[str, str]) -> Signer | None:
@@ -75,18 +75,23 @@ def read_key(path: Path) -> Signer:
     try:
         key = serialization.load_pem_private_key(path.read_bytes(), password=None)
     except OSError as error:
-        raise InvalidValue(KEY_VARIABLE, f"{path} cannot be read: {error.strerror}; `weir receipt rotate` creates a key") from error
+        raise InvalidValue(
+            KEY_VARIABLE,
+            f"{path} cannot be read: {error.strerror}; `weir receipt rotate` creates a key",
+        ) from error
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-        raise InvalidValue(KEY_VARIABLE, f"{path} does not contain a private key as PEM without a password") from error
+        raise InvalidValue(
+            KEY_VARIABLE, f"{path} does not contain a private key as PEM without a password"
+        ) from error
     if not isinstance(key, Ed25519PrivateKey):
-        raise InvalidValue(KEY_VARIABLE, f"{path} contains a key of another kind: receipts are signed with Ed25519")
+        raise InvalidValue(
+            KEY_VARIABLE, f"{path} contains a key of another kind: receipts are signed with Ed25519"
+        )
     return Signer(key)
 
 
 def ensure_key(path: Path) -> bool:
-    """Create a missing key; return whether one was created. Concurrent calls end up with the same
-    key.
-    """
+    """Create a missing key; return whether it was created. Safe to run concurrently."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = _write_new(path)
     try:
@@ -110,7 +115,9 @@ def replace_key(path: Path) -> Signer:
 def _write_new(path: Path) -> Path:
     """Write a new key to a file beside `path`, readable by its owner only, and sync it."""
     key = Ed25519PrivateKey.generate()
-    text = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    text = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}")
     with os.fdopen(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(text)

@@ -1,10 +1,12 @@
-"""A month as FOCUS CSV: one row per charge, with the columns of the FinOps Open Cost and Usage Specification 1.4.
+"""Month as FOCUS CSV: one row per charge, with the columns of the FinOps Open Cost and Usage
+Specification 1.4.
 
-Dataset: Cost and Usage. A charge of usage is a day (UTC) of one API key, price version and kind of token; then come the lines of
-plan, adjustments and credit, and what rounding adds, so that the BilledCost of an invoice sums up to its total. Costs are exact.
-Prices are per million tokens, as they are published; consumed quantities are tokens. Columns of our own begin with `x_`. Null is an
-empty field. Rows of a closed month never change, nor does their order. They are read and written in batches: a month may have a
-hundred thousand.
+Dataset: Cost and Usage. Usage has one charge per day (UTC), API key, price version and token kind.
+It is followed by the lines of plan, adjustments and credit, and by the rounding, so that the
+BilledCost of an invoice sums up to its total. Costs are exact. Prices are per million tokens, as
+published; consumed quantities are tokens. Weir's own columns begin with `x_`. Null is an empty
+field. Rows of a closed month and their order never change. Rows are read and written in batches: a
+month may have a hundred thousand.
 """
 
 from __future__ import annotations
@@ -29,10 +31,18 @@ from metering.invoicing.month_report import MonthReport
 from metering.ledger.ledger import month_bounds, month_text
 from metering.plans.plans import Charge, LineKind
 from metering.pricing.prices import COUNTS_OF_EVENT
-from metering.reports.usage_reports import KEYS, Grouping, UsageFilter, parameters_of, utc_date, where
+from metering.reports.usage_reports import (
+    KEYS,
+    Grouping,
+    UsageFilter,
+    parameters_of,
+    utc_date,
+    where,
+)
 
 FOCUS_VERSION = "1.4"
-PROVIDER = "Weir"  # where no issuer is set: the specification wants a name, and this is what serves the tokens
+# Provider without a configured issuer, since the specification requires a name.
+PROVIDER = "Weir"
 SERVICE = "LLM inference"
 PRICING_UNIT = f"{TOKENS_PER_PRICE} Tokens"
 
@@ -92,7 +102,10 @@ FocusRow = dict[str, str]
 
 @dataclass(frozen=True, slots=True)
 class UsageCharge:
-    """Posted tokens of one kind, day, API key and price version. list_price_picos: per token, what one without a contract pays."""
+    """Posted tokens of one kind, day, API key and price version.
+
+    list_price_picos: price per token for customers without a price of their own.
+    """
 
     day: date
     project_id: uuid.UUID
@@ -111,19 +124,20 @@ class UsageCharge:
 
     @property
     def amount_picos(self) -> int:
-        """At the price of its admission, as posted."""
+        """Posted amount, at the price that was in force at admission."""
         return self.token_count * self.unit_price_picos
 
 
 class FocusMonth:
-    """Makes the rows of one month; knows what all of them share, and which line of the invoice each one is in."""
+    """Writer of the rows of one month: their common columns, and the invoice line of each row."""
 
     def __init__(self, report: MonthReport, issuer_name: str) -> None:
         begins, ends = month_bounds(report.month)
         self._report = report
         self._invoice = report.closed.invoice_number if report.closed else ""
         self._lines = {
-            (line.late_month, line.price_version, line.token_kind): str(number) for number, line in enumerate(report.lines, 1)
+            (line.late_month, line.price_version, line.token_kind): str(number)
+            for number, line in enumerate(report.lines, 1)
         }
         provider = issuer_name or PROVIDER
         self._common: FocusRow = {
@@ -150,7 +164,11 @@ class FocusMonth:
         begins = datetime(charge.day.year, charge.day.month, charge.day.day, tzinfo=UTC)
         billed = self._money(charge.amount_picos)
         kind = charge.token_kind
-        details = {"x_Model": charge.model, "x_TokenKind": kind.value, "x_ServiceTier": charge.tier.value}
+        details = {
+            "x_Model": charge.model,
+            "x_TokenKind": kind.value,
+            "x_ServiceTier": charge.tier.value,
+        }
         line = self._lines.get((late_month, charge.price_version, kind), "")
         return self._common | {
             "BilledCost": billed,
@@ -161,7 +179,10 @@ class FocusMonth:
             "ListUnitPrice": self._money(charge.list_price_picos * TOKENS_PER_PRICE),
             "ChargeCategory": "Usage",
             "ChargeClass": "Correction" if late_month else "",
-            "ChargeDescription": f"{charge.model}, {meter(kind).lower()}" + (f", late usage of {late_month}" if late_month else ""),
+            "ChargeDescription": (
+                f"{charge.model}, {meter(kind).lower()}"
+                + (f", late usage of {late_month}" if late_month else "")
+            ),
             "ChargeFrequency": "Usage-Based",
             "ChargePeriodStart": moment(begins),
             "ChargePeriodEnd": moment(begins + timedelta(days=1)),
@@ -190,26 +211,38 @@ class FocusMonth:
         }
 
     def charges(self) -> Iterator[FocusRow]:
-        """The rows beside the usage: plan, adjustments, credit; and of an invoice what rounding adds to its lines."""
+        """Yield the rows of plan, adjustments and credit, and of the rounding of an invoice."""
         for number, charge in enumerate(self._report.charges, len(self._report.lines) + 1):
-            yield self._beside(charge) | {"InvoiceDetailId": str(number) if self._invoice else ""}
+            yield self._charge(charge) | {"InvoiceDetailId": str(number) if self._invoice else ""}
         rounding = self._report.total_rounded_picos - self._report.total_picos
         if self._invoice and rounding:
-            words = "Rounding of the total to whole coins, with what rounding left of earlier invoices"
-            yield self._row(rounding, "Adjustment", words, "One-Time") | {"InvoiceDetailId": "rounding"}
+            description = (
+                "Rounding to minor units, including rounding carried from earlier invoices"
+            )
+            yield self._row(rounding, "Adjustment", description, "One-Time") | {
+                "InvoiceDetailId": "rounding"
+            }
 
-    def _beside(self, charge: Charge) -> FocusRow:
+    def _charge(self, charge: Charge) -> FocusRow:
         match charge.kind:
             case LineKind.CREDIT:
                 return self._row(charge.amount_picos, "Credit", charge.description, "One-Time")
             case LineKind.ADJUSTMENT:
-                return self._row(charge.amount_picos, "Adjustment", charge.description, "One-Time") | {"ChargeClass": "Correction"}
+                return self._row(
+                    charge.amount_picos, "Adjustment", charge.description, "One-Time"
+                ) | {"ChargeClass": "Correction"}
             case _:
-                of = {"x_Model": charge.model, "x_TokenKind": charge.token_kind.value if charge.token_kind else ""}
-                return self._row(charge.amount_picos, "Adjustment", charge.description, "Recurring") | of
+                columns = {
+                    "x_Model": charge.model,
+                    "x_TokenKind": charge.token_kind.value if charge.token_kind else "",
+                }
+                return (
+                    self._row(charge.amount_picos, "Adjustment", charge.description, "Recurring")
+                    | columns
+                )
 
     def _row(self, amount_picos: int, category: str, description: str, frequency: str) -> FocusRow:
-        """An amount without a unit price: its costs are all the same."""
+        """Return the row of an amount without a unit price, whose costs are all equal."""
         amount = self._money(amount_picos)
         return self._common | {
             "BilledCost": amount,
@@ -232,27 +265,29 @@ def meter(kind: TokenKind) -> str:
 
 
 def moment(time: datetime) -> str:
-    """ISO 8601 in UTC, to the second, as the specification wants it."""
+    """Return a time as ISO 8601 in UTC, to the second, as the specification requires."""
     return f"{time.astimezone(UTC):%Y-%m-%dT%H:%M:%SZ}"
 
 
 def millions(token_count: int) -> str:
-    """A count in units of the price, exact."""
+    """Return a token count in millions, exactly."""
     return exact_text(token_count * (10**12 // TOKENS_PER_PRICE), "JPY")
 
 
-BATCH_ROWS = 500  # groups read and written at a time: some milliseconds of work
+BATCH_ROWS = 500  # groups read and written at a time, in some milliseconds
 
 _SUMS = ", ".join(
-    f"sum({count}) AS {kind}_tokens, count(*) FILTER (WHERE part = 0 AND {count} > 0) AS {kind}_requests, "
-    f"coalesce(sum({count}) FILTER (WHERE outcome = ANY(:cancelled)), 0) AS {kind}_cancelled"
+    f"sum({count}) AS {kind}_tokens, count(*) FILTER (WHERE part = 0 AND {count} > 0) AS"
+    f" {kind}_requests, coalesce(sum({count}) FILTER (WHERE outcome = ANY(:cancelled)), 0) AS"
+    f" {kind}_cancelled"
     for kind, (count, _) in COUNTS_OF_EVENT.items()
 )
 _PRICES = ", ".join(
     f"v.{price} AS {kind}_price, coalesce(l.{price}, v.{price}) AS {kind}_list_price"
     for kind, (_, price) in COUNTS_OF_EVENT.items()
 )
-# The list price beside a customer's own: that in force at the end of the day of use, of the same tier if it has one.
+# The list price next to a customer's own price is the one in force at the end of the day of use, of
+# the same tier if it has one.
 CHARGES = """
 WITH used AS (
     SELECT {day} AS day, u.project_id, u.api_key_id, u.price_version_id, {sums}
@@ -261,41 +296,55 @@ WITH used AS (
     GROUP BY 1, 2, 3, 4
 )
 SELECT used.*, p.name AS project_name, k.name AS api_key_name, v.model, v.tier, {prices}
-FROM used JOIN projects p ON p.id = used.project_id JOIN api_keys k ON k.id = used.api_key_id
+FROM used
+JOIN projects p ON p.id = used.project_id
+JOIN api_keys k ON k.id = used.api_key_id
 JOIN price_versions v ON v.id = used.price_version_id
 LEFT JOIN LATERAL (
-    SELECT * FROM price_versions l
-    WHERE v.organization_id IS NOT NULL AND l.organization_id IS NULL AND l.model = v.model AND l.currency_code = v.currency_code
-      AND l.tier IN (v.tier, '{interactive}') AND l.effective_at < used.day + interval '1 day'
-    ORDER BY l.tier = v.tier DESC, l.effective_at DESC LIMIT 1
+    SELECT *
+    FROM price_versions l
+    WHERE v.organization_id IS NOT NULL
+      AND l.organization_id IS NULL
+      AND l.model = v.model
+      AND l.currency_code = v.currency_code
+      AND l.tier IN (v.tier, '{interactive}')
+      AND l.effective_at < used.day + interval '1 day'
+    ORDER BY l.tier = v.tier DESC, l.effective_at DESC
+    LIMIT 1
 ) l ON true
 ORDER BY used.day, used.project_id, used.api_key_id, used.price_version_id
 """
 
-FORMULA_BEGINNINGS = ("=", "+", "-", "@", "\t", "\r")  # what OWASP names for CSV injection
+FORMULA_BEGINNINGS = ("=", "+", "-", "@", "\t", "\r")  # OWASP's list for CSV injection
 NUMBER = re.compile(r"[+-]?\d+(\.\d+)?")
 
 
-async def focus_csv(session: AsyncSession, report: MonthReport, issuer_name: str) -> AsyncIterator[str]:
-    """The file in pieces. issuer_name: who provides and bills; may be empty."""
+async def focus_csv(
+    session: AsyncSession, report: MonthReport, issuer_name: str
+) -> AsyncIterator[str]:
+    """Yield the file in chunks. issuer_name: provider and invoice issuer; may be empty."""
     of = UsageFilter(report.month, report.organization_id)
     parameters = await parameters_of(session, of)
     statement = CHARGES.format(
-        where=where(of, parameters), day=KEYS[Grouping.DAY], sums=_SUMS, prices=_PRICES, interactive=ServiceTier.INTERACTIVE
+        where=where(of, parameters),
+        day=KEYS[Grouping.DAY],
+        sums=_SUMS,
+        prices=_PRICES,
+        interactive=ServiceTier.INTERACTIVE,
     )
     month = FocusMonth(report, issuer_name)
     yield csv_text([dict(zip(COLUMNS, COLUMNS, strict=True))])
-    found = await session.stream(text(statement), parameters)
-    async for rows in found.partitions(BATCH_ROWS):
+    result = await session.stream(text(statement), parameters)
+    async for rows in result.partitions(BATCH_ROWS):
         yield csv_text(month.usage(charge) for row in rows for charge in charges_of(row))
     yield csv_text(month.charges())
 
 
 def charges_of(row: Row[Any]) -> Iterator[UsageCharge]:
-    """A charge per kind of token that there was any of."""
-    found = row._mapping
+    """Yield a charge for each kind of token in the row."""
+    values = row._mapping
     for kind in COUNTS_OF_EVENT:
-        if token_count := int(found[f"{kind}_tokens"]):
+        if token_count := int(values[f"{kind}_tokens"]):
             yield record_of(
                 UsageCharge,
                 row,
@@ -303,22 +352,23 @@ def charges_of(row: Row[Any]) -> Iterator[UsageCharge]:
                 price_version=row.price_version_id,
                 token_kind=kind,
                 token_count=token_count,
-                cancelled_token_count=int(found[f"{kind}_cancelled"]),
-                request_count=found[f"{kind}_requests"],
-                unit_price_picos=found[f"{kind}_price"],
-                list_price_picos=found[f"{kind}_list_price"],
+                cancelled_token_count=int(values[f"{kind}_cancelled"]),
+                request_count=values[f"{kind}_requests"],
+                unit_price_picos=values[f"{kind}_price"],
+                list_price_picos=values[f"{kind}_list_price"],
             )
 
 
 def cell(value: str) -> str:
-    """Return the value with a quote before what a spreadsheet would take for a formula. Numbers stay as they are."""
+    """Return the value, quoted if a spreadsheet would read it as a formula."""
     if not value.startswith(FORMULA_BEGINNINGS) or NUMBER.fullmatch(value):
         return value
     return f"'{value}"
 
 
 def csv_text(rows: Iterable[dict[str, str]]) -> str:
-    """RFC 4180 without a header; a column that a row lacks is null."""
+    """Return rows as RFC 4180 CSV without a header; missing columns are null."""
+
     target = io.StringIO()
     writer = csv.DictWriter(target, COLUMNS, restval="", lineterminator="\r\n")
     writer.writerows({name: cell(value) for name, value in row.items()} for row in rows)

@@ -1,16 +1,18 @@
-"""What a month's usage was made of: by day, project, API key, model, or request by request. Reads counts and costs, never
-prompts.
+"""Usage reports of a month by day, project, API key, model or request, and a cost forecast. Reads
+counts and costs, never prompts.
 
-A month is what its bill charges: the usage posted to it, also that of earlier months which was found late, and what was used in
-it and is not posted yet, told apart as pending. So the rows of a month add up to the usage lines of its invoice. Days are those
-of the settlement, in UTC. Statements are sets over the index on (organization_id, settled_at), and touch no other month than they
-must.
+A report covers the usage that the month's bill charges: usage posted to the month, including late
+usage of earlier months, and usage of the month that is not posted yet, reported as pending. The
+rows of a month therefore add up to the usage lines of its invoice. The day of usage is that of its
+settlement, in UTC. Statements use the index on (organization_id, settled_at).
 
-What a month will have cost by its end is estimated from it. The estimate: what was used so far, plus for each day that is left
-the mean of the same weekday in the last `WINDOW_DAYS` complete days (with less than two weeks of them: the mean of all). Of today
-the part that is still to come. The interval holds the truth in `CONFIDENCE` of all cases if days scatter as they did: Student's t
-with the scatter of the days around those means, for the days left and for the means themselves. No trend, no growth, no holidays.
-Money is in whole picos; the width of the interval alone is a float on its way there."""
+The forecast of a month's cost is the cost so far plus, for each remaining day, the mean of the same
+weekday in the last `WINDOW_DAYS` complete days (the mean of all days with less than two weeks of
+history). Today counts by the part that remains. The interval has a confidence of `CONFIDENCE` if
+daily costs vary as before: Student's t with their deviation from the means, for the remaining days
+and for the means themselves. Trends, growth and holidays are ignored. Amounts are integers of
+picos, except for intermediate values of the interval.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ from metering.pricing.prices import COUNTS_OF_EVENT, checked_model
 
 
 class Grouping(StrEnum):
-    """What rows are for. `request` gives a row for each usage event and goes with no other."""
+    """Grouping of report rows. `request` returns one row per usage event and excludes others."""
 
     ORGANIZATION = "organization"
     DAY = "day"
@@ -47,7 +49,7 @@ class Grouping(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class UsageFilter:
-    """Which usage: of a month `YYYY-MM`, of one organization or all, and only of what is given here. Ids are exact."""
+    """Usage of a month `YYYY-MM`, of one organization or all, restricted by the fields set."""
 
     month: str
     organization_id: uuid.UUID | None = None
@@ -59,7 +61,8 @@ class UsageFilter:
 
 KEYS: Mapping[Grouping, str] = {
     Grouping.ORGANIZATION: "u.organization_id",
-    Grouping.DAY: "date_bin('1 day', u.settled_at, TIMESTAMPTZ '2000-01-01 00:00:00+00')",  # no time zone to be looked up for each
+    # Unlike date_trunc it needs no time zone, which would be looked up for each row.
+    Grouping.DAY: "date_bin('1 day', u.settled_at, TIMESTAMPTZ '2000-01-01 00:00:00+00')",
     Grouping.PROJECT: "u.project_id",
     Grouping.API_KEY: "u.api_key_id",
     Grouping.MODEL: "u.model",
@@ -73,11 +76,15 @@ READ_KEY: Mapping[Grouping, Callable[[str], object]] = {
 }
 NAMES: Mapping[Grouping, tuple[str, str]] = {
     Grouping.PROJECT: ("p.name AS project_name", "JOIN projects p ON p.id = used.project"),
-    Grouping.API_KEY: ("k.name AS api_key_name, k.prefix AS api_key_prefix", "JOIN api_keys k ON k.id = used.api_key"),
+    Grouping.API_KEY: (
+        "k.name AS api_key_name, k.prefix AS api_key_prefix",
+        "JOIN api_keys k ON k.id = used.api_key",
+    ),
 }
 OUTCOMES = {"cancelled": CANCELLED, "limited": LIMITED, "failed": FAILED}
 
-# In two steps: first plain sums by whatever tells rows apart, which is all that is done for each event, then the rows of those few.
+# Two steps: plain sums of all events by group, outcome and state, then the rows from these few
+# sums. So little is computed per event.
 KINDS = ", ".join(f"sum({count}) AS {kind}" for kind, (count, _) in COUNTS_OF_EVENT.items())
 PARTS = f"""u.outcome, u.rated_at IS NOT NULL AS is_posted, u.settled_at < :begins AS is_late,
            count(*) FILTER (WHERE u.part = 0) AS request_count, sum(u.cost_picos) AS cost,
@@ -93,9 +100,9 @@ SUMS = ",\n           ".join(
         "coalesce(sum(cost) FILTER (WHERE NOT is_posted), 0) AS pending_picos",
         "coalesce(bool_or(is_late), false) AS late",
         *(
-            f"coalesce(sum({what}) FILTER (WHERE outcome = ANY(:{name})), 0) AS {name}_{column}"
+            f"coalesce(sum({summed}) FILTER (WHERE outcome = ANY(:{name})), 0) AS {name}_{column}"
             for name in OUTCOMES
-            for column, what in (
+            for column, summed in (
                 ("request_count", "request_count"),
                 ("token_count", ALL_KINDS),
                 ("amount_picos", "cost"),
@@ -103,19 +110,37 @@ SUMS = ",\n           ".join(
         ),
     ]
 )
-# Usage that the month's bill charges. What is not posted yet when a month is closed will be in another one.
+# Usage that the month's bill charges. Usage that is unrated when the month is closed is charged by
+# a later one.
 CHARGED = f"""
-    u.settled_at >= :first AND u.settled_at < :ends
-    AND (u.ledger_transaction_id IN (SELECT t.id FROM ledger_transactions t WHERE {{owner}}
-                                     AND t.billing_month = CAST(:month AS date) AND t.kind = '{TransactionKind.USAGE}')
-         OR (u.rated_at IS NULL AND u.settled_at >= :begins
-             AND NOT EXISTS (SELECT FROM billing_months b WHERE b.organization_id = u.organization_id
-                             AND b.month = CAST(:month AS date) AND b.state = '{MonthState.CLOSED}')))
+      u.settled_at >= :first
+      AND u.settled_at < :ends
+      AND (
+          u.ledger_transaction_id IN (
+              SELECT t.id
+              FROM ledger_transactions t
+              WHERE {{owner}}
+                AND t.billing_month = CAST(:month AS date)
+                AND t.kind = '{TransactionKind.USAGE}'
+          )
+          OR (
+              u.rated_at IS NULL
+              AND u.settled_at >= :begins
+              AND NOT EXISTS (
+                  SELECT FROM billing_months b
+                  WHERE b.organization_id = u.organization_id
+                    AND b.month = CAST(:month AS date)
+                    AND b.state = '{MonthState.CLOSED}'
+              )
+          )
+      )
 """
 
 
-def group_statement(of: UsageFilter, groups: Sequence[Grouping], token: str, parameters: dict[str, Any]) -> str:
-    """The rows of one page: sums by group, then the names of what the rows are for."""
+def group_statement(
+    of: UsageFilter, groups: Sequence[Grouping], token: str, parameters: dict[str, Any]
+) -> str:
+    """Return the statement of one page: sums by group, then the names of the group's objects."""
     after = ""
     if token:
         values = page_values(token, *(READ_KEY[group] for group in groups))
@@ -126,64 +151,92 @@ def group_statement(of: UsageFilter, groups: Sequence[Grouping], token: str, par
     names = "".join(f", {NAMES[group][0]}" for group in groups if group in NAMES)
     joins = "\n".join(NAMES[group][1] for group in groups if group in NAMES)
     listed = ", ".join(groups)
-    owner = "used.organization" if Grouping.ORGANIZATION in groups else "CAST(:organization_id AS uuid)"
+    owner = (
+        "used.organization" if Grouping.ORGANIZATION in groups else "CAST(:organization_id AS uuid)"
+    )
     return f"""
 WITH parts AS (
     SELECT {keys}, {PARTS}
-    FROM usage_events u WHERE {where(of, parameters)} {after}
+    FROM usage_events u
+    WHERE {where(of, parameters)} {after}
     GROUP BY {listed}, {PART_KEYS}
 ), used AS (
     SELECT {listed},
            {SUMS}
-    FROM parts GROUP BY {listed} ORDER BY {listed} LIMIT :limit
+    FROM parts
+    GROUP BY {listed}
+    ORDER BY {listed}
+    LIMIT :limit
 )
 SELECT used.*, o.id AS organization_id, o.name AS organization_name, o.currency_code{names}
-FROM used JOIN organizations o ON o.id = {owner}
+FROM used
+JOIN organizations o ON o.id = {owner}
 {joins}
 ORDER BY {listed}"""
 
 
 def request_statement(of: UsageFilter, token: str, parameters: dict[str, Any]) -> str:
-    """The usage events of one page, oldest first."""
+    """Return the statement of one page of usage events, the oldest first."""
     after = ""
     if token:
         parameters["after_time"], parameters["after_id"] = page_values(token, utc_time, row_id)
         after = "AND (u.settled_at, u.id) > (:after_time, :after_id)"
     return f"""
 WITH page AS MATERIALIZED (
-    SELECT * FROM usage_events u WHERE {where(of, parameters)} {after} ORDER BY u.settled_at, u.id LIMIT :limit
+    SELECT *
+    FROM usage_events u
+    WHERE {where(of, parameters)} {after}
+    ORDER BY u.settled_at, u.id
+    LIMIT :limit
 ), used AS (
     SELECT id, settled_at, day, project, api_key, model, request_id, outcome, {SUMS}
     FROM (
-        SELECT u.id, u.settled_at, {KEYS[Grouping.DAY]} AS day, u.project_id AS project, u.api_key_id AS api_key, u.model,
-               u.request_id, {PARTS}
-        FROM page u GROUP BY u.id, u.settled_at, u.project_id, u.api_key_id, u.model, u.request_id, u.rated_at, u.outcome
-    ) parts GROUP BY id, settled_at, day, project, api_key, model, request_id, outcome
+        SELECT u.id, u.settled_at, {KEYS[Grouping.DAY]} AS day, u.project_id AS project,
+               u.api_key_id AS api_key, u.model, u.request_id, {PARTS}
+        FROM page u
+        GROUP BY u.id, u.settled_at, u.project_id, u.api_key_id, u.model, u.request_id,
+                 u.rated_at, u.outcome
+    ) parts
+    GROUP BY id, settled_at, day, project, api_key, model, request_id, outcome
 )
-SELECT used.*, o.id AS organization_id, o.name AS organization_name, o.currency_code, p.name AS project_name,
-       k.name AS api_key_name, k.prefix AS api_key_prefix
-FROM used JOIN organizations o ON o.id = :organization_id
-JOIN projects p ON p.id = used.project JOIN api_keys k ON k.id = used.api_key
+SELECT used.*, o.id AS organization_id, o.name AS organization_name, o.currency_code,
+       p.name AS project_name, k.name AS api_key_name, k.prefix AS api_key_prefix
+FROM used
+JOIN organizations o ON o.id = :organization_id
+JOIN projects p ON p.id = used.project
+JOIN api_keys k ON k.id = used.api_key
 ORDER BY used.settled_at, used.id"""
 
 
-# When the usage of a month begins: before the month only where usage was found late.
+# Start of a month's usage: before the month only if it has late usage.
 FIRST_USE = text(f"""
-SELECT least(CAST(:begins AS timestamptz), min(t.effective_at)) FROM ledger_transactions t
+SELECT least(CAST(:begins AS timestamptz), min(t.effective_at))
+FROM ledger_transactions t
 WHERE (CAST(:organization_id AS uuid) IS NULL OR t.organization_id = :organization_id)
-  AND t.billing_month = CAST(:month AS date) AND t.kind = '{TransactionKind.USAGE}'
+  AND t.billing_month = CAST(:month AS date)
+  AND t.kind = '{TransactionKind.USAGE}'
 """)
 
 
 def where(of: UsageFilter, parameters: dict[str, Any]) -> str:
-    """The filter as SQL; what it needs is put into the parameters."""
-    conditions = [CHARGED.format(owner="true" if of.organization_id is None else "t.organization_id = :organization_id")]
+    """Return the filter as an SQL condition, and add its values to the parameters."""
+    conditions = [
+        CHARGED.format(
+            owner="true" if of.organization_id is None else "t.organization_id = :organization_id"
+        )
+    ]
     if of.organization_id is not None:
         conditions.insert(0, "u.organization_id = :organization_id")
     if of.day is not None:
         parameters["day_begins"] = datetime(of.day.year, of.day.month, of.day.day, tzinfo=UTC)
-        conditions.append("u.settled_at >= :day_begins AND u.settled_at < :day_begins + interval '24 hours'")
-    for column, value in (("project_id", of.project_id), ("api_key_id", of.api_key_id), ("model", of.model or None)):
+        conditions.append(
+            "u.settled_at >= :day_begins AND u.settled_at < :day_begins + interval '24 hours'"
+        )
+    for column, value in (
+        ("project_id", of.project_id),
+        ("api_key_id", of.api_key_id),
+        ("model", of.model or None),
+    ):
         if value is not None:
             parameters[column] = value
             conditions.append(f"u.{column} = :{column}")
@@ -191,35 +244,52 @@ def where(of: UsageFilter, parameters: dict[str, Any]) -> str:
 
 
 async def parameters_of(session: AsyncSession, of: UsageFilter) -> dict[str, Any]:
-    """What every statement needs. Raises: InvalidValue for a bad month, or a name that no model has.
+    """Return the parameters of all statements. Raises: InvalidValue for an invalid month or model
+    name.
 
-    The first moment is looked up beforehand, so that the planner knows how much of the index a statement will read.
+    The start of the usage is queried beforehand, so that the planner can estimate the range of the
+    index that a statement reads.
     """
     begins, ends = month_bounds(of.month)
     if of.model:
         checked_model(of.model)
-    month = {"organization_id": of.organization_id, "begins": begins, "ends": ends, "month": begins.date()}
+    month = {
+        "organization_id": of.organization_id,
+        "begins": begins,
+        "ends": ends,
+        "month": begins.date(),
+    }
     first = (await session.execute(FIRST_USE, month)).scalar_one()
-    return month | {"first": first, **{name: [outcome.value for outcome in outcomes] for name, outcomes in OUTCOMES.items()}}
+    return month | {
+        "first": first,
+        **{name: [outcome.value for outcome in outcomes] for name, outcomes in OUTCOMES.items()},
+    }
 
 
 def utc_date(moment: datetime) -> date:
-    """The day that begins then."""
+    """Return the date of a moment in UTC."""
     return moment.astimezone(UTC).date()
 
 
 DAILY_COSTS = text(f"""
-SELECT {KEYS[Grouping.DAY]} AS day, sum(u.cost_picos) AS cost FROM usage_events u
-WHERE u.organization_id = :organization_id AND u.settled_at >= :first AND u.settled_at <= :now GROUP BY 1 ORDER BY 1
+SELECT {KEYS[Grouping.DAY]} AS day, sum(u.cost_picos) AS cost
+FROM usage_events u
+WHERE u.organization_id = :organization_id
+  AND u.settled_at >= :first
+  AND u.settled_at <= :now
+GROUP BY 1
+ORDER BY 1
 """)
-# The planner takes days for as many as there are moments, having no statistics of them, and would sort all events on disk.
+# Without statistics of days the planner assumes one group per timestamp, and would sort all events
+# on disk.
 BY_HASH = text("SET LOCAL enable_sort = off")
-PAGE_SIZE, PAGE_SIZE_MAX = 1_000, 10_000  # rows of some 300 bytes: a page is far below the size of a message
+# A row has some 300 bytes, so a page is far smaller than the maximum message.
+PAGE_SIZE, PAGE_SIZE_MAX = 1_000, 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Requests that ended in one way, with the tokens and the cost of them in picos, pending ones included."""
+    """Requests with one kind of outcome: tokens and cost in picos, also pending ones."""
 
     request_count: int
     token_count: int
@@ -228,11 +298,12 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class UsageRow:
-    """Usage of one group; what it is not grouped by is None. token_counts: by kind as they are billed, cached input apart.
+    """Usage of one group. Fields of other groupings are None.
 
-    amount_picos: as posted to the ledger. pending_picos: of events that are recorded and not posted yet. late: used in a month that
-    was closed before. migration_count: how often requests went on in another engine. A request whose rest was found later has a
-    second row, which counts no request.
+    token_counts: by billed kind, with cached input separate from input. amount_picos: posted to the
+    ledger. pending_picos: recorded but not posted yet. late: used in a month that was closed before
+    the usage was posted. migration_count: moves of requests to another engine. The recovered tokens
+    of a request are a second row with a request count of 0.
     """
 
     late: bool
@@ -265,26 +336,37 @@ class UsageRow:
 
 @dataclass(frozen=True, slots=True)
 class UsagePage:
-    """Rows in the order of their groups; next_token is empty on the last page."""
+    """A page of rows, in the order of their groups. next_token: empty on the last page."""
 
     rows: tuple[UsageRow, ...]
     next_token: str
 
 
 async def usage_page(
-    session: AsyncSession, of: UsageFilter, by: Sequence[Grouping], *, page_size: int = 0, token: str = ""
+    session: AsyncSession,
+    of: UsageFilter,
+    by: Sequence[Grouping],
+    *,
+    page_size: int = 0,
+    token: str = "",
 ) -> UsagePage:
-    """Rows of a month, grouped by all of `by` in that order (Grouping.REQUEST alone: single requests, oldest first).
+    """Return a page of a month's usage, grouped by all of `by` in that order.
 
-    Rows of a month that is not closed may change between pages. Raises: InvalidValue for a bad month, grouping, size or token.
+    Grouping.REQUEST must be the only grouping and returns single requests, the oldest first. Rows
+    of an open month may change between pages. Raises: InvalidValue for an invalid month, grouping,
+    size or token.
     """
     if not 0 <= page_size <= PAGE_SIZE_MAX:
-        raise InvalidValue("page_size", f"give 1 to {PAGE_SIZE_MAX}, or 0 for {PAGE_SIZE}")
+        raise InvalidValue(
+            "page_size", f"must be between 1 and {PAGE_SIZE_MAX}, or 0 for {PAGE_SIZE}"
+        )
     size = page_size or PAGE_SIZE
     parameters = await parameters_of(session, of) | {"limit": size + 1}
     if Grouping.REQUEST in by:
         if len(by) > 1 or of.organization_id is None:
-            raise InvalidValue("group_by", "single requests go with no other grouping, and are of one organization")
+            raise InvalidValue(
+                "group_by", "`request` must be the only grouping, and requires an organization"
+            )
         keys: tuple[str, ...] = ("settled_at", "id")
         statement = request_statement(of, token, parameters)
     else:
@@ -299,45 +381,68 @@ async def usage_page(
 
 
 async def usage_total(session: AsyncSession, of: UsageFilter) -> UsageRow:
-    """Everything that the filter lets through, as one row; of one organization, so that it has one currency."""
+    """Return the filtered usage of one organization, and so of one currency, as one row."""
     assert of.organization_id is not None
     parameters = await parameters_of(session, of)
     parts = f"SELECT {PARTS} FROM usage_events u WHERE {where(of, parameters)} GROUP BY {PART_KEYS}"
-    return usage_row((await session.execute(text(f"SELECT {SUMS} FROM ({parts}) parts"), parameters)).one())
+    return usage_row(
+        (await session.execute(text(f"SELECT {SUMS} FROM ({parts}) parts"), parameters)).one()
+    )
 
 
-async def daily_costs(session: AsyncSession, organization_id: uuid.UUID, month_begins: datetime, now: datetime) -> dict[date, int]:
-    """Picos by day of use (UTC), posted or not: of a month until now, and of the four weeks before that a forecast looks at."""
+async def daily_costs(
+    session: AsyncSession, organization_id: uuid.UUID, month_begins: datetime, now: datetime
+) -> dict[date, int]:
+    """Return the cost in picos by day of use (UTC), posted or pending.
+
+    The days are those of the month until now, and of the `WINDOW_DAYS` before now that a forecast
+    uses.
+    """
     first = min(month_begins, now - timedelta(days=WINDOW_DAYS)).astimezone(UTC)
-    parameters = {"organization_id": organization_id, "first": datetime(first.year, first.month, first.day, tzinfo=UTC), "now": now}
-    return {utc_date(row.day): int(row.cost) for row in await session.execute(DAILY_COSTS, parameters)}
+    parameters = {
+        "organization_id": organization_id,
+        "first": datetime(first.year, first.month, first.day, tzinfo=UTC),
+        "now": now,
+    }
+    return {
+        utc_date(row.day): int(row.cost) for row in await session.execute(DAILY_COSTS, parameters)
+    }
 
 
 def checked_groups(by: Sequence[Grouping], of: UsageFilter) -> tuple[Grouping, ...]:
-    """The groups, with the organization first where there are several. Raises: InvalidValue."""
+    """Return the groups, by organization first for all. Raises: InvalidValue."""
     if len(set(by)) < len(by):
-        raise InvalidValue("group_by", "give each grouping once")
-    groups = tuple(by) if of.organization_id is not None or Grouping.ORGANIZATION in by else (Grouping.ORGANIZATION, *by)
+        raise InvalidValue("group_by", "must not contain a grouping twice")
+    groups = (
+        tuple(by)
+        if of.organization_id is not None or Grouping.ORGANIZATION in by
+        else (Grouping.ORGANIZATION, *by)
+    )
     if not groups:
-        raise InvalidValue("group_by", f"give one or more of {', '.join(KEYS)}, or request")
+        raise InvalidValue("group_by", f"must be `request` or one or more of {', '.join(KEYS)}")
     return groups
 
 
 def usage_row(row: Row[Any]) -> UsageRow:
-    """A row of any of the statements: what it lacks is None."""
-    found = row._mapping
+    """Return the usage in a result row of any statement; missing columns are None."""
+    values = row._mapping
     shares = {
-        name: Share(*(int(found[f"{name}_{column}"]) for column in ("request_count", "token_count", "amount_picos")))
+        name: Share(
+            *(
+                int(values[f"{name}_{column}"])
+                for column in ("request_count", "token_count", "amount_picos")
+            )
+        )
         for name in OUTCOMES
     }
     return record_of(
         UsageRow,
         row,
         **shares,
-        day=utc_date(found["day"]) if "day" in found else None,
-        project_id=found.get("project"),
-        api_key_id=found.get("api_key"),
-        token_counts={kind: int(found[f"{kind}_tokens"]) for kind in COUNTS_OF_EVENT},
+        day=utc_date(values["day"]) if "day" in values else None,
+        project_id=values.get("project"),
+        api_key_id=values.get("api_key"),
+        token_counts={kind: int(values[f"{kind}_tokens"]) for kind in COUNTS_OF_EVENT},
     )
 
 
@@ -349,94 +454,139 @@ class RecordedRequest(NamedTuple):
     events: Sequence[UsageEvent]
 
 
-async def find_recorded_request(session: AsyncSession, project_id: uuid.UUID, request_id: uuid.UUID) -> RecordedRequest:
-    """Return what the database holds of a request. Raises: NotFound if the project has no such request."""
+async def find_recorded_request(
+    session: AsyncSession, project_id: uuid.UUID, request_id: uuid.UUID
+) -> RecordedRequest:
+    """Return the stored records of a project's request. Raises: NotFound."""
     of_request = (Hold.project_id == project_id, Hold.request_id == request_id)
-    # A voided attempt may have been followed by one that ran, which no other can follow, and which an index finds.
+    # An index finds the one hold that was not voided; voided attempts may precede it.
     hold = await session.scalar(select(Hold).where(*of_request, Hold.state != HoldState.VOIDED))
     if hold is None:
-        hold = await session.scalar(select(Hold).where(*of_request).order_by(Hold.admitted_at.desc()).limit(1))
+        hold = await session.scalar(
+            select(Hold).where(*of_request).order_by(Hold.admitted_at.desc()).limit(1)
+        )
     if hold is None:
         raise NotFound("request", str(request_id))
     price = await session.get_one(PriceVersion, hold.price_version_id)
-    events = (await session.scalars(select(UsageEvent).where(UsageEvent.hold_id == hold.id).order_by(UsageEvent.part))).all()
+    events = (
+        await session.scalars(
+            select(UsageEvent).where(UsageEvent.hold_id == hold.id).order_by(UsageEvent.part)
+        )
+    ).all()
     return RecordedRequest(hold, price.currency_code, events)
 
 
-WINDOW_DAYS = 28  # four of each weekday; older days say less than they cost in lag
-WEEKDAY_DAYS_MIN = 14  # two of each weekday; with less, one odd day would pass for a weekday's habit
-INTERVAL_DAYS_MIN = 5  # with less, Student's t is so wide that an interval says nothing
+WINDOW_DAYS = 28  # four of each weekday; older days would make the forecast lag behind changes
+# Two of each weekday, so that one unusual day is not taken for the mean of its weekday.
+WEEKDAY_DAYS_MIN = 14
+INTERVAL_DAYS_MIN = 5  # with less, the interval is too wide to be useful
 CONFIDENCE = 0.8
 DAY_S = 86_400
-# Student's t for a two-sided interval of 80 %, by degrees of freedom; beyond the table that of the normal distribution is close.
-T_80 = {1: 3.078, 2: 1.886, 3: 1.638, 4: 1.533, 5: 1.476, 6: 1.440, 7: 1.415, 8: 1.397, 9: 1.383, 10: 1.372, 12: 1.356, 15: 1.341}
-T_80_FAR = 1.325  # of 20 degrees; 1.282 at infinity
+# Student's t for a two-sided interval of 80 %, by degrees of freedom.
+T_80 = {
+    1: 3.078,
+    2: 1.886,
+    3: 1.638,
+    4: 1.533,
+    5: 1.476,
+    6: 1.440,
+    7: 1.415,
+    8: 1.397,
+    9: 1.383,
+    10: 1.372,
+    12: 1.356,
+    15: 1.341,
+}
+T_80_FAR = 1.325  # from 20 degrees of freedom on; the limit is 1.282
 RECENT_DAYS = 7
-CHANGE_SHARE = Fraction(3, 10)  # a week that is so far off the three before is told: the rate lags behind it
+# A week whose mean differs this much from the three weeks before causes a caution.
+CHANGE_SHARE = Fraction(3, 10)
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Of one month, in picos. Without history there is no estimate; with little, no interval.
+    """Cost forecast of one month, in picos. Without history it has no estimate; with little, no
+    interval.
 
-    complete_day_count: the days that the rate is made of. method, cautions: sentences for the reader.
+    complete_day_count: days of history used. method, warnings: sentences for the reader.
     """
 
-    so_far_picos: int
+    month_to_date_picos: int
     expected_picos: int | None
     low_picos: int | None
     high_picos: int | None
     complete_day_count: int
     method: str
-    cautions: tuple[str, ...]
+    warnings: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """What a day is expected to cost, and how much days scatter around that.
+    """Expected cost of a day, and its standard deviation.
 
-    means: picos by weekday (Monday is 0), seven times the same where weekdays are not told apart. scatter_picos: None where the
-    history is too short for an interval.
+    means: picos by weekday (Monday is 0), all equal unless `by_weekday`. day_counts: days behind
+    each mean. deviation_picos: None if the history is too short for an interval. freedom_count:
+    degrees of freedom.
     """
 
     means: tuple[Fraction, ...]
     by_weekday: bool
     day_counts: tuple[int, ...]
-    scatter_picos: float | None
+    deviation_picos: float | None
     freedom_count: int
 
 
 def forecast(days: Mapping[date, int], month: date, now: datetime) -> Forecast:
-    """The month that begins at `month`, seen at `now` (aware).
+    """Return the forecast of the month that begins at `month`, as of `now` (timezone-aware).
 
-    days: picos by day of use (UTC); a day that is not there cost nothing, and the history begins at the first that is.
+    days: picos by day of use (UTC); missing days cost nothing, and the history begins at the first
+    day.
     """
     now = now.astimezone(UTC)
     ends = (month + timedelta(days=31)).replace(day=1)
-    so_far = sum(picos for day, picos in days.items() if month <= day < ends)
+    month_to_date = sum(picos for day, picos in days.items() if month <= day < ends)
     if now.date() >= ends:
-        return Forecast(so_far, so_far, so_far, so_far, 0, "The month is over: this is what it cost so far.", ())
+        return Forecast(
+            month_to_date,
+            month_to_date,
+            month_to_date,
+            month_to_date,
+            0,
+            "The month is over: this is its cost so far.",
+            (),
+        )
     history = complete_days(days, now.date())
     if not history:
-        return Forecast(so_far, None, None, None, 0, "No complete day of usage yet: there is nothing to go by.", ())
+        return Forecast(
+            month_to_date,
+            None,
+            None,
+            None,
+            0,
+            "There is no complete day of usage yet, so there is no estimate.",
+            (),
+        )
     rate = daily_rate(history, now.date())
-    left = days_left(max(month, now.date()), ends, now)
-    rest = sum((rate.means[day.weekday()] * share for day, share in left), Fraction(0))
-    expected = so_far + round(rest)  # nobody owes an estimate, so it has no remainder to carry
-    margin = interval_margin(rate, left)
+    remaining = remaining_days(max(month, now.date()), ends, now)
+    rest = sum((rate.means[day.weekday()] * share for day, share in remaining), Fraction(0))
+    expected = month_to_date + round(rest)  # an estimate is not billed, so no remainder is carried
+    margin = interval_margin(rate, remaining)
     return Forecast(
-        so_far_picos=so_far,
+        month_to_date_picos=month_to_date,
         expected_picos=expected,
-        low_picos=None if margin is None else max(so_far, expected - margin),
+        low_picos=None if margin is None else max(month_to_date, expected - margin),
         high_picos=None if margin is None else expected + margin,
         complete_day_count=len(history),
         method=method_text(len(history)),
-        cautions=tuple(cautions(history)),
+        warnings=tuple(forecast_warnings(history)),
     )
 
 
 def complete_days(days: Mapping[date, int], today: date) -> list[int]:
-    """Picos of the days before today, oldest first: at most the window, and none from before the first usage."""
+    """Return the picos of the days before today, the oldest first.
+
+    They begin with the first usage, at most `WINDOW_DAYS` before today.
+    """
     past = [day for day in days if day < today]
     if not past:
         return []
@@ -445,65 +595,90 @@ def complete_days(days: Mapping[date, int], today: date) -> list[int]:
 
 
 def daily_rate(history: Sequence[int], today: date) -> Rate:
-    """Means by weekday where there are two weeks of history, else one mean for all; and the scatter around them."""
-    weekdays = [(today - timedelta(days=len(history) - index)).weekday() for index in range(len(history))]
+    """Return means by weekday, from two weeks of history on, and the deviation."""
+    weekdays = [
+        (today - timedelta(days=len(history) - index)).weekday() for index in range(len(history))
+    ]
     by_weekday = len(history) >= WEEKDAY_DAYS_MIN
-    groups = [[p for p, w in zip(history, weekdays, strict=True) if w == weekday or not by_weekday] for weekday in range(7)]
+    groups = [
+        [p for p, w in zip(history, weekdays, strict=True) if w == weekday or not by_weekday]
+        for weekday in range(7)
+    ]
     means = tuple(Fraction(sum(group), len(group)) for group in groups)
     freedom = len(history) - (7 if by_weekday else 1)
-    scatter = None
+    deviation = None
     if len(history) >= INTERVAL_DAYS_MIN:
-        squares = sum((picos - means[weekday]) ** 2 for picos, weekday in zip(history, weekdays, strict=True))
-        scatter = math.sqrt(squares / freedom)
-    return Rate(means, by_weekday, tuple(map(len, groups)), scatter, freedom)
+        squares = sum(
+            (picos - means[weekday]) ** 2 for picos, weekday in zip(history, weekdays, strict=True)
+        )
+        deviation = math.sqrt(squares / freedom)
+    return Rate(means, by_weekday, tuple(map(len, groups)), deviation, freedom)
 
 
-def days_left(first: date, ends: date, now: datetime) -> list[tuple[date, Fraction]]:
-    """The days from `first` on that are not over, each with the share of it that is still to come."""
-    left = []
+def remaining_days(first: date, ends: date, now: datetime) -> list[tuple[date, Fraction]]:
+    """Return the days from `first` to before `ends`, each with the share that is in the future."""
+    remaining = []
     for index in range((ends - first).days):
         day = first + timedelta(days=index)
-        gone_s = (now - datetime.combine(day, time(), UTC)).total_seconds()
-        left.append((day, Fraction(DAY_S - min(max(int(gone_s), 0), DAY_S), DAY_S)))
-    return left
+        elapsed_s = (now - datetime.combine(day, time(), UTC)).total_seconds()
+        remaining.append((day, Fraction(DAY_S - min(max(int(elapsed_s), 0), DAY_S), DAY_S)))
+    return remaining
 
 
-def interval_margin(rate: Rate, left: Sequence[tuple[date, Fraction]]) -> int | None:
-    """Half the width of the interval in picos; None where the history is too short for one.
+def interval_margin(rate: Rate, remaining: Sequence[tuple[date, Fraction]]) -> int | None:
+    """Return half the width of the interval in picos; None if the history is too short for one.
 
-    The days left scatter independently; the error of a mean hits all the days that rest on it at once.
+    Remaining days vary independently, but the error of a mean is common to all days that use it.
     """
-    if rate.scatter_picos is None:
+    if rate.deviation_picos is None:
         return None
-    shares = [[float(share) for day, share in left if day.weekday() == weekday] for weekday in range(7)]
+    shares = [
+        [float(share) for day, share in remaining if day.weekday() == weekday]
+        for weekday in range(7)
+    ]
     groups = shares if rate.by_weekday else [[share for group in shares for share in group]]
     counts = rate.day_counts if rate.by_weekday else rate.day_counts[:1]
-    variance = sum(sum(group) + sum(group) ** 2 / count for group, count in zip(groups, counts, strict=True))
+    variance = sum(
+        sum(group) + sum(group) ** 2 / count for group, count in zip(groups, counts, strict=True)
+    )
     known = [freedom for freedom in T_80 if freedom <= rate.freedom_count]
     t = T_80_FAR if rate.freedom_count >= 20 else T_80[max(known)]
-    return math.ceil(t * rate.scatter_picos * math.sqrt(variance))
+    return math.ceil(t * rate.deviation_picos * math.sqrt(variance))
 
 
 def method_text(day_count: int) -> str:
-    of = f"the last {day_count} complete days (UTC)" if day_count > 1 else "the one complete day (UTC) there is"
+    of = (
+        f"the last {day_count} complete days (UTC)"
+        if day_count > 1
+        else "the only complete day (UTC)"
+    )
     if day_count >= WEEKDAY_DAYS_MIN:
-        return f"Used so far, plus for each day left the mean of the same weekday in {of}."
-    return f"Used so far, plus for each day left the mean of {of}."
+        return f"Cost so far, plus for each remaining day the mean of the same weekday in {of}."
+    return f"Cost so far, plus for each remaining day the mean of {of}."
 
 
-def cautions(history: Sequence[int]) -> list[str]:
-    """What the reader should know before trusting the numbers."""
-    said = ["No trend, holidays, plan discounts or credit are taken into account."]
+def forecast_warnings(history: Sequence[int]) -> list[str]:
+    """Return the limits of the forecast, as sentences for the reader."""
+    sentences = ["Trends, holidays, plan discounts and credit are not taken into account."]
     if len(history) < INTERVAL_DAYS_MIN:
-        said.append(
-            f"{len(history)} complete day{'s are' if len(history) > 1 else ' is'} too little for an interval: take it as a guess."
+        sentences.append(
+            f"{len(history)} complete day{'s are' if len(history) > 1 else ' is'} too few for an"
+            " interval: the estimate is a guess."
         )
     elif len(history) < WEEKDAY_DAYS_MIN:
-        said.append(f"Less than {WEEKDAY_DAYS_MIN} complete days: weekdays and weekends are taken for alike.")
+        sentences.append(
+            f"Less than {WEEKDAY_DAYS_MIN} complete days: weekdays and weekends are taken for"
+            " alike."
+        )
     if len(history) >= WINDOW_DAYS:
         recent = Fraction(sum(history[-RECENT_DAYS:]), RECENT_DAYS)
         before = Fraction(sum(history[:-RECENT_DAYS]), len(history) - RECENT_DAYS)
         if before and abs(recent / before - 1) > CHANGE_SHARE:
-            change = f"{round(abs(recent / before - 1) * 100)} % {'above' if recent > before else 'below'}"
-            said.append(f"The last {RECENT_DAYS} days were {change} those before: the estimate lags behind.")
-    return said
+            change = (
+                f"{round(abs(recent / before - 1) * 100)} %"
+                f" {'above' if recent > before else 'below'}"
+            )
+            sentences.append(
+                f"The last {RECENT_DAYS} days were {change} those before: the estimate lags behind."
+            )
+    return sentences
