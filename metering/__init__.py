@@ -1,4 +1,5 @@
-"""Money: quotas, holds, usage events, prices, ledger and reports, with PostgreSQL as the truth.
+"""Metering and billing: quotas, holds, usage events, prices, ledger, invoices and reports, stored
+in PostgreSQL.
 
-Counts what it is told; knows nothing of the wire or of engines. Must never import `api`, `inference`, grpc or torch.
+Independent of wire protocol and engines: must never import `api`, `inference`, grpc or torch.
 """

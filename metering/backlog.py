@@ -18,19 +18,42 @@ OVERDUE_AGE = "30 seconds"  # three rounds of the sweep
 
 # The columns are the fields of `Backlog`.
 BACKLOG = text(f"""
-SELECT u.unrated_event_count, u.unrated_age_s, h.hold_count, h.overdue_hold_count, b.unexported_batch_count, b.unexported_age_s,
-    (SELECT count(*) FROM (SELECT FROM stripe_events WHERE handled_at IS NULL LIMIT {COUNTED_MAX}) s) AS unhandled_event_count,
-    coalesce((SELECT paused_until > now() FROM export_progress), false) AS export_is_paused,
-    (SELECT count(*) FROM (SELECT FROM alert_deliveries WHERE state = 'pending' LIMIT {COUNTED_MAX}) s) AS undelivered_alert_count,
-    (SELECT coalesce(jsonb_object_agg(source, incident_count), '{{}}') FROM worker_incidents) AS worker_incidents
-FROM (SELECT count(*) AS unrated_event_count, coalesce(extract(epoch FROM now() - min(settled_at)), 0)::float8 AS unrated_age_s
-      FROM (SELECT settled_at FROM unrated_usage LIMIT {COUNTED_MAX}) w) u,
-     (SELECT count(*) AS hold_count,
-             count(*) FILTER (WHERE expires_at < clock_timestamp() - interval '{OVERDUE_AGE}') AS overdue_hold_count
-      FROM (SELECT expires_at FROM holds WHERE state = 'held' LIMIT {COUNTED_MAX}) w) h,
-     (SELECT count(*) AS unexported_batch_count,
-             coalesce(extract(epoch FROM now() - min(created_at)), 0)::float8 AS unexported_age_s
-      FROM (SELECT created_at FROM meter_batches WHERE state IN ('pending', 'sent') LIMIT {COUNTED_MAX}) w) b
+SELECT u.unrated_event_count, u.unrated_age_s, h.hold_count, h.overdue_hold_count,
+       b.unexported_batch_count, b.unexported_age_s,
+       (
+           SELECT count(*)
+           FROM (SELECT FROM stripe_events WHERE handled_at IS NULL LIMIT {COUNTED_MAX}) AS s
+       ) AS unhandled_event_count,
+       coalesce((SELECT paused_until > now() FROM export_progress), false) AS export_is_paused,
+       (
+           SELECT count(*)
+           FROM (SELECT FROM alert_deliveries WHERE state = 'pending' LIMIT {COUNTED_MAX}) AS d
+       ) AS undelivered_alert_count,
+       (
+           SELECT coalesce(jsonb_object_agg(source, incident_count), '{{}}')
+           FROM worker_incidents
+       ) AS worker_incidents
+FROM (
+    SELECT count(*) AS unrated_event_count,
+           coalesce(extract(epoch FROM now() - min(settled_at)), 0)::float8 AS unrated_age_s
+    FROM (SELECT settled_at FROM unrated_usage LIMIT {COUNTED_MAX}) AS w
+) AS u,
+(
+    SELECT count(*) AS hold_count,
+           count(*) FILTER (WHERE expires_at < clock_timestamp() - interval '{OVERDUE_AGE}')
+               AS overdue_hold_count
+    FROM (SELECT expires_at FROM holds WHERE state = 'held' LIMIT {COUNTED_MAX}) AS w
+) AS h,
+(
+    SELECT count(*) AS unexported_batch_count,
+           coalesce(extract(epoch FROM now() - min(created_at)), 0)::float8 AS unexported_age_s
+    FROM (
+        SELECT created_at
+        FROM meter_batches
+        WHERE state IN ('pending', 'sent')
+        LIMIT {COUNTED_MAX}
+    ) AS w
+) AS b
 """)
 
 
@@ -58,6 +81,6 @@ class Backlog:
 
 
 async def read_backlog(sessions: Sessions) -> Backlog:
-    """Read the backlog. Raises: StoreAway."""
+    """Read the backlog. Raises: DatabaseUnavailable."""
     async with sessions() as session:
         return Backlog(*(await session.execute(BACKLOG)).one())

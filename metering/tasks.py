@@ -1,6 +1,4 @@
-"""Background work as Celery tasks: each takes no arguments, calls one function, and may run twice
-at once.
-"""
+"""Background work as Celery tasks without arguments, which may run twice at once."""
 
 from __future__ import annotations
 
@@ -12,10 +10,10 @@ from collections.abc import Awaitable, Callable
 import psycopg
 
 from common.incidents import Retries
-from metering.alerts.alerts import look_for_alerts
+from metering.alerts.alerts import fire_due_alerts
 from metering.alerts.delivering import allows_private, deliver_alerts
-from metering.celery_app import TIME_LIMIT_S, rating_hurry, task
-from metering.core.errors import InvalidValue, InvariantViolated, StoreAway
+from metering.celery_app import TIME_LIMIT_S, rating_request, task
+from metering.core.errors import DatabaseUnavailable, InvalidValue, InvariantViolated
 from metering.export.deliveries import export_usage
 from metering.holds.recovery import sweep_expired_holds
 from metering.ledger import rating
@@ -26,7 +24,7 @@ from metering.receipts.signing import load_signer
 from metering.store.db import Sessions, create_engine, create_sessions
 
 log = logging.getLogger(__name__)
-alerts = Retries("alert_look", passing=(StoreAway,))
+alerts = Retries("alert_look", passing=(DatabaseUnavailable,))
 misstated_retries = Retries("misstated_usage")  # by the message, which names the events
 
 ALERT_CONNECTIONS = 3  # as for the export, below
@@ -36,14 +34,15 @@ EXPORT_CONNECTIONS = 3  # one holds the locks; the others take turns, for a mill
 @task("weir.rate_pending")
 def rate_pending() -> None:
     """Post new usage to the ledger."""
-    rating_hurry.begun()
+    rating_request.begun()
     run(_rate_pending)
 
 
 async def _rate_pending(sessions: Sessions) -> None:
     try:
         await rate_all_pending(sessions)
-    except InvariantViolated as misstated:  # the same events each second, until an operator corrects them
+    # The same events each second, until an operator corrects them.
+    except InvariantViolated as misstated:
         if misstated_retries.is_due(str(misstated)):
             misstated_retries.failed(misstated, str(misstated))
 
@@ -73,7 +72,7 @@ def keep_partitions() -> None:
 
 async def _keep_partitions(sessions: Sessions) -> None:
     async with sessions.begin() as session:
-        await rating.keep_ahead(session)
+        await rating.create_partitions(session)
 
 
 @task("weir.refresh_prepaid")
@@ -91,12 +90,12 @@ def fire_alerts() -> None:
         log.error("alerts are not delivered: %s", error)
         return
 
-    async def look_and_deliver(sessions: Sessions) -> None:
-        with alerts.survive("look"):
-            await look_for_alerts(sessions)
+    async def fire_and_deliver(sessions: Sessions) -> None:
+        with alerts.survive("scan"):
+            await fire_due_alerts(sessions)
         await deliver_alerts(sessions, private=private)
 
-    run(look_and_deliver, ALERT_CONNECTIONS)
+    run(fire_and_deliver, ALERT_CONNECTIONS)
 
 
 @task("weir.export_usage")
@@ -109,9 +108,7 @@ def export() -> None:
 
 
 def run(work: Callable[[Sessions], Awaitable[object]], connection_count: int = 1) -> None:
-    """Run a task's work on a loop of its own, so that no connection outlives the task or is shared
-    by a fork.
-    """
+    """Run a task's work on a new loop; no connection outlives the task."""
 
     async def bounded() -> None:
         engine = create_engine(database_url(), pool_size=connection_count)
@@ -123,7 +120,7 @@ def run(work: Callable[[Sessions], Awaitable[object]], connection_count: int = 1
 
     try:
         asyncio.run(bounded())
-    except* (psycopg.OperationalError, StoreAway) as group:
+    except* (psycopg.OperationalError, DatabaseUnavailable) as group:
         # The work is still pending, and the schedule runs it again.
         error: BaseException = group
         while isinstance(error, BaseExceptionGroup):

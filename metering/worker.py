@@ -1,8 +1,7 @@
-"""The background worker, as far as it knows nothing of Celery: its command line, its usage
-listener, its incident counts.
+"""Background worker without Celery: its command line, its usage listener, its incident counts.
 
-The listener is a thread that asks for the rating task when usage is settled; what is settled while
-nobody listens is found by the schedule, a second later. A worker has no metrics page, so its
+The listener is a thread that requests the rating task when usage is settled. Usage settled while
+its connection is down is rated by the schedule, a second later. A worker serves no metrics, so its
 incidents are counted in the database and read by the api processes.
 """
 
@@ -21,29 +20,28 @@ from common.incidents import INCIDENT_COUNTS, Retries
 from metering.holds.holds import CHANNEL
 from metering.store.db import KEEPALIVES, connection_options, psycopg_conninfo
 
-# The environment's variable for a file that a worker writes its pid to once it takes tasks.
+# Environment variable naming a file; a worker writes its pid there when it accepts tasks.
 READY_FILE = "WEIR_READY_FILE"
 
 
 def worker_command() -> list[str]:
-    """Command line of one worker that also sends the scheduled tasks. It reads its settings from
-    the environment.
+    """Return the command line of a worker that also sends the scheduled tasks. Its settings come
+    from the environment.
 
-    Any number of them may run: a task that runs twice does no harm, and each clock stands in for
-    the others. SIGTERM ends it within three seconds; kill -9 leaves no process behind and loses
-    nothing.
+    Any number of workers may run: a task may run twice, and any scheduler replaces the others.
+    SIGTERM ends a worker within three seconds; kill -9 leaves no process behind and loses nothing.
     """
     return [
         *(sys.executable, "-m", "celery", "--quiet", "--app=metering.celery_app", "worker"),
         "--clock",
         "--pool=solo",  # tasks wait for PostgreSQL; more processes would wait as well
         "--loglevel=WARNING",
-        # Workers need to know nothing of each other.
+        # Workers do not communicate with each other.
         *("--without-gossip", "--without-mingle", "--without-heartbeat"),
     ]
 
 
-LISTEN_S = 1.0  # per wait, and so the maximum time for the thread to stop
+LISTEN_S = 1.0  # per wait: maximum time for the thread to stop
 RECONNECT_MIN_S, RECONNECT_MAX_S = 0.1, 5.0
 CONNECT_TIMEOUT_S = 2  # the minimum of libpq
 APPLICATION = "weir usage listener"
@@ -52,12 +50,12 @@ log = logging.getLogger(__name__)
 
 
 class UsageListener(threading.Thread):
-    """Thread that calls `hurry` whenever usage is announced, and when it starts to listen."""
+    """Thread that calls `request` at each notification of usage, and when it starts to listen."""
 
-    def __init__(self, database_url: str, hurry: Callable[[], None]) -> None:
+    def __init__(self, database_url: str, request: Callable[[], None]) -> None:
         super().__init__(name="usage listener", daemon=True)
         self._conninfo = psycopg_conninfo(database_url)
-        self._hurry = hurry
+        self._request = request
         self._stopping = threading.Event()
         self._retries = Retries("usage_listener", longest_s=RECONNECT_MAX_S)
 
@@ -78,8 +76,8 @@ class UsageListener(threading.Thread):
                     backoff.reset()
                     self._listen(connection)
             except (psycopg.OperationalError, psycopg.InterfaceError, OSError) as away:
-                log.info("usage is not listened for: %s", str(away).partition("\n")[0])
-            except Exception as error:  # the schedule continues, and so must the listener
+                log.info("the usage listener lost its connection: %s", str(away).partition("\n")[0])
+            except Exception as error:  # errors must not stop the listener
                 self._retries.failed(error)
             delay_s = max(backoff.next_s(), self._retries.wait_s())
 
@@ -88,13 +86,13 @@ class UsageListener(threading.Thread):
         self._stopping.set()
 
     def _listen(self, connection: psycopg.Connection[tuple[object, ...]]) -> None:
-        self._hurry()  # for usage settled while the connection was down
+        self._request()  # for usage settled while the connection was down
         while not self._stopping.is_set():
             if list(connection.notifies(timeout=LISTEN_S, stop_after=1)):
-                self._hurry()
+                self._request()
 
 
-class Hurry:
+class TaskRequest:
     """Requests a task at most once until it begins, or until it should have begun long ago."""
 
     def __init__(self, ask: Callable[[], None], again_after_s: float) -> None:
@@ -115,28 +113,39 @@ class Hurry:
 
 
 ADD = """
-INSERT INTO worker_incidents AS known (source, incident_count) VALUES (%s, %s)
-ON CONFLICT (source) DO UPDATE SET incident_count = known.incident_count + excluded.incident_count, last_at = now()
+INSERT INTO worker_incidents AS known (source, incident_count)
+VALUES (%s, %s)
+ON CONFLICT (source) DO UPDATE
+SET incident_count = known.incident_count + excluded.incident_count, last_at = now()
 """
 
 _recorded: dict[str, int] = {}  # counts of `INCIDENT_COUNTS` that the database has
 
 
 def record_worker_incidents(environment: Mapping[str, str]) -> None:
-    """Add what has happened since the last call, at first 0 of each source: alerts look for growth.
+    """Add the incidents since the last call, at first 0 for each source, since alerts compare
+    counts.
 
-    Where the database is away, the next call adds it.
+    If the database is unavailable, the next call adds them.
     """
     counts = dict(INCIDENT_COUNTS)
-    new = {source: count - _recorded.get(source, 0) for source, count in counts.items() if count != _recorded.get(source)}
+    new = {
+        source: count - _recorded.get(source, 0)
+        for source, count in counts.items()
+        if count != _recorded.get(source)
+    }
     if not new:
         return
     try:
         conninfo = psycopg_conninfo(environment["WEIR_DATABASE_URL"])
-        with psycopg.connect(conninfo, connect_timeout=CONNECT_TIMEOUT_S, options=connection_options()) as connection:
+        with psycopg.connect(
+            conninfo, connect_timeout=CONNECT_TIMEOUT_S, options=connection_options()
+        ) as connection:
             for source, count in sorted(new.items()):
                 connection.execute(ADD, (source, count))
     except psycopg.Error as error:
-        log.warning("incidents are not counted in the database yet: %s", str(error).partition("\n")[0])
+        log.warning(
+            "incidents are not counted in the database yet: %s", str(error).partition("\n")[0]
+        )
         return
     _recorded.update(counts)

@@ -27,7 +27,14 @@ from metering.core.errors import InvalidValue, NotFound
 from metering.core.models import Base, Organization, Quota, QuotaDimension
 from metering.core.pages import page_token as token_of
 from metering.core.pages import page_values, utc_time
-from metering.quotas.quota_rules import ALERTING, DIMENSIONS, NO_WINDOW, Unit, window_end, window_start
+from metering.quotas.quota_rules import (
+    ALERTING,
+    DIMENSIONS,
+    NO_WINDOW,
+    Unit,
+    window_end,
+    window_start,
+)
 from metering.quotas.quota_states import subject_names
 from metering.store.db import Sessions
 
@@ -57,7 +64,9 @@ class Alert(Base):
 
     __tablename__ = "alerts"
 
-    id: Mapped[uuid.UUID] = mapped_column(primary_key=True, server_default=text("gen_random_uuid()"))
+    id: Mapped[uuid.UUID] = mapped_column(
+        primary_key=True, server_default=text("gen_random_uuid()")
+    )
     organization_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("organizations.id"))
     quota_id: Mapped[uuid.UUID | None] = mapped_column(ForeignKey("quotas.id"))
     window_start: Mapped[datetime | None]
@@ -73,18 +82,20 @@ class Alert(Base):
 class AlertWebhook(Base):
     """Webhook for an organization's alerts. secret: signing key, shown once and never logged.
 
-    failure_count: failed attempts since the last success; rests_until: earliest time of the next
+    failure_count: failed attempts since the last success; paused_until: earliest time of the next
     attempt.
     """
 
     __tablename__ = "alert_webhooks"
 
-    organization_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("organizations.id"), primary_key=True)
+    organization_id: Mapped[uuid.UUID] = mapped_column(
+        ForeignKey("organizations.id"), primary_key=True
+    )
     url: Mapped[str]
     secret: Mapped[str]
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
     failure_count: Mapped[int] = mapped_column(Integer(), server_default="0")
-    rests_until: Mapped[datetime | None]
+    paused_until: Mapped[datetime | None]
 
 
 class AlertDelivery(Base):
@@ -137,21 +148,27 @@ LISTED = (
 
 
 async def list_alerts(
-    session: AsyncSession, *, organization_id: uuid.UUID | None, page_size: int = 100, page_token: str = ""
+    session: AsyncSession,
+    *,
+    organization_id: uuid.UUID | None,
+    page_size: int = 100,
+    page_token: str = "",
 ) -> tuple[list[ListedAlert], str]:
-    """Return a page and the token of the next one, empty at the end. organization_id: None for all.
-    Raises: InvalidValue.
-    """
+    """Return a page and the token of the next one, empty at the end. Raises: InvalidValue."""
     if not 1 <= page_size <= PAGE_SIZE_MAX:
         raise InvalidValue("page_size", f"must be between 1 and {PAGE_SIZE_MAX}")
     query = LISTED.order_by(Alert.fired_at.desc(), Alert.id.desc()).limit(page_size + 1)
     if organization_id is not None:
         query = query.where(Alert.organization_id == organization_id)
     if page_token:
-        query = query.where(tuple_(Alert.fired_at, Alert.id) < tuple_(*page_values(page_token, utc_time, uuid.UUID)))
+        query = query.where(
+            tuple_(Alert.fired_at, Alert.id) < tuple_(*page_values(page_token, utc_time, uuid.UUID))
+        )
     found = [ListedAlert(*row) for row in await session.execute(query)]
     page = await _named(session, found[:page_size])
-    return page, token_of(page[-1].alert.fired_at, page[-1].alert.id) if len(found) > page_size else ""
+    return page, (
+        token_of(page[-1].alert.fired_at, page[-1].alert.id) if len(found) > page_size else ""
+    )
 
 
 async def find_alert(session: AsyncSession, alert_id: uuid.UUID) -> ListedAlert:
@@ -164,17 +181,30 @@ async def find_alert(session: AsyncSession, alert_id: uuid.UUID) -> ListedAlert:
 
 
 async def _named(session: AsyncSession, found: list[ListedAlert]) -> list[ListedAlert]:
-    names = await subject_names(session, {each.quota.subject_id for each in found if each.quota is not None})
-    return [each if each.quota is None else replace(each, subject_name=names.get(each.quota.subject_id, "")) for each in found]
+    names = await subject_names(
+        session, {each.quota.subject_id for each in found if each.quota is not None}
+    )
+    return [
+        (
+            each
+            if each.quota is None
+            else replace(each, subject_name=names.get(each.quota.subject_id, ""))
+        )
+        for each in found
+    ]
 
 
 FIRE = text("""
 WITH fired AS (
     INSERT INTO alerts (organization_id, stripe_invoice_id, invoice_event, invoice, fired_at)
-    VALUES (:organization_id, :stripe_invoice_id, :event, :invoice, now()) ON CONFLICT DO NOTHING RETURNING id, organization_id
+    VALUES (:organization_id, :stripe_invoice_id, :event, :invoice, now())
+    ON CONFLICT DO NOTHING
+    RETURNING id, organization_id
 ), queued AS (
     INSERT INTO alert_deliveries (alert_id, organization_id, created_at)
-    SELECT f.id, f.organization_id, now() FROM fired f JOIN alert_webhooks USING (organization_id)
+    SELECT f.id, f.organization_id, now()
+    FROM fired f
+    JOIN alert_webhooks USING (organization_id)
 )
 SELECT count(*) FROM fired
 """).bindparams(bindparam("invoice", type_=JSONB))
@@ -182,7 +212,7 @@ SELECT count(*) FROM fired
 
 @dataclass(frozen=True, slots=True)
 class InvoiceFacts:
-    """Facts of an invoice in an alert, stored with it so that each delivery attempt sends the same."""
+    """Facts of an invoice in an alert, stored so that all delivery attempts send the same."""
 
     stripe_number: str
     month: str
@@ -193,30 +223,40 @@ class InvoiceFacts:
 
 
 async def fire_invoice_alert(
-    session: AsyncSession, organization_id: uuid.UUID, stripe_invoice_id: str, event: InvoiceEvent, facts: InvoiceFacts
+    session: AsyncSession,
+    organization_id: uuid.UUID,
+    stripe_invoice_id: str,
+    event: InvoiceEvent,
+    facts: InvoiceFacts,
 ) -> None:
-    """Write an alert and queue it for the organization's webhook, unless it has already fired.
-    Never commits.
-    """
+    """Write an alert and queue it for the webhook, unless it was fired before. Never commits."""
     # Picos are strings: not every JSON reader supports integers of their size.
     document = asdict(facts) | {
         "amount_due_picos": str(facts.amount_due_picos),
         "amount_paid_picos": str(facts.amount_paid_picos),
     }
-    parameters = {"organization_id": organization_id, "stripe_invoice_id": stripe_invoice_id, "event": event, "invoice": document}
+    parameters = {
+        "organization_id": organization_id,
+        "stripe_invoice_id": stripe_invoice_id,
+        "event": event,
+        "invoice": document,
+    }
     await session.execute(FIRE, parameters)
 
 
 def facts_of(alert: Alert) -> InvoiceFacts:
     document = alert.invoice
     assert document is not None
-    return InvoiceFacts(**document | {name: int(document[name]) for name in ("amount_due_picos", "amount_paid_picos")})
+    return InvoiceFacts(
+        **document
+        | {name: int(document[name]) for name in ("amount_due_picos", "amount_paid_picos")}
+    )
 
 
 ALERTS_MAX = 5_000  # per statement: thresholds may be set on very many limits at once
 STATEMENTS_MAX = 10  # per scan; the next one continues
-DAYS_LOOKED_BACK = 2  # complete days; older counters of days are deleted
-MONTHS_LOOKED_BACK = 1
+DAYS_BACK = 2  # complete days; older counters of days are deleted
+MONTHS_BACK = 1
 # Requests that an enforced limit refuses exceed its rest, so that a limit is hardly ever used to
 # the last unit.
 USED_UP_MILLI = 995
@@ -225,51 +265,89 @@ USED_UP_MILLI = 995
 NEARLY = 0.0099
 CREDIT = QuotaDimension.PREPAID_CREDIT_PICOS
 
-LOOK = text(f"""
-WITH windows AS (SELECT * FROM unnest(CAST(:dimensions AS text[]), CAST(:starts AS timestamptz[]), CAST(:ends AS timestamptz[]))
-                 AS w (dimension, starts_at, ends_at)),
-limits AS MATERIALIZED (  -- with the value that was in force, or is; and how much must have been used for any of its alerts
-    SELECT q.id, q.subject, q.subject_id, q.dimension, q.enforced, q.alert_at, w.starts_at, l.limit_value,
-           CASE WHEN q.dimension = '{CREDIT}' THEN 0 ELSE l.limit_value::float8 * q.alert_at[1] * {NEARLY} END AS least
-    FROM quotas q JOIN windows w ON w.dimension = q.dimension AND (w.ends_at > now() OR w.ends_at > q.changed_at)
-    CROSS JOIN LATERAL (SELECT CASE WHEN q.raised_until >= least(w.ends_at, now())
-                                    THEN q.raised_limit_value ELSE q.limit_value END) AS l (limit_value)
-    WHERE q.alert_at <> '{{}}' AND q.deleted_at IS NULL AND NOT q.for_new_keys AND l.limit_value > 0
+FIRE_CROSSED = text(f"""
+WITH windows AS (
+    SELECT *
+    FROM unnest(
+        CAST(:dimensions AS text[]), CAST(:starts AS timestamptz[]), CAST(:ends AS timestamptz[])
+    ) AS w (dimension, starts_at, ends_at)
+), limits AS MATERIALIZED (
+    -- limit_value: the limit in force at the end of the window, or now. used_min: usage below it
+    -- crosses no threshold.
+    SELECT q.id, q.subject, q.subject_id, q.dimension, q.enforced, q.alert_at, w.starts_at,
+           l.limit_value,
+           CASE WHEN q.dimension = '{CREDIT}' THEN 0
+                ELSE l.limit_value::float8 * q.alert_at[1] * {NEARLY} END AS used_min
+    FROM quotas q
+    JOIN windows w
+        ON w.dimension = q.dimension
+       AND (w.ends_at > now() OR w.ends_at > q.changed_at)
+    CROSS JOIN LATERAL (
+        SELECT CASE WHEN q.override_until >= least(w.ends_at, now()) THEN q.override_limit_value
+                    ELSE q.limit_value END
+    ) AS l (limit_value)
+    WHERE q.alert_at <> '{{}}'
+      AND q.deleted_at IS NULL
+      AND NOT q.for_new_keys
+      AND l.limit_value > 0
 ), near AS MATERIALIZED (
-    SELECT l.*, c.used FROM limits l JOIN quota_counters c ON c.quota_id = l.id AND c.window_start = l.starts_at
-    WHERE c.used >= l.least
+    SELECT l.*, c.used
+    FROM limits l
+    JOIN quota_counters c ON c.quota_id = l.id AND c.window_start = l.starts_at
+    WHERE c.used >= l.used_min
 ), due AS (
-    SELECT n.*, t.threshold FROM near n CROSS JOIN LATERAL unnest(n.alert_at) AS t (threshold)
+    SELECT n.*, t.threshold
+    FROM near n
+    CROSS JOIN LATERAL unnest(n.alert_at) AS t (threshold)
     WHERE CASE WHEN n.dimension = '{CREDIT}' THEN n.limit_value - n.used <= t.threshold
-               WHEN n.enforced AND t.threshold = 100 THEN n.used::numeric * 1000 >= n.limit_value::numeric * {USED_UP_MILLI}
-               ELSE n.used::numeric * 100 >= n.limit_value::numeric * t.threshold END
-      -- In the first seconds of a month the credit that begins with it is not there yet.
-      AND (n.dimension <> '{CREDIT}' OR EXISTS (SELECT FROM prepaid_organizations p WHERE p.quota_id = n.id AND p.month >= :month))
-      AND NOT EXISTS (SELECT FROM alerts a WHERE (a.quota_id, a.window_start, a.threshold, a.limit_value)
-                                               = (n.id, n.starts_at, t.threshold, n.limit_value))
+               WHEN n.enforced AND t.threshold = 100
+                   THEN n.used::numeric * 1000 >= n.limit_value::numeric * {USED_UP_MILLI}
+               ELSE n.used::numeric * 100 >= n.limit_value::numeric * t.threshold
+          END
+      -- In the first seconds of a month its new credit has not been added yet.
+      AND (
+          n.dimension <> '{CREDIT}'
+          OR EXISTS (
+              SELECT FROM prepaid_organizations p WHERE p.quota_id = n.id AND p.month >= :month
+          )
+      )
+      AND NOT EXISTS (
+          SELECT
+          FROM alerts a
+          WHERE (a.quota_id, a.window_start, a.threshold, a.limit_value)
+              = (n.id, n.starts_at, t.threshold, n.limit_value)
+      )
     LIMIT :limit
 ), fired AS (
-    INSERT INTO alerts (organization_id, quota_id, window_start, threshold, limit_value, used, fired_at)
-    SELECT coalesce(p.organization_id, d.subject_id), d.id, d.starts_at, d.threshold, d.limit_value, d.used, now()
-    FROM due d LEFT JOIN api_keys k ON d.subject = 'api_key' AND k.id = d.subject_id
-    LEFT JOIN projects p ON p.id = CASE d.subject WHEN 'project' THEN d.subject_id WHEN 'api_key' THEN k.project_id END
-    ORDER BY d.id, d.starts_at, d.threshold  -- two workers take the same ones in the same order
-    ON CONFLICT DO NOTHING RETURNING id, organization_id
+    INSERT INTO alerts
+        (organization_id, quota_id, window_start, threshold, limit_value, used, fired_at)
+    SELECT coalesce(p.organization_id, d.subject_id), d.id, d.starts_at, d.threshold,
+           d.limit_value, d.used, now()
+    FROM due d
+    LEFT JOIN api_keys k ON d.subject = 'api_key' AND k.id = d.subject_id
+    LEFT JOIN projects p
+        ON p.id = CASE d.subject WHEN 'project' THEN d.subject_id
+                                 WHEN 'api_key' THEN k.project_id END
+    ORDER BY d.id, d.starts_at, d.threshold  -- one order for all workers prevents deadlocks
+    ON CONFLICT DO NOTHING
+    RETURNING id, organization_id
 ), queued AS (
     INSERT INTO alert_deliveries (alert_id, organization_id, created_at)
-    SELECT f.id, f.organization_id, now() FROM fired f JOIN alert_webhooks USING (organization_id)
+    SELECT f.id, f.organization_id, now()
+    FROM fired f
+    JOIN alert_webhooks USING (organization_id)
 )
 SELECT count(*) FROM fired
 """)
 
 
-async def look_for_alerts(sessions: Sessions) -> int:
+async def fire_due_alerts(sessions: Sessions) -> int:
     """Write an alert for each new crossing and return their number. Scans may overlap."""
     fired_count = 0
     for _ in range(STATEMENTS_MAX):
         async with sessions.begin() as session:
             now: datetime = (await session.scalars(select(func.now()))).one()
-            windows = looked_at(now)
+            windows = scanned_windows(now)
             parameters = {
                 "dimensions": [str(dimension) for dimension, _, _ in windows],
                 "starts": [starts_at for _, starts_at, _ in windows],
@@ -277,19 +355,21 @@ async def look_for_alerts(sessions: Sessions) -> int:
                 "month": window_start(QuotaDimension.COST_PICOS_PER_MONTH, now).date(),
                 "limit": ALERTS_MAX,
             }
-            found = int((await session.execute(LOOK, parameters)).scalar_one())
+            found = int((await session.execute(FIRE_CROSSED, parameters)).scalar_one())
         fired_count += found
         if found < ALERTS_MAX:
             break
     return fired_count
 
 
-def looked_at(now: datetime) -> list[tuple[QuotaDimension, datetime, datetime]]:
+def scanned_windows(now: datetime) -> list[tuple[QuotaDimension, datetime, datetime]]:
     """Return the windows to scan for each dimension that alerts, with their ends. Pure."""
-    windows = [(QuotaDimension.PREPAID_CREDIT_PICOS, NO_WINDOW, datetime.max.replace(tzinfo=now.tzinfo))]
+    windows = [
+        (QuotaDimension.PREPAID_CREDIT_PICOS, NO_WINDOW, datetime.max.replace(tzinfo=now.tzinfo))
+    ]
     for dimension in ALERTING:
         starts_at = window_start(dimension, now)
-        for _ in range(1 + (DAYS_LOOKED_BACK if DIMENSIONS[dimension][1] is Unit.DAY else MONTHS_LOOKED_BACK)):
+        for _ in range(1 + (DAYS_BACK if DIMENSIONS[dimension][1] is Unit.DAY else MONTHS_BACK)):
             ends_at = window_end(dimension, starts_at)
             assert ends_at is not None
             windows.append((dimension, starts_at, ends_at))

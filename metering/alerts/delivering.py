@@ -55,7 +55,7 @@ from metering.alerts.alerts import (
     find_alert,
 )
 from metering.core.audit import record_change, snapshot
-from metering.core.errors import InvalidValue, NotFound, StoreAway
+from metering.core.errors import DatabaseUnavailable, InvalidValue, NotFound
 from metering.core.models import Organization, QuotaDimension
 from metering.core.money import to_decimal
 from metering.quotas.quota_rules import DIMENSIONS, NO_WINDOW, Kind, window_end
@@ -70,7 +70,14 @@ NAT64 = ipaddress.IPv6Network("64:ff9b::/96")  # the last 32 bits are an IPv4 ad
 # Azure's), and reserved or deprecated networks.
 NOT_PUBLIC = tuple(
     ipaddress.ip_network(each)
-    for each in ("192.0.0.0/24", "168.63.129.16/32", "192.88.99.0/24", "fec0::/10", "3fff::/20", "64:ff9b:1::/48")
+    for each in (
+        "192.0.0.0/24",
+        "168.63.129.16/32",
+        "192.88.99.0/24",
+        "fec0::/10",
+        "3fff::/20",
+        "64:ff9b:1::/48",
+    )
 )
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -89,11 +96,11 @@ def allows_private(environment: Mapping[str, str]) -> bool:
 
 
 def checked_url(url: str, *, private: bool) -> str:
-    """Return a valid webhook URL, as far as it can be checked without resolving its name. Raises:
-    InvalidValue.
-    """
+    """Return a webhook URL, checked without resolving its name. Raises: InvalidValue."""
     if not url.isascii() or not url.isprintable() or " " in url or len(url) > URL_CHARS_MAX:
-        raise InvalidValue("url", f"must have at most {URL_CHARS_MAX} printable ASCII characters without spaces")
+        raise InvalidValue(
+            "url", f"must have at most {URL_CHARS_MAX} printable ASCII characters without spaces"
+        )
     try:
         parts = urlsplit(url)
         host, port = parts.hostname or "", parts.port
@@ -102,11 +109,17 @@ def checked_url(url: str, *, private: bool) -> str:
     if parts.scheme not in ("https", "http") or not host or port == 0:
         raise InvalidValue("url", "must be a URL such as https://example.com/alerts")
     if parts.username is not None or parts.password is not None or parts.fragment:
-        raise InvalidValue("url", "must not contain a user, password or fragment: requests are signed instead")
+        raise InvalidValue(
+            "url", "must not contain a user, password or fragment: requests are signed instead"
+        )
     if parts.scheme == "http" and not private:
         raise InvalidValue("url", f"must use https, unless the operator sets {PRIVATE_ALLOWED}=1")
     if (address := literal(host)) is not None and not private and not is_public(address):
-        raise InvalidValue("url", f"{host} is not a public address: use another, or let the operator set {PRIVATE_ALLOWED}=1")
+        raise InvalidValue(
+            "url",
+            f"{host} is not a public address: use another, or let the operator set"
+            f" {PRIVATE_ALLOWED}=1",
+        )
     return url
 
 
@@ -122,7 +135,12 @@ def is_public(address: Address) -> bool:
     """Return whether an address is publicly reachable, including any address embedded in it."""
     if address in NAT64:  # leads to the embedded address
         return is_public(ipaddress.IPv4Address(int(address) & 0xFFFF_FFFF))
-    if not address.is_global or address.is_multicast or address.is_reserved or address.is_unspecified:
+    if (
+        not address.is_global
+        or address.is_multicast
+        or address.is_reserved
+        or address.is_unspecified
+    ):
         return False
     if any(address in network for network in NOT_PUBLIC):
         return False
@@ -132,28 +150,32 @@ def is_public(address: Address) -> bool:
     return all(is_public(each) for each in inner if each is not None)
 
 
-async def checked_places(host: str, port: int, *, private: bool) -> list[ResolveResult]:
+async def resolve_allowed(host: str, port: int, *, private: bool) -> list[ResolveResult]:
     """Resolve a host and return the allowed addresses. Raises: AddressRefused, OSError."""
     resolved = [
         ResolveResult(hostname=host, host=str(at[0]), port=port, family=family, proto=0, flags=0)
-        for family, _, _, _, at in await look_up(host, port)
+        for family, _, _, _, at in await resolve(host, port)
     ]
-    allowed = [each for each in resolved if private or ((address := literal(each["host"])) is not None and is_public(address))]
+    allowed = [
+        each
+        for each in resolved
+        if private or ((address := literal(each["host"])) is not None and is_public(address))
+    ]
     if not allowed:
         raise AddressRefused(f"{host} does not resolve to a public address")
     return allowed
 
 
-Found = list[tuple[int, int, int, str, tuple[object, ...]]]
+Resolution = list[tuple[int, int, int, str, tuple[object, ...]]]
 
 
-async def look_up(host: str, port: int) -> Found:
+async def resolve(host: str, port: int) -> Resolution:
     """Resolve a name in a separate thread, which can be abandoned if it hangs, unlike those of the
     loop's pool.
 
     Raises: OSError.
     """
-    answer: Future[Found] = Future()
+    answer: Future[Resolution] = Future()
     answer.set_running_or_notify_cancel()  # the caller may be cancelled; the answer is then dropped
 
     def ask() -> None:
@@ -164,7 +186,7 @@ async def look_up(host: str, port: int) -> Found:
         except OSError as error:
             answer.set_exception(error)
 
-    threading.Thread(target=ask, name="webhook look-up", daemon=True).start()
+    threading.Thread(target=ask, name="webhook resolver", daemon=True).start()
     return await asyncio.wrap_future(answer)
 
 
@@ -174,9 +196,7 @@ REMOVED = "the webhook was removed"
 
 @dataclass(frozen=True, slots=True)
 class WebhookState:
-    """A webhook and the state of its deliveries. last_error: of the latest failed attempt; empty if
-    none failed.
-    """
+    """A webhook and the state of its deliveries. last_error: of the latest failed attempt."""
 
     webhook: AlertWebhook
     organization: Organization
@@ -185,12 +205,17 @@ class WebhookState:
 
 
 LAST_ERROR = text("""
-SELECT last_error FROM alert_deliveries WHERE organization_id = :organization_id AND last_error IS NOT NULL
-ORDER BY attempted_at DESC NULLS LAST LIMIT 1
+SELECT last_error
+FROM alert_deliveries
+WHERE organization_id = :organization_id AND last_error IS NOT NULL
+ORDER BY attempted_at DESC NULLS LAST
+LIMIT 1
 """)
 
 
-async def set_webhook(session: AsyncSession, *, organization: str, url: str, private: bool, actor: str) -> tuple[WebhookState, str]:
+async def set_webhook(
+    session: AsyncSession, *, organization: str, url: str, private: bool, actor: str
+) -> tuple[WebhookState, str]:
     """Set the URL for an organization's alerts; return the state and the signing secret, which is
     shown only here.
 
@@ -201,13 +226,26 @@ async def set_webhook(session: AsyncSession, *, organization: str, url: str, pri
     secret = SECRET_PREFIX + secrets.token_urlsafe(32)
     existing = await _locked(session, owner.id)
     before = None if existing is None else snapshot(existing)
-    values = {"url": url, "secret": secret, "created_at": func.now(), "failure_count": 0, "rests_until": None}
+    values = {
+        "url": url,
+        "secret": secret,
+        "created_at": func.now(),
+        "failure_count": 0,
+        "paused_until": None,
+    }
     set_it = insert(AlertWebhook).values(organization_id=owner.id, **values)
-    set_it = set_it.on_conflict_do_update(index_elements=[AlertWebhook.organization_id], set_=values)
+    set_it = set_it.on_conflict_do_update(
+        index_elements=[AlertWebhook.organization_id], set_=values
+    )
     await session.execute(set_it)
     webhook = await session.get_one(AlertWebhook, owner.id, populate_existing=True)
     await record_change(
-        session, actor=actor, action="alert_webhook.set", subject_id=str(owner.id), before=before, after=snapshot(webhook)
+        session,
+        actor=actor,
+        action="alert_webhook.set",
+        subject_id=str(owner.id),
+        before=before,
+        after=snapshot(webhook),
     )
     return await _state(session, webhook, owner), secret
 
@@ -220,9 +258,20 @@ async def remove_webhook(session: AsyncSession, *, organization: str, actor: str
         raise NotFound("alert webhook", organization)
     before = snapshot(webhook)
     await session.delete(webhook)
-    waiting = update(AlertDelivery).where(AlertDelivery.organization_id == owner.id, AlertDelivery.state == DeliveryState.PENDING)
-    await session.execute(waiting.values(state=DeliveryState.FAILED, ended_at=func.now(), last_error=REMOVED))
-    await record_change(session, actor=actor, action="alert_webhook.delete", subject_id=str(owner.id), before=before, after=None)
+    waiting = update(AlertDelivery).where(
+        AlertDelivery.organization_id == owner.id, AlertDelivery.state == DeliveryState.PENDING
+    )
+    await session.execute(
+        waiting.values(state=DeliveryState.FAILED, ended_at=func.now(), last_error=REMOVED)
+    )
+    await record_change(
+        session,
+        actor=actor,
+        action="alert_webhook.delete",
+        subject_id=str(owner.id),
+        before=before,
+        after=None,
+    )
 
 
 async def list_webhooks(session: AsyncSession, *, organization: str = "") -> list[WebhookState]:
@@ -230,13 +279,14 @@ async def list_webhooks(session: AsyncSession, *, organization: str = "") -> lis
     query = select(AlertWebhook, Organization).join(Organization).order_by(Organization.name)
     if organization:
         query = query.where(Organization.id == (await find_organization(session, organization)).id)
-    return [await _state(session, webhook, owner) for webhook, owner in (await session.execute(query)).all()]
+    return [
+        await _state(session, webhook, owner)
+        for webhook, owner in (await session.execute(query)).all()
+    ]
 
 
 async def try_webhook(session: AsyncSession, *, organization: str) -> uuid.UUID:
-    """Queue a test alert for the next run of a worker, ending any pause; return its id. Raises:
-    NotFound.
-    """
+    """Queue a test alert, ending any pause; return its id. Raises: NotFound."""
     owner = await find_organization(session, organization)
     webhook = await _locked(session, owner.id)
     if webhook is None:
@@ -244,19 +294,25 @@ async def try_webhook(session: AsyncSession, *, organization: str) -> uuid.UUID:
     now: datetime = (await session.scalars(select(func.now()))).one()
     made = insert(Alert).values(organization_id=owner.id, fired_at=now).returning(Alert.id)
     alert_id = (await session.scalars(made)).one()
-    await session.execute(insert(AlertDelivery).values(alert_id=alert_id, organization_id=owner.id, created_at=now))
-    webhook.rests_until = None
+    await session.execute(
+        insert(AlertDelivery).values(alert_id=alert_id, organization_id=owner.id, created_at=now)
+    )
+    webhook.paused_until = None
     await session.flush()
     return alert_id
 
 
 async def _locked(session: AsyncSession, organization_id: uuid.UUID) -> AlertWebhook | None:
     """Return the webhook, locked against changes and recorded attempts."""
-    return await session.get(AlertWebhook, organization_id, with_for_update=True, populate_existing=True)
+    return await session.get(
+        AlertWebhook, organization_id, with_for_update=True, populate_existing=True
+    )
 
 
 async def _state(session: AsyncSession, webhook: AlertWebhook, owner: Organization) -> WebhookState:
-    waiting = select(func.count()).where(AlertDelivery.organization_id == owner.id, AlertDelivery.state == DeliveryState.PENDING)
+    waiting = select(func.count()).where(
+        AlertDelivery.organization_id == owner.id, AlertDelivery.state == DeliveryState.PENDING
+    )
     pending_count: int = (await session.scalars(waiting)).one()
     last_error = await session.scalar(LAST_ERROR, {"organization_id": owner.id})
     return WebhookState(webhook, owner, pending_count, last_error or "")
@@ -270,32 +326,35 @@ ERROR_CHARS_MAX = 300
 class Resolved(AbstractResolver):
     """Resolver that returns the checked addresses for any name."""
 
-    def __init__(self, places: list[ResolveResult]) -> None:
-        self._places = places
+    def __init__(self, addresses: list[ResolveResult]) -> None:
+        self._addresses = addresses
 
-    async def resolve(self, host: str, port: int = 0, family: AddressFamily = AddressFamily.AF_UNSPEC) -> list[ResolveResult]:
-        return self._places
+    async def resolve(
+        self, host: str, port: int = 0, family: AddressFamily = AddressFamily.AF_UNSPEC
+    ) -> list[ResolveResult]:
+        return self._addresses
 
     async def close(self) -> None:
         """Implement `AbstractResolver.close`."""
 
 
-async def send(url: str, secret: str, body: bytes, *, private: bool, attempt_s: float = ATTEMPT_S) -> str:
-    """Make one attempt; return an error text, empty for a 2xx response. Never raises for failures
-    of the receiver.
-    """
+async def send(
+    url: str, secret: str, body: bytes, *, private: bool, attempt_s: float = ATTEMPT_S
+) -> str:
+    """Make one attempt; return an error text, empty for a 2xx response."""
     try:
         checked_url(url, private=private)
         async with asyncio.timeout(attempt_s):
             parts = urlsplit(url)
             port = parts.port or (443 if parts.scheme == "https" else 80)
-            places = await checked_places(parts.hostname or "", port, private=private)
-            return await _post(url, signed_headers(secret, body, int(time.time())), body, places)
+            addresses = await resolve_allowed(parts.hostname or "", port, private=private)
+            return await _post(url, signed_headers(secret, body, int(time.time())), body, addresses)
     except TimeoutError:
         return f"no answer within {attempt_s:g} s"
     except InvalidValue as refused:  # the operator's setting has changed since
         return str(refused)[:ERROR_CHARS_MAX]
-    except aiohttp.ClientResponseError as unread:  # its text has the whole URL, which may be secret and would be logged
+    # Its text has the whole URL, which may be secret and would be logged.
+    except aiohttp.ClientResponseError as unread:
         return f"the response is not valid HTTP: {unread.message}"[:ERROR_CHARS_MAX]
     except aiohttp.InvalidURL:
         return "the URL is not valid: set another"
@@ -303,23 +362,29 @@ async def send(url: str, secret: str, body: bytes, *, private: bool, attempt_s: 
         return (str(error) or type(error).__name__)[:ERROR_CHARS_MAX]
 
 
-async def _post(url: str, headers: dict[str, str], body: bytes, places: list[ResolveResult]) -> str:
-    connector = aiohttp.TCPConnector(resolver=Resolved(places), use_dns_cache=False, force_close=True)
+async def _post(
+    url: str, headers: dict[str, str], body: bytes, addresses: list[ResolveResult]
+) -> str:
+    connector = aiohttp.TCPConnector(
+        resolver=Resolved(addresses), use_dns_cache=False, force_close=True
+    )
     async with (
-        aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar(), auto_decompress=False) as session,
+        aiohttp.ClientSession(
+            connector=connector, cookie_jar=aiohttp.DummyCookieJar(), auto_decompress=False
+        ) as session,
         session.post(url, data=body, headers=headers, allow_redirects=False) as answer,
     ):
         if 200 <= answer.status < 300:
             return ""
         if 300 <= answer.status < 400:
-            return f"answered {answer.status}: redirects are not followed; set the URL of the target"
+            return (
+                f"answered {answer.status}: redirects are not followed; set the URL of the target"
+            )
         return f"answered {answer.status}"
 
 
 def signed_headers(secret: str, body: bytes, at_s: int) -> dict[str, str]:
-    """Return the headers of an attempt. at_s: seconds since 1970, signed with the body to prevent
-    replays.
-    """
+    """Return the headers of an attempt at a time in seconds, signed with the body."""
     return {
         "Content-Type": "application/json",
         "User-Agent": f"weir/{version('weir-server')}",
@@ -339,7 +404,11 @@ def body_of(listed: ListedAlert) -> bytes:
         "id": str(alert.id),
         "type": listed.kind,
         "time": alert.fired_at.isoformat(),
-        "organization": {"id": str(organization.id), "name": organization.name, "currency": organization.currency_code},
+        "organization": {
+            "id": str(organization.id),
+            "name": organization.name,
+            "currency": organization.currency_code,
+        },
         "text": f"A test of the alerts of {organization.name}.",
     }
     if quota is not None and alert.window_start is not None:
@@ -356,10 +425,14 @@ def body_of(listed: ListedAlert) -> bytes:
                 "model": quota.model,
                 "dimension": quota.dimension,
             },
-            "left_picos_threshold" if is_of_credit else "percent_threshold": str(alert.threshold),
+            "remaining_picos_threshold" if is_of_credit else "percent_threshold": str(
+                alert.threshold
+            ),
             "limit": str(alert.limit_value),
             "used": str(alert.used),
-            "window_start": None if alert.window_start == NO_WINDOW else alert.window_start.isoformat(),
+            "window_start": (
+                None if alert.window_start == NO_WINDOW else alert.window_start.isoformat()
+            ),
             "window_end": None if ends_at is None else ends_at.isoformat(),
         }
     if alert.invoice_event is not None:
@@ -382,8 +455,13 @@ def body_of(listed: ListedAlert) -> bytes:
 def payment_text(listed: ListedAlert, facts: InvoiceFacts) -> str:
     invoice = f"The invoice of {listed.organization.name} for {facts.month}"
     if listed.alert.invoice_event == InvoiceEvent.PAID:
-        return f"{invoice} is paid: {to_decimal(facts.amount_paid_picos):,.2f} {facts.currency_code}."
-    return f"{invoice} could not be charged: {to_decimal(facts.amount_due_picos):,.2f} {facts.currency_code} are due."
+        return (
+            f"{invoice} is paid: {to_decimal(facts.amount_paid_picos):,.2f} {facts.currency_code}."
+        )
+    return (
+        f"{invoice} could not be charged: {to_decimal(facts.amount_due_picos):,.2f}"
+        f" {facts.currency_code} are due."
+    )
 
 
 def text_of(listed: ListedAlert) -> str:
@@ -394,57 +472,90 @@ def text_of(listed: ListedAlert) -> str:
     dimension, currency = QuotaDimension(quota.dimension), listed.organization.currency_code
 
     def amount(value: int) -> str:
-        return f"{to_decimal(value):,.2f} {currency}" if DIMENSIONS[dimension][0] is Kind.MONEY else f"{value:,} tokens"
+        return (
+            f"{to_decimal(value):,.2f} {currency}"
+            if DIMENSIONS[dimension][0] is Kind.MONEY
+            else f"{value:,} tokens"
+        )
 
     if dimension is QuotaDimension.PREPAID_CREDIT_PICOS:
-        return f"{listed.subject_name} has {amount(max(alert.limit_value - alert.used, 0))} of prepaid credit left."
+        return (
+            f"{listed.subject_name} has {amount(max(alert.limit_value - alert.used, 0))} of prepaid"
+            " credit left."
+        )
     model = f" for {quota.model}" if quota.model else ""
     per = dimension.rpartition("_")[2]
     share = alert.used * 100 // alert.limit_value
-    told = f"{amount(alert.used)} of {amount(alert.limit_value)}"
-    return f"{listed.subject_name} has used {share} % of its limit per {per}{model}: {told}."
+    usage = f"{amount(alert.used)} of {amount(alert.limit_value)}"
+    return f"{listed.subject_name} has used {share} % of its limit per {per}{model}: {usage}."
 
 
 log = logging.getLogger(__name__)
-retries = Retries("alert_delivery", passing=(StoreAway,))  # by organization, and by alert
+retries = Retries("alert_delivery", passing=(DatabaseUnavailable,))  # by organization, and by alert
 
 WEBHOOKS_AT_ONCE = 16  # attempts in flight per worker
 CANDIDATES_MAX = 128  # considered per round: other workers may hold the locks of the first ones
 # Per run, plus attempts in flight: rating shares the worker and should not wait long.
 BUDGET_S = 3.0
 GIVE_UP_AFTER = timedelta(hours=24)
-REST_S_MIN = 10.0
-REST_S_MAX = 3600.0
+RETRY_DELAY_S_MIN = 10.0
+RETRY_DELAY_S_MAX = 3600.0
 DOUBLINGS_MAX = 20  # keeps the power small
 
 # Webhooks without a failure first, then the longest waiting.
 CANDIDATES = text("""
-SELECT organization_id FROM alert_webhooks w
-WHERE (rests_until IS NULL OR rests_until <= now())
-  AND EXISTS (SELECT FROM alert_deliveries d WHERE d.organization_id = w.organization_id AND d.state = 'pending')
-ORDER BY rests_until NULLS FIRST, organization_id LIMIT :limit
+SELECT organization_id
+FROM alert_webhooks w
+WHERE (paused_until IS NULL OR paused_until <= now())
+  AND EXISTS (
+      SELECT
+      FROM alert_deliveries d
+      WHERE d.organization_id = w.organization_id AND d.state = 'pending'
+  )
+ORDER BY paused_until NULLS FIRST, organization_id
+LIMIT :limit
 """)
 UNLOCK = text("SELECT pg_advisory_unlock_all()")
 CLAIM = text("""
-UPDATE alert_deliveries SET attempt_count = attempt_count + 1, attempted_at = now()
-WHERE alert_id = (SELECT alert_id FROM alert_deliveries WHERE organization_id = :organization_id AND state = 'pending'
-                  ORDER BY attempt_count, created_at, alert_id LIMIT 1 FOR UPDATE)
+UPDATE alert_deliveries
+SET attempt_count = attempt_count + 1, attempted_at = now()
+WHERE alert_id = (
+    SELECT alert_id
+    FROM alert_deliveries
+    WHERE organization_id = :organization_id AND state = 'pending'
+    ORDER BY attempt_count, created_at, alert_id
+    LIMIT 1
+    FOR UPDATE
+)
 RETURNING alert_id
 """)
 DELIVERED = text("""
-WITH ended AS (UPDATE alert_deliveries SET state = 'delivered', ended_at = now() WHERE alert_id = :id AND state = 'pending')
-UPDATE alert_webhooks SET failure_count = 0, rests_until = NULL WHERE organization_id = :organization_id AND failure_count > 0
+WITH ended AS (
+    UPDATE alert_deliveries
+    SET state = 'delivered', ended_at = now()
+    WHERE alert_id = :id AND state = 'pending'
+)
+UPDATE alert_webhooks
+SET failure_count = 0, paused_until = NULL
+WHERE organization_id = :organization_id AND failure_count > 0
 """)
 FAILED = text("""
-WITH told AS (UPDATE alert_deliveries SET last_error = :error WHERE alert_id = :id)
-UPDATE alert_webhooks SET failure_count = failure_count + 1,
-    rests_until = now() + :part * least(:longest, :shortest * pow(2, least(failure_count, :doublings))) * interval '1 second'
+WITH failed AS (
+    UPDATE alert_deliveries SET last_error = :error WHERE alert_id = :id
+)
+UPDATE alert_webhooks
+SET failure_count = failure_count + 1,
+    paused_until = now() + interval '1 second' * :part
+        * least(:longest, :shortest * pow(2, least(failure_count, :doublings)))
 WHERE organization_id = :organization_id AND url = :url
 """)
 GIVE_UP = text("""
-UPDATE alert_deliveries SET state = 'failed', ended_at = now(),
-    last_error = coalesce(last_error, 'no attempt was made in time: see whether a worker runs')
-WHERE state = 'pending' AND created_at < now() - :after RETURNING alert_id, last_error
+UPDATE alert_deliveries
+SET state = 'failed',
+    ended_at = now(),
+    last_error = coalesce(last_error, 'no attempt was made in time: check that a worker runs')
+WHERE state = 'pending' AND created_at < now() - :after
+RETURNING alert_id, last_error
 """)
 
 
@@ -459,24 +570,26 @@ class Run:
     failed: list[uuid.UUID] = field(default_factory=list)
 
     @property
-    def goes_on(self) -> bool:
+    def may_continue(self) -> bool:
         """True if another attempt may begin."""
         return time.monotonic() < self.deadline
 
 
-async def deliver_alerts(sessions: Sessions, *, private: bool = False, budget_s: float = BUDGET_S) -> Run:
-    """Deliver pending alerts until none is left or the time is over. Runs may overlap. private: see
-    `allows_private`.
-    """
+async def deliver_alerts(
+    sessions: Sessions, *, private: bool = False, budget_s: float = BUDGET_S
+) -> Run:
+    """Deliver pending alerts until none is left or the time is over. Runs may overlap."""
     run = Run(sessions, private, time.monotonic() + budget_s)
     async with sessions.begin() as session:
         for alert_id, error in await session.execute(GIVE_UP, {"after": GIVE_UP_AFTER}):
             log.warning("alert %s was not delivered: %s", alert_id, error)
     async with lock_holder(sessions) as locks:
-        while run.goes_on and (organizations := await _lock(locks)):
+        while run.may_continue and (organizations := await _lock(locks)):
             async with asyncio.TaskGroup() as tasks:
                 for organization_id in organizations:
-                    tasks.create_task(_deliver_to(run, organization_id), name=f"alerts of {organization_id}")
+                    tasks.create_task(
+                        _deliver_to(run, organization_id), name=f"alerts of {organization_id}"
+                    )
             await locks.execute(UNLOCK)
     return run
 
@@ -484,7 +597,9 @@ async def deliver_alerts(sessions: Sessions, *, private: bool = False, budget_s:
 async def _lock(locks: AsyncSession) -> list[uuid.UUID]:
     held: list[uuid.UUID] = []
     for organization_id in (await locks.scalars(CANDIDATES, {"limit": CANDIDATES_MAX})).all():
-        if retries.is_due(organization_id) and await try_lock(locks, f"alerts of {organization_id}"):
+        if retries.is_due(organization_id) and await try_lock(
+            locks, f"alerts of {organization_id}"
+        ):
             held.append(organization_id)
         if len(held) == WEBHOOKS_AT_ONCE:
             break
@@ -494,9 +609,11 @@ async def _lock(locks: AsyncSession) -> list[uuid.UUID]:
 async def _deliver_to(run: Run, organization_id: uuid.UUID) -> None:
     """Send alerts one after the other, until one fails."""
     with retries.survive(organization_id):
-        while run.goes_on:
+        while run.may_continue:
             async with run.sessions.begin() as session:
-                webhook = await session.scalar(select(AlertWebhook).where(AlertWebhook.organization_id == organization_id))
+                webhook = await session.scalar(
+                    select(AlertWebhook).where(AlertWebhook.organization_id == organization_id)
+                )
                 alert_id = await session.scalar(CLAIM, {"organization_id": organization_id})
                 if webhook is None or alert_id is None:
                     return
@@ -504,9 +621,10 @@ async def _deliver_to(run: Run, organization_id: uuid.UUID) -> None:
                 async with run.sessions() as session:
                     body = body_of(await find_alert(session, alert_id))
                 error = await send(webhook.url, webhook.secret, body, private=run.private)
-            except StoreAway:
+            except DatabaseUnavailable:
                 raise
-            except Exception as failure:  # counts as a failed attempt: the webhook is paused, and its other alerts go first
+            # Counts as a failed attempt: the webhook is paused, and its other alerts go first.
+            except Exception as failure:
                 error = f"incident {retries.failed(failure, alert_id)}"
             await _record(run, webhook, alert_id, error)
             if error:
@@ -520,6 +638,11 @@ async def _record(run: Run, webhook: AlertWebhook, alert_id: uuid.UUID, error: s
             await session.execute(DELIVERED, parameters)
             run.delivered.append(alert_id)
             return
-        rest = {"shortest": REST_S_MIN, "longest": REST_S_MAX, "doublings": DOUBLINGS_MAX, "part": random.uniform(0.5, 1.0)}
+        rest = {
+            "shortest": RETRY_DELAY_S_MIN,
+            "longest": RETRY_DELAY_S_MAX,
+            "doublings": DOUBLINGS_MAX,
+            "part": random.uniform(0.5, 1.0),
+        }
         await session.execute(FAILED, parameters | rest | {"error": error, "url": webhook.url})
         run.failed.append(alert_id)

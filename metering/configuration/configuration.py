@@ -5,9 +5,9 @@ Field names are those of the published configuration; those of a limit are its c
 attribute of a limit is one more line in `QuotaSpec`.
 
 Changes are made by the functions of the single calls, so a configuration allows exactly the same.
-Each change runs in a savepoint of the caller's transaction, and a refusal becomes a mistake at its
+Each change runs in a savepoint of the caller's transaction, and a refusal becomes an error at its
 path in the document. A refused name is replaced by a valid one, so that everything below it is
-checked too: on mistakes the caller must roll the transaction back. A dry run is the same, rolled
+checked too: on errors the caller must roll the transaction back. A dry run is the same, rolled
 back as well.
 
 A price version is added where the present ones differ; none is removed. Limits of a subject are
@@ -29,14 +29,28 @@ from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.core.errors import InvalidValue, MeteringError
-from metering.core.models import ApiKey, Organization, Project, Quota, QuotaDimension, QuotaSubject, ServiceTier, record_of
+from metering.core.models import (
+    ApiKey,
+    Organization,
+    Project,
+    Quota,
+    QuotaDimension,
+    QuotaSubject,
+    ServiceTier,
+    record_of,
+)
 from metering.core.money import checked_currency
 from metering.pricing.prices import MULTIPLIER_SCALE, ModelPrice, set_price, versions_in_force
-from metering.quotas.quota_admin import delete_quota, raise_quota, set_quota
+from metering.quotas.quota_admin import delete_quota, override_quota, set_quota
 from metering.quotas.quota_recount import Uncounted, recount
 from metering.quotas.quota_rules import Weights, usual_thresholds
-from metering.tenants.billing_profiles import BillingProfile, billing_profile, billing_profiles, set_billing_profile
-from metering.tenants.networks import Address, shuts_out
+from metering.tenants.billing_profiles import (
+    BillingProfile,
+    billing_profile,
+    billing_profiles,
+    set_billing_profile,
+)
+from metering.tenants.networks import Address, excludes
 from metering.tenants.tenants import (
     create_api_key,
     create_organization,
@@ -69,9 +83,7 @@ class QuotaPlace:
 
 @dataclass(frozen=True, slots=True)
 class QuotaSpec:
-    """Settings of a limit. alert_at: None for the default. An override has all three of its fields
-    or none, which keeps one.
-    """
+    """Settings of a limit. alert_at: None for the default. An override has three fields or none."""
 
     limit_value: int
     enforced: bool = True
@@ -79,22 +91,28 @@ class QuotaSpec:
     cached_input_weight_milli: int = 1000
     output_weight_milli: int = 1000
     alert_at: tuple[int, ...] | None = None
-    raised_limit_value: int | None = None
-    raised_until: datetime | None = None
-    raise_reason: str | None = None
+    override_limit_value: int | None = None
+    override_until: datetime | None = None
+    override_reason: str | None = None
 
     @classmethod
     def of(cls, quota: Quota, now: datetime) -> QuotaSpec:
         """Return the present settings of a limit, without an expired override."""
         spec = cls(**{each.name: getattr(quota, each.name) for each in fields(cls)})
         said = said_thresholds(QuotaDimension(quota.dimension), quota.alert_at)
-        return replace(spec, alert_at=said).without_past_raise(now)
+        return replace(spec, alert_at=said).without_past_override(now)
 
-    def without_past_raise(self, now: datetime) -> QuotaSpec:
+    def without_past_override(self, now: datetime) -> QuotaSpec:
         """Return the settings without an expired override."""
-        if self.raised_until is None or self.raised_until > now:
+        if self.override_until is None or self.override_until > now:
             return self
-        return QuotaSpec(**{each.name: getattr(self, each.name) for each in fields(self) if not each.name.startswith("raise")})
+        return QuotaSpec(
+            **{
+                each.name: getattr(self, each.name)
+                for each in fields(self)
+                if not each.name.startswith("override")
+            }
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +194,7 @@ class FieldChange:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A difference. path: "acme/search/laptop", "acme" for a limit on acme, the model for a price."""
+    """A difference. path: "acme/search/laptop", "acme" for its limits, the model for a price."""
 
     action: Action
     kind: str
@@ -188,7 +206,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Mistake:
+class ConfigurationViolation:
     """An error in the document, by its path: "organizations[0].projects[2].name"."""
 
     path: str
@@ -201,10 +219,10 @@ def said_thresholds(dimension: QuotaDimension, thresholds: Iterable[int]) -> tup
     return None if alert_at == usual_thresholds(dimension) else alert_at
 
 
-def differences(before: object | None, after: object, names: Collection[str]) -> tuple[FieldChange, ...]:
-    """Return the named fields in which two values differ; for a new object, the fields that are
-    set.
-    """
+def differences(
+    before: object | None, after: object, names: Collection[str]
+) -> tuple[FieldChange, ...]:
+    """Return the named fields in which two values differ, or that a new object has set."""
     pairs = ((name, value_of(before, name), value_of(after, name)) for name in names)
     return tuple(
         FieldChange(name, old, new)
@@ -228,12 +246,17 @@ def value_of(thing: object | None, name: str) -> Value:
             raise TypeError(f"{name} is a {type(other).__name__}, which no configuration holds")
 
 
-def named_twice(path: str, field_name: str, names: Sequence[object]) -> Iterator[Mistake]:
-    """Yield a mistake for each repeated name in a list."""
+def named_twice(
+    path: str, field_name: str, names: Sequence[object]
+) -> Iterator[ConfigurationViolation]:
+    """Yield a violation for each repeated name in a list."""
     first: dict[object, int] = {}
     for index, name in enumerate(names):
         if (earlier := first.setdefault(name, index)) != index:
-            yield Mistake(f"{path}[{index}].{field_name}", f"named before, at {path}[{earlier}]: give each once")
+            yield ConfigurationViolation(
+                f"{path}[{index}].{field_name}",
+                f"named before, at {path}[{earlier}]: give each once",
+            )
 
 
 Answer = TypeVar("Answer")
@@ -253,10 +276,21 @@ FIELDS = {
 PLACE = ("model", "currency_code", "organization", "effective_at")
 # Defaults that a new limit is compared with, so that only other values are reported.
 PLAIN = QuotaSpec(limit_value=-1)
-RAISE = ("raised_limit_value", "raised_until", "raise_reason")
-RAISE_FIELDS = {"limit_value": "raised_limit_value", "expire_time": "raised_until_time", "reason": "raise_reason"}
+OVERRIDE = ("override_limit_value", "override_until", "override_reason")
+OVERRIDE_FIELDS = {
+    "limit_value": "override_limit_value",
+    "expire_time": "override_end_time",
+    "reason": "override_reason",
+}
 # Terms of a key.
-KEY_FIELDS = ("scopes", "models", "allowed_networks", "max_input_tokens", "max_output_tokens", "expires_at")
+KEY_FIELDS = (
+    "scopes",
+    "models",
+    "allowed_networks",
+    "max_input_tokens",
+    "max_output_tokens",
+    "expires_at",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +305,7 @@ class Subject:
 
 @dataclass(slots=True)
 class Attempts:
-    """Application of one configuration: the changes made, and the mistakes.
+    """Application of one configuration: the changes made, and the violations.
 
     now: time of the transaction. models: served models. own_key_id: the caller's key, used from
     `own_address`, which the configuration must not lock out. created: new subjects of limits.
@@ -286,17 +320,23 @@ class Attempts:
     own_address: Address | None
     changes: list[Change] = field(default_factory=list)
     kept: list[Change] = field(default_factory=list)
-    mistakes: list[Mistake] = field(default_factory=list)
+    violations: list[ConfigurationViolation] = field(default_factory=list)
     created: set[uuid.UUID] = field(default_factory=set)
     uncounted: list[Uncounted] = field(default_factory=list)
 
-    async def apply(self, wanted: Configuration) -> None:
-        """Apply everything. The result is in `changes`; on mistakes the caller must roll back."""
-        self.mistakes += named_twice("organizations", "name", [each.name for each in wanted.organizations])
-        self.mistakes += named_twice("prices", "model", [tuple(getattr(each, name) for name in PLACE) for each in wanted.prices])
-        for index, organization in enumerate(wanted.organizations):
+    async def apply(self, configuration: Configuration) -> None:
+        """Apply everything. The result is in `changes`; on errors the caller must roll back."""
+        self.violations += named_twice(
+            "organizations", "name", [each.name for each in configuration.organizations]
+        )
+        self.violations += named_twice(
+            "prices",
+            "model",
+            [tuple(getattr(each, name) for name in PLACE) for each in configuration.prices],
+        )
+        for index, organization in enumerate(configuration.organizations):
             await self._organization(f"organizations[{index}]", organization)
-        for index, price in enumerate(wanted.prices):
+        for index, price in enumerate(configuration.prices):
             await self._price(f"prices[{index}]", price)
 
     async def count_past(self) -> None:
@@ -305,28 +345,31 @@ class Attempts:
 
         New subjects have no past usage.
         """
-        await recount(self.session, [each for each in self.uncounted if each[0].subject_id not in self.created])
+        await recount(
+            self.session,
+            [each for each in self.uncounted if each[0].subject_id not in self.created],
+        )
 
-    async def _attempt(self, path: str, act: Callable[[], Awaitable[Answer]], names: dict[str, str] | None = None) -> Answer | None:
-        """Return the result of an action; None if it was refused, which is recorded. names:
-        differing field names.
-        """
+    async def _attempt(
+        self, path: str, act: Callable[[], Awaitable[Answer]], names: dict[str, str] | None = None
+    ) -> Answer | None:
+        """Return the result of an action; None if it was refused, which is recorded."""
         try:
             async with self.session.begin_nested():
                 return await act()
         except InvalidValue as refusal:
-            self._wrong(f"{path}.{(names or FIELDS).get(refusal.field, refusal.field)}", refusal.remedy)
+            self._wrong(
+                f"{path}.{(names or FIELDS).get(refusal.field, refusal.field)}", refusal.remedy
+            )
         except MeteringError as refusal:
             self._wrong(path, str(refusal))
         return None
 
     def _wrong(self, path: str, message: str) -> None:
-        self.mistakes.append(Mistake(path, message))
+        self.violations.append(ConfigurationViolation(path, message))
 
     async def _made(self, path: str, name: str, create: Callable[[str], Awaitable[Made]]) -> Made:
-        """Create an object; if its name is refused, create one with a valid name, which will be
-        rolled back.
-        """
+        """Create an object, with a valid name if its own is refused; that is rolled back."""
         made = await self._attempt(path, lambda: create(name))
         if made is None:
             made = await create(f"x{uuid.uuid4().hex}")
@@ -335,69 +378,123 @@ class Attempts:
 
     async def _organization(self, path: str, wanted: OrganizationSpec) -> None:
         query = select(Organization).where(Organization.name == wanted.name)
-        standing: Organization | None = await self.session.scalar(query)
-        if standing is None:
+        existing: Organization | None = await self.session.scalar(query)
+        if existing is None:
             code = self._currency(path, wanted.currency_code or "USD")
-            standing = await self._made(
+            existing = await self._made(
                 path,
                 wanted.name,
-                lambda name: create_organization(self.session, name=name, currency_code=code, actor=self.actor),
+                lambda name: create_organization(
+                    self.session, name=name, currency_code=code, actor=self.actor
+                ),
             )
             changes = (FieldChange("currency_code", None, code),)
             self.changes.append(Change(Action.CREATE, "organization", wanted.name, changes))
-        elif wanted.currency_code not in ("", standing.currency_code):
+        elif wanted.currency_code not in ("", existing.currency_code):
             self._wrong(
-                f"{path}.currency_code", f"it is {standing.currency_code}, which never changes: create another organization"
+                f"{path}.currency_code",
+                f"it is {existing.currency_code}, which never changes: create another organization",
             )
         if wanted.billing_profile is not None:
-            await self._billing_profile(f"{path}.billing_profile", wanted.name, standing, wanted.billing_profile)
-        await self._quotas(Subject(path, wanted.name, QuotaSubject.ORGANIZATION, standing.id), wanted)
-        query_projects = select(Project).where(Project.organization_id == standing.id)
+            await self._billing_profile(
+                f"{path}.billing_profile", wanted.name, existing, wanted.billing_profile
+            )
+        await self._quotas(
+            Subject(path, wanted.name, QuotaSubject.ORGANIZATION, existing.id), wanted
+        )
+        query_projects = select(Project).where(Project.organization_id == existing.id)
         projects = {project.name: project for project in await self.session.scalars(query_projects)}
-        self.mistakes += named_twice(f"{path}.projects", "name", [each.name for each in wanted.projects])
+        self.violations += named_twice(
+            f"{path}.projects", "name", [each.name for each in wanted.projects]
+        )
         for index, project in enumerate(wanted.projects):
             shown = f"{wanted.name}/{project.name}"
-            await self._project(f"{path}.projects[{index}]", shown, standing, project, projects.pop(project.name, None))
-        self.kept += [Change(Action.KEEP, "project", f"{wanted.name}/{name}") for name in sorted(projects)]
+            await self._project(
+                f"{path}.projects[{index}]",
+                shown,
+                existing,
+                project,
+                projects.pop(project.name, None),
+            )
+        self.kept += [
+            Change(Action.KEEP, "project", f"{wanted.name}/{name}") for name in sorted(projects)
+        ]
 
     def _currency(self, path: str, code: str) -> str:
-        """Return the currency; for an invalid one record a mistake and return a valid one."""
+        """Return the currency; for an invalid one record a violation and return a valid one."""
         try:
             return checked_currency(code)
         except InvalidValue as refusal:
             self._wrong(f"{path}.{refusal.field}", refusal.remedy)
             return "USD"
 
-    async def _billing_profile(self, path: str, shown: str, owner: Organization, wanted: BillingProfile) -> None:
+    async def _billing_profile(
+        self, path: str, shown: str, owner: Organization, wanted: BillingProfile
+    ) -> None:
         before = await billing_profile(self.session, owner.id) or BillingProfile()
         changes = differences(before, wanted, [each.name for each in fields(BillingProfile)])
         if not changes:
             return
-        change = partial(set_billing_profile, self.session, organization=str(owner.id), profile=wanted, actor=self.actor)
+        change = partial(
+            set_billing_profile,
+            self.session,
+            organization=str(owner.id),
+            profile=wanted,
+            actor=self.actor,
+        )
         if await self._attempt(path, change) is not None:
             self.changes.append(Change(Action.UPDATE, "billing_profile", shown, changes))
 
-    async def _project(self, path: str, shown: str, owner: Organization, wanted: ProjectSpec, standing: Project | None) -> None:
-        if standing is None:
-            standing = await self._made(
+    async def _project(
+        self,
+        path: str,
+        shown: str,
+        owner: Organization,
+        wanted: ProjectSpec,
+        existing: Project | None,
+    ) -> None:
+        if existing is None:
+            existing = await self._made(
                 path,
                 wanted.name,
-                lambda name: create_project(self.session, organization=str(owner.id), name=name, actor=self.actor),
+                lambda name: create_project(
+                    self.session, organization=str(owner.id), name=name, actor=self.actor
+                ),
             )
             self.changes.append(Change(Action.CREATE, "project", shown))
-        await self._quotas(Subject(path, shown, QuotaSubject.PROJECT, standing.id), wanted)
-        query = select(ApiKey).where(ApiKey.project_id == standing.id, ApiKey.revoked_at.is_(None)).order_by(ApiKey.created_at)
+        await self._quotas(Subject(path, shown, QuotaSubject.PROJECT, existing.id), wanted)
+        query = (
+            select(ApiKey)
+            .where(ApiKey.project_id == existing.id, ApiKey.revoked_at.is_(None))
+            .order_by(ApiKey.created_at)
+        )
         left = {key.prefix: key for key in await self.session.scalars(query)}
-        self.mistakes += named_twice(f"{path}.keys", "name", [each.prefix or each.name for each in wanted.keys])
+        self.violations += named_twice(
+            f"{path}.keys", "name", [each.prefix or each.name for each in wanted.keys]
+        )
         named = {each.prefix for each in wanted.keys}
         for index, key in enumerate(wanted.keys):
-            of_name = [prefix for prefix, found in left.items() if found.name == key.name and prefix not in named]
-            await self._key(f"{path}.keys[{index}]", f"{shown}/{key.name}", key, standing, left, of_name)
+            of_name = [
+                prefix
+                for prefix, found in left.items()
+                if found.name == key.name and prefix not in named
+            ]
+            await self._key(
+                f"{path}.keys[{index}]", f"{shown}/{key.name}", key, existing, left, of_name
+            )
         for surplus in left.values():
-            await self._surplus_key(path, f"{shown}/{surplus.name}", surplus, prune=wanted.prune_keys)
+            await self._surplus_key(
+                path, f"{shown}/{surplus.name}", surplus, prune=wanted.prune_keys
+            )
 
     async def _key(
-        self, path: str, shown: str, wanted: KeySpec, owner: Project, left: dict[str, ApiKey], of_name: list[str]
+        self,
+        path: str,
+        shown: str,
+        wanted: KeySpec,
+        owner: Project,
+        left: dict[str, ApiKey],
+        of_name: list[str],
     ) -> None:
         """Apply one key. left: keys of the project not named so far, by prefix; the key is removed
         from them.
@@ -405,31 +502,47 @@ class Attempts:
         of_name: prefixes of the keys with its name that are not named by prefix.
         """
         for model in sorted(set(wanted.models) - set(self.models)):
-            self._wrong(f"{path}.models", f"no model {model!r} is served: give some of {', '.join(sorted(self.models))}")
-        standing: ApiKey | None = None
+            self._wrong(
+                f"{path}.models",
+                f"no model {model!r} is served: give some of {', '.join(sorted(self.models))}",
+            )
+        existing: ApiKey | None = None
         if wanted.prefix:
-            if (standing := left.pop(wanted.prefix, None)) is None:
-                self._wrong(f"{path}.prefix", "the project has no such key that is not revoked: leave it out to create one")
+            if (existing := left.pop(wanted.prefix, None)) is None:
+                self._wrong(
+                    f"{path}.prefix",
+                    "the project has no such key that is not revoked: leave it out to create one",
+                )
                 return
         elif len(of_name) > 1:
-            self._wrong(f"{path}.name", f"{len(of_name)} keys have this name: say which by `prefix`, one of {', '.join(of_name)}")
+            self._wrong(
+                f"{path}.name",
+                f"{len(of_name)} keys have this name: say which by `prefix`, one of"
+                f" {', '.join(of_name)}",
+            )
             for prefix in of_name:
                 left.pop(prefix)
             return
         elif of_name:
-            standing = left.pop(of_name[0])
-        if standing is None:
-            standing = await self._new_key(path, shown, owner, wanted)
+            existing = left.pop(of_name[0])
+        if existing is None:
+            existing = await self._new_key(path, shown, owner, wanted)
         else:
-            await self._changed_key(path, shown, wanted, standing)
-        if standing is not None:
+            await self._changed_key(path, shown, wanted, existing)
+        if existing is not None:
             # Limits that a key got from templates are defined there, and are left alone.
-            limits = select(Quota).where(Quota.subject_id.in_((owner.organization_id, owner.id)), Quota.for_new_keys)
+            limits = select(Quota).where(
+                Quota.subject_id.in_((owner.organization_id, owner.id)), Quota.for_new_keys
+            )
             templates = await self.session.scalars(limits.where(Quota.deleted_at.is_(None)))
             defaults = frozenset(replace(place_of(row), for_new_keys=False) for row in templates)
-            await self._quotas(Subject(path, shown, QuotaSubject.API_KEY, standing.id), wanted, defaults)
+            await self._quotas(
+                Subject(path, shown, QuotaSubject.API_KEY, existing.id), wanted, defaults
+            )
 
-    async def _new_key(self, path: str, shown: str, owner: Project, wanted: KeySpec) -> ApiKey | None:
+    async def _new_key(
+        self, path: str, shown: str, owner: Project, wanted: KeySpec
+    ) -> ApiKey | None:
         made = await self._attempt(
             path,
             lambda: create_api_key(
@@ -450,26 +563,33 @@ class Attempts:
             return None
         record, secret = made
         self.created.add(record.id)
-        standing = await self.session.get_one(ApiKey, record.id)
-        says = differences(None, standing, KEY_FIELDS)
-        self.changes.append(Change(Action.CREATE, "key", shown, says, key_prefix=record.prefix, secret=secret))
-        return standing
+        existing = await self.session.get_one(ApiKey, record.id)
+        says = differences(None, existing, KEY_FIELDS)
+        self.changes.append(
+            Change(Action.CREATE, "key", shown, says, key_prefix=record.prefix, secret=secret)
+        )
+        return existing
 
-    async def _changed_key(self, path: str, shown: str, wanted: KeySpec, standing: ApiKey) -> None:
-        changes = differences(standing, wanted, ("name", *KEY_FIELDS))
+    async def _changed_key(self, path: str, shown: str, wanted: KeySpec, existing: ApiKey) -> None:
+        changes = differences(existing, wanted, ("name", *KEY_FIELDS))
         if not changes:
             return
-        if standing.id == self.own_key_id and ("admin" not in wanted.scopes or (wanted.expires_at or self.now) < self.now):
-            told = "this very call is made with this key, which would lose `admin` or expire: use another key"
-            self._wrong(f"{path}.scopes", told)
-        if standing.id == self.own_key_id and shuts_out(wanted.allowed_networks, self.own_address):
-            told = "this very call is made with this key from outside of them: use another key"
-            self._wrong(f"{path}.allowed_networks", told)
+        if existing.id == self.own_key_id and (
+            "admin" not in wanted.scopes or (wanted.expires_at or self.now) < self.now
+        ):
+            wrong = (
+                "this very call is made with this key, which would lose `admin` or expire: use"
+                " another key"
+            )
+            self._wrong(f"{path}.scopes", wrong)
+        if existing.id == self.own_key_id and excludes(wanted.allowed_networks, self.own_address):
+            wrong = "this very call is made with this key from outside of them: use another key"
+            self._wrong(f"{path}.allowed_networks", wrong)
         await self._attempt(
             path,
             lambda: update_api_key(
                 self.session,
-                api_key=str(standing.id),
+                api_key=str(existing.id),
                 name=wanted.name,
                 scopes=wanted.scopes,
                 models=wanted.models,
@@ -483,51 +603,92 @@ class Attempts:
                 actor=self.actor,
             ),
         )
-        self.changes.append(Change(Action.UPDATE, "key", shown, changes, key_prefix=standing.prefix))
+        self.changes.append(
+            Change(Action.UPDATE, "key", shown, changes, key_prefix=existing.prefix)
+        )
 
     async def _surplus_key(self, path: str, shown: str, key: ApiKey, *, prune: bool) -> None:
-        change = Change(Action.DELETE if prune else Action.KEEP, "key", shown, key_prefix=key.prefix)
+        change = Change(
+            Action.DELETE if prune else Action.KEEP, "key", shown, key_prefix=key.prefix
+        )
         if not prune:
             self.kept.append(change)
         elif key.id == self.own_key_id:
-            told = f"this very call is made with the key {key.name!r}, which would be revoked: name it too"
-            self._wrong(f"{path}.keys", told)
+            wrong = (
+                f"this very call is made with the key {key.name!r}, which would be revoked: name"
+                " it too"
+            )
+            self._wrong(f"{path}.keys", wrong)
         else:
-            await self._attempt(path, lambda: revoke_api_key(self.session, api_key=str(key.id), actor=self.actor))
+            await self._attempt(
+                path, lambda: revoke_api_key(self.session, api_key=str(key.id), actor=self.actor)
+            )
             self.changes.append(change)
 
     async def _quotas(
-        self, subject: Subject, wanted: OrganizationSpec | ProjectSpec | KeySpec, defaults: Collection[QuotaPlace] = ()
+        self,
+        subject: Subject,
+        wanted: OrganizationSpec | ProjectSpec | KeySpec,
+        defaults: Collection[QuotaPlace] = (),
     ) -> None:
-        """Apply the limits of one subject. defaults: limits that stay although they are not named."""
-        query = select(Quota).where(Quota.subject_id == subject.id, Quota.deleted_at.is_(None)).order_by(Quota.created_at, Quota.id)
+        """Apply the limits of one subject. defaults: limits that stay although not named."""
+        query = (
+            select(Quota)
+            .where(Quota.subject_id == subject.id, Quota.deleted_at.is_(None))
+            .order_by(Quota.created_at, Quota.id)
+        )
         # Which follows from grants.
         query = query.where(Quota.dimension != QuotaDimension.PREPAID_CREDIT_PICOS)
-        rows = {place_of(row): row for row in await self.session.scalars(query.execution_options(populate_existing=True))}
-        self.mistakes += named_twice(f"{subject.path}.quotas", "dimension", [place for place, _ in wanted.quotas])
+        rows = {
+            place_of(row): row
+            for row in await self.session.scalars(query.execution_options(populate_existing=True))
+        }
+        self.violations += named_twice(
+            f"{subject.path}.quotas", "dimension", [place for place, _ in wanted.quotas]
+        )
         for index, (place, spec) in enumerate(wanted.quotas):
             at = f"{subject.path}.quotas[{index}]"
             if place.model and place.model not in self.models:
                 served = ", ".join(sorted(self.models))
-                self._wrong(f"{at}.model", f"no model of this name is served: give one of {served}, or none")
-            await self._quota(at, subject, place, spec.without_past_raise(self.now), rows.pop(place, None))
+                self._wrong(
+                    f"{at}.model", f"no model of this name is served: give one of {served}, or none"
+                )
+            await self._quota(
+                at, subject, place, spec.without_past_override(self.now), rows.pop(place, None)
+            )
         for place, row in rows.items():
             if place in defaults:
                 continue
-            change = Change(Action.DELETE if wanted.prune_quotas else Action.KEEP, "quota", subject.shown, quota=place)
+            change = Change(
+                Action.DELETE if wanted.prune_quotas else Action.KEEP,
+                "quota",
+                subject.shown,
+                quota=place,
+            )
             if wanted.prune_quotas:
-                await self._attempt(subject.path, partial(delete_quota, self.session, quota_id=str(row.id), actor=self.actor))
+                await self._attempt(
+                    subject.path,
+                    partial(delete_quota, self.session, quota_id=str(row.id), actor=self.actor),
+                )
             (self.changes if wanted.prune_quotas else self.kept).append(change)
 
-    async def _quota(self, path: str, subject: Subject, place: QuotaPlace, wanted: QuotaSpec, row: Quota | None) -> None:
+    async def _quota(
+        self, path: str, subject: Subject, place: QuotaPlace, wanted: QuotaSpec, row: Quota | None
+    ) -> None:
         """Apply one limit. row: its present row, if any."""
-        standing = None if row is None else QuotaSpec.of(row, self.now)
+        existing = None if row is None else QuotaSpec.of(row, self.now)
         named = [each.name for each in fields(QuotaSpec)]
-        if wanted.raised_until is None:  # without an override in the document, a present one stays
-            named = [name for name in named if name not in RAISE]
-        new_fields = [name for name in named if standing is not None or getattr(wanted, name) != getattr(PLAIN, name)]
-        changes = differences(standing, wanted, new_fields)
-        if standing is not None and not changes:
+        if (
+            wanted.override_until is None
+        ):  # without an override in the document, a present one stays
+            named = [name for name in named if name not in OVERRIDE]
+        new_fields = [
+            name
+            for name in named
+            if existing is not None or getattr(wanted, name) != getattr(PLAIN, name)
+        ]
+        changes = differences(existing, wanted, new_fields)
+        if existing is not None and not changes:
             return
         state = await self._attempt(
             path,
@@ -538,45 +699,86 @@ class Attempts:
                 model=place.model,
                 dimension=place.dimension,
                 limit_value=wanted.limit_value,
-                weights=Weights(wanted.input_weight_milli, wanted.cached_input_weight_milli, wanted.output_weight_milli),
+                weights=Weights(
+                    wanted.input_weight_milli,
+                    wanted.cached_input_weight_milli,
+                    wanted.output_weight_milli,
+                ),
                 enforced=wanted.enforced,
                 for_new_keys=place.for_new_keys,
-                alert_at=usual_thresholds(place.dimension) if wanted.alert_at is None else wanted.alert_at,
+                alert_at=(
+                    usual_thresholds(place.dimension)
+                    if wanted.alert_at is None
+                    else wanted.alert_at
+                ),
                 actor=self.actor,
                 later=self.uncounted,
             ),
         )
-        if state is not None and wanted.raised_until is not None:
-            raised = partial(raise_quota, self.session, quota_id=str(state.quota_id), actor=self.actor)
-            limit, until, reason = wanted.raised_limit_value or 0, wanted.raised_until, wanted.raise_reason or ""
-            await self._attempt(path, lambda: raised(limit_value=limit, until=until, reason=reason), RAISE_FIELDS)
-        action = Action.UPDATE if standing else Action.CREATE
+        if state is not None and wanted.override_until is not None:
+            raised = partial(
+                override_quota, self.session, quota_id=str(state.quota_id), actor=self.actor
+            )
+            limit, until, reason = (
+                wanted.override_limit_value or 0,
+                wanted.override_until,
+                wanted.override_reason or "",
+            )
+            await self._attempt(
+                path, lambda: raised(limit_value=limit, until=until, reason=reason), OVERRIDE_FIELDS
+            )
+        action = Action.UPDATE if existing else Action.CREATE
         self.changes.append(Change(action, "quota", subject.shown, changes, quota=place))
 
     async def _price(self, path: str, wanted: PriceSpec) -> None:
         """Apply one price, from its time on or from now. Unset values stay."""
-        at = None if wanted.effective_at is None or wanted.effective_at <= self.now else wanted.effective_at
+        at = (
+            None
+            if wanted.effective_at is None or wanted.effective_at <= self.now
+            else wanted.effective_at
+        )
         owner = owner_id = None
         if wanted.organization:
-            owner = await self._attempt(f"{path}.organization", lambda: find_organization(self.session, wanted.organization))
+            owner = await self._attempt(
+                f"{path}.organization", lambda: find_organization(self.session, wanted.organization)
+            )
             if owner is None:
                 return
             owner_id = owner.id
-        named = replace(wanted, currency_code=wanted.currency_code or (owner.currency_code if owner else "USD"))
-        found = await versions_in_force(
-            self.session, model=named.model, currency_code=named.currency_code, organization_id=owner_id, at=at
+        named = replace(
+            wanted, currency_code=wanted.currency_code or (owner.currency_code if owner else "USD")
         )
-        standing = spec_of([each for each in found if each.organization_id == owner_id and not each.withdrawn], named)
-        names = [each.name for each in fields(PriceSpec) if each.name not in PLACE and getattr(named, each.name) is not None]
-        changes = differences(standing, named, names)
+        found = await versions_in_force(
+            self.session,
+            model=named.model,
+            currency_code=named.currency_code,
+            organization_id=owner_id,
+            at=at,
+        )
+        existing = spec_of(
+            [each for each in found if each.organization_id == owner_id and not each.withdrawn],
+            named,
+        )
+        names = [
+            each.name
+            for each in fields(PriceSpec)
+            if each.name not in PLACE and getattr(named, each.name) is not None
+        ]
+        changes = differences(existing, named, names)
         if not changes:
             return
-        terms = {each.name: getattr(named, each.name) for each in fields(PriceSpec)} | {"effective_at": at}
+        terms = {each.name: getattr(named, each.name) for each in fields(PriceSpec)} | {
+            "effective_at": at
+        }
         await self._attempt(path, lambda: set_price(self.session, **terms, actor=self.actor))
-        whose = f" of {named.organization}" if named.organization else ""
+        suffix = f" of {named.organization}" if named.organization else ""
         since = f" from {at:%Y-%m-%d %H:%M:%SZ}" if at else ""
-        action = Action.UPDATE if standing else Action.CREATE
-        self.changes.append(Change(action, "price", f"{named.model} in {named.currency_code}{whose}{since}", changes))
+        action = Action.UPDATE if existing else Action.CREATE
+        self.changes.append(
+            Change(
+                action, "price", f"{named.model} in {named.currency_code}{suffix}{since}", changes
+            )
+        )
 
 
 def place_of(quota: Quota) -> QuotaPlace:
@@ -593,7 +795,7 @@ async def apply_configuration(
     models: Collection[str],
     dry_run: bool = False,
 ) -> Attempts:
-    """Apply a configuration; return changes, kept objects and mistakes. Roll back on any mistake.
+    """Apply a configuration; return changes, kept objects and violations. On violations roll back.
 
     own_key_id: the caller's key, used from `own_address`. models: served models. dry_run: the
     caller rolls back in any case, so past usage is not counted and no request has to wait.
@@ -601,27 +803,41 @@ async def apply_configuration(
     now = (await session.scalars(select(func.now()))).one()
     work = Attempts(session, actor, now, models, own_key_id, own_address)
     await work.apply(wanted)
-    if not dry_run and not work.mistakes:
+    if not dry_run and not work.violations:
         await work.count_past()
     return work
 
 
-async def price_specs(session: AsyncSession, names: dict[uuid.UUID, str], *, listed: bool) -> tuple[PriceSpec, ...]:
-    """Return the prices in force: own ones of the named organizations, by id, and with `listed`
-    those of the list.
-    """
-    found = await versions_in_force(session, everyones=True)
+async def price_specs(
+    session: AsyncSession, names: dict[uuid.UUID, str], *, listed: bool
+) -> tuple[PriceSpec, ...]:
+    """Return the prices in force: those of the named organizations, and of the list if `listed`."""
+    found = await versions_in_force(session, all_customers=True)
     of_place: dict[tuple[str, str, uuid.UUID | None], list[ModelPrice]] = {}
     for each in found:
-        if not each.withdrawn and (each.organization_id in names or (listed and each.organization_id is None)):
-            of_place.setdefault((each.model, each.prices.currency_code, each.organization_id), []).append(each)
+        if not each.withdrawn and (
+            each.organization_id in names or (listed and each.organization_id is None)
+        ):
+            of_place.setdefault(
+                (each.model, each.prices.currency_code, each.organization_id), []
+            ).append(each)
     specs = []
     for (model, currency_code, owner), versions in of_place.items():
-        place = PriceSpec(model, currency_code, 0, 0, 0, organization="" if owner is None else names[owner])
+        place = PriceSpec(
+            model, currency_code, 0, 0, 0, organization="" if owner is None else names[owner]
+        )
         if (spec := spec_of(versions, place)) is not None:
-            multiplier = None if spec.batch_multiplier_milli == MULTIPLIER_SCALE else spec.batch_multiplier_milli
+            multiplier = (
+                None
+                if spec.batch_multiplier_milli == MULTIPLIER_SCALE
+                else spec.batch_multiplier_milli
+            )
             embedding = spec.embedding_picos_per_token or None
-            specs.append(replace(spec, embedding_picos_per_token=embedding, batch_multiplier_milli=multiplier))
+            specs.append(
+                replace(
+                    spec, embedding_picos_per_token=embedding, batch_multiplier_milli=multiplier
+                )
+            )
     return tuple(specs)
 
 
@@ -631,26 +847,38 @@ def spec_of(versions: list[ModelPrice], place: PriceSpec) -> PriceSpec | None:
     if ServiceTier.INTERACTIVE not in tiers:
         return None
     prices, batch = tiers[ServiceTier.INTERACTIVE].prices, tiers.get(ServiceTier.BATCH)
-    rates = {each.name: getattr(prices, each.name) for each in fields(PriceSpec) if each.name.endswith("_picos_per_token")}
-    return replace(place, **rates, batch_multiplier_milli=batch.multiplier_milli if batch else MULTIPLIER_SCALE)
+    rates = {
+        each.name: getattr(prices, each.name)
+        for each in fields(PriceSpec)
+        if each.name.endswith("_picos_per_token")
+    }
+    return replace(
+        place, **rates, batch_multiplier_milli=batch.multiplier_milli if batch else MULTIPLIER_SCALE
+    )
 
 
 Quotas = Mapping[uuid.UUID, tuple[tuple[QuotaPlace, QuotaSpec], ...]]
 
 
 async def present_state(session: AsyncSession, *, organization: str | None = None) -> Configuration:
-    """Return the present configuration: of all, or of one organization with its own prices. Raises:
-    NotFound.
-    """
+    """Return the present configuration, of all or of one organization. Raises: NotFound."""
     owners = select(Organization).order_by(Organization.name)
     if organization:
-        owners = owners.where(Organization.id == (await find_organization(session, organization)).id)
+        owners = owners.where(
+            Organization.id == (await find_organization(session, organization)).id
+        )
     organizations = (await session.scalars(owners)).all()
     ids = [each.id for each in organizations]
-    projects = (await session.scalars(select(Project).where(Project.organization_id.in_(ids)).order_by(Project.name))).all()
+    projects = (
+        await session.scalars(
+            select(Project).where(Project.organization_id.in_(ids)).order_by(Project.name)
+        )
+    ).all()
     project_ids = [each.id for each in projects]
     working = select(ApiKey).where(ApiKey.project_id.in_(project_ids), ApiKey.revoked_at.is_(None))
-    keys = (await session.scalars(working.order_by(ApiKey.name, ApiKey.created_at, ApiKey.id))).all()
+    keys = (
+        await session.scalars(working.order_by(ApiKey.name, ApiKey.created_at, ApiKey.id))
+    ).all()
     now = (await session.scalars(select(func.now()))).one()
     quotas = await quotas_of(session, [*ids, *project_ids, *(key.id for key in keys)], now)
     keys_of: dict[uuid.UUID, list[ApiKey]] = defaultdict(list)
@@ -658,7 +886,9 @@ async def present_state(session: AsyncSession, *, organization: str | None = Non
         keys_of[key.project_id].append(key)
     projects_of: dict[uuid.UUID, list[ProjectSpec]] = defaultdict(list)
     for project in projects:
-        spec = ProjectSpec(project.name, quotas.get(project.id, ()), key_specs(keys_of[project.id], quotas))
+        spec = ProjectSpec(
+            project.name, quotas.get(project.id, ()), key_specs(keys_of[project.id], quotas)
+        )
         projects_of[project.organization_id].append(spec)
     profiles = await billing_profiles(session)
     specs = (

@@ -1,8 +1,8 @@
 """Control channel between the api processes of one database: a LISTEN connection in each, and
 periodic polls.
 
-Notifications make it fast, the polls make it reliable: an order whose notification was lost is
-applied within `LOOK_INTERVAL_S`, and within `LOOK_INTERVAL_S` + `ANSWER_TIMEOUT_S` +
+Notifications make it fast, the polls make it reliable: a command whose notification was lost is
+applied within `POLL_INTERVAL_S`, and within `POLL_INTERVAL_S` + `ANSWER_TIMEOUT_S` +
 `CONNECT_TIMEOUT_S`, five seconds, if the connection had died silently.
 
 Broadcasts are short texts that nothing depends on: no row is written, processes that do not listen
@@ -24,58 +24,82 @@ import structlog
 
 from common.backoff import Backoff
 from common.incidents import Retries
-from metering.control.live import CHANNEL, PEERS, REPORT, DrainOrder, StopOrder
-from metering.store.db import KEEPALIVES, BoundedConnection, connection_options, patience, psycopg_conninfo
+from metering.control.live import CHANNEL, PEERS, REPORT, CancelCommand, DrainCommand
+from metering.store.db import (
+    KEEPALIVES,
+    BoundedConnection,
+    connection_options,
+    patience,
+    psycopg_conninfo,
+)
 
-GOSSIP_CHANNEL = "weir_gossip"
+BROADCAST_CHANNEL = "weir_broadcast"
 BYTES_MAX = 7000  # of one text in UTF-8: PostgreSQL's limit is 8,000 including the message header
 INTERVAL_S = 1.0  # between two broadcasts of one process
 
 
-class Gossip(Protocol):
+class Broadcaster(Protocol):
     """Broadcasts of one process, and its receiver of all broadcasts, including its own."""
 
-    def told(self) -> str:
-        """Return news since the last call, at most `BYTES_MAX`; empty for none. The news returned
-        are removed.
-        """
+    def next_broadcast(self) -> str:
+        """Remove and return news since the last call, at most `BYTES_MAX`; empty for none."""
         ...
 
-    def heard(self, text: str) -> None:
+    def receive(self, text: str) -> None:
         """Process a broadcast. Never raises."""
         ...
 
 
-LOOK_INTERVAL_S = 1.0  # two small queries a second per process
+POLL_INTERVAL_S = 1.0  # two small queries a second per process
 ANSWER_TIMEOUT_S = 2.0  # above the interval; a small query that takes longer has lost its server
 CONNECT_TIMEOUT_S = 2  # the minimum of libpq
 RECONNECT_MIN_S, RECONNECT_MAX_S = 0.05, 2.0
-# Above the duration of any transaction that writes an order: older orders are all visible.
+# Above the duration of any transaction that writes a command: older commands are all visible.
 SETTLED_AGE = "60 seconds"
 
 # A read-only server has just been replaced by another primary.
-AWAY = (psycopg.OperationalError, psycopg.InterfaceError, psycopg.errors.ReadOnlySqlTransaction, OSError)
+AWAY = (
+    psycopg.OperationalError,
+    psycopg.InterfaceError,
+    psycopg.errors.ReadOnlySqlTransaction,
+    OSError,
+)
 
-SELECT_FLOOR = f"SELECT coalesce(max(id), 0) FROM stop_orders WHERE ordered_at < clock_timestamp() - interval '{SETTLED_AGE}'"
-# Ids are drawn before the commit, so a smaller one may appear after a larger one: recent orders are
-# read repeatedly.
-SELECT_ORDERS = f"""
-SELECT id, request_id, project_id, api_key_id, reason, changed_key_id, coalesce(allowed_networks, '{{}}'),
-    coalesce(ended_secrets, '{{}}'),
-    ordered_at < clock_timestamp() - interval '{SETTLED_AGE}'
-FROM stop_orders WHERE id > %s ORDER BY id
+SELECT_FLOOR = f"""
+SELECT coalesce(max(id), 0)
+FROM cancel_commands
+WHERE created_at < clock_timestamp() - interval '{SETTLED_AGE}'
+"""
+# Ids are drawn before the commit, so a smaller one may appear after a larger one: recent commands
+# are read repeatedly.
+SELECT_COMMANDS = f"""
+SELECT id, request_id, project_id, api_key_id, reason, changed_key_id,
+       coalesce(allowed_networks, '{{}}'),
+       coalesce(ended_secrets, '{{}}'),
+       created_at < clock_timestamp() - interval '{SETTLED_AGE}'
+FROM cancel_commands
+WHERE id > %s
+ORDER BY id
 """
 WRITE_REPORT = """
-INSERT INTO live_reports (owner_id, owner_name, peer_address, peer_certificate, reported_at, requests, replicas)
+INSERT INTO live_reports
+    (process_id, process_name, peer_address, peer_certificate, reported_at, requests, replicas)
 VALUES (%s, %s, %s, %s, clock_timestamp(), %s::jsonb, %s::jsonb)
-ON CONFLICT (owner_id) DO UPDATE
-SET owner_name = excluded.owner_name, peer_address = excluded.peer_address, peer_certificate = excluded.peer_certificate,
-    reported_at = excluded.reported_at, requests = excluded.requests, replicas = excluded.replicas
+ON CONFLICT (process_id) DO UPDATE
+SET process_name = excluded.process_name,
+    peer_address = excluded.peer_address,
+    peer_certificate = excluded.peer_certificate,
+    reported_at = excluded.reported_at,
+    requests = excluded.requests,
+    replicas = excluded.replicas
 RETURNING xmax = 0
 """
 SELECT_CERTIFICATES = "SELECT peer_certificate FROM live_reports"
 SELECT_DRAINS = """
-SELECT model, replica, coalesce(clock_timestamp() >= drained_at + move_after_ms * interval '1 millisecond', false)
+SELECT model, replica,
+       coalesce(
+           clock_timestamp() >= drained_at + move_after_ms * interval '1 millisecond', false
+       )
 FROM replica_drains
 """
 
@@ -83,46 +107,44 @@ log = structlog.get_logger(__name__)
 
 
 class ControlChannel:
-    """Control channel of one process. `run` must run for orders to be applied and reports to be
-    written.
-    """
+    """Control channel of one process. Commands and reports need its `run`."""
 
     def __init__(
         self,
         database_url: str,
-        owner_id: uuid.UUID,
-        owner_name: str,
+        process_id: uuid.UUID,
+        process_name: str,
         *,
         peer: tuple[str, str] = ("", ""),
         peers: Callable[[Sequence[str]], None] = lambda _: None,
-        stop: Callable[[StopOrder], None],
+        stop: Callable[[CancelCommand], None],
         report: Callable[[], Sequence[dict[str, Any]]],
-        drain: Callable[[Sequence[DrainOrder]], None],
+        drain: Callable[[Sequence[DrainCommand]], None],
         report_replicas: Callable[[], Sequence[dict[str, Any]]],
-        gossip: Gossip | None = None,
+        broadcaster: Broadcaster | None = None,
     ) -> None:
-        """stop: applies an order; called once per order. report: returns the running requests as
+        """stop: applies a command; called once per command. report: returns the running requests as
         JSON values.
 
         drain: called at each poll with all drained replicas. report_replicas: returns the states of
         all replicas. peer: "host:port" at which other processes reach this one, and its certificate
-        there. peers: called with the certificates of all processes when one was added. gossip:
+        there. peers: called with the certificates of all processes when one was added. broadcaster:
         broadcasts over the same connection; None to neither send nor receive any.
         """
         self._conninfo = psycopg_conninfo(database_url)
-        self._owner = (owner_id, owner_name, *peer)
+        self._owner = (process_id, process_name, *peer)
         self._peers = peers
         self._stop = stop
         self._report = report
         self._drain = drain
         self._report_replicas = report_replicas
-        self._gossip = gossip
-        self._told_at = -math.inf  # a monotonic clock may start at any value
-        # All orders up to this id have been read, and no further ones can appear below it.
+        self._broadcaster = broadcaster
+        self._sent_at = -math.inf  # a monotonic clock may start at any value
+        # All commands up to this id have been read, and no further ones can appear below it.
         self._floor: int | None = None
-        self._applied: set[int] = set()  # applied orders above the floor
-        # One item each: an order, a request of a report, a broadcast, the connection as a whole.
-        self._retries = Retries("control_channel_items", shortest_s=LOOK_INTERVAL_S, passing=AWAY)
+        self._applied: set[int] = set()  # applied commands above the floor
+        # One item each: a command, a request of a report, a broadcast, the connection as a whole.
+        self._retries = Retries("control_channel_items", shortest_s=POLL_INTERVAL_S, passing=AWAY)
         self.connected = False
 
     async def run(self) -> None:
@@ -153,16 +175,20 @@ class ControlChannel:
 
     async def _connect(self) -> BoundedConnection:
         return await BoundedConnection.connect(
-            self._conninfo, autocommit=True, connect_timeout=CONNECT_TIMEOUT_S, options=connection_options(), **KEEPALIVES
+            self._conninfo,
+            autocommit=True,
+            connect_timeout=CONNECT_TIMEOUT_S,
+            options=connection_options(),
+            **KEEPALIVES,
         )
 
     async def _serve(self, connection: BoundedConnection) -> None:
         await connection.execute(f"LISTEN {CHANNEL}")
-        if self._gossip is not None:
-            await connection.execute(f"LISTEN {GOSSIP_CHANNEL}")
+        if self._broadcaster is not None:
+            await connection.execute(f"LISTEN {BROADCAST_CHANNEL}")
         asked = {REPORT, PEERS}  # unasked: the row lets others wait for this process
         while True:
-            # Always: orders may have been issued while nothing listened.
+            # Always: commands may have been issued while nothing listened.
             await self._apply(connection)
             if REPORT in asked:
                 with self._retries.survive("live report"):
@@ -172,60 +198,85 @@ class ControlChannel:
                     cursor = await connection.execute(SELECT_CERTIFICATES)
                     self._peers([certificate for (certificate,) in await cursor.fetchall()])
             with self._retries.survive("broadcast"):
-                await self._tell(connection)
-            notices = [notice async for notice in connection.notifies(timeout=LOOK_INTERVAL_S, stop_after=1)]
+                await self._broadcast(connection)
+            notices = [
+                notice
+                async for notice in connection.notifies(timeout=POLL_INTERVAL_S, stop_after=1)
+            ]
             asked = set()
             for notice in notices:
                 with self._retries.survive("broadcast"):
-                    if notice.channel == GOSSIP_CHANNEL and self._gossip is not None:
-                        self._gossip.heard(notice.payload)
+                    if notice.channel == BROADCAST_CHANNEL and self._broadcaster is not None:
+                        self._broadcaster.receive(notice.payload)
                     else:
                         asked.add(notice.payload)
 
-    async def _tell(self, connection: BoundedConnection) -> None:
+    async def _broadcast(self, connection: BoundedConnection) -> None:
         """Send a broadcast if there is news and the interval has passed."""
-        if self._gossip is None or time.monotonic() - self._told_at < INTERVAL_S:
+        if self._broadcaster is None or time.monotonic() - self._sent_at < INTERVAL_S:
             return
-        if text := self._gossip.told():
-            self._told_at = time.monotonic()
-            await connection.execute("SELECT pg_notify(%s, %s)", (GOSSIP_CHANNEL, text))
+        if text := self._broadcaster.next_broadcast():
+            self._sent_at = time.monotonic()
+            await connection.execute("SELECT pg_notify(%s, %s)", (BROADCAST_CHANNEL, text))
 
     async def _write_report(self, connection: BoundedConnection) -> None:
         """Write the report of running requests, without any request that PostgreSQL rejects."""
         replicas = json.dumps(self._report_replicas())
         requests = [each for each in self._report() if self._retries.is_due(each.get("request_id"))]
         try:
-            cursor = await connection.execute(WRITE_REPORT, (*self._owner, json.dumps(requests), replicas))
-        except (psycopg.DataError, TypeError, ValueError):  # JSON that PostgreSQL, or Python, cannot write
+            cursor = await connection.execute(
+                WRITE_REPORT, (*self._owner, json.dumps(requests), replicas)
+            )
+        # JSON that PostgreSQL, or Python, cannot write.
+        except (psycopg.DataError, TypeError, ValueError):
             accepted = []
             for each in requests:
                 with self._retries.survive(each.get("request_id")):
                     await connection.execute("SELECT %s::jsonb", (json.dumps(each),))
                     accepted.append(each)
-            cursor = await connection.execute(WRITE_REPORT, (*self._owner, json.dumps(accepted), replicas))
+            cursor = await connection.execute(
+                WRITE_REPORT, (*self._owner, json.dumps(accepted), replicas)
+            )
         # A new row: other processes do not accept our certificate yet.
         if await cursor.fetchone() == (True,):
             await connection.execute("SELECT pg_notify(%s, %s)", (CHANNEL, PEERS))
 
     async def _apply(self, connection: BoundedConnection) -> None:
-        """Apply the orders issued since the last poll. Orders from before this process started are
-        skipped.
-        """
+        """Apply the commands issued since the last poll, not those from before this process."""
         if self._floor is None:
             row = await (await connection.execute(SELECT_FLOOR.encode())).fetchone()
             assert row is not None, "an aggregate has one row"
             self._floor = int(row[0])
-        cursor = await connection.execute(SELECT_ORDERS, (self._floor,))
-        for number, request_id, project_id, api_key_id, reason, changed_key_id, networks, ended, is_old in await cursor.fetchall():
-            item = ("order", number)
+        cursor = await connection.execute(SELECT_COMMANDS, (self._floor,))
+        for (
+            number,
+            request_id,
+            project_id,
+            api_key_id,
+            reason,
+            changed_key_id,
+            networks,
+            ended,
+            is_old,
+        ) in await cursor.fetchall():
+            item = ("command", number)
             if number not in self._applied and self._retries.is_due(item):
-                order = StopOrder(number, request_id, project_id, api_key_id, reason, changed_key_id, tuple(networks), tuple(ended))
+                command = CancelCommand(
+                    number,
+                    request_id,
+                    project_id,
+                    api_key_id,
+                    reason,
+                    changed_key_id,
+                    tuple(networks),
+                    tuple(ended),
+                )
                 with self._retries.survive(item):
-                    self._stop(order)
+                    self._stop(command)
                     self._applied.add(number)
             if is_old:
                 self._floor = number
         self._applied = {number for number in self._applied if number > self._floor}
         cursor = await connection.execute(SELECT_DRAINS)
         with self._retries.survive("drain"):
-            self._drain([DrainOrder(*row) for row in await cursor.fetchall()])
+            self._drain([DrainCommand(*row) for row in await cursor.fetchall()])

@@ -1,11 +1,11 @@
-"""Live control: orders to all api processes to end requests or drain replicas, and a view of all
-running requests.
+"""Live control: commands to all api processes to cancel requests or drain replicas, and a view of
+all running requests.
 
-Each order is a row; the notification after its commit only triggers a poll, so a lost one loses
-nothing. An order to end a request, or all requests of a key, is kept for a day; a drain is kept
+Each command is a row; the notification after its commit only triggers a poll, so a lost one loses
+nothing. A command to cancel a request, or all requests of a key, is kept for a day; a drain is kept
 until it is deleted. A process that starts later or was cut off finds them too: every process reads
-all orders at each poll of its control channel (`control_channel.py`). Functions take a session and
-never commit. The tables of live control are small and short-lived.
+all commands at each poll of its control channel (`control_channel.py`). Functions take a session
+and never commit. The tables of live control are small and short-lived.
 
 The live view joins the holds, which all processes share, with each process's report of its own
 requests. Reports are written on request only, so an unused view costs nothing. Processes that do
@@ -32,22 +32,21 @@ from metering.store.db import Sessions
 
 LiveRow = Row[Any]  # row of a statement of this module, with its columns as attributes
 CHANNEL = "weir_control"
-LOOK_FOR_ORDERS, REPORT, PEERS = "stop", "report", "peers"  # payloads of notifications
+POLL, REPORT, PEERS = "stop", "report", "peers"  # payloads of notifications
 KEPT_FOR = timedelta(days=1)  # far longer than a process can be cut off and still hold its requests
-FORGET_OLD = text("DELETE FROM stop_orders WHERE ordered_at < now() - :kept_for")
+FORGET_OLD = text("DELETE FROM cancel_commands WHERE created_at < now() - :kept_for")
 
 
 @dataclass(frozen=True, slots=True)
-class StopOrder:
-    """Order to end one request of a project, or all requests of a key. reason: given by its author;
-    may be empty.
+class CancelCommand:
+    """Command to cancel one request of a project, or all requests of a key. reason: may be empty.
 
-    changed_key_id: check that key again and end its requests from outside `allowed_networks`; empty
-    allows all. ended_secrets: hashes of the key's secrets that have ended; requests started with
-    one of them end as well.
+    changed_key_id: check that key again and cancel its requests from outside `allowed_networks`, or
+    none if that is empty. ended_secrets: hashes of the key's secrets that have ended; requests
+    started with one of them are cancelled as well.
     """
 
-    order_id: int
+    command_id: int
     request_id: uuid.UUID | None
     project_id: uuid.UUID | None
     api_key_id: uuid.UUID | None
@@ -58,54 +57,65 @@ class StopOrder:
 
 
 @dataclass(frozen=True, slots=True)
-class DrainOrder:
-    """Order to keep a replica of a model out of use. is_moving: its running requests move
-    elsewhere.
-    """
+class DrainCommand:
+    """Command to drain a replica of a model. is_moving: its running requests move elsewhere."""
 
     model: str
     replica: str
     is_moving: bool
 
 
-async def order_end_of_request(session: AsyncSession, *, project_id: uuid.UUID, request_id: uuid.UUID, reason: str) -> None:
-    """Make the process that runs the request end it, once the transaction is committed."""
-    await _order(session, project_id=project_id, request_id=request_id, reason=reason)
-
-
-async def order_end_of_key(session: AsyncSession, api_key_id: uuid.UUID) -> None:
-    """Make every process end the key's requests, once the transaction is committed."""
-    await _order(session, api_key_id=api_key_id)
-
-
-async def order_look_at_key(
-    session: AsyncSession, api_key_id: uuid.UUID, allowed_networks: Sequence[str], ended_secrets: Sequence[bytes] = ()
+async def cancel_request(
+    session: AsyncSession, *, project_id: uuid.UUID, request_id: uuid.UUID, reason: str
 ) -> None:
-    """Make every process check the key again and end its requests from outside these networks,
+    """Make the process that runs the request cancel it, after the commit."""
+    await _command(session, project_id=project_id, request_id=request_id, reason=reason)
+
+
+async def cancel_requests_of_key(session: AsyncSession, api_key_id: uuid.UUID) -> None:
+    """Make every process cancel the key's requests, after the commit."""
+    await _command(session, api_key_id=api_key_id)
+
+
+async def recheck_key(
+    session: AsyncSession,
+    api_key_id: uuid.UUID,
+    allowed_networks: Sequence[str],
+    ended_secrets: Sequence[bytes] = (),
+) -> None:
+    """Make every process check the key again and cancel its requests from outside these networks,
     after the commit.
 
-    ended_secrets: hashes of secrets whose requests end as well.
+    ended_secrets: hashes of secrets whose requests are cancelled as well.
     """
     networks, secrets = list(allowed_networks), list(ended_secrets) or None
-    await _order(session, changed_key_id=api_key_id, allowed_networks=networks, ended_secrets=secrets)
+    await _command(
+        session, changed_key_id=api_key_id, allowed_networks=networks, ended_secrets=secrets
+    )
 
 
-async def _order(session: AsyncSession, reason: str = "", **values: object) -> None:
-    await session.execute(insertion("stop_orders", values | {"reason": reason}))
+async def _command(session: AsyncSession, reason: str = "", **values: object) -> None:
+    await session.execute(insertion("cancel_commands", values | {"reason": reason}))
     await session.execute(FORGET_OLD, {"kept_for": KEPT_FOR})
     await _announce(session)
 
 
 async def _announce(session: AsyncSession) -> None:
-    await session.execute(select(func.pg_notify(CHANNEL, LOOK_FOR_ORDERS)))
+    await session.execute(select(func.pg_notify(CHANNEL, POLL)))
 
 
 # A voided attempt left nothing, and may have been followed by another.
 SELECT_OWNER = text("""
-SELECT h.owner_id, h.state, coalesce(r.peer_address, '') AS address, coalesce(r.peer_certificate, '') AS certificate
-FROM holds h LEFT JOIN live_reports r ON r.owner_id = h.owner_id
-WHERE h.project_id = :project_id AND h.request_id = :request_id AND h.state <> 'voided'
-ORDER BY h.admitted_at DESC LIMIT 1
+SELECT h.process_id, h.state,
+       coalesce(r.peer_address, '') AS address,
+       coalesce(r.peer_certificate, '') AS certificate
+FROM holds h
+LEFT JOIN live_reports r ON r.process_id = h.process_id
+WHERE h.project_id = :project_id
+  AND h.request_id = :request_id
+  AND h.state <> 'voided'
+ORDER BY h.admitted_at DESC
+LIMIT 1
 """)
 
 
@@ -117,22 +127,32 @@ class Owner:
     empty if it has gone.
     """
 
-    owner_id: uuid.UUID
+    process_id: uuid.UUID
     is_held: bool
     address: str
     certificate: str
 
 
-async def certificate_of(session: AsyncSession, owner_id: uuid.UUID) -> str:
+async def certificate_of(session: AsyncSession, process_id: uuid.UUID) -> str:
     """Return the certificate that a process shows to the others; empty if there is none."""
-    certificate = await session.scalar(text("SELECT peer_certificate FROM live_reports WHERE owner_id = :id"), {"id": owner_id})
+    certificate = await session.scalar(
+        text("SELECT peer_certificate FROM live_reports WHERE process_id = :id"), {"id": process_id}
+    )
     return str(certificate or "")
 
 
-async def find_owner(session: AsyncSession, project_id: uuid.UUID, request_id: uuid.UUID) -> Owner | None:
+async def find_owner(
+    session: AsyncSession, project_id: uuid.UUID, request_id: uuid.UUID
+) -> Owner | None:
     """Return the owner of a request; None if no request of this id was admitted in the project."""
-    row = (await session.execute(SELECT_OWNER, {"project_id": project_id, "request_id": request_id})).one_or_none()
-    return None if row is None else Owner(row.owner_id, row.state == HoldState.HELD, row.address, row.certificate)
+    row = (
+        await session.execute(SELECT_OWNER, {"project_id": project_id, "request_id": request_id})
+    ).one_or_none()
+    return (
+        None
+        if row is None
+        else Owner(row.process_id, row.state == HoldState.HELD, row.address, row.certificate)
+    )
 
 
 PAGE_SIZE_MAX = 1000  # requests; a page must fit a message
@@ -140,79 +160,130 @@ REPORT_WAIT_S = 0.3  # a healthy process answers within milliseconds
 REPORT_POLL_S = 0.005
 STUCK_AGE = "30 seconds"  # three rounds of the sweep
 
-EXPECTED = text("SELECT owner_id FROM live_reports UNION SELECT owner_id FROM holds WHERE state = 'held'")
-ANSWERED = text("SELECT owner_id FROM live_reports WHERE reported_at >= :asked_at")
+EXPECTED = text(
+    "SELECT process_id FROM live_reports UNION SELECT process_id FROM holds WHERE state = 'held'"
+)
+ANSWERED = text("SELECT process_id FROM live_reports WHERE reported_at >= :asked_at")
 # A process that does not answer and holds nothing has ended; one that was cut off writes its row
 # again.
 FORGET_ENDED = text("""
-DELETE FROM live_reports r WHERE reported_at < :asked_at
-AND NOT EXISTS (SELECT FROM holds WHERE owner_id = r.owner_id AND state = 'held')
+DELETE FROM live_reports r
+WHERE reported_at < :asked_at
+  AND NOT EXISTS (SELECT FROM holds WHERE process_id = r.process_id AND state = 'held')
 """)
 
 # A report may be older than the holds: its entries for holds that have ended are left out.
 RUNNING = f"""
-WITH told AS (
-    SELECT r.owner_id AS reporter_id, r.owner_name, q.*
-    FROM live_reports r, LATERAL jsonb_to_recordset(r.requests) AS q(
-        hold_id uuid, request_id uuid, organization_id uuid, project_id uuid, api_key_id uuid, model text, phase text,
-        age_s float8, input_token_count bigint, cached_input_token_count bigint, delivered_token_count bigint,
-        tokens_per_second float8)
-    WHERE r.reported_at >= :asked_at
+WITH reported AS (
+    SELECT l.process_id AS reporter_id, l.process_name, q.*
+    FROM live_reports l,
+    LATERAL jsonb_to_recordset(l.requests) AS q(
+        hold_id uuid, request_id uuid, organization_id uuid, project_id uuid, api_key_id uuid,
+        model text, phase text, age_s float8, input_token_count bigint,
+        cached_input_token_count bigint, delivered_token_count bigint, tokens_per_second float8
+    )
+    WHERE l.reported_at >= :asked_at
 ), running AS (
-    SELECT h.id AS hold_id, coalesce(h.request_id, t.request_id) AS request_id,
-        coalesce(h.organization_id, t.organization_id) AS organization_id, coalesce(h.project_id, t.project_id) AS project_id,
-        coalesce(h.api_key_id, t.api_key_id) AS api_key_id, coalesce(h.model, t.model) AS model, coalesce(t.phase, '') AS phase,
-        coalesce(t.age_s, extract(epoch FROM clock_timestamp() - h.admitted_at))::float8 AS age_s,
-        greatest(h.input_token_count, t.input_token_count, 0) AS input_token_count,
-        greatest(h.cached_input_token_count, t.cached_input_token_count, 0) AS cached_input_token_count,
-        greatest(h.delivered_token_count, t.delivered_token_count, 0) AS delivered_token_count,
-        coalesce(t.tokens_per_second, 0) AS tokens_per_second, coalesce(h.leased_token_count, 0) AS leased_token_count,
-        coalesce(h.input_token_count + h.leased_token_count - h.posted_token_count, 0) AS held_token_count,
-        h.admitted_at, h.expires_at, coalesce(h.owner_id, t.reporter_id) AS owner_id, coalesce(t.owner_name, '') AS owner_name
-    FROM (SELECT * FROM holds WHERE state = 'held') h FULL JOIN told t ON t.hold_id = h.id
-    WHERE (h.id IS NOT NULL OR t.hold_id IS NULL)
-        AND (NOT :stuck_only OR h.expires_at < clock_timestamp() - interval '{STUCK_AGE}')
-        AND (CAST(:organization_id AS uuid) IS NULL OR coalesce(h.organization_id, t.organization_id) = :organization_id)
+    SELECT h.id AS hold_id,
+           coalesce(h.request_id, r.request_id) AS request_id,
+           coalesce(h.organization_id, r.organization_id) AS organization_id,
+           coalesce(h.project_id, r.project_id) AS project_id,
+           coalesce(h.api_key_id, r.api_key_id) AS api_key_id,
+           coalesce(h.model, r.model) AS model,
+           coalesce(r.phase, '') AS phase,
+           coalesce(r.age_s, extract(epoch FROM clock_timestamp() - h.admitted_at))::float8
+               AS age_s,
+           greatest(h.input_token_count, r.input_token_count, 0) AS input_token_count,
+           greatest(h.cached_input_token_count, r.cached_input_token_count, 0)
+               AS cached_input_token_count,
+           greatest(h.delivered_token_count, r.delivered_token_count, 0) AS delivered_token_count,
+           coalesce(r.tokens_per_second, 0) AS tokens_per_second,
+           coalesce(h.leased_token_count, 0) AS leased_token_count,
+           coalesce(h.input_token_count + h.leased_token_count - h.posted_token_count, 0)
+               AS held_token_count,
+           h.admitted_at, h.expires_at,
+           coalesce(h.process_id, r.reporter_id) AS process_id,
+           coalesce(r.process_name, '') AS process_name
+    FROM (SELECT * FROM holds WHERE state = 'held') AS h
+    FULL JOIN reported r ON r.hold_id = h.id
+    WHERE (h.id IS NOT NULL OR r.hold_id IS NULL)
+      AND (NOT :stuck_only OR h.expires_at < clock_timestamp() - interval '{STUCK_AGE}')
+      AND (
+          CAST(:organization_id AS uuid) IS NULL
+          OR coalesce(h.organization_id, r.organization_id) = :organization_id
+      )
 )
 """
-SELECT_REQUESTS = text(f"""{RUNNING}
-SELECT r.request_id, r.organization_id, o.name AS organization_name, r.project_id, p.name AS project_name, r.api_key_id,
-    k.prefix AS api_key_prefix, r.model, r.phase, r.age_s, r.input_token_count, r.cached_input_token_count,
-    r.delivered_token_count, r.tokens_per_second, r.leased_token_count, r.admitted_at, r.expires_at, r.owner_id, r.owner_name
-FROM running r JOIN organizations o ON o.id = r.organization_id JOIN projects p ON p.id = r.project_id
+SELECT_REQUESTS = text(f"""
+{RUNNING}
+SELECT r.request_id, r.organization_id, o.name AS organization_name, r.project_id,
+       p.name AS project_name, r.api_key_id, k.prefix AS api_key_prefix, r.model, r.phase, r.age_s,
+       r.input_token_count, r.cached_input_token_count, r.delivered_token_count,
+       r.tokens_per_second, r.leased_token_count, r.admitted_at, r.expires_at, r.process_id,
+       r.process_name
+FROM running r
+JOIN organizations o ON o.id = r.organization_id
+JOIN projects p ON p.id = r.project_id
 JOIN api_keys k ON k.id = r.api_key_id
-ORDER BY r.age_s DESC, r.request_id LIMIT :page_size
+ORDER BY r.age_s DESC, r.request_id
+LIMIT :page_size
 """)
-SELECT_ORGANIZATIONS = text(f"""{RUNNING}
-SELECT r.organization_id, o.name, count(*) AS request_count, count(r.hold_id) AS hold_count,
-    sum(r.held_token_count)::bigint AS held_token_count, sum(r.tokens_per_second)::float8 AS tokens_per_second
-FROM running r JOIN organizations o ON o.id = r.organization_id GROUP BY r.organization_id, o.name ORDER BY o.name
+SELECT_ORGANIZATIONS = text(f"""
+{RUNNING}
+SELECT r.organization_id, o.name,
+       count(*) AS request_count,
+       count(r.hold_id) AS hold_count,
+       sum(r.held_token_count)::bigint AS held_token_count,
+       sum(r.tokens_per_second)::float8 AS tokens_per_second
+FROM running r
+JOIN organizations o ON o.id = r.organization_id
+GROUP BY r.organization_id, o.name
+ORDER BY o.name
 """)
 # By project, since request ids are unique and indexed within one. A voided attempt leaves only its
-# order.
+# command.
 SELECT_PLACES = text("""
 SELECT p.id AS project_id, coalesce(h.state, '') AS state
 FROM projects p
 LEFT JOIN LATERAL (
-    SELECT state FROM holds WHERE project_id = p.id AND request_id = :request_id AND state <> 'voided'
-    ORDER BY admitted_at DESC LIMIT 1
-) h ON true
+    SELECT state
+    FROM holds
+    WHERE project_id = p.id
+      AND request_id = :request_id
+      AND state <> 'voided'
+    ORDER BY admitted_at DESC
+    LIMIT 1
+) AS h ON true
 WHERE (CAST(:project_id AS uuid) IS NULL OR p.id = :project_id)
-    AND (h.state IS NOT NULL OR EXISTS (SELECT FROM stop_orders WHERE project_id = p.id AND request_id = :request_id))
+  AND (
+      h.state IS NOT NULL
+      OR EXISTS (
+          SELECT FROM cancel_commands WHERE project_id = p.id AND request_id = :request_id
+      )
+  )
 """)
 
 SELECT_WAITING = text("""
 SELECT DISTINCT q.project_id
-FROM live_reports r, LATERAL jsonb_to_recordset(r.requests) AS q(hold_id uuid, request_id uuid, project_id uuid)
-WHERE r.reported_at >= :asked_at AND q.hold_id IS NULL AND q.request_id = :request_id
-    AND (CAST(:project_id AS uuid) IS NULL OR q.project_id = :project_id)
+FROM live_reports r,
+LATERAL jsonb_to_recordset(r.requests) AS q(hold_id uuid, request_id uuid, project_id uuid)
+WHERE r.reported_at >= :asked_at
+  AND q.hold_id IS NULL
+  AND q.request_id = :request_id
+  AND (CAST(:project_id AS uuid) IS NULL OR q.project_id = :project_id)
 """)
 
 
 SELECT_OWNERS = text("""
-SELECT h.project_id, o.name AS organization_name, p.name AS project_name, k.prefix AS api_key_prefix
-FROM projects p JOIN holds h ON h.project_id = p.id AND h.request_id = :request_id AND h.state <> 'voided'
-JOIN organizations o ON o.id = p.organization_id JOIN api_keys k ON k.id = h.api_key_id
+SELECT h.project_id, o.name AS organization_name, p.name AS project_name,
+       k.prefix AS api_key_prefix
+FROM projects p
+JOIN holds h
+    ON h.project_id = p.id
+   AND h.request_id = :request_id
+   AND h.state <> 'voided'
+JOIN organizations o ON o.id = p.organization_id
+JOIN api_keys k ON k.id = h.api_key_id
 WHERE CAST(:project_id AS uuid) IS NULL OR p.id = :project_id
 """)
 
@@ -229,7 +300,7 @@ class LiveView:
 
     requests: tuple[LiveRow, ...]
     organizations: tuple[LiveRow, ...]
-    silent_owner_ids: tuple[uuid.UUID, ...]
+    unresponsive_process_ids: tuple[uuid.UUID, ...]
 
     @property
     def request_count(self) -> int:
@@ -245,7 +316,11 @@ class Place:
 
 
 async def live_view(
-    sessions: Sessions, *, organization_id: uuid.UUID | None = None, page_size: int = 200, stuck_only: bool = False
+    sessions: Sessions,
+    *,
+    organization_id: uuid.UUID | None = None,
+    page_size: int = 200,
+    stuck_only: bool = False,
 ) -> LiveView:
     """Return the running requests of all processes. stuck_only: overdue holds that no sweep has
     ended.
@@ -262,11 +337,13 @@ async def live_view(
     return LiveView(tuple(requests), tuple(organizations), tuple(sorted(silent)))
 
 
-async def find_places(session: AsyncSession, request_id: uuid.UUID, project_id: uuid.UUID | None = None) -> list[Place]:
-    """Return the projects whose holds or orders contain a request of this id; waiting requests have
-    none.
-    """
-    rows = await session.execute(SELECT_PLACES, {"request_id": request_id, "project_id": project_id})
+async def find_places(
+    session: AsyncSession, request_id: uuid.UUID, project_id: uuid.UUID | None = None
+) -> list[Place]:
+    """Return the projects whose holds or commands name a request; waiting requests have none."""
+    rows = await session.execute(
+        SELECT_PLACES, {"request_id": request_id, "project_id": project_id}
+    )
     return [Place(each_id, state == HoldState.HELD) for each_id, state in rows]
 
 
@@ -277,13 +354,15 @@ async def find_request_owners(
 
     Requests that ended with nothing to bill are left out.
     """
-    return (await session.execute(SELECT_OWNERS, {"request_id": request_id, "project_id": project_id})).all()
+    return (
+        await session.execute(SELECT_OWNERS, {"request_id": request_id, "project_id": project_id})
+    ).all()
 
 
-async def find_waiting(sessions: Sessions, request_id: uuid.UUID, project_id: uuid.UUID | None = None) -> list[Place]:
-    """Return the projects in which a request of this id waits without a hold, by the reports of all
-    processes.
-    """
+async def find_waiting(
+    sessions: Sessions, request_id: uuid.UUID, project_id: uuid.UUID | None = None
+) -> list[Place]:
+    """Return the projects in which a request of this id waits without a hold."""
     asked_at, _ = await ask_all(sessions)
     async with sessions() as session:
         values = {"asked_at": asked_at, "request_id": request_id, "project_id": project_id}
@@ -294,7 +373,7 @@ async def ask_all(sessions: Sessions) -> tuple[datetime, set[uuid.UUID]]:
     """Request reports from all processes and wait; return the time from which they count, and the
     silent processes.
 
-    A process reads all orders before it reports.
+    A process reads all commands before it reports.
     """
     async with sessions.begin() as session:
         asked_at = (await session.scalars(select(func.clock_timestamp()))).one()
@@ -314,8 +393,12 @@ async def ask_all(sessions: Sessions) -> tuple[datetime, set[uuid.UUID]]:
     return asked_at, silent
 
 
-async def find_running_hold(session: AsyncSession, project_id: uuid.UUID, request_id: uuid.UUID) -> Hold | None:
-    query = select(Hold).where(Hold.project_id == project_id, Hold.request_id == request_id, Hold.state == HoldState.HELD)
+async def find_running_hold(
+    session: AsyncSession, project_id: uuid.UUID, request_id: uuid.UUID
+) -> Hold | None:
+    query = select(Hold).where(
+        Hold.project_id == project_id, Hold.request_id == request_id, Hold.state == HoldState.HELD
+    )
     hold: Hold | None = await session.scalar(query)
     return hold
 
@@ -325,12 +408,15 @@ VERSION_MARK = "@"  # between a model and its version, in served names
 MOVE_AFTER_MAX = timedelta(days=30)
 
 SELECT_REPLICAS = text("""
-SELECT q.model, q.replica, q.region, q.state, q.reason, q.is_drained, q.request_count, q.outstanding_token_count,
-    r.owner_id, r.owner_name
-FROM live_reports r, LATERAL jsonb_to_recordset(r.replicas) AS q(
-    model text, replica text, region text, state text, reason text, is_drained boolean, request_count bigint,
-    outstanding_token_count bigint)
-WHERE r.reported_at >= :asked_at ORDER BY q.model, q.replica, r.owner_name, r.owner_id
+SELECT q.model, q.replica, q.region, q.state, q.reason, q.is_drained, q.request_count,
+       q.outstanding_token_count, r.process_id, r.process_name
+FROM live_reports r,
+LATERAL jsonb_to_recordset(r.replicas) AS q(
+    model text, replica text, region text, state text, reason text, is_drained boolean,
+    request_count bigint, outstanding_token_count bigint
+)
+WHERE r.reported_at >= :asked_at
+ORDER BY q.model, q.replica, r.process_name, r.process_id
 """)
 
 
@@ -347,7 +433,7 @@ class ReplicaView:
     """
 
     replicas: tuple[LiveRow, ...]
-    silent_owner_ids: tuple[uuid.UUID, ...]
+    unresponsive_process_ids: tuple[uuid.UUID, ...]
 
     def named(self, model: str, replica: str) -> list[LiveRow]:
         return [row for row in self.replicas if (row.model, row.replica) == (model, replica)]
@@ -359,9 +445,7 @@ def is_of(served: str, model: str) -> bool:
 
 
 async def replica_view(sessions: Sessions) -> ReplicaView:
-    """Return the replicas of all processes. Those that answer have read all orders committed
-    before.
-    """
+    """Return the replicas of all processes, which have read earlier commands if they answer."""
     asked_at, silent = await ask_all(sessions)
     async with sessions() as session:
         rows = (await session.execute(SELECT_REPLICAS, {"asked_at": asked_at})).all()
@@ -369,9 +453,7 @@ async def replica_view(sessions: Sessions) -> ReplicaView:
 
 
 async def list_drains(session: AsyncSession) -> Sequence[LiveRow]:
-    """Return all drains, which last until they are deleted. Requests move `move_after_ms` after the
-    drain.
-    """
+    """Return all drains, which last until deleted; requests move `move_after_ms` later."""
     return (await session.execute(DRAINS)).all()
 
 
@@ -380,37 +462,70 @@ async def find_drain(session: AsyncSession, model: str, replica: str) -> LiveRow
     return (await session.execute(DRAIN, {"model": model, "replica": replica})).one_or_none()
 
 
-async def order_drain(
-    session: AsyncSession, *, model: str, replica: str, reason: str, move_after: timedelta | None, actor: str
+async def drain_replica(
+    session: AsyncSession,
+    *,
+    model: str,
+    replica: str,
+    reason: str,
+    move_after: timedelta | None,
+    actor: str,
 ) -> LiveRow:
-    """Drain a replica from now on and return the order. An existing one keeps its time and gets the
+    """Drain a replica from now on and return it. An existing one keeps its time and gets the
     new values.
 
     Raises: InvalidValue.
     """
     if move_after is not None and not timedelta(0) <= move_after <= MOVE_AFTER_MAX:
-        raise InvalidValue("move_after", f"must be 0 to {MOVE_AFTER_MAX.days} days, or unset: then nothing is moved")
+        raise InvalidValue(
+            "move_after",
+            f"must be 0 to {MOVE_AFTER_MAX.days} days, or unset: then nothing is moved",
+        )
     before = await find_drain(session, model, replica)
     was = None if before is None else snapshot(before)
-    values = {"reason": reason, "move_after_ms": None if move_after is None else move_after // timedelta(milliseconds=1)}
-    order = insertion("replica_drains", {"model": model, "replica": replica} | values)
-    await session.execute(order.on_conflict_do_update(index_elements=["model", "replica"], set_=values))
+    values = {
+        "reason": reason,
+        "move_after_ms": None if move_after is None else move_after // timedelta(milliseconds=1),
+    }
+    upsert = insertion("replica_drains", {"model": model, "replica": replica} | values)
+    await session.execute(
+        upsert.on_conflict_do_update(index_elements=["model", "replica"], set_=values)
+    )
     after = await find_drain(session, model, replica)
     assert after is not None, "it was just written"
     if (now := snapshot(after)) != was:
-        await record_change(session, actor=actor, action="replica.drain", subject_id=f"{model} {replica}", before=was, after=now)
+        await record_change(
+            session,
+            actor=actor,
+            action="replica.drain",
+            subject_id=f"{model} {replica}",
+            before=was,
+            after=now,
+        )
     await _announce(session)
     return after
 
 
-async def end_drain(session: AsyncSession, *, model: str, replica: str, reason: str, actor: str) -> bool:
+async def end_drain(
+    session: AsyncSession, *, model: str, replica: str, reason: str, actor: str
+) -> bool:
     """End the drain of a replica; return False if there is none."""
     before = await find_drain(session, model, replica)
     if before is None:
         return False
     was = snapshot(before)
-    await session.execute(text("DELETE FROM replica_drains WHERE model = :model AND replica = :replica"), before._asdict())
+    await session.execute(
+        text("DELETE FROM replica_drains WHERE model = :model AND replica = :replica"),
+        before._asdict(),
+    )
     after = {"model": model, "replica": replica, "drained_at": None, "reason": reason}
-    await record_change(session, actor=actor, action="replica.undrain", subject_id=f"{model} {replica}", before=was, after=after)
+    await record_change(
+        session,
+        actor=actor,
+        action="replica.undrain",
+        subject_id=f"{model} {replica}",
+        before=was,
+        after=after,
+    )
     await _announce(session)
     return True

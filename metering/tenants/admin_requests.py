@@ -18,7 +18,12 @@ import psycopg
 from sqlalchemy import func, or_, select, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from metering.core.errors import AlreadyExists, ChangesUnderWay, RequestIdReused, StoreAway
+from metering.core.errors import (
+    AlreadyExists,
+    ConcurrentChanges,
+    DatabaseUnavailable,
+    RequestIdReused,
+)
 from metering.core.models import ApiKey, Organization, Project
 from metering.tenants.tenants import (
     KeyRecord,
@@ -35,15 +40,19 @@ from metering.tenants.tenants import (
 
 FORGET_OLD = text("DELETE FROM admin_requests WHERE created_at < now() - :kept_for")
 BEGIN = text("""
-INSERT INTO admin_requests (request_id, method, payload_hash, subject_id) VALUES (:request_id, :method, :payload_hash, '')
-ON CONFLICT DO NOTHING RETURNING request_id
+INSERT INTO admin_requests (request_id, method, payload_hash, subject_id)
+VALUES (:request_id, :method, :payload_hash, '')
+ON CONFLICT DO NOTHING
+RETURNING request_id
 """)
 EARLIER = text("SELECT * FROM admin_requests WHERE request_id = :request_id")
 MADE = text("UPDATE admin_requests SET subject_id = :subject_id WHERE request_id = :request_id")
 KEPT_FOR = timedelta(days=7)  # a script repeated after a weekend still finds its own call
 
 
-async def earlier_subject(session: AsyncSession, request_id: uuid.UUID, method: str, payload: bytes) -> str | None:
+async def earlier_subject(
+    session: AsyncSession, request_id: uuid.UUID, method: str, payload: bytes
+) -> str | None:
     """Return the id of the object that an earlier call of this request id created; None for the
     first call.
 
@@ -52,11 +61,19 @@ async def earlier_subject(session: AsyncSession, request_id: uuid.UUID, method: 
     """
     digest = hashlib.sha256(payload).digest()
     await session.execute(FORGET_OLD, {"kept_for": KEPT_FOR})
-    if await session.scalar(BEGIN, {"request_id": request_id, "method": method, "payload_hash": digest}) is not None:
+    if (
+        await session.scalar(
+            BEGIN, {"request_id": request_id, "method": method, "payload_hash": digest}
+        )
+        is not None
+    ):
         return None
     earlier = (await session.execute(EARLIER, {"request_id": request_id})).one()
     if (earlier.method, earlier.payload_hash) != (method, digest):
-        raise RequestIdReused(f"this request_id was used for another {earlier.method}: generate a new one for a new call")
+        raise RequestIdReused(
+            f"this request_id was used for another {earlier.method}: generate a new one for a new"
+            " call"
+        )
     return str(earlier.subject_id)
 
 
@@ -71,16 +88,14 @@ WAIT_MAX_S = 5.0
 
 
 async def take_changes_lock(session: AsyncSession, *, alone: bool) -> None:
-    """Hold the lock until the transaction ends. Raises: ChangesUnderWay if others hold it for too
-    long.
-    """
+    """Hold the lock until the transaction ends. Raises: ConcurrentChanges."""
     lock = func.pg_advisory_xact_lock if alone else func.pg_advisory_xact_lock_shared
     await session.execute(select(func.set_config("lock_timeout", f"{WAIT_MAX_S}s", True)))
     try:
         await session.execute(select(lock(CHANGES_LOCK_ID)))
-    except StoreAway as error:
+    except DatabaseUnavailable as error:
         if isinstance(error.__cause__, psycopg.errors.LockNotAvailable):
-            raise ChangesUnderWay from None
+            raise ConcurrentChanges from None
         raise
     await session.execute(select(func.set_config("lock_timeout", "0", True)))
 
@@ -88,30 +103,44 @@ async def take_changes_lock(session: AsyncSession, *, alone: bool) -> None:
 async def ensure_organization(
     session: AsyncSession, *, name: str, currency_code: str = "USD", actor: str
 ) -> tuple[Organization, bool]:
-    """Return the customer of this name, creating it. Raises: InvalidValue; AlreadyExists for
-    another currency.
-    """
+    """Return the customer of this name, creating it. Raises: InvalidValue, AlreadyExists."""
     checked_name(name)
     try:
-        return await create_organization(session, name=name, currency_code=currency_code, actor=actor), False
+        return (
+            await create_organization(session, name=name, currency_code=currency_code, actor=actor),
+            False,
+        )
     except AlreadyExists:
         existing = await find_organization(session, name)
     if existing.currency_code != currency_code:
-        raise AlreadyExists("organization", name, f"with the currency {existing.currency_code}, which never changes")
+        raise AlreadyExists(
+            "organization", name, f"with the currency {existing.currency_code}, which never changes"
+        )
     return existing, True
 
 
-async def ensure_project(session: AsyncSession, *, organization: str, name: str, actor: str) -> tuple[Project, bool]:
+async def ensure_project(
+    session: AsyncSession, *, organization: str, name: str, actor: str
+) -> tuple[Project, bool]:
     """Return the project of this name, creating it. Raises: NotFound, InvalidValue."""
     checked_name(name)
     try:
-        return await create_project(session, organization=organization, name=name, actor=actor), False
+        return (
+            await create_project(session, organization=organization, name=name, actor=actor),
+            False,
+        )
     except AlreadyExists:
         return await find_project(session, name, organization=organization), True
 
 
 async def ensure_api_key(
-    session: AsyncSession, *, organization: str, project: str, name: str, actor: str, **terms: Unpack[KeyTerms]
+    session: AsyncSession,
+    *,
+    organization: str,
+    project: str,
+    name: str,
+    actor: str,
+    **terms: Unpack[KeyTerms],
 ) -> tuple[KeyRecord, str, bool]:
     """Return the project's active key of this name, creating it; its secret only if it is new.
 
@@ -120,7 +149,9 @@ async def ensure_api_key(
     """
     owner = await find_project(session, project, organization=organization)
     # Serializes concurrent calls of the same script; admissions refer to the row and do not wait.
-    await session.execute(select(Project.id).where(Project.id == owner.id).with_for_update(key_share=True))
+    await session.execute(
+        select(Project.id).where(Project.id == owner.id).with_for_update(key_share=True)
+    )
     working = select(ApiKey.id).where(
         ApiKey.project_id == owner.id,
         ApiKey.name == name,
@@ -129,17 +160,32 @@ async def ensure_api_key(
     )
     key_ids = (await session.scalars(working)).all()
     if not key_ids:
-        key, secret = await create_api_key(session, organization=organization, project=project, name=name, actor=actor, **terms)
+        key, secret = await create_api_key(
+            session, organization=organization, project=project, name=name, actor=actor, **terms
+        )
         return key, secret, False
     if len(key_ids) > 1:
-        raise AlreadyExists("API key", name, f"{len(key_ids)} times: revoke all but one, or name one by its prefix")
+        raise AlreadyExists(
+            "API key", name, f"{len(key_ids)} times: revoke all but one, or name one by its prefix"
+        )
     existing = await find_api_key(session, str(key_ids[0]))
     requested = checked_terms(terms)
     bounds = existing.bounds
-    limits = (bounds.max_input_tokens or "any number of", bounds.max_output_tokens or "any number of")
+    limits = (
+        bounds.max_input_tokens or "any number of",
+        bounds.max_output_tokens or "any number of",
+    )
     for present, asked, how in (
-        (sorted(existing.scopes), requested["scopes"], f"with the scopes {', '.join(existing.scopes)}: change them"),
-        (sorted(existing.models), requested["models"], f"for {', '.join(existing.models) or 'every model'}: change that"),
+        (
+            sorted(existing.scopes),
+            requested["scopes"],
+            f"with the scopes {', '.join(existing.scopes)}: change them",
+        ),
+        (
+            sorted(existing.models),
+            requested["models"],
+            f"for {', '.join(existing.models) or 'every model'}: change that",
+        ),
         (
             sorted(existing.allowed_networks),
             requested["allowed_networks"],

@@ -44,12 +44,14 @@ TEXT_CHARS_MAX: Mapping[str, int] = {
 ADDRESS_FIELDS = ("address_line1", "address_line2", "city", "postal_code", "state", "country")
 # ISO 3166-1 alpha-2, the officially assigned codes.
 COUNTRY_CODES = """
-AD AE AF AG AI AL AM AO AQ AR AS AT AU AW AX AZ BA BB BD BE BF BG BH BI BJ BL BM BN BO BQ BR BS BT BV BW BY BZ CA CC CD CF CG
-CH CI CK CL CM CN CO CR CU CV CW CX CY CZ DE DJ DK DM DO DZ EC EE EG EH ER ES ET FI FJ FK FM FO FR GA GB GD GE GF GG GH GI GL
-GM GN GP GQ GR GS GT GU GW GY HK HM HN HR HT HU ID IE IL IM IN IO IQ IR IS IT JE JM JO JP KE KG KH KI KM KN KP KR KW KY KZ LA
-LB LC LI LK LR LS LT LU LV LY MA MC MD ME MF MG MH MK ML MM MN MO MP MQ MR MS MT MU MV MW MX MY MZ NA NC NE NF NG NI NL NO NP
-NR NU NZ OM PA PE PF PG PH PK PL PM PN PR PS PT PW PY QA RE RO RS RU RW SA SB SC SD SE SG SH SI SJ SK SL SM SN SO SR SS ST SV
-SX SY SZ TC TD TF TG TH TJ TK TL TM TN TO TR TT TV TW TZ UA UG UM US UY UZ VA VC VE VG VI VN VU WF WS YE YT ZA ZM ZW
+AD AE AF AG AI AL AM AO AQ AR AS AT AU AW AX AZ BA BB BD BE BF BG BH BI BJ BL BM BN BO BQ BR BS BT
+BV BW BY BZ CA CC CD CF CG CH CI CK CL CM CN CO CR CU CV CW CX CY CZ DE DJ DK DM DO DZ EC EE EG EH
+ER ES ET FI FJ FK FM FO FR GA GB GD GE GF GG GH GI GL GM GN GP GQ GR GS GT GU GW GY HK HM HN HR HT
+HU ID IE IL IM IN IO IQ IR IS IT JE JM JO JP KE KG KH KI KM KN KP KR KW KY KZ LA LB LC LI LK LR LS
+LT LU LV LY MA MC MD ME MF MG MH MK ML MM MN MO MP MQ MR MS MT MU MV MW MX MY MZ NA NC NE NF NG NI
+NL NO NP NR NU NZ OM PA PE PF PG PH PK PL PM PN PR PS PT PW PY QA RE RO RS RU RW SA SB SC SD SE SG
+SH SI SJ SK SL SM SN SO SR SS ST SV SX SY SZ TC TD TF TG TH TJ TK TL TM TN TO TR TT TV TW TZ UA UG
+UM US UY UZ VA VC VE VG VI VN VU WF WS YE YT ZA ZM ZW
 """
 COUNTRIES = frozenset(COUNTRY_CODES.split())
 
@@ -83,7 +85,11 @@ class BillingProfile:
         """Postal address, tax id and e-mail as lines of a document."""
         place = " ".join(filter(None, (self.city, self.state, self.postal_code)))
         tax = f"Tax ID {self.tax_id}" if self.tax_id else ""
-        return tuple(filter(None, (self.address_line1, self.address_line2, place, self.country, tax, self.email)))
+        return tuple(
+            filter(
+                None, (self.address_line1, self.address_line2, place, self.country, tax, self.email)
+            )
+        )
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self) | {"emails": list(self.emails)}
@@ -94,7 +100,8 @@ class BillingProfile:
 
 
 PROFILES = text("""
-SELECT * FROM billing_profiles WHERE CAST(:organization_id AS uuid) IS NULL OR organization_id = :organization_id
+SELECT * FROM billing_profiles
+WHERE CAST(:organization_id AS uuid) IS NULL OR organization_id = :organization_id
 """)
 
 
@@ -104,14 +111,18 @@ async def billing_profiles(session: AsyncSession) -> dict[uuid.UUID, BillingProf
     return {row.organization_id: record_of(BillingProfile, row) for row in rows}
 
 
-async def billing_profile(session: AsyncSession, organization_id: uuid.UUID) -> BillingProfile | None:
+async def billing_profile(
+    session: AsyncSession, organization_id: uuid.UUID
+) -> BillingProfile | None:
     """Return the profile of an organization; None if none was ever set."""
     row = (await session.execute(PROFILES, {"organization_id": organization_id})).one_or_none()
     return None if row is None else record_of(BillingProfile, row)
 
 
-async def set_billing_profile(session: AsyncSession, *, organization: str, profile: BillingProfile, actor: str) -> BillingProfile:
-    """Replace the profile of an organization, given by name or id. Raises: NotFound, InvalidValue."""
+async def set_billing_profile(
+    session: AsyncSession, *, organization: str, profile: BillingProfile, actor: str
+) -> BillingProfile:
+    """Replace an organization's profile. Raises: NotFound, InvalidValue."""
     owner = await find_organization(session, organization)
     checked = checked_profile(profile)
     before = await billing_profile(session, owner.id)
@@ -119,7 +130,9 @@ async def set_billing_profile(session: AsyncSession, *, organization: str, profi
         return checked
     changed = checked.as_json() | {"updated_at": func.now()}
     statement = insertion("billing_profiles", changed | {"organization_id": owner.id})
-    await session.execute(statement.on_conflict_do_update(index_elements=["organization_id"], set_=changed))
+    await session.execute(
+        statement.on_conflict_do_update(index_elements=["organization_id"], set_=changed)
+    )
     await record_change(
         session,
         actor=actor,
@@ -132,17 +145,21 @@ async def set_billing_profile(session: AsyncSession, *, organization: str, profi
 
 
 def checked_profile(profile: BillingProfile) -> BillingProfile:
-    """Return the profile if every field is valid. Raises: InvalidValue naming the first invalid
-    one.
-    """
+    """Return the profile if every field is valid. Raises: InvalidValue for the first."""
     if len(profile.emails) > EMAILS_MAX:
-        raise InvalidValue("emails", f"must have at most {EMAILS_MAX} addresses, got {len(profile.emails)}")
+        raise InvalidValue(
+            "emails", f"must have at most {EMAILS_MAX} addresses, got {len(profile.emails)}"
+        )
     for email in profile.emails:
         if len(email) > EMAIL_CHARS_MAX or len(email.partition("@")[0]) > LOCAL_PART_CHARS_MAX:
-            limits = f"at most {EMAIL_CHARS_MAX} characters, {LOCAL_PART_CHARS_MAX} of them before the @"
+            limits = (
+                f"at most {EMAIL_CHARS_MAX} characters, {LOCAL_PART_CHARS_MAX} of them before the @"
+            )
             raise InvalidValue("emails", f"an address must have {limits}")
         if not EMAIL_FORM.fullmatch(email):
-            raise InvalidValue("emails", f"{email!r} is not an e-mail address: write it as billing@example.com")
+            raise InvalidValue(
+                "emails", f"{email!r} is not an e-mail address: write it as billing@example.com"
+            )
     if len({email.lower() for email in profile.emails}) < len(profile.emails):
         raise InvalidValue("emails", "must not repeat an address")
     for name, chars_max in TEXT_CHARS_MAX.items():
@@ -154,11 +171,18 @@ def checked_profile(profile: BillingProfile) -> BillingProfile:
         if text != text.strip():
             raise InvalidValue(name, "must not begin or end with a space")
     if profile.country and profile.country not in COUNTRIES:
-        raise InvalidValue("country", f"{profile.country[:10]!r} is not an ISO 3166-1 alpha-2 code: write it as DE or US")
+        raise InvalidValue(
+            "country",
+            f"{profile.country[:10]!r} is not an ISO 3166-1 alpha-2 code: write it as DE or US",
+        )
     if profile.language and not LANGUAGE_FORM.fullmatch(profile.language):
-        raise InvalidValue("language", f"{profile.language[:10]!r} is not a language tag: write it as de or pt-BR")
+        raise InvalidValue(
+            "language", f"{profile.language[:10]!r} is not a language tag: write it as de or pt-BR"
+        )
     if any(getattr(profile, name) for name in ADDRESS_FIELDS):
         for name in ("address_line1", "country"):
             if not getattr(profile, name):
-                raise InvalidValue(name, "is missing: an address has at least its first line and its country")
+                raise InvalidValue(
+                    name, "is missing: an address has at least its first line and its country"
+                )
     return profile

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import structlog
 from sqlalchemy import text
 
-from metering.core.errors import StoreAway
+from metering.core.errors import DatabaseUnavailable
 from metering.store.db import Sessions, patience
 
 KEYS_MAX = 10_000  # unwritten keys, some 200 bytes each; beyond it the oldest uses are dropped
@@ -29,22 +29,21 @@ ANSWER_WAIT_S = 5.0  # far above the duration of the statement; the next one rep
 WRITE = text("""
 INSERT INTO api_key_uses AS u (api_key_id, last_used_at)
 SELECT used.api_key_id, now() - used.age_s * interval '1 second'
-FROM unnest(CAST(:ids AS uuid[]), CAST(:ages AS float8[])) AS used(api_key_id, age_s) ORDER BY used.api_key_id
-ON CONFLICT (api_key_id) DO UPDATE SET last_used_at = excluded.last_used_at WHERE u.last_used_at < excluded.last_used_at
+FROM unnest(CAST(:ids AS uuid[]), CAST(:ages AS float8[])) AS used(api_key_id, age_s)
+ORDER BY used.api_key_id
+ON CONFLICT (api_key_id) DO UPDATE
+SET last_used_at = excluded.last_used_at
+WHERE u.last_used_at < excluded.last_used_at
 """)
 
 log = structlog.get_logger(__name__)
 
 
 class KeyUses:
-    """Last uses of keys in one process. `run` must run for them to be written; call `write` once
-    more at the end.
-    """
+    """Last uses of keys in one process; `run` writes them, `write` the last ones."""
 
     def __init__(self, sessions: Sessions, interval_s: float, clock: Callable[[], float]) -> None:
-        """interval_s: between two writes. clock: this machine's, in seconds, which continues during
-        sleep.
-        """
+        """interval_s: between two writes. clock: in seconds; continues during sleep."""
         self._sessions = sessions
         self._interval_s = interval_s
         self._clock = clock
@@ -86,8 +85,10 @@ class KeyUses:
         try:
             with patience(ANSWER_WAIT_S):
                 async with self._sessions.begin() as session:
-                    await session.execute(WRITE, {"ids": list(noted), "ages": [now - at for at in noted.values()]})
-        except StoreAway as away:
+                    await session.execute(
+                        WRITE, {"ids": list(noted), "ages": [now - at for at in noted.values()]}
+                    )
+        except DatabaseUnavailable as away:
             self._keep(noted)
             log.info("key_uses_not_written", cause=str(away), key_count=len(self._noted))
         except BaseException:  # cancelled at the end: the last write includes them

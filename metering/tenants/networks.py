@@ -30,43 +30,45 @@ def parse_address(text: str) -> Address | None:
 
 
 def parse_network(text: str) -> Network:
-    """Parse `203.0.113.0/24`, `2001:db8::/32`, or one address. Raises: ValueError naming the valid
-    form.
-    """
+    """Parse `203.0.113.0/24`, `2001:db8::/32`, or one address. Raises: ValueError."""
     try:
         if "%" in text:
             raise ValueError("a zone is valid on one machine only")
         network = ipaddress.ip_network(text, strict=False)
     except ValueError:
-        raise ValueError(f"{text[:64]!r} is not a valid network: write it as 203.0.113.0/24 or 2001:db8::/32") from None
-    mapped = network.network_address.ipv4_mapped if isinstance(network, ipaddress.IPv6Network) else None
+        raise ValueError(
+            f"{text[:64]!r} is not a valid network: write it as 203.0.113.0/24 or 2001:db8::/32"
+        ) from None
+    mapped = (
+        network.network_address.ipv4_mapped if isinstance(network, ipaddress.IPv6Network) else None
+    )
     if mapped is not None and network.prefixlen >= 96:
-        raise ValueError(f"{text[:64]!r} is an IPv4-mapped IPv6 network: write {mapped}/{network.prefixlen - 96}")
+        raise ValueError(
+            f"{text[:64]!r} is an IPv4-mapped IPv6 network: write {mapped}/{network.prefixlen - 96}"
+        )
     if "/" in text and ipaddress.ip_interface(text).ip != network.network_address:
         raise ValueError(f"{text[:64]!r} has host bits set: write {network}, or the address alone")
     return network
 
 
 def checked_networks(texts: Collection[str]) -> list[str]:
-    """Return distinct networks in canonical form, sorted; none means everywhere. Raises:
-    InvalidValue.
-    """
+    """Return distinct networks in canonical form, sorted. Raises: InvalidValue."""
     if len(set(texts)) > NETWORKS_PER_KEY_MAX:
-        raise InvalidValue("allowed_networks", f"must have at most {NETWORKS_PER_KEY_MAX}, or none for everywhere")
+        raise InvalidValue(
+            "allowed_networks", f"must have at most {NETWORKS_PER_KEY_MAX}, or none for everywhere"
+        )
     try:
         return sorted({str(parse_network(text)) for text in texts})
     except ValueError as wrong:
         raise InvalidValue("allowed_networks", str(wrong)) from None
 
 
-def in_one_form(texts: Collection[str]) -> tuple[str, ...]:
-    """Return networks in canonical form, so that equal ones compare equal; invalid texts stay as
-    they are.
-    """
-    return tuple(sorted({_in_one_form(text) for text in texts}))
+def normalized(texts: Collection[str]) -> tuple[str, ...]:
+    """Return networks in canonical form, to compare them; invalid texts are unchanged."""
+    return tuple(sorted({_normalized(text) for text in texts}))
 
 
-def _in_one_form(text: str) -> str:
+def _normalized(text: str) -> str:
     try:
         return str(parse_network(text))
     except ValueError:
@@ -80,16 +82,12 @@ def networks_of(texts: tuple[str, ...]) -> tuple[Network, ...]:
 
 
 def allows(networks: Sequence[Network], address: Address | None) -> bool:
-    """Return whether a key limited to these networks may be used from an address; an unknown one is
-    in none.
-    """
+    """Return whether a key limited to these networks may be used from an address."""
     return not networks or (address is not None and any(address in network for network in networks))
 
 
-def shuts_out(texts: Collection[str], address: Address | None) -> bool:
-    """Return whether networks, as entered by an admin, exclude an address; invalid ones are
-    reported elsewhere.
-    """
+def excludes(texts: Collection[str], address: Address | None) -> bool:
+    """Return whether networks exclude an address; invalid ones are ignored."""
     try:
         return not allows([parse_network(text) for text in texts], address)
     except ValueError:

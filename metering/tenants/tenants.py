@@ -20,14 +20,35 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, TypedDict, Unpack
 
-from sqlalchemy import Double, Select, and_, bindparam, case, cast, delete, func, or_, select, update
+from sqlalchemy import (
+    Double,
+    Select,
+    and_,
+    bindparam,
+    case,
+    cast,
+    delete,
+    func,
+    or_,
+    select,
+    update,
+)
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from metering.control.live import order_end_of_key, order_look_at_key
+from metering.control.live import cancel_requests_of_key, recheck_key
 from metering.core.audit import record_change, snapshot
 from metering.core.errors import AlreadyExists, InvalidValue, KeyInvalid, KeyRevoked, NotFound
-from metering.core.models import ApiKey, ApiKeyUse, Organization, Project, Quota, QuotaSubject, SupersededSecret, record_of
+from metering.core.models import (
+    ApiKey,
+    ApiKeyUse,
+    Organization,
+    Project,
+    Quota,
+    QuotaSubject,
+    SupersededSecret,
+    record_of,
+)
 from metering.core.money import checked_currency
 from metering.tenants.networks import Address, Network, checked_networks, networks_of
 
@@ -41,9 +62,7 @@ TOKENS_MAX = 1_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class TokenBounds:
-    """Maximum tokens per request of a key; None: the model's limit. Output counts all choices
-    together.
-    """
+    """Maximum tokens per request of a key, all choices together; None: the model's limit."""
 
     max_input_tokens: int | None = None
     max_output_tokens: int | None = None
@@ -69,16 +88,22 @@ def checked_scopes(scopes: Collection[str]) -> list[str]:
 def checked_models(models: Collection[str]) -> list[str]:
     """Return distinct model names, sorted; none means every model. Raises: InvalidValue."""
     if len(set(models)) > MODELS_PER_KEY_MAX:
-        raise InvalidValue("models", f"must have at most {MODELS_PER_KEY_MAX}, or none for every model")
+        raise InvalidValue(
+            "models", f"must have at most {MODELS_PER_KEY_MAX}, or none for every model"
+        )
     if not all(1 <= len(model) <= MODEL_NAME_MAX_CHARS and model.isprintable() for model in models):
-        raise InvalidValue("models", f"must be names of 1 to {MODEL_NAME_MAX_CHARS} printable characters")
+        raise InvalidValue(
+            "models", f"must be names of 1 to {MODEL_NAME_MAX_CHARS} printable characters"
+        )
     return sorted(set(models))
 
 
 def checked_bound(token_count: int | None, field: str) -> int | None:
     """Return the maximum tokens of one request; 0 and None mean no bound. Raises: InvalidValue."""
     if token_count is not None and not 0 <= token_count <= TOKENS_MAX:
-        raise InvalidValue(field, f"must be 1 to {TOKENS_MAX:,} tokens, or 0 for no limit of the key")
+        raise InvalidValue(
+            field, f"must be 1 to {TOKENS_MAX:,} tokens, or 0 for no limit of the key"
+        )
     return token_count or None
 
 
@@ -96,7 +121,9 @@ PREFIX_LENGTH = 8  # 36^8 prefixes: enough to tell keys apart; not part of the k
 BASE62 = string.digits + string.ascii_uppercase + string.ascii_lowercase
 SECRET_BYTES = 32
 SECRET_LENGTH = 43  # 62^43 > 256^32
-SECRET_FORM = re.compile(rf"wk_[a-z0-9]{{{PREFIX_LENGTH}}}_[0-9A-Za-z]{{{SECRET_LENGTH}}}", re.ASCII)
+SECRET_FORM = re.compile(
+    rf"wk_[a-z0-9]{{{PREFIX_LENGTH}}}_[0-9A-Za-z]{{{SECRET_LENGTH}}}", re.ASCII
+)
 PREFIX_FORM = re.compile(rf"wk_[a-z0-9]{{{PREFIX_LENGTH}}}", re.ASCII)
 
 
@@ -130,19 +157,37 @@ COPIED = ("model", "dimension", "limit_value", *WEIGHTS, "enforced", "alert_at")
 
 
 async def limit_new_key(
-    session: AsyncSession, *, api_key_id: uuid.UUID, project_id: uuid.UUID, organization_id: uuid.UUID, actor: str
+    session: AsyncSession,
+    *,
+    api_key_id: uuid.UUID,
+    project_id: uuid.UUID,
+    organization_id: uuid.UUID,
+    actor: str,
 ) -> None:
     """Give a new key its limits. For a dimension and model the project's limit takes precedence."""
     kept = select(Quota).where(
-        Quota.subject_id.in_((project_id, organization_id)), Quota.for_new_keys.is_(True), Quota.deleted_at.is_(None)
+        Quota.subject_id.in_((project_id, organization_id)),
+        Quota.for_new_keys.is_(True),
+        Quota.deleted_at.is_(None),
     )
     nearest_last = case((Quota.subject == QuotaSubject.PROJECT, 1), else_=0)
     rows = await session.scalars(kept.order_by(nearest_last, Quota.created_at, Quota.id))
     for template in {(row.model, row.dimension): row for row in rows}.values():
         values = {column: getattr(template, column) for column in COPIED}
-        copy = insert(Quota).values(subject=QuotaSubject.API_KEY, subject_id=api_key_id, **values).returning(Quota)
+        copy = (
+            insert(Quota)
+            .values(subject=QuotaSubject.API_KEY, subject_id=api_key_id, **values)
+            .returning(Quota)
+        )
         quota = (await session.scalars(copy)).one()
-        await record_change(session, actor=actor, action="quota.set", subject_id=str(quota.id), before=None, after=snapshot(quota))
+        await record_change(
+            session,
+            actor=actor,
+            action="quota.set",
+            subject_id=str(quota.id),
+            before=None,
+            after=snapshot(quota),
+        )
 
 
 NAME_FORM = re.compile(r"[a-z][a-z0-9-]{0,62}", re.ASCII)
@@ -182,7 +227,7 @@ class KeyRecord:
     """An API key without its secret. overlap_ends_at: end of a replaced secret's validity.
 
     models: allowed models; empty for all. last_used_at: None if the key was not used since
-    `uses_known_since`.
+    `uses_tracked_since`.
     """
 
     id: uuid.UUID
@@ -196,7 +241,7 @@ class KeyRecord:
     created_at: datetime
     expires_at: datetime | None
     revoked_at: datetime | None
-    uses_known_since: datetime
+    uses_tracked_since: datetime
     overlap_ends_at: datetime | None = None
     models: tuple[str, ...] = ()
     last_used_at: datetime | None = None
@@ -204,10 +249,17 @@ class KeyRecord:
     allowed_networks: tuple[str, ...] = ()
 
 
-async def create_organization(session: AsyncSession, *, name: str, currency_code: str = "USD", actor: str) -> Organization:
+async def create_organization(
+    session: AsyncSession, *, name: str, currency_code: str = "USD", actor: str
+) -> Organization:
     """Create a customer. Raises: InvalidValue, AlreadyExists."""
     values = {"name": checked_name(name), "currency_code": checked_currency(currency_code)}
-    statement = insert(Organization).values(values).on_conflict_do_nothing(index_elements=["name"]).returning(Organization)
+    statement = (
+        insert(Organization)
+        .values(values)
+        .on_conflict_do_nothing(index_elements=["name"])
+        .returning(Organization)
+    )
     if (organization := await session.scalar(statement)) is None:
         raise AlreadyExists("organization", name)
     await _record_creation(session, actor, "organization.create", organization)
@@ -218,13 +270,17 @@ async def list_organizations(session: AsyncSession) -> Sequence[Organization]:
     return (await session.scalars(select(Organization).order_by(Organization.name))).all()
 
 
-async def create_project(session: AsyncSession, *, organization: str, name: str, actor: str) -> Project:
-    """Create a project of an organization, given by name or id. Raises: NotFound, InvalidValue,
-    AlreadyExists.
-    """
+async def create_project(
+    session: AsyncSession, *, organization: str, name: str, actor: str
+) -> Project:
+    """Create a project of an organization. Raises: NotFound, InvalidValue, AlreadyExists."""
     owner = await find_organization(session, organization)
     values = {"organization_id": owner.id, "name": checked_name(name)}
-    statement = insert(Project).values(values).on_conflict_do_nothing(index_elements=["organization_id", "name"])
+    statement = (
+        insert(Project)
+        .values(values)
+        .on_conflict_do_nothing(index_elements=["organization_id", "name"])
+    )
     project: Project | None = await session.scalar(statement.returning(Project))
     if project is None:
         raise AlreadyExists("project", f"{owner.name}/{name}")
@@ -240,9 +296,7 @@ async def list_projects(session: AsyncSession, *, organization: str) -> Sequence
 
 
 class KeyTerms(TypedDict, total=False):
-    """Terms of a new key. No scopes means "inference", no models all, no networks everywhere, no
-    lifetime unlimited.
-    """
+    """Terms of a new key. Defaults: inference, all models, all networks, no expiry."""
 
     scopes: Collection[str]
     models: Collection[str]
@@ -253,7 +307,13 @@ class KeyTerms(TypedDict, total=False):
 
 
 async def create_api_key(
-    session: AsyncSession, *, organization: str, project: str, name: str, actor: str, **terms: Unpack[KeyTerms]
+    session: AsyncSession,
+    *,
+    organization: str,
+    project: str,
+    name: str,
+    actor: str,
+    **terms: Unpack[KeyTerms],
 ) -> tuple[KeyRecord, str]:
     """Create a key and return it with its secret, which cannot be retrieved again.
 
@@ -263,15 +323,30 @@ async def create_api_key(
     owner = await find_project(session, project, organization=organization)
     lifetime = terms.get("lifetime")
     expires_at = None if lifetime is None else func.now() + _checked_lifetime(lifetime)
-    values = checked_terms(terms) | {"project_id": owner.id, "name": checked_key_name(name), "expires_at": expires_at}
+    values = checked_terms(terms) | {
+        "project_id": owner.id,
+        "name": checked_key_name(name),
+        "expires_at": expires_at,
+    }
     while True:  # until the prefix is unused, which is nearly always the first
         secret = new_secret()
         values |= {"prefix": prefix_of(secret), "secret_hash": hash_of(secret)}
-        statement = insert(ApiKey).values(values).on_conflict_do_nothing(index_elements=["prefix"]).returning(ApiKey)
+        statement = (
+            insert(ApiKey)
+            .values(values)
+            .on_conflict_do_nothing(index_elements=["prefix"])
+            .returning(ApiKey)
+        )
         if (key := await session.scalar(statement)) is not None:
             break
     await _record_creation(session, actor, "api_key.create", key)
-    await limit_new_key(session, api_key_id=key.id, project_id=owner.id, organization_id=owner.organization_id, actor=actor)
+    await limit_new_key(
+        session,
+        api_key_id=key.id,
+        project_id=owner.id,
+        organization_id=owner.organization_id,
+        actor=actor,
+    )
     return await find_api_key(session, str(key.id)), secret
 
 
@@ -297,7 +372,7 @@ async def revoke_api_key(session: AsyncSession, *, api_key: str, actor: str) -> 
     if key.revoked_at is not None:
         return replace(found, revoked_at=key.revoked_at)
     changed = await change_key(session, key, actor, "api_key.revoke", revoked_at=func.now())
-    await order_end_of_key(session, key.id)
+    await cancel_requests_of_key(session, key.id)
     return replace(found, revoked_at=changed.revoked_at)
 
 
@@ -308,18 +383,26 @@ async def locked_key(session: AsyncSession, key_id: uuid.UUID) -> ApiKey:
     return (await session.scalars(locking.execution_options(populate_existing=True))).one()
 
 
-async def change_key(session: AsyncSession, key: ApiKey, actor: str, action: str, **values: Any) -> ApiKey:
+async def change_key(
+    session: AsyncSession, key: ApiKey, actor: str, action: str, **values: Any
+) -> ApiKey:
     """Set columns of a locked key and write the audit log."""
     before = snapshot(key)
     statement = update(ApiKey).where(ApiKey.id == key.id).values(**values).returning(ApiKey)
     changed = (await session.scalars(statement.execution_options(populate_existing=True))).one()
     after = snapshot(changed)
-    await record_change(session, actor=actor, action=action, subject_id=str(key.id), before=before, after=after)
+    await record_change(
+        session, actor=actor, action=action, subject_id=str(key.id), before=before, after=after
+    )
     return changed
 
 
 async def list_api_keys(
-    session: AsyncSession, *, organization: str | None = None, api_key: str | None = None, unused_for: timedelta | None = None
+    session: AsyncSession,
+    *,
+    organization: str | None = None,
+    api_key: str | None = None,
+    unused_for: timedelta | None = None,
 ) -> list[KeyRecord]:
     """Return keys, the newest first; of one organization, or one key by id or prefix, if passed.
 
@@ -331,17 +414,25 @@ async def list_api_keys(
         query = query.where(ApiKey.id == (await find_api_key(session, api_key)).id)
     if unused_for is not None:
         if not timedelta(0) < unused_for <= LIFETIME_MAX:
-            raise InvalidValue("unused_for", f"must be more than zero and at most {LIFETIME_MAX.days} days")
-        used_at = func.coalesce(ApiKeyUse.last_used_at, ApiKey.uses_known_since)
+            raise InvalidValue(
+                "unused_for", f"must be more than zero and at most {LIFETIME_MAX.days} days"
+            )
+        used_at = func.coalesce(ApiKeyUse.last_used_at, ApiKey.uses_tracked_since)
         query = query.where(ApiKey.revoked_at.is_(None), used_at < func.now() - unused_for)
     if organization:
-        query = query.where(Project.organization_id == (await find_organization(session, organization)).id)
+        query = query.where(
+            Project.organization_id == (await find_organization(session, organization)).id
+        )
     return [_key_record(*row) for row in await session.execute(query)]
 
 
 def select_principal() -> Select[Any]:
     """Return the query for the principal of a valid secret, by its hash."""
-    replaced = select(SupersededSecret).where(SupersededSecret.secret_hash == bindparam("secret_hash")).subquery()
+    replaced = (
+        select(SupersededSecret)
+        .where(SupersededSecret.secret_hash == bindparam("secret_hash"))
+        .subquery()
+    )
     ends_at = func.least(ApiKey.expires_at, replaced.c.expires_at)  # ignores NULLs
     return (
         select(
@@ -361,7 +452,10 @@ def select_principal() -> Select[Any]:
         .join(Organization, Organization.id == Project.organization_id)
         .outerjoin(replaced, replaced.c.api_key_id == ApiKey.id)
         .where(
-            or_(ApiKey.secret_hash == bindparam("secret_hash"), ApiKey.id == select(replaced.c.api_key_id).scalar_subquery()),
+            or_(
+                ApiKey.secret_hash == bindparam("secret_hash"),
+                ApiKey.id == select(replaced.c.api_key_id).scalar_subquery(),
+            ),
             ApiKey.revoked_at.is_(None),
             or_(ends_at.is_(None), ends_at > func.now()),
         )
@@ -385,7 +479,19 @@ async def authenticate(session: AsyncSession, secret: str) -> Principal:
     result = await session.execute(PRINCIPAL_OF_SECRET, {"secret_hash": hash_of(secret)})
     if (row := result.one_or_none()) is None:
         raise refusal
-    key_id, prefix, project_id, organization_id, currency_code, scopes, lifetime_s, models, max_in, max_out, networks = row
+    (
+        key_id,
+        prefix,
+        project_id,
+        organization_id,
+        currency_code,
+        scopes,
+        lifetime_s,
+        models,
+        max_in,
+        max_out,
+        networks,
+    ) = row
     return Principal(
         api_key_id=key_id,
         key_prefix=prefix,
@@ -412,10 +518,10 @@ async def find_organization(session: AsyncSession, ref: str) -> Organization:
     return organization
 
 
-async def find_project(session: AsyncSession, ref: str, *, organization: str | None = None) -> Project:
-    """Return a project by id, by name in an organization, or by "organization/project". Raises:
-    NotFound.
-    """
+async def find_project(
+    session: AsyncSession, ref: str, *, organization: str | None = None
+) -> Project:
+    """Return a project by id, name, or "organization/project". Raises: NotFound."""
     shown = f"{organization}/{ref}" if organization else ref
     if not organization:
         organization, _, ref = ref.rpartition("/")
@@ -424,7 +530,10 @@ async def find_project(session: AsyncSession, ref: str, *, organization: str | N
         raise NotFound("project", shown)
     condition = Project.name == ref if key is None else Project.id == key
     if organization:
-        condition = and_(condition, Project.organization_id == (await find_organization(session, organization)).id)
+        condition = and_(
+            condition,
+            Project.organization_id == (await find_organization(session, organization)).id,
+        )
     if (project := await session.scalar(select(Project).where(condition))) is None:
         raise NotFound("project", shown)
     return project
@@ -451,14 +560,18 @@ def as_uuid(ref: str) -> uuid.UUID | None:
 def checked_name(name: str) -> str:
     """Return a valid name of an organization or project. A UUID would make references ambiguous."""
     if NAME_FORM.fullmatch(name) is None or as_uuid(name) is not None:
-        raise InvalidValue("name", 'must be 1 to 63 of a-z, 0-9 and "-", starting with a letter, and not a UUID')
+        raise InvalidValue(
+            "name", 'must be 1 to 63 of a-z, 0-9 and "-", starting with a letter, and not a UUID'
+        )
     return name
 
 
 def _checked_lifetime(lifetime: timedelta) -> timedelta:
     if not timedelta(0) < lifetime <= LIFETIME_MAX:
         raise InvalidValue(
-            "lifetime", f"must be more than zero and at most {LIFETIME_MAX.days} days, or unset for an unlimited key"
+            "lifetime",
+            f"must be more than zero and at most {LIFETIME_MAX.days} days, or unset for an"
+            " unlimited key",
         )
     return lifetime
 
@@ -478,7 +591,11 @@ def _select_keys() -> Select[ApiKey, Project, str, datetime, datetime]:
 
 
 def _key_record(
-    key: ApiKey, project: Project, organization_name: str, overlap_ends_at: datetime | None, last_used_at: datetime | None
+    key: ApiKey,
+    project: Project,
+    organization_name: str,
+    overlap_ends_at: datetime | None,
+    last_used_at: datetime | None,
 ) -> KeyRecord:
     return record_of(
         KeyRecord,
@@ -492,12 +609,25 @@ def _key_record(
     )
 
 
-async def _record_creation(session: AsyncSession, actor: str, action: str, row: Organization | Project | ApiKey) -> None:
-    await record_change(session, actor=actor, action=action, subject_id=str(row.id), before=None, after=snapshot(row))
+async def _record_creation(
+    session: AsyncSession, actor: str, action: str, row: Organization | Project | ApiKey
+) -> None:
+    await record_change(
+        session,
+        actor=actor,
+        action=action,
+        subject_id=str(row.id),
+        before=None,
+        after=snapshot(row),
+    )
 
 
-async def organization_names(session: AsyncSession, ids: Iterable[uuid.UUID]) -> dict[uuid.UUID, str]:
-    rows = await session.execute(select(Organization.id, Organization.name).where(Organization.id.in_(set(ids))))
+async def organization_names(
+    session: AsyncSession, ids: Iterable[uuid.UUID]
+) -> dict[uuid.UUID, str]:
+    rows = await session.execute(
+        select(Organization.id, Organization.name).where(Organization.id.in_(set(ids)))
+    )
     return {row.id: row.name for row in rows}
 
 
@@ -507,16 +637,18 @@ async def project_names(session: AsyncSession, project_ids: Sequence[uuid.UUID])
 
 
 async def subject_ids(session: AsyncSession, ref: str) -> list[str]:
-    """Return the ids of the named organization, project or key and of all below it, and the text
-    itself.
-    """
+    """Return the ids of an organization, project or key and of all below it, and the text."""
     ids: set[uuid.UUID] = set()
-    finders: tuple[Callable[[AsyncSession, str], Awaitable[Organization | Project | KeyRecord]], ...]
+    finders: tuple[
+        Callable[[AsyncSession, str], Awaitable[Organization | Project | KeyRecord]], ...
+    ]
     finders = (find_organization, find_project, find_api_key)
     for find in finders:
         with contextlib.suppress(NotFound):
             ids.add((await find(session, ref)).id)
-    projects = await session.scalars(select(Project.id).where(or_(Project.organization_id.in_(ids), Project.id.in_(ids))))
+    projects = await session.scalars(
+        select(Project.id).where(or_(Project.organization_id.in_(ids), Project.id.in_(ids)))
+    )
     ids |= set(projects)
     ids |= set(await session.scalars(select(ApiKey.id).where(ApiKey.project_id.in_(ids))))
     return sorted({ref, *map(str, ids)})
@@ -543,11 +675,23 @@ async def rotate_api_key(
     key = await _changeable(session, record)
     secret = new_secret(prefix=key.prefix)
     await session.execute(
-        delete(SupersededSecret).where(SupersededSecret.api_key_id == key.id, SupersededSecret.expires_at <= func.now())
+        delete(SupersededSecret).where(
+            SupersededSecret.api_key_id == key.id, SupersededSecret.expires_at <= func.now()
+        )
     )
-    values = {"secret_hash": key.secret_hash, "api_key_id": key.id, "expires_at": func.now() + overlap}
-    ends_at = (await session.scalars(insert(SupersededSecret).values(values).returning(SupersededSecret.expires_at))).one()
-    superseded = (await session.scalars(select(SupersededSecret).where(SupersededSecret.api_key_id == key.id))).all()
+    values = {
+        "secret_hash": key.secret_hash,
+        "api_key_id": key.id,
+        "expires_at": func.now() + overlap,
+    }
+    ends_at = (
+        await session.scalars(
+            insert(SupersededSecret).values(values).returning(SupersededSecret.expires_at)
+        )
+    ).one()
+    superseded = (
+        await session.scalars(select(SupersededSecret).where(SupersededSecret.api_key_id == key.id))
+    ).all()
     for older in superseded:
         older.expires_at = min(older.expires_at, ends_at)
     ended_secrets = [] if overlap else [each.secret_hash for each in superseded]
@@ -556,11 +700,19 @@ async def rotate_api_key(
     key.secret_hash = hash_of(secret)
     await session.flush()
     # No hash is logged, so the end of the replaced secret distinguishes one rotation from another.
-    ended, ends = ({"replaced_secret_ends_at": each and each.isoformat()} for each in (record.overlap_ends_at, ends_at))
-    await record_change(
-        session, actor=actor, action="api_key.rotate", subject_id=str(key.id), before=before | ended, after=before | ends
+    ended, ends = (
+        {"replaced_secret_ends_at": each and each.isoformat()}
+        for each in (record.overlap_ends_at, ends_at)
     )
-    await order_look_at_key(session, key.id, key.allowed_networks, ended_secrets)
+    await record_change(
+        session,
+        actor=actor,
+        action="api_key.rotate",
+        subject_id=str(key.id),
+        before=before | ended,
+        after=before | ends,
+    )
+    await recheck_key(session, key.id, key.allowed_networks, ended_secrets)
     return await find_api_key(session, str(key.id)), secret, ends_at
 
 
@@ -603,7 +755,9 @@ async def update_api_key(
         "scopes": checked_scopes(scopes) if scopes else list(key.scopes),
         "models": checked_models(models) if models or all_models else list(key.models),
         "allowed_networks": (
-            checked_networks(allowed_networks) if allowed_networks or all_networks else list(key.allowed_networks)
+            checked_networks(allowed_networks)
+            if allowed_networks or all_networks
+            else list(key.allowed_networks)
         ),
         "max_input_tokens": _bound(key.max_input_tokens, max_input_tokens, "max_input_tokens"),
         "max_output_tokens": _bound(key.max_output_tokens, max_output_tokens, "max_output_tokens"),
@@ -614,7 +768,7 @@ async def update_api_key(
         return record
     changed = await change_key(session, key, actor, "api_key.update", **values)
     if values.keys() - {"name"}:
-        await order_look_at_key(session, key.id, changed.allowed_networks)
+        await recheck_key(session, key.id, changed.allowed_networks)
     return await find_api_key(session, str(key.id))
 
 
