@@ -1,4 +1,5 @@
-"""Alembic's environment: runs the revisions online against `WEIR_DATABASE_URL`, one transaction each.
+"""Alembic's environment: runs the revisions online against `WEIR_DATABASE_URL`, one transaction
+each.
 
 An advisory lock serializes migrating processes; timeouts keep a migration from waiting forever on
 live traffic.
@@ -14,18 +15,19 @@ from sqlalchemy import create_engine, text
 from sqlalchemy.pool import NullPool
 
 import metering.alerts.alerts
-import metering.plans.plan_admin  # noqa: F401  # declare mapped classes on the base, as `core.models` does
+import metering.plans.plan_admin  # noqa: F401  # declares mapped classes on the base
 from metering.core.models import Base
 from metering.store.db import sqlalchemy_url
 from metering.store.migrations_runner import MIGRATION_LOCK_ID
 
 # Tables used by SQL only, see `docs/internals/tables.md`. All other tables have a mapped class.
 UNMAPPED = """
-adjustment_decisions adjustments admin_requests billing_months billing_profiles credit_applications credit_grants document_series
-export_progress invoice_letterheads invoice_lines invoices ledger_accounts ledger_entries ledger_transactions live_reports
-meter_batches month_closings plan_assignments plan_versions receipt_batches receipt_chains receipt_keys replica_drains
-rule_changes stop_orders stripe_events stripe_invoices stripe_late_items stripe_month_items stripe_month_settlements
-stripe_objects unrated_usage usage_corrections worker_incidents
+adjustment_decisions adjustments admin_requests billing_months billing_profiles cancel_commands
+credit_applications credit_grants document_series export_progress invoice_letterheads invoice_lines
+invoices ledger_accounts ledger_entries ledger_transactions live_reports meter_batches
+month_closings plan_assignments plan_versions receipt_batches receipt_chains receipt_keys
+replica_drains rule_changes stripe_events stripe_invoices stripe_late_items stripe_month_items
+stripe_month_settlements stripe_objects unrated_usage usage_corrections worker_incidents
 """
 PARTITION = re.compile(r"usage_events_(\d{4}_\d{2}|default)")  # one per month, created ahead
 MONTHS_AHEAD = 3  # time without a worker, which creates partitions too, before one is missing
@@ -38,11 +40,15 @@ def database_url() -> str:
     """Return the URL of the caller's attributes, else of the environment."""
     url = context.config.attributes.get("database_url") or os.environ.get("WEIR_DATABASE_URL")
     if not url:
-        raise SystemExit("WEIR_DATABASE_URL is not set: name the database to migrate, or run `weir migrate`")
+        raise SystemExit(
+            "WEIR_DATABASE_URL is not set: name the database to migrate, or run `weir migrate`"
+        )
     return str(url)
 
 
-def is_compared(object_: object, name: str | None, type_: str, reflected: bool, compare_to: object) -> bool:
+def is_compared(
+    object_: object, name: str | None, type_: str, reflected: bool, compare_to: object
+) -> bool:
     """Return whether Alembic compares a database object with the mapped classes.
 
     It compares all columns of mapped tables; indexes and constraints exist in the revisions only.
@@ -55,22 +61,30 @@ def is_compared(object_: object, name: str | None, type_: str, reflected: bool, 
 def run_migrations() -> None:
     engine = create_engine(sqlalchemy_url(database_url()), poolclass=NullPool)
     with engine.connect() as connection:
-        # The lock before the timeouts: another migration may take longer than live traffic may block.
+        # Before the timeouts: another migration may run longer than `lock_timeout`.
         connection.execute(text("SELECT pg_advisory_lock(:id)"), {"id": MIGRATION_LOCK_ID})
         connection.execute(text(SETTINGS))
         connection.commit()
         context.configure(
-            connection=connection, target_metadata=Base.metadata, transaction_per_migration=True, include_object=is_compared
+            connection=connection,
+            target_metadata=Base.metadata,
+            transaction_per_migration=True,
+            include_object=is_compared,
         )
         with context.begin_transaction():
             context.run_migrations()
         connection.commit()
         if connection.execute(text(CAN_MAKE_PARTITIONS)).scalar_one():
-            connection.execute(text("SELECT create_usage_partitions(:months_ahead)"), {"months_ahead": MONTHS_AHEAD})
+            connection.execute(
+                text("SELECT create_usage_partitions(:months_ahead)"),
+                {"months_ahead": MONTHS_AHEAD},
+            )
             connection.commit()
     engine.dispose()
 
 
 if context.is_offline_mode():
-    raise SystemExit("offline migrations are not supported: triggers are checked against a live server")
+    raise SystemExit(
+        "offline migrations are not supported: triggers are checked against a live server"
+    )
 run_migrations()

@@ -1,4 +1,4 @@
-"""Accounts: organizations, projects, API keys, the audit log and the ids of administrative calls."""
+"""Accounts: organizations, projects, API keys, audit log, idempotency keys of admin calls."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ down_revision = None
 branch_labels = None
 depends_on = None
 
-# Two guards that later revisions share. Corrections are new rows, and rows that others refer to stay.
+# Trigger functions that later revisions share. Corrections are new rows, and rows that other rows
+# refer to stay.
 GUARDS = """
 CREATE FUNCTION refuse_change() RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN
-    RAISE EXCEPTION '% is append-only: write a correcting row instead', TG_TABLE_NAME USING ERRCODE = 'restrict_violation';
+    RAISE EXCEPTION '% is append-only: write a correcting row instead', TG_TABLE_NAME
+        USING ERRCODE = 'restrict_violation';
 END $$;
 
 CREATE FUNCTION refuse_deletion() RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN
-    RAISE EXCEPTION 'rows of % are never deleted: others refer to them', TG_TABLE_NAME USING ERRCODE = 'restrict_violation';
+    RAISE EXCEPTION 'rows of % cannot be deleted: other rows refer to them', TG_TABLE_NAME
+        USING ERRCODE = 'restrict_violation';
 END $$;
 """
 TABLES = """
@@ -54,21 +57,21 @@ CREATE TABLE api_keys (
     expires_at timestamptz,
     revoked_at timestamptz,
     models text[] DEFAULT '{}' NOT NULL,
-    uses_known_since timestamptz DEFAULT now() NOT NULL,
+    uses_tracked_since timestamptz DEFAULT now() NOT NULL,
     max_input_tokens bigint,
     max_output_tokens bigint,
     allowed_networks text[] DEFAULT '{}' NOT NULL,
     CONSTRAINT ck_api_keys_secret_hash_size CHECK (octet_length(secret_hash) = 32),
     CONSTRAINT ck_api_keys_scopes_known
         CHECK (scopes <@ ARRAY['inference', 'admin', 'billing'] AND scopes <> '{}'),
-    CONSTRAINT ck_api_keys_models_named CHECK (array_position(models, '') IS NULL),
+    CONSTRAINT ck_api_keys_model_names_not_empty CHECK (array_position(models, '') IS NULL),
     CONSTRAINT ck_api_keys_max_input_tokens_positive CHECK (max_input_tokens > 0),
     CONSTRAINT ck_api_keys_max_output_tokens_positive CHECK (max_output_tokens > 0),
-    CONSTRAINT ck_api_keys_allowed_networks_are CHECK (allowed_networks::cidr[] IS NOT NULL)
+    CONSTRAINT ck_api_keys_allowed_networks_valid CHECK (allowed_networks::cidr[] IS NOT NULL)
 );
 CREATE INDEX ix_api_keys_project_id ON api_keys (project_id);
 
--- The last use is apart from the key, since it changes every minute and a key hardly ever.
+-- Separate from the key, since the last use changes every minute and a key hardly ever.
 CREATE TABLE api_key_uses (
     api_key_id uuid CONSTRAINT pk_api_key_uses PRIMARY KEY
         CONSTRAINT fk_api_key_uses_api_key_id_api_keys REFERENCES api_keys (id),
@@ -78,7 +81,8 @@ CREATE TABLE api_key_uses (
 -- Secrets that a rotation replaced and that still work until they expire.
 CREATE TABLE superseded_secrets (
     secret_hash bytea CONSTRAINT pk_superseded_secrets PRIMARY KEY,
-    api_key_id uuid NOT NULL CONSTRAINT fk_superseded_secrets_api_key_id_api_keys REFERENCES api_keys (id),
+    api_key_id uuid NOT NULL
+        CONSTRAINT fk_superseded_secrets_api_key_id_api_keys REFERENCES api_keys (id),
     superseded_at timestamptz DEFAULT now() NOT NULL,
     expires_at timestamptz NOT NULL,
     CONSTRAINT ck_superseded_secrets_secret_hash_size CHECK (octet_length(secret_hash) = 32)
@@ -108,11 +112,11 @@ CREATE INDEX ix_admin_requests_created_at ON admin_requests (created_at);
 
 CREATE TRIGGER audit_log_append_only BEFORE UPDATE OR DELETE OR TRUNCATE ON audit_log
     FOR EACH STATEMENT EXECUTE FUNCTION refuse_change();
-CREATE TRIGGER organizations_are_kept BEFORE DELETE OR TRUNCATE ON organizations
+CREATE TRIGGER organizations_no_delete BEFORE DELETE OR TRUNCATE ON organizations
     FOR EACH STATEMENT EXECUTE FUNCTION refuse_deletion();
-CREATE TRIGGER projects_are_kept BEFORE DELETE OR TRUNCATE ON projects
+CREATE TRIGGER projects_no_delete BEFORE DELETE OR TRUNCATE ON projects
     FOR EACH STATEMENT EXECUTE FUNCTION refuse_deletion();
-CREATE TRIGGER api_keys_are_kept BEFORE DELETE OR TRUNCATE ON api_keys
+CREATE TRIGGER api_keys_no_delete BEFORE DELETE OR TRUNCATE ON api_keys
     FOR EACH STATEMENT EXECUTE FUNCTION refuse_deletion();
 """
 
@@ -123,5 +127,8 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    op.execute("DROP TABLE admin_requests, audit_log, superseded_secrets, api_key_uses, api_keys, projects, organizations")
+    op.execute(
+        "DROP TABLE admin_requests, audit_log, superseded_secrets, api_key_uses, api_keys,"
+        " projects, organizations"
+    )
     op.execute("DROP FUNCTION refuse_deletion, refuse_change")

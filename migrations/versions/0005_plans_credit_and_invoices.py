@@ -22,18 +22,20 @@ CREATE TABLE plan_versions (
     CONSTRAINT uq_plan_versions_name_version UNIQUE (name, version)
 );
 
--- The newest assignment of a month counts; without a plan version it ends the plan.
+-- The newest assignment of a month applies; one without a plan version ends the plan.
 CREATE TABLE plan_assignments (
     id bigint GENERATED ALWAYS AS IDENTITY CONSTRAINT pk_plan_assignments PRIMARY KEY,
     organization_id uuid NOT NULL
         CONSTRAINT fk_plan_assignments_organization_id_organizations REFERENCES organizations (id),
     first_month date NOT NULL,
-    plan_version_id bigint CONSTRAINT fk_plan_assignments_plan_version_id_plan_versions REFERENCES plan_versions (id),
+    plan_version_id bigint
+        CONSTRAINT fk_plan_assignments_plan_version_id_plan_versions REFERENCES plan_versions (id),
     assigned_by text NOT NULL,
     created_at timestamptz DEFAULT now() NOT NULL,
     CONSTRAINT ck_plan_assignments_whole_month CHECK (extract(day FROM first_month) = 1)
 );
-CREATE INDEX ix_plan_assignments_organization_id_first_month ON plan_assignments (organization_id, first_month, id);
+CREATE INDEX ix_plan_assignments_organization_id_first_month
+    ON plan_assignments (organization_id, first_month, id);
 
 CREATE TABLE credit_grants (
     id uuid DEFAULT gen_random_uuid() CONSTRAINT pk_credit_grants PRIMARY KEY,
@@ -46,19 +48,22 @@ CREATE TABLE credit_grants (
     reason text NOT NULL,
     granted_by text NOT NULL,
     created_at timestamptz DEFAULT now() NOT NULL,
-    CONSTRAINT ck_credit_grants_more_than_nothing CHECK (amount_picos > 0),
-    CONSTRAINT ck_credit_grants_whole_months CHECK (
-        extract(day FROM first_month) = 1 AND extract(day FROM last_month) = 1 AND first_month <= last_month)
+    CONSTRAINT ck_credit_grants_amount_positive CHECK (amount_picos > 0),
+    CONSTRAINT ck_credit_grants_whole_months
+        CHECK (extract(day FROM first_month) = 1
+               AND extract(day FROM last_month) = 1
+               AND first_month <= last_month)
 );
 CREATE INDEX ix_credit_grants_organization_id ON credit_grants (organization_id);
 
 CREATE TABLE credit_applications (
     id bigint GENERATED ALWAYS AS IDENTITY CONSTRAINT pk_credit_applications PRIMARY KEY,
-    grant_id uuid NOT NULL CONSTRAINT fk_credit_applications_grant_id_credit_grants REFERENCES credit_grants (id),
+    grant_id uuid NOT NULL
+        CONSTRAINT fk_credit_applications_grant_id_credit_grants REFERENCES credit_grants (id),
     billing_month date NOT NULL,
     amount_picos numeric(38, 0) NOT NULL,
     created_at timestamptz DEFAULT now() NOT NULL,
-    CONSTRAINT ck_credit_applications_more_than_nothing CHECK (amount_picos > 0),
+    CONSTRAINT ck_credit_applications_amount_positive CHECK (amount_picos > 0),
     CONSTRAINT ck_credit_applications_whole_month CHECK (extract(day FROM billing_month) = 1),
     CONSTRAINT uq_credit_applications_grant_id_billing_month UNIQUE (grant_id, billing_month)
 );
@@ -68,12 +73,16 @@ CREATE FUNCTION credit_within_grant() RETURNS trigger LANGUAGE plpgsql AS $$
 DECLARE granted record;
 BEGIN
     SELECT * INTO granted FROM credit_grants WHERE id = NEW.grant_id FOR NO KEY UPDATE;
-    IF (SELECT sum(amount_picos) FROM credit_applications WHERE grant_id = NEW.grant_id) > granted.amount_picos THEN
-        RAISE EXCEPTION 'credit_applications: grant % has no % picos left', NEW.grant_id, NEW.amount_picos
+    IF granted.amount_picos
+        < (SELECT sum(amount_picos) FROM credit_applications WHERE grant_id = NEW.grant_id)
+    THEN
+        RAISE EXCEPTION 'credit_applications: grant % has less than % picos left',
+            NEW.grant_id, NEW.amount_picos
             USING ERRCODE = 'check_violation';
     END IF;
     IF NEW.billing_month NOT BETWEEN granted.first_month AND granted.last_month THEN
-        RAISE EXCEPTION 'credit_applications: grant % is not for %', NEW.grant_id, NEW.billing_month
+        RAISE EXCEPTION 'credit_applications: grant % is not valid in month %',
+            NEW.grant_id, NEW.billing_month
             USING ERRCODE = 'check_violation';
     END IF;
     RETURN NULL;
@@ -98,7 +107,7 @@ CREATE TABLE billing_profiles (
     updated_at timestamptz DEFAULT now() NOT NULL
 );
 
--- The state that a month was closed with, and digests of its usage reports.
+-- Facts of a month at its close, and the digests of its usage reports.
 CREATE TABLE month_closings (
     organization_id uuid,
     month date,
@@ -110,13 +119,14 @@ CREATE TABLE month_closings (
     csv_sha256 bytea NOT NULL,
     receipts_root text DEFAULT '' NOT NULL,
     billing_profile jsonb,
-    CONSTRAINT ck_month_closings_digest_size CHECK (octet_length(json_sha256) = 32 AND octet_length(csv_sha256) = 32),
+    CONSTRAINT ck_month_closings_digest_size
+        CHECK (octet_length(json_sha256) = 32 AND octet_length(csv_sha256) = 32),
     CONSTRAINT pk_month_closings PRIMARY KEY (organization_id, month),
     CONSTRAINT fk_month_closings_organization_id_month_billing_months
         FOREIGN KEY (organization_id, month) REFERENCES billing_months (organization_id, month)
 );
 
--- Document numbers without gaps: a number is the last one plus one, and is never set otherwise.
+-- Document numbers without gaps: each number is the previous one plus one.
 CREATE TABLE document_series (
     series text CONSTRAINT pk_document_series PRIMARY KEY,
     last_ordinal bigint DEFAULT '0' NOT NULL,
@@ -124,21 +134,23 @@ CREATE TABLE document_series (
 );
 CREATE TRIGGER document_series_append_only BEFORE DELETE OR TRUNCATE ON document_series
     FOR EACH STATEMENT EXECUTE FUNCTION refuse_change();
-CREATE FUNCTION document_series_counts_on() RETURNS trigger LANGUAGE plpgsql AS $$
+CREATE FUNCTION document_series_consecutive() RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN
     IF NEW.series <> OLD.series OR NEW.last_ordinal <> OLD.last_ordinal + 1 THEN
-        RAISE EXCEPTION 'document_series: numbers of % follow each other', OLD.series USING ERRCODE = 'restrict_violation';
+        RAISE EXCEPTION 'document_series: the numbers of % must be consecutive', OLD.series
+            USING ERRCODE = 'restrict_violation';
     END IF;
     RETURN NEW;
 END $$;
-CREATE TRIGGER document_series_count_on BEFORE UPDATE ON document_series
-    FOR EACH ROW EXECUTE FUNCTION document_series_counts_on();
+CREATE TRIGGER document_series_consecutive BEFORE UPDATE ON document_series
+    FOR EACH ROW EXECUTE FUNCTION document_series_consecutive();
 
 CREATE TABLE invoices (
     id uuid CONSTRAINT pk_invoices PRIMARY KEY,
     ordinal bigint NOT NULL CONSTRAINT uq_invoices_ordinal UNIQUE,
     number text NOT NULL CONSTRAINT uq_invoices_number UNIQUE,
-    organization_id uuid NOT NULL CONSTRAINT fk_invoices_organization_id_organizations REFERENCES organizations (id),
+    organization_id uuid NOT NULL
+        CONSTRAINT fk_invoices_organization_id_organizations REFERENCES organizations (id),
     month date NOT NULL,
     organization_name text NOT NULL,
     currency_code text NOT NULL,
@@ -149,7 +161,8 @@ CREATE TABLE invoices (
     carried_in_picos numeric(38, 0) NOT NULL,
     carried_out_picos numeric(38, 0) NOT NULL,
     total_picos numeric(38, 0) NOT NULL,
-    CONSTRAINT ck_invoices_adds_up CHECK (total_picos + carried_out_picos = exact_picos + carried_in_picos),
+    CONSTRAINT ck_invoices_adds_up
+        CHECK (total_picos + carried_out_picos = exact_picos + carried_in_picos),
     CONSTRAINT ck_invoices_has_lines CHECK (line_count > 0),
     CONSTRAINT uq_invoices_organization_id_month UNIQUE (organization_id, month),
     CONSTRAINT fk_invoices_organization_id_month_billing_months
@@ -164,37 +177,44 @@ CREATE TABLE invoice_lines (
     exact_picos numeric(38, 0) NOT NULL,
     amount_picos numeric(38, 0) NOT NULL,
     model text NOT NULL,
-    price_version_id bigint CONSTRAINT fk_invoice_lines_price_version_id_price_versions REFERENCES price_versions (id),
+    price_version_id bigint
+        CONSTRAINT fk_invoice_lines_price_version_id_price_versions REFERENCES price_versions (id),
     token_kind text,
     token_count bigint,
     unit_price_picos bigint,
     usage_month text NOT NULL,
     source_id uuid,
     CONSTRAINT ck_invoice_lines_kind_known CHECK (kind IN (
-        'usage', 'late_usage', 'allowance', 'graduated', 'volume', 'commitment', 'adjustment', 'credit')),
+        'usage', 'late_usage', 'allowance', 'graduated', 'volume', 'commitment', 'adjustment',
+        'credit')),
     CONSTRAINT pk_invoice_lines PRIMARY KEY (invoice_id, position)
 );
 
--- All lines of an invoice are written by one statement. They must be as many as the invoice says and
--- add up to it, exactly and rounded.
+-- One statement writes all lines of an invoice. Their number and sums, exact and rounded, must be
+-- those of the invoice.
 CREATE FUNCTION invoice_adds_up() RETURNS trigger LANGUAGE plpgsql AS $$
 DECLARE broken text;
 BEGIN
-    SELECT i.number INTO broken
-    FROM invoices i JOIN invoice_lines l ON l.invoice_id = i.id
+    SELECT i.number
+    INTO broken
+    FROM invoices i
+    JOIN invoice_lines l ON l.invoice_id = i.id
     WHERE i.id IN (SELECT invoice_id FROM added)
     GROUP BY i.id
-    HAVING count(*) <> i.line_count OR sum(l.exact_picos) <> i.exact_picos OR sum(l.amount_picos) <> i.total_picos
+    HAVING count(*) <> i.line_count
+        OR sum(l.exact_picos) <> i.exact_picos
+        OR sum(l.amount_picos) <> i.total_picos
     LIMIT 1;
     IF broken IS NOT NULL THEN
-        RAISE EXCEPTION 'invoice_lines: the lines of invoice % do not add up to it', broken USING ERRCODE = 'check_violation';
+        RAISE EXCEPTION 'invoice_lines: the lines of invoice % do not add up to its totals', broken
+            USING ERRCODE = 'check_violation';
     END IF;
     RETURN NULL;
 END $$;
 CREATE TRIGGER invoice_lines_add_up AFTER INSERT ON invoice_lines REFERENCING NEW TABLE AS added
     FOR EACH STATEMENT EXECUTE FUNCTION invoice_adds_up();
 
--- The letterhead of an invoice stays as it was first printed.
+-- Letterhead of an invoice, as first printed.
 CREATE TABLE invoice_letterheads (
     invoice_id uuid CONSTRAINT pk_invoice_letterheads PRIMARY KEY
         CONSTRAINT fk_invoice_letterheads_invoice_id_invoices REFERENCES invoices (id),
@@ -206,12 +226,13 @@ CREATE TABLE invoice_letterheads (
     recorded_at timestamptz DEFAULT now() NOT NULL
 );
 """
-# The author is part of the foreign key, so that the check of four eyes compares with the author of
-# the adjustment.
+# The author is part of the foreign key, so that the four-eyes constraint compares the approver with
+# the author of the adjustment.
 ADJUSTMENTS = """
 CREATE TABLE adjustments (
     id uuid DEFAULT gen_random_uuid() CONSTRAINT pk_adjustments PRIMARY KEY,
-    organization_id uuid NOT NULL CONSTRAINT fk_adjustments_organization_id_organizations REFERENCES organizations (id),
+    organization_id uuid NOT NULL
+        CONSTRAINT fk_adjustments_organization_id_organizations REFERENCES organizations (id),
     invoice_id uuid CONSTRAINT fk_adjustments_invoice_id_invoices REFERENCES invoices (id),
     currency_code text NOT NULL,
     amount_picos numeric(38, 0) NOT NULL,
@@ -219,7 +240,7 @@ CREATE TABLE adjustments (
     author text NOT NULL,
     created_at timestamptz DEFAULT now() NOT NULL,
     CONSTRAINT ck_adjustments_amount_sign CHECK (invoice_id IS NULL OR amount_picos < 0),
-    CONSTRAINT ck_adjustments_told CHECK (reason <> '' AND author <> ''),
+    CONSTRAINT ck_adjustments_reason_and_author CHECK (reason <> '' AND author <> ''),
     CONSTRAINT uq_adjustments_id_author UNIQUE (id, author)
 );
 CREATE INDEX ix_adjustments_organization_id ON adjustments (organization_id);
@@ -235,20 +256,23 @@ CREATE TABLE adjustment_decisions (
     credit_note_ordinal bigint CONSTRAINT uq_adjustment_decisions_credit_note_ordinal UNIQUE,
     credit_note_number text CONSTRAINT uq_adjustment_decisions_credit_note_number UNIQUE,
     CONSTRAINT ck_adjustment_decisions_four_eyes CHECK (NOT approved OR decided_by <> author),
-    CONSTRAINT ck_adjustment_decisions_posted_if_approved CHECK (approved = (billing_month IS NOT NULL)),
-    CONSTRAINT ck_adjustment_decisions_number_complete CHECK (
-        num_nulls(credit_note_ordinal, credit_note_number) IN (0, 2) AND (approved OR credit_note_number IS NULL)),
+    CONSTRAINT ck_adjustment_decisions_posted_if_approved
+        CHECK (approved = (billing_month IS NOT NULL)),
+    CONSTRAINT ck_adjustment_decisions_number_complete
+        CHECK (num_nulls(credit_note_ordinal, credit_note_number) IN (0, 2)
+               AND (approved OR credit_note_number IS NULL)),
     CONSTRAINT fk_adjustment_decisions_adjustment_id_author_adjustments
         FOREIGN KEY (adjustment_id, author) REFERENCES adjustments (id, author)
 );
 
--- Usage events whose cost is not that of their tokens, with the adjustment that bills them instead.
+-- Usage events with a wrong cost, and the adjustment that bills them instead.
 CREATE TABLE usage_corrections (
     hold_id uuid,
     part smallint,
     settled_at timestamptz,
     adjustment_id uuid NOT NULL
-        CONSTRAINT fk_usage_corrections_adjustment_id_adjustment_decisions REFERENCES adjustment_decisions (adjustment_id),
+        CONSTRAINT fk_usage_corrections_adjustment_id_adjustment_decisions
+        REFERENCES adjustment_decisions (adjustment_id),
     corrected_by text NOT NULL,
     corrected_at timestamptz DEFAULT now() NOT NULL,
     CONSTRAINT pk_usage_corrections PRIMARY KEY (hold_id, part, settled_at)
@@ -274,4 +298,4 @@ def upgrade() -> None:
 
 def downgrade() -> None:
     op.execute(f"DROP TABLE {', '.join(APPEND_ONLY_TABLES)}, document_series, billing_profiles")
-    op.execute("DROP FUNCTION credit_within_grant, document_series_counts_on, invoice_adds_up")
+    op.execute("DROP FUNCTION credit_within_grant, document_series_consecutive, invoice_adds_up")

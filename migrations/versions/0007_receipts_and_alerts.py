@@ -1,4 +1,4 @@
-"""Signed receipts, in one chain per project; alerts on quotas and invoices, and their webhooks."""
+"""Signed receipts, one chain per project; alerts on quotas and invoices, and their webhooks."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ CREATE TABLE receipt_keys (
 
 CREATE TABLE receipt_batches (
     id bigint GENERATED ALWAYS AS IDENTITY CONSTRAINT pk_receipt_batches PRIMARY KEY,
-    key_id text NOT NULL CONSTRAINT fk_receipt_batches_key_id_receipt_keys REFERENCES receipt_keys (id),
+    key_id text NOT NULL
+        CONSTRAINT fk_receipt_batches_key_id_receipt_keys REFERENCES receipt_keys (id),
     hashes bytea NOT NULL,
     signature bytea NOT NULL,
-    CONSTRAINT ck_receipt_batches_hashes_size CHECK (octet_length(hashes) > 0 AND octet_length(hashes) % 32 = 0),
+    CONSTRAINT ck_receipt_batches_hashes_size
+        CHECK (octet_length(hashes) > 0 AND octet_length(hashes) % 32 = 0),
     CONSTRAINT ck_receipt_batches_signature_size CHECK (octet_length(signature) = 64)
 );
 
@@ -40,7 +42,7 @@ CREATE TRIGGER receipt_keys_append_only BEFORE UPDATE OR DELETE OR TRUNCATE ON r
     FOR EACH STATEMENT EXECUTE FUNCTION refuse_change();
 CREATE TRIGGER receipt_batches_append_only BEFORE UPDATE OR DELETE OR TRUNCATE ON receipt_batches
     FOR EACH STATEMENT EXECUTE FUNCTION refuse_change();
-CREATE TRIGGER receipt_chains_kept BEFORE DELETE OR TRUNCATE ON receipt_chains
+CREATE TRIGGER receipt_chains_no_delete BEFORE DELETE OR TRUNCATE ON receipt_chains
     FOR EACH STATEMENT EXECUTE FUNCTION refuse_change();
 
 CREATE FUNCTION create_receipt_chain() RETURNS trigger LANGUAGE plpgsql AS $$
@@ -48,23 +50,28 @@ BEGIN
     INSERT INTO receipt_chains (project_id) VALUES (NEW.id);
     RETURN NULL;
 END $$;
-CREATE TRIGGER projects_have_receipt_chains AFTER INSERT ON projects FOR EACH ROW EXECUTE FUNCTION create_receipt_chain();
+CREATE TRIGGER projects_create_receipt_chain AFTER INSERT ON projects
+    FOR EACH ROW EXECUTE FUNCTION create_receipt_chain();
 
--- A chain never goes back, and no two receipts have the same place in it.
-CREATE FUNCTION refuse_chain_going_back() RETURNS trigger LANGUAGE plpgsql AS $$
+-- The head of a chain only moves forward, and no two receipts have the same sequence number.
+CREATE FUNCTION refuse_chain_rewind() RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN
-    RAISE EXCEPTION 'the receipts of project % go forward only', OLD.project_id USING ERRCODE = 'restrict_violation';
+    RAISE EXCEPTION 'the receipt chain of project % only moves forward', OLD.project_id
+        USING ERRCODE = 'restrict_violation';
 END $$;
-CREATE TRIGGER receipt_chains_go_forward BEFORE UPDATE ON receipt_chains FOR EACH ROW WHEN (
-    NEW.project_id <> OLD.project_id OR NEW.last_sequence < OLD.last_sequence OR NEW.last_settled_at < OLD.last_settled_at
+CREATE TRIGGER receipt_chains_only_forward BEFORE UPDATE ON receipt_chains FOR EACH ROW WHEN (
+    NEW.project_id <> OLD.project_id
+    OR NEW.last_sequence < OLD.last_sequence
+    OR NEW.last_settled_at < OLD.last_settled_at
     OR (NEW.last_sequence = OLD.last_sequence) <> (NEW.last_hash = OLD.last_hash)
-) EXECUTE FUNCTION refuse_chain_going_back();
+) EXECUTE FUNCTION refuse_chain_rewind();
 """
 ALERTS = """
--- An alert is about a quota, about an invoice at Stripe, or a test. The indexes make each one unique.
+-- An alert on a quota, on an invoice at Stripe, or a test. Unique indexes prevent duplicates.
 CREATE TABLE alerts (
     id uuid DEFAULT gen_random_uuid() CONSTRAINT pk_alerts PRIMARY KEY,
-    organization_id uuid NOT NULL CONSTRAINT fk_alerts_organization_id_organizations REFERENCES organizations (id),
+    organization_id uuid NOT NULL
+        CONSTRAINT fk_alerts_organization_id_organizations REFERENCES organizations (id),
     quota_id uuid CONSTRAINT fk_alerts_quota_id_quotas REFERENCES quotas (id),
     window_start timestamptz,
     threshold bigint,
@@ -74,14 +81,17 @@ CREATE TABLE alerts (
     stripe_invoice_id text,
     invoice_event text,
     invoice jsonb,
-    CONSTRAINT ck_alerts_of_a_quota_or_a_test
+    CONSTRAINT ck_alerts_quota_complete
         CHECK (num_nulls(quota_id, window_start, threshold, limit_value, used) IN (0, 5)),
-    CONSTRAINT ck_alerts_of_an_invoice_whole CHECK (num_nulls(stripe_invoice_id, invoice_event, invoice) IN (0, 3)),
-    CONSTRAINT ck_alerts_of_one_thing CHECK (num_nulls(quota_id, stripe_invoice_id) > 0),
-    CONSTRAINT ck_alerts_invoice_event_known CHECK (invoice_event IN ('invoice_payment_failed', 'invoice_paid'))
+    CONSTRAINT ck_alerts_invoice_complete
+        CHECK (num_nulls(stripe_invoice_id, invoice_event, invoice) IN (0, 3)),
+    CONSTRAINT ck_alerts_quota_or_invoice CHECK (num_nulls(quota_id, stripe_invoice_id) > 0),
+    CONSTRAINT ck_alerts_invoice_event_known
+        CHECK (invoice_event IN ('invoice_payment_failed', 'invoice_paid'))
 );
-CREATE UNIQUE INDEX uq_alerts_once ON alerts (quota_id, window_start, threshold, limit_value);
-CREATE UNIQUE INDEX uq_alerts_once_per_invoice ON alerts (stripe_invoice_id, invoice_event);
+CREATE UNIQUE INDEX uq_alerts_quota_window_threshold
+    ON alerts (quota_id, window_start, threshold, limit_value);
+CREATE UNIQUE INDEX uq_alerts_invoice_event ON alerts (stripe_invoice_id, invoice_event);
 CREATE INDEX ix_alerts_organization_id_fired_at_id ON alerts (organization_id, fired_at, id);
 CREATE INDEX ix_alerts_fired_at_id ON alerts (fired_at, id);
 CREATE TRIGGER alerts_append_only BEFORE UPDATE OR DELETE OR TRUNCATE ON alerts
@@ -94,7 +104,7 @@ CREATE TABLE alert_webhooks (
     secret text NOT NULL,
     created_at timestamptz DEFAULT now() NOT NULL,
     failure_count integer DEFAULT 0 NOT NULL,
-    rests_until timestamptz
+    paused_until timestamptz
 );
 
 CREATE TABLE alert_deliveries (
@@ -109,9 +119,11 @@ CREATE TABLE alert_deliveries (
     ended_at timestamptz,
     last_error text,
     CONSTRAINT ck_alert_deliveries_state_known CHECK (state IN ('pending', 'delivered', 'failed')),
-    CONSTRAINT ck_alert_deliveries_ended_once CHECK ((state = 'pending') = (ended_at IS NULL))
+    CONSTRAINT ck_alert_deliveries_ended_at_of_final_state
+        CHECK ((state = 'pending') = (ended_at IS NULL))
 );
-CREATE INDEX ix_alert_deliveries_pending ON alert_deliveries (organization_id, created_at) WHERE state = 'pending';
+CREATE INDEX ix_alert_deliveries_pending ON alert_deliveries (organization_id, created_at)
+    WHERE state = 'pending';
 """
 
 
@@ -121,6 +133,9 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    op.execute("DROP TRIGGER projects_have_receipt_chains ON projects")
-    op.execute("DROP TABLE alert_deliveries, alert_webhooks, alerts, receipt_chains, receipt_batches, receipt_keys")
-    op.execute("DROP FUNCTION refuse_chain_going_back, create_receipt_chain")
+    op.execute("DROP TRIGGER projects_create_receipt_chain ON projects")
+    op.execute(
+        "DROP TABLE alert_deliveries, alert_webhooks, alerts, receipt_chains, receipt_batches,"
+        " receipt_keys"
+    )
+    op.execute("DROP FUNCTION refuse_chain_rewind, create_receipt_chain")

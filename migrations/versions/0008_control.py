@@ -13,8 +13,8 @@ TABLES = """
 -- The last report of each process about its requests and replicas. The table is unlogged, since a
 -- process writes its report again within seconds.
 CREATE UNLOGGED TABLE live_reports (
-    owner_id uuid CONSTRAINT pk_live_reports PRIMARY KEY,
-    owner_name text NOT NULL,
+    process_id uuid CONSTRAINT pk_live_reports PRIMARY KEY,
+    process_name text NOT NULL,
     reported_at timestamptz NOT NULL,
     requests jsonb NOT NULL,
     peer_address text DEFAULT '' NOT NULL,
@@ -24,21 +24,25 @@ CREATE UNLOGGED TABLE live_reports (
 
 -- Cancels one request, all requests of a revoked key, or those requests of a changed key that came
 -- from a network it no longer allows or were begun with a secret that has ended.
-CREATE TABLE stop_orders (
-    id bigint GENERATED ALWAYS AS IDENTITY CONSTRAINT pk_stop_orders PRIMARY KEY,
+CREATE TABLE cancel_commands (
+    id bigint GENERATED ALWAYS AS IDENTITY CONSTRAINT pk_cancel_commands PRIMARY KEY,
     request_id uuid,
-    project_id uuid CONSTRAINT fk_stop_orders_project_id_projects REFERENCES projects (id),
-    api_key_id uuid CONSTRAINT fk_stop_orders_api_key_id_api_keys REFERENCES api_keys (id),
+    project_id uuid CONSTRAINT fk_cancel_commands_project_id_projects REFERENCES projects (id),
+    api_key_id uuid CONSTRAINT fk_cancel_commands_api_key_id_api_keys REFERENCES api_keys (id),
     reason text NOT NULL,
-    ordered_at timestamptz DEFAULT clock_timestamp() NOT NULL,
-    changed_key_id uuid CONSTRAINT fk_stop_orders_changed_key_id_api_keys REFERENCES api_keys (id),
+    created_at timestamptz DEFAULT clock_timestamp() NOT NULL,
+    changed_key_id uuid
+        CONSTRAINT fk_cancel_commands_changed_key_id_api_keys REFERENCES api_keys (id),
     allowed_networks text[],
     ended_secrets bytea[],
-    CONSTRAINT ck_stop_orders_one_target CHECK (num_nonnulls(request_id, api_key_id, changed_key_id) = 1),
-    CONSTRAINT ck_stop_orders_request_of_project CHECK ((request_id IS NULL) = (project_id IS NULL)),
-    CONSTRAINT ck_stop_orders_networks_of_key CHECK ((changed_key_id IS NULL) = (allowed_networks IS NULL))
+    CONSTRAINT ck_cancel_commands_one_target
+        CHECK (num_nonnulls(request_id, api_key_id, changed_key_id) = 1),
+    CONSTRAINT ck_cancel_commands_request_of_project
+        CHECK ((request_id IS NULL) = (project_id IS NULL)),
+    CONSTRAINT ck_cancel_commands_networks_of_key
+        CHECK ((changed_key_id IS NULL) = (allowed_networks IS NULL))
 );
-CREATE INDEX ix_stop_orders_ordered_at ON stop_orders (ordered_at);
+CREATE INDEX ix_cancel_commands_created_at ON cancel_commands (created_at);
 
 CREATE TABLE replica_drains (
     model text,
@@ -64,4 +68,4 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    op.execute("DROP TABLE worker_incidents, replica_drains, stop_orders, live_reports")
+    op.execute("DROP TABLE worker_incidents, replica_drains, cancel_commands, live_reports")

@@ -118,7 +118,7 @@ class ApiKey(_message.Message):
     OVERLAP_END_TIME_FIELD_NUMBER: _builtins.int
     MODELS_FIELD_NUMBER: _builtins.int
     LAST_USE_TIME_FIELD_NUMBER: _builtins.int
-    USE_KNOWN_SINCE_TIME_FIELD_NUMBER: _builtins.int
+    USE_TRACKED_SINCE_TIME_FIELD_NUMBER: _builtins.int
     MAX_INPUT_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     ALLOWED_NETWORKS_FIELD_NUMBER: _builtins.int
@@ -174,11 +174,11 @@ class ApiKey(_message.Message):
     @_builtins.property
     def last_use_time(self) -> _timestamp_pb2.Timestamp:
         """Time of the last successful use, by a call or a message on an open stream, accurate to two
-        minutes. Unset: not used since `use_known_since_time`.
+        minutes. Unset: not used since `use_tracked_since_time`.
         """
 
     @_builtins.property
-    def use_known_since_time(self) -> _timestamp_pb2.Timestamp:
+    def use_tracked_since_time(self) -> _timestamp_pb2.Timestamp:
         """Time since when its uses are recorded: `create_time`, or later for keys older than this
         feature.
         """
@@ -205,16 +205,16 @@ class ApiKey(_message.Message):
         overlap_end_time: _timestamp_pb2.Timestamp | None = ...,
         models: _abc.Iterable[_builtins.str] | None = ...,
         last_use_time: _timestamp_pb2.Timestamp | None = ...,
-        use_known_since_time: _timestamp_pb2.Timestamp | None = ...,
+        use_tracked_since_time: _timestamp_pb2.Timestamp | None = ...,
         max_input_tokens: _builtins.int = ...,
         max_output_tokens: _builtins.int = ...,
         allowed_networks: _abc.Iterable[_builtins.str] | None = ...,
         organization_name: _builtins.str = ...,
         project_name: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "expire_time", b"expire_time", "last_use_time", b"last_use_time", "overlap_end_time", b"overlap_end_time", "revoke_time", b"revoke_time", "use_known_since_time", b"use_known_since_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "expire_time", b"expire_time", "last_use_time", b"last_use_time", "overlap_end_time", b"overlap_end_time", "revoke_time", b"revoke_time", "use_tracked_since_time", b"use_tracked_since_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_networks", b"allowed_networks", "api_key_id", b"api_key_id", "create_time", b"create_time", "expire_time", b"expire_time", "last_use_time", b"last_use_time", "max_input_tokens", b"max_input_tokens", "max_output_tokens", b"max_output_tokens", "models", b"models", "name", b"name", "organization_id", b"organization_id", "organization_name", b"organization_name", "overlap_end_time", b"overlap_end_time", "prefix", b"prefix", "project_id", b"project_id", "project_name", b"project_name", "revoke_time", b"revoke_time", "scopes", b"scopes", "use_known_since_time", b"use_known_since_time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_networks", b"allowed_networks", "api_key_id", b"api_key_id", "create_time", b"create_time", "expire_time", b"expire_time", "last_use_time", b"last_use_time", "max_input_tokens", b"max_input_tokens", "max_output_tokens", b"max_output_tokens", "models", b"models", "name", b"name", "organization_id", b"organization_id", "organization_name", b"organization_name", "overlap_end_time", b"overlap_end_time", "prefix", b"prefix", "project_id", b"project_id", "project_name", b"project_name", "revoke_time", b"revoke_time", "scopes", b"scopes", "use_tracked_since_time", b"use_tracked_since_time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -991,7 +991,7 @@ class SetQuotaResponse(_message.Message):
 Global___SetQuotaResponse: _TypeAlias = SetQuotaResponse  # noqa: Y015
 
 @_typing.final
-class RaiseQuotaRequest(_message.Message):
+class OverrideQuotaRequest(_message.Message):
     """Overrides a limit with a higher one for a time."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1026,10 +1026,10 @@ class RaiseQuotaRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___RaiseQuotaRequest: _TypeAlias = RaiseQuotaRequest  # noqa: Y015
+Global___OverrideQuotaRequest: _TypeAlias = OverrideQuotaRequest  # noqa: Y015
 
 @_typing.final
-class RaiseQuotaResponse(_message.Message):
+class OverrideQuotaResponse(_message.Message):
     """The limit after the change."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1050,7 +1050,7 @@ class RaiseQuotaResponse(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___RaiseQuotaResponse: _TypeAlias = RaiseQuotaResponse  # noqa: Y015
+Global___OverrideQuotaResponse: _TypeAlias = OverrideQuotaResponse  # noqa: Y015
 
 @_typing.final
 class DeleteQuotaRequest(_message.Message):

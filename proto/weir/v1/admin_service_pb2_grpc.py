@@ -102,10 +102,10 @@ class AdminServiceStub:
                 request_serializer=weir_dot_v1_dot_admin__service__pb2.SetQuotaRequest.SerializeToString,
                 response_deserializer=weir_dot_v1_dot_admin__service__pb2.SetQuotaResponse.FromString,
                 _registered_method=True)
-        self.RaiseQuota = channel.unary_unary(
-                '/weir.v1.AdminService/RaiseQuota',
-                request_serializer=weir_dot_v1_dot_admin__service__pb2.RaiseQuotaRequest.SerializeToString,
-                response_deserializer=weir_dot_v1_dot_admin__service__pb2.RaiseQuotaResponse.FromString,
+        self.OverrideQuota = channel.unary_unary(
+                '/weir.v1.AdminService/OverrideQuota',
+                request_serializer=weir_dot_v1_dot_admin__service__pb2.OverrideQuotaRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_admin__service__pb2.OverrideQuotaResponse.FromString,
                 _registered_method=True)
         self.DeleteQuota = channel.unary_unary(
                 '/weir.v1.AdminService/DeleteQuota',
@@ -192,10 +192,10 @@ class AdminServiceStub:
                 request_serializer=weir_dot_v1_dot_live__requests__pb2.KillRequestRequest.SerializeToString,
                 response_deserializer=weir_dot_v1_dot_live__requests__pb2.KillRequestResponse.FromString,
                 _registered_method=True)
-        self.EndOverdueHolds = channel.unary_unary(
-                '/weir.v1.AdminService/EndOverdueHolds',
-                request_serializer=weir_dot_v1_dot_live__requests__pb2.EndOverdueHoldsRequest.SerializeToString,
-                response_deserializer=weir_dot_v1_dot_live__requests__pb2.EndOverdueHoldsResponse.FromString,
+        self.ExpireOverdueHolds = channel.unary_unary(
+                '/weir.v1.AdminService/ExpireOverdueHolds',
+                request_serializer=weir_dot_v1_dot_live__requests__pb2.ExpireOverdueHoldsRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_live__requests__pb2.ExpireOverdueHoldsResponse.FromString,
                 _registered_method=True)
         self.ListReplicas = channel.unary_unary(
                 '/weir.v1.AdminService/ListReplicas',
@@ -335,7 +335,7 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def RaiseQuota(self, request, context):
+    def OverrideQuota(self, request, context):
         """Overrides a limit with a higher one until a time, or ends the override. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -465,7 +465,7 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def EndOverdueHolds(self, request, context):
+    def ExpireOverdueHolds(self, request, context):
         """Expires overdue holds, as the worker does every ten seconds.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -595,10 +595,10 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     request_deserializer=weir_dot_v1_dot_admin__service__pb2.SetQuotaRequest.FromString,
                     response_serializer=weir_dot_v1_dot_admin__service__pb2.SetQuotaResponse.SerializeToString,
             ),
-            'RaiseQuota': grpc.unary_unary_rpc_method_handler(
-                    servicer.RaiseQuota,
-                    request_deserializer=weir_dot_v1_dot_admin__service__pb2.RaiseQuotaRequest.FromString,
-                    response_serializer=weir_dot_v1_dot_admin__service__pb2.RaiseQuotaResponse.SerializeToString,
+            'OverrideQuota': grpc.unary_unary_rpc_method_handler(
+                    servicer.OverrideQuota,
+                    request_deserializer=weir_dot_v1_dot_admin__service__pb2.OverrideQuotaRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_admin__service__pb2.OverrideQuotaResponse.SerializeToString,
             ),
             'DeleteQuota': grpc.unary_unary_rpc_method_handler(
                     servicer.DeleteQuota,
@@ -685,10 +685,10 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     request_deserializer=weir_dot_v1_dot_live__requests__pb2.KillRequestRequest.FromString,
                     response_serializer=weir_dot_v1_dot_live__requests__pb2.KillRequestResponse.SerializeToString,
             ),
-            'EndOverdueHolds': grpc.unary_unary_rpc_method_handler(
-                    servicer.EndOverdueHolds,
-                    request_deserializer=weir_dot_v1_dot_live__requests__pb2.EndOverdueHoldsRequest.FromString,
-                    response_serializer=weir_dot_v1_dot_live__requests__pb2.EndOverdueHoldsResponse.SerializeToString,
+            'ExpireOverdueHolds': grpc.unary_unary_rpc_method_handler(
+                    servicer.ExpireOverdueHolds,
+                    request_deserializer=weir_dot_v1_dot_live__requests__pb2.ExpireOverdueHoldsRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_live__requests__pb2.ExpireOverdueHoldsResponse.SerializeToString,
             ),
             'ListReplicas': grpc.unary_unary_rpc_method_handler(
                     servicer.ListReplicas,
@@ -1051,7 +1051,7 @@ class AdminService:
             _registered_method=True)
 
     @staticmethod
-    def RaiseQuota(request,
+    def OverrideQuota(request,
             target,
             options=(),
             channel_credentials=None,
@@ -1064,9 +1064,9 @@ class AdminService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/weir.v1.AdminService/RaiseQuota',
-            weir_dot_v1_dot_admin__service__pb2.RaiseQuotaRequest.SerializeToString,
-            weir_dot_v1_dot_admin__service__pb2.RaiseQuotaResponse.FromString,
+            '/weir.v1.AdminService/OverrideQuota',
+            weir_dot_v1_dot_admin__service__pb2.OverrideQuotaRequest.SerializeToString,
+            weir_dot_v1_dot_admin__service__pb2.OverrideQuotaResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -1537,7 +1537,7 @@ class AdminService:
             _registered_method=True)
 
     @staticmethod
-    def EndOverdueHolds(request,
+    def ExpireOverdueHolds(request,
             target,
             options=(),
             channel_credentials=None,
@@ -1550,9 +1550,9 @@ class AdminService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/weir.v1.AdminService/EndOverdueHolds',
-            weir_dot_v1_dot_live__requests__pb2.EndOverdueHoldsRequest.SerializeToString,
-            weir_dot_v1_dot_live__requests__pb2.EndOverdueHoldsResponse.FromString,
+            '/weir.v1.AdminService/ExpireOverdueHolds',
+            weir_dot_v1_dot_live__requests__pb2.ExpireOverdueHoldsRequest.SerializeToString,
+            weir_dot_v1_dot_live__requests__pb2.ExpireOverdueHoldsResponse.FromString,
             options,
             channel_credentials,
             insecure,

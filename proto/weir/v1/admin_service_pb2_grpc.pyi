@@ -75,7 +75,7 @@ class AdminServiceStub:
     """Sets one limit; it replaces a limit of the same subject, model and dimension. Past usage
     counts.
     """
-    RaiseQuota: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.RaiseQuotaRequest, _admin_service_pb2.RaiseQuotaResponse]
+    OverrideQuota: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.OverrideQuotaRequest, _admin_service_pb2.OverrideQuotaResponse]
     """Overrides a limit with a higher one until a time, or ends the override. Idempotent."""
     DeleteQuota: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.DeleteQuotaRequest, _admin_service_pb2.DeleteQuotaResponse]
     """Removes one limit. NOT_FOUND if it does not exist."""
@@ -119,7 +119,7 @@ class AdminServiceStub:
     """Ends a running request in any process. Its client gets `failed` with the reason
     CANCELLED_BY_ADMIN and its final usage.
     """
-    EndOverdueHolds: _grpc.UnaryUnaryMultiCallable[_live_requests_pb2.EndOverdueHoldsRequest, _live_requests_pb2.EndOverdueHoldsResponse]
+    ExpireOverdueHolds: _grpc.UnaryUnaryMultiCallable[_live_requests_pb2.ExpireOverdueHoldsRequest, _live_requests_pb2.ExpireOverdueHoldsResponse]
     """Expires overdue holds, as the worker does every ten seconds."""
     ListReplicas: _grpc.UnaryUnaryMultiCallable[_replicas_pb2.ListReplicasRequest, _replicas_pb2.ListReplicasResponse]
     """Lists the engines of all models, in all processes, and the drain orders."""
@@ -185,7 +185,7 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Sets one limit; it replaces a limit of the same subject, model and dimension. Past usage
     counts.
     """
-    RaiseQuota: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.RaiseQuotaRequest, _admin_service_pb2.RaiseQuotaResponse]  # type: ignore[assignment]
+    OverrideQuota: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.OverrideQuotaRequest, _admin_service_pb2.OverrideQuotaResponse]  # type: ignore[assignment]
     """Overrides a limit with a higher one until a time, or ends the override. Idempotent."""
     DeleteQuota: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.DeleteQuotaRequest, _admin_service_pb2.DeleteQuotaResponse]  # type: ignore[assignment]
     """Removes one limit. NOT_FOUND if it does not exist."""
@@ -229,7 +229,7 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Ends a running request in any process. Its client gets `failed` with the reason
     CANCELLED_BY_ADMIN and its final usage.
     """
-    EndOverdueHolds: _aio.UnaryUnaryMultiCallable[_live_requests_pb2.EndOverdueHoldsRequest, _live_requests_pb2.EndOverdueHoldsResponse]  # type: ignore[assignment]
+    ExpireOverdueHolds: _aio.UnaryUnaryMultiCallable[_live_requests_pb2.ExpireOverdueHoldsRequest, _live_requests_pb2.ExpireOverdueHoldsResponse]  # type: ignore[assignment]
     """Expires overdue holds, as the worker does every ten seconds."""
     ListReplicas: _aio.UnaryUnaryMultiCallable[_replicas_pb2.ListReplicasRequest, _replicas_pb2.ListReplicasResponse]  # type: ignore[assignment]
     """Lists the engines of all models, in all processes, and the drain orders."""
@@ -360,11 +360,11 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
-    def RaiseQuota(
+    def OverrideQuota(
         self,
-        request: _admin_service_pb2.RaiseQuotaRequest,
+        request: _admin_service_pb2.OverrideQuotaRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_admin_service_pb2.RaiseQuotaResponse, _abc.Awaitable[_admin_service_pb2.RaiseQuotaResponse]]:
+    ) -> _typing.Union[_admin_service_pb2.OverrideQuotaResponse, _abc.Awaitable[_admin_service_pb2.OverrideQuotaResponse]]:
         """Overrides a limit with a higher one until a time, or ends the override. Idempotent."""
 
     @_abc_1.abstractmethod
@@ -512,11 +512,11 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
-    def EndOverdueHolds(
+    def ExpireOverdueHolds(
         self,
-        request: _live_requests_pb2.EndOverdueHoldsRequest,
+        request: _live_requests_pb2.ExpireOverdueHoldsRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_live_requests_pb2.EndOverdueHoldsResponse, _abc.Awaitable[_live_requests_pb2.EndOverdueHoldsResponse]]:
+    ) -> _typing.Union[_live_requests_pb2.ExpireOverdueHoldsResponse, _abc.Awaitable[_live_requests_pb2.ExpireOverdueHoldsResponse]]:
         """Expires overdue holds, as the worker does every ten seconds."""
 
     @_abc_1.abstractmethod

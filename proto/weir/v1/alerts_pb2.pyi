@@ -249,7 +249,7 @@ class AlertWebhook(_message.Message):
     CREATE_TIME_FIELD_NUMBER: _builtins.int
     PENDING_COUNT_FIELD_NUMBER: _builtins.int
     FAILURE_COUNT_FIELD_NUMBER: _builtins.int
-    REST_END_TIME_FIELD_NUMBER: _builtins.int
+    PAUSE_END_TIME_FIELD_NUMBER: _builtins.int
     LAST_ERROR_FIELD_NUMBER: _builtins.int
     organization_id: _builtins.str
     """UUID of the organization."""
@@ -268,7 +268,7 @@ class AlertWebhook(_message.Message):
         """Time when it was last set."""
 
     @_builtins.property
-    def rest_end_time(self) -> _timestamp_pb2.Timestamp:
+    def pause_end_time(self) -> _timestamp_pb2.Timestamp:
         """No attempt is made before this time after failures. Unset if not paused."""
 
     def __init__(
@@ -280,12 +280,12 @@ class AlertWebhook(_message.Message):
         create_time: _timestamp_pb2.Timestamp | None = ...,
         pending_count: _builtins.int = ...,
         failure_count: _builtins.int = ...,
-        rest_end_time: _timestamp_pb2.Timestamp | None = ...,
+        pause_end_time: _timestamp_pb2.Timestamp | None = ...,
         last_error: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "rest_end_time", b"rest_end_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "pause_end_time", b"pause_end_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "failure_count", b"failure_count", "last_error", b"last_error", "organization_id", b"organization_id", "organization_name", b"organization_name", "pending_count", b"pending_count", "rest_end_time", b"rest_end_time", "url", b"url"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "failure_count", b"failure_count", "last_error", b"last_error", "organization_id", b"organization_id", "organization_name", b"organization_name", "pause_end_time", b"pause_end_time", "pending_count", b"pending_count", "url", b"url"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -116,7 +116,7 @@ class ProjectConfiguration(_message.Message):
     """Removes its limits that are absent from `quotas`."""
     prune_keys: _builtins.bool
     """Revokes its keys that are absent from `keys`, except the key of this call, which is reported as
-    a mistake.
+    a violation.
     """
     @_builtins.property
     def quotas(self) -> _containers.RepeatedCompositeFieldContainer[Global___QuotaConfiguration]:
@@ -227,9 +227,9 @@ class QuotaConfiguration(_message.Message):
     INPUT_WEIGHT_MILLI_FIELD_NUMBER: _builtins.int
     CACHED_INPUT_WEIGHT_MILLI_FIELD_NUMBER: _builtins.int
     OUTPUT_WEIGHT_MILLI_FIELD_NUMBER: _builtins.int
-    RAISED_LIMIT_VALUE_FIELD_NUMBER: _builtins.int
-    RAISED_UNTIL_TIME_FIELD_NUMBER: _builtins.int
-    RAISE_REASON_FIELD_NUMBER: _builtins.int
+    OVERRIDE_LIMIT_VALUE_FIELD_NUMBER: _builtins.int
+    OVERRIDE_END_TIME_FIELD_NUMBER: _builtins.int
+    OVERRIDE_REASON_FIELD_NUMBER: _builtins.int
     ALERT_AT_FIELD_NUMBER: _builtins.int
     dimension: _types_pb2.QuotaDimension.ValueType
     """Measure and window."""
@@ -249,15 +249,15 @@ class QuotaConfiguration(_message.Message):
     """Thousandths that a cached input token counts. Unset: 1000."""
     output_weight_milli: _builtins.int
     """Thousandths that an output token counts. Unset: 1000."""
-    raised_limit_value: _builtins.int
-    """A higher limit in force until `raised_until_time`. Unset, or with a time in the past: a present
+    override_limit_value: _builtins.int
+    """A higher limit in force until `override_end_time`. Unset, or with a time in the past: a present
     override stays.
     """
-    raise_reason: _builtins.str
+    override_reason: _builtins.str
     """Reason of the override, 1 to 500 characters."""
     @_builtins.property
-    def raised_until_time(self) -> _timestamp_pb2.Timestamp:
-        """End of the override. Required with `raised_limit_value`, invalid without it."""
+    def override_end_time(self) -> _timestamp_pb2.Timestamp:
+        """End of the override. Required with `override_limit_value`, invalid without it."""
 
     @_builtins.property
     def alert_at(self) -> _types_pb2.AlertThresholds:
@@ -276,14 +276,14 @@ class QuotaConfiguration(_message.Message):
         input_weight_milli: _builtins.int | None = ...,
         cached_input_weight_milli: _builtins.int | None = ...,
         output_weight_milli: _builtins.int | None = ...,
-        raised_limit_value: _builtins.int | None = ...,
-        raised_until_time: _timestamp_pb2.Timestamp | None = ...,
-        raise_reason: _builtins.str = ...,
+        override_limit_value: _builtins.int | None = ...,
+        override_end_time: _timestamp_pb2.Timestamp | None = ...,
+        override_reason: _builtins.str = ...,
         alert_at: _types_pb2.AlertThresholds | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_cached_input_weight_milli", b"_cached_input_weight_milli", "_enforced", b"_enforced", "_input_weight_milli", b"_input_weight_milli", "_output_weight_milli", b"_output_weight_milli", "_raised_limit_value", b"_raised_limit_value", "alert_at", b"alert_at", "cached_input_weight_milli", b"cached_input_weight_milli", "enforced", b"enforced", "input_weight_milli", b"input_weight_milli", "output_weight_milli", b"output_weight_milli", "raised_limit_value", b"raised_limit_value", "raised_until_time", b"raised_until_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cached_input_weight_milli", b"_cached_input_weight_milli", "_enforced", b"_enforced", "_input_weight_milli", b"_input_weight_milli", "_output_weight_milli", b"_output_weight_milli", "_override_limit_value", b"_override_limit_value", "alert_at", b"alert_at", "cached_input_weight_milli", b"cached_input_weight_milli", "enforced", b"enforced", "input_weight_milli", b"input_weight_milli", "output_weight_milli", b"output_weight_milli", "override_end_time", b"override_end_time", "override_limit_value", b"override_limit_value"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_input_weight_milli", b"_cached_input_weight_milli", "_enforced", b"_enforced", "_input_weight_milli", b"_input_weight_milli", "_output_weight_milli", b"_output_weight_milli", "_raised_limit_value", b"_raised_limit_value", "alert_at", b"alert_at", "cached_input_weight_milli", b"cached_input_weight_milli", "dimension", b"dimension", "enforced", b"enforced", "for_new_keys", b"for_new_keys", "input_weight_milli", b"input_weight_milli", "limit_value", b"limit_value", "model", b"model", "output_weight_milli", b"output_weight_milli", "raise_reason", b"raise_reason", "raised_limit_value", b"raised_limit_value", "raised_until_time", b"raised_until_time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_input_weight_milli", b"_cached_input_weight_milli", "_enforced", b"_enforced", "_input_weight_milli", b"_input_weight_milli", "_output_weight_milli", b"_output_weight_milli", "_override_limit_value", b"_override_limit_value", "alert_at", b"alert_at", "cached_input_weight_milli", b"cached_input_weight_milli", "dimension", b"dimension", "enforced", b"enforced", "for_new_keys", b"for_new_keys", "input_weight_milli", b"input_weight_milli", "limit_value", b"limit_value", "model", b"model", "output_weight_milli", b"output_weight_milli", "override_end_time", b"override_end_time", "override_limit_value", b"override_limit_value", "override_reason", b"override_reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cached_input_weight_milli: _TypeAlias = _typing.Literal["cached_input_weight_milli"]  # noqa: Y015
     _WhichOneofArgType__cached_input_weight_milli: _TypeAlias = _typing.Literal["_cached_input_weight_milli", b"_cached_input_weight_milli"]  # noqa: Y015
@@ -293,8 +293,8 @@ class QuotaConfiguration(_message.Message):
     _WhichOneofArgType__input_weight_milli: _TypeAlias = _typing.Literal["_input_weight_milli", b"_input_weight_milli"]  # noqa: Y015
     _WhichOneofReturnType__output_weight_milli: _TypeAlias = _typing.Literal["output_weight_milli"]  # noqa: Y015
     _WhichOneofArgType__output_weight_milli: _TypeAlias = _typing.Literal["_output_weight_milli", b"_output_weight_milli"]  # noqa: Y015
-    _WhichOneofReturnType__raised_limit_value: _TypeAlias = _typing.Literal["raised_limit_value"]  # noqa: Y015
-    _WhichOneofArgType__raised_limit_value: _TypeAlias = _typing.Literal["_raised_limit_value", b"_raised_limit_value"]  # noqa: Y015
+    _WhichOneofReturnType__override_limit_value: _TypeAlias = _typing.Literal["override_limit_value"]  # noqa: Y015
+    _WhichOneofArgType__override_limit_value: _TypeAlias = _typing.Literal["_override_limit_value", b"_override_limit_value"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__cached_input_weight_milli) -> _WhichOneofReturnType__cached_input_weight_milli | None: ...
     @_typing.overload
@@ -304,7 +304,7 @@ class QuotaConfiguration(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__output_weight_milli) -> _WhichOneofReturnType__output_weight_milli | None: ...
     @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__raised_limit_value) -> _WhichOneofReturnType__raised_limit_value | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__override_limit_value) -> _WhichOneofReturnType__override_limit_value | None: ...
 
 Global___QuotaConfiguration: _TypeAlias = QuotaConfiguration  # noqa: Y015
 
@@ -520,18 +520,20 @@ class ApplyConfigurationResponse(_message.Message):
 
     CHANGES_FIELD_NUMBER: _builtins.int
     KEPT_FIELD_NUMBER: _builtins.int
-    MISTAKES_FIELD_NUMBER: _builtins.int
+    VIOLATIONS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ConfigurationChange]:
         """In the order of the configuration; empty if there are none."""
 
     @_builtins.property
     def kept(self) -> _containers.RepeatedCompositeFieldContainer[Global___ConfigurationChange]:
-        """Existing objects in the named places that are not named, with ACTION_KEEP."""
+        """Existing objects that the configuration does not name, inside objects that it names; with
+        ACTION_KEEP.
+        """
 
     @_builtins.property
-    def mistakes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ConfigurationMistake]:
-        """All mistakes in the configuration. If there are any, nothing is changed, and the other fields
+    def violations(self) -> _containers.RepeatedCompositeFieldContainer[Global___ConfigurationViolation]:
+        """All violations in the configuration. If there are any, nothing is changed, and the other fields
         are empty.
         """
 
@@ -540,19 +542,19 @@ class ApplyConfigurationResponse(_message.Message):
         *,
         changes: _abc.Iterable[Global___ConfigurationChange] | None = ...,
         kept: _abc.Iterable[Global___ConfigurationChange] | None = ...,
-        mistakes: _abc.Iterable[Global___ConfigurationMistake] | None = ...,
+        violations: _abc.Iterable[Global___ConfigurationViolation] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "kept", b"kept", "mistakes", b"mistakes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "kept", b"kept", "violations", b"violations"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ApplyConfigurationResponse: _TypeAlias = ApplyConfigurationResponse  # noqa: Y015
 
 @_typing.final
-class ConfigurationMistake(_message.Message):
-    """One mistake in a configuration."""
+class ConfigurationViolation(_message.Message):
+    """One violation in a configuration."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -561,7 +563,7 @@ class ConfigurationMistake(_message.Message):
     field: _builtins.str
     """Path in `Configuration`, for example "organizations[0].projects[2].quotas[1].limit_value"."""
     description: _builtins.str
-    """The mistake and its remedy."""
+    """The violation and its remedy."""
     def __init__(
         self,
         *,
@@ -574,7 +576,7 @@ class ConfigurationMistake(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ConfigurationMistake: _TypeAlias = ConfigurationMistake  # noqa: Y015
+Global___ConfigurationViolation: _TypeAlias = ConfigurationViolation  # noqa: Y015
 
 @_typing.final
 class ExportConfigurationRequest(_message.Message):

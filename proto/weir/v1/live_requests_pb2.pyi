@@ -85,8 +85,8 @@ class LiveRequest(_message.Message):
     LEASED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     ADMIT_TIME_FIELD_NUMBER: _builtins.int
     EXPIRE_TIME_FIELD_NUMBER: _builtins.int
-    OWNER_ID_FIELD_NUMBER: _builtins.int
-    OWNER_NAME_FIELD_NUMBER: _builtins.int
+    PROCESS_ID_FIELD_NUMBER: _builtins.int
+    PROCESS_NAME_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id chosen by the client, unique in its project."""
     organization_id: _builtins.str
@@ -115,9 +115,9 @@ class LiveRequest(_message.Message):
     """Output tokens per second since the first one. 0 before the second token."""
     leased_token_count: _builtins.int
     """Output tokens covered by its hold so far. 0 without a hold."""
-    owner_id: _builtins.str
-    """UUID of the process that runs it."""
-    owner_name: _builtins.str
+    process_id: _builtins.str
+    """UUID of the api process that runs it."""
+    process_name: _builtins.str
     """Display name of that process: "host:pid". Empty if not reported."""
     @_builtins.property
     def age(self) -> _duration_pb2.Duration:
@@ -151,12 +151,12 @@ class LiveRequest(_message.Message):
         leased_token_count: _builtins.int = ...,
         admit_time: _timestamp_pb2.Timestamp | None = ...,
         expire_time: _timestamp_pb2.Timestamp | None = ...,
-        owner_id: _builtins.str = ...,
-        owner_name: _builtins.str = ...,
+        process_id: _builtins.str = ...,
+        process_name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["admit_time", b"admit_time", "age", b"age", "expire_time", b"expire_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit_time", b"admit_time", "age", b"age", "api_key_id", b"api_key_id", "api_key_prefix", b"api_key_prefix", "cached_input_token_count", b"cached_input_token_count", "delivered_token_count", b"delivered_token_count", "expire_time", b"expire_time", "input_token_count", b"input_token_count", "leased_token_count", b"leased_token_count", "model", b"model", "organization_id", b"organization_id", "organization_name", b"organization_name", "owner_id", b"owner_id", "owner_name", b"owner_name", "phase", b"phase", "project_id", b"project_id", "project_name", b"project_name", "request_id", b"request_id", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit_time", b"admit_time", "age", b"age", "api_key_id", b"api_key_id", "api_key_prefix", b"api_key_prefix", "cached_input_token_count", b"cached_input_token_count", "delivered_token_count", b"delivered_token_count", "expire_time", b"expire_time", "input_token_count", b"input_token_count", "leased_token_count", b"leased_token_count", "model", b"model", "organization_id", b"organization_id", "organization_name", b"organization_name", "phase", b"phase", "process_id", b"process_id", "process_name", b"process_name", "project_id", b"project_id", "project_name", b"project_name", "request_id", b"request_id", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -243,7 +243,7 @@ class ListLiveRequestsResponse(_message.Message):
     REQUESTS_FIELD_NUMBER: _builtins.int
     ORGANIZATIONS_FIELD_NUMBER: _builtins.int
     REQUEST_COUNT_FIELD_NUMBER: _builtins.int
-    SILENT_OWNER_IDS_FIELD_NUMBER: _builtins.int
+    UNRESPONSIVE_PROCESS_IDS_FIELD_NUMBER: _builtins.int
     request_count: _builtins.int
     """Number of all requests, including those beyond `page_size`."""
     @_builtins.property
@@ -255,8 +255,8 @@ class ListLiveRequestsResponse(_message.Message):
         """Sorted by name; only organizations with live requests."""
 
     @_builtins.property
-    def silent_owner_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Processes with holds that did not answer: data about their requests may be old."""
+    def unresponsive_process_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Processes with holds that did not answer: data about their requests may be outdated."""
 
     def __init__(
         self,
@@ -264,11 +264,11 @@ class ListLiveRequestsResponse(_message.Message):
         requests: _abc.Iterable[Global___LiveRequest] | None = ...,
         organizations: _abc.Iterable[Global___LiveOrganization] | None = ...,
         request_count: _builtins.int = ...,
-        silent_owner_ids: _abc.Iterable[_builtins.str] | None = ...,
+        unresponsive_process_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["organizations", b"organizations", "request_count", b"request_count", "requests", b"requests", "silent_owner_ids", b"silent_owner_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["organizations", b"organizations", "request_count", b"request_count", "requests", b"requests", "unresponsive_process_ids", b"unresponsive_process_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -386,7 +386,7 @@ class KillRequestResponse(_message.Message):
         """Never sent."""
         RESULT_ENDED: KillRequestResponse._Result.ValueType  # 1
         """It was running, and this call ended it."""
-        RESULT_HAD_ENDED: KillRequestResponse._Result.ValueType  # 2
+        RESULT_ALREADY_ENDED: KillRequestResponse._Result.ValueType  # 2
         """It had ended before; nothing was done."""
         RESULT_PENDING: KillRequestResponse._Result.ValueType  # 3
         """Its process did not answer in time: the command remains, and the hold expires at
@@ -400,7 +400,7 @@ class KillRequestResponse(_message.Message):
     """Never sent."""
     RESULT_ENDED: KillRequestResponse.Result.ValueType  # 1
     """It was running, and this call ended it."""
-    RESULT_HAD_ENDED: KillRequestResponse.Result.ValueType  # 2
+    RESULT_ALREADY_ENDED: KillRequestResponse.Result.ValueType  # 2
     """It had ended before; nothing was done."""
     RESULT_PENDING: KillRequestResponse.Result.ValueType  # 3
     """Its process did not answer in time: the command remains, and the hold expires at
@@ -436,7 +436,7 @@ class KillRequestResponse(_message.Message):
 Global___KillRequestResponse: _TypeAlias = KillRequestResponse  # noqa: Y015
 
 @_typing.final
-class EndOverdueHoldsRequest(_message.Message):
+class ExpireOverdueHoldsRequest(_message.Message):
     """Expires overdue holds."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -450,26 +450,26 @@ class EndOverdueHoldsRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___EndOverdueHoldsRequest: _TypeAlias = EndOverdueHoldsRequest  # noqa: Y015
+Global___ExpireOverdueHoldsRequest: _TypeAlias = ExpireOverdueHoldsRequest  # noqa: Y015
 
 @_typing.final
-class EndOverdueHoldsResponse(_message.Message):
+class ExpireOverdueHoldsResponse(_message.Message):
     """Result of expiring holds."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    ENDED_COUNT_FIELD_NUMBER: _builtins.int
-    ended_count: _builtins.int
+    EXPIRED_COUNT_FIELD_NUMBER: _builtins.int
+    expired_count: _builtins.int
     """Number of expired holds, billed with the output known to be delivered."""
     def __init__(
         self,
         *,
-        ended_count: _builtins.int = ...,
+        expired_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended_count", b"ended_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expired_count", b"expired_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___EndOverdueHoldsResponse: _TypeAlias = EndOverdueHoldsResponse  # noqa: Y015
+Global___ExpireOverdueHoldsResponse: _TypeAlias = ExpireOverdueHoldsResponse  # noqa: Y015

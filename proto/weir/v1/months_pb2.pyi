@@ -417,7 +417,7 @@ class PrepaidCreditSummary(_message.Message):
 
     GRANTED_FIELD_NUMBER: _builtins.int
     EXPIRED_FIELD_NUMBER: _builtins.int
-    LEFT_FIELD_NUMBER: _builtins.int
+    REMAINING_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def granted(self) -> _types_pb2.Money:
         """Granted in the month."""
@@ -427,19 +427,19 @@ class PrepaidCreditSummary(_message.Message):
         """Expired unused at its end."""
 
     @_builtins.property
-    def left(self) -> _types_pb2.Money:
-        """Left after the month."""
+    def remaining(self) -> _types_pb2.Money:
+        """Remaining after the month."""
 
     def __init__(
         self,
         *,
         granted: _types_pb2.Money | None = ...,
         expired: _types_pb2.Money | None = ...,
-        left: _types_pb2.Money | None = ...,
+        remaining: _types_pb2.Money | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["expired", b"expired", "granted", b"granted", "left", b"left"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["expired", b"expired", "granted", b"granted", "remaining", b"remaining"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["expired", b"expired", "granted", b"granted", "left", b"left"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expired", b"expired", "granted", b"granted", "remaining", b"remaining"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -634,7 +634,7 @@ class ListCreditGrantsResponse(_message.Message):
     GRANTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def grants(self) -> _containers.RepeatedCompositeFieldContainer[Global___CreditGrant]:
-        """By organization, those that expire first in front."""
+        """Sorted by organization, then by expiry, the earliest first."""
 
     def __init__(
         self,
@@ -680,7 +680,7 @@ class GetCreditBalanceResponse(_message.Message):
     ORGANIZATION_ID_FIELD_NUMBER: _builtins.int
     ORGANIZATION_NAME_FIELD_NUMBER: _builtins.int
     PREPAID_FIELD_NUMBER: _builtins.int
-    LEFT_FIELD_NUMBER: _builtins.int
+    REMAINING_FIELD_NUMBER: _builtins.int
     UNBILLED_FIELD_NUMBER: _builtins.int
     HELD_FIELD_NUMBER: _builtins.int
     AVAILABLE_FIELD_NUMBER: _builtins.int
@@ -691,7 +691,7 @@ class GetCreditBalanceResponse(_message.Message):
     prepaid: _builtins.bool
     """True if requests are admitted only within the credit."""
     @_builtins.property
-    def left(self) -> _types_pb2.Money:
+    def remaining(self) -> _types_pb2.Money:
         """Remainder of grants for this month and later ones, counting closed months."""
 
     @_builtins.property
@@ -704,7 +704,9 @@ class GetCreditBalanceResponse(_message.Message):
 
     @_builtins.property
     def available(self) -> _types_pb2.Money:
-        """Spendable this month: `left` less `unbilled` and `held`, as far as the grants' months allow it."""
+        """Spendable this month: `remaining` less `unbilled` and `held`, as far as the grants' months
+        allow it.
+        """
 
     def __init__(
         self,
@@ -712,14 +714,14 @@ class GetCreditBalanceResponse(_message.Message):
         organization_id: _builtins.str = ...,
         organization_name: _builtins.str = ...,
         prepaid: _builtins.bool = ...,
-        left: _types_pb2.Money | None = ...,
+        remaining: _types_pb2.Money | None = ...,
         unbilled: _types_pb2.Money | None = ...,
         held: _types_pb2.Money | None = ...,
         available: _types_pb2.Money | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["available", b"available", "held", b"held", "left", b"left", "unbilled", b"unbilled"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["available", b"available", "held", b"held", "remaining", b"remaining", "unbilled", b"unbilled"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["available", b"available", "held", b"held", "left", b"left", "organization_id", b"organization_id", "organization_name", b"organization_name", "prepaid", b"prepaid", "unbilled", b"unbilled"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["available", b"available", "held", b"held", "organization_id", b"organization_id", "organization_name", b"organization_name", "prepaid", b"prepaid", "remaining", b"remaining", "unbilled", b"unbilled"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

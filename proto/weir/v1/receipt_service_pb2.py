@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from weir.v1 import receipts_pb2 as weir_dot_v1_dot_receipts__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dweir/v1/receipt_service.proto\x12\x07weir.v1\x1a\x16weir/v1/receipts.proto\"\x18\n\x16ListReceiptKeysRequest\"<\n\x17ListReceiptKeysResponse\x12!\n\x04keys\x18\x01 \x03(\x0b\x32\x13.weir.v1.ReceiptKey\"a\n\x13ListReceiptsRequest\x12\x14\n\x0corganization\x18\x01 \x01(\t\x12\r\n\x05month\x18\x02 \x01(\t\x12\x11\n\tpage_size\x18\x03 \x01(\x05\x12\x12\n\npage_token\x18\x04 \x01(\t\"S\n\x14ListReceiptsResponse\x12\"\n\x08receipts\x18\x01 \x03(\x0b\x32\x10.weir.v1.Receipt\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"=\n\x16GetReceiptMonthRequest\x12\x14\n\x0corganization\x18\x01 \x01(\t\x12\r\n\x05month\x18\x02 \x01(\t\"\xa8\x01\n\x17GetReceiptMonthResponse\x12\x17\n\x0forganization_id\x18\x01 \x01(\t\x12\r\n\x05month\x18\x02 \x01(\t\x12\x0c\n\x04root\x18\x03 \x01(\x0c\x12\x15\n\rreceipt_count\x18\x04 \x01(\x03\x12%\n\x06\x63hains\x18\x05 \x03(\x0b\x32\x15.weir.v1.ReceiptChain\x12\x19\n\x11unreceipted_count\x18\x06 \x01(\x03\x32\x89\x02\n\x0eReceiptService\x12T\n\x0fListReceiptKeys\x12\x1f.weir.v1.ListReceiptKeysRequest\x1a .weir.v1.ListReceiptKeysResponse\x12K\n\x0cListReceipts\x12\x1c.weir.v1.ListReceiptsRequest\x1a\x1d.weir.v1.ListReceiptsResponse\x12T\n\x0fGetReceiptMonth\x12\x1f.weir.v1.GetReceiptMonthRequest\x1a .weir.v1.GetReceiptMonthResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dweir/v1/receipt_service.proto\x12\x07weir.v1\x1a\x16weir/v1/receipts.proto\"\x18\n\x16ListReceiptKeysRequest\"<\n\x17ListReceiptKeysResponse\x12!\n\x04keys\x18\x01 \x03(\x0b\x32\x13.weir.v1.ReceiptKey\"a\n\x13ListReceiptsRequest\x12\x14\n\x0corganization\x18\x01 \x01(\t\x12\r\n\x05month\x18\x02 \x01(\t\x12\x11\n\tpage_size\x18\x03 \x01(\x05\x12\x12\n\npage_token\x18\x04 \x01(\t\"S\n\x14ListReceiptsResponse\x12\"\n\x08receipts\x18\x01 \x03(\x0b\x32\x10.weir.v1.Receipt\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"=\n\x16GetReceiptMonthRequest\x12\x14\n\x0corganization\x18\x01 \x01(\t\x12\r\n\x05month\x18\x02 \x01(\t\"\xac\x01\n\x17GetReceiptMonthResponse\x12\x17\n\x0forganization_id\x18\x01 \x01(\t\x12\r\n\x05month\x18\x02 \x01(\t\x12\x0c\n\x04root\x18\x03 \x01(\x0c\x12\x15\n\rreceipt_count\x18\x04 \x01(\x03\x12%\n\x06\x63hains\x18\x05 \x03(\x0b\x32\x15.weir.v1.ReceiptChain\x12\x1d\n\x15missing_receipt_count\x18\x06 \x01(\x03\x32\x89\x02\n\x0eReceiptService\x12T\n\x0fListReceiptKeys\x12\x1f.weir.v1.ListReceiptKeysRequest\x1a .weir.v1.ListReceiptKeysResponse\x12K\n\x0cListReceipts\x12\x1c.weir.v1.ListReceiptsRequest\x1a\x1d.weir.v1.ListReceiptsResponse\x12T\n\x0fGetReceiptMonth\x12\x1f.weir.v1.GetReceiptMonthRequest\x1a .weir.v1.GetReceiptMonthResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,7 +43,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETRECEIPTMONTHREQUEST']._serialized_start=338
   _globals['_GETRECEIPTMONTHREQUEST']._serialized_end=399
   _globals['_GETRECEIPTMONTHRESPONSE']._serialized_start=402
-  _globals['_GETRECEIPTMONTHRESPONSE']._serialized_end=570
-  _globals['_RECEIPTSERVICE']._serialized_start=573
-  _globals['_RECEIPTSERVICE']._serialized_end=838
+  _globals['_GETRECEIPTMONTHRESPONSE']._serialized_end=574
+  _globals['_RECEIPTSERVICE']._serialized_start=577
+  _globals['_RECEIPTSERVICE']._serialized_end=842
 # @@protoc_insertion_point(module_scope)

@@ -161,7 +161,7 @@ class GetReceiptMonthResponse(_message.Message):
     ROOT_FIELD_NUMBER: _builtins.int
     RECEIPT_COUNT_FIELD_NUMBER: _builtins.int
     CHAINS_FIELD_NUMBER: _builtins.int
-    UNRECEIPTED_COUNT_FIELD_NUMBER: _builtins.int
+    MISSING_RECEIPT_COUNT_FIELD_NUMBER: _builtins.int
     organization_id: _builtins.str
     """UUID of the organization."""
     month: _builtins.str
@@ -172,8 +172,8 @@ class GetReceiptMonthResponse(_message.Message):
     """
     receipt_count: _builtins.int
     """Number of receipts."""
-    unreceipted_count: _builtins.int
-    """Usage events of the month without a receipt, recorded before receipts existed."""
+    missing_receipt_count: _builtins.int
+    """Usage events of the month without a receipt: they were recorded before receipts existed."""
     @_builtins.property
     def chains(self) -> _containers.RepeatedCompositeFieldContainer[_receipts_pb2.ReceiptChain]:
         """One per project with receipts, by project id."""
@@ -186,11 +186,11 @@ class GetReceiptMonthResponse(_message.Message):
         root: _builtins.bytes = ...,
         receipt_count: _builtins.int = ...,
         chains: _abc.Iterable[_receipts_pb2.ReceiptChain] | None = ...,
-        unreceipted_count: _builtins.int = ...,
+        missing_receipt_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chains", b"chains", "month", b"month", "organization_id", b"organization_id", "receipt_count", b"receipt_count", "root", b"root", "unreceipted_count", b"unreceipted_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chains", b"chains", "missing_receipt_count", b"missing_receipt_count", "month", b"month", "organization_id", b"organization_id", "receipt_count", b"receipt_count", "root", b"root"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

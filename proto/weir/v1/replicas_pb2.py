@@ -26,29 +26,29 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16weir/v1/replicas.proto\x12\x07weir.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xde\x01\n\x07Replica\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07replica\x18\x02 \x01(\t\x12\x0e\n\x06region\x18\x03 \x01(\t\x12$\n\x05state\x18\x04 \x01(\x0e\x32\x15.weir.v1.ReplicaState\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x0f\n\x07\x64rained\x18\x06 \x01(\x08\x12\x15\n\rrequest_count\x18\x07 \x01(\x03\x12\x1f\n\x17outstanding_token_count\x18\x08 \x01(\x03\x12\x10\n\x08owner_id\x18\t \x01(\t\x12\x12\n\nowner_name\x18\n \x01(\t\"\x9d\x01\n\x0cReplicaDrain\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07replica\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12.\n\ndrain_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12-\n\nmove_after\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\"$\n\x13ListReplicasRequest\x12\r\n\x05model\x18\x01 \x01(\t\"{\n\x14ListReplicasResponse\x12\"\n\x08replicas\x18\x01 \x03(\x0b\x32\x10.weir.v1.Replica\x12%\n\x06\x64rains\x18\x02 \x03(\x0b\x32\x15.weir.v1.ReplicaDrain\x12\x18\n\x10silent_owner_ids\x18\x03 \x03(\t\"t\n\x13\x44rainReplicaRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07replica\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12-\n\nmove_after\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"z\n\x14\x44rainReplicaResponse\x12$\n\x05\x64rain\x18\x01 \x01(\x0b\x32\x15.weir.v1.ReplicaDrain\x12\"\n\x08replicas\x18\x02 \x03(\x0b\x32\x10.weir.v1.Replica\x12\x18\n\x10silent_owner_ids\x18\x03 \x03(\t\"G\n\x15UndrainReplicaRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07replica\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"i\n\x16UndrainReplicaResponse\x12\x11\n\tundrained\x18\x01 \x01(\x08\x12\"\n\x08replicas\x18\x02 \x03(\x0b\x32\x10.weir.v1.Replica\x12\x18\n\x10silent_owner_ids\x18\x03 \x03(\t*\x82\x02\n\x0cReplicaState\x12\x1d\n\x19REPLICA_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12REPLICA_STATE_COLD\x10\x01\x12\x19\n\x15REPLICA_STATE_LOADING\x10\x02\x12\x17\n\x13REPLICA_STATE_READY\x10\x03\x12\x1c\n\x18REPLICA_STATE_RESTARTING\x10\x04\x12\x18\n\x14REPLICA_STATE_FAILED\x10\x05\x12\x18\n\x14REPLICA_STATE_CLOSED\x10\x06\x12\x1a\n\x16REPLICA_STATE_DRAINING\x10\x07\x12\x19\n\x15REPLICA_STATE_TRIPPED\x10\x08\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16weir/v1/replicas.proto\x12\x07weir.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xe2\x01\n\x07Replica\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07replica\x18\x02 \x01(\t\x12\x0e\n\x06region\x18\x03 \x01(\t\x12$\n\x05state\x18\x04 \x01(\x0e\x32\x15.weir.v1.ReplicaState\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x0f\n\x07\x64rained\x18\x06 \x01(\x08\x12\x15\n\rrequest_count\x18\x07 \x01(\x03\x12\x1f\n\x17outstanding_token_count\x18\x08 \x01(\x03\x12\x12\n\nprocess_id\x18\t \x01(\t\x12\x14\n\x0cprocess_name\x18\n \x01(\t\"\x9d\x01\n\x0cReplicaDrain\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07replica\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12.\n\ndrain_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12-\n\nmove_after\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\"$\n\x13ListReplicasRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\x83\x01\n\x14ListReplicasResponse\x12\"\n\x08replicas\x18\x01 \x03(\x0b\x32\x10.weir.v1.Replica\x12%\n\x06\x64rains\x18\x02 \x03(\x0b\x32\x15.weir.v1.ReplicaDrain\x12 \n\x18unresponsive_process_ids\x18\x03 \x03(\t\"t\n\x13\x44rainReplicaRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07replica\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12-\n\nmove_after\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x82\x01\n\x14\x44rainReplicaResponse\x12$\n\x05\x64rain\x18\x01 \x01(\x0b\x32\x15.weir.v1.ReplicaDrain\x12\"\n\x08replicas\x18\x02 \x03(\x0b\x32\x10.weir.v1.Replica\x12 \n\x18unresponsive_process_ids\x18\x03 \x03(\t\"G\n\x15UndrainReplicaRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07replica\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"q\n\x16UndrainReplicaResponse\x12\x11\n\tundrained\x18\x01 \x01(\x08\x12\"\n\x08replicas\x18\x02 \x03(\x0b\x32\x10.weir.v1.Replica\x12 \n\x18unresponsive_process_ids\x18\x03 \x03(\t*\x82\x02\n\x0cReplicaState\x12\x1d\n\x19REPLICA_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12REPLICA_STATE_COLD\x10\x01\x12\x19\n\x15REPLICA_STATE_LOADING\x10\x02\x12\x17\n\x13REPLICA_STATE_READY\x10\x03\x12\x1c\n\x18REPLICA_STATE_RESTARTING\x10\x04\x12\x18\n\x14REPLICA_STATE_FAILED\x10\x05\x12\x18\n\x14REPLICA_STATE_CLOSED\x10\x06\x12\x1a\n\x16REPLICA_STATE_DRAINING\x10\x07\x12\x19\n\x15REPLICA_STATE_TRIPPED\x10\x08\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'weir.v1.replicas_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_REPLICASTATE']._serialized_start=1071
-  _globals['_REPLICASTATE']._serialized_end=1329
+  _globals['_REPLICASTATE']._serialized_start=1101
+  _globals['_REPLICASTATE']._serialized_end=1359
   _globals['_REPLICA']._serialized_start=101
-  _globals['_REPLICA']._serialized_end=323
-  _globals['_REPLICADRAIN']._serialized_start=326
-  _globals['_REPLICADRAIN']._serialized_end=483
-  _globals['_LISTREPLICASREQUEST']._serialized_start=485
-  _globals['_LISTREPLICASREQUEST']._serialized_end=521
-  _globals['_LISTREPLICASRESPONSE']._serialized_start=523
-  _globals['_LISTREPLICASRESPONSE']._serialized_end=646
-  _globals['_DRAINREPLICAREQUEST']._serialized_start=648
-  _globals['_DRAINREPLICAREQUEST']._serialized_end=764
-  _globals['_DRAINREPLICARESPONSE']._serialized_start=766
-  _globals['_DRAINREPLICARESPONSE']._serialized_end=888
-  _globals['_UNDRAINREPLICAREQUEST']._serialized_start=890
-  _globals['_UNDRAINREPLICAREQUEST']._serialized_end=961
-  _globals['_UNDRAINREPLICARESPONSE']._serialized_start=963
-  _globals['_UNDRAINREPLICARESPONSE']._serialized_end=1068
+  _globals['_REPLICA']._serialized_end=327
+  _globals['_REPLICADRAIN']._serialized_start=330
+  _globals['_REPLICADRAIN']._serialized_end=487
+  _globals['_LISTREPLICASREQUEST']._serialized_start=489
+  _globals['_LISTREPLICASREQUEST']._serialized_end=525
+  _globals['_LISTREPLICASRESPONSE']._serialized_start=528
+  _globals['_LISTREPLICASRESPONSE']._serialized_end=659
+  _globals['_DRAINREPLICAREQUEST']._serialized_start=661
+  _globals['_DRAINREPLICAREQUEST']._serialized_end=777
+  _globals['_DRAINREPLICARESPONSE']._serialized_start=780
+  _globals['_DRAINREPLICARESPONSE']._serialized_end=910
+  _globals['_UNDRAINREPLICAREQUEST']._serialized_start=912
+  _globals['_UNDRAINREPLICAREQUEST']._serialized_end=983
+  _globals['_UNDRAINREPLICARESPONSE']._serialized_start=985
+  _globals['_UNDRAINREPLICARESPONSE']._serialized_end=1098
 # @@protoc_insertion_point(module_scope)

@@ -83,8 +83,8 @@ class Replica(_message.Message):
     DRAINED_FIELD_NUMBER: _builtins.int
     REQUEST_COUNT_FIELD_NUMBER: _builtins.int
     OUTSTANDING_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
-    OWNER_ID_FIELD_NUMBER: _builtins.int
-    OWNER_NAME_FIELD_NUMBER: _builtins.int
+    PROCESS_ID_FIELD_NUMBER: _builtins.int
+    PROCESS_NAME_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The model, as `name` or, if it has versions, `name@version`."""
     replica: _builtins.str
@@ -103,9 +103,9 @@ class Replica(_message.Message):
     """Running requests of this process."""
     outstanding_token_count: _builtins.int
     """Estimated tokens still to compute for them."""
-    owner_id: _builtins.str
-    """UUID of the process."""
-    owner_name: _builtins.str
+    process_id: _builtins.str
+    """UUID of the api process."""
+    process_name: _builtins.str
     """Display name of the process: "host:pid"."""
     def __init__(
         self,
@@ -118,12 +118,12 @@ class Replica(_message.Message):
         drained: _builtins.bool = ...,
         request_count: _builtins.int = ...,
         outstanding_token_count: _builtins.int = ...,
-        owner_id: _builtins.str = ...,
-        owner_name: _builtins.str = ...,
+        process_id: _builtins.str = ...,
+        process_name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drained", b"drained", "model", b"model", "outstanding_token_count", b"outstanding_token_count", "owner_id", b"owner_id", "owner_name", b"owner_name", "reason", b"reason", "region", b"region", "replica", b"replica", "request_count", b"request_count", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drained", b"drained", "model", b"model", "outstanding_token_count", b"outstanding_token_count", "process_id", b"process_id", "process_name", b"process_name", "reason", b"reason", "region", b"region", "replica", b"replica", "request_count", b"request_count", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -203,7 +203,7 @@ class ListReplicasResponse(_message.Message):
 
     REPLICAS_FIELD_NUMBER: _builtins.int
     DRAINS_FIELD_NUMBER: _builtins.int
-    SILENT_OWNER_IDS_FIELD_NUMBER: _builtins.int
+    UNRESPONSIVE_PROCESS_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___Replica]:
         """Sorted by model, name and process. An adapter runs in the engines of its model, which are
@@ -215,7 +215,7 @@ class ListReplicasResponse(_message.Message):
         """Present drain orders."""
 
     @_builtins.property
-    def silent_owner_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+    def unresponsive_process_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Processes with holds that did not answer; their replicas are unknown."""
 
     def __init__(
@@ -223,11 +223,11 @@ class ListReplicasResponse(_message.Message):
         *,
         replicas: _abc.Iterable[Global___Replica] | None = ...,
         drains: _abc.Iterable[Global___ReplicaDrain] | None = ...,
-        silent_owner_ids: _abc.Iterable[_builtins.str] | None = ...,
+        unresponsive_process_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drains", b"drains", "replicas", b"replicas", "silent_owner_ids", b"silent_owner_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drains", b"drains", "replicas", b"replicas", "unresponsive_process_ids", b"unresponsive_process_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -282,7 +282,7 @@ class DrainReplicaResponse(_message.Message):
 
     DRAIN_FIELD_NUMBER: _builtins.int
     REPLICAS_FIELD_NUMBER: _builtins.int
-    SILENT_OWNER_IDS_FIELD_NUMBER: _builtins.int
+    UNRESPONSIVE_PROCESS_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def drain(self) -> Global___ReplicaDrain:
         """The order."""
@@ -292,7 +292,7 @@ class DrainReplicaResponse(_message.Message):
         """This replica in each process that answered and has applied the order."""
 
     @_builtins.property
-    def silent_owner_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+    def unresponsive_process_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Processes with holds that did not answer. They apply the order within seconds, or when they are
         back.
         """
@@ -302,11 +302,11 @@ class DrainReplicaResponse(_message.Message):
         *,
         drain: Global___ReplicaDrain | None = ...,
         replicas: _abc.Iterable[Global___Replica] | None = ...,
-        silent_owner_ids: _abc.Iterable[_builtins.str] | None = ...,
+        unresponsive_process_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "replicas", b"replicas", "silent_owner_ids", b"silent_owner_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "replicas", b"replicas", "unresponsive_process_ids", b"unresponsive_process_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -352,7 +352,7 @@ class UndrainReplicaResponse(_message.Message):
 
     UNDRAINED_FIELD_NUMBER: _builtins.int
     REPLICAS_FIELD_NUMBER: _builtins.int
-    SILENT_OWNER_IDS_FIELD_NUMBER: _builtins.int
+    UNRESPONSIVE_PROCESS_IDS_FIELD_NUMBER: _builtins.int
     undrained: _builtins.bool
     """True if there was an order; otherwise nothing was done."""
     @_builtins.property
@@ -360,7 +360,7 @@ class UndrainReplicaResponse(_message.Message):
         """This replica in each process that answered."""
 
     @_builtins.property
-    def silent_owner_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+    def unresponsive_process_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Processes with holds that did not answer. They apply the change within seconds, or when they
         are back.
         """
@@ -370,11 +370,11 @@ class UndrainReplicaResponse(_message.Message):
         *,
         undrained: _builtins.bool = ...,
         replicas: _abc.Iterable[Global___Replica] | None = ...,
-        silent_owner_ids: _abc.Iterable[_builtins.str] | None = ...,
+        unresponsive_process_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["replicas", b"replicas", "silent_owner_ids", b"silent_owner_ids", "undrained", b"undrained"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["replicas", b"replicas", "undrained", b"undrained", "unresponsive_process_ids", b"unresponsive_process_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -332,9 +332,9 @@ class QuotaStatus(_message.Message):
     INPUT_WEIGHT_MILLI_FIELD_NUMBER: _builtins.int
     CACHED_INPUT_WEIGHT_MILLI_FIELD_NUMBER: _builtins.int
     OUTPUT_WEIGHT_MILLI_FIELD_NUMBER: _builtins.int
-    STANDING_LIMIT_VALUE_FIELD_NUMBER: _builtins.int
-    RAISED_UNTIL_TIME_FIELD_NUMBER: _builtins.int
-    RAISE_REASON_FIELD_NUMBER: _builtins.int
+    BASE_LIMIT_VALUE_FIELD_NUMBER: _builtins.int
+    OVERRIDE_END_TIME_FIELD_NUMBER: _builtins.int
+    OVERRIDE_REASON_FIELD_NUMBER: _builtins.int
     BINDING_FIELD_NUMBER: _builtins.int
     NARROWED_BY_QUOTA_ID_FIELD_NUMBER: _builtins.int
     FOR_NEW_KEYS_FIELD_NUMBER: _builtins.int
@@ -377,9 +377,9 @@ class QuotaStatus(_message.Message):
     """Thousandths that a cached input token counts. 0 if the limit does not count such tokens."""
     output_weight_milli: _builtins.int
     """Thousandths that an output token counts. 0 if the limit does not count such tokens."""
-    standing_limit_value: _builtins.int
+    base_limit_value: _builtins.int
     """The limit without the temporary override; `limit_value` if there is none."""
-    raise_reason: _builtins.str
+    override_reason: _builtins.str
     """Reason of the override. Empty if there is none, and in `admitted` and `finished` frames."""
     binding: _builtins.bool
     """True if it has the smallest remainder of the enforced limits on its dimension that apply to the
@@ -403,7 +403,7 @@ class QuotaStatus(_message.Message):
         """Time from now to `reset_time`. Unset for concurrency."""
 
     @_builtins.property
-    def raised_until_time(self) -> _timestamp_pb2.Timestamp:
+    def override_end_time(self) -> _timestamp_pb2.Timestamp:
         """End of the temporary override. Unset if there is none."""
 
     @_builtins.property
@@ -432,17 +432,17 @@ class QuotaStatus(_message.Message):
         input_weight_milli: _builtins.int = ...,
         cached_input_weight_milli: _builtins.int = ...,
         output_weight_milli: _builtins.int = ...,
-        standing_limit_value: _builtins.int = ...,
-        raised_until_time: _timestamp_pb2.Timestamp | None = ...,
-        raise_reason: _builtins.str = ...,
+        base_limit_value: _builtins.int = ...,
+        override_end_time: _timestamp_pb2.Timestamp | None = ...,
+        override_reason: _builtins.str = ...,
         binding: _builtins.bool = ...,
         narrowed_by_quota_id: _builtins.str = ...,
         for_new_keys: _builtins.bool = ...,
         alert_at: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["raised_until_time", b"raised_until_time", "reset_delay", b"reset_delay", "reset_time", b"reset_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["override_end_time", b"override_end_time", "reset_delay", b"reset_delay", "reset_time", b"reset_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alert_at", b"alert_at", "binding", b"binding", "cached_input_weight_milli", b"cached_input_weight_milli", "dimension", b"dimension", "enforced", b"enforced", "for_new_keys", b"for_new_keys", "held_value", b"held_value", "input_weight_milli", b"input_weight_milli", "limit_value", b"limit_value", "model", b"model", "narrowed_by_quota_id", b"narrowed_by_quota_id", "output_weight_milli", b"output_weight_milli", "quota_id", b"quota_id", "raise_reason", b"raise_reason", "raised_until_time", b"raised_until_time", "remaining_value", b"remaining_value", "reset_delay", b"reset_delay", "reset_time", b"reset_time", "standing_limit_value", b"standing_limit_value", "subject", b"subject", "subject_id", b"subject_id", "subject_name", b"subject_name", "used_value", b"used_value", "would_refuse_count", b"would_refuse_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alert_at", b"alert_at", "base_limit_value", b"base_limit_value", "binding", b"binding", "cached_input_weight_milli", b"cached_input_weight_milli", "dimension", b"dimension", "enforced", b"enforced", "for_new_keys", b"for_new_keys", "held_value", b"held_value", "input_weight_milli", b"input_weight_milli", "limit_value", b"limit_value", "model", b"model", "narrowed_by_quota_id", b"narrowed_by_quota_id", "output_weight_milli", b"output_weight_milli", "override_end_time", b"override_end_time", "override_reason", b"override_reason", "quota_id", b"quota_id", "remaining_value", b"remaining_value", "reset_delay", b"reset_delay", "reset_time", b"reset_time", "subject", b"subject", "subject_id", b"subject_id", "subject_name", b"subject_name", "used_value", b"used_value", "would_refuse_count", b"would_refuse_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

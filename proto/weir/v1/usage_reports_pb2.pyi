@@ -397,14 +397,14 @@ class GetForecastResponse(_message.Message):
     MONTH_FIELD_NUMBER: _builtins.int
     TIME_ZONE_FIELD_NUMBER: _builtins.int
     AS_OF_TIME_FIELD_NUMBER: _builtins.int
-    SO_FAR_FIELD_NUMBER: _builtins.int
+    MONTH_TO_DATE_FIELD_NUMBER: _builtins.int
     EXPECTED_FIELD_NUMBER: _builtins.int
     LOW_FIELD_NUMBER: _builtins.int
     HIGH_FIELD_NUMBER: _builtins.int
     CONFIDENCE_PERCENT_FIELD_NUMBER: _builtins.int
     COMPLETE_DAY_COUNT_FIELD_NUMBER: _builtins.int
     METHOD_FIELD_NUMBER: _builtins.int
-    CAUTIONS_FIELD_NUMBER: _builtins.int
+    WARNINGS_FIELD_NUMBER: _builtins.int
     organization_name: _builtins.str
     """The customer's name."""
     month: _builtins.str
@@ -422,8 +422,8 @@ class GetForecastResponse(_message.Message):
         """Time of the forecast."""
 
     @_builtins.property
-    def so_far(self) -> _types_pb2.Money:
-        """Exact usage of the month until then, posted or not."""
+    def month_to_date(self) -> _types_pb2.Money:
+        """Exact cost of the month's usage until then, posted or not."""
 
     @_builtins.property
     def expected(self) -> _types_pb2.Money:
@@ -440,7 +440,7 @@ class GetForecastResponse(_message.Message):
         """Upper bound of the interval, rounded to minor units. Unset with too little history."""
 
     @_builtins.property
-    def cautions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+    def warnings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Caveats, a sentence each."""
 
     def __init__(
@@ -450,18 +450,18 @@ class GetForecastResponse(_message.Message):
         month: _builtins.str = ...,
         time_zone: _builtins.str = ...,
         as_of_time: _timestamp_pb2.Timestamp | None = ...,
-        so_far: _types_pb2.Money | None = ...,
+        month_to_date: _types_pb2.Money | None = ...,
         expected: _types_pb2.Money | None = ...,
         low: _types_pb2.Money | None = ...,
         high: _types_pb2.Money | None = ...,
         confidence_percent: _builtins.int = ...,
         complete_day_count: _builtins.int = ...,
         method: _builtins.str = ...,
-        cautions: _abc.Iterable[_builtins.str] | None = ...,
+        warnings: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_expected", b"_expected", "_high", b"_high", "_low", b"_low", "as_of_time", b"as_of_time", "expected", b"expected", "high", b"high", "low", b"low", "so_far", b"so_far"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_expected", b"_expected", "_high", b"_high", "_low", b"_low", "as_of_time", b"as_of_time", "expected", b"expected", "high", b"high", "low", b"low", "month_to_date", b"month_to_date"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected", b"_expected", "_high", b"_high", "_low", b"_low", "as_of_time", b"as_of_time", "cautions", b"cautions", "complete_day_count", b"complete_day_count", "confidence_percent", b"confidence_percent", "expected", b"expected", "high", b"high", "low", b"low", "method", b"method", "month", b"month", "organization_name", b"organization_name", "so_far", b"so_far", "time_zone", b"time_zone"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected", b"_expected", "_high", b"_high", "_low", b"_low", "as_of_time", b"as_of_time", "complete_day_count", b"complete_day_count", "confidence_percent", b"confidence_percent", "expected", b"expected", "high", b"high", "low", b"low", "method", b"method", "month", b"month", "month_to_date", b"month_to_date", "organization_name", b"organization_name", "time_zone", b"time_zone", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__expected: _TypeAlias = _typing.Literal["expected"]  # noqa: Y015
     _WhichOneofArgType__expected: _TypeAlias = _typing.Literal["_expected", b"_expected"]  # noqa: Y015
