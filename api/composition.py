@@ -1,4 +1,4 @@
-"""Parts of an api process, each made of the settings, its limits in the operating system, its log, and its end by draining.
+"""Parts of an api process made from settings, its system limits, its log, and its drain.
 
 `__main__.py` puts them together.
 """
@@ -29,14 +29,14 @@ from api.core.endpoint import local_url
 from api.core.errors import Draining
 from api.core.pace import FramePace
 from api.core.settings import SettingInvalid, Settings
+from api.generation import live_control
 from api.generation.admission import Capacity
-from api.generation.live_control import keep_out_of_use, obey, process_name, report, report_replicas
 from api.generation.peers import Peer, PeerCertificates
 from api.generation.process import Process
 from api.metrics.operator_http import Probes
 from api.observability.observer import Observer
-from api.openai.door import Door
-from api.openai.listener import Handle, Listener, visited
+from api.openai.gateway import Gateway
+from api.openai.listener import Handle, Listener, paced
 from api.server import Servicers
 from inference.routing.router import Router
 from inference.safety.safety import SafetyRulesInvalid
@@ -51,15 +51,20 @@ from metering.receipts.signing import Signer, load_signer
 from metering.store.db import Sessions, StoreGate
 from metering.tenants.key_uses import KeyUses
 
-LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
-# Files other than client connections: journals, libraries, pipes, database, other processes
-OTHERS = 1000
+LEVELS = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+}
+# Files other than client connections: journals, libraries, pipes, database, other processes.
+OTHER_FILES = 1000
 LARGE_BYTES = 64 * 2**10  # a piece of a message; other allocations of a request are far smaller
-ARENAS_MAX = 2  # transport threads allocate pieces of messages and free those of others
+ARENAS_MAX = 2  # transport threads allocate pieces of messages and free those of other threads
 
 log = structlog.get_logger(__name__)
 
-INTERVAL_S = 60.0  # sufficient for graphs; a day of it is less than a busy second's log
+INTERVAL_S = 60.0  # sufficient for graphs; a day of it is less than the log of a busy second
 SETTLE_GRACE_S = 10.0  # after the drain timeout, for settlements
 
 
@@ -84,7 +89,9 @@ def configure_logs(level: str) -> None:
     minimum = LEVELS.get(level.lower(), logging.INFO)
     on_terminal = sys.stderr.isatty()
     renderer: structlog.typing.Processor = (
-        structlog.dev.ConsoleRenderer() if on_terminal else structlog.processors.JSONRenderer(sort_keys=True)
+        structlog.dev.ConsoleRenderer()
+        if on_terminal
+        else structlog.processors.JSONRenderer(sort_keys=True)
     )
     structlog.configure(
         processors=[
@@ -97,35 +104,44 @@ def configure_logs(level: str) -> None:
         wrapper_class=structlog.make_filtering_bound_logger(minimum),
         logger_factory=structlog.PrintLoggerFactory(cast(TextIO, Unfailing(sys.stderr))),
     )
-    logging.basicConfig(level=max(minimum, logging.WARNING), format="%(levelname)s %(name)s %(message)s", stream=sys.stderr)
+    logging.basicConfig(
+        level=max(minimum, logging.WARNING),
+        format="%(levelname)s %(name)s %(message)s",
+        stream=sys.stderr,
+    )
 
 
-# Of malloc.h of the GNU C library.
+# Parameters of mallopt in the GNU C library's malloc.h
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 
 
 def allow_open_files(settings: Settings) -> None:
     """Raise the limit of open files to what the connection limits require, if permitted."""
-    wanted = settings.connections_max + settings.http_connections_max + OTHERS
+    required = settings.connections_max + settings.http_connections_max + OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
+    if soft == resource.RLIM_INFINITY or soft >= required:
         return
-    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    allowed = required if hard == resource.RLIM_INFINITY else min(required, hard)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     except (OSError, ValueError) as error:  # macOS has another limit besides the one it reports
         log.warning("open_files_not_raised", open_file_count_max=soft, cause=str(error))
         return
-    if allowed < wanted:
-        remedy = "let the system allow more, or lower WEIR_CONNECTIONS_MAX and WEIR_HTTP_CONNECTIONS_MAX"
-        log.warning("open_files_too_few", open_file_count_max=allowed, wanted=wanted, remedy=remedy)
+    if allowed < required:
+        remedy = (
+            "let the system allow more, or lower WEIR_CONNECTIONS_MAX and WEIR_HTTP_CONNECTIONS_MAX"
+        )
+        log.warning(
+            "open_files_too_few", open_file_count_max=allowed, required=required, remedy=remedy
+        )
 
 
 def return_freed_memory() -> None:
-    """Give large blocks back to the operating system at once: a burst of messages of megabytes is not kept for the next one.
+    """Return large free blocks to the operating system at once, so that a burst of large messages
+    is not kept.
 
-    Without that the library raises its threshold with each large block that is freed, up to 32 MiB. Other C libraries have no such
-    settings, and keep what they keep.
+    Otherwise glibc raises its threshold with each large block that is freed, up to 32 MiB. Other C
+    libraries have no such settings.
     """
     with contextlib.suppress(AttributeError, OSError):
         library = ctypes.CDLL(None)
@@ -140,21 +156,31 @@ def statistics_of(process: Process) -> dict[str, Any]:
     refusals = process.admission.holds.statistics().refusals
     return {
         "admitted_count": process.admission.admitted_count,
-        "quota_refusals": {f"{dimension}/{subject}": count for (dimension, subject), count in sorted(refusals.items())},
+        "quota_refusals": {
+            f"{dimension}/{subject}": count
+            for (dimension, subject), count in sorted(refusals.items())
+        },
         "live_request_count": len(process.running()),
         "queues": {
             model: {
                 "waiting_count": queue.waiting_count,
                 "waiting_count_peak": queue.waiting_count_peak,
                 "refused_count": queue.refused_count,
-                "promise_count": queue.promise_count,
+                "reservation_count": queue.reservation_count,
                 "engine_pending_count": queue.engine_pending_count,
-                "longest_wait_s": None if queue.longest_wait_s is None else round(queue.longest_wait_s, 3),
+                "longest_wait_s": (
+                    None if queue.longest_wait_s is None else round(queue.longest_wait_s, 3)
+                ),
             }
-            for model, queue in ((model, queue.statistics()) for model, queue in process.queues.items())
+            for model, queue in (
+                (model, queue.statistics()) for model, queue in process.queues.items()
+            )
         },
         "replicas": {
-            report.name: {"state": report.state.value, "live_sequence_count": report.live_sequence_count}
+            report.name: {
+                "state": report.state.value,
+                "live_sequence_count": report.live_sequence_count,
+            }
             for _, report in process.router.reports()
         },
     }
@@ -171,23 +197,28 @@ async def log_statistics_regularly(process: Process, interval_s: float = INTERVA
         before = now
 
 
-async def drain(settings: Settings, capacity: Capacity, process: Process, server: grpc.aio.Server, listener: Listener) -> None:
-    """Drain: running requests may finish in time, the rest is settled; clients move to other
-    servers."""
+async def drain(
+    settings: Settings,
+    capacity: Capacity,
+    process: Process,
+    server: grpc.aio.Server,
+    listener: Listener,
+) -> None:
+    """Drain: requests may finish in time, the rest is settled; clients move to other servers."""
     capacity.drain()
     async with asyncio.TaskGroup() as tasks:
-        sending_away = tasks.create_task(send_away(settings, server, listener), name="sending away")
+        closing = tasks.create_task(close_listeners(settings, server, listener), name="closing")
         await finish(settings, capacity, process)
-        sending_away.cancel()
+        closing.cancel()
 
 
-async def send_away(settings: Settings, server: grpc.aio.Server, listener: Listener) -> None:
+async def close_listeners(settings: Settings, server: grpc.aio.Server, listener: Listener) -> None:
     """Stop accepting connections and calls.
 
     Open streams continue; their new requests are refused.
     """
     await asyncio.sleep(settings.drain_notice_s)
-    listener.send_away()
+    listener.stop_accepting()
     await server.stop(grace=settings.drain_s + SETTLE_GRACE_S)
 
 
@@ -200,7 +231,11 @@ async def finish(settings: Settings, capacity: Capacity, process: Process) -> No
                 await process.relays.idle()
     except TimeoutError:
         log.warning("drain_time_over", running_request_count=capacity.taken_count)
-        process.fail_all(Draining("this server has shut down before the request was done; what was delivered is settled"))
+        process.fail_all(
+            Draining(
+                "the server shut down before the request was done; delivered tokens are settled"
+            )
+        )
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SETTLE_GRACE_S):
                 await capacity.idle()
@@ -229,11 +264,18 @@ def build_safety(settings: Settings) -> Safety:
 
 def load_tokenizers(router: Router, settings: Settings) -> dict[str, Tokenizer]:
     """Return tokenizers by model. Raises: SettingInvalid, CheckpointInvalid."""
-    directories = {backend.model.name: Path(backend.model.directory) for backend in router.backends()}
+    directories = {
+        backend.model.name: Path(backend.model.directory) for backend in router.backends()
+    }
     formats = settings.tool_call_formats
     if unknown := sorted(formats.keys() - directories.keys()):
-        raise SettingInvalid(f"WEIR_TOOL_CALL_FORMATS: no model is named {', '.join(unknown)}; known are {', '.join(directories)}")
-    return {name: Tokenizer(directory, formats.get(name)) for name, directory in directories.items()}
+        raise SettingInvalid(
+            f"WEIR_TOOL_CALL_FORMATS: no model is named {', '.join(unknown)}; known are"
+            f" {', '.join(directories)}"
+        )
+    return {
+        name: Tokenizer(directory, formats.get(name)) for name, directory in directories.items()
+    }
 
 
 def open_signer(settings: Settings) -> Signer | None:
@@ -247,32 +289,43 @@ def open_signer(settings: Settings) -> Signer | None:
 
 
 def open_holds(
-    settings: Settings, journal: UsageJournal, gate: StoreGate, signer: Signer | None, notices: UsageNotices, observer: Observer
+    settings: Settings,
+    journal: UsageJournal,
+    gate: StoreGate,
+    signer: Signer | None,
+    notices: UsageNotices,
+    observer: Observer,
 ) -> HoldStore:
     """Return the hold store, with the policy for an unavailable database."""
-    terms = GraceTerms(settings.grace_holds_per_key, settings.grace_input_tokens, settings.lease_slice_tokens)
+    terms = GraceTerms(
+        settings.grace_holds_per_key, settings.grace_input_tokens, settings.lease_slice_tokens
+    )
     return HoldStore(
         settings.database_url,
-        journal.owner_id,
+        journal.process_id,
         expiry_s=settings.hold_expiry_s,
-        answer_wait_s=settings.store_answer_wait_s,
+        answer_wait_s=settings.database_timeout_s,
         gate=gate,
-        grace=(terms, journal.bindings) if settings.store_away_policy == "grace" else None,
+        grace=(terms, journal.bindings)
+        if settings.database_unavailable_policy == "grace"
+        else None,
         signer=signer,
         used=notices.used,
         measured=observer.batches.measured,
     )
 
 
-def open_door(settings: Settings, sessions: Sessions, uses: KeyUses, pace: FramePace) -> Authenticator:
+def open_authenticator(
+    settings: Settings, sessions: Sessions, uses: KeyUses, pace: FramePace
+) -> Authenticator:
     """Return the authenticator, with the same policy.
 
     uses: receives each used key. pace: of each key's calls.
     """
-    grace_s = settings.hold_expiry_s if settings.store_away_policy == "grace" else 0.0
+    grace_s = settings.hold_expiry_s if settings.database_unavailable_policy == "grace" else 0.0
     return Authenticator(
         sessions,
-        answer_wait_s=settings.store_answer_wait_s,
+        answer_wait_s=settings.database_timeout_s,
         grace_s=grace_s,
         failures_per_minute=settings.auth_failures_per_minute,
         used=uses.note,
@@ -282,46 +335,60 @@ def open_door(settings: Settings, sessions: Sessions, uses: KeyUses, pace: Frame
 
 
 def open_control(
-    settings: Settings, owner_id: uuid.UUID, peer: Peer, accepted: PeerCertificates, process: Process, authenticator: Authenticator
+    settings: Settings,
+    process_id: uuid.UUID,
+    peer: Peer,
+    accepted: PeerCertificates,
+    process: Process,
+    authenticator: Authenticator,
 ) -> ControlChannel:
     """Return the channel on which other processes stop requests here and query what runs."""
     return ControlChannel(
         settings.database_url,
-        owner_id,
-        process_name(),
+        process_id,
+        live_control.process_name(),
         peer=(peer.address, peer.certificate),
         peers=accepted.replace,
-        stop=lambda order: obey(process, authenticator, order),
-        report=lambda: report(process),
-        drain=lambda orders: keep_out_of_use(process, orders),
-        report_replicas=lambda: report_replicas(process),
-        gossip=SharedFailures(authenticator.throttle, owner_id),
+        stop=lambda command: live_control.apply_command(process, authenticator, command),
+        report=lambda: live_control.report(process),
+        drain=lambda commands: live_control.apply_drains(process, commands),
+        report_replicas=lambda: live_control.report_replicas(process),
+        broadcaster=SharedFailures(authenticator.throttle, process_id),
     )
 
 
 def openai_url(settings: Settings, listener: Listener, tls: Tls | None) -> str:
     """Bind the HTTP API if it is on. Return its base URL, or an empty one. Raises: OSError."""
     address = settings.openai_address()
-    return "" if address is None else local_url(address[0], listener.bind(address), "/v1", tls=tls is not None)
+    return (
+        ""
+        if address is None
+        else local_url(address[0], listener.bind(address), "/v1", tls=tls is not None)
+    )
 
 
 def http_handle(
-    settings: Settings, process: Process, authenticator: Authenticator, sessions: Sessions, servicers: Servicers, probes: Probes
+    settings: Settings,
+    process: Process,
+    authenticator: Authenticator,
+    sessions: Sessions,
+    servicers: Servicers,
+    probes: Probes,
 ) -> Handle:
-    """Return the handler of the HTTP port: health checks, OpenAI's API, and the console unless it is switched off."""
-    door = Door(process, authenticator, sessions).handle
+    """Return the handler of the HTTP port: health checks, OpenAI's API, and perhaps the console."""
+    gateway = Gateway(process, authenticator, sessions).handle
     if not settings.console:
-        return probes.before(visited(door, process.pace))
+        return probes.before(paced(gateway, process.pace))
     capacity, stall_max_s = process.admission.capacity, settings.client_stall_max_s
     console = Console(
         servicers,
         authenticator,
-        door,
+        gateway,
         observer=process.observer,
         is_draining=lambda: capacity.is_draining,
         stall_max_s=stall_max_s,
     )
-    return probes.before(visited(console.handle, process.pace))
+    return probes.before(paced(console.handle, process.pace))
 
 
 def console_url(settings: Settings, openai_url: str) -> str:

@@ -13,23 +13,25 @@ from google.protobuf.message import Message
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import inference_service_pb2_grpc as pb_grpc
 
-from api.access.auth import Authenticator, StandingKey, bearer_token, check_model, metadata_values, payer
+from api.access.auth import (
+    Authenticator,
+    StreamKey,
+    bearer_token,
+    check_model,
+    metadata_values,
+)
 from api.core import wire
 from api.core.addresses import FORWARDED_FOR, Origin
 from api.core.errors import AddressNotAllowed, FieldViolation, InvalidRequest, Overloaded
 from api.core.interceptor import METHOD, Context
 from api.core.messages import effective_quota_statuses, find_generation, models_for, restrictions
 from api.generation.client_stream import ClientStream, remaining_s
-from api.generation.conversation import thinking_of
 from api.generation.embedding_wire import parse_embed
 from api.generation.live import Caller
 from api.generation.open_streams import OpenStreams
 from api.generation.peers import VOUCHER, vouched_address, voucher_of
 from api.generation.process import Process
-from api.generation.quoting import quote, quote_embed
-from api.generation.start_frame import parse_count_tokens
-from api.generation.tokenizing import TextJob, tokenize
-from api.generation.tools import ToolUse, call_reading
+from api.generation.quoting import count_tokens, quote, quote_embed
 from api.observability.spans import trace_of_metadata
 from metering.control.live import certificate_of
 from metering.quotas.quota_states import quotas_for
@@ -39,14 +41,21 @@ from metering.tenants.tenants import Principal
 Request = TypeVar("Request", bound=Message)
 Parsed = TypeVar("Parsed")
 
-FIRST_MESSAGE_WAIT_S = 5.0  # of a refused stream, whose message is on its way
+FIRST_MESSAGE_WAIT_S = 5.0  # for the message of a refused stream, which is on its way
 
 
 class InferenceServicer(pb_grpc.InferenceServiceServicer):
     """Implements the service of `proto/weir/v1/inference_service.proto`."""
 
-    def __init__(self, process: Process, authenticator: Authenticator, sessions: Sessions, *, for_peers: bool = False) -> None:
-        """for_peers: serve other api processes only, for requests that run here."""
+    def __init__(
+        self,
+        process: Process,
+        authenticator: Authenticator,
+        sessions: Sessions,
+        *,
+        for_peers: bool = False,
+    ) -> None:
+        """for_peers: serve only other api processes, for requests that run here."""
         self._process = process
         self._authenticator = authenticator
         self._sessions = sessions
@@ -76,66 +85,81 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
             if self._for_peers:
                 origin = await self._vouched_origin(context, secret)
             else:
-                origin = self._authenticator.proxies.origin(context.peer(), metadata_values(context, FORWARDED_FOR))
-            look_up = partial(self._authenticator.principal_of, secret, method=METHOD.get(), origin=origin)
+                origin = self._authenticator.proxies.origin(
+                    context.peer(), metadata_values(context, FORWARDED_FOR)
+                )
+            look_up = partial(
+                self._authenticator.principal_of, secret, method=METHOD.get(), origin=origin
+            )
             principal = await look_up()
             auth_ms = (time.monotonic() - opened_at) * 1000
             interval_s = self._process.admission.settings.stream_key_check_s
-            with self._authenticator.standing.hold(StandingKey(principal, look_up, interval_s)) as key:
-                stream = ClientStream(self._process, key, auth_ms, secret=secret, is_relayed=self._for_peers, trace=trace)
+            with self._authenticator.stream_keys.hold(
+                StreamKey(principal, look_up, interval_s)
+            ) as key:
+                stream = ClientStream(
+                    self._process,
+                    key,
+                    auth_ms,
+                    secret=secret,
+                    is_relayed=self._for_peers,
+                    trace=trace,
+                )
                 await stream.serve(requests, context)
 
     async def _vouched_origin(self, context: Context, secret: str) -> Origin:
-        """From where the client of a call comes that another process passes on, if that one vouches for it.
+        """Return the origin of a relayed call, if the relaying process vouches for it.
 
-        Raises as `principal_of`, but for the address: nothing is looked up for who has no key.
+        Raises as `principal_of`, except for the address: nothing is looked up without a valid key.
         """
         unknown = Origin(context.peer(), None)
         voucher = next(iter(metadata_values(context, VOUCHER)), "")
-        if (owner_id := voucher_of(voucher)) is None:
+        if (process_id := voucher_of(voucher)) is None:
             return unknown
         with contextlib.suppress(AddressNotAllowed):
             await self._authenticator.principal_of(secret, method=METHOD.get(), origin=unknown)
         async with self._sessions() as session:
-            certificate = await certificate_of(session, owner_id)
+            certificate = await certificate_of(session, process_id)
         return Origin(context.peer(), vouched_address(voucher, secret, certificate, time.time()))
 
-    async def _read(self, principal: Principal, request: Request, parse: Callable[[Request], Parsed]) -> Parsed:
-        """Parse a message that may hold much text, in its key's turn. Raises: PreparationLimit, Overloaded; as `parse`."""
+    async def _read(
+        self, principal: Principal, request: Request, parse: Callable[[Request], Parsed]
+    ) -> Parsed:
+        """Parse a large message in its key's turn. Raises: PreparationLimit, Overloaded."""
         await self._process.turn_to_read(principal, request.ByteSize())
         with self._process.pace.spending(principal):
             return parse(request)
 
-    async def CountTokens(self, request: pb.CountTokensRequest, context: Context) -> pb.CountTokensResponse:
+    async def CountTokens(
+        self, request: pb.CountTokensRequest, context: Context
+    ) -> pb.CountTokensResponse:
         """Count the tokens of a prompt."""
         principal = await self._authenticator.principal(context)
-        prompt, tools = await self._read(principal, request, parse_count_tokens)
-        check_model(principal, self._process.router.own_name(request.model))
-        model = self._process.router.find(request.model).model
-        tokenizer = self._process.tokenizers[model.name]
-        call_reading(ToolUse(tools, forced=True), tokenizer, request.model)  # whether the model can be shown them
-        window, thinking = model.context_window_tokens, thinking_of(request)
-        job = TextJob(self._process.text_work, payer(principal), tokenizer, window, thinking=thinking)
-        token_ids, work_s = await tokenize(job, prompt, tools)
-        self._process.pace.spent(principal, work_s)
-        return pb.CountTokensResponse(input_token_count=len(token_ids), context_window_tokens=model.context_window_tokens)
+        await self._process.turn_to_read(principal, request.ByteSize())
+        return await count_tokens(self._process, principal, request)
 
-    async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
+    async def ListModels(
+        self, request: pb.ListModelsRequest, context: Context
+    ) -> pb.ListModelsResponse:
         """List models with the caller's prices."""
         principal = await self._authenticator.principal(context)
-        return pb.ListModelsResponse(models=await models_for(self._process.router, self._sessions, principal))
+        return pb.ListModelsResponse(
+            models=await models_for(self._process.router, self._sessions, principal)
+        )
 
     async def GetQuota(self, request: pb.GetQuotaRequest, context: Context) -> pb.GetQuotaResponse:
         """List the caller's quotas."""
         principal = await self._authenticator.principal(context)
-        model = self._process.router.own_name(request.model)
+        model = self._process.router.canonical_name(request.model)
         if model:
             check_model(principal, model)
             self._process.router.find(model)
         subject_ids = (principal.organization_id, principal.project_id, principal.api_key_id)
         async with self._sessions() as session:
             states = await quotas_for(session, subject_ids=subject_ids, model=model or None)
-        return pb.GetQuotaResponse(quotas=effective_quota_statuses(states), restrictions=restrictions(principal))
+        return pb.GetQuotaResponse(
+            quotas=effective_quota_statuses(states), restrictions=restrictions(principal)
+        )
 
     async def Quote(self, request: pb.QuoteRequest, context: Context) -> pb.QuoteResponse:
         """Quote a request without running it."""
@@ -147,7 +171,9 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
             return await quote_embed(self._process, self._sessions, principal, request.embed)
         return await quote(self._process, self._sessions, principal, request)
 
-    async def GetGeneration(self, request: pb.GetGenerationRequest, context: Context) -> pb.GetGenerationResponse:
+    async def GetGeneration(
+        self, request: pb.GetGenerationRequest, context: Context
+    ) -> pb.GetGenerationResponse:
         """Look up one request."""
         principal = await self._authenticator.principal(context)
         request_id = wire.parse_request_id(request.request_id)
@@ -161,7 +187,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         principal = await self._authenticator.principal(context)
         auth_ms = (time.monotonic() - received_at) * 1000
         start = await self._read(principal, request, parse_embed)
-        check_model(principal, self._process.router.own_name(start.model))
+        check_model(principal, self._process.router.canonical_name(start.model))
         deadline = None if granted_s is None else received_at + granted_s
         trace = trace_of_metadata(context.invocation_metadata())
         caller = Caller.of(principal, auth_ms, received_at, deadline, trace)

@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
+from google.protobuf import text_format
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
+from google.protobuf.descriptor_pool import Default
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
+from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
 from grpc_reflection.v1alpha._async import ReflectionServicer
 from weir.v1 import (
     admin_service_pb2_grpc,
@@ -21,23 +24,33 @@ from weir.v1 import (
 from api.access.tls import Tls
 from api.admin.admin_service import AdminServicer
 from api.billing.billing_service import BillingServicer, ReceiptServicer
+from api.core.endpoint import AddressUnavailable
 from api.core.health import INFERENCE_SERVICE, SERVICES, Health
-from api.core.interceptor import Context, Failed, Guard, GuardedServices, tell_nobody
+from api.core.interceptor import Context, Failed, Guard, GuardedServices, ignore_failure
 from api.core.pace import FramePace
 from api.core.settings import Settings
 from api.generation.open_streams import BoundedCalls
-from api.generation.peers import PEER_KEEPALIVE_MS, Identity, Peer, PeerCertificates, advertised, peer_listen_address
+from api.generation.peers import (
+    PEER_KEEPALIVE_MS,
+    Identity,
+    Peer,
+    PeerCertificates,
+    advertised,
+    peer_listen_address,
+)
 from api.inference_service import InferenceServicer
 
-# Beyond its own limit the transport resets streams without a word, if they come before the client knows it, and lets later ones
-# wait for others to end. So it takes more than the service does, which refuses them with a reason and a wait; and not many times
-# more, so that refusals which wait for their turn hold the next ones back.
+# The transport resets streams above its own limit without a status if they come before the client
+# knows the limit, and delays later ones until others end. It therefore takes more than the service,
+# which refuses them with a reason and a retry-after; but not many times more, so that waiting
+# refusals hold back the next ones.
 REFUSABLE_STREAMS = 500
-# Detects vanished clients; most load balancers close idle connections after a minute
+REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
+# Detects vanished clients; most load balancers close idle connections after a minute.
 KEEPALIVE_MS = 30_000
 KEEPALIVE_TIMEOUT_MS = 10_000
 PEER_CONNECTIONS_MAX = 512  # one per other process; `api/composition.py` reserves room for them
-# Clients may ping this often, also without a call, as proxies require
+# Clients may ping this often, also without a call, as proxies require.
 CLIENT_PING_INTERVAL_MS_MIN = 10_000
 
 
@@ -64,7 +77,7 @@ def build_server(
     servicers: Servicers,
     health: Health,
     tls: Tls | None = None,
-    failed: Failed = tell_nobody,
+    failed: Failed = ignore_failure,
     pace: FramePace | None = None,
     turn_to_read: TurnToRead = peer_of,
 ) -> tuple[grpc.aio.Server, int]:
@@ -75,38 +88,65 @@ def build_server(
     OSError if the address cannot be bound.
     """
     server = grpc.aio.server(options=options(settings))
-    services: Any = GuardedServices(server, BoundedCalls(turn_to_read), Guard(failed, pace))  # the stubs want a server
+    # The stubs declare a server.
+    services: Any = GuardedServices(server, BoundedCalls(turn_to_read), Guard(failed, pace))
     inference_service_pb2_grpc.add_InferenceServiceServicer_to_server(servicers.inference, services)
     admin_service_pb2_grpc.add_AdminServiceServicer_to_server(servicers.admin, services)
     billing_service_pb2_grpc.add_BillingServiceServicer_to_server(servicers.billing, services)
     receipt_service_pb2_grpc.add_ReceiptServiceServicer_to_server(servicers.receipts, services)
     health_pb2_grpc.add_HealthServicer_to_server(health.servicer, services)
-    described = *SERVICES, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME
-    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(  # type: ignore[no-untyped-call]
-        ReflectionServicer(described), services
+    described = (
+        *SERVICES,
+        health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,
+        reflection.SERVICE_NAME,
+        REFLECTION_V1,
     )
+    add_reflection(ReflectionServicer(described), services)
     try:
         if tls is None:
             port = server.add_insecure_port(settings.listen_address)
         else:
             port = server.add_secure_port(settings.listen_address, tls.grpc_credentials())
     except RuntimeError as error:
-        raise OSError(
-            f"cannot listen on {settings.listen_address}: another program listens there, or it is no address of this machine; "
-            "choose another with --listen or WEIR_LISTEN"
+        raise AddressUnavailable(
+            f"cannot listen on {settings.listen_address}: another program listens there, or this"
+            " machine does not have that address; choose another with --listen or WEIR_LISTEN"
         ) from error
     return server, port
+
+
+def add_reflection(servicer: ReflectionServicer, services: Any) -> None:
+    """Serve reflection as v1alpha and v1, which have the same messages.
+
+    The library has v1alpha only; newer clients ask for v1.
+    """
+    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, services)  # type: ignore[no-untyped-call]
+    alpha = FileDescriptorProto()
+    reflection_pb2.DESCRIPTOR.CopyToProto(alpha)
+    text = text_format.MessageToString(alpha).replace("v1alpha", "v1")
+    Default().AddSerializedFile(text_format.Parse(text, FileDescriptorProto()).SerializeToString())
+    handler = grpc.stream_stream_rpc_method_handler(
+        servicer.ServerReflectionInfo,
+        reflection_pb2.ServerReflectionRequest.FromString,
+        reflection_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    services.add_registered_method_handlers(REFLECTION_V1, {"ServerReflectionInfo": handler})
 
 
 def build_peer_server(
     settings: Settings, servicer: InferenceServicer, identity: Identity, accepted: PeerCertificates
 ) -> tuple[grpc.aio.Server, Peer]:
-    """Return the server for other api processes, and its address. Raises: OSError if the address cannot be bound.
+    """Return the server for other api processes, and its address.
 
-    It has one call, `Generate`, for `attach` and the frames after it. accepted: client certificates.
+    Raises: AddressUnavailable if the address cannot be bound.
+
+    It has one call, `Generate`, for `attach` and the frames after it. accepted: client
+    certificates.
     """
     peer_options = {
-        "grpc.max_allowed_incoming_connections": min(settings.connections_max, PEER_CONNECTIONS_MAX),
+        "grpc.max_allowed_incoming_connections": min(
+            settings.connections_max, PEER_CONNECTIONS_MAX
+        ),
         "grpc.http2.min_recv_ping_interval_without_data_ms": PEER_KEEPALIVE_MS // 2,
         "grpc.so_reuseport": 0,
     }
@@ -116,16 +156,20 @@ def build_peer_server(
         inference_service_pb2.GenerateRequest.FromString,
         inference_service_pb2.GenerateResponse.SerializeToString,
     )
-    GuardedServices(server, Guard()).add_registered_method_handlers(INFERENCE_SERVICE, {"Generate": relay})
+    GuardedServices(server, Guard()).add_registered_method_handlers(
+        INFERENCE_SERVICE, {"Generate": relay}
+    )
     address = peer_listen_address(settings)
     try:
         port = server.add_secure_port(address, accepted.credentials())
     except RuntimeError as error:
-        raise OSError(
-            f"cannot listen on {address} for other api processes: another program listens there, or it is no host:port of this "
-            "machine; WEIR_PEER_LISTEN names another"
+        raise AddressUnavailable(
+            f"cannot listen on {address} for other api processes: another program listens there, or"
+            " this machine does not have that address; choose another with WEIR_PEER_LISTEN"
         ) from error
-    return server, Peer(advertised(settings.advertise_address, address, port), identity.certificate.decode())
+    return server, Peer(
+        advertised(settings.advertise_address, address, port), identity.certificate.decode()
+    )
 
 
 def options(settings: Settings) -> tuple[tuple[str, int], ...]:
@@ -137,8 +181,9 @@ def options(settings: Settings) -> tuple[tuple[str, int], ...]:
         ("grpc.absolute_max_metadata_size", settings.metadata_bytes_max),
         ("grpc.max_concurrent_streams", settings.streams_per_connection_max + REFUSABLE_STREAMS),
         ("grpc.max_allowed_incoming_connections", settings.connections_max),
-        # A stream may send ahead of what is read of it by its first window of 64 KiB. Probing would raise that to megabytes on a
-        # fast network, for each of thousands of streams; a message that is waited for has the room that it needs in any case.
+        # A stream buffers at most its initial window of 64 KiB of unread input. Probing would raise
+        # that to megabytes on a fast network, for each of thousands of streams. A larger message
+        # still fits: the window grows for the message being read.
         ("grpc.http2.bdp_probe", 0),
         ("grpc.max_connection_idle_ms", milliseconds(settings.connection_idle_max_s)),
         ("grpc.max_connection_age_ms", milliseconds(settings.connection_age_max_s)),

@@ -1,7 +1,7 @@
 """Client addresses of calls: the peer's own, or the one that a trusted proxy reports.
 
-Statements by clients are ignored: only entries of `X-Forwarded-For` that trusted proxies added
-count, which are those at its right end.
+Entries of `X-Forwarded-For` count only if trusted proxies added them, which are those at its right
+end; those of clients are ignored.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from urllib.parse import unquote
 from metering.tenants.networks import Address, Network, allows, parse_address
 
 FORWARDED_FOR = "x-forwarded-for"  # header and gRPC metadata key that proxies add to
-# Of an IPv6 address: a customer of a provider has all addresses of such a network
+# Prefix of an IPv6 address: a provider's customer has all addresses of such a network.
 NETWORK_BITS = 64
-# Format of some proxies
+# Format of some proxies.
 WITH_PORT = re.compile(r"\[(?P<six>[^\]]*)\](?::\d+)?|(?P<four>[^:]*):\d+")
 
 
@@ -83,7 +83,7 @@ def parse_entry(text: str) -> Address | None:
 
 
 def named(address: Address) -> str:
-    """Return an address as gRPC names a peer, without a port."""
+    """Return an address as gRPC writes that of a peer, without a port."""
     return f"ipv4:{address}:0" if address.version == 4 else f"ipv6:[{address}]:0"
 
 

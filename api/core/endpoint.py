@@ -13,16 +13,16 @@ from types import MappingProxyType
 import msgspec
 
 ENDPOINT_FILE = "serve.json"
-# For processes that listen on all addresses
+# Addresses for a local client of a process that listens on all addresses.
 LOOPBACK = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "[::]": "[::1]"}
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class ConnectionFile:
     """Content of the connection file.
 
     Empty if no process has written it; URLs also if a listener is off. openai_url: base URL for
-    OpenAI clients. console_url: for people. metrics_url: for Prometheus. serving: whether the
+    OpenAI clients. console_url: for browsers. metrics_url: for Prometheus. serving: whether the
     process accepts requests.
     """
 
@@ -37,31 +37,37 @@ class Told:
 class Endpoint:
     """Writer of the connection file of this process."""
 
-    def __init__(self, home: Path, listen_address: str, port: int, *, tls: bool, urls: Mapping[str, str]) -> None:
-        """port: the bound one. urls: of the HTTP listeners, by field of `Told`."""
+    def __init__(
+        self, home: Path, listen_address: str, port: int, *, tls: bool, urls: Mapping[str, str]
+    ) -> None:
+        """port: the bound one. urls: of the HTTP listeners, by field of `ConnectionFile`."""
         host = listen_address.rpartition(":")[0]
-        local = listen_address if listen_address.startswith("unix") else f"{LOOPBACK.get(host, host)}:{port}"
+        local = (
+            listen_address
+            if listen_address.startswith("unix")
+            else f"{LOOPBACK.get(host, host)}:{port}"
+        )
         self.address = f"https://{local}" if tls else local
         self._urls = dict(urls)
         self._home = home
         self._serving: bool | None = None
 
-    def tell(self, *, serving: bool) -> None:
+    def write(self, *, serving: bool) -> None:
         """Write the file atomically if its content has changed."""
         if serving is self._serving:
             return
         self._serving = serving
-        told = Told(self.address, **self._urls, pid=os.getpid(), serving=serving)
+        content = ConnectionFile(self.address, **self._urls, pid=os.getpid(), serving=serving)
         unfinished = self._home / f"{ENDPOINT_FILE}.{os.getpid()}"
-        unfinished.write_bytes(msgspec.json.encode(told))
+        unfinished.write_bytes(msgspec.json.encode(content))
         unfinished.replace(self._home / ENDPOINT_FILE)
 
 
-def read_endpoint(home: Path) -> Told:
+def read_endpoint(home: Path) -> ConnectionFile:
     try:
-        return msgspec.json.decode((home / ENDPOINT_FILE).read_bytes(), type=Told)
+        return msgspec.json.decode((home / ENDPOINT_FILE).read_bytes(), type=ConnectionFile)
     except (OSError, msgspec.MsgspecError):
-        return Told()
+        return ConnectionFile()
 
 
 def make_private(directory: Path) -> None:
@@ -81,6 +87,14 @@ def local_url(host: str, port: int, path: str, *, tls: bool = False) -> str:
     return f"http{'s' if tls else ''}://{LOOPBACK.get(named, named)}:{port}{path}"
 
 
+# Exit status of a process that its configuration prevents from starting: EX_CONFIG of sysexits.h
+NOT_STARTED = 78
+
+
+class AddressUnavailable(OSError):
+    """A listening address is taken or not of this machine. The message has the remedy."""
+
+
 def bound_socket(
     address: tuple[str, int],
     purpose: str,
@@ -92,12 +106,15 @@ def bound_socket(
 ) -> socket.socket:
     """Return a socket bound to the first free port of a range.
 
-    Raises: OSError naming address and variable. options: socket options, inherited by connections.
-    backlog: to listen at once, since two sockets may bind a port, but only one may listen.
+    Raises: AddressUnavailable with address and variable. options: socket options, inherited by
+    connections. backlog: to listen at once, since two sockets may bind a port, but only one may
+    listen.
     """
     host, first = address
     try:
-        family, kind, number, _, _ = socket.getaddrinfo(host, first, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        family, kind, number, _, _ = socket.getaddrinfo(
+            host, first, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
         for port in range(first, first + port_count):
             found = socket.socket(family, kind, number)
             try:
@@ -114,8 +131,11 @@ def bound_socket(
                     raise
     except (OSError, OverflowError) as error:
         ports = f"ports {first} to {first + port_count - 1}" if port_count > 1 else f"port {first}"
-        wrong = f"cannot listen on {host}, {ports}, {purpose}: {error}; set {variable} to another address, or to off"
-        raise OSError(wrong) from error
+        wrong = (
+            f"cannot listen on {host}, {ports}, {purpose}: {error}; set {variable} to another"
+            " address, or to off"
+        )
+        raise AddressUnavailable(wrong) from error
     raise AssertionError("there is at least one port")
 
 

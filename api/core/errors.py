@@ -39,7 +39,7 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class FieldViolation:
-    """An invalid field, and what is allowed."""
+    """Path of an invalid field, and the values that are allowed."""
 
     field: str
     description: str
@@ -58,32 +58,34 @@ class ApiError(Exception):
 
 
 class Unauthenticated(ApiError):
-    """The call has no usable API key."""
+    """The call has no valid API key."""
 
     reason = "UNAUTHENTICATED"
 
 
 class AuthenticationThrottled(ApiError):
-    """Too many authentications of this address have failed. Wait. retry_after_s: until one is."""
+    """Too many authentications from this address have failed. Wait `retry_after_s`."""
 
     reason = "AUTHENTICATION_THROTTLED"
 
     def __init__(self, retry_after_s: float) -> None:
         super().__init__(
-            f"too many invalid API keys from this address: retry in {retry_after_s:.1f} s; keys that were valid recently still work"
+            f"too many invalid API keys from this address: retry in {retry_after_s:.1f} s; keys"
+            " that were valid recently still work"
         )
         self.retry_after_s = retry_after_s
 
 
 class TooManyReports(ApiError):
-    """Too many reports of the key run and wait. Wait for one to end."""
+    """Too many reports of the key run or wait. Wait for one to end."""
 
     reason = "TOO_MANY_REPORTS"
     retry_after_s = 1.0
 
     def __init__(self, report_count: int) -> None:
         super().__init__(
-            f"{report_count} reports of this API key are running or waiting, which is the limit: retry when some have ended"
+            f"{report_count} reports of this API key are running or waiting, which is the limit:"
+            " retry when some have ended"
         )
 
 
@@ -94,7 +96,7 @@ class PermissionDenied(ApiError):
 
 
 class AddressNotAllowed(PermissionDenied):
-    """The key is limited to networks, and the call comes from another address. Use it from its networks."""
+    """The key is limited to networks, and the call comes from another address."""
 
     reason = "ADDRESS_NOT_ALLOWED"
 
@@ -113,7 +115,10 @@ class ModelNotAllowed(ApiError):
     reason = "MODEL_NOT_ALLOWED"
 
     def __init__(self, key_prefix: str, model: str) -> None:
-        message = f"key {key_prefix} may not use the model {model[:64]!r}: see ListModels for those it may use"
+        message = (
+            f"key {key_prefix} may not use the model {model[:64]!r}: see ListModels for those it"
+            " may use"
+        )
         super().__init__(message, model=model)
 
 
@@ -128,21 +133,28 @@ class InvalidRequest(ApiError):
 
 
 class KeepTooLong(InvalidRequest):
-    """`keep_on_disconnect` is longer than this server allows; `keep_max_s` is its limit."""
+    """`keep_on_disconnect` is longer than this server allows, `keep_on_disconnect_max_s`."""
 
     def __init__(self, keep_s: float, keep_max_s: float) -> None:
         wrong = f"must be at most {keep_max_s:g} s, got {keep_s:g} s"
-        super().__init__([FieldViolation("keep_on_disconnect", wrong)], keep_max_s=keep_max_s)
+        super().__init__(
+            [FieldViolation("keep_on_disconnect", wrong)], keep_on_disconnect_max_s=keep_max_s
+        )
 
 
 class KeyBoundExceeded(InvalidRequest):
-    """A request has or asks for more tokens than its key allows per request."""
+    """The request has, or asks for, more tokens than its key allows per request."""
 
     reason = "KEY_LIMIT_EXCEEDED"
 
     def __init__(self, field: str, wrong: str, token_count: int, token_count_max: int) -> None:
         excess = token_count - token_count_max
-        super().__init__([FieldViolation(field, wrong)], limit=token_count_max, requested=token_count, excess_token_count=excess)
+        super().__init__(
+            [FieldViolation(field, wrong)],
+            limit=token_count_max,
+            requested=token_count,
+            excess_token_count=excess,
+        )
 
 
 class PromptTooLong(ApiError):
@@ -151,15 +163,25 @@ class PromptTooLong(ApiError):
     reason = "CONTEXT_EXCEEDED"
 
     def __init__(
-        self, input_token_count: int, max_output_tokens: int | None, context_window_tokens: int, *, is_least: bool = False
+        self,
+        input_token_count: int,
+        max_output_tokens: int | None,
+        context_window_tokens: int,
+        *,
+        is_least: bool = False,
     ) -> None:
         """is_least: the prompt was not tokenized; input_token_count is a lower bound."""
-        wanted = 1 if max_output_tokens is None else max_output_tokens
-        excess = input_token_count + wanted - context_window_tokens
-        output = "at least 1 output token" if max_output_tokens is None else f"max_output_tokens of {max_output_tokens}"
+        output_token_count = 1 if max_output_tokens is None else max_output_tokens
+        excess = input_token_count + output_token_count - context_window_tokens
+        output = (
+            "at least 1 output token"
+            if max_output_tokens is None
+            else f"max_output_tokens of {max_output_tokens}"
+        )
         super().__init__(
-            f"the prompt has {'at least ' if is_least else ''}{input_token_count} tokens; with {output} it exceeds the context "
-            f"window of {context_window_tokens} by {excess} tokens",
+            f"the prompt has {'at least ' if is_least else ''}{input_token_count} tokens; with"
+            f" {output} it exceeds the context window of {context_window_tokens} by {excess}"
+            " tokens",
             input_token_count=input_token_count,
             context_window_tokens=context_window_tokens,
             excess_token_count=excess,
@@ -170,15 +192,17 @@ class PromptTooLong(ApiError):
 class PromptTooLarge(ApiError):
     """A text has more characters than a context window of this size can hold. Shorten it.
 
-    field: where it stands.
+    field: path of the text.
     """
 
     reason = "CONTEXT_EXCEEDED"
 
-    def __init__(self, field: str, char_count: int, char_count_max: int, context_window_tokens: int) -> None:
+    def __init__(
+        self, field: str, char_count: int, char_count_max: int, context_window_tokens: int
+    ) -> None:
         super().__init__(
-            f"{field} has {char_count} characters; with a context window of {context_window_tokens} tokens the model takes at most "
-            f"{char_count_max}: send less",
+            f"{field} has {char_count} characters; with a context window of {context_window_tokens}"
+            f" tokens the model takes at most {char_count_max}: send less",
             char_count=char_count,
             char_count_max=char_count_max,
             context_window_tokens=context_window_tokens,
@@ -199,15 +223,18 @@ class LongInput:
 
 
 class InputsTooLong(ApiError):
-    """Texts to embed have more tokens than the model takes in one. Split them, or truncate."""
+    """Texts to embed have more tokens than the model takes in one text. Split or truncate them."""
 
     reason = "CONTEXT_EXCEEDED"
 
     def __init__(self, inputs: Sequence[LongInput], context_window_tokens: int) -> None:
-        first, others = inputs[0], len(inputs) - 1
-        also, least = f", and {others} other inputs are too long" if others else "", "at least " if first.is_least else ""
+        first, other_count = inputs[0], len(inputs) - 1
+        also, at_least = (
+            f", and {other_count} other inputs are too long" if other_count else "",
+            "at least " if first.is_least else "",
+        )
         super().__init__(
-            f"inputs[{first.index}] has {least}{first.token_count} tokens{also}: "
+            f"inputs[{first.index}] has {at_least}{first.token_count} tokens{also}: "
             f"the model accepts {context_window_tokens} per text. "
             "Split it, or set truncation to cut its end off",
             input_index=first.index,
@@ -216,7 +243,10 @@ class InputsTooLong(ApiError):
             excess_token_count=first.token_count - context_window_tokens,
         )
         self.violations = [
-            FieldViolation(f"inputs[{each.index}]", f"{each.token_count} tokens, at most {context_window_tokens}")
+            FieldViolation(
+                f"inputs[{each.index}]",
+                f"{each.token_count} tokens, at most {context_window_tokens}",
+            )
             for each in inputs[:LONG_INPUTS_SHOWN_MAX]
         ]
 
@@ -235,7 +265,7 @@ class PromptFiltered(ApiError):
 
 
 class MessageUnreadable(ApiError):
-    """The bytes of a message do not follow the contract."""
+    """The message is not valid in the contract's encoding."""
 
     reason = "MESSAGE_UNREADABLE"
 
@@ -247,20 +277,21 @@ class MessageTooLarge(ApiError):
 
     def __init__(self, byte_count: int, byte_count_max: int) -> None:
         super().__init__(
-            f"the message has {byte_count:,} bytes; this call takes at most {byte_count_max:,}: send a smaller message"
+            f"the message has {byte_count:,} bytes; this call takes at most {byte_count_max:,}:"
+            " send a smaller message"
         )
 
 
 class TooManyCalls(ApiError):
-    """Too many calls of this API key wait for their share of time. Wait.
-
-    retry_after_s: until they have had it.
-    """
+    """Too many calls of this API key wait for their share of time. Wait `retry_after_s`."""
 
     reason = "TOO_MANY_CALLS"
 
     def __init__(self, retry_after_s: float) -> None:
-        super().__init__(f"calls of this API key arrive faster than they are answered: retry in {retry_after_s:.1f} s")
+        super().__init__(
+            "calls of this API key arrive faster than they are answered: retry in"
+            f" {retry_after_s:.1f} s"
+        )
         self.retry_after_s = retry_after_s
 
 
@@ -274,7 +305,7 @@ class CallMissing(ApiError):
 
 
 class UnknownRequest(ApiError):
-    """A frame names a request that this stream, or for an attach this project, does not have."""
+    """A frame names a request that this stream, or for `attach` this project, does not have."""
 
     reason = "REQUEST_UNKNOWN"
 
@@ -286,63 +317,74 @@ class RequestUnderWay(ApiError):
 
 
 class AttachedElsewhere(ApiError):
-    """Another stream receives the request from now on. The request itself goes on."""
+    """Another stream receives the request from now on. The request itself continues."""
 
     reason = "ATTACHED_ELSEWHERE"
 
 
 class OutputGone(ApiError):
-    """The output after this `seq` is gone, or not there yet. Attach from `oldest_seq` to `last_seq`."""
+    """The output after this `seq` is not kept. Attach from `oldest_seq` to `last_seq`."""
 
     reason = "OUTPUT_GONE"
 
     def __init__(self, after_seq: int, oldest_seq: int, last_seq: int) -> None:
-        there = f"deltas {oldest_seq} to {last_seq} are kept" if oldest_seq <= last_seq else f"no output after {last_seq} is kept"
+        there = (
+            f"deltas {oldest_seq} to {last_seq} are kept"
+            if oldest_seq <= last_seq
+            else f"no output after {last_seq} is kept"
+        )
         super().__init__(
-            f"output after delta {after_seq} cannot be sent: {there}; attach with an after_seq of {oldest_seq - 1} to {last_seq} "
-            "to receive the rest",
+            f"output after delta {after_seq} cannot be sent: {there}; attach with an after_seq of"
+            f" {oldest_seq - 1} to {last_seq} to receive the rest",
             oldest_seq=oldest_seq,
             last_seq=last_seq,
         )
 
 
 class RequestOver(ApiError):
-    """The request has ended and its output is not kept. A new request id runs it again.
+    """The request has ended and its output is not kept. Run it again with a new request id.
 
-    outcome: how it ended, or how its server's end was settled.
+    outcome: how it ended, or how the end of its server was settled.
     """
 
     reason = "REQUEST_SETTLED"
 
     def __init__(self, outcome: str) -> None:
-        how = "its server died before it was done" if outcome == "FAILED" else f"it ended as {outcome or 'VOIDED'}"
-        message = f"{how}, and its output is not kept: its usage is included; use a new request_id to run it again"
+        how = (
+            "its server died before it was done"
+            if outcome == "FAILED"
+            else f"it ended as {outcome or 'VOIDED'}"
+        )
+        message = (
+            f"{how}, and its output is not kept: its usage is included; use a new request_id to run"
+            " it again"
+        )
         super().__init__(message, outcome=outcome.lower())
 
 
-class OwnerAway(ApiError):
-    """The server that runs the request does not answer. Attach again, with growing waits."""
+class ProcessUnavailable(ApiError):
+    """The server that runs the request does not answer. Attach again, with backoff."""
 
-    reason = "OWNER_AWAY"
+    reason = "PROCESS_UNAVAILABLE"
     retry_after_s = 1.0
 
 
 class Draining(ApiError):
-    """This process takes no new requests; another one does. Send the same request again."""
+    """This process takes no new requests, but others do. Send the same request again."""
 
     reason = "DRAINING"
     retry_after_s = 1.0
 
 
 class Overloaded(ApiError):
-    """This process runs as many requests as it may. Send the same request again."""
+    """This process is at its limit of requests. Send the same request again."""
 
     reason = "OVERLOADED"
     retry_after_s = 1.0
 
 
 class PreparationLimit(ApiError):
-    """Prompts of this key or organization in preparation are at their limit of characters. Wait."""
+    """Text of this key or organization in preparation is at its limit of characters. Wait."""
 
     reason = "PREPARATION_LIMIT"
     retry_after_s = 1.0
@@ -350,13 +392,14 @@ class PreparationLimit(ApiError):
     def __init__(self, owner: str, taken_chars: int, chars: int, chars_max: int) -> None:
         """owner: "API key" or "organization"."""
         super().__init__(
-            f"prompts of this {owner} with {taken_chars} characters are being prepared, and {chars} more would exceed its limit of "
-            f"{chars_max}: send fewer large prompts at once, and retry this one"
+            f"prompts of this {owner} with {taken_chars} characters are being prepared, and {chars}"
+            f" more would exceed its limit of {chars_max}: send fewer large prompts at once, and"
+            " retry this one"
         )
 
 
 class TooManyStreams(ApiError):
-    """Too many calls are open without a key, or without their message."""
+    """Too many calls are open that have no key or have not sent their message."""
 
     reason = "TOO_MANY_STREAMS"
     retry_after_s = 10.0
@@ -372,17 +415,22 @@ class MessageMissing(ApiError):
 
 
 class QueueFull(ApiError):
-    """The model's queue is full. A place is reserved for the same request after the retry delay.
+    """The model's queue is full. A place is reserved for the same request.
 
-    retry_after_s: when there will be one for this request.
+    retry_after_s: time until the place is free.
     """
 
     reason = "QUEUE_FULL"
 
     def __init__(self, own_count: int, waiting_count: int, retry_after_s: float) -> None:
-        whose = f"{own_count} of your requests are waiting" if own_count else f"{waiting_count} requests are waiting"
+        counted = (
+            f"{own_count} of your requests are waiting"
+            if own_count
+            else f"{waiting_count} requests are waiting"
+        )
         super().__init__(
-            f"the queue of this model is full ({whose}): retry the same request in {retry_after_s:.2f} s, when it will have a place"
+            f"the queue of this model is full ({counted}): retry the same request in"
+            f" {retry_after_s:.2f} s, when it will have a place"
         )
         self.retry_after_s = retry_after_s
 
@@ -390,25 +438,31 @@ class QueueFull(ApiError):
 class StartsTooLate(ApiError):
     """The request would still wait at its deadline. Raise the deadline, or try again later.
 
-    wait_s, left_s: in s; retry_after_s: when the wait will be short enough.
+    wait_s, left_s: expected wait and time to the deadline, in s. retry_after_s: time until the wait
+    is short enough.
     """
 
     reason = "STARTS_TOO_LATE"
 
     def __init__(self, wait_s: float, left_s: float, retry_after_s: float) -> None:
-        message = f"the wait is about {wait_s:.2f} s, and the deadline is in {max(left_s, 0.0):.2f} s"
+        message = (
+            f"the wait is about {wait_s:.2f} s, and the deadline is in {max(left_s, 0.0):.2f} s"
+        )
         super().__init__(message, estimated_wait_s=f"{wait_s:.3f}")
         self.wait_s = wait_s
         self.retry_after_s = retry_after_s
 
 
 class EngineLost(ApiError):
-    """The engine broke before the first token. Nothing is billed: send the same request again."""
+    """The engine failed before the first token. Nothing is billed: send the same request again."""
 
     reason = "ENGINE_FAILED"
 
     def __init__(self, retry_after_s: float) -> None:
-        message = "the engine failed before the first token: nothing is billed; send the same request again"
+        message = (
+            "the engine failed before the first token: nothing is billed; send the same request"
+            " again"
+        )
         super().__init__(message, retry_with="same_request_id")
         self.retry_after_s = retry_after_s
 
@@ -420,8 +474,9 @@ class EngineLostMidway(ApiError):
 
     def __init__(self, delivered_token_count: int) -> None:
         super().__init__(
-            f"the engine failed after {delivered_token_count} tokens, which are delivered and billed: request the rest, or all "
-            "of it, with a new request_id; this one returns its usage from now on",
+            f"the engine failed after {delivered_token_count} tokens, which are delivered and"
+            " billed: request the rest, or all of it, with a new request_id; this one returns its"
+            " usage from now on",
             delivered_token_count=delivered_token_count,
             retry_with="new_request_id",
         )
@@ -442,7 +497,7 @@ class CancelledEarly(ApiError):
 class SiblingEnded(ApiError):
     """Another prompt of the same HTTP request has ended without an answer.
 
-    cause: of that end, and so of this one.
+    cause: cause of that end, and so of this one.
     """
 
     reason = "CANCELLED"
@@ -453,7 +508,7 @@ class SiblingEnded(ApiError):
 
 
 class CancelledByAdmin(ApiError):
-    """An admin has ended the request. Delivered tokens are settled."""
+    """An administrator has ended the request. Delivered tokens are settled."""
 
     reason = "CANCELLED_BY_ADMIN"
 
@@ -470,12 +525,17 @@ class DeadlineBeforeStart(ApiError):
     reason = "DEADLINE_EXCEEDED"
 
 
-VIOLATION_COUNT_MAX = 100  # reported at once
-LONG_INPUTS_SHOWN_MAX = 20  # more would not fit the metadata that carries a status
+VIOLATION_COUNT_MAX = 100  # violations reported at once
+LONG_INPUTS_SHOWN_MAX = 20  # more would not fit into the metadata of a status
 TEXT_CHARS_MAX = 256  # of names, ids, labels and filters; the longest database column has 200
-# Fields that may be longer. Handlers check lower limits of some.
-CHARS_MAX: Mapping[str, int] = {"reason": 1000, "raise_reason": 1000, "url": 2000, "page_token": 2000}
-# Text for a model, with any content. Its size is limited by the message and by its parser.
+# Longer fields. Handlers check lower limits of some.
+CHARS_MAX: Mapping[str, int] = {
+    "reason": 1000,
+    "override_reason": 1000,
+    "url": 2000,
+    "page_token": 2000,
+}
+# Text for a model, with any content. The message and its parser limit its size.
 FREE_TEXT = frozenset(
     {
         "weir.v1.Conversation",
@@ -488,13 +548,13 @@ FREE_TEXT = frozenset(
         "weir.v1.Tool",
     }
 )
-# Per message: checking takes a millisecond on the event loop, before the key is known
+# Elements per message: checking takes a millisecond on the event loop, before the key is known.
 ELEMENT_COUNT_MAX = 2000
 CONFIGURATION_ELEMENT_COUNT_MAX = 100_000  # per configuration, which an administrator sends
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
-# A reason may have line breaks and tabs
+# A reason may have line breaks and tabs.
 CONTROL_IN_PROSE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-PROSE = frozenset({"reason", "raise_reason"})
+PROSE = frozenset({"reason", "override_reason"})
 
 
 class Violations:
@@ -506,7 +566,7 @@ class Violations:
     def check(self, right: bool, field: str, description: str) -> None:
         """Record a violation unless `right`.
 
-        Raises: InvalidRequest once as many as are reported at once.
+        Raises: InvalidRequest once `VIOLATION_COUNT_MAX` are recorded.
         """
         if right:
             return
@@ -516,26 +576,29 @@ class Violations:
         if len(self._found) == VIOLATION_COUNT_MAX:
             self.raise_if_any()
 
-    def check_count(self, count: int, most: int, field: str) -> bool:
+    def check_count(self, count: int, count_max: int, field: str) -> bool:
         """Record a violation if there are too many elements.
 
         Return whether to check each of them.
         """
-        self.check(count <= most, field, f"at most {most} are allowed, got {count}")
-        return count <= most
+        self.check(count <= count_max, field, f"at most {count_max} are allowed, got {count}")
+        return count <= count_max
 
     def check_text(self, text: str, field: str, name: str = "", *, missing: str = "") -> None:
         """Record a violation if a name, id, label or filter is too long or has control characters.
 
-        name: of the field, if `field` is a path. missing: violation of an empty text; empty: the
-        text is optional.
+        name: of the field, if `field` is a path. missing: violation of an empty text; without it,
+        the text is optional.
         """
-        most = CHARS_MAX.get(name or field, TEXT_CHARS_MAX)
+        chars_max = CHARS_MAX.get(name or field, TEXT_CHARS_MAX)
         if missing and not text:
             self.check(False, field, missing)
-        elif len(text) > most:
-            self.check(False, field, f"must have at most {most} characters, got {len(text)}")
-        elif not text.isprintable() and (CONTROL_IN_PROSE if name in PROSE else CONTROL).search(text) is not None:
+        elif len(text) > chars_max:
+            self.check(False, field, f"must have at most {chars_max} characters, got {len(text)}")
+        elif (
+            not text.isprintable()
+            and (CONTROL_IN_PROSE if name in PROSE else CONTROL).search(text) is not None
+        ):
             self.check(False, field, "must not contain control characters")
 
     def raise_if_any(self) -> None:
@@ -551,10 +614,17 @@ def check_texts(message: Message) -> None:
     """
     wrong = Violations()
     is_configuration = message.DESCRIPTOR.full_name == "weir.v1.ApplyConfigurationRequest"
-    most = CONFIGURATION_ELEMENT_COUNT_MAX if is_configuration else ELEMENT_COUNT_MAX
+    limit = CONFIGURATION_ELEMENT_COUNT_MAX if is_configuration else ELEMENT_COUNT_MAX
     for count, (text, field, name) in enumerate(_texts(message, ""), 1):
-        if count > most:
-            raise InvalidRequest([FieldViolation(field, f"the message has more than {most:,} elements; send fewer")])
+        if count > limit:
+            raise InvalidRequest(
+                [
+                    FieldViolation(
+                        field,
+                        f"the message has more than {limit:,} elements; send fewer",
+                    )
+                ]
+            )
         wrong.check_text(text, field, name)
     wrong.raise_if_any()
 
@@ -586,7 +656,12 @@ def _fields_with_text(kind: Descriptor) -> tuple[tuple[str, bool, bool, bool], .
     """Return the fields of a message type with short texts: name, is repeated, is a map of texts,
     is a text."""
     return tuple(
-        (field.name, field.is_repeated, _is_text_map(field), field.type == FieldDescriptor.TYPE_STRING)
+        (
+            field.name,
+            field.is_repeated,
+            _is_text_map(field),
+            field.type == FieldDescriptor.TYPE_STRING,
+        )
         for field in kind.fields
         if _holds_text(field, ())
     )
@@ -594,7 +669,9 @@ def _fields_with_text(kind: Descriptor) -> tuple[tuple[str, bool, bool, bool], .
 
 def _holds_text(field: FieldDescriptor, above: tuple[Descriptor, ...]) -> bool:
     kind = field.message_type
-    if field.full_name in FREE_TEXT or (kind is not None and (kind.full_name in FREE_TEXT or kind in above)):
+    if field.full_name in FREE_TEXT or (
+        kind is not None and (kind.full_name in FREE_TEXT or kind in above)
+    ):
         return False
     if kind is None:
         return bool(field.type == FieldDescriptor.TYPE_STRING)
@@ -638,15 +715,15 @@ KINDS: Mapping[int, tuple[type[Exception], ...]] = {
         Overloaded,
         QueueFull,
         StartsTooLate,
-        OwnerAway,
+        ProcessUnavailable,
         EngineLost,
         engine_errors.EngineOverloaded,
         engine_errors.EngineUnavailable,
         engine_errors.EngineStartFailed,
         engine_errors.SafetyUnavailable,
         engine_errors.CheckpointInvalid,
-        metering_errors.StoreAway,
-        metering_errors.ChangesUnderWay,
+        metering_errors.DatabaseUnavailable,
+        metering_errors.ConcurrentChanges,
         metering_errors.StripeFailed,
     ),
     code_pb2.RESOURCE_EXHAUSTED: (
@@ -685,7 +762,11 @@ KINDS: Mapping[int, tuple[type[Exception], ...]] = {
     code_pb2.UNIMPLEMENTED: (CallMissing,),
     code_pb2.CANCELLED: (CancelledEarly, SiblingEnded, CancelledByAdmin),
     code_pb2.DEADLINE_EXCEEDED: (DeadlineBeforeStart,),
-    code_pb2.INTERNAL: (engine_errors.EngineFailed, engine_errors.InvariantViolated, metering_errors.InvariantViolated),
+    code_pb2.INTERNAL: (
+        engine_errors.EngineFailed,
+        engine_errors.InvariantViolated,
+        metering_errors.InvariantViolated,
+    ),
 }
 CODES: Mapping[type, int] = {kind: code for code, kinds in KINDS.items() for kind in kinds}
 
@@ -697,7 +778,11 @@ def code_of(error: BaseException) -> int:
 
 def reason_of(error: BaseException) -> str:
     """Return the reason sent to the client: one of some dozens."""
-    return "INTERNAL" if code_of(error) == code_pb2.INTERNAL else str(getattr(error, "reason", "INTERNAL"))
+    return (
+        "INTERNAL"
+        if code_of(error) == code_pb2.INTERNAL
+        else str(getattr(error, "reason", "INTERNAL"))
+    )
 
 
 def status_of(error: BaseException) -> status_pb2.Status:
@@ -709,7 +794,9 @@ def status_of(error: BaseException) -> status_pb2.Status:
     if code == code_pb2.INTERNAL:
         return internal_status(error)
     reason = getattr(error, "reason", "INTERNAL")
-    info = error_details_pb2.ErrorInfo(reason=reason, domain=ERROR_DOMAIN, metadata=metadata_of(error))
+    info = error_details_pb2.ErrorInfo(
+        reason=reason, domain=ERROR_DOMAIN, metadata=metadata_of(error)
+    )
     details: list[Message] = [info, *details_of(error)]
     return pack(code, str(error), details)
 
@@ -717,8 +804,12 @@ def status_of(error: BaseException) -> status_pb2.Status:
 def internal_status(error: BaseException) -> status_pb2.Status:
     """Return INTERNAL with an incident id, under which the error is logged."""
     incident_id = log_incident(error)
-    info = error_details_pb2.ErrorInfo(reason="INTERNAL", domain=ERROR_DOMAIN, metadata={"incident_id": incident_id})
-    return pack(code_pb2.INTERNAL, f"internal error, incident {incident_id}: quote it to support", [info])
+    info = error_details_pb2.ErrorInfo(
+        reason="INTERNAL", domain=ERROR_DOMAIN, metadata={"incident_id": incident_id}
+    )
+    return pack(
+        code_pb2.INTERNAL, f"internal error, incident {incident_id}: quote it to support", [info]
+    )
 
 
 def pack(code: int, message: str, details: Sequence[Message]) -> status_pb2.Status:
@@ -744,7 +835,14 @@ def metadata_of(error: BaseException) -> dict[str, str]:
             return {"kind": error.kind, "ref": error.ref}
         case RequestSettled():
             settled = error.settled
-            return facts(settled, *(each.name for each in fields(settled) if each.name not in ("hold_id", "receipts")))
+            return facts(
+                settled,
+                *(
+                    each.name
+                    for each in fields(settled)
+                    if each.name not in ("hold_id", "receipts")
+                ),
+            )
         case _:
             return {}
 
@@ -756,7 +854,9 @@ def facts(source: object, *names: str) -> dict[str, str]:
 def quota_metadata(error: QuotaExceeded) -> dict[str, str]:
     """Return the exceeded limit, the rest of it, its reset, and whether waiting helps."""
     first = error.failing[0]
-    message = facts(first, "quota_id", "subject", "subject_id", "model", "dimension", "used", "held") | {
+    message = facts(
+        first, "quota_id", "subject", "subject_id", "model", "dimension", "used", "held"
+    ) | {
         "limit": str(first.limit_value),
         "remaining": str(max(first.remaining, 0)),
         "requested": str(error.requested[0]),
@@ -773,19 +873,25 @@ def details_of(error: BaseException) -> list[Message]:
     if violations := violations_of(error):
         bad_request = error_details_pb2.BadRequest()
         for violation in violations:
-            bad_request.field_violations.add(field=violation.field, description=violation.description)
+            bad_request.field_violations.add(
+                field=violation.field, description=violation.description
+            )
         details.append(bad_request)
     if isinstance(error, metering_errors.MonthNotClosable):
         precondition = error_details_pb2.PreconditionFailure()
         for each in error.obstacles:
-            precondition.violations.add(type=each.kind, subject="month", description=each.description)
+            precondition.violations.add(
+                type=each.kind, subject="month", description=each.description
+            )
         details.append(precondition)
     if isinstance(error, QuotaExceeded):
         failure = error_details_pb2.QuotaFailure()
         for state in error.failing:
             failure.violations.add(
                 subject=f"{state.subject}:{state.subject_id}",
-                description=f"{state.dimension}: {max(state.remaining, 0)} of {state.limit_value} left",
+                description=(
+                    f"{state.dimension}: {max(state.remaining, 0)} of {state.limit_value} left"
+                ),
             )
         details.append(failure)
         if not error.retry_helps:

@@ -1,7 +1,7 @@
 """Health of this process, and the reasons if it does not serve.
 
-Each service has its gRPC health name, and so does each part that it depends on: `quota-store`, and
-`engine/<model>` for each model. Load balancers check a service; the parts show the reason.
+Each service has its gRPC health name, and so has each part that it depends on: `database`, and
+`engine/<model>` for each model. Load balancers check a service; its parts show the reason.
 `operator_http.py` reports the same over HTTP.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import structlog
 from grpc_health.v1 import health_pb2
@@ -24,7 +24,7 @@ from weir.v1 import (
 from api.core.endpoint import Endpoint
 from api.core.settings import Settings
 from inference.engine import Backend
-from inference.routing.router import Router
+from inference.routing.router import ReplicaReport, Router
 from metering.holds.holds import HoldStore
 
 SERVICES = tuple(
@@ -39,7 +39,7 @@ SERVICES = tuple(
 
 INFERENCE_SERVICE = SERVICES[0]
 INTERVAL_S = 0.2
-STORE = "quota-store"
+STORE = "database"
 
 log = structlog.get_logger(__name__)
 
@@ -50,40 +50,53 @@ class Health:
 
     def __init__(self) -> None:
         self.servicer = HealthServicer()
-        self._told: dict[str, bool] = {}
-        # Why no request can be admitted; empty if it can
+        self._last: dict[str, bool] = {}
+        # Reasons why no request can be admitted; empty if requests can be.
         self.reasons: tuple[str, ...] = ("starting",)
+        self.warnings: tuple[str, ...] = ()  # why requests take longer than they should
 
     async def tell(self, serving: Mapping[str, bool]) -> None:
         """Report to the watchers of each name whose state has changed."""
         for name, well in serving.items():
-            if self._told.get(name) is not well:
-                self._told[name] = well
-                status = health_pb2.HealthCheckResponse.SERVING if well else health_pb2.HealthCheckResponse.NOT_SERVING
+            if self._last.get(name) is not well:
+                self._last[name] = well
+                status = (
+                    health_pb2.HealthCheckResponse.SERVING
+                    if well
+                    else health_pb2.HealthCheckResponse.NOT_SERVING
+                )
                 await self.servicer.set(name, status)
 
 
 async def keep_health(
-    health: Health, endpoint: Endpoint, router: Router, holds: HoldStore, settings: Settings, stopping: asyncio.Event
+    health: Health,
+    endpoint: Endpoint,
+    router: Router,
+    holds: HoldStore,
+    settings: Settings,
+    stopping: asyncio.Event,
 ) -> None:
     """Report health to clients and to the connection file until the process drains; then report not
     serving."""
-    told: Mapping[str, bool] = {}
+    previous: Mapping[str, bool] = {}
     while not stopping.is_set():
         parts = {STORE: store_is_well(holds, settings)}
         parts |= {f"engine/{engine.model.name}": serves(engine) for engine in router.backends()}
         serving = services(parts, may_admit_without_store(holds, settings))
-        for name in (name for name, well in parts.items() if told.get(name, well) is not well):
-            log.warning("part_recovered" if parts[name] else "part_failed", part=name, serving=serving[""])
-        told = parts
+        for name in (name for name, well in parts.items() if previous.get(name, well) is not well):
+            log.warning(
+                "part_recovered" if parts[name] else "part_failed", part=name, serving=serving[""]
+            )
+        previous = parts
         await health.tell(parts | serving)
         health.reasons = reasons(parts, serving[""])
-        endpoint.tell(serving=serving[""])
+        health.warnings = warnings(report for _, report in router.every_replica())
+        endpoint.write(serving=serving[""])
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stopping.wait(), INTERVAL_S)
     health.reasons = ("draining",)
     await health.tell(dict.fromkeys(("", *SERVICES), False))
-    endpoint.tell(serving=False)
+    endpoint.write(serving=False)
 
 
 def serves(engine: Backend) -> bool:
@@ -102,15 +115,25 @@ def services(parts: Mapping[str, bool], may_admit_without_store: bool) -> dict[s
 
 
 def reasons(parts: Mapping[str, bool], is_serving: bool) -> tuple[str, ...]:
-    """Return why no request can be admitted.
+    """Return the reasons why no request can be admitted.
 
     Model names are omitted, since the port needs no key.
     """
     if is_serving:
         return ()
     engine_ready = any(well for name, well in parts.items() if name != STORE)
-    told = {"no model is ready": not engine_ready, "the database does not answer": not parts[STORE]}
-    return tuple(reason for reason, holds in told.items() if holds)
+    conditions = {
+        "no model is ready": not engine_ready,
+        "the database does not answer": not parts[STORE],
+    }
+    return tuple(reason for reason, holds in conditions.items() if holds)
+
+
+def warnings(reports: Iterable[ReplicaReport]) -> tuple[str, ...]:
+    """Return why engines are slower than they could be, without names as in `reasons`."""
+    if any(report.kernels == "torch" for report in reports):
+        return ("an engine computes without native kernels: see `weir doctor engine`",)
+    return ()
 
 
 def store_is_well(holds: HoldStore, settings: Settings) -> bool:
@@ -118,9 +141,14 @@ def store_is_well(holds: HoldStore, settings: Settings) -> bool:
 
     False if it never answered.
     """
-    return holds.away_s is None or (holds.has_answered and holds.away_s < settings.store_away_health_s)
+    return holds.away_s is None or (
+        holds.has_answered and holds.away_s < settings.database_unready_after_s
+    )
 
 
 def may_admit_without_store(holds: HoldStore, settings: Settings) -> bool:
     """Return whether requests can be admitted under pre-authorized holds."""
-    return settings.store_away_policy == "grace" and holds.statistics().standing_hold_count > 0
+    return (
+        settings.database_unavailable_policy == "grace"
+        and holds.statistics().preauthorized_hold_count > 0
+    )

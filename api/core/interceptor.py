@@ -1,5 +1,4 @@
-"""Guards of gRPC handlers: turn every error into its status, so that none escapes as UNKNOWN with
-its text."""
+"""Guards of gRPC handlers: every error becomes its status, instead of UNKNOWN with its text."""
 
 from __future__ import annotations
 
@@ -14,7 +13,14 @@ import grpc
 from google.protobuf.message import Message
 from google.rpc import status_pb2
 
-from api.core.errors import STATUS_DETAILS_KEY, CallMissing, MessageTooLarge, MessageUnreadable, check_texts, status_of
+from api.core.errors import (
+    STATUS_DETAILS_KEY,
+    CallMissing,
+    MessageTooLarge,
+    MessageUnreadable,
+    check_texts,
+    status_of,
+)
 from api.core.pace import VISIT, FramePace, Visit, measured
 
 CODES = {code.value[0]: code for code in grpc.StatusCode}
@@ -33,16 +39,16 @@ LARGE_MESSAGES = frozenset(
     }
 )
 
-# Path of the current call, which gRPC's context does not provide
+# Path of the current call, which gRPC's context does not provide.
 METHOD: ContextVar[str] = ContextVar("method")
 
-# Calls whose answers are serialized by the handler
+# Calls whose answers are serialized by the handler.
 SERIALIZED = frozenset({"/weir.v1.InferenceService/Generate"})
 
 # Health checks are never delayed by other calls from their address.
 PROBE = "/grpc.health.v1.Health/Check"
 
-# Of this task's last message: processor seconds to parse it on the event loop, and its size.
+# Processor seconds that parsing this task's last message took on the event loop.
 READ_S: ContextVar[float] = ContextVar("read_s", default=0.0)
 READ_BYTES: ContextVar[int] = ContextVar("read_bytes", default=0)
 
@@ -55,7 +61,9 @@ async def abort(context: Context, status: status_pb2.Status) -> None:
     event loop for 30 ms.
     """
     try:
-        await context.abort(CODES[status.code], status.message, ((STATUS_DETAILS_KEY, status.SerializeToString()),))
+        await context.abort(
+            CODES[status.code], status.message, ((STATUS_DETAILS_KEY, status.SerializeToString()),)
+        )
     except grpc.aio.AbortError as aborted:
         aborted.__traceback__ = None
         raise
@@ -66,8 +74,8 @@ async def abort(context: Context, status: status_pb2.Status) -> None:
 Failed = Callable[[str, BaseException], None]
 
 
-def tell_nobody(method: str, error: BaseException) -> None:
-    """Ignore failed calls. Default observer."""
+def ignore_failure(method: str, error: BaseException) -> None:
+    """Ignore failed calls."""
 
 
 Parse = Callable[[bytes], Any]
@@ -95,14 +103,16 @@ class GuardedServices:
             for wrap in self._wraps:
                 handler = wrap(f"/{service}/{name}", handler)
             wrapped[name] = handler
-        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, wrapped),))
+        self._server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(service, wrapped),)
+        )
         self._server.add_registered_method_handlers(service, wrapped)
 
 
 class Guard:
     """Wraps unary and streaming handlers. Aborts and cancellations pass through."""
 
-    def __init__(self, failed: Failed = tell_nobody, pace: FramePace | None = None) -> None:
+    def __init__(self, failed: Failed = ignore_failure, pace: FramePace | None = None) -> None:
         """failed: called with path and error of each failed call.
 
         pace: counts calls; None: they are not counted.
@@ -112,8 +122,11 @@ class Guard:
 
     def __call__(self, method: str, handler: Any) -> Any:
         """Implement `Wrap`."""
-        most = None if method in LARGE_MESSAGES else MESSAGE_BYTES_MAX
-        read, write = tolerant(handler.request_deserializer, most), handler.response_serializer
+        byte_count_max = None if method in LARGE_MESSAGES else MESSAGE_BYTES_MAX
+        read, write = (
+            tolerant(handler.request_deserializer, byte_count_max),
+            handler.response_serializer,
+        )
         if handler.unary_unary is not None:
             handle = self._guarded(handler.unary_unary, method)
             return grpc.unary_unary_rpc_method_handler(handle, read, write)
@@ -122,15 +135,21 @@ class Guard:
             return grpc.unary_stream_rpc_method_handler(handle, read, write)
         if handler.stream_stream is not None:
             handle = self._guarded(writing(handler.stream_stream), method, read)
-            return grpc.stream_stream_rpc_method_handler(handle, None, None if method in SERIALIZED else write)
+            return grpc.stream_stream_rpc_method_handler(
+                handle, None, None if method in SERIALIZED else write
+            )
         return handler
 
-    def _guarded(self, handle: Callable[..., Any], method: str, parse: Parse | None = None) -> Callable[[Any, Any], Awaitable[Any]]:
+    def _guarded(
+        self, handle: Callable[..., Any], method: str, parse: Parse | None = None
+    ) -> Callable[[Any, Any], Awaitable[Any]]:
         guard = guarded(handle, method, self._failed, parse)
         return guard if self._pace is None else visiting(guard, self._pace)
 
 
-def visiting(guard: Callable[[Any, Any], Coroutine[Any, Any, Any]], pace: FramePace) -> Callable[[Any, Any], Awaitable[Any]]:
+def visiting(
+    guard: Callable[[Any, Any], Coroutine[Any, Any, Any]], pace: FramePace
+) -> Callable[[Any, Any], Awaitable[Any]]:
     """Return a handler whose calls are counted."""
 
     async def visit(request: Any, context: Context) -> Any:
@@ -159,7 +178,10 @@ def writing(handle: Callable[..., Any]) -> Callable[[Any, Any], Awaitable[Any]]:
 
 
 def guarded(
-    handle: Callable[..., Any], method: str, failed: Failed = tell_nobody, parse: Parse | None = None
+    handle: Callable[..., Any],
+    method: str,
+    failed: Failed = ignore_failure,
+    parse: Parse | None = None,
 ) -> Callable[[Any, Any], Coroutine[Any, Any, Any]]:
     """Return a handler whose errors become statuses. A refusal waits for its turn.
 
@@ -170,16 +192,23 @@ def guarded(
         METHOD.set(method)
         error: BaseException
         try:
-            # gRPC's own iterator is part of a reference cycle that keeps the last message
-            request = ReceivedMessages(context, parse) if isinstance(request, AsyncIterable) else checked(request)
+            # gRPC's own iterator is part of a reference cycle that keeps the last message.
+            request = (
+                ReceivedMessages(context, parse)
+                if isinstance(request, AsyncIterable)
+                else checked(request)
+            )
             return await handle(request, context)
         except (grpc.aio.AbortError, asyncio.CancelledError) as ended:
-            # Task groups keep the error in a frame that the error refers to
+            # Task groups keep the error in a frame that the error refers to.
             ended.__traceback__ = None
             raise
         except NotImplementedError as absent:
             # Raised by generated classes for unimplemented calls: neither a bug nor an incident.
-            is_absent = context.code() in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.UNIMPLEMENTED.value[0])
+            is_absent = context.code() in (
+                grpc.StatusCode.UNIMPLEMENTED,
+                grpc.StatusCode.UNIMPLEMENTED.value[0],
+            )
             error = CallMissing(method) if is_absent else absent
         except BaseExceptionGroup as group:
             error = first_error(group)
@@ -197,7 +226,9 @@ def guarded(
     return guard
 
 
-def tolerant(deserialize: Callable[[bytes], Any] | None, byte_count_max: int | None = None) -> Callable[[bytes], Any] | None:
+def tolerant(
+    deserialize: Callable[[bytes], Any] | None, byte_count_max: int | None = None
+) -> Callable[[bytes], Any] | None:
     """Return a deserializer that returns its error as the message; gRPC would turn it into UNKNOWN.
 
     byte_count_max: of a message; None: the transport's limit.

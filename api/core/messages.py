@@ -34,14 +34,14 @@ NO_WEIGHTS = Weights(0, 0, 0)  # of a quota that counts no tokens
 SUBJECT_ORDER = {subject: index for index, subject in enumerate(QuotaSubject)}
 DIMENSION_ORDER = {dimension: index for index, dimension in enumerate(QuotaDimension)}
 INPUT_COUNT_MAX = 2048  # texts per call, as elsewhere; more gain nothing, since a batch is smaller
-# GRPC clients' default limit, less room for fields besides the vectors
+# Default limit of gRPC clients, less room for fields besides the vectors.
 ANSWER_BYTES_MAX = 4 * 2**20 - 2**16
 EMBEDDING_BYTES = 24  # of a message besides its vector
 
 
 def quota_status(state: QuotaState) -> types_pb2.QuotaStatus:
     status = types_pb2.QuotaStatus()
-    status.CopyFrom(quota_in_force(state.rule, state.subject_name, state.raise_reason))
+    status.CopyFrom(quota_in_force(state.rule, state.subject_name, state.override_reason))
     status.used_value = state.used
     status.held_value = state.held
     status.remaining_value = status.limit_value - state.used - state.held
@@ -61,17 +61,21 @@ def resets(now: datetime) -> tuple[tuple[int, int, int] | None, ...]:
     ends = window_ends(now)
     left = [None if end is None else end - now for end in ends]
     return tuple(
-        None if end is None or rest is None else (int(end.timestamp()), rest.days * 86_400 + rest.seconds, rest.microseconds * 1000)
+        None
+        if end is None or rest is None
+        else (int(end.timestamp()), rest.days * 86_400 + rest.seconds, rest.microseconds * 1000)
         for end, rest in zip(ends, left, strict=True)
     )
 
 
-# Sent with every request and rarely changed; some 20 MB at most
+# Sent with every request and rarely changed; some 20 MB at most.
 @functools.lru_cache(maxsize=32_768)
-def quota_in_force(rule: QuotaRule, subject_name: str, raise_reason: str) -> types_pb2.QuotaStatus:
+def quota_in_force(
+    rule: QuotaRule, subject_name: str, override_reason: str
+) -> types_pb2.QuotaStatus:
     """Return the part of a limit's status that is the same for every request.
 
-    Copy it, do not change it.
+    Copy it before a change.
     """
     weights = rule.weights if rule.token_scale is not None else NO_WEIGHTS
     limit_value = rule.limit_value or 0
@@ -87,11 +91,11 @@ def quota_in_force(rule: QuotaRule, subject_name: str, raise_reason: str) -> typ
         input_weight_milli=weights.input,
         cached_input_weight_milli=weights.cached_input,
         output_weight_milli=weights.output,
-        standing_limit_value=limit_value if rule.standing_limit_value is None else rule.standing_limit_value,
-        raise_reason=raise_reason,
+        base_limit_value=limit_value if rule.base_limit_value is None else rule.base_limit_value,
+        override_reason=override_reason,
     )
-    if rule.raised_until is not None:
-        status.raised_until_time.CopyFrom(known_time(rule.raised_until))
+    if rule.override_until is not None:
+        status.override_end_time.CopyFrom(known_time(rule.override_until))
     return status
 
 
@@ -101,7 +105,7 @@ def quota_statuses(states: Iterable[QuotaState]) -> list[types_pb2.QuotaStatus]:
 
 
 def effective_quota_statuses(states: Iterable[QuotaState]) -> list[types_pb2.QuotaStatus]:
-    """Return all limits that the same requests count against, in order, and mark those that bind."""
+    """Return all limits on the same requests, in order, and mark the effective ones."""
     statuses = []
     for each in effective(sorted(states, key=lambda state: order(state.rule))):
         status = quota_status(each.state)
@@ -120,7 +124,9 @@ def input_count_max(model: ModelInfo) -> int:
     """Return the maximum texts per call, whose vectors fit a message; 0 if the model generates."""
     if not model.embedding_dimension:
         return 0
-    return min(INPUT_COUNT_MAX, ANSWER_BYTES_MAX // (4 * model.embedding_dimension + EMBEDDING_BYTES))
+    return min(
+        INPUT_COUNT_MAX, ANSWER_BYTES_MAX // (4 * model.embedding_dimension + EMBEDDING_BYTES)
+    )
 
 
 def receipt_messages(receipts: Iterable[IssuedReceipt]) -> list[receipts_pb2.Receipt]:
@@ -135,7 +141,18 @@ def receipt_message(
     new: creates the message in place, since assigning one copies it.
     """
     ids, numbers, previous_hash, (currency_code, model, outcome) = parts_of(receipt.encoded)
-    part, sent, cached, billed, embedded, price_version, cost_picos, admitted_us, settled_us, sequence = numbers
+    (
+        part,
+        sent,
+        cached,
+        billed,
+        embedded,
+        price_version,
+        cost_picos,
+        admitted_us,
+        settled_us,
+        sequence,
+    ) = numbers
     organization_id, project_id, api_key_id = _owners(ids[:48])
     request_id = ids[48:].hex()
     message = new(
@@ -143,7 +160,15 @@ def receipt_message(
         organization_id=organization_id,
         project_id=project_id,
         api_key_id=api_key_id,
-        request_id="-".join((request_id[:8], request_id[8:12], request_id[12:16], request_id[16:20], request_id[20:])),
+        request_id="-".join(
+            (
+                request_id[:8],
+                request_id[8:12],
+                request_id[12:16],
+                request_id[16:20],
+                request_id[20:],
+            )
+        ),
         part=part,
         model=model,
         outcome=outcome,
@@ -176,13 +201,15 @@ def _owners(ids: bytes) -> list[str]:
 
 def alert_message(listed: ListedAlert) -> alerts_pb2.Alert:
     alert, quota, delivery = listed.alert, listed.quota, listed.delivery
-    told = None
+    delivery_message = None
     if delivery is not None:
         times = {"attempt_time": delivery.attempted_at, "end_time": delivery.ended_at}
-        told = message_of(alerts_pb2.AlertDelivery, delivery, **times)
+        delivery_message = message_of(alerts_pb2.AlertDelivery, delivery, **times)
     paid = None
     if alert.invoice_event is not None:
-        paid = message_of(alerts_pb2.AlertInvoice, facts_of(alert), stripe_invoice_id=alert.stripe_invoice_id)
+        paid = message_of(
+            alerts_pb2.AlertInvoice, facts_of(alert), stripe_invoice_id=alert.stripe_invoice_id
+        )
     return message_of(
         alerts_pb2.Alert,
         alert,
@@ -198,9 +225,11 @@ def alert_message(listed: ListedAlert) -> alerts_pb2.Alert:
         model=quota and quota.model,
         dimension=quota and quota.dimension,
         used_value=alert.used,
-        window_start_time=None if quota is None or alert.window_start == NO_WINDOW else alert.window_start,
+        window_start_time=None
+        if quota is None or alert.window_start == NO_WINDOW
+        else alert.window_start,
         invoice=paid,
-        delivery=told,
+        delivery=delivery_message,
     )
 
 
@@ -210,18 +239,18 @@ def webhook_message(state: WebhookState) -> alerts_pb2.AlertWebhook:
         state.webhook,
         organization_name=state.organization.name,
         pending_count=state.pending_count,
-        rest_end_time=state.webhook.rests_until,
+        pause_end_time=state.webhook.paused_until,
         last_error=state.last_error,
     )
 
 
-def billing_profile_message(profile: BillingProfile) -> types_pb2.BillingProfile:
-    return types_pb2.BillingProfile(**profile.as_json())
-
-
 def parse_billing_profile(message: types_pb2.BillingProfile) -> BillingProfile:
     """Parse a billing profile, without validation."""
-    texts = {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields if field.name != "emails"}
+    texts = {
+        field.name: getattr(message, field.name)
+        for field in message.DESCRIPTOR.fields
+        if field.name != "emails"
+    }
     return BillingProfile(emails=tuple(message.emails), **texts)
 
 
@@ -237,10 +266,14 @@ async def models_for(router: Router, sessions: Sessions, principal: Principal) -
     """Return the models that the caller may use, with its prices."""
     owner = principal.organization_id
     async with sessions() as session:
-        found = await versions_in_force(session, currency_code=principal.currency_code, organization_id=owner)
+        found = await versions_in_force(
+            session, currency_code=principal.currency_code, organization_id=owner
+        )
     paid = customer_prices(found, owner)
     return [
-        model_message(model, [price_message(each) for each in paid if each.price.model == model.name], router)
+        model_message(
+            model, [price_message(each) for each in paid if each.price.model == model.name], router
+        )
         for model in router.models()
         if principal.may_use(model.name)
     ]
@@ -257,16 +290,33 @@ def model_message(model: ModelInfo, prices: Sequence[pb.Price], router: Router) 
         task=pb.MODEL_TASK_EMBED if model.embedding_dimension else pb.MODEL_TASK_GENERATE,
         embedding_input_count_max=input_count_max(model),
         aliases=router.aliases(model.name),
-        versions=[pb.ModelVersion(version=version, share=share) for version, share in router.versions(model.name).items()],
+        versions=[
+            pb.ModelVersion(version=version, share=share)
+            for version, share in router.versions(model.name).items()
+        ],
         ready_replica_count=replicas.ready,
         replica_count=replicas.total,
         drained_replica_count=replicas.drained,
+        kernels=router.kernels(model.name),
+        counts_from_usage=model.capabilities.counts_from_usage,
+        refused_fields=[
+            pb.RefusedField(field=field, values=values)
+            for field, values in (
+                () if model.embedding_dimension else model.capabilities.refusals()
+            )
+        ],
     )
 
 
 def price_message(paid: CustomerPrice) -> pb.Price:
     is_own = paid.price.organization_id is not None
-    return wire.message_of(pb.Price, paid.price.prices, effective_time=paid.price.effective_at, tier=paid.tier, own=is_own)
+    return wire.message_of(
+        pb.Price,
+        paid.price.prices,
+        effective_time=paid.price.effective_at,
+        tier=paid.tier,
+        own=is_own,
+    )
 
 
 def restrictions(principal: Principal) -> pb.KeyRestrictions:
@@ -279,11 +329,15 @@ def restrictions(principal: Principal) -> pb.KeyRestrictions:
         allowed_networks=map(str, principal.networks),
         max_input_tokens=bounds.max_input_tokens or 0,
         max_output_tokens=bounds.max_output_tokens or 0,
-        secret_expire_time=None if lifetime_s is None else wire.timestamp(datetime.now(UTC) + timedelta(seconds=lifetime_s)),
+        secret_expire_time=None
+        if lifetime_s is None
+        else wire.timestamp(datetime.now(UTC) + timedelta(seconds=lifetime_s)),
     )
 
 
-async def find_generation(session: AsyncSession, project_id: uuid.UUID, request_id: uuid.UUID) -> pb.Generation:
+async def find_generation(
+    session: AsyncSession, project_id: uuid.UUID, request_id: uuid.UUID
+) -> pb.Generation:
     """Return the record of one request. Raises: NotFound if the project has no such request."""
     hold, currency_code, events = await find_recorded_request(session, project_id, request_id)
     generation = pb.Generation(
@@ -297,7 +351,9 @@ async def find_generation(session: AsyncSession, project_id: uuid.UUID, request_
     )
     if hold.ended_at is not None:
         generation.settle_time.CopyFrom(wire.known_time(hold.ended_at))
-        generation.cost.CopyFrom(wire.money(currency_code, sum(event.cost_picos for event in events)))
+        generation.cost.CopyFrom(
+            wire.money(currency_code, sum(event.cost_picos for event in events))
+        )
     if events:
         generation.outcome = events[-1].outcome.upper()
         generation.migration_count = sum(event.migration_count for event in events)
@@ -320,4 +376,6 @@ def running_usage(hold: Hold) -> types_pb2.Usage:
 
 def total_usage(events: Sequence[UsageEvent]) -> types_pb2.Usage:
     names = types_pb2.Usage.DESCRIPTOR.fields_by_name
-    return types_pb2.Usage(**{name: sum(getattr(event, name) for event in events) for name in names})
+    return types_pb2.Usage(
+        **{name: sum(getattr(event, name) for event in events) for name in names}
+    )

@@ -24,28 +24,29 @@ from api.core.addresses import address_of
 from api.core.errors import TooManyCalls
 from metering.quotas.quota_rules import Owner
 
-# Of work at any speed: a reconnecting client attaches to some hundred requests at once
+# Seconds of work that is never delayed: a reconnecting client attaches to a hundred requests at
+# once.
 BURST_S = 0.1
 MESSAGE_COST_S = 40e-6  # of the transport per message, which cannot be measured here
 BYTE_COST_S = 1.5e-9  # of the transport per byte of a message or body
 CALL_COST_S = 700e-6  # of a unary call from connection to answer; counted before the answer
-CALL_OVERHEAD_S = 400e-6  # the transport's part of it, which cannot be measured here
-# For the turn of a unary call; refused if it would be longer on an idle process
+CALL_OVERHEAD_S = 400e-6  # the transport's part of CALL_COST_S, which cannot be measured here
+# Longest wait for the turn of a unary call; a longer one is refused.
 CALL_WAIT_S_MAX = 2.0
 REFUSAL_WAIT_S_MAX = 5.0  # for a refusal, which slows down a client that floods
 REFUSALS_WAITING_MAX = 1500  # of one payer; further refusals are sent at once
-# Of an attach to a request that does not run here: a database lookup, perhaps a relay
+# An attach to a request that does not run here: a database lookup, perhaps a relay.
 LOOKUP_COST_S = 500e-6
-# Of a request that was started and refused by its model, the database or the queue
+# A request that was started and then refused by its model, the database or the queue.
 REFUSAL_COST_S = 300e-6
 START_FREE_S = 300e-6  # of parsing an admitted request; an ordinary one takes less
-WAIT_S_MIN = 0.005  # shorter waits add up first, since timers are no finer than a millisecond
-# All streams wait while the event loop is blocked: beyond this time in one piece, each second costs
+WAIT_S_MIN = 0.005  # shorter waits add up first, since the resolution of timers is a millisecond
+# All streams wait while the event loop is blocked. Beyond this time in one piece, each second costs
 # its key more, up to a factor.
 STALL_S = 0.001
 STALL_FACTOR_MAX = 64.0
 KEYS_MAX = 20_000  # keys and organizations; above it, those without debt are dropped
-# Shares of a key for all keys of an organization; a key that floods leaves half to the rest
+# Shares of a key for all keys of an organization; a key that floods leaves half to the rest.
 ORGANIZATION_SHARES = 2.0
 ADDRESS_SHARES = 0.4  # shares of a key for an address without a valid key
 # Lag of a timer from which on all shares shrink; without lag they recover.
@@ -83,7 +84,9 @@ class FramePace:
     def late(self, lag_s: float) -> None:
         """Adjust the shares to the lag of a timer. Call at regular intervals of some 50 ms."""
         self._look()
-        self.room = max(self.room * SHRINK, ROOM_MIN) if lag_s > LATE_S else min(self.room * GROW, 1.0)
+        self.room = (
+            max(self.room * SHRINK, ROOM_MIN) if lag_s > LATE_S else min(self.room * GROW, 1.0)
+        )
 
     def _look(self) -> float:
         """Return the time on the clock that runs at the rate `room`."""
@@ -103,7 +106,10 @@ class FramePace:
             accounts = ((owner, ADDRESS_SHARES * self._share),)
         else:
             organization_share = min(ORGANIZATION_SHARES * self._share, 1.0)
-            accounts = (owner.api_key_id.int, self._share), (owner.organization_id.int, organization_share)
+            accounts = (
+                (owner.api_key_id.int, self._share),
+                (owner.organization_id.int, organization_share),
+            )
         now = self._look()
         for each, share in accounts:
             earliest = now - BURST_S / share
@@ -135,7 +141,9 @@ class FramePace:
             free_at = self._free_at.get(owner, -math.inf)
         else:
             key_id, organization_id = owner.api_key_id.int, owner.organization_id.int
-            free_at = max(self._free_at.get(key_id, -math.inf), self._free_at.get(organization_id, -math.inf))
+            free_at = max(
+                self._free_at.get(key_id, -math.inf), self._free_at.get(organization_id, -math.inf)
+            )
         if free_at <= self._now:  # the common case, without reading the clock
             return 0.0
         return max(free_at - self._look(), 0.0) / self.room
@@ -162,7 +170,9 @@ class FramePace:
     async def refusal(self, owner: Payer) -> None:
         """Delay a refusal while its payer owes time, by at most `REFUSAL_WAIT_S_MAX`."""
         line = owner if isinstance(owner, str) else owner.api_key_id.int
-        if (wait_s := self.wait_s(owner)) < WAIT_S_MIN or self._late_counts.get(line, 0) >= REFUSALS_WAITING_MAX:
+        if (wait_s := self.wait_s(owner)) < WAIT_S_MIN or self._late_counts.get(
+            line, 0
+        ) >= REFUSALS_WAITING_MAX:
             return
         self._late_counts[line] = self._late_counts.get(line, 0) + 1
         try:
@@ -184,7 +194,7 @@ class FramePace:
         turns = self._turns.setdefault(key_id, Turns())
         turns.waiting_count += 1
         try:
-            # Released on return: the next stream runs when this slice is over
+            # Released on return: the next stream runs when this slice is over.
             async with turns.first:
                 await asyncio.sleep(self.wait_s(owner))
         finally:
@@ -197,8 +207,8 @@ class FramePace:
 class Visit:
     """One call or HTTP request: its cost on the event loop, and its payer.
 
-    An address pays until a key is known. Admitted requests, which quotas bound, and administrators
-    are free.
+    Until a key is known, the address pays. Admitted requests, which quotas bound, and
+    administrators are free.
     """
 
     def __init__(self, pace: FramePace, peer: str) -> None:
@@ -228,7 +238,7 @@ class Visit:
         """Exclude work that was counted elsewhere."""
         self.work_s -= work_s
 
-    def let_in(self) -> None:
+    def on_admitted(self) -> None:
         """Refund the counted time of an admitted request, which quotas bound."""
         if not self._is_free:
             self._is_free = True
@@ -255,7 +265,7 @@ class Visit:
         return address_of(self._peer) if self._owner is None else self._owner
 
 
-# Of the call or HTTP request that this task answers
+# Visit of the call or HTTP request that this task answers.
 VISIT: ContextVar[Visit | None] = ContextVar("visit", default=None)
 
 
@@ -273,7 +283,7 @@ def measured(visit: Visit, work: Coroutine[Any, Any, Value]) -> Generator[Any, A
             return result
         finally:
             visit.work_s += time.thread_time() - began_at
-            value = None  # an error keeps this frame, which must not keep the error
+            value = None  # an error keeps this frame, which must not keep the error alive
         try:
             value = yield awaited
             step = work.send

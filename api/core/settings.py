@@ -24,7 +24,7 @@ Value = TypeVar("Value")
 
 
 class SettingInvalid(ValueError):
-    """An invalid environment variable; the message names it and says what is allowed."""
+    """An invalid environment variable; the message names it and the values that are allowed."""
 
 
 class Unshown(ValueError):
@@ -37,7 +37,11 @@ def setting(variable: str, default: Any, parse: Callable[[str], Any]) -> Any:
     default: a value, or a factory.
     """
     metadata = {"variable": variable, "parse": parse}
-    return field(default_factory=default, metadata=metadata) if callable(default) else field(default=default, metadata=metadata)
+    return (
+        field(default_factory=default, metadata=metadata)
+        if callable(default)
+        else field(default=default, metadata=metadata)
+    )
 
 
 def whole(least: int, most: int) -> Callable[[str], int]:
@@ -82,7 +86,9 @@ def positive(most: float) -> Callable[[str], float]:
     return parse
 
 
-def pairs(what: str, parse: Callable[[str], Value], parse_name: Callable[[str], object] = str) -> Callable[[str], dict[str, Value]]:
+def pairs(
+    what: str, parse: Callable[[str], Value], parse_name: Callable[[str], object] = str
+) -> Callable[[str], dict[str, Value]]:
     """Return a parser of comma-separated `name=value` pairs.
 
     what: their description in messages.
@@ -99,7 +105,9 @@ def pairs(what: str, parse: Callable[[str], Value], parse_name: Callable[[str], 
             except ValueError:
                 raise ValueError(f"must be {what}, separated by commas") from None
             if name in found:
-                raise ValueError(f"names {name} twice; a file named by WEIR_FLEET gives a model several engines")
+                raise ValueError(
+                    f"names {name} twice; a file named by WEIR_FLEET gives a model several engines"
+                )
             found[name] = parsed
         return found
 
@@ -133,7 +141,9 @@ def networks(text: str) -> str:
 def listen_address(text: str) -> str:
     """Parse gRPC's listening address: `host:port`, `[IPv6]:port` or `unix:/path`."""
     host, _, port = text.rpartition(":")
-    if not text.startswith(("unix:", "unix-abstract:")) and not (host and port.isdecimal() and int(port) < 65_536):
+    if not text.startswith(("unix:", "unix-abstract:")) and not (
+        host and port.isdecimal() and int(port) < 65_536
+    ):
         raise ValueError("must be host:port, such as 127.0.0.1:8443, or unix:/path")
     return text
 
@@ -146,7 +156,9 @@ def postgres_url(text: str) -> str:
     except ValueError:
         known = False
     if not known:
-        raise Unshown("must be a PostgreSQL database, written as postgresql://user:password@host:5432/name")
+        raise Unshown(
+            "must be a PostgreSQL database, written as postgresql://user:password@host:5432/name"
+        )
     return text
 
 
@@ -158,24 +170,32 @@ def truth(text: str) -> bool:
 
 OPENAI_PORT_DISTANCE = 1000  # so that servers on neighbouring ports do not collide
 METRICS_PORT_DISTANCE = 2000
-METRICS_PORTS_TRIED = 64  # by processes that share their port, because this one cannot be shared
+METRICS_PORTS_TRIED = 64  # tried by processes that share a port, because this one cannot be shared
 PORT_MAX = 65_535
 DEMO_MODEL_NAME = "demo"
+DEMO_ENCODER_NAME = "demo-embedding"
 TEXT_CHARS_MAX = 1000  # of a letterhead; more would not fit the invoice page
-# Beyond these a tenant would practically starve, or starve others
+# Beyond these a tenant would practically starve, or would starve the rest.
 WEIGHT_MIN, WEIGHT_MAX = 0.01, 100.0
 
 
 def printable(text: str) -> str:
     """Parse printable text of one line, or several separated by `|`."""
     if not text.isprintable() or len(text) > TEXT_CHARS_MAX:
-        raise ValueError(f"must be at most {TEXT_CHARS_MAX} printable characters, lines separated by |")
+        raise ValueError(
+            f"must be at most {TEXT_CHARS_MAX} printable characters, lines separated by |"
+        )
     return text
 
 
 def bundled_models() -> dict[str, Path]:
     """Return the demo model that is bundled with Weir."""
     return {DEMO_MODEL_NAME: Path(str(files("inference") / "demo_model" / "weights"))}
+
+
+def bundled_encoders() -> dict[str, Path]:
+    """Return the embedding model that is bundled with Weir."""
+    return {DEMO_ENCODER_NAME: Path(str(files("inference") / "demo_model" / "encoder"))}
 
 
 def default_home() -> Path:
@@ -203,9 +223,13 @@ def model_call_format(text: str) -> CallFormat:
 
 targets_by_name = pairs("name=value pairs", str)
 paths_by_name = pairs("name=directory pairs", Path)
-call_formats = pairs(f"name=format pairs, each format one of {', '.join(MODEL_CALL_FORMATS)}", model_call_format)
+call_formats = pairs(
+    f"name=format pairs, each format one of {', '.join(MODEL_CALL_FORMATS)}", model_call_format
+)
 weights_by_id = pairs(
-    f"organization-id=weight pairs, each weight from {WEIGHT_MIN} to {WEIGHT_MAX}", number(WEIGHT_MIN, WEIGHT_MAX), uuid.UUID
+    f"organization-id=weight pairs, each weight from {WEIGHT_MIN} to {WEIGHT_MAX}",
+    number(WEIGHT_MIN, WEIGHT_MAX),
+    uuid.UUID,
 )
 
 
@@ -225,7 +249,7 @@ class Settings:
     # there on.
     metrics_listen: str = setting("WEIR_METRICS_LISTEN", "", address_or_off)
     # Let several processes of one machine listen on one port; the kernel distributes connections.
-    # Off by default, since a second server on a port is mostly a mistake.
+    # Off by default, since a second server on a port is usually a mistake.
     share_port: bool = setting("WEIR_SHARE_PORT", False, truth)
     # `host:port` of the peer port, where other api processes attach to requests over mutual TLS.
     # Unset: a free port on the host of WEIR_LISTEN. Set it where a firewall is between machines.
@@ -233,104 +257,116 @@ class Settings:
     # `host` or `host:port` under which other api processes reach the peer port. Unset: the address
     # it listens on, or the machine's name if that is every address.
     advertise_address: str = setting("WEIR_ADVERTISE_ADDRESS", "", str)
-    # PEM file: the server's certificate, then those between it and its root. A renewed one counts
+    # PEM file of the server's certificate, followed by its intermediates. A renewed one is used
     # from the next connection on.
     tls_certificate: str = setting("WEIR_TLS_CERTIFICATE", "", str)
-    # PEM file of the certificate's key, not encrypted, because nobody is there to enter a
-    # passphrase.
+    # PEM file of the certificate's key, not encrypted: a server cannot enter a passphrase.
     tls_key: str = setting("WEIR_TLS_KEY", "", str)
-    # PEM file of authorities. Clients need a certificate of theirs (mTLS), beside an API key.
+    # PEM file of client authorities. Clients then need a certificate (mTLS), besides an API key.
     tls_client_ca: str = setting("WEIR_TLS_CLIENT_CA", "", str)
-    # Listen without TLS on any address. Keys and prompts are readable on the network: only behind a
-    # proxy that speaks TLS.
+    # Listen without TLS on any address. Keys and prompts are readable on the network: use it only
+    # behind a proxy that speaks TLS.
     allow_plaintext: bool = setting("WEIR_ALLOW_PLAINTEXT", False, truth)
 
     # Failed authentications of one address (IPv6: /64) at once and per minute; 0: no limit. It
     # keeps a flood of wrong keys from the database. Keys that were valid before pass. Use 0 behind
     # a proxy that hides addresses.
-    auth_failures_per_minute: int = setting("WEIR_AUTH_FAILURES_PER_MINUTE", 60, whole(0, 1_000_000))
+    auth_failures_per_minute: int = setting(
+        "WEIR_AUTH_FAILURES_PER_MINUTE", 60, whole(0, 1_000_000)
+    )
 
     # Networks of proxies whose `X-Forwarded-For` is believed, separated by commas. Unset: none.
     trusted_proxies: str = setting("WEIR_TRUSTED_PROXIES", "", networks)
 
-    # Interval after which the key of an open stream is looked up again. Changes arrive at once;
-    # this is for a process that missed them.
+    # Interval after which the key of an open stream is checked again. Changes arrive at once; this
+    # is for processes that missed one.
     stream_key_check_s: float = setting("WEIR_STREAM_KEY_CHECK_S", 60.0, positive(86_400))
 
-    # Interval between writes of when keys were last used, one statement for all of them.
+    # Interval between writes of the last uses of keys, in one statement for all keys.
     key_use_interval_s: float = setting("WEIR_KEY_USE_INTERVAL_S", 60.0, positive(3600))
 
-    # Size of one message or HTTP body: a prompt of some hundred thousand tokens. Parsing more would
-    # delay other streams.
+    # Maximum size of one message or HTTP body: a prompt of some hundred thousand tokens. Parsing
+    # more would delay other streams.
     message_bytes_max: int = setting("WEIR_MESSAGE_BYTES_MAX", 4 * 2**20, whole(1024, 2**30))
-    # Frames of one message: two for each request of a stream. They are handled in one go, before
-    # other streams.
+    # Frames per message: two for each request of a stream. They are handled before those of other
+    # streams.
     frames_per_message_max: int = setting("WEIR_FRAMES_PER_MESSAGE_MAX", 2000, whole(1, 1_000_000))
     # Share of the event loop's time for frames and calls of one key; all keys of an organization
     # have twice that. Above it they are read more slowly. Thousands of frames per second need a
     # tenth of it.
     frames_share_max: float = setting("WEIR_FRAMES_SHARE_MAX", 0.25, positive(1))
     # Characters of prompts of one key that are rendered and tokenized at once: two of the largest
-    # messages. A message of a conversation counts as 30 more. Tokenizing takes some 30 times the
+    # messages. Each message of a conversation counts 30 more. Tokenizing takes some 30 times the
     # size of a text.
-    preparation_chars_per_key_max: int = setting("WEIR_PREPARATION_CHARS_PER_KEY_MAX", 8 * 2**20, whole(1024, 2**40))
-    # The same for all keys of a process. The keys of an organization take no more than they leave
-    # free.
-    preparation_chars_max: int = setting("WEIR_PREPARATION_CHARS_MAX", 32 * 2**20, whole(1024, 2**40))
-    # Threads that render and tokenize. More than cores only make the event loop wait.
+    preparation_chars_per_key_max: int = setting(
+        "WEIR_PREPARATION_CHARS_PER_KEY_MAX", 8 * 2**20, whole(1024, 2**40)
+    )
+    # Characters of prompts of all keys of a process. The keys of an organization take at most as
+    # many as they leave free.
+    preparation_chars_max: int = setting(
+        "WEIR_PREPARATION_CHARS_MAX", 32 * 2**20, whole(1024, 2**40)
+    )
+    # Threads that render and tokenize. More threads than cores delay the event loop.
     preparation_thread_count: int = setting("WEIR_PREPARATION_THREADS", 2, whole(1, 64))
     # Metadata of one call, as HPACK counts it. A key, a deadline and a trace context take a tenth
-    # of it.
+    # of the default.
     metadata_bytes_max: int = setting("WEIR_METADATA_BYTES_MAX", 16 * 2**10, whole(1024, 2**20))
     # Open streams of one connection, some 40 kB each. A stream carries many requests, so a client
     # needs few.
-    streams_per_connection_max: int = setting("WEIR_STREAMS_PER_CONNECTION_MAX", 1000, whole(1, 100_000))
-    # gRPC connections of a process, of some 20 kB each, 50 kB with TLS. One more is closed unread.
-    # Bound addresses in the firewall, which knows how many clients share one.
+    streams_per_connection_max: int = setting(
+        "WEIR_STREAMS_PER_CONNECTION_MAX", 1000, whole(1, 100_000)
+    )
+    # gRPC connections of a process, of some 20 kB each, 50 kB with TLS. Further ones are closed
+    # unread. Limit connections per address in the firewall, which knows how many clients share one.
     connections_max: int = setting("WEIR_CONNECTIONS_MAX", 10_000, whole(1, 1_000_000))
     # Time after which a connection without calls is closed. Clients reconnect by themselves.
     connection_idle_max_s: float = setting("WEIR_CONNECTION_IDLE_MAX_S", 1800.0, positive(86_400))
     # Age at which a connection takes no new calls, so that clients find new servers and client
-    # certificates are checked again. Running calls go on.
-    connection_age_max_s: float = setting("WEIR_CONNECTION_AGE_MAX_S", 86_400.0, positive(31_536_000))
-    # HTTP connections of a process, some 20 kB each. One more is closed.
+    # certificates are checked again. Running calls continue.
+    connection_age_max_s: float = setting(
+        "WEIR_CONNECTION_AGE_MAX_S", 86_400.0, positive(31_536_000)
+    )
+    # HTTP connections of a process, of some 20 kB each. Further ones are closed.
     http_connections_max: int = setting("WEIR_HTTP_CONNECTIONS_MAX", 4000, whole(1, 1_000_000))
-    # Time in which an HTTP connection has to send a whole head; below the idle time of most load
-    # balancers.
+    # Time in which an HTTP connection has to send a whole head; shorter than the idle time of most
+    # load balancers.
     http_idle_max_s: float = setting("WEIR_HTTP_IDLE_MAX_S", 50.0, positive(3600))
-    # Time for the handshakes of TLS and HTTP/2, because a silent connection costs a file
+    # Time for the handshakes of TLS and HTTP/2, because a silent connection occupies a file
     # descriptor.
     handshake_max_s: float = setting("WEIR_HANDSHAKE_MAX_S", 10.0, positive(3600))
 
-    # With WEIR_ENGINE=remote: `model=trtllm://host:port` or `model=vllm://host:port`, separated by
-    # commas. WEIR_MODELS names the directories with config, tokenizer and chat template; the server
-    # is asked for those of other models.
+    # With WEIR_ENGINE=remote: `model=address` pairs, separated by commas. An address is
+    # `trtllm://host:port`, `vllm://host:port`, `sglang://host:port` (all gRPC), or
+    # `openai+http://host:port` (or `openai+https`), optionally with `/` and the name of a model.
+    # WEIR_MODELS names the directories with config, tokenizer and chat template; those of other
+    # models are fetched from the server, over gRPC only.
     remote_targets: Mapping[str, str] = setting("WEIR_REMOTE_TARGETS", dict, targets_by_name)
-    # The same for embedding models. WEIR_ENCODERS names a directory where the server cannot be
-    # asked for the files.
+    # As WEIR_REMOTE_TARGETS, for embedding models. WEIR_ENCODERS names a directory where the server
+    # does not provide the files.
     remote_encoders: Mapping[str, str] = setting("WEIR_REMOTE_ENCODERS", dict, targets_by_name)
-    # Use servers that share cached prefixes between tenants. Otherwise vLLM must run without its
-    # prefix cache.
+    # Use servers that share cached prefixes between tenants. Otherwise vLLM over gRPC must run
+    # without its prefix cache.
     remote_share_prefixes: bool = setting("WEIR_REMOTE_SHARE_PREFIXES", False, truth)
-    # Sequences of one process in one remote server; more wait here, ordered by rank. A server may
-    # allow fewer.
+    # Sequences of one process in one remote server; further ones wait here, ordered by rank. A
+    # server may allow fewer.
     remote_batch_max: int = setting("WEIR_REMOTE_BATCH_MAX", 256, whole(1, 65_536))
-    # Context window that clients are promised; 0: the checkpoint's. A server with a smaller one is
-    # not used.
+    # Context window that is promised to clients; 0: the checkpoint's. A server with a smaller one
+    # is not used.
     remote_context_tokens: int = setting("WEIR_REMOTE_CONTEXT_TOKENS", 0, whole(0, 100_000_000))
     # Time to the first token after which a remote sequence counts as stuck; covers a long prompt
     # behind many others.
     remote_first_token_s: float = setting("WEIR_REMOTE_FIRST_TOKEN_S", 120.0, positive(3600))
     # Silence between tokens after which a remote sequence counts as stuck.
     remote_inter_token_s: float = setting("WEIR_REMOTE_INTER_TOKEN_S", 30.0, positive(3600))
-    # Interval between checks whether a server shares prefixes of tenants; each computes two prompts
-    # of 513 tokens.
+    # Interval between checks whether a server shares prefixes between tenants; each computes two
+    # prompts of 513 tokens.
     remote_probe_s: float = setting("WEIR_REMOTE_PROBE_S", 600.0, positive(86_400))
-    # PEM file of authorities for remote servers; enables TLS to them.
+    # PEM file of authorities for remote servers; enables TLS for their gRPC connections. For
+    # `openai+https` without it: the system's authorities.
     remote_tls_ca: str = setting("WEIR_REMOTE_TLS_CA", "", str)
     # PEM file of the client certificate for remote servers (mTLS).
     remote_tls_certificate: str = setting("WEIR_REMOTE_TLS_CERTIFICATE", "", str)
-    # PEM file of its key.
+    # PEM file of the key of WEIR_REMOTE_TLS_CERTIFICATE.
     remote_tls_key: str = setting("WEIR_REMOTE_TLS_KEY", "", str)
     # Name in the remote servers' certificates, if it is not the target's host.
     remote_tls_name: str = setting("WEIR_REMOTE_TLS_NAME", "", str)
@@ -338,58 +374,74 @@ class Settings:
     # The PostgreSQL database that all processes share.
     database_url: str = setting("WEIR_DATABASE_URL", "", postgres_url)
     # Local state of this machine: usage journal, receipt key, connection file, packed weights.
-    home: Path = field(default_factory=default_home, metadata={"variable": "WEIR_HOME", "parse": Path})
+    home: Path = field(
+        default_factory=default_home, metadata={"variable": "WEIR_HOME", "parse": Path}
+    )
     # `name=directory` pairs of checkpoints in Hugging Face layout, one engine each.
     models: Mapping[str, Path] = setting("WEIR_MODELS", bundled_models, paths_by_name)
     # Formats in which models write tool calls, as `name=hermes`, `llama` or `mistral`. Unset: as
     # their templates show.
-    tool_call_formats: Mapping[str, CallFormat] = setting("WEIR_TOOL_CALL_FORMATS", dict, call_formats)
-    # `name=directory` pairs of embedding models in the layout of sentence-transformers.
+    tool_call_formats: Mapping[str, CallFormat] = setting(
+        "WEIR_TOOL_CALL_FORMATS", dict, call_formats
+    )
+    # `name=directory` pairs of embedding models in the layout of sentence-transformers. Unset: the
+    # bundled `demo-embedding` if all models are unset, loaded by its first request; else none.
     encoders: Mapping[str, Path] = setting("WEIR_ENCODERS", dict, paths_by_name)
-    # Tokens of an encoder's batch. More gain nothing on a CPU and delay the next batch; a GPU takes
-    # many more.
+    # Tokens of an encoder's batch. Larger batches gain nothing on a CPU and delay the next one; a
+    # GPU takes many more.
     encoder_batch_tokens: int = setting("WEIR_ENCODER_BATCH_TOKENS", 1024, whole(1, 2**20))
-    # File of rules for the safety stage. Unset: nothing is checked.
+    # File of rules for the safety checks. Unset: nothing is checked.
     safety_rules: str = setting("WEIR_SAFETY_RULES", "", str)
     # Private key that signs receipts. Unset: `receipt-key.pem` of WEIR_HOME if it exists; `off`:
-    # receipts are chained and not signed.
+    # receipts are chained but not signed.
     receipt_key_file: str = setting("WEIR_RECEIPT_KEY_FILE", "", str)
     # Backend of all models: torch on this machine, TensorRT-LLM on its GPUs, or remote servers.
-    engine_backend: Literal["torch", "tensorrt", "remote"] = setting("WEIR_ENGINE", "torch", one_of("torch", "tensorrt", "remote"))
-    # Type of weights. `int8` takes a quarter of the memory of float32, and its answers differ a
-    # little.
-    engine_dtype: Literal["float32", "bfloat16", "int8"] = setting(
-        "WEIR_ENGINE_DTYPE", "float32", one_of("float32", "bfloat16", "int8")
+    engine_backend: Literal["torch", "tensorrt", "remote"] = setting(
+        "WEIR_ENGINE", "torch", one_of("torch", "tensorrt", "remote")
+    )
+    # Data type of weights. `auto` is bfloat16 for models on `cuda`, else float32. `int8`, not for
+    # `cuda`, takes a quarter of the memory of float32, and its answers differ a little.
+    engine_dtype: Literal["auto", "float32", "bfloat16", "int8"] = setting(
+        "WEIR_ENGINE_DTYPE", "auto", one_of("auto", "float32", "bfloat16", "int8")
     )
     # Device of the torch backend. `simulated` computes nothing and takes the time of a GPU, for
     # load tests; every answer says so.
-    engine_device: Literal["cpu", "cuda", "simulated"] = setting("WEIR_ENGINE_DEVICE", "cpu", one_of("cpu", "cuda", "simulated"))
-    # Speed of simulated engines: 1 is that of the GPU, 0 takes no time.
+    engine_device: Literal["cpu", "cuda", "simulated"] = setting(
+        "WEIR_ENGINE_DEVICE", "cpu", one_of("cpu", "cuda", "simulated")
+    )
+    # Time scale of simulated engines: 1 is the speed of the GPU, 0 takes no time.
     simulated_time_scale: float = setting("WEIR_SIMULATED_TIME_SCALE", 1.0, number(0, 1000))
-    # Threads of an engine; 0: as many as there are cores.
+    # Threads of an engine; 0: one per CPU that the process may use, by affinity and CPU quota.
     engine_thread_count: int = setting("WEIR_ENGINE_THREADS", 0, whole(0, 1024))
-    # KV cache of each engine; reserved, and used as far as needed.
-    kv_cache_bytes: int = setting("WEIR_KV_CACHE_BYTES", 2**30, whole(2**20, 2**44))
+    # Tokens that an engine guesses from earlier text of a sequence and verifies in one step; 0 for
+    # none. The output is the same.
+    engine_draft_token_count_max: int = setting("WEIR_ENGINE_DRAFT_TOKENS_MAX", 10, whole(0, 15))
+    # KV cache of each engine; reserved at start, and used as needed. 0: 1 GiB on a CPU, and the
+    # free memory of a GPU.
+    kv_cache_bytes: int = setting("WEIR_KV_CACHE_BYTES", 0, whole(0, 2**44))
 
     # Engines of each model that are kept loaded. 0 starts the first one with a request.
     min_replicas: int = setting("WEIR_MIN_REPLICAS", 1, whole(0, 64))
-    # Engines of each model in all. More start when all that run are full for some seconds and
-    # memory is free.
+    # Maximum of engines of each model. More start when all running ones are full for some seconds
+    # and memory is free.
     max_replicas: int = setting("WEIR_MAX_REPLICAS", 1, whole(1, 64))
     # Time without a request after which an engine beyond the minimum stops. 0: never.
     model_idle_timeout_s: float = setting("WEIR_MODEL_IDLE_TIMEOUT_S", 0.0, number(0, 86_400))
     # Keep packed weights of large models in WEIR_HOME: all workers of a model share one copy, and
     # start faster.
     packed_weights: Literal["on", "off"] = setting("WEIR_PACKED_WEIGHTS", "on", one_of("on", "off"))
-    # Size of all these files. The least recently used are removed, except those of running models.
+    # Size of all packed weights. The least recently used are removed, except those of running
+    # models.
     packed_weights_bytes: int = setting("WEIR_PACKED_WEIGHTS_BYTES", 64 << 30, whole(0, 2**50))
     # Engine workers that have imported torch and wait for a model, so that it starts faster. Some
     # 130 MB each.
-    spare_hosts: int = setting("WEIR_SPARE_HOSTS", 0, whole(0, 16))
-    # Memory of all engines of a process: one that does not fit waits, and idle ones give way. 0: no
-    # limit.
+    spare_workers: int = setting("WEIR_SPARE_WORKERS", 0, whole(0, 16))
+    # Memory of all engines of a process. One that does not fit waits, and idle ones are stopped. 0:
+    # no limit.
     engine_memory_bytes: int = setting("WEIR_ENGINE_MEMORY_BYTES", 0, whole(0, 2**50))
 
+    # TensorRT-LLM: interpreter of its worker, with the library and Weir; empty: the server's own.
+    tensorrt_python: str = setting("WEIR_TENSORRT_PYTHON", "", str)
     # TensorRT-LLM: GPUs that share each matrix.
     tensorrt_tensor_parallel: int = setting("WEIR_TENSORRT_TENSOR_PARALLEL", 1, whole(1, 1024))
     # TensorRT-LLM: GPUs that share the layers.
@@ -398,17 +450,21 @@ class Settings:
     tensorrt_expert_parallel: int = setting("WEIR_TENSORRT_EXPERT_PARALLEL", 0, whole(0, 1024))
     # TensorRT-LLM: sequences that run at once.
     tensorrt_batch_max: int = setting("WEIR_TENSORRT_BATCH_MAX", 256, whole(1, 4096))
-    # TensorRT-LLM: type of the KV cache.
-    tensorrt_kv_cache_dtype: Literal["auto", "fp8"] = setting("WEIR_TENSORRT_KV_CACHE_DTYPE", "auto", one_of("auto", "fp8"))
+    # TensorRT-LLM: data type of the KV cache.
+    tensorrt_kv_cache_dtype: Literal["auto", "fp8"] = setting(
+        "WEIR_TENSORRT_KV_CACHE_DTYPE", "auto", one_of("auto", "fp8")
+    )
     # TensorRT-LLM: share of the memory left after the weights for the KV cache; the rest is for
     # activations.
-    tensorrt_kv_cache_fraction: float = setting("WEIR_TENSORRT_KV_CACHE_FRACTION", 0.9, number(0, 0.99))
-    # TensorRT-LLM: when cancelled sequences are aborted. Aborts during prefill have hung engines:
-    # `running` waits for the first token, `never` lets them run out.
+    tensorrt_kv_cache_fraction: float = setting(
+        "WEIR_TENSORRT_KV_CACHE_FRACTION", 0.9, number(0, 0.99)
+    )
+    # TensorRT-LLM: time when cancelled sequences are aborted. Aborts during prefill have hung
+    # engines: `running` waits for the first token, `never` lets them finish.
     tensorrt_abort: Literal["running", "always", "never"] = setting(
         "WEIR_TENSORRT_ABORT", "running", one_of("running", "always", "never")
     )
-    # Refused unless empty: TensorRT-LLM 1.2.1 accepts adapters and answers with the base model.
+    # Must be empty: no engine serves LoRA adapters.
     lora_adapters: str = setting("WEIR_LORA_ADAPTERS", "", str)
     # Fleet file of models, replicas, aliases and regions, instead of WEIR_MODELS
     # (`docs/reference/fleet.md`).
@@ -418,68 +474,84 @@ class Settings:
 
     # Output tokens leased at once. The first slice covers most answers without a second write.
     lease_slice_tokens: int = setting("WEIR_LEASE_SLICE_TOKENS", 128, whole(1, 65_536))
-    # Smallest lease with which a request starts. With less an answer would end before it says
-    # anything.
-    lease_least_tokens: int = setting("WEIR_LEASE_LEAST_TOKENS", 16, whole(1, 65_536))
-    # Leased tokens left when the next slice is requested: covers the commit at thousands of tokens
-    # per second.
+    # Smallest lease with which a request starts. With fewer tokens an answer would be useless.
+    lease_min_tokens: int = setting("WEIR_LEASE_MIN_TOKENS", 16, whole(1, 65_536))
+    # Leased tokens left when the next slice is requested; covers the time of a commit at thousands
+    # of tokens per second.
     lease_margin_tokens: int = setting("WEIR_LEASE_MARGIN_TOKENS", 32, whole(0, 65_536))
     # Time after which a hold that its process does not renew expires.
     hold_expiry_s: float = setting("WEIR_HOLD_EXPIRY_S", 60.0, positive(3600))
 
-    # While PostgreSQL is away: `closed` refuses new requests; `grace` admits them under
-    # pre-authorized holds, until these expire. Neither exceeds a limit.
-    store_away_policy: Literal["closed", "grace"] = setting("WEIR_STORE_AWAY_POLICY", "closed", one_of("closed", "grace"))
+    # Policy while PostgreSQL is unavailable: `closed` refuses new requests; `grace` admits them
+    # under pre-authorized holds, until these expire. Neither exceeds a limit.
+    database_unavailable_policy: Literal["closed", "grace"] = setting(
+        "WEIR_DATABASE_UNAVAILABLE_POLICY", "closed", one_of("closed", "grace")
+    )
     # Longest wait for PostgreSQL before a request is refused: longer than a commit, shorter than
     # clients wait for a first token.
-    store_answer_wait_s: float = setting("WEIR_STORE_ANSWER_WAIT_S", 5.0, positive(60))
-    # Time without PostgreSQL after which health says not ready. A restart of the database is
+    database_timeout_s: float = setting("WEIR_DATABASE_TIMEOUT_S", 5.0, positive(60))
+    # Time without PostgreSQL after which health reports not ready. A restart of the database is
     # shorter, so that load balancers do not react to it.
-    store_away_health_s: float = setting("WEIR_STORE_AWAY_HEALTH_S", 5.0, positive(3600))
-    # Connections of a process for lookups of tenants, beside six for holds, orders, recovery and
+    database_unready_after_s: float = setting("WEIR_DATABASE_UNREADY_AFTER_S", 5.0, positive(3600))
+    # Connections of a process for lookups of tenants, besides six for holds, commands, recovery and
     # key checks. A lookup takes milliseconds.
     database_connections_max: int = setting("WEIR_DATABASE_CONNECTIONS", 5, whole(1, 1000))
-    # Connections for reports, which may take seconds. One key has at most all but one of them.
+    # Connections for reports, which may take seconds. One key gets at most all but one of them.
     report_connections_max: int = setting("WEIR_REPORT_CONNECTIONS", 3, whole(1, 1000))
-    # Connections for administration and metrics alone, so that revoking a key waits for no tenant.
+    # Connections for administration and metrics only, so that revoking a key does not wait for
+    # tenants.
     admin_connections_max: int = setting("WEIR_ADMIN_CONNECTIONS", 3, whole(2, 1000))
     # Pre-authorized holds for each key and model in use, for `grace`.
     grace_holds_per_key: int = setting("WEIR_GRACE_HOLDS_PER_KEY", 4, whole(1, 1000))
-    # Input tokens that each of them covers; its output is one lease slice.
+    # Input tokens that each of WEIR_GRACE_HOLDS_PER_KEY covers; its output is one lease slice.
     grace_input_tokens: int = setting("WEIR_GRACE_INPUT_TOKENS", 2048, whole(1, 10_000_000))
 
     # Running requests of one stream.
-    requests_per_stream_max: int = setting("WEIR_REQUESTS_PER_STREAM_MAX", 1000, whole(1, 1_000_000))
+    requests_per_stream_max: int = setting(
+        "WEIR_REQUESTS_PER_STREAM_MAX", 1000, whole(1, 1_000_000)
+    )
     # Running and waiting requests of a process: its permits.
-    requests_per_process_max: int = setting("WEIR_REQUESTS_PER_PROCESS_MAX", 2000, whole(1, 1_000_000))
+    requests_per_process_max: int = setting(
+        "WEIR_REQUESTS_PER_PROCESS_MAX", 2000, whole(1, 1_000_000)
+    )
     # Waiting requests per model. A longer queue would take minutes.
     queue_requests_max: int = setting("WEIR_QUEUE_REQUESTS_MAX", 2000, whole(1, 1_000_000))
-    # Waiting requests per model of one organization. It also has no more places than it leaves
-    # free, so that others find one.
-    queue_requests_per_tenant_max: int = setting("WEIR_QUEUE_REQUESTS_PER_TENANT_MAX", 1000, whole(1, 1_000_000))
+    # Waiting requests per model of one organization, which also takes at most as many places as it
+    # leaves free.
+    queue_requests_per_tenant_max: int = setting(
+        "WEIR_QUEUE_REQUESTS_PER_TENANT_MAX", 1000, whole(1, 1_000_000)
+    )
     # `fair`: the organization that was served least is next. `arrival`: first come, first served.
-    queue_order: Literal["fair", "arrival"] = setting("WEIR_QUEUE_ORDER", "fair", one_of("fair", "arrival"))
-    # Weights of organizations in the fair queue; 1 for the others. Twice the weight is twice the
+    queue_order: Literal["fair", "arrival"] = setting(
+        "WEIR_QUEUE_ORDER", "fair", one_of("fair", "arrival")
+    )
+    # Weights of organizations in the fair queue; 1 by default. Twice the weight is twice the
     # service under load.
     queue_weights: Mapping[str, float] = setting("WEIR_QUEUE_WEIGHTS", dict, weights_by_id)
     # Longest wait of the batch tier behind interactive requests.
     queue_batch_wait_max_s: float = setting("WEIR_QUEUE_BATCH_WAIT_MAX_S", 30.0, positive(86_400))
     # Tokens that a client may leave unread per request before it counts as stalled; far beyond
     # network delays.
-    outbox_tokens_per_request_max: int = setting("WEIR_OUTBOX_TOKENS_PER_REQUEST_MAX", 4096, whole(1, 1_000_000))
+    outbox_tokens_per_request_max: int = setting(
+        "WEIR_OUTBOX_TOKENS_PER_REQUEST_MAX", 4096, whole(1, 1_000_000)
+    )
     # Time without reading after which a client counts as gone.
     client_stall_max_s: float = setting("WEIR_CLIENT_STALL_MAX_S", 60.0, positive(3600))
-    # Longest `keep_on_disconnect`. Generation that nobody receives still costs an engine.
-    keep_max_s: float = setting("WEIR_KEEP_MAX_S", 600.0, positive(86_400))
-    # Output kept of one request for a client that may come back: some 16,000 tokens.
-    kept_bytes_per_request_max: int = setting("WEIR_KEPT_BYTES_PER_REQUEST_MAX", 2**20, whole(1024, 2**30))
-    # Output kept of all requests of a process.
-    kept_bytes_max: int = setting("WEIR_KEPT_BYTES_MAX", 2**28, whole(2**16, 2**40))
+    # Longest `keep_on_disconnect`. Generation without a client still occupies an engine.
+    keep_on_disconnect_max_s: float = setting(
+        "WEIR_KEEP_ON_DISCONNECT_MAX_S", 600.0, positive(86_400)
+    )
+    # Output of one request kept for a client that may reconnect: some 16,000 tokens.
+    replay_bytes_per_request_max: int = setting(
+        "WEIR_REPLAY_BYTES_PER_REQUEST_MAX", 2**20, whole(1024, 2**30)
+    )
+    # Output of all requests of a process kept for clients that may reconnect.
+    replay_bytes_max: int = setting("WEIR_REPLAY_BYTES_MAX", 2**28, whole(2**16, 2**40))
     # Interval between `progress` frames.
     progress_interval_s: float = setting("WEIR_PROGRESS_INTERVAL_S", 0.5, positive(60))
     # Longest wait of a request for an engine that is loading.
     cold_start_wait_s: float = setting("WEIR_COLD_START_WAIT_S", 120.0, positive(3600))
-    # Time after SIGTERM in which running requests may finish; the rest ends settled.
+    # Time after SIGTERM in which running requests may finish; then they are stopped and settled.
     drain_s: float = setting("WEIR_DRAIN_S", 30.0, positive(3600))
     # Time after SIGTERM in which a process still accepts connections and reports that it drains,
     # until load balancers have noticed.
@@ -499,9 +571,9 @@ class Settings:
     issuer_contact: str = setting("WEIR_ISSUER_CONTACT", "", printable)
     # Payment instructions; lines separated by `|`.
     issuer_payment: str = setting("WEIR_ISSUER_PAYMENT", "", printable)
-    # TrueType file for letters beyond Western European ones.
+    # TrueType file for invoices with letters beyond Western European ones.
     invoice_font: str = setting("WEIR_INVOICE_FONT", "", str)
-    # Its bold form; by default the same file.
+    # Bold form of WEIR_INVOICE_FONT; by default the same file.
     invoice_font_bold: str = setting("WEIR_INVOICE_FONT_BOLD", "", str)
 
     def openai_address(self) -> tuple[str, int] | None:
@@ -514,6 +586,13 @@ class Settings:
     def metrics_address(self) -> tuple[str, int] | None:
         """Return host and port of metrics; None if they are off."""
         return self._address(self.metrics_listen, METRICS_PORT_DISTANCE)
+
+    @property
+    def compute_dtype(self) -> Literal["float32", "bfloat16", "int8"]:
+        """Data type of generating models."""
+        if self.engine_dtype != "auto":
+            return self.engine_dtype
+        return "bfloat16" if self.engine_device == "cuda" else "float32"
 
     @property
     def metrics_port_count(self) -> int:
@@ -530,7 +609,9 @@ class Settings:
         if not port.isdecimal():  # a Unix socket has no port
             return None
         above = int(port) + distance
-        return "127.0.0.1", 0 if port == "0" else above if above <= PORT_MAX else int(port) - distance
+        return "127.0.0.1", (
+            0 if port == "0" else above if above <= PORT_MAX else int(port) - distance
+        )
 
     def proxy_networks(self) -> tuple[Network, ...]:
         """Return the networks of trusted proxies."""
@@ -543,12 +624,25 @@ class Settings:
         """
         if not self.tls_certificate and not self.tls_key:
             if self.tls_client_ca:
-                raise SettingInvalid("WEIR_TLS_CLIENT_CA: client certificates require TLS: set WEIR_TLS_CERTIFICATE too")
+                raise SettingInvalid(
+                    "WEIR_TLS_CLIENT_CA: client certificates require TLS: set"
+                    " WEIR_TLS_CERTIFICATE too"
+                )
             return None
-        for variable, value in (("WEIR_TLS_CERTIFICATE", self.tls_certificate), ("WEIR_TLS_KEY", self.tls_key)):
+        for variable, value in (
+            ("WEIR_TLS_CERTIFICATE", self.tls_certificate),
+            ("WEIR_TLS_KEY", self.tls_key),
+        ):
             if not value:
-                raise SettingInvalid(f"{variable} is not set: a certificate requires its key, and a key its certificate")
-        return Path(self.tls_certificate), Path(self.tls_key), Path(self.tls_client_ca) if self.tls_client_ca else None
+                raise SettingInvalid(
+                    f"{variable} is not set: a certificate requires its key, and a key its"
+                    " certificate"
+                )
+        return (
+            Path(self.tls_certificate),
+            Path(self.tls_key),
+            Path(self.tls_client_ca) if self.tls_client_ca else None,
+        )
 
     @property
     def journal_directory(self) -> Path:
@@ -563,10 +657,18 @@ class Settings:
         for spec in (spec for spec in fields(self) if spec.name.startswith("issuer_")):
             variable, text = spec.metadata["variable"], getattr(self, spec.name)
             if not self.invoice_font and not all(shown_by_helvetica(each) for each in text):
-                raise SettingInvalid(f"{variable}={text!r}: set WEIR_INVOICE_FONT to a TrueType font that has these letters")
-        for variable, file in (("WEIR_INVOICE_FONT", self.invoice_font), ("WEIR_INVOICE_FONT_BOLD", self.invoice_font_bold)):
+                raise SettingInvalid(
+                    f"{variable}={text!r}: set WEIR_INVOICE_FONT to a TrueType font that has these"
+                    " letters"
+                )
+        for variable, file in (
+            ("WEIR_INVOICE_FONT", self.invoice_font),
+            ("WEIR_INVOICE_FONT_BOLD", self.invoice_font_bold),
+        ):
             if file and not is_truetype(Path(file)):
-                raise SettingInvalid(f"{variable}={file!r}: must be a TrueType font, a file that ends in .ttf")
+                raise SettingInvalid(
+                    f"{variable}={file!r}: must be a TrueType font, a file that ends in .ttf"
+                )
         return Issuer(
             name=self.issuer_name,
             address=lines_of(self.issuer_address),
@@ -591,6 +693,8 @@ class Settings:
                     raise SettingInvalid(f"{variable} {error}") from None
                 except ValueError as error:
                     raise SettingInvalid(f"{variable}={text!r}: {error}") from error
+        if not values.keys() & {"fleet_file", "models", "encoders", "remote_targets"}:
+            values["encoders"] = bundled_encoders()
         return cls(**values)
 
     def to_environment(self) -> dict[str, str]:

@@ -1,11 +1,10 @@
 """Conversions between values and proto messages: times, durations, money, enums, names and labels.
 
-Payload hashes detect a request id that is reused with another payload. They are kept in the
-database for ever, so they are keyed: the key is derived from the private key that signs receipts,
-which every api process has and the database does not. Read access to the database therefore cannot
-confirm a guessed prompt. Without such a key the hashes are plain. A hash begins with the name of
-its key, and hashes of different keys are not compared
-(`metering.holds.operations.is_other_payload`).
+Payload hashes detect a request id that is reused with another payload. The database keeps them for
+ever, so they are keyed: the key is derived from the private key that signs receipts, which api
+processes have and the database does not. Read access to the database therefore cannot confirm a
+guessed prompt. Without such a key the hashes are plain. A hash begins with the name of its key, and
+hashes of different keys are not compared (`metering.holds.operations.is_other_payload`).
 """
 
 from __future__ import annotations
@@ -48,12 +47,19 @@ TIERS: Mapping[int, ServiceTier] = {
     pb.SERVICE_TIER_BATCH: ServiceTier.BATCH,
 }
 TIER_NUMBERS = {tier: pb.ServiceTier.Value(f"SERVICE_TIER_{tier.name}") for tier in ServiceTier}
-SUBJECTS = {subject: types_pb2.QuotaSubject.Value(f"QUOTA_SUBJECT_{subject.name}") for subject in QuotaSubject}
-DIMENSIONS = {each: types_pb2.QuotaDimension.Value(f"QUOTA_DIMENSION_{each.name}") for each in QuotaDimension}
+SUBJECTS = {
+    subject: types_pb2.QuotaSubject.Value(f"QUOTA_SUBJECT_{subject.name}")
+    for subject in QuotaSubject
+}
+DIMENSIONS = {
+    each: types_pb2.QuotaDimension.Value(f"QUOTA_DIMENSION_{each.name}") for each in QuotaDimension
+}
 SUBJECTS_BY_NUMBER = {int(number): subject for subject, number in SUBJECTS.items()}
 DIMENSIONS_BY_NUMBER = {int(number): dimension for dimension, number in DIMENSIONS.items()}
 FINISH_REASONS: Mapping[Outcome, types_pb2.FinishReason.ValueType] = {
-    outcome: types_pb2.FinishReason.Value(f"FINISH_REASON_{outcome.name}") for outcome in Outcome if outcome is not Outcome.FAILED
+    outcome: types_pb2.FinishReason.Value(f"FINISH_REASON_{outcome.name}")
+    for outcome in Outcome
+    if outcome is not Outcome.FAILED
 }
 OUTCOMES: Mapping[EngineFinishReason, Outcome] = {
     EngineFinishReason.STOP: Outcome.STOP,
@@ -68,18 +74,24 @@ def parse_request_id(text: str) -> uuid.UUID:
     try:
         return uuid.UUID(text)
     except ValueError:
-        raise InvalidRequest([FieldViolation("request_id", f"must be a UUID, got {text[:64]!r}")]) from None
+        raise InvalidRequest(
+            [FieldViolation("request_id", f"must be a UUID, got {text[:64]!r}")]
+        ) from None
 
 
 def check_tier_and_labels(message: pb.StartFrame | pb.EmbedRequest, wrong: Violations) -> None:
     """Check the service tier and the labels of a request."""
-    wrong.check(message.tier in TIERS, "tier", "must be SERVICE_TIER_INTERACTIVE or SERVICE_TIER_BATCH")
+    wrong.check(
+        message.tier in TIERS, "tier", "must be SERVICE_TIER_INTERACTIVE or SERVICE_TIER_BATCH"
+    )
     labels = message.labels
     if not wrong.check_count(len(labels), LABEL_COUNT_MAX, "labels"):
         return
     for key, value in labels.items():
         right = 1 <= len(key) <= LABEL_KEY_CHARS_MAX and len(value) <= LABEL_VALUE_CHARS_MAX
-        limits = f"keys have 1 to {LABEL_KEY_CHARS_MAX} characters, values up to {LABEL_VALUE_CHARS_MAX}"
+        limits = (
+            f"keys have 1 to {LABEL_KEY_CHARS_MAX} characters, values up to {LABEL_VALUE_CHARS_MAX}"
+        )
         field = f"labels[{key[:LABEL_KEY_CHARS_MAX]!r}]"
         wrong.check(right, field, limits)
         if right:
@@ -88,11 +100,15 @@ def check_tier_and_labels(message: pb.StartFrame | pb.EmbedRequest, wrong: Viola
 
 
 def finish_reason(outcome: Outcome, *, called: bool) -> types_pb2.FinishReason.ValueType:
-    """Return why an output ended.
+    """Return the finish reason of an output.
 
     called: whether it has tool calls, whose results the model waits for.
     """
-    return types_pb2.FINISH_REASON_TOOL_CALLS if called and outcome is Outcome.STOP else FINISH_REASONS[outcome]
+    return (
+        types_pb2.FINISH_REASON_TOOL_CALLS
+        if called and outcome is Outcome.STOP
+        else FINISH_REASONS[outcome]
+    )
 
 
 def money(currency_code: str, picos: int) -> types_pb2.Money:
@@ -121,7 +137,9 @@ def parse_timestamp(message: Timestamp, field: str) -> datetime:
     try:
         return message.ToDatetime(tzinfo=UTC)
     except (ValueError, OverflowError):
-        raise InvalidRequest([FieldViolation(field, "must be a time between the years 1 and 9999")]) from None
+        raise InvalidRequest(
+            [FieldViolation(field, "must be a time between the years 1 and 9999")]
+        ) from None
 
 
 def parse_duration(message: Duration, field: str) -> timedelta:
@@ -129,7 +147,9 @@ def parse_duration(message: Duration, field: str) -> timedelta:
     try:
         return message.ToTimedelta()
     except (ValueError, OverflowError):
-        raise InvalidRequest([FieldViolation(field, "must be a duration of less than 10,000 years")]) from None
+        raise InvalidRequest(
+            [FieldViolation(field, "must be a duration of less than 10,000 years")]
+        ) from None
 
 
 def seconds_of(message: Duration) -> float:
@@ -147,7 +167,9 @@ def given_time(message: Message, field: str, path: str = "") -> datetime | None:
 
     Raises: InvalidRequest naming `path`, or the field.
     """
-    return parse_timestamp(getattr(message, field), path or field) if message.HasField(field) else None
+    return (
+        parse_timestamp(getattr(message, field), path or field) if message.HasField(field) else None
+    )
 
 
 def given_duration(message: Message, field: str) -> timedelta | None:
@@ -162,11 +184,17 @@ def message_of(kind: type[M], record: object, currency: str = "", /, **values: A
     An amount comes from the attribute `…_picos`, in the record's currency by default; `close_time`
     comes from `closed_at`. None stays unset. Raises: AttributeError for a field with neither.
     """
-    assert set(values) <= set(kind.DESCRIPTOR.fields_by_name), f"{kind.__name__} has not all of {', '.join(values)}"
+    assert set(values) <= set(kind.DESCRIPTOR.fields_by_name), (
+        f"{kind.__name__} has not all of {', '.join(values)}"
+    )
     currency = currency or getattr(record, "currency_code", "")
     fields = {}
     for name, convert, attribute in _fields(kind.DESCRIPTOR):
-        value = values[name] if name in values else getattr(record, name if hasattr(record, name) else attribute)
+        value = (
+            values[name]
+            if name in values
+            else getattr(record, name if hasattr(record, name) else attribute)
+        )
         if value is not None:
             fields[name] = convert(value, currency)
     return kind(**fields)
@@ -185,7 +213,11 @@ def _fields(kind: Any) -> list[tuple[str, Callable[[Any, str], Any], str]]:
         elif field.message_type is not None:
             made = message_factory.GetMessageClass(field.message_type)
             convert = functools.partial(_messages if field.is_repeated else _message, made)
-            attribute = f"{field.name}_picos" if made is types_pb2.Money else field.name.removesuffix("_time") + "d_at"
+            attribute = (
+                f"{field.name}_picos"
+                if made is types_pb2.Money
+                else field.name.removesuffix("_time") + "d_at"
+            )
         found.append((field.name, convert, attribute))
     return found
 
@@ -198,7 +230,11 @@ def _enum_value(kind: Any, value: Any, _: str) -> int:
     if isinstance(value, enum.Enum):
         value = value.name
     prefix = kind.values[0].name.removesuffix("UNSPECIFIED")
-    return value if isinstance(value, int) else kind.values_by_name[prefix + (value.upper() or "UNSPECIFIED")].number
+    return (
+        value
+        if isinstance(value, int)
+        else kind.values_by_name[prefix + (value.upper() or "UNSPECIFIED")].number
+    )
 
 
 def _message(kind: type[Message], value: Any, currency: str) -> Message:
@@ -223,7 +259,7 @@ def duration(seconds: float | None) -> Duration | None:
     return Duration(seconds=sign * whole, nanos=sign * rest * 1000)
 
 
-PURPOSE = b"weir.payload.hash.v1"  # so that the receipt key itself is used for nothing else
+PURPOSE = b"weir.payload.hash.v1"  # so that the receipt key itself has one purpose only
 PLAIN = bytes(PAYLOAD_KEY_NAME_BYTES)
 _key = b""  # of this process; set once, before it listens
 
@@ -235,7 +271,7 @@ def use_signer(signer: Signer | None) -> None:
 
 
 def payload_hash(payload: bytes) -> bytes:
-    """Return 32 bytes: the name of the key, and the start of the HMAC-SHA-256, or without a key of the SHA-256."""
+    """Return the key's name and the start of the HMAC-SHA-256 (no key: SHA-256): 32 bytes."""
     if not _key:
         return PLAIN + hashlib.sha256(payload).digest()[: 32 - len(PLAIN)]
     name = hashlib.sha256(_key).digest()[:PAYLOAD_KEY_NAME_BYTES]

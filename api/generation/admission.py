@@ -28,7 +28,8 @@ from metering.holds.operations import Admit, Admitted, Ended, Extend, Settle, Se
 from metering.quotas.quotas import QuotaExceeded
 from metering.store.group_commit import Pending
 
-# Time after a quota refusal in which quotas are checked before a prompt of that key is tokenized
+# Seconds after a quota refusal in which quotas are checked before a prompt of that key is
+# tokenized.
 REFUSED_S = 5.0
 REFUSED_KEYS_MAX = 10_000
 
@@ -36,7 +37,7 @@ log = structlog.get_logger(__name__)
 
 
 class Capacity:
-    """Permits to run requests in this process. Sheds overload before the database is touched."""
+    """Permits to run requests in this process. Sheds overload before it reaches the database."""
 
     def __init__(self, permit_count_max: int) -> None:
         self._permit_count_max = permit_count_max
@@ -79,7 +80,7 @@ class Lease:
     """Permit and hold of one request, from admission to settlement. Each is released exactly once.
 
     leased_token_count: output tokens that may be delivered in total. outcome: the outcome that
-    ended the request. settled: its final charge; None if the hold was voided (see `endings.py`).
+    ended the request. settled: the final charge; None if the hold was voided (see `endings.py`).
     """
 
     def __init__(self, admission: Admission, op: Admit, usage: UsageSoFar) -> None:
@@ -94,6 +95,8 @@ class Lease:
         self.lapse: Callable[[], Exception | None] = no_lapse
         self.usage = usage
         self.leased_token_count = 0
+        # Total of tokens that may be delivered without a call of `anticipate`.
+        self.free_token_count = 0
         self.outcome: Outcome | None = None
         self.settled: Settled | None = None
         self._op = op
@@ -108,12 +111,12 @@ class Lease:
         """Request permit and hold. A refused request leaves no trace.
 
         done: called later, with the refusal or None. Refusals: QuotaExceeded, PriceMissing,
-        KeyInvalid, RequestIdReused, RequestInFlight, RequestSettled, StoreAway. Raises: Draining,
-        Overloaded.
+        KeyInvalid, RequestIdReused, RequestInFlight, RequestSettled, DatabaseUnavailable. Raises:
+        Draining, Overloaded.
         """
         op, settings = self._op, self._admission.settings
         op.first_slice_token_count = min(settings.lease_slice_tokens, op.first_slice_token_count)
-        op.least_slice_token_count = min(settings.lease_least_tokens, op.first_slice_token_count)
+        op.least_slice_token_count = min(settings.lease_min_tokens, op.first_slice_token_count)
         self._admission.capacity.take()
         self._done = done
         self._pending = self._admission.holds.begin_admit(op, self._answered)
@@ -131,7 +134,7 @@ class Lease:
         admission.refused_at.pop(key_number, None)
         admission.admitted_count += 1
         self.admitted, self.is_held = answer, True
-        self.leased_token_count = answer.leased_token_count
+        self._lease(answer.leased_token_count, self._max_output_token_count)
         self.lapse = partial(admission.holds.lapse, answer.hold_id)
         done(None)
 
@@ -147,45 +150,65 @@ class Lease:
         self._admission.capacity.give_back()
 
     def allow(self, max_output_token_count: int) -> None:
-        """Raise the total of output tokens that the request may have to at least this number."""
-        self._max_output_token_count = max(self._max_output_token_count, max_output_token_count)
+        """Raise the limit on the request's total output tokens to at least this number."""
+        self._lease(
+            self.leased_token_count, max(self._max_output_token_count, max_output_token_count)
+        )
 
     async def cover(self, token_count: int) -> None:
         """Lease output tokens until this many in total may be delivered.
 
-        Raises: QuotaExceeded if a quota has no room for them, HoldEnded, StoreAway. Tokens leased
-        before stay leased.
+        Raises: QuotaExceeded if a quota lacks room, HoldEnded, DatabaseUnavailable. Earlier leases
+        stay valid.
         """
         while token_count > self.leased_token_count:
             await self._extend_beyond(self.leased_token_count)
         self.anticipate(token_count)
 
+    def _lease(self, leased_token_count: int, max_output_token_count: int) -> None:
+        """Note what is leased; a lease of all output is never extended."""
+        self.leased_token_count = leased_token_count
+        self._max_output_token_count = max_output_token_count
+        self.free_token_count = leased_token_count
+        if leased_token_count < max_output_token_count:
+            self.free_token_count -= self._admission.settings.lease_margin_tokens + 1
+
     def anticipate(self, token_count: int) -> None:
-        """Extend the lease in the background before it runs out, so that the stream does not wait."""
-        if self.leased_token_count - token_count > self._admission.settings.lease_margin_tokens:
-            return
-        if not self._anticipating and self.leased_token_count < self._max_output_token_count:
+        """Extend the lease in the background before it runs out: the stream must not wait."""
+        if token_count > self.free_token_count and not self._anticipating:
             self._anticipating = True
-            self._admission.tasks.create_task(self._extend_quietly(self.leased_token_count), name="lease extension")
+            self._admission.tasks.create_task(
+                self._extend_quietly(self.leased_token_count), name="lease extension"
+            )
 
     async def _extend_quietly(self, leased_token_count: int) -> None:
         try:
             await self._extend_beyond(leased_token_count)
         except MeteringError as refusal:
             # `cover` repeats the extension when the tokens are needed; a refusal matters only then.
-            log.debug("lease_extension_refused", hold_id=str(self.admitted.hold_id), cause=str(refusal))
+            log.debug(
+                "lease_extension_refused", hold_id=str(self.admitted.hold_id), cause=str(refusal)
+            )
 
     async def _extend_beyond(self, leased_token_count: int) -> None:
         self._lock = self._lock or asyncio.Lock()
         async with self._lock:
             if self.leased_token_count > leased_token_count:
                 return
-            wanted = min(self._admission.settings.lease_slice_tokens, self._max_output_token_count - self.leased_token_count)
-            assert wanted > 0, "the engine may not produce more than the request allows"
-            extended = await self._admission.holds.extend(
-                Extend(self.admitted.hold_id, self.usage.delivered_token_count, self.usage.cached_input_token_count, wanted)
+            target = min(
+                self._admission.settings.lease_slice_tokens,
+                self._max_output_token_count - self.leased_token_count,
             )
-            self.leased_token_count = extended.leased_token_count
+            assert target > 0, "the engine may not produce more than the request allows"
+            extended = await self._admission.holds.extend(
+                Extend(
+                    self.admitted.hold_id,
+                    self.usage.delivered_token_count,
+                    self.usage.cached_input_token_count,
+                    target,
+                )
+            )
+            self._lease(extended.leased_token_count, self._max_output_token_count)
             self._anticipating = False
 
     def end(
@@ -234,14 +257,19 @@ class Lease:
 
 
 def no_lapse() -> None:
-    """Return None: there is no hold yet that could lapse. Default of `Lease.lapse`."""
+    """Return None: there is no hold yet that could lapse."""
 
 
 class Admission:
     """Admits requests and ends each of them."""
 
     def __init__(
-        self, settings: Settings, capacity: Capacity, holds: HoldStore, journal: UsageJournal, tasks: asyncio.TaskGroup
+        self,
+        settings: Settings,
+        capacity: Capacity,
+        holds: HoldStore,
+        journal: UsageJournal,
+        tasks: asyncio.TaskGroup,
     ) -> None:
         self.settings = settings
         self.capacity = capacity
@@ -249,7 +277,7 @@ class Admission:
         self.journal = journal
         self.tasks = tasks
         self.admitted_count = 0  # since the start of the process
-        # By API key number, latest refusal last
+        # Key: the API key's id as an integer; the latest refusal is last
         self.refused_at: OrderedDict[int, float] = OrderedDict()
 
     def was_refused(self, api_key_id: uuid.UUID) -> bool:
@@ -264,7 +292,7 @@ class Admission:
             self.refused_at.popitem(last=False)
 
     async def check_room(self, op: Admit) -> None:
-        """Raise the refusal of a request of at least this size, before it costs any work.
+        """Raise the refusal of a request of at least this size, before any work.
 
         op: its input is a lower bound, its output only the first slice. Raises: Draining,
         Overloaded, and the errors of `HoldStore.check_room`.
@@ -292,7 +320,7 @@ class Admission:
 
 
 async def answered(ask: Callable[[Callable[[Exception | None], None]], None]) -> None:
-    """Call `ask` with a callback and wait until it is called. Raises the error that the callback receives."""
+    """Call `ask` with a callback and wait for it. Raises the error that the callback receives."""
     answer: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
     ask(lambda error: None if answer.done() else answer.set_result(error))
     if (error := await answer) is not None:

@@ -17,7 +17,7 @@ from functools import partial
 import grpc
 from weir.v1 import inference_service_pb2 as pb
 
-from api.access.auth import StandingKey, check_model
+from api.access.auth import StreamKey, check_model
 from api.core.errors import (
     FieldViolation,
     InvalidRequest,
@@ -29,7 +29,14 @@ from api.core.errors import (
     status_of,
 )
 from api.core.interceptor import READ_BYTES, READ_S, ReceivedMessages
-from api.core.pace import BYTE_COST_S, LOOKUP_COST_S, MESSAGE_COST_S, REFUSAL_COST_S, START_FREE_S, VISIT
+from api.core.pace import (
+    BYTE_COST_S,
+    LOOKUP_COST_S,
+    MESSAGE_COST_S,
+    REFUSAL_COST_S,
+    START_FREE_S,
+    VISIT,
+)
 from api.core.wire import parse_request_id
 from api.generation import frames
 from api.generation.live import Caller, LiveRequest
@@ -42,12 +49,13 @@ from metering.core.errors import RequestInFlight
 from metering.core.models import Outcome
 from metering.tenants.tenants import as_uuid
 
-# Possible difference in latency between the start of a call and its cancellation
+# Possible difference in latency between the start of a call and its cancellation.
 DEADLINE_SLACK_S = 0.1
 DEADLINE_ROUNDING = 0.01  # maximum share by which gRPC rounds a timeout up
-# Per message before other streams run; a message may hold thousands of frames of 5 to 150 µs each
+# Seconds per message before other streams run: a message may hold thousands of frames of 5 to 150
+# µs.
 SLICE_S = 0.002
-# So that a late cancel of a request that has just ended is not an error
+# Late cancels of a request that has just ended are not errors.
 ENDED_IDS_REMEMBERED = 10_000
 
 Context = grpc.aio.ServicerContext[pb.GenerateRequest, bytes]
@@ -59,7 +67,7 @@ class ClientStream:
     def __init__(
         self,
         process: Process,
-        key: StandingKey,
+        key: StreamKey,
         auth_ms: float,
         *,
         secret: str = "",
@@ -79,7 +87,7 @@ class ClientStream:
         self._auth_ms = auth_ms
         self._frames_max = process.admission.settings.frames_per_message_max
         self._outbox = Outbox(process.admission.journal, process.admission.holds.may_have_lapsed)
-        # By number of the request id, since UUIDs hash in Python
+        # Keys: request ids as integers, because UUIDs are hashed in Python
         self._running: dict[int, Receiver] = {}
         self._ended: OrderedDict[int, None] = OrderedDict()
         self._all_ended = asyncio.Event()
@@ -88,9 +96,12 @@ class ClientStream:
         self._deadline: float | None = None  # of the call, in seconds on the monotonic clock
         # Processor time of starts in this slice that is not charged to the key yet
         self._begun_s = 0.0
-        self._lookup_s = 0.0  # cost of database lookups by attaches in this slice, charged after it
+        # Cost of database lookups by attaches in this slice, charged at its end.
+        self._lookup_s = 0.0
         visit = VISIT.get()
-        self._let_in: Callable[[], None] = (lambda: None) if visit is None else visit.let_in
+        self._on_admitted: Callable[[], None] = (
+            (lambda: None) if visit is None else visit.on_admitted
+        )
         key.on_shut_out = self._shut_out
 
     async def serve(self, requests: AsyncIterator[pb.GenerateRequest], context: Context) -> None:
@@ -108,7 +119,10 @@ class ClientStream:
                 tasks.create_task(self._read_on(requests), name="stream reader")
                 # If the client disconnects during a write, gRPC cancels the call right after.
                 left = partial(self._left_midway, context, granted_s)
-                tasks.create_task(self._outbox.write_all(context.write, left, grpc.aio.InternalError), name="stream writer")
+                tasks.create_task(
+                    self._outbox.write_all(context.write, left, grpc.aio.InternalError),
+                    name="stream writer",
+                )
         except asyncio.CancelledError:
             # gRPC cancels the handler both when the client disconnects and when its deadline
             # passes.
@@ -129,12 +143,12 @@ class ClientStream:
     async def _read_on(self, requests: AsyncIterator[pb.GenerateRequest]) -> None:
         """Read until the stream ends or a message ends it; wait for the current write before that.
 
-        Cancelling a write leaves an operation pending, behind which gRPC never sends the status.
+        A cancelled write leaves an operation pending, and gRPC never sends the status after it.
         """
         try:
             async for message in requests:
                 await self._work_off(message.frames)
-                # So that a stream that waits for the next message does not keep this one
+                # Otherwise a stream that waits for the next message would keep this one in memory.
                 del message
             await self._all_ended.wait()
             self._outbox.close()
@@ -148,14 +162,19 @@ class ClientStream:
     async def _work_off(self, batch: Sequence[pb.ClientFrame]) -> None:
         """Handle the frames of one message in slices, and let other streams run between them.
 
-        A key that used up its share of the event loop waits before its next slice. A key that is
-        revoked meanwhile stops the message. Raises: InvalidRequest.
+        A key that has used up its share of the event loop waits before the next slice. The message
+        stops if its key is revoked meanwhile. Raises: InvalidRequest.
         """
         received_at = time.monotonic() - self._auth_ms / 1000
         if not batch:
-            raise InvalidRequest([FieldViolation("frames", "a message must hold at least one frame")])
+            raise InvalidRequest(
+                [FieldViolation("frames", "a message must hold at least one frame")]
+            )
         if len(batch) > self._frames_max:
-            wrong = f"a message may hold {self._frames_max} frames, got {len(batch)}: split it into several messages"
+            wrong = (
+                f"a message may hold {self._frames_max} frames, got {len(batch)}: split it into"
+                " several messages"
+            )
             raise InvalidRequest([FieldViolation("frames", wrong)])
         await self._key.look_again()
         auth_ms = (time.monotonic() - received_at) * 1000
@@ -170,7 +189,9 @@ class ClientStream:
             index = self._work_off_slice(batch, index, auth_ms, received_at)
             await self._outbox.room()
 
-    def _work_off_slice(self, batch: Sequence[pb.ClientFrame], index: int, auth_ms: float, received_at: float) -> int:
+    def _work_off_slice(
+        self, batch: Sequence[pb.ClientFrame], index: int, auth_ms: float, received_at: float
+    ) -> int:
         """Handle at least one frame from `index` on within the slice; return the next index."""
         self._lookup_s = self._begun_s = 0.0
         index_before, read_s = index, 0.0 if index else READ_S.get()
@@ -211,23 +232,30 @@ class ClientStream:
         began_at = time.thread_time()
         try:
             if self._is_relayed:
-                raise PermissionDenied("`start` is not accepted on the peer port; send it to the client port (WEIR_LISTEN)")
+                raise PermissionDenied(
+                    "`start` is not accepted on the peer port; send it to the client port"
+                    " (WEIR_LISTEN)"
+                )
             self._key.check()
             start = parse_start(frame.request_id, frame.start, self._process.window_tokens_max)
             if self._key.principal.models:
-                check_model(self._key.principal, self._process.router.own_name(start.model))
-            check_keep(start.keep_s, self._process.admission.settings.keep_max_s)
-            here = self._process.find((self._key.principal.project_id, start.request_id))
-            if self._is_answered(start, here):
+                check_model(self._key.principal, self._process.router.canonical_name(start.model))
+            check_keep(start.keep_s, self._process.admission.settings.keep_on_disconnect_max_s)
+            running = self._process.find((self._key.principal.project_id, start.request_id))
+            if self._is_answered(start, running):
                 return
 
             def bind(receiver: Receiver) -> None:
                 receiver.payload_hash = start.payload_hash
-                if here is not None:
-                    here.output.attach(receiver, 0, start.initial_credit_tokens or 0)
+                if running is not None:
+                    running.output.attach(receiver, 0, start.initial_credit_tokens or 0)
                 else:
-                    told = trace_of(frame.traceparent, frame.tracestate) if frame.traceparent else NO_TRACE
-                    trace = told if told.traceparent else self._trace
+                    own_trace = (
+                        trace_of(frame.traceparent, frame.tracestate)
+                        if frame.traceparent
+                        else NO_TRACE
+                    )
+                    trace = own_trace if own_trace.traceparent else self._trace
                     principal = self._key.principal
                     caller = Caller(
                         self._key.payer,
@@ -239,32 +267,42 @@ class ClientStream:
                         principal.bounds,
                         principal.address,
                         principal.secret_hash,
-                        self._let_in,
+                        self._on_admitted,
                     )
                     read_at = time.thread_time()
                     LiveRequest(caller, start, self._process, receiver).begin()
                     # Quotas bound admitted requests; a refused request charges for its prompt
                     # itself.
-                    self._begun_s += min(read_at - began_at, START_FREE_S) + time.thread_time() - read_at
+                    self._begun_s += (
+                        min(read_at - began_at, START_FREE_S) + time.thread_time() - read_at
+                    )
 
             self._receive(frame.request_id, start.request_id, bind)
         except Exception as error:
             self._process.observer.start_refused(error)
             self._refuse(frame.request_id, error)
 
-    def _is_answered(self, start: ValidStart, here: LiveRequest | None) -> bool:
+    def _is_answered(self, start: ValidStart, running: LiveRequest | None) -> bool:
         """Return whether this stream receives the same request.
 
         Raises: RequestUnderWay on a different payload.
         """
         receiver = self._running.get(start.request_id.int)
         known = (
-            here.start.payload_hash if here is not None else receiver.payload_hash if receiver is not None else start.payload_hash
+            running.start.payload_hash
+            if running is not None
+            else receiver.payload_hash
+            if receiver is not None
+            else start.payload_hash
         )
         if known is None:
-            raise RequestInFlight("this stream has attached to a request with this request_id; wait until it ends")
+            raise RequestInFlight(
+                "this stream has attached to a request with this request_id; wait until it ends"
+            )
         if known != start.payload_hash:
-            raise RequestUnderWay("a request with this request_id and another payload is already running")
+            raise RequestUnderWay(
+                "a request with this request_id and another payload is already running"
+            )
         return receiver is not None
 
     def _attach(self, frame: pb.ClientFrame) -> None:
@@ -272,7 +310,9 @@ class ClientStream:
             self._key.check()
             request_id, after_seq = parse_request_id(frame.request_id), frame.attach.after_seq
             if after_seq < 0:
-                raise InvalidRequest([FieldViolation("attach.after_seq", f"must be at least 0, got {after_seq}")])
+                raise InvalidRequest(
+                    [FieldViolation("attach.after_seq", f"must be at least 0, got {after_seq}")]
+                )
             key = self._key.principal.project_id, request_id
             source, relays = self._source(key), None if self._is_relayed else self._process.relays
 
@@ -280,11 +320,18 @@ class ClientStream:
                 if source is not None:
                     source.attach(receiver, after_seq, 0)
                 elif relays is None:
-                    raise UnknownRequest(f"this server does not run a request {frame.request_id[:64]!r}")
+                    raise UnknownRequest(
+                        f"this server does not run a request {frame.request_id[:64]!r}"
+                    )
                 else:
                     self._lookup_s += LOOKUP_COST_S
                     relays.begin(
-                        receiver, key, self._secret, after_seq=after_seq, credit_token_count=0, address=self._key.principal.address
+                        receiver,
+                        key,
+                        self._secret,
+                        after_seq=after_seq,
+                        credit_token_count=0,
+                        address=self._key.principal.address,
                     )
 
             self._receive(frame.request_id, request_id, bind)
@@ -302,16 +349,20 @@ class ClientStream:
 
     def _source(self, key: Key) -> Source | None:
         """Return the source of a request, if this process knows it. Raises: ModelNotAllowed."""
-        if (here := self._process.find(key)) is not None:
-            check_model(self._key.principal, self._process.router.own_name(here.start.model))
-            return here.output
+        if (running := self._process.find(key)) is not None:
+            check_model(
+                self._key.principal, self._process.router.canonical_name(running.start.model)
+            )
+            return running.output
         if (kept := self._process.replays.find(key)) is not None:
-            check_model(self._key.principal, self._process.router.own_name(kept.model))
+            check_model(self._key.principal, self._process.router.canonical_name(kept.model))
             return kept
-        receiver = self._running.get(key[1].int)  # if it is relayed
+        receiver = self._running.get(key[1].int)  # set if it is relayed
         return None if receiver is None else receiver.source
 
-    def _receive(self, given_id: str, request_id: uuid.UUID, bind: Callable[[Receiver], None]) -> None:
+    def _receive(
+        self, given_id: str, request_id: uuid.UUID, bind: Callable[[Receiver], None]
+    ) -> None:
         """Receive a request; undone if `bind` fails.
 
         Raises: Overloaded, and the errors of `bind`.
@@ -320,7 +371,9 @@ class ClientStream:
         before = self._running.get(number)
         limit = self._process.admission.settings.requests_per_stream_max
         if before is None and len(self._running) >= limit:
-            raise Overloaded(f"this stream is at its limit of {limit} requests; wait for one to end")
+            raise Overloaded(
+                f"this stream is at its limit of {limit} requests; wait for one to end"
+            )
         receiver = Receiver(self._outbox, given_id, lambda receiver: self._on_end(number, receiver))
         self._running[number] = receiver
         self._all_ended.clear()
@@ -336,7 +389,9 @@ class ClientStream:
     def _known(self, given_id: str) -> Receiver | None:
         """Return the running request that a frame names; report an unknown id to the client."""
         receiver = self._find(given_id)
-        if receiver is None and ((request_id := as_uuid(given_id)) is None or request_id.int not in self._ended):
+        if receiver is None and (
+            (request_id := as_uuid(given_id)) is None or request_id.int not in self._ended
+        ):
             error = UnknownRequest(f"this stream has not started a request {given_id[:64]!r}")
             self._answer(given_id, frames.failed(status_of(error), None))
         return receiver
@@ -368,7 +423,7 @@ class ClientStream:
 
     def _leave(self, outcome: Outcome) -> None:
         """Stop delivery, and all requests except those that continue unattended."""
-        # First, so that requests need not search the queue for their own frames
+        # First, so that requests need not search the queue for their own frames.
         self._outbox.abandon()
         for receiver in list(self._running.values()):
             receiver.source.leave(receiver, outcome)
@@ -384,7 +439,7 @@ class ClientStream:
 
 
 def check_keep(keep_s: float | None, keep_max_s: float) -> None:
-    """Raise KeepTooLong if a request asks to run unattended for longer than the server allows."""
+    """Raise KeepTooLong if a request asks to run unattended for longer than allowed."""
     if keep_s is not None and keep_s > keep_max_s:
         raise KeepTooLong(keep_s, keep_max_s)
 
@@ -396,10 +451,14 @@ def remaining_s(context: Context) -> float | None:
 
 
 def outcome_of_leaving(granted_s: float | None, left_s: float | None) -> Outcome:
-    """Return how a call ended that was granted this much time and had this much left.
+    """Return how a call ended, from the time that it was granted and the time left.
 
     The client usually notices its deadline first, and cancels shortly before the server would.
     """
-    if granted_s is None or left_s is None or left_s > DEADLINE_SLACK_S + DEADLINE_ROUNDING * granted_s:
+    if (
+        granted_s is None
+        or left_s is None
+        or left_s > DEADLINE_SLACK_S + DEADLINE_ROUNDING * granted_s
+    ):
         return Outcome.CANCELLED
     return Outcome.DEADLINE

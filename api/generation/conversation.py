@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 
 from weir.v1 import inference_service_pb2 as pb
 
 from api.core.errors import Violations
-from api.generation.json_text import LEVELS_MAX, json_object
+from api.generation.json_text import json_object
 from inference.text.tokenizer import ChatMessage
 from inference.text.tools import ToolCall
 
@@ -22,7 +23,7 @@ ROLES: Mapping[int, str] = {
 PLAIN_ROLES = frozenset(ROLES) - {pb.ROLE_TOOL}  # turns with text only
 CALLLESS_ROLES = frozenset((pb.ROLE_SYSTEM, pb.ROLE_USER))
 CALL_ID_CHARS_MAX = 128
-# Checking that many takes some ms, during which no other stream runs; a template holds the GIL.
+# Checking this many takes some ms, during which no other stream runs: a template holds the GIL.
 MESSAGE_COUNT_MAX = 4096
 CALL_COUNT_MAX = 4096  # of all messages together, for the same reason
 
@@ -38,7 +39,9 @@ def check_prompt(message: pb.StartFrame | pb.CountTokensRequest, wrong: Violatio
             if not message.text:
                 wrong.check(False, "text", "must not be empty")
         case "token_ids" if isinstance(message, pb.StartFrame):
-            wrong.check(bool(message.token_ids.ids), "token_ids.ids", "must hold at least one token id")
+            wrong.check(
+                bool(message.token_ids.ids), "token_ids.ids", "must hold at least one token id"
+            )
         case _:
             pass
 
@@ -51,7 +54,11 @@ def check_messages(messages: Sequence[pb.Message], wrong: Violations) -> None:
     call_counts = [len(turn.tool_calls) for turn in messages]
     call_count = sum(call_counts)
     right = call_count <= CALL_COUNT_MAX
-    wrong.check(right, "conversation.messages", f"may have {CALL_COUNT_MAX} tool calls in total, got {call_count}")
+    wrong.check(
+        right,
+        "conversation.messages",
+        f"may have {CALL_COUNT_MAX} tool calls in total, got {call_count}",
+    )
     if not right:
         return
     call_ids: set[str] = set()
@@ -60,14 +67,26 @@ def check_messages(messages: Sequence[pb.Message], wrong: Violations) -> None:
         if role in PLAIN_ROLES and not count and not turn.tool_call_id:
             continue  # most turns
         field = f"conversation.messages[{index}]"
-        wrong.check(role in ROLES, f"{field}.role", "must be ROLE_SYSTEM, ROLE_USER, ROLE_ASSISTANT or ROLE_TOOL")
+        wrong.check(
+            role in ROLES,
+            f"{field}.role",
+            "must be ROLE_SYSTEM, ROLE_USER, ROLE_ASSISTANT or ROLE_TOOL",
+        )
         if role == pb.ROLE_TOOL:
-            wrong.check(turn.tool_call_id in call_ids, f"{field}.tool_call_id", "must be the id of a call in an earlier message")
+            wrong.check(
+                turn.tool_call_id in call_ids,
+                f"{field}.tool_call_id",
+                "must be the id of a call in an earlier message",
+            )
         elif turn.tool_call_id:
-            wrong.check(False, f"{field}.tool_call_id", "is allowed for ROLE_TOOL only; leave it out")
+            wrong.check(
+                False, f"{field}.tool_call_id", "is allowed for ROLE_TOOL only; leave it out"
+            )
         if turn.tool_calls:
             wrong.check(
-                turn.role == pb.ROLE_ASSISTANT, f"{field}.tool_calls", "are allowed for ROLE_ASSISTANT only; leave them out"
+                turn.role == pb.ROLE_ASSISTANT,
+                f"{field}.tool_calls",
+                "are allowed for ROLE_ASSISTANT only; leave them out",
             )
             check_calls(turn.tool_calls, f"{field}.tool_calls", wrong)
             call_ids.update(call.id for call in turn.tool_calls)
@@ -78,11 +97,13 @@ def check_calls(calls: Sequence[pb.ToolCall], field: str, wrong: Violations) -> 
     seen: set[str] = set()
     for index, call in enumerate(calls):
         right = 1 <= len(call.id) <= CALL_ID_CHARS_MAX and call.id not in seen
-        wrong.check(right, f"{field}[{index}].id", f"must have 1 to {CALL_ID_CHARS_MAX} characters and be unique in its message")
+        wrong.check(
+            right,
+            f"{field}[{index}].id",
+            f"must have 1 to {CALL_ID_CHARS_MAX} characters and be unique in its message",
+        )
         seen.add(call.id)
         wrong.check(bool(call.name), f"{field}[{index}].name", "must name a tool")
-        right = json_object(call.arguments_json) is not None
-        wrong.check(right, f"{field}[{index}].arguments_json", f"must be a JSON object of at most {LEVELS_MAX} levels")
 
 
 def parse_prompt(message: pb.StartFrame | pb.CountTokensRequest) -> Prompt:
@@ -97,10 +118,25 @@ def parse_prompt(message: pb.StartFrame | pb.CountTokensRequest) -> Prompt:
             return tuple(message.token_ids.ids)
 
 
+def shown_arguments(text: str) -> str:
+    """Return the arguments of an earlier call as a JSON object, or else as a JSON string.
+
+    Models write calls that are cut off or malformed, and agents send them back: templates get the
+    text as it is.
+    """
+    if not text.strip():
+        return "{}"
+    return text if json_object(text) is not None else json.dumps(text, ensure_ascii=False)
+
+
 def thinking_of(message: pb.StartFrame | pb.CountTokensRequest) -> bool | None:
     """Return whether the model should think; None if its chat template decides."""
     conversation = message.conversation
-    return conversation.thinking if message.HasField("conversation") and conversation.HasField("thinking") else None
+    return (
+        conversation.thinking
+        if message.HasField("conversation") and conversation.HasField("thinking")
+        else None
+    )
 
 
 def _messages(turns: Sequence[pb.Message]) -> tuple[ChatMessage, ...]:
@@ -110,7 +146,10 @@ def _messages(turns: Sequence[pb.Message]) -> tuple[ChatMessage, ...]:
         if (role := turn.role) in CALLLESS_ROLES:
             messages.append(ChatMessage(ROLES[role], turn.content))
             continue
-        called = tuple(ToolCall(call.id, call.name, call.arguments_json) for call in turn.tool_calls)
+        called = tuple(
+            ToolCall(call.id, call.name, shown_arguments(call.arguments_json))
+            for call in turn.tool_calls
+        )
         calls |= {call.id: call for call in called}
         result_of = calls[turn.tool_call_id] if turn.role == pb.ROLE_TOOL else None
         messages.append(ChatMessage(ROLES[turn.role], turn.content, called, result_of))

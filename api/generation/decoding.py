@@ -26,17 +26,17 @@ from inference.engine import (
 TEMPERATURE_MAX = 2.0
 PENALTY_MAX = 2.0  # OpenAI's range, in both directions
 REPETITION_PENALTY_MAX = 2.0  # above it the penalty alone decides the output
-# OpenAI's range, in both directions; at its ends a token is certain or banned
+# OpenAI's range, in both directions; at its ends a token is certain or banned.
 LOGIT_BIAS_MAX = 100.0
 LOGIT_BIAS_COUNT_MAX = 1024  # each is written into the logits at every step
 STOP_SEQUENCE_COUNT_MAX = 16  # each is matched against every token's text
 STOP_SEQUENCE_CHARS_MAX = 256
 STOP_TOKEN_ID_COUNT_MAX = 64
-TOP_LOGPROBS_MAX = 20
+LOGPROBS_MAX = {"top_logprobs": 20, "prompt_logprobs": 5}  # likely tokens per token
 CHOICE_COUNT_MAX = 16  # each takes a slot of the engine's batch
 BEAM_WIDTH_MAX = 16  # each takes a slot of the engine's batch
 LENGTH_PENALTY_MAX = 10.0  # in both directions; beyond it the length alone would decide
-# Compiles in 200 ms at worst, measured on schemas that consist of objects only
+# Compiles in 200 ms at worst, measured on schemas that consist of objects only.
 RESPONSE_FORMAT_BYTES_MAX = 65_536
 
 EARLY_STOPPING: Mapping[int, EarlyStopping] = {
@@ -60,6 +60,7 @@ class SamplingOverrides(msgspec.Struct, frozen=True):
     frequency_penalty: float
     logit_bias: tuple[tuple[int, float], ...]
     top_logprobs: int | None
+    prompt_logprobs: int | None
 
     def over(self, defaults: SamplingParams) -> SamplingParams:
         """Return the parameters to run with."""
@@ -72,15 +73,18 @@ class SamplingOverrides(msgspec.Struct, frozen=True):
             top_k=defaults.top_k if self.top_k is None else self.top_k,
             seed=self.seed,
             min_p=defaults.min_p if self.min_p is None else self.min_p,
-            repetition_penalty=defaults.repetition_penalty if self.repetition_penalty is None else self.repetition_penalty,
+            repetition_penalty=defaults.repetition_penalty
+            if self.repetition_penalty is None
+            else self.repetition_penalty,
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
             logit_bias=self.logit_bias,
             top_logprobs=self.top_logprobs,
+            prompt_logprobs=self.prompt_logprobs,
         )
 
 
-NO_OVERRIDES = SamplingOverrides(None, None, None, None, None, None, 0.0, 0.0, (), None)
+NO_OVERRIDES = SamplingOverrides(None, None, None, None, None, None, 0.0, 0.0, (), None, None)
 
 
 class StopRules(msgspec.Struct, frozen=True):
@@ -120,10 +124,13 @@ def check_decoding(start: pb.StartFrame, wrong: Violations) -> None:
         _check_beam_search(start, wrong)
     if start.HasField("choice_count"):
         right = 1 <= start.choice_count <= CHOICE_COUNT_MAX
-        wrong.check(right, "choice_count", f"must be from 1 to {CHOICE_COUNT_MAX}, got {start.choice_count}")
-    if start.HasField("top_logprobs"):
-        right = 0 <= start.top_logprobs <= TOP_LOGPROBS_MAX
-        wrong.check(right, "top_logprobs", f"must be from 0 to {TOP_LOGPROBS_MAX}, got {start.top_logprobs}")
+        wrong.check(
+            right, "choice_count", f"must be from 1 to {CHOICE_COUNT_MAX}, got {start.choice_count}"
+        )
+    for name in ("top_logprobs", "prompt_logprobs"):
+        if start.HasField(name):
+            count, limit = getattr(start, name), LOGPROBS_MAX[name]
+            wrong.check(0 <= count <= limit, name, f"must be from 0 to {limit}, got {count}")
 
 
 def parse_sampling(start: pb.StartFrame) -> SamplingOverrides:
@@ -142,6 +149,7 @@ def parse_sampling(start: pb.StartFrame) -> SamplingOverrides:
         frequency_penalty=sampling.frequency_penalty,
         logit_bias=tuple(sorted(sampling.logit_bias.items())),
         top_logprobs=start.top_logprobs if start.HasField("top_logprobs") else None,
+        prompt_logprobs=start.prompt_logprobs if start.HasField("prompt_logprobs") else None,
     )
 
 
@@ -173,17 +181,31 @@ def parse_stop(start: pb.StartFrame) -> StopRules:
 def check_against_model(request: GenerationRequest, vocabulary_size: int) -> None:
     """Check options that depend on model and prompt. Raises: InvalidRequest."""
     sampling, stop = request.sampling, request.stop
-    least, most = stop.min_output_tokens, stop.max_output_tokens
+    output_min, output_max = stop.min_output_tokens, stop.max_output_tokens
     right = request.choice_count == 1 or sampling.temperature > 0 or request.beam_search is not None
-    if right and least <= most and not (sampling.logit_bias or stop.stop_token_ids):
+    if right and output_min <= output_max and not (sampling.logit_bias or stop.stop_token_ids):
         return
     wrong = Violations()
     for token_id, _ in sampling.logit_bias:
-        wrong.check(token_id < vocabulary_size, f"sampling.logit_bias[{token_id}]", f"must be from 0 to {vocabulary_size - 1}")
+        wrong.check(
+            token_id < vocabulary_size,
+            f"sampling.logit_bias[{token_id}]",
+            f"must be from 0 to {vocabulary_size - 1}",
+        )
     for token_id in sorted(stop.stop_token_ids):
-        wrong.check(token_id < vocabulary_size, "stop_token_ids", f"must be from 0 to {vocabulary_size - 1}, got {token_id}")
-    wrong.check(least <= most, "min_output_tokens", f"must be at most {most} for this prompt, got {least}")
-    wrong.check(right, "choice_count", "must be 1 with a temperature of 0, where all choices would be equal")
+        wrong.check(
+            token_id < vocabulary_size,
+            "stop_token_ids",
+            f"must be from 0 to {vocabulary_size - 1}, got {token_id}",
+        )
+    wrong.check(
+        output_min <= output_max,
+        "min_output_tokens",
+        f"must be at most {output_max} for this prompt, got {output_min}",
+    )
+    wrong.check(
+        right, "choice_count", "must be 1 with a temperature of 0, where all choices would be equal"
+    )
     wrong.raise_if_any()
 
 
@@ -193,15 +215,34 @@ def _check_sampling(sampling: pb.Sampling, wrong: Violations) -> None:
     def check(name: str, right: bool, range_: str) -> None:
         wrong.check(right, f"sampling.{name}", f"must be {range_}, got {getattr(sampling, name):g}")
 
-    most = PENALTY_MAX
-    check("temperature", 0 <= sampling.temperature <= TEMPERATURE_MAX, f"between 0 and {TEMPERATURE_MAX:g}")
-    check("top_p", not sampling.HasField("top_p") or 0 < sampling.top_p <= 1, "more than 0 and at most 1")
+    penalty_max = PENALTY_MAX
+    check(
+        "temperature",
+        0 <= sampling.temperature <= TEMPERATURE_MAX,
+        f"between 0 and {TEMPERATURE_MAX:g}",
+    )
+    check(
+        "top_p",
+        not sampling.HasField("top_p") or 0 < sampling.top_p <= 1,
+        "more than 0 and at most 1",
+    )
     check("top_k", sampling.top_k >= 0, "0 or more")
     check("min_p", 0 <= sampling.min_p <= 1, "between 0 and 1")
-    right = not sampling.HasField("repetition_penalty") or 0 < sampling.repetition_penalty <= REPETITION_PENALTY_MAX
+    right = (
+        not sampling.HasField("repetition_penalty")
+        or 0 < sampling.repetition_penalty <= REPETITION_PENALTY_MAX
+    )
     check("repetition_penalty", right, f"more than 0 and at most {REPETITION_PENALTY_MAX:g}")
-    check("presence_penalty", -most <= sampling.presence_penalty <= most, f"between {-most:g} and {most:g}")
-    check("frequency_penalty", -most <= sampling.frequency_penalty <= most, f"between {-most:g} and {most:g}")
+    check(
+        "presence_penalty",
+        -penalty_max <= sampling.presence_penalty <= penalty_max,
+        f"between {-penalty_max:g} and {penalty_max:g}",
+    )
+    check(
+        "frequency_penalty",
+        -penalty_max <= sampling.frequency_penalty <= penalty_max,
+        f"between {-penalty_max:g} and {penalty_max:g}",
+    )
 
 
 def _check_biases(sampling: pb.Sampling, wrong: Violations) -> None:
@@ -212,31 +253,47 @@ def _check_biases(sampling: pb.Sampling, wrong: Violations) -> None:
         field = f"sampling.logit_bias[{token_id}]"
         wrong.check(token_id >= 0, field, "token ids must be at least 0")
         right = -LOGIT_BIAS_MAX <= bias <= LOGIT_BIAS_MAX
-        wrong.check(right, field, f"must be between {-LOGIT_BIAS_MAX:g} and {LOGIT_BIAS_MAX:g}, got {bias:g}")
+        wrong.check(
+            right,
+            field,
+            f"must be between {-LOGIT_BIAS_MAX:g} and {LOGIT_BIAS_MAX:g}, got {bias:g}",
+        )
 
 
 def check_stop(start: pb.StartFrame, wrong: Violations) -> None:
     """Check every stop condition that can be checked from the frame alone."""
-    most, least = start.max_output_tokens, start.min_output_tokens
+    output_max, output_min = start.max_output_tokens, start.min_output_tokens
     limited = start.HasField("max_output_tokens")
-    if limited and most < 1:
-        wrong.check(False, "max_output_tokens", f"must be at least 1, got {most}; leave it unset for no limit")
-    if least < 0 or (limited and least > max(most, 1)):
-        wrong.check(False, "min_output_tokens", f"must be from 0 to max_output_tokens, got {least}")
+    if limited and output_max < 1:
+        wrong.check(
+            False,
+            "max_output_tokens",
+            f"must be at least 1, got {output_max}; leave it unset for no limit",
+        )
+    if output_min < 0 or (limited and output_min > max(output_max, 1)):
+        wrong.check(
+            False, "min_output_tokens", f"must be from 0 to max_output_tokens, got {output_min}"
+        )
     stops, ids = start.stop_sequences, start.stop_token_ids
     if not (stops or ids):
         return
     few = wrong.check_count(len(stops), STOP_SEQUENCE_COUNT_MAX, "stop_sequences")
     for index, stop in enumerate(stops if few else ()):
         right = 1 <= len(stop) <= STOP_SEQUENCE_CHARS_MAX
-        wrong.check(right, f"stop_sequences[{index}]", f"must have 1 to {STOP_SEQUENCE_CHARS_MAX} characters, got {len(stop)}")
+        wrong.check(
+            right,
+            f"stop_sequences[{index}]",
+            f"must have 1 to {STOP_SEQUENCE_CHARS_MAX} characters, got {len(stop)}",
+        )
     few = wrong.check_count(len(ids), STOP_TOKEN_ID_COUNT_MAX, "stop_token_ids")
     for index, token_id in enumerate(ids if few else ()):
-        wrong.check(token_id >= 0, f"stop_token_ids[{index}]", f"must be at least 0, got {token_id}")
+        wrong.check(
+            token_id >= 0, f"stop_token_ids[{index}]", f"must be at least 0, got {token_id}"
+        )
 
 
 def _check_response_format(start: pb.StartFrame, wrong: Violations) -> None:
-    """Check what can be checked without compiling; the engine rejects the rest by the same field."""
+    """Check the parts that need no compiling; the engine rejects the rest by the same field."""
     kind = start.response_format.WhichOneof("kind")
     if kind is None:
         wrong.check(False, "response_format", "one of json_schema, regex and lark must be set")
@@ -244,34 +301,67 @@ def _check_response_format(start: pb.StartFrame, wrong: Violations) -> None:
     source: str = getattr(start.response_format, kind)
     size = len(source.encode())
     right = 0 < size <= RESPONSE_FORMAT_BYTES_MAX
-    wrong.check(right, f"response_format.{kind}", f"must have 1 to {RESPONSE_FORMAT_BYTES_MAX} bytes, got {size}")
+    wrong.check(
+        right,
+        f"response_format.{kind}",
+        f"must have 1 to {RESPONSE_FORMAT_BYTES_MAX} bytes, got {size}",
+    )
     if kind == "json_schema" and right:
-        wrong.check(_is_schema(source), "response_format.json_schema", "must be a JSON object or boolean")
+        wrong.check(
+            _is_schema(source), "response_format.json_schema", "must be a JSON object or boolean"
+        )
     for name in ("ignore_eos", "min_output_tokens", "stop_token_ids"):
-        wrong.check(not getattr(start, name), name, "cannot be combined with response_format, which ends the output itself")
+        wrong.check(
+            not getattr(start, name),
+            name,
+            "cannot be combined with response_format, which ends the output itself",
+        )
 
 
 def _check_beam_search(start: pb.StartFrame, wrong: Violations) -> None:
     """Check beam search. Comparisons are written so that NaN fails too."""
-    search, most = start.beam_search, LENGTH_PENALTY_MAX
+    search, penalty_max = start.beam_search, LENGTH_PENALTY_MAX
+    wrong.check(
+        not start.HasField("prompt_logprobs"),
+        "prompt_logprobs",
+        "cannot be combined with beam_search: leave it out",
+    )
     right = 2 <= search.width <= BEAM_WIDTH_MAX
     wrong.check(
-        right, "beam_search.width", f"must be from 2 to {BEAM_WIDTH_MAX}, got {search.width}; leave beam_search unset for 1"
+        right,
+        "beam_search.width",
+        f"must be from 2 to {BEAM_WIDTH_MAX}, got {search.width}; leave beam_search unset for 1",
     )
-    right = -most <= search.length_penalty <= most
-    wrong.check(right, "beam_search.length_penalty", f"must be between {-most:g} and {most:g}, got {search.length_penalty:g}")
+    right = -penalty_max <= search.length_penalty <= penalty_max
+    wrong.check(
+        right,
+        "beam_search.length_penalty",
+        f"must be between {-penalty_max:g} and {penalty_max:g}, got {search.length_penalty:g}",
+    )
     right = search.early_stopping in EARLY_STOPPING
     wrong.check(right, "beam_search.early_stopping", f"unknown value {search.early_stopping}")
     fits = start.choice_count <= max(search.width, 1)
     wrong.check(fits, "choice_count", f"must be at most beam_search.width, which is {search.width}")
     for name in ("top_p", "top_k", "min_p", "seed"):
         given = start.sampling.HasField(name)
-        wrong.check(not given, f"sampling.{name}", "cannot be combined with beam_search, which does not sample; leave it unset")
+        wrong.check(
+            not given,
+            f"sampling.{name}",
+            "cannot be combined with beam_search, which does not sample; leave it unset",
+        )
     cold = not start.sampling.temperature > 0
-    wrong.check(cold, "sampling.temperature", "must be 0 or unset with beam_search, which does not sample")
-    wrong.check(not start.stop_sequences, "stop_sequences", "cannot be combined with beam_search; use stop_token_ids")
+    wrong.check(
+        cold, "sampling.temperature", "must be 0 or unset with beam_search, which does not sample"
+    )
+    wrong.check(
+        not start.stop_sequences,
+        "stop_sequences",
+        "cannot be combined with beam_search; use stop_token_ids",
+    )
     free = not start.HasField("response_format")
-    wrong.check(free, "response_format", "cannot be combined with beam_search; leave one of them out")
+    wrong.check(
+        free, "response_format", "cannot be combined with beam_search; leave one of them out"
+    )
 
 
 def _is_schema(source: str) -> bool:

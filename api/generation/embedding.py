@@ -1,8 +1,8 @@
 """Lifecycle of one `Embed` call: tokenize, admit, embed, journal, settle, answer.
 
 It runs as a task of the process, so that cancelling the call cannot interrupt its settlement. It
-can be stopped until all texts are embedded (`endings.py` says what that costs); then it is settled
-and answered.
+can be stopped until all texts are embedded (`endings.py` holds the charge); then it is settled and
+answered.
 """
 
 from __future__ import annotations
@@ -24,7 +24,12 @@ from api.core.errors import CancelledEarly, EngineLost, InputsTooLong, LongInput
 from api.core.messages import input_count_max
 from api.core.pace import REFUSAL_COST_S
 from api.generation.admission import Lease, answered
-from api.generation.embedding_wire import TokenizedText, ValidEmbed, check_against_model, embed_response
+from api.generation.embedding_wire import (
+    TokenizedText,
+    ValidEmbed,
+    check_against_model,
+    embed_response,
+)
 from api.generation.life import End, Interruptible, Life, State, Stopwatch
 from api.generation.live import RETRY_S_MIN, Caller, wait_until_ready
 from api.generation.outbox import UsageSoFar
@@ -91,13 +96,17 @@ class LiveEmbedding:
             raise
         except Exception:
             # The error's traceback refers to this object: a cycle that would keep the texts until a
-            # collection
+            # collection.
             del self._answer
             raise
 
     def stop(self, outcome: Outcome, error: Exception | None = None) -> None:
         """Implement `Life.stop`. Nothing is delivered yet, so the call fails with an error."""
-        self.life.stop(outcome, error or CancelledEarly(f"the request ended as {outcome} before its texts were embedded"))
+        self.life.stop(
+            outcome,
+            error
+            or CancelledEarly(f"the request ended as {outcome} before its texts were embedded"),
+        )
 
     def end_if_lapsed(self) -> None:
         """Fail the request if its hold has lapsed."""
@@ -110,7 +119,7 @@ class LiveEmbedding:
     async def run(self) -> None:
         """Run the request to its end, as a task of the process."""
         try:
-            # The context of this task only, so never unbound
+            # Binds in the context of this task only, so it is never unbound.
             structlog.contextvars.bind_contextvars(request_id=str(self.start.request_id))
             response = await self._embed()
             self._tell(None)
@@ -131,7 +140,9 @@ class LiveEmbedding:
     def _tell(self, broken: Exception | None) -> None:
         """Report the end of the request and its timings to operators."""
         outcome, timings = Outcome.STOP if broken is None else None, self._watch.timings()
-        self._process.observer.ended(Ending(self.caller, self.start, outcome, broken, timings, self._settled, 0))
+        self._process.observer.ended(
+            Ending(self.caller, self.start, outcome, broken, timings, self._settled, 0)
+        )
 
     def _fail(self, error: Exception) -> None:
         """Fail the call. The error is marked as retrieved, since the caller may be gone."""
@@ -145,8 +156,10 @@ class LiveEmbedding:
         async with contextlib.AsyncExitStack() as stack:
             self.life.become(State.PREPARING)
             with Interruptible(self.life, error_of):
-                route = self._process.router.route_encoder(self.start.model, str(self.start.request_id))
-                # Limits and prices use the canonical name
+                route = self._process.router.route_encoder(
+                    self.start.model, str(self.start.request_id)
+                )
+                # Limits and prices use the canonical name.
                 self.start = replace(self.start, model=route.model)
                 encoder, self._served = route.encoder, route.served
                 check_against_model(self.start, encoder.model, input_count_max(encoder.model))
@@ -160,10 +173,12 @@ class LiveEmbedding:
                 check_input_bound(self.caller.bounds, token_count_of(texts), "inputs")
                 self._watch.lap("tokenize")
                 places = self._enter_queue(encoder, texts, stack)
-                lease = await self._process.admission.admit(self._admission_request(token_count_of(texts)), self.usage)
+                lease = await self._process.admission.admit(
+                    self._admission_request(token_count_of(texts)), self.usage
+                )
                 stack.push_async_exit(functools.partial(self._end_hold, lease))
                 self.life.become(State.ADMITTED)
-                self.caller.let_in()
+                self.caller.on_admitted()
                 self._watch.lap("admission")
             self._lease = lease
             try:
@@ -179,14 +194,20 @@ class LiveEmbedding:
         return embed_response(texts, vectors, lease.admitted, lease.settled, self._watch.timings())
 
     async def _end_hold(
-        self, lease: Lease, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        lease: Lease,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         """Settle or void the hold. Raises the error if that fails."""
         outcome = Outcome.STOP if error is None else None
         await answered(lambda done: lease.end(outcome, error, done, self._timings))
         self._settled = lease.settled
 
-    def _enter_queue(self, encoder: Encoder, texts: list[TokenizedText], stack: contextlib.AsyncExitStack) -> dict[Place, Part]:
+    def _enter_queue(
+        self, encoder: Encoder, texts: list[TokenizedText], stack: contextlib.AsyncExitStack
+    ) -> dict[Place, Part]:
         """Queue all parts before the hold is taken, so that a refusal leaves no trace.
 
         Raises as `enter`.
@@ -248,7 +269,9 @@ class LiveEmbedding:
         if encoder.healthy():
             return
         self.life.become(State.LOADING)
-        await wait_until_ready(encoder, self.start.model, self._process.admission.settings.cold_start_wait_s)
+        await wait_until_ready(
+            encoder, self.start.model, self._process.admission.settings.cold_start_wait_s
+        )
 
     def _deliver(self, lease: Lease, texts: list[TokenizedText]) -> None:
         """Journal the delivery.
@@ -258,7 +281,9 @@ class LiveEmbedding:
         if (lapse := lease.lapse()) is not None:  # this process was suspended
             raise lapse
         token_count = token_count_of(texts)
-        self._process.admission.journal.record([Delivered(lease.admitted.hold_id, token_count, 0, 0, 0)])
+        self._process.admission.journal.record(
+            [Delivered(lease.admitted.hold_id, token_count, 0, 0, 0)]
+        )
         self.life.become(State.SETTLING)
         self.usage.input_token_count = token_count
         self._timings = self._watch.timings()
@@ -302,7 +327,9 @@ async def tokenize_inputs(
             ids = tokenizer.encode(given, token_count_max=limit)
         except TokenLimitExceeded as exceeded:
             return LongInput(index, exceeded.least_token_count, is_least=True)
-        return LongInput(index, len(ids)) if len(ids) > limit else TokenizedText(ids, truncated=False)
+        return (
+            LongInput(index, len(ids)) if len(ids) > limit else TokenizedText(ids, truncated=False)
+        )
 
     def tokenize_all() -> list[TokenizedText]:
         found = [tokenize(index, given) for index, given in enumerate(request.inputs)]
@@ -324,7 +351,7 @@ async def tokenize_inputs(
         return await job.work.run(job.payer.organization_id, cost, tokenize_all)
 
 
-# Tokens per turn: seconds of work on a laptop, for which other requests may wait
+# Tokens per turn: seconds of work on a laptop, for which other requests may wait.
 PART_TOKENS = 16_384
 
 Text = TypeVar("Text", bound=Sequence[int])

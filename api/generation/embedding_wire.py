@@ -19,7 +19,7 @@ from api.queue.fair_queue import ServiceTier
 from inference.engine import ModelInfo, Vector
 from metering.holds.operations import Admitted, Settled
 
-VECTOR_TAG = b"\x0a"  # of `Embedding.vector`: field 1, packed
+VECTOR_TAG = b"\x0a"  # tag of `Embedding.vector`: field 1, packed
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,11 @@ def check_input(message: pb.EmbedInput, field: str, wrong: Violations) -> None:
         case "text":
             wrong.check(bool(message.text), f"{field}.text", "must not be empty")
         case "token_ids":
-            wrong.check(bool(message.token_ids.ids), f"{field}.token_ids.ids", "must hold at least one token id")
+            wrong.check(
+                bool(message.token_ids.ids),
+                f"{field}.token_ids.ids",
+                "must hold at least one token id",
+            )
         case _:
             wrong.check(False, field, "one of text and token_ids must be set")
 
@@ -92,18 +96,25 @@ def check_against_model(request: ValidEmbed, model: ModelInfo, input_count_max: 
     """Check the inputs against the limits of the model. Raises: InvalidRequest."""
     wrong = Violations()
     count = len(request.inputs)
-    wrong.check(count <= input_count_max, "inputs", f"this model takes at most {input_count_max} in one call, got {count}")
+    wrong.check(
+        count <= input_count_max,
+        "inputs",
+        f"this model takes at most {input_count_max} in one call, got {count}",
+    )
     size = model.vocabulary_size
     for index, given in enumerate(request.inputs):
         if not isinstance(given, str):
             inside = min(given) >= 0 and max(given) < size
-            wrong.check(inside, f"inputs[{index}].token_ids.ids", f"must each be from 0 to {size - 1}")
+            wrong.check(
+                inside, f"inputs[{index}].token_ids.ids", f"must each be from 0 to {size - 1}"
+            )
     wrong.raise_if_any()
 
 
 def hash_of(message: pb.EmbedRequest) -> bytes:
-    """Hash all fields but the id, to detect an id reused with another payload; differs from any
-    start frame's hash."""
+    """Hash all fields but the id, to detect an id reused with another payload. Differs from the
+    hash of any start frame.
+    """
     payload = pb.EmbedRequest()
     payload.CopyFrom(message)
     payload.ClearField("request_id")
@@ -111,14 +122,22 @@ def hash_of(message: pb.EmbedRequest) -> bytes:
 
 
 def embed_response(
-    texts: Sequence[TokenizedText], vectors: Sequence[Vector], admitted: Admitted, settled: Settled, timings: Mapping[str, float]
+    texts: Sequence[TokenizedText],
+    vectors: Sequence[Vector],
+    admitted: Admitted,
+    settled: Settled,
+    timings: Mapping[str, float],
 ) -> pb.EmbedResponse:
     """Return the response of a settled request."""
     response = pb.EmbedResponse(
-        timings=types_pb2.Timings(**timings), price_version=admitted.prices.version, quotas=quota_statuses(admitted.quotas)
+        timings=types_pb2.Timings(**timings),
+        price_version=admitted.prices.version,
+        quotas=quota_statuses(admitted.quotas),
     )
     tell_settled(settled, response)
-    response.embeddings.extend(embedding_message(text, vector) for text, vector in zip(texts, vectors, strict=True))
+    response.embeddings.extend(
+        embedding_message(text, vector) for text, vector in zip(texts, vectors, strict=True)
+    )
     return response
 
 

@@ -56,7 +56,7 @@ class Action(StrEnum):
     NONE = "no hold"
     SETTLE = "settle"
     VOID = "void"
-    STANDS = "stands"
+    UNCHANGED = "unchanged"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +69,6 @@ class Charge:
     action: Action
     bills_input: bool = False
     bills_output: bool = False
-
-    @property
-    def counts_request(self) -> bool:
-        """Whether the request stays counted in request quotas."""
-        return self.action in (Action.SETTLE, Action.STANDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +84,12 @@ FREE = Charge(Action.VOID)
 REQUEST_ALONE = Charge(Action.SETTLE)
 INPUT = Charge(Action.SETTLE, bills_input=True)
 INPUT_AND_DELIVERED = Charge(Action.SETTLE, bills_input=True, bills_output=True)
-AS_SETTLED = Charge(Action.STANDS)
+AS_SETTLED = Charge(Action.UNCHANGED)
 
 WALK = "tests/api/test_endings.py"
 E2E = "tests/e2e/test_endings.py"
 P, C = EndPhase, Cause
-# Only a failure of the service is free, and only before the first token is delivered: delivered
+# Only failures of the service are free, and only before the first token is delivered: delivered
 # output is billed.
 TABLE: Mapping[tuple[EndPhase, Cause], Cell] = {
     # A completion needs an engine; before the hold it would be an error of the service.
@@ -135,8 +130,8 @@ TABLE: Mapping[tuple[EndPhase, Cause], Cell] = {
 class Way:
     """One way to end.
 
-    response: what the client receives. outcomes, errors: what the code recognizes it by; an error
-    takes precedence over an outcome.
+    response: what the client receives. outcomes, errors: those by which the code recognizes it; an
+    error takes precedence over an outcome.
     """
 
     name: str
@@ -146,21 +141,55 @@ class Way:
     errors: tuple[type[Exception], ...] = ()
 
 
-# The first match decides; an end without a match is the service's.
+# The first match decides; an end without a match is a failure of the service.
 WAYS: tuple[Way, ...] = (
     Way("End of the output", C.COMPLETION, "finished STOP or TOOL_CALLS", (Outcome.STOP,)),
     Way("Stop sequence", C.COMPLETION, "finished STOP_SEQUENCE", (Outcome.STOP_SEQUENCE,)),
-    Way("max_output_tokens or context window reached", C.COMPLETION, "finished LENGTH", (Outcome.LENGTH,)),
+    Way(
+        "max_output_tokens or context window reached",
+        C.COMPLETION,
+        "finished LENGTH",
+        (Outcome.LENGTH,),
+    ),
     Way("Output filtered by a safety rule", C.COMPLETION, "finished FILTERED", (Outcome.FILTERED,)),
-    Way("Cancel frame; stream or HTTP connection closed", C.CLIENT, "finished CANCELLED", (Outcome.CANCELLED,)),
-    Way("Not attached again within keep_on_disconnect", C.CLIENT, "finished CANCELLED, to a client that attaches"),
+    Way(
+        "Cancel frame; stream or HTTP connection closed",
+        C.CLIENT,
+        "finished CANCELLED",
+        (Outcome.CANCELLED,),
+    ),
+    Way(
+        "Not attached again within keep_on_disconnect",
+        C.CLIENT,
+        "finished CANCELLED, to a client that attaches",
+    ),
     Way("Deadline of the call; start_timeout", C.CLIENT, "finished DEADLINE", (Outcome.DEADLINE,)),
-    Way("Client reads too slowly or grants no credit", C.CLIENT, "finished SLOW_CONSUMER", (Outcome.SLOW_CONSUMER,)),
+    Way(
+        "Client reads too slowly or grants no credit",
+        C.CLIENT,
+        "finished SLOW_CONSUMER",
+        (Outcome.SLOW_CONSUMER,),
+    ),
     Way("Cancelled before admission", C.CLIENT, "CANCELLED", errors=(errors.CancelledEarly,)),
-    Way("Deadline before admission", C.CLIENT, "DEADLINE_EXCEEDED", errors=(errors.DeadlineBeforeStart,)),
-    Way("More tokens than the key allows", C.LIMIT, "KEY_LIMIT_EXCEEDED", errors=(errors.KeyBoundExceeded,)),
+    Way(
+        "Deadline before admission",
+        C.CLIENT,
+        "DEADLINE_EXCEEDED",
+        errors=(errors.DeadlineBeforeStart,),
+    ),
+    Way(
+        "More tokens than the key allows",
+        C.LIMIT,
+        "KEY_LIMIT_EXCEEDED",
+        errors=(errors.KeyBoundExceeded,),
+    ),
     Way("credit.token_count below 1", C.CLIENT, "FIELD_INVALID", errors=(errors.InvalidRequest,)),
-    Way("max_cost below the cost of the input", C.CLIENT, "FIELD_INVALID", errors=(errors.InvalidRequest,)),
+    Way(
+        "max_cost below the cost of the input",
+        C.CLIENT,
+        "FIELD_INVALID",
+        errors=(errors.InvalidRequest,),
+    ),
     Way(
         "Prompt too long, filtered or refused by the template",
         C.CLIENT,
@@ -198,7 +227,12 @@ WAYS: tuple[Way, ...] = (
         (Outcome.QUOTA_EXHAUSTED,),
         (QuotaExceeded,),
     ),
-    Way("Too many prompts of the key in preparation", C.LIMIT, "PREPARATION_LIMIT", errors=(errors.PreparationLimit,)),
+    Way(
+        "Too many prompts of the key in preparation",
+        C.LIMIT,
+        "PREPARATION_LIMIT",
+        errors=(errors.PreparationLimit,),
+    ),
     Way("max_cost reached", C.LIMIT, "finished COST_LIMIT", (Outcome.COST_LIMIT,)),
     Way("KillRequest", C.OPERATOR, "CANCELLED_BY_ADMIN", errors=(errors.CancelledByAdmin,)),
     Way(
@@ -231,20 +265,46 @@ WAYS: tuple[Way, ...] = (
         "Engine fails to start, is down or full",
         C.SERVICE,
         "ENGINE_START_FAILED, ENGINE_UNAVAILABLE, ENGINE_OVERLOADED",
-        errors=(engine_errors.EngineStartFailed, engine_errors.EngineUnavailable, engine_errors.EngineOverloaded),
+        errors=(
+            engine_errors.EngineStartFailed,
+            engine_errors.EngineUnavailable,
+            engine_errors.EngineOverloaded,
+        ),
     ),
-    Way("Safety classifiers unavailable", C.SERVICE, "SAFETY_UNAVAILABLE", errors=(engine_errors.SafetyUnavailable,)),
+    Way(
+        "Safety classifiers unavailable",
+        C.SERVICE,
+        "SAFETY_UNAVAILABLE",
+        errors=(engine_errors.SafetyUnavailable,),
+    ),
     Way(
         "Hold not renewed in time",
         C.SERVICE,
-        "HOLD_ENDED, STORE_AWAY",
-        errors=(metering_errors.HoldEnded, metering_errors.StoreAway),
+        "HOLD_ENDED, DATABASE_UNAVAILABLE",
+        errors=(metering_errors.HoldEnded, metering_errors.DatabaseUnavailable),
     ),
     Way("No price in force", C.SERVICE, "PRICE_MISSING", errors=(metering_errors.PriceMissing,)),
-    Way("Usage journal not writable, or any other error", C.SERVICE, "INTERNAL with an incident id", errors=(OSError,)),
-    Way("Database unavailable at settlement", C.SERVICE, "nothing until it is back; then the end as above"),
-    Way("Process killed: settled from its journal", C.SERVICE, "nothing; the request id returns its usage"),
-    Way("Machine lost: the hold expires", C.SERVICE, "nothing; usage up to the last extension is billed"),
+    Way(
+        "Usage journal not writable, or any other error",
+        C.SERVICE,
+        "INTERNAL with an incident id",
+        errors=(OSError,),
+    ),
+    Way(
+        "Database unavailable at settlement",
+        C.SERVICE,
+        "nothing until it is back; then the end as above",
+    ),
+    Way(
+        "Process killed: settled from its journal",
+        C.SERVICE,
+        "nothing; the request id returns its usage",
+    ),
+    Way(
+        "Machine lost: the hold expires",
+        C.SERVICE,
+        "nothing; usage up to the last extension is billed",
+    ),
 )
 SIBLING = "Another prompt of the same HTTP request ended: CANCELLED, with the cause of that end"
 
@@ -276,7 +336,7 @@ class Counts(Protocol):
 
 
 def phase_of(usage: Counts) -> EndPhase:
-    """Return how far a request with a hold has come."""
+    """Return the progress of a request with a hold."""
     if usage.delivered_token_count:
         return EndPhase.DELIVERING
     if not usage.input_token_count:
@@ -294,5 +354,5 @@ def cause_of(outcome: Outcome | None, error: BaseException | None) -> Cause:
 
 
 def charge_of(phase: EndPhase, cause: Cause) -> Charge:
-    """Return what an end costs."""
+    """Return the charge of an end."""
     return TABLE[phase, cause].charge

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from google.rpc import status_pb2
 from weir.v1 import inference_service_pb2 as pb
@@ -21,20 +21,30 @@ from metering.holds.operations import Admitted, Settled
 from metering.pricing.prices import TokenPrices
 from metering.quotas.quota_rules import QuotaRule, QuotaState
 
+PROMPT_TOKENS_MAX = 4096  # per frame, of up to 0.4 MB
+
 
 def admitted(
-    admission: Admitted, request: GenerationRequest, predicted_cached_token_count: int, *, bounded_by_key: bool
+    admission: Admitted,
+    request: GenerationRequest,
+    predicted_cached_token_count: int,
+    *,
+    limited_by_key: bool,
 ) -> pb.ServerFrame:
-    """Return the `admitted` frame, with what is left of each limit that the request met.
+    """Return the `admitted` frame, with the remainder of each limit of the request.
 
-    bounded_by_key: the key limits the output, since the request sets no limit. Send the frame
-    before the next call, which reuses it.
+    The next call reuses the frame: send it before. limited_by_key: the output is limited by the
+    key, because the request sets no limit.
     """
     frame, quotas = _met_quotas(admission.quotas.rules)
     ends, counts = resets(admission.quotas.now), admission.quotas.counts
     for place, status, limit_value, window in quotas:
         used, held = counts[place]
-        status.used_value, status.held_value, status.remaining_value = used, held, limit_value - used - held
+        status.used_value, status.held_value, status.remaining_value = (
+            used,
+            held,
+            limit_value - used - held,
+        )
         if (reset := ends[window]) is not None:
             delay = status.reset_delay
             status.reset_time.seconds, delay.seconds, delay.nanos = reset
@@ -43,13 +53,15 @@ def admitted(
     said.predicted_cached_token_count = predicted_cached_token_count
     said.price_version = admission.prices.version
     said.max_output_token_count = request.stop.max_output_tokens * request.choice_count
-    said.bounded_by_key = bounded_by_key
+    said.limited_by_key = limited_by_key
     return frame
 
 
 @functools.lru_cache(maxsize=8192)  # keys in use, by their limits; some 20 MB at most
-def _met_quotas(rules: tuple[QuotaRule, ...]) -> tuple[pb.ServerFrame, list[tuple[int, types_pb2.QuotaStatus, int, int]]]:
-    """Return a frame of these limits, and of each its index in `rules`, its message, limit and
+def _met_quotas(
+    rules: tuple[QuotaRule, ...],
+) -> tuple[pb.ServerFrame, list[tuple[int, types_pb2.QuotaStatus, int, int]]]:
+    """Return a frame of these limits, and for each its index in `rules`, its message, limit and
     window.
 
     Only numbers are set again: setting a string would grow the message's memory each time.
@@ -58,13 +70,17 @@ def _met_quotas(rules: tuple[QuotaRule, ...]) -> tuple[pb.ServerFrame, list[tupl
     places = sorted(range(len(rules)), key=lambda place: order(rules[place]))
     frame.admitted.quotas.extend(quota_in_force(rules[place], "", "") for place in places)
     found = zip(places, frame.admitted.quotas, strict=True)
-    return frame, [(place, status, status.limit_value, rules[place].window) for place, status in found]
+    return frame, [
+        (place, status, status.limit_value, rules[place].window) for place, status in found
+    ]
 
 
 def queued(position: int, estimated_wait_s: float | None) -> pb.ServerFrame:
     """Return the `queued` frame. estimated_wait_s: None if unknown."""
     wait = wire.duration(estimated_wait_s)
-    frame = pb.ProgressFrame(stage=pb.ProgressFrame.STAGE_QUEUED, queue_position=position, estimated_wait=wait)
+    frame = pb.ProgressFrame(
+        stage=pb.ProgressFrame.STAGE_QUEUED, queue_position=position, estimated_wait=wait
+    )
     return pb.ServerFrame(progress=frame)
 
 
@@ -81,22 +97,38 @@ def loading(engine: EngineCondition) -> pb.ServerFrame:
 
 def tool_calls(pieces: Sequence[CallPiece]) -> list[pb.ToolCallDelta]:
     """Return new pieces of tool calls as messages."""
-    return [pb.ToolCallDelta(index=each.index, id=each.id, name=each.name, arguments_json=each.arguments) for each in pieces]
+    return [
+        pb.ToolCallDelta(
+            index=each.index, id=each.id, name=each.name, arguments_json=each.arguments
+        )
+        for each in pieces
+    ]
 
 
 def token_logprobs(logprobs: Sequence[TokenLogprobs]) -> list[pb.TokenLogprobs]:
     """Return log-probabilities as messages, one for each token."""
     messages = []
     for each in logprobs:
-        top = [pb.TokenLogprob(token_id=token.token_id, logprob=token.logprob) for token in each.top]
+        top = [
+            pb.TokenLogprob(token_id=token.token_id, logprob=token.logprob) for token in each.top
+        ]
         chosen = pb.TokenLogprob(token_id=each.chosen.token_id, logprob=each.chosen.logprob)
         messages.append(pb.TokenLogprobs(chosen=chosen, top=top))
     return messages
 
 
+def prompts(logprobs: Sequence[TokenLogprobs]) -> Iterator[pb.ServerFrame]:
+    """Return the log-probabilities of a prompt as frames."""
+    for first in range(0, len(logprobs), PROMPT_TOKENS_MAX):
+        part = token_logprobs(logprobs[first : first + PROMPT_TOKENS_MAX])
+        yield pb.ServerFrame(prompt=pb.PromptFrame(logprobs=part))
+
+
 def usage(so_far: UsageSoFar, delivered_token_count: int, prices: TokenPrices) -> pb.ServerFrame:
     """Return running counts. delivered_token_count: tokens sent to the client before this frame."""
-    cost = prices.cost_picos(so_far.input_token_count, so_far.cached_input_token_count, delivered_token_count)
+    cost = prices.cost_picos(
+        so_far.input_token_count, so_far.cached_input_token_count, delivered_token_count
+    )
     counts = types_pb2.Usage(
         input_token_count=so_far.input_token_count,
         cached_input_token_count=so_far.cached_input_token_count,
@@ -104,7 +136,9 @@ def usage(so_far: UsageSoFar, delivered_token_count: int, prices: TokenPrices) -
         delivered_token_count=delivered_token_count,
         billed_token_count=delivered_token_count,
     )
-    return pb.ServerFrame(usage=pb.UsageFrame(usage=counts, cost=wire.money(prices.currency_code, cost)))
+    return pb.ServerFrame(
+        usage=pb.UsageFrame(usage=counts, cost=wire.money(prices.currency_code, cost))
+    )
 
 
 def updated(limits: OutputLimits | None, refusal: status_pb2.Status | None) -> pb.ServerFrame:
@@ -116,7 +150,9 @@ def updated(limits: OutputLimits | None, refusal: status_pb2.Status | None) -> p
     if limits is not None:
         frame.max_output_tokens = limits.asked_token_count_max
         if limits.max_cost is not None:
-            frame.max_cost.CopyFrom(wire.money(limits.max_cost.currency_code, limits.max_cost.picos))
+            frame.max_cost.CopyFrom(
+                wire.money(limits.max_cost.currency_code, limits.max_cost.picos)
+            )
     return pb.ServerFrame(updated=frame)
 
 
@@ -124,15 +160,20 @@ def attached(after_seq: int, last_seq: int, so_far: UsageSoFar, *, running: bool
     """Return the first frame for a stream that attaches to a request."""
     return pb.ServerFrame(
         attached=pb.AttachedFrame(
-            after_seq=after_seq, last_seq=last_seq, delivered_token_count=so_far.delivered_token_count, running=running
+            after_seq=after_seq,
+            last_seq=last_seq,
+            delivered_token_count=so_far.delivered_token_count,
+            running=running,
         )
     )
 
 
-def tell_settled(settled: Settled, said: pb.FinishedFrame | pb.FailedFrame | pb.EmbedResponse) -> None:
+def tell_settled(
+    settled: Settled, said: pb.FinishedFrame | pb.FailedFrame | pb.EmbedResponse
+) -> None:
     """Set the billed usage and the receipts in a response.
 
-    In place, since assigning a message copies it.
+    Changes it in place, since assigning a message copies it.
     """
     usage, cost = said.usage, said.cost
     usage.input_token_count = settled.input_token_count
@@ -175,11 +216,15 @@ def finished(
     if exhausted:
         said.exhausted_quotas.extend(quota_statuses(exhausted))
     for index, end in sorted(choice_ends.items()):
-        said.choices.add(choice_index=index, reason=wire.finish_reason(end, called=index in called_choices))
+        said.choices.add(
+            choice_index=index, reason=wire.finish_reason(end, called=index in called_choices)
+        )
     return frame
 
 
-def failed(status: status_pb2.Status, settled: Settled | None, *, duplicate_start: bool = False) -> pb.ServerFrame:
+def failed(
+    status: status_pb2.Status, settled: Settled | None, *, duplicate_start: bool = False
+) -> pb.ServerFrame:
     """Return the last frame of a request that was refused or failed."""
     frame = pb.ServerFrame(failed=pb.FailedFrame(status=status, duplicate_start=duplicate_start))
     if settled is not None:

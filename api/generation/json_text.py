@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
-# Of nesting: more than real schemas and calls have, and well below a template's stack limit
+# Nesting depth: above that of real schemas and calls, well below a template's stack limit.
 LEVELS_MAX = 64
 
 
 def json_object(text: str) -> dict[str, Any] | None:
-    """Return the object in a JSON text; None if it is invalid, not an object, or nested too deeply."""
+    """Return the object in a JSON text; None if invalid, not an object, or nested too deeply."""
     try:
         value = json.loads(text, parse_constant=_no_number)
         json.dumps(value, ensure_ascii=False).encode()  # a lone surrogate is not valid Unicode
@@ -20,8 +20,7 @@ def json_object(text: str) -> dict[str, Any] | None:
 
 
 def shown_texts(source: str) -> list[str]:
-    """Return the texts of a parsed document that a model may see: unescaped JSON, and strings with
-    escapes.
+    """Return the texts of a parsed document that a model may see: unescaped JSON, and strings.
 
     A chat template serializes it again, or inserts its strings, so escaped text appears unescaped.
     """

@@ -1,8 +1,8 @@
 """State machine of a request and the decision how it ends, shared by generation and embedding.
 
-Whatever ends a request before it has all its output calls `Life.stop`: the client, the deadline, a
-limit, the safety checks, a client that does not read, an administrator, a lapsed hold, or shutdown.
-The first call decides; all others read `end`.
+Every early end of a request calls `Life.stop`: cancellation, the deadline, a limit, the safety
+checks, a client that does not read, an administrator, a lapsed hold, or shutdown. The first call
+decides; the rest of the code reads `end`.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ NEXT: dict[State, frozenset[State]] = {
 
 @dataclass(slots=True)
 class End:
-    """Why a request was stopped.
+    """Reason why a request was stopped.
 
     error: sent to the client instead of a finish reason; delivered output is still settled.
     """
@@ -79,7 +79,7 @@ class End:
 class Life:
     """State of one request, and the decision how it ends.
 
-    end: why it was stopped; None if it was not, or ended by itself. discards: waiting output is not
+    end: why it was stopped; None if it runs or ended by itself. discards: waiting output is not
     delivered.
     """
 
@@ -91,11 +91,13 @@ class Life:
         self.end: End | None = None
         self.discards = False
         self._on_stop = on_stop
-        self._task: asyncio.Task[object] | None = None  # that is inside an `Interruptible`
+        self._task: asyncio.Task[object] | None = None  # set inside an `Interruptible`
 
     def become(self, state: State) -> None:
         """Enter the next state."""
-        assert state in NEXT[self.state], f"a request does not go from {self.state.name} to {state.name}"
+        assert state in NEXT[self.state], (
+            f"a request does not go from {self.state.name} to {state.name}"
+        )
         self.state = state
 
     def stop(self, outcome: Outcome, error: Exception | None = None) -> None:
@@ -120,8 +122,7 @@ class Life:
 
 
 class Interruptible:
-    """A block that `Life.stop` interrupts: the block raises `error_of(end)`, at once if already
-    stopped.
+    """Block that `Life.stop` interrupts: it raises `error_of(end)`, at once if already stopped.
 
     Cancellation is confined to the block, because a task cancelled before its first step never
     runs, and would never end its request. Any other cancellation comes from shutdown.
@@ -139,7 +140,12 @@ class Interruptible:
             raise self._error_of(self._life.end)
         self._task = self._life._task = asyncio.current_task()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._life._task = None
         if not isinstance(error, asyncio.CancelledError):
             return
@@ -150,36 +156,40 @@ class Interruptible:
 
 
 NAMES = {stage: f"{stage}_ms" for stage in STAGES}  # names of `weir.v1.Timings`
-NO_TIMINGS = dict.fromkeys(NAMES.values(), 0.0)
+NO_TIMINGS = dict.fromkeys(NAMES.values(), 0)
 
 
 class Stopwatch:
-    """Time spent in each stage of one request. Stages follow each other and add up to the total."""
+    """Time spent in each stage of one request. Stages follow each other and add up to the total.
+
+    Counts whole microseconds, which add up exactly.
+    """
 
     def __init__(self, received_at: float, auth_ms: float) -> None:
-        self._received_at = received_at
-        self._last = received_at + auth_ms / 1000
-        self._first_token_at: float | None = None
-        self._stages_ms = NO_TIMINGS | {"auth_ms": auth_ms}
+        auth_us = round(auth_ms * 1000)
+        self._received_us = round(received_at * 1e6)
+        self._last_us = self._received_us + auth_us
+        self._first_token_us = 0  # 0 before the first token
+        self._stages_us = NO_TIMINGS | {"auth_ms": auth_us}
 
     def lap(self, stage: str) -> None:
         """Record that a stage has ended; it began when the previous one ended.
 
         Repeated stages add up.
         """
-        now = time.monotonic()
-        self._stages_ms[NAMES[stage]] += (now - self._last) * 1000
-        self._last = now
+        now_us = time.monotonic_ns() // 1000
+        self._stages_us[NAMES[stage]] += now_us - self._last_us
+        self._last_us = now_us
 
     def first_token(self) -> None:
         """Record the first token from the engine; later calls have no effect."""
-        if self._first_token_at is None:
-            self._first_token_at = time.monotonic()
+        if not self._first_token_us:
+            self._first_token_us = time.monotonic_ns() // 1000
 
     @property
     def since_first_token_s(self) -> float:
         """Seconds since the first token; 0 before it."""
-        return 0.0 if self._first_token_at is None else time.monotonic() - self._first_token_at
+        return time.monotonic() - self._first_token_us / 1e6 if self._first_token_us else 0.0
 
     def engine_finished(self, timings: EngineTimings) -> None:
         """Record the end of engine work, and split the time since submission into queue, prefill
@@ -188,21 +198,21 @@ class Stopwatch:
         The engine reports its queue time; the rest is measured here, so that it includes the
         transport to the engine and back.
         """
-        now = time.monotonic()
-        first_token_at = now if self._first_token_at is None else self._first_token_at
-        until_first_ms = (first_token_at - self._last) * 1000
-        queue_ms = min(timings.queue_ms, until_first_ms)
-        stages_ms = self._stages_ms
-        stages_ms["queue_ms"] += queue_ms
-        stages_ms["prefill_ms"] += until_first_ms - queue_ms
-        stages_ms["decode_ms"] += (now - first_token_at) * 1000
-        self._last = now
+        now_us = time.monotonic_ns() // 1000
+        first_token_us = self._first_token_us or now_us
+        until_first_us = first_token_us - self._last_us
+        queue_us = min(round(timings.queue_ms * 1000), until_first_us)
+        stages_us = self._stages_us
+        stages_us["queue_ms"] += queue_us
+        stages_us["prefill_ms"] += until_first_us - queue_us
+        stages_us["decode_ms"] += now_us - first_token_us
+        self._last_us = now_us
 
     def timings(self) -> dict[str, float]:
         """Return all stages so far as `<stage>_ms`, with `ttft_ms` and `total_ms`, as in
         `weir.v1.Timings`."""
-        result = {name: round(time_ms, 3) for name, time_ms in self._stages_ms.items()}
-        if self._first_token_at is not None:
-            result["ttft_ms"] = round((self._first_token_at - self._received_at) * 1000, 3)
-        result["total_ms"] = round((time.monotonic() - self._received_at) * 1000, 3)
+        result = {name: time_us / 1000 for name, time_us in self._stages_us.items()}
+        if self._first_token_us:
+            result["ttft_ms"] = (self._first_token_us - self._received_us) / 1000
+        result["total_ms"] = (time.monotonic_ns() // 1000 - self._received_us) / 1000
         return result

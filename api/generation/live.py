@@ -84,9 +84,9 @@ if TYPE_CHECKING:
     from api.generation.process import Process
 
 
-# The queue orders tenants by generated tokens; a few more or less do not change the order
+# The queue orders tenants by generated tokens; a few more or less do not change the order.
 TOKENS_PER_CHARGE = 8
-# In seconds; a shorter retry-after would bring clients back before the failure is detected
+# In seconds; a shorter retry-after would bring clients back before the failure is detected.
 RETRY_S_MIN = 0.1
 
 log = structlog.get_logger(__name__)
@@ -102,7 +102,7 @@ class Caller:
 
     received_at, deadline (latest time to start): seconds on the monotonic clock. bounds: token
     limits of the key per request. address: None if unknown. trace: the trace that the request
-    belongs to. secret_hash: hash of the presented secret. let_in: called once the request is
+    belongs to. secret_hash: hash of the presented secret. on_admitted: called once the request is
     admitted.
     """
 
@@ -115,10 +115,17 @@ class Caller:
     bounds: TokenBounds = NO_BOUNDS
     address: Address | None = None
     secret_hash: bytes = field(default=b"", repr=False)
-    let_in: Callable[[], None] = lambda: None
+    on_admitted: Callable[[], None] = lambda: None
 
     @classmethod
-    def of(cls, principal: Principal, auth_ms: float, received_at: float, deadline: float | None, trace: TraceContext) -> Caller:
+    def of(
+        cls,
+        principal: Principal,
+        auth_ms: float,
+        received_at: float,
+        deadline: float | None,
+        trace: TraceContext,
+    ) -> Caller:
         """Return the caller of a call that carries a single request."""
         visit = VISIT.get()
         return cls(
@@ -130,7 +137,7 @@ class Caller:
             bounds=principal.bounds,
             address=principal.address,
             secret_hash=principal.secret_hash,
-            let_in=(lambda: None) if visit is None else visit.let_in,
+            on_admitted=(lambda: None) if visit is None else visit.on_admitted,
         )
 
 
@@ -141,20 +148,26 @@ class LiveRequest:
     output checks) runs in a task started by `_run`, which ends in the next event.
     """
 
-    def __init__(self, caller: Caller, start: ValidStart, process: Process, receiver: Receiver) -> None:
+    def __init__(
+        self, caller: Caller, start: ValidStart, process: Process, receiver: Receiver
+    ) -> None:
         self.caller = caller
         self.start = start
         self.life = Life(self._on_stop)
         self.place: Place | None = None  # in the queue, once admitted
         self._process = process
         stall_max_s = process.admission.settings.client_stall_max_s
-        flow = Flow(start.initial_credit_tokens, stall_max_s, lambda: self.life.stop(Outcome.SLOW_CONSUMER))
+        flow = Flow(
+            start.initial_credit_tokens, stall_max_s, lambda: self.life.stop(Outcome.SLOW_CONSUMER)
+        )
         self.output: Output
         if start.keep_s is None:
             self.output = LiveOutput(receiver, start.model, flow, self.life, self.update)
         else:
             buffer = process.replays.open(caller.payer.organization_id)
-            self.output = ReplayOutput(receiver, start.model, flow, self.life, self.update, start.keep_s, buffer)
+            self.output = ReplayOutput(
+                receiver, start.model, flow, self.life, self.update, start.keep_s, buffer
+            )
         self._reply = Reply(self.output, start, self.life, process.admission.settings)
         self._watch = Stopwatch(caller.received_at, caller.auth_ms)
         self._route: Route | None = None  # once routed
@@ -165,7 +178,7 @@ class LiveRequest:
         self._sequence: Sequence | None = None  # while an engine runs it
         self._begin_timer: asyncio.TimerHandle | None = None  # until the engine starts on it
         self._charged_token_count = 0  # tokens reported to the queue
-        # Up to this total, tokens skip lease, limit, safety and queue checks
+        # Up to this total, tokens skip the checks of lease, limit, safety and queue.
         self._free_token_count = 0
         self._first_timings: EngineTimings | None = None  # of the first part of a continued request
         self._migration_count = 0
@@ -192,12 +205,19 @@ class LiveRequest:
     @property
     def tokens_per_second(self) -> float:
         """Delivered tokens per second since the first one; 0 before the second."""
-        later_token_count, elapsed_s = self.usage.delivered_token_count - 1, self._watch.since_first_token_s
+        later_token_count, elapsed_s = (
+            self.usage.delivered_token_count - 1,
+            self._watch.since_first_token_s,
+        )
         return later_token_count / elapsed_s if later_token_count > 0 and elapsed_s > 0 else 0.0
 
     def ends(self) -> dict[int, Outcome]:
         """Outcome of each choice by index, once generation has ended."""
-        ended = self.life.end.outcome if self.life.end is not None else self._engine_outcome or Outcome.FAILED
+        ended = (
+            self.life.end.outcome
+            if self.life.end is not None
+            else self._engine_outcome or Outcome.FAILED
+        )
         return self._reply.ends_of_choices(ended) or {0: ended}
 
     def stop(self, outcome: Outcome, error: Exception | None = None) -> None:
@@ -206,21 +226,22 @@ class LiveRequest:
 
     def _on_stop(self, end: End) -> None:
         self._free_token_count = 0
-        if end.error is not None and self.output.takes_whole:  # a partial answer is not an answer
+        # A partial answer cannot be sent whole.
+        if end.error is not None and self.output.takes_whole:
             self.life.discards = True
         self._reply.stopped()
         if end.error is not None:
             self.output.fail()
         if self._is_over:
             return
-        soon = asyncio.get_running_loop().call_soon
+        call_soon = asyncio.get_running_loop().call_soon
         if self._sequence is not None:
             self._sequence.cancel()
         elif self.life.state is State.QUEUED:
-            soon(self._fail, end.error or Stopped())
+            call_soon(self._fail, end.error or Stopped())
         elif self._lease is not None and not self._lease.is_held:
             self._lease.abandon()
-            soon(self._fail, self._error_before_hold(end))
+            call_soon(self._fail, self._error_before_hold(end))
 
     def update(self, message: pb.UpdateFrame) -> None:
         """Change the limits of the request, and send the client those in force.
@@ -245,11 +266,18 @@ class LiveRequest:
         """
         limits, lease, request, route = self._limits, self._lease, self._request, self._route
         if limits is None or lease is None or request is None or route is None:
-            raise NotAdmittedYet("the request is not admitted yet; change its limits after the `admitted` frame")
+            raise NotAdmittedYet(
+                "the request is not admitted yet; change its limits after the `admitted` frame"
+            )
         if change.max_cost is not None:
             limits.check_currency(change.max_cost, "update.max_cost")
         if change.max_output_tokens is not None:
-            check_output_bound(self.caller.bounds, change.max_output_tokens, request.choice_count, "update.max_output_tokens")
+            check_output_bound(
+                self.caller.bounds,
+                change.max_output_tokens,
+                request.choice_count,
+                "update.max_output_tokens",
+            )
             check_output_change(request, route.engine.model, change.max_output_tokens)
             lease.allow(change.max_output_tokens)
         limits.change(change)
@@ -267,29 +295,49 @@ class LiveRequest:
         try:
             self.life.become(State.PREPARING)
             self._route = route = process.router.route(start.model, start.request_id, start.region)
-            start.model, tokenizer, tools = route.model, process.tokenizers[route.served], start.tool_use.tools
+            start.model, tokenizer, tools = (
+                route.model,
+                process.tokenizers[route.served],
+                start.tool_use.tools,
+            )
             if tools:
                 self._reply.call_reading = call_reading(start.tool_use, tokenizer, start.model)
             admission = process.admission
-            asks_first = bool(admission.refused_at) and admission.was_refused(caller.payer.api_key_id)
+            asks_first = bool(admission.refused_at) and admission.was_refused(
+                caller.payer.api_key_id
+            )
             tokenized = None
             if process.safety is None and not asks_first:
                 tokenized = tokenize_at_once(tokenizer, start.prompt, tools, start.thinking)
             if tokenized is None:
                 window = route.engine.model.context_window_tokens
                 work = process.text_work
-                job = TextJob(work, caller.payer, tokenizer, window, check_room=self._check_room, asks_first=asks_first)
+                job = TextJob(
+                    work,
+                    caller.payer,
+                    tokenizer,
+                    window,
+                    check_room=self._check_room,
+                    asks_first=asks_first,
+                )
                 self._run(self._prepare(route, job))
             else:
                 token_ids, work_s = tokenized
-                self._ask(checked_request(start, route, tokenizer, token_ids, caller.payer, caller.bounds), work_s)
+                self._ask(
+                    checked_request(
+                        start, route, tokenizer, token_ids, caller.payer, caller.bounds
+                    ),
+                    work_s,
+                )
         except Exception as error:
-            # After the stream has registered the request
+            # After the stream has registered the request.
             asyncio.get_running_loop().call_soon(self._fail, error)
 
     async def _prepare(self, route: Route, job: TextJob) -> None:
         with Interruptible(self.life, self._error_before_hold):
-            request, work_s = await prepared(self.start, route, job, self._process.safety, self.caller.bounds)
+            request, work_s = await prepared(
+                self.start, route, job, self._process.safety, self.caller.bounds
+            )
         self._ask(request, work_s)
 
     async def _check_room(self, least_token_count: int) -> None:
@@ -306,11 +354,15 @@ class LiveRequest:
         self._request, self._work_s = request, work_s
         self._watch.lap("tokenize")
         weights = process.admission.settings.queue_weights
-        arrival = arrival_of(start, request, caller.payer, weights, caller.received_at, caller.deadline)
+        arrival = arrival_of(
+            start, request, caller.payer, weights, caller.received_at, caller.deadline
+        )
         is_asked = arrival.deadline is not None and not route.engine.healthy()
         engine_wait_s = route.engine.condition().retry_after_s if is_asked else 0.0
         self.place = process.queues[route.served].enter(arrival, engine_wait_s)
-        lease = Lease(process.admission, admission_request(start, request, caller.payer), self.output.usage)
+        lease = Lease(
+            process.admission, admission_request(start, request, caller.payer), self.output.usage
+        )
         lease.ask(self._admitted)
         self._lease = lease
 
@@ -324,18 +376,30 @@ class LiveRequest:
         try:
             self.life.become(State.ADMITTED)
             self._watch.lap("admission")
-            process, start, request, lease, route = self._process, self.start, self._request, self._lease, self._route
+            process, start, request, lease, route = (
+                self._process,
+                self.start,
+                self._request,
+                self._lease,
+                self._route,
+            )
             assert request is not None, "a request is prepared before it is admitted"
             assert lease is not None
             assert route is not None
-            self._limits = limits = OutputLimits(lease.admitted.prices, request.stop.max_output_tokens, start.max_cost)
+            self._limits = limits = OutputLimits(
+                lease.admitted.prices, request.stop.max_output_tokens, start.max_cost
+            )
             self._reply.open(lease, limits, process.safety, self._run, self._wind_up)
             limits.check_input(len(request.prompt_token_ids))
             self.output.fence = self._may_send
-            predicted = route.engine.predict_cached_token_count(request.prompt_token_ids, request.cache_salt)
+            predicted = route.engine.predict_cached_token_count(
+                request.prompt_token_ids, request.cache_salt
+            )
             bounded = is_bounded(self.caller.bounds, start.stop.max_output_tokens, request)
-            self.caller.let_in()
-            self.output.push(frames.admitted(lease.admitted, request, predicted, bounded_by_key=bounded))
+            self.caller.on_admitted()
+            self.output.push(
+                frames.admitted(lease.admitted, request, predicted, limited_by_key=bounded)
+            )
             if start.start_timeout_s is not None:
                 loop = asyncio.get_running_loop()
                 left_s = self.caller.received_at + start.start_timeout_s - time.monotonic()
@@ -353,7 +417,14 @@ class LiveRequest:
         """Take the next step: wait for the engine to load, wait for the turn, or submit the
         sequence."""
         place, route, request, lease = self.place, self._route, self._request, self._lease
-        if self._is_over or self.life.end is not None or place is None or route is None or request is None or lease is None:
+        if (
+            self._is_over
+            or self.life.end is not None
+            or place is None
+            or route is None
+            or request is None
+            or lease is None
+        ):
             return
         try:
             if not route.engine.healthy():
@@ -379,7 +450,9 @@ class LiveRequest:
     async def _load(self, engine: Engine) -> None:
         """Wait until the engine accepts requests."""
         with Interruptible(self.life, lambda end: end.error or Stopped()):
-            await wait_until_ready(engine, self.start.model, self._process.admission.settings.cold_start_wait_s)
+            await wait_until_ready(
+                engine, self.start.model, self._process.admission.settings.cold_start_wait_s
+            )
         self._watch.lap("cold_start")
         self.life.become(State.QUEUED)
         self._go_on()
@@ -394,13 +467,17 @@ class LiveRequest:
             if isinstance(event, TokensGenerated):
                 output, token_ids = self.output, event.token_ids
                 output.usage.generated_token_count += len(token_ids)
-                if output.said_token_count + len(token_ids) <= self._free_token_count and not event.logprobs:
+                if output.said_token_count + len(token_ids) <= self._free_token_count and not (
+                    event.logprobs or event.prompt_logprobs
+                ):
                     output.say(event.choice_index, event.text, token_ids)
                     return
                 self._watch.first_token()
                 self._charge()
                 self._reply.take(event)
-                self._free_token_count = min(self._reply.free_token_count, output.said_token_count + TOKENS_PER_CHARGE)
+                self._free_token_count = min(
+                    self._reply.free_token_count, output.said_token_count + TOKENS_PER_CHARGE
+                )
             elif isinstance(event, Scheduled):
                 self._begun(event)
             elif isinstance(event, SequenceFinished):
@@ -443,7 +520,11 @@ class LiveRequest:
         self.output.usage.generated_token_count = event.generated_token_count
         if event.migration_count:
             self._migration_count += event.migration_count
-            log.info("request_migrated", request_id=str(self.start.request_id), migration_count=event.migration_count)
+            log.info(
+                "request_migrated",
+                request_id=str(self.start.request_id),
+                migration_count=event.migration_count,
+            )
         timings = self._first_timings or event.timings
         if event.reason is EngineFinishReason.LENGTH and limits.is_raised and self.life.end is None:
             # Text held back is not sent: the engine that continues reads the same tokens and holds
@@ -462,11 +543,15 @@ class LiveRequest:
 
     def end_if_lapsed(self) -> None:
         """End the request if its hold has lapsed."""
-        if self._lease is not None and not self._is_over and (lapse := self._lease.lapse()) is not None:
+        if (
+            self._lease is not None
+            and not self._is_over
+            and (lapse := self._lease.lapse()) is not None
+        ):
             self.stop(Outcome.FAILED, lapse)
 
     def _may_send(self) -> bool:
-        """Return whether tokens may be delivered; if not, end every request whose hold has lapsed."""
+        """Return whether tokens may be delivered; if not, end all requests with a lapsed hold."""
         if self._lease is None or self._lease.lapse() is None:
             return True
         if self.life.end is None:
@@ -483,7 +568,9 @@ class LiveRequest:
             if condition.state is not EngineState.READY:
                 self.output.push(frames.loading(condition))
         elif self.life.state is State.QUEUED:
-            position, wait_s = (outlook.position, outlook.wait_s) if outlook is not None else (0, None)
+            position, wait_s = (
+                (outlook.position, outlook.wait_s) if outlook is not None else (0, None)
+            )
             self.output.push(frames.queued(position, wait_s))
 
     # Background work, and the end of the request.
@@ -493,12 +580,14 @@ class LiveRequest:
         tasks.create_task(self._contained(work), name=f"request {self.start.given_id}")
 
     async def _contained(self, work: Coroutine[None, None, None]) -> None:
-        # The context of this task only, so never unbound
+        # Binds in the context of this task only, so it is never unbound.
         structlog.contextvars.bind_contextvars(request_id=str(self.start.request_id))
         try:
             await work
         except asyncio.CancelledError:
-            self._fail(Draining("this server is shutting down; retry the request on another server"))
+            self._fail(
+                Draining("this server is shutting down; retry the request on another server")
+            )
             raise
         except Exception as error:
             self._fail(error)
@@ -584,9 +673,18 @@ class LiveRequest:
                     broken = self._engine_loss(settled)
                 end = frames.failed(status_of(broken), settled)
             elif held is not None:
-                ends = self._reply.ends_of_choices(self.life.end.outcome if self.life.end is not None else Outcome.CANCELLED)
+                ends = self._reply.ends_of_choices(
+                    self.life.end.outcome if self.life.end is not None else Outcome.CANCELLED
+                )
                 reply = self._reply
-                end = frames.finished(held, timings, reply.exhausted, ends, self._migration_count, reply.called_choices)
+                end = frames.finished(
+                    held,
+                    timings,
+                    reply.exhausted,
+                    ends,
+                    self._migration_count,
+                    reply.called_choices,
+                )
         finally:
             if self.place is not None:
                 self.place.leave()
@@ -610,7 +708,7 @@ class LiveRequest:
                         self._migration_count,
                     )
                 )
-            # Break reference cycles: they would wait for a garbage collection, which stops all
+            # Break reference cycles, which would wait for a garbage collection, which stops all
             # streams.
             self._reply.close()
             self.life.over()
@@ -619,7 +717,7 @@ class LiveRequest:
     def _engine_loss(self, settled: Settled | None) -> EngineLost | EngineLostMidway:
         """Return the error for a lost engine.
 
-        It depends on whether tokens are billed: that decides which request id a retry may use.
+        The class depends on whether tokens are billed, which decides the request id of a retry.
         """
         if settled is not None:
             return EngineLostMidway(settled.delivered_token_count)
@@ -627,7 +725,9 @@ class LiveRequest:
         return EngineLost(max(self._route.engine.condition().retry_after_s, RETRY_S_MIN))
 
 
-def check_output_change(request: GenerationRequest, model: ModelInfo, max_output_tokens: int) -> None:
+def check_output_change(
+    request: GenerationRequest, model: ModelInfo, max_output_tokens: int
+) -> None:
     """Raise InvalidRequest if a running request cannot have this many output tokens in total."""
     wrong, room = "", model.context_window_tokens - len(request.prompt_token_ids)
     if request.choice_count > 1 or request.beam_search is not None:
@@ -656,6 +756,7 @@ async def wait_until_ready(backend: Backend, model: str, wait_s: float) -> None:
     except TimeoutError:
         condition = backend.condition()
         raise EngineStartFailed(
-            f"the engine of model {model!r} is still not ready: {condition.reason or condition.state.value}",
+            f"the engine of model {model!r} is still not ready:"
+            f" {condition.reason or condition.state.value}",
             max(condition.retry_after_s, RETRY_S_MIN),
         ) from None

@@ -12,7 +12,7 @@ from api.access.auth import SECRET_REPLACED, Authenticator
 from api.core.errors import AddressNotAllowed, CancelledByAdmin, KeyRevokedMidway
 from api.generation.life import State
 from api.generation.process import Process, Running
-from metering.control.live import DrainOrder, StopOrder
+from metering.control.live import CancelCommand, DrainCommand
 from metering.core.models import Outcome
 from metering.tenants.networks import allows, networks_of
 
@@ -22,39 +22,45 @@ def process_name() -> str:
     return f"{socket.gethostname()}:{os.getpid()}"
 
 
-def obey(process: Process, authenticator: Authenticator, order: StopOrder) -> None:
-    """Stop the requests that an order names.
-
-    Delivered output is settled; the client gets the reason.
-    """
-    networks = networks_of(order.allowed_networks)
+def apply_command(process: Process, authenticator: Authenticator, command: CancelCommand) -> None:
+    """Stop the requests that a command names; settle their output, and send the reason."""
+    networks = networks_of(command.allowed_networks)
     for request in process.running():
         payer, address = request.caller.payer, request.caller.address
-        if order.api_key_id is not None and payer.api_key_id == order.api_key_id:
-            request.stop(Outcome.CANCELLED, KeyRevokedMidway("the API key of this request was revoked"))
-        elif order.changed_key_id == payer.api_key_id and request.caller.secret_hash in order.ended_secrets:
+        if command.api_key_id is not None and payer.api_key_id == command.api_key_id:
+            request.stop(
+                Outcome.CANCELLED, KeyRevokedMidway("the API key of this request was revoked")
+            )
+        elif (
+            command.changed_key_id == payer.api_key_id
+            and request.caller.secret_hash in command.ended_secrets
+        ):
             request.stop(Outcome.CANCELLED, KeyRevokedMidway(SECRET_REPLACED))
-        elif order.changed_key_id == payer.api_key_id and not allows(networks, address):
+        elif command.changed_key_id == payer.api_key_id and not allows(networks, address):
             request.stop(Outcome.CANCELLED, AddressNotAllowed(address))
-        elif (order.project_id, order.request_id) == (payer.project_id, request.start.request_id):
-            why = f": {order.reason}" if order.reason else ""
-            request.stop(Outcome.CANCELLED, CancelledByAdmin(f"an administrator has ended this request{why}"))
-    if order.api_key_id is not None:
-        authenticator.changed(order.api_key_id)
-    if order.changed_key_id is not None:
-        authenticator.changed(order.changed_key_id, networks, order.ended_secrets)
+        elif (payer.project_id, request.start.request_id) == (
+            command.project_id,
+            command.request_id,
+        ):
+            why = f": {command.reason}" if command.reason else ""
+            request.stop(
+                Outcome.CANCELLED, CancelledByAdmin(f"an administrator has ended this request{why}")
+            )
+    if command.api_key_id is not None:
+        authenticator.changed(command.api_key_id)
+    if command.changed_key_id is not None:
+        authenticator.changed(command.changed_key_id, networks, command.ended_secrets)
 
 
-def keep_out_of_use(process: Process, orders: Sequence[DrainOrder]) -> None:
-    """Drain exactly the replicas that orders name, and move their requests elsewhere where ordered
-    and possible."""
+def apply_drains(process: Process, commands: Sequence[DrainCommand]) -> None:
+    """Drain exactly the replicas that the commands name, and move their requests if requested."""
     drained: dict[str, list[str]] = {}
-    for order in orders:
-        drained.setdefault(order.model, []).append(order.replica)
+    for command in commands:
+        drained.setdefault(command.model, []).append(command.replica)
     process.router.drain(drained)
-    for order in orders:
-        if order.is_moving:
-            process.router.move_out(order.model, order.replica)
+    for command in commands:
+        if command.is_moving:
+            process.router.move_out(command.model, command.replica)
 
 
 def report_replicas(process: Process) -> list[dict[str, Any]]:
@@ -63,15 +69,15 @@ def report_replicas(process: Process) -> list[dict[str, Any]]:
     return [
         {
             "model": served,
-            "replica": told.name,
-            "region": told.region,
-            "state": told.state.value,
-            "reason": told.reason,
-            "is_drained": told.is_drained,
-            "request_count": told.live_sequence_count,
-            "outstanding_token_count": told.outstanding_token_count,
+            "replica": replica.name,
+            "region": replica.region,
+            "state": replica.state.value,
+            "reason": replica.reason,
+            "is_drained": replica.is_drained,
+            "request_count": replica.live_sequence_count,
+            "outstanding_token_count": replica.outstanding_token_count,
         }
-        for served, told in process.router.reports()
+        for served, replica in process.router.reports()
     ]
 
 

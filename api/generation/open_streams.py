@@ -18,7 +18,7 @@ from api.core.errors import ApiError, MessageMissing, Overloaded, TooManyStreams
 from api.core.interceptor import LARGE_MESSAGES, Context, checked, writing
 from api.core.pace import CALL_COST_S, VISIT
 
-# Streams that need no key: health checks and reflection. Clients open one of each, some one per
+# Streams that need no key: health checks and reflection. A client opens one of each, or one per
 # service.
 KEYLESS_METHODS = frozenset(
     {
@@ -29,8 +29,8 @@ KEYLESS_METHODS = frozenset(
 )
 KEYLESS_PER_CONNECTION_MAX = 8
 KEYLESS_MAX = 2048  # per process: some 50 MiB
-MESSAGE_WAIT_S = 10.0  # for the message of a unary call, which clients send with the call
-# Calls whose message has not arrived; a client may start hundreds at once
+MESSAGE_WAIT_S = 10.0  # for the message of a unary call, which clients send together with the call
+# Calls whose message has not arrived; a client may start hundreds at once.
 UNREAD_PER_CONNECTION_MAX = 1000
 UNREAD_MAX = 4096  # per process: some 90 MiB
 # Large messages of one API key that are received at once by unary calls: the transport holds three
@@ -41,10 +41,16 @@ LARGE_READS_MAX = 4
 class OpenStreams:
     """Open streams of one process, by connection."""
 
-    def __init__(self, per_connection_max: int, *, count_max: int | None = None, error: type[ApiError] = Overloaded) -> None:
+    def __init__(
+        self,
+        per_connection_max: int,
+        *,
+        count_max: int | None = None,
+        error: type[ApiError] = Overloaded,
+    ) -> None:
         """count_max: limit over all connections; None: no limit.
 
-        error: raised for a stream too many.
+        error: raised for a stream above a limit.
         """
         self._per_connection_max = per_connection_max
         self._count_max = count_max
@@ -63,7 +69,10 @@ class OpenStreams:
                 "close some, or send several requests on one stream"
             )
         if self._count_max is not None and self.open_count >= self._count_max:
-            raise self._error(f"this server is at its limit of {self._count_max} open streams of this kind; retry later")
+            raise self._error(
+                f"this server is at its limit of {self._count_max} open streams of this kind; retry"
+                " later"
+            )
         self._counts[peer] += 1
         self.open_count += 1
         taken = contextlib.ExitStack()
@@ -86,8 +95,7 @@ class Readers:
 
 
 class BoundedCalls:
-    """Limits what a client without a key can hold open: keyless streams, and calls without a
-    message.
+    """Limits on calls of clients without a key: keyless streams, and calls without a message.
 
     gRPC waits without limit for the message of a unary call, before any handler runs. Such calls
     are therefore served as streams whose first message is awaited here; on the wire the two are
@@ -98,26 +106,40 @@ class BoundedCalls:
         """turn_to_read: waits until the message of a call may be read, and returns its owner."""
         self._turn_to_read = turn_to_read
         self._readers: dict[Hashable, Readers] = {}
-        self._keyless = OpenStreams(KEYLESS_PER_CONNECTION_MAX, count_max=KEYLESS_MAX, error=TooManyStreams)
-        self._unread = OpenStreams(UNREAD_PER_CONNECTION_MAX, count_max=UNREAD_MAX, error=TooManyStreams)
+        self._keyless = OpenStreams(
+            KEYLESS_PER_CONNECTION_MAX, count_max=KEYLESS_MAX, error=TooManyStreams
+        )
+        self._unread = OpenStreams(
+            UNREAD_PER_CONNECTION_MAX, count_max=UNREAD_MAX, error=TooManyStreams
+        )
 
     def __call__(self, method: str, handler: Any) -> Any:
         """Implement `api.core.interceptor.Wrap`."""
         serve: Callable[[Any, Context], Awaitable[Any]]
         if handler.unary_unary is not None:
-            serve = self._reading_one(handler.unary_unary, answers_once=True, is_large=method in LARGE_MESSAGES)
+            serve = self._reading_one(
+                handler.unary_unary, answers_once=True, is_large=method in LARGE_MESSAGES
+            )
         elif handler.unary_stream is not None:
-            serve = self._reading_one(writing(handler.unary_stream), answers_once=False, is_large=method in LARGE_MESSAGES)
+            serve = self._reading_one(
+                writing(handler.unary_stream), answers_once=False, is_large=method in LARGE_MESSAGES
+            )
         elif method in KEYLESS_METHODS:
             serve = writing(handler.stream_stream)
         else:
             return handler
         if method in KEYLESS_METHODS:
             serve = self._counted(serve)
-        return grpc.stream_stream_rpc_method_handler(serve, handler.request_deserializer, handler.response_serializer)
+        return grpc.stream_stream_rpc_method_handler(
+            serve, handler.request_deserializer, handler.response_serializer
+        )
 
     def _reading_one(
-        self, handle: Callable[[Any, Context], Awaitable[Any]], *, answers_once: bool, is_large: bool
+        self,
+        handle: Callable[[Any, Context], Awaitable[Any]],
+        *,
+        answers_once: bool,
+        is_large: bool,
     ) -> Callable[[Any, Context], Awaitable[Any]]:
         async def serve(requests: AsyncIterator[Any], context: Context) -> None:
             with self._unread.take(context.peer()):
@@ -152,7 +174,9 @@ class BoundedCalls:
             if not readers.count:
                 del self._readers[reader]
 
-    def _counted(self, handle: Callable[[Any, Context], Awaitable[Any]]) -> Callable[[Any, Context], Awaitable[Any]]:
+    def _counted(
+        self, handle: Callable[[Any, Context], Awaitable[Any]]
+    ) -> Callable[[Any, Context], Awaitable[Any]]:
         async def serve(requests: Any, context: Context) -> Any:
             if (visit := VISIT.get()) is not None:
                 visit.count(CALL_COST_S)

@@ -24,7 +24,7 @@ from metering.holds.journal import UsageJournal
 if TYPE_CHECKING:
     from api.generation.output import Output
 
-# Some 10 MB; above it, reading from the client pauses until it reads itself
+# Some 10 MB; above it, reading from the client pauses until the client reads.
 FRAMES_WAITING_MAX = 50_000
 
 
@@ -63,7 +63,7 @@ class Source(Protocol):
         ...
 
     def leave(self, receiver: Receiver, outcome: Outcome) -> None:
-        """Handle that the stream closed with this outcome. Ignored if another stream receives the request now."""
+        """Handle the close of the stream; ignored if another stream receives the request now."""
         ...
 
     def attach(self, receiver: Receiver, after_seq: int, credit_token_count: int) -> None:
@@ -77,8 +77,8 @@ class Source(Protocol):
 class Collected(msgspec.Struct, eq=False):
     """Message under construction.
 
-    entries: tokens in it that do not count as delivered yet, by output. asks_fences: whether each
-    request is asked if its tokens may be delivered.
+    entries: tokens in it that do not count as delivered yet, by output. asks_fences: whether the
+    fence of each request must be checked.
     """
 
     parts: list[bytes]
@@ -91,20 +91,24 @@ class Receiver:
     """Connection of one stream to one request. Nothing is pushed after `end`."""
 
     def __init__(self, outbox: Outbox, given_id: str, on_end: Callable[[Receiver], None]) -> None:
-        """given_id: the request id as this client spells it. on_end: called once, when the last frame has been pushed."""
+        """given_id: the request id as this client spells it. on_end: called once, when the last
+        frame has been pushed.
+        """
         self.outbox = outbox
         self.given_id = given_id
         self.source: Source
-        # Of the `start` frame, if the request was started here
+        # Hash of the `start` frame, if the request was started on this stream.
         self.payload_hash: bytes | None = None
         self.is_refused = False  # refused before the request produced anything
         self.supply: Output | None = None  # output source; None: all frames are pushed
         self.head = frame_head(given_id)
-        # Builds the part of a message for one token of the first choice: sequence number, text, id.
+        # Builds the part of a message for one token of the first choice from sequence number, text,
+        # id.
         self.token: Callable[[int, bytes, int], bytes] = partial(token_frame, self.head)
         self.is_waiting = False  # queued in the outbox
         self.in_flight_count = 0  # frames of the message that is being written
-        self.on_taken: Callable[[], None] | None = None  # called when the transport takes frames; must not block
+        # Called when the transport takes frames; must not block.
+        self.on_taken: Callable[[], None] | None = None
         self.frames: list[bytes] = []  # pushed, not sent yet
         self._on_end = on_end
 
@@ -121,11 +125,15 @@ class Receiver:
         if not self.outbox.is_abandoned:
             body = frame if isinstance(frame, bytes) else frame.SerializeToString()
             size = len(self.head) + len(body)
-            self.frames.append(b"\x0a%b%b%b" % (VARINTS[size] if size < 0x4000 else varint(size), self.head, body))
+            self.frames.append(
+                b"\x0a%b%b%b" % (VARINTS[size] if size < 0x4000 else varint(size), self.head, body)
+            )
             self.outbox.frame_count += 1
             self.outbox.add(self)
 
-    def delta(self, seq: int, choice_index: int, text: bytes, token_ids: Sequence[int], rest: bytes) -> bytes:
+    def delta(
+        self, seq: int, choice_index: int, text: bytes, token_ids: Sequence[int], rest: bytes
+    ) -> bytes:
         """Return new output as part of a message.
 
         rest: the other fields of its `DeltaFrame`, serialized.
@@ -162,7 +170,7 @@ class Receiver:
 
 
 def always() -> bool:
-    """Return True: ask every request."""
+    """Return True: check every fence."""
     return True
 
 
@@ -172,7 +180,7 @@ class Outbox:
     takes_whole = False  # whether the client gets each answer in one piece; see `WholeOutbox`
     # Limits of one message. Frames: some 60 kB of deltas, below the receive limit of any client.
     # Tokens: some 1.2 MB with 20 log-probabilities each, below gRPC's default limit of 4 MB.
-    # Deltas: per request, while others wait.
+    # Deltas: per request, while other requests wait.
     frame_max, token_max, delta_max = 1000, 4000, 8
 
     def __init__(self, journal: UsageJournal, may_have_lapsed: Callable[[], bool] = always) -> None:
@@ -180,13 +188,14 @@ class Outbox:
         self._may_have_lapsed = may_have_lapsed
         self.is_abandoned = False
         self.frame_count = 0  # pushed frames that wait; output waits in its `Output`
-        # Messages taken by the client; a client that stalls does not change it
+        # Messages taken by the client; unchanged while a client stalls.
         self.message_count = 0
         self._journal = journal
-        # Receivers with output, and frames without a request
+        # Receivers with output, and frames without a request.
         self._line: deque[Receiver | bytes] = deque()
         self._in_flight: list[Receiver] = []
-        self._idle: asyncio.Future[None] | None = None  # while the writer waits for something to send
+        # Set while the writer waits for something to send.
+        self._idle: asyncio.Future[None] | None = None
         self._room: asyncio.Future[None] | None = None  # while the reader waits for room
         self._is_open = True  # frames may be sent
         self._closing = False
@@ -218,7 +227,7 @@ class Outbox:
             self._idle.set_result(None)
 
     async def room(self) -> None:
-        """Wait while more than `FRAMES_WAITING_MAX` frames wait, to pause reading from the client."""
+        """Wait while more than `FRAMES_WAITING_MAX` frames wait, to slow the client down."""
         while self.frame_count > FRAMES_WAITING_MAX and not self.is_abandoned:
             self._room = asyncio.get_running_loop().create_future()
             try:
@@ -229,7 +238,9 @@ class Outbox:
     def abandon(self) -> None:
         """Discard everything, since the client is gone."""
         self.is_abandoned = True
-        gone = dict.fromkeys([*self._in_flight, *(each for each in self._line if isinstance(each, Receiver))])
+        gone = dict.fromkeys(
+            [*self._in_flight, *(each for each in self._line if isinstance(each, Receiver))]
+        )
         self._line.clear()
         self._in_flight = []
         for receiver in gone:
@@ -272,7 +283,9 @@ class Outbox:
                     taken, self._in_flight = self._in_flight, []
                     for receiver in taken:
                         receiver.in_flight_count = 0
-                        if receiver.on_taken is not None or (receiver.supply is not None and receiver.supply.then is not None):
+                        if receiver.on_taken is not None or (
+                            receiver.supply is not None and receiver.supply.then is not None
+                        ):
                             receiver.was_taken()
             elif self._closing:
                 return
@@ -290,7 +303,9 @@ class Outbox:
         """
         collected = self.collect()
         if collected.entries:
-            self._journal.record([output.entry(token_count) for output, token_count in collected.entries])
+            self._journal.record(
+                [output.entry(token_count) for output, token_count in collected.entries]
+            )
             for output, token_count in collected.entries:
                 output.usage.delivered_token_count += token_count
         if self._room is not None:
@@ -336,10 +351,12 @@ class WholeOutbox(Outbox):
     """Sends one message with all frames, once every request has all its output or has ended."""
 
     takes_whole = True
-    # Context windows bound the length of the answer
+    # Context windows bound the length of the answer.
     frame_max = token_max = delta_max = sys.maxsize
 
-    def __init__(self, journal: UsageJournal, request_count: int, on_failure: Callable[[str], None]) -> None:
+    def __init__(
+        self, journal: UsageJournal, request_count: int, on_failure: Callable[[str], None]
+    ) -> None:
         """request_count: requests that make up the answer.
 
         on_failure: called with the id of each failed one.
@@ -352,7 +369,7 @@ class WholeOutbox(Outbox):
 
     def ended(self, receiver: Receiver, frame: pb.ServerFrame) -> None:
         """Implement `Outbox.ended`."""
-        if receiver.is_waiting:  # failures keep their order, since the first one is the answer's
+        if receiver.is_waiting:  # failures keep their order, since the first one is the answer
             self._line.remove(receiver)
             self._line.append(receiver)
         if frame.HasField("failed"):
@@ -381,21 +398,26 @@ class WholeOutbox(Outbox):
 # `weir/v1/inference_service.proto`.
 
 
-def varint(number: int) -> bytes:
+def encoded_varint(number: int) -> bytes:
     """Encode a non-negative integer in the wire format of Protocol Buffers."""
     if number < 0x80:
         return bytes((number,))
-    return bytes((number & 0x7F | 0x80,)) + varint(number >> 7)
+    return bytes((number & 0x7F | 0x80,)) + encoded_varint(number >> 7)
 
 
-# 0.6 MB: of most tokens, and lengths of small frames
-VARINTS = [varint(number) for number in range(1 << 14)]
+# 0.6 MB: for most tokens, and lengths of small frames.
+VARINTS = [encoded_varint(number) for number in range(1 << 14)]
+
+
+def varint(number: int) -> bytes:
+    """Encode a non-negative integer, from the table if it has it."""
+    return VARINTS[number] if number < 0x4000 else encoded_varint(number)
 
 
 def frame_head(request_id: str) -> bytes:
     """Return the first field of a `ServerFrame`, serialized."""
     data = request_id.encode()
-    return b"\x0a%b%b" % (VARINTS[len(data)] if len(data) < 0x4000 else varint(len(data)), data)
+    return b"\x0a%b%b" % (VARINTS[len(data)], data)  # an id is short
 
 
 def framed(frame: bytes) -> bytes:
@@ -424,7 +446,9 @@ def delta_frame(head: bytes, delta: bytes) -> bytes:
     return framed(b"%b\x22%b%b" % (head, length, delta))
 
 
-def delta_bytes(seq: int, choice_index: int, text: bytes, token_ids: Sequence[int], rest: bytes = b"") -> bytes:
+def delta_bytes(
+    seq: int, choice_index: int, text: bytes, token_ids: Sequence[int], rest: bytes = b""
+) -> bytes:
     """Serialize a `DeltaFrame`. rest: its other fields, serialized."""
     ids = b"".join(map(varint, token_ids))
     return b"".join(

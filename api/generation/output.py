@@ -1,7 +1,8 @@
 """Output buffers: the output of one request, for one receiving stream at a time or for none.
 
-`LiveOutput` holds output until the stream can send it and the client has granted credit for it. `ReplayOutput` keeps output in a
-replay buffer, so that a client that reconnects can receive it again.
+`LiveOutput` holds output until the stream can send it and the client has granted credit for it.
+`ReplayOutput` keeps output in a replay buffer, so that a client that reconnects can receive it
+again.
 """
 
 from __future__ import annotations
@@ -20,29 +21,39 @@ from weir.v1 import inference_service_pb2 as pb
 from api.core.errors import AttachedElsewhere, FieldViolation, InvalidRequest, OutputGone, status_of
 from api.generation import frames
 from api.generation.life import Life
-from api.generation.outbox import Collected, Receiver, UsageSoFar, delta_bytes, delta_frame, framed, varint
+from api.generation.outbox import (
+    Collected,
+    Receiver,
+    UsageSoFar,
+    delta_bytes,
+    delta_frame,
+    framed,
+    varint,
+)
 from api.generation.replay import ReplayBuffer
 from metering.core.errors import RequestInFlight
 from metering.core.models import Outcome
 from metering.holds.journal import Delivered
 from metering.pricing.prices import TokenPrices
 
-# Steps merged into one delta; keeps a frame at some kB whatever it carries besides tokens
+# Steps merged into one delta; keeps a frame at some kB even with log-probabilities.
 TOKENS_PER_DELTA_MAX = 64
-# A client that keeps up leaves one or two; more are packed into a few bytes per token
+# A client that keeps up leaves one or two steps; more are packed into a few bytes per token.
 STEPS_UNPACKED_MAX = 4
 
 
 def may_always_send() -> bool:
-    """Return True: tokens may be delivered. Default fence."""
+    """Return True: tokens may be delivered."""
     return True
 
 
 class Flow:
     """Flow control of one request: granted credit, and a timer for clients that grant none."""
 
-    def __init__(self, credit: int | None, stall_max_s: float, on_stall: Callable[[], None]) -> None:
-        """credit: initial tokens that may be sent; None: unlimited.
+    def __init__(
+        self, credit: int | None, stall_max_s: float, on_stall: Callable[[], None]
+    ) -> None:
+        """credit: tokens that may be sent at first; None: unlimited.
 
         on_stall: called if the client grants too little.
         """
@@ -61,7 +72,11 @@ class Flow:
 
     def watch(self, waiting_token_count: int) -> None:
         """Run the stall timer while more tokens wait than the client has granted."""
-        is_blocked = self.credit is not None and waiting_token_count > self.credit and self._on_stall is not None
+        is_blocked = (
+            self.credit is not None
+            and waiting_token_count > self.credit
+            and self._on_stall is not None
+        )
         if not is_blocked:
             self._stop_timer()
         elif self._timer is None:
@@ -86,7 +101,7 @@ class Flow:
 
 @dataclass(slots=True)
 class UsageTelling:
-    """Usage frames at an interval in tokens."""
+    """Usage frames, sent at an interval in tokens."""
 
     interval_tokens: int
     prices: TokenPrices
@@ -94,7 +109,7 @@ class UsageTelling:
 
     @property
     def room(self) -> int:
-        """Tokens until the next usage frame."""
+        """Return the tokens until the next usage frame."""
         return self.interval_tokens - self.sent_token_count % self.interval_tokens
 
 
@@ -108,7 +123,14 @@ class Output(ABC):
     is_kept = False
     keep_s: float | None = None  # how long the request runs without a receiver; None: not at all
 
-    def __init__(self, receiver: Receiver, model: str, flow: Flow, life: Life, update: Callable[[pb.UpdateFrame], None]) -> None:
+    def __init__(
+        self,
+        receiver: Receiver,
+        model: str,
+        flow: Flow,
+        life: Life,
+        update: Callable[[pb.UpdateFrame], None],
+    ) -> None:
         """model: name as sent by the client. update: changes the limits of the request."""
         self.usage = UsageSoFar()
         self.hold_id: uuid.UUID | None = None
@@ -121,7 +143,7 @@ class Output(ABC):
         self._life: Life | None = life  # until the request has ended
         self._update = update
         self._last_seq = 0  # of the newest delta
-        self._admitted: bytes | None = None  # sent again to a stream that attaches
+        self._opening: list[bytes] = []  # frames that are sent again to a stream that attaches
         self._end: pb.ServerFrame | None = None
         self._has_failed = False
         self._unattended: asyncio.TimerHandle | None = None
@@ -149,8 +171,8 @@ class Output(ABC):
     def push(self, frame: pb.ServerFrame) -> None:
         """Send a frame without output to the current receiver."""
         data = frame.SerializeToString()
-        if self._admitted is None and frame.HasField("admitted"):
-            self._admitted = data
+        if frame.HasField("prompt") or (frame.HasField("admitted") and not self._opening):
+            self._opening.append(data)
         if self.receiver is not None:
             self.receiver.push(data)
 
@@ -167,7 +189,11 @@ class Output(ABC):
     @property
     def progress(self) -> tuple[int, int, int]:
         """Progress of the client. Unchanged only while the client takes nothing."""
-        return id(self.receiver), self.receiver.outbox.message_count if self.receiver else 0, self.flow.grant_count
+        return (
+            id(self.receiver),
+            self.receiver.outbox.message_count if self.receiver else 0,
+            self.flow.grant_count,
+        )
 
     def complete(self) -> None:
         """Mark the output as complete."""
@@ -186,13 +212,20 @@ class Output(ABC):
             self._watch_reading(stall_max_s, self.progress, None)
         self.moved()
 
-    def _watch_reading(self, stall_max_s: float, progress: tuple[int, int, int], before: tuple[int, int, int] | None) -> None:
-        # Two polls: after a suspension of this process the first runs before any progress of the
-        # client is seen.
+    def _watch_reading(
+        self,
+        stall_max_s: float,
+        progress: tuple[int, int, int],
+        before: tuple[int, int, int] | None,
+    ) -> None:
+        # Polls twice: after a suspension of this process, the first poll precedes any progress of
+        # the client.
         look = partial(self._look_at_reading, stall_max_s, progress, before)
         self._stall = asyncio.get_running_loop().call_later(stall_max_s / 2, look)
 
-    def _look_at_reading(self, stall_max_s: float, last: tuple[int, int, int], before: tuple[int, int, int] | None) -> None:
+    def _look_at_reading(
+        self, stall_max_s: float, last: tuple[int, int, int], before: tuple[int, int, int] | None
+    ) -> None:
         if (now := self.progress) != last or last != before:
             self._watch_reading(stall_max_s, now, last)
             return
@@ -238,7 +271,7 @@ class Output(ABC):
             self._life.stop(outcome)
 
     def grant(self, token_count: int) -> None:
-        """Add credit. A number below 1 ends the request as a cancellation does."""
+        """Add credit. A number below 1 ends the request like a cancellation."""
         if token_count < 1:
             wrong = FieldViolation("credit.token_count", f"must be at least 1, got {token_count}")
             if self._life is not None:
@@ -259,7 +292,9 @@ class Output(ABC):
         """
         is_running = self._life is not None
         if self._life is not None and self._life.end is not None and not self.is_kept:
-            raise RequestInFlight("the request with this request_id is just ending; retry in a moment")
+            raise RequestInFlight(
+                "the request with this request_id is just ending; retry in a moment"
+            )
         oldest_seq = self._oldest_seq()
         if not oldest_seq - 1 <= after_seq <= self._last_seq:
             raise OutputGone(after_seq, oldest_seq, self._last_seq)
@@ -267,15 +302,20 @@ class Output(ABC):
             old.supply = None
             old.drop()
             if old.outbox is not receiver.outbox:
-                old.end(frames.failed(status_of(AttachedElsewhere("another stream receives this request now")), None))
+                old.end(
+                    frames.failed(
+                        status_of(AttachedElsewhere("another stream receives this request now")),
+                        None,
+                    )
+                )
         receiver.source = receiver.supply = self
         self.receiver = receiver
         if self.flow.credit is not None:
             self.flow.credit = credit_token_count
         self._begin_after(after_seq)
         receiver.push(frames.attached(after_seq, self._last_seq, self.usage, running=is_running))
-        if self._admitted is not None:
-            receiver.push(self._admitted)
+        for data in self._opening:
+            receiver.push(data)
         self._attended()
         self.moved()
         self._watch_credit()
@@ -294,7 +334,7 @@ class Output(ABC):
         return old
 
     def shut_out(self, receiver: Receiver, error: Exception) -> None:
-        """Stop the request, since the receiver lost its right to it.
+        """Stop the request, because its receiver may no longer receive it.
 
         After the end, close only the receiver.
         """
@@ -307,7 +347,7 @@ class Output(ABC):
             receiver.end(frames.failed(status_of(error), None))
 
     def leave(self, receiver: Receiver, outcome: Outcome) -> None:
-        """Handle that the receiving stream closed: stop the request, or let it run for `keep_s` without a receiver."""
+        """Handle the close of the receiving stream: stop, or run on for `keep_s`."""
         if self.receiver is not receiver:
             return
         if self._life is None:
@@ -316,7 +356,9 @@ class Output(ABC):
             self.stop(outcome)
         else:
             self.detach()
-            self._unattended = asyncio.get_running_loop().call_later(self.keep_s, self.stop, Outcome.CANCELLED)
+            self._unattended = asyncio.get_running_loop().call_later(
+                self.keep_s, self.stop, Outcome.CANCELLED
+            )
 
     # Called by the outbox.
 
@@ -330,7 +372,9 @@ class Output(ABC):
         usage = self.usage
         total = usage.delivered_token_count + token_count
         generated = max(usage.generated_token_count, total)
-        return Delivered(self.hold_id, usage.input_token_count, usage.cached_input_token_count, generated, total)
+        return Delivered(
+            self.hold_id, usage.input_token_count, usage.cached_input_token_count, generated, total
+        )
 
     def moved(self) -> None:
         """Handle that the transport took the output, or that the client is gone."""
@@ -409,7 +453,14 @@ Step = tuple[int, str, Sequence[int], Sequence[pb.TokenLogprobs], Sequence[pb.To
 class LiveOutput(Output):
     """Output that counts as delivered when it is handed to the transport."""
 
-    def __init__(self, receiver: Receiver, model: str, flow: Flow, life: Life, update: Callable[[pb.UpdateFrame], None]) -> None:
+    def __init__(
+        self,
+        receiver: Receiver,
+        model: str,
+        flow: Flow,
+        life: Life,
+        update: Callable[[pb.UpdateFrame], None],
+    ) -> None:
         super().__init__(receiver, model, flow, life, update)
         self._steps: list[Step] = []  # waiting, after the packed ones
         self._packed: dict[int, PackedOutput] = {}  # by choice
@@ -455,7 +506,12 @@ class LiveOutput(Output):
         if into.asks_fences and not self.fence():
             self.discard()
             return
-        if len(self._steps) == 1 and not self._packed and self.flow.credit is None and self.usage_telling is None:
+        if (
+            len(self._steps) == 1
+            and not self._packed
+            and self.flow.credit is None
+            and self.usage_telling is None
+        ):
             choice_index, text, token_ids, logprobs, calls = self._steps[0]
             if len(token_ids) == 1 and not (choice_index or logprobs or calls):
                 self._steps.clear()
@@ -476,15 +532,21 @@ class LiveOutput(Output):
                 if delta_count >= delta_max or taken_count >= room:
                     self.has_more = True
                     break
-                most = TOKENS_PER_DELTA_MAX if flow.credit is None else min(TOKENS_PER_DELTA_MAX, flow.credit)
+                count_max = (
+                    TOKENS_PER_DELTA_MAX
+                    if flow.credit is None
+                    else min(TOKENS_PER_DELTA_MAX, flow.credit)
+                )
                 if self.usage_telling is not None:
-                    most = min(most, self.usage_telling.room)
-                text, token_ids, rest = output.take(most)
+                    count_max = min(count_max, self.usage_telling.room)
+                text, token_ids, rest = output.take(count_max)
                 if not (token_ids or text or rest):
                     break  # the first token needs more credit
                 self._last_seq += 1
                 delta_count += 1
-                into.parts.append(receiver.delta(self._last_seq, choice_index, text, token_ids, rest))
+                into.parts.append(
+                    receiver.delta(self._last_seq, choice_index, text, token_ids, rest)
+                )
                 taken_count += len(token_ids)
                 if flow.credit is not None:
                     flow.credit -= len(token_ids)
@@ -543,7 +605,7 @@ class ReplayOutput(Output):
         super().__init__(receiver, model, flow, life, update)
         self.keep_s = keep_s
         self.buffer = buffer
-        self._next_seq = 1  # first delta not handed to the receiver
+        self._next_seq = 1  # first delta that was not handed to the receiver
         self._unread = 0  # tokens from `_next_seq` on
 
     def say(
@@ -554,7 +616,7 @@ class ReplayOutput(Output):
         logprobs: Sequence[pb.TokenLogprobs] = (),
         calls: Sequence[pb.ToolCallDelta] = (),
     ) -> None:
-        """Implement `Output.say`. With flow control each token is a frame."""
+        """Implement `Output.say`. With flow control, each token is a frame."""
         if not self.fence():
             return
         if token_ids:
@@ -568,11 +630,13 @@ class ReplayOutput(Output):
             rest = rest_of(logprobs[first : first + step], calls if is_last else ())
             self._last_seq += 1
             self._unread += len(part)
-            delta = delta_bytes(self._last_seq, choice_index, text.encode() if is_last else b"", part, rest)
+            delta = delta_bytes(
+                self._last_seq, choice_index, text.encode() if is_last else b"", part, rest
+            )
             unread_seq = self._next_seq if self.receiver is not None else self._last_seq + 1
             if not self.buffer.put(delta, len(part), unread_seq):
                 self.flow.stalled()
-                self._skip()  # the request is over; output that is not kept cannot be sent
+                self._skip()  # the request is over; output outside the buffer cannot be sent
         self._note()
         self._watch_credit()
 
@@ -647,14 +711,14 @@ def logprob_field(logprobs: pb.TokenLogprobs) -> bytes:
 class PackedOutput:
     """Tokens and text in order, packed into a few bytes per token.
 
-    Text and calls of one `add` follow its last token.
+    The text and calls of one `add` are taken with its last token.
     """
 
     def __init__(self) -> None:
         self._token_ids = array("i")
         self._text = bytearray()
         self._calls = bytearray()  # tool calls as serialized frames, adjacent ones merged
-        # Serialized: with 20 alternatives a tenth of the size of the objects
+        # Serialized: with 20 alternatives, a tenth of the size of the objects.
         self._logprobs: list[bytes] = []
         # End offset of each `add`, counted from the first token and byte ever added.
         self._token_ends = array("Q")
@@ -691,9 +755,12 @@ class PackedOutput:
         self._call_ends.append(self._taken_call_byte_count + len(self._calls))
 
     def take(self, token_count_max: int) -> tuple[bytes, list[int], bytes]:
-        """Remove at most this many tokens; return their text, ids, and other `DeltaFrame` fields."""
+        """Remove at most this many tokens; return text, ids, and other `DeltaFrame` fields."""
         token_count = min(token_count_max, len(self._token_ids))
-        token_ids, self._token_ids = self._token_ids[:token_count].tolist(), self._token_ids[token_count:]
+        token_ids, self._token_ids = (
+            self._token_ids[:token_count].tolist(),
+            self._token_ids[token_count:],
+        )
         logprobs, self._logprobs = self._logprobs[:token_count], self._logprobs[token_count:]
         self._taken_token_count += token_count
         whole_count = bisect_right(self._token_ends, self._taken_token_count)
@@ -705,5 +772,9 @@ class PackedOutput:
             byte_count = self._call_ends[whole_count - 1] - self._taken_call_byte_count
             calls, self._calls = bytes(self._calls[:byte_count]), self._calls[byte_count:]
             self._taken_call_byte_count += byte_count
-            del self._token_ends[:whole_count], self._text_ends[:whole_count], self._call_ends[:whole_count]
+            del (
+                self._token_ends[:whole_count],
+                self._text_ends[:whole_count],
+                self._call_ends[:whole_count],
+            )
         return text, token_ids, b"".join(logprobs) + calls

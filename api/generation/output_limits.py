@@ -37,9 +37,17 @@ class LimitChange:
 
 def check_cost(message: types_pb2.Money, field: str, wrong: Violations) -> None:
     """Check that a maximum cost is above zero."""
-    right = message.units >= 0 and 0 <= message.picos < PICOS_PER_UNIT and message.units + message.picos > 0
+    right = (
+        message.units >= 0
+        and 0 <= message.picos < PICOS_PER_UNIT
+        and message.units + message.picos > 0
+    )
     wrong.check(right, field, "must be more than 0, with picos from 0 to 999,999,999,999")
-    wrong.check(bool(message.currency_code), f"{field}.currency_code", "must name the currency of your organization")
+    wrong.check(
+        bool(message.currency_code),
+        f"{field}.currency_code",
+        "must name the currency of your organization",
+    )
     wrong.check_text(message.currency_code, f"{field}.currency_code")
 
 
@@ -59,17 +67,22 @@ def parse_update(message: pb.UpdateFrame) -> LimitChange:
     if has_cost:
         check_cost(message.max_cost, "update.max_cost", wrong)
     wrong.raise_if_any()
-    return LimitChange(message.max_output_tokens if has_tokens else None, cost_of(message.max_cost) if has_cost else None)
+    return LimitChange(
+        message.max_output_tokens if has_tokens else None,
+        cost_of(message.max_cost) if has_cost else None,
+    )
 
 
 class OutputLimits:
     """Limits of one admitted request, at its prices.
 
-    token_count_max: output tokens that may be delivered in total; `outcome` is how the request ends
-    there. engine_token_count_max: the limit that the engine enforces, per choice.
+    token_count_max: output tokens that may be delivered in total; `outcome`: outcome of a request
+    that reaches them. engine_token_count_max: limit that the engine enforces, per choice.
     """
 
-    def __init__(self, prices: TokenPrices, engine_token_count_max: int, max_cost: Cost | None) -> None:
+    def __init__(
+        self, prices: TokenPrices, engine_token_count_max: int, max_cost: Cost | None
+    ) -> None:
         """Raises: InvalidRequest for a cost in another currency."""
         self.token_count_max = UNBOUNDED
         self.outcome = Outcome.LENGTH
@@ -77,7 +90,7 @@ class OutputLimits:
         self.asked_token_count_max = engine_token_count_max
         self.max_cost: Cost | None = None
         self._prices = prices
-        # In total, and of these cached, once the engine has started
+        # Total and cached input tokens, known once the engine has started.
         self._input_token_counts = 0, 0
         if max_cost is not None:
             self.check_currency(max_cost, "max_cost")
@@ -89,15 +102,19 @@ class OutputLimits:
         return self.asked_token_count_max > self.engine_token_count_max
 
     def check_input(self, input_token_count: int) -> None:
-        """Raise InvalidRequest if the cost of the uncached prompt may leave no room for an output
-        token."""
+        """Raise InvalidRequest if the cost may leave no room for one output token.
+
+        The whole prompt counts as uncached.
+        """
         if self.max_cost is None:
             return
-        least = self._prices.cost_picos(input_token_count, 0, 1)
-        if least > self.max_cost.picos:
+        minimum_picos = self._prices.cost_picos(input_token_count, 0, 1)
+        if minimum_picos > self.max_cost.picos:
             currency_code = self.max_cost.currency_code
-            amount = f"{exact_text(least, currency_code)} {currency_code}"
-            wrong = f"must be at least {amount}, the cost of the uncached prompt and one output token"
+            amount = f"{exact_text(minimum_picos, currency_code)} {currency_code}"
+            wrong = (
+                f"must be at least {amount}, the cost of the uncached prompt and one output token"
+            )
             raise InvalidRequest([FieldViolation("max_cost", wrong)])
 
     def begun(self, input_token_count: int, cached_input_token_count: int) -> None:
@@ -109,7 +126,10 @@ class OutputLimits:
     def check_currency(self, cost: Cost, field: str) -> None:
         """Raise InvalidRequest if the cost is in another currency than the prices."""
         if cost.currency_code != self._prices.currency_code:
-            wrong = f"must be {self._prices.currency_code}, your organization's currency, got {cost.currency_code[:8]!r}"
+            wrong = (
+                f"must be {self._prices.currency_code}, your organization's currency, got"
+                f" {cost.currency_code[:8]!r}"
+            )
             raise InvalidRequest([FieldViolation(f"{field}.currency_code", wrong)])
 
     def change(self, change: LimitChange) -> None:

@@ -1,8 +1,9 @@
 """Mutual TLS between the api processes of one deployment, on a port of its own.
 
-A process makes a self-signed certificate when it starts and publishes it in the database (`live_reports`). On the peer port both
-sides present their certificates and accept only published ones. A relayed call also carries the API key of the client, which is
-checked again, and a signed statement of the client's address.
+A process makes a self-signed certificate when it starts and publishes it in the database
+(`live_reports`). On the peer port both sides present their certificates and accept only published
+ones. A relayed call also carries the API key of the client, which is checked again, and a signed
+statement of the client's address.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from metering.tenants.networks import Address, parse_address
 NAME = "weir-peer"  # in every certificate; the public key tells processes apart
 LIFETIME = datetime.timedelta(days=3650)  # longer than any process runs
 CLOCK_SLACK = datetime.timedelta(days=1)  # maximum difference of clocks between machines
-# Metadata with the address of a relayed client, signed by the relaying process
+# Metadata with the address of a relayed client, signed by the relaying process.
 VOUCHER = "weir-client-address"
-# Covers clock differences; a voucher never leaves TLS, so it need not expire sooner
+# Covers clock differences; a voucher never leaves TLS, so it need not expire sooner.
 VOUCHER_LIFETIME_S = 300.0
-# Addresses to listen on that cannot be connected to
+# Addresses to listen on to which no connection can be made.
 ANY_HOST = frozenset({"", "*", "0.0.0.0", "[::]"})
-# Detects lost machines; sent only during a relay
+# Detects lost machines; sent only during a relay.
 PEER_KEEPALIVE_MS, PEER_KEEPALIVE_TIMEOUT_MS = 10_000, 5_000
 
 
@@ -77,14 +78,14 @@ class Identity:
     Peers verify its signatures with the certificate.
     """
 
-    owner_id: uuid.UUID
+    process_id: uuid.UUID
     private_key: bytes = field(repr=False)
     certificate: bytes
 
     def vouch(self, secret: str, address: Address) -> str:
         """Sign the address of the client with this secret, for the metadata of a call to another
         process."""
-        said = f"{self.owner_id.hex} {time.time():.0f} {address}"
+        said = f"{self.process_id.hex} {time.time():.0f} {address}"
         key = serialization.load_pem_private_key(self.private_key, None)
         assert isinstance(key, ec.EllipticCurvePrivateKey), "`make_certificate` makes an EC key"
         signature = key.sign(_statement(said, secret), ec.ECDSA(hashes.SHA256()))
@@ -92,10 +93,10 @@ class Identity:
 
 
 class PeerCertificates:
-    """Certificates that the peer port accepts from clients: those published by running processes."""
+    """Certificates of running processes, which the peer port accepts from clients."""
 
     def __init__(self, identity: Identity) -> None:
-        """identity: presented by this process, and the only one accepted until `replace` is called."""
+        """identity: of this process; the only one accepted until `replace` is called."""
         self._identity = identity
         self._accepted = identity.certificate
 
@@ -105,7 +106,7 @@ class PeerCertificates:
         Open connections are kept.
         """
         published = "".join(sorted({each.strip() + "\n" for each in certificates if each}))
-        # GRPC requires at least one
+        # gRPC requires at least one.
         self._accepted = published.encode() or self._identity.certificate
 
     def credentials(self) -> grpc.ServerCredentials:
@@ -127,13 +128,13 @@ class PeerCertificates:
         return grpc.ssl_server_certificate_configuration([pair], accepted)
 
 
-def make_identity(owner_id: uuid.UUID) -> Identity:
+def make_identity(process_id: uuid.UUID) -> Identity:
     """Create an identity with a new key and certificate."""
-    return Identity(owner_id, *make_certificate())
+    return Identity(process_id, *make_certificate())
 
 
 def voucher_of(text: str) -> uuid.UUID | None:
-    """Return the process that a voucher claims as its signer; None if malformed."""
+    """Return the process that a voucher names as its signer; None if malformed."""
     try:
         return uuid.UUID(hex=text.partition(" ")[0])
     except ValueError:
@@ -141,8 +142,10 @@ def voucher_of(text: str) -> uuid.UUID | None:
 
 
 def vouched_address(text: str, secret: str, certificate: str, now: float) -> Address | None:
-    """Return the address in a voucher; None unless valid for this secret and certificate, and
-    recent. now: seconds since 1970."""
+    """Return the address in a voucher; None if the voucher is old or not signed for this secret.
+
+    certificate: of the signing process. now: seconds since 1970.
+    """
     said, _, signature = text.rpartition(" ")
     _, _, rest = said.partition(" ")
     made_at, _, address = rest.partition(" ")
@@ -157,8 +160,10 @@ def vouched_address(text: str, secret: str, certificate: str, now: float) -> Add
 
 
 def _statement(said: str, secret: str) -> bytes:
-    """Return the text to sign. It holds for one secret, which it does not reveal."""
-    return f"weir voucher {said} ".encode() + hashlib.sha256(secret.encode(errors="replace")).digest()
+    """Return the text to sign. It is valid for one secret, which it does not reveal."""
+    return (
+        f"weir voucher {said} ".encode() + hashlib.sha256(secret.encode(errors="replace")).digest()
+    )
 
 
 def peer_listen_address(settings: Settings) -> str:
@@ -166,7 +171,11 @@ def peer_listen_address(settings: Settings) -> str:
     host."""
     if settings.peer_listen_address:
         return settings.peer_listen_address
-    host = "127.0.0.1" if is_local(settings.listen_address) else settings.listen_address.rpartition(":")[0]
+    host = (
+        "127.0.0.1"
+        if is_local(settings.listen_address)
+        else settings.listen_address.rpartition(":")[0]
+    )
     return f"{host}:0"
 
 
@@ -182,7 +191,7 @@ def advertised(advertise_address: str, address: str, port: int) -> str:
 def make_certificate() -> tuple[bytes, bytes]:
     """Create a private key and a self-signed certificate, both PEM."""
     key = ec.generate_private_key(ec.SECP256R1())
-    # The subject is unique: OpenSSL looks up accepted certificates by subject and compares only the
+    # A unique subject: OpenSSL looks up accepted certificates by subject and compares only the
     # first match.
     serial = x509.random_serial_number()
     subject = {NameOID.COMMON_NAME: NAME, NameOID.SERIAL_NUMBER: f"{serial:x}"}
@@ -200,11 +209,13 @@ def make_certificate() -> tuple[bytes, bytes]:
         .sign(key, hashes.SHA256())
     )
     plain = serialization.NoEncryption()
-    private = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, plain)
+    private = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, plain
+    )
     return private, certificate.public_bytes(serialization.Encoding.PEM)
 
 
-IDLE_S = 60.0  # how long an unused connection is kept; a new handshake costs some ms
+IDLE_S = 60.0  # how long an unused connection is kept; a new handshake takes some ms
 IDLE_COUNT_MAX = 32  # unused connections, of some 100 kB each with TLS
 
 
@@ -220,7 +231,9 @@ class Connection:
 class PeerChannels:
     """Connections of this process to its peers."""
 
-    def __init__(self, tasks: asyncio.TaskGroup, identity: Identity | None = None, *, idle_s: float = IDLE_S) -> None:
+    def __init__(
+        self, tasks: asyncio.TaskGroup, identity: Identity | None = None, *, idle_s: float = IDLE_S
+    ) -> None:
         """tasks: those of the process.
 
         identity: presented to peers. idle_s: how long an unused connection is kept.

@@ -10,7 +10,7 @@ from api.core.errors import FieldViolation, InvalidRequest, KeyBoundExceeded, Pr
 from api.generation.decoding import check_against_model
 from api.generation.start_frame import ValidStart
 from api.generation.tokenizing import TextJob, check_prompt, tokenize
-from api.generation.tools import format_of_calls
+from api.generation.tools import format_with_tools
 from api.queue.fair_queue import Arrival
 from inference.engine import GenerationRequest
 from inference.routing.router import Route
@@ -31,8 +31,8 @@ async def prepared(
     SafetyUnavailable, ChatTemplateFailed, PreparationLimit, Overloaded, and the errors of the job's
     `check_room`.
     """
-    window, wanted = route.engine.model.context_window_tokens, start.stop.max_output_tokens
-    most_sent = window - (wanted or 1)
+    window, requested = route.engine.model.context_window_tokens, start.stop.max_output_tokens
+    most_sent = window - (requested or 1)
     if bounds.max_input_tokens is not None:
         most_sent = min(most_sent, bounds.max_input_tokens)
     job = replace(job, token_count_max=max(most_sent, 0), thinking=start.thinking)
@@ -40,7 +40,7 @@ async def prepared(
         token_ids, work_s = await tokenize(job, start.prompt, start.tool_use.tools)
     except TokenLimitExceeded as exceeded:
         check_input_bound(bounds, exceeded.least_token_count, "prompt", is_least=True)
-        raise PromptTooLong(exceeded.least_token_count, wanted, window, is_least=True) from None
+        raise PromptTooLong(exceeded.least_token_count, requested, window, is_least=True) from None
     request = checked_request(start, route, job.tokenizer, token_ids, job.payer, bounds)
     if safety is not None:
         await check_prompt(safety, job.tokenizer, start.prompt, start.tool_use.tools)
@@ -48,29 +48,44 @@ async def prepared(
 
 
 def checked_request(
-    start: ValidStart, route: Route, tokenizer: Tokenizer, token_ids: tuple[int, ...], payer: Payer, bounds: TokenBounds
+    start: ValidStart,
+    route: Route,
+    tokenizer: Tokenizer,
+    token_ids: tuple[int, ...],
+    payer: Payer,
+    bounds: TokenBounds,
 ) -> GenerationRequest:
     """Return the request for the engine, checked against the model, context window and key limits.
 
     token_ids: its prompt. Raises: KeyBoundExceeded, PromptTooLong, InvalidRequest,
     RequestImpossible.
     """
-    model, wanted = route.engine.model, start.stop.max_output_tokens
+    model, requested = route.engine.model, start.stop.max_output_tokens
     room = model.context_window_tokens - len(token_ids)
     if bounds.max_input_tokens is not None:
         check_input_bound(bounds, len(token_ids), "prompt")
-    most = room if bounds.max_output_tokens is None else output_room(bounds, wanted, start.choice_count, room)
-    if (wanted or 1) > room:
-        raise PromptTooLong(len(token_ids), wanted, model.context_window_tokens)
-    if (size := model.vocabulary_size) <= max(token_ids, default=0) or min(token_ids, default=0) < 0:
-        raise InvalidRequest([FieldViolation("token_ids.ids", f"must each be from 0 to {size - 1}")])
-    tools_format = format_of_calls(start.tool_use, tokenizer) if start.tool_use.tools else None
+    default = (
+        room
+        if bounds.max_output_tokens is None
+        else output_room(bounds, requested, start.choice_count, room)
+    )
+    if (requested or 1) > room:
+        raise PromptTooLong(len(token_ids), requested, model.context_window_tokens)
+    if (size := model.vocabulary_size) <= max(token_ids, default=0) or min(
+        token_ids, default=0
+    ) < 0:
+        raise InvalidRequest(
+            [FieldViolation("token_ids.ids", f"must each be from 0 to {size - 1}")]
+        )
+    response_format = start.response_format
+    if start.tool_use.tools:
+        response_format = format_with_tools(start.tool_use, response_format, tokenizer)
     request = GenerationRequest(
         prompt_token_ids=token_ids,
         sampling=start.sampling.over(model.default_sampling),
-        stop=start.stop.within(most),
+        stop=start.stop.within(default),
         cache_salt=str(payer.organization_id),
-        response_format=start.response_format or tools_format,
+        response_format=response_format,
         choice_count=start.choice_count,
         beam_search=start.beam_search,
         regions=route.regions,
@@ -93,7 +108,9 @@ def arrival_of(
     weights: by organization id. received_at, deadline (of the call): monotonic seconds.
     """
     if start.start_timeout_s is not None:
-        deadline = min(received_at + start.start_timeout_s, math.inf if deadline is None else deadline)
+        deadline = min(
+            received_at + start.start_timeout_s, math.inf if deadline is None else deadline
+        )
     return Arrival(
         request_id=start.request_id,
         tenant_id=payer.organization_id,
@@ -101,7 +118,9 @@ def arrival_of(
         output_token_count_max=request.stop.max_output_tokens * request.choice_count,
         tier=start.tier,
         weight=weights.get(str(payer.organization_id), 1.0) if weights else 1.0,
-        sequence_count=request.choice_count if request.beam_search is None else request.beam_search.width,
+        sequence_count=(
+            request.choice_count if request.beam_search is None else request.beam_search.width
+        ),
         compiles=request.response_format is not None,
         deadline=deadline,
     )
@@ -129,55 +148,66 @@ def smallest_admission(start: ValidStart, least_token_count: int, payer: Payer) 
     return Admit(*ids, start.model, least_token_count, 1, 0, start.labels, start.tier)
 
 
-def check_input_bound(bounds: TokenBounds, token_count: int, field: str, *, is_least: bool = False) -> None:
+def check_input_bound(
+    bounds: TokenBounds, token_count: int, field: str, *, is_least: bool = False
+) -> None:
     """Raise KeyBoundExceeded for too much input.
 
     field: where the input is. is_least: token_count is a lower bound.
     """
-    most = bounds.max_input_tokens
-    if most is not None and token_count > most:
-        least = "at least " if is_least else ""
+    limit = bounds.max_input_tokens
+    if limit is not None and token_count > limit:
+        at_least = "at least " if is_least else ""
         raise KeyBoundExceeded(
             field,
-            f"has {least}{token_count} tokens, {token_count - most} more than the limit of {most} per request for this key; "
-            "send less, or ask an administrator to raise the key's max_input_tokens",
+            f"has {at_least}{token_count} tokens, {token_count - limit} more than the limit of"
+            f" {limit} per request for this key; send less, or ask an administrator to raise the"
+            " key's max_input_tokens",
             token_count,
-            most,
+            limit,
         )
 
 
-def output_room(bounds: TokenBounds, wanted: int | None, choice_count: int, room: int) -> int:
+def output_room(bounds: TokenBounds, requested: int | None, choice_count: int, room: int) -> int:
     """Return the output tokens that each choice may have by default.
 
-    wanted: as requested, or None. room: left in the context window. Raises: KeyBoundExceeded above
-    the key's limit; InvalidRequest for more choices than it allows tokens.
+    requested: requested number, or None. room: left in the context window. Raises: KeyBoundExceeded
+    above the key's limit; InvalidRequest for more choices than it allows tokens.
     """
-    most = bounds.max_output_tokens
-    if most is None:
+    limit = bounds.max_output_tokens
+    if limit is None:
         return room
-    if choice_count > most:
-        wrong = f"must be at most {most}: this key may have {most} output tokens per request, over all choices"
+    if choice_count > limit:
+        wrong = (
+            f"must be at most {limit}: this key may have {limit} output tokens per request, over"
+            " all choices"
+        )
         raise InvalidRequest([FieldViolation("choice_count", wrong)])
-    if wanted is not None:
-        check_output_bound(bounds, wanted, choice_count, "max_output_tokens")
-    return min(room, most // choice_count)
+    if requested is not None:
+        check_output_bound(bounds, requested, choice_count, "max_output_tokens")
+    return min(room, limit // choice_count)
 
 
-def is_bounded(bounds: TokenBounds, wanted: int | None, request: GenerationRequest) -> bool:
+def is_bounded(bounds: TokenBounds, requested: int | None, request: GenerationRequest) -> bool:
     """Return whether the key limits the output of a request that sets no limit itself."""
-    most = bounds.max_output_tokens
-    return wanted is None and most is not None and request.stop.max_output_tokens == most // request.choice_count
+    limit = bounds.max_output_tokens
+    return (
+        requested is None
+        and limit is not None
+        and request.stop.max_output_tokens == limit // request.choice_count
+    )
 
 
-def check_output_bound(bounds: TokenBounds, wanted: int, choice_count: int, field: str) -> None:
-    """Raise KeyBoundExceeded for too much output. wanted: per choice. field: where that is set."""
-    most = bounds.max_output_tokens
-    if most is not None and wanted * choice_count > most:
+def check_output_bound(bounds: TokenBounds, requested: int, choice_count: int, field: str) -> None:
+    """Raise KeyBoundExceeded for too much output. requested: per choice. field: its path."""
+    limit = bounds.max_output_tokens
+    if limit is not None and requested * choice_count > limit:
         each = "" if choice_count == 1 else f" for each of {choice_count} choices"
         raise KeyBoundExceeded(
             field,
-            f"must be at most {most // choice_count}{each}, got {wanted}: this key may have {most} output tokens per request; "
-            "ask for less, or ask an administrator to raise the key's max_output_tokens",
-            wanted * choice_count,
-            most,
+            f"must be at most {limit // choice_count}{each}, got {requested}: this key may have"
+            f" {limit} output tokens per request; ask for less, or ask an administrator to raise"
+            " the key's max_output_tokens",
+            requested * choice_count,
+            limit,
         )

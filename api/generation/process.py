@@ -58,10 +58,14 @@ class Process:
         self.tokenizers = tokenizers
         self.queues = queues_of(router, settings)
         self.replays = ReplayBuffers(
-            admission.journal, bytes_max=settings.kept_bytes_max, bytes_per_request_max=settings.kept_bytes_per_request_max
+            admission.journal,
+            bytes_max=settings.replay_bytes_max,
+            bytes_per_request_max=settings.replay_bytes_per_request_max,
         )
         self.relays = relays
-        self.window_tokens_max = max((model.context_window_tokens for model in router.models()), default=0)
+        self.window_tokens_max = max(
+            (model.context_window_tokens for model in router.models()), default=0
+        )
         self.pace = pace or FramePace(settings.frames_share_max)
         self.text_work = TextWork(
             chars_max=settings.preparation_chars_max,
@@ -71,14 +75,16 @@ class Process:
         )
         self.tasks: asyncio.TaskGroup = admission.tasks  # tasks of requests
         self._live: dict[Running, None] = {}  # in order of arrival
-        # By project and request number, since UUIDs hash in Python
+        # Keys: project and request ids as integers, because UUIDs are hashed in Python.
         self._by_key: dict[tuple[int, int], LiveRequest] = {}
         self._progress = Retries("progress")
 
     def add(self, request: LiveRequest) -> None:
         """Add a request whose key is not present yet."""
         self._live[request] = None
-        self._by_key.setdefault((request.caller.payer.project_id.int, request.start.request_id.int), request)
+        self._by_key.setdefault(
+            (request.caller.payer.project_id.int, request.start.request_id.int), request
+        )
 
     async def turn_to_read(self, owner: Owner, byte_count: int) -> None:
         """Wait until a message of this API key may be read.
@@ -100,7 +106,11 @@ class Process:
         Return whether that is possible. The other process requires the caller's key, so it is
         impossible without one.
         """
-        if self.relays is None or not request.caller.secret or (receiver := request.output.detach()) is None:
+        if (
+            self.relays is None
+            or not request.caller.secret
+            or (receiver := request.output.detach()) is None
+        ):
             return False
         key = request.caller.payer.project_id, request.start.request_id
         self.relays.begin(
@@ -155,7 +165,7 @@ class Process:
                 request.end_if_lapsed()
 
     async def tell_progress_regularly(self) -> None:
-        """Send progress frames at an interval, and end requests with lapsed holds, until cancelled."""
+        """Send progress frames and end requests with lapsed holds, at an interval."""
         first = 0
         while True:
             await asyncio.sleep(self.admission.settings.progress_interval_s)
@@ -164,12 +174,22 @@ class Process:
             first = self._tell_progress(first)
 
     def _tell_progress(self, first: int) -> int:
-        """Send progress frames to waiting requests from index `first` on; return where to continue."""
+        """Send progress frames to waiting requests from index `first` on; return the next one."""
         waiting = [request for request in self._live if request.life.state in WAITING]
-        outlooks = {outlook.place: outlook for queue in self.queues.values() for outlook in queue.outlook()} if waiting else {}
+        outlooks = (
+            {
+                outlook.place: outlook
+                for queue in self.queues.values()
+                for outlook in queue.outlook()
+            }
+            if waiting
+            else {}
+        )
         for request in waiting[first : first + PROGRESS_FRAMES_MAX]:
             with self._progress.survive(request.start.request_id):
-                request.tell_progress(outlooks.get(request.place) if request.place is not None else None)
+                request.tell_progress(
+                    outlooks.get(request.place) if request.place is not None else None
+                )
         end = first + PROGRESS_FRAMES_MAX
         return end if end < len(waiting) else 0
 
@@ -182,4 +202,6 @@ def queues_of(router: Router, settings: Settings) -> dict[str, FairQueue]:
         batch_wait_s_max=settings.queue_batch_wait_max_s,
         fair=settings.queue_order == "fair",
     )
-    return {backend.model.name: FairQueue(limits, backend.statistics) for backend in router.backends()}
+    return {
+        backend.model.name: FairQueue(limits, backend.statistics) for backend in router.backends()
+    }

@@ -1,4 +1,4 @@
-"""`Quote`: tokens, cost and admission of a request, without running it."""
+"""`Quote` and `CountTokens`: tokens, cost and admission of a request, without running it."""
 
 from __future__ import annotations
 
@@ -12,61 +12,96 @@ from api.access.auth import check_model
 from api.access.auth import payer as payer_of
 from api.core import wire
 from api.core.messages import effective_quota_statuses, input_count_max, quota_status
+from api.generation.conversation import thinking_of
 from api.generation.embedding import token_count_of, tokenize_inputs
 from api.generation.embedding_wire import check_against_model, parse_embed
 from api.generation.preparation import check_input_bound, prepared
 from api.generation.process import Process
-from api.generation.start_frame import parse_start
-from api.generation.tokenizing import TextJob
-from api.generation.tools import call_reading
+from api.generation.start_frame import parse_count_tokens, parse_start
+from api.generation.tokenizing import TextJob, tokenize
+from api.generation.tools import ToolUse, call_reading
 from metering.quotas import quoting
 from metering.store.db import Sessions
 from metering.tenants.tenants import Principal
 
 
-async def quote(process: Process, sessions: Sessions, principal: Principal, message: pb.QuoteRequest) -> pb.QuoteResponse:
-    """Answer one call. Raises the refusal of the same request, except for quotas."""
+async def count_tokens(
+    process: Process, principal: Principal, message: pb.CountTokensRequest
+) -> pb.CountTokensResponse:
+    """Count the tokens of a prompt as admission does. Raises the refusals of such a prompt."""
+    with process.pace.spending(principal):
+        prompt, tools = parse_count_tokens(message)
+    check_model(principal, process.router.canonical_name(message.model))
+    model = process.router.find(message.model).model
+    tokenizer = process.tokenizers[model.name]
+    # Rejects tools that the model does not support.
+    call_reading(ToolUse(tools, forced=True), tokenizer, message.model)
+    window, thinking = model.context_window_tokens, thinking_of(message)
+    job = TextJob(process.text_work, payer_of(principal), tokenizer, window, thinking=thinking)
+    token_ids, work_s = await tokenize(job, prompt, tools)
+    process.pace.spent(principal, work_s)
+    return pb.CountTokensResponse(input_token_count=len(token_ids), context_window_tokens=window)
+
+
+async def quote(
+    process: Process, sessions: Sessions, principal: Principal, message: pb.QuoteRequest
+) -> pb.QuoteResponse:
+    """Answer one call. Raises the refusals of the same request, except for quotas."""
     with process.pace.spending(principal):
         start = parse_start(str(uuid.uuid4()), message.start, process.window_tokens_max)
-    check_model(principal, process.router.own_name(start.model))
+    check_model(principal, process.router.canonical_name(start.model))
     route = process.router.route(start.model, start.request_id, start.region)
-    start.model, payer, tokenizer = route.model, payer_of(principal), process.tokenizers[route.served]
+    start.model, payer, tokenizer = (
+        route.model,
+        payer_of(principal),
+        process.tokenizers[route.served],
+    )
     if start.tool_use.tools:
-        # Rejects tools that the model does not support
+        # Rejects tools that the model does not support.
         call_reading(start.tool_use, tokenizer, start.model)
     job = TextJob(process.text_work, payer, tokenizer, route.engine.model.context_window_tokens)
     request, work_s = await prepared(start, route, job, process.safety, principal.bounds)
     process.pace.spent(principal, work_s)
-    sent, most = len(request.prompt_token_ids), request.stop.max_output_tokens * request.choice_count
+    input_count, output_count_max = (
+        len(request.prompt_token_ids),
+        request.stop.max_output_tokens * request.choice_count,
+    )
     settings = process.admission.settings
-    first_slice = min(settings.lease_slice_tokens, most)
+    first_slice = min(settings.lease_slice_tokens, output_count_max)
     async with sessions() as session:
         found = await quoting.quote(
             session,
             payer=payer,
             model=start.model,
-            input_token_count=sent,
+            input_token_count=input_count,
             first_slice_token_count=first_slice,
-            least_slice_token_count=min(settings.lease_least_tokens, first_slice),
+            least_slice_token_count=min(settings.lease_min_tokens, first_slice),
             tier=start.tier,
         )
     cached = route.engine.predict_cached_token_count(request.prompt_token_ids, request.cache_salt)
-    return response(found, sent, cached, most)
+    return response(found, input_count, cached, output_count_max)
 
 
-def response(found: quoting.Quote, sent: int, cached: int, most: int) -> pb.QuoteResponse:
-    """Return the response for `sent` input tokens, `cached` of them cached, and at most `most` of
-    output."""
+def response(
+    found: quoting.Quote, input_count: int, cached: int, output_count_max: int
+) -> pb.QuoteResponse:
+    """Return the response for `sent` input tokens, `cached` of them cached, and `most` output."""
     prices, refusal = found.prices, found.refusal
-    expected = most if found.expected_token_count is None else min(found.expected_token_count, most)
-    worst = max(prices.cost_picos(sent, each, most) for each in (0, sent))
+    expected = (
+        output_count_max
+        if found.expected_token_count is None
+        else min(found.expected_token_count, output_count_max)
+    )
+    worst = max(prices.cost_picos(input_count, each, output_count_max) for each in (0, input_count))
     answer = pb.QuoteResponse(
-        input_token_count=sent,
+        input_token_count=input_count,
         predicted_cached_token_count=cached,
-        max_output_token_count=most,
+        max_output_token_count=output_count_max,
         expected_output_token_count=expected,
-        worst_cost=wire.money(prices.currency_code, worst),
-        expected_cost=wire.money(prices.currency_code, prices.cost_picos(sent, cached, expected)),
+        worst_case_cost=wire.money(prices.currency_code, worst),
+        expected_cost=wire.money(
+            prices.currency_code, prices.cost_picos(input_count, cached, expected)
+        ),
         price_version=prices.version,
         would_admit=refusal is None,
         quotas=effective_quota_statuses(found.quotas),
@@ -79,23 +114,27 @@ def response(found: quoting.Quote, sent: int, cached: int, most: int) -> pb.Quot
     return answer
 
 
-async def quote_embed(process: Process, sessions: Sessions, principal: Principal, message: pb.EmbedRequest) -> pb.QuoteResponse:
+async def quote_embed(
+    process: Process, sessions: Sessions, principal: Principal, message: pb.EmbedRequest
+) -> pb.QuoteResponse:
     """Answer one call.
 
-    The id only selects a model version. Raises the refusal of the same call, except for quotas.
+    The id only selects a model version. Raises the refusals of the same call, except for quotas.
     """
     asked = pb.EmbedRequest()
     asked.CopyFrom(message)
     asked.request_id = asked.request_id or str(uuid.uuid4())
     with process.pace.spending(principal):
         start = parse_embed(asked)
-    check_model(principal, process.router.own_name(start.model))
+    check_model(principal, process.router.canonical_name(start.model))
     route = process.router.route_encoder(start.model, str(start.request_id))
     start = replace(start, model=route.model)
     check_against_model(start, route.encoder.model, input_count_max(route.encoder.model))
     payer = payer_of(principal)
     window = route.encoder.model.context_window_tokens
-    texts, work_s = await tokenize_inputs(start, TextJob(process.text_work, payer, process.tokenizers[route.served], window))
+    texts, work_s = await tokenize_inputs(
+        start, TextJob(process.text_work, payer, process.tokenizers[route.served], window)
+    )
     process.pace.spent(principal, work_s)
     sent = token_count_of(texts)
     check_input_bound(principal.bounds, sent, "inputs")

@@ -1,8 +1,8 @@
 """Relays between a stream of this process and a request in another process of the deployment.
 
 A relay is a client of the process that runs the request and uses the caller's key. That process
-counts, journals and bills; frames pass through here unchanged. A relay reads no faster than its own
-client, so a client that stalls stalls its request and uses no memory here.
+counts, journals and bills; frames pass through here unchanged. A relay reads no faster than its
+client, so a stalled client stalls its request and uses no memory here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import structlog
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import inference_service_pb2_grpc as pb_grpc
 
-from api.core.errors import Overloaded, OwnerAway, RequestOver, UnknownRequest, status_of
+from api.core.errors import Overloaded, ProcessUnavailable, RequestOver, UnknownRequest, status_of
 from api.core.messages import find_generation
 from api.generation import frames
 from api.generation.outbox import Receiver
@@ -30,8 +30,9 @@ from metering.store.db import Sessions
 from metering.tenants.networks import Address
 
 FRAMES_UNREAD_MAX = 64  # per relay; above it, reading from the other process pauses
-FRAMES_UNWRITTEN_MAX = 1000  # per relay; above it, the relay fails, since the other process does not read
-FRAMES_PER_MESSAGE_MAX = 100  # below the limit of any process
+# Per relay; above it, the relay fails, since the other process does not read.
+FRAMES_UNWRITTEN_MAX = 1000
+FRAMES_PER_MESSAGE_MAX = 100  # below the limit of every process
 ANSWER_WAIT_S = 5.0  # for the first frame, which normally takes some ms
 
 Call = grpc.aio.StreamStreamCall[pb.GenerateRequest, pb.GenerateResponse]
@@ -42,14 +43,20 @@ log = structlog.get_logger(__name__)
 class Relays:
     """All relays of this process, and its connections to other processes."""
 
-    def __init__(self, sessions: Sessions, owner_id: uuid.UUID, tasks: asyncio.TaskGroup, identity: Identity | None = None) -> None:
-        """owner_id: this process, which is never relayed to. tasks: those of the process.
+    def __init__(
+        self,
+        sessions: Sessions,
+        process_id: uuid.UUID,
+        tasks: asyncio.TaskGroup,
+        identity: Identity | None = None,
+    ) -> None:
+        """process_id: this process, which is never relayed to. tasks: those of the process.
 
         identity: presented to peers, and signs client addresses; None: peers reject this process.
         """
         self.identity = identity
         self.sessions = sessions
-        self.owner_id = owner_id
+        self.process_id = process_id
         self._tasks = tasks
         self.channels = PeerChannels(tasks, identity)
         self._running: set[Relay] = set()
@@ -97,14 +104,20 @@ class Relays:
         Requests continue where they run if they may be unattended.
         """
         for relay in list(self._running):
-            relay.give_up(OwnerAway("this server has shut down; attach to the request through another server"))
+            relay.give_up(
+                ProcessUnavailable(
+                    "this server has shut down; attach to the request through another server"
+                )
+            )
         await self.channels.close()
 
 
 class Relay:
     """A request that runs in another process, as its stream's `Source`."""
 
-    def __init__(self, relays: Relays, receiver: Receiver, key: Key, secret: str, address: Address | None) -> None:
+    def __init__(
+        self, relays: Relays, receiver: Receiver, key: Key, secret: str, address: Address | None
+    ) -> None:
         self._relays = relays
         self._receiver: Receiver | None = receiver
         self._key = key
@@ -164,21 +177,35 @@ class Relay:
 
     def _send(self, frame: pb.ClientFrame) -> None:
         if len(self._outgoing) >= FRAMES_UNWRITTEN_MAX:
-            self.give_up(Overloaded(f"{FRAMES_UNWRITTEN_MAX} frames for this request wait to be sent; read its output first"))
+            self.give_up(
+                Overloaded(
+                    f"{FRAMES_UNWRITTEN_MAX} frames for this request wait to be sent; read its"
+                    " output first"
+                )
+            )
             return
         frame.request_id = str(self._key[1])
         self._outgoing.append(frame)
         self._wake.set()
 
     async def _run(self) -> None:
-        end = frames.failed(status_of(OwnerAway("the server that runs this request does not answer; attach to it again")), None)
+        end = frames.failed(
+            status_of(
+                ProcessUnavailable(
+                    "the server that runs this request does not answer; attach to it again"
+                )
+            ),
+            None,
+        )
         try:
             end = await self._receive()
         except (grpc.aio.AioRpcError, TimeoutError, OSError) as away:
-            log.info("relay_broken", request_id=str(self._key[1]), cause=str(away) or type(away).__name__)
+            log.info(
+                "relay_broken", request_id=str(self._key[1]), cause=str(away) or type(away).__name__
+            )
             try:
                 end = await self._end_without_owner() or end
-            # The database is down as well; an error that leaves this task ends the process
+            # The database is down as well; an error that leaves this task would end the process.
             except Exception as unread:
                 log.warning("relay_books_unread", request_id=str(self._key[1]), exc_info=unread)
         except Exception as error:
@@ -193,13 +220,17 @@ class Relay:
         async with self._relays.sessions() as session:
             owner = await find_owner(session, *self._key)
         if owner is None:
-            raise UnknownRequest("no request with this request_id was admitted in this project; start it")
-        if owner.address and owner.owner_id != self._relays.owner_id:
+            raise UnknownRequest(
+                "no request with this request_id was admitted in this project; start it"
+            )
+        if owner.address and owner.process_id != self._relays.process_id:
             with self._relays.channels.use(Peer(owner.address, owner.certificate)) as channel:
                 end = await self._receive_over(channel)
             if end.failed.status.code != grpc.StatusCode.NOT_FOUND.value[0]:
                 return end
-        return await self._end_without_owner() or frames.failed(status_of(self._not_there(owner)), None)
+        return await self._end_without_owner() or frames.failed(
+            status_of(self._not_there(owner)), None
+        )
 
     async def _receive_over(self, channel: grpc.aio.Channel) -> pb.ServerFrame:
         """Receive over a connection to one process. Raises the error that ends it."""
@@ -220,18 +251,25 @@ class Relay:
 
     def _not_there(self, owner: Owner) -> Exception:
         """Return the error for a request that is recorded as running but not found."""
-        if owner.owner_id == self._relays.owner_id:
-            return RequestInFlight("a request with this request_id is just starting or ending; retry in a moment")
-        return OwnerAway("the server that runs this request is down; retry until the request is settled")
+        if owner.process_id == self._relays.process_id:
+            return RequestInFlight(
+                "a request with this request_id is just starting or ending; retry in a moment"
+            )
+        return ProcessUnavailable(
+            "the server that runs this request is down; retry until the request is settled"
+        )
 
     async def _write(self, call: Call) -> None:
-        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the reader gets the same error and reports it
+        # The reader gets the same error and reports it.
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             while True:
                 await self._wake.wait()
                 self._wake.clear()
                 while self._outgoing:
                     count = min(len(self._outgoing), FRAMES_PER_MESSAGE_MAX)
-                    await call.write(pb.GenerateRequest(frames=[self._outgoing.popleft() for _ in range(count)]))
+                    await call.write(
+                        pb.GenerateRequest(frames=[self._outgoing.popleft() for _ in range(count)])
+                    )
 
     async def _read(self, call: Call) -> pb.ServerFrame:
         """Forward all frames but the last, and return that. Raises: AioRpcError, TimeoutError."""
@@ -239,13 +277,18 @@ class Relay:
             message = await call.read()
         while isinstance(message, pb.GenerateResponse):
             for frame in message.frames:
-                if frame.WhichOneof("kind") in ("finished", "failed") and not frame.failed.duplicate_start:
+                if (
+                    frame.WhichOneof("kind") in ("finished", "failed")
+                    and not frame.failed.duplicate_start
+                ):
                     return frame
                 if self._receiver is not None:
                     self._receiver.push(frame)
             await self._until_room()
             message = await call.read()
-        raise grpc.aio.AioRpcError(await call.code(), grpc.aio.Metadata(), grpc.aio.Metadata(), "the stream ended early")
+        raise grpc.aio.AioRpcError(
+            await call.code(), grpc.aio.Metadata(), grpc.aio.Metadata(), "the stream ended early"
+        )
 
     async def _until_room(self) -> None:
         """Wait while many frames wait for the client."""
@@ -254,8 +297,7 @@ class Relay:
             await self._room.wait()
 
     async def _end_without_owner(self) -> pb.ServerFrame | None:
-        """Return the last frame from the database if the process lost the request; None if still
-        running."""
+        """Return the last frame from the database if the process is gone; None if it runs."""
         try:
             async with self._relays.sessions() as session:
                 owner = await find_owner(session, *self._key)

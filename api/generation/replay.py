@@ -1,5 +1,6 @@
 """Replay buffers: output kept in memory for clients that may reconnect, with limits per request,
-per organization and in total."""
+organization and process.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from api.generation.output import ReplayOutput
 
 FRAME_BYTES = 48  # memory overhead of a kept frame in CPython
-# A full buffer drops an eighth at once, since shifting the rest costs more than a frame
+# A full buffer drops an eighth at once, since shifting the rest costs more than a frame.
 DROPPED_SHARE = 8
 
 Key = tuple[uuid.UUID, uuid.UUID]  # project and request; request ids are unique within a project
@@ -23,7 +24,9 @@ Key = tuple[uuid.UUID, uuid.UUID]  # project and request; request ids are unique
 class ReplayBuffer:
     """Deltas of one request as bytes, from `first_seq` on. Created by `ReplayBuffers.open`."""
 
-    def __init__(self, journal: UsageJournal, owner: ReplayBuffers, organization_id: uuid.UUID) -> None:
+    def __init__(
+        self, journal: UsageJournal, owner: ReplayBuffers, organization_id: uuid.UUID
+    ) -> None:
         """organization_id: whose share of the memory it uses."""
         self.organization_id = organization_id
         self.first_seq = 1
@@ -46,7 +49,7 @@ class ReplayBuffer:
         self._journal.record([delivered])
 
     def put(self, delta: bytes, token_count: int, unread_seq: int) -> bool:
-        """Append a delta, and drop the oldest if there is no room.
+        """Append a delta; drop the oldest if there is no room.
 
         Return whether all unread deltas are kept. unread_seq: first delta that the reader has not
         received. Unread deltas may take twice the room.
@@ -70,7 +73,7 @@ class ReplayBuffer:
         return self._deltas[index], self._token_counts[index]
 
     def token_count_after(self, seq: int) -> int:
-        """Return the tokens of all deltas after this one; those before may be dropped."""
+        """Return the tokens of all kept deltas after this one."""
         return sum(self._token_counts[seq + 1 - self.first_seq :])
 
     def forget(self) -> None:
@@ -78,7 +81,7 @@ class ReplayBuffer:
         self._cut(len(self._deltas))
 
     def _drop(self, allowance: int, before_seq: int) -> None:
-        """Drop the oldest deltas to an eighth below the allowance, but none from `before_seq` on."""
+        """Drop deltas before `before_seq`, oldest first, to an eighth below the allowance."""
         excess = self.byte_count - allowance + allowance // DROPPED_SHARE
         count, droppable_count = 0, min(before_seq - self.first_seq, len(self._deltas) - 1)
         while excess > 0 and count < droppable_count:
@@ -100,7 +103,9 @@ class Share:
     """Replay buffers of one organization: of running requests, and of ended ones, oldest first."""
 
     live: set[ReplayBuffer] = field(default_factory=set)
-    ended: dict[Key, tuple[ReplayOutput, ReplayBuffer, asyncio.TimerHandle]] = field(default_factory=dict)
+    ended: dict[Key, tuple[ReplayOutput, ReplayBuffer, asyncio.TimerHandle]] = field(
+        default_factory=dict
+    )
     byte_count: int = 0
 
 
@@ -111,7 +116,9 @@ class ReplayBuffers:
     most bytes loses its oldest answer. An organization below its equal share loses nothing.
     """
 
-    def __init__(self, journal: UsageJournal, *, bytes_max: int, bytes_per_request_max: int) -> None:
+    def __init__(
+        self, journal: UsageJournal, *, bytes_max: int, bytes_per_request_max: int
+    ) -> None:
         self.byte_count = 0
         self._journal = journal
         self._bytes_max = bytes_max
@@ -120,10 +127,14 @@ class ReplayBuffers:
         self._ended: dict[Key, uuid.UUID] = {}  # organization of each ended request that is kept
 
     def allowance(self, organization_id: uuid.UUID) -> int:
-        """Return the bytes that each running request of an organization may keep, so that its share
-        holds all."""
-        live_count = len(self._shares[organization_id].live) if organization_id in self._shares else 0
-        return min(self._bytes_per_request_max, self._bytes_max // max(len(self._shares), 1) // max(live_count, 1))
+        """Return the bytes per running request that keep the organization within its share."""
+        live_count = (
+            len(self._shares[organization_id].live) if organization_id in self._shares else 0
+        )
+        return min(
+            self._bytes_per_request_max,
+            self._bytes_max // max(len(self._shares), 1) // max(live_count, 1),
+        )
 
     @property
     def live_count(self) -> int:
@@ -183,12 +194,16 @@ class ReplayBuffers:
     def _make_room(self) -> None:
         """Drop the oldest answers of the largest organization until the limit holds.
 
-        Organizations below an equal share lose none. Running requests drop their oldest deltas
-        themselves with the next delta.
+        Organizations below an equal share lose none. Running requests drop old deltas with their
+        next one.
         """
         while self.byte_count > self._bytes_max:
             equal_share = self._bytes_max // len(self._shares)
-            above = [share for share in self._shares.values() if share.ended and share.byte_count > equal_share]
+            above = [
+                share
+                for share in self._shares.values()
+                if share.ended and share.byte_count > equal_share
+            ]
             if not above:
                 return
             self.forget(next(iter(max(above, key=lambda share: share.byte_count).ended)))
@@ -203,11 +218,6 @@ class ReplayBuffers:
         output.forget()
         buffer.forget()
         self._tidy(organization_id)
-
-    def forget_all(self) -> None:
-        """Drop the kept output of every ended request."""
-        for key in tuple(self._ended):
-            self.forget(key)
 
     def _tidy(self, organization_id: uuid.UUID) -> None:
         share = self._shares[organization_id]

@@ -28,7 +28,7 @@ from metering.core.models import Outcome
 from metering.quotas.quota_rules import QuotaState
 from metering.quotas.quotas import QuotaExceeded
 
-Told = TokensGenerated | ChoiceFinished | SequenceFinished | EngineError
+EngineOutput = TokensGenerated | ChoiceFinished | SequenceFinished | EngineError
 
 log = structlog.get_logger(__name__)
 
@@ -55,8 +55,8 @@ class Reply:
         self._settings = settings
         self._run: Callable[[Coroutine[None, None, None]], object] = closed
         self._on_end: Callable[[], None] = closed
-        # Events waiting for a task that handles them in order
-        self._late: deque[Told] | None = None
+        # Events waiting for a task that handles them in order.
+        self._late: deque[EngineOutput] | None = None
         self._has_to_wait = False  # for checks, or for the client if a search sends much at once
 
     def open(
@@ -76,12 +76,16 @@ class Reply:
         self._lease, self._limits = lease, limits
         self.output.hold_id = lease.admitted.hold_id
         if self._start.usage_interval_tokens is not None:
-            self.output.usage_telling = UsageTelling(self._start.usage_interval_tokens, lease.admitted.prices)
+            self.output.usage_telling = UsageTelling(
+                self._start.usage_interval_tokens, lease.admitted.prices
+            )
         if safety is not None:
             self._filters = open_filters(safety, self._start.choice_count, has_json=self._has_json)
         self._has_to_wait = bool(self._filters) or self._start.beam_search is not None
         if self.call_reading is not None:
-            self._parsers = {index: self.call_reading.open() for index in range(self._start.choice_count)}
+            self._parsers = {
+                index: self.call_reading.open() for index in range(self._start.choice_count)
+            }
 
     def close(self) -> None:
         """Drop all references to the request after its end."""
@@ -92,10 +96,12 @@ class Reply:
     def _has_json(self) -> bool:
         """True if clients will parse the output, or tool calls in it."""
         kept = self._start.response_format
-        return self.call_reading is not None or (kept is not None and kept.kind is GrammarKind.JSON_SCHEMA)
+        return self.call_reading is not None or (
+            kept is not None and kept.kind is GrammarKind.JSON_SCHEMA
+        )
 
     def stopped(self) -> None:
-        """Handle a stop: send text held back as part of a tool call, or discard all waiting output."""
+        """Handle a stop: send text held back as a possible call, or discard all waiting output."""
         if not self._life.discards:
             for choice_index in list(self._parsers):
                 self._say_rest(choice_index, "")
@@ -107,7 +113,7 @@ class Reply:
         self._life.discards = True
         self.output.discard()
 
-    def take(self, event: Told) -> None:
+    def take(self, event: EngineOutput) -> None:
         """Pass on an engine event in order: at once, or in a task if checks, client or lease make
         it wait.
 
@@ -125,7 +131,7 @@ class Reply:
                 if token_count > limits.token_count_max:
                     self._life.stop(limits.outcome)
                     return
-                if token_count >= lease.leased_token_count - self._settings.lease_margin_tokens:
+                if token_count > lease.free_token_count:
                     lease.anticipate(token_count)
                 self._say(event)
                 return
@@ -139,17 +145,22 @@ class Reply:
 
     @property
     def free_token_count(self) -> int:
-        """Total of tokens that may be sent without further checks, until a stop or change of limits."""
-        if self._has_to_wait or self._late is not None or self._parsers or self._life.end is not None:
+        """Return the total of tokens that may be sent without further checks."""
+        if (
+            self._has_to_wait
+            or self._late is not None
+            or self._parsers
+            or self._life.end is not None
+        ):
             return 0
         unsent_max = self._settings.outbox_tokens_per_request_max
         return min(
-            self._lease.leased_token_count - self._settings.lease_margin_tokens - 1,
+            self._lease.free_token_count,
             self._limits.token_count_max - 1,
             self.output.usage.delivered_token_count + unsent_max,
         )
 
-    async def _hand_on_late(self, late: deque[Told]) -> None:
+    async def _hand_on_late(self, late: deque[EngineOutput]) -> None:
         """Pass on events that have to wait, and those that arrive meanwhile."""
         while late:
             event = late.popleft()
@@ -166,10 +177,13 @@ class Reply:
     async def _hand_on_waiting(self, event: TokensGenerated) -> None:
         """Pass on output that the safety checks have released, including output held back before.
 
-        A beam search sends its whole output at its end, so the client is waited for unless it
+        A beam search sends its whole output at its end, so this waits for the client unless it
         stalls.
         """
-        if self._start.beam_search and self.output.unsent_token_count >= self._settings.outbox_tokens_per_request_max // 2:
+        if (
+            self._start.beam_search
+            and self.output.unsent_token_count >= self._settings.outbox_tokens_per_request_max // 2
+        ):
             taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self.flush(lambda: None if taken.done() else taken.set_result(None))
             await taken
@@ -184,7 +198,9 @@ class Reply:
     async def _end_checked(self, event: ChoiceFinished | SequenceFinished) -> None:
         """Handle the end of a choice, and pass on output that the safety checks held back."""
         index = event.choice_index if isinstance(event, ChoiceFinished) else 0
-        if self._life.end is None and (isinstance(event, ChoiceFinished) or self._start.choice_count == 1):
+        if self._life.end is None and (
+            isinstance(event, ChoiceFinished) or self._start.choice_count == 1
+        ):
             checked = self._filters[index]
             for part in await checked.finish(event.text):
                 await self._hand_on_checked(part)
@@ -208,10 +224,12 @@ class Reply:
             self._on_end()
 
     def ends_of_choices(self, cut: Outcome) -> dict[int, Outcome]:
-        """Return the outcomes of several choices; unfinished ones get the outcome of the request."""
+        """Return the outcomes of several choices; unfinished ones get that of the request."""
         if self._start.choice_count == 1:
             return {}
-        ends = {index: self._choice_ends.get(index, cut) for index in range(self._start.choice_count)}
+        ends = {
+            index: self._choice_ends.get(index, cut) for index in range(self._start.choice_count)
+        }
         return {index: cut if end is Outcome.CANCELLED else end for index, end in ends.items()}
 
     def flush(self, then: Callable[[], None]) -> None:
@@ -243,18 +261,28 @@ class Reply:
 
     def _say(self, event: TokensGenerated) -> None:
         """Send one step's tokens, and end the request at its limits or after a final tool call."""
+        if event.prompt_logprobs:
+            for frame in frames.prompts(event.prompt_logprobs):
+                self.output.push(frame)
         logprobs = frames.token_logprobs(event.logprobs) if event.logprobs else ()
         output, unsent_max = self.output, self._settings.outbox_tokens_per_request_max
         if self._parsers and (parser := self._parsers.get(event.choice_index)) is not None:
             text, calls = self._parsed(event.choice_index, parser.push(event.text))
             output.say(event.choice_index, text, event.token_ids, logprobs, calls)
-            if self.call_reading is not None and self.call_reading.ends_with_call and parser.complete_count:
+            if (
+                self.call_reading is not None
+                and self.call_reading.ends_with_call
+                and parser.complete_count
+            ):
                 self._life.stop(Outcome.STOP)
         else:
             output.say(event.choice_index, event.text, event.token_ids, logprobs)
         if output.said_token_count >= self._limits.token_count_max:
             self.end_at_limit()
-        if output.said_token_count - output.usage.delivered_token_count > unsent_max and not output.takes_whole:
+        if (
+            output.said_token_count - output.usage.delivered_token_count > unsent_max
+            and not output.takes_whole
+        ):
             self._life.stop(Outcome.SLOW_CONSUMER)
 
     def _say_rest(self, choice_index: int, text: str) -> None:
@@ -295,7 +323,7 @@ class OutputFilter:
         self.hit: str | None = None  # the rule that matched; no more output is released then
         self._check = check
         self._choice_index = choice_index
-        # With the length of all text up to its end
+        # Each event with the length of all text up to its end.
         self._waiting: deque[tuple[TokensGenerated, int]] = deque()
         self._char_count = 0
 
@@ -311,10 +339,12 @@ class OutputFilter:
         return self._release(await self._check.push(event.text))
 
     async def finish(self, text: str) -> list[TokensGenerated]:
-        """Add the last text, which has no tokens, and return what is released, with that text last."""
+        """Add the last text, which has no tokens; return the released text, ending with it."""
         if text:
             self._char_count += len(text)
-            self._waiting.append((TokensGenerated((), text, (), self._choice_index), self._char_count))
+            self._waiting.append(
+                (TokensGenerated((), text, (), self._choice_index), self._char_count)
+            )
         verdict = await self._check.push(text) if text else None
         if verdict is None or verdict.hit is None:
             verdict = await self._check.finish()
@@ -325,7 +355,7 @@ class OutputFilter:
         return self._release(verdict)
 
     def _release(self, verdict: Verdict) -> list[TokensGenerated]:
-        """Return events whose text is safe to the end, and events without text that precede them."""
+        """Return events whose text is safe, and events without text that precede them."""
         self.hit = verdict.hit
         count = 0
         for index, (event, end) in enumerate(self._waiting, 1):
@@ -336,11 +366,15 @@ class OutputFilter:
         return [self._waiting.popleft()[0] for _ in range(count)]
 
 
-def open_filters(checker: SafetyChecker, choice_count: int, *, has_json: bool = False) -> tuple[OutputFilter, ...]:
+def open_filters(
+    checker: SafetyChecker, choice_count: int, *, has_json: bool = False
+) -> tuple[OutputFilter, ...]:
     """Return a filter per choice; none if outputs are not checked.
 
-    has_json: check text also as a JSON parser reads it.
+    has_json: also check the text as a JSON parser reads it.
     """
     opened = [checker.open_output() for _ in range(choice_count)]
-    checks = [EscapedOutputCheck(check) if has_json else check for check in opened if check is not None]
+    checks = [
+        EscapedOutputCheck(check) if has_json else check for check in opened if check is not None
+    ]
     return tuple(OutputFilter(check, index) for index, check in enumerate(checks))

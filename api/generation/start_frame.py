@@ -11,7 +11,14 @@ import msgspec
 from weir.v1 import inference_service_pb2 as pb
 
 from api.core.errors import PromptTooLong, Violations
-from api.core.wire import MODEL_MISSING, TIERS, check_tier_and_labels, parse_request_id, payload_hash, seconds_of
+from api.core.wire import (
+    MODEL_MISSING,
+    TIERS,
+    check_tier_and_labels,
+    parse_request_id,
+    payload_hash,
+    seconds_of,
+)
 from api.generation.conversation import Prompt, check_prompt, parse_prompt, thinking_of
 from api.generation.decoding import (
     NO_OVERRIDES,
@@ -26,14 +33,23 @@ from api.generation.decoding import (
     parse_stop,
 )
 from api.generation.output_limits import Cost, check_cost, cost_of
-from api.generation.tools import NO_TOOLS, ToolUse, check_tool_use, check_tools, parse_tool_use, parse_tools
+from api.generation.tools import (
+    NO_TOOLS,
+    ToolUse,
+    check_tool_use,
+    check_tools,
+    parse_tool_use,
+    parse_tools,
+)
 from api.queue.fair_queue import ServiceTier
 from inference.engine import BeamSearchParams, ResponseFormat
 from inference.text.tokenizer import ChatMessage
 from inference.text.tools import Tool
 
-SAMPLING_FIELDS = frozenset({"sampling", "top_logprobs"})
-STOP_FIELDS = frozenset({"max_output_tokens", "min_output_tokens", "stop_sequences", "stop_token_ids", "ignore_eos"})
+SAMPLING_FIELDS = frozenset({"sampling", "top_logprobs", "prompt_logprobs"})
+STOP_FIELDS = frozenset(
+    {"max_output_tokens", "min_output_tokens", "stop_sequences", "stop_token_ids", "ignore_eos"}
+)
 DECODING_FIELDS = SAMPLING_FIELDS | {"response_format", "beam_search", "choice_count"}
 TOOL_FIELDS = frozenset({"tools", "tool_choice"})
 LIMIT_FIELDS = frozenset(
@@ -51,7 +67,7 @@ LIMIT_FIELDS = frozenset(
 
 
 class ValidStart(msgspec.Struct):
-    """A start frame that is valid in itself; model, context window and quotas are checked later.
+    """Start frame that is valid in itself; model, context window and quotas are checked later.
 
     Only its model changes. given_id: request id in the client's spelling, for its answers. model:
     name as sent, canonical after routing.
@@ -71,7 +87,7 @@ class ValidStart(msgspec.Struct):
     labels: dict[str, str]
     tier: ServiceTier
     start_timeout_s: float | None
-    # How long it runs, and is kept, without a receiver; None: not at all
+    # How long it runs, and is kept, without a receiver; None: not at all.
     keep_s: float | None = None
     initial_credit_tokens: int | None = None
     max_cost: Cost | None = None
@@ -82,11 +98,15 @@ class ValidStart(msgspec.Struct):
     @property
     def operation(self) -> str:
         """Operation name in OpenTelemetry's conventions."""
-        return "chat" if self.prompt and isinstance(self.prompt[0], ChatMessage) else "text_completion"
+        return (
+            "chat" if self.prompt and isinstance(self.prompt[0], ChatMessage) else "text_completion"
+        )
 
 
-def parse_start(request_id: str, start: pb.StartFrame, window_tokens_max: int | None = None) -> ValidStart:
-    """Check everything that the frame alone shows.
+def parse_start(
+    request_id: str, start: pb.StartFrame, window_tokens_max: int | None = None
+) -> ValidStart:
+    """Check the frame by itself.
 
     window_tokens_max: largest context window of any model. Raises: InvalidRequest with every
     violation, PromptTooLong.
@@ -94,9 +114,9 @@ def parse_start(request_id: str, start: pb.StartFrame, window_tokens_max: int | 
     parsed_id = parse_request_id(request_id)
     wrong = Violations()
     if window_tokens_max is not None and (count := len(start.token_ids.ids)) > window_tokens_max:
-        # Before they are copied: a million ids take a tenth of a second
+        # Before they are copied: a million ids take a tenth of a second.
         raise PromptTooLong(count, None, window_tokens_max)
-    # Absent fields are valid, and most frames lack most fields: look at present ones only.
+    # Absent fields are valid, and most frames lack most fields: check only present ones.
     said = {field.name for field, _ in start.ListFields()}
     wrong.check_text(start.model, "model", missing=MODEL_MISSING)
     check_prompt(start, wrong)
@@ -120,12 +140,16 @@ def parse_start(request_id: str, start: pb.StartFrame, window_tokens_max: int | 
         response_format=parse_response_format(start) if "response_format" in said else None,
         choice_count=start.choice_count if "choice_count" in said else 1,
         beam_search=parse_beam_search(start) if "beam_search" in said else None,
-        usage_interval_tokens=start.usage_interval_tokens if "usage_interval_tokens" in said else None,
+        usage_interval_tokens=start.usage_interval_tokens
+        if "usage_interval_tokens" in said
+        else None,
         labels=dict(start.labels) if "labels" in said else {},
         tier=TIERS[start.tier],
         start_timeout_s=seconds_of(start.start_timeout) if "start_timeout" in said else None,
         keep_s=seconds_of(start.keep_on_disconnect) if "keep_on_disconnect" in said else None,
-        initial_credit_tokens=start.initial_credit_tokens if "initial_credit_tokens" in said else None,
+        initial_credit_tokens=start.initial_credit_tokens
+        if "initial_credit_tokens" in said
+        else None,
         max_cost=cost_of(start.max_cost) if "max_cost" in said else None,
         region=start.region,
         tool_use=parse_tool_use(start) if "tools" in said else NO_TOOLS,
@@ -144,7 +168,9 @@ def check_limits(start: pb.StartFrame, wrong: Violations) -> None:
         wrong.check(seconds_of(start.start_timeout) > 0, "start_timeout", "must be more than 0 s")
     if start.HasField("keep_on_disconnect"):
         wrong.check(
-            seconds_of(start.keep_on_disconnect) > 0, "keep_on_disconnect", "must be more than 0 s; leave it unset for none"
+            seconds_of(start.keep_on_disconnect) > 0,
+            "keep_on_disconnect",
+            "must be more than 0 s; leave it unset for none",
         )
     if start.HasField("initial_credit_tokens"):
         credit = start.initial_credit_tokens

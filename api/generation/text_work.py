@@ -1,10 +1,10 @@
 """Preparation of prompts: limits on text in preparation, and the threads that do the work.
 
-The text of every request is rendered and tokenized before its hold, whatever its key may spend.
-Text that waits for this or is being worked on is therefore limited in characters, per API key, per
-organization and in total (`permit`). Threads are shared fairly between organizations (`run`): the
-one with the least work done is next (`virtual_tokens.Line`; a character costs one unit). Work of a
-cancelled request is dropped unless a thread has started on it.
+The text of a request is rendered and tokenized before its hold, whatever its key may spend. Text in
+preparation or waiting for it is therefore limited in characters, per API key, per organization and
+in total (`permit`). Threads are shared fairly between organizations (`run`): the one with the least
+work done is next (`virtual_tokens.Line`; a character costs one unit). Work of a cancelled request
+is dropped unless a thread has started on it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from inference.text.tokenizer import ChatMessage
 from inference.text.tools import Tool
 from metering.quotas.quota_rules import Owner
 
-# Cost of each message or text besides its characters, as a template takes for an empty one
+# Cost of each message or text besides its characters, as a template takes for an empty one.
 MESSAGE_COST_CHARS = 30
-# Characters: below a millisecond, of which moving it to a thread would be a tenth
+# Characters: below a millisecond, of which moving it to a thread would be a tenth.
 INLINE_COST_MAX = 2000
 
 Value = TypeVar("Value")
@@ -48,7 +48,12 @@ class TextWork:
     """Preparation in one process. Used by one event loop."""
 
     def __init__(
-        self, *, chars_max: int, chars_per_key_max: int, thread_count: int, weights: Mapping[str, float] | None = None
+        self,
+        *,
+        chars_max: int,
+        chars_per_key_max: int,
+        thread_count: int,
+        weights: Mapping[str, float] | None = None,
     ) -> None:
         """weights: by organization id, as in the engine queues."""
         self._chars_max = chars_max
@@ -71,19 +76,21 @@ class TextWork:
     def permit(self, owner: Owner, chars: int) -> Iterator[None]:
         """Reserve preparation of this much text. A single request may be as large as a message.
 
-        An organization, with any number of keys, may take at most the part that it leaves free, so
-        that another always finds room. Raises: PreparationLimit, Overloaded.
+        An organization may take at most as much as it leaves free, so that another always finds
+        room. Raises: PreparationLimit, Overloaded.
         """
         of_key, of_organization = self._taken[owner.api_key_id], self._taken[owner.organization_id]
         if of_key and of_key + chars > self._chars_per_key_max:
             raise PreparationLimit("API key", of_key, chars, self._chars_per_key_max)
         free_chars = self._chars_max - self.taken_chars
         if of_organization and of_organization + chars > free_chars - chars:
-            raise PreparationLimit("organization", of_organization, chars, max((of_organization + free_chars) // 2, 0))
+            raise PreparationLimit(
+                "organization", of_organization, chars, max((of_organization + free_chars) // 2, 0)
+            )
         if self.taken_chars and chars > free_chars:
             raise Overloaded(
-                f"this server prepares prompts of {self.taken_chars} characters, and {chars} more would exceed "
-                f"its limit of {self._chars_max}; retry the request"
+                f"this server prepares prompts of {self.taken_chars} characters, and {chars} more"
+                f" would exceed its limit of {self._chars_max}; retry the request"
             )
         self.taken_chars += chars
         self._taken.update({owner.api_key_id: chars, owner.organization_id: chars})
@@ -96,7 +103,9 @@ class TextWork:
                 if not self._taken[each]:
                     del self._taken[each]
 
-    async def run(self, organization_id: uuid.UUID, chars: int, call: Callable[[], Value]) -> tuple[Value, float]:
+    async def run(
+        self, organization_id: uuid.UUID, chars: int, call: Callable[[], Value]
+    ) -> tuple[Value, float]:
         """Run the call in a thread; return its value and processor seconds.
 
         Raises the error of the call.
@@ -114,7 +123,10 @@ class TextWork:
 
     def _begin_next(self) -> None:
         loop = asyncio.get_running_loop()
-        while self.running_count < self._thread_count and (tenant := self._line.next_tenant()) is not None:
+        while (
+            self.running_count < self._thread_count
+            and (tenant := self._line.next_tenant()) is not None
+        ):
             work = self._line.take(tenant, 0.0)
             self._line.begun(work, tenant)
             self._line.ended(work, tenant)
@@ -137,7 +149,7 @@ class TextWork:
 
 
 def timed(call: Callable[[], Value]) -> tuple[Value, float]:
-    """Return the value of a call, and the processor time of this thread that it took, in seconds."""
+    """Return the value of a call, and the processor time in seconds that it took."""
     began_at = time.thread_time()
     return call(), time.thread_time() - began_at
 
@@ -149,4 +161,8 @@ def conversation_size(messages: Sequence[ChatMessage], tools: Sequence[Tool]) ->
         for call in message.tool_calls:
             chars += len(call.name) + len(call.arguments)
             parts += 1
-    return chars + sum([len(tool.name) + len(tool.description) + len(tool.parameters) for tool in tools]), parts
+    return (
+        chars
+        + sum([len(tool.name) + len(tool.description) + len(tool.parameters) for tool in tools]),
+        parts,
+    )

@@ -13,7 +13,12 @@ from functools import partial
 from api.core.errors import FieldViolation, InvalidRequest, PromptFiltered, PromptTooLarge
 from api.generation.conversation import Prompt
 from api.generation.json_text import shown_texts
-from api.generation.text_work import INLINE_COST_MAX, MESSAGE_COST_CHARS, TextWork, conversation_size
+from api.generation.text_work import (
+    INLINE_COST_MAX,
+    MESSAGE_COST_CHARS,
+    TextWork,
+    conversation_size,
+)
 from inference.safety.safety import SafetyChecker
 from inference.text.tokenizer import ChatMessage, Tokenizer
 from inference.text.tools import Tool
@@ -21,7 +26,7 @@ from metering.quotas.quota_rules import Payer
 
 NO_SWITCH = "cannot be set: this model's chat template cannot switch thinking; leave it out"
 INLINE_S_PER_CHAR = 0.3e-6  # processor time, if too short to measure
-CHARS_PER_TOKEN_MAX = 16  # of a prompt without a tokenizer bound: four times the average token
+CHARS_PER_TOKEN_MAX = 16  # characters per token without a tokenizer bound: four times the average
 
 
 # Token ids of a prompt, and processor seconds spent on them, measured in a thread or estimated.
@@ -34,9 +39,9 @@ class TextJob:
 
     window: tokens of the model's context. token_count_max: limit of the prompt's tokens; None if it
     is only counted. check_room: awaited before long text is tokenized, with a lower bound of its
-    tokens; raises the refusal of a request of that size. asks_first: call it before any text, since
-    the key was refused a moment ago. thinking: whether the model should think; None: the template
-    decides.
+    tokens; raises the refusal of a request of that size. asks_first: call `check_room` before any
+    text, since the key was refused a moment ago. thinking: whether the model should think; None:
+    the template decides.
     """
 
     work: TextWork
@@ -61,7 +66,11 @@ def tokenize_at_once(
     """
     if isinstance(prompt, str):
         cost = len(prompt)
-        return (tokenizer.encode(prompt), INLINE_S_PER_CHAR * cost) if cost <= INLINE_COST_MAX else None
+        return (
+            (tokenizer.encode(prompt), INLINE_S_PER_CHAR * cost)
+            if cost <= INLINE_COST_MAX
+            else None
+        )
     if isinstance(prompt[0], int):
         return prompt, 0.0
     if thinking is not None and not tokenizer.switches_thinking(has_tools=bool(tools)):
@@ -86,18 +95,31 @@ async def tokenize(job: TextJob, prompt: Prompt, tools: Sequence[Tool] = ()) -> 
         return tokenized
     if isinstance(prompt, str):
         check_chars("prompt", len(prompt), tokenizer.chars_max(job.window), job.window)
-        least = -(-len(prompt) // (tokenizer.chars_max(1) or len(prompt)))
-        return await prepared(job, len(prompt), least, partial(tokenizer.encode, prompt, token_count_max=job.token_count_max))
+        lower_bound = -(-len(prompt) // (tokenizer.chars_max(1) or len(prompt)))
+        return await prepared(
+            job,
+            len(prompt),
+            lower_bound,
+            partial(tokenizer.encode, prompt, token_count_max=job.token_count_max),
+        )
     messages = [message for message in prompt if isinstance(message, ChatMessage)]
     chars, part_count = conversation_size(messages, tools)
     # A template may leave out parts of a conversation, so the tokenizer's bound does not apply.
-    most = max(tokenizer.chars_max(job.window) or 0, CHARS_PER_TOKEN_MAX * job.window)
-    check_chars("conversation.messages", chars, most, job.window)
-    encode = partial(tokenizer.encode_chat, messages, tools, token_count_max=job.token_count_max, thinking=job.thinking)
+    chars_max = max(tokenizer.chars_max(job.window) or 0, CHARS_PER_TOKEN_MAX * job.window)
+    check_chars("conversation.messages", chars, chars_max, job.window)
+    encode = partial(
+        tokenizer.encode_chat,
+        messages,
+        tools,
+        token_count_max=job.token_count_max,
+        thinking=job.thinking,
+    )
     return await prepared(job, chars + MESSAGE_COST_CHARS * part_count, 1, encode)
 
 
-async def prepared(job: TextJob, chars: int, least_token_count: int, encode: Callable[[], tuple[int, ...]]) -> Tokenized:
+async def prepared(
+    job: TextJob, chars: int, least_token_count: int, encode: Callable[[], tuple[int, ...]]
+) -> Tokenized:
     """Tokenize in a thread, with a permit and after `check_room`. Raises as `tokenize`."""
     with job.work.permit(job.payer, chars):
         if job.check_room is not None:
@@ -110,12 +132,14 @@ def check_chars(field: str, chars: int, chars_max: int | None, window: int) -> N
 
     chars_max: maximum that fits the window; None if unknown.
     """
-    most = CHARS_PER_TOKEN_MAX * window if chars_max is None else chars_max
-    if chars > most:
-        raise PromptTooLarge(field, chars, most, window)
+    limit = CHARS_PER_TOKEN_MAX * window if chars_max is None else chars_max
+    if chars > limit:
+        raise PromptTooLarge(field, chars, limit, window)
 
 
-async def check_prompt(checker: SafetyChecker, tokenizer: Tokenizer, prompt: Prompt, tools: Sequence[Tool] = ()) -> None:
+async def check_prompt(
+    checker: SafetyChecker, tokenizer: Tokenizer, prompt: Prompt, tools: Sequence[Tool] = ()
+) -> None:
     """Run the safety checks on a prompt: all messages and calls, the tools, and token ids as text.
 
     Raises: PromptFiltered, SafetyUnavailable.

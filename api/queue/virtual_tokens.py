@@ -5,20 +5,20 @@ counters.
 
 counter: weighted service of a tenant, charged for input when the engine starts on a request and for
 output as it is generated. rank: counter plus the expected remaining cost of the tenant's requests
-in the engine; the start of its next request.
+in the engine, at which its next request starts.
 
 Requests are ordered by rank, here and inside the engine, which receives the rank of each request. A
 tenant with little work in the engine comes first, also before dispatched requests of others that
 have not started.
 
-Source: Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024: its virtual token
-counter with weights, charged in advance as in its variant with predicted lengths; a start that
-includes the work under way is that of start-time fair queueing (Goyal et al., SIGCOMM 1996).
-Between any two tenants that both wait throughout, the service (input and output tokens by their
-costs, divided by the tenant's weight) differs by at most twice max(input cost x longest input,
-output cost x most tokens that one tenant has in the engine at once). A tenant that returns from
-idling starts at the level of the least served tenant that waits, here or in the engine, so that
-idle tenants accumulate no credit.
+Source: Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024: virtual token counters
+with weights, charged in advance as in the variant with predicted lengths. Start-time fair queueing
+(Goyal et al., SIGCOMM 1996) is the source of a start that includes the work under way. Between any
+two tenants that both wait throughout, the service (input and output tokens by their costs, divided
+by the tenant's weight) differs by at most twice max(input cost x longest input, output cost x most
+tokens that one tenant has in the engine at once). A tenant that returns from idling starts at the
+level of the least served tenant that waits, here or in the engine, so that idle tenants accumulate
+no credit.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Tenant(Generic[Item]):
     id: uuid.UUID
     weight: float
     counter: float = 0.0
-    # In order of arrival; a dict, so that any can be removed at once
+    # In order of arrival; a dict, so that any request can be removed in constant time.
     waiting: dict[Item, None] = field(default_factory=dict)
     waiting_input_tokens: int = 0
     waiting_output_tokens_max: int = 0
@@ -104,7 +104,7 @@ class Line(Generic[Item]):
     """Tenants of one tier, and their waiting requests."""
 
     def __init__(self) -> None:
-        # By number of their ids, since UUIDs hash in Python
+        # Keys: tenant ids as integers, because UUIDs are hashed in Python.
         self._tenants: dict[int, Tenant[Item]] = {}
         # Min-heap of turns of waiting tenants, with lazy updates: turns mostly grow, and entries
         # that are too low are corrected when they surface. A turn that shrinks gets another entry;
@@ -113,7 +113,7 @@ class Line(Generic[Item]):
         # Min-heap of counters of tenants with requests here or in the engine, with lazy updates:
         # entries may be too low, or of tenants without requests.
         self._queued: list[tuple[float, int, Tenant[Item]]] = []
-        # Entries so far in both heaps; breaks ties, so that tenants are never compared
+        # Number of entries so far in both heaps; breaks ties, so that tenants are never compared.
         self._listed_count = 0
         self.waiting_count = 0
         self._last: Tenant[Item] | None = None  # the last tenant that waited
@@ -209,12 +209,16 @@ class Line(Generic[Item]):
         self.pass_by(item, tenant, rank, output_token_count)
         return item
 
-    def pass_by(self, item: Item, tenant: Tenant[Item], rank: float, output_token_count: float) -> None:
-        """Dispatch a request that did not wait. rank: its tenant's, on arrival."""
+    def pass_by(
+        self, item: Item, tenant: Tenant[Item], rank: float, output_token_count: float
+    ) -> None:
+        """Dispatch a request that did not wait. rank: its tenant's rank on arrival."""
         self._last = tenant
         tenant.ranks[item] = rank
         tenant.handed.add(item)
-        tenant.owed[item] = units = INPUT_TOKEN_COST * item.input_token_count + OUTPUT_TOKEN_COST * output_token_count
+        tenant.owed[item] = units = (
+            INPUT_TOKEN_COST * item.input_token_count + OUTPUT_TOKEN_COST * output_token_count
+        )
         tenant.owed_units += units
 
     def begun(self, item: Item, tenant: Tenant[Item]) -> None:
@@ -259,7 +263,7 @@ class Line(Generic[Item]):
         return self._last.counter if self._last is not None else 0.0
 
     def _forget_idle(self) -> None:
-        """Remove tenants that would start at the level anyway, to bound memory by active tenants."""
+        """Remove tenants that would start at the level anyway, to bound memory."""
         if len(self._tenants) < self._swept_at:
             return
         level = self.level()
