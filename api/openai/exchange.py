@@ -1,14 +1,15 @@
-"""One HTTP request that generates: its live requests, their one outbox, and what is written of them.
+"""One generating HTTP request: its live requests, their shared outbox, and the response.
 
-It starts requests in the same way as `ClientStream` does, and owns nothing of them but the right to stop them. The task of the
-HTTP request is the outbox's writer. Tokens count as delivered when they are handed to the connection, as on every wire.
+Starts requests as `ClientStream` does and may stop them; it owns nothing else of them. The task of
+the HTTP request writes the outbox. Tokens count as delivered when they are handed to the
+connection, as over gRPC.
 """
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,23 +29,31 @@ from api.generation.process import Process
 from api.generation.start_frame import ValidStart, parse_start
 from api.openai import answers
 from api.openai.answers import Answer, Bill, Output
-from api.openai.parameters import Asked
-from api.openai.refusals import CLIENT_CLOSED, Refusal, headers_of, refusal_of
+from api.openai.parameters import ParsedRequest
+from api.openai.refusals import CLIENT_CLOSED, Refusal, quota_headers, refusal_of
 from metering.core.errors import RequestInFlight
 from metering.core.models import Outcome
 from metering.tenants.tenants import Principal
 
-PING_INTERVAL_S = 10.0  # seconds of waiting after which a stream begins, and then tells that it lives: proxies cut after a minute
+# Seconds without output after which a stream begins and sends comments: proxies cut idle
+# connections after a minute.
+PING_INTERVAL_S = 10.0
 EVENT_STREAM, JSON = "text/event-stream; charset=utf-8", "application/json"
-# How a request ends that no client of ours waits for any more; where one reads on, it is told that its answer is not whole.
-CUT_OFF = frozenset({types_pb2.FINISH_REASON_SLOW_CONSUMER, types_pb2.FINISH_REASON_CANCELLED, types_pb2.FINISH_REASON_DEADLINE})
+# Reasons for an end in the middle of the output: a client that still reads gets an error.
+CUT_OFF = frozenset(
+    {
+        types_pb2.FINISH_REASON_SLOW_CONSUMER,
+        types_pb2.FINISH_REASON_CANCELLED,
+        types_pb2.FINISH_REASON_DEADLINE,
+    }
+)
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """An HTTP request. request_id: of the whole, and of its first request. look_up: looks its key up again."""
+    """HTTP request. request_id: also that of its first prompt. look_up: looks up its key again."""
 
     caller: Caller
     request_id: uuid.UUID
@@ -52,74 +61,99 @@ class Arrival:
 
 
 class AnswerReceiver(Receiver):
-    """Receives one request of an exchange. What comes becomes bytes of the answer, instead of frames that would be parsed again."""
+    """Receiver of one request of an exchange, which turns frames into bytes of the response."""
 
     def __init__(self, exchange: Exchange, outbox: Outbox, given_id: str, index: int) -> None:
-        """index: of the request among those of the exchange."""
+        """index: position of the request in the exchange."""
         super().__init__(outbox, given_id, exchange.on_end)
         self.index = index
         self.token = partial(exchange.note_token, index)
         self._exchange = exchange
 
     def push(self, frame: pb.ServerFrame | bytes) -> None:
-        """See `Receiver.push`. A frame of which the answer says nothing wakes nobody."""
+        """Implement `Receiver.push`; frames that do not appear in the response are dropped."""
         if not self.outbox.is_abandoned:
-            event = self._exchange.note(self, pb.ServerFrame.FromString(frame) if isinstance(frame, bytes) else frame)
+            event = self._exchange.note(
+                self, pb.ServerFrame.FromString(frame) if isinstance(frame, bytes) else frame
+            )
             if event:
                 self.frames.append(event)
                 self.outbox.frame_count += 1
                 self.outbox.add(self)
 
-    def delta(self, seq: int, choice_index: int, text: bytes, token_ids: Sequence[int], rest: bytes) -> bytes:
-        """See `Receiver.delta`."""
+    def delta(
+        self, seq: int, choice_index: int, text: bytes, token_ids: Sequence[int], rest: bytes
+    ) -> bytes:
+        """Implement `Receiver.delta`."""
         new = pb.DeltaFrame.FromString(rest)
         new.text = text.decode()
-        return self._exchange.note_delta(self.index, choice_index, new)
+        return self._exchange.note_delta(self.index, choice_index, new, len(token_ids))
 
 
 class Exchange:
-    """One HTTP request that generates."""
+    """One generating HTTP request."""
 
-    def __init__(self, process: Process, http: web.BaseRequest, arrival: Arrival, asked: Asked, answer: Answer) -> None:
+    def __init__(
+        self,
+        process: Process,
+        http: web.BaseRequest,
+        arrival: Arrival,
+        parsed: ParsedRequest,
+        answer: Answer,
+        headers: Mapping[str, str],
+    ) -> None:
+        """headers: those of the response beside the ones of every response."""
         self._process = process
         self._http = http
         self._arrival = arrival
-        self._asked = asked
+        self._parsed = parsed
         self._answer = answer
         journal = process.admission.journal
-        whole = None if asked.streams else WholeOutbox(journal, len(asked.starts), self._stop_others)
+        whole = (
+            None
+            if parsed.streams
+            else WholeOutbox(journal, len(parsed.starts), self._stop_siblings)
+        )
         self._outbox: Outbox = whole or Outbox(journal, process.admission.holds.may_have_lapsed)
         self._starts: list[ValidStart] = []
         self._live: list[LiveRequest] = []
-        self._receivers: dict[str, AnswerReceiver] = {}  # of requests that have not ended, by their id as text
-        self._outputs = [Output(index) for index in range(len(asked.starts) * asked.choice_count)]
-        # The same again where the whole is sent again.
+        # Receivers of requests that have not ended, by request id.
+        self._receivers: dict[str, AnswerReceiver] = {}
+        self._outputs = [Output(index) for index in range(len(parsed.starts) * parsed.choice_count)]
+        # Derived ids are the same when the client sends the whole request again.
         first, self._bill = arrival.request_id, Bill(request_ids=[str(arrival.request_id)])
-        for index in range(1, len(asked.starts)):
+        for index in range(1, len(parsed.starts)):
             self._bill.request_ids.append(str(uuid.uuid5(first, str(index))))
-        self._headers: dict[str, str] = {}
-        self._refusal: Refusal | None = None  # the first failure, which is the answer's
-        self._response: web.StreamResponse | None = None  # once anything has been written
-        self._is_open = False  # whether a stream's opening has been said
-        self._has_output = False  # whether an answer in one piece has begun
+        self._headers = dict(headers)
+        self._refusal: Refusal | None = None  # the first failure; it becomes that of the response
+        self._response: web.StreamResponse | None = None  # None until something is written
+        self._is_open = False  # whether the opening events of a stream were written
+        self._has_output = False  # whether an unstreamed response has output
         self._silent_since = time.monotonic()
 
     def parse(self) -> web.Response | None:
-        """Check what is asked for. Returns the refusal if that is not valid."""
+        """Validate the start frames. Return the error response if one is invalid."""
         window = self._process.window_tokens_max
         try:
-            for request_id, start in zip(self._bill.request_ids, self._asked.starts, strict=True):
+            for request_id, start in zip(self._bill.request_ids, self._parsed.starts, strict=True):
                 self._starts.append(parse_start(request_id, start, window))
         except InvalidRequest as error:
             self._process.observer.start_refused(error)
-            return refused(refusal_of(status_of(error), self._asked.names), self._arrival.request_id)
+            return refused(
+                refusal_of(status_of(error), self._parsed.names),
+                self._arrival.request_id,
+                form=self._answer.error_body,
+            )
         return None
 
     async def serve(self) -> web.StreamResponse:
-        """Run what was parsed to its end; on any exit nothing of it runs any more. Raises: RequestInFlight, RequestUnderWay."""
+        """Run the parsed requests to their end; on any exit none of them is left running.
+
+        Raises: RequestInFlight, RequestUnderWay.
+        """
         try:
             self._begin(self._starts)
-            await self._outbox.write_all(self._take)
+            await self._outbox.write_all(self._write)
             return await self._close()
         except TimeoutError:
             log.info("http_client_stalled", request_id=str(self._arrival.request_id))
@@ -132,25 +166,29 @@ class Exchange:
         finally:
             if self._receivers:
                 self._leave(Outcome.CANCELLED)
-            # Its outbox leads back to it: a cycle, which would keep body and prompts until a garbage collection.
+            # Break the reference cycle through the outbox, which would keep body and prompts in
+            # memory until a garbage collection.
             self._live.clear()
             self._starts.clear()
-            del self._asked, self._answer, self._http
+            del self._parsed, self._answer, self._http
 
     def _begin(self, starts: Sequence[ValidStart]) -> None:
-        """Start all requests, or none. Raises: RequestInFlight, RequestUnderWay."""
+        """Start all requests or none. Raises: RequestInFlight, RequestUnderWay."""
         caller = self._arrival.caller
         for index, start in enumerate(starts):
-            if (here := self._process.find((caller.payer.project_id, start.request_id))) is not None:
-                check_same(here, start)
-            self._receivers[start.given_id] = AnswerReceiver(self, self._outbox, start.given_id, index)
+            running = self._process.find((caller.payer.project_id, start.request_id))
+            if running is not None:
+                check_same(running, start)
+            self._receivers[start.given_id] = AnswerReceiver(
+                self, self._outbox, start.given_id, index
+            )
         for start in starts:
             request = LiveRequest(caller, start, self._process, self._receivers[start.given_id])
             self._live.append(request)
             request.begin()
 
     def on_end(self, receiver: Receiver) -> None:
-        """Handle that a request has ended."""
+        """Handle the end of a request."""
         del self._receivers[receiver.given_id]
         if receiver.is_refused:
             self._process.pace.spent(self._arrival.caller.payer, REFUSAL_COST_S)
@@ -158,34 +196,35 @@ class Exchange:
             self._outbox.close()
 
     def _leave(self, outcome: Outcome) -> None:
-        """Deliver nothing more, and stop all requests."""
+        """Abandon the output and stop all requests."""
         self._outbox.abandon()
         for receiver in list(self._receivers.values()):
             receiver.source.leave(receiver, outcome)
 
-    def _stop_others(self, ended_id: str) -> None:
-        """One of several prompts has ended without an answer: the others end by the same cause, and are charged by that."""
+    def _stop_siblings(self, ended_id: str) -> None:
+        """Stop the other prompts after one failed; they end, and are charged, by the same cause."""
         if not self._live:
-            return  # all were left before this one ended
+            return  # `_leave` stopped all of them before
         ended = self._live[self._receivers[ended_id].index]
         cause = ended.end_cause or Cause.SERVICE
         for request in self._live:
             if request is not ended and request.start.given_id in self._receivers:
                 request.stop(OUTCOMES[cause], SiblingEnded(cause))
 
-    async def _take(self, data: bytes) -> None:
-        """Write what a message of the outbox says, or the body of a whole answer, which begins when all output is there.
+    async def _write(self, data: bytes) -> None:
+        """Write events, or the body of an unstreamed response once all output is there.
 
-        Raises: ConnectionError if the connection is gone, TimeoutError if it takes nothing for too long.
+        Raises: ConnectionError if the connection is closed, TimeoutError if the client stalls.
         """
         if self._has_output and self._response is None:
             data = self._body_without_end()
         if not data:
             return
         if self._response is None:
-            await self._opened()
+            await self._open_response()
         self._silent_since = time.monotonic()
-        # `StreamResponse.write` may wait by itself, and a clock for each token costs as much as the token.
+        # `StreamResponse.write` may block without a timeout, and a timeout per token costs as much
+        # as the token.
         writer: Any = self._http.writer
         await writer.write(data, drain=False)
         connection: Any = self._http.protocol
@@ -193,97 +232,123 @@ class Exchange:
             await connection.drained()
 
     def note(self, receiver: AnswerReceiver, frame: pb.ServerFrame) -> bytes:
-        """Note a frame without output. Returns the events that a stream says of it."""
+        """Record a frame without output. Return the events of a stream for it."""
         kind = frame.WhichOneof("kind")
         if kind == "admitted":
-            self._headers = headers_of(frame.admitted.quotas)
+            self._headers |= quota_headers(frame.admitted.quotas)
             self._bill.price_version = frame.admitted.price_version
+            for output in self._outputs_of(receiver):
+                output.input_token_count = frame.admitted.input_token_count
+        elif kind == "prompt":
+            for output in self._outputs_of(receiver):
+                output.logprobs.extend(frame.prompt.logprobs)
         elif kind == "progress":
             return self._ping()
         elif kind == "finished":
             return self._finished(receiver, frame.finished)
         elif kind == "failed":
-            return self._fail(receiver, refusal_of(frame.failed.status, self._asked.names))
+            return self._fail(receiver, refusal_of(frame.failed.status, self._parsed.names))
         return b""
 
-    def note_token(self, index: int, seq: int, text: bytes, token_id: int) -> bytes:
-        """Note a token of the first choice; see `Receiver.token`."""
-        return self.note_delta(index, 0, pb.DeltaFrame(text=text.decode()))
+    def _outputs_of(self, receiver: AnswerReceiver) -> Sequence[Output]:
+        """Return the choices of one prompt."""
+        count = self._parsed.choice_count
+        return self._outputs[receiver.index * count : (receiver.index + 1) * count]
 
-    def note_delta(self, index: int, choice_index: int, delta: pb.DeltaFrame) -> bytes:
-        """Note new output of a request. Returns the events that a stream says of it."""
-        output = self._outputs[index * self._asked.choice_count + choice_index]
-        if not self._asked.streams:
+    def note_token(self, index: int, seq: int, text: bytes, token_id: int) -> bytes:
+        """Record a token of the first choice; see `Receiver.token`."""
+        return self.note_delta(index, 0, pb.DeltaFrame(text=text.decode()), 1)
+
+    def note_delta(
+        self, index: int, choice_index: int, delta: pb.DeltaFrame, token_count: int
+    ) -> bytes:
+        """Record new output of a request. Return the events of a stream for it."""
+        output = self._outputs[index * self._parsed.choice_count + choice_index]
+        output.token_count += token_count
+        if not self._parsed.streams:
             output.add(delta)
             self._has_output = True
             return b""
-        if self._answer.tells_all_again:
-            output.add(delta)  # a client that reads slowly must not cost memory for what it was told
+        if self._answer.repeats_output:
+            # Merged, so that a slow client does not cost memory for text that was sent.
+            output.add(delta)
         if self._refusal is not None or not (delta.text or delta.logprobs or delta.tool_calls):
             return b""
         return self._opening() + self._answer.delta(output, delta)
 
     def _opening(self) -> bytes:
-        """What stands before the first event that is more than a sign of life."""
+        """Return the opening events if none were sent; comments may precede them."""
         if self._is_open:
             return b""
         self._is_open = True
         return self._answer.opening(self._outputs)
 
     def _ping(self) -> bytes:
-        """A sign of life for whoever waits long. Before it the status is open: a request that fails early has one of its own."""
-        if not self._asked.streams or time.monotonic() - self._silent_since < PING_INTERVAL_S:
+        """Return a keep-alive comment if it is due.
+
+        The first one fixes the status; earlier failures have a status of their own.
+        """
+        if not self._parsed.streams or time.monotonic() - self._silent_since < PING_INTERVAL_S:
             return b""
         return answers.PING
 
     def _finished(self, receiver: AnswerReceiver, finished: pb.FinishedFrame) -> bytes:
         self._bill.add(finished.usage, finished.cost)
-        first = receiver.index * self._asked.choice_count
-        self._outputs[first].reason = finished.reason
-        for offset, choice in enumerate(finished.choices):
-            self._outputs[first + offset].reason = choice.reason
+        outputs = self._outputs_of(receiver)
+        outputs[0].reason = finished.reason
+        for output, choice in zip(outputs, finished.choices, strict=False):
+            output.reason = choice.reason
         cut = None
-        for output in self._outputs[first : first + self._asked.choice_count]:
+        for output in outputs:
             if cut is None and output.reason in CUT_OFF:
                 cut = output.reason
         if cut is None or self._refusal is not None:
             return b""
         name = answers.REASON_NAMES[cut]
-        refusal = Refusal(CLIENT_CLOSED, f"the answer was cut off: {name}", "invalid_request_error", name.lower())
+        refusal = Refusal(
+            CLIENT_CLOSED, f"the answer was cut off: {name}", "invalid_request_error", name.lower()
+        )
         return self._fail(receiver, refusal)
 
     def _fail(self, receiver: AnswerReceiver, refusal: Refusal) -> bytes:
-        """Note the first failure; what a stream that has begun says of it."""
+        """Record the first failure. Return the events for it if the stream has begun."""
         if self._refusal is not None:
             return b""
         self._refusal = refusal
-        if not self._asked.streams:
+        if not self._parsed.streams:
             return b""
-        self._stop_others(receiver.given_id)
+        self._stop_siblings(receiver.given_id)
         if self._response is None and not self._is_open:
             return b""
         return self._opening() + self._answer.failure(refusal, self._outputs)
 
     def _body_without_end(self) -> bytes:
-        """The whole answer but for usage and cost, which are known when it has been delivered and settled."""
+        """Return the body without usage and cost, which are known after delivery and settlement."""
         for index, request in enumerate(self._live):
             for choice, outcome in request.ends().items():
-                output = self._outputs[index * self._asked.choice_count + choice]
+                output = self._outputs[index * self._parsed.choice_count + choice]
                 if outcome is not Outcome.FAILED:
                     output.reason = finish_reason(outcome, called=bool(output.calls))
         return answers.encode(self._answer.body(self._outputs))[:-1]
 
     async def _close(self) -> web.StreamResponse:
-        """The end of the answer, once everything is settled."""
+        """Write the end of the response after settlement, and return the response."""
         if self._response is None and self._refusal is not None:
-            return refused(self._refusal, self._arrival.request_id, closing=self._process.admission.capacity.is_draining)
-        if self._asked.streams:
+            return refused(
+                self._refusal,
+                self._arrival.request_id,
+                closing=self._process.admission.capacity.is_draining,
+                form=self._answer.error_body,
+            )
+        if self._parsed.streams:
             end = self._stream_end()
-        elif self._response is None:  # an answer without a token
-            end = answers.encode(self._answer.body(self._outputs) | self._answer.tail(self._outputs, self._bill))
+        elif self._response is None:  # no token was generated
+            end = answers.encode(
+                self._answer.body(self._outputs) | self._answer.tail(self._outputs, self._bill)
+            )
         else:
             end = b"," + answers.encode(self._body_end())[1:]
-        response = await self._opened()
+        response = await self._open_response()
         await self._http.writer.write_eof(end)
         return response
 
@@ -294,28 +359,34 @@ class Exchange:
         return self._opening() + self._answer.closing(self._outputs, self._bill) + done
 
     def _body_end(self) -> dict[str, object]:
-        """The rest of the body. Where settling failed the answer is whole, and only what it comes to is not known yet."""
+        """Return the rest of the body; the output is complete even if settling failed."""
         if self._refusal is None:
             return self._answer.tail(self._outputs, self._bill)
-        return {"usage": None, **self._refusal.body()}
+        return {"usage": None, **self._answer.error_body(self._refusal)}
 
-    async def _opened(self) -> web.StreamResponse:
-        """The response, of which at least the head is about to be sent: with what is written first, in one piece."""
+    async def _open_response(self) -> web.StreamResponse:
+        """Return the response, with its head prepared to be sent together with the first data."""
         if self._response is not None:
             return self._response
         is_chunked = self._http.version >= HttpVersion11
         headers = self._response_headers()
-        self._response = response = web.Response(headers=headers) if is_chunked else web.StreamResponse(headers=headers)
+        self._response = response = (
+            web.Response(headers=headers) if is_chunked else web.StreamResponse(headers=headers)
+        )
         if is_chunked:
             response.enable_chunked_encoding()
-        # Before HTTP/1.1 nothing but the end of the connection tells where such a body ends.
+        # Before HTTP/1.1 only the end of the connection marks the end of such a body.
         if self._process.admission.capacity.is_draining or not is_chunked:
             response.force_close()
         await response.prepare(self._http)
         return response
 
     def _response_headers(self) -> dict[str, str]:
-        kind = {"content-type": EVENT_STREAM, "x-accel-buffering": "no"} if self._asked.streams else {"content-type": JSON}
+        kind = (
+            {"content-type": EVENT_STREAM, "x-accel-buffering": "no"}
+            if self._parsed.streams
+            else {"content-type": JSON}
+        )
         took_ms = (time.monotonic() - self._arrival.caller.received_at) * 1000
         return {
             **kind,
@@ -325,22 +396,39 @@ class Exchange:
         }
 
 
-def check_same(here: LiveRequest, start: ValidStart) -> None:
-    """Refuse a request whose id is taken by one that runs. Raises: RequestInFlight if that is the same, RequestUnderWay if not."""
-    if here.start.payload_hash != start.payload_hash:
+def check_same(running: LiveRequest, start: ValidStart) -> None:
+    """Refuse a request whose id belongs to a running one.
+
+    Raises: RequestInFlight if both are the same, RequestUnderWay otherwise.
+    """
+    if running.start.payload_hash != start.payload_hash:
         raise RequestUnderWay("a request with this id and another payload is running")
-    raise RequestInFlight("this request is running already: its answer goes to whoever has asked first")
+    raise RequestInFlight(
+        "this request is already running: its output goes to the first client that sent it"
+    )
 
 
-def refused(refusal: Refusal, request_id: uuid.UUID, *, closing: bool = False) -> web.Response:
-    """The response to a request that was refused. closing: the connection is of no more use."""
+def refused(
+    refusal: Refusal,
+    request_id: uuid.UUID,
+    *,
+    closing: bool = False,
+    form: Callable[[Refusal], dict[str, Any]] = Refusal.body,
+) -> web.Response:
+    """Return the response to a refused request.
+
+    closing: close the connection afterwards. form: makes the body.
+    """
     headers = {"content-type": JSON, **plain_headers(request_id), **refusal.headers}
-    response = web.Response(status=refusal.http_status, body=answers.encode(refusal.body()), headers=headers)
+    response = web.Response(
+        status=refusal.http_status, body=answers.encode(form(refusal)), headers=headers
+    )
     if closing:
         response.force_close()
     return response
 
 
 def plain_headers(request_id: uuid.UUID | str) -> dict[str, str]:
-    """What every response has."""
-    return {"cache-control": "no-store", "server": "weir", "x-request-id": str(request_id)}
+    """Return the headers of every response, with the id as OpenAI and as Anthropic name it."""
+    known = {"x-request-id": str(request_id), "request-id": str(request_id)}
+    return {"cache-control": "no-store", "server": "weir", **known}

@@ -1,6 +1,7 @@
-"""The sockets of the door: HTTP/1.1 by aiohttp's parser, and what is bounded for the sake of everybody else.
+"""HTTP listener: connections parsed by aiohttp, with limits that protect other clients.
 
-A connection has one request at a time; what a client sends ahead waits in aiohttp's bounded queue. TLS is that of gRPC.
+A connection serves one request at a time; pipelined requests wait in aiohttp's bounded queue. TLS
+is configured as for gRPC.
 """
 
 from __future__ import annotations
@@ -23,74 +24,101 @@ from api.core.errors import Unauthenticated
 from api.core.pace import VISIT, FramePace, Visit, measured
 from api.core.settings import Settings
 from api.openai import answers
-from api.openai.refusals import INVALID_HTTP, HttpFault, Refusal, no_http
+from api.openai.refusals import INVALID_HTTP, HttpFault, Refusal, invalid_http_message
 
 Handle = Callable[[web.BaseRequest], Coroutine[Any, Any, web.StreamResponse]]
-BODY_WAIT_S = 30.0  # seconds: a body of 4 MiB comes through the slowest of lines; who sends it byte by byte is not waited for
+# Seconds. Enough for 4 MiB over a slow line, too short for a body sent byte by byte.
+BODY_WAIT_S = 30.0
 
-# What a stalled client may leave unread here and in the kernel, whose buffer is as large again: some thousand tokens as events.
+# Bytes of output that a stalled client may leave unread, some thousand tokens as events; the
+# kernel's buffer doubles the size that is set.
 WRITE_BUFFER_BYTES = 16_384
 SEND_BUFFER_BYTES = 65_536
 HEADER_COUNT_MAX = 100
-BACKLOG = 1024  # connections that wait to be taken, as a burst of agents opens them
-SHUTDOWN_S = 1.0  # for connections whose answer is written
+BACKLOG = 1024  # connections not accepted yet: agents open them in bursts
+SHUTDOWN_S = 1.0  # grace period of connections that are writing a response
 
 log = structlog.get_logger(__name__)
 
 
 def peer_of(request: web.BaseRequest) -> str:
-    """Who has connected, as gRPC names it."""
+    """Return the client's address in gRPC's form."""
     return cast(Connection, request.protocol).peer
 
 
 def secret_of(request: web.BaseRequest) -> str:
-    """The API key of a request. Raises: Unauthenticated saying how to send it."""
+    """Return the API key of a request. Raises: Unauthenticated if there is not exactly one."""
     keys = request.headers.getall("authorization", [])
+    keys = keys or [f"{BEARER}{key}" for key in request.headers.getall("x-api-key", [])]
     if len(keys) > 1:
         raise Unauthenticated("several API keys: send one header `Authorization: Bearer <API key>`")
-    given = keys[0] if keys else ""
-    if given.lower().startswith(BEARER):
-        return given[len(BEARER) :].strip()
+    header = keys[0] if keys else ""
+    if header.lower().startswith(BEARER):
+        return header[len(BEARER) :].strip()
     raise Unauthenticated("no API key: send the header `Authorization: Bearer <API key>`")
 
 
-async def read_body(request: web.BaseRequest, most: int) -> bytes:
-    """The body of at most so many bytes, as it was sent. Raises: HttpFault, ConnectionError."""
+async def read_body(request: web.BaseRequest, bytes_max: int) -> bytes:
+    """Read the body, at most `bytes_max` bytes. Raises: HttpFault, ConnectionError."""
     for encoding in request.headers.getall("content-encoding", ()):
         if encoding.strip().lower() != "identity":
-            raise HttpFault(415, "send the body as it is, without content-encoding", "unsupported_encoding")
+            raise HttpFault(
+                415, "send the body as it is, without content-encoding", "unsupported_encoding"
+            )
     if request.headers.get("transfer-encoding", "chunked").strip().lower() != "chunked":
-        raise HttpFault(400, no_http("transfer-encoding can only be chunked"), INVALID_HTTP, closing=True)
-    if (request.content_length or 0) > most:
-        raise too_large(most)
+        raise HttpFault(
+            400,
+            invalid_http_message("transfer-encoding can only be chunked"),
+            INVALID_HTTP,
+            closing=True,
+        )
+    if (request.content_length or 0) > bytes_max:
+        raise too_large(bytes_max)
     if (expected := request.headers.get("expect")) is not None:
         if expected.lower() != "100-continue":
-            raise HttpFault(417, "the header Expect can only be 100-continue", "expectation_failed", closing=True)
+            raise HttpFault(
+                417,
+                "the header Expect must be 100-continue or absent",
+                "expectation_failed",
+                closing=True,
+            )
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        request.writer.output_size = 0  # it is not the response
+        request.writer.output_size = 0  # the response has not begun
     try:
-        if request.content.is_eof():  # as a short one mostly is: it came with the head
+        if request.content.is_eof():  # short bodies usually arrive with the headers
             content = request.content.read_nowait()
         else:
             async with asyncio.timeout(BODY_WAIT_S):
                 content = await request.read()
     except web.HTTPRequestEntityTooLarge:
-        raise too_large(most) from None
+        raise too_large(bytes_max) from None
     except TimeoutError:
-        raise HttpFault(408, f"the body did not come within {BODY_WAIT_S:.0f} s", "request_timeout", closing=True) from None
+        raise HttpFault(
+            408,
+            f"the body was not received within {BODY_WAIT_S:.0f} s",
+            "request_timeout",
+            closing=True,
+        ) from None
     except HttpProcessingError as error:
-        raise HttpFault(400, no_http(error.message), INVALID_HTTP, closing=True) from None
-    if len(content) > most:
-        raise too_large(most)
+        raise HttpFault(
+            400, invalid_http_message(error.message), INVALID_HTTP, closing=True
+        ) from None
+    if len(content) > bytes_max:
+        raise too_large(bytes_max)
     return content
 
 
-def too_large(most: int) -> HttpFault:
-    return HttpFault(413, f"the body is too large: at most {most} bytes are taken", "request_too_large", closing=True)
+def too_large(bytes_max: int) -> HttpFault:
+    return HttpFault(
+        413,
+        f"the body must be at most {bytes_max} bytes",
+        "request_too_large",
+        closing=True,
+    )
 
 
-def visited(handle: Handle, pace: FramePace) -> Handle:
-    """A handler whose HTTP requests are counted; one that has had no turn waits before its answer."""
+def paced(handle: Handle, pace: FramePace) -> Handle:
+    """Return a handler that counts its cost; a request without a turn waits before its response."""
 
     async def serve(request: web.BaseRequest) -> web.StreamResponse:
         visit = Visit(pace, peer_of(request))
@@ -107,19 +135,20 @@ def visited(handle: Handle, pace: FramePace) -> Handle:
 
 
 class Connection(RequestHandler):
-    """One connection. Its bounds differ from aiohttp's, and what is not HTTP is answered in the form of every other error.
+    """HTTP connection with limits of its own, and with error bodies for input that is not HTTP.
 
-    Whoever takes nothing of its answers for too long is hung up on, whatever they are: answers of errors cost no key.
+    Clients that do not read their responses are disconnected, also without a valid key.
     """
 
     __slots__ = ("_last_body", "_stall_max_s", "_stall_watch", "_writable", "peer")
 
     def __init__(self, manager: web.Server, *, stall_max_s: float, **options: Any) -> None:
-        """stall_max_s: for so long a client may take next to nothing of what it is sent."""
+        """stall_max_s: time in which a client must read `WRITE_BUFFER_BYTES` of its response."""
         super().__init__(manager, **options)
         self._stall_max_s = stall_max_s
         self._stall_watch: asyncio.TimerHandle | None = None
-        self._last_body: StreamReader | None = None  # of the request that came last: of all requests only it may not be whole yet
+        # Body of the latest request; only this one may be incomplete.
+        self._last_body: StreamReader | None = None
         self._writable = asyncio.Event()
         self._writable.set()
 
@@ -130,14 +159,14 @@ class Connection(RequestHandler):
         super().connection_made(transport)
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        self._watch_no_more()
+        self._cancel_stall_check()
         self._writable.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """A body that can never be whole is not waited for: its request is told what is wrong with it.
+        """Fail the request whose body cannot be completed, with the parser's message.
 
-        aiohttp has no public place for that: it puts what it could not parse behind the requests that it could.
+        aiohttp has no public hook for this: it queues the parse error behind the parsed requests.
         """
         super().data_received(data)
         if not self._messages:
@@ -145,26 +174,33 @@ class Connection(RequestHandler):
         message, body = self._messages[-1]
         if isinstance(message, RawRequestMessage):
             self._last_body = body
-        elif self._last_body is not None and not self._last_body.is_eof() and self._last_body.exception() is None:
+        elif (
+            self._last_body is not None
+            and not self._last_body.is_eof()
+            and self._last_body.exception() is None
+        ):
             self._last_body.set_exception(HttpProcessingError(message=message.message))
 
     def pause_writing(self) -> None:
         super().pause_writing()
         self._writable.clear()
-        self._watch(self.unsent_bytes)
+        self._schedule_stall_check(self.unsent_bytes)
 
     def resume_writing(self) -> None:
-        self._watch_no_more()
+        self._cancel_stall_check()
         self._writable.set()
         super().resume_writing()
 
     @property
     def unsent_bytes(self) -> int:
-        """What the kernel has not taken yet of what was written."""
+        """Bytes written that the kernel has not accepted yet."""
         return 0 if self.transport is None else self.transport.get_write_buffer_size()
 
     async def drained(self) -> None:
-        """Wait until more may be written. Raises: ConnectionError, TimeoutError if the client takes next to nothing."""
+        """Wait until more may be written.
+
+        Raises: ConnectionError, TimeoutError if the client stalls.
+        """
         while not self._writable.is_set():
             before = self.unsent_bytes
             try:
@@ -174,48 +210,56 @@ class Connection(RequestHandler):
                 if before - self.unsent_bytes < WRITE_BUFFER_BYTES:
                     raise
         if self.transport is None:
-            raise ConnectionResetError("the client has hung up")
+            raise ConnectionResetError("the client disconnected")
 
-    def _watch(self, unsent_bytes: int) -> None:
-        """Look again when `drained` has given up, if anybody waits there: who does says better why it ends."""
-        self._stall_watch = asyncio.get_running_loop().call_later(self._stall_max_s + SHUTDOWN_S, self._look_again, unsent_bytes)
+    def _schedule_stall_check(self, unsent_bytes: int) -> None:
+        """Schedule a check later than `drained`, whose error says more."""
+        self._stall_watch = asyncio.get_running_loop().call_later(
+            self._stall_max_s + SHUTDOWN_S, self._check_stall, unsent_bytes
+        )
 
-    def _watch_no_more(self) -> None:
+    def _cancel_stall_check(self) -> None:
         if self._stall_watch is not None:
             self._stall_watch.cancel()
             self._stall_watch = None
 
-    def _look_again(self, before: int) -> None:
+    def _check_stall(self, before: int) -> None:
         now = self.unsent_bytes
         if before - now >= WRITE_BUFFER_BYTES:
-            self._watch(now)
+            self._schedule_stall_check(now)
         elif self.transport is not None:
             log.info("http_client_stalled", unsent_bytes=now)
             self.transport.abort()
 
     def log_exception(self, *args: Any, **kw: Any) -> None:
-        """See `RequestHandler`. What is wrong with the rest of a body whose request was answered before is nobody's concern."""
+        """Log an exception, except for parse errors after the response."""
         if not isinstance(kw.get("exc_info"), HttpProcessingError):
             super().log_exception(*args, **kw)
 
     def handle_error(
-        self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
     ) -> web.StreamResponse:
-        """See `RequestHandler.handle_error`: 400 for what is not HTTP, 500 for a bug of the door."""
+        """Return the error response: 400 for invalid HTTP, 500 for a bug of a handler."""
         if status >= 500:
             log.error("http_handler_failed", exc_info=exc)
         if request.writer.output_size > 0:
             raise ConnectionError("a part of the response has been sent")
         kind = "server_error" if status >= 500 else "invalid_request_error"
-        what = "internal error" if status >= 500 else no_http(message)
-        body = answers.encode(Refusal(status, what, kind, "server_error" if status >= 500 else INVALID_HTTP).body())
+        text = "internal error" if status >= 500 else invalid_http_message(message)
+        body = answers.encode(
+            Refusal(status, text, kind, "server_error" if status >= 500 else INVALID_HTTP).body()
+        )
         response = web.Response(status=status, body=body, content_type="application/json")
         response.force_close()
         return response
 
 
 class HttpServer(web.Server):
-    """aiohttp's server with connections of ours, bounded in number."""
+    """aiohttp server with `Connection` and a maximum number of connections."""
 
     def __init__(self, handle: Handle, settings: Settings) -> None:
         super().__init__(handle, request_factory=self._bounded_request, handler_cancellation=True)
@@ -231,23 +275,38 @@ class HttpServer(web.Server):
         }
 
     def __call__(self) -> RequestHandler:
-        """The protocol of a new connection."""
-        return Connection(self, stall_max_s=self._settings.client_stall_max_s, loop=asyncio.get_running_loop(), **self._options)
+        """Return the protocol of a new connection."""
+        return Connection(
+            self,
+            stall_max_s=self._settings.client_stall_max_s,
+            loop=asyncio.get_running_loop(),
+            **self._options,
+        )
 
     def connection_made(self, handler: RequestHandler, transport: asyncio.Transport) -> None:
-        """See `web.Server`. A connection too many is closed: it has no request yet that could be refused."""
+        """Implement `web.Server.connection_made`; close connections beyond the maximum."""
         super().connection_made(handler, transport)
         if len(self.connections) > self._settings.http_connections_max:
             log.warning("http_connection_refused", connection_count=len(self.connections))
             transport.abort()
 
-    def _bounded_request(self, message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
+    def _bounded_request(
+        self, message: Any, payload: Any, protocol: Any, writer: Any, task: Any
+    ) -> web.BaseRequest:
         size = self._settings.message_bytes_max
-        return web.BaseRequest(message, payload, protocol, writer, task, asyncio.get_running_loop(), client_max_size=size)
+        return web.BaseRequest(
+            message,
+            payload,
+            protocol,
+            writer,
+            task,
+            asyncio.get_running_loop(),
+            client_max_size=size,
+        )
 
 
 class Listener:
-    """The door's sockets from their opening to their end."""
+    """Listening socket of the HTTP API."""
 
     def __init__(self, handle: Handle, settings: Settings, tls: Tls | None) -> None:
         self._settings = settings
@@ -260,9 +319,13 @@ class Listener:
         return len(self._http.connections)
 
     def bind(self, address: tuple[str, int]) -> int:
-        """Take the address; the port, which is chosen if the given one is 0. Raises: OSError if it cannot be had."""
-        options = {socket.SO_SNDBUF: SEND_BUFFER_BYTES} | ({socket.SO_REUSEPORT: 1} if self._settings.share_port else {})
-        self._socket = bound_socket(address, "for OpenAI's clients", "WEIR_OPENAI_LISTEN", options=options)
+        """Bind the address and return its port, which is chosen if 0. Raises: OSError."""
+        options = {socket.SO_SNDBUF: SEND_BUFFER_BYTES} | (
+            {socket.SO_REUSEPORT: 1} if self._settings.share_port else {}
+        )
+        self._socket = bound_socket(
+            address, "for OpenAI's clients", "WEIR_OPENAI_LISTEN", options=options
+        )
         return int(self._socket.getsockname()[1])
 
     async def start(self) -> None:
@@ -270,17 +333,22 @@ class Listener:
             return
         secure: dict[str, Any] = {}
         if self._tls is not None:
-            secure = {"ssl": self._tls.ssl_context(("http/1.1",)), "ssl_handshake_timeout": self._settings.handshake_max_s}
-        self._server = await asyncio.get_running_loop().create_server(self._http, sock=self._socket, backlog=BACKLOG, **secure)
+            secure = {
+                "ssl": self._tls.ssl_context(("http/1.1",)),
+                "ssl_handshake_timeout": self._settings.handshake_max_s,
+            }
+        self._server = await asyncio.get_running_loop().create_server(
+            self._http, sock=self._socket, backlog=BACKLOG, **secure
+        )
 
-    def send_away(self) -> None:
-        """Take no more connections, and close those without a request. The others are closed after their answer."""
+    def stop_accepting(self) -> None:
+        """Accept no more connections and close idle ones; busy ones close after their response."""
         if self._server is not None:
             self._server.close()
             self._http.pre_shutdown()
 
     async def stop(self) -> None:
-        self.send_away()
+        self.stop_accepting()
         await self._http.shutdown(SHUTDOWN_S)
         if self._socket is not None:
             self._socket.close()

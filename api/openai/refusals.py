@@ -1,6 +1,6 @@
-"""From the one table of errors (`api/core/errors.py`) to what OpenAI's clients expect: an HTTP status, headers and an error body.
+"""Error responses of the HTTP API: status, headers and body, from a `google.rpc.Status`.
 
-Nothing is decided twice: every refusal is a `google.rpc.Status` first, as over gRPC. Only what is wrong as HTTP begins here.
+Errors come from the table in `api/core/errors.py`, as over gRPC; only HTTP faults begin here.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from api.core.errors import FieldViolation, InvalidRequest
 from api.core.wire import DIMENSIONS
 from metering.core.models import QuotaDimension
 
-CLIENT_CLOSED = 499  # no number of the standard, but the one that proxies log; no client sends such a request again by itself
-INVALID_HTTP = "invalid_http"  # the code of what is no HTTP at all
-CLIENT_WAIT_MAX_S = 120.0  # seconds: for longer than that no OpenAI client waits by itself, it would only come too early
+# Non-standard status that proxies log for a closed connection; clients do not retry it.
+CLIENT_CLOSED = 499
+INVALID_HTTP = "invalid_http"  # error code for input that is not HTTP
+# Seconds. OpenAI's clients wait at most this long and would otherwise retry too early.
+CLIENT_WAIT_MAX_S = 120.0
 HTTP_STATUSES: Mapping[int, int] = {
     code_pb2.INVALID_ARGUMENT: 400,
     code_pb2.UNIMPLEMENTED: 400,
@@ -39,8 +41,10 @@ HTTP_STATUSES: Mapping[int, int] = {
     code_pb2.UNAVAILABLE: 503,
     code_pb2.DEADLINE_EXCEEDED: 504,
 }
+# Reasons with another HTTP status than their code's.
+REASON_HTTP_STATUSES: Mapping[str, int] = {"INSUFFICIENT_CREDIT": 429}
 
-# Reasons whose code is not simply the reason in small letters.
+# Error codes that are not the reason in lower case.
 CODES: Mapping[str, str] = {
     "UNAUTHENTICATED": "invalid_api_key",
     "PERMISSION_DENIED": "insufficient_permissions",
@@ -52,9 +56,17 @@ CODES: Mapping[str, str] = {
     "INTERNAL": "server_error",
 }
 
-# Of the contract, as messages name them: parameters, which each API calls as it likes, and words that are the same in all of them.
-TERMS = re.compile(r"\b(?:max_output_tokens|min_output_tokens|choice_count|tool_choice\.single|TOOL_MODE_[A-Z]+|request_id)\b")
-WORDS = {"TOOL_MODE_NONE": "none", "TOOL_MODE_AUTO": "auto", "TOOL_MODE_REQUIRED": "required", "request_id": "Idempotency-Key"}
+# Names of the contract in messages: fields, whose names differ between APIs, and fixed words.
+TERMS = re.compile(
+    r"\b(?:max_output_tokens|min_output_tokens|choice_count|tool_choice\.single|TOOL_MODE_[A-Z]+"
+    r"|request_id)\b"
+)
+WORDS = {
+    "TOOL_MODE_NONE": "none",
+    "TOOL_MODE_AUTO": "auto",
+    "TOOL_MODE_REQUIRED": "required",
+    "request_id": "Idempotency-Key",
+}
 INDEX = re.compile(r"\[\d+\]")
 Detail = TypeVar("Detail", bound=Message)
 
@@ -68,7 +80,7 @@ COUNTED: Mapping[QuotaDimension, str] = {
     QuotaDimension.TOKENS_PER_MONTH: TOKENS,
 }
 
-# Limits that come back within a minute: waiting for them is what OpenAI calls a rate limit. The others are quotas.
+# Limits that reset within a minute: rate limits for OpenAI; the others are quotas.
 RATES = {QuotaDimension.CONCURRENT_REQUESTS: REQUESTS} | {
     each: kind for each, kind in COUNTED.items() if each.endswith("_per_minute")
 }
@@ -77,7 +89,7 @@ COUNTED_NUMBERS = {DIMENSIONS[dimension]: kind for dimension, kind in COUNTED.it
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """What goes out instead of an answer. code: machine-readable; param: the parameter to mend; facts: what else is known."""
+    """Error response. kind: OpenAI's `type`. param: the wrong parameter. facts: other metadata."""
 
     http_status: int
     message: str
@@ -88,15 +100,20 @@ class Refusal:
     facts: Mapping[str, str] = field(default_factory=dict)
 
     def body(self) -> dict[str, Any]:
-        """The error as OpenAI writes it, with the facts beside it."""
-        error: dict[str, Any] = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        """Return the error in OpenAI's form, with the facts beside it."""
+        error: dict[str, Any] = {
+            "message": self.message,
+            "type": self.kind,
+            "param": self.param,
+            "code": self.code,
+        }
         if self.facts:
             error["weir"] = dict(self.facts)
         return {"error": error}
 
 
 class HttpFault(Exception):
-    """What is wrong with a request as HTTP, before anything of it was understood."""
+    """Request refused as HTTP, before its body was parsed."""
 
     def __init__(
         self,
@@ -108,54 +125,84 @@ class HttpFault(Exception):
         param: str | None = None,
         closing: bool = False,
     ) -> None:
-        """closing: what else comes on the connection cannot be told from the rest of this request."""
+        """closing: the connection must close, since the end of the request is unknown."""
         super().__init__(message)
         self.closing = closing
-        self.refusal = Refusal(http_status, message, "invalid_request_error", code, param, headers or {})
+        self.refusal = Refusal(
+            http_status, message, "invalid_request_error", code, param, headers or {}
+        )
 
 
-def no_http(message: str | None) -> str:
-    """What is told of a request that is not HTTP. message: the parser's, whose first line says it."""
-    return f"this is not a valid HTTP request: {(message or '').partition(chr(10))[0].rstrip(':')[:200]}"
+def invalid_http_message(message: str | None) -> str:
+    """Return the error message for invalid HTTP. message: that of the parser."""
+    return (
+        "this is not a valid HTTP request:"
+        f" {(message or '').partition(chr(10))[0].rstrip(':')[:200]}"
+    )
 
 
-def wrong_parameter(param: str | None, description: str) -> InvalidRequest:
+def invalid_parameter(param: str | None, description: str) -> InvalidRequest:
     return InvalidRequest([FieldViolation(param or "", description)])
 
 
 def refusal_of(status: status_pb2.Status, names: Mapping[str, str] | None = None) -> Refusal:
-    """What a client is told of a status. names: how the fields of a start frame are called in the request that it came from."""
-    info = detail_of(status, error_details_pb2.ErrorInfo) or error_details_pb2.ErrorInfo(reason="INTERNAL")
-    http_status = 429 if info.reason == "INSUFFICIENT_CREDIT" else HTTP_STATUSES.get(status.code, 500)
+    """Return the error response for a status. names: request parameters by start frame field."""
+    info = detail_of(status, error_details_pb2.ErrorInfo) or error_details_pb2.ErrorInfo(
+        reason="INTERNAL"
+    )
+    http_status = http_status_of(status.code, info.reason)
     message, param = wording(status, info, names or {})
     kind, code = category(http_status, info)
     retry = detail_of(status, error_details_pb2.RetryInfo)
     wait_s = None if retry is None else retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9
-    headers = retry_headers(http_status, wait_s) | headers_of_refusal(info.metadata)
+    headers = retry_headers(http_status, wait_s) | refusal_headers(info.metadata)
     if http_status == 401:
         headers["www-authenticate"] = "Bearer"
-    return Refusal(http_status, message, kind, code, param, headers, {"reason": info.reason, **info.metadata})
+    return Refusal(
+        http_status, message, kind, code, param, headers, {"reason": info.reason, **info.metadata}
+    )
 
 
-def wording(status: status_pb2.Status, info: error_details_pb2.ErrorInfo, names: Mapping[str, str]) -> tuple[str, str | None]:
-    """The message, and the parameter that it is about."""
+def http_status_of(code: int, reason: str) -> int:
+    """Return the HTTP status of an error. code: its gRPC code. reason: that of its `ErrorInfo`."""
+    return REASON_HTTP_STATUSES.get(reason) or HTTP_STATUSES.get(code, 500)
+
+
+def wording(
+    status: status_pb2.Status, info: error_details_pb2.ErrorInfo, names: Mapping[str, str]
+) -> tuple[str, str | None]:
+    """Return the message and the parameter that it concerns."""
     bad_request = detail_of(status, error_details_pb2.BadRequest)
     if bad_request is None or not bad_request.field_violations:
-        return in_words_of(names, status.message), "model" if info.reason == "MODEL_UNKNOWN" else None
-    told = [(parameter(each.field, names), in_words_of(names, each.description)) for each in bad_request.field_violations]
-    return "; ".join(f"{param}: {description}" if param else description for param, description in told), told[0][0] or None
+        return translate_terms(names, status.message), (
+            "model" if info.reason == "MODEL_UNKNOWN" else None
+        )
+    violations = [
+        (parameter(each.field, names), translate_terms(names, each.description))
+        for each in bad_request.field_violations
+    ]
+    return (
+        "; ".join(
+            f"{param}: {description}" if param else description for param, description in violations
+        ),
+        violations[0][0] or None,
+    )
 
 
-def in_words_of(names: Mapping[str, str], remedy: str) -> str:
-    """A message with what it says of the contract in the words of the API that was used."""
-    return TERMS.sub(lambda found: WORDS.get(found[0]) or names.get(found[0], found[0]), remedy)
+def translate_terms(names: Mapping[str, str], message: str) -> str:
+    """Replace the contract's names in a message by those of the API that was called."""
+    return TERMS.sub(lambda term: WORDS.get(term[0]) or names.get(term[0], term[0]), message)
 
 
 def category(http_status: int, info: error_details_pb2.ErrorInfo) -> tuple[str, str]:
-    """Type and code of an error, by OpenAI's names where it has one."""
+    """Return OpenAI's type and code of an error, or their nearest equivalents."""
     if info.reason == "QUOTA_EXCEEDED":
-        kind = in_table(RATES, info.metadata)
-        return ("insufficient_quota", "insufficient_quota") if kind is None else (kind, "rate_limit_exceeded")
+        kind = counted_unit(RATES, info.metadata)
+        return (
+            ("insufficient_quota", "insufficient_quota")
+            if kind is None
+            else (kind, "rate_limit_exceeded")
+        )
     if info.reason == "INSUFFICIENT_CREDIT":
         return "insufficient_quota", "insufficient_quota"
     kind = "server_error" if http_status >= 500 else "invalid_request_error"
@@ -163,7 +210,7 @@ def category(http_status: int, info: error_details_pb2.ErrorInfo) -> tuple[str, 
 
 
 def retry_headers(http_status: int, wait_s: float | None) -> dict[str, str]:
-    """When to come again, in the forms that clients read; that it is of no use where it is not."""
+    """Return the retry-after headers, or one that advises against a retry."""
     if wait_s is not None:
         ms = math.ceil(wait_s * 1000)
         headers = {"retry-after": str(math.ceil(ms / 1000)), "retry-after-ms": str(ms)}
@@ -172,11 +219,11 @@ def retry_headers(http_status: int, wait_s: float | None) -> dict[str, str]:
 
 
 def parameter(field_name: str, names: Mapping[str, str]) -> str:
-    """What the request calls a field of the start frame: the longest name that it begins with decides, indices stay.
+    """Return the request's name for a field of the start frame, by its longest known prefix.
 
-    names: of one element, or with `[]` for any index, which then stands in the same order in the request's name.
+    names: by field; `[]` matches any index, which is kept in the request's name.
     """
-    for end in boundaries(field_name):
+    for end in prefix_ends(field_name):
         head, rest = field_name[:end], field_name[end:]
         if head in names:
             return names[head] + rest
@@ -187,9 +234,12 @@ def parameter(field_name: str, names: Mapping[str, str]) -> str:
     return field_name
 
 
-def boundaries(field_name: str) -> Sequence[int]:
-    """Where a field's name may be cut: at its end, and before each index or member, the longest first."""
-    return [len(field_name), *(place for place in range(len(field_name) - 1, 0, -1) if field_name[place] in "[.")]
+def prefix_ends(field_name: str) -> Sequence[int]:
+    """Return the ends of a field name's prefixes, the longest first."""
+    return [
+        len(field_name),
+        *(end for end in range(len(field_name) - 1, 0, -1) if field_name[end] in "[."),
+    ]
 
 
 def detail_of(status: status_pb2.Status, kind: type[Detail]) -> Detail | None:
@@ -200,37 +250,44 @@ def detail_of(status: status_pb2.Status, kind: type[Detail]) -> Detail | None:
     return None
 
 
-def in_table(table: Mapping[QuotaDimension, str], facts: Mapping[str, str]) -> str | None:
-    """What a limit counts, `requests` or `tokens`; None for one that is not in the table."""
+def counted_unit(table: Mapping[QuotaDimension, str], facts: Mapping[str, str]) -> str | None:
+    """Return the unit that a limit counts, `requests` or `tokens`; None if not in the table."""
     dimension = facts.get("dimension", "")
     return table.get(QuotaDimension(dimension)) if dimension in set(QuotaDimension) else None
 
 
-def headers_of(quotas: Iterable[types_pb2.QuotaStatus]) -> dict[str, str]:
-    """Headers of a request that was let in. quotas: all that it met, itself counted."""
+def quota_headers(quotas: Iterable[types_pb2.QuotaStatus]) -> dict[str, str]:
+    """Return the rate-limit headers of an admitted request. quotas: those it counts in."""
     tightest: dict[str, types_pb2.QuotaStatus] = {}
     for quota in quotas:
         kind = COUNTED_NUMBERS.get(quota.dimension)
-        if kind is not None and (kind not in tightest or quota.remaining_value < tightest[kind].remaining_value):
+        if kind is not None and (
+            kind not in tightest or quota.remaining_value < tightest[kind].remaining_value
+        ):
             tightest[kind] = quota
     headers: dict[str, str] = {}
     for kind, quota in tightest.items():
         delay = quota.reset_delay
-        headers |= three(kind, quota.limit_value, quota.remaining_value, delay.seconds + delay.nanos / 1e9)
+        headers |= limit_headers(
+            kind, quota.limit_value, quota.remaining_value, delay.seconds + delay.nanos / 1e9
+        )
     return headers
 
 
-def headers_of_refusal(facts: Mapping[str, str]) -> dict[str, str]:
-    """Headers of a request that a limit refused. facts: `api.core.errors.quota_metadata`; of any other error there are none."""
-    kind = in_table(COUNTED, facts)
+def refusal_headers(facts: Mapping[str, str]) -> dict[str, str]:
+    """Return the rate-limit headers of a request that a quota refused, or none.
+
+    facts: `api.core.errors.quota_metadata`.
+    """
+    kind = counted_unit(COUNTED, facts)
     if kind is None or "reset_time" not in facts:
         return {}
     left_s = (datetime.fromisoformat(facts["reset_time"]) - datetime.now(UTC)).total_seconds()
-    return three(kind, int(facts["limit"]), int(facts["remaining"]), left_s)
+    return limit_headers(kind, int(facts["limit"]), int(facts["remaining"]), left_s)
 
 
-def three(kind: str, limit: int, remaining: int, reset_s: float) -> dict[str, str]:
-    """Limit, what is left of it, and when it is whole again."""
+def limit_headers(kind: str, limit: int, remaining: int, reset_s: float) -> dict[str, str]:
+    """Return the headers with the limit, the remaining amount and the time of its reset."""
     return {
         f"x-ratelimit-limit-{kind}": str(limit),
         f"x-ratelimit-remaining-{kind}": str(max(remaining, 0)),
@@ -239,7 +296,7 @@ def three(kind: str, limit: int, remaining: int, reset_s: float) -> dict[str, st
 
 
 def duration_text(seconds: float) -> str:
-    """As OpenAI writes it: `350ms`, `12s`, `6m0s`, `2h0m5s`."""
+    """Format a duration as OpenAI does: `350ms`, `12s`, `6m0s`, `2h0m5s`."""
     ms = max(round(seconds * 1000), 0)
     if ms < 1000:
         return f"{ms}ms"
@@ -250,7 +307,9 @@ def duration_text(seconds: float) -> str:
     return f"{minutes}m{whole_s}s" if minutes else f"{whole_s}s"
 
 
-def check_count(elements: Sized | None, param: str, most: int) -> None:
-    """As many as there may be, before any is looked at. Raises: InvalidRequest."""
-    if elements is not None and len(elements) > most:
-        raise wrong_parameter(param, f"at most {most} are allowed, not {len(elements)}")
+def check_count(elements: Sized | None, param: str, count_max: int) -> None:
+    """Check the number of elements before looking at any. Raises: InvalidRequest."""
+    if elements is not None and len(elements) > count_max:
+        raise invalid_parameter(
+            param, f"must have at most {count_max} elements, got {len(elements)}"
+        )

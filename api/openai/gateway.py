@@ -1,0 +1,520 @@
+"""HTTP API for clients of OpenAI and Anthropic: routes, keys, request ids, and embeddings."""
+
+from __future__ import annotations
+
+import base64
+import math
+import re
+import time
+import uuid
+from array import array
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+from urllib.parse import unquote
+
+from aiohttp import web
+from msgspec import Struct
+from weir.v1 import inference_service_pb2 as pb
+
+from api.access.auth import Authenticator, StreamKey, check_model
+from api.core.addresses import FORWARDED_FOR
+from api.core.errors import Draining, status_of
+from api.core.messages import models_for
+from api.core.pace import BYTE_COST_S, REFUSAL_COST_S, START_FREE_S, VISIT
+from api.core.wire import picos_of
+from api.generation.embedding_wire import parse_embed
+from api.generation.live import Caller
+from api.generation.process import Process
+from api.generation.quoting import count_tokens
+from api.observability.observer import HTTP
+from api.observability.spans import trace_of
+from api.openai import answers
+from api.openai.answers import (
+    Answer,
+    ChatAnswer,
+    CompletionAnswer,
+    ResponseAnswer,
+    TokenTexts,
+    cost_facts,
+)
+from api.openai.exchange import JSON, Arrival, Exchange, plain_headers, refused
+from api.openai.listener import peer_of, read_body, secret_of
+from api.openai.messages import (
+    MessageAnswer,
+    MessageParameters,
+    error_body,
+    parse_counted_message,
+    parse_message,
+    tolerate_message,
+)
+from api.openai.parameters import (
+    CHAT_NAMES,
+    ChatParameters,
+    CompletionParameters,
+    Int32,
+    ParsedRequest,
+    Prompt,
+    ResponseParameters,
+    decode,
+    parse_chat,
+    parse_completion,
+    parse_response,
+    prompts_of,
+    tolerate,
+)
+from api.openai.refusals import HttpFault, Refusal, invalid_parameter, quota_headers, refusal_of
+from api.openai.tolerance import Ignored
+from metering.quotas.quota_rules import Owner
+from metering.store.db import Sessions
+from metering.tenants.tenants import Principal
+
+EMBEDDING_NAMES: Mapping[str, str] = {"inputs": "input", "labels": "user", "labels['user']": "user"}
+
+INPUT_COUNT_MAX = 2048  # OpenAI's own limit; the model may take fewer
+
+
+class EmbeddingParameters(Struct, forbid_unknown_fields=True, kw_only=True):
+    """Parameters of `client.embeddings.create`."""
+
+    model: str
+    input: Prompt
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Int32 | None = None
+    user: str | None = None
+
+
+def embed_request(requested: EmbeddingParameters, request_id: str) -> pb.EmbedRequest:
+    """Return the request for the contract. Raises: InvalidRequest."""
+    if not requested.model:
+        raise invalid_parameter("model", "must name a model; GET /v1/models lists them")
+    request = pb.EmbedRequest(
+        request_id=request_id,
+        model=requested.model,
+        labels={"user": requested.user} if requested.user else None,
+    )
+    for each in prompts_of(requested.input, "input", INPUT_COUNT_MAX):
+        if isinstance(each, str):
+            request.inputs.add(text=each)
+        else:
+            request.inputs.add(token_ids=pb.TokenIds(ids=each))
+    return request
+
+
+def check_dimensions(requested: EmbeddingParameters, dimension: int) -> None:
+    """Raise InvalidRequest for a dimension other than the model's."""
+    if requested.dimensions not in (None, dimension):
+        raise invalid_parameter(
+            "dimensions", f"must be {dimension}, the dimension of this model, or left out"
+        )
+
+
+def embedding_list(
+    requested: EmbeddingParameters, response: pb.EmbedResponse, request_id: str
+) -> dict[str, Any]:
+    is_base64 = requested.encoding_format == "base64"
+    data = [
+        {
+            "object": "embedding",
+            "index": index,
+            "embedding": packed(each) if is_base64 else list(each.vector),
+        }
+        for index, each in enumerate(response.embeddings)
+    ]
+    count = response.usage.embedding_token_count
+    return {
+        "object": "list",
+        "data": data,
+        "model": requested.model,
+        "usage": {"prompt_tokens": count, "total_tokens": count},
+        "weir": {
+            "cost": cost_facts(response.cost.currency_code, picos_of(response.cost)),
+            "price_version": response.price_version,
+            "request_ids": [request_id],
+        },
+    }
+
+
+def packed(embedding: pb.Embedding) -> str:
+    """Return a vector as base64 of its little-endian 32-bit floats."""
+    return base64.b64encode(array("f", embedding.vector).tobytes()).decode()
+
+
+OWNER = "weir"
+
+# Endpoints require the scopes of the RPCs that they correspond to.
+SERVICE = "/weir.v1.InferenceService"
+# Seconds. Keys are looked up for each request here, but once per stream over gRPC.
+KEY_AGE_MAX_S = 1.0
+IDEMPOTENCY_KEY = re.compile(r"[\x21-\x7e]{1,255}")
+CHUNKED_BYTES = 256 * 1024  # assumed size of a body of unknown length
+# Bytes. Shorter bodies that arrived with their headers need no permit: reading takes some 50 µs.
+SHORT_BYTES_MAX = 16_384
+# Namespace of request ids that are derived from idempotency keys other than UUIDs.
+KEY_NAMESPACE = uuid.UUID("6f1c0c9e-2f6b-5d0a-9a54-3b1d9a1c7e10")
+Handler = Callable[[web.BaseRequest, Arrival, Principal], Awaitable[web.StreamResponse | Exchange]]
+
+
+def model_object(model: pb.Model, started_at: int) -> dict[str, Any]:
+    """Return a model in OpenAI's form, created when its present price came into force.
+
+    started_at: creation time of models without a price, in seconds since 1970.
+    """
+    facts: dict[str, Any] = {
+        "context_window_tokens": model.context_window_tokens,
+        "engine": model.engine,
+        "refused_parameters": [
+            {"parameter": CHAT_NAMES.get(each.field, each.field), "values": each.values}
+            for each in model.refused_fields
+        ],
+    }
+    created = started_at
+    if model.HasField("price"):
+        price = model.price
+        created = price.effective_time.seconds
+        facts["price"] = {
+            "version": price.version,
+            "currency_code": price.currency_code,
+            "input_picos_per_token": price.input_picos_per_token,
+            "cached_input_picos_per_token": price.cached_input_picos_per_token,
+            "output_picos_per_token": price.output_picos_per_token,
+        }
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": created,
+        "owned_by": OWNER,
+        "weir": facts,
+    }
+
+
+GENERATE, EMBED, LIST_MODELS = f"{SERVICE}/Generate", f"{SERVICE}/Embed", f"{SERVICE}/ListModels"
+COUNT_TOKENS = f"{SERVICE}/CountTokens"
+
+
+@dataclass(frozen=True, slots=True)
+class Api:
+    """Generating API: type of the body, its conversion, and the forms of responses and errors."""
+
+    parameters: type[Any]
+    parse: Callable[[Any], ParsedRequest]
+    answer: Callable[[ParsedRequest, TokenTexts, str, int], Answer]
+    tolerate: Callable[[Any, Ignored], None] = tolerate
+    error_body: Callable[[Refusal], dict[str, Any]] = Refusal.body
+
+
+CHAT = Api(ChatParameters, parse_chat, ChatAnswer)
+COMPLETIONS = Api(CompletionParameters, parse_completion, CompletionAnswer)
+RESPONSES = Api(ResponseParameters, parse_response, ResponseAnswer)
+MESSAGES = Api(MessageParameters, parse_message, MessageAnswer, tolerate_message, error_body)
+MESSAGES_PATH = "/v1/messages"
+
+
+class Gateway:
+    """Handler of the HTTP requests of OpenAI's and Anthropic's clients."""
+
+    def __init__(self, process: Process, authenticator: Authenticator, sessions: Sessions) -> None:
+        self._process = process
+        self._authenticator = authenticator
+        self._sessions = sessions
+        self._started_at = int(time.time())
+        self._texts = {
+            name: TokenTexts(tokenizer) for name, tokenizer in process.tokenizers.items()
+        }
+        self._handlers: dict[str, tuple[str, Handler, str]] = {
+            "/v1/chat/completions": ("POST", partial(self._generate, CHAT), GENERATE),
+            "/v1/completions": ("POST", partial(self._generate, COMPLETIONS), GENERATE),
+            "/v1/responses": ("POST", partial(self._generate, RESPONSES), GENERATE),
+            "/v1/responses/input_tokens": (
+                "POST",
+                partial(self._count, RESPONSES, {"object": "response.input_tokens"}),
+                COUNT_TOKENS,
+            ),
+            MESSAGES_PATH: ("POST", partial(self._generate, MESSAGES), GENERATE),
+            f"{MESSAGES_PATH}/count_tokens": (
+                "POST",
+                partial(self._count, replace(MESSAGES, parse=parse_counted_message), {}),
+                COUNT_TOKENS,
+            ),
+            "/v1/embeddings": ("POST", self._embed, EMBED),
+            "/v1/models": ("GET", self._models, LIST_MODELS),
+        }
+
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Return the response to a request; every error becomes an error body."""
+        received_at = time.monotonic()
+        request_id = uuid.uuid4()
+        form = error_body if request.path.startswith(MESSAGES_PATH) else Refusal.body
+        owner: Owner | None = None  # None until the request is authenticated
+        try:
+            request_id = request_id_of(request) or request_id
+            handler, rpc = self._find(request)
+            secret = secret_of(request)
+            origin = self._authenticator.proxies.origin(
+                peer_of(request), request.headers.getall(FORWARDED_FOR, ())
+            )
+
+            look_up = partial(
+                self._authenticator.principal_of,
+                secret,
+                method=rpc,
+                origin=origin,
+                age_max_s=KEY_AGE_MAX_S,
+            )
+            owner = principal = await look_up()
+            auth_ms = (time.monotonic() - received_at) * 1000
+            trace = trace_of(request.headers.get("traceparent"), request.headers.get("tracestate"))
+            arrival = Arrival(
+                Caller.of(principal, auth_ms, received_at, None, trace), request_id, look_up
+            )
+            answer = await handler(request, arrival, principal)
+            return await answer.serve() if isinstance(answer, Exchange) else answer
+        except HttpFault as fault:
+            self._count_refusal(owner)
+            self._process.observer.http_failed(fault.refusal.code)
+            closing = self._is_draining or fault.closing
+            return refused(fault.refusal, request_id, closing=closing, form=form)
+        except ConnectionError:  # the client disconnected while sending its body
+            return web.Response(status=400)
+        except Exception as error:
+            self._count_refusal(owner)
+            self._process.observer.call_failed(HTTP, error)
+            refusal = refusal_of(status_of(error))
+            return refused(refusal, request_id, closing=self._is_draining, form=form)
+
+    def _count_refusal(self, owner: Owner | None) -> None:
+        if owner is not None:
+            self._process.pace.spent(owner, REFUSAL_COST_S)
+
+    @property
+    def _is_draining(self) -> bool:
+        return self._process.admission.capacity.is_draining
+
+    def _find(self, request: web.BaseRequest) -> tuple[Handler, str]:
+        """Return the handler and the RPC that the endpoint corresponds to.
+
+        Raises: HttpFault for an unknown path or method.
+        """
+        path = request.path.rstrip("/")
+        route = self._handlers.get("/v1/models" if path.startswith("/v1/models/") else path)
+        if route is None:
+            served = ", ".join(self._handlers)
+            hint = (
+                "the base URL must end in /v1"
+                if f"/v1{path}" in self._handlers or path.startswith("/models/")
+                else f"the API serves {served}"
+            )
+            raise HttpFault(
+                404, f"unknown URL: {request.method} {path[:200] or '/'}; {hint}", "unknown_url"
+            )
+        method, handler, rpc = route
+        # For HEAD, aiohttp omits the body.
+        allowed = ("GET", "HEAD") if method == "GET" else (method,)
+        if request.method not in allowed:
+            raise HttpFault(
+                405,
+                f"{path[:200]} allows only {method}",
+                "method_not_allowed",
+                {"allow": ", ".join(allowed)},
+            )
+        return handler, rpc
+
+    async def _generate(
+        self, api: Api, request: web.BaseRequest, arrival: Arrival, principal: Principal
+    ) -> web.StreamResponse | Exchange:
+        """Return an exchange to serve, or an error response."""
+        body = await self._body(request, arrival, principal)
+        # An ordinary request costs at most this much.
+        with self._process.pace.spending(arrival.caller.payer, START_FREE_S):
+            parsed, ignored = parsed_body(request, body, api)
+            texts = self._texts_of(parsed, principal, arrival.request_id)
+            format = api.answer(parsed, texts, arrival.request_id.hex, int(time.time()))
+            exchange = Exchange(
+                self._process, request, arrival, parsed, format, headers_of(ignored)
+            )
+            return exchange.parse() or exchange
+
+    async def _count(
+        self,
+        api: Api,
+        fields: Mapping[str, Any],
+        request: web.BaseRequest,
+        arrival: Arrival,
+        principal: Principal,
+    ) -> web.StreamResponse:
+        """Count the tokens of a generating request's prompt. fields: of every response."""
+        body = await self._body(request, arrival, principal)
+        with self._process.pace.spending(arrival.caller.payer, START_FREE_S):
+            parsed, ignored = parsed_body(request, body, api)
+            [start] = parsed.starts
+            is_shown = start.tool_choice.mode != pb.TOOL_MODE_NONE
+            prompt = pb.CountTokensRequest(
+                model=start.model,
+                conversation=start.conversation,
+                tools=start.tools if is_shown else (),
+            )
+        try:
+            counted = await count_tokens(self._process, principal, prompt)
+        except Exception as error:
+            return refused(
+                refusal_of(status_of(error), parsed.names),
+                arrival.request_id,
+                closing=self._is_draining,
+                form=api.error_body,
+            )
+        value = {**fields, "input_tokens": counted.input_token_count}
+        return answered(value, arrival, headers_of(ignored))
+
+    async def _embed(
+        self, request: web.BaseRequest, arrival: Arrival, principal: Principal
+    ) -> web.StreamResponse:
+        body = await self._body(request, arrival, principal)
+        with self._process.pace.spending(arrival.caller.payer, START_FREE_S):
+            ignored = None if is_strict(request) else Ignored()
+            requested = decode(body, EmbeddingParameters, ignored)
+        try:
+            with self._process.pace.spending(arrival.caller.payer, START_FREE_S):
+                start = parse_embed(embed_request(requested, str(arrival.request_id)))
+            check_model(principal, start.model)
+            check_dimensions(
+                requested,
+                self._process.router.choose_encoder(start.model).model.embedding_dimension,
+            )
+            response = await self._process.embed(arrival.caller, start).answer()
+        except Exception as error:
+            return refused(
+                refusal_of(status_of(error), EMBEDDING_NAMES),
+                arrival.request_id,
+                closing=self._is_draining,
+            )
+        return answered(
+            embedding_list(requested, response, str(arrival.request_id)),
+            arrival,
+            quota_headers(response.quotas) | headers_of(ignored),
+        )
+
+    async def _models(
+        self, request: web.BaseRequest, arrival: Arrival, principal: Principal
+    ) -> web.StreamResponse:
+        await self._authenticator.turn(principal)
+        models = await models_for(self._process.router, self._sessions, principal)
+        if request.path.rstrip("/") == "/v1/models":
+            return answered(
+                {
+                    "object": "list",
+                    "data": [model_object(model, self._started_at) for model in models],
+                },
+                arrival,
+            )
+        name = unquote(request.rel_url.raw_path.removeprefix("/v1/models/"))
+        requested = next((model for model in models if model.name == name), None)
+        if requested is None:
+            message = f"the model {name[:200]!r} does not exist; GET /v1/models lists the models"
+            raise HttpFault(404, message, "model_not_found", param="model")
+        return answered(model_object(requested, self._started_at), arrival)
+
+    def _texts_of(
+        self, parsed: ParsedRequest, principal: Principal, request_id: uuid.UUID
+    ) -> TokenTexts:
+        """Return the token texts of the requested model.
+
+        Raises: ModelNotAllowed, ModelUnknown, RequestImpossible.
+        """
+        router = self._process.router
+        check_model(principal, router.canonical_name(parsed.model))
+        return self._texts[router.route(parsed.model, request_id).served]
+
+    async def _body(
+        self, request: web.BaseRequest, arrival: Arrival, principal: Principal
+    ) -> bytes:
+        """Read the body in the turn of the request's key.
+
+        Raises: HttpFault, Draining, PreparationLimit, Overloaded; errors of a repeated key look-up.
+        """
+        if self._is_draining:
+            raise Draining("this server is shutting down: send the request to another one")
+        bytes_max, size = (
+            self._process.admission.settings.message_bytes_max,
+            request.content_length or CHUNKED_BYTES,
+        )
+        # The turn of the key look-up still applies, since nothing was awaited.
+        if size <= SHORT_BYTES_MAX and request.content.is_eof():
+            body = await read_body(request, bytes_max)
+            self._count_bytes(body)
+            return body
+        key = StreamKey(principal, arrival.look_up, math.inf)
+        with (
+            self._process.text_work.permit(arrival.caller.payer, min(size, bytes_max)),
+            self._authenticator.stream_keys.hold(key),
+        ):
+            body = await read_body(request, bytes_max)
+            self._count_bytes(body)
+            await key.look_again()
+            key.check()
+            # Last, so that the work on this body counts before the key's next request has its turn.
+            await self._process.pace.turn(arrival.caller.payer)
+        return body
+
+    def _count_bytes(self, body: bytes) -> None:
+        if (visit := VISIT.get()) is not None:
+            visit.work_s += BYTE_COST_S * len(body)
+
+
+def parsed_body(
+    request: web.BaseRequest, body: bytes, api: Api
+) -> tuple[ParsedRequest, Ignored | None]:
+    """Return a generating request and its ignored parameters. Raises: InvalidRequest, HttpFault."""
+    ignored = None if is_strict(request) else Ignored()
+    requested = decode(body, api.parameters, ignored)
+    if ignored is not None:
+        api.tolerate(requested, ignored)
+    return api.parse(requested), ignored
+
+
+def is_strict(request: web.BaseRequest) -> bool:
+    """Return whether the client wants unknown parameters refused. Raises: InvalidRequest."""
+    requested = request.rel_url.query.get("strict", "0")
+    if requested not in ("0", "1"):
+        raise invalid_parameter("strict", "must be 0 or 1")
+    return requested == "1"
+
+
+def headers_of(ignored: Ignored | None) -> dict[str, str]:
+    """Return the header with the names of ignored parameters, or none."""
+    return {} if ignored is None else ignored.headers()
+
+
+def answered(
+    value: object, arrival: Arrival, more: Mapping[str, str] | None = None
+) -> web.Response:
+    """Return a JSON response. more: headers beside those of every response."""
+    headers = {"content-type": JSON, **plain_headers(arrival.request_id), **(more or {})}
+    return web.Response(body=answers.encode(value), headers=headers)
+
+
+def request_id_of(request: web.BaseRequest) -> uuid.UUID | None:
+    """Return the request id that the client chose, or None. Equal keys give equal ids.
+
+    An `X-Request-Id` counts only if it is a UUID: proxies add ids of other forms.
+    Raises: InvalidRequest.
+    """
+    keys = request.headers.getall("idempotency-key", [])
+    if keys:
+        key = keys[0]
+        if len(keys) > 1 or not IDEMPOTENCY_KEY.fullmatch(key):
+            description = (
+                "must be sent once, with 1 to 255 visible characters; a UUID becomes the request id"
+            )
+            raise invalid_parameter("Idempotency-Key", description)
+        return as_uuid(key) or uuid.uuid5(KEY_NAMESPACE, key)
+    requested = request.headers.get("x-request-id")
+    return as_uuid(requested) if requested else None
+
+
+def as_uuid(text: str) -> uuid.UUID | None:
+    """Parse a UUID in its usual form; return None for any other text."""
+    try:
+        return uuid.UUID(text) if len(text) == 36 else None
+    except ValueError:
+        return None

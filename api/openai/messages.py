@@ -1,0 +1,512 @@
+"""Anthropic's messages API: parameters and their conversion, responses, events and errors.
+
+Texts of a message's blocks are joined by line ends, and messages of the same role by turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from msgspec import Raw, Struct
+from weir.v1 import inference_service_pb2 as pb
+from weir.v1 import types_pb2
+
+from api.generation.conversation import MESSAGE_COUNT_MAX
+from api.generation.decoding import STOP_SEQUENCE_COUNT_MAX
+from api.openai.answers import Answer, Bill, Call, Output, TokenTexts, event
+from api.openai.parameters import (
+    ABSENT,
+    COMMON_NAMES,
+    FUNCTION,
+    Choice,
+    Idle,
+    Int32,
+    Int64,
+    NamedChoice,
+    ParsedRequest,
+    ToolParameter,
+    Unsupported,
+    check_model_name,
+    fill_tools,
+    names_annotated,
+    refuse_unless,
+    refuse_unsupported,
+    tolerate,
+)
+from api.openai.refusals import Refusal, check_count, invalid_parameter
+from api.openai.tolerance import EMPTY, Ignored
+
+ROLES: Mapping[str, pb.Role.ValueType] = {
+    "system": pb.ROLE_SYSTEM,
+    "user": pb.ROLE_USER,
+    "assistant": pb.ROLE_ASSISTANT,
+}
+TEXT, CALL, RESULT = "text", "tool_use", "tool_result"
+REASONING = frozenset({"thinking", "redacted_thinking"})
+CUSTOM = "custom"  # type of the tools that the client runs
+THINKING: Mapping[str, bool | None] = {"enabled": True, "disabled": False, "adaptive": None}
+CHOICES: Mapping[str, str] = {"auto": "auto", "any": "required", "none": "none"}
+NAMES = COMMON_NAMES | {
+    "prompt": "messages",
+    "conversation.messages": "messages",
+    "conversation.thinking": "thinking.type",
+    "labels['user_id']": "metadata.user_id",
+    "max_output_tokens": "max_tokens",
+    "response_format.json_schema": "output_config.format.schema",
+    "tools[].parameters_json_schema": "tools[].input_schema",
+    "tool_choice.single": "tool_choice.disable_parallel_tool_use",
+}
+# An exhausted quota or cost limit counts as a length limit.
+STOP_REASONS: Mapping[int, str] = {
+    types_pb2.FINISH_REASON_STOP: "end_turn",
+    types_pb2.FINISH_REASON_STOP_SEQUENCE: "stop_sequence",
+    types_pb2.FINISH_REASON_LENGTH: "max_tokens",
+    types_pb2.FINISH_REASON_QUOTA_EXHAUSTED: "max_tokens",
+    types_pb2.FINISH_REASON_COST_LIMIT: "max_tokens",
+    types_pb2.FINISH_REASON_FILTERED: "refusal",
+    types_pb2.FINISH_REASON_TOOL_CALLS: "tool_use",
+}
+ERROR_TYPES: Mapping[int, str] = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+class TextBlock(Struct, forbid_unknown_fields=True, kw_only=True):
+    """Block of a system prompt or of a tool's result."""
+
+    type: str
+    text: str | None = None
+    citations: Any = None
+
+
+class Block(TextBlock, forbid_unknown_fields=True, kw_only=True):
+    """Content block of any type. Earlier reasoning is left out."""
+
+    id: str | None = None
+    name: str | None = None
+    input: Raw = ABSENT
+    tool_use_id: str | None = None
+    content: str | list[TextBlock] | None = None
+    is_error: bool | None = None
+    thinking: Any = None
+    signature: Any = None
+    data: Any = None
+
+
+class Message(Struct, forbid_unknown_fields=True):
+    """Message of a conversation."""
+
+    role: str
+    content: str | list[Block]
+
+
+class Tool(Struct, forbid_unknown_fields=True, kw_only=True):
+    """Tool that the client runs; `tolerate_message` leaves out those of other types."""
+
+    name: str
+    type: str | None = None
+    description: str | None = None
+    input_schema: Raw = ABSENT
+    strict: bool | None = None
+
+
+class ToolChoice(Struct, forbid_unknown_fields=True):
+    """Choice of the tools that are called."""
+
+    type: str
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(Struct, forbid_unknown_fields=True):
+    """Switch of a model's thinking."""
+
+    type: str
+    budget_tokens: Idle = None
+    display: Idle = None
+
+
+class OutputFormat(Struct, forbid_unknown_fields=True):
+    """Format of the text."""
+
+    type: str
+    schema: Raw = ABSENT
+
+
+class OutputConfig(Struct, forbid_unknown_fields=True):
+    """Format of the answer, and the effort that some models know."""
+
+    effort: Idle = None
+    format: OutputFormat | None = None
+
+
+class Metadata(Struct, forbid_unknown_fields=True):
+    """Metadata of a request."""
+
+    user_id: str | None = None
+
+
+class MessageParameters(Struct, forbid_unknown_fields=True, kw_only=True):
+    """Parameters of `client.messages.create`, and of `count_tokens`, which needs no limit."""
+
+    model: str
+    messages: list[Message]
+    max_tokens: Int64 | None = None
+    metadata: Metadata | None = None
+    output_config: OutputConfig | None = None
+    service_tier: str | None = None
+    speed: str | None = None
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    system: str | list[TextBlock] | None = None
+    temperature: float | None = None
+    thinking: Thinking | None = None
+    tool_choice: ToolChoice | None = None
+    tools: list[Tool] | None = None
+    top_k: Int32 | None = None
+    top_p: float | None = None
+    cache_control: Idle = None
+    diagnostics: Idle = None
+    user_profile_id: Idle = None
+    workspace_id: Idle = None
+    container: Unsupported = None
+    context_management: Unsupported = None
+    inference_geo: Unsupported = None
+    mcp_servers: Unsupported = None
+
+
+def tolerate_message(requested: MessageParameters, ignored: Ignored) -> None:
+    """Leave out tools that the server would run, and earlier reasoning; note what is ignored."""
+    tolerate(requested, ignored)
+    parts = {"thinking": requested.thinking, "output_config": requested.output_config}
+    for name, part in parts.items():
+        for each in () if part is None else names_annotated(type(part), "Idle"):
+            if getattr(part, each) not in EMPTY:
+                ignored.add(f"{name}.{each}")
+    for tool in requested.tools or ():
+        if tool.type not in (None, CUSTOM):
+            ignored.add(f"tools[].{tool.type}")
+    requested.tools = [tool for tool in requested.tools or () if tool.type in (None, CUSTOM)]
+    for message in requested.messages:
+        if isinstance(message.content, str):
+            continue
+        for block in message.content:
+            if block.type in REASONING:
+                ignored.add(f"messages[].content[].{block.type}")
+            elif block.is_error:
+                ignored.add("messages[].content[].is_error")
+        message.content = [block for block in message.content if block.type not in REASONING]
+
+
+def parse_message(requested: MessageParameters) -> ParsedRequest:
+    """Convert a request for a message. Raises: InvalidRequest."""
+    if requested.max_tokens is None:
+        raise invalid_parameter("max_tokens", "is required")
+    return parse_counted_message(requested)
+
+
+def parse_counted_message(requested: MessageParameters) -> ParsedRequest:
+    """Convert a request whose prompt may only be counted. Raises: InvalidRequest."""
+    refuse_unsupported(requested, *names_annotated(MessageParameters, "Unsupported"))
+    refuse_unless(requested.speed, "speed", "standard", "each model has one speed")
+    if requested.service_tier not in (None, "auto", "standard_only"):
+        raise invalid_parameter("service_tier", "must be auto or standard_only")
+    check_model_name(requested.model)
+    conversation, names = conversation_of(requested)
+    start = pb.StartFrame(model=requested.model, conversation=conversation)
+    for name in ("temperature", "top_p", "top_k"):
+        if (value := getattr(requested, name)) is not None:
+            setattr(start.sampling, name, value)
+    if requested.max_tokens is not None:
+        start.max_output_tokens = requested.max_tokens
+    if requested.stop_sequences:
+        check_count(requested.stop_sequences, "stop_sequences", STOP_SEQUENCE_COUNT_MAX)
+        start.stop_sequences.extend(requested.stop_sequences)
+    if requested.metadata is not None and requested.metadata.user_id:
+        start.labels["user_id"] = requested.metadata.user_id
+    if requested.thinking is not None:
+        if (kind := requested.thinking.type) not in THINKING:
+            raise invalid_parameter("thinking.type", f"must be one of {', '.join(THINKING)}")
+        if (thinks := THINKING[kind]) is not None:
+            start.conversation.thinking = thinks
+    fill_message_tools(start, requested)
+    if requested.output_config is not None and (wanted := requested.output_config.format):
+        if wanted.type != "json_schema" or bytes(wanted.schema) == bytes(ABSENT):
+            raise invalid_parameter(
+                "output_config.format", "must have the type json_schema and a schema"
+            )
+        start.response_format.json_schema = bytes(wanted.schema).decode()
+    return ParsedRequest(
+        (start,),
+        requested.model,
+        streams=bool(requested.stream),
+        includes_usage=True,
+        names=NAMES | names,
+    )
+
+
+def fill_message_tools(start: pb.StartFrame, requested: MessageParameters) -> None:
+    """Add tools and their choice to a start frame. Raises: InvalidRequest."""
+    tools = []
+    for index, tool in enumerate(requested.tools or ()):
+        if tool.type not in (None, CUSTOM):
+            raise invalid_parameter(f"tools[{index}].type", f"must be {CUSTOM} or left out")
+        tools.append(
+            ToolParameter(
+                FUNCTION,
+                name=tool.name,
+                description=tool.description,
+                parameters=tool.input_schema,
+                strict=tool.strict,
+            )
+        )
+    wanted = requested.tool_choice or ToolChoice("auto")
+    choice: Choice | None = CHOICES.get(wanted.type)
+    if wanted.type == "tool" and wanted.name:
+        choice = NamedChoice(FUNCTION, name=wanted.name)
+    if choice is None:
+        raise invalid_parameter(
+            "tool_choice.type", f"must be one of {', '.join(CHOICES)}, or tool with a name"
+        )
+    parallel = not wanted.disable_parallel_tool_use
+    fill_tools(start, tools, choice, parallel, wrapped=False)
+
+
+def conversation_of(requested: MessageParameters) -> tuple[pb.Conversation, dict[str, str]]:
+    """Return the conversation for a start frame, and the parameters by field of its messages.
+
+    Results of tools become messages of their own. Raises: InvalidRequest.
+    """
+    if not requested.messages:
+        raise invalid_parameter("messages", "must hold at least one message")
+    check_count(requested.messages, "messages", MESSAGE_COUNT_MAX)
+    if requested.messages[-1].role == "assistant":
+        raise invalid_parameter(
+            f"messages[{len(requested.messages) - 1}]",
+            "must not be of the assistant: the beginning of an answer cannot be given",
+        )
+    turns: list[pb.Message] = []
+    names: dict[str, str] = {}
+    if requested.system:
+        turns.append(pb.Message(role=pb.ROLE_SYSTEM, content=text_of(requested.system, "system")))
+        names["conversation.messages[0]"] = "system"
+    for index, message in enumerate(requested.messages):
+        field = f"messages[{index}]"
+        if message.role not in ROLES:
+            raise invalid_parameter(f"{field}.role", f"must be one of {', '.join(ROLES)}")
+        new = (
+            [pb.Message(role=ROLES[message.role], content=message.content)]
+            if isinstance(message.content, str)
+            else messages_of(message.role, message.content, f"{field}.content")
+        )
+        if turns and new and turns[-1].role == new[0].role != pb.ROLE_TOOL:
+            turns[-1].content = "\n".join(filter(None, (turns[-1].content, new[0].content)))
+            turns[-1].tool_calls.extend(new.pop(0).tool_calls)
+        for each in new:
+            names[f"conversation.messages[{len(turns)}]"] = field
+            turns.append(each)
+    return pb.Conversation(messages=turns), names
+
+
+def messages_of(role: str, blocks: Sequence[Block], field: str) -> list[pb.Message]:
+    """Return the messages for the blocks of one: results of tools first. Raises: InvalidRequest."""
+    results: list[pb.Message] = []
+    calls: list[pb.ToolCall] = []
+    texts: list[Block] = []
+    for index, block in enumerate(blocks):
+        place = f"{field}[{index}]"
+        if block.type == CALL and role == "assistant":
+            if not block.id or not block.name:
+                raise invalid_parameter(place, "must have id, name and input")
+            arguments = "" if bytes(block.input) == bytes(ABSENT) else bytes(block.input).decode()
+            calls.append(pb.ToolCall(id=block.id, name=block.name, arguments_json=arguments))
+        elif block.type == RESULT and role == "user":
+            content = text_of(block.content or "", f"{place}.content")
+            results.append(
+                pb.Message(role=pb.ROLE_TOOL, content=content, tool_call_id=block.tool_use_id or "")
+            )
+        else:
+            check_text(block, place)
+            texts.append(block)
+    if texts or calls or not results:
+        text = "\n".join(block.text or "" for block in texts)
+        results.append(pb.Message(role=ROLES[role], content=text, tool_calls=calls))
+    return results
+
+
+def text_of(content: str | Sequence[TextBlock], field: str) -> str:
+    """Return the text of blocks. Raises: InvalidRequest."""
+    if isinstance(content, str):
+        return content
+    for index, block in enumerate(content):
+        check_text(block, f"{field}[{index}]")
+    return "\n".join(block.text or "" for block in content)
+
+
+def check_text(block: TextBlock, field: str) -> None:
+    """Check that a block is text. Raises: InvalidRequest."""
+    if block.type != TEXT:
+        raise invalid_parameter(
+            field, f"blocks of the type {block.type[:40]!r} are not supported here: send text"
+        )
+    if block.text is None:
+        raise invalid_parameter(f"{field}.text", "is required")
+
+
+def error_body(refusal: Refusal) -> dict[str, Any]:
+    """Return an error in Anthropic's form, with the facts beside it."""
+    fallback = "api_error" if refusal.http_status >= 500 else "invalid_request_error"
+    error: dict[str, Any] = {
+        "type": ERROR_TYPES.get(refusal.http_status, fallback),
+        "message": refusal.message,
+        "details": {"error_code": refusal.code},
+    }
+    if refusal.facts:
+        error["weir"] = dict(refusal.facts)
+    return {"type": "error", "error": error}
+
+
+class MessageAnswer(Answer):
+    """Format of messages: blocks of text and of calls, one after the other."""
+
+    streams_done = False
+
+    def __init__(
+        self, parsed: ParsedRequest, texts: TokenTexts, answer_id: str, created: int
+    ) -> None:
+        """answer_id: hexadecimal; created: in seconds since 1970."""
+        super().__init__(parsed, texts, {})
+        self._answer_id = answer_id
+        self._block_count = 0
+        self._open: str | None = None  # type of the block that events began last
+
+    def opening(self, outputs: Sequence[Output]) -> bytes:
+        [output] = outputs
+        usage = usage_of(output.input_token_count, 0, 0)
+        message = self._message(None, []) | {"usage": usage}
+        return _event("message_start", message=message)
+
+    def delta(self, output: Output, new: pb.DeltaFrame) -> bytes:
+        events, pieces = [], list(new.tool_calls)
+        # Increments may be merged: text follows the rest of the open call.
+        while pieces and not pieces[0].id:
+            events.append(self._grow_call(pieces.pop(0)))
+        if new.text:
+            if self._open != TEXT:
+                events.append(self._begin({"type": TEXT, "text": ""}))
+            events.append(self._grow({"type": "text_delta", "text": new.text}))
+        for piece in pieces:
+            if piece.id:
+                events.append(
+                    self._begin({"type": CALL, "id": piece.id, "name": piece.name, "input": {}})
+                )
+            events.append(self._grow_call(piece))
+        return b"".join(events)
+
+    def closing(self, outputs: Sequence[Output], bill: Bill) -> bytes:
+        [output] = outputs
+        end = {"stop_reason": stop_reason(output), "stop_sequence": self._stop_sequence(output)}
+        return b"".join(
+            (
+                self._end(),
+                _event("message_delta", delta=end, **self.tail(outputs, bill)),
+                _event("message_stop"),
+            )
+        )
+
+    def failure(self, refusal: Refusal, outputs: Sequence[Output]) -> bytes:
+        return event(self.error_body(refusal), "error")
+
+    def error_body(self, refusal: Refusal) -> dict[str, Any]:
+        return error_body(refusal)
+
+    def body(self, outputs: Sequence[Output]) -> dict[str, Any]:
+        [output] = outputs
+        content = [
+            {"type": TEXT, "text": output.text}
+            if place is None
+            else call_block(output.calls[place])
+            for place in output.parts
+        ]
+        end = {"stop_sequence": self._stop_sequence(output)}
+        return self._message(stop_reason(output), content) | end
+
+    def tail(self, outputs: Sequence[Output], bill: Bill) -> dict[str, Any]:
+        usage = usage_of(
+            bill.input_token_count, bill.cached_input_token_count, bill.output_token_count
+        )
+        return {"usage": usage, "weir": bill.extension(outputs)}
+
+    def _stop_sequence(self, output: Output) -> str | None:
+        """Return the stop sequence that ended the output, if there is only one."""
+        sequences = self._parsed.starts[0].stop_sequences
+        is_known = stop_reason(output) == "stop_sequence" and len(sequences) == 1
+        return sequences[0] if is_known else None
+
+    def _begin(self, block: dict[str, Any]) -> bytes:
+        before, self._open = self._end(), block["type"]
+        self._block_count += 1
+        return before + _event(
+            "content_block_start", index=self._block_count - 1, content_block=block
+        )
+
+    def _grow(self, delta: dict[str, Any]) -> bytes:
+        return _event("content_block_delta", index=self._block_count - 1, delta=delta)
+
+    def _grow_call(self, piece: pb.ToolCallDelta) -> bytes:
+        if not piece.arguments_json:
+            return b""
+        return self._grow({"type": "input_json_delta", "partial_json": piece.arguments_json})
+
+    def _end(self) -> bytes:
+        if self._open is None:
+            return b""
+        self._open = None
+        return _event("content_block_stop", index=self._block_count - 1)
+
+    def _message(self, reason: str | None, content: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": f"msg_{self._answer_id}",
+            "type": "message",
+            "role": "assistant",
+            "model": self._parsed.model,
+            "content": content,
+            "stop_reason": reason,
+            "stop_sequence": None,
+        }
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return event({"type": kind, **fields}, kind)
+
+
+def stop_reason(output: Output) -> str:
+    return STOP_REASONS.get(output.reason, "end_turn")
+
+
+def call_block(call: Call) -> dict[str, Any]:
+    """Return a call as a block. Arguments that are cut off or malformed become an empty object."""
+    try:
+        arguments = msgspec.json.decode(call.arguments or "{}")
+    except msgspec.DecodeError:
+        arguments = {}
+    known = arguments if isinstance(arguments, dict) else {}
+    return {"type": CALL, "id": call.id, "name": call.name, "input": known}
+
+
+def usage_of(input_count: int, cached_count: int, output_count: int) -> dict[str, int]:
+    """Return token counts: cached input tokens are not part of `input_tokens`."""
+    return {
+        "input_tokens": input_count - cached_count,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached_count,
+        "output_tokens": output_count,
+    }
