@@ -1,9 +1,9 @@
 """Authentication of API keys, authorization by scope, and throttling of failures by address.
 
-An address may have a number of failures at once and per minute; then lookups for it stop, which
-keeps floods of wrong keys from the database. A secret of 256 bits cannot be guessed, so no key is
-ever locked, and keys that were valid before pass whatever comes from their address, which may be
-shared by a whole company.
+An address may have a number of failures at once and per minute; then its lookups stop, which keeps
+floods of wrong keys from the database. A secret of 256 bits cannot be guessed, so no key is ever
+locked. Keys that were valid before pass whatever else comes from their address, since a whole
+company may share one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,16 @@ import hashlib
 import time
 import uuid
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Hashable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Generic, TypeVar
@@ -36,7 +45,7 @@ from api.core.errors import (
 from api.core.interceptor import METHOD, Context
 from api.core.pace import VISIT, FramePace
 from metering.control.control_channel import BYTES_MAX
-from metering.core.errors import KeyInvalid, StoreAway
+from metering.core.errors import DatabaseUnavailable, KeyInvalid
 from metering.holds.lease_clock import boot_time_s
 from metering.quotas.quota_rules import Payer
 from metering.store.db import Sessions, patience
@@ -44,12 +53,13 @@ from metering.tenants.networks import Network, allows
 from metering.tenants.tenants import Principal, authenticate
 
 ADDRESSES_MAX = 10_000  # some 500 bytes each; beyond it the least recently seen address is dropped
-ROUNDING = 1e-6  # failures: a caller that returns on time must not be early by a rounding error
+# Failures: a caller that returns on time must not be refused because of a rounding error.
+ROUNDING = 1e-6
 
 log = structlog.get_logger(__name__)
 
 ADDRESS_BYTES = 60  # of one address with its count, at most
-# Those with most failures first, the others next time
+# Addresses with most failures come first; the rest follows in the next broadcast.
 ADDRESSES_AT_ONCE = BYTES_MAX // ADDRESS_BYTES - 1
 
 
@@ -57,7 +67,7 @@ class Bucket:
     """Failures of one address.
 
     failure_count: not drained yet; under_way_count: attempts that may still fail. holder_count:
-    attempts that refer to this bucket: waiting, under way, or admitted as known.
+    attempts that use this bucket: waiting, under way, or admitted as known.
     """
 
     def __init__(self, now: float) -> None:
@@ -88,7 +98,7 @@ class Throttle:
         self._per_s = per_minute / 60
         self._clock = clock
         self._buckets: OrderedDict[str, Bucket] = OrderedDict()  # most recently seen last
-        self._untold: Counter[str] = Counter()  # failures here that were not broadcast yet
+        self._unshared: Counter[str] = Counter()  # failures seen here that were not broadcast yet
 
     def __len__(self) -> int:
         return len(self._buckets)
@@ -126,9 +136,13 @@ class Throttle:
             if counted:
                 bucket.ended()
             bucket.holder_count -= 1
-            # An address keeps its bucket while anyone holds it; a new bucket would lose its
+            # An address keeps its bucket while an attempt uses it; a new bucket would lose its
             # failures.
-            if not bucket.holder_count and not bucket.failure_count and self._buckets.get(address) is bucket:
+            if (
+                not bucket.holder_count
+                and not bucket.failure_count
+                and self._buckets.get(address) is bucket
+            ):
                 del self._buckets[address]
 
     def failed(self, peer: str) -> None:
@@ -137,14 +151,14 @@ class Throttle:
             return
         address = address_of(peer)
         self._count(self._bucket(address), 1)  # a new one if the address was dropped meanwhile
-        if address in self._untold or len(self._untold) < ADDRESSES_MAX:
-            self._untold[address] += 1
+        if address in self._unshared or len(self._unshared) < ADDRESSES_MAX:
+            self._unshared[address] += 1
 
-    def take_untold(self, address_count_max: int) -> dict[str, int]:
-        """Return failures that were not broadcast yet, by address; those with most failures first."""
-        taken = dict(self._untold.most_common(address_count_max))
+    def take_unshared(self, address_count_max: int) -> dict[str, int]:
+        """Return failures that were not broadcast yet, by address, most failures first."""
+        taken = dict(self._unshared.most_common(address_count_max))
         for address in taken:
-            del self._untold[address]
+            del self._unshared[address]
         return taken
 
     def add(self, counts: Mapping[str, int]) -> None:
@@ -169,9 +183,11 @@ class Throttle:
             if room < 1 - ROUNDING:
                 if not bucket.is_refused:
                     bucket.is_refused = True
-                    log.warning("authentication_throttled", address=address, failures_per_minute=self._most)
+                    log.warning(
+                        "authentication_throttled", address=address, failures_per_minute=self._most
+                    )
                 raise AuthenticationThrottled((1 - room) / self._per_s)
-            # Log it again after a quiet period
+            # Log the next refusal after a quiet period.
             bucket.is_refused = bucket.is_refused and not self._is_quiet(bucket)
             if bucket.under_way_count < int(room + ROUNDING):
                 bucket.under_way_count += 1
@@ -200,18 +216,18 @@ class Failures(Struct, forbid_unknown_fields=True):
 
 
 class SharedFailures:
-    """Broadcast of a throttle's failures, as a `Gossip`."""
+    """Broadcast of a throttle's failures, as a `Broadcaster`."""
 
-    def __init__(self, throttle: Throttle, owner_id: uuid.UUID) -> None:
-        """owner_id: this process, which receives its own broadcasts."""
+    def __init__(self, throttle: Throttle, process_id: uuid.UUID) -> None:
+        """process_id: this process, which receives its own broadcasts."""
         self._throttle = throttle
-        self._owner = owner_id.hex
+        self._owner = process_id.hex
 
-    def told(self) -> str:
-        counts = self._throttle.take_untold(ADDRESSES_AT_ONCE)
+    def next_broadcast(self) -> str:
+        counts = self._throttle.take_unshared(ADDRESSES_AT_ONCE)
         return msgspec.json.encode(Failures(self._owner, counts)).decode() if counts else ""
 
-    def heard(self, text: str) -> None:
+    def receive(self, text: str) -> None:
         try:
             failures = msgspec.json.decode(text, type=Failures)
         except msgspec.MsgspecError as error:  # from a process of another version
@@ -244,18 +260,32 @@ READERS = frozenset({Scope.BILLING, Scope.ADMIN})
 ANY = frozenset(Scope)
 BY_SERVICE: Mapping[str, Mapping[frozenset[Scope], tuple[str, ...]]] = {
     "weir.v1.InferenceService": {
-        MODELS: ("Generate", "CountTokens", "ListModels", "GetQuota", "Quote", "GetGeneration", "Embed"),
+        MODELS: (
+            "Generate",
+            "CountTokens",
+            "ListModels",
+            "GetQuota",
+            "Quote",
+            "GetGeneration",
+            "Embed",
+        ),
     },
     "weir.v1.AdminService": {
         ADMINS: (
-            *("CreateOrganization", "ListOrganizations", "SetBillingProfile", "CreateProject", "ListProjects"),
+            *(
+                "CreateOrganization",
+                "ListOrganizations",
+                "SetBillingProfile",
+                "CreateProject",
+                "ListProjects",
+            ),
             *("CreateApiKey", "RotateApiKey", "UpdateApiKey", "RevokeApiKey", "ListApiKeys"),
-            *("SetQuota", "RaiseQuota", "DeleteQuota", "ListQuotas"),
+            *("SetQuota", "OverrideQuota", "DeleteQuota", "ListQuotas"),
             *("SetPrice", "ListPrices", "WithdrawPrice", "SimulatePrices"),
             *("CreatePlan", "ListPlans", "AssignPlan"),
             *("GrantCredit", "ListCreditGrants", "GetCreditBalance", "SetPrepaid"),
             "ListAuditEntries",
-            *("ListLiveRequests", "GetRequest", "KillRequest", "EndOverdueHolds"),
+            *("ListLiveRequests", "GetRequest", "KillRequest", "ExpireOverdueHolds"),
             *("ListReplicas", "DrainReplica", "UndrainReplica"),
             *("SetAlertWebhook", "ListAlertWebhooks", "DeleteAlertWebhook", "TestAlertWebhook"),
             *("ApplyConfiguration", "ExportConfiguration"),
@@ -264,9 +294,22 @@ BY_SERVICE: Mapping[str, Mapping[frozenset[Scope], tuple[str, ...]]] = {
     "weir.v1.BillingService": {
         READERS: (
             *("GetMonthReport", "GetUsage", "GetForecast", "ExportMonth", "GetMonthDocument"),
-            *("ListMonths", "VerifyMonth", "GetReconciliation", "GetInvoice", "ListAdjustments", "ListAlerts"),
+            *(
+                "ListMonths",
+                "VerifyMonth",
+                "GetReconciliation",
+                "GetInvoice",
+                "ListAdjustments",
+                "ListAlerts",
+            ),
         ),
-        ADMINS: ("CloseMonth", "CreateAdjustment", "CreateCreditNote", "ApproveAdjustment", "RejectAdjustment"),
+        ADMINS: (
+            "CloseMonth",
+            "CreateAdjustment",
+            "CreateCreditNote",
+            "ApproveAdjustment",
+            "RejectAdjustment",
+        ),
     },
     "weir.v1.ReceiptService": {
         ANY: ("ListReceiptKeys",),  # public keys are not secret
@@ -281,7 +324,7 @@ def _by_method() -> Iterator[tuple[str, frozenset[Scope]]]:
             yield from ((f"/{service}/{name}", scopes) for name in names)
 
 
-# By gRPC path of the call; any one of the scopes suffices.
+# Keys: gRPC paths; a key needs any one of the scopes
 SCOPES: Mapping[str, frozenset[Scope]] = dict(_by_method())
 
 
@@ -299,7 +342,7 @@ class Question(Generic[Answer]):
 class SharedLookups(Generic[Answer]):
     """Deduplicates concurrent queries by key.
 
-    A cancelled caller leaves the query to the next waiting one.
+    The query of a cancelled caller goes to the next waiting one.
     """
 
     def __init__(self) -> None:
@@ -363,9 +406,8 @@ class Authenticator:
 
     A change of a key applies from its next call on, and to open streams once this process is
     notified (`changed`). Concurrent calls with one key share a check that started after the last of
-    them arrived. Results are remembered for three purposes: to admit calls in degraded mode, to
-    exempt keys that were valid before from the throttle, and for callers that state how old an
-    answer may be.
+    them arrived. Results are remembered to admit calls in degraded mode, to exempt keys that were
+    valid before from the throttle, and for callers that accept answers of some age.
     """
 
     def __init__(
@@ -392,14 +434,14 @@ class Authenticator:
         self._used = used
         self.proxies = proxies
         self._pace = pace
-        # Of open streams, and of HTTP requests that wait for their body
-        self.standing = StandingKeys()
+        # Keys of open streams, and of HTTP requests whose body is awaited
+        self.stream_keys = StreamKeys()
         self.throttle = Throttle(failures_per_minute)
         self._changes = KeyChanges()
-        # By hash of the secret, since streams arrive by the thousand
+        # Keys: hashes of secrets. Shared, because streams arrive by the thousand
         self._lookups: SharedLookups[Principal] = SharedLookups()
-        # Time of the check, known changes then, and the answer; by hash of the secret, last checked
-        # last.
+        # Time of the check, count of changes then, and the answer, by hash of the secret; the
+        # latest check is last.
         self._remembered: OrderedDict[bytes, tuple[float, int, Principal]] = OrderedDict()
 
     async def principal(self, context: Context) -> Principal:
@@ -434,15 +476,17 @@ class Authenticator:
         await self.turn(known[2])
         return known[2].api_key_id
 
-    async def principal_of(self, secret: str, *, method: str, origin: Origin, age_max_s: float = 0.0) -> Principal:
+    async def principal_of(
+        self, secret: str, *, method: str, origin: Origin, age_max_s: float = 0.0
+    ) -> Principal:
         """Return the principal with this secret if its key permits the call from this origin.
 
-        method: gRPC path of the call; another protocol names the call that it stands for.
+        method: gRPC path of the call, or of its counterpart for calls of another protocol.
         age_max_s: maximum age of remembered answers if no change is known. Raises:
-        PermissionDenied, StoreAway, AuthenticationThrottled, TooManyCalls; KeyInvalid for an
-        unknown, expired or revoked key.
+        PermissionDenied, DatabaseUnavailable, AuthenticationThrottled, TooManyCalls; KeyInvalid for
+        an unknown, expired or revoked key.
         """
-        needed = SCOPES[method]  # a call without an entry is permitted to nobody
+        needed = SCOPES[method]  # a method without an entry is always refused
         digest = digest_of(secret)
         remembered = self._remembered.get(digest)
         if remembered is not None:  # before the lookup, which costs as much as the rest of a call
@@ -452,15 +496,15 @@ class Authenticator:
             principal = await self._look_up(digest, secret, origin.peer)
         if remembered is None or principal is not remembered[2]:
             await self.turn(principal)
-        # After the key, to hide networks from wrong keys; before its scopes, to hide these from
-        # outside addresses.
+        # After the check of the key, to hide networks from wrong keys; before that of its scopes,
+        # to hide these from outside addresses.
         if not allows(principal.networks, origin.address):
             raise AddressNotAllowed(origin.address)
         self._used(principal.api_key_id)
         if principal.scopes.isdisjoint(needed):
             raise PermissionDenied(
-                f"key {principal.key_prefix} has the scopes {', '.join(sorted(principal.scopes))}; this call needs "
-                f"{' or '.join(sorted(needed))}"
+                f"key {principal.key_prefix} has the scopes {', '.join(sorted(principal.scopes))};"
+                f" this call needs {' or '.join(sorted(needed))}"
             )
         if principal.address is origin.address:
             return principal
@@ -471,15 +515,20 @@ class Authenticator:
             self._remembered[digest] = *remembered[:2], found
         return found
 
-    def changed(self, api_key_id: uuid.UUID, networks: Sequence[Network] = (), ended_secrets: Collection[bytes] = ()) -> None:
-        """Discard what is known of a changed key, and the results of lookups under way.
+    def changed(
+        self,
+        api_key_id: uuid.UUID,
+        networks: Sequence[Network] = (),
+        ended_secrets: Collection[bytes] = (),
+    ) -> None:
+        """Discard the results for a changed key, also those of lookups under way.
 
         networks: open streams from outside these are closed at once, and so are those with a secret
-        whose hash is in `ended_secrets`. That the key was valid before stays known, so that it
-        passes the throttle. Takes constant time, since thousands may change at once.
+        whose hash is in `ended_secrets`. The key still counts as valid before, so that it passes
+        the throttle. Takes constant time, since thousands may change at once.
         """
         self._changes.note(api_key_id)
-        self.standing.changed(api_key_id, networks, ended_secrets)
+        self.stream_keys.changed(api_key_id, networks, ended_secrets)
 
     async def _check(self, secret: str) -> Principal:
         with patience(self._answer_wait_s):
@@ -497,9 +546,13 @@ class Authenticator:
         return known if lifetime_s is None else replace(known, secret_lifetime_s=lifetime_s - age_s)
 
     async def _look_up(self, digest: bytes, secret: str, peer: str) -> Principal:
-        # A key that was valid before is not held up by other attempts from its address.
+        # A key that was valid before is not delayed by other attempts from its address.
         is_known = digest in self._remembered
-        held_up = contextlib.nullcontext() if is_known else self.throttle.attempt(peer, lambda: digest in self._remembered)
+        held_up = (
+            contextlib.nullcontext()
+            if is_known
+            else self.throttle.attempt(peer, lambda: digest in self._remembered)
+        )
         try:
             async with held_up:
                 while True:
@@ -507,7 +560,7 @@ class Authenticator:
                     principal = await self._lookups.ask(digest, lambda: self._check(secret))
                     if not self._changes.since(begun, principal.api_key_id):
                         break
-        except StoreAway:
+        except DatabaseUnavailable:
             if not self._grace_s or (known := self._known(digest, self._grace_s)) is None:
                 raise
             return known
@@ -529,7 +582,11 @@ def digest_of(secret: str) -> bytes:
 
 def metadata_values(context: Context, name: str) -> list[str]:
     """Return the values of a metadata key of a call, in order."""
-    return [value for key, value in context.invocation_metadata() or () if key == name and isinstance(value, str)]
+    return [
+        value
+        for key, value in context.invocation_metadata() or ()
+        if key == name and isinstance(value, str)
+    ]
 
 
 def bearer_token(context: Context) -> str:
@@ -547,15 +604,20 @@ def check_model(principal: Principal, model: str) -> None:
 
 
 def payer(principal: Principal) -> Payer:
-    """Return who pays for the principal's requests."""
-    return Payer(principal.organization_id, principal.project_id, principal.api_key_id, principal.currency_code)
+    """Return the payer of the principal's requests."""
+    return Payer(
+        principal.organization_id,
+        principal.project_id,
+        principal.api_key_id,
+        principal.currency_code,
+    )
 
 
-def tell_nobody(_: Exception) -> None:
+def ignore_refusal(_: Exception) -> None:
     """Ignore the refusal: nothing is open with the key."""
 
 
-class StandingKey:
+class StreamKey:
     """Key of an open stream, as last checked.
 
     A refusal applies to new requests; running ones continue.
@@ -577,11 +639,11 @@ class StandingKey:
         self._looked_at = clock()
         self._is_stale = False
         self._refusal: Exception | None = None
-        # Called if the key may no longer be used from this address
-        self.on_shut_out: Callable[[Exception], None] = tell_nobody
+        # called if the key may no longer be used from this address
+        self.on_shut_out: Callable[[Exception], None] = ignore_refusal
 
     async def look_again(self) -> None:
-        """Check the key again if the last check is too old. Never raises the result."""
+        """Check the key again if the last check is too old. `check` raises the result."""
         now = self._clock()
         if now - self._looked_at < self._interval_s and not self._is_stale:
             return
@@ -591,7 +653,7 @@ class StandingKey:
             self.payer = payer(self.principal)
         except (KeyInvalid, PermissionDenied) as refusal:
             self._refusal = refusal
-        except (StoreAway, AuthenticationThrottled):
+        except (DatabaseUnavailable, AuthenticationThrottled):
             self._is_stale = True
             return  # nothing is known; the next message checks again
         self._looked_at = now
@@ -599,8 +661,8 @@ class StandingKey:
     def change(self, networks: Sequence[Network], ended_secrets: Collection[bytes] = ()) -> None:
         """Mark the key as changed, to be checked with the next message.
 
-        networks: the allowed ones; outside them it ends. ended_secrets: hashes of secrets that are
-        no longer valid.
+        networks: allowed ones; the stream ends if it comes from elsewhere. ended_secrets: hashes of
+        secrets that are no longer valid.
         """
         self._is_stale = True
         principal = self.principal
@@ -617,20 +679,23 @@ class StandingKey:
             raise self._refusal.with_traceback(None)
         lifetime_s = self.principal.secret_lifetime_s
         if lifetime_s is not None and self._clock() >= self._looked_at + lifetime_s:
-            raise Unauthenticated("the API key of this stream has expired or was rotated: open a new stream with the new secret")
+            raise Unauthenticated(
+                "the API key of this stream has expired or was rotated: open a new stream with the"
+                " new secret"
+            )
 
 
-class StandingKeys:
+class StreamKeys:
     """Keys of all open streams, by id."""
 
     def __init__(self) -> None:
-        self._open: dict[uuid.UUID, set[StandingKey]] = {}
+        self._open: dict[uuid.UUID, set[StreamKey]] = {}
 
     def __len__(self) -> int:
         return sum(map(len, self._open.values()))
 
     @contextlib.contextmanager
-    def hold(self, key: StandingKey) -> Iterator[StandingKey]:
+    def hold(self, key: StreamKey) -> Iterator[StreamKey]:
         """Notify the key of changes for the duration of the block."""
         api_key_id = key.principal.api_key_id
         self._open.setdefault(api_key_id, set()).add(key)
@@ -639,12 +704,18 @@ class StandingKeys:
         finally:
             held = self._open[api_key_id]
             held.discard(key)
-            # So that an ended stream is freed without a garbage collection
-            key.on_shut_out = tell_nobody
+            # Breaks a reference cycle, so that an ended stream is freed without a garbage
+            # collection.
+            key.on_shut_out = ignore_refusal
             if not held:
                 del self._open[api_key_id]
 
-    def changed(self, api_key_id: uuid.UUID, networks: Sequence[Network], ended_secrets: Collection[bytes] = ()) -> None:
-        """Notify everything that is open with a key."""
+    def changed(
+        self,
+        api_key_id: uuid.UUID,
+        networks: Sequence[Network],
+        ended_secrets: Collection[bytes] = (),
+    ) -> None:
+        """Notify all streams and requests that use a key."""
         for key in tuple(self._open.get(api_key_id, ())):
             key.change(networks, ended_secrets)

@@ -1,8 +1,8 @@
 """TLS of the server: certificate, key and client authorities, from files that may be renewed at run
 time.
 
-Checks the files for changes once per handshake. Unusable files are rejected at start; later, while
-a renewal is incomplete or invalid, the previous ones stay in use, and the log says why.
+Checks the files for changes once per handshake. Unusable files are rejected at start. Later, while
+a renewal is incomplete or invalid, the previous ones stay in use, and the reason is logged.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ class Material:
 
     def for_grpc(self) -> grpc.ServerCertificateConfiguration:
         """Return the material in gRPC's form."""
-        return grpc.ssl_server_certificate_configuration([(self.key, self.certificate)], self.client_ca)
+        return grpc.ssl_server_certificate_configuration(
+            [(self.key, self.certificate)], self.client_ca
+        )
 
 
 class Tls:
@@ -49,7 +51,9 @@ class Tls:
             self._stamp = self._look()
             self._material = self._read()
         except OSError as error:
-            raise SettingInvalid(f"WEIR_TLS_CERTIFICATE, WEIR_TLS_KEY, WEIR_TLS_CLIENT_CA: {error}") from error
+            raise SettingInvalid(
+                f"WEIR_TLS_CERTIFICATE, WEIR_TLS_KEY, WEIR_TLS_CLIENT_CA: {error}"
+            ) from error
 
     @property
     def needs_client_certificate(self) -> bool:
@@ -93,7 +97,7 @@ class Tls:
             stamp = self._look()
             if stamp != self._stamp:
                 material = self._read()
-                # Else they are being written: the next handshake checks again
+                # Otherwise they are being written: the next handshake checks again.
                 if self._look() == stamp:
                     self._material, self._stamp = material, stamp
                     log.info("tls_renewed", certificate=str(self._certificate))
@@ -102,8 +106,12 @@ class Tls:
         return self._material
 
     def _look(self) -> Stamp:
-        """Return what identifies the state of the files."""
-        found = [path.stat() for path in (self._certificate, self._key, self._client_ca) if path is not None]
+        """Return a fingerprint of the state of the files."""
+        found = [
+            path.stat()
+            for path in (self._certificate, self._key, self._client_ca)
+            if path is not None
+        ]
         return tuple((each.st_mtime_ns, each.st_size, each.st_ino) for each in found)
 
     def _read(self) -> Material:
@@ -113,12 +121,13 @@ class Tls:
         for path in (self._certificate, self._key):
             path.read_bytes()  # first, because the next call does not name the missing file
         try:
-            # Else OpenSSL prompts for one
+            # Without a password OpenSSL prompts for one.
             context.load_cert_chain(self._certificate, self._key, password="")
         except ssl.SSLError as error:
             raise SettingInvalid(
-                f"WEIR_TLS_CERTIFICATE={str(self._certificate)!r}, WEIR_TLS_KEY={str(self._key)!r}: must be PEM files of a "
-                f"certificate and its unencrypted key ({error.reason or error})"
+                f"WEIR_TLS_CERTIFICATE={str(self._certificate)!r}, WEIR_TLS_KEY={str(self._key)!r}:"
+                " must be PEM files of a certificate and its unencrypted key"
+                f" ({error.reason or error})"
             ) from error
         client_ca = None
         if self._client_ca is not None:
@@ -126,7 +135,10 @@ class Tls:
             try:
                 context.load_verify_locations(self._client_ca)
             except ssl.SSLError as error:
-                raise SettingInvalid(f"WEIR_TLS_CLIENT_CA={str(self._client_ca)!r}: must be a PEM file of certificates") from error
+                raise SettingInvalid(
+                    f"WEIR_TLS_CLIENT_CA={str(self._client_ca)!r}: must be a PEM file of"
+                    " certificates"
+                ) from error
             context.verify_mode = ssl.CERT_REQUIRED
         return Material(self._key.read_bytes(), self._certificate.read_bytes(), client_ca, context)
 
@@ -146,8 +158,8 @@ def open_tls(settings: Settings) -> Tls | None:
         if is_local(address) or settings.allow_plaintext:
             continue
         raise SettingInvalid(
-            f"{variable}={address!r} is reachable from other machines, and would receive API keys and prompts in "
-            "plaintext: set WEIR_TLS_CERTIFICATE and WEIR_TLS_KEY, or listen on 127.0.0.1, or set WEIR_ALLOW_PLAINTEXT=1 if a "
-            "TLS proxy is in front of this server"
+            f"{variable}={address!r} is reachable from other machines, and would receive API keys"
+            " and prompts in plaintext: set WEIR_TLS_CERTIFICATE and WEIR_TLS_KEY, or listen on"
+            " 127.0.0.1, or set WEIR_ALLOW_PLAINTEXT=1 if a TLS proxy is in front of this server"
         )
     return None

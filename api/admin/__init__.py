@@ -1,1 +1,1 @@
-"""`AdminService`: tenants, keys, quotas, prices, terms, configurations, and what runs."""
+"""`AdminService`: tenants, keys, quotas, prices, configurations, running requests, replicas."""

@@ -1,6 +1,7 @@
-"""`BillingService` and `ReceiptService`: reports, months, invoices, corrections, usage by group, forecast, and receipts.
+"""`BillingService` and `ReceiptService`: reports, months, invoices, corrections, usage by group,
+forecast, and receipts.
 
-Reading is for `billing` and `admin` keys, changing for `admin` alone.
+`billing` and `admin` keys may read; only `admin` keys may change.
 """
 
 from __future__ import annotations
@@ -37,15 +38,26 @@ from metering.alerts.alerts import list_alerts
 from metering.core.errors import InvalidValue, NotFound
 from metering.core.models import Organization, TokenKind
 from metering.core.money import round_to_minor_unit
-from metering.export.reconciliation import Difference, StageSum, reconciled_here
+from metering.export.reconciliation import Difference, StageSum, reconcile_locally
 from metering.export.stripe_inbox import InvoicePayment, payments_by_month
 from metering.invoicing import adjustments
 from metering.invoicing.adjustments import AdjustmentRecord
 from metering.invoicing.closing import CloseTerms, check_month, close_month
-from metering.invoicing.invoice_document import InvoiceDocument, Issuer, invoice_document, letterhead_of
+from metering.invoicing.invoice_document import (
+    InvoiceDocument,
+    Issuer,
+    invoice_document,
+    letterhead_of,
+)
 from metering.invoicing.invoices import Invoice, find_invoice_row, invoice_of_month, read_invoice
 from metering.invoicing.month_report import TAX_NOTE, MonthReport, to_csv, to_json
-from metering.invoicing.months import MonthEntry, list_months, month_entry, month_report, verify_month
+from metering.invoicing.months import (
+    MonthEntry,
+    list_months,
+    month_entry,
+    month_report,
+    verify_month,
+)
 from metering.ledger.ledger import month_bounds, month_text
 from metering.receipts.months import list_receipt_keys, receipt_month, receipts_page
 from metering.reports.focus import FOCUS_VERSION, focus_csv
@@ -64,8 +76,10 @@ from metering.reports.usage_reports import (
 from metering.store.db import Sessions, database_now, patience, read_one_moment
 from metering.tenants.tenants import Principal, find_api_key, find_organization, find_project
 
-WAITING_PER_KEY_MAX = 16  # reports of one key, beside those that run: a page of the console asks for some at once
-REPORT_S = 25.0  # a month of many millions of requests is summed up in some seconds; clients give a call half a minute
+# Waiting reports of one key; a page of the console requests several at once.
+WAITING_PER_KEY_MAX = 16
+# Seconds. A month of many millions of requests takes some; clients time out after 30 s.
+REPORT_S = 25.0
 
 
 def report_message(report: MonthReport) -> pb.GetMonthReportResponse:
@@ -74,8 +88,14 @@ def report_message(report: MonthReport) -> pb.GetMonthReportResponse:
     return wire.message_of(
         pb.GetMonthReportResponse,
         report,
-        lines=[wire.message_of(pb.MonthReportLine, each, currency, rounded_amount=next(parts)) for each in report.lines],
-        charges=[wire.message_of(months_pb2.MonthCharge, each, currency, rounded_amount=next(parts)) for each in report.charges],
+        lines=[
+            wire.message_of(pb.MonthReportLine, each, currency, rounded_amount=next(parts))
+            for each in report.lines
+        ],
+        charges=[
+            wire.message_of(months_pb2.MonthCharge, each, currency, rounded_amount=next(parts))
+            for each in report.charges
+        ],
         prepaid_credit=report.credit,
         tax_note=TAX_NOTE,
         report_format=report.format_version,
@@ -87,12 +107,19 @@ def report_message(report: MonthReport) -> pb.GetMonthReportResponse:
 
 
 def month_message(entry: MonthEntry, payments: Sequence[InvoicePayment]) -> months_pb2.Month:
-    """Where one month stands, and how far Stripe's invoices of it are paid."""
-    return wire.message_of(months_pb2.Month, entry, closing_time=entry.closing_at, payments=map(payment_message, payments))
+    """Return the state of a month and the payment of its Stripe invoices."""
+    return wire.message_of(
+        months_pb2.Month,
+        entry,
+        closing_time=entry.closing_at,
+        payments=map(payment_message, payments),
+    )
 
 
-async def one_month(session: AsyncSession, organization: Organization, month: str) -> months_pb2.Month:
-    """A month `YYYY-MM` by itself. Raises: InvalidValue."""
+async def one_month(
+    session: AsyncSession, organization: Organization, month: str
+) -> months_pb2.Month:
+    """Return the message of one month `YYYY-MM`. Raises: InvalidValue."""
     payments = await payments_by_month(session, organization.id)
     return month_message(await month_entry(session, organization, month), payments.get(month, ()))
 
@@ -103,12 +130,15 @@ def payment_message(payment: InvoicePayment) -> months_pb2.InvoicePayment:
 
 
 def invoice_message(invoice: Invoice, payments: Sequence[InvoicePayment]) -> months_pb2.Invoice:
-    """A whole invoice, and how far Stripe's invoices of its month are paid."""
+    """Return an invoice with its lines and the payment of its month's Stripe invoices."""
     currency = invoice.currency_code
     return wire.message_of(
         months_pb2.Invoice,
         invoice,
-        lines=[wire.message_of(months_pb2.InvoiceLine, each, currency, exact_amount=each.exact_picos) for each in invoice.lines],
+        lines=[
+            wire.message_of(months_pb2.InvoiceLine, each, currency, exact_amount=each.exact_picos)
+            for each in invoice.lines
+        ],
         exact_total=invoice.exact_picos,
         tax_note=TAX_NOTE,
         payments=map(payment_message, payments),
@@ -120,18 +150,21 @@ def adjustment_message(record: AdjustmentRecord) -> months_pb2.Adjustment:
 
 
 class Reports:
-    """The database connections for reports, of which one key has all but one at most. Others of the key wait, a bounded number."""
+    """Database connections for reports.
+
+    One key gets all but one at most; a bounded number of its other reports waits.
+    """
 
     def __init__(self, sessions: Sessions, connections_max: int) -> None:
-        """sessions: on a pool of so many connections, which nothing else uses."""
+        """sessions: on a pool of `connections_max` connections, for reports only."""
         self._sessions = sessions
         self._per_key_max = max(connections_max - 1, 1)
         self._turns: dict[uuid.UUID, asyncio.Semaphore] = {}
-        self._counts: Counter[uuid.UUID] = Counter()  # of each key, its reports that run or wait
+        self._counts: Counter[uuid.UUID] = Counter()  # running and waiting reports by key
 
     @contextlib.asynccontextmanager
     async def turn(self, reader: Principal) -> AsyncIterator[Sessions]:
-        """Sessions for one report, once the key may have one. Raises: TooManyReports."""
+        """Return sessions for a report in the key's turn. Raises: TooManyReports."""
         key_id = reader.api_key_id
         if self._counts[key_id] >= self._per_key_max + WAITING_PER_KEY_MAX:
             raise TooManyReports(self._counts[key_id])
@@ -146,10 +179,12 @@ class Reports:
 
 
 class BillingServicer(AdminCalls, billing_grpc.BillingServiceServicer):
-    """See `proto/weir/v1/billing_service.proto`. `api/access/auth.py` says which call is for whom."""
+    """Implements `proto/weir/v1/billing_service.proto`; its scopes are in `api/access/auth.py`."""
 
-    def __init__(self, authenticator: Authenticator, sessions: Sessions, reports: Reports, issuer: Issuer) -> None:
-        """sessions: for what admins change. reports: for everything that only reads."""
+    def __init__(
+        self, authenticator: Authenticator, sessions: Sessions, reports: Reports, issuer: Issuer
+    ) -> None:
+        """sessions: for changes by admins. reports: for RPCs that only read."""
         super().__init__(authenticator, sessions)
         self._reports = reports
         self._issuer = issuer
@@ -157,28 +192,36 @@ class BillingServicer(AdminCalls, billing_grpc.BillingServiceServicer):
 
     @contextlib.asynccontextmanager
     async def _reading(self, reader: Principal) -> AsyncIterator[AsyncSession]:
-        """A session whose statements see one moment and may take as long as a report takes. Raises: TooManyReports."""
+        """Open a session on one snapshot, with the timeout of reports. Raises: TooManyReports."""
         with patience(REPORT_S + 2):
             async with self._reports.turn(reader) as sessions, sessions() as session:
                 await read_one_moment(session, REPORT_S)
                 yield session
 
-    async def GetUsage(self, request: usage_pb.GetUsageRequest, context: Context) -> usage_pb.GetUsageResponse:
+    async def GetUsage(
+        self, request: usage_pb.GetUsageRequest, context: Context
+    ) -> usage_pb.GetUsageResponse:
         principal = await self._caller(context)
         if any(each not in GROUPINGS for each in request.group_by):
-            raise InvalidValue("group_by", "give what the rows are for")
+            raise InvalidValue("group_by", "must name the dimensions of the rows")
         by = [GROUPINGS[each] for each in request.group_by]
         async with self._reading(principal) as session:
             of, currency = await usage_filter(session, principal, request)
-            page = await usage_page(session, of, by, page_size=request.page_size, token=request.page_token)
-            response = usage_pb.GetUsageResponse(next_page_token=page.next_token, time_zone=TIME_ZONE)
+            page = await usage_page(
+                session, of, by, page_size=request.page_size, token=request.page_token
+            )
+            response = usage_pb.GetUsageResponse(
+                next_page_token=page.next_token, time_zone=TIME_ZONE
+            )
             response.rows.extend(usage_row(row, row.currency_code or currency) for row in page.rows)
             if of.organization_id is not None and not request.page_token:
                 response.total.CopyFrom(usage_row(await usage_total(session, of), currency))
         return response
 
-    async def GetForecast(self, request: usage_pb.GetForecastRequest, context: Context) -> usage_pb.GetForecastResponse:
-        """Tells what a month has cost so far and will have cost by its end."""
+    async def GetForecast(
+        self, request: usage_pb.GetForecastRequest, context: Context
+    ) -> usage_pb.GetForecastResponse:
+        """Return the cost of a month so far and its forecast."""
         principal = await self._caller(context)
         async with self._reading(principal) as session:
             owner = await visible_or_own(session, principal, request.organization)
@@ -186,58 +229,85 @@ class BillingServicer(AdminCalls, billing_grpc.BillingServiceServicer):
             month = request.month or month_text(now.astimezone(UTC))
             begins, _ = month_bounds(month)
             if begins > now:
-                raise InvalidValue("month", f"{month} has not begun: give the present month or one before")
+                raise InvalidValue(
+                    "month", f"{month} has not begun: give the present month or one before"
+                )
             days = await daily_costs(session, owner.id, begins, now)
         seen = forecast(days, begins.date(), now)
         return forecast_message(seen, owner, month, now)
 
-    async def ExportMonth(  # type: ignore[override]  # the stubs know generators only; gRPC takes a coroutine that writes as well
+    # The stubs allow only generators; gRPC also accepts a coroutine that writes.
+    async def ExportMonth(  # type: ignore[override]
         self, request: usage_pb.ExportMonthRequest, context: Context
     ) -> None:
-        """Makes a file of a month and sends it in pieces. No transaction stays open while they travel."""
+        """Write a month to a file and send it in pieces, outside a transaction."""
         principal = await self._caller(context)
         async with self._reports.turn(principal) as sessions, sessions.begin() as session:
             owner = await visible_or_own(session, principal, request.organization)
             issuer = await letterhead_of(session, owner.id, request.month, self._issuer)
         with tempfile.SpooledTemporaryFile(max_size=FILE_BYTES_IN_MEMORY) as file:
             async with self._reading(principal) as session:
-                report = await month_report(session, organization=str(owner.id), month=request.month)
+                report = await month_report(
+                    session, organization=str(owner.id), month=request.month
+                )
                 match request.format:
                     case usage_pb.MONTH_EXPORT_FORMAT_INVOICE_PDF:
-                        number = (report.closed.invoice_number or "statement") if report.closed else "draft"
-                        name, media_type = f"{number}-{report.organization_name}-{report.month}.pdf", "application/pdf"
+                        number = (
+                            (report.closed.invoice_number or "statement")
+                            if report.closed
+                            else "draft"
+                        )
+                        name, media_type = (
+                            f"{number}-{report.organization_name}-{report.month}.pdf",
+                            "application/pdf",
+                        )
                     case usage_pb.MONTH_EXPORT_FORMAT_FOCUS_CSV:
-                        name = f"focus-{FOCUS_VERSION}-{report.organization_name}-{report.month}.csv"
+                        name = (
+                            f"focus-{FOCUS_VERSION}-{report.organization_name}-{report.month}.csv"
+                        )
                         media_type = "text/csv; charset=utf-8"
                         async for piece in focus_csv(session, report, issuer.name):
                             file.write(piece.encode())
                     case _:
-                        raise InvalidValue("format", "give the format of the file")
+                        raise InvalidValue("format", "is required: the format of the file")
             if request.format == usage_pb.MONTH_EXPORT_FORMAT_INVOICE_PDF:
                 file.write(await self._drawer.draw(invoice_document(report, issuer)))
             file.seek(0)
-            await context.write(usage_pb.ExportMonthResponse(file_name=name, media_type=media_type, chunk=file.read(CHUNK_BYTES)))
+            await context.write(
+                usage_pb.ExportMonthResponse(
+                    file_name=name, media_type=media_type, chunk=file.read(CHUNK_BYTES)
+                )
+            )
             while chunk := file.read(CHUNK_BYTES):
                 await context.write(usage_pb.ExportMonthResponse(chunk=chunk))
 
-    async def ListAlerts(self, request: alert_pb.ListAlertsRequest, context: Context) -> alert_pb.ListAlertsResponse:
+    async def ListAlerts(
+        self, request: alert_pb.ListAlertsRequest, context: Context
+    ) -> alert_pb.ListAlertsResponse:
         reader = await self._caller(context)
         async with self._reading(reader) as session:
             of_all = not request.organization and Scope.ADMIN in reader.scopes
-            organization_id = None if of_all else (await visible_or_own(session, reader, request.organization)).id
-            found, next_token = await list_alerts(
-                session, organization_id=organization_id, page_size=request.page_size or 100, page_token=request.page_token
+            organization_id = (
+                None if of_all else (await visible_or_own(session, reader, request.organization)).id
             )
-            return alert_pb.ListAlertsResponse(alerts=map(alert_message, found), next_page_token=next_token)
+            found, next_token = await list_alerts(
+                session,
+                organization_id=organization_id,
+                page_size=request.page_size or 100,
+                page_token=request.page_token,
+            )
+            return alert_pb.ListAlertsResponse(
+                alerts=map(alert_message, found), next_page_token=next_token
+            )
 
     async def GetReconciliation(
         self, request: reconcile_pb.GetReconciliationRequest, context: Context
     ) -> reconcile_pb.GetReconciliationResponse:
-        """Compares the stages of a month, all at one moment."""
+        """Compare the stages of a month in one snapshot."""
         reader = await self._caller(context)
         async with self._reading(reader) as session:
             organization = await visible_or_own(session, reader, request.organization)
-            found, is_exported = await reconciled_here(session, request.month, organization.id)
+            found, is_exported = await reconcile_locally(session, request.month, organization.id)
         return reconcile_pb.GetReconciliationResponse(
             organization_name=organization.name,
             month=request.month,
@@ -247,38 +317,50 @@ class BillingServicer(AdminCalls, billing_grpc.BillingServiceServicer):
             due_time=wire.timestamp(found.ours.until),
         )
 
-    async def GetMonthReport(self, request: pb.GetMonthReportRequest, context: Context) -> pb.GetMonthReportResponse:
+    async def GetMonthReport(
+        self, request: pb.GetMonthReportRequest, context: Context
+    ) -> pb.GetMonthReportResponse:
         reader = await self._caller(context)
         async with self._reading(reader) as session:
             organization = await visible(session, reader, request.organization)
-            return report_message(await month_report(session, organization=str(organization.id), month=request.month))
+            return report_message(
+                await month_report(session, organization=str(organization.id), month=request.month)
+            )
 
     async def GetMonthDocument(
         self, request: months_pb2.GetMonthDocumentRequest, context: Context
     ) -> months_pb2.GetMonthDocumentResponse:
-        """The report as bytes."""
+        """Return the month report as a file."""
         reader = await self._caller(context)
         if (write := DOCUMENTS.get(request.format)) is None:
-            raise InvalidValue("format", "give JSON or CSV")
+            raise InvalidValue("format", "must be JSON or CSV")
         async with self._reading(reader) as session:
             organization = await visible(session, reader, request.organization)
-            content = write(await month_report(session, organization=str(organization.id), month=request.month)).encode()
+            content = write(
+                await month_report(session, organization=str(organization.id), month=request.month)
+            ).encode()
             entry = await month_entry(session, organization, request.month)
         closed = entry.json_sha256 if write is to_json else entry.csv_sha256
         return months_pb2.GetMonthDocumentResponse(
             content=content, sha256=hashlib.sha256(content).hexdigest(), closed_sha256=closed
         )
 
-    async def ListMonths(self, request: months_pb2.ListMonthsRequest, context: Context) -> months_pb2.ListMonthsResponse:
+    async def ListMonths(
+        self, request: months_pb2.ListMonthsRequest, context: Context
+    ) -> months_pb2.ListMonthsResponse:
         reader = await self._caller(context)
         async with self._reading(reader) as session:
             organization = await visible(session, reader, request.organization)
             payments = await payments_by_month(session, organization.id)
             months = await list_months(session, organization)
-            return months_pb2.ListMonthsResponse(months=[month_message(each, payments.get(each.month, ())) for each in months])
+            return months_pb2.ListMonthsResponse(
+                months=[month_message(each, payments.get(each.month, ())) for each in months]
+            )
 
-    async def CloseMonth(self, request: months_pb2.CloseMonthRequest, context: Context) -> months_pb2.CloseMonthResponse:
-        """Closes a month, or tells what stands in the way."""
+    async def CloseMonth(
+        self, request: months_pb2.CloseMonthRequest, context: Context
+    ) -> months_pb2.CloseMonthResponse:
+        """Close a month, or return the reasons why it cannot be closed."""
         admin = await self._caller(context)
         response = months_pb2.CloseMonthResponse()
         terms = CloseTerms(
@@ -287,11 +369,17 @@ class BillingServicer(AdminCalls, billing_grpc.BillingServiceServicer):
             correcting=request.correcting_adjustment_id,
         )
         if request.validate_only:
-            for each in await check_month(self._sessions, organization=request.organization, month=request.month, **terms):
+            for each in await check_month(
+                self._sessions, organization=request.organization, month=request.month, **terms
+            ):
                 response.obstacles.add(kind=each.kind, description=each.description)
         else:
             result = await close_month(
-                self._sessions, organization=request.organization, month=request.month, actor=admin.key_prefix, **terms
+                self._sessions,
+                organization=request.organization,
+                month=request.month,
+                actor=admin.key_prefix,
+                **terms,
             )
             response.already_closed = result.already_closed
         async with self._sessions() as session:
@@ -299,7 +387,9 @@ class BillingServicer(AdminCalls, billing_grpc.BillingServiceServicer):
             response.month.CopyFrom(await one_month(session, organization, request.month))
         return response
 
-    async def VerifyMonth(self, request: months_pb2.VerifyMonthRequest, context: Context) -> months_pb2.VerifyMonthResponse:
+    async def VerifyMonth(
+        self, request: months_pb2.VerifyMonthRequest, context: Context
+    ) -> months_pb2.VerifyMonthResponse:
         reader = await self._caller(context)
         async with self._reading(reader) as session:
             organization = await visible(session, reader, request.organization)
@@ -313,7 +403,9 @@ class BillingServicer(AdminCalls, billing_grpc.BillingServiceServicer):
             differences=found.differences,
         )
 
-    async def GetInvoice(self, request: months_pb2.GetInvoiceRequest, context: Context) -> months_pb2.GetInvoiceResponse:
+    async def GetInvoice(
+        self, request: months_pb2.GetInvoiceRequest, context: Context
+    ) -> months_pb2.GetInvoiceResponse:
         reader = await self._caller(context)
         async with self._reading(reader) as session:
             if request.number:
@@ -327,12 +419,16 @@ class BillingServicer(AdminCalls, billing_grpc.BillingServiceServicer):
                 if found is None:
                     raise NotFound("invoice", f"{organization.name} {request.month}")
                 row = found
-            notes = await adjustments.list_adjustments(session, row.organization_id, invoice_id=row.id)
+            notes = await adjustments.list_adjustments(
+                session, row.organization_id, invoice_id=row.id
+            )
             invoice = await read_invoice(session, row)
             payments = await payments_by_month(session, row.organization_id)
             return months_pb2.GetInvoiceResponse(
                 invoice=invoice_message(invoice, payments.get(invoice.month, ())),
-                credit_notes=[adjustment_message(each) for each in notes if each.credit_note_number],
+                credit_notes=[
+                    adjustment_message(each) for each in notes if each.credit_note_number
+                ],
             )
 
     async def CreateAdjustment(
@@ -350,7 +446,7 @@ class BillingServicer(AdminCalls, billing_grpc.BillingServiceServicer):
                     reason=request.reason,
                     actor=acting.actor,
                 )
-                await acting.made(request, record.id)
+                await acting.record(request, record.id)
             return months_pb2.CreateAdjustmentResponse(adjustment=adjustment_message(record))
 
     async def CreateCreditNote(
@@ -368,21 +464,25 @@ class BillingServicer(AdminCalls, billing_grpc.BillingServiceServicer):
                     reason=request.reason,
                     actor=acting.actor,
                 )
-                await acting.made(request, record.id)
+                await acting.record(request, record.id)
             return months_pb2.CreateCreditNoteResponse(credit_note=adjustment_message(record))
 
     async def ApproveAdjustment(
         self, request: months_pb2.ApproveAdjustmentRequest, context: Context
     ) -> months_pb2.ApproveAdjustmentResponse:
         async with self._transaction(context) as (session, actor):
-            record = await adjustments.approve(session, adjustment_id=request.adjustment_id, actor=actor)
+            record = await adjustments.approve(
+                session, adjustment_id=request.adjustment_id, actor=actor
+            )
             return months_pb2.ApproveAdjustmentResponse(adjustment=adjustment_message(record))
 
     async def RejectAdjustment(
         self, request: months_pb2.RejectAdjustmentRequest, context: Context
     ) -> months_pb2.RejectAdjustmentResponse:
         async with self._transaction(context) as (session, actor):
-            record = await adjustments.reject(session, adjustment_id=request.adjustment_id, actor=actor)
+            record = await adjustments.reject(
+                session, adjustment_id=request.adjustment_id, actor=actor
+            )
             return months_pb2.RejectAdjustmentResponse(adjustment=adjustment_message(record))
 
     async def ListAdjustments(
@@ -391,17 +491,19 @@ class BillingServicer(AdminCalls, billing_grpc.BillingServiceServicer):
         reader = await self._caller(context)
         async with self._reading(reader) as session:
             organization = await visible(session, reader, request.organization)
-            found = await adjustments.list_adjustments(session, organization.id, undecided_only=request.undecided_only)
+            found = await adjustments.list_adjustments(
+                session, organization.id, undecided_only=request.undecided_only
+            )
             return months_pb2.ListAdjustmentsResponse(adjustments=map(adjustment_message, found))
 
 
 def may_see(reader: Principal, organization_id: object) -> bool:
-    """A `billing` key sees its own organization; any other one does not exist for it."""
+    """Return whether the reader may see an organization: any for admins, else its own."""
     return Scope.ADMIN in reader.scopes or organization_id == reader.organization_id
 
 
 async def visible(session: AsyncSession, reader: Principal, ref: str) -> Organization:
-    """The organization by name or id. Raises: NotFound, also for one that the reader may not see."""
+    """Return an organization by name or id. Raises: NotFound, also if it is not visible."""
     organization = await find_organization(session, ref)
     if not may_see(reader, organization.id):
         raise NotFound("organization", ref)
@@ -409,14 +511,15 @@ async def visible(session: AsyncSession, reader: Principal, ref: str) -> Organiz
 
 
 async def visible_or_own(session: AsyncSession, reader: Principal, ref: str) -> Organization:
-    """The same; the reader's own if none is named."""
+    """Return an organization by name or id; without either, the reader's own. Raises: NotFound."""
     return await visible(session, reader, ref or str(reader.organization_id))
 
 
-DRAWING_S = 25.0  # an invoice of a thousand lines takes three on a busy machine; clients give a call half a minute
+# Seconds. An invoice of 1,000 lines takes 3 on a busy machine; clients time out after 30.
+DRAWING_S = 25.0
 TIME_ZONE = "UTC"
-CHUNK_BYTES = 64 * 1024  # of a file in one message: far below the limit of any client
-FILE_BYTES_IN_MEMORY = 8 * 2**20  # beyond it a file waits on disk while a slow client fetches it
+CHUNK_BYTES = 64 * 1024  # per message of a file, far below the limit of any client
+FILE_BYTES_IN_MEMORY = 8 * 2**20  # larger files are on disk until the client has read them
 GROUPINGS: Mapping[int, Grouping] = {
     usage_pb.USAGE_GROUPING_ORGANIZATION: Grouping.ORGANIZATION,
     usage_pb.USAGE_GROUPING_DAY: Grouping.DAY,
@@ -426,22 +529,22 @@ GROUPINGS: Mapping[int, Grouping] = {
     usage_pb.USAGE_GROUPING_REQUEST: Grouping.REQUEST,
 }
 
-# Every kind of token has its field: one without would be billed and not told.
+# Each kind of token has a field: tokens of a kind without one would be billed but not shown.
 COUNT_FIELDS: Mapping[TokenKind, str] = {kind: f"{kind}_token_count" for kind in TokenKind}
 
 
 class DrawingFailed(RuntimeError):
-    """The child has ended without a file; the message is what it said."""
+    """Failure of the drawing process, with its error output."""
 
 
 class InvoiceDrawer:
-    """Draws one document at a time."""
+    """Renderer of documents, one at a time."""
 
     def __init__(self) -> None:
         self._turn = asyncio.Semaphore(1)
 
     async def draw(self, document: InvoiceDocument) -> bytes:
-        """The document as PDF. Raises: DrawingFailed, TimeoutError."""
+        """Return the document as PDF. Raises: DrawingFailed, TimeoutError."""
         async with self._turn, asyncio.timeout(DRAWING_S):
             child = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -463,12 +566,17 @@ class InvoiceDrawer:
         return pdf
 
 
-async def usage_filter(session: AsyncSession, principal: Principal, request: usage_pb.GetUsageRequest) -> tuple[UsageFilter, str]:
-    """What is asked for, in ids, and the currency of it. Raises: NotFound, InvalidValue."""
+async def usage_filter(
+    session: AsyncSession, principal: Principal, request: usage_pb.GetUsageRequest
+) -> tuple[UsageFilter, str]:
+    """Return the filter of a usage request in ids, and its currency.
+
+    Raises: NotFound, InvalidValue.
+    """
     everyone = not request.organization and "admin" in principal.scopes
     if everyone:
         if request.project or request.api_key:
-            raise InvalidValue("organization", "say whose project or API key it is")
+            raise InvalidValue("organization", "is required with a project or an API key")
         return UsageFilter(request.month, day=parse_day(request.day), model=request.model), ""
     owner = await visible_or_own(session, principal, request.organization)
     project_id = api_key_id = None
@@ -482,12 +590,14 @@ async def usage_filter(session: AsyncSession, principal: Principal, request: usa
         if key.organization_id != owner.id:
             raise NotFound("API key", request.api_key)
         api_key_id = key.id
-    of = UsageFilter(request.month, owner.id, parse_day(request.day), project_id, api_key_id, request.model)
+    of = UsageFilter(
+        request.month, owner.id, parse_day(request.day), project_id, api_key_id, request.model
+    )
     return of, owner.currency_code
 
 
 def parse_day(day: str) -> date | None:
-    """`YYYY-MM-DD`; None if empty. Raises: InvalidValue."""
+    """Parse `YYYY-MM-DD`; None for an empty text. Raises: InvalidValue."""
     if not day:
         return None
     try:
@@ -497,7 +607,7 @@ def parse_day(day: str) -> date | None:
 
 
 def usage_row(row: UsageRow, currency_code: str) -> usage_pb.UsageRow:
-    """One row; what it is not grouped by stays empty."""
+    """Return one row; fields that are not grouped by stay empty."""
     return usage_pb.UsageRow(
         organization_id=str(row.organization_id or ""),
         organization_name=row.organization_name or "",
@@ -525,15 +635,22 @@ def usage_row(row: UsageRow, currency_code: str) -> usage_pb.UsageRow:
 
 def usage_share(share: Share, currency_code: str) -> usage_pb.UsageShare:
     return usage_pb.UsageShare(
-        request_count=share.request_count, token_count=share.token_count, amount=wire.money(currency_code, share.amount_picos)
+        request_count=share.request_count,
+        token_count=share.token_count,
+        amount=wire.money(currency_code, share.amount_picos),
     )
 
 
-def forecast_message(seen: Forecast, owner: Organization, month: str, now: datetime) -> usage_pb.GetForecastResponse:
-    """An estimate has the digits of a coin: more would say more than it knows."""
+def forecast_message(
+    seen: Forecast, owner: Organization, month: str, now: datetime
+) -> usage_pb.GetForecastResponse:
+    """Return an estimate rounded to the currency's minor unit, its real precision."""
     currency_code = owner.currency_code
     estimates = {"expected": seen.expected_picos, "low": seen.low_picos, "high": seen.high_picos}
-    coins = {name: None if picos is None else round_to_minor_unit(picos, currency_code) for name, picos in estimates.items()}
+    coins = {
+        name: None if picos is None else round_to_minor_unit(picos, currency_code)
+        for name, picos in estimates.items()
+    }
     return wire.message_of(
         usage_pb.GetForecastResponse,
         seen,
@@ -547,9 +664,16 @@ def forecast_message(seen: Forecast, owner: Organization, month: str, now: datet
     )
 
 
-DOCUMENTS = {months_pb2.MONTH_DOCUMENT_FORMAT_JSON: to_json, months_pb2.MONTH_DOCUMENT_FORMAT_CSV: to_csv}
+DOCUMENTS = {
+    months_pb2.MONTH_DOCUMENT_FORMAT_JSON: to_json,
+    months_pb2.MONTH_DOCUMENT_FORMAT_CSV: to_csv,
+}
 PAGE_SIZE = 500
-COUNTS = [field.name for field in reconcile_pb.StageSum.DESCRIPTOR.fields if field.name.endswith("_token_count")]
+COUNTS = [
+    field.name
+    for field in reconcile_pb.StageSum.DESCRIPTOR.fields
+    if field.name.endswith("_token_count")
+]
 
 
 def sum_message(each: StageSum) -> reconcile_pb.StageSum:
@@ -563,7 +687,7 @@ def difference_message(each: Difference) -> reconcile_pb.StageDifference:
 
 
 class ReceiptServicer(pb_grpc.ReceiptServiceServicer):
-    """See `proto/weir/v1/receipt_service.proto`."""
+    """Implementation of `proto/weir/v1/receipt_service.proto`."""
 
     def __init__(self, authenticator: Authenticator, reports: Reports) -> None:
         self._authenticator = authenticator
@@ -572,7 +696,7 @@ class ReceiptServicer(pb_grpc.ReceiptServiceServicer):
     async def ListReceiptKeys(
         self, request: receipt_pb.ListReceiptKeysRequest, context: Context
     ) -> receipt_pb.ListReceiptKeysResponse:
-        """All public keys: they are no secret."""
+        """Return all public keys, which any valid key may read."""
         principal = await self._authenticator.principal(context)
         async with self._reports.turn(principal) as sessions, sessions() as session:
             keys = await list_receipt_keys(session)
@@ -580,14 +704,20 @@ class ReceiptServicer(pb_grpc.ReceiptServiceServicer):
             keys=[wire.message_of(receipts_pb2.ReceiptKey, key, key_id=key.id) for key in keys]
         )
 
-    async def ListReceipts(self, request: receipt_pb.ListReceiptsRequest, context: Context) -> receipt_pb.ListReceiptsResponse:
+    async def ListReceipts(
+        self, request: receipt_pb.ListReceiptsRequest, context: Context
+    ) -> receipt_pb.ListReceiptsResponse:
         principal = await self._authenticator.principal(context)
         month = month_bounds(request.month)[0].date()
         async with self._reports.turn(principal) as sessions, sessions() as session:
             owner = await visible(session, principal, request.organization)
             page_size = request.page_size or PAGE_SIZE
-            receipts, next_token = await receipts_page(session, owner.id, month, page_token=request.page_token, page_size=page_size)
-        return receipt_pb.ListReceiptsResponse(receipts=receipt_messages(receipts), next_page_token=next_token)
+            receipts, next_token = await receipts_page(
+                session, owner.id, month, page_token=request.page_token, page_size=page_size
+            )
+        return receipt_pb.ListReceiptsResponse(
+            receipts=receipt_messages(receipts), next_page_token=next_token
+        )
 
     async def GetReceiptMonth(
         self, request: receipt_pb.GetReceiptMonthRequest, context: Context
@@ -597,4 +727,6 @@ class ReceiptServicer(pb_grpc.ReceiptServiceServicer):
         async with self._reports.turn(principal) as sessions, sessions() as session:
             owner = await visible(session, principal, request.organization)
             found = await receipt_month(session, owner.id, month)
-        return wire.message_of(receipt_pb.GetReceiptMonthResponse, found, organization_id=owner.id, month=request.month)
+        return wire.message_of(
+            receipt_pb.GetReceiptMonthResponse, found, organization_id=owner.id, month=request.month
+        )

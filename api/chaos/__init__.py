@@ -1,1 +1,1 @@
-"""The crash kit: a whole Weir of its own, under load, whose parts are killed; afterwards every token is accounted for."""
+"""Fault injection for a separate Weir under load, and an audit that every token is counted once."""

@@ -1,13 +1,15 @@
-"""`weir chaos`: rounds of load and kills against a Weir of its own, each followed by an audit of every token.
+"""`weir chaos`: rounds of load and kills against a separate Weir, each followed by an audit.
 
-The stack that is broken: two API processes with an engine each, a worker, an exporter, a broker, and PostgreSQL. Whatever dies is
-started again at once, on the same ports and directories. What ends without having been killed is noted.
+The stack under test: two API processes with an engine each, a worker, an exporter, a broker, and
+PostgreSQL. Killed processes restart at once, on the same ports and directories. Other exits are
+recorded as errors.
 
-What is equal once everything has come to rest, to the token:
+At rest, these are equal, to the token:
 
-- A request whose end reached its client: received = told in the end = usage event.
-- A request whose end did not reach it: received ≤ usage event. Tokens count as delivered once they are journalled, which is before
-  they are sent; what the dying process or connection still had in its buffers is the difference, and is counted as "in transit".
+- A request whose end reached its client: received = reported at the end = usage event.
+- A request whose end did not reach it: received ≤ usage event. Tokens count as delivered once they
+are journalled, before they are sent; the difference is output in buffers of the killed process or
+connection and counts as "in transit".
 - Usage events = ledger = delivered batches = the exporter's file, in sum and by `fsck --at-rest`.
 """
 
@@ -32,17 +34,23 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal, LiteralString
+from typing import Any, LiteralString
 
 import psycopg
-import typer
 from rich.markup import escape
-from weir_cli.commands import ExitCode
 from weir_cli.connection import Connection
-from weir_cli.render import JsonOption, duration_text, make_console, note, print_json, show, table
+from weir_cli.render import duration_text, make_console, note, print_json, show, table
 from weir_client import AsyncClient, WeirError
 
-from api.cli.stack import Child, StackFailed, bootstrap, child_environment, clear_failures, ensure_receipt_key, serving_pid
+from api.cli.stack import (
+    Child,
+    StackFailed,
+    bootstrap,
+    child_environment,
+    clear_failures,
+    ensure_receipt_key,
+    serving_pid,
+)
 from api.core.settings import Settings
 from api.fleet.fleet_file import model_names
 from common.processes import alive, children_of
@@ -55,18 +63,28 @@ from metering.store.embedded_postgres import EmbeddedPostgres
 from metering.store.migrations_runner import migrate
 from metering.worker import worker_command
 
-DEATH_TIMEOUT_S = 30.0  # children of a killed server notice within a second
+DEATH_TIMEOUT_S = 30.0  # children of a killed server exit within a second
 CHILD_POLL_S = 0.01
 
-# What has been committed must be there again after a crash of the server's processes, which fsync does not decide.
-CRASH_SETTINGS = {"fsync": "off", "full_page_writes": "off", "synchronous_commit": "on", "max_connections": "200"}
+# Processes crash, not the machine: committed data survives without fsync.
+CRASH_SETTINGS = {
+    "fsync": "off",
+    "full_page_writes": "off",
+    "synchronous_commit": "on",
+    "max_connections": "200",
+}
 API_COUNT = 2
-READY_TIMEOUT_S = 120.0  # far above what a start takes on a busy machine
+READY_TIMEOUT_S = 120.0  # far above the time of a start on a busy machine
 READY_POLL_S = 0.05
-RESTART_PAUSE_S = 0.2  # of a part that ended by itself: it may be waiting for another part
+RESTART_PAUSE_S = 0.2  # before restarting a process that exited: it may depend on another one
 
-# Small slices and short lives: as many leases, expiries and recoveries as possible happen.
-BOUNDS: Mapping[str, Any] = {"lease_slice_tokens": 16, "lease_margin_tokens": 8, "hold_expiry_s": 5.0, "recovery_interval_s": 0.5}
+# Small leases and short expiry provoke many extensions, expiries and recoveries.
+BOUNDS: Mapping[str, Any] = {
+    "lease_slice_tokens": 16,
+    "lease_margin_tokens": 8,
+    "hold_expiry_s": 5.0,
+    "recovery_interval_s": 0.5,
+}
 ENGINES: Mapping[str, Mapping[str, Any]] = {
     "simulated": {"engine_device": "simulated", "simulated_time_scale": 0.5},
     "demo": {"engine_device": "cpu", "engine_thread_count": 1, "kv_cache_bytes": 64 << 20},
@@ -74,7 +92,7 @@ ENGINES: Mapping[str, Mapping[str, Any]] = {
 
 
 def crash_postgres(server: EmbeddedPostgres) -> None:
-    """As `kill -9` does to the postmaster; returns when its children have followed it. Does nothing if it does not run."""
+    """Kill the postmaster, if it runs, with SIGKILL, and wait until its children have exited."""
     pid = server.pid
     if pid is None:
         return
@@ -87,12 +105,13 @@ def crash_postgres(server: EmbeddedPostgres) -> None:
         time.sleep(CHILD_POLL_S)
 
 
-LOGS, JOURNALS, EXPORT_FILE = "logs", "journal", "usage.jsonl"  # all processes share the journals' directory
+# All processes share the journals' directory.
+LOGS, JOURNALS, EXPORT_FILE = "logs", "journal", "usage.jsonl"
 
 
 @dataclass(slots=True)
 class Part(Child):
-    """A process that is kept alive. up: whether it is ready. down_s: how long it took each time until it was again."""
+    """Supervised process. up: whether it is ready. down_s: duration of each outage."""
 
     environment: Mapping[str, str] = field(default_factory=dict)
     address: str = ""
@@ -103,21 +122,27 @@ class Part(Child):
 
     @property
     def pid(self) -> int | None:
-        return self.process.pid if self.process is not None and self.process.returncode is None else None
+        return (
+            self.process.pid
+            if self.process is not None and self.process.returncode is None
+            else None
+        )
 
     def kill(self) -> bool:
-        """As `kill -9` does; whether there was anything to kill."""
+        """Send SIGKILL; return whether the process ran."""
         self.killed = self.killed or self.pid is not None
         return kill_process(self.pid)
 
     async def keep_alive(self) -> None:
-        """Start it again whenever it ends, until cancelled."""
+        """Restart the process whenever it exits, until cancelled."""
         while True:
             assert self.process is not None
             status = await self.process.wait()
             self.up = False
             if not self.killed:
-                self.deaths.append(f"{self.name} ended with status {status}, unasked:\n{self.log_tail()}")
+                self.deaths.append(
+                    f"{self.name} ended with status {status}, unasked:\n{self.log_tail()}"
+                )
                 await asyncio.sleep(RESTART_PAUSE_S)
             self.killed = False
             ended_at = time.monotonic()
@@ -128,7 +153,7 @@ class Part(Child):
             self.down_s.append(time.monotonic() - ended_at)
 
     async def ready(self) -> None:
-        """Wait until it serves, or has ended."""
+        """Wait until the process is ready or has exited."""
         while self.pid is not None:
             if self.ready_pid() == self.pid:
                 return
@@ -137,7 +162,7 @@ class Part(Child):
 
 @dataclass(slots=True)
 class System:
-    """All of it. `parts` are those that are processes of ours: `apis`, worker, exporter, and Redis if that is the broker."""
+    """Stack under test. parts: its processes, with Redis if that is the broker."""
 
     directory: Path
     settings: Settings
@@ -147,7 +172,7 @@ class System:
     worker: Part
     exporter: Part
     redis: Part | None
-    down_s: list[float] = field(default_factory=list)  # of PostgreSQL
+    down_s: list[float] = field(default_factory=list)  # outages of PostgreSQL
     _restarting: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
@@ -155,13 +180,16 @@ class System:
         return [*self.apis, self.worker, self.exporter, *([self.redis] if self.redis else [])]
 
     def engine_pid(self, index: int) -> int | None:
-        """Of the engine host of an API process."""
+        """Return the process id of the engine worker of an API process."""
         pid = self.apis[index].pid
         children = children_of(pid) if pid is not None else []
         return children[0] if children else None
 
     async def end_postgres(self, *, at_once: bool = False) -> bool:
-        """Kill the database server and start it again; whether it ran. at_once: by a shutdown instead, which lets nobody finish."""
+        """Kill and restart the database server; return whether it ran.
+
+        at_once: use an immediate shutdown instead.
+        """
         if self.postgres.pid is None:
             return False
         async with self._restarting:
@@ -175,11 +203,11 @@ class System:
         return True
 
     def lose_broker(self) -> None:
-        """Every message that waits, and the broker itself: the worker, if it sends its messages to itself."""
+        """Kill the broker with its queued messages: Redis or the worker itself."""
         (self.redis or self.worker).kill()
 
     async def all_ready(self) -> None:
-        """Wait until every API process serves and the database is there. Raises: TimeoutError."""
+        """Wait until every API process and the database are ready. Raises: TimeoutError."""
         async with asyncio.timeout(READY_TIMEOUT_S), self._restarting:
             for api in self.apis:
                 while True:
@@ -190,24 +218,36 @@ class System:
 
 
 def free_port() -> int:
-    """A port that nobody listens on now, and that one process after the other may listen on."""
+    """Return a free port, which restarted processes can reuse."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def broker(directory: Path) -> Part:
-    """Redis on a socket in the directory, remembering nothing. Raises: StackFailed if it is not installed."""
+    """Return Redis on a socket in the directory, without persistence. Raises: StackFailed."""
     binary = shutil.which("redis-server")
     if binary is None:
-        raise StackFailed("redis-server is not installed: leave --redis away, or install it")
+        raise StackFailed("redis-server is not installed: install it, or omit --redis")
     socket_path = str(directory / "redis.sock")
-    command = [binary, "--port", "0", "--unixsocket", socket_path, "--save", "", "--dir", str(directory)]
+    command = [
+        binary,
+        "--port",
+        "0",
+        "--unixsocket",
+        socket_path,
+        "--save",
+        "",
+        "--dir",
+        str(directory),
+    ]
     return Part("Redis", command, directory / LOGS / "redis.log", environment=dict(os.environ))
 
 
-def api_part(directory: Path, index: int, settings: Settings, environment: Mapping[str, str]) -> Part:
-    """An API process with its own home, and the journals of all."""
+def api_part(
+    directory: Path, index: int, settings: Settings, environment: Mapping[str, str]
+) -> Part:
+    """Return an API process with a home of its own and the shared journal directory."""
     home = directory / f"api-{index}"
     home.mkdir(exist_ok=True)
     with contextlib.suppress(FileExistsError):
@@ -226,22 +266,30 @@ def api_part(directory: Path, index: int, settings: Settings, environment: Mappi
 
 
 @contextlib.asynccontextmanager
-async def running_system(directory: Path, settings: Settings, *, with_redis: bool) -> AsyncIterator[System]:
-    """Start everything in a directory, and keep it alive for the block.
+async def running_system(
+    directory: Path, settings: Settings, *, with_redis: bool
+) -> AsyncIterator[System]:
+    """Start the stack in a directory and supervise it during the block.
 
-    settings: of the API processes, but for database, home and address. Raises: StackFailed, PostgresNotStarted.
+    settings: of the API processes, except database, home and address.
+    Raises: StackFailed, PostgresNotStarted.
     """
     for name in (LOGS, JOURNALS):
         (directory / name).mkdir(parents=True, exist_ok=True)
     async with contextlib.AsyncExitStack() as cleanup:
-        postgres = await asyncio.to_thread(embedded_postgres.start, directory / "postgres", CRASH_SETTINGS)
+        postgres = await asyncio.to_thread(
+            embedded_postgres.start, directory / "postgres", CRASH_SETTINGS
+        )
         cleanup.push_async_callback(asyncio.to_thread, postgres.stop)
         await asyncio.to_thread(migrate, postgres.url)
         settings = replace(settings, database_url=postgres.url, home=directory)
         ensure_receipt_key(settings)
         connection = await bootstrap(postgres.url, directory, *model_names(settings))
         redis = broker(directory) if with_redis else None
-        environment = {**child_environment(settings), "WEIR_RECEIPT_KEY_FILE": str(directory / KEY_FILE)}
+        environment = {
+            **child_environment(settings),
+            "WEIR_RECEIPT_KEY_FILE": str(directory / KEY_FILE),
+        }
         environment |= {"WEIR_EXPORT": "file", "WEIR_EXPORT_FILE": str(directory / EXPORT_FILE)}
         if redis is not None:
             environment["WEIR_BROKER_URL"] = f"redis+socket://{directory / 'redis.sock'}"
@@ -252,7 +300,9 @@ async def running_system(directory: Path, settings: Settings, *, with_redis: boo
             postgres,
             connection,
             [api_part(directory, index, settings, environment) for index in range(API_COUNT)],
-            Part("worker", worker_command(), directory / LOGS / "worker.log", environment=environment),
+            Part(
+                "worker", worker_command(), directory / LOGS / "worker.log", environment=environment
+            ),
             Part("exporter", exporter, directory / LOGS / "exporter.log", environment=environment),
             redis,
         )
@@ -261,7 +311,9 @@ async def running_system(directory: Path, settings: Settings, *, with_redis: boo
             cleanup.push_async_callback(part.stop)
         await system.all_ready()
         async with asyncio.TaskGroup() as tasks:
-            keepers = [tasks.create_task(part.keep_alive(), name=part.name) for part in system.parts]
+            keepers = [
+                tasks.create_task(part.keep_alive(), name=part.name) for part in system.parts
+            ]
             try:
                 yield system
             finally:
@@ -269,33 +321,39 @@ async def running_system(directory: Path, settings: Settings, *, with_redis: boo
                     keeper.cancel()
 
 
-LANE_COUNT = 8  # connections at a time
-TOGETHER_MAX = 4  # requests at once on one connection
-OUTPUT_TOKENS = (1, 7, 40, 150, 400)  # from an answer that is over at once to one that outlives several kills
+LANE_COUNT = 8  # concurrent connections
+TOGETHER_MAX = 4  # concurrent requests on one connection
+# Some requests end at once, some outlive several kills.
+OUTPUT_TOKENS = (1, 7, 40, 150, 400)
 CANCELLED_SHARE = 0.15
-PAUSE_S = 0.05  # after a failure: where nobody listens, asking faster tells nothing
-REQUEST_TIMEOUT_S = 60.0  # an answer that takes longer is an error of ours, and is told as one
+PAUSE_S = 0.05  # after a failure, since the process is probably down
+REQUEST_TIMEOUT_S = 60.0  # slower responses are reported as errors
 WORDS = ("hotel", "river", "station", "breakfast", "quiet", "harbour", "late", "family")
 
 
 @dataclass(slots=True)
-class Asked:
-    """One request as its client knows it. told: the delivered tokens in its end, None if it had none; failure: of what it broke."""
+class SentRequest:
+    """Request as seen by its client.
+
+    reported: delivered tokens in its end; None without an end. failure: error of the client.
+    """
 
     request_id: str
     api: int
     began_at: float
     ended_at: float = -math.inf
     received: int = 0
-    told: int | None = None
+    reported: int | None = None
     failure: str = ""
 
 
 class Load:
-    """Keeps asking from `run` until `stop`; may run again."""
+    """Load generator between `run` and `stop`; may run again."""
 
-    def __init__(self, addresses: Sequence[str], api_key: str, model: str, rng: random.Random) -> None:
-        self.asked: list[Asked] = []
+    def __init__(
+        self, addresses: Sequence[str], api_key: str, model: str, rng: random.Random
+    ) -> None:
+        self.asked: list[SentRequest] = []
         self._addresses = addresses
         self._api_key = api_key
         self._model = model
@@ -307,16 +365,16 @@ class Load:
         return sum(each.received for each in self.asked)
 
     def stop(self) -> None:
-        """Ask for nothing more; what was asked for is read to its end."""
+        """Send no more requests; running ones are read to their end."""
         self._stopping = True
 
     async def reached(self, token_count: int) -> None:
-        """Wait until the clients have so many tokens."""
+        """Wait until the clients have received `token_count` tokens."""
         while self.received < token_count:  # noqa: ASYNC110
             await asyncio.sleep(PAUSE_S)
 
     async def run(self) -> None:
-        """Until `stop`, and all answers have ended."""
+        """Send requests until `stop`, and read all of them to their end."""
         self._stopping = False
         async with asyncio.TaskGroup() as tasks:
             for number in range(LANE_COUNT):
@@ -325,28 +383,35 @@ class Load:
     async def _lane(self, number: int) -> None:
         while not self._stopping:
             api = self._rng.randrange(len(self._addresses))
-            async with AsyncClient(self._addresses[api], self._api_key, max_retries=self._rng.randrange(3)) as client:
-                answers = [self._ask(client, api) for _ in range(self._rng.randint(1, TOGETHER_MAX))]
+            async with AsyncClient(
+                self._addresses[api], self._api_key, max_retries=self._rng.randrange(3)
+            ) as client:
+                answers = [
+                    self._ask(client, api) for _ in range(self._rng.randint(1, TOGETHER_MAX))
+                ]
                 ends = await asyncio.gather(*answers)
             if not any(ends):
                 await asyncio.sleep(PAUSE_S)
 
     async def _ask(self, client: AsyncClient, api: int) -> bool:
-        """One request, read to its end; whether it had one."""
-        asked = Asked(str(uuid.uuid4()), api, time.monotonic())
+        """Send a request and read it to its end; return whether the end arrived."""
+        asked = SentRequest(str(uuid.uuid4()), api, time.monotonic())
         self.asked.append(asked)
-        wanted = self._rng.choice(OUTPUT_TOKENS)
-        patience = self._rng.randint(0, wanted) if self._rng.random() < CANCELLED_SHARE else None
+        output_tokens = self._rng.choice(OUTPUT_TOKENS)
+        patience = (
+            self._rng.randint(0, output_tokens) if self._rng.random() < CANCELLED_SHARE else None
+        )
         prompt = " ".join(self._rng.choices(WORDS, k=self._rng.randint(1, 60)))
         try:
             generation = client.generate(
                 self._model,
                 prompt,
-                max_output_tokens=wanted,
+                max_output_tokens=output_tokens,
                 ignore_eos=True,
                 request_id=asked.request_id,
                 timeout=REQUEST_TIMEOUT_S,
-                # What a server keeps for a client that comes back counts as delivered, and dies with it: not what is counted here.
+                # Output kept for a client that reconnects counts as delivered but is lost with the
+                # server.
                 keep_on_disconnect=None,
             )
             if patience == 0:
@@ -356,31 +421,41 @@ class Load:
                 asked.received += len(delta.token_ids)
                 if patience is not None and asked.received >= patience:
                     generation.cancel()
-            asked.told = generation.result.usage.delivered_token_count
+            asked.reported = generation.result.usage.delivered_token_count
         except WeirError as error:
             asked.failure = f"{type(error).__name__}: {error.reason}"
             if error.partial is not None and error.partial.usage is not None:
-                asked.told = error.partial.usage.delivered_token_count
+                asked.reported = error.partial.usage.delivered_token_count
         asked.ended_at = time.monotonic()
-        return asked.told is not None
+        return asked.reported is not None
 
 
-SETTLE_TIMEOUT_S = 60.0  # holds expire after 5 s and are swept each 10 s; the rest takes moments
+SETTLE_TIMEOUT_S = 60.0  # holds expire after 5 s and are swept every 10 s
 POLL_S = 0.1
 WAITING: Mapping[str, LiteralString] = {
     "live holds": "SELECT count(*) FROM holds WHERE state = 'held'",
     "unrated usage events": "SELECT count(*) FROM usage_events WHERE rated_at IS NULL",
-    "batches that are not delivered": "SELECT count(*) FROM meter_batches WHERE state <> 'delivered'",
-    "tokens that are not in batches": """
-        SELECT (SELECT coalesce(sum(input_token_count + billed_token_count + embedding_token_count), 0) FROM usage_events)
-             - (SELECT coalesce(sum(token_count), 0) FROM meter_batches)
-    """,
+    "undelivered batches": ("SELECT count(*) FROM meter_batches WHERE state <> 'delivered'"),
+    "tokens without a batch": (
+        """
+        SELECT (
+            SELECT coalesce(sum(input_token_count + billed_token_count + embedding_token_count), 0)
+            FROM usage_events
+        ) - (SELECT coalesce(sum(token_count), 0) FROM meter_batches)
+    """
+    ),
 }
 EVENTS: LiteralString = """
-SELECT request_id, sum(delivered_token_count)::bigint FROM usage_events WHERE request_id <> hold_id GROUP BY 1
+SELECT request_id, sum(delivered_token_count)::bigint
+FROM usage_events
+WHERE request_id <> hold_id
+GROUP BY 1
 """
 TOTALS: LiteralString = """
-SELECT (SELECT coalesce(sum(input_token_count + billed_token_count + embedding_token_count), 0)::bigint FROM usage_events),
+SELECT (
+    SELECT coalesce(sum(input_token_count + billed_token_count + embedding_token_count), 0)::bigint
+    FROM usage_events
+),
        (SELECT coalesce(sum(token_count), 0)::bigint FROM ledger_entries),
        (SELECT coalesce(sum(token_count), 0)::bigint FROM meter_batches WHERE state = 'delivered')
 """
@@ -388,38 +463,45 @@ SELECT (SELECT coalesce(sum(input_token_count + billed_token_count + embedding_t
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one request, in tokens. in_transit: journalled and paid, and lost with the connection."""
+    """Audit of one request, in tokens. in_transit: journalled and billed, but lost on the way."""
 
-    asked: Asked
+    asked: SentRequest
     billed: int
 
     @property
     def lost(self) -> int:
-        """Received, and in no usage event."""
+        """Tokens received without a usage event."""
         return max(self.asked.received - self.billed, 0)
 
     @property
     def doubled(self) -> int:
-        """Billed beyond what the client was told at the end."""
-        return max(self.billed - self.asked.told, 0) if self.asked.told is not None else 0
+        """Tokens billed beyond those reported at the end."""
+        return max(self.billed - self.asked.reported, 0) if self.asked.reported is not None else 0
 
     @property
     def in_transit(self) -> int:
-        return max(self.billed - self.asked.received, 0) if self.asked.told is None else 0
+        return max(self.billed - self.asked.received, 0) if self.asked.reported is None else 0
 
     @property
     def problem(self) -> str:
-        """What is wrong; empty if nothing is."""
-        received, told = self.asked.received, self.asked.told
-        if self.lost or self.doubled or (told is not None and not received == told == self.billed):
-            return f"request {self.asked.request_id}: {received} received, {told} told, {self.billed} billed ({self.asked.failure})"
+        """Description of the discrepancy; empty without one."""
+        received, reported = self.asked.received, self.asked.reported
+        if (
+            self.lost
+            or self.doubled
+            or (reported is not None and not received == reported == self.billed)
+        ):
+            return (
+                f"request {self.asked.request_id}: {received} received, {reported} reported,"
+                f" {self.billed} billed ({self.asked.failure})"
+            )
         return ""
 
 
 async def settle(system: System) -> list[str]:
-    """Wait until nothing is left to do; tells what still is when that takes too long."""
+    """Wait until all work is done; return the work left after the timeout."""
     deadline = time.monotonic() + SETTLE_TIMEOUT_S
-    left: list[str] = ["the parts to come back"]
+    left: list[str] = ["the parts to restart"]
     while left and time.monotonic() < deadline:
         try:
             await system.all_ready()
@@ -432,37 +514,50 @@ async def settle(system: System) -> list[str]:
 
 
 def unsettled(system: System) -> list[str]:
-    """What is still to be done, if anything."""
+    """Return the work that is not done yet."""
     with psycopg.connect(psycopg_conninfo(system.postgres.url), autocommit=True) as connection:
-        counts = {name: int((connection.execute(query).fetchone() or [0])[0]) for name, query in WAITING.items()}
+        counts = {
+            name: int((connection.execute(query).fetchone() or [0])[0])
+            for name, query in WAITING.items()
+        }
     left = [f"{count} {name}" for name, count in counts.items() if count]
     if not left and (journals := sum(1 for _ in abandoned_journals(system.directory / JOURNALS))):
         left.append(f"{journals} journals of dead processes")
     return left
 
 
-def audit(database_url: str, directory: Path, asked: Sequence[Asked]) -> tuple[list[Outcome], list[str]]:
-    """Every request against its usage, all sums against each other, and `fsck`; with everything that is wrong.
+def audit(
+    database_url: str, directory: Path, asked: Sequence[SentRequest]
+) -> tuple[list[Outcome], list[str]]:
+    """Compare every request with its usage, and all sums; run `fsck`; return the discrepancies.
 
-    directory: where the system keeps its journals and the exporter's file.
+    directory: holds the journals and the exporter's file.
     """
     with psycopg.connect(psycopg_conninfo(database_url), autocommit=True) as connection:
         events = {str(request_id): int(count) for request_id, count in connection.execute(EVENTS)}
         used, posted, exported = connection.execute(TOTALS).fetchone() or (0, 0, 0)
     outcomes = [Outcome(each, events.pop(each.request_id, 0)) for each in asked]
     wrong = [outcome.problem for outcome in outcomes if outcome.problem]
-    wrong += [f"request {request_id} was asked by nobody: {count} tokens" for request_id, count in events.items()]
+    wrong += [
+        f"request {request_id} was not sent by a client: {count} tokens"
+        for request_id, count in events.items()
+    ]
     filed = sum(exported_quantities(directory / EXPORT_FILE).values())
     if not used == posted == exported == filed:
-        wrong.append(f"{used} tokens used, {posted} in the ledger, {exported} in delivered batches, {filed} in the exporter's file")
-    wrong += [f"{path.name} was refused by recovery" for path in (directory / JOURNALS).glob("*.refused")]
+        wrong.append(
+            f"{used} tokens used, {posted} in the ledger, {exported} in delivered batches, {filed}"
+            " in the exporter's file"
+        )
+    wrong += [
+        f"{path.name} was refused by recovery" for path in (directory / JOURNALS).glob("*.refused")
+    ]
     for verdict in fsck(database_url, CHECKS):
         wrong += [f"{verdict.check.name}: {violation}" for violation in verdict.sample]
     return outcomes, wrong
 
 
 def exported_quantities(path: Path) -> Counter[uuid.UUID]:
-    """Tokens by identifier in the exporter's file. Raises: ValueError for an identifier that is there twice."""
+    """Return tokens by identifier in the exporter's file. Raises: ValueError for a duplicate."""
     quantities: Counter[uuid.UUID] = Counter()
     for line in path.read_bytes().splitlines() if path.exists() else ():
         entry = json.loads(line)
@@ -473,38 +568,31 @@ def exported_quantities(path: Path) -> Counter[uuid.UUID]:
     return quantities
 
 
-TOLD_MAX = 20  # of what is wrong, on the terminal
+SHOWN_MAX = 20  # discrepancies on the terminal
 KILLS_PER_ROUND = 5
-BETWEEN_KILLS_S = (0.05, 0.8)  # from "still dying" to "just back"
-TOKENS_BEFORE = 50  # that the clients have of a round before the first kill
-LOAD_TIMEOUT_S = 90.0  # for the last answers of a round
+# Seconds from a kill to the next: before, during and after the restart.
+BETWEEN_KILLS_S = (0.05, 0.8)
+TOKENS_BEFORE = 50  # received in a round before its first kill
+LOAD_TIMEOUT_S = 90.0  # for the requests of a round
 Tell = Callable[[str], None]
 AT_WORK_SHARE = 0.85
 
 
-def chaos(
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Rounds; after each one everything is accounted for.")] = 10,
-    kills: Annotated[int, typer.Option("--kills", min=1, max=1000, help="Kills in each round.")] = KILLS_PER_ROUND,
-    seed: Annotated[int | None, typer.Option("--seed", help="Of what is killed and asked; timing stays the machine's own.")] = None,
-    engine: Annotated[
-        Literal["simulated", "demo"],
-        typer.Option("--engine", help="What answers: a simulated engine at GPU speed, or the bundled model."),
-    ] = "simulated",
-    redis: Annotated[bool, typer.Option("--redis", help="With a Redis of its own as broker, which is killed too.")] = False,
-    directory: Annotated[
-        Path | None, typer.Option("--directory", help="Keep data and logs here. [default: a temporary one]")
-    ] = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Kill parts of a Weir of its own under load, and compare the tokens of clients, usage, ledger and biller after each round.
-
-    Needs no running server and touches none. Exit code 1 if a token is missing or counted twice, or anything else is wrong; data
-    and logs are kept then.
-    """
+def run(
+    rounds: int,
+    kills: int,
+    seed: int | None,
+    engine: str,
+    *,
+    with_redis: bool,
+    directory: Path | None,
+    as_json: bool,
+) -> bool:
+    """Run the rounds and print the report; return whether every token is accounted for."""
     chosen = random.randrange(2**32) if seed is None else seed
     home = directory or Path(tempfile.mkdtemp(prefix="weir-chaos-"))
     home = home.expanduser().absolute()
-    plan = Plan(rounds, chosen, redis, kills)
+    plan = Plan(rounds, chosen, with_redis, kills)
     note(f"seed {chosen}, in {home}")
     began_at = time.monotonic()
     with clear_failures():
@@ -515,40 +603,66 @@ def chaos(
         tell(report, time.monotonic() - began_at)
     if report.wrong:
         note(f"data and logs are in {home}")
-        raise typer.Exit(ExitCode.FAILED)
-    if directory is None:
+    elif directory is None:
         shutil.rmtree(home, ignore_errors=True)
+    return not report.wrong
 
 
 def tell(report: Report, duration_s: float) -> None:
-    """The table by kind of kill, and the verdict in words."""
-    heads = ("killed", "kills", "requests hit", "refused", "cut off", "received", "billed", "in transit", "lost", "doubled")
+    """Print the table by kind of kill and the verdict."""
+    heads = (
+        "killed",
+        "kills",
+        "requests hit",
+        "refused",
+        "cut off",
+        "received",
+        "billed",
+        "in transit",
+        "lost",
+        "doubled",
+    )
     made = table(*heads, right=heads[1:])
     rows = {kind: tuple(asdict(row).values()) for kind, row in report.rows().items()}
     for kind, numbers in rows.items():
         made.add_row(kind or "(nothing)", *(f"{number:,}" for number in numbers))
-    made.add_row("all", *(f"{sum(numbers):,}" for numbers in zip(*rows.values(), strict=True)), style="bold")
+    made.add_row(
+        "all", *(f"{sum(numbers):,}" for numbers in zip(*rows.values(), strict=True)), style="bold"
+    )
     show(made)
     for name, seconds in report.back_s.items():
-        note(f"{name} there again after {duration_text(seconds)} (median)")
+        note(f"{name} recovered after {duration_text(seconds)} (median)")
     console = make_console()
-    for each in report.wrong[:TOLD_MAX]:
+    for each in report.wrong[:SHOWN_MAX]:
         console.print(f"[red]wrong[/red] {escape(each)}", soft_wrap=True)
-    if len(report.wrong) > TOLD_MAX:
-        console.print(f"… and {len(report.wrong) - TOLD_MAX:,} more: see --json")
-    verdict = "[red]something is wrong[/red]" if report.wrong else "[green]every token is accounted for, once[/green]"
+    if len(report.wrong) > SHOWN_MAX:
+        console.print(f"… and {len(report.wrong) - SHOWN_MAX:,} more: see --json")
+    verdict = (
+        "[red]discrepancies found[/red]"
+        if report.wrong
+        else "[green]every token is accounted for, once[/green]"
+    )
     console.print(f"{len(report.kills):,} kills in {duration_text(duration_s)}: {verdict}.")
 
 
 def document(report: Report, seed: int) -> dict[str, object]:
-    """The report for `--json`."""
+    """Return the report for `--json`."""
     rows = [{"killed": kind, **asdict(row)} for kind, row in report.rows().items()]
-    return {"sound": not report.wrong, "seed": seed, "kill_count": len(report.kills), "rows": rows, "wrong": report.wrong}
+    return {
+        "sound": not report.wrong,
+        "seed": seed,
+        "kill_count": len(report.kills),
+        "rows": rows,
+        "wrong": report.wrong,
+    }
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to do: rounds of kills_per_round. kinds: of kills; empty for all, as often as `WEIGHTS` says."""
+    """Plan of a run: rounds with `kills_per_round` kills.
+
+    kinds: kinds of kills; empty for all, weighted by `WEIGHTS`.
+    """
 
     rounds: int
     seed: int
@@ -559,9 +673,9 @@ class Plan:
 
 @dataclass(slots=True)
 class Row:
-    """What kills of one kind did: requests that were under way when one struck, and their tokens.
+    """Effect of the kills of one kind on the requests that ran, in tokens.
 
-    refused: without an answer, and without a token used. cut_off: without an end, after tokens were used.
+    refused: requests without output and usage. cut_off: requests with usage but without an end.
     """
 
     kills: int = 0
@@ -576,7 +690,7 @@ class Row:
 
     def add(self, outcome: Outcome) -> None:
         self.requests += 1
-        if outcome.asked.told is None:
+        if outcome.asked.reported is None:
             traceless = not outcome.asked.received and not outcome.billed
             self.refused += traceless
             self.cut_off += not traceless
@@ -589,7 +703,7 @@ class Row:
 
 @dataclass(slots=True)
 class Report:
-    """What was done and found. rows: by kind, and under None the requests that no kill struck. back_s: medians by part."""
+    """Result of a run. back_s: median outage in seconds by process."""
 
     kills: list[Kill] = field(default_factory=list)
     outcomes: list[Outcome] = field(default_factory=list)
@@ -597,7 +711,7 @@ class Report:
     back_s: dict[str, float] = field(default_factory=dict)
 
     def rows(self) -> dict[Kind | None, Row]:
-        """One row for each kind that was drawn. A request counts for the first kill that struck it."""
+        """Return one row per kind; None means no kill. Requests count for their first kill only."""
         rows: dict[Kind | None, Row] = {kind: Row() for kind in (*Kind, None)}
         for kill in self.kills:
             rows[kill.kind].kills += 1
@@ -607,7 +721,7 @@ class Report:
 
 
 def first_kill(kills: Iterable[Kill], outcome: Outcome) -> Kind | None:
-    """What struck a request first, if anything did while it was under way."""
+    """Return the kind of the first kill while a request ran, if any."""
     asked = outcome.asked
     for kill in kills:
         if asked.began_at <= kill.at <= asked.ended_at and kill.api in (None, asked.api):
@@ -616,30 +730,47 @@ def first_kill(kills: Iterable[Kill], outcome: Outcome) -> Kind | None:
 
 
 async def run_rounds(directory: Path, settings: Settings, plan: Plan, tell: Tell) -> Report:
-    """All rounds. settings: of the API processes. Stops after the first round that finds something wrong.
+    """Run all rounds; stop after the first one with a discrepancy. settings: of the API processes.
 
     Raises: StackFailed, PostgresNotStarted.
     """
     rng = random.Random(plan.seed)
     report = Report()
     async with running_system(directory, settings, with_redis=plan.with_redis) as system:
-        asked = Load([api.address for api in system.apis], system.connection.api_key, next(iter(settings.models)), rng)
+        asked = Load(
+            [api.address for api in system.apis],
+            system.connection.api_key,
+            next(iter(settings.models)),
+            rng,
+        )
         for number in range(plan.rounds):
             kills = await one_round(system, asked, plan, rng, report)
-            outcomes, wrong = await asyncio.to_thread(audit, system.postgres.url, directory, asked.asked)
+            outcomes, wrong = await asyncio.to_thread(
+                audit, system.postgres.url, directory, asked.asked
+            )
             report.outcomes = outcomes
             report.wrong += wrong + [death for part in system.parts for death in part.deaths]
             names = "; ".join(kill.kind for kill in kills)
-            tell(f"round {number + 1}: {names}; {len(asked.asked):,} requests, {asked.received:,} tokens received so far")
+            tell(
+                f"round {number + 1}: {names}; {len(asked.asked):,} requests, {asked.received:,}"
+                " tokens received so far"
+            )
             if report.wrong:
                 break
-        downs = {"API process": [s for api in system.apis for s in api.down_s], "PostgreSQL": system.down_s}
-        report.back_s = {name: statistics.median(seconds) for name, seconds in downs.items() if seconds}
+        downs = {
+            "API process": [s for api in system.apis for s in api.down_s],
+            "PostgreSQL": system.down_s,
+        }
+        report.back_s = {
+            name: statistics.median(seconds) for name, seconds in downs.items() if seconds
+        }
     return report
 
 
-async def one_round(system: System, load: Load, plan: Plan, rng: random.Random, report: Report) -> Sequence[Kill]:
-    """Load, kills, and rest; what does not come to rest goes into the report."""
+async def one_round(
+    system: System, load: Load, plan: Plan, rng: random.Random, report: Report
+) -> Sequence[Kill]:
+    """Run load and kills, and wait until all work is done; unfinished work goes into the report."""
     kills: list[Kill] = []
     before = load.received
     async with asyncio.TaskGroup() as tasks:
@@ -656,7 +787,9 @@ async def one_round(system: System, load: Load, plan: Plan, rng: random.Random, 
                 load.stop()
                 await clients
         except TimeoutError:
-            report.wrong.append(f"clients still waited for their answers {LOAD_TIMEOUT_S:.0f} s after the round began")
+            report.wrong.append(
+                f"clients still waited for responses {LOAD_TIMEOUT_S:.0f} s after the round began"
+            )
             clients.cancel()
     report.kills += kills
     report.wrong += await settle(system)
@@ -664,12 +797,12 @@ async def one_round(system: System, load: Load, plan: Plan, rng: random.Random, 
 
 
 def chaos_settings(engine: str) -> Settings:
-    """Of the API processes: the engine, and bounds that let as much as possible happen."""
+    """Return the settings of the API processes: the engine, and limits that provoke many events."""
     return replace(Settings(), **BOUNDS, **ENGINES[engine])
 
 
 class Kind(StrEnum):
-    """What dies, by `kill -9` unless it says otherwise."""
+    """Kind of kill, by SIGKILL unless stated otherwise."""
 
     API = "API process"
     ENGINE = "engine host"
@@ -683,7 +816,7 @@ class Kind(StrEnum):
     EVERYTHING = "everything at once"
 
 
-# How often each is drawn. The longest paths are those of API, engine and database.
+# Weights of the random choice. API, engine and database have the longest recovery paths.
 WEIGHTS = {
     Kind.API: 5,
     Kind.ENGINE: 4,
@@ -702,7 +835,7 @@ OF_ONE_API = (Kind.API, Kind.ENGINE, Kind.API_AND_ENGINE)
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """One death. api: whose requests it hits; None for those of all."""
+    """Kill of a process. api: index of the API process whose requests it affects; None: all."""
 
     kind: Kind
     at: float
@@ -710,7 +843,7 @@ class Kill:
 
 
 async def strike(system: System, kind: Kind, rng: random.Random) -> Kill | None:
-    """Kill it, and see that it comes back; None if it was down already, or not up yet."""
+    """Kill a process; return None if it was down."""
     api = aim(system, rng)
     kill = Kill(kind, time.monotonic(), api if kind in OF_ONE_API else None)
     match kind:
@@ -745,20 +878,22 @@ async def strike(system: System, kind: Kind, rng: random.Random) -> Kill | None:
 
 
 def aim(system: System, rng: random.Random) -> int:
-    """An API process: mostly one that answers, sometimes one that is just starting or recovering."""
+    """Return an API process: mostly a ready one, sometimes one that is starting."""
     up = [index for index, api in enumerate(system.apis) if api.up]
-    return rng.choice(up) if up and rng.random() < AT_WORK_SHARE else rng.randrange(len(system.apis))
+    return (
+        rng.choice(up) if up and rng.random() < AT_WORK_SHARE else rng.randrange(len(system.apis))
+    )
 
 
 def kill_backend(system: System, rng: random.Random) -> bool:
-    """Kill one of the server's children; the server then ends all others, recovers, and goes on by itself."""
+    """Kill one of the server's children; the server then restarts all of them and recovers."""
     pid = system.postgres.pid
     children = children_of(pid) if pid is not None else []
     return kill_process(rng.choice(children)) if children else False
 
 
 def kill_process(pid: int | None) -> bool:
-    """As `kill -9` does; whether it was there."""
+    """Send SIGKILL to a process; return whether it existed."""
     if pid is None:
         return False
     with contextlib.suppress(ProcessLookupError):

@@ -1,6 +1,4 @@
-"""`weir demo`: the whole path of a request on this machine in a minute or two; leaves nothing
-behind.
-"""
+"""`weir demo`: the whole path of a request on this machine, in a minute; leaves no files behind."""
 
 from __future__ import annotations
 
@@ -12,14 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.rule import Rule
-from rich.table import Table
 from weir_cli.commands import ExitCode
-from weir_cli.render import fail, make_console, month_report, result_line, table, waterfall
+from weir_cli.render import fail, make_console, result_line, table
+from weir_cli.tables import Sheet, month_report, waterfall
 from weir_client import (
     AsyncAdminClient,
     AsyncBillingClient,
@@ -45,11 +42,10 @@ ORGANIZATION = "hotel-search"
 PROJECT = "copilot"
 TOKENS_PER_MONTH = 250_000
 CONCURRENT_REQUESTS = 64
-CANCEL_EVERY = 12  # one of so many agents cancels in mid-stream
+CANCEL_EVERY = 12  # one agent in this many cancels in mid-stream
 LEDGER_TIMEOUT_S = 30.0
-# Of the query shown live: one with a correct answer, as most are (see the model card)
+# Seed of the query shown live: its answer is correct, as most are (see the model card).
 ANSWER_SEED = 7
-AgentsOption = Annotated[int, typer.Option("--agents", min=1, max=CONCURRENT_REQUESTS, help="Number of concurrent agents.")]
 
 console = make_console()
 
@@ -92,7 +88,11 @@ def reference_prompts(model_directory: Path, count: int, first_seed: int = 0) ->
     tokenizer = Tokenizer(model_directory)
 
     def count_tokens(messages: list[corpus.Message]) -> int:
-        return len(tokenizer.encode_chat([ChatMessage(message["role"], message["content"]) for message in messages]))
+        return len(
+            tokenizer.encode_chat(
+                [ChatMessage(message["role"], message["content"]) for message in messages]
+            )
+        )
 
     return [
         [
@@ -125,12 +125,18 @@ async def run_agents(
 
 
 async def run_agent(
-    client: AsyncClient, model: str, prompt: Conversation, cancel_after: int | None, on_tokens: Callable[[int], None]
+    client: AsyncClient,
+    model: str,
+    prompt: Conversation,
+    cancel_after: int | None,
+    on_tokens: Callable[[int], None],
 ) -> AgentRun:
     """Run one agent: send, read, perhaps cancel."""
     run = AgentRun()
     sent_at = last_at = time.perf_counter()
-    async with client.generate(model, prompt, max_output_tokens=OUTPUT_TOKENS, ignore_eos=True, temperature=0.0) as stream:
+    async with client.generate(
+        model, prompt, max_output_tokens=OUTPUT_TOKENS, ignore_eos=True, temperature=0.0
+    ) as stream:
         async for delta in stream:
             if not delta.token_ids:
                 continue
@@ -149,12 +155,8 @@ async def run_agent(
     return run
 
 
-def demo(agents: AgentsOption = 50) -> None:
-    """Start everything, stream an answer, run the reference workload, and print the month's bill.
-
-    Uses a temporary directory, a free port, and embedded servers only; removes everything at the
-    end.
-    """
+def run(agents: int) -> None:
+    """Run the demo in a temporary directory. Exits with 1 if the numbers of its end differ."""
     home = Path(tempfile.mkdtemp(prefix="weir-demo-"))
     settings = replace(read_settings(home, "127.0.0.1:0"), database_url="")
     try:
@@ -175,9 +177,13 @@ async def run_demo(settings: Settings, agent_count: int) -> bool:
         async with run_stack(settings, status.update) as stack:
             status.stop()
             console.print(
-                f"Everything runs, {time.monotonic() - began_at:.1f} s after the start: PostgreSQL, API server, engine, worker."
+                f"Everything runs, {time.monotonic() - began_at:.1f} s after the start: PostgreSQL,"
+                " API server, engine, worker."
             )
-            console.print(f"gRPC on {stack.connection.address}, OpenAI's clients on {read_endpoint(settings.home).openai_url}.")
+            console.print(
+                f"gRPC on {stack.connection.address}, OpenAI's clients on"
+                f" {read_endpoint(settings.home).openai_url}."
+            )
             try:
                 balanced = await run_chapters(stack, settings.models[DEMO_MODEL_NAME], agent_count)
             except* WeirError as errors:
@@ -193,7 +199,9 @@ async def run_chapters(stack: Stack, model_directory: Path, agent_count: int) ->
     address, admin_key = stack.connection.address, stack.connection.admin_key
     async with AsyncAdminClient(address=address, api_key=admin_key) as admin:
         api_key, month = await create_tenant(admin), f"{datetime.now(UTC):%Y-%m}"
-    prompts = await asyncio.to_thread(reference_prompts, model_directory, agent_count + 1, ANSWER_SEED)
+    prompts = await asyncio.to_thread(
+        reference_prompts, model_directory, agent_count + 1, ANSWER_SEED
+    )
     async with AsyncClient(address=address, api_key=api_key) as client:
         before = await client.get_quota()
         shown = await show_answer(client, prompts[0])
@@ -224,8 +232,8 @@ async def create_tenant(admin: AsyncAdminClient) -> str:
     ):
         await admin.set_quota(QuotaSubject.ORGANIZATION, ORGANIZATION, dimension, limit)
     console.print(
-        f"Created organization [bold]{ORGANIZATION}[/bold] with key {created.api_key.prefix}… and quotas: "
-        f"{TOKENS_PER_MONTH:,} tokens a month, {CONCURRENT_REQUESTS} requests at once."
+        f"Created organization [bold]{ORGANIZATION}[/bold] with key {created.api_key.prefix}… and"
+        f" quotas: {TOKENS_PER_MONTH:,} tokens a month, {CONCURRENT_REQUESTS} requests at once."
     )
     return created.secret
 
@@ -234,10 +242,15 @@ async def show_answer(client: AsyncClient, prompt: Conversation) -> Result:
     """Stream one answer to the terminal as its tokens arrive."""
     console.print(Rule("A question, answered live", align="left"))
     *listings, found, _, question = prompt[-1]["content"].split("\n")
-    console.print(f"[dim]{len(listings)} lines of hotel listings, then the result of the search step, and the question:[/dim]")
+    console.print(
+        f"[dim]{len(listings)} lines of hotel listings, then the result of the search step, and the"
+        " question:[/dim]"
+    )
     console.print(f"[dim]{found}[/dim]")
     console.print(f"[bold]{question}[/bold]\n")
-    async with client.generate(DEMO_MODEL_NAME, prompt, max_output_tokens=OUTPUT_TOKENS, temperature=0.0) as stream:
+    async with client.generate(
+        DEMO_MODEL_NAME, prompt, max_output_tokens=OUTPUT_TOKENS, temperature=0.0
+    ) as stream:
         async for delta in stream:
             console.print(delta.text, end="", markup=False, soft_wrap=True)
     console.print("\n")
@@ -248,41 +261,59 @@ async def show_answer(client: AsyncClient, prompt: Conversation) -> Result:
 async def show_workload(client: AsyncClient, prompts: Sequence[Conversation]) -> WorkloadRun:
     """Run the reference workload with a progress bar; some agents cancel in mid-stream."""
     console.print(Rule(f"{len(prompts)} agents at once", align="left"))
-    cancel_after = {index: 20 + 10 * (index % 9) for index in range(CANCEL_EVERY // 2, len(prompts), CANCEL_EVERY)}
+    cancel_after = {
+        index: 20 + 10 * (index % 9)
+        for index in range(CANCEL_EVERY // 2, len(prompts), CANCEL_EVERY)
+    }
     total = sum(cancel_after.get(index, OUTPUT_TOKENS) for index in range(len(prompts)))
     console.print(
-        f"1,025 tokens in, {OUTPUT_TOKENS} out each, the first 200 the same for all; {len(cancel_after)} cancel in mid-stream."
+        f"1,025 tokens in, {OUTPUT_TOKENS} out each, the first 200 the same for all;"
+        f" {len(cancel_after)} cancel in mid-stream."
     )
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=console) as progress:
         bar = progress.add_task("tokens", total=total)
-        run = await run_agents(client, DEMO_MODEL_NAME, prompts, cancel_after, lambda count: progress.advance(bar, count))
+        run = await run_agents(
+            client,
+            DEMO_MODEL_NAME,
+            prompts,
+            cancel_after,
+            lambda count: progress.advance(bar, count),
+        )
         progress.update(bar, total=run.received_token_count, completed=run.received_token_count)
     return run
 
 
-def measurements(run: WorkloadRun) -> Table:
+def measurements(run: WorkloadRun) -> Sheet:
     """Return latency percentiles, throughput and cache hits of a run."""
     figures = table("", "p50", "p90", "p99", right=("p50", "p90", "p99"))
     ttfts_ms = [agent.ttft_ms for agent in run.agents if agent.received_token_count]
     gaps_ms = [gap for agent in run.agents for gap in agent.gaps_ms]
-    for name, values in (("time to first token, ms", ttfts_ms), ("time between tokens, ms", gaps_ms)):
+    for name, values in (
+        ("time to first token, ms", ttfts_ms),
+        ("time between tokens, ms", gaps_ms),
+    ):
         figures.add_row(name, *(f"{percentile(values, percent):,.1f}" for percent in (50, 90, 99)))
     sent = sum(result.usage.input_token_count for result in run.results)
     cached = sum(result.usage.cached_input_token_count for result in run.results)
     cancelled_count = sum(result.finish_reason is FinishReason.CANCELLED for result in run.results)
     received, rate = run.received_token_count, run.received_token_count / run.duration_s
     figures.caption = (
-        f"{received:,} tokens in {run.duration_s:.1f} s: {rate:,.0f} tokens/s. "
-        f"Prefix cache: {cached:,} of {sent:,} input tokens ({cached / max(sent, 1):.0%}). Cancelled: {cancelled_count}."
+        f"{received:,} tokens in {run.duration_s:.1f} s: {rate:,.0f} tokens/s. Prefix cache:"
+        f" {cached:,} of {sent:,} input tokens ({cached / max(sent, 1):.0%}). Cancelled:"
+        f" {cancelled_count}."
     )
-    figures.caption_justify = "left"
     return figures
 
 
-def quota_table(before: Sequence[QuotaStatus], after: Sequence[QuotaStatus]) -> Table:
+def quota_table(before: Sequence[QuotaStatus], after: Sequence[QuotaStatus]) -> Sheet:
     """Return each limit's usage before and after, with its held and remaining amount."""
-    numbers = ("limit", "before", "after", "held", "left")
+    numbers = ("limit", "before", "after", "held", "remaining")
     rows = table("quota", *numbers, right=numbers)
     used_before = {quota.quota_id: quota.used_value for quota in before}
     for quota in after:
@@ -297,7 +328,9 @@ async def rated_report(billing: AsyncBillingClient, month: str, request_count: i
     deadline = time.monotonic() + LEDGER_TIMEOUT_S
     while True:
         report = await billing.get_month_report(ORGANIZATION, month)
-        complete = report.unrated_event_count == 0 and report.request_counts.total_count == request_count
+        complete = (
+            report.unrated_event_count == 0 and report.request_counts.total_count == request_count
+        )
         if complete or time.monotonic() > deadline:
             return report
         await asyncio.sleep(0.2)
@@ -308,16 +341,20 @@ def check(shown: Result, run: WorkloadRun, report: MonthReport) -> bool:
     results = [shown, *run.results]
     sent = sum(result.usage.input_token_count for result in results)
     received = run.received_token_count + len(shown.token_ids)
-    usage, ledger = report.reconciliation.usage_token_count, report.reconciliation.ledger_token_count
+    usage, ledger = (
+        report.reconciliation.usage_token_count,
+        report.reconciliation.ledger_token_count,
+    )
     balanced = sent + received == usage == ledger
     sign, style = ("=", "bold green") if balanced else ("≠", "bold red")
     console.print(
-        f"[{style}]{sent:,} in + {received:,} received by clients {sign} {usage:,} in usage events {sign} {ledger:,} in the ledger"
-        f"[/{style}]"
+        f"[{style}]{sent:,} in + {received:,} received by clients {sign} {usage:,} in usage events"
+        f" {sign} {ledger:,} in the ledger[/{style}]"
     )
     cost = sum(result.cost.picos for result in results)
     agreed = cost == report.total.picos
     console.print(
-        f"[{'bold green' if agreed else 'bold red'}]clients' cost {'=' if agreed else '≠'} the month's bill: {report.total}"
+        f"[{'bold green' if agreed else 'bold red'}]clients' cost {'=' if agreed else '≠'} the"
+        f" month's bill: {report.total}"
     )
     return balanced and agreed

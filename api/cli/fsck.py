@@ -5,64 +5,68 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterator
-from datetime import UTC, datetime
-from typing import Annotated
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from pathlib import Path
 
 import psycopg.errors
 import typer
 from rich.markup import escape
 from weir_cli.commands import ExitCode
-from weir_cli.render import JsonOption, duration_text, fail, make_console, parse_time, print_json
+from weir_cli.render import duration_text, fail, make_console, print_json
 
-from api.cli.stack import HomeOption, clear_failures, local_database, open_sessions
+from api.cli.stack import clear_failures, local_database, open_sessions
 from metering.invoicing.months import changed_months
-from metering.proof.fsck import CHECKS, SAMPLE_MAX, Check, Moment, Verdict, Violation, chosen_checks
+from metering.proof.fsck import CHECKS, Check, Moment, Verdict, Violation, select_checks
 from metering.proof.fsck import fsck as run_checks
 
-MOMENTS = {Moment.ALWAYS: "always", Moment.SOON: "while workers run", Moment.AT_REST: "with --at-rest"}
+MOMENTS = {
+    Moment.ALWAYS: "always",
+    Moment.SOON: "while workers run",
+    Moment.AT_REST: "with --at-rest",
+}
 # The only check without SQL: the code of the close recomputes the reports.
 REPRODUCED = Check(
     "closed-months-reproduce",
-    "Recomputing the report of every closed month gives the same bytes, with the digests of its close.",
+    "Recomputing the report of every closed month gives the same bytes, with the digests of its"
+    " close.",
     sql="",
 )
 
 
-def fsck(
-    check: Annotated[list[str] | None, typer.Option("--check", help="Only this check; repeatable.")] = None,
-    since: Annotated[str | None, typer.Option(help="Only rows written since: 24h, 7d, or a time in UTC.")] = None,
-    at_rest: Annotated[bool, typer.Option("--at-rest", help="Also prove that nothing is left over; for a stopped system.")] = False,
-    sample: Annotated[int, typer.Option("--sample", min=1, max=10_000, help="Violations shown per check.")] = SAMPLE_MAX,
-    list_checks: Annotated[bool, typer.Option("--list", help="Only list the checks with their statements.")] = False,
-    as_json: JsonOption = False,
-    home: HomeOption = None,
+def prove(
+    only: Sequence[str],
+    since: datetime | None,
+    *,
+    at_rest: bool,
+    sample_max: int,
+    as_json: bool,
+    home: Path | None,
 ) -> None:
-    """Prove every invariant of ledger and usage on one snapshot of the database. Read-only.
-
-    Needs no server but PostgreSQL. Exit code 1 if any check fails.
-    """
-    if list_checks:
-        print_checks(as_json)
-        return
-    begins = parse_time(since, datetime.now(UTC), "--since")
+    """Run the checks and print their verdicts. Exits with 1 if any fails. only: none for all."""
     moments = tuple(Moment) if at_rest else (Moment.ALWAYS, Moment.SOON)
-    names = [name for name in check or () if name != REPRODUCED.name]
+    names = [name for name in only if name != REPRODUCED.name]
     verdicts: list[Verdict] = []
     with clear_failures(), schema_of_this_version():
-        checks = chosen_checks(names, moments) if names or not check else ()
+        checks = select_checks(names, moments) if names or not only else ()
         with local_database(home) as url:
-            for verdict in run_checks(url, checks, since=begins, sample_max=sample):
+            for verdict in run_checks(url, checks, since=since, sample_max=sample_max):
                 verdicts.append(verdict)
                 if not as_json:
                     print_check(verdict)
-            if not check or REPRODUCED.name in check:
-                verdicts.append(asyncio.run(reproduce_months(url, sample)))
+            if not only or REPRODUCED.name in only:
+                verdicts.append(asyncio.run(reproduce_months(url, sample_max)))
                 if not as_json:
                     print_check(verdicts[-1])
     wrong = [verdict for verdict in verdicts if verdict.violation_count]
     if as_json:
-        print_json({"sound": not wrong, "since": begins, "checks": [document(verdict) for verdict in verdicts]})
+        print_json(
+            {
+                "sound": not wrong,
+                "since": since,
+                "checks": [document(verdict) for verdict in verdicts],
+            }
+        )
     else:
         conclude(verdicts, wrong)
     if wrong:
@@ -76,14 +80,20 @@ def schema_of_this_version() -> Iterator[None]:
         yield
     except (psycopg.errors.UndefinedTable, psycopg.errors.UndefinedColumn) as error:
         problem = str(error).partition("\n")[0]
-        fail(f"the database schema does not match this version of Weir ({problem}): run `weir migrate` first")
+        fail(
+            f"the database schema does not match this version of Weir ({problem}): run `weir"
+            " migrate` first"
+        )
 
 
 async def reproduce_months(database_url: str, sample_max: int) -> Verdict:
     """Recompute the report of every closed month, and compare it with the digests of its close."""
     began_at = time.monotonic()
     async with open_sessions(database_url) as sessions, sessions() as session:
-        found = [Violation(f"{name}, {month}", problem) async for name, month, problem in changed_months(session)]
+        found = [
+            Violation(f"{name}, {month}", problem)
+            async for name, month, problem in changed_months(session)
+        ]
     return Verdict(REPRODUCED, len(found), tuple(found[:sample_max]), time.monotonic() - began_at)
 
 
@@ -92,7 +102,9 @@ def print_check(verdict: Verdict) -> None:
     console = make_console()
     count = verdict.violation_count
     mark = f"[red]{count:,} wrong[/red]" if count else "[green]holds[/green]"
-    console.print(f"{verdict.check.name:<28} {mark}  [dim]{duration_text(verdict.duration_s)}[/dim]")
+    console.print(
+        f"{verdict.check.name:<28} {mark}  [dim]{duration_text(verdict.duration_s)}[/dim]"
+    )
     for violation in verdict.sample:
         console.print(f"    {escape(str(violation))}", soft_wrap=True)
     if count > len(verdict.sample):
@@ -102,7 +114,9 @@ def print_check(verdict: Verdict) -> None:
 def conclude(verdicts: list[Verdict], wrong: list[Verdict]) -> None:
     took = duration_text(sum(verdict.duration_s for verdict in verdicts))
     failed = f"[red]{len(wrong)} of {len(verdicts)} checks failed[/red]"
-    make_console().print(f"{failed if wrong else f'[green]All {len(verdicts)} checks hold[/green]'}, in {took}.")
+    make_console().print(
+        f"{failed if wrong else f'[green]All {len(verdicts)} checks hold[/green]'}, in {took}."
+    )
 
 
 def document(verdict: Verdict) -> dict[str, object]:
@@ -121,8 +135,13 @@ def print_checks(as_json: bool) -> None:
     """Print every check with its statement, and when that must hold."""
     checks = (*CHECKS, REPRODUCED)
     if as_json:
-        print_json([{"name": each.name, "moment": each.moment, "proves": each.proves} for each in checks])
+        print_json(
+            [{"name": each.name, "moment": each.moment, "proves": each.proves} for each in checks]
+        )
         return
     console = make_console()
     for each in checks:
-        console.print(f"[bold]{each.name}[/bold] [dim]({MOMENTS[each.moment]})[/dim]\n    {escape(each.proves)}")
+        console.print(
+            f"[bold]{each.name}[/bold] [dim]({MOMENTS[each.moment]})[/dim]\n   "
+            f" {escape(each.proves)}"
+        )

@@ -1,5 +1,4 @@
-"""`weir up`, `serve`, `worker`, `migrate`, `init`, `doctor`: commands that run Weir, and their
-shared code.
+"""Processes of `weir up`, and code that the server's commands share.
 
 `weir up` runs PostgreSQL, api server with its engines, Celery worker and beat on one machine; only
 the settings differ from a deployment on many machines, not the code path. A process that dies is
@@ -17,24 +16,39 @@ import shutil
 import signal
 import sys
 import time
-import webbrowser
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, NoReturn, TypeVar
+from typing import IO, TYPE_CHECKING, TypeVar
 
 import psycopg
 import sqlalchemy.exc
-import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.panel import Panel
-from weir_cli.commands import ExitCode
 from weir_cli.connection import CONNECTION_FILE, Connection, ConnectionProblem, read_connection_file
-from weir_cli.render import JsonOption, fail, note, print_json, show, table, wrong_use
+from weir_cli.render import fail, wrong_use
 
-from api.core.endpoint import Told, forget_endpoint, make_private, read_endpoint
-from api.core.settings import SettingInvalid, Settings, listen_address
+from api.core.endpoint import (
+    NOT_STARTED,
+    ConnectionFile,
+    forget_endpoint,
+    make_private,
+    read_endpoint,
+)
+from api.core.settings import (
+    SettingInvalid,
+    Settings,
+    listen_address,
+)
 from api.fleet.fleet_file import model_names
 from common.backoff import Backoff
 from common.incidents import sole_cause
@@ -42,20 +56,24 @@ from inference.errors import CheckpointInvalid
 from metering.core.errors import AlreadyExists, InvalidValue, KeyInvalid, MeteringError
 from metering.export.export_settings import export_settings, webhook_settings
 from metering.pricing.prices import list_current_prices, set_price
-from metering.receipts.signing import ensure_key, key_path, replace_key
+from metering.receipts.signing import ensure_key, key_path
 from metering.store import embedded_postgres
 from metering.store.db import Sessions, create_engine, create_sessions
 from metering.store.embedded_postgres import PostgresNotStarted
-from metering.store.migrations_runner import PASSWORD_VARIABLE, RoleUnfit, SchemaUnknown, is_current, prepare_application_role
+from metering.store.migrations_runner import (
+    SchemaUnknown,
+)
 from metering.store.migrations_runner import migrate as upgrade
-from metering.tenants.tenants import authenticate, create_api_key, create_organization, create_project
+from metering.tenants.tenants import (
+    authenticate,
+    create_api_key,
+    create_organization,
+    create_project,
+)
 from metering.worker import READY_FILE, worker_command
 
 if TYPE_CHECKING:
-    from inference.adapters.findings import Observation
-
-ListenOption = Annotated[str, typer.Option("--listen", help="Address and port; port 0 lets the system choose.", show_default=False)]
-HomeOption = Annotated[Path | None, typer.Option("--home", help="Data directory. [default: WEIR_HOME or ~/.weir]")]
+    pass
 
 stderr = Console(stderr=True, highlight=False)
 
@@ -64,7 +82,8 @@ ORGANIZATION = "demo"
 PROJECT = "default"
 ADMIN_SCOPES = ("admin", "billing", "inference")
 
-# USD per million tokens: 0.15 input, half of it cached, 0.60 output; usual for a small hosted model.
+# USD per million tokens: 0.15 input, half of it cached, 0.60 output; usual for a small hosted
+# model.
 MODEL_PICOS_PER_TOKEN = (150_000, 75_000, 600_000)
 EMBEDDING_PICOS_PER_TOKEN = 20_000  # USD 0.02 per million tokens, for embedding models
 
@@ -97,7 +116,14 @@ def clear_failures() -> Iterator[None]:
             yield
         except ExceptionGroup as group:
             raise sole_cause(group) from None
-    except (StackFailed, PostgresNotStarted, CheckpointInvalid, SettingInvalid, SchemaUnknown, MeteringError) as error:
+    except (
+        StackFailed,
+        PostgresNotStarted,
+        CheckpointInvalid,
+        SettingInvalid,
+        SchemaUnknown,
+        MeteringError,
+    ) as error:
         fail(str(error))
     except (psycopg.OperationalError, sqlalchemy.exc.OperationalError) as error:
         fail(f"the database of WEIR_DATABASE_URL does not answer: {error_text(error)}")
@@ -111,7 +137,9 @@ def ensure_receipt_key(settings: Settings) -> Path | None:
     return path if path is not None and ensure_key(path) else None
 
 
-async def bootstrap(database_url: str, home: Path, models: Collection[str], encoders: Collection[str] = ()) -> Connection:
+async def bootstrap(
+    database_url: str, home: Path, models: Collection[str], encoders: Collection[str] = ()
+) -> Connection:
     """Create the local customer, its keys and a price for each model if missing.
 
     Returns the connection without its address, which is not known yet.
@@ -129,7 +157,11 @@ async def bootstrap(database_url: str, home: Path, models: Collection[str], enco
 
 
 async def create_admin(
-    database_url: str, organization: str, project: str, models: Collection[str], encoders: Collection[str] = ()
+    database_url: str,
+    organization: str,
+    project: str,
+    models: Collection[str],
+    encoders: Collection[str] = (),
 ) -> str:
     """Create customer, project and prices if missing, and one more admin key; return its secret."""
     async with open_sessions(database_url) as sessions:
@@ -147,9 +179,18 @@ async def open_sessions(database_url: str) -> AsyncIterator[Sessions]:
         await engine.dispose()
 
 
-async def create_key(sessions: Sessions, organization: str, project: str, name: str, scopes: Collection[str]) -> str:
+async def create_key(
+    sessions: Sessions, organization: str, project: str, name: str, scopes: Collection[str]
+) -> str:
     async with sessions.begin() as session:
-        _, secret = await create_api_key(session, organization=organization, project=project, name=name, scopes=scopes, actor=ACTOR)
+        _, secret = await create_api_key(
+            session,
+            organization=organization,
+            project=project,
+            name=name,
+            scopes=scopes,
+            actor=ACTOR,
+        )
     return secret
 
 
@@ -163,7 +204,9 @@ async def ensure_tenant(sessions: Sessions, organization: str, project: str) -> 
             await create_project(session, organization=organization, name=project, actor=ACTOR)
 
 
-async def ensure_prices(sessions: Sessions, models: Collection[str], encoders: Collection[str]) -> None:
+async def ensure_prices(
+    sessions: Sessions, models: Collection[str], encoders: Collection[str]
+) -> None:
     """Set a price for each model without one, required for use. encoders: embedding models."""
     async with sessions.begin() as session:
         priced = {price.model for price in await list_current_prices(session, currency_code="USD")}
@@ -206,7 +249,7 @@ WORKER_READY = "worker.pid"  # in the home directory
 Report = Callable[[str], None]
 
 
-def run(home: HomeOption, work: Callable[[Sessions], Awaitable[Result]]) -> Result:
+def run(home: Path | None, work: Callable[[Sessions], Awaitable[Result]]) -> Result:
     """Run `work` on the configured database; errors are reported in one line."""
 
     async def connected() -> Result:
@@ -219,7 +262,7 @@ def run(home: HomeOption, work: Callable[[Sessions], Awaitable[Result]]) -> Resu
 
 
 @contextlib.contextmanager
-def local_database(home: HomeOption) -> Iterator[str]:
+def local_database(home: Path | None) -> Iterator[str]:
     """Yield the URL of the configured database; start the embedded one if it does not run."""
     settings = read_settings(home)
     data_dir = settings.home / "postgres"
@@ -227,7 +270,10 @@ def local_database(home: HomeOption) -> Iterator[str]:
         yield settings.database_url
         return
     if not data_dir.exists():
-        wrong_use(f"there is no database: set WEIR_DATABASE_URL, or start `weir up` once ({data_dir} does not exist)")
+        wrong_use(
+            f"there is no database: set WEIR_DATABASE_URL, or start `weir up` once ({data_dir} does"
+            " not exist)"
+        )
     ran = (data_dir / "postmaster.pid").exists()
     server = embedded_postgres.start(data_dir)
     try:
@@ -248,7 +294,7 @@ class Child:
     name: str
     command: Sequence[str]
     log_path: Path
-    # Id of the latest process to report readiness
+    # Id of the latest process that reported readiness.
     ready_pid: Callable[[], int | None] = lambda: None
     process: asyncio.subprocess.Process | None = None
 
@@ -256,7 +302,12 @@ class Child:
         """Start it in its own session, so that Ctrl-C in the terminal reaches the parent first."""
         with open_log(self.log_path) as log:
             self.process = await asyncio.create_subprocess_exec(
-                *self.command, stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+                *self.command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                start_new_session=True,
             )
 
     async def stop(self) -> None:
@@ -284,16 +335,21 @@ class Child:
 
     def _is_ready(self, started_at: float) -> bool:
         assert self.process is not None
-        return self.ready_pid() == self.process.pid or time.monotonic() - started_at > STABLE_AFTER_S
+        return (
+            self.ready_pid() == self.process.pid or time.monotonic() - started_at > STABLE_AFTER_S
+        )
 
-    def log_tail(self) -> str:
-        return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
+    def log_tail(self, line_count: int = LOG_TAIL_LINES) -> str:
+        """Return the last lines of the log."""
+        return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-line_count:])
 
 
 class Stack:
     """A running stack. `connection` has its address and keys."""
 
-    def __init__(self, connection: Connection, children: Sequence[Child], environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, connection: Connection, children: Sequence[Child], environment: Mapping[str, str]
+    ) -> None:
         self.connection = connection
         self.children = children
         self._environment = environment
@@ -305,20 +361,21 @@ class Stack:
                 tasks.create_task(self._keep_alive(child, report), name=f"keep {child.name} alive")
 
     async def _keep_alive(self, child: Child, report: Report) -> None:
-        """Restart at once if it was ready before it died, else after a delay that doubles each
-        time.
-        """
+        """Restart at once if it was ready before, else after a delay that doubles each time."""
         backoff = Backoff(RESTART_DELAY_S_MIN, RESTART_DELAY_S_MAX)
         while True:
             status, was_ready = await child.wait()
             if was_ready:
                 backoff.reset()
-                report(f"{child.name} ended with status {status}; starting it again (log: {child.log_path})")
+                report(
+                    f"{child.name} ended with status {status}; starting it again (log:"
+                    f" {child.log_path})"
+                )
             else:
                 delay_s = backoff.next_s()
                 report(
-                    f"{child.name} ended with status {status} before it was ready; starting it again in {delay_s:g} s "
-                    f"(log: {child.log_path})"
+                    f"{child.name} ended with status {status} before it was ready; starting it"
+                    f" again in {delay_s:g} s (log: {child.log_path})"
                 )
                 await asyncio.sleep(delay_s)
             await child.start(self._environment)
@@ -346,8 +403,18 @@ async def run_stack(settings: Settings, report: Report) -> AsyncIterator[Stack]:
         ensure_receipt_key(settings)
         connection = await bootstrap(settings.database_url, home, *model_names(settings))
         environment = child_environment(settings) | {READY_FILE: str(home / WORKER_READY)}
-        api = Child("api server", [sys.executable, "-m", "api"], home / "logs" / "api.log", lambda: serving_pid(home))
-        worker = Child("billing worker", worker_command(), home / "logs" / "worker.log", lambda: written_pid(home / WORKER_READY))
+        api = Child(
+            "api server",
+            [sys.executable, "-m", "api"],
+            home / "logs" / "api.log",
+            lambda: serving_pid(home),
+        )
+        worker = Child(
+            "billing worker",
+            worker_command(),
+            home / "logs" / "worker.log",
+            lambda: written_pid(home / WORKER_READY),
+        )
         children = [api, worker, *optional_children(environment, home)]
         forget_endpoint(home)
         for child in children:
@@ -355,7 +422,8 @@ async def run_stack(settings: Settings, report: Report) -> AsyncIterator[Stack]:
             await child.start(environment)
             cleanup.push_async_callback(child.stop)
         report("Loading the model")
-        connection = replace(connection, address=await wait_until_serving(home, api))
+        endpoint = await wait_until_serving(home, api)
+        connection = replace(connection, address=endpoint.address, openai_url=endpoint.openai_url)
         connection.write(home)
         yield Stack(connection, children, environment)
 
@@ -364,16 +432,16 @@ async def run_stack(settings: Settings, report: Report) -> AsyncIterator[Stack]:
 def sole_stack(home: Path) -> Iterator[None]:
     """Allow only one stack in this directory during the block. Raises: StackFailed.
 
-    A second one would start a second worker, and stop the first one's PostgreSQL when it ends. The
-    lock ends with its process in any case, and children do not inherit it.
+    A second one would start a second worker, and would stop the first one's PostgreSQL. The lock
+    ends with its process, and children do not inherit it.
     """
     with (home / ".up.lock").open("a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise StackFailed(
-                f"`weir up` is already running in {home}: use it from other terminals, stop it with Ctrl-C, "
-                "or choose another directory with --home and another port with --listen"
+                f"`weir up` is already running in {home}: use it from other terminals, stop it with"
+                " Ctrl-C, or choose another directory with --home and another port with --listen"
             ) from None
         yield
 
@@ -419,29 +487,23 @@ def child_environment(settings: Settings) -> dict[str, str]:
     return {**os.environ, **settings.to_environment()}
 
 
-async def wait_until_serving(home: Path, api: Child) -> str:
-    """Wait until the server accepts requests and return its address. Raises: StackFailed."""
+async def wait_until_serving(home: Path, api: Child) -> ConnectionFile:
+    """Wait until the server accepts requests and return its addresses. Raises: StackFailed."""
     deadline = time.monotonic() + READY_TIMEOUT_S
     while time.monotonic() < deadline:
         if api.process is None or api.process.returncode is not None:
+            if api.process is not None and api.process.returncode == NOT_STARTED:
+                raise StackFailed(api.log_tail(line_count=1))
             raise StackFailed(f"the api server did not start:\n{api.log_tail()}")
         if (endpoint := read_endpoint(home)).serving:
-            return endpoint.address
+            return endpoint
         await asyncio.sleep(0.05)
-    raise StackFailed(f"the api server is not ready after {READY_TIMEOUT_S:.0f} s:\n{api.log_tail()}")
+    raise StackFailed(
+        f"the api server is not ready after {READY_TIMEOUT_S:.0f} s:\n{api.log_tail()}"
+    )
 
 
-def up(listen: ListenOption = "", home: HomeOption = None) -> None:
-    """Start everything on this machine: PostgreSQL, API server, engine, Celery worker and beat.
-
-    Ctrl-C stops everything. Data is kept in the home directory. With WEIR_DATABASE_URL or
-    WEIR_BROKER_URL set, those servers are used instead of embedded ones.
-    """
-    with clear_failures():
-        asyncio.run(run_until_stopped(listen, home))
-
-
-async def run_until_stopped(listen: str, home: HomeOption) -> None:
+async def run_until_stopped(listen: str, home: Path | None) -> None:
     """Run the stack until SIGINT or SIGTERM."""
     settings = read_settings(home, listen)
     stopping = asyncio.Event()
@@ -451,29 +513,40 @@ async def run_until_stopped(listen: str, home: HomeOption) -> None:
     with stderr.status("Starting") as status:
         async with asyncio.TaskGroup() as tasks, run_stack(settings, status.update) as stack:
             status.stop()
-            stderr.print(welcome(stack.connection.address, settings.home, read_endpoint(settings.home)))
-            supervisor = tasks.create_task(stack.supervise(lambda message: stderr.print(f"[yellow]{message}[/yellow]")))
+            stderr.print(
+                welcome(stack.connection.address, settings.home, read_endpoint(settings.home))
+            )
+            supervisor = tasks.create_task(
+                stack.supervise(lambda message: stderr.print(f"[yellow]{message}[/yellow]"))
+            )
             await stopping.wait()
             supervisor.cancel()
             stderr.print("Stopping: running requests finish first")
 
 
-def welcome(address: str, home: Path, endpoint: Told) -> Panel:
+def welcome(address: str, home: Path, endpoint: ConnectionFile) -> Panel:
     """Return the panel with next steps. endpoint: the server's HTTP listeners."""
     openai = (
-        f"\nOpenAI's clients take [bold]base_url={endpoint.openai_url}[/bold] with the same keys." if endpoint.openai_url else ""
+        f"\nOpenAI's clients take [bold]base_url={endpoint.openai_url}[/bold] with the same keys."
+        if endpoint.openai_url
+        else ""
     )
     metrics = f"\nPrometheus scrapes {endpoint.metrics_url}." if endpoint.metrics_url else ""
     weir = command_name()
     sign_in = f"sign in with a key of `{escape(weir)} env`"
-    console = f"\nThe console is at [bold]{endpoint.console_url}[/bold]: {sign_in}." if endpoint.console_url else ""
+    console = (
+        f"\nThe console is at [bold]{endpoint.console_url}[/bold]: {sign_in}."
+        if endpoint.console_url
+        else ""
+    )
     elsewhere = (
         ""
         if home == Path.home() / ".weir"
         else f"  export WEIR_HOME={shlex.quote(str(home))}   for the commands to find this server\n"
     )
     return Panel(
-        f"Weir listens on [bold]{address}[/bold].{openai}{console}{metrics} In another terminal:\n\n"
+        f"Weir listens on [bold]{address}[/bold].{openai}{console}{metrics} In another"
+        " terminal:\n\n"
         f"{escape(elsewhere)}"
         f'  {weir} generate "Hello"\n'
         f"  {weir} quota set tokens-per-month 1000000 --org demo\n"
@@ -490,198 +563,3 @@ def command_name() -> str:
     called = sys.argv[0]
     known = Path(called).name != "weir" or shutil.which("weir") == called
     return "weir" if known else shlex.quote(called)
-
-
-def console(
-    open_browser: Annotated[bool, typer.Option("--open", help="Open it in this machine's browser.")] = False,
-    home: HomeOption = None,
-) -> None:
-    """Print the URL of the local server's console.
-
-    Sign in there with an API key; `weir env` prints the keys of `weir up`.
-    """
-    settings = read_settings(home)
-    endpoint = read_endpoint(settings.home)
-    if not endpoint.serving:
-        fail(f"no server is running in {settings.home}: start one with `weir up`")
-    if not endpoint.console_url:
-        fail("the server has no console: it was started with WEIR_CONSOLE=0 or WEIR_OPENAI_LISTEN=off")
-    typer.echo(endpoint.console_url)
-    if open_browser and not webbrowser.open(endpoint.console_url):
-        note("no browser could be opened: open the URL yourself")
-
-
-GRANT_HELP = (
-    "Database role of api processes and workers: gets the required privileges on every table, and loses all others. "
-    "WEIR_APPLICATION_PASSWORD creates it if missing and sets its password."
-)
-
-doctor = typer.Typer(help="Examine the engines of this machine.", no_args_is_help=True)
-
-
-def serve(listen: ListenOption = "", home: HomeOption = None) -> None:
-    """Start one API server on the database of WEIR_DATABASE_URL, until SIGTERM or Ctrl-C.
-
-    `weir up` starts a whole installation on one machine instead. Migrate first: `weir migrate`.
-    """
-    from api.__main__ import main
-
-    settings = read_settings(home, listen)
-    if not settings.database_url:
-        wrong_use(
-            "WEIR_DATABASE_URL is not set: set it to a PostgreSQL database, or start everything on this machine with `weir up`"
-        )
-    with clear_failures():
-        if not is_current(settings.database_url):
-            fail("the database schema does not match this version: run `weir migrate` first")
-        main({**os.environ, **settings.to_environment()})
-
-
-def worker(home: HomeOption = None) -> None:
-    """Start one billing worker on the database of WEIR_DATABASE_URL, until SIGTERM or Ctrl-C.
-
-    It rates usage, expires holds and exports. Any number may run, on any machines; with
-    WEIR_BROKER_URL (Redis) they share their messages. `weir up` includes one.
-    """
-    settings = read_settings(home)
-    if not settings.database_url:
-        wrong_use("WEIR_DATABASE_URL is not set: set it to the worker's database")
-    command = worker_command()
-    os.execve(command[0], command, {**os.environ, **settings.to_environment()})
-
-
-def migrate(
-    revision: Annotated[str, typer.Argument(help="Target revision.")] = "head",
-    home: HomeOption = None,
-    grant: Annotated[str, typer.Option(metavar="ROLE", help=GRANT_HELP, show_default=False)] = "",
-) -> None:
-    """Migrate the database of WEIR_DATABASE_URL, or the embedded one, to the schema of this
-    version.
-    """
-    settings = read_settings(home)
-    if grant and not settings.database_url:
-        wrong_use("--grant needs a separate PostgreSQL: set WEIR_DATABASE_URL; the embedded one has a single user")
-    if grant and revision != "head":
-        wrong_use(f"--grant {grant} needs the newest schema, revision `head`, got {revision!r}: omit the revision")
-    with clear_failures():
-        if settings.database_url:
-            upgrade(settings.database_url, revision)
-            if grant:
-                try:
-                    prepare_application_role(settings.database_url, grant, os.environ.get(PASSWORD_VARIABLE, ""))
-                except RoleUnfit as error:
-                    fail(str(error))
-        else:
-            server = embedded_postgres.start(settings.home / "postgres")
-            try:
-                upgrade(server.url, revision)
-            finally:
-                server.stop()
-    stderr.print("the database has the schema of this version")
-    if grant:
-        stderr.print(f"role {grant} has the privileges of api processes and workers, and no others")
-
-
-def init(
-    organization: Annotated[str, typer.Option(help="Name of the first organization.")] = "main",
-    project: Annotated[str, typer.Option(help="Name of its first project.")] = "default",
-    json_output: JsonOption = False,
-) -> None:
-    """Create the first organization, project and admin key in the database, and prices for the
-    models.
-
-    Also creates the signing key of receipts on this machine, unless it exists or
-    WEIR_RECEIPT_KEY_FILE is `off`. Existing objects stay unchanged; each run creates one more admin
-    key, whose secret is printed only once.
-    """
-
-    settings = read_settings()
-    if not settings.database_url:
-        wrong_use("WEIR_DATABASE_URL is not set: set it to the database of the installation")
-    with clear_failures():
-        if not is_current(settings.database_url):
-            fail("the database schema does not match this version: run `weir migrate` first")
-        receipt_key = ensure_receipt_key(settings)
-        secret = asyncio.run(create_admin(settings.database_url, organization, project, *model_names(settings)))
-    if json_output:
-        print_json({"organization": organization, "project": project, "admin_key": secret})
-        return
-    typer.echo(secret)
-    stderr.print("This admin key is shown only once. Store it as WEIR_ADMIN_KEY where you run `weir`.")
-    if receipt_key is not None:
-        stderr.print(f"Receipts will be signed with {receipt_key}: copy it to the other servers.")
-
-
-def rotate_receipt_key() -> None:
-    """Replace the signing key of receipts on this machine; the old one is deleted.
-
-    Servers use the new key after a restart. Receipts signed with the old key stay valid: its public
-    key is kept.
-    """
-    path = key_path(read_settings().to_environment())
-    if path is None:
-        wrong_use("WEIR_RECEIPT_KEY_FILE is off: set it to a file to sign receipts")
-    try:
-        signer = replace_key(path)
-    except OSError as error:
-        fail(f"{path} cannot be written: {error.strerror}")
-    typer.echo(signer.key_id)
-    note(f"{path} has the new key: copy it to the other servers, and restart all")
-
-
-@doctor.command()
-def tensorrt(
-    model: Annotated[Path, typer.Option("--model", help="Checkpoint in Hugging Face layout.", exists=True, file_okay=False)],
-    tensor_parallel: Annotated[int, typer.Option("--tensor-parallel", min=1, help="Number of GPUs for tensor parallelism.")] = 1,
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Number of concurrent sequences.")] = 16,
-    as_json: JsonOption = False,
-) -> None:
-    """Examine TensorRT-LLM on this machine, and show the results. Occupies the GPU for a few
-    minutes.
-
-    Exit code 1 if Weir's engine would not work here.
-    """
-    from inference.adapters.tensorrt_doctor import examine
-    from inference.adapters.tensorrt_engine import TensorRtOptions
-    from inference.checkpoint.checkpoint import read_config
-    from inference.limits import EngineLimits
-
-    with clear_failures():
-        config = read_config(model)
-        window = min(config.context_window_tokens, 8192)
-        limits = EngineLimits(context_window_tokens=window, step_token_count_max=2048, running_sequence_count_max=batch)
-        options = TensorRtOptions(tensor_parallel_size=tensor_parallel)
-        found = examine(str(model), config.vocabulary_size, limits, options)
-    report("TensorRT-LLM on this machine", found, as_json)
-
-
-@doctor.command()
-def remote(
-    target: Annotated[str, typer.Argument(help="trtllm://host:port or vllm://host:port.")],
-    model: Annotated[Path, typer.Option("--model", help="Directory with its tokenizer.", exists=True, file_okay=False)],
-    share_prefixes: Annotated[bool, typer.Option("--share-prefixes", help="Tenants may share cached prefixes.")] = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Examine a server of `trtllm-serve --grpc` or `vllm serve --grpc`, and show the results.
-
-    Certificates are those of WEIR_REMOTE_TLS_*. Exit code 1 if Weir could not use the server.
-    """
-    from api.fleet.fleet import remote_settings
-    from inference.adapters.remote_doctor import examine
-
-    with clear_failures():
-        settings = replace(remote_settings(Settings.from_environment(), "doctor", target, model), share_prefixes=share_prefixes)
-        found = asyncio.run(examine(settings))
-    report(f"{target}, as Weir sees it", found, as_json)
-
-
-def report(title: str, found: Sequence[Observation], as_json: bool) -> NoReturn:
-    """Print the observations and exit, with code 1 if any is bad."""
-    from inference.adapters.findings import Verdict
-
-    if as_json:
-        print_json(found)
-    else:
-        rows = ((each.question, each.verdict.value, each.seen) for each in found)
-        show(table("question", "verdict", "seen", title=title, rows=rows))
-    raise typer.Exit(ExitCode.FAILED if any(each.verdict is Verdict.BAD for each in found) else ExitCode.DONE)

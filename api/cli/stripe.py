@@ -7,19 +7,26 @@ from __future__ import annotations
 
 import contextlib
 import os
-import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from operator import attrgetter
-from typing import Annotated
+from pathlib import Path
 
 import typer
 from rich.markup import escape
-from weir_cli.commands import ExitCode
-from weir_cli.render import JsonOption, csv_of, duration_text, fail, make_console, note, print_json, show, table, wrong_use
+from weir_cli.render import (
+    csv_of,
+    duration_text,
+    fail,
+    make_console,
+    note,
+    print_json,
+    show,
+    table,
+)
 
-from api.cli.stack import HomeOption, clear_failures, run
+from api.cli.stack import run
 from metering.core.errors import BillingDetailsMissing, InvalidValue
 from metering.core.models import TokenKind
 from metering.core.money import exact_text
@@ -29,7 +36,6 @@ from metering.export.export_settings import (
     ExportSettings,
     export_settings,
     stripe_settings,
-    webhook_settings,
 )
 from metering.export.exporting import Stream, counted
 from metering.export.reconciliation import (
@@ -37,37 +43,25 @@ from metering.export.reconciliation import (
     MonthReconciliation,
     OurMonth,
     conclude,
-    differences_here,
+    local_differences,
     our_month,
     stripe_counts,
 )
 from metering.export.stripe_gateway import StripeGateway
-from metering.export.stripe_inbox import PaymentState, serve_webhooks
-from metering.export.stripe_sync import Sync, export_status, payment_method_page, resend, settle
+from metering.export.stripe_inbox import PaymentState
+from metering.export.stripe_sync import ExportStatus, Sync
 from metering.store.db import Sessions
 from metering.tenants.tenants import find_organization
-
-stripe = typer.Typer(help="Bill with Stripe: sync, compare, correct.", no_args_is_help=True)
 
 PAYMENT_STATES = {
     PaymentState.FAILED: "failed",
     PaymentState.OVERDUE: "overdue",
     PaymentState.UNCOLLECTIBLE: "written off as uncollectible",
 }
-BatchArgument = Annotated[uuid.UUID, typer.Argument(help="Id of the batch, as shown by `weir stripe status`.", metavar="BATCH")]
 
 
-@stripe.command("sync")
-def sync(
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show the objects to create and update.")] = False,
-    as_json: JsonOption = False,
-    home: HomeOption = None,
-) -> None:
-    """Create missing customers, products, meters, prices and subscriptions at Stripe.
-
-    Also updates changed billing profiles. Repeat it after local changes. Exit code 1, with nothing
-    sent, if a billing profile lacks required fields.
-    """
+def synchronize(home: Path | None, *, dry_run: bool, as_json: bool) -> None:
+    """Create and update the objects at Stripe, and print them."""
 
     async def synchronized(sessions: Sessions) -> Sync | BillingDetailsMissing:
         sync = Sync(sessions, gateway(), dry_run)
@@ -84,35 +78,34 @@ def sync(
         fail(str(done))
     if as_json:
         without = {"without_payment_method": done.without_payment_method}
-        print_json({"dry_run": dry_run, "created": done.created, "updated": done.updated, "missing": []} | without)
+        print_json(
+            {"dry_run": dry_run, "created": done.created, "updated": done.updated, "missing": []}
+            | without
+        )
         return
     for each in done.created:
         typer.echo(f"{'would create' if dry_run else 'created'} {each}")
     for each in done.updated:
         typer.echo(f"{'would update' if dry_run else 'updated'} {each}")
     counts = (
-        f"{len(done.created)} {'to create' if dry_run else 'created'}, {len(done.updated)} {'to update' if dry_run else 'updated'}"
+        f"{len(done.created)} {'to create' if dry_run else 'created'}, {len(done.updated)}"
+        f" {'to update' if dry_run else 'updated'}"
     )
     note(f"{counts}; the rest exists")
     for name in done.without_payment_method:
         note(without_payment_method_text(name))
 
 
-@stripe.command("status")
-def status(as_json: JsonOption = False, home: HomeOption = None) -> None:
-    """Show the progress and problems of the export, unpaid invoices, and batches that need a
-    decision.
-    """
-    found = run(home, export_status)
-    if as_json:
-        print_json(found)
-        return
+def print_status(found: ExportStatus) -> None:
+    """Print the status of the export: a table of batches, then what needs attention."""
     rows = [(each.state, each.batch_count, each.token_count) for each in found.states]
     show(table("State", "Batches", "Tokens", right=("Batches", "Tokens"), rows=rows))
     if found.pause_reason:
         note(f"paused until {found.paused_until:%H:%M:%S} UTC: {found.pause_reason}")
     for name in found.changed_profiles:
-        note(f"the billing profile of {name} has changed since the last sync: run `weir stripe sync`")
+        note(
+            f"the billing profile of {name} has changed since the last sync: run `weir stripe sync`"
+        )
     if charges_automatically():
         for name in found.without_payment_method:
             note(f"{without_payment_method_text(name)} (as of the last `weir stripe sync`)")
@@ -121,65 +114,34 @@ def status(as_json: JsonOption = False, home: HomeOption = None) -> None:
     if found.unhandled_event_count:
         note(f"{found.unhandled_event_count} Stripe events are not processed yet")
     for organization, month in found.unsettled_months:
-        note(f"{month} of {organization} is closed; Stripe's invoices do not match ours yet: see `weir reconcile {month}`")
+        note(
+            f"{month} of {organization} is closed; Stripe's invoices do not match ours yet: see"
+            f" `weir reconcile {month}`"
+        )
     for invoice in found.unpaid_invoices:
-        amount = exact_text(invoice.amount_due_picos - invoice.amount_paid_picos, invoice.currency_code)
+        amount = exact_text(
+            invoice.amount_due_picos - invoice.amount_paid_picos, invoice.currency_code
+        )
         where = f": {invoice.hosted_url}" if invoice.hosted_url else ""
         state = PAYMENT_STATES[invoice.state]
-        typer.echo(f"{invoice.organization}  {invoice.month}  {amount} {invoice.currency_code}  payment {state}{where}")
+        typer.echo(
+            f"{invoice.organization}  {invoice.month}  {amount} {invoice.currency_code}  payment"
+            f" {state}{where}"
+        )
     for batch in found.needing_attention:
-        typer.echo(f"{batch.id}  {batch.state}  {batch.organization}  {batch.token_count:,} {batch.token_kind}  {batch.last_error}")
-
-
-@stripe.command("portal")
-def portal(
-    organization: Annotated[str, typer.Argument(help="Organization, by name or id.", metavar="ORG")],
-    home: HomeOption = None,
-) -> None:
-    """Print the URL of Stripe's page for the customer's payment method. Valid for minutes."""
-    typer.echo(run(home, lambda sessions: payment_method_page(sessions, gateway(), organization)))
-
-
-@stripe.command("resend")
-def resend_batch(batch: BatchArgument, home: HomeOption = None) -> None:
-    """Send a batch again: one that Stripe rejected, or one delivered in the last 24 hours.
-
-    A delivered batch is cancelled at Stripe first.
-    """
-    run(home, lambda sessions: resend(sessions, gateway(), batch))
-    note(f"{batch} is cancelled; its tokens are queued as a new part")
-
-
-@stripe.command("settle")
-def settle_batch(
-    batch: BatchArgument,
-    counted: Annotated[bool, typer.Option("--counted/--not-counted", help="Whether Stripe has counted it.")],
-    home: HomeOption = None,
-) -> None:
-    """Decide whether Stripe counted a parked batch, after checking there.
-
-    `weir reconcile MONTH --against-stripe` shows the sums.
-    """
-    run(home, lambda sessions: settle(sessions, batch, counted=counted))
-    note(f"{batch} is resolved")
-
-
-@stripe.command("webhooks")
-def webhooks(home: HomeOption = None) -> None:
-    """Receive Stripe's events on WEIR_STRIPE_WEBHOOK_LISTEN, until stopped. Needs a TLS proxy in
-    front.
-    """
-    with clear_failures():
-        settings = webhook_settings(os.environ)
-    if settings is None:
-        wrong_use("WEIR_STRIPE_WEBHOOK_SECRET is not set: set it to the signing secret of the webhook endpoint (whsec_…)")
-    run(home, lambda sessions: serve_webhooks(sessions, settings, lambda at: note(f"receiving Stripe's events at {at}")))
+        typer.echo(
+            f"{batch.id}  {batch.state}  {batch.organization}  {batch.token_count:,}"
+            f" {batch.token_kind}  {batch.last_error}"
+        )
 
 
 def without_payment_method_text(organization: str) -> str:
     """Return the remedy for an organization that Stripe cannot charge."""
     remedy = f"have the customer open the page that `weir stripe portal {organization}` prints"
-    return f"{organization} has no default payment method at Stripe, so its next invoice cannot be charged: {remedy}"
+    return (
+        f"{organization} has no default payment method at Stripe, so its next invoice cannot be"
+        f" charged: {remedy}"
+    )
 
 
 def charges_automatically() -> bool:
@@ -208,24 +170,20 @@ CSV_COLUMNS = (
 )
 
 
-def reconcile(
-    month: Annotated[str, typer.Argument(help="Month in UTC, as YYYY-MM.")],
-    organization: Annotated[
-        str | None, typer.Option("--organization", "--org", help="Only this organization, by name or id.")
-    ] = None,
-    against_stripe: Annotated[bool, typer.Option("--against-stripe", help="Fetch Stripe's counts; one call per meter.")] = False,
-    as_json: JsonOption = False,
-    as_csv: Annotated[bool, typer.Option("--csv", help="Print the differences as CSV.")] = False,
-    home: HomeOption = None,
-) -> None:
-    """Compare usage, ledger, our invoices, exported batches, the biller's counts and its invoices.
-
-    Read-only. With WEIR_EXPORT=file, the biller's counts are the file's. Exit code 1 on any
-    difference.
-    """
-    if as_json and as_csv:
-        raise typer.BadParameter("give --json or --csv, not both", param_hint="--csv")
-    found = run(home, lambda sessions: reconciled(sessions, month, organization, against_stripe=against_stripe))
+def compare(
+    home: Path | None,
+    month: str,
+    organization: str | None,
+    *,
+    against_stripe: bool,
+    as_json: bool,
+    as_csv: bool,
+) -> bool:
+    """Compare the stages of a month and print them; return whether all agree."""
+    found = run(
+        home,
+        lambda sessions: reconciled(sessions, month, organization, against_stripe=against_stripe),
+    )
     now = datetime.now(UTC)
     if as_json:
         print_json(document(found))
@@ -233,36 +191,42 @@ def reconcile(
         typer.echo(sheet(found.differences), nl=False)
     else:
         print_comparison(found, now)
-    if not found.balanced:
-        raise typer.Exit(ExitCode.FAILED)
+    return found.balanced
 
 
-async def reconciled(sessions: Sessions, month: str, organization: str | None, *, against_stripe: bool) -> MonthReconciliation:
+async def reconciled(
+    sessions: Sessions, month: str, organization: str | None, *, against_stripe: bool
+) -> MonthReconciliation:
     """Return every stage of the month, from one snapshot of the database. Raises: MeteringError."""
     settings = export_settings(os.environ)
     destination = Destination.STRIPE if against_stripe else settings.destination
     async with sessions() as session:
         await session.connection(execution_options={"isolation_level": "REPEATABLE READ"})
-        chosen = None if organization is None else (await find_organization(session, organization)).id
+        chosen = (
+            None if organization is None else (await find_organization(session, organization)).id
+        )
         ours = await our_month(session, month, () if chosen is None else (chosen,))
         if destination is Destination.OFF:
             return conclude(month, ours)
-        here = await differences_here(session, ours, chosen)
+        local = await local_differences(session, ours, chosen)
     counts = await biller_counts(sessions, settings, ours, against_stripe=against_stripe)
-    return conclude(month, ours, here, counts, destination.value)
+    return conclude(month, ours, local, counts, destination.value)
 
 
 async def biller_counts(
     sessions: Sessions, settings: ExportSettings, ours: OurMonth, *, against_stripe: bool
 ) -> Sequence[int] | None:
-    """Return the biller's count of each sum; None if not fetched. Raises: StripeFailed,
-    InvalidValue.
-    """
+    """Return the biller's count of each sum; None if not fetched. Raises: StripeFailed."""
     if against_stripe:
-        return await stripe_counts(sessions, StripeGateway(settings.stripe or stripe_settings(os.environ)), ours)
+        return await stripe_counts(
+            sessions, StripeGateway(settings.stripe or stripe_settings(os.environ)), ours
+        )
     if settings.destination is Destination.FILE:
         totals = counted(settings.file, ours.begins, ours.until)
-        return [totals[Stream(each.organization_id, each.price_version, TokenKind(each.token_kind))] for each in ours.sums]
+        return [
+            totals[Stream(each.organization_id, each.price_version, TokenKind(each.token_kind))]
+            for each in ours.sums
+        ]
     return None
 
 
@@ -270,16 +234,30 @@ def print_comparison(found: MonthReconciliation, now: datetime) -> None:
     """Print the sums of each stage, then the differences with age and remedy."""
     counted = ("used", "posted", "invoiced", "due", "batched", "delivered")
     heads = ("organization", "model", "tier", "price version", "tokens", *counted, "biller")
-    made = table(*heads, right=heads[5:], title=f"{found.month}, hours until {found.ours.until:%Y-%m-%d %H:%M} UTC are due")
+    made = table(
+        *heads,
+        right=heads[5:],
+        title=f"{found.month}, hours until {found.ours.until:%Y-%m-%d %H:%M} UTC are due",
+    )
     counts = found.counted or [None] * len(found.ours.sums)
     for each, count in zip(found.ours.sums, counts, strict=True):
         numbers = (getattr(each, name) for name in counted)
         biller = "not fetched" if count is None else count
-        made.add_row(each.organization, each.model, each.tier, str(each.price_version), each.token_kind, *numbers, biller)
+        made.add_row(
+            each.organization,
+            each.model,
+            each.tier,
+            str(each.price_version),
+            each.token_kind,
+            *numbers,
+            biller,
+        )
     show(made)
     console = make_console()
     for difference in found.differences:
-        console.print(f"[red]{difference.stage}[/red]  {escape(headline(difference, now))}", soft_wrap=True)
+        console.print(
+            f"[red]{difference.stage}[/red]  {escape(headline(difference, now))}", soft_wrap=True
+        )
         console.print(f"    [dim]remedy:[/dim] {escape(difference.remedy)}", soft_wrap=True)
     if not found.biller:
         note("nothing is exported (WEIR_EXPORT is off): the ledger is the last stage compared")
@@ -294,23 +272,37 @@ def headline(difference: Difference, now: datetime) -> str:
         where.append(f"version {difference.price_version} {difference.token_kind}")
     what = f"{difference.token_count:,} tokens" if difference.token_count else ""
     if difference.amount_picos:
-        amount = f"{exact_text(difference.amount_picos, difference.currency_code)} {difference.currency_code}"
+        amount = (
+            f"{exact_text(difference.amount_picos, difference.currency_code)}"
+            f" {difference.currency_code}"
+        )
         what = f"{what}, {amount}" if what else amount
-    age = f", for {duration_text((now - difference.since).total_seconds())}" if difference.since else ""
+    age = (
+        f", for {duration_text((now - difference.since).total_seconds())}"
+        if difference.since
+        else ""
+    )
     return f"{' '.join(filter(None, where))}: {what}{age}: {difference.detail}"
 
 
 def document(found: MonthReconciliation) -> dict[str, object]:
     """Return the comparison for `--json`."""
     counts = found.counted or [None] * len(found.ours.sums)
-    sums = [asdict(each) | {"biller": count} for each, count in zip(found.ours.sums, counts, strict=True)]
+    sums = [
+        asdict(each) | {"biller": count}
+        for each, count in zip(found.ours.sums, counts, strict=True)
+    ]
     head = {"month": found.month, "until": found.ours.until, "balanced": found.balanced}
     return head | {"sums": sums, "differences": found.differences}
 
 
 def sheet(differences: Sequence[Difference]) -> str:
     """Return the differences as CSV (RFC 4180) with a header."""
-    columns: dict[str, Callable[[Difference], object]] = {name: attrgetter(name) for name in CSV_COLUMNS}
-    columns["amount"] = lambda each: exact_text(each.amount_picos, each.currency_code) if each.currency_code else ""
+    columns: dict[str, Callable[[Difference], object]] = {
+        name: attrgetter(name) for name in CSV_COLUMNS
+    }
+    columns["amount"] = lambda each: (
+        exact_text(each.amount_picos, each.currency_code) if each.currency_code else ""
+    )
     columns["since"] = lambda each: each.since.astimezone(UTC).isoformat() if each.since else ""
     return csv_of(differences, columns, line_end="\r\n")

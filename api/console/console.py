@@ -1,7 +1,8 @@
-"""The console's door: its files, who is signed in, and the calls of the page as JSON. What is not under `/console` is others'.
+"""HTTP handler of the console: static files, sessions, and RPCs of the page as JSON.
 
-`POST /console/api/<Service>/<Method>` takes and gives the messages of the contract in protobuf's JSON form; what is refused is a
-`google.rpc.Status` in it. `GET /console/api/session` tells what a key is good for.
+`POST /console/api/<Service>/<Method>` has protobuf's JSON form of the contract's messages; errors
+are a `google.rpc.Status` in that form. `GET /console/api/session` returns the permissions of a key.
+Paths outside `/console` are passed on.
 """
 
 from __future__ import annotations
@@ -26,7 +27,14 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 from api.access.auth import SCOPES, Authenticator
 from api.core.addresses import FORWARDED_FOR
-from api.core.errors import ERROR_DOMAIN, STATUS_DETAILS_KEY, FieldViolation, InvalidRequest, MessageUnreadable, status_of
+from api.core.errors import (
+    ERROR_DOMAIN,
+    STATUS_DETAILS_KEY,
+    FieldViolation,
+    InvalidRequest,
+    MessageUnreadable,
+    status_of,
+)
 from api.core.interceptor import Failed, guarded, writing
 from api.observability.observer import HTTP, Observer
 from api.openai.listener import Handle, peer_of, read_body, secret_of
@@ -46,11 +54,12 @@ POLICY = "; ".join(
         "default-src 'none'",
         *("script-src 'self'", "style-src 'self'", "img-src 'self'", "connect-src 'self'"),
         *("base-uri 'none'", "form-action 'none'", "frame-ancestors 'none'"),
-        *("require-trusted-types-for 'script'", "trusted-types 'none'"),  # text can never become markup or code
+        # Text can never become markup or code.
+        *("require-trusted-types-for 'script'", "trusted-types 'none'"),
     )
 )
 
-# On every answer of the console, whatever it is.
+# Headers of every response of the console.
 HEADERS: Mapping[str, str] = {
     "content-security-policy": POLICY,
     "x-content-type-options": "nosniff",
@@ -61,7 +70,8 @@ HEADERS: Mapping[str, str] = {
     "permissions-policy": "camera=(), geolocation=(), microphone=()",
 }
 
-PASSED_ON = ("authorization", "traceparent", "tracestate", FORWARDED_FOR)  # headers that are metadata of the call
+# HTTP headers that become metadata of the RPC.
+FORWARDED_HEADERS = ("authorization", "traceparent", "tracestate", FORWARDED_FOR)
 Write = Callable[[Message], Awaitable[None]]
 OFFERED: Mapping[str, tuple[str, ...]] = {
     "AdminService": (
@@ -69,7 +79,14 @@ OFFERED: Mapping[str, tuple[str, ...]] = {
         *("ListLiveRequests", "ListReplicas", "GetRequest", "KillRequest"),
     ),
     "BillingService": (
-        *("GetUsage", "GetForecast", "ListMonths", "GetMonthReport", "GetMonthDocument", "ExportMonth"),
+        *(
+            "GetUsage",
+            "GetForecast",
+            "ListMonths",
+            "GetMonthReport",
+            "GetMonthDocument",
+            "ExportMonth",
+        ),
         *("GetInvoice", "VerifyMonth", "GetReconciliation", "ListAdjustments"),
     ),
     "InferenceService": ("ListModels", "GetQuota", "GetGeneration"),
@@ -80,42 +97,58 @@ NAMES = [f"{service}/{method}" for service, methods in OFFERED.items() for metho
 ROOT = "/console"
 API = f"{ROOT}/api/"
 SESSION = "session"
-ANYBODY = "/weir.v1.ReceiptService/ListReceiptKeys"  # the call that every good key may make: telling what it may is no more
+# An RPC that every valid key may call: only the key's identity is checked.
+ANY_KEY_RPC = "/weir.v1.ReceiptService/ListReceiptKeys"
 JSON = "application/json"
-BODY_BYTES_MAX = 65_536  # the page asks by names and ids
-ANSWER_BYTES_MAX = 2**20  # of a message; turned into JSON it is five times as much, and takes a quarter of a second of a thread
-TOO_LARGE = "the answer is too large for a page: ask for less, or with the command `weir`"
+BODY_BYTES_MAX = 65_536  # requests of the page hold names and ids
+# Bytes of an encoded message. As JSON it is five times as large and takes a thread 0.25 s.
+ANSWER_BYTES_MAX = 2**20
+TOO_LARGE = "the response is too large for a page: request less, or use the command `weir`"
 UNREADABLE_CHARS_MAX = 300
-FAULT_CODES = {404: code_pb2.UNIMPLEMENTED, 405: code_pb2.UNIMPLEMENTED, 408: code_pb2.DEADLINE_EXCEEDED}
+FAULT_CODES = {
+    404: code_pb2.UNIMPLEMENTED,
+    405: code_pb2.UNIMPLEMENTED,
+    408: code_pb2.DEADLINE_EXCEEDED,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class PageFile:
-    """One file. etag: of its bytes, as the header has it."""
+    """Static file. etag: value of the header, by content."""
 
     content: bytes
     media_type: str
     etag: str
 
     def answer(self, request: web.BaseRequest) -> web.Response:
-        """The file, or that the browser has it already."""
-        headers = {**HEADERS, "cache-control": "no-cache", "etag": self.etag, "content-type": self.media_type}
-        if any(each.value == self.etag.strip('"') or each.value == "*" for each in request.if_none_match or ()):
+        """Return the file, or status 304 if the browser has it."""
+        headers = {
+            **HEADERS,
+            "cache-control": "no-cache",
+            "etag": self.etag,
+            "content-type": self.media_type,
+        }
+        if any(
+            each.value == self.etag.strip('"') or each.value == "*"
+            for each in request.if_none_match or ()
+        ):
             return web.Response(status=304, headers=headers)
         return web.Response(body=self.content, headers=headers)
 
 
 def read_files(directory: Path = STATIC) -> dict[str, PageFile]:
-    """By name; `""` is the page itself."""
-    found = {}
+    """Return the static files by name; `""` is the page."""
+    files = {}
     for path in (path for path in directory.iterdir() if path.suffix in MEDIA_TYPES):
         content = path.read_bytes()
-        found[path.name] = PageFile(content, MEDIA_TYPES[path.suffix], f'"{hashlib.sha256(content).hexdigest()[:32]}"')
-    return found | {"": found["index.html"]}
+        files[path.name] = PageFile(
+            content, MEDIA_TYPES[path.suffix], f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+        )
+    return files | {"": files["index.html"]}
 
 
 class Refused(grpc.aio.AbortError):
-    """A call was refused. Interceptor and handlers let it pass, as they do gRPC's own."""
+    """Refused call. Passes through interceptor and handlers like gRPC's own error."""
 
     def __init__(self, status: status_pb2.Status) -> None:
         super().__init__(status.message)
@@ -123,11 +156,15 @@ class Refused(grpc.aio.AbortError):
 
 
 class CallContext:
-    """The part of `grpc.aio.ServicerContext` that handlers of this service use."""
+    """Subset of `grpc.aio.ServicerContext` that handlers of this service use."""
 
     def __init__(self, request: web.BaseRequest, write: Write | None = None) -> None:
-        """write: takes the messages of a call that answers with a stream."""
-        self._metadata = tuple((name, value) for name in PASSED_ON for value in request.headers.getall(name, ()))
+        """write: receives the messages of a server-streaming RPC."""
+        self._metadata = tuple(
+            (name, value)
+            for name in FORWARDED_HEADERS
+            for value in request.headers.getall(name, ())
+        )
         self._peer = peer_of(request)
         self._write = write
 
@@ -138,16 +175,19 @@ class CallContext:
         return self._peer
 
     def code(self) -> None:
-        """See `ServicerContext`: no handler has set one."""
+        """Implement `ServicerContext.code`; no handler sets one."""
 
     async def write(self, message: Message) -> None:
-        assert self._write is not None, "the call answers once"
+        assert self._write is not None, "the RPC is unary"
         await self._write(message)
 
     async def abort(
-        self, code: grpc.StatusCode, details: str = "", trailing_metadata: Sequence[tuple[str, bytes]] = ()
+        self,
+        code: grpc.StatusCode,
+        details: str = "",
+        trailing_metadata: Sequence[tuple[str, bytes]] = (),
     ) -> NoReturn:
-        """See `ServicerContext`; the details travel as gRPC sends them. Raises: Refused."""
+        """Implement `ServicerContext.abort`; details are sent as by gRPC. Raises: Refused."""
         packed = dict(trailing_metadata).get(STATUS_DETAILS_KEY)
         if packed is None:
             raise Refused(status_pb2.Status(code=code.value[0], message=details))
@@ -156,7 +196,10 @@ class CallContext:
 
 @dataclass(frozen=True, slots=True)
 class OfferedCall:
-    """One of them. path: as gRPC names it. answer: the guarded handler; of a call with a stream of messages it writes them."""
+    """RPC that the console offers.
+
+    path: gRPC's name. answer: guarded handler, which writes the messages of a server stream.
+    """
 
     path: str
     request_type: type[Message]
@@ -165,26 +208,26 @@ class OfferedCall:
 
 
 def offered_calls(servicers: Servicers, failed: Failed) -> dict[str, OfferedCall]:
-    """By `Service/Method`. failed: told of each that ends with an error."""
+    """Return the offered RPCs by `Service/Method`. failed: called for each that fails."""
     answering: Mapping[str, object] = {
         "AdminService": servicers.admin,
         "BillingService": servicers.billing,
         "InferenceService": servicers.inference,
         "ReceiptService": servicers.receipts,
     }
-    found = {}
+    calls = {}
     for name in NAMES:
         service, _, method = name.partition("/")
         described = Default().FindServiceByName(f"weir.v1.{service}").methods_by_name[method]
         path, handle = f"/weir.v1.{name}", getattr(answering[service], method)
         handle = guarded(writing(handle) if described.server_streaming else handle, path, failed)
         request_type = GetMessageClass(described.input_type)
-        found[name] = OfferedCall(path, request_type, handle, described.server_streaming)
-    return found
+        calls[name] = OfferedCall(path, request_type, handle, described.server_streaming)
+    return calls
 
 
 class Console:
-    """Answers what is under `/console`, and hands everything else on."""
+    """Handler of paths under `/console`; passes all others on."""
 
     def __init__(
         self,
@@ -196,24 +239,24 @@ class Console:
         is_draining: Callable[[], bool],
         stall_max_s: float,
     ) -> None:
-        """others: answers what is not the console's. observer: told of what is refused.
+        """others: handler of all other paths. observer: counts refusals.
 
-        stall_max_s: a client that takes nothing of a file for so long has gone.
+        stall_max_s: time after which a client that reads nothing of a file counts as gone.
         """
         self._calls = offered_calls(servicers, observer.call_failed)
         self._files = read_files()
         self._authenticator = authenticator
-        self._others = others
+        self._next = others
         self._observer = observer
         self._is_draining = is_draining
         self._stall_max_s = stall_max_s
-        # One answer at a time: a thread that computes slows the streams of this process.
+        # One response at a time: a computing thread slows the streams of this process.
         self._json_thread = ThreadPoolExecutor(1, "weir-console")
 
     def handle(self, request: web.BaseRequest) -> Coroutine[Any, Any, web.StreamResponse]:
-        """Answer a request of the console, or pass it on."""
-        is_own = request.path == ROOT or request.path.startswith(f"{ROOT}/")
-        return self._handle(request) if is_own else self._others(request)
+        """Handle a request of the console, or pass it on."""
+        is_own = request.path in ("/", ROOT) or request.path.startswith(f"{ROOT}/")
+        return self._handle(request) if is_own else self._next(request)
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         closing = False
@@ -222,10 +265,12 @@ class Console:
         except HttpFault as fault:
             closing = fault.closing
             self._observer.http_failed(fault.refusal.code)
-            response = refused(fault_status(fault), fault.refusal.http_status, fault.refusal.headers)
+            response = refused(
+                fault_status(fault), fault.refusal.http_status, fault.refusal.headers
+            )
         except Refused as error:
             response = refused(error.status)
-        except ConnectionError:  # in the middle of its body
+        except ConnectionError:  # the client disconnected while sending its body
             return web.Response(status=400, headers=HEADERS)
         except Exception as error:
             self._observer.call_failed(HTTP, error)
@@ -235,14 +280,15 @@ class Console:
         return response
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        if request.path == ROOT:
+        if request.path in ("/", ROOT):
             check_method(request, "GET", "HEAD")
-            return web.Response(status=307, headers={**HEADERS, "location": "console/"})  # also behind a proxy with a prefix
+            # Relative, for proxies with a path prefix.
+            return web.Response(status=307, headers={**HEADERS, "location": "console/"})
         if request.path.startswith(API):
             return await self._answer_call(request, request.path.removeprefix(API))
         file = self._files.get(request.path.removeprefix(f"{ROOT}/"))
         if file is None:
-            raise HttpFault(404, "the console has no such file", "unknown_url")
+            raise HttpFault(404, "the console does not have this file", "unknown_url")
         check_method(request, "GET", "HEAD")
         return file.answer(request)
 
@@ -253,33 +299,43 @@ class Console:
         call = self._calls.get(name)
         if call is None:
             raise HttpFault(
-                404, "the console does not offer this call; gRPC and the command `weir` do, if there is one", "not_offered"
+                404,
+                "the console does not offer this call: use gRPC or the command `weir`",
+                "not_offered",
             )
         check_method(request, "POST")
         if request.content_type != JSON:
             raise HttpFault(415, f"send the request as {JSON}", "unsupported_media_type")
-        secret_of(request)  # before a body is read; whose it is, and for what, the handler asks
-        asked = read_message(await read_body(request, BODY_BYTES_MAX), call.request_type)
+        secret_of(request)  # before the body is read; the handler authenticates
+        parsed = read_message(await read_body(request, BODY_BYTES_MAX), call.request_type)
         if call.is_file:
-            return await FileAnswer(request, self._stall_max_s).serve(call, asked)
-        answer: Message = await call.answer(asked, CallContext(request))
+            return await FileAnswer(request, self._stall_max_s).serve(call, parsed)
+        answer: Message = await call.answer(parsed, CallContext(request))
         return as_json(await self._json_of(answer))
 
     async def _session(self, request: web.BaseRequest) -> web.Response:
-        """What the key is good for. The page shows what its calls may fetch, and the calls decide."""
-        origin = self._authenticator.proxies.origin(peer_of(request), request.headers.getall(FORWARDED_FOR, ()))
-        principal = await self._authenticator.principal_of(secret_of(request), method=ANYBODY, origin=origin)
-        told: dict[str, Any] = {
+        """Return the permissions of the key, for display; each RPC checks its own."""
+        origin = self._authenticator.proxies.origin(
+            peer_of(request), request.headers.getall(FORWARDED_FOR, ())
+        )
+        principal = await self._authenticator.principal_of(
+            secret_of(request), method=ANY_KEY_RPC, origin=origin
+        )
+        session: dict[str, Any] = {
             "keyPrefix": principal.key_prefix,
             "organizationId": str(principal.organization_id),
             "currencyCode": principal.currency_code,
             "scopes": sorted(principal.scopes),
-            "calls": [name for name, call in self._calls.items() if not principal.scopes.isdisjoint(SCOPES[call.path])],
+            "calls": [
+                name
+                for name, call in self._calls.items()
+                if not principal.scopes.isdisjoint(SCOPES[call.path])
+            ],
         }
-        return as_json(json.dumps(told))
+        return as_json(json.dumps(session))
 
     async def _json_of(self, answer: Message) -> str:
-        """A message in protobuf's JSON form, made in a thread. Raises: InvalidRequest if it is too large for that."""
+        """Convert a message to protobuf's JSON in a thread. Raises: InvalidRequest if too large."""
         if answer.ByteSize() > ANSWER_BYTES_MAX:
             raise InvalidRequest([FieldViolation("page_size", TOO_LARGE)])
         write = functools.partial(json_format.MessageToJson, answer, indent=None)
@@ -287,20 +343,20 @@ class Console:
 
 
 class FileAnswer:
-    """A call that answers with the pieces of a file: they become the body of one response."""
+    """RPC whose stream of messages becomes a file in one response."""
 
     def __init__(self, request: web.BaseRequest, stall_max_s: float) -> None:
         self._request = request
         self._stall_max_s = stall_max_s
         self._response: web.StreamResponse | None = None
 
-    async def serve(self, call: OfferedCall, asked: Message) -> web.StreamResponse:
-        """Answer. What fails after the first piece breaks the connection, so that nobody takes a part for the whole.
+    async def serve(self, call: OfferedCall, parsed: Message) -> web.StreamResponse:
+        """Serve the file. A failure after the first piece aborts the connection.
 
-        Raises: Refused before that.
+        Raises: Refused before the first piece.
         """
         try:
-            await call.answer(asked, CallContext(self._request, self._write))
+            await call.answer(parsed, CallContext(self._request, self._write))
         except Refused:
             if self._response is None:
                 raise
@@ -316,30 +372,42 @@ class FileAnswer:
             async with asyncio.timeout(self._stall_max_s):
                 if self._response is None:
                     disposition = f'attachment; filename="{piece.file_name}"'
-                    headers = {"content-type": piece.media_type, "content-disposition": disposition, "cache-control": "no-store"}
+                    headers = {
+                        "content-type": piece.media_type,
+                        "content-disposition": disposition,
+                        "cache-control": "no-store",
+                    }
                     self._response = web.StreamResponse(headers={**HEADERS, **headers})
                     await self._response.prepare(self._request)
                 await self._response.write(piece.chunk)
-        except (TimeoutError, ConnectionError) as gone:  # no mistake of ours
-            raise Refused(status_pb2.Status(code=code_pb2.CANCELLED, message="nobody takes the file")) from gone
+        except (TimeoutError, ConnectionError) as gone:  # not an error of the server
+            raise Refused(
+                status_pb2.Status(code=code_pb2.CANCELLED, message="the client is gone")
+            ) from gone
 
 
 def read_message(body: bytes, kind: type[Message]) -> Message:
-    """A request in protobuf's JSON form; nothing at all is the empty one. Raises: MessageUnreadable saying what is wrong."""
+    """Parse a request in protobuf's JSON form; an empty body is an empty message.
+
+    Raises: MessageUnreadable.
+    """
     message = kind()
     try:
         return json_format.Parse(body.decode() or "{}", message)
-    except Exception as error:  # its parser raises whatever the values make it raise
-        said = "".join(each for each in str(error) if each.isprintable())[:UNREADABLE_CHARS_MAX]
+    except Exception as error:  # the parser raises errors of many types
+        detail = "".join(each for each in str(error) if each.isprintable())[:UNREADABLE_CHARS_MAX]
         raise MessageUnreadable(
-            f"the body is not a {message.DESCRIPTOR.full_name} as JSON: {said or type(error).__name__}"
+            f"the body is not a {message.DESCRIPTOR.full_name} as JSON:"
+            f" {detail or type(error).__name__}"
         ) from error
 
 
-def check_method(request: web.BaseRequest, *taken: str) -> None:
-    """Raises: HttpFault for another method of HTTP. `OPTIONS` is among them: no other origin may call."""
-    if request.method not in taken:
-        raise HttpFault(405, f"this takes {taken[0]}", "method_not_allowed", {"allow": ", ".join(taken)})
+def check_method(request: web.BaseRequest, *allowed: str) -> None:
+    """Raise HttpFault for another HTTP method, even `OPTIONS`: other origins may not call."""
+    if request.method not in allowed:
+        raise HttpFault(
+            405, f"allowed: {allowed[0]}", "method_not_allowed", {"allow": ", ".join(allowed)}
+        )
 
 
 def as_json(text: str, http_status: int = 200) -> web.Response:
@@ -348,8 +416,11 @@ def as_json(text: str, http_status: int = 200) -> web.Response:
 
 
 def refused(status: status_pb2.Status, http_status: int = 0, more: Any = None) -> web.Response:
-    """A status as an answer. http_status: where HTTP alone is what is wrong. more: headers beside those of the status."""
-    response = as_json(json_format.MessageToJson(status, indent=None), http_status or HTTP_STATUSES.get(status.code, 500))
+    """Return a status as a response. http_status: of an HTTP fault. more: headers to add."""
+    response = as_json(
+        json_format.MessageToJson(status, indent=None),
+        http_status or HTTP_STATUSES.get(status.code, 500),
+    )
     response.headers.update(refusal_of(status).headers if more is None else more)
     return response
 
@@ -357,5 +428,7 @@ def refused(status: status_pb2.Status, http_status: int = 0, more: Any = None) -
 def fault_status(fault: HttpFault) -> status_pb2.Status:
     code = FAULT_CODES.get(fault.refusal.http_status, code_pb2.INVALID_ARGUMENT)
     status = status_pb2.Status(code=code, message=fault.refusal.message)
-    status.details.add().Pack(error_details_pb2.ErrorInfo(reason=fault.refusal.code.upper(), domain=ERROR_DOMAIN))
+    status.details.add().Pack(
+        error_details_pb2.ErrorInfo(reason=fault.refusal.code.upper(), domain=ERROR_DOMAIN)
+    )
     return status

@@ -1,1 +1,1 @@
-"""Which models a process serves, and by which engines: read from settings or a fleet file, and built."""
+"""Models and engines of a process, read from settings or a fleet file, and built."""

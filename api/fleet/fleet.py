@@ -1,32 +1,57 @@
-"""What a process serves: engines and the names that they go by, from `WEIR_FLEET` or, without one, from `WEIR_MODELS`.
+"""Engines of a process and their model names, from `WEIR_FLEET` or, without it, `WEIR_MODELS`.
 
-It is one of the places of the API that know concrete engines.
+One of the few modules of the API that know concrete engines.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
 from urllib.parse import quote
 
 import grpc
 import structlog
 
-from api.core.settings import SettingInvalid, Settings, bundled_models
-from api.fleet.fleet_file import EngineKind, Fleet, FleetModel, FleetTarget, FleetVersion, read_fleet
+from api.core.settings import SettingInvalid, Settings, bundled_encoders, bundled_models
+from api.fleet.fleet_file import (
+    EngineKind,
+    Fleet,
+    FleetModel,
+    FleetTarget,
+    FleetVersion,
+    read_fleet,
+)
+from common.gpus import GpusUnknown, read_gpus, visible_gpus
 from inference.adapters.remote_settings import RemoteSettings, Target, TlsFiles, parse_target
-from inference.adapters.tensorrt_engine import TensorRtEngine, TensorRtOptions, TensorRtSettings
+from inference.adapters.tensorrt_engine import TensorRtEngine
+from inference.adapters.tensorrt_settings import (
+    TensorRtOptions,
+    TensorRtSettings,
+    with_config,
+)
 from inference.adapters.torch_engine import TorchEngine, TorchEngineSettings
-from inference.capabilities import combined
 from inference.core.options import CostModel
 from inference.encoder.engine import EncoderSettings, TorchEncoder
 from inference.engine import Encoder, Engine
 from inference.native.packed_file import PackedPlace
 from inference.routing.encoder_set import EncoderReplica, EncoderSet
-from inference.routing.memory import HOST_BYTES, BudgetTooSmall, MemoryBudget, Resident, stored_bytes, torch_memory_bytes
+from inference.routing.memory import (
+    HOST_BYTES,
+    BudgetTooSmall,
+    GpusTooFew,
+    GpuTooSmall,
+    MemoryBudget,
+    Resident,
+    stored_bytes,
+    torch_memory_bytes,
+)
 from inference.routing.on_demand import OnDemandEncoder, OnDemandEngine, SlotTerms
 from inference.routing.placement import POLICIES, LeastLoaded
 from inference.routing.replica import BreakerLimits, Replica
@@ -37,15 +62,23 @@ from inference.workers.process import HostOpener, open_host
 
 log = structlog.get_logger(__name__)
 
-FETCH_TIMEOUT_S = 30.0  # for a tokenizer of some ten MB; a server that loads its model does not answer yet
+# Memory of a GPU above which another process uses it; drivers and displays use less.
+GPU_USED_BYTES_MAX = 1 << 30
+# Seconds for a tokenizer of some 10 MB; a server that loads its model does not answer.
+FETCH_TIMEOUT_S = 30.0
+CPU_KV_CACHE_BYTES = 1 << 30
+CPU_STEP_TOKENS, GPU_STEP_TOKENS = 512, 2048  # a GPU's products need more rows
 
 
-def encoder_plan(settings: Settings, name: str, directory: Path) -> tuple[Callable[[], Encoder], int]:
-    """How an encoder is built, and how much memory it takes. Raises: CheckpointInvalid naming the file."""
+def encoder_plan(
+    settings: Settings, name: str, directory: Path
+) -> tuple[Callable[[], Encoder], int]:
+    """Return a factory for an encoder and its memory in bytes. Raises: CheckpointInvalid."""
     options = EncoderSettings(
         directory=directory,
         name=name,
-        compute_dtype=settings.engine_dtype,
+        # A vector's error in bfloat16 is that of its 8 bits, and encoders are small.
+        compute_dtype="float32" if settings.engine_dtype == "auto" else settings.engine_dtype,
         device="cuda" if settings.engine_device == "cuda" else "cpu",
         torch_thread_count=settings.engine_thread_count,
         batch_token_count_max=settings.encoder_batch_tokens,
@@ -54,25 +87,95 @@ def encoder_plan(settings: Settings, name: str, directory: Path) -> tuple[Callab
     return lambda: TorchEncoder(options), memory_bytes
 
 
+def named_gpus(fleet: Fleet) -> tuple[str, ...]:
+    """Return the ids of the GPUs that versions name."""
+    named = (gpu for model in fleet.models for each in model.versions for gpu in each.gpus)
+    return tuple(dict.fromkeys(named))
+
+
+def memory_of_gpus(ids: Sequence[str]) -> dict[str, int]:
+    """Return the bytes of each GPU whose size is known, and log those that others use."""
+    try:
+        found = read_gpus(ids)
+    except GpusUnknown as error:
+        if ids:
+            log.info("gpu_memory_unknown", reason=str(error))
+        return {}
+    for each, gpu in found.items():
+        if gpu.used_bytes > GPU_USED_BYTES_MAX:
+            log.warning("gpu_memory_in_use", gpu=each, name=gpu.name, used_bytes=gpu.used_bytes)
+    return {each: gpu.memory_bytes for each, gpu in found.items()}
+
+
+class Build(Protocol):
+    """Factory of an engine. environment: of its worker; read at each start."""
+
+    def __call__(self, environment: Mapping[str, str] = ...) -> Engine:
+        """Return an engine that is not started."""
+
+
+class EnginePlan(NamedTuple):
+    """Factory of an engine and its needs. memory_bytes: of the whole engine.
+
+    gpu_count: GPUs that it has alone. shard_count: those that share its weights; 0 without GPUs.
+    """
+
+    build: Build
+    memory_bytes: int
+    gpu_count: int = 0
+    shard_count: int = 0
+
+
 def engine_plan(
-    settings: Settings, kind: EngineKind, name: str, directory: Path, opener: HostOpener
-) -> tuple[Callable[[], Engine], int]:
-    """How an engine is built, and how much memory it takes. Raises: CheckpointInvalid, SettingInvalid."""
+    settings: Settings,
+    kind: EngineKind,
+    name: str,
+    directory: Path,
+    opener: HostOpener,
+    engine_config: Mapping[str, Any] | None = None,
+) -> EnginePlan:
+    """Return the plan of an engine. Raises: CheckpointInvalid, SettingInvalid."""
     match kind:
         case "tensorrt":
             tensorrt = tensorrt_settings(settings, name, directory)
-            return lambda: TensorRtEngine(tensorrt), stored_bytes(directory)
+            try:
+                tensorrt = with_config(tensorrt, engine_config or {})
+            except ValueError as error:
+                raise SettingInvalid(
+                    f"WEIR_FLEET: model {name!r}: engine_config: {error}"
+                ) from error
+
+            def build(environment: Mapping[str, str] = MappingProxyType({})) -> Engine:
+                return TensorRtEngine(replace(tensorrt, environment=environment))
+
+            weights_bytes = stored_bytes(directory)
+            return EnginePlan(build, weights_bytes, tensorrt.gpu_count, tensorrt.shard_count)
         case "torch" | "simulated":
             own = replace(settings, engine_device="simulated") if kind == "simulated" else settings
             torch = torch_settings(own, name, directory)
             if torch.simulation is not None:
-                return lambda: TorchEngine(torch, opener), HOST_BYTES  # no weights, no keys and values
-            return lambda: TorchEngine(torch, opener), torch_memory_bytes(directory, torch.compute_dtype, torch.kv_cache_bytes)
-    raise SettingInvalid(f"WEIR_FLEET: {name!r} has `engine: {kind}`, which this version of Weir cannot run")
+                # Simulated engines have neither weights nor a KV cache.
+                return EnginePlan(lambda environment=None: TorchEngine(torch, opener), HOST_BYTES)
+            on_gpu = torch.device == "cuda"
+            kv_cache_bytes = 0 if on_gpu else torch.kv_cache_bytes or 0
+            memory_bytes = torch_memory_bytes(directory, torch.compute_dtype, kv_cache_bytes)
+
+            def build_torch(environment: Mapping[str, str] = MappingProxyType({})) -> Engine:
+                return TorchEngine(replace(torch, environment=environment), opener)
+
+            return EnginePlan(build_torch, memory_bytes, int(on_gpu))
+    raise SettingInvalid(
+        f"WEIR_FLEET: {name!r} has `engine: {kind}`, which this version of Weir cannot run"
+    )
 
 
 def tensorrt_settings(settings: Settings, name: str, directory: Path) -> TensorRtSettings:
-    """How to run a model on TensorRT-LLM. Raises: SettingInvalid."""
+    """Return the TensorRT-LLM settings of a model. Raises: SettingInvalid."""
+    if (python := settings.tensorrt_python) and not os.access(python, os.X_OK):
+        raise SettingInvalid(
+            f"WEIR_TENSORRT_PYTHON={python!r}: must be the path of a Python interpreter that has"
+            " TensorRT-LLM and Weir, such as /usr/bin/python3 of NVIDIA's image"
+        )
     try:
         options = TensorRtOptions(
             kv_cache_dtype=settings.tensorrt_kv_cache_dtype,
@@ -91,11 +194,15 @@ def tensorrt_settings(settings: Settings, name: str, directory: Path) -> TensorR
         options=options,
         running_sequence_count_max=settings.tensorrt_batch_max,
         waiting_sequence_count_max=settings.requests_per_process_max,
+        python=settings.tensorrt_python,
     )
 
 
 def torch_settings(settings: Settings, name: str, directory: Path) -> TorchEngineSettings:
-    """How to run a model, or, for load tests, how to act as if it ran."""
+    """Return the settings of a model on the torch engine or, for load tests, of a simulated one.
+
+    Raises: SettingInvalid.
+    """
     if settings.engine_device == "simulated":
         log.warning("engine_simulated", model=name, time_scale=settings.simulated_time_scale)
         return TorchEngineSettings(
@@ -103,25 +210,36 @@ def torch_settings(settings: Settings, name: str, directory: Path) -> TorchEngin
             name=name,
             step_token_count_max=8192,  # TensorRT-LLM's default
             running_sequence_count_max=512,
-            waiting_sequence_count_max=settings.requests_per_process_max,  # what is to be tested stands before the engine
+            # Load tests test the code before the engine.
+            waiting_sequence_count_max=settings.requests_per_process_max,
             torch_thread_count=1,
             simulation=CostModel(time_scale=settings.simulated_time_scale),
+        )
+    on_gpu = settings.engine_device == "cuda"
+    if on_gpu and settings.compute_dtype == "int8":
+        raise SettingInvalid(
+            "WEIR_ENGINE_DTYPE='int8': has no kernels on WEIR_ENGINE_DEVICE=cuda: set bfloat16"
         )
     packed = PackedPlace(str(settings.home / "packed"), settings.packed_weights_bytes)
     return TorchEngineSettings(
         directory=directory,
         name=name,
-        compute_dtype=settings.engine_dtype,
+        compute_dtype=settings.compute_dtype,
         device=settings.engine_device,
-        kv_cache_bytes=settings.kv_cache_bytes,
+        kv_cache_bytes=settings.kv_cache_bytes or (None if on_gpu else CPU_KV_CACHE_BYTES),
+        step_token_count_max=GPU_STEP_TOKENS if on_gpu else CPU_STEP_TOKENS,
         torch_thread_count=settings.engine_thread_count,
+        draft_token_count_max=settings.engine_draft_token_count_max,
         packed=None if settings.packed_weights == "off" else packed,
     )
 
 
-def remote_settings(settings: Settings, name: str, target_text: str, directory: Path | None = None) -> RemoteSettings:
-    """How to use a server. directory: of the model's small files; None where WEIR_MODELS or the server itself has them.
+def remote_settings(
+    settings: Settings, name: str, target_text: str, directory: Path | None = None
+) -> RemoteSettings:
+    """Return the settings of a model on a remote server.
 
+    directory: of the model's small files; None: from WEIR_MODELS or the server.
     Raises: SettingInvalid.
     """
     if find_spec("smg_grpc_proto") is None:
@@ -134,7 +252,9 @@ def remote_settings(settings: Settings, name: str, target_text: str, directory: 
     except ValueError as error:
         raise SettingInvalid(f"WEIR_REMOTE_TARGETS, WEIR_REMOTE_TLS_*: {error}") from error
     return RemoteSettings(
-        directory=directory or settings.models.get(name) or fetched_directory(settings, name, target, tls),
+        directory=directory
+        or settings.models.get(name)
+        or fetched_directory(settings, name, target, tls),
         name=name,
         target=target,
         tls=tls,
@@ -149,11 +269,11 @@ def remote_settings(settings: Settings, name: str, target_text: str, directory: 
 
 
 def tls_files(settings: Settings) -> TlsFiles | None:
-    """The certificates; None without an authority. Raises: ValueError for parts that say nothing alone."""
+    """Return the TLS files; None without a CA. Raises: ValueError for settings that require one."""
     certificate, key = settings.remote_tls_certificate, settings.remote_tls_key
     if not settings.remote_tls_ca:
         if certificate or key or settings.remote_tls_name:
-            raise ValueError("WEIR_REMOTE_TLS_CA is not set: without an authority there is no TLS")
+            raise ValueError("WEIR_REMOTE_TLS_CA is not set: TLS requires a certificate authority")
         return None
     return TlsFiles(
         Path(settings.remote_tls_ca),
@@ -164,7 +284,10 @@ def tls_files(settings: Settings) -> TlsFiles | None:
 
 
 def fetched_directory(settings: Settings, name: str, target: Target, tls: TlsFiles | None) -> Path:
-    """The model's small files from its server; those of the last time if it does not answer. Raises: SettingInvalid."""
+    """Fetch the model's small files from its server; keep the last ones if it does not answer.
+
+    Raises: SettingInvalid.
+    """
     from inference.adapters.remote_connection import fetch_model_files
     from inference.adapters.remote_dialects import ServerUnfit
 
@@ -172,19 +295,27 @@ def fetched_directory(settings: Settings, name: str, target: Target, tls: TlsFil
     try:
         fetch_model_files(target, tls, directory, FETCH_TIMEOUT_S)
     except (ServerUnfit, grpc.RpcError) as error:
-        said = str(error) if isinstance(error, ServerUnfit) else f"{error.code().name}: {error.details()}"
+        reason = (
+            str(error)
+            if isinstance(error, ServerUnfit)
+            else f"{error.code().name}: {error.details()}"
+        )
         if not directory.exists():
             raise SettingInvalid(
-                f"WEIR_REMOTE_TARGETS: {target} does not give {name}'s tokenizer ({said}): "
+                f"WEIR_REMOTE_TARGETS: {target} does not return {name}'s tokenizer ({reason}): "
                 "start it first, or name the model's directory in WEIR_MODELS"
             ) from error
-        log.warning("remote_tokenizer_kept", model=name, target=str(target), reason=said)
+        log.warning("remote_tokenizer_kept", model=name, target=str(target), reason=reason)
     return directory
 
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """engines: by the names that they serve. encoders: models that embed. catalog, encoder_catalog: what can be asked for."""
+    """Backends of a process.
+
+    engines: by served name. encoders: embedding models. catalog, encoder_catalog: requestable
+    names.
+    """
 
     engines: dict[str, Engine]
     encoders: dict[str, Encoder]
@@ -193,96 +324,165 @@ class Serving:
 
 
 def build_serving(settings: Settings, opener: HostOpener = open_host) -> Serving:
-    """One set of replicas per version of a model. opener: where the torch engines' hosts come from.
+    """Build one replica set per version of a model. opener: creates the worker processes.
 
     Raises: CheckpointInvalid naming the file, SettingInvalid.
     """
     if settings.lora_adapters:
         remedy = "merge each adapter into its checkpoint and serve that as a model of WEIR_MODELS"
-        raise SettingInvalid(f"WEIR_LORA_ADAPTERS={settings.lora_adapters!r}: no engine applies LoRA adapters: {remedy}")
+        raise SettingInvalid(
+            f"WEIR_LORA_ADAPTERS={settings.lora_adapters!r}: no engine applies LoRA adapters:"
+            f" {remedy}"
+        )
     fleet = fleet_of_file(settings) if settings.fleet_file else fleet_of_models(settings)
-    yard = Yard(settings, MemoryBudget(fleet.memory_bytes or settings.engine_memory_bytes or None), opener)
+    gpus = fleet.gpus or visible_gpus() or named_gpus(fleet)
+    memory_bytes = fleet.memory_bytes or settings.engine_memory_bytes or None
+    builder = ReplicaBuilder(
+        settings, MemoryBudget(memory_bytes, gpus=gpus, gpu_memory=memory_of_gpus(gpus)), opener
+    )
     engines: dict[str, Engine] = {}
     encoders: dict[str, Encoder] = {}
     shares: dict[str, list[Share]] = {}
     encoder_shares: dict[str, list[Share]] = {}
     for model in fleet.models:
         for version in model.versions:
-            served = f"{model.name}{VERSION_MARK}{version.version}" if version.version else model.name
+            served = (
+                f"{model.name}{VERSION_MARK}{version.version}" if version.version else model.name
+            )
             if model.embeds:
-                encoders[served] = yard.build_encoders(version, served)
+                encoders[served] = builder.build_encoders(version, served)
             else:
-                engines[served] = yard.build_set(model, version, served)
+                engines[served] = builder.build_set(model, version, served)
             share = Share(version.version, served, version.weight)
             (encoder_shares if model.embeds else shares).setdefault(model.name, []).append(share)
-    try:  # what is kept warm, and each slot beside it
-        yard.budget.check(yard.slots)
+    try:  # warm replicas, with any other one beside them
+        builder.budget.check(builder.slots)
+    except GpusTooFew as error:
+        raise SettingInvalid(
+            f"gpus of WEIR_FLEET, or CUDA_VISIBLE_DEVICES: {error}; lower its replicas, or its"
+            " tensor_parallel_size"
+        ) from error
+    except GpuTooSmall as error:
+        raise SettingInvalid(
+            f"gpus of WEIR_FLEET, or CUDA_VISIBLE_DEVICES: {error}; raise its tensor_parallel_size,"
+            " or set its memory_bytes if its files hold more than it loads"
+        ) from error
     except BudgetTooSmall as error:
-        in_file, alone = "memory_bytes of WEIR_FLEET, or WEIR_ENGINE_MEMORY_BYTES", settings.engine_memory_bytes
+        in_file, alone = (
+            "memory_bytes of WEIR_FLEET, or WEIR_ENGINE_MEMORY_BYTES",
+            settings.engine_memory_bytes,
+        )
         setting = in_file if settings.fleet_file else f"WEIR_ENGINE_MEMORY_BYTES={alone}"
         remedy = f"allow at least {error.needed_bytes:,}, or lower WEIR_KV_CACHE_BYTES"
         raise SettingInvalid(f"{setting}: {error}; {remedy}") from error
     catalog = Catalog(shares, aliases_within(fleet.aliases, shares), fleet.regions, settings.region)
-    return Serving(engines, encoders, catalog, Catalog(encoder_shares, aliases_within(fleet.aliases, encoder_shares)))
+    return Serving(
+        engines,
+        encoders,
+        catalog,
+        Catalog(encoder_shares, aliases_within(fleet.aliases, encoder_shares)),
+    )
 
 
 def fleet_of_file(settings: Settings) -> Fleet:
-    """Raises: SettingInvalid."""
+    """Return the fleet of the fleet file. Raises: SettingInvalid."""
     named = settings.encoders or settings.remote_targets or settings.remote_encoders
     if dict(settings.models) != bundled_models() or named:
-        others = "WEIR_MODELS, WEIR_ENCODERS, WEIR_REMOTE_TARGETS and WEIR_REMOTE_ENCODERS"
-        raise SettingInvalid(f"WEIR_FLEET excludes {others}: name all models in the file")
+        excluded = "WEIR_MODELS, WEIR_ENCODERS, WEIR_REMOTE_TARGETS and WEIR_REMOTE_ENCODERS"
+        raise SettingInvalid(f"WEIR_FLEET excludes {excluded}: name all models in the file")
     fleet = read_fleet(Path(settings.fleet_file))
     if settings.region and settings.region not in fleet.regions:
         known = ", ".join(fleet.regions) or "none"
-        raise SettingInvalid(f"WEIR_REGION={settings.region!r}: must be a region of WEIR_FLEET; there are: {known}")
+        raise SettingInvalid(
+            f"WEIR_REGION={settings.region!r}: must be a region of WEIR_FLEET; there are: {known}"
+        )
     return fleet
 
 
 def fleet_of_models(settings: Settings) -> Fleet:
-    """Models without versions, from the settings that name them. Raises: SettingInvalid."""
+    """Return models without versions, from the settings that name them. Raises: SettingInvalid."""
     if settings.region:
-        raise SettingInvalid("WEIR_REGION needs WEIR_FLEET: only that file says which regions there are")
+        raise SettingInvalid("WEIR_REGION requires WEIR_FLEET, which lists the regions")
     if settings.max_replicas < max(settings.min_replicas, 1):
-        raise SettingInvalid(f"WEIR_MAX_REPLICAS={settings.max_replicas}: must be at least WEIR_MIN_REPLICAS")
+        raise SettingInvalid(
+            f"WEIR_MAX_REPLICAS={settings.max_replicas}: must be at least WEIR_MIN_REPLICAS"
+        )
     generating = settings.models.keys() | settings.remote_targets.keys()
-    for variable, named in (("WEIR_ENCODERS", settings.encoders), ("WEIR_REMOTE_ENCODERS", settings.remote_encoders)):
+    for variable, named in (
+        ("WEIR_ENCODERS", settings.encoders),
+        ("WEIR_REMOTE_ENCODERS", settings.remote_encoders),
+    ):
         if taken := sorted(named.keys() & generating):
-            raise SettingInvalid(f"{variable}: {', '.join(taken)} is a model that generates: give the encoder another name")
-    far, here = settings.remote_encoders, settings.encoders
+            raise SettingInvalid(
+                f"{variable}: {', '.join(taken)} is a model that generates: give the encoder"
+                " another name"
+            )
+    remote, local = settings.remote_encoders, settings.encoders
     encoders = [
-        *(model_here(settings, name, "encoder", directory) for name, directory in here.items() if name not in far),
-        *(model_there(name, "remote-encoder", target, here.get(name)) for name, target in far.items()),
+        local_model(settings, name, "encoder", local[name]) for name in local if name not in remote
+    ] + [
+        remote_model(name, "remote-encoder", target, local.get(name))
+        for name, target in remote.items()
     ]
     if settings.engine_backend != "remote":
-        models = [model_here(settings, name, settings.engine_backend, directory) for name, directory in settings.models.items()]
+        models = [
+            local_model(settings, name, settings.engine_backend, directory)
+            for name, directory in settings.models.items()
+        ]
         return Fleet((*models, *encoders))
     if not settings.remote_targets:
-        raise SettingInvalid("WEIR_ENGINE=remote needs WEIR_REMOTE_TARGETS, as in model=vllm://host:port")
-    if settings.models != bundled_models() and (untargeted := sorted(set(settings.models) - set(settings.remote_targets))):
-        raise SettingInvalid(f"WEIR_MODELS names {', '.join(untargeted)}, and WEIR_REMOTE_TARGETS does not say where that runs")
-    models = [model_there(name, "remote", target, settings.models.get(name)) for name, target in settings.remote_targets.items()]
+        raise SettingInvalid(
+            "WEIR_ENGINE=remote needs WEIR_REMOTE_TARGETS, as in model=vllm://host:port"
+        )
+    if settings.models != bundled_models() and (
+        untargeted := sorted(set(settings.models) - set(settings.remote_targets))
+    ):
+        raise SettingInvalid(
+            f"WEIR_MODELS names {', '.join(untargeted)}: add them to WEIR_REMOTE_TARGETS"
+        )
+    models = [
+        remote_model(name, "remote", target, settings.models.get(name))
+        for name, target in settings.remote_targets.items()
+    ]
     return Fleet((*models, *encoders))
 
 
-def model_here(settings: Settings, name: str, engine: EngineKind, directory: Path) -> FleetModel:
-    """A model with as many replicas on this machine as the settings say."""
-    least, most = settings.min_replicas, settings.max_replicas
-    return FleetModel(name, (FleetVersion("", engine, directory, replica_count_min=least, replica_count_max=most),))
+def local_model(settings: Settings, name: str, engine: EngineKind, directory: Path) -> FleetModel:
+    """Return a model with local replicas, as many as the settings request.
+
+    The bundled encoder starts on demand: most who try the demo do not use it.
+    """
+    least = 0 if directory in bundled_encoders().values() else settings.min_replicas
+    version = FleetVersion(
+        "", engine, directory, replica_count_min=least, replica_count_max=settings.max_replicas
+    )
+    return FleetModel(name, (version,))
 
 
-def model_there(name: str, engine: EngineKind, target: str, directory: Path | None) -> FleetModel:
-    """A model on one server."""
+def remote_model(name: str, engine: EngineKind, target: str, directory: Path | None) -> FleetModel:
+    """Return a model on one remote server."""
     return FleetModel(name, (FleetVersion("", engine, directory, targets=(FleetTarget(target),)),))
 
 
-def aliases_within(aliases: Mapping[str, str], shares: Mapping[str, Sequence[Share]]) -> dict[str, str]:
-    """Those of these models and of their versions."""
-    return {alias: target for alias, target in aliases.items() if target.partition(VERSION_MARK)[0] in shares}
+def aliases_within(
+    aliases: Mapping[str, str], shares: Mapping[str, Sequence[Share]]
+) -> dict[str, str]:
+    """Return the aliases of these models and of their versions."""
+    return {
+        alias: target
+        for alias, target in aliases.items()
+        if target.partition(VERSION_MARK)[0] in shares
+    }
 
 
-class Yard:
-    """Builds replicas. slots: those that share this machine's memory, under one budget."""
+def place_on_gpus(environment: dict[str, str], gpus: tuple[str, ...]) -> None:
+    """Let a worker see these GPUs only; all if there are none."""
+    if gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+
+
+class ReplicaBuilder:
+    """Builder of replicas. slots: managed engines, which share this machine's memory budget."""
 
     def __init__(self, settings: Settings, budget: MemoryBudget, opener: HostOpener) -> None:
         self.budget = budget
@@ -291,67 +491,131 @@ class Yard:
         self._opener = opener
 
     def build_set(self, model: FleetModel, version: FleetVersion, served: str) -> ReplicaSet:
-        """The replicas of one version. Raises: CheckpointInvalid, SettingInvalid."""
-        replicas = self._remote_replicas(version, served) if version.engine == "remote" else self._local_replicas(version, served)
-        capabilities = combined(replica.engine.model.capabilities for replica in replicas)
-        info = replace(replicas[0].engine.model, name=served, capabilities=capabilities)
-        least, wait_s = version.replica_count_min, 0.0 if self._is_lone(version) else model.recovery_wait_s
-        policy = POLICIES[model.policy]() if len(replicas) > 1 else LeastLoaded()  # which looks at nothing that one alone has
-        if len(replicas) == 1 or least >= version.replica_count_max:
-            return ReplicaSet(info, replicas, policy, warm_count=least, recovery_wait_s=wait_s)
-        return ScaledReplicaSet(info, replicas, policy, scaler=Scaler(least, self._idle_timeout_s(version)), recovery_wait_s=wait_s)
+        """Build the replicas of one version. Raises: CheckpointInvalid, SettingInvalid."""
+        replicas = (
+            self._remote_replicas(version, served)
+            if version.engine == "remote"
+            else self._local_replicas(version, served)
+        )
+        info = replace(replicas[0].engine.model, name=served)
+        count_min, wait_s = (
+            version.replica_count_min,
+            0.0 if self._is_lone(version) else model.recovery_wait_s,
+        )
+        # The cheapest policy suffices for one replica.
+        policy = POLICIES[model.policy]() if len(replicas) > 1 else LeastLoaded()
+        if len(replicas) == 1 or count_min >= version.replica_count_max:
+            return ReplicaSet(info, replicas, policy, warm_count=count_min, recovery_wait_s=wait_s)
+        return ScaledReplicaSet(
+            info,
+            replicas,
+            policy,
+            scaler=Scaler(count_min, self._idle_timeout_s(version)),
+            recovery_wait_s=wait_s,
+        )
 
     def _is_lone(self, version: FleetVersion) -> bool:
-        """Whether there is nowhere else to go: a loss is told at once, and an engine that loses sequences is not left alone."""
-        return not self._settings.fleet_file and max(len(version.targets), version.replica_count_max) == 1
+        """Return whether the model has a single replica: losses fail at once, without a breaker."""
+        return (
+            not self._settings.fleet_file
+            and max(len(version.targets), version.replica_count_max) == 1
+        )
 
     def _breaker(self, version: FleetVersion) -> BreakerLimits | None:
         return BreakerLimits(failure_count_max=sys.maxsize) if self._is_lone(version) else None
 
     def build_encoders(self, version: FleetVersion, served: str) -> EncoderSet:
-        """The replicas of one version of a model that embeds. Raises: CheckpointInvalid, SettingInvalid."""
-        found: list[EncoderReplica] = []
+        """Build the replicas of a version of an embedding model.
+
+        Raises: CheckpointInvalid, SettingInvalid.
+        """
+        replicas: list[EncoderReplica] = []
         for target in version.targets:
-            wanted = remote_settings(self._settings, served, target.address, version.directory)
+            options = remote_settings(self._settings, served, target.address, version.directory)
+            if options.target.service.is_http:
+                raise SettingInvalid(
+                    f"{target.address}: embedding models are not supported over HTTP, use"
+                    " vllm://host:port"
+                )
             from inference.adapters.remote_encoder import RemoteEncoder
 
-            found.append(EncoderReplica(target.address, RemoteEncoder(wanted)))
+            replicas.append(EncoderReplica(target.address, RemoteEncoder(options)))
         for index in range(0 if version.targets else version.replica_count_max):
             assert version.directory is not None, "only those of remote engines may be left out"
             build, memory_bytes = encoder_plan(self._settings, served, version.directory)
             slot = OnDemandEncoder(build, self._terms(version, index, memory_bytes), self.budget)
             self.slots.append(slot)
-            found.append(EncoderReplica(f"{served}#{index}", slot))
-        warm_count = len(found) if version.targets else version.replica_count_min
-        return EncoderSet(replace(found[0].encoder.model, name=served), found, warm_count=warm_count)
+            replicas.append(EncoderReplica(f"{served}#{index}", slot))
+        warm_count = len(replicas) if version.targets else version.replica_count_min
+        return EncoderSet(
+            replace(replicas[0].encoder.model, name=served), replicas, warm_count=warm_count
+        )
 
     def _terms(self, version: FleetVersion, index: int, memory_bytes: int) -> SlotTerms:
-        """Of the replica of this number. memory_bytes: by its checkpoint."""
+        """Return the terms of a replica. index: its number. memory_bytes: by its checkpoint."""
         is_warm = index < version.replica_count_min
-        return SlotTerms(self._idle_timeout_s(version), keep_warm=is_warm, memory_bytes=version.memory_bytes or memory_bytes)
+        return SlotTerms(
+            self._idle_timeout_s(version),
+            keep_warm=is_warm,
+            memory_bytes=version.memory_bytes or memory_bytes,
+        )
 
     def _idle_timeout_s(self, version: FleetVersion) -> float:
-        return self._settings.model_idle_timeout_s if version.idle_timeout_s is None else version.idle_timeout_s
+        return (
+            self._settings.model_idle_timeout_s
+            if version.idle_timeout_s is None
+            else version.idle_timeout_s
+        )
 
     def _remote_replicas(self, version: FleetVersion, served: str) -> list[Replica]:
-        """One for each server; all are kept connected, since a connection costs next to nothing."""
+        """Build one replica per server; all stay connected, since a connection costs little."""
         settings = self._settings
-        found = []
+        replicas = []
         for target in version.targets:
-            wanted = remote_settings(settings, served, target.address, version.directory)
-            from inference.adapters.remote_engine import RemoteEngine  # after it was found that what this needs is installed
+            options = remote_settings(settings, served, target.address, version.directory)
+            if version.share_prefixes:
+                options = replace(options, share_prefixes=True)
+            # Imported late: the package was checked above.
+            from inference.adapters.remote_engine import RemoteEngine
 
-            engine = RemoteEngine(wanted)
-            found.append(Replica(target.address, engine, target.region or settings.region, self._breaker(version)))
-        return found
+            engine = RemoteEngine(options)
+            replicas.append(
+                Replica(
+                    target.address, engine, target.region or settings.region, self._breaker(version)
+                )
+            )
+        return replicas
 
     def _local_replicas(self, version: FleetVersion, served: str) -> list[Replica]:
-        """Those that run on this machine: the first ones kept warm, the others started when they are wanted."""
+        """Build local replicas: the first ones stay warm, the others start on demand."""
         assert version.directory is not None, "only those of remote engines may be left out"
-        build, memory_bytes = engine_plan(self._settings, version.engine, served, version.directory, self._opener)
-        found = []
+        plan = engine_plan(
+            self._settings,
+            version.engine,
+            served,
+            version.directory,
+            self._opener,
+            version.engine_config,
+        )
+        replicas = []
         for index in range(version.replica_count_max):
-            slot = OnDemandEngine(build, self._terms(version, index, memory_bytes), self.budget)
+            environment: dict[str, str] = {}  # of the replica's worker, set before each start
+            terms = self._terms(version, index, plan.memory_bytes)
+            terms = replace(
+                terms,
+                gpu_count=plan.gpu_count,
+                gpu_memory_bytes=terms.memory_bytes // plan.shard_count if plan.shard_count else 0,
+                gpus=version.gpus,
+                place=partial(place_on_gpus, environment),
+            )
+            slot = OnDemandEngine(partial(plan.build, environment), terms, self.budget)
             self.slots.append(slot)
-            found.append(Replica(f"{served}#{index}", slot, version.region or self._settings.region, self._breaker(version)))
-        return found
+            replicas.append(
+                Replica(
+                    f"{served}#{index}",
+                    slot,
+                    version.region or self._settings.region,
+                    self._breaker(version),
+                )
+            )
+        return replicas

@@ -1,1 +1,1 @@
-"""Metrics and health checks over HTTP, for operators. Reads the process; nothing of the process imports it."""
+"""Metrics and health checks over HTTP, for operators; the rest of the process does not use it."""

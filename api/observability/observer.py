@@ -1,7 +1,8 @@
-"""What became of requests, told by the few calls that they make when something of them has ended, and counted in memory.
+"""Counts of ended, refused and failed requests, in memory.
 
-Whoever calls waits for nothing and never sees an error. Labels are names of models, tiers, reasons and kinds, of which a deployment
-has some dozens; never who asked, nor which request. A request costs some microseconds here, a token nothing.
+No call blocks or raises. Labels are names of models, tiers, reasons and kinds, of which a
+deployment has some dozens; never a caller or a request. A request costs some microseconds here, a
+token nothing.
 """
 
 from __future__ import annotations
@@ -24,17 +25,65 @@ from metering.holds.operations import Settled
 from metering.quotas.quota_rules import Payer
 from metering.quotas.quotas import QuotaExceeded
 
-# Of a request, in the order in which they come. One that waits twice, for an engine or for its turn, has both waits in one.
-STAGES = ("auth", "tokenize", "admission", "cold_start", "queue", "prefill", "decode", "client_stall", "settle")
-# In ms: from what a lookup in memory takes to what nobody waits for. Two or three to a decade: a quantile is then right to a third.
-STAGE_BOUNDS_MS = (0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000, 2500, 5000, 10_000, 30_000, 60_000, 120_000)
-TOTAL_BOUNDS_MS = (10, 25, 50, 100, 250, 500, 1000, 2500, 5000, 10_000, 20_000, 30_000, 60_000, 120_000, 300_000, 600_000)
+# Stages of a request, in order. Repeated waits for an engine or a turn are added up.
+STAGES = (
+    "auth",
+    "tokenize",
+    "admission",
+    "cold_start",
+    "queue",
+    "prefill",
+    "decode",
+    "client_stall",
+    "settle",
+)
+# Milliseconds, from a lookup in memory to the longest wait of any client. Two or three per decade,
+# so that a quantile is exact to a third.
+STAGE_BOUNDS_MS = (
+    0.5,
+    1,
+    2.5,
+    5,
+    10,
+    25,
+    50,
+    100,
+    250,
+    500,
+    1000,
+    2500,
+    5000,
+    10_000,
+    30_000,
+    60_000,
+    120_000,
+)
+TOTAL_BOUNDS_MS = (
+    10,
+    25,
+    50,
+    100,
+    250,
+    500,
+    1000,
+    2500,
+    5000,
+    10_000,
+    20_000,
+    30_000,
+    60_000,
+    120_000,
+    300_000,
+    600_000,
+)
 TOKEN_BOUNDS_MS = (1, 2.5, 5, 7.5, 10, 15, 20, 30, 40, 50, 75, 100, 150, 250, 500, 1000, 2500)
-# Less means no cold start: no engine starts so quickly, and a busy process reads its clock late
+# A shorter wait is not a cold start: no engine starts so quickly, and a busy process reads its
+# clock late.
 COLD_START_MS_MIN = 10.0
-# Of requests for unknown models, since the client's text must not become a label
+# Label of requests for unknown models: a client's text must not become a label.
 UNKNOWN_MODEL = ""
-WATCHED_CALLS = ("Generate", "Embed", "http")  # incidents of others are told from their second on
+# Incidents of other calls are visible from their second one on.
+WATCHED_CALLS = ("Generate", "Embed", "http")
 INCIDENT = "INTERNAL"
 Labels = tuple[str, ...]
 
@@ -65,8 +114,7 @@ class Histogram:
         return sum(self.counts)
 
     def buckets(self, unit: float = 1.0) -> list[tuple[str, float]]:
-        """Return each bound in units, and the number of values up to it, as in the exposition
-        format."""
+        """Return each bound in units, and the number of values up to it, as scraped."""
         found, below = [], 0
         for bound, count in zip(self.bounds, self.counts, strict=False):
             below += count
@@ -83,13 +131,21 @@ class Times:
         self.first_token = Histogram(STAGE_BOUNDS_MS)
         self.inter_token = Histogram(TOKEN_BOUNDS_MS)
         self.total = Histogram(TOTAL_BOUNDS_MS)
-        by_key = {f"{stage}_ms": histogram for stage, histogram in self.stages.items() if stage != "cold_start"}
+        by_key = {
+            f"{stage}_ms": histogram
+            for stage, histogram in self.stages.items()
+            if stage != "cold_start"
+        }
         self._by_key = [*by_key.items(), ("ttft_ms", self.first_token), ("total_ms", self.total)]
 
     def copy(self) -> Times:
         made = Times()
         made.stages = {stage: histogram.copy() for stage, histogram in self.stages.items()}
-        made.first_token, made.inter_token, made.total = self.first_token.copy(), self.inter_token.copy(), self.total.copy()
+        made.first_token, made.inter_token, made.total = (
+            self.first_token.copy(),
+            self.inter_token.copy(),
+            self.total.copy(),
+        )
         return made
 
     def add(self, timings: Mapping[str, float], later_token_count: int) -> None:
@@ -97,7 +153,8 @@ class Times:
 
         later_token_count: per choice after its first token, at their mean pace.
         """
-        for key, histogram in self._by_key:  # as `Histogram.observe` does, without a call for each stage
+        # As `Histogram.observe` does, without a call for each stage.
+        for key, histogram in self._by_key:
             if (value := timings.get(key)) is not None:
                 histogram.counts[bisect_left(histogram.bounds, value)] += 1
                 histogram.sum += value
@@ -105,7 +162,9 @@ class Times:
             self.stages["cold_start"].observe(timings["cold_start_ms"])
         if later_token_count > 0:
             decode_ms = timings["decode_ms"]
-            self.inter_token.counts[bisect_left(TOKEN_BOUNDS_MS, decode_ms / later_token_count)] += later_token_count
+            self.inter_token.counts[
+                bisect_left(TOKEN_BOUNDS_MS, decode_ms / later_token_count)
+            ] += later_token_count
             self.inter_token.sum += decode_ms
 
 
@@ -116,12 +175,13 @@ class RequestCounts:
         """models: canonical names; requests for others are counted as one unknown model."""
         self._models = frozenset(models)
         self.ends: dict[Labels, int] = defaultdict(int)  # by model, tier and outcome
-        self.refusals: dict[Labels, int] = defaultdict(int)  # by model, reason, and the quota's dimension and subject
+        # Keys: model, reason, and the quota's dimension and subject
+        self.refusals: dict[Labels, int] = defaultdict(int)
         self.tokens: dict[Labels, int] = defaultdict(int)  # by model and kind
         self.failed_calls: dict[Labels, int] = defaultdict(int)  # by call and reason
         self.times: dict[tuple[str, ServiceTier], Times] = {}
         self.migration_count = 0
-        # From zero: else the first incident would be a series that has always been 1, and no growth that anybody is woken by.
+        # Series of incidents start at zero: an alert on growth would miss one that starts at 1.
         for model in [*self._models, UNKNOWN_MODEL]:
             self.ends[model, ServiceTier.INTERACTIVE, INCIDENT.lower()] = 0
         for call in WATCHED_CALLS:
@@ -137,7 +197,13 @@ class RequestCounts:
         return made
 
     def finished(
-        self, model: str, tier: ServiceTier, outcome: str, timings: Mapping[str, float], settled: Settled | None, choice_count: int
+        self,
+        model: str,
+        tier: ServiceTier,
+        outcome: str,
+        timings: Mapping[str, float],
+        settled: Settled | None,
+        choice_count: int,
     ) -> None:
         """Count a request that ran to its end.
 
@@ -154,10 +220,12 @@ class RequestCounts:
                 later_token_count = settled.generated_token_count // choice_count - 1
         times.add(timings, later_token_count)
 
-    def failed(self, model: str, tier: ServiceTier, error: Exception, settled: Settled | None) -> None:
+    def failed(
+        self, model: str, tier: ServiceTier, error: Exception, settled: Settled | None
+    ) -> None:
         """Count a refused or failed request.
 
-        settled: what is billed anyway; None if it was refused.
+        settled: its billed usage; None if it was refused.
         """
         model, reason = model if model in self._models else UNKNOWN_MODEL, reason_of(error)
         self.ends[model, tier, reason.lower()] += 1
@@ -190,7 +258,7 @@ HTTP = "http"  # name for calls of the HTTP API
 
 
 class HoldBatches:
-    """How the writes of holds were batched. `measured` is what `HoldStore` tells."""
+    """Sizes and durations of batches of hold writes; `HoldStore` calls `measured`."""
 
     def __init__(self) -> None:
         self.sizes = Histogram(BATCH_SIZE_BOUNDS)
@@ -210,7 +278,9 @@ class LoopLag:
         self.lags = Histogram(LAG_BOUNDS_MS)
         self._clock = clock
 
-    async def measure(self, late: Callable[[float], None] = lambda _: None, interval_s: float = INTERVAL_S) -> None:
+    async def measure(
+        self, late: Callable[[float], None] = lambda _: None, interval_s: float = INTERVAL_S
+    ) -> None:
         """Measure until cancelled. late: called with each lag, in seconds."""
         while True:
             due_at = self._clock() + interval_s
@@ -220,8 +290,8 @@ class LoopLag:
             late(lag_s)
 
 
-class Asking(Protocol):
-    """Counted properties of a caller. trace: the trace of its request."""
+class CountedCaller(Protocol):
+    """Properties of a caller that are counted. trace: the trace of its request."""
 
     @property
     def payer(self) -> Payer: ...
@@ -230,8 +300,8 @@ class Asking(Protocol):
     def trace(self) -> TraceContext: ...
 
 
-class Asked(Protocol):
-    """Counted properties of a request. operation: OpenTelemetry's name."""
+class CountedRequest(Protocol):
+    """Properties of a request that are counted. operation: OpenTelemetry's name."""
 
     @property
     def request_id(self) -> uuid.UUID: ...
@@ -249,13 +319,13 @@ class Asked(Protocol):
 class Ending(msgspec.Struct, frozen=True):
     """End of one request.
 
-    start: what was asked, under the model's own name if there is such a model. outcome: of one that ran. broken: what it was
-    refused or has failed with. timings: as `Stopwatch` has them. settled: what is billed; None if nothing is. choice_count: outputs
-    side by side; 0 if they did not come token by token.
+    start: the request, with the canonical model name if the model exists. outcome: set if it ran.
+    broken: its refusal or failure. timings: as in `Stopwatch`. settled: its billed usage, or None.
+    choice_count: parallel outputs; 0 if they were not generated token by token.
     """
 
-    caller: Asking
-    start: Asked
+    caller: CountedCaller
+    start: CountedRequest
     outcome: Outcome | None
     broken: Exception | None
     timings: Mapping[str, float]
@@ -282,7 +352,14 @@ class Observer:
             if ending.broken is not None:
                 counts.failed(start.model, start.tier, ending.broken, ending.settled)
             elif ending.outcome is not None:
-                counts.finished(start.model, start.tier, ending.outcome, ending.timings, ending.settled, ending.choice_count)
+                counts.finished(
+                    start.model,
+                    start.tier,
+                    ending.outcome,
+                    ending.timings,
+                    ending.settled,
+                    ending.choice_count,
+                )
             if self.spans is not None:
                 self.spans.put(record_of(ending))
         except Exception:  # an error here must not affect the request

@@ -1,7 +1,9 @@
-"""Records of requests as OpenTelemetry's spans, sent by OTLP over gRPC. Everything is set by OpenTelemetry's own variables.
+"""Spans of requests in OpenTelemetry's format, sent by OTLP over gRPC. OpenTelemetry's own
+variables configure all of it.
 
-The spans are made when the request is over, with the times that it had: nothing is measured twice, and one that is not sampled
-costs as good as nothing. Attributes follow the semantic conventions for generative AI where these have a name for it.
+Spans are made when the request is over, from times that were measured anyway; a request that is not
+sampled costs almost nothing. Attributes follow the semantic conventions for generative AI where
+these define one.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ MODEL_CHARS_MAX = 128  # of an unknown model name sent by a client
 
 
 class Finished(SpanProcessor):
-    """Ended, sampled spans that were not taken yet."""
+    """Ended, sampled spans that were not sent yet."""
 
     def __init__(self) -> None:
         self._spans: list[ReadableSpan] = []
@@ -42,9 +44,13 @@ class Finished(SpanProcessor):
 class OtlpSender:
     """Implements `Sender`."""
 
-    def __init__(self, owner_id: uuid.UUID, exporter: SpanExporter | None = None) -> None:
+    def __init__(self, process_id: uuid.UUID, exporter: SpanExporter | None = None) -> None:
         """exporter: overrides the one from the environment."""
-        ours = {"service.name": "weir", "service.version": version("weir-server"), "service.instance.id": str(owner_id)}
+        ours = {
+            "service.name": "weir",
+            "service.version": version("weir-server"),
+            "service.instance.id": str(process_id),
+        }
         resource = Resource.create(ours).merge(OTELResourceDetector().detect())
         self._finished = Finished()
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
@@ -69,7 +75,9 @@ class OtlpSender:
         parent = self._propagator.extract({key: value for key, value in carrier.items() if value})
         at = record.ended_at_ns - int(record.timings["total_ms"] * NS_PER_MS)
         name = f"{record.operation} {record.model[:MODEL_CHARS_MAX]}"
-        root = self._tracer.start_span(name, parent, SpanKind.SERVER, attributes(record), start_time=at)
+        root = self._tracer.start_span(
+            name, parent, SpanKind.SERVER, attributes(record), start_time=at
+        )
         if root.is_recording():
             within = set_span_in_context(root)
             for stage in STAGES:
@@ -84,7 +92,7 @@ class OtlpSender:
 
 def attributes(record: Record) -> dict[str, AttributeValue]:
     model = record.model[:MODEL_CHARS_MAX]
-    told: dict[str, AttributeValue] = {
+    result: dict[str, AttributeValue] = {
         "gen_ai.operation.name": record.operation,
         "gen_ai.provider.name": "weir",
         "gen_ai.request.model": model,
@@ -94,19 +102,22 @@ def attributes(record: Record) -> dict[str, AttributeValue]:
         "weir.project_id": str(record.project_id),
     }
     if record.reason:
-        told["error.type"] = record.reason
+        result["error.type"] = record.reason
     else:
-        told |= {"gen_ai.response.model": model, "gen_ai.response.finish_reasons": (record.outcome,)}
+        result |= {
+            "gen_ai.response.model": model,
+            "gen_ai.response.finish_reasons": (record.outcome,),
+        }
     if "ttft_ms" in record.timings:
-        told["gen_ai.response.time_to_first_chunk"] = record.timings["ttft_ms"] / 1000
+        result["gen_ai.response.time_to_first_chunk"] = record.timings["ttft_ms"] / 1000
     if record.migration_count:
-        told["weir.migration_count"] = record.migration_count
+        result["weir.migration_count"] = record.migration_count
     if (settled := record.settled) is not None:
-        told |= {
+        result |= {
             "gen_ai.usage.input_tokens": settled.input_token_count + settled.embedding_token_count,
             "gen_ai.usage.cache_read.input_tokens": settled.cached_input_token_count,
             "gen_ai.usage.output_tokens": settled.delivered_token_count,
             "weir.cost_picos": settled.cost_picos,
             "weir.currency_code": settled.currency_code,
         }
-    return told
+    return result

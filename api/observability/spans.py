@@ -1,9 +1,11 @@
-"""Spans of requests that have ended, for whoever collects them by OTLP: a trace for each, with a span for every stage of its time.
+"""Spans of ended requests, exported by OTLP: one trace per request, one span per stage.
 
-A request leaves a small record in a bounded queue; a thread makes spans of it and sends them. Where the collector is too slow, or
-away, traces are dropped and counted, and no request waits. Prompts and answers never come here. Owns the thread and the queue.
+A request leaves a small record in a bounded queue; a thread makes spans of it and sends them. If
+the collector is slow or unavailable, traces are dropped and counted, and no request waits. Records
+hold no prompts and answers. Owns the thread and the queue.
 
-Off unless OpenTelemetry's own variables name a collector; needs the extra `otel`, whose packages are imported then and not before.
+Disabled unless OpenTelemetry's own variables name a collector; then it needs the packages of the
+extra `otel`.
 """
 
 from __future__ import annotations
@@ -22,15 +24,19 @@ import structlog
 from api.core.settings import SettingInvalid
 from metering.holds.operations import Settled
 
-# Version 00, the only defined one
+# Version 00, the only defined one.
 TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}", re.ASCII)
 
-# Lists of members, as W3C has them: what is none is not handed to a library that would log it, line breaks and all.
-MEMBER = re.compile(r"[a-z0-9][a-z0-9_*/@-]{0,255}=[\x20-\x2b\x2d-\x3c\x3e-\x7e]{0,255}[\x21-\x2b\x2d-\x3c\x3e-\x7e]", re.ASCII)
+# A member of a W3C trace state. Invalid text is not passed to a library that would log it with its
+# line breaks.
+MEMBER = re.compile(
+    r"[a-z0-9][a-z0-9_*/@-]{0,255}=[\x20-\x2b\x2d-\x3c\x3e-\x7e]{0,255}[\x21-\x2b\x2d-\x3c\x3e-\x7e]",
+    re.ASCII,
+)
 TRACESTATE_CHARS_MAX = 512  # minimum that intermediaries must keep; longer values are dropped
 RECORDS_MAX = 4096  # waiting requests, below a kilobyte each: some ten seconds of a busy process
 BATCH_MAX = 64  # requests per message, of up to eleven spans each
-INTERVAL_S = 1.0  # how long the last request waits for others
+INTERVAL_S = 1.0  # seconds that the last record waits for more
 CLOSE_MAX_S = 5.0  # for sending waiting records at shutdown
 
 log = structlog.get_logger(__name__)
@@ -50,25 +56,33 @@ def trace_of(traceparent: str | None, tracestate: str | None) -> TraceContext:
     """Parse a client's trace context. An invalid traceparent is ignored, as W3C requires."""
     if not traceparent or TRACEPARENT.fullmatch(traceparent) is None:
         return NO_TRACE
-    return TraceContext(traceparent, tracestate if tracestate and _is_tracestate(tracestate) else "")
+    return TraceContext(
+        traceparent, tracestate if tracestate and _is_tracestate(tracestate) else ""
+    )
 
 
-def _is_tracestate(told: str) -> bool:
-    if len(told) > TRACESTATE_CHARS_MAX:
+def _is_tracestate(text: str) -> bool:
+    if len(text) > TRACESTATE_CHARS_MAX:
         return False
-    members = [member.strip(" \t") for member in told.split(",")]
+    members = [member.strip(" \t") for member in text.split(",")]
     return all(not member or MEMBER.fullmatch(member) for member in members)
 
 
 def trace_of_metadata(metadata: Iterable[tuple[str, str | bytes]] | None) -> TraceContext:
     """Return the trace context in the metadata of a gRPC call."""
-    told = {key: value for key, value in metadata or () if key in ("traceparent", "tracestate") and isinstance(value, str)}
-    return trace_of(told.get("traceparent"), told.get("tracestate")) if told else NO_TRACE
+    values = {
+        key: value
+        for key, value in metadata or ()
+        if key in ("traceparent", "tracestate") and isinstance(value, str)
+    }
+    return trace_of(values.get("traceparent"), values.get("tracestate")) if values else NO_TRACE
 
 
 @dataclass(slots=True)
 class Record:
-    """One request that has ended. reason: of a refusal or a failure; outcome: of one that ran. ended_at_ns: on the wall clock."""
+    """One request that has ended. reason: of a refusal or a failure; outcome: of one that ran.
+    ended_at_ns: on the wall clock.
+    """
 
     request_id: uuid.UUID
     organization_id: uuid.UUID
@@ -116,8 +130,8 @@ class Spans:
         self._wake = threading.Event()
         self._stopping = False
         self._sent_count = 0
-        self._dropped_count = 0  # by the event loop: there was no room
-        self._lost_count = 0  # by the thread: they were not taken
+        self._dropped_count = 0  # by the event loop, because the queue was full
+        self._lost_count = 0  # by the thread, because the collector did not accept them
         self._thread = threading.Thread(target=self._run, name="spans", daemon=True)
         self._thread.start()
 
@@ -138,7 +152,9 @@ class Spans:
 
     def counts(self) -> SpanCounts:
         """Return the counts of traces so far."""
-        return SpanCounts(self._sent_count, self._dropped_count + self._lost_count, len(self._waiting))
+        return SpanCounts(
+            self._sent_count, self._dropped_count + self._lost_count, len(self._waiting)
+        )
 
     def _run(self) -> None:
         while True:
@@ -146,7 +162,9 @@ class Spans:
             self._wake.clear()
             stopping = self._stopping
             while self._waiting:
-                self._send([self._waiting.popleft() for _ in range(min(BATCH_MAX, len(self._waiting)))])
+                self._send(
+                    [self._waiting.popleft() for _ in range(min(BATCH_MAX, len(self._waiting)))]
+                )
             if stopping:
                 self._sender.close()
                 return
@@ -163,22 +181,32 @@ class Spans:
             self._lost_count += len(batch)
 
 
-def open_spans(owner_id: uuid.UUID, environment: Mapping[str, str] = os.environ) -> Spans | None:
-    """Where to tell ended requests, if OpenTelemetry's variables name a collector. Raises: SettingInvalid.
+def open_spans(process_id: uuid.UUID, environment: Mapping[str, str] = os.environ) -> Spans | None:
+    """Return the exporter of spans; None if OpenTelemetry's variables name no collector.
 
-    owner_id: of this process, as holds know it.
+    process_id: of this process, as in holds. Raises: SettingInvalid.
     """
-    named = environment.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") or environment.get("OTEL_EXPORTER_OTLP_ENDPOINT")
-    is_off = environment.get("OTEL_SDK_DISABLED", "").lower() == "true" or environment.get("OTEL_TRACES_EXPORTER") == "none"
+    named = environment.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") or environment.get(
+        "OTEL_EXPORTER_OTLP_ENDPOINT"
+    )
+    is_off = (
+        environment.get("OTEL_SDK_DISABLED", "").lower() == "true"
+        or environment.get("OTEL_TRACES_EXPORTER") == "none"
+    )
     if not named or is_off:
         return None
     for variable in ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
         if environment.get(variable, "grpc") not in ("", "grpc"):
-            raise SettingInvalid(f"{variable}={environment[variable]!r}: must be grpc, which collectors take on port 4317")
+            raise SettingInvalid(
+                f"{variable}={environment[variable]!r}: must be grpc, which collectors take on port"
+                " 4317"
+            )
     try:
         from api.observability.otlp import OtlpSender
     except ModuleNotFoundError as missing:
         remedy = "in a clone of the repository: pip install -e sdk/python -e '.[otel]'"
-        raise SettingInvalid(f"OTEL_EXPORTER_OTLP_ENDPOINT={named!r} needs the package {missing.name}, {remedy}") from missing
+        raise SettingInvalid(
+            f"OTEL_EXPORTER_OTLP_ENDPOINT={named!r} needs the package {missing.name}, {remedy}"
+        ) from missing
     log.info("spans_sent", endpoint=named)
-    return Spans(OtlpSender(owner_id))
+    return Spans(OtlpSender(process_id))

@@ -1,4 +1,4 @@
-// Signing in, the list of pages, and which one is shown. The address after # says what: #/usage?org=demo&month=2026-11.
+// Sign-in, navigation and routing by the URL's fragment: #/usage?org=demo&month=2026-11.
 
 import { CallFailed, forget, remember, session, storedKey } from "./client.mjs";
 import { h, remark, swap } from "./dom.mjs";
@@ -17,7 +17,7 @@ const main = document.getElementById("main");
 const nav = document.getElementById("nav");
 const who = document.getElementById("who");
 
-let signedIn = null; // what the key is good for
+let signedIn = null; // permissions of the key
 let view = null;
 
 function allowed(page) {
@@ -43,7 +43,7 @@ async function signIn(key) {
 
 function showSignIn(why = "") {
   document.title = "Sign in \u00b7 Weir console";
-  const said = h("div", { "aria-live": "assertive" }, why && remark("bad", why));
+  const notice = h("div", { "aria-live": "assertive" }, why && remark("bad", why));
   const key = h("input", { type: "password", autocomplete: "off", spellcheck: "false", required: true, "aria-describedby": "key-help" });
   const button = h("button", { class: "primary" }, "Sign in");
   const form = h("form", { class: "signin", submit: async (event) => {
@@ -52,15 +52,15 @@ function showSignIn(why = "") {
     try {
       await signIn(key.value.trim());
     } catch (error) {
-      swap(said, problem(error));
+      swap(notice, problem(error));
       button.disabled = false;
     }
   } },
   h("h1", {}, "Sign in"),
   h("label", { class: "field wide" }, h("span", {}, "API key"), key),
-  h("p", { id: "key-help", class: "note" }, "It stays in this tab and is forgotten when you sign out or close it. ",
-    h("code", {}, "weir env"), " prints those that ", h("code", {}, "weir up"), " made: the key of developers, and that of admins."),
-  said, button);
+  h("p", { id: "key-help", class: "note" }, "The key is kept in this tab until you sign out or close it. ",
+    h("code", {}, "weir env"), " prints the keys that ", h("code", {}, "weir up"), " created: a developer key and an admin key."),
+  notice, button);
   swap(main, form);
   key.focus();
 }
@@ -79,12 +79,12 @@ function route() {
   const page = PAGES.find((each) => each.id === path) ?? PAGES.find(allowed) ?? overview;
   const isOther = view?.page !== page;
   view?.leave();
-  view = new View(page, signedIn, new URLSearchParams(query), { signedOut: () => signOut("The key is no longer good. Sign in again.") });
+  view = new View(page, signedIn, new URLSearchParams(query), { signedOut: () => signOut("The key is no longer valid. Sign in again.") });
   document.title = `${page.title} \u00b7 Weir console`;
   showNav(page);
   if (isOther) window.scrollTo(0, 0);
   if (!allowed(page)) {
-    swap(main, h("h1", {}, page.title), remark("warning", `This page needs a key with the scope ${page.scopes}. Key ${plain(signedIn.keyPrefix)} has: ${signedIn.scopes.join(", ")}.`));
+    swap(main, h("h1", {}, page.title), remark("warning", `This page requires a key with the scope ${page.scopes}. Key ${plain(signedIn.keyPrefix)} has: ${signedIn.scopes.join(", ")}.`));
     return;
   }
   view.show(main, isOther);
@@ -93,7 +93,7 @@ function route() {
 window.addEventListener("hashchange", route);
 const key = storedKey();
 if (key) {
-  signIn(key).catch((error) => (error instanceof CallFailed && error.httpStatus === 401 ? signOut("The key is no longer good. Sign in again.") : showSignIn(error.message)));
+  signIn(key).catch((error) => (error instanceof CallFailed && error.httpStatus === 401 ? signOut("The key is no longer valid. Sign in again.") : showSignIn(error.message)));
 } else {
   showSignIn();
 }

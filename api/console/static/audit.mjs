@@ -1,4 +1,4 @@
-// Who changed what, newest first, a page at a time.
+// Audit log, newest first, in pages.
 
 import { column, command, h, id, swap, table, time } from "./dom.mjs";
 import { plain } from "./format.mjs";
@@ -19,30 +19,30 @@ export const audit = {
     const older = entries.length === PAGE_SIZE ? entries.at(-1).entryId : "";
     swap(view.body,
       view.search({
-        subject: ["About (organization, organization/project, key, id)"], actor: ["By (prefix of a key, or system)"], action: ["Action begins with", { placeholder: "quota." }],
+        subject: ["Object (organization, organization/project, key, id)"], actor: ["Actor (key prefix, or system)"], action: ["Action prefix", { placeholder: "quota." }],
       }),
-      table("Changes, the newest first", [
+      table("Changes, newest first", [
         column("When", (each) => time(each.createTime)),
-        column("Who", (each) => id(each.actor)),
-        column("What", (each) => each.action),
-        column("On", (each) => id(each.subjectId)),
+        column("Actor", (each) => id(each.actor)),
+        column("Action", (each) => each.action),
+        column("Object", (each) => id(each.subjectId)),
         column("Change", (each) => change(each)),
-      ], entries, { empty: asked("before") ? "There is nothing older." : "Nothing was changed that fits.", key: (each) => each.entryId }),
+      ], entries, { empty: asked("before") ? "No older changes." : "No matching changes.", key: (each) => each.entryId }),
       h("div", { class: "buttons" },
         asked("before") && h("button", { type: "button", click: () => view.go({ before: "" }) }, "Newest"),
         older && h("button", { type: "button", click: () => view.go({ before: older }) }, "Older")),
-      command("The same in a terminal", "weir audit --since 7d"));
+      command("Command", "weir audit --since 7d"));
   },
 };
 
 function change({ beforeJson = "", afterJson = "" }) {
   const [before, after] = [beforeJson, afterJson].map(parsed);
   const names = [...new Set([...Object.keys(before), ...Object.keys(after)])].filter((name) => JSON.stringify(before[name]) !== JSON.stringify(after[name]));
-  const lines = names.map((name) => h("div", {}, `${plain(name)}: ${name in before ? said(before[name]) : "\u2014"} \u2192 ${name in after ? said(after[name]) : "\u2014"}`));
+  const lines = names.map((name) => h("div", {}, `${plain(name)}: ${name in before ? shown(before[name]) : "\u2014"} \u2192 ${name in after ? shown(after[name]) : "\u2014"}`));
   return h("details", {}, h("summary", {}, names.length === 1 ? "1 field" : `${names.length} fields`), h("pre", {}, lines));
 }
 
-function said(value) {
+function shown(value) {
   return plain(typeof value === "string" ? value : JSON.stringify(value));
 }
 

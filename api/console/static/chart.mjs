@@ -1,12 +1,12 @@
-// Small drawings of SVG: bars of a month, how full a limit is, the stages of a request. Each has its numbers in a table beside it.
+// SVG charts: bars of a month, usage of a limit, stages of a request. A table beside each has its numbers.
 
 import { h, svg } from "./dom.mjs";
 import { milliseconds, share } from "./format.mjs";
 
 const HEIGHT = 180, LEFT = 4, BOTTOM = 22, TOP = 8;
-const WIDE = 1160, NARROW = 340, NARROW_PAGE = 704; // in CSS pixels, so that letters are as large as elsewhere
+const WIDE = 1160, NARROW = 340, NARROW_PAGE = 704; // CSS pixels, so that text has its usual size
 
-// One bar for each value. values: [name, whole number as BigInt, text] each.
+// Bar chart. values: [name, BigInt, text] each.
 export function bars(label, values) {
   const most = values.reduce((found, [, value]) => (value > found ? value : found), 0n);
   const width = window.innerWidth < NARROW_PAGE ? NARROW : WIDE;
@@ -28,7 +28,7 @@ export function bars(label, values) {
     h("figcaption", {}, label));
 }
 
-// How much of a limit is used and held.
+// Used and held parts of a limit.
 export function meter(used, held, limit) {
   const first = share(used, limit), second = Math.min(share(held, limit), 1 - first);
   const kind = first + second >= 1 ? "full" : first + second >= 0.8 ? "near" : "";
@@ -40,7 +40,7 @@ export function meter(used, held, limit) {
     svg("rect", { x: first * 100, y: 0, width: second * 100, height: 8, class: "held" }));
 }
 
-// Where one stage of a request lies on the time of all of it.
+// One stage on the time axis of a request.
 export function span(startMs, lengthMs, totalMs, name) {
   const width = lengthMs > 0 ? Math.max(0.4, (100 * lengthMs) / totalMs) : 0;
   return svg("svg", { viewBox: "0 0 100 8", preserveAspectRatio: "none", class: "span", role: "img", "aria-label": `${name}: from ${milliseconds(startMs)}` },

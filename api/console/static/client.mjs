@@ -1,17 +1,17 @@
-// The calls to the server. The key lives in this tab's sessionStorage and in no cookie; signing out forgets it.
+// Calls to the server. The key is in this tab's sessionStorage, not in a cookie, until sign-out.
 
 const KEY = "weir.key";
-const TIMEOUT_MS = 40000; // the server gives a report half a minute
+const TIMEOUT_MS = 40000; // reports may take 30 s
 
-// What the server refused, or that it could not be reached: `httpStatus` is 0 then.
+// Failed call; `httpStatus` is 0 if the server could not be reached.
 export class CallFailed extends Error {
   constructor(httpStatus, status) {
-    super(status.message || "the server said nothing of why");
+    super(status.message || "the server did not give a reason");
     this.httpStatus = httpStatus;
     this.details = status.details ?? [];
   }
 
-  // A detail by the end of its type: ErrorInfo, BadRequest, RetryInfo.
+  // Error detail by its type's name: ErrorInfo, BadRequest, RetryInfo.
   detail(name) {
     return this.details.find((each) => String(each["@type"]).endsWith(`.${name}`));
   }
@@ -48,24 +48,24 @@ async function send(path, key, body, signal) {
   return response;
 }
 
-// What a key is good for. Throws CallFailed.
+// Permissions of a key. Throws CallFailed.
 export async function session(key) {
   return (await send("session", key)).json();
 }
 
-// One call of the contract, in protobuf's JSON. Throws CallFailed.
+// RPC of the contract, in protobuf's JSON. Throws CallFailed.
 export async function call(name, request = {}, signal = undefined) {
   return (await send(name, storedKey() ?? "", request, signal)).json();
 }
 
-// The file that a call gives, with its name. Throws CallFailed.
+// File returned by an RPC, with its name. Throws CallFailed.
 export async function file(name, request) {
   const response = await send(name, storedKey() ?? "", request);
-  const told = /filename="([^"]+)"/.exec(response.headers.get("content-disposition") ?? "");
-  return { name: told?.[1] ?? "file", content: await response.blob() };
+  const match = /filename="([^"]+)"/.exec(response.headers.get("content-disposition") ?? "");
+  return { name: match?.[1] ?? "file", content: await response.blob() };
 }
 
-// Give a file to the browser's downloads.
+// Save a file in the browser's downloads.
 export function save(name, content) {
   const url = URL.createObjectURL(content);
   const link = document.createElement("a");

@@ -1,4 +1,4 @@
-// Builds what is shown. Text goes in as text nodes and never as markup, whatever it says.
+// DOM builders. Text becomes text nodes, never markup.
 
 import { localTime, plain, utcTime } from "./format.mjs";
 
@@ -17,7 +17,7 @@ function fill(made, attributes, children) {
   return made;
 }
 
-// An element. A function among the attributes listens to the event of that name.
+// Element. Function attributes are event listeners.
 export function h(name, attributes = {}, ...children) {
   return fill(document.createElement(name), attributes, children);
 }
@@ -27,17 +27,17 @@ export function svg(name, attributes = {}, ...children) {
   return fill(document.createElementNS(SVG, name), attributes, children);
 }
 
-// A moment in the viewer's zone, with UTC as its title.
+// Time in the viewer's zone, with UTC as its title.
 export function time(text) {
   return text ? h("time", { datetime: text, title: utcTime(text) }, localTime(text)) : "\u2014";
 }
 
-// An id, a key's prefix or a digest; nothing for an empty one.
+// Id, key prefix or digest; nothing for an empty text.
 export function id(text) {
   return text ? h("span", { class: "id" }, text) : "";
 }
 
-// A column: its head, whether it holds numbers, and the cell of a row.
+// Column: head, whether it is numeric, and the cell of a row.
 export function column(head, cell, numeric = false) {
   return { head, cell, numeric };
 }
@@ -65,45 +65,45 @@ function cellsOf(columns, row) {
   });
 }
 
-// A figure with its name and unit.
+// Tile: a figure with its name and unit.
 export function tile(name, value, unit = "", note = "") {
   return h("div", { class: "tile" }, h("dt", {}, name), h("dd", {}, h("span", { class: "figure" }, value), unit && ` ${unit}`),
     note && h("dd", { class: "note" }, note));
 }
 
-// Figures beside each other.
+// Row of tiles.
 export function tiles(...all) {
   return h("dl", { class: "tiles" }, all);
 }
 
-// A remark: `kind` is good, warning or bad.
+// Message box. kind: good, warning or bad.
 export function remark(kind, ...children) {
   return h("p", { class: `remark ${kind}`, role: kind === "bad" ? "alert" : null }, children);
 }
 
-// A small word with a colour of its own.
+// Coloured label.
 export function badge(text, kind = "") {
   return h("span", { class: `badge ${kind}` }, text);
 }
 
-// The command of the terminal that does what this page only shows.
+// Equivalent command of the terminal.
 export function command(what, text) {
   return h("p", { class: "command" }, what, ": ", h("code", {}, text));
 }
 
-// A choice with its name. options: [value, text] each.
+// Labelled selection. options: [value, text] each.
 export function choice(name, options, chosen, changed) {
   const made = h("select", { change: () => changed(made.value) },
     options.map(([value, text]) => h("option", { value, selected: value === chosen }, text)));
   return h("label", { class: "field" }, h("span", {}, name), made);
 }
 
-// A line of text with its name.
+// Labelled text input.
 export function field(name, attributes) {
   return h("label", { class: "field" }, h("span", {}, name), h("input", attributes));
 }
 
-// Replace what is shown, and keep focus and the places that were scrolled to. Focus goes by `data-key`.
+// Replace content; keep focus, by `data-key`, and scroll positions.
 export function swap(place, ...children) {
   const focused = place.contains(document.activeElement) ? keyOf(document.activeElement) : null;
   const scrolled = [...place.querySelectorAll(".scroll")].map((each) => each.scrollLeft);
@@ -116,7 +116,7 @@ function keyOf(element) {
   return `${element.tagName} ${element.closest("[data-key]")?.dataset.key ?? ""} ${element.getAttribute("aria-label") ?? ""}`;
 }
 
-// Ask before something that cannot be undone. Resolves to the text that was given, or to null.
+// Confirm an irreversible action. Resolves to the entered text, or null.
 export function confirm(title, explanation, act, reasonName) {
   return new Promise((resolve) => {
     const reason = h("input", { type: "text", maxlength: 200, autocomplete: "off" });
@@ -127,7 +127,7 @@ export function confirm(title, explanation, act, reasonName) {
     h("h2", { id: "dialog-title" }, title), h("p", {}, explanation),
     h("label", { class: "field wide" }, h("span", {}, reasonName), reason),
     h("div", { class: "buttons" },
-      h("button", { type: "button", click: () => dialog.close("") }, "Leave it"),
+      h("button", { type: "button", click: () => dialog.close("") }, "Keep"),
       h("button", { type: "button", class: "danger", click: () => dialog.close("act") }, act)));
     document.body.append(dialog);
     dialog.showModal();

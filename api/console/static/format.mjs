@@ -1,10 +1,10 @@
-// Numbers, money and times as text. Pure: nothing here touches the page. 64-bit integers come as text and stay exact.
+// Formatting of numbers, money and times; pure functions. 64-bit integers arrive as text and stay exact.
 
 const MINUS = "\u2212";
 const PICOS = 12;
-const TOKENS_PER_PRICE = 6; // decimals: a price is told per million tokens, and given in picos per token
+const TOKENS_PER_PRICE = 6; // decimals: prices are shown per million tokens, and sent in picos per token
 
-// A whole number of the wire, which leaves out zeros.
+// Integer of a message, which omits zeros.
 export function whole(value) {
   return BigInt(value ?? 0);
 }
@@ -16,7 +16,7 @@ export function count(value) {
   return (number < 0n ? MINUS : "") + digits.replace(/\B(?=(\d{3})+$)/g, ",");
 }
 
-// A whole number of 1/10^scale as an exact decimal, with at least `least` decimals and no needless zeros beyond them.
+// A whole number of 1/10^scale as an exact decimal, with at least `least` decimals and no trailing zeros beyond them.
 export function decimal(value, scale, least = 2) {
   const number = whole(value);
   const digits = (number < 0n ? -number : number).toString().padStart(scale + 1, "0");
@@ -25,7 +25,7 @@ export function decimal(value, scale, least = 2) {
   return number < 0n ? MINUS + text : text;
 }
 
-// The decimals that the finest of some values needs, so that a column of them stands in line.
+// Maximum number of decimals of some values, to align a column.
 export function places(values, scale, least = 2) {
   return values.reduce((most, value) => {
     const digits = whole(value).toString().replace("-", "").padStart(scale, "0").slice(-scale).replace(/0+$/, "");
@@ -33,7 +33,7 @@ export function places(values, scale, least = 2) {
   }, least);
 }
 
-// All of an amount in picos, as a BigInt.
+// Amount in picos as a BigInt.
 export function picosOf(money) {
   return whole(money?.units) * 10n ** BigInt(PICOS) + whole(money?.picos);
 }
@@ -58,7 +58,7 @@ export function perMillion(picosPerToken) {
   return decimal(picosPerToken, TOKENS_PER_PRICE);
 }
 
-// Two values of the wire as a number between 0 and 1, for bars.
+// Ratio of two integers between 0 and 1, for bars.
 export function share(part, of) {
   const [numerator, denominator] = [whole(part), whole(of)];
   if (denominator <= 0n) return numerator > 0n ? 1 : 0;
@@ -79,12 +79,12 @@ export function rate(value) {
   return `${count(before)}.${after}`;
 }
 
-// A duration of the wire ("12.500s") in seconds; null where there is none.
+// Duration of a message ("12.500s") in seconds; null if absent.
 export function secondsOf(duration) {
   return duration == null ? null : Number(duration.replace(/s$/, ""));
 }
 
-// A wait for people, rounded up: 0.3 s, 12 s, 4 min, 3 h, 9 d.
+// Wait time for display, rounded up: 0.3 s, 12 s, 4 min, 3 h, 9 d.
 export function wait(seconds) {
   if (seconds == null) return "\u2014";
   if (seconds < 1) return `${Math.max(seconds, 0).toFixed(1)} s`;
@@ -96,7 +96,7 @@ export function wait(seconds) {
 
 const two = (number) => String(number).padStart(2, "0");
 
-// A moment in the viewer's zone to the second: 2026-11-22 08:15:04.
+// Time in the viewer's zone, in seconds: 2026-11-22 08:15:04.
 export function localTime(text) {
   if (!text) return "\u2014";
   const at = new Date(text);
@@ -104,7 +104,7 @@ export function localTime(text) {
   return `${day} ${two(at.getHours())}:${two(at.getMinutes())}:${two(at.getSeconds())}`;
 }
 
-// The same moment in UTC, for whoever hovers: 2026-11-22 07:15:04 UTC.
+// Time in UTC, for tooltips: 2026-11-22 07:15:04 UTC.
 export function utcTime(text) {
   return text ? `${new Date(text).toISOString().slice(0, 19).replace("T", " ")} UTC` : "";
 }
@@ -114,43 +114,43 @@ export function words(name, prefix = "") {
   return (name ?? "").replace(prefix, "").toLowerCase().replaceAll("_", " ");
 }
 
-// Whether a limit counts money: its values are picos then.
+// True for limits of money, in picos.
 export function isMoney(dimension) {
   return /COST_PICOS|CREDIT_PICOS/.test(dimension ?? "");
 }
 
-// A value of a limit in the unit of what it counts.
+// Value of a limit in its unit.
 export function limitValue(dimension, value) {
   return isMoney(dimension) ? decimal(value, PICOS) : count(value);
 }
 
-// What a limit counts, in words with its unit.
+// Name of a limit's dimension, with its unit.
 export function dimensionWords(dimension) {
   return words(dimension, "QUOTA_DIMENSION_").replace(" picos", "");
 }
 
-// Control characters and those that turn the direction of text, which could make a name look like another one.
+// Control characters and direction marks, which could disguise a name.
 const UNSEEN = /[\u0000-\u001f\u007f-\u009f\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]/g;
 
-// Foreign text on one line, with what cannot be seen made visible.
+// Untrusted text on one line, with invisible characters escaped.
 export function plain(text) {
   return String(text ?? "").replace(UNSEEN, "\ufffd");
 }
 
-// This month in UTC, as the bill has it; `back` months before it.
+// Month in UTC, `back` months before the present one.
 export function monthOf(now, back = 0) {
   const at = new Date(Date.UTC(now.getUTCFullYear(), now.getUTCMonth() - back, 1));
   return `${at.getUTCFullYear()}-${two(at.getUTCMonth() + 1)}`;
 }
 
-// Its days from the first to the last, as YYYY-MM-DD.
+// Days of a month as YYYY-MM-DD.
 export function daysOf(month) {
   const [year, number] = month.split("-").map(Number);
   const last = new Date(Date.UTC(year, number, 0)).getUTCDate();
   return Array.from({ length: last }, (_, index) => `${month}-${two(index + 1)}`);
 }
 
-// The next wait after a failure: twice as long, up to a minute, and at once what it was when all is well.
+// Wait after failures: doubled by each, up to a minute; reset by a success.
 export function backedOff(usual, failures) {
   return Math.min(usual * 2 ** Math.min(failures, 10), 60000);
 }

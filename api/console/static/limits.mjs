@@ -1,4 +1,4 @@
-// Every limit: what is used and held of it, what is left, when it begins anew, and where it comes from.
+// Limits with their used, held and remaining amounts, reset times and owners.
 
 import { badge, choice, column, command, h, swap, table, time } from "./dom.mjs";
 import { meter } from "./chart.mjs";
@@ -23,31 +23,31 @@ export const limits = {
       const good = apiKeys.filter((each) => !each.revokeTime);
       const key = good.find((each) => each.prefix === view.params.get("key"))?.prefix ?? "";
       const options = [["", "all limits of the organization"], ...good.map((each) => [each.prefix, `${each.prefix} (${each.name})`])];
-      swap(controls, chooser, choice("As a key meets them", options, key, (chosen) => view.go({ key: chosen })));
+      swap(controls, chooser, choice("Limits of a key", options, key, (chosen) => view.go({ key: chosen })));
       load = () => view.call(LIST, key ? { apiKey: key } : { organization: ref });
       whose = key ? `key ${key}` : name;
       terminal = key ? `weir quota list --key ${key}` : `weir quota list --org ${name}`;
     } else {
       load = () => view.call(OWN);
     }
-    swap(view.body, controls, shown, command("Set one", "weir quota set tokens-per-month 1000000 --org ORG"), command("The same in a terminal", terminal));
+    swap(view.body, controls, shown, command("Set a limit", "weir quota set tokens-per-month 1000000 --org ORG"), command("Command", terminal));
     await view.repeat(REFRESH_MS, async () => {
       const { quotas = [] } = await load();
-      swap(shown, table(`Limits of ${whose}`, columns(currency), quotas, { empty: "No limit is set: nothing is bounded here.", key: (each) => each.quotaId }), h("p", { class: "note" }, asOf()));
+      swap(shown, table(`Limits of ${whose}`, columns(currency), quotas, { empty: "No limits are set.", key: (each) => each.quotaId }), h("p", { class: "note" }, asOf()));
     });
   },
 };
 
 const columns = (currency) => [
-  column("What it counts", (each) => [dimensionWords(each.dimension), each.model ? ` on ${each.model}` : "", remarksOf(each)]),
+  column("Limit of", (each) => [dimensionWords(each.dimension), each.model ? ` on ${each.model}` : "", remarksOf(each)]),
   column("Set on", (each) => [each.forNewKeys ? "new keys of " : "", words(each.subject, "QUOTA_SUBJECT_"), h("br"), h("span", { class: "note" }, each.subjectName ?? "")]),
-  column("Filled", (each) => meter(each.usedValue, each.heldValue, each.limitValue)),
+  column("Usage", (each) => meter(each.usedValue, each.heldValue, each.limitValue)),
   column("Used", (each) => limitValue(each.dimension, each.usedValue), true),
   column("Held", (each) => limitValue(each.dimension, each.heldValue), true),
   column("Left", (each) => limitValue(each.dimension, each.remainingValue), true),
   column("Limit", (each) => limitValue(each.dimension, each.limitValue), true),
   column("Unit", (each) => unitOf(each.dimension, currency)),
-  column("Begins anew", (each) => each.resetTime ? [`in ${wait(secondsOf(each.resetDelay))}`, h("div", { class: "note" }, time(each.resetTime))] : "as requests end"),
+  column("Resets", (each) => each.resetTime ? [`in ${wait(secondsOf(each.resetDelay))}`, h("div", { class: "note" }, time(each.resetTime))] : "as requests end"),
 ];
 
 function unitOf(dimension, currency) {
@@ -56,16 +56,16 @@ function unitOf(dimension, currency) {
 }
 
 function remarksOf(each) {
-  const said = [];
-  if (each.binding) said.push(badge("binds", "warning"));
-  if (each.narrowedByQuotaId) said.push(badge("without effect: one further up is narrower"));
-  if (!each.enforced) said.push(badge(`only watching, would have refused ${count(each.wouldRefuseCount)}`));
+  const remarks = [];
+  if (each.binding) remarks.push(badge("most restrictive", "warning"));
+  if (each.narrowedByQuotaId) remarks.push(badge("ineffective: a higher-level limit is lower"));
+  if (!each.enforced) remarks.push(badge(`shadow mode, would have refused ${count(each.wouldRefuseCount)}`));
   const weights = [each.inputWeightMilli, each.cachedInputWeightMilli, each.outputWeightMilli].map((weight) => Number(weight ?? 0));
   if (weights.some((weight) => weight) && new Set([...weights, 1000]).size > 1) {
-    said.push(h("div", { class: "note" }, `weights ${weights.map((weight) => weight / 1000).join(" / ")} (in / cached / out)`));
+    remarks.push(h("div", { class: "note" }, `weights ${weights.map((weight) => weight / 1000).join(" / ")} (in / cached / out)`));
   }
-  if (each.raisedUntilTime) {
-    said.push(h("div", { class: "note" }, `raised from ${limitValue(each.dimension, each.standingLimitValue)} until `, time(each.raisedUntilTime), `: ${each.raiseReason ?? ""}`));
+  if (each.overrideEndTime) {
+    remarks.push(h("div", { class: "note" }, `temporary override of ${limitValue(each.dimension, each.baseLimitValue)} until `, time(each.overrideEndTime), `: ${each.overrideReason ?? ""}`));
   }
-  return said.length ? h("div", { class: "badges" }, said) : null;
+  return remarks.length ? h("div", { class: "badges" }, remarks) : null;
 }

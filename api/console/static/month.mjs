@@ -1,11 +1,11 @@
-// The bill of a month: what it would be now, or what it was closed as. Amounts are exact; nothing is added up here.
+// Month report: preliminary, or as closed. Amounts are exact; the server adds them up.
 
 import { file } from "./client.mjs";
 import { badge, column, command, h, remark, swap, table, tile, tiles, time } from "./dom.mjs";
 import { amount, amountPlaces, count, money, perMillion, picosOf, plain, words } from "./format.mjs";
 
 const REPORT = "BillingService/GetMonthReport", DOCUMENT = "BillingService/GetMonthDocument", EXPORT = "BillingService/ExportMonth", INVOICE = "BillingService/GetInvoice";
-const STATES = { MONTH_STATE_OPEN: ["open: this is what the invoice would be now", "warning"], MONTH_STATE_CLOSING: ["being closed", "warning"], MONTH_STATE_CLOSED: ["closed", "good"] };
+const STATES = { MONTH_STATE_OPEN: ["open: preliminary invoice", "warning"], MONTH_STATE_CLOSING: ["closing", "warning"], MONTH_STATE_CLOSED: ["closed", "good"] };
 
 export const month = {
   id: "month",
@@ -27,19 +27,19 @@ export const month = {
         report.invoiceNumber && tile("Invoice", report.invoiceNumber), tile("Requests", count(report.requestCounts?.totalCount), "", endings(report.requestCounts ?? {}))),
       downloads(view, ref, chosen, report),
       h("h2", {}, "Usage"),
-      table("Lines of the bill", lineColumns(currency, report.lines ?? []), report.lines ?? [], { empty: "Nothing was used." }),
+      table("Invoice lines", lineColumns(currency, report.lines ?? []), report.lines ?? [], { empty: "No usage." }),
       chargesPart(report.charges ?? [], currency),
       h("h2", {}, "Total"),
-      table("From the lines to the total", [column("What", ([what]) => what), column(`Amount, ${currency}`, ([, value]) => amount(value, amountPlaces(totals(report).map((each) => each[1]))), true)], totals(report), { isGrid: true }),
-      report.unratedEventCount && remark("warning", `${count(report.unratedEventCount)} usage events are recorded and not yet in the lines above.`),
+      table("From the lines to the total", [column("Item", ([item]) => item), column(`Amount, ${currency}`, ([, value]) => amount(value, amountPlaces(totals(report).map((each) => each[1]))), true)], totals(report), { isGrid: true }),
+      report.unratedEventCount && remark("warning", `${count(report.unratedEventCount)} recorded usage events are not in the lines above yet.`),
       creditPart(report, invoice, currency),
       h("p", { class: "note" }, report.taxNote ?? ""),
-      command("Close a month, for good", `weir month close ${chosen} --org ${report.organizationName}`),
-      command("The same in a terminal", `weir month show ${chosen} --org ${report.organizationName}`));
+      command("Close the month (final)", `weir month close ${chosen} --org ${report.organizationName}`),
+      command("Command", `weir month show ${chosen} --org ${report.organizationName}`));
   },
 };
 
-// Whom the documents of the month are addressed to, in one line.
+// Addressee of the month's documents, on one line.
 function billedTo({ organizationName, billingProfile: profile }) {
   const place = [profile.city, profile.state, profile.postalCode].filter(Boolean).join(" ");
   const tax = profile.taxId && `tax ID ${profile.taxId}`;
@@ -54,12 +54,12 @@ function endings({ completedCount, cancelledCount, limitedCount, failedCount }) 
 function lineColumns(currency, lines) {
   const least = amountPlaces(lines.map((each) => each.amount));
   return [
-    column("Model", (each) => [each.model, each.tier === "batch" ? " (batch)" : "", each.lateMonth && h("div", { class: "note" }, `late of ${each.lateMonth}`)]),
+    column("Model", (each) => [each.model, each.tier === "batch" ? " (batch)" : "", each.lateMonth && h("div", { class: "note" }, `late usage of ${each.lateMonth}`)]),
     column("Kind", (each) => words(each.tokenKind, "TOKEN_KIND_")),
     column("Price", (each) => `v${each.priceVersion}`),
     column("Requests", (each) => count(each.requestCount), true),
     column("Tokens", (each) => count(each.tokenCount), true),
-    column("Of cancelled", (each) => count(each.cancelledTokenCount), true),
+    column("Cancelled", (each) => count(each.cancelledTokenCount), true),
     column(`Per million, ${currency}`, (each) => perMillion(each.unitPricePicos), true),
     column(`Amount, ${currency}`, (each) => amount(each.amount, least), true),
     column("Rounded", (each) => amount(each.roundedAmount), true),
@@ -68,8 +68,8 @@ function lineColumns(currency, lines) {
 
 function chargesPart(charges, currency) {
   const least = amountPlaces(charges.map((each) => each.amount));
-  return charges.length > 0 && [h("h2", {}, "Plan, corrections and credit"), table("Charges beside the usage", [
-    column("What", (each) => each.description),
+  return charges.length > 0 && [h("h2", {}, "Plan, corrections and credit"), table("Charges other than usage", [
+    column("Description", (each) => each.description),
     column("Kind", (each) => words(each.kind, "CHARGE_KIND_")),
     column("Model", (each) => each.model),
     column("Tokens", (each) => (each.tokenCount ? count(each.tokenCount) : ""), true),
@@ -79,16 +79,16 @@ function chargesPart(charges, currency) {
 }
 
 function totals(report) {
-  return [["Sum of the lines, exact", report.total], ["Left of rounding the months before", report.carriedIn],
-    ["Left for the next month by rounding", report.carriedOut], ["Total, rounded", report.totalRounded]];
+  return [["Sum of the lines, exact", report.total], ["Rounding carried from previous months", report.carriedIn],
+    ["Rounding carried to the next month", report.carriedOut], ["Total, rounded", report.totalRounded]];
 }
 
 function creditPart({ prepaidCredit, creditNotes = [] }, invoice, currency) {
   const parts = [];
-  if (prepaidCredit && [prepaidCredit.granted, prepaidCredit.expired, prepaidCredit.left].some((each) => picosOf(each) !== 0n)) {
-    parts.push(h("h2", {}, "Prepaid credit"), tiles(tile("Granted", amount(prepaidCredit.granted), currency), tile("Expired", amount(prepaidCredit.expired), currency), tile("Left", amount(prepaidCredit.left), currency)));
+  if (prepaidCredit && [prepaidCredit.granted, prepaidCredit.expired, prepaidCredit.remaining].some((each) => picosOf(each) !== 0n)) {
+    parts.push(h("h2", {}, "Prepaid credit"), tiles(tile("Granted", amount(prepaidCredit.granted), currency), tile("Expired", amount(prepaidCredit.expired), currency), tile("Remaining", amount(prepaidCredit.remaining), currency)));
   }
-  for (const note of creditNotes) parts.push(remark("", `${plain(note.number)} gives back ${money(note.amount)} of ${plain(note.invoiceNumber)}: ${plain(note.reason)}`));
+  for (const note of creditNotes) parts.push(remark("", `${plain(note.number)} refunds ${money(note.amount)} of ${plain(note.invoiceNumber)}: ${plain(note.reason)}`));
   for (const note of invoice?.creditNotes ?? []) parts.push(remark("", `Credit note ${plain(note.creditNoteNumber)} on this invoice: ${money(note.amount)}, ${plain(note.reason)}`));
   return parts;
 }

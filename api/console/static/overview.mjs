@@ -1,4 +1,4 @@
-// Who runs what at this moment, and the engines behind it.
+// Running requests and the engines that serve them.
 
 import { badge, column, command, confirm, h, remark, swap, table, tile, tiles, time } from "./dom.mjs";
 import { count, perMillion, plain, rate, secondsOf, wait, whole, words } from "./format.mjs";
@@ -16,9 +16,9 @@ export const overview = {
   calls: [LIVE, MODELS],
   scopes: "admin or inference",
   async show(view) {
-    const live = h("section", { "aria-label": "What runs" }), engines = h("section", { "aria-label": "Engines" });
+    const live = h("section", { "aria-label": "Running requests" }), engines = h("section", { "aria-label": "Engines" });
     swap(view.body, live, engines);
-    if (!view.may(LIVE)) swap(live, remark("", "Who runs what is for keys with the scope admin; this key is shown the models that it may use."));
+    if (!view.may(LIVE)) swap(live, remark("", "Running requests require the scope admin. This key sees the models that it may use."));
     const refreshed = { seen: null };
     const repeated = [];
     if (view.may(LIVE)) repeated.push(view.repeat(LIVE_MS, async () => {
@@ -34,7 +34,7 @@ function sum(organizations, name) {
   return organizations.reduce((total, each) => total + whole(each[name]), 0n);
 }
 
-function liveParts(view, { requests = [], organizations = [], requestCount = "0", silentOwnerIds = [] }) {
+function liveParts(view, { requests = [], organizations = [], requestCount = "0", unresponsiveProcessIds = [] }) {
   const waiting = requests.filter((each) => WAITING.includes(each.phase)).length;
   const isAll = whole(requestCount) <= BigInt(requests.length);
   const speed = organizations.reduce((total, each) => total + (each.tokensPerSecond ?? 0), 0);
@@ -42,9 +42,9 @@ function liveParts(view, { requests = [], organizations = [], requestCount = "0"
     tiles(tile("Requests", count(requestCount)), tile("Waiting", count(waiting), "", isAll ? "" : `of the oldest ${count(requests.length)}`),
       tile("Output", rate(speed), "tokens/s"), tile("Holds", count(sum(organizations, "holdCount"))),
       tile("Tokens held", count(sum(organizations, "heldTokenCount")))),
-    silentOwnerIds.length > 0 && remark("warning", `No answer from process ${silentOwnerIds.join(", ")}: what is told of their requests may be old.`),
+    unresponsiveProcessIds.length > 0 && remark("warning", `No answer from process ${unresponsiveProcessIds.join(", ")}: its requests may be out of date.`),
     organizations.length > 0 && h("h2", {}, "By organization"),
-    organizations.length > 0 && table("What runs by organization", [
+    organizations.length > 0 && table("Requests by organization", [
       column("Organization", (each) => h("a", { href: `#/limits?org=${encodeURIComponent(each.name)}` }, each.name)),
       column("Requests", (each) => count(each.requestCount), true),
       column("Holds", (each) => count(each.holdCount), true),
@@ -52,27 +52,27 @@ function liveParts(view, { requests = [], organizations = [], requestCount = "0"
       column("Tokens/s", (each) => rate(each.tokensPerSecond), true),
     ], organizations, { key: (each) => each.organizationId }),
     h("h2", {}, "Requests"),
-    table("Requests that run or wait, the oldest first", requestColumns(view), requests, {
-      empty: "Nothing runs now.", key: (each) => `${each.projectId}/${each.requestId}`,
+    table("Running and waiting requests, oldest first", requestColumns(view), requests, {
+      empty: "No requests are running.", key: (each) => `${each.projectId}/${each.requestId}`,
     }),
     !isAll && h("p", { class: "note" }, `The oldest ${count(requests.length)} of ${count(requestCount)} are shown.`),
     h("p", { class: "note" }, asOf()),
-    command("The same in a terminal", "weir requests --watch"),
+    command("Command", "weir requests --watch"),
   ];
 }
 
 function requestColumns(view) {
   return [
     column("Request", (each) => h("a", { class: "id", href: `#/requests?id=${each.requestId}&project=${encodeURIComponent(`${each.organizationName}/${each.projectName}`)}` }, each.requestId)),
-    column("Whose", (each) => [`${plain(each.organizationName)}/${plain(each.projectName)}`, h("br"), h("span", { class: "note" }, `key ${plain(each.apiKeyPrefix)}`)]),
+    column("Project", (each) => [`${plain(each.organizationName)}/${plain(each.projectName)}`, h("br"), h("span", { class: "note" }, `key ${plain(each.apiKeyPrefix)}`)]),
     column("Model", (each) => each.model),
-    column("Phase", (each) => badge(words(each.phase, "REQUEST_PHASE_") || "not told", WAITING.includes(each.phase) ? "warning" : "good")),
+    column("Phase", (each) => badge(words(each.phase, "REQUEST_PHASE_") || "unknown", WAITING.includes(each.phase) ? "warning" : "good")),
     column("Age", (each) => wait(secondsOf(each.age)), true),
     column("In", (each) => `${count(each.inputTokenCount)}`, true),
     column("Cached", (each) => count(each.cachedInputTokenCount), true),
     column("Out", (each) => count(each.deliveredTokenCount), true),
     column("Tokens/s", (each) => rate(each.tokensPerSecond), true),
-    ...(view.may(KILL) ? [column("End it", (each) => killButton(view, each))] : []),
+    ...(view.may(KILL) ? [column("Cancel", (each) => killButton(view, each))] : []),
   ];
 }
 
@@ -80,12 +80,12 @@ function killButton(view, request) {
   return h("button", { type: "button", class: "danger small", "aria-label": `End request ${request.requestId}`, click: async () => {
     const whose = `${request.organizationName}/${request.projectName}`;
     const reason = await confirm("End this request?",
-      `Request ${request.requestId} of ${whose} on ${request.model} ends now, wherever it runs. What was delivered is billed. Its client is told that an admin ended it.`,
-      "End the request", "Reason, for its client and the audit log (may be empty)");
+      `Request ${request.requestId} of ${whose} on ${request.model} ends now, in any process. Delivered tokens are billed. Its client is told that an admin ended it.`,
+      "End the request", "Reason, for the client and the audit log (optional)");
     if (reason === null) return;
     try {
       const { result = "" } = await view.call(KILL, { requestId: request.requestId, project: whose, reason });
-      view.say(`Request ${request.requestId}: ${{ RESULT_ENDED: "ended", RESULT_HAD_ENDED: "it had ended before", RESULT_PENDING: "ordered to end; its process has not answered yet" }[result] ?? result}.`);
+      view.say(`Request ${request.requestId}: ${{ RESULT_ENDED: "ended", RESULT_ALREADY_ENDED: "had already ended", RESULT_PENDING: "cancelled; its process has not confirmed yet" }[result] ?? result}.`);
     } catch (error) {
       view.failed(error, () => swap(view.status, problem(error)));
     }
@@ -98,31 +98,31 @@ async function engineParts(view) {
     const { models = [] } = await view.call(MODELS);
     parts.push(h("h2", {}, "Models"), table("Models that this key may use", [
       column("Model", (each) => each.name),
-      column("Does", (each) => words(each.task, "MODEL_TASK_")),
+      column("Type", (each) => words(each.task, "MODEL_TASK_")),
       column("Engine", (each) => each.engine),
       column("Context", (each) => `${count(each.contextWindowTokens)} tokens`, true),
       column("Ready", (each) => `${each.readyReplicaCount ?? 0} of ${each.replicaCount ?? 0}${each.drainedReplicaCount ? `, ${each.drainedReplicaCount} drained` : ""}`, true),
       column("Per million in / cached / out", (each) => priceText(each), true),
-    ], models, { empty: "This key may use no model." }));
+    ], models, { empty: "This key may not use any model." }));
   }
   if (view.may(REPLICAS)) {
     const { replicas = [], drains = [] } = await view.call(REPLICAS);
-    parts.push(h("h2", {}, "Replicas"), table("Engines of models that have several", [
+    parts.push(h("h2", {}, "Replicas"), table("Engines of models with several replicas", [
       column("Model", (each) => each.model),
       column("Replica", (each) => each.replica),
       column("State", (each) => [badge(words(each.state, "REPLICA_STATE_"), STATE_KINDS[each.state] ?? ""), each.drained && [" ", badge("drained", "warning")], each.reason && h("div", { class: "note" }, each.reason)]),
       column("Requests", (each) => count(each.requestCount), true),
-      column("Tokens to compute", (each) => count(each.outstandingTokenCount), true),
-      column("Process", (each) => each.ownerName),
-    ], replicas, { empty: "No model has several engines." }));
+      column("Pending tokens", (each) => count(each.outstandingTokenCount), true),
+      column("Process", (each) => each.processName),
+    ], replicas, { empty: "No model has several replicas." }));
     for (const each of drains) parts.push(remark("warning", `${plain(each.model)} ${plain(each.replica)} is drained since `, time(each.drainTime), each.reason && `: ${plain(each.reason)}`));
-    parts.push(command("Take one out of use", "weir replicas drain MODEL REPLICA"));
+    parts.push(command("Drain a replica", "weir replicas drain MODEL REPLICA"));
   }
   return parts;
 }
 
 function priceText({ price, task }) {
-  if (!price) return "none set";
+  if (!price) return "not set";
   if (task === "MODEL_TASK_EMBED") return `${perMillion(price.embeddingPicosPerToken)} ${price.currencyCode}`;
   return `${perMillion(price.inputPicosPerToken)} / ${perMillion(price.cachedInputPicosPerToken)} / ${perMillion(price.outputPicosPerToken)} ${price.currencyCode}`;
 }

@@ -1,4 +1,4 @@
-// A month from its usage to its invoice and to what was exported: what each stage says, and every exception. The server compares.
+// Reconciliation of a month from usage to invoice and export, with all differences. The server compares.
 
 import { badge, column, command, h, id, remark, swap, table, time } from "./dom.mjs";
 import { count, money, plain, wait, words } from "./format.mjs";
@@ -15,26 +15,26 @@ export const reconciliation = {
     const { ref, chooser } = await view.organization();
     const { chosen, chooser: picker, months } = await view.month(ref);
     const asked = { organization: ref, month: chosen };
-    const told = months.find((each) => each.month === chosen);
+    const entry = months.find((each) => each.month === chosen);
     const [stages, receipts, { adjustments = [] }, verified] = await Promise.all([
       view.call(STAGES, asked), view.call(RECEIPTS, asked), view.call(ADJUSTMENTS, { organization: ref, undecidedOnly: true }),
-      told?.state === "MONTH_STATE_CLOSED" ? view.call(VERIFY, asked) : null,
+      entry?.state === "MONTH_STATE_CLOSED" ? view.call(VERIFY, asked) : null,
     ]);
     const organization = stages.organizationName ?? "";
     swap(view.body,
       h("div", { class: "controls" }, chooser, picker),
       exceptions(stages, verified, chosen),
       h("h2", {}, `${plain(organization)}, ${chosen} (UTC)`),
-      table("Tokens at each stage", columns(stages.exported), stages.sums ?? [], { empty: "Nothing was used in this month.", isGrid: true }),
-      h("p", { class: "note" }, stages.exported ? ["Due is what was used in hours before ", time(stages.dueTime), "; they should have been exported."] : "Nothing is exported: the ledger and the invoices are all that was compared."),
+      table("Tokens at each stage", columns(stages.exported), stages.sums ?? [], { empty: "No usage in this month.", isGrid: true }),
+      h("p", { class: "note" }, stages.exported ? ["Due: usage in hours before ", time(stages.dueTime), ", which should have been exported."] : "Export is off: only the ledger and the invoices were compared."),
       h("h2", {}, "Documents"),
-      table("Documents of the month", [column("What", ([what]) => what), column("It says", ([, says]) => says), column("Digest", ([,, digest]) => id(digest))], documents(told, verified, receipts)),
-      h("h2", {}, "Corrections that wait for a decision"),
-      table("Corrections that wait", [
+      table("Documents of the month", [column("Document", ([name]) => name), column("Content", ([, content]) => content), column("Digest", ([,, digest]) => id(digest))], documents(entry, verified, receipts)),
+      h("h2", {}, "Corrections awaiting approval"),
+      table("Corrections awaiting approval", [
         column("Proposed", (each) => time(each.createTime)),
         column("By", (each) => id(each.author)),
         column("For", (each) => each.invoiceNumber || "the next invoice"),
-        column("Why", (each) => each.reason),
+        column("Reason", (each) => each.reason),
         column("Amount", (each) => money(each.amount), true),
       ], adjustments, { empty: "None." }),
       h("h2", {}, "All months"),
@@ -46,9 +46,9 @@ export const reconciliation = {
         column("Invoice", (each) => each.invoiceNumber || (each.state === "MONTH_STATE_CLOSED" ? "nothing to invoice" : "")),
         column("Total", (each) => (each.total ? money(each.total) : ""), true),
         column("Payment", (each) => (each.payments ?? []).map(paymentBadge)),
-      ], months, { empty: "No month yet." }),
-      command("With what the biller counts itself, where the database and the biller's key are", `weir reconcile ${chosen} --org ${organization}`),
-      command("Whether the books are right in themselves", "weir fsck"));
+      ], months, { empty: "No months yet." }),
+      command("Compare with the biller, on a machine with the database and the biller's key", `weir reconcile ${chosen} --org ${organization}`),
+      command("Check the ledger", "weir fsck"));
   },
 };
 
@@ -60,11 +60,11 @@ function paymentBadge({ state }) {
 
 function exceptions({ differences = [] }, verified, month) {
   const found = differences.map((each) => remark("bad",
-    h("strong", {}, `${plain(each.stage)}: `), `${plain(headline(each))}. `, h("br"), `What to do: ${plain(each.remedy)}.`));
+    h("strong", {}, `${plain(each.stage)}: `), `${plain(headline(each))}. `, h("br"), `Remedy: ${plain(each.remedy)}.`));
   if (verified && !verified.reproduced) {
-    found.push(remark("bad", h("strong", {}, "closed report: "), `the ledger does not give it any more: ${(verified.differences ?? []).map(plain).join("; ")}`));
+    found.push(remark("bad", h("strong", {}, "closed report: "), `the ledger no longer reproduces it: ${(verified.differences ?? []).map(plain).join("; ")}`));
   }
-  return found.length ? found : remark("good", `Every stage of ${month} says the same.`);
+  return found.length ? found : remark("good", `All stages of ${month} agree.`);
 }
 
 function headline({ model, priceVersion, tokenKind, tokenCount, amount, sinceTime, detail }) {
@@ -80,14 +80,14 @@ function columns(isExported) {
     column("Model", (each) => [each.model, each.tier === "batch" ? " (batch)" : ""]),
     column("Price", (each) => `v${each.priceVersion}`),
     column("Tokens", (each) => words(each.tokenKind)),
-    figure("Used", "usedTokenCount"), figure("In the ledger", "postedTokenCount"), figure("Of closed months", "billedTokenCount"), figure("Invoiced", "invoicedTokenCount"),
+    figure("Used", "usedTokenCount"), figure("In the ledger", "postedTokenCount"), figure("Closed", "billedTokenCount"), figure("Invoiced", "invoicedTokenCount"),
     ...(isExported ? [figure("Due", "dueTokenCount"), figure("In batches", "batchedTokenCount"), figure("Delivered", "deliveredTokenCount")] : []),
   ];
 }
 
 function documents(month, verified, receipts) {
-  const rows = [["Receipts", `${count(receipts.receiptCount)}${receipts.unreceiptedCount ? `, and ${count(receipts.unreceiptedCount)} parts of usage from before there were any` : ""}`, month?.receiptsRoot ?? ""]];
-  if (verified) rows.unshift(["Report of the close", verified.reproduced ? badge("reproduced from the ledger", "good") : badge("not reproduced", "bad"), verified.month?.jsonSha256 ?? ""]);
+  const rows = [["Receipts", `${count(receipts.receiptCount)}${receipts.missingReceiptCount ? `, and ${count(receipts.missingReceiptCount)} parts of usage without one, from before receipts existed` : ""}`, month?.receiptsRoot ?? ""]];
+  if (verified) rows.unshift(["Closing report", verified.reproduced ? badge("reproduced from the ledger", "good") : badge("not reproduced", "bad"), verified.month?.jsonSha256 ?? ""]);
   if (month?.invoiceNumber) rows.unshift(["Invoice", `${plain(month.invoiceNumber)} over ${money(month.total)}`, ""]);
   return rows;
 }

@@ -1,4 +1,4 @@
-// The requests of a day, and where the time of one of them went.
+// Requests of a day, and the timings of one request.
 
 import { span } from "./chart.mjs";
 import { badge, column, command, h, remark, swap, table, tile, tiles, time } from "./dom.mjs";
@@ -8,14 +8,14 @@ import { problem } from "./view.mjs";
 const ANY = "AdminService/GetRequest", OWN = "InferenceService/GetGeneration", USAGE = "BillingService/GetUsage";
 const PAGE_SIZE = 100;
 const STAGES = [
-  ["auth", "authMs", "resolve the key"], ["tokenize", "tokenizeMs", "tokenize the prompt"], ["admission", "admissionMs", "hold the tokens"],
-  ["cold start", "coldStartMs", "start the engine"], ["queue", "queueMs", "wait for the turn"], ["prefill", "prefillMs", "compute the prompt"],
-  ["decode", "decodeMs", "compute the answer"], ["client stall", "clientStallMs", "wait for the client"], ["settle", "settleMs", "write the usage"],
+  ["auth", "authMs", "authenticate the key"], ["tokenize", "tokenizeMs", "tokenize the prompt"], ["admission", "admissionMs", "reserve tokens in quotas"],
+  ["cold start", "coldStartMs", "start the engine"], ["queue", "queueMs", "wait in the queue"], ["prefill", "prefillMs", "compute the prompt"],
+  ["decode", "decodeMs", "generate the output"], ["client stall", "clientStallMs", "wait for the client"], ["settle", "settleMs", "record the usage"],
 ];
 const WITHOUT_TIMINGS = {
-  STATE_RUNNING: "It still runs: look again when it has ended.",
-  STATE_VOIDED: "No timings: it ended before anything was to be billed.",
-  STATE_EXPIRED: "No timings: it was recovered after its server had gone away.",
+  STATE_RUNNING: "The request is running: timings follow when it has ended.",
+  STATE_VOIDED: "No timings: it ended before anything was billed.",
+  STATE_EXPIRED: "No timings: it was recovered after its server failed.",
 };
 
 export const requests = {
@@ -26,11 +26,11 @@ export const requests = {
   async show(view) {
     const parts = [];
     if (view.may(ANY) || view.may(OWN)) {
-      parts.push(view.search({ id: ["Id of a request", { size: 38 }], ...(view.may(ANY) && { project: ["Its project, if several have this id", { placeholder: "organization/project" }] }) }, "Look up"));
+      parts.push(view.search({ id: ["Request id", { size: 38 }], ...(view.may(ANY) && { project: ["Project, if the id is ambiguous", { placeholder: "organization/project" }] }) }, "Look up"));
       if (view.params.get("id")) parts.push(await onePart(view).catch((error) => (view.left.signal.aborted ? [] : problem(error))));
-      parts.push(command("The same in a terminal", `weir trace ${view.params.get("id") || "REQUEST"}`));
+      parts.push(command("Command", `weir trace ${view.params.get("id") || "REQUEST"}`));
     } else {
-      parts.push(h("p", { class: "note" }, "Stages of single requests are for keys with the scope admin or inference."));
+      parts.push(h("p", { class: "note" }, "Timings of single requests require the scope admin or inference."));
     }
     if (view.may(USAGE)) parts.push(await dayPart(view));
     swap(view.body, parts);
@@ -49,9 +49,9 @@ async function onePart(view) {
     tiles(isEmbedding ? tile("Embedded", count(usage.embeddingTokenCount), "tokens") : [
       tile("Input", count(usage.inputTokenCount), "tokens", usage.cachedInputTokenCount ? `${count(usage.cachedInputTokenCount)} of them cached` : ""),
       tile("Output", count(usage.billedTokenCount), "tokens", `${count(usage.generatedTokenCount)} generated, ${count(usage.deliveredTokenCount)} delivered`)],
-    tile("Cost", generation.cost ? amount(generation.cost) : "\u2014", generation.cost?.currencyCode), timings?.ttftMs && tile("First token after", milliseconds(timings.ttftMs)), timings && tile("Altogether", milliseconds(timings.totalMs))),
-    generation.migrationCount && remark("", `It went on in another engine ${generation.migrationCount} times; what follows is all of it.`),
-    timings ? waterfall(timings, generation.settleTime) : remark("warning", WITHOUT_TIMINGS[generation.state] ?? "No timings: it broke, or was recovered after its server had gone away."),
+    tile("Cost", generation.cost ? amount(generation.cost) : "\u2014", generation.cost?.currencyCode), timings?.ttftMs && tile("Time to first token", milliseconds(timings.ttftMs)), timings && tile("Total time", milliseconds(timings.totalMs))),
+    generation.migrationCount && remark("", `Moved to another engine ${generation.migrationCount} times; the timings include all engines.`),
+    timings ? waterfall(timings, generation.settleTime) : remark("warning", WITHOUT_TIMINGS[generation.state] ?? "No timings: it failed, or was recovered after its server failed."),
     Object.keys(generation.labels ?? {}).length > 0 && h("p", { class: "note" }, `Labels: ${Object.entries(generation.labels).map(([name, value]) => `${plain(name)}=${plain(value)}`).join(", ")}`));
 }
 
@@ -64,11 +64,11 @@ function waterfall(timings) {
     start += row.length;
     return row;
   });
-  return table("Where the time went", [
+  return table("Timings", [
     column("Stage", (each) => each.name),
-    column("Took", (each) => milliseconds(each.length), true),
-    column("When", (each) => span(each.start, each.length, all, each.name)),
-    column("What it is", (each) => each.name === "settle" && !each.length ? "not kept: it was over" : each.meaning),
+    column("Duration", (each) => milliseconds(each.length), true),
+    column("Time axis", (each) => span(each.start, each.length, all, each.name)),
+    column("Meaning", (each) => each.name === "settle" && !each.length ? "not recorded" : each.meaning),
   ], rows, { isGrid: true });
 }
 
@@ -81,7 +81,7 @@ async function dayPart(view) {
   const least = amountPlaces(rows.map(costOf));
   const canLookUp = view.may(ANY);
   return h("section", { "aria-label": "Requests of a day" },
-    h("h2", {}, "Requests of a day, the oldest first"),
+    h("h2", {}, "Requests of a day, oldest first"),
     h("div", { class: "controls" }, chooser, h("label", { class: "field" }, h("span", {}, "Day (UTC)"), picker)),
     table(`Requests of ${day}`, [
       column("Settled", (each) => time(each.settleTime)),
@@ -95,14 +95,14 @@ async function dayPart(view) {
       column("Cached", (each) => count(each.cachedInputTokenCount), true),
       column("Out", (each) => count(whole(each.outputTokenCount) + whole(each.embeddingTokenCount)), true),
       column(`Cost, ${currency}`, (each) => amount(costOf(each), least), true),
-    ], rows, { empty: `Nothing was settled on ${day}.`, key: (each) => each.requestId }),
+    ], rows, { empty: `No requests were settled on ${day}.`, key: (each) => each.requestId }),
     h("div", { class: "buttons" },
       view.params.get("page") && h("button", { type: "button", click: () => view.go({ page: "" }) }, "First page"),
       nextPageToken && h("button", { type: "button", click: () => view.go({ page: nextPageToken }) }, "Next page")),
-    command("The same in a terminal", `weir month show ${day.slice(0, 7)} --org ${name || "ORG"} --by request --day ${day}`));
+    command("Command", `weir month show ${day.slice(0, 7)} --org ${name || "ORG"} --by request --day ${day}`));
 }
 
-// What a request costs: posted to the ledger, or in the first second only recorded.
+// Cost of a request: posted to the ledger, or in the first second only recorded.
 function costOf({ amount: posted, pendingAmount }) {
   return whole(pendingAmount?.picos) || whole(pendingAmount?.units) ? pendingAmount : posted;
 }

@@ -1,4 +1,4 @@
-// What a month was used for: by day, as bars and as a table, and by model.
+// Usage of a month by day, as bars and table, and by model.
 
 import { bars } from "./chart.mjs";
 import { choice, column, command, h, remark, swap, table, tile, tiles } from "./dom.mjs";
@@ -27,7 +27,7 @@ export const usage = {
     const forecast = chosen === monthOf(new Date()) ? view.call(FORECAST, { organization: ref, month: chosen }).catch((error) => ({ error })) : null;
     const [byDay, byModel, expected] = await Promise.all([asked("USAGE_GROUPING_DAY"), asked("USAGE_GROUPING_MODEL"), forecast]);
     const [days, models, total] = [byDay.rows ?? [], byModel.rows ?? [], byDay.total ?? {}];
-    const shown = choice("Bars show", Object.entries(SHOWN).map(([value, [text]]) => [value, text]), what, (show) => view.go({ show: show === "cost" ? "" : show }));
+    const shown = choice("Chart", Object.entries(SHOWN).map(([value, [text]]) => [value, text]), what, (show) => view.go({ show: show === "cost" ? "" : show }));
     swap(view.body,
       h("div", { class: "controls" }, chooser, months, shown),
       tiles(tile("Requests", count(total.requestCount)), tile("Input, computed", count(total.inputTokenCount), "tokens"),
@@ -37,11 +37,11 @@ export const usage = {
       expected && forecastPart(expected),
       h("h2", {}, "By day"),
       dayBars(days, chosen, what, currency),
-      table("Usage by day", columns("Day (UTC)", (each) => each.day, currency, [...days, total]), days, { empty: "Nothing was used in this month.", foot: { ...total, day: "Total" }, isGrid: true }),
+      table("Usage by day", columns("Day (UTC)", (each) => each.day, currency, [...days, total]), days, { empty: "No usage in this month.", foot: { ...total, day: "Total" }, isGrid: true }),
       h("h2", {}, "By model"),
-      table("Usage by model", columns("Model", (each) => each.model, currency, [...models, total]), models, { empty: "Nothing was used in this month.", foot: { ...total, model: "Total" }, isGrid: true }),
+      table("Usage by model", columns("Model", (each) => each.model, currency, [...models, total]), models, { empty: "No usage in this month.", foot: { ...total, model: "Total" }, isGrid: true }),
       pending(total),
-      command("The same in a terminal", `weir month show ${chosen} --org ${name || "ORG"} --by day`));
+      command("Command", `weir month show ${chosen} --org ${name || "ORG"} --by day`));
   },
 };
 
@@ -71,12 +71,12 @@ function dayBars(rows, month, what, currency) {
 }
 
 function pending(total) {
-  return picosOf(total.pendingAmount) > 0n && h("p", { class: "note" }, `Of this cost ${money(total.pendingAmount)} is recorded and not posted yet; that takes a second or so.`);
+  return picosOf(total.pendingAmount) > 0n && h("p", { class: "note" }, `${money(total.pendingAmount)} of this cost is recorded and will be posted within seconds.`);
 }
 
-function forecastPart({ error, expected, low, high, confidencePercent, method, cautions = [] }) {
+function forecastPart({ error, expected, low, high, confidencePercent, method, warnings = [] }) {
   if (error) return problem(error);
-  if (!expected) return remark("", "No estimate of the whole month yet: it takes a complete day of usage.");
+  if (!expected) return remark("", "No forecast yet: it requires a complete day of usage.");
   const range = low && high ? `, between ${money(low)} and ${money(high)} in ${confidencePercent} % of such months` : "";
-  return remark("", h("strong", {}, `The whole month is expected to cost ${money(expected)}`), `${range}. ${plain(method)} ${cautions.map(plain).join(" ")}`);
+  return remark("", h("strong", {}, `Forecast for the month: ${money(expected)}`), `${range}. ${plain(method)} ${warnings.map(plain).join(" ")}`);
 }

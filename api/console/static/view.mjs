@@ -1,4 +1,4 @@
-// One page while it is shown: its calls, which end with it, what it repeats, and how it tells what went wrong.
+// A shown page: its calls, which are aborted when it is left, its refreshes, and its errors.
 
 import { CallFailed, call, save } from "./client.mjs";
 import { choice, field, h, remark, swap } from "./dom.mjs";
@@ -15,7 +15,7 @@ export class View {
     this.left = new AbortController();
   }
 
-  // Put the page into its place and fill it.
+  // Show the page in an element.
   async show(place, isOther) {
     swap(place, h("h1", {}, this.page.title), this.body, this.status);
     if (isOther) place.focus({ preventScroll: true });
@@ -35,7 +35,7 @@ export class View {
     return this.session.calls.includes(name);
   }
 
-  // One call of the contract; it ends when the page is left.
+  // RPC of the contract, aborted when the page is left.
   call(name, request = {}) {
     return call(name, request, this.left.signal);
   }
@@ -57,12 +57,12 @@ export class View {
     else show();
   }
 
-  // Say something in the line that screen readers follow; the same again is not said twice.
+  // Write to the status line, which screen readers announce; repeated text is not announced.
   say(text) {
     if (this.status.textContent !== text) this.status.textContent = text;
   }
 
-  // Do it now and again while the page is seen, less often while it fails.
+  // Load repeatedly while the page is visible, less often after failures.
   async repeat(usualMs, load) {
     let failures = 0;
     while (!this.left.signal.aborted) {
@@ -74,14 +74,14 @@ export class View {
         } catch (error) {
           failures += 1;
           const next = wait(backedOff(usualMs, failures) / 1000);
-          this.failed(error, () => this.say(`Not up to date: ${error.message}. Trying again in ${next}.`));
+          this.failed(error, () => this.say(`Out of date: ${error.message}. Next attempt in ${next}.`));
         }
       }
       await this.pause(backedOff(usualMs, failures));
     }
   }
 
-  // Wait for so long, or until the page is seen again or left.
+  // Wait, or until the page becomes visible or is left.
   pause(ms) {
     return new Promise((resolve) => {
       const done = () => {
@@ -95,7 +95,7 @@ export class View {
     });
   }
 
-  // A button that fetches a file.
+  // Button that downloads a file.
   download(text, fetched) {
     const button = h("button", { type: "button", click: async () => {
       button.disabled = true;
@@ -111,7 +111,7 @@ export class View {
     return button;
   }
 
-  // The organization that is looked at: an admin chooses, everybody else has their own.
+  // Selected organization: admins choose, other keys have their own.
   async organization() {
     const own = this.session.organizationId;
     if (!this.session.scopes.includes("admin")) return { ref: own, name: "", currency: this.session.currencyCode, chooser: null };
@@ -123,7 +123,7 @@ export class View {
     return { ref: found?.name ?? own, name: found?.name ?? "", currency: found?.currencyCode ?? "", chooser };
   }
 
-  // The month that is looked at, and all that there are of an organization.
+  // Selected month, and all months of an organization.
   async month(organization) {
     const { months = [] } = await this.call("BillingService/ListMonths", { organization });
     const names = months.map((each) => each.month);
@@ -131,13 +131,13 @@ export class View {
     if (!names.includes(present)) names.unshift(present);
     const asked = this.params.get("month");
     const chosen = names.includes(asked) ? asked : names[0];
-    const told = new Map(months.map((each) => [each.month, each]));
-    const options = names.map((name) => [name, told.get(name)?.state === "MONTH_STATE_CLOSED" ? `${name}, closed` : name]);
+    const byName = new Map(months.map((each) => [each.month, each]));
+    const options = names.map((name) => [name, byName.get(name)?.state === "MONTH_STATE_CLOSED" ? `${name}, closed` : name]);
     const chooser = choice("Month (UTC)", options, chosen, (month) => this.go({ month }));
     return { chosen, chooser, months };
   }
 
-  // A form that goes to this page with what was typed in. names: by parameter.
+  // Form that opens this page with the entered parameters. names: labels by parameter.
   search(names, button = "Show") {
     const inputs = Object.entries(names).map(([name, [label, more = {}]]) =>
       [name, field(label, { type: "text", name, value: this.params.get(name) ?? "", autocomplete: "off", spellcheck: "false", ...more })]);
@@ -148,16 +148,16 @@ export class View {
   }
 }
 
-// What went wrong, with what is to be mended where the server says so.
+// Error message, with the invalid fields if the server lists them.
 export function problem(error) {
-  if (!(error instanceof CallFailed)) return remark("bad", `This page has failed: ${error.message}`);
+  if (!(error instanceof CallFailed)) return remark("bad", `This page failed: ${error.message}`);
   const violations = error.detail("BadRequest")?.fieldViolations ?? [];
   const retry = secondsOf(error.detail("RetryInfo")?.retryDelay);
   return remark("bad", violations.length ? violations.map((each) => `${each.field}: ${each.description}`).join("; ") : error.message,
     retry !== null && ` Try again in ${wait(retry)}.`);
 }
 
-// When something was looked at.
+// Time of the latest refresh.
 export function asOf() {
   return `As of ${localTime(new Date().toISOString())}.`;
 }

@@ -1,0 +1,587 @@
+"""Commands of `weir` that run a server or read its database: names, options and texts.
+
+A command imports its implementation when it runs, so that help and completion do without the
+server's packages.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+from weir_cli.commands import ExitCode
+from weir_cli.render import JsonOption, fail, note, parse_time, print_json, show, table, wrong_use
+
+if TYPE_CHECKING:
+    from inference.adapters.findings import Observation
+
+ListenOption = Annotated[
+    str,
+    typer.Option(
+        "--listen", help="Address and port; port 0 lets the system choose.", show_default=False
+    ),
+]
+HomeOption = Annotated[
+    Path | None, typer.Option("--home", help="Data directory. [default: WEIR_HOME or ~/.weir]")
+]
+
+
+def up(listen: ListenOption = "", home: HomeOption = None) -> None:
+    """Start everything on this machine: PostgreSQL, API server, engine, Celery worker and beat.
+
+    Ctrl-C stops everything. Data is kept in the home directory. With WEIR_DATABASE_URL or
+    WEIR_BROKER_URL set, those servers are used instead of embedded ones.
+    """
+    import asyncio
+
+    from api.cli.stack import clear_failures, run_until_stopped
+
+    with clear_failures():
+        asyncio.run(run_until_stopped(listen, home))
+
+
+def serve(listen: ListenOption = "", home: HomeOption = None) -> None:
+    """Start one API server on the database of WEIR_DATABASE_URL, until SIGTERM or Ctrl-C.
+
+    `weir up` starts a whole installation on one machine instead. Migrate first: `weir migrate`.
+    """
+    from api.__main__ import main
+    from api.cli.stack import clear_failures, read_settings
+    from metering.store.migrations_runner import is_current
+
+    settings = read_settings(home, listen)
+    if not settings.database_url:
+        wrong_use(
+            "WEIR_DATABASE_URL is not set: set it to a PostgreSQL database, or start everything on"
+            " this machine with `weir up`"
+        )
+    with clear_failures():
+        if not is_current(settings.database_url):
+            fail("the database schema does not match this version: run `weir migrate` first")
+        main({**os.environ, **settings.to_environment()})
+
+
+def worker(home: HomeOption = None) -> None:
+    """Start one billing worker on the database of WEIR_DATABASE_URL, until SIGTERM or Ctrl-C.
+
+    It rates usage, expires holds and exports. Any number may run, on any machines; with
+    WEIR_BROKER_URL (Redis) they share their messages. `weir up` includes one.
+    """
+    from api.cli.stack import read_settings
+    from metering.worker import worker_command
+
+    settings = read_settings(home)
+    if not settings.database_url:
+        wrong_use("WEIR_DATABASE_URL is not set: set it to the worker's database")
+    command = worker_command()
+    os.execve(command[0], command, {**os.environ, **settings.to_environment()})
+
+
+GRANT_HELP = (
+    "Database role of api processes and workers: gets the required privileges on every table, and"
+    " loses all others. WEIR_APPLICATION_PASSWORD creates it if missing and sets its password."
+)
+
+
+def migrate(
+    revision: Annotated[str, typer.Argument(help="Target revision.")] = "head",
+    home: HomeOption = None,
+    grant: Annotated[str, typer.Option(metavar="ROLE", help=GRANT_HELP, show_default=False)] = "",
+) -> None:
+    """Migrate the database of WEIR_DATABASE_URL, or the embedded one, to this version's schema."""
+    from api.cli.stack import clear_failures, read_settings
+    from metering.store import embedded_postgres
+    from metering.store.migrations_runner import (
+        PASSWORD_VARIABLE,
+        RoleUnfit,
+        prepare_application_role,
+    )
+    from metering.store.migrations_runner import migrate as migrate_database
+
+    settings = read_settings(home)
+    if grant and not settings.database_url:
+        wrong_use(
+            "--grant needs a separate PostgreSQL: set WEIR_DATABASE_URL; the embedded one has a"
+            " single user"
+        )
+    if grant and revision != "head":
+        wrong_use(
+            f"--grant {grant} needs the newest schema, revision `head`, got {revision!r}: omit the"
+            " revision"
+        )
+    with clear_failures():
+        if settings.database_url:
+            migrate_database(settings.database_url, revision)
+            if grant:
+                try:
+                    prepare_application_role(
+                        settings.database_url, grant, os.environ.get(PASSWORD_VARIABLE, "")
+                    )
+                except RoleUnfit as error:
+                    fail(str(error))
+        else:
+            server = embedded_postgres.start(settings.home / "postgres")
+            try:
+                migrate_database(server.url, revision)
+            finally:
+                server.stop()
+    note("the database has the schema of this version")
+    if grant:
+        note(f"role {grant} has the privileges of api processes and workers, and no others")
+
+
+def init(
+    organization: Annotated[str, typer.Option(help="Name of the first organization.")] = "main",
+    project: Annotated[str, typer.Option(help="Name of its first project.")] = "default",
+    json_output: JsonOption = False,
+) -> None:
+    """Create the first organization, project and admin key in the database, and prices for the
+    models.
+
+    Also creates the signing key of receipts on this machine, unless it exists or
+    WEIR_RECEIPT_KEY_FILE is `off`. Existing objects stay unchanged; each run creates one more admin
+    key, whose secret is printed only once.
+    """
+    import asyncio
+
+    from api.cli.stack import clear_failures, create_admin, ensure_receipt_key, read_settings
+    from api.fleet.fleet_file import model_names
+    from metering.store.migrations_runner import is_current
+
+    settings = read_settings()
+    if not settings.database_url:
+        wrong_use("WEIR_DATABASE_URL is not set: set it to the database of the installation")
+    with clear_failures():
+        if not is_current(settings.database_url):
+            fail("the database schema does not match this version: run `weir migrate` first")
+        receipt_key = ensure_receipt_key(settings)
+        secret = asyncio.run(
+            create_admin(settings.database_url, organization, project, *model_names(settings))
+        )
+    if json_output:
+        print_json({"organization": organization, "project": project, "admin_key": secret})
+        return
+    typer.echo(secret)
+    note("This admin key is shown only once. Store it as WEIR_ADMIN_KEY where you run `weir`.")
+    if receipt_key is not None:
+        note(f"Receipts will be signed with {receipt_key}: copy it to the other servers.")
+
+
+def rotate_receipt_key() -> None:
+    """Replace the signing key of receipts on this machine; the old one is deleted.
+
+    Servers use the new key after a restart. Receipts signed with the old key stay valid: its public
+    key is kept.
+    """
+    from api.cli.stack import read_settings
+    from metering.receipts.signing import key_path, replace_key
+
+    path = key_path(read_settings().to_environment())
+    if path is None:
+        wrong_use("WEIR_RECEIPT_KEY_FILE is off: set it to a file to sign receipts")
+    try:
+        signer = replace_key(path)
+    except OSError as error:
+        fail(f"{path} cannot be written: {error.strerror}")
+    typer.echo(signer.key_id)
+    note(f"{path} has the new key: copy it to the other servers, and restart all")
+
+
+def console(
+    open_browser: Annotated[
+        bool, typer.Option("--open", help="Open it in this machine's browser.")
+    ] = False,
+    home: HomeOption = None,
+) -> None:
+    """Print the URL of the local server's console.
+
+    Sign in there with an API key; `weir env` prints the keys of `weir up`.
+    """
+    import webbrowser
+
+    from api.cli.stack import read_settings
+    from api.core.endpoint import read_endpoint
+
+    settings = read_settings(home)
+    endpoint = read_endpoint(settings.home)
+    if not endpoint.serving:
+        fail(f"no server is running in {settings.home}: start one with `weir up`")
+    if not endpoint.console_url:
+        fail(
+            "the server has no console: it was started with WEIR_CONSOLE=0 or"
+            " WEIR_OPENAI_LISTEN=off"
+        )
+    typer.echo(endpoint.console_url)
+    if open_browser and not webbrowser.open(endpoint.console_url):
+        note("no browser could be opened: open the URL yourself")
+
+
+def fsck(
+    check: Annotated[
+        list[str] | None, typer.Option("--check", help="Only this check; repeatable.")
+    ] = None,
+    since: Annotated[
+        str | None, typer.Option(help="Only rows written since: 24h, 7d, or a time in UTC.")
+    ] = None,
+    at_rest: Annotated[
+        bool,
+        typer.Option(
+            "--at-rest", help="Also prove that nothing is left over; for a stopped system."
+        ),
+    ] = False,
+    sample: Annotated[
+        int, typer.Option("--sample", min=1, max=10_000, help="Violations shown per check.")
+    ] = 10,
+    list_checks: Annotated[
+        bool, typer.Option("--list", help="Only list the checks with their statements.")
+    ] = False,
+    as_json: JsonOption = False,
+    home: HomeOption = None,
+) -> None:
+    """Prove every invariant of ledger and usage on one snapshot of the database. Read-only.
+
+    Needs no server but PostgreSQL. Exit code 1 if any check fails.
+    """
+    from api.cli.fsck import print_checks, prove
+
+    if list_checks:
+        print_checks(as_json)
+        return
+    begins = parse_time(since, datetime.now(UTC), "--since")
+    prove(check or [], begins, at_rest=at_rest, sample_max=sample, as_json=as_json, home=home)
+
+
+def reconcile(
+    month: Annotated[str, typer.Argument(help="Month in UTC, as YYYY-MM.")],
+    organization: Annotated[
+        str | None,
+        typer.Option("--organization", "--org", help="Only this organization, by name or id."),
+    ] = None,
+    against_stripe: Annotated[
+        bool, typer.Option("--against-stripe", help="Fetch Stripe's counts; one call per meter.")
+    ] = False,
+    as_json: JsonOption = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print the differences as CSV.")] = False,
+    home: HomeOption = None,
+) -> None:
+    """Compare usage, ledger, our invoices, exported batches, the biller's counts and its invoices.
+
+    Read-only. With WEIR_EXPORT=file, the biller's counts are the file's. Exit code 1 on any
+    difference.
+    """
+    from api.cli.stripe import compare
+
+    if as_json and as_csv:
+        raise typer.BadParameter("give --json or --csv, not both", param_hint="--csv")
+    balanced = compare(
+        home, month, organization, against_stripe=against_stripe, as_json=as_json, as_csv=as_csv
+    )
+    if not balanced:
+        raise typer.Exit(ExitCode.FAILED)
+
+
+stripe = typer.Typer(help="Bill with Stripe: sync, compare, correct.", no_args_is_help=True)
+BatchArgument = Annotated[
+    uuid.UUID,
+    typer.Argument(help="Id of the batch, as shown by `weir stripe status`.", metavar="BATCH"),
+]
+
+
+@stripe.command("sync")
+def sync(
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only show the objects to create and update.")
+    ] = False,
+    as_json: JsonOption = False,
+    home: HomeOption = None,
+) -> None:
+    """Create missing customers, products, meters, prices and subscriptions at Stripe.
+
+    Also updates changed billing profiles. Run it again after local changes. Exit code 1, with
+    nothing sent, if a billing profile lacks required fields.
+    """
+    from api.cli.stripe import synchronize
+
+    synchronize(home, dry_run=dry_run, as_json=as_json)
+
+
+@stripe.command("status")
+def status(as_json: JsonOption = False, home: HomeOption = None) -> None:
+    """Show progress and problems of the export, unpaid invoices, and batches to decide on."""
+    from api.cli.stack import run
+    from api.cli.stripe import print_status
+    from metering.export.stripe_sync import export_status
+
+    found = run(home, export_status)
+    if as_json:
+        print_json(found)
+    else:
+        print_status(found)
+
+
+@stripe.command("portal")
+def portal(
+    organization: Annotated[
+        str, typer.Argument(help="Organization, by name or id.", metavar="ORG")
+    ],
+    home: HomeOption = None,
+) -> None:
+    """Print the URL of Stripe's page for the customer's payment method. Valid for minutes."""
+    from api.cli.stack import run
+    from api.cli.stripe import gateway
+    from metering.export.stripe_sync import payment_method_page
+
+    typer.echo(run(home, lambda sessions: payment_method_page(sessions, gateway(), organization)))
+
+
+@stripe.command("resend")
+def resend_batch(batch: BatchArgument, home: HomeOption = None) -> None:
+    """Send a batch again: one that Stripe rejected, or one delivered in the last 24 hours.
+
+    A delivered batch is cancelled at Stripe first.
+    """
+    from api.cli.stack import run
+    from api.cli.stripe import gateway
+    from metering.export.stripe_sync import resend
+
+    run(home, lambda sessions: resend(sessions, gateway(), batch))
+    note(f"{batch} is cancelled; its tokens are queued as a new part")
+
+
+@stripe.command("settle")
+def settle_batch(
+    batch: BatchArgument,
+    counted: Annotated[
+        bool, typer.Option("--counted/--not-counted", help="Whether Stripe has counted it.")
+    ],
+    home: HomeOption = None,
+) -> None:
+    """Decide whether Stripe counted a parked batch, after checking there.
+
+    `weir reconcile MONTH --against-stripe` shows the sums.
+    """
+    from api.cli.stack import run
+    from metering.export.stripe_sync import settle
+
+    run(home, lambda sessions: settle(sessions, batch, counted=counted))
+    note(f"{batch} is resolved")
+
+
+@stripe.command("webhooks")
+def webhooks(home: HomeOption = None) -> None:
+    """Receive Stripe's events on WEIR_STRIPE_WEBHOOK_LISTEN behind a TLS proxy, until stopped."""
+    from api.cli.stack import clear_failures, run
+    from metering.export.export_settings import webhook_settings
+    from metering.export.stripe_inbox import serve_webhooks
+
+    with clear_failures():
+        settings = webhook_settings(os.environ)
+    if settings is None:
+        wrong_use(
+            "WEIR_STRIPE_WEBHOOK_SECRET is not set: set it to the signing secret of the webhook"
+            " endpoint (whsec_…)"
+        )
+    run(
+        home,
+        lambda sessions: serve_webhooks(
+            sessions, settings, lambda at: note(f"receiving Stripe's events at {at}")
+        ),
+    )
+
+
+doctor = typer.Typer(help="Examine the engines of this machine.", no_args_is_help=True)
+
+
+@doctor.command("engine")
+def embedded(
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            "--model",
+            help="Checkpoint in Hugging Face layout. [default: the demo model]",
+            exists=True,
+            file_okay=False,
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Examine the embedded engine on this machine's CPUs, and show the results. Takes all CPUs for
+    some seconds.
+
+    Precision and threads are those of WEIR_ENGINE_DTYPE and WEIR_ENGINE_THREADS.
+    """
+    # Read when torch is loaded; as in the engine's worker, threads without work sleep.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from api.cli.stack import clear_failures
+    from api.core.settings import DEMO_MODEL_NAME, Settings, bundled_models
+    from common.cpus import UsableCpus, usable_cpus
+    from inference.adapters.torch_doctor import examine
+
+    with clear_failures():
+        settings = Settings.from_environment()
+        directory = model or bundled_models()[DEMO_MODEL_NAME]
+        cpus = usable_cpus()
+        if settings.engine_thread_count:
+            cpus = UsableCpus(settings.engine_thread_count, "WEIR_ENGINE_THREADS")
+        found = examine(directory, settings.compute_dtype, cpus)
+    title = f"embedded engine, {directory.name}, {settings.compute_dtype}"
+    report(title, found, {}, {str(directory): "[model]"}, as_json)
+
+
+@doctor.command()
+def tensorrt(
+    model: Annotated[
+        Path,
+        typer.Option(
+            "--model", help="Checkpoint in Hugging Face layout.", exists=True, file_okay=False
+        ),
+    ],
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--config", help="File for `trtllm-serve --config`.", exists=True, dir_okay=False
+        ),
+    ] = None,
+    tensor_parallel: Annotated[
+        int | None,
+        typer.Option("--tensor-parallel", min=1, help="Number of GPUs for tensor parallelism."),
+    ] = None,
+    batch: Annotated[
+        int, typer.Option("--batch", min=1, help="Number of concurrent sequences.")
+    ] = 16,
+    window: Annotated[
+        int, typer.Option("--window", min=512, help="Context window, in tokens.")
+    ] = 8192,
+    lora: Annotated[
+        Path | None,
+        typer.Option("--lora", help="LoRA adapter to ask about.", exists=True, file_okay=False),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Examine TensorRT-LLM on this machine, and show the results. Occupies the GPUs for some
+    minutes: loads the model twice.
+
+    Settings are those of WEIR_TENSORRT_*. `--json` prints a report that can be sent to others: it
+    holds no secrets, paths or addresses. Exit code 1 if Weir's engine would not work here.
+    """
+    import asyncio
+    from dataclasses import asdict
+
+    import yaml
+
+    from api.cli.stack import clear_failures
+    from api.core.settings import Settings
+    from api.fleet.fleet import tensorrt_settings
+    from common.gpus import visible_gpus
+    from inference.adapters.findings import checkpoint_facts
+    from inference.adapters.tensorrt_doctor import examine
+    from inference.adapters.tensorrt_engine import load_message
+    from inference.adapters.tensorrt_settings import with_config
+
+    with clear_failures():
+        settings = replace(
+            tensorrt_settings(Settings.from_environment(), model.name, model),
+            context_window_tokens_max=window,
+            step_token_count_max=2048,  # a prompt takes several steps, so that it can be aborted
+            running_sequence_count_max=batch,
+        )
+        if tensor_parallel is not None:
+            options = replace(settings.options, tensor_parallel_size=tensor_parallel)
+            settings = replace(settings, options=options)
+        if config is not None:
+            try:
+                settings = with_config(settings, yaml.safe_load(config.read_text()) or {})
+            except (ValueError, yaml.YAMLError) as error:
+                wrong_use(f"--config {config}: {error}")
+        info, load = load_message(settings)
+        adapter = "" if lora is None else str(lora.resolve())
+        found = asyncio.run(examine(settings, visible_gpus(), adapter))
+    facts = checkpoint_facts(info) | {
+        "limits": asdict(load.limits),
+        "options": asdict(settings.options),
+    }
+    words = {str(model.resolve()): "[model]", str(model): "[model]"}
+    report("TensorRT-LLM on this machine", found, facts, words, as_json)
+
+
+@doctor.command()
+def remote(
+    target: Annotated[str, typer.Argument(help="Address, as in WEIR_REMOTE_TARGETS.")],
+    model: Annotated[
+        Path,
+        typer.Option("--model", help="Directory with its tokenizer.", exists=True, file_okay=False),
+    ],
+    share_prefixes: Annotated[
+        bool, typer.Option("--share-prefixes", help="Tenants may share cached prefixes.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Examine a server of TensorRT-LLM, vLLM or SGLang, and show the results.
+
+    Certificates are those of WEIR_REMOTE_TLS_*. `--json` prints a report that can be sent to
+    others: it holds no secrets, paths or addresses. Exit code 1 if Weir could not use the server.
+    """
+    import asyncio
+
+    from api.cli.stack import clear_failures
+    from api.core.settings import Settings
+    from api.fleet.fleet import remote_settings
+    from inference.adapters.remote_doctor import examine
+
+    with clear_failures():
+        settings = replace(
+            remote_settings(Settings.from_environment(), "doctor", target, model),
+            share_prefixes=share_prefixes,
+        )
+        found = asyncio.run(examine(settings))
+    service = settings.target.service.value
+    address = settings.target.address
+    words = {target: "[server]", address: "[server]", address.rpartition(":")[0]: "[server]"}
+    words |= {str(model.resolve()): "[model]", str(model): "[model]"}
+    facts = {"service": service, "share_prefixes": share_prefixes}
+    report(f"{target}, as Weir sees it", found, facts, words, as_json)
+
+
+def report(
+    title: str,
+    found: Sequence[Observation],
+    facts: Mapping[str, object],
+    words: Mapping[str, str],
+    as_json: bool,
+) -> NoReturn:
+    """Print the observations and exit, with code 1 if any is bad.
+
+    facts, words: for a report as JSON; see `report_of` and `Scrubber`.
+    """
+    from common.scrubbing import Scrubber
+    from inference.adapters.findings import Verdict, report_of
+
+    if as_json:
+        print_json(report_of(title, found, facts, Scrubber(words)))
+    else:
+        rows = ((each.question, each.verdict.value, each.seen) for each in found)
+        show(table("question", "verdict", "seen", title=title, rows=rows))
+    raise typer.Exit(
+        ExitCode.FAILED if any(each.verdict is Verdict.BAD for each in found) else ExitCode.DONE
+    )
+
+
+def demo(
+    agents: Annotated[
+        int, typer.Option("--agents", min=1, max=64, help="Number of concurrent agents.")
+    ] = 50,
+) -> None:
+    """Start everything, stream an answer, run the reference workload, and print the month's bill.
+
+    Uses a temporary directory, a free port, and embedded servers only; removes everything at the
+    end.
+    """
+    from api.cli.demo import run
+
+    run(agents)
