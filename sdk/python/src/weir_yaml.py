@@ -1,4 +1,4 @@
-"""Strict YAML reader that records every mistake with line, place and remedy, and continues."""
+"""Strict YAML reader that records every error with line, place and remedy, and continues."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Keys = dict[str, yaml.Node]
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class FileMistake:
-    """One mistake with its line and remedy. place: as in `organizations[0].quotas[2].limit`."""
+class FileError:
+    """One error with its line and remedy. place: as in `organizations[0].quotas[2].limit`."""
 
     line: int
     place: str
@@ -49,25 +49,35 @@ class StrictReader:
     """
 
     def __init__(self) -> None:
-        self.mistakes: list[FileMistake] = []
+        self.errors: list[FileError] = []
         self.meant: set[str] = set()
 
     def wrong(self, node: yaml.Node | None, place: str, message: str) -> None:
-        self.mistakes.append(FileMistake(1 if node is None else node.start_mark.line + 1, place, message))
+        self.errors.append(
+            FileError(1 if node is None else node.start_mark.line + 1, place, message)
+        )
 
-    def mapping(self, node: yaml.Node | None, place: str, known: Collection[str] | None = None) -> Keys:
+    def mapping(
+        self, node: yaml.Node | None, place: str, known: Collection[str] | None = None
+    ) -> Keys:
         """Return the values of a mapping by key; keys merged in by `<<` are overridden by its own.
 
         known: the allowed keys; None if the file chooses them.
         """
         if not isinstance(node, yaml.MappingNode):
-            expected = "of names to values" if known is None else f"with the keys {', '.join(known)}"
+            expected = (
+                "of names to values" if known is None else f"with the keys {', '.join(known)}"
+            )
             self.wrong(node, place, f"write a mapping {expected}")
             return {}
         found: Keys = {}
         for merged in (value for key, value in node.value if key.tag == MERGE):
             for source in merged.value if isinstance(merged, yaml.SequenceNode) else [merged]:
-                found |= self.mapping(source, place, known) if isinstance(source, yaml.MappingNode) else {}
+                found |= (
+                    self.mapping(source, place, known)
+                    if isinstance(source, yaml.MappingNode)
+                    else {}
+                )
         own: dict[str, int] = {}
         for key, value in node.value:
             name = key.value if isinstance(key, yaml.ScalarNode) else str(key.tag)
@@ -79,7 +89,9 @@ class StrictReader:
                 hint = f"did you mean `{near[0]}`?" if near else f"known are {', '.join(known)}"
                 self.wrong(key, joined(place, name), f"unknown key: {hint}")
             elif name in own:
-                self.wrong(key, joined(place, name), f"written before, in line {own[name]}: give it once")
+                self.wrong(
+                    key, joined(place, name), f"written before, in line {own[name]}: give it once"
+                )
             else:
                 own[name] = key.start_mark.line + 1
                 found[name] = value
@@ -108,7 +120,11 @@ class StrictReader:
         """Return the entries of a list."""
         if isinstance(node, yaml.SequenceNode):
             return list(node.value)
-        self.wrong(node, place, "write a list: each entry in a line of its own that begins with `- `; `[]` for none")
+        self.wrong(
+            node,
+            place,
+            "write a list: each entry in a line of its own that begins with `- `; `[]` for none",
+        )
         return []
 
 

@@ -1,6 +1,4 @@
-"""Program `weir`: help and completion use the tables of commands; a command is imported when it is
-run.
-"""
+"""Program `weir`: help and completion from the tables of commands, which are imported to run."""
 
 from __future__ import annotations
 
@@ -14,13 +12,16 @@ from typing import Annotated, Any
 
 try:
     import typer
-    from typer.core import TyperCommand, TyperGroup
+    from typer.core import TyperCommand, TyperGroup, TyperOption
 except ModuleNotFoundError:
-    sys.exit("error: the command line needs the extra `cli` of the client: pip install './sdk/python[cli]' in a clone")
+    sys.exit(
+        "error: the command line needs the extra `cli` of the client: pip install"
+        " './sdk/python[cli]' in a clone"
+    )
 
 from weir_cli.commands import PERSONAS, Command, ExitCode, all_commands
 
-# Errors of writing to a full or broken disk
+# Errors of writing to a full or broken disk.
 OUTPUT_LOST = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 COMMANDS = all_commands()
 HELP_WIDTH = 80  # columns of the help output
@@ -35,9 +36,33 @@ def imported(command: Command) -> Any:
     return getattr(import_module(module), name)
 
 
+class GroupOption(TyperOption):
+    """Option of a group. Its default is not converted, since conversion loads pydantic."""
+
+    def process_value(self, ctx: Any, value: Any) -> Any:
+        is_default = ctx.get_parameter_source(self.name).name == "DEFAULT"
+        return value if is_default else super().process_value(ctx, value)
+
+
+class Group(TyperGroup):
+    """Group that lists its commands with the first paragraph of their help, not cut to a line."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the options, including typer's own."""
+        found = super().get_params(ctx)
+        for option in found:
+            option.__class__ = GroupOption
+        return found
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        for command in self.commands.values():
+            command.short_help = (command.help or "").partition("\n\n")[0]
+        super().format_commands(ctx, formatter)
+
+
 def single(command: Command, name: str) -> Any:
     """Return a command of this name made of a function."""
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     app.command(name)(imported(command))
     return typer.main.get_command(app)
 
@@ -47,7 +72,7 @@ def load(name: str) -> Any:
     target = imported(COMMANDS[name])
     if not isinstance(target, typer.Typer):
         return single(COMMANDS[name], name)
-    group = typer.main.get_group(target)
+    group = group_of(target)
     group.name = name
     for other, entry in COMMANDS.items():
         parent, _, added = other.partition(" ")
@@ -56,7 +81,16 @@ def load(name: str) -> Any:
     return group
 
 
-class LazyGroup(TyperGroup):
+def group_of(target: typer.Typer) -> TyperGroup:
+    """Return a group with plain help, since rich takes longer to load than everything else."""
+    target.rich_markup_mode = None
+    for each in (target, *(nested.typer_instance for nested in target.registered_groups)):
+        assert each is not None
+        each.info.cls = Group
+    return typer.main.get_group(target)
+
+
+class LazyGroup(Group):
     """Group that knows the names and help of its commands, and imports only the one that is run."""
 
     def __init__(self, **attributes: Any) -> None:
@@ -72,7 +106,7 @@ class LazyGroup(TyperGroup):
         return super().resolve_command(ctx, args)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write one line per command, by persona; plain text, as drawing boxes would be slow."""
+        """Write one line per command, by persona."""
         options = ", ".join(parameter.opts[0] for parameter in self.get_params(ctx))
         lines = [f"Usage: {ctx.command_path} [OPTIONS] COMMAND [ARGS]..."]
         for persona in PERSONAS:
@@ -81,7 +115,9 @@ class LazyGroup(TyperGroup):
                 if entry.persona == persona and " " not in name:
                     lines.append(f"{heading:<10} {name:<12} {entry.help}")
                     heading = ""
-        lines += textwrap.wrap(f"Options: {options}. {HELP_END}.", HELP_WIDTH, break_on_hyphens=False)
+        lines += textwrap.wrap(
+            f"Options: {options}. {HELP_END}.", HELP_WIDTH, break_on_hyphens=False
+        )
         formatter.write("\n".join(lines) + "\n")
 
 
@@ -90,6 +126,7 @@ app = typer.Typer(
     name="weir",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -106,18 +143,31 @@ def show_version(requested: bool) -> None:
 def weir(
     ca: Annotated[
         Path | None,
-        typer.Option("--ca", help="PEM file of trusted CAs. Default: $WEIR_ROOT_CERTIFICATES, then the system's."),
+        typer.Option(
+            "--ca",
+            help="PEM file of trusted CAs. Default: $WEIR_ROOT_CERTIFICATES, then the system's.",
+        ),
     ] = None,
     client_certificate: Annotated[
-        Path | None, typer.Option(help="PEM file, for mutual TLS. Default: $WEIR_CLIENT_CERTIFICATE.")
+        Path | None,
+        typer.Option(help="PEM file, for mutual TLS. Default: $WEIR_CLIENT_CERTIFICATE."),
     ] = None,
-    client_key: Annotated[Path | None, typer.Option(help="PEM file of its key. Default: $WEIR_CLIENT_KEY.")] = None,
+    client_key: Annotated[
+        Path | None, typer.Option(help="PEM file of its key. Default: $WEIR_CLIENT_KEY.")
+    ] = None,
     version: Annotated[  # handled by its callback
-        bool, typer.Option("--version", help="Show the version and exit.", callback=show_version, is_eager=True)
+        bool,
+        typer.Option(
+            "--version", help="Show the version and exit.", callback=show_version, is_eager=True
+        ),
     ] = False,
 ) -> None:
     """Weir: language models as a metered stream, from a key to an invoice."""
-    given = {"WEIR_ROOT_CERTIFICATES": ca, "WEIR_CLIENT_CERTIFICATE": client_certificate, "WEIR_CLIENT_KEY": client_key}
+    given = {
+        "WEIR_ROOT_CERTIFICATES": ca,
+        "WEIR_CLIENT_CERTIFICATE": client_certificate,
+        "WEIR_CLIENT_KEY": client_key,
+    }
     for variable, path in given.items():
         if path is not None:  # the SDK reads these variables in every client
             os.environ |= {variable: str(path), "WEIR_TLS": "1"}

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import time
 from itertools import islice
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import RenderableType
-from weir_client import AdminClient, Alert, AlertDeliveryState, BillingClient, QuotaDimension
+from weir_client import AlertDeliveryState, QuotaDimension
 
 from weir_cli.commands import ExitCode
 from weir_cli.connection import OnlyOrganizationOption, Output, admin_client, billing_client, calls
@@ -25,7 +24,13 @@ from weir_cli.render import (
 )
 from weir_cli.tenants import show_secret
 
-alerts = typer.Typer(help="Read alerts on limits, credit and payments; configure webhooks.", no_args_is_help=True)
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from weir_client import AdminClient, Alert, BillingClient
+
+alerts = typer.Typer(
+    help="Read alerts on limits, credit and payments; configure webhooks.", no_args_is_help=True
+)
 webhook = typer.Typer(help="Webhook for an organization's alerts.", no_args_is_help=True)
 alerts.add_typer(webhook, name="webhook")
 
@@ -39,17 +44,29 @@ OrganizationOption = Annotated[str, typer.Option("--org", help="Organization, by
 def list_alerts(
     client: BillingClient,
     organization: Annotated[
-        str, typer.Option("--org", help="Only this organization, by name or id. Default: all visible to your key.")
+        str,
+        typer.Option(
+            "--org", help="Only this organization, by name or id. Default: all visible to your key."
+        ),
     ] = "",
     count: Annotated[
-        int, typer.Option("--count", "-n", min=1, max=100_000, help="Largest number of alerts, the latest first.")
+        int,
+        typer.Option(
+            "--count", "-n", min=1, max=100_000, help="Largest number of alerts, the latest first."
+        ),
     ] = 100,
 ) -> Output:
     """List alerts, the latest first. A finance key lists those of its own organization."""
-    listed = list(islice(client.list_alerts(organization, page_size=min(count, PAGE_SIZE)), count + 1))
+    listed = list(
+        islice(client.list_alerts(organization, page_size=min(count, PAGE_SIZE)), count + 1)
+    )
     has_more, listed = len(listed) > count, listed[:count]
     more = [f"there are earlier ones: give --count more than {count}"] if has_more else []
-    return {"alerts": listed, "has_more": has_more}, alerts_table(listed) if listed else "no alerts", *more
+    return (
+        {"alerts": listed, "has_more": has_more},
+        alerts_table(listed) if listed else "no alerts",
+        *more,
+    )
 
 
 @alerts.command("test")
@@ -58,13 +75,17 @@ def send_test(
     admin: AdminClient,
     client: BillingClient,
     organization: OrganizationOption,
-    wait_s: Annotated[float, typer.Option("--wait", min=0, max=600, help="Seconds to wait for the first attempt.")] = 30.0,
+    wait_s: Annotated[
+        float, typer.Option("--wait", min=0, max=600, help="Seconds to wait for the first attempt.")
+    ] = 30.0,
     as_json: JsonOption = False,
 ) -> None:
     """Post a test alert to an organization's webhook, and show the result."""
     sent = admin.test_alert_webhook(organization)
     deadline = time.monotonic() + wait_s
-    while (delivery := sent.delivery) is not None and not (delivery.end_time or delivery.last_error):
+    while (delivery := sent.delivery) is not None and not (
+        delivery.end_time or delivery.last_error
+    ):
         if time.monotonic() >= deadline:
             break
         time.sleep(POLL_S)
@@ -72,7 +93,11 @@ def send_test(
         sent = next((each for each in latest if each.alert_id == sent.alert_id), sent)
     tell_found(sent, f"test {sent.alert_id}: {delivery_text(sent)}", as_json=as_json)
     if delivery is None or delivery.state is not AlertDeliveryState.DELIVERED:
-        raise typer.Exit(ExitCode.FAILED if delivery is not None and delivery.last_error else ExitCode.NOT_ALL_DONE)
+        raise typer.Exit(
+            ExitCode.FAILED
+            if delivery is not None and delivery.last_error
+            else ExitCode.NOT_ALL_DONE
+        )
 
 
 @webhook.command("set")
@@ -83,8 +108,9 @@ def set_webhook(
     organization: OrganizationOption,
     as_json: JsonOption = False,
 ) -> None:
-    """Post an organization's alerts to a URL. The signing secret goes to stdout, once; a repetition
-    replaces it.
+    """Post an organization's alerts to a URL. The signing secret goes to stdout, once.
+
+    A repetition replaces the secret.
     """
     made = client.set_alert_webhook(organization, url)
     if as_json:
@@ -102,10 +128,25 @@ def list_webhooks(
 ) -> Output:
     """List webhooks with their pending and failed deliveries."""
     found = client.list_alert_webhooks(organization)
-    made = table("organization", "URL", "since", "waiting", "failures", "paused until", "last error", right=("waiting", "failures"))
+    made = table(
+        "organization",
+        "URL",
+        "since",
+        "waiting",
+        "failures",
+        "paused until",
+        "last error",
+        right=("waiting", "failures"),
+    )
     for each in found:
-        counts = (str(each.pending_count), str(each.failure_count), time_text(each.rest_end_time))
-        made.add_row(each.organization_name, each.url, time_text(each.create_time), *counts, each.last_error or "—")
+        counts = (str(each.pending_count), str(each.failure_count), time_text(each.pause_end_time))
+        made.add_row(
+            each.organization_name,
+            each.url,
+            time_text(each.create_time),
+            *counts,
+            each.last_error or "—",
+        )
     return found, made if found else "there is no webhook"
 
 
@@ -114,25 +155,44 @@ def list_webhooks(
 def remove_webhook(
     client: AdminClient,
     organization: OrganizationOption,
-    if_exists: Annotated[bool, typer.Option("--if-exists", help="Do nothing if there is none, for repeatable scripts.")] = False,
+    if_exists: Annotated[
+        bool,
+        typer.Option("--if-exists", help="Do nothing if there is none, for repeatable scripts."),
+    ] = False,
 ) -> Output:
     """Remove an organization's webhook. Pending deliveries are dropped."""
     deleted = client.delete_alert_webhook(organization, allow_missing=if_exists)
-    message = f"removed the webhook of {organization}" if deleted else f"{organization} has no webhook: nothing was removed"
+    message = (
+        f"removed the webhook of {organization}"
+        if deleted
+        else f"{organization} has no webhook: nothing was removed"
+    )
     return {"organization": organization, "deleted": deleted}, message
 
 
 def alerts_table(found: list[Alert]) -> RenderableType:
     """Return a table of alerts with the usage at the time of each."""
-    columns = ("found", "of", "limit on", "model", "alert", "used", "limit", "window", "webhook", "id")
-    rows = ((time_text(each.fire_time), *about(each), delivery_text(each), each.alert_id) for each in found)
+    columns = (
+        "found",
+        "of",
+        "limit on",
+        "model",
+        "alert",
+        "used",
+        "limit",
+        "window",
+        "webhook",
+        "id",
+    )
+    rows = (
+        (time_text(each.fire_time), *about(each), delivery_text(each), each.alert_id)
+        for each in found
+    )
     return table(*columns, right=("used", "limit"), rows=rows)
 
 
 def about(alert: Alert) -> tuple[str, ...]:
-    """Return the cells of an alert's limit: owner, dimension, model, threshold, usage, limit,
-    window.
-    """
+    """Return the cells of an alert's limit, from owner and dimension to limit and window."""
     if alert.invoice is not None:
         paid, due = money_text(alert.invoice.amount_paid), money_text(alert.invoice.amount_due)
         what = "invoice", "—", alert.kind.replace("_", " ")
@@ -154,8 +214,13 @@ def window_text(alert: Alert) -> str:
     """Return the day or month of an alert's window, in UTC."""
     if alert.window_start_time is None:
         return "—"
-    is_of_month = alert.dimension in (QuotaDimension.TOKENS_PER_MONTH, QuotaDimension.COST_PER_MONTH)
-    return f"{alert.window_start_time:%Y-%m}" if is_of_month else f"{alert.window_start_time:%Y-%m-%d}"
+    is_of_month = alert.dimension in (
+        QuotaDimension.TOKENS_PER_MONTH,
+        QuotaDimension.COST_PER_MONTH,
+    )
+    return (
+        f"{alert.window_start_time:%Y-%m}" if is_of_month else f"{alert.window_start_time:%Y-%m-%d}"
+    )
 
 
 def delivery_text(alert: Alert) -> str:
@@ -163,5 +228,9 @@ def delivery_text(alert: Alert) -> str:
     if (delivery := alert.delivery) is None:
         return "none"
     after = f" after {delivery.attempt_count} attempts" if delivery.attempt_count > 1 else ""
-    why = f": {delivery.last_error}" if delivery.last_error and delivery.state is not AlertDeliveryState.DELIVERED else ""
+    why = (
+        f": {delivery.last_error}"
+        if delivery.last_error and delivery.state is not AlertDeliveryState.DELIVERED
+        else ""
+    )
     return f"{delivery.state.value}{after}{why}"

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 from datetime import UTC, datetime
 from itertools import islice
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import RenderableType
-from weir_client import AdminClient, AuditEntry
 
 from weir_cli.connection import Output, admin_client, calls
 from weir_cli.render import parse_time, table
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from weir_client import AdminClient, AuditEntry
 
 PAGE_SIZE = 1000
 
@@ -21,14 +23,32 @@ PAGE_SIZE = 1000
 def audit(
     client: AdminClient,
     subject: Annotated[
-        str, typer.Option(help="Only entries about this: an organization, ORG/PROJECT, a key's prefix, a request or any id.")
+        str,
+        typer.Option(
+            help=(
+                "Only entries about this: an organization, ORG/PROJECT, a key's prefix, a request"
+                " or any id."
+            )
+        ),
     ] = "",
-    actor: Annotated[str, typer.Option(help="Only changes by this key, by prefix; or system.")] = "",
-    action: Annotated[str, typer.Option(help="Only actions with this prefix, such as api_key. or quota.set.")] = "",
-    since: Annotated[str | None, typer.Option(help="Only since this time: 2h, 7d, or a time in UTC.")] = None,
-    until: Annotated[str | None, typer.Option(help="Only before this time: 2h, 7d, or a time in UTC.")] = None,
-    limit: Annotated[int, typer.Option(help="Largest number of entries.", min=1, max=100_000)] = 100,
-    before: Annotated[int, typer.Option(help="Only entries before this number; for the next page.")] = 0,
+    actor: Annotated[
+        str, typer.Option(help="Only changes by this key, by prefix; or system.")
+    ] = "",
+    action: Annotated[
+        str, typer.Option(help="Only actions with this prefix, such as api_key. or quota.set.")
+    ] = "",
+    since: Annotated[
+        str | None, typer.Option(help="Only since this time: 2h, 7d, or a time in UTC.")
+    ] = None,
+    until: Annotated[
+        str | None, typer.Option(help="Only before this time: 2h, 7d, or a time in UTC.")
+    ] = None,
+    limit: Annotated[
+        int, typer.Option(help="Largest number of entries.", min=1, max=100_000)
+    ] = 100,
+    before: Annotated[
+        int, typer.Option(help="Only entries before this number; for the next page.")
+    ] = 0,
 ) -> Output:
     """Read the audit log, newest first. Entries are never changed or removed."""
     now = datetime.now(UTC)
@@ -43,7 +63,11 @@ def audit(
         end_time=end,
     )
     entries = list(islice(found, limit))
-    older = [f"older entries: weir audit --before {entries[-1].entry_id}"] if len(entries) == limit else []
+    older = (
+        [f"older entries: weir audit --before {entries[-1].entry_id}"]
+        if len(entries) == limit
+        else []
+    )
     return entries, audit_table(entries) if entries else "no matching entries", *older
 
 
@@ -52,7 +76,9 @@ def audit_table(entries: list[AuditEntry]) -> RenderableType:
     made = table("entry", "time", "actor", "action", "subject", "change", right=("entry",))
     for each in entries:
         change = changed(each.before_json, each.after_json)
-        made.add_row(str(each.entry_id), each.create_time, each.actor, each.action, each.subject_id, change)
+        made.add_row(
+            str(each.entry_id), each.create_time, each.actor, each.action, each.subject_id, change
+        )
     return made
 
 
@@ -65,12 +91,18 @@ def changed(before_json: str, after_json: str) -> str:
     if not after:
         return "removed" if before else ""
     shown = [
-        name for name in after if name != "id" and not name.endswith(("_id", "_at", "_time")) and after[name] not in ("", None)
+        name
+        for name in after
+        if name != "id"
+        and not name.endswith(("_id", "_at", "_time"))
+        and after[name] not in ("", None)
     ]
     if not before:
         return ", ".join(f"{name}: {_word(after[name])}" for name in shown)
     differing = [name for name in after if before.get(name) != after[name]]
-    return ", ".join(f"{name}: {_word(before.get(name))} → {_word(after[name])}" for name in differing)
+    return ", ".join(
+        f"{name}: {_word(before.get(name))} → {_word(after[name])}" for name in differing
+    )
 
 
 def _object(text: str) -> dict[str, object]:

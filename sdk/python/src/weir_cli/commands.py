@@ -1,8 +1,8 @@
 """Table of all commands: those of this package, and those added by other distributions.
 
-A distribution adds commands with a module in the namespace package `weir_commands` whose `COMMANDS`
-is such a table. Only tables are imported, so that help and completion are fast. To add a command,
-add a line to a table.
+A distribution adds commands with a module in the namespace package `weir_commands`, whose
+`COMMANDS` is such a table. Only tables are imported, so that help and completion are fast. To add a
+command, add a line to a table.
 """
 
 from __future__ import annotations
@@ -37,27 +37,43 @@ class Command:
 
 
 CLIENT_COMMANDS: Mapping[str, Command] = {
-    "generate": Command("weir_cli.generate:generate", "Stream a model's answer to the terminal.", DEVELOPER),
+    "generate": Command(
+        "weir_cli.generate:generate", "Stream a model's answer to the terminal.", DEVELOPER
+    ),
     "embed": Command("weir_cli.generate:embed", "Turn texts into vectors.", DEVELOPER),
     "models": Command("weir_cli.generate:models", "List the models and their prices.", DEVELOPER),
     "count": Command("weir_cli.generate:count", "Count the tokens of a prompt.", DEVELOPER),
-    "quote": Command("weir_cli.generate:quote", "Show the cost of a request, and whether it fits.", DEVELOPER),
-    "trace": Command("weir_cli.requests:trace", "Show the time spent in each stage of a request.", DEVELOPER),
-    "env": Command("weir_cli.connection:env", "Print address and keys of `weir up` for the shell.", DEVELOPER),
+    "quote": Command(
+        "weir_cli.generate:quote", "Show the cost of a request, and whether it fits.", DEVELOPER
+    ),
+    "trace": Command(
+        "weir_cli.requests:trace", "Show the time spent in each stage of a request.", DEVELOPER
+    ),
+    "env": Command(
+        "weir_cli.connection:env", "Print address and keys of `weir up` for the shell.", DEVELOPER
+    ),
     "org": Command("weir_cli.tenants:org", "Create and list organizations.", ADMIN),
     "project": Command("weir_cli.tenants:project", "Create and list projects.", ADMIN),
-    "key": Command("weir_cli.tenants:key", "Create, rotate, change, revoke and list API keys.", ADMIN),
+    "key": Command(
+        "weir_cli.tenants:key", "Create, rotate, change, revoke and list API keys.", ADMIN
+    ),
     "quota": Command("weir_cli.tenants:quota", "Set, show and remove limits.", ADMIN),
     "requests": Command("weir_cli.requests:requests", "Show and end running requests.", ADMIN),
-    "replicas": Command("weir_cli.requests:replicas", "Show the engines of each model; drain one.", ADMIN),
+    "replicas": Command(
+        "weir_cli.requests:replicas", "Show the engines of each model; drain one.", ADMIN
+    ),
     "apply": Command("weir_cli.configuration:apply", "Apply a configuration file.", ADMIN),
     "export": Command("weir_cli.configuration:export", "Write the configuration as a file.", ADMIN),
     "audit": Command("weir_cli.audit:audit", "Read the audit log.", ADMIN),
     "price": Command("weir_cli.plans:price", "Set, list and simulate prices.", FINANCE),
     "plan": Command("weir_cli.plans:plan", "Create and assign plans.", FINANCE),
     "credit": Command("weir_cli.plans:credit", "Grant credit, and show balances.", FINANCE),
-    "alerts": Command("weir_cli.alerts:alerts", "Read alerts on limits and credit; set a webhook.", FINANCE),
-    "month": Command("weir_cli.months:month", "Show months and their forecast; close and verify them.", FINANCE),
+    "alerts": Command(
+        "weir_cli.alerts:alerts", "Read alerts on limits and credit; set a webhook.", FINANCE
+    ),
+    "month": Command(
+        "weir_cli.months:month", "Show months and their forecast; close and verify them.", FINANCE
+    ),
     "adjustment": Command("weir_cli.months:adjustment", "Add a line to the next invoice.", FINANCE),
     "credit-note": Command("weir_cli.months:credit_note", "Refund a part of an invoice.", FINANCE),
     "receipt": Command("weir_cli.receipts:receipt", "Export receipts and verify them.", FINANCE),
@@ -65,9 +81,7 @@ CLIENT_COMMANDS: Mapping[str, Command] = {
 
 
 def all_commands() -> dict[str, Command]:
-    """Return all installed commands by name. A name with a space, `receipt rotate`, extends a
-    group.
-    """
+    """Return all installed commands by name; `receipt rotate` is one of the group `receipt`."""
     found = dict(CLIENT_COMMANDS)
     try:
         plugins = import_module(PLUGINS)

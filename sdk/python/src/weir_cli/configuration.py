@@ -1,10 +1,4 @@
-"""`weir apply` and `weir export`: conversion between YAML files and the server's configuration.
-
-By the tables below, a file becomes the JSON mapping of `weir.v1.Configuration`, and back. The
-reader reports every mistake with line and place, and keeps the line of every place, so that the
-server's findings are reported by line too. Values are parsed by their field's type instead of
-YAML's: a project may be named `no`.
-"""
+"""`weir apply` and `weir export`: the server's configuration from and to a file."""
 
 from __future__ import annotations
 
@@ -12,471 +6,31 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from datetime import UTC, datetime
-from decimal import Decimal
-from functools import partial
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
-import yaml
-from rich.console import Group, RenderableType
-from rich.text import Text
-from weir_client import AdminClient, AppliedConfiguration, BillingProfile, ChangeAction, ConfigurationChange, Money, QuotaDimension
-from weir_client.wire import DIMENSION_NUMBERS
-from weir_yaml import FileMistake, NotYaml, StrictReader, compose, joined
+from weir_client import ChangeAction
 
 from weir_cli.commands import ExitCode
 from weir_cli.connection import admin_client, calls
 from weir_cli.render import (
     JsonOption,
-    decimal_text,
-    dimension_amount,
     note,
-    parse_amount,
-    parse_limit,
-    parse_picos,
-    parse_price,
-    parse_thousandths,
-    per_million,
-    percents_text,
     print_json,
     printable,
     show,
     wrong_use,
 )
 
-Json = Any  # a value of the JSON mapping of a message
-Texts = Mapping[str, str]  # the scalars of one mapping of the file, by key
-NODES_MAX = 200_000  # nodes after aliases are followed; guards against alias bombs
-VERSION = "1"
-
-
-@dataclass(frozen=True, slots=True)
-class Scalar:
-    """One value.
-
-    read: parses the text, given the texts of the sibling keys; raises ValueError with the remedy.
-    show: formats the value for tables and files. name: field in the contract; `a.b` is the field
-    `b` of the message in the field `a`. tag: YAML type, so that the value needs no quotes.
-    """
-
-    name: str
-    read: Callable[[str, Texts], Json]
-    show: Callable[[Json, Mapping[str, Json]], str]
-    tag: str = "str"
-
-
-@dataclass(frozen=True, slots=True)
-class Words:
-    """A list of words, or of percentages (a message in the contract)."""
-
-    name: str
-    are_percentages: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Sections:
-    """A list of mappings, or one mapping.
-
-    prune: field of the contract that removes entries absent from the list; empty if not supported.
-    """
-
-    name: str
-    section: Section
-    prune: str = ""
-    is_list: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Section:
-    """One kind of mapping: its keys in writing order, and the required ones."""
-
-    keys: Mapping[str, Scalar | Words | Sections]
-    required: tuple[str, ...]
-
-
-def text(name: str) -> Scalar:
-    return Scalar(name, lambda given, _: given, lambda value, _: str(value))
-
-
-def truth(name: str) -> Scalar:
-    def read(given: str, _: Texts) -> bool:
-        if given.lower() not in ("true", "false"):
-            raise ValueError("write true or false")
-        return given.lower() == "true"
-
-    return Scalar(name, read, lambda value, _: "true" if value else "false", "bool")
-
-
-def moment(name: str) -> Scalar:
-    """Return a field for a time; default offset UTC, default time of day midnight."""
-
-    def read(given: str, _: Texts) -> str:
-        try:
-            time = datetime.fromisoformat(given)
-        except ValueError:
-            raise ValueError("write a date as 2026-12-31, or a time as 2026-12-31T18:00:00Z") from None
-        return time.replace(tzinfo=time.tzinfo or UTC).astimezone(UTC).isoformat().replace("+00:00", "Z")
-
-    return Scalar(name, read, lambda value, _: str(value), "timestamp")
-
-
-def thousandths(name: str) -> Scalar:
-    return Scalar(
-        name,
-        lambda given, _: parse_thousandths(given),
-        lambda value, _: decimal_text(Decimal(int(value)) / 1000, 0).replace(",", "_"),
-        "float",
-    )
-
-
-def tier(name: str) -> Scalar:
-    def read(given: str, _: Texts) -> str:
-        if given not in ("interactive", "batch"):
-            raise ValueError("give interactive or batch")
-        return f"SERVICE_TIER_{given.upper()}"
-
-    return Scalar(name, read, lambda value, _: str(value).removeprefix("SERVICE_TIER_").lower())
-
-
-def limit(name: str) -> Scalar:
-    """Return a field for a limit, in requests, tokens or currency units by its dimension."""
-
-    def read(given: str, siblings: Texts) -> int:
-        kind = siblings.get("dimension", "")
-        if kind not in set(QuotaDimension):
-            return 0  # the wrong dimension is reported at its own key
-        return parse_limit(QuotaDimension(kind), given.replace("_", ""))
-
-    def show(value: Json, siblings: Mapping[str, Json]) -> str:
-        return dimension_amount(dimension_of(siblings.get("dimension")), int(value)).replace(",", "_")
-
-    return Scalar(name, read, show, "float")
-
-
-def price(name: str) -> Scalar:
-    """Return a field for a price per million tokens in units of the currency."""
-    return Scalar(
-        name,
-        lambda given, _: parse_price(given.replace("_", "")),
-        lambda value, _: decimal_text(per_million(int(value))).replace(",", "_"),
-        "float",
-    )
-
-
-def amount(name: str) -> Scalar:
-    def read(given: str, _: Texts) -> int:
-        picos = parse_picos(given)
-        if picos < 0:
-            raise ValueError("give 0 or more")
-        return picos
-
-    return Scalar(name, read, lambda value, _: decimal_text(Money("", int(value)).amount).replace(",", "_"), "float")
-
-
-def count(name: str) -> Scalar:
-    def read(given: str, _: Texts) -> int:
-        number = parse_amount(given)
-        if number < 1 or number != number.to_integral_value():
-            raise ValueError("write a whole number of 1 or more")
-        return int(number)
-
-    return Scalar(name, read, lambda value, _: f"{int(value):_}", "int")
-
-
-def dimension(name: str) -> Scalar:
-    names = [str(each) for each in QuotaDimension if each is not QuotaDimension.UNSPECIFIED]
-
-    def read(given: str, _: Texts) -> int:
-        if given not in names:
-            raise ValueError(f"give one of {', '.join(names)}")
-        return int(DIMENSION_NUMBERS[QuotaDimension(given)])
-
-    return Scalar(name, read, lambda value, _: str(dimension_of(value)))
-
-
-def dimension_of(value: Json) -> QuotaDimension:
-    """Return a dimension from its name or number in the contract."""
-    from weir.v1 import types_pb2
-
-    number = types_pb2.QuotaDimension.Value(value) if isinstance(value, str) else types_pb2.QuotaDimension.ValueType(value or 0)
-    return next((each for each, known in DIMENSION_NUMBERS.items() if known == number), QuotaDimension.UNSPECIFIED)
-
-
-QUOTA = Section(
-    {
-        "dimension": dimension("dimension"),
-        "model": text("model"),
-        "for_new_keys": truth("for_new_keys"),
-        "limit": limit("limit_value"),
-        "enforced": truth("enforced"),
-        "input_weight": thousandths("input_weight_milli"),
-        "cached_input_weight": thousandths("cached_input_weight_milli"),
-        "output_weight": thousandths("output_weight_milli"),
-        "alert_at": Words("alert_at", are_percentages=True),
-        "raised_limit": limit("raised_limit_value"),
-        "raised_until": moment("raised_until_time"),
-        "raise_reason": text("raise_reason"),
-    },
-    required=("dimension", "limit"),
-)
-
-QUOTAS = Sections("quotas", QUOTA, prune="prune_quotas")
-KEY = Section(
-    {
-        "name": text("name"),
-        "prefix": text("prefix"),
-        "scopes": Words("scopes"),
-        "models": Words("models"),
-        "allowed_networks": Words("allowed_networks"),
-        "max_input_tokens": count("max_input_tokens"),
-        "max_output_tokens": count("max_output_tokens"),
-        "expires": moment("expire_time"),
-        "quotas": QUOTAS,
-    },
-    required=("name",),
-)
-
-PROJECT = Section(
-    {"name": text("name"), "quotas": QUOTAS, "keys": Sections("keys", KEY, prune="prune_keys")},
-    required=("name",),
-)
-
-BILLING_PROFILE = Section(
-    {field.name: Words(field.name) if field.name == "emails" else text(field.name) for field in fields(BillingProfile)},
-    required=(),
-)
-
-ORGANIZATION = Section(
-    {
-        "name": text("name"),
-        "currency": text("currency_code"),
-        "billing_profile": Sections("billing_profile", BILLING_PROFILE, is_list=False),
-        "quotas": QUOTAS,
-        "projects": Sections("projects", PROJECT),
-    },
-    required=("name",),
-)
-
-PRICE = Section(
-    {
-        "model": text("model"),
-        "currency": text("currency_code"),
-        "input": price("input_picos_per_token"),
-        "cached_input": price("cached_input_picos_per_token"),
-        "output": price("output_picos_per_token"),
-        "organization": text("organization"),
-        "embedding": price("embedding_picos_per_token"),
-        "batch_multiplier": thousandths("batch_multiplier_milli"),
-        "effective": moment("effective_time"),
-    },
-    required=("model", "input", "cached_input", "output"),
-)
-
-DOCUMENT = Section(
-    {"organizations": Sections("organizations", ORGANIZATION), "prices": Sections("prices", PRICE)},
-    required=(),
-)
-
-SELECTOR = {
-    "model": text("selector.model"),
-    "token_kind": text("selector.token_kind"),
-    "tier": tier("selector.tier"),
-}
-
-ALLOWANCE = Section({**SELECTOR, "tokens": count("token_count")}, required=("tokens",))
-STEP = Section(
-    {"up_to": count("up_to_token_count"), "price": price("price_picos"), "share": thousandths("price_milli")}, required=()
-)
-
-TIERED_PRICE = Section({**SELECTOR, "kind": text("kind"), "steps": Sections("steps", STEP)}, required=("kind", "steps"))
-PLAN = Section(
-    {
-        "name": text("name"),
-        "currency": text("currency_code"),
-        "allowances": Sections("allowances", ALLOWANCE),
-        "tiered_prices": Sections("tiered_prices", TIERED_PRICE),
-        "commitment": amount("commitment_picos"),
-        "organizations": Words("organizations"),
-    },
-    required=("name",),
-)
-
-PROPOSAL = Section({"prices": Sections("prices", PRICE), "plans": Sections("plans", PLAN)}, required=())
-
-# By the kinds of objects in the server's response.
-SECTIONS = {
-    "organization": ORGANIZATION,
-    "billing_profile": BILLING_PROFILE,
-    "project": PROJECT,
-    "key": KEY,
-    "quota": QUOTA,
-    "price": PRICE,
-}
-
-
-def shown_field(kind: str, name: str, value: Json, quota: Mapping[str, Json]) -> tuple[str, str]:
-    """Return the file's key for a field of the contract, and the value as shown to people."""
-    for key, entry in SECTIONS[kind].keys.items():
-        if entry.name == name:
-            if isinstance(entry, Words) and entry.are_percentages:
-                return key, "default" if value is None else percents_text(value)
-            if value is None:
-                return key, "—"
-            if not isinstance(entry, Scalar):
-                return key, ", ".join(map(str, value))
-            shown = entry.show(value, quota)
-            return key, shown.replace("_", ",") if entry.tag in ("float", "int") else shown
-    return name, str(value)
-
-
-@dataclass(slots=True)
-class Document:
-    """A parsed file. lines: line and place in the file, by path in the contract."""
-
-    configuration: dict[str, Json] = field(default_factory=dict)
-    mistakes: list[FileMistake] = field(default_factory=list)
-    lines: dict[str, tuple[int, str]] = field(default_factory=dict)
-
-    def mistake_at(self, path: str, message: str) -> FileMistake:
-        """Return a mistake found by the server, at the nearest known place of the file."""
-        found = path
-        while found not in self.lines and found:
-            found = found[: max(found.rfind("."), found.rfind("["), 0)]
-        line, place = self.lines.get(found, (1, ""))
-        return FileMistake(line, place, message)
-
-
-def read_document(content: str, *, prune: bool, section: Section = DOCUMENT) -> Document:
-    """Parse a file. section: the kind of file.
-
-    prune: request the removal of objects absent from the file's lists; absent lists are left alone.
-    """
-    reader = Reader(prune)
-    document = Document(mistakes=reader.mistakes, lines=reader.lines)
-    try:
-        root = compose(content)
-        if root is None:
-            reader.wrong(None, "", f"the file is empty: begin with `{next(iter(section.keys))}:` or see `weir export`")
-        else:
-            document.configuration = reader.section(root, section, "", "", is_root=True)
-    except NotYaml as broken:
-        reader.mistakes.append(FileMistake(broken.line, "", str(broken)))
-    except TooLarge:
-        reader.wrong(None, "", f"has more than {NODES_MAX:,} values: split it by organization")
-    document.mistakes.sort(key=lambda mistake: mistake.line)
-    return document
-
-
-class TooLarge(Exception):
-    """The file has too many nodes."""
-
-
-class Reader(StrictReader):
-    """Converts the nodes of a file by the tables. lines: as in `Document`."""
-
-    def __init__(self, prune: bool) -> None:
-        super().__init__()
-        self.lines: dict[str, tuple[int, str]] = {}
-        self._prune = prune
-        self._node_count = 0
-
-    def section(self, node: yaml.Node, section: Section, path: str, place: str, *, is_root: bool = False) -> dict[str, Json]:
-        """Return one mapping by the contract's names. path: in the contract; place: in the file."""
-        self._enter(node, path, place)
-        nodes = self.mapping(node, place, [*section.keys, *(["version"] if is_root else [])])
-        if not isinstance(node, yaml.MappingNode):
-            return {}
-        if is_root and (version := nodes.pop("version", None)) is not None and version.value != VERSION:
-            self.wrong(version, "version", f"the supported version is {VERSION}")
-        self.require(node, place, nodes, *section.required)
-        texts = {key: each.value for key, each in nodes.items() if isinstance(each, yaml.ScalarNode)}
-        found: dict[str, Json] = {}
-        for key, value in nodes.items():
-            entry = section.keys[key]
-            at, shown = joined(path, entry.name), joined(place, key)
-            if not (isinstance(entry, Sections) and not entry.is_list):
-                self._enter(value, at, shown)
-            match entry:
-                case Scalar():
-                    if (scalar := self.scalar(value, shown, partial(_read, entry, texts))) is not None:
-                        outer, _, name = entry.name.rpartition(".")
-                        (found.setdefault(outer, {}) if outer else found)[name] = scalar
-                case Words():
-                    words = self._words(value, shown, numeric=entry.are_percentages)
-                    found[entry.name] = {"values": words} if entry.are_percentages else words
-                case Sections(is_list=False):
-                    found[entry.name] = self.section(value, entry.section, at, shown)
-                case Sections():
-                    found[entry.name] = [
-                        self.section(each, entry.section, f"{at}[{index}]", f"{shown}[{index}]")
-                        for index, each in enumerate(self.items(value, shown))
-                    ]
-                    if entry.prune and self._prune:
-                        found[entry.prune] = True
-        return found
-
-    def _words(self, node: yaml.Node, place: str, *, numeric: bool) -> list[str]:
-        remedy = "whole percentages, such as [50, 80, 100]; `[]` for none" if numeric else "words, such as [inference, admin]"
-        fits = str.isdecimal if numeric else bool
-        parts = node.value if isinstance(node, yaml.SequenceNode) else None
-        if parts is None or not all(isinstance(each, yaml.ScalarNode) and fits(each.value) for each in parts):
-            self.wrong(node, place, f"write a list of {remedy}")
-            return []
-        return [each.value for each in parts]
-
-    def _enter(self, node: yaml.Node, path: str, place: str) -> None:
-        self._node_count += 1
-        if self._node_count > NODES_MAX:
-            raise TooLarge
-        self.lines[path] = (node.start_mark.line + 1, place)
-
-
-def _read(entry: Scalar, texts: Texts, given: str) -> Json:
-    return entry.read(given, texts)
-
-
-def write_document(configuration: Mapping[str, Json]) -> str:
-    """Return a configuration as the text of a file. Default values are omitted."""
-    node = mapping_node(configuration, DOCUMENT)
-    node.value.insert(0, (scalar_node("version"), scalar_node(VERSION, "int")))
-    written: str = yaml.serialize(node, Dumper=yaml.SafeDumper, allow_unicode=True, width=132)
-    return written
-
-
-def mapping_node(values: Mapping[str, Json], section: Section) -> yaml.MappingNode:
-    pairs: list[tuple[yaml.Node, yaml.Node]] = []
-    for key, entry in section.keys.items():
-        if entry.name not in values and key not in section.required:
-            continue
-        value = values.get(entry.name, 0)  # the JSON mapping omits zeros
-        match entry:
-            case Scalar():
-                pairs.append((scalar_node(key), scalar_node(entry.show(value, values), entry.tag)))
-            case Words():
-                words = value.get("values", []) if entry.are_percentages else value
-                nodes = [scalar_node(str(word), "int" if entry.are_percentages else "str") for word in words]
-                pairs.append((scalar_node(key), sequence_node(nodes, flow=True)))
-            case Sections(is_list=False):
-                pairs.append((scalar_node(key), mapping_node(value, entry.section)))
-            case Sections():
-                pairs.append((scalar_node(key), sequence_node([mapping_node(each, entry.section) for each in value])))
-    return yaml.MappingNode("tag:yaml.org,2002:map", pairs, flow_style=False)
-
-
-def sequence_node(nodes: list[Any], *, flow: bool = False) -> yaml.SequenceNode:
-    return yaml.SequenceNode("tag:yaml.org,2002:seq", nodes, flow_style=flow or not nodes)
-
-
-def scalar_node(value: str, tag: str = "str") -> yaml.ScalarNode:
-    """Return a scalar node. Numbers get the YAML type of their text and need no quotes."""
-    if tag == "float":
-        tag = "float" if "." in value else "int"
-    return yaml.ScalarNode(f"tag:yaml.org,2002:{tag}", value)
-
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.text import Text
+    from weir_client import AdminClient, AppliedConfiguration, ConfigurationChange
+    from weir_yaml import FileError
+
+    from weir_cli.document import Document
 
 SIGNS = {
     ChangeAction.CREATE: ("+", "green"),
@@ -484,23 +38,36 @@ SIGNS = {
     ChangeAction.DELETE: ("-", "red"),
 }
 
-VERBS = ((ChangeAction.CREATE, "create"), (ChangeAction.UPDATE, "change"), (ChangeAction.DELETE, "remove"))
+VERBS = (
+    (ChangeAction.CREATE, "create"),
+    (ChangeAction.UPDATE, "change"),
+    (ChangeAction.DELETE, "remove"),
+)
 DONE = {"create": "created", "change": "changed", "remove": "removed"}
 TIMEOUT_S = 120.0  # thousands of changes in one transaction
 
 
 def plan(changes: Iterable[ConfigurationChange]) -> RenderableType:
+    from rich.console import Group
+
     return Group(*(block(change) for change in changes))
 
 
 def block(change: ConfigurationChange) -> Text:
+    from rich.text import Text
+
+    from weir_cli.document import shown_field
+
     sign, color = SIGNS[change.action]
     made = Text(f"{sign} {title(change)}", style=color)
     if change.kind == "key" and change.action is ChangeAction.DELETE:
         made.append("  is revoked, and its running requests end")
     rows = [(each.field, value(each.before_json), value(each.after_json)) for each in change.fields]
     shown = [
-        (*shown_field(change.kind, name, before, change.quota), shown_field(change.kind, name, after, change.quota)[1])
+        (
+            *shown_field(change.kind, name, before, change.quota),
+            shown_field(change.kind, name, after, change.quota)[1],
+        )
         for name, before, after in rows
     ]
     width = max((len(key) for key, *_ in shown), default=0)
@@ -512,6 +79,8 @@ def block(change: ConfigurationChange) -> Text:
 
 def title(change: ConfigurationChange) -> str:
     """Return the headline of a change."""
+    from weir_cli.document import dimension_of
+
     named = f"{change.kind.replace('_', ' ')} {printable(change.path)}"
     if change.kind == "key" and change.api_key_prefix:
         named += f" ({change.api_key_prefix})"
@@ -529,7 +98,11 @@ def summary(changes: Sequence[ConfigurationChange], *, dry_run: bool) -> str:
     if not changes:
         return "nothing to change: everything matches the file"
     if dry_run:
-        return f"would {', '.join(f'{verb} {count[action]}' for action, verb in VERBS if count[action])}; nothing was changed"
+        return (
+            "would"
+            f" {', '.join(f'{verb} {count[action]}' for action, verb in VERBS if count[action])};"
+            " nothing was changed"
+        )
     return ", ".join(f"{DONE[verb]} {count[action]}" for action, verb in VERBS if count[action])
 
 
@@ -540,14 +113,24 @@ def value(text: str | None) -> object:
 @calls(admin_client, timeout=TIMEOUT_S)
 def apply(
     client: AdminClient,
-    file: Annotated[Path, typer.Argument(help="Configuration as YAML; - for stdin. `weir export` writes one.")],
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the changes without applying them.")] = False,
-    prune: Annotated[
-        bool, typer.Option("--prune", help="Remove limits and revoke keys that are absent from the file's lists.")
+    file: Annotated[
+        Path, typer.Argument(help="Configuration as YAML; - for stdin. `weir export` writes one.")
+    ],
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show the changes without applying them.")
     ] = False,
-    exit_code: Annotated[bool, typer.Option("--exit-code", help="With --dry-run: exit with 3 if there are changes.")] = False,
+    prune: Annotated[
+        bool,
+        typer.Option(
+            "--prune", help="Remove limits and revoke keys that are absent from the file's lists."
+        ),
+    ] = False,
+    exit_code: Annotated[
+        bool, typer.Option("--exit-code", help="With --dry-run: exit with 3 if there are changes.")
+    ] = False,
     secrets_file: Annotated[
-        Path | None, typer.Option(help="Write the secrets of new keys to this new file instead of stdout.")
+        Path | None,
+        typer.Option(help="Write the secrets of new keys to this new file instead of stdout."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -556,17 +139,26 @@ def apply(
     Applying a file twice changes nothing the second time. Objects absent from the file stay
     unchanged, unless --prune is given.
     """
+    from weir_cli.document import read_document
+
     document = read_document(content_of(file), prune=prune)
     secrets = None if dry_run or secrets_file is None else new_secrets_file(secrets_file)
-    # The server checks a file with mistakes too, so that all mistakes are reported at once.
-    applied = client.apply_configuration(document.configuration, dry_run=dry_run or bool(document.mistakes))
-    mistakes = mistakes_of(document, applied)
-    if mistakes:
+    # The server checks a file with errors too, so that all errors are reported at once.
+    applied = client.apply_configuration(
+        document.configuration, dry_run=dry_run or bool(document.errors)
+    )
+    errors = errors_of(document, applied)
+    if errors:
         if as_json:
-            print_json({"applied": False, "changes": [], "kept": [], "mistakes": mistakes})
-        tell_mistakes(file, mistakes)
+            print_json({"applied": False, "changes": [], "kept": [], "errors": errors})
+        tell_errors(file, errors)
     if secrets is not None:
-        os.write(secrets, "".join(f"{each.path} {each.secret}\n" for each in applied.changes if each.secret).encode())
+        os.write(
+            secrets,
+            "".join(
+                f"{each.path} {each.secret}\n" for each in applied.changes if each.secret
+            ).encode(),
+        )
     if as_json:
         print_json(plan_document(applied, dry_run=dry_run, with_secrets=secrets is None))
     else:
@@ -578,10 +170,15 @@ def apply(
 @calls(admin_client, timeout=TIMEOUT_S)
 def export(
     client: AdminClient,
-    organization: Annotated[str, typer.Option("--org", help="Only this organization, by name or id, and its own prices.")] = "",
+    organization: Annotated[
+        str,
+        typer.Option("--org", help="Only this organization, by name or id, and its own prices."),
+    ] = "",
     as_json: JsonOption = False,
 ) -> None:
     """Write the current configuration as a file for `weir apply`, without secrets."""
+    from weir_cli.document import write_document
+
     present = client.export_configuration(organization)
     if as_json:
         print_json(present)
@@ -606,26 +203,34 @@ def new_secrets_file(path: Path) -> int:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError as error:
         wrong_use(
-            f"{path} cannot be created: {error.strerror}; name a new file for the secrets: existing files are never overwritten"
+            f"{path} cannot be created: {error.strerror}; name a new file for the secrets: existing"
+            " files are never overwritten"
         )
 
 
-def mistakes_of(document: Document, applied: AppliedConfiguration) -> list[FileMistake]:
-    """Return the mistakes found by reader and server, by line.
+def errors_of(document: Document, applied: AppliedConfiguration) -> list[FileError]:
+    """Return the errors found by reader and server, by line.
 
     The server's findings are left out for lines that the reader reported.
     """
-    wrong = {mistake.line for mistake in document.mistakes}
-    told = (document.mistake_at(mistake.field, mistake.description) for mistake in applied.mistakes)
-    return sorted([*document.mistakes, *(each for each in told if each.line not in wrong)], key=lambda each: each.line)
+    wrong = {error.line for error in document.errors}
+    reported = (document.error_at(error.field, error.description) for error in applied.violations)
+    return sorted(
+        [*document.errors, *(each for each in reported if each.line not in wrong)],
+        key=lambda each: each.line,
+    )
 
 
-def tell_mistakes(file: Path, mistakes: list[FileMistake]) -> NoReturn:
-    """Print each mistake as `file:line: place: remedy`, and exit."""
-    for each in mistakes:
-        typer.secho(f"{file}:{each.line}: {each.place and each.place + ': '}{each.message}", fg="red", err=True)
-    count = len(mistakes)
-    note(f"nothing was changed: {count} {'mistake' if count == 1 else 'mistakes'}")
+def tell_errors(file: Path, errors: list[FileError]) -> NoReturn:
+    """Print each error as `file:line: place: remedy`, and exit."""
+    for each in errors:
+        typer.secho(
+            f"{file}:{each.line}: {each.place and each.place + ': '}{each.message}",
+            fg="red",
+            err=True,
+        )
+    count = len(errors)
+    note(f"nothing was changed: {count} {'error' if count == 1 else 'errors'}")
     raise typer.Exit(ExitCode.WRONG_USE)
 
 
@@ -642,8 +247,8 @@ def tell(applied: AppliedConfiguration, *, dry_run: bool, prune: bool, with_secr
             else f"absent from the file; --prune removes {'it' if len(left) == 1 else 'them'}"
         )
         note(
-            f"{len(left)} more {'exists' if len(left) == 1 else 'exist'}, {remedy}: {', '.join(map(title, left[:5]))}"
-            + (len(left) > 5) * ", …"
+            f"{len(left)} more {'exists' if len(left) == 1 else 'exist'}, {remedy}:"
+            f" {', '.join(map(title, left[:5]))}" + (len(left) > 5) * ", …"
         )
     fresh = [change for change in applied.changes if change.secret]
     if fresh and with_secrets:
@@ -652,25 +257,38 @@ def tell(applied: AppliedConfiguration, *, dry_run: bool, prune: bool, with_secr
             typer.echo(f"{change.path} {change.secret}")
 
 
-def plan_document(applied: AppliedConfiguration, *, dry_run: bool, with_secrets: bool) -> dict[str, Any]:
+def plan_document(
+    applied: AppliedConfiguration, *, dry_run: bool, with_secrets: bool
+) -> dict[str, Any]:
     """Return the plan for scripts, with the names and units of the contract."""
     return {
         "applied": not dry_run,
-        "changes": [change_document(change, with_secrets=with_secrets) for change in applied.changes],
+        "changes": [
+            change_document(change, with_secrets=with_secrets) for change in applied.changes
+        ],
         "kept": [change_document(change, with_secrets=False) for change in applied.kept],
-        "mistakes": [],
+        "errors": [],
     }
 
 
 def change_document(change: ConfigurationChange, *, with_secrets: bool) -> dict[str, Any]:
-    document: dict[str, Any] = {"action": change.action.value, "kind": change.kind, "path": change.path}
+    document: dict[str, Any] = {
+        "action": change.action.value,
+        "kind": change.kind,
+        "path": change.path,
+    }
     if change.quota:
         document["quota"] = change.quota
     if change.api_key_prefix:
         document["api_key_prefix"] = change.api_key_prefix
     if change.action is not ChangeAction.KEEP:
         document["fields"] = [
-            {"field": each.field, "before": value(each.before_json), "after": value(each.after_json)} for each in change.fields
+            {
+                "field": each.field,
+                "before": value(each.before_json),
+                "after": value(each.after_json),
+            }
+            for each in change.fields
         ]
     if change.secret and with_secrets:
         document["secret"] = change.secret

@@ -22,11 +22,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 import weir_client
 from weir_client import (
-    DEFAULT_ADDRESS,
     AlreadyExists,
-    Client,
     DeadlineExceeded,
-    ExceededQuota,
     IncompleteGeneration,
     InvalidRequest,
     PermissionDenied,
@@ -36,13 +33,25 @@ from weir_client import (
     Unavailable,
     WeirError,
 )
-from weir_client.connection import is_local
 
 from weir_cli.commands import ExitCode
-from weir_cli.render import JsonOption, checked_month, dimension_amount, duration_text, fail, tell_found
+from weir_cli.render import (
+    JsonOption,
+    checked_month,
+    dimension_amount,
+    duration_text,
+    fail,
+    tell_found,
+)
 
 if TYPE_CHECKING:
-    from weir_client import AdminClient, BillingClient, ReceiptClient
+    from weir_client import (
+        AdminClient,
+        BillingClient,
+        Client,
+        ExceededQuota,
+        ReceiptClient,
+    )
 
 CONNECTION_FILE = "connection.json"
 CLOCK_ONLY_S = 6 * 3600.0  # shorter waits are shown without their date
@@ -58,17 +67,44 @@ _FLAGS = {
 }
 
 _FIELDS_WITH_FLAGS = frozenset(
-    {"model", "temperature", "top_p", "top_k", "seed", "max_output_tokens", "currency_code", "lifetime", "organization", "project"}
-    | {"legal_name", "address_line1", "address_line2", "city", "postal_code", "state", "country", "tax_id", "language"}
+    {
+        "model",
+        "temperature",
+        "top_p",
+        "top_k",
+        "seed",
+        "max_output_tokens",
+        "currency_code",
+        "lifetime",
+        "organization",
+        "project",
+    }
+    | {
+        "legal_name",
+        "address_line1",
+        "address_line2",
+        "city",
+        "postal_code",
+        "state",
+        "country",
+        "tax_id",
+        "language",
+    }
 )
 
-# By the transport's error text.
+# Advice by the transport's error text.
 _TLS_ADVICE = {
-    "CERTIFICATE_VERIFY_FAILED": "its certificate is not signed by a trusted CA: name the CA with `weir --ca FILE`",
-    "Hostname Verification": "its certificate is for another name: use an address in the certificate",
+    "CERTIFICATE_VERIFY_FAILED": (
+        "its certificate is not signed by a trusted CA: name the CA with `weir --ca FILE`"
+    ),
+    "Hostname Verification": (
+        "its certificate is for another name: use an address in the certificate"
+    ),
     "WRONG_VERSION_NUMBER": "it does not use TLS: prefix the address with http:// for plaintext",
-    "Socket closed": "it closed the connection: it may require TLS (prefix the address with https://), or a client certificate "
-    "(`weir --client-certificate FILE --client-key FILE`)",
+    "Socket closed": (
+        "it closed the connection: it may require TLS (prefix the address with https://), or a"
+        " client certificate (`weir --client-certificate FILE --client-key FILE`)"
+    ),
 }
 
 Role = Literal["inference", "admin"]
@@ -83,20 +119,36 @@ AddressOption = Annotated[
     str | None,
     typer.Option(
         "--address",
-        help="Server: host:port, https://host:port or unix:/path. Default: $WEIR_ADDRESS, then the server of `weir up`.",
+        help=(
+            "Server: host:port, https://host:port or unix:/path. Default: $WEIR_ADDRESS, then the"
+            " server of `weir up`."
+        ),
     ),
 ]
 
 KeyOption = Annotated[
     str | None,
-    typer.Option("--api-key", help="API key. Default: $WEIR_API_KEY (admin commands: $WEIR_ADMIN_KEY first).", show_default=False),
+    typer.Option(
+        "--api-key",
+        help="API key. Default: $WEIR_API_KEY (admin commands: $WEIR_ADMIN_KEY first).",
+        show_default=False,
+    ),
 ]
 
-OrganizationOption = Annotated[str | None, typer.Option("--org", help="Organization, by name or id. Default: that of `weir up`.")]
-OnlyOrganizationOption = Annotated[str, typer.Option("--org", help="Only this organization, by name or id.")]
+OrganizationOption = Annotated[
+    str | None,
+    typer.Option("--org", help="Organization, by name or id. Default: that of `weir up`."),
+]
+OnlyOrganizationOption = Annotated[
+    str, typer.Option("--org", help="Only this organization, by name or id.")
+]
 MonthArgument = Annotated[
     str,
-    typer.Argument(help="Month in UTC, as YYYY-MM.", metavar="MONTH", callback=lambda month: month and checked_month(month)),
+    typer.Argument(
+        help="Month in UTC, as YYYY-MM.",
+        metavar="MONTH",
+        callback=lambda month: month and checked_month(month),
+    ),
 ]
 
 
@@ -110,7 +162,9 @@ def explain(error: WeirError, address: str) -> str:
         case QuotaExceeded():
             return _quota(error)
         case InvalidRequest() if error.field_violations:
-            return "; ".join(f"{flag_of(each.field)}: {each.description}" for each in error.field_violations)
+            return "; ".join(
+                f"{flag_of(each.field)}: {each.description}" for each in error.field_violations
+            )
         case Unauthenticated():
             return f"{error.message}; set WEIR_API_KEY or pass --api-key (server {address})"
         case PermissionDenied():
@@ -133,16 +187,22 @@ def _tls_advice(message: str) -> str | None:
 
 def _no_server(address: str, message: str) -> str:
     """Return the message for a server that does not answer, with advice for local ones."""
+    from weir_client.connection import is_local
+
     if "HTTP/2" in message:
         return (
-            f"no gRPC server at {address}: the server there speaks another protocol; gRPC's default port is 8443, OpenAI's "
-            "API and metrics have their own ports"
+            f"no gRPC server at {address}: the server there speaks another protocol; gRPC's default"
+            " port is 8443, OpenAI's API and metrics have their own ports"
         )
     cause = message.rpartition(": ")[2].rstrip("])")
-    # GRPC: "Domain name not found", "Misformatted domain name"; or an invalid port
+    # gRPC: "Domain name not found", "Misformatted domain name"; or an invalid port.
     if "omain name" in cause or cause == address:
         return f"no server at {address}: no such host or port; write them as 127.0.0.1:8443"
-    remedy = "start one with `weir up`" if is_local(address) else "check that it is running and that the address is right"
+    remedy = (
+        "start one with `weir up`"
+        if is_local(address)
+        else "check that it is running and that the address is right"
+    )
     return f"no server at {address}: {remedy} ({cause})"
 
 
@@ -159,19 +219,32 @@ def _quota(error: QuotaExceeded) -> str:
     if quota is None:
         return f"{error.message}{_when(error)}"
     dimension = dimension_of(quota)
-    subject = f" of the {quota.subject.replace('_', ' ').replace('-', ' ')}" if quota.subject else ""
+    subject = (
+        f" of the {quota.subject.replace('_', ' ').replace('-', ' ')}" if quota.subject else ""
+    )
     model = f" for {quota.model}" if quota.model else ""
     numbers = (("limit", quota.limit), ("left", quota.remaining), ("needed", quota.requested))
-    facts = [f"{name} {dimension_amount(dimension, value)}" for name, value in numbers if value is not None]
+    facts = [
+        f"{name} {dimension_amount(dimension, value)}"
+        for name, value in numbers
+        if value is not None
+    ]
     summary = ", ".join(facts) or error.message
-    return f"quota exceeded: {dimension.value if dimension else quota.dimension}{subject}{model}: {summary}{_when(error)}"
+    return (
+        f"quota exceeded: {dimension.value if dimension else quota.dimension}{subject}{model}:"
+        f" {summary}{_when(error)}"
+    )
 
 
 def _when(error: QuotaExceeded) -> str:
     if not error.retry_helps:
         return "; waiting does not help: reduce the request, or raise the limit (`weir quota set`)"
     if error.retry_after_s is not None:
-        reset = f" (resets at {_moment(error.reset_time, error.retry_after_s)} UTC)" if error.reset_time else ""
+        reset = (
+            f" (resets at {_moment(error.reset_time, error.retry_after_s)} UTC)"
+            if error.reset_time
+            else ""
+        )
         return f"; try again in {duration_text(error.retry_after_s)}{reset}"
     if error.reset_time is not None:
         wait_s = max(0.0, (error.reset_time - datetime.now(UTC)).total_seconds())
@@ -181,12 +254,21 @@ def _when(error: QuotaExceeded) -> str:
 
 def _moment(time: datetime, wait_s: float) -> str:
     """Return a time of day, with its date unless it is within hours."""
-    return f"{time.astimezone(UTC):%H:%M:%S}" if wait_s < CLOCK_ONLY_S else f"{time.astimezone(UTC):%Y-%m-%d %H:%M:%S}"
+    return (
+        f"{time.astimezone(UTC):%H:%M:%S}"
+        if wait_s < CLOCK_ONLY_S
+        else f"{time.astimezone(UTC):%Y-%m-%d %H:%M:%S}"
+    )
 
 
 def dimension_of(quota: ExceededQuota) -> QuotaDimension | None:
     """Return the dimension from any spelling used by servers; None if unknown."""
-    word = quota.dimension.lower().removeprefix("quota_dimension_").replace("_", "-").replace("cost-picos-", "cost-")
+    word = (
+        quota.dimension.lower()
+        .removeprefix("quota_dimension_")
+        .replace("_", "-")
+        .replace("cost-picos-", "cost-")
+    )
     return QuotaDimension(word) if word in set(QuotaDimension) else None
 
 
@@ -199,6 +281,7 @@ class Connection:
     admin_key: str = ""
     organization: str = ""
     project: str = ""
+    openai_url: str = ""
 
     def write(self, home: Path) -> None:
         """Store it for the commands of this user, with permissions for the owner only."""
@@ -236,31 +319,40 @@ def read_connection_file(path: Path | None = None) -> Connection:
     except FileNotFoundError:
         return Connection()
     except (OSError, ValueError) as error:
-        raise ConnectionProblem(f"{path} cannot be read ({error}): remove it, or run `weir up` again") from error
+        raise ConnectionProblem(
+            f"{path} cannot be read ({error}): remove it, or run `weir up` again"
+        ) from error
     if not isinstance(document, dict):
         raise ConnectionProblem(f"{path} is not a JSON object: remove it, or run `weir up` again")
     known = {field.name for field in fields(Connection)}
-    return Connection(**{name: str(value) for name, value in document.items() if name in known and value})
+    return Connection(
+        **{name: str(value) for name, value in document.items() if name in known and value}
+    )
 
 
 def resolve(role: Role, address: str | None, api_key: str | None) -> Target:
     """Return server and key. Raises: ConnectionProblem if there is no key."""
     file = read_connection_file()
-    chosen = address or os.environ.get("WEIR_ADDRESS") or file.address or DEFAULT_ADDRESS
+    chosen = (
+        address or os.environ.get("WEIR_ADDRESS") or file.address or weir_client.DEFAULT_ADDRESS
+    )
     if api_key is None:
-        api_key = next((os.environ[name] for name in KEY_VARIABLES[role] if os.environ.get(name)), None)
+        api_key = next(
+            (os.environ[name] for name in KEY_VARIABLES[role] if os.environ.get(name)), None
+        )
     if api_key is None and chosen == file.address:
         api_key = (file.admin_key if role == "admin" else "") or file.api_key or None
     if api_key is None:
         variable = KEY_VARIABLES[role][0]
-        raise ConnectionProblem(f"no API key for {chosen}: pass --api-key, set {variable}, or start a server with `weir up`")
+        raise ConnectionProblem(
+            f"no API key for {chosen}: pass --api-key, set {variable}, or start a server with"
+            " `weir up`"
+        )
     return Target(chosen, api_key)
 
 
 def organization_or_default(organization: str | None, address: str) -> str:
-    """Return the given organization, or that of `weir up`. Raises: typer.BadParameter if neither
-    exists.
-    """
+    """Return the given organization, or that of `weir up`. Raises: typer.BadParameter if none."""
     return _or_default(organization, "organization", "--org", address)
 
 
@@ -269,7 +361,9 @@ def project_or_default(project: str | None, address: str) -> str:
     return _or_default(project, "project", "--project", address)
 
 
-def _or_default(given: str | None, field: Literal["organization", "project"], flag: str, address: str) -> str:
+def _or_default(
+    given: str | None, field: Literal["organization", "project"], flag: str, address: str
+) -> str:
     file = read_connection_file()
     chosen = given or (getattr(file, field) if file.address == address else "")
     if not chosen:
@@ -284,23 +378,36 @@ def _opener(role: Role, kind: str, **usual: Any) -> Callable[..., AbstractContex
     def opened(address: str | None, api_key: str | None, **settings: Any) -> Iterator[Any]:
         with reported(address):
             target = resolve(role, address, api_key)
-            make = getattr(weir_client, kind)  # imported on first use
-            with reported(target.address), make(target.address, target.api_key, **usual | settings) as client:
+            make = getattr(weir_client, kind)
+            with (
+                reported(target.address),
+                make(target.address, target.api_key, **usual | settings) as client,
+            ):
                 yield client
 
     return opened
 
 
-inference_client: Callable[..., AbstractContextManager[Client]] = _opener("inference", "Client", retry_wait_max_s=RETRY_WAIT_MAX_S)
-admin_client: Callable[..., AbstractContextManager[AdminClient]] = _opener("admin", "AdminClient", timeout=UNARY_TIMEOUT_S)
-billing_client: Callable[..., AbstractContextManager[BillingClient]] = _opener("admin", "BillingClient", timeout=UNARY_TIMEOUT_S)
-receipt_client: Callable[..., AbstractContextManager[ReceiptClient]] = _opener("admin", "ReceiptClient")
+inference_client: Callable[..., AbstractContextManager[Client]] = _opener(
+    "inference", "Client", retry_wait_max_s=RETRY_WAIT_MAX_S
+)
+admin_client: Callable[..., AbstractContextManager[AdminClient]] = _opener(
+    "admin", "AdminClient", timeout=UNARY_TIMEOUT_S
+)
+billing_client: Callable[..., AbstractContextManager[BillingClient]] = _opener(
+    "admin", "BillingClient", timeout=UNARY_TIMEOUT_S
+)
+receipt_client: Callable[..., AbstractContextManager[ReceiptClient]] = _opener(
+    "admin", "ReceiptClient"
+)
 
 Output = tuple[Any, ...]  # value for `--json`, tables for people, remarks as plain text
 Opener = Callable[..., AbstractContextManager[Any]]
 
 
-def calls(*openers: Opener, **settings: Any) -> Callable[[Callable[..., Output | None]], Callable[..., None]]:
+def calls(
+    *openers: Opener, **settings: Any
+) -> Callable[[Callable[..., Output | None]], Callable[..., None]]:
     """Return a decorator that makes a function a command with a client of each opener.
 
     The clients are its first arguments; it returns its output unless it has shown it. The command
@@ -309,25 +416,43 @@ def calls(*openers: Opener, **settings: Any) -> Callable[[Callable[..., Output |
     """
 
     def decorate(function: Callable[..., Output | None]) -> Callable[..., None]:
+        for client in list(inspect.signature(function).parameters)[: len(openers)]:
+            del function.__annotations__[client]  # would load gRPC to show help
         own = inspect.signature(function, eval_str=True)
-        shared = {"as_json": (JsonOption, False), "address": (AddressOption, None), "api_key": (KeyOption, None)}
-        parameters = {parameter.name: parameter for parameter in list(own.parameters.values())[len(openers) :]}
+        shared = {
+            "as_json": (JsonOption, False),
+            "address": (AddressOption, None),
+            "api_key": (KeyOption, None),
+        }
+        parameters = {
+            parameter.name: parameter for parameter in list(own.parameters.values())[len(openers) :]
+        }
         for name, (annotation, default) in shared.items():
             kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-            parameters.setdefault(name, inspect.Parameter(name, kind, default=default, annotation=annotation))
+            parameters.setdefault(
+                name, inspect.Parameter(name, kind, default=default, annotation=annotation)
+            )
 
-        def command(*, address: str | None, api_key: str | None, as_json: bool, **options: Any) -> None:
+        def command(
+            *, address: str | None, api_key: str | None, as_json: bool, **options: Any
+        ) -> None:
             if "as_json" in own.parameters:
                 options["as_json"] = as_json
             with ExitStack() as opened:
-                clients = [opened.enter_context(opener(address, api_key, **settings)) for opener in openers]
+                clients = [
+                    opened.enter_context(opener(address, api_key, **settings)) for opener in openers
+                ]
                 output = function(*clients, **options)
                 if output is not None:
                     tell_found(*output, as_json=as_json)
 
         command.__doc__ = function.__doc__
-        command.__annotations__ = {name: parameter.annotation for name, parameter in parameters.items()}
-        command.__signature__ = own.replace(parameters=list(parameters.values()))  # type: ignore[attr-defined]
+        command.__annotations__ = {
+            name: parameter.annotation for name, parameter in parameters.items()
+        }
+        command.__signature__ = own.replace(  # type: ignore[attr-defined]
+            parameters=list(parameters.values())
+        )
         return command
 
     return decorate
@@ -352,13 +477,21 @@ def reported(address: str | None) -> Iterator[None]:
 def env() -> None:
     """Print address and keys of `weir up` for the shell: eval "$(weir env)".
 
-    The SDKs and all commands then use that server, from any directory.
+    The SDKs, all commands and the clients of OpenAI then use that server, from any directory.
     """
     with reported(None):
         file = read_connection_file()
         if not file.address:
-            raise ConnectionProblem(f"there is no {connection_path()}: start a server with `weir up`")
-        variables = {"WEIR_ADDRESS": file.address, "WEIR_API_KEY": file.api_key, "WEIR_ADMIN_KEY": file.admin_key}
+            raise ConnectionProblem(
+                f"there is no {connection_path()}: start a server with `weir up`"
+            )
+        variables = {
+            "WEIR_ADDRESS": file.address,
+            "WEIR_API_KEY": file.api_key,
+            "WEIR_ADMIN_KEY": file.admin_key,
+        }
+        if file.openai_url:  # for clients of OpenAI
+            variables |= {"OPENAI_BASE_URL": file.openai_url, "OPENAI_API_KEY": file.api_key}
         for name, value in variables.items():
             if value:
                 typer.echo(f"export {name}={shlex.quote(value)}")

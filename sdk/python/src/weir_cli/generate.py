@@ -11,27 +11,18 @@ import sys
 from collections.abc import Mapping, Sequence
 from operator import mul
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from rich.console import RenderableType
-from rich.text import Text
 from weir_client import (
     Admitted,
-    Client,
     Delta,
-    EmbedOptions,
-    EmbedResult,
     FinishReason,
     GenerateOptions,
-    GenerationStream,
     Message,
-    Model,
     ModelTask,
     Money,
     Progress,
-    Quote,
-    Result,
     Resumed,
     Stage,
     UsageUpdate,
@@ -59,15 +50,41 @@ from weir_cli.render import (
 )
 from weir_cli.tenants import quotas_table
 
-ModelOption = Annotated[str, typer.Option("--model", "-m", help="Model, as listed by `weir models`.")]
-PromptArgument = Annotated[str | None, typer.Argument(help="The question, or - to read it from standard input.")]
-SystemOption = Annotated[str | None, typer.Option("--system", help="Instructions before the question.")]
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from weir_client import (
+        Client,
+        EmbedOptions,
+        EmbedResult,
+        GenerationStream,
+        Model,
+        Quote,
+        Result,
+    )
+
+ModelOption = Annotated[
+    str, typer.Option("--model", "-m", help="Model, as listed by `weir models`.")
+]
+PromptArgument = Annotated[
+    str | None, typer.Argument(help="The question, or - to read it from standard input.")
+]
+SystemOption = Annotated[
+    str | None, typer.Option("--system", help="Instructions before the question.")
+]
 ContextOption = Annotated[
-    Path | None, typer.Option("--context", help="File with text before the question, for example search results.")
+    Path | None,
+    typer.Option(
+        "--context", help="File with text before the question, for example search results."
+    ),
 ]
 
 FileOption = Annotated[
-    str | None, typer.Option("--file", "-f", help="Read the question, or the texts to embed, from this file; - for standard input.")
+    str | None,
+    typer.Option(
+        "--file",
+        "-f",
+        help="Read the question, or the texts to embed, from this file; - for standard input.",
+    ),
 ]
 
 TierOption = Annotated[
@@ -77,10 +94,14 @@ TierOption = Annotated[
 FLOATS_SHOWN = 4
 TEXT_SHOWN_CHARS = 40
 LIKENESS_COUNT_MAX = 12  # texts; a larger table of all pairs does not fit a terminal
-TextsArgument = Annotated[list[str] | None, typer.Argument(help="The texts; - reads one per line from standard input.")]
+TextsArgument = Annotated[
+    list[str] | None, typer.Argument(help="The texts; - reads one per line from standard input.")
+]
 
 
-def messages(prompt: str | None, system: str | None, context: Path | None, file: str | None) -> list[Message]:
+def messages(
+    prompt: str | None, system: str | None, context: Path | None, file: str | None
+) -> list[Message]:
     """Return the conversation to send; after a context, the question follows as `Question: ...`.
 
     Raises: typer.BadParameter if there is not exactly one question, or a file cannot be read.
@@ -126,9 +147,14 @@ def count(
     file: FileOption = None,
 ) -> Output:
     """Count the tokens of a prompt as admission does, without running or billing anything."""
+    from rich.text import Text
+
     conversation = messages(prompt, system, context, file)
     counted = client.count_tokens(model, conversation)
-    return counted, Text(f"{counted.input_token_count:,} tokens of a context window of {counted.context_window_tokens:,}")
+    return counted, Text(
+        f"{counted.input_token_count:,} tokens of a context window of"
+        f" {counted.context_window_tokens:,}"
+    )
 
 
 def models_table(models: list[Model]) -> RenderableType:
@@ -136,17 +162,31 @@ def models_table(models: list[Model]) -> RenderableType:
     embeds = any(each.task is ModelTask.EMBED for each in models)
     prices = ("input", "cached input", "output", *(["embedding"] if embeds else []))
     names = ("also called",) if any(each.aliases or each.versions for each in models) else ()
-    ready = ("ready",) if any(each.replica_count > 1 or each.drained_replica_count for each in models) else ()
-    columns = ("model", *names, "architecture", "context", "engine", *ready, *prices)
+    ready = (
+        ("ready",)
+        if any(each.replica_count > 1 or each.drained_replica_count for each in models)
+        else ()
+    )
+    kernels = ("kernels",) if any(each.kernels for each in models) else ()
+    columns = ("model", *names, "architecture", "context", "engine", *kernels, *ready, *prices)
     made = table(*columns, right=("context", *prices), title="prices per million tokens")
     for each in models:
         price = each.price
         made.add_row(
             each.name,
-            *([", ".join([*(f"@{it.version} {it.share:.0%}" for it in each.versions), *each.aliases])] if names else []),
+            *(
+                [
+                    ", ".join(
+                        [*(f"@{it.version} {it.share:.0%}" for it in each.versions), *each.aliases]
+                    )
+                ]
+                if names
+                else []
+            ),
             each.architecture,
             each.context_window_tokens,
             each.engine,
+            *([", ".join(each.kernels)] if kernels else []),
             *([ready_text(each)] if ready else []),
             *(price_text(price, kind) for kind in prices),
         )
@@ -168,7 +208,8 @@ def quote(
     context: ContextOption = None,
     file: FileOption = None,
     max_output_tokens: Annotated[
-        int | None, typer.Option(help="Limit of the answer. Default: the rest of the context window.")
+        int | None,
+        typer.Option(help="Limit of the answer. Default: the rest of the context window."),
     ] = None,
     choices: Annotated[int | None, typer.Option(help="Number of answers, up to 16.")] = None,
     as_json: JsonOption = False,
@@ -179,14 +220,22 @@ def quote(
     Exits with 3 if a limit would refuse it.
     """
     conversation = messages(prompt, system, context, file)
-    # Several answers require one; it does not affect the quote
+    # Several answers require a temperature; it does not affect the quote.
     temperature = None if choices is None else 1.0
-    found = client.quote(model, conversation, max_output_tokens=max_output_tokens, choice_count=choices, temperature=temperature)
+    found = client.quote(
+        model,
+        conversation,
+        max_output_tokens=max_output_tokens,
+        choice_count=choices,
+        temperature=temperature,
+    )
     tell_quote(found, as_json=as_json)
 
 
 def tell_quote(found: Quote, *, as_json: bool) -> None:
     """Show a quote. Raises: typer.Exit if the request would be refused."""
+    from rich.text import Text
+
     quotas = [quotas_table(list(found.quotas), ids=False)] if found.quotas else []
     tell_found(found, Text(quote_text(found)), *quotas, as_json=as_json)
     if not found.would_admit:
@@ -197,33 +246,55 @@ def tell_quote(found: Quote, *, as_json: bool) -> None:
 def quote_text(found: Quote) -> str:
     """Return tokens and cost in two lines; in one line for an embedding."""
     if not found.max_output_token_count:
-        return f"{found.input_token_count:,} tokens; {found.worst_cost} (price version {found.price_version})"
-    cached = f", {found.predicted_cached_token_count:,} of them probably cached" if found.predicted_cached_token_count else ""
+        return (
+            f"{found.input_token_count:,} tokens; {found.worst_case_cost} (price version"
+            f" {found.price_version})"
+        )
+    cached = (
+        f", {found.predicted_cached_token_count:,} of them probably cached"
+        if found.predicted_cached_token_count
+        else ""
+    )
     return (
-        f"{found.input_token_count:,} input tokens{cached}; {found.expected_output_token_count:,} output tokens expected, "
-        f"at most {found.max_output_token_count:,}\n"
-        f"{found.expected_cost} expected, at most {found.worst_cost} (price version {found.price_version})"
+        f"{found.input_token_count:,} input tokens{cached}; {found.expected_output_token_count:,}"
+        f" output tokens expected, at most {found.max_output_token_count:,}\n{found.expected_cost}"
+        f" expected, at most {found.worst_case_cost} (price version {found.price_version})"
     )
 
 
 def why_refused(found: Quote) -> str:
     """Return the limits that would refuse the request, and the remedy."""
-    limits = ", ".join(f"{each.dimension.value} of the {each.subject.value.replace('-', ' ')}" for each in found.failing_quotas)
+    limits = ", ".join(
+        f"{each.dimension.value} of the {each.subject.value.replace('-', ' ')}"
+        for each in found.failing_quotas
+    )
     if found.retry_helps and found.retry_after_s is not None:
         return f"would be refused by {limits}; try again in {duration_text(found.retry_after_s)}"
-    return f"would be refused by {limits}; waiting does not help: reduce the request, or raise the limit (`weir quota raise`)"
+    return (
+        f"would be refused by {limits}; waiting does not help: reduce the request, or raise the"
+        " limit (`weir quota override`)"
+    )
 
 
 @calls(inference_client)
 def embed(
     client: Client,
     texts: TextsArgument = None,
-    model: Annotated[str, typer.Option("--model", "-m", help="Embedding model, as listed by `weir models`.")] = "",
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="Embedding model, as listed by `weir models`.")
+    ] = "",
     file: FileOption = None,
-    truncate: Annotated[bool, typer.Option(help="Cut texts that are too long, instead of refusing them.")] = False,
+    truncate: Annotated[
+        bool, typer.Option(help="Cut texts that are too long, instead of refusing them.")
+    ] = False,
     tier: TierOption = None,
-    timeout: Annotated[float | None, typer.Option(help="Seconds after which the request is cancelled.")] = None,
-    ask: Annotated[bool, typer.Option("--quote", help="Only show the cost, and whether it fits (else exit code 3).")] = False,
+    timeout: Annotated[
+        float | None, typer.Option(help="Seconds after which the request is cancelled.")
+    ] = None,
+    ask: Annotated[
+        bool,
+        typer.Option("--quote", help="Only show the cost, and whether it fits (else exit code 3)."),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Turn texts into vectors.
@@ -245,9 +316,7 @@ def embed(
 
 
 def lines(texts: Sequence[str] | None, file: str | None) -> list[str]:
-    """Return the texts, or the non-empty lines of a file. Raises: typer.BadParameter if there are
-    none.
-    """
+    """Return the texts, or the non-empty lines of a file. Raises: typer.BadParameter for none."""
     if bool(texts) == (file is not None):
         raise typer.BadParameter("give texts, or --file with one per line; - reads standard input")
     if file is not None or list(texts or ()) == ["-"]:
@@ -264,7 +333,9 @@ def vectors_table(texts: Sequence[str], result: EmbedResult) -> RenderableType:
         shown = " ".join(f"{number:+.4f}" for number in each.vector[:FLOATS_SHOWN])
         cut = " (cut)" if each.truncated else ""
         line = printable(text if len(text) <= TEXT_SHOWN_CHARS else f"{text[:TEXT_SHOWN_CHARS]}…")
-        made.add_row(str(index), line, f"{each.token_count:,}{cut}", f"{len(each.vector):,}", f"{shown} …")
+        made.add_row(
+            str(index), line, f"{each.token_count:,}{cut}", f"{len(each.vector):,}", f"{shown} …"
+        )
     return made
 
 
@@ -282,10 +353,20 @@ def cosine(one: Sequence[float], other: Sequence[float]) -> float:
     return sum(map(mul, one, other)) / lengths if lengths else 0.0
 
 
-CUT_OFF = (FinishReason.QUOTA_EXHAUSTED, FinishReason.COST_LIMIT, FinishReason.SLOW_CONSUMER, FinishReason.FILTERED)
+CUT_OFF = (
+    FinishReason.QUOTA_EXHAUSTED,
+    FinishReason.COST_LIMIT,
+    FinishReason.SLOW_CONSUMER,
+    FinishReason.FILTERED,
+)
 
 
-EARLY_STOPPING: Mapping[str | None, bool | Literal["never"]] = {None: False, "no": False, "yes": True, "never": "never"}
+EARLY_STOPPING: Mapping[str | None, bool | Literal["never"]] = {
+    None: False,
+    "no": False,
+    "yes": True,
+    "never": "never",
+}
 
 
 def generate(
@@ -294,44 +375,96 @@ def generate(
     system: SystemOption = None,
     context: ContextOption = None,
     file: FileOption = None,
-    max_output_tokens: Annotated[int | None, typer.Option(help="Limit of the answer. Default: the model stops by itself.")] = None,
+    max_output_tokens: Annotated[
+        int | None, typer.Option(help="Limit of the answer. Default: the model stops by itself.")
+    ] = None,
     max_cost: Annotated[
-        str | None, typer.Option(metavar="AMOUNT", help="Limit of the cost, in your currency: the answer ends before it.")
+        str | None,
+        typer.Option(
+            metavar="AMOUNT", help="Limit of the cost, in your currency: the answer ends before it."
+        ),
     ] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 (always the likeliest token) to 2.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Keep the likeliest tokens up to this probability, at most 1.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Keep this many of the likeliest tokens; 0 keeps all.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 (always the likeliest token) to 2.")
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(help="Keep the likeliest tokens up to this probability, at most 1."),
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option(help="Keep this many of the likeliest tokens; 0 keeps all.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Makes the answer repeatable.")] = None,
-    min_p: Annotated[float | None, typer.Option(help="Drop tokens below this fraction of the likeliest one, 0 to 1.")] = None,
-    repetition_penalty: Annotated[float | None, typer.Option(help="Above 1: avoid tokens of prompt and answer; at most 2.")] = None,
-    presence_penalty: Annotated[float | None, typer.Option(help="Avoid tokens already in the answer; -2 to 2.")] = None,
-    frequency_penalty: Annotated[float | None, typer.Option(help="Avoid tokens in the answer, per occurrence; -2 to 2.")] = None,
+    min_p: Annotated[
+        float | None,
+        typer.Option(help="Drop tokens below this fraction of the likeliest one, 0 to 1."),
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="Above 1: avoid tokens of prompt and answer; at most 2.")
+    ] = None,
+    presence_penalty: Annotated[
+        float | None, typer.Option(help="Avoid tokens already in the answer; -2 to 2.")
+    ] = None,
+    frequency_penalty: Annotated[
+        float | None, typer.Option(help="Avoid tokens in the answer, per occurrence; -2 to 2.")
+    ] = None,
     logit_bias: Annotated[
-        list[str] | None, typer.Option(metavar="ID=BIAS", help="Make a token more or less likely, -100 to 100; repeatable.")
+        list[str] | None,
+        typer.Option(
+            metavar="ID=BIAS", help="Make a token more or less likely, -100 to 100; repeatable."
+        ),
     ] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; repeatable.")] = None,
-    stop_token_id: Annotated[list[int] | None, typer.Option(help="Token id that ends the answer; repeatable.")] = None,
-    min_output_tokens: Annotated[int, typer.Option(help="Tokens before the answer may end by itself.")] = 0,
-    json_schema: Annotated[Path | None, typer.Option(help="File with a JSON schema that the answer follows.")] = None,
-    regex: Annotated[str | None, typer.Option(help="Regular expression that the whole answer matches.")] = None,
-    lark: Annotated[Path | None, typer.Option(help="File with an EBNF grammar in Lark's syntax that the answer follows.")] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="Text that ends the answer; repeatable.")
+    ] = None,
+    stop_token_id: Annotated[
+        list[int] | None, typer.Option(help="Token id that ends the answer; repeatable.")
+    ] = None,
+    min_output_tokens: Annotated[
+        int, typer.Option(help="Tokens before the answer may end by itself.")
+    ] = 0,
+    json_schema: Annotated[
+        Path | None, typer.Option(help="File with a JSON schema that the answer follows.")
+    ] = None,
+    regex: Annotated[
+        str | None, typer.Option(help="Regular expression that the whole answer matches.")
+    ] = None,
+    lark: Annotated[
+        Path | None,
+        typer.Option(help="File with an EBNF grammar in Lark's syntax that the answer follows."),
+    ] = None,
     choices: Annotated[
-        int | None, typer.Option(help="Number of answers, up to 16; needs a temperature above 0, or --beam-width.")
+        int | None,
+        typer.Option(
+            help="Number of answers, up to 16; needs a temperature above 0, or --beam-width."
+        ),
     ] = None,
-    beam_width: Annotated[int | None, typer.Option(help="Search for the likeliest answer with 2 to 16 beams.")] = None,
+    beam_width: Annotated[
+        int | None, typer.Option(help="Search for the likeliest answer with 2 to 16 beams.")
+    ] = None,
     length_penalty: Annotated[
-        float | None, typer.Option(help="With --beam-width: above 0 favours long answers; -10 to 10.")
+        float | None,
+        typer.Option(help="With --beam-width: above 0 favours long answers; -10 to 10."),
     ] = None,
     early_stopping: Annotated[
         Literal["no", "yes", "never"] | None,
-        typer.Option(help="With --beam-width: stop at once when all beams have answers (yes) or not."),
+        typer.Option(
+            help="With --beam-width: stop at once when all beams have answers (yes) or not."
+        ),
     ] = None,
     top_logprobs: Annotated[
-        int | None, typer.Option(help="Log-probabilities of each token and of 0 to 20 likeliest ones; shown with --json.")
+        int | None,
+        typer.Option(
+            help="Log-probabilities of each token and of 0 to 20 likeliest ones; shown with --json."
+        ),
     ] = None,
-    timeout: Annotated[float | None, typer.Option(help="Seconds after which the request is cancelled.")] = None,
+    timeout: Annotated[
+        float | None, typer.Option(help="Seconds after which the request is cancelled.")
+    ] = None,
     tier: TierOption = None,
-    start_timeout: Annotated[float | None, typer.Option(help="Seconds in the queue at most; refused at once if longer.")] = None,
+    start_timeout: Annotated[
+        float | None, typer.Option(help="Seconds in the queue at most; refused at once if longer.")
+    ] = None,
     region: Annotated[str | None, typer.Option(help="Region of the deployment to run in.")] = None,
     as_json: JsonOption = False,
     address: AddressOption = None,
@@ -374,17 +507,25 @@ def generate(
         if max_cost is not None:
             options["max_cost"] = cost_limit(client, model, max_cost)
         several = (choices or 1) > 1  # several streamed answers would mix
-        result, interrupted = run(client.generate(model, conversation, **options), quiet=as_json or several)
+        result, interrupted = run(
+            client.generate(model, conversation, **options), quiet=as_json or several
+        )
     if as_json:
         print_json(result)
     else:
         if several:
-            write("".join(f"[{choice.index + 1}] {choice.text.rstrip()}\n" for choice in result.choices))
+            write_choices(result)
         note(result_line(result))
     if interrupted:
         raise typer.Exit(ExitCode.INTERRUPTED)
     if result.finish_reason in CUT_OFF:
         fail(why_cut_off(result))
+
+
+def write_choices(result: Result) -> None:
+    """Write the answers one after the other, with their numbers."""
+    for choice in result.choices:
+        write(f"[{choice.index + 1}] {choice.text.rstrip()}\n")
 
 
 def cost_limit(client: Client, model: str, text: str) -> Money:
@@ -404,15 +545,14 @@ def biases(texts: Sequence[str]) -> dict[int, float]:
             pairs[int(token_id)] = float(bias)
         except ValueError:
             raise typer.BadParameter(
-                f"{text!r} is not a token id, an equals sign and a number", param_hint="--logit-bias"
+                f"{text!r} is not a token id, an equals sign and a number",
+                param_hint="--logit-bias",
             ) from None
     return pairs
 
 
 def run(stream: GenerationStream, *, quiet: bool) -> tuple[Result, bool]:
-    """Stream to stdout unless `quiet`; return the result, and whether Ctrl-C ended it. Raises:
-    WeirError.
-    """
+    """Stream to stdout unless `quiet`; return the result, and whether Ctrl-C ended it."""
     interrupted = False
     try:
         with stream, WaitingLine() as waiting:
@@ -449,7 +589,9 @@ class WaitingLine:
     """Transient line on stderr until the first token; only if stderr is a terminal."""
 
     def __init__(self) -> None:
-        self._status = make_console(stderr=True).status("waiting for the first token", spinner="dots")
+        self._status = make_console(stderr=True).status(
+            "waiting for the first token", spinner="dots"
+        )
         self._running = False
 
     def update(self, text: str) -> None:
@@ -472,12 +614,18 @@ class WaitingLine:
 
 def progress_text(progress: Progress) -> str:
     """Return the reason of the wait and its estimated length."""
-    wait = f", about {duration_text(progress.estimated_wait_s)}" if progress.estimated_wait_s is not None else ""
+    wait = (
+        f", about {duration_text(progress.estimated_wait_s)}"
+        if progress.estimated_wait_s is not None
+        else ""
+    )
     match progress.stage:
         case Stage.ENGINE_LOADING:
             if progress.loading_stage == "memory":
                 return f"waiting for another model to free memory{wait}"
-            done = f", {progress.loading_fraction:.0%} done" if progress.loading_fraction > 0 else ""
+            done = (
+                f", {progress.loading_fraction:.0%} done" if progress.loading_fraction > 0 else ""
+            )
             return f"loading the model{done}{wait}"
         case Stage.QUEUED:
             return f"in the queue, {progress.queue_position} ahead{wait}"
@@ -489,8 +637,13 @@ def why_cut_off(result: Result) -> str:
     if result.finish_reason is not FinishReason.QUOTA_EXHAUSTED:
         return f"the answer was cut off: {result.finish_reason.value}"
     quotas = ", ".join(
-        f"{each.dimension.value} of the {each.subject.value} (limit {dimension_amount(each.dimension, each.limit_value)}"
-        + (f", resets in {duration_text(each.reset_delay_s)})" if each.reset_delay_s is not None else ")")
+        f"{each.dimension.value} of the {each.subject.value} (limit"
+        f" {dimension_amount(each.dimension, each.limit_value)}"
+        + (
+            f", resets in {duration_text(each.reset_delay_s)})"
+            if each.reset_delay_s is not None
+            else ")"
+        )
         for each in result.exhausted_quotas
     )
     return f"the answer was cut off: quota exhausted: {quotas or 'see `weir quota show`'}"

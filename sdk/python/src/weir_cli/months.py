@@ -8,39 +8,24 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import UTC, date, datetime, timedelta
+from datetime import UTC, date, datetime
 from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
-from rich.text import Text
 from weir_client import (
     Aborted,
-    Adjustment,
-    AdminClient,
-    BillingClient,
-    ClosedMonth,
     DeadlineExceeded,
     DocumentFormat,
     FailedPrecondition,
     Internal,
     InvalidRequest,
-    Invoice,
     Money,
-    Month,
     MonthExportFormat,
-    MonthReport,
-    MonthVerification,
     NotFound,
     Unavailable,
-    UsageForecast,
     UsageGrouping,
-    UsagePage,
-    UsageRow,
-    WeirError,
 )
 
 from weir_cli.commands import ExitCode
@@ -62,7 +47,6 @@ from weir_cli.render import (
     fail,
     jsonable,
     money_text,
-    month_report,
     note,
     parse_picos,
     parsed,
@@ -75,11 +59,25 @@ from weir_cli.render import (
     to_text,
 )
 
-HEIGHT_ROWS = 7  # with title and two axis lines, a third of a small terminal
-EIGHTHS = " ▁▂▃▄▅▆▇█"
-COLUMN_CELLS_MAX = 3  # wider columns look like a table
-AXIS_CELLS = 7  # `999.9M ` before the columns
-# By the words of `--by`: grouping and column; requests have a table of their own.
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.text import Text
+    from weir_client import (
+        Adjustment,
+        AdminClient,
+        BillingClient,
+        ClosedMonth,
+        Invoice,
+        Month,
+        MonthReport,
+        MonthVerification,
+        UsageForecast,
+        UsagePage,
+        UsageRow,
+        WeirError,
+    )
+
+# Grouping and column by the words of `--by`; requests have a table of their own.
 KEYS: Mapping[str, tuple[UsageGrouping, str, Callable[[UsageRow], str]]] = {
     "org": (UsageGrouping.ORGANIZATION, "organization", lambda row: row.organization_name),
     "day": (UsageGrouping.DAY, "day", lambda row: row.day),
@@ -96,93 +94,13 @@ KIND_COLUMNS: Mapping[str, Callable[[UsageRow], Cell]] = {
     "embedded": lambda row: row.embedding_token_count,
 }
 
-month = typer.Typer(help="Show months and their forecast; close and verify them.", no_args_is_help=True)
+month = typer.Typer(
+    help="Show months and their forecast; close and verify them.", no_args_is_help=True
+)
 
 FILE_WIDTH = 120  # columns of a table written to a file
 TABLE_ROWS_MAX = 1_000  # a longer table is unreadable
 PAGE_ROWS = 5_000  # rows of a CSV page: far below the size limit of a message
-
-
-@dataclass(frozen=True, slots=True)
-class Day:
-    """A day of a month and its tokens; None for a day that has not begun."""
-
-    number: int
-    token_count: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class DailyPlot:
-    """Bar chart of tokens by day, with the title and the peak above."""
-
-    title: str
-    days: Sequence[Day]
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Draw in the available width: narrower columns first, then no axis, then several days a
-        column.
-        """
-        marks = "  ..:::##" if options.ascii_only else EIGHTHS
-        cells, axis, columns = layout(self.days, options.max_width)
-        counts = [sum(day.token_count or 0 for day in column) for column in columns]
-        top = max(counts, default=0)
-        yield Text(self._head(len(self.days) > len(columns)), style="bold")
-        gap = " " if cells > 1 else ""
-        for row in range(HEIGHT_ROWS, 0, -1):
-            bars = "".join(mark(count, top, row, marks) * max(cells - len(gap), 1) + gap for count in counts)
-            shown = {HEIGHT_ROWS: top, HEIGHT_ROWS // 2 + 1: top * (HEIGHT_ROWS // 2 + 1) // HEIGHT_ROWS}.get(row)
-            label = short_count(shown) if shown else ""
-            yield Text.assemble(f"{label:>{axis - 1}} " if axis else "", (bars.rstrip(), "cyan"))
-        line = "-" if options.ascii_only else "─"
-        yield Text(" " * axis + line * (cells * len(columns)), style="dim")
-        yield Text(" " * axis + day_labels(columns, cells), style="dim")
-
-    def _head(self, shared: bool) -> str:
-        known = [day for day in self.days if day.token_count]
-        if not known:
-            return f"{self.title}: none"
-        peak = max(known, key=lambda day: day.token_count or 0)
-        several = ", several days a column" if shared else ""
-        return f"{self.title}, most on day {peak.number}: {peak.token_count:,}{several}"
-
-
-def layout(days: Sequence[Day], width: int) -> tuple[int, int, list[list[Day]]]:
-    """Return the cells of a column, the cells of the axis, and the days of each column."""
-    axis = AXIS_CELLS if width >= AXIS_CELLS + len(days) else 0
-    per_column = max(1, -(-len(days) // max(width - axis, 1)))
-    columns = [list(days[start : start + per_column]) for start in range(0, len(days), per_column)]
-    cells = max(1, min(COLUMN_CELLS_MAX, (width - axis) // max(len(columns), 1)))
-    return cells, axis, columns
-
-
-def mark(count: int, top: int, row: int, marks: str) -> str:
-    """Return a column's character in a row from below; a day with tokens is never blank."""
-    if not count:
-        return " "
-    eighths = max(1, round(count * HEIGHT_ROWS * 8 / top)) - (row - 1) * 8
-    return marks[max(0, min(eighths, 8))]
-
-
-def day_labels(columns: Sequence[Sequence[Day]], cells: int) -> str:
-    """Return the labels of the first and every fifth day, where they fit."""
-    text = ""
-    for index, column in enumerate(columns):
-        at = index * cells
-        is_labelled = index == 0 or any(day.number % 5 == 0 for day in column)
-        if is_labelled and len(text) < at + (index == 0):
-            text = f"{text:<{at}}{column[0].number if index == 0 else next(d.number for d in column if d.number % 5 == 0)}"
-    return text
-
-
-def short_count(count: int) -> str:
-    """Return a count in at most six characters: `950`, `12.3k`, `4.5M`."""
-    if count < 1_000:
-        return str(count)
-    for limit, unit, letter in ((10**6, 10**3, "k"), (10**9, 10**6, "M"), (10**12, 10**9, "G"), (10**15, 10**12, "T")):
-        if count < limit:
-            tenths = count * 10 // unit
-            return f"{tenths // 10}.{tenths % 10}{letter}"
-    return f"{count:.0e}"
 
 
 CSV_FIELDS: Mapping[str, Callable[[UsageRow], object]] = {
@@ -225,7 +143,9 @@ def plain(money: Money) -> str:
     return f"{money.amount:f}"
 
 
-def usage_table(rows: Sequence[UsageRow], by: Sequence[UsageGrouping], total: UsageRow | None, title: str) -> RenderableType:
+def usage_table(
+    rows: Sequence[UsageRow], by: Sequence[UsageGrouping], total: UsageRow | None, title: str
+) -> RenderableType:
     """Return a table of groups with early endings separate, and the total of all rows."""
     if UsageGrouping.REQUEST in by:
         return request_table(rows, total, title)
@@ -244,11 +164,20 @@ def usage_table(rows: Sequence[UsageRow], by: Sequence[UsageGrouping], total: Us
     keys = {KEY_COLUMNS[each][0]: KEY_COLUMNS[each][1] for each in by}
     last, last_key = list(keys.items())[-1]
     keys[last] = lambda row: last_key(row) + (" (late)" if row.late else "")
-    extra = {"currency": lambda row: row.amount.currency_code} if len({row.amount.currency_code for row in rows}) > 1 else {}
+    extra = (
+        {"currency": lambda row: row.amount.currency_code}
+        if len({row.amount.currency_code for row in rows}) > 1
+        else {}
+    )
     drawn = table_of(rows, keys | numbers | extra, right=numbers, title=title)
     if total is not None:
         drawn.add_section()
-        drawn.add_row("total", *[""] * (len(by) - 1), *(number(total) for number in numbers.values()), style="bold")
+        drawn.add_row(
+            "total",
+            *[""] * (len(by) - 1),
+            *(number(total) for number in numbers.values()),
+            style="bold",
+        )
     return drawn
 
 
@@ -270,7 +199,12 @@ def request_table(rows: Sequence[UsageRow], total: UsageRow | None, title: str) 
     drawn = table_of(rows, keys | numbers, right=numbers, title=title)
     if total is not None:
         drawn.add_section()
-        drawn.add_row("total", f"{total.request_count:,} requests", *[""] * 4, *(number(total) for number in numbers.values()))
+        drawn.add_row(
+            "total",
+            f"{total.request_count:,} requests",
+            *[""] * 4,
+            *(number(total) for number in numbers.values()),
+        )
     return drawn
 
 
@@ -281,12 +215,25 @@ def total_of(row: UsageRow) -> Decimal:
 
 def kinds_of(rows: Iterable[UsageRow]) -> Mapping[str, Callable[[UsageRow], Cell]]:
     """Return the token columns; embedded tokens only if a row has any."""
-    return KIND_COLUMNS if any(row.embedding_token_count for row in rows) else dict(list(KIND_COLUMNS.items())[:-1])
+    return (
+        KIND_COLUMNS
+        if any(row.embedding_token_count for row in rows)
+        else dict(list(KIND_COLUMNS.items())[:-1])
+    )
 
 
 def money_places(rows: Iterable[UsageRow]) -> int:
     """Return the decimals needed by the finest amount."""
-    return max([2, *(decimal_places(money.amount) for row in rows for money in (row.amount, row.pending_amount))])
+    return max(
+        [
+            2,
+            *(
+                decimal_places(money.amount)
+                for row in rows
+                for money in (row.amount, row.pending_amount)
+            ),
+        ]
+    )
 
 
 def usage_csv(rows: Iterable[UsageRow], *, header: bool) -> str:
@@ -296,17 +243,25 @@ def usage_csv(rows: Iterable[UsageRow], *, header: bool) -> str:
 
 def forecast_lines(forecast: UsageForecast) -> list[Text]:
     """Return the forecast as text: the numbers first, then their basis."""
-    currency = forecast.so_far.currency_code
+    from rich.text import Text
+
+    currency = forecast.month_to_date.currency_code
     if forecast.expected is None:
         expected = "no forecast yet"
     else:
-        expected = f"forecast {decimal_text(forecast.expected.amount)} {currency} by the end of {forecast.month}"
+        expected = (
+            f"forecast {decimal_text(forecast.expected.amount)} {currency} by the end of"
+            f" {forecast.month}"
+        )
         if forecast.low is not None and forecast.high is not None:
             low, high = decimal_text(forecast.low.amount), decimal_text(forecast.high.amount)
             expected += f" ({low} to {high} in {forecast.confidence_percent} of 100 cases)"
-    so_far = f"so far    {decimal_text(forecast.so_far.amount)} {currency} until {time_text(forecast.as_of_time)}"
-    why = " ".join((forecast.method, *forecast.cautions))
-    return [Text(so_far), Text(expected, style="bold"), Text(why, style="dim")]
+    month_to_date = (
+        f"so far    {decimal_text(forecast.month_to_date.amount)} {currency} until"
+        f" {time_text(forecast.as_of_time)}"
+    )
+    why = " ".join((forecast.method, *forecast.warnings))
+    return [Text(month_to_date), Text(expected, style="bold"), Text(why, style="dim")]
 
 
 AllOption = Annotated[bool, typer.Option("--all", help="All organizations, one after the other.")]
@@ -321,17 +276,42 @@ def show_month(
     organization: OrganizationOption = None,
     form: Annotated[
         Format,
-        typer.Option("--format", help="table for people; json and csv are the server's documents; focus is for FinOps tools."),
+        typer.Option(
+            "--format",
+            help=(
+                "table for people; json and csv are the server's documents; focus is for FinOps"
+                " tools."
+            ),
+        ),
     ] = "table",
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write to this file instead of stdout.")] = None,
-    pdf: Annotated[Path | None, typer.Option("--pdf", help="Write the invoice, or its draft, as PDF to this file.")] = None,
-    by: Annotated[str, typer.Option("--by", help="Group by day, project, key, model, or several with commas; or by request.")] = "",
-    day: Annotated[str, typer.Option("--day", help="With --by: only this day, YYYY-MM-DD in UTC.")] = "",
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write to this file instead of stdout.")
+    ] = None,
+    pdf: Annotated[
+        Path | None,
+        typer.Option("--pdf", help="Write the invoice, or its draft, as PDF to this file."),
+    ] = None,
+    by: Annotated[
+        str,
+        typer.Option(
+            "--by", help="Group by day, project, key, model, or several with commas; or by request."
+        ),
+    ] = "",
+    day: Annotated[
+        str, typer.Option("--day", help="With --by: only this day, YYYY-MM-DD in UTC.")
+    ] = "",
     project: Annotated[str, typer.Option("--project", help="With --by: only this project.")] = "",
-    key: Annotated[str, typer.Option("--key", help="With --by: only this API key, by prefix or id.")] = "",
-    everyone: Annotated[bool, typer.Option("--all-orgs", help="With --by: all organizations. Needs an admin key.")] = False,
+    key: Annotated[
+        str, typer.Option("--key", help="With --by: only this API key, by prefix or id.")
+    ] = "",
+    everyone: Annotated[
+        bool, typer.Option("--all-orgs", help="With --by: all organizations. Needs an admin key.")
+    ] = False,
     plot: Annotated[
-        bool | None, typer.Option("--plot/--no-plot", help="Draw the tokens of each day. Default: on a terminal.")
+        bool | None,
+        typer.Option(
+            "--plot/--no-plot", help="Draw the tokens of each day. Default: on a terminal."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Short for --format json.")] = False,
 ) -> None:
@@ -343,28 +323,53 @@ def show_month(
     form = "json" if as_json else form
     groups = parse_groups(by)
     if groups and (pdf or form == "focus"):
-        raise typer.BadParameter("--pdf and --format focus cover the whole month: omit --by", param_hint="--by")
+        raise typer.BadParameter(
+            "--pdf and --format focus cover the whole month: omit --by", param_hint="--by"
+        )
     if not groups and (day or project or key or everyone):
-        raise typer.BadParameter("--day, --project, --key and --all-orgs need --by", param_hint="--by")
+        raise typer.BadParameter(
+            "--day, --project, --key and --all-orgs need --by", param_hint="--by"
+        )
     if everyone and organization:
         raise typer.BadParameter("give --org or --all-orgs", param_hint="--all-orgs")
     owner = "" if everyone else organization_or_default(organization, client.address)
     if groups:
-        found = client.get_usage(month, groups, organization=owner, day=day, project=project, api_key=key, page_size=PAGE_ROWS)
+        found = client.get_usage(
+            month,
+            groups,
+            organization=owner,
+            day=day,
+            project=project,
+            api_key=key,
+            page_size=PAGE_ROWS,
+        )
         write_usage(form, output, found, groups, month)
     elif pdf is not None:
         save(client, month, MonthExportFormat.INVOICE_PDF, owner, pdf)
     elif form == "focus":
         save(client, month, MonthExportFormat.FOCUS_CSV, owner, output)
     else:
-        report = client.get_month_report(owner, month)
-        if form == "table":
-            write_month(client, report, output)
-            if output is None:
-                add_outlook(client, month, owner, plot)
-        else:
-            write_content(output, client.get_month_document(owner, month, DocumentFormat(form)))
-        tell_check(report, form)
+        write_report(client, month, owner, form, output, plot)
+
+
+def write_report(
+    client: BillingClient,
+    month: str,
+    organization: str,
+    form: Literal["table", "csv", "json"],
+    output: Path | None,
+    plot: bool | None,
+) -> None:
+    """Write the report as tables or as a document. Exits if ledger and usage do not agree."""
+    report = client.get_month_report(organization, month)
+    if form == "table":
+        write_month(client, report, output)
+        if output is None:
+            add_outlook(client, month, organization, plot)
+    else:
+        content = client.get_month_document(organization, month, DocumentFormat(form))
+        write_content(output, content)
+    tell_check(report, form)
 
 
 @month.command("forecast")
@@ -386,7 +391,13 @@ def parse_groups(by: str) -> list[UsageGrouping]:
     return [KEYS[name][0] for name in names]
 
 
-def write_usage(form: Format, output: Path | None, found: Iterator[UsagePage], groups: list[UsageGrouping], month: str) -> None:
+def write_usage(
+    form: Format,
+    output: Path | None,
+    found: Iterator[UsagePage],
+    groups: list[UsageGrouping],
+    month: str,
+) -> None:
     """Write rows as a table, CSV or JSON. CSV is written page by page, at any length."""
     if form == "csv":
         put(output, (usage_csv(page.rows, header=not index) for index, page in enumerate(found)))
@@ -394,24 +405,41 @@ def write_usage(form: Format, output: Path | None, found: Iterator[UsagePage], g
     first = next(found)
     if form == "json":
         rows = [*first.rows, *(row for page in found for row in page.rows)]
-        document = {"month": month, "time_zone": "UTC", "rows": jsonable(rows), "total": jsonable(first.total)}
+        document = {
+            "month": month,
+            "time_zone": "UTC",
+            "rows": jsonable(rows),
+            "total": jsonable(first.total),
+        }
         put(output, [json.dumps(document, ensure_ascii=False, indent=2) + "\n"])
         return
     rows = list(first.rows[:TABLE_ROWS_MAX])
     currency = first.rows[0].amount.currency_code if first.rows else ""
-    title = " · ".join(filter(None, (month + " (UTC)", f"amounts in {currency}, before tax" if currency else "no usage")))
+    title = " · ".join(
+        filter(
+            None,
+            (month + " (UTC)", f"amounts in {currency}, before tax" if currency else "no usage"),
+        )
+    )
     drawn = usage_table(rows, groups, first.total, title)
     if output is None:
         show(drawn)
     else:
         put(output, [to_text(drawn, FILE_WIDTH)])
     if first.has_more or len(first.rows) > TABLE_ROWS_MAX:
-        note(f"the first {len(rows):,} rows: --format csv has them all, --day, --project and --key narrow it down")
+        note(
+            f"the first {len(rows):,} rows: --format csv has them all, --day, --project and --key"
+            " narrow it down"
+        )
 
 
 def write_month(client: BillingClient, report: MonthReport, output: Path | None) -> None:
     """Write the report as tables, with the invoice of a closed month."""
-    invoice = [invoice_table(client.get_invoice(report.invoice_number))] if report.invoice_number else []
+    from weir_cli.tables import month_report
+
+    invoice = (
+        [invoice_table(client.get_invoice(report.invoice_number))] if report.invoice_number else []
+    )
     if output is None:
         show(month_report(report), *invoice)
     else:
@@ -429,7 +457,10 @@ def tell_check(report: MonthReport, form: Format) -> None:
     """Report usage that is not in a document yet. Exits if ledger and usage do not agree."""
     balanced = report.reconciliation.balanced
     if form != "table" and (report.unrated_event_count or not balanced):
-        note(f"{report.unrated_event_count:,} usage events are not included yet; --format table shows the check")
+        note(
+            f"{report.unrated_event_count:,} usage events are not included yet; --format table"
+            " shows the check"
+        )
     if not balanced:
         fail("the ledger and the usage events do not agree")
 
@@ -440,6 +471,8 @@ def add_outlook(client: BillingClient, month: str, organization: str, plot: bool
     if month == f"{today:%Y-%m}":
         show(*forecast_lines(client.get_forecast(organization, month)))
     if plot or (plot is None and sys.stdout.isatty()):
+        from weir_cli.tables import daily_plot
+
         found = client.get_usage(month, [UsageGrouping.DAY], organization=organization)
         by_day = {row.day: row.token_count for page in found for row in page.rows}
         show("", daily_plot(month, by_day, today))
@@ -450,20 +483,14 @@ def present_day() -> date:
     return datetime.now(UTC).date()
 
 
-def daily_plot(month: str, by_day: dict[str, int], today: date) -> DailyPlot:
-    """Return a plot of all days of the month; future days are empty, late usage is left out."""
-    begins = date.fromisoformat(f"{month}-01")
-    ends = (begins + timedelta(days=31)).replace(day=1)
-    days = [begins + timedelta(days=index) for index in range((ends - begins).days)]
-    return DailyPlot(
-        f"tokens per day of {month} (UTC)", [Day(day.day, by_day.get(str(day), 0) if day <= today else None) for day in days]
-    )
-
-
-def save(client: BillingClient, month: str, form: MonthExportFormat, organization: str, path: Path | None) -> None:
+def save(
+    client: BillingClient, month: str, form: MonthExportFormat, organization: str, path: Path | None
+) -> None:
     """Write a file of the month; to stdout without a path."""
     file = client.export_month(month, form, organization=organization)
-    write_content(path / file.file_name if path is not None and path.is_dir() else path, file.content)
+    write_content(
+        path / file.file_name if path is not None and path.is_dir() else path, file.content
+    )
 
 
 CLOSE_TIMEOUT_S = 300.0  # a close reads all usage events of its month
@@ -485,17 +512,33 @@ def close_months(
     month: MonthArgument,
     organization: OrganizationOption = None,
     every: AllOption = False,
-    earlier: Annotated[bool, typer.Option("--earlier", help="Close earlier open months first, in their order.")] = False,
-    check: Annotated[bool, typer.Option("--check", help="Only list the obstacles, close nothing.")] = False,
+    earlier: Annotated[
+        bool, typer.Option("--earlier", help="Close earlier open months first, in their order.")
+    ] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Only list the obstacles, close nothing.")
+    ] = False,
     leave_running: Annotated[
-        bool, typer.Option("--leave-running", help="Even if requests of the month still run; they are billed in the next one.")
+        bool,
+        typer.Option(
+            "--leave-running",
+            help="Even if requests of the month still run; they are billed in the next one.",
+        ),
     ] = False,
     before_first: Annotated[
         bool,
-        typer.Option("--before-first", help="Even before the customer's first month; the months between must follow."),
+        typer.Option(
+            "--before-first",
+            help="Even before the customer's first month; the months between must follow.",
+        ),
     ] = False,
     corrected_by: Annotated[
-        str, typer.Option("--corrected-by", metavar="ADJUSTMENT", help="Approved adjustment that corrects misstated usage.")
+        str,
+        typer.Option(
+            "--corrected-by",
+            metavar="ADJUSTMENT",
+            help="Approved adjustment that corrects misstated usage.",
+        ),
     ] = "",
     as_json: JsonOption = False,
 ) -> None:
@@ -505,7 +548,9 @@ def close_months(
     With --all, a failure of one organization does not stop the others.
     """
     if corrected_by and (every or earlier):
-        raise typer.BadParameter("an adjustment is for one month of one organization", param_hint="--corrected-by")
+        raise typer.BadParameter(
+            "an adjustment is for one month of one organization", param_hint="--corrected-by"
+        )
     closed: list[ClosedMonth] = []
     refused = 0
     names = organizations(organization, client, admin, every=every)
@@ -546,9 +591,7 @@ def verify_months(
     every: AllOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Recompute a closed month's report from the ledger and compare it. Exit code 1 on any
-    difference.
-    """
+    """Recompute a closed month's report and compare it. Exit code 1 on any difference."""
     found: list[MonthVerification] = []
     failed = 0
     for name in organizations(organization, client, admin, every=every):
@@ -568,15 +611,17 @@ def verify_months(
 
 
 def one_failure(every: bool) -> tuple[type[WeirError], ...]:
-    """Return the errors of one organization that do not stop the others.
+    """Return the errors of one organization that do not stop the rest.
 
-    PermissionDenied is not one: the key lacks the permission for every organization.
+    PermissionDenied is not one of them: such a key lacks the permission for every organization.
     """
-    others = (Aborted, DeadlineExceeded, Internal, InvalidRequest, NotFound, Unavailable)
-    return (FailedPrecondition, *others) if every else (FailedPrecondition,)
+    errors = (Aborted, DeadlineExceeded, Internal, InvalidRequest, NotFound, Unavailable)
+    return (FailedPrecondition, *errors) if every else (FailedPrecondition,)
 
 
-def organizations(given: str | None, client: BillingClient, admin: AdminClient, *, every: bool) -> list[str]:
+def organizations(
+    given: str | None, client: BillingClient, admin: AdminClient, *, every: bool
+) -> list[str]:
     """Return the selected organizations. Raises: typer.BadParameter for both or neither."""
     if not every:
         return [organization_or_default(given, client.address)]
@@ -585,7 +630,9 @@ def organizations(given: str | None, client: BillingClient, admin: AdminClient, 
     return [each.name for each in admin.list_organizations()]
 
 
-def months_to_close(client: BillingClient, organization: str, month: str, *, earlier: bool) -> list[str]:
+def months_to_close(
+    client: BillingClient, organization: str, month: str, *, earlier: bool
+) -> list[str]:
     """Return the month, after the open ones before it if these are to be closed too."""
     if not earlier:
         return [month]
@@ -597,18 +644,29 @@ def print_closed(result: ClosedMonth, *, check: bool) -> None:
     closed = result.month
     if check:
         for each in result.obstacles:
-            typer.echo(f"{closed.organization_name} {closed.month}: {each.kind}: {each.description}")
+            typer.echo(
+                f"{closed.organization_name} {closed.month}: {each.kind}: {each.description}"
+            )
         if not result.obstacles:
-            typer.echo(f"{closed.organization_name} {closed.month}: {'is closed' if closed.state == 'closed' else 'can be closed'}")
+            typer.echo(
+                f"{closed.organization_name} {closed.month}:"
+                f" {'is closed' if closed.state == 'closed' else 'can be closed'}"
+            )
         return
-    invoice = f"invoice {closed.invoice_number}, {closed.total}" if closed.invoice_number else "nothing to invoice"
+    invoice = (
+        f"invoice {closed.invoice_number}, {closed.total}"
+        if closed.invoice_number
+        else "nothing to invoice"
+    )
     how = "was closed before" if result.already_closed else "closed"
     typer.echo(f"{closed.organization_name} {closed.month}: {how}: {invoice}")
 
 
 def tell_refusal(organization: str, error: WeirError) -> None:
     """Print each obstacle on a line of stderr."""
-    reasons = [f"{each.kind}: {each.description}" for each in error.details.preconditions] or [error.message]
+    reasons = [f"{each.kind}: {each.description}" for each in error.details.preconditions] or [
+        error.message
+    ]
     for each in reasons:
         typer.secho(f"{organization}: {each}", fg="red", err=True)
 
@@ -617,19 +675,42 @@ def tell_verified(found: MonthVerification) -> None:
     month = found.month
     if found.reproduced:
         typer.echo(
-            f"{month.organization_name} {month.month}: reproduced; JSON {found.json_sha256[:16]}…, CSV {found.csv_sha256[:16]}…"
+            f"{month.organization_name} {month.month}: reproduced; JSON {found.json_sha256[:16]}…,"
+            f" CSV {found.csv_sha256[:16]}…"
         )
     for each in found.differences:
         typer.secho(f"{month.organization_name} {month.month}: DIFFERS: {each}", fg="red")
 
 
 def months_table(months: list[Month]) -> RenderableType:
-    made = table("month", "state", "closed", "by", "invoice", "total", "payment", "SHA-256 of the JSON", right=("total",))
+    made = table(
+        "month",
+        "state",
+        "closed",
+        "by",
+        "invoice",
+        "total",
+        "payment",
+        "SHA-256 of the JSON",
+        right=("total",),
+    )
     for each in months:
-        at, by = (each.close_time, each.closed_by) if each.state == "closed" else (each.closing_time, each.closing_by)
+        at, by = (
+            (each.close_time, each.closed_by)
+            if each.state == "closed"
+            else (each.closing_time, each.closing_by)
+        )
         total = "—" if each.total is None else money_text(each.total)
         payment = ", ".join(sorted({payment.state.value for payment in each.payments})) or "—"
-        cells = each.month, each.state.value, time_text(at), by or "—", each.invoice_number or "—", total, payment
+        cells = (
+            each.month,
+            each.state.value,
+            time_text(at),
+            by or "—",
+            each.invoice_number or "—",
+            total,
+            payment,
+        )
         made.add_row(*cells, each.json_sha256[:16])
     return made
 
@@ -637,28 +718,54 @@ def months_table(months: list[Month]) -> RenderableType:
 def invoice_table(invoice: Invoice) -> RenderableType:
     """Return a table of the invoice's lines, with exact and billed amounts."""
     currency = invoice.total.currency_code
-    title = f"invoice {invoice.number} · {invoice.organization_name} · {invoice.month} · {currency}, {invoice.tax_note}"
+    title = (
+        f"invoice {invoice.number} · {invoice.organization_name} · {invoice.month} · {currency},"
+        f" {invoice.tax_note}"
+    )
     made = table("line", "exact", "amount", right=("exact", "amount"), title=title)
     for line in invoice.lines:
-        made.add_row(line.description, decimal_text(line.exact_amount.amount), decimal_text(line.amount.amount))
+        made.add_row(
+            line.description,
+            decimal_text(line.exact_amount.amount),
+            decimal_text(line.amount.amount),
+        )
     made.add_section()
-    made.add_row("total", decimal_text(invoice.exact_total.amount), decimal_text(invoice.total.amount), style="bold")
+    made.add_row(
+        "total",
+        decimal_text(invoice.exact_total.amount),
+        decimal_text(invoice.total.amount),
+        style="bold",
+    )
     if invoice.carried_in.picos:
         made.add_row("carried from previous months", decimal_text(invoice.carried_in.amount), "")
     made.add_row("carried to the next month", decimal_text(invoice.carried_out.amount), "")
     for each in invoice.credit_notes:
-        made.add_row(f"credit note {each.credit_note_number}: {each.reason}", "", decimal_text(each.amount.amount))
+        made.add_row(
+            f"credit note {each.credit_note_number}: {each.reason}",
+            "",
+            decimal_text(each.amount.amount),
+        )
     return made
 
 
-adjustment = typer.Typer(help="Add a line to the next invoice: one person proposes it, another approves.", no_args_is_help=True)
-credit_note = typer.Typer(help="Refund a part of an invoice: one person proposes it, another approves.", no_args_is_help=True)
+adjustment = typer.Typer(
+    help="Add a line to the next invoice: one person proposes it, another approves.",
+    no_args_is_help=True,
+)
+credit_note = typer.Typer(
+    help="Refund a part of an invoice: one person proposes it, another approves.",
+    no_args_is_help=True,
+)
 
-ReasonOption = Annotated[str, typer.Option(help="Reason, 1 to 200 characters, shown to the customer.")]
+ReasonOption = Annotated[
+    str, typer.Option(help="Reason, 1 to 200 characters, shown to the customer.")
+]
 IdArgument = Annotated[str, typer.Argument(help="Id, as shown by `list`.", metavar="ID")]
 RequestIdOption = Annotated[
     str | None,
-    typer.Option("--request-id", help="A UUID: repeating the command with it proposes nothing new."),
+    typer.Option(
+        "--request-id", help="A UUID: repeating the command with it proposes nothing new."
+    ),
 ]
 UndecidedOption = Annotated[bool, typer.Option("--undecided", help="Only pending ones.")]
 
@@ -667,14 +774,21 @@ UndecidedOption = Annotated[bool, typer.Option("--undecided", help="Only pending
 @calls(billing_client)
 def create_adjustment(
     client: BillingClient,
-    amount: Annotated[str, typer.Argument(help="Amount in units of the customer's currency; negative to credit, such as -12.50.")],
+    amount: Annotated[
+        str,
+        typer.Argument(
+            help="Amount in units of the customer's currency; negative to credit, such as -12.50."
+        ),
+    ],
     reason: ReasonOption,
     organization: OrganizationOption = None,
     request_id: RequestIdOption = None,
 ) -> Output:
     """Propose a line for the next invoice. A person with another key must approve it."""
     chosen = organization_or_default(organization, client.address)
-    return outcome_of(client.create_adjustment(chosen, parse_money(amount), reason, request_id=request_id))
+    return outcome_of(
+        client.create_adjustment(chosen, parse_money(amount), reason, request_id=request_id)
+    )
 
 
 @credit_note.command("create")
@@ -682,47 +796,61 @@ def create_adjustment(
 def create_credit_note(
     client: BillingClient,
     invoice: Annotated[str, typer.Argument(help="Number of the invoice, such as INV-000001.")],
-    amount: Annotated[str, typer.Argument(help="Refunded amount, above zero, in units of its currency.")],
+    amount: Annotated[
+        str, typer.Argument(help="Refunded amount, above zero, in units of its currency.")
+    ],
     reason: ReasonOption,
     request_id: RequestIdOption = None,
 ) -> Output:
     """Propose to refund an invoice or a part of it. A person with another key must approve it."""
-    return outcome_of(client.create_credit_note(invoice, parse_money(amount), reason, request_id=request_id))
+    return outcome_of(
+        client.create_credit_note(invoice, parse_money(amount), reason, request_id=request_id)
+    )
 
 
 @adjustment.command("approve")
-@credit_note.command("approve")
 @calls(billing_client)
 def approve(client: BillingClient, adjustment_id: IdArgument) -> Output:
-    """Approve another person's proposal, and post it to the month of the next invoice."""
+    """Approve another person's adjustment or credit note, and post it to the next invoice."""
     return outcome_of(client.approve_adjustment(adjustment_id))
 
 
 @adjustment.command("reject")
-@credit_note.command("reject")
 @calls(billing_client)
 def reject(client: BillingClient, adjustment_id: IdArgument) -> Output:
-    """Reject a proposal permanently; its author may do so too."""
+    """Reject an adjustment or credit note permanently; its author may do so too."""
     return outcome_of(client.reject_adjustment(adjustment_id))
 
 
 @adjustment.command("list")
 @calls(billing_client)
-def list_adjustments(client: BillingClient, organization: OrganizationOption = None, undecided: UndecidedOption = False) -> Output:
+def list_adjustments(
+    client: BillingClient,
+    organization: OrganizationOption = None,
+    undecided: UndecidedOption = False,
+) -> Output:
     """List the adjustments of an organization, the latest first."""
     return listed(client, organization, undecided, credit_notes=False)
 
 
 @credit_note.command("list")
 @calls(billing_client)
-def list_credit_notes(client: BillingClient, organization: OrganizationOption = None, undecided: UndecidedOption = False) -> Output:
+def list_credit_notes(
+    client: BillingClient,
+    organization: OrganizationOption = None,
+    undecided: UndecidedOption = False,
+) -> Output:
     """List the credit notes of an organization, the latest first."""
     return listed(client, organization, undecided, credit_notes=True)
 
 
-def listed(client: BillingClient, organization: str | None, undecided: bool, *, credit_notes: bool) -> Output:
+def listed(
+    client: BillingClient, organization: str | None, undecided: bool, *, credit_notes: bool
+) -> Output:
     """Return the credit notes, or the other adjustments."""
-    found = client.list_adjustments(organization_or_default(organization, client.address), undecided_only=undecided)
+    found = client.list_adjustments(
+        organization_or_default(organization, client.address), undecided_only=undecided
+    )
     chosen = [each for each in found if bool(each.invoice_number) is credit_notes]
     return chosen, adjustments_table(chosen, credit_notes=credit_notes) if chosen else "none"
 
@@ -733,10 +861,19 @@ def parse_money(amount: str) -> Money:
 
 
 def outcome_of(changed: Adjustment) -> Output:
-    name = f"credit note {changed.credit_note_number}".rstrip() if changed.invoice_number else "adjustment"
+    from rich.text import Text
+
+    name = (
+        f"credit note {changed.credit_note_number}".rstrip()
+        if changed.invoice_number
+        else "adjustment"
+    )
     match changed.state.value:
         case "proposed":
-            what = f"proposed; another person approves it with: weir {name.replace(' ', '-')} approve {changed.adjustment_id}"
+            what = (
+                "proposed; another person approves it with: weir adjustment approve"
+                f" {changed.adjustment_id}"
+            )
         case "approved":
             what = f"approved by {changed.decided_by}, posted to {changed.billing_month}"
         case _:
@@ -746,9 +883,27 @@ def outcome_of(changed: Adjustment) -> Output:
 
 def adjustments_table(found: list[Adjustment], *, credit_notes: bool) -> RenderableType:
     own = ("invoice", "number") if credit_notes else ()
-    made = table("id", "state", "amount", *own, "month", "reason", "proposed", "by", "decided by", right=("amount",))
+    made = table(
+        "id",
+        "state",
+        "amount",
+        *own,
+        "month",
+        "reason",
+        "proposed",
+        "by",
+        "decided by",
+        right=("amount",),
+    )
     for each in found:
         cells = (each.invoice_number, each.credit_note_number or "—") if credit_notes else ()
-        what = each.adjustment_id, each.state.value, money_text(each.amount), *cells, each.billing_month or "—", each.reason
+        what = (
+            each.adjustment_id,
+            each.state.value,
+            money_text(each.amount),
+            *cells,
+            each.billing_month or "—",
+            each.reason,
+        )
         made.add_row(*what, time_text(each.create_time), each.author, each.decided_by or "—")
     return made

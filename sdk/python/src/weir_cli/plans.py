@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import RenderableType
-from weir_client import AdminClient, AppliedPrice, CreditGrant, Plan, PriceVersion, SimulatedCustomer
 
-from weir_cli.configuration import PROPOSAL, content_of, read_document, tell_mistakes
+from weir_cli.configuration import content_of, tell_errors
 from weir_cli.connection import OnlyOrganizationOption, Output, admin_client, calls
 from weir_cli.render import (
     JsonOption,
@@ -27,6 +25,17 @@ from weir_cli.render import (
     time_text,
 )
 
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from weir_client import (
+        AdminClient,
+        AppliedPrice,
+        CreditGrant,
+        Plan,
+        PriceVersion,
+        SimulatedCustomer,
+    )
+
 plan = typer.Typer(help="Create and assign plans.", no_args_is_help=True)
 
 credit = typer.Typer(help="Grant credit, and show balances.", no_args_is_help=True)
@@ -38,16 +47,19 @@ OrganizationArgument = Annotated[str, typer.Argument(help="Organization, by name
 @calls(admin_client)
 def create_plans(
     client: AdminClient,
-    file: Annotated[Path, typer.Argument(help="YAML with `plans:`; - for stdin. See docs/how-to/prices.md.")],
+    file: Annotated[
+        Path, typer.Argument(help="YAML with `plans:`; - for stdin. See docs/how-to/prices.md.")
+    ],
 ) -> Output:
-    """Create the plans of a file, or their next versions. Unchanged plans stay; customers keep
-    theirs.
-    """
+    """Create the plans of a file, or their next versions. Customers keep their version."""
     proposal = read_proposal(file)
     if proposal.get("prices"):
         raise typer.BadParameter("`prices:` are set by `weir apply`", param_hint="FILE")
     made = [client.create_plan(each) for each in proposal.get("plans", [])]
-    remarks = (f"plan {each.name} version {each.version}{' is unchanged' if each.existed else ' created'}" for each in made)
+    remarks = (
+        f"plan {each.name} version {each.version}{' is unchanged' if each.existed else ' created'}"
+        for each in made
+    )
     return made, *remarks
 
 
@@ -56,13 +68,18 @@ def create_plans(
 def list_plans(
     client: AdminClient,
     name: Annotated[str, typer.Argument(help="Only this plan.")] = "",
-    organization: Annotated[str, typer.Option("--org", help="Only assignments of this organization.")] = "",
+    organization: Annotated[
+        str, typer.Option("--org", help="Only assignments of this organization.")
+    ] = "",
 ) -> Output:
     """List plans and their assignments."""
     found = client.list_plans(name, organization=organization)
     if not found.plans:
         return found, "no plans: create one with `weir plan create FILE`"
-    rows = ((each.organization_name, each.first_month, each.plan or "none", str(each.version or "—")) for each in found.assignments)
+    rows = (
+        (each.organization_name, each.first_month, each.plan or "none", str(each.version or "—"))
+        for each in found.assignments
+    )
     assignments = table("organization", "from", "plan", "version", right=("version",), rows=rows)
     return found, plans_table(found.plans), assignments
 
@@ -73,39 +90,71 @@ def assign_plan(
     client: AdminClient,
     organization: Annotated[str, typer.Argument(help="Organization, by name or id.")],
     name: Annotated[str, typer.Argument(help="The plan; omit it to end the current one.")] = "",
-    first_month: Annotated[str, typer.Option("--from", help="First month, as YYYY-MM. Default: this one.")] = "",
-    version: Annotated[int, typer.Option(min=0, help="Version of the plan. Default: the latest.")] = 0,
+    first_month: Annotated[
+        str, typer.Option("--from", help="First month, as YYYY-MM. Default: this one.")
+    ] = "",
+    version: Annotated[
+        int, typer.Option(min=0, help="Version of the plan. Default: the latest.")
+    ] = 0,
 ) -> Output:
     """Assign a plan to an organization from a month on. Earlier months stay unchanged."""
     assigned = client.assign_plan(organization, name, version=version, first_month=first_month)
     which = f"the plan {assigned.plan} version {assigned.version}" if assigned.plan else "no plan"
     already = " already" if assigned.existed else ""
-    return assigned, f"{assigned.organization_name} has{already} {which} from {assigned.first_month} on"
+    return (
+        assigned,
+        f"{assigned.organization_name} has{already} {which} from {assigned.first_month} on",
+    )
 
 
 def plans_table(plans: tuple[Plan, ...]) -> RenderableType:
-    made = table("plan", "version", "currency", "allowances", "tiered prices", "commitment", right=("version", "commitment"))
+    made = table(
+        "plan",
+        "version",
+        "currency",
+        "allowances",
+        "tiered prices",
+        "commitment",
+        right=("version", "commitment"),
+    )
     for each in plans:
         rules = each.configuration
         commitment = int(rules.get("commitment_picos", 0)) / 10**12
-        allowances = (f"{int(rule['token_count']):,} {about(rule)}" for rule in rules.get("allowances", []))
-        prices = (f"{rule['kind']} {about(rule)}, {len(rule['steps'])} steps" for rule in rules.get("tiered_prices", []))
-        cells = str(rules.get("currency_code", "")), "; ".join(allowances) or "—", "; ".join(prices) or "—"
-        made.add_row(each.name, str(each.version), *cells, f"{commitment:,.2f}" if commitment else "—")
+        allowances = (
+            f"{int(rule['token_count']):,} {about(rule)}" for rule in rules.get("allowances", [])
+        )
+        prices = (
+            f"{rule['kind']} {about(rule)}, {len(rule['steps'])} steps"
+            for rule in rules.get("tiered_prices", [])
+        )
+        cells = (
+            str(rules.get("currency_code", "")),
+            "; ".join(allowances) or "—",
+            "; ".join(prices) or "—",
+        )
+        made.add_row(
+            each.name, str(each.version), *cells, f"{commitment:,.2f}" if commitment else "—"
+        )
     return made
 
 
 def about(rule: Mapping[str, Any]) -> str:
     selector = rule.get("selector", {})
     tier = str(selector.get("tier", "")).removeprefix("SERVICE_TIER_").lower()
-    return " ".join(part for part in (selector.get("model") or "all", selector.get("token_kind", ""), tier) if part)
+    return " ".join(
+        part
+        for part in (selector.get("model") or "all", selector.get("token_kind", ""), tier)
+        if part
+    )
 
 
 def read_proposal(file: Path) -> dict[str, Any]:
-    """Return the plans and prices of a file. Exits with all mistakes, by line."""
+    """Return the plans and prices of a file. Exits with all errors, by line."""
+    from weir_cli.document import PROPOSAL, read_document
+
     document = read_document(content_of(file), prune=False, section=PROPOSAL)
-    if document.mistakes:
-        tell_mistakes(file, document.mistakes)
+    if document.errors:
+        tell_errors(file, document.errors)
     return document.configuration
 
 
@@ -114,12 +163,26 @@ def read_proposal(file: Path) -> dict[str, Any]:
 def grant_credit(
     client: AdminClient,
     organization: OrganizationArgument,
-    amount: Annotated[str, typer.Argument(help="In units of the organization's currency, such as 500.00.")],
-    last_month: Annotated[str, typer.Option("--until", help="Last month that it covers, as YYYY-MM; then the rest expires.")],
-    reason: Annotated[str, typer.Option("--reason", help="Reason, recorded in the ledger and the audit log.")],
-    first_month: Annotated[str, typer.Option("--from", help="First month that it covers. Default: this one.")] = "",
+    amount: Annotated[
+        str, typer.Argument(help="In units of the organization's currency, such as 500.00.")
+    ],
+    last_month: Annotated[
+        str,
+        typer.Option(
+            "--until", help="Last month that it covers, as YYYY-MM; then the rest expires."
+        ),
+    ],
+    reason: Annotated[
+        str, typer.Option("--reason", help="Reason, recorded in the ledger and the audit log.")
+    ],
+    first_month: Annotated[
+        str, typer.Option("--from", help="First month that it covers. Default: this one.")
+    ] = "",
     request_id: Annotated[
-        str, typer.Option("--request-id", help="A UUID: repeating the command with it grants nothing more.")
+        str,
+        typer.Option(
+            "--request-id", help="A UUID: repeating the command with it grants nothing more."
+        ),
     ] = "",
 ) -> Output:
     """Grant an organization credit for the charges of some months.
@@ -129,7 +192,12 @@ def grant_credit(
     """
     picos = parsed("AMOUNT", parse_picos, amount)
     granted = client.grant_credit(
-        organization, picos, last_month=last_month, reason=reason, first_month=first_month, request_id=request_id or None
+        organization,
+        picos,
+        last_month=last_month,
+        reason=reason,
+        first_month=first_month,
+        request_id=request_id or None,
     )
     return granted, grants_table([granted])
 
@@ -140,7 +208,7 @@ def list_grants(
     client: AdminClient,
     organization: OnlyOrganizationOption = "",
 ) -> Output:
-    """List credit grants; spent and left amounts count closed months only."""
+    """List credit grants; spent and remaining amounts count closed months only."""
     found = client.list_credit_grants(organization)
     return found, grants_table(found) if found else "no credit grants"
 
@@ -150,8 +218,15 @@ def list_grants(
 def show_balance(client: AdminClient, organization: OrganizationArgument) -> Output:
     """Show an organization's current credit."""
     found = client.get_credit_balance(organization)
-    numbers = ("left", "unbilled", "held", "available")
-    row = found.organization_name, "yes" if found.prepaid else "no", found.left, found.unbilled, found.held, found.available
+    numbers = ("remaining", "unbilled", "held", "available")
+    row = (
+        found.organization_name,
+        "yes" if found.prepaid else "no",
+        found.remaining,
+        found.unbilled,
+        found.held,
+        found.available,
+    )
     return found, table("organization", "prepaid only", *numbers, right=numbers, rows=[row])
 
 
@@ -160,34 +235,60 @@ def show_balance(client: AdminClient, organization: OrganizationArgument) -> Out
 def set_prepaid(
     client: AdminClient,
     organization: OrganizationArgument,
-    only: Annotated[bool, typer.Option("--only/--off", help="Admit requests only within the credit, or switch that off.")],
-    alert_left: Annotated[
+    only: Annotated[
+        bool,
+        typer.Option(
+            "--only/--off", help="Admit requests only within the credit, or switch that off."
+        ),
+    ],
+    alert_remaining: Annotated[
         str | None,
-        typer.Option(help="Alert at these remainders, such as 100.00,20.00; or none. Default: unchanged, at first none."),
+        typer.Option(
+            help=(
+                "Alert at these remainders, such as 100.00,20.00; or none. Default: unchanged, at"
+                " first none."
+            )
+        ),
     ] = None,
 ) -> Output:
     """Switch an organization to prepaid, limited to its credit, or back."""
-    parts = [] if alert_left in (None, "none") else (alert_left or "").split(",")
-    lefts = [parsed("--alert-left", parse_picos, part.strip()) for part in parts]
-    existed = client.set_prepaid(organization, only, alert_at=None if alert_left is None else lefts)
-    message = f"{organization} is{' already' if existed else ''} {'limited to its credit' if only else 'not limited to its credit'}"
+    parts = [] if alert_remaining in (None, "none") else (alert_remaining or "").split(",")
+    lefts = [parsed("--alert-remaining", parse_picos, part.strip()) for part in parts]
+    existed = client.set_prepaid(
+        organization, only, alert_at=None if alert_remaining is None else lefts
+    )
+    message = (
+        f"{organization} is{' already' if existed else ''}"
+        f" {'limited to its credit' if only else 'not limited to its credit'}"
+    )
     return {"organization": organization, "prepaid": only, "existed": existed}, message
 
 
 def grants_table(grants: Iterable[CreditGrant]) -> RenderableType:
-    numbers = ("granted", "spent", "expired", "left")
+    numbers = ("granted", "spent", "expired", "remaining")
     made = table("organization", *numbers, "from", "until", "reason", "id", right=numbers)
     for each in grants:
         amounts = each.amount, each.spent, each.expired, each.remaining
-        made.add_row(each.organization_name, *amounts, each.first_month, each.last_month, each.reason, each.grant_id)
+        made.add_row(
+            each.organization_name,
+            *amounts,
+            each.first_month,
+            each.last_month,
+            each.reason,
+            each.grant_id,
+        )
     return made
 
 
-price = typer.Typer(help="Set, list and simulate prices: list prices and customers' own.", no_args_is_help=True)
+price = typer.Typer(
+    help="Set, list and simulate prices: list prices and customers' own.", no_args_is_help=True
+)
 
 TIME_FORMATS = ["%Y-%m-%d", "%Y-%m-%dT%H:%M:%S", "%Y-%m-%dT%H:%M:%SZ"]
 ModelArgument = Annotated[str, typer.Argument(help="Model; it need not exist yet.")]
-SinceOption = Annotated[datetime | None, typer.Option(help="Start, in UTC. Default: now.", formats=TIME_FORMATS)]
+SinceOption = Annotated[
+    datetime | None, typer.Option(help="Start, in UTC. Default: now.", formats=TIME_FORMATS)
+]
 KINDS = ("input", "cached input", "output", "embedding")
 TITLE = "prices per million tokens"
 TIMEOUT_S = 300.0  # a month of millions of events is rated in one statement
@@ -209,22 +310,41 @@ CSV_COLUMNS: Mapping[str, Callable[[SimulatedCustomer], object]] = {
 def set_price(
     client: AdminClient,
     model: ModelArgument,
-    input_price: Annotated[str, typer.Option("--input", help="Per million input tokens, in units of the currency.")],
+    input_price: Annotated[
+        str, typer.Option("--input", help="Per million input tokens, in units of the currency.")
+    ],
     output_price: Annotated[str, typer.Option("--output", help="Per million output tokens.")],
     cached_price: Annotated[
-        str | None, typer.Option("--cached-input", help="Per million input tokens from the prefix cache. Default: same as --input.")
+        str | None,
+        typer.Option(
+            "--cached-input",
+            help="Per million input tokens from the prefix cache. Default: same as --input.",
+        ),
     ] = None,
     embedding_price: Annotated[
-        str | None, typer.Option("--embedding", help="Per million embedded tokens. Default: unchanged, at first 0.")
+        str | None,
+        typer.Option(
+            "--embedding", help="Per million embedded tokens. Default: unchanged, at first 0."
+        ),
     ] = None,
     batch_multiplier: Annotated[
         str | None,
-        typer.Option(help="Batch tier's fraction of these prices, such as 0.5. Default: unchanged, at first 1."),
+        typer.Option(
+            help=(
+                "Batch tier's fraction of these prices, such as 0.5. Default: unchanged, at"
+                " first 1."
+            )
+        ),
     ] = None,
     organization: Annotated[
-        str, typer.Option("--org", "--organization", help="Set this organization's own price, by name or id.")
+        str,
+        typer.Option(
+            "--org", "--organization", help="Set this organization's own price, by name or id."
+        ),
     ] = "",
-    currency: Annotated[str, typer.Option(help="ISO 4217 code. Default: the organization's; USD for list prices.")] = "",
+    currency: Annotated[
+        str, typer.Option(help="ISO 4217 code. Default: the organization's; USD for list prices.")
+    ] = "",
     effective_time: SinceOption = None,
 ) -> Output:
     """Set a new price version per service tier. Requests pay the price at their admission."""
@@ -232,22 +352,30 @@ def set_price(
     versions = client.set_price(
         model,
         input_picos_per_token=per_token,
-        cached_input_picos_per_token=per_token if cached_price is None else parsed("--cached-input", parse_price, cached_price),
+        cached_input_picos_per_token=(
+            per_token
+            if cached_price is None
+            else parsed("--cached-input", parse_price, cached_price)
+        ),
         output_picos_per_token=parsed("--output", parse_price, output_price),
-        embedding_picos_per_token=None if embedding_price is None else parsed("--embedding", parse_price, embedding_price),
-        batch_multiplier_milli=None
-        if batch_multiplier is None
-        else parsed("--batch-multiplier", parse_thousandths, batch_multiplier),
+        embedding_picos_per_token=(
+            None if embedding_price is None else parsed("--embedding", parse_price, embedding_price)
+        ),
+        batch_multiplier_milli=(
+            None
+            if batch_multiplier is None
+            else parsed("--batch-multiplier", parse_thousandths, batch_multiplier)
+        ),
         organization=organization,
         currency_code=currency,
         effective_time=_utc(effective_time),
     )
     remarks = []
     for each in versions:
-        whose = f" for {each.organization_name}" if each.organization_name else ""
+        suffix = f" for {each.organization_name}" if each.organization_name else ""
         amounts = ", ".join(f"{kind} {rate}" for kind, rate in zip(KINDS, rates(each), strict=True))
         since = time_text(each.effective_time, "now")
-        what = f"price version {each.version} of {each.model}{whose}, {each.tier}, from {since} on"
+        what = f"price version {each.version} of {each.model}{suffix}, {each.tier}, from {since} on"
         remarks.append(f"{what}, in {each.currency_code} per million tokens: {amounts}")
     return versions, *remarks
 
@@ -257,7 +385,9 @@ def set_price(
 def withdraw_price(
     client: AdminClient,
     model: ModelArgument,
-    organization: Annotated[str, typer.Option("--org", "--organization", help="Organization, by name or id.")],
+    organization: Annotated[
+        str, typer.Option("--org", "--organization", help="Organization, by name or id.")
+    ],
     effective_time: SinceOption = None,
 ) -> Output:
     """End a customer's own price; the list price applies from then on."""
@@ -271,22 +401,48 @@ def withdraw_price(
 def list_prices(
     client: AdminClient,
     organization: Annotated[
-        str, typer.Option("--org", "--organization", help="Prices of this organization, by name or id. Default: list prices.")
+        str,
+        typer.Option(
+            "--org",
+            "--organization",
+            help="Prices of this organization, by name or id. Default: list prices.",
+        ),
     ] = "",
     model: Annotated[str, typer.Option("--model", help="Only this model.")] = "",
     currency: Annotated[str, typer.Option(help="Only in this currency.")] = "",
-    at: Annotated[datetime | None, typer.Option("--at", help="At this time, in UTC. Default: now.", formats=TIME_FORMATS)] = None,
-    history: Annotated[bool, typer.Option("--history", help="All past and future versions.")] = False,
+    at: Annotated[
+        datetime | None,
+        typer.Option("--at", help="At this time, in UTC. Default: now.", formats=TIME_FORMATS),
+    ] = None,
+    history: Annotated[
+        bool, typer.Option("--history", help="All past and future versions.")
+    ] = False,
 ) -> Output:
     """List prices by model and tier, with source and start."""
-    found = client.list_prices(organization, model=model, currency_code=currency, time=_utc(at), history=history)
+    found = client.list_prices(
+        organization, model=model, currency_code=currency, time=_utc(at), history=history
+    )
     if history and found.versions:
         return found, versions_table(found.versions)
-    return found, applied_table(found.prices) if found.prices else "no price is in force: set one with `weir price set`"
+    return found, (
+        applied_table(found.prices)
+        if found.prices
+        else "no price is in force: set one with `weir price set`"
+    )
 
 
 def applied_table(prices: Iterable[AppliedPrice]) -> RenderableType:
-    made = table("model", "tier", *KINDS, "currency", "from", "since", "version", right=(*KINDS, "version"), title=TITLE)
+    made = table(
+        "model",
+        "tier",
+        *KINDS,
+        "currency",
+        "from",
+        "since",
+        "version",
+        right=(*KINDS, "version"),
+        title=TITLE,
+    )
     for each in prices:
         version = each.version
         source = version.organization_name if each.source == "organization" else "list"
@@ -297,9 +453,24 @@ def applied_table(prices: Iterable[AppliedPrice]) -> RenderableType:
 
 
 def versions_table(versions: Iterable[PriceVersion]) -> RenderableType:
-    made = table("version", "model", "of", "tier", "times", *KINDS, "currency", "since", right=("version", *KINDS), title=TITLE)
+    made = table(
+        "version",
+        "model",
+        "of",
+        "tier",
+        "times",
+        *KINDS,
+        "currency",
+        "since",
+        right=("version", *KINDS),
+        title=TITLE,
+    )
     for each in versions:
-        times, shown = (f"{each.multiplier_milli / 1000:g}", rates(each)) if not each.withdrawn else ("ends", ["—"] * len(KINDS))
+        times, shown = (
+            (f"{each.multiplier_milli / 1000:g}", rates(each))
+            if not each.withdrawn
+            else ("ends", ["—"] * len(KINDS))
+        )
         what = str(each.version), each.model, each.organization_name or "list", each.tier, times
         made.add_row(*what, *shown, each.currency_code, time_text(each.effective_time))
     return made
@@ -320,9 +491,18 @@ def _utc(time: datetime | None) -> datetime | None:
 def simulate(
     client: AdminClient,
     month: Annotated[str, typer.Argument(help="The month, as YYYY-MM, UTC.")],
-    file: Annotated[Path, typer.Option("--prices", help="YAML with `prices:` as for `weir apply`, and `plans:`; - for stdin.")],
-    organization: Annotated[str, typer.Option("--org", "--organization", help="Only this organization, by name or id.")] = "",
-    as_csv: Annotated[bool, typer.Option("--csv", help="CSV with exact amounts on stdout.")] = False,
+    file: Annotated[
+        Path,
+        typer.Option(
+            "--prices", help="YAML with `prices:` as for `weir apply`, and `plans:`; - for stdin."
+        ),
+    ],
+    organization: Annotated[
+        str, typer.Option("--org", "--organization", help="Only this organization, by name or id.")
+    ] = "",
+    as_csv: Annotated[
+        bool, typer.Option("--csv", help="CSV with exact amounts on stdout.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> Output | None:
     """Rate a past month's usage with proposed prices and plans. Changes nothing.
@@ -343,9 +523,17 @@ def simulated_table(customers: list[SimulatedCustomer]) -> RenderableType:
     numbers = ("tokens", "paid", "would pay", "difference", "%")
     made = table("organization", *numbers, "plan", right=numbers)
     for each in customers:
-        share = f"{100 * each.difference.picos / each.old_amount.picos:+.1f}" if each.old_amount.picos else "—"
+        share = (
+            f"{100 * each.difference.picos / each.old_amount.picos:+.1f}"
+            if each.old_amount.picos
+            else "—"
+        )
         plan = each.new_plan or "none"
-        amounts = each.old_amount, decimal_text(each.new_amount.amount), decimal_text(each.difference.amount)
+        amounts = (
+            each.old_amount,
+            decimal_text(each.new_amount.amount),
+            decimal_text(each.difference.amount),
+        )
         plan = plan if each.new_plan == each.old_plan else f"{each.old_plan or 'none'} → {plan}"
         made.add_row(each.organization_name, each.token_count, *amounts, share, plan)
     return made

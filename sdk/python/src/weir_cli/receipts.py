@@ -10,12 +10,15 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Annotated
+from typing import IO, TYPE_CHECKING, Annotated
 
 import typer
-from rich.text import Text
-from weir_client import Receipt, ReceiptClient, ReceiptKey, ReceiptVerdict, public_keys, verify_receipts
-from weir_client.receipt_months import Totals
+from weir_client import (
+    Receipt,
+    ReceiptKey,
+    public_keys,
+    verify_receipts,
+)
 
 from weir_cli.commands import ExitCode
 from weir_cli.connection import (
@@ -28,7 +31,25 @@ from weir_cli.connection import (
     organization_or_default,
     receipt_client,
 )
-from weir_cli.render import JsonOption, checked_month, jsonable, note, parse_picos, print_json, put, show, table, wrong_use
+from weir_cli.render import (
+    JsonOption,
+    checked_month,
+    jsonable,
+    note,
+    parse_picos,
+    print_json,
+    put,
+    show,
+    table,
+    wrong_use,
+)
+
+if TYPE_CHECKING:
+    from weir_client import (
+        ReceiptClient,
+        ReceiptVerdict,
+    )
+    from weir_client.receipt_months import Totals
 
 receipt = typer.Typer(help="Export receipts and verify them.", no_args_is_help=True)
 
@@ -62,9 +83,14 @@ def read_receipts(lines: Iterable[str]) -> Iterator[Receipt]:
 def read_keys(path: Path) -> list[ReceiptKey]:
     """Parse a file of public keys. Raises: FileInvalid, OSError."""
     try:
-        return [ReceiptKey(key["key_id"], bytes.fromhex(key["public_key"])) for key in json.loads(path.read_text())["keys"]]
+        return [
+            ReceiptKey(key["key_id"], bytes.fromhex(key["public_key"]))
+            for key in json.loads(path.read_text())["keys"]
+        ]
     except (ValueError, KeyError, TypeError) as error:
-        raise FileInvalid(f"{path} holds no public keys: write it with `weir receipt keys --json`") from error
+        raise FileInvalid(
+            f"{path} holds no public keys: write it with `weir receipt keys --json`"
+        ) from error
 
 
 def read_report(path: Path) -> ReportedMonth:
@@ -82,10 +108,19 @@ def read_report(path: Path) -> ReportedMonth:
                 priced = (line["model"], str(line["price_version"]))
                 totals[(*priced, line["token_kind"].replace("-", "_"))] += line["token_count"]
                 amount = line["amount"]  # exact units as text, or an object
-                totals[priced] += int(amount["picos"]) if isinstance(amount, dict) else parse_picos(amount)
-        return ReportedMonth(document["month"], document["organization_id"], bytes.fromhex(root) if root else None, totals)
+                totals[priced] += (
+                    int(amount["picos"]) if isinstance(amount, dict) else parse_picos(amount)
+                )
+        return ReportedMonth(
+            document["month"],
+            document["organization_id"],
+            bytes.fromhex(root) if root else None,
+            totals,
+        )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise FileInvalid(f"{path} is not a month's report: write it with `weir month show … --format json`") from error
+        raise FileInvalid(
+            f"{path} is not a month's report: write it with `weir month show … --format json`"
+        ) from error
 
 
 @receipt.command("keys")
@@ -94,16 +129,33 @@ def keys(client: ReceiptClient, as_json: JsonOption = False) -> None:
     """List the public keys of receipt signatures. Save `--json` to a file to verify offline."""
     found = client.list_receipt_keys()
     if as_json:
-        typer.echo(json.dumps({"keys": [{"key_id": key.key_id, "public_key": key.public_key.hex()} for key in found]}, indent=2))
+        typer.echo(
+            json.dumps(
+                {
+                    "keys": [
+                        {"key_id": key.key_id, "public_key": key.public_key.hex()} for key in found
+                    ]
+                },
+                indent=2,
+            )
+        )
         return
-    show(table("key", "public key (Ed25519)", rows=((each.key_id, each.public_key.hex()) for each in found)))
+    show(
+        table(
+            "key",
+            "public key (Ed25519)",
+            rows=((each.key_id, each.public_key.hex()) for each in found),
+        )
+    )
 
 
 @receipt.command("export")
 def export(
     month: MonthArgument,
     organization: OrganizationOption = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write to this file instead of stdout.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write to this file instead of stdout.")
+    ] = None,
     address: AddressOption = None,
     api_key: KeyOption = None,
 ) -> None:
@@ -122,31 +174,53 @@ def month_(
     month: MonthArgument,
     organization: OrganizationOption = None,
 ) -> Output:
-    """Show the root over a month's receipts, and the first and last receipt of each project's
-    chain.
-    """
+    """Show the root over a month's receipts, and the ends of each project's chain."""
+    from rich.text import Text
+
     found = client.get_receipt_month(organization_or_default(organization, client.address), month)
     numbers = ("first", "last", "receipts")
     chains = table("project", *numbers, "hash of the last", right=numbers)
     for each in found.chains:
         counts = each.first_sequence, each.last_sequence, each.receipt_count
         chains.add_row(each.project_id, *counts, each.last_hash.hex())
-    count = found.unreceipted_count
+    count = found.missing_receipt_count
     remarks = [f"{count:,} usage events are older than receipts"] if count else []
-    return found, chains, Text(f"{found.receipt_count:,} receipts, root {found.root.hex()}"), *remarks
+    return (
+        found,
+        chains,
+        Text(f"{found.receipt_count:,} receipts, root {found.root.hex()}"),
+        *remarks,
+    )
 
 
 @receipt.command("verify")
 def verify(
-    file: Annotated[str, typer.Argument(help="Receipts as JSON lines, from `export` or single requests; - for stdin.")],
+    file: Annotated[
+        str,
+        typer.Argument(
+            help="Receipts as JSON lines, from `export` or single requests; - for stdin."
+        ),
+    ],
     keys: Annotated[
-        Path | None, typer.Option("--keys", help="Public keys written by `weir receipt keys --json`. Default: the server's.")
+        Path | None,
+        typer.Option(
+            "--keys",
+            help="Public keys written by `weir receipt keys --json`. Default: the server's.",
+        ),
     ] = None,
-    month: Annotated[str, typer.Option("--month", help="Check completeness: the file has the whole month YYYY-MM.")] = "",
+    month: Annotated[
+        str,
+        typer.Option("--month", help="Check completeness: the file has the whole month YYYY-MM."),
+    ] = "",
     report: Annotated[
-        Path | None, typer.Option("--report", help="The month's report as JSON: sums must match, and the root if present.")
+        Path | None,
+        typer.Option(
+            "--report", help="The month's report as JSON: sums must match, and the root if present."
+        ),
     ] = None,
-    root: Annotated[str, typer.Option("--root", help="Expected root of the month, in hexadecimal.")] = "",
+    root: Annotated[
+        str, typer.Option("--root", help="Expected root of the month, in hexadecimal.")
+    ] = "",
     as_json: JsonOption = False,
     address: AddressOption = None,
     api_key: KeyOption = None,
@@ -182,7 +256,9 @@ def verify(
         raise typer.Exit(ExitCode.FAILED)
 
 
-def fetched_keys(receipts: list[Receipt], address: str | None, api_key: str | None) -> list[ReceiptKey]:
+def fetched_keys(
+    receipts: list[Receipt], address: str | None, api_key: str | None
+) -> list[ReceiptKey]:
     """Return the server's public keys, or none if no receipt is signed."""
     if not any(each.key_id for each in receipts):
         return []
@@ -191,8 +267,13 @@ def fetched_keys(receipts: list[Receipt], address: str | None, api_key: str | No
         return client.list_receipt_keys()
 
 
-def print_verdict(verdict: ReceiptVerdict, reported: ReportedMonth, expected_root: bytes | None, *, as_json: bool) -> None:
-    counts = f"{verdict.receipt_count:,} receipts of {verdict.project_count} projects, {verdict.signed_count:,} signed"
+def print_verdict(
+    verdict: ReceiptVerdict, reported: ReportedMonth, expected_root: bytes | None, *, as_json: bool
+) -> None:
+    counts = (
+        f"{verdict.receipt_count:,} receipts of {verdict.project_count} projects,"
+        f" {verdict.signed_count:,} signed"
+    )
     if as_json:
         print_json({"valid": verdict.valid, **jsonable(verdict)})
         return
@@ -205,7 +286,10 @@ def print_verdict(verdict: ReceiptVerdict, reported: ReportedMonth, expected_roo
         return
     typer.secho(f"✓ {counts}: unaltered", fg="green")
     if reported.month and expected_root is None:
-        note("not checked: first and last receipts of the month; needs --root, or --report of a closed month")
+        note(
+            "not checked: first and last receipts of the month; needs --root, or --report of a"
+            " closed month"
+        )
     if expected_root is not None:
         typer.secho(f"✓ complete: the root is {verdict.root.hex()}", fg="green")
     if reported.totals is not None:

@@ -1,6 +1,4 @@
-"""Formatting of the client's values as text and tables. Mostly pure; printing is at the end of a
-command.
-"""
+"""Formatting of the client's values as text and tables; printing is at the end of a command."""
 
 from __future__ import annotations
 
@@ -16,18 +14,19 @@ from dataclasses import fields, is_dataclass
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 from uuid import UUID
 
 import typer
-from rich import box
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
-from rich.measure import Measurement
-from rich.table import Table
-from rich.text import Text
-from weir_client import Money, MonthReport, Price, QuotaDimension, Receipt, Result, Timings, Usage
+from weir_client import Money, QuotaDimension, Receipt
 
 from weir_cli.commands import ExitCode
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from weir_client import Price, Result, Timings, Usage
+
+    from weir_cli.tables import Sheet
 
 T = TypeVar("T")
 
@@ -36,23 +35,9 @@ INT64_MAX = 2**63 - 1  # the wire's limit for one value
 MONEY = (QuotaDimension.COST_PER_DAY, QuotaDimension.COST_PER_MONTH, QuotaDimension.PREPAID_CREDIT)
 SPAN_UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 PIPE_WIDTH = 160  # columns without a terminal: wide enough for all ids
-TABLE_WIDTH_MAX = 100_000  # columns of a table in a pipe: no row is longer
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, for scripts.")]
-# Columns that may wrap on a narrow terminal
-FOLDED = ("id", "subject", "organization id", "change", "seen")
-ID_WIDTH_MIN = 18  # half a UUID: two lines at most
-BAR_CELLS = 34  # of the waterfall's time axis: the whole fits 80 columns
-STAGES = (
-    ("auth", "auth_ms", "authenticate the key"),
-    ("tokenize", "tokenize_ms", "tokenize the prompt"),
-    ("admission", "admission_ms", "hold the tokens"),
-    ("cold start", "cold_start_ms", "start the engine"),
-    ("queue", "queue_ms", "wait in the queue"),
-    ("prefill", "prefill_ms", "compute the prompt"),
-    ("decode", "decode_ms", "compute the answer"),
-    ("client stall", "client_stall_ms", "wait for the client"),
-    ("settle", "settle_ms", "write the usage"),
-)
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="Print one JSON document on stdout, for scripts.")
+]
 
 
 def parse_span(text: str, examples: str = "90m, 12h, 30d or 4w") -> timedelta:
@@ -72,7 +57,9 @@ def parse_time(text: str | None, now: datetime, flag: str) -> datetime | None:
     try:
         time = datetime.fromisoformat(text)
     except ValueError:
-        raise typer.BadParameter("write it as 90m, 12h, 7d, 2026-11-20 or 2026-11-20T18:00:00Z", param_hint=flag) from None
+        raise typer.BadParameter(
+            "write it as 90m, 12h, 7d, 2026-11-20 or 2026-11-20T18:00:00Z", param_hint=flag
+        ) from None
     return time if time.tzinfo else time.replace(tzinfo=UTC)
 
 
@@ -165,9 +152,7 @@ def parse_limit(dimension: QuotaDimension, text: str) -> int:
 
 
 def parse_price(text: str) -> int:
-    """Parse a price per million tokens into picos per token. Raises: ValueError if negative or too
-    fine.
-    """
+    """Parse a price per million tokens into picos per token. Raises: ValueError if invalid."""
     amount = parse_amount(text)
     if amount < 0:
         raise ValueError("a price must be 0 or more")
@@ -191,7 +176,9 @@ def parse_thresholds(text: str) -> list[int]:
         return []
     parts = text.split(",")
     if not all(part.strip().isdecimal() for part in parts):
-        raise ValueError(f"{text!r} is not a list of whole percentages: write one such as 50,80,100, or none")
+        raise ValueError(
+            f"{text!r} is not a list of whole percentages: write one such as 50,80,100, or none"
+        )
     return [int(part) for part in parts]
 
 
@@ -215,7 +202,11 @@ def jsonable(value: Any) -> Any:
     ISO 8601 in UTC with `Z`; bytes are hexadecimal; a receipt is as `weir receipt verify` reads it.
     """
     if isinstance(value, Money):
-        return {"currency_code": value.currency_code, "amount": f"{value.amount:f}", "picos": value.picos}
+        return {
+            "currency_code": value.currency_code,
+            "amount": f"{value.amount:f}",
+            "picos": value.picos,
+        }
     if isinstance(value, Receipt):
         return json.loads(value.to_json())
     if isinstance(value, bytes):
@@ -240,6 +231,8 @@ def print_json(value: Any) -> None:
 
 
 def show(*parts: RenderableType) -> None:
+    from weir_cli.tables import whole_width
+
     console = make_console()
     piped = not (console.is_terminal or os.environ.get("COLUMNS"))
     for part in parts:
@@ -248,7 +241,13 @@ def show(*parts: RenderableType) -> None:
         console.print(part, crop=False)  # the terminal wraps long lines; nothing is cut
 
 
-def csv_of(found: Iterable[T], columns: Mapping[str, Callable[[T], object]], *, header: bool = True, line_end: str = "\n") -> str:
+def csv_of(
+    found: Iterable[T],
+    columns: Mapping[str, Callable[[T], object]],
+    *,
+    header: bool = True,
+    line_end: str = "\n",
+) -> str:
     """Return CSV with a function for each column."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator=line_end)
@@ -278,7 +277,9 @@ def put(output: Path | None, pieces: Iterable[str] | Iterable[bytes]) -> None:
 def checked_month(month: str) -> str:
     """Return a month. Raises: typer.BadParameter if malformed."""
     if not re.fullmatch(r"\d{4}-(0[1-9]|1[0-2])", month):
-        raise typer.BadParameter(f"{month!r} is not a month: write it as YYYY-MM", param_hint="MONTH")
+        raise typer.BadParameter(
+            f"{month!r} is not a month: write it as YYYY-MM", param_hint="MONTH"
+        )
     return month
 
 
@@ -305,13 +306,6 @@ def tell_found(value: Any, *parts: RenderableType, as_json: bool) -> None:
             show(part)
 
 
-def whole_width(console: Console, part: RenderableType) -> int:
-    """Return the width of a table or text without wrapping, for pipes; 0 for anything else."""
-    if not isinstance(part, Table | Text):
-        return 0
-    return Measurement.get(console, console.options.update(max_width=TABLE_WIDTH_MAX), part).maximum
-
-
 def note(text: str) -> None:
     """Print a remark on stderr, dim on a terminal."""
     typer.secho(text, dim=True, err=True)
@@ -319,6 +313,8 @@ def note(text: str) -> None:
 
 def make_console(*, stderr: bool = False) -> Console:
     """Return a console as wide as the terminal, or wide enough for ids in a pipe."""
+    from rich.console import Console
+
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() or os.environ.get("COLUMNS") else PIPE_WIDTH
     return Console(stderr=stderr, width=width, highlight=False, soft_wrap=False)
@@ -326,72 +322,49 @@ def make_console(*, stderr: bool = False) -> Console:
 
 def to_text(renderable: RenderableType, width: int = 100) -> str:
     """Return a renderable as plain text, without trailing spaces."""
-    console = Console(file=io.StringIO(), width=width, color_system=None, highlight=False, legacy_windows=False)
+    from rich.console import Console
+
+    console = Console(
+        file=io.StringIO(), width=width, color_system=None, highlight=False, legacy_windows=False
+    )
     console.print(renderable, crop=False)
     stream = console.file
     assert isinstance(stream, io.StringIO)
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()) + "\n"
 
 
-Cell = RenderableType | int | Money | datetime | None
+Cell = str | int | Money | datetime | None
 
 
-class Sheet(Table):
-    """A table of literal text that never cuts names or numbers; only ids and changes wrap."""
+def table(
+    *columns: str,
+    right: Iterable[str] = (),
+    title: str | None = None,
+    rows: Iterable[Sequence[Cell]] = (),
+) -> Sheet:
+    """Return a table in the common style. right: columns of numbers."""
+    from weir_cli.tables import Sheet
 
-    def add_row(self, *cells: Cell, **look: Any) -> None:
-        """Add a row; text is neither parsed as markup nor able to control the terminal."""
-        texts = [Text(printable(content)) if isinstance(content := cell_text(cell), str) else content for cell in cells]
-        super().add_row(*texts, **look)
-        for column, cell in zip(self.columns, texts, strict=False):
-            if column.no_wrap and isinstance(cell, Text):
-                column.min_width = max(column.min_width or 0, cell.cell_len)
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Draw without cutting, even beyond the terminal's width."""
-        gap = 2 if self.box else 1  # padding, and the space drawn between columns
-        minimum = sum((column.min_width or 0) + gap for column in self.columns) + gap
-        yield from super().__rich_console__(console, options.update(max_width=max(options.max_width, minimum)))
-
-
-def cell_text(cell: Cell) -> RenderableType:
-    """Return a cell's text: separators in numbers, times in UTC, amounts with currency, else a
-    dash.
-    """
-    match cell:
-        case int():
-            return f"{cell:,}"
-        case Money():
-            return money_text(cell)
-        case datetime() | None:
-            return time_text(cell)
-        case _:
-            return cell
-
-
-def table(*columns: str, right: Iterable[str] = (), title: str | None = None, rows: Iterable[Sequence[Cell]] = ()) -> Sheet:
-    """Return a table in the common style; columns in `right` hold numbers."""
-    numbers = set(right)
-    made = Sheet(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
-    for column in columns:
-        folds = column in FOLDED
-        made.add_column(
-            column,
-            justify="right" if column in numbers else "left",
-            overflow="fold",
-            no_wrap=not folds,
-            min_width=ID_WIDTH_MIN if folds else len(column),
-        )
+    made = Sheet(*columns, right=right, title=title)
     for row in rows:
         made.add_row(*row)
     return made
 
 
 def table_of(
-    found: Iterable[T], columns: Mapping[str, Callable[[T], Cell]], *, right: Iterable[str] = (), title: str | None = None
+    found: Iterable[T],
+    columns: Mapping[str, Callable[[T], Cell]],
+    *,
+    right: Iterable[str] = (),
+    title: str | None = None,
 ) -> Sheet:
     """Return a table with a function for each column."""
-    return table(*columns, right=right, title=title, rows=([cell(each) for cell in columns.values()] for each in found))
+    return table(
+        *columns,
+        right=right,
+        title=title,
+        rows=([cell(each) for cell in columns.values()] for each in found),
+    )
 
 
 def printable(text: str) -> str:
@@ -399,11 +372,17 @@ def printable(text: str) -> str:
 
     Text of models and names must not control the terminal.
     """
-    return "".join(each for each in text if each in "\n\t" or (each >= " " and not "\x7f" <= each <= "\x9f"))
+    return "".join(
+        each for each in text if each in "\n\t" or (each >= " " and not "\x7f" <= each <= "\x9f")
+    )
 
 
-def usage_line(usage: Usage, cost: Money | None, timings: Timings | None, request_id: str = "") -> str:
-    cached = f" ({usage.cached_input_token_count:,} cached)" if usage.cached_input_token_count else ""
+def usage_line(
+    usage: Usage, cost: Money | None, timings: Timings | None, request_id: str = ""
+) -> str:
+    cached = (
+        f" ({usage.cached_input_token_count:,} cached)" if usage.cached_input_token_count else ""
+    )
     if usage.embedding_token_count:
         parts = [f"{usage.embedding_token_count:,} embedded"]
     else:
@@ -428,107 +407,6 @@ def tokens_per_second(usage: Usage, timings: Timings | None) -> float | None:
 def result_line(result: Result) -> str:
     """Return the usage of a finished request in one line."""
     return usage_line(result.usage, result.cost, result.timings, result.request_id)
-
-
-def waterfall(timings: Timings, *, cells: int = BAR_CELLS, usage: Usage | None = None) -> RenderableType:
-    """Return the stages of a request as bars on one time axis, each from the end of the previous
-    one.
-
-    usage: adds details to prefill and decode.
-    """
-    about = {} if usage is None else work_of(usage, timings)
-    rows = Sheet(box=None, pad_edge=False, show_header=False, padding=(0, 1, 0, 0))
-    rows.add_column(no_wrap=True)
-    rows.add_column(justify="right", no_wrap=True)
-    rows.add_column(no_wrap=True, min_width=cells)
-    rows.add_column(style="dim", no_wrap=True)
-    lengths = [float(getattr(timings, field)) for _, field, _ in STAGES]
-    scale_ms = max(timings.total_ms, sum(lengths)) or 1.0
-    start_ms = 0.0
-    for (name, _, meaning), length_ms in zip(STAGES, lengths, strict=True):
-        bar = Text(_bar(start_ms / scale_ms, length_ms / scale_ms, cells), style="cyan" if name != "decode" else "green")
-        rows.add_row(name, f"{length_ms:,.1f} ms", bar, about.get(name, meaning))
-        start_ms += length_ms
-    rows.add_row("first token", f"{timings.ttft_ms:,.1f} ms", Text(_marker(timings.ttft_ms / scale_ms, cells)), "")
-    rows.add_row(Text("total", style="bold"), Text(f"{timings.total_ms:,.1f} ms", style="bold"), Text("─" * cells, style="dim"), "")
-    return rows
-
-
-def work_of(usage: Usage, timings: Timings) -> dict[str, str]:
-    """Return details of a recorded request's stages: computed and cached tokens, time per token.
-
-    The duration of the settlement is unknown: the settlement itself writes the record.
-    """
-    details, cached = {}, usage.cached_input_token_count
-    if not timings.settle_ms:
-        details["settle"] = "not recorded"
-    if cached:
-        details["prefill"] = f"{usage.input_token_count - cached:,} new, {cached:,} cached"
-    if (rate := tokens_per_second(usage, timings)) is not None:
-        details["decode"] = f"{1000 / rate:,.1f} ms a token"
-    return details
-
-
-def _bar(start: float, length: float, cells: int) -> str:
-    """Return a bar, to an eighth of a cell; a short length is at least one eighth."""
-    if length <= 0:
-        return ""
-    first = min(int(start * cells), cells - 1)
-    eighths = max(1, min(round((start + length) * cells * 8), cells * 8) - first * 8)
-    full, rest = divmod(eighths, 8)
-    return " " * first + "█" * full + ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")[rest]
-
-
-def _marker(at: float, cells: int) -> str:
-    return " " * min(int(at * cells), cells - 1) + "▲"
-
-
-def month_report(report: MonthReport) -> RenderableType:
-    """Return a month's tables: a line per model, price version and token kind, the total, the
-    check.
-    """
-    currency = report.total.currency_code
-    title = f"{report.organization_name} · {report.month} (UTC) · amounts in {currency}, before tax"
-    numbers = ("requests", "tokens", "cancelled", "per million", "amount")
-    lines = table("model", "price", "kind", *numbers, right=numbers, title=title)
-    places = max([2, *(decimal_places(line.amount.amount) for line in report.lines), decimal_places(report.total.amount)])
-    for line in report.lines:
-        late = f", late usage of {line.late_month}" if line.late_month else ""
-        what = line.model, f"v{line.price_version}", line.token_kind.value.replace("-", " ") + late
-        counts = line.request_count, line.token_count, line.cancelled_token_count
-        price, amount = decimal_text(per_million(line.unit_price_picos)), decimal_text(line.amount.amount, places)
-        lines.add_row(*what, *counts, price, amount)
-    for charge in report.charges:
-        lines.add_row(
-            charge.description, "", charge.kind, "", charge.token_count or "", "", "", decimal_text(charge.amount.amount, places)
-        )
-    lines.add_section()
-    sums = (sum(line.token_count for line in report.lines), sum(line.cancelled_token_count for line in report.lines))
-    lines.add_row("total", "", "", "", *sums, "", decimal_text(report.total.amount, places), style="bold")
-    lines.add_row("rounded", "", "", "", "", "", "", decimal_text(report.total_rounded.amount), style="bold")
-    return Group(lines, *_month_footer(report))
-
-
-def _month_footer(report: MonthReport) -> list[Text]:
-    counts, check = report.request_counts, report.reconciliation
-    ended = (
-        f"requests  {counts.total_count:,}: {counts.completed_count:,} completed, {counts.cancelled_count:,} cancelled, "
-        f"{counts.limited_count:,} limited, {counts.failed_count:,} failed"
-    )
-    unrated = f"unrated   {report.unrated_event_count:,} usage events are recorded but not included above yet"
-    sums = f"usage {check.usage_token_count:,} = ledger {check.ledger_token_count:,} + unrated {check.unrated_token_count:,} tokens"
-    status = []
-    if report.close_time is not None:
-        invoice = report.invoice_number or "nothing to invoice"
-        status = [Text(f"closed    {time_text(report.close_time)} by {report.closed_by}, {invoice}")]
-    for note in report.credit_notes:
-        status.append(Text(f"{note.number} refunds {note.amount} of {note.invoice_number}: {note.reason}"))
-    if check.balanced:
-        verdict = Text(f"check     {sums}: balanced", style="green")
-    else:
-        off = check.usage_token_count - check.ledger_token_count - check.unrated_token_count
-        verdict = Text(f"check     {sums.replace(' = ', ' ≠ ')}: OFF BY {off:,} TOKENS", style="bold red")
-    return [*status, Text(ended), Text(unrated, style="yellow" if report.unrated_event_count else ""), verdict]
 
 
 def decimal_places(value: Decimal) -> int:

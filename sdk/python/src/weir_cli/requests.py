@@ -1,30 +1,17 @@
-"""`weir requests`, `weir trace` and `weir replicas`: live requests without their content, and
-engines.
-"""
+"""`weir requests`, `weir trace` and `weir replicas`: live requests and engines."""
 
 from __future__ import annotations
 
 import time
 from contextlib import nullcontext
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Group, RenderableType
-from rich.live import Live
-from rich.text import Text
 from weir_client import (
-    AdminClient,
-    Generation,
     GenerationState,
-    KilledRequest,
     KillResult,
-    LiveRequest,
-    LiveView,
     NotFound,
     PermissionDenied,
-    RecordedRequest,
-    Replica,
-    ReplicaDrain,
     RequestPhase,
 )
 
@@ -40,7 +27,29 @@ from weir_cli.connection import (
     inference_client,
     resolve,
 )
-from weir_cli.render import Cell, JsonOption, duration_text, make_console, table, tell_found, time_text, usage_line, waterfall
+from weir_cli.render import (
+    Cell,
+    JsonOption,
+    duration_text,
+    make_console,
+    table,
+    tell_found,
+    time_text,
+    usage_line,
+)
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from weir_client import (
+        AdminClient,
+        Generation,
+        KilledRequest,
+        LiveRequest,
+        LiveView,
+        RecordedRequest,
+        Replica,
+        ReplicaDrain,
+    )
 
 PHASE_WORDS = {RequestPhase.UNSPECIFIED: "?"}
 
@@ -60,9 +69,21 @@ def list_requests(
     context: typer.Context,
     organization: OnlyOrganizationOption = "",
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh until Ctrl-C.")] = False,
-    interval: Annotated[float, typer.Option(help="Seconds between two refreshes of --watch.", min=0.2, max=3600)] = 1.0,
-    wide: Annotated[bool, typer.Option("--wide", help="Also show cached tokens, the end of the hold, and the process.")] = False,
-    limit: Annotated[int, typer.Option(help="Largest number of requests, 1 to 1000; sums cover all.", min=1, max=1000)] = 200,
+    interval: Annotated[
+        float, typer.Option(help="Seconds between two refreshes of --watch.", min=0.2, max=3600)
+    ] = 1.0,
+    wide: Annotated[
+        bool,
+        typer.Option(
+            "--wide", help="Also show cached tokens, the end of the hold, and the process."
+        ),
+    ] = False,
+    limit: Annotated[
+        int,
+        typer.Option(
+            help="Largest number of requests, 1 to 1000; sums cover all.", min=1, max=1000
+        ),
+    ] = 200,
     as_json: JsonOption = False,
     address: AddressOption = None,
     api_key: KeyOption = None,
@@ -75,10 +96,14 @@ def list_requests(
         if not watch:
             print_view(view, wide=wide, as_json=as_json)
             return
+        from rich.live import Live
+
         console = make_console()
         # Without a terminal, print each refresh for the reading program.
         is_screen = console.is_terminal and not as_json
-        with Live(console=console, auto_refresh=False, screen=True) if is_screen else nullcontext() as screen:
+        with (
+            Live(console=console, auto_refresh=False, screen=True) if is_screen else nullcontext()
+        ) as screen:
             while True:
                 if screen is None:
                     print_view(view, wide=wide, as_json=as_json)
@@ -92,8 +117,12 @@ def list_requests(
 @calls(admin_client)
 def kill_request(
     client: AdminClient,
-    request_id: Annotated[str, typer.Argument(help="Id of the request, as shown by `weir requests`.")],
-    project: Annotated[str, typer.Option(help="Its project as ORG/NAME, if several run a request of this id.")] = "",
+    request_id: Annotated[
+        str, typer.Argument(help="Id of the request, as shown by `weir requests`.")
+    ],
+    project: Annotated[
+        str, typer.Option(help="Its project as ORG/NAME, if several run a request of this id.")
+    ] = "",
     reason: Annotated[str, typer.Option(help="Reason, for its client and the audit log.")] = "",
     as_json: JsonOption = False,
 ) -> None:
@@ -108,22 +137,36 @@ def kill_request(
 @calls(admin_client)
 def stuck_requests(
     client: AdminClient,
-    end: Annotated[bool, typer.Option("--end", help="Expire all overdue holds, as the worker does.")] = False,
+    end: Annotated[
+        bool, typer.Option("--end", help="Expire all overdue holds, as the worker does.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Show holds that are overdue by more than 30 s. There are none while a worker runs."""
-    ended_count = client.end_overdue_holds() if end else 0
+    expired_count = client.expire_overdue_holds() if end else 0
     view = client.list_live_requests(page_size=1000, stuck_only=True)
-    found = {"ended_count": ended_count, "stuck_count": view.request_count, "requests": view.requests}
-    ended = [f"ended {ended_count} overdue {'hold' if ended_count == 1 else 'holds'}"] if end else []
+    found = {
+        "expired_count": expired_count,
+        "stuck_count": view.request_count,
+        "requests": view.requests,
+    }
+    ended = (
+        [f"ended {expired_count} overdue {'hold' if expired_count == 1 else 'holds'}"]
+        if end
+        else []
+    )
     tell_found(found, *ended, *stuck_parts(view), as_json=as_json)
     if view.request_count:
         raise typer.Exit(ExitCode.NOT_ALL_DONE)
 
 
 def print_view(view: LiveView, *, wide: bool, as_json: bool) -> None:
-    has_content = view.request_count or view.silent_owner_ids
-    tell_found(view, live_tables(view, wide=wide) if has_content else "no running requests", as_json=as_json)
+    has_content = view.request_count or view.unresponsive_process_ids
+    tell_found(
+        view,
+        live_tables(view, wide=wide) if has_content else "no running requests",
+        as_json=as_json,
+    )
 
 
 def stuck_parts(view: LiveView) -> list[RenderableType]:
@@ -131,8 +174,9 @@ def stuck_parts(view: LiveView) -> list[RenderableType]:
     if not view.request_count:
         return ["no stuck holds"]
     remedy = (
-        f"{view.request_count} holds are overdue and still occupy quotas: no worker is running. "
-        "Start one (`weir up` includes it; see metering/README.md), or end them with `weir requests stuck --end`"
+        f"{view.request_count} holds are overdue and still occupy quotas: no worker is running."
+        " Start one (`weir worker`; `weir up` includes it), or end them with `weir"
+        " requests stuck --end`"
     )
     return [requests_table(view.requests, wide=True), remedy]
 
@@ -143,7 +187,7 @@ def killed_text(request_id: str, killed: KilledRequest) -> str:
     match killed.result:
         case KillResult.ENDED:
             return f"request {request_id} ended: {used}"
-        case KillResult.HAD_ENDED:
+        case KillResult.ALREADY_ENDED:
             return f"request {request_id} ended before: {used}"
     return (
         f"request {request_id} was sent a cancel, but its process does not answer; "
@@ -153,15 +197,29 @@ def killed_text(request_id: str, killed: KilledRequest) -> str:
 
 def live_tables(view: LiveView, *, wide: bool) -> RenderableType:
     """Return tables of requests and of organizations' totals, with notes on missing data."""
-    parts: list[RenderableType] = [requests_table(view.requests, wide=wide), organizations_table(view)]
+    from rich.console import Group
+    from rich.text import Text
+
+    parts: list[RenderableType] = [
+        requests_table(view.requests, wide=wide),
+        organizations_table(view),
+    ]
     if view.request_count > len(view.requests):
         parts.append(
-            Text(f"{view.request_count - len(view.requests):,} younger requests are not shown: --limit, --org", style="dim")
+            Text(
+                f"{view.request_count - len(view.requests):,} younger requests are not shown:"
+                " --limit, --org",
+                style="dim",
+            )
         )
-    if view.silent_owner_ids:
-        silent = ", ".join(view.silent_owner_ids)
+    if view.unresponsive_process_ids:
+        silent = ", ".join(view.unresponsive_process_ids)
         parts.append(
-            Text(f"no answer from process {silent}: its requests have no phase, and the counts of their holds", style="yellow")
+            Text(
+                f"no answer from process {silent}: its requests have no phase, and the counts of"
+                " their holds",
+                style="yellow",
+            )
         )
     return Group(*parts)
 
@@ -169,7 +227,16 @@ def live_tables(view: LiveView, *, wide: bool) -> RenderableType:
 def requests_table(requests: tuple[LiveRequest, ...], *, wide: bool) -> RenderableType:
     more = ("cached", "hold ends in") if wide else ()
     numbers = ("age", "in", *more[:1], "out", "tokens/s", "lease", *more[1:])
-    made = table("id", "project", "key", "model", "phase", *numbers, *(["process"] if wide else []), right=numbers)
+    made = table(
+        "id",
+        "project",
+        "key",
+        "model",
+        "phase",
+        *numbers,
+        *(["process"] if wide else []),
+        right=numbers,
+    )
     for each in requests:
         ends_in = (each.expire_time.timestamp() - time.time()) if each.expire_time else None
         cells: dict[str, Cell] = {
@@ -179,17 +246,36 @@ def requests_table(requests: tuple[LiveRequest, ...], *, wide: bool) -> Renderab
             "out": each.delivered_token_count,
             "tokens/s": f"{each.tokens_per_second:,.1f}" if each.tokens_per_second else None,
             "lease": each.leased_token_count if each.admit_time else None,
-            "hold ends in": "—" if ends_in is None else duration_text(ends_in) if ends_in > 0 else f"{duration_text(-ends_in)} ago",
+            "hold ends in": (
+                "—"
+                if ends_in is None
+                else duration_text(ends_in)
+                if ends_in > 0
+                else f"{duration_text(-ends_in)} ago"
+            ),
         }
-        whose = each.request_id, f"{each.organization_name}/{each.project_name}", each.api_key_prefix, each.model
-        owner = [each.owner_name or each.owner_id] if wide else []
-        made.add_row(*whose, PHASE_WORDS.get(each.phase, each.phase.value), *(cells[name] for name in numbers), *owner)
+        names = (
+            each.request_id,
+            f"{each.organization_name}/{each.project_name}",
+            each.api_key_prefix,
+            each.model,
+        )
+        owner = [each.process_name or each.process_id] if wide else []
+        made.add_row(
+            *names,
+            PHASE_WORDS.get(each.phase, each.phase.value),
+            *(cells[name] for name in numbers),
+            *owner,
+        )
     return made
 
 
 def organizations_table(view: LiveView) -> RenderableType:
     numbers = ("requests", "holds", "tokens held", "tokens/s")
-    rows = [(each.request_count, each.hold_count, each.held_token_count, each.tokens_per_second) for each in view.organizations]
+    rows = [
+        (each.request_count, each.hold_count, each.held_token_count, each.tokens_per_second)
+        for each in view.organizations
+    ]
     made = table("organization", *numbers, right=numbers)
     for organization, (*counts, rate) in zip(view.organizations, rows, strict=True):
         made.add_row(organization.name, *counts, f"{rate:,.1f}")
@@ -201,8 +287,16 @@ def organizations_table(view: LiveView) -> RenderableType:
 
 
 def trace(
-    request_id: Annotated[str, typer.Argument(help="Id of the request, as shown by `weir generate` and `weir requests`.")],
-    project: Annotated[str, typer.Option(help="For admins: its project as ORG/NAME, if several have a request of this id.")] = "",
+    request_id: Annotated[
+        str,
+        typer.Argument(help="Id of the request, as shown by `weir generate` and `weir requests`."),
+    ],
+    project: Annotated[
+        str,
+        typer.Option(
+            help="For admins: its project as ORG/NAME, if several have a request of this id."
+        ),
+    ] = "",
     as_json: JsonOption = False,
     address: AddressOption = None,
     api_key: KeyOption = None,
@@ -211,11 +305,15 @@ def trace(
 
     A key can show the requests of its own project, an admin key those of all projects.
     """
-    generation, whose = look_up(request_id, project, address, api_key)
-    tell_found(generation if whose is None else whose, traced(generation, whose), as_json=as_json)
+    generation, record = look_up(request_id, project, address, api_key)
+    tell_found(
+        generation if record is None else record, traced(generation, record), as_json=as_json
+    )
 
 
-def look_up(request_id: str, project: str, address: str | None, api_key: str | None) -> tuple[Generation, RecordedRequest | None]:
+def look_up(
+    request_id: str, project: str, address: str | None, api_key: str | None
+) -> tuple[Generation, RecordedRequest | None]:
     """Return the request, with its owner if an admin key was needed to find it."""
     if not project:
         with inference_client(address, api_key) as client:
@@ -237,17 +335,29 @@ def has_admin_key(address: str | None, api_key: str | None) -> bool:
         return False
 
 
-def traced(generation: Generation, whose: RecordedRequest | None = None) -> RenderableType:
+def traced(generation: Generation, record: RecordedRequest | None = None) -> RenderableType:
     """Return a recorded request with state, waterfall, usage and cost."""
+    from rich.console import Group
+    from rich.text import Text
+
+    from weir_cli.tables import waterfall
+
     outcome = f", {generation.outcome}" if generation.outcome else ""
-    state = f"{generation.state.value.lower()}{outcome} · admitted {time_text(generation.admit_time)}"
+    state = (
+        f"{generation.state.value.lower()}{outcome} · admitted {time_text(generation.admit_time)}"
+    )
     head = Text(f"{generation.request_id} · {generation.model} · {state}")
-    if whose is not None:
-        head.append(f"\n{whose.organization_name}/{whose.project_name} · {whose.api_key_prefix}")
+    if record is not None:
+        head.append(f"\n{record.organization_name}/{record.project_name} · {record.api_key_prefix}")
     if generation.labels:
-        head.append("\n" + ", ".join(f"{key}={value}" for key, value in sorted(generation.labels.items())))
+        head.append(
+            "\n" + ", ".join(f"{key}={value}" for key, value in sorted(generation.labels.items()))
+        )
     if (count := generation.migration_count) > 0:
-        head.append(f"\nmoved to another engine {count} {'time' if count == 1 else 'times'}: the figures below cover all of it")
+        head.append(
+            f"\nmoved to another engine {count} {'time' if count == 1 else 'times'}: the figures"
+            " below cover all of it"
+        )
     parts: list[RenderableType] = [head, Text()]
     if generation.timings is not None:
         parts += [waterfall(generation.timings, usage=generation.usage), Text()]
@@ -257,10 +367,15 @@ def traced(generation: Generation, whose: RecordedRequest | None = None) -> Rend
     return Group(*parts)
 
 
-replicas = typer.Typer(help="Show the engines of each model; drain one, and return it to service.", no_args_is_help=True)
+replicas = typer.Typer(
+    help="Show the engines of each model; drain one, and return it to service.",
+    no_args_is_help=True,
+)
 
 ModelArgument = Annotated[str, typer.Argument(help="Model, or MODEL@VERSION.")]
-NameArgument = Annotated[str, typer.Argument(help="Name of the replica, as shown by `weir replicas list`.")]
+NameArgument = Annotated[
+    str, typer.Argument(help="Name of the replica, as shown by `weir replicas list`.")
+]
 
 
 @replicas.command("list")
@@ -271,11 +386,21 @@ def list_replicas(
 ) -> Output:
     """Show the engines of all models, with process, state and load."""
     found = client.list_replicas(model)
-    if not found.replicas and not found.drains and not found.silent_owner_ids:
+    if not found.replicas and not found.drains and not found.unresponsive_process_ids:
         return found, "no process has reported an engine" + (f" of {model}" if model else "")
-    reasons = (f"{each.replica} in {each.owner_name}: {each.reason}" for each in found.replicas if each.reason)
+    reasons = (
+        f"{each.replica} in {each.process_name}: {each.reason}"
+        for each in found.replicas
+        if each.reason
+    )
     tables = [replicas_table(found.replicas)] if found.replicas else []
-    return found, *tables, *reasons, *map(drain_text, found.drains), *silence(found.silent_owner_ids)
+    return (
+        found,
+        *tables,
+        *reasons,
+        *map(drain_text, found.drains),
+        *silence(found.unresponsive_process_ids),
+    )
 
 
 @replicas.command("drain")
@@ -285,17 +410,25 @@ def drain_replica(
     model: ModelArgument,
     replica: NameArgument,
     move_after: Annotated[
-        float | None, typer.Option(help="Seconds after which running requests move to other replicas if possible.", min=0)
+        float | None,
+        typer.Option(
+            help="Seconds after which running requests move to other replicas if possible.", min=0
+        ),
     ] = None,
-    reason: Annotated[str, typer.Option(help="Reason, for the audit log and `weir replicas list`.")] = "",
+    reason: Annotated[
+        str, typer.Option(help="Reason, for the audit log and `weir replicas list`.")
+    ] = "",
     as_json: JsonOption = False,
 ) -> None:
     """Drain a replica in all processes; running requests finish there. Idempotent."""
     drained = client.drain_replica(model, replica, reason=reason, move_after_s=move_after)
     running_count = sum(each.request_count for each in drained.replicas)
-    summary = f"{drain_text(drained.drain)}; {taken_text(drained.replicas)}, {running_count} requests still run in it"
-    tell_found(drained, summary, *silence(drained.silent_owner_ids), as_json=as_json)
-    if drained.silent_owner_ids:
+    summary = (
+        f"{drain_text(drained.drain)}; {taken_text(drained.replicas)}, {running_count} requests"
+        " still run in it"
+    )
+    tell_found(drained, summary, *silence(drained.unresponsive_process_ids), as_json=as_json)
+    if drained.unresponsive_process_ids:
         raise typer.Exit(ExitCode.NOT_ALL_DONE)
 
 
@@ -312,25 +445,35 @@ def undrain_replica(
     undrained = client.undrain_replica(model, replica, reason=reason)
     was = "is back in service" if undrained.undrained else "was not drained"
     summary = f"replica {replica} {was}; {taken_text(undrained.replicas)}"
-    tell_found(undrained, summary, *silence(undrained.silent_owner_ids), as_json=as_json)
-    if undrained.silent_owner_ids:
+    tell_found(undrained, summary, *silence(undrained.unresponsive_process_ids), as_json=as_json)
+    if undrained.unresponsive_process_ids:
         raise typer.Exit(ExitCode.NOT_ALL_DONE)
 
 
 def taken_text(found: tuple[Replica, ...]) -> str:
-    names = ", ".join(each.owner_name or each.owner_id for each in found)
+    names = ", ".join(each.process_name or each.process_id for each in found)
     return f"applied by {names}" if names else "no process has it now"
 
 
 def drain_text(drain: ReplicaDrain) -> str:
-    moves = "" if drain.move_after_s is None else f", running requests move after {duration_text(drain.move_after_s)}"
+    moves = (
+        ""
+        if drain.move_after_s is None
+        else f", running requests move after {duration_text(drain.move_after_s)}"
+    )
     why = f" ({drain.reason})" if drain.reason else ""
-    return f"replica {drain.replica} of {drain.model} is drained since {time_text(drain.drain_time)}{why}{moves}"
+    return (
+        f"replica {drain.replica} of {drain.model} is drained since"
+        f" {time_text(drain.drain_time)}{why}{moves}"
+    )
 
 
-def silence(owner_ids: tuple[str, ...]) -> list[str]:
-    message = f"no answer from process {', '.join(owner_ids)}: it applies orders within seconds, or when it is back"
-    return [message] if owner_ids else []
+def silence(process_ids: tuple[str, ...]) -> list[str]:
+    message = (
+        f"no answer from process {', '.join(process_ids)}: it applies commands in seconds, or when"
+        " it is back"
+    )
+    return [message] if process_ids else []
 
 
 def replicas_table(found: tuple[Replica, ...]) -> RenderableType:
@@ -338,7 +481,19 @@ def replicas_table(found: tuple[Replica, ...]) -> RenderableType:
     regions = ("region",) if any(each.region for each in found) else ()
     made = table("model", "replica", *regions, "state", *numbers, "process", right=numbers)
     for each in found:
-        state = f"{each.state.value}, drained" if each.drained and each.state.value != "draining" else each.state.value
+        state = (
+            f"{each.state.value}, drained"
+            if each.drained and each.state.value != "draining"
+            else each.state.value
+        )
         where = [each.region or "—"] if regions else []
-        made.add_row(each.model, each.replica, *where, state, each.request_count, each.outstanding_token_count, each.owner_name)
+        made.add_row(
+            each.model,
+            each.replica,
+            *where,
+            state,
+            each.request_count,
+            each.outstanding_token_count,
+            each.process_name,
+        )
     return made

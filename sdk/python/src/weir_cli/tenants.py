@@ -7,20 +7,12 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import RenderableType
 from weir_client import (
-    AdminClient,
-    ApiKey,
     BillingProfile,
-    Client,
-    KeyRestrictions,
-    Organization,
-    Project,
     QuotaDimension,
-    QuotaStatus,
     QuotaSubject,
 )
 
@@ -49,10 +41,26 @@ from weir_cli.render import (
     time_text,
 )
 
-org = typer.Typer(help="Create and list organizations; set their billing profiles.", no_args_is_help=True)
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from weir_client import (
+        AdminClient,
+        ApiKey,
+        Client,
+        KeyRestrictions,
+        Organization,
+        Project,
+        QuotaStatus,
+    )
+
+org = typer.Typer(
+    help="Create and list organizations; set their billing profiles.", no_args_is_help=True
+)
 project = typer.Typer(help="Create and list projects.", no_args_is_help=True)
 
-IfMissingOption = Annotated[bool, typer.Option("--if-missing", help="Do nothing if it exists, for repeatable scripts.")]
+IfMissingOption = Annotated[
+    bool, typer.Option("--if-missing", help="Do nothing if it exists, for repeatable scripts.")
+]
 
 
 @org.command("create")
@@ -73,27 +81,43 @@ def create_organization(
 def list_organizations(client: AdminClient) -> Output:
     """List all organizations."""
     found = client.list_organizations()
-    return found, organizations_table(found) if found else "no organizations: create one with `weir org create NAME`"
+    return found, (
+        organizations_table(found)
+        if found
+        else "no organizations: create one with `weir org create NAME`"
+    )
 
 
 @org.command("billing")
 @calls(admin_client)
 def billing_profile(
     client: AdminClient,
-    organization: Annotated[str, typer.Argument(help="Organization, by name or id.", metavar="ORG")],
+    organization: Annotated[
+        str, typer.Argument(help="Organization, by name or id.", metavar="ORG")
+    ],
     emails: Annotated[
         list[str] | None,
-        typer.Option("--email", help="E-mail address; repeat for more. Stripe sends invoices to the first."),
+        typer.Option(
+            "--email", help="E-mail address; repeat for more. Stripe sends invoices to the first."
+        ),
     ] = None,
-    legal_name: Annotated[str | None, typer.Option(help="Registered name, for the address on documents.")] = None,
+    legal_name: Annotated[
+        str | None, typer.Option(help="Registered name, for the address on documents.")
+    ] = None,
     address_line1: Annotated[str | None, typer.Option(help="Street and number.")] = None,
-    address_line2: Annotated[str | None, typer.Option(help="Building, floor or department.")] = None,
+    address_line2: Annotated[
+        str | None, typer.Option(help="Building, floor or department.")
+    ] = None,
     city: Annotated[str | None, typer.Option(help="City.")] = None,
     postal_code: Annotated[str | None, typer.Option(help="Postal code.")] = None,
     state: Annotated[str | None, typer.Option(help="State, province or region.")] = None,
-    country: Annotated[str | None, typer.Option(help="ISO 3166-1 alpha-2 code, such as DE.")] = None,
+    country: Annotated[
+        str | None, typer.Option(help="ISO 3166-1 alpha-2 code, such as DE.")
+    ] = None,
     tax_id: Annotated[str | None, typer.Option(help="Tax id, as printed on documents.")] = None,
-    language: Annotated[str | None, typer.Option(help="Language of Stripe's messages, such as de or pt-BR.")] = None,
+    language: Annotated[
+        str | None, typer.Option(help="Language of Stripe's messages, such as de or pt-BR.")
+    ] = None,
 ) -> Output:
     """Show an organization's billing profile; options change its fields. Clear one with ''."""
     options = {
@@ -109,16 +133,29 @@ def billing_profile(
         "language": language,
     }
     given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
-    found = next((each for each in client.list_organizations() if organization in (each.name, each.organization_id)), None)
+    found = next(
+        (
+            each
+            for each in client.list_organizations()
+            if organization in (each.name, each.organization_id)
+        ),
+        None,
+    )
     if found is None:
         fail(f"organization {organization!r} does not exist: see `weir org list`")
     if given:
         changed = replace(found.billing_profile or BillingProfile(), **given)
         found = client.set_billing_profile(found.organization_id, changed)
     if found.billing_profile is None:
-        return found, f"{found.name} has no billing profile: give --email, --legal-name and the address"
+        return (
+            found,
+            f"{found.name} has no billing profile: give --email, --legal-name and the address",
+        )
     fields = asdict(found.billing_profile).items()
-    rows = ((name.replace("_", " "), ", ".join(value) if name == "emails" else value or None) for name, value in fields)
+    rows = (
+        (name.replace("_", " "), ", ".join(value) if name == "emails" else value or None)
+        for name, value in fields
+    )
     return found, table("field", "value", title=f"billing profile of {found.name}", rows=rows)
 
 
@@ -131,7 +168,9 @@ def create_project(
     if_missing: IfMissingOption = False,
 ) -> Output:
     """Create a project: a subdivision of an organization with its own keys and limits."""
-    created = client.create_project(organization_or_default(organization, client.address), name, allow_existing=if_missing)
+    created = client.create_project(
+        organization_or_default(organization, client.address), name, allow_existing=if_missing
+    )
     return created, projects_table([created])
 
 
@@ -140,32 +179,54 @@ def create_project(
 def list_projects(client: AdminClient, organization: OrganizationOption = None) -> Output:
     """List the projects of an organization."""
     found = client.list_projects(organization_or_default(organization, client.address))
-    return found, projects_table(found) if found else "no projects: create one with `weir project create NAME --org ORG`"
+    return found, (
+        projects_table(found)
+        if found
+        else "no projects: create one with `weir project create NAME --org ORG`"
+    )
 
 
 def organizations_table(organizations: list[Organization]) -> RenderableType:
-    rows = ((each.name, each.currency_code, time_text(each.create_time), each.organization_id) for each in organizations)
+    rows = (
+        (each.name, each.currency_code, time_text(each.create_time), each.organization_id)
+        for each in organizations
+    )
     return table("organization", "currency", "created", "id", rows=rows)
 
 
 def projects_table(projects: list[Project]) -> RenderableType:
-    rows = ((each.name, time_text(each.create_time), each.project_id, each.organization_id) for each in projects)
+    rows = (
+        (each.name, time_text(each.create_time), each.project_id, each.organization_id)
+        for each in projects
+    )
     return table("project", "created", "id", "organization id", rows=rows)
 
 
 key = typer.Typer(help="Create, rotate, change, revoke and list API keys.", no_args_is_help=True)
 
-ModelsOption = Annotated[list[str] | None, typer.Option(help="Allowed model; repeatable. Default: all.")]
+ModelsOption = Annotated[
+    list[str] | None, typer.Option(help="Allowed model; repeatable. Default: all.")
+]
 NetworksOption = Annotated[
     list[str] | None,
-    typer.Option("--network", help="Allowed client network, such as 203.0.113.0/24; repeatable. Default: all."),
+    typer.Option(
+        "--network",
+        help="Allowed client network, such as 203.0.113.0/24; repeatable. Default: all.",
+    ),
 ]
 InputTokensOption = Annotated[
-    int | None, typer.Option("--max-input-tokens", min=0, help="Limit of input tokens per request. 0: no limit.")
+    int | None,
+    typer.Option(
+        "--max-input-tokens", min=0, help="Limit of input tokens per request. 0: no limit."
+    ),
 ]
 OutputTokensOption = Annotated[
     int | None,
-    typer.Option("--max-output-tokens", min=0, help="Limit of output tokens per request, all choices together. 0: no limit."),
+    typer.Option(
+        "--max-output-tokens",
+        min=0,
+        help="Limit of output tokens per request, all choices together. 0: no limit.",
+    ),
 ]
 KeyArgument = Annotated[str, typer.Argument(metavar="KEY", help="Id or prefix of the key.")]
 
@@ -174,17 +235,31 @@ KeyArgument = Annotated[str, typer.Argument(metavar="KEY", help="Id or prefix of
 @calls(admin_client)
 def create_key(
     client: AdminClient,
-    name: Annotated[str, typer.Argument(help="Display name, for example of the program that uses it.")],
+    name: Annotated[
+        str, typer.Argument(help="Display name, for example of the program that uses it.")
+    ],
     organization: OrganizationOption = None,
-    project: Annotated[str | None, typer.Option("--project", help="Project, by name or id. Default: that of `weir up`.")] = None,
-    scope: Annotated[list[str] | None, typer.Option(help="inference, admin or billing; repeatable. Default: inference.")] = None,
+    project: Annotated[
+        str | None,
+        typer.Option("--project", help="Project, by name or id. Default: that of `weir up`."),
+    ] = None,
+    scope: Annotated[
+        list[str] | None,
+        typer.Option(help="inference, admin or billing; repeatable. Default: inference."),
+    ] = None,
     model: ModelsOption = None,
     network: NetworksOption = None,
     max_input_tokens: InputTokensOption = None,
     max_output_tokens: OutputTokensOption = None,
-    expires_in: Annotated[str | None, typer.Option(help="Lifetime, as 90m, 12h, 30d or 4w. Default: unlimited.")] = None,
+    expires_in: Annotated[
+        str | None, typer.Option(help="Lifetime, as 90m, 12h, 30d or 4w. Default: unlimited.")
+    ] = None,
     if_missing: Annotated[
-        bool, typer.Option("--if-missing", help="Do nothing if the project has an active key of this name and scopes.")
+        bool,
+        typer.Option(
+            "--if-missing",
+            help="Do nothing if the project has an active key of this name and scopes.",
+        ),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -207,11 +282,17 @@ def create_key(
         return
     made = created.api_key
     if created.existed:
-        note(f"key {made.name} ({made.prefix}) exists; its secret was shown at its creation: `weir key rotate` makes a new one")
+        note(
+            f"key {made.name} ({made.prefix}) exists; its secret was shown at its creation: `weir"
+            " key rotate` makes a new one"
+        )
         return
     until = f" until {time_text(made.expire_time)}" if made.expire_time else ""
     limits = "".join(f", {name} {value}" for name, value in restrictions(made))
-    note(f"key {made.name} ({made.prefix}) for {', '.join(made.scopes)}{limits}{until}, id {made.api_key_id}")
+    note(
+        f"key {made.name} ({made.prefix}) for {', '.join(made.scopes)}{limits}{until}, id"
+        f" {made.api_key_id}"
+    )
     show_secret(created.secret)
 
 
@@ -220,7 +301,10 @@ def create_key(
 def rotate_key(
     client: AdminClient,
     api_key_ref: KeyArgument,
-    overlap: Annotated[str, typer.Option(help="Remaining time of the old secret: 90m, 12h, 7d, or 0 to end it now.")] = "24h",
+    overlap: Annotated[
+        str,
+        typer.Option(help="Remaining time of the old secret: 90m, 12h, 7d, or 0 to end it now."),
+    ] = "24h",
     as_json: JsonOption = False,
 ) -> None:
     """Replace the secret of a key; the new one is shown once. The old one works for the overlap.
@@ -233,7 +317,9 @@ def rotate_key(
         print_json(rotated)
         return
     made = rotated.api_key
-    until = f"works until {time_text(rotated.overlap_end_time)}" if span else "is refused from now on"
+    until = (
+        f"works until {time_text(rotated.overlap_end_time)}" if span else "is refused from now on"
+    )
     note(f"key {made.name} ({made.prefix}) has a new secret; the old one {until}")
     show_secret(rotated.secret)
 
@@ -244,24 +330,42 @@ def update_key(
     client: AdminClient,
     api_key_ref: KeyArgument,
     name: Annotated[str | None, typer.Option(help="New display name.")] = None,
-    scope: Annotated[list[str] | None, typer.Option(help="inference, admin or billing; repeatable. Replaces all scopes.")] = None,
+    scope: Annotated[
+        list[str] | None,
+        typer.Option(help="inference, admin or billing; repeatable. Replaces all scopes."),
+    ] = None,
     model: ModelsOption = None,
     all_models: Annotated[bool, typer.Option("--all-models", help="Allow all models.")] = False,
     network: NetworksOption = None,
-    all_networks: Annotated[bool, typer.Option("--all-networks", help="Allow all networks.")] = False,
+    all_networks: Annotated[
+        bool, typer.Option("--all-networks", help="Allow all networks.")
+    ] = False,
     max_input_tokens: InputTokensOption = None,
     max_output_tokens: OutputTokensOption = None,
-    expires_in: Annotated[str | None, typer.Option(help="Expire after 90m, 12h, 30d or 4w; 0 expires it now.")] = None,
-    never_expires: Annotated[bool, typer.Option("--never-expires", help="Remove the expiry.")] = False,
+    expires_in: Annotated[
+        str | None, typer.Option(help="Expire after 90m, 12h, 30d or 4w; 0 expires it now.")
+    ] = None,
+    never_expires: Annotated[
+        bool, typer.Option("--never-expires", help="Remove the expiry.")
+    ] = False,
 ) -> Output:
     """Change the name, expiry or permissions of a key. Omitted options stay unchanged."""
     given = (name, max_input_tokens, max_output_tokens, expires_in)
-    if all(each is None for each in given) and not (scope or model or all_models or network or all_networks or never_expires):
+    if all(each is None for each in given) and not (
+        scope or model or all_models or network or all_networks or never_expires
+    ):
         raise typer.BadParameter(
-            "give at least one of --name, --scope, --model, --all-models, --network, --all-networks, --max-input-tokens, "
-            "--max-output-tokens, --expires-in or --never-expires"
+            "give at least one of --name, --scope, --model, --all-models, --network,"
+            " --all-networks, --max-input-tokens, --max-output-tokens, --expires-in or"
+            " --never-expires"
         )
-    span = None if expires_in is None else timedelta(0) if expires_in == "0" else parsed("--expires-in", parse_span, expires_in)
+    span = (
+        None
+        if expires_in is None
+        else timedelta(0)
+        if expires_in == "0"
+        else parsed("--expires-in", parse_span, expires_in)
+    )
     expire_time = None if span is None else datetime.now(UTC) + span
     changed = client.update_api_key(
         api_key_ref,
@@ -284,15 +388,23 @@ def update_key(
 def revoke_key(client: AdminClient, api_key_ref: KeyArgument) -> Output:
     """Revoke an API key permanently, and end its running requests on all servers. Idempotent."""
     revoked = client.revoke_api_key(api_key_ref)
-    return revoked, f"key {revoked.name} ({revoked.prefix}) was revoked at {time_text(revoked.revoke_time)}"
+    return (
+        revoked,
+        f"key {revoked.name} ({revoked.prefix}) was revoked at {time_text(revoked.revoke_time)}",
+    )
 
 
 @key.command("list")
 @calls(admin_client)
 def list_keys(
     client: AdminClient,
-    organization: Annotated[str, typer.Option("--org", help="Only keys of this organization, by name or id.")] = "",
-    unused_for: Annotated[str | None, typer.Option(help="Only active keys that were not used for 90m, 12h, 90d or 13w.")] = None,
+    organization: Annotated[
+        str, typer.Option("--org", help="Only keys of this organization, by name or id.")
+    ] = "",
+    unused_for: Annotated[
+        str | None,
+        typer.Option(help="Only active keys that were not used for 90m, 12h, 90d or 13w."),
+    ] = None,
 ) -> Output:
     """List API keys, newest first, without their secrets."""
     span = None if unused_for is None else parsed("--unused-for", parse_span, unused_for)
@@ -321,16 +433,20 @@ def key_state(key: ApiKey, now: datetime) -> str:
     if key.expire_time is not None and key.expire_time <= now:
         return f"expired {time_text(key.expire_time)}"
     state = f"until {time_text(key.expire_time)}" if key.expire_time else "active"
-    return f"{state}, two secrets until {time_text(key.overlap_end_time)}" if key.overlap_end_time else state
+    return (
+        f"{state}, two secrets until {time_text(key.overlap_end_time)}"
+        if key.overlap_end_time
+        else state
+    )
 
 
 def use_text(key: ApiKey) -> str:
     """Return the time of a key's last use, as far as known."""
     if key.last_use_time is not None:
         return time_text(key.last_use_time)
-    if key.use_known_since_time is None or key.use_known_since_time == key.create_time:
+    if key.use_tracked_since_time is None or key.use_tracked_since_time == key.create_time:
         return "never"
-    return f"not since {time_text(key.use_known_since_time)}"
+    return f"not since {time_text(key.use_tracked_since_time)}"
 
 
 def restrictions(key: ApiKey | KeyRestrictions) -> list[tuple[str, str]]:
@@ -374,7 +490,12 @@ def key_sheet(key: ApiKey, now: datetime) -> RenderableType:
 quota = typer.Typer(help="Set, show and remove limits.", no_args_is_help=True)
 
 WeightOption = Annotated[
-    int | None, typer.Option(min=0, max=1_000_000, help="Weight of such a token in thousandths. Default: unchanged, at first 1000.")
+    int | None,
+    typer.Option(
+        min=0,
+        max=1_000_000,
+        help="Weight of such a token in thousandths. Default: unchanged, at first 1000.",
+    ),
 ]
 DIMENSIONS = tuple(each for each in QuotaDimension if each is not QuotaDimension.UNSPECIFIED)
 
@@ -383,31 +504,58 @@ DIMENSIONS = tuple(each for each in QuotaDimension if each is not QuotaDimension
 @calls(admin_client)
 def set_quota(
     client: AdminClient,
-    dimension: Annotated[str, typer.Argument(help=f"Dimension of the limit: {', '.join(DIMENSIONS)}.")],
-    value: Annotated[str, typer.Argument(help="The limit; money in units of the currency, such as 250.00. 0 admits nothing.")],
-    organization: Annotated[str | None, typer.Option("--org", help="Limit this organization, by name or id.")] = None,
-    project: Annotated[
-        str | None, typer.Option("--project", help="Limit this project: ORG/NAME, its id, or NAME with --org.")
+    dimension: Annotated[
+        str, typer.Argument(help=f"Dimension of the limit: {', '.join(DIMENSIONS)}.")
+    ],
+    value: Annotated[
+        str,
+        typer.Argument(
+            help="The limit; money in units of the currency, such as 250.00. 0 admits nothing."
+        ),
+    ],
+    organization: Annotated[
+        str | None, typer.Option("--org", help="Limit this organization, by name or id.")
     ] = None,
-    key: Annotated[str | None, typer.Option("--key", help="Limit this key, by id or prefix.")] = None,
-    model: Annotated[str, typer.Option("--model", help="Only for this model. Default: all models together.")] = "",
+    project: Annotated[
+        str | None,
+        typer.Option("--project", help="Limit this project: ORG/NAME, its id, or NAME with --org."),
+    ] = None,
+    key: Annotated[
+        str | None, typer.Option("--key", help="Limit this key, by id or prefix.")
+    ] = None,
+    model: Annotated[
+        str, typer.Option("--model", help="Only for this model. Default: all models together.")
+    ] = "",
     input_weight: WeightOption = None,
     cached_weight: WeightOption = None,
     output_weight: WeightOption = None,
     enforce: Annotated[
         bool | None,
-        typer.Option("--enforce/--watch", help="Refuse requests beyond it, or only count them (shadow mode). Default: unchanged."),
+        typer.Option(
+            "--enforce/--watch",
+            help="Refuse requests beyond it, or only count them (shadow mode). Default: unchanged.",
+        ),
     ] = None,
     new_keys: Annotated[
-        bool, typer.Option("--new-keys", help="Set a default instead, copied to each key created under the subject from now on.")
+        bool,
+        typer.Option(
+            "--new-keys",
+            help="Set a default instead, copied to each key created under the subject from now on.",
+        ),
     ] = False,
     alert_at: Annotated[
         str | None,
-        typer.Option(help="Percentages that alert, such as 50,80,100; or none. Default: unchanged, at first these."),
+        typer.Option(
+            help=(
+                "Percentages that alert, such as 50,80,100; or none. Default: unchanged, at first"
+                " these."
+            )
+        ),
     ] = None,
 ) -> Output:
-    """Set one limit. It replaces a limit of the same subject, model and dimension; past usage
-    counts.
+    """Set one limit, or replace that of the same subject, model and dimension.
+
+    Past usage counts.
     """
     kind = parse_dimension(dimension)
     limit = parsed("VALUE", parse_limit, kind, value)
@@ -429,25 +577,40 @@ def set_quota(
     return changed(status)
 
 
-@quota.command("raise")
+@quota.command("override")
 @calls(admin_client)
-def raise_quota(
+def override_quota(
     client: AdminClient,
-    quota_id: Annotated[str, typer.Argument(help="Id of the limit, as shown by `weir quota list`.")],
-    value: Annotated[str | None, typer.Argument(help="The higher limit, as for `weir quota set`.")] = None,
+    quota_id: Annotated[
+        str, typer.Argument(help="Id of the limit, as shown by `weir quota list`.")
+    ],
+    value: Annotated[
+        str | None, typer.Argument(help="The higher limit, as for `weir quota set`.")
+    ] = None,
     lasting: Annotated[str | None, typer.Option("--for", help="Duration: 90m, 12h, 7d.")] = None,
-    reason: Annotated[str, typer.Option("--reason", help="Reason, shown with the limit and recorded in the audit log.")] = "",
+    reason: Annotated[
+        str,
+        typer.Option(
+            "--reason", help="Reason, shown with the limit and recorded in the audit log."
+        ),
+    ] = "",
     end: Annotated[bool, typer.Option("--end", help="End the override early.")] = False,
 ) -> Output:
     """Override a limit with a higher one for a time, or end the override."""
     if end == (value is not None) or end == (lasting is not None):
         raise typer.BadParameter("give a VALUE with --for and --reason, or --end alone")
     if value is None or lasting is None:
-        status = client.end_quota_raise(quota_id)
+        status = client.end_quota_override(quota_id)
     else:
-        kind = next((each.dimension for each in client.list_quotas() if each.quota_id == quota_id), QuotaDimension.UNSPECIFIED)
-        limit, span = parsed("VALUE", parse_limit, kind, value), parsed("--for", parse_span, lasting, "90m, 12h or 7d")
-        status = client.raise_quota(quota_id, limit, datetime.now(UTC) + span, reason)
+        kind = next(
+            (each.dimension for each in client.list_quotas() if each.quota_id == quota_id),
+            QuotaDimension.UNSPECIFIED,
+        )
+        limit, span = (
+            parsed("VALUE", parse_limit, kind, value),
+            parsed("--for", parse_span, lasting, "90m, 12h or 7d"),
+        )
+        status = client.override_quota(quota_id, limit, datetime.now(UTC) + span, reason)
     return changed(status)
 
 
@@ -455,24 +618,40 @@ def raise_quota(
 @calls(inference_client)
 def show_quotas(
     client: Client,
-    model: Annotated[str, typer.Option("--model", help="Only limits that apply to this model.")] = "",
+    model: Annotated[
+        str, typer.Option("--model", help="Only limits that apply to this model.")
+    ] = "",
 ) -> Output:
     """Show every limit that applies to your own key, with its remainder."""
     found, own = client.get_quota(model), client.get_restrictions()
     narrowed = "; ".join(f"{name} {value}" for name, value in restrictions(own))
     remarks = [f"key {own.prefix} is restricted to: {narrowed}"] if narrowed else []
-    return found, quotas_table(found, ids=False) if found else "no limits apply to this key", *remarks
+    return (
+        found,
+        quotas_table(found, ids=False) if found else "no limits apply to this key",
+        *remarks,
+    )
 
 
 @quota.command("list")
 @calls(admin_client)
 def list_quotas(
     client: AdminClient,
-    organization: Annotated[str, typer.Option("--org", help="Only limits of this organization, its projects and keys.")] = "",
-    key: Annotated[
-        str, typer.Option("--key", help="All limits that apply to this key, by id or prefix, with the binding ones marked.")
+    organization: Annotated[
+        str, typer.Option("--org", help="Only limits of this organization, its projects and keys.")
     ] = "",
-    model: Annotated[str, typer.Option("--model", help="With --key: only limits that apply to this model.")] = "",
+    key: Annotated[
+        str,
+        typer.Option(
+            "--key",
+            help=(
+                "All limits that apply to this key, by id or prefix, with the binding ones marked."
+            ),
+        ),
+    ] = "",
+    model: Annotated[
+        str, typer.Option("--model", help="With --key: only limits that apply to this model.")
+    ] = "",
 ) -> Output:
     """List limits as an admin, with their remainders and ids."""
     if key and organization:
@@ -485,36 +664,56 @@ def list_quotas(
 @calls(admin_client)
 def delete_quota(
     client: AdminClient,
-    quota_id: Annotated[str, typer.Argument(help="Id of the limit, as shown by `weir quota list`.")],
+    quota_id: Annotated[
+        str, typer.Argument(help="Id of the limit, as shown by `weir quota list`.")
+    ],
     if_exists: Annotated[
-        bool, typer.Option("--if-exists", help="Do nothing if it does not exist, for repeatable scripts.")
+        bool,
+        typer.Option(
+            "--if-exists", help="Do nothing if it does not exist, for repeatable scripts."
+        ),
     ] = False,
 ) -> Output:
     """Remove one limit."""
     deleted = client.delete_quota(quota_id, allow_missing=if_exists)
-    message = f"removed limit {quota_id}" if deleted else f"limit {quota_id} does not exist: nothing was removed"
+    message = (
+        f"removed limit {quota_id}"
+        if deleted
+        else f"limit {quota_id} does not exist: nothing was removed"
+    )
     return {"quota_id": quota_id, "deleted": deleted}, message
 
 
 def changed(status: QuotaStatus) -> Output:
     narrowing = status.narrowed_by_quota_id
-    remarks = [f"this limit has no effect: the inherited limit {narrowing} always runs out first"] if narrowing else []
+    remarks = (
+        [f"this limit has no effect: the inherited limit {narrowing} always runs out first"]
+        if narrowing
+        else []
+    )
     return status, quotas_table([status]), *remarks
 
 
 def parse_dimension(text: str) -> QuotaDimension:
     """Return a dimension by name. Raises: typer.BadParameter naming the valid ones."""
     if text not in DIMENSIONS:
-        raise typer.BadParameter(f"{text!r} is not one of {', '.join(DIMENSIONS)}", param_hint="DIMENSION")
+        raise typer.BadParameter(
+            f"{text!r} is not one of {', '.join(DIMENSIONS)}", param_hint="DIMENSION"
+        )
     return QuotaDimension(text)
 
 
-def parse_subject(organization: str | None, project: str | None, key: str | None) -> tuple[QuotaSubject, str]:
+def parse_subject(
+    organization: str | None, project: str | None, key: str | None
+) -> tuple[QuotaSubject, str]:
     """Return the owner of a limit. Raises: typer.BadParameter unless exactly one is given."""
     if key is not None and organization is None and project is None:
         return QuotaSubject.API_KEY, key
     if project is not None and key is None:
-        return QuotaSubject.PROJECT, project if organization is None else f"{organization}/{project}"
+        return (
+            QuotaSubject.PROJECT,
+            project if organization is None else f"{organization}/{project}",
+        )
     if organization is not None and key is None:
         return QuotaSubject.ORGANIZATION, organization
     raise typer.BadParameter("give one of --org, --project, --key")
@@ -522,16 +721,32 @@ def parse_subject(organization: str | None, project: str | None, key: str | None
 
 def quotas_table(quotas: list[QuotaStatus], *, ids: bool = True) -> RenderableType:
     numbers = ("limit", "used", "held", "left")
-    made = table("of", "limit on", "model", *numbers, "resets in", *(["alerts at", "id"] if ids else []), right=numbers)
+    made = table(
+        "of",
+        "limit on",
+        "model",
+        *numbers,
+        "resets in",
+        *(["alerts at", "id"] if ids else []),
+        right=numbers,
+    )
     for each in quotas:
         values = (each.limit_value, each.used_value, each.held_value, each.remaining_value)
         made.add_row(
-            f"{'new keys of ' if each.for_new_keys else ''}{each.subject.value.replace('-', ' ')} {each.subject_name}".rstrip(),
+            f"{'new keys of ' if each.for_new_keys else ''}{each.subject.value.replace('-', ' ')}"
+            f" {each.subject_name}".rstrip(),
             each.dimension.value + remarks(each),
             each.model or "all",
             *(dimension_amount(each.dimension, value) for value in values),
             duration_text(each.reset_delay_s) if each.reset_delay_s is not None else "—",
-            *([thresholds_text(each.dimension, each.alert_at) if each.alert_at else "—", each.quota_id] if ids else []),
+            *(
+                [
+                    thresholds_text(each.dimension, each.alert_at) if each.alert_at else "—",
+                    each.quota_id,
+                ]
+                if ids
+                else []
+            ),
         )
     return made
 
@@ -542,9 +757,12 @@ def remarks(each: QuotaStatus) -> str:
     weights = (each.input_weight_milli, each.cached_input_weight_milli, each.output_weight_milli)
     if len({*weights, 1000}) > 1 and any(weights):
         notes.append("weights " + "/".join(f"{weight / 1000:g}" for weight in weights))
-    if each.raised_until_time is not None:
-        regular = dimension_amount(each.dimension, each.standing_limit_value)
-        notes.append(f"raised from {regular} until {time_text(each.raised_until_time)}: {each.raise_reason}")
+    if each.override_end_time is not None:
+        regular = dimension_amount(each.dimension, each.base_limit_value)
+        notes.append(
+            f"temporary override of {regular} until {time_text(each.override_end_time)}:"
+            f" {each.override_reason}"
+        )
     if not each.enforced:
         notes.append(f"shadow mode, would have refused {each.would_refuse_count:,}")
     if each.binding:

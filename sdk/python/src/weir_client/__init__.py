@@ -7,344 +7,232 @@ manage and report. Errors derive from `WeirError`. The README has the details.
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from weir_client.aio import AsyncClient
-from weir_client.connection import DEFAULT_ADDRESS
-from weir_client.embedding import Embedding, EmbedInput, EmbedOptions, EmbedResult
-from weir_client.errors import (
-    Aborted,
-    AlreadyExists,
-    Cancelled,
-    DeadlineExceeded,
-    ErrorDetails,
-    ExceededQuota,
-    FailedPrecondition,
-    FieldViolation,
-    IncompleteGeneration,
-    Internal,
-    InvalidRequest,
-    NotFound,
-    PermissionDenied,
-    PreconditionViolation,
-    QuotaExceeded,
-    QuotaViolation,
-    ResourceExhausted,
-    Unauthenticated,
-    Unavailable,
-    WeirError,
-)
-from weir_client.generation import AsyncGeneration
-from weir_client.limits import Limits
-from weir_client.models import Model, ModelTask, ModelVersion, Price
-from weir_client.money import PICOS_PER_UNIT, Money
-from weir_client.options import AttachOptions, GenerateOptions, Message, Prompt
-from weir_client.quote import Quote
-from weir_client.receipts import (
-    Fault,
-    Receipt,
-    ReceiptChain,
-    ReceiptInvalid,
-    ReceiptKey,
-    ReceiptMonth,
-    ReceiptProblem,
-    ReceiptStep,
-    public_keys,
-    verify_receipt,
-)
-from weir_client.sync import Client, GenerationStream
-from weir_client.tools import Tool, ToolCall, ToolCallDelta
-from weir_client.values import (
-    Admitted,
-    Choice,
-    Delta,
-    Event,
-    FinishReason,
-    Generation,
-    GenerationState,
-    KeyRestrictions,
-    Partial,
-    Progress,
-    QuotaDimension,
-    QuotaStatus,
-    QuotaSubject,
-    Result,
-    Resumed,
-    Stage,
-    Timings,
-    TokenCount,
-    TokenLogprob,
-    TokenLogprobs,
-    Usage,
-    UsageUpdate,
-)
-
 if TYPE_CHECKING:
-    from weir_client.accounts import (
-        ApiKey,
-        AuditEntry,
-        BillingProfile,
-        CreatedApiKey,
-        MonthReport,
-        MonthReportLine,
-        Organization,
-        Project,
-        Reconciliation,
-        RequestCounts,
-        RotatedApiKey,
-        TokenKind,
-    )
-    from weir_client.admin import AdminClient, AsyncAdminClient
-    from weir_client.alerts import (
-        Alert,
-        AlertDelivery,
-        AlertDeliveryState,
-        AlertInvoice,
-        AlertWebhook,
-        CreatedAlertWebhook,
-    )
-    from weir_client.billing import AsyncBillingClient, BillingClient
-    from weir_client.billing_terms import (
-        AppliedPrice,
-        CreditBalance,
-        CreditGrant,
-        Plan,
-        PlanAssignment,
-        PlanList,
-        PriceList,
-        PriceVersion,
-        SimulatedCustomer,
-    )
-    from weir_client.bills import (
-        Adjustment,
-        AdjustmentState,
-        ClosedMonth,
-        CreditNoteSummary,
-        DocumentFormat,
-        Invoice,
-        InvoiceLine,
-        InvoicePayment,
-        Month,
-        MonthCharge,
-        MonthState,
-        MonthVerification,
-        Obstacle,
-        PaymentState,
-        PrepaidCredit,
-    )
-    from weir_client.live import (
-        AppliedConfiguration,
-        ChangeAction,
-        ConfigurationChange,
-        ConfigurationMistake,
-        FieldChange,
-        KilledRequest,
-        KillResult,
-        LiveOrganization,
-        LiveRequest,
-        LiveView,
-        RecordedRequest,
-        RequestPhase,
-    )
-    from weir_client.receipt_client import AsyncReceiptClient, ReceiptClient
-    from weir_client.receipt_months import ReceiptVerdict, verify_receipts
-    from weir_client.replicas import (
-        DrainedReplica,
-        Replica,
-        ReplicaDrain,
-        ReplicaList,
-        ReplicaState,
-        UndrainedReplica,
-    )
-    from weir_client.usage import (
-        MonthExportFormat,
-        MonthFile,
-        UsageForecast,
-        UsageGrouping,
-        UsagePage,
-        UsageRow,
-        UsageShare,
-    )
+    from weir_client.accounts import ApiKey as ApiKey
+    from weir_client.accounts import AuditEntry as AuditEntry
+    from weir_client.accounts import BillingProfile as BillingProfile
+    from weir_client.accounts import CreatedApiKey as CreatedApiKey
+    from weir_client.accounts import MonthReport as MonthReport
+    from weir_client.accounts import MonthReportLine as MonthReportLine
+    from weir_client.accounts import Organization as Organization
+    from weir_client.accounts import Project as Project
+    from weir_client.accounts import Reconciliation as Reconciliation
+    from weir_client.accounts import RequestCounts as RequestCounts
+    from weir_client.accounts import RotatedApiKey as RotatedApiKey
+    from weir_client.accounts import TokenKind as TokenKind
+    from weir_client.admin import AdminClient as AdminClient
+    from weir_client.admin import AsyncAdminClient as AsyncAdminClient
+    from weir_client.aio import AsyncClient as AsyncClient
+    from weir_client.alerts import Alert as Alert
+    from weir_client.alerts import AlertDelivery as AlertDelivery
+    from weir_client.alerts import AlertDeliveryState as AlertDeliveryState
+    from weir_client.alerts import AlertInvoice as AlertInvoice
+    from weir_client.alerts import AlertWebhook as AlertWebhook
+    from weir_client.alerts import CreatedAlertWebhook as CreatedAlertWebhook
+    from weir_client.billing import AsyncBillingClient as AsyncBillingClient
+    from weir_client.billing import BillingClient as BillingClient
+    from weir_client.billing_terms import AppliedPrice as AppliedPrice
+    from weir_client.billing_terms import CreditBalance as CreditBalance
+    from weir_client.billing_terms import CreditGrant as CreditGrant
+    from weir_client.billing_terms import Plan as Plan
+    from weir_client.billing_terms import PlanAssignment as PlanAssignment
+    from weir_client.billing_terms import PlanList as PlanList
+    from weir_client.billing_terms import PriceList as PriceList
+    from weir_client.billing_terms import PriceVersion as PriceVersion
+    from weir_client.billing_terms import SimulatedCustomer as SimulatedCustomer
+    from weir_client.bills import Adjustment as Adjustment
+    from weir_client.bills import AdjustmentState as AdjustmentState
+    from weir_client.bills import ClosedMonth as ClosedMonth
+    from weir_client.bills import CreditNoteSummary as CreditNoteSummary
+    from weir_client.bills import DocumentFormat as DocumentFormat
+    from weir_client.bills import Invoice as Invoice
+    from weir_client.bills import InvoiceLine as InvoiceLine
+    from weir_client.bills import InvoicePayment as InvoicePayment
+    from weir_client.bills import Month as Month
+    from weir_client.bills import MonthCharge as MonthCharge
+    from weir_client.bills import MonthState as MonthState
+    from weir_client.bills import MonthVerification as MonthVerification
+    from weir_client.bills import Obstacle as Obstacle
+    from weir_client.bills import PaymentState as PaymentState
+    from weir_client.bills import PrepaidCredit as PrepaidCredit
+    from weir_client.connection import DEFAULT_ADDRESS as DEFAULT_ADDRESS
+    from weir_client.embedding import Embedding as Embedding
+    from weir_client.embedding import EmbedInput as EmbedInput
+    from weir_client.embedding import EmbedOptions as EmbedOptions
+    from weir_client.embedding import EmbedResult as EmbedResult
+    from weir_client.errors import Aborted as Aborted
+    from weir_client.errors import AlreadyExists as AlreadyExists
+    from weir_client.errors import Cancelled as Cancelled
+    from weir_client.errors import DeadlineExceeded as DeadlineExceeded
+    from weir_client.errors import ErrorDetails as ErrorDetails
+    from weir_client.errors import ExceededQuota as ExceededQuota
+    from weir_client.errors import FailedPrecondition as FailedPrecondition
+    from weir_client.errors import FieldViolation as FieldViolation
+    from weir_client.errors import IncompleteGeneration as IncompleteGeneration
+    from weir_client.errors import Internal as Internal
+    from weir_client.errors import InvalidRequest as InvalidRequest
+    from weir_client.errors import NotFound as NotFound
+    from weir_client.errors import PermissionDenied as PermissionDenied
+    from weir_client.errors import PreconditionViolation as PreconditionViolation
+    from weir_client.errors import QuotaExceeded as QuotaExceeded
+    from weir_client.errors import QuotaViolation as QuotaViolation
+    from weir_client.errors import ResourceExhausted as ResourceExhausted
+    from weir_client.errors import Unauthenticated as Unauthenticated
+    from weir_client.errors import Unavailable as Unavailable
+    from weir_client.errors import WeirError as WeirError
+    from weir_client.generation import AsyncGeneration as AsyncGeneration
+    from weir_client.limits import Limits as Limits
+    from weir_client.live import AppliedConfiguration as AppliedConfiguration
+    from weir_client.live import ChangeAction as ChangeAction
+    from weir_client.live import ConfigurationChange as ConfigurationChange
+    from weir_client.live import ConfigurationViolation as ConfigurationViolation
+    from weir_client.live import FieldChange as FieldChange
+    from weir_client.live import KilledRequest as KilledRequest
+    from weir_client.live import KillResult as KillResult
+    from weir_client.live import LiveOrganization as LiveOrganization
+    from weir_client.live import LiveRequest as LiveRequest
+    from weir_client.live import LiveView as LiveView
+    from weir_client.live import RecordedRequest as RecordedRequest
+    from weir_client.live import RequestPhase as RequestPhase
+    from weir_client.models import Model as Model
+    from weir_client.models import ModelTask as ModelTask
+    from weir_client.models import ModelVersion as ModelVersion
+    from weir_client.models import Price as Price
+    from weir_client.models import RefusedField as RefusedField
+    from weir_client.money import PICOS_PER_UNIT as PICOS_PER_UNIT
+    from weir_client.money import Money as Money
+    from weir_client.options import AttachOptions as AttachOptions
+    from weir_client.options import GenerateOptions as GenerateOptions
+    from weir_client.options import Message as Message
+    from weir_client.options import Prompt as Prompt
+    from weir_client.quote import Quote as Quote
+    from weir_client.receipt_client import AsyncReceiptClient as AsyncReceiptClient
+    from weir_client.receipt_client import ReceiptClient as ReceiptClient
+    from weir_client.receipt_months import ReceiptVerdict as ReceiptVerdict
+    from weir_client.receipt_months import verify_receipts as verify_receipts
+    from weir_client.receipts import Fault as Fault
+    from weir_client.receipts import Receipt as Receipt
+    from weir_client.receipts import ReceiptChain as ReceiptChain
+    from weir_client.receipts import ReceiptInvalid as ReceiptInvalid
+    from weir_client.receipts import ReceiptKey as ReceiptKey
+    from weir_client.receipts import ReceiptMonth as ReceiptMonth
+    from weir_client.receipts import ReceiptProblem as ReceiptProblem
+    from weir_client.receipts import ReceiptStep as ReceiptStep
+    from weir_client.receipts import public_keys as public_keys
+    from weir_client.receipts import verify_receipt as verify_receipt
+    from weir_client.replicas import DrainedReplica as DrainedReplica
+    from weir_client.replicas import Replica as Replica
+    from weir_client.replicas import ReplicaDrain as ReplicaDrain
+    from weir_client.replicas import ReplicaList as ReplicaList
+    from weir_client.replicas import ReplicaState as ReplicaState
+    from weir_client.replicas import UndrainedReplica as UndrainedReplica
+    from weir_client.sync import Client as Client
+    from weir_client.sync import GenerationStream as GenerationStream
+    from weir_client.tools import Tool as Tool
+    from weir_client.tools import ToolCall as ToolCall
+    from weir_client.tools import ToolCallDelta as ToolCallDelta
+    from weir_client.usage import MonthExportFormat as MonthExportFormat
+    from weir_client.usage import MonthFile as MonthFile
+    from weir_client.usage import UsageForecast as UsageForecast
+    from weir_client.usage import UsageGrouping as UsageGrouping
+    from weir_client.usage import UsagePage as UsagePage
+    from weir_client.usage import UsageRow as UsageRow
+    from weir_client.usage import UsageShare as UsageShare
+    from weir_client.values import Admitted as Admitted
+    from weir_client.values import Choice as Choice
+    from weir_client.values import Delta as Delta
+    from weir_client.values import Event as Event
+    from weir_client.values import FinishReason as FinishReason
+    from weir_client.values import Generation as Generation
+    from weir_client.values import GenerationState as GenerationState
+    from weir_client.values import KeyRestrictions as KeyRestrictions
+    from weir_client.values import Partial as Partial
+    from weir_client.values import Progress as Progress
+    from weir_client.values import QuotaDimension as QuotaDimension
+    from weir_client.values import QuotaStatus as QuotaStatus
+    from weir_client.values import QuotaSubject as QuotaSubject
+    from weir_client.values import Result as Result
+    from weir_client.values import Resumed as Resumed
+    from weir_client.values import Stage as Stage
+    from weir_client.values import Timings as Timings
+    from weir_client.values import TokenCount as TokenCount
+    from weir_client.values import TokenLogprob as TokenLogprob
+    from weir_client.values import TokenLogprobs as TokenLogprobs
+    from weir_client.values import Usage as Usage
+    from weir_client.values import UsageUpdate as UsageUpdate
 
-# Modules of the management clients, loaded on first use: they take half as long to load as
-# everything else, and a program that only generates does not need them.
-_MANAGING = (
-    "accounts",
-    "admin",
-    "alerts",
-    "billing",
-    "billing_terms",
-    "bills",
-    "live",
-    "receipt_client",
-    "receipt_months",
-    "replicas",
-    "usage",
-)
+# Public names by module. A module is imported when one of its names is first used: gRPC takes
+# longer to load than everything else, and values and errors do not need it.
+_NAMES = {
+    "accounts": (
+        "ApiKey AuditEntry BillingProfile CreatedApiKey MonthReport MonthReportLine"
+        " Organization Project Reconciliation RequestCounts RotatedApiKey TokenKind"
+    ),
+    "admin": "AdminClient AsyncAdminClient",
+    "aio": "AsyncClient",
+    "alerts": (
+        "Alert AlertDelivery AlertDeliveryState AlertInvoice AlertWebhook CreatedAlertWebhook"
+    ),
+    "billing": "AsyncBillingClient BillingClient",
+    "billing_terms": (
+        "AppliedPrice CreditBalance CreditGrant Plan PlanAssignment PlanList PriceList"
+        " PriceVersion SimulatedCustomer"
+    ),
+    "bills": (
+        "Adjustment AdjustmentState ClosedMonth CreditNoteSummary DocumentFormat Invoice"
+        " InvoiceLine InvoicePayment Month MonthCharge MonthState MonthVerification Obstacle"
+        " PaymentState PrepaidCredit"
+    ),
+    "connection": "DEFAULT_ADDRESS",
+    "embedding": "EmbedInput EmbedOptions EmbedResult Embedding",
+    "errors": (
+        "Aborted AlreadyExists Cancelled DeadlineExceeded ErrorDetails ExceededQuota"
+        " FailedPrecondition FieldViolation IncompleteGeneration Internal InvalidRequest"
+        " NotFound PermissionDenied PreconditionViolation QuotaExceeded QuotaViolation"
+        " ResourceExhausted Unauthenticated Unavailable WeirError"
+    ),
+    "generation": "AsyncGeneration",
+    "limits": "Limits",
+    "live": (
+        "AppliedConfiguration ChangeAction ConfigurationChange ConfigurationViolation FieldChange"
+        " KillResult KilledRequest LiveOrganization LiveRequest LiveView RecordedRequest"
+        " RequestPhase"
+    ),
+    "models": "Model ModelTask ModelVersion Price RefusedField",
+    "money": "Money PICOS_PER_UNIT",
+    "options": "AttachOptions GenerateOptions Message Prompt",
+    "quote": "Quote",
+    "receipt_client": "AsyncReceiptClient ReceiptClient",
+    "receipt_months": "ReceiptVerdict verify_receipts",
+    "receipts": (
+        "Fault Receipt ReceiptChain ReceiptInvalid ReceiptKey ReceiptMonth ReceiptProblem"
+        " ReceiptStep public_keys verify_receipt"
+    ),
+    "replicas": "DrainedReplica Replica ReplicaDrain ReplicaList ReplicaState UndrainedReplica",
+    "sync": "Client GenerationStream",
+    "tools": "Tool ToolCall ToolCallDelta",
+    "usage": (
+        "MonthExportFormat MonthFile UsageForecast UsageGrouping UsagePage UsageRow UsageShare"
+    ),
+    "values": (
+        "Admitted Choice Delta Event FinishReason Generation GenerationState KeyRestrictions"
+        " Partial Progress QuotaDimension QuotaStatus QuotaSubject Result Resumed Stage Timings"
+        " TokenCount TokenLogprob TokenLogprobs Usage UsageUpdate"
+    ),
+}
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
-__all__ = [
-    "DEFAULT_ADDRESS",
-    "PICOS_PER_UNIT",
-    "Aborted",
-    "Adjustment",
-    "AdjustmentState",
-    "AdminClient",
-    "Admitted",
-    "Alert",
-    "AlertDelivery",
-    "AlertDeliveryState",
-    "AlertInvoice",
-    "AlertWebhook",
-    "AlreadyExists",
-    "ApiKey",
-    "AppliedConfiguration",
-    "AppliedPrice",
-    "AsyncAdminClient",
-    "AsyncBillingClient",
-    "AsyncClient",
-    "AsyncGeneration",
-    "AsyncReceiptClient",
-    "AttachOptions",
-    "AuditEntry",
-    "BillingClient",
-    "BillingProfile",
-    "Cancelled",
-    "ChangeAction",
-    "Choice",
-    "Client",
-    "ClosedMonth",
-    "ConfigurationChange",
-    "ConfigurationMistake",
-    "CreatedAlertWebhook",
-    "CreatedApiKey",
-    "CreditBalance",
-    "CreditGrant",
-    "CreditNoteSummary",
-    "DeadlineExceeded",
-    "Delta",
-    "DocumentFormat",
-    "DrainedReplica",
-    "EmbedInput",
-    "EmbedOptions",
-    "EmbedResult",
-    "Embedding",
-    "ErrorDetails",
-    "Event",
-    "ExceededQuota",
-    "FailedPrecondition",
-    "Fault",
-    "FieldChange",
-    "FieldViolation",
-    "FinishReason",
-    "GenerateOptions",
-    "Generation",
-    "GenerationState",
-    "GenerationStream",
-    "IncompleteGeneration",
-    "Internal",
-    "InvalidRequest",
-    "Invoice",
-    "InvoiceLine",
-    "InvoicePayment",
-    "KeyRestrictions",
-    "KillResult",
-    "KilledRequest",
-    "Limits",
-    "LiveOrganization",
-    "LiveRequest",
-    "LiveView",
-    "Message",
-    "Model",
-    "ModelTask",
-    "ModelVersion",
-    "Money",
-    "Month",
-    "MonthCharge",
-    "MonthExportFormat",
-    "MonthFile",
-    "MonthReport",
-    "MonthReportLine",
-    "MonthState",
-    "MonthVerification",
-    "NotFound",
-    "Obstacle",
-    "Organization",
-    "Partial",
-    "PaymentState",
-    "PermissionDenied",
-    "Plan",
-    "PlanAssignment",
-    "PlanList",
-    "PreconditionViolation",
-    "PrepaidCredit",
-    "Price",
-    "PriceList",
-    "PriceVersion",
-    "Progress",
-    "Project",
-    "Prompt",
-    "QuotaDimension",
-    "QuotaExceeded",
-    "QuotaStatus",
-    "QuotaSubject",
-    "QuotaViolation",
-    "Quote",
-    "Receipt",
-    "ReceiptChain",
-    "ReceiptClient",
-    "ReceiptInvalid",
-    "ReceiptKey",
-    "ReceiptMonth",
-    "ReceiptProblem",
-    "ReceiptStep",
-    "ReceiptVerdict",
-    "Reconciliation",
-    "RecordedRequest",
-    "Replica",
-    "ReplicaDrain",
-    "ReplicaList",
-    "ReplicaState",
-    "RequestCounts",
-    "RequestPhase",
-    "ResourceExhausted",
-    "Result",
-    "Resumed",
-    "RotatedApiKey",
-    "SimulatedCustomer",
-    "Stage",
-    "Timings",
-    "TokenCount",
-    "TokenKind",
-    "TokenLogprob",
-    "TokenLogprobs",
-    "Tool",
-    "ToolCall",
-    "ToolCallDelta",
-    "Unauthenticated",
-    "Unavailable",
-    "UndrainedReplica",
-    "Usage",
-    "UsageForecast",
-    "UsageGrouping",
-    "UsagePage",
-    "UsageRow",
-    "UsageShare",
-    "UsageUpdate",
-    "WeirError",
-    "public_keys",
-    "verify_receipt",
-    "verify_receipts",
-]
+__all__ = sorted(_MODULES)
 
 
 if not TYPE_CHECKING:  # type checkers see the names imported above and reject unknown ones
 
     def __getattr__(name: str) -> object:
-        """Import a management name on its first use."""
-        if name in __all__:
-            for module in _MANAGING:
-                found = vars(import_module(f"{__name__}.{module}")).get(name)
-                if found is not None:
-                    return globals().setdefault(name, found)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        """Import a name on its first use."""
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        found = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+        return globals().setdefault(name, found)
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *__all__})

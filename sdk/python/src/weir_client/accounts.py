@@ -24,7 +24,7 @@ class TokenKind(StrEnum):
 class BillingProfile:
     """Recipient of an organization's invoices. Unknown fields are empty.
 
-    emails: Stripe sends invoices to the first address; the others are for the operator.
+    emails: Stripe sends invoices to the first address; the rest is for the operator.
     """
 
     emails: tuple[str, ...] = ()
@@ -73,16 +73,16 @@ class ApiKey:
     create_time: datetime | None
     expire_time: datetime | None  # None: never expires
     revoke_time: datetime | None  # None: not revoked
-    # The replaced secret works until then; None: there is only one secret
+    # The replaced secret works until then; None: there is only one secret.
     overlap_end_time: datetime | None = None
     models: tuple[str, ...] = ()  # allowed models; empty: all
     allowed_networks: tuple[str, ...] = ()  # allowed client networks; empty: all
     max_input_tokens: int | None = None  # per request; None: the model's own limit
     max_output_tokens: int | None = None  # per request, all choices together
-    # Accurate to two minutes; None: unused since `use_known_since_time`
+    # Accurate to two minutes; None: unused since `use_tracked_since_time`.
     last_use_time: datetime | None = None
-    # create_time, or for older keys the time since when uses are recorded
-    use_known_since_time: datetime | None = None
+    # create_time, or for older keys the time since when uses are recorded.
+    use_tracked_since_time: datetime | None = None
     organization_name: str = ""
     project_name: str = ""
 
@@ -98,9 +98,7 @@ class CreatedApiKey:
 
 @dataclass(frozen=True, slots=True)
 class RotatedApiKey:
-    """A key with its new secret, which is returned only once; the old one works until
-    `overlap_end_time`.
-    """
+    """Key with its new secret, which is returned only once. The old one works for an overlap."""
 
     api_key: ApiKey
     secret: str = field(repr=False)  # kept out of logs; empty if this repeats a call
@@ -143,7 +141,7 @@ class MonthReportLine:
     cancelled_token_count: int  # part of `token_count` that belongs to cancelled requests
     unit_price_picos: int  # per token
     amount: Money
-    # YYYY-MM of the usage, if that month was closed before the usage was posted
+    # YYYY-MM of the usage, if that month was closed before the usage was posted.
     late_month: str = ""
     rounded_amount: Money | None = None  # this line's part of `total_rounded`
     tier: str = ""

@@ -1,6 +1,4 @@
-"""Clients of the admin API: tenants, keys, limits, prices, plans, credit, live requests, replicas,
-webhooks, audit log.
-"""
+"""Clients of the admin API: tenants, keys, limits, prices, live requests, replicas, webhooks."""
 
 from __future__ import annotations
 
@@ -26,7 +24,15 @@ from weir.v1 import (
 )
 
 from weir_client import wire
-from weir_client.accounts import ApiKey, AuditEntry, BillingProfile, CreatedApiKey, Organization, Project, RotatedApiKey
+from weir_client.accounts import (
+    ApiKey,
+    AuditEntry,
+    BillingProfile,
+    CreatedApiKey,
+    Organization,
+    Project,
+    RotatedApiKey,
+)
 from weir_client.alerts import Alert, AlertWebhook, CreatedAlertWebhook
 from weir_client.billing_terms import (
     CreditBalance,
@@ -58,7 +64,12 @@ class AsyncAdminClient(UnaryClient):
         return admin_service_pb2_grpc.AdminServiceStub(self._opened().channel)
 
     async def create_organization(
-        self, name: str, *, currency_code: str = "USD", allow_existing: bool = False, request_id: str | None = None
+        self,
+        name: str,
+        *,
+        currency_code: str = "USD",
+        allow_existing: bool = False,
+        request_id: str | None = None,
     ) -> Organization:
         """Create a customer, billed in one currency (ISO 4217).
 
@@ -66,7 +77,10 @@ class AsyncAdminClient(UnaryClient):
         chosen by the caller; repeating the call with it creates nothing new.
         """
         request = admin_service_pb2.CreateOrganizationRequest(
-            name=name, currency_code=currency_code, allow_existing=allow_existing, request_id=request_id or str(uuid.uuid4())
+            name=name,
+            currency_code=currency_code,
+            allow_existing=allow_existing,
+            request_id=request_id or str(uuid.uuid4()),
         )
         response = await self._call(self._stub.CreateOrganization, request)
         return wire.read(Organization, response.organization)
@@ -74,8 +88,9 @@ class AsyncAdminClient(UnaryClient):
     async def list_organizations(self) -> list[Organization]:
         """Return all customers, by name."""
         request = admin_service_pb2.ListOrganizationsRequest()
-        response = await self._call(self._stub.ListOrganizations, request)
-        return [wire.read(Organization, each) for each in response.organizations]
+        return await self._list(
+            Organization, "organizations", self._stub.ListOrganizations, request
+        )
 
     async def set_billing_profile(self, organization: str, profile: BillingProfile) -> Organization:
         """Replace the billing profile of an organization; empty fields are cleared."""
@@ -86,14 +101,22 @@ class AsyncAdminClient(UnaryClient):
         return wire.read(Organization, response.organization)
 
     async def create_project(
-        self, organization: str, name: str, *, allow_existing: bool = False, request_id: str | None = None
+        self,
+        organization: str,
+        name: str,
+        *,
+        allow_existing: bool = False,
+        request_id: str | None = None,
     ) -> Project:
         """Create a project of an organization. request_id: as in `create_organization`.
 
         allow_existing: return the existing project of this name instead of raising AlreadyExists.
         """
         request = admin_service_pb2.CreateProjectRequest(
-            organization=organization, name=name, allow_existing=allow_existing, request_id=request_id or str(uuid.uuid4())
+            organization=organization,
+            name=name,
+            allow_existing=allow_existing,
+            request_id=request_id or str(uuid.uuid4()),
         )
         response = await self._call(self._stub.CreateProject, request)
         return wire.read(Project, response.project)
@@ -101,8 +124,7 @@ class AsyncAdminClient(UnaryClient):
     async def list_projects(self, organization: str) -> list[Project]:
         """Return the projects of an organization, by name."""
         request = admin_service_pb2.ListProjectsRequest(organization=organization)
-        response = await self._call(self._stub.ListProjects, request)
-        return [wire.read(Project, each) for each in response.projects]
+        return await self._list(Project, "projects", self._stub.ListProjects, request)
 
     async def create_api_key(
         self,
@@ -144,7 +166,9 @@ class AsyncAdminClient(UnaryClient):
         response = await self._call(self._stub.CreateApiKey, request, idempotent=False)
         return wire.read(CreatedApiKey, response)
 
-    async def rotate_api_key(self, api_key: str, *, overlap: timedelta | None = None, request_id: str = "") -> RotatedApiKey:
+    async def rotate_api_key(
+        self, api_key: str, *, overlap: timedelta | None = None, request_id: str = ""
+    ) -> RotatedApiKey:
         """Replace the secret of a key, given by id or prefix; the new one is returned only here.
 
         overlap: how long the old secret keeps working; None: one day. request_id: a UUID chosen by
@@ -208,8 +232,7 @@ class AsyncAdminClient(UnaryClient):
         request = admin_service_pb2.ListApiKeysRequest(organization=organization, api_key=api_key)
         if unused_for is not None:
             request.unused_for.FromTimedelta(unused_for)
-        response = await self._call(self._stub.ListApiKeys, request)
-        return [wire.read(ApiKey, each) for each in response.api_keys]
+        return await self._list(ApiKey, "api_keys", self._stub.ListApiKeys, request)
 
     async def set_quota(
         self,
@@ -252,19 +275,25 @@ class AsyncAdminClient(UnaryClient):
         response = await self._call(self._stub.SetQuota, request)
         return wire.read(QuotaStatus, response.quota)
 
-    async def raise_quota(self, quota_id: str, limit_value: int, expire_time: datetime, reason: str) -> QuotaStatus:
+    async def override_quota(
+        self, quota_id: str, limit_value: int, expire_time: datetime, reason: str
+    ) -> QuotaStatus:
         """Override a limit with a higher one until an aware datetime.
 
         reason: shown with the limit and recorded in the audit log.
         """
-        request = admin_service_pb2.RaiseQuotaRequest(quota_id=quota_id, limit_value=limit_value, reason=reason)
+        request = admin_service_pb2.OverrideQuotaRequest(
+            quota_id=quota_id, limit_value=limit_value, reason=reason
+        )
         request.expire_time.FromDatetime(expire_time)
-        response = await self._call(self._stub.RaiseQuota, request)
+        response = await self._call(self._stub.OverrideQuota, request)
         return wire.read(QuotaStatus, response.quota)
 
-    async def end_quota_raise(self, quota_id: str) -> QuotaStatus:
+    async def end_quota_override(self, quota_id: str) -> QuotaStatus:
         """End a temporary override early."""
-        response = await self._call(self._stub.RaiseQuota, admin_service_pb2.RaiseQuotaRequest(quota_id=quota_id))
+        response = await self._call(
+            self._stub.OverrideQuota, admin_service_pb2.OverrideQuotaRequest(quota_id=quota_id)
+        )
         return wire.read(QuotaStatus, response.quota)
 
     async def delete_quota(self, quota_id: str, *, allow_missing: bool = False) -> bool:
@@ -272,23 +301,21 @@ class AsyncAdminClient(UnaryClient):
 
         allow_missing: return False instead of raising NotFound if it does not exist.
         """
-        request = admin_service_pb2.DeleteQuotaRequest(quota_id=quota_id, allow_missing=allow_missing)
+        request = admin_service_pb2.DeleteQuotaRequest(
+            quota_id=quota_id, allow_missing=allow_missing
+        )
         response = await self._call(self._stub.DeleteQuota, request, idempotent=allow_missing)
         return response.deleted or not allow_missing  # older servers do not return `deleted`
 
     async def list_quotas(self, organization: str = "") -> list[QuotaStatus]:
-        """Return the limits of one organization with its projects and keys, or all, with their
-        remainders.
-        """
+        """Return the limits of an organization, its projects and keys, or all, with remainders."""
         request = admin_service_pb2.ListQuotasRequest(organization=organization)
-        response = await self._call(self._stub.ListQuotas, request)
-        return [wire.read(QuotaStatus, each) for each in response.quotas]
+        return await self._list(QuotaStatus, "quotas", self._stub.ListQuotas, request)
 
     async def list_key_quotas(self, api_key: str, model: str = "") -> list[QuotaStatus]:
         """Return every limit that applies to a key, inherited ones too, for one model or all."""
         request = admin_service_pb2.ListQuotasRequest(api_key=api_key, model=model)
-        response = await self._call(self._stub.ListQuotas, request)
-        return [wire.read(QuotaStatus, each) for each in response.quotas]
+        return await self._list(QuotaStatus, "quotas", self._stub.ListQuotas, request)
 
     async def _audit_pages(
         self,
@@ -309,7 +336,11 @@ class AsyncAdminClient(UnaryClient):
         end_time (exclusive): aware datetimes.
         """
         request = admin_service_pb2.ListAuditEntriesRequest(
-            page_size=page_size, before_entry_id=before_entry_id, subject=subject, actor=actor, action_prefix=action_prefix
+            page_size=page_size,
+            before_entry_id=before_entry_id,
+            subject=subject,
+            actor=actor,
+            action_prefix=action_prefix,
         )
         for stamp, time in ((request.start_time, start_time), (request.end_time, end_time)):
             if time is not None:
@@ -323,7 +354,9 @@ class AsyncAdminClient(UnaryClient):
 
     list_audit_entries = items_of(_audit_pages)
 
-    async def simulate_prices(self, month: str, proposal: Mapping[str, Any], *, organization: str = "") -> list[SimulatedCustomer]:
+    async def simulate_prices(
+        self, month: str, proposal: Mapping[str, Any], *, organization: str = ""
+    ) -> list[SimulatedCustomer]:
         """Return the bills of a past month (`YYYY-MM`, UTC) under other prices or plans. Read-only.
 
         proposal: `prices` and `plans`, JSON mappings of `weir.v1.PriceConfiguration` and
@@ -332,8 +365,7 @@ class AsyncAdminClient(UnaryClient):
         request = plans_pb2.SimulatePricesRequest()
         ParseDict(dict(proposal), request)
         request.month, request.organization = month, organization
-        response = await self._call(self._stub.SimulatePrices, request)
-        return [wire.read(SimulatedCustomer, each) for each in response.customers]
+        return await self._list(SimulatedCustomer, "customers", self._stub.SimulatePrices, request)
 
     async def create_plan(self, plan: Mapping[str, Any]) -> Plan:
         """Create a plan or its next version; return the latest version if it is identical.
@@ -351,12 +383,16 @@ class AsyncAdminClient(UnaryClient):
         request = plans_pb2.ListPlansRequest(name=name, organization=organization)
         return wire.read(PlanList, await self._call(self._stub.ListPlans, request))
 
-    async def assign_plan(self, organization: str, plan: str, *, version: int = 0, first_month: str = "") -> PlanAssignment:
+    async def assign_plan(
+        self, organization: str, plan: str, *, version: int = 0, first_month: str = ""
+    ) -> PlanAssignment:
         """Assign a plan to an organization: by default its latest version, from this month on.
 
         first_month: `YYYY-MM`. plan: empty removes the plan from then on. Idempotent.
         """
-        request = plans_pb2.AssignPlanRequest(organization=organization, plan=plan, version=version, first_month=first_month)
+        request = plans_pb2.AssignPlanRequest(
+            organization=organization, plan=plan, version=version, first_month=first_month
+        )
         response = await self._call(self._stub.AssignPlan, request)
         return wire.read(PlanAssignment, response.assignment, existed=response.existed)
 
@@ -387,22 +423,30 @@ class AsyncAdminClient(UnaryClient):
 
     async def list_credit_grants(self, organization: str = "") -> list[CreditGrant]:
         """Return credit grants of one organization or all, those that expire first in front."""
-        response = await self._call(self._stub.ListCreditGrants, plans_pb2.ListCreditGrantsRequest(organization=organization))
-        return [wire.read(CreditGrant, each) for each in response.grants]
+        return await self._list(
+            CreditGrant,
+            "grants",
+            self._stub.ListCreditGrants,
+            plans_pb2.ListCreditGrantsRequest(organization=organization),
+        )
 
     async def get_credit_balance(self, organization: str) -> CreditBalance:
         """Return an organization's current credit."""
         request = plans_pb2.GetCreditBalanceRequest(organization=organization)
         return wire.read(CreditBalance, await self._call(self._stub.GetCreditBalance, request))
 
-    async def set_prepaid(self, organization: str, prepaid: bool, *, alert_at: Sequence[int] | None = None) -> bool:
+    async def set_prepaid(
+        self, organization: str, prepaid: bool, *, alert_at: Sequence[int] | None = None
+    ) -> bool:
         """Switch an organization to prepaid or back, and return the previous setting.
 
         alert_at: amounts of remaining credit, in picos, that trigger an alert; None: unchanged, at
         first empty.
         """
         thresholds = None if alert_at is None else types_pb2.AlertThresholds(values=alert_at)
-        request = plans_pb2.SetPrepaidRequest(organization=organization, prepaid=prepaid, alert_at=thresholds)
+        request = plans_pb2.SetPrepaidRequest(
+            organization=organization, prepaid=prepaid, alert_at=thresholds
+        )
         return (await self._call(self._stub.SetPrepaid, request)).existed
 
     async def set_price(
@@ -438,14 +482,19 @@ class AsyncAdminClient(UnaryClient):
             effective_time=_stamp(effective_time),
             request_id=request_id or str(uuid.uuid4()),
         )
-        response = await self._call(self._stub.SetPrice, request)
-        return [wire.read(PriceVersion, each) for each in response.versions]
+        return await self._list(PriceVersion, "versions", self._stub.SetPrice, request)
 
     async def withdraw_price(
-        self, organization: str, model: str, *, effective_time: datetime | None = None, request_id: str | None = None
+        self,
+        organization: str,
+        model: str,
+        *,
+        effective_time: datetime | None = None,
+        request_id: str | None = None,
     ) -> list[PriceVersion]:
-        """End an organization's own price of a model; the list price applies from `effective_time`
-        or now.
+        """End an organization's own price of a model; the list price applies from then on.
+
+        effective_time: None: now.
         """
         request = prices_pb2.WithdrawPriceRequest(
             organization=organization,
@@ -453,8 +502,7 @@ class AsyncAdminClient(UnaryClient):
             effective_time=_stamp(effective_time),
             request_id=request_id or str(uuid.uuid4()),
         )
-        response = await self._call(self._stub.WithdrawPrice, request)
-        return [wire.read(PriceVersion, each) for each in response.versions]
+        return await self._list(PriceVersion, "versions", self._stub.WithdrawPrice, request)
 
     async def list_prices(
         self,
@@ -471,16 +519,24 @@ class AsyncAdminClient(UnaryClient):
         time: None: now. history: also return all past and future versions.
         """
         request = prices_pb2.ListPricesRequest(
-            organization=organization, model=model, currency_code=currency_code, time=_stamp(time), history=history
+            organization=organization,
+            model=model,
+            currency_code=currency_code,
+            time=_stamp(time),
+            history=history,
         )
         return wire.read(PriceList, await self._call(self._stub.ListPrices, request))
 
-    async def list_live_requests(self, organization: str = "", *, page_size: int = 200, stuck_only: bool = False) -> LiveView:
+    async def list_live_requests(
+        self, organization: str = "", *, page_size: int = 200, stuck_only: bool = False
+    ) -> LiveView:
         """Return the live requests of all processes, of one organization or all.
 
         stuck_only: only holds that are past their expiry.
         """
-        request = live_requests_pb2.ListLiveRequestsRequest(organization=organization, page_size=page_size, stuck_only=stuck_only)
+        request = live_requests_pb2.ListLiveRequestsRequest(
+            organization=organization, page_size=page_size, stuck_only=stuck_only
+        )
         return wire.read(LiveView, await self._call(self._stub.ListLiveRequests, request))
 
     async def get_request(self, request_id: str, *, project: str = "") -> RecordedRequest:
@@ -491,17 +547,25 @@ class AsyncAdminClient(UnaryClient):
         request = live_requests_pb2.GetRequestRequest(request_id=request_id, project=project)
         return wire.read(RecordedRequest, await self._call(self._stub.GetRequest, request))
 
-    async def kill_request(self, request_id: str, *, project: str = "", reason: str = "") -> KilledRequest:
+    async def kill_request(
+        self, request_id: str, *, project: str = "", reason: str = ""
+    ) -> KilledRequest:
         """End a request in any process; its client receives the reason. Idempotent."""
-        request = live_requests_pb2.KillRequestRequest(request_id=request_id, project=project, reason=reason)
+        request = live_requests_pb2.KillRequestRequest(
+            request_id=request_id, project=project, reason=reason
+        )
         return wire.read(KilledRequest, await self._call(self._stub.KillRequest, request))
 
-    async def end_overdue_holds(self) -> int:
+    async def expire_overdue_holds(self) -> int:
         """Expire the overdue holds, as the worker does, and return their number."""
-        response = await self._call(self._stub.EndOverdueHolds, live_requests_pb2.EndOverdueHoldsRequest())
-        return response.ended_count
+        response = await self._call(
+            self._stub.ExpireOverdueHolds, live_requests_pb2.ExpireOverdueHoldsRequest()
+        )
+        return response.expired_count
 
-    async def apply_configuration(self, configuration: Mapping[str, Any], *, dry_run: bool = False) -> AppliedConfiguration:
+    async def apply_configuration(
+        self, configuration: Mapping[str, Any], *, dry_run: bool = False
+    ) -> AppliedConfiguration:
         """Apply a configuration of organizations, projects, keys, limits and prices, all or
         nothing.
 
@@ -511,21 +575,30 @@ class AsyncAdminClient(UnaryClient):
         request = configuration_pb2.ApplyConfigurationRequest(dry_run=dry_run)
         ParseDict(dict(configuration), request.configuration)
         # Not retried automatically: only the first response holds the secrets of new keys.
-        return wire.read(AppliedConfiguration, await self._call(self._stub.ApplyConfiguration, request, idempotent=False))
+        return wire.read(
+            AppliedConfiguration,
+            await self._call(self._stub.ApplyConfiguration, request, idempotent=False),
+        )
 
     async def export_configuration(self, organization: str = "") -> dict[str, Any]:
         """Return the current state as a configuration, of one organization or all."""
         request = configuration_pb2.ExportConfigurationRequest(organization=organization)
         response = await self._call(self._stub.ExportConfiguration, request)
-        exported: dict[str, Any] = MessageToDict(response.configuration, preserving_proto_field_name=True)
+        exported: dict[str, Any] = MessageToDict(
+            response.configuration, preserving_proto_field_name=True
+        )
         return exported
 
     async def list_replicas(self, model: str = "") -> ReplicaList:
         """Return the engines of all processes, of all models or of one model or `name@version`."""
-        answer = await self._call(self._stub.ListReplicas, replicas_pb2.ListReplicasRequest(model=model))
+        answer = await self._call(
+            self._stub.ListReplicas, replicas_pb2.ListReplicasRequest(model=model)
+        )
         return wire.read(ReplicaList, answer)
 
-    async def drain_replica(self, model: str, name: str, *, reason: str = "", move_after_s: float | None = None) -> DrainedReplica:
+    async def drain_replica(
+        self, model: str, name: str, *, reason: str = "", move_after_s: float | None = None
+    ) -> DrainedReplica:
         """Drain a replica in all processes. Idempotent.
 
         move_after_s: seconds after the order when running requests move to other replicas if
@@ -543,32 +616,46 @@ class AsyncAdminClient(UnaryClient):
         answer = await self._call(self._stub.UndrainReplica, request)
         return wire.read(UndrainedReplica, answer)
 
-    async def set_alert_webhook(self, organization: str, url: str, *, request_id: str | None = None) -> CreatedAlertWebhook:
+    async def set_alert_webhook(
+        self, organization: str, url: str, *, request_id: str | None = None
+    ) -> CreatedAlertWebhook:
         """Post an organization's alerts to a URL from now on, signed with a new secret.
 
         request_id: a UUID chosen by the caller; repeating the call with it changes nothing and
         returns an empty secret.
         """
-        request = alerts_pb2.SetAlertWebhookRequest(organization=organization, url=url, request_id=request_id or str(uuid.uuid4()))
+        request = alerts_pb2.SetAlertWebhookRequest(
+            organization=organization, url=url, request_id=request_id or str(uuid.uuid4())
+        )
         response = await self._call(self._stub.SetAlertWebhook, request)
         return wire.read(CreatedAlertWebhook, response)
 
     async def list_alert_webhooks(self, organization: str = "") -> list[AlertWebhook]:
         """Return the webhook of one organization, or all."""
-        response = await self._call(self._stub.ListAlertWebhooks, alerts_pb2.ListAlertWebhooksRequest(organization=organization))
-        return [wire.read(AlertWebhook, each) for each in response.webhooks]
+        return await self._list(
+            AlertWebhook,
+            "webhooks",
+            self._stub.ListAlertWebhooks,
+            alerts_pb2.ListAlertWebhooksRequest(organization=organization),
+        )
 
     async def delete_alert_webhook(self, organization: str, *, allow_missing: bool = False) -> bool:
         """Remove the webhook of an organization; return whether it existed."""
-        request = alerts_pb2.DeleteAlertWebhookRequest(organization=organization, allow_missing=allow_missing)
+        request = alerts_pb2.DeleteAlertWebhookRequest(
+            organization=organization, allow_missing=allow_missing
+        )
         return (await self._call(self._stub.DeleteAlertWebhook, request)).deleted
 
-    async def test_alert_webhook(self, organization: str, *, request_id: str | None = None) -> Alert:
+    async def test_alert_webhook(
+        self, organization: str, *, request_id: str | None = None
+    ) -> Alert:
         """Send a test alert; `list_alerts` returns its delivery.
 
         request_id: a UUID chosen by the caller; repeating the call with it sends no second test.
         """
-        request = alerts_pb2.TestAlertWebhookRequest(organization=organization, request_id=request_id or str(uuid.uuid4()))
+        request = alerts_pb2.TestAlertWebhookRequest(
+            organization=organization, request_id=request_id or str(uuid.uuid4())
+        )
         return wire.read(Alert, (await self._call(self._stub.TestAlertWebhook, request)).alert)
 
 
@@ -597,8 +684,8 @@ class AdminClient(BlockingUnaryClient):
     revoke_api_key = blocking(AsyncAdminClient.revoke_api_key)
     list_api_keys = blocking(AsyncAdminClient.list_api_keys)
     set_quota = blocking(AsyncAdminClient.set_quota)
-    raise_quota = blocking(AsyncAdminClient.raise_quota)
-    end_quota_raise = blocking(AsyncAdminClient.end_quota_raise)
+    override_quota = blocking(AsyncAdminClient.override_quota)
+    end_quota_override = blocking(AsyncAdminClient.end_quota_override)
     delete_quota = blocking(AsyncAdminClient.delete_quota)
     list_quotas = blocking(AsyncAdminClient.list_quotas)
     list_key_quotas = blocking(AsyncAdminClient.list_key_quotas)
@@ -620,7 +707,7 @@ class AdminClient(BlockingUnaryClient):
     list_live_requests = blocking(AsyncAdminClient.list_live_requests)
     get_request = blocking(AsyncAdminClient.get_request)
     kill_request = blocking(AsyncAdminClient.kill_request)
-    end_overdue_holds = blocking(AsyncAdminClient.end_overdue_holds)
+    expire_overdue_holds = blocking(AsyncAdminClient.expire_overdue_holds)
     apply_configuration = blocking(AsyncAdminClient.apply_configuration)
     export_configuration = blocking(AsyncAdminClient.export_configuration)
 

@@ -34,19 +34,23 @@ from weir_client.tls import TlsOptions
 from weir_client.tools import Tool
 from weir_client.values import Generation, KeyRestrictions, QuotaStatus, Result, TokenCount
 
-KEEP_MIN_S = 0.001  # minimum: a shorter keep time could round to zero
+KEEP_MIN_S = 0.001  # a shorter keep time could round to zero
 
 
 class AsyncClient:
     """A connection to the inference API, to be used as `async with AsyncClient() as client`.
 
-    All generations share one stream; run as many at once as you like from the tasks of one event loop.
+    All generations share one stream; run as many at once as you like from the tasks of one event
+    loop.
 
     >>> import asyncio
     >>> async def ask(*questions: str) -> list[Result]:
     ...     async with AsyncClient() as client:
-    ...         return await asyncio.gather(*(client.complete("demo", each, max_output_tokens=20) for each in questions))
-    >>> [result.usage.billed_token_count <= 20 for result in asyncio.run(ask("Which hotel has a pool?", "And a garden?"))]
+    ...         return await asyncio.gather(
+    ...             *(client.complete("demo", each, max_output_tokens=20) for each in questions)
+    ...         )
+    >>> results = asyncio.run(ask("Which hotel has a pool?", "And a garden?"))
+    >>> [result.usage.billed_token_count <= 20 for result in results]
     [True, True]
     """
 
@@ -93,7 +97,9 @@ class AsyncClient:
         """Address that this client connects to."""
         return self._settings.address
 
-    def generate(self, model: str, prompt: Prompt | None = None, **options: Unpack[GenerateOptions]) -> AsyncGeneration:
+    def generate(
+        self, model: str, prompt: Prompt | None = None, **options: Unpack[GenerateOptions]
+    ) -> AsyncGeneration:
         """Stream an answer to a question or a list of messages; see `GenerateOptions`.
 
         Raises: InvalidRequest for a request that cannot be encoded or exceeds `max_message_bytes`.
@@ -101,9 +107,14 @@ class AsyncClient:
         """
         stream = self._open_stream()
         frame = build_start(model, prompt, options)
-        size, limit = pb.GenerateRequest(frames=[frame]).ByteSize(), self._settings.max_message_bytes
+        size, limit = (
+            pb.GenerateRequest(frames=[frame]).ByteSize(),
+            self._settings.max_message_bytes,
+        )
         if size > limit:  # sending it would end the shared stream and with it every other request
-            field = errors.FieldViolation("prompt", f"the request has {size} bytes, and the limit is {limit}")
+            field = errors.FieldViolation(
+                "prompt", f"the request has {size} bytes, and the limit is {limit}"
+            )
             raise errors.InvalidRequest(
                 f"the request is too large: {size} bytes, and the limit is {limit}",
                 reason="MESSAGE_TOO_LARGE",
@@ -126,18 +137,29 @@ class AsyncClient:
             check_seconds(name, options.get(name))
         after = written(pb.AttachFrame, {"after_seq": options.get("after_seq", 0)})
         frame = written(pb.ClientFrame, {"request_id": request_id, "attach": after})
-        keep_s, prefetch_tokens = options.get("resume_s", RESUME_S), checked_prefetch(options.get("prefetch_tokens"))
-        terms = Terms(options.get("timeout"), self._settings.retry, keep_s, prefetch_tokens=prefetch_tokens)
+        keep_s, prefetch_tokens = (
+            options.get("resume_s", RESUME_S),
+            checked_prefetch(options.get("prefetch_tokens")),
+        )
+        terms = Terms(
+            options.get("timeout"), self._settings.retry, keep_s, prefetch_tokens=prefetch_tokens
+        )
         return AsyncGeneration(self._open_stream(), frame, terms)
 
     def _open_stream(self) -> SharedStream:
         if self._stream is None:
-            raise RuntimeError("the client is not open: use it inside its `with` or `async with` block")
+            raise RuntimeError(
+                "the client is not open: use it inside its `with` or `async with` block"
+            )
         return self._stream
 
     def _terms(self, frame: pb.ClientFrame, options: GenerateOptions) -> Terms:
         """Return the terms of a request. Writes the keep time into the frame."""
-        retry, timeout_s, max_retries = self._settings.retry, options.get("timeout"), options.get("max_retries")
+        retry, timeout_s, max_retries = (
+            self._settings.retry,
+            options.get("timeout"),
+            options.get("max_retries"),
+        )
         if max_retries is not None:
             retry = RetryPolicy(max_retries, retry.wait_max_s)
         asked = "keep_on_disconnect" in options
@@ -145,12 +167,24 @@ class AsyncClient:
         if asked:
             keep_s = options["keep_on_disconnect"] or None
         else:  # at most the caller's timeout and the server's known limit
-            longest_s = min(RESUME_S, RESUME_S if timeout_s is None else timeout_s, self._open_stream().keep_max_s)
+            longest_s = min(
+                RESUME_S,
+                RESUME_S if timeout_s is None else timeout_s,
+                self._open_stream().keep_max_s,
+            )
             keep_s = max(longest_s, KEEP_MIN_S) if self._open_stream().keep_max_s else None
         set_keep(frame.start, keep_s)
-        return Terms(timeout_s, retry, keep_s, keep_is_asked=asked, prefetch_tokens=options.get("prefetch_tokens"))
+        return Terms(
+            timeout_s,
+            retry,
+            keep_s,
+            keep_is_asked=asked,
+            prefetch_tokens=options.get("prefetch_tokens"),
+        )
 
-    async def complete(self, model: str, prompt: Prompt | None = None, **options: Unpack[GenerateOptions]) -> Result:
+    async def complete(
+        self, model: str, prompt: Prompt | None = None, **options: Unpack[GenerateOptions]
+    ) -> Result:
         """Return the whole answer of a request; takes the arguments of `generate`.
 
         Cancelling the call cancels the request. Raises: WeirError.
@@ -174,32 +208,44 @@ class AsyncClient:
         with a model that does not support tools; any WeirError.
         """
         if (prompt is None) == (text is None):
-            raise errors.InvalidRequest("give exactly one of: a prompt, text=", reason="FIELD_INVALID")
+            raise errors.InvalidRequest(
+                "give exactly one of: a prompt, text=", reason="FIELD_INVALID"
+            )
         asked = None if prompt is None else conversation(prompt)
         fields = {"model": model, "conversation": asked, "text": text, "tools": tools_shown(tools)}
         request = written(pb.CountTokensRequest, fields)
         response = await self._opened().call(self._stub.CountTokens, request, timeout=timeout)
         return TokenCount(response.input_token_count, response.context_window_tokens)
 
-    async def quote(self, model: str, prompt: Prompt | None = None, **options: Unpack[GenerateOptions]) -> Quote:
+    async def quote(
+        self, model: str, prompt: Prompt | None = None, **options: Unpack[GenerateOptions]
+    ) -> Quote:
         """Return tokens and cost of the same call of `generate`, and whether it would be admitted.
 
         Raises: as `generate`, except QuotaExceeded: the quote reports it.
         """
         request = pb.QuoteRequest(start=build_start(model, prompt, options).start)
-        response = await self._opened().call(self._stub.Quote, request, timeout=options.get("timeout"))
+        response = await self._opened().call(
+            self._stub.Quote, request, timeout=options.get("timeout")
+        )
         return wire.read(Quote, response)
 
-    async def quote_embed(self, model: str, inputs: str | Sequence[EmbedInput], **options: Unpack[EmbedOptions]) -> Quote:
+    async def quote_embed(
+        self, model: str, inputs: str | Sequence[EmbedInput], **options: Unpack[EmbedOptions]
+    ) -> Quote:
         """Return tokens and cost of the same call of `embed`, and whether it would be admitted.
 
         Raises: as `embed`, except QuotaExceeded: the quote reports it.
         """
         request = pb.QuoteRequest(embed=build_embed(model, inputs, options))
-        response = await self._opened().call(self._stub.Quote, request, timeout=options.get("timeout"))
+        response = await self._opened().call(
+            self._stub.Quote, request, timeout=options.get("timeout")
+        )
         return wire.read(Quote, response)
 
-    async def embed(self, model: str, inputs: str | Sequence[EmbedInput], **options: Unpack[EmbedOptions]) -> EmbedResult:
+    async def embed(
+        self, model: str, inputs: str | Sequence[EmbedInput], **options: Unpack[EmbedOptions]
+    ) -> EmbedResult:
         """Return vectors of one text or several, each a text or its token ids; see `EmbedOptions`.
 
         Retried like every call with the same request id, which is billed once. Raises:
@@ -207,25 +253,35 @@ class AsyncClient:
         lost; any WeirError.
         """
         request = build_embed(model, inputs, options)
-        response = await self._opened().call(self._stub.Embed, request, timeout=options.get("timeout"))
+        response = await self._opened().call(
+            self._stub.Embed, request, timeout=options.get("timeout")
+        )
         return embed_result(request, response)
 
     async def list_models(self, *, timeout: float | None = None) -> list[Model]:
         """Return the models that the key may use, by name. Raises: WeirError."""
-        response = await self._opened().call(self._stub.ListModels, pb.ListModelsRequest(), timeout=timeout)
+        response = await self._opened().call(
+            self._stub.ListModels, pb.ListModelsRequest(), timeout=timeout
+        )
         return [wire.read(Model, each) for each in response.models]
 
-    async def get_quota(self, model: str = "", *, timeout: float | None = None) -> list[QuotaStatus]:
+    async def get_quota(
+        self, model: str = "", *, timeout: float | None = None
+    ) -> list[QuotaStatus]:
         """Return every limit that applies to the key, optionally for one model. Raises: WeirError.
 
         An empty list means unlimited.
         """
-        response = await self._opened().call(self._stub.GetQuota, pb.GetQuotaRequest(model=model), timeout=timeout)
+        response = await self._opened().call(
+            self._stub.GetQuota, pb.GetQuotaRequest(model=model), timeout=timeout
+        )
         return [wire.read(QuotaStatus, each) for each in response.quotas]
 
     async def get_restrictions(self, *, timeout: float | None = None) -> KeyRestrictions:
         """Return the key's scopes, models, tokens per request and expiry. Raises: WeirError."""
-        response = await self._opened().call(self._stub.GetQuota, pb.GetQuotaRequest(), timeout=timeout)
+        response = await self._opened().call(
+            self._stub.GetQuota, pb.GetQuotaRequest(), timeout=timeout
+        )
         return wire.read(KeyRestrictions, response.restrictions)
 
     async def get_generation(self, request_id: str, *, timeout: float | None = None) -> Generation:
@@ -241,10 +297,17 @@ class AsyncClient:
         self._stub = inference_service_pb2_grpc.InferenceServiceStub(self._connection.channel)
         self._tasks = await asyncio.TaskGroup().__aenter__()
         metadata = self._connection.metadata
-        self._stream = SharedStream(lambda: self._stub.Generate(metadata=grpc.aio.Metadata(*metadata)), self._tasks)
+        self._stream = SharedStream(
+            lambda: self._stub.Generate(metadata=grpc.aio.Metadata(*metadata)), self._tasks
+        )
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         connection, tasks, stream = self._connection, self._tasks, self._stream
         assert connection is not None
         assert tasks is not None
@@ -253,12 +316,14 @@ class AsyncClient:
         try:
             await stream.close()
         finally:
-            # Without the error of the block, which the group would wrap in an exception group. Its
-            # own tasks never raise.
+            # Without the error of the block, which the group would wrap in an exception group. The
+            # group's own tasks never raise.
             await tasks.__aexit__(None, None, None)
             await connection.close()
 
     def _opened(self) -> Connection:
         if self._connection is None:
-            raise RuntimeError("the client is not open: use it inside its `with` or `async with` block")
+            raise RuntimeError(
+                "the client is not open: use it inside its `with` or `async with` block"
+            )
         return self._connection

@@ -79,7 +79,7 @@ class AlertWebhook:
     create_time: datetime | None
     pending_count: int
     failure_count: int
-    rest_end_time: datetime | None  # no attempt is made before this time after failures
+    pause_end_time: datetime | None  # no attempt is made before this time after failures
     last_error: str
 
 

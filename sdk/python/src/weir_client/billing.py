@@ -5,12 +5,25 @@ from __future__ import annotations
 import uuid
 from collections.abc import AsyncIterator, Sequence
 
-from weir.v1 import alerts_pb2, billing_service_pb2, billing_service_pb2_grpc, months_pb2, usage_reports_pb2
+from weir.v1 import (
+    alerts_pb2,
+    billing_service_pb2,
+    billing_service_pb2_grpc,
+    months_pb2,
+    usage_reports_pb2,
+)
 
 from weir_client import wire
 from weir_client.accounts import MonthReport
 from weir_client.alerts import Alert
-from weir_client.bills import Adjustment, ClosedMonth, DocumentFormat, Invoice, Month, MonthVerification
+from weir_client.bills import (
+    Adjustment,
+    ClosedMonth,
+    DocumentFormat,
+    Invoice,
+    Month,
+    MonthVerification,
+)
 from weir_client.blocking import BlockingUnaryClient, blocking, blocking_items
 from weir_client.money import Money
 from weir_client.unary import UnaryClient, items_of
@@ -39,10 +52,10 @@ class AsyncBillingClient(UnaryClient):
         request = billing_service_pb2.GetMonthReportRequest(organization=organization, month=month)
         return wire.read(MonthReport, await self._call(self._stub.GetMonthReport, request))
 
-    async def get_month_document(self, organization: str, month: str, document_format: DocumentFormat) -> bytes:
-        """Return the report as a document; of a closed month always the same bytes (see
-        `list_months`).
-        """
+    async def get_month_document(
+        self, organization: str, month: str, document_format: DocumentFormat
+    ) -> bytes:
+        """Return the report as a document; that of a closed month never changes."""
         request = months_pb2.GetMonthDocumentRequest(
             organization=organization, month=month, format=_DOCUMENT_FORMATS[document_format]
         )
@@ -50,8 +63,12 @@ class AsyncBillingClient(UnaryClient):
 
     async def list_months(self, organization: str) -> list[Month]:
         """Return the months of an organization, the latest first."""
-        response = await self._call(self._stub.ListMonths, months_pb2.ListMonthsRequest(organization=organization))
-        return [wire.read(Month, each) for each in response.months]
+        return await self._list(
+            Month,
+            "months",
+            self._stub.ListMonths,
+            months_pb2.ListMonthsRequest(organization=organization),
+        )
 
     async def close_month(
         self,
@@ -82,15 +99,17 @@ class AsyncBillingClient(UnaryClient):
         return wire.read(ClosedMonth, await self._call(self._stub.CloseMonth, request))
 
     async def verify_month(self, organization: str, month: str) -> MonthVerification:
-        """Recompute a closed month's report and compare its digests. Raises: FailedPrecondition if
-        open.
-        """
+        """Recompute a closed month's report and compare its digests. Raises: FailedPrecondition."""
         request = months_pb2.VerifyMonthRequest(organization=organization, month=month)
         return wire.read(MonthVerification, await self._call(self._stub.VerifyMonth, request))
 
-    async def get_invoice(self, number: str = "", *, organization: str = "", month: str = "") -> Invoice:
+    async def get_invoice(
+        self, number: str = "", *, organization: str = "", month: str = ""
+    ) -> Invoice:
         """Return one invoice, by its number or by organization and month."""
-        request = months_pb2.GetInvoiceRequest(number=number, organization=organization, month=month)
+        request = months_pb2.GetInvoiceRequest(
+            number=number, organization=organization, month=month
+        )
         response = await self._call(self._stub.GetInvoice, request)
         credit_notes = tuple(wire.read(Adjustment, each) for each in response.credit_notes)
         return wire.read(Invoice, response.invoice, credit_notes=credit_notes)
@@ -110,7 +129,9 @@ class AsyncBillingClient(UnaryClient):
             reason=reason,
             request_id=request_id or str(uuid.uuid4()),
         )
-        return wire.read(Adjustment, (await self._call(self._stub.CreateAdjustment, request)).adjustment)
+        return wire.read(
+            Adjustment, (await self._call(self._stub.CreateAdjustment, request)).adjustment
+        )
 
     async def create_credit_note(
         self, invoice_number: str, amount: Money, reason: str, *, request_id: str | None = None
@@ -125,23 +146,32 @@ class AsyncBillingClient(UnaryClient):
             reason=reason,
             request_id=request_id or str(uuid.uuid4()),
         )
-        return wire.read(Adjustment, (await self._call(self._stub.CreateCreditNote, request)).credit_note)
+        return wire.read(
+            Adjustment, (await self._call(self._stub.CreateCreditNote, request)).credit_note
+        )
 
     async def approve_adjustment(self, adjustment_id: str) -> Adjustment:
         """Approve and post an adjustment or a credit note that another person proposed."""
         request = months_pb2.ApproveAdjustmentRequest(adjustment_id=adjustment_id)
-        return wire.read(Adjustment, (await self._call(self._stub.ApproveAdjustment, request)).adjustment)
+        return wire.read(
+            Adjustment, (await self._call(self._stub.ApproveAdjustment, request)).adjustment
+        )
 
     async def reject_adjustment(self, adjustment_id: str) -> Adjustment:
         """Reject an adjustment or a credit note permanently."""
         request = months_pb2.RejectAdjustmentRequest(adjustment_id=adjustment_id)
-        return wire.read(Adjustment, (await self._call(self._stub.RejectAdjustment, request)).adjustment)
+        return wire.read(
+            Adjustment, (await self._call(self._stub.RejectAdjustment, request)).adjustment
+        )
 
-    async def list_adjustments(self, organization: str, *, undecided_only: bool = False) -> list[Adjustment]:
+    async def list_adjustments(
+        self, organization: str, *, undecided_only: bool = False
+    ) -> list[Adjustment]:
         """Return the adjustments and credit notes of an organization, the latest first."""
-        request = months_pb2.ListAdjustmentsRequest(organization=organization, undecided_only=undecided_only)
-        response = await self._call(self._stub.ListAdjustments, request)
-        return [wire.read(Adjustment, each) for each in response.adjustments]
+        request = months_pb2.ListAdjustmentsRequest(
+            organization=organization, undecided_only=undecided_only
+        )
+        return await self._list(Adjustment, "adjustments", self._stub.ListAdjustments, request)
 
     async def _usage_pages(
         self,
@@ -176,23 +206,27 @@ class AsyncBillingClient(UnaryClient):
     get_usage = items_of(_usage_pages)
 
     async def get_forecast(self, organization: str = "", month: str = "") -> UsageForecast:
-        """Return the forecast cost of a month, by default this one, with its range. Raises: any
-        WeirError.
-        """
+        """Return the forecast cost of a month, by default this one, with its range."""
         request = usage_reports_pb2.GetForecastRequest(organization=organization, month=month)
         response = await self._call(self._stub.GetForecast, request)
         return wire.read(UsageForecast, response)
 
-    async def export_month(self, month: str, file_format: MonthExportFormat, *, organization: str = "") -> MonthFile:
-        """Return a month (UTC, `YYYY-MM`) as a file. Raises: NotFound, InvalidRequest; any
-        WeirError.
-        """
-        request = usage_reports_pb2.ExportMonthRequest(organization=organization, month=month, format=_EXPORT_FORMATS[file_format])
-        pieces = await self._opened().collect(self._stub.ExportMonth, request, timeout=self._timeout_s)
+    async def export_month(
+        self, month: str, file_format: MonthExportFormat, *, organization: str = ""
+    ) -> MonthFile:
+        """Return a month (UTC, `YYYY-MM`) as a file. Raises: NotFound, InvalidRequest."""
+        request = usage_reports_pb2.ExportMonthRequest(
+            organization=organization, month=month, format=_EXPORT_FORMATS[file_format]
+        )
+        pieces = await self._opened().collect(
+            self._stub.ExportMonth, request, timeout=self._timeout_s
+        )
         content = b"".join(piece.chunk for piece in pieces)
         return MonthFile(pieces[0].file_name, pieces[0].media_type, content)
 
-    async def _alert_pages(self, organization: str = "", *, page_size: int = 0) -> AsyncIterator[list[Alert]]:
+    async def _alert_pages(
+        self, organization: str = "", *, page_size: int = 0
+    ) -> AsyncIterator[list[Alert]]:
         """Yield alerts, the latest first. Raises: NotFound, InvalidRequest.
 
         organization: empty for the key's own, or for all with an `admin` key.

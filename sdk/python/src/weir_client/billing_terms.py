@@ -107,7 +107,7 @@ class CreditBalance:
     organization_id: str
     organization_name: str
     prepaid: bool  # admitted only within its credit
-    left: Money  # of grants for this month and later ones, counting closed months
+    remaining: Money  # of grants for this month and later ones, counting closed months
     unbilled: Money  # charges of open months so far
     held: Money  # by running requests of a prepaid organization
     available: Money  # spendable this month

@@ -101,9 +101,7 @@ class ClosedMonth:
 
 @dataclass(frozen=True, slots=True)
 class MonthVerification:
-    """A closed month recomputed from the ledger. differences: descriptions, empty if there are
-    none.
-    """
+    """A closed month recomputed from the ledger. differences: descriptions; empty for none."""
 
     month: Month
     json_sha256: str
@@ -114,7 +112,7 @@ class MonthVerification:
 
 @dataclass(frozen=True, slots=True)
 class MonthCharge:
-    """A line beside the usage. kind: allowance, graduated, volume, commitment, adjustment or credit."""
+    """Line beside usage. kind: allowance, graduated, volume, commitment, adjustment, credit."""
 
     kind: str
     description: str
@@ -131,7 +129,7 @@ class PrepaidCredit:
 
     granted: Money
     expired: Money
-    left: Money
+    remaining: Money
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +144,7 @@ class CreditNoteSummary:
 
 @dataclass(frozen=True, slots=True)
 class InvoiceLine:
-    """A line of an invoice. exact_amount: before rounding; amount: what the customer pays for it."""
+    """A line of an invoice. exact_amount: before rounding; amount: what the customer pays."""
 
     kind: str
     description: str

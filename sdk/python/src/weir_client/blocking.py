@@ -27,7 +27,11 @@ class AddressedClient(Protocol):
         """Open the client."""
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+        /,
     ) -> None:
         """Close the client."""
 
@@ -51,7 +55,12 @@ class BlockingClient(Generic[_AsyncClient]):
         self._thread.open()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._thread.close()
 
 
@@ -95,7 +104,9 @@ def blocking_items(
     """Return the blocking twin of an asyncio method that yields pages; it yields their items."""
 
     @functools.wraps(pages)
-    def items(self: Any, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> Iterator[_Result]:
+    def items(
+        self: Any, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs
+    ) -> Iterator[_Result]:
         unread = pages(self._client, *args, **kwargs)
 
         async def next_page() -> Sequence[_Result] | None:

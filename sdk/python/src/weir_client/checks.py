@@ -19,7 +19,9 @@ PROMPTS = ("text", "ids", "conversation")  # fields whose values are never shown
 
 def invalid(field: str, description: str) -> InvalidRequest:
     """Return the error for an argument that cannot be encoded."""
-    details = ErrorDetails(reason="FIELD_INVALID", field_violations=(FieldViolation(field, description),))
+    details = ErrorDetails(
+        reason="FIELD_INVALID", field_violations=(FieldViolation(field, description),)
+    )
     return InvalidRequest(f"{field}: {description}", details=details)
 
 
@@ -38,11 +40,15 @@ def check_known(given: Iterable[str], known: Iterable[str], where: str = "") -> 
 
 def check_seconds(field: str, value: object) -> None:
     """Check a number of seconds; None passes. Raises: InvalidRequest for anything else."""
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value)):
+    if value is not None and (
+        isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value)
+    ):
         raise invalid(field, f"must be a number of seconds, not {value!r}"[:SHOWN_MAX])
 
 
-def written(kind: type[_Message], values: Mapping[str, Any], names: Mapping[str, str] | None = None) -> _Message:
+def written(
+    kind: type[_Message], values: Mapping[str, Any], names: Mapping[str, str] | None = None
+) -> _Message:
     """Build a message of these fields. names: option names that differ from the field names.
 
     Raises: InvalidRequest naming the first value that does not fit.
@@ -55,5 +61,7 @@ def written(kind: type[_Message], values: Mapping[str, Any], names: Mapping[str,
                 kind(**{field: value})
             except (TypeError, ValueError, AttributeError) as wrong:
                 shown = f"a {type(value).__name__}" if field in PROMPTS else repr(value)[:SHOWN_MAX]
-                raise invalid((names or {}).get(field, field), f"{shown} does not fit: {wrong}") from wrong
+                raise invalid(
+                    (names or {}).get(field, field), f"{shown} does not fit: {wrong}"
+                ) from wrong
         raise invalid("request", str(error)) from error

@@ -27,11 +27,19 @@ UNARY_TIMEOUT_S = 30.0  # look-ups take milliseconds; a report over a large mont
 MESSAGE_BYTES_MAX = 4 * 1024 * 1024  # gRPC's default limit of a server
 RECEIVE_BYTES_MAX = 32 * 1024 * 1024  # far above the largest response of a server
 KEEPALIVE_S = 60.0  # below the idle limit of common load balancers (60 to 350 s)
-KEEPALIVE_TIMEOUT_S = 20.0  # a peer that does not answer a ping within it is considered lost
+KEEPALIVE_TIMEOUT_S = 20.0  # time without an answer to a ping after which a peer counts as lost
 RETRY_BASE_S = 0.1  # first back-off without a retry-after of the server; doubles each time
 RETRY_WAIT_MAX_S = 10.0  # the error is raised if the wait would be longer
 
-CLIENT_OPTIONS = ("address", "api_key", "timeout", "max_retries", "retry_wait_max_s", "max_message_bytes", "keepalive_s")
+CLIENT_OPTIONS = (
+    "address",
+    "api_key",
+    "timeout",
+    "max_retries",
+    "retry_wait_max_s",
+    "max_message_bytes",
+    "keepalive_s",
+)
 
 _Request = TypeVar("_Request")
 _Response = TypeVar("_Response")
@@ -67,7 +75,11 @@ class RetryPolicy:
         elif not isinstance(error, errors.Unavailable):
             return None
         spread_s = RETRY_BASE_S * 2**attempt
-        wait_s = random.uniform(spread_s / 2, spread_s) if hint_s is None else hint_s + random.uniform(0, spread_s)
+        wait_s = (
+            random.uniform(spread_s / 2, spread_s)
+            if hint_s is None
+            else hint_s + random.uniform(0, spread_s)
+        )
         return wait_s if (hint_s or 0.0) <= self.wait_max_s else None
 
 
@@ -100,15 +112,30 @@ class ConnectionSettings:
         means a call without one); InvalidRequest for invalid certificates and unknown options.
         """
         check_known(tls, (*TlsOptions.__annotations__, *CLIENT_OPTIONS))
-        target, scheme = without_scheme(address or os.environ.get("WEIR_ADDRESS") or DEFAULT_ADDRESS)
+        target, scheme = without_scheme(
+            address or os.environ.get("WEIR_ADDRESS") or DEFAULT_ADDRESS
+        )
         if api_key is None:
-            api_key = next((os.environ[name] for name in key_variables if os.environ.get(name)), None)
+            api_key = next(
+                (os.environ[name] for name in key_variables if os.environ.get(name)), None
+            )
         if api_key is None:
-            raise errors.Unauthenticated(f"no API key: pass api_key= or set {' or '.join(key_variables)}")
+            raise errors.Unauthenticated(
+                f"no API key: pass api_key= or set {' or '.join(key_variables)}"
+            )
         if not api_key.isascii():
-            raise errors.Unauthenticated("the API key holds characters that no key has; was it copied in full?")
+            raise errors.Unauthenticated(
+                "the API key holds characters that no key has; was it copied in full?"
+            )
         resolved = resolve_tls(tls, scheme=scheme, local=is_local(target))
-        return cls(target, api_key.strip(), resolved, max_message_bytes, keepalive_s, retry or RetryPolicy())
+        return cls(
+            target,
+            api_key.strip(),
+            resolved,
+            max_message_bytes,
+            keepalive_s,
+            retry or RetryPolicy(),
+        )
 
 
 def is_local(address: str) -> bool:
@@ -133,7 +160,9 @@ class Connection:
         self._closing = asyncio.Event()
         options = _channel_options(settings)
         if settings.tls is not None:
-            self.channel = grpc.aio.secure_channel(settings.address, settings.tls.credentials(), options)
+            self.channel = grpc.aio.secure_channel(
+                settings.address, settings.tls.credentials(), options
+            )
         else:
             self.channel = grpc.aio.insecure_channel(settings.address, options)
 
@@ -156,13 +185,19 @@ class Connection:
         it. Raises: WeirError.
         """
         return await self._attempt(
-            lambda remaining_s: method(request, timeout=remaining_s, metadata=grpc.aio.Metadata(*self.metadata)),
+            lambda remaining_s: method(
+                request, timeout=remaining_s, metadata=grpc.aio.Metadata(*self.metadata)
+            ),
             UNARY_TIMEOUT_S if timeout is None else timeout,
             idempotent=idempotent,
         )
 
     async def collect(
-        self, method: grpc.aio.UnaryStreamMultiCallable[_Request, _Response], request: _Request, *, timeout: float
+        self,
+        method: grpc.aio.UnaryStreamMultiCallable[_Request, _Response],
+        request: _Request,
+        *,
+        timeout: float,
     ) -> list[_Response]:
         """Return all responses of a read-only streaming call; retried from the start like `call`.
 
@@ -170,12 +205,16 @@ class Connection:
         """
 
         async def read(remaining_s: float) -> list[_Response]:
-            stream = method(request, timeout=remaining_s, metadata=grpc.aio.Metadata(*self.metadata))
+            stream = method(
+                request, timeout=remaining_s, metadata=grpc.aio.Metadata(*self.metadata)
+            )
             return [response async for response in stream]
 
         return await self._attempt(read, timeout, idempotent=True)
 
-    async def _attempt(self, call: Callable[[float], Awaitable[_Response]], timeout: float, *, idempotent: bool) -> _Response:
+    async def _attempt(
+        self, call: Callable[[float], Awaitable[_Response]], timeout: float, *, idempotent: bool
+    ) -> _Response:
         """Make a call within the remaining time, with the retries of the policy."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
@@ -189,7 +228,7 @@ class Connection:
                 task = asyncio.current_task()
                 if not self._closing.is_set() or task is None or task.cancelling():
                     raise
-                # gRPC cancelled only the call
+                # gRPC cancelled only the call.
                 raise errors.Cancelled("the client was closed") from None
             except grpc.aio.AioRpcError as broken:
                 error = error_from_rpc(broken)
@@ -210,7 +249,7 @@ def _channel_options(settings: ConnectionSettings) -> list[tuple[str, Any]]:
         ("grpc.keepalive_time_ms", int(settings.keepalive_s * 1000)),
         ("grpc.keepalive_timeout_ms", int(KEEPALIVE_TIMEOUT_S * 1000)),
         ("grpc.keepalive_permit_without_calls", 0),
-        # Fast reconnection to a restarted server: gRPC's defaults are 1 s, growing to minutes.
+        # Fast reconnection to a restarted server: gRPC's default delays grow from 1 s to minutes.
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 1000),
         ("grpc.max_reconnect_backoff_ms", 5000),
@@ -218,6 +257,6 @@ def _channel_options(settings: ConnectionSettings) -> list[tuple[str, Any]]:
         ("grpc.use_local_subchannel_pool", 1),
     ]
     if is_local(settings.address):
-        # A proxy cannot reach this machine's loopback
+        # A proxy cannot reach this machine's loopback.
         options.append(("grpc.enable_http_proxy", 0))
     return options

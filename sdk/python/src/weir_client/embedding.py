@@ -65,10 +65,10 @@ class EmbedResult:
         return [each.vector for each in self.embeddings]
 
 
-def build_embed(model: str, inputs: str | Sequence[EmbedInput], options: EmbedOptions) -> pb.EmbedRequest:
-    """Build the request of one or several texts, each a text or its token ids. Raises:
-    InvalidRequest.
-    """
+def build_embed(
+    model: str, inputs: str | Sequence[EmbedInput], options: EmbedOptions
+) -> pb.EmbedRequest:
+    """Build the request of one or several texts, or token ids. Raises: InvalidRequest."""
     check_known(options, EmbedOptions.__annotations__)
     check_seconds("timeout", options.get("timeout"))
     texts = [inputs] if isinstance(inputs, str) else list(inputs)
@@ -89,7 +89,9 @@ def _input(index: int, given: EmbedInput) -> pb.EmbedInput:
     try:
         return pb.EmbedInput(token_ids=pb.TokenIds(ids=[int(token_id) for token_id in given]))
     except (TypeError, ValueError):
-        raise invalid(f"inputs[{index}]", f"give a text or a list of token ids, not {str(given)[:80]!r}") from None
+        raise invalid(
+            f"inputs[{index}]", f"give a text or a list of token ids, not {str(given)[:80]!r}"
+        ) from None
 
 
 def embed_result(request: pb.EmbedRequest, message: pb.EmbedResponse) -> EmbedResult:
@@ -97,7 +99,10 @@ def embed_result(request: pb.EmbedRequest, message: pb.EmbedResponse) -> EmbedRe
     return EmbedResult(
         request_id=request.request_id,
         model=request.model,
-        embeddings=tuple(Embedding(tuple(each.vector), each.token_count, each.truncated) for each in message.embeddings),
+        embeddings=tuple(
+            Embedding(tuple(each.vector), each.token_count, each.truncated)
+            for each in message.embeddings
+        ),
         usage=wire.read(Usage, message.usage),
         cost=wire.money(message.cost),
         timings=wire.read(Timings, message.timings),

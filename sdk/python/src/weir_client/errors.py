@@ -202,9 +202,7 @@ class Unavailable(WeirError):
 
 
 class DeadlineExceeded(WeirError):
-    """The time given with `timeout=` passed. `partial` holds the output so far, with usage if
-    received.
-    """
+    """The time of `timeout=` passed. `partial` holds the output so far, with usage if received."""
 
     default_code = "DEADLINE_EXCEEDED"
 

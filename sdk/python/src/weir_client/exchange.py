@@ -17,12 +17,22 @@ from weir_client.limits import LimitChanges, Limits
 from weir_client.prefetch import Prefetch
 from weir_client.received import Received
 from weir_client.status import error_from_status
-from weir_client.values import Admitted, Event, FinishReason, Partial, Progress, Result, Resumed, Usage, UsageUpdate
+from weir_client.values import (
+    Admitted,
+    Event,
+    FinishReason,
+    Partial,
+    Progress,
+    Result,
+    Resumed,
+    Usage,
+    UsageUpdate,
+)
 
 EVENTS_MAX = 65_536  # one delta per token: more than any context window in use
-# The relaying server lost the request's owner; the request itself goes on
-OWNER_AWAY = "OWNER_AWAY"
-# Wait for the final frame after a cancel: one engine step and one settlement, with room
+# The relaying server lost the request's owner; the request itself continues.
+PROCESS_UNAVAILABLE = "PROCESS_UNAVAILABLE"
+# Wait for the final frame after a cancel: one engine step and one settlement, with room.
 CANCEL_GRACE_S = 2.0
 
 
@@ -34,7 +44,9 @@ class Exchange:
     With a `continuation` the exchange can move from stream to stream.
     """
 
-    def __init__(self, request_id: str, model: str, after_seq: int = 0, prefetch: Prefetch | None = None) -> None:
+    def __init__(
+        self, request_id: str, model: str, after_seq: int = 0, prefetch: Prefetch | None = None
+    ) -> None:
         """prefetch: credit granted to the server; None: the request needs no credit."""
         self.request_id = request_id
         self.outcome: Result | errors.WeirError | None = None
@@ -93,7 +105,7 @@ class Exchange:
         return events
 
     def read(self, token_count: int) -> None:
-        """Record that the caller has read so many more tokens of output."""
+        """Record that the caller has read this many more tokens of output."""
         if self._prefetch is not None:
             self._prefetch.read(token_count)
             self._grant(self._prefetch.grant())
@@ -111,7 +123,9 @@ class Exchange:
     async def update(self, update: pb.UpdateFrame) -> Limits:
         """Request other limits and return the new ones. Raises: WeirError if refused."""
         if self.outcome is not None or self._carrier is None:
-            raise errors.FailedPrecondition("the request has ended", reason="REQUEST_ENDED", request_id=self.request_id)
+            raise errors.FailedPrecondition(
+                "the request has ended", reason="REQUEST_ENDED", request_id=self.request_id
+            )
         self._carrier.send_update(self, update)
         return await self._limit_changes.expect()
 
@@ -125,14 +139,12 @@ class Exchange:
         self._timers.append(asyncio.get_running_loop().call_later(CANCEL_GRACE_S, self._give_up))
 
     def resend_cancel(self) -> None:
-        """Repeat the cancel on the present stream; the previous one did not deliver it."""
+        """Repeat the cancel on the present stream; the previous stream did not deliver it."""
         if self.cancelled and self._carrier is not None:
             self._carrier.send_cancel(self)
 
     def receive(self, frame: pb.ServerFrame) -> None:
-        """Process one frame of the server. Unknown kinds, and all frames after the end, are
-        ignored.
-        """
+        """Process one frame of the server; ignore unknown kinds, and all frames after the end."""
         if self.outcome is not None:
             return
         kind = frame.WhichOneof("kind")
@@ -146,7 +158,11 @@ class Exchange:
             case "updated":
                 self._limit_changes.answer(frame.updated, self.request_id)
             case "attached":
-                self._push(Resumed(frame.attached.after_seq, frame.attached.last_seq, frame.attached.running))
+                self._push(
+                    Resumed(
+                        frame.attached.after_seq, frame.attached.last_seq, frame.attached.running
+                    )
+                )
                 if self._prefetch is not None:
                     self._grant(self._prefetch.grant(at_once=True))
             case "delta":
@@ -179,7 +195,9 @@ class Exchange:
         if not self.begun and not self.suspended:
             self._end(cause)
         elif self.continuation is None:
-            self._end(self.incomplete(f"the stream ended before the request did: {cause.message}", cause))
+            self._end(
+                self.incomplete(f"the stream ended before the request did: {cause.message}", cause)
+            )
         elif (error := self.continuation.broken(cause)) is not None:
             self._end(error)
 
@@ -194,12 +212,16 @@ class Exchange:
 
     def release(self) -> None:
         """Leave the current stream, to continue on another."""
-        self._limit_changes.fail(errors.Unavailable("no answer came before the stream ended", request_id=self.request_id))
+        self._limit_changes.fail(
+            errors.Unavailable("no answer came before the stream ended", request_id=self.request_id)
+        )
         if self._carrier is not None:
             self._carrier.release(self)
         self._carrier = None
 
-    def incomplete(self, message: str, cause: errors.WeirError | None = None) -> errors.IncompleteGeneration:
+    def incomplete(
+        self, message: str, cause: errors.WeirError | None = None
+    ) -> errors.IncompleteGeneration:
         """Return the error of a request that ended without a final frame."""
         error = errors.IncompleteGeneration(
             message,
@@ -224,7 +246,9 @@ class Exchange:
             return  # a repetition already counted, or output after a gap
         if frame.seq != self.seq + 1:
             self.cancel()
-            self._end(self.incomplete(f"output is missing between frame {self.seq} and frame {frame.seq}"))
+            self._end(
+                self.incomplete(f"output is missing between frame {self.seq} and frame {frame.seq}")
+            )
             return
         if self._prefetch is not None:
             self._prefetch.arrived(len(frame.token_ids))
@@ -261,17 +285,25 @@ class Exchange:
 
     def _receive_failed(self, frame: pb.FailedFrame) -> None:
         error = self._failure(frame)
-        if error.reason == OWNER_AWAY and self.continuation is not None:
+        if error.reason == PROCESS_UNAVAILABLE and self.continuation is not None:
             if (verdict := self.continuation.broken(error)) is not None:
                 self.fail(verdict)
             return
-        self._end(self._deadline_error() if self.expired and isinstance(error, errors.Cancelled) else error)
+        self._end(
+            self._deadline_error()
+            if self.expired and isinstance(error, errors.Cancelled)
+            else error
+        )
 
     def _push(self, event: Event) -> None:
         if len(self._events) >= EVENTS_MAX:
             self.cancel()
             text = f"{EVENTS_MAX} events of this request were waiting to be read"
-            self._end(errors.Aborted(text, reason="SLOW_CONSUMER", request_id=self.request_id, partial=self.partial()))
+            self._end(
+                errors.Aborted(
+                    text, reason="SLOW_CONSUMER", request_id=self.request_id, partial=self.partial()
+                )
+            )
             return
         self._events.append(event)
         self._changed.set()
@@ -284,7 +316,10 @@ class Exchange:
         if self.expired:
             self._end(self._deadline_error())
         else:
-            message = self._lost or f"cancelled, but the server did not confirm it within {CANCEL_GRACE_S:g} s"
+            message = (
+                self._lost
+                or f"cancelled, but the server did not confirm it within {CANCEL_GRACE_S:g} s"
+            )
             self._end(self.incomplete(message, self._lost_cause))
 
     def _deadline_error(self) -> errors.DeadlineExceeded:

@@ -1,4 +1,4 @@
-"""One request as its caller sees it: iterate it, cancel it, read its result.
+"""One request for its caller: iterate it, cancel it, read its result.
 
 Refusals before the first token are retried; later breaks of the stream are resumed (`resumption`).
 """
@@ -48,13 +48,11 @@ class AsyncGeneration:
         self._error: errors.WeirError | None = None  # the final one
         self._loop: asyncio.AbstractEventLoop | None = None
         self._unread: deque[Event] = deque()
-        self._taking = asyncio.Lock()  # of concurrent readers, each event goes to one
+        self._taking = asyncio.Lock()  # of concurrent readers, one gets each event
 
     @property
     def admitted(self) -> Admitted | None:
-        """The admission, with input tokens and every quota with its remainder. None before it
-        arrives.
-        """
+        """The admission, with input tokens and remaining quotas; None before it arrives."""
         return self._exchange.admitted if self._exchange else None
 
     @property
@@ -90,7 +88,9 @@ class AsyncGeneration:
         outcome = self._outcome
         if isinstance(outcome, Result):
             return outcome
-        raise RuntimeError("the generation still runs: iterate it to its end, leave its block, or wait for it")
+        raise RuntimeError(
+            "the generation still runs: iterate it to its end, leave its block, or wait for it"
+        )
 
     def start(self) -> None:
         """Send the request unless it was sent. Must run in the event loop; `timeout=` begins here.
@@ -105,14 +105,14 @@ class AsyncGeneration:
         self._begin_attempt()
 
     def cancel(self) -> None:
-        """Ask the server to stop, without waiting. Iteration ends after the output delivered until
-        then.
-        """
+        """Ask the server to stop, without waiting. Iteration ends after the output until then."""
         self._cancel_asked.set()
         if self._exchange is not None:
             self._exchange.cancel()
 
-    async def update(self, *, max_output_tokens: int | None = None, max_cost: Money | None = None) -> Limits:
+    async def update(
+        self, *, max_output_tokens: int | None = None, max_cost: Money | None = None
+    ) -> Limits:
         """Change the limits of the running request and return the new ones. None: unchanged.
 
         A limit below the present output or cost ends the request, as LENGTH or COST_LIMIT. Raises:
@@ -120,13 +120,13 @@ class AsyncGeneration:
         end, Unavailable if no answer came.
         """
         if self._exchange is None:
-            raise errors.FailedPrecondition("the request was not sent yet", reason="NOT_ADMITTED", request_id=self.request_id)
+            raise errors.FailedPrecondition(
+                "the request was not sent yet", reason="NOT_ADMITTED", request_id=self.request_id
+            )
         return await self._exchange.update(update_frame(max_output_tokens, max_cost))
 
     async def aclose(self) -> None:
-        """Cancel the request if it runs and wait for its end (at most 2 s). Never raises a
-        WeirError.
-        """
+        """Cancel the request if it runs, and wait at most 2 s. Never raises a WeirError."""
         if self._exchange is None or self.done:
             return
         self.cancel()
@@ -169,9 +169,7 @@ class AsyncGeneration:
             yield event
 
     def __aiter__(self) -> AsyncIterator[Delta]:
-        """Return the deltas. Dropping the iterator early (`break`, an exception) cancels the
-        request.
-        """
+        """Return the deltas. Dropping the iterator early, as by `break`, cancels the request."""
         return _Deltas(self)
 
     async def __anext__(self) -> Delta:
@@ -184,7 +182,12 @@ class AsyncGeneration:
         self.start()
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         await self.aclose()
 
     def __del__(self) -> None:
@@ -222,7 +225,11 @@ class AsyncGeneration:
         exchange = Exchange(self.request_id, self.model, frame.attach.after_seq, self._prefetch())
         self._exchange = exchange
         try:
-            continuation = Resumption(self._stream, exchange, frame, self._terms.keep_s) if self._terms.keep_s else None
+            continuation = (
+                Resumption(self._stream, exchange, frame, self._terms.keep_s)
+                if self._terms.keep_s
+                else None
+            )
             if continuation is not None and frame.HasField("attach"):
                 continuation.begin()
             else:
@@ -236,7 +243,7 @@ class AsyncGeneration:
     def _prefetch(self) -> Prefetch | None:
         limit = self._terms.prefetch_tokens
         if limit is None and self._frame.HasField("attach"):
-            # The server needs credit if the request was started with `prefetch_tokens`
+            # The server needs credit if the request was started with `prefetch_tokens`.
             limit = EVERYTHING
         return None if limit is None else Prefetch(limit)
 
@@ -249,7 +256,11 @@ class AsyncGeneration:
         attempt: its output is fetched if the server kept it, otherwise the error of that attempt is
         raised.
         """
-        again = None if self._cancel_asked.is_set() else asked_differently(self._frame, self._terms, error, self._failure)
+        again = (
+            None
+            if self._cancel_asked.is_set()
+            else asked_differently(self._frame, self._terms, error, self._failure)
+        )
         if again is not None:
             self._frame, self._terms = again
             if self._frame.HasField("start"):
@@ -258,7 +269,10 @@ class AsyncGeneration:
             return
         wait_s = self._retry_wait_s(error)
         if wait_s is None:
-            about_first = isinstance(error, errors.AlreadyExists | errors.Aborted | errors.NotFound) or error.reason == OUTPUT_GONE
+            about_first = (
+                isinstance(error, errors.AlreadyExists | errors.Aborted | errors.NotFound)
+                or error.reason == OUTPUT_GONE
+            )
             if self._failure is not None and about_first:
                 error = self._failure
             self._error = error
@@ -276,7 +290,9 @@ class AsyncGeneration:
             raise
         else:
             why = "the client was closed" if self._stream.closed else "cancelled"
-            self._error = errors.Cancelled(f"{why} while waiting to try again", request_id=self.request_id)
+            self._error = errors.Cancelled(
+                f"{why} while waiting to try again", request_id=self.request_id
+            )
             raise self._error
 
     def _retry_wait_s(self, error: errors.WeirError) -> float | None:
@@ -287,14 +303,21 @@ class AsyncGeneration:
         if self._cancel_asked.is_set() or exchange.delivered or billed:
             return None
         wait_s = self._terms.retry.wait_s(error, self._attempt)
-        if wait_s is None or (self._deadline is not None and loop.time() + wait_s >= self._deadline):
+        if wait_s is None or (
+            self._deadline is not None and loop.time() + wait_s >= self._deadline
+        ):
             return None
         return wait_s
 
     def _abandon(self) -> None:
         """Cancel from the garbage collector: in any thread, perhaps after the loop was closed."""
         loop = self._loop
-        if loop is None or loop.is_closed() or self._exchange is None or self._exchange.outcome is not None:
+        if (
+            loop is None
+            or loop.is_closed()
+            or self._exchange is None
+            or self._exchange.outcome is not None
+        ):
             return
         with contextlib.suppress(RuntimeError):  # the loop was just closed, and with it the request
             loop.call_soon_threadsafe(self._exchange.cancel)

@@ -42,8 +42,8 @@ class LiveRequest:
     leased_token_count: int
     admit_time: datetime | None
     expire_time: datetime | None
-    owner_id: str
-    owner_name: str  # "host:pid"; empty if not reported
+    process_id: str
+    process_name: str  # "host:pid"; empty if not reported
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +62,14 @@ class LiveOrganization:
 class LiveView:
     """Running requests of all processes.
 
-    The oldest come first; counts and sums cover all. silent_owner_ids: processes without an answer.
+    The oldest come first; counts and sums cover all. unresponsive_process_ids: processes without an
+    answer.
     """
 
     requests: tuple[LiveRequest, ...]
     organizations: tuple[LiveOrganization, ...]
     request_count: int
-    silent_owner_ids: tuple[str, ...]
+    unresponsive_process_ids: tuple[str, ...]
 
 
 class KillResult(StrEnum):
@@ -79,7 +80,7 @@ class KillResult(StrEnum):
 
     UNSPECIFIED = "unspecified"
     ENDED = "ended"
-    HAD_ENDED = "had-ended"
+    ALREADY_ENDED = "already-ended"
     PENDING = "pending"
 
 
@@ -135,7 +136,7 @@ class ConfigurationChange:
 
 
 @dataclass(frozen=True, slots=True)
-class ConfigurationMistake:
+class ConfigurationViolation:
     """One error in a configuration, with its path."""
 
     field: str
@@ -144,8 +145,8 @@ class ConfigurationMistake:
 
 @dataclass(frozen=True, slots=True)
 class AppliedConfiguration:
-    """Applied or planned changes; empty if there are mistakes. kept: existing objects not named."""
+    """Applied or planned changes; empty with violations. kept: existing objects not named."""
 
     changes: tuple[ConfigurationChange, ...]
     kept: tuple[ConfigurationChange, ...]
-    mistakes: tuple[ConfigurationMistake, ...]
+    violations: tuple[ConfigurationViolation, ...]

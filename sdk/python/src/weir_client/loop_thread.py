@@ -43,7 +43,9 @@ class LoopThread(Generic[_Client]):
             raise RuntimeError("this client is open already")
         entered: Future[_Client] = Future()
         self._process_id = os.getpid()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._live(entered)), name="weir-client", daemon=True)
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._live(entered)), name="weir-client", daemon=True
+        )
         self._thread.start()
         try:
             return entered.result()
@@ -65,7 +67,7 @@ class LoopThread(Generic[_Client]):
             loop.call_soon_threadsafe(stop.set)
         thread.join()
         for call in list(self._calls):
-            call.cancel()  # it came after the loop had stopped, so that nothing else would end it
+            call.cancel()  # it came after the loop had stopped, so nothing else would end it
 
     def run(self, call: Callable[[], Coroutine[Any, Any, _Result]]) -> _Result:
         """Await `call()` in the loop and return its result. Interrupting the wait cancels the call.
@@ -75,13 +77,17 @@ class LoopThread(Generic[_Client]):
         meanwhile.
         """
         if self._is_of_another_process:
-            raise RuntimeError("the client was opened before this process was forked: open one in each process")
+            raise RuntimeError(
+                "the client was opened before this process was forked: open one in each process"
+            )
         with self._lock:
             loop = self._loop
             if self._thread is None or loop is None:
                 raise RuntimeError("the client is not open: use it inside its `with` block")
             if threading.current_thread() is self._thread:
-                raise RuntimeError("a sync client cannot be called from its own event loop: use AsyncClient there")
+                raise RuntimeError(
+                    "a sync client cannot be called from its own event loop: use AsyncClient there"
+                )
             future = asyncio.run_coroutine_threadsafe(call(), loop)
             self._calls.add(future)
         try:
@@ -105,9 +111,7 @@ class LoopThread(Generic[_Client]):
 
     @property
     def _is_of_another_process(self) -> bool:
-        """True if this is a fork of the process that runs the thread; the lock is then useless
-        here.
-        """
+        """Return whether this process is a fork, in which the lock is useless."""
         return self._thread is not None and self._process_id != os.getpid()
 
     async def _live(self, entered: Future[_Client]) -> None:

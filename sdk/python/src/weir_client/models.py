@@ -39,6 +39,14 @@ class ModelVersion:
 
 
 @dataclass(frozen=True, slots=True)
+class RefusedField:
+    """A request field that a model's engine refuses. values: the refused ones; empty: all."""
+
+    field: str
+    values: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Model:
     """One available model."""
 
@@ -57,3 +65,6 @@ class Model:
     ready_replica_count: int = 0
     replica_count: int = 0
     drained_replica_count: int = 0  # drained by an admin
+    kernels: tuple[str, ...] = ()  # what embedded engines compute with; `torch` is slow
+    refused_fields: tuple[RefusedField, ...] = ()  # fields that its engine would ignore
+    counts_from_usage: bool = False  # its engine reports no token ids; each is 2147483647

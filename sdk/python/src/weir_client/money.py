@@ -28,7 +28,10 @@ class Money:
 
         Raises: ValueError for an invalid amount, or one finer than a pico.
         """
-        refusal = ValueError(f"{amount!r} is not an amount in whole picos: give a string like '0.05', a Decimal or an int")
+        refusal = ValueError(
+            f"{amount!r} is not an amount in whole picos: give a string like '0.05', a Decimal or"
+            " an int"
+        )
         if isinstance(amount, float):
             raise refusal
         try:
@@ -37,9 +40,14 @@ class Money:
             raise refusal from None
         if not isinstance(exponent, int):  # not a number, or infinite
             raise refusal
-        whole, rest = divmod(int("".join(map(str, digits))) * 10 ** max(exponent + 12, 0), 10 ** max(-12 - exponent, 0))
+        whole, rest = divmod(
+            int("".join(map(str, digits))) * 10 ** max(exponent + 12, 0),
+            10 ** max(-12 - exponent, 0),
+        )
         if rest:
-            raise ValueError(f"{amount} is finer than a pico (twelve decimals): give an amount in whole picos")
+            raise ValueError(
+                f"{amount} is finer than a pico (twelve decimals): give an amount in whole picos"
+            )
         return cls(currency_code, -whole if sign else whole)
 
     @property

@@ -64,7 +64,7 @@ class GenerateOptions(TypedDict, total=False):
         min_p, seed, stop and the formats above.
     length_penalty: with beam_width, -10 to 10, by default 1: above 0 favours long answers.
     early_stopping: with beam_width: False (default), True or "never", as in transformers.
-    top_logprobs: 0 to 20; returns the log-probability of each token and of so many likeliest
+    top_logprobs: 0 to 20; returns the log-probability of each token and of this many likeliest
         tokens.
     usage_interval_tokens: number of output tokens between two `UsageUpdate` events.
     labels: the caller's labels, stored with the usage event.

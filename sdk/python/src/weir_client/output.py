@@ -31,8 +31,12 @@ class Output:
 
     def choice(self, index: int, reason: FinishReason) -> Choice:
         """Return the complete choice."""
-        calls = tuple(ToolCall(call_id, name, "".join(pieces)) for call_id, name, pieces in self.calls)
-        return Choice(index, reason, "".join(self.texts), tuple(self.token_ids), tuple(self.logprobs), calls)
+        calls = tuple(
+            ToolCall(call_id, name, "".join(pieces)) for call_id, name, pieces in self.calls
+        )
+        return Choice(
+            index, reason, "".join(self.texts), tuple(self.token_ids), tuple(self.logprobs), calls
+        )
 
 
 class Outputs:

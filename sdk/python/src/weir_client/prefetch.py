@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 
-EVERYTHING = 2**40  # tokens, more than any request has: for requests that need credit but no limit
-GRANT_INTERVAL_S = 5.0  # of a slow reader: far below a server's stall time (60 s), at few frames
+EVERYTHING = 2**40  # tokens, above any request's, for requests that need credit but no limit
+# Seconds, for a slow reader: far below a server's stall time (60 s), with few frames.
+GRANT_INTERVAL_S = 5.0
 
 
 class Prefetch:
@@ -27,18 +28,22 @@ class Prefetch:
         self._granted_at = time.monotonic()
 
     def arrived(self, token_count: int) -> None:
-        """Record that so many tokens have arrived."""
+        """Record that this many tokens have arrived."""
         self._outstanding -= token_count
         self._unread += token_count
 
     def read(self, token_count: int) -> None:
-        """Record that the caller has read so many tokens."""
+        """Record that the caller has read this many tokens."""
         self._unread -= token_count
 
     def grant(self, *, at_once: bool = False) -> int:
         """Return the tokens to grant now, or 0. at_once: grant all free tokens."""
         room = self.limit - self._outstanding - self._unread
-        is_due = at_once or 2 * room >= self.limit or time.monotonic() - self._granted_at >= GRANT_INTERVAL_S
+        is_due = (
+            at_once
+            or 2 * room >= self.limit
+            or time.monotonic() - self._granted_at >= GRANT_INTERVAL_S
+        )
         if room < 1 or not is_due:
             return 0
         self._outstanding += room

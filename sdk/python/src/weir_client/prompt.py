@@ -63,18 +63,29 @@ def build_start(model: str, prompt: Prompt | None, options: GenerateOptions) -> 
     for name in ("timeout", "start_timeout"):
         check_seconds(name, options.get(name))
     if (start_timeout := options.get("start_timeout")) is not None and start_timeout <= 0:
-        raise invalid("start_timeout", f"must be more than 0 seconds, or None for `timeout`, not {start_timeout!r}")
-    text, token_ids, max_cost = options.get("text"), options.get("token_ids"), options.get("max_cost")
+        raise invalid(
+            "start_timeout",
+            f"must be more than 0 seconds, or None for `timeout`, not {start_timeout!r}",
+        )
+    text, token_ids, max_cost = (
+        options.get("text"),
+        options.get("token_ids"),
+        options.get("max_cost"),
+    )
     if sum(given is not None for given in (prompt, text, token_ids)) != 1:
         raise invalid("prompt", "give exactly one of: a prompt, text=, token_ids=")
     if max_cost is not None and not isinstance(max_cost, Money):
-        raise invalid("max_cost", f'must be Money, for example Money.of("0.05", "USD"), not {max_cost!r}')
+        raise invalid(
+            "max_cost", f'must be Money, for example Money.of("0.05", "USD"), not {max_cost!r}'
+        )
     stop = options.get("stop", ())
     fields = {
         "model": model,
         "conversation": None if prompt is None else conversation(prompt),
         "text": text,
-        "token_ids": None if token_ids is None else written(pb.TokenIds, {"ids": token_ids}, {"ids": "token_ids"}),
+        "token_ids": None
+        if token_ids is None
+        else written(pb.TokenIds, {"ids": token_ids}, {"ids": "token_ids"}),
         "sampling": written(pb.Sampling, {name: options.get(name) for name in _SAMPLING}),
         "stop_sequences": [stop] if isinstance(stop, str) else stop,
         "stop_token_ids": options.get("stop_token_ids", ()),
@@ -107,17 +118,24 @@ def build_start(model: str, prompt: Prompt | None, options: GenerateOptions) -> 
 
 
 def checked_prefetch(token_count: object) -> int | None:
-    """Return the value unchanged. Raises: InvalidRequest unless it is None or a whole number from 1
-    on.
-    """
-    if token_count is None or (isinstance(token_count, int) and not isinstance(token_count, bool) and token_count >= 1):
+    """Return the value. Raises: InvalidRequest unless it is None or a whole number from 1 on."""
+    if token_count is None or (
+        isinstance(token_count, int) and not isinstance(token_count, bool) and token_count >= 1
+    ):
         return token_count
-    raise invalid("prefetch_tokens", f"must be a whole number of at least 1, or None for no limit, not {token_count!r}")
+    raise invalid(
+        "prefetch_tokens",
+        f"must be a whole number of at least 1, or None for no limit, not {token_count!r}",
+    )
 
 
 def service_tier(name: str | None) -> pb.ServiceTier.ValueType:
     """Return a tier by name. Raises: InvalidRequest."""
-    tiers = {None: pb.SERVICE_TIER_UNSPECIFIED, "interactive": pb.SERVICE_TIER_INTERACTIVE, "batch": pb.SERVICE_TIER_BATCH}
+    tiers = {
+        None: pb.SERVICE_TIER_UNSPECIFIED,
+        "interactive": pb.SERVICE_TIER_INTERACTIVE,
+        "batch": pb.SERVICE_TIER_BATCH,
+    }
     if name not in tiers:
         raise invalid("tier", f'must be "interactive" or "batch", not {name!r}')
     return tiers[name]
@@ -142,7 +160,9 @@ def conversation(prompt: Prompt) -> pb.Conversation:
     if isinstance(prompt, str):
         return pb.Conversation(messages=[pb.Message(role=pb.ROLE_USER, content=prompt)])
     if not isinstance(prompt, Iterable):
-        raise invalid("prompt", f"must be a string or a list of messages, not {type(prompt).__name__}")
+        raise invalid(
+            "prompt", f"must be a string or a list of messages, not {type(prompt).__name__}"
+        )
     return pb.Conversation(messages=[_message(index, each) for index, each in enumerate(prompt)])
 
 
@@ -154,7 +174,9 @@ def _response_format(options: GenerateOptions) -> pb.ResponseFormat | None:
     if given == 0:
         return None
     if schema is not None:
-        return pb.ResponseFormat(json_schema=schema if isinstance(schema, str) else json.dumps(schema))
+        return pb.ResponseFormat(
+            json_schema=schema if isinstance(schema, str) else json.dumps(schema)
+        )
     return written(pb.ResponseFormat, {"regex": regex} if regex is not None else {"lark": lark})
 
 
@@ -168,7 +190,11 @@ def _beam_search(options: GenerateOptions) -> pb.BeamSearch | None:
     if early_stopping not in _EARLY_STOPPING:
         raise invalid("early_stopping", f"{early_stopping!r} is not one of False, True and 'never'")
     length_penalty = options.get("length_penalty")
-    fields = {"width": width, "length_penalty": length_penalty, "early_stopping": _EARLY_STOPPING[early_stopping]}
+    fields = {
+        "width": width,
+        "length_penalty": length_penalty,
+        "early_stopping": _EARLY_STOPPING[early_stopping],
+    }
     return written(pb.BeamSearch, fields, {"width": "beam_width"})
 
 
@@ -181,7 +207,12 @@ def _tool(index: int, tool: object) -> pb.Tool:
     if not isinstance(tool, Tool):
         raise invalid(f"tools[{index}]", f"must be a Tool, not {type(tool).__name__}")
     schema = tool.parameters_json
-    return pb.Tool(name=tool.name, description=tool.description, parameters_json_schema=schema, strict=tool.strict)
+    return pb.Tool(
+        name=tool.name,
+        description=tool.description,
+        parameters_json_schema=schema,
+        strict=tool.strict,
+    )
 
 
 def _tool_choice(options: GenerateOptions) -> pb.ToolChoice | None:
@@ -191,25 +222,40 @@ def _tool_choice(options: GenerateOptions) -> pb.ToolChoice | None:
     if choice is None and not single:
         return None
     if choice not in (None, *_TOOL_MODES):
-        raise invalid("tool_choice", f"{choice!r} is neither one of {', '.join(_TOOL_MODES)} nor a Tool")
+        raise invalid(
+            "tool_choice", f"{choice!r} is neither one of {', '.join(_TOOL_MODES)} nor a Tool"
+        )
     return pb.ToolChoice(mode=_TOOL_MODES[choice or "auto"], single=single)
 
 
 def _message(index: int, message: Message | Mapping[str, str]) -> pb.Message:
     if not isinstance(message, Message | Mapping):
-        raise invalid(f"messages[{index}]", f"must be a Message or a mapping with role and content, not {type(message).__name__}")
+        raise invalid(
+            f"messages[{index}]",
+            f"must be a Message or a mapping with role and content, not {type(message).__name__}",
+        )
     if isinstance(message, Message):
         role, content = str(message.role), message.content
-        calls = [pb.ToolCall(id=call.id, name=call.name, arguments_json=call.arguments_json) for call in message.tool_calls]
+        calls = [
+            pb.ToolCall(id=call.id, name=call.name, arguments_json=call.arguments_json)
+            for call in message.tool_calls
+        ]
         call_id = message.tool_call_id
     else:
         missing = {"role", "content"} - message.keys()
         if missing:
             raise invalid(f"messages[{index}]", f"needs {' and '.join(sorted(missing))}")
         check_known(message, _MESSAGE_KEYS, f"messages[{index}].")
-        role, content, calls, call_id = message["role"], message["content"], [], message.get("tool_call_id", "")
+        role, content, calls, call_id = (
+            message["role"],
+            message["content"],
+            [],
+            message.get("tool_call_id", ""),
+        )
     if role not in _ROLES:
         raise invalid(f"messages[{index}].role", f"{role!r} is not one of {', '.join(_ROLES)}")
     if not isinstance(content, str):
-        raise invalid(f"messages[{index}].content", f"must be a string, not {type(content).__name__}")
+        raise invalid(
+            f"messages[{index}].content", f"must be a string, not {type(content).__name__}"
+        )
     return pb.Message(role=_ROLES[role], content=content, tool_calls=calls, tool_call_id=call_id)

@@ -32,14 +32,19 @@ class AsyncReceiptClient(UnaryClient):
         Store them apart from the receipts that they verify.
         """
         response = await self._call(self._stub.ListReceiptKeys, pb.ListReceiptKeysRequest())
-        return [ReceiptKey(each.key_id, each.public_key, wire.micros_of(each.create_time)) for each in response.keys]
+        return [
+            ReceiptKey(each.key_id, each.public_key, wire.micros_of(each.create_time))
+            for each in response.keys
+        ]
 
     async def _receipt_pages(self, organization: str, month: str) -> AsyncIterator[list[Receipt]]:
         """Yield the receipts of a calendar month (UTC, `YYYY-MM`) by time.
 
         Raises: NotFound, InvalidRequest, WeirError.
         """
-        request = pb.ListReceiptsRequest(organization=organization, month=month, page_size=PAGE_SIZE)
+        request = pb.ListReceiptsRequest(
+            organization=organization, month=month, page_size=PAGE_SIZE
+        )
         async for page in self._pages(self._stub.ListReceipts, request):
             yield [wire.receipt(each) for each in page.receipts]
 

@@ -27,7 +27,7 @@ from weir_client.receipts import (
 
 SEARCHED_COUNT_MAX = 8  # altered receipts whose field is searched; each takes up to 0.1 s
 SEARCHED_NUMBER_MAX = 10_000  # number values tried per field
-NUMBERS_BEGIN = 16 + 4 * 16  # offset of the first number in the encoding, in bytes
+NUMBERS_BEGIN = 16 + 4 * 16  # offset in bytes of the first number in the encoding
 FIRST_PREVIOUS_HASH = bytes(32)
 
 # Tokens by model, price version and token kind; picos by model and price version.
@@ -67,18 +67,25 @@ def verify_receipts(
     month, each receipt is checked, and the chain between consecutive ones. Raises: ImportError
     without the package `cryptography`.
     """
-    ordered = sorted(receipts, key=lambda receipt: (receipt.project_id, receipt.sequence, receipt.hash))
+    ordered = sorted(
+        receipts, key=lambda receipt: (receipt.project_id, receipt.sequence, receipt.hash)
+    )
     found = merkle_root([receipt.hash for receipt in ordered])
     problems = [*content_problems(ordered), *signature_problems(ordered, keys)]
     problems += chain_problems(ordered, complete=bool(month))
-    if root != found or problems:  # a correct root also covers unsigned receipts
+    if root != found or problems:  # a matching root also covers unsigned receipts
         problems += unsigned_problems(ordered)
     if month:
-        problems += foreign_problems(ordered, month, organization_id or (ordered[0].organization_id if ordered else ""))
+        problems += foreign_problems(
+            ordered, month, organization_id or (ordered[0].organization_id if ordered else "")
+        )
     if totals is not None:
         problems += total_problems(ordered, totals)
     if root is not None and root != found:
-        text = f"the root over these receipts is {found.hex()}, the report says {root.hex()}: receipts are missing or foreign"
+        text = (
+            f"the root over these receipts is {found.hex()}, the report says {root.hex()}: receipts"
+            " are missing or foreign"
+        )
         problems.append(ReceiptProblem(Fault.ROOT_DIFFERS, text))
     return ReceiptVerdict(
         receipt_count=len(ordered),
@@ -103,8 +110,8 @@ def content_problems(ordered: Sequence[Receipt]) -> Iterator[ReceiptProblem]:
     """Yield receipts that do not match their hash, with the altered field if a search finds it."""
     altered = [receipt for receipt in ordered if content_hash(receipt) != receipt.hash]
     for count, receipt in enumerate(altered):
-        told = altered_field(receipt, ordered) if count < SEARCHED_COUNT_MAX else ""
-        text = told or "its content does not match its hash"
+        altered_text = altered_field(receipt, ordered) if count < SEARCHED_COUNT_MAX else ""
+        text = altered_text or "its content does not match its hash"
         yield ReceiptProblem(Fault.ALTERED, f"{receipt} was altered: {text}")
 
 
@@ -120,10 +127,10 @@ def altered_field(receipt: Receipt, others: Iterable[Receipt]) -> str:
             values |= {other.hash for other in known} | {FIRST_PREVIOUS_HASH}
         for value in values - {getattr(receipt, name)}:
             if content_hash(replace(receipt, **{name: value})) == receipt.hash:
-                return told_change(receipt, name, value)
+                return change_text(receipt, name, value)
     for name in NUMBER_FIELDS:
         if (number := original_number(receipt, name)) is not None:
-            return told_change(receipt, name, number)
+            return change_text(receipt, name, number)
     return ""
 
 
@@ -141,9 +148,11 @@ def original_number(receipt: Receipt, name: str) -> int | None:
     return None
 
 
-def told_change(receipt: Receipt, name: str, value: object) -> str:
+def change_text(receipt: Receipt, name: str, value: object) -> str:
     """Describe the change of a field."""
-    now, was = (each.hex() if isinstance(each, bytes) else each for each in (getattr(receipt, name), value))
+    now, was = (
+        each.hex() if isinstance(each, bytes) else each for each in (getattr(receipt, name), value)
+    )
     return f"{name} is {now}, originally {was}"
 
 
@@ -154,14 +163,19 @@ def signature_problems(ordered: Sequence[Receipt], keys: PublicKeys) -> Iterator
         if not receipt.key_id:
             continue
         if receipt.key_id not in keys:
-            text = f"{receipt} is signed by key {receipt.key_id}, which is not among the public keys"
+            text = (
+                f"{receipt} is signed by key {receipt.key_id}, which is not among the public keys"
+            )
             yield ReceiptProblem(Fault.KEY_UNKNOWN, text)
             continue
         signed = (receipt.key_id, root_of(receipt), receipt.signature)
         if signed not in checked:
             checked[signed] = is_signed(keys[receipt.key_id], *signed[1:])
         if not checked[signed]:
-            text = f"{receipt} is not signed by key {receipt.key_id}: its signature or path was altered, or another key made it"
+            text = (
+                f"{receipt} is not signed by key {receipt.key_id}: its signature or path was"
+                " altered, or another key made it"
+            )
             yield ReceiptProblem(Fault.SIGNATURE_WRONG, text)
 
 
@@ -186,32 +200,52 @@ def chain_problems(ordered: Sequence[Receipt], *, complete: bool) -> Iterator[Re
             if receipt.hash == before.hash:
                 yield ReceiptProblem(Fault.REPEATED, f"{receipt} is here twice")
             else:
-                text = f"fork: requests {before.request_id} and {receipt.request_id} both have {receipt}".rpartition(" (")[0]
+                text = (
+                    f"fork: requests {before.request_id} and {receipt.request_id} both have"
+                    f" {receipt}".rpartition(" (")[0]
+                )
                 yield ReceiptProblem(Fault.FORK, text)
             continue
         if receipt.sequence > before.sequence + 1:
             if complete:
                 first, last = before.sequence + 1, receipt.sequence - 1
-                missing = f"receipt {first} is" if first == last else f"receipts {first} to {last} are"
-                yield ReceiptProblem(Fault.GAP, f"gap: {missing} missing of project {receipt.project_id}")
+                missing = (
+                    f"receipt {first} is" if first == last else f"receipts {first} to {last} are"
+                )
+                yield ReceiptProblem(
+                    Fault.GAP, f"gap: {missing} missing of project {receipt.project_id}"
+                )
             continue
         if receipt.previous_hash != before.hash:
-            yield ReceiptProblem(Fault.NOT_NEXT, f"{receipt} does not name the hash of receipt {before.sequence} before it")
+            yield ReceiptProblem(
+                Fault.NOT_NEXT,
+                f"{receipt} does not name the hash of receipt {before.sequence} before it",
+            )
         if receipt.settled_at_us < before.settled_at_us:
-            yield ReceiptProblem(Fault.TIME_BACK, f"{receipt} is settled before receipt {before.sequence}")
+            yield ReceiptProblem(
+                Fault.TIME_BACK, f"{receipt} is settled before receipt {before.sequence}"
+            )
     for receipt in ordered:
-        if receipt.sequence < 1 or (receipt.sequence == 1) != (receipt.previous_hash == FIRST_PREVIOUS_HASH):
+        if receipt.sequence < 1 or (receipt.sequence == 1) != (
+            receipt.previous_hash == FIRST_PREVIOUS_HASH
+        ):
             text = f"{receipt} is misplaced: only the first receipt of a chain has no previous hash"
             yield ReceiptProblem(Fault.NOT_NEXT, text)
 
 
-def foreign_problems(ordered: Sequence[Receipt], month: str, organization_id: str) -> Iterator[ReceiptProblem]:
+def foreign_problems(
+    ordered: Sequence[Receipt], month: str, organization_id: str
+) -> Iterator[ReceiptProblem]:
     """Yield receipts of another month or another customer."""
     for receipt in ordered:
         if receipt.month != month:
-            yield ReceiptProblem(Fault.OTHER_MONTH, f"{receipt} belongs to {receipt.month}, not to {month}")
+            yield ReceiptProblem(
+                Fault.OTHER_MONTH, f"{receipt} belongs to {receipt.month}, not to {month}"
+            )
         if receipt.organization_id != organization_id:
-            text = f"{receipt} is of organization {receipt.organization_id}, not of {organization_id}"
+            text = (
+                f"{receipt} is of organization {receipt.organization_id}, not of {organization_id}"
+            )
             yield ReceiptProblem(Fault.OTHER_ORGANIZATION, text)
 
 
@@ -236,7 +270,7 @@ def total_problems(ordered: Sequence[Receipt], totals: Totals) -> Iterator[Recei
             model, price_version, *kind = place
             what = f"{kind[0].replace('_', ' ')} tokens" if kind else "picos"
             text = (
-                f"{model}, price version {price_version}: the receipts add up to {found[place]:,} {what}, "
-                f"the report says {totals.get(place, 0):,}"
+                f"{model}, price version {price_version}: the receipts add up to {found[place]:,}"
+                f" {what}, the report says {totals.get(place, 0):,}"
             )
             yield ReceiptProblem(Fault.TOTALS_DIFFER, text)

@@ -75,7 +75,7 @@ class ReceiptMonth:
     root: bytes
     receipt_count: int
     chains: tuple[ReceiptChain, ...]
-    unreceipted_count: int  # usage recorded before receipts existed
+    missing_receipt_count: int  # usage recorded before receipts existed
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,18 +136,20 @@ class Receipt:
         ids = [uuid.UUID(getattr(self, name)).bytes for name in ID_FIELDS]
         numbers = [getattr(self, name).to_bytes(8, "big", signed=True) for name in NUMBER_FIELDS]
         texts = [getattr(self, name).encode() for name in TEXT_FIELDS]
-        lengths_and_texts = [part for text in texts for part in (len(text).to_bytes(8, "big"), text)]
+        lengths_and_texts = [
+            part for text in texts for part in (len(text).to_bytes(8, "big"), text)
+        ]
         return b"".join((MAGIC, *ids, *numbers, self.previous_hash, *lengths_and_texts))
 
     def to_json(self) -> str:
-        """Return one line of JSON: hashes and signature in hexadecimal, steps as `L` or `R` with a
-        hash.
-        """
+        """Return one line of JSON: bytes in hexadecimal, steps as `L` or `R` with a hash."""
         values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         for name in ("previous_hash", "hash", "signature"):
             values[name] = values[name].hex()
         values["path"] = [("L" if step.on_left else "R") + step.hash.hex() for step in self.path]
-        return json.dumps({"version": values.pop("version"), **values}, ensure_ascii=False, separators=(",", ":"))
+        return json.dumps(
+            {"version": values.pop("version"), **values}, ensure_ascii=False, separators=(",", ":")
+        )
 
     @classmethod
     def from_json(cls, line: str) -> Receipt:
@@ -156,17 +158,26 @@ class Receipt:
         if not isinstance(values, dict):
             raise ValueError("a receipt is a JSON object")
         if values.get("version") != VERSION:
-            raise ValueError(f"version: {values.get('version')!r} is not {VERSION}, the only supported version")
+            raise ValueError(
+                f"version: {values.get('version')!r} is not {VERSION}, the only supported version"
+            )
         types = get_type_hints(cls)
         for name in (*ID_FIELDS, *TEXT_FIELDS, "key_id", *NUMBER_FIELDS):
             if type(values.get(name)) is not types[name]:
-                raise ValueError(f"{name}: {values.get(name)!r} is not {'a number' if types[name] is int else 'a string'}")
+                raise ValueError(
+                    f"{name}: {values.get(name)!r} is not"
+                    f" {'a number' if types[name] is int else 'a string'}"
+                )
         for name in ("previous_hash", "hash", "signature"):
             values[name] = _from_hex(name, values.get(name))
         path = values.get("path", [])
-        if not isinstance(path, list) or not all(isinstance(step, str) and step[:1] in ("L", "R") for step in path):
+        if not isinstance(path, list) or not all(
+            isinstance(step, str) and step[:1] in ("L", "R") for step in path
+        ):
             raise ValueError("path: must be a list of steps, each L or R with a hash")
-        values["path"] = tuple(ReceiptStep(step[0] == "L", _from_hex("path", step[1:])) for step in path)
+        values["path"] = tuple(
+            ReceiptStep(step[0] == "L", _from_hex("path", step[1:])) for step in path
+        )
         unknown = values.keys() - types.keys()
         if unknown:
             raise ValueError(f"{min(unknown)}: no such field in a receipt of version {VERSION}")
@@ -230,13 +241,21 @@ def verify_receipt(receipt: Receipt, keys: PublicKeys) -> None:
 def receipt_problems(receipt: Receipt, keys: PublicKeys) -> Iterable[ReceiptProblem]:
     """Yield the problems of a single receipt."""
     if content_hash(receipt) != receipt.hash:
-        yield ReceiptProblem(Fault.ALTERED, f"{receipt} was altered: its content does not match its hash")
+        yield ReceiptProblem(
+            Fault.ALTERED, f"{receipt} was altered: its content does not match its hash"
+        )
     elif not receipt.key_id:
         yield ReceiptProblem(Fault.NOT_SIGNED, f"{receipt} is not signed")
     elif receipt.key_id not in keys:
-        yield ReceiptProblem(Fault.KEY_UNKNOWN, f"{receipt} is signed by key {receipt.key_id}, which is not among the public keys")
+        yield ReceiptProblem(
+            Fault.KEY_UNKNOWN,
+            f"{receipt} is signed by key {receipt.key_id}, which is not among the public keys",
+        )
     elif not is_signed(keys[receipt.key_id], root_of(receipt), receipt.signature):
-        text = f"{receipt} is not signed by key {receipt.key_id}: its signature or path was altered, or another key made it"
+        text = (
+            f"{receipt} is not signed by key {receipt.key_id}: its signature or path was altered,"
+            " or another key made it"
+        )
         yield ReceiptProblem(Fault.SIGNATURE_WRONG, text)
 
 
@@ -262,14 +281,14 @@ def node(left: bytes, right: bytes) -> bytes:
 
 
 def is_signed(public_key: bytes, root: bytes, signature: bytes) -> bool:
-    """Return whether the key signed the root. Raises: ImportError without the package
-    `cryptography`.
-    """
+    """Return whether the key signed the root. Raises: ImportError without `cryptography`."""
     try:
         from cryptography.exceptions import InvalidSignature
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
     except ImportError as missing:
-        raise ImportError("signatures need the package `cryptography`: pip install cryptography") from missing
+        raise ImportError(
+            "signatures need the package `cryptography`: pip install cryptography"
+        ) from missing
     try:
         Ed25519PublicKey.from_public_bytes(public_key).verify(signature, SIGNED_PREFIX + root)
     except (InvalidSignature, ValueError):
@@ -286,5 +305,8 @@ def public_keys(keys: Iterable[ReceiptKey]) -> dict[str, bytes]:
     """Return keys by id. Raises: ValueError for a key whose id does not match it."""
     for key in keys:
         if key_id_of(key.public_key) != key.key_id:
-            raise ValueError(f"key {key.key_id} does not match its id: its id would be {key_id_of(key.public_key)}")
+            raise ValueError(
+                f"key {key.key_id} does not match its id: its id would be"
+                f" {key_id_of(key.public_key)}"
+            )
     return {key.key_id: key.public_key for key in keys}

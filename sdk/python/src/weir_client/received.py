@@ -11,7 +11,16 @@ from weir_client.money import Money
 from weir_client.output import Outputs
 from weir_client.receipts import Receipt
 from weir_client.tools import ToolCallDelta
-from weir_client.values import Admitted, Delta, FinishReason, Partial, QuotaStatus, Result, Timings, Usage
+from weir_client.values import (
+    Admitted,
+    Delta,
+    FinishReason,
+    Partial,
+    QuotaStatus,
+    Result,
+    Timings,
+    Usage,
+)
 
 
 class Received:
@@ -33,8 +42,19 @@ class Received:
         self.seq = frame.seq
         logprobs = wire.logprobs(frame)
         self._outputs.of(frame.choice_index).add(frame, logprobs)
-        calls = tuple(ToolCallDelta(each.index, each.id, each.name, each.arguments_json) for each in frame.tool_calls)
-        return Delta(frame.seq, frame.text, tuple(frame.token_ids), time.monotonic(), logprobs, frame.choice_index, calls)
+        calls = tuple(
+            ToolCallDelta(each.index, each.id, each.name, each.arguments_json)
+            for each in frame.tool_calls
+        )
+        return Delta(
+            frame.seq,
+            frame.text,
+            tuple(frame.token_ids),
+            time.monotonic(),
+            logprobs,
+            frame.choice_index,
+            calls,
+        )
 
     def bill(self, frame: pb.FinishedFrame | pb.FailedFrame) -> None:
         """Record the settled usage, cost and receipts."""
@@ -67,8 +87,12 @@ class Received:
         assert self.cost is not None, "finish comes first"
         assert self._timings is not None, "finish comes first"
         reason = wire.finish_reason(frame.reason)
-        reasons = {each.choice_index: wire.finish_reason(each.reason) for each in frame.choices} or {0: reason}
-        choices = tuple(self._outputs.of(index).choice(index, reasons[index]) for index in sorted(reasons))
+        reasons = {
+            each.choice_index: wire.finish_reason(each.reason) for each in frame.choices
+        } or {0: reason}
+        choices = tuple(
+            self._outputs.of(index).choice(index, reasons[index]) for index in sorted(reasons)
+        )
         return Result(
             request_id=self._request_id,
             model=self._model,

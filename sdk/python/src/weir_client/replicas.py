@@ -1,4 +1,4 @@
-"""Values of replicas (the engines of a model) and of their drain orders."""
+"""Values of replicas (the engines of a model) and of their drains."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ReplicaState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """One engine of one process. model: `name`, or `name@version`. drained: by an admin's order."""
+    """One engine of one process. model: `name`, or `name@version`. drained: by an admin."""
 
     model: str
     replica: str
@@ -33,13 +33,13 @@ class Replica:
     drained: bool
     request_count: int
     outstanding_token_count: int
-    owner_id: str
-    owner_name: str  # "host:pid"
+    process_id: str
+    process_name: str  # "host:pid"
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaDrain:
-    """A drain order. move_after_s: seconds until running requests are moved; None: never."""
+    """A drain. move_after_s: seconds until running requests are moved; None: never."""
 
     model: str
     replica: str
@@ -50,13 +50,11 @@ class ReplicaDrain:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaList:
-    """Engines of all processes that answered, the drain orders, and the processes that did not
-    answer.
-    """
+    """Engines of all processes that answered, drains, and processes without an answer."""
 
     replicas: tuple[Replica, ...]
     drains: tuple[ReplicaDrain, ...]
-    silent_owner_ids: tuple[str, ...]
+    unresponsive_process_ids: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +63,7 @@ class DrainedReplica:
 
     drain: ReplicaDrain
     replicas: tuple[Replica, ...]
-    silent_owner_ids: tuple[str, ...]
+    unresponsive_process_ids: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,4 +72,4 @@ class UndrainedReplica:
 
     undrained: bool
     replicas: tuple[Replica, ...]
-    silent_owner_ids: tuple[str, ...]
+    unresponsive_process_ids: tuple[str, ...]

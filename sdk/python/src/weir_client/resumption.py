@@ -15,7 +15,7 @@ from weir_client.exchange import Exchange
 from weir_client.stream import UNREADABLE, SharedStream
 
 RESUME_S = 30.0  # default: covers a restart of a load balancer or a change of network
-# Before the first try, with jitter: all clients of a lost server return at once
+# Before the first try, with jitter: all clients of a lost server return at once.
 WAIT_FIRST_S = 0.05
 WAIT_BASE_S = 0.1  # before the second try without a retry-after of the server; doubles each time
 WAIT_MAX_S = 5.0  # between two tries, unless the server asks for more
@@ -24,7 +24,12 @@ REQUEST_UNKNOWN = "REQUEST_UNKNOWN"
 REQUEST_IN_FLIGHT = "REQUEST_IN_FLIGHT"
 REQUEST_SETTLED = "REQUEST_SETTLED"
 OUTPUT_GONE = "OUTPUT_GONE"
-_FINAL = (errors.Unauthenticated, errors.PermissionDenied, errors.InvalidRequest, errors.FailedPrecondition)
+_FINAL = (
+    errors.Unauthenticated,
+    errors.PermissionDenied,
+    errors.InvalidRequest,
+    errors.FailedPrecondition,
+)
 
 
 class Resumption:
@@ -34,7 +39,9 @@ class Resumption:
     long as the server keeps the request.
     """
 
-    def __init__(self, stream: SharedStream, exchange: Exchange, frame: pb.ClientFrame, keep_s: float) -> None:
+    def __init__(
+        self, stream: SharedStream, exchange: Exchange, frame: pb.ClientFrame, keep_s: float
+    ) -> None:
         self._stream = stream
         self._exchange = exchange
         self._frame = frame
@@ -48,9 +55,7 @@ class Resumption:
         exchange.continuation = self
 
     def begin(self) -> None:
-        """Attach to a request that this client did not start. Raises: WeirError if the client is
-        closed.
-        """
+        """Attach to a request of another client. Raises: WeirError if this client is closed."""
         if self._stream.closed:
             raise errors.Cancelled("the client is closed", request_id=self._exchange.request_id)
         self._suspend()
@@ -71,15 +76,19 @@ class Resumption:
             return None
         if not exchange.begun or self._again:
             return error  # the first response to the request, or an ordinary refusal
-        if error.reason == REQUEST_UNKNOWN and not exchange.delivered and not exchange.cancelled and self._frame.HasField("start"):
+        if (
+            error.reason == REQUEST_UNKNOWN
+            and not exchange.delivered
+            and not exchange.cancelled
+            and self._frame.HasField("start")
+        ):
             self._again = True
             self._wait(error)
             return None
         if error.reason == OUTPUT_GONE and self._skip_to is None:
             self._skip_to = int(error.metadata.get("last_seq", exchange.seq))
             self._suspend()
-            # Tries at once
-            exchange.lose(f"output after frame {exchange.seq} is no longer kept", error)  # ca
+            exchange.lose(f"output after frame {exchange.seq} is no longer kept", error)
             self._try()
             return None
         return self._ended(error)
@@ -105,7 +114,9 @@ class Resumption:
 
     def send_update(self, exchange: Exchange, update: pb.UpdateFrame) -> None:
         """Refuse: there is no stream. Raises: Unavailable."""
-        raise errors.Unavailable("the connection is broken: retry after it is restored", request_id=exchange.request_id)
+        raise errors.Unavailable(
+            "the connection is broken: retry after it is restored", request_id=exchange.request_id
+        )
 
     def send_credit(self, exchange: Exchange, token_count: int) -> None:
         """Do nothing: the next stream is granted all free credit."""
@@ -125,7 +136,11 @@ class Resumption:
     def _wait(self, cause: errors.WeirError) -> None:
         self._suspend()
         self._cause = cause
-        spread_s = min(WAIT_BASE_S * 2 ** (self._attempt - 1), WAIT_MAX_S) if self._attempt else WAIT_FIRST_S
+        spread_s = (
+            min(WAIT_BASE_S * 2 ** (self._attempt - 1), WAIT_MAX_S)
+            if self._attempt
+            else WAIT_FIRST_S
+        )
         wait_s = (cause.retry_after_s or 0.0) + random.uniform(spread_s / 2, spread_s)
         self._attempt += 1
         if self._exchange.cancelled:
@@ -140,7 +155,9 @@ class Resumption:
         if exchange.outcome is not None:
             return
         if self._again and exchange.cancelled:
-            exchange.fail(errors.Cancelled("cancelled before its admission", request_id=exchange.request_id))
+            exchange.fail(
+                errors.Cancelled("cancelled before its admission", request_id=exchange.request_id)
+            )
             return
         try:
             self._stream.resume(exchange, self._next_frame())
@@ -157,7 +174,9 @@ class Resumption:
         if self._again:
             return self._frame
         after_seq = self._exchange.seq if self._skip_to is None else self._skip_to
-        return pb.ClientFrame(request_id=self._exchange.request_id, attach=pb.AttachFrame(after_seq=after_seq))
+        return pb.ClientFrame(
+            request_id=self._exchange.request_id, attach=pb.AttachFrame(after_seq=after_seq)
+        )
 
     def _ended(self, error: errors.WeirError) -> errors.WeirError:
         """Return the final error of the request, with the received output and the bill."""
@@ -166,11 +185,21 @@ class Resumption:
             return error
         if error.reason == REQUEST_SETTLED:
             how = error.metadata.get("outcome") or "ended"
-            message = f"the request was settled ({how}) while the stream was broken, and its output is not kept"
+            message = (
+                f"the request was settled ({how}) while the stream was broken, and its output is"
+                " not kept"
+            )
             return exchange.incomplete(message, error)
-        return exchange.incomplete(f"the stream ended before the request did, and could not be resumed: {error.message}", error)
+        return exchange.incomplete(
+            f"the stream ended before the request did, and could not be resumed: {error.message}",
+            error,
+        )
 
     def _give_up(self) -> None:
         self._end_timer = None
         message = f"no server could be reached for {self._keep_s:g} s"
-        self._exchange.fail(self._ended(self._cause or errors.Unavailable(message, request_id=self._exchange.request_id)))
+        self._exchange.fail(
+            self._ended(
+                self._cause or errors.Unavailable(message, request_id=self._exchange.request_id)
+            )
+        )

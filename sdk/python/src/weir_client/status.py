@@ -36,7 +36,9 @@ _CLASSES: Mapping[str, type[errors.WeirError]] = {
 }
 
 
-def error_from_status(status: status_pb2.Status, *, request_id: str = "", partial: Partial | None = None) -> errors.WeirError:
+def error_from_status(
+    status: status_pb2.Status, *, request_id: str = "", partial: Partial | None = None
+) -> errors.WeirError:
     """Return the typed error of a status with its details; `WeirError` for an unknown code."""
     code = _code_name(status.code)
     details = _decode_details(status)
@@ -58,7 +60,9 @@ OVERWRITTEN = "Internal error from Core"
 NOT_TLS = "WRONG_VERSION_NUMBER"  # OpenSSL's error for a plaintext response
 
 
-def error_from_rpc(error: grpc.aio.AioRpcError, *, request_id: str = "", partial: Partial | None = None) -> errors.WeirError:
+def error_from_rpc(
+    error: grpc.aio.AioRpcError, *, request_id: str = "", partial: Partial | None = None
+) -> errors.WeirError:
     """Return the typed error of a failed RPC, from its status details if the server sent them."""
     status = _status_of(error)
     return error_from_status(status, request_id=request_id, partial=partial)
@@ -77,13 +81,17 @@ def _status_of(error: grpc.aio.AioRpcError) -> status_pb2.Status:
         message = "the server ended the stream while a message was in flight"
         return status_pb2.Status(code=code_pb2.UNAVAILABLE, message=message)
     if error.code() is grpc.StatusCode.CANCELLED:
-        # Not this client's cancellation, which raises no RPC error: a stopping gRPC server drops
+        # Not a cancellation by this client, which raises no RPC error: a stopping gRPC server drops
         # new calls this way.
-        return status_pb2.Status(code=code_pb2.UNAVAILABLE, message="the server cancelled the call: it is stopping")
+        return status_pb2.Status(
+            code=code_pb2.UNAVAILABLE, message="the server cancelled the call: it is stopping"
+        )
     number, _ = error.code().value
     message = error.details() or ""
     if NOT_TLS in message:
-        message += "; the server does not use TLS: prefix its address with http://, or pass tls=False"
+        message += (
+            "; the server does not use TLS: prefix its address with http://, or pass tls=False"
+        )
     return status_pb2.Status(code=number, message=message)
 
 
@@ -107,11 +115,18 @@ def _decode_details(status: status_pb2.Status) -> errors.ErrorDetails:
         if detail.Unpack(info):
             reason, metadata = info.reason, dict(info.metadata)
         elif detail.Unpack(bad):
-            fields = tuple(errors.FieldViolation(each.field, each.description) for each in bad.field_violations)
+            fields = tuple(
+                errors.FieldViolation(each.field, each.description) for each in bad.field_violations
+            )
         elif detail.Unpack(failure):
-            quotas = tuple(errors.QuotaViolation(each.subject, each.description) for each in failure.violations)
+            quotas = tuple(
+                errors.QuotaViolation(each.subject, each.description) for each in failure.violations
+            )
         elif detail.Unpack(precondition):
-            preconditions = tuple(errors.PreconditionViolation(each.type, each.description) for each in precondition.violations)
+            preconditions = tuple(
+                errors.PreconditionViolation(each.type, each.description)
+                for each in precondition.violations
+            )
         elif detail.Unpack(retry):
             retry_after_s = retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9
     return errors.ErrorDetails(
@@ -121,11 +136,15 @@ def _decode_details(status: status_pb2.Status) -> errors.ErrorDetails:
         quota_violations=quotas,
         retry_after_s=retry_after_s,
         preconditions=preconditions,
-        quota=_exceeded_quota(metadata or {}, retry_after_s) if reason == "QUOTA_EXCEEDED" else None,
+        quota=_exceeded_quota(metadata or {}, retry_after_s)
+        if reason == "QUOTA_EXCEEDED"
+        else None,
     )
 
 
-def _exceeded_quota(metadata: Mapping[str, str], retry_after_s: float | None) -> errors.ExceededQuota:
+def _exceeded_quota(
+    metadata: Mapping[str, str], retry_after_s: float | None
+) -> errors.ExceededQuota:
     return errors.ExceededQuota(
         quota_id=metadata.get("quota_id", ""),
         subject=metadata.get("subject", ""),
@@ -138,7 +157,10 @@ def _exceeded_quota(metadata: Mapping[str, str], retry_after_s: float | None) ->
         remaining=_whole(metadata.get("remaining")),
         requested=_whole(metadata.get("requested")),
         reset_time=_time(metadata.get("reset_time")),
-        retry_helps=metadata.get("retry_helps", "true" if retry_after_s is not None else "false").lower() == "true",
+        retry_helps=metadata.get(
+            "retry_helps", "true" if retry_after_s is not None else "false"
+        ).lower()
+        == "true",
     )
 
 

@@ -25,7 +25,7 @@ BATCH_BYTES = 1024 * 1024  # of frames in one message; a larger frame is sent al
 BATCH_FRAMES = 500  # of one message, far below a server's limit
 IN_FLIGHT_MAX = 1000  # requests at once per client, a server's limit per stream
 DRAINING = "DRAINING"  # the server's reason for refusing new requests
-# This client's reason for ending a stream; another one would fail in the same way
+# This client's reason for ending a stream; another one would fail in the same way.
 UNREADABLE = "UNREADABLE"
 CLOSE_TIMEOUT_S = 1.0  # after the last request, the server only has to answer a half-close
 
@@ -63,10 +63,14 @@ class StreamConnection:
         request_id = exchange.request_id
         if request_id in self._exchanges:
             raise errors.Aborted(
-                "a request with this id is running on this client", reason="REQUEST_IN_FLIGHT", request_id=request_id
+                "a request with this id is running on this client",
+                reason="REQUEST_IN_FLIGHT",
+                request_id=request_id,
             )
         if len(self._exchanges) >= IN_FLIGHT_MAX:
-            raise errors.ResourceExhausted(f"{IN_FLIGHT_MAX} requests are running on this client", request_id=request_id)
+            raise errors.ResourceExhausted(
+                f"{IN_FLIGHT_MAX} requests are running on this client", request_id=request_id
+            )
         self._exchanges[request_id] = exchange
         self._send(frame)
 
@@ -82,7 +86,11 @@ class StreamConnection:
     def send_credit(self, exchange: Exchange, token_count: int) -> None:
         """Write a credit frame soon; never blocks."""
         if self.open and exchange.request_id in self._exchanges:
-            self._send(pb.ClientFrame(request_id=exchange.request_id, credit=pb.CreditFrame(token_count=token_count)))
+            self._send(
+                pb.ClientFrame(
+                    request_id=exchange.request_id, credit=pb.CreditFrame(token_count=token_count)
+                )
+            )
 
     def release(self, exchange: Exchange) -> None:
         """Forget an exchange that has ended; its later frames are ignored."""
@@ -96,9 +104,7 @@ class StreamConnection:
         self._wake.set()
 
     async def run(self) -> None:
-        """Read and write until the stream ends, then break off its requests. Raises only
-        CancelledError.
-        """
+        """Read and write until the stream ends; fail its requests. Raises only CancelledError."""
         cause: errors.WeirError = errors.Unavailable("the client was closed")
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -132,9 +138,12 @@ class StreamConnection:
         except grpc.aio.AioRpcError as error:
             return error_from_rpc(error)
         except Exception as error:  # an unreadable message ends its requests, not the client
-            return errors.Internal(f"the server's answer could not be read: {error!r}", reason=UNREADABLE)
+            return errors.Internal(
+                f"the server's answer could not be read: {error!r}", reason=UNREADABLE
+            )
         finally:
-            self.open = self.accepting = False  # before any waiting task runs, so that a retry opens a new stream
+            # Before any waiting task runs, so that a retry opens a new stream.
+            self.open = self.accepting = False
 
     async def _write(self) -> None:
         """Write pending frames in few messages. The reader reports a broken stream."""
@@ -144,7 +153,8 @@ class StreamConnection:
                 self._wake.clear()
                 while self._outgoing:
                     await self._call.write(pb.GenerateRequest(frames=self._next_batch()))
-                if self._closing and not self._exchanges:  # while requests run, a cancel may have to follow
+                # While requests run, a cancel may have to follow.
+                if self._closing and not self._exchanges:
                     await self._call.done_writing()
                     return
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
@@ -192,9 +202,7 @@ class SharedStream:
         self.resume(exchange, frame)
 
     def resume(self, exchange: Exchange, frame: pb.ClientFrame) -> None:
-        """Continue a request, even while the client closes, to deliver its cancel. Raises:
-        WeirError.
-        """
+        """Continue a request, even to deliver its cancel while closing. Raises: WeirError."""
         if self._ended:
             raise errors.Cancelled("the client is closed", request_id=exchange.request_id)
         connection = self._connection
@@ -238,7 +246,9 @@ class SharedStream:
                 task.cancel()
 
     async def _settle(self) -> None:
-        exchanges = {exchange for connection in self._running.values() for exchange in connection.exchanges} | self._suspended
+        exchanges = {
+            exchange for connection in self._running.values() for exchange in connection.exchanges
+        } | self._suspended
         for exchange in exchanges:
             exchange.cancel()
         for exchange in exchanges:
@@ -252,4 +262,10 @@ class SharedStream:
 
 def _copy(error: errors.WeirError, request_id: str) -> errors.WeirError:
     """Return a separate exception for each request, so that tracebacks do not mix."""
-    return type(error)(error.message, code=error.code, reason=error.reason, request_id=request_id, details=error.details)
+    return type(error)(
+        error.message,
+        code=error.code,
+        reason=error.reason,
+        request_id=request_id,
+        details=error.details,
+    )

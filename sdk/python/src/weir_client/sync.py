@@ -50,9 +50,7 @@ class GenerationStream:
 
     @property
     def admitted(self) -> Admitted | None:
-        """The admission, with input tokens and every quota with its remainder. None before it
-        arrives.
-        """
+        """The admission, with input tokens and remaining quotas; None before it arrives."""
         return self._generation.admitted
 
     @property
@@ -79,23 +77,23 @@ class GenerationStream:
         return self._generation.result
 
     def cancel(self) -> None:
-        """Ask the server to stop, without waiting. Iteration ends after the output delivered until
-        then.
-        """
+        """Ask the server to stop, without waiting; output until then is still returned."""
         self._thread.run_soon(self._generation.cancel)
 
-    def update(self, *, max_output_tokens: int | None = None, max_cost: Money | None = None) -> Limits:
+    def update(
+        self, *, max_output_tokens: int | None = None, max_cost: Money | None = None
+    ) -> Limits:
         """Change the limits of the running request; see `AsyncGeneration.update`. Raises:
         WeirError.
 
         May be called from any thread.
         """
-        return self._thread.run(lambda: self._generation.update(max_output_tokens=max_output_tokens, max_cost=max_cost))
+        return self._thread.run(
+            lambda: self._generation.update(max_output_tokens=max_output_tokens, max_cost=max_cost)
+        )
 
     def close(self) -> None:
-        """Cancel the request if it runs and wait for its end (at most 2 s). Never raises a
-        WeirError.
-        """
+        """Cancel the request if it runs, and wait at most 2 s. Never raises a WeirError."""
         self._thread.run(self._generation.aclose)
 
     def wait(self) -> Result:
@@ -108,9 +106,7 @@ class GenerationStream:
             yield event
 
     def __iter__(self) -> Iterator[Delta]:
-        """Return the deltas. Dropping the iterator early (`break`, an exception) cancels the
-        request.
-        """
+        """Return the deltas. Dropping the iterator early, as by `break`, cancels the request."""
         return _Deltas(self)
 
     def __next__(self) -> Delta:
@@ -123,7 +119,12 @@ class GenerationStream:
         self._thread.run(self._begin)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def _next_event(self) -> Event | None:
@@ -188,7 +189,9 @@ class Client(BlockingClient[AsyncClient]):
         )
         super().__init__(client)
 
-    def generate(self, model: str, prompt: Prompt | None = None, **options: Unpack[GenerateOptions]) -> GenerationStream:
+    def generate(
+        self, model: str, prompt: Prompt | None = None, **options: Unpack[GenerateOptions]
+    ) -> GenerationStream:
         """Stream an answer; see `AsyncClient.generate`. Raises: InvalidRequest."""
         return GenerationStream(self._thread, self._client.generate(model, prompt, **options))
 

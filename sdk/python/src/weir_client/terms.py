@@ -44,7 +44,9 @@ def asked_differently(
         return None
     if failure is not None and error.reason in (REQUEST_SETTLED, REQUEST_IN_FLIGHT):
         return pb.ClientFrame(request_id=frame.request_id, attach=pb.AttachFrame()), terms
-    if terms.keep_is_asked or {each.field for each in error.details.field_violations} != {KEEP_FIELD}:
+    if terms.keep_is_asked or {each.field for each in error.details.field_violations} != {
+        KEEP_FIELD
+    }:
         return None
     keep_s = _allowed_s(error, terms.keep_s)
     again = pb.ClientFrame()
@@ -56,7 +58,7 @@ def asked_differently(
 def _allowed_s(refusal: errors.WeirError, refused_s: float) -> float | None:
     """Return the operator's limit of the keep time from a refusal; None: not allowed or unknown."""
     try:
-        allowed_s = float(refusal.metadata.get("keep_max_s", 0))
+        allowed_s = float(refusal.metadata.get("keep_on_disconnect_max_s", 0))
     except ValueError:
         return None
     return allowed_s if 0 < allowed_s < refused_s else None

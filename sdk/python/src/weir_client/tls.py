@@ -43,7 +43,9 @@ class Tls:
 
     def credentials(self) -> grpc.ChannelCredentials:
         """Return the credentials of a channel."""
-        return grpc.ssl_channel_credentials(self.root_certificates, self.client_key, self.client_certificate)
+        return grpc.ssl_channel_credentials(
+            self.root_certificates, self.client_key, self.client_certificate
+        )
 
 
 def without_scheme(address: str) -> tuple[str, bool | None]:
@@ -60,17 +62,22 @@ def resolve_tls(options: TlsOptions, *, scheme: bool | None, local: bool) -> Tls
 
     Raises: InvalidRequest for an unreadable file, or a certificate without a key or the reverse.
     """
-    wanted = options.get("tls")
-    if wanted is None:
-        wanted = scheme
-    if wanted is None and (said := os.environ.get("WEIR_TLS")):
+    enabled = options.get("tls")
+    if enabled is None:
+        enabled = scheme
+    if enabled is None and (said := os.environ.get("WEIR_TLS")):
         if said not in ("0", "1"):
-            raise errors.InvalidRequest(f"WEIR_TLS={said!r}: must be 1 or 0", reason="FIELD_INVALID")
-        wanted = said == "1"
-    if wanted is None:
-        given = options.get("root_certificates") is not None or options.get("client_certificate") is not None
-        wanted = given or not local
-    if not wanted:
+            raise errors.InvalidRequest(
+                f"WEIR_TLS={said!r}: must be 1 or 0", reason="FIELD_INVALID"
+            )
+        enabled = said == "1"
+    if enabled is None:
+        given = (
+            options.get("root_certificates") is not None
+            or options.get("client_certificate") is not None
+        )
+        enabled = given or not local
+    if not enabled:
         return None
     tls = Tls(
         _read("root_certificates", options.get("root_certificates"), "WEIR_ROOT_CERTIFICATES"),
@@ -78,8 +85,14 @@ def resolve_tls(options: TlsOptions, *, scheme: bool | None, local: bool) -> Tls
         _read("client_key", options.get("client_key"), "WEIR_CLIENT_KEY"),
     )
     if (tls.client_certificate is None) != (tls.client_key is None):
-        missing = "client_key (WEIR_CLIENT_KEY)" if tls.client_key is None else "client_certificate (WEIR_CLIENT_CERTIFICATE)"
-        raise errors.InvalidRequest(f"{missing} is missing: a certificate and its key go together", reason="FIELD_INVALID")
+        missing = (
+            "client_key (WEIR_CLIENT_KEY)"
+            if tls.client_key is None
+            else "client_certificate (WEIR_CLIENT_CERTIFICATE)"
+        )
+        raise errors.InvalidRequest(
+            f"{missing} is missing: a certificate and its key go together", reason="FIELD_INVALID"
+        )
     return tls
 
 
@@ -93,4 +106,6 @@ def _read(name: str, given: Pem | None, variable: str) -> bytes | None:
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise errors.InvalidRequest(f"{where}: {path} cannot be read ({error.strerror})", reason="FIELD_INVALID") from error
+        raise errors.InvalidRequest(
+            f"{where}: {path} cannot be read ({error.strerror})", reason="FIELD_INVALID"
+        ) from error

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Concatenate, ParamSpec, Self, TypeVar, Unpack
 
 from grpc.aio import UnaryUnaryMultiCallable
 
+from weir_client import wire
 from weir_client.connection import UNARY_TIMEOUT_S, Connection, ConnectionSettings
 from weir_client.tls import TlsOptions
 
@@ -36,7 +37,9 @@ class UnaryClient:
         timeout: seconds for each call, retries included. Raises: Unauthenticated if there is no
         key.
         """
-        self._settings = ConnectionSettings.resolve(address, api_key, key_variables=self.key_variables, **tls)
+        self._settings = ConnectionSettings.resolve(
+            address, api_key, key_variables=self.key_variables, **tls
+        )
         self._timeout_s = timeout
         self._connection: Connection | None = None
 
@@ -51,22 +54,48 @@ class UnaryClient:
         self._connection = Connection(self._settings)
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
             await connection.close()
 
     def _opened(self) -> Connection:
         if self._connection is None:
-            raise RuntimeError("the client is not open: use it inside its `with` or `async with` block")
+            raise RuntimeError(
+                "the client is not open: use it inside its `with` or `async with` block"
+            )
         return self._connection
 
     async def _call(
-        self, method: UnaryUnaryMultiCallable[_Request, _Response], request: _Request, *, idempotent: bool = True
+        self,
+        method: UnaryUnaryMultiCallable[_Request, _Response],
+        request: _Request,
+        *,
+        idempotent: bool = True,
     ) -> _Response:
-        return await self._opened().call(method, request, timeout=self._timeout_s, idempotent=idempotent)
+        return await self._opened().call(
+            method, request, timeout=self._timeout_s, idempotent=idempotent
+        )
 
-    async def _pages(self, method: UnaryUnaryMultiCallable[Any, _Response], request: Any) -> AsyncIterator[_Response]:
+    async def _list(
+        self,
+        kind: type[_Item],
+        field: str,
+        method: UnaryUnaryMultiCallable[_Request, Any],
+        request: _Request,
+    ) -> list[_Item]:
+        """Return the messages in a repeated field of the response, read as `kind`."""
+        response = await self._call(method, request)
+        return [wire.read(kind, each) for each in getattr(response, field)]
+
+    async def _pages(
+        self, method: UnaryUnaryMultiCallable[Any, _Response], request: Any
+    ) -> AsyncIterator[_Response]:
         """Yield the pages of a list, each fetched on demand."""
         while True:
             response: Any = await self._call(method, request)
@@ -82,7 +111,9 @@ def items_of(
     """Return a method that yields the items of a method's pages (see `blocking_items`)."""
 
     @functools.wraps(pages)
-    async def items(self: Any, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> AsyncIterator[_Item]:
+    async def items(
+        self: Any, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs
+    ) -> AsyncIterator[_Item]:
         async for page in pages(self, *args, **kwargs):
             for each in page:
                 yield each

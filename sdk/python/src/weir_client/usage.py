@@ -73,7 +73,12 @@ class UsageRow:
     @property
     def token_count(self) -> int:
         """Tokens of all kinds."""
-        return self.input_token_count + self.cached_input_token_count + self.output_token_count + self.embedding_token_count
+        return (
+            self.input_token_count
+            + self.cached_input_token_count
+            + self.output_token_count
+            + self.embedding_token_count
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,14 +97,14 @@ class UsageForecast:
     organization_name: str
     month: str
     as_of_time: datetime
-    so_far: Money
+    month_to_date: Money
     expected: Money | None
     low: Money | None
     high: Money | None
     confidence_percent: int
     complete_day_count: int
     method: str
-    cautions: tuple[str, ...]
+    warnings: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,7 +111,7 @@ class QuotaStatus:
 
     Weights are thousandths that a token of a kind counts; 0 for limits that do not count tokens.
     `binding` and `narrowed_by_quota_id` are set only in lists of all limits of one key;
-    `would_refuse_count`, `subject_name` and `raise_reason` are not set with a generation.
+    `would_refuse_count`, `subject_name` and `override_reason` are not set with a generation.
     """
 
     quota_id: str
@@ -131,9 +131,9 @@ class QuotaStatus:
     input_weight_milli: int = 0
     cached_input_weight_milli: int = 0
     output_weight_milli: int = 0
-    standing_limit_value: int = 0  # without the temporary override
-    raised_until_time: datetime | None = None  # end of the temporary override; None: none
-    raise_reason: str = ""
+    base_limit_value: int = 0  # without the temporary override
+    override_end_time: datetime | None = None  # end of the temporary override; None: none
+    override_reason: str = ""
     binding: bool = False  # has the smallest remainder of its dimension's limits
     narrowed_by_quota_id: str = ""  # an inherited limit that always runs out first
     for_new_keys: bool = False  # no limit itself, but a default copied to new keys
@@ -149,7 +149,7 @@ class Admitted:
     quotas: tuple[QuotaStatus, ...]
     price_version: int
     max_output_token_count: int = 0  # of all choices; 0 from older servers
-    bounded_by_key: bool = False  # limited by the key, as the request gives no limit
+    limited_by_key: bool = False  # limited by the key, as the request gives no limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,9 +186,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probability of an output token in the model's own distribution, with the likeliest
-    tokens.
-    """
+    """Log-probability of an output token in the model's distribution, and its likeliest tokens."""
 
     chosen: TokenLogprob
     top: tuple[TokenLogprob, ...]  # the likeliest first

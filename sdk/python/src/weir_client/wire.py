@@ -1,6 +1,4 @@
-"""Conversion of `weir.v1` messages to the client's values by field name; amounts and enumerations
-both ways.
-"""
+"""Conversion of `weir.v1` messages to values by field name; amounts and enums both ways."""
 
 from __future__ import annotations
 
@@ -37,7 +35,9 @@ def read(kind: Callable[..., _Value], message: Any, **known: Any) -> _Value:
     mapping is the JSON mapping of the message; an optional field is None where the message has
     none. `a_s` is the duration `a` in seconds. known: fields with a given value.
     """
-    taken = {name: take(message) for name, take in _takes(kind, message.DESCRIPTOR) if name not in known}
+    taken = {
+        name: take(message) for name, take in _takes(kind, message.DESCRIPTOR) if name not in known
+    }
     return kind(**taken, **known)
 
 
@@ -48,7 +48,9 @@ def _takes(kind: Any, descriptor: Descriptor) -> tuple[tuple[str, Take], ...]:
     found = []
     for each in fields(kind):
         source = each.metadata.get("source", each.name)
-        proto = descriptor.fields_by_name.get(source) or descriptor.fields_by_name.get(source.removesuffix("_s"))
+        proto = descriptor.fields_by_name.get(source) or descriptor.fields_by_name.get(
+            source.removesuffix("_s")
+        )
         if proto is not None:
             found.append((each.name, _take(proto, each, hints[each.name])))
         elif "." in source:
@@ -79,7 +81,11 @@ def _conversion(proto: FieldDescriptor, target: Field[Any], hint: Any) -> Take:
     if proto.message_type is None:
         return _same
     if get_origin(hint) in (Mapping, dict):
-        return dict if proto.message_type.GetOptions().map_entry else partial(MessageToDict, preserving_proto_field_name=True)
+        return (
+            dict
+            if proto.message_type.GetOptions().map_entry
+            else partial(MessageToDict, preserving_proto_field_name=True)
+        )
     known: dict[Any, Take] = {datetime: time_of, float: seconds_of, Money: money, Receipt: receipt}
     return known.get(hint) or partial(read, hint)
 
@@ -94,10 +100,16 @@ def _member(descriptor: EnumDescriptor, target: Field[Any], hint: Any) -> Take:
     Numbers newer than this client become UNSPECIFIED, or an empty string.
     """
     if hint is str:
-        members: dict[int, Any] = {number: word.lower() for number, word in _words(descriptor).items()}
+        members: dict[int, Any] = {
+            number: word.lower() for number, word in _words(descriptor).items()
+        }
         unknown: Any = ""
     else:
-        members = {number: hint[word] for number, word in _words(descriptor).items() if word in hint.__members__}
+        members = {
+            number: hint[word]
+            for number, word in _words(descriptor).items()
+            if word in hint.__members__
+        }
         unknown = hint.UNSPECIFIED
     members[0] = unknown if target.default is MISSING else target.default  # not set
     return lambda number: members.get(number, unknown)
@@ -109,17 +121,27 @@ def _words(descriptor: EnumDescriptor) -> dict[int, str]:
     `_PICOS` is removed as a unit.
     """
     prefix = descriptor.values_by_number[0].name.removesuffix("UNSPECIFIED")
-    return {each.number: each.name.removeprefix(prefix).replace("_PICOS", "") for each in descriptor.values}
+    return {
+        each.number: each.name.removeprefix(prefix).replace("_PICOS", "")
+        for each in descriptor.values
+    }
 
 
 def numbers(kind: type[_Enum], descriptor: EnumDescriptor) -> dict[_Enum, Any]:
     """Return the number of each member, for requests."""
-    return {kind[word]: number for number, word in _words(descriptor).items() if word in kind.__members__}
+    return {
+        kind[word]: number
+        for number, word in _words(descriptor).items()
+        if word in kind.__members__
+    }
 
 
 SUBJECT_NUMBERS = numbers(values.QuotaSubject, types_pb2.QuotaSubject.DESCRIPTOR)
 DIMENSION_NUMBERS = numbers(values.QuotaDimension, types_pb2.QuotaDimension.DESCRIPTOR)
-FINISH_REASONS = {number: word for word, number in numbers(values.FinishReason, types_pb2.FinishReason.DESCRIPTOR).items()}
+FINISH_REASONS = {
+    number: word
+    for word, number in numbers(values.FinishReason, types_pb2.FinishReason.DESCRIPTOR).items()
+}
 
 
 def time_of(stamp: Timestamp) -> datetime:
@@ -141,7 +163,9 @@ def money_message(value: Money) -> types_pb2.Money:
     """Return the message of an amount, whose two parts have its sign."""
     units, picos = divmod(abs(value.picos), PICOS_PER_UNIT)
     sign = -1 if value.picos < 0 else 1
-    return types_pb2.Money(currency_code=value.currency_code, units=sign * units, picos=sign * picos)
+    return types_pb2.Money(
+        currency_code=value.currency_code, units=sign * units, picos=sign * picos
+    )
 
 
 def money(message: types_pb2.Money) -> Money:
@@ -151,7 +175,10 @@ def money(message: types_pb2.Money) -> Money:
 
 def receipt(message: receipts_pb2.Receipt) -> Receipt:
     """Return a receipt without checking it."""
-    times = {"admitted_at_us": micros_of(message.admit_time), "settled_at_us": micros_of(message.settle_time)}
+    times = {
+        "admitted_at_us": micros_of(message.admit_time),
+        "settled_at_us": micros_of(message.settle_time),
+    }
     return read(Receipt, message, **times)
 
 

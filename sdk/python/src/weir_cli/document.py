@@ -1,0 +1,522 @@
+"""The configuration file of `weir apply`: YAML from and to the JSON mapping of the contract.
+
+By the tables below, a file becomes the JSON mapping of `weir.v1.Configuration`, and back. The
+reader reports every error with line and place, and keeps the line of every place, so that the
+server's findings are reported by line too. Values are parsed by their field's type instead of
+YAML's: a project may be named `no`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from datetime import UTC, datetime
+from decimal import Decimal
+from functools import partial
+from typing import Any
+
+import yaml
+from weir.v1 import types_pb2
+from weir_client import BillingProfile, Money, QuotaDimension
+from weir_client.wire import DIMENSION_NUMBERS
+from weir_yaml import FileError, NotYaml, StrictReader, compose, joined
+
+from weir_cli.render import (
+    decimal_text,
+    dimension_amount,
+    parse_amount,
+    parse_limit,
+    parse_picos,
+    parse_price,
+    parse_thousandths,
+    per_million,
+    percents_text,
+)
+
+Json = Any  # a value in the JSON mapping of a message
+Texts = Mapping[str, str]  # the scalars of one mapping of the file, by key
+NODES_MAX = 200_000  # nodes after aliases are followed; guards against alias bombs
+VERSION = "1"
+
+
+@dataclass(frozen=True, slots=True)
+class Scalar:
+    """One value.
+
+    read: parses the text, given the texts of the sibling keys; raises ValueError with the remedy.
+    show: formats the value for tables and files. name: field in the contract; `a.b` is the field
+    `b` of the message in the field `a`. tag: YAML type, so that the value needs no quotes.
+    """
+
+    name: str
+    read: Callable[[str, Texts], Json]
+    show: Callable[[Json, Mapping[str, Json]], str]
+    tag: str = "str"
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """A list of words, or of percentages (a message in the contract)."""
+
+    name: str
+    are_percentages: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Sections:
+    """A list of mappings, or one mapping.
+
+    prune: field of the contract that removes entries absent from the list; empty if not supported.
+    """
+
+    name: str
+    section: Section
+    prune: str = ""
+    is_list: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One kind of mapping: its keys in writing order, and the required ones."""
+
+    keys: Mapping[str, Scalar | Words | Sections]
+    required: tuple[str, ...]
+
+
+def text(name: str) -> Scalar:
+    return Scalar(name, lambda given, _: given, lambda value, _: str(value))
+
+
+def truth(name: str) -> Scalar:
+    def read(given: str, _: Texts) -> bool:
+        if given.lower() not in ("true", "false"):
+            raise ValueError("write true or false")
+        return given.lower() == "true"
+
+    return Scalar(name, read, lambda value, _: "true" if value else "false", "bool")
+
+
+def moment(name: str) -> Scalar:
+    """Return a field for a time; default offset UTC, default time of day midnight."""
+
+    def read(given: str, _: Texts) -> str:
+        try:
+            time = datetime.fromisoformat(given)
+        except ValueError:
+            raise ValueError(
+                "write a date as 2026-12-31, or a time as 2026-12-31T18:00:00Z"
+            ) from None
+        return (
+            time.replace(tzinfo=time.tzinfo or UTC)
+            .astimezone(UTC)
+            .isoformat()
+            .replace("+00:00", "Z")
+        )
+
+    return Scalar(name, read, lambda value, _: str(value), "timestamp")
+
+
+def thousandths(name: str) -> Scalar:
+    return Scalar(
+        name,
+        lambda given, _: parse_thousandths(given),
+        lambda value, _: decimal_text(Decimal(int(value)) / 1000, 0).replace(",", "_"),
+        "float",
+    )
+
+
+def tier(name: str) -> Scalar:
+    def read(given: str, _: Texts) -> str:
+        if given not in ("interactive", "batch"):
+            raise ValueError("give interactive or batch")
+        return f"SERVICE_TIER_{given.upper()}"
+
+    return Scalar(name, read, lambda value, _: str(value).removeprefix("SERVICE_TIER_").lower())
+
+
+def limit(name: str) -> Scalar:
+    """Return a field for a limit, in requests, tokens or currency units by its dimension."""
+
+    def read(given: str, siblings: Texts) -> int:
+        kind = siblings.get("dimension", "")
+        if kind not in set(QuotaDimension):
+            return 0  # the wrong dimension is reported at its own key
+        return parse_limit(QuotaDimension(kind), given.replace("_", ""))
+
+    def show(value: Json, siblings: Mapping[str, Json]) -> str:
+        return dimension_amount(dimension_of(siblings.get("dimension")), int(value)).replace(
+            ",", "_"
+        )
+
+    return Scalar(name, read, show, "float")
+
+
+def price(name: str) -> Scalar:
+    """Return a field for a price per million tokens in units of the currency."""
+    return Scalar(
+        name,
+        lambda given, _: parse_price(given.replace("_", "")),
+        lambda value, _: decimal_text(per_million(int(value))).replace(",", "_"),
+        "float",
+    )
+
+
+def amount(name: str) -> Scalar:
+    def read(given: str, _: Texts) -> int:
+        picos = parse_picos(given)
+        if picos < 0:
+            raise ValueError("give 0 or more")
+        return picos
+
+    return Scalar(
+        name,
+        read,
+        lambda value, _: decimal_text(Money("", int(value)).amount).replace(",", "_"),
+        "float",
+    )
+
+
+def count(name: str) -> Scalar:
+    def read(given: str, _: Texts) -> int:
+        number = parse_amount(given)
+        if number < 1 or number != number.to_integral_value():
+            raise ValueError("write a whole number of 1 or more")
+        return int(number)
+
+    return Scalar(name, read, lambda value, _: f"{int(value):_}", "int")
+
+
+def dimension(name: str) -> Scalar:
+    names = [str(each) for each in QuotaDimension if each is not QuotaDimension.UNSPECIFIED]
+
+    def read(given: str, _: Texts) -> int:
+        if given not in names:
+            raise ValueError(f"give one of {', '.join(names)}")
+        return int(DIMENSION_NUMBERS[QuotaDimension(given)])
+
+    return Scalar(name, read, lambda value, _: str(dimension_of(value)))
+
+
+def dimension_of(value: Json) -> QuotaDimension:
+    """Return a dimension from its name or number in the contract."""
+    number = (
+        types_pb2.QuotaDimension.Value(value)
+        if isinstance(value, str)
+        else types_pb2.QuotaDimension.ValueType(value or 0)
+    )
+    return next(
+        (each for each, known in DIMENSION_NUMBERS.items() if known == number),
+        QuotaDimension.UNSPECIFIED,
+    )
+
+
+QUOTA = Section(
+    {
+        "dimension": dimension("dimension"),
+        "model": text("model"),
+        "for_new_keys": truth("for_new_keys"),
+        "limit": limit("limit_value"),
+        "enforced": truth("enforced"),
+        "input_weight": thousandths("input_weight_milli"),
+        "cached_input_weight": thousandths("cached_input_weight_milli"),
+        "output_weight": thousandths("output_weight_milli"),
+        "alert_at": Words("alert_at", are_percentages=True),
+        "override_limit": limit("override_limit_value"),
+        "override_until": moment("override_end_time"),
+        "override_reason": text("override_reason"),
+    },
+    required=("dimension", "limit"),
+)
+
+QUOTAS = Sections("quotas", QUOTA, prune="prune_quotas")
+KEY = Section(
+    {
+        "name": text("name"),
+        "prefix": text("prefix"),
+        "scopes": Words("scopes"),
+        "models": Words("models"),
+        "allowed_networks": Words("allowed_networks"),
+        "max_input_tokens": count("max_input_tokens"),
+        "max_output_tokens": count("max_output_tokens"),
+        "expires": moment("expire_time"),
+        "quotas": QUOTAS,
+    },
+    required=("name",),
+)
+
+PROJECT = Section(
+    {"name": text("name"), "quotas": QUOTAS, "keys": Sections("keys", KEY, prune="prune_keys")},
+    required=("name",),
+)
+
+BILLING_PROFILE = Section(
+    {
+        field.name: Words(field.name) if field.name == "emails" else text(field.name)
+        for field in fields(BillingProfile)
+    },
+    required=(),
+)
+
+ORGANIZATION = Section(
+    {
+        "name": text("name"),
+        "currency": text("currency_code"),
+        "billing_profile": Sections("billing_profile", BILLING_PROFILE, is_list=False),
+        "quotas": QUOTAS,
+        "projects": Sections("projects", PROJECT),
+    },
+    required=("name",),
+)
+
+PRICE = Section(
+    {
+        "model": text("model"),
+        "currency": text("currency_code"),
+        "input": price("input_picos_per_token"),
+        "cached_input": price("cached_input_picos_per_token"),
+        "output": price("output_picos_per_token"),
+        "organization": text("organization"),
+        "embedding": price("embedding_picos_per_token"),
+        "batch_multiplier": thousandths("batch_multiplier_milli"),
+        "effective": moment("effective_time"),
+    },
+    required=("model", "input", "cached_input", "output"),
+)
+
+DOCUMENT = Section(
+    {"organizations": Sections("organizations", ORGANIZATION), "prices": Sections("prices", PRICE)},
+    required=(),
+)
+
+SELECTOR = {
+    "model": text("selector.model"),
+    "token_kind": text("selector.token_kind"),
+    "tier": tier("selector.tier"),
+}
+
+ALLOWANCE = Section({**SELECTOR, "tokens": count("token_count")}, required=("tokens",))
+STEP = Section(
+    {
+        "up_to": count("up_to_token_count"),
+        "price": price("price_picos"),
+        "share": thousandths("price_milli"),
+    },
+    required=(),
+)
+
+TIERED_PRICE = Section(
+    {**SELECTOR, "kind": text("kind"), "steps": Sections("steps", STEP)}, required=("kind", "steps")
+)
+PLAN = Section(
+    {
+        "name": text("name"),
+        "currency": text("currency_code"),
+        "allowances": Sections("allowances", ALLOWANCE),
+        "tiered_prices": Sections("tiered_prices", TIERED_PRICE),
+        "commitment": amount("commitment_picos"),
+        "organizations": Words("organizations"),
+    },
+    required=("name",),
+)
+
+PROPOSAL = Section(
+    {"prices": Sections("prices", PRICE), "plans": Sections("plans", PLAN)}, required=()
+)
+
+# Sections by the kinds of objects in the server's response.
+SECTIONS = {
+    "organization": ORGANIZATION,
+    "billing_profile": BILLING_PROFILE,
+    "project": PROJECT,
+    "key": KEY,
+    "quota": QUOTA,
+    "price": PRICE,
+}
+
+
+def shown_field(kind: str, name: str, value: Json, quota: Mapping[str, Json]) -> tuple[str, str]:
+    """Return the file's key for a field of the contract, and the value as shown to people."""
+    for key, entry in SECTIONS[kind].keys.items():
+        if entry.name == name:
+            if isinstance(entry, Words) and entry.are_percentages:
+                return key, "default" if value is None else percents_text(value)
+            if value is None:
+                return key, "—"
+            if not isinstance(entry, Scalar):
+                return key, ", ".join(map(str, value))
+            shown = entry.show(value, quota)
+            return key, shown.replace("_", ",") if entry.tag in ("float", "int") else shown
+    return name, str(value)
+
+
+@dataclass(slots=True)
+class Document:
+    """A parsed file. lines: line and place in the file, by path in the contract."""
+
+    configuration: dict[str, Json] = field(default_factory=dict)
+    errors: list[FileError] = field(default_factory=list)
+    lines: dict[str, tuple[int, str]] = field(default_factory=dict)
+
+    def error_at(self, path: str, message: str) -> FileError:
+        """Return an error found by the server, at the nearest known place of the file."""
+        found = path
+        while found not in self.lines and found:
+            found = found[: max(found.rfind("."), found.rfind("["), 0)]
+        line, place = self.lines.get(found, (1, ""))
+        return FileError(line, place, message)
+
+
+def read_document(content: str, *, prune: bool, section: Section = DOCUMENT) -> Document:
+    """Parse a file. section: the kind of file.
+
+    prune: request the removal of objects absent from the file's lists; absent lists are left alone.
+    """
+    reader = Reader(prune)
+    document = Document(errors=reader.errors, lines=reader.lines)
+    try:
+        root = compose(content)
+        if root is None:
+            reader.wrong(
+                None,
+                "",
+                f"the file is empty: begin with `{next(iter(section.keys))}:` or see `weir export`",
+            )
+        else:
+            document.configuration = reader.section(root, section, "", "", is_root=True)
+    except NotYaml as broken:
+        reader.errors.append(FileError(broken.line, "", str(broken)))
+    except TooLarge:
+        reader.wrong(None, "", f"has more than {NODES_MAX:,} values: split it by organization")
+    document.errors.sort(key=lambda error: error.line)
+    return document
+
+
+class TooLarge(Exception):
+    """The file has too many nodes."""
+
+
+class Reader(StrictReader):
+    """Converts the nodes of a file by the tables. lines: as in `Document`."""
+
+    def __init__(self, prune: bool) -> None:
+        super().__init__()
+        self.lines: dict[str, tuple[int, str]] = {}
+        self._prune = prune
+        self._node_count = 0
+
+    def section(
+        self, node: yaml.Node, section: Section, path: str, place: str, *, is_root: bool = False
+    ) -> dict[str, Json]:
+        """Return one mapping by the contract's names. path: in the contract; place: in the file."""
+        self._enter(node, path, place)
+        nodes = self.mapping(node, place, [*section.keys, *(["version"] if is_root else [])])
+        if not isinstance(node, yaml.MappingNode):
+            return {}
+        if (
+            is_root
+            and (version := nodes.pop("version", None)) is not None
+            and version.value != VERSION
+        ):
+            self.wrong(version, "version", f"the supported version is {VERSION}")
+        self.require(node, place, nodes, *section.required)
+        texts = {
+            key: each.value for key, each in nodes.items() if isinstance(each, yaml.ScalarNode)
+        }
+        found: dict[str, Json] = {}
+        for key, value in nodes.items():
+            entry = section.keys[key]
+            at, shown = joined(path, entry.name), joined(place, key)
+            if not (isinstance(entry, Sections) and not entry.is_list):
+                self._enter(value, at, shown)
+            match entry:
+                case Scalar():
+                    if (
+                        scalar := self.scalar(value, shown, partial(_read, entry, texts))
+                    ) is not None:
+                        outer, _, name = entry.name.rpartition(".")
+                        (found.setdefault(outer, {}) if outer else found)[name] = scalar
+                case Words():
+                    words = self._words(value, shown, numeric=entry.are_percentages)
+                    found[entry.name] = {"values": words} if entry.are_percentages else words
+                case Sections(is_list=False):
+                    found[entry.name] = self.section(value, entry.section, at, shown)
+                case Sections():
+                    found[entry.name] = [
+                        self.section(each, entry.section, f"{at}[{index}]", f"{shown}[{index}]")
+                        for index, each in enumerate(self.items(value, shown))
+                    ]
+                    if entry.prune and self._prune:
+                        found[entry.prune] = True
+        return found
+
+    def _words(self, node: yaml.Node, place: str, *, numeric: bool) -> list[str]:
+        remedy = (
+            "whole percentages, such as [50, 80, 100]; `[]` for none"
+            if numeric
+            else "words, such as [inference, admin]"
+        )
+        fits = str.isdecimal if numeric else bool
+        parts = node.value if isinstance(node, yaml.SequenceNode) else None
+        if parts is None or not all(
+            isinstance(each, yaml.ScalarNode) and fits(each.value) for each in parts
+        ):
+            self.wrong(node, place, f"write a list of {remedy}")
+            return []
+        return [each.value for each in parts]
+
+    def _enter(self, node: yaml.Node, path: str, place: str) -> None:
+        self._node_count += 1
+        if self._node_count > NODES_MAX:
+            raise TooLarge
+        self.lines[path] = (node.start_mark.line + 1, place)
+
+
+def _read(entry: Scalar, texts: Texts, given: str) -> Json:
+    return entry.read(given, texts)
+
+
+def write_document(configuration: Mapping[str, Json]) -> str:
+    """Return a configuration as the text of a file. Default values are omitted."""
+    node = mapping_node(configuration, DOCUMENT)
+    node.value.insert(0, (scalar_node("version"), scalar_node(VERSION, "int")))
+    written: str = yaml.serialize(node, Dumper=yaml.SafeDumper, allow_unicode=True, width=132)
+    return written
+
+
+def mapping_node(values: Mapping[str, Json], section: Section) -> yaml.MappingNode:
+    pairs: list[tuple[yaml.Node, yaml.Node]] = []
+    for key, entry in section.keys.items():
+        if entry.name not in values and key not in section.required:
+            continue
+        value = values.get(entry.name, 0)  # the JSON mapping omits zeros
+        match entry:
+            case Scalar():
+                pairs.append((scalar_node(key), scalar_node(entry.show(value, values), entry.tag)))
+            case Words():
+                words = value.get("values", []) if entry.are_percentages else value
+                nodes = [
+                    scalar_node(str(word), "int" if entry.are_percentages else "str")
+                    for word in words
+                ]
+                pairs.append((scalar_node(key), sequence_node(nodes, flow=True)))
+            case Sections(is_list=False):
+                pairs.append((scalar_node(key), mapping_node(value, entry.section)))
+            case Sections():
+                pairs.append(
+                    (
+                        scalar_node(key),
+                        sequence_node([mapping_node(each, entry.section) for each in value]),
+                    )
+                )
+    return yaml.MappingNode("tag:yaml.org,2002:map", pairs, flow_style=False)
+
+
+def sequence_node(nodes: list[Any], *, flow: bool = False) -> yaml.SequenceNode:
+    return yaml.SequenceNode("tag:yaml.org,2002:seq", nodes, flow_style=flow or not nodes)
+
+
+def scalar_node(value: str, tag: str = "str") -> yaml.ScalarNode:
+    """Return a scalar node. Numbers get the YAML type of their text and need no quotes."""
+    if tag == "float":
+        tag = "float" if "." in value else "int"
+    return yaml.ScalarNode(f"tag:yaml.org,2002:{tag}", value)
