@@ -2,29 +2,63 @@
 
 import { InvalidRequest, NO_DETAILS } from "./errors.js";
 import { Money } from "./money.js";
-import type { AttachOptions, CountOptions, EmbedOptions, GenerateOptions, LimitOptions, Tool } from "./options.js";
+import type {
+  AttachOptions,
+  CountOptions,
+  EmbedOptions,
+  GenerateOptions,
+  LimitOptions,
+  Tool,
+} from "./options.js";
 
 /** Test of a value, and the description of valid values. */
 type Check = readonly [fits: (value: unknown) => boolean, what: string];
 
 const TEXT: Check = [(value) => typeof value === "string", "a text"];
-const TEXTS: Check = [(value) => typeof value === "string" || isListOf(value, "string"), "a string or a list of strings"];
+const TEXTS: Check = [
+  (value) => typeof value === "string" || isListOf(value, "string"),
+  "a string or a list of strings",
+];
 const NUMBER: Check = [(value) => typeof value === "number" && !Number.isNaN(value), "a number"];
-const WHOLE: Check = [(value) => typeof value === "bigint" || Number.isSafeInteger(value), "a whole number"];
+const WHOLE: Check = [
+  (value) => typeof value === "bigint" || Number.isSafeInteger(value),
+  "a whole number",
+];
 const MILLISECONDS: Check = [NUMBER[0], "a number of milliseconds"];
-const IDS: Check = [(value) => isListOf(value, "number") || ArrayBuffer.isView(value), "a list of token ids"];
+const IDS: Check = [
+  (value) => isListOf(value, "number") || ArrayBuffer.isView(value),
+  "a list of token ids",
+];
 const BOOLEAN: Check = [(value) => typeof value === "boolean", "true or false"];
-const LABELS: Check = [(value) => isObject(value) && isListOf(Object.values(value), "string"), "an object of strings"];
-const TIER: Check = [(value) => value === "interactive" || value === "batch", '"interactive" or "batch"'];
+const LABELS: Check = [
+  (value) => isObject(value) && isListOf(Object.values(value), "string"),
+  "an object of strings",
+];
+const TIER: Check = [
+  (value) => value === "interactive" || value === "batch",
+  '"interactive" or "batch"',
+];
 const SIGNAL: Check = [(value) => value instanceof AbortSignal, "an AbortSignal"];
-const MONEY: Check = [(value) => value instanceof Money, 'Money, for example Money.of("0.05", "USD")'];
+const MONEY: Check = [
+  (value) => value instanceof Money,
+  'Money, for example Money.of("0.05", "USD")',
+];
 
-const COMMON = { labels: LABELS, requestId: TEXT, tier: TIER, timeoutMs: MILLISECONDS, signal: SIGNAL };
+const COMMON = {
+  labels: LABELS,
+  requestId: TEXT,
+  tier: TIER,
+  timeoutMs: MILLISECONDS,
+  signal: SIGNAL,
+};
 
 /** Options of `generate`. */
 export const GENERATE: Readonly<Record<keyof GenerateOptions, Check>> = {
   ...COMMON,
-  prompt: [(value) => typeof value === "string" || Array.isArray(value), "a string or a list of messages"],
+  prompt: [
+    (value) => typeof value === "string" || Array.isArray(value),
+    "a string or a list of messages",
+  ],
   text: TEXT,
   tokenIds: IDS,
   maxOutputTokens: WHOLE,
@@ -37,7 +71,10 @@ export const GENERATE: Readonly<Record<keyof GenerateOptions, Check>> = {
   repetitionPenalty: NUMBER,
   presencePenalty: NUMBER,
   frequencyPenalty: NUMBER,
-  logitBias: [(value) => isObject(value) && isListOf(Object.values(value), "number"), "an object of numbers by token id"],
+  logitBias: [
+    (value) => isObject(value) && isListOf(Object.values(value), "number"),
+    "an object of numbers by token id",
+  ],
   stop: TEXTS,
   stopTokenIds: IDS,
   minOutputTokens: WHOLE,
@@ -45,22 +82,38 @@ export const GENERATE: Readonly<Record<keyof GenerateOptions, Check>> = {
   jsonSchema: [(value) => typeof value === "string" || isObject(value), "an object, or its text"],
   regex: TEXT,
   lark: TEXT,
-  tools: [(value) => Array.isArray(value) && value.every((each) => isObject(each) && TEXT[0]((each as Tool).name)), "a list of tools"],
-  toolChoice: [(value) => typeof value === "string" || isObject(value), '"auto", "none", "required" or a tool'],
+  tools: [
+    (value) =>
+      Array.isArray(value) && value.every((each) => isObject(each) && TEXT[0]((each as Tool).name)),
+    "a list of tools",
+  ],
+  toolChoice: [
+    (value) => typeof value === "string" || isObject(value),
+    '"auto", "none", "required" or a tool',
+  ],
   singleToolCall: BOOLEAN,
   choiceCount: WHOLE,
   beamWidth: WHOLE,
   lengthPenalty: NUMBER,
-  earlyStopping: [(value) => typeof value === "boolean" || value === "never", 'true, false or "never"'],
+  earlyStopping: [
+    (value) => typeof value === "boolean" || value === "never",
+    'true, false or "never"',
+  ],
   topLogprobs: WHOLE,
   usageIntervalTokens: WHOLE,
   region: TEXT,
   traceparent: TEXT,
   tracestate: TEXT,
-  startTimeoutMs: [(value) => MILLISECONDS[0](value) && Number(value) > 0, "a number of milliseconds above 0, or absent for `timeoutMs`"],
+  startTimeoutMs: [
+    (value) => MILLISECONDS[0](value) && Number(value) > 0,
+    "a number of milliseconds above 0, or absent for `timeoutMs`",
+  ],
   maxRetries: WHOLE,
   keepOnDisconnectMs: MILLISECONDS,
-  prefetchTokens: [(value) => Number.isSafeInteger(value) && Number(value) >= 1, "a whole number of at least 1, or absent for no limit"],
+  prefetchTokens: [
+    (value) => Number.isSafeInteger(value) && Number(value) >= 1,
+    "a whole number of at least 1, or absent for no limit",
+  ],
 };
 
 /** Options of `attach`. */
@@ -73,27 +126,45 @@ export const ATTACH: Readonly<Record<keyof AttachOptions, Check>> = {
 };
 
 /** Options of `update`. */
-export const LIMITS: Readonly<Record<keyof LimitOptions, Check>> = { maxOutputTokens: WHOLE, maxCost: MONEY };
+export const LIMITS: Readonly<Record<keyof LimitOptions, Check>> = {
+  maxOutputTokens: WHOLE,
+  maxCost: MONEY,
+};
 
 /** Options of `countTokens`. */
-export const COUNT: Readonly<Record<keyof CountOptions, Check>> = { prompt: GENERATE.prompt, text: TEXT, tools: GENERATE.tools };
+export const COUNT: Readonly<Record<keyof CountOptions, Check>> = {
+  prompt: GENERATE.prompt,
+  text: TEXT,
+  tools: GENERATE.tools,
+};
 
 /** Options of `embed`. */
 export const EMBED: Readonly<Record<keyof EmbedOptions, Check>> = { ...COMMON, truncate: BOOLEAN };
 
 /** Returns an `InvalidRequest` that names one field. */
 export function invalid(field: string, description: string): InvalidRequest {
-  const details = { ...NO_DETAILS, reason: "FIELD_INVALID", fieldViolations: [{ field, description }] };
+  const details = {
+    ...NO_DETAILS,
+    reason: "FIELD_INVALID",
+    fieldViolations: [{ field, description }],
+  };
   return new InvalidRequest(`${field}: ${description}`, { details });
 }
 
 /** Throws InvalidRequest for an unknown option or an invalid value. */
 export function checkOptions(options: object, known: Readonly<Record<string, Check>>): void {
-  if (!isObject(options)) throw invalid("options", `must be an object, for example { prompt: "Hello" }, not ${typeof options}`);
+  if (!isObject(options))
+    throw invalid(
+      "options",
+      `must be an object, for example { prompt: "Hello" }, not ${typeof options}`,
+    );
   checkKnown(options, Object.keys(known));
   for (const [name, value] of Object.entries(options)) {
     const [fits, what] = known[name]!;
-    if (value !== undefined && !fits(value)) throw invalid(name, `must be ${what}, not ${isObject(value) ? "an object" : typeof value === "number" ? value : typeof value}`);
+    if (value !== undefined && !fits(value)) {
+      const other = typeof value === "number" ? value : typeof value;
+      throw invalid(name, `must be ${what}, not ${isObject(value) ? "an object" : other}`);
+    }
   }
 }
 

@@ -2,7 +2,13 @@
 
 import { create, toBinary } from "@bufbuild/protobuf";
 import { ATTACH, checkOptions, invalid } from "./checks.js";
-import { type CallOptionsOf, type ClientOptions, Connection, RetryPolicy, resolveSettings } from "./connection.js";
+import {
+  type CallOptionsOf,
+  type ClientOptions,
+  Connection,
+  RetryPolicy,
+  resolveSettings,
+} from "./connection.js";
 import { InvalidRequest, NO_DETAILS } from "./errors.js";
 import { ClientFrameSchema, InferenceService } from "./gen/weir/v1/inference_service_pb.js";
 import { Generation, setKeep } from "./generation.js";
@@ -11,7 +17,12 @@ import { buildCount, buildEmbed, buildStart, checkEncodable } from "./prompt.js"
 import { RESUME_MS } from "./resumption.js";
 import { SharedStream } from "./stream.js";
 import type { KeyRestrictions, Model, Quote, TokenCount } from "./models.js";
-import type { EmbedResult, Generation as RecordedGeneration, QuotaStatus, Result } from "./values.js";
+import type {
+  EmbedResult,
+  Generation as RecordedGeneration,
+  QuotaStatus,
+  Result,
+} from "./values.js";
 import * as wire from "./wire.js";
 
 const FRAMING_BYTES = 16; // overhead of a message around its only frame, at most
@@ -56,7 +67,11 @@ export class WeirClient implements AsyncDisposable {
       // Sending it would end the shared stream and with it every other request.
       const description = `the request has ${size} bytes, and the limit is ${maxMessageBytes}`;
       const details = { ...NO_DETAILS, fieldViolations: [{ field: "prompt", description }] };
-      throw new InvalidRequest(description, { reason: "MESSAGE_TOO_LARGE", requestId: frame.requestId, details });
+      throw new InvalidRequest(description, {
+        reason: "MESSAGE_TOO_LARGE",
+        requestId: frame.requestId,
+        details,
+      });
     }
     return new Generation(this.stream, frame, model, {
       timeoutMs: options.timeoutMs,
@@ -79,10 +94,20 @@ export class WeirClient implements AsyncDisposable {
   attach(requestId: string, options: AttachOptions = {}): Generation {
     const { afterSeq = 0, timeoutMs, resumeMs = RESUME_MS, prefetchTokens, signal } = options;
     checkOptions(options, ATTACH);
-    const frame = create(ClientFrameSchema, { requestId, kind: { case: "attach", value: { afterSeq: BigInt(afterSeq) } } });
+    const frame = create(ClientFrameSchema, {
+      requestId,
+      kind: { case: "attach", value: { afterSeq: BigInt(afterSeq) } },
+    });
     checkEncodable(frame, "attach");
     const { retry } = this.connection.settings;
-    return new Generation(this.stream, frame, "", { timeoutMs, retry, signal, keepMs: resumeMs, keepIsAsked: true, prefetchTokens });
+    return new Generation(this.stream, frame, "", {
+      timeoutMs,
+      retry,
+      signal,
+      keepMs: resumeMs,
+      keepIsAsked: true,
+      prefetchTokens,
+    });
   }
 
   /** Returns the whole answer of a request; takes the options of `generate`. Throws a WeirError. */
@@ -96,23 +121,42 @@ export class WeirClient implements AsyncDisposable {
    * @throws NotFound for an unknown model; InvalidRequest for tools together with `text`, or with a
    * model that does not support tools.
    */
-  async countTokens(model: string, input: CountOptions, call: CallOptionsOf = {}): Promise<TokenCount> {
-    const response = await this.connection.call(InferenceService.method.countTokens, buildCount(model, input), call);
-    return { inputTokenCount: wire.count(response.inputTokenCount), contextWindowTokens: wire.count(response.contextWindowTokens) };
+  async countTokens(
+    model: string,
+    input: CountOptions,
+    call: CallOptionsOf = {},
+  ): Promise<TokenCount> {
+    const response = await this.connection.call(
+      InferenceService.method.countTokens,
+      buildCount(model, input),
+      call,
+    );
+    return {
+      inputTokenCount: wire.count(response.inputTokenCount),
+      contextWindowTokens: wire.count(response.contextWindowTokens),
+    };
   }
 
   /** Returns tokens and cost of the same call of `generate`, and whether it would be admitted. */
   async quote(model: string, options: GenerateOptions, call: CallOptionsOf = {}): Promise<Quote> {
     const { kind } = buildStart(model, options);
     if (kind.case !== "start") throw invalid("start", "is missing");
-    return wire.quote(await this.connection.call(InferenceService.method.quote, { start: kind.value }, call));
+    return wire.quote(
+      await this.connection.call(InferenceService.method.quote, { start: kind.value }, call),
+    );
   }
 
   /** Returns tokens and cost of the same call of `embed`, and whether it would be admitted. */
-  async quoteEmbed(model: string, inputs: string | readonly (string | readonly number[])[], options: EmbedOptions = {}): Promise<Quote> {
+  async quoteEmbed(
+    model: string,
+    inputs: string | readonly (string | readonly number[])[],
+    options: EmbedOptions = {},
+  ): Promise<Quote> {
     const { timeoutMs, signal } = options;
     const embed = buildEmbed(model, inputs, options);
-    return wire.quote(await this.connection.call(InferenceService.method.quote, { embed }, { timeoutMs, signal }));
+    return wire.quote(
+      await this.connection.call(InferenceService.method.quote, { embed }, { timeoutMs, signal }),
+    );
   }
 
   /**
@@ -122,32 +166,50 @@ export class WeirClient implements AsyncDisposable {
    * @throws InvalidRequest, QuotaExceeded, AlreadyExists if an earlier attempt was billed and its
    * answer lost; any WeirError.
    */
-  async embed(model: string, inputs: string | readonly (string | readonly number[])[], options: EmbedOptions = {}): Promise<EmbedResult> {
+  async embed(
+    model: string,
+    inputs: string | readonly (string | readonly number[])[],
+    options: EmbedOptions = {},
+  ): Promise<EmbedResult> {
     const request = buildEmbed(model, inputs, options);
     const { timeoutMs, signal } = options;
-    const response = await this.connection.call(InferenceService.method.embed, request, { timeoutMs, signal });
+    const response = await this.connection.call(InferenceService.method.embed, request, {
+      timeoutMs,
+      signal,
+    });
     return wire.embedResult(request.requestId, model, response);
   }
 
   /** Returns the models that the key may use, by name. */
   async listModels(call: CallOptionsOf = {}): Promise<Model[]> {
-    return (await this.connection.call(InferenceService.method.listModels, {}, call)).models.map(wire.model);
+    return (await this.connection.call(InferenceService.method.listModels, {}, call)).models.map(
+      wire.model,
+    );
   }
 
   /** Returns every limit that applies to the key, optionally for one model. Empty: unlimited. */
   async getQuota(model = "", call: CallOptionsOf = {}): Promise<QuotaStatus[]> {
-    return (await this.connection.call(InferenceService.method.getQuota, { model }, call)).quotas.map(wire.quota);
+    return (
+      await this.connection.call(InferenceService.method.getQuota, { model }, call)
+    ).quotas.map(wire.quota);
   }
 
   /** Returns the key's scopes, models, tokens per request, networks and expiry. */
   async getRestrictions(call: CallOptionsOf = {}): Promise<KeyRestrictions> {
-    return wire.restrictions((await this.connection.call(InferenceService.method.getQuota, {}, call)).restrictions);
+    return wire.restrictions(
+      (await this.connection.call(InferenceService.method.getQuota, {}, call)).restrictions,
+    );
   }
 
   /** Returns the record of one request of the key's project. Throws NotFound. */
   async getGeneration(requestId: string, call: CallOptionsOf = {}): Promise<RecordedGeneration> {
-    const response = await this.connection.call(InferenceService.method.getGeneration, { requestId }, call);
-    if (response.generation === undefined) throw new Error("the server answered without a generation");
+    const response = await this.connection.call(
+      InferenceService.method.getGeneration,
+      { requestId },
+      call,
+    );
+    if (response.generation === undefined)
+      throw new Error("the server answered without a generation");
     return wire.generation(response.generation);
   }
 
@@ -169,11 +231,18 @@ export class WeirClient implements AsyncDisposable {
  * Returns how long a request outlives its connection: as given by the caller, else a short time
  * limited by the caller's timeout and the server's known limit.
  */
-function keepFor({ keepOnDisconnectMs, timeoutMs }: GenerateOptions, keepMaxMs: number): { keepMs: number; keepIsAsked: boolean } {
-  if (keepOnDisconnectMs !== undefined && !(Number.isFinite(keepOnDisconnectMs) && keepOnDisconnectMs >= 0)) {
+function keepFor(
+  { keepOnDisconnectMs, timeoutMs }: GenerateOptions,
+  keepMaxMs: number,
+): { keepMs: number; keepIsAsked: boolean } {
+  if (
+    keepOnDisconnectMs !== undefined &&
+    !(Number.isFinite(keepOnDisconnectMs) && keepOnDisconnectMs >= 0)
+  ) {
     throw invalid("keepOnDisconnectMs", `must be milliseconds, not ${keepOnDisconnectMs}`);
   }
   if (keepOnDisconnectMs !== undefined) return { keepMs: keepOnDisconnectMs, keepIsAsked: true };
-  const keepMs = keepMaxMs > 0 ? Math.max(1, Math.min(RESUME_MS, keepMaxMs, timeoutMs ?? RESUME_MS)) : 0;
+  const keepMs =
+    keepMaxMs > 0 ? Math.max(1, Math.min(RESUME_MS, keepMaxMs, timeoutMs ?? RESUME_MS)) : 0;
   return { keepMs, keepIsAsked: false };
 }

@@ -3,7 +3,14 @@
  */
 
 import { BlockList, isIP } from "node:net";
-import { create, type DescMethodUnary, fromBinary, type MessageInitShape, type MessageShape, toBinary } from "@bufbuild/protobuf";
+import {
+  create,
+  type DescMethodUnary,
+  fromBinary,
+  type MessageInitShape,
+  type MessageShape,
+  toBinary,
+} from "@bufbuild/protobuf";
 import {
   type CallOptions,
   type ChannelOptions,
@@ -29,9 +36,11 @@ import { resolveTls, type Tls, type TlsOptions } from "./tls.js";
 export const DEFAULT_ADDRESS = "127.0.0.1:8443";
 const UNARY_TIMEOUT_MS = 30_000; // look-ups take milliseconds
 const MESSAGE_BYTES_MAX = 4 * 1024 * 1024; // gRPC's default limit of a server
-const RECEIVE_BYTES_MAX = 32 * 1024 * 1024; // batched deltas of many requests; far above the largest response of a server
+// Batched deltas of many requests; far above the largest response of a server.
+const RECEIVE_BYTES_MAX = 32 * 1024 * 1024;
 const KEEPALIVE_MS = 60_000; // below the idle limit of common load balancers (60 to 350 s)
-const KEEPALIVE_TIMEOUT_MS = 20_000; // a peer that does not answer a ping within it is considered lost
+// A peer that does not answer a ping within it is considered lost.
+const KEEPALIVE_TIMEOUT_MS = 20_000;
 const RETRY_BASE_MS = 100; // first back-off without a retry-after of the server; doubles each time
 const RETRY_WAIT_MAX_MS = 10_000; // the error is thrown if the wait would be longer
 
@@ -108,7 +117,12 @@ const KNOWN: Readonly<Record<keyof ClientOptions, true>> = {
   clientKey: true,
 };
 const CLIENT_OPTIONS = Object.keys(KNOWN);
-const SCHEMES = [["https://", true], ["grpcs://", true], ["http://", false], ["grpc://", false]] as const;
+const SCHEMES = [
+  ["https://", true],
+  ["grpcs://", true],
+  ["http://", false],
+  ["grpc://", false],
+] as const;
 
 /**
  * Resolves missing values from the environment.
@@ -116,7 +130,10 @@ const SCHEMES = [["https://", true], ["grpcs://", true], ["http://", false], ["g
  * @throws Unauthenticated if there is no key; InvalidRequest for invalid certificates and unknown
  * options.
  */
-export function resolveSettings(options: ClientOptions, environment = process.env): ConnectionSettings {
+export function resolveSettings(
+  options: ClientOptions,
+  environment = process.env,
+): ConnectionSettings {
   checkKnown(options, CLIENT_OPTIONS);
   let address = options.address || environment["WEIR_ADDRESS"] || DEFAULT_ADDRESS;
   let secureScheme: boolean | undefined;
@@ -126,8 +143,12 @@ export function resolveSettings(options: ClientOptions, environment = process.en
     secureScheme ??= secure;
   }
   const apiKey = options.apiKey ?? environment["WEIR_API_KEY"];
-  if (apiKey === undefined) throw new Unauthenticated("no API key: pass apiKey or set WEIR_API_KEY");
-  if (!/^[\x00-\x7f]*$/.test(apiKey)) throw new Unauthenticated("the API key holds characters that no key has; was it copied in full?");
+  if (apiKey === undefined)
+    throw new Unauthenticated("no API key: pass apiKey or set WEIR_API_KEY");
+  if (!/^[\x00-\x7f]*$/.test(apiKey))
+    throw new Unauthenticated(
+      "the API key holds characters that no key has; was it copied in full?",
+    );
   const local = isLocal(address);
   return {
     address,
@@ -147,9 +168,13 @@ LOOPBACK.addAddress("::1", "ipv6");
 export function isLocal(address: string): boolean {
   if (address.startsWith("unix:") || address.startsWith("unix-abstract:")) return true;
   const hostAndPort = address.slice(address.lastIndexOf("/") + 1);
-  const host = hostAndPort.slice(0, Math.max(0, hostAndPort.lastIndexOf(":"))).replace(/^\[|\]$/g, "");
+  const host = hostAndPort
+    .slice(0, Math.max(0, hostAndPort.lastIndexOf(":")))
+    .replace(/^\[|\]$/g, "");
   const version = isIP(host);
-  return version === 0 ? host === "localhost" : LOOPBACK.check(host, version === 6 ? "ipv6" : "ipv4");
+  return version === 0
+    ? host === "localhost"
+    : LOOPBACK.check(host, version === 6 ? "ipv6" : "ipv4");
 }
 
 /** One open `Generate` call. */
@@ -163,7 +188,11 @@ export class Connection {
   constructor(readonly settings: ConnectionSettings) {
     const { tls } = settings;
     const security = tls
-      ? credentials.createSsl(tls.rootCertificates ?? null, tls.clientKey ?? null, tls.clientCertificate ?? null)
+      ? credentials.createSsl(
+          tls.rootCertificates ?? null,
+          tls.clientKey ?? null,
+          tls.clientCertificate ?? null,
+        )
       : credentials.createInsecure();
     this.client = new Client(settings.address, security, channelOptions(settings));
   }
@@ -198,13 +227,22 @@ export class Connection {
     const request = toBinary(method.input, create(method.input, init));
     for (let attempt = 0; ; attempt += 1) {
       try {
-        return await this.attempt(method, request, Math.max(0, deadline - performance.now()), signal);
+        return await this.attempt(
+          method,
+          request,
+          Math.max(0, deadline - performance.now()),
+          signal,
+        );
       } catch (error) {
-        if (this.closing.signal.aborted) throw new Cancelled("the client is closed", { cause: error });
-        const waitMs = error instanceof WeirError ? this.settings.retry.waitMs(error, attempt) : undefined;
+        if (this.closing.signal.aborted)
+          throw new Cancelled("the client is closed", { cause: error });
+        const waitMs =
+          error instanceof WeirError ? this.settings.retry.waitMs(error, attempt) : undefined;
         if (waitMs === undefined || performance.now() + waitMs >= deadline) throw error;
         if (!(await pause(waitMs, [signal, this.closing.signal]))) {
-          throw new Cancelled(`${signal?.aborted ? "cancelled" : "the client was closed"} while waiting to try again`);
+          throw new Cancelled(
+            `${signal?.aborted ? "cancelled" : "the client was closed"} while waiting to try again`,
+          );
         }
       }
     }
@@ -258,7 +296,6 @@ export interface CallOptionsOf {
   /** Cancels the call. */
   readonly signal?: AbortSignal | undefined;
 }
-
 
 function channelOptions(settings: ConnectionSettings): ChannelOptions {
   return {

@@ -92,7 +92,10 @@ export class WeirError extends Error {
 
   constructor(message: string, options: ErrorOptions = {}, defaultCode = "UNKNOWN") {
     const requestId = options.requestId ?? "";
-    super(requestId ? `${message} (request ${requestId})` : message, options.cause === undefined ? {} : { cause: options.cause });
+    super(
+      requestId ? `${message} (request ${requestId})` : message,
+      options.cause === undefined ? {} : { cause: options.cause },
+    );
     this.name = new.target.name;
     this.plainMessage = message;
     this.code = options.code ?? defaultCode;

@@ -6,8 +6,22 @@
  */
 
 import type { Carrier, Continuation } from "./carriers.js";
-import { Aborted, Cancelled, DeadlineExceeded, FailedPrecondition, IncompleteGeneration, Unavailable, WeirError } from "./errors.js";
-import type { ClientFrame, DeltaFrame, FailedFrame, FinishedFrame, ServerFrame } from "./gen/weir/v1/inference_service_pb.js";
+import {
+  Aborted,
+  Cancelled,
+  DeadlineExceeded,
+  FailedPrecondition,
+  IncompleteGeneration,
+  Unavailable,
+  WeirError,
+} from "./errors.js";
+import type {
+  ClientFrame,
+  DeltaFrame,
+  FailedFrame,
+  FinishedFrame,
+  ServerFrame,
+} from "./gen/weir/v1/inference_service_pb.js";
 import { LimitChanges } from "./limit_changes.js";
 import type { Prefetch } from "./prefetch.js";
 import { Received } from "./received.js";
@@ -16,7 +30,8 @@ import type { Admitted, Event, Limits, Partial, Result } from "./values.js";
 import * as wire from "./wire.js";
 
 const EVENTS_MAX = 65_536; // one delta per token: more than any context window in use
-const OWNER_AWAY = "OWNER_AWAY"; // the relaying server lost the request's owner; the request goes on
+// The relaying server lost the request's owner; the request goes on.
+const PROCESS_UNAVAILABLE = "PROCESS_UNAVAILABLE";
 const CANCEL_GRACE_MS = 2_000; // wait for the final frame after a cancel
 
 /**
@@ -123,7 +138,8 @@ export class Exchange {
    */
   async update(frame: ClientFrame): Promise<Limits> {
     const { carrier, requestId } = this;
-    if (this.outcome !== undefined || !carrier) throw new FailedPrecondition("the request has ended", { reason: "REQUEST_ENDED", requestId });
+    if (this.outcome !== undefined || !carrier)
+      throw new FailedPrecondition("the request has ended", { reason: "REQUEST_ENDED", requestId });
     carrier.sendUpdate(frame);
     return await this.limitChanges.expect();
   }
@@ -153,7 +169,12 @@ export class Exchange {
         break;
       case "attached": {
         const { afterSeq, lastSeq, running } = frame.kind.value;
-        this.push({ type: "resumed", afterSeq: wire.count(afterSeq), lastSeq: wire.count(lastSeq), running });
+        this.push({
+          type: "resumed",
+          afterSeq: wire.count(afterSeq),
+          lastSeq: wire.count(lastSeq),
+          running,
+        });
         this.grant(this.prefetch?.grant(true) ?? 0);
         break;
       }
@@ -199,7 +220,9 @@ export class Exchange {
       return;
     }
     const text = `the stream ended before the request did: ${cause.plainMessage}`;
-    const verdict = this.continuation ? this.continuation.broken(error) : this.incomplete(text, error);
+    const verdict = this.continuation
+      ? this.continuation.broken(error)
+      : this.incomplete(text, error);
     if (verdict) this.fail(verdict);
   }
 
@@ -218,7 +241,9 @@ export class Exchange {
   /** Leaves the current stream, to continue on another. */
   release(): void {
     const { carrier, requestId } = this;
-    this.limitChanges.fail(new Unavailable("no answer came before the stream ended", { requestId }));
+    this.limitChanges.fail(
+      new Unavailable("no answer came before the stream ended", { requestId }),
+    );
     this.carrier = undefined;
     carrier?.release(this);
   }
@@ -231,7 +256,13 @@ export class Exchange {
   /** Returns the error of a request that ended without a final frame. */
   incomplete(message: string, cause?: WeirError): IncompleteGeneration {
     const { requestId } = this;
-    return new IncompleteGeneration(message, { code: cause?.code, reason: "INCOMPLETE", requestId, partial: this.partial(), cause });
+    return new IncompleteGeneration(message, {
+      code: cause?.code,
+      reason: "INCOMPLETE",
+      requestId,
+      partial: this.partial(),
+      cause,
+    });
   }
 
   /** Returns the output and usage received so far. */
@@ -267,8 +298,12 @@ export class Exchange {
 
   private receiveFinished(frame: FinishedFrame): void {
     const reason = this.received.finish(frame);
-    if (reason === "DEADLINE" || (this.expired && reason === "CANCELLED")) this.end(this.deadlineError());
-    else this.end(this.lost ? this.incomplete(this.lost, this.lostCause) : this.received.result(frame));
+    if (reason === "DEADLINE" || (this.expired && reason === "CANCELLED"))
+      this.end(this.deadlineError());
+    else
+      this.end(
+        this.lost ? this.incomplete(this.lost, this.lostCause) : this.received.result(frame),
+      );
   }
 
   /** Handles the refusal of a resumption, which ends the request only as a last resort. */
@@ -286,7 +321,7 @@ export class Exchange {
 
   private receiveFailed(frame: FailedFrame): void {
     const error = this.failure(frame);
-    if (error.reason === OWNER_AWAY && this.continuation) {
+    if (error.reason === PROCESS_UNAVAILABLE && this.continuation) {
       const verdict = this.continuation.broken(error);
       if (verdict) this.fail(verdict);
       return;
@@ -296,7 +331,12 @@ export class Exchange {
 
   private failure(frame: FailedFrame): WeirError {
     if (frame.usage) this.received.bill(frame);
-    const status = frame.status ?? { $typeName: "google.rpc.Status", code: 13, message: "the server gave no reason", details: [] };
+    const status = frame.status ?? {
+      $typeName: "google.rpc.Status",
+      code: 13,
+      message: "the server gave no reason",
+      details: [],
+    };
     const error = errorFromStatus(status, this.requestId, this.partial());
     this.refusal = error.reason;
     return error;
@@ -315,7 +355,8 @@ export class Exchange {
   }
 
   private giveUp(): void {
-    const text = this.lost || `cancelled, but the server did not confirm it within ${CANCEL_GRACE_MS} ms`;
+    const text =
+      this.lost || `cancelled, but the server did not confirm it within ${CANCEL_GRACE_MS} ms`;
     this.end(this.expired ? this.deadlineError() : this.incomplete(text, this.lostCause));
   }
 

@@ -8,7 +8,14 @@
 import { clone, create } from "@bufbuild/protobuf";
 import { durationFromMs } from "@bufbuild/protobuf/wkt";
 import type { RetryPolicy } from "./connection.js";
-import { Aborted, AlreadyExists, Cancelled, FailedPrecondition, NotFound, WeirError } from "./errors.js";
+import {
+  Aborted,
+  AlreadyExists,
+  Cancelled,
+  FailedPrecondition,
+  NotFound,
+  WeirError,
+} from "./errors.js";
 import { Exchange } from "./exchange.js";
 import { type ClientFrame, ClientFrameSchema } from "./gen/weir/v1/inference_service_pb.js";
 import { pause } from "./pause.js";
@@ -110,9 +117,16 @@ export class Generation implements AsyncIterable<Delta>, AsyncDisposable {
    */
   start(): this {
     if (this.exchange !== undefined || this.error !== undefined) return this;
-    if (this.terms.timeoutMs !== undefined) this.deadline = performance.now() + this.terms.timeoutMs;
+    if (this.terms.timeoutMs !== undefined)
+      this.deadline = performance.now() + this.terms.timeoutMs;
     const { signal } = this.terms;
-    if (signal?.aborted) throw this.fail(new Cancelled("aborted before it was sent", { requestId: this.requestId, cause: signal.reason }));
+    if (signal?.aborted)
+      throw this.fail(
+        new Cancelled("aborted before it was sent", {
+          requestId: this.requestId,
+          cause: signal.reason,
+        }),
+      );
     this.beginAttempt();
     if (signal) this.attachTo(signal);
     return this;
@@ -134,8 +148,15 @@ export class Generation implements AsyncIterable<Delta>, AsyncDisposable {
    */
   async update(limits: LimitOptions): Promise<Limits> {
     const { requestId, exchange } = this;
-    if (exchange === undefined) throw new FailedPrecondition("the request was not sent yet", { reason: "NOT_ADMITTED", requestId });
-    const frame = create(ClientFrameSchema, { requestId, kind: { case: "update", value: buildUpdate(limits) } });
+    if (exchange === undefined)
+      throw new FailedPrecondition("the request was not sent yet", {
+        reason: "NOT_ADMITTED",
+        requestId,
+      });
+    const frame = create(ClientFrameSchema, {
+      requestId,
+      kind: { case: "update", value: buildUpdate(limits) },
+    });
     checkEncodable(frame, "update");
     return await exchange.update(frame);
   }
@@ -144,7 +165,8 @@ export class Generation implements AsyncIterable<Delta>, AsyncDisposable {
    * Cancels the request if it runs and waits for its end (at most 2 s). Never throws a WeirError.
    */
   async close(): Promise<void> {
-    if (this.exchange === undefined || this.error !== undefined || isResult(this.exchange.outcome)) return;
+    if (this.exchange === undefined || this.error !== undefined || isResult(this.exchange.outcome))
+      return;
     this.cancel();
     await this.exchange.waitEnded();
     if (this.exchange.outcome instanceof WeirError) this.fail(this.exchange.outcome);
@@ -159,7 +181,8 @@ export class Generation implements AsyncIterable<Delta>, AsyncDisposable {
   async result(): Promise<Result> {
     while ((await this.next()) !== undefined);
     const outcome = this.exchange?.outcome;
-    if (!isResult(outcome)) throw new Error("the generation has no outcome"); // `take` returns nothing only after the end
+    // `take` returns nothing only after the end.
+    if (!isResult(outcome)) throw new Error("the generation has no outcome");
     return outcome;
   }
 
@@ -186,7 +209,9 @@ export class Generation implements AsyncIterable<Delta>, AsyncDisposable {
   /**
    * Cancels before a generator's `return`, which would wait for a pending `next` and its output.
    */
-  private cancelledByReturn<Item>(generator: AsyncGenerator<Item, void, void>): AsyncGenerator<Item, void, void> {
+  private cancelledByReturn<Item>(
+    generator: AsyncGenerator<Item, void, void>,
+  ): AsyncGenerator<Item, void, void> {
     const end = generator.return.bind(generator);
     generator.return = (value) => {
       if (!this.done) this.cancel();
@@ -198,7 +223,8 @@ export class Generation implements AsyncIterable<Delta>, AsyncDisposable {
   private async *readEvents(): AsyncGenerator<Event, void, void> {
     let ended = false;
     try {
-      for (let event = await this.next(); event !== undefined; event = await this.next()) yield event;
+      for (let event = await this.next(); event !== undefined; event = await this.next())
+        yield event;
       ended = true;
     } finally {
       if (!ended) this.cancel();
@@ -272,13 +298,20 @@ export class Generation implements AsyncIterable<Delta>, AsyncDisposable {
     // The server needs credit if the request was started with `prefetchTokens`.
     const limit = terms.prefetchTokens ?? (attach && EVERYTHING);
     const prefetch = limit === undefined ? undefined : new Prefetch(limit);
-    const exchange = new Exchange(this.requestId, this.model, Number(attach?.afterSeq ?? 0), prefetch);
+    const exchange = new Exchange(
+      this.requestId,
+      this.model,
+      Number(attach?.afterSeq ?? 0),
+      prefetch,
+    );
     this.held.exchange = exchange;
     try {
-      const resumption = terms.keepMs > 0 ? new Resumption(stream, exchange, frame, terms.keepMs) : undefined;
+      const resumption =
+        terms.keepMs > 0 ? new Resumption(stream, exchange, frame, terms.keepMs) : undefined;
       if (attach && resumption) resumption.begin();
       else stream.start(exchange, frame);
-      if (this.deadline !== undefined) exchange.expireIn(Math.max(0, this.deadline - performance.now()));
+      if (this.deadline !== undefined)
+        exchange.expireIn(Math.max(0, this.deadline - performance.now()));
       if (terms.signal) this.detachAtEnd();
     } catch (error) {
       if (!(error instanceof WeirError)) throw error;
@@ -303,14 +336,18 @@ export class Generation implements AsyncIterable<Delta>, AsyncDisposable {
     }
     const waitMs = this.retryWaitMs(error);
     if (waitMs === undefined) {
-      const about = [AlreadyExists, Aborted, NotFound].some((kind) => error instanceof kind) || error.reason === OUTPUT_GONE;
+      const about =
+        [AlreadyExists, Aborted, NotFound].some((kind) => error instanceof kind) ||
+        error.reason === OUTPUT_GONE;
       throw this.fail(about && this.failure !== undefined ? this.failure : error);
     }
     this.failure = error;
     this.attempt += 1;
     if (!(await pause(waitMs, [this.cancelling.signal, this.stream.closed]))) {
       const why = this.stream.closed.aborted ? "the client was closed" : "cancelled";
-      throw this.fail(new Cancelled(`${why} while waiting to try again`, { requestId: this.requestId }));
+      throw this.fail(
+        new Cancelled(`${why} while waiting to try again`, { requestId: this.requestId }),
+      );
     }
     this.beginAttempt();
   }
@@ -318,8 +355,12 @@ export class Generation implements AsyncIterable<Delta>, AsyncDisposable {
   /** Changes the frame as the server's refusal suggests; once per kind of change. */
   private canBeAskedDifferently(error: WeirError): boolean {
     const { requestId, frame, terms } = this;
-    if (this.cancelling.signal.aborted || frame.kind.case !== "start" || terms.keepMs === 0) return false;
-    if (this.failure !== undefined && (error.reason === REQUEST_SETTLED || error.reason === REQUEST_IN_FLIGHT)) {
+    if (this.cancelling.signal.aborted || frame.kind.case !== "start" || terms.keepMs === 0)
+      return false;
+    if (
+      this.failure !== undefined &&
+      (error.reason === REQUEST_SETTLED || error.reason === REQUEST_IN_FLIGHT)
+    ) {
       this.frame = create(ClientFrameSchema, { requestId, kind: { case: "attach", value: {} } });
       return true;
     }
@@ -337,7 +378,11 @@ export class Generation implements AsyncIterable<Delta>, AsyncDisposable {
     const billed = error.partial?.usage !== undefined;
     if (this.cancelling.signal.aborted || this.exchange!.delivered || billed) return undefined;
     const waitMs = this.terms.retry.waitMs(error, this.attempt);
-    if (waitMs === undefined || (this.deadline !== undefined && performance.now() + waitMs >= this.deadline)) return undefined;
+    if (
+      waitMs === undefined ||
+      (this.deadline !== undefined && performance.now() + waitMs >= this.deadline)
+    )
+      return undefined;
     return waitMs;
   }
 
@@ -357,7 +402,7 @@ export function setKeep({ kind }: ClientFrame, keepMs: number): void {
 
 /** Returns the operator's limit of the keep time from a refusal; 0: not allowed or unknown. */
 function keepAllowedMs(refusal: WeirError, refusedMs: number): number {
-  const allowedMs = Math.floor(Number(refusal.metadata["keep_max_s"] ?? 0) * 1000);
+  const allowedMs = Math.floor(Number(refusal.metadata["keep_on_disconnect_max_s"] ?? 0) * 1000);
   return allowedMs > 0 && allowedMs < refusedMs ? allowedMs : 0;
 }
 

@@ -1,7 +1,14 @@
-/** Client of Weir, the metered LLM inference service. `WeirClient` generates; errors derive from `WeirError`. */
+/**
+ * Client of Weir, the metered LLM inference service. `WeirClient` generates; errors derive from
+ * `WeirError`.
+ */
 
 export { WeirClient } from "./client.js";
-export { type CallOptionsOf as CallOptions, type ClientOptions, DEFAULT_ADDRESS } from "./connection.js";
+export {
+  type CallOptionsOf as CallOptions,
+  type ClientOptions,
+  DEFAULT_ADDRESS,
+} from "./connection.js";
 export * from "./errors.js";
 export { Generation as GenerationStream } from "./generation.js";
 export * from "./models.js";

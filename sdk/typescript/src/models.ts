@@ -27,6 +27,14 @@ export interface ModelVersion {
   readonly share: number;
 }
 
+/** A request field that a model's engine refuses. */
+export interface RefusedField {
+  /** Path in the start frame, for example `sampling.min_p`. */
+  readonly field: string;
+  /** The refused values; empty: all that have an effect. */
+  readonly values: string;
+}
+
 /** One available model. */
 export interface Model {
   readonly name: string;
@@ -47,6 +55,12 @@ export interface Model {
   readonly replicaCount: number;
   /** Drained by an admin. */
   readonly drainedReplicaCount: number;
+  /** What embedded engines compute with; `torch` is slow. */
+  readonly kernels: readonly string[];
+  /** Fields that its engine would ignore. */
+  readonly refusedFields: readonly RefusedField[];
+  /** Its engine reports no token ids: each is 2147483647. */
+  readonly countsFromUsage: boolean;
   /** One per service tier. */
   readonly tierPrices: readonly Price[];
   /** For interactive requests; undefined: no price is set. */
@@ -59,7 +73,7 @@ export interface Quote {
   readonly predictedCachedTokenCount: number;
   readonly maxOutputTokenCount: number;
   readonly expectedOutputTokenCount: number;
-  readonly worstCost: Money;
+  readonly worstCaseCost: Money;
   readonly expectedCost: Money;
   readonly priceVersion: number;
   readonly wouldAdmit: boolean;

@@ -19,7 +19,9 @@ export class Money {
     const [, sign, units, fraction = ""] = /^(-?)(\d+)(?:\.(\d+))?$/.exec(amount) ?? [];
     const digits = fraction.replace(/0+$/, "");
     if (units === undefined || digits.length > 12) {
-      throw new RangeError(`'${amount}' is not an amount in whole picos: give a string like "0.05"`);
+      throw new RangeError(
+        `'${amount}' is not an amount in whole picos: give a string like "0.05"`,
+      );
     }
     const picos = BigInt(units) * PICOS_PER_UNIT + BigInt(digits.padEnd(12, "0"));
     return new Money(currencyCode, sign === "-" ? -picos : picos);
@@ -28,7 +30,11 @@ export class Money {
   /** The amount in units as an exact decimal, at least two decimals: `0.00184`. */
   get amount(): string {
     const magnitude = this.picos < 0n ? -this.picos : this.picos;
-    const fraction = (magnitude % PICOS_PER_UNIT).toString().padStart(12, "0").replace(/0+$/, "").padEnd(2, "0");
+    const fraction = (magnitude % PICOS_PER_UNIT)
+      .toString()
+      .padStart(12, "0")
+      .replace(/0+$/, "")
+      .padEnd(2, "0");
     return `${this.picos < 0n ? "-" : ""}${magnitude / PICOS_PER_UNIT}.${fraction}`;
   }
 

@@ -70,7 +70,10 @@ export interface GenerateOptions {
   readonly minOutputTokens?: number;
   /** Continue past the model's end of sequence; for benchmarks. */
   readonly ignoreEos?: boolean;
-  /** The answer is a JSON document valid under it: an object, or its text. At most one of `jsonSchema`, `regex` and `lark`. */
+  /**
+   * The answer is a JSON document valid under it: an object, or its text. At most one of
+   * `jsonSchema`, `regex` and `lark`.
+   */
   readonly jsonSchema?: object | string;
   /** The whole answer matches it. */
   readonly regex?: string;

@@ -23,7 +23,11 @@ class Output {
   }
 
   choice(index: number, finishReason: FinishReason): Choice {
-    const toolCalls = this.calls.map(({ id, name, pieces }) => ({ id, name, argumentsJson: pieces.join("") }));
+    const toolCalls = this.calls.map(({ id, name, pieces }) => ({
+      id,
+      name,
+      argumentsJson: pieces.join(""),
+    }));
     return {
       index,
       finishReason,
@@ -41,7 +45,8 @@ export class Outputs {
 
   /** Returns the output of one choice. Throws a RangeError for an impossible index. */
   of(choiceIndex: number): Output {
-    if (choiceIndex < 0 || choiceIndex >= CHOICES_MAX) throw new RangeError(`choice ${choiceIndex} cannot be`);
+    if (choiceIndex < 0 || choiceIndex >= CHOICES_MAX)
+      throw new RangeError(`choice ${choiceIndex} cannot be`);
     while (this.outputs.length <= choiceIndex) this.outputs.push(new Output());
     return this.outputs[choiceIndex]!;
   }

@@ -10,7 +10,10 @@ export function closingController(): AbortController {
 }
 
 /** Waits for a time, or until one of the signals is aborted; resolves to whether none was. */
-export function pause(milliseconds: number, signals: readonly (AbortSignal | undefined)[]): Promise<boolean> {
+export function pause(
+  milliseconds: number,
+  signals: readonly (AbortSignal | undefined)[],
+): Promise<boolean> {
   const given = signals.filter((signal) => signal !== undefined);
   return new Promise((resolve) => {
     const end = (): void => {

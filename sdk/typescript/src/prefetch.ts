@@ -2,7 +2,8 @@
 
 /** Tokens, more than any request has: for requests that need credit but no limit. */
 export const EVERYTHING = 2 ** 40;
-const GRANT_INTERVAL_MS = 5_000; // of a slow reader: far below a server's stall time (60 s), at few frames
+// For a slow reader: far below a server's stall time (60 s), with few frames.
+const GRANT_INTERVAL_MS = 5_000;
 
 /**
  * Keeps tokens granted but not received, plus tokens received but unread, at `limit`.
@@ -36,7 +37,8 @@ export class Prefetch {
   /** Returns the tokens to grant now, or 0. `atOnce`: grant all free tokens. */
   grant(atOnce = false): number {
     const room = this.limit - this.outstanding - this.unread;
-    const isDue = atOnce || 2 * room >= this.limit || performance.now() - this.grantedAt >= GRANT_INTERVAL_MS;
+    const isDue =
+      atOnce || 2 * room >= this.limit || performance.now() - this.grantedAt >= GRANT_INTERVAL_MS;
     if (room < 1 || !isDue) return 0;
     this.outstanding += room;
     this.grantedAt = performance.now();

@@ -22,7 +22,15 @@ import {
   Truncation,
   type UpdateFrameSchema,
 } from "./gen/weir/v1/inference_service_pb.js";
-import type { CountOptions, EmbedOptions, GenerateOptions, LimitOptions, Message, Prompt, Tool } from "./options.js";
+import type {
+  CountOptions,
+  EmbedOptions,
+  GenerateOptions,
+  LimitOptions,
+  Message,
+  Prompt,
+  Tool,
+} from "./options.js";
 import { moneyInit } from "./wire.js";
 
 const ROLES: Readonly<Record<string, Role>> = {
@@ -31,7 +39,11 @@ const ROLES: Readonly<Record<string, Role>> = {
   assistant: Role.ASSISTANT,
   tool: Role.TOOL,
 };
-const TOOL_MODES: Readonly<Record<string, ToolMode>> = { auto: ToolMode.AUTO, none: ToolMode.NONE, required: ToolMode.REQUIRED };
+const TOOL_MODES: Readonly<Record<string, ToolMode>> = {
+  auto: ToolMode.AUTO,
+  none: ToolMode.NONE,
+  required: ToolMode.REQUIRED,
+};
 
 /**
  * Builds the start frame of a request.
@@ -62,7 +74,10 @@ export function checkEncodable(frame: ClientFrame, field: string): void {
   }
 }
 
-function startInit(model: string, options: GenerateOptions): MessageInitShape<typeof StartFrameSchema> {
+function startInit(
+  model: string,
+  options: GenerateOptions,
+): MessageInitShape<typeof StartFrameSchema> {
   const { stop = [], logitBias, labels } = options;
   const startTimeout = startTimeoutMs(options);
   return {
@@ -116,13 +131,20 @@ function toolsInit(tools: readonly Tool[] = []): MessageInitShape<typeof ToolSch
  *
  * @throws InvalidRequest if not exactly one of prompt and text is given.
  */
-export function buildCount(model: string, options: CountOptions): MessageInitShape<typeof CountTokensRequestSchema> {
+export function buildCount(
+  model: string,
+  options: CountOptions,
+): MessageInitShape<typeof CountTokensRequestSchema> {
   checkOptions(options, COUNT);
   const { prompt, text, tools } = options;
-  if ((prompt === undefined) === (text === undefined)) throw invalid("prompt", "give exactly one of: prompt, text");
+  if ((prompt === undefined) === (text === undefined))
+    throw invalid("prompt", "give exactly one of: prompt, text");
   return {
     model,
-    prompt: prompt !== undefined ? { case: "conversation", value: conversation(prompt) } : { case: "text", value: text ?? "" },
+    prompt:
+      prompt !== undefined
+        ? { case: "conversation", value: conversation(prompt) }
+        : { case: "text", value: text ?? "" },
     tools: toolsInit(tools),
   };
 }
@@ -133,20 +155,33 @@ export function buildCount(model: string, options: CountOptions): MessageInitSha
  * @throws InvalidRequest for a message without role or content, or with an unknown role.
  */
 export function conversation(prompt: Prompt): MessageInitShape<typeof ConversationSchema> {
-  const messages: readonly Message[] = typeof prompt === "string" ? [{ role: "user", content: prompt }] : prompt;
+  const messages: readonly Message[] =
+    typeof prompt === "string" ? [{ role: "user", content: prompt }] : prompt;
   return {
     messages: messages.map((message, index) => {
-      if (typeof message !== "object" || message === null) throw invalid(`messages[${index}]`, "must be an object with role and content");
+      if (typeof message !== "object" || message === null)
+        throw invalid(`messages[${index}]`, "must be an object with role and content");
       const role = ROLES[message.role];
-      if (role === undefined) throw invalid(`messages[${index}].role`, `'${message.role}' is not one of ${Object.keys(ROLES).join(", ")}`);
-      if (typeof message.content !== "string") throw invalid(`messages[${index}].content`, "must be a string");
-      const toolCalls = (message.toolCalls ?? []).map(({ id, name, argumentsJson }) => ({ id, name, argumentsJson }));
+      if (role === undefined)
+        throw invalid(
+          `messages[${index}].role`,
+          `'${message.role}' is not one of ${Object.keys(ROLES).join(", ")}`,
+        );
+      if (typeof message.content !== "string")
+        throw invalid(`messages[${index}].content`, "must be a string");
+      const toolCalls = (message.toolCalls ?? []).map(({ id, name, argumentsJson }) => ({
+        id,
+        name,
+        argumentsJson,
+      }));
       return { role, content: message.content, toolCalls, toolCallId: message.toolCallId ?? "" };
     }),
   };
 }
 
-function promptInit(options: GenerateOptions): NonNullable<MessageInitShape<typeof StartFrameSchema>["prompt"]> {
+function promptInit(
+  options: GenerateOptions,
+): NonNullable<MessageInitShape<typeof StartFrameSchema>["prompt"]> {
   const { prompt, text, tokenIds } = options;
   if ([prompt, text, tokenIds].filter((given) => given !== undefined).length !== 1) {
     throw invalid("prompt", "give exactly one of: prompt, text, tokenIds");
@@ -156,43 +191,63 @@ function promptInit(options: GenerateOptions): NonNullable<MessageInitShape<type
   return { case: "tokenIds", value: { ids: [...(tokenIds ?? [])] } };
 }
 
-function responseFormat(options: GenerateOptions): MessageInitShape<typeof StartFrameSchema>["responseFormat"] {
+function responseFormat(
+  options: GenerateOptions,
+): MessageInitShape<typeof StartFrameSchema>["responseFormat"] {
   const { jsonSchema, regex, lark } = options;
   if ([jsonSchema, regex, lark].filter((given) => given !== undefined).length > 1) {
     throw invalid("responseFormat", "give at most one of: jsonSchema, regex, lark");
   }
   if (jsonSchema !== undefined) {
-    return { kind: { case: "jsonSchema", value: typeof jsonSchema === "string" ? jsonSchema : JSON.stringify(jsonSchema) } };
+    return {
+      kind: {
+        case: "jsonSchema",
+        value: typeof jsonSchema === "string" ? jsonSchema : JSON.stringify(jsonSchema),
+      },
+    };
   }
   if (regex !== undefined) return { kind: { case: "regex", value: regex } };
   return lark === undefined ? undefined : { kind: { case: "lark", value: lark } };
 }
 
-function toolChoice(options: GenerateOptions): MessageInitShape<typeof StartFrameSchema>["toolChoice"] {
+function toolChoice(
+  options: GenerateOptions,
+): MessageInitShape<typeof StartFrameSchema>["toolChoice"] {
   const { toolChoice: choice, singleToolCall: single = false } = options;
   if (choice === undefined && !single) return undefined;
   if (typeof choice === "object") return { kind: { case: "name", value: choice.name }, single };
   const mode = TOOL_MODES[choice ?? "auto"];
-  if (mode === undefined) throw invalid("toolChoice", `'${choice}' is not one of ${Object.keys(TOOL_MODES).join(", ")}`);
+  if (mode === undefined)
+    throw invalid("toolChoice", `'${choice}' is not one of ${Object.keys(TOOL_MODES).join(", ")}`);
   return { kind: { case: "mode", value: mode }, single };
 }
 
-function beamSearch(options: GenerateOptions): MessageInitShape<typeof StartFrameSchema>["beamSearch"] {
+function beamSearch(
+  options: GenerateOptions,
+): MessageInitShape<typeof StartFrameSchema>["beamSearch"] {
   const { beamWidth, lengthPenalty, earlyStopping } = options;
   if (beamWidth === undefined) {
-    if (lengthPenalty !== undefined) throw invalid("lengthPenalty", "has a meaning only with beamWidth");
-    if (earlyStopping !== undefined) throw invalid("earlyStopping", "has a meaning only with beamWidth");
+    if (lengthPenalty !== undefined)
+      throw invalid("lengthPenalty", "has a meaning only with beamWidth");
+    if (earlyStopping !== undefined)
+      throw invalid("earlyStopping", "has a meaning only with beamWidth");
     return undefined;
   }
   const stopping =
-    earlyStopping === "never" ? EarlyStopping.NEVER : earlyStopping ? EarlyStopping.WHEN_FULL : EarlyStopping.HEURISTIC;
+    earlyStopping === "never"
+      ? EarlyStopping.NEVER
+      : earlyStopping
+        ? EarlyStopping.WHEN_FULL
+        : EarlyStopping.HEURISTIC;
   return { width: beamWidth, earlyStopping: stopping, ...dropUndefined({ lengthPenalty }) };
 }
 
 function startTimeoutMs(options: GenerateOptions): number | undefined {
   const milliseconds = options.startTimeoutMs ?? options.timeoutMs;
   // The caller's own timeout ends the request at once.
-  return milliseconds !== undefined && milliseconds > 0 && Number.isFinite(milliseconds) ? Math.max(1, milliseconds) : undefined;
+  return milliseconds !== undefined && milliseconds > 0 && Number.isFinite(milliseconds)
+    ? Math.max(1, milliseconds)
+    : undefined;
 }
 
 /** Builds the request for vectors of one text or several, each a text or its token ids. */
@@ -204,13 +259,17 @@ export function buildEmbed(
   checkOptions(options, EMBED);
   const texts = typeof inputs === "string" ? [inputs] : inputs;
   texts.forEach((each, index) => {
-    if (typeof each !== "string" && !Array.isArray(each)) throw invalid(`inputs[${index}]`, "give a text or a list of token ids");
+    if (typeof each !== "string" && !Array.isArray(each))
+      throw invalid(`inputs[${index}]`, "give a text or a list of token ids");
   });
   return {
     requestId: options.requestId ?? randomUUID(),
     model,
     inputs: texts.map((each) => ({
-      kind: typeof each === "string" ? { case: "text", value: each } : { case: "tokenIds", value: { ids: [...each] } },
+      kind:
+        typeof each === "string"
+          ? { case: "text", value: each }
+          : { case: "tokenIds", value: { ids: [...each] } },
     })),
     truncation: options.truncate ? Truncation.END : Truncation.NONE,
     labels: { ...options.labels },
@@ -222,12 +281,16 @@ export function buildEmbed(
 export function buildUpdate(limits: LimitOptions): MessageInitShape<typeof UpdateFrameSchema> {
   checkOptions(limits, LIMITS);
   const { maxOutputTokens, maxCost } = limits;
-  return dropUndefined({ maxOutputTokens: int64("maxOutputTokens", maxOutputTokens), maxCost: maxCost && moneyInit(maxCost) });
+  return dropUndefined({
+    maxOutputTokens: int64("maxOutputTokens", maxOutputTokens),
+    maxCost: maxCost && moneyInit(maxCost),
+  });
 }
 
 function int64(field: string, value: number | bigint | undefined): bigint | undefined {
   if (value === undefined || typeof value === "bigint") return value;
-  if (!Number.isSafeInteger(value)) throw invalid(field, `${value} is not a whole number that can be sent exactly`);
+  if (!Number.isSafeInteger(value))
+    throw invalid(field, `${value} is not a whole number that can be sent exactly`);
   return BigInt(value);
 }
 
@@ -235,5 +298,7 @@ type Defined<T> = { [Key in keyof T]?: Exclude<T[Key], undefined> };
 
 /** Removes undefined keys: every present field is sent. */
 function dropUndefined<T extends object>(value: T): Defined<T> {
-  return Object.fromEntries(Object.entries(value).filter(([, each]) => each !== undefined)) as Defined<T>;
+  return Object.fromEntries(
+    Object.entries(value).filter(([, each]) => each !== undefined),
+  ) as Defined<T>;
 }

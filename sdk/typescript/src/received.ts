@@ -52,9 +52,12 @@ export class Received {
 
   /** Returns the complete result, after `finish`. */
   result(frame: FinishedFrame): Result {
-    const ends = frame.choices.length > 0 ? frame.choices : [{ choiceIndex: 0, reason: frame.reason }];
+    const ends =
+      frame.choices.length > 0 ? frame.choices : [{ choiceIndex: 0, reason: frame.reason }];
     const choices = ends
-      .map((end) => this.outputs.of(end.choiceIndex).choice(end.choiceIndex, wire.finishReason(end.reason)))
+      .map((end) =>
+        this.outputs.of(end.choiceIndex).choice(end.choiceIndex, wire.finishReason(end.reason)),
+      )
       .sort((one, other) => one.index - other.index);
     const first = choices[0]!;
     return {

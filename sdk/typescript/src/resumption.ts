@@ -26,7 +26,8 @@ export const REQUEST_IN_FLIGHT = "REQUEST_IN_FLIGHT";
 export const REQUEST_SETTLED = "REQUEST_SETTLED";
 export const OUTPUT_GONE = "OUTPUT_GONE";
 const REQUEST_UNKNOWN = "REQUEST_UNKNOWN";
-const WAIT_FIRST_MS = 50; // before the first try, with jitter: all clients of a lost server return at once
+// Before the first try, with jitter: all clients of a lost server reconnect at once.
+const WAIT_FIRST_MS = 50;
 const WAIT_BASE_MS = 100; // before the second try without a retry-after of the server; doubles
 const WAIT_MAX_MS = 5_000; // between two tries, unless the server asks for more
 const FINAL = [Unauthenticated, PermissionDenied, InvalidRequest, FailedPrecondition];
@@ -54,7 +55,9 @@ export class Resumption implements Carrier, Continuation {
     exchange.continuation = this;
   }
 
-  /** Attaches to a request that this client did not start. Throws Cancelled if the client is closed. */
+  /**
+   * Attaches to a request that this client did not start. Throws Cancelled if the client is closed.
+   */
   begin(): void {
     this.stream.checkOpen(this.exchange.requestId);
     this.suspend();
@@ -63,7 +66,8 @@ export class Resumption implements Carrier, Continuation {
 
   /** Looks for another stream, unless it would fail in the same way. */
   broken(cause: WeirError): WeirError | undefined {
-    if (FINAL.some((kind) => cause instanceof kind) || cause.reason === UNREADABLE) return this.ended(cause);
+    if (FINAL.some((kind) => cause instanceof kind) || cause.reason === UNREADABLE)
+      return this.ended(cause);
     return this.wait(cause);
   }
 
@@ -71,7 +75,8 @@ export class Resumption implements Carrier, Continuation {
   refused(error: WeirError): WeirError | undefined {
     const { exchange } = this;
     if (error instanceof Unavailable || error.reason === REQUEST_IN_FLIGHT) return this.wait(error);
-    if (!exchange.begun || this.again) return error; // the first response to the request, or an ordinary refusal
+    // The first response to the request, or an ordinary refusal.
+    if (!exchange.begun || this.again) return error;
     const canStart = this.frame.kind.case === "start" && !exchange.delivered && !exchange.cancelled;
     if (error.reason === REQUEST_UNKNOWN && canStart) {
       this.again = true;
@@ -109,7 +114,9 @@ export class Resumption implements Carrier, Continuation {
 
   /** Refuses: there is no stream. Throws Unavailable. */
   sendUpdate(): void {
-    throw new Unavailable("the connection is broken: retry after it is restored", { requestId: this.exchange.requestId });
+    throw new Unavailable("the connection is broken: retry after it is restored", {
+      requestId: this.exchange.requestId,
+    });
   }
 
   /** Does nothing: the next stream is granted all free credit. */
@@ -129,10 +136,15 @@ export class Resumption implements Carrier, Continuation {
   private wait(cause: WeirError): undefined {
     this.suspend();
     this.cause = cause;
-    const spreadMs = this.attempt ? Math.min(WAIT_BASE_MS * 2 ** (this.attempt - 1), WAIT_MAX_MS) : WAIT_FIRST_MS;
+    const spreadMs = this.attempt
+      ? Math.min(WAIT_BASE_MS * 2 ** (this.attempt - 1), WAIT_MAX_MS)
+      : WAIT_FIRST_MS;
     const waitMs = (cause.retryAfterMs ?? 0) + spreadMs * (0.5 + Math.random() / 2);
     this.attempt += 1;
-    this.tryTimer = setTimeout(() => this.try(), this.exchange.cancelled ? Math.min(waitMs, WAIT_BASE_MS) : waitMs);
+    this.tryTimer = setTimeout(
+      () => this.try(),
+      this.exchange.cancelled ? Math.min(waitMs, WAIT_BASE_MS) : waitMs,
+    );
     return undefined;
   }
 
@@ -142,7 +154,9 @@ export class Resumption implements Carrier, Continuation {
     const { exchange } = this;
     if (exchange.outcome !== undefined) return;
     if (this.again && exchange.cancelled) {
-      exchange.fail(new Cancelled("cancelled before its admission", { requestId: exchange.requestId }));
+      exchange.fail(
+        new Cancelled("cancelled before its admission", { requestId: exchange.requestId }),
+      );
       return;
     }
     try {
@@ -160,7 +174,10 @@ export class Resumption implements Carrier, Continuation {
   private nextFrame(): ClientFrame {
     if (this.again) return this.frame;
     const { requestId, seq } = this.exchange;
-    return create(ClientFrameSchema, { requestId, kind: { case: "attach", value: { afterSeq: BigInt(this.skipTo ?? seq) } } });
+    return create(ClientFrameSchema, {
+      requestId,
+      kind: { case: "attach", value: { afterSeq: BigInt(this.skipTo ?? seq) } },
+    });
   }
 
   /** Returns the final error of the request, with the received output and the bill. */
@@ -169,14 +186,25 @@ export class Resumption implements Carrier, Continuation {
     if (!exchange.begun) return error;
     if (error.reason === REQUEST_SETTLED) {
       const how = error.metadata["outcome"] || "ended";
-      return exchange.incomplete(`the request was settled (${how}) while the stream was broken, and its output is not kept`, error);
+      return exchange.incomplete(
+        `the request was settled (${how}) while the stream was broken, and its output is not kept`,
+        error,
+      );
     }
-    return exchange.incomplete(`the stream ended before the request did, and could not be resumed: ${error.plainMessage}`, error);
+    return exchange.incomplete(
+      `the stream ended before the request did, and could not be resumed: ${error.plainMessage}`,
+      error,
+    );
   }
 
   private giveUp(): void {
     this.endTimer = undefined;
     const { requestId } = this.exchange;
-    this.exchange.fail(this.ended(this.cause ?? new Unavailable(`no server could be reached for ${this.keepMs} ms`, { requestId })));
+    this.exchange.fail(
+      this.ended(
+        this.cause ??
+          new Unavailable(`no server could be reached for ${this.keepMs} ms`, { requestId }),
+      ),
+    );
   }
 }

@@ -45,9 +45,19 @@ const CLASSES: Readonly<Record<string, ErrorClass>> = {
 /**
  * Returns the typed error of a status with its details; a plain `WeirError` for an unknown code.
  */
-export function errorFromStatus(status: Status, requestId = "", partial?: Partial): errors.WeirError {
+export function errorFromStatus(
+  status: Status,
+  requestId = "",
+  partial?: Partial,
+): errors.WeirError {
   const details = decodeDetails(status);
-  return typedError(grpcStatus[status.code] ?? "UNKNOWN", status.message, details, requestId, partial);
+  return typedError(
+    grpcStatus[status.code] ?? "UNKNOWN",
+    status.message,
+    details,
+    requestId,
+    partial,
+  );
 }
 
 /**
@@ -56,7 +66,11 @@ export function errorFromStatus(status: Status, requestId = "", partial?: Partia
  * @param isCancelledHere This client cancelled the call; otherwise a stopping gRPC server did,
  * which drops new calls.
  */
-export function errorFromRpc(error: ServiceError, isCancelledHere: boolean, requestId = ""): errors.WeirError {
+export function errorFromRpc(
+  error: ServiceError,
+  isCancelledHere: boolean,
+  requestId = "",
+): errors.WeirError {
   for (const value of error.metadata?.get(STATUS_DETAILS_KEY) ?? []) {
     if (typeof value === "string") continue;
     try {
@@ -67,10 +81,15 @@ export function errorFromRpc(error: ServiceError, isCancelledHere: boolean, requ
     }
   }
   if (error.code === grpcStatus.CANCELLED && !isCancelledHere) {
-    return new errors.Unavailable("the server cancelled the call: it is stopping", { requestId, cause: error });
+    return new errors.Unavailable("the server cancelled the call: it is stopping", {
+      requestId,
+      cause: error,
+    });
   }
   const said = (error.details || error.message).trim();
-  const hint = NOT_TLS.test(said) ? "; the server does not use TLS: prefix its address with http://, or pass tls: false" : "";
+  const hint = NOT_TLS.test(said)
+    ? "; the server does not use TLS: prefix its address with http://, or pass tls: false"
+    : "";
   return typedError(grpcStatus[error.code] ?? "UNKNOWN", said + hint, errors.NO_DETAILS, requestId);
 }
 
@@ -89,9 +108,17 @@ function typedError(
   partial?: Partial,
 ): errors.WeirError {
   const isQuota = details.quota !== undefined || details.quotaViolations.length > 0;
-  const kind = code === "RESOURCE_EXHAUSTED" && isQuota ? errors.QuotaExceeded : (CLASSES[code] ?? errors.WeirError);
+  const kind =
+    code === "RESOURCE_EXHAUSTED" && isQuota
+      ? errors.QuotaExceeded
+      : (CLASSES[code] ?? errors.WeirError);
   const text = message || code.toLowerCase().replaceAll("_", " ");
-  return new kind(text, { code, details, partial, requestId: requestId || details.metadata["request_id"] });
+  return new kind(text, {
+    code,
+    details,
+    partial,
+    requestId: requestId || details.metadata["request_id"],
+  });
 }
 
 function decodeDetails(status: Status): errors.ErrorDetails {
@@ -101,17 +128,26 @@ function decodeDetails(status: Status): errors.ErrorDetails {
     if (info) Object.assign(found, { reason: info.reason, metadata: info.metadata });
     const bad = anyUnpack(detail, BadRequestSchema);
     if (bad) {
-      const fieldViolations = bad.fieldViolations.map(({ field, description }) => ({ field, description }));
+      const fieldViolations = bad.fieldViolations.map(({ field, description }) => ({
+        field,
+        description,
+      }));
       Object.assign(found, { fieldViolations });
     }
     const failure = anyUnpack(detail, QuotaFailureSchema);
     if (failure) {
-      const quotaViolations = failure.violations.map(({ subject, description }) => ({ subject, description }));
+      const quotaViolations = failure.violations.map(({ subject, description }) => ({
+        subject,
+        description,
+      }));
       Object.assign(found, { quotaViolations });
     }
     const precondition = anyUnpack(detail, PreconditionFailureSchema);
     if (precondition) {
-      const preconditions = precondition.violations.map(({ type, description }) => ({ kind: type, description }));
+      const preconditions = precondition.violations.map(({ type, description }) => ({
+        kind: type,
+        description,
+      }));
       Object.assign(found, { preconditions });
     }
     const retry = anyUnpack(detail, RetryInfoSchema);
@@ -121,8 +157,12 @@ function decodeDetails(status: Status): errors.ErrorDetails {
   return { ...found, quota: exceededQuota(found.metadata, found.retryAfterMs) };
 }
 
-function exceededQuota(metadata: Readonly<Record<string, string>>, retryAfterMs: number | undefined): errors.ExceededQuota {
-  const whole = (key: string): bigint | undefined => (/^-?\d+$/.test(metadata[key] ?? "") ? BigInt(metadata[key]!) : undefined);
+function exceededQuota(
+  metadata: Readonly<Record<string, string>>,
+  retryAfterMs: number | undefined,
+): errors.ExceededQuota {
+  const whole = (key: string): bigint | undefined =>
+    /^-?\d+$/.test(metadata[key] ?? "") ? BigInt(metadata[key]!) : undefined;
   const reset = new Date(metadata["reset_time"] ?? Number.NaN);
   return {
     quotaId: metadata["quota_id"] ?? "",
@@ -136,6 +176,7 @@ function exceededQuota(metadata: Readonly<Record<string, string>>, retryAfterMs:
     remaining: whole("remaining"),
     requested: whole("requested"),
     resetTime: Number.isNaN(reset.getTime()) ? undefined : reset,
-    retryHelps: (metadata["retry_helps"] ?? String(retryAfterMs !== undefined)).toLowerCase() === "true",
+    retryHelps:
+      (metadata["retry_helps"] ?? String(retryAfterMs !== undefined)).toLowerCase() === "true",
   };
 }

@@ -9,9 +9,21 @@ import { create, toBinary } from "@bufbuild/protobuf";
 import type { ServiceError } from "@grpc/grpc-js";
 import type { Carrier } from "./carriers.js";
 import type { GenerateCall } from "./connection.js";
-import { Aborted, Cancelled, Internal, ResourceExhausted, Unavailable, type WeirError } from "./errors.js";
+import {
+  Aborted,
+  Cancelled,
+  Internal,
+  ResourceExhausted,
+  Unavailable,
+  type WeirError,
+} from "./errors.js";
 import type { Exchange } from "./exchange.js";
-import { type ClientFrame, ClientFrameSchema, type GenerateResponse, GenerateRequestSchema } from "./gen/weir/v1/inference_service_pb.js";
+import {
+  type ClientFrame,
+  ClientFrameSchema,
+  type GenerateResponse,
+  GenerateRequestSchema,
+} from "./gen/weir/v1/inference_service_pb.js";
 import { closingController } from "./pause.js";
 import { errorFromRpc } from "./status.js";
 
@@ -56,10 +68,15 @@ class StreamConnection implements Carrier {
   start(exchange: Exchange, frame: ClientFrame): void {
     const { requestId } = exchange;
     if (this.exchanges.has(requestId)) {
-      throw new Aborted("a request with this id is running on this client", { reason: "REQUEST_IN_FLIGHT", requestId });
+      throw new Aborted("a request with this id is running on this client", {
+        reason: "REQUEST_IN_FLIGHT",
+        requestId,
+      });
     }
     if (this.exchanges.size >= IN_FLIGHT_MAX) {
-      throw new ResourceExhausted(`${IN_FLIGHT_MAX} requests are running on this client`, { requestId });
+      throw new ResourceExhausted(`${IN_FLIGHT_MAX} requests are running on this client`, {
+        requestId,
+      });
     }
     this.exchanges.set(requestId, exchange);
     const start = frame.kind.case === "start" ? frame.kind.value : undefined;
@@ -69,7 +86,12 @@ class StreamConnection implements Carrier {
 
   sendCancel(exchange: Exchange): void {
     if (!this.open || this.exchanges.get(exchange.requestId) !== exchange) return;
-    this.send(create(ClientFrameSchema, { requestId: exchange.requestId, kind: { case: "cancel", value: {} } }));
+    this.send(
+      create(ClientFrameSchema, {
+        requestId: exchange.requestId,
+        kind: { case: "cancel", value: {} },
+      }),
+    );
   }
 
   sendUpdate(frame: ClientFrame): void {
@@ -78,7 +100,12 @@ class StreamConnection implements Carrier {
 
   sendCredit({ requestId }: Exchange, tokenCount: number): void {
     if (!this.open || !this.exchanges.has(requestId)) return;
-    this.send(create(ClientFrameSchema, { requestId, kind: { case: "credit", value: { tokenCount: BigInt(tokenCount) } } }));
+    this.send(
+      create(ClientFrameSchema, {
+        requestId,
+        kind: { case: "credit", value: { tokenCount: BigInt(tokenCount) } },
+      }),
+    );
   }
 
   release(exchange: Exchange): void {
@@ -129,7 +156,8 @@ class StreamConnection implements Carrier {
 
   private endWhenDone(): void {
     // A cancel may follow while requests run.
-    if (this.closing && this.open && this.exchanges.size === 0 && this.outgoing.length === 0) this.call.end();
+    if (this.closing && this.open && this.exchanges.size === 0 && this.outgoing.length === 0)
+      this.call.end();
   }
 
   private read(message: GenerateResponse): void {
@@ -146,13 +174,19 @@ class StreamConnection implements Carrier {
     } catch (error) {
       // An unreadable message ends its requests, not the client.
       this.call.cancel();
-      this.end(new Internal(`the server's answer could not be read: ${String(error)}`, { reason: UNREADABLE, cause: error }));
+      this.end(
+        new Internal(`the server's answer could not be read: ${String(error)}`, {
+          reason: UNREADABLE,
+          cause: error,
+        }),
+      );
     }
   }
 
   private end(cause: WeirError): void {
     if (!this.open) return;
-    this.open = this.accepting = false; // before requests are ended, so that a retry opens a new stream
+    // Before requests are ended, so that a retry opens a new stream.
+    this.open = this.accepting = false;
     const left = [...this.exchanges.values()];
     this.exchanges.clear();
     for (const exchange of left) exchange.breakOff(cause);
@@ -218,9 +252,13 @@ export class SharedStream {
   /** Cancels all requests, waits a bounded time for their final frames, and ends the streams. */
   async close(): Promise<void> {
     this.closing.abort();
-    const exchanges = [...[...this.running].flatMap((connection) => [...connection.exchanges.values()]), ...this.suspended];
+    const exchanges = [
+      ...[...this.running].flatMap((connection) => [...connection.exchanges.values()]),
+      ...this.suspended,
+    ];
     for (const exchange of exchanges) exchange.cancel();
-    for (const exchange of exchanges) await exchange.waitEnded(); // bounded: each gives up after its grace period
+    // Bounded: each gives up after its grace period.
+    for (const exchange of exchanges) await exchange.waitEnded();
     this.ended = true;
     const connections = [...this.running];
     for (const connection of connections) connection.halfClose();

@@ -47,25 +47,44 @@ export function resolveTls(
   const given = options.rootCertificates !== undefined || options.clientCertificate !== undefined;
   if (!(wanted ?? (given || !local))) return undefined;
   const tls = {
-    rootCertificates: read("rootCertificates", options.rootCertificates, "WEIR_ROOT_CERTIFICATES", environment),
-    clientCertificate: read("clientCertificate", options.clientCertificate, "WEIR_CLIENT_CERTIFICATE", environment),
+    rootCertificates: read(
+      "rootCertificates",
+      options.rootCertificates,
+      "WEIR_ROOT_CERTIFICATES",
+      environment,
+    ),
+    clientCertificate: read(
+      "clientCertificate",
+      options.clientCertificate,
+      "WEIR_CLIENT_CERTIFICATE",
+      environment,
+    ),
     clientKey: read("clientKey", options.clientKey, "WEIR_CLIENT_KEY", environment),
   };
   if ((tls.clientCertificate === undefined) !== (tls.clientKey === undefined)) {
-    const missing = tls.clientKey === undefined ? "clientKey (WEIR_CLIENT_KEY)" : "clientCertificate (WEIR_CLIENT_CERTIFICATE)";
+    const missing =
+      tls.clientKey === undefined
+        ? "clientKey (WEIR_CLIENT_KEY)"
+        : "clientCertificate (WEIR_CLIENT_CERTIFICATE)";
     throw invalid(`${missing} is missing: a certificate and its key go together`);
   }
   return tls;
 }
 
-function read(name: string, given: Buffer | string | undefined, variable: string, environment: NodeJS.ProcessEnv): Buffer | undefined {
+function read(
+  name: string,
+  given: Buffer | string | undefined,
+  variable: string,
+  environment: NodeJS.ProcessEnv,
+): Buffer | undefined {
   if (Buffer.isBuffer(given)) return given.length > 0 ? given : undefined;
   const path = given || environment[variable];
   if (!path) return undefined;
   try {
     return readFileSync(path);
   } catch (error) {
-    throw invalid(`${given ? name : variable}: ${path} cannot be read (${(error as NodeJS.ErrnoException).code ?? String(error)})`);
+    const reason = (error as NodeJS.ErrnoException).code ?? String(error);
+    throw invalid(`${given ? name : variable}: ${path} cannot be read (${reason})`);
   }
 }
 

@@ -104,10 +104,10 @@ export interface QuotaStatus {
   readonly cachedInputWeightMilli: number;
   readonly outputWeightMilli: number;
   /** Without the temporary override. */
-  readonly standingLimitValue: bigint;
+  readonly baseLimitValue: bigint;
   /** End of the temporary override; undefined: none. */
-  readonly raisedUntilTime: Date | undefined;
-  readonly raiseReason: string;
+  readonly overrideEndTime: Date | undefined;
+  readonly overrideReason: string;
   /**
    * Has the smallest remainder of its dimension's limits. Set, as the next field, only in lists of
    * all limits of one key.
@@ -131,7 +131,7 @@ export interface Admitted {
   /** Of all choices; 0 from older servers. */
   readonly maxOutputTokenCount: number;
   /** Limited by the key, as the request gives no limit. */
-  readonly boundedByKey: boolean;
+  readonly limitedByKey: boolean;
 }
 
 /** The request is waiting. */

@@ -51,7 +51,8 @@ import type {
 /** Returns a count as a plain number. Throws a RangeError if it is not exact. */
 export function count(value: bigint): number {
   const number = Number(value);
-  if (!Number.isSafeInteger(number)) throw new RangeError(`${value} is more than a number can hold exactly`);
+  if (!Number.isSafeInteger(number))
+    throw new RangeError(`${value} is more than a number can hold exactly`);
   return number;
 }
 
@@ -74,7 +75,9 @@ export function finishReason(value: FinishReasonMessage): FinishReason {
 }
 
 export function money(value: MoneyMessage | undefined): Money {
-  return value === undefined ? new Money("", 0n) : new Money(value.currencyCode, value.units * PICOS_PER_UNIT + value.picos);
+  return value === undefined
+    ? new Money("", 0n)
+    : new Money(value.currencyCode, value.units * PICOS_PER_UNIT + value.picos);
 }
 
 export function usage(value: UsageMessage | undefined): Usage {
@@ -89,9 +92,32 @@ export function usage(value: UsageMessage | undefined): Usage {
 }
 
 export function timings(value: TimingsMessage): Timings {
-  const { authMs, tokenizeMs, admissionMs, queueMs, coldStartMs, prefillMs, decodeMs, clientStallMs, settleMs, ttftMs, totalMs } =
-    value;
-  return { authMs, tokenizeMs, admissionMs, queueMs, coldStartMs, prefillMs, decodeMs, clientStallMs, settleMs, ttftMs, totalMs };
+  const {
+    authMs,
+    tokenizeMs,
+    admissionMs,
+    queueMs,
+    coldStartMs,
+    prefillMs,
+    decodeMs,
+    clientStallMs,
+    settleMs,
+    ttftMs,
+    totalMs,
+  } = value;
+  return {
+    authMs,
+    tokenizeMs,
+    admissionMs,
+    queueMs,
+    coldStartMs,
+    prefillMs,
+    decodeMs,
+    clientStallMs,
+    settleMs,
+    ttftMs,
+    totalMs,
+  };
 }
 
 /** Returns the permissions of a key. */
@@ -126,9 +152,9 @@ export function quota(value: QuotaMessage): QuotaStatus {
     inputWeightMilli: count(value.inputWeightMilli),
     cachedInputWeightMilli: count(value.cachedInputWeightMilli),
     outputWeightMilli: count(value.outputWeightMilli),
-    standingLimitValue: value.standingLimitValue,
-    raisedUntilTime: date(value.raisedUntilTime),
-    raiseReason: value.raiseReason,
+    baseLimitValue: value.baseLimitValue,
+    overrideEndTime: date(value.overrideEndTime),
+    overrideReason: value.overrideReason,
     binding: value.binding,
     narrowedByQuotaId: value.narrowedByQuotaId,
     forNewKeys: value.forNewKeys,
@@ -138,11 +164,18 @@ export function quota(value: QuotaMessage): QuotaStatus {
 
 /** Returns the message of an amount. */
 export function moneyInit(value: Money): { currencyCode: string; units: bigint; picos: bigint } {
-  return { currencyCode: value.currencyCode, units: value.picos / PICOS_PER_UNIT, picos: value.picos % PICOS_PER_UNIT };
+  return {
+    currencyCode: value.currencyCode,
+    units: value.picos / PICOS_PER_UNIT,
+    picos: value.picos % PICOS_PER_UNIT,
+  };
 }
 
 export function limits(frame: UpdatedFrame): Limits {
-  return { maxOutputTokens: count(frame.maxOutputTokens), maxCost: frame.maxCost && money(frame.maxCost) };
+  return {
+    maxOutputTokens: count(frame.maxOutputTokens),
+    maxCost: frame.maxCost && money(frame.maxCost),
+  };
 }
 
 export function admitted(frame: AdmittedFrame): Admitted {
@@ -153,7 +186,7 @@ export function admitted(frame: AdmittedFrame): Admitted {
     quotas: frame.quotas.map(quota),
     priceVersion: count(frame.priceVersion),
     maxOutputTokenCount: count(frame.maxOutputTokenCount),
-    boundedByKey: frame.boundedByKey,
+    limitedByKey: frame.limitedByKey,
   };
 }
 
@@ -174,14 +207,17 @@ export function delta(frame: DeltaFrame): Delta {
     seq: count(frame.seq),
     text: frame.text,
     tokenIds: frame.tokenIds,
-    logprobs: frame.logprobs.map(
-      (each): TokenLogprobs => ({
-        chosen: { tokenId: each.chosen?.tokenId ?? 0, logprob: each.chosen?.logprob ?? 0 },
-        top: each.top.map(({ tokenId, logprob }) => ({ tokenId, logprob })),
-      }),
-    ),
+    logprobs: frame.logprobs.map((each): TokenLogprobs => ({
+      chosen: { tokenId: each.chosen?.tokenId ?? 0, logprob: each.chosen?.logprob ?? 0 },
+      top: each.top.map(({ tokenId, logprob }) => ({ tokenId, logprob })),
+    })),
     choiceIndex: frame.choiceIndex,
-    toolCalls: frame.toolCalls.map(({ index, id, name, argumentsJson }) => ({ index, id, name, argumentsJson })),
+    toolCalls: frame.toolCalls.map(({ index, id, name, argumentsJson }) => ({
+      index,
+      id,
+      name,
+      argumentsJson,
+    })),
   };
 }
 
@@ -199,11 +235,19 @@ function price(value: PriceMessage): Price {
   };
 }
 
-export function embedResult(requestId: string, modelName: string, response: EmbedResponse): EmbedResult {
+export function embedResult(
+  requestId: string,
+  modelName: string,
+  response: EmbedResponse,
+): EmbedResult {
   return {
     requestId,
     model: modelName,
-    embeddings: response.embeddings.map(({ vector, tokenCount, truncated }) => ({ vector, tokenCount: count(tokenCount), truncated })),
+    embeddings: response.embeddings.map(({ vector, tokenCount, truncated }) => ({
+      vector,
+      tokenCount: count(tokenCount),
+      truncated,
+    })),
     usage: usage(response.usage),
     cost: money(response.cost),
     timings: response.timings ? timings(response.timings) : NO_TIMINGS,
@@ -229,6 +273,9 @@ export function model(value: ModelMessage): Model {
     readyReplicaCount: value.readyReplicaCount,
     replicaCount: value.replicaCount,
     drainedReplicaCount: value.drainedReplicaCount,
+    kernels: value.kernels,
+    refusedFields: value.refusedFields.map(({ field, values }) => ({ field, values })),
+    countsFromUsage: value.countsFromUsage,
   };
 }
 
@@ -238,7 +285,7 @@ export function quote(value: QuoteResponse): Quote {
     predictedCachedTokenCount: count(value.predictedCachedTokenCount),
     maxOutputTokenCount: count(value.maxOutputTokenCount),
     expectedOutputTokenCount: count(value.expectedOutputTokenCount),
-    worstCost: money(value.worstCost),
+    worstCaseCost: money(value.worstCaseCost),
     expectedCost: money(value.expectedCost),
     priceVersion: count(value.priceVersion),
     wouldAdmit: value.wouldAdmit,

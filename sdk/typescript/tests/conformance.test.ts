@@ -1,4 +1,7 @@
-/** What `sdk/conformance.json` promises, against a running server. Its address and keys come from the environment. */
+/**
+ * Tests of the promises in `sdk/conformance.json` against a running server. Its address and keys
+ * come from the environment.
+ */
 
 import assert from "node:assert/strict";
 import { randomUUID } from "node:crypto";
@@ -38,8 +41,10 @@ const MODEL = environment("WEIR_TEST_MODEL");
 const TOOL_MODEL = environment("WEIR_TEST_TOOL_MODEL"); // whose chat template has a place for tools
 const ENCODER = environment("WEIR_TEST_ENCODER");
 const ADDRESS = environment("WEIR_ADDRESS");
-const TIGHT_ADDRESS = environment("WEIR_TEST_TIGHT_ADDRESS"); // of a server that keeps some 1,600 tokens, for 20 s
-const LIMITED_KEY = environment("WEIR_TEST_LIMITED_KEY"); // of an organization with 40 tokens per month
+// Address of a server whose replay buffer keeps some 1,600 tokens, for 20 s.
+const TIGHT_ADDRESS = environment("WEIR_TEST_TIGHT_ADDRESS");
+// Key of an organization with 40 tokens per month.
+const LIMITED_KEY = environment("WEIR_TEST_LIMITED_KEY");
 const INPUT_PICOS = 150_000n; // the test server's prices
 const CACHED_PICOS = 15_000n;
 const OUTPUT_PICOS = 600_000n;
@@ -68,12 +73,19 @@ function promise(id: string, body: (client: WeirClient) => Promise<void>): void 
 }
 
 /** Looks again and again, until what is seen holds; the test's own limit is the only one. */
-async function until<Value>(look: () => Promise<Value>, holds: (value: Value) => boolean): Promise<Value> {
+async function until<Value>(
+  look: () => Promise<Value>,
+  holds: (value: Value) => boolean,
+): Promise<Value> {
   for (;;) {
     const value = await look();
     if (holds(value)) return value;
-    const seen = (): string => JSON.stringify(value, (_, each: unknown) => (typeof each === "bigint" ? `${each}` : each));
-    await waitingFor(() => `another answer than ${seen()} (${holds})`, new Promise((resolve) => setTimeout(resolve, 20)));
+    const seen = (): string =>
+      JSON.stringify(value, (_, each: unknown) => (typeof each === "bigint" ? `${each}` : each));
+    await waitingFor(
+      () => `another answer than ${seen()} (${holds})`,
+      new Promise((resolve) => setTimeout(resolve, 20)),
+    );
   }
 }
 
@@ -88,20 +100,28 @@ promise("streams-in-order", async (client) => {
     tokenCount += delta.tokenIds.length;
   }
   const result = await generation.result();
-  assert.deepEqual(seqs, Array.from(seqs, (_, index) => index + 1));
+  assert.deepEqual(
+    seqs,
+    Array.from(seqs, (_, index) => index + 1),
+  );
   assert.equal(text, result.text);
   assert.equal(tokenCount, 12);
   assert.equal(result.usage.deliveredTokenCount, 12);
   assert.equal(result.finishReason, "LENGTH");
   assert.equal(result.admitted?.inputTokenCount, 4);
 
-  const shared = client.generate(MODEL, LONG); // read by two at once: each delta is one's, and both see the end
+  // Two readers at once: each delta goes to one of them, and both see the end.
+  const shared = client.generate(MODEL, LONG);
   const read = async (): Promise<Delta[]> => {
     const deltas: Delta[] = [];
     for await (const delta of shared) deltas.push(delta);
     return deltas;
   };
-  const [one, other, { tokenIds }] = await Promise.all([read(), read(), read().then(() => shared.result())]);
+  const [one, other, { tokenIds }] = await Promise.all([
+    read(),
+    read(),
+    read().then(() => shared.result()),
+  ]);
   assert.equal(tokenIds.length, 3000);
   assert.ok(one.length + other.length <= 3000);
 });
@@ -110,7 +130,10 @@ promise("tells-the-exact-bill", async (client) => {
   const result = await client.complete(MODEL, SHORT);
   const { inputTokenCount, cachedInputTokenCount, billedTokenCount } = result.usage;
   const uncached = BigInt(inputTokenCount - cachedInputTokenCount);
-  const expected = uncached * INPUT_PICOS + BigInt(cachedInputTokenCount) * CACHED_PICOS + BigInt(billedTokenCount) * OUTPUT_PICOS;
+  const expected =
+    uncached * INPUT_PICOS +
+    BigInt(cachedInputTokenCount) * CACHED_PICOS +
+    BigInt(billedTokenCount) * OUTPUT_PICOS;
   assert.equal(result.cost.picos, expected);
   const recorded = await client.getGeneration(result.requestId);
   assert.equal(recorded.state, "SETTLED");
@@ -122,7 +145,9 @@ promise("tells-the-exact-bill", async (client) => {
 promise("runs-many-at-once", async (client) => {
   const alone = await client.complete(MODEL, { ...SHORT, tokenIds: [20, 21, 22] });
   const prompts = Array.from({ length: 20 }, (_, index) => [20 + index, 21, 22]);
-  const results = await Promise.all(prompts.map((tokenIds) => client.complete(MODEL, { ...SHORT, tokenIds })));
+  const results = await Promise.all(
+    prompts.map((tokenIds) => client.complete(MODEL, { ...SHORT, tokenIds })),
+  );
   assert.equal(new Set(results.map((result) => result.requestId)).size, 20);
   assert.deepEqual(results[0]?.tokenIds, alone.tokenIds);
   for (const result of results) assert.equal(result.usage.deliveredTokenCount, 12);
@@ -131,7 +156,10 @@ promise("runs-many-at-once", async (client) => {
 promise("leaving-the-loop-cancels", async (client) => {
   const generation = client.generate(MODEL, LONG);
   for await (const delta of generation) if (delta.seq === 3) break;
-  const recorded = await until(() => client.getGeneration(generation.requestId), ({ state }) => state === "SETTLED");
+  const recorded = await until(
+    () => client.getGeneration(generation.requestId),
+    ({ state }) => state === "SETTLED",
+  );
   assert.equal(recorded.outcome, "CANCELLED");
   const { finishReason, usage } = await generation.result();
   assert.equal(finishReason, "CANCELLED");
@@ -174,7 +202,10 @@ promise("times-out", async (client) => {
   const generation = client.generate(MODEL, { ...LONG, timeoutMs: 400 });
   await assert.rejects(generation.result(), (error: unknown) => {
     assert.ok(error instanceof DeadlineExceeded);
-    assert.equal(error.partial?.usage?.deliveredTokenCount ?? 0, error.partial?.usage ? error.partial.tokenIds.length : 0);
+    assert.equal(
+      error.partial?.usage?.deliveredTokenCount ?? 0,
+      error.partial?.usage ? error.partial.tokenIds.length : 0,
+    );
     return true;
   });
 });
@@ -201,13 +232,16 @@ promise("names-the-wrong-field", async (client) => {
 
 promise("tells-the-limit-that-was-hit", async () => {
   await using limited = new WeirClient({ apiKey: LIMITED_KEY });
-  await assert.rejects(limited.complete(MODEL, { tokenIds: Array.from({ length: 50 }, () => 7), maxOutputTokens: 5 }), (error) => {
-    assert.ok(error instanceof QuotaExceeded);
-    assert.equal(error.quota?.limit, 40n);
-    assert.equal(error.quota?.dimension.toLowerCase().replaceAll("_", "-"), "tokens-per-month");
-    assert.equal(error.retryHelps, false);
-    return true;
-  });
+  await assert.rejects(
+    limited.complete(MODEL, { tokenIds: Array.from({ length: 50 }, () => 7), maxOutputTokens: 5 }),
+    (error) => {
+      assert.ok(error instanceof QuotaExceeded);
+      assert.equal(error.quota?.limit, 40n);
+      assert.equal(error.quota?.dimension.toLowerCase().replaceAll("_", "-"), "tokens-per-month");
+      assert.equal(error.retryHelps, false);
+      return true;
+    },
+  );
 });
 
 promise("never-bills-twice", async (client) => {
@@ -239,15 +273,32 @@ promise("refuses-what-it-does-not-know", async () => {
   await using server = await new ScriptedServer(answering("a")).open();
   await using client = new WeirClient({ address: server.address });
   const refused = (call: () => unknown, field: string): void =>
-    assert.throws(call, (error: unknown) => error instanceof InvalidRequest && error.fieldViolations[0]?.field === field);
+    assert.throws(
+      call,
+      (error: unknown) =>
+        error instanceof InvalidRequest && error.fieldViolations[0]?.field === field,
+    );
   for (const [name, value] of Object.entries(WRONG_OPTIONS)) {
-    refused(() => client.generate(MODEL, { ...(name === "text" ? {} : { prompt: "Hi" }), [name]: value }), name);
+    refused(
+      () => client.generate(MODEL, { ...(name === "text" ? {} : { prompt: "Hi" }), [name]: value }),
+      name,
+    );
   }
   refused(() => client.generate(MODEL, "Hi" as unknown as GenerateOptions), "options");
-  for (const [prompt, field] of [[["Hi"], "messages[0]"], [5, "prompt"], [[{ role: "user", content: [] }], "messages[0].content"]]) {
-    refused(() => client.generate(MODEL, { prompt } as unknown as GenerateOptions), field as string);
+  for (const [prompt, field] of [
+    [["Hi"], "messages[0]"],
+    [5, "prompt"],
+    [[{ role: "user", content: [] }], "messages[0].content"],
+  ]) {
+    refused(
+      () => client.generate(MODEL, { prompt } as unknown as GenerateOptions),
+      field as string,
+    );
   }
-  await assert.rejects(client.embed(MODEL, "a", { truncation: true } as object), /truncation: no such option/);
+  await assert.rejects(
+    client.embed(MODEL, "a", { truncation: true } as object),
+    /truncation: no such option/,
+  );
   const tooLarge = 2n ** 70n; // sent all the same, it would end the shared stream
   refused(() => client.attach(randomUUID(), { afterSeq: tooLarge } as object), "attach");
   const unsent = new WeirClient();
@@ -268,21 +319,47 @@ promise("refuses-what-it-does-not-know", async () => {
 promise("refuses-too-large-requests-itself", async () => {
   await using client = new WeirClient({ maxMessageBytes: 10_000 });
   const running = client.complete(MODEL, SHORT);
-  assert.throws(() => client.generate(MODEL, { text: "x".repeat(20_000) }), { name: "InvalidRequest", reason: "MESSAGE_TOO_LARGE" });
+  assert.throws(() => client.generate(MODEL, { text: "x".repeat(20_000) }), {
+    name: "InvalidRequest",
+    reason: "MESSAGE_TOO_LARGE",
+  });
   assert.equal((await running).usage.deliveredTokenCount, 12);
 });
 
 promise("keeps-response-formats", async (client) => {
-  const jsonSchema = { type: "object", properties: { ok: { type: "boolean" } }, required: ["ok"], additionalProperties: false };
-  const result = await client.complete(MODEL, { tokenIds: [7, 8, 9], maxOutputTokens: 200, jsonSchema });
-  if (result.finishReason === "STOP") assert.equal(typeof (JSON.parse(result.text) as { ok: unknown }).ok, "boolean");
+  const jsonSchema = {
+    type: "object",
+    properties: { ok: { type: "boolean" } },
+    required: ["ok"],
+    additionalProperties: false,
+  };
+  const result = await client.complete(MODEL, {
+    tokenIds: [7, 8, 9],
+    maxOutputTokens: 200,
+    jsonSchema,
+  });
+  if (result.finishReason === "STOP")
+    assert.equal(typeof (JSON.parse(result.text) as { ok: unknown }).ok, "boolean");
   else assert.match(result.text, /^\s*\{/);
 });
 
 promise("calls-tools", async (client) => {
-  const parameters = { type: "object", properties: { ok: { type: "boolean" } }, required: ["ok"], additionalProperties: false };
-  const tools: readonly Tool[] = [{ name: "check", description: "Checks it.", parameters }, { name: "other" }];
-  const stream = client.generate(TOOL_MODEL, { prompt: "Is it?", tools, toolChoice: { name: "check" }, maxOutputTokens: 400 });
+  const parameters = {
+    type: "object",
+    properties: { ok: { type: "boolean" } },
+    required: ["ok"],
+    additionalProperties: false,
+  };
+  const tools: readonly Tool[] = [
+    { name: "check", description: "Checks it.", parameters },
+    { name: "other" },
+  ];
+  const stream = client.generate(TOOL_MODEL, {
+    prompt: "Is it?",
+    tools,
+    toolChoice: { name: "check" },
+    maxOutputTokens: 400,
+  });
   const deltas: ToolCallDelta[] = [];
   for await (const delta of stream) deltas.push(...delta.toolCalls);
   const result = await stream.result();
@@ -293,43 +370,91 @@ promise("calls-tools", async (client) => {
   assert.deepEqual(result.choices[0]!.toolCalls, result.toolCalls);
   assert.equal(call.name, "check");
   assert.equal(typeof (JSON.parse(call.argumentsJson) as { ok: unknown }).ok, "boolean");
-  assert.deepEqual(deltas.slice(0, 2).map(({ index, id, name }) => [index, id, name]), [[0, call.id, "check"], [0, "", ""]]);
+  assert.deepEqual(
+    deltas.slice(0, 2).map(({ index, id, name }) => [index, id, name]),
+    [
+      [0, call.id, "check"],
+      [0, "", ""],
+    ],
+  );
   assert.equal(deltas.map(({ argumentsJson }) => argumentsJson).join(""), call.argumentsJson);
   const talk: readonly Message[] = [
     { role: "user", content: "Is it?" },
     { role: "assistant", content: "", toolCalls: result.toolCalls },
     { role: "tool", content: "It is.", toolCallId: call.id },
   ];
-  const after = await client.complete(TOOL_MODEL, { prompt: talk, tools, toolChoice: "none", maxOutputTokens: 2 });
-  assert.deepEqual(after.toolCalls, []);
-  await assert.rejects(client.complete(MODEL, { prompt: "Is it?", tools, maxOutputTokens: 2 }), (error) => {
-    assert.ok(error instanceof InvalidRequest);
-    assert.equal(error.details.fieldViolations[0]?.field, "tools");
-    return true;
+  const after = await client.complete(TOOL_MODEL, {
+    prompt: talk,
+    tools,
+    toolChoice: "none",
+    maxOutputTokens: 2,
   });
+  assert.deepEqual(after.toolCalls, []);
+  await assert.rejects(
+    client.complete(MODEL, { prompt: "Is it?", tools, maxOutputTokens: 2 }),
+    (error) => {
+      assert.ok(error instanceof InvalidRequest);
+      assert.equal(error.details.fieldViolations[0]?.field, "tools");
+      return true;
+    },
+  );
 });
 
 promise("counts-tools", async (client) => {
-  const tools: readonly Tool[] = [{ name: "check", description: "Checks it.", parameters: { type: "object", properties: { ok: {} } } }, { name: "other" }];
+  const tools: readonly Tool[] = [
+    {
+      name: "check",
+      description: "Checks it.",
+      parameters: { type: "object", properties: { ok: {} } },
+    },
+    { name: "other" },
+  ];
   const without = await client.countTokens(TOOL_MODEL, { prompt: "Is it?" });
   const shown = await client.countTokens(TOOL_MODEL, { prompt: "Is it?", tools });
-  const { usage } = await client.complete(TOOL_MODEL, { prompt: "Is it?", tools, maxOutputTokens: 2 });
+  const { usage } = await client.complete(TOOL_MODEL, {
+    prompt: "Is it?",
+    tools,
+    maxOutputTokens: 2,
+  });
   assert.ok(without.inputTokenCount < shown.inputTokenCount);
   assert.equal(shown.inputTokenCount, usage.inputTokenCount);
-  for (const refused of [client.countTokens(MODEL, { prompt: "Is it?", tools }), client.countTokens(TOOL_MODEL, { text: "Is it?", tools })]) {
-    await assert.rejects(refused, (error: unknown) => error instanceof InvalidRequest && error.fieldViolations[0]?.field === "tools");
+  for (const refused of [
+    client.countTokens(MODEL, { prompt: "Is it?", tools }),
+    client.countTokens(TOOL_MODEL, { text: "Is it?", tools }),
+  ]) {
+    await assert.rejects(
+      refused,
+      (error: unknown) =>
+        error instanceof InvalidRequest && error.fieldViolations[0]?.field === "tools",
+    );
   }
-  await assert.rejects(client.countTokens(TOOL_MODEL, { prompt: "Is it?", tool: "check" } as object), /tool: no such option/);
+  await assert.rejects(
+    client.countTokens(TOOL_MODEL, { prompt: "Is it?", tool: "check" } as object),
+    /tool: no such option/,
+  );
   await assert.rejects(client.countTokens(TOOL_MODEL, {}), /exactly one of/);
 });
 
 promise("returns-choices-and-logprobs", async (client) => {
-  const result = await client.complete(MODEL, { ...SHORT, choiceCount: 3, temperature: 1, seed: 5, topLogprobs: 2 });
-  assert.deepEqual(result.choices.map(({ index }) => index), [0, 1, 2]);
+  const result = await client.complete(MODEL, {
+    ...SHORT,
+    choiceCount: 3,
+    temperature: 1,
+    seed: 5,
+    topLogprobs: 2,
+  });
+  assert.deepEqual(
+    result.choices.map(({ index }) => index),
+    [0, 1, 2],
+  );
   for (const choice of result.choices) {
     assert.equal(choice.tokenIds.length, 12);
-    assert.deepEqual(choice.logprobs.map(({ chosen }) => chosen.tokenId), choice.tokenIds);
-    for (const { chosen, top } of choice.logprobs) assert.ok(chosen.logprob <= 0 && top.length === 2);
+    assert.deepEqual(
+      choice.logprobs.map(({ chosen }) => chosen.tokenId),
+      choice.tokenIds,
+    );
+    for (const { chosen, top } of choice.logprobs)
+      assert.ok(chosen.logprob <= 0 && top.length === 2);
   }
   assert.equal(result.usage.billedTokenCount, 36);
 });
@@ -341,7 +466,10 @@ promise("shows-running-usage", async (client) => {
   }
   const counts = updates.map(({ usage }) => usage.deliveredTokenCount);
   assert.ok(counts.length >= 1);
-  assert.deepEqual(counts, [...counts].sort((one, other) => one - other));
+  assert.deepEqual(
+    counts,
+    [...counts].sort((one, other) => one - other),
+  );
 });
 
 promise("looks-up", async (client) => {
@@ -352,10 +480,18 @@ promise("looks-up", async (client) => {
   const quote = await client.quote(MODEL, SHORT);
   assert.equal(quote.inputTokenCount, 4);
   assert.equal(quote.maxOutputTokenCount, 12);
-  assert.ok(quote.wouldAdmit && quote.worstCost.picos >= quote.expectedCost.picos);
+  assert.ok(quote.wouldAdmit && quote.worstCaseCost.picos >= quote.expectedCost.picos);
   assert.deepEqual(await client.getQuota(), []);
-  const { scopes, models: allowed, maxInputTokens, secretExpireTime } = await client.getRestrictions();
-  assert.deepEqual([scopes.includes("inference"), allowed, maxInputTokens, secretExpireTime], [true, [], undefined, undefined]);
+  const {
+    scopes,
+    models: allowed,
+    maxInputTokens,
+    secretExpireTime,
+  } = await client.getRestrictions();
+  assert.deepEqual(
+    [scopes.includes("inference"), allowed, maxInputTokens, secretExpireTime],
+    [true, [], undefined, undefined],
+  );
   await using limited = new WeirClient({ apiKey: LIMITED_KEY });
   assert.equal((await limited.getQuota(MODEL))[0]?.limitValue, 40n);
   await assert.rejects(client.getGeneration(randomUUID()), NotFound);
@@ -385,14 +521,19 @@ promise("stops-waiting-at-close", async () => {
   const client = new WeirClient({ address: server.address, retryWaitMaxMs: 2 * hours });
   const generation = client.generate(MODEL, { ...SHORT, timeoutMs: 2 * hours }).start();
   const ended = assert.rejects(generation.result(), { name: "Cancelled" });
-  await until(async () => generation.partial, () => server.frames.length > 0);
+  await until(
+    async () => generation.partial,
+    () => server.frames.length > 0,
+  );
   await client.close();
   await waitingFor(() => "the end of a request whose client is closed", ended);
   await assert.rejects(client.listModels(), { name: "Cancelled" });
-  await assert.rejects(client.complete(MODEL, { ...SHORT, timeoutMs: hours }), { name: "Cancelled" });
+  await assert.rejects(client.complete(MODEL, { ...SHORT, timeoutMs: hours }), {
+    name: "Cancelled",
+  });
 });
 
-promise("says-that-nobody-answers", async () => {
+promise("raises-unavailable-without-a-server", async () => {
   const { address, server } = await gate(() => true);
   server.close();
   await once(server, "close");
@@ -403,10 +544,13 @@ promise("says-that-nobody-answers", async () => {
 
 promise("makes-a-dropped-call-again", async () => {
   // gRPC's servers answer CANCELLED, without a word of ours, to what comes while they stop.
-  await using server = await new ScriptedServer(async (stream) => {
-    await stream.read();
-    stream.abort(status.CANCELLED, "CANCELLED");
-  }, answering("Hel", "lo")).open();
+  await using server = await new ScriptedServer(
+    async (stream) => {
+      await stream.read();
+      stream.abort(status.CANCELLED, "CANCELLED");
+    },
+    answering("Hel", "lo"),
+  ).open();
   server.refusals = [status.CANCELLED];
   await using client = new WeirClient({ address: server.address });
   assert.equal((await client.complete(MODEL, SHORT)).text, "Hello");
@@ -425,13 +569,19 @@ promise("settles-at-close", async (client) => {
   await Promise.all(firsts);
   await other.close();
   for (const { requestId } of generations) {
-    const recorded = await until(() => client.getGeneration(requestId), ({ state }) => state !== "RUNNING");
+    const recorded = await until(
+      () => client.getGeneration(requestId),
+      ({ state }) => state !== "RUNNING",
+    );
     assert.ok(recorded.outcome === "CANCELLED" || recorded.state === "VOIDED");
   }
 });
 
-/** 3000 tokens through a door that is cut so often: at the first delta, and at the first one of each connection after it. */
-async function streamedOverBreaks(cutCount: number, options = RESUMED): Promise<{ deltas: Delta[]; resumedCount: number; tokenIds: readonly number[] }> {
+/** Generates 3000 tokens through a proxy that cuts so many connections, each at its first delta. */
+async function streamedOverBreaks(
+  cutCount: number,
+  options = RESUMED,
+): Promise<{ deltas: Delta[]; resumedCount: number; tokenIds: readonly number[] }> {
   const { address, server, cut } = await gate(() => true);
   await using client = new WeirClient({ address });
   const deltas: Delta[] = [];
@@ -461,7 +611,10 @@ promise("resumes-where-it-broke", async (client) => {
   const whole = await client.complete(MODEL, RESUMED);
   for (const cutCount of [1, 2]) {
     const { deltas, resumedCount, tokenIds } = await streamedOverBreaks(cutCount);
-    assert.deepEqual(deltas.map(({ seq }) => seq), Array.from(deltas, (_, index) => index + 1));
+    assert.deepEqual(
+      deltas.map(({ seq }) => seq),
+      Array.from(deltas, (_, index) => index + 1),
+    );
     assert.deepEqual(tokenIds, whole.tokenIds);
     assert.equal(resumedCount, cutCount);
   }
@@ -475,7 +628,10 @@ promise("resumes-before-the-first-token", async () => {
   });
   await using client = new WeirClient({ address, maxRetries: 5 });
   const asked = client.generate(MODEL, SHORT).start();
-  await until(async () => comeCount, (count) => count > 0);
+  await until(
+    async () => comeCount,
+    (count) => count > 0,
+  );
   cut();
   const atWork = client.generate(MODEL, SHORT);
   const events = atWork.events();
@@ -492,7 +648,10 @@ promise("resumes-before-the-first-token", async () => {
 
 promise("bills-a-resumed-request-once", async () => {
   const { deltas } = await streamedOverBreaks(3);
-  assert.equal(deltas.reduce((sum, { tokenIds }) => sum + tokenIds.length, 0), 3000);
+  assert.equal(
+    deltas.reduce((sum, { tokenIds }) => sum + tokenIds.length, 0),
+    3000,
+  );
 });
 
 promise("ends-with-its-connection-if-asked", async (direct) => {
@@ -507,7 +666,10 @@ promise("ends-with-its-connection-if-asked", async (direct) => {
     assert.ok(error.partial !== undefined && error.partial.tokenIds.length > 0);
     return true;
   });
-  const recorded = await until(() => direct.getGeneration(generation.requestId), ({ state }) => state !== "RUNNING");
+  const recorded = await until(
+    () => direct.getGeneration(generation.requestId),
+    ({ state }) => state !== "RUNNING",
+  );
   assert.equal(recorded.outcome, "CANCELLED");
   server.close();
 });
@@ -537,14 +699,21 @@ promise("receives-what-another-client-started", async (one) => {
   const attached = other.attach(started.requestId, { afterSeq: first.seq });
   const deltas: Delta[] = [first];
   for await (const delta of attached) deltas.push(delta);
-  assert.deepEqual(deltas.map(({ seq }) => seq), Array.from(deltas, (_, index) => index + 1));
-  assert.equal(deltas.reduce((sum, { tokenIds }) => sum + tokenIds.length, 0), 3000);
+  assert.deepEqual(
+    deltas.map(({ seq }) => seq),
+    Array.from(deltas, (_, index) => index + 1),
+  );
+  assert.equal(
+    deltas.reduce((sum, { tokenIds }) => sum + tokenIds.length, 0),
+    3000,
+  );
   await assert.rejects(started.result(), (error: unknown) => {
     assert.ok(error instanceof Aborted);
     assert.equal(error.reason, "ATTACHED_ELSEWHERE");
     return true;
   });
-  assert.equal((await one.attach(started.requestId).result()).tokenIds.length, 3000); // it is kept for a while after its end
+  // The output is kept for a while after the request's end.
+  assert.equal((await one.attach(started.requestId).result()).tokenIds.length, 3000);
   await assert.rejects(one.attach(randomUUID()).result(), NotFound);
   await using stranger = new WeirClient({ apiKey: LIMITED_KEY });
   await assert.rejects(stranger.attach(started.requestId).result(), NotFound);
@@ -558,7 +727,10 @@ promise("leaves-nothing-behind-at-close", async (direct) => {
   cut();
   await client.close();
   for (const { requestId } of kept) {
-    const recorded = await until(() => direct.getGeneration(requestId), ({ state }) => state !== "RUNNING");
+    const recorded = await until(
+      () => direct.getGeneration(requestId),
+      ({ state }) => state !== "RUNNING",
+    );
     assert.equal(recorded.outcome, "CANCELLED");
   }
   server.close();
@@ -567,19 +739,23 @@ promise("leaves-nothing-behind-at-close", async (direct) => {
 promise("keeps-as-long-as-allowed", async () => {
   const { address, server, cut } = await gate(() => true, TIGHT_ADDRESS);
   await using client = new WeirClient({ address });
-  for (const _ of [1, 2]) { // the second one knows
+  for (const _ of [1, 2]) {
+    // the second one knows
     const generation = client.generate(MODEL, { ...LONG, maxOutputTokens: 1000 });
     await generation[Symbol.asyncIterator]().next();
     cut();
     assert.equal((await generation.result()).usage.deliveredTokenCount, 1000);
     assert.equal(generation.resumeCount, 1);
   }
-  await assert.rejects(client.complete(MODEL, { ...SHORT, keepOnDisconnectMs: 21_000 }), (error: unknown) => {
-    assert.ok(error instanceof InvalidRequest);
-    assert.match(error.message, /keep_on_disconnect/);
-    assert.equal(Number(error.metadata["keep_max_s"]), 20);
-    return true;
-  });
+  await assert.rejects(
+    client.complete(MODEL, { ...SHORT, keepOnDisconnectMs: 21_000 }),
+    (error: unknown) => {
+      assert.ok(error instanceof InvalidRequest);
+      assert.match(error.message, /keep_on_disconnect/);
+      assert.equal(Number(error.metadata["keep_on_disconnect_max_s"]), 20);
+      return true;
+    },
+  );
   server.close();
 });
 
@@ -592,7 +768,8 @@ promise("says-when-output-is-gone", async () => {
   await generation[Symbol.asyncIterator]().next();
   isOpen = false;
   cut();
-  await direct.complete(MODEL, { ...LONG, tokenIds: [20, 21], maxOutputTokens: 2000 }); // as many steps for both
+  // The same number of steps for both.
+  await direct.complete(MODEL, { ...LONG, tokenIds: [20, 21], maxOutputTokens: 2000 });
   isOpen = true;
   await assert.rejects(generation.result(), (error: unknown) => {
     assert.ok(error instanceof IncompleteGeneration && error.cause instanceof InvalidRequest);
@@ -601,7 +778,10 @@ promise("says-when-output-is-gone", async () => {
     assert.ok(error.partial.tokenIds.length < error.partial.usage.billedTokenCount);
     return true;
   });
-  assert.deepEqual((await direct.getGeneration(generation.requestId)).usage, generation.partial.usage);
+  assert.deepEqual(
+    (await direct.getGeneration(generation.requestId)).usage,
+    generation.partial.usage,
+  );
   server.close();
 });
 
@@ -615,8 +795,18 @@ promise("says-how-it-was-settled", async (direct) => {
   await attached[Symbol.asyncIterator]().next();
   isOpen = false;
   cut();
-  const recorded = await until(() => direct.getGeneration(started.requestId), ({ state }) => state !== "RUNNING");
-  await until(() => direct.attach(started.requestId).result().catch((error: unknown) => error), (end) => end instanceof AlreadyExists);
+  const recorded = await until(
+    () => direct.getGeneration(started.requestId),
+    ({ state }) => state !== "RUNNING",
+  );
+  await until(
+    () =>
+      direct
+        .attach(started.requestId)
+        .result()
+        .catch((error: unknown) => error),
+    (end) => end instanceof AlreadyExists,
+  );
   isOpen = true;
   await assert.rejects(attached.result(), (error: unknown) => {
     assert.ok(error instanceof IncompleteGeneration && error.cause instanceof AlreadyExists);
@@ -631,12 +821,21 @@ promise("asks-again-while-the-owner-is-away", async () => {
   const attachedTo: number[] = [];
   await using server = await new ScriptedServer(async (stream) => {
     const requestId = (await stream.read())!.requestId;
-    stream.send({ requestId, kind: { case: "admitted", value: {} } }, delta(requestId, 1, "Hel"), away(requestId));
+    stream.send(
+      { requestId, kind: { case: "admitted", value: {} } },
+      delta(requestId, 1, "Hel"),
+      away(requestId),
+    );
     for (let frame = await stream.read(); frame !== undefined; frame = await stream.read()) {
       if (frame.kind.case !== "attach") continue;
       const { afterSeq } = frame.kind.value;
       if (attachedTo.push(Number(afterSeq)) < 3) stream.send(away(requestId));
-      else stream.send({ requestId, kind: { case: "attached", value: { afterSeq } } }, delta(requestId, 2, "lo"), finished(requestId, 2));
+      else
+        stream.send(
+          { requestId, kind: { case: "attached", value: { afterSeq } } },
+          delta(requestId, 2, "lo"),
+          finished(requestId, 2),
+        );
     }
   }).open();
   await using client = new WeirClient({ address: server.address });
@@ -652,12 +851,16 @@ promise("costs-no-more-than-asked", async (client) => {
   assert.equal(finishReason, "COST_LIMIT");
   assert.ok(usage.billedTokenCount >= 10 && cost.picos <= limit.picos);
   assert.deepEqual(Money.of(limit.amount, "USD"), limit);
-  for (const wrong of ["", "1,5", "0.0000000000001", "1e3"]) assert.throws(() => Money.of(wrong, "USD"), RangeError);
-  await assert.rejects(client.complete(MODEL, { ...LONG, maxCost: new Money("USD", 1n) }), (error: unknown) => {
-    assert.ok(error instanceof InvalidRequest);
-    assert.match(error.message, /max_cost/);
-    return true;
-  });
+  for (const wrong of ["", "1,5", "0.0000000000001", "1e3"])
+    assert.throws(() => Money.of(wrong, "USD"), RangeError);
+  await assert.rejects(
+    client.complete(MODEL, { ...LONG, maxCost: new Money("USD", 1n) }),
+    (error: unknown) => {
+      assert.ok(error instanceof InvalidRequest);
+      assert.match(error.message, /max_cost/);
+      return true;
+    },
+  );
 });
 
 promise("changes-limits-while-it-runs", async (client) => {
@@ -674,13 +877,23 @@ promise("changes-limits-while-it-runs", async (client) => {
   await assert.rejects(generation.update({ maxOutputTokens: 10 }), FailedPrecondition);
 });
 
-/** The first delta of a request with a prefetch of 8; then so many steps of the engine have passed that it is far ahead. */
-async function readAhead(client: WeirClient, options: GenerateOptions): Promise<{ generation: GenerationStream; deltas: AsyncGenerator<Delta>; first: Delta }> {
+/**
+ * Returns the first delta of a request with a prefetch of 8, after enough engine steps that the
+ * server is far ahead.
+ */
+async function readAhead(
+  client: WeirClient,
+  options: GenerateOptions,
+): Promise<{ generation: GenerationStream; deltas: AsyncGenerator<Delta>; first: Delta }> {
   const generation = client.generate(MODEL, { ...LONG, prefetchTokens: 8, ...options });
   const deltas = generation[Symbol.asyncIterator]();
   const first = (await deltas.next()).value;
   assert.ok(first !== undefined);
-  assert.equal((await client.complete(MODEL, { ...SHORT, tokenIds: [20, 21], maxOutputTokens: 300 })).usage.deliveredTokenCount, 300);
+  assert.equal(
+    (await client.complete(MODEL, { ...SHORT, tokenIds: [20, 21], maxOutputTokens: 300 })).usage
+      .deliveredTokenCount,
+    300,
+  );
   return { generation, deltas, first };
 }
 
@@ -690,7 +903,10 @@ promise("reads-no-further-ahead-than-asked", async (client) => {
   assert.ok(generation.partial.tokenIds.length <= first.tokenIds.length + 8);
   const seqs = [first.seq];
   for await (const { seq } of deltas) seqs.push(seq);
-  assert.deepEqual(seqs, Array.from(seqs, (_, index) => index + 1));
+  assert.deepEqual(
+    seqs,
+    Array.from(seqs, (_, index) => index + 1),
+  );
   assert.deepEqual((await generation.result()).tokenIds, whole.tokenIds);
   const broken = await streamedOverBreaks(2, { ...RESUMED, prefetchTokens: 8 });
   assert.deepEqual(broken.tokenIds, whole.tokenIds);
@@ -712,26 +928,44 @@ promise("takes-nothing-behind-its-cancel", async (client) => {
 
 promise("ends-a-stalled-reader", async () => {
   await using client = new WeirClient({ address: TIGHT_ADDRESS });
-  const generation = client.generate(MODEL, { ...LONG, maxOutputTokens: 2000, keepOnDisconnectMs: 0, prefetchTokens: 8 }).start();
-  const look = (): Promise<string> => client.getGeneration(generation.requestId).then(({ state }) => state, () => "NOT THERE YET");
+  const generation = client
+    .generate(MODEL, { ...LONG, maxOutputTokens: 2000, keepOnDisconnectMs: 0, prefetchTokens: 8 })
+    .start();
+  const look = (): Promise<string> =>
+    client.getGeneration(generation.requestId).then(
+      ({ state }) => state,
+      () => "NOT THERE YET",
+    );
   await until(look, (state) => state === "SETTLED"); // meanwhile nothing is read
   const deltas: Delta[] = [];
   for await (const each of generation) deltas.push(each);
   const { finishReason, tokenIds, usage } = await generation.result();
   assert.equal(finishReason, "SLOW_CONSUMER");
   assert.deepEqual([usage.deliveredTokenCount, usage.billedTokenCount, tokenIds.length], [8, 8, 8]);
-  assert.deepEqual(deltas.flatMap((each) => each.tokenIds), tokenIds);
+  assert.deepEqual(
+    deltas.flatMap((each) => each.tokenIds),
+    tokenIds,
+  );
 });
 
 promise("embeds", async (client) => {
   const quote = await client.quoteEmbed(ENCODER, ["the garden", [10, 11, 12]]);
   const { embeddings, usage, cost } = await client.embed(ENCODER, ["the garden", [10, 11, 12]]);
-  assert.deepEqual([quote.wouldAdmit, quote.inputTokenCount, quote.worstCost], [true, usage.embeddingTokenCount, cost]);
+  assert.deepEqual(
+    [quote.wouldAdmit, quote.inputTokenCount, quote.worstCaseCost],
+    [true, usage.embeddingTokenCount, cost],
+  );
   const encoder = (await client.listModels()).find(({ name }) => name === ENCODER);
   assert.equal(encoder?.task, "EMBED");
-  assert.deepEqual(embeddings.map(({ vector }) => vector.length), [encoder.embeddingDimension, encoder.embeddingDimension]);
+  assert.deepEqual(
+    embeddings.map(({ vector }) => vector.length),
+    [encoder.embeddingDimension, encoder.embeddingDimension],
+  );
   assert.equal(embeddings[1]?.tokenCount, 3);
-  assert.equal(usage.embeddingTokenCount, embeddings.reduce((sum, { tokenCount }) => sum + tokenCount, 0));
+  assert.equal(
+    usage.embeddingTokenCount,
+    embeddings.reduce((sum, { tokenCount }) => sum + tokenCount, 0),
+  );
   assert.equal(cost.picos, BigInt(usage.embeddingTokenCount) * EMBEDDING_PICOS);
   await assert.rejects(client.embed(MODEL, "the garden"), InvalidRequest);
 });
@@ -776,19 +1010,35 @@ promise("offers-every-field", async () => {
   await client.complete(MODEL, { ...every, prompt: "Hi", jsonSchema: {} });
   await client.complete(MODEL, { ...every, text: "Hi", regex: "a" });
   await client.complete(MODEL, { ...every, tokenIds: [7], lark: "start: A" });
-  for (const inputs of ["a", [[7]]]) await client.embed(MODEL, inputs, { truncate: true, labels: { a: "b" }, tier: "batch" });
-  const starts = server.frames.map(({ kind }) => (kind.case === "start" ? kind.value : undefined)).filter((each) => each !== undefined);
+  for (const inputs of ["a", [[7]]])
+    await client.embed(MODEL, inputs, { truncate: true, labels: { a: "b" }, tier: "batch" });
+  const starts = server.frames
+    .map(({ kind }) => (kind.case === "start" ? kind.value : undefined))
+    .filter((each) => each !== undefined);
   const offered = new Set([
     ...starts.flatMap((start) => fieldsSet(StartFrameSchema, start)),
     ...server.embeddings.flatMap((request) => fieldsSet(EmbedRequestSchema, request)),
   ]);
   const everything = [...fieldsOf(StartFrameSchema), ...fieldsOf(EmbedRequestSchema)];
-  const unoffered = JSON.parse(readFileSync(new URL("../../../unoffered.json", import.meta.url), "utf8")) as Record<string, string>;
-  assert.deepEqual(everything.filter((field) => !offered.has(field)), Object.keys(unoffered));
-  assert.deepEqual([server.frames[0]?.traceparent, server.frames[0]?.tracestate], [every.traceparent, every.tracestate]);
+  const unoffered = JSON.parse(
+    readFileSync(new URL("../../../unoffered.json", import.meta.url), "utf8"),
+  ) as Record<string, string>;
+  assert.deepEqual(
+    everything.filter((field) => !offered.has(field)),
+    Object.keys(unoffered),
+  );
+  assert.deepEqual(
+    [server.frames[0]?.traceparent, server.frames[0]?.tracestate],
+    [every.traceparent, every.tracestate],
+  );
 });
 
-const NESTED = ["weir.v1.Sampling", "weir.v1.BeamSearch", "weir.v1.ResponseFormat", "weir.v1.EmbedInput"]; // whose fields are options, too
+const NESTED = [
+  "weir.v1.Sampling",
+  "weir.v1.BeamSearch",
+  "weir.v1.ResponseFormat",
+  "weir.v1.EmbedInput",
+]; // whose fields are options, too
 
 /** The full names of what a request may hold. */
 function fieldsOf(schema: DescMessage): string[] {
@@ -814,8 +1064,14 @@ function fieldsSet(schema: DescMessage, message: ProtoMessage): string[] {
 
 promise("refuses-half-a-certificate", async () => {
   const address = "https://weir.example";
-  assert.throws(() => new WeirClient({ address, clientCertificate: Buffer.from("some") }), /clientKey/);
-  assert.throws(() => new WeirClient({ address, rootCertificates: "no/such/file" }), /no\/such\/file/);
+  assert.throws(
+    () => new WeirClient({ address, clientCertificate: Buffer.from("some") }),
+    /clientKey/,
+  );
+  assert.throws(
+    () => new WeirClient({ address, rootCertificates: "no/such/file" }),
+    /no\/such\/file/,
+  );
 });
 
 /** A TCP door before the server that lets those connections through that `admit` says yes to. */

@@ -1,8 +1,15 @@
-/** A server on loopback that does what a test tells it to: the double of our own server where that cannot be brought to do it. */
+/** Scripted server on loopback, for behavior that a test cannot cause in the real server. */
 
 import { create, fromBinary, type MessageInitShape, toBinary } from "@bufbuild/protobuf";
 import { anyPack, durationFromMs } from "@bufbuild/protobuf/wkt";
-import { Server, ServerCredentials, type ServerDuplexStream, type ServerUnaryCall, type sendUnaryData, status } from "@grpc/grpc-js";
+import {
+  Server,
+  ServerCredentials,
+  type ServerDuplexStream,
+  type ServerUnaryCall,
+  type sendUnaryData,
+  status,
+} from "@grpc/grpc-js";
 import { ErrorInfoSchema, RetryInfoSchema } from "../src/gen/google/rpc/error_details_pb.js";
 import {
   type ClientFrame,
@@ -43,7 +50,8 @@ export class ServerStream {
 
   /** The next frame of the client; undefined when it has half-closed. */
   async read(): Promise<ClientFrame | undefined> {
-    while (this.unread.length === 0 && !this.isEnded) await new Promise<void>((resolve) => (this.wake = resolve));
+    while (this.unread.length === 0 && !this.isEnded)
+      await new Promise<void>((resolve) => (this.wake = resolve));
     return this.unread.shift();
   }
 
@@ -65,7 +73,10 @@ export class ServerStream {
 
 export type Script = (stream: ServerStream) => Promise<void>;
 
-/** Runs one script per stream, the last one again for streams beyond them; a call to list models is refused by `refusals`, then answered. */
+/**
+ * Runs one script per stream, and the last one for all further streams. Calls that list models get
+ * the errors of `refusals`, then a response.
+ */
 export class ScriptedServer implements AsyncDisposable {
   address = "";
   readonly frames: ClientFrame[] = []; // of all streams
@@ -80,28 +91,44 @@ export class ScriptedServer implements AsyncDisposable {
       path: `/weir.v1.InferenceService/${name}`,
       requestStream: isStream,
       responseStream: isStream,
-      requestSerialize: (message: GenerateRequest) => Buffer.from(toBinary(GenerateRequestSchema, message)),
-      requestDeserialize: (bytes: Buffer) => (isStream ? fromBinary(GenerateRequestSchema, bytes) : bytes),
+      requestSerialize: (message: GenerateRequest) =>
+        Buffer.from(toBinary(GenerateRequestSchema, message)),
+      requestDeserialize: (bytes: Buffer) =>
+        isStream ? fromBinary(GenerateRequestSchema, bytes) : bytes,
       responseSerialize: (message: GenerateResponse | Uint8Array) =>
-        Buffer.from(message instanceof Uint8Array ? message : toBinary(GenerateResponseSchema, message)),
+        Buffer.from(
+          message instanceof Uint8Array ? message : toBinary(GenerateResponseSchema, message),
+        ),
       responseDeserialize: (bytes: Buffer) => fromBinary(GenerateResponseSchema, bytes),
     });
     const Generate = (call: ServerDuplexStream<GenerateRequest, GenerateResponse>): void => {
       this.streamCount += 1;
-      void scripts[Math.min(this.streamCount, scripts.length) - 1]!(new ServerStream(call, this.frames)).finally(() => call.end());
+      void scripts[Math.min(this.streamCount, scripts.length) - 1]!(
+        new ServerStream(call, this.frames),
+      ).finally(() => call.end());
     };
-    const ListModels = (_: ServerUnaryCall<unknown, unknown>, answer: sendUnaryData<Uint8Array>): void => {
+    const ListModels = (
+      _: ServerUnaryCall<unknown, unknown>,
+      answer: sendUnaryData<Uint8Array>,
+    ): void => {
       this.listCount += 1;
       const code = this.refusals.shift();
       if (code !== undefined) answer({ code, details: "refused by the script" });
       else answer(null, toBinary(ListModelsResponseSchema, create(ListModelsResponseSchema, {})));
     };
-    const Embed = ({ request }: ServerUnaryCall<Uint8Array, unknown>, answer: sendUnaryData<Uint8Array>): void => {
+    const Embed = (
+      { request }: ServerUnaryCall<Uint8Array, unknown>,
+      answer: sendUnaryData<Uint8Array>,
+    ): void => {
       this.embeddings.push(fromBinary(EmbedRequestSchema, request));
       answer(null, toBinary(EmbedResponseSchema, create(EmbedResponseSchema, {})));
     };
     this.server.addService(
-      { Generate: method("Generate", true), ListModels: method("ListModels", false), Embed: method("Embed", false) },
+      {
+        Generate: method("Generate", true),
+        ListModels: method("ListModels", false),
+        Embed: method("Embed", false),
+      },
       { Generate, ListModels, Embed },
     );
   }
@@ -109,7 +136,9 @@ export class ScriptedServer implements AsyncDisposable {
   /** Listens from here on. */
   async open(): Promise<this> {
     const port = await new Promise<number>((resolve, reject) =>
-      this.server.bindAsync("127.0.0.1:0", ServerCredentials.createInsecure(), (error, bound) => (error ? reject(error) : resolve(bound))),
+      this.server.bindAsync("127.0.0.1:0", ServerCredentials.createInsecure(), (error, bound) =>
+        error ? reject(error) : resolve(bound),
+      ),
     );
     this.address = `127.0.0.1:${port}`;
     return this;
@@ -140,13 +169,23 @@ export function delta(requestId: string, seq: number, text: string): Frame {
 
 /** The end of a request that ran. */
 export function finished(requestId: string, tokenCount: number): Frame {
-  const usage = { inputTokenCount: 5n, deliveredTokenCount: BigInt(tokenCount), billedTokenCount: BigInt(tokenCount) };
-  return { requestId, kind: { case: "finished", value: { reason: FinishReason.STOP, usage, cost: { currencyCode: "USD" } } } };
+  const usage = {
+    inputTokenCount: 5n,
+    deliveredTokenCount: BigInt(tokenCount),
+    billedTokenCount: BigInt(tokenCount),
+  };
+  return {
+    requestId,
+    kind: {
+      case: "finished",
+      value: { reason: FinishReason.STOP, usage, cost: { currencyCode: "USD" } },
+    },
+  };
 }
 
 /** The server that runs the request does not answer. */
 export function away(requestId: string): Frame {
-  return unavailable(requestId, "OWNER_AWAY", 10);
+  return unavailable(requestId, "PROCESS_UNAVAILABLE", 10);
 }
 
 /** The server wants to be asked again after so long. */
@@ -156,7 +195,10 @@ export function later(requestId: string, milliseconds: number): Frame {
 
 function unavailable(requestId: string, reason: string, waitMs: number): Frame {
   const info = anyPack(ErrorInfoSchema, create(ErrorInfoSchema, { reason, domain: "weir.dev" }));
-  const retry = anyPack(RetryInfoSchema, create(RetryInfoSchema, { retryDelay: durationFromMs(waitMs) }));
+  const retry = anyPack(
+    RetryInfoSchema,
+    create(RetryInfoSchema, { retryDelay: durationFromMs(waitMs) }),
+  );
   const refusal = { code: status.UNAVAILABLE, message: "not now", details: [info, retry] };
   return { requestId, kind: { case: "failed", value: { status: refusal } } };
 }

@@ -1,4 +1,4 @@
-/** What the clients of the tests wait for at this moment, so that a test which is out of time can say it. */
+/** Current waits of the tests' clients, for the message of a test that times out. */
 
 import { after } from "node:test";
 import { GenerationStream, WeirClient } from "../src/index.js";
@@ -30,7 +30,11 @@ export async function inTime(milliseconds: number, body: () => Promise<void>): P
 }
 
 /** Lets every call of these methods be seen. */
-function watch(prototype: object, names: readonly string[], describe: (self: never) => string): void {
+function watch(
+  prototype: object,
+  names: readonly string[],
+  describe: (self: never) => string,
+): void {
   for (const name of names) {
     const original = Reflect.get(prototype, name) as (...given: unknown[]) => Promise<unknown>;
     Reflect.set(prototype, name, function (this: never, ...given: unknown[]) {
@@ -41,12 +45,23 @@ function watch(prototype: object, names: readonly string[], describe: (self: nev
 
 watch(
   WeirClient.prototype,
-  ["countTokens", "quote", "quoteEmbed", "embed", "listModels", "getQuota", "getRestrictions", "getGeneration", "close"],
+  [
+    "countTokens",
+    "quote",
+    "quoteEmbed",
+    "embed",
+    "listModels",
+    "getQuota",
+    "getRestrictions",
+    "getGeneration",
+    "close",
+  ],
   (client: WeirClient) => `the client of ${client.address}`,
 );
 watch(GenerationStream.prototype, ["next", "update", "close"], (generation: GenerationStream) => {
   const { requestId, resumeCount, admitted, partial } = generation;
-  return `${requestId} (${admitted ? "admitted" : "not admitted"}, ${partial.tokenIds.length} tokens, resumed ${resumeCount} times)`;
+  const state = admitted ? "admitted" : "not admitted";
+  return `${requestId} (${state}, ${partial.tokenIds.length} tokens, resumed ${resumeCount} times)`;
 });
 
 after(() => {
