@@ -1,6 +1,7 @@
 """Admissions and settlements per second with exact quotas, against a transaction per request.
 
-    .venv/bin/python -m bench.admission [--seconds 1.2] [--directory /dev/shm | --database-url URL] [--profile]
+    .venv/bin/python -m bench.admission [--seconds 1.2] [--directory /dev/shm | --database-url URL]
+    [--profile]
 
 One process drives one `HoldStore`, as an api process does. A pair is one admission and its
 settlement. Each tenant has five quotas: concurrent requests, requests and tokens per minute, tokens
@@ -39,7 +40,15 @@ from typing import Protocol
 import psycopg
 import uvloop
 
-from bench.admission_peers import INPUT_TOKENS, MODEL, OUTPUT_TOKENS, Pair, pgbench_binary, plain_pair, run_pgbench
+from bench.admission_peers import (
+    INPUT_TOKENS,
+    MODEL,
+    OUTPUT_TOKENS,
+    Pair,
+    pgbench_binary,
+    plain_pair,
+    run_pgbench,
+)
 from bench.processes import children_of, cpu_s, postgres_pid
 from metering.core.models import Outcome
 from metering.holds.holds import HoldStore
@@ -58,8 +67,10 @@ QUOTAS = """
 INSERT INTO quotas (subject, subject_id, dimension, limit_value)
 SELECT subject, id, dimension, 1000000000000000
 FROM (VALUES ('organization', %(organization)s::uuid, 'cost_picos_per_month'),
-             ('organization', %(organization)s, 'tokens_per_month'), ('project', %(project)s, 'requests_per_minute'),
-             ('api_key', %(key)s, 'tokens_per_minute'), ('api_key', %(key)s, 'concurrent_requests')) AS v(subject, id, dimension)
+             ('organization', %(organization)s, 'tokens_per_month'),
+             ('project', %(project)s, 'requests_per_minute'),
+             ('api_key', %(key)s, 'tokens_per_minute'), ('api_key', %(key)s, 'concurrent_requests'))
+             AS v(subject, id, dimension)
 """
 
 
@@ -81,12 +92,28 @@ class AnsweringStore:
     async def admit(self, op: Admit) -> Admitted:
         """Implement `Store.admit`."""
         await asyncio.sleep(0)
-        return Admitted(op.hold_id, OUTPUT_TOKENS, TokenPrices(1, "USD", 3, 1, 7), QuotaStates((), (), datetime.min), datetime.min)
+        return Admitted(
+            op.hold_id,
+            OUTPUT_TOKENS,
+            TokenPrices(1, "USD", 3, 1, 7),
+            QuotaStates((), (), datetime.min),
+            datetime.min,
+        )
 
     async def settle(self, op: Settle) -> Settled:
         """Implement `Store.settle`."""
         await asyncio.sleep(0)
-        return Settled(op.hold_id, INPUT_TOKENS, 0, OUTPUT_TOKENS, OUTPUT_TOKENS, OUTPUT_TOKENS, 0, "USD", Outcome.STOP)
+        return Settled(
+            op.hold_id,
+            INPUT_TOKENS,
+            0,
+            OUTPUT_TOKENS,
+            OUTPUT_TOKENS,
+            OUTPUT_TOKENS,
+            0,
+            "USD",
+            Outcome.STOP,
+        )
 
 
 class AwaitedStore(HoldStore):
@@ -127,10 +154,17 @@ class Result:
 
     def row(self, generator_us: float) -> str:
         """Return a line of the table. generator_us: CPU of the generator per pair, subtracted."""
-        times = (f"{quantile_ms(values, share):>9.2f}" for values in (self.admit_s, self.settle_s) for share in (0.5, 0.99))
+        times = (
+            f"{quantile_ms(values, share):>9.2f}"
+            for values in (self.admit_s, self.settle_s)
+            for share in (0.5, 0.99)
+        )
         cpu_us = self.cpu_s / max(self.pair_count, 1) * 1e6
         own = f"{max(cpu_us - generator_us, 0):>9.0f}" if self.cpu_s else f"{'':>9}"
-        return f"{self.pairs_per_s:>9,.0f} {' '.join(times)} {own} {self.database_cpu_s / max(self.pair_count, 1) * 1e6:>9.0f}"
+        return (
+            f"{self.pairs_per_s:>9,.0f} {' '.join(times)} {own}"
+            f" {self.database_cpu_s / max(self.pair_count, 1) * 1e6:>9.0f}"
+        )
 
 
 def quantile_ms(values_s: list[float], share: float) -> float:
@@ -143,20 +177,29 @@ def create_tenants(database_url: str, count: int) -> list[Payer]:
     tenants = []
     with psycopg.connect(psycopg_conninfo(database_url)) as connection:
         connection.execute(
-            "INSERT INTO price_versions (model, currency_code, input_picos_per_token, cached_input_picos_per_token, "
-            "output_picos_per_token, effective_at) VALUES (%s, 'USD', 3, 1, 7, now()) ON CONFLICT DO NOTHING",
+            "INSERT INTO price_versions (model, currency_code, input_picos_per_token,"
+            " cached_input_picos_per_token, output_picos_per_token, effective_at) VALUES (%s,"
+            " 'USD', 3, 1, 7, now()) ON CONFLICT DO NOTHING",
             (MODEL,),
         )
         for _ in range(count):
             payer = Payer(uuid.uuid4(), uuid.uuid4(), uuid.uuid4(), "USD")
             name = f"bench-{payer.organization_id.hex}"
-            ids = {"organization": payer.organization_id, "project": payer.project_id, "key": payer.api_key_id}
+            ids = {
+                "organization": payer.organization_id,
+                "project": payer.project_id,
+                "key": payer.api_key_id,
+            }
             values = ids | {"name": name, "hash": payer.api_key_id.bytes * 2}
             connection.execute(
-                "INSERT INTO organizations (id, name, currency_code) VALUES (%(organization)s, %(name)s, 'USD')", values
+                "INSERT INTO organizations (id, name, currency_code) VALUES (%(organization)s,"
+                " %(name)s, 'USD')",
+                values,
             )
             connection.execute(
-                "INSERT INTO projects (id, organization_id, name) VALUES (%(project)s, %(organization)s, 'bench')", values
+                "INSERT INTO projects (id, organization_id, name) VALUES (%(project)s,"
+                " %(organization)s, 'bench')",
+                values,
             )
             connection.execute(
                 "INSERT INTO api_keys (id, project_id, name, prefix, secret_hash, scopes) "
@@ -170,7 +213,9 @@ def create_tenants(database_url: str, count: int) -> list[Payer]:
 
 def new_admit(payer: Payer) -> Admit:
     """Return a typical request."""
-    return Admit(new_hold_id(), payer, uuid.uuid4(), bytes(32), MODEL, INPUT_TOKENS, OUTPUT_TOKENS, 1)
+    return Admit(
+        new_hold_id(), payer, uuid.uuid4(), bytes(32), MODEL, INPUT_TOKENS, OUTPUT_TOKENS, 1
+    )
 
 
 def store_pair(store: Store) -> Pair:
@@ -181,14 +226,21 @@ def store_pair(store: Store) -> Pair:
         begin = time.perf_counter()
         await store.admit(op)
         admitted = time.perf_counter()
-        await store.settle(Settle(op.hold_id, INPUT_TOKENS, 0, OUTPUT_TOKENS, OUTPUT_TOKENS, Outcome.STOP))
+        await store.settle(
+            Settle(op.hold_id, INPUT_TOKENS, 0, OUTPUT_TOKENS, OUTPUT_TOKENS, Outcome.STOP)
+        )
         return admitted - begin, time.perf_counter() - admitted
 
     return pair
 
 
 async def measure(
-    pair: Pair, tenants: list[Payer], concurrency: int, seconds: float, database: list[int], pair_count_min: int = 0
+    pair: Pair,
+    tenants: list[Payer],
+    concurrency: int,
+    seconds: float,
+    database: list[int],
+    pair_count_min: int = 0,
 ) -> Result:
     """Run concurrent clients with pairs for tenants in turn, for a time. database: its processes.
 
@@ -229,7 +281,9 @@ class Cases:
 
     async def generator(self, tenants: list[Payer]) -> Result:
         """Return the result with a store that answers at once."""
-        return await measure(store_pair(AnsweringStore()), tenants, CONNECTION_COUNT_MAX, self._seconds / 3, [])
+        return await measure(
+            store_pair(AnsweringStore()), tenants, CONNECTION_COUNT_MAX, self._seconds / 3, []
+        )
 
     async def group_commit(self, tenants: list[Payer], concurrency: int) -> Result:
         """Return the result with a store of this process."""
@@ -237,23 +291,31 @@ class Cases:
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(store.run())
             await self._warm_up(store_pair(store), tenants, concurrency)
-            result = await measure(store_pair(store), tenants, concurrency, self._seconds, self._database())
+            result = await measure(
+                store_pair(store), tenants, concurrency, self._seconds, self._database()
+            )
             running.cancel()
         return result
 
     async def _warm_up(self, pair: Pair, tenants: list[Payer], concurrency: int) -> None:
         """Warm up plans and pages, and make each tenant known to the store."""
-        await measure(pair, tenants, concurrency, self._seconds / 5, [], pair_count_min=len(tenants))
+        await measure(
+            pair, tenants, concurrency, self._seconds / 5, [], pair_count_min=len(tenants)
+        )
 
     async def plain(self, tenants: list[Payer], concurrency: int) -> Result:
         """Return the result with a transaction for each request."""
         idle: asyncio.Queue[Connection] = asyncio.Queue()
         async with contextlib.AsyncExitStack() as stack:
             for _ in range(concurrency):
-                connection = await psycopg.AsyncConnection.connect(psycopg_conninfo(self._url), autocommit=True)
+                connection = await psycopg.AsyncConnection.connect(
+                    psycopg_conninfo(self._url), autocommit=True
+                )
                 idle.put_nowait(await stack.enter_async_context(connection))
             await self._warm_up(plain_pair(idle), tenants, concurrency)
-            return await measure(plain_pair(idle), tenants, concurrency, self._seconds, self._database())
+            return await measure(
+                plain_pair(idle), tenants, concurrency, self._seconds, self._database()
+            )
 
     def pgbench(self, binary: Path, tenants: list[Payer], concurrency: int) -> Result:
         """Return the result of PostgreSQL's load generator."""
@@ -268,9 +330,16 @@ def print_table(runner: asyncio.Runner, cases: Cases, many: list[Payer]) -> None
     generator = runner.run(cases.generator(many))
     generator_us = generator.cpu_s / generator.pair_count * 1e6
     binary = pgbench_binary()
-    print("no pgbench: neither the embedded server nor this system brings one" if binary is None else f"pgbench: {binary.parent}")
+    print(
+        "no pgbench: neither the embedded server nor this system brings one"
+        if binary is None
+        else f"pgbench: {binary.parent}"
+    )
     print(f"the load generator takes {generator_us:.0f} µs of CPU per pair, left out below")
-    print(f"{'':35}{'pairs/s':>9} {'admit p50':>9} {'p99 ms':>9} {'end p50':>9} {'p99 ms':>9} {'CPU µs':>9} {'server µs':>9}")
+    print(
+        f"{'':35}{'pairs/s':>9} {'admit p50':>9} {'p99 ms':>9} {'end p50':>9} {'p99 ms':>9}"
+        f" {'CPU µs':>9} {'server µs':>9}"
+    )
     for tenants, title in ((many[:1], "hot tenant"), (many, f"{len(many)} tenants")):
         for concurrency in (1, 64, 1000):
             case = f"{concurrency:>4} at once, {title:<14}"
@@ -278,7 +347,8 @@ def print_table(runner: asyncio.Runner, cases: Cases, many: list[Payer]) -> None
                 plain = runner.run(cases.plain(tenants, concurrency))
                 print(f"{case}{'plain':<8}{plain.row(generator_us)}", flush=True)
                 if binary is not None:
-                    print(f"{case}{'pgbench':<8}{cases.pgbench(binary, tenants, concurrency).row(0.0)}", flush=True)
+                    pgbench = cases.pgbench(binary, tenants, concurrency)
+                    print(f"{case}{'pgbench':<8}{pgbench.row(0.0)}", flush=True)
             grouped = runner.run(cases.group_commit(tenants, concurrency))
             ratio = grouped.pairs_per_s / plain.pairs_per_s
             print(f"{case}{'store':<8}{grouped.row(generator_us)}   {ratio:.1f}x plain", flush=True)
@@ -301,14 +371,35 @@ def server(database_url: str | None, directory: str | None) -> Iterator[str]:
 
 def main() -> None:
     """Measure every case and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=1.2, help="seconds per case, of fourteen (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=1.2,
+        help="seconds per case, of fourteen (default: %(default)s)",
+    )
     parser.add_argument("--database-url", help="a migrated database to fill with tenants instead")
-    parser.add_argument("--directory", help="data directory of the temporary server (default: the system's)")
-    parser.add_argument("--tenants", type=int, default=1000, help="number of tenants in the larger cases (default: %(default)s)")
-    parser.add_argument("--profile", action="store_true", help="profile 64 concurrent clients with many tenants instead")
+    parser.add_argument(
+        "--directory", help="data directory of the temporary server (default: the system's)"
+    )
+    parser.add_argument(
+        "--tenants",
+        type=int,
+        default=1000,
+        help="number of tenants in the larger cases (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--profile",
+        action="store_true",
+        help="profile 64 concurrent clients with many tenants instead",
+    )
     options = parser.parse_args()
-    with server(options.database_url, options.directory) as url, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with (
+        server(options.database_url, options.directory) as url,
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
         migrate(url)
         many = create_tenants(url, options.tenants)
         cases = Cases(url, options.seconds)

@@ -37,7 +37,8 @@ Pair = Callable[[Payer], Awaitable[tuple[float, float]]]
 
 WINDOW = """CASE
     WHEN dimension = 'concurrent_requests' THEN 'epoch'
-    ELSE date_trunc(CASE WHEN dimension LIKE '%%minute' THEN 'minute' ELSE 'month' END, {now}, 'UTC') END"""
+    ELSE date_trunc(CASE WHEN dimension LIKE '%%minute' THEN 'minute' ELSE 'month' END,
+                    {now}, 'UTC') END"""
 LOCK = f"""
 SELECT c.quota_id, c.window_start, q.dimension, q.limit_value - c.used - c.held
 FROM quota_counters c JOIN quotas q ON q.id = c.quota_id
@@ -45,26 +46,33 @@ WHERE q.subject_id = ANY(%s) AND c.window_start = {WINDOW.format(now="%s::timest
 ORDER BY c.quota_id, c.window_start FOR UPDATE OF c
 """
 OPEN_WINDOWS = f"""
-INSERT INTO quota_counters (quota_id, window_start) SELECT id, {WINDOW.format(now="%s::timestamptz")}
+INSERT INTO quota_counters (quota_id, window_start)
+SELECT id, {WINDOW.format(now="%s::timestamptz")}
 FROM quotas WHERE subject_id = ANY(%s) ORDER BY id ON CONFLICT DO NOTHING
 """
 CHARGE = """
 UPDATE quota_counters c SET used = c.used + v.used, held = c.held + v.held
-FROM unnest(%s::uuid[], %s::timestamptz[], %s::bigint[], %s::bigint[]) AS v(quota_id, window_start, used, held)
+FROM unnest(%s::uuid[], %s::timestamptz[], %s::bigint[], %s::bigint[])
+AS v(quota_id, window_start, used, held)
 WHERE c.quota_id = v.quota_id AND c.window_start = v.window_start
 """
 HOLD = """
-INSERT INTO holds (id, organization_id, project_id, api_key_id, request_id, payload_hash, model, price_version_id, labels, owner_id,
-                   input_token_count, leased_token_count, quota_ids, expires_at)
-SELECT %s, %s, %s, %s, %s, %s, model, id, '{}', %s, %s, %s, %s, now() + interval '1 minute' FROM price_versions WHERE model = %s
+INSERT INTO holds (id, organization_id, project_id, api_key_id, request_id, payload_hash, model,
+                   price_version_id, labels, process_id, input_token_count, leased_token_count,
+                   quota_ids, expires_at)
+SELECT %s, %s, %s, %s, %s, %s, model, id, '{}', %s, %s, %s, %s, now() + interval '1 minute'
+FROM price_versions WHERE model = %s
 """
-END = "UPDATE holds SET state = 'settled', delivered_token_count = %s, ended_at = now() WHERE id = %s AND state = 'held'"
+END = (
+    "UPDATE holds SET state = 'settled', delivered_token_count = %s, ended_at = now() WHERE id = %s"
+    " AND state = 'held'"
+)
 EVENT = """
-INSERT INTO usage_events (hold_id, organization_id, project_id, api_key_id, request_id, model, outcome, input_token_count,
-    cached_input_token_count, generated_token_count, delivered_token_count, billed_token_count, price_version_id, cost_picos,
-    labels, admitted_at)
-SELECT id, organization_id, project_id, api_key_id, request_id, model, 'stop', input_token_count, 0, %s, %s, %s, price_version_id,
-       %s, labels, admitted_at FROM holds WHERE id = %s
+INSERT INTO usage_events (hold_id, organization_id, project_id, api_key_id, request_id, model,
+    outcome, input_token_count, cached_input_token_count, generated_token_count,
+    delivered_token_count, billed_token_count, price_version_id, cost_picos, labels, admitted_at)
+SELECT id, organization_id, project_id, api_key_id, request_id, model, 'stop', input_token_count, 0,
+       %s, %s, %s, price_version_id, %s, labels, admitted_at FROM holds WHERE id = %s
 """
 AMOUNTS = {  # per dimension: held by a request, and used by it after its end
     "concurrent_requests": (1, 0),
@@ -77,9 +85,11 @@ AMOUNTS = {  # per dimension: held by a request, and used by it after its end
 
 def plain_pair(idle: asyncio.Queue[Connection]) -> Pair:
     """Return a pair with a transaction for the admission and one for the settlement."""
-    owner_id = uuid.uuid4()
+    process_id = uuid.uuid4()
 
-    async def charge(connection: Connection, payer: Payer, now: object, *, ends: bool) -> list[uuid.UUID]:
+    async def charge(
+        connection: Connection, payer: Payer, now: object, *, ends: bool
+    ) -> list[uuid.UUID]:
         subjects = list(payer.subject_ids)
         async with connection.pipeline():
             await connection.execute("BEGIN")
@@ -90,13 +100,25 @@ def plain_pair(idle: asyncio.Queue[Connection]) -> Pair:
             rows = await (await connection.execute(LOCK, (subjects, now))).fetchall()
         assert all(room >= AMOUNTS[dimension][0] for _, _, dimension, room in rows)
         held = [-AMOUNTS[row[2]][0] if ends else AMOUNTS[row[2]][0] for row in rows]
-        used = [AMOUNTS[row[2]][1] if ends else int(row[2] == "requests_per_minute") for row in rows]
-        await connection.execute(CHARGE, ([row[0] for row in rows], [row[1] for row in rows], used, held))
+        used = [
+            AMOUNTS[row[2]][1] if ends else int(row[2] == "requests_per_minute") for row in rows
+        ]
+        await connection.execute(
+            CHARGE, ([row[0] for row in rows], [row[1] for row in rows], used, held)
+        )
         return [row[0] for row in rows]
 
     async def pair(payer: Payer) -> tuple[float, float]:
         hold_id, now = uuid.uuid4(), time.strftime("%Y-%m-%d %H:%M:%S+00", time.gmtime())
-        ids = (hold_id, payer.organization_id, payer.project_id, payer.api_key_id, uuid.uuid4(), bytes(32), owner_id)
+        ids = (
+            hold_id,
+            payer.organization_id,
+            payer.project_id,
+            payer.api_key_id,
+            uuid.uuid4(),
+            bytes(32),
+            process_id,
+        )
         begin = time.perf_counter()
         connection = await idle.get()
         quota_ids = await charge(connection, payer, now, ends=False)
@@ -109,7 +131,9 @@ def plain_pair(idle: asyncio.Queue[Connection]) -> Pair:
         await charge(connection, payer, now, ends=True)
         async with connection.pipeline():
             await connection.execute(END, (OUTPUT_TOKENS, hold_id))
-            await connection.execute(EVENT, (OUTPUT_TOKENS, OUTPUT_TOKENS, OUTPUT_TOKENS, COST_PICOS, hold_id))
+            await connection.execute(
+                EVENT, (OUTPUT_TOKENS, OUTPUT_TOKENS, OUTPUT_TOKENS, COST_PICOS, hold_id)
+            )
             await connection.execute("COMMIT")
         idle.put_nowait(connection)
         return admitted - begin, time.perf_counter() - admitted
@@ -119,43 +143,54 @@ def plain_pair(idle: asyncio.Queue[Connection]) -> Pair:
 
 PGBENCH_TENANTS = """
 DROP TABLE IF EXISTS bench_tenants;
-CREATE TABLE bench_tenants (n int PRIMARY KEY, organization_id uuid, project_id uuid, api_key_id uuid)
+CREATE TABLE bench_tenants (n int PRIMARY KEY, organization_id uuid, project_id uuid,
+api_key_id uuid)
 """
 PGBENCH_WINDOWS = f"""
 INSERT INTO quota_counters (quota_id, window_start)
 SELECT q.id, {WINDOW.format(now="now() + make_interval(mins => m)")}
-FROM quotas q JOIN bench_tenants t ON q.subject_id IN (t.organization_id, t.project_id, t.api_key_id),
+FROM quotas q JOIN bench_tenants t
+ON q.subject_id IN (t.organization_id, t.project_id, t.api_key_id),
      generate_series(0, {MINUTES_OPENED - 1}) m
 ON CONFLICT DO NOTHING
 """
 PGBENCH_MOVE = f"""
 WITH locked AS (
     SELECT c.quota_id, c.window_start, q.dimension, q.limit_value - c.used - c.held AS room
-    FROM bench_tenants t JOIN quotas q ON q.subject_id IN (t.organization_id, t.project_id, t.api_key_id)
-    JOIN quota_counters c ON c.quota_id = q.id AND c.window_start = {WINDOW.format(now="now()").replace("%%", "%")}
+    FROM bench_tenants t JOIN quotas q
+    ON q.subject_id IN (t.organization_id, t.project_id, t.api_key_id)
+    JOIN quota_counters c ON c.quota_id = q.id
+    AND c.window_start = {WINDOW.format(now="now()").replace("%%", "%")}
     WHERE t.n = :tenant ORDER BY c.quota_id, c.window_start FOR UPDATE OF c)
 UPDATE quota_counters c SET used = c.used + v.used, held = c.held + v.held
 FROM locked JOIN (VALUES {{amounts}}) AS v(dimension, used, held) USING (dimension)
-WHERE c.quota_id = locked.quota_id AND c.window_start = locked.window_start AND locked.room >= v.held;
+WHERE c.quota_id = locked.quota_id AND c.window_start = locked.window_start
+AND locked.room >= v.held;
 """
 PGBENCH_SCRIPT = """
 \\set tenant random(1, :tenant_count)
 BEGIN;
 {admit}
-INSERT INTO holds (id, organization_id, project_id, api_key_id, request_id, payload_hash, model, price_version_id, labels, owner_id,
-                   input_token_count, leased_token_count, quota_ids, expires_at)
-SELECT gen_random_uuid(), t.organization_id, t.project_id, t.api_key_id, gen_random_uuid(), decode(repeat('00', 32), 'hex'),
-       p.model, p.id, '{{}}', '00000000-0000-4000-8000-000000000000', {input}, {output}, '{{}}', now() + interval '1 minute'
-FROM bench_tenants t, price_versions p WHERE t.n = :tenant AND p.model = '{model}' RETURNING id AS hold_id \\gset
+INSERT INTO holds (id, organization_id, project_id, api_key_id, request_id, payload_hash, model,
+                   price_version_id, labels, process_id, input_token_count, leased_token_count,
+                   quota_ids, expires_at)
+SELECT gen_random_uuid(), t.organization_id, t.project_id, t.api_key_id, gen_random_uuid(),
+       decode(repeat('00', 32), 'hex'), p.model, p.id, '{{}}',
+       '00000000-0000-4000-8000-000000000000', {input}, {output}, '{{}}',
+       now() + interval '1 minute'
+FROM bench_tenants t, price_versions p WHERE t.n = :tenant AND p.model = '{model}'
+RETURNING id AS hold_id \\gset
 COMMIT;
 BEGIN;
 {end}
-UPDATE holds SET state = 'settled', delivered_token_count = {output}, ended_at = now() WHERE id = :hold_id AND state = 'held';
-INSERT INTO usage_events (hold_id, organization_id, project_id, api_key_id, request_id, model, outcome, input_token_count,
-    cached_input_token_count, generated_token_count, delivered_token_count, billed_token_count, price_version_id, cost_picos,
-    labels, admitted_at)
-SELECT id, organization_id, project_id, api_key_id, request_id, model, 'stop', input_token_count, 0, {output}, {output}, {output},
-       price_version_id, {cost}, labels, admitted_at FROM holds WHERE id = :hold_id;
+UPDATE holds SET state = 'settled', delivered_token_count = {output}, ended_at = now()
+WHERE id = :hold_id AND state = 'held';
+INSERT INTO usage_events (hold_id, organization_id, project_id, api_key_id, request_id, model,
+    outcome, input_token_count, cached_input_token_count, generated_token_count,
+    delivered_token_count, billed_token_count, price_version_id, cost_picos, labels, admitted_at)
+SELECT id, organization_id, project_id, api_key_id, request_id, model, 'stop', input_token_count, 0,
+       {output}, {output}, {output}, price_version_id, {cost}, labels, admitted_at FROM holds
+       WHERE id = :hold_id;
 COMMIT;
 """
 
@@ -178,7 +213,10 @@ def pgbench_binary() -> Path | None:
 
 def pgbench_script() -> str:
     """Return the script of both transactions of a request."""
-    admitted = ", ".join(f"('{name}', {int(name == 'requests_per_minute')}, {held})" for name, (held, _) in AMOUNTS.items())
+    admitted = ", ".join(
+        f"('{name}', {int(name == 'requests_per_minute')}, {held})"
+        for name, (held, _) in AMOUNTS.items()
+    )
     ended = ", ".join(f"('{name}', {used}, {-held})" for name, (held, used) in AMOUNTS.items())
     return PGBENCH_SCRIPT.format(
         admit=PGBENCH_MOVE.format(amounts=admitted).strip(),
@@ -190,24 +228,47 @@ def pgbench_script() -> str:
     )
 
 
-def run_pgbench(binary: Path, database_url: str, tenants: Sequence[Payer], concurrency: int, seconds: float) -> PgbenchResult:
+def run_pgbench(
+    binary: Path, database_url: str, tenants: Sequence[Payer], concurrency: int, seconds: float
+) -> PgbenchResult:
     """Run concurrent clients for whole seconds, as pgbench requires."""
     conninfo = psycopg_conninfo(database_url)
     with psycopg.connect(conninfo) as connection:
         connection.execute(PGBENCH_TENANTS)
         with connection.cursor() as cursor:
-            rows = [(n, each.organization_id, each.project_id, each.api_key_id) for n, each in enumerate(tenants, 1)]
+            rows = [
+                (n, each.organization_id, each.project_id, each.api_key_id)
+                for n, each in enumerate(tenants, 1)
+            ]
             cursor.executemany("INSERT INTO bench_tenants VALUES (%s, %s, %s, %s)", rows)
         connection.execute(PGBENCH_WINDOWS.replace("%%", "%"))
     with tempfile.TemporaryDirectory() as directory:
         script = Path(directory) / "pair.sql"
         script.write_text(pgbench_script())
         whole_s = max(round(seconds), PGBENCH_S_MIN)
-        command = [str(binary), "-n", "-M", "prepared", "-c", str(concurrency), "-j", "1", "-T", str(whole_s), "-l"]
+        command = [
+            str(binary),
+            "-n",
+            "-M",
+            "prepared",
+            "-c",
+            str(concurrency),
+            "-j",
+            "1",
+            "-T",
+            str(whole_s),
+            "-l",
+        ]
         command += ["-D", f"tenant_count={len(tenants)}", "-f", str(script), conninfo]
-        ended = subprocess.run(command, cwd=directory, capture_output=True, text=True, env=os.environ)
+        ended = subprocess.run(
+            command, cwd=directory, capture_output=True, text=True, env=os.environ
+        )
         if ended.returncode:
             raise RuntimeError(f"pgbench: {ended.stderr[-2000:]}")
         # One line per pair: client, number, microseconds, …
-        took_s = [int(line.split()[2]) / 1e6 for log in Path(directory).glob("pgbench_log*") for line in log.open()]
+        took_s = [
+            int(line.split()[2]) / 1e6
+            for log in Path(directory).glob("pgbench_log*")
+            for line in log.open()
+        ]
     return PgbenchResult(len(took_s), whole_s, took_s)

@@ -1,4 +1,5 @@
-"""Effect of one hostile key on others: latency of a bystander and an administrator, process memory.
+"""Effect of a hostile key on other clients: latency of a bystander and an administrator, and memory
+of the process.
 
     python -m bench.adversary [--seconds 60] [--only KIND]... [--each] [--directory /dev/shm]
 
@@ -125,8 +126,12 @@ class Service:
     def _start(self) -> None:
         with self._log.open("ab") as out:
             environment = {**os.environ, **self._settings.to_environment()}
-            self._process = on_core(self._core, [sys.executable, "-m", "api"], env=environment, stdout=out, stderr=out)
-        wait_for(lambda: is_serving(self._settings.listen_address) or None, self._process, self._log)
+            self._process = on_core(
+                self._core, [sys.executable, "-m", "api"], env=environment, stdout=out, stderr=out
+            )
+        wait_for(
+            lambda: is_serving(self._settings.listen_address) or None, self._process, self._log
+        )
         for host in children_of(self._process.pid):
             for thread in Path(f"/proc/{host}/task").iterdir():
                 os.sched_setaffinity(int(thread.name), {self._other_core})
@@ -148,7 +153,10 @@ class Service:
 
     def incidents(self) -> int:
         """Return the number of internal errors in the log."""
-        return sum(b'"event": "incident"' in line or b'"event":"incident"' in line for line in self._log.open("rb"))
+        return sum(
+            b'"event": "incident"' in line or b'"event":"incident"' in line
+            for line in self._log.open("rb")
+        )
 
 
 class Client:
@@ -189,9 +197,13 @@ class Phase:
     answers: dict[str, Counter[str]] = field(default_factory=dict)
 
     def internal(self) -> int:
-        """Number of answers with a status that blames the server."""
+        """Return the number of answers with a status that blames the server."""
         statuses = sum((Counter(each) for each in self.answers.values()), Counter[str]())
-        return sum(count for name, count in statuses.items() if not BROKEN.isdisjoint(name.split()) or name == "http 500")
+        return sum(
+            count
+            for name, count in statuses.items()
+            if not BROKEN.isdisjoint(name.split()) or name == "http 500"
+        )
 
     def figures(self) -> dict[str, float]:
         """Return figures by name: milliseconds except for the last two."""
@@ -223,7 +235,14 @@ def quantile(values: list[float], share: float) -> float:
 class Bench:
     """Phases on one service."""
 
-    def __init__(self, service: Service, target: Target, keys: dict[str, str], database_url: str, seconds: float) -> None:
+    def __init__(
+        self,
+        service: Service,
+        target: Target,
+        keys: dict[str, str],
+        database_url: str,
+        seconds: float,
+    ) -> None:
         self._service = service
         self._target = target
         self._keys = keys
@@ -244,7 +263,14 @@ class Bench:
         )
         clients = [bystander]
         if kinds:
-            clients.append(await self._client("attacker", target=self._aimed(self._keys[name]), kinds=kinds, seconds=self._seconds))
+            clients.append(
+                await self._client(
+                    "attacker",
+                    target=self._aimed(self._keys[name]),
+                    kinds=kinds,
+                    seconds=self._seconds,
+                )
+            )
         for client in clients:
             await client.ready()
         self._service.reset_peak()
@@ -282,7 +308,9 @@ class Bench:
     def held_count(self) -> int:
         """Return the number of open holds."""
         with psycopg.connect(psycopg_conninfo(self._database_url)) as connection:
-            [count] = connection.execute("SELECT count(*) FROM holds WHERE state = 'held'").fetchone() or [0]
+            [count] = connection.execute(
+                "SELECT count(*) FROM holds WHERE state = 'held'"
+            ).fetchone() or [0]
             return int(count)
 
     def _aimed(self, key: str) -> dict[str, Any]:
@@ -291,14 +319,18 @@ class Bench:
     async def _client(self, role: str, **options: Any) -> Client:
         command = [sys.executable, "-m", "bench.adversary_load", role, json.dumps(options)]
         pipe = asyncio.subprocess.PIPE
-        return Client(await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, limit=2**30))
+        return Client(
+            await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, limit=2**30)
+        )
 
 
 def print_table(phases: dict[str, Phase]) -> None:
     """Print the figures of each phase next to those of the quiet one."""
     quiet = phases[QUIET].figures()
     hostile = {name: phase for name, phase in phases.items() if name != QUIET}
-    print(f"{'':<26}{QUIET:>10}" + "".join(f"{name:>14} {'ratio':>7}" for name in hostile) + "  goal")
+    print(
+        f"{'':<26}{QUIET:>10}" + "".join(f"{name:>14} {'ratio':>7}" for name in hostile) + "  goal"
+    )
     goals = {
         "bystander ITL p99": ITL_GOAL,
         "ListLiveRequests p50": ADMIN_GOAL,
@@ -307,18 +339,28 @@ def print_table(phases: dict[str, Phase]) -> None:
     }
     for figure, value in quiet.items():
         cells = "".join(
-            f"{phase.figures()[figure]:>11.1f} ms {phase.figures()[figure] / value:>6.2f}x" for phase in hostile.values()
+            f"{phase.figures()[figure]:>11.1f} ms {phase.figures()[figure] / value:>6.2f}x"
+            for phase in hostile.values()
         )
-        print(f"{figure:<26}{value:>7.1f} ms{cells}  " + (f"at most {goals[figure]}x" if figure in goals else ""))
+        print(
+            f"{figure:<26}{value:>7.1f} ms{cells}  "
+            + (f"at most {goals[figure]}x" if figure in goals else "")
+        )
     peak = phases[QUIET].peak_mib
-    cells = "".join(f"{phase.peak_mib:>10.0f} MiB {phase.peak_mib - peak:>+7.0f}" for phase in hostile.values())
+    cells = "".join(
+        f"{phase.peak_mib:>10.0f} MiB {phase.peak_mib - peak:>+7.0f}" for phase in hostile.values()
+    )
     print(f"{'peak memory':<26}{peak:>6.0f} MiB{cells}  at most +{MEMORY_GOAL_MIB} MiB")
     rows: list[tuple[str, Any, str]] = [
         ("api process busy", lambda phase: f"{phase.api_busy:.0%}", ""),
         ("errors of the bystander", lambda phase: len(phase.seen["errors"]), "0"),
         ("restarts", lambda phase: phase.restarts, "0"),
         ("INTERNAL and incidents", lambda phase: phase.internal() + phase.incidents, "0"),
-        ("answers to the attacker", lambda phase: sum(sum(each.values()) for each in phase.answers.values()), ""),
+        (
+            "answers to the attacker",
+            lambda phase: sum(sum(each.values()) for each in phase.answers.values()),
+            "",
+        ),
     ]
     for name, value_of, goal in rows:
         print(
@@ -332,7 +374,10 @@ def print_table(phases: dict[str, Phase]) -> None:
     for name, phase in hostile.items():
         print(f"\nanswers, {name}")
         for kind, statuses in sorted(phase.answers.items()):
-            print(f"  {kind:<20}" + ", ".join(f"{status} {count:,}" for status, count in statuses.most_common(9)))
+            print(
+                f"  {kind:<20}"
+                + ", ".join(f"{status} {count:,}" for status, count in statuses.most_common(9))
+            )
 
 
 def print_line(name: str, phase: Phase, quiet: Phase) -> None:
@@ -346,10 +391,17 @@ def print_line(name: str, phase: Phase, quiet: Phase) -> None:
         )
     ]
     answers = sum((statuses for statuses in phase.answers.values()), Counter[str]())
-    cells = [f"{figures['bystander ITL worst']:.0f}", *ratios, f"{phase.peak_mib - quiet.peak_mib:+.0f}", f"{phase.api_busy:.0%}"]
-    cells += map(str, (len(phase.seen["errors"]), phase.restarts, phase.internal() + phase.incidents))
-    told = ", ".join(f"{status} {count:,}" for status, count in answers.most_common(4))
-    print(f"{name:<34}" + " ".join(f"{cell:>8}" for cell in cells) + f"  {told}", flush=True)
+    cells = [
+        f"{figures['bystander ITL worst']:.0f}",
+        *ratios,
+        f"{phase.peak_mib - quiet.peak_mib:+.0f}",
+        f"{phase.api_busy:.0%}",
+    ]
+    cells += map(
+        str, (len(phase.seen["errors"]), phase.restarts, phase.internal() + phase.incidents)
+    )
+    statuses = ", ".join(f"{status} {count:,}" for status, count in answers.most_common(4))
+    print(f"{name:<34}" + " ".join(f"{cell:>8}" for cell in cells) + f"  {statuses}", flush=True)
 
 
 def free_ports(count: int) -> list[int]:
@@ -368,12 +420,17 @@ def prepare_keys(database_url: str) -> dict[str, str]:
     with psycopg.connect(psycopg_conninfo(database_url)) as connection:
 
         def scopes(name: str, *granted: str) -> None:
-            connection.execute("UPDATE api_keys SET scopes = %s WHERE secret_hash = %s", (list(granted), hash_of(keys[name])))
+            connection.execute(
+                "UPDATE api_keys SET scopes = %s WHERE secret_hash = %s",
+                (list(granted), hash_of(keys[name])),
+            )
 
         def limit(name: str, dimension: str, value: int) -> None:
             connection.execute(
-                """UPDATE quotas SET limit_value = %s FROM api_keys k JOIN projects p ON p.id = k.project_id
-                   WHERE k.secret_hash = %s AND dimension = %s AND subject_id IN (k.id, p.id, p.organization_id)""",
+                """UPDATE quotas SET limit_value = %s FROM api_keys k
+                   JOIN projects p ON p.id = k.project_id
+                   WHERE k.secret_hash = %s AND dimension = %s
+                   AND subject_id IN (k.id, p.id, p.organization_id)""",
                 (value, hash_of(keys[name]), dimension),
             )
 
@@ -394,7 +451,9 @@ def prepared(options: argparse.Namespace) -> Iterator[tuple[Service, Target, dic
         url = stack.enter_context(server(None, options.directory))
         migrate(url)
         keys = prepare_keys(url)
-        home = stack.enter_context(tempfile.TemporaryDirectory(prefix="weir-bench-", dir=options.directory))
+        home = stack.enter_context(
+            tempfile.TemporaryDirectory(prefix="weir-bench-", dir=options.directory)
+        )
         port, http_port, metrics_port = free_ports(3)
         settings = Settings(
             database_url=url,
@@ -406,7 +465,12 @@ def prepared(options: argparse.Namespace) -> Iterator[tuple[Service, Target, dic
             engine_device="simulated",
             simulated_time_scale=scale(),
         )
-        yield Service(settings, core, other_core), Target(settings.listen_address, http_port, metrics_port, "", MODEL), keys, url
+        yield (
+            Service(settings, core, other_core),
+            Target(settings.listen_address, http_port, metrics_port, "", MODEL),
+            keys,
+            url,
+        )
 
 
 async def measure(options: argparse.Namespace) -> bool:
@@ -430,7 +494,8 @@ async def measure(options: argparse.Namespace) -> bool:
                 print_table(phases)
             calm_s = await bench.calm()
             print(
-                f"\nafter {calm_s:.1f} s: {bench.held_count()} holds left; {service.open_files()} open files, {files} before; ",
+                f"\nafter {calm_s:.1f} s: {bench.held_count()} holds left; {service.open_files()}"
+                f" open files, {files} before; ",
                 end="",
             )
             print(f"{service.status_mib('VmRSS'):.0f} MiB resident")
@@ -439,11 +504,23 @@ async def measure(options: argparse.Namespace) -> bool:
 
 def main() -> None:
     """Measure, print, and exit with 1 if anything failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=60.0, help="per phase (default: %(default)s)")
-    parser.add_argument("--only", action="append", choices=tuple(ATTACKS), help="kind of attack; repeatable")
-    parser.add_argument("--each", action="store_true", help="run the kinds one after the other, with a line for each")
-    parser.add_argument("--directory", help="directory of the temporary database (default: the system's)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, help="per phase (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--only", action="append", choices=tuple(ATTACKS), help="kind of attack; repeatable"
+    )
+    parser.add_argument(
+        "--each",
+        action="store_true",
+        help="run the kinds one after the other, with a line for each",
+    )
+    parser.add_argument(
+        "--directory", help="directory of the temporary database (default: the system's)"
+    )
     options = parser.parse_args()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         sys.exit(0 if runner.run(measure(options)) else 1)

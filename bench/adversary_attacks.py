@@ -53,12 +53,21 @@ NESTING = 100_000
 MESSAGE_COUNT = 9_001
 LONG_TEXT = "hotel " * (NEAR_LIMIT_BYTES // 6)
 
-# From grpc.aio: a message was not written because the call had ended
+# From grpc.aio: a message was not written because the call had ended.
 WRITE_FAILED = "Internal error from Core"
 BROKEN = frozenset({"INTERNAL", "UNKNOWN", "DATA_LOSS"})  # statuses that blame the server
 STATUS_NAMES = {code.value[0]: code.name for code in grpc.StatusCode}
 TEXTS = [
-    *("\0", "a\0b", "\x01\x1f\x7f\x85", "\ufffe\uffff", "\u202eabc\u202c", "\u200b" * 300, "ｕｓｅｒ", "<|im_start|>system"),
+    *(
+        "\0",
+        "a\0b",
+        "\x01\x1f\x7f\x85",
+        "\ufffe\uffff",
+        "\u202eabc\u202c",
+        "\u200b" * 300,
+        "ｕｓｅｒ",
+        "<|im_start|>system",
+    ),
     *(
         "＜｜Ｕｓｅｒ｜＞",
         "<｜User｜>",
@@ -71,7 +80,16 @@ TEXTS = [
         "'; --",
         "",
     ),
-    *("x" * 257, "x" * 100_000, "9999-12-31", "0001-01-01", "-1", "NaN", "1e999", base64.b64encode(b"[" * 100_000).decode()),
+    *(
+        "x" * 257,
+        "x" * 100_000,
+        "9999-12-31",
+        "0001-01-01",
+        "-1",
+        "NaN",
+        "1e999",
+        base64.b64encode(b"[" * 100_000).decode(),
+    ),
 ]
 NUMBERS = [-(2**63), -(2**31), -1, 0, 1, 2, 2**31 - 1, 2**31, 2**53 + 1, 2**63 - 1, 2**64 - 1]
 FRACTIONS = [math.nan, math.inf, -math.inf, -1.0, 0.0, 5e-324, 1e308]
@@ -140,9 +158,7 @@ def attack(workers: int, build: Build = lambda _: None) -> Callable[[Work], Work
 
 
 async def run_attack(target: Target, name: str, payload: Payload) -> None:
-    """Run the workers of an attack until cancelled; restart each when the server ends its
-    connection.
-    """
+    """Run the workers of an attack until cancelled; restart each when its connection ends."""
 
     async def work() -> None:
         while True:
@@ -172,7 +188,7 @@ def named(code: grpc.StatusCode, details: str | None) -> str:
     return f"{code.name} ({details})"[:100] if code.name in BROKEN else code.name
 
 
-# --- Frames -----------------------------------------------------------------------------------------------------------------
+# Frames
 
 
 def tag(number: int, content: bytes) -> bytes:
@@ -199,21 +215,29 @@ def start_rest(target: Target, **fields: Any) -> bytes:
 
 
 async def talk(
-    target: Target, name: str, messages: Iterable[bytes], *, window: int = 0, path: str = GENERATE, key: str | None = None
+    target: Target,
+    name: str,
+    messages: Iterable[bytes],
+    *,
+    window: int = 0,
+    path: str = GENERATE,
+    key: str | None = None,
 ) -> None:
-    """Send messages on one stream and count the frames of the answers, until the stream ends or no
-    message is left.
+    """Send messages on one stream and count the frames of the answers.
 
-    window: limit of unanswered messages; 0: as many as the transport takes.
+    Ends with the stream or the last message. window: limit of unanswered messages; 0: as many as
+    the transport takes.
     """
     room = asyncio.Semaphore(window) if window else None
     secret = target.key if key is None else key
-    async with grpc.aio.insecure_channel(target.address, (("grpc.use_local_subchannel_pool", 1),)) as channel:
+    async with grpc.aio.insecure_channel(
+        target.address, (("grpc.use_local_subchannel_pool", 1),)
+    ) as channel:
         open_stream: Any = channel.stream_stream(path)  # no serializers: bytes in both directions
         call = open_stream(metadata=(("authorization", f"Bearer {secret}"),) if secret else ())
 
         async def write() -> None:
-            # Reported by the reader
+            # The reader reports it.
             with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 for message in messages:
                     if room:
@@ -271,12 +295,17 @@ async def many_messages(target: Target, rest: bytes) -> None:
 def many_turns() -> pb.Conversation:
     """Return a conversation of one-letter messages, slightly below their limit."""
     roles = (pb.ROLE_USER, pb.ROLE_ASSISTANT)
-    return pb.Conversation(messages=[pb.Message(role=roles[index % 2], content="a") for index in range(MESSAGE_COUNT)])
+    return pb.Conversation(
+        messages=[pb.Message(role=roles[index % 2], content="a") for index in range(MESSAGE_COUNT)]
+    )
 
 
 @attack(
     workers=2,
-    build=lambda target: [start_rest(target, token_ids=pb.TokenIds(ids=[number] * 900_000)) for number in (9, 2000, 2**31 - 1, -1)],
+    build=lambda target: [
+        start_rest(target, token_ids=pb.TokenIds(ids=[number] * 900_000))
+        for number in (9, 2000, 2**31 - 1, -1)
+    ],
 )
 async def token_ids(target: Target, rests: list[bytes]) -> None:
     """Send hundreds of thousands of token ids, inside and outside the vocabulary."""
@@ -298,7 +327,9 @@ def wide_starts(target: Target) -> Iterator[bytes]:
         {
             "conversation": pb.Conversation(messages=[pb.Message(role=pb.ROLE_USER, content="Hi")]),
             "tools": [
-                pb.Tool(name=f"tool{number}", description="d" * 10_000, parameters_json_schema=schema)
+                pb.Tool(
+                    name=f"tool{number}", description="d" * 10_000, parameters_json_schema=schema
+                )
                 for number in range(TOOL_COUNT)
             ],
         },
@@ -319,9 +350,7 @@ async def wide_fields(target: Target, rests: list[bytes]) -> None:
 
 @attack(workers=8, build=lambda target: start_rest(target, model=f"{target.model}\0"))
 async def odd_names(target: Target, rest: bytes) -> None:
-    """Send model names with a NUL, 200 in a message: requests live briefly while an administrator
-    lists them.
-    """
+    """Send model names with a NUL, 200 in a message, while an administrator lists requests."""
     await talk(target, "odd-names", (frames(rest, 200) for _ in itertools.count()))
 
 
@@ -338,17 +367,20 @@ def odd_starts(target: Target) -> Iterator[bytes]:
             {"conversation": user, "tools": [pb.Tool(name=text, parameters_json_schema=text)]},
             {"stop_sequences": [text]},
         ):
-            yield start_rest(target, **fields) + pb.ClientFrame(traceparent=text, tracestate=text).SerializeToString()
+            yield (
+                start_rest(target, **fields)
+                + pb.ClientFrame(traceparent=text, tracestate=text).SerializeToString()
+            )
 
 
 @attack(workers=2, build=lambda target: list(odd_starts(target)))
 async def characters(target: Target, rests: list[bytes]) -> None:
-    """Send NUL, control, invisible, full-width and very long text in every field, 50 frames in a
-    message.
-    """
+    """Send NUL, control, invisible, full-width and very long text in every field."""
 
     def messages() -> Iterator[bytes]:
-        bad_ids = pb.GenerateRequest(frames=[pb.ClientFrame(request_id=text, cancel=pb.CancelFrame()) for text in TEXTS])
+        bad_ids = pb.GenerateRequest(
+            frames=[pb.ClientFrame(request_id=text, cancel=pb.CancelFrame()) for text in TEXTS]
+        )
         while True:
             for index in range(0, len(rests), 50):
                 yield b"".join(map(frames, rests[index : index + 50]))
@@ -360,7 +392,14 @@ async def characters(target: Target, rests: list[bytes]) -> None:
 def odd_values(target: Target) -> Iterator[bytes]:
     """Yield starts with hostile numbers in each numeric field."""
     for fraction in FRACTIONS:
-        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+        for name in (
+            "temperature",
+            "top_p",
+            "min_p",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+        ):
             sampling = pb.Sampling()
             setattr(sampling, name, fraction)
             yield start_rest(target, sampling=sampling)
@@ -369,12 +408,19 @@ def odd_values(target: Target) -> Iterator[bytes]:
     for number in NUMBERS:
         small = max(min(number, 2**31 - 1), -(2**31))
         large = min(number, 2**63 - 1)
-        for name in ("max_output_tokens", "usage_interval_tokens", "min_output_tokens", "initial_credit_tokens"):
+        for name in (
+            "max_output_tokens",
+            "usage_interval_tokens",
+            "min_output_tokens",
+            "initial_credit_tokens",
+        ):
             yield start_rest(target, **{name: large})
         for name in ("top_logprobs", "choice_count", "tier"):
             yield start_rest(target, **{name: small})
         yield start_rest(target, sampling=pb.Sampling(top_k=small, seed=large))
-        yield start_rest(target, max_cost=types_pb2.Money(currency_code="USD", units=large, picos=large))
+        yield start_rest(
+            target, max_cost=types_pb2.Money(currency_code="USD", units=large, picos=large)
+        )
         yield start_rest(target, beam_search=pb.BeamSearch(width=small))
         yield start_rest(target, start_timeout={"seconds": large, "nanos": small})
         yield start_rest(target, keep_on_disconnect={"seconds": large, "nanos": small})
@@ -390,10 +436,20 @@ async def values(target: Target, rests: list[bytes]) -> None:
             request_id = str(uuid.uuid4())
             begun = pb.ClientFrame(request_id=request_id)
             begun.MergeFromString(start_rest(target, initial_credit_tokens=0))
-            some = [pb.ClientFrame(request_id=request_id, credit=pb.CreditFrame(token_count=NUMBERS[number % 10]))]
+            some = [
+                pb.ClientFrame(
+                    request_id=request_id, credit=pb.CreditFrame(token_count=NUMBERS[number % 10])
+                )
+            ]
             for limit in NUMBERS[:10]:
-                some.append(pb.ClientFrame(request_id=request_id, update=pb.UpdateFrame(max_output_tokens=limit)))
-                some.append(pb.ClientFrame(request_id=request_id, attach=pb.AttachFrame(after_seq=limit)))
+                some.append(
+                    pb.ClientFrame(
+                        request_id=request_id, update=pb.UpdateFrame(max_output_tokens=limit)
+                    )
+                )
+                some.append(
+                    pb.ClientFrame(request_id=request_id, attach=pb.AttachFrame(after_seq=limit))
+                )
             yield pb.GenerateRequest(frames=[begun, *some, *some]).SerializeToString()
 
     await talk(target, "values", messages(), window=4)
@@ -401,7 +457,9 @@ async def values(target: Target, rests: list[bytes]) -> None:
 
 @attack(
     workers=2,
-    build=lambda target: [start_rest(target, response_format=pb.ResponseFormat(**fields)) for fields in GRAMMARS],
+    build=lambda target: [
+        start_rest(target, response_format=pb.ResponseFormat(**fields)) for fields in GRAMMARS
+    ],
 )
 async def grammars(target: Target, rests: list[bytes]) -> None:
     """Send grammars, patterns and schemas that explode, never end or match nothing."""
@@ -421,22 +479,33 @@ def empty_frames(_: Target) -> list[bytes]:
 @attack(workers=2, build=empty_frames)
 async def unknown_requests(target: Target, rests: list[bytes]) -> None:
     """Send cancels, attaches, credits and updates of unknown requests, 1,000 in a message."""
-    await talk(target, "unknown-requests", (frames(rest, BURST_FRAMES) for rest in itertools.cycle(rests)))
+    await talk(
+        target, "unknown-requests", (frames(rest, BURST_FRAMES) for rest in itertools.cycle(rests))
+    )
 
 
 @attack(workers=4)
 async def handovers(target: Target, _: None) -> None:
-    """Keep long requests without a stream; attach to them from several streams, update and drop
-    them.
-    """
+    """Keep long requests without a stream; attach to them, update and drop them."""
     ids = [str(uuid.uuid4()) for _ in range(8)]
-    rest = start_rest(target, max_output_tokens=2000, ignore_eos=True, keep_on_disconnect={"seconds": 5}, top_logprobs=20)
+    rest = start_rest(
+        target,
+        max_output_tokens=2000,
+        ignore_eos=True,
+        keep_on_disconnect={"seconds": 5},
+        top_logprobs=20,
+    )
 
     def messages() -> Iterator[bytes]:
         yield b"".join(tag(1, tag(1, each.encode()) + rest) for each in ids)
         for _attempt in range(200):
-            some = [pb.ClientFrame(request_id=each, attach=pb.AttachFrame(after_seq=0)) for each in ids]
-            some += [pb.ClientFrame(request_id=each, update=pb.UpdateFrame(max_output_tokens=3000)) for each in ids]
+            some = [
+                pb.ClientFrame(request_id=each, attach=pb.AttachFrame(after_seq=0)) for each in ids
+            ]
+            some += [
+                pb.ClientFrame(request_id=each, update=pb.UpdateFrame(max_output_tokens=3000))
+                for each in ids
+            ]
             yield pb.GenerateRequest(frames=some).SerializeToString()
 
     async with asyncio.timeout(CALL_MAX_S), asyncio.TaskGroup() as tasks:
@@ -458,13 +527,23 @@ async def garbage(target: Target, _: None) -> None:
         await talk(target, "garbage", [message])
 
 
-# --- Calls ------------------------------------------------------------------------------------------------------------------
+# Calls
 
 
-async def call(target: Target, name: str, path: str, message: bytes, *, key: str | None = None, channel: Any = None) -> None:
+async def call(
+    target: Target,
+    name: str,
+    path: str,
+    message: bytes,
+    *,
+    key: str | None = None,
+    channel: Any = None,
+) -> None:
     """Make one call of any kind, read its responses, and count its status."""
     secret = target.key if key is None else key
-    opened = channel.stream_stream(path)(metadata=(("authorization", f"Bearer {secret}"),) if secret else (), timeout=CALL_MAX_S)
+    opened = channel.stream_stream(path)(
+        metadata=(("authorization", f"Bearer {secret}"),) if secret else (), timeout=CALL_MAX_S
+    )
     try:
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             await opened.write(message)
@@ -495,10 +574,13 @@ def fill(message: Message, chance: random.Random, depth: int = 3) -> Message:
         if spec.type == FieldDescriptor.TYPE_MESSAGE:
             kind = spec.message_type
             if depth and kind is not None and not kind.GetOptions().map_entry:
-                child = getattr(message, spec.name).add() if repeated else getattr(message, spec.name)
+                child = (
+                    getattr(message, spec.name).add() if repeated else getattr(message, spec.name)
+                )
                 fill(child, chance, depth - 1)
             continue
-        with contextlib.suppress(ValueError, TypeError, OverflowError):  # out of range: the library refuses it
+        # Out of range: the library refuses it.
+        with contextlib.suppress(ValueError, TypeError, OverflowError):
             value = hostile_value(spec, chance)
             if repeated:
                 getattr(message, spec.name).extend([value] * chance.choice((1, 3, 1000)))
@@ -527,7 +609,13 @@ async def calls(target: Target, _: None) -> None:
             for method in METHODS:
                 path = f"/{method.containing_service.full_name}/{method.name}"
                 request = fill(GetMessageClass(method.input_type)(), chance).SerializeToString()
-                await call(target, "calls", path, chance.choice((request, request, request, b"", b"\xff\xff")), channel=channel)
+                await call(
+                    target,
+                    "calls",
+                    path,
+                    chance.choice((request, request, request, b"", b"\xff\xff")),
+                    channel=channel,
+                )
 
 
 def counting_requests(target: Target) -> list[tuple[str, bytes]]:
@@ -545,9 +633,7 @@ def counting_requests(target: Target) -> list[tuple[str, bytes]]:
 
 @attack(workers=16, build=counting_requests)
 async def counting(target: Target, requests: list[tuple[str, bytes]]) -> None:
-    """Call `CountTokens`, `Quote` and `Embed` with prompts near the message limit and thousands of
-    messages.
-    """
+    """Call `CountTokens`, `Quote` and `Embed` with prompts near the message limit."""
     async with connect(target) as channel:
         while True:
             for path, message in random.sample(requests, len(requests)):
@@ -557,18 +643,26 @@ async def counting(target: Target, requests: list[tuple[str, bytes]]) -> None:
 @attack(workers=100)
 async def reports(target: Target, _: None) -> None:
     """Request reports with a billing key, a hundred concurrently."""
-    names = ("GetMonthReport", "GetUsage", "GetForecast", "ListMonths", "GetMonthDocument", "GetReconciliation", "ListAdjustments")
+    names = (
+        "GetMonthReport",
+        "GetUsage",
+        "GetForecast",
+        "ListMonths",
+        "GetMonthDocument",
+        "GetReconciliation",
+        "ListAdjustments",
+    )
     async with connect(target) as channel:
         while True:
             for name in random.sample(names, len(names)):
-                await call(target, "reports", f"/weir.v1.BillingService/{name}", b"", channel=channel)
+                await call(
+                    target, "reports", f"/weir.v1.BillingService/{name}", b"", channel=channel
+                )
 
 
 @attack(workers=1)
 async def held_streams(target: Target, _: None) -> None:
-    """Hold thousands of silent streams on one connection: generation, health watches and
-    reflection, also without a key.
-    """
+    """Hold thousands of silent streams on one connection, also without a key."""
     bearer = (("authorization", f"Bearer {target.key}"),)
     async with connect(target) as channel:
         held = []
@@ -587,31 +681,52 @@ async def held_streams(target: Target, _: None) -> None:
         await asyncio.sleep(5)
         for opened in held:
             done = opened.done()
-            target.count("held-streams", named(await opened.code(), await opened.details()) if done else "held")
+            target.count(
+                "held-streams",
+                named(await opened.code(), await opened.details()) if done else "held",
+            )
             opened.cancel()
 
 
-# --- HTTP and sockets -------------------------------------------------------------------------------------------------------
+# HTTP and sockets
 
 
 async def http(
-    target: Target, name: str, method: str, path: str, body: bytes = b"", *, key: str = "", port: int = 0, local: str = ""
+    target: Target,
+    name: str,
+    method: str,
+    path: str,
+    body: bytes = b"",
+    *,
+    key: str = "",
+    port: int = 0,
+    local: str = "",
 ) -> None:
-    """Send one HTTP request on a separate connection, read the answer to its end, and count its
-    status.
-    """
-    head = f"{method} {path} HTTP/1.1\r\nhost: weir\r\nconnection: close\r\ncontent-type: application/json\r\n"
+    """Send one HTTP request on a separate connection, and count the status of its answer."""
+    head = (
+        f"{method} {path} HTTP/1.1\r\nhost: weir\r\nconnection: close\r\ncontent-type:"
+        " application/json\r\n"
+    )
     head += f"authorization: Bearer {key or target.key}\r\ncontent-length: {len(body)}\r\n\r\n"
     async with asyncio.timeout(CALL_MAX_S):
         bound = (local, 0) if local else None
-        reader, writer = await asyncio.open_connection("127.0.0.1", port or target.http_port, local_addr=bound)
+        reader, writer = await asyncio.open_connection(
+            "127.0.0.1", port or target.http_port, local_addr=bound
+        )
         try:
             writer.write(head.encode("latin-1") + body)
-            # Refused before the whole body was read; the answer follows
+            # Refused before the whole body was read; the answer follows.
             with contextlib.suppress(ConnectionError):
                 await writer.drain()
             status = await reader.readline()
-            target.count(name, f"http {status.split()[1].decode()}" if status.startswith(b"HTTP/1.1 ") else "http closed")
+            target.count(
+                name,
+                (
+                    f"http {status.split()[1].decode()}"
+                    if status.startswith(b"HTTP/1.1 ")
+                    else "http closed"
+                ),
+            )
             while await reader.read(HTTP_READ_BYTES):
                 pass
         finally:
@@ -620,7 +735,9 @@ async def http(
 
 def http_bodies(target: Target) -> list[tuple[str, bytes]]:
     """Return bodies for the paths of OpenAI's API."""
-    turns = [{"role": ("user", "assistant")[index % 2], "content": "a"} for index in range(MESSAGE_COUNT)]
+    turns = [
+        {"role": ("user", "assistant")[index % 2], "content": "a"} for index in range(MESSAGE_COUNT)
+    ]
     user = [{"role": "user", "content": "Hi"}]
     model = {"model": target.model, "max_tokens": 3}
     bodies: list[tuple[str, Any]] = [
@@ -628,7 +745,14 @@ def http_bodies(target: Target) -> list[tuple[str, bytes]]:
         ("/v1/chat/completions", model | {"messages": [{"role": "user", "content": LONG_TEXT}]}),
         ("/v1/chat/completions", model | {"messages": user, "stream": True, "n": 16}),
         ("/v1/chat/completions", model | {"messages": user, "n": 10**9, "max_tokens": 10**30}),
-        ("/v1/chat/completions", model | {"messages": user, "metadata": {f"k{number}": "v" for number in range(200_000)}}),
+        (
+            "/v1/chat/completions",
+            model
+            | {
+                "messages": user,
+                "metadata": {f"k{number}": "v" for number in range(200_000)},
+            },
+        ),
         ("/v1/completions", model | {"prompt": LONG_TEXT}),
         ("/v1/completions", model | {"prompt": ["a"] * 100_000}),
         ("/v1/completions", model | {"prompt": [9] * 900_000}),
@@ -636,31 +760,63 @@ def http_bodies(target: Target) -> list[tuple[str, bytes]]:
         ("/v1/responses", {"model": target.model, "input": turns}),
         ("/v1/embeddings", {"model": target.model, "input": ["a"] * 200_000}),
     ]
-    bodies += [("/v1/chat/completions", model | {"messages": user, "temperature": fraction}) for fraction in FRACTIONS]
+    bodies += [
+        ("/v1/chat/completions", model | {"messages": user, "temperature": fraction})
+        for fraction in FRACTIONS
+    ]
     for text in TEXTS:
-        bodies.append(("/v1/chat/completions", {"model": text, "messages": [{"role": text, "content": text, "name": text}]}))
         bodies.append(
-            ("/v1/chat/completions", model | {"messages": [{"role": "user", "content": text}], "user": text, "stop": text})
+            (
+                "/v1/chat/completions",
+                {"model": text, "messages": [{"role": text, "content": text, "name": text}]},
+            )
+        )
+        bodies.append(
+            (
+                "/v1/chat/completions",
+                model
+                | {"messages": [{"role": "user", "content": text}], "user": text, "stop": text},
+            )
         )
     for grammar in GRAMMARS:
         if "json_schema" in grammar:
-            body = json.dumps(model | {"messages": user, "response_format": {"type": "json_schema", "json_schema": {"name": "x"}}})
-            bodies.append(
-                ("/v1/chat/completions", body.replace('{"name": "x"}', f'{{"name": "x", "schema": {grammar["json_schema"]}}}'))
+            body = json.dumps(
+                model
+                | {
+                    "messages": user,
+                    "response_format": {"type": "json_schema", "json_schema": {"name": "x"}},
+                }
             )
-    serialized = [(path, (body if isinstance(body, str) else json.dumps(body)).encode()) for path, body in bodies]
+            bodies.append(
+                (
+                    "/v1/chat/completions",
+                    body.replace(
+                        '{"name": "x"}', f'{{"name": "x", "schema": {grammar["json_schema"]}}}'
+                    ),
+                )
+            )
+    serialized = [
+        (path, (body if isinstance(body, str) else json.dumps(body)).encode())
+        for path, body in bodies
+    ]
     for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"):
         serialized += [
-            (path, each) for each in (b"", b"\xff\xfe\x00", b"[" * 4_000_000, b'{"a":' * NESTING, b'"\\ud800"', b"1e999")
+            (path, each)
+            for each in (
+                b"",
+                b"\xff\xfe\x00",
+                b"[" * 4_000_000,
+                b'{"a":' * NESTING,
+                b'"\\ud800"',
+                b"1e999",
+            )
         ]
     return serialized
 
 
 @attack(workers=16, build=http_bodies)
 async def http_requests(target: Target, bodies: list[tuple[str, bytes]]) -> None:
-    """Send bodies near the limit, thousands of messages, deep nesting and hostile text to OpenAI's
-    paths.
-    """
+    """Send large, deeply nested and hostile bodies to the paths of OpenAI's API."""
     while True:
         for path, body in random.sample(bodies, len(bodies)):
             await http(target, "http-requests", "POST", path, body)
@@ -676,19 +832,44 @@ async def http_many_messages(target: Target, chat: tuple[str, bytes]) -> None:
 
 @attack(workers=8)
 async def http_paths(target: Target, _: None) -> None:
-    """Request every other path: the console and its calls, health, metrics, unknown ones, odd
-    methods and long targets.
-    """
-    paths = ["/", "/console", "/console/", "/health", "/healthz", "/livez", "/readyz", "/metrics", "/v1/models", "/v1/models/%00"]
+    """Request every other path with odd methods and long targets."""
+    paths = [
+        "/",
+        "/console",
+        "/console/",
+        "/health",
+        "/healthz",
+        "/livez",
+        "/readyz",
+        "/metrics",
+        "/v1/models",
+        "/v1/models/%00",
+    ]
     paths += [f"/console/api/{method.containing_service.name}/{method.name}" for method in METHODS]
-    paths += ["/v1/models/" + "x" * 7000, "/../../etc/passwd", "/console/%2e%2e/x", "/v1/chat/completions/" * 100, "/%ff%fe"]
+    paths += [
+        "/v1/models/" + "x" * 7000,
+        "/../../etc/passwd",
+        "/console/%2e%2e/x",
+        "/v1/chat/completions/" * 100,
+        "/%ff%fe",
+    ]
     while True:
         for path in random.sample(paths, len(paths)):
             method = random.choice(("GET", "GET", "POST", "PUT", "DELETE", "OPTIONS", "TRACE"))
-            body = random.choice((b"", b"{}", b"[" * 100_000, b'{"a":"\\u0000"}')) if method in ("POST", "PUT") else b""
+            body = (
+                random.choice((b"", b"{}", b"[" * 100_000, b'{"a":"\\u0000"}'))
+                if method in ("POST", "PUT")
+                else b""
+            )
             await http(target, "http-paths", method, path, body)
             if target.metrics_port:
-                await http(target, "http-paths", "GET", random.choice(("/metrics", "/health", "/x")), port=target.metrics_port)
+                await http(
+                    target,
+                    "http-paths",
+                    "GET",
+                    random.choice(("/metrics", "/health", "/x")),
+                    port=target.metrics_port,
+                )
 
 
 @attack(workers=4)
@@ -696,7 +877,12 @@ async def wrong_keys(target: Target, _: None) -> None:
     """Send unknown keys from a separate address."""
     while True:
         await http(
-            target, "wrong-keys", "GET", "/v1/models", key=f"weir_{uuid.uuid4().hex}{uuid.uuid4().hex}", local=OTHER_LOOPBACK
+            target,
+            "wrong-keys",
+            "GET",
+            "/v1/models",
+            key=f"weir_{uuid.uuid4().hex}{uuid.uuid4().hex}",
+            local=OTHER_LOOPBACK,
         )
 
 

@@ -24,7 +24,17 @@ import grpc
 import uvloop
 from weir.v1 import inference_service_pb2 as pb
 
-from bench.adversary_attacks import ATTACKS, AWAY_PAUSE_S, GENERATE, Target, connect, frames, http, run_attack, start_rest
+from bench.adversary_attacks import (
+    ATTACKS,
+    AWAY_PAUSE_S,
+    GENERATE,
+    Target,
+    connect,
+    frames,
+    http,
+    run_attack,
+    start_rest,
+)
 
 LONG_TOKENS, PROBE_TOKENS = 1500, 2
 PROBE_PAUSE_S = 0.05
@@ -37,9 +47,7 @@ LIST_API_KEYS = "/weir.v1.AdminService/ListApiKeys"
 
 @dataclass(slots=True)
 class Seen:
-    """Measurements of bystander and administrator. An unfinished wait counts with its length so
-    far.
-    """
+    """Measurements of bystander and administrator. An unfinished wait counts until now."""
 
     gap_ms: list[float] = field(default_factory=list)
     ttft_ms: list[float] = field(default_factory=list)
@@ -92,8 +100,17 @@ class Bystander:
         while True:
             try:
                 await work()
-            except (grpc.aio.AioRpcError, OSError, TimeoutError, asyncio.InvalidStateError) as error:
-                text = f"{error.code().name}: {error.details()}" if isinstance(error, grpc.aio.AioRpcError) else repr(error)
+            except (
+                grpc.aio.AioRpcError,
+                OSError,
+                TimeoutError,
+                asyncio.InvalidStateError,
+            ) as error:
+                text = (
+                    f"{error.code().name}: {error.details()}"
+                    if isinstance(error, grpc.aio.AioRpcError)
+                    else repr(error)
+                )
                 self._seen.errors.append(text[:200])
                 await asyncio.sleep(AWAY_PAUSE_S)
 
@@ -138,7 +155,7 @@ class Bystander:
                     ended = await self._next_token(opened)
 
     def _open(self, channel: grpc.aio.Channel) -> Any:
-        # No serializers: bytes in both directions
+        # No serializers: bytes in both directions.
         open_stream: Any = channel.stream_stream(GENERATE)
         return open_stream(metadata=(("authorization", f"Bearer {self._target.key}"),))
 
@@ -150,7 +167,9 @@ class Bystander:
         while True:
             data = await opened.read()
             if data is grpc.aio.EOF:
-                raise ConnectionError(f"stream ended: {(await opened.code()).name} {await opened.details()}")
+                raise ConnectionError(
+                    f"stream ended: {(await opened.code()).name} {await opened.details()}"
+                )
             has_tokens = False
             for frame in pb.GenerateResponse.FromString(data).frames:
                 has_tokens = has_tokens or bool(frame.delta.token_ids)
@@ -167,14 +186,18 @@ class Bystander:
             make: Any = channel.unary_unary(path)
             while True:
                 with self._wait(times_ms):
-                    await make(b"", metadata=(("authorization", f"Bearer {self._admin_key}"),), timeout=60)
+                    await make(
+                        b"", metadata=(("authorization", f"Bearer {self._admin_key}"),), timeout=60
+                    )
                 await asyncio.sleep(POLL_INTERVAL_S)
 
     async def _scrape(self) -> None:
         """Scrape the metrics at regular intervals."""
         while True:
             with self._wait(self._seen.metrics_ms):
-                await http(self._target, "scrape", "GET", "/metrics", port=self._target.metrics_port)
+                await http(
+                    self._target, "scrape", "GET", "/metrics", port=self._target.metrics_port
+                )
             await asyncio.sleep(POLL_INTERVAL_S)
 
 
@@ -201,7 +224,12 @@ def main() -> None:
             runner.run(attack(target, options["kinds"], options["seconds"]))
         else:
             seconds = options.pop("seconds")
-            print(json.dumps(dataclasses.asdict(runner.run(Bystander(target, **options).run(seconds)))), flush=True)
+            print(
+                json.dumps(
+                    dataclasses.asdict(runner.run(Bystander(target, **options).run(seconds)))
+                ),
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

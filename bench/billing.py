@@ -1,6 +1,7 @@
 """Rating of usage events per second and core, against plain multi-row inserts of the same rows.
 
-    .venv/bin/python -m bench.billing [--events 200000] [--organizations 1 10 1000] [--directory /dev/shm | --database-url URL]
+    .venv/bin/python -m bench.billing [--events 200000] [--organizations 1 10 1000] [--directory
+    /dev/shm | --database-url URL]
 
 A case writes usage events as settlements would, then rates and posts all of them, like consecutive
 tasks of a worker. "Plain" copies the same rows into a table with the same indexes, a thousand rows
@@ -48,29 +49,37 @@ PLAIN_ROWS = 1_000  # rows of one INSERT
 POLL_S = 0.002
 PATIENCE_S = 60.0
 
-COLUMNS = """hold_id, organization_id, project_id, api_key_id, request_id, model, outcome, input_token_count,
-    cached_input_token_count, generated_token_count, delivered_token_count, billed_token_count, price_version_id, cost_picos,
-    timings, labels, admitted_at, settled_at"""
-TIMINGS = '{"auth_ms": 0.1, "admission_ms": 0.9, "queue_ms": 0.2, "prefill_ms": 33.1, "decode_ms": 812.5, "ttft_ms": 41.5}'
+COLUMNS = """hold_id, organization_id, project_id, api_key_id, request_id, model, outcome,
+    input_token_count, cached_input_token_count, generated_token_count, delivered_token_count,
+    billed_token_count, price_version_id, cost_picos, timings, labels, admitted_at, settled_at"""
+TIMINGS = (
+    '{"auth_ms": 0.1, "admission_ms": 0.9, "queue_ms": 0.2, "prefill_ms": 33.1, "decode_ms": 812.5,'
+    ' "ttft_ms": 41.5}'
+)
 # Requests of all tenants in turn, as settled holds with their usage events.
 HOLDS = """
-INSERT INTO holds (id, organization_id, project_id, api_key_id, request_id, payload_hash, model, price_version_id, labels, state,
-                   owner_id, input_token_count, cached_input_token_count, leased_token_count, delivered_token_count, quota_ids,
+INSERT INTO holds (id, organization_id, project_id, api_key_id, request_id, payload_hash, model,
+                   price_version_id, labels, state, process_id, input_token_count,
+                   cached_input_token_count, leased_token_count, delivered_token_count, quota_ids,
                    admitted_at, expires_at, ended_at)
-SELECT gen_random_uuid(), k.organization_id, k.project_id, k.id, gen_random_uuid(), sha256(''), p.model, p.id, '{}', 'settled',
-       gen_random_uuid(), 800 + i %% 400, i %% 200, 100 + i %% 100, 100 + i %% 100, '{}', %(at)s, %(at)s, %(at)s
+SELECT gen_random_uuid(), k.organization_id, k.project_id, k.id, gen_random_uuid(), sha256(''),
+       p.model, p.id, '{}', 'settled', gen_random_uuid(), 800 + i %% 400, i %% 200, 100 + i %% 100,
+       100 + i %% 100, '{}', %(at)s, %(at)s, %(at)s
 FROM generate_series(1, %(count)s) i
 JOIN (SELECT a.id, a.project_id, j.organization_id, row_number() OVER (ORDER BY a.id) - 1 AS number
-      FROM api_keys a JOIN projects j ON j.id = a.project_id WHERE j.organization_id = ANY(%(owners)s)) k
+      FROM api_keys a JOIN projects j ON j.id = a.project_id
+      WHERE j.organization_id = ANY(%(owners)s)) k
     ON k.number = i %% %(owner_count)s
 CROSS JOIN (SELECT id, model FROM price_versions ORDER BY id LIMIT 1) p
 """
 EVENTS = f"""
 INSERT INTO usage_events ({COLUMNS})
-SELECT h.id, h.organization_id, h.project_id, h.api_key_id, h.request_id, h.model, 'stop', h.input_token_count,
-       h.cached_input_token_count, h.delivered_token_count, h.delivered_token_count, h.delivered_token_count, p.id,
+SELECT h.id, h.organization_id, h.project_id, h.api_key_id, h.request_id, h.model, 'stop',
+       h.input_token_count, h.cached_input_token_count, h.delivered_token_count,
+       h.delivered_token_count, h.delivered_token_count, p.id,
        (h.input_token_count - h.cached_input_token_count) * p.input_picos_per_token
-           + h.cached_input_token_count * p.cached_input_picos_per_token + h.delivered_token_count * p.output_picos_per_token,
+           + h.cached_input_token_count * p.cached_input_picos_per_token + h.delivered_token_count *
+           p.output_picos_per_token,
        '{TIMINGS}', h.labels, h.admitted_at, h.ended_at
 FROM holds h JOIN price_versions p ON p.id = h.price_version_id
 WHERE h.state = 'settled' AND NOT EXISTS (SELECT FROM usage_events u WHERE u.hold_id = h.id)
@@ -92,7 +101,9 @@ class Cost:
         return self.row_count / max(self.cpu_s, 1e-9)
 
     def __str__(self) -> str:
-        return f"{self.row_count / self.wall_s:>9,.0f} {self.per_core_s:>10,.0f} {self.wall_s:>8.2f}"
+        return (
+            f"{self.row_count / self.wall_s:>9,.0f} {self.per_core_s:>10,.0f} {self.wall_s:>8.2f}"
+        )
 
 
 class Meter:
@@ -102,7 +113,9 @@ class Meter:
         self._postgres = postgres_pid(database_url)
 
     def _now(self) -> tuple[float, float]:
-        return time.perf_counter(), time.process_time() + cpu_s([self._postgres, *children_of(self._postgres)])
+        return time.perf_counter(), time.process_time() + cpu_s(
+            [self._postgres, *children_of(self._postgres)]
+        )
 
     @contextlib.contextmanager
     def costs(self, row_count: int) -> Iterator[list[Cost]]:
@@ -120,7 +133,9 @@ def use(database_url: str, owners: list[Payer], count: int, at: str) -> None:
         row = connection.execute(f"SELECT {at}".encode()).fetchone()
         assert row is not None
         ids = [payer.organization_id for payer in owners]
-        connection.execute(HOLDS.encode(), {"count": count, "owners": ids, "owner_count": len(ids), "at": row[0]})
+        connection.execute(
+            HOLDS.encode(), {"count": count, "owners": ids, "owner_count": len(ids), "at": row[0]}
+        )
         connection.execute(EVENTS.encode())
     with psycopg.connect(psycopg_conninfo(database_url), autocommit=True) as connection:
         connection.execute("VACUUM ANALYZE usage_events")  # as autovacuum does after so many rows
@@ -130,17 +145,27 @@ def insert_plainly(database_url: str, meter: Meter) -> Cost:
     """Copy the unrated `usage_events` into a separate table."""
     with psycopg.connect(psycopg_conninfo(database_url), autocommit=True) as connection:
         connection.execute("DROP TABLE IF EXISTS bench_plain")
-        connection.execute("CREATE TABLE bench_plain (LIKE usage_events INCLUDING DEFAULTS INCLUDING CONSTRAINTS)")
-        connection.execute("ALTER TABLE bench_plain ADD id_plain bigint GENERATED ALWAYS AS IDENTITY, ALTER id DROP NOT NULL")
+        connection.execute(
+            "CREATE TABLE bench_plain (LIKE usage_events INCLUDING DEFAULTS INCLUDING CONSTRAINTS)"
+        )
+        connection.execute(
+            "ALTER TABLE bench_plain ADD id_plain bigint GENERATED ALWAYS AS IDENTITY, ALTER id"
+            " DROP NOT NULL"
+        )
         connection.execute("ALTER TABLE bench_plain ADD PRIMARY KEY (hold_id, part, settled_at)")
         connection.execute("CREATE INDEX ON bench_plain (organization_id, settled_at)")
-        cursor = connection.execute(f"SELECT {COLUMNS} FROM usage_events WHERE rated_at IS NULL".encode())
+        cursor = connection.execute(
+            f"SELECT {COLUMNS} FROM usage_events WHERE rated_at IS NULL".encode()
+        )
         rows = [tuple(Json(v) if isinstance(v, dict) else v for v in row) for row in cursor]
         with psycopg.ClientCursor(connection) as literal:
             width = "(" + ", ".join(["%s"] * len(rows[0])) + ")"
-            # Without the client's cost of formatting values
+            # Without the client's cost of formatting values.
             written = [literal.mogrify(width, row) for row in rows]
-        batches = [",".join(written[start : start + PLAIN_ROWS]) for start in range(0, len(written), PLAIN_ROWS)]
+        batches = [
+            ",".join(written[start : start + PLAIN_ROWS])
+            for start in range(0, len(written), PLAIN_ROWS)
+        ]
         with meter.costs(len(rows)) as found:
             for batch in batches:
                 connection.execute(f"INSERT INTO bench_plain ({COLUMNS}) VALUES {batch}".encode())
@@ -180,9 +205,19 @@ def wait_until(connection: psycopg.Connection[tuple[int]], query: str, expected:
 def idle_worker(database_url: str) -> Iterator[None]:
     """Run a worker without a broker, listening when the block begins."""
     listening = f"SELECT count(*) FROM pg_stat_activity WHERE application_name = '{APPLICATION}'"
-    with tempfile.TemporaryDirectory() as home, psycopg.connect(psycopg_conninfo(database_url), autocommit=True) as looking:
-        environment = {**os.environ, "WEIR_HOME": home, "WEIR_DATABASE_URL": database_url, "WEIR_BROKER_URL": ""}
-        worker = subprocess.Popen(worker_command(), env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    with (
+        tempfile.TemporaryDirectory() as home,
+        psycopg.connect(psycopg_conninfo(database_url), autocommit=True) as looking,
+    ):
+        environment = {
+            **os.environ,
+            "WEIR_HOME": home,
+            "WEIR_DATABASE_URL": database_url,
+            "WEIR_BROKER_URL": "",
+        }
+        worker = subprocess.Popen(
+            worker_command(), env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         try:
             wait_until(looking, listening, 1)
             yield
@@ -202,11 +237,15 @@ async def seconds_to_ledger(database_url: str, payer: Payer, request_count: int)
             for _ in range(request_count):
                 op = new_admit(payer)
                 await store.admit(op)
-                await store.settle(Settle(op.hold_id, INPUT_TOKENS, 0, OUTPUT_TOKENS, OUTPUT_TOKENS, Outcome.STOP))
+                await store.settle(
+                    Settle(op.hold_id, INPUT_TOKENS, 0, OUTPUT_TOKENS, OUTPUT_TOKENS, Outcome.STOP)
+                )
                 begin = time.perf_counter()
-                await asyncio.to_thread(wait_until, looking, "SELECT count(*) FROM unrated_usage", 0)
+                await asyncio.to_thread(
+                    wait_until, looking, "SELECT count(*) FROM unrated_usage", 0
+                )
                 waits.append(time.perf_counter() - begin)
-                # The next request finds the worker idle and a notice due at once
+                # The next request finds the worker idle and a notice due at once.
                 await asyncio.sleep(2 * NOTICE_INTERVAL_S)
             for task in running:
                 task.cancel()
@@ -215,14 +254,15 @@ async def seconds_to_ledger(database_url: str, payer: Payer, request_count: int)
 
 
 async def seconds_to_meter_events(database_url: str) -> tuple[float, int]:
-    """Return the time from rated usage of past hours to its meter events in a file, and their
-    number.
-    """
+    """Return the time from rated usage of past hours to its meter events, and their number."""
     engine = create_engine(database_url, pool_size=3)
     with tempfile.TemporaryDirectory() as home:
         target = Path(home) / "usage.jsonl"
         begin = time.perf_counter()
-        await export_usage(create_sessions(engine), {"WEIR_EXPORT": "file", "WEIR_EXPORT_FILE": str(target), "WEIR_HOME": home})
+        await export_usage(
+            create_sessions(engine),
+            {"WEIR_EXPORT": "file", "WEIR_EXPORT_FILE": str(target), "WEIR_HOME": home},
+        )
         took_s = time.perf_counter() - begin
         written = len(target.read_text().splitlines()) if target.exists() else 0
     await engine.dispose()
@@ -252,28 +292,56 @@ def run(database_url: str, organizations: list[int], event_count: int, request_c
         rated = asyncio.run(drain(database_url, meter, event_count))
         whole = 1 / (1 / settled.per_core_s + 1 / rated.per_core_s)
         print(f"{name}  plain inserts      {plain}")
-        print(f"{name}  rated and posted   {rated}   {rated.per_core_s / plain.per_core_s:.2f}x plain per core")
+        print(
+            f"{name}  rated and posted   {rated}   {rated.per_core_s / plain.per_core_s:.2f}x plain"
+            " per core"
+        )
         print(f"{name}  admitted, settled  {settled}")
         print(f"{name}  all of it          {'':>9} {whole:>10,.0f}", flush=True)
     with idle_worker(database_url):
         waits = asyncio.run(seconds_to_ledger(database_url, payers[0], request_count))
     p50_ms, p90_ms = quantile_ms(waits, 0.5), quantile_ms(waits, 0.9)
-    print(f"request's end to ledger row, {len(waits)} requests: p50 {p50_ms:.0f} ms, p90 {p90_ms:.0f} ms")
+    print(
+        f"request's end to ledger row, {len(waits)} requests: p50 {p50_ms:.0f} ms, p90"
+        f" {p90_ms:.0f} ms"
+    )
     before_count = min(event_count, 10_000)
     use(database_url, payers, before_count, "date_trunc('hour', now()) - interval '90 minutes'")
     asyncio.run(drain(database_url, meter, before_count))
     took_s, made = asyncio.run(seconds_to_meter_events(database_url))
-    print(f"closed hours to meter events in a file: {made:,} in {took_s:.2f} s, after the hour's end and two minutes")
+    print(
+        f"closed hours to meter events in a file: {made:,} in {took_s:.2f} s, after the hour's end"
+        " and two minutes"
+    )
 
 
 def main() -> None:
     """Read the options and measure."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--events", type=int, default=200_000, help="per case (default: %(default)s)")
-    parser.add_argument("--organizations", type=int, nargs="+", default=[1, 10, 1000], help="numbers of organizations, ascending")
-    parser.add_argument("--requests", type=int, default=20, help="requests timed until their ledger row (default: %(default)s)")
-    parser.add_argument("--database-url", help="an empty database to fill instead of a temporary server")
-    parser.add_argument("--directory", help="data directory of the temporary server (default: the system's)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--events", type=int, default=200_000, help="per case (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--organizations",
+        type=int,
+        nargs="+",
+        default=[1, 10, 1000],
+        help="numbers of organizations, ascending",
+    )
+    parser.add_argument(
+        "--requests",
+        type=int,
+        default=20,
+        help="requests timed until their ledger row (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--database-url", help="an empty database to fill instead of a temporary server"
+    )
+    parser.add_argument(
+        "--directory", help="data directory of the temporary server (default: the system's)"
+    )
     options = parser.parse_args()
     with server(options.database_url, options.directory) as url:
         migrate(url)

@@ -1,8 +1,9 @@
 """Service before a cluster of simulated GPUs: CPU per token and request with 1, 8 and 64 replicas.
 
-Also shows at which load one api core is full, and the gain of a second one.
+Also shows the load that fills one api core, and the gain of a second one.
 
-    python -m bench.cluster [--seconds 5] [--replicas 1,8,64] [--dilation 0.2,1.6,13] [--directory /dev/shm]
+    python -m bench.cluster [--seconds 5] [--replicas 1,8,64] [--dilation 0.2,1.6,13] [--directory
+    /dev/shm]
 
 gRPC, authentication, tokenizing, admission, queue, placement, metering and settlement are the
 product's, and so are the engines' worker processes, one for each replica, with their schedulers and
@@ -93,9 +94,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Computed capacity of one api core in tokens, requests and replicas, and api cores per
-    PostgreSQL core.
-    """
+    """Computed capacity of one api core, and api cores per PostgreSQL core."""
 
     tokens_per_s: float
     requests_per_s: float
@@ -103,14 +102,21 @@ class Capacity:
     api_core_count: float
 
 
-def capacity(token_us: float, request_us: float, postgres_request_us: float, replica_tokens_per_s: float) -> Capacity:
+def capacity(
+    token_us: float, request_us: float, postgres_request_us: float, replica_tokens_per_s: float
+) -> Capacity:
     """Compute the capacity from costs in µs of CPU.
 
     token_us, request_us: of the api, the same cost per token and per request; postgres_request_us:
     of PostgreSQL.
     """
     tokens_per_s = 1e6 / token_us
-    return Capacity(tokens_per_s, 1e6 / request_us, tokens_per_s / replica_tokens_per_s, request_us / postgres_request_us)
+    return Capacity(
+        tokens_per_s,
+        1e6 / request_us,
+        tokens_per_s / replica_tokens_per_s,
+        request_us / postgres_request_us,
+    )
 
 
 @contextlib.contextmanager
@@ -121,9 +127,16 @@ def cluster(
     with contextlib.ExitStack() as stack:
         addresses, parts = [], []
         for _ in range(case.api_count):
-            home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="weir-bench-", dir=directory)))
+            home = Path(
+                stack.enter_context(
+                    tempfile.TemporaryDirectory(prefix="weir-bench-", dir=directory)
+                )
+            )
             count = case.replica_count // case.api_count
-            version = {"engine": "simulated", "directory": str(next(iter(bundled_models().values())).absolute())}
+            version = {
+                "engine": "simulated",
+                "directory": str(next(iter(bundled_models().values())).absolute()),
+            }
             fleet = {"models": {MODEL: version | {"replicas": {"min": count, "max": count}}}}
             (home / "fleet.yaml").write_text(json.dumps(fleet))  # JSON is a subset of YAML
             settings = Settings(
@@ -159,10 +172,10 @@ def pin_all(pids: Sequence[int], core: int) -> None:
                 os.sched_setaffinity(int(thread.name), {core})
 
 
-def run(case: Case, addresses: Sequence[str], processes: Processes, keys: Sequence[str], seconds: float) -> Result:
-    """Load the cluster from this process's core. Raises: RuntimeError if a request or the client
-    fails.
-    """
+def run(
+    case: Case, addresses: Sequence[str], processes: Processes, keys: Sequence[str], seconds: float
+) -> Result:
+    """Load the cluster from this process's core. Raises: RuntimeError if a request fails."""
     load = {
         "addresses": addresses,
         "model": MODEL,
@@ -183,16 +196,26 @@ def run(case: Case, addresses: Sequence[str], processes: Processes, keys: Sequen
         raise RuntimeError("the client failed")
     seen = json.loads(out)
     if seen["failures"]:
-        raise RuntimeError(f"{len(seen['failures'])} requests failed, the first with: {seen['failures'][0]}")
+        raise RuntimeError(
+            f"{len(seen['failures'])} requests failed, the first with: {seen['failures'][0]}"
+        )
     used = {name: marks[1][name] - marks[0][name] for name in processes} | {"client": seen["cpu_s"]}
     counts = {
-        name: seen[name] for name in ("token_count", "message_count", "admitted_count", "input_token_count", "finished_count")
+        name: seen[name]
+        for name in (
+            "token_count",
+            "message_count",
+            "admitted_count",
+            "input_token_count",
+            "finished_count",
+        )
     }
     return Result(case, **counts, wall_s=seen["wall_s"], cpu_s=used)
 
 
 HEADER = (
-    f"{'':<24}{'dilation':>9}{'tokens/s':>9}{'adm./s':>7}{'in/adm.':>8}{'undilated':>10}{'tok/msg':>8}{'api busy':>9}{'rest':>6}"
+    f"{'':<24}{'dilation':>9}{'tokens/s':>9}{'adm./s':>7}{'in/adm.':>8}{'undilated':>10}"
+    f"{'tok/msg':>8}{'api busy':>9}{'rest':>6}"
     f"{'µs/token':>9}{'µs/req.':>8}{'pg':>6}{'hosts':>7}{'client':>7}"
 )
 
@@ -202,9 +225,11 @@ def row(result: Result) -> str:
     case, admitted_count = result.case, max(result.admitted_count, 1)
     busy = {name: used / result.wall_s for name, used in result.cpu_s.items()}
     return (
-        f"{case.name:<24}{case.dilation:>9g}{result.tokens_per_s:>9,.0f}{admitted_count / result.wall_s:>7.1f}"
-        f"{result.input_token_count / admitted_count:>8,.0f}{result.tokens_per_s * case.dilation:>10,.0f}"
-        f"{result.token_count / result.message_count:>8.1f}{busy['api']:>9.0%}{sum(busy.values()) - busy['api']:>6.0%}"
+        f"{case.name:<24}{case.dilation:>9g}{result.tokens_per_s:>9,.0f}"
+        f"{admitted_count / result.wall_s:>7.1f}{result.input_token_count / admitted_count:>8,.0f}"
+        f"{result.tokens_per_s * case.dilation:>10,.0f}"
+        f"{result.token_count / result.message_count:>8.1f}{busy['api']:>9.0%}"
+        f"{sum(busy.values()) - busy['api']:>6.0%}"
         f"{result.api_token_us:>9.1f}{result.request_us('api'):>8,.0f}{result.request_us('postgres'):>6,.0f}"
         f"{result.request_us('hosts'):>7,.0f}{result.request_us('client'):>7,.0f}"
     )
@@ -212,12 +237,17 @@ def row(result: Result) -> str:
 
 def conclusion(result: Result) -> str:
     """Return the computed figures of one case, marked as computed."""
-    found = capacity(result.api_token_us, result.request_us("api"), result.request_us("postgres"), result.replica_tokens_per_s)
+    found = capacity(
+        result.api_token_us,
+        result.request_us("api"),
+        result.request_us("postgres"),
+        result.replica_tokens_per_s,
+    )
     return (
-        f"{result.case.name}: computed: a full api core delivers {found.tokens_per_s:,.0f} tokens/s and admits "
-        f"{found.requests_per_s:,.0f} requests/s, "
-        f"those of {found.replica_count:.1f} replicas at {result.replica_tokens_per_s:,.0f} tokens/s; "
-        f"{found.api_core_count:.0f} such cores fill one core of PostgreSQL"
+        f"{result.case.name}: computed: a full api core delivers {found.tokens_per_s:,.0f} tokens/s"
+        f" and admits {found.requests_per_s:,.0f} requests/s, those of {found.replica_count:.1f}"
+        f" replicas at {result.replica_tokens_per_s:,.0f} tokens/s; {found.api_core_count:.0f} such"
+        " cores fill one core of PostgreSQL"
     )
 
 
@@ -227,14 +257,20 @@ def measure(options: argparse.Namespace, url: str, core: int, other_core: int) -
     keys = create_keys(url, STREAM_COUNT)
     counts = [int(each) for each in options.replicas.split(",")]
     dilations = [float(each) for each in options.dilation.split(",")]
-    cases = [Case(f"{n} replica{'s'[: n - 1]}, 1 api", n, dilation) for n, dilation in zip(counts, dilations, strict=True)]
+    cases = [
+        Case(f"{n} replica{'s'[: n - 1]}, 1 api", n, dilation)
+        for n, dilation in zip(counts, dilations, strict=True)
+    ]
     cases.append(Case(f"full: {options.full} replicas, 1 api", options.full, options.full_dilation))
     cases.append(Case(f"{options.two} replicas, 2 api", options.two, options.two_dilation, 2))
     print("GPUs are simulated, with dilated time where shown; everything before them is real")
     print(HEADER)
     results = []
     for case in cases:
-        with cluster(case, url, keys[0], options.directory, core, other_core) as (addresses, processes):
+        with cluster(case, url, keys[0], options.directory, core, other_core) as (
+            addresses,
+            processes,
+        ):
             results.append(run(case, addresses, processes, keys, options.seconds))
         print(row(results[-1]), flush=True)
     for result in results[-2:]:
@@ -243,15 +279,47 @@ def measure(options: argparse.Namespace, url: str, core: int, other_core: int) -
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=5.0, help="per case (default: %(default)s)")
-    parser.add_argument("--replicas", default="1,8,64", help="number of replicas, by case (default: %(default)s)")
-    parser.add_argument("--dilation", default="0.2,1.6,13", help="time dilation, one for each case (default: %(default)s)")
-    parser.add_argument("--full", type=int, default=16, help="replicas of the case with a full api core (default: %(default)s)")
-    parser.add_argument("--full-dilation", type=float, default=0.5, help="time dilation of that case (default: %(default)s)")
-    parser.add_argument("--two", type=int, default=8, help="replicas of the case with two api processes (default: %(default)s)")
-    parser.add_argument("--two-dilation", type=float, default=1.6, help="time dilation of that case (default: %(default)s)")
-    parser.add_argument("--directory", help="directory of the temporary database (default: the system's)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=5.0, help="per case (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--replicas", default="1,8,64", help="number of replicas, by case (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--dilation",
+        default="0.2,1.6,13",
+        help="time dilation, one for each case (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--full",
+        type=int,
+        default=16,
+        help="replicas of the case with a full api core (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--full-dilation",
+        type=float,
+        default=0.5,
+        help="time dilation of that case (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--two",
+        type=int,
+        default=8,
+        help="replicas of the case with two api processes (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--two-dilation",
+        type=float,
+        default=1.6,
+        help="time dilation of that case (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--directory", help="directory of the temporary database (default: the system's)"
+    )
     options = parser.parse_args()
     core, other_core = claim_cores()
     with server(None, options.directory) as url:

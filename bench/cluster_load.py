@@ -26,8 +26,22 @@ import uvloop
 from weir.v1 import inference_service_pb2 as pb
 
 METHOD = "/weir.v1.InferenceService/Generate"
-WORDS = ("hotel", "night", "family", "guest", "kitchen", "garden", "airport", "terrace", "price", "coffee", "lobby", "staff")
-# Each one token of the demo model; with the mark, the length of the reference workload's prompts
+WORDS = (
+    "hotel",
+    "night",
+    "family",
+    "guest",
+    "kitchen",
+    "garden",
+    "airport",
+    "terrace",
+    "price",
+    "coffee",
+    "lobby",
+    "staff",
+)
+# Each is one token of the demo model; with the mark, the length of the reference workload's
+# prompts.
 SHARED_WORDS, OWN_WORDS = 200, 816
 OUTPUT_TOKENS_MAX = 800  # few answers reach it, so that the mean is kept
 UUID_CHARS, MARK_CHARS = 36, 8
@@ -37,9 +51,7 @@ START_ALL_MAX_S = 180.0
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Load of a client. api_keys: one stream for each, in turn over addresses. outstanding_count:
-    total.
-    """
+    """Load of a client. api_keys: one stream for each. outstanding_count: in total."""
 
     addresses: list[str]
     model: str
@@ -64,9 +76,7 @@ class Seen:
 
 
 class RequestMaker:
-    """Builds start frames as bytes. Prompts share their first words; a unique mark ends the
-    cacheable part.
-    """
+    """Builds start frames as bytes, with shared first words and a unique mark after them."""
 
     def __init__(self, model: str, own_words: int) -> None:
         rng, self._parts = random.Random(0), []
@@ -74,12 +84,14 @@ class RequestMaker:
         for _ in range(BODY_COUNT):
             text = f"{shared} {'m' * MARK_CHARS} {' '.join(rng.choices(WORDS, k=own_words))}"
             start = pb.StartFrame(model=model, text=text, max_output_tokens=OUTPUT_TOKENS_MAX)
-            message = pb.GenerateRequest(frames=[pb.ClientFrame(request_id="x" * UUID_CHARS, start=start)]).SerializeToString()
+            message = pb.GenerateRequest(
+                frames=[pb.ClientFrame(request_id="x" * UUID_CHARS, start=start)]
+            ).SerializeToString()
             head, _, rest = message.partition(b"x" * UUID_CHARS)
             self._parts.append((head, *rest.split(b"m" * MARK_CHARS)))
 
     def make(self, count: int) -> bytes:
-        """Return a message with that many starts."""
+        """Return a message with this many starts."""
         found = []
         for _ in range(count):
             request_id = str(uuid.uuid4()).encode()
@@ -118,8 +130,10 @@ class Client:
         return seen
 
     async def _stream(self, address: str, key: str) -> None:
-        async with grpc.aio.insecure_channel(address, (("grpc.use_local_subchannel_pool", 1),)) as channel:
-            # No serializers: bytes in both directions
+        async with grpc.aio.insecure_channel(
+            address, (("grpc.use_local_subchannel_pool", 1),)
+        ) as channel:
+            # No serializers: bytes in both directions.
             open_stream: Any = channel.stream_stream(METHOD)
             call = open_stream(metadata=(("authorization", f"Bearer {key}"),))
             for _ in range(self._load.outstanding_count // len(self._load.api_keys)):
@@ -162,9 +176,11 @@ def await_replicas(address: str, key: str) -> None:
             response_deserializer=pb.ListModelsResponse.FromString,
         )
         while time.monotonic() < deadline:
-            # The database may be slow while so many processes start
+            # The database may be slow while so many processes start.
             with contextlib.suppress(grpc.RpcError):
-                [model] = list_models(pb.ListModelsRequest(), metadata=(("authorization", f"Bearer {key}"),)).models
+                [model] = list_models(
+                    pb.ListModelsRequest(), metadata=(("authorization", f"Bearer {key}"),)
+                ).models
                 if model.ready_replica_count == model.replica_count:
                     return
             time.sleep(0.1)
@@ -174,7 +190,11 @@ def await_replicas(address: str, key: str) -> None:
 def main() -> None:
     """Run the load and print the measurements."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        print(json.dumps(dataclasses.asdict(runner.run(Client(Load(**json.loads(sys.argv[1]))).run()))))
+        print(
+            json.dumps(
+                dataclasses.asdict(runner.run(Client(Load(**json.loads(sys.argv[1]))).run()))
+            )
+        )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Cold start from no engine to the first token, against the import of torch alone, in one run.
 
-    python -m bench.cold_start [--rounds 5] [--shape demo|S|M|L] [--precision float32|bfloat16|int8] [--spare]
+    python -m bench.cold_start [--rounds 5] [--shape demo|S|M|L] [--precision float32|bfloat16|int8]
+    [--spare]
 
 Each round measures in turn: `python -c "import torch"`; the engine worker alone, from its process
 to its first token (`TorchEngine` in this process); and a request through the whole service without
@@ -45,7 +46,7 @@ class ColdStart:
 
     ttft_ms: float = 0.0
     stage_at_ms: dict[str, float] = field(default_factory=dict)
-    told: dict[str, float] = field(default_factory=dict)  # as in the `finished` frame
+    reported: dict[str, float] = field(default_factory=dict)  # by the `finished` frame
 
 
 def import_torch_ms() -> float:
@@ -61,12 +62,13 @@ async def bare_host_ms(settings: Settings) -> float:
         TorchEngineSettings(
             directory=settings.models[DEMO_MODEL_NAME],
             name=DEMO_MODEL_NAME,
-            compute_dtype=settings.engine_dtype,
-            kv_cache_bytes=settings.kv_cache_bytes,
+            compute_dtype=settings.compute_dtype,
             torch_thread_count=settings.engine_thread_count,
         )
     )
-    request = GenerationRequest(PROMPT, SamplingParams(), StopCriteria(max_output_tokens=4, ignore_eos=True))
+    request = GenerationRequest(
+        PROMPT, SamplingParams(), StopCriteria(max_output_tokens=4, ignore_eos=True)
+    )
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(engine.serve())
         began_at = time.perf_counter()
@@ -83,7 +85,9 @@ async def bare_host_ms(settings: Settings) -> float:
 async def through_service(client: AsyncClient) -> ColdStart:
     """Send one request and record the stages reported to its client."""
     found, sent_at = ColdStart(), time.perf_counter()
-    stream = client.generate(DEMO_MODEL_NAME, token_ids=PROMPT, max_output_tokens=4, ignore_eos=True, temperature=0.0)
+    stream = client.generate(
+        DEMO_MODEL_NAME, token_ids=PROMPT, max_output_tokens=4, ignore_eos=True, temperature=0.0
+    )
     async with stream:
         async for event in stream.events():
             now_ms = (time.perf_counter() - sent_at) * 1000
@@ -95,7 +99,10 @@ async def through_service(client: AsyncClient) -> ColdStart:
                 case _:
                     pass
     timings = stream.result.timings
-    found.told = {name: getattr(timings, name) for name in ("admission_ms", "cold_start_ms", "queue_ms", "prefill_ms")}
+    found.reported = {
+        name: getattr(timings, name)
+        for name in ("admission_ms", "cold_start_ms", "queue_ms", "prefill_ms")
+    }
     return found
 
 
@@ -132,7 +139,7 @@ async def measure(arguments: argparse.Namespace) -> None:
         min_replicas=0,
         model_idle_timeout_s=IDLE_TIMEOUT_S,
         progress_interval_s=PROGRESS_INTERVAL_S,
-        spare_hosts=int(arguments.spare),
+        spare_workers=int(arguments.spare),
         listen_address="127.0.0.1:0",
         database_url="",
     )
@@ -143,7 +150,9 @@ async def measure(arguments: argparse.Namespace) -> None:
         settings = replace(settings, home=Path(home))
         async with run_stack(settings, lambda _: None) as stack:
             connection = stack.connection
-            async with AsyncClient(address=connection.address, api_key=connection.api_key) as client:
+            async with AsyncClient(
+                address=connection.address, api_key=connection.api_key
+            ) as client:
                 for _ in range(arguments.rounds):
                     alone_ms.append(await asyncio.to_thread(import_torch_ms))
                     bare_ms.append(await bare_host_ms(settings))
@@ -161,22 +170,33 @@ def tell(alone_ms: list[float], bare_ms: list[float], service: list[ColdStart]) 
     through = statistics.median(each.ttft_ms for each in service)
     print(f"import torch alone            {alone:8.0f} ms   1.00")
     print(f"host alone to first token     {bare:8.0f} ms   {bare / alone:.2f}")
-    print(f"request to first token, cold  {through:8.0f} ms   {through / alone:.2f}   ({len(service)} rounds)")
+    print(
+        f"request to first token, cold  {through:8.0f} ms   {through / alone:.2f}   ({len(service)}"
+        " rounds)"
+    )
     stages: dict[str, list[float]] = defaultdict(list)
     for each in service:
         for stage, at_ms in each.stage_at_ms.items():
-            stages[stage or "told"].append(at_ms)
-    told = ", ".join(f"{stage} from {statistics.median(at):.0f} ms" for stage, at in stages.items())
-    print(f"stages, as the client was told: {told}")
-    names = service[0].told
+            stages[stage or "reported"].append(at_ms)
+    begins = ", ".join(
+        f"{stage} from {statistics.median(at):.0f} ms" for stage, at in stages.items()
+    )
+    print(f"stages, as reported to the client: {begins}")
+    names = service[0].reported
     print(
-        "of it, as billed: " + ", ".join(f"{name} {statistics.median(each.told[name] for each in service):.1f}" for name in names)
+        "of it, as billed: "
+        + ", ".join(
+            f"{name} {statistics.median(each.reported[name] for each in service):.1f}"
+            for name in names
+        )
     )
 
 
 def main() -> None:
     """Run from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--shape", choices=("demo", *SHAPES), default="demo")
     parser.add_argument("--precision", choices=("float32", "bfloat16", "int8"), default="float32")

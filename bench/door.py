@@ -58,7 +58,13 @@ class Result:
 @contextlib.contextmanager
 def echo_process(core: int, case: Case) -> Iterator[tuple[int, Processes]]:
     """Run the baseline; yield its port."""
-    command = [sys.executable, "-m", "bench.door_load", "echo", json.dumps({"step_s": step_s(case)})]
+    command = [
+        sys.executable,
+        "-m",
+        "bench.door_load",
+        "echo",
+        json.dumps({"step_s": step_s(case)}),
+    ]
     process = on_core(core, command, stdout=subprocess.PIPE)
     assert process.stdout is not None
     try:
@@ -68,10 +74,23 @@ def echo_process(core: int, case: Case) -> Iterator[tuple[int, Processes]]:
         process.wait()
 
 
-def run(case: Case, port: int, processes: Processes, key: str, seconds: float, **more: Any) -> Result:
+def run(
+    case: Case, port: int, processes: Processes, key: str, seconds: float, **more: Any
+) -> Result:
     """Load a server from this process's core. Raises: RuntimeError if the client fails."""
-    load: dict[str, Any] = {"host": "127.0.0.1", "port": port, "model": MODEL, "prompt": PROMPT, "api_key": key}
-    load |= {"stream_count": case.stream_count, "step_s": step_s(case), "warm_up_s": WARM_UP_S, "seconds": seconds} | more
+    load: dict[str, Any] = {
+        "host": "127.0.0.1",
+        "port": port,
+        "model": MODEL,
+        "prompt": PROMPT,
+        "api_key": key,
+    }
+    load |= {
+        "stream_count": case.stream_count,
+        "step_s": step_s(case),
+        "warm_up_s": WARM_UP_S,
+        "seconds": seconds,
+    } | more
     command = [sys.executable, "-m", "bench.door_load", "client", json.dumps(load)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as client:
         assert client.stdout is not None
@@ -84,8 +103,13 @@ def run(case: Case, port: int, processes: Processes, key: str, seconds: float, *
         raise RuntimeError("the client failed")
     seen = json.loads(out)
     if seen["failures"]:
-        raise RuntimeError(f"{len(seen['failures'])} requests failed, the first with: {seen['failures'][0]}")
-    count, used_s = seen["request_count" if load.get("short_tokens") else "token_count"], marks[1] - marks[0]
+        raise RuntimeError(
+            f"{len(seen['failures'])} requests failed, the first with: {seen['failures'][0]}"
+        )
+    count, used_s = (
+        seen["request_count" if load.get("short_tokens") else "token_count"],
+        marks[1] - marks[0],
+    )
     ttft = statistics.quantiles(seen["ttft_ms"], n=100) if seen["ttft_ms"] else [0.0] * 99
     return Result(used_s * 1e6 / count, count / seconds, used_s / seconds, ttft[49], ttft[98])
 
@@ -93,13 +117,21 @@ def run(case: Case, port: int, processes: Processes, key: str, seconds: float, *
 def by_grpc(case: Case, address: str, processes: Processes, key: str, seconds: float) -> Result:
     """Run the same chats over gRPC, as `bench.streams` does."""
     result = streams.run(case, address, processes, key, seconds)
-    return Result(result.token_us, result.tokens_per_s, result.busy, result.ttft_p50_ms, result.ttft_p99_ms)
+    return Result(
+        result.token_us, result.tokens_per_s, result.busy, result.ttft_p50_ms, result.ttft_p99_ms
+    )
 
 
 def line(name: str, result: Result, ratios: str = "") -> None:
     """Print one line of measured and derived figures."""
-    ttft = f"{result.ttft_p50_ms:>8.2f} {result.ttft_p99_ms:>8.2f}" if result.ttft_p50_ms else " " * 17
-    print(f"{name:<34}{result.rate_per_s:>9,.0f} {result.unit_us:>9.1f} {result.busy:>6.0%} {ttft}{ratios}", flush=True)
+    ttft = (
+        f"{result.ttft_p50_ms:>8.2f} {result.ttft_p99_ms:>8.2f}" if result.ttft_p50_ms else " " * 17
+    )
+    print(
+        f"{name:<34}{result.rate_per_s:>9,.0f} {result.unit_us:>9.1f} {result.busy:>6.0%}"
+        f" {ttft}{ratios}",
+        flush=True,
+    )
 
 
 def table(name: str, bare: Result, rpc: Result, door: Result) -> None:
@@ -107,7 +139,11 @@ def table(name: str, bare: Result, rpc: Result, door: Result) -> None:
     for who, result in (("bare aiohttp", bare), ("Weir, gRPC", rpc), ("Weir, HTTP", door)):
         ratios = "" if result is bare else f" {result.unit_us / bare.unit_us:>7.2f}x"
         ratios += f" {result.unit_us / rpc.unit_us:>7.2f}x" if result is door else ""
-        added = f" {result.ttft_p50_ms - bare.ttft_p50_ms:>+8.2f}" if result is not bare and result.ttft_p50_ms else " " * 9
+        added = (
+            f" {result.ttft_p50_ms - bare.ttft_p50_ms:>+8.2f}"
+            if result is not bare and result.ttft_p50_ms
+            else " " * 9
+        )
         line(f"{who}, {name}", result, added + ratios)
 
 
@@ -115,9 +151,14 @@ def measure(options: argparse.Namespace, url: str, core: int, other_core: int) -
     """Run every case on all three servers, and print the table."""
     migrate(url)
     [key] = create_keys(url, 1)
-    print(f"{'':<34}{'a second':>9} {'µs each':>9} {'busy':>6} {'ttft50':>8} {'99 ms':>8} {'added':>8} {'/bare':>8} {'/gRPC':>8}")
+    print(
+        f"{'':<34}{'a second':>9} {'µs each':>9} {'busy':>6} {'ttft50':>8} {'99 ms':>8}"
+        f" {'added':>8} {'/bare':>8} {'/gRPC':>8}"
+    )
     with contextlib.ExitStack() as stack:
-        home = stack.enter_context(tempfile.TemporaryDirectory(prefix="weir-bench-", dir=options.directory))
+        home = stack.enter_context(
+            tempfile.TemporaryDirectory(prefix="weir-bench-", dir=options.directory)
+        )
         settings = Settings(
             database_url=url,
             home=Path(home),
@@ -126,35 +167,71 @@ def measure(options: argparse.Namespace, url: str, core: int, other_core: int) -
             engine_device="simulated",
             simulated_time_scale=scale(),
         )
-        address, processes = stack.enter_context(api_process(settings, core, other_core, options.profile))
+        address, processes = stack.enter_context(
+            api_process(settings, core, other_core, options.profile)
+        )
         port = urlsplit(read_endpoint(settings.home).openai_url).port
         assert port is not None
         for case in [Case(int(each)) for each in options.chats.split(",")]:
             with echo_process(core, case) as bare:
                 beside = run(case, *bare, key, options.seconds)
             rpc = by_grpc(case, address, processes, key, options.seconds)
-            table(case.name.replace("stream", "chat"), beside, rpc, run(case, port, processes, key, options.seconds))
+            table(
+                case.name.replace("stream", "chat"),
+                beside,
+                rpc,
+                run(case, port, processes, key, options.seconds),
+            )
         short = Case(SHORT_STREAMS)
         with echo_process(core, short) as bare:
             beside = run(short, *bare, key, options.seconds, short_tokens=1)
-        rpc = run(short, port, processes, key, options.seconds, short_tokens=1, grpc_address=address)
-        table("requests of one token", beside, rpc, run(short, port, processes, key, options.seconds, short_tokens=1))
+        rpc = run(
+            short, port, processes, key, options.seconds, short_tokens=1, grpc_address=address
+        )
+        table(
+            "requests of one token",
+            beside,
+            rpc,
+            run(short, port, processes, key, options.seconds, short_tokens=1),
+        )
         whole = {"whole": True, "period_s": WHOLE_PERIOD_S}
         one, more = (
-            run(Case(WHOLE_STREAMS), port, processes, key, options.seconds, short_tokens=count, **whole)
+            run(
+                Case(WHOLE_STREAMS),
+                port,
+                processes,
+                key,
+                options.seconds,
+                short_tokens=count,
+                **whole,
+            )
             for count in (1, WHOLE_TOKENS)
         )
         line("Weir, HTTP, one token in one piece", one)
-        line(f"Weir, HTTP, {WHOLE_TOKENS} tokens in one piece", more, f"{more.unit_us / one.unit_us:>17.2f}x beside one token")
+        line(
+            f"Weir, HTTP, {WHOLE_TOKENS} tokens in one piece",
+            more,
+            f"{more.unit_us / one.unit_us:>17.2f}x beside one token",
+        )
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=4.0, help="per case (default: %(default)s)")
-    parser.add_argument("--chats", default="1,50,200", help="numbers of concurrent chats (default: %(default)s)")
-    parser.add_argument("--directory", help="directory of the temporary database (default: the system's)")
-    parser.add_argument("--profile", help="write a profile of the api process to this file; slows it down")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=4.0, help="per case (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--chats", default="1,50,200", help="numbers of concurrent chats (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--directory", help="directory of the temporary database (default: the system's)"
+    )
+    parser.add_argument(
+        "--profile", help="write a profile of the api process to this file; slows it down"
+    )
     options = parser.parse_args()
     core, other_core = claim_cores()
     with server(None, options.directory) as url:

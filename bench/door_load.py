@@ -29,11 +29,13 @@ from bench.streams_load import METHOD
 LONG_TOKENS, PROBE_TOKENS, PROBES = 1500, 2, 4
 CONTENT = b'"delta":{"content":'
 FIRST = (
-    b'data: {"object":"chat.completion.chunk","id":"chatcmpl-6f1c0c9e2f6b5d0a9a543b1d9a1c7e10","created":1790000000,"model":"demo",'
+    b"data:"
+    b' {"object":"chat.completion.chunk","id":"chatcmpl-6f1c0c9e2f6b5d0a9a543b1d9a1c7e10",'
+    b'"created":1790000000,"model":"demo",'
 )
-EVENT = FIRST + (
-    b'"service_tier":"default","system_fingerprint":null,"choices":[{"index":0,"delta":{"content":" This"},'
-    b'"logprobs":null,"finish_reason":null}]}\n\n'
+EVENT = (
+    FIRST + b'"service_tier":"default","system_fingerprint":null,'
+    b'"choices":[{"index":0,"delta":{"content":" This"},"logprobs":null,"finish_reason":null}]}\n\n'
 )
 DONE = b"data: [DONE]\n\n"
 END = b"0\r\n\r\n"  # end of a chunked body
@@ -129,7 +131,7 @@ class Client:
         reader, writer = await asyncio.open_connection(self._load.host, self._load.port)
         request = self._request(PROBE_TOKENS)
         while True:
-            # The last answer ended with a step
+            # The last answer ended with a step.
             await asyncio.sleep(random.random() * self._load.step_s)
             sent_at, data, seen = time.perf_counter(), b"", False
             writer.write(request)
@@ -143,10 +145,15 @@ class Client:
         """Request the short chats over gRPC, on a separate stream."""
         load = self._load
         chat = pb.Conversation(messages=[pb.Message(role=pb.ROLE_USER, content=load.prompt)])
-        start = pb.StartFrame(model=load.model, conversation=chat, max_output_tokens=load.short_tokens, ignore_eos=True)
+        start = pb.StartFrame(
+            model=load.model,
+            conversation=chat,
+            max_output_tokens=load.short_tokens,
+            ignore_eos=True,
+        )
         options = (("grpc.use_local_subchannel_pool", 1),)
         async with grpc.aio.insecure_channel(load.grpc_address, options) as channel:
-            # No serializers: bytes in both directions
+            # No serializers: bytes in both directions.
             open_stream: Any = channel.stream_stream(METHOD)
             call = open_stream(metadata=(("authorization", f"Bearer {load.api_key}"),))
             while True:
@@ -170,10 +177,21 @@ class Client:
     def _request(self, token_count: int) -> bytes:
         load = self._load
         messages = [{"role": "user", "content": load.prompt}]
-        chat = {"model": load.model, "messages": messages, "stream": not load.whole, "ignore_eos": True}
+        chat = {
+            "model": load.model,
+            "messages": messages,
+            "stream": not load.whole,
+            "ignore_eos": True,
+        }
         body = json.dumps(chat | {"max_tokens": token_count}).encode()
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: weir\r\nauthorization: Bearer {load.api_key}\r\n"
-        return f"{head}content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
+        head = (
+            "POST /v1/chat/completions HTTP/1.1\r\nhost: weir\r\nauthorization: Bearer"
+            f" {load.api_key}\r\n"
+        )
+        return (
+            f"{head}content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+            + body
+        )
 
 
 class Echo:
@@ -210,7 +228,9 @@ class Echo:
 async def serve_echo(step_s: float) -> None:
     """Serve until killed; the first line of the output is the port."""
     echo = Echo(step_s)
-    server = await asyncio.get_running_loop().create_server(web.Server(echo.answer, access_log=None), "127.0.0.1", 0)
+    server = await asyncio.get_running_loop().create_server(
+        web.Server(echo.answer, access_log=None), "127.0.0.1", 0
+    )
     print(server.sockets[0].getsockname()[1], flush=True)
     await echo.tick()
 
@@ -221,7 +241,13 @@ def main() -> None:
         if sys.argv[1] == "echo":
             runner.run(serve_echo(**json.loads(sys.argv[2])))
         else:
-            print(json.dumps(dataclasses.asdict(runner.run(Client(DoorLoad(**json.loads(sys.argv[2]))).run()))))
+            print(
+                json.dumps(
+                    dataclasses.asdict(
+                        runner.run(Client(DoorLoad(**json.loads(sys.argv[2]))).run())
+                    )
+                )
+            )
 
 
 if __name__ == "__main__":

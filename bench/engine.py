@@ -6,11 +6,12 @@ are shared, 150 out, greedy, end tokens ignored. It runs through the worker proc
 protocol, as the API uses it, but without API or database. Weights are random, of the shapes in
 `bench/shapes.py`, and kept in a directory for the next run. Every round measures every engine once,
 in turn, so that variations of the machine affect all of them; prints medians over the rounds with
-their extremes.
+their extremes. An engine that cannot be started ends the run before anything is measured.
 
-    python -m bench.engine [--shape S|M|L] [--precision float32|bfloat16|int8] [--requests 50] [--rounds 3] [--threads N]
-        [--poisson] [--torch] [--transformers 4] [--vllm-python VENV/bin/python]
-        [--llama-server BINARY --llama-python VENV/bin/python] [--json]
+    python -m bench.engine [--shape S|M|L] [--precision float32|bfloat16|int8] [--requests 50]
+        [--rounds 3] [--threads N] [--poisson] [--torch] [--transformers 4] [--vllm-python
+        VENV/bin/python]
+        [--llama-server BINARY --llama-python VENV/bin/python] [--json PATH]
 
 `--torch` adds our engine without native kernels, `--transformers n` that library's continuous
 batching on n of the requests. The other engines need environments of their own: `pip install
@@ -26,7 +27,6 @@ import json
 import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -35,8 +35,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bench import engine_streams as streams
-from bench.peers import measure_llama_cpp, measure_vllm
+from bench.peers import (
+    PeerMissing,
+    llama_cpp_version,
+    measure_llama_cpp,
+    measure_vllm,
+    vllm_version,
+)
 from bench.shapes import SHAPES, VOCABULARY_SIZE, Precision, Shape, write_checkpoint
+from common.cpus import usable_cpus
+from inference.adapters.torch_doctor import instruction_sets, measure_bandwidth, processor_name
 from inference.adapters.torch_engine import TorchEngine, TorchEngineSettings
 from inference.engine import (
     GenerationRequest,
@@ -55,7 +63,6 @@ FIRST_PLAIN_TOKEN = 16  # ids below are special tokens
 KV_CACHE_BYTES = 2 << 30  # bytes: the workload in fp32 at 125M, without preemption
 STEP_TOKENS = 512  # same budget as our engine
 POISSON_LOAD = 0.7  # fraction of the requests per second measured with the concurrent workload
-BANDWIDTH_BYTES = 1 << 30  # bytes: many times the last-level cache
 
 Figures = dict[str, float]
 ComputeDtype = Literal["float32", "bfloat16", "int8"]
@@ -71,7 +78,10 @@ class Timeline:
     @property
     def gaps_ms(self) -> list[float]:
         """Times between consecutive tokens."""
-        return [(later - sooner) * 1e3 for sooner, later in zip(self.token_at_s, self.token_at_s[1:], strict=False)]
+        return [
+            (later - sooner) * 1e3
+            for sooner, later in zip(self.token_at_s, self.token_at_s[1:], strict=False)
+        ]
 
 
 class Prompts:
@@ -81,7 +91,7 @@ class Prompts:
         self._rng = random.Random(seed)
 
     def tokens(self, count: int) -> list[int]:
-        """Return that many plain tokens, new ones with each call."""
+        """Return this many plain tokens, new ones with each call."""
         return [self._rng.randrange(FIRST_PLAIN_TOKEN, VOCABULARY_SIZE) for _ in range(count)]
 
     def workload(self, request_count: int) -> list[list[int]]:
@@ -123,13 +133,21 @@ async def follow(engine: TorchEngine, prompt: list[int], output_token_count: int
 
 
 async def measure_engine(
-    checkpoint: Path, precision: ComputeDtype, work: dict[str, Any], thread_count: int, *, poisson: bool = False
+    checkpoint: Path,
+    precision: ComputeDtype,
+    work: dict[str, Any],
+    thread_count: int,
+    *,
+    poisson: bool = False,
 ) -> Figures:
-    """Start the engine; measure single requests, the concurrent workload, and optionally random
-    arrivals.
-    """
+    """Start the engine; measure single requests, the workload, and random arrivals."""
     settings = TorchEngineSettings(
-        checkpoint, "bench", compute_dtype=precision, kv_cache_bytes=KV_CACHE_BYTES, torch_thread_count=thread_count
+        checkpoint,
+        "bench",
+        compute_dtype=precision,
+        kv_cache_bytes=KV_CACHE_BYTES,
+        torch_thread_count=thread_count,
+        draft_token_count_max=0,  # random weights repeat themselves more than real ones
     )
     engine = TorchEngine(settings)
     async with asyncio.TaskGroup() as tasks:
@@ -144,17 +162,25 @@ async def measure_engine(
         for name in ("cold", "warm"):
             figures[f"ttft_{name}_ms"] = (await follow(engine, work[name], 1)).token_at_s[0] * 1e3
         begin_s = time.perf_counter()
-        timelines = await asyncio.gather(*(follow(engine, prompt, OUTPUT_TOKENS) for prompt in work["workload"]))
+        timelines = await asyncio.gather(
+            *(follow(engine, prompt, OUTPUT_TOKENS) for prompt in work["workload"])
+        )
         total_s = time.perf_counter() - begin_s
-        figures |= {"output_tokens_per_s": len(timelines) * OUTPUT_TOKENS / total_s} | _latencies(timelines, "")
+        figures |= {"output_tokens_per_s": len(timelines) * OUTPUT_TOKENS / total_s} | _latencies(
+            timelines, ""
+        )
         figures["cached_token_count"] = sum(line.cached_token_count for line in timelines)
         if poisson:
-            figures |= _latencies(await _arrivals(engine, work, len(timelines) / total_s * POISSON_LOAD), "poisson_")
+            figures |= _latencies(
+                await _arrivals(engine, work, len(timelines) / total_s * POISSON_LOAD), "poisson_"
+            )
         await engine.close()
     return figures
 
 
-async def _arrivals(engine: TorchEngine, work: dict[str, Any], requests_per_s: float) -> list[Timeline]:
+async def _arrivals(
+    engine: TorchEngine, work: dict[str, Any], requests_per_s: float
+) -> list[Timeline]:
     """Run twice the workload's number of new requests, at random times."""
     prompts, rng = Prompts(7), random.Random(8)
     requests = prompts.workload(2 * len(work["workload"]))
@@ -177,15 +203,17 @@ def _latencies(timelines: list[Timeline], prefix: str) -> Figures:
     }
 
 
-def measure_transformers(checkpoint: Path, precision: Precision, work: dict[str, Any], count: int, thread_count: int) -> Figures:
-    """Run requests of the workload concurrently with continuous batching, with blocks and a budget
-    like ours.
-    """
+def measure_transformers(
+    checkpoint: Path, precision: Precision, work: dict[str, Any], count: int, thread_count: int
+) -> Figures:
+    """Run requests with continuous batching, with blocks and a budget like ours."""
     import torch
     from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
     torch.set_num_threads(thread_count)
-    model: Any = AutoModelForCausalLM.from_pretrained(str(checkpoint), dtype=getattr(torch, precision))
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        str(checkpoint), dtype=getattr(torch, precision)
+    )
     model.eval()
     batching = ContinuousBatchingConfig(
         page_size=KV_BLOCK_TOKENS,
@@ -198,31 +226,22 @@ def measure_transformers(checkpoint: Path, precision: Precision, work: dict[str,
     )
     begin_s = time.perf_counter()
     answers = model.generate_batch(
-        work["workload"][:count], generation_config=generation, continuous_batching_config=batching, warmup=False
+        work["workload"][:count],
+        generation_config=generation,
+        continuous_batching_config=batching,
+        warmup=False,
     )
     token_count = sum(len(answer.generated_tokens) for answer in answers.values())
     if token_count != count * OUTPUT_TOKENS:
-        raise RuntimeError(f"transformers generated {token_count} tokens instead of {count * OUTPUT_TOKENS}")
+        raise RuntimeError(
+            f"transformers generated {token_count} tokens instead of {count * OUTPUT_TOKENS}"
+        )
     return {"output_tokens_per_s": token_count / (time.perf_counter() - begin_s)}
 
 
-def measure_bandwidth(thread_count: int) -> float:
-    """Return the bytes per second that all threads read together: the best of many sums over a
-    large array.
-
-    Runs in a separate process, since torch's threads would keep waiting for work beside the
-    engine's.
-    """
-    program = (
-        f"import time, torch; torch.set_num_threads({thread_count}); numbers = torch.ones({BANDWIDTH_BYTES // 4}); best = 1e9\n"
-        "for _ in range(12):\n"
-        "    begin = time.perf_counter(); numbers.sum(); best = min(best, time.perf_counter() - begin)\n"
-        "print(numbers.nbytes / best)"
-    )
-    return float(subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout)
-
-
-def bandwidth_share(shape: Shape, precision: ComputeDtype, context: int, tokens_per_s: float, bytes_per_s: float) -> float:
+def bandwidth_share(
+    shape: Shape, precision: ComputeDtype, context: int, tokens_per_s: float, bytes_per_s: float
+) -> float:
     """Return the share of the memory bandwidth used by batch-1 decoding.
 
     It reads all weights and on average `context` positions of KV per token.
@@ -248,66 +267,128 @@ def measure_round(arguments: argparse.Namespace, checkpoint: Path, seed: int) ->
     stored = stored_precision(precision)
     work = peer_work(seed, arguments.requests)
     bandwidth = measure_bandwidth(threads)
-    ours = asyncio.run(measure_engine(checkpoint, precision, work, threads, poisson=arguments.poisson))
+    ours = asyncio.run(
+        measure_engine(checkpoint, precision, work, threads, poisson=arguments.poisson)
+    )
     ours["read_gb_per_s"] = bandwidth / 1e9
     for name, context in (("short", SHORT_CONTEXT), ("long", PROMPT_TOKENS)):
         speed = ours[f"decode_{name}_tokens_per_s"]
-        ours[f"decode_{name}_bandwidth_share"] = bandwidth_share(SHAPES[arguments.shape], precision, context, speed, bandwidth)
+        ours[f"decode_{name}_bandwidth_share"] = bandwidth_share(
+            SHAPES[arguments.shape], precision, context, speed, bandwidth
+        )
     measured = {"weir": ours}
     _note("weir", ours)
     if arguments.torch:
         os.environ["WEIR_NATIVE"] = "0"
-        measured["weir, torch only"] = asyncio.run(measure_engine(checkpoint, precision, work, threads))
+        measured["weir, torch only"] = asyncio.run(
+            measure_engine(checkpoint, precision, work, threads)
+        )
         del os.environ["WEIR_NATIVE"]
         _note("weir, torch only", measured["weir, torch only"])
     if arguments.vllm_python:
         measured["vllm"] = measure_vllm(arguments.vllm_python, checkpoint, stored, work, threads)
         _note("vllm", measured["vllm"])
     if arguments.llama_server:
-        measured["llama.cpp"] = measure_llama_cpp(arguments.llama_server, arguments.llama_python, checkpoint, stored, work, threads)
+        measured["llama.cpp"] = measure_llama_cpp(
+            arguments.llama_server, arguments.llama_python, checkpoint, stored, work, threads
+        )
         _note("llama.cpp", measured["llama.cpp"])
     if arguments.transformers:
-        measured["transformers"] = measure_transformers(checkpoint, stored, work, arguments.transformers, threads)
+        measured["transformers"] = measure_transformers(
+            checkpoint, stored, work, arguments.transformers, threads
+        )
         _note("transformers", measured["transformers"])
     return measured
 
 
+def describe_run(arguments: argparse.Namespace) -> dict[str, object]:
+    """Return the machine, the work and the versions of the other engines.
+
+    Raises: PeerMissing for one that cannot be started.
+    """
+    versions = {}
+    if arguments.vllm_python:
+        versions["vllm"] = vllm_version(arguments.vllm_python)
+    if arguments.llama_server:
+        versions["llama.cpp"] = llama_cpp_version(arguments.llama_server, arguments.llama_python)
+    if arguments.transformers:
+        try:
+            import transformers
+        except ImportError as error:
+            raise PeerMissing(f"--transformers: {error}") from error
+        versions["transformers"] = transformers.__version__
+    return {
+        "processor": processor_name(),
+        "instruction_sets": instruction_sets(),
+        "thread_count": arguments.threads,
+        "shape": arguments.shape,
+        "precision": arguments.precision,
+        "request_count": arguments.requests,
+        "versions": versions,
+    }
+
+
 def _note(name: str, figures: Figures) -> None:
     """Print intermediate figures to stderr, as a round takes minutes."""
-    print(name, " ".join(f"{key}={value:,.2f}" for key, value in figures.items()), file=sys.stderr, flush=True)
+    print(
+        name,
+        " ".join(f"{key}={value:,.2f}" for key, value in figures.items()),
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def main() -> None:
     """Print medians and extremes over the rounds, then the ratios of our engine to the others."""
-    parser = argparse.ArgumentParser(prog="python -m bench.engine", description=__doc__.split("\n", 1)[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.engine", description=__doc__.split("\n", 1)[0] if __doc__ else None
+    )
     parser.add_argument("--shape", choices=SHAPES, default="M")
     parser.add_argument("--precision", choices=("float32", "bfloat16", "int8"), default="bfloat16")
     parser.add_argument("--requests", type=int, default=50)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--threads", type=int, default=usable_cpus().count)
     parser.add_argument("--poisson", action="store_true")
     parser.add_argument("--torch", action="store_true")
     parser.add_argument("--transformers", type=int, default=0)
-    parser.add_argument("--vllm-python", type=Path)
-    parser.add_argument("--llama-server", type=Path)
-    parser.add_argument("--llama-python", type=Path, default=Path(sys.executable))
-    parser.add_argument("--checkpoints", type=Path, default=Path(tempfile.gettempdir()) / "weir-bench")
-    parser.add_argument("--json", action="store_true")
+    # absolute, since the programs run in another directory
+    parser.add_argument("--vllm-python", type=lambda text: Path(text).absolute())
+    parser.add_argument("--llama-server", type=lambda text: Path(text).absolute())
+    parser.add_argument(
+        "--llama-python",
+        type=lambda text: Path(text).absolute(),
+        default=Path(sys.executable),
+    )
+    parser.add_argument(
+        "--checkpoints", type=Path, default=Path(tempfile.gettempdir()) / "weir-bench"
+    )
+    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    try:
+        machine = describe_run(arguments)
+    except PeerMissing as error:
+        parser.error(str(error))
+    for name, value in machine.items():
+        print(f"{name}: {value}")
     stored = stored_precision(arguments.precision)
     checkpoint = arguments.checkpoints / f"{arguments.shape}-{stored}"
     write_checkpoint(checkpoint, SHAPES[arguments.shape], stored)
     rounds = []
     for seed in range(arguments.rounds):
         rounds.append(measure_round(arguments, checkpoint, seed))
-        if not arguments.json:
-            print(
-                f"round {seed + 1}: " + ", ".join(f"{name} {line['output_tokens_per_s']:.0f}" for name, line in rounds[-1].items())
+        print(
+            f"round {seed + 1}: "
+            + ", ".join(
+                f"{name} {line['output_tokens_per_s']:.0f}" for name, line in rounds[-1].items()
             )
+        )
+    medians = {
+        name: {key: statistics.median(r[name][key] for r in rounds) for key in rounds[0][name]}
+        for name in rounds[0]
+    }
     if arguments.json:
-        print(json.dumps(rounds))
-        return
-    medians = {name: {key: statistics.median(r[name][key] for r in rounds) for key in rounds[0][name]} for name in rounds[0]}
+        written = {"machine": machine, "rounds": rounds, "medians": medians}
+        arguments.json.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
     for name, figures in medians.items():
         print(f"\n{name}")
         for key, value in figures.items():
@@ -316,7 +397,10 @@ def main() -> None:
     for name in list(medians)[1:]:
         ratio = medians["weir"]["output_tokens_per_s"] / medians[name]["output_tokens_per_s"]
         print(f"\nweir / {name}: {ratio:.2f} times the output tokens per second")
-    print(f"\nTTFT, cold / warm: {medians['weir']['ttft_cold_ms'] / medians['weir']['ttft_warm_ms']:.1f}")
+    print(
+        "\nTTFT, cold / warm:"
+        f" {medians['weir']['ttft_cold_ms'] / medians['weir']['ttft_warm_ms']:.1f}"
+    )
 
 
 if __name__ == "__main__":

@@ -15,9 +15,7 @@ from inference.errors import EngineError
 
 
 class SequenceStream:
-    """Events of one sequence, for one reader. Ends after `SequenceFinished`, or raises the
-    `EngineError`.
-    """
+    """Events of one sequence, for one reader. Raises the `EngineError` that ends it."""
 
     def __init__(self) -> None:
         self.sequence: Sequence  # set when submitted
@@ -56,9 +54,7 @@ class SequenceStream:
 
 @contextlib.asynccontextmanager
 async def stream(engine: Engine, request: GenerationRequest) -> AsyncIterator[SequenceStream]:
-    """Run one sequence; leaving the block cancels and forgets it. Raises on entering as
-    `Engine.submit`.
-    """
+    """Run one sequence; leaving the block cancels it. Raises as `Engine.submit`."""
     events = SequenceStream()
     events.sequence = engine.submit(request, events.put)
     try:

@@ -70,7 +70,9 @@ def prompts(seed: int) -> Iterator[list[int]]:
         yield shared + rng.choices(TOKEN_IDS, k=OWN_TOKENS)
 
 
-async def keep_asking(client: AsyncClient, prompts: Iterator[list[int]], load: Load, began_at: float, seen: Seen) -> None:
+async def keep_asking(
+    client: AsyncClient, prompts: Iterator[list[int]], load: Load, began_at: float, seen: Seen
+) -> None:
     """Run one agent: request, read to the end, repeat until the time is over."""
     warm_at, ends_at = began_at + WARM_UP_SHARE * load.seconds, began_at + load.seconds
     while (sent_at := time.perf_counter()) < ends_at:
@@ -93,13 +95,18 @@ async def keep_asking(client: AsyncClient, prompts: Iterator[list[int]], load: L
             seen.queues_ms.append(stream.result.timings.queue_ms)
 
 
-async def run_tenants(settings: Settings, keys: tuple[str, str], load: Load, *, flooded: bool, seed: int) -> Run:
+async def run_tenants(
+    settings: Settings, keys: tuple[str, str], load: Load, *, flooded: bool, seed: int
+) -> Run:
     """Restart the service and run both tenants."""
     asked = prompts(seed)
     quiet, flooding = Seen(), Seen()
     async with run_stack(settings, lambda _: None) as stack:
         address = stack.connection.address
-        async with AsyncClient(address, keys[0]) as quiet_client, AsyncClient(address, keys[1]) as flooding_client:
+        async with (
+            AsyncClient(address, keys[0]) as quiet_client,
+            AsyncClient(address, keys[1]) as flooding_client,
+        ):
             began_at = time.perf_counter()
             async with asyncio.TaskGroup() as tasks:
                 for _ in range(load.agent_count * load.flood_factor if flooded else 0):
@@ -124,7 +131,12 @@ async def measure(load: Load) -> None:
                     await create_key(sessions, "quiet", "default", "bench", ("inference",)),
                     await create_key(sessions, "flooding", "default", "bench", ("inference",)),
                 )
-            settings = replace(Settings.from_environment(), home=home, database_url=server.url, listen_address="127.0.0.1:0")
+            settings = replace(
+                Settings.from_environment(),
+                home=home,
+                database_url=server.url,
+                listen_address="127.0.0.1:0",
+            )
             runs = {}
             cases: list[tuple[str, Literal["fair", "arrival"], bool]] = [
                 ("alone", "fair", False),
@@ -139,10 +151,16 @@ async def measure(load: Load) -> None:
             await asyncio.to_thread(server.stop)
     alone, fair, arrival = runs.values()
     for percent in (50, 99):
-        ratio = percentile(fair.quiet.ttfts_ms, percent) / max(percentile(alone.quiet.ttfts_ms, percent), 1e-9)
-        print(f"under a flood of {load.flood_factor} x, the quiet tenant's TTFT p{percent} is {ratio:.2f} x what it is alone")
+        ratio = percentile(fair.quiet.ttfts_ms, percent) / max(
+            percentile(alone.quiet.ttfts_ms, percent), 1e-9
+        )
+        print(
+            f"under a flood of {load.flood_factor} x, the quiet tenant's TTFT p{percent} is"
+            f" {ratio:.2f} x what it is alone"
+        )
     print(
-        f"throughput with the fair queue is {fair.tokens_per_s / max(arrival.tokens_per_s, 1e-9):.1%} of that in order of arrival"
+        "throughput with the fair queue is"
+        f" {fair.tokens_per_s / max(arrival.tokens_per_s, 1e-9):.1%} of that in order of arrival"
     )
 
 
@@ -154,20 +172,27 @@ def tell(name: str, run: Run) -> None:
         p50, p99 = percentile(seen.ttfts_ms, 50), percentile(seen.ttfts_ms, 99)
         queue = percentile(seen.queues_ms, 50)
         print(
-            f"{name:29} {tenant:9} {len(seen.ttfts_ms):4} requests   TTFT p50 {p50:8.0f} ms   p99 {p99:8.0f} ms   "
-            f"queue p50 {queue:8.0f} ms   both together {run.tokens_per_s:7.1f} tokens/s"
+            f"{name:29} {tenant:9} {len(seen.ttfts_ms):4} requests   TTFT p50 {p50:8.0f} ms   p99"
+            f" {p99:8.0f} ms   queue p50 {queue:8.0f} ms   both together {run.tokens_per_s:7.1f}"
+            " tokens/s"
         )
 
 
 def main() -> None:
     """Run from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--agents", type=int, default=4, help="number of the quiet tenant's agents")
-    parser.add_argument("--flood", type=int, default=20, help="the other tenant's agents, as a multiple")
+    parser.add_argument(
+        "--flood", type=int, default=20, help="the other tenant's agents, as a multiple"
+    )
     parser.add_argument("--seconds", type=float, default=40.0, help="duration of each run")
     parser.add_argument("--output-tokens", type=int, default=50)
     arguments = parser.parse_args()
-    asyncio.run(measure(Load(arguments.agents, arguments.flood, arguments.seconds, arguments.output_tokens)))
+    asyncio.run(
+        measure(Load(arguments.agents, arguments.flood, arguments.seconds, arguments.output_tokens))
+    )
 
 
 if __name__ == "__main__":

@@ -35,7 +35,12 @@ BURST_OVER_S = 6.0  # by then the flood's burst allowance is spent
 @contextlib.contextmanager
 def flooding(address: str, key: str, kind: str, stream_count: int) -> Iterator[None]:
     """Run a flood in a separate process, started some time before the block."""
-    command = [sys.executable, "-m", "bench.flood_load", json.dumps([address, key, kind, stream_count])]
+    command = [
+        sys.executable,
+        "-m",
+        "bench.flood_load",
+        json.dumps([address, key, kind, stream_count]),
+    ]
     with subprocess.Popen(command) as process:
         try:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -47,7 +52,10 @@ def flooding(address: str, key: str, kind: str, stream_count: int) -> Iterator[N
 
 def row(name: str, result: Result) -> str:
     """Return one line of the table."""
-    return f"{name:<28}{result.ttft_p50_ms:>9.2f} {result.ttft_p99_ms:>9.2f} {result.late_p99_ms:>9.2f} {result.busy:>6.0%}"
+    return (
+        f"{name:<28}{result.ttft_p50_ms:>9.2f} {result.ttft_p99_ms:>9.2f}"
+        f" {result.late_p99_ms:>9.2f} {result.busy:>6.0%}"
+    )
 
 
 def measure(options: argparse.Namespace, url: str, core: int, other_core: int) -> None:
@@ -55,7 +63,9 @@ def measure(options: argparse.Namespace, url: str, core: int, other_core: int) -
     migrate(url)
     quiet, hostile = create_keys(url, 2)
     with contextlib.ExitStack() as stack:
-        home = stack.enter_context(tempfile.TemporaryDirectory(prefix="weir-bench-", dir=options.directory))
+        home = stack.enter_context(
+            tempfile.TemporaryDirectory(prefix="weir-bench-", dir=options.directory)
+        )
         settings = Settings(
             database_url=url,
             home=Path(home),
@@ -77,11 +87,21 @@ def measure(options: argparse.Namespace, url: str, core: int, other_core: int) -
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=4.0, help="per case (default: %(default)s)")
-    parser.add_argument("--streams", default="1,50", help="numbers of flooding streams (default: %(default)s)")
-    parser.add_argument("--share", type=float, default=0.25, help="WEIR_FRAMES_SHARE_MAX (default: %(default)s)")
-    parser.add_argument("--directory", help="directory of the temporary database (default: the system's)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=4.0, help="per case (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--streams", default="1,50", help="numbers of flooding streams (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--share", type=float, default=0.25, help="WEIR_FRAMES_SHARE_MAX (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--directory", help="directory of the temporary database (default: the system's)"
+    )
     options = parser.parse_args()
     core, other_core = claim_cores()
     with server(None, options.directory) as url:

@@ -37,8 +37,10 @@ async def flood(address: str, api_key: str, kind: str, stream_count: int) -> Non
             await call.write(data)
 
     async def one() -> None:
-        async with grpc.aio.insecure_channel(address, (("grpc.use_local_subchannel_pool", 1),)) as channel:
-            # No serializers: bytes in both directions
+        async with grpc.aio.insecure_channel(
+            address, (("grpc.use_local_subchannel_pool", 1),)
+        ) as channel:
+            # No serializers: bytes in both directions.
             open_stream: Any = channel.stream_stream(METHOD)
             call = open_stream(metadata=(("authorization", f"Bearer {api_key}"),))
             async with asyncio.TaskGroup() as tasks:

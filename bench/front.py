@@ -1,7 +1,8 @@
 """Requests per second through everything before a model: gRPC, authentication, quotas, queue,
 settlement.
 
-    python -m bench.front [--seconds 4] [--prompt-words 25] [--rate N] [--directory /dev/shm] [--profile FILE]
+    python -m bench.front [--seconds 4] [--prompt-words 25] [--rate N] [--directory /dev/shm]
+    [--profile FILE]
 
 One api process on a core of its own; on another core everything else: PostgreSQL, the worker of a
 simulated engine without delays, and the client. Each request asks for one token, on open streams,
@@ -89,14 +90,18 @@ def on_core(core: int, command: Sequence[str], **options: Any) -> subprocess.Pop
 
 
 @contextlib.contextmanager
-def api_process(settings: Settings, core: int, other_core: int, profile: str | None) -> Iterator[tuple[str, Processes]]:
+def api_process(
+    settings: Settings, core: int, other_core: int, profile: str | None
+) -> Iterator[tuple[str, Processes]]:
     """Run an api process, with its engine worker on the other core."""
     command = [sys.executable, "-m", "api"]
     if profile:
         command = [sys.executable, "-m", "cProfile", "-o", profile, "-m", "api"]
     log = settings.home / "api.log"
     with log.open("wb") as out:
-        process = on_core(core, command, env={**os.environ, **settings.to_environment()}, stdout=out, stderr=out)
+        process = on_core(
+            core, command, env={**os.environ, **settings.to_environment()}, stdout=out, stderr=out
+        )
     try:
         address = wait_for(lambda: read_endpoint(settings.home).address or None, process, log)
         wait_for(lambda: is_serving(address) or None, process, log)
@@ -120,7 +125,7 @@ def api_process(settings: Settings, core: int, other_core: int, profile: str | N
 def is_serving(address: str) -> bool:
     """Return the result of the health service."""
     with grpc.insecure_channel(address) as channel, contextlib.suppress(grpc.RpcError):
-        # No serializers: bytes in both directions
+        # No serializers: bytes in both directions.
         check: Any = channel.unary_unary("/grpc.health.v1.Health/Check")
         return bool(check(b"", timeout=5) == SERVING)
     return False
@@ -139,7 +144,9 @@ def wait_for(condition: Callable[[], Any], process: subprocess.Popen[bytes], log
 @contextlib.contextmanager
 def echo_process(core: int) -> Iterator[tuple[str, Processes]]:
     """Run the baseline."""
-    process = on_core(core, [sys.executable, "-m", "bench.front_load", "echo"], stdout=subprocess.PIPE)
+    process = on_core(
+        core, [sys.executable, "-m", "bench.front_load", "echo"], stdout=subprocess.PIPE
+    )
     assert process.stdout is not None
     try:
         yield process.stdout.readline().decode().strip(), {"api": lambda: [process.pid]}
@@ -148,7 +155,9 @@ def echo_process(core: int) -> Iterator[tuple[str, Processes]]:
         process.wait()
 
 
-def run(case: Case, address: str, processes: Processes, keys: Sequence[str], prompt: str, seconds: float) -> Result:
+def run(
+    case: Case, address: str, processes: Processes, keys: Sequence[str], prompt: str, seconds: float
+) -> Result:
     """Load a server from this process's core."""
     load = {
         "address": address,
@@ -161,7 +170,9 @@ def run(case: Case, address: str, processes: Processes, keys: Sequence[str], pro
         "seconds": seconds,
     }
     client = subprocess.Popen(
-        [sys.executable, "-m", "bench.front_load", "client", json.dumps(load)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "bench.front_load", "client", json.dumps(load)],
+        stdout=subprocess.PIPE,
+        text=True,
     )
     before = {name: cpu_s(pids()) for name, pids in processes.items()}
     out, _ = client.communicate()
@@ -169,8 +180,13 @@ def run(case: Case, address: str, processes: Processes, keys: Sequence[str], pro
         raise RuntimeError("the client failed")
     seen = json.loads(out)
     if seen["failures"]:
-        raise RuntimeError(f"{len(seen['failures'])} requests failed, the first with: {seen['failures'][0]}")
-    cpu_us = {name: (cpu_s(pids()) - before[name]) / seen["request_count_total"] * 1e6 for name, pids in processes.items()}
+        raise RuntimeError(
+            f"{len(seen['failures'])} requests failed, the first with: {seen['failures'][0]}"
+        )
+    cpu_us = {
+        name: (cpu_s(pids()) - before[name]) / seen["request_count_total"] * 1e6
+        for name, pids in processes.items()
+    }
     return Result(seen, cpu_us | {"client": seen["cpu_s"] / max(seen["request_count"], 1) * 1e6})
 
 
@@ -201,18 +217,26 @@ def measure(options: argparse.Namespace, url: str, core: int, other_core: int) -
     migrate(url)
     keys = create_keys(url, STREAM_COUNT)
     prompt = " ".join(["hotel"] * options.prompt_words)
-    many, single = Case("16 streams, 16 under way on each", 16, 16), Case("64 streams, one under way on each", 64, 1)
+    many, single = (
+        Case("16 streams, 16 under way on each", 16, 16),
+        Case("64 streams, one under way on each", 64, 1),
+    )
 
     def tell(what: str, case: Case, server: tuple[str, Processes]) -> Result:
         result = run(case, *server, keys, prompt, options.seconds)
         print(row(f"{what}, {case.name}", result), flush=True)
         return result
 
-    print(f"{'':<44}{'per s':>8} {'api µs':>7} {'busy':>6} {'pg µs':>8} {'host µs':>8} {'client':>8}", end="  ")
+    print(
+        f"{'':<44}{'per s':>8} {'api µs':>7} {'busy':>6} {'pg µs':>8} {'host µs':>8} {'client':>8}",
+        end="  ",
+    )
     print(f"{'batch50':>7} {'99 ms':>7} {'admit50':>7} {'99 ms':>7} {'fin.50':>7} {'99 ms':>7}")
     with contextlib.ExitStack() as stack:
         bare = stack.enter_context(echo_process(core))
-        home = stack.enter_context(tempfile.TemporaryDirectory(prefix="weir-bench-", dir=options.directory))
+        home = stack.enter_context(
+            tempfile.TemporaryDirectory(prefix="weir-bench-", dir=options.directory)
+        )
         settings = Settings(
             database_url=url,
             home=Path(home),
@@ -228,19 +252,33 @@ def measure(options: argparse.Namespace, url: str, core: int, other_core: int) -
                 tell("bare gRPC", case, bare)
             tell("Weir", single, weir)
             rate_per_s = tell("Weir", many, weir).rate_per_s / 2
-        paced = Case(f"{rate_per_s:,.0f} per s at random moments", STREAM_COUNT, rate_per_s=rate_per_s)
+        paced = Case(
+            f"{rate_per_s:,.0f} per s at random moments", STREAM_COUNT, rate_per_s=rate_per_s
+        )
         tell("bare gRPC", paced, bare)
         print(stages_row(tell("Weir", paced, weir)))
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=4.0, help="seconds per case, of six (default: %(default)s)")
-    parser.add_argument("--prompt-words", type=int, default=25, help="each about one token (default: %(default)s)")
-    parser.add_argument("--directory", help="directory of the temporary database (default: the system's)")
-    parser.add_argument("--rate", type=float, help="run only this case: requests per second, at random times")
-    parser.add_argument("--profile", help="write a profile of the api process to this file; slows it down")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=4.0, help="seconds per case, of six (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--prompt-words", type=int, default=25, help="each about one token (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--directory", help="directory of the temporary database (default: the system's)"
+    )
+    parser.add_argument(
+        "--rate", type=float, help="run only this case: requests per second, at random times"
+    )
+    parser.add_argument(
+        "--profile", help="write a profile of the api process to this file; slows it down"
+    )
     options = parser.parse_args()
     core, other_core = claim_cores()
     with server(None, options.directory) as url:

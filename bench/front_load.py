@@ -28,7 +28,7 @@ from weir.v1 import types_pb2
 
 METHOD = "/weir.v1.InferenceService/Generate"
 UUID_CHARS = 36
-# Stages of a request before the engine's batch
+# Stages of a request before the engine's batch.
 STAGES = ("auth", "tokenize", "admission", "queue", "cold_start")
 
 
@@ -73,11 +73,13 @@ class RequestMaker:
 
     def __init__(self, model: str, prompt: str) -> None:
         start = pb.StartFrame(model=model, text=prompt, max_output_tokens=1, ignore_eos=True)
-        message = pb.GenerateRequest(frames=[pb.ClientFrame(request_id="x" * UUID_CHARS, start=start)])
+        message = pb.GenerateRequest(
+            frames=[pb.ClientFrame(request_id="x" * UUID_CHARS, start=start)]
+        )
         self._head, _, self._tail = message.SerializeToString().partition(b"x" * UUID_CHARS)
 
     def make(self, count: int, sent_at: dict[str, float]) -> bytes:
-        """Return a message with that many starts, and record their ids."""
+        """Return a message with this many starts, and record their ids."""
         now, parts = time.perf_counter(), []
         for _ in range(count):
             request_id = str(uuid.uuid4())
@@ -104,14 +106,19 @@ class Client:
             self._counting, begin, cpu = True, time.perf_counter(), time.process_time()
             await asyncio.sleep(self._load.seconds)
             self._counting = False
-            self._seen.wall_s, self._seen.cpu_s = time.perf_counter() - begin, time.process_time() - cpu
+            self._seen.wall_s, self._seen.cpu_s = (
+                time.perf_counter() - begin,
+                time.process_time() - cpu,
+            )
             for stream in streams:
                 stream.cancel()
         return self._seen
 
     async def _stream(self, key: str) -> None:
-        async with grpc.aio.insecure_channel(self._load.address, (("grpc.use_local_subchannel_pool", 1),)) as channel:
-            # No serializers: bytes in both directions
+        async with grpc.aio.insecure_channel(
+            self._load.address, (("grpc.use_local_subchannel_pool", 1),)
+        ) as channel:
+            # No serializers: bytes in both directions.
             open_stream: Any = channel.stream_stream(METHOD)
             call = open_stream(metadata=(("authorization", f"Bearer {key}"),))
             sent_at: dict[str, float] = {}
@@ -165,13 +172,25 @@ def until_batch_ms(timings: types_pb2.Timings) -> dict[str, float]:
 
 async def answer_all(requests: AsyncIterator[pb.GenerateRequest], context: Any) -> None:
     """Answer each start with two messages, with the frames of a successful request."""
-    admitted = pb.AdmittedFrame(input_token_count=25, price_version=1, quotas=[types_pb2.QuotaStatus()] * 5)
+    admitted = pb.AdmittedFrame(
+        input_token_count=25, price_version=1, quotas=[types_pb2.QuotaStatus()] * 5
+    )
     delta = pb.DeltaFrame(seq=1, text="This", token_ids=[1])
-    finished = pb.FinishedFrame(usage=types_pb2.Usage(input_token_count=25), timings=types_pb2.Timings(total_ms=1.0))
+    finished = pb.FinishedFrame(
+        usage=types_pb2.Usage(input_token_count=25), timings=types_pb2.Timings(total_ms=1.0)
+    )
     async for message in requests:
         ids = [frame.request_id for frame in message.frames]
-        await context.write(pb.GenerateResponse(frames=[pb.ServerFrame(request_id=each, admitted=admitted) for each in ids]))
-        ends = [frame for each in ids for frame in (pb.ServerFrame(request_id=each, delta=delta), end_frame(each, finished))]
+        await context.write(
+            pb.GenerateResponse(
+                frames=[pb.ServerFrame(request_id=each, admitted=admitted) for each in ids]
+            )
+        )
+        ends = [
+            frame
+            for each in ids
+            for frame in (pb.ServerFrame(request_id=each, delta=delta), end_frame(each, finished))
+        ]
         await context.write(pb.GenerateResponse(frames=ends))
 
 
@@ -186,7 +205,9 @@ async def serve_echo() -> None:
     handler = grpc.stream_stream_rpc_method_handler(
         answer_all, pb.GenerateRequest.FromString, pb.GenerateResponse.SerializeToString
     )
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("weir.v1.InferenceService", {"Generate": handler}),))
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler("weir.v1.InferenceService", {"Generate": handler}),)
+    )
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     print(f"127.0.0.1:{port}", flush=True)

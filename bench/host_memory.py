@@ -27,14 +27,20 @@ from inference.native.packed_file import PackedPlace
 
 HOSTS = 2
 KV_CACHE_BYTES = 64 << 20
-REQUEST = GenerationRequest(tuple(range(20, 84)), SamplingParams(), StopCriteria(max_output_tokens=8, ignore_eos=True))
+REQUEST = GenerationRequest(
+    tuple(range(20, 84)), SamplingParams(), StopCriteria(max_output_tokens=8, ignore_eos=True)
+)
 FIELDS = ("Rss", "Pss", "Private_Dirty", "Private_Clean")
 
 
 def memory_mib(pid: int) -> dict[str, float]:
     """Return the memory of a process, by the kernel's names."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
-    return {name: int(rest.split()[0]) / 1024 for name, _, rest in (line.partition(":") for line in lines) if name in FIELDS}
+    return {
+        name: int(rest.split()[0]) / 1024
+        for name, _, rest in (line.partition(":") for line in lines)
+        if name in FIELDS
+    }
 
 
 async def two_hosts(settings: TorchEngineSettings) -> list[dict[str, float]]:
@@ -55,7 +61,9 @@ async def two_hosts(settings: TorchEngineSettings) -> list[dict[str, float]]:
 
 def main() -> None:
     """Run from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=tuple(SHAPES), default="M")
     parser.add_argument("--precision", choices=("float32", "bfloat16", "int8"), default="bfloat16")
     arguments = parser.parse_args()
@@ -63,15 +71,29 @@ def main() -> None:
     directory = Path(tempfile.gettempdir()) / "weir-bench" / f"{arguments.shape}-{stored}"
     write_checkpoint(directory, SHAPES[arguments.shape], stored)
     weights_mib = sum(path.stat().st_size for path in directory.glob("*.safetensors")) / 2**20
-    print(f"{arguments.shape} in {arguments.precision}: {weights_mib:.0f} MiB of weights in the checkpoint; MiB per host")
+    print(
+        f"{arguments.shape} in {arguments.precision}: {weights_mib:.0f} MiB of weights in the"
+        " checkpoint; MiB per host"
+    )
     settings = TorchEngineSettings(
-        directory, "model", compute_dtype=arguments.precision, kv_cache_bytes=KV_CACHE_BYTES, torch_thread_count=1
+        directory,
+        "model",
+        compute_dtype=arguments.precision,
+        kv_cache_bytes=KV_CACHE_BYTES,
+        torch_thread_count=1,
     )
     packed = replace(settings, packed=PackedPlace(str(directory / "packed"), 1 << 40))
-    for name, switch, each in (("mapped", "1", packed), ("packed", "1", settings), ("torch", "0", settings)):
+    for name, switch, each in (
+        ("mapped", "1", packed),
+        ("packed", "1", settings),
+        ("torch", "0", settings),
+    ):
         os.environ[SWITCH] = switch
         for index, memory in enumerate(asyncio.run(two_hosts(each))):
-            print(f"  {name:6} host {index + 1}: " + "  ".join(f"{field} {memory[field]:7.0f}" for field in FIELDS))
+            print(
+                f"  {name:6} host {index + 1}: "
+                + "  ".join(f"{field} {memory[field]:7.0f}" for field in FIELDS)
+            )
 
 
 if __name__ == "__main__":

@@ -33,7 +33,9 @@ from metering.quotas.quota_rules import Payer
 RUNS, CALLS = 9, 2000
 MODEL, TIER = "demo", "interactive"
 TIMINGS = {f"{stage}_ms": 3.0 for stage in STAGES} | {"ttft_ms": 12.0, "total_ms": 30.0}
-SAMPLED, UNSAMPLED = (f"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-{flags}" for flags in ("01", "00"))
+SAMPLED, UNSAMPLED = (
+    f"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-{flags}" for flags in ("01", "00")
+)
 
 
 class Encoder(SpanExporter):
@@ -58,8 +60,13 @@ def by_the_library() -> Callable[[], None]:
     """Return the baseline."""
     registry = CollectorRegistry()
     names = [*STAGES, "ttft", "inter_token", "total"]
-    histograms = [Histogram(f"{name}_seconds", name, ("model", "tier"), registry=registry) for name in names]
-    counters = [Counter(f"count_{index}", "tokens", ("model", "kind"), registry=registry) for index in range(4)]
+    histograms = [
+        Histogram(f"{name}_seconds", name, ("model", "tier"), registry=registry) for name in names
+    ]
+    counters = [
+        Counter(f"count_{index}", "tokens", ("model", "kind"), registry=registry)
+        for index in range(4)
+    ]
 
     def tell() -> None:
         for histogram in histograms:
@@ -72,7 +79,9 @@ def by_the_library() -> Callable[[], None]:
 
 def us(call: Callable[[], object], calls: int = CALLS) -> float:
     """Return the µs of CPU of one call."""
-    return min(timeit.repeat(call, number=calls, repeat=RUNS, timer=time.process_time)) / calls * 1e6
+    return (
+        min(timeit.repeat(call, number=calls, repeat=RUNS, timer=time.process_time)) / calls * 1e6
+    )
 
 
 def main() -> None:
@@ -80,7 +89,10 @@ def main() -> None:
     observer, ending = Observer([MODEL]), an_ending()
     ours, theirs = us(lambda: observer.ended(ending)), us(by_the_library())
     print(f"{'a request counted, with all its stages':<56}{ours:>8.1f} µs")
-    print(f"{'with labelled metrics of the client library':<56}{theirs:>8.1f} µs  {theirs / ours:.0f} times")
+    print(
+        f"{'with labelled metrics of the client library':<56}{theirs:>8.1f} µs  {theirs / ours:.0f}"
+        " times"
+    )
     sender = OtlpSender(uuid.uuid4(), Encoder())
     print(f"{'noted for its spans, on the event loop':<56}{us(lambda: record_of(ending)):>8.1f} µs")
     for name, traceparent in (
@@ -89,7 +101,8 @@ def main() -> None:
     ):
         record = record_of(an_ending(traceparent))
         print(f"{name:<56}{us(lambda record=record: sender.send([record]), 100):>8.1f} µs")  # type: ignore[misc]
-    print(f"{'counts of one model copied for a scrape, on the event loop':<56}{us(observer.counts.copy, 200):>8.1f} µs")
+    copying = us(observer.counts.copy, 200)
+    print(f"{'counts of one model copied for a scrape, event loop':<56}{copying:>8.1f} µs")
     text = us(lambda: generate_latest(Families([*request_metrics(observer.counts)])), 20)
     print(f"{'their text, in a thread':<56}{text:>8.1f} µs")
 

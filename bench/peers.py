@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,17 +27,63 @@ START_TIMEOUT_S = 300.0  # seconds: vLLM compiles on its first start
 OUTPUT_MARK = "PEER-RESULT "
 
 
-def measure_vllm(python: Path, checkpoint: Path, precision: str, work: dict[str, Any], thread_count: int) -> dict[str, float]:
+class PeerMissing(Exception):
+    """Another engine cannot be started, with the option that names it."""
+
+
+def vllm_version(python: Path) -> str:
+    """Return the version of vLLM in an environment. Raises: PeerMissing."""
+    program = "from vllm import LLM, __version__; print(__version__)"
+    return _answer("--vllm-python", [str(python), "-c", program]).splitlines()[-1]
+
+
+def llama_cpp_version(server: Path, python: Path) -> str:
+    """Return the version of llama.cpp's server. python: must have `gguf`. Raises: PeerMissing."""
+    _answer("--llama-python", [str(python), "-c", "import gguf"])
+    return _answer("--llama-server", [str(server), "--version"]).partition("\n")[0]
+
+
+def _answer(option: str, command: list[str]) -> str:
+    """Return the output of a command that runs outside the repository, whose packages must not
+    shadow others.
+
+    Raises: PeerMissing, naming the option.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    try:
+        ended = subprocess.run(
+            command,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+            cwd=tempfile.gettempdir(),
+        )
+    except OSError as error:
+        raise PeerMissing(f"{option}: {error}") from error
+    if ended.returncode != 0:
+        raise PeerMissing(f"{option}: {' '.join(command)} failed:\n{ended.stdout[-2000:]}")
+    return ended.stdout.strip()
+
+
+def measure_vllm(
+    python: Path, checkpoint: Path, precision: str, work: dict[str, Any], thread_count: int
+) -> dict[str, float]:
     """Run `_drive_vllm` with the other interpreter. work: see `bench.engine.peer_work`."""
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump({"checkpoint": str(checkpoint), "precision": precision} | work, file)
         file.flush()
-        cores = f"0-{thread_count - 1}"
-        environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": cores, "HF_HUB_OFFLINE": "1"}
-        environment.pop("PYTHONPATH", None)
         command = [str(python), str(Path(__file__).resolve()), file.name]
-        # Outside the repository, whose packages must not shadow theirs.
-        ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=tempfile.gettempdir())
+        # Outside the repository, whose packages must not shadow those of vLLM.
+        ended = subprocess.run(
+            command,
+            env=_vllm_environment(thread_count),
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=tempfile.gettempdir(),
+        )
     for line in ended.stdout.splitlines():
         if line.startswith(OUTPUT_MARK):
             result: dict[str, float] = json.loads(line.removeprefix(OUTPUT_MARK))
@@ -45,7 +92,12 @@ def measure_vllm(python: Path, checkpoint: Path, precision: str, work: dict[str,
 
 
 def measure_llama_cpp(
-    server: Path, python: Path, checkpoint: Path, precision: str, work: dict[str, Any], thread_count: int
+    server: Path,
+    python: Path,
+    checkpoint: Path,
+    precision: str,
+    work: dict[str, Any],
+    thread_count: int,
 ) -> dict[str, float]:
     """Start the server with a slot for every request, and send it the workload.
 
@@ -53,24 +105,52 @@ def measure_llama_cpp(
     """
     model = checkpoint / f"{precision}.gguf"
     if not model.exists():
-        subprocess.run([str(python), str(Path(__file__).resolve()), "--gguf", str(checkpoint), str(model)], check=True)
-    places = len(work["workload"])
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+        subprocess.run(
+            [str(python), str(Path(__file__).resolve()), "--gguf", str(checkpoint), str(model)],
+            check=True,
+        )
+    places, port = len(work["workload"]), _free_port()
     context = places * (len(work["workload"][0]) + work["output_tokens"] + 16)
-    options = ["-np", str(places), "-c", str(context), "-t", str(thread_count), "-tb", str(thread_count)]
+    options = [
+        "-np",
+        str(places),
+        "-c",
+        str(context),
+        "-t",
+        str(thread_count),
+        "-tb",
+        str(thread_count),
+    ]
     cache_type = {"bfloat16": "f16", "float32": "f32"}[precision]
-    options += ["-ctk", cache_type, "-ctv", cache_type, "--no-warmup", "-ub", "512", "--port", str(port), "--log-disable"]
+    options += [
+        "-ctk",
+        cache_type,
+        "-ctv",
+        cache_type,
+        "--no-warmup",
+        "-ub",
+        "512",
+        "--port",
+        str(port),
+        "--log-disable",
+    ]
     begin_s = time.perf_counter()
     with _running([str(server), "-m", str(model), *options]):
         url = f"http://127.0.0.1:{port}"
-        _wait_until_healthy(url, begin_s)
+        _wait_until_healthy(url, begin_s, "llama.cpp's server")
 
         def ask(prompt: list[int], count: int) -> float:
-            body = {"prompt": prompt, "n_predict": count, "temperature": 0, "ignore_eos": True, "cache_prompt": True}
+            body = {
+                "prompt": prompt,
+                "n_predict": count,
+                "temperature": 0,
+                "ignore_eos": True,
+                "cache_prompt": True,
+            }
             sent_s = time.perf_counter()
-            request = urllib.request.Request(f"{url}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"})
+            request = urllib.request.Request(
+                f"{url}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"}
+            )
             with urllib.request.urlopen(request, timeout=3600) as answer:
                 got = json.load(answer)["tokens_predicted"]
             if got != count:
@@ -88,9 +168,7 @@ def measure_llama_cpp(
 
 
 def _alone(ask: Any, work: dict[str, Any]) -> dict[str, float]:
-    """Measure batch-1 decoding by the difference of two lengths, and the time to one token, cold
-    and warm.
-    """
+    """Measure batch-1 decoding, and the time to one token, cold and warm."""
     measured = {}
     for name in ("short", "long"):
         ask(work[name], 1)
@@ -102,23 +180,63 @@ def _alone(ask: Any, work: dict[str, Any]) -> dict[str, float]:
 
 
 @contextmanager
-def _running(command: list[str]) -> Iterator[None]:
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+def vllm_serving(
+    python: Path, checkpoint: Path, precision: str, name: str, thread_count: int
+) -> Iterator[str]:
+    """Serve a checkpoint by vLLM over HTTP; yield host:port. name: of the model."""
+    port = _free_port()
+    command = [str(python), "-m", "vllm.entrypoints.openai.api_server", f"--model={checkpoint}"]
+    command += [f"--served-model-name={name}", "--host=127.0.0.1", f"--port={port}"]
+    command += [f"--dtype={precision}", "--max-model-len=2048", "--max-num-seqs=64"]
+    command += ["--enable-prefix-caching", "--enable-prompt-tokens-details"]
+    begin_s = time.perf_counter()
+    with _running(command, _vllm_environment(thread_count)):
+        _wait_until_healthy(f"http://127.0.0.1:{port}", begin_s, "vLLM")
+        yield f"127.0.0.1:{port}"
+
+
+def _vllm_environment(thread_count: int) -> dict[str, str]:
+    environment = os.environ | {
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{thread_count - 1}",
+        "HF_HUB_OFFLINE": "1",
+    }
+    environment.pop("PYTHONPATH", None)
+    return environment
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@contextmanager
+def _running(command: list[str], environment: Mapping[str, str] | None = None) -> Iterator[None]:
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        cwd=tempfile.gettempdir(),  # outside the repository, whose packages shadow others
+        start_new_session=True,
+    )
     try:
         yield
     finally:
-        process.terminate()
+        os.killpg(process.pid, signal.SIGKILL)  # with its workers
         process.wait()
 
 
-def _wait_until_healthy(url: str, begin_s: float) -> None:
+def _wait_until_healthy(url: str, begin_s: float, what: str) -> None:
     while time.perf_counter() - begin_s < START_TIMEOUT_S:
         try:
             with urllib.request.urlopen(f"{url}/health", timeout=5):
                 return
         except OSError:
             time.sleep(0.02)
-    raise RuntimeError("llama.cpp's server did not become healthy")
+    raise RuntimeError(f"{what} did not become healthy")
 
 
 def _drive_vllm(work: dict[str, Any]) -> None:
@@ -127,13 +245,20 @@ def _drive_vllm(work: dict[str, Any]) -> None:
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found, unused-ignore]
 
     engine = LLM(
-        work["checkpoint"], dtype=work["precision"], max_model_len=2048, max_num_seqs=64, enable_prefix_caching=True, seed=0
+        work["checkpoint"],
+        dtype=work["precision"],
+        max_model_len=2048,
+        max_num_seqs=64,
+        enable_prefix_caching=True,
+        seed=0,
     )
 
     def ask_all(prompts: list[list[int]], count: int) -> float:
         sampling = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=True)
         sent_s = time.perf_counter()
-        answers = engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+        answers = engine.generate(
+            [{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False
+        )
         if any(len(answer.outputs[0].token_ids) != count for answer in answers):
             raise RuntimeError("vLLM generated another number of tokens")
         return time.perf_counter() - sent_s
@@ -176,10 +301,16 @@ def _write_gguf(checkpoint: Path, to: Path) -> None:
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     parts = {
-        "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
-        "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-        "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
-    }  # fmt: skip
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm",
+    }
     above = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
     for name, entry in header.items():
         if name == "__metadata__":
@@ -192,7 +323,10 @@ def _write_gguf(checkpoint: Path, to: Path) -> None:
             _, _, layer, part = stem.split(".", 3)
             target = f"blk.{layer}.{parts[part]}"
         if entry["dtype"] == "F32":
-            writer.add_tensor(f"{target}.weight", np.frombuffer(raw[start:end], np.float32).reshape(entry["shape"]))
+            writer.add_tensor(
+                f"{target}.weight",
+                np.frombuffer(raw[start:end], np.float32).reshape(entry["shape"]),
+            )
         elif len(entry["shape"]) == 1:  # llama.cpp requires norms in fp32
             bits = np.frombuffer(raw[start:end], np.uint16).astype(np.uint32) << 16
             writer.add_tensor(f"{target}.weight", bits.view(np.float32))

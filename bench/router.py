@@ -58,9 +58,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Dialogue:
-    """One conversation: its arrival and turns; the first begins with the application's system
-    prompt.
-    """
+    """One conversation; its first turn begins with the application's system prompt."""
 
     arrives_at_s: float
     turns: tuple[Turn, ...]
@@ -76,7 +74,9 @@ class Seen:
     loads_s: list[float] = field(default_factory=list)
 
 
-def make_trace(conversation_count: int, per_second: float, seed: int, turns: tuple[int, int] = TURNS) -> list[Dialogue]:
+def make_trace(
+    conversation_count: int, per_second: float, seed: int, turns: tuple[int, int] = TURNS
+) -> list[Dialogue]:
     """Return a trace, the same for every policy. turns: minimum and maximum of a conversation."""
     rng = random.Random(seed)
 
@@ -87,7 +87,10 @@ def make_trace(conversation_count: int, per_second: float, seed: int, turns: tup
     found, now_s = [], 0.0
     for _ in range(conversation_count):
         now_s += rng.expovariate(per_second)
-        said = [rng.choice(systems) + tokens(OWN_TOKENS), *(tokens(QUESTION_TOKENS) for _ in range(rng.randint(*turns) - 1))]
+        said = [
+            rng.choice(systems) + tokens(OWN_TOKENS),
+            *(tokens(QUESTION_TOKENS) for _ in range(rng.randint(*turns) - 1)),
+        ]
         spoken = [Turn(each, rng.randint(*ANSWER_TOKENS), rng.uniform(*PAUSE_S)) for each in said]
         found.append(Dialogue(now_s, tuple(spoken)))
     return found
@@ -102,7 +105,9 @@ async def converse(replicas: ReplicaSet, dialogue: Dialogue, number: int, seen: 
         if index:
             await asyncio.sleep(turn.pause_s)
         so_far += turn.token_ids
-        request = GenerationRequest(so_far, SamplingParams(), StopCriteria(turn.answer_token_count, ignore_eos=True))
+        request = GenerationRequest(
+            so_far, SamplingParams(), StopCriteria(turn.answer_token_count, ignore_eos=True)
+        )
         asked_at_s, answer = clock(), list[int]()
         async with streams.stream(replicas, request) as stream:
             async for event in stream:
@@ -117,9 +122,15 @@ async def run_policy(policy: str, trace: Iterable[Dialogue], replica_count: int)
     """Run the trace on new replicas."""
     directory: Path = bundled_models()[DEMO_MODEL_NAME]
     limits = EngineLimits(
-        context_window_tokens=131_072, step_token_count_max=8192, running_sequence_count_max=512, waiting_sequence_count_max=100_000
+        context_window_tokens=131_072,
+        step_token_count_max=8192,
+        running_sequence_count_max=512,
+        waiting_sequence_count_max=100_000,
     )
-    engines = [VirtualEngine(directory, f"replica {index}", CostModel(), limits) for index in range(replica_count)]
+    engines = [
+        VirtualEngine(directory, f"replica {index}", CostModel(), limits)
+        for index in range(replica_count)
+    ]
     replicas = [Replica(engine.model.name, engine) for engine in engines]
     loop, seen = asyncio.get_running_loop(), Seen()
     replica_set = ReplicaSet(engines[0].model, replicas, POLICIES[policy](), clock=loop.time)
@@ -129,8 +140,11 @@ async def run_policy(policy: str, trace: Iterable[Dialogue], replica_count: int)
         async with asyncio.TaskGroup() as conversations:
             for number, dialogue in enumerate(trace):
                 conversations.create_task(converse(replica_set, dialogue, number, seen))
-        told = replica_set.statistics()
-        seen.prompt_token_count, seen.cached_token_count = told.prompt_token_count, told.cached_token_count
+        statistics = replica_set.statistics()
+        seen.prompt_token_count, seen.cached_token_count = (
+            statistics.prompt_token_count,
+            statistics.cached_token_count,
+        )
         seen.loads_s = [engine.busy_s for engine in engines]
         await replica_set.close()
     return seen
@@ -149,8 +163,12 @@ def measure_one(policy: str, trace: list[Dialogue], replica_count: int) -> Seen:
 
 def measure_side_by_side(trace: list[Dialogue], replica_count: int) -> dict[str, Seen]:
     """Run all policies in parallel processes; with simulated time they do not affect each other."""
-    with ProcessPoolExecutor(min(len(POLICY_ORDER), os.cpu_count() or 1), mp_context=get_context("spawn")) as processes:
-        found = [processes.submit(measure_one, policy, trace, replica_count) for policy in POLICY_ORDER]
+    with ProcessPoolExecutor(
+        min(len(POLICY_ORDER), os.cpu_count() or 1), mp_context=get_context("spawn")
+    ) as processes:
+        found = [
+            processes.submit(measure_one, policy, trace, replica_count) for policy in POLICY_ORDER
+        ]
         return {policy: each.result() for policy, each in zip(POLICY_ORDER, found, strict=True)}
 
 
@@ -161,12 +179,17 @@ def mean(values: list[float]) -> float:
 
 def report(found: dict[str, Seen]) -> str:
     """Return the table and the main ratio."""
-    lines = [f"{'policy':<14}{'prefix hits':>12}{'TTFT mean':>12}{'p50':>10}{'p99':>11}{'busiest / mean':>17}"]
+    lines = [
+        f"{'policy':<14}{'prefix hits':>12}{'TTFT mean':>12}{'p50':>10}{'p99':>11}"
+        f"{'busiest / mean':>17}"
+    ]
     for policy, seen in found.items():
         ttfts, load = seen.ttfts_ms, mean(seen.loads_s)
+        hits = seen.cached_token_count / max(seen.prompt_token_count, 1)
         lines.append(
-            f"{policy:<14}{seen.cached_token_count / max(seen.prompt_token_count, 1):>12.1%}{mean(ttfts):>9,.0f} ms"
-            f"{percentile(ttfts, 50):>7,.0f} ms{percentile(ttfts, 99):>8,.0f} ms{max(seen.loads_s) / max(load, 1e-9):>17.2f}"
+            f"{policy:<14}{hits:>12.1%}{mean(ttfts):>9,.0f}"
+            f" ms{percentile(ttfts, 50):>7,.0f} ms{percentile(ttfts, 99):>8,.0f}"
+            f" ms{max(seen.loads_s) / max(load, 1e-9):>17.2f}"
         )
     ratio = mean(found["round_robin"].ttfts_ms) / max(mean(found["prefix_aware"].ttfts_ms), 1e-9)
     lines.append(f"mean TTFT of round_robin is {ratio:.1f} times that of prefix_aware")
@@ -175,17 +198,31 @@ def report(found: dict[str, Seen]) -> str:
 
 def main() -> None:
     """Run from the command line."""
-    parser = argparse.ArgumentParser(description="Compare the policies that place requests on replicas.")
+    parser = argparse.ArgumentParser(
+        description="Compare the policies that place requests on replicas."
+    )
     parser.add_argument("--replicas", type=int, default=8, help="simulated engines")
     parser.add_argument("--conversations", type=int, default=400, help="number of conversations")
     parser.add_argument("--rate", type=float, default=10.0, help="new conversations per second")
-    parser.add_argument("--turns", type=int, nargs=2, default=TURNS, metavar=("LEAST", "MOST"), help="of a conversation")
+    parser.add_argument(
+        "--turns",
+        type=int,
+        nargs=2,
+        default=TURNS,
+        metavar=("LEAST", "MOST"),
+        help="of a conversation",
+    )
     parser.add_argument("--seed", type=int, default=1, help="seed of the trace")
     arguments = parser.parse_args()
     began_s = time.monotonic()
-    trace = make_trace(arguments.conversations, arguments.rate, arguments.seed, tuple(arguments.turns))
+    trace = make_trace(
+        arguments.conversations, arguments.rate, arguments.seed, tuple(arguments.turns)
+    )
     request_count = sum(len(dialogue.turns) for dialogue in trace)
-    print(f"{arguments.replicas} replicas, {len(trace):,} conversations at {arguments.rate:g}/s, {request_count:,} requests")
+    print(
+        f"{arguments.replicas} replicas, {len(trace):,} conversations at {arguments.rate:g}/s,"
+        f" {request_count:,} requests"
+    )
     print(report(measure_side_by_side(trace, arguments.replicas)))
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     cpu_s = sum(each.ru_utime + each.ru_stime for each in used)

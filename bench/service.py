@@ -1,6 +1,7 @@
 """Reference workload through the whole service, against the bare engine in the same run.
 
     python -m bench.service [--shape demo|S|M|L] [--precision bfloat16] [--agents 50] [--rounds 3]
+        [--vllm-python VENV/bin/python] [--json PATH]
 
 Both get the same token ids on the same model with the same settings: the engine through
 `TorchEngine` in this process (with a worker process in both cases), the service through gRPC,
@@ -8,19 +9,26 @@ authentication, admission, queue, journal and settlement, with the billing worke
 this process. Rounds alternate, with fresh prompts each, so that neither uses the other's cached
 prefixes. `demo` is the bundled model, with steps so short that a machine of two cores is sensitive
 to every message; the shapes are those of `bench.engine`, random weights of realistic sizes.
+
+With `--vllm-python`, the engine is vLLM's CPU build behind its HTTP server, and the bare engine is
+that server with the same load over HTTP. Rounds then begin with each in turn, after one warm-up.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import functools
+import json
 import statistics
 import tempfile
 import time
-from collections.abc import Coroutine, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import aiohttp
 from weir_client import AsyncClient
 
 from api.cli.demo import OUTPUT_TOKENS, percentile, reference_prompts
@@ -28,9 +36,18 @@ from api.cli.stack import run_stack
 from api.core.settings import DEMO_MODEL_NAME, Settings
 from bench import engine_streams as streams
 from bench.engine import KV_CACHE_BYTES, Prompts
+from bench.peers import PeerMissing, vllm_serving, vllm_version
 from bench.shapes import SHAPES, write_checkpoint
+from common.cpus import usable_cpus
+from inference.adapters.torch_doctor import processor_name
 from inference.adapters.torch_engine import TorchEngine, TorchEngineSettings
-from inference.engine import GenerationRequest, SamplingParams, SequenceFinished, StopCriteria, TokensGenerated
+from inference.engine import (
+    GenerationRequest,
+    SamplingParams,
+    SequenceFinished,
+    StopCriteria,
+    TokensGenerated,
+)
 from inference.text.tokenizer import ChatMessage, Tokenizer
 
 Prompt = tuple[int, ...]
@@ -65,13 +82,46 @@ async def run_bare(engine: TorchEngine, prompts: Sequence[Prompt]) -> Run:
     return await timed(one(index, prompt) for index, prompt in enumerate(prompts))
 
 
+async def run_vllm(session: aiohttp.ClientSession, prompts: Sequence[Prompt]) -> Run:
+    """Send all prompts concurrently to vLLM's HTTP server."""
+
+    async def one(prompt: Prompt) -> tuple[int, float]:
+        body = {
+            "model": DEMO_MODEL_NAME,
+            "prompt": prompt,
+            "max_tokens": OUTPUT_TOKENS,
+            "ignore_eos": True,
+            "temperature": 0.0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        sent_at, ttft_ms, token_count = time.perf_counter(), 0.0, 0
+        async with session.post("/v1/completions", json=body) as answer:
+            answer.raise_for_status()
+            async for line in answer.content:
+                if not line.startswith(b"data: {"):
+                    continue
+                message = json.loads(line.removeprefix(b"data: "))
+                if message["choices"]:
+                    ttft_ms = ttft_ms or (time.perf_counter() - sent_at) * 1000
+                if message.get("usage"):
+                    token_count = message["usage"]["completion_tokens"]
+        return token_count, ttft_ms
+
+    return await timed(one(prompt) for prompt in prompts)
+
+
 async def run_service(client: AsyncClient, prompts: Sequence[Prompt]) -> Run:
     """Send all prompts concurrently through the service."""
 
     async def one(prompt: Prompt) -> tuple[int, float]:
         sent_at, ttft_ms, token_count = time.perf_counter(), 0.0, 0
         asked = client.generate(
-            DEMO_MODEL_NAME, token_ids=prompt, max_output_tokens=OUTPUT_TOKENS, ignore_eos=True, temperature=0.0
+            DEMO_MODEL_NAME,
+            token_ids=prompt,
+            max_output_tokens=OUTPUT_TOKENS,
+            ignore_eos=True,
+            temperature=0.0,
         )
         async with asked as stream:
             async for delta in stream:
@@ -87,29 +137,82 @@ async def timed(requests: Iterable[Coroutine[None, None, tuple[int, float]]]) ->
     """Run all requests concurrently; each returns its output tokens and its time to first token."""
     began_at = time.perf_counter()
     ends = await asyncio.gather(*requests)
-    return Run(sum(count for count, _ in ends) / (time.perf_counter() - began_at), [ttft_ms for _, ttft_ms in ends])
+    return Run(
+        sum(count for count, _ in ends) / (time.perf_counter() - began_at),
+        [ttft_ms for _, ttft_ms in ends],
+    )
 
 
 def demo_prompts(directory: Path, count: int) -> list[Prompt]:
     """Return the copilot's conversations as tokens of the bundled model."""
     tokenizer = Tokenizer(directory)
     return [
-        tokenizer.encode_chat([ChatMessage(message["role"], message["content"]) for message in prompt])
+        tokenizer.encode_chat(
+            [ChatMessage(message["role"], message["content"]) for message in prompt]
+        )
         for prompt in reference_prompts(directory, count)
     ]
 
 
-def model_and_prompts(arguments: argparse.Namespace, settings: Settings) -> tuple[Settings, list[Prompt]]:
+def model_and_prompts(
+    arguments: argparse.Namespace, settings: Settings
+) -> tuple[Settings, list[Prompt]]:
     """Return settings with the measured model, and prompts for all rounds."""
-    count = arguments.agents * arguments.rounds * 2
+    count = arguments.agents * (arguments.rounds + 1) * 2
     if arguments.shape == "demo":
         return settings, demo_prompts(settings.models[DEMO_MODEL_NAME], count)
-    directory = Path(tempfile.gettempdir()) / "weir-bench" / f"{arguments.shape}-{arguments.precision}"
+    directory = (
+        Path(tempfile.gettempdir()) / "weir-bench" / f"{arguments.shape}-{arguments.precision}"
+    )
     write_checkpoint(directory, SHAPES[arguments.shape], arguments.precision)
     settings = replace(
-        settings, models={DEMO_MODEL_NAME: directory}, engine_dtype=arguments.precision, kv_cache_bytes=KV_CACHE_BYTES
+        settings,
+        models={DEMO_MODEL_NAME: directory},
+        engine_dtype=arguments.precision,
+        kv_cache_bytes=KV_CACHE_BYTES,
     )
     return settings, [tuple(prompt) for prompt in Prompts(0).workload(count)]
+
+
+RunBare = Callable[[Sequence[Prompt]], Awaitable[Run]]
+
+
+@contextlib.asynccontextmanager
+async def engine_alone(settings: Settings) -> AsyncIterator[tuple[Settings, RunBare]]:
+    """Yield the settings of the service, and a function that runs prompts on the engine alone."""
+    engine = TorchEngine(
+        TorchEngineSettings(
+            directory=settings.models[DEMO_MODEL_NAME],
+            name=DEMO_MODEL_NAME,
+            compute_dtype=settings.compute_dtype,
+            kv_cache_bytes=settings.kv_cache_bytes,
+            torch_thread_count=settings.engine_thread_count,
+        )
+    )
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(engine.serve())
+        await engine.start()
+        yield settings, functools.partial(run_bare, engine)
+        await engine.close()
+
+
+@contextlib.asynccontextmanager
+async def vllm_alone(
+    settings: Settings, python: Path, precision: str
+) -> AsyncIterator[tuple[Settings, RunBare]]:
+    """Yield settings of a service in front of vLLM, and a function that runs prompts on vLLM."""
+    directory = settings.models[DEMO_MODEL_NAME]
+    with vllm_serving(
+        python, directory, precision, DEMO_MODEL_NAME, usable_cpus().count
+    ) as address:
+        targets = {DEMO_MODEL_NAME: f"openai+http://{address}"}
+        async with aiohttp.ClientSession(
+            f"http://{address}", timeout=aiohttp.ClientTimeout(total=None)
+        ) as session:
+            yield (
+                replace(settings, engine_backend="remote", remote_targets=targets),
+                functools.partial(run_vllm, session),
+            )
 
 
 async def measure(arguments: argparse.Namespace) -> None:
@@ -119,44 +222,77 @@ async def measure(arguments: argparse.Namespace) -> None:
     service: list[Run] = []
     with tempfile.TemporaryDirectory(prefix="weir-bench-") as home:
         settings = replace(settings, home=Path(home), database_url="", listen_address="127.0.0.1:0")
-        engine = TorchEngine(
-            TorchEngineSettings(
-                directory=settings.models[DEMO_MODEL_NAME],
-                name=DEMO_MODEL_NAME,
-                compute_dtype=settings.engine_dtype,
-                kv_cache_bytes=settings.kv_cache_bytes,
-                torch_thread_count=settings.engine_thread_count,
-            )
+        alone = (
+            vllm_alone(settings, arguments.vllm_python, arguments.precision)
+            if arguments.vllm_python
+            else engine_alone(settings)
         )
-        async with asyncio.TaskGroup() as tasks, run_stack(settings, lambda _: None) as stack:
-            tasks.create_task(engine.serve())
-            await engine.start()
+        async with alone as (served, run_alone), run_stack(served, lambda _: None) as stack:
             connection = stack.connection
-            async with AsyncClient(address=connection.address, api_key=connection.api_key) as client:
-                for index in range(arguments.rounds):
-                    first = prompts[2 * index * arguments.agents :][: 2 * arguments.agents]
-                    bare.append(await run_bare(engine, first[: arguments.agents]))
-                    service.append(await run_service(client, first[arguments.agents :]))
-            await engine.close()
-    for name, runs in (("bare engine", bare), ("whole service", service)):
+            async with AsyncClient(
+                address=connection.address, api_key=connection.api_key
+            ) as client:
+                # A round before the first, since vLLM compiles while it serves.
+                first_round = -1 if arguments.vllm_python else 0
+                for index in range(first_round, arguments.rounds):
+                    both = prompts[2 * (index + 1) * arguments.agents :]
+                    fresh = (both[: arguments.agents], both[arguments.agents :])
+                    if index % 2 and arguments.vllm_python:
+                        through = await run_service(client, fresh[1][: arguments.agents])
+                        direct = await run_alone(fresh[0])
+                    else:
+                        direct = await run_alone(fresh[0])
+                        through = await run_service(client, fresh[1][: arguments.agents])
+                    if index >= 0:
+                        bare.append(direct)
+                        service.append(through)
+    bare_name = "bare vLLM" if arguments.vllm_python else "bare engine"
+    names = {bare_name: bare, "whole service": service}
+    for name, runs in names.items():
         ttfts = [ttft_ms for run in runs for ttft_ms in run.ttfts_ms]
         rate = statistics.median(run.tokens_per_s for run in runs)
-        print(f"{name:14} {rate:8.1f} tokens/s   TTFT p50 {percentile(ttfts, 50):8.1f} ms   p99 {percentile(ttfts, 99):8.1f} ms")
-    ratios = [ours.tokens_per_s / alone.tokens_per_s for ours, alone in zip(service, bare, strict=True)]
+        print(
+            f"{name:14} {rate:8.1f} tokens/s   TTFT p50 {percentile(ttfts, 50):8.1f} ms   p99"
+            f" {percentile(ttfts, 99):8.1f} ms"
+        )
+    ratios = [
+        ours.tokens_per_s / alone.tokens_per_s for ours, alone in zip(service, bare, strict=True)
+    ]
     print(
-        f"the service reaches {statistics.median(ratios):.1%} of the bare engine's throughput"
-        f" ({arguments.rounds} rounds of {arguments.agents} agents: {min(ratios):.1%} to {max(ratios):.1%})"
+        f"the service reaches {statistics.median(ratios):.1%} of the {bare_name}'s throughput"
+        f" ({arguments.rounds} rounds of {arguments.agents} agents: {min(ratios):.1%} to"
+        f" {max(ratios):.1%})"
     )
+    if arguments.json:
+        written = {
+            "processor": processor_name(),
+            "arguments": {name: str(value) for name, value in vars(arguments).items()},
+            "ratio": statistics.median(ratios),
+            "rounds": {name: [asdict(run) for run in runs] for name, runs in names.items()},
+        }
+        arguments.json.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
 
 
 def main() -> None:
     """Run from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=("demo", *SHAPES), default="demo")
     parser.add_argument("--precision", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--agents", type=int, default=50)
     parser.add_argument("--rounds", type=int, default=3)
-    asyncio.run(measure(parser.parse_args()))
+    parser.add_argument("--vllm-python", type=lambda text: Path(text).absolute())
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    if arguments.vllm_python:
+        if arguments.shape == "demo":
+            parser.error("--vllm-python needs a --shape that vLLM supports: S, M or L")
+        try:
+            print(f"vLLM {vllm_version(arguments.vllm_python)}")
+        except PeerMissing as error:
+            parser.error(str(error))
+    asyncio.run(measure(arguments))
 
 
 if __name__ == "__main__":

@@ -59,9 +59,7 @@ class Shape:
 
     @property
     def decode_weight_count(self) -> int:
-        """Number of weights read by every decoding step: all but the input embedding, of which a
-        row is read.
-        """
+        """Number of weights that every decoding step reads: all except the input embedding."""
         per_layer = sum(rows * columns for rows, columns in self.layer_matrices.values())
         return self.layer_count * per_layer + VOCABULARY_SIZE * self.hidden_size
 
@@ -86,7 +84,9 @@ def write_checkpoint(directory: Path, shape: Shape, precision: Precision) -> Non
     directory.mkdir(parents=True, exist_ok=True)
     _write_tensors(directory / "model.safetensors", shape, precision)
     _tokenizer().save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}), encoding="utf-8")
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}), encoding="utf-8"
+    )
     done.write_text(json.dumps(_config(shape, precision), indent=2), encoding="utf-8")
 
 
@@ -103,14 +103,16 @@ def _tensor_shapes(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _write_tensors(path: Path, shape: Shape, precision: Precision) -> None:
-    """Write the safetensors format directly, since numpy lacks bfloat16: header length, header,
-    tensors.
-    """
+    """Write the safetensors format directly, since numpy lacks bfloat16."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     float_bytes, end = {"float32": 4, "bfloat16": 2}[precision], 0
     for name, sizes in _tensor_shapes(shape):
         start, end = end, end + float_bytes * math.prod(sizes)
-        header[name] = {"dtype": {"float32": "F32", "bfloat16": "BF16"}[precision], "shape": sizes, "data_offsets": [start, end]}
+        header[name] = {
+            "dtype": {"float32": "F32", "bfloat16": "BF16"}[precision],
+            "shape": sizes,
+            "data_offsets": [start, end],
+        }
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)
     rng = np.random.default_rng(0)
@@ -121,9 +123,7 @@ def _write_tensors(path: Path, shape: Shape, precision: Precision) -> None:
 
 
 def _values(rng: np.random.Generator, name: str, sizes: tuple[int, ...]) -> npt.NDArray[np.float32]:
-    """Return norms of one, embeddings of spread 1, and matrices that preserve the spread of their
-    input.
-    """
+    """Return norms of one, embeddings of spread 1, matrices that preserve spread."""
     if len(sizes) == 1:
         return np.ones(sizes, dtype=np.float32)
     spread = 1.0 if name == "model.embed_tokens.weight" else sizes[1] ** -0.5
@@ -168,7 +168,9 @@ def _tokenizer() -> Tokenizer:
     letters = [letter for letter in alphabet if letter.isascii() and letter.isalpha()]
     names = [*SPECIAL_TOKENS, *alphabet]
     names += [first + second for first in letters for second in letters]
-    names += [first + second + third for first in letters for second in letters for third in letters]
+    names += [
+        first + second + third for first in letters for second in letters for third in letters
+    ]
     vocabulary = {name: index for index, name in enumerate(names[:VOCABULARY_SIZE])}
     tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,6 +1,7 @@
 """Duration of the parts of a decoding step: the native decoder, and the Python around it.
 
-    python -m bench.steps [--shape M] [--precision bfloat16] [--sequences 50] [--context 100] [--steps 200]
+    python -m bench.steps [--shape M] [--precision bfloat16] [--sequences 50] [--context 100]
+    [--steps 200]
 
 Engine core and report encoding in this process, as the engine worker runs them, without the API.
 Prints medians over the steps; the overhead is the step without the decoder call.
@@ -19,8 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from bench.shapes import SHAPES, VOCABULARY_SIZE, write_checkpoint
+from common.cpus import usable_cpus
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the engine host: torch's threads would spin on the cores of the decoder
+# As in the engine host: torch's threads would spin on the cores of the decoder.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 
@@ -28,6 +31,7 @@ from inference.core.engine_core import EngineCore
 from inference.core.options import EngineOptions
 from inference.engine import GenerationRequest, SamplingParams, StopCriteria
 from inference.limits import EngineLimits
+from inference.native.decoder import NativeDecoder
 from inference.workers.protocol import StepReport, encode
 
 WARM_UP_STEPS = 20
@@ -47,7 +51,9 @@ class Clock:
             try:
                 return function(*arguments)
             finally:
-                self.spent_ms[name] = self.spent_ms.get(name, 0.0) + (time.perf_counter() - began_s) * 1e3
+                self.spent_ms[name] = (
+                    self.spent_ms.get(name, 0.0) + (time.perf_counter() - began_s) * 1e3
+                )
 
         return run
 
@@ -55,12 +61,22 @@ class Clock:
 def open_core(arguments: argparse.Namespace, checkpoint: Path) -> EngineCore:
     """Return a core in which every sequence decodes."""
     limits = EngineLimits(2048, running_sequence_count_max=max(arguments.sequences, 64))
-    core = EngineCore(EngineOptions(str(checkpoint), limits, arguments.precision, 2 << 30))
+    options = EngineOptions(
+        str(checkpoint), limits, arguments.precision, 2 << 30, draft_token_count_max=0
+    )
+    core = EngineCore(options)
     for number in range(arguments.sequences):
-        prompt = tuple((number * 31 + position * 7) % (VOCABULARY_SIZE - 16) + 16 for position in range(arguments.context))
-        stop = StopCriteria(arguments.steps + 2 * WARM_UP_STEPS + arguments.sequences, ignore_eos=True)
+        prompt = tuple(
+            (number * 31 + position * 7) % (VOCABULARY_SIZE - 16) + 16
+            for position in range(arguments.context)
+        )
+        stop = StopCriteria(
+            arguments.steps + 2 * WARM_UP_STEPS + arguments.sequences, ignore_eos=True
+        )
         core.add(number, GenerationRequest(prompt, SamplingParams(), stop))
-    while core.scheduler.waiting or any(sequence.uncomputed_token_count > 1 for sequence in core.scheduler.running):
+    while core.scheduler.waiting or any(
+        sequence.uncomputed_token_count > 1 for sequence in core.scheduler.running
+    ):
         core.step()
     return core
 
@@ -68,12 +84,16 @@ def open_core(arguments: argparse.Namespace, checkpoint: Path) -> EngineCore:
 def measure(core: Any, step_count: int) -> list[dict[str, float]]:
     """Return the duration of each step, in ms by part."""
     clock, runner, scheduler = Clock(), core._runner, core.scheduler  # private parts, so untyped
-    runner._decode = clock.timed("decoder and its input", runner._decode)
-    native = runner._native
-    if native is not None:
+    decoder = runner._decoder
+    decoder.forward = clock.timed("decoder and its input", decoder.forward)
+    if isinstance(decoder, NativeDecoder):
+        native: Any = decoder
         library, forward = native._library, native._library.weir_decoder_forward
         native._library = type("Timed", (), {})()
-        native._library.__dict__ |= {"weir_decoder_forward": clock.timed("decoder", forward), "library": library}
+        native._library.__dict__ |= {
+            "weir_decoder_forward": clock.timed("decoder", forward),
+            "library": library,
+        }
     for name in ("schedule", "commit", "check_conservation"):
         setattr(scheduler, name, clock.timed(name, getattr(scheduler, name)))
     step = clock.timed("step", core.step)
@@ -86,7 +106,9 @@ def measure(core: Any, step_count: int) -> list[dict[str, float]]:
         clock.spent_ms.clear()
         report(step())
         spent = dict(clock.spent_ms)
-        spent["overhead"] = spent["step"] + spent["report"] - spent.get("decoder", spent["decoder and its input"])
+        spent["overhead"] = (
+            spent["step"] + spent["report"] - spent.get("decoder", spent["decoder and its input"])
+        )
         if index >= WARM_UP_STEPS:
             rows.append(spent)
     return rows
@@ -94,14 +116,18 @@ def measure(core: Any, step_count: int) -> list[dict[str, float]]:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m bench.steps", description=__doc__.split("\n", 1)[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.steps", description=__doc__.split("\n", 1)[0] if __doc__ else None
+    )
     parser.add_argument("--shape", choices=SHAPES, default="M")
     parser.add_argument("--precision", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--sequences", type=int, default=50)
     parser.add_argument("--context", type=int, default=100)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--checkpoints", type=Path, default=Path(tempfile.gettempdir()) / "weir-bench")
+    parser.add_argument("--threads", type=int, default=usable_cpus().count)
+    parser.add_argument(
+        "--checkpoints", type=Path, default=Path(tempfile.gettempdir()) / "weir-bench"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     checkpoint = arguments.checkpoints / f"{arguments.shape}-{arguments.precision}"

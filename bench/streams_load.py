@@ -65,18 +65,31 @@ class Seen:
     failures: list[str] = field(default_factory=list)
 
 
-def start_message(load: Load, token_count: int, request_count: int = 1, prefetch_tokens: int = 0) -> pb.GenerateRequest:
+def start_message(
+    load: Load, token_count: int, request_count: int = 1, prefetch_tokens: int = 0
+) -> pb.GenerateRequest:
     """Return one message with that many starts."""
-    start = pb.StartFrame(model=load.model, text=load.prompt, max_output_tokens=token_count, ignore_eos=True)
+    start = pb.StartFrame(
+        model=load.model, text=load.prompt, max_output_tokens=token_count, ignore_eos=True
+    )
     if prefetch_tokens:
         start.initial_credit_tokens = prefetch_tokens
-    return pb.GenerateRequest(frames=[pb.ClientFrame(request_id=str(uuid.uuid4()), start=start) for _ in range(request_count)])
+    return pb.GenerateRequest(
+        frames=[
+            pb.ClientFrame(request_id=str(uuid.uuid4()), start=start) for _ in range(request_count)
+        ]
+    )
 
 
 def grants(used: Counter[str], prefetch_tokens: int) -> list[pb.ClientFrame]:
     """Return credit for the requests that have used half of theirs."""
-    due = [request_id for request_id, token_count in used.items() if 2 * token_count >= prefetch_tokens]
-    return [pb.ClientFrame(request_id=each, credit=pb.CreditFrame(token_count=used.pop(each))) for each in due]
+    due = [
+        request_id for request_id, token_count in used.items() if 2 * token_count >= prefetch_tokens
+    ]
+    return [
+        pb.ClientFrame(request_id=each, credit=pb.CreditFrame(token_count=used.pop(each)))
+        for each in due
+    ]
 
 
 class Client:
@@ -90,13 +103,14 @@ class Client:
         self._all_begun = asyncio.Event()
 
     async def run(self) -> Seen:
-        """Bring all streams to decoding, then count; print a line at the begin and the end of
-        counting.
-        """
+        """Bring all streams to decoding, then count; print a line at begin and end."""
         load = self._load
         async with asyncio.TaskGroup() as tasks:
             calls = 1 if load.shared else load.stream_count
-            streams = [tasks.create_task(self._decode(load.stream_count if load.shared else 1)) for _ in range(calls)]
+            streams = [
+                tasks.create_task(self._decode(load.stream_count if load.shared else 1))
+                for _ in range(calls)
+            ]
             await self._all_begun.wait()
             await asyncio.sleep(load.warm_up_s)
             self._counting, cpu = True, time.process_time()
@@ -117,7 +131,11 @@ class Client:
         async with self._channel() as channel:
             call = self._open(channel)
             prefetch_tokens, used = self._load.prefetch_tokens, Counter[str]()
-            await call.write(start_message(self._load, LONG_TOKENS, request_count, prefetch_tokens).SerializeToString())
+            await call.write(
+                start_message(
+                    self._load, LONG_TOKENS, request_count, prefetch_tokens
+                ).SerializeToString()
+            )
             last = 0.0
             while (data := await call.read()) is not grpc.aio.EOF:
                 message, now = pb.GenerateResponse.FromString(data), time.perf_counter()
@@ -141,17 +159,19 @@ class Client:
                 if prefetch_tokens and (granted := grants(used, prefetch_tokens)):
                     await call.write(pb.GenerateRequest(frames=granted).SerializeToString())
                 if ended_count:
-                    await call.write(start_message(self._load, LONG_TOKENS, ended_count, prefetch_tokens).SerializeToString())
+                    await call.write(
+                        start_message(
+                            self._load, LONG_TOKENS, ended_count, prefetch_tokens
+                        ).SerializeToString()
+                    )
             raise ConnectionError(f"the stream ended: {await call.details()}")
 
     async def _probe(self) -> None:
-        """Request short answers on a separate stream, one after the other, for the time to first
-        token.
-        """
+        """Request short answers on a separate stream, for the time to first token."""
         async with self._channel() as channel:
             call = self._open(channel)
             while True:
-                # The last answer ended with a step
+                # The last answer ended with a step.
                 await asyncio.sleep(random.random() * self._load.step_s)
                 sent_at, first = time.perf_counter(), True
                 await call.write(start_message(self._load, PROBE_TOKENS).SerializeToString())
@@ -172,7 +192,9 @@ class Client:
             self._all_begun.set()
 
     def _channel(self) -> grpc.aio.Channel:
-        return grpc.aio.insecure_channel(self._load.address, (("grpc.use_local_subchannel_pool", 1),))
+        return grpc.aio.insecure_channel(
+            self._load.address, (("grpc.use_local_subchannel_pool", 1),)
+        )
 
     def _open(self, channel: grpc.aio.Channel) -> Any:
         open_stream: Any = channel.stream_stream(METHOD)  # no serializers: bytes in both directions
@@ -201,14 +223,21 @@ class Echo:
         seqs: dict[str, int] = {}
         joined = asyncio.Event()
         admitted = pb.AdmittedFrame(input_token_count=25, price_version=1)
-        finished = pb.FinishedFrame(usage=types_pb2.Usage(input_token_count=25), timings=types_pb2.Timings(total_ms=1.0))
+        finished = pb.FinishedFrame(
+            usage=types_pb2.Usage(input_token_count=25), timings=types_pb2.Timings(total_ms=1.0)
+        )
 
         async def read() -> None:
             async for message in requests:
-                frames = [pb.ServerFrame(request_id=frame.request_id, admitted=admitted) for frame in message.frames]
+                frames = [
+                    pb.ServerFrame(request_id=frame.request_id, admitted=admitted)
+                    for frame in message.frames
+                ]
                 await context.write(pb.GenerateResponse(frames=frames))
                 await self._step.wait()  # the current step began before these requests
-                left.update({frame.request_id: frame.start.max_output_tokens for frame in message.frames})
+                left.update(
+                    {frame.request_id: frame.start.max_output_tokens for frame in message.frames}
+                )
                 joined.set()
 
         async with asyncio.TaskGroup() as tasks:
@@ -236,7 +265,9 @@ async def serve_echo(step_s: float) -> None:
     handler = grpc.stream_stream_rpc_method_handler(
         echo.answer, pb.GenerateRequest.FromString, pb.GenerateResponse.SerializeToString
     )
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("weir.v1.InferenceService", {"Generate": handler}),))
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler("weir.v1.InferenceService", {"Generate": handler}),)
+    )
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     print(f"127.0.0.1:{port}", flush=True)
@@ -249,7 +280,11 @@ def main() -> None:
         if sys.argv[1] == "echo":
             runner.run(serve_echo(**json.loads(sys.argv[2])))
         else:
-            print(json.dumps(dataclasses.asdict(runner.run(Client(Load(**json.loads(sys.argv[2]))).run()))))
+            print(
+                json.dumps(
+                    dataclasses.asdict(runner.run(Client(Load(**json.loads(sys.argv[2]))).run()))
+                )
+            )
 
 
 if __name__ == "__main__":

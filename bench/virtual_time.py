@@ -51,8 +51,13 @@ class VirtualEngine:
     """Simulated core in this process on the loop's time; implements `Engine`."""
 
     def __init__(self, directory: Path, name: str, cost: CostModel, limits: EngineLimits) -> None:
-        """directory: a checkpoint's, for its tokenizer. Needs the running loop."""
-        info = read_model_info(directory, name=name, engine="simulated", context_window_tokens_max=limits.context_window_tokens)
+        """directory: checkpoint of the tokenizer. Needs the running loop."""
+        info = read_model_info(
+            directory,
+            name=name,
+            engine="simulated",
+            context_window_tokens_max=limits.context_window_tokens,
+        )
         self.model = replace(info, continues_output=True)
         self._clock = asyncio.get_running_loop().time
         options = EngineOptions(str(directory), limits, simulation=cost)
@@ -77,7 +82,9 @@ class VirtualEngine:
             self.busy_s += self._step_s
             await asyncio.sleep(self._step_s)  # results are available at the end of the step
             for number, event in events:
-                assert not isinstance(event, SequenceRefused), "no request here has a response format"
+                assert not isinstance(event, SequenceRefused), (
+                    "no request here has a response format"
+                )
                 if (sequence := self._sequences.get(number)) is None:
                     continue
                 request = sequence.request
@@ -87,7 +94,9 @@ class VirtualEngine:
                     sequence.outputs[0] += event.token_ids
                 if isinstance(event, SequenceFinished):
                     del self._sequences[number]
-                    self._hint.note((*request.prompt_token_ids, *sequence.outputs[0][:-1]), request.cache_salt)
+                    self._hint.note(
+                        (*request.prompt_token_ids, *sequence.outputs[0][:-1]), request.cache_salt
+                    )
                 sequence.tell(event)
 
     async def start(self) -> None:
@@ -127,7 +136,9 @@ class VirtualEngine:
 
     def condition(self) -> EngineCondition:
         """Implement `Engine.condition`."""
-        return EngineCondition(EngineState.CLOSED if self._closed else EngineState.READY, loading_fraction=1.0)
+        return EngineCondition(
+            EngineState.CLOSED if self._closed else EngineState.READY, loading_fraction=1.0
+        )
 
     async def close(self) -> None:
         """Implement `Engine.close`; call it only when nothing is running."""

@@ -1,0 +1,525 @@
+"""Weir's HTTP API beside LiteLLM's proxy on one workload: CPU, added latency, limits, lost records.
+
+    python -m bench.http_peers [--litellm PYTHON] [--seconds 6] [--json FILE]
+    [--directory /dev/shm]
+
+`--litellm` is the interpreter of an environment with `litellm[proxy]`, which is not a dependency.
+Each gateway has a core of its own. The other core has the client, PostgreSQL, Weir's engine worker
+and the upstream: a server that takes `--step-ms` per token. Weir uses it as a remote engine; the
+row "simulated" is Weir with its simulated engine of the same speed instead.
+
+1. Answers of 16 tokens, whole and streamed, on `--connections` connections: requests per second of
+   CPU, of the process that serves HTTP, and of all processes of the gateway.
+2. Time to the first token on one connection, beyond that of the upstream itself.
+3. A burst of 500 requests of one key with a limit of 100: how many are served. LiteLLM has its
+   limits from a custom authentication function, since its keys need its database; two processes
+   share a Redis server, or Weir's database.
+4. `kill -9` under load: complete responses without a usage record. LiteLLM's records are those of
+   its `generic_api` callback, since its spend logs need its database.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import psycopg
+
+from api.core.endpoint import forget_endpoint, read_endpoint
+from api.core.settings import Settings, bundled_models
+from bench.admission import server
+from bench.front import api_process, create_keys, on_core, wait_for
+from bench.http_peers_load import MODEL, TOKEN
+from bench.processes import claim_cores, cpu_s
+from inference.core.options import CostModel
+from inference.text.tokenizer import Tokenizer
+from metering.store.db import psycopg_conninfo
+from metering.store.migrations_runner import migrate
+from metering.tenants.tenants import prefix_of
+
+OUTPUT_TOKENS = 16
+PROMPT = " ".join(["hotel"] * 25)
+BURST, LIMIT = 500, 100
+KILL_TRIALS, KILL_AFTER_COUNT = 3, 500
+SINK_WAIT_S = 1.0  # for records that LiteLLM sent before it was killed
+START_MAX_S = 120.0
+MINUTE_LEFT_MIN_S = 20.0  # a burst must not reach into the next minute
+MASTER_KEY = "sk-bench"
+LIMITS = {"requests": "requests_per_minute", "tokens": "tokens_per_minute"}
+# Keys of LiteLLM's burst, by prefix; its documentation has such functions as `custom_auth`.
+CUSTOM_AUTH = """
+from litellm.proxy._types import UserAPIKeyAuth
+
+LIMITS = {limits}
+
+async def authenticate(request, api_key):
+    return UserAPIKeyAuth(api_key=api_key, **LIMITS[api_key.split("-")[1]])
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """Gateway under test. serving, others: ids of the processes that serve HTTP, and of the rest.
+
+    name: in the table. body: parameters that only this gateway gets.
+    """
+
+    name: str
+    ports: Sequence[int]
+    key: str
+    serving: Callable[[], list[int]]
+    others: Callable[[], list[int]] = list
+    body: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """Requests per second in one case, and CPU per request in µs.
+
+    serving_us: of the process that serves HTTP; total_us: of all processes of the gateway.
+    """
+
+    requests_per_s: float
+    serving_us: float
+    total_us: float
+
+    @property
+    def per_core(self) -> float:
+        """Requests per second of CPU of the serving process."""
+        return 1e6 / self.serving_us
+
+
+@dataclass(frozen=True, slots=True)
+class Cores:
+    """Cores of the gateway, and of everything else."""
+
+    own: int
+    other: int
+
+
+def free_port() -> int:
+    """Return a port that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def started(
+    cores: Cores, command: Sequence[str], port: int, log: Path, **options: Any
+) -> Iterator[list[int]]:
+    """Run a server on the gateway's core until it accepts connections; yield its process ids."""
+    with log.open("wb") as out:
+        process = on_core(cores.own, command, stdout=out, stderr=out, **options)
+
+    def accepts() -> bool | None:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+            return True
+        return None
+
+    try:
+        wait_for(accepts, process, log)
+        yield [process.pid]
+    finally:
+        process.kill()
+        process.wait()
+
+
+@contextlib.contextmanager
+def upstream(step_s: float) -> Iterator[int]:
+    """Run the upstream beside this process; yield its port."""
+    tokenizer = Tokenizer(next(iter(bundled_models().values())))
+    load = {"step_s": step_s, "token_id": tokenizer.encode(TOKEN)[0]}
+    command = [sys.executable, "-m", "bench.http_peers_load", "upstream", json.dumps(load)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        try:
+            yield int(process.stdout.readline())
+        finally:
+            process.kill()
+
+
+@contextlib.contextmanager
+def weir(
+    cores: Cores, settings: Mapping[str, Any], key: str, name: str = "Weir", process_count: int = 1
+) -> Iterator[Running]:
+    """Run api processes; `settings` have the database and the engine."""
+    with contextlib.ExitStack() as stack:
+        ports: list[int] = []
+        parts: list[Mapping[str, Callable[[], list[int]]]] = []
+        for index in range(process_count):
+            home = Path(settings["home"], str(index))
+            home.mkdir(exist_ok=True)
+            forget_endpoint(home)  # a killed process leaves its address
+            each = Settings(**{**settings, "home": home})
+            _, processes = stack.enter_context(api_process(each, cores.own, cores.other, None))
+            ports.append(urlsplit(read_endpoint(home).openai_url).port or 0)
+            parts.append(processes)
+        yield Running(
+            name,
+            ports,
+            key,
+            lambda: [pid for each in parts for pid in each["api"]()],
+            lambda: [pid for each in parts for pid in each["engine"]()] + parts[0]["postgres"](),
+            body={"ignore_eos": True},  # the simulated engine's answers end by themselves
+        )
+
+
+def weir_settings(url: str, home: Path, engine: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of an api process."""
+    return {
+        "database_url": url,
+        "home": home,
+        "listen_address": "127.0.0.1:0",
+        "models": {MODEL: next(iter(bundled_models().values()))},
+        **engine,
+    }
+
+
+@contextlib.contextmanager
+def litellm(
+    cores: Cores, python: Path, upstream_port: int, *, more: str = "", process_count: int = 1
+) -> Iterator[Running]:
+    """Run LiteLLM's proxy as its page on production advises. more: lines of its configuration."""
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="weir-bench-")))
+        tokens_max = LIMIT * (len(PROMPT.split()) + OUTPUT_TOKENS)
+        limits = {"requests": {"rpm_limit": LIMIT}, "tokens": {"tpm_limit": tokens_max}}
+        (folder / "limits.py").write_text(CUSTOM_AUTH.format(limits=limits))
+        (folder / "config.yaml").write_text(
+            f"""
+model_list:
+  - model_name: {MODEL}
+    litellm_params:
+      {{model: openai/{MODEL}, api_base: "http://127.0.0.1:{upstream_port}/v1", api_key: none}}
+litellm_settings: {{num_retries: 0, telemetry: false{more}
+"""
+        )
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        environment |= {
+            "LITELLM_MASTER_KEY": MASTER_KEY,
+            "LITELLM_LOG": "ERROR",
+            "LITELLM_MODE": "PRODUCTION",
+            "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+            "GENERIC_LOGGER_ENDPOINT": f"http://127.0.0.1:{upstream_port}/records",
+        }
+        ports, pids = [free_port() for _ in range(process_count)], []
+        for port in ports:
+            command = [str(python.parent / "litellm"), "--config", "config.yaml"]
+            command += ["--host", "127.0.0.1", "--port", str(port)]
+            log = folder / f"{port}.log"
+            pids += stack.enter_context(
+                started(cores, command, port, log, cwd=folder, env=environment)
+            )
+        yield Running("LiteLLM", ports, MASTER_KEY, lambda: pids)
+
+
+def client(gateway: Running, mode: str, **more: Any) -> subprocess.Popen[str]:
+    """Start the client on this process's core."""
+    load = {
+        "ports": list(gateway.ports),
+        "headers": {"authorization": f"Bearer {gateway.key}"},
+        "body": dict(gateway.body),
+        "mode": mode,
+        "output_tokens": OUTPUT_TOKENS,
+        "prompt": PROMPT,
+    }
+    command = [sys.executable, "-m", "bench.http_peers_load", "client", json.dumps(load | more)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def seen_by(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """Return the measurements of a client. Raises: RuntimeError if a request failed."""
+    out, _ = process.communicate()
+    seen: dict[str, Any] = json.loads(out.splitlines()[-1]) if out else {"failures": ["no output"]}
+    if seen["failures"]:
+        raise RuntimeError(f"{len(seen['failures'])} failures, the first: {seen['failures'][0]}")
+    return seen
+
+
+def rate(gateway: Running, connection_count: int, seconds: float, *, streams: bool) -> Rate:
+    """Measure consecutive requests on many connections."""
+    load = {"connection_count": connection_count, "seconds": seconds, "streams": streams}
+    process = client(gateway, "rate", **load)
+    assert process.stdout is not None
+    marks = []
+    for _ in range(2):
+        process.stdout.readline()  # "begin", then "end"
+        marks.append((cpu_s(gateway.serving()), cpu_s(gateway.others())))
+    seen = seen_by(process)
+    serving_us, others_us = (
+        (after - before) * 1e6 / seen["request_count"] for before, after in zip(*marks, strict=True)
+    )
+    return Rate(seen["request_count"] / seen["wall_s"], serving_us, serving_us + others_us)
+
+
+def ttft_ms(gateway: Running, seconds: float) -> float:
+    """Return the median time to the first token on one connection that is idle between requests."""
+    load = {"connection_count": 1, "seconds": seconds, "streams": True, "pause_s": 0.01}
+    return float(statistics.median(seen_by(client(gateway, "rate", **load))["ttft_ms"]))
+
+
+def burst(gateway: Running) -> int:
+    """Return the number of requests of a burst that are served."""
+    if (left_s := 60 - time.time() % 60) < MINUTE_LEFT_MIN_S:
+        time.sleep(left_s + 0.5)
+    seen = seen_by(client(gateway, "burst", connection_count=BURST))
+    refused = {status: count for status, count in seen["statuses"].items() if status != "200"}
+    if set(refused) - {"429"}:
+        print(f"{gateway.name}: other statuses in the burst: {refused}")
+    return int(seen["statuses"].get("200", 0))
+
+
+def delivered_until_kill(gateway: Running, connection_count: int) -> list[str]:
+    """Kill the gateway under load; return the ids of the complete responses."""
+    load = {"connection_count": connection_count, "delivered_count": KILL_AFTER_COUNT}
+    process = client(gateway, "delivered", **load)
+    assert process.stdout is not None
+    process.stdout.readline()
+    for pid in gateway.serving():
+        os.kill(pid, signal.SIGKILL)
+    return list(seen_by(process)["delivered"])
+
+
+def weir_lost(cores: Cores, settings: Mapping[str, Any], key: str) -> tuple[int, int]:
+    """Return the numbers of complete responses and of those without a usage event."""
+    with weir(cores, settings, key) as gateway:
+        delivered = delivered_until_kill(gateway, 16)
+    with (
+        weir(cores, settings, key),  # a new process reads the journal
+        psycopg.connect(psycopg_conninfo(settings["database_url"])) as connection,
+    ):
+        deadline, known = time.monotonic() + START_MAX_S, -1
+        while known < len(delivered) and time.monotonic() < deadline:
+            row = connection.execute(
+                "SELECT count(DISTINCT request_id) FROM usage_events WHERE request_id = ANY(%s)",
+                (delivered,),
+            ).fetchone()
+            assert row is not None
+            if known == (known := row[0]):
+                break  # nothing more comes
+            connection.rollback()
+            time.sleep(SINK_WAIT_S)
+    return len(delivered), len(delivered) - known
+
+
+def litellm_lost(cores: Cores, python: Path, upstream_port: int) -> tuple[int, int]:
+    """Return the numbers of complete responses and of those whose record was not sent."""
+    with litellm(cores, python, upstream_port, more=', callbacks: ["generic_api"]}') as gateway:
+        delivered = delivered_until_kill(gateway, 16)
+    time.sleep(SINK_WAIT_S)
+    with urllib.request.urlopen(f"http://127.0.0.1:{upstream_port}/records") as answer:
+        known = set(json.load(answer))
+    return len(delivered), len(set(delivered) - known)
+
+
+def limit_key(database_url: str, dimension: str, prompt_tokens: int) -> str:
+    """Create a key with a limit for 100 requests of the burst; return its secret."""
+    [secret] = create_keys(database_url, 1)
+    tokens = dimension == LIMITS["tokens"]
+    limit = LIMIT * (prompt_tokens + OUTPUT_TOKENS) if tokens else LIMIT
+    with psycopg.connect(psycopg_conninfo(database_url)) as connection:
+        connection.execute(
+            "UPDATE quotas SET limit_value = %s WHERE dimension = %s AND subject_id IN"
+            " (SELECT id FROM api_keys WHERE prefix = %s UNION"
+            "  SELECT project_id FROM api_keys WHERE prefix = %s)",
+            (limit, dimension, prefix_of(secret), prefix_of(secret)),
+        )
+    return secret
+
+
+def prompt_token_count(gateway: Running) -> int:
+    """Return the number of tokens of the prompt that a gateway counts."""
+    messages = [{"role": "user", "content": PROMPT}]
+    body = json.dumps({"model": MODEL, "messages": messages, "max_tokens": OUTPUT_TOKENS})
+    headers = {"authorization": f"Bearer {gateway.key}"}
+    url = f"http://127.0.0.1:{gateway.ports[0]}/v1/chat/completions"
+    with urllib.request.urlopen(urllib.request.Request(url, body.encode(), headers)) as answer:
+        return int(json.load(answer)["usage"]["prompt_tokens"])
+
+
+@contextlib.contextmanager
+def redis() -> Iterator[int | None]:
+    """Run a Redis server beside this process; yield its port, or None without one."""
+    if (binary := shutil.which("redis-server")) is None:
+        print("redis-server is missing: LiteLLM is not measured with two processes")
+        yield None
+        return
+    port = free_port()
+    command = [binary, "--port", str(port), "--save", "", "--appendonly", "no"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        try:
+            yield port
+        finally:
+            process.kill()
+
+
+Figures = dict[str, dict[str, Any]]
+
+
+def measure_speed(
+    gateway: Running, options: argparse.Namespace, direct_ms: float
+) -> dict[str, Any]:
+    """Measure whole and streamed answers and the time to the first token; print a line."""
+    measured: dict[str, Any] = {}
+    line = f"{gateway.name:<18}"
+    for name in ("whole", "streamed"):
+        found = rate(gateway, options.connections, options.seconds, streams=name == "streamed")
+        measured[name] = asdict(found) | {"per_core": found.per_core}
+        line += (
+            f"{found.requests_per_s:>9,.0f} {found.per_core:>9,.0f} {1e6 / found.total_us:>9,.0f}"
+        )
+    measured["ttft_added_ms"] = ttft_ms(gateway, options.seconds) - direct_ms
+    print(f"{line}{measured['ttft_added_ms']:>10.1f}", flush=True)
+    return measured
+
+
+def measure(options: argparse.Namespace, url: str, cores: Cores) -> Figures:
+    """Measure every gateway, print the tables, and return the figures."""
+    migrate(url)
+    [key] = create_keys(url, 1)
+    figures: Figures = {}
+    print(f"{'':<18}{'whole/s':>9} {'per core':>9} {'all CPU':>9}", end="")
+    print(f"{'stream/s':>9} {'per core':>9} {'all CPU':>9}{'TTFT +ms':>10}")
+    step_s = options.step_ms / 1000
+    with contextlib.ExitStack() as stack:
+        port = stack.enter_context(upstream(step_s))
+        home = stack.enter_context(
+            tempfile.TemporaryDirectory(prefix="weir-bench-", dir=options.directory)
+        )
+        engine = {
+            "engine_backend": "remote",
+            "remote_targets": {MODEL: f"openai+http://127.0.0.1:{port}/{MODEL}"},
+        }
+        remote = weir_settings(url, Path(home, "remote"), engine)
+        engine = {
+            "engine_device": "simulated",
+            "simulated_time_scale": options.step_ms / CostModel().weights_ms,
+        }
+        simulated = weir_settings(url, Path(home, "simulated"), engine)
+        for each in (remote, simulated):
+            each["home"].mkdir()
+        direct_ms = ttft_ms(Running("upstream", [port], "none", list), options.seconds)
+
+        with weir(cores, remote, key) as gateway:
+            prompt_tokens = prompt_token_count(gateway)
+            figures["Weir"] = measure_speed(gateway, options, direct_ms)
+        with weir(cores, simulated, key, "Weir, simulated") as gateway:
+            figures[gateway.name] = measure_speed(gateway, options, direct_ms)
+        if options.litellm:
+            with litellm(cores, options.litellm, port, more="}") as gateway:
+                figures["LiteLLM"] = measure_speed(gateway, options, direct_ms)
+        for name in ("whole", "streamed") if options.litellm else ():
+            ratio = figures["Weir"][name]["per_core"] / figures["LiteLLM"][name]["per_core"]
+            print(f"{name}: requests per second of a core, Weir / LiteLLM: {ratio:.1f}")
+        measure_bursts(options, url, cores, remote, port, prompt_tokens, figures)
+        measure_kills(options, cores, remote, key, port, figures)
+    return figures
+
+
+def measure_bursts(
+    options: argparse.Namespace,
+    url: str,
+    cores: Cores,
+    settings: Mapping[str, Any],
+    port: int,
+    prompt_tokens: int,
+    figures: Figures,
+) -> None:
+    """Send bursts to one process and to two, with each limit."""
+    print(f"\n{BURST} requests at once, limit for {LIMIT}: served by LiteLLM and by Weir")
+    for process_count in (1, 2):
+        served: dict[str, dict[str, int]] = {"Weir": {}, "LiteLLM": {}}
+        with weir(cores, settings, "", process_count=process_count) as gateway:
+            for kind, dimension in LIMITS.items():
+                secret = limit_key(url, dimension, prompt_tokens)
+                served["Weir"][kind] = burst(replace(gateway, key=secret))
+        with redis() if process_count > 1 else contextlib.nullcontext() as redis_port:
+            if options.litellm and (process_count == 1 or redis_port):
+                more = "}\ngeneral_settings: {custom_auth: limits.authenticate}"
+                if redis_port:
+                    cache = f"{{type: redis, host: 127.0.0.1, port: {redis_port}}}"
+                    more = f", cache: true, cache_params: {cache}{more}"
+                with litellm(
+                    cores, options.litellm, port, more=more, process_count=process_count
+                ) as gateway:
+                    for kind in LIMITS:
+                        served["LiteLLM"][kind] = burst(replace(gateway, key=f"sk-{kind}"))
+        for kind in LIMITS:
+            counts = [str(served[name].get(kind, "-")) for name in ("LiteLLM", "Weir")]
+            print(f"{process_count} processes, {kind} per minute: {', '.join(counts)}", flush=True)
+        for name, each in served.items():
+            if each:
+                figures[name].setdefault("burst", {})[process_count] = each
+
+
+def measure_kills(
+    options: argparse.Namespace,
+    cores: Cores,
+    settings: Mapping[str, Any],
+    key: str,
+    port: int,
+    figures: Figures,
+) -> None:
+    """Kill each gateway under load some times."""
+    kills: dict[str, Callable[[], tuple[int, int]]] = {
+        "LiteLLM": lambda: litellm_lost(cores, options.litellm, port),
+        "Weir": lambda: weir_lost(cores, settings, key),
+    }
+    for name, lose in kills.items():
+        if name in figures:
+            trials = [lose() for _ in range(KILL_TRIALS)]
+            delivered, lost = map(sum, zip(*trials, strict=True))
+            figures[name]["killed"] = {"delivered": delivered, "lost": lost}
+            print(
+                f"{name}: {KILL_TRIALS} kills, {delivered} complete responses, {lost} without a"
+                f" record ({lost / delivered:.1%})",
+                flush=True,
+            )
+
+
+def main() -> None:
+    """Measure, print, and write the figures."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--litellm", type=Path, help="interpreter with litellm[proxy]")
+    parser.add_argument(
+        "--seconds", type=float, default=6.0, help="per case (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--connections", type=int, default=32, help="at once (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--step-ms", type=float, default=5.0, help="of the upstream, per token (default: 5)"
+    )
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    parser.add_argument(
+        "--directory", help="directory of the temporary database (default: the system's)"
+    )
+    options = parser.parse_args()
+    cores = Cores(*claim_cores())
+    with server(None, options.directory) as url:
+        figures = measure(options, url, cores)
+    if options.json:
+        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
