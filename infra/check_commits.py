@@ -23,7 +23,9 @@ FIRST_WORD = re.compile(r"([A-Z][a-z]+(?:-[a-z]+)*) \S")
 NOT_A_VERB = re.compile(
     "An?|The|This|That|These|Those|What|Who|Whoever|How|When|Where|Why|All|Both|Every|Each|Some|One|No|More|New|For|Of"
 )
-OTHER_FORM = re.compile(r"\w*[aeiouy]\w*ing|\w+[^e]ed|\w+[^s]s|\w{2,}(tion|sion|ment|ness|ity|ance|ence)")
+OTHER_FORM = re.compile(
+    r"\w*[aeiouy]\w*ing|\w+[^e]ed|\w+[^s]s|\w{2,}(tion|sion|ment|ness|ity|ance|ence)"
+)
 IMPERATIVE_THAT_LOOKS_LIKE_ONE = re.compile(
     "Embed|Shed|Shred|Alias|Bias|Focus|Harness|Mention|Partition|Position|Condition|Question|Transition|Provision|Version"
     "|Comment|Document|Implement|Increment|Decrement|Instrument|Experiment|Augment|Segment|Fragment"
@@ -36,7 +38,10 @@ def complaints(message: str, changed_line_count: int) -> Iterator[str]:
     """Yield the faults of a message. changed_line_count: lines that the commit adds and removes."""
     subject, *rest = message.strip().splitlines() or [""]
     if len(subject) > SUBJECT_CHARS_MAX:
-        yield f"the subject has {len(subject)} characters, and at most {SUBJECT_CHARS_MAX} are allowed"
+        yield (
+            f"the subject has {len(subject)} characters, and at most {SUBJECT_CHARS_MAX} are"
+            " allowed"
+        )
     if subject.endswith("."):
         yield "the subject ends with a full stop: remove it"
     if not begins_with_imperative(subject):
@@ -45,7 +50,10 @@ def complaints(message: str, changed_line_count: int) -> Iterator[str]:
         yield "the second line must be empty: it separates the subject from the body"
     has_body = any(line.strip() and not TRAILER.match(line) for line in rest)
     if changed_line_count > LINES_WITHOUT_BODY_MAX and not has_body:
-        yield f"the commit changes {changed_line_count} lines and has no body: say why the change is made"
+        yield (
+            f"the commit changes {changed_line_count} lines and has no body: say why the change is"
+            " made"
+        )
 
 
 def begins_with_imperative(subject: str) -> bool:
@@ -53,19 +61,26 @@ def begins_with_imperative(subject: str) -> bool:
     found = FIRST_WORD.match(subject)
     if found is None or NOT_A_VERB.fullmatch(found[1]):
         return False
-    return bool(IMPERATIVE_THAT_LOOKS_LIKE_ONE.fullmatch(found[1]) or not OTHER_FORM.fullmatch(found[1]))
+    return bool(
+        IMPERATIVE_THAT_LOOKS_LIKE_ONE.fullmatch(found[1]) or not OTHER_FORM.fullmatch(found[1])
+    )
 
 
 def git(repository: Path, *arguments: str) -> str:
     """Return the output of a git command. Raises CalledProcessError if it fails."""
     command = ["git", "-C", str(repository), *arguments]
-    done = subprocess.run(command, check=True, capture_output=True, encoding="utf-8", errors="replace")
+    done = subprocess.run(
+        command, check=True, capture_output=True, encoding="utf-8", errors="replace"
+    )
     return done.stdout.strip()
 
 
 def succeeds(repository: Path, *arguments: str) -> bool:
     """Return whether a git command exits with status 0."""
-    return subprocess.run(["git", "-C", str(repository), *arguments], capture_output=True).returncode == 0
+    return (
+        subprocess.run(["git", "-C", str(repository), *arguments], capture_output=True).returncode
+        == 0
+    )
 
 
 def bases(repository: Path, start: str = START) -> list[str]:
@@ -87,7 +102,9 @@ def selected(repository: Path, commit_range: str | None, start: str = START) -> 
 
     Raises: CalledProcessError if git does not know `commit_range`.
     """
-    excluded = [f"^{base}" for base in bases(repository, start) if commit_range is None or base == start]
+    excluded = [
+        f"^{base}" for base in bases(repository, start) if commit_range is None or base == start
+    ]
     limit = [] if commit_range or excluded else ["--max-count=1"]
     return git(repository, "rev-list", *limit, commit_range or "HEAD", *excluded, "--").split()
 
@@ -96,9 +113,13 @@ def findings(repository: Path, commit: str) -> Iterator[str]:
     """Yield the complaints about one commit, unless it is of a kind that is skipped."""
     header, _, message = git(repository, "cat-file", "commit", commit).partition("\n\n")
     # The object names all parents; `git log` hides those beyond the end of a shallow clone.
-    if len(re.findall("^parent ", header, re.MULTILINE)) != 1 or re.search(r"^author .*\[bot\]", header, re.MULTILINE):
+    if len(re.findall("^parent ", header, re.MULTILINE)) != 1 or re.search(
+        r"^author .*\[bot\]", header, re.MULTILINE
+    ):
         return
-    changed = re.findall(r"(\d+) (?:insertion|deletion)", git(repository, "diff-tree", "--shortstat", commit))
+    changed = re.findall(
+        r"(\d+) (?:insertion|deletion)", git(repository, "diff-tree", "--shortstat", commit)
+    )
     subject = message.partition("\n")[0]
     for complaint in complaints(message, sum(map(int, changed))):
         yield f"{commit[:10]} {subject!r}: {complaint}"
@@ -112,8 +133,15 @@ def check(repository: Path, commit_range: str | None = None, start: str = START)
 
 def main() -> int:
     """Print the findings; return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("range", nargs="?", metavar="RANGE", help="commits to check, as `git log` takes them: v0.1.0..HEAD")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "range",
+        nargs="?",
+        metavar="RANGE",
+        help="commits to check, as `git log` takes them: v0.1.0..HEAD",
+    )
     options = parser.parse_args()
     if options.range is None and not bases(ROOT):
         print("This clone has no base to count from: only the last commit is checked.")

@@ -30,11 +30,15 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Objects that a full downgrade must remove: of all kinds, except Alembic's own table.
 LEFT_OVER = text("""
-    SELECT format('%s %s', CASE WHEN relkind IN ('r', 'p') THEN 'table' ELSE 'relation' END, relname) FROM pg_class
-     WHERE relnamespace = 'public'::regnamespace AND relname NOT LIKE 'alembic_version%'
-    UNION ALL SELECT format('function %s', proname) FROM pg_proc WHERE pronamespace = 'public'::regnamespace
+    SELECT format(
+        '%s %s', CASE WHEN relkind IN ('r', 'p') THEN 'table' ELSE 'relation' END, relname
+    )
+    FROM pg_class
+    WHERE relnamespace = 'public'::regnamespace AND relname NOT LIKE 'alembic_version%'
+    UNION ALL SELECT format('function %s', proname) FROM pg_proc
+    WHERE pronamespace = 'public'::regnamespace
     UNION ALL SELECT format('type %s', typname) FROM pg_type
-     WHERE typnamespace = 'public'::regnamespace AND typtype IN ('e', 'd')
+    WHERE typnamespace = 'public'::regnamespace AND typtype IN ('e', 'd')
     ORDER BY 1
 """)
 
@@ -85,7 +89,9 @@ def draft(url: str, name: str) -> Path:
     config = configuration(url)
     command.upgrade(config, "head")
     head = ScriptDirectory.from_config(config).get_current_head() or "0000"
-    written = command.revision(config, message=name, autogenerate=True, rev_id=f"{int(head) + 1:04}")
+    written = command.revision(
+        config, message=name, autogenerate=True, rev_id=f"{int(head) + 1:04}"
+    )
     assert isinstance(written, Script)
     return Path(written.path)
 
@@ -93,7 +99,9 @@ def draft(url: str, name: str) -> Path:
 def main() -> int:
     """Check or draft; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", metavar="NAME", help="draft a revision of this name from the difference instead")
+    parser.add_argument(
+        "--write", metavar="NAME", help="draft a revision of this name from the difference instead"
+    )
     name = parser.parse_args().write
     with database() as url:
         if name:

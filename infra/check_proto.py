@@ -51,14 +51,26 @@ class Workspace:
         Raises: ValueError if buf cannot read the contract.
         """
         baseline.parent.mkdir(parents=True, exist_ok=True)
-        if said := self._buf("build", "proto", "--exclude-source-info", "--output", str(baseline.resolve())):
+        if said := self._buf(
+            "build", "proto", "--exclude-source-info", "--output", str(baseline.resolve())
+        ):
             raise ValueError(said)
 
     def _buf(self, *arguments: str) -> str:
         cache = {"BUF_CACHE_DIR": str(self._root / "cache")}
-        done = subprocess.run([BUF, *arguments], cwd=self._root, env=os.environ | cache, text=True, capture_output=True)
+        done = subprocess.run(
+            [BUF, *arguments],
+            cwd=self._root,
+            env=os.environ | cache,
+            text=True,
+            capture_output=True,
+        )
         said = (done.stdout + done.stderr).strip()
-        return said if done.returncode == 0 else said or f"buf {arguments[0]} failed with status {done.returncode}"
+        return (
+            said
+            if done.returncode == 0
+            else said or f"buf {arguments[0]} failed with status {done.returncode}"
+        )
 
 
 @contextmanager
@@ -66,7 +78,10 @@ def workspace(proto_root: Path) -> Iterator[Workspace]:
     """Yield a temporary workspace of the contract under `proto_root` and of google.rpc."""
     with tempfile.TemporaryDirectory(prefix="weir-buf-") as scratch:
         root = Path(scratch)
-        for source, module in ((proto_root / "weir", "proto/weir"), (GOOGLE_ROOT / "google/rpc", "google/google/rpc")):
+        for source, module in (
+            (proto_root / "weir", "proto/weir"),
+            (GOOGLE_ROOT / "google/rpc", "google/google/rpc"),
+        ):
             for proto in source.rglob("*.proto"):
                 copy = root / module / proto.relative_to(source)
                 copy.parent.mkdir(parents=True, exist_ok=True)
@@ -92,7 +107,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     act = parser.add_mutually_exclusive_group()
     act.add_argument("--format", action="store_true", help="format the .proto files instead")
-    act.add_argument("--freeze", action="store_true", help="make the current contract the baseline instead")
+    act.add_argument(
+        "--freeze", action="store_true", help="make the current contract the baseline instead"
+    )
     options = parser.parse_args()
     if options.format:
         return subprocess.run([BUF, "format", "--write", str(PROTO_ROOT)]).returncode

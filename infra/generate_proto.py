@@ -16,7 +16,8 @@ from pathlib import Path
 from google.rpc import status_pb2
 
 PROTO_ROOT = Path(__file__).resolve().parent.parent / "proto"
-GOOGLE_ROOT = Path(status_pb2.__file__).parents[2]  # googleapis-common-protos has `google/rpc/*.proto` beside its code
+# Googleapis-common-protos has `google/rpc/*.proto` beside its code.
+GOOGLE_ROOT = Path(status_pb2.__file__).parents[2]
 
 
 def generate(out: Path) -> None:
@@ -35,12 +36,18 @@ def protoc(arguments: list[str]) -> None:
     scripts = Path(sys.executable).parent
     plugins = [f"--plugin={scripts / name}" for name in ("protoc-gen-mypy", "protoc-gen-mypy_grpc")]
     roots = [f"-I{root}" for root in (PROTO_ROOT, well_known, GOOGLE_ROOT)]
-    subprocess.run([sys.executable, "-m", "grpc_tools.protoc", *plugins, *roots, *arguments], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "grpc_tools.protoc", *plugins, *roots, *arguments], check=True
+    )
 
 
 def generated(root: Path) -> dict[Path, bytes]:
     """Return the generated files under `root` by relative path."""
-    return {path.relative_to(root): path.read_bytes() for path in root.rglob("*_pb2*.py*") if path.suffix != ".pyc"}
+    return {
+        path.relative_to(root): path.read_bytes()
+        for path in root.rglob("*_pb2*.py*")
+        if path.suffix != ".pyc"
+    }
 
 
 def main() -> int:

@@ -14,14 +14,13 @@ from pathlib import Path
 
 if sys.version_info < (3, 11):  # noqa: UP036 - older ones do run this file, and get the message
     sys.exit(
-        "Weir needs Python 3.11 or later; {} is {}.{}.\nName another one, for example: make PYTHON=python3.12 demo".format(
-            sys.executable, *sys.version_info[:2]
-        )
+        "Weir needs Python 3.11 or later; {} is {}.{}.\nName another one, for example: make"
+        " PYTHON=python3.12 demo".format(sys.executable, *sys.version_info[:2])
     )
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCK = ROOT / "requirements" / "constraints.txt"
-DOCS_LOCK = ROOT / "requirements" / "docs.txt"  # what the documentation needs besides
+DOCS_LOCK = ROOT / "requirements" / "docs.txt"  # pins of the documentation
 RUN_TIME = ("-e", "sdk/python", "-e", ".")
 DEVELOPMENT = ("--group", "dev")
 DOCUMENTATION = ("--group", "docs")
@@ -33,12 +32,21 @@ def create(venv: Path) -> None:
     Raises: SystemExit if the path is something else, or if this Python cannot create one.
     """
     python = venv / "bin" / "python"
-    if python.exists() and subprocess.run([python, "-m", "pip", "--version"], capture_output=True).returncode == 0:
+    if (
+        python.exists()
+        and subprocess.run([python, "-m", "pip", "--version"], capture_output=True).returncode == 0
+    ):
         return
     if venv.exists() and any(venv.iterdir()) and not (venv / "pyvenv.cfg").exists():
-        raise SystemExit(f"{venv} is not a virtual environment: move it away, or choose another path with make VENV=...")
+        raise SystemExit(
+            f"{venv} is not a virtual environment: move it away, or choose another path with make"
+            " VENV=..."
+        )
     if subprocess.run([sys.executable, "-m", "venv", "--clear", str(venv)]).returncode != 0:
-        raise SystemExit("This Python cannot create virtual environments. On Debian and Ubuntu: apt install python3-venv")
+        raise SystemExit(
+            "This Python cannot create virtual environments. On Debian and Ubuntu: apt install"
+            " python3-venv"
+        )
 
 
 def install(venv: Path, *what: str) -> None:
@@ -46,7 +54,14 @@ def install(venv: Path, *what: str) -> None:
 
     Raises: SystemExit with pip's output if it fails.
     """
-    command = [str(venv / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "--no-input", "install"]
+    command = [
+        str(venv / "bin" / "python"),
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "--no-input",
+        "install",
+    ]
     said: list[str] = []
     count = 0
     with subprocess.Popen(
@@ -82,8 +97,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("venv", type=Path)
     parser.add_argument("--pip", required=True, metavar="VERSION", help="the pip to install with")
-    parser.add_argument("--dev", action="store_true", help="the test and check tools instead of Weir itself")
-    parser.add_argument("--docs", action="store_true", help="what builds the documentation instead of Weir itself")
+    parser.add_argument(
+        "--dev", action="store_true", help="the test and check tools instead of Weir itself"
+    )
+    parser.add_argument(
+        "--docs", action="store_true", help="what builds the documentation instead of Weir itself"
+    )
     options = parser.parse_args()
     started = time.monotonic()
     if options.docs:
@@ -93,11 +112,14 @@ def main() -> int:
         print(f"Installing the test and check tools into {options.venv}.", flush=True)
         install(options.venv, "-c", str(LOCK), *DEVELOPMENT)
     else:
-        print(f"Installing Weir into {options.venv}, once; about a minute on a fast line.", flush=True)
+        print(
+            f"Installing Weir into {options.venv}, once; about a minute on a fast line.", flush=True
+        )
         create(options.venv)
         install(options.venv, f"pip=={options.pip}")
         install(options.venv, "-c", str(LOCK), *RUN_TIME)
-        if not (options.venv / "bin" / "weir").exists():  # an upgrade from a server that owned it removes it
+        # An upgrade from a server that owned it removes it.
+        if not (options.venv / "bin" / "weir").exists():
             install(options.venv, "--force-reinstall", "--no-deps", "-e", "sdk/python")
     print(f"Installed in {time.monotonic() - started:.0f} s.", flush=True)
     return 0

@@ -19,11 +19,21 @@ import sys
 import tempfile
 from pathlib import Path
 
-from infra.install import DEVELOPMENT, DOCS_LOCK, DOCUMENTATION, LOCK, ROOT, RUN_TIME, create, install
+from infra.install import (
+    DEVELOPMENT,
+    DOCS_LOCK,
+    DOCUMENTATION,
+    LOCK,
+    ROOT,
+    RUN_TIME,
+    create,
+    install,
+)
 
 HEADER = """\
-# Dependencies of Weir, of its tools, and of its documentation, pinned. Written by `make lock`; do not edit by hand.
-# Made on CPython 3.11 for Linux. What another platform adds (the CUDA parts of torch, for one) is pinned by torch itself.
+# Dependencies of Weir, of its tools, and of its documentation, pinned. Written by `make lock`; do
+# not edit by hand. Made on CPython 3.11 for Linux. Packages that only another platform needs, such
+# as the CUDA parts of torch, are pinned by torch itself.
 """
 
 
@@ -52,7 +62,13 @@ def resolve(pip_version: str, keep: bool) -> tuple[list[str], list[str]]:
         development = pins(freeze(Path(scratch)))
         chosen = Path(scratch) / "chosen.txt"
         chosen.write_text("\n".join(development))
-        install(Path(scratch), "-c", str(chosen), *(["-c", str(DOCS_LOCK)] if keep else []), *DOCUMENTATION)
+        install(
+            Path(scratch),
+            "-c",
+            str(chosen),
+            *(["-c", str(DOCS_LOCK)] if keep else []),
+            *DOCUMENTATION,
+        )
         return development, [pin for pin in pins(freeze(Path(scratch))) if pin not in development]
 
 

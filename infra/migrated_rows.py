@@ -21,11 +21,16 @@ from metering.store.db import psycopg_conninfo
 
 REVISION = "0008"  # the head of release 0.1.0
 ROWS = Path(__file__).with_name(f"rows_{REVISION}.sql")
-LARGE = "'{holds,usage_events,unrated_usage,ledger_transactions,ledger_entries,meter_batches,audit_log}'::regclass[]"
+LARGE = (
+    "'{holds,usage_events,unrated_usage,ledger_transactions,ledger_entries,meter_batches,"
+    "audit_log}'::regclass[]"
+)
 
 COLUMNS = """
-SELECT relname, array_agg(attname ORDER BY attnum) FROM pg_class JOIN pg_attribute ON attrelid = pg_class.oid
-WHERE relnamespace = 'public'::regnamespace AND relkind IN ('r', 'p') AND NOT relispartition AND relname <> 'alembic_version'
+SELECT relname, array_agg(attname ORDER BY attnum)
+FROM pg_class JOIN pg_attribute ON attrelid = pg_class.oid
+WHERE relnamespace = 'public'::regnamespace AND relkind IN ('r', 'p') AND NOT relispartition
+AND relname <> 'alembic_version'
     AND attnum > 0 AND NOT attisdropped
 GROUP BY 1 ORDER BY 1
 """
@@ -41,8 +46,11 @@ FROM pg_index JOIN large ON large.oid = indrelid
 UNION ALL SELECT format('table %s is rewritten', relname), pg_relation_filenode(large.oid)::text
 FROM large WHERE pg_relation_filenode(large.oid) IS NOT NULL
 """
-VALIDATED = """SELECT format('constraint %s of %s is checked', conname, conrelid::regclass), oid::text
-FROM pg_constraint WHERE NOT convalidated"""
+VALIDATED = """
+    SELECT format('constraint %s of %s is checked', conname, conrelid::regclass), oid::text
+      FROM pg_constraint
+     WHERE NOT convalidated
+"""
 
 Connection = psycopg.Connection[tuple[object, ...]]
 Contents = dict[str, tuple[list[str], Counter[str]]]
@@ -54,7 +62,11 @@ def complaints(url: str, config: Config) -> Iterator[str]:
     with psycopg.connect(psycopg_conninfo(url), autocommit=True) as connection:
         connection.execute(ROWS.read_bytes())
         before, drawn = contents(connection), numbers(connection)
-        yield from (f"{table} has no row to check: add one to {ROWS.name}" for table in before if not rows_of(before, table))
+        yield from (
+            f"{table} has no row to check: add one to {ROWS.name}"
+            for table in before
+            if not rows_of(before, table)
+        )
         for revision in revisions(config):
             made, unread = objects(connection, MADE), objects(connection, VALIDATED)
             command.upgrade(config, revision)
@@ -75,7 +87,10 @@ def revisions(config: Config) -> list[str]:
 
 def objects(connection: Connection, query: str) -> set[tuple[str, str]]:
     """Return the objects that a query lists, as descriptions and ids."""
-    return {(str(description), str(number)) for description, number in connection.execute(query.encode())}
+    return {
+        (str(description), str(number))
+        for description, number in connection.execute(query.encode())
+    }
 
 
 def contents(connection: Connection, columns: dict[str, list[str]] | None = None) -> Contents:
@@ -90,7 +105,11 @@ def contents(connection: Connection, columns: dict[str, list[str]] | None = None
 
 def columns_of(connection: Connection) -> dict[str, list[str]]:
     """Return the columns of every table."""
-    return {str(table): list(map(str, names)) for table, names in connection.execute(COLUMNS.encode()) if isinstance(names, list)}
+    return {
+        str(table): list(map(str, names))
+        for table, names in connection.execute(COLUMNS.encode())
+        if isinstance(names, list)
+    }
 
 
 def rows_of(rows_by_table: Contents, table: str) -> Counter[str]:
@@ -103,7 +122,9 @@ def numbers(connection: Connection) -> dict[str, int]:
     return {str(name): int(str(value)) for name, value in connection.execute(DRAWN.encode())}
 
 
-def lost(connection: Connection, before: Contents, drawn: dict[str, int], when: str) -> Iterator[str]:
+def lost(
+    connection: Connection, before: Contents, drawn: dict[str, int], when: str
+) -> Iterator[str]:
     """Yield columns, rows and sequence values that are gone or changed."""
     present = columns_of(connection)
     kept: dict[str, list[str]] = {}
@@ -115,6 +136,12 @@ def lost(connection: Connection, before: Contents, drawn: dict[str, int], when: 
     now = contents(connection, kept)
     for table, (names, rows) in before.items():
         if kept.get(table) == names:
-            yield from (f"{when}: {table} has lost or changed {row}" for row in rows - rows_of(now, table))
+            yield from (
+                f"{when}: {table} has lost or changed {row}" for row in rows - rows_of(now, table)
+            )
     counted = numbers(connection)
-    yield from (f"{when}: {name} counts from an earlier number" for name, last in drawn.items() if counted.get(name, 0) < last)
+    yield from (
+        f"{when}: {name} counts from an earlier number"
+        for name, last in drawn.items()
+        if counted.get(name, 0) < last
+    )

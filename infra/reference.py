@@ -22,7 +22,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from google.protobuf.descriptor_pb2 import FieldDescriptorProto, FileDescriptorProto, FileDescriptorSet
+from google.protobuf.descriptor_pb2 import (
+    FieldDescriptorProto,
+    FileDescriptorProto,
+    FileDescriptorSet,
+)
 from google.rpc import code_pb2
 from weir_cli.__main__ import COMMANDS, load
 from weir_cli.commands import PERSONAS
@@ -32,6 +36,7 @@ from api.core import settings
 from api.core.errors import KINDS, Cause
 from api.generation.endings import CAUSES, PHASES, SIBLING, TABLE, WAYS, Action, Cell
 from api.metrics import operator_http
+from api.openai.refusals import http_status_of
 from infra.generate_proto import GOOGLE_ROOT, PROTO_ROOT
 from metering.ledger.ledger import AccountKind, TransactionKind
 from metering.quotas.quota_rules import DIMENSIONS, Kind
@@ -39,7 +44,9 @@ from metering.quotas.quota_rules import DIMENSIONS, Kind
 ROOT = Path(__file__).resolve().parent.parent
 MARKER = re.compile(r"^<!-- reference: ([\w-]+) -->$", re.MULTILINE)
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?!#|\w+:)([^)\s]+)\)")
-REMOTE_FILE = re.compile(r"<(?:script|img|iframe)\b[^>]*\bsrc=[\"']?(?:https?:)?//|<link\b[^>]*\bhref=[\"']?(?:https?:)?//")
+REMOTE_FILE = re.compile(
+    r"<(?:script|img|iframe)\b[^>]*\bsrc=[\"']?(?:https?:)?//|<link\b[^>]*\bhref=[\"']?(?:https?:)?//"
+)
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -69,14 +76,56 @@ class Setting:
 
 
 OTHER_SETTINGS = (
-    Setting("WEIR_LOG", "api", "choice", "info", "`debug`, `info`, `warning` or `error`", "Log level."),
-    Setting("WEIR_BROKER_URL", "worker", "URL", "", "", "Celery's broker, such as `redis://host`. Unset: one worker, without one."),
-    Setting("WEIR_READY_FILE", "worker", "path", "", "", "The worker writes its process id there once it takes tasks."),
-    Setting("WEIR_EXPORT", "worker", "choice", "off", "`stripe`, `file` or `off`", "Destination of usage."),
-    Setting("WEIR_EXPORT_FILE", "worker", "path", "usage.jsonl in WEIR_HOME", "", "Destination with `WEIR_EXPORT=file`."),
-    Setting("STRIPE_API_KEY", "worker", "secret", "", "`sk_…` or `rk_…`", "Stripe's secret or restricted key."),
     Setting(
-        "WEIR_STRIPE_NAMESPACE", "worker", "text", "weir", "1 to 20 lower-case letters and digits", "Prefix of objects at Stripe."
+        "WEIR_LOG", "api", "choice", "info", "`debug`, `info`, `warning` or `error`", "Log level."
+    ),
+    Setting(
+        "WEIR_BROKER_URL",
+        "worker",
+        "URL",
+        "",
+        "",
+        "Celery's broker, such as `redis://host`. Unset: one worker, without one.",
+    ),
+    Setting(
+        "WEIR_READY_FILE",
+        "worker",
+        "path",
+        "",
+        "",
+        "The worker writes its process id there once it takes tasks.",
+    ),
+    Setting(
+        "WEIR_EXPORT",
+        "worker",
+        "choice",
+        "off",
+        "`stripe`, `file` or `off`",
+        "Destination of usage.",
+    ),
+    Setting(
+        "WEIR_EXPORT_FILE",
+        "worker",
+        "path",
+        "usage.jsonl in WEIR_HOME",
+        "",
+        "Destination with `WEIR_EXPORT=file`.",
+    ),
+    Setting(
+        "STRIPE_API_KEY",
+        "worker",
+        "secret",
+        "",
+        "`sk_…` or `rk_…`",
+        "Stripe's secret or restricted key.",
+    ),
+    Setting(
+        "WEIR_STRIPE_NAMESPACE",
+        "worker",
+        "text",
+        "weir",
+        "1 to 20 lower-case letters and digits",
+        "Prefix of objects at Stripe.",
     ),
     Setting(
         "WEIR_STRIPE_COLLECTION",
@@ -94,7 +143,14 @@ OTHER_SETTINGS = (
         "`close` or `stripe`",
         "What makes Stripe's invoice final: the close here, or Stripe.",
     ),
-    Setting("WEIR_STRIPE_API_BASE", "worker", "URL", "https://api.stripe.com", "https", "Address of Stripe's API."),
+    Setting(
+        "WEIR_STRIPE_API_BASE",
+        "worker",
+        "URL",
+        "https://api.stripe.com",
+        "https",
+        "Address of Stripe's API.",
+    ),
     Setting(
         "WEIR_STRIPE_WEBHOOK_SECRET",
         "stripe webhooks",
@@ -103,20 +159,86 @@ OTHER_SETTINGS = (
         "",
         "Signing secrets of Stripe's event destinations, separated by commas.",
     ),
-    Setting("WEIR_STRIPE_WEBHOOK_LISTEN", "stripe webhooks", "address", "127.0.0.1:8377", "`host:port`", "Where events are taken."),
     Setting(
-        "WEIR_APPLICATION_PASSWORD", "migrate", "secret", "", "", "Password that `weir migrate --grant` gives the application role."
+        "WEIR_STRIPE_WEBHOOK_LISTEN",
+        "stripe webhooks",
+        "address",
+        "127.0.0.1:8377",
+        "`host:port`",
+        "Where events are taken.",
     ),
-    Setting("WEIR_NATIVE", "engine worker", "switch", "1", "1 or 0", "0 computes with torch alone, without the native decoder."),
     Setting(
-        "WEIR_NATIVE_CACHE", "engine worker", "path", "weir/native in the user's cache", "", "Directory of compiled libraries."
+        "WEIR_APPLICATION_PASSWORD",
+        "migrate",
+        "secret",
+        "",
+        "",
+        "Password that `weir migrate --grant` gives the application role.",
     ),
-    Setting("WEIR_ADDRESS", "client", "address", "that of `weir up`", "`host:port`", "Server that commands and SDKs call."),
-    Setting("WEIR_API_KEY", "client", "secret", "that of `weir up`", "", "Key of developers' commands and of SDKs."),
-    Setting("WEIR_ADMIN_KEY", "client", "secret", "that of `weir up`", "", "Key of administrators' and finance's commands."),
-    Setting("WEIR_TLS", "client", "switch", "", "1 or 0", "Whether clients speak TLS. Unset: to every address but the loopback."),
-    Setting("WEIR_ROOT_CERTIFICATES", "client", "path", "the system's", "", "PEM file of authorities to trust."),
-    Setting("WEIR_CLIENT_CERTIFICATE", "client", "path", "", "", "PEM file of the client certificate, for mTLS."),
+    Setting(
+        "WEIR_NATIVE",
+        "engine worker",
+        "text",
+        "1",
+        "0, 1, avx2, avx512, avx512_bf16 or amx",
+        "0 computes with torch, without the native decoder; a level excludes better ones.",
+    ),
+    Setting(
+        "WEIR_NATIVE_CACHE",
+        "engine worker",
+        "path",
+        "weir/native in the user's cache",
+        "",
+        "Directory of compiled libraries.",
+    ),
+    Setting(
+        "WEIR_ADDRESS",
+        "client",
+        "address",
+        "that of `weir up`",
+        "`host:port`",
+        "Server that commands and SDKs call.",
+    ),
+    Setting(
+        "WEIR_API_KEY",
+        "client",
+        "secret",
+        "that of `weir up`",
+        "",
+        "Key of developers' commands and of SDKs.",
+    ),
+    Setting(
+        "WEIR_ADMIN_KEY",
+        "client",
+        "secret",
+        "that of `weir up`",
+        "",
+        "Key of administrators' and finance's commands.",
+    ),
+    Setting(
+        "WEIR_TLS",
+        "client",
+        "switch",
+        "",
+        "1 or 0",
+        "Whether clients speak TLS. Unset: to every address but the loopback.",
+    ),
+    Setting(
+        "WEIR_ROOT_CERTIFICATES",
+        "client",
+        "path",
+        "the system's",
+        "",
+        "PEM file of authorities to trust.",
+    ),
+    Setting(
+        "WEIR_CLIENT_CERTIFICATE",
+        "client",
+        "path",
+        "",
+        "",
+        "PEM file of the client certificate, for mTLS.",
+    ),
     Setting("WEIR_CLIENT_KEY", "client", "path", "", "", "PEM file of its key."),
 )
 SHARED = {
@@ -177,7 +299,9 @@ def comments_of(kind: type) -> dict[str, str]:
         assert each.end_lineno is not None
         last = each.end_lineno
         _, mark, beside = body[last - 1].rpartition("  # ")
-        comments[each.target.id] = sentence(" ".join([*above, beside.strip().capitalize() if mark else ""]))
+        comments[each.target.id] = sentence(
+            " ".join([*above, beside.strip().capitalize() if mark else ""])
+        )
     return comments
 
 
@@ -193,7 +317,10 @@ def shown_default(spec: Any) -> str:
     if isinstance(value, int) and "BYTES" in variable:
         unit = next((u for u in (30, 20, 10) if value and value % 2**u == 0), 0)
         return (
-            f"{value} ({value >> unit} {dict(zip((30, 20, 10), ('GiB', 'MiB', 'KiB'), strict=True))[unit]})" if unit else str(value)
+            f"{value} ({value >> unit}"
+            f" {dict(zip((30, 20, 10), ('GiB', 'MiB', 'KiB'), strict=True))[unit]})"
+            if unit
+            else str(value)
         )
     return str(value) if isinstance(value, int | str) else ""
 
@@ -203,7 +330,11 @@ def allowed(parse: Callable[[str], object]) -> str:
     try:
         parse("\x00")
     except ValueError as error:
-        return str(error).removeprefix("must be ") if "\x00" not in str(error) and "x00" not in str(error) else "IP networks"
+        return (
+            str(error).removeprefix("must be ")
+            if "\x00" not in str(error) and "x00" not in str(error)
+            else "IP networks"
+        )
     return ""
 
 
@@ -214,11 +345,14 @@ def settings_page() -> str:
         lines.append(f"## {heading}\n")
         for each in every_setting():
             first = each.processes.split(", ")[0]
-            if first == process or (process == "worker" and first in ("stripe webhooks", "migrate")):
+            if first == process or (
+                process == "worker" and first in ("stripe webhooks", "migrate")
+            ):
                 default = f"`{each.default}`" if each.default else "unset"
                 facts = [f"**{each.kind}**", f"default: {default}"]
                 facts += [f"allowed: {each.range}"] if each.range else []
-                lines.append(f"### `{each.variable}`\n\n{'; '.join([*facts, f'read by: {each.processes}'])}\n")
+                facts.append(f"read by: {each.processes}")
+                lines.append(f"### `{each.variable}`\n\n{'; '.join(facts)}\n")
                 lines.append(f"{each.meaning}\n" if each.meaning else "")
     return "\n".join(lines)
 
@@ -227,18 +361,24 @@ def settings_page() -> str:
 
 
 def errors_page() -> str:
-    """Return every reason with its codes and meanings."""
+    """Return every reason with its gRPC and HTTP status codes and meanings."""
     found: dict[str, dict[str, list[str]]] = {}
     for code, kinds in KINDS.items():
         for kind in kinds:
-            name = code_pb2.Code.Name(code)
             reason = "INTERNAL" if code == code_pb2.INTERNAL else str(kind.reason)  # type: ignore[attr-defined]
-            meanings = found.setdefault(reason, {}).setdefault(name, [])
-            told = sentence(inspect.getdoc(kind) or "")
-            meanings.append(re.sub(r"(?<=\.) [a-z_]+: .*", "", told))  # argument notes are for the code
+            statuses = f"`{code_pb2.Code.Name(code)}`, HTTP {http_status_of(code, reason)}"
+            meaning = sentence(inspect.getdoc(kind) or "")
+            # Argument notes are for the code.
+            found.setdefault(reason, {}).setdefault(statuses, []).append(
+                re.sub(r"(?<=\.) [a-z_]+: .*", "", meaning)
+            )
     return "\n".join(
-        f"### `{reason}`\n\n" + "\n".join(f"`{code}`: {' '.join(dict.fromkeys(all_told))}\n" for code, all_told in by_code.items())
-        for reason, by_code in sorted(found.items())
+        f"### `{reason}`\n\n"
+        + "\n".join(
+            f"{statuses}: {' '.join(dict.fromkeys(meanings))}\n"
+            for statuses, meanings in by_statuses.items()
+        )
+        for reason, by_statuses in sorted(found.items())
     )
 
 
@@ -258,7 +398,11 @@ class MetricFamily:
 def metric_families() -> list[MetricFamily]:
     """Return all metrics of an api process, by the calls that create them in the source."""
     tables = {"TOTALS": "counter", "TIMES": "histogram", "QUEUES": "gauge"}
-    labels_of = {"TOTALS": operator_http.REPLICA_LABELS, "TIMES": operator_http.REQUEST_LABELS, "QUEUES": ("model",)}
+    labels_of = {
+        "TOTALS": operator_http.REPLICA_LABELS,
+        "TIMES": operator_http.REQUEST_LABELS,
+        "QUEUES": ("model",),
+    }
     found = [
         MetricFamily(name, kind, labels_of[constant], meaning)
         for constant, kind in tables.items()
@@ -267,12 +411,19 @@ def metric_families() -> list[MetricFamily]:
     for node in ast.walk(ast.parse(inspect.getsource(operator_http))):
         match node:
             case ast.Call(
-                func=ast.Name(id="gauge" | "gauges" | "counter" | "counters" | "histograms" as kind),
+                func=ast.Name(
+                    id="gauge" | "gauges" | "counter" | "counters" | "histograms" as kind
+                ),
                 args=[ast.Constant(value=str(name)), ast.Constant(value=str(meaning)), *rest],
             ):
                 labels = eval_labels(rest[0]) if kind.endswith("s") else ()
                 found.append(MetricFamily(name, kind.removesuffix("s"), labels, meaning))
-    return [MetricFamily(f"{it.name}_total" if it.kind == "counter" else it.name, it.kind, it.labels, it.meaning) for it in found]
+    return [
+        MetricFamily(
+            f"{it.name}_total" if it.kind == "counter" else it.name, it.kind, it.labels, it.meaning
+        )
+        for it in found
+    ]
 
 
 def eval_labels(node: ast.expr) -> tuple[str, ...]:
@@ -283,23 +434,51 @@ def eval_labels(node: ast.expr) -> tuple[str, ...]:
 def metrics_page() -> str:
     """Return every metric, by subject."""
     parts = {
-        "Requests": ("requests", "refusals", "tokens", "failed", "admissions", "migrations", "time", "inter", "stage"),
+        "Requests": (
+            "requests",
+            "refusals",
+            "tokens",
+            "failed",
+            "admissions",
+            "migrations",
+            "time",
+            "inter",
+            "stage",
+        ),
         "Engines and queues": ("engine", "kv", "queue"),
-        "Holds, journal, database": ("database", "holds", "standing", "owed", "hold", "journal", "abandoned", "refused"),
-        "Ledger, workers and export": ("books", "worker"),
+        "Holds, journal, database": (
+            "database",
+            "holds",
+            "preauthorized",
+            "pending",
+            "hold",
+            "journal",
+            "abandoned",
+            "refused",
+        ),
+        "Ledger, workers and export": ("cluster", "worker"),
         "Spans": ("traces",),
     }
-    groups: dict[str, list[MetricFamily]] = {part: [] for part in (*parts, "Process and connections")}
+    groups: dict[str, list[MetricFamily]] = {
+        part: [] for part in (*parts, "Process and connections")
+    }
     for each in sorted(metric_families(), key=lambda it: it.name):
         word = each.name.split("_")[1]
         request = each.name == "weir_request_seconds"
-        group = next((part for part, words in parts.items() if word in words), "Requests" if request else "Process and connections")
+        group = next(
+            (part for part, words in parts.items() if word in words),
+            "Requests" if request else "Process and connections",
+        )
         groups[group].append(each)
     lines: list[str] = []
     for group, families in groups.items():
         lines.append(f"## {group}\n")
         for each in families:
-            by = "; labels: " + ", ".join(f"`{label}`" for label in each.labels) if each.labels else ""
+            by = (
+                "; labels: " + ", ".join(f"`{label}`" for label in each.labels)
+                if each.labels
+                else ""
+            )
             lines.append(f"- `{each.name}` ({each.kind}{by}): {each.meaning}")
         lines.append("")
     return "\n".join(lines)
@@ -334,12 +513,23 @@ def cli_page() -> str:
             if "--help" in each.opts or each.hidden:
                 continue
             is_option = each.param_type_name == "option"
-            names = ", ".join(f"`{name}`" for name in ([*each.opts, *each.secondary_opts] if is_option else [each.name.upper()]))
-            facts = [] if is_option and not each.required else ["required"] if each.required else ["optional"]
+            names = ", ".join(
+                f"`{name}`"
+                for name in (
+                    [*each.opts, *each.secondary_opts] if is_option else [each.name.upper()]
+                )
+            )
+            facts = (
+                []
+                if is_option and not each.required
+                else ["required"]
+                if each.required
+                else ["optional"]
+            )
             facts += ["repeatable"] if each.multiple or each.nargs == -1 else []
-            told = sentence(each.help or "")
+            text = sentence(each.help or "")
             beside = f" ({', '.join(facts)})" if facts else ""
-            lines.append(f"- {names}{beside}: {told}" if told else f"- {names}{beside}")
+            lines.append(f"- {names}{beside}: {text}" if text else f"- {names}{beside}")
         lines.append("")
     return "\n".join(lines)
 
@@ -354,7 +544,9 @@ def descriptors() -> FileDescriptorSet:
         roots = [f"-I{root}" for root in (PROTO_ROOT, files("grpc_tools") / "_proto", GOOGLE_ROOT)]
         protos = map(str, sorted(PROTO_ROOT.glob("weir/v1/*.proto")))
         flags = ["--include_source_info", f"--descriptor_set_out={out}"]
-        subprocess.run([sys.executable, "-m", "grpc_tools.protoc", *roots, *flags, *protos], check=True)
+        subprocess.run(
+            [sys.executable, "-m", "grpc_tools.protoc", *roots, *flags, *protos], check=True
+        )
         return FileDescriptorSet.FromString(out.read_bytes())
 
 
@@ -365,16 +557,21 @@ def grpc_page() -> str:
 
 
 def of_file(file: FileDescriptorProto) -> Iterator[str]:
-    comments = {tuple(it.path): sentence(it.leading_comments) for it in file.source_code_info.location}
+    comments = {
+        tuple(it.path): sentence(it.leading_comments) for it in file.source_code_info.location
+    }
     paragraphs = {tuple(it.path): it.leading_comments for it in file.source_code_info.location}
     for index, service in enumerate(file.service):
         yield f"## {service.name}\n"
         yield "\n\n".join(map(sentence, paragraphs[6, index].split("\n\n"))) + "\n"
         for number, method in enumerate(service.method):
-            asked = f"{'stream ' if method.client_streaming else ''}{link_to(method.input_type)}"
-            told = f"{'stream ' if method.server_streaming else ''}{link_to(method.output_type)}"
+            request = f"{'stream ' if method.client_streaming else ''}{link_to(method.input_type)}"
+            answer = f"{'stream ' if method.server_streaming else ''}{link_to(method.output_type)}"
             scopes = sorted(SCOPES[f"/{file.package}.{service.name}/{method.name}"])
-            yield f"### {method.name}\n\n{asked} → {told}; scope: {' or '.join(scopes)}\n\n{comments[6, index, 2, number]}\n"
+            yield (
+                f"### {method.name}\n\n{request} → {answer}; scope:"
+                f" {' or '.join(scopes)}\n\n{comments[6, index, 2, number]}\n"
+            )
     if not file.service:
         yield f"## {Path(file.name).name}\n"
     for index, message in enumerate(file.message_type):
@@ -383,7 +580,9 @@ def of_file(file: FileDescriptorProto) -> Iterator[str]:
         yield from of_enum(enum, (5, index), comments, "")
 
 
-def of_message(message: Any, path: tuple[int, ...], comments: Mapping[tuple[int, ...], str], outer: str) -> Iterator[str]:
+def of_message(
+    message: Any, path: tuple[int, ...], comments: Mapping[tuple[int, ...], str], outer: str
+) -> Iterator[str]:
     if message.options.map_entry:
         return
     name = outer + message.name
@@ -398,7 +597,9 @@ def of_message(message: Any, path: tuple[int, ...], comments: Mapping[tuple[int,
         yield from of_enum(enum, (*path, 4, index), comments, f"{name}.")
 
 
-def of_enum(enum: Any, path: tuple[int, ...], comments: Mapping[tuple[int, ...], str], outer: str) -> Iterator[str]:
+def of_enum(
+    enum: Any, path: tuple[int, ...], comments: Mapping[tuple[int, ...], str], outer: str
+) -> Iterator[str]:
     name = outer + enum.name
     yield f"#### {name} {{#{anchor(name)}}}\n\n{comments.get(path, '')}\n"
     for index, value in enumerate(enum.value):
@@ -410,7 +611,11 @@ def type_of(field: FieldDescriptorProto, maps: Mapping[str, Any]) -> str:
     """Return the type of a field, with a link if the contract defines it."""
     if (entry := maps.get(field.type_name.rpartition(".")[2])) is not None:
         return f"map of {type_of(entry.field[0], {})} to {type_of(entry.field[1], {})}"
-    name = link_to(field.type_name) if field.type_name else FieldDescriptorProto.Type.Name(field.type)[5:].lower()
+    name = (
+        link_to(field.type_name)
+        if field.type_name
+        else FieldDescriptorProto.Type.Name(field.type)[5:].lower()
+    )
     is_repeated = field.label == FieldDescriptorProto.LABEL_REPEATED
     return f"{'repeated ' if is_repeated else 'optional ' if field.proto3_optional else ''}{name}"
 
@@ -439,10 +644,15 @@ TRANSACTIONS: Mapping[TransactionKind, str] = {
 
 def ledger_page() -> str:
     """Return the accounts of an organization and the kinds of transactions."""
-    told = sentence(inspect.getdoc(AccountKind) or "")
-    meanings = dict(re.findall(r"(\w+): (.*?\.)(?= \w+: |$)", told))
-    accounts = table(("account", "balance"), ((f"`{kind}`", meanings[kind.value].capitalize()) for kind in AccountKind))
-    kinds = table(("transaction", "meaning"), ((f"`{kind}`", TRANSACTIONS[kind]) for kind in TransactionKind))
+    text = sentence(inspect.getdoc(AccountKind) or "")
+    meanings = dict(re.findall(r"(\w+): (.*?\.)(?= \w+: |$)", text))
+    accounts = table(
+        ("account", "balance"),
+        ((f"`{kind}`", meanings[kind.value].capitalize()) for kind in AccountKind),
+    )
+    kinds = table(
+        ("transaction", "meaning"), ((f"`{kind}`", TRANSACTIONS[kind]) for kind in TransactionKind)
+    )
     return f"## Accounts\n\n{accounts}\n## Transactions\n\n{kinds}"
 
 
@@ -451,7 +661,7 @@ def billed(cell: Cell) -> str:
     charge = cell.charge
     if charge.action is Action.NONE:
         return "nothing"
-    if charge.action is Action.STANDS:
+    if charge.action is Action.UNCHANGED:
         return "as it was settled"
     if charge.action is Action.VOID:
         return "nothing; the request does not count"
@@ -463,7 +673,8 @@ def billed(cell: Cell) -> str:
 def endings_charges() -> str:
     """Return the table of charges by phase and cause."""
     rows = (
-        (str(phase), str(cause), str(cell.charge.action), billed(cell), f"`{cell.test}`") for (phase, cause), cell in TABLE.items()
+        (str(phase), str(cause), str(cell.charge.action), billed(cell), f"`{cell.test}`")
+        for (phase, cause), cell in TABLE.items()
     )
     return table(("phase", "cause", "hold", "billed and counted", "test"), rows)
 
@@ -473,7 +684,10 @@ def endings_ways() -> str:
     return (
         "\n".join(
             f"### {cause.capitalize()}\n\n"
-            + table(("end", "response"), ((way.name, way.response) for way in WAYS if way.cause is cause))
+            + table(
+                ("end", "response"),
+                ((way.name, way.response) for way in WAYS if way.cause is cause),
+            )
             for cause in Cause
         )
         + f"\n{SIBLING}.\n"
@@ -485,9 +699,13 @@ def dimensions() -> str:
     rows = []
     for dimension, (kind, window, counts_input, counts_output) in DIMENSIONS.items():
         name = dimension.replace("_picos", "").replace("_", "-")
-        counted = [word for word, counts in (("input", counts_input), ("output", counts_output)) if counts]
+        counted = [
+            word for word, counts in (("input", counts_input), ("output", counts_output)) if counts
+        ]
         unit = {Kind.MONEY: "cost", Kind.CONCURRENCY: "requests at once"}.get(kind, kind.value)
-        rows.append((f"`{name}`", unit, window.value if window else "none", " and ".join(counted) or "—"))
+        rows.append(
+            (f"`{name}`", unit, window.value if window else "none", " and ".join(counted) or "—")
+        )
     return table(("dimension", "counts", "window (UTC)", "tokens"), rows)
 
 
@@ -517,9 +735,14 @@ def on_page_markdown(markdown: str, page: Any, **_: object) -> str:
 @cache
 def places() -> Mapping[str, str]:
     """Return pages of the site by the path of their file; some are links to files elsewhere."""
-    walked = ((Path(folder), names) for folder, _, names in os.walk(ROOT / "docs", followlinks=True))
+    walked = (
+        (Path(folder), names) for folder, _, names in os.walk(ROOT / "docs", followlinks=True)
+    )
     pages = (folder / name for folder, names in walked for name in names if name.endswith(".md"))
-    return {page.resolve().relative_to(ROOT).as_posix(): page.relative_to(ROOT / "docs").as_posix() for page in pages}
+    return {
+        page.resolve().relative_to(ROOT).as_posix(): page.relative_to(ROOT / "docs").as_posix()
+        for page in pages
+    }
 
 
 def led(markdown: str, page: str) -> str:

@@ -24,8 +24,8 @@ INSERT INTO audit_log (actor, action, subject_id, before, after) VALUES
     ('cli', 'organization.create', 'a0000000-0000-4000-8000-000000000001', NULL, '{"name": "acme"}'),
     ('wk_aaaaaaaa', 'quota.set', 'e0000000-0000-4000-8000-000000000001', '{"limit_value": 1}', '{"limit_value": 1000000}');
 
-INSERT INTO quotas (id, subject, subject_id, model, dimension, limit_value, output_weight_milli, enforced, raised_limit_value,
-                    raised_until, raise_reason, deleted_at, alert_at) VALUES
+INSERT INTO quotas (id, subject, subject_id, model, dimension, limit_value, output_weight_milli, enforced,
+                    override_limit_value, override_until, override_reason, deleted_at, alert_at) VALUES
     ('e0000000-0000-4000-8000-000000000001', 'organization', 'a0000000-0000-4000-8000-000000000001', '', 'tokens_per_month', 1000000,
      2500, true, 2000000, '2099-01-01', 'a launch', NULL, '{50,80,100}'),
     ('e0000000-0000-4000-8000-000000000002', 'api_key', 'c0000000-0000-4000-8000-000000000001', 'demo', 'concurrent_requests', 0,
@@ -68,8 +68,8 @@ FROM (VALUES
     (8, 1, 1, 'settled', 10, 0, 4, 0, timestamptz '2026-09-20 12:00:00+00', '{}')
 ) AS r (n, o, version, state, sent, cached, leased, delivered, at, labels);
 INSERT INTO holds (id, organization_id, project_id, api_key_id, request_id, payload_hash, model, price_version_id, labels, state,
-                   owner_id, input_token_count, cached_input_token_count, leased_token_count, delivered_token_count,
-                   posted_token_count, posted_cost_picos, posted_minutes, quota_ids, admitted_at, charged_at, expires_at, ended_at)
+                   process_id, input_token_count, cached_input_token_count, leased_token_count,
+                   delivered_token_count, posted_token_count, posted_cost_picos, posted_minutes, quota_ids, admitted_at, charged_at, expires_at, ended_at)
 SELECT id, organization_id, project_id, api_key_id, ('f1000000-0000-4000-8000-00000000000' || n)::uuid, sha256(id::text::bytea), 'demo', version, labels, state,
        'd0000000-0000-4000-8000-000000000001', sent, cached, leased, delivered, CASE n WHEN 6 THEN 18 ELSE 0 END,
        CASE n WHEN 6 THEN 7200000 ELSE 0 END, CASE n WHEN 6 THEN '{29897999,8}'::bigint[] ELSE '{}' END,
@@ -203,7 +203,7 @@ INSERT INTO export_progress (id, closed_until, scanned_until, late_items_since) 
 ON CONFLICT (id) DO UPDATE SET closed_until = excluded.closed_until;
 INSERT INTO stripe_events (id, type, payload, handled_at, outcome) VALUES ('evt_1', 'invoice.paid', '{"id": "evt_1"}', '2026-10-03', 'paid');
 INSERT INTO stripe_invoices (id, organization_id, customer_id, currency_code, period_start, period_end, amount_due_minor,
-                             amount_paid_minor, finalized_at, paid_at, told_at, total_minor, stripe_number, hosted_url)
+                             amount_paid_minor, finalized_at, paid_at, last_event_at, total_minor, stripe_number, hosted_url)
 VALUES ('in_1', 'a0000000-0000-4000-8000-000000000001', 'cus_1', 'USD', '2026-09-01', '2026-10-01', 4, 4, '2026-10-02', '2026-10-03',
         '2026-10-03', 4, 'ACME-0001', 'https://invoice.stripe.com/i/1');
 INSERT INTO stripe_month_settlements (organization_id, month, currency_code, due_picos, carried_in_picos, due_minor, invoiced_minor,
@@ -212,8 +212,9 @@ VALUES ('a0000000-0000-4000-8000-000000000001', '2026-09-01', 'USD', 40000000000
 INSERT INTO stripe_month_items (organization_id, month, position, description, amount_minor, stripe_id, invoice_stripe_id)
 VALUES ('a0000000-0000-4000-8000-000000000001', '2026-09-01', 0, 'invoice INV-000001', 1, 'ii_2', 'in_1');
 INSERT INTO stripe_objects (account, kind, ref, stripe_id) VALUES ('acct_1', 'customer', 'acme', 'cus_1');
-INSERT INTO stop_orders (api_key_id, reason) VALUES ('c0000000-0000-4000-8000-000000000003', 'key revoked');
-INSERT INTO stop_orders (changed_key_id, allowed_networks, ended_secrets, reason)
+INSERT INTO cancel_commands (api_key_id, reason)
+VALUES ('c0000000-0000-4000-8000-000000000003', 'key revoked');
+INSERT INTO cancel_commands (changed_key_id, allowed_networks, ended_secrets, reason)
 VALUES ('c0000000-0000-4000-8000-000000000002', '{203.0.113.0/24}', ARRAY[sha256('0')], 'key changed');
 INSERT INTO replica_drains (model, replica, reason, move_after_ms) VALUES ('demo', 'demo-1', 'a new driver', 30000);
 INSERT INTO worker_incidents (source, incident_count) VALUES ('rating', 2);
@@ -227,7 +228,7 @@ VALUES ('a0000000-0000-4000-8000-000000000001', 'https://acme.example/alerts', '
 INSERT INTO alert_deliveries (alert_id, organization_id, state, attempt_count, ended_at) VALUES
     ('d0000000-0000-4000-8000-000000000011', 'a0000000-0000-4000-8000-000000000001', 'delivered', 2, '2026-09-30'),
     ('d0000000-0000-4000-8000-000000000012', 'a0000000-0000-4000-8000-000000000001', 'pending', 0, NULL);
-INSERT INTO live_reports (owner_id, owner_name, reported_at, requests, peer_address, replicas)
+INSERT INTO live_reports (process_id, process_name, reported_at, requests, peer_address, replicas)
 VALUES ('d0000000-0000-4000-8000-000000000001', 'host:1', '2026-11-05 12:00+00', '[]', '10.0.0.1:7001', '[]');
 DROP TABLE requests, receipts;
 SELECT create_usage_partitions(3);  -- as the worker does

@@ -29,7 +29,10 @@ def missing() -> str | None:
     if shutil.which("node") is None or shutil.which("npm") is None:
         return "Node.js with npm is not installed"
     if not (SDK / "node_modules" / ".bin" / "tsc").exists():
-        return "its packages are not installed: run make setup-dev where the npm registry can be reached"
+        return (
+            "its packages are not installed: run make setup-dev where the npm registry can be"
+            " reached"
+        )
     return None
 
 
@@ -38,9 +41,14 @@ def install() -> None:
     if shutil.which("npm") is None:
         print("TypeScript client: Node.js with npm is not installed, so it is not set up")
         return
-    done = subprocess.run(["npm", "ci", "--ignore-scripts", "--silent"], cwd=SDK, capture_output=True, text=True)
+    done = subprocess.run(
+        ["npm", "ci", "--ignore-scripts", "--silent"], cwd=SDK, capture_output=True, text=True
+    )
     if done.returncode != 0:
-        print(f"TypeScript client: npm could not install its packages, so it is not set up:\n{done.stderr[-2000:]}")
+        print(
+            "TypeScript client: npm could not install its packages, so it is not set"
+            f" up:\n{done.stderr[-2000:]}"
+        )
 
 
 def build() -> None:
@@ -52,7 +60,11 @@ def build() -> None:
     directory = os.open(SDK, os.O_RDONLY)
     try:
         fcntl.flock(directory, fcntl.LOCK_EX)
-        if not (built.exists() and (SDK / "dist").exists() and built.stat().st_mtime_ns > max(map(changed_ns, inputs()))):
+        if not (
+            built.exists()
+            and (SDK / "dist").exists()
+            and built.stat().st_mtime_ns > max(map(changed_ns, inputs()))
+        ):
             built.unlink(missing_ok=True)
             rebuild()
             built.touch()
@@ -79,15 +91,23 @@ def rebuild() -> None:
     shutil.rmtree(generated, ignore_errors=True)
     generated.mkdir(parents=True)
     plugin = SDK / "node_modules" / ".bin" / "protoc-gen-es"
-    options = [f"--plugin=protoc-gen-es={plugin}", f"--es_out={generated}", "--es_opt=target=ts,import_extension=js"]
+    options = [
+        f"--plugin=protoc-gen-es={plugin}",
+        f"--es_out={generated}",
+        "--es_opt=target=ts,import_extension=js",
+    ]
     protoc([*options, *CONTRACT, *ERRORS])
     shutil.rmtree(SDK / "dist", ignore_errors=True)
-    subprocess.run([SDK / "node_modules" / ".bin" / "tsc", "--project", SDK / "tsconfig.json"], check=True)
+    subprocess.run(
+        [SDK / "node_modules" / ".bin" / "tsc", "--project", SDK / "tsconfig.json"], check=True
+    )
 
 
 def main() -> int:
     """Install, build or both; return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--install", action="store_true")
     parser.add_argument("--build", action="store_true")
     options = parser.parse_args()

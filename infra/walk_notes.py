@@ -43,7 +43,7 @@ class Notes:
             self._path("part").rename(self._path("counted"))
 
     def note(self, frame: FrameType, event: str, _: object) -> None:
-        """Count a call, also of a resumed coroutine, whose caller is the event loop after a wake-up."""
+        """Count a call, also of a resumed coroutine, whose caller is then the event loop."""
         if event == "call" and (calls := self._calls) is not None:
             call = (frame.f_back.f_code if frame.f_back else None, frame.f_code)
             calls[call] = calls.get(call, 0) + 1
@@ -59,7 +59,11 @@ def counts_of(calls: dict[tuple[CodeType | None, CodeType], int]) -> dict[str, o
         "process": os.path.relpath(sys.argv[0], ROOT),
         "functions": {name: code in callers for _, code in calls if (name := name_of(code))},
         "call_count": sum(calls.values()),
-        "wake_up_count": sum(n for (caller, code), n in calls.items() if caller is EVENT_LOOP and code.co_flags & COROUTINE),
+        "wake_up_count": sum(
+            n
+            for (caller, code), n in calls.items()
+            if caller is EVENT_LOOP and code.co_flags & COROUTINE
+        ),
     }
 
 

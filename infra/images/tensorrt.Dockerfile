@@ -1,17 +1,13 @@
-# The API server with TensorRT-LLM 1.2.1, for machines with GPUs. The library comes with NVIDIA's image; installing it by pip there would
-# replace the torch that it was built for. Build from the repository's root, and run with the flags that the library wants:
+# The API server with TensorRT-LLM 1.2.1, for machines with GPUs. Build from the repository's root, and run with the flags that the library wants:
 #   docker build -f infra/images/tensorrt.Dockerfile -t weir-tensorrt .
 #   docker run --gpus all --ipc host --ulimit memlock=-1 --ulimit stack=67108864 \
 #     -e WEIR_DATABASE_URL=… -e WEIR_MODELS=llama=/models/llama -v /models:/models:ro weir-tensorrt
 # Pin the base image by digest with --build-arg TENSORRT_IMAGE=nvcr.io/nvidia/tensorrt-llm/release:1.2.1@sha256:…
 ARG TENSORRT_IMAGE=nvcr.io/nvidia/tensorrt-llm/release:1.2.1
 
-FROM ${TENSORRT_IMAGE}
+FROM ${TENSORRT_IMAGE} AS wheels
 
-ENV PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 WEIR_HOME=/var/lib/weir WEIR_ENGINE=tensorrt
 WORKDIR /srv/weir
-
-COPY requirements/constraints.txt requirements/constraints.txt
 COPY pyproject.toml README.md ./
 COPY sdk/python/pyproject.toml sdk/python/README.md sdk/python/
 COPY sdk/python/src sdk/python/src
@@ -23,17 +19,33 @@ COPY inference inference
 COPY metering metering
 COPY migrations migrations
 COPY weir_commands weir_commands
-# Not the extra `safety`: it needs a newer transformers than the library was built with. Whatever the image brings stays as it is, torch above all: its versions are constraints, and ours hold for the rest.
-RUN pip freeze --exclude-editable | grep -E '^[A-Za-z0-9._-]+==' > image.txt \
-    && python -c "names = {line.split('==')[0].lower().replace('_', '-') for line in open('image.txt')}; \
-        print(*(line for line in open('requirements/constraints.txt') if line.split('==')[0].lower() not in names), sep='', end='')" > ours.txt \
-    && pip install -c image.txt -c ours.txt -e sdk/python -e ".[otel,remote]"
+# NVIDIA's image sets PIP_CONSTRAINT to its own versions. The server computes nothing here, so it has no torch.
+RUN PIP_CONSTRAINT= python3 -m pip wheel --no-deps --wheel-dir /wheels sdk/python . \
+    && python3 -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+        more = project['optional-dependencies']; \
+        needed = [*project['dependencies'], *more['otel'], *more['remote'], *more['tensorrt']]; \
+        print(*(each for each in needed if not each.startswith(('torch', 'weir-client'))), sep='\n')" > /wheels/server.txt
+
+FROM ${TENSORRT_IMAGE}
+
+ENV PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 WEIR_HOME=/var/lib/weir WEIR_ENGINE=tensorrt
+COPY requirements/constraints.txt /srv/constraints.txt
+COPY --from=wheels /wheels /srv/wheels
+# Two environments. The server's has the pinned versions and nothing of NVIDIA's. The worker's sees the packages of the image as they are,
+# and has beside them Weir and the only package that the worker needs and the library does not bring.
+RUN python3 -m venv --without-pip /srv/server \
+    && PIP_CONSTRAINT= python3 -m pip --python /srv/server/bin/python install -c /srv/constraints.txt -r /srv/wheels/server.txt \
+    && PIP_CONSTRAINT= python3 -m pip --python /srv/server/bin/python install --no-deps /srv/wheels/weir_client-*.whl /srv/wheels/weir_server-*.whl
+RUN python3 -m venv --without-pip --system-site-packages /srv/worker \
+    && PIP_CONSTRAINT= python3 -m pip --python /srv/worker/bin/python install --no-deps -c /srv/constraints.txt msgspec /srv/wheels/weir_server-*.whl
+# A container is often run as root, which Open MPI refuses without these; the user below is not root.
+ENV WEIR_TENSORRT_PYTHON=/srv/worker/bin/python OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 
 RUN useradd --system --home-dir /var/lib/weir --create-home weir
 USER weir
 VOLUME /var/lib/weir
 ENV WEIR_OPENAI_LISTEN=0.0.0.0:9443 WEIR_METRICS_LISTEN=0.0.0.0:10443
 EXPOSE 8443 9443 10443
-ENTRYPOINT ["weir"]
+ENTRYPOINT ["/srv/server/bin/weir"]
 # Reachable from outside the container, so it wants WEIR_TLS_CERTIFICATE and WEIR_TLS_KEY, or WEIR_ALLOW_PLAINTEXT=1.
 CMD ["serve", "--listen", "0.0.0.0:8443"]

