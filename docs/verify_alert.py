@@ -1,7 +1,8 @@
-"""Verifies one alert that Weir has posted to a webhook, with Python's standard library alone.
+"""Verify an alert that Weir has posted to a webhook, with Python's standard library alone.
 
-In your handler: `verify(secret, request.headers["Weir-Signature"], request.body)`, with the body as it came, before any parsing.
-From the shell, for trying it out: python verify_alert.py SECRET SIGNATURE < body
+In your handler, call `verify(secret, request.headers["Weir-Signature"], request.body)` with the
+body as it was received, before any parsing. To try it in a shell:
+python verify_alert.py SECRET SIGNATURE < body
 """
 
 import hashlib
@@ -9,19 +10,24 @@ import hmac
 import sys
 import time
 
-TOLERANCE_S = 300  # what is older was sent again by somebody else
+TOLERANCE_S = 300  # an older alert may be a replay
 
 
 def verify(secret: str, header: str, body: bytes, now_s: float | None = None) -> bool:
+    """Return whether the signature is valid and recent. now_s: Unix time in seconds."""
     parts = dict(part.partition("=")[::2] for part in header.split(","))
     sent_s = parts.get("t", "")
-    if not sent_s.isdecimal() or len(sent_s) > 20 or abs((time.time() if now_s is None else now_s) - int(sent_s)) > TOLERANCE_S:
+    if (
+        not sent_s.isdecimal()
+        or len(sent_s) > 20
+        or abs((time.time() if now_s is None else now_s) - int(sent_s)) > TOLERANCE_S
+    ):
         return False
     expected = hmac.new(secret.encode(), sent_s.encode() + b"." + body, hashlib.sha256).hexdigest()
     return hmac.compare_digest(expected.encode(), parts.get("v1", "").encode(errors="replace"))
 
 
 if __name__ == "__main__":
-    good = verify(sys.argv[1], sys.argv[2], sys.stdin.buffer.read())
-    print("the signature is good" if good else "the signature is wrong, or too old")
-    sys.exit(0 if good else 1)
+    is_valid = verify(sys.argv[1], sys.argv[2], sys.stdin.buffer.read())
+    print("the signature is valid" if is_valid else "the signature is wrong, or too old")
+    sys.exit(0 if is_valid else 1)

@@ -1,7 +1,10 @@
-"""Verifies receipts of Weir, with nothing of Weir: python verify_receipts.py KEYS.json RECEIPTS.jsonl [ROOT]
+"""Verify receipts of Weir without any code of Weir.
 
-KEYS.json is what `weir receipt keys --json` wrote, RECEIPTS.jsonl what `weir receipt export` did, ROOT that of the month's report.
-The bytes are those of docs/reference/receipts.md. Needs the package `cryptography`.
+Usage: python verify_receipts.py KEYS.json RECEIPTS.jsonl [ROOT]
+
+KEYS.json is the output of `weir receipt keys --json`, RECEIPTS.jsonl that of `weir receipt export`,
+and ROOT the root in the report of the month. docs/reference/receipts.md describes the encoding.
+Needs the package `cryptography`.
 """
 
 import hashlib
@@ -13,7 +16,13 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 IDS = ("organization_id", "project_id", "api_key_id", "request_id")
-NUMBERS = ("part", "input_token_count", "cached_input_token_count", "billed_token_count", "embedding_token_count")
+NUMBERS = (
+    "part",
+    "input_token_count",
+    "cached_input_token_count",
+    "billed_token_count",
+    "embedding_token_count",
+)
 NUMBERS += ("price_version", "cost_picos", "admitted_at_us", "settled_at_us", "sequence")
 
 
@@ -25,7 +34,11 @@ def encoded(receipt: dict) -> bytes:  # type: ignore[type-arg]
     data = b"weir.receipt.v1\n" + b"".join(uuid.UUID(receipt[name]).bytes for name in IDS)
     data += b"".join(receipt[name].to_bytes(8, "big", signed=True) for name in NUMBERS)
     data += bytes.fromhex(receipt["previous_hash"])
-    for text in (receipt["currency_code"].encode(), receipt["model"].encode(), receipt["outcome"].encode()):
+    for text in (
+        receipt["currency_code"].encode(),
+        receipt["model"].encode(),
+        receipt["outcome"].encode(),
+    ):
         data += len(text).to_bytes(8, "big") + text
     return data
 
@@ -54,15 +67,27 @@ def main(keys_file: str, receipts_file: str, root: str = "") -> int:
     with open(keys_file) as file:
         keys = {key["key_id"]: bytes.fromhex(key["public_key"]) for key in json.load(file)["keys"]}
     with open(receipts_file) as file:
-        receipts = sorted(map(json.loads, file), key=lambda receipt: (receipt["project_id"], receipt["sequence"]))
-    last_signed = {receipt["project_id"]: receipt["sequence"] for receipt in receipts if receipt["key_id"]}
+        receipts = sorted(
+            map(json.loads, file), key=lambda receipt: (receipt["project_id"], receipt["sequence"])
+        )
+    last_signed = {
+        receipt["project_id"]: receipt["sequence"] for receipt in receipts if receipt["key_id"]
+    }
     wrong = 0
     for before, receipt in zip([None, *receipts], receipts, strict=False):
         problems = [] if sha256(encoded(receipt)).hex() == receipt["hash"] else ["was altered"]
-        vouched_for = not receipt["key_id"] and last_signed.get(receipt["project_id"], 0) > receipt["sequence"]
-        problems += [] if vouched_for or is_signed(receipt, keys) else ["is not signed by a known key"]
+        vouched_for = (
+            not receipt["key_id"]
+            and last_signed.get(receipt["project_id"], 0) > receipt["sequence"]
+        )
+        problems += (
+            [] if vouched_for or is_signed(receipt, keys) else ["is not signed by a known key"]
+        )
         if before and before["project_id"] == receipt["project_id"]:
-            follows = receipt["previous_hash"] == before["hash"] and receipt["sequence"] == before["sequence"] + 1
+            follows = (
+                receipt["previous_hash"] == before["hash"]
+                and receipt["sequence"] == before["sequence"] + 1
+            )
             problems += [] if follows else ["does not follow the receipt before it"]
         wrong += len(problems)
         for problem in problems:
