@@ -1,7 +1,7 @@
-"""Tiny random checkpoints in Hugging Face layout, for tests: weights, byte-level BPE tokenizer, chat template.
+"""Tiny random checkpoints in Hugging Face layout: weights, byte-level BPE tokenizer, chat template.
 
-They have the real shape of a published checkpoint and none of its size, so a test loads one in milliseconds. The text that
-they generate is noise; the numbers that they generate are exact. Nothing here imports torch or transformers.
+They have the layout of published checkpoints and a tiny size, so a test loads one in milliseconds.
+Generated text is noise; its numbers are exact. Imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -17,8 +17,17 @@ import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-SPECIAL_TOKENS = ("<|pad|>", "<|bos|>", "<|eos|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
-TOKENIZER_VOCABULARY_SIZE = 400  # tokens: 256 bytes, 7 special ones, and merges enough that words split unevenly
+SPECIAL_TOKENS = (
+    "<|pad|>",
+    "<|bos|>",
+    "<|eos|>",
+    "<|system|>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|end|>",
+)
+# Tokens: 256 bytes, 7 special ones, and merges enough that words split unevenly.
+TOKENIZER_VOCABULARY_SIZE = 400
 
 MODEL_TYPES = {
     "LlamaForCausalLM": "llama",
@@ -38,8 +47,14 @@ CHAT_TEMPLATE = (
 )
 
 _TRAINING_TEXT = (
-    "The hotel near the old harbour has a quiet garden, breakfast until ten and rooms with a view of the sea.",
-    "Which hotel is close to the station and allows dogs? The second one, it costs 120 euros a night.",
+    (
+        "The hotel near the old harbour has a quiet garden, breakfast until ten and rooms with a"
+        " view of the sea."
+    ),
+    (
+        "Which hotel is close to the station and allows dogs? The second one, it costs 120 euros a"
+        " night."
+    ),
     "A weir regulates and measures a stream; this one does so for tokens, one step at a time.",
     "Zoë's café naïvely served 北京 dumplings 🙂 and crème brûlée — 25 % off, 3 for 2!",
     'def step(batch):\n    return {"tokens": [1, 2, 3], "done": False}\n',
@@ -48,9 +63,11 @@ _TRAINING_TEXT = (
 
 @dataclass(frozen=True, slots=True)
 class LlamaShape:
-    """Parameters of a test decoder. Sizes are counts of floats; the defaults give about 0.1 M parameters.
+    """Parameters of a test decoder. Sizes are counts of floats; the defaults give about 0.1 M
+    parameters.
 
-    architecture: one of `MODEL_TYPES`. max_window_layers: Qwen's number of first layers that see everything.
+    architecture: one of `MODEL_TYPES`. max_window_layers: Qwen's number of first layers that see
+    everything.
     """
 
     architecture: str = "LlamaForCausalLM"
@@ -77,7 +94,7 @@ class LlamaShape:
 
     @property
     def qkv_bias(self) -> bool:
-        """Qwen2 has these biases and no others, whatever its configuration says."""
+        """True for Qwen2, which has these biases and no others in any configuration."""
         return self.attention_bias or self.architecture == "Qwen2ForCausalLM"
 
 
@@ -102,8 +119,9 @@ def make_checkpoint(
 ) -> TinyCheckpoint:
     """Write a random checkpoint that `inference` and `transformers` both load.
 
-    seed: equal seeds and shapes give equal files. shard_count: above 1 writes a sharded index. dtype: "float32" or
-    "float16". generation_config: entries added to generation_config.json, for example a default temperature.
+    seed: equal seeds and shapes give equal files. shard_count: above 1 writes a sharded index.
+    dtype: "float32" or "float16". generation_config: entries added to generation_config.json, for
+    example a default temperature.
     """
     shape = shape or LlamaShape()
     directory.mkdir(parents=True, exist_ok=True)
@@ -120,7 +138,7 @@ def make_checkpoint(
 
 
 def write_tokenizer(directory: Path, chat_template: str = CHAT_TEMPLATE) -> None:
-    """Write tokenizer.json and tokenizer_config.json (with the template): byte-level BPE, BOS put first."""
+    """Write tokenizer.json (byte-level BPE, BOS first) and tokenizer_config.json."""
     (directory / "tokenizer.json").write_text(_tokenizer_json(), encoding="utf-8")
     _write_json(
         directory / "tokenizer_config.json",
@@ -148,8 +166,12 @@ def _tokenizer_json() -> str:
         show_progress=False,
     )
     tokenizer.train_from_iterator(_TRAINING_TEXT, trainer=trainer)
-    assert tokenizer.get_vocab_size() == TOKENIZER_VOCABULARY_SIZE, "the training text is too short for this vocabulary"
-    tokenizer.post_processor = processors.TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", 1)])
+    assert tokenizer.get_vocab_size() == TOKENIZER_VOCABULARY_SIZE, (
+        "the training text is too short for this vocabulary"
+    )
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|bos|> $A", special_tokens=[("<|bos|>", 1)]
+    )
     return tokenizer.to_str()
 
 
@@ -178,10 +200,16 @@ def _config(shape: LlamaShape, dtype: str) -> dict[str, object]:
     elif shape.architecture == "MistralForCausalLM":
         config["sliding_window"] = shape.sliding_window
     else:
-        config |= {"use_sliding_window": shape.sliding_window is not None, "sliding_window": shape.sliding_window or 4096}
+        config |= {
+            "use_sliding_window": shape.sliding_window is not None,
+            "sliding_window": shape.sliding_window or 4096,
+        }
         config["max_window_layers"] = shape.max_window_layers
     if shape.qk_norm:
-        config |= {"attention_bias": shape.attention_bias, "head_dim": shape.hidden_size // shape.head_count}
+        config |= {
+            "attention_bias": shape.attention_bias,
+            "head_dim": shape.hidden_size // shape.head_count,
+        }
     if shape.head_dim is not None:
         config["head_dim"] = shape.head_dim
     if shape.rope_scaling is not None:
@@ -189,19 +217,27 @@ def _config(shape: LlamaShape, dtype: str) -> dict[str, object]:
     return config
 
 
-def _random_tensors(shape: LlamaShape, seed: int, dtype: np.dtype[Any]) -> dict[str, np.ndarray[Any, Any]]:
-    """All weights by name, spread wide enough that greedy choices are clear and outputs do not fall into a loop."""
+def _random_tensors(
+    shape: LlamaShape, seed: int, dtype: np.dtype[Any]
+) -> dict[str, np.ndarray[Any, Any]]:
+    """Return all weights by name, spread so that greedy choices are clear."""
     rng = np.random.default_rng(seed)
     hidden, head_dim = shape.hidden_size, shape.head_dim or shape.hidden_size // shape.head_count
     q_size, kv_size = shape.head_count * head_dim, shape.kv_head_count * head_dim
 
     def matrix(rows: int, columns: int) -> np.ndarray[Any, Any]:
-        return np.asarray(rng.standard_normal((rows, columns)) * 1.5 / np.sqrt(columns), dtype=dtype)
+        return np.asarray(
+            rng.standard_normal((rows, columns)) * 1.5 / np.sqrt(columns), dtype=dtype
+        )
 
     def vector(size: int, mean: float) -> np.ndarray[Any, Any]:
         return np.asarray(mean + 0.1 * rng.standard_normal(size), dtype=dtype)
 
-    tensors = {"model.embed_tokens.weight": np.asarray(rng.standard_normal((TOKENIZER_VOCABULARY_SIZE, hidden)), dtype)}
+    tensors = {
+        "model.embed_tokens.weight": np.asarray(
+            rng.standard_normal((TOKENIZER_VOCABULARY_SIZE, hidden)), dtype
+        )
+    }
     tensors["model.norm.weight"] = vector(hidden, 1.0)
     if not shape.tied_embeddings:
         tensors["lm_head.weight"] = matrix(TOKENIZER_VOCABULARY_SIZE, hidden)
@@ -228,11 +264,17 @@ def _random_tensors(shape: LlamaShape, seed: int, dtype: np.dtype[Any]) -> dict[
     return tensors
 
 
-def _save_sharded(directory: Path, tensors: dict[str, np.ndarray[Any, Any]], shard_count: int) -> None:
+def _save_sharded(
+    directory: Path, tensors: dict[str, np.ndarray[Any, Any]], shard_count: int
+) -> None:
     weight_map: dict[str, str] = {}
     for shard in range(shard_count):
         file_name = f"model-{shard + 1:05d}-of-{shard_count:05d}.safetensors"
-        part = {name: tensor for index, (name, tensor) in enumerate(tensors.items()) if index % shard_count == shard}
+        part = {
+            name: tensor
+            for index, (name, tensor) in enumerate(tensors.items())
+            if index % shard_count == shard
+        }
         save_file(part, directory / file_name, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(part, file_name)
     total_bytes = sum(tensor.nbytes for tensor in tensors.values())

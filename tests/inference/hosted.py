@@ -1,4 +1,4 @@
-"""Engines in their child processes, for tests: started, read from, closed."""
+"""Engines in child processes, for tests: start, read, close."""
 
 from __future__ import annotations
 
@@ -10,27 +10,38 @@ from typing import Any
 
 from bench import engine_streams as streams
 from bench.engine_streams import SequenceStream
-from inference.adapters.tensorrt_engine import TensorRtEngine, TensorRtSettings
+from inference.adapters.tensorrt_engine import TensorRtEngine
+from inference.adapters.tensorrt_settings import TensorRtSettings
 from inference.adapters.torch_engine import TorchEngine, TorchEngineSettings
 from inference.engine import Engine, GenerationRequest, Scheduled, SequenceFinished, TokensGenerated
 from inference.workers.engine import HostedEngine
 from tests.inference.checkpoints import TinyCheckpoint
 from tests.inference.running import Outcome, random_prompt
 
-WAIT_S = 180.0  # seconds: far above what anything here takes, so that a busy machine fails no test
+WAIT_S = 180.0  # seconds: far above any time here, so that a busy machine fails no test
 LONG = 1500  # output tokens: a sequence that does not end by itself during a test
 
 
 def settings_for(checkpoint: TinyCheckpoint, **changes: Any) -> TorchEngineSettings:
-    """Small pools, short pauses, one thread."""
-    options: dict[str, Any] = {"kv_cache_bytes": 8 << 20, "torch_thread_count": 1, "restart_delay_s_min": 0.05}
+    """Return settings with small pools, short pauses and one thread."""
+    options: dict[str, Any] = {
+        "kv_cache_bytes": 8 << 20,
+        "torch_thread_count": 1,
+        "restart_delay_s_min": 0.05,
+    }
     return TorchEngineSettings(directory=checkpoint.directory, name="tiny", **(options | changes))
 
 
 @contextlib.asynccontextmanager
-async def serving(settings: TorchEngineSettings | TensorRtSettings, *, started: bool = True) -> AsyncIterator[HostedEngine]:
-    """An engine with its task, closed at the end."""
-    engine = TorchEngine(settings) if isinstance(settings, TorchEngineSettings) else TensorRtEngine(settings)
+async def serving(
+    settings: TorchEngineSettings | TensorRtSettings, *, started: bool = True
+) -> AsyncIterator[HostedEngine]:
+    """Yield an engine with its task, closed at the end."""
+    engine = (
+        TorchEngine(settings)
+        if isinstance(settings, TorchEngineSettings)
+        else TensorRtEngine(settings)
+    )
     async with asyncio.timeout(4 * WAIT_S), asyncio.TaskGroup() as tasks:
         tasks.create_task(engine.serve())
         try:
@@ -42,7 +53,7 @@ async def serving(settings: TorchEngineSettings | TensorRtSettings, *, started: 
 
 
 async def read_all(stream: SequenceStream) -> Outcome:
-    """Read to the end; everything that came."""
+    """Read to the end; return all events."""
     outcome = Outcome()
     async for event in stream:
         assert outcome.finished is None
@@ -66,7 +77,7 @@ async def run(engine: Engine, request: GenerationRequest) -> Outcome:
 
 
 async def first_tokens(stream: SequenceStream, count: int) -> None:
-    """Read until `count` tokens have come."""
+    """Read until `count` tokens have arrived."""
     seen = 0
     async for event in stream:
         seen += len(event.token_ids) if isinstance(event, TokensGenerated) else 0
@@ -75,11 +86,11 @@ async def first_tokens(stream: SequenceStream, count: int) -> None:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Wait for what the engine does by itself; it offers nothing to wait on, since its callers only ever ask."""
+    """Poll for an effect of the engine, which has no event to wait for."""
     while not condition():  # noqa: ASYNC110 - see above
         await asyncio.sleep(0.001)
 
 
 def prompt(seed: int, token_count: int = 40) -> list[int]:
-    """Plain tokens."""
+    """Return plain tokens."""
     return random_prompt(random.Random(seed), token_count)

@@ -1,4 +1,4 @@
-"""JSON schemas for tests: a hand-made collection that goes through the keywords, and a strategy for random ones."""
+"""JSON schemas for tests: a collection by keyword, and a random strategy."""
 
 from __future__ import annotations
 
@@ -34,19 +34,60 @@ OWN: list[Schema] = [
     {"type": "string", "format": "uuid"},
     {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 9}, "maxItems": 5},
     {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 2},
-    {"type": "array", "prefixItems": [{"type": "string", "maxLength": 3}, {"type": "integer"}], "items": False},
-    {"type": "array", "items": {"type": "array", "items": {"type": "null"}, "maxItems": 2}, "maxItems": 3},
+    {
+        "type": "array",
+        "prefixItems": [{"type": "string", "maxLength": 3}, {"type": "integer"}],
+        "items": False,
+    },
+    {
+        "type": "array",
+        "items": {"type": "array", "items": {"type": "null"}, "maxItems": 2},
+        "maxItems": 3,
+    },
     {"type": "object", "additionalProperties": False},
-    {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False},
-    {"type": "object", "properties": {"a": {"type": "boolean"}, "b": {"type": "null"}}, "additionalProperties": False},
-    {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": {"type": "integer"}},
-    {"type": "object", "patternProperties": {"^x[0-9]$": {"type": "boolean"}}, "additionalProperties": False},
-    {"type": "object", "properties": {"a": {"type": "string", "maxLength": 4}, "b": {}}, "required": ["b"]},
+    {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    },
+    {
+        "type": "object",
+        "properties": {"a": {"type": "boolean"}, "b": {"type": "null"}},
+        "additionalProperties": False,
+    },
+    {
+        "type": "object",
+        "properties": {"a": {"type": "boolean"}},
+        "required": ["a"],
+        "additionalProperties": {"type": "integer"},
+    },
+    {
+        "type": "object",
+        "patternProperties": {"^x[0-9]$": {"type": "boolean"}},
+        "additionalProperties": False,
+    },
+    {
+        "type": "object",
+        "properties": {"a": {"type": "string", "maxLength": 4}, "b": {}},
+        "required": ["b"],
+    },
     {"type": "object", "required": ["undeclared"], "additionalProperties": {"type": "null"}},
-    {"anyOf": [{"type": "integer"}, {"type": "string", "maxLength": 5}, {"type": "array", "maxItems": 0}]},
     {
         "anyOf": [
-            {"required": ["a"], "type": "object", "properties": {"a": {"type": "null"}}, "additionalProperties": False},
+            {"type": "integer"},
+            {"type": "string", "maxLength": 5},
+            {"type": "array", "maxItems": 0},
+        ]
+    },
+    {
+        "anyOf": [
+            {
+                "required": ["a"],
+                "type": "object",
+                "properties": {"a": {"type": "null"}},
+                "additionalProperties": False,
+            },
             {"type": "null"},
         ]
     },
@@ -78,7 +119,11 @@ OWN: list[Schema] = [
                 "required": ["amount", "currency"],
                 "additionalProperties": False,
             },
-            "amenities": {"type": "array", "items": {"enum": ["pool", "sauna", "parking"]}, "maxItems": 3},
+            "amenities": {
+                "type": "array",
+                "items": {"enum": ["pool", "sauna", "parking"]},
+                "maxItems": 3,
+            },
             "note": {"type": ["string", "null"], "maxLength": 10},
         },
         "required": ["hotel", "stars", "price"],
@@ -100,7 +145,12 @@ UNSUPPORTED: list[tuple[Schema, str]] = [
 ]
 
 _NAMES = st.sampled_from(["a", "b", "name", "größe", "x y", 'q"', "🙂"])
-_VALUES = st.one_of(st.none(), st.booleans(), st.integers(-50, 50), st.sampled_from(["", "a", "ä🙂", 'say "hi"', "\\n"]))
+_VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-50, 50),
+    st.sampled_from(["", "a", "ä🙂", 'say "hi"', "\\n"]),
+)
 
 
 def _bounded_integers() -> st.SearchStrategy[Schema]:
@@ -112,7 +162,9 @@ def _bounded_integers() -> st.SearchStrategy[Schema]:
 def _strings() -> st.SearchStrategy[Schema]:
     lengths = st.tuples(st.integers(0, 4), st.integers(0, 6))
     return st.one_of(
-        lengths.map(lambda pair: {"type": "string", "minLength": pair[0], "maxLength": pair[0] + pair[1]}),
+        lengths.map(
+            lambda pair: {"type": "string", "minLength": pair[0], "maxLength": pair[0] + pair[1]}
+        ),
         st.sampled_from(["^[a-c]{1,3}$", "^é+$", "^\\d{2}:\\d{2}$", "^(?:x|yz){0,3}$"]).map(
             lambda pattern: {"type": "string", "pattern": pattern}
         ),
@@ -121,7 +173,12 @@ def _strings() -> st.SearchStrategy[Schema]:
 
 def _arrays(items: st.SearchStrategy[Schema]) -> st.SearchStrategy[Schema]:
     def build(parts: tuple[Schema, int, int]) -> Schema:
-        return {"type": "array", "items": parts[0], "minItems": parts[1], "maxItems": parts[1] + parts[2]}
+        return {
+            "type": "array",
+            "items": parts[0],
+            "minItems": parts[1],
+            "maxItems": parts[1] + parts[2],
+        }
 
     return st.tuples(items, st.integers(0, 2), st.integers(0, 2)).map(build)
 
@@ -130,14 +187,21 @@ def _objects(values: st.SearchStrategy[Schema]) -> st.SearchStrategy[Schema]:
     def build(parts: tuple[dict[str, Schema], list[bool], Schema | bool]) -> Schema:
         properties, required, additional = parts
         names = [name for name, wanted in zip(properties, required, strict=False) if wanted]
-        return {"type": "object", "properties": properties, "required": names, "additionalProperties": additional}
+        return {
+            "type": "object",
+            "properties": properties,
+            "required": names,
+            "additionalProperties": additional,
+        }
 
     additional = st.one_of(st.just(False), values)
-    return st.tuples(st.dictionaries(_NAMES, values, max_size=3), st.lists(st.booleans(), max_size=3), additional).map(build)
+    return st.tuples(
+        st.dictionaries(_NAMES, values, max_size=3), st.lists(st.booleans(), max_size=3), additional
+    ).map(build)
 
 
 def random_schemas() -> st.SearchStrategy[Schema]:
-    """Schemas that describe something, nested up to a few levels."""
+    """Return schemas nested up to a few levels."""
     leaves = st.one_of(
         st.sampled_from([{"type": "null"}, {"type": "boolean"}]),
         _bounded_integers(),
@@ -157,7 +221,7 @@ def random_schemas() -> st.SearchStrategy[Schema]:
 
 
 def random_schema(rng: random.Random) -> Schema:
-    """One schema that describes something, from all of the keywords above. Hypothesis prefers small ones; this does not."""
+    """Return a schema that uses any of the keywords above, of any size."""
     again = {"type": "array", "items": {"$ref": "#/$defs/part"}, "maxItems": 1 + rng.randrange(2)}
     return {**_random_schema(rng, 3), "$defs": {"part": {"anyOf": [_random_leaf(rng), again]}}}
 
@@ -167,12 +231,16 @@ def _random_schema(rng: random.Random, depth: int) -> Schema:
         return _random_leaf(rng)
     match rng.choice(("object", "object", "array", "tuple", "any", "ref")):
         case "object":
-            names = rng.sample(["a", "b", "name", "größe", "x y", 'q"', "🙂", "id_7"], rng.randrange(4))
+            names = rng.sample(
+                ["a", "b", "name", "größe", "x y", 'q"', "🙂", "id_7"], rng.randrange(4)
+            )
             return {
                 "type": "object",
                 "properties": {name: _random_schema(rng, depth - 1) for name in names},
                 "required": [name for name in names if rng.random() < 0.6],
-                "additionalProperties": rng.choice([False, False, {"type": "integer", "minimum": 0, "maximum": 9}]),
+                "additionalProperties": rng.choice(
+                    [False, False, {"type": "integer", "minimum": 0, "maximum": 9}]
+                ),
             }
         case "array":
             least = rng.randrange(3)
@@ -184,7 +252,12 @@ def _random_schema(rng: random.Random, depth: int) -> Schema:
             }
         case "tuple":
             parts = [_random_schema(rng, depth - 1) for _ in range(1 + rng.randrange(3))]
-            return {"type": "array", "prefixItems": parts, "items": False, "minItems": rng.randrange(len(parts) + 1)}
+            return {
+                "type": "array",
+                "prefixItems": parts,
+                "items": False,
+                "minItems": rng.randrange(len(parts) + 1),
+            }
         case "any":
             return {"anyOf": [_random_schema(rng, depth - 1) for _ in range(1 + rng.randrange(3))]}
         case _:
@@ -194,7 +267,9 @@ def _random_schema(rng: random.Random, depth: int) -> Schema:
 def _random_leaf(rng: random.Random) -> Schema:
     match rng.randrange(7):
         case 0:
-            return {"type": rng.choice(["null", "boolean", "integer", "number", ["integer", "null"]])}
+            return {
+                "type": rng.choice(["null", "boolean", "integer", "number", ["integer", "null"]])
+            }
         case 1:
             least = rng.randrange(-500, 500)
             return {
@@ -223,6 +298,15 @@ def _random_leaf(rng: random.Random) -> Schema:
             ]
             return {"type": "string", "pattern": rng.choice(patterns)}
         case 5:
-            return {"const": rng.choice([None, True, 0, -7, 2.5, "", "ä🙂", 'say "hi"', [1, [2]], {"k": None}])}
+            return {
+                "const": rng.choice(
+                    [None, True, 0, -7, 2.5, "", "ä🙂", 'say "hi"', [1, [2]], {"k": None}]
+                )
+            }
         case _:
-            return {"enum": rng.sample([None, False, 3, 44, "red", "grün", "\\n", "🙂", 1.5, [], {"a": 1}], 1 + rng.randrange(4))}
+            return {
+                "enum": rng.sample(
+                    [None, False, 3, 44, "red", "grün", "\\n", "🙂", 1.5, [], {"a": 1}],
+                    1 + rng.randrange(4),
+                )
+            }

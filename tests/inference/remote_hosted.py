@@ -23,24 +23,32 @@ class RemoteWorld:
     settings: RemoteSettings
 
 
-def remote_settings(tiny: TinyCheckpoint, server: ServerProcess, service: Service, **changes: Any) -> RemoteSettings:
-    """Short waits."""
-    quick: dict[str, Any] = {"poll_interval_s": 0.05, "restart_delay_s_min": 0.05, "restart_delay_s_max": 0.2}
+def remote_settings(
+    tiny: TinyCheckpoint, server: ServerProcess, service: Service, **changes: Any
+) -> RemoteSettings:
+    """Return settings with short waits."""
+    quick: dict[str, Any] = {
+        "poll_interval_s": 0.05,
+        "restart_delay_s_min": 0.05,
+        "restart_delay_s_max": 0.2,
+    }
     target = changes.pop("target", server.target(service))
     return RemoteSettings(directory=tiny.directory, name="tiny", target=target, **(quick | changes))
 
 
 @contextlib.asynccontextmanager
 async def connected(world: RemoteWorld) -> AsyncIterator[RemoteEngine]:
-    """An engine that takes requests. In the end no block of the server's is held: it was told of every end."""
+    """Yield a ready engine; at the end the server holds no block."""
     async with remote_engine(world.settings) as engine:
         yield engine
     await until(lambda: world.server.idle)
 
 
 @contextlib.asynccontextmanager
-async def remote_engine(settings: RemoteSettings, *, started: bool = True) -> AsyncIterator[RemoteEngine]:
-    """An engine with its task, closed at the end."""
+async def remote_engine(
+    settings: RemoteSettings, *, started: bool = True
+) -> AsyncIterator[RemoteEngine]:
+    """Yield an engine with its task, closed at the end."""
     engine = RemoteEngine(settings)
     async with asyncio.timeout(4 * WAIT_S), asyncio.TaskGroup() as tasks:
         tasks.create_task(engine.serve())

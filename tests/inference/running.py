@@ -1,4 +1,4 @@
-"""Runs sequences on an engine core without any process around it, and collects what came out."""
+"""Runs sequences on an engine core without a process, and collects their events."""
 
 from __future__ import annotations
 
@@ -34,21 +34,28 @@ FIRST_PLAIN_TOKEN = 7  # ids below are special tokens
 
 @dataclass(slots=True)
 class Outcome:
-    """Everything that one sequence reported."""
+    """All events of one sequence."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     cached_token_count: int | None = None
     finished: SequenceFinished | None = None
 
 
 def make_core(
-    directory: Path, *, kv_cache_bytes: int = SMALL_KV_BYTES, step_token_count_max: int = 256, **limits: int
+    directory: Path,
+    *,
+    kv_cache_bytes: int = SMALL_KV_BYTES,
+    step_token_count_max: int = 256,
+    **limits: int,
 ) -> EngineCore:
-    """A core with small pools. limits: other fields of `EngineLimits`."""
+    """Return a core with small pools. limits: other fields of `EngineLimits`."""
     bounds = {"context_window_tokens": 2048, "step_token_count_max": step_token_count_max} | limits
-    return EngineCore(EngineOptions(str(directory), EngineLimits(**bounds), kv_cache_bytes=kv_cache_bytes))
+    return EngineCore(
+        EngineOptions(str(directory), EngineLimits(**bounds), kv_cache_bytes=kv_cache_bytes)
+    )
 
 
 def make_request(
@@ -65,11 +72,13 @@ def make_request(
     choice_count: int = 1,
     rank: float = 0.0,
 ) -> GenerationRequest:
-    """A greedy request unless told otherwise."""
+    """Return a request, greedy by default."""
     return GenerationRequest(
         prompt_token_ids=tuple(prompt),
         sampling=sampling or SamplingParams(),
-        stop=StopCriteria(max_output_tokens, stop_sequences, stop_token_ids, ignore_eos, min_output_tokens),
+        stop=StopCriteria(
+            max_output_tokens, stop_sequences, stop_token_ids, ignore_eos, min_output_tokens
+        ),
         cache_salt=cache_salt,
         response_format=response_format,
         choice_count=choice_count,
@@ -78,12 +87,14 @@ def make_request(
 
 
 def random_prompt(rng: random.Random, token_count: int, vocabulary_size: int = 400) -> list[int]:
-    """Plain tokens without special ones."""
+    """Return plain tokens without special ones."""
     return [rng.randrange(FIRST_PLAIN_TOKEN, vocabulary_size) for _ in range(token_count)]
 
 
-def run_all(core: EngineCore, requests: Iterable[GenerationRequest], first_number: int = 0) -> list[Outcome]:
-    """Start all at once and step until nothing runs. first_number: above all numbers that the core has seen."""
+def run_all(
+    core: EngineCore, requests: Iterable[GenerationRequest], first_number: int = 0
+) -> list[Outcome]:
+    """Start all at once and step until nothing runs. first_number: above all earlier ones."""
     outcomes = {}
     for number, request in enumerate(requests, first_number):
         assert core.add(number, request)
@@ -108,6 +119,7 @@ def collect(events: Iterable[NumberedEvent], outcomes: dict[int, Outcome]) -> No
                 outcome.token_ids += event.token_ids
                 outcome.text += event.text
                 outcome.logprobs += event.logprobs
+                outcome.prompt_logprobs += event.prompt_logprobs
             case ChoiceFinished():
                 raise AssertionError("these requests have one choice")
             case SequenceFinished():
@@ -116,7 +128,7 @@ def collect(events: Iterable[NumberedEvent], outcomes: dict[int, Outcome]) -> No
 
 
 def check_deeply(pool: BlockPool, tables: Iterable[Sequence[int]]) -> None:
-    """Raise `InvariantViolated` unless counts, lists and index agree block by block. It looks at everything."""
+    """Raise `InvariantViolated` unless counts, lists and index agree for every block."""
     expected = np.zeros_like(pool._reference_counts)
     for table in tables:
         np.add.at(expected, list(table), 1)
@@ -128,7 +140,9 @@ def check_deeply(pool: BlockPool, tables: Iterable[Sequence[int]]) -> None:
         np.add.at(states, list(listed), 1)
     if (misplaced := np.flatnonzero(states != 1)).size:
         raise InvariantViolated(f"KV block {misplaced[0]} is in {states[misplaced[0]]} states")
-    filled = {block_id: content for block_id, content in enumerate(pool._contents) if content is not None}
+    filled = {
+        block_id: content for block_id, content in enumerate(pool._contents) if content is not None
+    }
     if wrong_ids := (pool._evictable.keys() - filled.keys()) | (filled.keys() & set(pool._free)):
         raise InvariantViolated(f"KV blocks {sorted(wrong_ids)} are listed as what they are not")
     for block_id, content in filled.items():
@@ -137,5 +151,5 @@ def check_deeply(pool: BlockPool, tables: Iterable[Sequence[int]]) -> None:
 
 
 def used_fields(request: GenerationRequest) -> frozenset[RequestField]:
-    """The fields that change the request's answer."""
+    """Return the fields that change the request's answer."""
     return frozenset(field for field in RequestField if is_used(field, request))

@@ -1,8 +1,9 @@
-"""An independent, naive model of what the scheduler and the KV cache may do, and an engine without tensors that is held to it.
+"""Independent, naive model of scheduler and KV cache, and an engine without tensors checked by it.
 
-The model knows nothing of hashes, queues or reservations. It knows which tokens under which salt were computed into each slot, how
-many read each block, and in which order blocks fell out of use; so it predicts every answer of the pool, and judges every plan of
-the scheduler. It compares tokens, all of them, wherever the product compares hashes.
+The model knows no hashes, queues or reservations. It records which tokens under which salt were
+computed into each slot, the readers of each block, and the order in which blocks became unused. So
+it predicts every answer of the pool, and judges every plan of the scheduler. Where the product
+compares hashes, it compares all tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from inference.kv_blocks import KV_BLOCK_TOKENS
 from inference.limits import EngineLimits, request_fault
 from inference.text.detokenizer import Detokenizer, TextPiece
 
-VOCABULARY_SIZE = 6  # tokens: so few that random prompts share prefixes
+VOCABULARY_SIZE = 6  # tokens: few, so that random prompts share prefixes
 END_TOKEN = VOCABULARY_SIZE  # never in a prompt; ends a sequence before its length does
 
 Precedences = dict[EngineSequence, tuple[float, int, int]]
@@ -34,20 +35,20 @@ Path = tuple[str, tuple[int, ...]]  # a salt, and all tokens from the beginning 
 
 
 class NoText(Detokenizer):
-    """For sequences whose text does not matter."""
+    """Detokenizer of sequences whose text does not matter."""
 
     def push(self, token_id: int, *, may_stop: bool = True) -> TextPiece:
-        """No text."""
+        """Return no text."""
         return TextPiece("")
 
     def finish(self) -> TextPiece:
-        """No text."""
+        """Return no text."""
         return TextPiece("")
 
 
 @dataclass(slots=True, eq=False)
 class Registered:
-    """A block that can be found: by all tokens up to its end, and only behind the very block that it followed."""
+    """Indexed block, found by all tokens up to its end and by its predecessor."""
 
     path: Path
     block_id: int
@@ -57,19 +58,21 @@ class Registered:
 class NaiveCache:
     """Blocks and their states as they must be, from the pool's acts alone.
 
-    exact: whether every result is predicted. With colliding hashes misses are allowed, and hits are checked.
+    exact: whether every result is predicted. With colliding hashes misses are allowed, and hits are
+    checked.
     """
 
     def __init__(self, block_count: int, exact: bool) -> None:
         self.exact = exact
         self.readers = [0] * block_count
         self.free = set(range(block_count))
-        self.idle: dict[int, None] = {}  # with content but without readers, least recently used first
+        # With content but without readers, least recently used first.
+        self.idle: dict[int, None] = {}
         self.contents: list[Registered | None] = [None] * block_count
         self.by_path: dict[Path, Registered] = {}
 
     def longest(self, salt: str, tokens: Sequence[int], block_count: int) -> list[int]:
-        """Blocks of the longest registered prefix, of at most so many blocks."""
+        """Return the longest registered prefix, of at most this many blocks."""
         found: list[int] = []
         before: Registered | None = None
         for end in range(KV_BLOCK_TOKENS, (block_count + 1) * KV_BLOCK_TOKENS, KV_BLOCK_TOKENS):
@@ -85,25 +88,35 @@ class NaiveCache:
         for index, block_id in enumerate(block_ids):
             content = self.contents[block_id]
             path = (salt, tuple(tokens[: (index + 1) * KV_BLOCK_TOKENS]))
-            assert content is not None, "a match is of a block without content, perhaps of another tenant"
+            assert content is not None, (
+                "a match is of a block without content, perhaps of another tenant"
+            )
             assert content.path == path, "a match is of other tokens or of another tenant"
         expected = self.longest(salt, tokens, len(tokens) // KV_BLOCK_TOKENS)
-        assert block_ids == expected if self.exact else len(block_ids) <= len(expected), "the longest registered prefix is another"
+        assert block_ids == expected if self.exact else len(block_ids) <= len(expected), (
+            "the longest registered prefix is another"
+        )
 
     def hold(self, block_ids: Iterable[int]) -> None:
-        """One more reader each."""
+        """Add one reader to each."""
         for block_id in block_ids:
             assert block_id not in self.free, "a block without content is read"
             self.readers[block_id] += 1
             self.idle.pop(block_id, None)
 
     def allocate(self, count: int, block_ids: list[int]) -> None:
-        """New blocks come from the free ones, then from those that were unread for the longest time."""
-        assert len(block_ids) == len(set(block_ids)) == count, "not as many blocks as were asked for"
-        assert not any(self.readers[block_id] for block_id in block_ids), "a block in use was given out"
+        """Allocate blocks, free ones first, then the least recently read."""
+        assert len(block_ids) == len(set(block_ids)) == count, (
+            "not as many blocks as were asked for"
+        )
+        assert not any(self.readers[block_id] for block_id in block_ids), (
+            "a block in use was given out"
+        )
         evicted = list(islice(self.idle, max(count - len(self.free), 0)))
         if self.exact:
-            assert [block_id for block_id in block_ids if block_id in self.idle] == evicted, "other blocks ought to be evicted"
+            assert [block_id for block_id in block_ids if block_id in self.idle] == evicted, (
+                "other blocks ought to be evicted"
+            )
         for block_id in block_ids:
             self._forget(block_id)
             self.free.discard(block_id)
@@ -111,14 +124,16 @@ class NaiveCache:
             self.readers[block_id] = 1
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """One reader less each; the tail falls out of use before the head."""
+        """Remove one reader from each; the tail becomes unused before the head."""
         for block_id in reversed(block_ids):
             self.readers[block_id] -= 1
             assert self.readers[block_id] >= 0, "a block was given back more often than taken"
             if self.readers[block_id] == 0:
                 self._leave(block_id)
 
-    def register(self, block_id: int, path: Path, parent: Registered | None, done: bool) -> Registered | None:
+    def register(
+        self, block_id: int, path: Path, parent: Registered | None, done: bool
+    ) -> Registered | None:
         """Record a computed block. done: whether the pool made it findable."""
         if parent is not None and self.by_path.get(parent.path) is not parent:
             expected = None
@@ -128,24 +143,34 @@ class NaiveCache:
                 if not (done or self.exact):
                     return None  # its hash is taken
                 if there is not None:
-                    self._forget(there.block_id)  # no chain leads to it any more
+                    self._forget(there.block_id)  # no chain leads to it now
                     if self.readers[there.block_id] == 0:
                         del self.idle[there.block_id]
                         self.free.add(there.block_id)
-                there = self.by_path[path] = self.contents[block_id] = Registered(path, block_id, parent)
+                there = self.by_path[path] = self.contents[block_id] = Registered(
+                    path, block_id, parent
+                )
             expected = there
-        assert done == (expected is not None), "a block is findable that ought not to be, or the other way round"
+        assert done == (expected is not None), (
+            "a block is findable that ought not to be, or the other way round"
+        )
         return expected
 
     def check_counts(self, pool: BlockPool, tables: Iterable[Sequence[int]]) -> None:
-        """Every block is where the model has it, and read by as many as name it."""
+        """Check that every block has the model's state and number of readers."""
         named = Counter(block_id for table in tables for block_id in table)
-        assert all(named[block_id] == count for block_id, count in enumerate(self.readers)), "blocks leak: held, but in no table"
+        assert all(named[block_id] == count for block_id, count in enumerate(self.readers)), (
+            "blocks leak: held, but in no table"
+        )
         held = sum(count > 0 for count in self.readers)
         assert pool.block_count_held == held, "blocks leak: the pool's held ones are others"
-        assert pool.block_count_available == len(self.free) + len(self.idle), "blocks leak: fewer are available"
+        assert pool.block_count_available == len(self.free) + len(self.idle), (
+            "blocks leak: fewer are available"
+        )
         if self.exact:
-            assert pool.block_count_cached == len(self.idle), "the pool has another number of cached blocks"
+            assert pool.block_count_cached == len(self.idle), (
+                "the pool has another number of cached blocks"
+            )
 
     def _leave(self, block_id: int) -> None:
         if self.contents[block_id] is None:
@@ -161,9 +186,11 @@ class NaiveCache:
 
 
 class ObservedPool(BlockPool):
-    """The product's pool; each act is told to the model, each answer compared with the model's."""
+    """The product's pool; the model predicts each answer and is told of each act."""
 
-    def __init__(self, block_count: int, hash_block: Callable[[int, tuple[int, ...]], int] | None = None) -> None:
+    def __init__(
+        self, block_count: int, hash_block: Callable[[int, tuple[int, ...]], int] | None = None
+    ) -> None:
         if hash_block is None:
             super().__init__(block_count)
         else:
@@ -208,27 +235,36 @@ class ObservedPool(BlockPool):
         path = (cache_salt, (before.path[1] if before else ()) + token_ids)
         expected = self.model.register(block_id, path, before, found is not None)
         if found is not None and expected is not None:
-            assert self._registered.setdefault(found, expected) is expected, "another block was made findable"
+            assert self._registered.setdefault(found, expected) is expected, (
+                "another block was made findable"
+            )
         return found
 
 
 class ModelledEngine:
-    """Scheduler and pool with a stand-in for the decoder: it notes in each slot which tokens under which salt were computed there.
+    """Scheduler and pool with a stand-in for the decoder, which records tokens and salt in each
+    slot.
 
-    So a slot's value names the whole prefix that its KV depends on, and a sequence must find its own prefix in every slot that
-    it counts as computed.
+    So a slot's value names the whole prefix that its KV depends on, and a sequence must find its
+    own prefix in every slot that it counts as computed.
 
-    Nobody starves. Each step computes something of the first running sequence in order of rank, which loses nothing unless one
-    enters that comes before it. A sequence therefore waits at most for the tokens of all that lived when it arrived, for those that
-    had entered while it waited for a prefix in progress (at most as many as may run), and each later one that overtakes it adds the
-    same once more, its own tokens, and those of the one that it threw back. And no more overtake it than may wait at once:
+    No sequence starves. Each step computes something of the first running sequence in order of
+    rank, which loses nothing unless one with a lower rank enters. A sequence therefore waits at
+    most for the tokens of all that lived when it arrived, and for those that had entered while it
+    waited for a prefix in progress (at most as many as may run). Each later one that overtakes it
+    adds the same once more, its own tokens, and those of the one that it preempted. And no more
+    overtake it than may wait at once:
 
         steps from arrival to end <= tokens of itself and of all that live
-            + (1 + overtaken) * (running_sequence_count_max + 2) * context window,  overtaken <= waiting_sequence_count_max
+            + (1 + overtaken) * (running_sequence_count_max + 2) * context window,  overtaken <=
+            waiting_sequence_count_max
     """
 
     def __init__(
-        self, block_count: int, limits: EngineLimits, hash_block: Callable[[int, tuple[int, ...]], int] | None = None
+        self,
+        block_count: int,
+        limits: EngineLimits,
+        hash_block: Callable[[int, tuple[int, ...]], int] | None = None,
     ) -> None:
         self.pool = ObservedPool(block_count, hash_block)
         self.pool.on_hold, self.pool.on_release = self._note_entering, self._note_leaving
@@ -237,7 +273,8 @@ class ModelledEngine:
         self.slots = [[0] * KV_BLOCK_TOKENS for _ in range(block_count)]
         self.live: dict[tuple[int, int], EngineSequence] = {}  # by number and choice
         self.deadlines: dict[EngineSequence, int] = {}  # step by which each must have ended
-        self.first_cached: dict[EngineSequence, int] = {}  # the model's count when each first entered
+        # The model's count when each first entered.
+        self.first_cached: dict[EngineSequence, int] = {}
         self.values: dict[EngineSequence, list[int]] = {}  # names of all prefixes of each
         self.ranks: dict[EngineSequence, float] = {}
         self.overtaken: Counter[EngineSequence] = Counter()
@@ -247,14 +284,19 @@ class ModelledEngine:
         self.step_count = 0
         self.computed_position_count = 0
         self.cached_token_count = 0
-        self.closest_deadline = limits.context_window_tokens * 1000  # steps that were left when one ended
+        # Steps that were left when one ended.
+        self.closest_deadline = limits.context_window_tokens * 1000
         self.rng = random.Random(0)
         self._known_running: dict[EngineSequence, None] = {}
-        self._undisturbed: list[EngineSequence] = []  # who ran before this step, and has not been displaced in it
+        # Sequences that ran before this step, and were not displaced in it.
+        self._undisturbed: list[EngineSequence] = []
 
     def add(self, number: int, request: GenerationRequest) -> None:
-        """A request arrives, with as many sequences as it wants choices."""
-        assert request_fault(request, self.limits, VOCABULARY_SIZE, self.pool.block_count_total) is None
+        """Handle the arrival of a request with all its choices."""
+        assert (
+            request_fault(request, self.limits, VOCABULARY_SIZE, self.pool.block_count_total)
+            is None
+        )
         for choice_index in range(request.choice_count):
             sequence = EngineSequence(
                 number,
@@ -267,20 +309,22 @@ class ModelledEngine:
             self.live[number, choice_index] = sequence
             self.values[sequence] = []
             self.ranks[sequence] = request.rank
-            ahead = sum(len(each.token_ids) + each.owed_output_token_count for each in self.live.values())
+            ahead = sum(
+                len(each.token_ids) + each.owed_output_token_count for each in self.live.values()
+            )
             self.deadlines[sequence] = self.step_count + ahead + self._spare
             self.scheduler.add(sequence)
         fresh = sum(sequence.cached_token_count is None for sequence in self.scheduler.waiting)
         assert self.scheduler.waiting_is_full == (fresh >= self.limits.waiting_sequence_count_max)
 
     def remove(self, number: int) -> None:
-        """A request is cancelled, with all choices that still live."""
+        """Cancel a request with all choices that still run."""
         for place in [place for place in self.live if place[0] == number]:
             self._end(self.live[place])
         self.check()
 
     def step(self, prompt_token_count_max: int | None = None) -> StepPlan:
-        """One step, judged before and after. prompt_token_count_max: see `Scheduler.schedule`."""
+        """Run one step with checks. prompt_token_count_max: see `Scheduler.schedule`."""
         before = self.scheduler.running
         decoding = [sequence for sequence in before if sequence.uncomputed_token_count == 1]
         self._known_running = dict.fromkeys(before)
@@ -295,25 +339,39 @@ class ModelledEngine:
         self.scheduler.commit(plan)
         self.step_count += 1
         for sequence in finishing:
-            token_id = END_TOKEN if self.rng.random() < 0.02 else self.rng.randrange(VOCABULARY_SIZE)
+            token_id = (
+                END_TOKEN if self.rng.random() < 0.02 else self.rng.randrange(VOCABULARY_SIZE)
+            )
             if sequence.append(token_id, now_s=0.0).finish_reason is not None:
-                self.closest_deadline = min(self.closest_deadline, self.deadlines[sequence] - self.step_count)
+                self.closest_deadline = min(
+                    self.closest_deadline, self.deadlines[sequence] - self.step_count
+                )
                 self._end(sequence)
-        assert all(self.step_count <= self.deadlines[sequence] for sequence in self.live.values()), "a sequence starves"
+        assert all(
+            self.step_count <= self.deadlines[sequence] for sequence in self.live.values()
+        ), "a sequence starves"
         self.check()
         return plan
 
     def check(self) -> None:
-        """Nothing is lost: by the product's own check, and by the model's."""
+        """Check by the product and by the model that nothing is lost."""
         self.scheduler.check_conservation()
-        self.pool.model.check_counts(self.pool, [sequence.block_table for sequence in self.scheduler.running])
+        self.pool.model.check_counts(
+            self.pool, [sequence.block_table for sequence in self.scheduler.running]
+        )
 
     def _judge(
-        self, plan: StepPlan, before: tuple[EngineSequence, ...], decoding: list[EngineSequence], prompt_token_count_max: int | None
+        self,
+        plan: StepPlan,
+        before: tuple[EngineSequence, ...],
+        decoding: list[EngineSequence],
+        prompt_token_count_max: int | None,
     ) -> None:
         """Check that a plan keeps its budget, loses no sequence, and serves decoding ones."""
         running, waiting = self.scheduler.running, self.scheduler.waiting
-        assert plan.token_count == sum(chunk.token_count for chunk in plan.chunks), "the plan's count is not that of its chunks"
+        assert plan.token_count == sum(chunk.token_count for chunk in plan.chunks), (
+            "the plan's count is not that of its chunks"
+        )
         assert plan.token_count <= self.limits.step_token_count_max, "the step's budget is exceeded"
         assert len(running) <= self.limits.running_sequence_count_max, "too many run"
         rows = Counter({chunk.sequence: chunk.token_count for chunk in plan.chunks})
@@ -321,9 +379,13 @@ class ModelledEngine:
         assert all(count > 0 for count in rows.values()), "a chunk is empty"
         assert all(sequence in running for sequence in rows), "one that does not run is computed"
         gone = [sequence for sequence in before if sequence not in running]
-        assert all(sequence in waiting and not sequence.block_table for sequence in gone), "a preempted sequence is lost"
+        assert all(sequence in waiting and not sequence.block_table for sequence in gone), (
+            "a preempted sequence is lost"
+        )
         assert not gone or running, "everybody gave way"
-        assert all(rows[sequence] == 1 for sequence in decoding if sequence in running), "a running decode stalls"
+        assert all(rows[sequence] == 1 for sequence in decoding if sequence in running), (
+            "a running decode stalls"
+        )
         cut = [chunk for chunk in plan.chunks if not chunk.completes]
         if not gone:
             budget = self.limits.step_token_count_max
@@ -333,24 +395,31 @@ class ModelledEngine:
             assert len(cut) <= 1, "two prompts are cut where one would do"
             assert not cut or plan.token_count == budget, "budget is left although a prompt was cut"
         for sequence in plan.entered:
-            assert sequence.cached_token_count == self.first_cached[sequence], "the cached count is not what the model found"
+            assert sequence.cached_token_count == self.first_cached[sequence], (
+                "the cached count is not what the model found"
+            )
             self.cached_token_count += self.first_cached[sequence]
             self.entered.append(sequence.number)
 
-    def _judge_order(self, plan: StepPlan, before: tuple[EngineSequence, ...], precedence: Precedences) -> None:
-        """Check the order of progress, preemption and waiting. precedence: at the start of the step."""
+    def _judge_order(
+        self, plan: StepPlan, before: tuple[EngineSequence, ...], precedence: Precedences
+    ) -> None:
+        """Check the order of progress and preemption. precedence: at the start of the step."""
         running, waiting = self.scheduler.running, self.scheduler.waiting
         gone = [sequence for sequence in before if sequence not in running]
         for out in gone:
             for in_ in running:
-                first = min(precedence[in_], self.precedence(in_))  # it may have been overtaken for the last time just now
+                # It may have been overtaken for the last time just now.
+                first = min(precedence[in_], self.precedence(in_))
                 assert first < precedence[out], "one gave way to one that comes after it"
         computed = {chunk.sequence for chunk in plan.chunks}
-        assert not running or min(running, key=precedence.__getitem__) in computed, "the first gets nowhere"
+        assert not running or min(running, key=precedence.__getitem__) in computed, (
+            "the first gets nowhere"
+        )
         assert list(waiting) == sorted(waiting, key=self.precedence), "the queue is out of order"
 
     def precedence(self, sequence: EngineSequence) -> tuple[float, int, int]:
-        """By rank, unless it was overtaken as often as may be, then by arrival."""
+        """Return the sort key: rank, unless overtaken to the limit, then arrival."""
         exhausted = self.overtaken[sequence] >= self.limits.waiting_sequence_count_max
         return -math.inf if exhausted else self.ranks[sequence], *sequence.precedence[1:]
 
@@ -359,18 +428,23 @@ class ModelledEngine:
         return (self.limits.running_sequence_count_max + 2) * self.limits.context_window_tokens
 
     def _judge_entering(self, entered: EngineSequence) -> None:
-        """Check that no earlier sequence is skipped, except for a prefix in progress, and count overtaking."""
+        """Check that no earlier sequence is skipped without reason; count overtaking."""
         running = self.scheduler.running
         waiting = [sequence for sequence in self.live.values() if sequence not in running]
         displaced = [each for each in self._undisturbed if each not in running]
-        for each in displaced:  # no sequence enters in a step without free blocks, so it was for this one
+        # No sequence enters a step without free blocks, so this was the reason.
+        for each in displaced:
             lead = self.ranks[each] - self.ranks[entered]
-            assert lead > len(entered.request.prompt_token_ids), "one that is hardly behind was displaced"
+            assert lead > len(entered.request.prompt_token_ids), (
+                "one that is hardly behind was displaced"
+            )
             self._undisturbed.remove(each)
         self.displaced_count += len(displaced)
         for other in waiting:
             if self.pool.model.exact and self.precedence(other) < self.precedence(entered):
-                assert any(self._computes_for(each, other) for each in running), "one enters before one that comes before it"
+                assert any(self._computes_for(each, other) for each in running), (
+                    "one enters before one that comes before it"
+                )
         for other in (*waiting, *(each for each in running if each.uncomputed_token_count > 1)):
             if other.number < entered.number and self.precedence(entered) < self.precedence(other):
                 self.overtaken[other] += 1
@@ -378,29 +452,39 @@ class ModelledEngine:
                 self.deadlines[other] += self._spare
 
     def _computes_for(self, running: EngineSequence, waiting: EngineSequence) -> bool:
-        """Return whether an earlier running sequence computes the next prefix block of a waiting one."""
+        """Return whether an earlier sequence computes the next prefix block of this one."""
         salt, tokens = waiting.request.cache_salt, waiting.token_ids
-        end = (len(self.pool.model.longest(salt, tokens, (len(tokens) - 1) // KV_BLOCK_TOKENS)) + 1) * KV_BLOCK_TOKENS
+        end = (
+            len(self.pool.model.longest(salt, tokens, (len(tokens) - 1) // KV_BLOCK_TOKENS)) + 1
+        ) * KV_BLOCK_TOKENS
         same = running.request.cache_salt == salt and running.token_ids[:end] == tokens[:end]
-        return same and running.computed_token_count < end and self.precedence(running) < self.precedence(waiting)
+        return (
+            same
+            and running.computed_token_count < end
+            and self.precedence(running) < self.precedence(waiting)
+        )
 
     def _note_entering(self, block_ids: list[int]) -> None:
-        """Check that a sequence that just entered got the blocks that the model finds for its tokens."""
+        """Check that an entered sequence got the blocks that the model predicts."""
         [sequence] = [each for each in self.scheduler.running if each not in self._known_running]
         self._known_running[sequence] = None
         self._judge_entering(sequence)
         tokens, salt = sequence.token_ids, sequence.request.cache_salt
         expected = self.pool.model.longest(salt, tokens, (len(tokens) - 1) // KV_BLOCK_TOKENS)
         if self.pool.model.exact:
-            assert block_ids == expected, "a sequence holds other blocks than those of its longest cached prefix"
+            assert block_ids == expected, (
+                "a sequence holds other blocks than those of its longest cached prefix"
+            )
         self.first_cached.setdefault(sequence, len(block_ids) * KV_BLOCK_TOKENS)
 
     def _note_leaving(self) -> None:
         running = self.scheduler.running
-        self._known_running = {sequence: None for sequence in self._known_running if sequence in running}
+        self._known_running = {
+            sequence: None for sequence in self._known_running if sequence in running
+        }
 
     def _compute(self, sequence: EngineSequence, token_count: int) -> None:
-        """All positions before are what this sequence needs, then the new ones are written."""
+        """Check that all earlier positions are the sequence's own, then write the new ones."""
         values, start = self.values[sequence], sequence.computed_token_count
         value = values[-1] if values else hash((sequence.request.cache_salt, "root"))
         for token_id in sequence.token_ids[len(values) : start + token_count]:
@@ -408,7 +492,9 @@ class ModelledEngine:
             values.append(value)
         for index, block_id in enumerate(sequence.block_table[: -(-start // KV_BLOCK_TOKENS)]):
             own = values[index * KV_BLOCK_TOKENS : min((index + 1) * KV_BLOCK_TOKENS, start)]
-            assert self.slots[block_id][: len(own)] == own, "a sequence reads KV of other tokens or of another tenant"
+            assert self.slots[block_id][: len(own)] == own, (
+                "a sequence reads KV of other tokens or of another tenant"
+            )
         for position in range(start, start + token_count):
             block_id = sequence.block_table[position // KV_BLOCK_TOKENS]
             assert self.pool.model.readers[block_id] == 1, "a block that others read is written"
@@ -416,7 +502,9 @@ class ModelledEngine:
         self.computed_position_count += token_count
 
     def _end(self, sequence: EngineSequence) -> None:
-        assert sequence.cached_token_count == self.first_cached.get(sequence), "the cached count changed after the first entry"
+        assert sequence.cached_token_count == self.first_cached.get(sequence), (
+            "the cached count changed after the first entry"
+        )
         del self.live[sequence.precedence[1:]], self.deadlines[sequence], self.values[sequence]
         self.first_cached.pop(sequence, None)
         del self.ranks[sequence], self.overtaken[sequence]

@@ -1,4 +1,4 @@
-"""Slots for tests: engines whose loading ends when the test says so, on an event loop whose time is the test's."""
+"""Slots for tests: engines whose loading is controlled, on an event loop with virtual time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from inference.engine import (
     ModelInfo,
     SequenceFinished,
     Tell,
-    tell_nobody,
+    ignore_event,
 )
 from inference.errors import CheckpointInvalid, EngineStartFailed, EngineUnavailable
 from inference.routing.memory import MemoryBudget
@@ -29,7 +29,7 @@ from tests.inference.running import make_request
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Time stands still unless `advance` moves it; what is run in threads runs at once."""
+    """Event loop whose time only `advance` moves; calls to threads run at once."""
 
     def __init__(self) -> None:
         self._now_s = 1000.0
@@ -40,22 +40,22 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self._now_s
 
     def settle(self) -> None:
-        """Run until nothing happens any more by itself."""
+        """Run until no callback is ready."""
 
         async def turns() -> None:
-            for _ in range(60):  # more than any chain of wake-ups here is long
+            for _ in range(60):  # more than the longest chain of wake-ups here
                 await asyncio.sleep(0)
 
         self.run_until_complete(turns())
 
     def advance(self, seconds: float) -> None:
-        """Let time pass; what was due meanwhile runs at the end of it."""
+        """Advance the time; callbacks that became due run at the end of it."""
         self._now_s += seconds
         self.settle()
 
 
 class AtOnce(ThreadPoolExecutor):
-    """Runs what it is given on the spot."""
+    """Executor that runs each call at once."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
@@ -75,18 +75,18 @@ class FakeSequence:
         self._tell = tell
 
     def cancel(self) -> None:
-        """See `Sequence.cancel`."""
+        """Implement `Sequence.cancel`."""
         ended = SequenceFinished(EngineFinishReason.STOP, "", 1, 0, 0, EngineTimings(0, 0, 0))
         asyncio.get_running_loop().call_soon(self._tell, ended)
 
     def close(self) -> None:
         """Implement `Sequence.close`."""
-        self._tell = tell_nobody
+        self._tell = ignore_event
         self._engine.sequences.discard(self)
 
 
 class FakeEngine:
-    """As `HostedEngine` behaves, by command: `load`, `fail`, `break_for_good`."""
+    """Engine that behaves like `HostedEngine` on command: `load`, `fail`, `break_for_good`."""
 
     def __init__(self, name: str, world: World) -> None:
         self._world = world
@@ -162,23 +162,27 @@ class FakeEngine:
         return EngineCondition(self.state, 0.5, "weights", 3.0, self.reason)
 
     async def close(self) -> None:
-        assert not self.sequences or self._world.closing, "an engine with running sequences is not closed"
+        assert not self.sequences or self._world.closing, (
+            "an engine with running sequences is not closed"
+        )
         self.tell(EngineState.CLOSED)
         self._closing.set()
 
 
 @contextlib.asynccontextmanager
 async def asked(slot: OnDemandEngine) -> AsyncIterator[SequenceStream]:
-    """A sequence in a slot that is started for it, as requests of the service do."""
+    """Yield a sequence in a slot that is started for it, as for requests of the service."""
     await slot.start()
     async with streams.stream(slot, make_request([1])) as stream:
         yield stream
 
 
 class World:
-    """All slots of a budget, and what lives in them."""
+    """All slots of a budget, and their engines."""
 
-    def __init__(self, loop: VirtualLoop, total_bytes: int | None = None, *, slow_close: bool = False) -> None:
+    def __init__(
+        self, loop: VirtualLoop, total_bytes: int | None = None, *, slow_close: bool = False
+    ) -> None:
         self.loop = loop
         self.total_bytes = total_bytes
         self.slow_close = slow_close
@@ -188,7 +192,7 @@ class World:
         self.alive: dict[str, FakeEngine] = {}  # by slot
         self.most_bytes = 0
         self.unbuildable: set[str] = set()
-        self.build_error: Exception | None = None  # what is unbuildable raises instead
+        self.build_error: Exception | None = None  # raised for unbuildable engines instead
         self._tasks: list[asyncio.Task[Any]] = []
 
     def add(self, name: str, terms: SlotTerms) -> OnDemandEngine:
@@ -198,7 +202,7 @@ class World:
         return slot
 
     def run(self, work: Any) -> asyncio.Task[Any]:
-        """Begin something, and let it get as far as it can."""
+        """Start a task and run it until it blocks."""
         task = self.loop.create_task(work)
         self._tasks.append(task)
         self.loop.settle()
@@ -219,7 +223,7 @@ class World:
         assert self.alive.pop(engine.model.name) is engine
 
     def close(self) -> None:
-        """End it all."""
+        """Close all slots and check that nothing is left."""
         self.closing = True
         for slot in self.slots.values():
             self.run(slot.close())
@@ -230,14 +234,15 @@ class World:
         assert not left, f"left over: {left}"
         for task in self._tasks:
             if not task.cancelled():
-                task.exception()  # else asyncio reports it when the task is collected, inside another test
+                # Otherwise asyncio reports it when the task is collected, inside another test.
+                task.exception()
         assert not self.alive
         assert self.budget.held_bytes == 0
 
 
 @contextlib.contextmanager
 def slot_world(total_bytes: int | None = None, *, slow_close: bool = False) -> Iterator[World]:
-    """A world of its own time."""
+    """Yield a world with its own time."""
     loop = VirtualLoop()
     asyncio.set_event_loop(loop)
     try:

@@ -1,4 +1,4 @@
-"""A TensorRT-LLM core over the stand-in in this process, for tests; records events by request."""
+"""TensorRT-LLM core over the double, in this process; records events by request."""
 
 from __future__ import annotations
 
@@ -15,11 +15,18 @@ from typing import Any
 import pytest
 
 from inference.adapters.external_core import OutsideCore
-from inference.adapters.tensorrt_engine import TensorRtOptions
 from inference.adapters.tensorrt_library import EngineWatch, TensorRtLibrary
+from inference.adapters.tensorrt_settings import TensorRtOptions
 from inference.adapters.tensorrt_worker import TensorRtAnswers
 from inference.checkpoint.checkpoint import read_config
-from inference.engine import ChoiceFinished, GenerationRequest, Scheduled, SequenceEvent, SequenceFinished, TokensGenerated
+from inference.engine import (
+    ChoiceFinished,
+    GenerationRequest,
+    Scheduled,
+    SequenceEvent,
+    SequenceFinished,
+    TokensGenerated,
+)
 from inference.errors import EngineError
 from inference.limits import EngineLimits
 from inference.text.detokenizer import TextDecoder
@@ -27,13 +34,15 @@ from inference.text.tokenizer import Tokenizer
 from tests.inference.running import Outcome
 from tests.inference.tensorrt_hosted import DOUBLE, OPTIONS
 
-LIMITS = EngineLimits(context_window_tokens=2048, step_token_count_max=256, running_sequence_count_max=4)
+LIMITS = EngineLimits(
+    context_window_tokens=2048, step_token_count_max=256, running_sequence_count_max=4
+)
 WAIT_S = 60.0
 
 
 @contextlib.contextmanager
 def double_imported(monkeypatch: pytest.MonkeyPatch, faults: str = "") -> Iterator[Any]:
-    """The stand-in as the module `tensorrt_llm` of this process."""
+    """Install the double as the module `tensorrt_llm` of this process."""
     monkeypatch.setenv("TENSORRT_DOUBLE", faults)
     monkeypatch.syspath_prepend(str(DOUBLE))
     importlib.invalidate_caches()
@@ -87,11 +96,17 @@ class World:
         return await self.end(number)
 
     async def end(self, number: int) -> Outcome:
-        await until(lambda: self.outcomes.get(number, Outcome()).finished is not None, f"the end of request {number}")
+        await until(
+            lambda: self.outcomes.get(number, Outcome()).finished is not None,
+            f"the end of request {number}",
+        )
         return self.outcomes[number]
 
     async def first_token(self, number: int) -> None:
-        await until(lambda: bool(self.outcomes.get(number, Outcome()).token_ids), f"the first token of request {number}")
+        await until(
+            lambda: bool(self.outcomes.get(number, Outcome()).token_ids),
+            f"the first token of request {number}",
+        )
 
     def watch(self) -> EngineWatch:
         return EngineWatch(self.library, self.llm, self.core, self.options, self.broken.append)
@@ -109,9 +124,14 @@ async def until(condition: Callable[[], bool], what: str) -> None:
 
 @contextlib.asynccontextmanager
 async def core_world(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, *, faults: str = "lonely", limits: EngineLimits = LIMITS, **options: Any
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    faults: str = "lonely",
+    limits: EngineLimits = LIMITS,
+    **options: Any,
 ) -> AsyncIterator[World]:
-    """A core on a checkpoint; shut down at the end."""
+    """Yield a core on a checkpoint; shut down at the end."""
     config, tokenizer = read_config(directory), Tokenizer(directory)
     chosen = replace(OPTIONS, **options)
     with double_imported(monkeypatch, faults):
@@ -121,7 +141,9 @@ async def core_world(
             world = World(library, llm, chosen, tasks)
             world.core = OutsideCore(
                 functools.partial(TensorRtAnswers, library, llm, config.vocabulary_size),
-                decoder=TextDecoder(tokenizer.backend, tokenizer.special_token_ids, "tokenizer.json"),
+                decoder=TextDecoder(
+                    tokenizer.backend, tokenizer.special_token_ids, "tokenizer.json"
+                ),
                 model_end_token_ids=config.end_token_ids,
                 limits=limits,
                 handling=chosen,

@@ -1,4 +1,4 @@
-"""TensorRT-LLM engines over the stand-in, for tests."""
+"""TensorRT-LLM engines over the double, for tests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from inference.adapters.tensorrt_engine import TensorRtOptions, TensorRtSettings
+from inference.adapters.tensorrt_settings import TensorRtOptions, TensorRtSettings
 from tests.inference.checkpoints import TinyCheckpoint
 
 DOUBLE = Path(__file__).parent.parent / "tensorrt_double"
@@ -17,16 +17,32 @@ OPTIONS = TensorRtOptions(block_tokens=16, abort_drain_s=0.5, canary_timeout_s=2
 
 
 def tensorrt_settings(
-    checkpoint: TinyCheckpoint, *, faults: str = "", version: str = "", options: dict[str, Any] | None = None, **changes: Any
+    checkpoint: TinyCheckpoint,
+    *,
+    faults: str = "",
+    version: str = "",
+    options: dict[str, Any] | None = None,
+    **changes: Any,
 ) -> TensorRtSettings:
-    """Small pools and short pauses. faults: for `TENSORRT_DOUBLE`. options: changes of `TensorRtOptions`."""
-    environment = {"TENSORRT_DOUBLE": faults, "OMP_NUM_THREADS": "1"} | ({"TENSORRT_DOUBLE_VERSION": version} if version else {})
-    defaults: dict[str, Any] = {"step_token_count_max": 256, "running_sequence_count_max": 16, "restart_delay_s_min": 0.05}
-    settings = TensorRtSettings(directory=checkpoint.directory, name="tiny", options=replace(OPTIONS, **(options or {})))
+    """Return settings with small pools and short pauses. faults: for `TENSORRT_DOUBLE`."""
+    environment = {"TENSORRT_DOUBLE": faults, "OMP_NUM_THREADS": "1"} | (
+        {"TENSORRT_DOUBLE_VERSION": version} if version else {}
+    )
+    defaults: dict[str, Any] = {
+        "step_token_count_max": 256,
+        "running_sequence_count_max": 16,
+        "restart_delay_s_min": 0.05,
+    }
+    settings = TensorRtSettings(
+        directory=checkpoint.directory, name="tiny", options=replace(OPTIONS, **(options or {}))
+    )
     return replace(settings, environment=environment, **(defaults | changes))
 
 
 def find_double(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let child processes find the stand-in."""
+    """Let child processes find the double."""
     root = str(Path(__file__).parent.parent.parent)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(DOUBLE), root, os.environ.get("PYTHONPATH", "")))))
+    monkeypatch.setenv(
+        "PYTHONPATH",
+        os.pathsep.join(filter(None, (str(DOUBLE), root, os.environ.get("PYTHONPATH", "")))),
+    )

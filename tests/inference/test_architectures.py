@@ -1,4 +1,4 @@
-"""Every architecture and every scaling of rotations gives the reference's greedy tokens, however the work is cut."""
+"""Every architecture and rotation scaling gives the reference's greedy tokens."""
 
 from __future__ import annotations
 
@@ -17,39 +17,63 @@ from tests.inference.running import make_core, make_request, random_prompt, run_
 from tests.inference.test_equality import WAYS, choose_way, reference_greedy
 
 ORIGINAL_CONTEXT = 128  # tokens: the longer prompts of these tests are beyond it
-YARN: dict[str, float | int | str] = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": ORIGINAL_CONTEXT}
+YARN: dict[str, float | int | str] = {
+    "rope_type": "yarn",
+    "factor": 8.0,
+    "original_max_position_embeddings": ORIGINAL_CONTEXT,
+}
 DYNAMIC: dict[str, float | int | str] = {"rope_type": "dynamic", "factor": 4.0}
-WINDOW = 40  # tokens: neither a multiple of a block nor less than one
+WINDOW = 40  # tokens: not a multiple of a block, and more than one
 
 SHAPES = {
     "mistral, sliding window": LlamaShape(architecture="MistralForCausalLM", sliding_window=WINDOW),
     "mistral, no window, wide heads": LlamaShape(architecture="MistralForCausalLM", head_dim=32),
-    "mistral, window of one block": LlamaShape(architecture="MistralForCausalLM", sliding_window=16, kv_head_count=1),
+    "mistral, window of one block": LlamaShape(
+        architecture="MistralForCausalLM", sliding_window=16, kv_head_count=1
+    ),
     "qwen2": LlamaShape(architecture="Qwen2ForCausalLM", tied_embeddings=True),
     "qwen2, window in later layers": LlamaShape(
         architecture="Qwen2ForCausalLM", layer_count=3, sliding_window=WINDOW, max_window_layers=1
     ),
-    "qwen3, wide heads": LlamaShape(architecture="Qwen3ForCausalLM", head_dim=32, tied_embeddings=True),
+    "qwen3, wide heads": LlamaShape(
+        architecture="Qwen3ForCausalLM", head_dim=32, tied_embeddings=True
+    ),
     "qwen3, biases and yarn": LlamaShape(
-        architecture="Qwen3ForCausalLM", attention_bias=True, context_window_tokens=1024, rope_scaling=YARN
+        architecture="Qwen3ForCausalLM",
+        attention_bias=True,
+        context_window_tokens=1024,
+        rope_scaling=YARN,
     ),
     "llama, yarn with everything said": LlamaShape(
         context_window_tokens=1024,
-        rope_scaling=YARN | {"beta_fast": 20.0, "beta_slow": 2.0, "mscale": 1.2, "mscale_all_dim": 0.8, "truncate": False},
+        rope_scaling=YARN
+        | {
+            "beta_fast": 20.0,
+            "beta_slow": 2.0,
+            "mscale": 1.2,
+            "mscale_all_dim": 0.8,
+            "truncate": False,
+        },
     ),
     "llama, yarn with its own attention factor": LlamaShape(
         context_window_tokens=1024, rope_scaling=YARN | {"attention_factor": 1.1}
     ),
     "qwen2, yarn beyond its positions": LlamaShape(
-        architecture="Qwen2ForCausalLM", context_window_tokens=ORIGINAL_CONTEXT, rope_scaling=YARN | {"factor": 4.0}
+        architecture="Qwen2ForCausalLM",
+        context_window_tokens=ORIGINAL_CONTEXT,
+        rope_scaling=YARN | {"factor": 4.0},
     ),
-    "mistral, linear": LlamaShape(architecture="MistralForCausalLM", rope_scaling={"rope_type": "linear", "factor": 4.0}),
+    "mistral, linear": LlamaShape(
+        architecture="MistralForCausalLM", rope_scaling={"rope_type": "linear", "factor": 4.0}
+    ),
 }
 PROMPT_LENGTHS = (1, 17, WINDOW, 90, 130, 333)
 OUTPUT_TOKENS = 24
 
 
-def reference_stepwise(directory: Path, prompts: Sequence[Sequence[int]], token_count: int) -> list[list[int]]:
+def reference_stepwise(
+    directory: Path, prompts: Sequence[Sequence[int]], token_count: int
+) -> list[list[int]]:
     """Return the greedy output of `transformers`, fed with each prompt token by token."""
     from transformers import AutoModelForCausalLM
 
@@ -59,7 +83,9 @@ def reference_stepwise(directory: Path, prompts: Sequence[Sequence[int]], token_
         tokens, cache = list(prompt), None
         for position in range(len(prompt) + token_count - 1):
             with torch.inference_mode():
-                output = model(torch.tensor([[tokens[position]]]), past_key_values=cache, use_cache=True)
+                output = model(
+                    torch.tensor([[tokens[position]]]), past_key_values=cache, use_cache=True
+                )
             cache = output.past_key_values
             if position >= len(prompt) - 1:
                 tokens.append(int(output.logits[0, -1].argmax()))
@@ -68,8 +94,10 @@ def reference_stepwise(directory: Path, prompts: Sequence[Sequence[int]], token_
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_greedy_tokens_equal_transformers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts on both sides of the original context and the window, batched; the longest in chunks."""
+def test_greedy_tokens_equal_transformers(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts on both sides of the original context and the window, batched and chunked."""
     seed = list(SHAPES).index(name)
     checkpoint = make_checkpoint(tmp_path, seed=seed, shape=SHAPES[name])
     rng = random.Random(seed)
@@ -79,22 +107,29 @@ def test_greedy_tokens_equal_transformers(name: str, tmp_path: Path, monkeypatch
 
     for way in WAYS:
         choose_way(way, monkeypatch)
-        outcomes = run_all(make_core(checkpoint.directory), [make_request(prompt, OUTPUT_TOKENS) for prompt in prompts])
+        outcomes = run_all(
+            make_core(checkpoint.directory),
+            [make_request(prompt, OUTPUT_TOKENS) for prompt in prompts],
+        )
 
         assert [outcome.token_ids for outcome in outcomes] == expected, way
 
 
 def test_dynamic_scaling_equals_transformers_fed_token_by_token(tmp_path: Path) -> None:
-    """The reference's own rule, without its dependence on how many tokens come at once."""
-    checkpoint = make_checkpoint(tmp_path, shape=LlamaShape(context_window_tokens=ORIGINAL_CONTEXT, rope_scaling=DYNAMIC))
+    """The reference's own rule, independent of the number of tokens computed at once."""
+    checkpoint = make_checkpoint(
+        tmp_path, shape=LlamaShape(context_window_tokens=ORIGINAL_CONTEXT, rope_scaling=DYNAMIC)
+    )
     rng = random.Random(1)
     prompts = [random_prompt(rng, length) for length in (20, 115, 200)]
 
-    outcomes = run_all(make_core(checkpoint.directory), [make_request(prompt, OUTPUT_TOKENS) for prompt in prompts])
+    outcomes = run_all(
+        make_core(checkpoint.directory), [make_request(prompt, OUTPUT_TOKENS) for prompt in prompts]
+    )
 
     tokens = [outcome.token_ids for outcome in outcomes]
     assert tokens == reference_stepwise(tmp_path, prompts, OUTPUT_TOKENS)
-    # From a prompt within the original context that is ordinary generation, growth included.
+    # From a prompt within the original context, this is ordinary generation with growth.
     assert tokens[:2] == reference_greedy(tmp_path, prompts[:2], OUTPUT_TOKENS)
 
 
@@ -122,10 +157,18 @@ def test_batched_chunked_cached_and_preempted_equal_alone(
     choose_way(way, monkeypatch)
     directory = make_checkpoint(tmp_path, seed=7, shape=CUT_SHAPES[name]).directory
     rng = random.Random(7)
-    requests = [make_request(random_prompt(rng, length), 100) for length in (60, 250, 61, 100, 62, 63, 64, 65)]
-    alone = [run_all(make_core(directory, step_token_count_max=1024), [request])[0].token_ids for request in requests]
+    requests = [
+        make_request(random_prompt(rng, length), 100)
+        for length in (60, 250, 61, 100, 62, 63, 64, 65)
+    ]
+    alone = [
+        run_all(make_core(directory, step_token_count_max=1024), [request])[0].token_ids
+        for request in requests
+    ]
     chunked_core = make_core(directory, step_token_count_max=67)
-    crowded = make_core(directory, kv_cache_bytes=1, context_window_tokens=512, owed_output_token_count_max=1)
+    crowded = make_core(
+        directory, kv_cache_bytes=1, context_window_tokens=512, owed_output_token_count_max=1
+    )
 
     chunked = [outcome.token_ids for outcome in run_all(chunked_core, requests)]
     cached = run_all(chunked_core, requests, first_number=len(requests))

@@ -1,4 +1,4 @@
-"""The queue of what a child takes in batches: order, bounds, and that whatever is put in ends or is dropped, and is counted so."""
+"""Queue of batches for a child: order, bounds, counts, and an end for every item."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Model:
         self.under_way: Pieces = []
 
     def next_batch(self) -> Pieces:
-        """By rank and arrival, as many as fit, and at least one."""
+        """Return items by rank and arrival, as many as fit, and at least one."""
         batch: Pieces = []
         for piece in sorted(self.waiting, key=lambda piece: (piece.rank, piece.number)):
             if batch and sum(each.size for each in batch) + piece.size > BATCH_SIZE_MAX:
@@ -39,7 +39,7 @@ class Model:
 
 
 def check(queue: Queue, model: Model) -> None:
-    """The counts are those of the model."""
+    """Check that the counts are those of the model."""
     assert queue.waiting_count == len(model.waiting)
     assert queue.waiting_size == sum(piece.size for piece in model.waiting)
     assert queue.under_way_count == len(model.under_way)
@@ -52,13 +52,16 @@ async def test_any_sequence_of_acts_ends_as_predicted(seed: int) -> None:
     queue: Queue = BatchQueue(BATCH_SIZE_MAX, taken.append)
     model = Model()
     for number in range(ACTS):
-        match chance.choice(("put", "put", "drop", "cancel", "take", "take", "answer", "fail batch", "fail all")):
+        match chance.choice(
+            ("put", "put", "drop", "cancel", "take", "take", "answer", "fail batch", "fail all")
+        ):
             case "put":
                 sizes = [(number, chance.randint(1, 14)) for _ in range(chance.randint(1, 4))]
                 model.waiting += queue.put(sizes, rank=float(chance.randint(0, 3)))
             case "drop" if model.waiting:
                 gone = chance.sample(model.waiting, chance.randint(1, len(model.waiting)))
-                queue.drop([*gone, *model.under_way[:1]])  # one that is under way is computed all the same
+                # An item under way is computed in any case.
+                queue.drop([*gone, *model.under_way[:1]])
                 model.waiting = [piece for piece in model.waiting if piece not in gone]
             case "cancel" if model.waiting:  # its caller was cancelled, and has not dropped it yet
                 piece = chance.choice(model.waiting)
@@ -113,6 +116,6 @@ async def test_results_must_be_as_many_as_pieces() -> None:
 
 
 def is_lost(piece: Piece[int, int]) -> bool:
-    """Told so, or gone before."""
+    """Return whether its caller got an error, or had left before."""
     future: asyncio.Future[int] = piece.result
     return future.cancelled() or isinstance(future.exception(), Lost)

@@ -1,4 +1,4 @@
-"""Beam search finds what the reference finds, token for token, on KV blocks that its beams share; and one end for all of them."""
+"""Beam search equals the reference on shared KV blocks, with one end for all beams."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ REFERENCE_STOPPING: dict[EarlyStopping, bool | str] = {
 
 @dataclass(slots=True)
 class Found:
-    """Everything that one request reported. told: how many tokens had come before the step that ended it."""
+    """All events of one request. told: tokens before the step that ended it."""
 
     token_ids: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     texts: dict[int, str] = field(default_factory=lambda: defaultdict(str))
@@ -60,7 +60,9 @@ def collect(events: Iterable[NumberedEvent], found: dict[int, Found]) -> None:
                 assert event.choice_index not in one.ends
                 one.token_ids[event.choice_index] += event.token_ids
                 one.texts[event.choice_index] += event.text
-                one.logprobs[event.choice_index] += [report.chosen.logprob for report in event.logprobs]
+                one.logprobs[event.choice_index] += [
+                    report.chosen.logprob for report in event.logprobs
+                ]
             case ChoiceFinished():
                 one.ends[event.choice_index] = event.reason
                 one.texts[event.choice_index] += event.text
@@ -74,7 +76,7 @@ def collect(events: Iterable[NumberedEvent], found: dict[int, Found]) -> None:
 
 
 def search(core: EngineCore, requests: list[GenerationRequest]) -> list[Found]:
-    """Run all at once; every block is accounted for after every step."""
+    """Run all at once; check the blocks after every step."""
     found = {number: Found() for number in range(len(requests))}
     for number, request in enumerate(requests):
         assert core.request_fault(request) is None
@@ -123,7 +125,10 @@ def reference(directory: Path, request: GenerationRequest) -> list[list[int]]:
     )
     outputs = []
     for row in generated[:, len(prompt) :].tolist():
-        last = next((index for index, token_id in enumerate(row) if token_id in stop.stop_token_ids), len(row) - 1)
+        last = next(
+            (index for index, token_id in enumerate(row) if token_id in stop.stop_token_ids),
+            len(row) - 1,
+        )
         outputs.append(row[: last + 1])
     return outputs
 
@@ -158,9 +163,12 @@ def outputs(found: Found) -> list[list[int]]:
 @pytest.mark.parametrize("early_stopping", list(EarlyStopping))
 @pytest.mark.parametrize("native", [True, False], ids=["native", "torch"])
 def test_outputs_equal_transformers(
-    tiny: TinyCheckpoint, early_stopping: EarlyStopping, native: bool, monkeypatch: pytest.MonkeyPatch
+    tiny: TinyCheckpoint,
+    early_stopping: EarlyStopping,
+    native: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Widths, penalties and prompt lengths on both sides of a block's border, all in one batch."""
+    """Widths, penalties and prompt lengths on both sides of a block border, in one batch."""
     if not native:
         monkeypatch.setattr("inference.core.model_runner.supports", lambda config, dtype: False)
     rng = random.Random(4)
@@ -185,23 +193,40 @@ def test_outputs_equal_transformers(
         assert outputs(one) == reference(tiny.directory, request)
 
 
-def test_the_three_ways_to_stop_differ_and_each_is_that_of_transformers(tiny: TinyCheckpoint) -> None:
+def test_the_three_ways_to_stop_differ_and_each_is_that_of_transformers(
+    tiny: TinyCheckpoint,
+) -> None:
     requests = {
         early_stopping: [
-            beam_request(random_prompt(random.Random(seed), 20), 3, 40, early_stopping=early_stopping) for seed in range(12)
+            beam_request(
+                random_prompt(random.Random(seed), 20), 3, 40, early_stopping=early_stopping
+            )
+            for seed in range(12)
         ]
         for early_stopping in EarlyStopping
     }
 
-    found = {early_stopping: search(make_core(tiny.directory), each) for early_stopping, each in requests.items()}
+    found = {
+        early_stopping: search(make_core(tiny.directory), each)
+        for early_stopping, each in requests.items()
+    }
 
     texts = [{one: outputs(found[one][row]) for one in EarlyStopping} for row in range(12)]
-    telling = [row for row in range(12) if texts[row][EarlyStopping.HEURISTIC] != texts[row][EarlyStopping.NEVER]]
+    telling = [
+        row
+        for row in range(12)
+        if texts[row][EarlyStopping.HEURISTIC] != texts[row][EarlyStopping.NEVER]
+    ]
     assert telling, "else one could be taken for another unseen"
-    assert any(texts[row][EarlyStopping.HEURISTIC] != texts[row][EarlyStopping.WHEN_FULL] for row in range(12))
+    assert any(
+        texts[row][EarlyStopping.HEURISTIC] != texts[row][EarlyStopping.WHEN_FULL]
+        for row in range(12)
+    )
     for row in telling:
         for early_stopping in EarlyStopping:
-            assert texts[row][early_stopping] == reference(tiny.directory, requests[early_stopping][row])
+            assert texts[row][early_stopping] == reference(
+                tiny.directory, requests[early_stopping][row]
+            )
 
 
 @pytest.mark.parametrize(
@@ -212,10 +237,19 @@ def test_the_three_ways_to_stop_differ_and_each_is_that_of_transformers(tiny: Ti
     ],
     ids=["penalty", "reward and bias"],
 )
-def test_rules_act_on_log_probabilities_as_in_transformers(tiny: TinyCheckpoint, sampling: SamplingParams) -> None:
+def test_rules_act_on_log_probabilities_as_in_transformers(
+    tiny: TinyCheckpoint, sampling: SamplingParams
+) -> None:
     rng = random.Random(8)
     requests = [
-        beam_request(random_prompt(rng, 30), width, 24, choice_count=2, sampling=sampling, min_output_tokens=least)
+        beam_request(
+            random_prompt(rng, 30),
+            width,
+            24,
+            choice_count=2,
+            sampling=sampling,
+            min_output_tokens=least,
+        )
         for width, least in ((2, 0), (4, 0), (4, 10))
     ]
 
@@ -223,11 +257,13 @@ def test_rules_act_on_log_probabilities_as_in_transformers(tiny: TinyCheckpoint,
 
     for one, request in zip(found, requests, strict=True):
         assert outputs(one) == reference(tiny.directory, request)
-        assert all(not ENDS & set(output[: request.stop.min_output_tokens]) for output in outputs(one))
+        assert all(
+            not ENDS & set(output[: request.stop.min_output_tokens]) for output in outputs(one)
+        )
 
 
 def test_a_sliding_window_and_head_norms_change_nothing_about_it(tmp_path: Path) -> None:
-    """Blocks that a window has left behind are shared and copied like any others."""
+    """Blocks that left the window are shared and copied like any others."""
     for index, architecture in enumerate(("MistralForCausalLM", "Qwen3ForCausalLM")):
         shape = LlamaShape(architecture=architecture, sliding_window=20)
         checkpoint = make_checkpoint(tmp_path / architecture, seed=index, shape=shape)
@@ -239,16 +275,23 @@ def test_a_sliding_window_and_head_norms_change_nothing_about_it(tmp_path: Path)
 
 
 def test_company_chunks_and_preemption_change_nothing(tiny: TinyCheckpoint) -> None:
-    """Searches and sampled requests in a pool of little more than one search: whole groups give way and come back."""
+    """A pool of little more than one search: whole groups are preempted and return."""
     rng = random.Random(9)
     requests = []
     for row in range(8):
         prompt = random_prompt(rng, rng.randrange(1, 90))
         if row % 2:
-            requests.append(make_request(prompt, 60, sampling=SamplingParams(temperature=1.0, seed=row)))
+            requests.append(
+                make_request(prompt, 60, sampling=SamplingParams(temperature=1.0, seed=row))
+            )
         else:
-            sampling, ends = SamplingParams(repetition_penalty=1.1), frozenset() if row % 4 else ENDS
-            requests.append(beam_request(prompt, 3 + row % 3, 60, choice_count=2, sampling=sampling, ends=ends))
+            sampling, ends = (
+                SamplingParams(repetition_penalty=1.1),
+                frozenset() if row % 4 else ENDS,
+            )
+            requests.append(
+                beam_request(prompt, 3 + row % 3, 60, choice_count=2, sampling=sampling, ends=ends)
+            )
     crowded = make_core(
         tiny.directory,
         kv_cache_bytes=1,
@@ -263,14 +306,22 @@ def test_company_chunks_and_preemption_change_nothing(tiny: TinyCheckpoint) -> N
     assert crowded.statistics().preemption_count >= 3
     assert [one.token_ids for one in together] == [one.token_ids for one in alone]
     assert [one.texts for one in together] == [one.texts for one in alone]
-    beams = [one for one, request in zip(together, requests, strict=True) if request.beam_search is not None]
-    assert all(one.finished is not None and one.finished.cached_token_count == 0 for one in together)
+    beams = [
+        one
+        for one, request in zip(together, requests, strict=True)
+        if request.beam_search is not None
+    ]
+    assert all(
+        one.finished is not None and one.finished.cached_token_count == 0 for one in together
+    )
     assert any(len(one.token_ids[0]) == 60 for one in beams)
 
 
 def test_beams_that_are_computed_again_wait_for_each_other(tiny: TinyCheckpoint) -> None:
-    """Preempt at every fifth token, with steps too small for all the beams' own tokens."""
-    request = beam_request(random_prompt(random.Random(14), 20), 8, 40, choice_count=8, ends=frozenset())
+    """Preempt at every fifth token, with steps too small for the tokens of all beams."""
+    request = beam_request(
+        random_prompt(random.Random(14), 20), 8, 40, choice_count=8, ends=frozenset()
+    )
     core = make_core(tiny.directory, running_sequence_count_max=8, step_token_count_max=8)
     found, preempted_at, apart = {0: Found()}, 0, 0
     core.add(0, request)
@@ -325,23 +376,33 @@ def run_events(core: EngineCore, request: GenerationRequest, number: int) -> Fou
     return found[number]
 
 
-def test_what_can_no_longer_change_is_told_at_once(tiny: TinyCheckpoint) -> None:
-    """Certain tokens are reported before the search ends, and the result confirms them: see `search`."""
+def test_a_final_state_is_sent_at_once(tiny: TinyCheckpoint) -> None:
+    """Certain tokens are reported before the search ends; see `search`."""
     prompts = [random_prompt(random.Random(seed), 20) for seed in range(8)]
-    requests = [beam_request(prompt, 2, 40, choice_count=1 + index % 2) for index, prompt in enumerate(prompts)]
+    requests = [
+        beam_request(prompt, 2, 40, choice_count=1 + index % 2)
+        for index, prompt in enumerate(prompts)
+    ]
 
     found = search(make_core(tiny.directory), requests)
 
-    assert sum(one.told for one in found) > 0.2 * sum(len(ids) for one in found for ids in one.token_ids.values())
+    assert sum(one.told for one in found) > 0.2 * sum(
+        len(ids) for one in found for ids in one.token_ids.values()
+    )
     tokenizer = Tokenizer(tiny.directory)
     for one, request in zip(found, requests, strict=True):
         assert outputs(one) == reference(tiny.directory, request)
         for index, ids in one.token_ids.items():
-            assert one.texts[index] == tokenizer.decode([token_id for token_id in ids if token_id not in ENDS])
+            assert one.texts[index] == tokenizer.decode(
+                [token_id for token_id in ids if token_id not in ENDS]
+            )
 
 
 def test_ends_and_counts_are_of_the_choices_and_of_all_beams(tiny: TinyCheckpoint) -> None:
-    requests = [beam_request(random_prompt(random.Random(seed), 20), 4, 30, choice_count=3) for seed in range(8)]
+    requests = [
+        beam_request(random_prompt(random.Random(seed), 20), 4, 30, choice_count=3)
+        for seed in range(8)
+    ]
     core = make_core(tiny.directory)
 
     found = search(core, requests)
@@ -358,20 +419,28 @@ def test_ends_and_counts_are_of_the_choices_and_of_all_beams(tiny: TinyCheckpoin
         assert one.finished.generated_token_count >= max(delivered, 4 * (steps - 1))
         assert one.finished.reason is one.ends[0]
     assert reasons == {EngineFinishReason.STOP, EngineFinishReason.LENGTH}
-    assert core.statistics().output_token_count == sum(one.finished.generated_token_count for one in found if one.finished)
+    assert core.statistics().output_token_count == sum(
+        one.finished.generated_token_count for one in found if one.finished
+    )
 
 
 def test_log_probabilities_are_the_models_own(tiny: TinyCheckpoint) -> None:
     """They are reported for each output, independent of the bias in its score."""
     sampling = SamplingParams(top_logprobs=3, logit_bias=((50, 4.0),))
-    request = beam_request(random_prompt(random.Random(2), 30), 3, 12, choice_count=2, sampling=sampling)
+    request = beam_request(
+        random_prompt(random.Random(2), 30), 3, 12, choice_count=2, sampling=sampling
+    )
 
     [found] = search(make_core(tiny.directory), [request])
 
     for index, output in enumerate(outputs(found)):
         with torch.inference_mode():
             ids = torch.tensor([[*request.prompt_token_ids, *output]])
-            exact = reference_model(tiny.directory)(ids).logits[0, len(request.prompt_token_ids) - 1 : -1].log_softmax(-1)
+            exact = (
+                reference_model(tiny.directory)(ids)
+                .logits[0, len(request.prompt_token_ids) - 1 : -1]
+                .log_softmax(-1)
+            )
         own = exact[range(len(output)), output]
         assert torch.allclose(torch.tensor(found.logprobs[index]), own, atol=1e-4)
 
@@ -380,7 +449,12 @@ def test_log_probabilities_are_the_models_own(tiny: TinyCheckpoint) -> None:
 def test_a_cancel_ends_all_beams(tiny: TinyCheckpoint, step_count: int) -> None:
     core = make_core(tiny.directory, step_token_count_max=64)
     found = {0: Found()}
-    core.add(0, beam_request(random_prompt(random.Random(1), 100), 4, 100, choice_count=2, ends=frozenset()))
+    core.add(
+        0,
+        beam_request(
+            random_prompt(random.Random(1), 100), 4, 100, choice_count=2, ends=frozenset()
+        ),
+    )
     for _ in range(step_count):
         collect(core.step(), found)
 
@@ -397,7 +471,7 @@ def test_a_cancel_ends_all_beams(tiny: TinyCheckpoint, step_count: int) -> None:
 
 
 def test_beams_count_in_the_batch(tiny: TinyCheckpoint) -> None:
-    """Ten places: two searches of four and two others run, the next search waits until one is over; see `search` for the sum."""
+    """Two searches of four and two sequences fill ten places; the next search waits."""
     core = make_core(tiny.directory, running_sequence_count_max=10, step_token_count_max=256)
     rng = random.Random(7)
     requests = [beam_request(random_prompt(rng, 10), 4, 30, ends=frozenset()) for _ in range(3)]
@@ -420,7 +494,9 @@ def test_beams_count_in_the_batch(tiny: TinyCheckpoint) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_cannot_run_is_refused_with_the_reason(tiny: TinyCheckpoint, change: dict[str, Any], words: str) -> None:
+def test_impossible_searches_are_refused_with_the_reason(
+    tiny: TinyCheckpoint, change: dict[str, Any], words: str
+) -> None:
     core = make_core(tiny.directory, kv_cache_bytes=1)
     request = replace(beam_request([40] * 30, 4, 200), **change)
 
@@ -428,10 +504,15 @@ def test_what_cannot_run_is_refused_with_the_reason(tiny: TinyCheckpoint, change
 
 
 def test_a_search_that_just_fits_the_pool_comes_to_its_end(tiny: TinyCheckpoint) -> None:
-    """The bound of the refusal is that of the need: nothing else is there to be preempted."""
+    """The bound of the refusal is the exact need: nothing else can be preempted."""
     core = make_core(tiny.directory, kv_cache_bytes=1, context_window_tokens=512)  # 32 blocks
-    request = beam_request(random_prompt(random.Random(5), 40), 5, 88, ends=frozenset(), choice_count=5)
+    request = beam_request(
+        random_prompt(random.Random(5), 40), 5, 88, ends=frozenset(), choice_count=5
+    )
 
-    assert core.request_fault(replace(request, stop=replace(request.stop, max_output_tokens=89))) is not None
+    assert (
+        core.request_fault(replace(request, stop=replace(request.stop, max_output_tokens=89)))
+        is not None
+    )
     assert len(search(core, [request])[0].token_ids[0]) == 88
     assert run_all(core, [make_request([40], 3)], first_number=1)[0].finished is not None

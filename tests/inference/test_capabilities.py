@@ -1,8 +1,9 @@
-"""Every field of a request is translated for the engine, refused by its name, or handled on this side of it."""
+"""Every request field is translated for the engine, refused by name, or handled here."""
 
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
@@ -11,10 +12,17 @@ from typing import Any, cast
 import pytest
 
 from inference.adapters.external_core import Choice, Request
-from inference.adapters.remote_dialects import TrtllmDialect, VllmDialect
-from inference.adapters.tensorrt_engine import CAPABILITIES as TENSORRT_CAPABILITIES
+from inference.adapters.remote_connection import DIALECTS
+from inference.adapters.remote_dialects import SglangDialect, TrtllmDialect, VllmDialect
+from inference.adapters.remote_settings import Service
 from inference.adapters.tensorrt_library import TensorRtLibrary
-from inference.capabilities import Capabilities, RequestField, combined
+from inference.capabilities import (
+    EMBEDDED_ONLY,
+    TENSORRT_LLM,
+    Capabilities,
+    RequestField,
+    combined,
+)
 from inference.checkpoint.checkpoint import read_model_info
 from inference.engine import (
     BeamSearchParams,
@@ -28,13 +36,16 @@ from inference.errors import RequestImpossible
 from inference.sequences import choice_seed
 from inference.text.detokenizer import TextDecoder
 from inference.text.tokenizer import Tokenizer
+from infra.architecture import ROOT
 from tests.inference.checkpoints import TinyCheckpoint, make_checkpoint
 from tests.inference.running import make_request, used_fields
 from tests.inference.tensorrt_core import double_imported
 
 Translate = Callable[[GenerationRequest], object]
 
-SAMPLED = make_request([9, 10, 11], 24, sampling=SamplingParams(temperature=0.9, seed=1), ignore_eos=False)
+SAMPLED = make_request(
+    [9, 10, 11], 24, sampling=SamplingParams(temperature=0.9, seed=1), ignore_eos=False
+)
 GREEDY = replace(SAMPLED, sampling=SamplingParams())
 
 
@@ -50,7 +61,7 @@ def formatted(kind: GrammarKind, source: str) -> GenerationRequest:
     return replace(SAMPLED, response_format=ResponseFormat(kind, source))
 
 
-# A request that differs from `SAMPLED` (the last one: from `GREEDY`) in this field alone.
+# A request that differs from `SAMPLED` (the last one: from `GREEDY`) only in this field.
 CHANGED: dict[RequestField, GenerationRequest] = {
     RequestField.TOP_P: sampling(top_p=0.5),
     RequestField.TOP_K: sampling(top_k=7),
@@ -68,8 +79,9 @@ CHANGED: dict[RequestField, GenerationRequest] = {
     RequestField.LARK: formatted(GrammarKind.LARK, 'start: "a"'),
     RequestField.BEAM_SEARCH: replace(SAMPLED, beam_search=BeamSearchParams(2)),
     RequestField.TOP_LOGPROBS: replace(GREEDY, sampling=SamplingParams(top_logprobs=3)),
+    RequestField.PROMPT_LOGPROBS: replace(GREEDY, sampling=SamplingParams(prompt_logprobs=3)),
 }
-# Fields that every engine is given, or that act on this side of the engine, with the reason.
+# Fields that every engine gets, or that act outside the engine, with the reason.
 ALWAYS = {
     "sequence_id": "never crosses",
     "prompt_token_ids": "translated by all",
@@ -89,7 +101,7 @@ ALWAYS = {
 
 
 class RecordingStub:
-    """Takes the place of a generated stub: the call is the request that was sent."""
+    """Double of a generated stub: returns the request that was sent."""
 
     def __getattr__(self, name: str) -> Callable[[Any], Any]:
         return lambda request: request
@@ -101,7 +113,7 @@ def choice_of(request: GenerationRequest, decoder: TextDecoder) -> Choice:
     return Choice(made, 0, choice_seed(request.sampling.seed or 0, 0), decoder.open())
 
 
-@pytest.fixture(params=["tensorrt", "trtllm", "vllm"])
+@pytest.fixture(params=["tensorrt", "trtllm", "vllm", "sglang"])
 def adapter(
     request: pytest.FixtureRequest, tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[Capabilities, Translate]]:
@@ -117,19 +129,26 @@ def adapter(
                 ends = choice_of(wanted, decoder).request.end_token_ids
                 return repr(vars(library.sampling(wanted, ends, 400)))
 
-            yield TENSORRT_CAPABILITIES, translate
+            yield TENSORRT_LLM["1.2.1"], translate
         else:
-            kind = {"trtllm": TrtllmDialect, "vllm": VllmDialect}[request.param]
+            kind = DIALECTS[Service(request.param)]
             dialect = cast(Any, kind).__new__(kind)
             dialect._stub = RecordingStub()
-            yield kind.capabilities, lambda wanted: dialect.generate("id", choice_of(wanted, decoder))
+            yield (
+                kind.capabilities,
+                lambda wanted: dialect.generate("id", choice_of(wanted, decoder)),
+            )
 
 
 def unaccounted(capabilities: Capabilities, translate: Translate) -> set[str]:
     """Return fields neither refused nor translated, and fields both refused and translated."""
     found = set()
     for field, changed in CHANGED.items():
-        base = GREEDY if field is RequestField.TOP_LOGPROBS else SAMPLED
+        base = (
+            GREEDY
+            if field in (RequestField.TOP_LOGPROBS, RequestField.PROMPT_LOGPROBS)
+            else SAMPLED
+        )
         if field in capabilities.unsupported:
             continue
         if translate(changed) == translate(base):
@@ -146,7 +165,11 @@ def test_every_field_is_listed() -> None:
 
 @pytest.mark.parametrize("field", RequestField)
 def test_a_changed_field_is_seen_as_used(field: RequestField) -> None:
-    neutral = GREEDY if field is RequestField.TOP_LOGPROBS else replace(SAMPLED, sampling=SamplingParams(temperature=0.9))
+    neutral = (
+        GREEDY
+        if field in (RequestField.TOP_LOGPROBS, RequestField.PROMPT_LOGPROBS)
+        else replace(SAMPLED, sampling=SamplingParams(temperature=0.9))
+    )
 
     assert field in used_fields(CHANGED[field])
     assert field not in used_fields(neutral)
@@ -157,13 +180,19 @@ def test_every_field_is_translated_or_refused(adapter: tuple[Capabilities, Trans
 
     assert unaccounted(capabilities, translate) == set()
     for field in capabilities.unsupported:
-        with pytest.raises(RequestImpossible, match=r"engine \(this one\) does not support .*omit it") as refused:
+        with pytest.raises(
+            RequestImpossible, match=r"engine \(this one\) does not support .*omit it"
+        ) as refused:
             capabilities.check(CHANGED[field], "this one")
         assert refused.value.field in used_fields(CHANGED[field])
 
 
-@pytest.mark.parametrize("field", [RequestField.TOP_K, RequestField.STOP_TOKEN_IDS, RequestField.JSON_SCHEMA])
-def test_a_field_that_a_translation_forgets_is_found(adapter: tuple[Capabilities, Translate], field: RequestField) -> None:
+@pytest.mark.parametrize(
+    "field", [RequestField.TOP_K, RequestField.STOP_TOKEN_IDS, RequestField.JSON_SCHEMA]
+)
+def test_a_field_that_a_translation_forgets_is_found(
+    adapter: tuple[Capabilities, Translate], field: RequestField
+) -> None:
     capabilities, translate = adapter
 
     def forgetful(request: GenerationRequest) -> object:
@@ -176,29 +205,48 @@ def test_which_engine_honours_seeds() -> None:
     honour = {
         name: RequestField.SEED not in capabilities.unsupported
         for name, capabilities in {
-            "tensorrt": TENSORRT_CAPABILITIES,
+            "tensorrt": TENSORRT_LLM["1.2.1"],
             "trtllm": TrtllmDialect.capabilities,
             "vllm": VllmDialect.capabilities,
+            "sglang": SglangDialect.capabilities,
         }.items()
     }
 
-    assert honour == {"tensorrt": False, "trtllm": False, "vllm": True}
+    assert honour == {"tensorrt": False, "trtllm": False, "vllm": True, "sglang": False}
 
 
-def test_what_changes_no_answer_is_not_refused() -> None:
-    """These are the seed and sampling limits of a greedy request, and every neutral value."""
-    capabilities = TENSORRT_CAPABILITIES
+def test_parameters_without_effect_are_not_refused() -> None:
+    """Seed and sampling limits of a greedy request, and every neutral value."""
+    capabilities = TENSORRT_LLM["1.2.1"]
 
     capabilities.check(replace(GREEDY, sampling=SamplingParams(seed=5, min_p=0.5)), "tensorrt_llm")
-    capabilities.check(replace(SAMPLED, sampling=SamplingParams(temperature=1.0, repetition_penalty=1.0)), "tensorrt_llm")
+    capabilities.check(
+        replace(SAMPLED, sampling=SamplingParams(temperature=1.0, repetition_penalty=1.0)),
+        "tensorrt_llm",
+    )
 
 
 @pytest.mark.parametrize(
     ("capabilities", "request_", "field", "words"),
     [
-        (VllmDialect.capabilities, sampling(top_logprobs=20), "top_logprobs", "at most 19 .*got 20"),
-        (VllmDialect.capabilities, sampling(logit_bias=((9, -101.0),)), "sampling.logit_bias", "between -100 and 100"),
-        (TrtllmDialect.capabilities, sampling(seed=None, top_logprobs=2), "top_logprobs", "needs a temperature of 0"),
+        (
+            VllmDialect.capabilities,
+            sampling(top_logprobs=20),
+            "top_logprobs",
+            "at most 19 .*got 20",
+        ),
+        (
+            VllmDialect.capabilities,
+            sampling(logit_bias=((9, -101.0),)),
+            "sampling.logit_bias",
+            "between -100 and 100",
+        ),
+        (
+            TrtllmDialect.capabilities,
+            sampling(seed=None, top_logprobs=2),
+            "top_logprobs",
+            "needs a temperature of 0",
+        ),
     ],
 )
 def test_values_beyond_an_engine_s_range_are_refused(
@@ -209,10 +257,32 @@ def test_values_beyond_an_engine_s_range_are_refused(
     assert refused.value.field == field
 
 
+def test_the_ranges_of_an_engine_are_listed_with_its_fields() -> None:
+    assert VllmDialect.capabilities.refusals() == [
+        ("prompt_logprobs", ""),
+        ("response_format.lark", ""),
+        ("beam_search", ""),
+        ("top_logprobs", "above 19"),
+        ("sampling.logit_bias", "below -100 or above 100"),
+    ]
+    assert Capabilities().refusals() == []
+
+
+def test_the_documentation_lists_the_fields_of_each_version_of_tensorrt_llm() -> None:
+    page = (ROOT / "docs" / "reference" / "engines.md").read_text()
+    table = page.partition("| field | behaviour of TensorRT-LLM |")[2].partition("\n\n")[0]
+    names = "".join(row.split("|")[1] for row in table.splitlines() if row.startswith("| `"))
+    documented = set(re.findall(r"`(\w+)`", names))
+
+    for version, capabilities in TENSORRT_LLM.items():
+        assert version.removesuffix("rc") in page
+        assert documented == {field.rpartition(".")[2] for field, _ in capabilities.refusals()}
+
+
 def test_a_model_of_several_engines_takes_what_one_of_them_honours() -> None:
     both = combined([VllmDialect.capabilities, TrtllmDialect.capabilities])
 
-    assert both.unsupported == {RequestField.LARK, RequestField.BEAM_SEARCH}
+    assert both.unsupported == EMBEDDED_ONLY | {RequestField.LARK}
     assert both.sampled_logprobs
     assert both.top_logprobs_max is None
 
@@ -220,11 +290,24 @@ def test_a_model_of_several_engines_takes_what_one_of_them_honours() -> None:
 def test_defaults_of_a_checkpoint_that_its_engine_ignores_are_left_out_and_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Otherwise every request that says nothing of them would be refused."""
-    make_checkpoint(tmp_path, generation_config={"repetition_penalty": 1.05, "do_sample": True, "temperature": 0.7, "top_k": 20})
+    """Otherwise every request without these fields would be refused."""
+    make_checkpoint(
+        tmp_path,
+        generation_config={
+            "repetition_penalty": 1.05,
+            "do_sample": True,
+            "temperature": 0.7,
+            "top_k": 20,
+        },
+    )
 
-    model = read_model_info(tmp_path, name="m", engine="tensorrt_llm", capabilities=TENSORRT_CAPABILITIES)
+    model = read_model_info(
+        tmp_path, name="m", engine="tensorrt_llm", capabilities=TENSORRT_LLM["1.2.1"]
+    )
 
     assert model.default_sampling == SamplingParams(temperature=0.7, top_k=20)
     assert "tensorrt_llm does not support sampling.repetition_penalty" in caplog.text
-    assert read_model_info(tmp_path, name="m", engine="torch").default_sampling.repetition_penalty == 1.05
+    assert (
+        read_model_info(tmp_path, name="m", engine="torch").default_sampling.repetition_penalty
+        == 1.05
+    )

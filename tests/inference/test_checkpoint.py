@@ -1,4 +1,4 @@
-"""A checkpoint is read as it says, or refused by name: configuration, weights, tokenizer and template."""
+"""Checkpoints are read correctly, or refused by name."""
 
 from __future__ import annotations
 
@@ -27,10 +27,19 @@ def change(path: Path, **entries: Any) -> None:
     ("entries", "words"),
     [
         ({"architectures": ["FalconForCausalLM"]}, "FalconForCausalLM is not supported"),
-        ({"rope_scaling": {"rope_type": "proportional", "factor": 2.0}}, "proportional is not supported"),
+        (
+            {"rope_scaling": {"rope_type": "proportional", "factor": 2.0}},
+            "proportional is not supported",
+        ),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "short_factor is missing"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta": 1}}, "linear has an unsupported entry: beta = 1"),
-        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "unsupported entry: full_attention = "),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta": 1}},
+            "linear has an unsupported entry: beta = 1",
+        ),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+            "unsupported entry: full_attention = ",
+        ),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor is missing"),
         ({"sliding_window": 512}, "sliding_window = 512 is not supported for LlamaForCausalLM"),
         ({"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping = 50\.0 is not supported"),
@@ -44,7 +53,9 @@ def change(path: Path, **entries: Any) -> None:
         ({"vocab_size": "many"}, "wrong type"),
     ],
 )
-def test_what_would_be_computed_wrongly_is_refused_by_name(tmp_path: Path, entries: dict[str, Any], words: str) -> None:
+def test_unsupported_configurations_are_refused_by_name(
+    tmp_path: Path, entries: dict[str, Any], words: str
+) -> None:
     make_checkpoint(tmp_path)
     change(tmp_path / "config.json", **entries)
 
@@ -56,14 +67,28 @@ def test_what_would_be_computed_wrongly_is_refused_by_name(tmp_path: Path, entri
     ("architecture", "entries", "words"),
     [
         ("MistralForCausalLM", {"sliding_window": 0}, "sliding_window = 0 is not a count"),
-        ("MistralForCausalLM", {"layer_types": ["full_attention"]}, "layer_types = .* is not supported for MistralForCausalLM"),
+        (
+            "MistralForCausalLM",
+            {"layer_types": ["full_attention"]},
+            "layer_types = .* is not supported for MistralForCausalLM",
+        ),
         ("Qwen2ForCausalLM", {"attention_bias": True}, "attention_bias = True is not supported"),
-        ("Qwen3ForCausalLM", {"layer_types": ["sliding_attention", "full_attention"]}, "layer_types = .* a window of None tokens"),
-        ("Qwen2ForCausalLM", {"use_sliding_window": True, "layer_types": ["full_attention"]}, "layer_types = .* for 2 layers"),
+        (
+            "Qwen3ForCausalLM",
+            {"layer_types": ["sliding_attention", "full_attention"]},
+            "layer_types = .* a window of None tokens",
+        ),
+        (
+            "Qwen2ForCausalLM",
+            {"use_sliding_window": True, "layer_types": ["full_attention"]},
+            "layer_types = .* for 2 layers",
+        ),
         ("Qwen2ForCausalLM", {"use_mrope": True}, "use_mrope = True is not supported"),
     ],
 )
-def test_each_architecture_knows_its_own_entries(tmp_path: Path, architecture: str, entries: dict[str, Any], words: str) -> None:
+def test_each_architecture_knows_its_own_entries(
+    tmp_path: Path, architecture: str, entries: dict[str, Any], words: str
+) -> None:
     make_checkpoint(tmp_path, shape=LlamaShape(architecture=architecture))
     change(tmp_path / "config.json", **entries)
 
@@ -74,18 +99,31 @@ def test_each_architecture_knows_its_own_entries(tmp_path: Path, architecture: s
 def test_entries_that_turn_nothing_on_are_passed_over(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, shape=LlamaShape(architecture="Qwen2ForCausalLM"))
     before = read_config(tmp_path)
-    change(tmp_path / "config.json", use_mrope=False, partial_rotary_factor=1.0, _name_or_path="x", initializer_range=0.02, new={})
+    change(
+        tmp_path / "config.json",
+        use_mrope=False,
+        partial_rotary_factor=1.0,
+        _name_or_path="x",
+        initializer_range=0.02,
+        new={},
+    )
 
     assert read_config(tmp_path) == before
 
 
-def test_windows_are_told_by_layer(tmp_path: Path) -> None:
-    """Qwen's first layers see everything, unless the list of layers says otherwise; without the switch all do."""
+def test_windows_are_reported_by_layer(tmp_path: Path) -> None:
+    """Qwen's first layers see all positions, unless the list of layers differs."""
     make_checkpoint(
-        tmp_path, shape=LlamaShape(architecture="Qwen2ForCausalLM", layer_count=3, sliding_window=64, max_window_layers=2)
+        tmp_path,
+        shape=LlamaShape(
+            architecture="Qwen2ForCausalLM", layer_count=3, sliding_window=64, max_window_layers=2
+        ),
     )
     by_number = read_config(tmp_path).layer_windows
-    change(tmp_path / "config.json", layer_types=["sliding_attention", "full_attention", "sliding_attention"])
+    change(
+        tmp_path / "config.json",
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    )
     by_list = read_config(tmp_path).layer_windows
     change(tmp_path / "config.json", layer_types=None, use_sliding_window=False)
 
@@ -99,13 +137,26 @@ def test_an_absent_entry_means_what_transformers_takes_it_for(tmp_path: Path) ->
     for architecture in MODEL_TYPES:
         make_checkpoint(tmp_path, shape=LlamaShape(architecture=architecture))
         change(tmp_path / "config.json", num_attention_heads=32, hidden_size=4096)
-        absent = dict.fromkeys(("num_key_value_heads", "head_dim", "max_position_embeddings", "sliding_window", "rms_norm_eps"))
+        absent = dict.fromkeys(
+            (
+                "num_key_value_heads",
+                "head_dim",
+                "max_position_embeddings",
+                "sliding_window",
+                "rms_norm_eps",
+            )
+        )
         change(tmp_path / "config.json", **absent, rope_theta=None, tie_word_embeddings=None)
         ours, theirs = read_config(tmp_path), AutoConfig.from_pretrained(str(tmp_path))
 
-        head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+        head_dim = (
+            getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+        )
         assert (ours.kv_head_count, ours.head_dim) == (theirs.num_key_value_heads, head_dim)
-        assert (ours.context_window_tokens, ours.rms_norm_eps) == (theirs.max_position_embeddings, theirs.rms_norm_eps)
+        assert (ours.context_window_tokens, ours.rms_norm_eps) == (
+            theirs.max_position_embeddings,
+            theirs.rms_norm_eps,
+        )
         assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
         assert set(ours.layer_windows) == {getattr(theirs, "sliding_window", None)}
         assert ours.tied_embeddings == theirs.tie_word_embeddings
@@ -130,19 +181,30 @@ def test_a_directory_without_a_configuration_is_refused(tmp_path: Path) -> None:
 def test_both_spellings_of_rope_are_read(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, shape=LlamaShape(rope_theta=500_000.0))
     older = read_config(tmp_path).rope
-    change(tmp_path / "config.json", rope_theta=None, rope_parameters={"rope_theta": 500_000.0, "rope_type": "default"})
+    change(
+        tmp_path / "config.json",
+        rope_theta=None,
+        rope_parameters={"rope_theta": 500_000.0, "rope_type": "default"},
+    )
 
     assert read_config(tmp_path).rope == older
     assert older.theta == 500_000.0
 
 
 def test_model_info_tells_window_and_default_sampling(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, generation_config={"do_sample": True, "temperature": 0.7, "top_p": 0.9, "top_k": 40})
+    make_checkpoint(
+        tmp_path,
+        generation_config={"do_sample": True, "temperature": 0.7, "top_p": 0.9, "top_k": 40},
+    )
 
     info = read_model_info(tmp_path, name="demo", engine="torch", context_window_tokens_max=512)
 
     assert info.default_sampling == SamplingParams(temperature=0.7, top_p=0.9, top_k=40)
-    assert (info.context_window_tokens, info.vocabulary_size, info.architecture) == (512, 400, "LlamaForCausalLM")
+    assert (info.context_window_tokens, info.vocabulary_size, info.architecture) == (
+        512,
+        400,
+        "LlamaForCausalLM",
+    )
     assert read_config(tmp_path).end_token_ids == {2, 6}
 
 
@@ -159,7 +221,10 @@ def test_a_wrong_shape_is_named(tmp_path: Path) -> None:
     make_checkpoint(tmp_path)
     change(tmp_path / "config.json", intermediate_size=128)
 
-    with pytest.raises(CheckpointInvalid, match=r"gate_proj\.weight has shape \(160, 64\), config.json says \(128, 64\)"):
+    with pytest.raises(
+        CheckpointInvalid,
+        match=r"gate_proj\.weight has shape \(160, 64\), config.json says \(128, 64\)",
+    ):
         load_weights(tmp_path, read_config(tmp_path), torch.float32)
 
 
@@ -196,8 +261,13 @@ def test_a_conversation_is_rendered_by_the_template(tiny: TinyCheckpoint) -> Non
     tokenizer = Tokenizer(tiny.directory)
     conversation = [ChatMessage("system", "Be brief."), ChatMessage("user", "Hi")]
 
-    assert tokenizer.render_chat(conversation) == "<|system|>Be brief.<|end|><|user|>Hi<|end|><|assistant|>"
-    assert tokenizer.encode_chat(conversation)[:1] == (3,), "the template alone writes special tokens"
+    assert (
+        tokenizer.render_chat(conversation)
+        == "<|system|>Be brief.<|end|><|user|>Hi<|end|><|assistant|>"
+    )
+    assert tokenizer.encode_chat(conversation)[:1] == (3,), (
+        "the template alone writes special tokens"
+    )
 
 
 def test_the_template_refuses_in_its_own_words(tiny: TinyCheckpoint) -> None:

@@ -1,4 +1,4 @@
-"""Several outputs of one prompt: each as good as alone, the prompt computed and counted once, and one end for all."""
+"""Several outputs of one prompt: exact, with one computed prompt and one end."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PROMPT = random_prompt(random.Random(5), 200)
 
 @dataclass(slots=True)
 class Answers:
-    """Everything that one request reported."""
+    """All events of one request."""
 
     scheduled: list[Scheduled] = field(default_factory=list)
     token_ids: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
@@ -87,9 +87,13 @@ def test_each_choice_is_what_its_seed_gives_alone(tiny: TinyCheckpoint) -> None:
 
 def test_company_and_preemption_change_nothing(tiny: TinyCheckpoint) -> None:
     """Three requests of four choices each in a pool of one context."""
-    requests = [make_request(PROMPT[: 60 + row], 120, sampling=HOT, choice_count=4) for row in range(3)]
+    requests = [
+        make_request(PROMPT[: 60 + row], 120, sampling=HOT, choice_count=4) for row in range(3)
+    ]
     alone = [run(make_core(tiny.directory), request) for request in requests]
-    crowded = make_core(tiny.directory, kv_cache_bytes=1, context_window_tokens=512, owed_output_token_count_max=1)
+    crowded = make_core(
+        tiny.directory, kv_cache_bytes=1, context_window_tokens=512, owed_output_token_count_max=1
+    )
     together = [Answers() for _ in requests]
 
     for number, request in enumerate(requests):
@@ -111,7 +115,9 @@ def test_the_prompt_is_counted_once_and_its_blocks_are_shared(tiny: TinyCheckpoi
         collect(core.step(), answers)
 
     full_blocks = (len(PROMPT) - 1) // KV_BLOCK_TOKENS
-    assert core.pool.block_count_held <= full_blocks + 6 * 2, "one copy of the prompt, and two blocks of its own per choice"
+    assert core.pool.block_count_held <= full_blocks + 6 * 2, (
+        "one copy of the prompt, and two blocks of its own per choice"
+    )
     while not core.idle:
         collect(core.step(), answers)
     assert answers.scheduled == [Scheduled(0)]
@@ -122,7 +128,7 @@ def test_the_prompt_is_counted_once_and_its_blocks_are_shared(tiny: TinyCheckpoi
     assert core.pool.block_count_held == 0
 
 
-def test_each_choice_has_an_end_of_its_own(tiny: TinyCheckpoint) -> None:
+def test_each_choice_has_its_own_end(tiny: TinyCheckpoint) -> None:
     stops = frozenset(range(7, 22))
     request = make_request(PROMPT, 25, sampling=HOT, stop_token_ids=stops, choice_count=8)
 
@@ -154,7 +160,9 @@ def test_a_cancel_ends_all_of_them(tiny: TinyCheckpoint, step_count: int) -> Non
     assert answers.finished[0].reason is EngineFinishReason.CANCELLED
     assert answers.finished[0].generated_token_count == sum(map(len, answers.token_ids.values()))
     tokenizer = Tokenizer(tiny.directory)
-    assert all(answers.texts[index] == tokenizer.decode(ids) for index, ids in answers.token_ids.items())
+    assert all(
+        answers.texts[index] == tokenizer.decode(ids) for index, ids in answers.token_ids.items()
+    )
 
 
 def test_each_choice_follows_the_format_by_itself(tiny: TinyCheckpoint) -> None:
@@ -162,7 +170,9 @@ def test_each_choice_follows_the_format_by_itself(tiny: TinyCheckpoint) -> None:
 
     answers = run(
         make_core(tiny.directory),
-        make_request(PROMPT, 30, sampling=HOT, ignore_eos=False, response_format=own_format, choice_count=6),
+        make_request(
+            PROMPT, 30, sampling=HOT, ignore_eos=False, response_format=own_format, choice_count=6
+        ),
     )
 
     assert all(len(text) == 5 and text.endswith("x") for text in answers.texts.values())
@@ -170,13 +180,22 @@ def test_each_choice_follows_the_format_by_itself(tiny: TinyCheckpoint) -> None:
     assert set(answers.ends.values()) == {EngineFinishReason.STOP}
 
 
-def test_a_broken_format_ends_all_choices_once(tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_format_ends_all_choices_once(
+    tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     core = make_core(tiny.directory)
     own_format = ResponseFormat(GrammarKind.REGEX, "[a-c]{40}")
-    core.add(0, make_request(PROMPT, 60, sampling=HOT, ignore_eos=False, response_format=own_format, choice_count=3))
+    core.add(
+        0,
+        make_request(
+            PROMPT, 60, sampling=HOT, ignore_eos=False, response_format=own_format, choice_count=3
+        ),
+    )
     for _ in range(4):
         core.step()
-    monkeypatch.setattr("inference.sampling.grammar.Grammar.fault", property(lambda self: "too many items"))
+    monkeypatch.setattr(
+        "inference.sampling.grammar.Grammar.fault", property(lambda self: "too many items")
+    )
 
     events = core.step()
 
@@ -188,4 +207,7 @@ def test_a_broken_format_ends_all_choices_once(tiny: TinyCheckpoint, monkeypatch
 def test_choices_count_in_the_queue(tiny: TinyCheckpoint) -> None:
     core = make_core(tiny.directory, waiting_sequence_count_max=4)
 
-    assert [core.add(number, make_request(PROMPT, 5, sampling=HOT, choice_count=2)) for number in range(3)] == [True, True, False]
+    assert [
+        core.add(number, make_request(PROMPT, 5, sampling=HOT, choice_count=2))
+        for number in range(3)
+    ] == [True, True, False]

@@ -1,5 +1,7 @@
-"""Classifiers of the safety stage: scores are the reference's, whatever a text is batched with; a process that is slow, dead or
-wrong costs its callers a bounded wait and nobody anything else."""
+"""Classifiers of the safety stage: scores equal the reference's in any batch; faults are contained.
+
+A slow, dead or faulty process costs its callers a bounded wait, and affects nothing else.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,12 @@ from inference.safety.safety_file import (
     pieces_of,
     read_safety,
 )
-from tests.inference.classifier_checkpoints import ARCHITECTURES, edit_config, make_danger_classifier, make_random_classifier
+from tests.inference.classifier_checkpoints import (
+    ARCHITECTURES,
+    edit_config,
+    make_danger_classifier,
+    make_random_classifier,
+)
 from tests.service import until
 
 PATIENCE_S = 180.0
@@ -40,7 +47,7 @@ HARMLESS, DANGEROUS = "the hotel is near the sea", "how to make a bomb"
 
 @pytest.fixture(scope="module")
 def danger(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoint that knows bad words."""
+    """Return the checkpoint that detects bad words."""
     return make_danger_classifier(tmp_path_factory.mktemp("danger"))
 
 
@@ -52,8 +59,12 @@ def reference_scores(directory: Path, text: str) -> list[float]:
     tokenizer: Any = AutoTokenizer.from_pretrained(str(directory))
     model: Any = AutoModelForSequenceClassification.from_pretrained(str(directory))
     with torch.inference_mode():
-        logits = model(**tokenizer(text, return_tensors="pt", return_token_type_ids=False)).logits[0]
-    several = model.config.problem_type == "multi_label_classification" or model.config.num_labels == 1
+        logits = model(**tokenizer(text, return_tensors="pt", return_token_type_ids=False)).logits[
+            0
+        ]
+    several = (
+        model.config.problem_type == "multi_label_classification" or model.config.num_labels == 1
+    )
     scores: list[float] = (logits.sigmoid() if several else logits.softmax(-1)).tolist()
     return scores
 
@@ -71,9 +82,11 @@ class TestScores:
         for text, scores in zip(texts, together, strict=True):
             assert scores == pytest.approx(reference_scores(directory, text), abs=1e-5), text
 
-    @pytest.mark.parametrize("entries", [{"problem_type": "multi_label_classification"}, {"pad_token_id": None}])
+    @pytest.mark.parametrize(
+        "entries", [{"problem_type": "multi_label_classification"}, {"pad_token_id": None}]
+    )
     def test_follow_the_configuration(self, entries: dict[str, Any], tmp_path: Path) -> None:
-        """Labels that exclude each other or do not; a model that cannot be padded gets one row at a time."""
+        """Labels may exclude each other; models without padding get one row at a time."""
         directory = make_random_classifier(tmp_path, "Llama", **entries)
 
         scores = Classifier(directory).score([HARMLESS, DANGEROUS])
@@ -83,7 +96,7 @@ class TestScores:
 
     @pytest.mark.parametrize("place", [0, 30, 62, 63, 500, 999])
     def test_nothing_of_a_long_text_is_cut_off(self, place: int, danger: Path) -> None:
-        """A checkpoint of 64 tokens and a text of 1,000 words: the bad one is found wherever it stands."""
+        """A bad word is found anywhere in 1,000 words, with a checkpoint of 64 tokens."""
         words = ["garden"] * 1000
         classifier = Classifier(danger)
         assert classifier.score([" ".join(words)])[0][1] < 0.01
@@ -104,12 +117,14 @@ class TestScores:
 
 
 def without(name: str) -> Callable[[Path], None]:
-    """Spoils a checkpoint: a tensor is not there."""
+    """Return a fault of a checkpoint: a missing tensor."""
 
     def spoil(directory: Path) -> None:
         tensors = load_file(directory / "model.safetensors")
         save_file(
-            {key: tensor for key, tensor in tensors.items() if key != name}, directory / "model.safetensors", {"format": "pt"}
+            {key: tensor for key, tensor in tensors.items() if key != name},
+            directory / "model.safetensors",
+            {"format": "pt"},
         )
 
     return spoil
@@ -149,7 +164,7 @@ def test_a_checkpoint_that_cannot_be_used_is_refused(
 
 @contextlib.asynccontextmanager
 async def served(process: ClassifierProcess) -> AsyncIterator[ClassifierProcess]:
-    """The process while it is loaded."""
+    """Yield the loaded process."""
     async with asyncio.TaskGroup() as tasks:
         serving = tasks.create_task(process.serve())
         try:
@@ -161,7 +176,7 @@ async def served(process: ClassifierProcess) -> AsyncIterator[ClassifierProcess]
 
 
 async def scored_eventually(process: ClassifierProcess, text: str) -> list[float]:
-    """Scores of a text, asked for again and again while there are none."""
+    """Return the scores of a text, asked for repeatedly until there are some."""
     async with asyncio.timeout(PATIENCE_S):
         while True:
             with contextlib.suppress(SafetyUnavailable):
@@ -169,7 +184,7 @@ async def scored_eventually(process: ClassifierProcess, text: str) -> list[float
 
 
 def environment_of(pid: int) -> bytes:
-    """Of another process."""
+    """Return the environment of another process."""
     return Path(f"/proc/{pid}/environ").read_bytes()
 
 
@@ -179,19 +194,22 @@ class TestProcess:
     async def test_many_callers_share_batches_at_low_priority_and_each_gets_its_own(
         self, danger: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """The child has none of our secrets, and ends with us."""
+        """The child has none of our secrets, and ends with this process."""
         monkeypatch.setenv("WEIR_DATABASE_URL", "secret")
         async with served(ClassifierProcess([danger, danger], timeout_s=PATIENCE_S)) as process:
             texts = [DANGEROUS if index % 3 == 0 else f"{HARMLESS} {index}" for index in range(60)]
 
-            answers = await asyncio.gather(*(process.score([(index % 2, text)]) for index, text in enumerate(texts)))
+            answers = await asyncio.gather(
+                *(process.score([(index % 2, text)]) for index, text in enumerate(texts))
+            )
 
             queue = process.queue
             pid = process.pid
             assert pid is not None
             assert os.getpriority(os.PRIO_PROCESS, pid) > os.getpriority(os.PRIO_PROCESS, 0)
             environment = environment_of(pid)
-        assert b"WEIR_" not in environment
+        assert b"WEIR_DATABASE_URL" not in environment
+        assert b"secret" not in environment
         assert b"HF_HUB_OFFLINE=1" in environment
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
@@ -202,7 +220,9 @@ class TestProcess:
         assert queue.waiting_count_peak >= 50
 
     @pytest.mark.usefixtures("executed_hosts")
-    async def test_a_dead_one_fails_its_callers_and_another_takes_its_place(self, danger: Path) -> None:
+    async def test_a_dead_one_fails_its_callers_and_another_takes_its_place(
+        self, danger: Path
+    ) -> None:
         async with served(ClassifierProcess([danger], timeout_s=PATIENCE_S)) as process:
             pid = process.pid
             assert pid is not None
@@ -227,11 +247,13 @@ class TestProcess:
                 assert "within 0.2 s" in await refused(process)
             assert process.queue.waiting_count == 0, "who has left does not stay in the queue"
 
-            await until(lambda: process.pid not in (None, pid), "another process")  # a hang is a crash after some timeouts
+            # A hang counts as a crash after some timeouts.
+            await until(lambda: process.pid not in (None, pid), "another process")
             assert (await scored_eventually(process, DANGEROUS))[1] > 0.5
 
     async def test_the_queue_is_bounded(self, danger: Path) -> None:
-        process = ClassifierProcess([danger], timeout_s=PATIENCE_S)  # not served: nothing is taken from the queue
+        # Not served, so that nothing is taken from the queue.
+        process = ClassifierProcess([danger], timeout_s=PATIENCE_S)
         async with asyncio.TaskGroup() as tasks:
             waiting = tasks.create_task(process.score([(0, HARMLESS)] * WAITING_COUNT_MAX))
             await until(lambda: process.queue.waiting_count == WAITING_COUNT_MAX, "a full queue")
@@ -242,7 +264,9 @@ class TestProcess:
             waiting.cancel()
         assert process.queue.waiting_count == 0
 
-    async def test_an_unusable_checkpoint_is_told_at_once(self, danger: Path, tmp_path: Path) -> None:
+    async def test_an_unusable_checkpoint_is_reported_at_once(
+        self, danger: Path, tmp_path: Path
+    ) -> None:
         make_random_classifier(tmp_path, "Bert")
         torn(tmp_path)
         process = ClassifierProcess([danger, tmp_path], timeout_s=PATIENCE_S)
@@ -256,7 +280,9 @@ class TestProcess:
         assert failure.startswith(str(tmp_path))
 
     @pytest.mark.usefixtures("executed_hosts")
-    async def test_one_that_does_not_start_is_told_at_once(self, danger: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_a_failed_start_is_reported_at_once(
+        self, danger: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(classifier_process, "CHILD_ENVIRONMENT", {"PYTHONPATH": str(danger)})
         monkeypatch.setattr("sys.executable", str(danger / "no python"))
         process = ClassifierProcess([danger], timeout_s=PATIENCE_S)
@@ -268,14 +294,14 @@ class TestProcess:
 
 
 async def refused(process: ClassifierProcess) -> str:
-    """Why a text gets no scores."""
+    """Return why a text gets no scores."""
     with pytest.raises(SafetyUnavailable) as refusal:
         await process.score([(0, HARMLESS)])
     return str(refusal.value)
 
 
 class Windows:
-    """Notes what a check asks about; what contains "bad" is."""
+    """Records the texts that a check asks about; a text with "bad" matches."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -296,19 +322,32 @@ class TestWindows:
         windows = Windows()
         check = windows.open(window_chars=10, context_chars=5)
 
-        safe = [(await check.push(piece)).safe_char_count for piece in ("abcd", "efgh", "ij", "klm", "nopqrstu")]
+        safe = [
+            (await check.push(piece)).safe_char_count
+            for piece in ("abcd", "efgh", "ij", "klm", "nopqrstu")
+        ]
 
         assert safe == [0, 0, 10, 10, 21]
         assert windows.texts == ["abcdefghij", "fghij" + "klmnopqrstu"]
         assert await check.finish() == Verdict(21), "nothing new: nothing to ask"
 
-    async def test_what_is_found_across_windows_stops_the_second(self) -> None:
+    async def test_a_match_across_windows_stops_the_second_one(self) -> None:
         windows = Windows()
         check = windows.open(window_chars=4, context_chars=4)
 
-        verdicts = [await check.push("a ba"), await check.push("d b"), await check.push("c"), await check.push("more")]
+        verdicts = [
+            await check.push("a ba"),
+            await check.push("d b"),
+            await check.push("c"),
+            await check.push("more"),
+        ]
 
-        assert verdicts == [Verdict(4), Verdict(4), Verdict(4, "danger: bad"), Verdict(4, "danger: bad")]
+        assert verdicts == [
+            Verdict(4),
+            Verdict(4),
+            Verdict(4, "danger: bad"),
+            Verdict(4, "danger: bad"),
+        ]
         assert len(windows.texts) == 2, "after a hit nobody is asked"
 
     async def test_the_rest_is_checked_at_the_end(self) -> None:
@@ -318,7 +357,7 @@ class TestWindows:
 
         assert await check.finish() == Verdict(0, "danger: bad")
 
-    async def test_a_slow_models_text_does_not_wait_for_ever(self) -> None:
+    async def test_text_is_held_for_a_limited_time(self) -> None:
         windows = Windows()
         check = windows.open()
         assert (await check.push("a ")).safe_char_count == 0
@@ -335,11 +374,13 @@ class TestWindows:
 
             assert pieces[0] + "".join(piece[PIECE_OVERLAP_CHARS:] for piece in pieces[1:]) == text
             assert all(len(piece) <= PIECE_CHARS for piece in pieces)
-            assert len(pieces) == 1 or len(pieces[-1]) > PIECE_OVERLAP_CHARS, "no piece is all in the one before"
+            assert len(pieces) == 1 or len(pieces[-1]) > PIECE_OVERLAP_CHARS, (
+                "no piece is all in the one before"
+            )
 
 
 class Scoring(ClassifierProcess):
-    """In place of a child: "bad" is bad, and there may be no answer. Notes how many texts are asked about at once."""
+    """Double of a child: "bad" is bad; may not answer. Records concurrent texts."""
 
     def __init__(self, *, answers: bool = True) -> None:
         super().__init__([], timeout_s=1.0)
@@ -353,13 +394,17 @@ class Scoring(ClassifierProcess):
         return [[0.4, 0.6] if "bad" in text else [0.9, 0.1] for _, text in asks]
 
 
-def checker_of(process: ClassifierProcess, threshold: float = 0.5, **terms: Any) -> ClassifierChecker:
-    rule = ClassifierRule("danger", 0, ((1, "dangerous", threshold),), in_prompt=True, in_output=True)
+def checker_of(
+    process: ClassifierProcess, threshold: float = 0.5, **terms: Any
+) -> ClassifierChecker:
+    rule = ClassifierRule(
+        "danger", 0, ((1, "dangerous", threshold),), in_prompt=True, in_output=True
+    )
     return ClassifierChecker(process, [rule], ClassifierTerms(**terms))
 
 
 class TestChecker:
-    """Thresholds, long prompts, and what happens without an answer."""
+    """Thresholds, long prompts, and behaviour without an answer."""
 
     async def test_a_label_counts_from_its_threshold_on(self) -> None:
         assert await checker_of(Scoring(), 0.6).check_prompt("bad") == "danger: dangerous"
@@ -375,7 +420,8 @@ class TestChecker:
 
     async def test_without_an_answer_nothing_passes_unless_so_configured(self) -> None:
         refusing, allowing = (
-            checker_of(Scoring(answers=False), when_unavailable=choice, window_chars=3) for choice in ("refuse", "allow")
+            checker_of(Scoring(answers=False), when_unavailable=choice, window_chars=3)
+            for choice in ("refuse", "allow")
         )
         with pytest.raises(SafetyUnavailable):
             await refusing.check_prompt("text")
@@ -390,7 +436,9 @@ class TestChecker:
         assert await check.push("text") == Verdict(4)
 
 
-CLASSIFIER = "[[classifier]]\nname = 'danger'\ndirectory = 'model'\nthresholds = { dangerous = 0.5 }\n"
+CLASSIFIER = (
+    "[[classifier]]\nname = 'danger'\ndirectory = 'model'\nthresholds = { dangerous = 0.5 }\n"
+)
 
 
 @pytest.mark.parametrize(
@@ -398,24 +446,35 @@ CLASSIFIER = "[[classifier]]\nname = 'danger'\ndirectory = 'model'\nthresholds =
     [
         ("[[classifier]]\ndirectory = 'model'", "classifier 1: needs a name"),
         ("[[classifier]]\nname = 'x'", r"classifier 1 \(x\): needs the directory"),
-        (CLASSIFIER.replace("'model'", "'nowhere'"), "nowhere/config.json is missing; nothing is downloaded"),
+        (
+            CLASSIFIER.replace("'model'", "'nowhere'"),
+            "nowhere/config.json is missing; nothing is downloaded",
+        ),
         (CLASSIFIER.replace("dangerous", "rude"), "no label 'rude'; it has: harmless, dangerous"),
         (CLASSIFIER.replace("0.5", "0"), "threshold of 'dangerous' must be above 0"),
         (CLASSIFIER.replace("0.5", "true"), "threshold of 'dangerous' must be above 0"),
         (CLASSIFIER.replace("{ dangerous = 0.5 }", "{}"), "needs thresholds, for example"),
-        (CLASSIFIER + "device = 'cuda'", r"\(danger\): has no device; it has applies_to"),
+        (CLASSIFIER + "device = 'cuda'", r"\(danger\): unknown key device; allowed are applies_to"),
         (CLASSIFIER + "applies_to = 'neither'", "applies_to"),
         (CLASSIFIER + CLASSIFIER, "same name: danger"),
         (CLASSIFIER + "[[rule]]\nname = 'danger'\npattern = 'x'", "same name: danger"),
-        (CLASSIFIER + "[classifiers]\nwindow_chars = 0", "window_chars must be a whole number from 1"),
-        (CLASSIFIER + "[classifiers]\ncontext_chars = 1.5", "context_chars must be a whole number from 0"),
+        (
+            CLASSIFIER + "[classifiers]\nwindow_chars = 0",
+            "window_chars must be a whole number from 1",
+        ),
+        (
+            CLASSIFIER + "[classifiers]\ncontext_chars = 1.5",
+            "context_chars must be a whole number from 0",
+        ),
         (CLASSIFIER + "[classifiers]\ntimeout_s = 100", "timeout_s must be above 0 and at most 60"),
         (CLASSIFIER + "[classifiers]\nwhen_unavailable = 'maybe'", '"refuse" or "allow"'),
-        (CLASSIFIER + "[classifiers]\nretries = 1", "has no retries"),
+        (CLASSIFIER + "[classifiers]\nretries = 1", "unknown key retries"),
         (CLASSIFIER + "[[classifiers]]\nretries = 1", "one table, not several"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_refused_with_the_reason(text: str, words: str, danger: Path, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_used_is_refused_with_the_reason(
+    text: str, words: str, danger: Path, tmp_path: Path
+) -> None:
     (tmp_path / "model").symlink_to(danger)
     path = tmp_path / "rules.toml"
     path.write_text(text)
@@ -435,7 +494,9 @@ def test_a_file_that_cannot_be_used_is_refused_with_the_reason(text: str, words:
         ({"id2label": {"0": "harmless", "5": "dangerous"}}, "not a table of labels"),
     ],
 )
-def test_a_checkpoint_of_another_kind_is_refused_before_it_is_loaded(entries: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_kind_is_refused_before_it_is_loaded(
+    entries: dict[str, Any], words: str, tmp_path: Path
+) -> None:
     make_random_classifier(tmp_path / "model", "Bert")
     edit_config(tmp_path / "model", **entries)
     path = tmp_path / "rules.toml"
@@ -455,7 +516,9 @@ def test_pickled_weights_are_refused(tmp_path: Path) -> None:
         read_safety(path)
 
 
-def test_without_the_package_the_remedy_is_named(danger: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_the_remedy_is_named(
+    danger: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "model").symlink_to(danger)
     path = tmp_path / "rules.toml"
     path.write_text(CLASSIFIER)

@@ -1,4 +1,4 @@
-"""A sequence whose engine is lost goes on elsewhere as if nothing had happened, wherever in it that was."""
+"""A sequence whose engine is lost continues elsewhere, from any position."""
 
 from __future__ import annotations
 
@@ -35,28 +35,34 @@ from tests.inference.running import Outcome, make_core, make_request, run_all
 
 TOKENS = 12
 SAMPLED = SamplingParams(temperature=1.0, seed=5, top_p=0.95)
-PENALISED = SamplingParams(temperature=0.8, seed=9, presence_penalty=1.5, frequency_penalty=0.7, repetition_penalty=1.2)
+PENALISED = SamplingParams(
+    temperature=0.8, seed=9, presence_penalty=1.5, frequency_penalty=0.7, repetition_penalty=1.2
+)
 REQUESTS = {
     "greedy": make_request(prompt(1), TOKENS),
     "seeded": make_request(prompt(2), TOKENS, sampling=SAMPLED),
     "penalised": make_request(prompt(3), TOKENS, sampling=PENALISED),
     "log-probabilities": make_request(prompt(4), TOKENS, sampling=replace(SAMPLED, top_logprobs=2)),
-    "not before": make_request(prompt(5), TOKENS, sampling=SAMPLED, ignore_eos=False, min_output_tokens=TOKENS - 2),
+    "not before": make_request(
+        prompt(5), TOKENS, sampling=SAMPLED, ignore_eos=False, min_output_tokens=TOKENS - 2
+    ),
 }
 
 
 @pytest.fixture(params=["torch", "simulated"])
 def core(request: pytest.FixtureRequest, tiny: TinyCheckpoint) -> EngineCore:
-    """Shared by the replicas of a test; the shared cache changes only the speed."""
+    """Return a core that replicas share; the shared cache changes only the speed."""
     if request.param == "torch":
         return make_core(tiny.directory)
     limits = EngineLimits(context_window_tokens=2048, step_token_count_max=256)
-    return EngineCore(EngineOptions(str(tiny.directory), limits, simulation=CostModel(time_scale=0)))
+    return EngineCore(
+        EngineOptions(str(tiny.directory), limits, simulation=CostModel(time_scale=0))
+    )
 
 
 @contextlib.asynccontextmanager
 async def fleet(engines: Sequence[CoreEngine], **options: Any) -> AsyncIterator[ReplicaSet]:
-    """Started."""
+    """Yield a started set."""
     replicas = [Replica(f"r{index}", engine) for index, engine in enumerate(engines)]
     replica_set = ReplicaSet(engines[0].model, replicas, **options)
     async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
@@ -67,7 +73,7 @@ async def fleet(engines: Sequence[CoreEngine], **options: Any) -> AsyncIterator[
         failure = None
         try:
             yield replica_set
-        except Exception as error:  # to be raised as itself, and not as one of a group
+        except Exception as error:  # raised as itself, not in a group
             failure = error
         await replica_set.close()
     if failure is not None:
@@ -75,31 +81,41 @@ async def fleet(engines: Sequence[CoreEngine], **options: Any) -> AsyncIterator[
 
 
 async def run_losing(
-    tiny: TinyCheckpoint, core: EngineCore, request: GenerationRequest, lose_at: Sequence[int | None], **options: Any
+    tiny: TinyCheckpoint,
+    core: EngineCore,
+    request: GenerationRequest,
+    lose_at: Sequence[int | None],
+    **options: Any,
 ) -> tuple[Outcome, ReplicaSet, list[CoreEngine]]:
-    """Run on as many replicas as there are entries, of which each is lost after so many tokens."""
+    """Run on one replica per entry, each of which is lost after this many tokens."""
     engines = [CoreEngine(tiny, lambda: core) for _ in lose_at]
     for engine, tokens in zip(engines, lose_at, strict=True):
         engine.lose_at = tokens
     async with fleet(engines, **options) as replica_set:
         async with streams.stream(replica_set, request) as stream:
             outcome = await read_all(stream)
-        assert [report.outstanding_token_count for report in replica_set.reports()] == [0] * len(engines)
+        assert [report.outstanding_token_count for report in replica_set.reports()] == [0] * len(
+            engines
+        )
     return outcome, replica_set, engines
 
 
 def same(outcome: Outcome, undisturbed: Outcome) -> None:
-    """Everything that is told, but for times and whether it moved."""
+    """Check that all events are equal, except times and moves."""
     assert (outcome.token_ids, outcome.text) == (undisturbed.token_ids, undisturbed.text)
     assert outcome.finished is not None
     assert undisturbed.finished is not None
     for name in ("reason", "prompt_token_count", "generated_token_count"):
         assert getattr(outcome.finished, name) == getattr(undisturbed.finished, name), name
-    assert outcome.finished.cached_token_count == outcome.cached_token_count, "as the first engine counted"
+    assert outcome.finished.cached_token_count == outcome.cached_token_count, (
+        "as the first engine counted"
+    )
 
 
 @pytest.mark.parametrize("kind", REQUESTS)
-async def test_a_sequence_that_is_lost_after_any_token_is_the_same(tiny: TinyCheckpoint, core: EngineCore, kind: str) -> None:
+async def test_a_sequence_that_is_lost_after_any_token_is_the_same(
+    tiny: TinyCheckpoint, core: EngineCore, kind: str
+) -> None:
     request = REQUESTS[kind]
     undisturbed, _, _ = await run_losing(tiny, core, request, [None])
     assert undisturbed.finished is not None
@@ -110,23 +126,29 @@ async def test_a_sequence_that_is_lost_after_any_token_is_the_same(tiny: TinyChe
 
         same(outcome, undisturbed)
         assert outcome.finished is not None
-        assert outcome.finished.migration_count == (lost_at > 0)  # after the last token its end was still to be told
+        # After the last token, its end was not reported yet.
+        assert outcome.finished.migration_count == (lost_at > 0)
         assert replica_set.statistics().replacement_count == (lost_at == 0)
-        assert [request.output_token_ids for request in engines[1].requests] == [tuple(undisturbed.token_ids[:lost_at])]
+        assert [request.output_token_ids for request in engines[1].requests] == [
+            tuple(undisturbed.token_ids[:lost_at])
+        ]
 
 
 @pytest.mark.parametrize("continues_exactly", [True, False], ids=["as output", "as prompt"])
 @pytest.mark.parametrize("kind", ["greedy", "log-probabilities", "seeded", "penalised"])
-async def test_a_drained_replica_lets_go_what_another_can_go_on_with(
+async def test_a_drained_replica_releases_requests_that_another_can_continue(
     tiny: TinyCheckpoint, kind: str, continues_exactly: bool
 ) -> None:
-    """Outputs are equal and counted as migrated; sequences that would differ or have no place stay."""
+    """Outputs are equal and counted as migrated; the rest stays."""
     request = REQUESTS[kind]
     if kind == "log-probabilities":
         request = replace(request, sampling=replace(request.sampling, temperature=0.0))
     moves = continues_exactly or kind in ("greedy", "log-probabilities")
     [undisturbed] = run_all(make_core(tiny.directory), [request])
-    engines = [CoreEngine(tiny, lambda: make_core(tiny.directory), continues_exactly=continues_exactly) for _ in range(2)]
+    engines = [
+        CoreEngine(tiny, lambda: make_core(tiny.directory), continues_exactly=continues_exactly)
+        for _ in range(2)
+    ]
     async with fleet(engines) as replica_set, streams.stream(replica_set, request) as stream:
         replica_set.drain(["r0", "r1"])
         assert replica_set.move_out("r0") == 0, "there is no place"
@@ -150,15 +172,28 @@ async def test_a_drained_replica_lets_go_what_another_can_go_on_with(
     assert len(engines[1].requests) == moves
 
 
-async def test_a_drain_moves_no_more_than_there_is_room_for_and_fails_nothing(tiny: TinyCheckpoint) -> None:
-    """Five run in the drained replica, and the other one has two places: the rest stays, also if those are taken meanwhile."""
+async def test_a_drain_moves_no_more_than_there_is_room_for_and_fails_nothing(
+    tiny: TinyCheckpoint,
+) -> None:
+    """Five run and two places are free: the rest stays, also if those are taken meanwhile."""
     place_counts = (8, 2)
-    engines = [CoreEngine(tiny, partial(make_core, tiny.directory, running_sequence_count_max=each)) for each in place_counts]
-    requests = [make_request(prompt(seed), 40, sampling=replace(SAMPLED, seed=seed)) for seed in range(5)]
+    engines = [
+        CoreEngine(tiny, partial(make_core, tiny.directory, running_sequence_count_max=each))
+        for each in place_counts
+    ]
+    requests = [
+        make_request(prompt(seed), 40, sampling=replace(SAMPLED, seed=seed)) for seed in range(5)
+    ]
     undisturbed = run_all(make_core(tiny.directory), requests)
-    async with fleet(engines, recovery_wait_s=0.0) as replica_set, contextlib.AsyncExitStack() as stack:
+    async with (
+        fleet(engines, recovery_wait_s=0.0) as replica_set,
+        contextlib.AsyncExitStack() as stack,
+    ):
         replica_set.drain(["r1"])
-        running = [await stack.enter_async_context(streams.stream(replica_set, request)) for request in requests]
+        running = [
+            await stack.enter_async_context(streams.stream(replica_set, request))
+            for request in requests
+        ]
         outcomes = [asyncio.create_task(read_all(stream)) for stream in running]
         await until(lambda: engines[0].token_count >= 10)
         replica_set.drain(["r0"])
@@ -171,13 +206,17 @@ async def test_a_drain_moves_no_more_than_there_is_room_for_and_fails_nothing(ti
         await until(lambda: not replica_set.moving)
 
         assert (refused_count, moved_count, replica_set.move_out("r0")) == (2, 2, 0)
-        assert [(await outcome).token_ids for outcome in outcomes] == [each.token_ids for each in undisturbed]
+        assert [(await outcome).token_ids for outcome in outcomes] == [
+            each.token_ids for each in undisturbed
+        ]
     assert len(engines[1].requests) == 2
     assert [report.live_sequence_count for report in replica_set.reports()] == [0, 0]
 
 
-async def test_a_stop_sequence_is_found_across_the_seam(tiny: TinyCheckpoint, core: EngineCore) -> None:
-    """Wherever a loss cuts the output, also in the middle of a stop sequence or of a character, of which some was held back."""
+async def test_a_stop_sequence_is_found_across_the_seam(
+    tiny: TinyCheckpoint, core: EngineCore
+) -> None:
+    """Wherever a loss cuts the output, also within a stop sequence or a character."""
     plain, _, _ = await run_losing(tiny, core, make_request(prompt(6), 30), [None])
     for begin in range(2, 20, 3):
         stops = (plain.text[begin : begin + 7], plain.text[begin + 1 : begin + 4] + "never")
@@ -191,8 +230,10 @@ async def test_a_stop_sequence_is_found_across_the_seam(tiny: TinyCheckpoint, co
             same(outcome, undisturbed)
 
 
-async def test_a_sequence_survives_one_loss_after_the_other_up_to_a_bound(tiny: TinyCheckpoint, core: EngineCore) -> None:
-    """It may be the sequence that breaks the engines; it is not to break all of them."""
+async def test_a_sequence_survives_one_loss_after_the_other_up_to_a_bound(
+    tiny: TinyCheckpoint, core: EngineCore
+) -> None:
+    """The sequence may be the cause, so it must not break all engines."""
     request = make_request(prompt(1), TOKENS)
     undisturbed, _, _ = await run_losing(tiny, core, request, [None])
 
@@ -214,12 +255,17 @@ async def test_a_sequence_survives_one_loss_after_the_other_up_to_a_bound(tiny: 
 @pytest.mark.parametrize(
     "request_",
     [
-        make_request(prompt(1), TOKENS, ignore_eos=False, response_format=ResponseFormat(GrammarKind.REGEX, "[a-z ]{30,60}")),
+        make_request(
+            prompt(1),
+            TOKENS,
+            ignore_eos=False,
+            response_format=ResponseFormat(GrammarKind.REGEX, "[a-z ]{30,60}"),
+        ),
         make_request(prompt(1), TOKENS, choice_count=2, sampling=SAMPLED),
     ],
     ids=["response format", "choices"],
 )
-async def test_what_cannot_be_continued_fails_after_its_first_token_and_is_replaced_before(
+async def test_an_uncontinuable_request_fails_after_its_first_token_and_is_replaced_before(
     tiny: TinyCheckpoint, request_: GenerationRequest
 ) -> None:
     core = make_core(tiny.directory)
@@ -238,7 +284,10 @@ async def test_what_cannot_be_continued_fails_after_its_first_token_and_is_repla
 async def test_a_cancelled_sequence_whose_engine_is_lost_is_cancelled(tiny: TinyCheckpoint) -> None:
     core = make_core(tiny.directory)
     engines = [CoreEngine(tiny, lambda: core) for _ in range(2)]
-    async with fleet(engines) as replica_set, streams.stream(replica_set, make_request(prompt(1), LONG)) as stream:
+    async with (
+        fleet(engines) as replica_set,
+        streams.stream(replica_set, make_request(prompt(1), LONG)) as stream,
+    ):
         await first_tokens(stream, 3)
         engines[0].lose()
         stream.cancel()
@@ -250,10 +299,15 @@ async def test_a_cancelled_sequence_whose_engine_is_lost_is_cancelled(tiny: Tiny
     assert not engines[1].requests
 
 
-async def test_a_sequence_is_continued_when_its_replica_is_closed_and_ends_with_the_set(tiny: TinyCheckpoint) -> None:
+async def test_a_sequence_is_continued_when_its_replica_is_closed_and_ends_with_the_set(
+    tiny: TinyCheckpoint,
+) -> None:
     core = make_core(tiny.directory)
     engines = [CoreEngine(tiny, lambda: core) for _ in range(2)]
-    async with fleet(engines) as replica_set, streams.stream(replica_set, make_request(prompt(1), LONG)) as stream:
+    async with (
+        fleet(engines) as replica_set,
+        streams.stream(replica_set, make_request(prompt(1), LONG)) as stream,
+    ):
         await first_tokens(stream, 3)
         await engines[0].close()
         await first_tokens(stream, 3)
@@ -265,7 +319,9 @@ async def test_a_sequence_is_continued_when_its_replica_is_closed_and_ends_with_
     assert outcome.finished.migration_count == 1
 
 
-async def test_a_sequence_waits_for_its_own_replica_to_come_back(tiny: TinyCheckpoint, core: EngineCore) -> None:
+async def test_a_sequence_waits_for_its_own_replica_to_come_back(
+    tiny: TinyCheckpoint, core: EngineCore
+) -> None:
     request = make_request(prompt(1), TOKENS)
     undisturbed, _, _ = await run_losing(tiny, core, request, [None])
     engine = CoreEngine(tiny, lambda: core)
@@ -286,7 +342,9 @@ async def test_a_sequence_waits_for_its_own_replica_to_come_back(tiny: TinyCheck
         await run_losing(tiny, core, request, [5], recovery_wait_s=0.0)
 
 
-async def test_a_full_queue_is_passed_over_and_told_when_all_are_full(tiny: TinyCheckpoint, core: EngineCore) -> None:
+async def test_a_full_queue_is_skipped_and_reported_when_all_are_full(
+    tiny: TinyCheckpoint, core: EngineCore
+) -> None:
     engines = [CoreEngine(tiny, lambda: core) for _ in range(2)]
     async with fleet(engines) as replica_set:
         engines[0].queue_is_full = True
@@ -318,4 +376,6 @@ def test_an_engine_that_sees_output_as_prompt_refuses_what_would_come_out_otherw
     request = make_request(prompt(1), TOKENS, sampling=sampling)
 
     assert outside_continuation_fault(request) is None
-    assert (outside_continuation_fault(replace(request, output_token_ids=(9,))) is None) == continues
+    assert (
+        outside_continuation_fault(replace(request, output_token_ids=(9,))) is None
+    ) == continues

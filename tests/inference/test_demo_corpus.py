@@ -1,4 +1,4 @@
-"""The demo model's corpus, its tokenizer files and the reference workload; nothing here runs the model."""
+"""Corpus, tokenizer files and reference workload of the demo model."""
 
 import json
 import re
@@ -53,7 +53,9 @@ class ChatTemplate:
         self._tokens = {name: config[name] for name in ("bos_token", "eos_token")}
 
     def render(self, messages: list[Message], add_generation_prompt: bool = True) -> str:
-        return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **self._tokens)
+        return self._template.render(
+            messages=messages, add_generation_prompt=add_generation_prompt, **self._tokens
+        )
 
 
 @pytest.fixture(scope="module")
@@ -93,17 +95,25 @@ def test_within_a_case_no_two_hotels_tie() -> None:
 
 
 def test_every_reference_answer_scores_full_marks() -> None:
-    """The generator and the scorer are written apart; an answer that breaks a fact would lose a mark here."""
+    """Generator and scorer are independent; a wrong fact would lose a mark."""
     cases = [evaluation_case(seed) for seed in range(400)]
-    cases += [evaluation_follow_up(seed) for seed in range(100)] + [evaluation_small_talk(seed) for seed in range(100)]
+    cases += [evaluation_follow_up(seed) for seed in range(100)] + [
+        evaluation_small_talk(seed) for seed in range(100)
+    ]
 
-    wrong = [case.turns[-1] for case in cases if not scoring.score(case, case.turns[-1].answer, ended=True).right]
+    wrong = [
+        case.turns[-1]
+        for case in cases
+        if not scoring.score(case, case.turns[-1].answer, ended=True).right
+    ]
 
     assert wrong == []
 
 
 @pytest.mark.parametrize("split", list(Split))
-def test_the_listings_that_fit_come_first_and_the_answer_begins_with_the_first(split: Split) -> None:
+def test_the_listings_that_fit_come_first_and_the_answer_begins_with_the_first(
+    split: Split,
+) -> None:
     rng = Random(4)
     for _ in range(300):
         found, turn = draw_turn(rng, draw_hotels(rng, 9, split), split)
@@ -118,13 +128,23 @@ def test_the_listings_that_fit_come_first_and_the_answer_begins_with_the_first(s
 def test_a_search_ranks_what_fits_then_what_nearly_fits() -> None:
     hotels = draw_hotels(Random(5), 12, Split.TRAIN)
 
-    found = search(hotels, Criterion.PRICE, lambda hotel: hotel.pets == "welcome", lambda hotel: "pool" in hotel.amenities)
+    found = search(
+        hotels,
+        Criterion.PRICE,
+        lambda hotel: hotel.pets == "welcome",
+        lambda hotel: "pool" in hotel.amenities,
+    )
 
-    classes = [0 if hotel.pets == "welcome" else 1 if "pool" in hotel.amenities else 2 for hotel in found.hotels]
+    classes = [
+        0 if hotel.pets == "welcome" else 1 if "pool" in hotel.amenities else 2
+        for hotel in found.hotels
+    ]
     assert classes == sorted(classes)
     assert found.fit_count == classes.count(0) > 1
     for same in range(3):
-        prices = [hotel.price for hotel, one in zip(found.hotels, classes, strict=True) if one == same]
+        prices = [
+            hotel.price for hotel, one in zip(found.hotels, classes, strict=True) if one == same
+        ]
         assert prices == sorted(prices)
 
 
@@ -164,7 +184,9 @@ def test_the_scorer_sees_a_missing_hotel() -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_a_reference_prompt_has_exactly_its_size(seed: int, tokenizer: Tokenizer, template: ChatTemplate) -> None:
+def test_a_reference_prompt_has_exactly_its_size(
+    seed: int, tokenizer: Tokenizer, template: ChatTemplate
+) -> None:
     def count(messages: list[Message]) -> int:
         return len(tokenizer.encode(template.render(messages), add_special_tokens=False).ids)
 
@@ -175,21 +197,29 @@ def test_a_reference_prompt_has_exactly_its_size(seed: int, tokenizer: Tokenizer
     assert [message["role"] for message in messages] == ["system", "user"]
 
 
-def test_reference_prompts_differ_after_the_shared_system_prompt(tokenizer: Tokenizer, template: ChatTemplate) -> None:
+def test_reference_prompts_differ_after_the_shared_system_prompt(
+    tokenizer: Tokenizer, template: ChatTemplate
+) -> None:
     def encode(messages: list[Message]) -> list[int]:
         ids: list[int] = tokenizer.encode(template.render(messages), add_special_tokens=False).ids
         return ids
 
-    prompts = [encode(reference_messages(seed, lambda messages: len(encode(messages)))) for seed in range(20)]
+    prompts = [
+        encode(reference_messages(seed, lambda messages: len(encode(messages))))
+        for seed in range(20)
+    ]
 
     assert len({tuple(prompt) for prompt in prompts}) == 20
     assert len({tuple(prompt[:SYSTEM_PROMPT_TOKENS]) for prompt in prompts}) == 1
-    system = encode([{"role": "system", "content": SYSTEM_PROMPT}])  # ends with the generation prompt, one token
+    # Ends with the generation prompt, one token.
+    system = encode([{"role": "system", "content": SYSTEM_PROMPT}])
     assert len(system) - 1 == SYSTEM_PROMPT_TOKENS == 200
 
 
 def test_reference_answers_speak_of_three_hotels(tokenizer: Tokenizer) -> None:
-    case = sized_reference_case(5, lambda messages: len(token_ids_of(tokenizer, messages, generation_prompt=True)))
+    case = sized_reference_case(
+        5, lambda messages: len(token_ids_of(tokenizer, messages, generation_prompt=True))
+    )
 
     assert case.turns[0].listed == (1, 2, 3)
 
@@ -199,12 +229,16 @@ def test_an_impossible_size_is_refused() -> None:
         reference_messages(1, lambda messages: 1000, prompt_token_count=50)
 
 
-def test_training_encodes_conversations_as_the_chat_template_does(tokenizer: Tokenizer, template: ChatTemplate) -> None:
+def test_training_encodes_conversations_as_the_chat_template_does(
+    tokenizer: Tokenizer, template: ChatTemplate
+) -> None:
     rng = Random(8)
     for _ in range(20):
         messages = draw_case(rng, Split.TRAIN).messages()
 
-        rendered = tokenizer.encode(template.render(messages, add_generation_prompt=False), add_special_tokens=False).ids
+        rendered = tokenizer.encode(
+            template.render(messages, add_generation_prompt=False), add_special_tokens=False
+        ).ids
 
         assert token_ids_of(tokenizer, messages, generation_prompt=False) == rendered
 
@@ -217,8 +251,9 @@ def test_the_chat_template_marks_each_turn(template: ChatTemplate) -> None:
         {"role": "user", "content": "Bye"},
     ]
 
-    assert template.render(messages) == (
-        "<|begin|><|system|>Be brief.<|end|><|user|>Hello<|end|><|assistant|>Hi!<|end|><|user|>Bye<|end|><|assistant|>"
+    assert (
+        template.render(messages) == "<|begin|><|system|>Be"
+        " brief.<|end|><|user|>Hello<|end|><|assistant|>Hi!<|end|><|user|>Bye<|end|><|assistant|>"
     )
     assert not template.render(messages, add_generation_prompt=False).endswith("<|assistant|>")
 
@@ -231,12 +266,16 @@ def test_the_chat_template_marks_each_turn(template: ChatTemplate) -> None:
     ],
     ids=["unknown role", "late system message"],
 )
-def test_the_chat_template_refuses_what_it_cannot_render(messages: list[Message], template: ChatTemplate) -> None:
+def test_the_chat_template_refuses_what_it_cannot_render(
+    messages: list[Message], template: ChatTemplate
+) -> None:
     with pytest.raises(TemplateError):
         template.render(messages)
 
 
-@pytest.mark.parametrize("text", ["Zürich, 東京 and 🏨!", "  two  spaces\n\n\ttab", "1,234.567 [99] #@"])
+@pytest.mark.parametrize(
+    "text", ["Zürich, 東京 and 🏨!", "  two  spaces\n\n\ttab", "1,234.567 [99] #@"]
+)
 def test_any_text_survives_the_tokenizer(text: str, tokenizer: Tokenizer) -> None:
     assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False).ids) == text
 

@@ -1,4 +1,4 @@
-"""Text in pieces equals text at once, for every order of tokens, and stop sequences are found across all borders."""
+"""Text in pieces equals text at once; stop sequences are found across pieces."""
 
 from __future__ import annotations
 
@@ -15,12 +15,24 @@ from inference.text.detokenizer import TextDecoder, _byte_alphabet
 from tests.inference import checkpoints
 
 SPECIAL_IDS = frozenset({1, 2})
-PIECES = ("▁", "▁▁", "▁a", "a", "b", "▁the", "é", "x▁y", "\N{REPLACEMENT CHARACTER}", "e", "\N{COMBINING ACUTE ACCENT}")
+PIECES = (
+    "▁",
+    "▁▁",
+    "▁a",
+    "a",
+    "b",
+    "▁the",
+    "é",
+    "x▁y",
+    "\N{REPLACEMENT CHARACTER}",
+    "e",
+    "\N{COMBINING ACUTE ACCENT}",
+)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A tokenizer of one family; `ids` are those worth drawing."""
+    """Tokenizer of one family; `ids` are those worth drawing."""
 
     name: str
     backend: Tokenizer
@@ -32,14 +44,20 @@ class Case:
 
 def byte_level() -> Case:
     backend = Tokenizer.from_str(checkpoints._tokenizer_json())
-    backend.add_tokens([AddedToken("plain added é", normalized=False), AddedToken("日本", normalized=False)])
+    backend.add_tokens(
+        [AddedToken("plain added é", normalized=False), AddedToken("日本", normalized=False)]
+    )
     return Case("byte-level", backend, frozenset(range(len(checkpoints.SPECIAL_TOKENS))))
 
 
 def sentencepiece_like(name: str, decoder: decoders.Decoder) -> Case:
-    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
+    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2} | {
+        f"<0x{byte:02X}>": 3 + byte for byte in range(256)
+    }
     vocabulary |= {piece: len(vocabulary) + index for index, piece in enumerate(PIECES)}
-    backend = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    backend = Tokenizer(
+        models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    )
     backend.decoder = decoder
     backend.add_special_tokens([AddedToken("<s>", special=True), AddedToken("</s>", special=True)])
     return Case(name, backend, SPECIAL_IDS)
@@ -49,30 +67,45 @@ CASES = [
     byte_level(),
     sentencepiece_like(
         "llama 2",
-        decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]),
+        decoders.Sequence(
+            [
+                decoders.Replace("▁", " "),
+                decoders.ByteFallback(),
+                decoders.Fuse(),
+                decoders.Strip(" ", 1, 0),
+            ]
+        ),
     ),
     sentencepiece_like(
-        "no leading strip", decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+        "no leading strip",
+        decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]),
     ),
     sentencepiece_like("metaspace", decoders.Metaspace()),
 ]
 
 
 def ids_of(case: Case) -> st.SearchStrategy[list[int]]:
-    """Random ids mixed with the ids of valid characters of several bytes, whole and torn."""
+    """Draw random ids mixed with the ids of valid characters, whole and torn."""
     size = case.backend.get_vocab_size()
-    emoji = [case.backend.encode(text, add_special_tokens=False).ids for text in ("🙂", "北京", "Zoë", " a", "👩‍👩‍👧")]
+    emoji = [
+        case.backend.encode(text, add_special_tokens=False).ids
+        for text in ("🙂", "北京", "Zoë", " a", "👩‍👩‍👧")
+    ]
     pieces = st.one_of(
         st.integers(0, size - 1).map(lambda token_id: [token_id]),
         st.integers(max(size - len(PIECES), 0), size - 1).map(lambda token_id: [token_id]),
         st.sampled_from(emoji),
         st.sampled_from(emoji).map(lambda ids: ids[:1]),
     )
-    return st.lists(pieces, max_size=12).map(lambda lists: [token_id for ids in lists for token_id in ids])
+    return st.lists(pieces, max_size=12).map(
+        lambda lists: [token_id for ids in lists for token_id in ids]
+    )
 
 
-def stream_text(case: Case, ids: list[int], stops: tuple[str, ...] = ()) -> tuple[str, bool, list[str]]:
-    """All text, whether it was stopped, and the pieces."""
+def stream_text(
+    case: Case, ids: list[int], stops: tuple[str, ...] = ()
+) -> tuple[str, bool, list[str]]:
+    """Return all text, whether it was stopped, and the pieces."""
     detokenizer = TextDecoder(case.backend, case.special_ids, "tokenizer.json").open(stops)
     pieces = []
     for token_id in ids:
@@ -86,7 +119,7 @@ def stream_text(case: Case, ids: list[int], stops: tuple[str, ...] = ()) -> tupl
 
 
 def first_completed_stop(text: str, stops: tuple[str, ...]) -> int | None:
-    """By brute force: where the stop begins that is complete first, the longest of those."""
+    """Return by brute force where the first completed, longest stop begins."""
     for end in range(1, len(text) + 1):
         starts = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
         if starts:
@@ -96,7 +129,9 @@ def first_completed_stop(text: str, stops: tuple[str, ...]) -> int | None:
 
 @pytest.mark.parametrize("case", CASES, ids=repr)
 @given(data=st.data())
-def test_pieces_put_together_equal_the_text_decoded_at_once(case: Case, data: st.DataObject) -> None:
+def test_pieces_put_together_equal_the_text_decoded_at_once(
+    case: Case, data: st.DataObject
+) -> None:
     ids = data.draw(ids_of(case))
 
     text, stopped, _ = stream_text(case, ids)
@@ -110,8 +145,12 @@ def test_pieces_put_together_equal_the_text_decoded_at_once(case: Case, data: st
 def test_a_stop_sequence_cuts_where_brute_force_says(case: Case, data: st.DataObject) -> None:
     ids = data.draw(ids_of(case))
     whole = case.backend.decode(ids, skip_special_tokens=True)
-    parts = [whole[start : start + length] for start in range(len(whole)) for length in (1, 2, 3, 5)]
-    candidates = st.sampled_from([part for part in parts if part] or ["x"]) | st.text("a b🙂", min_size=1, max_size=3)
+    parts = [
+        whole[start : start + length] for start in range(len(whole)) for length in (1, 2, 3, 5)
+    ]
+    candidates = st.sampled_from([part for part in parts if part] or ["x"]) | st.text(
+        "a b🙂", min_size=1, max_size=3
+    )
     stops = tuple(data.draw(st.lists(candidates, min_size=1, max_size=3)))
 
     text, stopped, _ = stream_text(case, ids, stops)
@@ -121,18 +160,30 @@ def test_a_stop_sequence_cuts_where_brute_force_says(case: Case, data: st.DataOb
 
 
 def byte_ids(case: Case) -> list[int]:
-    """The id of the token that stands for each byte alone."""
+    """Return the id of the token of each single byte."""
     vocabulary = case.backend.get_vocab(with_added_tokens=True)
     if case.name == "byte-level":
         return [vocabulary[_byte_alphabet()[byte]] for byte in range(256)]
     return [vocabulary[f"<0x{byte:02X}>"] for byte in range(256)]
 
 
-# One of each kind that UTF-8 tells apart: ASCII, continuations, beginnings of two to four bytes, and those that never occur.
+# One of each kind that UTF-8 distinguishes: ASCII, continuations, beginnings of two to four bytes,
+# and invalid ones.
 BYTE_KINDS = b"\x00A\x80\x9f\xa9\xbf\xc0\xc3\xdf\xe0\xe2\xed\xef\xf0\xf4\xf5\xff"
 # Successors of a byte that complete every character that can be completed.
-ENDINGS = (b"", b"A", b"\x80", b"\x80\x80", b"\x80\x80\x80", b"\x9f\x80", b"\xa0\x80\x80", b"\xbf\xbf\xbf")
-SEQUENCES = [bytes(each) for length in (1, 2, 3) for each in itertools.product(BYTE_KINDS, repeat=length)]
+ENDINGS = (
+    b"",
+    b"A",
+    b"\x80",
+    b"\x80\x80",
+    b"\x80\x80\x80",
+    b"\x9f\x80",
+    b"\xa0\x80\x80",
+    b"\xbf\xbf\xbf",
+)
+SEQUENCES = [
+    bytes(each) for length in (1, 2, 3) for each in itertools.product(BYTE_KINDS, repeat=length)
+]
 
 
 @pytest.mark.parametrize("case", CASES[:3], ids=repr)
@@ -143,7 +194,10 @@ def test_every_sequence_of_three_kinds_of_bytes_streams_as_it_decodes_at_once(ca
     for data in SEQUENCES:
         for tokens in ([ids[byte] for byte in data], [ids[byte] for byte in data] + [letter]):
             detokenizer = decoder.open()
-            text = "".join(detokenizer.push(token_id).text for token_id in tokens) + detokenizer.finish().text
+            text = (
+                "".join(detokenizer.push(token_id).text for token_id in tokens)
+                + detokenizer.finish().text
+            )
             assert text == case.backend.decode(tokens, skip_special_tokens=True), data
 
 
@@ -151,10 +205,14 @@ def test_every_sequence_of_three_kinds_of_bytes_streams_as_it_decodes_at_once(ca
 @example(data=b"\xed\xa0")
 @example(data=b"\xed\xa0\x80A")
 @given(
-    data=st.one_of(st.binary(max_size=24), st.text(max_size=12).map(str.encode), st.text(max_size=6).map(lambda t: t.encode()[:-1]))
+    data=st.one_of(
+        st.binary(max_size=24),
+        st.text(max_size=12).map(str.encode),
+        st.text(max_size=6).map(lambda t: t.encode()[:-1]),
+    )
 )
 def test_byte_level_text_is_that_of_the_bytes_and_as_early_as_it_can_be(data: bytes) -> None:
-    """Held against Python's own decoder, after each byte: nothing that is final is held back, nothing that is not is given out."""
+    """Compared with Python's decoder after each byte: final text is emitted at once."""
     case = CASES[0]
     ids = byte_ids(case)
     detokenizer = TextDecoder(case.backend, case.special_ids, "tokenizer.json").open()
@@ -165,18 +223,29 @@ def test_byte_level_text_is_that_of_the_bytes_and_as_early_as_it_can_be(data: by
         possible = [(data[:count] + end).decode(errors="replace") for end in ENDINGS]
         assert all(one.startswith(text) for one in possible)
         longer = possible[0][: len(text) + 1]
-        # Of half a surrogate, which no valid text has, Python's decoder too wants the third byte before it says so.
+        # For half a surrogate, which no valid text has, Python's decoder also needs the third byte.
         half_surrogate = count > 1 and data[count - 2] == 0xED and 0xA0 <= byte <= 0xBF
-        assert half_surrogate or len(longer) == len(text) or not all(one.startswith(longer) for one in possible)
+        assert (
+            half_surrogate
+            or len(longer) == len(text)
+            or not all(one.startswith(longer) for one in possible)
+        )
 
     assert text + detokenizer.finish().text == data.decode(errors="replace")
 
 
 @settings(deadline=None, max_examples=40)
-@given(words=st.lists(st.sampled_from(["👩‍👩‍👧", "🏳️‍🌈", "e\u0301", "é", "\u0915\u094d\u0937", "北京", "🇸🇪", " ", "a"]), max_size=8))
+@given(
+    words=st.lists(
+        st.sampled_from(
+            ["👩‍👩‍👧", "🏳️‍🌈", "e\u0301", "é", "\u0915\u094d\u0937", "北京", "🇸🇪", " ", "a"]
+        ),
+        max_size=8,
+    )
+)
 @pytest.mark.parametrize("case", CASES[:2], ids=repr)
 def test_characters_of_many_code_points_come_out_whole(case: Case, words: list[str]) -> None:
-    """Joined emoji, combining marks, conjuncts, flags: as bytes one by one, and no replacement character on the way."""
+    """Joined emoji, combining marks, conjuncts and flags, byte by byte."""
     text = "".join(words)
     alphabet = byte_ids(case)
     ids = [alphabet[byte] for byte in text.encode()]
@@ -211,7 +280,9 @@ def test_half_an_emoji_at_the_end_is_flushed_as_the_whole_decode_would() -> None
 
 def test_a_possible_stop_is_held_back_no_longer_than_it_is_possible() -> None:
     case = CASES[0]
-    ids = [case.backend.encode(character, add_special_tokens=False).ids[0] for character in "abXabcd"]
+    ids = [
+        case.backend.encode(character, add_special_tokens=False).ids[0] for character in "abXabcd"
+    ]
 
     text, stopped, pieces = stream_text(case, ids, ("abcd",))
 
@@ -220,7 +291,9 @@ def test_a_possible_stop_is_held_back_no_longer_than_it_is_possible() -> None:
 
 
 def test_special_tokens_add_no_text() -> None:
-    text, _, _ = stream_text(CASES[0], [1, 4, *CASES[0].backend.encode("hi", add_special_tokens=False).ids, 2])
+    text, _, _ = stream_text(
+        CASES[0], [1, 4, *CASES[0].backend.encode("hi", add_special_tokens=False).ids, 2]
+    )
 
     assert text == "hi"
 

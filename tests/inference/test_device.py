@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from inference.checkpoint.checkpoint import read_config
 from inference.checkpoint.tensors import on_device
 from inference.core.engine_core import EngineCore
-from inference.core.options import EngineOptions
-from inference.decoder.model import Batch, Decoder, DecodeSpan, LayerPool, PrefillSpan, Spans, load_weights, row_indices
+from inference.core.options import ComputeDtype, EngineOptions
+from inference.decoder.model import (
+    Attend,
+    Batch,
+    Decoder,
+    LayerPool,
+    LayerWeights,
+    load_weights,
+)
 from inference.errors import EngineStartFailed
 from inference.kv_blocks import KV_BLOCK_TOKENS
 from inference.limits import EngineLimits
@@ -34,35 +41,92 @@ def test_a_device_that_is_not_there_is_named(tiny: TinyCheckpoint) -> None:
 def test_a_gpu_gives_the_tokens_of_the_cpu(tiny: TinyCheckpoint) -> None:
     rng = random.Random(1)
     requests = [make_request(random_prompt(rng, length)) for length in (1, 40, 300)]
-    cores = [EngineCore(EngineOptions(str(tiny.directory), EngineLimits(2048), device=device)) for device in ("cpu", "cuda")]
+    cores = [
+        EngineCore(EngineOptions(str(tiny.directory), EngineLimits(2048), device=device))
+        for device in ("cpu", "cuda")
+    ]
 
     cpu, cuda = ([outcome.token_ids for outcome in run_all(core, requests)] for core in cores)
 
     assert cpu == cuda
 
 
-@pytest.mark.parametrize("quantize", [False, True])
-def test_a_forward_pass_mixes_no_devices(tmp_path: Path, quantize: bool) -> None:
-    """The meta device computes shapes alone, and its tensors refuse to meet those of another."""
+class ShapeKernels:
+    """Implements `Kernels` by shapes and devices alone."""
+
+    def add_norm(
+        self, hidden: Tensor, update: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        total = hidden if update is None else hidden + update
+        return total, total * weight
+
+    def rotate_and_write(
+        self,
+        mixed: Tensor,
+        layer: LayerWeights,
+        eps: float,
+        rotation: tuple[Tensor, Tensor],
+        batch: Batch,
+        pool: LayerPool,
+    ) -> Tensor:
+        _, kv_head_count, _, head_dim = pool.keys.shape
+        heads = mixed.view(len(mixed), -1, head_dim)
+        cosines, sines = (table[batch.rotary_rows][:, None] for table in rotation)
+        pool.keys.view(-1, kv_head_count, head_dim)[batch.slots] = heads[:, :kv_head_count]
+        return (heads * cosines + heads * sines)[:, : -2 * kv_head_count]
+
+    def attention(self, batch: Batch, window: int | None) -> Attend:
+        return lambda queries, pool: queries + batch.spans.sum() + batch.tables.sum()
+
+    def gated(self, gate_up: Tensor) -> Tensor:
+        return gate_up.chunk(2, dim=-1)[0]
+
+    def best(self, logits: Tensor) -> Tensor:
+        return logits.argmax(dim=-1)
+
+
+def test_a_forward_pass_mixes_no_devices(tmp_path: Path) -> None:
+    """The meta device computes only shapes, and rejects tensors of another device."""
     make_checkpoint(tmp_path, shape=LlamaShape(architecture="Qwen3ForCausalLM"))
     config, meta = read_config(tmp_path), torch.device("meta")
-    rows = torch.arange(5)
-    spans = Spans(
-        (DecodeSpan(0, 2, torch.zeros(2, 1, dtype=torch.int64), torch.zeros(2, KV_BLOCK_TOKENS, dtype=torch.bfloat16)),),
-        (PrefillSpan(2, 5, 1, torch.zeros(1, dtype=torch.int64), torch.ones(3, KV_BLOCK_TOKENS, dtype=torch.bool)),),
-    )
-    batch = Batch(rows, rows, row_indices(rows, rows, config.kv_head_count), {None: spans}, rows[:3])
+    rows = torch.arange(5, dtype=torch.int32, device=meta)
+    spans = torch.zeros(5, 4, dtype=torch.int32, device=meta)
+    batch = Batch(rows, rows, rows, spans, rows[:3], rows, single_count=5, row_count_max=1)
     pool_shape = (5, config.kv_head_count, KV_BLOCK_TOKENS, config.head_dim)
 
-    weights = on_device(load_weights(tmp_path, config, torch.bfloat16, quantize=quantize), meta)
-    decoder = Decoder(config, weights, 64)
-    pools = [LayerPool(*torch.zeros(2, *pool_shape, dtype=torch.bfloat16, device=meta)) for _ in config.layer_windows]
+    weights = on_device(load_weights(tmp_path, config, torch.bfloat16), meta)
+    decoder = Decoder(config, weights, 64, ShapeKernels())
+    pools = [
+        LayerPool(*torch.zeros(2, *pool_shape, dtype=torch.bfloat16, device=meta))
+        for _ in config.layer_windows
+    ]
 
     with torch.inference_mode():
-        logits = decoder.forward(on_device(batch, meta), pools)
+        logits = decoder.forward(batch, pools)
 
         assert (logits.device.type, tuple(logits.shape)) == ("meta", (3, config.vocabulary_size))
-        faults: list[dict[str, Any]] = [{"pool_rows": batch.pool_rows}, {"spans": batch.spans}]
-        for planted in faults:
-            with pytest.raises((RuntimeError, NotImplementedError)):
-                decoder.forward(replace(on_device(batch, meta), **planted), pools)
+        decoder._rotation = decoder._rotation[0], torch.ones(64, config.head_dim)
+        with pytest.raises(RuntimeError, match="device"):
+            decoder.forward(batch, pools)
+
+
+@pytest.mark.parametrize("compute_dtype", ["bfloat16", "int8"])
+def test_a_gpu_that_is_too_small_or_a_type_without_kernels_is_named(
+    tiny: TinyCheckpoint, compute_dtype: ComputeDtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+    def on_full_device(weights: Any, device: torch.device) -> Any:
+        assert device.type == "cuda"
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has")
+
+    monkeypatch.setattr("inference.core.model_runner.on_device", on_full_device)
+    words = {
+        "bfloat16": r"too little memory for the model \(CUDA out of memory\): use a smaller",
+        "int8": "int8 has no kernels on cuda: use bfloat16",
+    }[compute_dtype]
+
+    with pytest.raises(EngineStartFailed, match=words):
+        EngineCore(
+            EngineOptions(str(tiny.directory), EngineLimits(512), compute_dtype, None, "cuda")
+        )

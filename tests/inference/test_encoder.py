@@ -1,5 +1,6 @@
-"""Embeddings: vectors are those of `transformers` whatever a text is batched with; what would be computed wrongly is refused; a
-process that dies costs its callers an error, and the next ones a short wait."""
+"""Embeddings: vectors equal those of `transformers` in any batch; unsupported models are refused; a
+dead process costs its callers an error, and the next ones a short wait.
+"""
 
 from __future__ import annotations
 
@@ -61,15 +62,17 @@ SENTENCES = (
 
 
 def texts(seed: int, *lengths: int) -> list[list[int]]:
-    """Random texts of so many tokens, special ones included."""
+    """Return random texts of these lengths in tokens, special ones included."""
     chance = random.Random(seed)
     return [[CLS, *chance.choices(PLAIN_IDS, k=length - 2), SEP] for length in lengths]
 
 
 def network_of(directory: Path, **changes: Any) -> EncoderNetwork:
-    """The encoder without a process around it."""
+    """Return the encoder without a process."""
     options: dict[str, Any] = {"compute_dtype": "float32", "device": "cpu", "torch_thread_count": 1}
-    return load_network(LoadEncoder(str(directory), **(options | changes)), lambda stage, fraction: None)
+    return load_network(
+        LoadEncoder(str(directory), **(options | changes)), lambda stage, fraction: None
+    )
 
 
 def request_of(given: Sequence[Sequence[int]], **options: Any) -> EmbeddingRequest:
@@ -78,7 +81,7 @@ def request_of(given: Sequence[Sequence[int]], **options: Any) -> EmbeddingReque
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random BERT of two layers."""
+    """Return a random BERT of two layers."""
     return make_random_encoder(tmp_path_factory.mktemp("encoder"))
 
 
@@ -96,18 +99,26 @@ class TestVectors:
             ("MPNet", FIRST, False),
         ],
     )
-    def test_equal_those_of_transformers(self, architecture: str, pooling: str, normalized: bool, tmp_path: Path) -> None:
-        directory = make_random_encoder(tmp_path, architecture, pooling=pooling, normalized=normalized)
+    def test_equal_those_of_transformers(
+        self, architecture: str, pooling: str, normalized: bool, tmp_path: Path
+    ) -> None:
+        directory = make_random_encoder(
+            tmp_path, architecture, pooling=pooling, normalized=normalized
+        )
         given = texts(1, 9, 3, INPUT_TOKENS_MAX, 9, 2, 17)
 
         vectors = network_of(directory).embed(given)
 
-        expected = torch.tensor(reference_vectors(directory, given, pooling=pooling, normalized=normalized))
+        expected = torch.tensor(
+            reference_vectors(directory, given, pooling=pooling, normalized=normalized)
+        )
         assert vectors.shape == (len(given), DIMENSION)
         torch.testing.assert_close(vectors, expected, atol=1e-5, rtol=1e-5)
 
-    def test_of_relative_positions_are_those_of_transformers_at_all_distances(self, tmp_path: Path) -> None:
-        """Near tokens have a bias each, those farther apart share one, and beyond 128 all do."""
+    def test_of_relative_positions_are_those_of_transformers_at_all_distances(
+        self, tmp_path: Path
+    ) -> None:
+        """Near tokens have a bias each, farther ones share one, and beyond 128 all do."""
         directory = make_random_encoder(tmp_path, "MPNet", input_tokens_max=160)
         given = texts(6, 160, 3, 129, 40)
 
@@ -116,11 +127,13 @@ class TestVectors:
         expected = torch.tensor(reference_vectors(directory, given, pooling=MEAN, normalized=True))
         torch.testing.assert_close(vectors, expected, atol=1e-5, rtol=1e-5)
         edit_config(directory, relative_attention_num_buckets=16)
-        with pytest.raises(CheckpointInvalid, match="relative_attention_num_buckets = 16 is not supported"):
+        with pytest.raises(
+            CheckpointInvalid, match="relative_attention_num_buckets = 16 is not supported"
+        ):
             read_encoder_config(directory)
 
     def test_depend_on_the_text_alone(self, tiny: Path) -> None:
-        """Whatever a text is batched with, and in whatever order: no more than the rounding of a matrix product."""
+        """The batch and its order change no more than the rounding of a matrix product."""
         network = network_of(tiny)
         given = texts(2, *(random.Random(3).randint(2, INPUT_TOKENS_MAX) for _ in range(60)))
 
@@ -129,7 +142,8 @@ class TestVectors:
         for text, vector in zip(given, together, strict=True):
             torch.testing.assert_close(network.embed([text])[0], vector, atol=1e-5, rtol=0)
         torch.testing.assert_close(network.embed(given[::-1]), together.flip(0), atol=1e-5, rtol=0)
-        assert float((together[0] - together[1]).abs().max()) > 1e-3  # or nothing was compared
+        # Otherwise nothing was compared.
+        assert float((together[0] - together[1]).abs().max()) > 1e-3
 
     @pytest.mark.parametrize("compute_dtype", ["bfloat16", "int8"])
     def test_of_smaller_types_point_the_same_way(self, compute_dtype: str, tiny: Path) -> None:
@@ -140,14 +154,18 @@ class TestVectors:
         assert float(cosine_similarity(small, network_of(tiny).embed(given)).min()) > 0.99
 
     @pytest.mark.parametrize("architecture", ARCHITECTURES)
-    def test_of_an_encoder_inside_another_model_are_the_same(self, architecture: str, tmp_path: Path) -> None:
-        """Some checkpoints keep the prefix of the model that they were trained in, and its heads."""
+    def test_of_an_encoder_inside_another_model_are_the_same(
+        self, architecture: str, tmp_path: Path
+    ) -> None:
+        """Some checkpoints keep the tensor prefix and heads of the model they are part of."""
         directory = make_random_encoder(tmp_path, architecture)
         given = texts(5, 7, 20)
         expected = network_of(directory).embed(given)
         prefix = read_encoder_config(directory).prefix
         tensors = load_file(directory / "model.safetensors")
-        renamed = {f"{prefix}{name}": tensor for name, tensor in tensors.items()} | {"cls.predictions.bias": tensors.popitem()[1]}
+        renamed = {f"{prefix}{name}": tensor for name, tensor in tensors.items()} | {
+            "cls.predictions.bias": tensors.popitem()[1]
+        }
         save_file(renamed, directory / "model.safetensors", {"format": "pt"})
 
         assert torch.equal(network_of(directory).embed(given), expected)
@@ -157,13 +175,15 @@ class TestMiniLm:
     """A published checkpoint, compared with its reference vectors."""
 
     def test_vectors_and_their_order_are_those_of_the_reference(self) -> None:
-        """The reference tokenizes, pads, masks and pools as the library's own documentation does."""
+        """The reference tokenizes, pads, masks and pools as the library documents it."""
         from transformers import AutoModel, AutoTokenizer
 
         directory = minilm_directory()
         tokenizer, auto_tokenizer, auto_model = Tokenizer(directory), AutoTokenizer, AutoModel
         reference: Any = auto_tokenizer.from_pretrained(str(directory))
-        encoded = reference(list(SENTENCES), padding=True, truncation=True, max_length=256, return_tensors="pt")
+        encoded = reference(
+            list(SENTENCES), padding=True, truncation=True, max_length=256, return_tensors="pt"
+        )
         model: Any = auto_model.from_pretrained(str(directory), dtype="float32")
         with torch.inference_mode():
             hidden = model.eval()(**encoded).last_hidden_state
@@ -174,7 +194,10 @@ class TestMiniLm:
         vectors = network_of(directory).embed(given)
 
         for index, text in enumerate(given):
-            assert list(text) == encoded["input_ids"][index][encoded["attention_mask"][index] == 1].tolist()
+            assert (
+                list(text)
+                == encoded["input_ids"][index][encoded["attention_mask"][index] == 1].tolist()
+            )
         assert max(map(len, given)) == 256
         assert float(cosine_similarity(vectors, expected).min()) > 0.9999
         torch.testing.assert_close(vectors.norm(dim=1), torch.ones(len(given)), atol=1e-5, rtol=0)
@@ -185,21 +208,25 @@ class TestMiniLm:
     def test_says_what_it_is(self) -> None:
         info = read_encoder_info(minilm_directory(), name="minilm")
 
-        assert (info.architecture, info.embedding_dimension, info.context_window_tokens) == ("BertModel", 384, 256)
+        assert (info.architecture, info.embedding_dimension, info.context_window_tokens) == (
+            "BertModel",
+            384,
+            256,
+        )
 
 
 def entries(**changes: object) -> Callable[[Path], None]:
-    """Spoils a checkpoint: entries of config.json are others."""
+    """Return a fault of a checkpoint: other entries of config.json."""
     return lambda directory: edit_config(directory, **changes)
 
 
 def file(name: str, value: object) -> Callable[[Path], None]:
-    """Spoils a checkpoint: a file says something else."""
+    """Return a fault of a checkpoint: other contents of a file."""
     return lambda directory: write_json(directory / name, value)
 
 
 def tensors(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
-    """Spoils a checkpoint: tensors are others."""
+    """Return a fault of a checkpoint: other tensors."""
 
     def spoil(directory: Path) -> None:
         found = load_file(directory / "model.safetensors")
@@ -225,24 +252,44 @@ LAYER = "encoder.layer.1.output.dense"
         (entries(num_hidden_layers=0), "num_hidden_layers = 0"),
         (entries(vocab_size="many"), "wrong type"),
         (entries(quantization_config={"bits": 8}), "quantized"),
-        (lambda directory: (directory / "modules.json").unlink(), "modules.json: the file is missing"),
-        (lambda directory: write_modules(directory, ["Transformer", "Pooling", "Dense"]), "Transformer, Pooling, Dense"),
+        (
+            lambda directory: (directory / "modules.json").unlink(),
+            "modules.json: the file is missing",
+        ),
+        (
+            lambda directory: write_modules(directory, ["Transformer", "Pooling", "Dense"]),
+            "Transformer, Pooling, Dense",
+        ),
         (file("modules.json", {"type": "Transformer"}), "list of JSON objects"),
-        (file("1_Pooling/config.json", {"pooling_mode_max_tokens": True}), "pooling_mode_max_tokens = True"),
+        (
+            file("1_Pooling/config.json", {"pooling_mode_max_tokens": True}),
+            "pooling_mode_max_tokens = True",
+        ),
         (file("1_Pooling/config.json", {MEAN: True, FIRST: True}), "pooling_mode_cls_token = True"),
-        (file("1_Pooling/config.json", {MEAN: True, "word_embedding_dimension": 33}), "dimension 33"),
+        (
+            file("1_Pooling/config.json", {MEAN: True, "word_embedding_dimension": 33}),
+            "dimension 33",
+        ),
         (file("sentence_bert_config.json", {"do_lower_case": True}), "do_lower_case"),
         (file("sentence_bert_config.json", {"max_seq_length": -1}), "max_seq_length = -1"),
         (
-            file("config_sentence_transformers.json", {"default_prompt_name": "q", "prompts": {"q": "query: "}}),
+            file(
+                "config_sentence_transformers.json",
+                {"default_prompt_name": "q", "prompts": {"q": "query: "}},
+            ),
             "default_prompt_name",
         ),
         (tensors(lambda found: found.pop(f"{LAYER}.bias")), f"{LAYER}.bias is missing"),
-        (tensors(lambda found: found.update(adapter=found[f"{LAYER}.bias"])), "tensor adapter has no place"),
+        (
+            tensors(lambda found: found.update(adapter=found[f"{LAYER}.bias"])),
+            "tensor adapter has no place",
+        ),
         (tensors(lambda found: found[f"{LAYER}.bias"].fill(float("nan"))), "not finite"),
     ],
 )
-def test_what_would_be_computed_wrongly_is_refused_by_name(spoil: Callable[[Path], None], named: str, tmp_path: Path) -> None:
+def test_unsupported_configurations_are_refused_by_name(
+    spoil: Callable[[Path], None], named: str, tmp_path: Path
+) -> None:
     directory = make_random_encoder(tmp_path)
     spoil(directory)
 
@@ -252,7 +299,10 @@ def test_what_would_be_computed_wrongly_is_refused_by_name(spoil: Callable[[Path
 
 def test_modules_reach_no_files_elsewhere(tmp_path: Path) -> None:
     directory = make_random_encoder(tmp_path / "inside")
-    modules = [{"path": "../outside", "type": "x.Transformer"}, {"path": "1_Pooling", "type": "x.Pooling"}]
+    modules = [
+        {"path": "../outside", "type": "x.Transformer"},
+        {"path": "1_Pooling", "type": "x.Pooling"},
+    ]
     write_json(directory / "modules.json", modules)
 
     with pytest.raises(CheckpointInvalid, match="outside the checkpoint"):
@@ -260,7 +310,7 @@ def test_modules_reach_no_files_elsewhere(tmp_path: Path) -> None:
 
 
 def test_a_batch_without_numbers_is_a_fault(tiny: Path) -> None:
-    """A planted fault: noise is not to be billed."""
+    """A planted fault: noise must not be billed."""
     network = network_of(tiny)
     network._weights.embedding_norm.bias[0] = float("nan")
 
@@ -271,8 +321,10 @@ def test_a_batch_without_numbers_is_a_fault(tiny: Path) -> None:
 
 
 @contextlib.asynccontextmanager
-async def serving(directory: Path, *, started: bool = True, **changes: Any) -> AsyncIterator[TorchEncoder]:
-    """An encoder with its task, closed at the end."""
+async def serving(
+    directory: Path, *, started: bool = True, **changes: Any
+) -> AsyncIterator[TorchEncoder]:
+    """Yield an encoder with its task, closed at the end."""
     options: dict[str, Any] = {"torch_thread_count": 1, "restart_delay_s_min": 0.05}
     encoder = TorchEncoder(EncoderSettings(directory, "tiny", **(options | changes)))
     async with asyncio.timeout(4 * WAIT_S), asyncio.TaskGroup() as tasks:
@@ -294,25 +346,37 @@ class TestProcess:
         too_long, strange = texts(6, 5, INPUT_TOKENS_MAX + 1), [*texts(6, 5), [CLS, 10_000]]
         expected = network_of(tiny).embed(given)
         async with serving(tiny) as encoder:
-            # Calls that come at one moment are one batch.
+            # Calls of one moment are one batch.
             found = await asyncio.gather(*(encoder.embed(request_of([text])) for text in given))
             assert encoder.statistics().step_count == 1
             whole = await encoder.embed(request_of(given))
 
-            for wrong, field in ((too_long, "inputs[1]"), (strange, "inputs[1]"), ([[]], "inputs[0]")):
+            for wrong, field in (
+                (too_long, "inputs[1]"),
+                (strange, "inputs[1]"),
+                ([[]], "inputs[0]"),
+            ):
                 with pytest.raises(RequestImpossible) as refused:
                     await encoder.embed(request_of(wrong))
                 assert refused.value.field == field
 
             assert encoder.statistics().prompt_token_count == 2 * sum(map(len, given))
-        torch.testing.assert_close(torch.tensor([each.vectors[0].tolist() for each in found]), expected, atol=1e-5, rtol=0)
-        torch.testing.assert_close(torch.tensor([each.tolist() for each in whole.vectors]), expected, atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            torch.tensor([each.vectors[0].tolist() for each in found]), expected, atol=1e-5, rtol=0
+        )
+        torch.testing.assert_close(
+            torch.tensor([each.tolist() for each in whole.vectors]), expected, atol=1e-5, rtol=0
+        )
 
     async def test_batches_are_bounded_and_follow_the_ranks(self, tiny: Path) -> None:
         begun: list[str] = []
         async with serving(tiny, batch_token_count_max=40) as encoder:
-            calls = [  # the first one fills a batch, which goes at once
-                encoder.embed(request_of(texts(7, *lengths), rank=rank, on_begin=lambda name=name: begun.append(name)))
+            calls = [  # the first one fills a batch, which is sent at once
+                encoder.embed(
+                    request_of(
+                        texts(7, *lengths), rank=rank, on_begin=lambda name=name: begun.append(name)
+                    )
+                )
                 for name, rank, lengths in (
                     ("ahead", 9.0, (20, 20)),
                     ("third", 2.0, (20, 20, 20)),
@@ -328,17 +392,23 @@ class TestProcess:
         assert [len(answer.vectors) for answer in answers] == [2, 3, 3, 3]
         assert all(answer.queue_ms >= 0 and answer.encode_ms > 0 for answer in answers)
 
-    async def test_what_nobody_waits_for_any_more_is_not_embedded(self, tiny: Path) -> None:
+    async def test_an_abandoned_text_is_not_embedded(self, tiny: Path) -> None:
         """Texts that find the queue full get a retry delay; texts waiting on close get an error."""
-        bounds: dict[str, Any] = {"batch_token_count_max": 31, "waiting_token_count_max": 30, "batch_window_s": WAIT_S}
+        bounds: dict[str, Any] = {
+            "batch_token_count_max": 31,
+            "waiting_token_count_max": 30,
+            "batch_window_s": WAIT_S,
+        }
         async with serving(tiny, **bounds) as encoder:
             async with asyncio.TaskGroup() as tasks:
-                dropped = tasks.create_task(encoder.embed(request_of(texts(8, 10))))  # waits for company
+                # Waits for more texts.
+                dropped = tasks.create_task(encoder.embed(request_of(texts(8, 10))))
                 await until(lambda: encoder.statistics().waiting_sequence_count == 1)
                 dropped.cancel()
             assert encoder.statistics().waiting_sequence_count == 0
 
-            answer = await encoder.embed(request_of(texts(8, 31)))  # as much as a batch takes: sent at once
+            # As much as a batch takes: sent at once.
+            answer = await encoder.embed(request_of(texts(8, 31)))
 
             assert len(answer.vectors) == 1
             assert encoder.statistics().prompt_token_count == 31
@@ -356,13 +426,14 @@ class TestProcess:
                 await encoder.embed(request_of(texts(12, 8)))
 
     @pytest.mark.faults
-    async def test_after_a_crash_it_comes_back_and_callers_were_told(self, tiny: Path) -> None:
+    async def test_after_a_crash_it_restarts_and_callers_got_an_error(self, tiny: Path) -> None:
         given = texts(10, 8)
         async with serving(tiny) as encoder:
             before = await encoder.embed(request_of(given))
             killed = encoder.host_pid
             assert killed is not None
-            os.kill(killed, signal.SIGSTOP)  # keeps the next batch in progress until the process dies
+            # Keeps the next batch in progress until the process dies.
+            os.kill(killed, signal.SIGSTOP)
             async with asyncio.TaskGroup() as tasks:
                 calls = [tasks.create_task(outcome(encoder, given)) for _ in range(3)]
                 await until(lambda: encoder.statistics().running_sequence_count == 3)
@@ -388,15 +459,25 @@ class TestProcess:
 
             assert isinstance(await outcome(encoder, texts(11, 8)), EngineFailed)
 
-            await until(lambda: encoder.condition().state is not EngineState.READY or encoder.host_pid != hanging)
+            await until(
+                lambda: (
+                    encoder.condition().state is not EngineState.READY
+                    or encoder.host_pid != hanging
+                )
+            )
 
-    async def test_one_on_demand_is_started_by_the_first_text_and_gives_its_memory_back(self, tiny: Path) -> None:
+    async def test_one_on_demand_is_started_by_the_first_text_and_gives_its_memory_back(
+        self, tiny: Path
+    ) -> None:
         budget = MemoryBudget(total_bytes=10)
         settings = EncoderSettings(tiny, "tiny", torch_thread_count=1)
         slot = OnDemandEncoder(lambda: TorchEncoder(settings), SlotTerms(memory_bytes=8), budget)
         async with asyncio.timeout(4 * WAIT_S), asyncio.TaskGroup() as tasks:
             tasks.create_task(slot.serve())
-            assert (slot.condition().state, slot.condition().starts_on_demand) == (EngineState.COLD, True)
+            assert (slot.condition().state, slot.condition().starts_on_demand) == (
+                EngineState.COLD,
+                True,
+            )
             assert budget.held_bytes == 0
 
             answer = await slot.embed(request_of(texts(13, 9)))
@@ -406,7 +487,9 @@ class TestProcess:
             await slot.close()
         assert budget.held_bytes == 0
 
-    async def test_a_checkpoint_that_cannot_be_loaded_says_what_to_mend(self, tmp_path: Path) -> None:
+    async def test_a_checkpoint_that_cannot_be_loaded_says_what_to_mend(
+        self, tmp_path: Path
+    ) -> None:
         directory = make_random_encoder(tmp_path)
         tensors(lambda found: found[f"{LAYER}.bias"].fill(float("inf")))(directory)
 

@@ -1,4 +1,4 @@
-"""Several encoders as one: calls are shared out, outlive an encoder, and keep away from a drained one."""
+"""Several encoders as one: load balancing, failover, draining."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 import pytest
 
-from inference.engine import EmbeddingRequest, Embeddings, EngineCondition, EngineState, EngineStatistics, ModelInfo
+from inference.engine import (
+    EmbeddingRequest,
+    Embeddings,
+    EngineCondition,
+    EngineState,
+    EngineStatistics,
+    ModelInfo,
+)
 from inference.errors import EngineError, EngineFailed, EngineOverloaded, EngineUnavailable
 from inference.routing.encoder_set import (
     FULL_TOKENS,
@@ -23,7 +30,7 @@ MODEL = ModelInfo("m", "fake", "fake", 100_000, 100, "/nowhere", embedding_dimen
 
 
 class Puppet:
-    """An encoder whose calls end when the test says so, as it says. It can be started and stopped like a slot."""
+    """Encoder whose calls the test ends. It can be started and stopped like a slot."""
 
     model = MODEL
 
@@ -38,7 +45,12 @@ class Puppet:
         return self.state is EngineState.READY
 
     def condition(self) -> EngineCondition:
-        return EngineCondition(self.state, retry_after_s=3.0, reason="test", starts_on_demand=self.state is EngineState.COLD)
+        return EngineCondition(
+            self.state,
+            retry_after_s=3.0,
+            reason="test",
+            starts_on_demand=self.state is EngineState.COLD,
+        )
 
     def statistics(self) -> EngineStatistics:
         return EngineStatistics(running_sequence_count=len(self.calls))
@@ -70,14 +82,16 @@ class Puppet:
         return Embeddings(tuple(array("f", [self.number]) for _ in request.inputs), 1.0, 1.0)
 
     def end(self, error: EngineError | None = None) -> None:
-        """Of its first call."""
+        """End its first call."""
         _, end = self.calls.pop(0)
         end.set_result(None) if error is None else end.set_exception(error)
 
 
 @contextlib.asynccontextmanager
 async def serving(puppets: Sequence[Puppet], warm_count: int = 1) -> AsyncIterator[EncoderSet]:
-    encoders = EncoderSet(MODEL, [EncoderReplica(f"m#{each.number}", each) for each in puppets], warm_count=warm_count)
+    encoders = EncoderSet(
+        MODEL, [EncoderReplica(f"m#{each.number}", each) for each in puppets], warm_count=warm_count
+    )
     async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         tasks.create_task(encoders.serve())
         await encoders.start()
@@ -94,7 +108,7 @@ def texts(*lengths: int) -> EmbeddingRequest:
     return EmbeddingRequest(tuple((1,) * length for length in lengths))
 
 
-async def test_calls_go_to_whoever_has_the_least_to_do_and_not_to_a_drained_one() -> None:
+async def test_calls_go_to_the_least_loaded_encoder_and_not_to_a_drained_one() -> None:
     puppets = [Puppet(0), Puppet(1)]
     async with serving(puppets) as encoders, asyncio.TaskGroup() as tasks:
         calls = [tasks.create_task(encoders.embed(texts(length))) for length in (50, 10, 10, 10)]
@@ -121,10 +135,12 @@ async def test_calls_go_to_whoever_has_the_least_to_do_and_not_to_a_drained_one(
         assert refused.value.retry_after_s > 0
 
 
-async def test_a_call_that_loses_its_encoder_begins_anew_elsewhere_up_to_a_bound() -> None:
+async def test_a_call_that_loses_its_encoder_restarts_elsewhere_up_to_a_bound() -> None:
     puppets, begun = [Puppet(number) for number in range(LOSS_COUNT_MAX + 2)], []
     async with serving(puppets) as encoders, asyncio.TaskGroup() as tasks:
-        call = tasks.create_task(encoders.embed(EmbeddingRequest(((1,),), on_begin=lambda: begun.append(1))))
+        call = tasks.create_task(
+            encoders.embed(EmbeddingRequest(((1,),), on_begin=lambda: begun.append(1)))
+        )
         await until(lambda: puppets[0].calls)
         puppets[0].end(EngineFailed("killed"))
         await until(lambda: puppets[1].calls)
@@ -150,7 +166,19 @@ async def test_a_call_that_loses_its_encoder_begins_anew_elsewhere_up_to_a_bound
         assert not any(each.calls for each in puppets), "it may be what breaks them"
 
 
-async def test_another_one_is_started_where_those_that_run_are_full_or_drained_and_there_is_memory() -> None:
+async def test_a_cold_set_stays_cold_while_none_of_its_encoders_is_drained() -> None:
+    puppet = Puppet(0, cold=True)
+    encoders = EncoderSet(MODEL, [EncoderReplica("m#0", puppet)], warm_count=0)
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        tasks.create_task(encoders.serve())
+        for names in ([], ["other#0"]):
+            encoders.drain(names)
+            await asyncio.sleep(0.01)
+        assert puppet.state is EngineState.COLD
+        await encoders.close()
+
+
+async def test_another_encoder_starts_if_all_are_full_or_drained_and_memory_allows() -> None:
     puppets = [Puppet(0), Puppet(1, cold=True), Puppet(2, cold=True)]
     async with serving(puppets) as encoders, asyncio.TaskGroup() as tasks:
         tasks.create_task(encoders.embed(texts(FULL_TOKENS - 1)))

@@ -1,7 +1,7 @@
-"""Contract of all engines: how sequences are refused, cancelled, closed and ended.
+"""Contract of all engines: refusal, cancellation, closing and ends of sequences.
 
-The same tests for every backend: in child processes torch, the simulated engine, and TensorRT-LLM over its stand-in; over gRPC
-servers of the two services that remote engines speak.
+The same tests run on every backend: torch, the simulated engine and TensorRT-LLM's double in child
+processes, remote engines over all services, and real servers if installed (`make test-peers`).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import os
 import uuid
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
@@ -19,8 +20,8 @@ import pytest
 from bench import engine_streams as streams
 from bench.engine_streams import SequenceStream
 from common.incidents import INCIDENT_COUNTS
-from inference.adapters.remote_settings import Service
-from inference.adapters.tensorrt_engine import TensorRtSettings
+from inference.adapters.remote_settings import RemoteSettings, Service
+from inference.adapters.tensorrt_settings import TensorRtSettings
 from inference.adapters.torch_engine import TorchEngineSettings
 from inference.core.options import CostModel
 from inference.engine import (
@@ -34,24 +35,34 @@ from inference.engine import (
     TokensGenerated,
 )
 from inference.errors import EngineError, EngineOverloaded, RequestImpossible
-from tests.inference import hosted
+from tests.inference import engine_matrix, hosted
 from tests.inference.checkpoints import TinyCheckpoint
 from tests.inference.hosted import LONG, first_tokens, prompt, read_all, run, settings_for, until
-from tests.inference.remote_hosted import RemoteWorld, connected, remote_settings
+from tests.inference.real_servers import AVAILABLE, real_settings
+from tests.inference.remote_hosted import (
+    RemoteWorld,
+    connected,
+    remote_engine,
+    remote_settings,
+)
 from tests.inference.running import make_request, used_fields
 from tests.inference.tensorrt_hosted import find_double, tensorrt_settings
 
-SLOW_ENOUGH = CostModel(time_scale=0.2)  # some 1.5 ms a step: a long answer can be met in the middle
+# Some 1.5 ms a step: the middle of a long answer can be hit.
+SLOW_ENOUGH = CostModel(time_scale=0.2)
 
-Settings = TorchEngineSettings | TensorRtSettings | RemoteWorld
+Settings = TorchEngineSettings | TensorRtSettings | RemoteWorld | RemoteSettings
 Backend = Callable[..., Settings]
 
 
 @contextlib.asynccontextmanager
 async def serving(settings: Settings) -> AsyncIterator[Engine]:
-    """An engine that takes requests."""
+    """Yield a ready engine."""
     if isinstance(settings, RemoteWorld):
         async with connected(settings) as engine:
+            yield engine
+    elif isinstance(settings, RemoteSettings):
+        async with remote_engine(settings) as engine:
             yield engine
     else:
         async with hosted.serving(settings) as engine:
@@ -59,7 +70,7 @@ async def serving(settings: Settings) -> AsyncIterator[Engine]:
 
 
 def is_outside(settings: Settings) -> bool:
-    """Return whether the engine is external: no events before the first token, ranks only before it."""
+    """Return whether the engine is external: it emits nothing before the first token."""
     return not isinstance(settings, TorchEngineSettings)
 
 
@@ -68,15 +79,31 @@ def without_steps(changes: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in changes.items() if name != "step_token_count_max"}
 
 
-@pytest.fixture(params=["torch", "simulated", "tensorrt", "remote-trtllm", "remote-vllm"])
-def backend(request: pytest.FixtureRequest, tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch) -> Backend:
-    """Settings of an engine, with changes."""
+@pytest.fixture(
+    params=[
+        *("torch", "simulated", "tensorrt", "remote-trtllm", "remote-vllm", "remote-sglang"),
+        "remote-openai+http",
+        *AVAILABLE,
+    ]
+)
+def backend(
+    request: pytest.FixtureRequest, tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> Backend:
+    """Return settings of an engine, with changes."""
+    if request.param in AVAILABLE:
+        servers = request.getfixturevalue("real_servers")
+        return lambda **changes: real_settings(servers, request.param, **without_steps(changes))
     if request.param == "tensorrt":
         find_double(monkeypatch)
         return lambda **changes: tensorrt_settings(tiny, **changes)
     if request.param.startswith("remote-"):
-        service, server = Service(request.param.removeprefix("remote-")), request.getfixturevalue("remote_server")
-        return lambda **changes: RemoteWorld(server, remote_settings(tiny, server, service, **without_steps(changes)))
+        service, server = (
+            Service(request.param.removeprefix("remote-")),
+            request.getfixturevalue("remote_server"),
+        )
+        return lambda **changes: RemoteWorld(
+            server, remote_settings(tiny, server, service, **without_steps(changes))
+        )
     chosen: dict[str, Any] = {"simulation": SLOW_ENOUGH} if request.param == "simulated" else {}
     return lambda **changes: settings_for(tiny, **(chosen | changes))
 
@@ -92,8 +119,13 @@ async def test_a_cancel_is_answered_in_every_phase_and_frees_the_blocks(backend:
             decoding.cancel()
             decoding.cancel()
             decoded = await read_all(decoding)
-        # Engines of others take the prompt at once, and would be done with a short answer before they hear of the cancel.
-        filler = make_request(prompt(3, 500), LONG) if is_outside(settings) else make_request(prompt(3, 1900), 100)
+        # External engines take the prompt at once, and would finish a short answer before the
+        # cancel arrives.
+        filler = (
+            make_request(prompt(3, 500), LONG)
+            if is_outside(settings)
+            else make_request(prompt(3, 1900), 100)
+        )
         async with streams.stream(engine, filler) as filling:
             async for _ in filling:  # scheduled: here its prompt needs over a hundred steps
                 break
@@ -124,7 +156,9 @@ async def test_leaving_early_forgets_the_sequence_and_frees_its_blocks(backend: 
         assert engine.statistics().output_token_count < LONG
 
 
-async def test_nothing_is_told_within_a_call_and_one_who_raises_when_told_harms_no_other(backend: Backend) -> None:
+async def test_no_event_is_sent_within_a_call_and_a_raising_callback_harms_no_other(
+    backend: Backend,
+) -> None:
     before = INCIDENT_COUNTS["engine"]
     told: list[SequenceEvent | EngineError] = []
 
@@ -134,8 +168,11 @@ async def test_nothing_is_told_within_a_call_and_one_who_raises_when_told_harms_
     async with serving(backend()) as engine:
         whole = await run(engine, make_request(prompt(1), 3))
         failing = engine.submit(make_request(prompt(2), 3), fail)
-        # Its end alone is still to be told: some engines could do so at once.
-        ending = engine.submit(replace(make_request(prompt(1), 3), output_token_ids=tuple(whole.token_ids)), told.append)
+        # Only its end is not reported yet: some engines could report it at once.
+        ending = engine.submit(
+            replace(make_request(prompt(1), 3), output_token_ids=tuple(whole.token_ids)),
+            told.append,
+        )
         closed = engine.submit(make_request(prompt(3), 3), told.append)
         ending.cancel()
         closed.close()
@@ -150,10 +187,14 @@ async def test_nothing_is_told_within_a_call_and_one_who_raises_when_told_harms_
     assert len(failing.outputs[0]) == 3
 
 
-async def test_a_full_queue_and_an_impossible_request_are_refused_on_entering(backend: Backend) -> None:
+async def test_a_full_queue_and_an_impossible_request_are_refused_on_entering(
+    backend: Backend,
+) -> None:
     settings = backend(running_sequence_count_max=1, waiting_sequence_count_max=1)
     async with serving(settings) as engine, contextlib.AsyncExitStack() as stack:
-        running = await stack.enter_async_context(streams.stream(engine, make_request(prompt(1), LONG)))
+        running = await stack.enter_async_context(
+            streams.stream(engine, make_request(prompt(1), LONG))
+        )
         await first_tokens(running, 1)
         await stack.enter_async_context(streams.stream(engine, make_request(prompt(2), LONG)))
 
@@ -166,30 +207,51 @@ async def test_a_full_queue_and_an_impossible_request_are_refused_on_entering(ba
 
 
 async def test_counts_limits_and_stops_are_exact(backend: Backend) -> None:
-    """Tokens counted, handed out and billed are the same; a stop string is cut off wherever tokens meet in it."""
+    """Counted, emitted and billed tokens are equal; stop strings span tokens."""
     settings = backend()
-    # Of the two services one cannot say whose prefixes may be shared, and has its cache off for it.
-    reused = 0 if isinstance(settings, RemoteWorld) and settings.settings.target.service is Service.VLLM else 32
+    # Two of the services cannot separate shared prefixes, so the cache is off; HTTP reports cached
+    # tokens too late.
+    remote = settings.settings if isinstance(settings, RemoteWorld) else settings
+    reused = (
+        0
+        if isinstance(remote, RemoteSettings) and remote.target.service is not Service.TRTLLM
+        else 32
+    )
     async with serving(settings) as engine:
-        salt = uuid.uuid4().hex  # a remote server has served others before
+        salt = uuid.uuid4().hex  # a remote server has served other tests before
         limited = await run(engine, make_request(prompt(1, 40), 17, cache_salt=salt))
         again = await run(engine, make_request(prompt(1, 40), 17, cache_salt=salt))
         other_salt = await run(engine, make_request(prompt(1, 40), 17, cache_salt=f"not {salt}"))
         stop = limited.text[5:9]
         stopped = await run(engine, make_request(prompt(1, 40), 17, stop_sequences=(stop,)))
-        # Without a seed the simulated engine ends where chance wants it, now and then before the fourth token.
+        # Without a seed, the simulated engine ends at random, sometimes before the fourth token.
         stops = frozenset(limited.token_ids[3:4])
-        ended = await run(engine, make_request(prompt(1, 40), 17, stop_token_ids=stops, sampling=SamplingParams(seed=1)))
+        ended = await run(
+            engine,
+            make_request(prompt(1, 40), 17, stop_token_ids=stops, sampling=SamplingParams(seed=1)),
+        )
 
     for outcome in (limited, again, other_salt, stopped, ended):
         assert outcome.finished is not None
         assert outcome.finished.generated_token_count == len(outcome.token_ids)
         assert outcome.finished.prompt_token_count == 40
         assert outcome.finished.cached_token_count == outcome.cached_token_count
-    reasons = [outcome.finished.reason for outcome in (limited, stopped, ended) if outcome.finished is not None]
-    assert reasons == [EngineFinishReason.LENGTH, EngineFinishReason.STOP_SEQUENCE, EngineFinishReason.STOP]
+    reasons = [
+        outcome.finished.reason
+        for outcome in (limited, stopped, ended)
+        if outcome.finished is not None
+    ]
+    assert reasons == [
+        EngineFinishReason.LENGTH,
+        EngineFinishReason.STOP_SEQUENCE,
+        EngineFinishReason.STOP,
+    ]
     assert len(limited.token_ids) == 17
-    assert [limited.cached_token_count, again.cached_token_count, other_salt.cached_token_count] == [0, reused, 0]
+    assert [
+        limited.cached_token_count,
+        again.cached_token_count,
+        other_salt.cached_token_count,
+    ] == [0, reused, 0]
     assert again.token_ids == limited.token_ids == other_salt.token_ids
     assert stopped.text == limited.text[: limited.text.index(stop)]
     assert ended.token_ids == limited.token_ids[: limited.token_ids.index(limited.token_ids[3]) + 1]
@@ -204,11 +266,18 @@ async def test_a_lower_rank_enters_first(backend: Backend) -> None:
             if isinstance(event, Scheduled):
                 entered.append(index)
 
-    async with serving(backend(running_sequence_count_max=1)) as engine, contextlib.AsyncExitStack() as stack:
-        first = await stack.enter_async_context(streams.stream(engine, make_request(prompt(9), LONG, rank=0.0)))
+    async with (
+        serving(backend(running_sequence_count_max=1)) as engine,
+        contextlib.AsyncExitStack() as stack,
+    ):
+        first = await stack.enter_async_context(
+            streams.stream(engine, make_request(prompt(9), LONG, rank=0.0))
+        )
         await first_tokens(first, 1)
         others = [
-            await stack.enter_async_context(streams.stream(engine, make_request(prompt(index), 3, rank=rank)))
+            await stack.enter_async_context(
+                streams.stream(engine, make_request(prompt(index), 3, rank=rank))
+            )
             for index, rank in enumerate([500.0, 900.0, 500.0, 100.0])
         ]
         async with asyncio.TaskGroup() as tasks:
@@ -219,8 +288,10 @@ async def test_a_lower_rank_enters_first(backend: Backend) -> None:
     assert entered == [3, 0, 2, 1]
 
 
-async def test_who_is_far_ahead_takes_a_place_and_the_displaced_one_goes_on_as_if_nothing_had_been(backend: Backend) -> None:
-    """No token is lost or repeated, and nothing of the prompt is counted twice. Outside engines rank only those that wait."""
+async def test_a_sequence_far_ahead_displaces_one_that_later_continues_unchanged(
+    backend: Backend,
+) -> None:
+    """No token is lost or repeated. External engines rank only waiting sequences."""
     settings = backend(running_sequence_count_max=1)
     async with serving(settings) as engine:
         alone = await run(engine, make_request(prompt(1, 40), 300, cache_salt=uuid.uuid4().hex))
@@ -266,22 +337,32 @@ async def test_several_choices_end_one_by_one_and_are_counted_together(backend: 
 
 
 async def test_output_that_was_begun_elsewhere_is_continued(backend: Backend) -> None:
-    """Only what follows is told, and the whole is counted, wherever the seam is; an end that was not told any more is told."""
+    """Only new output is emitted, all of it is counted, and an unreported end is reported."""
     async with serving(backend()) as engine:
         whole = await run(engine, make_request(prompt(1, 40), 17))
         stops = (whole.text[4:12],)
         stopped = await run(engine, make_request(prompt(1, 40), 17, stop_sequences=stops))
         for before in (1, 7, 16, 17):
             begun = tuple(whole.token_ids[:before])
-            rest = await run(engine, replace(make_request(prompt(1, 40), 17), output_token_ids=begun))
+            rest = await run(
+                engine, replace(make_request(prompt(1, 40), 17), output_token_ids=begun)
+            )
             assert begun + tuple(rest.token_ids) == tuple(whole.token_ids)
             assert whole.text.endswith(rest.text)
             assert rest.finished is not None
             assert rest.finished.reason is EngineFinishReason.LENGTH
-            assert (rest.finished.prompt_token_count, rest.finished.generated_token_count) == (40, 17)
+            assert (rest.finished.prompt_token_count, rest.finished.generated_token_count) == (
+                40,
+                17,
+            )
         for before in range(1, len(stopped.token_ids) + 1):
             begun = tuple(stopped.token_ids[:before])
-            rest = await run(engine, replace(make_request(prompt(1, 40), 17, stop_sequences=stops), output_token_ids=begun))
+            rest = await run(
+                engine,
+                replace(
+                    make_request(prompt(1, 40), 17, stop_sequences=stops), output_token_ids=begun
+                ),
+            )
             assert begun + tuple(rest.token_ids) == tuple(stopped.token_ids)
             assert stopped.text.endswith(rest.text)
             assert rest.finished is not None
@@ -291,9 +372,13 @@ async def test_output_that_was_begun_elsewhere_is_continued(backend: Backend) ->
         assert engine.model.continues_output
 
 
-async def test_what_hangs_on_which_tokens_are_output_is_continued_exactly_or_refused(backend: Backend) -> None:
-    """Seeds and penalties: our own engines take up the thread, the others are given output as a part of the prompt."""
-    drawn = SamplingParams(temperature=0.9, seed=3, presence_penalty=1.0, frequency_penalty=0.6, repetition_penalty=1.1)
+async def test_options_that_depend_on_output_tokens_are_continued_exactly_or_refused(
+    backend: Backend,
+) -> None:
+    """Seeds and penalties: our engines continue, others get output as prompt."""
+    drawn = SamplingParams(
+        temperature=0.9, seed=3, presence_penalty=1.0, frequency_penalty=0.6, repetition_penalty=1.1
+    )
     request = make_request(prompt(1, 40), 17, sampling=drawn)
     settings = backend()
     async with serving(settings) as engine:
@@ -305,9 +390,31 @@ async def test_what_hangs_on_which_tokens_are_output_is_continued_exactly_or_ref
         whole = await run(engine, request)
         continued = replace(request, output_token_ids=tuple(whole.token_ids[:9]))
 
-        assert engine.model.continues_exactly == engine.model.can_continue(request) == (not is_outside(settings))
+        assert (
+            engine.model.continues_exactly
+            == engine.model.can_continue(request)
+            == (not is_outside(settings))
+        )
         if is_outside(settings):
             with pytest.raises(RequestImpossible, match="generated elsewhere"):
                 await run(engine, continued)
         else:
             assert whole.token_ids[:9] + (await run(engine, continued)).token_ids == whole.token_ids
+
+
+async def test_the_matrix_of_the_page_is_what_the_engine_shows(
+    backend: Backend, request: pytest.FixtureRequest
+) -> None:
+    name = request.node.callspec.params["backend"]
+    async with serving(backend()) as engine:
+        column = await engine_matrix.column_of(engine)
+    if (seen_on := engine_matrix.seen_on(name)) is not None:
+        column = {engine_matrix.SEEN_ON: seen_on} | column
+    if os.environ.get("WEIR_WRITE_MATRIX"):
+        engine_matrix.write(name, column)
+
+    columns, rows = engine_matrix.page_table()
+    at = columns.index(engine_matrix.heading(name))
+    assert {capability: rows[capability][at] for capability in column} == column
+    # A field without an effect must be refused. The simulated engine says that it only simulates.
+    assert engine_matrix.NO_EFFECT not in column.values() or name == "simulated"

@@ -1,7 +1,8 @@
-"""The engine's greedy tokens are those of the reference, however the work is cut.
+"""Greedy tokens equal the reference's, however the work is split.
 
-Both decoders, native and torch, and all types where it can be promised: natively a row's numbers do not depend on what it is
-computed beside, so batching, chunks and cached prompts change no token in bfloat16 and int8 either. In torch only fp32 is so.
+Both decoders, native and torch, in all types where that holds: natively a row's numbers are
+independent of the batch, so batching, chunks and cached prompts change no token in bfloat16 and
+int8 either. In torch this holds only in fp32.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from inference.core.engine_core import EngineCore
 from inference.core.options import ComputeDtype, EngineOptions
 from inference.engine import EngineFinishReason, GenerationRequest, SamplingParams
 from inference.limits import EngineLimits
+from inference.native import loader
 from inference.native.decoder import supports
 from tests.inference.checkpoints import LlamaShape, TinyCheckpoint, make_checkpoint
 from tests.inference.running import SMALL_KV_BYTES, make_core, make_request, random_prompt, run_all
@@ -35,17 +37,25 @@ SHAPES = {
     "no groups, biases": LlamaShape(kv_head_count=4, attention_bias=True, mlp_bias=True),
     "one key head, llama3 scaling": LlamaShape(kv_head_count=1, rope_scaling=LLAMA3_SCALING),
     "linear scaling, odd sizes": LlamaShape(
-        layer_count=3, hidden_size=96, head_count=6, kv_head_count=3, rope_scaling={"type": "linear", "factor": 2.0}
+        layer_count=3,
+        hidden_size=96,
+        head_count=6,
+        kv_head_count=3,
+        rope_scaling={"type": "linear", "factor": 2.0},
     ),
 }
 PROMPT_LENGTHS = (1, 5, 15, 16, 17, 64, 200, 333, 600)
 OUTPUT_TOKENS = 24
 ORIGINAL_CONTEXT = 128  # tokens
-# Every rotation with every architecture; `test_architectures.py` has the pairs that are missing here.
+# Every rotation with every architecture; `test_architectures.py` has the other pairs.
 ROTATIONS: dict[str, dict[str, float | int | str]] = {
     "linear": {"rope_type": "linear", "factor": 4.0},
     "llama3": LLAMA3_SCALING | {"original_max_position_embeddings": 64},
-    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": ORIGINAL_CONTEXT},
+    "yarn": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": ORIGINAL_CONTEXT,
+    },
     "dynamic": {"rope_type": "dynamic", "factor": 4.0},
 }
 ROTATED = [
@@ -54,32 +64,51 @@ ROTATED = [
     *(("Qwen3ForCausalLM", rotation) for rotation in ("linear", "llama3", "dynamic")),
 ]
 WAYS = ("native", "torch")  # without a compiler both are torch
-# Where neighbours change no token at all.
+
+
+def levels(*, is_bfloat16: bool) -> list[str]:
+    """Instruction sets of the native code that this machine can run, best first."""
+    library = loader.load()
+    return [] if library is None else [*loader.available_levels(library, is_bfloat16=is_bfloat16)]
+
+
+# Ways in which the batch changes no token.
 STEADY: list[tuple[str, ComputeDtype]] = [
-    ("native", "float32"),
-    ("native", "bfloat16"),
-    ("native", "int8"),
+    *((level, "float32") for level in levels(is_bfloat16=False)),
+    *((level, "bfloat16") for level in levels(is_bfloat16=True)),
+    *((level, "int8") for level in levels(is_bfloat16=True)),
     ("torch", "float32"),
 ]
 
 
 def choose_way(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which code computes the decoder."""
-    monkeypatch.setattr("inference.core.model_runner.supports", supports if way == "native" else lambda config, dtype: False)
+    """Choose the code of the decoder: torch, native, or native for one level."""
+    monkeypatch.setattr(
+        "inference.core.model_runner.supports",
+        supports if way != "torch" else lambda config, dtype: False,
+    )
+    if way not in WAYS:
+        monkeypatch.setenv(loader.SWITCH, way)
 
 
-def typed_core(directory: Path, dtype: ComputeDtype, *, step_token_count_max: int = 256) -> EngineCore:
-    """A core that computes in a type."""
+def typed_core(
+    directory: Path, dtype: ComputeDtype, *, step_token_count_max: int = 256
+) -> EngineCore:
+    """Return a core that computes in a type."""
     limits = EngineLimits(2048, step_token_count_max=step_token_count_max)
     return EngineCore(EngineOptions(str(directory), limits, dtype, SMALL_KV_BYTES))
 
 
-def tokens_alone(directory: Path, dtype: ComputeDtype, requests: Sequence[GenerationRequest]) -> list[list[int]]:
+def tokens_alone(
+    directory: Path, dtype: ComputeDtype, requests: Sequence[GenerationRequest]
+) -> list[list[int]]:
     """Return the tokens of each request in its own engine."""
     return [run_all(typed_core(directory, dtype), [request])[0].token_ids for request in requests]
 
 
-def reference_greedy(directory: Path, prompts: Sequence[Sequence[int]], token_count: int) -> list[list[int]]:
+def reference_greedy(
+    directory: Path, prompts: Sequence[Sequence[int]], token_count: int
+) -> list[list[int]]:
     """Return the greedy output of `transformers`, one prompt at a time, ignoring end tokens."""
     from transformers import AutoModelForCausalLM
 
@@ -87,14 +116,21 @@ def reference_greedy(directory: Path, prompts: Sequence[Sequence[int]], token_co
     outputs = []
     for prompt in prompts:
         ids = torch.tensor([list(prompt)])
-        options = {"max_new_tokens": token_count, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        options = {
+            "max_new_tokens": token_count,
+            "do_sample": False,
+            "eos_token_id": None,
+            "pad_token_id": 0,
+        }
         generated = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
         outputs.append(generated[0, len(prompt) :].tolist())
     return outputs
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_greedy_tokens_equal_transformers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_greedy_tokens_equal_transformers(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Prompts of all lengths at once, so that they are batched, and long ones chunked."""
     seed = list(SHAPES).index(name)
     checkpoint = make_checkpoint(tmp_path, seed=seed, shape=SHAPES[name], shard_count=1 + seed % 2)
@@ -103,9 +139,12 @@ def test_greedy_tokens_equal_transformers(name: str, tmp_path: Path, monkeypatch
 
     expected = reference_greedy(tmp_path, prompts, OUTPUT_TOKENS)
 
-    for way in WAYS:
+    for way in (*levels(is_bfloat16=False), "torch"):
         choose_way(way, monkeypatch)
-        outcomes = run_all(make_core(checkpoint.directory), [make_request(prompt, OUTPUT_TOKENS) for prompt in prompts])
+        outcomes = run_all(
+            make_core(checkpoint.directory),
+            [make_request(prompt, OUTPUT_TOKENS) for prompt in prompts],
+        )
         assert [outcome.token_ids for outcome in outcomes] == expected, way
 
 
@@ -113,14 +152,16 @@ def test_greedy_tokens_equal_transformers(name: str, tmp_path: Path, monkeypatch
 def test_every_rotation_goes_with_every_architecture(
     architecture: str, rotation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Mistral with a window on top. The longest prompt grows beyond the original context while it is continued."""
+    """Mistral also with a window. The longest prompt outgrows its context."""
     shape = LlamaShape(
         architecture=architecture,
         context_window_tokens=ORIGINAL_CONTEXT if rotation == "dynamic" else 512,
         rope_scaling=ROTATIONS[rotation],
         sliding_window=50 if architecture == "MistralForCausalLM" else None,
     )
-    directory = make_checkpoint(tmp_path, seed=ROTATED.index((architecture, rotation)), shape=shape).directory
+    directory = make_checkpoint(
+        tmp_path, seed=ROTATED.index((architecture, rotation)), shape=shape
+    ).directory
     rng = random.Random(21)
     prompts = [random_prompt(rng, length) for length in (16, 33, 115)]
 
@@ -134,8 +175,10 @@ def test_every_rotation_goes_with_every_architecture(
 
 
 @pytest.mark.parametrize("window", [16, 17, 31])
-def test_windows_cross_block_borders_at_every_offset(window: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts on both sides of every border, each continued over two more: the window begins and ends everywhere in a block."""
+def test_windows_cross_block_borders_at_every_offset(
+    window: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts on both sides of every border, each continued over two more."""
     shape = LlamaShape(architecture="MistralForCausalLM", sliding_window=window)
     directory = make_checkpoint(tmp_path, seed=window, shape=shape).directory
     rng = random.Random(window)
@@ -152,7 +195,9 @@ def test_windows_cross_block_borders_at_every_offset(window: int, tmp_path: Path
 
 
 @pytest.mark.parametrize("stretched", [False, True])
-def test_a_context_is_served_to_its_last_position(stretched: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_context_is_served_to_its_last_position(
+    stretched: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Prompt and output fill the window to the token; one more is refused."""
     scaling = ROTATIONS["yarn"] if stretched else None
     window = ORIGINAL_CONTEXT * (4 if stretched else 1)
@@ -161,7 +206,9 @@ def test_a_context_is_served_to_its_last_position(stretched: bool, tmp_path: Pat
     rng = random.Random(3)
     prompts = [random_prompt(rng, length) for length in (window - 1, window - 16, window - 40)]
 
-    expected = [reference_greedy(directory, [prompt], window - len(prompt))[0] for prompt in prompts]
+    expected = [
+        reference_greedy(directory, [prompt], window - len(prompt))[0] for prompt in prompts
+    ]
 
     for way in WAYS:
         choose_way(way, monkeypatch)
@@ -175,22 +222,30 @@ def test_a_context_is_served_to_its_last_position(stretched: bool, tmp_path: Pat
 
 
 @pytest.mark.parametrize(("way", "dtype"), STEADY)
-def test_batched_equals_alone(way: str, dtype: ComputeDtype, tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batched_equals_alone(
+    way: str, dtype: ComputeDtype, tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     choose_way(way, monkeypatch)
     rng = random.Random(3)
     requests = [make_request(random_prompt(rng, rng.randrange(1, 150))) for _ in range(20)]
 
     batched = run_all(typed_core(tiny.directory, dtype), requests)
 
-    assert [outcome.token_ids for outcome in batched] == tokens_alone(tiny.directory, dtype, requests)
+    assert [outcome.token_ids for outcome in batched] == tokens_alone(
+        tiny.directory, dtype, requests
+    )
 
 
 @pytest.mark.parametrize(("way", "dtype"), STEADY)
-def test_cached_equals_cold(way: str, dtype: ComputeDtype, tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts that end before, on and behind the border of a block; of one that ends on it the last block is computed again."""
+def test_cached_equals_cold(
+    way: str, dtype: ComputeDtype, tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts that end before, on and after a block border."""
     choose_way(way, monkeypatch)
     rng = random.Random(4)
-    requests = [make_request(random_prompt(rng, length)) for length in (15, 16, 17, 31, 32, 33, 96, 100)]
+    requests = [
+        make_request(random_prompt(rng, length)) for length in (15, 16, 17, 31, 32, 33, 96, 100)
+    ]
     core = typed_core(tiny.directory, dtype)
 
     cold = run_all(core, requests)
@@ -207,39 +262,51 @@ def test_cached_equals_cold(way: str, dtype: ComputeDtype, tiny: TinyCheckpoint,
 
 
 @pytest.mark.parametrize(("way", "dtype"), STEADY)
-def test_chunked_equals_whole(way: str, dtype: ComputeDtype, tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunked_equals_whole(
+    way: str, dtype: ComputeDtype, tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     choose_way(way, monkeypatch)
     request = make_request(random_prompt(random.Random(5), 500))
 
     whole = run_all(typed_core(tiny.directory, dtype, step_token_count_max=1024), [request])[0]
 
     for chunk in (64, 65, 127):
-        chunked = run_all(typed_core(tiny.directory, dtype, step_token_count_max=chunk), [request])[0]
+        chunked = run_all(typed_core(tiny.directory, dtype, step_token_count_max=chunk), [request])[
+            0
+        ]
         assert chunked.token_ids == whole.token_ids, chunk
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_preempted_equals_undisturbed(way: str, temperature: float, tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pool of one context for eight sequences that grow beyond it: several must give way and come back."""
+def test_preempted_equals_undisturbed(
+    way: str, temperature: float, tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight growing sequences in a pool of one context: several are preempted."""
     choose_way(way, monkeypatch)
     rng = random.Random(6)
     sampling = SamplingParams(temperature=temperature, seed=17)
     requests = [make_request(random_prompt(rng, 60), 200, sampling=sampling) for _ in range(8)]
-    # The reservation for owed output would keep them from crowding; a small one lets them in.
-    crowded = make_core(tiny.directory, kv_cache_bytes=1, context_window_tokens=512, owed_output_token_count_max=1)
+    # The reservation for owed output would prevent crowding; a small one allows it.
+    crowded = make_core(
+        tiny.directory, kv_cache_bytes=1, context_window_tokens=512, owed_output_token_count_max=1
+    )
 
     undisturbed = run_all(make_core(tiny.directory), requests)
     preempted = run_all(crowded, requests)
 
     assert crowded.statistics().preemption_count > 0
-    assert [outcome.token_ids for outcome in preempted] == [outcome.token_ids for outcome in undisturbed]
-    assert all(outcome.cached_token_count == 0 for outcome in preempted), "what is computed again is not billed as cached"
+    assert [outcome.token_ids for outcome in preempted] == [
+        outcome.token_ids for outcome in undisturbed
+    ]
+    assert all(outcome.cached_token_count == 0 for outcome in preempted), (
+        "what is computed again is not billed as cached"
+    )
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-def test_small_types_repeat_themselves_and_keep_their_books(
+def test_small_types_round_trip_and_keep_their_invariants(
     way: str, dtype: ComputeDtype, tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Equal concurrent requests give equal tokens, in every type and on both decoders."""

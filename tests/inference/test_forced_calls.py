@@ -43,13 +43,20 @@ def valid(instance: Any, schema: Any) -> bool:
 
 @pytest.mark.parametrize("key", ["arguments", "parameters"])
 @pytest.mark.parametrize("given", ARGUMENTS, ids=json.dumps)
-def test_arguments_are_allowed_exactly_where_the_tools_own_schema_allows_them(given: Any, key: str) -> None:
+def test_arguments_are_allowed_exactly_where_the_tools_own_schema_allows_them(
+    given: Any, key: str
+) -> None:
     single = json.loads(calls_schema(TOOLS, single=True, arguments_key=key))
     several = json.loads(calls_schema(TOOLS, single=False, arguments_key=key))
 
     for name, own in (("nothing", NOTHING), ("tree", TREE), ("unknown", False)):
         call = {"name": name, key: given}
-        assert valid(call, single) == valid([call], several) == valid([call, call], several) == valid(given, own), name
+        assert (
+            valid(call, single)
+            == valid([call], several)
+            == valid([call, call], several)
+            == valid(given, own)
+        ), name
         assert not valid({**call, "more": 1}, single)
         assert not valid({"name": name}, single)
     assert not valid([], several)

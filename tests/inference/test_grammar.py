@@ -13,7 +13,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from inference.core.engine_core import EngineCore
-from inference.engine import EngineFinishReason, GenerationRequest, GrammarKind, ResponseFormat, SamplingParams, SequenceRefused
+from inference.engine import (
+    EngineFinishReason,
+    GenerationRequest,
+    GrammarKind,
+    ResponseFormat,
+    SamplingParams,
+    SequenceRefused,
+)
 from inference.errors import RequestImpossible
 from inference.text.tokenizer import Tokenizer
 from tests.inference import json_schemas
@@ -33,9 +40,13 @@ def regex_format(pattern: str) -> ResponseFormat:
 
 
 def closing_bias(tiny: TinyCheckpoint) -> tuple[tuple[int, float], ...]:
-    """Makes noise come to an end: without it a random model would write one string for ever."""
+    """Return a bias that ends noise: a random model would write one string for ever."""
     tokenizer = Tokenizer(tiny.directory)
-    ids = {2, 6} | {token_id for text in ('"', "}", "]", ",") for token_id in tokenizer.encode(text, add_special_tokens=False)}
+    ids = {2, 6} | {
+        token_id
+        for text in ('"', "}", "]", ",")
+        for token_id in tokenizer.encode(text, add_special_tokens=False)
+    }
     return tuple((token_id, 4.0) for token_id in sorted(ids))
 
 
@@ -46,7 +57,9 @@ def constrained(
     max_output_tokens: int = OUTPUT_TOKENS,
     **options: object,
 ) -> GenerationRequest:
-    sampling = SamplingParams(temperature=1.0, seed=seed, logit_bias=closing_bias(tiny), top_logprobs=0)
+    sampling = SamplingParams(
+        temperature=1.0, seed=seed, logit_bias=closing_bias(tiny), top_logprobs=0
+    )
     return make_request(
         PROMPT,
         max_output_tokens,
@@ -63,7 +76,7 @@ def reason(outcome: Outcome) -> EngineFinishReason:
 
 
 def check_json(outcomes: Iterable[Outcome], schemas: Iterable[object]) -> int:
-    """Check every finished answer against its schema; how many there were."""
+    """Check every finished answer against its schema; return their number."""
     finished = 0
     for outcome, schema in zip(outcomes, schemas, strict=True):
         if reason(outcome) is EngineFinishReason.STOP:
@@ -79,28 +92,52 @@ def test_finished_answers_validate_under_own_schemas(tiny: TinyCheckpoint) -> No
     schemas = [schema for schema in json_schemas.OWN for _ in range(3)]
     core = make_core(tiny.directory, kv_cache_bytes=32 << 20)
 
-    outcomes = run_all(core, [constrained(tiny, json_format(schema), seed) for seed, schema in enumerate(schemas)])
+    outcomes = run_all(
+        core, [constrained(tiny, json_format(schema), seed) for seed, schema in enumerate(schemas)]
+    )
 
     assert check_json(outcomes, schemas) > 0.8 * len(schemas)
 
 
-@settings(max_examples=25, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+@settings(
+    max_examples=25,
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    database=None,
+)
 @given(schemas=st.lists(json_schemas.random_schemas(), min_size=4, max_size=8))
-def test_finished_answers_validate_under_random_schemas(tiny: TinyCheckpoint, schemas: list[json_schemas.Schema]) -> None:
+def test_finished_answers_validate_under_random_schemas(
+    tiny: TinyCheckpoint, schemas: list[json_schemas.Schema]
+) -> None:
     core = make_core(tiny.directory)
 
-    outcomes = run_all(core, [constrained(tiny, json_format(schema), seed) for seed, schema in enumerate(schemas)])
+    outcomes = run_all(
+        core, [constrained(tiny, json_format(schema), seed) for seed, schema in enumerate(schemas)]
+    )
 
     check_json(outcomes, schemas)
 
 
 @pytest.mark.parametrize(
     "pattern",
-    ["[a-z]{3,9}", "(yes|no|maybe)", r"\d{4}-\d{2}-\d{2}", "[🙂北京é]{4,9}", "(ab)*c", "x?", "The hotel (is|was) (near|far)[.!]"],
+    [
+        "[a-z]{3,9}",
+        "(yes|no|maybe)",
+        r"\d{4}-\d{2}-\d{2}",
+        "[🙂北京é]{4,9}",
+        "(ab)*c",
+        "x?",
+        "The hotel (is|was) (near|far)[.!]",
+    ],
 )
-def test_answers_match_a_regular_expression_and_cut_ones_begin_a_match(tiny: TinyCheckpoint, pattern: str) -> None:
+def test_answers_match_a_regular_expression_and_cut_ones_begin_a_match(
+    tiny: TinyCheckpoint, pattern: str
+) -> None:
     requests = [constrained(tiny, regex_format(pattern), seed) for seed in range(6)]
-    cut_requests = [constrained(tiny, regex_format(pattern), seed, max_output_tokens=3) for seed in range(6)]
+    cut_requests = [
+        constrained(tiny, regex_format(pattern), seed, max_output_tokens=3) for seed in range(6)
+    ]
 
     outcomes = run_all(make_core(tiny.directory), requests)
     cut = run_all(make_core(tiny.directory), cut_requests)
@@ -109,16 +146,18 @@ def test_answers_match_a_regular_expression_and_cut_ones_begin_a_match(tiny: Tin
         assert reason(outcome) is EngineFinishReason.STOP
         assert regex.fullmatch(pattern, outcome.text)
     for outcome in cut:
-        text = outcome.text.removesuffix("\N{REPLACEMENT CHARACTER}")  # a character whose bytes the limit has cut in two
+        # A character whose bytes are cut by the limit.
+        text = outcome.text.removesuffix("\N{REPLACEMENT CHARACTER}")
         assert regex.fullmatch(pattern, text, partial=True)
 
 
 def test_answers_follow_a_grammar(tiny: TinyCheckpoint) -> None:
-    """Balanced brackets around a letter: what no regular expression can say."""
+    """Balanced brackets around a letter, which no regular expression describes."""
     source = 'start: "(" start ")" | LETTER\nLETTER: /[a-e]/'
 
     outcomes = run_all(
-        make_core(tiny.directory), [constrained(tiny, ResponseFormat(GrammarKind.LARK, source), s) for s in range(5)]
+        make_core(tiny.directory),
+        [constrained(tiny, ResponseFormat(GrammarKind.LARK, source), s) for s in range(5)],
     )
 
     for outcome in outcomes:
@@ -129,9 +168,11 @@ def test_answers_follow_a_grammar(tiny: TinyCheckpoint) -> None:
 
 
 def test_the_end_is_forced_where_nothing_can_follow(tiny: TinyCheckpoint) -> None:
-    """Even with the end banned by a bias: of a format that is complete nothing else is left."""
+    """Even with the end banned by a bias, since a complete format allows nothing else."""
     sampling = SamplingParams(temperature=1.0, seed=5, logit_bias=((2, -100.0), (6, -100.0)))
-    request = make_request(PROMPT, 50, sampling=sampling, ignore_eos=False, response_format=regex_format("abc"))
+    request = make_request(
+        PROMPT, 50, sampling=sampling, ignore_eos=False, response_format=regex_format("abc")
+    )
 
     outcome = run_all(make_core(tiny.directory), [request])[0]
 
@@ -139,7 +180,11 @@ def test_the_end_is_forced_where_nothing_can_follow(tiny: TinyCheckpoint) -> Non
     assert outcome.token_ids[-1] in (2, 6)
 
 
-@pytest.mark.parametrize(("schema", "words"), json_schemas.UNSUPPORTED, ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    json_schemas.UNSUPPORTED,
+    ids=lambda value: value if isinstance(value, str) else "",
+)
 def test_a_schema_that_cannot_be_kept_is_refused_by_its_field(
     tiny: TinyCheckpoint, schema: json_schemas.Schema, words: str
 ) -> None:
@@ -164,7 +209,9 @@ def test_a_schema_that_cannot_be_kept_is_refused_by_its_field(
         (ResponseFormat(GrammarKind.JSON_SCHEMA, '"text"'), "response_format.json_schema"),
     ],
 )
-def test_what_is_no_grammar_is_refused_by_its_field(tiny: TinyCheckpoint, response_format: ResponseFormat, field: str) -> None:
+def test_invalid_grammars_are_refused_by_field(
+    tiny: TinyCheckpoint, response_format: ResponseFormat, field: str
+) -> None:
     with pytest.raises(RequestImpossible) as caught:
         make_core(tiny.directory).grammars.compile(response_format)
 
@@ -181,22 +228,26 @@ def test_what_is_no_grammar_is_refused_by_its_field(tiny: TinyCheckpoint, respon
         ('start = "a" | "b";\nother = "c";', "without commas or semicolons"),
     ],
 )
-def test_other_notations_of_ebnf_are_refused_with_what_to_write_instead(tiny: TinyCheckpoint, source: str, remedy: str) -> None:
+def test_other_notations_of_ebnf_are_refused_with_what_to_write_instead(
+    tiny: TinyCheckpoint, source: str, remedy: str
+) -> None:
     with pytest.raises(RequestImpossible, match=remedy) as caught:
         make_core(tiny.directory).grammars.compile(ResponseFormat(GrammarKind.LARK, source))
 
     assert caught.value.field == "response_format.lark"
 
 
-def test_what_the_remedy_says_works(tiny: TinyCheckpoint) -> None:
-    """The library's converter, which the message names, gives what is taken here."""
+def test_the_remedy_in_the_message_works(tiny: TinyCheckpoint) -> None:
+    """The library's converter, named by the message, gives accepted grammars."""
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
     source = gbnf_to_lark('root ::= "(" root ")" | letter # nested\nletter ::= [a-e]')
     grammars = make_core(tiny.directory).grammars
 
     assert not grammars.compile(ResponseFormat(GrammarKind.LARK, source)).complete
-    assert not grammars.compile(ResponseFormat(GrammarKind.LARK, 'start: "::=" | "a = b ;"')).complete, "in quotes it is text"
+    assert not grammars.compile(
+        ResponseFormat(GrammarKind.LARK, 'start: "::=" | "a = b ;"')
+    ).complete, "in quotes it is text"
 
 
 def test_a_format_excludes_what_would_break_it(tiny: TinyCheckpoint) -> None:
@@ -206,7 +257,9 @@ def test_a_format_excludes_what_would_break_it(tiny: TinyCheckpoint) -> None:
     requests = [
         make_request(PROMPT, 9, ignore_eos=True, response_format=own_format),
         make_request(PROMPT, 9, ignore_eos=False, response_format=own_format, min_output_tokens=1),
-        make_request(PROMPT, 9, ignore_eos=False, response_format=own_format, stop_token_ids=frozenset({40})),
+        make_request(
+            PROMPT, 9, ignore_eos=False, response_format=own_format, stop_token_ids=frozenset({40})
+        ),
     ]
 
     for request in requests:
@@ -214,15 +267,21 @@ def test_a_format_excludes_what_would_break_it(tiny: TinyCheckpoint) -> None:
 
 
 def mixed_requests(tiny: TinyCheckpoint) -> list[GenerationRequest]:
-    """Half of them constrained, in four kinds; half free and sampled or greedy."""
+    """Return requests: half of them constrained, in four kinds; the rest free."""
     rng = random.Random(12)
-    formats = [json_format({}), regex_format("[a-z ]{50,90}"), json_format({"type": "array", "items": {"type": "integer"}})]
+    formats = [
+        json_format({}),
+        regex_format("[a-z ]{50,90}"),
+        json_format({"type": "array", "items": {"type": "integer"}}),
+    ]
     requests = []
     for row in range(10):
         sampling = SamplingParams(temperature=1.0 if row % 4 else 0.0, seed=row, top_logprobs=2)
         chosen = formats[row % 3] if row % 2 else None
         prompt = random_prompt(rng, 60)
-        requests.append(make_request(prompt, 120, sampling=sampling, ignore_eos=False, response_format=chosen))
+        requests.append(
+            make_request(prompt, 120, sampling=sampling, ignore_eos=False, response_format=chosen)
+        )
     return requests
 
 
@@ -232,24 +291,36 @@ def test_constrained_and_free_sequences_do_not_change_each_other(tiny: TinyCheck
     alone = [run_all(make_core(tiny.directory), [request])[0] for request in requests]
     together = run_all(make_core(tiny.directory), requests)
 
-    assert [(outcome.token_ids, outcome.text) for outcome in together] == [(outcome.token_ids, outcome.text) for outcome in alone]
+    assert [(outcome.token_ids, outcome.text) for outcome in together] == [
+        (outcome.token_ids, outcome.text) for outcome in alone
+    ]
 
 
 def test_preemption_does_not_lose_the_place_in_the_grammar(tiny: TinyCheckpoint) -> None:
-    crowded = make_core(tiny.directory, kv_cache_bytes=1, context_window_tokens=512, owed_output_token_count_max=1)
+    crowded = make_core(
+        tiny.directory, kv_cache_bytes=1, context_window_tokens=512, owed_output_token_count_max=1
+    )
 
     undisturbed = run_all(make_core(tiny.directory), mixed_requests(tiny))
     preempted = run_all(crowded, mixed_requests(tiny))
 
     assert crowded.statistics().preemption_count > 0
-    assert [outcome.token_ids for outcome in preempted] == [outcome.token_ids for outcome in undisturbed]
+    assert [outcome.token_ids for outcome in preempted] == [
+        outcome.token_ids for outcome in undisturbed
+    ]
 
 
 def test_a_stop_sequence_cuts_an_answer_and_says_so(tiny: TinyCheckpoint) -> None:
     free, stopped = run_all(
         make_core(tiny.directory),
         [
-            make_request(PROMPT, 80, ignore_eos=False, response_format=regex_format("(abcd){9}"), stop_sequences=stops)
+            make_request(
+                PROMPT,
+                80,
+                ignore_eos=False,
+                response_format=regex_format("(abcd){9}"),
+                stop_sequences=stops,
+            )
             for stops in ((), ("dab",))
         ],
     )
@@ -259,12 +330,16 @@ def test_a_stop_sequence_cuts_an_answer_and_says_so(tiny: TinyCheckpoint) -> Non
 
 
 def test_logprobs_stay_the_models_own_under_a_format(tiny: TinyCheckpoint) -> None:
-    """The forced token may be one that the model would hardly have chosen, and its log-probability says so."""
+    """The forced token may be unlikely, and its log-probability shows it."""
     sampling = SamplingParams(top_logprobs=5)
     free = run_all(make_core(tiny.directory), [make_request(PROMPT, 1, sampling=sampling)])[0]
     forced = run_all(
         make_core(tiny.directory),
-        [make_request(PROMPT, 1, sampling=sampling, ignore_eos=False, response_format=regex_format("Q+"))],
+        [
+            make_request(
+                PROMPT, 1, sampling=sampling, ignore_eos=False, response_format=regex_format("Q+")
+            )
+        ],
     )[0]
 
     assert forced.logprobs[0].top == free.logprobs[0].top
@@ -281,12 +356,16 @@ def test_a_format_that_becomes_too_much_to_compute_ends_its_own_sequence(
     events = core.step()
     broken = core.scheduler.running[0].grammar
     monkeypatch.setattr(
-        "inference.sampling.grammar.Grammar.fault", property(lambda self: "too many items" if self is broken else None)
+        "inference.sampling.grammar.Grammar.fault",
+        property(lambda self: "too many items" if self is broken else None),
     )
 
     events = [event for _ in range(12) for event in core.step()]
 
-    assert (0, SequenceRefused("is too complex to follow: too many items", "response_format.json_schema")) in events
+    assert (
+        0,
+        SequenceRefused("is too complex to follow: too many items", "response_format.json_schema"),
+    ) in events
     assert [number for number, _ in events].count(0) == 1
     assert [number for number, _ in events].count(1) >= 9
     assert core.pool.block_count_held == 0
@@ -295,14 +374,18 @@ def test_a_format_that_becomes_too_much_to_compute_ends_its_own_sequence(
 def test_compiled_grammars_are_kept_and_not_shared(tiny: TinyCheckpoint) -> None:
     core: EngineCore = make_core(tiny.directory)
 
-    outcomes = run_all(core, [constrained(tiny, regex_format("[a-z]{8}"), seed) for seed in range(4)])
+    outcomes = run_all(
+        core, [constrained(tiny, regex_format("[a-z]{8}"), seed) for seed in range(4)]
+    )
 
     assert len(core.grammars._compiled) == 1
     assert len({outcome.text for outcome in outcomes}) == 4
 
 
 @pytest.mark.parametrize("source", ["start: start", "start: a\na: b\nb: a", "start: /[^\\s\\S]/"])
-def test_a_grammar_that_allows_no_first_token_is_refused_before_its_prompt_is_computed(tiny: TinyCheckpoint, source: str) -> None:
+def test_a_grammar_that_allows_no_first_token_is_refused_before_its_prompt_is_computed(
+    tiny: TinyCheckpoint, source: str
+) -> None:
     core = make_core(tiny.directory)
 
     with pytest.raises(RequestImpossible, match="allows no first token") as refusal:

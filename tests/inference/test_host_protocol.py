@@ -41,7 +41,9 @@ def test_a_request_crosses_unchanged_but_for_its_id() -> None:
     request = make_request(
         [1, 2, 3],
         7,
-        sampling=SamplingParams(0.5, 0.9, 40, -(1 << 63), 0.1, 1.2, 0.3, -0.4, ((3, 1.5), (9, -100.0)), 20),
+        sampling=SamplingParams(
+            0.5, 0.9, 40, -(1 << 63), 0.1, 1.2, 0.3, -0.4, ((3, 1.5), (9, -100.0)), 20
+        ),
         stop_sequences=("a", "🙂"),
         stop_token_ids=frozenset({5, 6}),
         min_output_tokens=4,
@@ -56,9 +58,17 @@ def test_a_request_crosses_unchanged_but_for_its_id() -> None:
     assert isinstance(message, StartSequence)
     crossed = message.request
     assert message.number == 9
-    assert (crossed.prompt_token_ids, crossed.sampling, crossed.stop) == (request.prompt_token_ids, request.sampling, request.stop)
+    assert (crossed.prompt_token_ids, crossed.sampling, crossed.stop) == (
+        request.prompt_token_ids,
+        request.sampling,
+        request.stop,
+    )
     assert crossed.cache_salt == "tenant"
-    assert (crossed.response_format, crossed.choice_count, crossed.rank) == (request.response_format, 3, -2.5)
+    assert (crossed.response_format, crossed.choice_count, crossed.rank) == (
+        request.response_format,
+        3,
+        -2.5,
+    )
 
 
 @pytest.mark.parametrize(
@@ -66,7 +76,15 @@ def test_a_request_crosses_unchanged_but_for_its_id() -> None:
     [
         Scheduled(32),
         TokensGenerated((1, 2), "ab🙂"),
-        TokensGenerated((7,), "x", (TokenLogprobs(TokenLogprob(7, -0.5), (TokenLogprob(3, -0.25), TokenLogprob(7, -0.5))),)),
+        TokensGenerated(
+            (7,),
+            "x",
+            (
+                TokenLogprobs(
+                    TokenLogprob(7, -0.5), (TokenLogprob(3, -0.25), TokenLogprob(7, -0.5))
+                ),
+            ),
+        ),
         TokensGenerated((1,), "b", (), 3),
         ChoiceFinished(2, EngineFinishReason.STOP_SEQUENCE, "rest"),
         *(SequenceFinished(reason, "rest", 10, 0, 3, TIMINGS) for reason in EngineFinishReason),
@@ -84,7 +102,7 @@ def test_an_event_crosses_unchanged(event: SequenceEvent) -> None:
 
 
 @pytest.mark.parametrize("body", [b"", b"\xc1", b"\x93\xa5start\x01", b"\x91\xa7unknown"])
-def test_what_is_no_message_is_refused(body: bytes) -> None:
+def test_invalid_messages_are_refused(body: bytes) -> None:
     with pytest.raises(ProtocolBroken):
         decoder_to_worker().decode(body)
     with pytest.raises(ProtocolBroken):
@@ -98,7 +116,11 @@ def test_a_length_beyond_the_limit_is_refused_before_anything_is_read() -> None:
 
 def test_messages_are_whole_however_the_bytes_come() -> None:
     bodies = [b"abc", b"", b"x" * 300, b"de"]
-    sent = b"".join(LENGTH_PREFIX.pack(len(body)) + body for body in bodies) + LENGTH_PREFIX.pack(10) + b"abc"
+    sent = (
+        b"".join(LENGTH_PREFIX.pack(len(body)) + body for body in bodies)
+        + LENGTH_PREFIX.pack(10)
+        + b"abc"
+    )
     for size in (1, 2, 3, 5, 7, 100, len(sent)):
         received, taken = bytearray(), []
         for begin in range(0, len(sent), size):

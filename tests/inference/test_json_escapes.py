@@ -1,4 +1,4 @@
-"""Outputs with JSON in them: what an escape hides from a rule is found all the same, wherever the output is cut."""
+"""Outputs with JSON: rules see through escapes, wherever the output is cut."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RULES = RuleChecker([Rule("secret", PATTERN, in_prompt=False, in_output=True)])
 
 
 def opened() -> EscapedOutputCheck:
-    """A check by the rule above, as one of two."""
+    """Return a check by the rule above, as one of two."""
     check = SafetyStage([RULES, RULES]).open_output()
     assert check is not None
     return EscapedOutputCheck(check)
@@ -38,31 +38,41 @@ def stream(check: EscapedOutputCheck, pieces: Sequence[str]) -> tuple[str, str |
             break
     else:
         verdict = at_once(check.finish())
-    return text[: max((end for end in ends if end <= verdict.safe_char_count), default=0)], verdict.hit
+    return text[
+        : max((end for end in ends if end <= verdict.safe_char_count), default=0)
+    ], verdict.hit
 
 
 def units(character: str) -> str:
-    """A character as escapes by number."""
+    """Return a character as escapes by number."""
     data = character.encode("utf-16-be")
     return "".join(f"\\u{data[index : index + 2].hex()}" for index in range(0, len(data), 2))
 
 
 @st.composite
 def written(draw: st.DrawFn) -> list[str]:
-    """The characters of a text, each as JSON may write it."""
-    words = st.sampled_from(["secret", " ", "\n", "1", "12", "a", "🙂", "x", '"', "\\", "s", "ü", "u0020", "sec"])
+    """Draw spellings of each character of a text that JSON allows."""
+    words = st.sampled_from(
+        ["secret", " ", "\n", "1", "12", "a", "🙂", "x", '"', "\\", "s", "ü", "u0020", "sec"]
+    )
     text = "".join(draw(st.lists(words, max_size=12)))
-    forms = [[json.dumps(character, ensure_ascii=False)[1:-1], units(character)] for character in text]
+    forms = [
+        [json.dumps(character, ensure_ascii=False)[1:-1], units(character)] for character in text
+    ]
     return [form[draw(st.integers(0, 1))] for form in forms]
 
 
 @settings(max_examples=300, derandomize=True, deadline=None, database=None)
 @given(written(), st.data())
-def test_a_rule_finds_in_escaped_text_what_it_finds_in_plain_text(characters: list[str], data: st.DataObject) -> None:
-    """The independent answer reads all of the JSON at once, and looks for the rule in that."""
+def test_a_rule_finds_in_escaped_text_what_it_finds_in_plain_text(
+    characters: list[str], data: st.DataObject
+) -> None:
+    """The independent answer parses all of the JSON, and searches the result."""
     output = "".join(characters)
     cuts = sorted(data.draw(st.sets(st.integers(0, len(output)), max_size=8)))
-    pieces = [output[start:end] for start, end in zip([0, *cuts], [*cuts, len(output)], strict=True)]
+    pieces = [
+        output[start:end] for start, end in zip([0, *cuts], [*cuts, len(output)], strict=True)
+    ]
     read = json.loads(f'"{output}"')
     found = PATTERN.search(read)
 
@@ -75,7 +85,9 @@ def test_a_rule_finds_in_escaped_text_what_it_finds_in_plain_text(characters: li
     else:
         assert hit == "secret"
     if found is not None:
-        assert len(given_out) <= len("".join(characters[: found.start()])), "not even its beginning leaves"
+        assert len(given_out) <= len("".join(characters[: found.start()])), (
+            "not even its beginning leaves"
+        )
 
 
 @pytest.mark.parametrize(
@@ -86,19 +98,27 @@ def test_a_rule_finds_in_escaped_text_what_it_finds_in_plain_text(characters: li
         (["secret", r"\n", "12", "."], "", "secret"),
         ([r"\ud83d", r"\ude", "42", "x"], "", "secret"),
         ([r"secret\\n12 "], r"secret\\n12 ", None),  # an escaped backslash, and then an n
-        (["C:\\dir\\x ", "\\", "uzz \\ud83d ", "\\"], "C:\\dir\\x \\uzz \\ud83d \\", None),  # no JSON: it goes out as it is
+        # Not JSON: released unchanged.
+        (["C:\\dir\\x ", "\\", "uzz \\ud83d ", "\\"], "C:\\dir\\x \\uzz \\ud83d \\", None),
     ],
 )
-def test_escapes_are_read_across_the_borders_of_tokens(pieces: list[str], given_out: str, hit: str | None) -> None:
+def test_escapes_are_read_across_the_borders_of_tokens(
+    pieces: list[str], given_out: str, hit: str | None
+) -> None:
     assert stream(opened(), pieces) == (given_out, hit)
 
 
-def test_text_goes_on_as_soon_as_no_rule_can_begin_in_it_as_it_is_read() -> None:
+def test_text_is_released_once_no_rule_can_begin_in_it() -> None:
     check = opened()
 
-    safe = [at_once(check.push(piece)).safe_char_count for piece in ("one ", r"\u0061", " ", "\\", "n", "sec", "ond")]
+    safe = [
+        at_once(check.push(piece)).safe_char_count
+        for piece in ("one ", r"\u0061", " ", "\\", "n", "sec", "ond")
+    ]
 
-    assert safe == [4, 10, 11, 11, 13, 13, 19], "half an escape waits for its other half, and 'sec' for what it becomes"
+    assert safe == [4, 10, 11, 11, 13, 13, 19], (
+        "half an escape waits for its other half, and 'sec' for what it becomes"
+    )
 
 
 async def test_classifiers_see_both_and_the_second_only_from_the_first_escape_on() -> None:
@@ -108,7 +128,11 @@ async def test_classifiers_see_both_and_the_second_only_from_the_first_escape_on
         seen.append(text)
         return "bad" if "bad" in text else None
 
-    check = EscapedOutputCheck(ClassifierOutputCheck(find, ClassifierTerms(window_chars=4, context_chars=4), clock=lambda: 0.0))
+    check = EscapedOutputCheck(
+        ClassifierOutputCheck(
+            find, ClassifierTerms(window_chars=4, context_chars=4), clock=lambda: 0.0
+        )
+    )
     verdicts = [await check.push(piece) for piece in ("abcd", "ef", r"\u0062", "ad")]
 
     assert verdicts == [Verdict(4), Verdict(4), Verdict(4), Verdict(4, "bad")]

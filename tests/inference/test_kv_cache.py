@@ -47,14 +47,16 @@ def test_another_salt_finds_nothing() -> None:
 
 
 def test_a_hash_collision_never_serves_another_prompt() -> None:
-    """With a hash that is the same for everything, only exact content may be found."""
+    """With a constant hash, only exact content may be found."""
     pool = BlockPool(16, hash_block=lambda parent, tokens: 7)
     fill(pool, TOKENS[:16])
     fill(pool, TOKENS[16:32])
 
     assert cached_tokens(pool, [*TOKENS[:16], 99]) == 16
     assert cached_tokens(pool, [*TOKENS[16:32], 99]) == 0
-    assert cached_tokens(pool, [*TOKENS[:16], *TOKENS[:16], 99]) == 16, "a block must follow what it followed before"
+    assert cached_tokens(pool, [*TOKENS[:16], *TOKENS[:16], 99]) == 16, (
+        "a block must follow what it followed before"
+    )
     assert cached_tokens(pool, [*TOKENS[:16], 99], salt="other") == 0
 
 
@@ -88,7 +90,7 @@ def test_the_least_recently_used_prefix_is_evicted_first() -> None:
     assert cached_tokens(pool, [*new, 9]) == 0
 
 
-def test_a_block_computed_twice_is_findable_once_and_the_chain_goes_on() -> None:
+def test_a_block_computed_twice_is_found_once_and_the_chain_continues() -> None:
     pool = BlockPool(16)
     first = fill(pool, TOKENS[:32])
     fill(pool, TOKENS)
@@ -133,7 +135,7 @@ def test_releasing_twice_is_refused() -> None:
 
 
 class TestPlantedFaults:
-    """Each check is shown to see the fault that it is there for."""
+    """Each check detects the fault that it is for."""
 
     def test_conservation_sees_a_lost_block(self) -> None:
         pool = BlockPool(4)

@@ -1,4 +1,4 @@
-"""Bias, penalties and suppressed tokens: formulas, resulting distribution, unaffected other rows."""
+"""Bias, penalties and suppressed tokens: formulas, distribution, other rows."""
 
 from __future__ import annotations
 
@@ -27,15 +27,19 @@ def seen_of(prompt: tuple[int, ...] = PROMPT, output: tuple[int, ...] = OUTPUT) 
 
 
 def expected_logits(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """The formulas, one token at a time, in double precision."""
+    """Compute the formulas, one token at a time, in double precision."""
     wanted = logits.double().clone()
     for token_id, bias in params.logit_bias:
         wanted[token_id] += bias
     for token_id in {*PROMPT, *OUTPUT}:
         value = float(wanted[token_id])
-        wanted[token_id] = value / params.repetition_penalty if value > 0 else value * params.repetition_penalty
+        wanted[token_id] = (
+            value / params.repetition_penalty if value > 0 else value * params.repetition_penalty
+        )
     for token_id in set(OUTPUT):
-        wanted[token_id] -= OUTPUT.count(token_id) * params.frequency_penalty + params.presence_penalty
+        wanted[token_id] -= (
+            OUTPUT.count(token_id) * params.frequency_penalty + params.presence_penalty
+        )
     return wanted
 
 
@@ -47,14 +51,18 @@ RULES = [
     SamplingParams(temperature=1.0, frequency_penalty=0.4),
     SamplingParams(temperature=1.0, frequency_penalty=-0.2, presence_penalty=-0.3),
     SamplingParams(
-        temperature=0.8, repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.2, logit_bias=((1, 1.0), (7, -0.5))
+        temperature=0.8,
+        repetition_penalty=1.2,
+        presence_penalty=0.5,
+        frequency_penalty=0.2,
+        logit_bias=((1, 1.0), (7, -0.5)),
     ),
 ]
 
 
 @pytest.mark.parametrize("params", RULES, ids=lambda params: repr(params)[15:60])
 def test_frequencies_follow_the_softmax_of_the_changed_logits(params: SamplingParams) -> None:
-    """Chi-square with 11 degrees of freedom exceeds 31.3 once in a thousand; the seed is fixed, so this never flickers."""
+    """Chi-square with 11 degrees of freedom exceeds 31.3 once in a thousand; seeded."""
     logits = torch.randn(12, generator=torch.Generator().manual_seed(1))
     exact = (expected_logits(logits, params) / params.temperature).softmax(-1)
     rows = logits.repeat(DRAW_COUNT, 1)
@@ -64,7 +72,9 @@ def test_frequencies_follow_the_softmax_of_the_changed_logits(params: SamplingPa
 
     counts = torch.bincount(torch.tensor([each.token_id for each in chosen]), minlength=12)
     assert chi_square(counts, exact) < 31.3
-    assert chi_square(counts, logits.double().softmax(-1)) > 31.3, "a rule that does nothing would be seen"
+    assert chi_square(counts, logits.double().softmax(-1)) > 31.3, (
+        "a rule that does nothing would be seen"
+    )
 
 
 def test_a_rule_changes_its_own_row_and_no_other() -> None:
@@ -77,10 +87,12 @@ def test_a_rule_changes_its_own_row_and_no_other() -> None:
     assert torch.equal(changed[0], before[0])
     assert torch.equal(changed[-1], before[-1])
     for row, params in enumerate(RULES, 1):
-        assert torch.allclose(changed[row].double(), expected_logits(before[row], params), atol=1e-5)
+        assert torch.allclose(
+            changed[row].double(), expected_logits(before[row], params), atol=1e-5
+        )
 
 
-def test_what_is_held_off_is_never_chosen() -> None:
+def test_held_off_tokens_are_never_chosen() -> None:
     logits = torch.tensor([[9.0, 8.0, 0.0]])
 
     assert choose(logits, [Draw(SamplingParams(), 0, 0, held_off_ids=(0, 1))])[0].token_id == 2
@@ -97,14 +109,21 @@ def test_seen_tokens_are_counted_beyond_the_first_capacity() -> None:
     assert counts == dict.fromkeys(range(300), 2.0)
 
 
-def reference(directory: Path, prompt: list[int], token_count: int, params: SamplingParams) -> list[int]:
+def reference(
+    directory: Path, prompt: list[int], token_count: int, params: SamplingParams
+) -> list[int]:
     """Return the greedy output of `transformers` with its own logits processors."""
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(str(directory), dtype=torch.float32)
     ids = torch.tensor([prompt])
     biases = {(token_id,): bias for token_id, bias in params.logit_bias} or None
-    options = {"max_new_tokens": token_count, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    options = {
+        "max_new_tokens": token_count,
+        "do_sample": False,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
     generated = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
@@ -124,8 +143,10 @@ def reference(directory: Path, prompt: list[int], token_count: int, params: Samp
     ],
     ids=["penalty", "reward", "penalty and bias"],
 )
-def test_greedy_tokens_equal_transformers_with_the_same_processors(tiny: TinyCheckpoint, params: SamplingParams) -> None:
-    """Repetition penalty and bias are defined alike there; it has no presence or frequency penalty."""
+def test_greedy_tokens_equal_transformers_with_the_same_processors(
+    tiny: TinyCheckpoint, params: SamplingParams
+) -> None:
+    """Repetition penalty and bias have equal definitions there."""
     prompt = random_prompt(random.Random(31), 60)
 
     plain = run_all(make_core(tiny.directory), [make_request(prompt, 40)])[0]
@@ -138,9 +159,20 @@ def test_greedy_tokens_equal_transformers_with_the_same_processors(tiny: TinyChe
 def test_penalties_survive_preemption_and_company(tiny: TinyCheckpoint) -> None:
     """A preempted sequence is recomputed; its seen tokens are counted once."""
     rng = random.Random(6)
-    params = SamplingParams(temperature=1.0, seed=17, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.4)
-    requests = [make_request(random_prompt(rng, 60), 150, sampling=params if row % 2 else SamplingParams()) for row in range(8)]
-    crowded = make_core(tiny.directory, kv_cache_bytes=1, context_window_tokens=512, owed_output_token_count_max=1)
+    params = SamplingParams(
+        temperature=1.0,
+        seed=17,
+        repetition_penalty=1.3,
+        presence_penalty=0.5,
+        frequency_penalty=0.4,
+    )
+    requests = [
+        make_request(random_prompt(rng, 60), 150, sampling=params if row % 2 else SamplingParams())
+        for row in range(8)
+    ]
+    crowded = make_core(
+        tiny.directory, kv_cache_bytes=1, context_window_tokens=512, owed_output_token_count_max=1
+    )
 
     alone = [run_all(make_core(tiny.directory), [request])[0] for request in requests]
     together = run_all(crowded, requests)
@@ -150,10 +182,16 @@ def test_penalties_survive_preemption_and_company(tiny: TinyCheckpoint) -> None:
 
 
 def test_nothing_ends_the_output_before_its_least_length(tiny: TinyCheckpoint) -> None:
-    """Hot samples meet an end token soon; held off, each one goes on at least so far, and ends at one afterwards."""
+    """Hot samples meet an end token soon; suppressed, they continue to the minimum."""
     ends = frozenset(range(7, 60))
     requests = [
-        make_request([9, 10], 60, sampling=SamplingParams(temperature=2.0, seed=seed), stop_token_ids=ends, min_output_tokens=12)
+        make_request(
+            [9, 10],
+            60,
+            sampling=SamplingParams(temperature=2.0, seed=seed),
+            stop_token_ids=ends,
+            min_output_tokens=12,
+        )
         for seed in range(8)
     ]
 

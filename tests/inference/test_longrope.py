@@ -1,4 +1,4 @@
-"""longrope: short factors within the original context, long ones for all of a sequence beyond it, and no block is mixed up."""
+"""longrope: short factors within the original context, long ones beyond it."""
 
 from __future__ import annotations
 
@@ -29,23 +29,33 @@ LONGROPE: dict[str, Any] = {
 SHAPES = {
     "llama, factor from the contexts": LlamaShape(context_window_tokens=512, rope_scaling=LONGROPE),
     "qwen3, its own attention factor": LlamaShape(
-        architecture="Qwen3ForCausalLM", context_window_tokens=512, rope_scaling=LONGROPE | {"attention_factor": 1.3}
+        architecture="Qwen3ForCausalLM",
+        context_window_tokens=512,
+        rope_scaling=LONGROPE | {"attention_factor": 1.3},
     ),
     "mistral, a window and a factor": LlamaShape(
-        architecture="MistralForCausalLM", sliding_window=40, context_window_tokens=512, rope_scaling=LONGROPE | {"factor": 4.0}
+        architecture="MistralForCausalLM",
+        sliding_window=40,
+        context_window_tokens=512,
+        rope_scaling=LONGROPE | {"factor": 4.0},
     ),
 }
 
 
 @pytest.fixture(scope="module")
 def longrope(tmp_path_factory: pytest.TempPathFactory) -> TinyCheckpoint:
-    return make_checkpoint(tmp_path_factory.mktemp("longrope"), seed=5, shape=SHAPES["llama, factor from the contexts"])
+    return make_checkpoint(
+        tmp_path_factory.mktemp("longrope"), seed=5, shape=SHAPES["llama, factor from the contexts"]
+    )
 
 
-def reference(directory: Path, prompts: Sequence[Sequence[int]], token_count: int, **options: Any) -> list[list[int]]:
+def reference(
+    directory: Path, prompts: Sequence[Sequence[int]], token_count: int, **options: Any
+) -> list[list[int]]:
     """Return the output of `transformers` when it recomputes the whole sequence for each token.
 
-    With its cache it would keep keys rotated by the short factors; its own Phi-3 drops the cache there.
+    With its cache it would keep keys rotated by the short factors; its own Phi-3 drops the cache
+    there.
     """
     from transformers import AutoModelForCausalLM
 
@@ -68,26 +78,36 @@ def reference(directory: Path, prompts: Sequence[Sequence[int]], token_count: in
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_greedy_tokens_equal_transformers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts that stay within the original context, that begin beyond it, and that grow across the border in each place."""
+def test_greedy_tokens_equal_transformers(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts within the original context, beyond it, and across the border."""
     checkpoint = make_checkpoint(tmp_path, seed=list(SHAPES).index(name), shape=SHAPES[name])
     rng = random.Random(2)
-    prompts = [random_prompt(rng, length) for length in (5, 40, 41, ORIGINAL - 1, ORIGINAL, ORIGINAL + 1, 130)]
+    prompts = [
+        random_prompt(rng, length)
+        for length in (5, 40, 41, ORIGINAL - 1, ORIGINAL, ORIGINAL + 1, 130)
+    ]
 
     expected = reference(tmp_path, prompts, 24)
 
     for way in WAYS:
         choose_way(way, monkeypatch)
-        outcomes = run_all(make_core(tmp_path, context_window_tokens=512), [make_request(prompt, 24) for prompt in prompts])
+        outcomes = run_all(
+            make_core(tmp_path, context_window_tokens=512),
+            [make_request(prompt, 24) for prompt in prompts],
+        )
         assert [outcome.token_ids for outcome in outcomes] == expected, way
     assert checkpoint.shape is SHAPES[name]
 
 
 def test_the_border_changes_tokens_here(longrope: TinyCheckpoint) -> None:
-    """Else nothing above would see one list of factors taken for the other."""
+    """Otherwise the tests above could not detect swapped factors."""
     prompt = random_prompt(random.Random(2), 50)
 
-    switched = run_all(make_core(longrope.directory, context_window_tokens=512), [make_request(prompt, 14 + 24)])[0]
+    switched = run_all(
+        make_core(longrope.directory, context_window_tokens=512), [make_request(prompt, 14 + 24)]
+    )[0]
     [within] = reference(longrope.directory, [prompt], 14)
     short_only = make_checkpoint(
         longrope.directory.parent / "short",
@@ -100,41 +120,66 @@ def test_the_border_changes_tokens_here(longrope: TinyCheckpoint) -> None:
     assert switched.token_ids != other
 
 
-def test_what_is_cached_of_one_side_is_not_served_to_the_other(longrope: TinyCheckpoint) -> None:
-    """A prompt within the border, the same one longer, and both again: each finds its own side's blocks only."""
+def test_blocks_of_short_prompts_are_not_served_to_long_ones_and_vice_versa(
+    longrope: TinyCheckpoint,
+) -> None:
+    """A prompt within the border and a longer one find only their own blocks."""
     core = make_core(longrope.directory, context_window_tokens=512)
     long = random_prompt(random.Random(3), 150)
     short = long[: ORIGINAL - 10]
     requests = [make_request(prompt, 8) for prompt in (short, long, short, long)]
 
-    outcomes = [run_all(core, [request], first_number=number)[0] for number, request in enumerate(requests)]
+    outcomes = [
+        run_all(core, [request], first_number=number)[0] for number, request in enumerate(requests)
+    ]
 
     assert [outcome.cached_token_count for outcome in outcomes] == [0, 0, 48, 144]
-    assert [outcome.token_ids for outcome in outcomes] == reference(longrope.directory, [short, long] * 2, 8)
+    assert [outcome.token_ids for outcome in outcomes] == reference(
+        longrope.directory, [short, long] * 2, 8
+    )
 
 
 def test_batched_chunked_and_preempted_equal_alone(longrope: TinyCheckpoint) -> None:
     rng = random.Random(4)
-    requests = [make_request(random_prompt(rng, length), 60) for length in (5, 20, 30, 55, 60, 64, 65, 100)]
-    crowded = make_core(longrope.directory, kv_cache_bytes=1, context_window_tokens=256, owed_output_token_count_max=1)
+    requests = [
+        make_request(random_prompt(rng, length), 60) for length in (5, 20, 30, 55, 60, 64, 65, 100)
+    ]
+    crowded = make_core(
+        longrope.directory,
+        kv_cache_bytes=1,
+        context_window_tokens=256,
+        owed_output_token_count_max=1,
+    )
 
-    alone = [run_all(make_core(longrope.directory, context_window_tokens=256), [request])[0] for request in requests]
-    chunked = run_all(make_core(longrope.directory, context_window_tokens=256, step_token_count_max=67), requests)
+    alone = [
+        run_all(make_core(longrope.directory, context_window_tokens=256), [request])[0]
+        for request in requests
+    ]
+    chunked = run_all(
+        make_core(longrope.directory, context_window_tokens=256, step_token_count_max=67), requests
+    )
     preempted = run_all(crowded, requests)
 
     assert [one.token_ids for one in chunked] == [one.token_ids for one in alone]
     assert [one.token_ids for one in preempted] == [one.token_ids for one in alone]
     assert crowded.statistics().preemption_count > 0
-    assert all(one.cached_token_count == 0 for one in alone), "what is computed anew at the border is not billed as cached"
+    assert all(one.cached_token_count == 0 for one in alone), (
+        "what is computed anew at the border is not billed as cached"
+    )
 
 
 def test_a_seed_means_the_same_on_both_sides(longrope: TinyCheckpoint) -> None:
     request = make_request(
-        random_prompt(random.Random(5), 50), 40, sampling=SamplingParams(temperature=1.0, seed=3, presence_penalty=0.5)
+        random_prompt(random.Random(5), 50),
+        40,
+        sampling=SamplingParams(temperature=1.0, seed=3, presence_penalty=0.5),
     )
 
     alone = run_all(make_core(longrope.directory, context_window_tokens=512), [request])[0]
-    beside = run_all(make_core(longrope.directory, context_window_tokens=512), [make_request([40] * 70, 30), request])[1]
+    beside = run_all(
+        make_core(longrope.directory, context_window_tokens=512),
+        [make_request([40] * 70, 30), request],
+    )[1]
 
     assert alone.token_ids == beside.token_ids
 
@@ -151,7 +196,9 @@ def test_beams_cross_the_border_together(longrope: TinyCheckpoint) -> None:
 def test_a_window_within_the_original_context_needs_one_table(longrope: TinyCheckpoint) -> None:
     rope = read_config(longrope.directory).rope
 
-    short, both = (rotary_tables(rope, 16, count, torch.float32)[0] for count in (ORIGINAL, ORIGINAL + 1))
+    short, both = (
+        rotary_tables(rope, 16, count, torch.float32)[0] for count in (ORIGINAL, ORIGINAL + 1)
+    )
 
     assert (len(short), len(both)) == (ORIGINAL, 2 * ORIGINAL + 1)
     assert torch.equal(both[:ORIGINAL], short)
@@ -167,8 +214,12 @@ def test_a_window_within_the_original_context_needs_one_table(longrope: TinyChec
         ({"short_mscale": 1.2}, "short_mscale"),
     ],
 )
-def test_what_cannot_be_computed_is_refused_by_name(tmp_path: Path, scaling: dict[str, Any], words: str) -> None:
-    make_checkpoint(tmp_path, shape=LlamaShape(context_window_tokens=512, rope_scaling=LONGROPE | scaling))
+def test_unsupported_longrope_settings_are_refused_by_name(
+    tmp_path: Path, scaling: dict[str, Any], words: str
+) -> None:
+    make_checkpoint(
+        tmp_path, shape=LlamaShape(context_window_tokens=512, rope_scaling=LONGROPE | scaling)
+    )
 
     with pytest.raises(CheckpointInvalid, match=words):
         read_config(tmp_path)

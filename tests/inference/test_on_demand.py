@@ -1,4 +1,4 @@
-"""A slot from cold to cold: who starts it, who closes it, and that nobody is lost between two lives."""
+"""Slots from cold to cold: starts, closes, and no request lost between two engines."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import pytest
 from inference.engine import EngineState
 from inference.errors import EngineStartFailed, EngineUnavailable
 from inference.routing.memory import HANDOVER_S, BudgetTooSmall, MemoryBudget
-from inference.routing.on_demand import FAULT_STANDS_S, OnDemandEngine, SlotTerms
+from inference.routing.on_demand import FAULT_KEPT_S, OnDemandEngine, SlotTerms
 from tests.inference.slot_world import FakeEngine, World, asked, slot_world
 
 IDLE_S = 10.0
 
 
 async def ask(slot: OnDemandEngine, until: asyncio.Event | None = None) -> str:
-    """One request, that holds its sequence until told."""
+    """Run one request that holds its sequence until released."""
     async with asked(slot) as stream:
         if until is not None:
             await until.wait()
@@ -103,10 +103,13 @@ def test_a_running_sequence_is_not_idle() -> None:
 
 
 @pytest.mark.parametrize("trouble", ["dies", "for good", "not built", "unread"])
-def test_a_start_that_fails_tells_all_waiters_why_and_the_next_request_tries_again(trouble: str) -> None:
+def test_a_start_that_fails_tells_all_waiters_why_and_the_next_request_tries_again(
+    trouble: str,
+) -> None:
     with slot_world() as world:
         slot = world.add("a", SlotTerms(idle_timeout_s=IDLE_S))
-        if trouble in ("not built", "unread"):  # its directory vanished after it had been there, or a file is odd beyond all checks
+        # A vanished directory, or a file that passes all checks and still fails.
+        if trouble in ("not built", "unread"):
             world.run(ask(slot))
             world.alive["a"].load()
             world.loop.settle()
@@ -119,20 +122,26 @@ def test_a_start_that_fails_tells_all_waiters_why_and_the_next_request_tries_aga
         elif trouble == "for good":
             world.alive["a"].break_for_good("no weights")
         world.loop.settle()
-        why = {"dies": "killed", "for good": "no weights", "not built": "the directory is gone", "unread": "int too large"}[trouble]
+        why = {
+            "dies": "killed",
+            "for good": "no weights",
+            "not built": "the directory is gone",
+            "unread": "int too large",
+        }[trouble]
         for waiter in waiters:
             with pytest.raises(EngineStartFailed, match=why):
                 waiter.result()
         assert not slot.condition().starts_on_demand
 
-        if trouble != "dies":  # it is told at once, until it is worth looking again; the memory is back
+        # Reported at once, until it is retried; the memory is free again.
+        if trouble != "dies":
             assert state(slot) is EngineState.FAILED
             assert not world.alive
             with pytest.raises(EngineStartFailed, match=why) as told:
                 world.run(ask(slot)).result()
-            assert told.value.retry_after_s == pytest.approx(FAULT_STANDS_S)
+            assert told.value.retry_after_s == pytest.approx(FAULT_KEPT_S)
             world.unbuildable.clear()
-            world.loop.advance(FAULT_STANDS_S)
+            world.loop.advance(FAULT_KEPT_S)
             assert state(slot) is EngineState.COLD
         later = world.run(ask(slot))
         assert not later.done()
@@ -141,7 +150,7 @@ def test_a_start_that_fails_tells_all_waiters_why_and_the_next_request_tries_aga
         assert later.result() == "served"
 
 
-def test_it_goes_on_loading_for_whoever_comes_next_and_is_closed_if_nobody_does() -> None:
+def test_loading_continues_for_the_next_caller_and_without_one_it_is_closed() -> None:
     with slot_world() as world:
         slot = world.add("a", SlotTerms(idle_timeout_s=IDLE_S))
         gone = world.run(ask(slot))
@@ -155,7 +164,7 @@ def test_it_goes_on_loading_for_whoever_comes_next_and_is_closed_if_nobody_does(
         assert not world.alive
 
 
-def test_closing_ends_the_wait_of_those_who_wait_for_a_start() -> None:
+def test_closing_ends_the_wait_for_a_start() -> None:
     with slot_world() as world:
         slot = world.add("a", SlotTerms())
         waiter = world.run(ask(slot))
@@ -193,7 +202,8 @@ def test_the_least_recently_used_gives_way_and_a_busy_one_never() -> None:
         a, b, c = (world.add(name, SlotTerms(memory_bytes=5)) for name in "abc")
         both_loaded(world, a, b)
         done = asyncio.Event()
-        busy = world.run(ask(a, done))  # so b is the only one that can give way, though a was used before it
+        # So only b can be evicted, although a was used before it.
+        busy = world.run(ask(a, done))
 
         wanted = world.run(ask(c))
         assert state(c) is EngineState.LOADING
@@ -217,7 +227,7 @@ def test_the_least_recently_used_gives_way_and_a_busy_one_never() -> None:
 
 @pytest.mark.parametrize("why", ["idle", "broken"])
 def test_one_that_closes_for_another_reason_makes_room_too(why: str) -> None:
-    """Else a second one, which was used not long ago, would be closed for room that is about to be there."""
+    """Otherwise a recently used engine would be closed without need."""
     with slot_world(total_bytes=10, slow_close=True) as world:
         a = world.add("a", SlotTerms(idle_timeout_s=IDLE_S, memory_bytes=5))
         b, c = (world.add(name, SlotTerms(memory_bytes=5)) for name in "bc")
@@ -244,9 +254,12 @@ def test_one_that_closes_for_another_reason_makes_room_too(why: str) -> None:
 
 
 def test_waiters_get_memory_in_the_order_in_which_they_came() -> None:
-    """A small one behind a large one does not overtake it, else the large one might wait for ever."""
+    """A small request does not overtake a large one, which could wait for ever."""
     with slot_world(total_bytes=10) as world:
-        a, large, small = (world.add(name, SlotTerms(memory_bytes=size)) for name, size in (("a", 6), ("large", 10), ("small", 1)))
+        a, large, small = (
+            world.add(name, SlotTerms(memory_bytes=size))
+            for name, size in (("a", 6), ("large", 10), ("small", 1))
+        )
         both_loaded(world, a)
         done = asyncio.Event()
         world.run(ask(a, done))
@@ -266,7 +279,7 @@ def test_waiters_get_memory_in_the_order_in_which_they_came() -> None:
         assert second.result() == "served"
 
 
-def test_who_no_longer_waits_is_not_loaded() -> None:
+def test_an_engine_without_waiting_callers_is_not_loaded() -> None:
     with slot_world(total_bytes=10) as world:
         a, b = (world.add(name, SlotTerms(memory_bytes=10)) for name in "ab")
         both_loaded(world, a)
@@ -282,9 +295,12 @@ def test_who_no_longer_waits_is_not_loaded() -> None:
 
 
 @pytest.mark.parametrize("pinned", [False, True])
-def test_what_can_never_fit_is_refused_by_name(pinned: bool) -> None:
+def test_models_that_can_never_fit_are_refused_by_name(pinned: bool) -> None:
     budget = MemoryBudget(10)
-    terms = {"large": SlotTerms(memory_bytes=7), "kept": SlotTerms(memory_bytes=4, keep_warm=pinned)}
+    terms = {
+        "large": SlotTerms(memory_bytes=7),
+        "kept": SlotTerms(memory_bytes=4, keep_warm=pinned),
+    }
     with slot_world() as world:
         slots = [world.add(name, each) for name, each in terms.items()]
         if pinned:
@@ -296,7 +312,7 @@ def test_what_can_never_fit_is_refused_by_name(pinned: bool) -> None:
             budget.check(slots)
 
 
-def test_an_eviction_in_the_moment_of_a_request_loses_nobody() -> None:
+def test_an_eviction_at_the_moment_of_a_request_loses_no_request() -> None:
     with slot_world(total_bytes=10, slow_close=True) as world:
         a, b = (world.add(name, SlotTerms(memory_bytes=10)) for name in "ab")
         both_loaded(world, a)

@@ -1,7 +1,7 @@
-"""Slots under a budget, driven at random: requests, loads that end and fail, crashes, cancels, time, ends.
+"""Slots under a budget in random operations: requests, loads, failures, crashes, cancels, time.
 
-Whatever comes: one engine per slot, the budget is kept, no running sequence loses its engine to another model, and everybody who
-waits is served or told why once the engines do what is asked of them.
+Invariants: one engine per slot, the budget is kept, no running sequence loses its engine to
+another model, and every waiting request is served or refused with a reason once the engines act.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from inference.engine import EngineState
 from inference.errors import EngineStartFailed
 from inference.routing.memory import HANDOVER_S
-from inference.routing.on_demand import FAULT_STANDS_S, OnDemandEngine, SlotTerms
+from inference.routing.on_demand import FAULT_KEPT_S, OnDemandEngine, SlotTerms
 from tests.inference.slot_world import VirtualLoop, World, asked
 
 EXAMPLES = int(os.environ.get("WEIR_SLOT_EXAMPLES", "40"))
@@ -31,7 +31,7 @@ NAMES = st.sampled_from(sorted(TERMS))
 
 
 class Asked:
-    """One request: what became of it."""
+    """One request and its result."""
 
     def __init__(self, world: World, slot: OnDemandEngine) -> None:
         self.slot = slot
@@ -52,7 +52,7 @@ class Asked:
 
 
 class Slots(RuleBasedStateMachine):
-    """See the module's docstring."""
+    """Random operations; see the module's docstring."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Slots(RuleBasedStateMachine):
 
     @rule(name=NAMES)
     def ask_where_it_just_closes_or_waits(self, name: str) -> None:
-        """Two in the same turn of the loop."""
+        """Send two requests in the same turn of the loop."""
         self.asked += [Asked(self.world, self.world.slots[name]) for _ in range(2)]
 
     @precondition(lambda self: self.asked)
@@ -95,7 +95,11 @@ class Slots(RuleBasedStateMachine):
     @rule(name=NAMES, for_good=st.booleans())
     def broken(self, name: str, for_good: bool) -> None:
         engine = self.world.alive.get(name)
-        if engine is not None and not engine.sequences and engine.state in (EngineState.LOADING, EngineState.READY):
+        if (
+            engine is not None
+            and not engine.sequences
+            and engine.state in (EngineState.LOADING, EngineState.READY)
+        ):
             engine.break_for_good("no weights") if for_good else engine.fail("killed")
             self.loop.settle()
 
@@ -106,13 +110,13 @@ class Slots(RuleBasedStateMachine):
             engine.end_close()
             self.loop.settle()
 
-    @rule(seconds=st.sampled_from([0.01, HANDOVER_S, 3.0, 10.0, FAULT_STANDS_S]))
+    @rule(seconds=st.sampled_from([0.01, HANDOVER_S, 3.0, 10.0, FAULT_KEPT_S]))
     def wait(self, seconds: float) -> None:
         self.loop.advance(seconds)
 
     @invariant()
     def running_sequences_have_their_engines(self) -> None:
-        """That there is one engine per slot, and the budget is kept, is asserted by the world at each start."""
+        """Check running sequences; the world checks slots and budget at each start."""
         for each in self.asked:
             if each.runs:
                 engine = self.world.alive[each.slot.name]
@@ -121,10 +125,12 @@ class Slots(RuleBasedStateMachine):
 
     @invariant()
     def what_is_held_is_what_lives(self) -> None:
-        assert self.world.budget.held_bytes == sum(TERMS[name].memory_bytes for name in self.world.alive)
+        assert self.world.budget.held_bytes == sum(
+            TERMS[name].memory_bytes for name in self.world.alive
+        )
 
     def teardown(self) -> None:
-        """Nobody is lost: with engines that do what they are asked, everybody gets an answer."""
+        """Check that every request gets an answer once the engines act."""
         try:
             for _ in range(4 * len(TERMS)):
                 for engine in list(self.world.alive.values()):
@@ -138,7 +144,9 @@ class Slots(RuleBasedStateMachine):
             unanswered = [each.slot.name for each in self.asked if not each.task.done()]
             assert not unanswered, f"still waiting: {unanswered}"
             answers = {each.task.result() for each in self.asked if not each.task.cancelled()}
-            assert answers <= {"served", "killed", "no weights"}, "whoever is not served is told why"
+            assert answers <= {"served", "killed", "no weights"}, (
+                "whoever is not served is told why"
+            )
             self.world.close()
         finally:
             for task in asyncio.all_tasks(self.loop):

@@ -11,7 +11,9 @@ from tests.inference.running import make_core, make_request
 
 
 @pytest.mark.parametrize("submitted_at_s", [None, 1.0], ids=["waiting here", "in the engine"])
-def test_a_cancelled_sequence_was_begun_if_the_engine_had_it(tiny: TinyCheckpoint, submitted_at_s: float | None) -> None:
+def test_a_cancelled_sequence_was_begun_if_the_engine_had_it(
+    tiny: TinyCheckpoint, submitted_at_s: float | None
+) -> None:
     request = Request(1, make_request((30, 31, 32), 5), frozenset({2}), 0.0, submitted_at_s)
     choice = Choice(request, 0, 1, make_core(tiny.directory)._decoder.open())
     request.choices = [choice]

@@ -19,7 +19,9 @@ from tests.inference.checkpoints import LlamaShape, make_checkpoint
 from tests.inference.hosted import prompt
 from tests.inference.running import SMALL_KV_BYTES, make_request, run_all
 
-pytestmark = pytest.mark.skipif(load() is None, reason="torch computes here, and reads weights where they lie anyway")
+pytestmark = pytest.mark.skipif(
+    load() is None, reason="torch computes here, and reads weights where they lie anyway"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -27,14 +29,19 @@ def _keep_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "PACKED_BYTES_MIN", 0)
 
 
-def core_of(directory: Path, packed: Path | None, dtype: ComputeDtype = "float32", bytes_max: int = 1 << 40) -> EngineCore:
+def core_of(
+    directory: Path, packed: Path | None, dtype: ComputeDtype = "float32", bytes_max: int = 1 << 40
+) -> EngineCore:
     limits = EngineLimits(context_window_tokens=256, step_token_count_max=128)
     place = None if packed is None else PackedPlace(str(packed), bytes_max)
     return EngineCore(EngineOptions(str(directory), limits, dtype, SMALL_KV_BYTES, packed=place))
 
 
 def tokens(core: EngineCore) -> list[list[int]]:
-    return [outcome.token_ids for outcome in run_all(core, [make_request(prompt(seed), 12) for seed in range(3)])]
+    return [
+        outcome.token_ids
+        for outcome in run_all(core, [make_request(prompt(seed), 12) for seed in range(3)])
+    ]
 
 
 def files(packed: Path) -> list[Path]:
@@ -51,17 +58,22 @@ def test_mapped_weights_give_the_tokens_of_packed_ones(
 
     first = tokens(core_of(directory, packed, dtype))
     [file] = files(packed)
-    monkeypatch.setattr("inference.core.model_runner.load_weights", None)  # the checkpoint's own are not read any more
+    # The checkpoint's own weights are not read again.
+    monkeypatch.setattr("inference.core.model_runner.load_weights", None)
     second = tokens(core_of(directory, packed, dtype))
 
     assert first == second == expected
     assert files(packed) == [file]
-    assert file.stat().st_mode & 0o077 == 0 or packed.stat().st_mode & 0o077 == 0, "weights are for nobody else to change"
+    assert file.stat().st_mode & 0o077 == 0 or packed.stat().st_mode & 0o077 == 0, (
+        "weights are for nobody else to change"
+    )
 
 
 SHAPES = {
     "biases": LlamaShape(layer_count=2, attention_bias=True, mlp_bias=True),
-    "odd panels, tied": LlamaShape(layer_count=2, hidden_size=72, intermediate_size=130, head_dim=16, tied_embeddings=True),
+    "odd panels, tied": LlamaShape(
+        layer_count=2, hidden_size=72, intermediate_size=130, head_dim=16, tied_embeddings=True
+    ),
     "head norms": LlamaShape(architecture="Qwen3ForCausalLM", layer_count=2, head_dim=32),
     "window": LlamaShape(architecture="MistralForCausalLM", layer_count=2, sliding_window=20),
 }
@@ -76,7 +88,9 @@ def test_parts_that_not_every_model_has_are_kept_too(tmp_path: Path, shape: Llam
     assert [tokens(core_of(directory, packed)) for _ in range(2)] == [expected] * 2
 
 
-def test_another_checkpoint_in_the_same_place_is_packed_anew_and_the_old_file_goes(tmp_path: Path) -> None:
+def test_another_checkpoint_in_the_same_place_is_packed_again_and_the_old_file_removed(
+    tmp_path: Path,
+) -> None:
     directory, packed = tmp_path / "model", tmp_path / "packed"
     make_checkpoint(directory, seed=1)
     before = tokens(core_of(directory, packed))
@@ -92,7 +106,9 @@ def test_another_checkpoint_in_the_same_place_is_packed_anew_and_the_old_file_go
     assert new != old
 
 
-def test_weights_that_are_not_finite_are_refused_and_nothing_is_kept_of_them(tmp_path: Path) -> None:
+def test_weights_that_are_not_finite_are_refused_and_nothing_is_kept_of_them(
+    tmp_path: Path,
+) -> None:
     directory, packed = tmp_path / "model", tmp_path / "packed"
     make_checkpoint(directory)
     weights = directory / "model.safetensors"
@@ -107,7 +123,7 @@ def test_weights_that_are_not_finite_are_refused_and_nothing_is_kept_of_them(tmp
 
 
 @pytest.mark.parametrize("damage", ["torn", "empty", "other", "parts missing"])
-def test_a_file_that_is_not_whole_is_written_anew(tmp_path: Path, damage: str) -> None:
+def test_an_incomplete_file_is_written_again(tmp_path: Path, damage: str) -> None:
     directory, packed = tmp_path / "model", tmp_path / "packed"
     make_checkpoint(directory)
     expected = tokens(core_of(directory, packed))
@@ -118,7 +134,9 @@ def test_a_file_that_is_not_whole_is_written_anew(tmp_path: Path, damage: str) -
         header = b"[]".ljust(length)
         file.write_bytes(content[:16] + header + content[16 + length :])
     else:
-        file.write_bytes({"torn": content[:-5000], "empty": b"", "other": b"something else" * 1000}[damage])
+        file.write_bytes(
+            {"torn": content[:-5000], "empty": b"", "other": b"something else" * 1000}[damage]
+        )
 
     assert tokens(core_of(directory, packed)) == expected
     assert file.read_bytes() == content
@@ -133,8 +151,10 @@ def test_without_room_each_host_has_its_own(tmp_path: Path) -> None:
     assert tokens(core_of(directory, packed)) == tokens(core_of(directory, None))
 
 
-def test_what_is_used_no_more_goes_where_there_is_too_much_and_what_is_mapped_stays(tmp_path: Path) -> None:
-    """The least recently used first; a host that has a file mapped keeps it, however much there is."""
+def test_unused_packed_weights_are_removed_above_the_limit_and_mapped_ones_stay(
+    tmp_path: Path,
+) -> None:
+    """The least recently used go first; mapped files stay."""
     packed = tmp_path / "packed"
     models = [tmp_path / f"model{seed}" for seed in range(4)]
     made: list[Path] = []
@@ -142,7 +162,7 @@ def test_what_is_used_no_more_goes_where_there_is_too_much_and_what_is_mapped_st
         make_checkpoint(directory, seed=seed)
         core_of(directory, packed)
         [new] = set(files(packed)) - set(made)
-        os.utime(new, ns=(seed, seed))  # in this order, whatever the clock can tell apart
+        os.utime(new, ns=(seed, seed))  # in this order, whatever the resolution of the clock
         made.append(new)
     size = made[0].stat().st_size
 
@@ -150,7 +170,9 @@ def test_what_is_used_no_more_goes_where_there_is_too_much_and_what_is_mapped_st
     assert files(packed) == sorted(made)
     os.utime(made[0], ns=(0, 0))
     trim_packed(packed, 3 * size)
-    assert files(packed) == sorted([made[0], *made[2:]]), "the second was used before the third, and the first is mapped"
+    assert files(packed) == sorted([made[0], *made[2:]]), (
+        "the second was used before the third, and the first is mapped"
+    )
     again = core_of(models[2], packed, bytes_max=0)
     assert files(packed) == sorted([made[0], made[2]]), "only what is mapped, now by two"
 

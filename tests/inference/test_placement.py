@@ -1,4 +1,4 @@
-"""Where sequences are put: never where nothing may go, and the books of every replica are right at every moment."""
+"""Placement of sequences: never in an unusable replica, and exact accounts of every replica."""
 
 from __future__ import annotations
 
@@ -27,7 +27,13 @@ from inference.engine import (
     Tell,
     TokensGenerated,
 )
-from inference.errors import EngineError, EngineFailed, EngineOverloaded, EngineUnavailable, RequestImpossible
+from inference.errors import (
+    EngineError,
+    EngineFailed,
+    EngineOverloaded,
+    EngineUnavailable,
+    RequestImpossible,
+)
 from inference.routing.placement import (
     POLICIES,
     LeastLoaded,
@@ -54,7 +60,7 @@ SYSTEM = tuple(range(100, 164))  # four blocks that prompts share
 
 
 class Puppet:
-    """An engine that does what a test says. cached: what it says of every prompt."""
+    """Engine controlled by a test. cached_token_count: its prediction for every prompt."""
 
     def __init__(self) -> None:
         self.model = MODEL
@@ -68,10 +74,10 @@ class Puppet:
         self.started = asyncio.Event()
 
     async def serve(self) -> None:
-        """Nothing of its own runs."""
+        """Do nothing: it has no background work."""
 
     async def start(self) -> None:
-        """When the test says so."""
+        """Start when the test allows it."""
         await self.started.wait()
         self.state = EngineState.READY
 
@@ -89,14 +95,14 @@ class Puppet:
         return sequence
 
     def cancel(self, sequence: EngineSequence) -> None:
-        """Nobody here waits for that."""
+        """Do nothing: no test waits for it."""
 
     def forget(self, sequence: EngineSequence) -> None:
         """Implement `Sequence.close`."""
         self.sequences.pop(sequence.number, None)
 
     def tell(self, sequence: EngineSequence, event: SequenceEvent | EngineError) -> None:
-        """Tell what comes of it."""
+        """Report an event."""
         if isinstance(event, TokensGenerated):
             sequence.outputs[0] += event.token_ids
         if isinstance(event, Scheduled):
@@ -106,13 +112,13 @@ class Puppet:
         sequence.tell(event)
 
     def lose(self) -> None:
-        """Die."""
+        """Die like a process."""
         self.state = EngineState.RESTARTING
         for sequence in tuple(self.sequences.values()):
             self.tell(sequence, EngineFailed("killed"))
 
     def predict_cached_token_count(self, prompt_token_ids: tuple[int, ...], cache_salt: str) -> int:
-        """What the test says; by default everything."""
+        """Return the test's number, by default all tokens."""
         return len(prompt_token_ids) if self.cached_token_count is None else self.cached_token_count
 
     def statistics(self) -> EngineStatistics:
@@ -133,7 +139,7 @@ class Puppet:
 
 
 class Clock:
-    """Time that a test moves."""
+    """Clock that is set by hand."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -143,43 +149,57 @@ class Clock:
 
 
 def make_set(count: int, **options: Any) -> tuple[ReplicaSet, list[Puppet], Clock]:
-    """Replicas `r0`, `r1`, …"""
+    """Return replicas `r0`, `r1`, …"""
     clock, puppets = Clock(), [Puppet() for _ in range(count)]
     regions, limits = options.pop("regions", [""] * count), options.pop("limits", LIMITS)
-    replicas = [Replica(f"r{index}", puppet, regions[index], limits) for index, puppet in enumerate(puppets)]
-    return ReplicaSet(MODEL, replicas, clock=clock, **({"recovery_wait_s": 0.0} | options)), puppets, clock
+    replicas = [
+        Replica(f"r{index}", puppet, regions[index], limits) for index, puppet in enumerate(puppets)
+    ]
+    return (
+        ReplicaSet(MODEL, replicas, clock=clock, **({"recovery_wait_s": 0.0} | options)),
+        puppets,
+        clock,
+    )
 
 
 def finished(token_count: int) -> SequenceFinished:
-    """An end."""
+    """Return the end of a sequence."""
     return SequenceFinished(EngineFinishReason.STOP, "", 1, 0, token_count, EngineTimings(0, 0, 0))
 
 
 class Followed:
-    """A sequence, and all that was told of it."""
+    """Sequence with all its events."""
 
     def __init__(self, replica_set: ReplicaSet, request: GenerationRequest) -> None:
         self.told: list[SequenceEvent | EngineError] = []
         self.sequence = replica_set.submit(request, self.told.append)
 
     def find(self, puppets: list[Puppet]) -> tuple[Puppet, EngineSequence] | None:
-        """Where it runs."""
+        """Return its current engine."""
         mine = vars(self.sequence)["_sequence"]
-        return next(((puppet, mine) for puppet in puppets if mine in puppet.sequences.values()), None)
+        return next(
+            ((puppet, mine) for puppet in puppets if mine in puppet.sequences.values()), None
+        )
 
 
 class PlacingMachine(RuleBasedStateMachine):
-    """Sequences come, progress, end, are left and lost, while replicas die, fill up, drain and come back."""
+    """State machine of sequences, while replicas die, fill up, drain and return."""
 
     def __init__(self) -> None:
         super().__init__()
         self.loop = asyncio.new_event_loop()
         self.open: list[Followed] = []
 
-    @initialize(count=st.integers(1, 4), policy=st.sampled_from(sorted(POLICIES)), failures=st.integers(1, 2))
+    @initialize(
+        count=st.integers(1, 4),
+        policy=st.sampled_from(sorted(POLICIES)),
+        failures=st.integers(1, 2),
+    )
     def make(self, count: int, policy: str, failures: int) -> None:
         limits = replace(LIMITS, failure_count_max=failures)
-        self.set, self.puppets, self.clock = make_set(count, policy=POLICIES[policy](), limits=limits)
+        self.set, self.puppets, self.clock = make_set(
+            count, policy=POLICIES[policy](), limits=limits
+        )
 
     def teardown(self) -> None:
         for each in self.open:
@@ -191,13 +211,22 @@ class PlacingMachine(RuleBasedStateMachine):
         self.loop.close()
 
     def usable(self) -> list[str]:
-        """Who may get something, by the machine's own reckoning."""
-        return [report.name for report in self.set.reports() if report.state is ReplicaState.READY or self.may_probe(report.name)]
+        """Return usable replicas by the machine's own accounts."""
+        return [
+            report.name
+            for report in self.set.reports()
+            if report.state is ReplicaState.READY or self.may_probe(report.name)
+        ]
 
     def may_probe(self, name: str) -> bool:
         replica = self.set.replicas[int(name[1:])]
         half_open = replica.breaker.state(self.clock.now_s) is BreakerState.HALF_OPEN
-        return half_open and replica.engine.healthy() and not replica.is_draining and replica.breaker.admits(self.clock.now_s)
+        return (
+            half_open
+            and replica.engine.healthy()
+            and not replica.is_draining
+            and replica.breaker.admits(self.clock.now_s)
+        )
 
     @rule(kind=st.integers(0, 5), output=st.integers(1, 400))
     def begin(self, kind: int, output: int) -> None:
@@ -209,14 +238,20 @@ class PlacingMachine(RuleBasedStateMachine):
         except EngineError:
             assert not usable, "it was refused although somebody could take it"
             return
-        [index] = [index for index, puppet in enumerate(self.puppets) if len(puppet.requests) > before[index]]
+        [index] = [
+            index
+            for index, puppet in enumerate(self.puppets)
+            if len(puppet.requests) > before[index]
+        ]
         assert f"r{index}" in usable
         self.open.append(followed)
 
     @precondition(lambda self: self.open)
-    @rule(which=st.integers(0, 50), tokens=st.integers(1, 30), ends=st.booleans(), reads=st.booleans())
+    @rule(
+        which=st.integers(0, 50), tokens=st.integers(1, 30), ends=st.booleans(), reads=st.booleans()
+    )
     def progress(self, which: int, tokens: int, ends: bool, reads: bool) -> None:
-        """Events of one sequence; it ends, or is left."""
+        """Report events of one sequence; end it, or close it."""
         followed = self.open[which % len(self.open)]
         found = followed.find(self.puppets)
         if found is not None and reads:
@@ -227,14 +262,16 @@ class PlacingMachine(RuleBasedStateMachine):
             for event in events:
                 puppet.tell(mine, event)
             assert type(followed.told[-1]) is type(events[-1])
-            assert sum(isinstance(event, Scheduled) for event in followed.told) == 1, "that a second engine began is not told"
+            assert sum(isinstance(event, Scheduled) for event in followed.told) == 1, (
+                "that a second engine began is not told"
+            )
         if ends or not reads:
             self.open.remove(followed)
             followed.sequence.close()
 
     @rule(which=st.integers(0, 3), is_back=st.booleans())
     def lose(self, which: int, is_back: bool) -> None:
-        """An engine dies, and what it ran goes on elsewhere or ends. is_back: it is ready again right after that."""
+        """Kill an engine; its sequences move or end. is_back: it is ready again at once."""
         puppet = self.puppets[which % len(self.puppets)]
         self.loop.run_until_complete(self.lost(puppet))
         for followed in tuple(self.open):
@@ -245,7 +282,7 @@ class PlacingMachine(RuleBasedStateMachine):
             puppet.state = EngineState.READY
 
     async def lost(self, puppet: Puppet) -> None:
-        """Until all that it ran have looked for another place."""
+        """Wait until all its sequences have looked for another replica."""
         puppet.lose()
         await asyncio.sleep(0)
         await asyncio.sleep(0)
@@ -268,7 +305,11 @@ class PlacingMachine(RuleBasedStateMachine):
 
     @invariant()
     def books_are_right(self) -> None:
-        for report, puppet in zip(self.set.reports() if hasattr(self, "set") else (), getattr(self, "puppets", ()), strict=True):
+        for report, puppet in zip(
+            self.set.reports() if hasattr(self, "set") else (),
+            getattr(self, "puppets", ()),
+            strict=True,
+        ):
             assert report.live_sequence_count == len(puppet.sequences)
             assert (report.outstanding_token_count > 0) == (report.live_sequence_count > 0)
 
@@ -277,11 +318,20 @@ TestPlacing = PlacingMachine.TestCase
 TestPlacing.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
-async def place(replica_set: ReplicaSet, stack: contextlib.AsyncExitStack, request: GenerationRequest, **said: int) -> str:
-    """Where a request goes; said: what its engine tells then."""
+async def place(
+    replica_set: ReplicaSet,
+    stack: contextlib.AsyncExitStack,
+    request: GenerationRequest,
+    **said: int,
+) -> str:
+    """Return the replica of a request. said: values reported by its engine."""
     before = {report.name: report.live_sequence_count for report in replica_set.reports()}
     stream = await stack.enter_async_context(streams.stream(replica_set, request))
-    [name] = [report.name for report in replica_set.reports() if report.live_sequence_count > before[report.name]]
+    [name] = [
+        report.name
+        for report in replica_set.reports()
+        if report.live_sequence_count > before[report.name]
+    ]
     if said:
         placed = vars(stream.sequence)
         for said_now in (Scheduled(said["cached"]), TokensGenerated((1,), "x")):
@@ -293,30 +343,37 @@ async def place(replica_set: ReplicaSet, stack: contextlib.AsyncExitStack, reque
 
 
 def prompted(*own: int, output: int = 10, salt: str = "") -> GenerationRequest:
-    """The shared beginning, and tokens of its own."""
+    """Return a prompt of the shared prefix and further tokens."""
     return make_request([*SYSTEM, *own], output, cache_salt=salt)
 
 
 async def test_round_robin_gives_to_each_in_turn() -> None:
     replica_set, _, _ = make_set(3, policy=RoundRobin())
     async with contextlib.AsyncExitStack() as stack:
-        assert [await place(replica_set, stack, prompted(1)) for _ in range(6)] == ["r0", "r1", "r2"] * 2
+        assert [await place(replica_set, stack, prompted(1)) for _ in range(6)] == [
+            "r0",
+            "r1",
+            "r2",
+        ] * 2
 
 
-async def test_least_loaded_gives_to_whom_has_the_fewest_tokens_to_compute() -> None:
+async def test_least_loaded_chooses_the_fewest_outstanding_tokens() -> None:
     replica_set, _, _ = make_set(2, policy=LeastLoaded())
     async with contextlib.AsyncExitStack() as stack:
         assert await place(replica_set, stack, make_request(range(7, 307), 10)) == "r0"
-        assert [await place(replica_set, stack, make_request(range(7, 57), 10)) for _ in range(3)] == ["r1"] * 3
+        assert [
+            await place(replica_set, stack, make_request(range(7, 57), 10)) for _ in range(3)
+        ] == ["r1"] * 3
 
 
 async def test_a_prefix_stays_with_its_replica_until_that_has_too_much_to_do() -> None:
-    """What is saved is weighed against what is outstanding, token for token."""
+    """Cached tokens count against outstanding ones, one for one."""
     replica_set, _, _ = make_set(2, policy=PrefixAware())
     async with contextlib.AsyncExitStack() as stack:
         first = await place(replica_set, stack, prompted(1, 2))
         await stack.aclose()
-        # 64 cached tokens are worth as much as 64 outstanding ones: each of these has 2 of prompt and 10 of output.
+        # 64 cached tokens are worth as much as 64 outstanding ones: each of these has 2 of prompt
+        # and 10 of output.
         placed = [await place(replica_set, stack, prompted(1, 2)) for _ in range(12)]
 
     assert placed[:5] == [first] * 5
@@ -329,13 +386,15 @@ async def test_prefixes_of_one_salt_say_nothing_of_another() -> None:
     async with contextlib.AsyncExitStack() as stack:
         first = await place(replica_set, stack, prompted(1, salt="a"))
     async with contextlib.AsyncExitStack() as stack:
-        assert await place(replica_set, stack, prompted(1, salt="b")) != first, "equal cost: the other one's turn"
+        assert await place(replica_set, stack, prompted(1, salt="b")) != first, (
+            "equal cost: the other one's turn"
+        )
     async with contextlib.AsyncExitStack() as stack:
         assert await place(replica_set, stack, prompted(1, salt="a")) == first
 
 
 async def test_an_engine_that_says_its_cache_is_gone_is_believed() -> None:
-    """Before a sequence is placed, when it has served one, and when it was away. The other replica has half of the prompt."""
+    """Before a placement, after serving, and after being lost."""
     long = make_request(range(300, 700), 5)
     keys = prefix_keys(long.prompt_token_ids, "")
     for says_so in ("before", "after", "by being away"):
@@ -350,7 +409,9 @@ async def test_an_engine_that_says_its_cache_is_gone_is_believed() -> None:
                     puppets[0].cached_token_count = 0
                 case "after":
                     assert await place(replica_set, stack, long, cached=0) == "r0"
-                    assert whole.find(keys).block_count == len(keys), "it has computed all of it now"
+                    assert whole.find(keys).block_count == len(keys), (
+                        "it has computed all of it now"
+                    )
                     whole.found_missing(whole.find(keys), 0)
                 case _:
                     assert replica_set.healthy()
@@ -360,7 +421,7 @@ async def test_an_engine_that_says_its_cache_is_gone_is_believed() -> None:
             assert await place(replica_set, stack, long) == "r1"
 
 
-def test_what_was_used_before_a_missing_block_is_missing_too() -> None:
+def test_blocks_used_before_a_missing_block_are_missing_too() -> None:
     prefixes = SentPrefixes()
     old, gone, new = ((index, index + 1, index + 2) for index in (10, 20, 30))
     for keys in (old, gone, new):
@@ -375,7 +436,9 @@ def test_what_was_used_before_a_missing_block_is_missing_too() -> None:
     many = tuple(range(100, 120))
     prefixes.sent(many)
     prefixes.computed(many)
-    assert not prefixes.found_missing(prefixes.find(many), 20 * 16 - 128), "engines count in blocks of up to 128 tokens"
+    assert not prefixes.found_missing(prefixes.find(many), 20 * 16 - 128), (
+        "engines count in blocks of up to 128 tokens"
+    )
     prefixes.sent(new)
     assert prefixes.found_missing(prefixes.find(many), 0)
     assert [prefixes.find(keys).block_count for keys in (old, gone, many, new)] == [0, 0, 8, 3]
@@ -389,14 +452,18 @@ def test_the_index_is_bounded_and_forgets_the_least_recently_used() -> None:
     prefixes.sent((7, 8))
 
     assert len(prefixes) == 6
-    assert [prefixes.find(keys).block_count for keys in ((1, 2, 3), (4, 5, 6), (7, 8))] == [3, 1, 2], "a head outlives its tail"
+    assert [prefixes.find(keys).block_count for keys in ((1, 2, 3), (4, 5, 6), (7, 8))] == [
+        3,
+        1,
+        2,
+    ], "a head outlives its tail"
 
 
 def test_a_breaker_opens_after_failures_in_a_row_and_probes_with_one() -> None:
     breaker = CircuitBreaker(LIMITS)
     breaker.failed(began_at_s=0.0, now_s=1.0)
     for _ in range(40):
-        breaker.failed(began_at_s=0.5, now_s=1.0)  # the other streams of the process that died
+        breaker.failed(began_at_s=0.5, now_s=1.0)  # the other streams of the dead process
     assert breaker.state(1.0) is BreakerState.CLOSED
     breaker.failed(began_at_s=2.0, now_s=3.0)
     assert breaker.state(7.9) is BreakerState.OPEN
@@ -417,7 +484,9 @@ def test_a_breaker_opens_after_failures_in_a_row_and_probes_with_one() -> None:
     assert breaker.admits(21.0), "a success begins the count anew"
 
 
-async def test_a_drained_replica_keeps_what_it_has_and_gets_nothing_new_until_that_is_over() -> None:
+async def test_a_drained_replica_keeps_what_it_has_and_gets_nothing_new_until_that_is_over() -> (
+    None
+):
     replica_set, _, _ = make_set(2, policy=RoundRobin())
     async with asyncio.timeout(60), contextlib.AsyncExitStack() as stack:
         assert await place(replica_set, stack, prompted(1)) == "r0"
@@ -440,8 +509,8 @@ async def test_a_drained_replica_keeps_what_it_has_and_gets_nothing_new_until_th
         assert await place(replica_set, stack, prompted(1)) == "r0"
 
 
-async def test_what_one_replica_cannot_do_another_may() -> None:
-    """Servers of several kinds can stand behind one model. It is impossible once all that could be asked have said so."""
+async def test_a_request_that_one_replica_refuses_runs_on_another() -> None:
+    """Servers of several kinds may serve one model; all must refuse."""
     replica_set, puppets, _ = make_set(2, policy=RoundRobin())
     async with asyncio.timeout(60), contextlib.AsyncExitStack() as stack:
         puppets[0].is_unable = True
@@ -457,8 +526,8 @@ async def test_what_one_replica_cannot_do_another_may() -> None:
     assert [report.live_sequence_count for report in replica_set.reports()] == [0, 0]
 
 
-async def test_requests_that_fail_wherever_they_run_do_not_take_all_replicas_out_of_use() -> None:
-    """Each is given up by three engines that live on, and counted against the first one only: it may be the request."""
+async def test_requests_that_fail_on_every_replica_do_not_open_all_circuits() -> None:
+    """Each failure on a working engine counts against the request."""
     replica_set, puppets, clock = make_set(3, policy=RoundRobin())
     async with asyncio.timeout(60):
         for _ in range(LIMITS.failure_count_max):
@@ -474,11 +543,15 @@ async def test_requests_that_fail_wherever_they_run_do_not_take_all_replicas_out
                     reading.result()
 
     assert [len(puppet.requests) for puppet in puppets] == [2, 2, 2]
-    assert [report.state for report in replica_set.reports()] == [ReplicaState.TRIPPED, ReplicaState.READY, ReplicaState.READY]
+    assert [report.state for report in replica_set.reports()] == [
+        ReplicaState.TRIPPED,
+        ReplicaState.READY,
+        ReplicaState.READY,
+    ]
 
 
 async def test_a_model_is_as_well_as_the_replicas_that_are_in_use() -> None:
-    """A drained one says nothing of what the next request meets: health and progress go by the others."""
+    """Health and progress are those of the other replicas, which get the next request."""
     replica_set, puppets, _ = make_set(2, warm_count=0)
     replica_set.drain(["r0"])
     for state in (EngineState.COLD, EngineState.LOADING, EngineState.FAILED):
@@ -490,7 +563,9 @@ async def test_a_model_is_as_well_as_the_replicas_that_are_in_use() -> None:
     assert replica_set.condition().reason == "it is being drained"
 
 
-async def test_a_request_goes_to_the_first_region_that_takes_it_and_to_no_other_than_its_own() -> None:
+async def test_a_request_goes_to_the_first_region_that_takes_it_and_to_no_other_than_its_own() -> (
+    None
+):
     replica_set, puppets, _ = make_set(4, regions=["eu", "eu", "us", ""], policy=RoundRobin())
     puppets[3].state = EngineState.CLOSED
 
@@ -548,13 +623,17 @@ def test_statistics_are_sums_and_steps_the_mean_pace_of_those_that_work() -> Non
 
     assert together.sum_of(told(4, 4, 0), 3, (0, 0)).step_count == 4
     summed = together.sum_of(told(8, 6, 0), 2, (1, 2))
-    assert (summed.step_count, summed.running_sequence_count, summed.kv_block_count_total) == (7, 2, 30)
+    assert (summed.step_count, summed.running_sequence_count, summed.kv_block_count_total) == (
+        7,
+        2,
+        30,
+    )
     assert (summed.replica_count, summed.migration_count, summed.replacement_count) == (2, 1, 2)
     assert together.sum_of(told(9, 1, 0), 2, (1, 2)).step_count == 8, "the second was started anew"
 
 
 class RefusesLater(Puppet):
-    """Takes every sequence and says then that it is full, as remote servers do."""
+    """Engine that accepts every sequence and then refuses it as full, as remote servers do."""
 
     def submit(self, request: GenerationRequest, tell: Tell) -> EngineSequence:
         """Implement `Engine.submit`."""
@@ -564,10 +643,12 @@ class RefusesLater(Puppet):
         return sequence
 
 
-async def test_servers_that_refuse_what_they_took_are_not_asked_for_ever() -> None:
-    """When all of them do, that is told."""
+async def test_servers_that_refuse_accepted_requests_are_not_retried_endlessly() -> None:
+    """If all replicas do so, the request is refused."""
     puppets = [RefusesLater(), RefusesLater()]
-    replicas = ReplicaSet(MODEL, [Replica(f"r{index}", puppet) for index, puppet in enumerate(puppets)])
+    replicas = ReplicaSet(
+        MODEL, [Replica(f"r{index}", puppet) for index, puppet in enumerate(puppets)]
+    )
     async with asyncio.timeout(60):
         with pytest.raises(EngineOverloaded):
             async with streams.stream(replicas, make_request([1, 2, 3], 4)) as stream:

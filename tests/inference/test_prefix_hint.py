@@ -19,7 +19,9 @@ def test_a_prompt_is_found_under_its_own_salt_and_never_whole() -> None:
     assert hint.predict(prompt, "a") == 3 * KV_BLOCK_TOKENS
     assert hint.predict([*prompt, 1], "a") == 4 * KV_BLOCK_TOKENS
     assert hint.predict(prompt, "b") == 0
-    assert hint.predict([*prompt[KV_BLOCK_TOKENS:], 1], "a") == 0, "the same tokens elsewhere are another block"
+    assert hint.predict([*prompt[KV_BLOCK_TOKENS:], 1], "a") == 0, (
+        "the same tokens elsewhere are another block"
+    )
 
 
 def test_the_oldest_tails_are_forgotten_first() -> None:
@@ -36,4 +38,6 @@ def test_the_oldest_tails_are_forgotten_first() -> None:
 def test_hashes_are_those_of_the_engine(token_ids: list[int], salt: str) -> None:
     count = len(token_ids) // KV_BLOCK_TOKENS
 
-    assert list(block_hashes(tuple(token_ids), salt, KV_BLOCK_TOKENS)) == [key.key for key in block_keys(token_ids, salt, count)]
+    assert list(block_hashes(tuple(token_ids), salt, KV_BLOCK_TOKENS)) == [
+        key.key for key in block_keys(token_ids, salt, count)
+    ]

@@ -1,7 +1,7 @@
-"""Structured output at scale: answers written by chance alone, under hundreds of schemas, and every one of them validates.
+"""Structured output at scale: random answers under hundreds of schemas validate.
 
-No model: whatever a model would choose among the allowed tokens, chance may choose too, and it costs a thousandth. What the engine
-does with a grammar is `test_grammar.py`'s concern.
+No model is needed: chance may choose any token that a model may choose, at a thousandth of the
+cost. `test_grammar.py` tests the engine's use of grammars.
 """
 
 from __future__ import annotations
@@ -21,46 +21,59 @@ from inference.text.tokenizer import Tokenizer
 from tests.inference import json_schemas
 from tests.inference.checkpoints import TinyCheckpoint
 
-SCHEMA_COUNT = int(os.environ.get("WEIR_TEST_SCHEMA_COUNT", "1000"))  # random ones; more take longer
-FREE_TOKENS = 120  # after so many only what leads to an end is preferred
+# Random schemas; more take longer.
+SCHEMA_COUNT = int(os.environ.get("WEIR_TEST_SCHEMA_COUNT", "1000"))
+FREE_TOKENS = 120  # after this many, only tokens that lead to an end are preferred
 TOKENS_MAX = 1500
 
 
 class Writer:
-    """Writes answers at random: allowed tokens only, those that close something more often, and at last the end."""
+    """Writes random answers from allowed tokens, preferring those that close."""
 
     def __init__(self, tiny: TinyCheckpoint) -> None:
         config = read_config(tiny.directory)
-        self.compiler = GrammarCompiler(tiny.directory / "tokenizer.json", config.vocabulary_size, config.end_token_ids)
+        self.compiler = GrammarCompiler(
+            tiny.directory / "tokenizer.json", config.vocabulary_size, config.end_token_ids
+        )
         self._tokenizer = Tokenizer(tiny.directory)
         self._ends = config.end_token_ids
         self._size = config.vocabulary_size
-        closing = {token_id for text in ('"', "}", "]", ",") for token_id in self._tokenizer.encode(text, add_special_tokens=False)}
+        closing = {
+            token_id
+            for text in ('"', "}", "]", ",")
+            for token_id in self._tokenizer.encode(text, add_special_tokens=False)
+        }
         self._weights = np.ones(self._size)
         self._weights[[*closing, *self._ends]] = 30.0
         self._closing = self._weights > 1
         self.answer_count = 0
 
     def write(self, response_format: ResponseFormat, seed: int) -> str:
-        """A finished answer. Checks on the way that the end is allowed exactly where the grammar calls the answer complete."""
+        """Return a finished answer; check that the end is allowed only where it is complete."""
         rng, grammar = np.random.default_rng(seed), self.compiler.compile(response_format)
         mask = np.zeros((1, -(-self._size // 32)), dtype=np.int32)
         ids: list[int] = []
         while len(ids) < TOKENS_MAX:
             grammar.fill(mask, 0)
-            allowed = np.unpackbits(mask.view(np.uint8), bitorder="little", count=self._size).astype(bool)
+            allowed = np.unpackbits(
+                mask.view(np.uint8), bitorder="little", count=self._size
+            ).astype(bool)
             assert grammar.fault is None
             assert any(allowed[end] for end in self._ends) == grammar.complete
             if len(ids) > FREE_TOKENS and (allowed & self._closing).any():
                 allowed &= self._closing
             weights = self._weights * allowed
-            token_id = int(np.searchsorted(weights.cumsum(), rng.random() * weights.sum(), side="right"))
+            token_id = int(
+                np.searchsorted(weights.cumsum(), rng.random() * weights.sum(), side="right")
+            )
             if token_id in self._ends:
                 self.answer_count += 1
                 return self._tokenizer.decode(ids)
             ids.append(token_id)
             grammar.advance(token_id)
-        raise AssertionError(f"no end after {TOKENS_MAX} tokens: {self._tokenizer.decode(ids)[:300]}")
+        raise AssertionError(
+            f"no end after {TOKENS_MAX} tokens: {self._tokenizer.decode(ids)[:300]}"
+        )
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +82,9 @@ def writer(tiny: TinyCheckpoint) -> Writer:
 
 
 def json_answer(writer: Writer, schema: object, seed: int) -> object:
-    return json.loads(writer.write(ResponseFormat(GrammarKind.JSON_SCHEMA, json.dumps(schema)), seed), strict=True)
+    return json.loads(
+        writer.write(ResponseFormat(GrammarKind.JSON_SCHEMA, json.dumps(schema)), seed), strict=True
+    )
 
 
 def validate(answer: object, schema: json_schemas.Schema) -> None:
@@ -84,7 +99,7 @@ def test_every_answer_validates_under_own_schemas(writer: Writer) -> None:
 
 
 def test_every_answer_validates_under_random_schemas(writer: Writer) -> None:
-    """Two answers to each of 1,000 different schemas; keywords among them are counted, lest the generator becomes tame."""
+    """Two answers to each of 1,000 schemas, which must cover the keywords."""
     rng = random.Random(20)
     seen: set[str] = set()
     while len(seen) < SCHEMA_COUNT:
@@ -95,12 +110,22 @@ def test_every_answer_validates_under_random_schemas(writer: Writer) -> None:
             for seed in range(2):
                 validate(json_answer(writer, schema, seed), schema)
 
-    for keyword in ("pattern", "prefixItems", "anyOf", "$ref", "exclusiveMaximum", "minLength", "required", "enum", "const"):
+    for keyword in (
+        "pattern",
+        "prefixItems",
+        "anyOf",
+        "$ref",
+        "exclusiveMaximum",
+        "minLength",
+        "required",
+        "enum",
+        "const",
+    ):
         assert sum(f'"{keyword}"' in source for source in seen) > SCHEMA_COUNT / 20, keyword
 
 
 def test_an_answer_to_another_schema_would_be_seen(writer: Writer) -> None:
-    """A planted fault: answers written under one schema are held against another."""
+    """A planted fault: answers of one schema are validated by another."""
     rng, seen = random.Random(1), 0
     for seed in range(60):
         written, other = rng.sample(json_schemas.OWN, 2)

@@ -1,7 +1,8 @@
-"""Engines under random traffic: whatever arrives, leaves and crowds beside a request, it gets what it gets alone.
+"""Engines under random traffic: each request gets the output that it gets alone.
 
-`WEIR_TEST_SEEDS=41,42,43 pytest tests/inference/test_random_runs.py` runs other seeds. In fp32: where two likely tokens are
-equal to the last bits, the order of additions may decide, so that one of very many seeds could differ without a fault.
+`WEIR_TEST_SEEDS=41,42,43 pytest tests/inference/test_random_runs.py` runs other seeds. In fp32:
+where two likely tokens are equal to the last bits, the order of additions may decide, so that one
+of very many seeds could differ without a fault.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ RUNNING_MAX = 6
 
 
 class Differs(AssertionError):
-    """A request got something else than alone."""
+    """A request got another output than alone."""
 
 
 @dataclass(slots=True)
@@ -56,7 +57,7 @@ class Answer:
     finished: SequenceFinished | None = None
 
     def take(self, event: object) -> None:
-        """One event, in order."""
+        """Add one event, in order."""
         assert self.finished is None, "nothing follows the last event"
         if isinstance(event, SequenceRefused):
             raise Differs(event.message)
@@ -65,7 +66,9 @@ class Answer:
                 index = event.choice_index
                 self.token_ids.setdefault(index, []).extend(event.token_ids)
                 self.text[index] = self.text.get(index, "") + event.text
-                self.logprob_ids.setdefault(index, []).extend(each.chosen.token_id for each in event.logprobs)
+                self.logprob_ids.setdefault(index, []).extend(
+                    each.chosen.token_id for each in event.logprobs
+                )
             case ChoiceFinished():
                 self.text[event.choice_index] = self.text.get(event.choice_index, "") + event.text
                 self.reasons[event.choice_index] = event.reason
@@ -87,7 +90,7 @@ class Kind:
 
 
 def random_request(rng: random.Random, heads: list[list[int]], longest: int) -> GenerationRequest:
-    """Any mixture of what a request may ask for. heads: beginnings that prompts share."""
+    """Return any mixture of request options. heads: beginnings that prompts share."""
     head = rng.choice(heads)[: rng.choice([0, 16, 31, 32, 48])]
     prompt = head + random_prompt(rng, rng.choice([1, 15, 16, 17, 40]))
     sampling = SamplingParams(
@@ -130,9 +133,10 @@ def answer_alone(core: EngineCore, number: int, request: GenerationRequest) -> A
 
 
 def begins(partial: Answer, whole: Answer) -> bool:
-    """Return whether a cancelled output is a prefix of the whole one, in text up to half a character."""
+    """Return whether a cancelled output is a prefix of the whole one."""
     return all(
-        whole.token_ids.get(index, [])[: len(ids)] == ids and whole.text[index].startswith(partial.text[index].rstrip("\ufffd"))
+        whole.token_ids.get(index, [])[: len(ids)] == ids
+        and whole.text[index].startswith(partial.text[index].rstrip("\ufffd"))
         for index, ids in partial.token_ids.items()
         if index not in partial.reasons or partial.reasons[index] is EngineFinishReason.CANCELLED
     )
@@ -140,16 +144,25 @@ def begins(partial: Answer, whole: Answer) -> bool:
 
 @pytest.fixture(scope="module")
 def windowed(tmp_path_factory: pytest.TempPathFactory) -> TinyCheckpoint:
-    """With a sliding window that ends within a block."""
+    """Return a checkpoint with a sliding window that ends within a block."""
     shape = LlamaShape(architecture="MistralForCausalLM", sliding_window=40)
     return make_checkpoint(tmp_path_factory.mktemp("windowed"), seed=12, shape=shape)
 
 
 def run(seed: int, directory: Path) -> Kind:
-    """Arrivals in bursts, cancels at any time, a pool of one context for six, chunks of 16 tokens, all kinds of sampling."""
+    """Run bursts of arrivals, cancels and all kinds of sampling in a small pool."""
     rng = random.Random(seed)
-    bounds = {"step_token_count_max": rng.choice([16, 64]), "running_sequence_count_max": RUNNING_MAX}
-    crowded = make_core(directory, kv_cache_bytes=1, context_window_tokens=256, owed_output_token_count_max=1, **bounds)
+    bounds = {
+        "step_token_count_max": rng.choice([16, 64]),
+        "running_sequence_count_max": RUNNING_MAX,
+    }
+    crowded = make_core(
+        directory,
+        kv_cache_bytes=1,
+        context_window_tokens=256,
+        owed_output_token_count_max=1,
+        **bounds,
+    )
     heads = [random_prompt(rng, 48) for _ in range(2)]
     requests: list[GenerationRequest] = []
     answers: dict[int, Answer] = {}
@@ -194,14 +207,16 @@ def test_a_request_gets_what_it_gets_alone(
 
     kinds = [run(seed, (tiny, windowed)[seed % 2].directory) for seed in SEEDS]
 
-    # The runs were of the kind that they are meant to be.
+    # The runs had the intended variety.
     assert sum(kind.preemption_count for kind in kinds) > 0
     assert sum(kind.cached_token_count for kind in kinds) > 0
-    assert len(set().union(*(kind.reasons for kind in kinds))) == len(EngineFinishReason), "every way to end"
+    assert len(set().union(*(kind.reasons for kind in kinds))) == len(EngineFinishReason), (
+        "every way to end"
+    )
 
 
 def reversed_run(runner: ModelRunner, plan: StepPlan) -> dict[Sequence, Chosen]:
-    """Tokens go to the wrong sequences."""
+    """Planted fault: tokens go to the wrong sequences."""
     chosen = original_run(runner, plan)
     return dict(zip(chosen, reversed(chosen.values()), strict=True))
 
@@ -210,14 +225,22 @@ original_run = ModelRunner.run
 SEEN_BY_ALL = SeenTokens([])
 CALLS = itertools.count()
 FAULTS = {
-    "seeds depend on what came before": ("inference.core.engine_core.choice_seed", lambda seed, choice_index: next(CALLS)),
+    "seeds depend on what came before": (
+        "inference.core.engine_core.choice_seed",
+        lambda seed, choice_index: next(CALLS),
+    ),
     "tokens go to the neighbour": ("inference.core.model_runner.ModelRunner.run", reversed_run),
-    "penalties see the tokens of others": ("inference.core.sequence.SeenTokens", lambda token_ids: SEEN_BY_ALL),
+    "penalties see the tokens of others": (
+        "inference.core.sequence.SeenTokens",
+        lambda token_ids: SEEN_BY_ALL,
+    ),
 }
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_run_in_which_requests_touch_each_other_is_seen(name: str, tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_in_which_requests_touch_each_other_is_seen(
+    name: str, tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Planted faults."""
     target, fault = FAULTS[name]
     monkeypatch.setattr(target, fault)

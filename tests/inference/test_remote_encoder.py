@@ -1,4 +1,4 @@
-"""A remote server as an encoder, over both services: its vectors equal the local encoder's, and its answers are validated."""
+"""Remote encoder over both services: equal vectors, validated answers."""
 
 from __future__ import annotations
 
@@ -15,14 +15,31 @@ from inference.adapters.remote_encoder import RemoteEncoder
 from inference.adapters.remote_settings import RemoteSettings, Service
 from inference.encoder.engine import EncoderSettings, TorchEncoder
 from inference.engine import EmbeddingRequest, EngineState
-from inference.errors import EngineError, EngineFailed, EngineOverloaded, EngineStartFailed, EngineUnavailable, RequestImpossible
+from inference.errors import (
+    EngineError,
+    EngineFailed,
+    EngineOverloaded,
+    EngineStartFailed,
+    EngineUnavailable,
+    RequestImpossible,
+)
 from tests.inference.checkpoints import TinyCheckpoint
-from tests.inference.encoder_checkpoints import CLS, DIMENSION, INPUT_TOKENS_MAX, PLAIN_IDS, SEP, make_random_encoder
+from tests.inference.encoder_checkpoints import (
+    CLS,
+    DIMENSION,
+    INPUT_TOKENS_MAX,
+    PLAIN_IDS,
+    SEP,
+    make_random_encoder,
+)
 from tests.inference.hosted import WAIT_S, until
 from tests.remote_servers.certificates import make_certificates
 from tests.remote_servers.serving import ServerProcess, server_process
 
-TEXTS = tuple((CLS, *(PLAIN_IDS[(start + step) % len(PLAIN_IDS)] for step in range(start)), SEP) for start in range(1, 25))
+TEXTS = tuple(
+    (CLS, *(PLAIN_IDS[(start + step) % len(PLAIN_IDS)] for step in range(start)), SEP)
+    for start in range(1, 25)
+)
 
 
 @pytest.fixture(scope="module")
@@ -32,32 +49,46 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def _process(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    with server_process(directory, make_certificates(tmp_path_factory.mktemp("remote") / "certificates")) as server:
+    with server_process(
+        directory, make_certificates(tmp_path_factory.mktemp("remote") / "certificates")
+    ) as server:
         yield server
 
 
 @pytest.fixture
 def server(_process: ServerProcess) -> Iterator[ServerProcess]:
-    """A server of both services that embeds, in which nothing is wrong at first."""
+    """Yield a faultless server of both services that embeds."""
     _process.go_wrong()
     yield _process
     _process.go_wrong()
 
 
-@pytest.fixture(params=list(Service))
-def settings(request: pytest.FixtureRequest, directory: Path, server: ServerProcess) -> RemoteSettings:
+@pytest.fixture(params=[Service.TRTLLM, Service.VLLM, Service.SGLANG])
+def settings(
+    request: pytest.FixtureRequest, directory: Path, server: ServerProcess
+) -> RemoteSettings:
     return settings_for(directory, server, Service(request.param))
 
 
-def settings_for(directory: Path, server: ServerProcess, service: Service, **changes: Any) -> RemoteSettings:
-    """Short waits."""
-    quick: dict[str, Any] = {"poll_interval_s": 0.05, "restart_delay_s_min": 0.05, "restart_delay_s_max": 0.2}
-    return RemoteSettings(directory=directory, name="far", target=server.target(service), **(quick | changes))
+def settings_for(
+    directory: Path, server: ServerProcess, service: Service, **changes: Any
+) -> RemoteSettings:
+    """Return settings with short waits."""
+    quick: dict[str, Any] = {
+        "poll_interval_s": 0.05,
+        "restart_delay_s_min": 0.05,
+        "restart_delay_s_max": 0.2,
+    }
+    return RemoteSettings(
+        directory=directory, name="far", target=server.target(service), **(quick | changes)
+    )
 
 
 @contextlib.asynccontextmanager
-async def serving(encoder: RemoteEncoder | TorchEncoder, *, started: bool = True) -> AsyncIterator[None]:
-    """Its life, closed at the end."""
+async def serving(
+    encoder: RemoteEncoder | TorchEncoder, *, started: bool = True
+) -> AsyncIterator[None]:
+    """Yield an engine, closed at the end."""
     async with asyncio.timeout(4 * WAIT_S), asyncio.TaskGroup() as tasks:
         tasks.create_task(encoder.serve())
         try:
@@ -68,27 +99,46 @@ async def serving(encoder: RemoteEncoder | TorchEncoder, *, started: bool = True
             await encoder.close()
 
 
-async def test_vectors_are_those_of_the_encoder_here(settings: RemoteSettings, directory: Path) -> None:
-    """Each text is computed alone or with others there; so equal but for the rounding of a matrix product."""
-    here, far = TorchEncoder(EncoderSettings(directory, "here", torch_thread_count=1)), RemoteEncoder(settings)
+async def test_vectors_are_those_of_the_encoder_here(
+    settings: RemoteSettings, directory: Path
+) -> None:
+    """Batching changes no more than the rounding of a matrix product."""
+    here, far = (
+        TorchEncoder(EncoderSettings(directory, "here", torch_thread_count=1)),
+        RemoteEncoder(settings),
+    )
     begun: list[int] = []
     async with serving(here), serving(far):
         expected = (await here.embed(EmbeddingRequest(TEXTS))).vectors
         told = await far.embed(EmbeddingRequest(TEXTS, on_begin=lambda: begun.append(1)))
 
         assert far.statistics().prompt_token_count == sum(map(len, TEXTS))
-        assert (far.model.embedding_dimension, far.model.context_window_tokens) == (DIMENSION, INPUT_TOKENS_MAX)
-        assert (far.model.vocabulary_size, far.model.architecture) == (here.model.vocabulary_size, here.model.architecture)
+        assert (far.model.embedding_dimension, far.model.context_window_tokens) == (
+            DIMENSION,
+            INPUT_TOKENS_MAX,
+        )
+        assert (far.model.vocabulary_size, far.model.architecture) == (
+            here.model.vocabulary_size,
+            here.model.architecture,
+        )
     assert begun == [1]
     assert len(told.vectors) == len(TEXTS)
     for vector, true in zip(told.vectors, expected, strict=True):
         assert max(abs(a - b) for a, b in zip(vector, true, strict=True)) < 1e-5
 
 
-async def test_no_more_texts_are_sent_than_the_server_shall_have_and_those_that_nobody_wants_are_not(
+async def test_texts_in_flight_are_bounded_and_abandoned_texts_are_not_sent(
     directory: Path, server: ServerProcess
 ) -> None:
-    encoder = RemoteEncoder(settings_for(directory, server, Service.VLLM, running_sequence_count_max=2, waiting_token_count_max=60))
+    encoder = RemoteEncoder(
+        settings_for(
+            directory,
+            server,
+            Service.VLLM,
+            running_sequence_count_max=2,
+            waiting_token_count_max=60,
+        )
+    )
     async with serving(encoder):
         server.go_wrong("mute")
         before = server.state()["seen"]
@@ -116,7 +166,9 @@ async def test_no_more_texts_are_sent_than_the_server_shall_have_and_those_that_
         ("refuse", EngineOverloaded),
     ],
 )
-async def test_what_cannot_be_fails_its_call_alone(settings: RemoteSettings, server: ServerProcess, fault: str, error: Any) -> None:
+async def test_an_invalid_answer_fails_only_its_call(
+    settings: RemoteSettings, server: ServerProcess, fault: str, error: Any
+) -> None:
     encoder = RemoteEncoder(settings)
     async with serving(encoder):
         server.go_wrong(fault)
@@ -141,7 +193,7 @@ async def test_a_text_that_could_never_be_is_refused_by_its_field(settings: Remo
             assert refused.value.field == field
 
 
-async def test_a_server_that_is_ill_fails_who_waits_and_is_used_again_when_it_is_well(
+async def test_an_unhealthy_server_fails_its_callers_and_is_used_again_when_healthy(
     settings: RemoteSettings, server: ServerProcess
 ) -> None:
     encoder = RemoteEncoder(settings)
@@ -158,7 +210,12 @@ async def test_a_server_that_is_ill_fails_who_waits_and_is_used_again_when_it_is
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"), [("other_tokenizer", "differs from"), ("long_vector", "have length 1"), ("no_number", "test text")]
+    ("fault", "said"),
+    [
+        ("other_tokenizer", "differs from"),
+        ("long_vector", "have length 1"),
+        ("no_number", "test text"),
+    ],
 )
 async def test_a_server_with_another_model_is_not_used(
     settings: RemoteSettings, server: ServerProcess, fault: str, said: str
@@ -175,7 +232,7 @@ async def test_a_server_with_another_model_is_not_used(
 async def test_a_server_that_only_generates_is_not_used(
     tiny: TinyCheckpoint, directory: Path, remote_server: ServerProcess
 ) -> None:
-    """Found out by its model, or at the latest by the call that it does not have."""
+    """Recognized by its model, or at the latest by the missing call."""
     encoder = RemoteEncoder(settings_for(directory, remote_server, Service.VLLM))
     async with serving(encoder, started=False):
         with pytest.raises(EngineError):

@@ -1,8 +1,9 @@
-"""The parts of remote engines alone: targets, seeds and salts, untrusted archives, cache events, settings, doctor."""
+"""Parts of remote engines: targets, seeds, salts, archives, cache events, settings."""
 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import io
 import json
 import os
@@ -15,12 +16,12 @@ import pytest
 from smg_grpc_proto.generated import common_pb2
 from typer.testing import CliRunner
 
-from api.cli.stack import doctor as commands
+from api.cli.commands import doctor as commands
 from api.core.settings import SettingInvalid, Settings
 from api.fleet.fleet import build_serving
 from inference.adapters import remote_doctor as doctor
 from inference.adapters.findings import Verdict
-from inference.adapters.remote_connection import Bundle, check_tokenizer, read_remote_model
+from inference.adapters.remote_connection import DIALECTS, Bundle, check_tokenizer
 from inference.adapters.remote_dialects import SEED_MAX, ServerUnfit, salt_id, wire_seed
 from inference.adapters.remote_engine import RemoteEngine, Upkeep
 from inference.adapters.remote_settings import (
@@ -29,7 +30,8 @@ from inference.adapters.remote_settings import (
     TlsFiles,
     parse_target,
 )
-from inference.capabilities import Capabilities
+from inference.capabilities import Capabilities, RequestField
+from inference.checkpoint.checkpoint import read_external_model
 from inference.engine import Engine, EngineStatistics
 from inference.errors import CheckpointInvalid
 from inference.routing.replica_set import ReplicaSet
@@ -41,10 +43,23 @@ from tests.remote_servers.serving import ServerProcess
 
 
 @pytest.mark.parametrize(
-    "text", ["", "host:1", "http://host:1", "vllm://host", "vllm://:1", "trtllm://host:0", "vllm://host:65536"]
+    "text",
+    [
+        "",
+        "host:1",
+        "http://host:1",
+        "vllm://host",
+        "vllm://:1",
+        "trtllm://host:0",
+        "vllm://host:65536",
+        "vllm://host:1/model",
+        "openai+http://host",
+        "openai+http://host:1/",
+        "openai+ftp://host:1",
+    ],
 )
 def test_a_target_without_service_or_port_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="must be trtllm://host:port or vllm://host:port"):
+    with pytest.raises(ValueError, match="must be trtllm://host:port, vllm://host:port"):
         parse_target(text)
 
 
@@ -53,6 +68,9 @@ def test_a_target_is_read_and_written_alike() -> None:
 
     assert target == Target(Service.VLLM, "[::1]:50051")
     assert parse_target(str(target)) == target
+    named = parse_target("openai+https://host:443/org/model")
+    assert named == Target(Service.OPENAI_HTTPS, "host:443", "org/model")
+    assert parse_target(str(named)) == named
 
 
 def test_half_a_client_certificate_is_none() -> None:
@@ -87,7 +105,11 @@ def received(data: bytes, sha256: str | None = None) -> Bundle:
     for start in range(0, len(data), 100):
         last = start + 100 >= len(data)
         digest = sha256 or hashlib.sha256(data).hexdigest()
-        bundle.add(common_pb2.GetTokenizerChunk(data=data[start : start + 100], sha256=digest if last else ""))
+        bundle.add(
+            common_pb2.GetTokenizerChunk(
+                data=data[start : start + 100], sha256=digest if last else ""
+            )
+        )
     return bundle
 
 
@@ -117,7 +139,9 @@ def test_an_archive_with_another_hash_is_not_unpacked() -> None:
 
 
 def test_tokenizers_are_compared_by_what_they_mean(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text('{"model": {"a": 1}, "truncation": {"max_length": 5}, "padding": null}')
+    (tmp_path / "tokenizer.json").write_text(
+        '{"model": {"a": 1}, "truncation": {"max_length": 5}, "padding": null}'
+    )
 
     check_tokenizer({"tokenizer.json": b'{"padding": null,\n "model": {"a": 1}}'}, tmp_path)
     check_tokenizer({"vocab.json": b"{}"}, tmp_path)
@@ -125,17 +149,31 @@ def test_tokenizers_are_compared_by_what_they_mean(tmp_path: Path) -> None:
         check_tokenizer({"tokenizer.json": b'{"model": {"a": 2}}'}, tmp_path)
 
 
-def test_a_model_that_only_its_server_can_run_is_described(tiny: TinyCheckpoint, tmp_path: Path) -> None:
-    """Quantized, of an architecture that is not ours, beside an encoder for images."""
+def test_a_model_that_only_its_server_can_run_is_described(
+    tiny: TinyCheckpoint, tmp_path: Path
+) -> None:
+    """Quantized, of an unsupported architecture, with an image encoder."""
     text = {"vocab_size": 400, "max_position_embeddings": 8192, "eos_token_id": [2, 6]}
-    config = {"architectures": ["DeepseekV4ForCausalLM"], "quantization_config": {"bits": 8}, "text_config": text}
+    config = {
+        "architectures": ["DeepseekV4ForCausalLM"],
+        "quantization_config": {"bits": 8},
+        "text_config": text,
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
 
-    model, ends = read_remote_model(
-        tmp_path, name="large", engine="remote vllm", context_window_tokens_max=4096, capabilities=Capabilities()
+    model, ends = read_external_model(
+        tmp_path,
+        name="large",
+        engine="remote vllm",
+        context_window_tokens_max=4096,
+        capabilities=Capabilities(),
     )
 
-    assert (model.architecture, model.vocabulary_size, model.context_window_tokens) == ("DeepseekV4ForCausalLM", 400, 4096)
+    assert (model.architecture, model.vocabulary_size, model.context_window_tokens) == (
+        "DeepseekV4ForCausalLM",
+        400,
+        4096,
+    )
     assert ends == {2, 6}
 
 
@@ -148,12 +186,20 @@ def test_a_model_that_only_its_server_can_run_is_described(tiny: TinyCheckpoint,
         ({"eos_token_id": "x"}, "eos_token_id"),
     ],
 )
-def test_a_model_that_does_not_say_what_is_needed_is_refused(changes: dict[str, Any], named: str, tmp_path: Path) -> None:
+def test_a_model_that_does_not_say_what_is_needed_is_refused(
+    changes: dict[str, Any], named: str, tmp_path: Path
+) -> None:
     config = {"vocab_size": 400, "max_position_embeddings": 8192, "eos_token_id": 2} | changes
     (tmp_path / "config.json").write_text(json.dumps(config))
 
     with pytest.raises(CheckpointInvalid, match=named):
-        read_remote_model(tmp_path, name="large", engine="remote vllm", context_window_tokens_max=None, capabilities=Capabilities())
+        read_external_model(
+            tmp_path,
+            name="large",
+            engine="remote vllm",
+            context_window_tokens_max=None,
+            capabilities=Capabilities(),
+        )
 
 
 class Core:
@@ -164,7 +210,13 @@ class Core:
 def upkeep(tiny: TinyCheckpoint, remote_server: ServerProcess) -> Upkeep:
     settings = remote_settings(tiny, remote_server, Service.VLLM)
     return Upkeep(
-        cast(Any, None), cast(Any, None), cast(Any, Core()), settings, 4, lambda reason: None, cast(Any, None), cast(Any, None)
+        cast(Any, None),
+        cast(Any, Core()),
+        settings,
+        4,
+        lambda reason: None,
+        cast(Any, None),
+        cast(Any, None),
     )
 
 
@@ -172,9 +224,13 @@ def batch(number: int, *events: Any, **fields: Any) -> common_pb2.KvEventBatch:
     return common_pb2.KvEventBatch(sequence_number=number, events=events, **fields)
 
 
-def stored(block: int, tokens: list[int], parent: int | None = None, **fields: Any) -> common_pb2.KvCacheEvent:
+def stored(
+    block: int, tokens: list[int], parent: int | None = None, **fields: Any
+) -> common_pb2.KvCacheEvent:
     blocks = [common_pb2.KvBlock(block_hash=block, token_ids=tokens, block_size=len(tokens))]
-    return common_pb2.KvCacheEvent(stored=common_pb2.KvBlocksStored(blocks=blocks, parent_block_hash=parent, **fields))
+    return common_pb2.KvCacheEvent(
+        stored=common_pb2.KvBlocksStored(blocks=blocks, parent_block_hash=parent, **fields)
+    )
 
 
 def test_cache_events_from_the_beginning_tell_all(upkeep: Upkeep) -> None:
@@ -182,7 +238,9 @@ def test_cache_events_from_the_beginning_tell_all(upkeep: Upkeep) -> None:
     assert upkeep.knows_all_blocks
     assert upkeep.blocks.matched_token_count([1, 2, 3, 4, 5, 6, 7, 8, 9]) == 8
 
-    upkeep.take(batch(2, common_pb2.KvCacheEvent(removed=common_pb2.KvBlocksRemoved(block_hashes=[12]))))
+    upkeep.take(
+        batch(2, common_pb2.KvCacheEvent(removed=common_pb2.KvBlocksRemoved(block_hashes=[12])))
+    )
     assert upkeep.blocks.matched_token_count([1, 2, 3, 4, 5, 6, 7, 8, 9]) == 4
 
     upkeep.take(batch(3, common_pb2.KvCacheEvent(cleared=common_pb2.KvCacheCleared())))
@@ -226,8 +284,12 @@ def test_load_records_between_events_are_no_events(upkeep: Upkeep) -> None:
     upkeep.take(batch(2, stored(12, [5, 6, 7, 8], parent=11)))
 
     assert upkeep.knows_all_blocks
-    told = upkeep.core.told
-    assert (told.kv_block_count_total, told.kv_block_count_held, told.kv_block_count_free) == (100, 25, 75)
+    told = upkeep.core.reported
+    assert (told.kv_block_count_total, told.kv_block_count_held, told.kv_block_count_free) == (
+        100,
+        25,
+        75,
+    )
 
 
 def only_engine(settings: Settings) -> Engine:
@@ -240,7 +302,7 @@ def only_engine(settings: Settings) -> Engine:
 async def test_a_model_without_a_directory_gets_its_files_from_its_server(
     tiny: TinyCheckpoint, remote_server: ServerProcess, tmp_path: Path
 ) -> None:
-    """And those of the last time while the server is away."""
+    """Also the files of the last time, while the server is unavailable."""
     remote_server.go_wrong("unsalted", "no_events")
     settings = Settings(
         home=tmp_path,
@@ -268,27 +330,47 @@ async def test_a_model_without_a_directory_gets_its_files_from_its_server(
     [
         ({}, "WEIR_REMOTE_TARGETS"),
         ({"remote_targets": {"a": "host:1"}, "models": {"a": Path("/x")}}, "trtllm://host:port"),
-        ({"remote_targets": {"a": "vllm://h:1"}, "models": {"a": Path("/x"), "b": Path("/y")}}, "WEIR_MODELS names b"),
-        ({"remote_targets": {"a": "vllm://h:1"}, "remote_tls_key": "k", "models": {"a": Path("/x")}}, "WEIR_REMOTE_TLS_CA"),
-        ({"remote_targets": {"a": "vllm://127.0.0.1:1"}}, "name the model's directory in WEIR_MODELS"),
+        (
+            {"remote_targets": {"a": "vllm://h:1"}, "models": {"a": Path("/x"), "b": Path("/y")}},
+            "WEIR_MODELS names b",
+        ),
+        (
+            {
+                "remote_targets": {"a": "vllm://h:1"},
+                "remote_tls_key": "k",
+                "models": {"a": Path("/x")},
+            },
+            "WEIR_REMOTE_TLS_CA",
+        ),
+        (
+            {"remote_targets": {"a": "vllm://127.0.0.1:1"}},
+            "name the model's directory in WEIR_MODELS",
+        ),
     ],
 )
-def test_settings_that_lead_nowhere_are_refused_by_name(changes: dict[str, Any], named: str, tmp_path: Path) -> None:
+def test_settings_that_lead_nowhere_are_refused_by_name(
+    changes: dict[str, Any], named: str, tmp_path: Path
+) -> None:
     with pytest.raises(SettingInvalid, match=named):
         build_serving(Settings(home=tmp_path, engine_backend="remote", **changes))
 
 
 def test_the_settings_cross_to_child_processes() -> None:
-    settings = Settings(remote_targets={"a": "vllm://h:1", "b": "trtllm://h:2"}, remote_share_prefixes=True)
+    settings = Settings(
+        remote_targets={"a": "vllm://h:1", "b": "trtllm://h:2"}, remote_share_prefixes=True
+    )
 
     assert Settings.from_environment(settings.to_environment()) == settings
     with pytest.raises(SettingInvalid, match="WEIR_FLEET gives a model several engines"):
         Settings.from_environment({"WEIR_REMOTE_TARGETS": "a=vllm://h:1,a=vllm://h:2"})
 
 
-@pytest.mark.parametrize("service", Service)
+@pytest.mark.parametrize("service", [Service.TRTLLM, Service.VLLM, Service.SGLANG])
 async def test_the_doctor_finds_a_server_well_and_its_faults(
-    tiny: TinyCheckpoint, remote_server: ServerProcess, service: Service, monkeypatch: pytest.MonkeyPatch
+    tiny: TinyCheckpoint,
+    remote_server: ServerProcess,
+    service: Service,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(doctor, "SILENCE_S", 1.0)
     settings = remote_settings(tiny, remote_server, service)
@@ -298,15 +380,38 @@ async def test_the_doctor_finds_a_server_well_and_its_faults(
 
     assert [found for found in well if found.verdict is Verdict.BAD] == []
     assert len(well) == len(doctor.QUESTIONS)
+    # The stand-ins honour more than Weir takes for granted.
+    declared = DIALECTS[service].capabilities
+    verdicts = {found.question: found.verdict for found in well}
+    for question, is_declared in (
+        (doctor.sampled_log_probabilities, declared.sampled_logprobs),
+        (doctor.biased_logits, RequestField.LOGIT_BIAS not in declared.unsupported),
+    ):
+        expected = Verdict.EXPECTED if is_declared else Verdict.OTHER
+        assert verdicts[inspect.getdoc(question) or ""] is expected
+    expected = Verdict.OTHER if service is Service.SGLANG else Verdict.EXPECTED
+    assert verdicts[inspect.getdoc(doctor.stop_id_beside_ignore_eos) or ""] is expected
     bad = {question for question, found in ill.items() if found.verdict is Verdict.BAD}
     assert bad == {"Is its tokenizer the local one?", "Does it cache prompts, separated by salt?"}
     assert ill["Does an abort during the output end it as cancelled?"].verdict is Verdict.OTHER
     assert ill["Does it publish cache events?"].verdict is Verdict.OTHER
 
 
-def test_the_doctor_is_called_from_the_command_line(tiny: TinyCheckpoint, remote_server: ServerProcess) -> None:
-    arguments = ["remote", str(remote_server.target(Service.VLLM)), "--model", str(tiny.directory), "--json"]
+def test_the_doctor_is_called_from_the_command_line(
+    tiny: TinyCheckpoint, remote_server: ServerProcess
+) -> None:
+    arguments = [
+        "remote",
+        str(remote_server.target(Service.VLLM)),
+        "--model",
+        str(tiny.directory),
+        "--json",
+    ]
 
-    assert CliRunner().invoke(commands, arguments).exit_code == 0
+    sent = CliRunner().invoke(commands, arguments)
+    assert sent.exit_code == 0
+    assert json.loads(sent.stdout)["facts"]["service"] == "vllm"
+    assert remote_server.target(Service.VLLM).address not in sent.stdout
+    assert str(tiny.directory.parent) not in sent.stdout
     remote_server.go_wrong("wrong_prompt")
     assert CliRunner().invoke(commands, arguments).exit_code == 1

@@ -1,4 +1,4 @@
-"""Names: what a request asks for, what it is billed as, and which engine it gets."""
+"""Model names: requested names, billed names, and the chosen engine."""
 
 from __future__ import annotations
 
@@ -14,25 +14,31 @@ REGIONS = {"eu": ("us",), "us": ("eu", "ap"), "ap": ()}
 
 
 class Named:
-    """As much of an engine as a router looks at."""
+    """The part of an engine that a router reads."""
 
     def __init__(self, name: str) -> None:
         self.model = ModelInfo(name, "", "", 1, 1, "")
 
     def healthy(self) -> bool:
-        """It is there."""
+        """Return True."""
         return True
 
 
 def router(own_region: str = "eu") -> Router:
     """`chat` in two versions, one in ten requests for the second; `code` in one."""
     catalog = Catalog(
-        {"chat": (Share("v1", "chat@v1", 9.0), Share("v2", "chat@v2", 1.0)), "code": (Share("", "code"),)},
+        {
+            "chat": (Share("v1", "chat@v1", 9.0), Share("v2", "chat@v2", 1.0)),
+            "code": (Share("", "code"),),
+        },
         aliases={"chat-latest": "chat", "canary": "chat@v2", "coder": "code"},
         fallbacks=REGIONS,
         own_region=own_region,
     )
-    return Router({name: cast(Engine, cast(Any, Named(name))) for name in ("chat@v1", "chat@v2", "code")}, catalog=catalog)
+    return Router(
+        {name: cast(Engine, cast(Any, Named(name))) for name in ("chat@v1", "chat@v2", "code")},
+        catalog=catalog,
+    )
 
 
 @pytest.mark.parametrize(
@@ -47,12 +53,12 @@ def router(own_region: str = "eu") -> Router:
         ("chat-latest", "chat", {"chat@v1", "chat@v2"}),
     ],
 )
-def test_whatever_a_model_is_called_it_is_billed_by_its_own_name(asked: str, billed: str, served: set[str]) -> None:
+def test_a_model_is_billed_by_its_canonical_name(asked: str, billed: str, served: set[str]) -> None:
     routes = [router().route(asked, f"request {index}") for index in range(200)]
 
     assert {route.model for route in routes} == {billed}
     assert {route.engine.model.name for route in routes} == served
-    assert router().own_name(asked) == billed
+    assert router().canonical_name(asked) == billed
 
 
 def test_a_request_gets_the_same_version_again_and_an_alias_draws_as_its_model_does() -> None:
@@ -70,16 +76,22 @@ def test_shares_are_those_of_the_weights_and_a_change_moves_no_more_than_it_must
 
     assert before.count("b") == pytest.approx(200, rel=0.3)
     assert after.count("b") == pytest.approx(1000, rel=0.15)
-    assert all(new == "b" for old, new in zip(before, after, strict=True) if old == "b"), "who was on the canary stays there"
-    assert {drawn((Share("a", "a", 0.0), Share("b", "b", 1.0)), key).version for key in keys[:500]} == {"b"}
+    assert all(new == "b" for old, new in zip(before, after, strict=True) if old == "b"), (
+        "who was on the canary stays there"
+    )
+    assert {
+        drawn((Share("a", "a", 0.0), Share("b", "b", 1.0)), key).version for key in keys[:500]
+    } == {"b"}
 
 
-def test_a_request_may_run_where_its_region_lets_it() -> None:
+def test_the_region_of_a_request_decides_where_it_may_run() -> None:
     assert router().route("code", "x").regions == ("eu", "us")
     assert router().route("code", "x", "ap").regions == ("ap",)
     assert router().route("code", "x", "us").regions == ("us", "eu", "ap")
     assert router(own_region="").route("code", "x").regions == ()
-    with pytest.raises(RequestImpossible, match="region 'mars' is unknown; known are: eu, us, ap") as refused:
+    with pytest.raises(
+        RequestImpossible, match="region 'mars' is unknown; known are: eu, us, ap"
+    ) as refused:
         router().route("code", "x", "mars")
     assert refused.value.field == "region"
     with pytest.raises(RequestImpossible, match="leave it unset"):
@@ -87,19 +99,19 @@ def test_a_request_may_run_where_its_region_lets_it() -> None:
 
 
 def plain() -> Router:
-    """One model, and nothing said of it."""
+    """Return a single model without a fleet file."""
     return Router({"m": cast(Engine, cast(Any, Named("m")))})
 
 
-def test_unknown_names_are_told_with_those_that_are_known() -> None:
+def test_unknown_names_are_reported_with_the_known_ones() -> None:
     for wrong in ("chat@v3", "nothing", "code@v1", "chat@", "@v1", ""):
         with pytest.raises(ModelUnknown, match="known are: canary, chat, chat-latest, code, coder"):
             router().route(wrong, "x")
     with pytest.raises(ModelUnknown, match="must be given by its canonical name 'chat'"):
-        router().check_own_name("chat-latest")
+        router().check_canonical_name("chat-latest")
     with pytest.raises(ModelUnknown, match="known are"):
-        router().check_own_name("nothing")
-    router().check_own_name("chat")
+        router().check_canonical_name("nothing")
+    router().check_canonical_name("chat")
 
 
 def test_models_are_listed_by_their_own_names_with_what_else_they_are_called() -> None:

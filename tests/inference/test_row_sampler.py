@@ -1,4 +1,4 @@
-"""Looking at the likely tokens draws what ranking the whole vocabulary draws: the same token for every number, ties included."""
+"""Ranking only likely tokens draws the same token as ranking the whole vocabulary."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EDGES = (0.0, 2.0**-53, 0.5, 1 - 2.0**-53)
 
 
 def ranking_all(row: Row, params: SamplingParams, uniform: float) -> int:
-    """The definition in plain torch: probabilities of all tokens, ranked, cut, summed up."""
+    """Draw by the definition in plain torch: all tokens ranked, cut, summed."""
     probabilities = (torch.from_numpy(row).double() / params.temperature).softmax(dim=-1)
     ranked, ids = probabilities, torch.arange(len(row))
     if params.top_k > 0 or params.top_p < 1.0:
@@ -31,7 +31,7 @@ def ranking_all(row: Row, params: SamplingParams, uniform: float) -> int:
 
 
 def cases(seed: int, count: int) -> Iterator[tuple[Row, SamplingParams, float]]:
-    """Rows of all kinds: flat, peaked, with many equal logits, with tokens that a mask forbids, of one token."""
+    """Return rows of all kinds: flat, peaked, with ties, masked, of one token."""
     rng = np.random.default_rng(seed)
     for index in range(count):
         size = int(rng.choice([1, 2, 3, 65, 400, 3000]))
@@ -52,13 +52,13 @@ def cases(seed: int, count: int) -> Iterator[tuple[Row, SamplingParams, float]]:
 
 @pytest.mark.parametrize("ranked_count", [1, 2, 7, 256, 10**6])
 def test_how_many_are_ranked_first_changes_nothing(ranked_count: int) -> None:
-    """Bit for bit: both ways round alike, so not even a number on a border is drawn otherwise."""
+    """Exactly: both ways round alike, so even numbers on a border draw the same."""
     for row, params, uniform in cases(1, 1500):
         assert draw_token(row, params, uniform, ranked_count) == draw_token(row, params, uniform)
 
 
 def test_it_draws_what_ranking_all_in_torch_draws() -> None:
-    """Apart from borders that rounding puts elsewhere, which a random number meets once in some 10^12 draws."""
+    """Except at borders that rounding moves, met once in some 10^12 draws."""
     for row, params, uniform in cases(2, 3000):
         if 0 < uniform < 1 - 1e-9 and params.top_p < 1 - 1e-9:
             assert draw_token(row, params, uniform) == ranking_all(row, params, uniform)
@@ -78,14 +78,17 @@ def test_a_large_vocabulary_is_not_ranked_as_a_whole(monkeypatch: pytest.MonkeyP
     row = (rng.standard_normal(150_000) * 2).astype(np.float32)
     row[:40] += 14
 
-    for params in (SamplingParams(temperature=0.7, top_p=0.95), SamplingParams(temperature=1.0, top_k=50)):
+    for params in (
+        SamplingParams(temperature=0.7, top_p=0.95),
+        SamplingParams(temperature=1.0, top_k=50),
+    ):
         draw_token(row, params, 0.3)
 
     assert len(ranked) == 2
     assert max(ranked) < 1000
 
 
-def test_what_is_forbidden_is_never_drawn() -> None:
+def test_forbidden_tokens_are_never_drawn() -> None:
     row = np.full(1000, -np.inf, dtype=np.float32)
     row[[7, 500]] = 0.0
 

@@ -1,4 +1,4 @@
-"""A span that a rule matches never leaves, whatever the pieces it comes in; and what no rule matches leaves as it came."""
+"""Text that a rule matches is never released; other text is unchanged."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Value = TypeVar("Value")
 
 
 def at_once(answer: Coroutine[Any, Any, Value]) -> Value:
-    """Return the result of a check that must not suspend, so that tokens cost no event loop turn."""
+    """Return the result of a check that must not suspend."""
     try:
         answer.send(None)
     except StopIteration as done:
@@ -37,7 +37,10 @@ def write(path: Path, text: str) -> Path:
 
 
 def checker(tmp_path: Path, *patterns: str, applies_to: str = "both") -> SafetyChecker:
-    tables = [f"[[rule]]\nname = 'rule {i}'\npattern = '''{p}'''\napplies_to = '{applies_to}'\n" for i, p in enumerate(patterns)]
+    tables = [
+        f"[[rule]]\nname = 'rule {i}'\npattern = '''{p}'''\napplies_to = '{applies_to}'\n"
+        for i, p in enumerate(patterns)
+    ]
     found = read_safety(write(tmp_path / "rules.toml", "\n".join(tables))).checker
     assert found is not None
     return found
@@ -67,17 +70,43 @@ def rules(tmp_path_factory: pytest.TempPathFactory) -> SafetyChecker:
 _pieces = st.one_of(
     st.lists(st.text(ALPHABET, max_size=4), max_size=30),
     st.lists(
-        st.sampled_from(["sec", "ret", " ", "s", "555", "-", "0123", "abab", "b", "c", "key: ", "w!", "xx", "y", "z"]), max_size=20
+        st.sampled_from(
+            [
+                "sec",
+                "ret",
+                " ",
+                "s",
+                "555",
+                "-",
+                "0123",
+                "abab",
+                "b",
+                "c",
+                "key: ",
+                "w!",
+                "xx",
+                "y",
+                "z",
+            ]
+        ),
+        max_size=20,
     ),
 )
 
 
 @settings(max_examples=400, derandomize=True, deadline=None, database=None)
 @given(pieces=_pieces)
-def test_what_is_given_out_ends_before_the_first_match(rules: SafetyChecker, pieces: list[str]) -> None:
+def test_released_output_ends_before_the_first_match(
+    rules: SafetyChecker, pieces: list[str]
+) -> None:
     """The independent answer looks at the whole text at once."""
     text = "".join(pieces)
-    found = [match for pattern in PATTERNS for match in [regex.search(pattern, text, regex.IGNORECASE)] if match]
+    found = [
+        match
+        for pattern in PATTERNS
+        for match in [regex.search(pattern, text, regex.IGNORECASE)]
+        if match
+    ]
 
     given_out, hit = stream(rules, pieces)
 
@@ -94,7 +123,10 @@ def test_text_is_held_only_while_a_match_may_follow(rules: SafetyChecker) -> Non
     check = rules.open_output()
     assert check is not None
 
-    safe = [at_once(check.push(piece)).safe_char_count for piece in ("Hello wor", "ld, a se", "cr", "etary", " knows")]
+    safe = [
+        at_once(check.push(piece)).safe_char_count
+        for piece in ("Hello wor", "ld, a se", "cr", "etary", " knows")
+    ]
 
     assert safe == [9, 15, 15, 24, 30], "'se' and 'secr' may become the word; 'secretary' is none"
 
@@ -104,7 +136,7 @@ def test_a_word_at_the_very_end_counts(rules: SafetyChecker) -> None:
     assert stream(rules, ["my ", "sec", "ret", "s"]) == ("my secrets", None)
 
 
-def test_a_rule_that_waits_for_ever_does_not_hold_the_output_for_ever(tmp_path: Path) -> None:
+def test_an_unfinished_match_does_not_hold_the_output_endlessly(tmp_path: Path) -> None:
     endless = checker(tmp_path, r"\(.*\)")
 
     check = endless.open_output()
@@ -116,8 +148,10 @@ def test_a_rule_that_waits_for_ever_does_not_hold_the_output_for_ever(tmp_path: 
     assert safe == 3 * HELD_CHARS_MAX - HELD_CHARS_MAX
 
 
-def test_a_rule_that_takes_too_long_counts_as_matched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A text that makes a rule time out must not pass it."""
+def test_a_rule_that_takes_too_long_counts_as_matched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A text that makes a rule time out must not pass."""
     monkeypatch.setattr("inference.safety.safety_file.SEARCH_TIMEOUT_S", 0.01)
     explosive = checker(tmp_path, "(?:a|b|ab)*!c")
 
@@ -126,7 +160,9 @@ def test_a_rule_that_takes_too_long_counts_as_matched(tmp_path: Path, monkeypatc
 
 
 def test_rules_apply_where_they_say(tmp_path: Path) -> None:
-    prompt_only, output_only = (checker(tmp_path, "bad", applies_to=where) for where in ("prompt", "output"))
+    prompt_only, output_only = (
+        checker(tmp_path, "bad", applies_to=where) for where in ("prompt", "output")
+    )
 
     assert at_once(prompt_only.check_prompt("BAD things")) == "rule 0"
     assert prompt_only.open_output() is None
@@ -139,10 +175,10 @@ def test_rules_apply_where_they_say(tmp_path: Path) -> None:
     [
         ("", "at least one"),
         ("rule = 3", "at most 256"),
-        ("rules = 3", "has no rules; it has"),
+        ("rules = 3", "unknown table rules; allowed are"),
         ("[[rule]", "rules.toml"),
         ("[[rule]]\npattern = 'a'", "rule 1: needs a name"),
-        ("[[rule]]\nname = 'x'", r"rule 1 \(x\): needs a pattern"),
+        ("[[rule]]\nname = 'x'", r"rule 1 \(x\): pattern must have"),
         ("[[rule]]\nname = 'x'\npattern = '('", r"rule 1 \(x\)"),
         ("[[rule]]\nname = 'x'\npattern = 'a*'", "matches the empty text"),
         ("[[rule]]\nname = 'x'\npattern = 'a'\napplies_to = 'all'", "applies_to"),
@@ -151,7 +187,9 @@ def test_rules_apply_where_they_say(tmp_path: Path) -> None:
         ("[[rule]]\nname = 'x'\npattern = 'a'\n[[rule]]\nname = 'x'\npattern = 'b'", "same name"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_refused_with_the_reason(tmp_path: Path, text: str, words: str) -> None:
+def test_a_file_that_cannot_be_used_is_refused_with_the_reason(
+    tmp_path: Path, text: str, words: str
+) -> None:
     with pytest.raises(SafetyRulesInvalid, match=words):
         read_safety(write(tmp_path / "rules.toml", text))
     with pytest.raises(SafetyRulesInvalid, match="absent"):
@@ -159,7 +197,7 @@ def test_a_file_that_cannot_be_used_is_refused_with_the_reason(tmp_path: Path, t
 
 
 class Found:
-    """A checker that says what it is told to, piece by piece."""
+    """Checker with scripted verdicts."""
 
     def __init__(self, *verdicts: Verdict) -> None:
         self.verdicts = list(verdicts)
@@ -184,7 +222,10 @@ class Found:
 
 
 def test_of_several_checkers_the_strictest_counts() -> None:
-    first, second = Found(Verdict(4), Verdict(7), Verdict(9)), Found(Verdict(2), Verdict(7), Verdict(7, "bad"))
+    first, second = (
+        Found(Verdict(4), Verdict(7), Verdict(9)),
+        Found(Verdict(2), Verdict(7), Verdict(7, "bad")),
+    )
     check = SafetyStage([first, second]).open_output()
     assert check is not None
 
@@ -193,13 +234,15 @@ def test_of_several_checkers_the_strictest_counts() -> None:
     assert verdicts == [Verdict(2), Verdict(7), Verdict(7, "bad")]
 
 
-def test_once_something_is_found_nobody_is_asked_any_more() -> None:
+def test_after_the_first_hit_no_further_checker_is_asked() -> None:
     first, second = Found(Verdict(3, "word")), Found(Verdict(9))
     stage = SafetyStage([first, second])
     check = stage.open_output()
     assert check is not None
 
-    assert at_once(check.push("abcdefghi")) == Verdict(0, "word"), "nor is anything safe that not all have seen"
+    assert at_once(check.push("abcdefghi")) == Verdict(0, "word"), (
+        "nor is anything safe that not all have seen"
+    )
     assert at_once(check.push("j")) == Verdict(0, "word")
     first.verdicts = [Verdict(0, "word")]
     assert at_once(stage.check_prompt("text")) == "word"

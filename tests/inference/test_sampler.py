@@ -46,7 +46,7 @@ def chi_square(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
     ],
 )
 def test_frequencies_follow_the_softmax(params: SamplingParams, keep: int) -> None:
-    """Chi-square with 11 degrees of freedom exceeds 31.3 once in a thousand; the seed is fixed, so this never flickers."""
+    """Chi-square with 11 degrees of freedom exceeds 31.3 once in a thousand; seeded."""
     logits = torch.randn(12, generator=torch.Generator().manual_seed(1))
     exact = (logits.double() / params.temperature).softmax(-1)
     threshold = exact.sort(descending=True).values[keep - 1]
@@ -56,7 +56,7 @@ def test_frequencies_follow_the_softmax(params: SamplingParams, keep: int) -> No
 
 
 def exact_distribution(logits: list[float], params: SamplingParams) -> list[float]:
-    """The definition, one token at a time: `top_k` by rank, `top_p` of what that left, `min_p` of the likeliest."""
+    """Return the exact distribution: `top_k`, then `top_p` of the rest, then `min_p`."""
     weights = [math.exp(logit / params.temperature) for logit in logits]
     ranked = sorted(range(len(logits)), key=lambda token: -weights[token])[: params.top_k or None]
     total, reached, kept = sum(weights[token] for token in ranked), 0.0, []
@@ -87,10 +87,12 @@ CUTS = [
 
 
 @pytest.mark.parametrize(
-    "params", CUTS, ids=lambda params: f"t{params.temperature} k{params.top_k} p{params.top_p} m{params.min_p}"
+    "params",
+    CUTS,
+    ids=lambda params: f"t{params.temperature} k{params.top_k} p{params.top_p} m{params.min_p}",
 )
 def test_frequencies_follow_the_definition_of_all_cuts(params: SamplingParams) -> None:
-    """And tell it from the definitions that are nearest: the next cut on either side, and no `min_p`."""
+    """The nearest other definitions are rejected by the same test."""
     logits = torch.randn(60, generator=torch.Generator().manual_seed(6)) * 1.5
     drawn = frequencies(logits, params)
 
@@ -99,13 +101,17 @@ def test_frequencies_follow_the_definition_of_all_cuts(params: SamplingParams) -
     assert 5 < possible < 60, "else nothing is cut, or all"
     assert chi_square(drawn, exact) < chi_square_bound(possible)
     assert int((drawn > 0).sum()) == possible
-    hotter = torch.tensor(exact_distribution(logits.tolist(), replace(params, temperature=params.temperature * 1.06)))
+    hotter = torch.tensor(
+        exact_distribution(logits.tolist(), replace(params, temperature=params.temperature * 1.06))
+    )
     same = (hotter > 0) == (exact > 0)
-    assert not bool(same.all()) or chi_square(drawn, hotter) > chi_square_bound(possible), "a temperature of 6 % more is seen"
+    assert not bool(same.all()) or chi_square(drawn, hotter) > chi_square_bound(possible), (
+        "a temperature of 6 % more is seen"
+    )
 
 
 def test_the_chi_square_sees_a_wrong_temperature() -> None:
-    """A planted fault: one part in ten is enough."""
+    """A planted fault: one part in ten suffices."""
     logits = torch.randn(12, generator=torch.Generator().manual_seed(1))
 
     drawn = frequencies(logits, SamplingParams(temperature=0.9))
@@ -117,14 +123,20 @@ def test_top_p_keeps_the_fewest_tokens_that_reach_p() -> None:
     logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
 
     kept = {
-        p: set(frequencies(logits, SamplingParams(temperature=1.0, top_p=p)).nonzero().flatten().tolist()) for p in (0.3, 0.6, 0.75)
+        p: set(
+            frequencies(logits, SamplingParams(temperature=1.0, top_p=p))
+            .nonzero()
+            .flatten()
+            .tolist()
+        )
+        for p in (0.3, 0.6, 0.75)
     }
 
     assert kept == {0.3: {0}, 0.6: {0, 1}, 0.75: {0, 1, 2}}
 
 
 def test_top_p_counts_within_what_top_k_left() -> None:
-    """0.4 is 57 % of 0.4 and 0.3, so p = 0.5 keeps one token; it is 40 % of all four, which would keep two."""
+    """0.4 is 57 % of 0.4 and 0.3, so p = 0.5 keeps one token, not two."""
     logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
 
     counts = frequencies(logits, SamplingParams(temperature=1.0, top_k=2, top_p=0.5))
@@ -134,7 +146,11 @@ def test_top_p_counts_within_what_top_k_left() -> None:
 
 def test_temperature_zero_is_greedy_in_a_mixed_batch() -> None:
     logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(2))
-    mixed = [SamplingParams(), SamplingParams(temperature=2.0), SamplingParams(temperature=2.0, top_k=3)] * 2
+    mixed = [
+        SamplingParams(),
+        SamplingParams(temperature=2.0),
+        SamplingParams(temperature=2.0, top_k=3),
+    ] * 2
 
     tokens = sample(logits, [Draw(params, 1, 0) for params in mixed])
 
@@ -144,7 +160,11 @@ def test_temperature_zero_is_greedy_in_a_mixed_batch() -> None:
 
 def test_a_row_draws_the_same_alone_and_in_company() -> None:
     logits = torch.randn(8, 300, generator=torch.Generator().manual_seed(3))
-    kinds = [SamplingParams(temperature=1.0), SamplingParams(temperature=0.7, top_p=0.9), SamplingParams(temperature=1.5, top_k=20)]
+    kinds = [
+        SamplingParams(temperature=1.0),
+        SamplingParams(temperature=0.7, top_p=0.9),
+        SamplingParams(temperature=1.5, top_k=20),
+    ]
     draws = [Draw(kinds[row % 3], seed=row, index=row * 7) for row in range(8)]
 
     together = sample(logits, draws)
@@ -162,10 +182,17 @@ def test_uniform_numbers_are_in_range_spread_and_repeatable() -> None:
     assert uniform(12, 34) == uniform(12, 34)
 
 
-def test_a_seeded_sequence_is_the_same_whatever_runs_beside_it(tiny: TinyCheckpoint) -> None:
+def test_a_seeded_sequence_is_independent_of_concurrent_sequences(tiny: TinyCheckpoint) -> None:
     rng = random.Random(8)
-    seeded = make_request(random_prompt(rng, 40), sampling=SamplingParams(temperature=1.0, top_p=0.95, seed=1234))
-    others = [make_request(random_prompt(rng, rng.randrange(1, 90)), sampling=SamplingParams(temperature=1.0)) for _ in range(9)]
+    seeded = make_request(
+        random_prompt(rng, 40), sampling=SamplingParams(temperature=1.0, top_p=0.95, seed=1234)
+    )
+    others = [
+        make_request(
+            random_prompt(rng, rng.randrange(1, 90)), sampling=SamplingParams(temperature=1.0)
+        )
+        for _ in range(9)
+    ]
 
     alone = run_all(make_core(tiny.directory), [seeded])[0]
     crowded = run_all(make_core(tiny.directory), [*others, seeded])[-1]
@@ -174,7 +201,9 @@ def test_a_seeded_sequence_is_the_same_whatever_runs_beside_it(tiny: TinyCheckpo
 
 
 def test_sequences_without_a_seed_differ(tiny: TinyCheckpoint) -> None:
-    request = make_request(random_prompt(random.Random(9), 20), sampling=SamplingParams(temperature=1.5))
+    request = make_request(
+        random_prompt(random.Random(9), 20), sampling=SamplingParams(temperature=1.5)
+    )
 
     outcomes = run_all(make_core(tiny.directory), [request] * 4)
 

@@ -1,4 +1,4 @@
-"""How many replicas run, decided from what they tell: by a table of load over time."""
+"""Number of running replicas, decided from their reports: tables of load over time."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ IDLE_S = 60.0
 
 @dataclass
 class Slot:
-    """What a replica's engine tells, as the test says."""
+    """Engine of a replica with scripted reports."""
 
     state: EngineState = EngineState.COLD
     running: int = 0
     waiting: int = 0
     has_room: bool = True
     stopped_count: int = 0
-    model: ModelInfo = field(default_factory=lambda: ModelInfo("m", "fake", "fake", 100, 100, "/nowhere"))
+    model: ModelInfo = field(
+        default_factory=lambda: ModelInfo("m", "fake", "fake", 100, 100, "/nowhere")
+    )
 
     def healthy(self) -> bool:
         return self.state is EngineState.READY
@@ -33,7 +35,9 @@ class Slot:
 
     def statistics(self) -> EngineStatistics:
         told = EngineStatistics(running_sequence_count_max=PLACES)
-        return msgspec.structs.replace(told, running_sequence_count=self.running, waiting_sequence_count=self.waiting)
+        return msgspec.structs.replace(
+            told, running_sequence_count=self.running, waiting_sequence_count=self.waiting
+        )
 
     def fits_now(self) -> bool:
         return self.has_room
@@ -51,19 +55,21 @@ class World:
     """Three slots, of which one is kept."""
 
     def __init__(self, min_count: int = 1) -> None:
-        self.slots = [Slot(EngineState.READY if index == 0 else EngineState.COLD) for index in range(3)]
+        self.slots = [
+            Slot(EngineState.READY if index == 0 else EngineState.COLD) for index in range(3)
+        ]
         self.replicas = [Replica(f"m#{index}", slot) for index, slot in enumerate(self.slots)]  # type: ignore[arg-type]  # tells enough
         self.scaler = Scaler(min_count, IDLE_S)
         self.now_s = 0.0
 
     def load(self, *counts: int) -> None:
-        """So many sequences on each; what has no place waits."""
+        """Set the number of sequences on each replica; the excess is queued."""
         for slot, replica, count in zip(self.slots, self.replicas, counts, strict=True):
             slot.running, slot.waiting = min(count, PLACES), max(count - PLACES, 0)
             replica.live_sequence_count = count
 
     def after(self, seconds: float) -> str | None:
-        """Looks twice a second for so long; the name of the replica that was to be started."""
+        """Scale twice a second for this time; return the name of the replica to start."""
         chosen = None
         for _ in range(round(seconds * 2)):
             self.now_s += 0.5

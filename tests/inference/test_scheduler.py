@@ -17,7 +17,7 @@ from tests.inference.test_scheduler_model import random_request
 
 
 def test_without_pressure_the_cached_count_is_exactly_what_was_computed_before() -> None:
-    """One after the other in a pool that never evicts: an independent set of prefixes predicts every count."""
+    """In a pool that never evicts, a set of prefixes predicts every count."""
     rng = random.Random(42)
     engine = ModelledEngine(block_count=1000, limits=EngineLimits(256, step_token_count_max=64))
     known: set[tuple[str, tuple[int, ...]]] = set()
@@ -39,13 +39,22 @@ def test_without_pressure_the_cached_count_is_exactly_what_was_computed_before()
 
 
 def test_a_prefix_that_fifty_requests_share_is_computed_once() -> None:
-    """The reference workload's shape: 1,025 tokens in, of which 200 are the same for all, arriving at once."""
+    """The reference workload: 1,025 tokens in, 200 of them shared, all at once."""
     rng = random.Random(1)
     engine = ModelledEngine(block_count=50 * 74, limits=EngineLimits(2048))
     shared = [rng.randrange(VOCABULARY_SIZE) for _ in range(200)]
     for number in range(50):
-        tail = [number % VOCABULARY_SIZE, number // VOCABULARY_SIZE % VOCABULARY_SIZE, number // VOCABULARY_SIZE**2]
-        engine.add(number, make_request([*shared, *tail, *(rng.randrange(VOCABULARY_SIZE) for _ in range(822))], 3))
+        tail = [
+            number % VOCABULARY_SIZE,
+            number // VOCABULARY_SIZE % VOCABULARY_SIZE,
+            number // VOCABULARY_SIZE**2,
+        ]
+        engine.add(
+            number,
+            make_request(
+                [*shared, *tail, *(rng.randrange(VOCABULARY_SIZE) for _ in range(822))], 3
+            ),
+        )
     sequences = list(engine.live.values())
 
     while engine.live:
@@ -56,7 +65,7 @@ def test_a_prefix_that_fifty_requests_share_is_computed_once() -> None:
 
 
 def test_a_long_prompt_does_not_stall_running_streams() -> None:
-    """While 1,500 tokens are computed in chunks, the running sequence gets a token in every step."""
+    """While 1,500 tokens are computed in chunks, the other decodes in every step."""
     engine = ModelledEngine(block_count=400, limits=EngineLimits(2048, step_token_count_max=64))
     engine.add(0, make_request([1] * 10, 60))
     engine.step()
@@ -112,7 +121,7 @@ def test_a_lower_rank_enters_first_and_equal_ones_in_order_of_arrival() -> None:
 
 
 def test_a_lower_rank_overtakes_a_prompt_that_is_half_computed() -> None:
-    """It has its first token as soon as if it were alone, though a long prompt had begun before it."""
+    """Its first token is as early as alone, although a long prompt began before it."""
     engine = ModelledEngine(block_count=400, limits=EngineLimits(2048, step_token_count_max=64))
     engine.add(0, make_request([1] * 1500, 5, rank=5000.0))
     engine.step()
@@ -127,8 +136,10 @@ def test_a_lower_rank_overtakes_a_prompt_that_is_half_computed() -> None:
 
 
 @pytest.mark.parametrize(("block_count", "places"), [(100, 2), (9, 8)])
-def test_who_is_far_ahead_takes_the_place_of_the_last_one_which_loses_next_to_nothing(block_count: int, places: int) -> None:
-    """With too few places and too few blocks. The displaced one's prefix is found in the cache again."""
+def test_a_sequence_far_ahead_displaces_the_last_one_at_little_cost(
+    block_count: int, places: int
+) -> None:
+    """Too few places and blocks; the displaced prefix is found in the cache again."""
     limits = EngineLimits(128, running_sequence_count_max=places, owed_output_token_count_max=16)
     engine = ModelledEngine(block_count, limits)
     for number in range(2):
@@ -151,7 +162,7 @@ def test_who_is_far_ahead_takes_the_place_of_the_last_one_which_loses_next_to_no
 
 
 @pytest.mark.parametrize("rank", [0.0, 995.0, 2000.0])
-def test_who_is_hardly_ahead_waits(rank: float) -> None:
+def test_a_sequence_slightly_ahead_waits(rank: float) -> None:
     engine = ModelledEngine(block_count=100, limits=EngineLimits(256, running_sequence_count_max=1))
     engine.add(0, make_request([1] * 30, 20, rank=20.0 if rank == 0.0 else 1000.0))
     engine.step()
@@ -164,9 +175,12 @@ def test_who_is_hardly_ahead_waits(rank: float) -> None:
     assert engine.scheduler.preemption_count == 0
 
 
-def test_nobody_is_overtaken_more_often_than_as_many_may_wait() -> None:
-    """One after another comes with a lower rank than all before it; the first one has its turn all the same, and keeps it."""
-    engine = ModelledEngine(block_count=100, limits=EngineLimits(256, running_sequence_count_max=1, waiting_sequence_count_max=10))
+def test_no_sequence_is_overtaken_more_often_than_the_queue_is_long() -> None:
+    """Each new sequence has a lower rank; the first one still gets its turn."""
+    engine = ModelledEngine(
+        block_count=100,
+        limits=EngineLimits(256, running_sequence_count_max=1, waiting_sequence_count_max=10),
+    )
     engine.add(0, make_request([0] * 30, 20, rank=0.0))
     for number in range(1, 40):
         engine.add(number, make_request([number % VOCABULARY_SIZE] * 30, 2, rank=number * -1000.0))
@@ -180,9 +194,11 @@ def test_nobody_is_overtaken_more_often_than_as_many_may_wait() -> None:
 
 
 def test_beams_are_not_displaced() -> None:
-    """They would have to be computed anew, all of them."""
+    """All of them would have to be recomputed."""
     engine = ModelledEngine(block_count=100, limits=EngineLimits(256, running_sequence_count_max=2))
-    engine.add(0, replace(make_request([1] * 30, 20, rank=10_000.0), beam_search=BeamSearchParams(2)))
+    engine.add(
+        0, replace(make_request([1] * 30, 20, rank=10_000.0), beam_search=BeamSearchParams(2))
+    )
     engine.step()
     BeamGroup(engine.live[0, 0], lambda: engine.live[0, 0].detokenizer)
     engine.add(1, make_request([2] * 30, 5, rank=0.0))
@@ -192,9 +208,12 @@ def test_beams_are_not_displaced() -> None:
     assert [sequence.number for sequence in engine.scheduler.running] == [0]
 
 
-def test_a_shared_prefix_is_not_waited_for_if_whoever_computes_it_comes_later() -> None:
-    """Else the first would wait for the last, whose prompt gets nothing while others come first."""
-    engine = ModelledEngine(block_count=200, limits=EngineLimits(512, step_token_count_max=16, running_sequence_count_max=8))
+def test_a_request_does_not_wait_for_a_prefix_that_a_later_one_computes() -> None:
+    """Otherwise the first would wait for the last, which gets no tokens while others precede it."""
+    engine = ModelledEngine(
+        block_count=200,
+        limits=EngineLimits(512, step_token_count_max=16, running_sequence_count_max=8),
+    )
     engine.add(0, make_request([1] * 200, 5, rank=9000.0))
     engine.step()
     engine.add(1, make_request([1] * 200, 5, rank=0.0))

@@ -1,4 +1,4 @@
-"""The engine for load tests: its description, its timing, and that it is not mistaken for a model."""
+"""Engine for load tests: description and timing; answers say that it is simulated."""
 
 from __future__ import annotations
 
@@ -28,23 +28,33 @@ class FakeTime:
         self.now_s = 100.0
 
     def clock(self) -> float:
-        """Seconds."""
+        """Return the time in seconds."""
         return self.now_s
 
     def sleep(self, seconds: float) -> None:
-        """Moves the clock."""
+        """Advance the clock."""
         self.now_s += seconds
 
 
-def simulated_core(tiny: TinyCheckpoint, cost: CostModel, time: FakeTime, step_token_count_max: int = 256) -> EngineCore:
-    core = EngineCore(EngineOptions(str(tiny.directory), EngineLimits(2048, step_token_count_max), simulation=cost))
-    core._runner = SimulatedRunner(cost, Tokenizer(tiny.directory), clock=time.clock, sleep=time.sleep)
+def simulated_core(
+    tiny: TinyCheckpoint, cost: CostModel, time: FakeTime, step_token_count_max: int = 256
+) -> EngineCore:
+    core = EngineCore(
+        EngineOptions(
+            str(tiny.directory), EngineLimits(2048, step_token_count_max), simulation=cost
+        )
+    )
+    core._runner = SimulatedRunner(
+        cost, Tokenizer(tiny.directory), clock=time.clock, sleep=time.sleep
+    )
     return core
 
 
 @pytest.mark.parametrize(("input_count", "output_count", "published"), PUBLISHED)
-def test_the_default_costs_are_those_that_were_published(input_count: int, output_count: int, published: int) -> None:
-    """At full batches, where reading the weights is hidden behind computing."""
+def test_the_default_costs_are_those_that_were_published(
+    input_count: int, output_count: int, published: int
+) -> None:
+    """At full batches, where computing takes longer than reading the weights."""
     cost = CostModel()
     computed_us = (input_count + output_count) * cost.token_us
     attended_us = output_count * (input_count + output_count / 2) * cost.context_token_us
@@ -53,7 +63,7 @@ def test_the_default_costs_are_those_that_were_published(input_count: int, outpu
 
 
 def test_steps_take_the_time_of_the_cost_model(tiny: TinyCheckpoint) -> None:
-    """A prompt in three chunks, then single tokens: the clock stands where adding it up by hand puts it."""
+    """A prompt in three chunks, then single tokens, timed by hand calculation."""
     cost, time = CostModel(token_us=1000.0, weights_ms=5.0, context_token_us=10.0), FakeTime()
     core = simulated_core(tiny, cost, time, step_token_count_max=64)
 
@@ -65,7 +75,9 @@ def test_steps_take_the_time_of_the_cost_model(tiny: TinyCheckpoint) -> None:
     assert time.now_s - 100.0 == pytest.approx(prefill_s + decode_s, abs=1e-9)
 
 
-def test_a_cached_prefix_takes_no_time_and_a_batch_reads_the_weights_once(tiny: TinyCheckpoint) -> None:
+def test_a_cached_prefix_takes_no_time_and_a_batch_reads_the_weights_once(
+    tiny: TinyCheckpoint,
+) -> None:
     cost, time = CostModel(token_us=1000.0, weights_ms=5.0, context_token_us=0.0), FakeTime()
     core = simulated_core(tiny, cost, time)
     run_all(core, [make_request(prompt(1, 160), 1)])
@@ -78,7 +90,7 @@ def test_a_cached_prefix_takes_no_time_and_a_batch_reads_the_weights_once(tiny: 
     assert time.now_s - 100.0 - cold_s == pytest.approx(3 * 0.016)
 
 
-def test_what_scheduling_takes_here_is_hidden_behind_the_step_there(tiny: TinyCheckpoint) -> None:
+def test_scheduling_time_is_hidden_behind_the_simulated_step(tiny: TinyCheckpoint) -> None:
     cost, time = CostModel(token_us=1000.0, weights_ms=5.0, context_token_us=0.0), FakeTime()
     core = simulated_core(tiny, cost, time)
     core.add(0, make_request(prompt(1, 20), 5))
@@ -90,23 +102,34 @@ def test_what_scheduling_takes_here_is_hidden_behind_the_step_there(tiny: TinyCh
         steps += 1
 
     assert steps == 5
-    assert time.now_s - 100.0 == pytest.approx(0.020 + 4 * 0.005 + 0.003), "the last 3 ms hide behind nothing"
+    assert time.now_s - 100.0 == pytest.approx(0.020 + 4 * 0.005 + 0.003), (
+        "the last 3 ms hide behind nothing"
+    )
 
 
-def test_answers_depend_on_the_seed_alone_and_scatter_around_their_mean(tiny: TinyCheckpoint) -> None:
+def test_answers_depend_on_the_seed_alone_and_scatter_around_their_mean(
+    tiny: TinyCheckpoint,
+) -> None:
     cost = CostModel(time_scale=0.0, output_token_count_mean=20.0, kv_block_count=256)
-    seeds = [make_request(prompt(1), 1000, ignore_eos=False, sampling=SamplingParams(seed=seed)) for seed in range(200)]
+    seeds = [
+        make_request(prompt(1), 1000, ignore_eos=False, sampling=SamplingParams(seed=seed))
+        for seed in range(200)
+    ]
 
     first, second = (run_all(simulated_core(tiny, cost, FakeTime()), seeds) for _ in range(2))
 
     assert [outcome.token_ids for outcome in first] == [outcome.token_ids for outcome in second]
-    assert {outcome.finished and outcome.finished.reason for outcome in first} == {EngineFinishReason.STOP}
+    assert {outcome.finished and outcome.finished.reason for outcome in first} == {
+        EngineFinishReason.STOP
+    }
     lengths = [len(outcome.token_ids) for outcome in first]
     assert 15 < sum(lengths) / len(lengths) < 25
     assert len(set(lengths)) > 20
 
 
-async def test_it_says_in_every_answer_and_in_its_model_that_it_is_simulated(tiny: TinyCheckpoint) -> None:
+async def test_it_says_in_every_answer_and_in_its_model_that_it_is_simulated(
+    tiny: TinyCheckpoint,
+) -> None:
     async with serving(settings_for(tiny, simulation=INSTANT)) as engine:
         outcome = await run(engine, make_request(prompt(1), 200))
 
@@ -118,7 +141,9 @@ async def test_it_says_in_every_answer_and_in_its_model_that_it_is_simulated(tin
 
 
 async def test_a_response_format_is_refused_by_its_field(tiny: TinyCheckpoint) -> None:
-    request = make_request(prompt(1), 5, ignore_eos=False, response_format=ResponseFormat(GrammarKind.REGEX, "[0-9]+"))
+    request = make_request(
+        prompt(1), 5, ignore_eos=False, response_format=ResponseFormat(GrammarKind.REGEX, "[0-9]+")
+    )
     async with serving(settings_for(tiny, simulation=INSTANT)) as engine:
         with pytest.raises(RequestImpossible, match="simulated") as refused:
             await run(engine, request)
@@ -131,4 +156,6 @@ def test_it_reports_the_certainty_of_its_tokens(tiny: TinyCheckpoint) -> None:
 
     [outcome] = run_all(core, [make_request(prompt(1), 5, sampling=SamplingParams(top_logprobs=2))])
 
-    assert [(logprob.chosen.logprob, len(logprob.top)) for logprob in outcome.logprobs] == [(0.0, 1)] * 5
+    assert [(logprob.chosen.logprob, len(logprob.top)) for logprob in outcome.logprobs] == [
+        (0.0, 1)
+    ] * 5

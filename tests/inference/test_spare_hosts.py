@@ -10,8 +10,8 @@ import pytest
 
 from common.processes import alive, children_of
 from inference.adapters.torch_engine import TorchEngine
-from inference.workers import process as spare_hosts
-from inference.workers.process import SpareHosts
+from inference.workers import process as spare_workers
+from inference.workers.process import SpareWorkers
 from tests.inference.checkpoints import TinyCheckpoint
 from tests.inference.hosted import prompt, run, settings_for, until
 from tests.inference.running import make_request
@@ -22,9 +22,10 @@ pytestmark = pytest.mark.usefixtures("executed_hosts")
 async def test_a_start_takes_the_spare_and_one_that_died_is_not_taken(
     tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(spare_hosts, "REPLACE_AFTER_S", 3600.0)  # a slow machine would be past it before the checks
+    # A slow machine would pass it before the checks.
+    monkeypatch.setattr(spare_workers, "REPLACE_AFTER_S", 3600.0)
     before = set(children_of(os.getpid()))
-    spares = SpareHosts(1)
+    spares = SpareWorkers(1)
     async with asyncio.TaskGroup() as tasks:
         keeper = tasks.create_task(spares.serve())
         await until(lambda: spares.ready_count == 1)
@@ -38,7 +39,8 @@ async def test_a_start_takes_the_spare_and_one_that_died_is_not_taken(
         assert engine.host_pid == spare_pid
         assert spares.ready_count == 0
         assert len(outcome.token_ids) == 5
-        os.kill(spare_pid, signal.SIGKILL)  # the restart finds no spare, and starts a host of its own
+        # The restart finds no spare, and starts a worker.
+        os.kill(spare_pid, signal.SIGKILL)
         await until(lambda: not engine.healthy())
         await engine.start()
         assert engine.host_pid not in (None, spare_pid)
@@ -49,7 +51,7 @@ async def test_a_start_takes_the_spare_and_one_that_died_is_not_taken(
 
 async def test_spares_go_with_their_keeper_and_a_dead_one_counts_for_nothing() -> None:
     before = set(children_of(os.getpid()))
-    spares = SpareHosts(2)
+    spares = SpareWorkers(2)
     async with asyncio.TaskGroup() as tasks:
         keeper = tasks.create_task(spares.serve())
         await until(lambda: spares.ready_count == 2)

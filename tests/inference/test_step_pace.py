@@ -1,4 +1,4 @@
-"""The pace finds out what a prompt token costs, and keeps steps within the time that streams may wait."""
+"""The pace learns the cost of a prompt token and keeps steps within the target."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DECODE_S = 0.030
 
 
 def learnt(target_s: float, prompt_token_s: float) -> StepPace:
-    """A pace that has seen many steps of a machine."""
+    """Return a pace that has seen many steps of a machine."""
     pace = StepPace(target_s)
     for _ in range(40):
         pace.note(50, 0, DECODE_S)
@@ -53,8 +53,8 @@ def test_a_pause_of_the_machine_is_forgotten() -> None:
     assert pace.prompt_token_count_max() == pytest.approx(before, rel=0.05)
 
 
-def test_a_prompt_waits_for_streams_and_for_nobody_else(tiny: TinyCheckpoint) -> None:
-    """With a target that no step can meet: all of the budget while nothing runs, then the least that a prompt may get."""
+def test_a_prompt_waits_for_streams_only(tiny: TinyCheckpoint) -> None:
+    """With an impossible target: the full budget while idle, then the minimum."""
     limits = EngineLimits(2048, step_token_count_max=256, step_time_target_s=1e-9)
     core = EngineCore(EngineOptions(str(tiny.directory), limits, kv_cache_bytes=8 << 20))
     rng = random.Random(5)
@@ -65,6 +65,8 @@ def test_a_prompt_waits_for_streams_and_for_nobody_else(tiny: TinyCheckpoint) ->
             core.add(1, make_request(random_prompt(rng, 300), 40))
         before = sum(sequence.computed_token_count for sequence in core.scheduler.running)
         core.step()
-        computed.append(sum(sequence.computed_token_count for sequence in core.scheduler.running) - before)
+        computed.append(
+            sum(sequence.computed_token_count for sequence in core.scheduler.running) - before
+        )
 
     assert computed == [256, 44, *[1 + PROMPT_TOKENS_MIN] * 4, 1 + 300 - 4 * PROMPT_TOKENS_MIN, 2]

@@ -1,4 +1,4 @@
-"""A model that is free to call tools writes any text, and calls that are whole and valid, in its own form."""
+"""A model free to call tools writes any text, and only valid calls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from inference.text.tokenizer import Tokenizer
 from inference.text.tools import CallFormat, Tool, strict_calls
 from tests.inference.tool_checkpoints import make_scripted_checkpoint, make_tool_checkpoint
 
-A = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": false}'
+A = (
+    '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"],'
+    ' "additionalProperties": false}'
+)
 TOOLS = [Tool("f", "", A, strict=True), Tool("g", "", A)]
 MARKERS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
 F, G, WRONG = (
@@ -25,12 +28,18 @@ HERMES, LLAMA, MISTRAL = CallFormat.HERMES, CallFormat.LLAMA, CallFormat.MISTRAL
 
 
 def llama(call: str) -> str:
-    """In Llama's words."""
+    """Return a call in Llama's format."""
     return call.replace("arguments", "parameters")
 
 
 FREE = {
-    HERMES: ("", "hi", f"<tool_call>{F}</tool_call>", f"x <tool_call>\n{G}\n</tool_call>", "a < b <tool <tool_cal"),
+    HERMES: (
+        "",
+        "hi",
+        f"<tool_call>{F}</tool_call>",
+        f"x <tool_call>\n{G}\n</tool_call>",
+        "a < b <tool <tool_cal",
+    ),
     LLAMA: ("", "hi { x }", llama(F), "\n" + llama(G), "a <| b"),
     MISTRAL: ("", "hi [1]", f"[TOOL_CALLS][{F}]", f"x[TOOL_CALLS] [{G}]", "[TOOL"),
 }
@@ -40,7 +49,12 @@ SEVERAL = {
     MISTRAL: f"[TOOL_CALLS][{F}, {G}]",
 }
 FORBIDDEN = {
-    HERMES: (f"x<tool_call>{WRONG}</tool_call>", "x<tool_call>no", f"<tool_call>{F}", '<tool_call>{"name": "h"'),
+    HERMES: (
+        f"x<tool_call>{WRONG}</tool_call>",
+        "x<tool_call>no",
+        f"<tool_call>{F}",
+        '<tool_call>{"name": "h"',
+    ),
     LLAMA: (llama(WRONG), "{no", "[1]", llama(F)[:-1], " {", "<|python_tag|>no"),
     MISTRAL: (f"[TOOL_CALLS][{WRONG}]", "[TOOL_CALLS]f", f"[TOOL_CALLS][{F}"),
 }
@@ -48,7 +62,7 @@ FORBIDDEN = {
 
 @pytest.fixture(scope="module", params=["markers are tokens", "markers are spelt"])
 def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Compiled:
-    """A tokenizer, and what compiles grammars for it."""
+    """Return a tokenizer with its grammar compiler."""
     directory: Path = tmp_path_factory.mktemp("model")
     if request.param == "markers are tokens":
         make_scripted_checkpoint(directory, MARKERS)
@@ -59,22 +73,51 @@ def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return tokenizer, GrammarCompiler(directory / "tokenizer.json", size, frozenset({2, 6}))
 
 
+def is_allowed(compiled: Compiled, source: str, output: str) -> bool:
+    """Return whether a grammar allows exactly this output."""
+    tokenizer, compiler = compiled
+    grammar = compiler.compile(ResponseFormat(GrammarKind.LARK, source, "tools"))
+    for token_id in tokenizer.encode(output, add_special_tokens=False):
+        grammar.advance(token_id)
+        if grammar.fault is not None:
+            return False
+    return grammar.complete
+
+
 @pytest.mark.parametrize("form", [HERMES, LLAMA, MISTRAL])
 @pytest.mark.parametrize("single", [False, True])
-def test_text_is_free_and_calls_are_valid(compiled: Compiled, form: CallFormat, single: bool) -> None:
-    tokenizer, compiler = compiled
-    source = strict_calls(form, TOOLS, single=single, token_id=tokenizer.token_id)
-
-    def allowed(output: str) -> bool:
-        grammar = compiler.compile(ResponseFormat(GrammarKind.LARK, source, "tools"))
-        for token_id in tokenizer.encode(output, add_special_tokens=False):
-            grammar.advance(token_id)
-            if grammar.fault is not None:
-                return False
-        return grammar.complete
+def test_text_is_free_and_calls_are_valid(
+    compiled: Compiled, form: CallFormat, single: bool
+) -> None:
+    source = strict_calls(form, TOOLS, single=single, token_id=compiled[0].token_id)
 
     for output in FREE[form]:
-        assert allowed(output), output
-    assert allowed(SEVERAL[form]) is not single
+        assert is_allowed(compiled, source, output), output
+    assert is_allowed(compiled, source, SEVERAL[form]) is not single
     for output in FORBIDDEN[form]:
-        assert not allowed(output), output
+        assert not is_allowed(compiled, source, output), output
+
+
+ANSWER = "%json " + A
+ANSWERED = {
+    HERMES: (
+        ('{"a": 2}', f"<tool_call>{F}</tool_call>"),
+        ("", "hi", f"x <tool_call>{F}</tool_call>"),
+    ),
+    LLAMA: (('{"a": 2}', llama(F)), ("", "hi", "{no")),
+    MISTRAL: (('{"a": 2}', f"[TOOL_CALLS][{F}]"), ("", "hi", f"x[TOOL_CALLS][{F}]")),
+}
+
+
+@pytest.mark.parametrize("form", [HERMES, LLAMA, MISTRAL])
+def test_with_a_format_output_is_calls_or_an_answer_in_the_format(
+    compiled: Compiled, form: CallFormat
+) -> None:
+    token_id = compiled[0].token_id
+    source = strict_calls(form, TOOLS, single=False, token_id=token_id, answer=ANSWER)
+    right, wrong = ANSWERED[form]
+
+    for output in right:
+        assert is_allowed(compiled, source, output), output
+    for output in wrong:
+        assert not is_allowed(compiled, source, output), output

@@ -1,4 +1,4 @@
-"""The stand-in has the names, parameters and defaults of NVIDIA's published interface of 1.2.1."""
+"""The double has the names, parameters and defaults of NVIDIA's interface of 1.2.1."""
 
 from __future__ import annotations
 
@@ -15,8 +15,18 @@ from tests.inference.tensorrt_hosted import DOUBLE
 
 PUBLISHED: dict[str, Any] = json.loads((DOUBLE / "api.json").read_text())["classes"]
 METHODS = [name for name, spec in PUBLISHED.items() if "." in name and "params" in spec]
-HOMES = {"GenerationResult": ("results", "RequestOutput"), "IterationResult": ("results", "IterationResult"), "LLM": ("llm", "LLM")}
-CLASSES = ["SamplingParams", "GuidedDecodingParams", "KvCacheConfig", "SchedulerConfig", "LoRARequest"]
+HOMES = {
+    "GenerationResult": ("results", "RequestOutput"),
+    "IterationResult": ("results", "IterationResult"),
+    "LLM": ("llm", "LLM"),
+}
+CLASSES = [
+    "SamplingParams",
+    "GuidedDecodingParams",
+    "KvCacheConfig",
+    "SchedulerConfig",
+    "LoRARequest",
+]
 
 
 @pytest.fixture
@@ -27,11 +37,18 @@ def double(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 def differences(function: Any, published: dict[str, Any]) -> list[str]:
     """Return the differences between a function's parameters and the published ones."""
-    ours = [parameter for name, parameter in inspect.signature(function).parameters.items() if name != "self"]
+    ours = [
+        parameter
+        for name, parameter in inspect.signature(function).parameters.items()
+        if name != "self"
+    ]
     theirs = published["params"]
     found = []
     if [parameter.name for parameter in ours] != [spec["name"].lstrip("*") for spec in theirs]:
-        found.append(f"parameters {[parameter.name for parameter in ours]}, published {[spec['name'] for spec in theirs]}")
+        found.append(
+            f"parameters {[parameter.name for parameter in ours]}, published"
+            f" {[spec['name'] for spec in theirs]}"
+        )
     for parameter, spec in zip(ours, theirs, strict=False):
         default = None if parameter.default is inspect.Parameter.empty else repr(parameter.default)
         if default != spec["default"]:
@@ -64,7 +81,9 @@ def test_parameter_classes_have_the_published_fields(double: Any, name: str) -> 
 
     assert list(fields) == list(PUBLISHED[name]["fields"])
     for field_name, spec in PUBLISHED[name]["fields"].items():
-        if spec["default"] is not None and not spec["default"].startswith(("factory:", "CapacitySchedulerPolicy")):
+        if spec["default"] is not None and not spec["default"].startswith(
+            ("factory:", "CapacitySchedulerPolicy")
+        ):
             assert repr(fields[field_name].default) == spec["default"], field_name
 
 
@@ -77,9 +96,18 @@ def test_all_that_the_adapter_imports_is_exported_by_the_release(double: Any) ->
 
 @pytest.mark.parametrize(
     "values",
-    [{"top_p": 1.5}, {"top_k": -1}, {"temperature": -0.1}, {"n": 2}, {"best_of": 1, "n": 2, "temperature": 1.0}, {"surprise": 1}],
+    [
+        {"top_p": 1.5},
+        {"top_k": -1},
+        {"temperature": -0.1},
+        {"n": 2},
+        {"best_of": 1, "n": 2, "temperature": 1.0},
+        {"surprise": 1},
+    ],
 )
-def test_parameters_are_refused_where_the_release_refuses_them(double: Any, values: dict[str, Any]) -> None:
+def test_parameters_are_refused_where_the_release_refuses_them(
+    double: Any, values: dict[str, Any]
+) -> None:
     with pytest.raises((ValueError, TypeError)):
         double.SamplingParams(**values)
 

@@ -1,4 +1,4 @@
-"""The bound that refuses prompts by their size alone: it is never above what the tokenizer makes of a text."""
+"""The bound that refuses prompts by size never exceeds the true token count."""
 
 from __future__ import annotations
 
@@ -23,11 +23,15 @@ TRAINING = [
 ] * 3
 
 
-def byte_level(*, normalizer: normalizers.Normalizer | None = None, added: tuple[AddedToken, ...] = ()) -> Backend:
-    """Byte-level BPE, as of Llama 3 and Qwen."""
+def byte_level(
+    *, normalizer: normalizers.Normalizer | None = None, added: tuple[AddedToken, ...] = ()
+) -> Backend:
+    """Return byte-level BPE, as of Llama 3 and Qwen."""
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    trainer = trainers.BpeTrainer(vocab_size=600, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
     backend.train_from_iterator(TRAINING, trainer)
     backend.normalizer = normalizer
     backend.add_tokens([*added])
@@ -35,17 +39,21 @@ def byte_level(*, normalizer: normalizers.Normalizer | None = None, added: tuple
 
 
 def byte_fallback(*, metaspace: bool) -> Backend:
-    """BPE of characters with bytes for those that it does not know, as of Llama 2."""
+    """Return BPE of characters with a byte fallback, as of Llama 2."""
     backend = Backend(models.BPE(byte_fallback=True, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     special = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=special, limit_alphabet=30, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, special_tokens=special, limit_alphabet=30, show_progress=False
+    )
     backend.train_from_iterator(TRAINING, trainer)
     raw = backend.to_str().replace('"special":true', '"special":false')
     backend = Backend.from_str(raw)
     if not metaspace:
         backend.pre_tokenizer = None
-        backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        backend.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        )
     return backend
 
 
@@ -53,8 +61,12 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
     "the demo model": lambda: Backend.from_file(str(DEMO / "tokenizer.json")),
     "byte level": byte_level,
     "byte level that composes": lambda: byte_level(normalizer=normalizers.NFC()),
-    "byte level with tokens that strip": lambda: byte_level(added=(AddedToken("<x>", lstrip=True, rstrip=True),)),
-    "byte level with a long token": lambda: byte_level(added=(AddedToken("<a rather long token>"),)),
+    "byte level with tokens that strip": lambda: byte_level(
+        added=(AddedToken("<x>", lstrip=True, rstrip=True),)
+    ),
+    "byte level with a long token": lambda: byte_level(
+        added=(AddedToken("<a rather long token>"),)
+    ),
     "byte fallback": lambda: byte_fallback(metaspace=False),
     "byte fallback, metaspace": lambda: byte_fallback(metaspace=True),
 }
@@ -109,10 +121,16 @@ def test_texts_longer_than_a_piece_keep_the_bound(name: str, text: str, size: in
     "change",
     [
         lambda backend: setattr(backend, "pre_tokenizer", pre_tokenizers.Whitespace()),
-        lambda backend: setattr(backend, "pre_tokenizer", pre_tokenizers.Split(Regex(r"\s+"), "removed")),
+        lambda backend: setattr(
+            backend, "pre_tokenizer", pre_tokenizers.Split(Regex(r"\s+"), "removed")
+        ),
         lambda backend: setattr(backend, "normalizer", normalizers.Strip()),
         lambda backend: setattr(backend, "normalizer", normalizers.Replace(Regex(" +"), " ")),
-        lambda backend: setattr(backend, "normalizer", normalizers.Sequence([normalizers.NFC(), normalizers.StripAccents()])),
+        lambda backend: setattr(
+            backend,
+            "normalizer",
+            normalizers.Sequence([normalizers.NFC(), normalizers.StripAccents()]),
+        ),
         lambda backend: setattr(backend, "model", models.WordLevel({"a": 0}, unk_token="a")),
     ],
 )
@@ -125,7 +143,9 @@ def test_a_tokenizer_that_may_drop_text_has_no_bound(change: Callable[[Backend],
     assert bound.least_token_count("x" * 100_000) == 0
 
 
-def test_ordinary_text_that_is_far_too_long_is_refused_without_being_tokenized(tmp_path: Path) -> None:
+def test_ordinary_text_that_is_far_too_long_is_refused_without_being_tokenized(
+    tmp_path: Path,
+) -> None:
     tokenizer = Tokenizer(DEMO)
     text = "The hotel near the harbour has a quiet garden. " * 80_000
     began_at = time.thread_time()
@@ -149,7 +169,9 @@ def test_a_conversation_is_measured_as_it_was_rendered(tmp_path: Path, content: 
 
 @settings(deadline=None)
 @given(st.text(min_size=1, max_size=40), st.integers(1, 30), st.integers(1, 400))
-def test_the_beginning_of_a_long_text_is_that_of_the_whole(unit: str, limit: int, times: int) -> None:
+def test_the_beginning_of_a_long_text_is_that_of_the_whole(
+    unit: str, limit: int, times: int
+) -> None:
     tokenizer = DEMO_TOKENIZER
     text = (unit + " ") * times
     whole = tokenizer.encode(text)

@@ -1,4 +1,4 @@
-"""Plain prompts become the ids that the tokenizer's file says, by the quicker of the library's two ways."""
+"""Plain prompts become the ids of the tokenizer's file, by the faster call."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.inference.checkpoints import TinyCheckpoint
 
 
 def test_a_prompt_has_the_ids_that_encoding_it_alone_gives(tiny: TinyCheckpoint) -> None:
-    """Also with what the model expects around a prompt, which this tokenizer adds."""
+    """Also with the tokens that this tokenizer adds around a prompt."""
     tokenizer = Tokenizer(tiny.directory)
 
     @given(text=st.text(max_size=200), add_special_tokens=st.booleans())

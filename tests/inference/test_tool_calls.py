@@ -1,4 +1,4 @@
-"""Calls in a model's text: found while it streams, the same however the text is cut, and nothing of it is lost."""
+"""Calls in streamed text are found however the text is cut; nothing is lost."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Calls = list[tuple[str, str]]
 
 
 def parse(form: CallFormat, pieces: Sequence[str]) -> tuple[str, Calls, list[str]]:
-    """Text, calls by name and arguments, and their ids, of an output that comes in these pieces."""
+    """Return text, calls by name and arguments, and their ids, of an output in pieces."""
     numbers = itertools.count()
     parser = ToolCallParser(form, NAMES, lambda: f"id{next(numbers)}")
     text, calls, ids = "", list[list[str]](), list[str]()
@@ -38,36 +38,102 @@ def parse(form: CallFormat, pieces: Sequence[str]) -> tuple[str, Calls, list[str
     return text, [(name, arguments) for name, arguments in calls], ids
 
 
-HERMES, LLAMA, MISTRAL, JSON = CallFormat.HERMES, CallFormat.LLAMA, CallFormat.MISTRAL, CallFormat.JSON
+HERMES, LLAMA, MISTRAL, JSON = (
+    CallFormat.HERMES,
+    CallFormat.LLAMA,
+    CallFormat.MISTRAL,
+    CallFormat.JSON,
+)
 CASES: tuple[tuple[CallFormat, str, str | None, Calls], ...] = (
     (HERMES, "Just text.", "Just text.", []),
     (HERMES, f"<tool_call>\n{WEATHER}\n</tool_call>", "", [("get_weather", CITY)]),
-    (HERMES, f"Let me see.\n<tool_call>{WEATHER}</tool_call>", "Let me see.", [("get_weather", CITY)]),
-    (HERMES, f"<tool_call>{WEATHER}</tool_call>\n<tool_call>{WEATHER}</tool_call>\n", "", [("get_weather", CITY)] * 2),
+    (
+        HERMES,
+        f"Let me see.\n<tool_call>{WEATHER}</tool_call>",
+        "Let me see.",
+        [("get_weather", CITY)],
+    ),
+    (
+        HERMES,
+        f"<tool_call>{WEATHER}</tool_call>\n<tool_call>{WEATHER}</tool_call>\n",
+        "",
+        [("get_weather", CITY)] * 2,
+    ),
     (HERMES, f"<tool_call>{WEATHER}</tool_call>\nDone.", "\nDone.", [("get_weather", CITY)]),
-    (HERMES, '<tool_call>{"arguments": {"a": 1}, "name": "get"}</tool_call>', "", [("get", '{"a": 1}')]),
+    (
+        HERMES,
+        '<tool_call>{"arguments": {"a": 1}, "name": "get"}</tool_call>',
+        "",
+        [("get", '{"a": 1}')],
+    ),
     (HERMES, '<tool_call>{"name": "get"}</tool_call>', "", [("get", "{}")]),
-    (HERMES, '<tool_call>{"name": "get", "arguments": {}</tool_call>!', "!", [("get", "{}")]),  # the model forgot a brace
-    (HERMES, '<tool_call>{"name": "get", "arguments": {"a": \'b\'}}</tool_call>x', "x", [("get", "{\"a\": 'b'}}")]),
-    (HERMES, '<tool_call>{"name": "get", "arguments": {"a": "</tool_call>"}}</tool_call>', "", [("get", '{"a": "</tool_call>"}')]),
+    # The model omitted a brace.
+    (HERMES, '<tool_call>{"name": "get", "arguments": {}</tool_call>!', "!", [("get", "{}")]),
+    (
+        HERMES,
+        '<tool_call>{"name": "get", "arguments": {"a": \'b\'}}</tool_call>x',
+        "x",
+        [("get", "{\"a\": 'b'}}")],
+    ),
+    (
+        HERMES,
+        '<tool_call>{"name": "get", "arguments": {"a": "</tool_call>"}}</tool_call>',
+        "",
+        [("get", '{"a": "</tool_call>"}')],
+    ),
     (HERMES, '<tool_call>{"name": "get", "arguments": {"a"', "", [("get", '{"a"')]),  # cut off
     (HERMES, '<tool_call>{"name": "ge', '<tool_call>{"name": "ge', []),
     (HERMES, '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>', None, []),
-    (HERMES, f"<tool_call>no<tool_call>{WEATHER}</tool_call>", "<tool_call>no", [("get_weather", CITY)]),
-    (HERMES, f'<tool_call>{{"na<tool_call>{WEATHER}</tool_call>', '<tool_call>{"na', [("get_weather", CITY)]),
+    (
+        HERMES,
+        f"<tool_call>no<tool_call>{WEATHER}</tool_call>",
+        "<tool_call>no",
+        [("get_weather", CITY)],
+    ),
+    (
+        HERMES,
+        f'<tool_call>{{"na<tool_call>{WEATHER}</tool_call>',
+        '<tool_call>{"na',
+        [("get_weather", CITY)],
+    ),
     (HERMES, "a < b <tool <tool_cal", "a < b <tool <tool_cal", []),
     (HERMES, " \n", " \n", []),
     (HERMES, f"<tool_call>[{WEATHER}, {WEATHER}]</tool_call>", "", [("get_weather", CITY)] * 2),
     (LLAMA, '\n{"name": "get", "parameters": {"q": "ü\\"}"}}', "", [("get", '{"q": "ü\\"}"}')]),
-    (LLAMA, '{"name": "get", "parameters": {}}; {"name": "get", "parameters": {}}', "", [("get", "{}")] * 2),
-    (LLAMA, '<|python_tag|>{"type": "function", "name": "get", "parameters": {}}', "", [("get", "{}")]),
+    (
+        LLAMA,
+        '{"name": "get", "parameters": {}}; {"name": "get", "parameters": {}}',
+        "",
+        [("get", "{}")] * 2,
+    ),
+    (
+        LLAMA,
+        '<|python_tag|>{"type": "function", "name": "get", "parameters": {}}',
+        "",
+        [("get", "{}")],
+    ),
     (LLAMA, '{"city": "Ulm"}', '{"city": "Ulm"}', []),
     (LLAMA, "[1] says: {no}", "[1] says: {no}", []),
-    (LLAMA, 'I call {"name": "get", "parameters": {}}', 'I call {"name": "get", "parameters": {}}', []),
+    (
+        LLAMA,
+        'I call {"name": "get", "parameters": {}}',
+        'I call {"name": "get", "parameters": {}}',
+        [],
+    ),
     (LLAMA, '<|python_tag|>brave.call(q="x")', '<|python_tag|>brave.call(q="x")', []),
     (MISTRAL, f"[TOOL_CALLS] [{WEATHER}]", "", [("get_weather", CITY)]),
-    (MISTRAL, '[TOOL_CALLS][{"name": "get", "arguments": {}, "id": "abcdefghi"}, {"name": "get"}]', "", [("get", "{}")] * 2),
-    (MISTRAL, f"Well [1]: [TOOL_CALLS][{WEATHER}, oops]", "Well [1]:, oops]", [("get_weather", CITY)]),
+    (
+        MISTRAL,
+        '[TOOL_CALLS][{"name": "get", "arguments": {}, "id": "abcdefghi"}, {"name": "get"}]',
+        "",
+        [("get", "{}")] * 2,
+    ),
+    (
+        MISTRAL,
+        f"Well [1]: [TOOL_CALLS][{WEATHER}, oops]",
+        "Well [1]:, oops]",
+        [("get_weather", CITY)],
+    ),
     (JSON, f"[ {WEATHER} , {WEATHER} ]", "", [("get_weather", CITY)] * 2),
     (JSON, WEATHER, "", [("get_weather", CITY)]),
     (JSON, WEATHER[:-10], "", [("get_weather", CITY[:-9])]),
@@ -76,7 +142,9 @@ CASES: tuple[tuple[CallFormat, str, str | None, Calls], ...] = (
 
 
 @pytest.mark.parametrize(("form", "output", "text", "calls"), CASES)
-def test_a_call_is_told_from_text_in_every_form(form: CallFormat, output: str, text: str | None, calls: Calls) -> None:
+def test_a_call_is_distinguished_from_text_in_every_form(
+    form: CallFormat, output: str, text: str | None, calls: Calls
+) -> None:
     """text None: all of the output is text."""
     found_text, found_calls, ids = parse(form, [output])
 
@@ -120,11 +188,15 @@ FRAGMENTS = (
 
 
 @given(st.sampled_from(CallFormat), st.lists(st.sampled_from(FRAGMENTS), max_size=12), st.data())
-def test_however_the_text_is_cut_the_calls_are_those_of_the_whole(form: CallFormat, parts: list[str], data: st.DataObject) -> None:
+def test_however_the_text_is_cut_the_calls_are_those_of_the_whole(
+    form: CallFormat, parts: list[str], data: st.DataObject
+) -> None:
     output = "".join(parts)
     cuts = sorted(data.draw(st.sets(st.integers(0, len(output)), max_size=6)))
 
-    pieces = [output[start:end] for start, end in zip([0, *cuts], [*cuts, len(output)], strict=True)]
+    pieces = [
+        output[start:end] for start, end in zip([0, *cuts], [*cuts, len(output)], strict=True)
+    ]
 
     whole = parse(form, [output])
     assert parse(form, pieces) == whole
@@ -136,7 +208,11 @@ def test_however_the_text_is_cut_the_calls_are_those_of_the_whole(form: CallForm
 
 @given(
     st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+        st.none()
+        | st.booleans()
+        | st.integers()
+        | st.floats(allow_nan=False, allow_infinity=False)
+        | st.text(),
         lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     ),
     st.booleans(),
@@ -158,14 +234,21 @@ DOCUMENTS = (
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_what_is_no_json_is_never_taken_for_an_object(document: str) -> None:
-    """Compare with the standard library for documents with a character missing, changed or added."""
+def test_invalid_json_is_never_accepted_as_an_object(document: str) -> None:
+    """Compared with the standard library for slightly damaged documents."""
     characters = (*'{}[]",:\\ue1-+.0tn x', "\n", "\t", "")
     for place, length, character in itertools.product(range(1, len(document)), (0, 1), characters):
         text = document[:place] + character + document[place + length :]
         scanner = JsonScanner()
 
-        end = next((index for index, each in enumerate(text, 1) if not scanner.push(each) or scanner.complete), None)
+        end = next(
+            (
+                index
+                for index, each in enumerate(text, 1)
+                if not scanner.push(each) or scanner.complete
+            ),
+            None,
+        )
 
         try:
             expected = json.JSONDecoder().raw_decode(text)[1]
@@ -178,7 +261,11 @@ def test_what_is_no_json_is_never_taken_for_an_object(document: str) -> None:
 @pytest.mark.parametrize(
     ("form", "output", "text"),
     [
-        (HERMES, f"<tool_call>{WEATHER}</tool_call>\n<tool_call>{WEATHER}</tool_call>", f"\n<tool_call>{WEATHER}</tool_call>"),
+        (
+            HERMES,
+            f"<tool_call>{WEATHER}</tool_call>\n<tool_call>{WEATHER}</tool_call>",
+            f"\n<tool_call>{WEATHER}</tool_call>",
+        ),
         (HERMES, f"<tool_call>[{WEATHER}, {WEATHER}]</tool_call>", f", {WEATHER}]</tool_call>"),
         (LLAMA, f"{WEATHER}; {WEATHER}", f"; {WEATHER}"),
         (LLAMA, f"{WEATHER}<|python_tag|>{WEATHER}", f"<|python_tag|>{WEATHER}"),
@@ -187,8 +274,10 @@ def test_what_is_no_json_is_never_taken_for_an_object(document: str) -> None:
     ],
 )
 @pytest.mark.parametrize("piece_length", [1, 1000])
-def test_where_one_call_is_wanted_what_comes_behind_it_is_text(form: CallFormat, output: str, text: str, piece_length: int) -> None:
-    """An engine may say so much at once that a second call is in it."""
+def test_where_one_call_is_wanted_what_comes_behind_it_is_text(
+    form: CallFormat, output: str, text: str, piece_length: int
+) -> None:
+    """One step of an engine may include a second call."""
     parser = ToolCallParser(form, NAMES, single=True)
     pieces = [output[place : place + piece_length] for place in range(0, len(output), piece_length)]
 
@@ -199,7 +288,7 @@ def test_where_one_call_is_wanted_what_comes_behind_it_is_text(form: CallFormat,
     assert parser.call_count == parser.complete_count == 1
 
 
-def test_what_never_becomes_a_call_is_not_held_for_ever() -> None:
+def test_text_that_never_becomes_a_call_is_released() -> None:
     blanks, parser = " " * (HELD_CHARS_MAX + 1), ToolCallParser(CallFormat.HERMES, NAMES)
     early = '<tool_call>{"arguments": {"a": "' + "x" * HELD_CHARS_MAX
 
@@ -216,7 +305,7 @@ def test_what_never_becomes_a_call_is_not_held_for_ever() -> None:
     ],
 )
 def test_a_long_output_takes_time_in_proportion_to_its_length(before: str, repeated: str) -> None:
-    """An output that is always about to become a call, or to go on, costs no more per character when it is long."""
+    """Text that always looks like the beginning of a call costs linear time."""
     short = min(seconds(before + repeated * 500) for _ in range(3))
 
     assert seconds(before + repeated * 5000) < 30 * short
@@ -224,13 +313,15 @@ def test_a_long_output_takes_time_in_proportion_to_its_length(before: str, repea
 
 @pytest.mark.parametrize("before", ["Text.", '<tool_call>{"name": "get", "arguments": {}}'])
 def test_blanks_that_are_held_cost_no_more_than_the_text_of_a_call(before: str) -> None:
-    text = min(seconds('<tool_call>{"name": "get", "arguments": {"a": "' + "a" * 30_000) for _ in range(3))
+    text = min(
+        seconds('<tool_call>{"name": "get", "arguments": {"a": "' + "a" * 30_000) for _ in range(3)
+    )
 
     assert seconds(before + "\n" * 30_000) < 10 * text
 
 
 def seconds(output: str) -> float:
-    """CPU time of reading an output."""
+    """Return the CPU time of reading an output."""
     parser = ToolCallParser(CallFormat.HERMES, NAMES)
     begun = time.process_time()
     parser.push(output)
@@ -240,7 +331,9 @@ def seconds(output: str) -> float:
 def test_the_form_of_calls_is_known_by_the_template() -> None:
     assert format_in("{{ '<tool_call>' ~ tool_call.function | tojson }}") is CallFormat.HERMES
     assert format_in("{{ '[TOOL_CALLS] [' }}") is CallFormat.MISTRAL
-    assert format_in("{%- if message.role == 'ipython' %}{{ '\"parameters\": ' }}") is CallFormat.LLAMA
+    assert (
+        format_in("{%- if message.role == 'ipython' %}{{ '\"parameters\": ' }}") is CallFormat.LLAMA
+    )
     assert format_in("<tool_call>\n<function=example>") is None
     assert format_in("[TOOL_CALLS]name[ARGS]{}") is None
     assert format_in("{{ messages }}") is None

@@ -1,4 +1,4 @@
-"""The engine as its callers see it: a child process that answers, is cancelled, crashes, hangs, is closed and comes back."""
+"""Engine for its callers: answers, cancels, crashes, hangs, closes, restarts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,17 @@ from inference.workers.protocol import (
     StepReport,
 )
 from tests.inference.checkpoints import TinyCheckpoint, make_checkpoint
-from tests.inference.hosted import LONG, WAIT_S, first_tokens, prompt, read_all, run, serving, settings_for, until
+from tests.inference.hosted import (
+    LONG,
+    WAIT_S,
+    first_tokens,
+    prompt,
+    read_all,
+    run,
+    serving,
+    settings_for,
+    until,
+)
 from tests.inference.running import make_core, make_request, run_all
 
 
@@ -47,7 +57,11 @@ def kill_host(engine: HostedEngine) -> None:
 
 async def test_streams_equal_what_the_core_generates(tiny: TinyCheckpoint) -> None:
     requests = [make_request(prompt(seed, 20 + 30 * seed), 20) for seed in range(6)]
-    requests.append(make_request(prompt(9), 30, sampling=SamplingParams(temperature=1.0, seed=3), stop_sequences=("e",)))
+    requests.append(
+        make_request(
+            prompt(9), 30, sampling=SamplingParams(temperature=1.0, seed=3), stop_sequences=("e",)
+        )
+    )
     expected = run_all(make_core(tiny.directory), requests)
 
     async with serving(settings_for(tiny)) as engine:
@@ -56,11 +70,15 @@ async def test_streams_equal_what_the_core_generates(tiny: TinyCheckpoint) -> No
         again = await run(engine, requests[0])
         statistics = engine.statistics()
 
-    assert [(outcome.token_ids, outcome.text) for outcome in outcomes] == [(o.token_ids, o.text) for o in expected]
+    assert [(outcome.token_ids, outcome.text) for outcome in outcomes] == [
+        (o.token_ids, o.text) for o in expected
+    ]
     assert predicted == again.cached_token_count == 16
     assert engine.predict_cached_token_count(requests[0].prompt_token_ids, "other") == 0
     assert statistics.kv_block_count_held == 0
-    assert statistics.output_token_count == sum(len(outcome.token_ids) for outcome in [*outcomes, again])
+    assert statistics.output_token_count == sum(
+        len(outcome.token_ids) for outcome in [*outcomes, again]
+    )
 
 
 @pytest.mark.usefixtures("executed_hosts")
@@ -75,7 +93,10 @@ def test_it_runs_on_uvloop_as_in_the_api_process(tiny: TinyCheckpoint) -> None:
             await engine.start()
             return (await run(engine, make_request(prompt(1), 8))).token_ids
 
-    assert uvloop.run(crash_and_recover()) == run_all(make_core(tiny.directory), [make_request(prompt(1), 8)])[0].token_ids
+    assert (
+        uvloop.run(crash_and_recover())
+        == run_all(make_core(tiny.directory), [make_request(prompt(1), 8)])[0].token_ids
+    )
 
 
 @pytest.mark.usefixtures("executed_hosts")
@@ -114,7 +135,7 @@ async def test_a_hanging_host_is_killed_and_replaced(tiny: TinyCheckpoint) -> No
 
 
 async def test_restarts_are_spaced_further_and_further(tiny: TinyCheckpoint) -> None:
-    """A host that dies in every load: each pause is announced, and twice the one before."""
+    """A worker that dies in every load: each pause is announced and doubled."""
     loading_guess_s = 2.0  # of an engine that has never loaded; announced on top of the pause
     waits_s: list[float] = []
     async with serving(settings_for(tiny, restart_delay_s_min=0.1), started=False) as engine:
@@ -123,13 +144,20 @@ async def test_restarts_are_spaced_further_and_further(tiny: TinyCheckpoint) -> 
                 tasks.create_task(expect_start_to_fail(engine))
                 await until(lambda: engine.host_pid is not None)
                 kill_host(engine)
-            await until(lambda: engine.condition().retry_after_s > loading_guess_s or engine.host_pid is not None)
+            await until(
+                lambda: (
+                    engine.condition().retry_after_s > loading_guess_s
+                    or engine.host_pid is not None
+                )
+            )
             waits_s.append(engine.condition().retry_after_s - loading_guess_s)
 
     assert waits_s == pytest.approx([0.1, 0.2, 0.4])
 
 
-async def test_closing_ends_streams_with_their_counts_and_the_child_with_them(tiny: TinyCheckpoint) -> None:
+async def test_closing_ends_streams_with_their_counts_and_the_child_with_them(
+    tiny: TinyCheckpoint,
+) -> None:
     async with serving(settings_for(tiny)) as engine:
         pidfd = os.pidfd_open(engine.host_pid or 0)
         async with streams.stream(engine, make_request(prompt(1), LONG)) as stream:
@@ -213,7 +241,7 @@ async def test_loading_tells_its_progress_and_many_may_wait_for_it(tiny: TinyChe
     assert {"process", "import"} <= set(stages)
 
 
-async def test_an_unusable_checkpoint_is_told_and_not_retried(tmp_path: Path) -> None:
+async def test_an_unusable_checkpoint_is_reported_and_not_retried(tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path)
     async with serving(settings_for(checkpoint), started=False) as engine:
         (tmp_path / "model.safetensors").unlink()
@@ -228,15 +256,25 @@ async def test_an_unusable_checkpoint_is_told_and_not_retried(tmp_path: Path) ->
 
 
 async def test_one_report_per_step_carries_all_sequences(tiny: TinyCheckpoint) -> None:
-    """Ten sequences of eight tokens: as many reports as steps, however many tokens each step brings."""
-    async with asyncio.timeout(WAIT_S), open_host("inference.adapters.torch_worker", CHILD_ENVIRONMENT) as host:
+    """Ten sequences of eight tokens: as many reports as steps."""
+    async with (
+        asyncio.timeout(WAIT_S),
+        open_host("inference.adapters.torch_worker", CHILD_ENVIRONMENT) as host,
+    ):
         host.send(load_message(tiny))
         while not isinstance(await host.receive(), Ready):
             pass
         for number in range(10):
             host.send(StartSequence(number, make_request(prompt(number), 8)))
         reports: list[StepReport] = []
-        while sum(isinstance(event, SequenceFinished) for report in reports for _, event in report.events) < 10:
+        while (
+            sum(
+                isinstance(event, SequenceFinished)
+                for report in reports
+                for _, event in report.events
+            )
+            < 10
+        ):
             message = await host.receive()
             assert isinstance(message, StepReport)
             reports.append(message)
@@ -245,10 +283,13 @@ async def test_one_report_per_step_carries_all_sequences(tiny: TinyCheckpoint) -
     assert reports[-1].statistics.step_count == len(reports)
 
 
-async def test_a_broken_message_ends_the_host_with_a_status_of_its_own(
+async def test_a_broken_message_ends_the_host_with_its_own_exit_status(
     tiny: TinyCheckpoint, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    async with asyncio.timeout(WAIT_S), open_host("inference.adapters.torch_worker", CHILD_ENVIRONMENT) as host:
+    async with (
+        asyncio.timeout(WAIT_S),
+        open_host("inference.adapters.torch_worker", CHILD_ENVIRONMENT) as host,
+    ):
         host.send(load_message(tiny))
         host._transport.write(b"\x00\x00\x00\x03abc")
         while await host.receive() is not None:
@@ -260,7 +301,10 @@ async def test_a_broken_message_ends_the_host_with_a_status_of_its_own(
 
 
 async def test_the_host_checks_requests_itself(tiny: TinyCheckpoint) -> None:
-    async with asyncio.timeout(WAIT_S), open_host("inference.adapters.torch_worker", CHILD_ENVIRONMENT) as host:
+    async with (
+        asyncio.timeout(WAIT_S),
+        open_host("inference.adapters.torch_worker", CHILD_ENVIRONMENT) as host,
+    ):
         host.send(load_message(tiny))
         while not isinstance(await host.receive(), Ready):
             pass
@@ -268,11 +312,17 @@ async def test_the_host_checks_requests_itself(tiny: TinyCheckpoint) -> None:
         report = await host.receive()
 
     assert isinstance(report, StepReport)
-    assert [(number, event.overloaded) for number, event in report.events if isinstance(event, SequenceRefused)] == [(0, False)]
+    assert [
+        (number, event.overloaded)
+        for number, event in report.events
+        if isinstance(event, SequenceRefused)
+    ] == [(0, False)]
 
 
 def load_message(checkpoint: TinyCheckpoint) -> LoadModel:
-    return LoadModel(EngineOptions(str(checkpoint.directory), EngineLimits(2048), kv_cache_bytes=8 << 20), 1)
+    return LoadModel(
+        EngineOptions(str(checkpoint.directory), EngineLimits(2048), kv_cache_bytes=8 << 20), 1
+    )
 
 
 PARENT = """
@@ -283,7 +333,9 @@ from inference.adapters.torch_engine import TorchEngine, TorchEngineSettings
 from inference.engine import GenerationRequest, SamplingParams, StopCriteria, TokensGenerated
 
 async def main(directory, phase):
-    engine = TorchEngine(TorchEngineSettings(Path(directory), "tiny", kv_cache_bytes=8 << 20, torch_thread_count=1))
+    engine = TorchEngine(TorchEngineSettings(
+        Path(directory), "tiny", kv_cache_bytes=8 << 20, torch_thread_count=1
+    ))
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(engine.serve())
         start = tasks.create_task(engine.start())
@@ -294,7 +346,8 @@ async def main(directory, phase):
         await start
         if phase == "idle":
             print(json.dumps(engine.host_pid), flush=True)
-        request = GenerationRequest(tuple(range(9, 99)), SamplingParams(), StopCriteria(1900, ignore_eos=True))
+        stop = StopCriteria(1900, ignore_eos=True)
+        request = GenerationRequest(tuple(range(9, 99)), SamplingParams(), stop)
         while phase == "stepping":
             async with streams.stream(engine, request) as stream:
                 async for event in stream:
@@ -309,7 +362,7 @@ asyncio.run(main(*sys.argv[1:]))
 
 @pytest.mark.parametrize("phase", ["loading", "idle", "stepping"])
 def test_a_killed_parent_takes_its_child_along(tiny: TinyCheckpoint, phase: str) -> None:
-    """`kill -9` runs no clean-up in the parent; the child must see the end of the socket by itself."""
+    """`kill -9` runs no clean-up: the child sees the end of the socket."""
     command = [sys.executable, "-c", PARENT, str(tiny.directory), phase]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as parent:
         try:
@@ -329,14 +382,18 @@ def has_exited(pidfd: int, timeout_s: float) -> bool:
 
 
 def test_the_api_process_never_imports_torch() -> None:
-    modules = "inference.adapters.torch_engine, inference.text.tokenizer, inference.checkpoint.checkpoint"
+    modules = (
+        "inference.adapters.torch_engine, inference.text.tokenizer, inference.checkpoint.checkpoint"
+    )
     code = f"import sys, {modules}; assert 'torch' not in sys.modules"
 
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-async def test_a_host_that_was_idle_is_not_taken_for_hung_while_somebody_has_yet_to_read(tiny: TinyCheckpoint) -> None:
-    """A client that reads slowly keeps its ended sequence open for minutes; the next one begins as if there were none."""
+async def test_an_idle_worker_does_not_count_as_hung_while_its_output_is_unread(
+    tiny: TinyCheckpoint,
+) -> None:
+    """A slow reader keeps its ended sequence open for minutes."""
     async with serving(settings_for(tiny)) as engine:
         pid = engine.host_pid
         async with streams.stream(engine, make_request(prompt(1), 2)) as unread:

@@ -1,4 +1,4 @@
-"""Weights in every type and file layout: equal where they must be, close where they are rounded, and never in memory twice."""
+"""Weights in every type and layout: equal or close, never in memory twice."""
 
 from __future__ import annotations
 
@@ -25,7 +25,14 @@ from inference.checkpoint.tensors import (
 )
 from inference.core.engine_core import EngineCore
 from inference.core.options import EngineOptions
-from inference.decoder.model import Batch, Decoder, DecoderWeights, LayerPool, PrefillSpan, Spans, load_weights, row_indices
+from inference.decoder.model import (
+    Batch,
+    Decoder,
+    DecoderWeights,
+    LayerPool,
+    TorchKernels,
+    load_weights,
+)
 from inference.errors import CheckpointInvalid
 from inference.kv_blocks import KV_BLOCK_TOKENS, blocks_for
 from inference.limits import EngineLimits
@@ -34,49 +41,68 @@ from tests.inference.checkpoints import LlamaShape, make_checkpoint, write_token
 from tests.inference.running import make_request, run_all
 
 CORPUS = (
-    "The hotel near the harbour has a garden and rooms with a view of the sea. Breakfast is served until ten. "
-    "The hotel near the station allows dogs and costs 120 euros a night. The first one is quiet, the second one is close. "
-    "Which hotel has a garden? The one near the harbour. Which hotel allows dogs? The one near the station. "
+    "The hotel near the harbour has a garden and rooms with a view of the sea. Breakfast is served"
+    " until ten. The hotel near the station allows dogs and costs 120 euros a night. The first one"
+    " is quiet, the second one is close. Which hotel has a garden? The one near the harbour. Which"
+    " hotel allows dogs? The one near the station. "
 )
 
 
 def tensors_of(weights: DecoderWeights) -> list[Tensor]:
-    """All of them, in one order."""
+    """Return all tensors, in one order."""
     linears = [weights.lm_head]
     norms = [weights.final_norm, weights.embedding]
     for layer in weights.layers:
         linears += [layer.qkv, layer.attention_out, layer.gate_up, layer.down]
         norms += [layer.attention_norm, layer.mlp_norm]
-    return norms + [tensor for one in linears for tensor in (one.weight, one.bias, one.scales) if tensor is not None]
+    return norms + [
+        tensor
+        for one in linears
+        for tensor in (one.weight, one.bias, one.scales)
+        if tensor is not None
+    ]
 
 
 def convert(directory: Path, dtype: torch.dtype) -> None:
     """Rewrite the checkpoint's weights in another type."""
     path = directory / "model.safetensors"
-    save_file({name: tensor.to(dtype) for name, tensor in load_file(path).items()}, path, metadata={"format": "pt"})
+    save_file(
+        {name: tensor.to(dtype) for name, tensor in load_file(path).items()},
+        path,
+        metadata={"format": "pt"},
+    )
 
 
-def logits_of(directory: Path, token_ids: list[int], dtype: torch.dtype, *, quantize: bool = False) -> Tensor:
-    """(N, V): the decoder's logits at each token."""
+def logits_of(
+    directory: Path, token_ids: list[int], dtype: torch.dtype, *, quantize: bool = False
+) -> Tensor:
+    """Return the decoder's logits at each token, (N, V)."""
     config = read_config(directory)
-    decoder = Decoder(config, load_weights(directory, config, dtype, quantize=quantize), len(token_ids))
-    positions = torch.arange(len(token_ids))
-    table = torch.arange(blocks_for(len(token_ids)))
+    weights = load_weights(directory, config, dtype, quantize=quantize)
+    decoder = Decoder(config, weights, len(token_ids), TorchKernels())
+    count, positions = len(token_ids), torch.arange(len(token_ids), dtype=torch.int32)
+    table = torch.arange(blocks_for(count), dtype=torch.int32)
     batch = Batch(
         token_ids=torch.tensor(token_ids),
         rotary_rows=positions,
-        pool_rows=row_indices(table[positions // KV_BLOCK_TOKENS], positions % KV_BLOCK_TOKENS, config.kv_head_count),
-        spans={None: Spans((), (PrefillSpan(0, len(token_ids), 0, table, None),))},
+        slots=positions,
+        spans=torch.tensor([[0, count, 0, 0]], dtype=torch.int32),
         logit_rows=positions,
+        tables=table,
+        single_count=0,
+        row_count_max=count,
     )
     pool_shape = (len(table), config.kv_head_count, KV_BLOCK_TOKENS, config.head_dim)
-    pools = [LayerPool(torch.zeros(pool_shape, dtype=dtype), torch.zeros(pool_shape, dtype=dtype)) for _ in config.layer_windows]
+    pools = [
+        LayerPool(torch.zeros(pool_shape, dtype=dtype), torch.zeros(pool_shape, dtype=dtype))
+        for _ in config.layer_windows
+    ]
     with torch.inference_mode():
         return decoder.forward(batch, pools)
 
 
 def reference_logits(directory: Path, token_ids: list[int], dtype: torch.dtype) -> Tensor:
-    """(N, V): those of transformers."""
+    """Return those of transformers, (N, V)."""
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(str(directory), dtype=dtype)
@@ -87,7 +113,7 @@ def reference_logits(directory: Path, token_ids: list[int], dtype: torch.dtype) 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama that has learned a few sentences, stored in bfloat16."""
+    """Return a tiny Llama that has learned a few sentences, in bfloat16."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     directory = tmp_path_factory.mktemp("trained")
@@ -127,7 +153,10 @@ def test_shards_and_one_file_give_the_same_weights(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "one", shape=shape)
     make_checkpoint(tmp_path / "many", shape=shape, shard_count=3)
 
-    one, many = (load_weights(tmp_path / name, read_config(tmp_path / name), torch.float32) for name in ("one", "many"))
+    one, many = (
+        load_weights(tmp_path / name, read_config(tmp_path / name), torch.float32)
+        for name in ("one", "many")
+    )
 
     assert all(map(torch.equal, tensors_of(one), tensors_of(many)))
 
@@ -146,23 +175,29 @@ def test_bfloat16_is_as_close_to_exact_as_the_reference_is(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("rows", [1, PACKED_ROWS_MAX + 1])
+@pytest.mark.parametrize("inner", [128, 72])  # torch's int8 kernel reads 16 values at once
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_int8_multiplies_by_what_it_stores(rows: int, dtype: torch.dtype) -> None:
-    """Against the weights that int8 and scales stand for, in fp32; more output channels than are widened at once."""
+def test_int8_multiplies_by_what_it_stores(rows: int, inner: int, dtype: torch.dtype) -> None:
+    """Compared with the dequantized weights in fp32, also beyond one widened block."""
     torch.manual_seed(2)
-    channel_count = WIDEN_COUNT // 128 + 64
-    weight, bias = torch.randn(channel_count, 128).to(dtype), torch.randn(channel_count).to(dtype)
-    inputs = torch.randn(rows, 128).to(dtype)
+    channel_count = WIDEN_COUNT // inner + 64
+    weight, bias = torch.randn(channel_count, inner).to(dtype), torch.randn(channel_count).to(dtype)
+    inputs = torch.randn(rows, inner).to(dtype)
 
     quantized = quantize_rows(weight, bias)
 
     assert quantized.scales is not None
     stored = quantized.weight.float() * quantized.scales.float()[:, None]
     step = quantized.scales.float()[:, None]
-    assert ((stored - weight.float()).abs() <= step * 1.01 * (0.5 if dtype is torch.float32 else 1.0)).all()
+    assert (
+        (stored - weight.float()).abs() <= step * 1.01 * (0.5 if dtype is torch.float32 else 1.0)
+    ).all()
     expected = linear(inputs.float(), stored, bias.float())
-    relative = 1e-5 if dtype is torch.float32 else 3 / 256  # bfloat16 rounds the sum, the scaled sum, and with the bias
-    torch.testing.assert_close(project(inputs, quantized).float(), expected, rtol=relative, atol=10 * relative)
+    # Bfloat16 rounds the sum, the scaled sum, and with the bias.
+    relative = 1e-5 if dtype is torch.float32 else 3 / 256
+    torch.testing.assert_close(
+        project(inputs, quantized).float(), expected, rtol=relative, atol=10 * relative
+    )
 
 
 def test_a_row_of_zeros_survives_int8() -> None:
@@ -187,13 +222,18 @@ def test_int8_predicts_nearly_as_well_as_the_checkpoint(trained: Path) -> None:
 @pytest.mark.parametrize("way", ["native", "torch"])
 @pytest.mark.parametrize("compute_dtype", ["bfloat16", "int8"])
 def test_the_engine_continues_what_the_model_has_learned(
-    trained: Path, compute_dtype: Literal["bfloat16", "int8"], way: str, monkeypatch: pytest.MonkeyPatch
+    trained: Path,
+    compute_dtype: Literal["bfloat16", "int8"],
+    way: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Through the whole engine, on both decoders: rounding does not change clear choices."""
     if way == "torch":
         monkeypatch.setattr("inference.core.model_runner.supports", lambda config, dtype: False)
     tokenizer = Tokenizer(trained)
-    request = make_request(tokenizer.encode("Which hotel has a garden? The", add_special_tokens=False), 12)
+    request = make_request(
+        tokenizer.encode("Which hotel has a garden? The", add_special_tokens=False), 12
+    )
     exact = EngineCore(EngineOptions(str(trained), EngineLimits(512), "float32", 1 << 20))
     rounded = EngineCore(EngineOptions(str(trained), EngineLimits(512), compute_dtype, 1 << 20))
 
@@ -223,16 +263,20 @@ print(bytes_of("RssAnon") - anonymous, bytes_of("RssFile") - of_files)
 @pytest.mark.parametrize(
     ("dtype", "quantize", "anonymous_max", "file_max"),
     [
-        ("bfloat16", False, 0.25, 0.25),  # query, key and value alone are brought together; nothing else is even read
-        ("float32", False, 2.1, 0.25),  # converted: pages of the file are given back tensor by tensor
+        # Only query, key and value are stacked; nothing else is read.
+        ("bfloat16", False, 0.25, 0.25),
+        # Converted: pages of the file are released tensor by tensor.
+        ("float32", False, 2.1, 0.25),
         ("bfloat16", True, 0.75, 0.35),  # int8, with the embedding left in the file
     ],
 )
 def test_a_checkpoint_is_never_in_memory_twice(
     tmp_path: Path, dtype: str, quantize: bool, anonymous_max: float, file_max: float
 ) -> None:
-    """In shares of the file: memory of the process alone, and pages of the file that it holds."""
-    shape = LlamaShape(hidden_size=512, intermediate_size=6144, layer_count=4, head_count=4, kv_head_count=2)
+    """In shares of the file: private memory of the process, and resident pages of the file."""
+    shape = LlamaShape(
+        hidden_size=512, intermediate_size=6144, layer_count=4, head_count=4, kv_head_count=2
+    )
     make_checkpoint(tmp_path, shape=shape)
     convert(tmp_path, torch.bfloat16)
     file_bytes = (tmp_path / "model.safetensors").stat().st_size
@@ -259,10 +303,13 @@ def test_adjacent_tensors_are_one_without_a_copy(tmp_path: Path) -> None:
 
 
 def test_a_weight_without_a_place_is_named(tmp_path: Path) -> None:
-    """A bias that the configuration does not announce would be left out in silence."""
+    """A bias that the configuration does not announce would be ignored silently."""
     make_checkpoint(tmp_path)
     path = tmp_path / "model.safetensors"
-    extra = {"model.layers.0.self_attn.q_proj.bias": torch.ones(64), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+    extra = {
+        "model.layers.0.self_attn.q_proj.bias": torch.ones(64),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8),
+    }
     save_file(load_file(path) | extra, path)
 
     with pytest.raises(CheckpointInvalid, match=r"q_proj\.bias has no place in LlamaForCausalLM"):

@@ -1,4 +1,4 @@
-"""Tiny checkpoints whose chat template knows tools, and one that says what it is told to: calls, where a test wants calls."""
+"""Tiny checkpoints with tool templates, and one that writes scripted calls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from safetensors.numpy import load_file, save_file
 
 from tests.inference.checkpoints import LlamaShape, make_checkpoint
 
-# As Qwen and Hermes have it, shortened: tools in the system turn, calls between markers, results in the user's turn.
+# Like Qwen and Hermes, shortened: tools in the system turn, calls between markers, results in the
+# user's turn.
 TOOL_TEMPLATE = """\
 {%- if tools -%}
 {{ '<|system|>You may call <tools>' }}
@@ -25,7 +26,8 @@ TOOL_TEMPLATE = """\
 {%- else -%}
 {{ '<|' + message['role'] + '|>' + message['content'] }}
 {%- for call in message.tool_calls or [] -%}
-{{ '<tool_call>{"name": "' + call.function.name + '", "arguments": ' + (call.function.arguments | tojson) + '}</tool_call>' }}
+{{ '<tool_call>{"name": "' + call.function.name + '", "arguments": '
+    + (call.function.arguments | tojson) + '}</tool_call>' }}
 {%- endfor -%}
 {{ '<|end|>' }}
 {%- endif -%}
@@ -36,13 +38,13 @@ END_ID, ASSISTANT_ID = 6, 5
 
 
 def make_tool_checkpoint(directory: Path, *, shape: LlamaShape | None = None) -> Path:
-    """A random one: it calls tools where it must, and writes noise where it may not."""
+    """Write a random one: it calls tools where forced, and writes noise otherwise."""
     make_checkpoint(directory, shape=shape, chat_template=TOOL_TEMPLATE)
     return directory
 
 
 def make_scripted_checkpoint(directory: Path, script: Sequence[str]) -> Path:
-    """One that answers everything by these pieces and its end: each is a token of its own, so all must differ.
+    """Write one that answers everything with these distinct tokens and its end.
 
     Its layers add nothing, and each token's embedding points to the next one.
     """
@@ -51,8 +53,16 @@ def make_scripted_checkpoint(directory: Path, script: Sequence[str]) -> Path:
     tokenizer_path = directory / "tokenizer.json"
     tokenizer = json.loads(tokenizer_path.read_text(encoding="utf-8"))
     first_id = len(tokenizer["model"]["vocab"])
-    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
-    tokenizer["added_tokens"] += [{"id": first_id + index, "content": piece, **plain} for index, piece in enumerate(script)]
+    plain = {
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": False,
+    }
+    tokenizer["added_tokens"] += [
+        {"id": first_id + index, "content": piece, **plain} for index, piece in enumerate(script)
+    ]
     tokenizer_path.write_text(json.dumps(tokenizer), encoding="utf-8")
     chain = [ASSISTANT_ID, *range(first_id, first_id + len(script)), END_ID]
     assert tokenizer["model"]["vocab"].keys().isdisjoint(script), "these are tokens already"
@@ -61,12 +71,16 @@ def make_scripted_checkpoint(directory: Path, script: Sequence[str]) -> Path:
     for name in list(tensors):
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             tensors[name] = np.zeros_like(tensors[name])
-    embeddings, head = (np.zeros((first_id + len(script), shape.hidden_size), np.float32) for _ in range(2))
+    embeddings, head = (
+        np.zeros((first_id + len(script), shape.hidden_size), np.float32) for _ in range(2)
+    )
     for direction, (token_id, next_id) in enumerate(itertools.pairwise(chain)):
         embeddings[token_id, direction] = 1.0
-        head[next_id, direction] = 100.0  # no temperature changes its mind
+        head[next_id, direction] = 100.0  # no temperature changes its choice
     tensors |= {"model.embed_tokens.weight": embeddings, "lm_head.weight": head}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    (directory / "config.json").write_text(json.dumps(config | {"vocab_size": first_id + len(script)}), encoding="utf-8")
+    (directory / "config.json").write_text(
+        json.dumps(config | {"vocab_size": first_id + len(script)}), encoding="utf-8"
+    )
     return directory

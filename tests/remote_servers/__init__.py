@@ -1,4 +1,6 @@
-"""Servers of the two services that remote engines speak, on the torch engine: real tokens, and faults on demand.
+"""Servers of the services that remote engines use, on the torch engine: real tokens, and faults on
+demand.
 
-They do what the published servers are known to do, down to their oddities; `inference/adapters/` says which.
+They behave like the published servers, including their deviations, which `inference/adapters/`
+lists.
 """

@@ -1,4 +1,4 @@
-"""`python -m tests.remote_servers MODEL CERTIFICATES PORT`: serves until it is killed; says where on its first line."""
+"""`python -m tests.remote_servers MODEL CERTIFICATES PORT HTTP_PORT` serves until it is killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Common part of both servers: sequences on a torch engine, injected faults, tokenizer files, cache events."""
+"""Common part of both servers: sequences, faults, tokenizer files, cache events."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import zipfile
 from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc
 from smg_grpc_proto.generated import common_pb2
@@ -18,33 +19,54 @@ from bench import engine_streams as streams
 from bench.engine_streams import SequenceStream
 from inference.adapters.torch_engine import TorchEngine
 from inference.encoder.engine import TorchEncoder
-from inference.engine import EmbeddingRequest, GenerationRequest, Scheduled, SequenceFinished, TokensGenerated
+from inference.engine import (
+    EmbeddingRequest,
+    GenerationRequest,
+    Scheduled,
+    SequenceFinished,
+    TokensGenerated,
+)
 from inference.errors import EngineError, RequestImpossible
 
 Context = grpc.aio.ServicerContext[object, object]
 
 FAULTS = frozenset(
     {
-        "unhealthy",  # says so
-        "mute",  # generates nothing and says nothing
+        "unhealthy",  # reports that it is unhealthy
+        "mute",  # generates nothing and does not answer
         "wedge",  # the same after three messages
-        "drop",  # gives each sequence up after three messages
-        "refuse",  # is full
-        "mute_abort",  # does not take aborts
-        "wrong_prompt",  # counts another prompt
-        "wrong_cached",  # counts more cached tokens than there are
-        "lose_chunk",  # does not send one message
+        "drop",  # drops each sequence after three messages
+        "refuse",  # refuses requests as a full server
+        "mute_abort",  # ignores aborts
+        "wrong_prompt",  # reports another count of prompt tokens
+        "wrong_cached",  # reports more cached tokens than prompt tokens
+        "lose_chunk",  # omits one message
         "preempt",  # ends sequences as aborted without an abort, after three messages
         "unsalted",  # shares cached prefixes between tenants
-        "cut_end",  # takes the end token out of the output
+        "cut_end",  # omits the end token from the output
         "no_tokenizer",
         "other_tokenizer",
         "corrupt_tokenizer",
         "no_events",
         "lose_event",
-        "short_vector",  # sends a float too few
-        "no_number",  # sends a vector with one that is none
-        "long_vector",  # does not bring vectors to the length 1
+        "short_vector",  # sends one float too few
+        "no_number",  # sends a vector with a NaN
+        "long_vector",  # sends vectors that are not normalized
+        # HTTP only, by the name of a field:
+        "refuse return_token_ids",  # and returns them as NVIDIA Dynamo does
+        "refuse continuous_usage_stats",
+        "refuse min_p",
+        "refuse cache_salt",
+        "ignore logit_bias",
+        "ignore seed",
+        "ignore structured_outputs",
+        "no_ids",  # ignores every request for token ids
+        "generate",  # serves `/generate`, and refuses token ids elsewhere, as SMG does
+        "no_usage",  # ends streams without usage
+        "overcount",  # counts one token more than requested at the end
+        "undercount",  # counts one token at the end
+        "no_counts",  # does not report cached tokens
+        "ranks",  # accepts priorities
     }
 )
 MESSAGES_BEFORE_FAULT = 3
@@ -53,7 +75,7 @@ BLOCK_TOKENS = 16
 
 @dataclass
 class Backend:
-    """One engine behind a server. faults: of `FAULTS`; may be changed while it serves."""
+    """Engine behind a server. faults: of `FAULTS`; may change while it serves."""
 
     engine: TorchEngine | TorchEncoder
     directory: Path
@@ -61,13 +83,14 @@ class Backend:
     running: dict[str, SequenceStream] = field(default_factory=dict)
     seen_count: int = 0
     aborted: list[str] = field(default_factory=list)
+    bodies: list[dict[str, Any]] = field(default_factory=list)  # of HTTP requests
     _release: asyncio.Event = field(default_factory=asyncio.Event)
     _subscribers: list[asyncio.Queue[common_pb2.KvEventBatch]] = field(default_factory=list)
     _stored: set[int] = field(default_factory=set)
     _sequence_number: int = 0
 
     def go_wrong(self, faults: Iterable[str]) -> None:
-        """In these ways from now on; what an earlier one held back goes on."""
+        """Set the faults; calls held by earlier ones continue."""
         assert set(faults) <= FAULTS, f"unknown faults: {set(faults) - FAULTS}"
         self.faults = set(faults)
         self._release.set()
@@ -76,7 +99,7 @@ class Backend:
     async def run(
         self, request_id: str, request: GenerationRequest, context: Context
     ) -> AsyncIterator[Scheduled | TokensGenerated | SequenceFinished]:
-        """The events of a sequence, with the faults that there are. Ends the call where the engine refuses."""
+        """Yield the events of a sequence, with injected faults."""
         self.seen_count += 1
         if "refuse" in self.faults:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "the queue is full")
@@ -106,7 +129,7 @@ class Backend:
             self.running.pop(request_id, None)
 
     async def embed(self, token_ids: tuple[int, ...], context: Context) -> tuple[list[float], int]:
-        """The vector of a text and the number of its tokens, with the faults that there are."""
+        """Return the vector of a text and its number of tokens, changed by the faults."""
         self.seen_count += 1
         if not isinstance(self.engine, TorchEncoder):
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this model does not embed")
@@ -133,7 +156,7 @@ class Backend:
             stream.cancel()
 
     def abort(self, request_id: str) -> bool:
-        """Abort a request. Returns whether it was running."""
+        """Abort a request. Return whether it was running."""
         self.aborted.append(request_id)
         stream = self.running.get(request_id)
         if stream is None or "mute_abort" in self.faults:
@@ -141,8 +164,10 @@ class Backend:
         stream.cancel()
         return True
 
-    async def tokenizer_chunks(self, context: Context) -> AsyncIterator[common_pb2.GetTokenizerChunk]:
-        """The checkpoint's small files, in pieces."""
+    async def tokenizer_chunks(
+        self, context: Context
+    ) -> AsyncIterator[common_pb2.GetTokenizerChunk]:
+        """Yield the checkpoint's small files in chunks."""
         if "no_tokenizer" in self.faults:
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, "not here")
         buffer = io.BytesIO()
@@ -158,7 +183,9 @@ class Backend:
             data = data[:-1] + bytes([data[-1] ^ 1])
         pieces = [data[start : start + 4096] for start in range(0, len(data), 4096)]
         for index, piece in enumerate(pieces):
-            yield common_pb2.GetTokenizerChunk(data=piece, sha256=digest if index == len(pieces) - 1 else "")
+            yield common_pb2.GetTokenizerChunk(
+                data=piece, sha256=digest if index == len(pieces) - 1 else ""
+            )
 
     async def kv_batches(self, context: Context) -> AsyncIterator[common_pb2.KvEventBatch]:
         """Stream the cache events from now on."""
@@ -202,14 +229,18 @@ class Backend:
     def _send(self, event: common_pb2.KvCacheEvent) -> None:
         self._sequence_number += 2 if "lose_event" in self.faults else 1
         for queue in self._subscribers:
-            queue.put_nowait(common_pb2.KvEventBatch(sequence_number=self._sequence_number, events=[event]))
+            queue.put_nowait(
+                common_pb2.KvEventBatch(sequence_number=self._sequence_number, events=[event])
+            )
 
 
 def _blocks(prompt: tuple[int, ...]) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-    """Parent, hash and tokens of each full block."""
+    """Yield parent, hash and tokens of each full block."""
     parent = 0
     for start in range(0, len(prompt) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
         tokens = prompt[start : start + BLOCK_TOKENS]
-        own = int.from_bytes(hashlib.sha256(repr((parent, tokens)).encode()).digest()[:8], "big", signed=True)
+        own = int.from_bytes(
+            hashlib.sha256(repr((parent, tokens)).encode()).digest()[:8], "big", signed=True
+        )
         yield parent, own, tokens
         parent = own

@@ -1,4 +1,4 @@
-"""A server of both services in a process of its own, which can be told to go wrong, asked how it is, and killed."""
+"""Server of all services in a process, with faults on demand."""
 
 from __future__ import annotations
 
@@ -16,13 +16,19 @@ from typing import Any, cast
 
 import grpc
 import msgspec
-from smg_grpc_proto.generated import trtllm_service_pb2_grpc, vllm_engine_pb2_grpc
+from smg_grpc_proto.generated import (
+    sglang_scheduler_pb2_grpc,
+    trtllm_service_pb2_grpc,
+    vllm_engine_pb2_grpc,
+)
 
 from inference.adapters.remote_settings import Service, Target
 from inference.adapters.torch_engine import TorchEngine, TorchEngineSettings
 from inference.encoder.engine import EncoderSettings, TorchEncoder
 from tests.remote_servers.backend import Backend
 from tests.remote_servers.certificates import Certificates
+from tests.remote_servers.openai import OpenAiServer
+from tests.remote_servers.sglang import SglangServicer
 from tests.remote_servers.trtllm import TrtllmServicer
 from tests.remote_servers.vllm import VllmServicer
 
@@ -32,16 +38,28 @@ PATIENCE_S = 60.0
 
 @dataclass(frozen=True)
 class ServerProcess:
-    """A server process. address: without TLS; tls_address: for clients with a certificate of its authority."""
+    """Server process. address: without TLS; tls_address: with client certificates; both for gRPC.
+    http_address, https_address: the same for HTTP.
+    """
 
     address: str
     tls_address: str
+    http_address: str
+    https_address: str
     certificates: Certificates
     process: subprocess.Popen[str]
 
     def target(self, service: Service) -> Target:
         """Return the target address of a service."""
+        if service.is_http:
+            return Target(service, self.http_address, "tiny")
         return Target(service, self.address)
+
+    def tls_target(self, service: Service) -> Target:
+        """Return the target address of a service with TLS."""
+        if service.is_http:
+            return Target(Service.OPENAI_HTTPS, self.https_address, "tiny")
+        return Target(service, self.tls_address)
 
     def go_wrong(self, *faults: str) -> None:
         """Replace the injected faults; calls held by an earlier fault continue."""
@@ -59,21 +77,41 @@ class ServerProcess:
     def idle(self) -> bool:
         """Return whether nothing runs and no block is held."""
         state = self.state()
-        return not (state["kv_block_count_held"] or state["running_sequence_count"] or state["waiting_sequence_count"])
+        return not (
+            state["kv_block_count_held"]
+            or state["running_sequence_count"]
+            or state["waiting_sequence_count"]
+        )
 
     def _do(self, order: dict[str, Any]) -> dict[str, Any]:
         with grpc.insecure_channel(self.address) as channel:
-            call: Any = channel.unary_unary(CONTROL)  # bytes as they are
-            return cast(dict[str, Any], json.loads(call(json.dumps(order).encode(), timeout=PATIENCE_S, wait_for_ready=True)))
+            call: Any = channel.unary_unary(CONTROL)  # bytes without conversion
+            return cast(
+                dict[str, Any],
+                json.loads(
+                    call(json.dumps(order).encode(), timeout=PATIENCE_S, wait_for_ready=True)
+                ),
+            )
 
 
 @contextlib.contextmanager
-def server_process(directory: Path, certificates: Certificates, *, port: int = 0) -> Iterator[ServerProcess]:
-    """Start one and wait until it serves; killed on leaving.
+def server_process(
+    directory: Path, certificates: Certificates, *, port: int = 0, http_port: int = 0
+) -> Iterator[ServerProcess]:
+    """Start a server process, wait until it serves, and kill it at the end of the block.
 
-    port: one that another had before, and that anybody's outgoing connection may have taken for a moment since; 0: any.
+    port, http_port: of a previous process, which outgoing connections may have used since; 0 for
+    any.
     """
-    command = [sys.executable, "-m", "tests.remote_servers", str(directory), str(certificates.directory), str(port)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.remote_servers",
+        str(directory),
+        str(certificates.directory),
+        str(port),
+        str(http_port),
+    ]
     give_up_at = time.monotonic() + PATIENCE_S
     while True:
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -81,34 +119,50 @@ def server_process(directory: Path, certificates: Certificates, *, port: int = 0
             try:
                 line = process.stdout.readline().split()
                 if line[:1] == ["serving"]:
-                    yield ServerProcess(line[1], line[2], certificates, process)
+                    yield ServerProcess(line[1], line[2], line[3], line[4], certificates, process)
                     return
             finally:
                 process.kill()
-        assert port, f"the server did not start: {line}"
+        assert port or http_port, f"the server did not start: {line}"
         assert time.monotonic() < give_up_at, f"nobody lets go of port {port}"
 
 
-async def serve(directory: str, certificates: str, port: str) -> None:
-    """Be such a process, until it is killed."""
+async def serve(directory: str, certificates: str, port: str, http_port: str) -> None:
+    """Serve until killed."""
     # A port in use must not be shared with another process.
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
     engine: TorchEngine | TorchEncoder
     if os.path.exists(os.path.join(directory, "modules.json")):  # noqa: ASYNC240 - nothing is served yet
         engine = TorchEncoder(EncoderSettings(Path(directory), "remote", torch_thread_count=1))
     else:
-        engine = TorchEngine(TorchEngineSettings(Path(directory), "remote", kv_cache_bytes=8 << 20, torch_thread_count=1))
+        engine = TorchEngine(
+            TorchEngineSettings(
+                Path(directory), "remote", kv_cache_bytes=8 << 20, torch_thread_count=1
+            )
+        )
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(engine.serve())
         await engine.start()
         backend = Backend(engine, Path(directory))
-        cast(Any, trtllm_service_pb2_grpc).add_TrtllmServiceServicer_to_server(TrtllmServicer(backend), server)
-        cast(Any, vllm_engine_pb2_grpc).add_VllmEngineServicer_to_server(VllmServicer(backend), server)
+        cast(Any, trtllm_service_pb2_grpc).add_TrtllmServiceServicer_to_server(
+            TrtllmServicer(backend), server
+        )
+        cast(Any, vllm_engine_pb2_grpc).add_VllmEngineServicer_to_server(
+            VllmServicer(backend), server
+        )
+        cast(Any, sglang_scheduler_pb2_grpc).add_SglangSchedulerServicer_to_server(
+            SglangServicer(backend), server
+        )
         server.add_generic_rpc_handlers((Control(control(backend)),))
         plain = server.add_insecure_port(f"127.0.0.1:{port}")
-        secure = server.add_secure_port("127.0.0.1:0", Certificates(Path(certificates)).server_credentials())
+        secure = server.add_secure_port(
+            "127.0.0.1:0", Certificates(Path(certificates)).server_credentials()
+        )
+        http = await OpenAiServer(backend).start(
+            int(http_port), Certificates(Path(certificates)).server_context()
+        )
         await server.start()
-        print("serving", f"127.0.0.1:{plain}", f"127.0.0.1:{secure}", flush=True)
+        print("serving", f"127.0.0.1:{plain}", f"127.0.0.1:{secure}", *http, flush=True)
         await asyncio.Event().wait()
 
 
@@ -116,7 +170,7 @@ Handler = Callable[[bytes, Any], Awaitable[bytes]]
 
 
 class Control(grpc.GenericRpcHandler):
-    """The one call that the services do not have."""
+    """Control call, which the services do not have."""
 
     def __init__(self, handler: Handler) -> None:
         self._handler: Any = grpc.unary_unary_rpc_method_handler(cast(Any, handler))
@@ -137,7 +191,12 @@ def control(backend: Backend) -> Handler:
         if asked.get("remove"):
             backend.publish_removed(tuple(asked["remove"]))
         told = msgspec.structs.asdict(backend.engine.statistics())
-        told |= {"aborted": backend.aborted, "seen": backend.seen_count, "subscribers": backend.subscriber_count}
+        told |= {
+            "aborted": backend.aborted,
+            "seen": backend.seen_count,
+            "bodies": backend.bodies[-3:],
+            "subscribers": backend.subscriber_count,
+        }
         return json.dumps(told).encode()
 
     return do

@@ -30,12 +30,14 @@ REASONS = {
 
 
 class TrtllmServicer:
-    """The service's calls."""
+    """Calls of the service."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
 
-    async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
+    async def Generate(
+        self, request: pb.GenerateRequest, context: Context
+    ) -> AsyncIterator[pb.GenerateResponse]:
         wanted = self._request(request)
         prompt_tokens = len(wanted.prompt_token_ids) + ("wrong_prompt" in self._backend.faults)
         ends = set(request.stop_token_ids)
@@ -46,10 +48,16 @@ class TrtllmServicer:
             match event:
                 case Scheduled():
                     cached = (
-                        len(wanted.prompt_token_ids) + 1 if "wrong_cached" in self._backend.faults else event.cached_token_count
+                        len(wanted.prompt_token_ids) + 1
+                        if "wrong_cached" in self._backend.faults
+                        else event.cached_token_count
                     )
                 case TokensGenerated():
-                    new = [each for each in event.token_ids if "cut_end" not in self._backend.faults or each not in ends]
+                    new = [
+                        each
+                        for each in event.token_ids
+                        if "cut_end" not in self._backend.faults or each not in ends
+                    ]
                     token_ids += new
                     last = event.token_ids[-1]
                     told += map(_logprob, event.logprobs)
@@ -68,40 +76,60 @@ class TrtllmServicer:
                         output_token_ids=token_ids,
                         finish_reason=REASONS[event.reason],
                         prompt_tokens=prompt_tokens,
-                        completion_tokens=event.generated_token_count - ("cut_end" in self._backend.faults),
+                        completion_tokens=event.generated_token_count
+                        - ("cut_end" in self._backend.faults),
                         cached_tokens=cached,
                         logprobs=told,
                     )
                     if event.reason is EngineFinishReason.STOP and last != min(ends):
-                        complete.matched_token_id = last  # of the model's own first end token nothing is said
+                        # The model's own first end token is not reported.
+                        complete.matched_token_id = last
                     yield pb.GenerateResponse(request_id=request.request_id, complete=complete)
 
-    async def HealthCheck(self, request: pb.HealthCheckRequest, context: Context) -> pb.HealthCheckResponse:
-        return pb.HealthCheckResponse(status="Executor is unhealthy" if "unhealthy" in self._backend.faults else "OK")
+    async def HealthCheck(
+        self, request: pb.HealthCheckRequest, context: Context
+    ) -> pb.HealthCheckResponse:
+        return pb.HealthCheckResponse(
+            status="Executor is unhealthy" if "unhealthy" in self._backend.faults else "OK"
+        )
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         return pb.AbortResponse(success=self._backend.abort(request.request_id))
 
-    async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Context) -> pb.GetModelInfoResponse:
+    async def GetModelInfo(
+        self, request: pb.GetModelInfoRequest, context: Context
+    ) -> pb.GetModelInfoResponse:
         model = self._backend.engine.model
         return pb.GetModelInfoResponse(
-            model_id=model.directory, max_seq_len=model.context_window_tokens, vocab_size=model.vocabulary_size
+            model_id=model.directory,
+            max_seq_len=model.context_window_tokens,
+            vocab_size=model.vocabulary_size,
         )
 
-    async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Context) -> pb.GetServerInfoResponse:
+    async def GetServerInfo(
+        self, request: pb.GetServerInfoRequest, context: Context
+    ) -> pb.GetServerInfoResponse:
         return pb.GetServerInfoResponse(version="test", backend="torch", world_size=1)
 
-    async def GetTokenizer(self, request: Any, context: Context) -> AsyncIterator[common_pb2.GetTokenizerChunk]:
+    async def GetTokenizer(
+        self, request: Any, context: Context
+    ) -> AsyncIterator[common_pb2.GetTokenizerChunk]:
         async for chunk in self._backend.tokenizer_chunks(context):
             yield chunk
 
-    async def SubscribeKvEvents(self, request: Any, context: Context) -> AsyncIterator[common_pb2.KvEventBatch]:
+    async def SubscribeKvEvents(
+        self, request: Any, context: Context
+    ) -> AsyncIterator[common_pb2.KvEventBatch]:
         async for batch in self._backend.kv_batches(context):
             yield batch
 
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
-        vector, token_count = await self._backend.embed(tuple(request.tokenized.input_token_ids), context)
-        return pb.EmbedResponse(request_id=request.request_id, embedding=vector, prompt_tokens=token_count)
+        vector, token_count = await self._backend.embed(
+            tuple(request.tokenized.input_token_ids), context
+        )
+        return pb.EmbedResponse(
+            request_id=request.request_id, embedding=vector, prompt_tokens=token_count
+        )
 
     def _request(self, request: pb.GenerateRequest) -> GenerationRequest:
         config = request.sampling_config
@@ -111,19 +139,32 @@ class TrtllmServicer:
             top_k=config.top_k if config.HasField("top_k") else 0,
             seed=config.seed if config.HasField("seed") else None,
             min_p=config.min_p,
-            repetition_penalty=config.repetition_penalty if config.HasField("repetition_penalty") else 1.0,
+            repetition_penalty=config.repetition_penalty
+            if config.HasField("repetition_penalty")
+            else 1.0,
             presence_penalty=config.presence_penalty,
             frequency_penalty=config.frequency_penalty,
-            logit_bias=tuple((index, bias) for index, bias in enumerate(request.embedding_bias) if bias),
-            top_logprobs=request.output_config.logprobs if request.output_config.HasField("logprobs") else None,
+            logit_bias=tuple(
+                (index, bias) for index, bias in enumerate(request.embedding_bias) if bias
+            ),
+            top_logprobs=request.output_config.logprobs
+            if request.output_config.HasField("logprobs")
+            else None,
         )
         guide, response_format = request.guided_decoding, None
         if guide.guide:
             is_schema = guide.guide_type == pb.GuidedDecodingParams.GUIDE_TYPE_JSON_SCHEMA
-            response_format = ResponseFormat(GrammarKind.JSON_SCHEMA if is_schema else GrammarKind.REGEX, guide.guide)
-        # With a response format, the engine wants no stop ids beside the model's own, which are all there are then.
+            response_format = ResponseFormat(
+                GrammarKind.JSON_SCHEMA if is_schema else GrammarKind.REGEX, guide.guide
+            )
+        # With a response format, the engine accepts only the model's own stop ids, which are all
+        # ids here.
         stop_ids = frozenset(request.stop_token_ids) if response_format is None else frozenset()
-        salt = str(request.cache_salt_id) if request.HasField("cache_salt_id") and "unsalted" not in self._backend.faults else ""
+        salt = (
+            str(request.cache_salt_id)
+            if request.HasField("cache_salt_id") and "unsalted" not in self._backend.faults
+            else ""
+        )
         return GenerationRequest(
             tuple(request.tokenized.input_token_ids),
             sampling,
@@ -138,5 +179,7 @@ def _logprob(told: TokenLogprobs) -> pb.TokenLogprob:
     return pb.TokenLogprob(
         token_id=told.chosen.token_id,
         logprob=told.chosen.logprob,
-        top_logprobs=[pb.TopLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in top.items()],
+        top_logprobs=[
+            pb.TopLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in top.items()
+        ],
     )

@@ -31,12 +31,16 @@ REASONS = {
 
 
 class VllmServicer:
-    """The service's calls. Its prefix cache is off, but for the fault "unsalted"."""
+    """Calls of the service. The prefix cache is off, except with the fault "unsalted"."""
+
+    messages: Any = pb
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
 
-    async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
+    async def Generate(
+        self, request: pb.GenerateRequest, context: Context
+    ) -> AsyncIterator[pb.GenerateResponse]:
         wanted = self._request(request)
         prompt_tokens = len(wanted.prompt_token_ids) + ("wrong_prompt" in self._backend.faults)
         top_count = request.sampling_params.logprobs
@@ -46,7 +50,9 @@ class VllmServicer:
             match event:
                 case Scheduled():
                     cached = (
-                        len(wanted.prompt_token_ids) + 1 if "wrong_cached" in self._backend.faults else event.cached_token_count
+                        len(wanted.prompt_token_ids) + 1
+                        if "wrong_cached" in self._backend.faults
+                        else event.cached_token_count
                     )
                 case TokensGenerated():
                     last = event.token_ids
@@ -70,18 +76,20 @@ class VllmServicer:
                     )
                     yield pb.GenerateResponse(complete=complete)
 
-    async def HealthCheck(self, request: pb.HealthCheckRequest, context: Context) -> pb.HealthCheckResponse:
+    async def HealthCheck(self, request: Any, context: Context) -> Any:
         healthy = "unhealthy" not in self._backend.faults
-        return pb.HealthCheckResponse(healthy=healthy, message="Health" if healthy else "Engine is not alive")
+        return self.messages.HealthCheckResponse(
+            healthy=healthy, message="Health" if healthy else "Engine is not alive"
+        )
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         for request_id in request.request_ids:
             self._backend.abort(request_id)
         return pb.AbortResponse()
 
-    async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Context) -> pb.GetModelInfoResponse:
+    async def GetModelInfo(self, request: Any, context: Context) -> Any:
         model = self._backend.engine.model
-        return pb.GetModelInfoResponse(
+        return self.messages.GetModelInfoResponse(
             model_path=model.directory,
             is_generation=True,
             max_context_length=model.context_window_tokens,
@@ -89,30 +97,38 @@ class VllmServicer:
             served_model_name=model.name,
         )
 
-    async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Context) -> pb.GetServerInfoResponse:
+    async def GetServerInfo(
+        self, request: pb.GetServerInfoRequest, context: Context
+    ) -> pb.GetServerInfoResponse:
         return pb.GetServerInfoResponse(server_type="vllm-grpc", block_size=BLOCK_TOKENS)
 
-    async def GetLoads(self, request: pb.GetLoadsRequest, context: Context) -> pb.GetLoadsResponse:
+    async def GetLoads(self, request: Any, context: Context) -> Any:
         told = self._backend.engine.statistics()
-        load = pb.SchedulerLoad(
+        load = self.messages.SchedulerLoad(
             num_running_reqs=told.running_sequence_count,
             num_waiting_reqs=told.waiting_sequence_count,
             max_total_num_tokens=told.kv_block_count_total * BLOCK_TOKENS,
             token_usage=told.kv_block_count_held / max(told.kv_block_count_total, 1),
         )
-        return pb.GetLoadsResponse(dp_rank_count=1, loads=[load])
+        return self.messages.GetLoadsResponse(dp_rank_count=1, loads=[load])
 
-    async def GetTokenizer(self, request: Any, context: Context) -> AsyncIterator[common_pb2.GetTokenizerChunk]:
+    async def GetTokenizer(
+        self, request: Any, context: Context
+    ) -> AsyncIterator[common_pb2.GetTokenizerChunk]:
         async for chunk in self._backend.tokenizer_chunks(context):
             yield chunk
 
-    async def SubscribeKvEvents(self, request: Any, context: Context) -> AsyncIterator[common_pb2.KvEventBatch]:
+    async def SubscribeKvEvents(
+        self, request: Any, context: Context
+    ) -> AsyncIterator[common_pb2.KvEventBatch]:
         async for batch in self._backend.kv_batches(context):
             yield batch
 
-    async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
+    async def Embed(self, request: Any, context: Context) -> Any:
         vector, token_count = await self._backend.embed(tuple(request.tokenized.input_ids), context)
-        return pb.EmbedResponse(embedding=vector, prompt_tokens=token_count, embedding_dim=len(vector))
+        return self.messages.EmbedResponse(
+            embedding=vector, prompt_tokens=token_count, embedding_dim=len(vector)
+        )
 
     async def FlushCache(self, request: Any, context: Context) -> Any:
         raise NotImplementedError
@@ -136,19 +152,23 @@ class VllmServicer:
         kind, response_format = params.WhichOneof("constraint"), None
         if kind in ("json_schema", "regex"):
             response_format = ResponseFormat(GrammarKind(kind), getattr(params, kind))
-        # With a response format, the engine wants no stop ids beside the model's own, which are all there are then.
+        # With a response format, the engine accepts only the model's own stop ids, which are all
+        # ids here.
         stop_ids = frozenset(params.stop_token_ids) if response_format is None else frozenset()
         return GenerationRequest(
             tuple(request.tokenized.input_ids),
             sampling,
             StopCriteria(params.max_tokens, (), stop_ids, params.ignore_eos, params.min_tokens),
-            "" if "unsalted" in self._backend.faults else uuid.uuid4().hex,
+            self._salt(),
             response_format,
         )
 
+    def _salt(self) -> str:
+        return "" if "unsalted" in self._backend.faults else uuid.uuid4().hex
+
 
 def _logprobs(told: Sequence[TokenLogprobs], top_count: int) -> pb.OutputLogProbs | None:
-    """Return log-probabilities like vLLM: the chosen token, then the top tokens, truncated to the count."""
+    """Return log-probabilities like vLLM: the chosen token, then top tokens."""
     if not told:
         return None
     found = pb.OutputLogProbs()
@@ -158,6 +178,9 @@ def _logprobs(told: Sequence[TokenLogprobs], top_count: int) -> pb.OutputLogProb
         if top_count:
             ordered = {entry.token_id: entry.logprob for entry in (each.chosen, *each.top)}
             shown = list(ordered.items())[:top_count]
-            top = pb.TopLogProbs(token_ids=[token_id for token_id, _ in shown], values=[logprob for _, logprob in shown])
+            top = pb.TopLogProbs(
+                token_ids=[token_id for token_id, _ in shown],
+                values=[logprob for _, logprob in shown],
+            )
             found.top_logprobs.append(top)
     return found

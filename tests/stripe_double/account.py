@@ -1,8 +1,8 @@
-"""One account of Stripe, as far as metered billing goes: its objects, and what it refuses. No HTTP here.
+"""Account of Stripe for metered billing: its objects and refusals, without HTTP.
 
-Facts are those of Stripe's public documentation: identifiers are unique for 24 hours, timestamps lie within 35 days back and five
-minutes ahead, values are whole, one call at a time per customer and meter; what is wrong with an event's customer is found later
-and told in an error report.
+Rules are those of Stripe's public documentation: identifiers are unique for 24 hours, timestamps
+lie within 35 days back and five minutes ahead, values are whole numbers, one call at a time per
+customer and meter; a wrong customer of an event is found later, in an error report.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ from tests.stripe_double.form import Refused
 
 DAY_S = 86_400
 # Stripe's own words, as public logs of calls to it show them.
-MISSING_EMAIL = "Missing email. In order to create invoices that are sent to the customer, the customer must have a valid email."
+MISSING_EMAIL = (
+    "Missing email. In order to create invoices that are sent to the customer, the customer must"
+    " have a valid email."
+)
 Values = dict[str, Any]
 
 
 @dataclass(slots=True)
 class Account:
-    """All objects by id, and the meter events by identifier. clock: seconds since 1970."""
+    """Objects by id, and meter events by identifier. clock: seconds since 1970."""
 
     clock: Callable[[], float] = time.time
     objects: dict[str, dict[str, Values]] = field(default_factory=dict)
@@ -35,7 +38,7 @@ class Account:
     reports: dict[str, Values] = field(default_factory=dict)  # error reports by event id
 
     def run(self, operation: str, places: list[str], values: Values) -> Values:
-        """Do what a call asks for. Raises: Refused."""
+        """Run a call; return the object of its answer. Raises: Refused."""
         match operation:
             case "POST /v1/billing/meter_events":
                 return self.count(values)
@@ -50,7 +53,10 @@ class Account:
                 return self.one("customers", places[0])
             case "POST /v1/billing_portal/sessions":
                 self.one("customers", values["customer"])
-                return {"object": "billing_portal.session", "url": "https://billing.stripe.com/p/session/test_1"}
+                return {
+                    "object": "billing_portal.session",
+                    "url": "https://billing.stripe.com/p/session/test_1",
+                }
             case "POST /v1/invoices/{id}":
                 self.draft(places[0]).update(values)
                 return self.one("invoices", places[0])
@@ -65,31 +71,46 @@ class Account:
         return self.listed(kind, values)
 
     def of(self, kind: str) -> dict[str, Values]:
-        """The objects of a kind, by id."""
+        """Return the objects of a kind, by id."""
         return self.objects.setdefault(kind, {})
 
     def one(self, kind: str, id: str) -> Values:
-        """Raises: Refused."""
+        """Return one object. Raises: Refused."""
         if id not in self.of(kind):
-            raise Refused(404, f"No such {kind.rstrip('s')}: '{id}'", code="resource_missing", param="id")
+            raise Refused(
+                404, f"No such {kind.rstrip('s')}: '{id}'", code="resource_missing", param="id"
+            )
         return self.of(kind)[id]
 
     def create(self, kind: str, values: Values) -> Values:
-        """Raises: Refused for what has to be unique or to exist."""
-        made = {"id": f"{kind.rstrip('s').replace('/', '_')}_{uuid.uuid4().hex[:12]}", "object": kind.rstrip("s"), **values}
+        """Create an object. Raises: Refused if a value must be unique or a reference must exist."""
+        made = {
+            "id": f"{kind.rstrip('s').replace('/', '_')}_{uuid.uuid4().hex[:12]}",
+            "object": kind.rstrip("s"),
+            **values,
+        }
         if made["id"] in self.of(kind):
-            raise Refused(400, f"{kind} already exists: {made['id']}", code="resource_already_exists", param="id")
+            raise Refused(
+                400,
+                f"{kind} already exists: {made['id']}",
+                code="resource_already_exists",
+                param="id",
+            )
         if kind == "billing/meters":
             made["status"] = "active"
             if any(each["event_name"] == made["event_name"] for each in self.of(kind).values()):
-                raise Refused(400, f"An active meter already exists with event name {made['event_name']}.")
+                raise Refused(
+                    400, f"An active meter already exists with event name {made['event_name']}."
+                )
         if kind == "prices":
             self.one("products", made["product"])
             self.one("billing/meters", made["recurring"]["meter"])
             if any(each.get("lookup_key") == made["lookup_key"] for each in self.of(kind).values()):
                 raise Refused(400, f"A price already uses the lookup key {made['lookup_key']}.")
             if not re.fullmatch(r"\d+(\.\d{1,12})?", made["unit_amount_decimal"]):
-                raise Refused(400, "Invalid decimal: at most 12 decimal places", param="unit_amount_decimal")
+                raise Refused(
+                    400, "Invalid decimal: at most 12 decimal places", param="unit_amount_decimal"
+                )
         if kind == "subscriptions":
             self.check_collection(self.one("customers", made["customer"]), made)
             made["status"] = "active"
@@ -102,7 +123,11 @@ class Account:
             made.setdefault("invoice", None)
         if kind == "subscription_items":
             self.one("prices", made["price"])
-            siblings = [each for each in self.of(kind).values() if each["subscription"] == made["subscription"]]
+            siblings = [
+                each
+                for each in self.of(kind).values()
+                if each["subscription"] == made["subscription"]
+            ]
             if len(siblings) == 20:
                 raise Refused(400, "A subscription holds at most 20 items.")
             made["price"] = {"id": made["price"]}
@@ -110,7 +135,7 @@ class Account:
         return made
 
     def check_collection(self, customer: Values, subscription: Values) -> None:
-        """Raises: Refused where invoices could not be sent, or are not to be sent and yet have a time to be paid in."""
+        """Raises: Refused for contradictory collection settings."""
         if subscription.get("collection_method") != "send_invoice":
             if "days_until_due" in subscription:
                 why = "`days_until_due` can only be set if `collection_method` is `send_invoice`."
@@ -123,7 +148,7 @@ class Account:
             raise Refused(400, why, param="days_until_due")
 
     def listed(self, kind: str, values: Values) -> Values:
-        """A page of a list, newest last."""
+        """Return a page of a list, newest last."""
         known = list(self.of(kind).values())
         for name in ("customer", "subscription", "invoice"):
             if name in values:
@@ -137,12 +162,19 @@ class Account:
         ids = [each["id"] for each in known]
         begin = ids.index(values["starting_after"]) + 1 if "starting_after" in values else 0
         end = begin + values.get("limit", 10)
-        return {"object": "list", "data": known[begin:end], "has_more": end < len(known), "url": f"/v1/{kind}"}
+        return {
+            "object": "list",
+            "data": known[begin:end],
+            "has_more": end < len(known),
+            "url": f"/v1/{kind}",
+        }
 
     def end_period(self, customer: str, begins: int, ends: int) -> list[Values]:
-        """What happens when a period is over: a draft per subscription, with the usage so far; the first has what waited for it."""
+        """End a period: drafts with usage, the first with pending items."""
         made = []
-        for subscription in [each["id"] for each in self.of("subscriptions").values() if each["customer"] == customer]:
+        for subscription in [
+            each["id"] for each in self.of("subscriptions").values() if each["customer"] == customer
+        ]:
             draft: Values = {
                 "id": f"in_{uuid.uuid4().hex[:12]}",
                 "object": "invoice",
@@ -152,7 +184,10 @@ class Account:
                 "created": ends,
                 "period_start": begins,
                 "period_end": ends,
-                "parent": {"type": "subscription_details", "subscription_details": {"subscription": subscription}},
+                "parent": {
+                    "type": "subscription_details",
+                    "subscription_details": {"subscription": subscription},
+                },
             }
             self.of("invoices")[draft["id"]] = draft
             for item in self.of("invoiceitems").values():
@@ -163,53 +198,101 @@ class Account:
         return made
 
     def subtotal(self, invoice: Values) -> int:
-        """Usage by the meters as they are now, each line rounded by itself, and the items."""
-        total: int = sum(each["amount"] for each in self.of("invoiceitems").values() if each["invoice"] == invoice["id"])
+        """Return usage by the current meters, each line rounded separately, plus the items."""
+        total: int = sum(
+            each["amount"]
+            for each in self.of("invoiceitems").values()
+            if each["invoice"] == invoice["id"]
+        )
         for item in self.of("subscription_items").values():
             if item["subscription"] == invoice["parent"]["subscription_details"]["subscription"]:
                 price = self.one("prices", item["price"]["id"])
                 meter = self.one("billing/meters", price["recurring"]["meter"])["event_name"]
-                count = self.total(meter, invoice["customer"], invoice["period_start"], invoice["period_end"])
-                total += int((count * Decimal(price["unit_amount_decimal"])).quantize(Decimal(1), self.rounding))
+                count = self.total(
+                    meter, invoice["customer"], invoice["period_start"], invoice["period_end"]
+                )
+                total += int(
+                    (count * Decimal(price["unit_amount_decimal"])).quantize(
+                        Decimal(1), self.rounding
+                    )
+                )
         return total
 
     def draft(self, id: str) -> Values:
-        """An invoice that may be changed. Raises: Refused."""
+        """Return an invoice that may be changed. Raises: Refused."""
         invoice = self.one("invoices", id)
         if invoice["status"] != "draft":
-            raise Refused(400, f"Invoice {id} is not a draft any more.", code="invoice_not_editable")
+            raise Refused(
+                400, f"Invoice {id} is not a draft any more.", code="invoice_not_editable"
+            )
         return invoice
 
     def finalize(self, id: str) -> Values:
-        """Count once more, for good. Raises: Refused."""
+        """Finalize a draft with the current sum. Raises: Refused."""
         invoice = self.draft(id)
         invoice["subtotal"] = invoice["total"] = self.subtotal(invoice)
-        invoice["status"], invoice["status_transitions"] = "open", {"finalized_at": int(self.clock())}
+        invoice["status"], invoice["status_transitions"] = (
+            "open",
+            {"finalized_at": int(self.clock())},
+        )
         return invoice
 
     def search(self, values: Values) -> Values:
-        """By one metadata field."""
+        """Return objects by one metadata field."""
         asked = re.fullmatch(r"metadata\['(\w+)'\]:'([\w-]+)'", values["query"])
         if asked is None:
             raise Refused(400, "query is not understood", param="query")
-        found = [each for each in self.of("customers").values() if each.get("metadata", {}).get(asked[1]) == asked[2]]
-        return {"object": "search_result", "data": found, "has_more": False, "url": "/v1/customers/search"}
+        found = [
+            each
+            for each in self.of("customers").values()
+            if each.get("metadata", {}).get(asked[1]) == asked[2]
+        ]
+        return {
+            "object": "search_result",
+            "data": found,
+            "has_more": False,
+            "url": "/v1/customers/search",
+        }
 
     def count(self, values: Values) -> Values:
         """Take a meter event. Raises: Refused."""
         now = self.clock()
         identifier, at = values["identifier"], values.get("timestamp", int(now))
-        if any(each["identifier"] == identifier and now - each["created"] < DAY_S for each in self.meter_events + self.uncounted):
+        if any(
+            each["identifier"] == identifier and now - each["created"] < DAY_S
+            for each in self.meter_events + self.uncounted
+        ):
             raise Refused(400, f"An event already exists with identifier {identifier}.")
-        if not any(each["event_name"] == values["event_name"] for each in self.of("billing/meters").values()):
-            raise Refused(400, f"No active meter found for event name {values['event_name']}.", param="event_name")
+        if not any(
+            each["event_name"] == values["event_name"]
+            for each in self.of("billing/meters").values()
+        ):
+            raise Refused(
+                400,
+                f"No active meter found for event name {values['event_name']}.",
+                param="event_name",
+            )
         if at < now - 35 * DAY_S:
-            raise Refused(400, "The timestamp must be within the past 35 days.", code="timestamp_too_far_in_past")
+            raise Refused(
+                400,
+                "The timestamp must be within the past 35 days.",
+                code="timestamp_too_far_in_past",
+            )
         if at > now + 300:
-            raise Refused(400, "The timestamp is more than 5 minutes in the future.", code="timestamp_in_future")
+            raise Refused(
+                400,
+                "The timestamp is more than 5 minutes in the future.",
+                code="timestamp_in_future",
+            )
         if not re.fullmatch(r"-?\d{1,15}", values["payload"].get("value", "")):
             raise Refused(400, "The value must be a whole number.", param="payload[value]")
-        event = {"object": "billing.meter_event", "created": int(now), **values, "timestamp": at, "livemode": False}
+        event = {
+            "object": "billing.meter_event",
+            "created": int(now),
+            **values,
+            "timestamp": at,
+            "livemode": False,
+        }
         known = values["payload"].get("stripe_customer_id") in self.of("customers")
         (self.meter_events if known else self.uncounted).append(event)
         return event
@@ -226,11 +309,14 @@ class Account:
         raise Refused(400, f"No meter event with identifier {identifier}.")
 
     def summaries(self, meter: str, values: Values) -> Values:
-        """The sum of a customer's events in a range."""
+        """Return the sum of a customer's events in a range."""
         if values["start_time"] % 60 or values["end_time"] % 60:
             raise Refused(400, "start_time and end_time must be aligned with minute boundaries")
         total = self.total(
-            self.one("billing/meters", meter)["event_name"], values["customer"], values["start_time"], values["end_time"]
+            self.one("billing/meters", meter)["event_name"],
+            values["customer"],
+            values["start_time"],
+            values["end_time"],
         )
         summary = {
             "id": f"mtrusg_{uuid.uuid4().hex[:8]}",
@@ -241,7 +327,7 @@ class Account:
         return {"object": "list", "data": [summary] if total else [], "has_more": False, "url": "/"}
 
     def total(self, event_name: str, customer: str, begins: float = 0, ends: float = 2**40) -> int:
-        """Tokens counted of one meter and customer."""
+        """Return the counted tokens of one meter and customer."""
         return sum(
             int(each["payload"]["value"])
             for each in self.meter_events
@@ -251,13 +337,22 @@ class Account:
         )
 
     def report_errors(self) -> Values:
-        """Tell of the events that were not counted; the thin event that announces the report."""
+        """Report the events that were not counted; return the event that announces the report."""
         errors = [
-            {"error_message": f"No such customer for {each['identifier']}", "request": {"identifier": each["identifier"]}}
+            {
+                "error_message": f"No such customer for {each['identifier']}",
+                "request": {"identifier": each["identifier"]},
+            }
             for each in self.uncounted
         ]
         self.uncounted = []
-        kinds = [{"code": "meter_event_customer_not_found", "error_count": len(errors), "sample_errors": errors}]
+        kinds = [
+            {
+                "code": "meter_event_customer_not_found",
+                "error_count": len(errors),
+                "sample_errors": errors,
+            }
+        ]
         notice: Values = {
             "id": f"evt_test_{uuid.uuid4().hex[:12]}",
             "object": "v2.core.event",
@@ -265,6 +360,9 @@ class Account:
             "created": "2026-11-20T12:00:00.000Z",
             "livemode": False,
         }
-        data = {"developer_message_summary": "There are errors", "reason": {"error_count": len(errors), "error_types": kinds}}
+        data = {
+            "developer_message_summary": "There are errors",
+            "reason": {"error_count": len(errors), "error_types": kinds},
+        }
         self.reports[notice["id"]] = {**notice, "data": data}
         return notice

@@ -1,4 +1,4 @@
-"""Requests as Stripe's API takes them: form fields with brackets, checked against the schema that Stripe publishes."""
+"""Requests in the form of Stripe's API, checked against its schema."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ PART = re.compile(r"[^\[\]]+|\[\]")
 
 
 class Refused(Exception):
-    """A request that Stripe would refuse: status and the error object of the answer."""
+    """Request that Stripe would refuse: status and error object of the answer."""
 
-    def __init__(self, status: int, message: str, kind: str = "invalid_request_error", **more: str) -> None:
+    def __init__(
+        self, status: int, message: str, kind: str = "invalid_request_error", **more: str
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.error = {"type": kind, "message": message, **more}
 
 
 def operation_of(method: str, path: str) -> tuple[str, list[str]]:
-    """The operation that a call is for, and the values in its path. Raises: Refused."""
+    """Return the operation of a call, and the values in its path. Raises: Refused."""
     for name in sorted(OPERATIONS, key=lambda each: each.count("{")):
         verb, template = name.split(" ")
         pattern = re.sub(r"\{\w+\}", "([^/]+)", template)
@@ -35,7 +37,7 @@ def operation_of(method: str, path: str) -> tuple[str, list[str]]:
 
 
 def parsed(operation: str, form: str) -> dict[str, Any]:
-    """The parameters of a call as values of their types. Raises: Refused where the schema does not allow them."""
+    """Return the parameters as typed values. Raises: Refused by the schema."""
     tree: dict[str, Any] = {}
     for field, value in parse_qsl(form, keep_blank_values=True):
         place = tree
@@ -48,13 +50,15 @@ def parsed(operation: str, form: str) -> dict[str, Any]:
     try:
         jsonschema.validate(values, schema)
     except jsonschema.ValidationError as error:
-        raise Refused(400, f"Invalid request: {error.message}", param=".".join(map(str, error.path))) from error
+        raise Refused(
+            400, f"Invalid request: {error.message}", param=".".join(map(str, error.path))
+        ) from error
     assert isinstance(values, dict)
     return values
 
 
 def typed(value: Any, schema: dict[str, Any]) -> Any:
-    """A form value by its schema: what is text on the wire becomes what it stands for, if it can."""
+    """Convert a form value to the type of its schema, if possible."""
     for choice in schema.get("anyOf", ()):
         if choice.get("type") == ("object" if isinstance(value, dict) else choice.get("type")):
             candidate = typed(value, choice)

@@ -1,7 +1,7 @@
-"""Stripe's HTTP API as a server on this machine, for tests: the real SDK talks to it.
+"""Stripe's HTTP API as a server on this machine, for tests: the real SDK connects to it.
 
-Failures are ordered beforehand: each in `faults` takes one meter event's call. What an idempotency key was answered once, a server
-error included, it is answered again, as Stripe does for a day.
+Faults are set beforehand: each in `faults` is used by one meter event's call. Like Stripe for a
+day, the double repeats the first answer for an idempotency key, also a server error.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ SECRET = "whsec_double"
 
 @dataclass(slots=True)
 class Fault:
-    """What happens to one call for a meter event.
+    """Fault in one call for a meter event.
 
-    accepted: whether the event is counted before. status: the answer; 0 drops the connection. wait: held up until it is set.
+    accepted: whether the event is counted before. status: of the answer; 0 drops the connection.
+    wait: an event that delays the answer.
     """
 
     accepted: bool = False
@@ -40,30 +41,42 @@ class Fault:
 
 @dataclass(slots=True)
 class StripeDouble:
-    """A running double. calls: how often each operation was asked for; clashes: two calls at once for one customer and meter."""
+    """Server double. calls: by operation; clashes: concurrent calls for one meter."""
 
     url: str
     account: Account
     faults: deque[Fault] = field(default_factory=deque)
     calls: Counter[str] = field(default_factory=Counter)
     clashes: int = 0
-    reached: threading.Event = field(default_factory=threading.Event)  # a fault that waits has begun
+    # A fault that waits has begun.
+    reached: threading.Event = field(default_factory=threading.Event)
     bad_key: bool = False
-    lose_cancellations: int = 0  # answers to cancellations that get lost
-    lose_items: int = 0  # answers to invoice items
+    lose_cancellations: int = 0  # lost answers to cancellations
+    lose_items: int = 0  # lost answers to invoice items
     lock: threading.Lock = field(default_factory=threading.Lock)
     answered: dict[str, tuple[int, dict[str, Any]]] = field(default_factory=dict)
     busy: set[str] = field(default_factory=set)
 
     @property
     def environment(self) -> dict[str, str]:
-        """What makes a worker export to it."""
+        """Return the environment of a worker that exports to it."""
         return {"WEIR_EXPORT": "stripe", "STRIPE_API_KEY": KEY, "WEIR_STRIPE_API_BASE": self.url}
 
-    def answer(self, method: str, path: str, form: str, key: str) -> tuple[int, dict[str, Any], dict[str, str]]:
-        """Status, body and headers; status 0 for no answer at all."""
+    def answer(
+        self, method: str, path: str, form: str, key: str
+    ) -> tuple[int, dict[str, Any], dict[str, str]]:
+        """Return status, body and headers; status 0 for no answer."""
         if self.bad_key:
-            return 401, {"error": {"type": "invalid_request_error", "message": "Invalid API Key provided: sk_test_****uble"}}, {}
+            return (
+                401,
+                {
+                    "error": {
+                        "type": "invalid_request_error",
+                        "message": "Invalid API Key provided: sk_test_****uble",
+                    }
+                },
+                {},
+            )
         try:
             if method == "GET" and path.startswith("/v2/core/events/"):
                 return 200, self.account.reports[path.rpartition("/")[2]], {}
@@ -78,7 +91,10 @@ class StripeDouble:
                 made = self.account.run(operation, places, values)
                 if key:
                     self.answered[key] = 200, made
-                if operation == "POST /v1/billing/meter_event_adjustments" and self.lose_cancellations:
+                if (
+                    operation == "POST /v1/billing/meter_event_adjustments"
+                    and self.lose_cancellations
+                ):
                     self.lose_cancellations -= 1
                     return 0, {}, {}
                 if operation == "POST /v1/invoiceitems" and self.lose_items:
@@ -88,13 +104,25 @@ class StripeDouble:
         except Refused as refused:
             return refused.status, {"error": refused.error}, {"stripe-should-retry": "false"}
 
-    def meter_event(self, values: dict[str, Any], key: str) -> tuple[int, dict[str, Any], dict[str, str]]:
-        """One at a time per customer and meter, with the fault that is due."""
+    def meter_event(
+        self, values: dict[str, Any], key: str
+    ) -> tuple[int, dict[str, Any], dict[str, str]]:
+        """Handle an event, one at a time per customer and meter, with the next fault."""
         place = f"{values['event_name']} {values['payload'].get('stripe_customer_id')}"
         with self.lock:
             if place in self.busy:
                 self.clashes += 1
-                return 429, {"error": {"type": "invalid_request_error", "code": "lock_timeout", "message": "one at a time"}}, {}
+                return (
+                    429,
+                    {
+                        "error": {
+                            "type": "invalid_request_error",
+                            "code": "lock_timeout",
+                            "message": "one at a time",
+                        }
+                    },
+                    {},
+                )
             if key in self.answered:
                 return *self.answered[key], {}
             self.busy.add(place)
@@ -120,7 +148,7 @@ class StripeDouble:
 
 @contextlib.contextmanager
 def stripe_double(clock: Callable[[], float] | None = None) -> Iterator[StripeDouble]:
-    """The server, for the block."""
+    """Run the server during the block."""
     account = Account() if clock is None else Account(clock)
 
     class Handler(BaseHTTPRequestHandler):
@@ -136,28 +164,36 @@ def stripe_double(clock: Callable[[], float] | None = None) -> Iterator[StripeDo
             address = urlsplit(self.path)
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
             status, document, headers = double.answer(
-                self.command, address.path, body or address.query, self.headers.get("Idempotency-Key") or ""
+                self.command,
+                address.path,
+                body or address.query,
+                self.headers.get("Idempotency-Key") or "",
             )
             if not status:
                 self.close_connection = True
                 self.connection.close()
                 return
             payload = json.dumps(document).encode()
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the caller was killed meanwhile
+            # The caller was killed meanwhile.
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 self.send_response(status)
-                for name, value in {"Content-Type": "application/json", "Content-Length": str(len(payload)), **headers}.items():
+                for name, value in {
+                    "Content-Type": "application/json",
+                    "Content-Length": str(len(payload)),
+                    **headers,
+                }.items():
                     self.send_header(name, value)
                 self.end_headers()
                 self.wfile.write(payload)
 
         def log_message(self, format: str, *arguments: Any) -> None:
-            """Says nothing."""
+            """Log nothing."""
 
     class Server(ThreadingHTTPServer):
         daemon_threads = True
 
         def handle_error(self, request: Any, client_address: Any) -> None:
-            """A connection that we dropped ourselves is no news."""
+            """Ignore errors of connections that the test dropped."""
 
     server = Server(("127.0.0.1", 0), Handler)
     double = StripeDouble(f"http://127.0.0.1:{server.server_address[1]}", account)
@@ -172,6 +208,6 @@ def stripe_double(clock: Callable[[], float] | None = None) -> Iterator[StripeDo
 
 
 def signature(body: bytes, at: int, secret: str = SECRET) -> str:
-    """The header `Stripe-Signature` of a webhook."""
+    """Return the header `Stripe-Signature` of a webhook."""
     digest = hmac.new(secret.encode(), f"{at}.".encode() + body, hashlib.sha256).hexdigest()
     return f"t={at},v1={digest}"

@@ -1,1 +1,1 @@
-"""The stand-in for TensorRT-LLM, and the published interface that it is compared with."""
+"""Double of TensorRT-LLM, and the published interface that tests compare it with."""

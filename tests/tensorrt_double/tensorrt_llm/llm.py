@@ -1,9 +1,11 @@
-"""The LLM of the stand-in: the torch engine's core on a thread of its own, and a worker process without which it is dead."""
+"""LLM of the double: the torch engine's core on a thread, and a worker process."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -43,7 +45,7 @@ REASONS = {
 
 
 class Running:
-    """A request in the engine."""
+    """Running request."""
 
     def __init__(self, result: RequestOutput, sampling: Any, prompt: list[int]) -> None:
         self.result = result
@@ -53,14 +55,27 @@ class Running:
         self.logprobs: list[Any] = []
         self.cached_tokens = 0
         self.scheduled = False
-        self.is_cut = False  # its text has stopped it for the client, while the engine goes on
+        self.is_cut = False  # its text is stopped for the client, while the engine continues
 
-    def response(self, finish_reason: str | None = None, stop_reason: int | str | None = None, text: str = "") -> Response:
-        return Response(list(self.token_ids), list(self.logprobs), self.cached_tokens, text, finish_reason, stop_reason)
+    def response(
+        self, finish_reason: str | None = None, stop_reason: int | str | None = None, text: str = ""
+    ) -> Response:
+        return Response(
+            list(self.token_ids),
+            list(self.logprobs),
+            self.cached_tokens,
+            text,
+            finish_reason,
+            stop_reason,
+        )
+
+
+def _start(code: str, name: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", code, name], start_new_session=True)
 
 
 class LLM:
-    """See the package. The constructor blocks; `generate_async` is a plain function that needs a running loop."""
+    """Double of `LLM`. The constructor blocks; `generate_async` needs a running loop."""
 
     def __init__(
         self,
@@ -75,18 +90,28 @@ class LLM:
         tokenizer_revision: str | None = None,
         **kwargs: Any,
     ) -> None:
-        known = {*PUBLISHED["classes"]["BaseLlmArgs"]["fields"], *PUBLISHED["classes"]["TorchLlmArgs"]["fields"]}
+        known = {
+            *PUBLISHED["classes"]["BaseLlmArgs"]["fields"],
+            *PUBLISHED["classes"]["TorchLlmArgs"]["fields"],
+        }
         for name in kwargs:
             if name in PUBLISHED["trt_only_args_rejected_by_LLM"]:
                 raise ValueError(f"{name} is only supported by the TensorRT engine")
             if name not in known:
                 raise ValueError(f"LLM got invalid argument: {name}")
+        if isinstance(kwargs.get("speculative_config"), dict):
+            raise ValueError("speculative_config must be a DecodingBaseConfig")
         if tensor_parallel_size > 1 or kwargs.get("pipeline_parallel_size", 1) > 1:
             raise RuntimeError("Only 1 GPUs are available, but more are required.")
         self.kwargs = kwargs
         self._faults = Faults()
-        self._config = read_config(Path(model))
-        self._tokenizer = Tokenizer(Path(model))
+        if self._faults.has("abort_on_load"):
+            print("MPI_ABORT was invoked on rank 0", file=sys.stderr, flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        # A checkpoint that only the real library could compute has another one in here.
+        directory = Path(model, "double") if Path(model, "double").is_dir() else Path(model)
+        self._config = read_config(directory)
+        self._tokenizer = Tokenizer(directory)
         self._max_seq_len = kwargs["max_seq_len"]
         limits = EngineLimits(
             context_window_tokens=self._max_seq_len,
@@ -95,7 +120,9 @@ class LLM:
             waiting_sequence_count_max=100_000,
         )
         self._kv: Any = kwargs.get("kv_cache_config") or KvCacheConfig()
-        self._core = EngineCore(EngineOptions(str(model), limits, kv_cache_bytes=KV_BYTES))
+        self._core = EngineCore(
+            EngineOptions(str(directory), limits, kv_cache_bytes=KV_BYTES, draft_token_count_max=0)
+        )
         self._running: dict[int, Running] = {}
         self._orders: list[Any] = []
         self._changed = threading.Condition()
@@ -106,11 +133,16 @@ class LLM:
         self._statistics, self._events = IterationResult(), IterationResult()
         self._event_id = 0
         self._stored: dict[tuple[int, ...], int] = {}
-        self._random = random.Random(7)
+        self._random = random.Random(7)  # joins steps to responses of several tokens
+        self._generator = random.Random(42)
         self._loop: asyncio.AbstractEventLoop | None = None
-        # The worker process of a rank. Its death is not reported to the client.
-        waiting = [sys.executable, "-c", "import sys; sys.stdin.read()"]
-        self._worker = None if self._faults.has("lonely") else subprocess.Popen(waiting, stdin=subprocess.PIPE)
+        # The worker process of a rank: in a session of its own, it outlives this process. Its death
+        # is not reported to the client. Beside it, a compiler ends by itself.
+        self._worker: subprocess.Popen[bytes] | None = None
+        self._helper: subprocess.Popen[bytes] | None = None
+        if not self._faults.has("lonely"):
+            self._worker = _start("import time; time.sleep(600)", "mpi4py.futures.server")
+            self._helper = _start("import time; time.sleep(1)", "compile_worker")
         self._thread = threading.Thread(target=self._run, name="double-executor", daemon=True)
         self._thread.start()
 
@@ -133,11 +165,13 @@ class LLM:
         scheduling_params: Any = None,
         cache_salt: str | None = None,
     ) -> RequestOutput:
-        """Submits and returns at once. Changes the parameters that it is given."""
+        """Submit and return at once. Changes the given parameters."""
         if self._is_shut:
             raise RuntimeError("LLM is shutting down")
         if not isinstance(inputs, list) or not all(isinstance(token, int) for token in inputs):
             raise TypeError("The inputs must be type list of int, but got something else.")
+        if not all(0 <= token < self._config.vocabulary_size for token in inputs):
+            raise RequestError("Token ID out of range")
         sampling = SamplingParams() if sampling_params is None else sampling_params
         if not isinstance(sampling, SamplingParams):
             raise TypeError("The sampling_params must be type SamplingParams or None")
@@ -148,7 +182,7 @@ class LLM:
         self._change(sampling)
         result = RequestOutput(self._next_id, list(inputs), self._abort)
         self._next_id += 1
-        request = self._request(result, sampling, cache_salt)
+        request = self._request(result, sampling, cache_salt, lora_request)
         with self._changed:
             self._submitted = True
             self._statistics.mark_undone()
@@ -162,7 +196,7 @@ class LLM:
         return self._statistics.get_results()
 
     def get_stats_async(self, timeout: float | None = 2) -> IterationResult:
-        """The one iterator of statistics."""
+        """Return the only iterator of statistics."""
         self._statistics.set_timeout(timeout or 0.0)
         return self._statistics
 
@@ -172,25 +206,23 @@ class LLM:
         return self._events.get_results()
 
     def get_kv_cache_events_async(self, timeout: float | None = 2) -> IterationResult:
-        """The one iterator of events."""
+        """Return the only iterator of events."""
         assert self._submitted, "generate was not called yet"
         self._events.set_timeout(timeout or 0.0)
         return self._events
 
     def shutdown(self) -> None:
-        """May be called again."""
+        """Shut down. May be called again."""
         with self._changed:
             self._is_shut = True
             self._changed.notify()
         self._thread.join()
-        if self._worker is not None:
-            assert self._worker.stdin is not None
-            self._worker.stdin.close()
-            self._worker.kill()
-            self._worker.wait()
+        for process in filter(None, (self._worker, self._helper)):
+            process.kill()
+            process.wait()
 
     def _check_health(self) -> bool:
-        """True for a dead engine too."""
+        """Return whether the engine runs; True for a dead engine, too."""
         return not self._is_shut
 
     def _change(self, sampling: Any) -> None:
@@ -202,42 +234,67 @@ class LLM:
         elif sampling.stop:
             raise RuntimeError("stop words were not processed by tokenizer")
 
-    def _request(self, result: RequestOutput, sampling: Any, cache_salt: str | None) -> GenerationRequest:
+    def _request(
+        self, result: RequestOutput, sampling: Any, cache_salt: str | None, lora_request: Any
+    ) -> GenerationRequest:
         prompt = result.prompt_token_ids
         limit = self._max_seq_len - len(prompt)
         if limit < 1:
             self._wedged = True  # the engine hangs for all requests (NVIDIA/TensorRT-LLM#4441)
             limit = 1
-        ends = frozenset(() if sampling.ignore_eos else (sampling.end_id,)) | frozenset(sampling.stop_token_ids or ())
+        ends = frozenset(() if sampling.ignore_eos else (sampling.end_id,)) | frozenset(
+            sampling.stop_token_ids or ()
+        )
         guide, response_format = sampling.guided_decoding, None
         if guide is not None:
             assert self.kwargs.get("guided_decoding_backend"), "guided decoding is off"
-            kinds = ((GrammarKind.JSON_SCHEMA, guide.json), (GrammarKind.REGEX, guide.regex), (GrammarKind.LARK, guide.grammar))
+            kinds = (
+                (GrammarKind.JSON_SCHEMA, guide.json),
+                (GrammarKind.REGEX, guide.regex),
+                (GrammarKind.LARK, guide.grammar),
+            )
             response_format = next(ResponseFormat(kind, source) for kind, source in kinds if source)
-        bias = () if sampling.embedding_bias is None else tuple(enumerate(map(float, sampling.embedding_bias)))
+        bias = (
+            ()
+            if sampling.embedding_bias is None
+            else tuple(enumerate(map(float, sampling.embedding_bias)))
+        )
         return GenerationRequest(
             tuple(prompt),
             CoreSampling(
                 temperature=0.0 if sampling.is_greedy else float(sampling.temperature),
                 top_p=sampling.top_p or 1.0,
                 top_k=sampling.top_k or 0,
-                seed=sampling.seed,
-                min_p=sampling.min_p or 0.0,
-                repetition_penalty=sampling.repetition_penalty or 1.0,
-                presence_penalty=sampling.presence_penalty or 0.0,
-                frequency_penalty=sampling.frequency_penalty or 0.0,
-                logit_bias=tuple(pair for pair in bias if pair[1]),
+                seed=self._generator.getrandbits(63),  # one generator serves all requests
+                logit_bias=self._adapted(tuple(pair for pair in bias if pair[1]), lora_request),
                 top_logprobs=sampling.logprobs,
             ),
             StopCriteria(
                 min(sampling.max_tokens, limit),  # clamped, with a warning in the log
                 stop_token_ids=frozenset() if guide else frozenset(end for end in ends if end >= 0),
                 ignore_eos=guide is None,
-                min_output_tokens=min(sampling.min_tokens or 0, limit),
+                # Only `end_id` is held off: any stop token ends the output earlier.
+                min_output_tokens=(
+                    0 if sampling.stop_token_ids else min(sampling.min_tokens or 0, limit)
+                ),
             ),
             cache_salt=cache_salt or "",
             response_format=response_format,
         )
+
+    def _adapted(
+        self, bias: tuple[tuple[int, float], ...], lora_request: Any
+    ) -> tuple[tuple[int, float], ...]:
+        """Return the biases under an adapter: it favours one token.
+
+        Without `lora_config`, or with CUDA graphs, the base model answers, and nothing is reported.
+        """
+        if lora_request is None or self.kwargs.get("lora_config") is None:
+            return bias
+        if self.kwargs.get("cuda_graph_config", True) is not None:
+            return bias
+        assert lora_request.lora_path in self.kwargs["lora_config"].lora_dir
+        return (*bias, (17, 50.0))
 
     def _abort(self, result: RequestOutput) -> None:
         assert not self._is_shut, "the executor is gone"
@@ -266,7 +323,7 @@ class LLM:
         if isinstance(order, RequestOutput):
             running = self._running.get(order.request_id)
             if running is not None and not running.scheduled:
-                del self._running[order.request_id]  # dropped from the queue: no answer, ever
+                del self._running[order.request_id]  # dropped from the queue without an answer
             self._core.cancel(order.request_id)
             return
         result, sampling, request = order
@@ -283,16 +340,25 @@ class LLM:
             case TokensGenerated():
                 running.token_ids += event.token_ids
                 for logprobs in event.logprobs:
-                    ranked = {entry.token_id: Logprob(entry.logprob, rank) for rank, entry in enumerate(logprobs.top, 1)}
-                    running.logprobs.append({logprobs.chosen.token_id: Logprob(logprobs.chosen.logprob), **ranked})
+                    ranked = {
+                        entry.token_id: Logprob(entry.logprob, rank)
+                        for rank, entry in enumerate(logprobs.top, 1)
+                    }
+                    running.logprobs.append(ranked)  # without a sampled token of a lower rank
                 if self._faults.strikes("swallow_logprobs", prompt):
                     running.logprobs.clear()
                 if self._struck(number, running):
                     return
-                if self._random.random() < 0.7:  # the others wait for the next response: a step may bring several tokens, or none
+                # The other requests wait for the next response: a step may bring several tokens, or
+                # none.
+                if self._random.random() < 0.7:
                     result.put(running.response())
                 elif self._random.random() < 0.2:
-                    result.put(Response(running.token_ids[:-1], running.logprobs[:-1], running.cached_tokens))
+                    result.put(
+                        Response(
+                            running.token_ids[:-1], running.logprobs[:-1], running.cached_tokens
+                        )
+                    )
             case SequenceFinished():
                 del self._running[number]
                 self._finish(running, event)
@@ -301,7 +367,7 @@ class LLM:
                 result.put(Response([], [], 0, error=RequestError(event.message)))
 
     def _struck(self, number: int, running: Running) -> bool:
-        """Plant what is wanted; True if the response must not be sent."""
+        """Inject a fault; return True if the response must not be sent."""
         prompt, count = running.prompt, len(running.token_ids)
         if self._faults.strikes("empty", prompt):
             del self._running[number]
@@ -312,18 +378,27 @@ class LLM:
         if self._faults.strikes("error", prompt) and count > 2:
             del self._running[number]
             self._core.cancel(number)
-            running.result.put(Response([], [], 0, error=RequestError("the worker failed this request")))
+            running.result.put(
+                Response([], [], 0, error=RequestError("the worker failed this request"))
+            )
             return True
         if self._faults.strikes("fatal", prompt) and count > 2:
             self._is_shut = True
-            running.result.put(Response([], [], 0, error=OSError("CUDA error: an illegal memory access was encountered")))
+            running.result.put(
+                Response(
+                    [], [], 0, error=OSError("CUDA error: an illegal memory access was encountered")
+                )
+            )
             return True
         return self._faults.strikes("stuck", prompt) and count > 2
 
     def _finish(self, running: Running, event: SequenceFinished) -> None:
         self._store(running)
         sampling, stop_reason = running.sampling, None
-        if self._faults.strikes("stuck", running.prompt) and event.reason is not EngineFinishReason.CANCELLED:
+        if (
+            self._faults.strikes("stuck", running.prompt)
+            and event.reason is not EngineFinishReason.CANCELLED
+        ):
             return
         if event.reason is EngineFinishReason.STOP and running.token_ids:
             last = running.token_ids[-1]
@@ -337,7 +412,7 @@ class LLM:
         running.result.put(running.response(REASONS[event.reason], stop_reason))
 
     def _store(self, running: Running) -> None:
-        """Events of the blocks that a request has filled."""
+        """Publish the events of the blocks that a request has filled."""
         if not self._kv.event_buffer_max_size:
             return
         tokens = (running.prompt + running.token_ids)[:-1]
@@ -349,7 +424,9 @@ class LLM:
                 block = {
                     "type": "stored_block",
                     "block_hash": self._stored[key],
-                    "tokens": [{"token_id": token, "token_extra_id": 0} for token in key[-KV_BLOCK_TOKENS:]],
+                    "tokens": [
+                        {"token_id": token, "token_extra_id": 0} for token in key[-KV_BLOCK_TOKENS:]
+                    ],
                     "cache_level": 0,
                     "priority": 35,
                 }
@@ -357,7 +434,9 @@ class LLM:
             parent = self._stored[key]
 
     def _publish(self, data: dict[str, Any]) -> None:
-        self._events.put({"event_id": self._event_id, "data": data, "window_size": self._max_seq_len})
+        self._events.put(
+            {"event_id": self._event_id, "data": data, "window_size": self._max_seq_len}
+        )
         self._event_id += 1
 
     def _entry(self) -> dict[str, Any]:
@@ -374,5 +453,8 @@ class LLM:
                 "tokensPerBlock": KV_BLOCK_TOKENS,
                 "cacheHitRate": 0.0,
             },
-            "inflightBatchingStats": {"numScheduledRequests": told.running_sequence_count, "numPausedRequests": 0},
+            "inflightBatchingStats": {
+                "numScheduledRequests": told.running_sequence_count,
+                "numPausedRequests": 0,
+            },
         }

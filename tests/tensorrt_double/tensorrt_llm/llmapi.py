@@ -1,7 +1,8 @@
-"""Stand-in for the used exports of `tensorrt_llm.llmapi`."""
+"""Double of the used exports of `tensorrt_llm.llmapi`."""
 
 from __future__ import annotations
 
+from . import llm_args as llm_args
 from .llm import LLM
 from .parameters import (
     CapacitySchedulerPolicy,

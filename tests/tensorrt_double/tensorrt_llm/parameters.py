@@ -1,4 +1,4 @@
-"""Parameter types with the fields and defaults of the published interface: unknown names are refused, as there."""
+"""Parameter types of the published interface; unknown names are refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PUBLISHED: dict[str, Any] = json.loads((Path(__file__).parent.parent / "api.json
 
 
 class CapacitySchedulerPolicy(enum.StrEnum):
-    """Which requests enter a step."""
+    """Policy that selects the requests of a step."""
 
     MAX_UTILIZATION = "MAX_UTILIZATION"
     GUARANTEED_NO_EVICT = "GUARANTEED_NO_EVICT"
@@ -36,11 +36,13 @@ def published_fields(name: str) -> list[tuple[str, Any, Any]]:
 
 
 CHECKED = {"__post_init__": lambda self: self.check()}
-_Sampling: Any = dataclasses.make_dataclass("_Sampling", published_fields("SamplingParams"), namespace=dict(CHECKED))
+_Sampling: Any = dataclasses.make_dataclass(
+    "_Sampling", published_fields("SamplingParams"), namespace=dict(CHECKED)
+)
 
 
 class SamplingParams(_Sampling):  # type: ignore[misc]
-    """Refuses at construction what the release refuses, and is changed by `generate_async`."""
+    """Refuses the same values as the release, and is changed by `generate_async`."""
 
     best_of: Any
     pad_id: Any
@@ -67,12 +69,14 @@ class SamplingParams(_Sampling):  # type: ignore[misc]
 
     @property
     def is_greedy(self) -> bool:
-        """None of temperature, top_p and top_k, or one that leaves no choice."""
+        """True if temperature, top_p and top_k are unset, or one of them leaves no choice."""
         unset = self.temperature is None and self.top_p is None and self.top_k is None
         return unset or self.temperature == 0 or self.top_k == 1
 
 
-_Guides: Any = dataclasses.make_dataclass("_Guides", published_fields("GuidedDecodingParams"), namespace=dict(CHECKED))
+_Guides: Any = dataclasses.make_dataclass(
+    "_Guides", published_fields("GuidedDecodingParams"), namespace=dict(CHECKED)
+)
 
 
 class GuidedDecodingParams(_Guides):  # type: ignore[misc]
@@ -80,17 +84,27 @@ class GuidedDecodingParams(_Guides):  # type: ignore[misc]
 
     def check(self) -> None:
         """Raises: ValueError."""
-        if sum(map(bool, (self.json, self.regex, self.grammar, self.json_object, self.structural_tag))) > 1:
+        if (
+            sum(
+                map(
+                    bool,
+                    (self.json, self.regex, self.grammar, self.json_object, self.structural_tag),
+                )
+            )
+            > 1
+        ):
             raise ValueError("Only one guide can be used")
 
 
 KvCacheConfig: Any = dataclasses.make_dataclass("KvCacheConfig", published_fields("KvCacheConfig"))
-SchedulerConfig: Any = dataclasses.make_dataclass("SchedulerConfig", published_fields("SchedulerConfig"))
+SchedulerConfig: Any = dataclasses.make_dataclass(
+    "SchedulerConfig", published_fields("SchedulerConfig")
+)
 
 
 @dataclasses.dataclass
 class LoRARequest:
-    """An adapter on disk; the path must be there."""
+    """Adapter on disk; the path must exist."""
 
     lora_name: str
     lora_int_id: int
@@ -99,6 +113,8 @@ class LoRARequest:
 
     def __post_init__(self) -> None:
         if self.lora_ckpt_source not in ("hf", "nemo"):
-            raise ValueError(f"lora_ckpt_source must be 'hf' or 'nemo', got {self.lora_ckpt_source}")
+            raise ValueError(
+                f"lora_ckpt_source must be 'hf' or 'nemo', got {self.lora_ckpt_source}"
+            )
         if not Path(self.lora_path).exists() or not self.lora_path:
             raise ValueError(f"lora_path ({self.lora_path}) does not exist.")

@@ -1,4 +1,4 @@
-"""Results that yield themselves, with cumulative lists and diffs; statistics iterators that end when idle."""
+"""Results with cumulative lists; statistics iterators that end when idle."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class RequestError(RuntimeError):
-    """One request failed."""
+    """Failure of one request."""
 
 
 @dataclasses.dataclass
@@ -24,7 +24,7 @@ class Logprob:
 
 @dataclasses.dataclass
 class CompletionOutput:
-    """One output. Lists are cumulative; the diffs are what the last response added."""
+    """One output. Lists are cumulative; the diffs contain the last response."""
 
     index: int
     text: str = ""
@@ -39,7 +39,7 @@ class CompletionOutput:
 
     @property
     def length(self) -> int:
-        """Tokens so far."""
+        """Number of tokens."""
         return len(self.token_ids)
 
     @property
@@ -67,9 +67,11 @@ class Response:
 
 
 class RequestOutput:
-    """Awaitable, iterable and async-iterable; yields itself. Needs the loop on which it was made."""
+    """Awaitable and iterable result, bound to its loop."""
 
-    def __init__(self, request_id: int, prompt_token_ids: list[int], abort: Callable[[RequestOutput], None]) -> None:
+    def __init__(
+        self, request_id: int, prompt_token_ids: list[int], abort: Callable[[RequestOutput], None]
+    ) -> None:
         self.request_id = request_id
         self.prompt_token_ids = prompt_token_ids
         self.cached_tokens = 0
@@ -82,11 +84,11 @@ class RequestOutput:
 
     @property
     def prompt(self) -> str | None:
-        """None: the prompt came as ids."""
+        """Always None: the prompt was given as ids."""
         return None
 
     def abort(self) -> None:
-        """Told to the engine, and that is all."""
+        """Tell the engine, and nothing else."""
         self._abort(self)
         self._aborted = True
 
@@ -95,7 +97,7 @@ class RequestOutput:
         return self._aborted
 
     def put(self, response: Response) -> None:
-        """Called by the engine's thread."""
+        """Add a response. Called by the engine's thread."""
         with contextlib.suppress(RuntimeError):  # the loop is closed, and no caller waits
             self._loop.call_soon_threadsafe(self._responses.put_nowait, response)
 
@@ -104,7 +106,11 @@ class RequestOutput:
             raise response.error
         output = self.outputs[0]
         output._last_token_ids_len, output._last_text_len = len(output.token_ids), len(output.text)
-        output.token_ids, output.text, output.logprobs = response.token_ids, response.text, response.logprobs
+        output.token_ids, output.text, output.logprobs = (
+            response.token_ids,
+            response.text,
+            response.logprobs,
+        )
         output.finish_reason, output.stop_reason = response.finish_reason, response.stop_reason
         self.cached_tokens = response.cached_tokens
         self.finished = response.finish_reason is not None
@@ -138,7 +144,7 @@ class RequestOutput:
 
 
 class IterationResult:
-    """Statistics or events, shared by all who ask. Ends when nothing came for the timeout, until the next submission."""
+    """Shared statistics or events; ends after a silent timeout."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
@@ -146,7 +152,7 @@ class IterationResult:
         self._done = True
 
     def put(self, entry: dict[str, Any]) -> None:
-        """Called by the engine's thread."""
+        """Add an entry. Called by the engine's thread."""
         self._queue.put(entry)
 
     def set_timeout(self, timeout: float) -> None:
@@ -154,7 +160,7 @@ class IterationResult:
         self._timeout = timeout
 
     def mark_undone(self) -> None:
-        """Something was submitted."""
+        """Note that a request was submitted."""
         self._done = False
 
     def get_results(self) -> list[dict[str, Any]]:

@@ -1,0 +1,243 @@
+"""NVIDIA Dynamo: its frontends and two workers that simulate vLLM, found by files.
+
+The workers answer with random tokens from 1000 to 1999, at 5 to 10 ms each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shutil
+import subprocess
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import engine_streams as streams
+from inference.adapters import remote_doctor as doctor
+from inference.adapters import remote_http
+from inference.adapters.findings import Verdict
+from inference.adapters.remote_connection import Examination, open_dialect
+from inference.adapters.remote_engine import RemoteEngine
+from inference.adapters.remote_settings import RemoteSettings, Service, Target
+from inference.capabilities import RequestField
+from inference.engine import EngineFinishReason, SequenceFinished, TokensGenerated
+from inference.errors import EngineFailed, EngineStartFailed, RequestImpossible
+from inference.sequences import UNKNOWN_TOKEN_ID
+from tests.inference.hosted import first_tokens, prompt, run, until
+from tests.inference.real_servers import RealServers, end, free_port, needs, python_of, running
+from tests.inference.remote_hosted import remote_engine
+from tests.inference.running import make_request
+from tests.service import wait_for
+
+pytestmark = needs("dynamo")
+
+VOCABULARY_SIZE = 2048
+MODEL = "tiny"
+ROUTING = ("kv", "round-robin")  # one frontend for each
+
+
+@dataclass
+class Dynamo:
+    """Frontends by their routing, and the workers behind all of them."""
+
+    directory: Path
+    log: Path
+    environment: dict[str, str]
+    ports: dict[str, int]
+    stack: contextlib.ExitStack
+    workers: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def settings(self, routing: str = "kv", **changes: Any) -> RemoteSettings:
+        """Return settings of an engine that uses a frontend."""
+        target = Target(Service.OPENAI_HTTP, f"127.0.0.1:{self.ports[routing]}", MODEL)
+        waits = {"poll_interval_s": 0.2, "restart_delay_s_max": 1.0, "share_prefixes": True}
+        return RemoteSettings(self.directory, "dynamo", target, **(waits | changes))
+
+    def front(self, routing: str, *options: str) -> None:
+        """Start a frontend."""
+        port = self.ports[routing] = free_port()
+        command = [python_of("dynamo"), "-m", "dynamo.frontend", "--http-host=127.0.0.1"]
+        command += [f"--http-port={port}", "--discovery-backend=file", *options]
+        log = self.log / f"front-{routing}.log"
+        self.stack.enter_context(
+            running(command, log, "completion endpoints enabled", self.environment)
+        )
+
+    def work(self) -> None:
+        """Start a worker."""
+        command = [python_of("dynamo"), "-m", "dynamo.mocker", f"--model-path={self.directory}"]
+        command += [f"--model-name={MODEL}", "--discovery-backend=file", "--block-size=16"]
+        log = self.log / f"worker-{len(self.workers)}.log"
+        self.workers.append(self.stack.enter_context(running(command, log, "", self.environment)))
+
+    def worker_count(self, routing: str) -> int:
+        """Return the number of workers that a frontend knows."""
+        said = json.loads(self.get(routing, "/health"))
+        return sum(each["endpoint"] == "generate" for each in said.get("instances", ()))
+
+    def running_count(self, routing: str) -> int:
+        """Return the number of requests that a frontend has not ended."""
+        found = re.search(
+            r"^dynamo_frontend_inflight_requests\{.*\} (\d+)", self.get(routing, "/metrics"), re.M
+        )
+        return int(found[1]) if found else 0
+
+    def get(self, routing: str, path: str) -> str:
+        address = f"http://127.0.0.1:{self.ports[routing]}{path}"
+        with urllib.request.urlopen(address) as response:
+            return str(response.read().decode())
+
+
+@contextlib.contextmanager
+def dynamo_servers(checkpoint: Path, folder: Path) -> Iterator[Dynamo]:
+    """Yield frontends and two workers on a checkpoint whose tokenizer has the workers' tokens."""
+    directory = shutil.copytree(checkpoint, folder / "checkpoint")
+    tokenizer = json.loads((directory / "tokenizer.json").read_text())
+    config = json.loads((directory / "config.json").read_text())
+    for token_id in range(config["vocab_size"], VOCABULARY_SIZE):
+        tokenizer["model"]["vocab"][f"w{token_id}"] = token_id
+    config["vocab_size"] = VOCABULARY_SIZE
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (directory / "config.json").write_text(json.dumps(config))
+    hosts = ("TCP_RPC_HOST", "TCP_RESPONSE_STREAM_HOST", "EVENT_PLANE_HOST", "SYSTEM_HOST")
+    environment = {f"DYN_{name}": "127.0.0.1" for name in hosts}
+    environment |= {"DYN_FILE_KV": str(folder / "discovery"), "HOME": str(folder)}
+    with contextlib.ExitStack() as stack:
+        dynamo = Dynamo(directory, folder, environment, {}, stack)
+        for _ in range(2):
+            dynamo.work()
+        for routing in ROUTING:
+            dynamo.front(routing, f"--router-mode={routing}")
+        for routing in ROUTING:
+            wait_for(lambda: dynamo.worker_count(routing) == 2, "two workers", 60.0)  # noqa: B023
+        yield dynamo
+
+
+@pytest.fixture(scope="module")
+def dynamo(real_servers: RealServers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dynamo]:
+    folder = tmp_path_factory.mktemp("dynamo")
+    with dynamo_servers(real_servers.checkpoint.directory, folder) as found:
+        yield found
+
+
+def has_ended(event: Any) -> bool:
+    return isinstance(event, SequenceFinished | EngineFailed)
+
+
+async def check_output(engine: RemoteEngine, token_count: int = 40) -> list[int]:
+    """Generate; check counts and the end, and return the token ids."""
+    request = make_request(prompt(1), token_count)
+    events: list[Any] = []
+    engine.submit(request, events.append)
+    await until(lambda: bool(events) and has_ended(events[-1]))
+    outputs = [event for event in events if isinstance(event, TokensGenerated)]
+    token_ids = [token_id for event in outputs for token_id in event.token_ids]
+    text = "".join(event.text for event in outputs) + events[-1].text
+    assert len(outputs) > token_count / 2, "it streams"
+    assert len(token_ids) == events[-1].generated_token_count == token_count
+    assert events[-1].prompt_token_count == len(request.prompt_token_ids)
+    assert events[-1].reason is EngineFinishReason.LENGTH
+    assert len(re.findall(r"w1\d\d\d", text)) == token_count
+    if token_ids[0] != UNKNOWN_TOKEN_ID:
+        assert text == "".join(f"w{token_id}" for token_id in token_ids)
+    return token_ids
+
+
+async def test_outputs_are_streamed_with_their_token_ids(dynamo: Dynamo) -> None:
+    async with remote_engine(dynamo.settings()) as engine:
+        await check_output(engine)
+        assert not engine.model.capabilities.counts_from_usage
+        assert engine.model.capabilities.unsupported >= {
+            RequestField.JSON_SCHEMA,
+            RequestField.REGEX,
+            RequestField.TOP_LOGPROBS,
+        }
+
+
+async def test_without_the_extension_outputs_are_counted_from_the_usage(
+    dynamo: Dynamo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_http, "_ID_REQUESTS", remote_http._ID_REQUESTS[:1])
+    async with remote_engine(dynamo.settings()) as engine:
+        assert {*await check_output(engine)} == {UNKNOWN_TOKEN_ID}
+        assert engine.model.capabilities.counts_from_usage
+        with pytest.raises(RequestImpossible, match="stop_token_ids"):
+            await run(engine, make_request(prompt(1), 5, stop_token_ids=frozenset({7})))
+
+
+async def test_a_cancelled_output_ends_on_the_server(dynamo: Dynamo) -> None:
+    async with remote_engine(dynamo.settings()) as engine:
+        async with streams.stream(engine, make_request(prompt(4), 900)) as stream:
+            await first_tokens(stream, 3)
+            assert dynamo.running_count("kv") == 1
+            stream.cancel()
+            last = [event async for event in stream][-1]
+        await until(lambda: dynamo.running_count("kv") == 0)
+
+    assert isinstance(last, SequenceFinished)
+    assert last.reason is EngineFinishReason.CANCELLED
+    assert 3 <= last.generated_token_count < 900
+
+
+@pytest.mark.parametrize("routing", ROUTING)
+async def test_the_salt_does_not_isolate_tenants_so_sharing_must_be_allowed(
+    dynamo: Dynamo, routing: str
+) -> None:
+    """By turns, the second salt of a probe reaches a worker that has not seen the prompt."""
+    settings = dynamo.settings(routing, share_prefixes=False)
+    async with remote_engine(settings, started=False) as engine:
+        with pytest.raises(EngineStartFailed, match="shares cached prefixes between tenants"):
+            await engine.start()
+
+    bad = [each for each in await doctor.examine(settings) if each.verdict is Verdict.BAD]
+    assert [each.question for each in bad] == ["Does it cache prompts, separated by salt?"]
+
+
+@pytest.mark.parametrize(("routing", "is_found"), [("kv", True), ("round-robin", False)])
+async def test_routing_by_cache_sends_a_prompt_to_the_worker_that_has_it(
+    dynamo: Dynamo, routing: str, is_found: bool
+) -> None:
+    settings = dynamo.settings(routing)
+    engine = RemoteEngine(settings)
+    async with open_dialect(settings) as dialect:
+        examination = Examination(dialect, settings, engine.model, engine._decoder)
+        await examination.pass_all()
+        asked = examination.probe_prompt()
+        cached = [await examination.cached_tokens(asked, "") for _ in range(2)]
+
+    assert (cached[0], cached[1] > 256) == (0, is_found)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("migrates", [False, True])
+async def test_a_worker_killed_in_mid_stream_fails_it_unless_dynamo_migrates_it(
+    real_servers: RealServers, tmp_path: Path, migrates: bool
+) -> None:
+    """Either way each token is counted once, and the other worker serves the next request."""
+    with dynamo_servers(real_servers.checkpoint.directory, tmp_path) as dynamo:
+        options = ("--migration-limit=3",) if migrates else ()
+        dynamo.front("tested", "--router-mode=round-robin", *options)
+        wait_for(lambda: dynamo.worker_count("tested") == 2, "two workers", 60.0)
+        events: list[list[Any]] = [[], []]
+        async with remote_engine(dynamo.settings("tested")) as engine:
+            for each in events:  # one on each worker
+                engine.submit(make_request(prompt(1), 400), each.append)
+            await until(lambda: all(len(each) > 10 for each in events))
+            end(dynamo.workers[0])
+            await until(lambda: all(has_ended(each[-1]) for each in events))
+            assert len((await run(engine, make_request(prompt(2), 5))).token_ids) == 5
+
+    counts = [
+        sum(len(event.token_ids) for event in each if isinstance(event, TokensGenerated))
+        for each in events
+    ]
+    lost = [each for each in events if isinstance(each[-1], EngineFailed)]
+    assert len(lost) == (0 if migrates else 1)
+    assert sorted(counts)[1] == 400
+    assert sorted(counts)[0] == 400 if migrates else 10 <= sorted(counts)[0] < 400

@@ -1,0 +1,428 @@
+"""Remote engines over OpenAI's completions: probes, salts, names, broken streams, restarts.
+
+`test_engine_contract.py` and `test_remote_engine.py` run their suites over HTTP as well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, cast
+
+import aiohttp
+import grpc
+import pytest
+
+from api.core.settings import SettingInvalid, Settings
+from api.fleet.fleet import build_serving
+from bench import engine_streams as streams
+from inference.adapters import remote_doctor as doctor
+from inference.adapters.findings import Verdict
+from inference.adapters.remote_http import (
+    HttpCall,
+    HttpDialect,
+    HttpFailure,
+    _failure,
+    _whole_messages,
+)
+from inference.adapters.remote_settings import Service, Target
+from inference.capabilities import RequestField
+from inference.engine import SamplingParams, TokensGenerated
+from inference.errors import EngineFailed, EngineStartFailed, RequestImpossible
+from inference.routing.replica import Replica
+from inference.routing.replica_set import ReplicaSet
+from inference.sequences import UNKNOWN_TOKEN_ID
+from tests.inference.checkpoints import TinyCheckpoint
+from tests.inference.hosted import LONG, first_tokens, prompt, run, until
+from tests.inference.remote_hosted import RemoteWorld, connected, remote_engine, remote_settings
+from tests.inference.running import make_core, make_request, run_all
+from tests.remote_servers.certificates import make_certificates
+from tests.remote_servers.openai import ADAPTER
+from tests.remote_servers.serving import ServerProcess, server_process
+
+
+@pytest.fixture
+def world(tiny: TinyCheckpoint, remote_server: ServerProcess) -> RemoteWorld:
+    return RemoteWorld(remote_server, remote_settings(tiny, remote_server, Service.OPENAI_HTTP))
+
+
+ALWAYS = HttpDialect.capabilities.unsupported
+
+
+@pytest.mark.parametrize(
+    ("faults", "missing"),
+    [
+        ([], set()),
+        (["refuse min_p"], {RequestField.MIN_P}),
+        (["ignore logit_bias"], {RequestField.LOGIT_BIAS}),
+        (["ignore seed"], {RequestField.SEED}),
+        (["ignore structured_outputs"], {RequestField.JSON_SCHEMA, RequestField.REGEX}),
+    ],
+)
+async def test_fields_that_the_server_refuses_or_ignores_are_found_by_tests(
+    world: RemoteWorld, faults: list[str], missing: set[RequestField]
+) -> None:
+    world.server.go_wrong(*faults)
+    async with connected(world) as engine:
+        assert engine.model.capabilities.unsupported == ALWAYS | missing
+        assert len((await run(engine, make_request(prompt(1), 5))).token_ids) == 5
+        if RequestField.MIN_P in missing:
+            drawn = make_request(prompt(1), 5, sampling=SamplingParams(temperature=1.0, min_p=0.5))
+            with pytest.raises(RequestImpossible) as refused:
+                await run(engine, drawn)
+            assert refused.value.field == RequestField.MIN_P
+
+
+async def test_a_model_has_the_capabilities_that_its_servers_showed(
+    tiny: TinyCheckpoint, remote_server: ServerProcess, tmp_path: Path
+) -> None:
+    remote_server.go_wrong("refuse min_p")
+    target = str(remote_server.target(Service.OPENAI_HTTP))
+    models = {"far": {"engine": "remote", "directory": str(tiny.directory), "targets": [target]}}
+    (tmp_path / "fleet.yaml").write_text(json.dumps({"models": models}))
+    settings = Settings(home=tmp_path, fleet_file=str(tmp_path / "fleet.yaml"))
+    engine = cast(Any, build_serving(settings).engines["far"])
+    assert engine.model.capabilities.unsupported == ALWAYS
+
+    async with remote_engine(engine.replicas[0].engine._settings) as connected_engine:
+        engine.replicas[0].engine = connected_engine
+        assert engine.model.capabilities.unsupported == ALWAYS | {RequestField.MIN_P}
+        assert engine.model.name == "far"
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("no_counts", "--enable-prompt-tokens-details"),
+        ("refuse cache_salt", "WEIR_REMOTE_SHARE_PREFIXES=1"),
+    ],
+)
+async def test_a_server_that_cannot_be_billed_or_isolated_is_not_used(
+    world: RemoteWorld, fault: str, said: str
+) -> None:
+    world.server.go_wrong(fault)
+    async with remote_engine(world.settings, started=False) as engine:
+        with pytest.raises(EngineStartFailed, match=said):
+            await engine.start()
+
+        world.server.go_wrong()
+        await until(engine.healthy)
+
+
+async def test_token_ids_are_requested_as_the_server_understands_it(world: RemoteWorld) -> None:
+    request = make_request(prompt(1), 5)
+    asked = []
+    for fault in ("", "refuse return_token_ids", "generate"):
+        world.server.go_wrong(*filter(None, [fault]))
+        async with connected(world) as engine:
+            asked.append(await run(engine, request))
+            assert not engine.model.capabilities.counts_from_usage
+            unsupported = engine.model.capabilities.unsupported
+        body = world.server.state()["bodies"][-1]
+        assert ("return_token_ids" in body, "nvext" in body) == (
+            not fault,
+            fault == "refuse return_token_ids",
+        )
+    assert unsupported == ALWAYS | {
+        RequestField.LOGIT_BIAS,
+        RequestField.SEED,
+        RequestField.TOP_LOGPROBS,
+        RequestField.JSON_SCHEMA,
+    }
+    assert [each.token_ids for each in asked] == [asked[0].token_ids] * 3
+    assert [each.text for each in asked] == [asked[0].text] * 3
+
+
+WITHOUT_IDS = pytest.mark.parametrize("faults", [[], ["refuse continuous_usage_stats"]])
+
+
+@WITHOUT_IDS
+async def test_without_token_ids_text_and_counts_are_those_of_the_torch_engine(
+    tiny: TinyCheckpoint, world: RemoteWorld, faults: list[str]
+) -> None:
+    requests = [
+        make_request(prompt(1), 30),
+        make_request(prompt(2), 1),
+        make_request(prompt(3), 60, stop_sequences=("e", "xyz")),
+        make_request(prompt(4), 8, choice_count=2, sampling=SamplingParams(temperature=1, seed=5)),
+    ]
+    expected = run_all(make_core(tiny.directory), requests[:3])
+    world.server.go_wrong("no_ids", *faults)
+    async with connected(world) as engine:
+        outcomes = [await run(engine, request) for request in requests]
+
+    for outcome, model in zip(outcomes, expected, strict=False):
+        assert outcome.finished is not None
+        assert model.finished is not None
+        assert outcome.text == model.text
+        assert outcome.finished.reason is model.finished.reason
+        assert {*outcome.token_ids} == {UNKNOWN_TOKEN_ID}
+        assert len(outcome.token_ids) == outcome.finished.generated_token_count
+    counts = [outcome.finished and outcome.finished.generated_token_count for outcome in outcomes]
+    assert counts[:2] == [30, 1]
+    assert counts[3] == 16
+    if not faults:  # else the tokens of a message are known at the end only
+        assert counts[2] == len(expected[2].token_ids)
+
+
+async def test_without_token_ids_fields_that_need_them_are_refused(world: RemoteWorld) -> None:
+    world.server.go_wrong("no_ids")
+    async with connected(world) as engine:
+        model = engine.model
+        assert model.capabilities.unsupported == ALWAYS | {
+            RequestField.LOGIT_BIAS,
+            RequestField.TOP_LOGPROBS,
+            RequestField.STOP_TOKEN_IDS,
+            RequestField.MIN_OUTPUT_TOKENS,
+        }
+        for request, field in (
+            (make_request(prompt(1), 5, stop_token_ids=frozenset({7})), "stop_token_ids"),
+            (replace(make_request(prompt(1), 5), output_token_ids=(7,)), "output_token_ids"),
+        ):
+            with pytest.raises(RequestImpossible) as refused:
+                await run(engine, request)
+            assert refused.value.field == field
+    assert not model.can_continue(make_request(prompt(1), 5))
+
+
+@pytest.mark.parametrize(
+    ("fault", "said", "faults"),
+    [
+        ("no_usage", "did not report its usage", ["refuse continuous_usage_stats"]),
+        *(
+            (fault, said, faults)
+            for fault, said in (
+                ("overcount", "counts 31 tokens after"),
+                ("undercount", "counts 1 tokens after"),
+                ("drop", "UNAVAILABLE"),
+            )
+            for faults in ([], ["refuse continuous_usage_stats"])
+        ),
+    ],
+)
+async def test_without_token_ids_a_stream_with_wrong_usage_fails_within_its_limit(
+    world: RemoteWorld, fault: str, said: str, faults: list[str]
+) -> None:
+    world.server.go_wrong("no_ids", *faults)
+    async with connected(world) as engine:
+        world.server.go_wrong("no_ids", fault, *faults)
+        events: list[Any] = []
+        engine.submit(make_request(prompt(1), 30), events.append)
+        await until(lambda: bool(events) and isinstance(events[-1], EngineFailed))
+        assert said in str(events[-1])
+        counts = [len(each.token_ids) for each in events if isinstance(each, TokensGenerated)]
+        assert 0 < sum(counts) < 30
+        world.server.go_wrong("no_ids", *faults)
+
+
+async def test_an_output_without_token_ids_is_not_continued_on_another_replica(
+    world: RemoteWorld,
+) -> None:
+    world.server.go_wrong("no_ids")
+    async with remote_engine(world.settings) as first:
+        world.server.go_wrong()
+        async with remote_engine(world.settings) as second:
+            each = [Replica("r0", first), Replica("r1", second)]
+            replicas = ReplicaSet(second.model, each, recovery_wait_s=600.0)
+            assert replicas.model.capabilities.counts_from_usage
+            replicas.drain({"r1"})
+            world.server.go_wrong("no_ids", "drop")
+            events: list[Any] = []
+            replicas.submit(make_request(prompt(1), 30), events.append)
+            await until(lambda: bool(events))
+            replicas.drain(())
+            seen_count = world.server.state()["seen"]
+            await until(lambda: isinstance(events[-1], EngineFailed))
+
+            assert world.server.state()["seen"] == seen_count
+            assert any(isinstance(event, TokensGenerated) for event in events)
+
+
+async def test_prefixes_are_cached_for_each_tenant_alone(world: RemoteWorld) -> None:
+    head = prompt(uuid.uuid4().int, 64)
+    async with connected(world) as engine:
+        cached = [world.server.state()["cached_token_count"]]
+        for salt in ("one/@", "one/@", "another"):
+            await run(engine, make_request(head, 3, cache_salt=salt))
+            cached.append(world.server.state()["cached_token_count"])
+        bodies = world.server.state()["bodies"][-3:]
+
+    assert [after - before for before, after in pairwise(cached)] == [0, 48, 0]
+    assert [body["cache_salt"] for body in bodies] == [
+        hashlib.sha256(salt.encode()).hexdigest() for salt in ("one/@", "one/@", "another")
+    ]
+
+
+async def test_ranks_are_sent_where_the_server_takes_priorities(world: RemoteWorld) -> None:
+    for fault in ("ranks", ""):
+        world.server.go_wrong(*filter(None, [fault]))
+        async with connected(world) as engine:
+            await run(engine, make_request(prompt(1), 3, rank=7.4))
+        assert world.server.state()["bodies"][-1].get("priority") == (7 if fault else None)
+
+
+async def test_choices_are_those_of_the_torch_engine(
+    tiny: TinyCheckpoint, world: RemoteWorld
+) -> None:
+    """Each choice is a request of its own, with a seed derived from the first one's."""
+    drawn = SamplingParams(temperature=1.0, seed=3)
+    request = make_request(prompt(1), 10, sampling=drawn, choice_count=2)
+    [first] = run_all(make_core(tiny.directory), [make_request(prompt(1), 10, sampling=drawn)])
+    async with connected(world) as engine, streams.stream(engine, request) as stream:
+        outputs: list[list[int]] = [[], []]
+        async for event in stream:
+            if isinstance(event, TokensGenerated):
+                outputs[event.choice_index] += event.token_ids
+    assert outputs[0] == first.token_ids
+    assert len(outputs[1]) == 10
+    assert outputs[1] != outputs[0]
+
+
+async def test_a_model_or_an_adapter_is_chosen_by_name(
+    tiny: TinyCheckpoint, world: RemoteWorld
+) -> None:
+    address = world.settings.target.address
+    for model, is_served in ((ADAPTER, True), ("", True), ("other", False)):
+        target = Target(Service.OPENAI_HTTP, address, model)
+        settings = remote_settings(tiny, world.server, Service.OPENAI_HTTP, target=target)
+        async with remote_engine(settings, started=False) as engine:
+            if not is_served:
+                with pytest.raises(EngineStartFailed, match="serves tiny, tiny-adapter, not other"):
+                    await engine.start()
+                continue
+            await engine.start()
+            await run(engine, make_request(prompt(1), 3))
+            assert world.server.state()["bodies"][-1]["model"] == (model or "tiny")
+
+
+async def test_a_server_that_dies_in_mid_stream_is_used_again_after_its_restart(
+    tiny: TinyCheckpoint, tmp_path: Path
+) -> None:
+    certificates = make_certificates(tmp_path / "certificates")
+    with server_process(tiny.directory, certificates) as server:
+        settings = remote_settings(
+            tiny, server, Service.OPENAI_HTTP, poll_interval_s=60.0, restart_delay_s_max=1.0
+        )
+        port = int(server.http_address.rpartition(":")[2])
+        async with remote_engine(settings) as engine:
+            async with streams.stream(engine, make_request(prompt(1), LONG)) as stream:
+                await first_tokens(stream, 3)
+                server.process.kill()
+                with pytest.raises(EngineFailed):
+                    async for _ in stream:
+                        pass
+            await until(lambda: not engine.healthy())
+            with server_process(tiny.directory, certificates, http_port=port):
+                await until(engine.healthy)
+                assert len((await run(engine, make_request(prompt(1), 3))).token_ids) == 3
+
+
+async def test_the_doctor_finds_a_server_well_and_its_faults(world: RemoteWorld) -> None:
+    well = await doctor.examine(world.settings)
+    world.server.go_wrong("unsalted", "refuse min_p")
+    ill = {found.question: found for found in await doctor.examine(world.settings)}
+
+    assert [each for each in well if each.verdict is Verdict.BAD] == []
+    bad = {question for question, found in ill.items() if found.verdict is Verdict.BAD}
+    assert bad == {"Does it cache prompts, separated by salt?"}
+    assert ill["Which request fields does it support?"].seen == "all but sampling.min_p"
+
+
+def test_embedding_models_are_refused_at_start(tiny: TinyCheckpoint, tmp_path: Path) -> None:
+    settings = Settings(
+        home=tmp_path,
+        encoders={"e": tiny.directory},
+        remote_encoders={"e": "openai+http://host:1"},
+    )
+    with pytest.raises(SettingInvalid, match="not supported over HTTP"):
+        build_serving(settings)
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "code", "field"),
+    [
+        (400, {"error": {"message": "no", "param": "min_p"}}, "INVALID_ARGUMENT", "sampling.min_p"),
+        (422, {"error": {"message": "no", "param": "x"}}, "INVALID_ARGUMENT", None),
+        (404, {"error": {"message": "no such model"}}, "NOT_FOUND", None),
+        (429, {}, "RESOURCE_EXHAUSTED", None),
+        (503, {}, "RESOURCE_EXHAUSTED", None),
+        (500, {}, "INTERNAL", None),
+    ],
+)
+def test_statuses_become_those_of_grpc(
+    status: int, body: dict[str, Any], code: str, field: str | None
+) -> None:
+    failure = _failure(status, json.dumps(body).encode())
+
+    assert (failure.code().name, failure.field) == (code, field)
+
+
+class Content:
+    """A response body in pieces."""
+
+    def __init__(self, *events: str) -> None:
+        data = "".join(f"data: {event}\n\n" for event in events).encode()
+        self._pieces = [data[start : start + 7] for start in range(0, len(data), 7)]
+
+    async def iter_any(self) -> AsyncIterator[bytes]:
+        for piece in self._pieces:
+            yield piece
+
+
+TOKEN = '{"choices": [{"token_ids": [5]}]}'
+END = '{"choices": [{"token_ids": [6], "finish_reason": "length"}], "usage": null}'
+USAGE = '{"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2}}'
+
+
+class Response:
+    """A response whose body has arrived."""
+
+    status = 200
+    content = Content(TOKEN, TOKEN, END, USAGE, "[DONE]")
+
+    def close(self) -> None:
+        """Keep what has arrived, as aiohttp does."""
+
+
+class Posting:
+    """A dialect that gets that response."""
+
+    async def post(self, request_id: str, body: dict[str, Any]) -> Response:
+        return Response()
+
+
+async def test_a_cancelled_output_ends_before_messages_that_have_arrived() -> None:
+    call = HttpCall(cast(Any, Posting()), "a", {})
+    messages = aiter(call)
+
+    assert (await anext(messages)).choices[0].token_ids == [5]
+    call.cancel()
+    assert [each.choices[0].finish_reason async for each in messages] == ["abort"]
+
+
+async def read(*events: str) -> list[Any]:
+    content = cast(aiohttp.StreamReader, Content(*events))
+    return [message async for message in _whole_messages(content)]
+
+
+async def test_the_last_message_has_the_usage() -> None:
+    first, last = await read(TOKEN, END, USAGE, "[DONE]")
+
+    assert (first.choices[0].token_ids, first.usage) == ([5], None)
+    assert (last.choices[0].finish_reason, last.usage.completion_tokens) == ("length", 2)
+
+
+async def test_a_stream_that_breaks_off_or_goes_on_after_its_end_fails() -> None:
+    for events in ([TOKEN], [TOKEN, END, USAGE]):
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await read(*events)
+    with pytest.raises(HttpFailure, match="after the finish reason"):
+        await read(END, TOKEN, "[DONE]")
+    with pytest.raises(HttpFailure) as failed:
+        await read(TOKEN, '{"error": {"message": "dead", "code": 500}}', "[DONE]")
+    assert failed.value.code() is grpc.StatusCode.INTERNAL
