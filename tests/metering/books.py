@@ -1,4 +1,4 @@
-"""Customers and usage events for tests, written straight into the tables as a settlement would."""
+"""Customers and usage events for tests, inserted into the tables as settlements do."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NOVEMBER = datetime(2026, 11, 15, 12, tzinfo=UTC)
 
 
 class Rates(TypedDict):
-    """What a token costs, by kind."""
+    """Prices of a token, by kind."""
 
     input_picos_per_token: int
     cached_input_picos_per_token: int
@@ -31,7 +31,7 @@ class Rates(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Customer:
-    """An organization, its one project and key."""
+    """Organization with one project and one key."""
 
     organization_id: uuid.UUID
     name: str
@@ -41,7 +41,7 @@ class Customer:
 
 @dataclass(frozen=True, slots=True)
 class Consumed:
-    """What one request used. cost_picos: None for the right one."""
+    """Usage of one request. cost_picos: None for the correct cost."""
 
     input_token_count: int = 0
     cached_input_token_count: int = 0
@@ -55,31 +55,45 @@ class Consumed:
 
     @property
     def token_count(self) -> int:
-        """Of all kinds."""
+        """Tokens of all kinds."""
         return self.input_token_count + self.output_token_count + self.embedding_token_count
 
     def cost(self, price: ModelPrice) -> int:
-        """What the event says it costs."""
+        """Return the cost that the event records."""
         if self.cost_picos is not None:
             return self.cost_picos
-        counts = self.input_token_count, self.cached_input_token_count, self.output_token_count, self.embedding_token_count
+        counts = (
+            self.input_token_count,
+            self.cached_input_token_count,
+            self.output_token_count,
+            self.embedding_token_count,
+        )
         return price.prices.cost_picos(*counts)
 
 
 async def new_customer(session: AsyncSession, name: str, currency_code: str = "USD") -> Customer:
-    """Organization `name` with a billing e-mail address, the project `search` and a key with all scopes."""
-    organization = await create_organization(session, name=name, currency_code=currency_code, actor="test")
+    """Create organization `name` with e-mail address, the project `search`, and a key."""
+    organization = await create_organization(
+        session, name=name, currency_code=currency_code, actor="test"
+    )
     profile = BillingProfile(emails=(f"billing@{name}.example",))
-    await session.execute(insertion("billing_profiles", profile.as_json() | {"organization_id": organization.id}))
+    await session.execute(
+        insertion("billing_profiles", profile.as_json() | {"organization_id": organization.id})
+    )
     await create_project(session, organization=name, name="search", actor="test")
     key, secret = await create_api_key(
-        session, organization=name, project="search", name="all", scopes=("inference", "admin", "billing"), actor="test"
+        session,
+        organization=name,
+        project="search",
+        name="all",
+        scopes=("inference", "admin", "billing"),
+        actor="test",
     )
     return Customer(organization.id, name, key, secret)
 
 
 async def new_price(session: AsyncSession, model: str = "demo") -> ModelPrice:
-    """In USD: 150,000 picos per input token, 15,000 cached, 600,000 output."""
+    """Set picos of a dollar per token: 150,000 input, 15,000 cached, 600,000 output."""
     return await set_price(
         session,
         model=model,
@@ -90,8 +104,10 @@ async def new_price(session: AsyncSession, model: str = "demo") -> ModelPrice:
     )
 
 
-async def add_usage(session: AsyncSession, customer: Customer, price: ModelPrice, events: Iterable[Consumed]) -> list[int]:
-    """Insert usage events, each with its ended hold; their ids in the order given."""
+async def add_usage(
+    session: AsyncSession, customer: Customer, price: ModelPrice, events: Iterable[Consumed]
+) -> list[int]:
+    """Insert usage events, each with its ended hold; return their ids in the given order."""
     holds: list[dict[str, Any]] = []
     rows: list[dict[str, Any]] = []
     for event in events:
@@ -117,7 +133,7 @@ async def add_usage(session: AsyncSession, customer: Customer, price: ModelPrice
                     "embedding": event.embedding_token_count > 0,
                     "input_token_count": event.input_token_count + event.embedding_token_count,
                     "state": HoldState.SETTLED,
-                    "owner_id": uuid.uuid4(),
+                    "process_id": uuid.uuid4(),
                     "leased_token_count": event.output_token_count,
                     "delivered_token_count": event.output_token_count,
                     "quota_ids": [],
@@ -141,20 +157,27 @@ async def add_usage(session: AsyncSession, customer: Customer, price: ModelPrice
         )
     if holds:
         await session.execute(insert(Hold), holds)
-    return list(await session.scalars(insert(UsageEvent).returning(UsageEvent.id, sort_by_parameter_order=True), rows))
+    return list(
+        await session.scalars(
+            insert(UsageEvent).returning(UsageEvent.id, sort_by_parameter_order=True), rows
+        )
+    )
 
 
 async def rate_pending(session: AsyncSession, limit: int = BATCH_SIZE) -> int:
-    """Rate at most `limit` events in the caller's transaction; tells how many. Misstated ones are passed over."""
+    """Rate at most `limit` events in the caller's transaction; return their number."""
     return (await rate_batch(session, limit=limit)).rated_count
 
 
 async def balances(session: AsyncSession, organization_id: uuid.UUID) -> dict[AccountKey, int]:
-    """Of all accounts of an organization, in picos."""
+    """Return the balances of all accounts of an organization, in picos."""
     query = text("""
         SELECT a.kind, a.currency_code, coalesce(sum(e.amount_picos), 0)
         FROM ledger_accounts a LEFT JOIN ledger_entries e ON e.account_id = a.id
         WHERE a.organization_id = :organization_id GROUP BY a.id ORDER BY a.id
     """)
     found = await session.execute(query, {"organization_id": organization_id})
-    return {AccountKey(organization_id, AccountKind(kind), currency): int(picos) for kind, currency, picos in found}
+    return {
+        AccountKey(organization_id, AccountKind(kind), currency): int(picos)
+        for kind, currency, picos in found
+    }

@@ -1,4 +1,4 @@
-"""What tests of closed months share: a clock that they move, prices of the past, and what the ledger must say whatever happened."""
+"""Closed months for tests: a movable clock, past prices, and invariants of the ledger."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ LATER = datetime(2025, 12, 15, tzinfo=UTC)  # when the months of most tests are 
 
 @dataclass(slots=True)
 class MovableClock:
-    """The moment that a close takes for the present."""
+    """Clock of closes, set by the test."""
 
     now: datetime = LATER
 
     async def __call__(self, session: AsyncSession) -> datetime:
-        """The same moment for every close."""
+        """Return the same moment for every close."""
         return self.now
 
 
 @dataclass(slots=True)
 class ClosingWorld:
-    """One customer, its prices, and everything that finance does to its months."""
+    """One customer, its prices, and the actions of finance on its months."""
 
     sessions: Sessions
     customer: Customer
@@ -56,7 +56,7 @@ class ClosingWorld:
         tier: ServiceTier = ServiceTier.INTERACTIVE,
         embedding_picos: int = 0,
     ) -> ModelPrice:
-        """A version that began in the past; cached input costs a tenth of input."""
+        """Set a price that began in the past; cached input costs a tenth of input."""
         values = {
             "model": model,
             "currency_code": self.currency_code,
@@ -68,38 +68,75 @@ class ClosingWorld:
             "tier": tier,
         }
         async with self.sessions.begin() as session:
-            version = (await session.scalars(insert(PriceVersion).values(values).returning(PriceVersion.id))).one()
+            version = (
+                await session.scalars(
+                    insert(PriceVersion).values(values).returning(PriceVersion.id)
+                )
+            ).one()
             return await get_price(session, version)
 
     async def plan(self, name: str, first_month: date, rules: PlanRules) -> None:
-        """Rules that hold from a month on."""
+        """Set the plan from a month on."""
         async with self.sessions.begin() as session:
-            await create_plan(session, name=name, currency_code=self.currency_code, rules=rules, actor="ann")
-            await assign_plan(session, organization=self.customer.name, plan=name, first_month=first_month, actor="ann")
+            await create_plan(
+                session, name=name, currency_code=self.currency_code, rules=rules, actor="ann"
+            )
+            await assign_plan(
+                session,
+                organization=self.customer.name,
+                plan=name,
+                first_month=first_month,
+                actor="ann",
+            )
 
-    async def grant(self, amount_picos: int, first_month: date, last_month: date, reason: str) -> uuid.UUID:
-        """Prepaid credit of the past, as `credits.grant_credit` writes it in the present."""
+    async def grant(
+        self, amount_picos: int, first_month: date, last_month: date, reason: str
+    ) -> uuid.UUID:
+        """Grant prepaid credit in the past, as `credits.grant_credit` does in the present."""
         owner = self.customer.organization_id
-        values = {"organization_id": owner, "currency_code": self.currency_code, "amount_picos": amount_picos, "granted_by": "ann"}
+        values = {
+            "organization_id": owner,
+            "currency_code": self.currency_code,
+            "amount_picos": amount_picos,
+            "granted_by": "ann",
+        }
         async with self.sessions.begin() as session:
             months = {"first_month": first_month, "last_month": last_month, "reason": reason}
             statement = insertion("credit_grants", values | months)
-            grant_id: uuid.UUID = (await session.execute(statement.returning(column("id")))).scalar_one()
-            legs = ((AccountKind.CREDIT_FUNDING, amount_picos), (AccountKind.PREPAID_CREDIT, -amount_picos))
+            grant_id: uuid.UUID = (
+                await session.execute(statement.returning(column("id")))
+            ).scalar_one()
+            entries = (
+                (AccountKind.CREDIT_FUNDING, amount_picos),
+                (AccountKind.PREPAID_CREDIT, -amount_picos),
+            )
             at = datetime(first_month.year, first_month.month, 1, tzinfo=UTC)
             kind = TransactionKind.CREDIT_GRANTED
-            await post(session, [Posting(kind, owner, self.currency_code, first_month, at, reason, grant_id, legs)])
+            await post(
+                session,
+                [
+                    Posting(
+                        kind, owner, self.currency_code, first_month, at, reason, grant_id, entries
+                    )
+                ],
+            )
         return grant_id
 
     async def use(self, price: ModelPrice, *events: Consumed) -> list[int]:
-        """Usage events, as settlements write them."""
+        """Insert usage events, as settlements do; return their ids."""
         async with self.sessions.begin() as session:
             return await add_usage(session, self.customer, price, events)
 
     async def close(
-        self, month: str, actor: str = "finance", *, leave_running: bool = False, before_first: bool = False, correcting: str = ""
+        self,
+        month: str,
+        actor: str = "finance",
+        *,
+        leave_running: bool = False,
+        before_first: bool = False,
+        correcting: str = "",
     ) -> CloseResult:
-        """Close a month at the moment of the clock."""
+        """Close a month at the clock's time."""
         return await close_month(
             self.sessions,
             organization=self.customer.name,
@@ -112,17 +149,21 @@ class ClosingWorld:
         )
 
     async def report(self, month: str) -> MonthReport:
-        """The report as it reads now."""
+        """Return the current report."""
         async with self.sessions() as session:
             return await month_report(session, organization=self.customer.name, month=month)
 
     async def verify(self, month: str) -> Verification:
-        """The month reproduced and compared."""
+        """Verify a month: reproduce and compare it."""
         async with self.sessions() as session:
-            return await verify_month(session, await find_organization(session, self.customer.name), month)
+            return await verify_month(
+                session, await find_organization(session, self.customer.name), month
+            )
 
-    async def adjust(self, amount_picos: int, reason: str = "an outage") -> adjustments.AdjustmentRecord:
-        """An adjustment that one proposes and another approves."""
+    async def adjust(
+        self, amount_picos: int, reason: str = "an outage"
+    ) -> adjustments.AdjustmentRecord:
+        """Propose and approve an adjustment by two persons."""
         async with self.sessions.begin() as session:
             proposed = await adjustments.create_adjustment(
                 session,
@@ -132,10 +173,14 @@ class ClosingWorld:
                 reason=reason,
                 actor="ann",
             )
-            return await adjustments.approve(session, adjustment_id=str(proposed.id), actor="bob", now=self.clock.now)
+            return await adjustments.approve(
+                session, adjustment_id=str(proposed.id), actor="bob", now=self.clock.now
+            )
 
-    async def give_back(self, invoice_number: str, amount_picos: int, reason: str = "a refund") -> adjustments.AdjustmentRecord:
-        """A credit note that one proposes and another approves."""
+    async def give_back(
+        self, invoice_number: str, amount_picos: int, reason: str = "a refund"
+    ) -> adjustments.AdjustmentRecord:
+        """Propose and approve a credit note by two persons."""
         async with self.sessions.begin() as session:
             proposed = await adjustments.create_credit_note(
                 session,
@@ -145,9 +190,11 @@ class ClosingWorld:
                 reason=reason,
                 actor="ann",
             )
-            return await adjustments.approve(session, adjustment_id=str(proposed.id), actor="bob", now=self.clock.now)
+            return await adjustments.approve(
+                session, adjustment_id=str(proposed.id), actor="bob", now=self.clock.now
+            )
 
     async def ask(self, query: str) -> tuple[object, ...]:
-        """The one row of a query."""
+        """Return the single row of a query."""
         async with self.sessions() as session:
             return tuple((await session.execute(text(query))).one())

@@ -11,13 +11,13 @@ from tests.metering.books import Customer, new_customer, new_price
 
 @pytest.fixture
 async def customer(sessions: Sessions) -> Customer:
-    """Organization `acme` with the project `search` and a key for everything."""
+    """Create the organization `acme` with the project `search` and a key with all rights."""
     async with sessions.begin() as session:
         return await new_customer(session, "acme")
 
 
 @pytest.fixture
 async def price(sessions: Sessions) -> ModelPrice:
-    """Of the model `demo`, in USD: 150,000 picos per input token, 15,000 cached, 600,000 output."""
+    """Return a price in USD: picos per token 150,000 input, 15,000 cached, 600,000 output."""
     async with sessions.begin() as session:
         return await new_price(session)

@@ -1,7 +1,7 @@
-"""A proxy in front of PostgreSQL that cuts the conversation at a chosen message, or swallows everything.
+"""Proxy of PostgreSQL that cuts the connection at a chosen message, or discards all messages.
 
-It reads the message borders of the protocol, so that a test can go through every point at which a connection can break: before the
-server has got a request, and after it has done it but before the answer arrives.
+It parses the protocol's message borders, so that a test can cut at every point: before the server
+has received a request, or after the server has run it and before the answer arrives.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Side = Literal["client", "server"]
 
 
 class CuttingProxy:
-    """Listens on the loopback; forwards message by message."""
+    """Proxy on loopback that forwards message by message."""
 
     def __init__(self, database_url: str) -> None:
         self._upstream = conninfo_to_dict(psycopg_conninfo(database_url))
@@ -36,20 +36,22 @@ class CuttingProxy:
 
     @property
     def url(self) -> str:
-        """The database through the proxy."""
+        """URL of the database through the proxy."""
         url = make_url(self._database_url).set(host="127.0.0.1", port=self._port)
-        return url.set(query={"sslmode": "disable", "gssencmode": "disable"}).render_as_string(hide_password=False)
+        return url.set(query={"sslmode": "disable", "gssencmode": "disable"}).render_as_string(
+            hide_password=False
+        )
 
     def cut_before(self, side: Side, message_number: int) -> None:
-        """Cut in place of the n-th message that this side sends from now on, counted from 1."""
+        """Cut instead of forwarding this side's n-th message from now on, counted from 1."""
         self._cut = (side, message_number)
 
     def armed(self) -> bool:
-        """Whether the cut is still to come."""
+        """Return whether the cut is still to come."""
         return self._cut is not None
 
     def disarm(self) -> None:
-        """Let everything through."""
+        """Forward everything."""
         self._cut = None
 
     def cut_now(self) -> None:
@@ -92,9 +94,11 @@ class CuttingProxy:
             writer.transport.abort()
             to_server[1].transport.abort()
 
-    async def _forward(self, side: Side, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, first: bool) -> None:
+    async def _forward(
+        self, side: Side, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, first: bool
+    ) -> None:
         while True:
-            # The start-up message alone has no type byte before its length.
+            # Only the start-up message has no type byte before its length.
             head = await reader.readexactly(4 if first else 5)
             message = head + await reader.readexactly(int.from_bytes(head[-4:]) - 4)
             first = False

@@ -1,7 +1,8 @@
-"""The rules of FOCUS 1.4 for the columns that we fill, as a checker of a CSV file: types, allowed values, when a value may be null.
+"""Rules of FOCUS 1.4 for the exported columns, as a checker of CSV files: types, allowed values,
+and nullability.
 
-Written from the specification's column pages; it knows nothing of how the file is made. `broken_rules` names each rule that a file
-breaks, with the row, so that a test can plant a fault and see it named.
+Written from the column pages of the specification, independently of the exporter. `broken_rules`
+names each broken rule with its row, so that a test can plant a fault and find its name.
 """
 
 from __future__ import annotations
@@ -16,27 +17,34 @@ from decimal import Decimal, InvalidOperation
 
 
 def columns(names: str) -> tuple[str, ...]:
-    """Names with blanks between."""
+    """Split names at blanks."""
     return tuple(names.split())
 
 
 MANDATORY = columns("""
-    BilledCost BillingAccountId BillingAccountName BillingCurrency BillingPeriodEnd BillingPeriodStart ChargeCategory ChargeClass
-    ChargeDescription ChargePeriodEnd ChargePeriodStart ContractedCost EffectiveCost HostProviderName InvoiceIssuerName ListCost
+    BilledCost BillingAccountId BillingAccountName BillingCurrency BillingPeriodEnd
+    BillingPeriodStart ChargeCategory ChargeClass
+    ChargeDescription ChargePeriodEnd ChargePeriodStart ContractedCost EffectiveCost
+    HostProviderName InvoiceIssuerName ListCost
     PricingQuantity PricingUnit ServiceCategory ServiceName ServiceProviderName
 """)
-# Those whose condition holds for us: usage is measured, unit prices are published and negotiated, invoices issued.
+# Columns whose condition applies here: usage is measured, unit prices are published and negotiated,
+# and invoices are issued.
 CONDITIONAL = columns("""
-    ConsumedQuantity ConsumedUnit ContractedUnitPrice ListUnitPrice PricingCategory InvoiceId InvoiceDetailId ResourceId
+    ConsumedQuantity ConsumedUnit ContractedUnitPrice ListUnitPrice PricingCategory InvoiceId
+    InvoiceDetailId ResourceId
     ResourceName ResourceType SkuId SkuMeter SkuPriceId SkuPriceDetails SubAccountId SubAccountName
 """)
-REMOVED = ("ProviderName", "PublisherName")  # by version 1.4
+REMOVED = ("ProviderName", "PublisherName")  # removed in version 1.4
 DECIMALS = columns("""
-    BilledCost EffectiveCost ListCost ContractedCost ListUnitPrice ContractedUnitPrice ConsumedQuantity PricingQuantity
+    BilledCost EffectiveCost ListCost ContractedCost ListUnitPrice ContractedUnitPrice
+    ConsumedQuantity PricingQuantity
 """)
 NEVER_NULL = columns("""
-    BilledCost EffectiveCost ListCost ContractedCost BillingAccountId BillingAccountType BillingCurrency BillingPeriodStart
-    BillingPeriodEnd ChargeCategory ChargeFrequency ChargePeriodStart ChargePeriodEnd HostProviderName InvoiceIssuerName
+    BilledCost EffectiveCost ListCost ContractedCost BillingAccountId BillingAccountType
+    BillingCurrency BillingPeriodStart
+    BillingPeriodEnd ChargeCategory ChargeFrequency ChargePeriodStart ChargePeriodEnd
+    HostProviderName InvoiceIssuerName
     ServiceCategory ServiceSubcategory ServiceName ServiceProviderName
 """)
 NOT_NEGATIVE = ("ListUnitPrice", "ContractedUnitPrice")
@@ -62,12 +70,12 @@ Row = dict[str, str]
 
 
 def read(file: str) -> list[Row]:
-    """The rows of a file by column."""
+    """Return the rows of a file by column."""
     return list(csv.DictReader(io.StringIO(file, newline=""), strict=True))
 
 
 def broken_rules(file: str) -> list[str]:
-    """Each broken rule with its row; empty for a file that is as it should be."""
+    """Return each broken rule with its row; none for a correct file."""
     header = next(csv.reader(io.StringIO(file, newline="")))
     found = list(broken_header(header))
     for number, row in enumerate(read(file), 1):
@@ -76,7 +84,7 @@ def broken_rules(file: str) -> list[str]:
 
 
 def broken_header(header: list[str]) -> Iterator[str]:
-    """Presence, form and order of columns."""
+    """Yield broken rules of presence, form and order of columns."""
     for column in (*MANDATORY, *CONDITIONAL):
         if column not in header:
             yield f"{column} is missing"
@@ -93,7 +101,7 @@ def broken_header(header: list[str]) -> Iterator[str]:
 
 
 def broken_row(row: Row) -> Iterator[str]:
-    """Types, allowed values, null rules, and how columns of one row go together."""
+    """Yield broken rules of types, values, nulls, and relations of columns in a row."""
     for column in NEVER_NULL:
         if not row[column].strip():
             yield f"{column} must not be null"
@@ -105,7 +113,12 @@ def broken_row(row: Row) -> Iterator[str]:
             yield f"{column} {row[column]!r} is no number"
         if column in NOT_NEGATIVE and row[column].startswith("-"):
             yield f"{column} must not be negative"
-    for column in ("BillingPeriodStart", "BillingPeriodEnd", "ChargePeriodStart", "ChargePeriodEnd"):
+    for column in (
+        "BillingPeriodStart",
+        "BillingPeriodEnd",
+        "ChargePeriodStart",
+        "ChargePeriodEnd",
+    ):
         if not MOMENT.fullmatch(row[column]):
             yield f"{column} {row[column]!r} is no date and time in UTC"
     for column in ("ConsumedUnit", "PricingUnit"):
@@ -114,15 +127,23 @@ def broken_row(row: Row) -> Iterator[str]:
     for column in ("BillingAccountId", "SubAccountId", "ResourceId"):
         if row[column]:
             yield from unless(is_uuid(row[column]), f"{column} is not the id")
-    yield from unless(re.fullmatch(r"[A-Z]{3}", row["BillingCurrency"]) is not None, "BillingCurrency is no ISO 4217 code")
-    yield from unless(row["ChargePeriodStart"] < row["ChargePeriodEnd"], "ChargePeriodEnd is exclusive and later")
-    yield from unless(row["BillingPeriodStart"] < row["BillingPeriodEnd"], "BillingPeriodEnd is exclusive and later")
+    yield from unless(
+        re.fullmatch(r"[A-Z]{3}", row["BillingCurrency"]) is not None,
+        "BillingCurrency is no ISO 4217 code",
+    )
+    yield from unless(
+        row["ChargePeriodStart"] < row["ChargePeriodEnd"], "ChargePeriodEnd is exclusive and later"
+    )
+    yield from unless(
+        row["BillingPeriodStart"] < row["BillingPeriodEnd"],
+        "BillingPeriodEnd is exclusive and later",
+    )
     yield from broken_pricing(row)
     yield from broken_groups(row)
 
 
 def broken_pricing(row: Row) -> Iterator[str]:
-    """Prices, quantities and costs."""
+    """Yield broken rules of prices, quantities and costs."""
     is_usage, has_price = row["ChargeCategory"] == "Usage", bool(row["SkuPriceId"])
     for column in (
         "SkuPriceId",
@@ -133,28 +154,52 @@ def broken_pricing(row: Row) -> Iterator[str]:
         "PricingUnit",
         "PricingCategory",
     ):
-        yield from unless(bool(row[column]) or not is_usage or row["ChargeClass"] == "Correction", f"{column} is null for usage")
+        yield from unless(
+            bool(row[column]) or not is_usage or row["ChargeClass"] == "Correction",
+            f"{column} is null for usage",
+        )
         yield from unless(bool(row[column]) == has_price, f"{column} goes with SkuPriceId")
-    yield from unless(bool(row["ConsumedQuantity"]) == is_usage, "ConsumedQuantity is of usage alone")
-    yield from unless(bool(row["ConsumedUnit"]) == bool(row["ConsumedQuantity"]), "ConsumedUnit goes with ConsumedQuantity")
     yield from unless(
-        row["ChargeFrequency"] != "Usage-Based" or row["ChargeCategory"] != "Purchase", "a purchase is not usage-based"
+        bool(row["ConsumedQuantity"]) == is_usage, "ConsumedQuantity is of usage alone"
+    )
+    yield from unless(
+        bool(row["ConsumedUnit"]) == bool(row["ConsumedQuantity"]),
+        "ConsumedUnit goes with ConsumedQuantity",
+    )
+    yield from unless(
+        row["ChargeFrequency"] != "Usage-Based" or row["ChargeCategory"] != "Purchase",
+        "a purchase is not usage-based",
     )
     try:
-        cost = {name: Decimal(row[f"{name}Cost"]) for name in ("Billed", "Effective", "List", "Contracted")}
+        cost = {
+            name: Decimal(row[f"{name}Cost"])
+            for name in ("Billed", "Effective", "List", "Contracted")
+        }
         for name in ("List", "Contracted"):
             if row["PricingQuantity"] and row[f"{name}UnitPrice"]:
                 product = Decimal(row[f"{name}UnitPrice"]) * Decimal(row["PricingQuantity"])
-                yield from unless(cost[name] == product, f"{name}Cost is not {name}UnitPrice times PricingQuantity")
+                yield from unless(
+                    cost[name] == product,
+                    f"{name}Cost is not {name}UnitPrice times PricingQuantity",
+                )
     except InvalidOperation:
         return
-    yield from unless(bool(row["ListUnitPrice"]) or cost["List"] == cost["Billed"], "ListCost without a price is BilledCost")
-    yield from unless(row["ChargeCategory"] != "Credit" or cost["Contracted"] == cost["Billed"], "ContractedCost of a credit")
-    yield from unless(cost["Effective"] == cost["Billed"], "EffectiveCost is BilledCost where nothing covers anything")
+    yield from unless(
+        bool(row["ListUnitPrice"]) or cost["List"] == cost["Billed"],
+        "ListCost without a price is BilledCost",
+    )
+    yield from unless(
+        row["ChargeCategory"] != "Credit" or cost["Contracted"] == cost["Billed"],
+        "ContractedCost of a credit",
+    )
+    yield from unless(
+        cost["Effective"] == cost["Billed"],
+        "EffectiveCost is BilledCost where nothing covers anything",
+    )
 
 
 def broken_groups(row: Row) -> Iterator[str]:
-    """Columns that come and go together."""
+    """Yield broken rules of columns that are only valid together."""
     for one, others in (
         ("SubAccountId", ("SubAccountName", "SubAccountType")),
         ("ResourceId", ("ResourceName", "ResourceType")),
@@ -166,20 +211,23 @@ def broken_groups(row: Row) -> Iterator[str]:
             yield from unless(bool(row[other]) == bool(row[one]), f"{other} goes with {one}")
     if row["SkuPriceDetails"]:
         details = json.loads(row["SkuPriceDetails"])
-        flat = isinstance(details, dict) and all(isinstance(value, str | int | float | bool) for value in details.values())
+        flat = isinstance(details, dict) and all(
+            isinstance(value, str | int | float | bool) for value in details.values()
+        )
         yield from unless(
-            flat and all(key.startswith("x_") for key in details), "SkuPriceDetails is a flat object with our own keys"
+            flat and all(key.startswith("x_") for key in details),
+            "SkuPriceDetails is a flat object with our own keys",
         )
 
 
 def unless(holds: bool, rule: str) -> Iterator[str]:
-    """The rule, if it does not hold."""
+    """Yield the rule if it does not hold."""
     if not holds:
         yield rule
 
 
 def is_uuid(value: str) -> bool:
-    """Whether it is one."""
+    """Return whether the value is a UUID."""
     try:
         return str(uuid.UUID(value)) == value
     except ValueError:

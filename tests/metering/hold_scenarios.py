@@ -1,4 +1,4 @@
-"""Scenarios of holds as text tables: one row per act, the expected answer in the last column.
+"""Scenarios of holds as text tables: one row per operation, the expected answer in the last column.
 
     clock 2026-11-20 12:00:30              ok
     quota alice tokens_per_minute 100      ok
@@ -7,12 +7,13 @@
     settle r1 25                           used 10+25 cost 205
     counter alice tokens_per_minute        35/0
 
-`admit` takes input + first slice and, if it is given, the least slice (`10+20>5`); `extend` takes what is delivered and what is
-wanted, `settle` what is delivered, each with `~n` cached input tokens if some were. `counter` tells used/held of each window, the
-oldest first. Every act is a batch of its own, acts joined by `&` are one. After each row all invariants are checked.
+`admit` takes input + first slice and optionally the minimum slice (`10+20>5`); `extend` takes the
+delivered and the requested tokens, `settle` the delivered ones, each with `~n` cached input tokens
+if there are any. `counter` prints used/held of each window, the oldest first. Each operation is a
+separate batch; operations joined by `&` are one. All invariants are checked after each row.
 
-Each table is played twice, and answers the same: by processes that remember what they have read and taken, and by ones that have
-just begun, for each batch. So both ways that a batch can go are held to it.
+Each table is played twice, with equal answers: by processes with caches, and by ones that start
+anew for each batch. So it covers both paths of a batch.
 """
 
 from __future__ import annotations
@@ -51,15 +52,15 @@ from tests.metering.invariants import check_invariants
 
 @dataclass(slots=True)
 class Request:
-    """A request of the scenario: its latest hold."""
+    """Request of a scenario: its latest hold."""
 
     op: Admit
-    owner_id: uuid.UUID
+    process_id: uuid.UUID
 
 
 @dataclass(slots=True)
 class Scenario:
-    """What the names of a table stand for. remembering: the connections of owners that keep one; None: each batch has a new one."""
+    """Objects behind the names of a table. remembering: connections of owners."""
 
     world: HoldWorld
     remembering: dict[str, HoldConnection] | None = None
@@ -70,18 +71,20 @@ class Scenario:
     owner: str = "server"
 
     def payer(self, name: str) -> Payer:
-        """A tenant, made when it is first named."""
+        """Return the tenant of a name; create it on first use."""
         if name not in self.payers:
-            self.payers[name] = self.world.tenant(name if self.remembering is None else f"{name}-remembered")
+            self.payers[name] = self.world.tenant(
+                name if self.remembering is None else f"{name}-remembered"
+            )
         return self.payers[name]
 
     @property
-    def owner_id(self) -> uuid.UUID:
-        """The process that acts now."""
+    def process_id(self) -> uuid.UUID:
+        """Id of the acting process."""
         return self.owners.setdefault(self.owner, uuid.uuid4())
 
     async def act(self, words: list[str]) -> str:
-        """Do one row; its answer."""
+        """Run one row; return its answer."""
         match words:
             case ["clock", day, time]:
                 self.world.set_time(datetime.fromisoformat(f"{day}T{time}").replace(tzinfo=UTC))
@@ -94,34 +97,55 @@ class Scenario:
                 self.quotas[name, dimension] = quota_id
                 return "ok"
             case ["limit", name, dimension, limit]:
-                self.world.execute("UPDATE quotas SET limit_value = %s WHERE id = %s", int(limit), self.quotas[name, dimension])
+                self.world.execute(
+                    "UPDATE quotas SET limit_value = %s WHERE id = %s",
+                    int(limit),
+                    self.quotas[name, dimension],
+                )
                 return "ok"
             case ["drop", name, dimension]:
-                self.world.execute("UPDATE quotas SET deleted_at = now() WHERE id = %s", self.quotas[name, dimension])
+                self.world.execute(
+                    "UPDATE quotas SET deleted_at = now() WHERE id = %s",
+                    self.quotas[name, dimension],
+                )
                 return "ok"
             case ["counter", name, dimension]:
-                return " ".join(f"{used}/{held}" for used, held in self.world.counters(self.quotas[name, dimension])) or "none"
+                return (
+                    " ".join(
+                        f"{used}/{held}"
+                        for used, held in self.world.counters(self.quotas[name, dimension])
+                    )
+                    or "none"
+                )
             case ["state", request]:
                 hold_id = self.requests[request].op.hold_id
                 return str(self.world.one("SELECT state FROM holds WHERE id = %s", hold_id))
             case ["events", request]:
                 hold_id = self.requests[request].op.hold_id
-                query = "SELECT input_token_count, delivered_token_count FROM usage_events WHERE hold_id = %s ORDER BY part"
-                return " ".join(f"{sent}+{delivered}" for sent, delivered in self.world.rows(query, hold_id)) or "none"
+                query = (
+                    "SELECT input_token_count, delivered_token_count FROM usage_events WHERE"
+                    " hold_id = %s ORDER BY part"
+                )
+                return (
+                    " ".join(
+                        f"{sent}+{delivered}" for sent, delivered in self.world.rows(query, hold_id)
+                    )
+                    or "none"
+                )
             case _:
                 operations = [self.operation(part.split()) for part in " ".join(words).split(" & ")]
                 return " & ".join(map(told, await self.execute(operations)))
 
     async def execute(self, operations: list[HoldOperation]) -> list[HoldAnswer | Exception]:
-        """One batch of the process that acts now."""
+        """Run one batch of the acting process."""
         if self.remembering is None:
-            return await self.world.run(*operations, owner_id=self.owner_id)
+            return await self.world.run(*operations, process_id=self.process_id)
         if self.owner not in self.remembering:
-            self.remembering[self.owner] = HoldConnection(self.world.url, self.owner_id)
+            self.remembering[self.owner] = HoldConnection(self.world.url, self.process_id)
         return await self.remembering[self.owner].execute(operations)
 
     def operation(self, words: list[str]) -> HoldOperation:
-        """The operation of one act."""
+        """Return the operation of a row."""
         match words:
             case ["admit", name, request, amount, *payload]:
                 sent, wanted, least = numbers(r"(\d+)\+(\d+)(?:>(\d+))?", amount)
@@ -137,9 +161,10 @@ class Scenario:
                     least_slice_token_count=least or 1,
                 )
                 if known is None or self.world.one(
-                    "SELECT count(*) FROM holds WHERE id = %s AND state = 'voided'", known.op.hold_id
+                    "SELECT count(*) FROM holds WHERE id = %s AND state = 'voided'",
+                    known.op.hold_id,
                 ):
-                    self.requests[request] = Request(op, self.owner_id)
+                    self.requests[request] = Request(op, self.process_id)
                 return op
             case ["extend", request, amount, wanted]:
                 delivered, cached = numbers(r"(\d+)(?:~(\d+))?", amount)
@@ -148,27 +173,36 @@ class Scenario:
                 delivered, cached = numbers(r"(\d+)(?:~(\d+))?", amount)
                 op = self.requests[request].op
                 return Settle(
-                    op.hold_id, op.input_token_count, cached, delivered, delivered, Outcome.STOP, recovered=bool(recovered)
+                    op.hold_id,
+                    op.input_token_count,
+                    cached,
+                    delivered,
+                    delivered,
+                    Outcome.STOP,
+                    recovered=bool(recovered),
                 )
             case ["void", request]:
                 return Void(self.requests[request].op.hold_id)
             case ["expire", request]:
                 return Expire(self.requests[request].op.hold_id)
             case ["renew", owner, *requests]:
-                return Renew(self.owners[owner], frozenset(self.requests[request].op.hold_id for request in requests))
+                return Renew(
+                    self.owners[owner],
+                    frozenset(self.requests[request].op.hold_id for request in requests),
+                )
             case _:
                 raise AssertionError(f"no such act: {words}")
 
 
 def numbers(form: str, text: str) -> tuple[int, ...]:
-    """The groups of a form; 0 for those that are not there."""
+    """Return the groups of a pattern; 0 for missing ones."""
     match = re.fullmatch(form, text)
     assert match is not None, text
     return tuple(int(group or 0) for group in match.groups())
 
 
 def told(answer: HoldAnswer | Exception) -> str:
-    """An answer as a table says it."""
+    """Return an answer in a table's notation."""
     match answer:
         case Admitted() | Extended():
             return f"leased {answer.leased_token_count}"
@@ -193,13 +227,16 @@ def told(answer: HoldAnswer | Exception) -> str:
 
 
 def used(settled: Settled) -> str:
-    """Usage in short."""
+    """Return usage in a table's notation."""
     cached = f"~{settled.cached_input_token_count}" if settled.cached_input_token_count else ""
-    return f"used {settled.input_token_count}{cached}+{settled.delivered_token_count} cost {settled.cost_picos}"
+    return (
+        f"used {settled.input_token_count}{cached}+{settled.delivered_token_count} cost"
+        f" {settled.cost_picos}"
+    )
 
 
 async def run(world: HoldWorld, table: str) -> Scenario:
-    """Play a table, row by row, both ways."""
+    """Run a table with caches and without; return the second scenario."""
     begins = world.now
     remembering: dict[str, HoldConnection] = {}
     await play(Scenario(world, remembering), table, each_row=False)
@@ -212,7 +249,7 @@ async def run(world: HoldWorld, table: str) -> Scenario:
 
 
 async def play(scenario: Scenario, table: str, *, each_row: bool) -> None:
-    """Every row must be answered as the table says. each_row: check the invariants after each, not only at the end."""
+    """Run every row of a table. each_row: check the invariants after each."""
     for line in filter(None, map(str.strip, table.splitlines())):
         act, expected = re.split(r"\s{2,}", line, maxsplit=1)
         answer = await scenario.act(act.split())

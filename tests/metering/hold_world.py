@@ -1,7 +1,7 @@
-"""A database with tenants, prices and quotas, and a clock that the test owns, for tests of holds.
+"""Database with tenants, prices and quotas, and a clock set by the test, for tests of holds.
 
-The clock: a function `now()` in a schema that stands before `pg_catalog` in the search path of the test's database. So every
-connection to it, from whatever process, lives at the time that the test has set, and time moves only when the test says so.
+The clock is a function `now()` in a schema before `pg_catalog` in the search path of the test's
+database. So all connections use the test's time, whichever process they belong to.
 """
 
 from __future__ import annotations
@@ -20,7 +20,15 @@ from psycopg import sql
 from metering.core.models import Outcome, QuotaDimension, QuotaSubject, ServiceTier
 from metering.holds.batch import HoldConnection
 from metering.holds.holds import HoldStore
-from metering.holds.operations import Admit, Admitted, HoldAnswer, HoldOperation, Settle, Settled, Void
+from metering.holds.operations import (
+    Admit,
+    Admitted,
+    HoldAnswer,
+    HoldOperation,
+    Settle,
+    Settled,
+    Void,
+)
 from metering.pricing.prices import TokenPrices
 from metering.quotas.quota_rules import Payer
 from metering.receipts.signing import Signer
@@ -52,16 +60,19 @@ CREATE SCHEMA clock;
 CREATE TABLE clock.time (now timestamptz NOT NULL);
 INSERT INTO clock.time VALUES ({});
 CREATE FUNCTION clock.now() RETURNS timestamptz LANGUAGE sql STABLE AS 'SELECT now FROM clock.time';
-CREATE FUNCTION clock.clock_timestamp() RETURNS timestamptz LANGUAGE sql STABLE AS 'SELECT now FROM clock.time';
+CREATE FUNCTION clock.clock_timestamp() RETURNS timestamptz
+LANGUAGE sql STABLE AS 'SELECT now FROM clock.time';
 ALTER DATABASE {} SET search_path = clock, public, pg_catalog;
 """
 
 
 class HoldWorld:
-    """Builds and looks into one test's database. Use as context manager."""
+    """World of one test's database. A context manager."""
 
-    def __init__(self, database_url: str, *, now: datetime | None = NOON, priced: bool = True) -> None:
-        """now: None to leave the database its own clock. priced: False if the price is there already."""
+    def __init__(
+        self, database_url: str, *, now: datetime | None = NOON, priced: bool = True
+    ) -> None:
+        """now: None for the database's clock. priced: False if the price exists."""
         self.url = database_url
         self._connection = psycopg.connect(psycopg_conninfo(database_url), autocommit=True)
         self._now = now or datetime.now(UTC)
@@ -69,17 +80,24 @@ class HoldWorld:
             name = sql.Identifier(str(self.one("SELECT current_database()")))
             self._connection.execute(sql.SQL(CLOCK).format(sql.Literal(now), name))
             self._connection.execute("SET search_path = clock, public, pg_catalog")
-        self.price_version = self.set_price() if priced else int(self.one("SELECT min(id) FROM price_versions"))
+        self.price_version = (
+            self.set_price() if priced else int(self.one("SELECT min(id) FROM price_versions"))
+        )
 
     def __enter__(self) -> HoldWorld:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._connection.close()
 
     @property
     def now(self) -> datetime:
-        """What the test's clock shows."""
+        """Time of the test's clock."""
         return self._now
 
     def set_time(self, now: datetime) -> None:
@@ -88,7 +106,7 @@ class HoldWorld:
         self.execute("UPDATE clock.time SET now = %s", now)
 
     def advance(self, seconds: float) -> None:
-        """Move the clock on."""
+        """Advance the clock."""
         self.set_time(self._now + timedelta(seconds=seconds))
 
     def execute(self, statement: str, *parameters: Any) -> None:
@@ -96,21 +114,27 @@ class HoldWorld:
         self._connection.execute(statement.encode(), parameters or None)
 
     def rows(self, query: str, *parameters: Any) -> list[tuple[Any, ...]]:
-        """All rows of a query."""
+        """Return all rows of a query."""
         return self._connection.execute(query.encode(), parameters or None).fetchall()
 
     def one(self, query: str, *parameters: Any) -> Any:
-        """The one value of a query."""
+        """Return the single value of a query."""
         ((value,),) = self.rows(query, *parameters)
         return value
 
-    def set_price(self, input_picos: int = INPUT_PICOS, cached_picos: int = CACHED_PICOS, output_picos: int = OUTPUT_PICOS) -> int:
-        """A price of the model from now on; its version."""
+    def set_price(
+        self,
+        input_picos: int = INPUT_PICOS,
+        cached_picos: int = CACHED_PICOS,
+        output_picos: int = OUTPUT_PICOS,
+    ) -> int:
+        """Set a price of the model from now on; return its version."""
         return int(
             self.one(
                 """
-                INSERT INTO price_versions (model, currency_code, input_picos_per_token, cached_input_picos_per_token,
-                                            output_picos_per_token, embedding_picos_per_token, effective_at)
+                INSERT INTO price_versions (model, currency_code, input_picos_per_token,
+                                            cached_input_picos_per_token, output_picos_per_token,
+                                            embedding_picos_per_token, effective_at)
                 VALUES (%s, 'USD', %s, %s, %s, %s, %s) RETURNING id
                 """,
                 MODEL,
@@ -118,26 +142,36 @@ class HoldWorld:
                 cached_picos,
                 output_picos,
                 EMBEDDING_PICOS,
-                self._now - timedelta(days=1000) + timedelta(microseconds=int(self.one("SELECT count(*) FROM price_versions"))),
+                self._now
+                - timedelta(days=1000)
+                + timedelta(microseconds=int(self.one("SELECT count(*) FROM price_versions"))),
             )
         )
 
     @property
     def prices(self) -> TokenPrices:
-        """The first price version."""
-        return TokenPrices(self.price_version, "USD", INPUT_PICOS, CACHED_PICOS, OUTPUT_PICOS, EMBEDDING_PICOS)
+        """First price version."""
+        return TokenPrices(
+            self.price_version, "USD", INPUT_PICOS, CACHED_PICOS, OUTPUT_PICOS, EMBEDDING_PICOS
+        )
 
     def tenant(self, name: str = "acme") -> Payer:
-        """An organization with one project and one key."""
-        organization = self.one("INSERT INTO organizations (name, currency_code) VALUES (%s, 'USD') RETURNING id", name)
-        project = self.one("INSERT INTO projects (organization_id, name) VALUES (%s, 'search') RETURNING id", organization)
+        """Create an organization with one project and one key."""
+        organization = self.one(
+            "INSERT INTO organizations (name, currency_code) VALUES (%s, 'USD') RETURNING id", name
+        )
+        project = self.one(
+            "INSERT INTO projects (organization_id, name) VALUES (%s, 'search') RETURNING id",
+            organization,
+        )
         return Payer(organization, project, self.key(project), "USD")
 
     def key(self, project_id: uuid.UUID) -> uuid.UUID:
-        """One more key of a project."""
+        """Create another key of a project."""
         key = uuid.uuid4()
         self.execute(
-            "INSERT INTO api_keys (id, project_id, name, prefix, secret_hash, scopes) VALUES (%s, %s, 'k', %s, %s, '{inference}')",
+            "INSERT INTO api_keys (id, project_id, name, prefix, secret_hash, scopes) VALUES (%s,"
+            " %s, 'k', %s, %s, '{inference}')",
             key,
             project_id,
             key.hex,
@@ -154,14 +188,15 @@ class HoldWorld:
         subject: QuotaSubject = QuotaSubject.ORGANIZATION,
         model: str = "",
     ) -> uuid.UUID:
-        """A limit on the payer's organization, project or key."""
+        """Set a limit on the payer's organization, project or key."""
         subject_id = {
             QuotaSubject.ORGANIZATION: payer.organization_id,
             QuotaSubject.PROJECT: payer.project_id,
             QuotaSubject.API_KEY: payer.api_key_id,
         }[subject]
         quota_id = self.one(
-            "INSERT INTO quotas (subject, subject_id, model, dimension, limit_value) VALUES (%s, %s, %s, %s, %s) RETURNING id",
+            "INSERT INTO quotas (subject, subject_id, model, dimension, limit_value) VALUES (%s,"
+            " %s, %s, %s, %s) RETURNING id",
             str(subject),
             subject_id,
             model,
@@ -172,43 +207,54 @@ class HoldWorld:
         return quota_id
 
     def counters(self, quota_id: uuid.UUID) -> list[tuple[int, int]]:
-        """`used` and `held` of each window of a quota, the oldest first."""
+        """Return `used` and `held` of each window of a quota, the oldest first."""
         return [
             (row[0], row[1])
-            for row in self.rows("SELECT used, held FROM quota_counters WHERE quota_id = %s ORDER BY window_start", quota_id)
+            for row in self.rows(
+                "SELECT used, held FROM quota_counters WHERE quota_id = %s ORDER BY window_start",
+                quota_id,
+            )
         ]
 
     def holds(self) -> list[tuple[str, int, int]]:
-        """State, leased and delivered tokens of each hold, the oldest first."""
+        """Return state, leased and delivered tokens of each hold, the oldest first."""
         return [
             (row[0], row[1], row[2])
-            for row in self.rows("SELECT state, leased_token_count, delivered_token_count FROM holds ORDER BY admitted_at, id")
+            for row in self.rows(
+                "SELECT state, leased_token_count, delivered_token_count FROM holds ORDER BY"
+                " admitted_at, id"
+            )
         ]
 
     def hold_count(self, state: str = "held") -> int:
-        """Holds in a state."""
+        """Return the number of holds in a state."""
         return int(self.one("SELECT count(*) FROM holds WHERE state = %s", state))
 
     def events(self) -> list[tuple[int, int, int, str]]:
-        """Part, input, delivered tokens and outcome of each usage event, in order."""
+        """Return part, input, delivered tokens and outcome of each usage event, in order."""
         return [
             (row[0], row[1], row[2], row[3])
-            for row in self.rows("SELECT part, input_token_count, delivered_token_count, outcome FROM usage_events ORDER BY id")
+            for row in self.rows(
+                "SELECT part, input_token_count, delivered_token_count, outcome FROM usage_events"
+                " ORDER BY id"
+            )
         ]
 
     def contents(self) -> dict[str, list[tuple[Any, ...]]]:
-        """Everything that stands in the database."""
+        """Return all rows of the database."""
         return {table: sorted(self.rows(f"SELECT t::text FROM {table} t")) for table in TABLES}
 
     async def run(
         self,
         *operations: HoldOperation,
-        owner_id: uuid.UUID | None = None,
+        process_id: uuid.UUID | None = None,
         expiry_s: float = 60.0,
         signer: Signer | None = None,
     ) -> list[HoldAnswer | Exception]:
-        """One batch on a connection of its own."""
-        async with HoldConnection(self.url, owner_id or uuid.uuid4(), expiry_s=expiry_s, signer=signer) as holds:
+        """Run one batch on a new connection."""
+        async with HoldConnection(
+            self.url, process_id or uuid.uuid4(), expiry_s=expiry_s, signer=signer
+        ) as holds:
             return await holds.execute(operations)
 
 
@@ -224,7 +270,7 @@ def admit(
     tier: ServiceTier = ServiceTier.INTERACTIVE,
     embedding: bool = False,
 ) -> Admit:
-    """A request for the model. One to embed has no output."""
+    """Return an admission for the model. An embedding request has no output."""
     return Admit(
         hold_id=hold_id or uuid.uuid4(),
         payer=payer,
@@ -248,37 +294,45 @@ def settle(
     outcome: Outcome = Outcome.STOP,
     recovered: bool = False,
 ) -> Settle:
-    """The end of a hold that `admit` began."""
-    return Settle(hold_id, input_tokens, cached_tokens, delivered_tokens, delivered_tokens, outcome, recovered=recovered)
+    """Return the settlement of a hold."""
+    return Settle(
+        hold_id,
+        input_tokens,
+        cached_tokens,
+        delivered_tokens,
+        delivered_tokens,
+        outcome,
+        recovered=recovered,
+    )
 
 
 def of_type(kind: type[Any], answers: Iterable[object]) -> list[Any]:
-    """The answers of one type."""
+    """Return the answers of one type."""
     return [answer for answer in answers if isinstance(answer, kind)]
 
 
 class AwaitedStore(HoldStore):
-    """A store that a test waits for. Cancelling a call abandons an admission, and ends a hold all the same."""
+    """Store with awaited calls. Cancelling abandons an admission, but not an end."""
 
     async def admit(self, op: Admit) -> Admitted:
-        """As `begin_admit`. Raises: what that tells."""
+        """Run `begin_admit` to its end. Raises: its errors."""
         admitted = await awaited(partial(self.begin_admit, op), partial(self._orphaned, op))
         assert isinstance(admitted, Admitted)
         return admitted
 
     async def settle(self, op: Settle) -> Settled:
-        """As `begin_settle`. Raises: what that tells."""
+        """Run `begin_settle` to its end. Raises: its errors."""
         settled = await self._commits.submit(op)
         assert isinstance(settled, Settled)
         return settled
 
     async def void(self, hold_id: uuid.UUID) -> None:
-        """As `begin_void`. Raises: what that tells."""
+        """Run `begin_void` to its end. Raises: its errors."""
         await self._commits.submit(Void(hold_id))
 
 
 async def until_idle(store: AwaitedStore, payer: Payer) -> None:
-    """Until what was asked or posted before has been done in both queues, and what followed from an admission too."""
+    """Wait until all earlier operations and the work after them are done."""
     op = admit(payer)
     await store.admit(op)
     await store.void(op.hold_id)
@@ -286,6 +340,6 @@ async def until_idle(store: AwaitedStore, payer: Payer) -> None:
 
 @contextlib.contextmanager
 def hold_world(database_url: str) -> Iterator[HoldWorld]:
-    """A world whose clock stands at `NOON`."""
+    """Yield a world at `NOON`."""
     with HoldWorld(database_url) as world:
         yield world

@@ -1,6 +1,7 @@
-"""What must be true of the receipts at every commit, worked out from the rows and from nothing else.
+"""Invariants of receipts at every commit, computed from the rows alone.
 
-Independent of the product on purpose: the encoding of `docs/reference/receipts.md` is written down here once more.
+Independent of the product on purpose: the encoding of `docs/reference/receipts.md` is implemented
+here a second time.
 """
 
 from __future__ import annotations
@@ -28,21 +29,21 @@ COUNTS = ("part", "input_token_count", "cached_input_token_count", "billed_token
 
 
 def check_receipts(database_url: str) -> None:
-    """Raises: AssertionError telling everything that is wrong with the receipts, signatures included."""
+    """Raises: AssertionError with all faults of the receipts and their signatures."""
     with psycopg.connect(psycopg_conninfo(database_url), row_factory=dict_row) as connection:
         found = list(receipt_violations(connection))
     assert not found, "\n".join(found)
 
 
 def receipt_violations(connection: psycopg.Connection[Row]) -> Iterator[str]:
-    """Whatever is wrong with the receipts."""
+    """Yield all faults of the receipts."""
     events = connection.execute(EVENTS).fetchall()
     yield from wrong_chains(events, connection.execute("SELECT * FROM receipt_chains").fetchall())
     yield from wrong_batches(events, connection.execute(BATCHES).fetchall())
 
 
 def wrong_chains(events: list[Row], heads: list[Row]) -> Iterator[str]:
-    """Every project has the receipts 1, 2, 3 … and each names the one before."""
+    """Yield faults of chains: a project's receipts are 1, 2, 3 …, and each names the one before."""
     chains: dict[Any, list[Row]] = {head["project_id"]: [] for head in heads}
     for event in events:
         chains.setdefault(event["project_id"], []).append(event)
@@ -50,7 +51,10 @@ def wrong_chains(events: list[Row], heads: list[Row]) -> Iterator[str]:
         chain = chains.pop(head["project_id"])
         sequences = [event["receipt_sequence"] for event in chain]
         if sequences != list(range(1, head["last_sequence"] + 1)):
-            yield f"the receipts of project {head['project_id']} are {sequences}, its head is {head['last_sequence']}"
+            yield (
+                f"the receipts of project {head['project_id']} are {sequences}, its head is"
+                f" {head['last_sequence']}"
+            )
         before = bytes(32)
         for event in chain:
             name = f"receipt {event['receipt_sequence']} of project {event['project_id']}"
@@ -69,7 +73,7 @@ def wrong_chains(events: list[Row], heads: list[Row]) -> Iterator[str]:
 
 
 def wrong_batches(events: list[Row], batches: list[Row]) -> Iterator[str]:
-    """A signature is over the receipts of its batch, all of them and no others."""
+    """Yield faults of batches: a signature covers exactly the receipts of its batch."""
     of_batch: dict[int, set[bytes]] = {}
     for event in events:
         if event["receipt_batch_id"] is not None:
@@ -91,10 +95,20 @@ def wrong_batches(events: list[Row], batches: list[Row]) -> Iterator[str]:
 
 
 def encoded(event: Row) -> bytes:
-    """The bytes of a receipt."""
-    ids = b"".join(event[f"{name}_id"].bytes for name in ("organization", "project", "api_key", "request"))
-    numbers = [event[name] for name in COUNTS] + [event.get("embedding_token_count", 0), event["price_version_id"]]
-    numbers += [event["cost_picos"], micros(event["admitted_at"]), micros(event["settled_at"]), event["receipt_sequence"]]
+    """Return the encoded receipt."""
+    ids = b"".join(
+        event[f"{name}_id"].bytes for name in ("organization", "project", "api_key", "request")
+    )
+    numbers = [event[name] for name in COUNTS] + [
+        event.get("embedding_token_count", 0),
+        event["price_version_id"],
+    ]
+    numbers += [
+        event["cost_picos"],
+        micros(event["admitted_at"]),
+        micros(event["settled_at"]),
+        event["receipt_sequence"],
+    ]
     result = b"weir.receipt.v1\n" + ids + b"".join(number.to_bytes(8, "big") for number in numbers)
     result += bytes(event["previous_receipt_hash"])
     for name in ("currency_code", "model", "outcome"):
@@ -104,12 +118,12 @@ def encoded(event: Row) -> bytes:
 
 
 def micros(at: datetime) -> int:
-    """Microseconds since 1970."""
+    """Return microseconds since 1970."""
     return (at - datetime(1970, 1, 1, tzinfo=UTC)) // timedelta(microseconds=1)
 
 
 def root(hashes: list[bytes]) -> bytes:
-    """By the recursive rule of RFC 6962: the left subtree is the largest full one that leaves something to the right."""
+    """Return the root by the recursive rule of RFC 6962."""
     if len(hashes) == 1:
         return hashes[0]
     left = 1 << ((len(hashes) - 1).bit_length() - 1)

@@ -1,4 +1,4 @@
-"""Reads and verifies receipts, as whoever holds one does."""
+"""Reading and verification of receipts, as by their holders."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ from metering.receipts.signing import SIGNED_PREFIX
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """One receipt. Counts in tokens, the cost in picos of `currency_code`, times in microseconds since 1970 (UTC).
+    """One receipt. Counts in tokens, cost in picos of `currency_code`, times in µs since 1970
+    (UTC).
 
-    part: 0 for the settlement of a request; 1 for what was found after it had been settled. sequence: 1 for the first of a project.
+    part: 0 for the settlement of a request; 1 for usage found after it. sequence: from 1 in each
+    project.
     """
 
     organization_id: uuid.UUID
@@ -44,7 +46,7 @@ class Receipt:
 
     @property
     def encoded(self) -> bytes:
-        """The bytes that are hashed."""
+        """Encoded receipt, from which its hash is computed."""
         ids = (self.organization_id, self.project_id, self.api_key_id, self.request_id)
         return encode(
             b"".join(each.bytes for each in ids),
@@ -66,19 +68,25 @@ class Receipt:
 
 
 def decode(encoded: bytes) -> Receipt:
-    """The receipt that was encoded. Raises: ValueError for bytes that no receipt has."""
+    """Return the receipt of an encoding. Raises: ValueError if no receipt has it."""
     ids, numbers, previous_hash, found = parts_of(encoded)
-    values: tuple[Any, ...] = (*owners_in(ids[:48]), uuid.UUID(bytes=ids[48:]), *numbers, previous_hash, *found)
+    values: tuple[Any, ...] = (
+        *owners_in(ids[:48]),
+        uuid.UUID(bytes=ids[48:]),
+        *numbers,
+        previous_hash,
+        *found,
+    )
     return Receipt(*values)
 
 
 def hash_of(encoded: bytes) -> bytes:
-    """SHA-256 of the encoding: what the next receipt of the project names, and what is signed."""
+    """Return the SHA-256 of the encoding, which the next receipt covers."""
     return hashlib.sha256(encoded).digest()
 
 
 def root_by_path(leaf: bytes, path: Iterable[Step]) -> bytes:
-    """The root to which a path leads."""
+    """Return the root that results from a path."""
     at = leaf
     for on_left, neighbour in path:
         at = node(neighbour, at) if on_left else node(at, neighbour)
@@ -86,7 +94,7 @@ def root_by_path(leaf: bytes, path: Iterable[Step]) -> bytes:
 
 
 def is_signed(public_key: bytes, root: bytes, signature: bytes) -> bool:
-    """Whether the signature over the root is by this key."""
+    """Return whether the signature over the root is by this key."""
     try:
         Ed25519PublicKey.from_public_bytes(public_key).verify(signature, SIGNED_PREFIX + root)
     except (InvalidSignature, ValueError):

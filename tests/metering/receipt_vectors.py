@@ -1,4 +1,4 @@
-"""The receipts of `docs/receipts_example.jsonl`, made by the product with a key that is no secret. Run it to write them anew."""
+"""Receipts of `docs/receipts_example.jsonl`, with a public test key. Run to write them."""
 
 from __future__ import annotations
 
@@ -17,18 +17,30 @@ from tests.metering.receipt_reading import Receipt, hash_of
 from tests.metering.test_receipt_encoding import KNOWN
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-SIGNER = Signer(Ed25519PrivateKey.from_private_bytes(bytes(range(32))))  # the seed of the test vectors
+# The seed of the test vectors.
+SIGNER = Signer(Ed25519PrivateKey.from_private_bytes(bytes(range(32))))
 
 
 def vectors() -> list[IssuedReceipt]:
-    """One receipt alone in its batch, three of the next batch, one without a signature, and one that vouches for it."""
+    """Return receipts with and without signature, in several batches."""
     changes: list[dict[str, object]] = [
         {},
         {"cached_input_token_count": 0, "cost_picos": 243_750_000},
         {"outcome": "cancelled", "billed_token_count": 0, "cost_picos": 153_750_000},
         {"model": "modèle", "outcome": "length", "currency_code": "EUR"},
-        {"part": 1, "input_token_count": 0, "cached_input_token_count": 0, "outcome": "failed", "cost_picos": 90_000_000},
-        {"input_token_count": 0, "cached_input_token_count": 0, "billed_token_count": 0, "embedding_token_count": 512},
+        {
+            "part": 1,
+            "input_token_count": 0,
+            "cached_input_token_count": 0,
+            "outcome": "failed",
+            "cost_picos": 90_000_000,
+        },
+        {
+            "input_token_count": 0,
+            "cached_input_token_count": 0,
+            "billed_token_count": 0,
+            "embedding_token_count": 512,
+        },
     ]
     made: list[IssuedReceipt] = []
     previous = KNOWN.previous_hash
@@ -44,7 +56,11 @@ def vectors() -> list[IssuedReceipt]:
         previous = hash_of(encoded)
         made.append(
             IssuedReceipt(
-                encoded, EPOCH + timedelta(microseconds=content.settled_at_us), content.sequence, content.previous_hash, previous
+                encoded,
+                EPOCH + timedelta(microseconds=content.settled_at_us),
+                content.sequence,
+                content.previous_hash,
+                previous,
             )
         )
     for batch in (made[:1], made[1:4], made[5:]):
@@ -55,7 +71,7 @@ def vectors() -> list[IssuedReceipt]:
 
 
 def root_of_vectors() -> bytes:
-    """The root over all of them."""
+    """Return the root over all vectors."""
     running = RunningRoot()
     for receipt in vectors():
         running.push(receipt.hash)
@@ -63,7 +79,7 @@ def root_of_vectors() -> bytes:
 
 
 def json_lines() -> str:
-    """As `weir receipt export` writes them."""
+    """Return the lines in the format of `weir receipt export`."""
     from weir_client.wire import receipt
 
     from api.core.messages import receipt_message
@@ -72,8 +88,13 @@ def json_lines() -> str:
 
 
 def keys_json() -> str:
-    """As `weir receipt keys --json` writes them."""
-    return json.dumps({"keys": [{"key_id": SIGNER.key_id, "public_key": SIGNER.public_key.hex()}]}, indent=2) + "\n"
+    """Return the keys in the format of `weir receipt keys --json`."""
+    return (
+        json.dumps(
+            {"keys": [{"key_id": SIGNER.key_id, "public_key": SIGNER.public_key.hex()}]}, indent=2
+        )
+        + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Alerts are posted until they are answered, signed, to nobody but who was asked for, and whatever the other side does."""
+"""Webhooks of alerts: retried until answered, signed, and only to the configured URL."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from docs import verify_alert
 from metering.alerts import delivering
 from metering.alerts import delivering as webhooks
-from metering.alerts.alerts import find_alert, look_for_alerts
+from metering.alerts.alerts import find_alert, fire_due_alerts
 from metering.alerts.delivering import (
     GIVE_UP_AFTER,
-    REST_S_MAX,
+    RETRY_DELAY_S_MAX,
     AddressRefused,
     Run,
-    checked_places,
     checked_url,
     deliver_alerts,
     is_public,
+    resolve_allowed,
     send,
     signed_headers,
 )
@@ -42,7 +42,10 @@ from tests.metering.hold_world import HoldWorld, admit, hold_world, settle
 from tests.metering.webhook_double import BROKEN, HANG, Receiver, receiver
 
 REDIRECT = b"HTTP/1.1 302 Found\r\nLocation: /elsewhere\r\nContent-Length: 0\r\n\r\n"
-STATES = "SELECT state, attempt_count, last_error FROM alert_deliveries ORDER BY created_at, attempt_count DESC"
+STATES = (
+    "SELECT state, attempt_count, last_error FROM alert_deliveries ORDER BY created_at,"
+    " attempt_count DESC"
+)
 
 
 @pytest.fixture
@@ -53,13 +56,13 @@ def world(database_url: str) -> Iterator[HoldWorld]:
 
 @pytest.fixture
 def acme(world: HoldWorld) -> Payer:
-    """Who has a webhook."""
+    """Return a tenant with a webhook."""
     return world.tenant("acme")
 
 
 @pytest.fixture
 async def books(world: HoldWorld, acme: Payer) -> AsyncIterator[Sessions]:
-    """Sessions that live at the time of the world."""
+    """Open sessions at the world's time."""
     engine = create_engine(world.url)
     yield create_sessions(engine)
     await engine.dispose()
@@ -73,12 +76,14 @@ async def there() -> AsyncIterator[Receiver]:
 
 async def set_webhook(books: Sessions, url: str, organization: str = "acme") -> str:
     async with books.begin() as session:
-        _, secret = await webhooks.set_webhook(session, organization=organization, url=url, private=True, actor="test")
+        _, secret = await webhooks.set_webhook(
+            session, organization=organization, url=url, private=True, actor="test"
+        )
     return secret
 
 
 async def deliver(books: Sessions) -> Run:
-    """A worker's run, however slow the machine."""
+    """Deliver like a worker, with enough time for a slow machine."""
     return await deliver_alerts(books, private=True, budget_s=60)
 
 
@@ -87,7 +92,7 @@ async def ask_for_test(books: Sessions, organization: str = "acme") -> uuid.UUID
         return await webhooks.try_webhook(session, organization=organization)
 
 
-async def test_an_alert_that_cannot_be_told_holds_up_no_other(
+async def test_an_alert_that_cannot_be_sent_delays_no_other(
     world: HoldWorld, acme: Payer, books: Sessions, there: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await set_webhook(books, there.url)
@@ -105,11 +110,14 @@ async def test_an_alert_that_cannot_be_told_holds_up_no_other(
     async with books.begin() as session:
         [error, rests] = (
             await session.execute(
-                text("SELECT last_error, rests_until > now() FROM alert_deliveries, alert_webhooks WHERE alert_id = :id"),
+                text(
+                    "SELECT last_error, paused_until > now() FROM alert_deliveries, alert_webhooks"
+                    " WHERE alert_id = :id"
+                ),
                 {"id": bad},
             )
         ).one()
-        await session.execute(text("UPDATE alert_webhooks SET rests_until = NULL"))
+        await session.execute(text("UPDATE alert_webhooks SET paused_until = NULL"))
     second = await deliver(books)
 
     assert first.failed == [bad]
@@ -122,7 +130,7 @@ async def test_an_alert_is_posted_once_signed_and_says_what_was_used_of_what(
 ) -> None:
     secret = await set_webhook(books, there.url)
     bolt = world.tenant("bolt")
-    for organization in ("acme", "bolt"):  # who has no webhook is not waited for
+    for organization in ("acme", "bolt"):  # a tenant without a webhook causes no waiting
         async with books.begin() as session:
             await set_quota(
                 session,
@@ -137,17 +145,24 @@ async def test_an_alert_is_posted_once_signed_and_says_what_was_used_of_what(
         begun = admit(each, input_tokens=85, slice_tokens=0, least_tokens=0)
         await world.run(begun)
         await world.run(settle(begun.hold_id, 0, input_tokens=85))
-    await look_for_alerts(books)
+    await fire_due_alerts(books)
 
     runs = [await deliver(books) for _ in range(2)]
 
     [post] = there.received
     content = json.loads(post.body)
     assert [len(run.delivered) for run in runs] == [1, 0]
-    assert (content["type"], content["percent_threshold"], content["used"], content["limit"]) == ("quota", "80", "85", "100")
+    assert (content["type"], content["percent_threshold"], content["used"], content["limit"]) == (
+        "quota",
+        "80",
+        "85",
+        "100",
+    )
     assert content["text"] == "acme has used 85 % of its limit per day: 85 tokens of 100 tokens."
     assert world.one("SELECT count(*) FROM alerts") == 2
-    assert uuid.UUID(content["id"]) == world.one("SELECT alert_id FROM alert_deliveries WHERE state = 'delivered'")
+    assert uuid.UUID(content["id"]) == world.one(
+        "SELECT alert_id FROM alert_deliveries WHERE state = 'delivered'"
+    )
     signature = post.headers["weir-signature"]
     assert verified(secret, signature, post.body)
     assert not verified(secret, signature, post.body + b" ")
@@ -155,7 +170,7 @@ async def test_an_alert_is_posted_once_signed_and_says_what_was_used_of_what(
 
 
 def verified(secret: str, signature: str, body: bytes) -> bool:
-    """What the program of the docs says."""
+    """Return the verdict of the documented program."""
     command = [sys.executable, "docs/verify_alert.py", secret, signature]
     return subprocess.run(command, input=body, check=False, capture_output=True).returncode == 0
 
@@ -170,12 +185,14 @@ def test_the_example_of_the_docs_knows_a_wrong_secret_another_time_and_nonsense(
     assert verify_alert.verify("wh_secret", header, body, at_s + 299)
     assert not verify_alert.verify("wh_other", header, body, at_s)
     assert not verify_alert.verify("wh_secret", header, body, at_s + 301)
-    assert not verify_alert.verify("wh_secret", header.replace(str(at_s), str(at_s + 1)), body, at_s)
+    assert not verify_alert.verify(
+        "wh_secret", header.replace(str(at_s), str(at_s + 1)), body, at_s
+    )
     assert not any(verify_alert.verify("wh_secret", wrong, body, at_s) for wrong in NONSENSE)
     assert not verify_alert.verify("wh_secret", f"t={at_s},v1=ä", body, at_s)
 
 
-async def test_what_fails_is_tried_again_later_and_later_with_the_same_id_and_given_up_after_a_day(
+async def test_failed_posts_are_retried_with_growing_pauses_and_the_same_id_for_a_day(
     world: HoldWorld, books: Sessions, there: Receiver
 ) -> None:
     await set_webhook(books, there.url)
@@ -191,32 +208,42 @@ async def test_what_fails_is_tried_again_later_and_later_with_the_same_id_and_gi
     there.answers = [BROKEN] * 40
     await deliver(books)
     for _ in range(30):
-        world.advance(REST_S_MAX)
+        world.advance(RETRY_DELAY_S_MAX)
         await deliver(books)
 
     assert attempts == [(1, 0), (0, 0), (1, 0), (0, 1)]
-    assert [json.loads(post.body)["id"] for post in there.received[:4]] == [str(alert_id)] * 3 + [str(given_up)]
+    assert [json.loads(post.body)["id"] for post in there.received[:4]] == [str(alert_id)] * 3 + [
+        str(given_up)
+    ]
     assert {post.path for post in there.received} == {"/alerts"}, "no redirect is followed"
     [first_state, second_state] = world.rows(STATES)
-    assert first_state == ("delivered", 3, "answered 302: redirects are not followed; set the URL of the target")
+    assert first_state == (
+        "delivered",
+        3,
+        "answered 302: redirects are not followed; set the URL of the target",
+    )
     assert second_state[::2] == ("failed", "answered 500")
-    assert GIVE_UP_AFTER / timedelta(seconds=REST_S_MAX) <= second_state[1] <= 30
+    assert GIVE_UP_AFTER / timedelta(seconds=RETRY_DELAY_S_MAX) <= second_state[1] <= 30
 
 
-async def test_an_alert_that_is_refused_holds_up_no_other(world: HoldWorld, books: Sessions, there: Receiver) -> None:
+async def test_an_alert_that_is_refused_holds_up_no_other(
+    world: HoldWorld, books: Sessions, there: Receiver
+) -> None:
     await set_webhook(books, there.url)
     refused = await ask_for_test(books)
     there.answers = [BROKEN]
     await deliver(books)
     world.advance(1)
-    other = await ask_for_test(books)  # which ends the rest, too
+    other = await ask_for_test(books)  # this also ends the rest
 
     await deliver(books)
 
-    assert [json.loads(post.body)["id"] for post in there.received] == [str(each) for each in (refused, other, refused)]
+    assert [json.loads(post.body)["id"] for post in there.received] == [
+        str(each) for each in (refused, other, refused)
+    ]
 
 
-async def test_one_that_hangs_or_sends_without_end_costs_its_time_and_holds_up_nobody_else(
+async def test_a_receiver_that_hangs_or_sends_without_end_costs_its_timeout_and_delays_no_other(
     world: HoldWorld, books: Sessions, there: Receiver
 ) -> None:
     world.tenant("bolt")
@@ -240,7 +267,7 @@ async def test_one_that_hangs_or_sends_without_end_costs_its_time_and_holds_up_n
     assert (len(run.delivered), len(run.failed)) == (1, 1)
 
 
-async def test_workers_at_once_post_each_alert_once_and_one_that_died_in_an_attempt_is_followed_by_another(
+async def test_concurrent_workers_post_each_alert_once_and_take_over_from_a_dead_one(
     world: HoldWorld, books: Sessions, there: Receiver
 ) -> None:
     await set_webhook(books, there.url)
@@ -260,10 +287,13 @@ async def test_workers_at_once_post_each_alert_once_and_one_that_died_in_an_atte
     assert set(posted) == ids
 
 
-async def test_a_webhook_that_is_removed_gives_up_what_waits_and_its_secret_stands_in_no_log(
+async def test_a_removed_webhook_drops_pending_alerts_and_its_secret_is_in_no_log(
     world: HoldWorld, books: Sessions, there: Receiver
 ) -> None:
-    first, second = await set_webhook(books, there.url), await set_webhook(books, there.url + "/new")
+    first, second = (
+        await set_webhook(books, there.url),
+        await set_webhook(books, there.url + "/new"),
+    )
     alert_id = await ask_for_test(books)
     async with books.begin() as session:
         [state] = await webhooks.list_webhooks(session, organization="acme")
@@ -285,8 +315,10 @@ async def test_a_webhook_that_is_removed_gives_up_what_waits_and_its_secret_stan
     assert not any(secret in logged for secret in (first, second))
 
 
-@pytest.mark.parametrize("answer", [b"\x00 what is this?\r\n\r\n", b"HTTP/1.1 200 OK\r\nX: \x00\r\n\r\n"])
-async def test_what_is_told_of_an_answer_that_is_no_http_has_not_the_path_which_may_be_a_secret(
+@pytest.mark.parametrize(
+    "answer", [b"\x00 what is this?\r\n\r\n", b"HTTP/1.1 200 OK\r\nX: \x00\r\n\r\n"]
+)
+async def test_the_error_for_an_invalid_http_response_omits_the_path(
     there: Receiver, answer: bytes
 ) -> None:
     there.answers.append(answer)
@@ -298,22 +330,52 @@ async def test_what_is_told_of_an_answer_that_is_no_http_has_not_the_path_which_
 
 
 PRIVATE = (
-    *("127.0.0.1", "10.0.0.1", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "0.0.0.0", "224.0.0.1", "240.0.0.1"),
+    *(
+        "127.0.0.1",
+        "10.0.0.1",
+        "172.16.0.1",
+        "192.168.1.1",
+        "169.254.169.254",
+        "100.64.0.1",
+        "0.0.0.0",
+        "224.0.0.1",
+        "240.0.0.1",
+    ),
     *("192.0.0.192", "168.63.129.16", "192.88.99.1", "fec0::1", "3fff::1", "64:ff9b:1::a00:1"),
-    *("::1", "::", "fe80::1", "fc00::1", "ff02::1", "::ffff:127.0.0.1", "::ffff:10.0.0.1", "64:ff9b::a00:1", "2002:a00:1::1"),
+    *(
+        "::1",
+        "::",
+        "fe80::1",
+        "fc00::1",
+        "ff02::1",
+        "::ffff:127.0.0.1",
+        "::ffff:10.0.0.1",
+        "64:ff9b::a00:1",
+        "2002:a00:1::1",
+    ),
 )
 
 
 def test_only_addresses_of_the_whole_internet_are_public() -> None:
     assert [each for each in PRIVATE if is_public(ipaddress.ip_address(each))] == []
-    assert all(is_public(ipaddress.ip_address(each)) for each in ("8.8.8.8", "2606:4700::1111", "64:ff9b::808:808"))
+    assert all(
+        is_public(ipaddress.ip_address(each))
+        for each in ("8.8.8.8", "2606:4700::1111", "64:ff9b::808:808")
+    )
 
 
 @pytest.mark.parametrize(
     "url",
     [
         *(f"https://[{each}]/" if ":" in each else f"https://{each}/" for each in PRIVATE),
-        *("http://example.com/", "ftp://example.com/", "https://", "example.com", "https://u:p@example.com/", "https://x.com/#y"),
+        *(
+            "http://example.com/",
+            "ftp://example.com/",
+            "https://",
+            "example.com",
+            "https://u:p@example.com/",
+            "https://x.com/#y",
+        ),
         *(
             "https://exa mple.com/",
             "https://exämple.com/",
@@ -330,7 +392,7 @@ def test_a_url_that_no_webhook_may_have_is_refused_by_name(url: str) -> None:
     assert refused.value.field == "url"
 
 
-async def test_a_name_that_leads_inside_is_refused_at_each_attempt_and_what_was_checked_is_connected_to(
+async def test_a_name_of_an_internal_address_is_refused_each_time_and_the_checked_address_is_used(
     there: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A name server may answer otherwise the second time."""
@@ -340,14 +402,17 @@ async def test_a_name_that_leads_inside_is_refused_at_each_attempt_and_what_was_
     def answer(addresses: list[str]) -> Any:
         def getaddrinfo(host: str, port: int, **_: Any) -> Any:
             asked.append(host)
-            return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in addresses]
+            return [
+                (socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port))
+                for address in addresses
+            ]
 
         return getaddrinfo
 
     monkeypatch.setattr(socket, "getaddrinfo", answer(["10.1.2.3", "127.0.0.1"]))
     refused = await send("https://inside.example/", "s", b"{}", private=False)
     monkeypatch.setattr(socket, "getaddrinfo", answer(["10.1.2.3", "8.8.8.8"]))
-    places = await checked_places("mixed.example", 443, private=False)
+    places = await resolve_allowed("mixed.example", 443, private=False)
     monkeypatch.setattr(socket, "getaddrinfo", answer(["127.0.0.1"]))
     reached = await send(f"http://pinned.example:{port}/alerts", "s", b"{}", private=True)
     allowed_no_more = await send(there.url, "s", b"{}", private=False)
@@ -358,4 +423,4 @@ async def test_a_name_that_leads_inside_is_refused_at_each_attempt_and_what_was_
     assert there.received[0].headers["host"] == f"pinned.example:{port}"
     assert "must use https" in allowed_no_more
     with pytest.raises(AddressRefused):
-        await checked_places("x.example", 443, private=False)
+        await resolve_allowed("x.example", 443, private=False)

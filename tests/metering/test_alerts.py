@@ -1,4 +1,4 @@
-"""An alert for each threshold, once: for each window and each value of the limit, whoever looks, however late."""
+"""Alerts: one for each threshold, window and limit, with any number of workers."""
 
 from __future__ import annotations
 
@@ -16,21 +16,24 @@ import psycopg
 import pytest
 from sqlalchemy import text
 
-from metering.alerts.alerts import LOOK, list_alerts, look_for_alerts, looked_at
+from metering.alerts.alerts import FIRE_CROSSED, fire_due_alerts, list_alerts, scanned_windows
 from metering.core.errors import InvalidValue
 from metering.core.models import QuotaDimension, QuotaSubject
 from metering.core.pages import page_token
 from metering.plans.prepaid import grant_credit, refresh, refresh_for_the_month, set_prepaid
-from metering.quotas.quota_admin import raise_quota, set_quota
+from metering.quotas.quota_admin import override_quota, set_quota
 from metering.quotas.quota_rules import Payer
 from metering.store.db import Sessions, create_engine, create_sessions, psycopg_conninfo
 from metering.tenants.tenants import create_api_key
 from tests.metering.hold_world import NOON, HoldWorld, admit, hold_world, settle
 from tests.metering.workers import wait_until
 
-WAITING = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE '%WITH windows%'"
+WAITING = (
+    "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE '%WITH"
+    " windows%'"
+)
 LOOK_ONCE = "from metering.tasks import fire_alerts; fire_alerts()"
-EXPLAIN, NO_SCANS = text(f"EXPLAIN {LOOK.text}"), text("SET LOCAL enable_seqscan = off")
+EXPLAIN, NO_SCANS = text(f"EXPLAIN {FIRE_CROSSED.text}"), text("SET LOCAL enable_seqscan = off")
 DAY, MONTH = QuotaDimension.TOKENS_PER_DAY, QuotaDimension.TOKENS_PER_MONTH
 
 
@@ -42,7 +45,7 @@ def world(database_url: str) -> Iterator[HoldWorld]:
 
 @pytest.fixture
 async def books(world: HoldWorld) -> AsyncIterator[Sessions]:
-    """Sessions that live at the time of the world."""
+    """Open sessions at the world's time."""
     engine = create_engine(world.url)
     yield create_sessions(engine)
     await engine.dispose()
@@ -58,7 +61,7 @@ async def limit(
     subject: QuotaSubject = QuotaSubject.ORGANIZATION,
     ref: str = "acme",
 ) -> str:
-    """Set a limit as an admin does; its id."""
+    """Set a limit as an admin does; return its id."""
     async with books.begin() as session:
         state = await set_quota(
             session,
@@ -74,51 +77,57 @@ async def limit(
 
 
 async def use(world: HoldWorld, payer: Payer, token_count: int) -> None:
-    """A request of so many input tokens, from its beginning to its end."""
+    """Run a request with this many input tokens from admission to settlement."""
     begun = admit(payer, input_tokens=token_count, slice_tokens=0, least_tokens=0)
     await world.run(begun)
     await world.run(settle(begun.hold_id, 0, input_tokens=token_count))
 
 
 def fired(world: HoldWorld) -> list[tuple[int, int, int]]:
-    """Threshold, limit and what was used, in the order in which they were found."""
-    rows = world.rows("SELECT threshold, limit_value, used FROM alerts ORDER BY fired_at, threshold, used")
+    """Return threshold, limit and used amount, in the order of detection."""
+    rows = world.rows(
+        "SELECT threshold, limit_value, used FROM alerts ORDER BY fired_at, threshold, used"
+    )
     return [(row[0], row[1], row[2]) for row in rows]
 
 
 @pytest.mark.parametrize("is_committed", [True, False])
-async def test_what_another_worker_is_about_to_write_is_written_once_and_what_is_held_does_not_count(
+async def test_concurrent_workers_write_an_alert_once_and_held_amounts_do_not_count(
     world: HoldWorld, books: Sessions, is_committed: bool
 ) -> None:
-    """A row that is not committed yet is seen by nobody; whoever finds the same crossing waits for what becomes of it."""
+    """An uncommitted row is invisible; another worker waits for its commit."""
     payer = world.tenant()
     quota_id = await limit(books, 1000)
     await use(world, payer, 499)
     await world.run(admit(payer, input_tokens=400))
-    held = await look_for_alerts(books)
+    held = await fire_due_alerts(books)
     await use(world, payer, 1)
 
     with psycopg.connect(psycopg_conninfo(world.url)) as other:
         window = NOON.replace(hour=0)
         values = (payer.organization_id, quota_id, window)
         other.execute(
-            "INSERT INTO alerts (organization_id, quota_id, window_start, threshold, limit_value, used) "
-            "VALUES (%s, %s, %s, 50, 1000, 500)",
+            "INSERT INTO alerts (organization_id, quota_id, window_start, threshold, limit_value,"
+            " used) VALUES (%s, %s, %s, 50, 1000, 500)",
             values,
         )
         async with asyncio.TaskGroup() as group:
-            looks = [group.create_task(look_for_alerts(books)) for _ in range(3)]
-            await asyncio.to_thread(wait_until, lambda: world.one(WAITING) == 3, "all to meet the row")
+            looks = [group.create_task(fire_due_alerts(books)) for _ in range(3)]
+            await asyncio.to_thread(
+                wait_until, lambda: world.one(WAITING) == 3, "all to meet the row"
+            )
             (other.commit if is_committed else other.rollback)()
-    again = await look_for_alerts(books)
+    again = await fire_due_alerts(books)
 
     assert held == 0
     assert (sum(look.result() for look in looks), again) == (0 if is_committed else 1, 0)
     assert fired(world) == [(50, 1000, 500)]
 
 
-async def test_workers_that_race_and_one_that_is_killed_in_the_middle_alert_once(world: HoldWorld, books: Sessions) -> None:
-    """The first is killed when its statement has found everything and cannot write it yet; then two look at once."""
+async def test_workers_that_race_and_one_that_is_killed_in_the_middle_alert_once(
+    world: HoldWorld, books: Sessions
+) -> None:
+    """The first is killed before its statement writes; then two race."""
     payer = world.tenant()
     await limit(books, 1000)
     await use(world, payer, 1000)
@@ -140,57 +149,74 @@ async def test_workers_that_race_and_one_that_is_killed_in_the_middle_alert_once
     assert fired(world) == [(50, 1000, 1000), (80, 1000, 1000), (100, 1000, 1000)]
 
 
-async def test_another_limit_alerts_anew_and_the_same_one_never_again(world: HoldWorld, books: Sessions) -> None:
+async def test_another_limit_alerts_again_and_the_same_one_never(
+    world: HoldWorld, books: Sessions
+) -> None:
     payer = world.tenant()
     quota_id = await limit(books, 1000, alert_at=[80])
     await use(world, payer, 900)
-    await look_for_alerts(books)
+    await fire_due_alerts(books)
     async with books.begin() as session:
-        await raise_quota(
-            session, quota_id=quota_id, limit_value=2000, until=NOON + timedelta(hours=1), reason="launch", actor="test"
+        await override_quota(
+            session,
+            quota_id=quota_id,
+            limit_value=2000,
+            until=NOON + timedelta(hours=1),
+            reason="launch",
+            actor="test",
         )
 
-    raised = await look_for_alerts(books)
+    raised = await fire_due_alerts(books)
     await use(world, payer, 700)
-    crossed = await look_for_alerts(books)
-    world.advance(3601)  # the raise is over, and the limit of which 80 % were told is back
-    fallen = await look_for_alerts(books)
+    crossed = await fire_due_alerts(books)
+    world.advance(3601)  # the raise is over, and the limit with its 80 % alert is back
+    fallen = await fire_due_alerts(books)
     await limit(books, 1500)
-    lowered = await look_for_alerts(books)
+    lowered = await fire_due_alerts(books)
     world.advance(12 * 3600)
-    tomorrow = await look_for_alerts(books)
+    tomorrow = await fire_due_alerts(books)
     await use(world, payer, 1200)
-    next_window = await look_for_alerts(books)
+    next_window = await fire_due_alerts(books)
 
     assert (raised, crossed, fallen, lowered, tomorrow, next_window) == (0, 1, 0, 1, 0, 1)
     assert fired(world) == [(80, 1000, 900), (80, 2000, 1600), (80, 1500, 1600), (80, 1500, 1200)]
 
 
-async def test_a_worker_that_was_away_finds_what_it_missed_by_the_limit_of_then(world: HoldWorld, books: Sessions) -> None:
+async def test_a_worker_that_was_away_finds_what_it_missed_by_the_limit_of_then(
+    world: HoldWorld, books: Sessions
+) -> None:
     payer = world.tenant()
-    day, month = await limit(books, 1000, alert_at=[50]), await limit(books, 5000, MONTH, alert_at=[50])
+    day, month = (
+        await limit(books, 1000, alert_at=[50]),
+        await limit(books, 5000, MONTH, alert_at=[50]),
+    )
     async with books.begin() as session:  # in force until after the day's end
         until = NOON + timedelta(hours=30)
-        await raise_quota(session, quota_id=day, limit_value=2000, until=until, reason="launch", actor="test")
-    await use(world, payer, 990)  # of the raised limit less than half
+        await override_quota(
+            session, quota_id=day, limit_value=2000, until=until, reason="launch", actor="test"
+        )
+    await use(world, payer, 990)  # less than half of the raised limit
     world.set_time(until + timedelta(hours=1))
-    under_the_raise = await look_for_alerts(books)
+    under_the_raise = await fire_due_alerts(books)
     world.set_time(datetime(2026, 12, 1, 3, tzinfo=UTC))
     await use(world, payer, 600)
     world.set_time(datetime(2026, 12, 3, 3, tzinfo=UTC))
 
-    late = await look_for_alerts(books)
-    await limit(books, 800, alert_at=[50])  # of which more than half was used on the first, when it was 1000
+    late = await fire_due_alerts(books)
+    # On the first day, more than half of it was used, when the limit was 1000.
+    await limit(books, 800, alert_at=[50])
     await limit(books, 1200, MONTH, alert_at=[50])
-    after_changes = await look_for_alerts(books)
+    after_changes = await fire_due_alerts(books)
 
     first = datetime(2026, 12, 1, tzinfo=UTC)
-    found = world.rows("SELECT quota_id, window_start, limit_value, used FROM alerts ORDER BY limit_value")
+    found = world.rows(
+        "SELECT quota_id, window_start, limit_value, used FROM alerts ORDER BY limit_value"
+    )
     assert (under_the_raise, late, after_changes) == (0, 1, 1)
     assert found == [(uuid.UUID(day), first, 1000, 600), (uuid.UUID(month), first, 1200, 600)]
 
 
-async def test_a_limit_that_refuses_is_used_up_when_hardly_anything_is_left_and_one_that_watches_when_it_is(
+async def test_an_enforced_limit_alerts_when_almost_used_up_and_a_shadow_limit_when_used_up(
     world: HoldWorld, books: Sessions
 ) -> None:
     payer = world.tenant()
@@ -200,11 +226,11 @@ async def test_a_limit_that_refuses_is_used_up_when_hardly_anything_is_left_and_
     found = []
     for token_count in (994, 1):
         await use(world, payer, token_count)
-        found.append(await look_for_alerts(books))
+        found.append(await fire_due_alerts(books))
     await limit(books, 2000, alert_at=[])
     for token_count in (5, 200):
         await use(world, payer, token_count)
-        found.append(await look_for_alerts(books))
+        found.append(await fire_due_alerts(books))
 
     assert found == [0, 1, 1, 1]
     assert fired(world) == [(100, 1000, 995), (100, 1000, 1000), (120, 1000, 1200)]
@@ -213,50 +239,66 @@ async def test_a_limit_that_refuses_is_used_up_when_hardly_anything_is_left_and_
 async def test_prepaid_credit_alerts_when_so_much_is_left_and_again_when_a_grant_was_used_up(
     world: HoldWorld, books: Sessions
 ) -> None:
-    """Input tokens cost 3 picos. What ends and begins with a month alerts nobody before the limit is worked out for it."""
+    """Input tokens cost 3 picos. Monthly changes alert only once the limit is computed for them."""
     payer = world.tenant()
 
     async def grant(amount: int, first: date | None = None, last: date = date(2026, 12, 1)) -> None:
         async with books.begin() as session:
             made = await grant_credit(
-                session, organization="acme", amount_picos=amount, first_month=first, last_month=last, reason="paid", actor="test"
+                session,
+                organization="acme",
+                amount_picos=amount,
+                first_month=first,
+                last_month=last,
+                reason="paid",
+                actor="test",
             )
-            await refresh(session, made.organization_id, actor="test", granted_picos=made.amount_picos)
+            await refresh(
+                session, made.organization_id, actor="test", granted_picos=made.amount_picos
+            )
 
     async with books.begin() as session:
-        await set_prepaid(session, organization="acme", prepaid=True, alert_at=[150, 300], actor="test")
+        await set_prepaid(
+            session, organization="acme", prepaid=True, alert_at=[150, 300], actor="test"
+        )
     await grant(60)
     await grant(840, last=date(2026, 11, 1))
     await grant(900, first=date(2026, 12, 1))
     found = []
     for token_count in (199, 1, 50):  # 303, 300 and 150 are left
         await use(world, payer, token_count)
-        found.append(await look_for_alerts(books))
+        found.append(await fire_due_alerts(books))
     await grant(450, last=date(2026, 11, 1))
-    found.append(await look_for_alerts(books))
+    found.append(await fire_due_alerts(books))
     await use(world, payer, 100)
-    found.append(await look_for_alerts(books))
+    found.append(await fire_due_alerts(books))
     world.set_time(datetime(2026, 12, 1, 0, 0, 1, tzinfo=UTC))
-    found.append(await look_for_alerts(books))
+    found.append(await fire_due_alerts(books))
     await refresh_for_the_month(books)
-    found.append(await look_for_alerts(books))
+    found.append(await fire_due_alerts(books))
 
     assert found == [0, 1, 1, 0, 1, 0, 0]
     assert sorted(fired(world)) == [(150, 900, 750), (300, 900, 600), (300, 1350, 1050)]
 
 
-async def test_alerts_of_keys_and_projects_are_their_organizations_and_read_page_by_page(world: HoldWorld, books: Sessions) -> None:
+async def test_alerts_of_keys_and_projects_are_their_organizations_and_read_page_by_page(
+    world: HoldWorld, books: Sessions
+) -> None:
     acme, bolt = world.tenant("acme"), world.tenant("bolt")
     await limit(books, 100, subject=QuotaSubject.PROJECT, ref="acme/search")
     await limit(books, 100, subject=QuotaSubject.API_KEY, ref=str(acme.api_key_id))
     await limit(books, 100, ref="bolt", alert_at=[1])
     for payer in (acme, bolt):
         await use(world, payer, 85)
-    await look_for_alerts(books)
+    await fire_due_alerts(books)
 
     async with books() as session:
         pages = [await list_alerts(session, organization_id=acme.organization_id, page_size=3)]
-        pages.append(await list_alerts(session, organization_id=acme.organization_id, page_size=3, page_token=pages[0][1]))
+        pages.append(
+            await list_alerts(
+                session, organization_id=acme.organization_id, page_size=3, page_token=pages[0][1]
+            )
+        )
         everything, _ = await list_alerts(session, organization_id=None)
         with pytest.raises(InvalidValue, match="page_token"):
             await list_alerts(session, organization_id=None, page_token="x_y")
@@ -272,7 +314,9 @@ async def test_alerts_of_keys_and_projects_are_their_organizations_and_read_page
     assert [each.organization.name for each in everything if each not in listed] == ["bolt"]
 
 
-async def test_what_can_never_alert_is_refused_and_new_keys_alert_as_their_copy_says(world: HoldWorld, books: Sessions) -> None:
+async def test_impossible_thresholds_are_refused_and_new_keys_copy_theirs(
+    world: HoldWorld, books: Sessions
+) -> None:
     world.tenant()
     wrong: list[tuple[QuotaDimension, Sequence[int], str]] = [
         (QuotaDimension.TOKENS_PER_MINUTE, [50], "does not alert"),
@@ -285,30 +329,48 @@ async def test_what_can_never_alert_is_refused_and_new_keys_alert_as_their_copy_
         with pytest.raises(InvalidValue, match=told):
             await limit(books, 100, dimension, alert_at=alert_at)
     async with books.begin() as session:
-        set_again = partial(set_quota, session, subject=QuotaSubject.PROJECT, subject_ref="acme/search", dimension=DAY)
+        set_again = partial(
+            set_quota,
+            session,
+            subject=QuotaSubject.PROJECT,
+            subject_ref="acme/search",
+            dimension=DAY,
+        )
         await set_again(limit_value=100, for_new_keys=True, alert_at=[90, 10], actor="test")
         kept = await set_again(limit_value=200, for_new_keys=True, actor="test")
-        key, _ = await create_api_key(session, organization="acme", project="search", name="new", actor="test")
+        key, _ = await create_api_key(
+            session, organization="acme", project="search", name="new", actor="test"
+        )
 
     assert kept.alert_at == (10, 90)
     assert world.one("SELECT alert_at FROM quotas WHERE subject_id = %s", key.id) == [10, 90]
 
 
 def test_the_windows_of_a_look_end_where_the_next_begin() -> None:
-    windows = looked_at(datetime(2027, 3, 1, 5, tzinfo=UTC))
+    windows = scanned_windows(datetime(2027, 3, 1, 5, tzinfo=UTC))
 
     days = [(starts_at, ends_at) for dimension, starts_at, ends_at in windows if dimension is DAY]
-    months = [(starts_at.date(), ends_at.date()) for dimension, starts_at, ends_at in windows if dimension is MONTH]
+    months = [
+        (starts_at.date(), ends_at.date())
+        for dimension, starts_at, ends_at in windows
+        if dimension is MONTH
+    ]
     assert [ends_at for _, ends_at in days[1:]] == [starts_at for starts_at, _ in days[:-1]]
     assert len(days) == 3
     assert months == [(date(2027, 3, 1), date(2027, 4, 1)), (date(2027, 2, 1), date(2027, 3, 1))]
 
 
 async def test_a_look_finds_counters_by_their_key(books: Sessions) -> None:
-    """However many minutes of other limits are counted."""
+    """However many counters other limits have."""
     async with books() as session:
         await session.execute(NO_SCANS)
-        parameters = {"dimensions": [str(DAY)], "starts": [NOON], "ends": [NOON], "month": NOON.date(), "limit": 10}
+        parameters = {
+            "dimensions": [str(DAY)],
+            "starts": [NOON],
+            "ends": [NOON],
+            "month": NOON.date(),
+            "limit": 10,
+        }
         plan = "\n".join((await session.execute(EXPLAIN, parameters)).scalars())
 
     assert "pk_quota_counters" in plan, plan

@@ -11,8 +11,8 @@ import psycopg
 import pytest
 from psycopg import sql
 
-from metering.ledger.rating import keep_ahead
-from metering.proof.fsck import chosen_checks, fsck
+from metering.ledger.rating import create_partitions
+from metering.proof.fsck import fsck, select_checks
 from metering.store import migrations_runner
 from metering.store.db import Sessions, create_engine, create_sessions, psycopg_conninfo
 from metering.store.migrations_runner import RoleUnfit, prepare_application_role
@@ -34,17 +34,22 @@ async def application_sessions(database_url: str) -> AsyncIterator[Sessions]:
 
 @pytest.fixture
 def application(database_url: str) -> Iterator[psycopg.Connection]:
-    """A connection of the application role."""
-    with psycopg.connect(psycopg_conninfo(as_application(database_url)), autocommit=True) as connection:
+    """Connect with the application role."""
+    with psycopg.connect(
+        psycopg_conninfo(as_application(database_url)), autocommit=True
+    ) as connection:
         yield connection
 
 
 @pytest.fixture
 def owner(database_url: str) -> Iterator[psycopg.Connection]:
-    """A connection of the owner of the tables. The role that a test may create is dropped afterwards."""
+    """Yield a connection of the tables' owner."""
     with psycopg.connect(psycopg_conninfo(database_url), autocommit=True) as connection:
         yield connection
-        if connection.execute("SELECT FROM pg_roles WHERE rolname = %s", [ROLE]).fetchone() is not None:
+        if (
+            connection.execute("SELECT FROM pg_roles WHERE rolname = %s", [ROLE]).fetchone()
+            is not None
+        ):
             connection.execute(sql.SQL("DROP OWNED BY {} CASCADE").format(sql.Identifier(ROLE)))
             connection.execute(sql.SQL("DROP ROLE {}").format(sql.Identifier(ROLE)))
 
@@ -58,14 +63,16 @@ async def test_the_application_role_rates_closes_verifies_and_makes_partitions(
 
     result = await world.close("2025-10")
     async with application_sessions.begin() as session:
-        partitions = await keep_ahead(session)
+        partitions = await create_partitions(session)
 
     assert result.report.total_picos == 999_003 * 150_000 + 1_000 * 15_000 + 10_007 * 600_000
     assert (await world.verify("2025-10")).differences == ()
     assert partitions.created == ("2025-10",)
-    assert partitions.stray == {}
+    assert partitions.in_default == {}
     assert {
-        verdict.check.name for verdict in fsck(as_application(database_url), chosen_checks()) if verdict.violation_count
+        verdict.check.name
+        for verdict in fsck(as_application(database_url), select_checks())
+        if verdict.violation_count
     } == set()
 
 
@@ -75,7 +82,10 @@ async def test_the_application_role_rates_closes_verifies_and_makes_partitions(
         "ALTER TABLE invoices DISABLE TRIGGER ALL",
         "ALTER TABLE usage_events DETACH PARTITION usage_events_default",
         "DROP TRIGGER billing_months_close_once ON billing_months",
-        "CREATE OR REPLACE FUNCTION refuse_change() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NEW; END'",
+        (
+            "CREATE OR REPLACE FUNCTION refuse_change() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN"
+            " RETURN NEW; END'"
+        ),
         "SET session_replication_role = replica",
         "TRUNCATE ledger_entries",
         "DELETE FROM usage_events",
@@ -94,38 +104,59 @@ async def test_the_application_role_rates_closes_verifies_and_makes_partitions(
         "SET ROLE postgres",
     ],
 )
-def test_the_application_role_cannot_get_past_the_guards(application: psycopg.Connection, statement: LiteralString) -> None:
+def test_the_application_role_cannot_get_past_the_guards(
+    application: psycopg.Connection, statement: LiteralString
+) -> None:
     with pytest.raises(psycopg.errors.InsufficientPrivilege):
         application.execute(statement)
 
 
-def test_every_table_with_rights_of_its_own_exists(owner: psycopg.Connection) -> None:
-    tables = {name for (name,) in owner.execute("SELECT tablename FROM pg_tables WHERE schemaname = 'public'")}
+def test_every_table_with_separate_rights_exists(owner: psycopg.Connection) -> None:
+    tables = {
+        name
+        for (name,) in owner.execute("SELECT tablename FROM pg_tables WHERE schemaname = 'public'")
+    }
 
-    named = (migrations_runner.READ_ONLY, migrations_runner.UPDATED, migrations_runner.LOCKED, migrations_runner.DELETED)
+    named = (
+        migrations_runner.READ_ONLY,
+        migrations_runner.UPDATED,
+        migrations_runner.LOCKED,
+        migrations_runner.DELETED,
+    )
     assert set().union(*named) <= tables
 
 
 def test_preparing_the_role_again_takes_what_was_given_beside_it_and_keeps_its_password(
     database_url: str, owner: psycopg.Connection
 ) -> None:
-    rights = "SELECT relname, relacl::text[] FROM pg_class WHERE relnamespace = 'public'::regnamespace ORDER BY relname"
+    rights = (
+        "SELECT relname, relacl::text[] FROM pg_class WHERE relnamespace = 'public'::regnamespace"
+        " ORDER BY relname"
+    )
     before = owner.execute(rights).fetchall()
     verifier = "SELECT rolpassword FROM pg_authid WHERE rolname = %s"
     password = owner.execute(verifier, [APPLICATION_ROLE]).fetchone()
-    owner.execute(sql.SQL("GRANT DELETE, TRUNCATE ON invoices TO {}").format(sql.Identifier(APPLICATION_ROLE)))
+    owner.execute(
+        sql.SQL("GRANT DELETE, TRUNCATE ON invoices TO {}").format(sql.Identifier(APPLICATION_ROLE))
+    )
 
     prepare_application_role(database_url, APPLICATION_ROLE)
 
     after = owner.execute(rights).fetchall()
-    assert [(name, sorted(each or ())) for name, each in after] == [(name, sorted(each or ())) for name, each in before]
+    assert [(name, sorted(each or ())) for name, each in after] == [
+        (name, sorted(each or ())) for name, each in before
+    ]
     assert owner.execute(verifier, [APPLICATION_ROLE]).fetchone() == password
 
 
-def test_a_password_creates_the_role_and_is_stored_as_a_verifier(database_url: str, owner: psycopg.Connection) -> None:
+def test_a_password_creates_the_role_and_is_stored_as_a_verifier(
+    database_url: str, owner: psycopg.Connection
+) -> None:
     prepare_application_role(database_url, ROLE, password="correct horse")
 
-    found = owner.execute("SELECT rolcanlogin, rolsuper, rolpassword FROM pg_authid WHERE rolname = %s", [ROLE]).fetchone()
+    found = owner.execute(
+        "SELECT rolcanlogin, rolsuper, rolpassword FROM pg_authid WHERE rolname = %s", [ROLE]
+    ).fetchone()
     assert found is not None
     assert found[:2] == (True, False)
     assert re.match(r"SCRAM-SHA-256\$", found[2])
@@ -134,11 +165,23 @@ def test_a_password_creates_the_role_and_is_stored_as_a_verifier(database_url: s
 @pytest.mark.parametrize(
     ("setup", "problem"),
     [
-        ("", "role 'weir_test_other' does not exist: set WEIR_APPLICATION_PASSWORD to create it, or run CREATE ROLE"),
+        (
+            "",
+            (
+                "role 'weir_test_other' does not exist: set WEIR_APPLICATION_PASSWORD to create it,"
+                " or run CREATE ROLE"
+            ),
+        ),
         ("CREATE ROLE weir_test_other LOGIN SUPERUSER", "must not be a superuser"),
         ("CREATE ROLE weir_test_other LOGIN IN ROLE pg_write_all_data", "has the right DELETE"),
-        ("CREATE ROLE weir_test_other LOGIN; GRANT CREATE ON SCHEMA public TO weir_test_other", "can create objects"),
-        ("CREATE ROLE weir_test_other LOGIN; GRANT TRUNCATE ON invoices TO PUBLIC", "has the right TRUNCATE on table invoices"),
+        (
+            "CREATE ROLE weir_test_other LOGIN; GRANT CREATE ON SCHEMA public TO weir_test_other",
+            "can create objects",
+        ),
+        (
+            "CREATE ROLE weir_test_other LOGIN; GRANT TRUNCATE ON invoices TO PUBLIC",
+            "has the right TRUNCATE on table invoices",
+        ),
     ],
 )
 def test_a_role_with_more_rights_is_refused_and_given_nothing(
@@ -150,7 +193,10 @@ def test_a_role_with_more_rights_is_refused_and_given_nothing(
     with pytest.raises(RoleUnfit, match=re.escape(problem)):
         prepare_application_role(database_url, ROLE)
 
-    granted = "SELECT FROM pg_class WHERE relname = 'invoices' AND relacl::text LIKE '%%weir_test_other%%'"
+    granted = (
+        "SELECT FROM pg_class WHERE relname = 'invoices' AND relacl::text LIKE"
+        " '%%weir_test_other%%'"
+    )
     assert owner.execute(granted).fetchone() is None
 
 

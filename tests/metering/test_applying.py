@@ -1,4 +1,4 @@
-"""Applying a configuration beside requests: its limits count what was used before, and nobody waits for the rest of it."""
+"""Configuration applied beside requests: new limits count earlier use, and requests do not wait."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ LIMITS = (
     (QuotaPlace(QuotaDimension.TOKENS_PER_MINUTE), QuotaSpec(1000)),
     (QuotaPlace(QuotaDimension.TOKENS_PER_MONTH), QuotaSpec(1000, output_weight_milli=2000)),
 )
-LOCK_IS_FREE = "SELECT pg_try_advisory_xact_lock_shared(1466263922, 1)"  # which every admission takes
+# Every admission takes this lock.
+LOCK_IS_FREE = "SELECT pg_try_advisory_xact_lock_shared(1466263922, 1)"
 
 
 @pytest.fixture
@@ -36,51 +37,67 @@ def world(database_url: str) -> Iterator[HoldWorld]:
 
 
 def limited(name: str) -> OrganizationSpec:
-    """An organization with limits at every level."""
+    """Return an organization with limits at every level."""
     key = KeySpec("laptop", quotas=LIMITS)
-    return OrganizationSpec(name, quotas=LIMITS, projects=(ProjectSpec("search", quotas=LIMITS, keys=(key,)),))
+    return OrganizationSpec(
+        name, quotas=LIMITS, projects=(ProjectSpec("search", quotas=LIMITS, keys=(key,)),)
+    )
 
 
-async def applied(sessions: Sessions, world: HoldWorld, *wanted: OrganizationSpec, dry_run: bool = False) -> tuple[Attempts, bool]:
-    """What was applied, and whether requests could be let in at the end of the transaction."""
+async def applied(
+    sessions: Sessions, world: HoldWorld, *wanted: OrganizationSpec, dry_run: bool = False
+) -> tuple[Attempts, bool]:
+    """Return the changes, and whether requests could be admitted meanwhile."""
     async with sessions.begin() as session:
         work = await apply_configuration(
-            session, Configuration(wanted), actor="test", own_key_id=uuid.uuid4(), models=[MODEL], dry_run=dry_run
+            session,
+            Configuration(wanted),
+            actor="test",
+            own_key_id=uuid.uuid4(),
+            models=[MODEL],
+            dry_run=dry_run,
         )
         free = world.one(LOCK_IS_FREE)
-        if work.mistakes or dry_run:
+        if work.violations or dry_run:
             await session.rollback()
     return work, free
 
 
-async def test_nobody_waits_for_a_dry_run_for_mistakes_or_for_what_is_new(world: HoldWorld, sessions: Sessions) -> None:
+async def test_dry_runs_mistakes_and_new_objects_take_no_lock(
+    world: HoldWorld, sessions: Sessions
+) -> None:
     world.tenant("acme")
     acme, new = OrganizationSpec("acme", quotas=LIMITS), limited("new")
     wrong = OrganizationSpec("acme", quotas=LIMITS, projects=(ProjectSpec("No"),))
 
     dry, free_in_dry_run = await applied(sessions, world, acme, new, dry_run=True)
-    mistaken, free_with_mistakes = await applied(sessions, world, wrong)
+    mistaken, free_with_errors = await applied(sessions, world, wrong)
     made, free_for_new = await applied(sessions, world, new)
     _, free_for_used = await applied(sessions, world, acme)
 
     assert len(dry.changes) == 2 + 9
-    assert mistaken.mistakes
+    assert mistaken.violations
     assert len(made.changes) == 9
-    assert (free_in_dry_run, free_with_mistakes, free_for_new) == (True, True, True)
+    assert (free_in_dry_run, free_with_errors, free_for_new) == (True, True, True)
     assert not free_for_used, "a limit that counts the past is not counted beside admissions"
 
 
-async def test_limits_that_are_applied_at_once_count_what_was_used_before(world: HoldWorld, sessions: Sessions) -> None:
+async def test_limits_that_are_applied_at_once_count_what_was_used_before(
+    world: HoldWorld, sessions: Sessions
+) -> None:
     payers = [world.tenant(name) for name in ("acme", "bolt")]
     for payer in payers:
         done = admit(payer)
         await world.run(done, admit(payer))  # 10 in and 20 leased, each
         await world.run(settle(done.hold_id, 7))
 
-    await applied(sessions, world, *(OrganizationSpec(name, quotas=LIMITS) for name in ("acme", "bolt")))
+    await applied(
+        sessions, world, *(OrganizationSpec(name, quotas=LIMITS) for name in ("acme", "bolt"))
+    )
 
     rows = world.rows(
-        "SELECT dimension, used, held FROM quotas JOIN quota_counters ON quota_id = id ORDER BY dimension, subject_id"
+        "SELECT dimension, used, held FROM quotas JOIN quota_counters ON quota_id = id ORDER BY"
+        " dimension, subject_id"
     )
     assert rows == [("tokens_per_minute", 17, 30)] * 2 + [("tokens_per_month", 24, 50)] * 2
     check_invariants(world.url)

@@ -1,4 +1,4 @@
-"""A secret that is not good looks the same, and costs the same, whyever it is not."""
+"""Invalid secrets: the same answer at the same cost, whatever the reason."""
 
 from __future__ import annotations
 
@@ -24,21 +24,27 @@ from metering.tenants.tenants import (
 
 @pytest.fixture
 async def secrets(sessions: Sessions) -> dict[str, str]:
-    """One secret of each kind."""
+    """Create one secret of each kind."""
     async with sessions.begin() as session:
         await create_organization(session, name="acme", actor="test")
         await create_project(session, organization="acme", name="main", actor="test")
         made = {}
         for name in ("good", "revoked", "expired", "replaced"):
-            key, secret = await create_api_key(session, organization="acme", project="main", name=name, actor="test")
+            key, secret = await create_api_key(
+                session, organization="acme", project="main", name=name, actor="test"
+            )
             made[name] = secret
             if name == "revoked":
                 await revoke_api_key(session, api_key=str(key.id), actor="test")
             elif name == "expired":
                 ended = func.now() - timedelta(hours=1)
-                await session.execute(update(ApiKey).where(ApiKey.id == key.id).values(expires_at=ended))
+                await session.execute(
+                    update(ApiKey).where(ApiKey.id == key.id).values(expires_at=ended)
+                )
             elif name == "replaced":
-                await rotate_api_key(session, api_key=str(key.id), overlap=timedelta(0), actor="test")
+                await rotate_api_key(
+                    session, api_key=str(key.id), overlap=timedelta(0), actor="test"
+                )
     prefix = made["good"][:11]
     return made | {"of a known prefix": new_secret(prefix), "unknown": new_secret()}
 

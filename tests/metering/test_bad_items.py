@@ -1,4 +1,4 @@
-"""One bad item stops no background loop: the others go on, and the bad one rests before it is tried again."""
+"""One bad item stops no background loop, and is retried after a delay."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.metering.test_recovery import dead_process
 
 
 def with_clock(monkeypatch: pytest.MonkeyPatch, retries: Retries) -> Clock:
-    """Let failures of a module's loop rest by a clock that only the test moves."""
+    """Replace the clock of a module's retries; return it, for the test to move."""
     clock = Clock()
     monkeypatch.setattr(retries, "_clock", clock)
     monkeypatch.setattr(retries, "_failures", type(retries._failures)())
@@ -65,10 +65,16 @@ async def test_an_event_that_no_statement_can_rate_leaves_the_others_rated(
         await session.execute(
             text(f"""
             CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
-                IF NEW.id = {bad} AND NEW.rated_at IS NOT NULL THEN RAISE 'planted'; END IF; RETURN NEW; END $$
+                IF NEW.id = {bad} AND NEW.rated_at IS NOT NULL THEN
+                RAISE 'planted'; END IF; RETURN NEW; END $$
             """)
         )
-        await session.execute(text("CREATE TRIGGER refuse BEFORE UPDATE ON usage_events FOR EACH ROW EXECUTE FUNCTION refuse()"))
+        await session.execute(
+            text(
+                "CREATE TRIGGER refuse BEFORE UPDATE ON usage_events FOR EACH ROW EXECUTE FUNCTION"
+                " refuse()"
+            )
+        )
     monkeypatch.setattr(rating, "BATCH_SIZE", 10)
 
     rated = [await rate_all_pending(sessions) for _ in range(3)]
@@ -93,7 +99,7 @@ class RaisingExporter(FileExporter):
         self.asked: list[str] = []
 
     async def deliver(self, quantity: Quantity) -> Answer:
-        """See `Exporter`."""
+        """Implement `Exporter.deliver`."""
         self.asked.append(quantity.identifier)
         if quantity.identifier in self.bad:
             raise ValueError("planted")
@@ -101,23 +107,41 @@ class RaisingExporter(FileExporter):
 
 
 async def test_a_batch_that_breaks_its_exporter_holds_up_no_other(
-    sessions: Sessions, customer: Customer, price: ModelPrice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sessions: Sessions,
+    customer: Customer,
+    price: ModelPrice,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with_clock(monkeypatch, deliveries.retries)
-    await use_and_rate(sessions, customer, price, *(Consumed(9, 3, 5, settled_at=hours_ago(each)) for each in (3, 4, 5)))
+    await use_and_rate(
+        sessions,
+        customer,
+        price,
+        *(Consumed(9, 3, 5, settled_at=hours_ago(each)) for each in (3, 4, 5)),
+    )
     await form_batches(sessions)
     async with sessions() as session:
-        bad = str(await session.scalar(text("SELECT id FROM meter_batches ORDER BY hour, token_kind LIMIT 1")))
+        bad = str(
+            await session.scalar(
+                text("SELECT id FROM meter_batches ORDER BY hour, token_kind LIMIT 1")
+            )
+        )
     exporter = RaisingExporter(tmp_path / "out", {bad})
 
     run = await deliver_pending(sessions, exporter, budget_s=60)
 
-    assert (run.delivered_count, run.trouble) == (8, None)
+    assert (run.delivered_count, run.failure) == (8, None)
     assert await states(sessions) == {"delivered": 8, "sent": 1}
     assert exporter.asked.count(bad) == 1
     async with sessions.begin() as session:
         error, rests = (
-            await session.execute(text("SELECT last_error, next_attempt_at > now() FROM meter_batches WHERE state = 'sent'"))
+            await session.execute(
+                text(
+                    "SELECT last_error, next_attempt_at > now() FROM meter_batches WHERE state ="
+                    " 'sent'"
+                )
+            )
         ).one()
         await session.execute(text("UPDATE meter_batches SET next_attempt_at = now()"))
     assert (error.startswith("incident "), rests) == (True, True)
@@ -127,7 +151,11 @@ async def test_a_batch_that_breaks_its_exporter_holds_up_no_other(
 
 
 async def test_a_stage_of_the_export_that_fails_holds_up_no_other(
-    sessions: Sessions, customer: Customer, price: ModelPrice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sessions: Sessions,
+    customer: Customer,
+    price: ModelPrice,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = with_clock(monkeypatch, deliveries.export_retries)
     await use_and_rate(sessions, customer, price, Consumed(9, 3, 5, settled_at=hours_ago(3)))
@@ -158,7 +186,10 @@ async def test_an_event_of_stripe_that_breaks_its_handler_holds_up_no_other(
     async with sessions.begin() as session:
         for name in ("evt_bad", "evt_good"):
             values = {"id": name, "payload": '{"id": "x"}'}
-            await session.execute(text("INSERT INTO stripe_events (id, type, payload) VALUES (:id, 'x', :payload)"), values)
+            await session.execute(
+                text("INSERT INTO stripe_events (id, type, payload) VALUES (:id, 'x', :payload)"),
+                values,
+            )
     handle, tried = stripe_inbox._handle, []
 
     async def fails(session: object, event_id: str, kind: str, errors: None) -> int:
@@ -186,7 +217,9 @@ async def test_a_prepaid_organization_that_cannot_be_refreshed_holds_up_no_other
         customers = [await new_customer(session, name) for name in ("first", "second", "third")]
         for each in customers:
             await prepaid.set_prepaid(session, organization=each.name, prepaid=True, actor="test")
-        await session.execute(text("UPDATE prepaid_organizations SET month = month - interval '1 month'"))
+        await session.execute(
+            text("UPDATE prepaid_organizations SET month = month - interval '1 month'")
+        )
     bad, refresh = min(each.organization_id for each in customers), prepaid.refresh
     is_broken = True
 
@@ -205,7 +238,9 @@ async def test_a_prepaid_organization_that_cannot_be_refreshed_holds_up_no_other
     assert refreshed == [2, 0, 0, 1]
 
 
-async def test_a_hold_that_cannot_be_swept_holds_up_no_other(world: HoldWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_hold_that_cannot_be_swept_holds_up_no_other(
+    world: HoldWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock = with_clock(monkeypatch, recovery.sweep_retries)
     payer = world.tenant("acme")
     requests = [admit(payer) for _ in range(3)]
@@ -240,7 +275,7 @@ async def test_a_journal_that_cannot_be_recovered_holds_up_no_other(
     recover, tried = recovery.recover, []
 
     async def fails(holds: object, journal: AbandonedJournal) -> Recovered:
-        tried.append(journal.owner_id)
+        tried.append(journal.process_id)
         if len(tried) == 1:
             raise ValueError("planted")
         return await recover(holds, journal)  # type: ignore[arg-type]
@@ -254,7 +289,9 @@ async def test_a_journal_that_cannot_be_recovered_holds_up_no_other(
     assert tried[0] == tried[2] != tried[1]
 
 
-def test_a_task_that_fails_is_counted_in_the_database_and_rests(database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_that_fails_is_counted_in_the_database_and_rests(
+    database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WEIR_DATABASE_URL", database_url)
     clock = Clock()
     monkeypatch.setattr(celery_app, "task_retries", Retries("worker_task", clock=clock))
@@ -270,7 +307,9 @@ def test_a_task_that_fails_is_counted_in_the_database_and_rests(database_url: st
     for name, function in (("test.bad", bad), ("test.good", good)):
         celery_app.task(name)(function)
     record_worker_incidents({"WEIR_DATABASE_URL": database_url})
-    count = "SELECT coalesce(sum(incident_count), 0) FROM worker_incidents WHERE source = 'worker_task'"
+    count = (
+        "SELECT coalesce(sum(incident_count), 0) FROM worker_incidents WHERE source = 'worker_task'"
+    )
     with psycopg.connect(psycopg_conninfo(database_url), autocommit=True) as connection:
         [before] = connection.execute(count).fetchone() or (0,)
         for _ in range(3):
@@ -293,7 +332,10 @@ async def test_events_that_are_misstated_are_an_incident_once_and_not_each_secon
         price = await new_price(session)
         ids = await add_usage(session, customer, price, [Consumed(5, 0, 5)] * 2)
         await session.execute(text("ALTER TABLE usage_events DISABLE TRIGGER USER"))
-        await session.execute(text("UPDATE usage_events SET cost_picos = cost_picos + 1 WHERE id = :id"), {"id": ids[0]})
+        await session.execute(
+            text("UPDATE usage_events SET cost_picos = cost_picos + 1 WHERE id = :id"),
+            {"id": ids[0]},
+        )
         await session.execute(text("ALTER TABLE usage_events ENABLE TRIGGER USER"))
     before = incident_count(tasks.misstated_retries)
 

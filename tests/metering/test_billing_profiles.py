@@ -1,4 +1,4 @@
-"""Billing profiles: what they may hold, how they replace each other, and what a closed month keeps."""
+"""Billing profiles: validation, replacement, and the copies in closed months."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ from metering.core.errors import InvalidValue, NotFound
 from metering.invoicing.invoice_document import Issuer, invoice_document
 from metering.invoicing.invoice_pdf import render_pdf
 from metering.store.db import Sessions
-from metering.tenants.billing_profiles import BillingProfile, billing_profile, checked_profile, set_billing_profile
+from metering.tenants.billing_profiles import (
+    BillingProfile,
+    billing_profile,
+    checked_profile,
+    set_billing_profile,
+)
 from tests.metering.books import Consumed, Customer
 from tests.metering.closing_world import ClosingWorld
 
@@ -43,19 +48,42 @@ async def change(sessions: Sessions, profile: BillingProfile, organization: str 
 @pytest.mark.parametrize(
     "email",
     [
-        *("", "acme.example", "@acme.example", "a@", "a@localhost", "a b@acme.example", "a@acme..example"),
-        *("a..b@acme.example", ".a@acme.example", "a@-acme.example", "a@acme.example\n", "a@acme.example, b@acme.example"),
-        *("Ann <a@acme.example>", "a@acme.e", "\x00a@acme.example", "ä@acme.example", "a@acme.example\u202e"),
+        *(
+            "",
+            "acme.example",
+            "@acme.example",
+            "a@",
+            "a@localhost",
+            "a b@acme.example",
+            "a@acme..example",
+        ),
+        *(
+            "a..b@acme.example",
+            ".a@acme.example",
+            "a@-acme.example",
+            "a@acme.example\n",
+            "a@acme.example, b@acme.example",
+        ),
+        *(
+            "Ann <a@acme.example>",
+            "a@acme.e",
+            "\x00a@acme.example",
+            "ä@acme.example",
+            "a@acme.example\u202e",
+        ),
         *("a" * 65 + "@acme.example", "a@" + "b." * 130 + "example"),
     ],
 )
-def test_what_is_not_an_email_address_is_refused(email: str) -> None:
+def test_invalid_email_addresses_are_refused(email: str) -> None:
     with pytest.raises(InvalidValue) as refused:
         checked_profile(BillingProfile(emails=(email,)))
     assert refused.value.field == "emails"
 
 
-@pytest.mark.parametrize("email", ["a@acme.example", "first.last+bills@sub.acme-hotels.co.uk", "o'hara@xn--mnchen-3ya.example"])
+@pytest.mark.parametrize(
+    "email",
+    ["a@acme.example", "first.last+bills@sub.acme-hotels.co.uk", "o'hara@xn--mnchen-3ya.example"],
+)
 def test_usual_email_addresses_are_taken(email: str) -> None:
     assert checked_profile(BillingProfile(emails=(email,))).email == email
 
@@ -89,14 +117,17 @@ def test_a_field_that_is_wrong_is_named(changes: dict[str, Any], field: str) -> 
     assert len(str(refused.value)) < 400
 
 
-async def test_a_profile_replaces_the_one_before_and_the_audit_log_keeps_both(sessions: Sessions, customer: Customer) -> None:
+async def test_a_profile_replaces_the_one_before_and_the_audit_log_keeps_both(
+    sessions: Sessions, customer: Customer
+) -> None:
     await change(sessions, PROFILE)
     await change(sessions, PROFILE)  # changes nothing
     await change(sessions, BillingProfile(emails=("a@acme.example",)))
 
     async with sessions() as session:
         query = text(
-            "SELECT actor, before, after FROM audit_log WHERE action = 'billing_profile.set' AND actor = 'ann' ORDER BY id"
+            "SELECT actor, before, after FROM audit_log WHERE action = 'billing_profile.set' AND"
+            " actor = 'ann' ORDER BY id"
         )
         entries = (await session.execute(query)).all()
         standing = await billing_profile(session, customer.organization_id)
@@ -105,7 +136,9 @@ async def test_a_profile_replaces_the_one_before_and_the_audit_log_keeps_both(se
     assert entries[1].before == PROFILE.as_json()
 
 
-async def test_a_profile_that_is_refused_changes_nothing(sessions: Sessions, customer: Customer) -> None:
+async def test_a_profile_that_is_refused_changes_nothing(
+    sessions: Sessions, customer: Customer
+) -> None:
     await change(sessions, PROFILE)
     with pytest.raises(InvalidValue, match="country"):
         await change(sessions, replace(PROFILE, country="XX"))
@@ -117,16 +150,22 @@ async def test_a_profile_that_is_refused_changes_nothing(sessions: Sessions, cus
 
 
 async def pdf(world: ClosingWorld, month: str) -> bytes:
-    """The invoice of a month."""
+    """Return the PDF of a month's invoice."""
     return render_pdf(invoice_document(await world.report(month), Issuer("Weir Operations GmbH")))
 
 
 def lines_of(file: bytes) -> list[str]:
-    """The lines of a document."""
-    return [line.strip() for page in PdfReader(io.BytesIO(file)).pages for line in page.extract_text().splitlines()]
+    """Return the lines of a document."""
+    return [
+        line.strip()
+        for page in PdfReader(io.BytesIO(file)).pages
+        for line in page.extract_text().splitlines()
+    ]
 
 
-async def test_a_closed_month_keeps_the_profile_of_its_close(sessions: Sessions, customer: Customer) -> None:
+async def test_a_closed_month_keeps_the_profile_of_its_close(
+    sessions: Sessions, customer: Customer
+) -> None:
     world = ClosingWorld(sessions, customer)
     price = await world.price(datetime(2025, 1, 1, tzinfo=UTC))
     await world.use(price, Consumed(100_000, 0, 40_000, "stop", OCTOBER))
@@ -135,10 +174,20 @@ async def test_a_closed_month_keeps_the_profile_of_its_close(sessions: Sessions,
     await world.close("2025-10")
     closed = await pdf(world, "2025-10")
 
-    await change(sessions, replace(PROFILE, legal_name="Acme SE", city="Hamburg", emails=("new@acme.example",)))
+    await change(
+        sessions,
+        replace(PROFILE, legal_name="Acme SE", city="Hamburg", emails=("new@acme.example",)),
+    )
 
     assert await pdf(world, "2025-10") == closed
-    addressed = ["Acme Hotels GmbH", "Lindenstraße 1", "3. Stock", "Berlin BE 10969", "DE", "Tax ID DE123456789"]
+    addressed = [
+        "Acme Hotels GmbH",
+        "Lindenstraße 1",
+        "3. Stock",
+        "Berlin BE 10969",
+        "DE",
+        "Tax ID DE123456789",
+    ]
     assert [line for line in lines_of(closed) if line in addressed] == addressed
     assert [line for line in lines_of(draft) if line in addressed] == addressed
     assert "billing@acme.example" in lines_of(closed)

@@ -1,4 +1,4 @@
-"""The files and rows of months that were really closed: they say what the invoice says, and go on saying it."""
+"""Files and rows of closed months always equal the invoice."""
 
 from __future__ import annotations
 
@@ -29,12 +29,16 @@ ISSUER = Issuer("Weir Operations GmbH")
 
 @pytest.fixture
 async def world(sessions: Sessions, customer: Customer) -> ClosingWorld:
-    """October and November closed; some of October was found late, and something was adjusted."""
+    """Close October and November, with late usage of October and an adjustment."""
     world = ClosingWorld(sessions, customer)
     price = await world.price(datetime(2025, 1, 1, tzinfo=UTC))
     await world.use(price, *(Consumed(100_000 + n, n, 40_000, "stop", OCTOBER) for n in range(5)))
     await world.close("2025-10")
-    await world.use(price, Consumed(50_001, 3, 20_001, "stop", OCTOBER), Consumed(70_003, 5, 30_007, "cancelled", NOVEMBER))
+    await world.use(
+        price,
+        Consumed(50_001, 3, 20_001, "stop", OCTOBER),
+        Consumed(70_003, 5, 30_007, "cancelled", NOVEMBER),
+    )
     await rate_all_pending(sessions)
     await world.adjust(-12_345_678_901)
     await world.close("2025-11")
@@ -42,7 +46,7 @@ async def world(sessions: Sessions, customer: Customer) -> ClosingWorld:
 
 
 async def files(world: ClosingWorld, month: str) -> tuple[str, bytes]:
-    """FOCUS and PDF of a month."""
+    """Return FOCUS file and PDF of a month."""
     report = await world.report(month)
     async with world.sessions() as session:
         focus = "".join([piece async for piece in focus_csv(session, report, ISSUER.name)])
@@ -63,9 +67,15 @@ async def test_focus_and_pdf_say_what_the_invoice_says(world: ClosingWorld, mont
     focus, pdf = await files(world, month)
 
     assert broken_rules(focus) == []
-    assert sum(Decimal(row["BilledCost"]) for row in read(focus)) == Decimal(invoice.total_picos).scaleb(-12)
+    assert sum(Decimal(row["BilledCost"]) for row in read(focus)) == Decimal(
+        invoice.total_picos
+    ).scaleb(-12)
     assert {row["InvoiceId"] for row in read(focus)} == {invoice.number}
-    said = [line.strip() for page in PdfReader(io.BytesIO(pdf)).pages for line in page.extract_text().splitlines()]
+    said = [
+        line.strip()
+        for page in PdfReader(io.BytesIO(pdf)).pages
+        for line in page.extract_text().splitlines()
+    ]
     assert invoice.number in said
     assert f"USD {Decimal(invoice.total_picos).scaleb(-12):.2f}" in said
 
@@ -77,19 +87,30 @@ async def test_late_usage_and_adjustments_stand_where_they_are_charged(world: Cl
         days = (await usage_page(session, of, (Grouping.DAY,))).rows
         total = await usage_total(session, of)
 
-    assert [(row.day, row.late) for row in days] == [(date(2025, 10, 7), True), (date(2025, 11, 3), False)]
-    assert total.amount_picos == sum(line.amount_picos for line in (await world.report("2025-11")).lines)
+    assert [(row.day, row.late) for row in days] == [
+        (date(2025, 10, 7), True),
+        (date(2025, 11, 3), False),
+    ]
+    assert total.amount_picos == sum(
+        line.amount_picos for line in (await world.report("2025-11")).lines
+    )
     text = PdfReader(io.BytesIO(pdf)).pages[0].extract_text()
     assert "Late usage of 2025-10 · demo" in text
     assert "-0.012345678901" in text
-    assert {row["ChargePeriodStart"][:7] for row in read(focus) if row["ChargeClass"] == "Correction"} == {"2025-10", "2025-11"}
+    assert {
+        row["ChargePeriodStart"][:7] for row in read(focus) if row["ChargeClass"] == "Correction"
+    } == {"2025-10", "2025-11"}
 
 
-async def test_what_comes_later_changes_nothing_of_a_closed_month(world: ClosingWorld) -> None:
+async def test_later_usage_changes_nothing_of_a_closed_month(world: ClosingWorld) -> None:
     before = await files(world, "2025-10"), await files(world, "2025-11")
     price = await world.price(datetime(2025, 2, 1, tzinfo=UTC), input_picos=999_999)
 
-    await world.use(price, Consumed(9_999, 0, 9_999, "stop", OCTOBER), Consumed(9_999, 0, 9_999, "stop", NOVEMBER))
+    await world.use(
+        price,
+        Consumed(9_999, 0, 9_999, "stop", OCTOBER),
+        Consumed(9_999, 0, 9_999, "stop", NOVEMBER),
+    )
     unrated = await files(world, "2025-10"), await files(world, "2025-11")
     await rate_all_pending(world.sessions)
 
@@ -97,7 +118,10 @@ async def test_what_comes_later_changes_nothing_of_a_closed_month(world: Closing
 
 
 async def test_an_invoice_keeps_the_letterhead_of_its_first_document(world: ClosingWorld) -> None:
-    owner, moved = world.customer.organization_id, Issuer("Weir SE", ("Neue Straße 1",), font=Path("other.ttf"))
+    owner, moved = (
+        world.customer.organization_id,
+        Issuer("Weir SE", ("Neue Straße 1",), font=Path("other.ttf")),
+    )
 
     async def letterhead(month: str, issuer: Issuer) -> Issuer:
         async with world.sessions.begin() as session:

@@ -1,4 +1,4 @@
-"""Closes that fail, are killed, or race with rating: a month is closed with all that belongs to it, or nothing has happened."""
+"""Closes that fail, are killed, or race with rating are complete or absent."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from tests.metering.closing_world import ClosingWorld
 from tests.metering.workers import wait_until
 
 SEPTEMBER, OCTOBER, NOVEMBER = (datetime(2025, month, 10, 12, tzinfo=UTC) for month in (9, 10, 11))
-STATEMENTS_MAX = 200  # far above what a close sends: a test that reaches it does not end
+STATEMENTS_MAX = 200  # far above the statements of a close, so that the test ends
 
-# A close in a process of its own, of the month and customer in its arguments.
+# A close in a separate process, of the month and customer in its arguments.
 CLOSER = """
 import asyncio, sys
 from datetime import UTC, datetime
@@ -36,7 +36,8 @@ async def late(session):
 
 async def close(url, organization, month):
     engine = create_engine(url)
-    result = await close_month(create_sessions(engine), organization=organization, month=month, actor="finance", clock=late)
+    result = await close_month(create_sessions(engine), organization=organization, month=month,
+                               actor="finance", clock=late)
     print("closed before" if result.already_closed else "closed")
     await engine.dispose()
 
@@ -45,12 +46,12 @@ asyncio.run(close(*sys.argv[1:]))
 
 
 class Planted(Exception):
-    """The fault of a test."""
+    """Planted fault."""
 
 
 @contextmanager
 def fault_at(engine: AsyncEngine, position: int) -> Iterator[list[str]]:
-    """Let the statement of this number, from 0, fail before it is sent. Tells the statements that were sent."""
+    """Fail the statement of this number before it is sent; collect the sent ones."""
     sent: list[str] = []
 
     def count(connection: Any, cursor: Any, statement: str, *rest: Any) -> None:
@@ -66,28 +67,33 @@ def fault_at(engine: AsyncEngine, position: int) -> Iterator[list[str]]:
 
 
 async def books(world: ClosingWorld) -> tuple[object, ...]:
-    """What a close writes, all of it."""
+    """Return all rows that a close writes."""
     return await world.ask("""
-        SELECT (SELECT count(*) FROM billing_months WHERE state = 'closed'), (SELECT count(*) FROM month_closings),
-               (SELECT count(*) FROM invoices), (SELECT count(*) FROM invoice_lines),
-               (SELECT count(*) FROM ledger_transactions WHERE kind = 'rounding'),
+        SELECT (SELECT count(*) FROM billing_months WHERE state = 'closed'),
+               (SELECT count(*) FROM month_closings), (SELECT count(*) FROM invoices),
+               (SELECT count(*) FROM invoice_lines), (SELECT count(*) FROM ledger_transactions
+               WHERE kind = 'rounding'),
                (SELECT count(*) FROM audit_log WHERE action = 'month.close'),
                (SELECT coalesce(max(last_ordinal), 0) FROM document_series)
     """)
 
 
 async def assert_each_event_invoiced_once(world: ClosingWorld) -> None:
-    """The tokens of all events that are in closed months are on invoices, those of the others are not, and none is twice."""
+    """Check that each event of a closed month is on exactly one invoice."""
     used = await world.ask("""
         SELECT coalesce(sum(e.input_token_count + e.billed_token_count), 0) FROM usage_events e
         JOIN ledger_transactions t ON t.id = e.ledger_transaction_id
-        JOIN billing_months b ON (b.organization_id, b.month) = (t.organization_id, t.billing_month) WHERE b.state = 'closed'
+        JOIN billing_months b ON (b.organization_id, b.month) = (t.organization_id, t.billing_month)
+        WHERE b.state = 'closed'
     """)
-    invoiced = await world.ask("SELECT coalesce(sum(token_count), 0) FROM invoice_lines WHERE kind IN ('usage', 'late_usage')")
+    invoiced = await world.ask(
+        "SELECT coalesce(sum(token_count), 0) FROM invoice_lines WHERE kind IN ('usage',"
+        " 'late_usage')"
+    )
     assert used == invoiced
 
 
-async def test_a_close_that_fails_at_any_statement_has_done_nothing_and_goes_on_later(
+async def test_a_close_that_fails_at_any_statement_changes_nothing_and_can_be_repeated(
     sessions: Sessions, customer: Customer, database_url: str
 ) -> None:
     world = ClosingWorld(sessions, customer)
@@ -131,7 +137,7 @@ BLOCKED = {
 
 @pytest.mark.faults
 @pytest.mark.parametrize("lock", BLOCKED.values(), ids=BLOCKED)
-async def test_a_close_that_is_killed_leaves_nothing_behind_and_nobody_waiting(
+async def test_a_killed_close_leaves_nothing_behind_and_blocks_no_caller(
     sessions: Sessions, customer: Customer, database_url: str, lock: str
 ) -> None:
     world = ClosingWorld(sessions, customer)
@@ -140,12 +146,17 @@ async def test_a_close_that_is_killed_leaves_nothing_behind_and_nobody_waiting(
     waiting = "SELECT count(*) FROM pg_locks WHERE NOT granted AND locktype = 'relation'"
     command = [sys.executable, "-c", CLOSER, database_url, customer.name, "2025-10"]
 
-    with psycopg.connect(database_url) as blocking, psycopg.connect(database_url, autocommit=True) as watching:
+    with (
+        psycopg.connect(database_url) as blocking,
+        psycopg.connect(database_url, autocommit=True) as watching,
+    ):
         blocking.execute(lock.encode())
         killed = await asyncio.create_subprocess_exec(*command)
         try:
             await asyncio.to_thread(
-                wait_until, lambda: watching.execute(waiting.encode()).fetchone() != (0,), "the close to be in the middle"
+                wait_until,
+                lambda: watching.execute(waiting.encode()).fetchone() != (0,),
+                "the close to be in the middle",
             )
         finally:
             killed.kill()
@@ -162,15 +173,19 @@ async def test_a_close_that_is_killed_leaves_nothing_behind_and_nobody_waiting(
     await assert_each_event_invoiced_once(world)
 
 
-async def test_usage_and_rating_go_on_beside_a_year_of_closes(sessions: Sessions, customer: Customer, database_url: str) -> None:
-    """Whatever is settled and rated beside the closes is on one invoice: of its month, or of a later one as late usage."""
+async def test_usage_and_rating_continue_during_a_year_of_closes(
+    sessions: Sessions, customer: Customer, database_url: str
+) -> None:
+    """Usage during the closes is on one invoice: of its month, or late."""
     world = ClosingWorld(sessions, customer)
     price = await world.price(SEPTEMBER)
     engine = create_engine(database_url)
     rating = create_sessions(engine)
     over = asyncio.Event()
     world.clock.now = datetime(2026, 10, 1, tzinfo=UTC)
-    months = [datetime(2025 + index // 12, index % 12 + 1, 10, tzinfo=UTC) for index in range(8, 16)]
+    months = [
+        datetime(2025 + index // 12, index % 12 + 1, 10, tzinfo=UTC) for index in range(8, 16)
+    ]
 
     async def keep_rating() -> int:
         rounds = 0
@@ -181,12 +196,18 @@ async def test_usage_and_rating_go_on_beside_a_year_of_closes(sessions: Sessions
 
     async def keep_using() -> None:
         for index in range(40):
-            settled = [months[(index + step) % len(months)] + timedelta(minutes=index) for step in (0, 3)]
-            await world.use(price, *(Consumed(1_000 + index, 10, index, settled_at=at) for at in settled))
+            settled = [
+                months[(index + step) % len(months)] + timedelta(minutes=index) for step in (0, 3)
+            ]
+            await world.use(
+                price, *(Consumed(1_000 + index, 10, index, settled_at=at) for at in settled)
+            )
 
     async def close_all() -> None:
         for month in months:
-            await asyncio.gather(*(world.close(f"{month:%Y-%m}", actor) for actor in ("ann", "bob")))
+            await asyncio.gather(
+                *(world.close(f"{month:%Y-%m}", actor) for actor in ("ann", "bob"))
+            )
 
     async with asyncio.TaskGroup() as group:
         raters = [group.create_task(keep_rating()) for _ in range(2)]
@@ -200,7 +221,9 @@ async def test_usage_and_rating_go_on_beside_a_year_of_closes(sessions: Sessions
     assert last.report.lines[0].late_month == "2025-09"
     assert await world.ask("SELECT count(*) FROM usage_events WHERE rated_at IS NULL") == (0,)
     await assert_each_event_invoiced_once(world)
-    assert await world.ask("SELECT sum(input_token_count + billed_token_count) FROM usage_events") == await world.ask(
+    assert await world.ask(
+        "SELECT sum(input_token_count + billed_token_count) FROM usage_events"
+    ) == await world.ask(
         "SELECT sum(token_count) FROM invoice_lines WHERE kind IN ('usage', 'late_usage')"
     )
     assert await world.ask("SELECT count(*) = max(ordinal) FROM invoices") == (True,)

@@ -1,4 +1,4 @@
-"""Orders to end requests reach a process once each, in whatever order they are committed and whatever its connection suffers."""
+"""Cancel commands reach each process once, in any order and over lost connections."""
 
 from __future__ import annotations
 
@@ -16,7 +16,15 @@ from structlog.testing import capture_logs
 
 from metering.control import control_channel
 from metering.control.control_channel import ControlChannel
-from metering.control.live import DrainOrder, StopOrder, end_drain, live_view, order_drain, order_end_of_key, order_end_of_request
+from metering.control.live import (
+    CancelCommand,
+    DrainCommand,
+    cancel_request,
+    cancel_requests_of_key,
+    drain_replica,
+    end_drain,
+    live_view,
+)
 from metering.core.models import AuditEntry
 from metering.store.db import Sessions, psycopg_conninfo
 from tests.metering.books import Customer
@@ -26,31 +34,31 @@ PATIENCE_S = 180.0
 
 
 class Listener:
-    """One process's end, and the orders that it got."""
+    """Channel of one process, and its received commands."""
 
     def __init__(self, url: str) -> None:
-        self.orders: list[StopOrder] = []
-        self.owner_id = uuid.uuid4()
-        self.drains: list[DrainOrder] = []
+        self.commands: list[CancelCommand] = []
+        self.process_id = uuid.uuid4()
+        self.drains: list[DrainCommand] = []
         self.drain_fault: Exception | None = None
         self.replicas: list[dict[str, Any]] = []
         self.requests: list[dict[str, Any]] = []
         self.channel = ControlChannel(
             url,
-            self.owner_id,
+            self.process_id,
             "here:1",
-            stop=self.orders.append,
+            stop=self.commands.append,
             report=self._report,
             drain=self._drain,
             report_replicas=lambda: self.replicas,
-            gossip=self,
+            broadcaster=self,
         )
         self.to_tell: list[str] = []
         self.has_heard: list[str] = []
         self.reported = 0
 
-    def _drain(self, orders: Sequence[DrainOrder]) -> None:
-        self.drains = list(orders)
+    def _drain(self, commands: Sequence[DrainCommand]) -> None:
+        self.drains = list(commands)
         if self.drain_fault is not None:
             raise self.drain_fault
 
@@ -58,17 +66,17 @@ class Listener:
         self.reported += 1
         return self.requests
 
-    def told(self) -> str:
-        """See `Gossip`."""
+    def next_broadcast(self) -> str:
+        """Implement `Broadcaster`."""
         return self.to_tell.pop(0) if self.to_tell else ""
 
-    def heard(self, text: str) -> None:
-        """See `Gossip`."""
+    def receive(self, text: str) -> None:
+        """Implement `Broadcaster`."""
         self.has_heard.append(text)
 
     async def got(self, count: int) -> None:
-        """Wait for so many orders."""
-        await until(lambda: len(self.orders) >= count, "the order")
+        """Wait for this many commands."""
+        await until(lambda: len(self.commands) >= count, "the command")
 
 
 async def until(condition: Any, what: str) -> None:
@@ -83,7 +91,7 @@ async def until(condition: Any, what: str) -> None:
 
 @contextlib.asynccontextmanager
 async def listening(url: str) -> AsyncIterator[Listener]:
-    """A process that listens."""
+    """Open the channel of a process."""
     listener = Listener(url)
     async with asyncio.TaskGroup() as tasks:
         task = tasks.create_task(listener.channel.run())
@@ -92,142 +100,175 @@ async def listening(url: str) -> AsyncIterator[Listener]:
         task.cancel()
 
 
-async def order(sessions: Sessions, customer: Customer, reason: str = "") -> uuid.UUID:
-    """An order to end one request."""
+async def send_command(sessions: Sessions, customer: Customer, reason: str = "") -> uuid.UUID:
+    """Write a command to end one request; return its id."""
     request_id = uuid.uuid4()
     async with sessions.begin() as session:
-        await order_end_of_request(session, project_id=customer.key.project_id, request_id=request_id, reason=reason)
+        await cancel_request(
+            session, project_id=customer.key.project_id, request_id=request_id, reason=reason
+        )
     return request_id
 
 
-async def test_an_order_comes_once_with_what_it_names(database_url: str, sessions: Sessions, customer: Customer) -> None:
-    async with listening(database_url) as listener:
-        request_id = await order(sessions, customer, "it loops")
-        async with sessions.begin() as session:
-            await order_end_of_key(session, customer.key.id)
-        await listener.got(2)
-        await order(sessions, customer)
-        await listener.got(3)
-
-    first, second, _ = listener.orders
-    assert (first.request_id, first.project_id, first.api_key_id) == (request_id, customer.key.project_id, None)
-    assert (first.reason, second.api_key_id, second.request_id) == ("it loops", customer.key.id, None)
-    assert len({each.order_id for each in listener.orders}) == 3
-
-
-async def test_an_order_that_is_rolled_back_reaches_nobody(database_url: str, sessions: Sessions, customer: Customer) -> None:
-    async with listening(database_url) as listener:
-        async with sessions() as session:
-            await order_end_of_key(session, customer.key.id)
-            await session.rollback()
-        await order(sessions, customer)
-        await listener.got(1)
-
-    assert [each.api_key_id for each in listener.orders] == [None]
-
-
-async def test_an_order_that_is_committed_after_a_later_one_is_not_missed(
+async def test_a_command_arrives_once_with_its_fields(
     database_url: str, sessions: Sessions, customer: Customer
 ) -> None:
-    """Numbers are given out before the commit. Looking for numbers above the last one seen would miss it."""
+    async with listening(database_url) as listener:
+        request_id = await send_command(sessions, customer, "it loops")
+        async with sessions.begin() as session:
+            await cancel_requests_of_key(session, customer.key.id)
+        await listener.got(2)
+        await send_command(sessions, customer)
+        await listener.got(3)
+
+    first, second, _ = listener.commands
+    assert (first.request_id, first.project_id, first.api_key_id) == (
+        request_id,
+        customer.key.project_id,
+        None,
+    )
+    assert (first.reason, second.api_key_id, second.request_id) == (
+        "it loops",
+        customer.key.id,
+        None,
+    )
+    assert len({each.command_id for each in listener.commands}) == 3
+
+
+async def test_a_command_that_is_rolled_back_reaches_no_process(
+    database_url: str, sessions: Sessions, customer: Customer
+) -> None:
+    async with listening(database_url) as listener:
+        async with sessions() as session:
+            await cancel_requests_of_key(session, customer.key.id)
+            await session.rollback()
+        await send_command(sessions, customer)
+        await listener.got(1)
+
+    assert [each.api_key_id for each in listener.commands] == [None]
+
+
+async def test_a_command_committed_after_a_later_one_is_not_missed(
+    database_url: str, sessions: Sessions, customer: Customer
+) -> None:
+    """Numbers are assigned before the commit, so later numbers may be seen first."""
     async with listening(database_url) as listener:
         async with sessions() as slow:
-            await order_end_of_key(slow, customer.key.id)
-            await order(sessions, customer)
+            await cancel_requests_of_key(slow, customer.key.id)
+            await send_command(sessions, customer)
             await listener.got(1)
             await slow.commit()
         await listener.got(2)
 
-    first, second = listener.orders
-    assert first.order_id > second.order_id
+    first, second = listener.commands
+    assert first.command_id > second.command_id
     assert second.api_key_id == customer.key.id
 
 
-async def test_orders_of_the_time_without_a_connection_are_obeyed_when_it_is_back(
+async def test_commands_sent_without_a_connection_are_applied_when_it_is_back(
     database_url: str, sessions: Sessions, customer: Customer
 ) -> None:
     async with CuttingProxy(database_url).listening() as proxy, listening(proxy.url) as listener:
-        await order(sessions, customer)
+        await send_command(sessions, customer)
         await listener.got(1)
         proxy.refusing = True
         proxy.cut_now()
         await until(lambda: not listener.channel.connected, "the cut to be noticed")
-        missed = await order(sessions, customer)
+        missed = await send_command(sessions, customer)
         proxy.refusing = False
         await listener.got(2)
 
-    assert [each.request_id for each in listener.orders[1:]] == [missed]
+    assert [each.request_id for each in listener.commands[1:]] == [missed]
 
 
 async def test_a_server_that_is_read_only_for_now_ends_nothing(
     database_url: str, sessions: Sessions, customer: Customer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that has lost its place to another one lets everybody connect."""
+    """A process whose slot went to another one does not block connections."""
     monkeypatch.setattr(control_channel, "RECONNECT_MAX_S", 0.01)
     with psycopg.connect(psycopg_conninfo(database_url), autocommit=True) as admin:
-        admin.execute(f"ALTER DATABASE {admin.info.dbname} SET default_transaction_read_only = on".encode())
+        admin.execute(
+            f"ALTER DATABASE {admin.info.dbname} SET default_transaction_read_only = on".encode()
+        )
         async with listening(database_url) as listener:
             await until(lambda: listener.reported >= 3, "it to be asked again")
-            admin.execute(f"ALTER DATABASE {admin.info.dbname} RESET default_transaction_read_only".encode())
-            await until(lambda: admin.execute("SELECT 1 FROM live_reports").fetchone(), "a report to be written")
-            await order(sessions, customer)
+            admin.execute(
+                f"ALTER DATABASE {admin.info.dbname} RESET default_transaction_read_only".encode()
+            )
+            await until(
+                lambda: admin.execute("SELECT 1 FROM live_reports").fetchone(),
+                "a report to be written",
+            )
+            await send_command(sessions, customer)
             await listener.got(1)
 
 
 async def test_a_connection_that_died_without_a_word_is_given_up(
     database_url: str, sessions: Sessions, customer: Customer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing comes and nothing is answered: the look at the orders tells."""
-    monkeypatch.setattr(control_channel, "LOOK_INTERVAL_S", 0.05)
+    """Nothing arrives and nothing is answered: the poll of commands detects it."""
+    monkeypatch.setattr(control_channel, "POLL_INTERVAL_S", 0.05)
     monkeypatch.setattr(control_channel, "ANSWER_TIMEOUT_S", 0.3)
     async with CuttingProxy(database_url).listening() as proxy, listening(proxy.url) as listener:
         proxy.deaf = True
-        await order(sessions, customer)
+        await send_command(sessions, customer)
         await until(lambda: not listener.channel.connected, "the silence to be noticed")
         proxy.deaf = False
         await listener.got(1)
 
-    assert len(listener.orders) == 1
+    assert len(listener.commands) == 1
 
 
-async def test_old_orders_are_not_read_again_and_again(
+async def test_old_commands_are_not_read_repeatedly(
     database_url: str, sessions: Sessions, customer: Customer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What no transaction can come before any more is passed for good; a new process does not even look at it."""
-    monkeypatch.setattr(control_channel, "LOOK_INTERVAL_S", 0.02)
+    """Old commands are skipped permanently, also by a new process."""
+    monkeypatch.setattr(control_channel, "POLL_INTERVAL_S", 0.02)
     async with listening(database_url) as listener:
         for _ in range(3):
-            await order(sessions, customer)
+            await send_command(sessions, customer)
         await listener.got(3)
         async with sessions.begin() as session:
-            await session.execute(text("UPDATE stop_orders SET ordered_at = ordered_at - interval '2 minutes'"))
-        await until(lambda: listener.channel._floor == max(each.order_id for each in listener.orders), "the floor to rise")
+            await session.execute(
+                text("UPDATE cancel_commands SET created_at = created_at - interval '2 minutes'")
+            )
+        await until(
+            lambda: listener.channel._floor == max(each.command_id for each in listener.commands),
+            "the floor to rise",
+        )
         await until(lambda: not listener.channel._applied, "what lies below it to be forgotten")
         async with listening(database_url) as newcomer:
-            last = await order(sessions, customer)
+            last = await send_command(sessions, customer)
             await newcomer.got(1)
             await listener.got(4)
 
-    assert [each.request_id for each in newcomer.orders] == [last]
-    assert len(listener.orders) == 4
+    assert [each.request_id for each in newcomer.commands] == [last]
+    assert len(listener.commands) == 4
 
 
-async def test_a_drain_stands_for_all_processes_also_later_ones_until_it_is_ended(database_url: str, sessions: Sessions) -> None:
-    """And moves what runs only when its time has come."""
+async def test_a_drain_applies_to_all_processes_and_later_ones_until_it_is_ended(
+    database_url: str, sessions: Sessions
+) -> None:
+    """It moves running requests only when its time has come."""
     place = {"model": "chat@v1", "replica": "chat@v1#0"}
 
     async def drain(move_after_s: float | None) -> None:
         move_after = None if move_after_s is None else timedelta(seconds=move_after_s)
         async with sessions.begin() as session:
-            await order_drain(session, **place, reason="new disks", move_after=move_after, actor="ops")
+            await drain_replica(
+                session, **place, reason="new disks", move_after=move_after, actor="ops"
+            )
 
     async with listening(database_url) as first:
         await drain(3600.0)
-        await until(lambda: first.drains, "the order")
+        await until(lambda: first.drains, "the command")
         async with listening(database_url) as later:
-            assert later.drains == first.drains == [DrainOrder(**place, is_moving=False)]
+            assert later.drains == first.drains == [DrainCommand(**place, is_moving=False)]
             await drain(0.0)
-            await until(lambda: [each.is_moving for each in (*first.drains, *later.drains)] == [True, True], "the change")
+            await until(
+                lambda: [each.is_moving for each in (*first.drains, *later.drains)] == [True, True],
+                "the change",
+            )
             await drain(0.0)
             async with sessions.begin() as session:
                 assert await end_drain(session, **place, reason="done", actor="ops")
@@ -240,28 +281,38 @@ async def test_a_drain_stands_for_all_processes_also_later_ones_until_it_is_ende
         ("replica.drain", "chat@v1 chat@v1#0"),
         ("replica.undrain", "chat@v1 chat@v1#0"),
     ], "a repetition is no change"
-    changed = [(each.before and each.before["move_after_ms"], each.after and each.after.get("move_after_ms")) for each in entries]
+    changed = [
+        (
+            each.before and each.before["move_after_ms"],
+            each.after and each.after.get("move_after_ms"),
+        )
+        for each in entries
+    ]
     assert changed == [(None, 3_600_000), (3_600_000, 0), (0, None)]
 
 
-async def test_a_view_asks_who_is_there_and_names_who_is_silent(database_url: str, sessions: Sessions, customer: Customer) -> None:
-    """Silent is who holds something and does not answer; what has ended and holds nothing is forgotten."""
+async def test_a_view_polls_the_processes_and_names_silent_ones(
+    database_url: str, sessions: Sessions, customer: Customer
+) -> None:
+    """A silent process with holds is named; an ended one without is forgotten."""
     async with listening(database_url) as listener:
         before = listener.reported
         async with sessions.begin() as session:
-            query = "INSERT INTO live_reports VALUES (:id, 'gone:1', now() - interval '1 hour', '[]')"
+            query = (
+                "INSERT INTO live_reports VALUES (:id, 'gone:1', now() - interval '1 hour', '[]')"
+            )
             await session.execute(text(query), {"id": uuid.uuid4()})
         view = await live_view(sessions)
         async with sessions() as session:
-            known = set(await session.scalars(text("SELECT owner_id FROM live_reports")))
+            known = set(await session.scalars(text("SELECT process_id FROM live_reports")))
 
     assert listener.reported == before + 1
-    assert (view.requests, view.organizations, view.silent_owner_ids) == ((), (), ())
-    assert known == {listener.owner_id}
+    assert (view.requests, view.organizations, view.unresponsive_process_ids) == ((), (), ())
+    assert known == {listener.process_id}
 
 
 def live_request(customer: Customer, model: str) -> dict[str, Any]:
-    """What a process tells of a request that waits without a hold."""
+    """Return the report of a process about a waiting request without a hold."""
     return {
         "hold_id": None,
         "request_id": str(uuid.uuid4()),
@@ -287,12 +338,12 @@ async def test_a_request_that_postgresql_refuses_is_left_out_of_the_view_and_end
         other.requests = [live_request(customer, "elsewhere")]
         with capture_logs() as logs:
             views = [await live_view(sessions) for _ in range(3)]
-        await order(sessions, customer)
+        await send_command(sessions, customer)
         await listener.got(1)
 
     for view in views:
         assert sorted(row.model for row in view.requests) == ["elsewhere", "first", "last"]
-        assert view.silent_owner_ids == ()
+        assert view.unresponsive_process_ids == ()
     incidents = [entry for entry in logs if entry["event"] == "incident"]
     assert {entry["item"] for entry in incidents} == {listener.requests[1]["request_id"]}
     assert len(incidents) < 3, "it rests between two looks"
@@ -301,8 +352,11 @@ async def test_a_request_that_postgresql_refuses_is_left_out_of_the_view_and_end
 async def test_an_unexpected_error_costs_a_connection_and_not_the_process(
     database_url: str, sessions: Sessions, customer: Customer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(control_channel, "LOOK_INTERVAL_S", 0.01)
-    serve, faults = ControlChannel._serve, [psycopg.errors.UndefinedTable("planted"), ValueError("planted")]
+    monkeypatch.setattr(control_channel, "POLL_INTERVAL_S", 0.01)
+    serve, faults = (
+        ControlChannel._serve,
+        [psycopg.errors.UndefinedTable("planted"), ValueError("planted")],
+    )
 
     async def breaks(self: ControlChannel, connection: Any) -> None:
         if faults:
@@ -311,38 +365,43 @@ async def test_an_unexpected_error_costs_a_connection_and_not_the_process(
 
     monkeypatch.setattr(ControlChannel, "_serve", breaks)
     async with listening(database_url) as listener:
-        await order(sessions, customer)
+        await send_command(sessions, customer)
         await listener.got(1)
 
     assert not faults
 
 
-async def test_an_order_that_cannot_be_carried_out_is_tried_again_and_holds_up_no_other(
+async def test_a_failing_command_is_retried_and_delays_no_other(
     database_url: str, sessions: Sessions, customer: Customer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(control_channel, "LOOK_INTERVAL_S", 0.02)
+    monkeypatch.setattr(control_channel, "POLL_INTERVAL_S", 0.02)
     async with listening(database_url) as listener:
         stop, tried = listener.channel._stop, []
 
-        def fails_once(each: StopOrder) -> None:
-            tried.append(each.order_id)
+        def fails_once(each: CancelCommand) -> None:
+            tried.append(each.command_id)
             if len(tried) == 1:
                 raise ValueError("planted")
             stop(each)
 
         listener.channel._stop = fails_once
         listener.drain_fault = ValueError("planted")
-        await order(sessions, customer)
-        await order(sessions, customer)
+        await send_command(sessions, customer)
+        await send_command(sessions, customer)
         await listener.got(2)
 
     assert len(tried) == 3
-    assert sorted(each.order_id for each in listener.orders) == sorted(set(tried))
+    assert sorted(each.command_id for each in listener.commands) == sorted(set(tried))
 
 
-async def test_two_database_connections_are_all_that_it_costs(database_url: str, customer: Customer) -> None:
-    """The listener's own, and this test's."""
-    query = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
+async def test_two_database_connections_are_all_that_it_costs(
+    database_url: str, customer: Customer
+) -> None:
+    """The listener's connection and the test's."""
+    query = (
+        "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <>"
+        " pg_backend_pid()"
+    )
     with psycopg.connect(psycopg_conninfo(database_url), autocommit=True) as connection:
         before = connection.execute(query).fetchone()
         async with listening(database_url):
@@ -353,17 +412,17 @@ async def test_two_database_connections_are_all_that_it_costs(database_url: str,
     assert after[0] == before[0] + 1
 
 
-async def test_what_processes_tell_each_other_reaches_all_that_listen_and_is_stored_nowhere(
+async def test_messages_between_processes_reach_all_listeners_and_are_not_stored(
     database_url: str, sessions: Sessions, customer: Customer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(control_channel, "INTERVAL_S", 0.0)
-    monkeypatch.setattr(control_channel, "LOOK_INTERVAL_S", 0.01)
+    monkeypatch.setattr(control_channel, "POLL_INTERVAL_S", 0.01)
     async with listening(database_url) as here, listening(database_url) as there:
         reported = there.reported
         here.to_tell += ["first", "second"]
         there.to_tell += ["third"]
         await until(lambda: len(here.has_heard) == len(there.has_heard) == 3, "the texts")
-        await order(sessions, customer)
+        await send_command(sessions, customer)
         await there.got(1)
 
     assert [text for text in there.has_heard if text != "third"] == ["first", "second"]
@@ -379,7 +438,7 @@ async def test_a_process_tells_no_more_than_one_text_in_each_interval(
         here.to_tell += ["first", "second"]
         await until(lambda: here.has_heard, "the first text")
         for _ in range(3):
-            await order(sessions, customer)  # each wakes it
+            await send_command(sessions, customer)  # each wakes the channel
         await here.got(3)
 
     assert (here.has_heard, here.to_tell) == (["first"], ["second"])

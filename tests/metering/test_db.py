@@ -1,4 +1,4 @@
-"""Outages, as callers of sessions meet them."""
+"""Outages, as callers of sessions see them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,14 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import IntegrityError
 
-from metering.core.errors import StoreAway
-from metering.store.db import BoundedConnection, Sessions, create_engine, create_sessions, lock_holder
+from metering.core.errors import DatabaseUnavailable
+from metering.store.db import (
+    BoundedConnection,
+    Sessions,
+    create_engine,
+    create_sessions,
+    lock_holder,
+)
 
 PATIENCE_S = 60.0
 
@@ -19,7 +25,7 @@ PATIENCE_S = 60.0
 async def test_a_database_that_cannot_be_reached_is_away() -> None:
     engine = create_engine("postgresql://somebody:secret@127.0.0.1:1/weir")
 
-    with pytest.raises(StoreAway) as outage:
+    with pytest.raises(DatabaseUnavailable) as outage:
         async with create_sessions(engine)() as session:
             await session.execute(text("SELECT 'private'"))
 
@@ -27,44 +33,57 @@ async def test_a_database_that_cannot_be_reached_is_away() -> None:
     assert str(outage.value) == "the database does not answer"
 
 
-async def test_a_cut_connection_is_an_outage_and_the_next_transaction_gets_another(sessions: Sessions) -> None:
-    with pytest.raises(StoreAway):
+async def test_a_cut_connection_is_an_outage_and_the_next_transaction_gets_another(
+    sessions: Sessions,
+) -> None:
+    with pytest.raises(DatabaseUnavailable):
         async with sessions.begin() as session:
             await session.execute(text("SELECT pg_terminate_backend(pg_backend_pid())"))
     async with sessions.begin() as session:
         assert (await session.execute(text("SELECT 1"))).scalar_one() == 1
 
 
-async def test_a_statement_that_takes_too_long_is_an_outage_and_a_broken_rule_is_not(sessions: Sessions) -> None:
+async def test_a_statement_that_takes_too_long_is_an_outage_and_a_broken_rule_is_not(
+    sessions: Sessions,
+) -> None:
     async with sessions() as session:
         await session.execute(text("SET LOCAL statement_timeout = 1"))
-        with pytest.raises(StoreAway):
+        with pytest.raises(DatabaseUnavailable):
             await session.execute(text("SELECT pg_sleep(5)"))
     async with sessions() as session:
         with pytest.raises(IntegrityError):
-            await session.execute(text("INSERT INTO organizations (name, currency_code) VALUES ('UPPER', 'USD')"))
+            await session.execute(
+                text("INSERT INTO organizations (name, currency_code) VALUES ('UPPER', 'USD')")
+            )
 
 
-async def test_locks_end_with_their_block_and_a_connection_that_broke_in_it_hides_nothing(sessions: Sessions) -> None:
-    taken, free = text("SELECT pg_try_advisory_lock(7)"), text("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory'")
+async def test_locks_end_with_their_block_and_a_connection_that_broke_in_it_hides_nothing(
+    sessions: Sessions,
+) -> None:
+    taken, free = (
+        text("SELECT pg_try_advisory_lock(7)"),
+        text("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory'"),
+    )
     async with lock_holder(sessions) as locks:
         assert await locks.scalar(taken)
     async with sessions() as session:
         assert await session.scalar(free) == 0
 
-    with pytest.raises(StoreAway):
+    with pytest.raises(DatabaseUnavailable):
         await break_while_locked(sessions)
 
 
 async def break_while_locked(sessions: Sessions) -> None:
-    """The server ends the connection that holds a lock."""
+    """End the connection that holds a lock."""
     async with lock_holder(sessions) as locks:
         await locks.execute(text("SELECT pg_advisory_lock(7)"))
         await locks.execute(text("SELECT pg_terminate_backend(pg_backend_pid())"))
 
 
-async def test_an_attempt_to_connect_that_is_cancelled_closes_its_socket_at_once(tmp_path: Path) -> None:
-    """Without a garbage collection: a server may have hundreds of cancelled attempts before one begins."""
+async def test_an_attempt_to_connect_that_is_cancelled_closes_its_socket_at_once(
+    tmp_path: Path,
+) -> None:
+    """Without a garbage collection: there may be hundreds of such attempts."""
     came, closed = asyncio.Event(), asyncio.Event()
 
     async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -76,8 +95,13 @@ async def test_an_attempt_to_connect_that_is_cancelled_closes_its_socket_at_once
     gc.collect()
     gc.disable()
     try:
-        async with await asyncio.start_unix_server(say_nothing, tmp_path / ".s.PGSQL.5432"), asyncio.TaskGroup() as tasks:
-            attempt = tasks.create_task(BoundedConnection.connect(host=str(tmp_path), user="nobody", connect_timeout=60))
+        async with (
+            await asyncio.start_unix_server(say_nothing, tmp_path / ".s.PGSQL.5432"),
+            asyncio.TaskGroup() as tasks,
+        ):
+            attempt = tasks.create_task(
+                BoundedConnection.connect(host=str(tmp_path), user="nobody", connect_timeout=60)
+            )
             await came.wait()
             attempt.cancel()
             async with asyncio.timeout(PATIENCE_S):

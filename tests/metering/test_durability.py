@@ -1,4 +1,4 @@
-"""Commits are on the database's disk, whatever a server, database or role says; a server that loses them is named."""
+"""Commits are durable with any server setting; a lossy server is named."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import psycopg
 import pytest
 from sqlalchemy import text
 
-from metering.core.errors import StoreAway
+from metering.core.errors import DatabaseUnavailable
 from metering.store.db import (
     BoundedConnection,
     Sessions,
@@ -28,10 +28,18 @@ def admin(database_url: str) -> Iterator[psycopg.Connection[tuple[str]]]:
         yield connection
 
 
-@pytest.mark.parametrize("scope", ["DATABASE {database}", "ROLE {role}", "ROLE {role} IN DATABASE {database}"])
+@pytest.mark.parametrize(
+    "scope", ["DATABASE {database}", "ROLE {role}", "ROLE {role} IN DATABASE {database}"]
+)
 @pytest.mark.parametrize(
     ("asked", "had"),
-    [("off", "on"), ("local", "local"), ("on", "on"), ("remote_write", "remote_write"), ("remote_apply", "remote_apply")],
+    [
+        ("off", "on"),
+        ("local", "local"),
+        ("on", "on"),
+        ("remote_write", "remote_write"),
+        ("remote_apply", "remote_apply"),
+    ],
 )
 async def test_commits_are_durable_and_stronger_demands_stay(
     database_url: str, admin: psycopg.Connection[tuple[str]], scope: str, asked: str, had: str
@@ -53,14 +61,19 @@ async def test_commits_are_durable_and_stronger_demands_stay(
     assert (of_session, of_connection) == (had, had)
 
 
-async def test_a_server_that_loses_commits_is_named(sessions: Sessions, admin: psycopg.Connection[tuple[str]]) -> None:
-    found = admin.execute("SELECT name FROM pg_settings WHERE name IN ('fsync', 'full_page_writes') AND setting = 'off'").fetchall()
+async def test_a_server_that_loses_commits_is_named(
+    sessions: Sessions, admin: psycopg.Connection[tuple[str]]
+) -> None:
+    found = admin.execute(
+        "SELECT name FROM pg_settings WHERE name IN ('fsync', 'full_page_writes') AND setting ="
+        " 'off'"
+    ).fetchall()
 
     assert await undurable_settings(sessions) == sorted(name for (name,) in found)
 
 
 async def test_a_database_that_is_away_is_not_judged() -> None:
     engine = create_engine("postgresql://nobody@127.0.0.1:1/weir")
-    with pytest.raises(StoreAway):
+    with pytest.raises(DatabaseUnavailable):
         await undurable_settings(create_sessions(engine))
     await engine.dispose()

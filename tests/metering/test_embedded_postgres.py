@@ -1,4 +1,4 @@
-"""The embedded server: found again, started after a kill, and reachable however long its path is."""
+"""Embedded server: detected, restarted after a kill, reachable under any path."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ def ask(url: str, query: str) -> object:
 
 
 @pytest.mark.faults
-def test_data_survives_a_killed_server_and_a_pid_file_that_names_a_stranger(postgres_home: Path) -> None:
+def test_data_survives_a_killed_server_and_a_pid_file_that_names_a_stranger(
+    postgres_home: Path,
+) -> None:
     server = start(postgres_home / "postgres")
     migrate(server.url)
     found_again = start(postgres_home / "postgres")
@@ -48,7 +50,7 @@ def test_data_survives_a_killed_server_and_a_pid_file_that_names_a_stranger(post
 
 @pytest.mark.faults
 def test_a_server_that_is_just_dying_is_replaced(postgres_home: Path) -> None:
-    """For some milliseconds after a kill the process is still there, and so are its children with what they share."""
+    """For some milliseconds the process, its children and their memory remain."""
     server = start(postgres_home / "postgres")
     for _ in range(6):
         with psycopg.connect(server.url), psycopg.connect(server.url):
@@ -65,11 +67,22 @@ def test_a_server_that_is_just_dying_is_replaced(postgres_home: Path) -> None:
 @pytest.mark.faults
 def test_processes_that_start_and_migrate_at_once_take_turns(postgres_home: Path) -> None:
     start_and_migrate = (
-        "import sys; from pathlib import Path; from metering.store.embedded_postgres import start; "
-        "from metering.store.migrations_runner import migrate; url = start(Path(sys.argv[1])).url; migrate(url); print(url)"
+        "import sys; from pathlib import Path; from metering.store.embedded_postgres import start;"
+        " from metering.store.migrations_runner import migrate; url = start(Path(sys.argv[1])).url;"
+        " migrate(url); print(url)"
     )
-    command = [sys.executable, "-W", "error", "-c", start_and_migrate, str(postgres_home / "postgres")]
-    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    command = [
+        sys.executable,
+        "-W",
+        "error",
+        "-c",
+        start_and_migrate,
+        str(postgres_home / "postgres"),
+    ]
+    processes = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
 
     ended = [process.communicate(timeout=100) for process in processes]
 

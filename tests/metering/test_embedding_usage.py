@@ -1,4 +1,4 @@
-"""Embedded tokens from their admission to the invoice: counted once, as a kind of their own, at their own price."""
+"""Embedded tokens from admission to invoice: a separate kind with its price."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from tests.metering.test_fsck import unseen
 from tests.stripe_double.server import KEY, stripe_double
 
 OCTOBER = datetime(2025, 10, 10, 12, tzinfo=UTC)
-# Of a request with 12 tokens, what each quota counts.
+# Counts of each quota for a request with 12 tokens.
 WEIGHTS = dict.fromkeys(QuotaDimension, 12) | {
     QuotaDimension.OUTPUT_TOKENS_PER_MINUTE: 0,
     QuotaDimension.COST_PICOS_PER_DAY: 12 * EMBEDDING_PICOS,
@@ -64,35 +64,61 @@ def world(database_url: str) -> Iterator[HoldWorld]:
         yield world
 
 
-async def test_an_embedding_counts_as_input_against_every_quota_and_settles_as_embedded_tokens(world: HoldWorld) -> None:
+async def test_an_embedding_counts_as_input_against_every_quota_and_settles_as_embedded_tokens(
+    world: HoldWorld,
+) -> None:
     payer = world.tenant()
     quotas = {dimension: world.quota(payer, dimension, 10_000) for dimension in QuotaDimension}
     op = admit(payer, input_tokens=12, embedding=True)
 
     [admitted] = await world.run(op)
-    held = {dimension: (world.counters(quota_id) or [(0, 0)])[0][1] for dimension, quota_id in quotas.items()}
-    [settled] = await world.run(settle(op.hold_id, 0, input_tokens=12), signer=Signer(Ed25519PrivateKey.generate()))
-    used = {dimension: (world.counters(quota_id) or [(0, 0)])[0][0] for dimension, quota_id in quotas.items()}
+    held = {
+        dimension: (world.counters(quota_id) or [(0, 0)])[0][1]
+        for dimension, quota_id in quotas.items()
+    }
+    [settled] = await world.run(
+        settle(op.hold_id, 0, input_tokens=12), signer=Signer(Ed25519PrivateKey.generate())
+    )
+    used = {
+        dimension: (world.counters(quota_id) or [(0, 0)])[0][0]
+        for dimension, quota_id in quotas.items()
+    }
 
     assert isinstance(admitted, Admitted)
     assert admitted.leased_token_count == 0
-    assert held == WEIGHTS | {QuotaDimension.CONCURRENT_REQUESTS: 1, QuotaDimension.REQUESTS_PER_MINUTE: 0}
-    assert used == WEIGHTS | {QuotaDimension.CONCURRENT_REQUESTS: 0, QuotaDimension.REQUESTS_PER_MINUTE: 1}
+    assert held == WEIGHTS | {
+        QuotaDimension.CONCURRENT_REQUESTS: 1,
+        QuotaDimension.REQUESTS_PER_MINUTE: 0,
+    }
+    assert used == WEIGHTS | {
+        QuotaDimension.CONCURRENT_REQUESTS: 0,
+        QuotaDimension.REQUESTS_PER_MINUTE: 1,
+    }
     assert settled == Settled(op.hold_id, 0, 0, 0, 0, 0, 12 * EMBEDDING_PICOS, "USD", "stop", 12)
     [receipt] = settled.receipts
-    assert (decode(receipt.encoded).embedding_token_count, decode(receipt.encoded).input_token_count) == (12, 0)
+    assert (
+        decode(receipt.encoded).embedding_token_count,
+        decode(receipt.encoded).input_token_count,
+    ) == (12, 0)
     check_invariants(world.url, all_ended=True)
 
 
-async def test_embeddings_of_known_terms_are_admitted_at_their_own_price_and_refused_at_the_limit(world: HoldWorld) -> None:
-    """On one connection, so that the second of each kind takes the quick way."""
+async def test_embeddings_of_known_terms_are_admitted_at_their_own_price_and_refused_at_the_limit(
+    world: HoldWorld,
+) -> None:
+    """On one connection, so that the second of each kind is admitted from the cache."""
     payer = world.tenant()
-    money = world.quota(payer, QuotaDimension.COST_PICOS_PER_DAY, 2 * 12 * EMBEDDING_PICOS + 2 * (10 * 3 + 20 * 7))
+    money = world.quota(
+        payer, QuotaDimension.COST_PICOS_PER_DAY, 2 * 12 * EMBEDDING_PICOS + 2 * (10 * 3 + 20 * 7)
+    )
     async with HoldConnection(world.url, uuid.uuid4()) as holds:
         for embedding in (True, False):
             for _ in range(2):
                 assert of_type(
-                    Admitted, await holds.execute([admit(payer, input_tokens=12 if embedding else 10, embedding=embedding)])
+                    Admitted,
+                    await holds.execute(
+                        [admit(payer, input_tokens=12 if embedding else 10, embedding=embedding)]
+                    ),
                 )
         [refused] = await holds.execute([admit(payer, input_tokens=1, embedding=True)])
 
@@ -118,15 +144,15 @@ async def test_an_embedding_has_no_output(world: HoldWorld) -> None:
 
 
 @pytest.mark.parametrize("expired", [False, True])
-async def test_what_was_sent_before_its_process_died_is_billed_from_the_journal(
+async def test_vectors_sent_before_their_process_died_are_billed_from_the_journal(
     world: HoldWorld, tmp_path: Path, *, expired: bool
 ) -> None:
-    """Once, whether its hold still stands or has expired; one of which nothing was sent is not."""
+    """Once, whether its hold is live or expired; requests that sent nothing are not billed."""
     payer = world.tenant()
     quota_id = world.quota(payer, QuotaDimension.TOKENS_PER_DAY, 100)
     sent, unsent = admit(payer, input_tokens=12, embedding=True), admit(payer, embedding=True)
     journal = UsageJournal(tmp_path, uuid.uuid4())
-    await world.run(sent, unsent, owner_id=journal.owner_id)
+    await world.run(sent, unsent, process_id=journal.process_id)
     journal.record([Delivered(sent.hold_id, 12, 0, 0, 0)])
     journal.close()
     if expired:
@@ -136,41 +162,66 @@ async def test_what_was_sent_before_its_process_died_is_billed_from_the_journal(
     done = await recover_journals(tmp_path, world.url)
 
     assert done == Recovered(1, 1, 0)
-    assert world.rows("SELECT embedding_token_count, input_token_count, cost_picos, recovered FROM usage_events") == [
-        (12, 0, 12 * EMBEDDING_PICOS, True)
-    ]
+    assert world.rows(
+        "SELECT embedding_token_count, input_token_count, cost_picos, recovered FROM usage_events"
+    ) == [(12, 0, 12 * EMBEDDING_PICOS, True)]
     assert world.counters(quota_id) == [(12, 0)]
     check_invariants(world.url, all_ended=True)
 
 
 FAULTS = [
-    ("UPDATE usage_events SET embedding_token_count = embedding_token_count + 1", "by its price version"),
-    ("UPDATE usage_events SET embedding_token_count = 11, cost_picos = 22", "11 input tokens in usage events"),
     (
-        "UPDATE usage_events SET embedding_token_count = 0, input_token_count = 12, cost_picos = 36",
-        "0 embedded tokens of 12 to be embedded",
+        "UPDATE usage_events SET embedding_token_count = embedding_token_count + 1",
+        "by its price version",
     ),
-    ("UPDATE usage_events SET embedding_token_count = 0, input_token_count = 12", "receipt-tells-the-usage"),
-    ("UPDATE holds SET embedding = false", "12 embedded tokens of 12 to be continued"),
+    (
+        "UPDATE usage_events SET embedding_token_count = 11, cost_picos = 22",
+        "11 input tokens in usage events",
+    ),
+    (
+        (
+            "UPDATE usage_events SET embedding_token_count = 0, input_token_count = 12, cost_picos"
+            " = 36"
+        ),
+        "0 embedding tokens of 12 in an embedding",
+    ),
+    (
+        "UPDATE usage_events SET embedding_token_count = 0, input_token_count = 12",
+        "receipt-matches-usage",
+    ),
+    ("UPDATE holds SET embedding = false", "12 embedding tokens of 12 in a completion"),
     ("UPDATE holds SET embedding = false", "counters-equal-holds"),
     ("UPDATE price_versions SET embedding_picos_per_token = 3", "counters-equal-holds"),
-    ("UPDATE quota_counters SET used = used + 12 WHERE used = 24", "but holds left"),
+    ("UPDATE quota_counters SET used = used + 12 WHERE used = 24", "but holds used"),
 ]
 LEDGER_FAULTS = [
-    ("UPDATE ledger_entries SET token_kind = 'input' WHERE token_kind = 'embedding'", "0 tokens for 0 picos posted"),
-    ("UPDATE ledger_entries SET token_count = token_count + 1 WHERE token_kind = 'embedding'", "usage-equals-ledger"),
-    ("UPDATE meter_batches SET token_kind = 'input' WHERE token_kind = 'embedding'", "nothing-is-exported-twice"),
+    (
+        "UPDATE ledger_entries SET token_kind = 'input' WHERE token_kind = 'embedding'",
+        "0 tokens for 0 picos posted",
+    ),
+    (
+        "UPDATE ledger_entries SET token_count = token_count + 1 WHERE token_kind = 'embedding'",
+        "usage-equals-ledger",
+    ),
+    (
+        "UPDATE meter_batches SET token_kind = 'input' WHERE token_kind = 'embedding'",
+        "nothing-is-exported-twice",
+    ),
     ("DELETE FROM meter_batches WHERE token_kind = 'embedding'", "exports only 0"),
 ]
 
 
-async def test_each_fault_planted_in_embeddings_is_seen(world: HoldWorld, sessions: Sessions) -> None:
+async def test_each_fault_planted_in_embeddings_is_seen(
+    world: HoldWorld, sessions: Sessions
+) -> None:
     payer = world.tenant()
     for dimension in QuotaDimension:
         world.quota(payer, dimension, 10_000)
     op, live = (admit(payer, input_tokens=12, embedding=True) for _ in range(2))
     await world.run(op, live)
-    await world.run(settle(op.hold_id, 0, input_tokens=12), signer=Signer(Ed25519PrivateKey.generate()))
+    await world.run(
+        settle(op.hold_id, 0, input_tokens=12), signer=Signer(Ed25519PrivateKey.generate())
+    )
     check_invariants(world.url)
     assert unseen(world, FAULTS, Moment.ALWAYS) == []
 
@@ -186,31 +237,50 @@ async def test_no_event_mixes_kinds_and_no_hold_to_embed_has_a_lease(world: Hold
     await world.run(op)
     await world.run(settle(op.hold_id, 0))
 
-    for change in ("embedding_token_count = -1", "input_token_count = 1", "generated_token_count = 1"):
+    for change in (
+        "embedding_token_count = -1",
+        "input_token_count = 1",
+        "generated_token_count = 1",
+    ):
         with pytest.raises(Exception, match=r"embedding_alone|append-only"):
             world.execute(f"UPDATE usage_events SET {change}")
     with pytest.raises(Exception, match="append-only"):
-        world.execute("UPDATE usage_events SET embedding_token_count = embedding_token_count + 1, rated_at = now()")
-    with pytest.raises(Exception, match="embedding_has_no_output"):
-        world.execute("ALTER TABLE holds DISABLE TRIGGER USER; UPDATE holds SET leased_token_count = 1")
+        world.execute(
+            "UPDATE usage_events SET embedding_token_count = embedding_token_count + 1, rated_at ="
+            " now()"
+        )
+    with pytest.raises(Exception, match="embedding_without_output"):
+        world.execute(
+            "ALTER TABLE holds DISABLE TRIGGER USER; UPDATE holds SET leased_token_count = 1"
+        )
 
 
-async def test_a_month_with_embeddings_is_closed_and_told_in_every_document(sessions: Sessions, customer: Customer) -> None:
+async def test_a_month_with_embeddings_is_closed_and_shown_in_every_document(
+    sessions: Sessions, customer: Customer
+) -> None:
     world = ClosingWorld(sessions, customer)
     price = await world.price(datetime(2025, 1, 1, tzinfo=UTC), embedding_picos=20_000)
     free = PlanRules(allowances=(Allowance(Selector(token_kind=TokenKind.EMBEDDING), 400_000),))
     await world.plan("starter", date(2025, 10, 1), free)
     await world.use(price, Consumed(1_000, 0, 500, "stop", OCTOBER))
-    await world.use(price, *(Consumed(settled_at=OCTOBER, embedding_token_count=500_000) for _ in range(2)))
+    await world.use(
+        price, *(Consumed(settled_at=OCTOBER, embedding_token_count=500_000) for _ in range(2))
+    )
     await world.use(price, Consumed(0, 0, 0, "cancelled", OCTOBER, embedding_token_count=7))
 
     await world.close("2025-10")
     report = await world.report("2025-10")
     async with sessions() as session:
-        page = await usage_page(session, UsageFilter("2025-10", customer.organization_id), [Grouping.MODEL])
-        focus = "".join([piece async for piece in focus_csv(session, report, "Weir Operations GmbH")])
+        page = await usage_page(
+            session, UsageFilter("2025-10", customer.organization_id), [Grouping.MODEL]
+        )
+        focus = "".join(
+            [piece async for piece in focus_csv(session, report, "Weir Operations GmbH")]
+        )
         [simulated] = await simulate(session, month="2025-10")
-    pdf = PdfReader(io.BytesIO(render_pdf(invoice_document(report, Issuer("Weir Operations GmbH")))))
+    pdf = PdfReader(
+        io.BytesIO(render_pdf(invoice_document(report, Issuer("Weir Operations GmbH"))))
+    )
 
     line = report.lines[-1]
     assert (line.token_kind, line.token_count, line.request_count, line.cancelled_token_count) == (
@@ -220,8 +290,14 @@ async def test_a_month_with_embeddings_is_closed_and_told_in_every_document(sess
         7,
     )
     assert line.amount_picos == 1_000_007 * 20_000
-    assert [(charge.token_kind, charge.amount_picos) for charge in report.charges] == [(TokenKind.EMBEDDING, -400_000 * 20_000)]
-    assert report.total_picos == 1_000 * 150_000 + 500 * 600_000 + 600_007 * 20_000 == simulated.new_picos
+    assert [(charge.token_kind, charge.amount_picos) for charge in report.charges] == [
+        (TokenKind.EMBEDDING, -400_000 * 20_000)
+    ]
+    assert (
+        report.total_picos
+        == 1_000 * 150_000 + 500 * 600_000 + 600_007 * 20_000
+        == simulated.new_picos
+    )
     assert report.reconciliation.balanced
     assert page.rows[0].token_counts[TokenKind.EMBEDDING] == 1_000_007
     assert (await world.verify("2025-10")).differences == ()
@@ -232,15 +308,21 @@ async def test_a_month_with_embeddings_is_closed_and_told_in_every_document(sess
     assert "embedding tokens" in " ".join(page.extract_text() for page in pdf.pages)
 
 
-async def test_a_month_without_embeddings_says_nothing_of_them(sessions: Sessions, customer: Customer) -> None:
-    """So that what was closed before there were any reads as it did."""
+async def test_a_month_without_embeddings_says_nothing_of_them(
+    sessions: Sessions, customer: Customer
+) -> None:
+    """Reports closed before embeddings existed stay unchanged."""
     world = ClosingWorld(sessions, customer)
     price = await world.price(datetime(2025, 1, 1, tzinfo=UTC), embedding_picos=20_000)
     await world.use(price, Consumed(1_000, 10, 500, "stop", OCTOBER))
 
     report = (await world.close("2025-10")).report
 
-    assert [line.token_kind for line in report.lines] == [TokenKind.INPUT, TokenKind.CACHED_INPUT, TokenKind.OUTPUT]
+    assert [line.token_kind for line in report.lines] == [
+        TokenKind.INPUT,
+        TokenKind.CACHED_INPUT,
+        TokenKind.OUTPUT,
+    ]
     assert "embed" not in to_json(report) + to_csv(report)
 
 
@@ -248,12 +330,20 @@ async def test_embedded_tokens_have_a_meter_of_their_own_at_stripe(
     database_url: str, sessions: Sessions, customer: Customer
 ) -> None:
     async with sessions.begin() as session:
-        rates = Rates(input_picos_per_token=150_000, cached_input_picos_per_token=15_000, output_picos_per_token=600_000)
-        price = await set_price(session, model="demo", actor="test", embedding_picos_per_token=20_000, **rates)
+        rates = Rates(
+            input_picos_per_token=150_000,
+            cached_input_picos_per_token=15_000,
+            output_picos_per_token=600_000,
+        )
+        price = await set_price(
+            session, model="demo", actor="test", embedding_picos_per_token=20_000, **rates
+        )
     with stripe_double() as double:
         gateway = StripeGateway(StripeSettings(KEY, api_base=double.url))
         created = await Sync(sessions, gateway, False).run()
-        await use_and_rate(sessions, customer, price, Consumed(settled_at=hours_ago(3), embedding_token_count=700))
+        await use_and_rate(
+            sessions, customer, price, Consumed(settled_at=hours_ago(3), embedding_token_count=700)
+        )
         await form_batches(sessions)
         await deliver_pending(sessions, gateway)
         async with sessions() as session:
@@ -261,7 +351,10 @@ async def test_embedded_tokens_have_a_meter_of_their_own_at_stripe(
         [row], [count] = ours.sums, await stripe_counts(sessions, gateway, ours)
         check_delivered(database_url, double.account)
 
-    assert f"price weir_{price.prices.version}_embedding: 0.000002 USD minor units per token" in created
+    assert (
+        f"price weir_{price.prices.version}_embedding: 0.000002 USD minor units per token"
+        in created
+    )
     assert (row.token_kind, row.due, count) == ("embedding", 700, 700)
     check_export(database_url)
 
@@ -270,16 +363,26 @@ async def test_a_model_that_embeds_for_nothing_takes_no_place_in_a_subscription_
     sessions: Sessions, customer: Customer
 ) -> None:
     async with sessions.begin() as session:
-        rates = Rates(input_picos_per_token=150_000, cached_input_picos_per_token=15_000, output_picos_per_token=600_000)
+        rates = Rates(
+            input_picos_per_token=150_000,
+            cached_input_picos_per_token=15_000,
+            output_picos_per_token=600_000,
+        )
         price = await set_price(session, model="demo", actor="test", **rates)
     with stripe_double() as double:
         gateway = StripeGateway(StripeSettings(KEY, api_base=double.url))
         first = await Sync(sessions, gateway, False).run()
-        await use_and_rate(sessions, customer, price, Consumed(settled_at=hours_ago(3), embedding_token_count=700))
+        await use_and_rate(
+            sessions, customer, price, Consumed(settled_at=hours_ago(3), embedding_token_count=700)
+        )
         await form_batches(sessions)
         second = await Sync(sessions, gateway, False).run()
 
     assert not [each for each in first if "embedding" in each]
-    assert [each for each in second if each.startswith("meter")] == [f"meter weir_{price.prices.version}_embedding"]
+    assert [each for each in second if each.startswith("meter")] == [
+        f"meter weir_{price.prices.version}_embedding"
+    ]
     async with sessions() as session:
-        assert (await session.execute(text("SELECT token_kind FROM meter_batches"))).scalars().all() == ["embedding"]
+        assert (
+            await session.execute(text("SELECT token_kind FROM meter_batches"))
+        ).scalars().all() == ["embedding"]

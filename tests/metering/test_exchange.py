@@ -1,4 +1,4 @@
-"""Statements that go out together: every value arrives as it was, every answer belongs to its statement, and an error ends all."""
+"""Pipelined statements: exact values, matching answers, and errors end all."""
 
 from __future__ import annotations
 
@@ -23,17 +23,23 @@ from metering.store import exchange as exchange_module
 from metering.store.db import psycopg_conninfo
 from metering.store.exchange import Connection, array, bytes_array, exchange, id_array, text_array
 
-texts = st.lists(st.none() | st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=20), max_size=5)
+texts = st.lists(
+    st.none()
+    | st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=20),
+    max_size=5,
+)
 
 
 @pytest.fixture
 async def connection(postgres_server: str) -> AsyncIterator[Connection]:
-    async with await psycopg.AsyncConnection.connect(psycopg_conninfo(postgres_server), autocommit=True) as opened:
+    async with await psycopg.AsyncConnection.connect(
+        psycopg_conninfo(postgres_server), autocommit=True
+    ) as opened:
         yield opened
 
 
 async def test_each_statement_has_its_own_answer(connection: Connection) -> None:
-    for _ in range(3):  # the first time they are prepared
+    for _ in range(3):  # the first round prepares them
         answers = await exchange(
             connection,
             [
@@ -49,9 +55,19 @@ async def test_each_statement_has_its_own_answer(connection: Connection) -> None
         assert answers == [[], [(5, "100 %")], [], [(1,), (2,), (3,)], [(0.25, None)], []]
 
 
-@example(given_texts=["a\\b", "\\", 'say "no"', "{1,2}", "NULL", None, "", " x "], ids=[], blobs=[b"", b"\\\0"])
-@given(given_texts=texts, ids=st.lists(st.uuids(), max_size=3), blobs=st.lists(st.binary(max_size=9), max_size=3))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
+@example(
+    given_texts=["a\\b", "\\", 'say "no"', "{1,2}", "NULL", None, "", " x "],
+    ids=[],
+    blobs=[b"", b"\\\0"],
+)
+@given(
+    given_texts=texts,
+    ids=st.lists(st.uuids(), max_size=3),
+    blobs=st.lists(st.binary(max_size=9), max_size=3),
+)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60
+)
 async def test_arrays_arrive_as_they_were(
     connection: Connection, given_texts: list[str | None], ids: list[uuid.UUID], blobs: list[bytes]
 ) -> None:
@@ -61,8 +77,18 @@ async def test_arrays_arrive_as_they_were(
         connection,
         [
             (
-                "SELECT %s::text[], %s::uuid[], %s::bytea[], %s::bigint[], %s::timestamptz[], %s::bool[]",
-                (text_array(given_texts), id_array(ids), bytes_array(blobs), array(numbers), array(times), array([True, False])),
+                (
+                    "SELECT %s::text[], %s::uuid[], %s::bytea[], %s::bigint[], %s::timestamptz[],"
+                    " %s::bool[]"
+                ),
+                (
+                    text_array(given_texts),
+                    id_array(ids),
+                    bytes_array(blobs),
+                    array(numbers),
+                    array(times),
+                    array([True, False]),
+                ),
             )
         ],
     )
@@ -70,13 +96,19 @@ async def test_arrays_arrive_as_they_were(
     assert row == (given_texts, ids, blobs, numbers, times, [True, False])
 
 
-async def test_an_error_is_raised_as_what_it_is_and_nothing_after_it_is_done(connection: Connection) -> None:
+async def test_an_error_is_raised_as_what_it_is_and_nothing_after_it_is_done(
+    connection: Connection,
+) -> None:
     await connection.execute("CREATE TEMPORARY TABLE kept (n int PRIMARY KEY)")
 
     with pytest.raises(psycopg.errors.UniqueViolation):
         await exchange(
             connection,
-            [("INSERT INTO kept VALUES (%s)", (1,)), ("INSERT INTO kept VALUES (%s)", (1,)), ("INSERT INTO kept VALUES (2)", ())],
+            [
+                ("INSERT INTO kept VALUES (%s)", (1,)),
+                ("INSERT INTO kept VALUES (%s)", (1,)),
+                ("INSERT INTO kept VALUES (2)", ()),
+            ],
         )
 
 
@@ -85,17 +117,25 @@ async def test_text_that_the_protocol_would_cut_short_is_refused(connection: Con
         await exchange(connection, [("SELECT %s::text", ("a\0b",))])
 
 
-async def test_a_connection_that_goes_away_is_told(postgres_server: str) -> None:
-    async with await psycopg.AsyncConnection.connect(psycopg_conninfo(postgres_server), autocommit=True) as opened:
+async def test_a_lost_connection_is_reported(postgres_server: str) -> None:
+    async with await psycopg.AsyncConnection.connect(
+        psycopg_conninfo(postgres_server), autocommit=True
+    ) as opened:
         with pytest.raises(psycopg.OperationalError):
-            await exchange(opened, [("SELECT pg_terminate_backend(pg_backend_pid())", ()), ("SELECT 1", ())])
+            await exchange(
+                opened, [("SELECT pg_terminate_backend(pg_backend_pid())", ()), ("SELECT 1", ())]
+            )
 
 
-async def test_a_connection_that_goes_away_is_watched_no_more(postgres_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its socket is closed by then: what is opened next has its number, and would lose its own watch to a later clean-up."""
+async def test_a_connection_that_goes_away_is_watched_no_more(
+    postgres_server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new socket with the same descriptor must keep its watch."""
     loop, read = asyncio.get_running_loop(), exchange_module._read
     still_watched: list[bool] = []
-    async with await psycopg.AsyncConnection.connect(psycopg_conninfo(postgres_server), autocommit=True) as lost:
+    async with await psycopg.AsyncConnection.connect(
+        psycopg_conninfo(postgres_server), autocommit=True
+    ) as lost:
         fd = lost.pgconn.socket
 
         def read_and_look(watch: Any, **rest: Any) -> None:
@@ -110,15 +150,23 @@ async def test_a_connection_that_goes_away_is_watched_no_more(postgres_server: s
     assert still_watched == [False]
 
 
-async def test_statements_that_fail_again_and_again_leave_nothing_behind_on_the_server(connection: Connection) -> None:
+async def test_statements_that_fail_again_and_again_leave_nothing_behind_on_the_server(
+    connection: Connection,
+) -> None:
     failing = [("SELECT 1", ()), ("SELECT 1 / %s::int", (0,)), ("SELECT 2", ())]
     for _ in range(5):
         with pytest.raises(psycopg.errors.DivisionByZero):
             await exchange(connection, failing)
 
-    [[(count,)]] = await exchange(connection, [("SELECT count(*)::int FROM pg_prepared_statements", ())])
-    assert count == 3  # the two that got so far, and this one
-    assert await exchange(connection, [failing[0], ("SELECT 1 / %s::int", (1,)), failing[2]]) == [[(1,)], [(1,)], [(2,)]]
+    [[(count,)]] = await exchange(
+        connection, [("SELECT count(*)::int FROM pg_prepared_statements", ())]
+    )
+    assert count == 3  # the two that got that far, and this one
+    assert await exchange(connection, [failing[0], ("SELECT 1 / %s::int", (1,)), failing[2]]) == [
+        [(1,)],
+        [(1,)],
+        [(2,)],
+    ]
 
 
 FAREWELL = b"SFATAL\0VFATAL\0C57P01\0Mterminating connection due to unexpected postmaster exit\0\0"
@@ -126,7 +174,7 @@ FAREWELL = b"SFATAL\0VFATAL\0C57P01\0Mterminating connection due to unexpected p
 
 @contextlib.contextmanager
 def forwarding(postgres_server: str) -> Iterator[tuple[str, threading.Event]]:
-    """A way to the server that, from when the event is set, leaves what it is sent unread, says why, and resets the connection."""
+    """Forward to the server, or stop reading and reset the connection."""
     info = psycopg.conninfo.conninfo_to_dict(psycopg_conninfo(postgres_server))
     reset = threading.Event()
     with tempfile.TemporaryDirectory() as directory, socket.socket(socket.AF_UNIX) as listener:
@@ -143,7 +191,7 @@ def forwarding(postgres_server: str) -> Iterator[tuple[str, threading.Event]]:
                             other.sendall(one.recv(1 << 16))
                 select.select([client], [], [], 10)
                 client.sendall(b"E" + (len(FAREWELL) + 4).to_bytes(4, "big") + FAREWELL)
-            # What is unread when it is closed makes the close a reset.
+            # Unread data at the close makes it a reset.
 
         thread = threading.Thread(target=forward)
         thread.start()
@@ -153,7 +201,7 @@ def forwarding(postgres_server: str) -> Iterator[tuple[str, threading.Event]]:
 
 
 def test_a_connection_that_is_reset_is_noticed(postgres_server: str) -> None:
-    """The event loop of the product tells of it once, with what was said before it, and then watches the socket no more."""
+    """The event loop reports the end once, and the socket is no longer watched."""
 
     async def ask(conninfo: str, reset: threading.Event) -> None:
         async with await psycopg.AsyncConnection.connect(conninfo, autocommit=True) as connection:
@@ -163,5 +211,9 @@ def test_a_connection_that_is_reset_is_noticed(postgres_server: str) -> None:
                 await exchange(connection, [("SELECT 2", ())])
 
     loops = asyncio.Runner(loop_factory=uvloop.new_event_loop)
-    with forwarding(postgres_server) as (conninfo, reset), loops as runner, pytest.raises(psycopg.OperationalError):
+    with (
+        forwarding(postgres_server) as (conninfo, reset),
+        loops as runner,
+        pytest.raises(psycopg.OperationalError),
+    ):
         runner.run(ask(conninfo, reset))

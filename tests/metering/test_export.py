@@ -1,4 +1,4 @@
-"""Usage on its way to the biller: batches by the hour, each handed over once, whatever fails in between."""
+"""Export of usage: hourly batches, each counted once in spite of failures."""
 
 from __future__ import annotations
 
@@ -25,9 +25,17 @@ from metering.core.models import TokenKind
 from metering.export import deliveries, stripe_gateway
 from metering.export.deliveries import deliver_pending, form_batches
 from metering.export.export_settings import StripeSettings
-from metering.export.exporting import Answer, BatchState, Exporter, FileExporter, Quantity, Stream, Verdict
+from metering.export.exporting import (
+    Answer,
+    BatchState,
+    Exporter,
+    FileExporter,
+    Quantity,
+    Stream,
+    Verdict,
+)
 from metering.export.stripe_gateway import StripeGateway
-from metering.ledger.ledger import take_lane
+from metering.ledger.ledger import take_posting_lock
 from metering.ledger.rating import rate_customer
 from metering.pricing.prices import ModelPrice
 from metering.store.db import Sessions, create_engine, create_sessions
@@ -43,32 +51,40 @@ from tests.metering.invariants import check_export
 from tests.metering.workers import wait_until
 from tests.stripe_double.server import KEY, Fault, StripeDouble, stripe_double
 
-DELIVERED = {"delivered": 3}  # a request's three kinds of token
+DELIVERED = {"delivered": 3}  # token kinds of a request
 
 
 @pytest.fixture
 def double() -> Iterator[StripeDouble]:
-    """Stripe on this machine."""
+    """Run the double of Stripe."""
     with stripe_double() as running:
         yield running
 
 
 def gateway(double: StripeDouble) -> StripeGateway:
-    """A gateway to the double."""
+    """Return a gateway to the double."""
     return StripeGateway(StripeSettings(KEY, api_base=double.url))
 
 
-async def ready(sessions: Sessions, double: StripeDouble, customer: Customer, price: ModelPrice, *events: Consumed) -> str:
-    """Batches that wait for a Stripe that knows their customer; the customer's id there."""
+async def ready(
+    sessions: Sessions,
+    double: StripeDouble,
+    customer: Customer,
+    price: ModelPrice,
+    *events: Consumed,
+) -> str:
+    """Yield batches that wait for their customer at Stripe; return the customer's id there."""
     async with sessions.begin() as session:
         stripe_id = await known_to_stripe(session, double.account, customer, price)
-    await use_and_rate(sessions, customer, price, *(events or (Consumed(100, 30, 20, settled_at=hours_ago(3)),)))
+    await use_and_rate(
+        sessions, customer, price, *(events or (Consumed(100, 30, 20, settled_at=hours_ago(3)),))
+    )
     await form_batches(sessions)
     return stripe_id
 
 
 async def let_time_pass(sessions: Sessions) -> None:
-    """Every wait is over."""
+    """Let every wait end."""
     async with sessions.begin() as session:
         await session.execute(text("UPDATE meter_batches SET next_attempt_at = now()"))
         await session.execute(text("UPDATE export_progress SET paused_until = NULL"))
@@ -79,12 +95,17 @@ async def test_a_batch_that_a_failover_has_lost_is_counted_once(
 ) -> None:
     stripe_id = await ready(sessions, double, customer, price)
     await deliver_pending(sessions, gateway(double), budget_s=60)
-    names = "SELECT id, organization_id, price_version_id, token_kind, hour, part FROM meter_batches ORDER BY token_kind"
+    names = (
+        "SELECT id, organization_id, price_version_id, token_kind, hour, part FROM meter_batches"
+        " ORDER BY token_kind"
+    )
     async with sessions.begin() as session:
         before = (await session.execute(text(names))).all()
         await session.execute(text("ALTER TABLE meter_batches DISABLE TRIGGER USER"))
         await session.execute(text("DELETE FROM meter_batches"))
-        await session.execute(text("UPDATE export_progress SET closed_until = closed_until - interval '6 hours'"))
+        await session.execute(
+            text("UPDATE export_progress SET closed_until = closed_until - interval '6 hours'")
+        )
 
     await form_batches(sessions)
     await deliver_pending(sessions, gateway(double), budget_s=60)
@@ -94,34 +115,55 @@ async def test_a_batch_that_a_failover_has_lost_is_counted_once(
     assert after == before
     assert len(double.account.meter_events) == 3
     assert await states(sessions) == DELIVERED
-    assert sum(double.account.total(f"weir_{price.prices.version}_{kind}", stripe_id) for kind in TokenKind) == 120
+    assert (
+        sum(
+            double.account.total(f"weir_{price.prices.version}_{kind}", stripe_id)
+            for kind in TokenKind
+        )
+        == 120
+    )
 
 
 async def test_of_a_lost_batch_that_comes_back_larger_the_biller_keeps_what_it_counted(
     sessions: Sessions, double: StripeDouble, customer: Customer, price: ModelPrice
 ) -> None:
-    """Never more than was used: `weir reconcile` names the difference."""
+    """Never more than the usage: `weir reconcile` names the difference."""
     stripe_id = await ready(sessions, double, customer, price)
     await deliver_pending(sessions, gateway(double), budget_s=60)
     async with sessions.begin() as session:
         await session.execute(text("ALTER TABLE meter_batches DISABLE TRIGGER USER"))
         await session.execute(text("DELETE FROM meter_batches"))
-        await session.execute(text("UPDATE export_progress SET closed_until = closed_until - interval '6 hours'"))
+        await session.execute(
+            text("UPDATE export_progress SET closed_until = closed_until - interval '6 hours'")
+        )
     await use_and_rate(sessions, customer, price, Consumed(100, 30, 20, settled_at=hours_ago(3)))
 
     await form_batches(sessions)
     await deliver_pending(sessions, gateway(double), budget_s=60)
 
     assert await states(sessions) == DELIVERED
-    assert sum(double.account.total(f"weir_{price.prices.version}_{kind}", stripe_id) for kind in TokenKind) == 120
+    assert (
+        sum(
+            double.account.total(f"weir_{price.prices.version}_{kind}", stripe_id)
+            for kind in TokenKind
+        )
+        == 120
+    )
 
 
 async def test_an_hour_that_is_over_is_one_batch_per_kind_and_what_comes_late_is_another(
     sessions: Sessions, customer: Customer, price: ModelPrice, database_url: str
 ) -> None:
     at = hours_ago(3)
-    await use_and_rate(sessions, customer, price, Consumed(100, 30, 20, settled_at=at), Consumed(7, 0, 1, settled_at=at))
-    await use_and_rate(sessions, customer, price, Consumed(5, 0, 5, settled_at=hours_ago(-1)))  # its hour is not over
+    await use_and_rate(
+        sessions,
+        customer,
+        price,
+        Consumed(100, 30, 20, settled_at=at),
+        Consumed(7, 0, 1, settled_at=at),
+    )
+    # Its hour is not over.
+    await use_and_rate(sessions, customer, price, Consumed(5, 0, 5, settled_at=hours_ago(-1)))
 
     first = await form_batches(sessions)
     again = await form_batches(sessions)
@@ -129,7 +171,9 @@ async def test_an_hour_that_is_over_is_one_batch_per_kind_and_what_comes_late_is
     late = await form_batches(sessions)
 
     async with sessions() as session:
-        query = text("SELECT token_kind, part, token_count FROM meter_batches ORDER BY token_kind, part")
+        query = text(
+            "SELECT token_kind, part, token_count FROM meter_batches ORDER BY token_kind, part"
+        )
         rows = [tuple(row) for row in await session.execute(query)]
     assert (first, again, late) == (3, 0, 1)
     assert rows == [("cached_input", 0, 30), ("input", 0, 77), ("input", 1, 3), ("output", 0, 21)]
@@ -137,27 +181,43 @@ async def test_an_hour_that_is_over_is_one_batch_per_kind_and_what_comes_late_is
 
 
 async def test_after_a_time_without_a_worker_each_used_hour_is_a_statement_that_has_time(
-    sessions: Sessions, customer: Customer, price: ModelPrice, database_url: str, monkeypatch: pytest.MonkeyPatch
+    sessions: Sessions,
+    customer: Customer,
+    price: ModelPrice,
+    database_url: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A day of a busy service in one statement was given up each time it was tried, and nothing was ever exported again."""
-    await use_and_rate(sessions, customer, price, *(Consumed(10, settled_at=hours_ago(hour)) for hour in (900, 800, 30, 3)))
+    """A statement over a whole day would exceed its timeout each time."""
+    await use_and_rate(
+        sessions,
+        customer,
+        price,
+        *(Consumed(10, settled_at=hours_ago(hour)) for hour in (900, 800, 30, 3)),
+    )
     spans: list[tuple[datetime, timedelta, str]] = []
     real = deliveries.form
 
-    async def form(session: AsyncSession, begins: datetime, ends: datetime, of: uuid.UUID | None = None) -> int:
-        if of is None:  # else it is late usage, and of an hour in any case
-            spans.append((begins, ends - begins, str(await session.scalar(text("SHOW statement_timeout")))))
+    async def form(
+        session: AsyncSession, begins: datetime, ends: datetime, of: uuid.UUID | None = None
+    ) -> int:
+        if of is None:  # otherwise it is late usage, which also has an hour
+            spans.append(
+                (begins, ends - begins, str(await session.scalar(text("SHOW statement_timeout"))))
+            )
         return await real(session, begins, ends, of)
 
     monkeypatch.setattr(deliveries, "form", form)
     await form_batches(sessions)
 
-    hours = [hours_ago(hour).replace(minute=0) for hour in (800, 30, 3)]  # what is 900 hours old is late by now
-    assert [span for span in spans if span[1]] == [(begins, timedelta(hours=1), "30s") for begins in hours]
+    # A batch that is 900 hours old is too late now.
+    hours = [hours_ago(hour).replace(minute=0) for hour in (800, 30, 3)]
+    assert [span for span in spans if span[1]] == [
+        (begins, timedelta(hours=1), "30s") for begins in hours
+    ]
     check_export(database_url)
 
 
-async def test_two_who_make_batches_at_once_make_each_once(
+async def test_concurrent_formations_make_each_batch_once(
     sessions: Sessions, customer: Customer, price: ModelPrice, database_url: str
 ) -> None:
     events = [Consumed(10, 1, 2, settled_at=hours_ago(hour)) for hour in range(2, 40)]
@@ -186,13 +246,17 @@ async def test_no_token_of_a_batch_is_ever_changed_away(
     await use_and_rate(sessions, customer, price, Consumed(10, 0, 0, settled_at=hours_ago(3)))
     await form_batches(sessions)
 
-    with pytest.raises(DBAPIError, match=r"never change|is no way|append-only"):
+    with pytest.raises(DBAPIError, match=r"never change|cannot change|append-only"):
         async with sessions.begin() as session:
             await session.execute(text(statement))
 
 
 async def test_stripe_counts_what_was_used_at_a_moment_inside_its_hour(
-    sessions: Sessions, customer: Customer, price: ModelPrice, double: StripeDouble, database_url: str
+    sessions: Sessions,
+    customer: Customer,
+    price: ModelPrice,
+    double: StripeDouble,
+    database_url: str,
 ) -> None:
     stripe_id = await ready(sessions, double, customer, price)
 
@@ -201,7 +265,9 @@ async def test_stripe_counts_what_was_used_at_a_moment_inside_its_hour(
     hour = hours_ago(3).replace(minute=0)
     assert run.delivered_count == 3
     assert double.account.total(f"weir_{price.prices.version}_input", stripe_id) == 70
-    assert {each["timestamp"] for each in double.account.meter_events} == {int((hour + timedelta(minutes=30)).timestamp())}
+    assert {each["timestamp"] for each in double.account.meter_events} == {
+        int((hour + timedelta(minutes=30)).timestamp())
+    }
     check_delivered(database_url, double.account)
 
 
@@ -217,7 +283,12 @@ FAULTS = {
 @pytest.mark.faults
 @pytest.mark.parametrize("name", FAULTS)
 async def test_a_call_that_fails_is_repeated_until_it_counts_once(
-    name: str, sessions: Sessions, customer: Customer, price: ModelPrice, double: StripeDouble, database_url: str
+    name: str,
+    sessions: Sessions,
+    customer: Customer,
+    price: ModelPrice,
+    double: StripeDouble,
+    database_url: str,
 ) -> None:
     fault, state, _ = FAULTS[name]
     await ready(sessions, double, customer, price, Consumed(0, 0, 20, settled_at=hours_ago(3)))
@@ -229,10 +300,10 @@ async def test_a_call_that_fails_is_repeated_until_it_counts_once(
     await let_time_pass(sessions)
     await deliver_pending(sessions, gateway(double))
 
-    assert failed.trouble is not None
-    assert failed.trouble.retry_after_s == (7 if "Retry-After" in fault.headers else None)
+    assert failed.failure is not None
+    assert failed.failure.retry_after_s == (7 if "Retry-After" in fault.headers else None)
     assert after_failure == {state: 1}
-    assert (paused.delivered_count, paused.trouble) == (0, None)
+    assert (paused.delivered_count, paused.failure) == (0, None)
     assert await states(sessions) == {"delivered": 1}
     check_delivered(database_url, double.account)
 
@@ -259,24 +330,28 @@ async def test_an_answer_that_never_comes_is_waited_for_so_long_and_then_asked_f
     await let_time_pass(sessions)
     await deliver_pending(sessions, gateway(double))
 
-    assert failed.trouble is not None
-    assert not failed.trouble.certain
+    assert failed.failure is not None
+    assert not failed.failure.certain
     assert await states(sessions) == {"delivered": 1}
     check_delivered(database_url, double.account)
 
 
 async def test_a_wrong_key_stops_the_export_with_its_reason_and_loses_nothing(
-    sessions: Sessions, customer: Customer, price: ModelPrice, double: StripeDouble, database_url: str
+    sessions: Sessions,
+    customer: Customer,
+    price: ModelPrice,
+    double: StripeDouble,
+    database_url: str,
 ) -> None:
     await ready(sessions, double, customer, price)
     double.bad_key = True
 
     run = await deliver_pending(sessions, gateway(double))
 
-    assert run.trouble is not None
-    assert run.trouble.verdict is Verdict.BLOCKED
-    assert "Invalid API Key" in run.trouble.reason
-    assert KEY not in run.trouble.reason
+    assert run.failure is not None
+    assert run.failure.verdict is Verdict.BLOCKED
+    assert "Invalid API Key" in run.failure.reason
+    assert KEY not in run.failure.reason
     assert await states(sessions) == {"pending": 3}
     double.bad_key = False
     await let_time_pass(sessions)
@@ -293,12 +368,12 @@ async def test_a_refused_connection_is_known_to_have_counted_nothing(
 
     run = await deliver_pending(sessions, nobody)
 
-    assert run.trouble is not None
-    assert run.trouble.certain
+    assert run.failure is not None
+    assert run.failure.certain
     assert await states(sessions) == {"pending": 3}
 
 
-async def test_what_stripe_refuses_is_rejected_with_its_words_and_holds_up_no_other(
+async def test_a_batch_that_stripe_refuses_is_rejected_with_its_message_and_delays_no_other(
     sessions: Sessions, customer: Customer, price: ModelPrice, double: StripeDouble
 ) -> None:
     await ready(sessions, double, customer, price)
@@ -308,7 +383,9 @@ async def test_what_stripe_refuses_is_rejected_with_its_words_and_holds_up_no_ot
     await deliver_pending(sessions, gateway(double))
 
     async with sessions() as session:
-        error = await session.scalar(text("SELECT last_error FROM meter_batches WHERE state = 'rejected'"))
+        error = await session.scalar(
+            text("SELECT last_error FROM meter_batches WHERE state = 'rejected'")
+        )
     assert await states(sessions) == {"delivered": 2, "rejected": 1}
     assert "No active meter found" in str(error)
 
@@ -321,7 +398,9 @@ async def test_a_batch_in_doubt_for_longer_than_stripe_remembers_is_not_sent_aga
     await deliver_pending(sessions, gateway(double))
     await let_time_pass(sessions)
     async with sessions.begin() as session:
-        await session.execute(text("UPDATE meter_batches SET sent_at = now() - interval '23 hours 1 second'"))
+        await session.execute(
+            text("UPDATE meter_batches SET sent_at = now() - interval '23 hours 1 second'")
+        )
 
     run = await deliver_pending(sessions, gateway(double))
 
@@ -341,7 +420,9 @@ async def test_a_batch_in_doubt_for_longer_than_stripe_remembers_is_not_sent_aga
         ("sent", Answer(Verdict.BLOCKED), "sent"),
     ],
 )
-def test_doubt_about_one_attempt_outlives_what_the_next_is_told(was: str, answer: Answer, state: str) -> None:
+def test_doubt_about_one_attempt_outlives_the_answer_of_the_next(
+    was: str, answer: Answer, state: str
+) -> None:
     from metering.export.deliveries import state_after
 
     assert state_after(was, answer) is BatchState(state)
@@ -349,7 +430,11 @@ def test_doubt_about_one_attempt_outlives_what_the_next_is_told(was: str, answer
 
 @pytest.mark.faults
 async def test_many_workers_never_call_twice_at_once_for_one_customer_and_meter(
-    sessions: Sessions, customer: Customer, price: ModelPrice, double: StripeDouble, database_url: str
+    sessions: Sessions,
+    customer: Customer,
+    price: ModelPrice,
+    double: StripeDouble,
+    database_url: str,
 ) -> None:
     events = [Consumed(0, 0, 2, settled_at=hours_ago(hour)) for hour in range(2, 12)]
     await ready(sessions, double, customer, price, *events)
@@ -374,20 +459,28 @@ async def test_many_workers_never_call_twice_at_once_for_one_customer_and_meter(
 
 
 def exporting(database_url: str, double: StripeDouble) -> subprocess.Popen[bytes]:
-    """A process that runs the worker's task once."""
+    """Start a process that runs the worker's task once."""
     environment = {**os.environ, **double.environment, "WEIR_DATABASE_URL": database_url}
-    return subprocess.Popen([sys.executable, "-c", "from metering import tasks; tasks.export()"], env=environment)
+    return subprocess.Popen(
+        [sys.executable, "-c", "from metering import tasks; tasks.export()"], env=environment
+    )
 
 
 @pytest.mark.faults
 async def test_a_worker_killed_between_the_call_and_its_record_bills_nothing_twice(
-    database_url: str, sessions: Sessions, customer: Customer, price: ModelPrice, double: StripeDouble
+    database_url: str,
+    sessions: Sessions,
+    customer: Customer,
+    price: ModelPrice,
+    double: StripeDouble,
 ) -> None:
     await ready(sessions, double, customer, price)
     answer = threading.Event()
     double.faults.append(Fault(accepted=True, wait=answer))
     first = exporting(database_url, double)
-    await asyncio.to_thread(wait_until, double.reached.is_set, "the worker to be in the middle of a call")
+    await asyncio.to_thread(
+        wait_until, double.reached.is_set, "the worker to be in the middle of a call"
+    )
     first.kill()
     first.wait()
     answer.set()
@@ -433,7 +526,7 @@ async def test_a_file_holds_each_quantity_once_and_survives_a_torn_line(
 
 
 class Careless:
-    """An exporter whose answers get lost at random; it counts by identifier, as every exporter must."""
+    """Exporter that loses answers at random, and counts by identifier."""
 
     account = ""
     remembers_for = timedelta(days=1)
@@ -443,10 +536,17 @@ class Careless:
         self.counted: dict[str, int] = {}
 
     async def deliver(self, quantity: Quantity) -> Answer:
-        """Count it or not, and say so or not."""
+        """Count the batch or not, and confirm it or not, at random."""
         if self.random.random() < 0.7:
-            assert self.counted.setdefault(quantity.identifier, quantity.token_count) == quantity.token_count
-            return Answer(Verdict.DELIVERED) if self.random.random() < 0.7 else Answer(Verdict.LATER, "lost", certain=False)
+            assert (
+                self.counted.setdefault(quantity.identifier, quantity.token_count)
+                == quantity.token_count
+            )
+            return (
+                Answer(Verdict.DELIVERED)
+                if self.random.random() < 0.7
+                else Answer(Verdict.LATER, "lost", certain=False)
+            )
         return Answer(Verdict.LATER, "busy")
 
 
@@ -463,7 +563,7 @@ STEP = st.one_of(
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(steps=st.lists(STEP, max_size=12), seed=st.integers(0, 2**32))
-def test_in_whatever_order_usage_comes_each_token_is_exported_once(
+def test_each_token_is_exported_once_for_any_order_of_usage(
     steps: list[tuple[object, ...]], seed: int, database_url: str
 ) -> None:
     async def play() -> None:
@@ -478,7 +578,12 @@ def test_in_whatever_order_usage_comes_each_token_is_exported_once(
         for step in steps:
             match step:
                 case ("use", int(hour), int(tokens), int(output)):
-                    await use_and_rate(sessions, customer, price, Consumed(tokens, tokens // 2, output, settled_at=hours_ago(hour)))
+                    await use_and_rate(
+                        sessions,
+                        customer,
+                        price,
+                        Consumed(tokens, tokens // 2, output, settled_at=hours_ago(hour)),
+                    )
                     used += tokens + output
                 case ("form",):
                     await form_batches(sessions)
@@ -496,7 +601,7 @@ def test_in_whatever_order_usage_comes_each_token_is_exported_once(
     check_export(database_url)
 
 
-async def test_what_a_close_rates_is_exported_however_long_the_close_takes(
+async def test_usage_rated_by_a_long_close_is_exported(
     sessions: Sessions, customer: Customer, price: ModelPrice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a margin, every close takes longer than it."""
@@ -506,7 +611,7 @@ async def test_what_a_close_rates_is_exported_however_long_the_close_takes(
         await add_usage(session, customer, price, [Consumed(100, 10, 5, settled_at=hours_ago(3))])
 
     async with sessions.begin() as closing:
-        await take_lane(closing, customer.organization_id)
+        await take_posting_lock(closing, customer.organization_id)
         await rate_customer(closing, customer.organization_id)
         assert await form_batches(sessions) == 0
 

@@ -1,4 +1,4 @@
-"""The file of usage: each quantity stands in it once, on the disk before it counts, whoever writes, dies or moves it meanwhile."""
+"""Usage file: each quantity once and on disk, despite crashes and rotation."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ STREAM = Stream(uuid.UUID(int=1), 1, TokenKind.INPUT)
 
 
 def quantity(number: int) -> Quantity:
-    """All of the same length as text, so that lines of one file begin where those of another do."""
+    """Return a quantity whose text is as long as that of every other one."""
     return Quantity(str(uuid.UUID(int=number)), STREAM, datetime(2026, 11, 1, tzinfo=UTC), 10, 1)
 
 
 def identifiers(path: Path) -> list[int]:
-    """What the file has, in order."""
+    """Return the quantities of the file, in order."""
     return [uuid.UUID(json.loads(line)["identifier"]).int for line in path.read_text().splitlines()]
 
 
 def inode_of(path: Path) -> int:
-    """Of a file or directory."""
+    """Return the inode of a file or directory."""
     return path.stat().st_ino
 
 
 @pytest.fixture
 def synced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """What was made to survive a crash of the machine, by its inode."""
+    """Return the inodes that were synced to disk."""
     found: list[int] = []
 
     def fsync(descriptor: int) -> None:
@@ -43,7 +43,9 @@ def synced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-async def test_a_file_that_was_moved_away_and_has_grown_again_is_read_from_its_beginning(tmp_path: Path) -> None:
+async def test_a_file_that_was_moved_away_and_has_grown_again_is_read_from_its_beginning(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "usage.jsonl"
     one, other = FileExporter(path), FileExporter(path)
     for number in (1, 9):
@@ -58,7 +60,9 @@ async def test_a_file_that_was_moved_away_and_has_grown_again_is_read_from_its_b
     assert {answer.verdict for answer in answers} == {Verdict.DELIVERED}
 
 
-async def test_a_line_that_a_dead_worker_left_is_on_the_disk_before_it_counts(tmp_path: Path, synced: list[int]) -> None:
+async def test_a_line_that_a_dead_worker_left_is_on_the_disk_before_it_counts(
+    tmp_path: Path, synced: list[int]
+) -> None:
     path = tmp_path / "usage.jsonl"
     path.write_bytes(line_of(quantity(1)))
 
@@ -69,7 +73,9 @@ async def test_a_line_that_a_dead_worker_left_is_on_the_disk_before_it_counts(tm
     assert identifiers(path) == [1]
 
 
-async def test_a_line_that_is_none_is_named_and_nothing_is_written_behind_it(tmp_path: Path) -> None:
+async def test_an_invalid_line_is_named_and_nothing_is_written_after_it(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "usage.jsonl"
     path.write_bytes(line_of(quantity(1)) + b"by hand\n")
 

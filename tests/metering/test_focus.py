@@ -1,4 +1,4 @@
-"""The FOCUS export: that it keeps the rules of the specification, and that its costs are those of the bill."""
+"""FOCUS export: the specification's rules, and costs that equal the bill."""
 
 from __future__ import annotations
 
@@ -26,7 +26,16 @@ from tests.metering.focus_rules import Row, broken_rules, read
 
 FIRST = datetime(2026, 11, 1, tzinfo=UTC)
 CLOSED = Closed(datetime(2026, 12, 2, tzinfo=UTC), "test", "INV-000042")
-REPORT = MonthReport("acme", uuid.UUID(int=7), "2026-11", "USD", (), RequestCounts(1, 1, 0, 0, 0), 0, Reconciliation(9, 9, 0))
+REPORT = MonthReport(
+    "acme",
+    uuid.UUID(int=7),
+    "2026-11",
+    "USD",
+    (),
+    RequestCounts(1, 1, 0, 0, 0),
+    0,
+    Reconciliation(9, 9, 0),
+)
 CHARGE = UsageCharge(
     day=date(2026, 11, 3),
     project_id=uuid.UUID(int=1),
@@ -55,20 +64,30 @@ async def report_of(sessions: Sessions, month: str = "2026-11") -> MonthReport:
         return await month_report(session, organization="acme", month=month)
 
 
-async def file_of(sessions: Sessions, report: MonthReport, issuer: str = "Weir Operations GmbH") -> str:
+async def file_of(
+    sessions: Sessions, report: MonthReport, issuer: str = "Weir Operations GmbH"
+) -> str:
     async with sessions() as session:
         return "".join([piece async for piece in focus_csv(session, report, issuer)])
 
 
-async def add_price(session: AsyncSession, organization_id: uuid.UUID | None, factor: int = 1) -> ModelPrice:
-    """A version of the year before, of the list or of a customer's own."""
+async def add_price(
+    session: AsyncSession, organization_id: uuid.UUID | None, factor: int = 1
+) -> ModelPrice:
+    """Set a list or own price of the year before."""
     rates = {
         "input_picos_per_token": 75_001 * factor,
         "cached_input_picos_per_token": 0,
         "output_picos_per_token": 300_000 * factor,
     }
     begins = FIRST - timedelta(days=365)
-    row = PriceVersion(model="large", currency_code="USD", organization_id=organization_id, effective_at=begins, **rates)
+    row = PriceVersion(
+        model="large",
+        currency_code="USD",
+        organization_id=organization_id,
+        effective_at=begins,
+        **rates,
+    )
     session.add(row)
     await session.flush()
     return ModelPrice("large", TokenPrices(row.id, "USD", **rates), begins)
@@ -81,10 +100,20 @@ async def used(sessions: Sessions, customer: Customer, price: ModelPrice) -> Ses
         await add_price(session, None, factor=2)
         own = await add_price(session, customer.organization_id)
         await add_usage(
-            session, customer, price, [Consumed(n, n // 2, n, "stop", FIRST + timedelta(hours=9 * n)) for n in range(1, 9)]
+            session,
+            customer,
+            price,
+            [Consumed(n, n // 2, n, "stop", FIRST + timedelta(hours=9 * n)) for n in range(1, 9)],
         )
-        await add_usage(session, customer, price, [Consumed(11, 0, 3, "cancelled", FIRST), Consumed(5, 5, 0, "failed", FIRST)])
-        await add_usage(session, customer, own, [Consumed(100, 20, 10, "stop", FIRST + timedelta(days=29))])
+        await add_usage(
+            session,
+            customer,
+            price,
+            [Consumed(11, 0, 3, "cancelled", FIRST), Consumed(5, 5, 0, "failed", FIRST)],
+        )
+        await add_usage(
+            session, customer, own, [Consumed(100, 20, 10, "stop", FIRST + timedelta(days=29))]
+        )
     await rate_all_pending(sessions)
     return sessions
 
@@ -105,7 +134,9 @@ async def test_costs_add_up_to_the_ledger_and_of_an_invoice_to_its_total(used: S
 
     assert billed(draft) == Decimal(report.total_picos).scaleb(-12)
     assert billed(final) == Decimal(report.total_rounded_picos).scaleb(-12)
-    assert sum(int(row["ConsumedQuantity"] or 0) for row in read(draft)) == sum(line.token_count for line in report.lines)
+    assert sum(int(row["ConsumedQuantity"] or 0) for row in read(draft)) == sum(
+        line.token_count for line in report.lines
+    )
     assert {row["InvoiceId"] for row in read(draft)} == {""}
     assert {row["InvoiceId"] for row in read(final)} == {"INV-000042"}
 
@@ -119,17 +150,36 @@ async def test_each_charge_leads_to_its_line_of_the_invoice(used: Sessions) -> N
         of_line = [row for row in rows if row["InvoiceDetailId"] == str(number)]
         assert sum(int(row["ConsumedQuantity"]) for row in of_line) == line.token_count
         assert sum(int(row["x_RequestCount"]) for row in of_line) == line.request_count
-        assert sum(int(row["x_CancelledTokenCount"]) for row in of_line) == line.cancelled_token_count
+        assert (
+            sum(int(row["x_CancelledTokenCount"]) for row in of_line) == line.cancelled_token_count
+        )
         assert billed("", of_line) == Decimal(line.amount_picos).scaleb(-12)
 
 
-async def test_late_usage_is_a_correction(sessions: Sessions, customer: Customer, price: ModelPrice) -> None:
+async def test_late_usage_is_a_correction(
+    sessions: Sessions, customer: Customer, price: ModelPrice
+) -> None:
     async with sessions.begin() as session:
-        october_closed = {"month": date(2026, 10, 1), "state": MonthState.CLOSED, "closed_at": FIRST, "closed_by": "test"}
-        await session.execute(insertion("billing_months", october_closed | {"organization_id": customer.organization_id}))
+        october_closed = {
+            "month": date(2026, 10, 1),
+            "state": MonthState.CLOSED,
+            "closed_at": FIRST,
+            "closed_by": "test",
+        }
+        await session.execute(
+            insertion(
+                "billing_months", october_closed | {"organization_id": customer.organization_id}
+            )
+        )
     async with sessions.begin() as session:
         await add_usage(
-            session, customer, price, [Consumed(7, 0, 7, "stop", FIRST - timedelta(days=1)), Consumed(1, 0, 1, "stop", FIRST)]
+            session,
+            customer,
+            price,
+            [
+                Consumed(7, 0, 7, "stop", FIRST - timedelta(days=1)),
+                Consumed(1, 0, 1, "stop", FIRST),
+            ],
         )
     await rate_all_pending(sessions)
 
@@ -139,18 +189,26 @@ async def test_late_usage_is_a_correction(sessions: Sessions, customer: Customer
     assert broken_rules(file) == []
     assert {row["InvoiceDetailId"] for row in rows} == {"1", "2", "3", "4", "rounding"}
     late = [row for row in rows if row["ChargeClass"] == "Correction"]
-    assert [(row["ChargePeriodStart"], row["x_TokenKind"], row["ConsumedQuantity"]) for row in late] == [
+    assert [
+        (row["ChargePeriodStart"], row["x_TokenKind"], row["ConsumedQuantity"]) for row in late
+    ] == [
         ("2026-10-31T00:00:00Z", "input", "7"),
         ("2026-10-31T00:00:00Z", "output", "7"),
     ]
     assert {row["BillingPeriodStart"] for row in rows} == {"2026-11-01T00:00:00Z"}
 
 
-async def test_an_own_price_has_its_list_price_beside_it(used: Sessions, customer: Customer) -> None:
+async def test_an_own_price_has_its_list_price_beside_it(
+    used: Sessions, customer: Customer
+) -> None:
     rows = read(await file_of(used, await report_of(used)))
 
     (own,) = [row for row in rows if row["ContractedUnitPrice"] == "0.075001"]
-    assert (own["ListUnitPrice"], own["ListCost"], own["BilledCost"]) == ("0.150002", "0.00001200016", "0.00000600008")
+    assert (own["ListUnitPrice"], own["ListCost"], own["BilledCost"]) == (
+        "0.150002",
+        "0.00001200016",
+        "0.00000600008",
+    )
     assert (own["SubAccountName"], own["ResourceId"], own["SkuPriceId"]) == (
         "search",
         str(customer.key.id),
@@ -167,7 +225,9 @@ async def test_without_an_issuer_the_product_provides_and_an_empty_month_is_a_he
     assert broken_rules(file) == []
 
 
-async def test_what_is_not_posted_yet_is_no_charge(used: Sessions, customer: Customer, price: ModelPrice) -> None:
+async def test_unposted_usage_is_not_a_charge(
+    used: Sessions, customer: Customer, price: ModelPrice
+) -> None:
     before = await file_of(used, await report_of(used))
 
     async with used.begin() as session:
@@ -184,7 +244,9 @@ async def test_the_same_month_is_the_same_bytes(used: Sessions) -> None:
 
 
 def billed(file: str, rows: list[Row] | None = None) -> Decimal:
-    return sum((Decimal(row["BilledCost"]) for row in (read(file) if rows is None else rows)), Decimal(0))
+    return sum(
+        (Decimal(row["BilledCost"]) for row in (read(file) if rows is None else rows)), Decimal(0)
+    )
 
 
 @pytest.mark.parametrize(
@@ -219,7 +281,13 @@ def test_the_checker_sees_a_planted_fault(change: Row, rule: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("header", "rule"), [("-BilledCost", "is missing"), ("ProviderName", "no column"), ("x_y", "last"), ("a b", "no name")]
+    ("header", "rule"),
+    [
+        ("-BilledCost", "is missing"),
+        ("ProviderName", "no column"),
+        ("x_y", "last"),
+        ("a b", "no name"),
+    ],
 )
 def test_the_checker_sees_a_bad_header(header: str, rule: str) -> None:
     names = [name for name in COLUMNS if f"-{name}" != header]

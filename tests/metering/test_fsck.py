@@ -1,4 +1,4 @@
-"""`fsck` sees what it is meant to see: each check is shown planted faults."""
+"""`weir fsck`: each check detects planted faults."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from metering.export.deliveries import form_batches
 from metering.holds.operations import Expire, Extend, Void
 from metering.ledger.rating import rate_all_pending
 from metering.plans.prepaid import set_prepaid
-from metering.proof.fsck import CHECKS, GUARDS, Moment, chosen_checks, fsck, judge
+from metering.proof.fsck import CHECKS, TRIGGERS, Moment, fsck, run_check, select_checks
 from metering.receipts.signing import Signer
 from metering.store.db import Sessions, psycopg_conninfo
 from tests.metering.hold_world import HoldWorld, admit, hold_world, settle
 from tests.metering.invariants import check_invariants, find_violations
 
 EVENT_COLUMNS = """
-    organization_id, project_id, api_key_id, request_id, model, outcome, input_token_count, cached_input_token_count,
-    generated_token_count, delivered_token_count, billed_token_count, price_version_id, cost_picos, labels, admitted_at
+    organization_id, project_id, api_key_id, request_id, model, outcome, input_token_count,
+    cached_input_token_count, generated_token_count, delivered_token_count, billed_token_count,
+    price_version_id, cost_picos, labels, admitted_at
 """
 
 
@@ -33,7 +34,8 @@ def world(database_url: str) -> Iterator[HoldWorld]:
 
 
 async def busy(world: HoldWorld) -> None:
-    """One settled, one voided, one expired, one live and one live and extended hold, charged to a quota of every dimension.
+    """A settled, a voided, an expired, a live, and a live and extended hold, charged to a quota of
+    every dimension.
 
     Receipts are signed.
     """
@@ -60,114 +62,239 @@ async def test_a_database_in_order_has_no_violations(world: HoldWorld) -> None:
     check_invariants(world.url)
 
 
-RAISED = "UPDATE quotas SET limit_value = 5, raised_limit_value = 6, raise_reason = 'test', raised_until ="
+RAISED = (
+    "UPDATE quotas SET limit_value = 5, override_limit_value = 6, override_reason = 'test',"
+    " override_until ="
+)
 FAULTS = [
-    ("DELETE FROM unrated_usage", "not in the list of what waits"),
+    ("DELETE FROM unrated_usage", "missing from unrated_usage"),
     ("UPDATE quota_counters SET held = held + 1 WHERE held > 0", "held"),
     ("UPDATE quota_counters SET used = used + 1 WHERE used > 0", "used"),
-    ("UPDATE quota_counters SET used = used - 1 WHERE used > 0", "but holds left"),
+    ("UPDATE quota_counters SET used = used - 1 WHERE used > 0", "but holds used"),
     ("DELETE FROM quota_counters WHERE held > 0", "is missing"),
     ("UPDATE quotas SET limit_value = 5", "exceed the limit 5"),
     (f"{RAISED} now() - interval '1 day'", "exceed the limit 5"),
     (f"{RAISED} now() + interval '1 day'", "exceed the limit 6"),
-    ("UPDATE quotas SET output_weight_milli = 1001 WHERE dimension = 'tokens_per_day'", "holds left"),
-    ("UPDATE quotas SET cached_input_weight_milli = 500 WHERE dimension = 'input_tokens_per_minute'", "holds left"),
-    ("UPDATE quotas SET input_weight_milli = 900 WHERE dimension = 'tokens_per_month'", "holds left"),
-    ("UPDATE quotas SET output_weight_milli = 900 WHERE dimension = 'tokens_per_month'", "live holds claim"),
-    ("UPDATE holds SET posted_minutes[2] = posted_minutes[2] + 1 WHERE cardinality(posted_minutes) > 0", "holds left"),
-    ("UPDATE holds SET posted_minutes = '{}'", "holds left"),
-    ("UPDATE holds SET leased_token_count = leased_token_count + 1 WHERE state = 'held'", "live holds claim"),
+    (
+        "UPDATE quotas SET output_weight_milli = 1001 WHERE dimension = 'tokens_per_day'",
+        "holds used",
+    ),
+    (
+        (
+            "UPDATE quotas SET cached_input_weight_milli = 500 WHERE dimension ="
+            " 'input_tokens_per_minute'"
+        ),
+        "holds used",
+    ),
+    (
+        "UPDATE quotas SET input_weight_milli = 900 WHERE dimension = 'tokens_per_month'",
+        "holds used",
+    ),
+    (
+        "UPDATE quotas SET output_weight_milli = 900 WHERE dimension = 'tokens_per_month'",
+        "live holds reserve",
+    ),
+    (
+        (
+            "UPDATE holds SET posted_minutes[2] = posted_minutes[2] + 1 WHERE"
+            " cardinality(posted_minutes) > 0"
+        ),
+        "holds used",
+    ),
+    ("UPDATE holds SET posted_minutes = '{}'", "holds used"),
+    (
+        "UPDATE holds SET leased_token_count = leased_token_count + 1 WHERE state = 'held'",
+        "live holds reserve",
+    ),
     ("DELETE FROM usage_events WHERE outcome = 'stop'", "0 usage events"),
-    ("UPDATE usage_events SET delivered_token_count = 4, billed_token_count = 4 WHERE outcome = 'stop'", "with 4 tokens"),
+    (
+        (
+            "UPDATE usage_events SET delivered_token_count = 4, billed_token_count = 4 WHERE"
+            " outcome = 'stop'"
+        ),
+        "with 4 tokens",
+    ),
     ("UPDATE usage_events SET billed_token_count = 4 WHERE outcome = 'stop'", "bills 4 of 5"),
     ("UPDATE usage_events SET cost_picos = cost_picos + 1", "by its price version"),
-    ("UPDATE usage_events SET request_id = gen_random_uuid()", "another story"),
+    ("UPDATE usage_events SET request_id = gen_random_uuid()", "differs from its hold"),
     ("UPDATE usage_events SET input_token_count = 9", "9 input tokens"),
     ("UPDATE usage_events SET part = 1", "has the parts 1 to 1"),
-    (f"INSERT INTO usage_events (hold_id, part, {EVENT_COLUMNS}) SELECT hold_id, 1, {EVENT_COLUMNS} FROM usage_events", "2 usage"),
     (
-        "UPDATE usage_events SET hold_id = (SELECT id FROM holds WHERE state = 'held' LIMIT 1) WHERE part = 0 AND id = 1",
+        (
+            f"INSERT INTO usage_events (hold_id, part, {EVENT_COLUMNS}) SELECT hold_id, 1,"
+            f" {EVENT_COLUMNS} FROM usage_events"
+        ),
+        "2 usage",
+    ),
+    (
+        (
+            "UPDATE usage_events SET hold_id = (SELECT id FROM holds WHERE state = 'held' LIMIT 1)"
+            " WHERE part = 0 AND id = 1"
+        ),
         "has a usage",
     ),
-    ("UPDATE usage_events SET hold_id = gen_random_uuid()", "there is no such hold"),
+    ("UPDATE usage_events SET hold_id = gen_random_uuid()", "the hold does not exist"),
     ("UPDATE holds SET state = 'voided', ended_at = now() WHERE state = 'held'", "held"),
     ("UPDATE holds SET request_id = '00000000-0000-0000-0000-000000000001'", "has 5 holds"),
-    ("UPDATE holds SET project_id = (SELECT id FROM projects WHERE name = 'other')", "do not belong together"),
+    (
+        "UPDATE holds SET project_id = (SELECT id FROM projects WHERE name = 'other')",
+        "do not belong together",
+    ),
     (
         "UPDATE holds SET quota_ids = (SELECT array_agg(id) FROM quotas WHERE limit_value = 9)",
-        "somebody else",
+        "quota of another customer",
     ),
     ("UPDATE holds SET model = 'another'", "priced as model demo"),
     ("UPDATE price_versions SET effective_at = now() + interval '1 day'", "before the price began"),
-    ("UPDATE price_versions SET organization_id = (SELECT id FROM organizations WHERE name = 'other')", "another customer's own"),
-    ("UPDATE price_versions SET organization_id = (SELECT organization_id FROM holds LIMIT 1), withdrawn = true", "ends a price"),
-    ("UPDATE usage_events SET rated_at = now() WHERE id = 1", "is not posted"),
-    ("UPDATE usage_events SET rated_at = now(), ledger_transaction_id = 4711 WHERE id = 1", "is not posted"),
-    ("UPDATE usage_events SET outcome = 'length'", "receipt-tells-the-usage"),
-    ("UPDATE usage_events SET settled_at = settled_at + interval '1 microsecond'", "receipt-tells-the-usage"),
-    ("UPDATE usage_events SET receipt_sequence = receipt_sequence + 1", "comes after receipt 0"),
-    ("UPDATE usage_events SET receipt_sequence = 1", "stands there twice"),
-    ("UPDATE usage_events SET previous_receipt_hash = receipt_hash", "does not name the receipt before it"),
     (
-        "UPDATE usage_events SET settled_at = settled_at - interval '1 day' WHERE receipt_sequence = 2",
+        (
+            "UPDATE price_versions SET organization_id = (SELECT id FROM organizations WHERE name ="
+            " 'other')"
+        ),
+        "another customer's own",
+    ),
+    (
+        (
+            "UPDATE price_versions SET organization_id = (SELECT organization_id FROM holds LIMIT"
+            " 1), withdrawn = true"
+        ),
+        "ends a price",
+    ),
+    ("UPDATE usage_events SET rated_at = now() WHERE id = 1", "is not posted"),
+    (
+        "UPDATE usage_events SET rated_at = now(), ledger_transaction_id = 4711 WHERE id = 1",
+        "is not posted",
+    ),
+    ("UPDATE usage_events SET outcome = 'length'", "receipt-matches-usage"),
+    (
+        "UPDATE usage_events SET settled_at = settled_at + interval '1 microsecond'",
+        "receipt-matches-usage",
+    ),
+    ("UPDATE usage_events SET receipt_sequence = receipt_sequence + 1", "comes after receipt 0"),
+    ("UPDATE usage_events SET receipt_sequence = 1", "exists twice"),
+    (
+        "UPDATE usage_events SET previous_receipt_hash = receipt_hash",
+        "does not name the receipt before it",
+    ),
+    (
+        (
+            "UPDATE usage_events SET settled_at = settled_at - interval '1 day' WHERE"
+            " receipt_sequence = 2"
+        ),
         "before the receipt before it",
     ),
-    ("UPDATE receipt_chains SET last_hash = decode(repeat('01', 32), 'hex')", "goes on from another receipt"),
+    (
+        "UPDATE receipt_chains SET last_hash = decode(repeat('01', 32), 'hex')",
+        "another hash than its last receipt",
+    ),
     ("UPDATE receipt_chains SET last_sequence = 1 WHERE last_sequence = 2", "its last one is 2"),
-    ("UPDATE receipt_chains SET last_settled_at = '2020-01-01'", "may go on at 2020-01-01"),
+    ("UPDATE receipt_chains SET last_settled_at = '2020-01-01'", "ends at 2020-01-01"),
     ("DELETE FROM receipt_chains", "has no chain of receipts"),
-    ("UPDATE receipt_batches SET hashes = decode(repeat('01', 32), 'hex')", "is not among the receipts of batch"),
+    (
+        "UPDATE receipt_batches SET hashes = decode(repeat('01', 32), 'hex')",
+        "is not among the receipts of batch",
+    ),
     ("UPDATE receipt_batches SET hashes = hashes || hashes", "more or fewer hashes"),
-    ("DELETE FROM receipt_batches", "is not there"),
-    ("UPDATE receipt_keys SET public_key = decode(repeat('01', 32), 'hex')", "another name"),
+    ("DELETE FROM receipt_batches", "does not exist"),
+    (
+        "UPDATE receipt_keys SET public_key = decode(repeat('01', 32), 'hex')",
+        "does not match its public key",
+    ),
 ]
 
 
 LEDGER_FAULTS = [
-    ("INSERT INTO unrated_usage SELECT id, hold_id, part, settled_at, organization_id FROM usage_events", "1 times in the list"),
-    ("UPDATE usage_events SET rated_at = NULL WHERE id = (SELECT min(id) FROM usage_events)", "is not rated and stands in"),
-    ("UPDATE usage_events SET rated_at = NULL, ledger_transaction_id = NULL", "0 tokens for 0 picos used"),
-    ("UPDATE ledger_transactions SET kind = 'plan'", "or not for usage"),
-    ("UPDATE ledger_entries SET token_count = token_count + 1 WHERE token_kind = 'output'", "tokens for"),
-    ("UPDATE ledger_entries SET amount_picos = amount_picos + 1 WHERE token_kind = 'output'", "does not sum to zero: "),
+    (
+        (
+            "INSERT INTO unrated_usage SELECT id, hold_id, part, settled_at, organization_id FROM"
+            " usage_events"
+        ),
+        "1 times in unrated_usage",
+    ),
+    (
+        "UPDATE usage_events SET rated_at = NULL WHERE id = (SELECT min(id) FROM usage_events)",
+        "is not rated but is in",
+    ),
+    (
+        "UPDATE usage_events SET rated_at = NULL, ledger_transaction_id = NULL",
+        "0 tokens for 0 picos used",
+    ),
+    ("UPDATE ledger_transactions SET kind = 'plan'", "or is not for usage"),
+    (
+        "UPDATE ledger_entries SET token_count = token_count + 1 WHERE token_kind = 'output'",
+        "tokens for",
+    ),
+    (
+        "UPDATE ledger_entries SET amount_picos = amount_picos + 1 WHERE token_kind = 'output'",
+        "does not sum to zero: ",
+    ),
     ("UPDATE ledger_entries SET amount_picos = amount_picos * 2", "picos posted"),
-    ("UPDATE ledger_entries SET token_kind = 'input' WHERE token_kind = 'output'", "0 tokens for 0 picos posted"),
-    ("UPDATE ledger_transactions SET organization_id = (SELECT id FROM organizations WHERE name = 'other')", "another customer"),
+    (
+        "UPDATE ledger_entries SET token_kind = 'input' WHERE token_kind = 'output'",
+        "0 tokens for 0 picos posted",
+    ),
+    (
+        (
+            "UPDATE ledger_transactions SET organization_id = (SELECT id FROM organizations WHERE"
+            " name = 'other')"
+        ),
+        "another customer",
+    ),
     ("UPDATE ledger_accounts SET currency_code = 'EUR'", "another currency"),
-    ("DELETE FROM ledger_entries", "has no legs"),
-    ("UPDATE ledger_transactions SET effective_at = effective_at - interval '1 month'", "usage-equals-ledger"),
+    ("DELETE FROM ledger_entries", "has no entries"),
+    (
+        "UPDATE ledger_transactions SET effective_at = effective_at - interval '1 month'",
+        "usage-equals-ledger",
+    ),
     ("UPDATE meter_batches SET token_count = token_count + 1", "nothing-is-exported-twice"),
     ("UPDATE meter_batches SET part = 1", "has the parts 1 to 1"),
-    ("UPDATE meter_batches SET state = 'cancelled'", "all-is-exported"),
+    ("UPDATE meter_batches SET state = 'cancelled'", "all-usage-is-exported"),
     ("DELETE FROM meter_batches WHERE token_kind = 'output'", "exports only 0"),
     ("DELETE FROM meter_batches WHERE token_kind = 'output'", "closed-hours-are-exported"),
 ]
 SCHEMA_FAULTS = [
-    ("ALTER TABLE usage_events_default DISABLE TRIGGER usage_events_partition", "has no guard"),
-    ("ALTER TABLE ledger_entries DISABLE TRIGGER ledger_entries_append_only", "is switched off"),
+    (
+        "ALTER TABLE usage_events_default DISABLE TRIGGER usage_events_partition",
+        "accepts direct writes",
+    ),
+    ("ALTER TABLE ledger_entries DISABLE TRIGGER ledger_entries_append_only", "is disabled"),
     ("DROP TRIGGER holds_end_once ON holds", "is missing"),
     (
-        "CREATE FUNCTION allow() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NEW; END'; "
-        "DROP TRIGGER audit_log_append_only ON audit_log; CREATE TRIGGER audit_log_append_only BEFORE UPDATE ON audit_log "
-        "FOR EACH ROW EXECUTE FUNCTION allow()",
+        (
+            "CREATE FUNCTION allow() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NEW; END';"
+            " DROP TRIGGER audit_log_append_only ON audit_log; CREATE TRIGGER audit_log_append_only"
+            " BEFORE UPDATE ON audit_log FOR EACH ROW EXECUTE FUNCTION allow()"
+        ),
         "calls allow instead of refuse_change",
     ),
     ("ALTER TABLE holds ADD CONSTRAINT few CHECK (part_count < 2) NOT VALID", "is not validated"),
 ]
 
 
-def unseen(world: HoldWorld, faults: list[tuple[str, str]], *moments: Moment) -> list[tuple[str, object]]:
-    """Faults that no check told of, each planted in a transaction that is rolled back, with what was told."""
+def unseen(
+    world: HoldWorld, faults: list[tuple[str, str]], *moments: Moment
+) -> list[tuple[str, object]]:
+    """Return planted faults that no check found, each rolled back."""
     missed: list[tuple[str, object]] = []
     with psycopg.connect(psycopg_conninfo(world.url)) as connection:
         for fault, told in faults:
-            connection.execute("SET LOCAL session_replication_role = replica")  # no triggers, no foreign keys
+            # Without triggers and foreign keys.
+            connection.execute("SET LOCAL session_replication_role = replica")
             connection.execute("DROP INDEX IF EXISTS uq_holds_request")
-            connection.execute("ALTER TABLE usage_events DROP CONSTRAINT ck_usage_events_rated_and_posted")
-            connection.execute("ALTER TABLE ledger_transactions DROP CONSTRAINT ck_ledger_transactions_usage_not_before")
+            connection.execute(
+                "ALTER TABLE usage_events DROP CONSTRAINT ck_usage_events_rated_and_posted"
+            )
+            connection.execute(
+                "ALTER TABLE ledger_transactions DROP CONSTRAINT"
+                " ck_ledger_transactions_usage_not_before"
+            )
             connection.execute(fault.encode())
-            checks = chosen_checks(moments=moments)
-            found = [f"{check.name}: {each}" for check in checks for each in judge(connection, check, sample_max=1000).sample]
+            checks = select_checks(moments=moments)
+            found = [
+                f"{check.name}: {each}"
+                for check in checks
+                for each in run_check(connection, check, sample_max=1000).sample
+            ]
             connection.rollback()
             if not any(told in violation for violation in found):
                 missed.append((fault, found))
@@ -175,11 +302,15 @@ def unseen(world: HoldWorld, faults: list[tuple[str, str]], *moments: Moment) ->
 
 
 def add_stranger(world: HoldWorld) -> None:
-    """Another customer, with a project and a quota."""
-    other = world.one("INSERT INTO organizations (name, currency_code) VALUES ('other', 'USD') RETURNING id")
+    """Create another customer with a project and a quota."""
+    other = world.one(
+        "INSERT INTO organizations (name, currency_code) VALUES ('other', 'USD') RETURNING id"
+    )
     world.execute("INSERT INTO projects (organization_id, name) VALUES (%s, 'other')", other)
     world.execute(
-        "INSERT INTO quotas (subject, subject_id, dimension, limit_value) VALUES ('organization', %s, 'tokens_per_day', 9)", other
+        "INSERT INTO quotas (subject, subject_id, dimension, limit_value) VALUES ('organization',"
+        " %s, 'tokens_per_day', 9)",
+        other,
     )
 
 
@@ -191,14 +322,19 @@ async def test_each_fault_planted_in_holds_and_usage_is_seen(world: HoldWorld) -
     assert unseen(world, FAULTS, Moment.ALWAYS) == []
 
 
-async def test_each_fault_planted_behind_the_usage_is_seen(world: HoldWorld, sessions: Sessions) -> None:
+async def test_each_fault_planted_behind_the_usage_is_seen(
+    world: HoldWorld, sessions: Sessions
+) -> None:
     await busy(world)
     add_stranger(world)
     await rate_all_pending(sessions)
     world.advance(7200)
     await form_batches(sessions)
     every_moment = [verdict for verdict in fsck(world.url, CHECKS) if verdict.violation_count]
-    assert {verdict.check.name for verdict in every_moment} <= {"no-hold-is-left", "holds-are-swept"}
+    assert {verdict.check.name for verdict in every_moment} <= {
+        "no-live-holds",
+        "holds-are-swept",
+    }
 
     assert unseen(world, LEDGER_FAULTS, *Moment) == []
 
@@ -207,15 +343,26 @@ LIFETIME_FAULTS = [
     ("UPDATE quota_counters SET used = used + 1", "are in the ledger"),
     ("UPDATE quota_counters SET used = used - 1", "are in the ledger"),
     ("DELETE FROM quota_counters", "used 0 picos, but"),
-    ("UPDATE ledger_entries SET amount_picos = amount_picos * 2", "lifetime-quotas-equal-the-ledger"),
+    (
+        "UPDATE ledger_entries SET amount_picos = amount_picos * 2",
+        "prepaid-credit-equals-ledger",
+    ),
     ("DELETE FROM usage_events WHERE rated_at IS NULL", "0 wait to be rated"),
-    ("UPDATE holds SET posted_cost_picos = posted_cost_picos + 1 WHERE state = 'held'", "posted by live holds"),
-    ("UPDATE holds SET state = 'voided', ended_at = now() WHERE state = 'held'", "0 are posted by live holds"),
+    (
+        "UPDATE holds SET posted_cost_picos = posted_cost_picos + 1 WHERE state = 'held'",
+        "posted by live holds",
+    ),
+    (
+        "UPDATE holds SET state = 'voided', ended_at = now() WHERE state = 'held'",
+        "0 are posted by live holds",
+    ),
 ]
 
 
-async def test_each_fault_planted_in_prepaid_credit_is_seen(world: HoldWorld, sessions: Sessions) -> None:
-    """One settled and rated, one settled and waiting, one extended and live; one voided after an extension, one expired."""
+async def test_each_fault_planted_in_prepaid_credit_is_seen(
+    world: HoldWorld, sessions: Sessions
+) -> None:
+    """Holds in every state: settled, rated, extended, voided and expired."""
     payer = world.tenant()
     async with sessions.begin() as session:
         await set_prepaid(session, organization="acme", prepaid=True, actor="test")
@@ -224,7 +371,10 @@ async def test_each_fault_planted_in_prepaid_credit_is_seen(world: HoldWorld, se
     await world.run(rated, waiting, voided, expired, live)
     await world.run(settle(rated.hold_id, 5))
     await rate_all_pending(sessions)
-    await world.run(settle(waiting.hold_id, 6), *(Extend(op.hold_id, 0, 2, 10) for op in (voided, expired, live)))
+    await world.run(
+        settle(waiting.hold_id, 6),
+        *(Extend(op.hold_id, 0, 2, 10) for op in (voided, expired, live)),
+    )
     await world.run(Void(voided.hold_id))
     world.execute("UPDATE holds SET expires_at = now() WHERE id = %s", expired.hold_id)
     await world.run(Expire(expired.hold_id))
@@ -234,10 +384,14 @@ async def test_each_fault_planted_in_prepaid_credit_is_seen(world: HoldWorld, se
     assert unseen(world, LIFETIME_FAULTS, Moment.ALWAYS) == []
 
 
-async def test_what_a_void_would_leave_in_a_window_is_seen(world: HoldWorld) -> None:
-    """The counter of tokens and of money, of this window and of one that has turned."""
+async def test_amounts_that_a_void_leaves_in_a_window_are_detected(world: HoldWorld) -> None:
+    """Counters of tokens and of money, of this window and of an earlier one."""
     payer = world.tenant()
-    for dimension in (QuotaDimension.TOKENS_PER_MINUTE, QuotaDimension.COST_PICOS_PER_DAY, QuotaDimension.TOKENS_PER_MONTH):
+    for dimension in (
+        QuotaDimension.TOKENS_PER_MINUTE,
+        QuotaDimension.COST_PICOS_PER_DAY,
+        QuotaDimension.TOKENS_PER_MONTH,
+    ):
         world.quota(payer, dimension, 10_000)
     op = admit(payer)
     await world.run(op)
@@ -248,7 +402,13 @@ async def test_what_a_void_would_leave_in_a_window_is_seen(world: HoldWorld) -> 
     await world.run(Void(op.hold_id))
     check_invariants(world.url)
     faults = [
-        (f"UPDATE quota_counters SET used = {used} WHERE quota_id = '{quota_id}' AND window_start = '{start}'", "used")
+        (
+            (
+                f"UPDATE quota_counters SET used = {used} WHERE quota_id = '{quota_id}' AND"
+                f" window_start = '{start}'"
+            ),
+            "used",
+        )
         for quota_id, start, used in left
     ]
 
@@ -263,14 +423,14 @@ async def test_each_fault_planted_in_the_schema_is_seen(world: HoldWorld) -> Non
 
 
 def test_the_guards_that_are_looked_for_are_those_of_a_migrated_database(world: HoldWorld) -> None:
-    """A new trigger belongs into `metering/proof/fsck.py`, so that its loss is noticed."""
+    """A new trigger belongs in `metering/proof/fsck.py`, so that its loss is detected."""
     query = """SELECT tgname, proname FROM pg_trigger t JOIN pg_proc p ON p.oid = tgfoid
                WHERE NOT tgisinternal AND tgparentid = 0"""
 
-    assert dict(world.rows(query)) == GUARDS
+    assert dict(world.rows(query)) == TRIGGERS
 
 
-def test_every_check_says_what_it_proves_and_has_a_name_of_its_own() -> None:
+def test_every_check_has_a_description_and_a_unique_name() -> None:
     assert len({check.name for check in CHECKS}) == len(CHECKS)
     assert all(check.proves.endswith(".") for check in CHECKS)
 
@@ -281,4 +441,6 @@ async def test_a_live_hold_is_a_violation_only_once_all_must_have_ended(world: H
 
     check_invariants(world.url)
 
-    assert [str(op.hold_id) in found for found in find_violations(world.url, all_ended=True)] == [True]
+    assert [str(op.hold_id) in found for found in find_violations(world.url, all_ended=True)] == [
+        True
+    ]

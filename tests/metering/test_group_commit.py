@@ -1,4 +1,4 @@
-"""Group commit: who waits goes out together, and no answer is lost whenever its caller leaves."""
+"""Group commit: waiting operations share a batch, and no answer is lost when a caller leaves."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from metering.store.group_commit import GATHER_TURNS, Entry, GroupCommit, Patien
 
 
 class Overflow(Exception):
-    """Too many wait."""
+    """Queue is full."""
 
 
 class Late(Exception):
-    """Waited too long."""
+    """Operation has waited too long."""
 
 
 class Closing(Exception):
-    """No batch runs any more."""
+    """Store is closing."""
 
 
 @dataclass(slots=True)
 class Store:
-    """Executes batches of numbers when told to: an even one is answered with itself, an odd one with an error."""
+    """Executes batches on demand: even numbers succeed, odd ones fail."""
 
     batches: list[list[int]] = field(default_factory=list)
     begun: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
@@ -58,7 +58,7 @@ class Rig:
 
 
 async def collect(commits: GroupCommit[int, int], op: int) -> int:
-    """The answer; -1 for an error, so that a task group lives on."""
+    """Return the answer, or -1 for an error, so that the task group continues."""
     try:
         return await commits.submit(op)
     except (ValueError, Overflow, Closing, Late, RuntimeError):
@@ -98,12 +98,12 @@ async def running(
 
 
 async def settled_down() -> None:
-    """Let every task run until it waits for something."""
+    """Let every task run until it waits."""
     for _ in range(5 * GATHER_TURNS):
         await asyncio.sleep(0)
 
 
-async def test_what_waits_while_a_batch_is_under_way_goes_out_together() -> None:
+async def test_operations_that_wait_for_a_batch_form_the_next_one() -> None:
     async with running() as rig:
         first = rig.submit(0)
         await rig.store.begun.acquire()
@@ -120,7 +120,7 @@ async def test_what_waits_while_a_batch_is_under_way_goes_out_together() -> None
 
 
 async def test_a_small_batch_waits_for_what_the_next_turns_of_the_loop_bring() -> None:
-    """And no longer than that."""
+    """And no longer."""
     async with running() as rig:
         for op in (0, 2, 4):
             rig.commits.begin(op, None)
@@ -133,8 +133,8 @@ async def test_a_small_batch_waits_for_what_the_next_turns_of_the_loop_bring() -
     assert rig.store.batches == [[0, 2, 4]]
 
 
-async def test_who_loses_patience_is_told_so_and_what_is_done_for_him_later_is_orphaned() -> None:
-    """Whether it was under way or not; what was not is left out. Who comes after them waits from then on."""
+async def test_a_caller_that_gives_up_gets_an_error_and_its_late_answer_is_orphaned() -> None:
+    """Pending operations are removed, with or without a running batch."""
     async with running(patience=Patience(0.02, Late)) as rig:
         first = rig.submit(0)
         await rig.store.begun.acquire()
@@ -153,9 +153,11 @@ async def test_who_loses_patience_is_told_so_and_what_is_done_for_him_later_is_o
     assert last == 6
 
 
-async def test_who_has_lost_patience_takes_no_place_in_the_queue() -> None:
-    """While a batch hangs, too: what is posted and what must be done stays where it is, and in its order."""
-    rigged = running(waiting_count_max=3, patience=Patience(0.02, Late), droppable=lambda op: op < 10)
+async def test_a_caller_that_gave_up_takes_no_place_in_the_queue() -> None:
+    """Also while a batch hangs: posted and mandatory operations keep their place and order."""
+    rigged = running(
+        waiting_count_max=3, patience=Patience(0.02, Late), droppable=lambda op: op < 10
+    )
     async with rigged as rig:
         first = rig.submit(0)
         await rig.store.begun.acquire()
@@ -243,7 +245,7 @@ async def test_one_cancelled_before_its_batch_is_left_out_only_if_it_may_be() ->
 
 
 async def test_an_answer_is_not_lost_between_its_arrival_and_the_wake_up_of_its_caller() -> None:
-    """A task cancelled after its future was answered, but before it ran again, never sees it (psycopg's `WaitingClient`)."""
+    """A task cancelled between its answer and its turn never sees the answer."""
     async with running() as rig:
         task = rig.submit(2)
         await rig.store.begun.acquire()
@@ -260,7 +262,7 @@ async def test_an_answer_is_not_lost_between_its_arrival_and_the_wake_up_of_its_
 
 
 class Told:
-    """What the callbacks of operations were told, in order."""
+    """Answers that callbacks received, in order."""
 
     def __init__(self) -> None:
         self.answers: list[tuple[int, int | Exception]] = []
@@ -280,7 +282,7 @@ class Told:
                 await self._more.wait()
 
 
-async def test_a_callback_is_told_once_and_never_inside_the_call_that_begins() -> None:
+async def test_a_callback_is_called_once_and_never_inside_the_call_that_begins() -> None:
     told = Told()
     refusals: list[Exception | None] = [None, None, Late()]
     async with running(waiting_count_max=1, refused=lambda: refusals.pop(0)) as rig:
@@ -319,8 +321,10 @@ async def test_an_operation_abandoned_before_its_batch_is_left_out_if_it_may_be(
 
 
 @pytest.mark.parametrize("turns", range(6))
-async def test_an_operation_abandoned_during_its_batch_or_after_it_is_told_or_orphaned(turns: int) -> None:
-    """After any number of turns of the loop from the answer on: never both, never neither."""
+async def test_an_operation_abandoned_during_or_after_its_batch_is_answered_or_orphaned(
+    turns: int,
+) -> None:
+    """After any number of turns of the event loop after the answer: exactly one of both."""
     told = Told()
     async with running() as rig:
         entry = rig.commits.begin(2, told.of(2))
@@ -374,7 +378,7 @@ async def test_a_callback_may_abandon_another_of_its_batch_and_begin_a_new_one()
         await settled_down()
         assert (told.answers, rig.orphans) == ([(4, 4)], [(2, 2)])
 
-        rig.commits.begin(0, end_the_other)  # and if both have waited for too long
+        rig.commits.begin(0, end_the_other)  # also if both have waited too long
         other = rig.commits.begin(2, told.of(2))
         await told.until(2)
 
@@ -382,7 +386,7 @@ async def test_a_callback_may_abandon_another_of_its_batch_and_begin_a_new_one()
     assert isinstance(told.answers[1][1], Late)
 
 
-async def test_what_is_put_off_is_tried_again_until_it_is_answered() -> None:
+async def test_a_postponed_operation_is_retried_until_it_is_answered() -> None:
     told = Told()
     put_off: list[Entry[int]] = []
 
@@ -407,7 +411,7 @@ async def test_what_is_put_off_is_tried_again_until_it_is_answered() -> None:
 
 
 def answered(task: asyncio.Task[int]) -> bool:
-    """Whether the future that the task waits for is done, though the task has not run yet."""
+    """Return whether the task's future is done, though the task has not run yet."""
     waiter: asyncio.Future[int] | None = getattr(task, "_fut_waiter", None)
     return waiter is not None and waiter.done()
 
@@ -421,7 +425,7 @@ def answered(task: asyncio.Task[int]) -> bool:
 def test_every_answer_goes_to_its_caller_or_to_the_orphans_and_never_to_both(
     ops: list[int], cancel_after: dict[int, int], batch_size_max: int
 ) -> None:
-    """Callers cancelled after any number of turns of the loop."""
+    """Callers are cancelled after any number of turns of the event loop."""
 
     async def scenario() -> None:
         async with running(batch_size_max=batch_size_max, droppable=lambda op: op < 5) as rig:
@@ -433,7 +437,11 @@ def test_every_answer_goes_to_its_caller_or_to_the_orphans_and_never_to_both(
                 rig.store.may_answer.release()
                 await asyncio.sleep(0)
             executed = [op for batch in rig.store.batches for op in batch]
-            taken = [op for op, task in zip(ops, tasks, strict=True) if task.done() and not task.cancelled()]
+            taken = [
+                op
+                for op, task in zip(ops, tasks, strict=True)
+                if task.done() and not task.cancelled()
+            ]
             assert sorted(taken + [op for op, _ in rig.orphans]) == sorted(executed)
             assert len(set(executed)) == len(executed)
             started = {op for op in ops if cancel_after.get(ops.index(op)) != 0}
@@ -442,7 +450,7 @@ def test_every_answer_goes_to_its_caller_or_to_the_orphans_and_never_to_both(
     asyncio.run(scenario())
 
 
-async def test_what_is_posted_is_done_and_its_answer_is_told() -> None:
+async def test_a_posted_operation_is_done_and_answered() -> None:
     async with running() as rig:
         rig.commits.begin(2, None)
         rig.commits.begin(3, None)
@@ -454,7 +462,7 @@ async def test_what_is_posted_is_done_and_its_answer_is_told() -> None:
     assert isinstance(rig.orphans[1][1], ValueError)
 
 
-async def test_closing_answers_whoever_waits_or_comes_later() -> None:
+async def test_closing_answers_waiting_and_later_callers() -> None:
     async with running() as rig:
         under_way = rig.submit(0)
         await rig.store.begun.acquire()

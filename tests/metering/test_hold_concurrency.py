@@ -1,4 +1,4 @@
-"""Several processes' stores on one database: never above a limit, up to it while demand remains, and each request once."""
+"""Several stores on one database: limits are exact, each request counts once."""
 
 from __future__ import annotations
 
@@ -14,9 +14,25 @@ from dataclasses import replace
 import psycopg
 import pytest
 
-from metering.core.errors import HoldEnded, MeteringError, RequestIdReused, RequestInFlight, StoreAway
+from metering.core.errors import (
+    DatabaseUnavailable,
+    HoldEnded,
+    MeteringError,
+    RequestIdReused,
+    RequestInFlight,
+)
 from metering.core.models import Outcome, QuotaDimension, QuotaSubject
-from metering.holds.operations import Admit, Admitted, Ended, Expire, Extend, Renew, RequestSettled, Settle, Settled
+from metering.holds.operations import (
+    Admit,
+    Admitted,
+    Ended,
+    Expire,
+    Extend,
+    Renew,
+    RequestSettled,
+    Settle,
+    Settled,
+)
 from metering.quotas.quotas import QuotaExceeded
 from metering.store.db import psycopg_conninfo
 from tests.metering.hold_world import (
@@ -40,8 +56,10 @@ def world(database_url: str) -> Iterator[HoldWorld]:
 
 
 @asynccontextmanager
-async def running_stores(database_url: str, count: int = 1, *, expiry_s: float = 60.0) -> AsyncIterator[list[AwaitedStore]]:
-    """Stores as so many processes would have them."""
+async def running_stores(
+    database_url: str, count: int = 1, *, expiry_s: float = 60.0
+) -> AsyncIterator[list[AwaitedStore]]:
+    """Open one store per process."""
     stores = [AwaitedStore(database_url, uuid.uuid4(), expiry_s=expiry_s) for _ in range(count)]
     async with asyncio.TaskGroup() as tasks:
         running = [tasks.create_task(store.run()) for store in stores]
@@ -50,10 +68,13 @@ async def running_stores(database_url: str, count: int = 1, *, expiry_s: float =
             task.cancel()
 
 
-async def admit_all(stores: Sequence[AwaitedStore], requests: Sequence[Admit]) -> list[Admitted | BaseException]:
-    """All at once, dealt out to the stores."""
+async def admit_all(
+    stores: Sequence[AwaitedStore], requests: Sequence[Admit]
+) -> list[Admitted | BaseException]:
+    """Submit all at once, distributed over the stores."""
     return await asyncio.gather(
-        *(stores[index % len(stores)].admit(op) for index, op in enumerate(requests)), return_exceptions=True
+        *(stores[index % len(stores)].admit(op) for index, op in enumerate(requests)),
+        return_exceptions=True,
     )
 
 
@@ -72,21 +93,32 @@ ROOM_FOR_50 = {
 
 
 @pytest.mark.parametrize("dimension", QuotaDimension)
-async def test_of_200_requests_against_a_quota_for_50_exactly_50_are_admitted(world: HoldWorld, dimension: QuotaDimension) -> None:
-    """From four processes at once; with a fixed output length (the slice must fit whole) and without one (any slice will do).
+async def test_of_200_requests_against_a_quota_for_50_exactly_50_are_admitted(
+    world: HoldWorld, dimension: QuotaDimension
+) -> None:
+    """From four processes at once; with a fixed output length, whose slice must fit whole, and
+    without one, where any slice fits.
 
-    LiteLLM #18730, #34732, envoyproxy/ai-gateway#680: concurrent requests passed a limit together; bifrost #3547: one per replica.
+    LiteLLM #18730, #34732, envoyproxy/ai-gateway#680: concurrent requests passed a limit together;
+    bifrost #3547: one limit per replica.
     """
     fixed, open_ended = world.tenant("fixed"), world.tenant("open-ended")
     quotas = [
         world.quota(payer, dimension, ROOM_FOR_50[dimension], subject=subject)
-        for payer, subject in ((fixed, QuotaSubject.API_KEY), (open_ended, QuotaSubject.ORGANIZATION))
+        for payer, subject in (
+            (fixed, QuotaSubject.API_KEY),
+            (open_ended, QuotaSubject.ORGANIZATION),
+        )
     ]
 
     async with running_stores(world.url, 4) as stores:
         answers = await admit_all(
             stores,
-            [admit(payer, least_tokens=least) for _ in range(200) for payer, least in ((fixed, 20), (open_ended, 1))],
+            [
+                admit(payer, least_tokens=least)
+                for _ in range(200)
+                for payer, least in ((fixed, 20), (open_ended, 1))
+            ],
         )
 
     for payer, quota in zip((0, 1), quotas, strict=True):
@@ -110,7 +142,11 @@ async def test_many_tenants_at_once_each_get_exactly_their_own_quota(world: Hold
     async with running_stores(world.url, 4) as stores:
         answers = await admit_all(stores, requests)
 
-    admitted = Counter(op.payer for op, answer in zip(requests, answers, strict=True) if isinstance(answer, Admitted))
+    admitted = Counter(
+        op.payer
+        for op, answer in zip(requests, answers, strict=True)
+        if isinstance(answer, Admitted)
+    )
     assert admitted == dict.fromkeys(tenants, 5)
     check_invariants(world.url)
 
@@ -120,7 +156,7 @@ async def test_demand_that_remains_fills_what_others_give_back(world: HoldWorld)
     quota = world.quota(payer, QuotaDimension.TOKENS_PER_MONTH, 1_000)
 
     async def client(store: AwaitedStore) -> int:
-        """Ask until there is really no room; every request uses 10 + 5 tokens of the 10 + 20 it holds."""
+        """Send requests of 10 + 5 tokens, holding 10 + 20, until there is no room."""
         done = 0
         while True:
             op = admit(payer, least_tokens=5)
@@ -143,17 +179,21 @@ async def test_demand_that_remains_fills_what_others_give_back(world: HoldWorld)
 
 
 SPECIAL = """
-UPDATE quotas SET input_weight_milli = %s, cached_input_weight_milli = %s, output_weight_milli = %s, enforced = %s WHERE id = %s
+UPDATE quotas SET input_weight_milli = %s, cached_input_weight_milli = %s, output_weight_milli = %s,
+    enforced = %s WHERE id = %s
 """
 RAISE = """
-UPDATE quotas SET raised_limit_value = %s, raised_until = now() + make_interval(secs => %s), raise_reason = 'test' WHERE id = %s
+UPDATE quotas SET override_limit_value = %s, override_until = now() + make_interval(secs => %s),
+    override_reason = 'test' WHERE id = %s
 """
 SEEDS = [int(seed) for seed in os.environ.get("WEIR_TEST_SEEDS", "1,2,3").split(",")]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-async def test_invariants_hold_under_any_mix_of_operations_from_several_processes(world: HoldWorld, seed: int) -> None:
-    """Rounds of mixed batches, repeated and contradicting operations, cancelled callers, clock jumps over every border."""
+async def test_invariants_hold_under_any_mix_of_operations_from_several_processes(
+    world: HoldWorld, seed: int
+) -> None:
+    """Mixed batches with repetitions, contradictions, cancels and clock jumps."""
     chance = random.Random(seed)
     payers = [world.tenant(f"t{number}") for number in range(3)]
     payers.append(replace(payers[0], api_key_id=world.key(payers[0].project_id)))
@@ -167,9 +207,16 @@ async def test_invariants_hold_under_any_mix_of_operations_from_several_processe
     for payer in payers[:3]:
         for dimension in QuotaDimension:
             if chance.random() < 0.7:
-                limit, subject = limits[dimension] // chance.choice([1, 2]), chance.choice(list(QuotaSubject))
+                limit, subject = (
+                    limits[dimension] // chance.choice([1, 2]),
+                    chance.choice(list(QuotaSubject)),
+                )
                 quota_id = world.quota(payer, dimension, limit, subject=subject)
-                weights = [chance.choice([0, 250, 1000, 1500]) for _ in range(3)] if "tokens" in dimension else [1000] * 3
+                weights = (
+                    [chance.choice([0, 250, 1000, 1500]) for _ in range(3)]
+                    if "tokens" in dimension
+                    else [1000] * 3
+                )
                 world.execute(SPECIAL, *weights, chance.random() < 0.8, quota_id)
                 if chance.random() < 0.3:
                     world.execute(RAISE, limit * 2, chance.choice([30, 7_200, 100_000]), quota_id)
@@ -178,19 +225,39 @@ async def test_invariants_hold_under_any_mix_of_operations_from_several_processe
     async with running_stores(world.url, 3) as stores:
 
         async def request(store: AwaitedStore) -> None:
-            sent, wanted, embeds = chance.randint(0, 30), chance.randint(1, 40), chance.random() < 0.2
-            op = admit(chance.choice(payers), input_tokens=sent, slice_tokens=wanted, embedding=embeds)
+            sent, wanted, embeds = (
+                chance.randint(0, 30),
+                chance.randint(1, 40),
+                chance.random() < 0.2,
+            )
+            op = admit(
+                chance.choice(payers), input_tokens=sent, slice_tokens=wanted, embedding=embeds
+            )
             leased = (await store.admit(op)).leased_token_count
             delivered = 0
             for _ in range(0 if embeds else chance.randint(0, 3)):
                 delivered = chance.randint(delivered, leased)
-                leased = (await store.extend(Extend(op.hold_id, delivered, 0, chance.randint(1, 30)))).leased_token_count
+                leased = (
+                    await store.extend(Extend(op.hold_id, delivered, 0, chance.randint(1, 30)))
+                ).leased_token_count
             match chance.choice(["settle", "settle", "settle", "twice", "void", "forget"]):
                 case "settle":
-                    await store.settle(settle(op.hold_id, chance.randint(delivered, leased), input_tokens=op.input_token_count))
+                    await store.settle(
+                        settle(
+                            op.hold_id,
+                            chance.randint(delivered, leased),
+                            input_tokens=op.input_token_count,
+                        )
+                    )
                 case "twice":
-                    end = settle(op.hold_id, chance.randint(delivered, leased), input_tokens=op.input_token_count)
-                    answers = await asyncio.gather(store.settle(end), chance.choice(stores).settle(end))
+                    end = settle(
+                        op.hold_id,
+                        chance.randint(delivered, leased),
+                        input_tokens=op.input_token_count,
+                    )
+                    answers = await asyncio.gather(
+                        store.settle(end), chance.choice(stores).settle(end)
+                    )
                     assert answers[0] == answers[1]
                 case "void" if not delivered:
                     await store.void(op.hold_id)
@@ -198,54 +265,71 @@ async def test_invariants_hold_under_any_mix_of_operations_from_several_processe
                     open_holds.append((op, delivered))
 
         for _ in range(6):
-            tasks = [asyncio.ensure_future(request(chance.choice(stores))) for _ in range(chance.randint(5, 60))]
+            tasks = [
+                asyncio.ensure_future(request(chance.choice(stores)))
+                for _ in range(chance.randint(5, 60))
+            ]
             for task in chance.sample(tasks, len(tasks) // 6):
                 await asyncio.sleep(0)
                 task.cancel()
             for error in await asyncio.gather(*tasks, return_exceptions=True):
-                assert error is None or isinstance(error, QuotaExceeded | asyncio.CancelledError), repr(error)
+                assert error is None or isinstance(error, QuotaExceeded | asyncio.CancelledError), (
+                    repr(error)
+                )
             check_invariants(world.url)
             world.advance(chance.choice([1, 20, 61, 3_600, 86_400, 20 * 86_400]))
 
     overdue = world.rows("SELECT id FROM holds WHERE state = 'held' AND expires_at <= now()")
     await world.run(*(Expire(row[0]) for row in overdue))
-    for op, delivered in open_holds:  # their owners wake up and settle what they delivered
-        (answer,) = await world.run(settle(op.hold_id, delivered, input_tokens=op.input_token_count))
+    for op, delivered in open_holds:  # owners wake up and settle delivered tokens
+        (answer,) = await world.run(
+            settle(op.hold_id, delivered, input_tokens=op.input_token_count)
+        )
         assert isinstance(answer, Settled | HoldEnded), answer
     for store in stores:
-        await world.run(Renew(store.owner_id, frozenset()))
+        await world.run(Renew(store.process_id, frozenset()))
     check_invariants(world.url)
     assert not world.rows("SELECT 1 FROM quota_counters WHERE used < 0 OR held < 0")
 
 
-async def test_one_request_sent_to_four_processes_at_once_is_admitted_once(world: HoldWorld) -> None:
+async def test_one_request_sent_to_four_processes_at_once_is_admitted_once(
+    world: HoldWorld,
+) -> None:
     payer = world.tenant()
     quota = world.quota(payer, QuotaDimension.REQUESTS_PER_MINUTE, 100)
     request_id = uuid.uuid4()
 
     async with running_stores(world.url, 4) as stores:
         same = await admit_all(stores, [admit(payer, request_id=request_id) for _ in range(12)])
-        other = await admit_all(stores, [admit(payer, request_id=request_id, payload=b"other") for _ in range(4)])
+        other = await admit_all(
+            stores, [admit(payer, request_id=request_id, payload=b"other") for _ in range(4)]
+        )
         [admitted] = of_type(Admitted, same)
         await stores[3].settle(settle(admitted.hold_id, 7))
         again = await admit_all(stores, [admit(payer, request_id=request_id) for _ in range(4)])
 
     assert len(of_type(RequestInFlight, same)) == 11
     assert len(of_type(RequestIdReused, other)) == 4
-    assert [answer.settled.delivered_token_count for answer in of_type(RequestSettled, again)] == [7] * 4
+    assert [answer.settled.delivered_token_count for answer in of_type(RequestSettled, again)] == [
+        7
+    ] * 4
     assert world.counters(quota) == [(1, 0)]
 
 
 @pytest.mark.parametrize("first", ["settle", "expire"])
-async def test_whoever_waits_for_a_hold_that_another_ends_sees_the_usage_that_stands(world: HoldWorld, first: str) -> None:
-    """The second of two ends waits for the row; it must see the usage event of the first, younger than its own snapshot."""
+async def test_a_caller_waiting_for_a_hold_ended_elsewhere_sees_its_final_usage(
+    world: HoldWorld, first: str
+) -> None:
+    """It must see an event that is newer than its snapshot."""
     op = admit(world.tenant())
     await world.run(op)
     await world.run(Extend(op.hold_id, 3, 0, 5))
     world.advance(60)
     async with await psycopg.AsyncConnection.connect(psycopg_conninfo(world.url)) as blocker:
         await blocker.execute("SELECT 1 FROM holds FOR UPDATE")
-        one = asyncio.ensure_future(world.run(settle(op.hold_id, 9) if first == "settle" else Expire(op.hold_id)))
+        one = asyncio.ensure_future(
+            world.run(settle(op.hold_id, 9) if first == "settle" else Expire(op.hold_id))
+        )
         await waiting_for_locks(world, 1)
         two = asyncio.ensure_future(world.run(settle(op.hold_id, 9)))
         await waiting_for_locks(world, 2)
@@ -253,28 +337,36 @@ async def test_whoever_waits_for_a_hold_that_another_ends_sees_the_usage_that_st
     answers = [(await one)[0], (await two)[0]]
 
     assert not of_type(MeteringError, answers)
-    assert answers[1] == Settled(op.hold_id, 10, 0, 9, 9, 9, 10 * INPUT_PICOS + 9 * OUTPUT_PICOS, "USD", "stop")
+    assert answers[1] == Settled(
+        op.hold_id, 10, 0, 9, 9, 9, 10 * INPUT_PICOS + 9 * OUTPUT_PICOS, "USD", "stop"
+    )
     assert sum(delivered for _, _, delivered, _ in world.events()) == 9
     check_invariants(world.url, all_ended=True)
 
 
 async def waiting_for_locks(world: HoldWorld, count: int) -> None:
-    """Until so many connections of this database wait for a row."""
-    query = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+    """Wait until this many connections of the database wait for a row."""
+    query = (
+        "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND"
+        " wait_event_type = 'Lock'"
+    )
     async with asyncio.timeout(10):
         while world.one(query) != count:  # noqa: ASYNC110 another process's doing: nothing here could set an event
             await asyncio.sleep(0.001)
 
 
 @pytest.mark.parametrize("act", ["admit", "extend", "settle", "void"])
-async def test_a_caller_cancelled_at_any_await_leaves_no_hold_that_nobody_owns(world: HoldWorld, act: str) -> None:
-    """LiteLLM #30522, otari #128: holds leaked when the stream was cancelled. What ends a hold is done in any case."""
+async def test_a_caller_cancelled_at_any_await_leaves_no_orphaned_hold(
+    world: HoldWorld, act: str
+) -> None:
+    """LiteLLM #30522, otari #128: cancelled streams leaked holds. The end of a hold always runs."""
     payer = world.tenant()
     quota = world.quota(payer, QuotaDimension.CONCURRENT_REQUESTS, 1000)
     async with running_stores(world.url) as [store]:
         for turns in range(40):
             op = admit(payer)
-            await until_idle(store, payer)  # else every turn below could be one of waiting for the batch before
+            # Otherwise every turn below could be one of waiting for the batch before.
+            await until_idle(store, payer)
             if act != "admit":
                 await store.admit(op)
             task = asyncio.ensure_future(call(store, act, op))
@@ -296,13 +388,15 @@ async def test_a_caller_cancelled_at_any_await_leaves_no_hold_that_nobody_owns(w
 
 
 @pytest.mark.parametrize("turns", range(0, 40, 3))
-async def test_an_abandoned_admission_leaves_nothing_and_one_that_was_told_its_hold(world: HoldWorld, turns: int) -> None:
-    """Abandoned after any number of turns of the loop: before its batch, during it, between its answer and the call, after that."""
+async def test_an_abandoned_admission_leaves_nothing_and_an_answered_one_its_hold(
+    world: HoldWorld, turns: int
+) -> None:
+    """Abandoned at any turn: before, during or after its batch."""
     payer = world.tenant()
     quota = world.quota(payer, QuotaDimension.CONCURRENT_REQUESTS, 10)
     answers: list[Admitted | Exception] = []
     async with running_stores(world.url, expiry_s=6_000) as [store]:
-        for _ in range(3):  # the first opens the connection, the second goes the long way
+        for _ in range(3):  # the first opens the connection, the second takes the full path
             pending = store.begin_admit(admit(payer), answers.append)
             assert answers == []
             for _ in range(turns):
@@ -321,7 +415,9 @@ async def test_an_abandoned_admission_leaves_nothing_and_one_that_was_told_its_h
     check_invariants(world.url, all_ended=True)
 
 
-async def test_answers_are_told_by_calls_in_order_and_a_callback_that_raises_harms_no_other(world: HoldWorld) -> None:
+async def test_answers_arrive_by_calls_in_order_and_a_raising_callback_harms_no_other(
+    world: HoldWorld,
+) -> None:
     payer = world.tenant()
     ops = [admit(payer) for _ in range(3)]
     told: list[object] = []
@@ -334,7 +430,10 @@ async def test_answers_are_told_by_calls_in_order_and_a_callback_that_raises_har
             store.begin_admit(op, done)
         assert told == []
         await until_idle(store, payer)
-        assert [answer.hold_id for answer in of_type(Admitted, told)] == [ops[0].hold_id, ops[2].hold_id]
+        assert [answer.hold_id for answer in of_type(Admitted, told)] == [
+            ops[0].hold_id,
+            ops[2].hold_id,
+        ]
 
         told.clear()
         store.begin_settle(settle(ops[0].hold_id, 3), told.append)
@@ -351,12 +450,14 @@ async def test_answers_are_told_by_calls_in_order_and_a_callback_that_raises_har
 
 
 async def test_an_end_that_the_database_refuses_leaves_its_hold_to_expiry(world: HoldWorld) -> None:
-    """Neither voided by the next renewal, which would lose what was delivered, nor renewed for ever."""
+    """It is not voided, which would lose delivered tokens, and not renewed endlessly."""
     op = admit(world.tenant())
     async with running_stores(world.url, expiry_s=0.2) as [store]:  # renews every 50 ms
         await store.admit(op)
         await store.extend(Extend(op.hold_id, 4, 0, 10))
-        impossible = Settle(op.hold_id, 10, 0, 4, 4, Outcome.STOP, timings={"total_ms": float("nan")})
+        impossible = Settle(
+            op.hold_id, 10, 0, 4, 4, Outcome.STOP, timings={"total_ms": float("nan")}
+        )
         with pytest.raises(MeteringError, match="Settle failed"):
             await store.settle(impossible)
         batches = store.statistics().group_commit.batch_count
@@ -371,7 +472,7 @@ async def test_an_end_that_the_database_refuses_leaves_its_hold_to_expiry(world:
     assert world.events() == [(0, 10, 4, "failed")]
 
 
-async def test_after_run_has_ended_nobody_waits_for_ever(world: HoldWorld) -> None:
+async def test_after_run_has_ended_no_caller_blocks(world: HoldWorld) -> None:
     async with running_stores(world.url) as [store]:
         op = admit(world.tenant())
         await store.admit(op)
@@ -385,11 +486,11 @@ async def test_after_run_has_ended_nobody_waits_for_ever(world: HoldWorld) -> No
     store.begin_settle(settle(op.hold_id, 1), told.append)
     assert told == []
     await asyncio.sleep(0)
-    assert [type(error) for error in told] == [StoreAway, StoreAway]
+    assert [type(error) for error in told] == [DatabaseUnavailable, DatabaseUnavailable]
 
 
 async def call(store: AwaitedStore, act: str, op: Admit) -> None:
-    """One call of a store by its name."""
+    """Call a method of the store by name."""
     match act:
         case "admit":
             await store.admit(op)

@@ -1,4 +1,4 @@
-"""The database is cut off, swallows everything or is killed in mid-batch: nothing is lost, nothing is counted twice."""
+"""Lost, silent and killed databases: nothing is lost or counted twice."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import psycopg
 import pytest
 from msgspec.structs import replace
 
-from metering.core.errors import MeteringError, StoreAway
+from metering.core.errors import DatabaseUnavailable, MeteringError
 from metering.core.models import QuotaDimension
 from metering.holds import batch
 from metering.holds.batch import HoldConnection
@@ -50,10 +50,15 @@ SIDES: list[Side] = ["client", "server"]
 
 
 @pytest.mark.parametrize("side", SIDES)
-async def test_an_admission_cut_at_any_message_is_refused_and_leaves_no_hold(world: HoldWorld, side: Side) -> None:
+async def test_an_admission_cut_at_any_message_is_refused_and_leaves_no_hold(
+    world: HoldWorld, side: Side
+) -> None:
     payer = world.tenant()
     quotas = [world.quota(payer, dimension, 10**6) for dimension in QuotaDimension]
-    async with CuttingProxy(world.url).listening() as proxy, running_stores(proxy.url, expiry_s=0.8) as [store]:
+    async with (
+        CuttingProxy(world.url).listening() as proxy,
+        running_stores(proxy.url, expiry_s=0.8) as [store],
+    ):
         held = admit(payer)
         await store.admit(held)
         number, whole = 1, False
@@ -62,27 +67,30 @@ async def test_an_admission_cut_at_any_message_is_refused_and_leaves_no_hold(wor
             op = admit(payer)
             try:
                 await store.admit(op)
-            except StoreAway:
-                number += not proxy.armed()  # refused without being tried, right after the cut before
+            except DatabaseUnavailable:
+                # Refused without an attempt, right after the cut before.
+                number += not proxy.armed()
                 await until(lambda: store.gate.away_s is None)
                 continue
-            whole = proxy.armed()  # otherwise the cut has hit a renewal: once more
+            whole = proxy.armed()  # otherwise the cut has hit a renewal: repeat
             proxy.disarm()
             await store.void(op.hold_id)
-        # Those of which only the answer was lost are voided by the next renewal, every 0.2 s.
+        # If only the answer was lost, the next renewal voids it, every 0.2 s.
         await until(lambda: world.hold_count() == 1)
 
         assert proxy.cut_count > 15
         assert store.statistics().live_hold_count == 1
         await store.settle(settle(held.hold_id, 4))
-    assert {tuple(world.counters(quota)) for quota in quotas} == {((used, 0),) for used in (0, 1, 4, 10, 14, 58)}
+    assert {tuple(world.counters(quota)) for quota in quotas} == {
+        ((used, 0),) for used in (0, 1, 4, 10, 14, 58)
+    }
     check_invariants(world.url, all_ended=True)
 
 
 async def test_a_request_whose_admission_lost_its_answer_may_be_sent_again_at_once(
     world: HoldWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under the same id: what the first attempt has taken is given back long before the next regular renewal."""
+    """The first attempt's hold is released before the next regular renewal."""
     payer = world.tenant()
     world.quota(payer, QuotaDimension.CONCURRENT_REQUESTS, 1)
     op, execute_in_time = admit(payer), HoldConnection._execute_in_time
@@ -96,7 +104,7 @@ async def test_a_request_whose_admission_lost_its_answer_may_be_sent_again_at_on
     monkeypatch.setattr(HoldConnection, "_execute_in_time", unanswered)
     async with running_stores(world.url, expiry_s=6_000) as [store]:
         await until_idle(store, payer)
-        with pytest.raises(StoreAway):
+        with pytest.raises(DatabaseUnavailable):
             await store.admit(op)
 
         await until(lambda: world.hold_count() == 0)
@@ -108,7 +116,9 @@ async def test_a_request_whose_admission_lost_its_answer_may_be_sent_again_at_on
 
 
 @pytest.mark.parametrize("side", SIDES)
-async def test_a_settlement_cut_at_any_message_is_written_exactly_once(world: HoldWorld, side: Side) -> None:
+async def test_a_settlement_cut_at_any_message_is_written_exactly_once(
+    world: HoldWorld, side: Side
+) -> None:
     payer = world.tenant()
     quota = world.quota(payer, QuotaDimension.TOKENS_PER_MONTH, 10**6)
     async with CuttingProxy(world.url).listening() as proxy, running_stores(proxy.url) as [store]:
@@ -133,8 +143,10 @@ async def test_a_settlement_cut_at_any_message_is_written_exactly_once(world: Ho
 
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("news", [False, True], ids=["in one round trip", "the long way"])
-async def test_an_extension_cut_at_any_message_is_granted_all_the_same(world: HoldWorld, side: Side, news: bool) -> None:
-    """Twice, if only its answer was lost: the lease is what the database says, and what is not used of it is given back."""
+async def test_an_extension_cut_at_any_message_is_granted(
+    world: HoldWorld, side: Side, news: bool
+) -> None:
+    """The lease in the database counts, and unused tokens are released."""
     payer = world.tenant()
     async with CuttingProxy(world.url).listening() as proxy, running_stores(proxy.url) as [store]:
         number, cut = 0, True
@@ -153,19 +165,28 @@ async def test_an_extension_cut_at_any_message_is_granted_all_the_same(world: Ho
 
             assert settled.delivered_token_count == leased
             assert leased in ((30, 40) if cut else (30,))
-        assert number > (15 if news else 7)  # two statements, which the connection has prepared before
+        # Two statements that the connection has already prepared.
+        assert number > (15 if news else 7)
     check_invariants(world.url, all_ended=True)
 
 
-async def test_a_settlement_whose_caller_leaves_while_the_database_is_away_is_written_later(world: HoldWorld) -> None:
-    """BerriAI/litellm #34820: what was taken from the queue was lost when its flush was cancelled."""
+async def test_a_settlement_whose_caller_leaves_while_the_database_is_away_is_written_later(
+    world: HoldWorld,
+) -> None:
+    """BerriAI/litellm #34820: a cancelled flush lost entries."""
     op, abandoned = (admit(world.tenant(name)) for name in ("a", "b"))
-    async with CuttingProxy(world.url).listening() as proxy, running_stores(proxy.url, expiry_s=0.4) as [store]:
+    async with (
+        CuttingProxy(world.url).listening() as proxy,
+        running_stores(proxy.url, expiry_s=0.4) as [store],
+    ):
         await store.admit(op)
         await store.admit(abandoned)
         proxy.refusing = True
         proxy.cut_now()
-        tasks = [asyncio.ensure_future(store.settle(settle(op.hold_id, 5))), asyncio.ensure_future(store.void(abandoned.hold_id))]
+        tasks = [
+            asyncio.ensure_future(store.settle(settle(op.hold_id, 5))),
+            asyncio.ensure_future(store.void(abandoned.hold_id)),
+        ]
         batches = store.statistics().group_commit.batch_count
         await until(lambda: store.statistics().group_commit.batch_count > batches + 3)
         for task in tasks:
@@ -179,7 +200,9 @@ async def test_a_settlement_whose_caller_leaves_while_the_database_is_away_is_wr
     check_invariants(world.url, all_ended=True)
 
 
-async def test_ends_by_calls_are_tried_until_the_database_answers_or_the_process_ends(world: HoldWorld) -> None:
+async def test_ends_by_calls_are_tried_until_the_database_answers_or_the_process_ends(
+    world: HoldWorld,
+) -> None:
     ops = [admit(world.tenant(name)) for name in "abc"]
     told: list[object] = []
     async with CuttingProxy(world.url).listening() as proxy:
@@ -202,12 +225,12 @@ async def test_ends_by_calls_are_tried_until_the_database_answers_or_the_process
             store.begin_settle(settle(ops[2].hold_id, 5), told.append)
             await until(lambda: store.statistics().owed_end_count == 1)
         await until(lambda: len(told) == 3)
-        assert isinstance(told[2], StoreAway)
-    await world.run(settle(ops[2].hold_id, 5))  # as the journal's recovery would
+        assert isinstance(told[2], DatabaseUnavailable)
+    await world.run(settle(ops[2].hold_id, 5))  # as recovery from the journal does
     check_invariants(world.url, all_ended=True)
 
 
-async def test_a_network_that_swallows_everything_is_told_from_a_slow_database(
+async def test_a_silent_network_is_distinguished_from_a_slow_database(
     world: HoldWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batch, "BATCH_TIMEOUT_S", 0.2)
@@ -216,7 +239,7 @@ async def test_a_network_that_swallows_everything_is_told_from_a_slow_database(
         await store.admit(op)
         proxy.deaf = proxy.refusing = True
 
-        with pytest.raises(StoreAway):
+        with pytest.raises(DatabaseUnavailable):
             await store.admit(admit(op.payer))
 
         proxy.deaf = proxy.refusing = False
@@ -224,7 +247,7 @@ async def test_a_network_that_swallows_everything_is_told_from_a_slow_database(
 
 
 async def test_killing_postgresql_under_load_loses_and_doubles_nothing(postgres_home: Path) -> None:
-    """kill -9 of every server process, three times, with requests under way; the server recovers from its log."""
+    """kill -9 of every server process, three times, under load."""
     directory = postgres_home / "postgres"
     server = embedded_postgres.start(directory)
     migrate(server.url)
@@ -239,17 +262,23 @@ async def test_killing_postgresql_under_load_loses_and_doubles_nothing(postgres_
         while not stopping.is_set():
             op = admit(payers[number % 4])
             try:
-                leased = (await store.admit(op)).leased_token_count  # less than a slice where that is all there is
-            except (QuotaExceeded, StoreAway):
+                # Less than a slice if nothing more is left.
+                leased = (await store.admit(op)).leased_token_count
+            except (QuotaExceeded, DatabaseUnavailable):
                 await asyncio.sleep(0.002)
                 continue
-            with contextlib.suppress(QuotaExceeded, StoreAway):
-                leased = (await store.extend(Extend(op.hold_id, min(2, leased), 0, 5))).leased_token_count
+            with contextlib.suppress(QuotaExceeded, DatabaseUnavailable):
+                leased = (
+                    await store.extend(Extend(op.hold_id, min(2, leased), 0, 5))
+                ).leased_token_count
             answered.append(await store.settle(settle(op.hold_id, min(3 + number % 9, leased))))
 
     stopping = asyncio.Event()
     async with running_stores(server.url, 2, expiry_s=4.0) as stores:
-        clients = [asyncio.ensure_future(client(stores[number % 2], number, stopping)) for number in range(24)]
+        clients = [
+            asyncio.ensure_future(client(stores[number % 2], number, stopping))
+            for number in range(24)
+        ]
         for _ in range(3):
             seen = len(answered)
             await until(lambda seen=seen: len(answered) > seen + 20)  # type: ignore[misc]
@@ -261,23 +290,23 @@ async def test_killing_postgresql_under_load_loses_and_doubles_nothing(postgres_
         await asyncio.gather(*clients)
         with HoldWorld(server.url, now=None, priced=False) as world:
             await until(lambda: world.hold_count() == 0)
-            assert sorted(row[0] for row in world.rows("SELECT hold_id FROM usage_events")) == sorted(
-                settled.hold_id for settled in answered
-            )
+            assert sorted(
+                row[0] for row in world.rows("SELECT hold_id FROM usage_events")
+            ) == sorted(settled.hold_id for settled in answered)
             total = world.one("SELECT sum(delivered_token_count) FROM usage_events")
     assert total == sum(settled.delivered_token_count for settled in answered)
     check_invariants(server.url, all_ended=True)
 
 
 def server_processes(directory: Path) -> list[int]:
-    """The postmaster and all its children."""
+    """Return the postmaster and its children."""
     postmaster = int((directory / "postmaster.pid").read_text().splitlines()[0])
     children = Path(f"/proc/{postmaster}/task/{postmaster}/children").read_text().split()
     return [postmaster, *map(int, children)]
 
 
 async def kill_server(directory: Path) -> None:
-    """SIGKILL to every process of the server; returns when none runs any more."""
+    """Send SIGKILL to every process of the server, and wait for their ends."""
     pids = server_processes(directory)
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
@@ -286,14 +315,14 @@ async def kill_server(directory: Path) -> None:
 
 
 def runs(pid: int) -> bool:
-    """Whether a process is there and not dead already."""
+    """Return whether a process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
 
 
-async def test_a_batch_that_conflicts_again_and_again_is_refused_not_repeated_for_ever(
+async def test_a_batch_that_conflicts_repeatedly_is_refused_eventually(
     world: HoldWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def conflicting(*_: object, **__: object) -> list[object]:
@@ -304,18 +333,23 @@ async def test_a_batch_that_conflicts_again_and_again_is_refused_not_repeated_fo
     (answer,) = await world.run(admit(world.tenant(), hold_id=uuid.uuid4()))
 
     assert isinstance(answer, MeteringError)
-    assert answer.reason == "STORE_AWAY"
+    assert answer.reason == "DATABASE_UNAVAILABLE"
 
 
 @pytest.mark.parametrize("side", SIDES)
-async def test_a_renewal_cut_at_any_message_keeps_the_hold_and_voids_what_nobody_knows(world: HoldWorld, side: Side) -> None:
+async def test_a_renewal_cut_at_any_message_keeps_the_hold_and_voids_unknown_ones(
+    world: HoldWorld, side: Side
+) -> None:
     payer = world.tenant()
-    async with CuttingProxy(world.url).listening() as proxy, running_stores(proxy.url, expiry_s=0.4) as [store]:
+    async with (
+        CuttingProxy(world.url).listening() as proxy,
+        running_stores(proxy.url, expiry_s=0.4) as [store],
+    ):
         held = admit(payer)
         await store.admit(held)
         for number in range(1, 40):
             lost = admit(payer)
-            await world.run(lost, owner_id=store.owner_id)  # as if the answer had never come
+            await world.run(lost, process_id=store.process_id)  # as if the answer were lost
             world.advance(0.1)
             proxy.cut_before(side, number)
 
@@ -333,7 +367,9 @@ async def test_a_renewal_cut_at_any_message_keeps_the_hold_and_voids_what_nobody
 
 
 @pytest.mark.parametrize("side", SIDES)
-async def test_a_sweep_cut_at_any_message_is_finished_by_the_next(world: HoldWorld, side: Side) -> None:
+async def test_a_sweep_cut_at_any_message_is_finished_by_the_next(
+    world: HoldWorld, side: Side
+) -> None:
     payer = world.tenant()
     quota = world.quota(payer, QuotaDimension.TOKENS_PER_MONTH, 10**6)
     async with CuttingProxy(world.url).listening() as proxy:
@@ -345,7 +381,7 @@ async def test_a_sweep_cut_at_any_message_is_finished_by_the_next(world: HoldWor
             await world.run(Extend(op.hold_id, 2, 0, 5))
             world.advance(61)
             proxy.cut_before(side, count)
-            with contextlib.suppress(StoreAway, psycopg.OperationalError):
+            with contextlib.suppress(DatabaseUnavailable, psycopg.OperationalError):
                 await sweep_expired_holds(proxy.url)
 
             await sweep_expired_holds(world.url)
@@ -358,32 +394,47 @@ async def test_a_sweep_cut_at_any_message_is_finished_by_the_next(world: HoldWor
     check_invariants(world.url, all_ended=True)
 
 
-async def test_a_process_frozen_in_a_batch_lets_go_of_the_counters_before_others_give_up(world: HoldWorld) -> None:
-    """The server ends its transaction. Awake again it finds that out, takes it for an outage, and does the batch anew."""
+async def test_a_process_frozen_in_a_batch_releases_the_counters_before_others_time_out(
+    world: HoldWorld,
+) -> None:
+    """The server ends its transaction; when resumed, the process repeats the batch."""
     payer = world.tenant()
     quota = world.quota(payer, QuotaDimension.TOKENS_PER_MONTH, 10**6)
     ended = admit(payer)
     await world.run(ended)
     locked, awake = asyncio.Event(), asyncio.Event()
 
-    async def sleep_in_transaction(connection: Connection, batch: Sequence[HoldOperation]) -> list[HoldAnswer | Exception]:
+    async def sleep_in_transaction(
+        connection: Connection, batch: Sequence[HoldOperation]
+    ) -> list[HoldAnswer | Exception]:
         await connection.execute("BEGIN")
-        await connection.execute("SELECT FROM quota_counters WHERE quota_id = %s FOR UPDATE", (quota,))
+        await connection.execute(
+            "SELECT FROM quota_counters WHERE quota_id = %s FOR UPDATE", (quota,)
+        )
         locked.set()
         await awake.wait()
         await connection.execute("SELECT 1")
         return []
 
-    async with HoldConnection(world.url, uuid.uuid4()) as frozen, running_stores(world.url) as [store]:
-        batch = asyncio.ensure_future(frozen._execute(sleep_in_transaction, [settle(ended.hold_id, 5)]))
+    async with (
+        HoldConnection(world.url, uuid.uuid4()) as frozen,
+        running_stores(world.url) as [store],
+    ):
+        batch = asyncio.ensure_future(
+            frozen._execute(sleep_in_transaction, [settle(ended.hold_id, 5)])
+        )
         await locked.wait()
 
         op = admit(payer)
-        await store.admit(op)  # which would be refused if it had to wait five seconds
+        await store.admit(op)  # it would be refused after waiting five seconds
         awake.set()
 
         [answer] = await batch
-        assert isinstance(answer, StoreAway), "not that an invariant is violated: then the settlement would be given up"
-        assert [type(again) for again in await frozen.execute([settle(ended.hold_id, 5)])] == [Settled]
+        assert isinstance(answer, DatabaseUnavailable), (
+            "not that an invariant is violated: then the settlement would be given up"
+        )
+        assert [type(again) for again in await frozen.execute([settle(ended.hold_id, 5)])] == [
+            Settled
+        ]
         await store.void(op.hold_id)
     check_invariants(world.url, all_ended=True)

@@ -1,4 +1,4 @@
-"""Ids of holds are unlike each other, and in the order of time."""
+"""Ids of holds are unique, and ordered by time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every statement of a batch finds its rows by key, also where it was planned while the tables were empty."""
+"""Every statement of a batch uses indexes, also if planned on empty tables."""
 
 from __future__ import annotations
 
@@ -17,8 +17,12 @@ STATEMENT = re.compile(r"\s*(SELECT|INSERT|UPDATE|DELETE|WITH)\b[^;]*\bFROM\b", 
 
 
 def statements(module: ModuleType) -> list[tuple[str, str]]:
-    """The SQL constants of a module that read or write rows of a table."""
-    constants = ((name, value) for name, value in vars(module).items() if name.isupper() and isinstance(value, str))
+    """Return a module's SQL constants that read or write rows of a table."""
+    constants = (
+        (name, value)
+        for name, value in vars(module).items()
+        if name.isupper() and isinstance(value, str)
+    )
     return [(name, value) for name, value in constants if STATEMENT.match(value)]
 
 
@@ -27,7 +31,9 @@ ALL = [case for module in MODULES for case in statements(module)]
 
 
 def plan(database_url: str, sql: str, options: tuple[str, ...]) -> str:
-    with psycopg.connect(psycopg_conninfo(database_url), options=connection_options(options)) as connection:
+    with psycopg.connect(
+        psycopg_conninfo(database_url), options=connection_options(options)
+    ) as connection:
         rows = connection.execute(b"EXPLAIN (GENERIC_PLAN) " + _query(sql)).fetchall()
     return "\n".join(row[0] for row in rows)
 
@@ -43,6 +49,8 @@ def test_no_statement_reads_a_whole_table(database_url: str, name: str, sql: str
             assert below.lstrip().startswith("Index Cond"), planned
 
 
-def test_the_statements_are_found_and_would_be_planned_otherwise_without_the_settings(database_url: str) -> None:
+def test_the_statements_are_found_and_would_be_planned_otherwise_without_the_settings(
+    database_url: str,
+) -> None:
     assert len(ALL) >= 15
     assert any("Seq Scan" in plan(database_url, sql, ()) for _, sql in ALL)

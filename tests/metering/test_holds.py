@@ -1,4 +1,4 @@
-"""What one batch after the other answers and leaves behind, by scenarios on a real database whose clock the test moves.
+"""Answers and effects of consecutive batches: scenarios on a real database with a movable clock.
 
 Prices are 3 picos per input token, 1 cached, 7 output.
 """
@@ -48,8 +48,10 @@ async def test_a_hold_leases_a_slice_and_gives_back_the_rest(world: HoldWorld) -
     )
 
 
-async def test_a_request_without_max_tokens_takes_what_is_left_and_no_more(world: HoldWorld) -> None:
-    """Not the whole remaining budget for one request (LiteLLM #27539), and not a token beyond it."""
+async def test_a_request_without_max_tokens_takes_what_is_left_and_no_more(
+    world: HoldWorld,
+) -> None:
+    """Not more than the rest of the budget (LiteLLM #27539)."""
     await run(
         world,
         """
@@ -79,7 +81,9 @@ async def test_a_slice_smaller_than_the_least_is_refused(world: HoldWorld) -> No
     )
 
 
-async def test_a_request_refused_by_the_concurrency_cap_does_not_consume_requests_per_minute(world: HoldWorld) -> None:
+async def test_a_request_refused_by_the_concurrency_cap_does_not_consume_requests_per_minute(
+    world: HoldWorld,
+) -> None:
     """LiteLLM #39309."""
     await run(
         world,
@@ -118,7 +122,7 @@ async def test_concurrency_is_given_back_by_every_end(world: HoldWorld) -> None:
     )
 
 
-async def test_what_ends_in_a_batch_makes_room_for_what_is_admitted_in_it(world: HoldWorld) -> None:
+async def test_ends_in_a_batch_make_room_for_its_admissions(world: HoldWorld) -> None:
     await run(
         world,
         """
@@ -129,7 +133,9 @@ async def test_what_ends_in_a_batch_makes_room_for_what_is_admitted_in_it(world:
     )
 
 
-async def test_an_extension_posts_to_the_old_window_and_carries_the_rest_into_the_new_one(world: HoldWorld) -> None:
+async def test_an_extension_posts_to_the_old_window_and_carries_the_rest_into_the_new_one(
+    world: HoldWorld,
+) -> None:
     await run(
         world,
         """
@@ -155,7 +161,9 @@ async def test_an_extension_posts_to_the_old_window_and_carries_the_rest_into_th
     )
 
 
-async def test_a_refused_extension_leaves_everything_as_it_was_even_over_a_border(world: HoldWorld) -> None:
+async def test_a_refused_extension_leaves_everything_as_it_was_even_over_a_border(
+    world: HoldWorld,
+) -> None:
     await run(
         world,
         """
@@ -203,7 +211,9 @@ async def test_money_runs_out_to_the_last_token_that_it_pays(world: HoldWorld) -
     )
 
 
-async def test_money_is_held_at_the_dearer_input_price_even_if_that_is_the_cached_one(world: HoldWorld) -> None:
+async def test_money_is_held_at_the_dearer_input_price_even_if_that_is_the_cached_one(
+    world: HoldWorld,
+) -> None:
     world.set_price(input_picos=1, cached_picos=5)
     payer = world.tenant()
     quota = world.quota(payer, QuotaDimension.COST_PICOS_PER_MONTH, 50 + 7 * 20)
@@ -216,7 +226,9 @@ async def test_money_is_held_at_the_dearer_input_price_even_if_that_is_the_cache
     check_invariants(world.url)
 
 
-async def test_cached_tokens_that_become_known_after_the_input_was_posted_change_the_bill_and_no_window(world: HoldWorld) -> None:
+async def test_cached_tokens_known_after_the_input_was_posted_change_the_bill_and_no_window(
+    world: HoldWorld,
+) -> None:
     await run(
         world,
         """
@@ -233,7 +245,9 @@ async def test_cached_tokens_that_become_known_after_the_input_was_posted_change
     )
 
 
-async def test_an_expired_hold_bills_what_was_known_and_keeps_its_whole_lease(world: HoldWorld) -> None:
+async def test_an_expired_hold_bills_what_was_known_and_keeps_its_whole_lease(
+    world: HoldWorld,
+) -> None:
     await run(
         world,
         """
@@ -251,7 +265,9 @@ async def test_an_expired_hold_bills_what_was_known_and_keeps_its_whole_lease(wo
     )
 
 
-async def test_a_paused_owner_finds_its_hold_ended_and_its_late_settlement_gives_back_the_rest_once(world: HoldWorld) -> None:
+async def test_a_paused_owner_finds_its_hold_ended_and_its_late_settlement_gives_back_the_rest_once(
+    world: HoldWorld,
+) -> None:
     await run(
         world,
         """
@@ -283,7 +299,9 @@ async def test_a_paused_owner_finds_its_hold_ended_and_its_late_settlement_gives
     ],
     ids=lambda order: ", ".join(order),
 )
-async def test_expiry_recovery_and_a_late_settlement_in_any_order_record_the_same(world: HoldWorld, order: tuple[str, ...]) -> None:
+async def test_expiry_recovery_and_a_late_settlement_in_any_order_record_the_same(
+    world: HoldWorld, order: tuple[str, ...]
+) -> None:
     scenario = Scenario(world)
     for act in ("admit alice r1 10+20", "clock 2026-11-20 13:00:00", *order):
         await scenario.act(act.split())
@@ -293,7 +311,7 @@ async def test_expiry_recovery_and_a_late_settlement_in_any_order_record_the_sam
 
 
 async def test_an_answer_repeated_tells_the_same_outcome(world: HoldWorld) -> None:
-    """The last part tells how a request ended, not the first in the alphabet."""
+    """The last part gives the outcome, not the first in the alphabet."""
     payer = world.tenant()
     op = admit(payer)
     await world.run(op)
@@ -302,9 +320,15 @@ async def test_an_answer_repeated_tells_the_same_outcome(world: HoldWorld) -> No
     await run_expiry(world, op.hold_id)
     late = settle(op.hold_id, 9, outcome=Outcome.CANCELLED)
 
-    answers = [*await world.run(late), *await world.run(late), *await world.run(admit(payer, request_id=op.request_id))]
+    answers = [
+        *await world.run(late),
+        *await world.run(late),
+        *await world.run(admit(payer, request_id=op.request_id)),
+    ]
 
-    settled = [answer.settled if isinstance(answer, RequestSettled) else answer for answer in answers]
+    settled = [
+        answer.settled if isinstance(answer, RequestSettled) else answer for answer in answers
+    ]
     assert settled == [replace(late_usage(op.hold_id), outcome="cancelled")] * 3
 
 
@@ -377,7 +401,9 @@ async def test_a_refused_request_leaves_no_trace_in_any_table(world: HoldWorld) 
     assert world.contents() == before
 
 
-async def test_a_refusal_does_not_leave_empty_counters_beside_an_admission(world: HoldWorld) -> None:
+async def test_a_refusal_does_not_leave_empty_counters_beside_an_admission(
+    world: HoldWorld,
+) -> None:
     payer, other = world.tenant(), world.tenant("other")
     refusing = world.quota(payer, QuotaDimension.REQUESTS_PER_MINUTE, 0)
     granting = world.quota(other, QuotaDimension.REQUESTS_PER_MINUTE, 1)
@@ -387,7 +413,9 @@ async def test_a_refusal_does_not_leave_empty_counters_beside_an_admission(world
     assert (world.counters(refusing), world.counters(granting)) == ([], [(1, 0)])
 
 
-async def test_a_refusal_names_every_failing_limit_the_first_to_reset_in_front(world: HoldWorld) -> None:
+async def test_a_refusal_names_every_failing_limit_the_first_to_reset_in_front(
+    world: HoldWorld,
+) -> None:
     payer = world.tenant()
     for dimension in reversed(SETTABLE):
         world.quota(payer, dimension, 0)
@@ -397,12 +425,16 @@ async def test_a_refusal_names_every_failing_limit_the_first_to_reset_in_front(w
     assert isinstance(refusal, QuotaExceeded)
     names = [state.dimension for state in refusal.failing]
     assert names[0] == QuotaDimension.CONCURRENT_REQUESTS
-    assert {*names[1:5]} == {dimension for dimension in QuotaDimension if dimension.endswith("per_minute")}
+    assert {*names[1:5]} == {
+        dimension for dimension in QuotaDimension if dimension.endswith("per_minute")
+    }
     assert {*names[5:7]} == {QuotaDimension.TOKENS_PER_DAY, QuotaDimension.COST_PICOS_PER_DAY}
     assert len(names) == len(SETTABLE)
 
 
-async def test_a_request_passes_the_quotas_of_its_own_subjects_and_model_only(world: HoldWorld) -> None:
+async def test_a_request_is_checked_against_quotas_of_its_subjects_and_model_only(
+    world: HoldWorld,
+) -> None:
     payer, other = world.tenant(), world.tenant("other")
     sibling = replace(payer, api_key_id=world.key(payer.project_id))
     world.quota(other, QuotaDimension.CONCURRENT_REQUESTS, 0)
@@ -414,7 +446,9 @@ async def test_a_request_passes_the_quotas_of_its_own_subjects_and_model_only(wo
     assert [isinstance(answer, QuotaExceeded) for answer in answers] == [True, True, False]
 
 
-async def test_a_removed_limit_binds_nobody_and_stays_exact_for_the_holds_charged_to_it(world: HoldWorld) -> None:
+async def test_a_removed_limit_binds_no_request_and_stays_exact_for_the_holds_charged_to_it(
+    world: HoldWorld,
+) -> None:
     await run(
         world,
         """
@@ -431,7 +465,9 @@ async def test_a_removed_limit_binds_nobody_and_stays_exact_for_the_holds_charge
     )
 
 
-async def test_a_limit_lowered_below_what_is_used_refuses_and_lets_what_runs_end(world: HoldWorld) -> None:
+async def test_a_limit_lowered_below_usage_refuses_and_running_requests_finish(
+    world: HoldWorld,
+) -> None:
     scenario = await run(
         world,
         """
@@ -447,16 +483,24 @@ async def test_a_limit_lowered_below_what_is_used_refuses_and_lets_what_runs_end
     assert await scenario.act(["counter", "alice", "tokens_per_month"]) == "60/0"
 
 
-async def test_a_renewal_keeps_what_is_named_or_spared_and_voids_the_rest_of_that_owner(world: HoldWorld) -> None:
+async def test_a_renewal_keeps_what_is_named_or_spared_and_voids_the_rest_of_that_owner(
+    world: HoldWorld,
+) -> None:
     payer, owner, other = world.tenant(), uuid.uuid4(), uuid.uuid4()
     known, spared, lost, foreign = (admit(payer) for _ in range(4))
-    await world.run(known, spared, lost, owner_id=owner)
-    await world.run(foreign, owner_id=other)
+    await world.run(known, spared, lost, process_id=owner)
+    await world.run(foreign, process_id=other)
     world.advance(30)
 
-    await world.run(Renew(owner, frozenset({known.hold_id}), frozenset({spared.hold_id})), owner_id=owner)
+    await world.run(
+        Renew(owner, frozenset({known.hold_id}), frozenset({spared.hold_id})), process_id=owner
+    )
 
-    states = dict(world.rows("SELECT id, state || ' ' || extract(epoch FROM expires_at - now())::int FROM holds"))
+    states = dict(
+        world.rows(
+            "SELECT id, state || ' ' || extract(epoch FROM expires_at - now())::int FROM holds"
+        )
+    )
     assert states[known.hold_id] == "held 60"
     assert states[spared.hold_id] == "held 30"
     assert states[lost.hold_id].startswith("voided")
@@ -465,18 +509,22 @@ async def test_a_renewal_keeps_what_is_named_or_spared_and_voids_the_rest_of_tha
 
 
 async def test_a_renewal_tells_which_holds_it_moved(world: HoldWorld) -> None:
-    """Not those that have ended, nor those that somebody else is about to end: their owner must not go on under them."""
+    """All but ended holds and those that are about to end elsewhere."""
     payer, owner = world.tenant(), uuid.uuid4()
     kept, ended, being_ended = (admit(payer) for _ in range(3))
-    await world.run(kept, ended, being_ended, owner_id=owner)
+    await world.run(kept, ended, being_ended, process_id=owner)
     await world.run(settle(ended.hold_id, 1))
     hold_ids = frozenset({kept.hold_id, ended.hold_id, being_ended.hold_id})
     with psycopg.connect(psycopg_conninfo(world.url)) as sweeper:
         sweeper.execute("SELECT FROM holds WHERE id = %s FOR UPDATE", (being_ended.hold_id,))
 
-        assert await world.run(Renew(owner, hold_ids), owner_id=owner) == [Renewed(frozenset({kept.hold_id}))]
+        assert await world.run(Renew(owner, hold_ids), process_id=owner) == [
+            Renewed(frozenset({kept.hold_id}))
+        ]
 
-    assert await world.run(Renew(owner, hold_ids), owner_id=owner) == [Renewed(frozenset({kept.hold_id, being_ended.hold_id}))]
+    assert await world.run(Renew(owner, hold_ids), process_id=owner) == [
+        Renewed(frozenset({kept.hold_id, being_ended.hold_id}))
+    ]
 
 
 async def test_a_hold_with_delivered_tokens_is_never_voided(world: HoldWorld) -> None:
@@ -490,8 +538,10 @@ async def test_a_hold_with_delivered_tokens_is_never_voided(world: HoldWorld) ->
     assert world.hold_count() == 1
 
 
-async def test_a_request_that_fails_after_an_extension_but_before_delivery_is_voided(world: HoldWorld) -> None:
-    """What the extension posted of the input is taken back; nothing is billed and nothing stays held."""
+async def test_a_request_that_fails_after_an_extension_but_before_delivery_is_voided(
+    world: HoldWorld,
+) -> None:
+    """Posted input is reversed; nothing is billed or held."""
     await run(
         world,
         """
@@ -509,8 +559,10 @@ async def test_a_request_that_fails_after_an_extension_but_before_delivery_is_vo
     )
 
 
-async def test_a_void_takes_back_what_extensions_posted_in_windows_that_have_turned_since(world: HoldWorld) -> None:
-    """Other requests of the same windows keep what they used."""
+async def test_a_void_takes_back_what_extensions_posted_in_windows_that_have_turned_since(
+    world: HoldWorld,
+) -> None:
+    """Other requests of the same windows keep their usage."""
     await run(
         world,
         """
@@ -541,8 +593,10 @@ async def test_a_void_takes_back_what_extensions_posted_in_windows_that_have_tur
     )
 
 
-async def test_an_orphan_that_was_extended_leaves_nothing_when_its_owner_renews(world: HoldWorld) -> None:
-    """So journal recovery ends what a dead process had not delivered anything of."""
+async def test_an_orphan_that_was_extended_leaves_nothing_when_its_owner_renews(
+    world: HoldWorld,
+) -> None:
+    """Journal recovery thus ends requests of a dead process without any delivery."""
     await run(
         world,
         """
@@ -558,8 +612,10 @@ async def test_an_orphan_that_was_extended_leaves_nothing_when_its_owner_renews(
     )
 
 
-async def test_an_expired_hold_keeps_its_lease_in_windows_and_only_what_is_billed_of_lifetime_credit(world: HoldWorld) -> None:
-    """A window ends; credit that nobody spent would be lost for ever. What the owner reports late is added."""
+async def test_an_expired_hold_keeps_its_lease_in_windows_and_its_bill_in_lifetime_credit(
+    world: HoldWorld,
+) -> None:
+    """A window ends; unspent credit would be lost. A late report of the owner is added."""
     await run(
         world,
         """
@@ -586,7 +642,9 @@ async def test_an_expired_hold_keeps_its_lease_in_windows_and_only_what_is_bille
 
 
 @pytest.mark.parametrize("act", ["extend r1 22 5", "extend r1 4 5", "settle r1 41", "settle r1 4"])
-async def test_counts_that_cannot_be_are_refused_without_a_trace(world: HoldWorld, act: str) -> None:
+async def test_counts_that_cannot_be_are_refused_without_a_trace(
+    world: HoldWorld, act: str
+) -> None:
     scenario = await run(
         world,
         """
@@ -600,8 +658,10 @@ async def test_counts_that_cannot_be_are_refused_without_a_trace(world: HoldWorl
     assert world.contents() == before
 
 
-async def test_recovery_from_a_journal_that_lost_its_end_bills_what_the_last_extension_knew(world: HoldWorld) -> None:
-    """A machine that goes down may lose what was not yet on disk."""
+async def test_recovery_from_a_journal_that_lost_its_end_bills_what_the_last_extension_knew(
+    world: HoldWorld,
+) -> None:
+    """A machine that crashes may lose records that were not yet on disk."""
     await run(
         world,
         """
@@ -627,18 +687,30 @@ async def test_a_voided_hold_cannot_be_settled(world: HoldWorld) -> None:
     )
 
 
-async def test_a_hold_that_nobody_knows_is_told_apart(world: HoldWorld) -> None:
-    answers = await world.run(settle(uuid.uuid4(), 1), Extend(uuid.uuid4(), 0, 0, 1), Void(uuid.uuid4()))
+async def test_an_unknown_hold_has_its_own_error(world: HoldWorld) -> None:
+    answers = await world.run(
+        settle(uuid.uuid4(), 1), Extend(uuid.uuid4(), 0, 0, 1), Void(uuid.uuid4())
+    )
 
-    assert [getattr(answer, "reason", answer) for answer in answers] == ["NOT_FOUND", "NOT_FOUND", Ended(done=False)]
+    assert [getattr(answer, "reason", answer) for answer in answers] == [
+        "NOT_FOUND",
+        "NOT_FOUND",
+        Ended(done=False),
+    ]
 
 
-async def test_one_operation_that_breaks_its_batch_does_not_harm_the_others(world: HoldWorld) -> None:
+async def test_one_operation_that_breaks_its_batch_does_not_harm_the_others(
+    world: HoldWorld,
+) -> None:
     payer = world.tenant()
     poisoned = structs.replace(admit(payer), labels={"a": "\0"})
     fine = [admit(payer), admit(payer)]
 
     answers = await world.run(fine[0], poisoned, fine[1])
 
-    assert [type(answer).__name__ for answer in answers] == ["Admitted", "InvariantViolated", "Admitted"]
+    assert [type(answer).__name__ for answer in answers] == [
+        "Admitted",
+        "InvariantViolated",
+        "Admitted",
+    ]
     check_invariants(world.url)

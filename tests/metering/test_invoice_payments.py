@@ -1,4 +1,4 @@
-"""What Stripe tells of payments: the same state in every order, alerts once each, and what finance sees of both."""
+"""Payment events of Stripe: equal states in any order, one alert each."""
 
 from __future__ import annotations
 
@@ -21,7 +21,12 @@ from metering.alerts.alerts import ListedAlert, list_alerts
 from metering.alerts.delivering import body_of, deliver_alerts
 from metering.export.export_settings import StripeSettings
 from metering.export.stripe_gateway import StripeGateway
-from metering.export.stripe_inbox import InvoicePayment, handle_events, payments_by_month, store_event
+from metering.export.stripe_inbox import (
+    InvoicePayment,
+    handle_events,
+    payments_by_month,
+    store_event,
+)
 from metering.export.stripe_sync import export_status
 from metering.store.db import Sessions
 from tests.metering.books import Customer, new_customer
@@ -46,50 +51,88 @@ def gateway(double: StripeDouble) -> StripeGateway:
 
 @pytest.fixture
 async def billed(sessions: Sessions, customer: Customer) -> Customer:
-    """A customer that Stripe knows as `cus_1`."""
+    """Customer that Stripe knows as `cus_1`."""
     await at_stripe(sessions, customer, "cus_1")
     return customer
 
 
 async def at_stripe(sessions: Sessions, customer: Customer, stripe_id: str) -> None:
-    """Stripe knows a customer."""
+    """Create the customer at Stripe."""
     async with sessions.begin() as session:
         row = {"ref": str(customer.organization_id), "stripe_id": stripe_id}
         await session.execute(
-            text("INSERT INTO stripe_objects (account, kind, ref, stripe_id) VALUES ('test', 'customer', :ref, :stripe_id)"), row
+            text(
+                "INSERT INTO stripe_objects (account, kind, ref, stripe_id) VALUES ('test',"
+                " 'customer', :ref, :stripe_id)"
+            ),
+            row,
         )
 
 
-def event(kind: str, after_s: int, *, id: str = "in_1", due: int = 1_234, paid: int = 0, customer: str = "cus_1") -> dict[str, Any]:
-    """As Stripe tells of an invoice of October."""
-    invoice = {"id": id, "customer": customer, "currency": "usd", "period_start": OCTOBER, "period_end": NOVEMBER}
-    more = {"amount_due": due, "amount_paid": paid, "number": "ACME-0001", "hosted_invoice_url": URL}
+def event(
+    kind: str,
+    after_s: int,
+    *,
+    id: str = "in_1",
+    due: int = 1_234,
+    paid: int = 0,
+    customer: str = "cus_1",
+) -> dict[str, Any]:
+    """Return a Stripe event about an invoice of October."""
+    invoice = {
+        "id": id,
+        "customer": customer,
+        "currency": "usd",
+        "period_start": OCTOBER,
+        "period_end": NOVEMBER,
+    }
+    more = {
+        "amount_due": due,
+        "amount_paid": paid,
+        "number": "ACME-0001",
+        "hosted_invoice_url": URL,
+    }
     created = NOVEMBER + after_s
-    return {"id": f"evt_{uuid.uuid4().hex}", "type": f"invoice.{kind}", "created": created, "data": {"object": invoice | more}}
+    return {
+        "id": f"evt_{uuid.uuid4().hex}",
+        "type": f"invoice.{kind}",
+        "created": created,
+        "data": {"object": invoice | more},
+    }
 
 
-FINALIZED, FAILED, PAID = event("finalized", 10), event("payment_failed", 20), event("paid", 30, paid=1_234)
+FINALIZED, FAILED, PAID = (
+    event("finalized", 10),
+    event("payment_failed", 20),
+    event("paid", 30, paid=1_234),
+)
 FAILED_AGAIN = event("payment_failed", 25)
-OVERDUE, VOIDED, WRITTEN_OFF = event("overdue", 40), event("voided", 50), event("marked_uncollectible", 50)
+OVERDUE, VOIDED, WRITTEN_OFF = (
+    event("overdue", 40),
+    event("voided", 50),
+    event("marked_uncollectible", 50),
+)
 
 
 async def tell(sessions: Sessions, gateway: StripeGateway, *events: dict[str, Any]) -> None:
-    """Events that arrive and are handled one after the other."""
+    """Deliver and process events one after the other."""
     for each in events:
         body = json.dumps(each).encode()
         await store_event(sessions, body, signature(body, int(time.time())), [SECRET])
         await handle_events(sessions, gateway)
 
 
-async def payment(sessions: Sessions, customer: Customer, stripe_invoice_id: str = "in_1") -> InvoicePayment:
-    """How far an invoice of October is paid."""
+async def payment(
+    sessions: Sessions, customer: Customer, stripe_invoice_id: str = "in_1"
+) -> InvoicePayment:
+    """Return the payment state of an invoice of October."""
     async with sessions() as session:
         found = await payments_by_month(session, customer.organization_id)
     return next(each for each in found["2026-10"] if each.stripe_invoice_id == stripe_invoice_id)
 
 
 async def alerts(sessions: Sessions) -> list[ListedAlert]:
-    """All alerts, the oldest first."""
+    """Return all alerts, the oldest first."""
     async with sessions() as session:
         found, _ = await list_alerts(session, organization_id=None)
     return found[::-1]
@@ -108,30 +151,43 @@ async def alerts(sessions: Sessions) -> list[ListedAlert]:
         ([FINALIZED, WRITTEN_OFF, PAID], "paid"),
     ],
 )
-async def test_the_state_is_the_same_in_every_order_and_told_twice(
-    events: Sequence[dict[str, Any]], state: str, sessions: Sessions, billed: Customer, gateway: StripeGateway
+async def test_the_state_is_the_same_in_every_order_and_after_repetitions(
+    events: Sequence[dict[str, Any]],
+    state: str,
+    sessions: Sessions,
+    billed: Customer,
+    gateway: StripeGateway,
 ) -> None:
     for number, order in enumerate(itertools.permutations(events)):
         renamed = [json.loads(json.dumps(each).replace("in_1", f"in_{number}")) for each in order]
         unique = [each | {"id": f"{each['id']}_{number}"} for each in renamed]
         await tell(sessions, gateway, *unique, *unique)
         found = await payment(sessions, billed, f"in_{number}")
-        assert (found.state, found.amount_due_picos, found.hosted_url) == (state, 12_340_000_000_000, URL), order
+        assert (found.state, found.amount_due_picos, found.hosted_url) == (
+            state,
+            12_340_000_000_000,
+            URL,
+        ), order
 
 
-async def test_each_kind_alerts_once_however_often_and_late_it_is_told(
+async def test_each_kind_alerts_once_however_often_and_late_it_is_reported(
     sessions: Sessions, billed: Customer, gateway: StripeGateway
 ) -> None:
     again = FAILED | {"id": "evt_again"}
     await tell(sessions, gateway, FINALIZED, FAILED, FAILED, again, FAILED_AGAIN)
     failed = await alerts(sessions)
-    await tell(sessions, gateway, PAID, PAID | {"id": "evt_paid_again"}, FAILED_AGAIN | {"id": "evt_late"})
+    await tell(
+        sessions, gateway, PAID, PAID | {"id": "evt_paid_again"}, FAILED_AGAIN | {"id": "evt_late"}
+    )
 
     assert [each.kind for each in failed] == ["invoice_payment_failed"]
-    assert [each.kind for each in await alerts(sessions)] == ["invoice_payment_failed", "invoice_paid"]
+    assert [each.kind for each in await alerts(sessions)] == [
+        "invoice_payment_failed",
+        "invoice_paid",
+    ]
 
 
-async def test_a_failure_that_is_told_of_after_the_payment_alerts_nobody(
+async def test_a_failure_reported_after_the_payment_sends_no_alert(
     sessions: Sessions, billed: Customer, gateway: StripeGateway
 ) -> None:
     await tell(sessions, gateway, PAID, FAILED)
@@ -140,10 +196,15 @@ async def test_a_failure_that_is_told_of_after_the_payment_alerts_nobody(
     assert (await payment(sessions, billed)).state == "paid"
 
 
-async def test_an_invoice_of_zero_and_one_of_a_stranger_alert_nobody(
+async def test_an_invoice_of_zero_and_an_unknown_one_send_no_alert(
     sessions: Sessions, billed: Customer, gateway: StripeGateway
 ) -> None:
-    await tell(sessions, gateway, event("paid", 1, due=0), event("paid", 1, id="in_2", customer="cus_stranger", paid=5))
+    await tell(
+        sessions,
+        gateway,
+        event("paid", 1, due=0),
+        event("paid", 1, id="in_2", customer="cus_stranger", paid=5),
+    )
 
     assert await alerts(sessions) == []
 
@@ -153,7 +214,9 @@ async def test_a_webhook_gets_each_alert_and_every_attempt_says_the_same(
 ) -> None:
     async with receiver() as there:
         async with sessions.begin() as session:
-            await webhooks.set_webhook(session, organization="acme", url=there.url, private=True, actor="test")
+            await webhooks.set_webhook(
+                session, organization="acme", url=there.url, private=True, actor="test"
+            )
         await tell(sessions, gateway, FINALIZED, FAILED)
         [waiting] = await alerts(sessions)
         before = body_of(waiting)
@@ -166,7 +229,9 @@ async def test_a_webhook_gets_each_alert_and_every_attempt_says_the_same(
     assert len(delivered.delivered) == 2
     assert posted.keys() == {"invoice_payment_failed", "invoice_paid"}
     failed = posted["invoice_payment_failed"]
-    assert failed["text"] == "The invoice of acme for 2026-10 could not be charged: 12.34 USD are due."
+    assert (
+        failed["text"] == "The invoice of acme for 2026-10 could not be charged: 12.34 USD are due."
+    )
     assert failed["invoice"] == {
         "stripe_id": "in_1",
         "stripe_number": "ACME-0001",
@@ -179,11 +244,15 @@ async def test_a_webhook_gets_each_alert_and_every_attempt_says_the_same(
     assert posted["invoice_paid"]["text"] == "The invoice of acme for 2026-10 is paid: 12.34 USD."
 
 
-async def test_an_organization_sees_its_own_payments_alone(sessions: Sessions, billed: Customer, gateway: StripeGateway) -> None:
+async def test_an_organization_sees_its_own_payments_alone(
+    sessions: Sessions, billed: Customer, gateway: StripeGateway
+) -> None:
     async with sessions.begin() as session:
         other = await new_customer(session, "bolt")
     await at_stripe(sessions, other, "cus_2")
-    await tell(sessions, gateway, FINALIZED, event("paid", 1, id="in_2", customer="cus_2", paid=1_234))
+    await tell(
+        sessions, gateway, FINALIZED, event("paid", 1, id="in_2", customer="cus_2", paid=1_234)
+    )
 
     async with sessions() as session:
         ours = await payments_by_month(session, billed.organization_id)
@@ -193,7 +262,11 @@ async def test_an_organization_sees_its_own_payments_alone(sessions: Sessions, b
 
 
 async def test_the_status_names_what_is_not_paid(
-    sessions: Sessions, billed: Customer, gateway: StripeGateway, database_url: str, monkeypatch: pytest.MonkeyPatch
+    sessions: Sessions,
+    billed: Customer,
+    gateway: StripeGateway,
+    database_url: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     await tell(sessions, gateway, FINALIZED, FAILED)
     monkeypatch.setenv("WEIR_DATABASE_URL", database_url)

@@ -1,4 +1,4 @@
-"""The invoice as PDF, read back: what stands on it, on every page, and that it is the same bytes each time."""
+"""Invoice as PDF: its texts on every page, and equal bytes each time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,13 @@ from metering.invoicing.month_report import (
 )
 from metering.plans.plans import Charge, LineKind
 
-ISSUER = Issuer("Weir Operations GmbH", ("Brückenstraße 12", "10179 Berlin"), "DE 123", "billing@weir.example", ("IBAN DE02 1005",))
+ISSUER = Issuer(
+    "Weir Operations GmbH",
+    ("Brückenstraße 12", "10179 Berlin"),
+    "DE 123",
+    "billing@weir.example",
+    ("IBAN DE02 1005",),
+)
 CLOSED = Closed(datetime(2026, 12, 2, 9, tzinfo=UTC), "key weir_ab12cd", "INV-000042")
 REPORT = MonthReport(
     organization_name="acme",
@@ -37,37 +43,75 @@ REPORT = MonthReport(
     currency_code="USD",
     lines=(
         ReportLine("demo", 1, TokenKind.INPUT, 3, 41_450_133, 100, 150_000, 41_450_133 * 150_000),
-        ReportLine("demo", 2, TokenKind.OUTPUT, 2, 9_000, 0, 600_001, 9_000 * 600_001, tier=ServiceTier.BATCH),
-        ReportLine("demo", 1, TokenKind.INPUT, 1, 1_000, 0, 150_000, 150_000_000, late_month="2026-10"),
+        ReportLine(
+            "demo",
+            2,
+            TokenKind.OUTPUT,
+            2,
+            9_000,
+            0,
+            600_001,
+            9_000 * 600_001,
+            tier=ServiceTier.BATCH,
+        ),
+        ReportLine(
+            "demo", 1, TokenKind.INPUT, 1, 1_000, 0, 150_000, 150_000_000, late_month="2026-10"
+        ),
     ),
     request_counts=RequestCounts(1_203, 1_190, 8, 3, 2),
     unrated_event_count=0,
     reconciliation=Reconciliation(50_000, 50_000, 0),
     charges=(
-        Charge(LineKind.ALLOWANCE, "1,000 output tokens free", -600_001_000, "demo", TokenKind.OUTPUT, 1_000),
+        Charge(
+            LineKind.ALLOWANCE,
+            "1,000 output tokens free",
+            -600_001_000,
+            "demo",
+            TokenKind.OUTPUT,
+            1_000,
+        ),
         Charge(LineKind.ADJUSTMENT, "Outage on 2026-11-03", -1_000_000_000_000),
         Charge(LineKind.CREDIT, "Welcome credit", -2_000_000_000_000),
     ),
     carried_in_picos=3_000_000_000,
     credit=PrepaidCredit(5_000_000_000_000, 0, 3_000_000_000_000),
-    credit_notes=(CreditNoteIssued("CN-000004", "INV-000031", 2_500_000_000_000, "double delivery"),),
+    credit_notes=(
+        CreditNoteIssued("CN-000004", "INV-000031", 2_500_000_000_000, "double delivery"),
+    ),
     closed=CLOSED,
 )
 
 
 def pages_of(report: MonthReport, issuer: Issuer = ISSUER) -> list[str]:
-    """The text of each page, a line per cell."""
+    """Return the text of each page, a line per cell."""
     reader = PdfReader(io.BytesIO(render_pdf(invoice_document(report, issuer))))
-    return ["\n".join(line.strip() for line in page.extract_text().splitlines()) for page in reader.pages]
+    return [
+        "\n".join(line.strip() for line in page.extract_text().splitlines())
+        for page in reader.pages
+    ]
 
 
-def test_an_invoice_says_who_to_whom_what_for_and_how_much() -> None:
+def test_an_invoice_shows_issuer_customer_charges_and_amount() -> None:
     (page,) = pages_of(REPORT)
 
     said = page.splitlines()
-    for text in ("Invoice", "INV-000042", "Weir Operations GmbH", "Brückenstraße 12", "acme", str(uuid.UUID(int=7))):
+    for text in (
+        "Invoice",
+        "INV-000042",
+        "Weir Operations GmbH",
+        "Brückenstraße 12",
+        "acme",
+        str(uuid.UUID(int=7)),
+    ):
         assert text in said
-    for text in ("2026-11-01 to 2026-11-30", "UTC", "2026-12-02", "Page 1 of 1", "IBAN DE02 1005", "Tax ID DE 123"):
+    for text in (
+        "2026-11-01 to 2026-11-30",
+        "UTC",
+        "2026-12-02",
+        "Page 1 of 1",
+        "IBAN DE02 1005",
+        "Tax ID DE 123",
+    ):
         assert text in said
     assert "not included" in said[said.index("Tax") + 1]
     assert "USD 3.23" in said
@@ -78,7 +122,16 @@ def test_each_line_has_both_prices_the_quantity_and_both_amounts() -> None:
     said = pages_of(REPORT)[0].splitlines()
 
     start = said.index("batch")
-    assert said[start - 1 : start + 7] == ["output", "batch", "v2", "0.600001", "0.000000600001", "9,000", "0.005400009", "0.01"]
+    assert said[start - 1 : start + 7] == [
+        "output",
+        "batch",
+        "v2",
+        "0.600001",
+        "0.000000600001",
+        "9,000",
+        "0.005400009",
+        "0.01",
+    ]
     assert "41,450,133" in said
     assert "6.217519950" in said
 
@@ -88,7 +141,8 @@ def test_each_model_with_several_lines_has_its_sums() -> None:
 
     demo = said.index("demo")
     assert said[demo + 1 : demo + 4] == ["41,459,133", "6.222919959", "6.23"]
-    assert said[said.index("Late usage of 2026-10 · demo") + 1] == "input"  # one line is its own sum
+    # A single line equals the sum.
+    assert said[said.index("Late usage of 2026-10 · demo") + 1] == "input"
     every = said.index("All usage")
     assert said[every + 1 : every + 4] == ["41,460,133", "6.223069959", "6.23"]
 
@@ -96,7 +150,9 @@ def test_each_model_with_several_lines_has_its_sums() -> None:
 def test_plan_adjustment_credit_and_remainders_lead_to_the_total() -> None:
     said = pages_of(REPORT)[0].splitlines()
 
-    summary = said[said.index("Credit notes of this month: paid back apart, not part of the total") :]
+    summary = said[
+        said.index("Credit notes of this month: paid back apart, not part of the total") :
+    ]
     rows = dict(itertools.pairwise(summary))
     assert rows["Usage"] == "6.222919959"
     assert rows["Late usage of earlier months"] == "0.000150000"
@@ -117,7 +173,11 @@ def test_the_same_report_is_the_same_bytes() -> None:
 
 
 def test_a_draft_says_so_on_every_page_and_asks_for_no_money() -> None:
-    many = replace(REPORT, lines=tuple(replace(REPORT.lines[0], model=f"model-{n}") for n in range(60)), closed=None)
+    many = replace(
+        REPORT,
+        lines=tuple(replace(REPORT.lines[0], model=f"model-{n}") for n in range(60)),
+        closed=None,
+    )
 
     pages = pages_of(many)
 
@@ -140,7 +200,7 @@ def test_a_model_with_many_prices_keeps_its_name_on_the_next_page() -> None:
     assert sum(len(re.findall(r"^v\d+$", page, re.M)) for page in pages) == 90
 
 
-def test_without_an_issuer_it_is_a_statement_and_no_placeholder_stands_in() -> None:
+def test_without_an_issuer_it_is_a_statement_without_placeholders() -> None:
     (page,) = pages_of(REPORT, Issuer())
 
     assert "Statement" in page.splitlines()
@@ -158,7 +218,14 @@ def test_a_month_that_does_not_add_up_is_not_to_be_sent() -> None:
 
 
 def test_an_empty_month_is_a_document_too() -> None:
-    empty = replace(REPORT, lines=(), charges=(), carried_in_picos=0, credit_notes=(), closed=replace(CLOSED, invoice_number=""))
+    empty = replace(
+        REPORT,
+        lines=(),
+        charges=(),
+        carried_in_picos=0,
+        credit_notes=(),
+        closed=replace(CLOSED, invoice_number=""),
+    )
 
     (page,) = pages_of(empty)
 
@@ -175,7 +242,7 @@ def test_long_names_are_broken_and_lose_nothing() -> None:
     assert name in page.replace("\n", "")
 
 
-def test_what_helvetica_lacks_is_written_as_code_points_and_markup_as_it_is() -> None:
+def test_characters_missing_in_helvetica_are_code_points_and_markup_is_text() -> None:
     (page,) = pages_of(replace(REPORT, lines=(replace(REPORT.lines[0], model="模型<b>&x"),)))
 
     assert "[U+6A21][U+578B]<b>&x" in page

@@ -1,4 +1,4 @@
-"""The usage journal at every point at which its process, its disk or its reader can break off."""
+"""Journal of usage: its process, its disk or its reader may fail at any point."""
 
 from __future__ import annotations
 
@@ -17,7 +17,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from metering.holds import journal as journal_module
-from metering.holds.journal import RECORD, Delivered, UsageJournal, abandoned_journals, check_locks, decode, encode
+from metering.holds.journal import (
+    RECORD,
+    Delivered,
+    UsageJournal,
+    abandoned_journals,
+    check_locks,
+    decode,
+    encode,
+)
 
 HOLDS = [uuid.UUID(int=number + 1) for number in range(8)]
 COUNT = st.integers(0, 2**32 - 1)
@@ -29,7 +37,7 @@ def entry(hold: int, delivered: int) -> Delivered:
 
 
 def recoverable(directory: Path) -> dict[uuid.UUID, int]:
-    """What a recovery of the directory would settle: the highest total of each hold."""
+    """Return the highest total of each hold, which a recovery of the directory would settle."""
     found: dict[uuid.UUID, int] = {}
     for journal in abandoned_journals(directory):
         for one in journal.delivered():
@@ -43,7 +51,9 @@ def test_records_come_back_as_they_were_written(entries: list[Delivered]) -> Non
 
 
 @given(st.lists(ENTRY, min_size=1, max_size=4), st.data())
-def test_a_tail_torn_at_any_byte_costs_the_torn_record_alone(entries: list[Delivered], data: st.DataObject) -> None:
+def test_a_tail_torn_at_any_byte_costs_the_torn_record_alone(
+    entries: list[Delivered], data: st.DataObject
+) -> None:
     whole = b"".join(map(encode, entries))
     length = data.draw(st.integers(0, len(whole)))
 
@@ -51,7 +61,9 @@ def test_a_tail_torn_at_any_byte_costs_the_torn_record_alone(entries: list[Deliv
 
 
 @given(st.lists(ENTRY, min_size=1, max_size=4), st.data())
-def test_any_flipped_bit_is_seen_and_nothing_after_it_is_believed(entries: list[Delivered], data: st.DataObject) -> None:
+def test_any_flipped_bit_is_seen_and_nothing_after_it_is_believed(
+    entries: list[Delivered], data: st.DataObject
+) -> None:
     whole = bytearray(b"".join(map(encode, entries)))
     bit = data.draw(st.integers(0, len(whole) * 8 - 1))
     whole[bit // 8] ^= 1 << bit % 8
@@ -59,7 +71,9 @@ def test_any_flipped_bit_is_seen_and_nothing_after_it_is_believed(entries: list[
     assert list(decode(bytes(whole))) == entries[: bit // 8 // RECORD.size]
 
 
-def test_the_last_total_of_each_hold_counts_and_settled_ones_are_forgotten_at_rotation(tmp_path: Path) -> None:
+def test_the_last_total_of_each_hold_counts_and_settled_ones_are_forgotten_at_rotation(
+    tmp_path: Path,
+) -> None:
     journal = UsageJournal(tmp_path, uuid.uuid4(), rotate_bytes=RECORD.size * 5)
     journal.record([entry(0, 1), entry(1, 1)])
     journal.record([entry(0, 2)])
@@ -69,7 +83,7 @@ def test_the_last_total_of_each_hold_counts_and_settled_ones_are_forgotten_at_ro
 
     journal.close()
 
-    assert [path.name for path in tmp_path.iterdir()] == [f"{journal.owner_id}.2.journal"]
+    assert [path.name for path in tmp_path.iterdir()] == [f"{journal.process_id}.2.journal"]
     assert recoverable(tmp_path) == {HOLDS[0]: 3, HOLDS[2]: 8}
 
 
@@ -106,7 +120,9 @@ def test_one_recovery_at_a_time_looks_at_a_journal(tmp_path: Path) -> None:
     assert not list(abandoned_journals(tmp_path))
 
 
-def test_a_journal_removed_while_it_was_waited_for_is_not_recovered_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_journal_removed_while_it_was_waited_for_is_not_recovered_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     journal = UsageJournal(tmp_path, uuid.uuid4())
     journal.record([entry(0, 1)])
     journal.close()
@@ -122,18 +138,22 @@ def test_a_journal_removed_while_it_was_waited_for_is_not_recovered_again(tmp_pa
     assert not list(abandoned_journals(tmp_path))
 
 
-def test_a_directory_in_which_locks_have_no_effect_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There a recovery would settle, under the requests of a living process, what that is still delivering."""
+def test_a_directory_in_which_locks_have_no_effect_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a recovery would settle requests of a live process that still delivers."""
     check_locks(tmp_path)
     monkeypatch.setattr(fcntl, "flock", lambda fd, operation: None)
 
-    with pytest.raises(OSError, match="granted at once: set WEIR_HOME to a directory on a local file system"):
+    with pytest.raises(
+        OSError, match="granted at once: set WEIR_HOME to a directory on a local file system"
+    ):
         check_locks(tmp_path)
 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_set_aside_is_kept_and_not_recovered_again(tmp_path: Path) -> None:
+def test_a_refused_journal_is_kept_and_not_recovered_again(tmp_path: Path) -> None:
     journal = UsageJournal(tmp_path, uuid.uuid4())
     journal.record([entry(0, 1)])
     journal.close()
@@ -146,7 +166,7 @@ def test_what_is_set_aside_is_kept_and_not_recovered_again(tmp_path: Path) -> No
 
 @contextmanager
 def disk_with(size_bytes: int) -> Iterator[None]:
-    """No file can grow beyond this: writes are cut short there, and refused after."""
+    """Limit the size of files: longer writes are cut there, later ones refused."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
@@ -158,7 +178,9 @@ def disk_with(size_bytes: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("room_bytes", range(RECORD.size, 2 * RECORD.size + 1, 5))
-def test_a_full_disk_raises_and_hides_nothing_that_is_written_when_there_is_room_again(tmp_path: Path, room_bytes: int) -> None:
+def test_a_full_disk_raises_and_hides_nothing_that_is_written_when_there_is_room_again(
+    tmp_path: Path, room_bytes: int
+) -> None:
     """Half a record in the middle would end every later recovery there."""
     journal = UsageJournal(tmp_path, uuid.uuid4())
     journal.record([entry(0, 1)])
@@ -171,7 +193,9 @@ def test_a_full_disk_raises_and_hides_nothing_that_is_written_when_there_is_room
     assert recoverable(tmp_path) == {HOLDS[0]: 1, HOLDS[2]: 9}
 
 
-def test_a_rotation_that_fails_stops_nothing_and_is_tried_again_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rotation_that_fails_stops_nothing_and_is_tried_again_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     journal = UsageJournal(tmp_path, uuid.uuid4(), rotate_bytes=RECORD.size * 2)
     real_open, attempts = os.open, 0
 
@@ -214,10 +238,10 @@ def test_a_disk_that_does_not_even_cut_a_file_short_hides_nothing_once_it_is_wel
     assert recoverable(tmp_path) == {HOLDS[0]: 1, HOLDS[2]: 9}
 
 
-def test_a_file_that_cannot_be_removed_says_neither_that_its_owner_is_dead_nor_anything_that_is_outdated(
+def test_a_file_that_cannot_be_removed_neither_marks_its_owner_dead_nor_holds_old_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever recovers it would void what it does not know of, and settle the rest at an old count."""
+    """Its recovery would void unrecorded requests and settle the others at an old count."""
 
     def refusing(path: Path, missing_ok: bool = False) -> None:
         raise OSError(1, "Operation not permitted")
@@ -229,17 +253,20 @@ def test_a_file_that_cannot_be_removed_says_neither_that_its_owner_is_dead_nor_a
     while_it_lives = list(abandoned_journals(tmp_path))
     journal.close()
 
-    told = [{one.hold_id: one.delivered_token_count for one in each.delivered()} for each in abandoned_journals(tmp_path)]
+    told = [
+        {one.hold_id: one.delivered_token_count for one in each.delivered()}
+        for each in abandoned_journals(tmp_path)
+    ]
 
     assert while_it_lives == []
     assert len(told) > 9
     assert {tuple(sorted(each.items())) for each in told} == {((HOLDS[0], 24), (HOLDS[1], 25))}
 
 
-def test_what_an_unfinished_rotation_left_goes_with_the_journal(tmp_path: Path) -> None:
+def test_files_of_an_unfinished_rotation_are_removed_with_the_journal(tmp_path: Path) -> None:
     journal = UsageJournal(tmp_path, uuid.uuid4())
     journal.record([entry(0, 1)])
-    (tmp_path / f"{journal.owner_id}.2.new").write_bytes(b"half")
+    (tmp_path / f"{journal.process_id}.2.new").write_bytes(b"half")
     journal.close()
     for abandoned in abandoned_journals(tmp_path):
         abandoned.remove()
@@ -248,7 +275,7 @@ def test_what_an_unfinished_rotation_left_goes_with_the_journal(tmp_path: Path) 
 
 
 class CopyingOs:
-    """`os` as the journal sees it, but before each call that changes files the directory is copied: what a kill there leaves."""
+    """`os` that copies the directory before each call that changes files."""
 
     def __init__(self, directory: Path, snapshots: list[Path]) -> None:
         self._directory = directory
@@ -274,7 +301,7 @@ class CopyingOs:
 def test_a_kill_before_any_system_call_of_a_rotation_loses_no_token_that_was_sent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At each point some file has what was recorded before, and none tells more than was handed over to be recorded."""
+    """At each point some file has all earlier totals, and none has later ones."""
     directory = tmp_path / "journal"
     journal = UsageJournal(directory, uuid.uuid4(), rotate_bytes=RECORD.size * 4)
     snapshots: list[Path] = []
@@ -318,8 +345,10 @@ def test_a_kill_before_any_system_call_of_a_rotation_loses_no_token_that_was_sen
 
 
 @pytest.mark.faults
-def test_a_process_killed_while_it_writes_and_rotates_lost_nothing_that_it_told(tmp_path: Path) -> None:
-    """The child tells each total over a pipe after it is recorded, as a server sends it to its client; then it is killed."""
+def test_a_process_killed_while_it_writes_and_rotates_loses_no_reported_tokens(
+    tmp_path: Path,
+) -> None:
+    """The child reports each total over a pipe after recording it."""
     reader, writer = os.pipe()
     directory = tmp_path / "journal"
     child = os.fork()

@@ -1,4 +1,4 @@
-"""Keys after their creation: rotated with an overlap, changed, revoked; calls that are repeated; what the log tells of it all."""
+"""Keys after creation: rotation, changes, revocation, repetition, audit log."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError
 
 from metering.core.audit import list_audit_entries
-from metering.core.errors import AlreadyExists, InvalidValue, KeyInvalid, KeyRevoked, NotFound, RequestIdReused
+from metering.core.errors import (
+    AlreadyExists,
+    InvalidValue,
+    KeyInvalid,
+    KeyRevoked,
+    NotFound,
+    RequestIdReused,
+)
 from metering.store.db import Sessions
 from metering.tenants import admin_requests
 from metering.tenants.admin_requests import ensure_api_key, ensure_organization, ensure_project
@@ -29,7 +36,7 @@ from tests.metering.books import Customer
 
 
 async def is_good(sessions: Sessions, secret: str) -> bool:
-    """Whether a secret leads to its key."""
+    """Return whether a secret leads to its key."""
     async with sessions() as session:
         try:
             await authenticate(session, secret)
@@ -39,25 +46,37 @@ async def is_good(sessions: Sessions, secret: str) -> bool:
 
 
 async def pass_time(sessions: Sessions, interval: str) -> None:
-    """Let the replaced secrets be older."""
+    """Let the replaced secrets age."""
     async with sessions.begin() as session:
         await session.execute(
-            text("UPDATE superseded_secrets SET expires_at = expires_at - CAST(:by AS interval)"), {"by": interval}
+            text("UPDATE superseded_secrets SET expires_at = expires_at - CAST(:by AS interval)"),
+            {"by": interval},
         )
 
 
-async def test_a_rotated_key_is_the_same_key_with_two_secrets_for_a_day(sessions: Sessions, customer: Customer) -> None:
-    """One id, so one set of counters: a quota on the key counts what comes with either secret."""
+async def test_a_rotated_key_is_the_same_key_with_two_secrets_for_a_day(
+    sessions: Sessions, customer: Customer
+) -> None:
+    """A quota on the key counts requests with either secret."""
     async with sessions.begin() as session:
-        rotated, secret, ends_at = await rotate_api_key(session, api_key=customer.key.prefix, actor="ann")
+        rotated, secret, ends_at = await rotate_api_key(
+            session, api_key=customer.key.prefix, actor="ann"
+        )
         now = (await session.scalars(text("SELECT now()"))).one()
     async with sessions() as session:
-        by_old, by_new = await authenticate(session, customer.secret), await authenticate(session, secret)
+        by_old, by_new = (
+            await authenticate(session, customer.secret),
+            await authenticate(session, secret),
+        )
         [listed] = await list_api_keys(session)
 
     assert ends_at - now == OVERLAP == timedelta(hours=24)
     assert rotated.overlap_ends_at == listed.overlap_ends_at == ends_at
-    assert (rotated.id, rotated.prefix, rotated.scopes) == (customer.key.id, customer.key.prefix, customer.key.scopes)
+    assert (rotated.id, rotated.prefix, rotated.scopes) == (
+        customer.key.id,
+        customer.key.prefix,
+        customer.key.scopes,
+    )
     assert secret.startswith(customer.key.prefix + "_")
     assert secret != customer.secret
     assert by_old.api_key_id == by_new.api_key_id == customer.key.id
@@ -65,9 +84,13 @@ async def test_a_rotated_key_is_the_same_key_with_two_secrets_for_a_day(sessions
     assert by_old.secret_lifetime_s == pytest.approx(OVERLAP.total_seconds(), abs=60)
 
 
-async def test_the_old_secret_ends_with_its_overlap_and_the_new_one_goes_on(sessions: Sessions, customer: Customer) -> None:
+async def test_the_old_secret_ends_with_its_overlap_and_the_new_one_stays_valid(
+    sessions: Sessions, customer: Customer
+) -> None:
     async with sessions.begin() as session:
-        _, secret, _ = await rotate_api_key(session, api_key=customer.key.prefix, overlap=timedelta(hours=2), actor="ann")
+        _, secret, _ = await rotate_api_key(
+            session, api_key=customer.key.prefix, overlap=timedelta(hours=2), actor="ann"
+        )
 
     await pass_time(sessions, "119 minutes")
     assert await is_good(sessions, customer.secret)
@@ -78,19 +101,25 @@ async def test_the_old_secret_ends_with_its_overlap_and_the_new_one_goes_on(sess
         assert (await find_api_key(session, customer.key.prefix)).overlap_ends_at is None
 
 
-async def test_no_overlap_ends_the_old_secret_at_once_and_those_before_it(sessions: Sessions, customer: Customer) -> None:
-    """A leak is rotated away: an earlier overlap must not keep an even older secret alive."""
+async def test_no_overlap_ends_the_old_secret_at_once_and_those_before_it(
+    sessions: Sessions, customer: Customer
+) -> None:
+    """The old secret may have leaked: an earlier overlap must not keep an even older one valid."""
     secrets = [customer.secret]
     for overlap in (timedelta(days=2), timedelta(days=1), timedelta(0)):
         async with sessions.begin() as session:
             assert [await is_good(sessions, each) for each in secrets] == [True] * len(secrets)
-            _, secret, _ = await rotate_api_key(session, api_key=customer.key.prefix, overlap=overlap, actor="ann")
+            _, secret, _ = await rotate_api_key(
+                session, api_key=customer.key.prefix, overlap=overlap, actor="ann"
+            )
             secrets.append(secret)
 
     assert [await is_good(sessions, each) for each in secrets] == [False, False, False, True]
 
 
-async def test_revoking_ends_all_secrets_and_a_revoked_key_stays_so(sessions: Sessions, customer: Customer) -> None:
+async def test_revoking_ends_all_secrets_and_a_revoked_key_stays_so(
+    sessions: Sessions, customer: Customer
+) -> None:
     async with sessions.begin() as session:
         _, secret, _ = await rotate_api_key(session, api_key=customer.key.prefix, actor="ann")
         await revoke_api_key(session, api_key=customer.key.prefix, actor="ann")
@@ -101,7 +130,14 @@ async def test_revoking_ends_all_secrets_and_a_revoked_key_stays_so(sessions: Se
         for change in (rotate_api_key, update_api_key):
             with pytest.raises(KeyRevoked, match="create another"):
                 await change(session, api_key=customer.key.prefix, actor="ann")
-        order = (await session.execute(text("SELECT api_key_id, request_id FROM stop_orders WHERE changed_key_id IS NULL"))).one()
+        order = (
+            await session.execute(
+                text(
+                    "SELECT api_key_id, request_id FROM cancel_commands"
+                    " WHERE changed_key_id IS NULL"
+                )
+            )
+        ).one()
     assert order == (customer.key.id, None)
 
 
@@ -114,12 +150,16 @@ async def test_an_expired_key_refuses_both_secrets(sessions: Sessions, customer:
     assert not await is_good(sessions, secret)
 
     async with sessions.begin() as session:
-        changed = await update_api_key(session, api_key=customer.key.prefix, never_expires=True, actor="ann")
+        changed = await update_api_key(
+            session, api_key=customer.key.prefix, never_expires=True, actor="ann"
+        )
     assert changed.expires_at is None
     assert await is_good(sessions, secret)
 
 
-async def test_two_rotations_at_once_leave_one_new_secret_and_no_lost_one(sessions: Sessions, customer: Customer) -> None:
+async def test_two_rotations_at_once_leave_one_new_secret_and_no_lost_one(
+    sessions: Sessions, customer: Customer
+) -> None:
     async def rotate() -> str:
         async with sessions.begin() as session:
             return (await rotate_api_key(session, api_key=customer.key.prefix, actor="ann"))[1]
@@ -132,23 +172,36 @@ async def test_two_rotations_at_once_leave_one_new_secret_and_no_lost_one(sessio
     assert lifetimes.count(None) == 1, "one is the newest, the others are in their overlap"
 
 
-async def test_what_is_not_given_stays_and_bad_values_are_named(sessions: Sessions, customer: Customer) -> None:
+async def test_unset_fields_stay_and_invalid_values_are_named(
+    sessions: Sessions, customer: Customer
+) -> None:
     async with sessions.begin() as session:
-        renamed = await update_api_key(session, api_key=customer.key.prefix, name="new", actor="ann")
-        narrowed = await update_api_key(session, api_key=customer.key.prefix, scopes=("inference",), actor="ann")
-        await update_api_key(session, api_key=customer.key.prefix, scopes=("inference",), actor="ann")
+        renamed = await update_api_key(
+            session, api_key=customer.key.prefix, name="new", actor="ann"
+        )
+        narrowed = await update_api_key(
+            session, api_key=customer.key.prefix, scopes=("inference",), actor="ann"
+        )
+        await update_api_key(
+            session, api_key=customer.key.prefix, scopes=("inference",), actor="ann"
+        )
         entries = await list_audit_entries(session, action_prefix="api_key.update")
         for values, wrong in (
             ({"name": ""}, "name"),
             ({"scopes": ("root",)}, "scopes"),
             ({"expires_at": datetime(1970, 1, 1, tzinfo=UTC)}, "expire_time"),
-            ({"expires_at": datetime(2100, 1, 1, tzinfo=UTC), "never_expires": True}, "never_expires"),
+            (
+                {"expires_at": datetime(2100, 1, 1, tzinfo=UTC), "never_expires": True},
+                "never_expires",
+            ),
         ):
             with pytest.raises(InvalidValue, match=wrong):
                 await update_api_key(session, api_key=customer.key.prefix, actor="ann", **values)
         for overlap in (timedelta(seconds=-1), timedelta(days=31)):
             with pytest.raises(InvalidValue, match="overlap"):
-                await rotate_api_key(session, api_key=customer.key.prefix, overlap=overlap, actor="ann")
+                await rotate_api_key(
+                    session, api_key=customer.key.prefix, overlap=overlap, actor="ann"
+                )
         with pytest.raises(NotFound):
             await rotate_api_key(session, api_key="wk_nothing0", actor="ann")
 
@@ -157,36 +210,65 @@ async def test_what_is_not_given_stays_and_bad_values_are_named(sessions: Sessio
     assert len(entries) == 2, "saying it again changed nothing"
     assert entries[0].before is not None
     assert entries[0].after is not None
-    assert (entries[0].before["scopes"], entries[0].after["scopes"]) == (["admin", "billing", "inference"], ["inference"])
+    assert (entries[0].before["scopes"], entries[0].after["scopes"]) == (
+        ["admin", "billing", "inference"],
+        ["inference"],
+    )
 
 
 async def test_saying_it_again_makes_nothing_new(sessions: Sessions, customer: Customer) -> None:
     async with sessions.begin() as session:
         organization, existed = await ensure_organization(session, name="acme", actor="ann")
-        project, project_existed = await ensure_project(session, organization="acme", name="web", actor="ann")
-        key, secret, key_existed = await ensure_api_key(session, organization="acme", project="web", name="bot", actor="ann")
+        project, project_existed = await ensure_project(
+            session, organization="acme", name="web", actor="ann"
+        )
+        key, secret, key_existed = await ensure_api_key(
+            session, organization="acme", project="web", name="bot", actor="ann"
+        )
     async with sessions.begin() as session:
-        assert (await ensure_project(session, organization="acme", name="web", actor="ann"))[0].id == project.id
-        again = await ensure_api_key(session, organization="acme", project="web", name="bot", actor="ann")
+        assert (await ensure_project(session, organization="acme", name="web", actor="ann"))[
+            0
+        ].id == project.id
+        again = await ensure_api_key(
+            session, organization="acme", project="web", name="bot", actor="ann"
+        )
         with pytest.raises(AlreadyExists, match="currency USD"):
             await ensure_organization(session, name="acme", currency_code="EUR", actor="ann")
         with pytest.raises(AlreadyExists, match="scopes inference"):
-            await ensure_api_key(session, organization="acme", project="web", name="bot", scopes=("admin",), actor="ann")
+            await ensure_api_key(
+                session,
+                organization="acme",
+                project="web",
+                name="bot",
+                scopes=("admin",),
+                actor="ann",
+            )
         await revoke_api_key(session, api_key=key.prefix, actor="ann")
-        new, new_secret, _ = await ensure_api_key(session, organization="acme", project="web", name="bot", actor="ann")
+        new, new_secret, _ = await ensure_api_key(
+            session, organization="acme", project="web", name="bot", actor="ann"
+        )
 
-    assert (organization.id, existed, project_existed, key_existed) == (customer.organization_id, True, False, False)
+    assert (organization.id, existed, project_existed, key_existed) == (
+        customer.organization_id,
+        True,
+        False,
+        False,
+    )
     assert again == (key, "", True)
     assert new.id != key.id
     assert new_secret not in ("", secret)
 
 
-async def test_of_calls_with_one_id_at_once_only_one_makes_anything(sessions: Sessions, customer: Customer) -> None:
+async def test_of_calls_with_one_id_at_once_only_one_makes_anything(
+    sessions: Sessions, customer: Customer
+) -> None:
     request_id = uuid.uuid4()
 
     async def create(payload: bytes = b"new") -> str | None:
         async with sessions.begin() as session:
-            earlier = await admin_requests.earlier_subject(session, request_id, "CreateOrganization", payload)
+            earlier = await admin_requests.earlier_subject(
+                session, request_id, "CreateOrganization", payload
+            )
             if earlier is None:
                 made = await create_organization(session, name="once", actor="ann")
                 await admin_requests.made(session, request_id, str(made.id))
@@ -199,22 +281,32 @@ async def test_of_calls_with_one_id_at_once_only_one_makes_anything(sessions: Se
     with pytest.raises(RequestIdReused):
         await create(b"other")
     async with sessions.begin() as session:
-        await session.execute(text("UPDATE admin_requests SET created_at = created_at - interval '8 days'"))
-    with pytest.raises(AlreadyExists):  # the id is forgotten, the name is not
+        await session.execute(
+            text("UPDATE admin_requests SET created_at = created_at - interval '8 days'")
+        )
+    with pytest.raises(AlreadyExists):  # the id is forgotten, but not the name
         await create()
 
 
-async def test_an_id_whose_call_failed_may_be_used_again(sessions: Sessions, customer: Customer) -> None:
+async def test_an_id_whose_call_failed_may_be_used_again(
+    sessions: Sessions, customer: Customer
+) -> None:
     request_id = uuid.uuid4()
     async with sessions() as session:
-        assert await admin_requests.earlier_subject(session, request_id, "CreateProject", b"") is None
+        assert (
+            await admin_requests.earlier_subject(session, request_id, "CreateProject", b"") is None
+        )
         await session.rollback()
 
     async with sessions.begin() as session:
-        assert await admin_requests.earlier_subject(session, request_id, "CreateProject", b"") is None
+        assert (
+            await admin_requests.earlier_subject(session, request_id, "CreateProject", b"") is None
+        )
 
 
-async def test_the_log_is_read_by_subject_actor_action_and_time(sessions: Sessions, customer: Customer) -> None:
+async def test_the_log_is_read_by_subject_actor_action_and_time(
+    sessions: Sessions, customer: Customer
+) -> None:
     async with sessions.begin() as session:
         await create_organization(session, name="bolt", actor="bob")
         middle = (await session.scalars(text("SELECT now()"))).one()
@@ -228,20 +320,35 @@ async def test_the_log_is_read_by_subject_actor_action_and_time(sessions: Sessio
 
         assert await actions(actor="bob") == ["organization.create"]
         assert await actions(action_prefix="api_key.") == ["api_key.rotate", "api_key.create"]
-        assert await actions(subject_ids=[str(customer.key.id)]) == ["api_key.rotate", "api_key.create"]
+        assert await actions(subject_ids=[str(customer.key.id)]) == [
+            "api_key.rotate",
+            "api_key.create",
+        ]
         of_project = await actions(subject_ids=[str(customer.key.project_id)])
-        assert of_project == ["api_key.rotate", "api_key.create", "project.create"], "what hangs on it too"
+        assert of_project == ["api_key.rotate", "api_key.create", "project.create"], (
+            "what hangs on it too"
+        )
         assert await actions(subject_ids=[]) == []
         assert await actions(start_at=middle + timedelta(microseconds=1)) == ["api_key.rotate"]
-        assert await actions(end_at=middle) == ["api_key.create", "project.create", "organization.create"]
-        assert await actions(start_at=middle, actor="bob", action_prefix="organization") == ["organization.create"]
+        assert await actions(end_at=middle) == [
+            "api_key.create",
+            "project.create",
+            "organization.create",
+        ]
+        assert await actions(start_at=middle, actor="bob", action_prefix="organization") == [
+            "organization.create"
+        ]
         assert await actions(action_prefix="%") == []
 
 
-async def test_the_log_tells_until_when_a_replaced_secret_works(sessions: Sessions, customer: Customer) -> None:
+async def test_the_log_tells_until_when_a_replaced_secret_works(
+    sessions: Sessions, customer: Customer
+) -> None:
     for overlap in (timedelta(hours=2), timedelta(hours=1)):
         async with sessions.begin() as session:
-            *_, ends_at = await rotate_api_key(session, api_key=customer.key.prefix, overlap=overlap, actor="ann")
+            *_, ends_at = await rotate_api_key(
+                session, api_key=customer.key.prefix, overlap=overlap, actor="ann"
+            )
 
     async with sessions() as session:
         latest, first = await list_audit_entries(session, action_prefix="api_key.rotate")
@@ -255,8 +362,13 @@ async def test_the_log_tells_until_when_a_replaced_secret_works(sessions: Sessio
     assert not any("hash" in name for name in latest.after)
 
 
-@pytest.mark.parametrize("statement", ["UPDATE audit_log SET actor = 'me'", "DELETE FROM audit_log", "TRUNCATE audit_log"])
-async def test_the_log_cannot_be_rewritten(sessions: Sessions, customer: Customer, statement: str) -> None:
+@pytest.mark.parametrize(
+    "statement",
+    ["UPDATE audit_log SET actor = 'me'", "DELETE FROM audit_log", "TRUNCATE audit_log"],
+)
+async def test_the_log_cannot_be_rewritten(
+    sessions: Sessions, customer: Customer, statement: str
+) -> None:
     async with sessions() as session:
         with pytest.raises(DBAPIError, match="append-only"):
             await session.execute(text(statement))

@@ -1,4 +1,4 @@
-"""When keys were used last: one statement for all of them, which only moves forward, and never holds up who comes in."""
+"""Last uses of keys: one statement for all, monotonic, and without delay for requests."""
 
 from __future__ import annotations
 
@@ -9,16 +9,23 @@ from datetime import datetime, timedelta
 import pytest
 from sqlalchemy import event, text
 
-from metering.core.errors import InvalidValue, StoreAway
+from metering.core.errors import DatabaseUnavailable, InvalidValue
 from metering.store.db import Sessions, create_engine, create_sessions
 from metering.tenants import key_uses
 from metering.tenants.key_uses import KeyUses
-from metering.tenants.tenants import authenticate, create_api_key, find_api_key, list_api_keys, revoke_api_key, rotate_api_key
+from metering.tenants.tenants import (
+    authenticate,
+    create_api_key,
+    find_api_key,
+    list_api_keys,
+    revoke_api_key,
+    rotate_api_key,
+)
 from tests.metering.books import Customer
 
 
 class Clock:
-    """Of a machine."""
+    """Clock of one machine, set by hand."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -28,12 +35,14 @@ class Clock:
 
 
 async def used_at(sessions: Sessions, key_id: uuid.UUID) -> datetime | None:
-    """When the key was used last."""
+    """Return the last use of the key."""
     async with sessions() as session:
         return (await find_api_key(session, str(key_id))).last_used_at
 
 
-async def test_a_use_is_written_with_its_own_time_and_only_moves_forward(sessions: Sessions, customer: Customer) -> None:
+async def test_a_use_is_written_with_its_own_time_and_only_moves_forward(
+    sessions: Sessions, customer: Customer
+) -> None:
     """Two processes write the same key in any order, the later use first."""
     clock, other_clock = Clock(), Clock()
     uses, others = KeyUses(sessions, 60.0, clock), KeyUses(sessions, 60.0, other_clock)
@@ -93,14 +102,14 @@ async def test_a_write_that_waits_holds_up_neither_authentication_nor_changes_of
     assert len(uses) == 0
 
 
-async def test_what_could_not_be_written_waits_bounded_and_the_latest_keys_are_kept(
+async def test_unwritten_uses_are_bounded_and_the_latest_keys_are_kept(
     sessions: Sessions, customer: Customer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(key_uses, "KEYS_MAX", 3)
 
     class Away:
         def begin(self) -> None:
-            raise StoreAway("the database does not answer")
+            raise DatabaseUnavailable("the database does not answer")
 
     away: Sessions = Away()  # type: ignore[assignment]  # of a database that does not answer
     uses = KeyUses(away, 60.0, Clock())
@@ -119,9 +128,13 @@ async def test_what_could_not_be_written_waits_bounded_and_the_latest_keys_are_k
 
 
 async def test_a_database_that_is_read_only_for_now_ends_nothing(database_url: str) -> None:
-    """One that has lost its place to another one: the next write tells the same."""
+    """A server whose slot went to another one: the next write tells the same."""
     engine = create_engine(database_url)
-    event.listen(engine.sync_engine, "begin", lambda connection: connection.exec_driver_sql("SET TRANSACTION READ ONLY"))
+    event.listen(
+        engine.sync_engine,
+        "begin",
+        lambda connection: connection.exec_driver_sql("SET TRANSACTION READ ONLY"),
+    )
     uses = KeyUses(create_sessions(engine), 60.0, Clock())
     uses.note(uuid.uuid4())
 
@@ -146,28 +159,51 @@ async def test_many_keys_at_once_are_written_before_the_interval_is_over(
     running.cancel()
 
 
-async def test_keys_that_nobody_uses_are_found_and_those_of_which_it_is_not_known_are_not(
+async def test_unused_keys_are_found_and_keys_with_unknown_uses_are_not(
     sessions: Sessions, customer: Customer
 ) -> None:
     made = {}
     async with sessions.begin() as session:
-        names = ("used lately", "used long ago", "never used", "too young", "older than the notes", "revoked")
+        names = (
+            "used lately",
+            "used long ago",
+            "never used",
+            "too young",
+            "older than the notes",
+            "revoked",
+        )
         for name in names:
             key, _ = await create_api_key(
-                session, organization=customer.name, project=str(customer.key.project_id), name=name, actor="ann"
+                session,
+                organization=customer.name,
+                project=str(customer.key.project_id),
+                name=name,
+                actor="ann",
             )
             made[name] = key.id
         await revoke_api_key(session, api_key=str(made["revoked"]), actor="ann")
         for name, age in (("used lately", "89 days"), ("used long ago", "91 days")):
-            statement = text("INSERT INTO api_key_uses VALUES (:id, now() - CAST(:age AS interval))")
+            statement = text(
+                "INSERT INTO api_key_uses VALUES (:id, now() - CAST(:age AS interval))"
+            )
             await session.execute(statement, {"id": made[name], "age": age})
         young = {"too young", "older than the notes"}
         for name, key_id in made.items():
-            known, created = "1 day" if name in young else "200 days", "1 day" if name == "too young" else "200 days"
-            aging = "UPDATE api_keys SET created_at = now() - CAST(:c AS interval), uses_known_since = now() - CAST(:k AS interval)"
-            await session.execute(text(f"{aging} WHERE id = :id"), {"id": key_id, "c": created, "k": known})
+            known, created = (
+                "1 day" if name in young else "200 days",
+                "1 day" if name == "too young" else "200 days",
+            )
+            aging = (
+                "UPDATE api_keys SET created_at = now() - CAST(:c AS interval),"
+                " uses_tracked_since = now() - CAST(:k AS interval)"
+            )
+            await session.execute(
+                text(f"{aging} WHERE id = :id"), {"id": key_id, "c": created, "k": known}
+            )
     async with sessions() as session:
-        found = await list_api_keys(session, organization=customer.name, unused_for=timedelta(days=90))
+        found = await list_api_keys(
+            session, organization=customer.name, unused_for=timedelta(days=90)
+        )
         one = await list_api_keys(session, api_key=customer.key.prefix)
         with pytest.raises(InvalidValue, match="unused_for"):
             await list_api_keys(session, unused_for=timedelta(0))

@@ -1,4 +1,4 @@
-"""Usage that came after Stripe's invoice: one invoice item for each token of it, whatever gets lost on the way."""
+"""Usage after Stripe's invoice: one invoice item per token, despite failures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from metering.core.errors import InvalidValue
 from metering.export.deliveries import deliver_pending, form_batches
 from metering.export.export_settings import stripe_settings
 from metering.export.invoice_items import invoice_late_usage, make_item
-from metering.export.reconciliation import Stage, differences_here, invoiced, our_month
+from metering.export.reconciliation import Stage, invoiced, local_differences, our_month
 from metering.export.stripe_gateway import StripeGateway, minor_unit_picos
 from metering.export.stripe_sync import resend
 from metering.pricing.prices import ModelPrice
@@ -33,32 +33,44 @@ def double() -> Iterator[StripeDouble]:
 
 
 @pytest.fixture
-async def gateway(double: StripeDouble, sessions: Sessions, customer: Customer, price: ModelPrice) -> StripeGateway:
-    """To a Stripe that knows the customer, from an installation that makes items since yesterday."""
+async def gateway(
+    double: StripeDouble, sessions: Sessions, customer: Customer, price: ModelPrice
+) -> StripeGateway:
+    """Yield a gateway to a Stripe that knows the customer."""
     async with sessions.begin() as session:
         await known_to_stripe(session, double.account, customer, price)
     await form_batches(sessions)
     async with sessions.begin() as session:
-        await session.execute(text("UPDATE export_progress SET late_items_since = now() - interval '1 day'"))
+        await session.execute(
+            text("UPDATE export_progress SET late_items_since = now() - interval '1 day'")
+        )
     return StripeGateway(stripe_settings(double.environment))
 
 
-async def deliver(sessions: Sessions, gateway: StripeGateway, customer: Customer, price: ModelPrice, used: Consumed) -> None:
-    """Usage of an hour that is over, counted at Stripe now."""
+async def deliver(
+    sessions: Sessions,
+    gateway: StripeGateway,
+    customer: Customer,
+    price: ModelPrice,
+    used: Consumed,
+) -> None:
+    """Export usage of an hour that is over, so that Stripe counts it."""
     await use_and_rate(sessions, customer, price, used)
     await form_batches(sessions)
     await deliver_pending(sessions, gateway)
 
 
 async def finalise(sessions: Sessions, customer: Customer, ago: timedelta) -> None:
-    """The invoice of the month of the usage."""
+    """Finalize the invoice of the usage's month."""
     begins = USED.settled_at.replace(day=1, hour=0, minute=0)
     async with sessions.begin() as session:
         await session.execute(
             text("""
-            INSERT INTO stripe_invoices (id, organization_id, customer_id, currency_code, period_start, period_end,
-                                         amount_due_minor, amount_paid_minor, finalized_at, told_at)
-            VALUES ('in_1', :organization_id, 'cus_1', 'USD', :begins, :ends, 0, 0, :finalized_at, now())
+            INSERT INTO stripe_invoices (id, organization_id, customer_id, currency_code,
+                                         period_start, period_end, amount_due_minor,
+                                         amount_paid_minor, finalized_at, last_event_at)
+            VALUES ('in_1', :organization_id, 'cus_1', 'USD', :begins, :ends, 0, 0, :finalized_at,
+                now())
             """),
             {
                 "organization_id": customer.organization_id,
@@ -70,19 +82,25 @@ async def finalise(sessions: Sessions, customer: Customer, ago: timedelta) -> No
 
 
 def amounts(double: StripeDouble) -> list[int]:
-    """Of the items at Stripe, in cents."""
+    """Return the amounts of the items at Stripe, in cents."""
     return [item["amount"] for item in double.account.of("invoiceitems").values()]
 
 
 async def late_tokens(sessions: Sessions) -> int:
-    """What the reconciliation says is on no invoice."""
+    """Return the number of tokens that the reconciliation finds on no invoice."""
     async with sessions() as session:
-        found = await differences_here(session, await our_month(session, f"{USED.settled_at:%Y-%m}"))
+        found = await local_differences(
+            session, await our_month(session, f"{USED.settled_at:%Y-%m}")
+        )
     return sum(each.token_count for each in found if each.stage is Stage.LATE)
 
 
 async def test_late_usage_becomes_one_item_and_what_rounding_leaves_goes_into_the_next(
-    sessions: Sessions, customer: Customer, price: ModelPrice, double: StripeDouble, gateway: StripeGateway
+    sessions: Sessions,
+    customer: Customer,
+    price: ModelPrice,
+    double: StripeDouble,
+    gateway: StripeGateway,
 ) -> None:
     await finalise(sessions, customer, timedelta(hours=1))
     await deliver(sessions, gateway, customer, price, USED)
@@ -102,11 +120,18 @@ async def test_late_usage_becomes_one_item_and_what_rounding_leaves_goes_into_th
     async with sessions() as session:
         query = "SELECT exact_picos, carried_in_picos FROM stripe_late_items ORDER BY number"
         rows = [tuple(map(int, row)) for row in await session.execute(text(query))]
-    assert rows == [(7_407_406_800_000, 0), (6_000_000_000_000, 7_407_406_800_000 - 7_410_000_000_000)]
+    assert rows == [
+        (7_407_406_800_000, 0),
+        (6_000_000_000_000, 7_407_406_800_000 - 7_410_000_000_000),
+    ]
 
 
 async def test_an_item_whose_answer_was_lost_is_found_and_not_made_again(
-    sessions: Sessions, customer: Customer, price: ModelPrice, double: StripeDouble, gateway: StripeGateway
+    sessions: Sessions,
+    customer: Customer,
+    price: ModelPrice,
+    double: StripeDouble,
+    gateway: StripeGateway,
 ) -> None:
     await finalise(sessions, customer, timedelta(hours=1))
     await deliver(sessions, gateway, customer, price, USED)
@@ -128,7 +153,7 @@ async def test_an_item_whose_answer_was_lost_is_found_and_not_made_again(
     [(timedelta(minutes=2), "now() - interval '1 day'"), (timedelta(hours=1), "now()")],
     ids=["nobody knows which was first", "before there were such items"],
 )
-async def test_what_may_be_on_the_invoice_or_was_corrected_by_hand_is_left_to_a_person(
+async def test_usage_that_may_be_invoiced_or_corrected_already_is_left_to_a_person(
     sessions: Sessions,
     customer: Customer,
     price: ModelPrice,
@@ -162,7 +187,11 @@ async def test_a_batch_that_is_invoiced_by_an_item_is_not_sent_again(
 
 
 async def test_usage_that_was_counted_in_time_is_on_the_invoice_and_gets_no_item(
-    sessions: Sessions, customer: Customer, price: ModelPrice, double: StripeDouble, gateway: StripeGateway
+    sessions: Sessions,
+    customer: Customer,
+    price: ModelPrice,
+    double: StripeDouble,
+    gateway: StripeGateway,
 ) -> None:
     await deliver(sessions, gateway, customer, price, USED)
     await finalise(sessions, customer, -timedelta(minutes=1))
@@ -172,19 +201,29 @@ async def test_usage_that_was_counted_in_time_is_on_the_invoice_and_gets_no_item
 
 
 async def test_invoices_whose_periods_overlap_make_one_item_and_those_of_other_periods_none(
-    sessions: Sessions, customer: Customer, price: ModelPrice, double: StripeDouble, gateway: StripeGateway
+    sessions: Sessions,
+    customer: Customer,
+    price: ModelPrice,
+    double: StripeDouble,
+    gateway: StripeGateway,
 ) -> None:
-    """A year's invoice that ends with this month, and one of a contract that ends within it."""
+    """A year's invoice that ends with this month, and one whose contract ends within it."""
     await finalise(sessions, customer, timedelta(hours=1))
     async with sessions.begin() as session:
         for number, (begins, ends) in enumerate(
-            (("period_start - interval '330 days'", "period_end"), ("period_start", "period_end + interval '10 days'")), 2
+            (
+                ("period_start - interval '330 days'", "period_end"),
+                ("period_start", "period_end + interval '10 days'"),
+            ),
+            2,
         ):
             await session.execute(
                 text(f"""
-                INSERT INTO stripe_invoices (id, organization_id, customer_id, currency_code, period_start, period_end,
-                                             amount_due_minor, amount_paid_minor, finalized_at, told_at)
-                SELECT 'in_{number}', organization_id, customer_id, currency_code, {begins}, {ends}, 0, 0, finalized_at, told_at
+                INSERT INTO stripe_invoices (id, organization_id, customer_id, currency_code,
+                                             period_start, period_end, amount_due_minor,
+                                             amount_paid_minor, finalized_at, last_event_at)
+                SELECT 'in_{number}', organization_id, customer_id, currency_code, {begins}, {ends},
+                    0, 0, finalized_at, last_event_at
                 FROM stripe_invoices WHERE id = 'in_1'
                 """)
             )
@@ -196,7 +235,7 @@ async def test_invoices_whose_periods_overlap_make_one_item_and_those_of_other_p
 
 
 def at_stripe(double: StripeDouble, subscription: str, **values: object) -> None:
-    """The invoice of the month of the usage, of one of the customer's subscriptions."""
+    """Create the usage month's invoice of one of the customer's subscriptions."""
     [customer_id] = double.account.of("customers")
     begins = USED.settled_at.replace(day=1, hour=0, minute=0)
     ends = (begins + timedelta(days=31)).replace(day=1)
@@ -217,14 +256,21 @@ def at_stripe(double: StripeDouble, subscription: str, **values: object) -> None
 
 
 def final(ago: timedelta) -> dict[str, object]:
-    """How an invoice stands that was finalised then."""
-    return {"status": "open", "status_transitions": {"finalized_at": int((datetime.now(UTC) - ago).timestamp())}}
+    """Return the state of an invoice that was finalized then."""
+    return {
+        "status": "open",
+        "status_transitions": {"finalized_at": int((datetime.now(UTC) - ago).timestamp())},
+    }
 
 
 async def test_of_several_subscriptions_the_last_invoice_decides_whether_usage_is_late(
-    sessions: Sessions, customer: Customer, price: ModelPrice, double: StripeDouble, gateway: StripeGateway
+    sessions: Sessions,
+    customer: Customer,
+    price: ModelPrice,
+    double: StripeDouble,
+    gateway: StripeGateway,
 ) -> None:
-    """What comes between two of them is on the second one; an item for it as well would charge it twice."""
+    """Usage between two of them is on the second one; an item would charge it again."""
     await finalise(sessions, customer, timedelta(hours=1))
     await deliver(sessions, gateway, customer, price, USED)
     at_stripe(double, "sub_1", **final(timedelta(hours=1)))
@@ -240,11 +286,14 @@ async def test_of_several_subscriptions_the_last_invoice_decides_whether_usage_i
     assert amounts(double) == [741]
 
 
-@pytest.mark.parametrize(("currency_code", "amount"), [("USD", 1235), ("ISK", 1200), ("MGA", 12), ("JPY", 12), ("KWD", 12346)])
+@pytest.mark.parametrize(
+    ("currency_code", "amount"),
+    [("USD", 1235), ("ISK", 1200), ("MGA", 12), ("JPY", 12), ("KWD", 12346)],
+)
 async def test_items_are_in_the_units_that_stripe_counts_the_currency_in(
     sessions: Sessions, customer: Customer, currency_code: str, amount: int
 ) -> None:
-    """Which are not those of ISO 4217 for all; what is less than one of them is carried."""
+    """Some differ from ISO 4217; amounts below the smallest unit are carried."""
     picos = 12_345_600_000_000
     late = SimpleNamespace(
         organization_id=customer.organization_id,
@@ -258,10 +307,16 @@ async def test_items_are_in_the_units_that_stripe_counts_the_currency_in(
     async with sessions.begin() as session:
         await make_item(session, late)  # type: ignore[arg-type]
         await make_item(session, late)  # type: ignore[arg-type]
-        rows = await session.execute(text("SELECT amount_minor, carried_in_picos FROM stripe_late_items ORDER BY number"))
+        rows = await session.execute(
+            text("SELECT amount_minor, carried_in_picos FROM stripe_late_items ORDER BY number")
+        )
         (first, nothing), (_, carried) = rows.all()
 
-    assert (first, nothing, carried) == (amount, 0, picos - amount * minor_unit_picos(currency_code))
+    assert (first, nothing, carried) == (
+        amount,
+        0,
+        picos - amount * minor_unit_picos(currency_code),
+    )
     invoice = SimpleNamespace(
         organization_id=customer.organization_id,
         organization="acme",

@@ -1,4 +1,4 @@
-"""Until when a process may act under its holds: never longer than the database thinks, and not again once it has slept too long."""
+"""Lease clock: a process never acts under an expired hold, even after a pause."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ID, OTHER = uuid.uuid4(), uuid.uuid4()
 
 
 class Clock:
-    """Stands still."""
+    """Clock that the test sets."""
 
     now = 1000.0
 
@@ -39,7 +39,7 @@ def test_a_renewal_moves_what_has_not_lapsed_and_nothing_else() -> None:
     leases.begin([ID], sent_at=1000.0)
     leases.begin([OTHER], sent_at=1030.0)
 
-    clock.now = 1061.0  # asleep: one of them has lapsed
+    clock.now = 1061.0  # the machine slept: one of them has lapsed
     leases.renew([ID, OTHER], sent_at=1061.0)
 
     assert leases.left_s(ID) == 0.0
@@ -62,17 +62,23 @@ def test_an_extension_proves_that_the_hold_is_still_ours() -> None:
     assert len(leases) == 0
 
 
-def test_the_clock_goes_on_in_sleep_and_nobody_can_set_it() -> None:
+def test_the_clock_continues_in_sleep_and_cannot_be_set() -> None:
     assert getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC) == BOOT_CLOCK
     with pytest.raises(OSError, match=r"."):
         time.clock_settime(BOOT_CLOCK, 0.0)
 
 
-STEP = st.tuples(st.sampled_from(["begin", "renew", "extend", "end", "wait"]), st.integers(0, 3), st.floats(0, 100))
+STEP = st.tuples(
+    st.sampled_from(["begin", "renew", "extend", "end", "wait"]),
+    st.integers(0, 3),
+    st.floats(0, 100),
+)
 
 
 @given(st.lists(STEP, max_size=30))
-def test_one_look_for_all_holds_misses_none_that_has_lapsed(steps: list[tuple[str, int, float]]) -> None:
+def test_one_look_for_all_holds_misses_none_that_has_lapsed(
+    steps: list[tuple[str, int, float]],
+) -> None:
     clock, ids = Clock(), [uuid.UUID(int=number) for number in range(4)]
     leases = LeaseClock(60.0, clock)
     for action, number, time_s in steps:
@@ -83,7 +89,8 @@ def test_one_look_for_all_holds_misses_none_that_has_lapsed(steps: list[tuple[st
         elif action == "extend":
             leases.extend(ids[number], clock.now - time_s)
         elif action == "begin":
-            leases.begin([ids[number]], clock.now - time_s)  # the answer of the database may come late
+            # The database may answer late.
+            leases.begin([ids[number]], clock.now - time_s)
         else:
             leases.renew(leases.hold_ids, clock.now - time_s)
 

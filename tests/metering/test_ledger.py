@@ -1,4 +1,4 @@
-"""The ledger: what the database itself refuses, whoever asks, and what posting makes of usage."""
+"""Ledger: statements that the database always refuses, and the postings of usage."""
 
 from __future__ import annotations
 
@@ -22,28 +22,59 @@ from metering.ledger.ledger import (
     open_accounts,
     post,
     posting_month,
-    take_lane,
+    take_posting_lock,
 )
 from metering.pricing.prices import ModelPrice
 from metering.store.db import Sessions
-from tests.metering.books import NOVEMBER, Consumed, Customer, add_usage, balances, new_customer, rate_pending
+from tests.metering.books import (
+    NOVEMBER,
+    Consumed,
+    Customer,
+    add_usage,
+    balances,
+    new_customer,
+    rate_pending,
+)
 from tests.metering.workers import wait_until
 
-APPEND_ONLY = ("audit_log", "ledger_accounts", "ledger_entries", "ledger_transactions", "price_versions", "usage_events")
+APPEND_ONLY = (
+    "audit_log",
+    "ledger_accounts",
+    "ledger_entries",
+    "ledger_transactions",
+    "price_versions",
+    "usage_events",
+)
 MONTH = date(2026, 11, 1)
 CLOSE = (
-    "INSERT INTO billing_months (organization_id, month, state, closed_at, closed_by) VALUES ('{}', '{}', 'closed', now(), 'test')"
+    "INSERT INTO billing_months (organization_id, month, state, closed_at, closed_by) VALUES ('{}',"
+    " '{}', 'closed', now(), 'test')"
 )
 
 
-def adjustment(customer: Customer, amount_picos: int, *, month: date = MONTH, source_id: uuid.UUID | None = None) -> Posting:
-    """Money that the customer owes beside its usage."""
-    legs = ((AccountKind.RECEIVABLE, amount_picos), (AccountKind.ADJUSTMENT, -amount_picos))
-    return Posting(TransactionKind.ADJUSTMENT, customer.organization_id, "USD", month, NOVEMBER, "test", source_id, legs)
+def adjustment(
+    customer: Customer,
+    amount_picos: int,
+    *,
+    month: date = MONTH,
+    source_id: uuid.UUID | None = None,
+) -> Posting:
+    """Return the posting of an amount that the customer owes besides usage."""
+    entries = ((AccountKind.RECEIVABLE, amount_picos), (AccountKind.ADJUSTMENT, -amount_picos))
+    return Posting(
+        TransactionKind.ADJUSTMENT,
+        customer.organization_id,
+        "USD",
+        month,
+        NOVEMBER,
+        "test",
+        source_id,
+        entries,
+    )
 
 
 async def refused(session: AsyncSession, statement: str) -> str:
-    """What the database says to a statement that it must refuse; the session goes on."""
+    """Return the error of a statement that the database must refuse; keep the session usable."""
     with pytest.raises(DBAPIError) as error:
         async with session.begin_nested():
             await session.execute(text(statement))
@@ -52,7 +83,7 @@ async def refused(session: AsyncSession, statement: str) -> str:
 
 @pytest.fixture
 async def posted(sessions: Sessions, customer: Customer, price: ModelPrice) -> Customer:
-    """A customer with one rated event: 100 tokens in, 40 of them cached, 20 out."""
+    """Customer with one rated event: 100 input tokens, 40 of them cached, 20 output tokens."""
     async with sessions.begin() as session:
         await add_usage(session, customer, price, [Consumed(100, 40, 20)])
         assert await rate_pending(session) == 1
@@ -60,58 +91,99 @@ async def posted(sessions: Sessions, customer: Customer, price: ModelPrice) -> C
 
 
 @pytest.mark.parametrize("table", APPEND_ONLY)
-async def test_history_cannot_be_changed_deleted_or_emptied(sessions: Sessions, posted: Customer, table: str) -> None:
+async def test_history_cannot_be_changed_deleted_or_emptied(
+    sessions: Sessions, posted: Customer, table: str
+) -> None:
     async with sessions() as session:
-        for statement in (f"UPDATE {table} SET id = DEFAULT", f"DELETE FROM {table}", f"TRUNCATE {table} CASCADE"):
+        for statement in (
+            f"UPDATE {table} SET id = DEFAULT",
+            f"DELETE FROM {table}",
+            f"TRUNCATE {table} CASCADE",
+        ):
             assert "append-only" in await refused(session, statement)
 
 
 async def test_a_rated_event_stays_rated_where_it_is(sessions: Sessions, posted: Customer) -> None:
     async with sessions() as session:
-        for change in ("rated_at = NULL", "rated_at = now()", "ledger_transaction_id = 7", "cost_picos = cost_picos + 1"):
+        for change in (
+            "rated_at = NULL",
+            "rated_at = now()",
+            "ledger_transaction_id = 7",
+            "cost_picos = cost_picos + 1",
+        ):
             assert "append-only" in await refused(session, f"UPDATE usage_events SET {change}")
 
 
-async def test_nothing_else_of_an_event_changes_when_it_is_rated(sessions: Sessions, customer: Customer, price: ModelPrice) -> None:
-    """Every column there is, so that none added later is forgotten: `guard_usage_events` has to be called again."""
+async def test_nothing_else_of_an_event_changes_when_it_is_rated(
+    sessions: Sessions, customer: Customer, price: ModelPrice
+) -> None:
+    """Checks all columns: later ones need a new call of `guard_usage_events`."""
     async with sessions() as session:
         await add_usage(session, customer, price, [Consumed(1)])
         columns = await session.execute(
-            text("""SELECT column_name, data_type FROM information_schema.columns WHERE table_name = 'usage_events'
-                    AND is_identity = 'NO' AND column_name NOT IN ('rated_at', 'ledger_transaction_id', 'settled_at')""")
+            text(
+                """SELECT column_name, data_type FROM information_schema.columns
+                   WHERE table_name = 'usage_events'
+                    AND is_identity = 'NO' AND column_name NOT IN ('rated_at',
+                    'ledger_transaction_id', 'settled_at')"""
+            )
         )
-        other_values = {"uuid": "gen_random_uuid()", "text": "'x'", "bytea": "'x'", "jsonb": "'{\"x\": 1}'", "boolean": "true"}
+        other_values = {
+            "uuid": "gen_random_uuid()",
+            "text": "'x'",
+            "bytea": "'x'",
+            "jsonb": "'{\"x\": 1}'",
+            "boolean": "true",
+        }
         for column, data_type in columns.all():
             value = other_values.get(data_type, "now()" if "timestamp" in data_type else "99")
-            change = f"UPDATE usage_events SET rated_at = now(), ledger_transaction_id = 1, {column} = {value}"
+            change = (
+                f"UPDATE usage_events SET rated_at = now(), ledger_transaction_id = 1, {column} ="
+                f" {value}"
+            )
             assert "append-only" in await refused(session, change)
         assert "append-only" in await refused(session, "UPDATE usage_events SET outcome = 'failed'")
 
 
-async def test_an_event_points_to_a_transaction_of_its_own_that_debits_it(
+async def test_an_event_points_to_its_own_transaction_that_debits_it(
     sessions: Sessions, posted: Customer, price: ModelPrice
 ) -> None:
     async with sessions.begin() as session:
         bolt = await new_customer(session, "bolt")
         await add_usage(session, bolt, price, [Consumed(100, 40, 20)])
     async with sessions() as session:
-        mark = "UPDATE usage_events SET rated_at = now(), ledger_transaction_id = {} WHERE rated_at IS NULL"
+        mark = (
+            "UPDATE usage_events SET rated_at = now(), ledger_transaction_id = {} WHERE rated_at IS"
+            " NULL"
+        )
         assert "ck_usage_events_rated_and_posted" in await refused(session, mark.format("NULL"))
-        assert "is none for usage" in await refused(session, mark.format("4711"))
-        assert "is none for usage" in await refused(session, mark.format("(SELECT max(id) FROM ledger_transactions)"))
-        short = f"""INSERT INTO ledger_transactions (organization_id, kind, billing_month, effective_at, description)
-                    VALUES ('{bolt.organization_id}', 'usage', '2026-11-01', '2026-11-15', 'short')"""
+        assert "is not for usage" in await refused(session, mark.format("4711"))
+        assert "is not for usage" in await refused(
+            session, mark.format("(SELECT max(id) FROM ledger_transactions)")
+        )
+        short = f"""INSERT INTO ledger_transactions (organization_id, kind, billing_month,
+                    effective_at, description)
+                    VALUES ('{bolt.organization_id}', 'usage', '2026-11-01', '2026-11-15',
+                        'short')"""
         await session.execute(text(short))
-        assert "debits 0" in await refused(session, mark.format("(SELECT max(id) FROM ledger_transactions)"))
+        assert "debits 0" in await refused(
+            session, mark.format("(SELECT max(id) FROM ledger_transactions)")
+        )
         assert await rate_pending(session) == 1
 
 
-async def test_a_transaction_that_does_not_sum_to_zero_is_refused(sessions: Sessions, posted: Customer) -> None:
+async def test_a_transaction_that_does_not_sum_to_zero_is_refused(
+    sessions: Sessions, posted: Customer
+) -> None:
     def insert(*amounts: int) -> str:
         rows = ", ".join(
-            f"((SELECT max(id) FROM ledger_transactions), (SELECT min(id) FROM ledger_accounts), {amount})" for amount in amounts
+            "((SELECT max(id) FROM ledger_transactions), (SELECT min(id) FROM ledger_accounts),"
+            f" {amount})"
+            for amount in amounts
         )
-        return f"INSERT INTO ledger_entries (transaction_id, account_id, amount_picos) VALUES {rows}"
+        return (
+            f"INSERT INTO ledger_entries (transaction_id, account_id, amount_picos) VALUES {rows}"
+        )
 
     async with sessions() as session:
         for amounts in ((1,), (5, -4), (10**30, -(10**30) + 1)):
@@ -119,7 +191,9 @@ async def test_a_transaction_that_does_not_sum_to_zero_is_refused(sessions: Sess
         await session.execute(text(insert(10**30, -(10**30))))
 
 
-async def test_legs_balance_in_each_currency_and_not_across_them(sessions: Sessions, posted: Customer, price: ModelPrice) -> None:
+async def test_legs_balance_in_each_currency_and_not_across_them(
+    sessions: Sessions, posted: Customer, price: ModelPrice
+) -> None:
     dollars = AccountKey(posted.organization_id, AccountKind.RECEIVABLE, "USD")
     euros = AccountKey(posted.organization_id, AccountKind.REVENUE, "EUR")
     async with sessions() as session:
@@ -128,34 +202,52 @@ async def test_legs_balance_in_each_currency_and_not_across_them(sessions: Sessi
             session,
             f"""INSERT INTO ledger_entries (transaction_id, account_id, amount_picos)
                 SELECT max(t.id), a.id, a.amount FROM ledger_transactions t,
-                (VALUES ({ids[dollars]}, 7), ({ids[euros]}, -7)) AS a(id, amount) GROUP BY a.id, a.amount""",
+                (VALUES ({ids[dollars]}, 7), ({ids[euros]}, -7)) AS a(id, amount)
+                GROUP BY a.id, a.amount""",
         )
-        crooked = replace(adjustment(posted, 7), legs=((AccountKind.RECEIVABLE, 7), (AccountKind.REVENUE, -14)))
+        crooked = replace(
+            adjustment(posted, 7), entries=((AccountKind.RECEIVABLE, 7), (AccountKind.REVENUE, -14))
+        )
         with pytest.raises(InvariantViolated, match=r"off by -7 USD picos"):
             await post(session, [crooked])
-        with pytest.raises(InvariantViolated, match="no legs"):
-            await post(session, [replace(crooked, legs=())])
+        with pytest.raises(InvariantViolated, match="no entries"):
+            await post(session, [replace(crooked, entries=())])
 
 
-async def test_whatever_is_not_usage_is_posted_with_its_source_and_once(sessions: Sessions, customer: Customer) -> None:
+async def test_postings_other_than_usage_have_a_source_and_are_made_once(
+    sessions: Sessions, customer: Customer
+) -> None:
     source = uuid.uuid4()
     async with sessions.begin() as session:
         bolt = await new_customer(session, "bolt")
         first, second, third = await post(
             session,
-            [adjustment(customer, 5, source_id=source), adjustment(bolt, 10**30), adjustment(customer, -2)],
+            [
+                adjustment(customer, 5, source_id=source),
+                adjustment(bolt, 10**30),
+                adjustment(customer, -2),
+            ],
         )
     async with sessions() as session:
         with pytest.raises(AlreadyExists, match=str(source)):
-            await post(session, [adjustment(customer, 1), adjustment(customer, 5, source_id=source)])
+            await post(
+                session, [adjustment(customer, 1), adjustment(customer, 5, source_id=source)]
+            )
         await session.rollback()
         assert "uq_ledger_transactions_source" in await refused(
             session,
-            f"""INSERT INTO ledger_transactions (organization_id, kind, billing_month, effective_at, description, source_id)
-                SELECT organization_id, kind, billing_month, effective_at, description, source_id FROM ledger_transactions
+            f"""INSERT INTO ledger_transactions (organization_id, kind, billing_month, effective_at,
+                description, source_id)
+                SELECT organization_id, kind, billing_month, effective_at, description, source_id
+                FROM ledger_transactions
                 WHERE id = {first}""",
         )
-        kept = await session.execute(text("SELECT id, organization_id, kind, billing_month, source_id FROM ledger_transactions"))
+        kept = await session.execute(
+            text(
+                "SELECT id, organization_id, kind, billing_month, source_id FROM"
+                " ledger_transactions"
+            )
+        )
         owed = await balances(session, customer.organization_id)
 
     assert first < second < third
@@ -164,33 +256,53 @@ async def test_whatever_is_not_usage_is_posted_with_its_source_and_once(sessions
         (second, bolt.organization_id, "adjustment", MONTH, None),
         (third, customer.organization_id, "adjustment", MONTH, None),
     ]
-    assert {key.kind: amount for key, amount in owed.items()} == {AccountKind.RECEIVABLE: 3, AccountKind.ADJUSTMENT: -3}
+    assert {key.kind: amount for key, amount in owed.items()} == {
+        AccountKind.RECEIVABLE: 3,
+        AccountKind.ADJUSTMENT: -3,
+    }
 
 
-async def test_every_kind_of_account_and_transaction_is_known_to_the_database(sessions: Sessions, customer: Customer) -> None:
+async def test_every_kind_of_account_and_transaction_is_known_to_the_database(
+    sessions: Sessions, customer: Customer
+) -> None:
     async with sessions() as session:
-        ids = await open_accounts(session, {AccountKey(customer.organization_id, kind, "USD") for kind in AccountKind})
-        written = await post(session, [replace(adjustment(customer, 1), kind=kind) for kind in TransactionKind])
+        ids = await open_accounts(
+            session, {AccountKey(customer.organization_id, kind, "USD") for kind in AccountKind}
+        )
+        written = await post(
+            session, [replace(adjustment(customer, 1), kind=kind) for kind in TransactionKind]
+        )
 
     assert (len(set(ids.values())), len(written)) == (len(AccountKind), len(TransactionKind))
 
 
-async def test_a_closed_month_takes_nothing_and_stays_closed(sessions: Sessions, posted: Customer, price: ModelPrice) -> None:
+async def test_a_closed_month_takes_nothing_and_stays_closed(
+    sessions: Sessions, posted: Customer, price: ModelPrice
+) -> None:
     async with sessions.begin() as session:
         await session.execute(text(CLOSE.format(posted.organization_id, MONTH)))
     async with sessions() as session:
         with pytest.raises(MonthClosed, match="2026-11"):
             await post(session, [adjustment(posted, 1)])
-        insert = """INSERT INTO ledger_transactions (organization_id, kind, billing_month, effective_at, description)
-                    SELECT organization_id, 'adjustment', billing_month, effective_at, 'by hand' FROM ledger_transactions"""
+        insert = """INSERT INTO ledger_transactions (organization_id, kind, billing_month,
+                    effective_at, description)
+                    SELECT organization_id, 'adjustment', billing_month, effective_at, 'by hand'
+                    FROM ledger_transactions"""
         assert "2026-11 of organization" in await refused(session, insert)
-        for change in ("state = 'open', closed_at = NULL, closed_by = NULL", "closed_by = 'x'", "month = '2026-12-01'"):
-            assert "stays closed" in await refused(session, f"UPDATE billing_months SET {change}")
+        for change in (
+            "state = 'open', closed_at = NULL, closed_by = NULL",
+            "closed_by = 'x'",
+            "month = '2026-12-01'",
+        ):
+            assert "cannot be changed or reopened" in await refused(
+                session, f"UPDATE billing_months SET {change}"
+            )
         for statement in ("DELETE FROM billing_months", "TRUNCATE billing_months CASCADE"):
             assert "append-only" in await refused(session, statement)
         december = await posting_month(session, posted.organization_id, date(2026, 11, 30))
         assert december == date(2026, 12, 1)
-        assert await posting_month(session, posted.organization_id, date(2026, 10, 31)) == december  # closed with it
+        # Closed with it.
+        assert await posting_month(session, posted.organization_id, date(2026, 10, 31)) == december
         await post(session, [adjustment(posted, 1, month=december)])
 
 
@@ -198,7 +310,7 @@ async def test_a_closed_month_takes_nothing_and_stays_closed(sessions: Sessions,
 async def test_a_close_and_postings_wait_for_each_other(
     sessions: Sessions, customer: Customer, database_url: str, by_hand: bool
 ) -> None:
-    """Whoever closes sees all that was posted before, and whoever posts sees that it is closed. by_hand: by the triggers alone."""
+    """A close sees all earlier postings, and a posting sees the close."""
     waiting = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted"
     with psycopg.connect(database_url, autocommit=True) as watching:
 
@@ -208,9 +320,13 @@ async def test_a_close_and_postings_wait_for_each_other(
         async def close() -> int:
             async with sessions.begin() as session:
                 if not by_hand:
-                    await take_lane(session, customer.organization_id)
+                    await take_posting_lock(session, customer.organization_id)
                 await session.execute(text(CLOSE.format(customer.organization_id, MONTH)))
-                return int((await session.execute(text("SELECT count(*) FROM ledger_transactions"))).scalar_one())
+                return int(
+                    (
+                        await session.execute(text("SELECT count(*) FROM ledger_transactions"))
+                    ).scalar_one()
+                )
 
         async with sessions() as posting:
             await post(posting, [adjustment(customer, 1)])
@@ -220,8 +336,10 @@ async def test_a_close_and_postings_wait_for_each_other(
         assert await closing == 1
 
         async with sessions() as session:
-            await take_lane(session, customer.organization_id)
-            late = asyncio.create_task(post_in(sessions, adjustment(customer, 1, month=date(2026, 12, 1))))
+            await take_posting_lock(session, customer.organization_id)
+            late = asyncio.create_task(
+                post_in(sessions, adjustment(customer, 1, month=date(2026, 12, 1)))
+            )
             await asyncio.to_thread(wait_until, somebody_waits, "the posting to wait for the close")
             await session.execute(text(CLOSE.format(customer.organization_id, "2026-12-01")))
             await session.commit()
@@ -230,12 +348,14 @@ async def test_a_close_and_postings_wait_for_each_other(
 
 
 async def post_in(sessions: Sessions, posting: Posting) -> None:
-    """One posting, in a transaction of its own."""
+    """Post in a separate transaction."""
     async with sessions.begin() as session:
         await post(session, [posting])
 
 
-async def test_balances_are_what_the_customer_owes_and_what_was_earned(sessions: Sessions, posted: Customer) -> None:
+async def test_balances_are_what_the_customer_owes_and_what_was_earned(
+    sessions: Sessions, posted: Customer
+) -> None:
     async with sessions.begin() as session:
         other = await new_customer(session, "bolt")
     async with sessions() as session:
@@ -243,5 +363,8 @@ async def test_balances_are_what_the_customer_owes_and_what_was_earned(sessions:
         none = await balances(session, other.organization_id)
 
     owed = 60 * 150_000 + 40 * 15_000 + 20 * 600_000
-    assert {key.kind: amount for key, amount in found.items()} == {AccountKind.RECEIVABLE: owed, AccountKind.REVENUE: -owed}
+    assert {key.kind: amount for key, amount in found.items()} == {
+        AccountKind.RECEIVABLE: owed,
+        AccountKind.REVENUE: -owed,
+    }
     assert none == {}

@@ -1,4 +1,4 @@
-"""Amounts: exact on the way in and out, rounded in one place and in one way."""
+"""Amounts: exact when read and written, rounded in one place and in one way."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CURRENCIES = st.sampled_from(["USD", "JPY", "KWD", "CLF"])
 
 
 def picos_of(amount: Decimal) -> int:
-    """The exact number of picos of an amount in units."""
+    """Return the exact picos of an amount in units."""
     picos: Fraction = Fraction(amount) * PICOS_PER_UNIT
     assert picos.denominator == 1
     return picos.numerator
@@ -39,7 +39,9 @@ def test_every_way_of_writing_an_amount_leads_back_to_it(amount: int, currency_c
 
 
 @given(AMOUNTS, CURRENCIES)
-def test_rounding_moves_by_at_most_half_a_minor_unit_and_only_once(amount: int, currency_code: str) -> None:
+def test_rounding_moves_by_at_most_half_a_minor_unit_and_only_once(
+    amount: int, currency_code: str
+) -> None:
     minor_unit = PICOS_PER_UNIT // 10 ** minor_digits(currency_code)
 
     rounded = round_to_minor_unit(amount, currency_code)
@@ -62,16 +64,21 @@ def test_rounding_moves_by_at_most_half_a_minor_unit_and_only_once(amount: int, 
         ("0", "USD", "0.00"),
     ],
 )
-def test_half_a_minor_unit_is_rounded_up_in_magnitude(amount: str, currency_code: str, rounded: str) -> None:
+def test_half_a_minor_unit_is_rounded_up_in_magnitude(
+    amount: str, currency_code: str, rounded: str
+) -> None:
     picos = picos_of(Decimal(amount))
 
     assert exact_text(round_to_minor_unit(picos, currency_code), currency_code) == rounded
 
 
 @pytest.mark.parametrize(
-    ("picos", "text"), [(1, "0.000000000001"), (10**12, "1.00"), (-(10**11), "-0.10"), (123_450_000_000, "0.12345")]
+    ("picos", "text"),
+    [(1, "0.000000000001"), (10**12, "1.00"), (-(10**11), "-0.10"), (123_450_000_000, "0.12345")],
 )
-def test_an_amount_is_written_with_all_its_digits_and_no_more_than_cents_need(picos: int, text: str) -> None:
+def test_an_amount_is_written_with_all_its_digits_and_no_more_than_cents_need(
+    picos: int, text: str
+) -> None:
     assert exact_text(picos, "USD") == text
 
 
@@ -87,7 +94,11 @@ def test_no_currency_is_listed_twice() -> None:
     assert [MINOR_DIGITS[code] for code in ("USD", "JPY", "KWD")] == [2, 0, 3]
 
 
-MONTHS = st.lists(st.lists(st.integers(min_value=-(10**14), max_value=10**14), max_size=8), min_size=1, max_size=14)
+MONTHS = st.lists(
+    st.lists(st.integers(min_value=-(10**14), max_value=10**14), max_size=8),
+    min_size=1,
+    max_size=14,
+)
 
 
 @given(MONTHS, CURRENCIES)
@@ -102,7 +113,9 @@ def test_rounded_lines_add_up_to_each_months_total_and_nothing_is_lost_over_the_
 
         assert sum(parts) + left == sum(amounts) + carried
         assert all(part % minor_unit == 0 for part in parts)
-        assert all(abs(part - amount) <= minor_unit for part, amount in zip(parts, amounts, strict=True))
+        assert all(
+            abs(part - amount) <= minor_unit for part, amount in zip(parts, amounts, strict=True)
+        )
         assert abs(left) * 2 <= minor_unit
         if sum(amounts):
             assert sum(parts) == round_to_minor_unit(sum(amounts) + carried, currency_code)
@@ -112,8 +125,10 @@ def test_rounded_lines_add_up_to_each_months_total_and_nothing_is_lost_over_the_
 
 
 @pytest.mark.parametrize("carried", [5 * 10**9, -5 * 10**9])
-def test_a_month_that_owes_nothing_neither_invoices_nor_changes_what_is_carried(carried: int) -> None:
-    """Half a cent would otherwise go out as a cent in one empty month and come back in the next, for ever."""
+def test_a_month_that_owes_nothing_neither_invoices_nor_changes_what_is_carried(
+    carried: int,
+) -> None:
+    """Otherwise half a cent would move between empty months endlessly."""
     assert round_parts([], carried, "USD") == ((), carried)
     assert round_parts([0, 0], carried, "USD") == ((0, 0), carried)
     assert round_parts([7, -7], carried, "USD")[1] == carried

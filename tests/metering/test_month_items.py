@@ -1,4 +1,4 @@
-"""What Stripe invoices of a closed month is our invoice, to the cent: by items on its draft, or on the customer's next invoice."""
+"""Stripe's invoice equals ours to the cent, by items on a draft or the next one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from metering.core.money import PICOS_PER_UNIT
 from metering.export.deliveries import deliver_pending, form_batches
 from metering.export.export_settings import Finalizing, stripe_settings
 from metering.export.invoice_items import hold_draft, settle_months, whole_units
-from metering.export.reconciliation import Stage, conclude, differences_here, our_month
+from metering.export.reconciliation import Stage, conclude, local_differences, our_month
 from metering.export.stripe_gateway import StripeGateway
 from metering.export.stripe_inbox import handle_events
 from metering.export.stripe_sync import Sync
@@ -42,7 +42,7 @@ CENT = PICOS_PER_UNIT // 100
 
 @dataclass(slots=True)
 class Billed(ClosingWorld):
-    """A customer of November 2025 with a plan, whom Stripe knows."""
+    """Customer of November 2025 with a plan and a customer at Stripe."""
 
     double: StripeDouble | None = None
     gateway: StripeGateway | None = None
@@ -58,33 +58,38 @@ class Billed(ClosingWorld):
         return customer
 
     async def deliver(self) -> None:
-        """All that is over, as the worker does it."""
+        """Rate, batch and deliver all pending usage, like the worker."""
         assert self.gateway is not None
         await rate_all_pending(self.sessions)
         await form_batches(self.sessions)
         await deliver_pending(self.sessions, self.gateway)
 
     async def settle(self, runs: int = 3) -> int:
-        """As often as the worker comes round."""
+        """Settle months repeatedly, like the worker."""
         assert self.gateway is not None
         return sum([await settle_months(self.sessions, self.gateway) for _ in range(runs)])
 
     def end_of(self, month: date) -> list[dict[str, Any]]:
-        """The drafts that Stripe makes."""
+        """Let Stripe end the month; return its drafts."""
         begins, ends = month_bounds(f"{month:%Y-%m}")
-        return self.stripe.account.end_period(self.customer_id, int(begins.timestamp()), int(ends.timestamp()))
+        return self.stripe.account.end_period(
+            self.customer_id, int(begins.timestamp()), int(ends.timestamp())
+        )
 
     async def items(self) -> list[tuple[str, int]]:
-        """Ours, by month and place."""
+        """Return our items, by month and place."""
         async with self.sessions() as session:
-            query = "SELECT description, amount_minor FROM stripe_month_items WHERE stripe_id IS NOT NULL ORDER BY month, position"
+            query = (
+                "SELECT description, amount_minor FROM stripe_month_items WHERE stripe_id IS NOT"
+                " NULL ORDER BY month, position"
+            )
             return [(row[0], row[1]) for row in await session.execute(text(query))]
 
     async def unsettled(self, month: str) -> list[Stage]:
-        """What `weir reconcile` says of the invoices."""
+        """Return the findings of `weir reconcile` about invoices."""
         async with self.sessions() as session:
             ours = await our_month(session, month)
-            found = conclude(month, ours, await differences_here(session, ours)).differences
+            found = conclude(month, ours, await local_differences(session, ours)).differences
         return [each.stage for each in found if each.stage in (Stage.SETTLEMENT, Stage.INVOICE)]
 
 
@@ -95,16 +100,28 @@ def double() -> Iterator[StripeDouble]:
 
 
 @pytest.fixture
-async def world(sessions: Sessions, customer: Customer, double: StripeDouble) -> tuple[Billed, ModelPrice]:
-    world = Billed(sessions, customer, double=double, gateway=StripeGateway(stripe_settings(double.environment)))
+async def world(
+    sessions: Sessions, customer: Customer, double: StripeDouble
+) -> tuple[Billed, ModelPrice]:
+    world = Billed(
+        sessions,
+        customer,
+        double=double,
+        gateway=StripeGateway(stripe_settings(double.environment)),
+    )
     price = await world.price(datetime(2025, 1, 1, tzinfo=UTC))
-    await world.plan("starter", date(2025, 11, 1), PlanRules((Allowance(Selector(token_kind=TokenKind.INPUT), 2_000_000),)))
+    await world.plan(
+        "starter",
+        date(2025, 11, 1),
+        PlanRules((Allowance(Selector(token_kind=TokenKind.INPUT), 2_000_000),)),
+    )
     assert world.gateway is not None
     await Sync(sessions, world.gateway, False).run()
     async with sessions.begin() as session:
         await session.execute(
             text(
-                "INSERT INTO export_progress (id, closed_until, scanned_until) VALUES (1, date_trunc('hour', now()), '2025-01-01')"
+                "INSERT INTO export_progress (id, closed_until, scanned_until) VALUES (1,"
+                " date_trunc('hour', now()), '2025-01-01')"
             )
         )
         await session.execute(text("UPDATE export_progress SET month_items_since = '2025-01-01'"))
@@ -112,11 +129,14 @@ async def world(sessions: Sessions, customer: Customer, double: StripeDouble) ->
 
 
 NOVEMBER = datetime(2025, 11, 20, 12, 20, tzinfo=UTC)
-USED = (Consumed(2_345_678, 45_678, 1_234_567, settled_at=NOVEMBER), Consumed(7, 0, 3, settled_at=NOVEMBER))
+USED = (
+    Consumed(2_345_678, 45_678, 1_234_567, settled_at=NOVEMBER),
+    Consumed(7, 0, 3, settled_at=NOVEMBER),
+)
 
 
 async def invoiced(world: ClosingWorld, month: str) -> int:
-    """What our invoice comes to, in cents."""
+    """Return the total of our invoice, in cents."""
     cents: int
     cents, rest = divmod((await world.report(month)).total_rounded_picos, CENT)
     assert rest == 0
@@ -131,7 +151,7 @@ async def test_the_draft_of_a_closed_month_is_held_until_it_comes_to_our_invoice
     await billed.grant(PICOS_PER_UNIT // 10, date(2025, 11, 1), date(2025, 11, 1), "welcome")
     await billed.adjust(-3 * CENT // 2, "an outage")
     [draft] = billed.end_of(date(2025, 11, 1))
-    await billed.deliver()  # after the draft was made: Stripe counts again when it finalises
+    await billed.deliver()  # after the draft was made: Stripe counts again when it finalizes
 
     before = await billed.settle()
     await billed.close("2025-11")
@@ -149,7 +169,9 @@ async def test_the_draft_of_a_closed_month_is_held_until_it_comes_to_our_invoice
     check_invariants(database_url)
 
 
-async def test_what_was_finalised_before_the_close_is_put_right_on_the_next_invoice(world: tuple[Billed, ModelPrice]) -> None:
+async def test_an_invoice_finalized_before_the_close_is_corrected_on_the_next_one(
+    world: tuple[Billed, ModelPrice],
+) -> None:
     billed, price = world
     await billed.use(price, *USED)
     [first] = billed.end_of(date(2025, 11, 1))
@@ -167,7 +189,9 @@ async def test_what_was_finalised_before_the_close_is_put_right_on_the_next_invo
     assert first["total"] + second["total"] == await invoiced(billed, "2025-11")
 
 
-async def test_nothing_is_settled_before_all_usage_is_delivered_or_without_an_invoice(world: tuple[Billed, ModelPrice]) -> None:
+async def test_nothing_is_settled_before_all_usage_is_delivered_or_without_an_invoice(
+    world: tuple[Billed, ModelPrice],
+) -> None:
     billed, price = world
     await billed.use(price, *USED)
     await billed.close("2025-11")
@@ -176,8 +200,11 @@ async def test_nothing_is_settled_before_all_usage_is_delivered_or_without_an_in
     without_invoice = await billed.settle()
     [draft] = billed.end_of(date(2025, 11, 1))
     async with billed.sessions.begin() as session:
-        await session.execute(text("SET LOCAL session_replication_role = replica"))  # past the guards
-        await session.execute(text("UPDATE meter_batches SET state = 'parked' WHERE token_kind = 'output'"))
+        # Bypasses the guards.
+        await session.execute(text("SET LOCAL session_replication_role = replica"))
+        await session.execute(
+            text("UPDATE meter_batches SET state = 'parked' WHERE token_kind = 'output'")
+        )
     undelivered = await billed.settle()
 
     assert (without_invoice, undelivered, draft["status"]) == (0, 0, "draft")
@@ -188,8 +215,10 @@ async def test_nothing_is_settled_before_all_usage_is_delivered_or_without_an_in
     assert await billed.settle() == 1
 
 
-async def test_what_stripe_makes_of_a_draft_in_the_end_is_looked_at_and_put_right(world: tuple[Billed, ModelPrice]) -> None:
-    """Here it rounds its lines in a way that nobody reckoned with."""
+async def test_the_finalized_draft_is_compared_and_corrected(
+    world: tuple[Billed, ModelPrice],
+) -> None:
+    """Here Stripe rounds its lines in an unexpected way."""
     billed, price = world
     billed.stripe.account.rounding = ROUND_DOWN
     await billed.use(price, *USED)
@@ -202,10 +231,14 @@ async def test_what_stripe_makes_of_a_draft_in_the_end_is_looked_at_and_put_righ
 
     assert settled == 1
     assert first["total"] < await invoiced(billed, "2025-11") == first["total"] + second["total"]
-    assert (await billed.items())[-1][0] == "2025-11: rounding, and usage that is invoiced in another month"
+    assert (await billed.items())[-1][
+        0
+    ] == "2025-11: rounding, and usage that is invoiced in another month"
 
 
-async def test_an_item_whose_answer_was_lost_is_found_and_not_made_again(world: tuple[Billed, ModelPrice]) -> None:
+async def test_an_item_whose_answer_was_lost_is_found_and_not_made_again(
+    world: tuple[Billed, ModelPrice],
+) -> None:
     billed, price = world
     await billed.use(price, *USED)
     await billed.deliver()
@@ -230,10 +263,18 @@ async def test_a_draft_of_usage_is_held_as_soon_as_stripe_tells_of_it(
     environment = billed.stripe.environment | {"WEIR_STRIPE_FINALIZE": finalizing.value}
     gateway = StripeGateway(stripe_settings(environment))
     [draft] = billed.end_of(date(2025, 11, 1))
-    event = {"id": "evt_1", "type": "invoice.created", "created": 1, "data": {"object": {"id": draft["id"]}}}
+    event = {
+        "id": "evt_1",
+        "type": "invoice.created",
+        "created": 1,
+        "data": {"object": {"id": draft["id"]}},
+    }
     async with billed.sessions.begin() as session:
         await session.execute(
-            text("INSERT INTO stripe_events (id, type, payload) VALUES ('evt_1', 'invoice.created', CAST(:payload AS jsonb))"),
+            text(
+                "INSERT INTO stripe_events (id, type, payload) VALUES ('evt_1', 'invoice.created',"
+                " CAST(:payload AS jsonb))"
+            ),
             {"payload": json.dumps(event)},
         )
 
@@ -262,7 +303,7 @@ async def test_drafts_of_others_are_left_alone(world: tuple[Billed, ModelPrice])
 async def test_over_months_with_late_items_and_late_closes_all_invoices_together_are_ours(
     world: tuple[Billed, ModelPrice], database_url: str
 ) -> None:
-    """October is finalised by itself, with an item for late usage; November is held; usage of October comes in between."""
+    """October is finalized with a late item, November held, late usage in between."""
     billed, price = world
     october = NOVEMBER - timedelta(days=31)
     billed.stripe.account.clock = datetime(2025, 11, 5, tzinfo=UTC).timestamp
@@ -270,16 +311,19 @@ async def test_over_months_with_late_items_and_late_closes_all_invoices_together
     await billed.deliver()
     [first] = billed.end_of(date(2025, 10, 1))
     billed.stripe.account.finalize(first["id"])
-    await billed.use(price, Consumed(0, 0, 55_555, settled_at=october))  # known before the close, and to Stripe too late
+    # Known before the close, but too late for Stripe.
+    await billed.use(price, Consumed(0, 0, 55_555, settled_at=october))
     await billed.close("2025-10")
     await billed.deliver()
     late = 55_555 * 600_000 // CENT
     async with billed.sessions.begin() as session:
         await session.execute(
             text("""
-            INSERT INTO stripe_late_items (organization_id, currency_code, period_start, period_end, token_count, exact_picos,
-                                           carried_in_picos, amount_minor, stripe_id)
-            VALUES (:owner, 'USD', '2025-10-01+00', '2025-11-01+00', 55555, 33333000000, 0, :late, 'ii_late')
+            INSERT INTO stripe_late_items (organization_id, currency_code, period_start, period_end,
+                                           token_count, exact_picos, carried_in_picos, amount_minor,
+                                           stripe_id)
+            VALUES (:owner, 'USD', '2025-10-01+00', '2025-11-01+00', 55555, 33333000000, 0, :late,
+                'ii_late')
             """),
             {"owner": billed.customer.organization_id, "late": late},
         )
@@ -296,19 +340,34 @@ async def test_over_months_with_late_items_and_late_closes_all_invoices_together
     ours = await invoiced(billed, "2025-10") + await invoiced(billed, "2025-11")
     assert settled == 2
     assert first["total"] + second["total"] == ours
-    assert abs(sum(amount for description, amount in await billed.items() if description.startswith("2025-10: rounding"))) <= 2
+    assert (
+        abs(
+            sum(
+                amount
+                for description, amount in await billed.items()
+                if description.startswith("2025-10: rounding")
+            )
+        )
+        <= 2
+    )
     check_invariants(database_url)
 
 
 FAULTS = [
     ("UPDATE stripe_month_items SET amount_minor = amount_minor - 1", "is due"),
     ("UPDATE stripe_month_settlements SET invoiced_minor = invoiced_minor + 1", "is due"),
-    ("UPDATE stripe_month_settlements SET due_picos = due_picos + 1", "the invoice of"),
-    ("UPDATE billing_months SET state = 'open', closed_at = NULL, closed_by = NULL WHERE month = '2025-11-01'", "is not closed"),
+    ("UPDATE stripe_month_settlements SET due_picos = due_picos + 1", "the invoice is"),
+    (
+        (
+            "UPDATE billing_months SET state = 'open', closed_at = NULL, closed_by = NULL WHERE"
+            " month = '2025-11-01'"
+        ),
+        "is not closed",
+    ),
 ]
 
 
-async def test_what_is_settled_cannot_be_changed_and_each_planted_fault_is_seen(
+async def test_settled_items_cannot_be_changed_and_each_planted_fault_is_detected(
     world: tuple[Billed, ModelPrice], database_url: str
 ) -> None:
     billed, price = world
@@ -333,7 +392,9 @@ async def test_what_is_settled_cannot_be_changed_and_each_planted_fault_is_seen(
         assert unseen(rows, FAULTS, Moment.ALWAYS) == []
     async with billed.sessions.begin() as session:
         await session.execute(text("SET LOCAL session_replication_role = replica"))
-        await session.execute(text("UPDATE stripe_month_settlements SET invoiced_minor = invoiced_minor - 1"))
+        await session.execute(
+            text("UPDATE stripe_month_settlements SET invoiced_minor = invoiced_minor - 1")
+        )
     assert await billed.unsettled("2025-11") == [Stage.SETTLEMENT]
 
 
@@ -353,5 +414,7 @@ def test_a_bad_setting_is_refused_by_name() -> None:
         ("ISK", 12 * PICOS_PER_UNIT, 1200),
     ],
 )
-def test_amounts_are_in_the_units_that_stripe_counts_in(currency_code: str, picos: int, units: int) -> None:
+def test_amounts_are_in_the_units_that_stripe_counts_in(
+    currency_code: str, picos: int, units: int
+) -> None:
     assert whole_units(picos, currency_code) == units

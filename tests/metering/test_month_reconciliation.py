@@ -1,4 +1,4 @@
-"""A month at every stage: each way in which two stages can differ is planted once and told, with its age and what to do."""
+"""A month in every state: each kind of difference is found, with age and remedy."""
 
 from __future__ import annotations
 
@@ -11,26 +11,36 @@ from sqlalchemy import text
 from metering.core.models import TokenKind
 from metering.export.deliveries import deliver_pending, form_batches
 from metering.export.exporting import FileExporter, Stream, counted
-from metering.export.reconciliation import MonthReconciliation, Stage, conclude, differences_here, our_month, reconciled_here
+from metering.export.reconciliation import (
+    MonthReconciliation,
+    Stage,
+    conclude,
+    local_differences,
+    our_month,
+    reconcile_locally,
+)
 from metering.pricing.prices import ModelPrice
 from metering.store.db import Sessions
 from tests.metering.books import Consumed, Customer, add_usage, new_customer
 from tests.metering.closing_world import ClosingWorld
 from tests.metering.export_books import hours_ago, use_and_rate
 
-USED = Consumed(1_000, 400, 50, settled_at=hours_ago(3))  # 600 fresh, 400 cached, 50 out: 126 dollars of picos a million
+# 600 uncached, 400 cached, 50 output tokens: 126 dollars of picos per million.
+USED = Consumed(1_000, 400, 50, settled_at=hours_ago(3))
 COST_PICOS = 600 * 150_000 + 400 * 15_000 + 50 * 600_000
 
 
 @pytest.fixture
 def month() -> str:
-    """The month of the usage."""
+    """Return the month of the usage."""
     return f"{USED.settled_at:%Y-%m}"
 
 
 @pytest.fixture
-async def exported(sessions: Sessions, customer: Customer, price: ModelPrice, tmp_path: Path) -> Path:
-    """The exporter's file, with all that was used."""
+async def exported(
+    sessions: Sessions, customer: Customer, price: ModelPrice, tmp_path: Path
+) -> Path:
+    """Return the exporter's file with all usage."""
     await use_and_rate(sessions, customer, price, USED)
     await form_batches(sessions)
     file = tmp_path / "usage.jsonl"
@@ -39,28 +49,36 @@ async def exported(sessions: Sessions, customer: Customer, price: ModelPrice, tm
 
 
 async def reconciled(sessions: Sessions, month: str, file: Path) -> MonthReconciliation:
-    """As the command does it."""
+    """Reconcile as the command does."""
     async with sessions() as session:
         ours = await our_month(session, month)
-        here = await differences_here(session, ours)
+        here = await local_differences(session, ours)
     totals = counted(file, ours.begins, ours.until)
-    counts = [totals[Stream(each.organization_id, each.price_version, TokenKind(each.token_kind))] for each in ours.sums]
+    counts = [
+        totals[Stream(each.organization_id, each.price_version, TokenKind(each.token_kind))]
+        for each in ours.sums
+    ]
     return conclude(month, ours, here, counts, "file")
 
 
 async def execute(sessions: Sessions, *statements: str) -> None:
-    """Plant something, past all guards."""
+    """Run a statement that bypasses all guards."""
     async with sessions.begin() as session:
         await session.execute(text("SET LOCAL session_replication_role = replica"))
         for statement in statements:
             await session.execute(text(statement))
 
 
-async def test_a_month_that_is_in_order_has_no_difference_at_any_stage(sessions: Sessions, month: str, exported: Path) -> None:
+async def test_a_month_that_is_in_order_has_no_difference_at_any_stage(
+    sessions: Sessions, month: str, exported: Path
+) -> None:
     found = await reconciled(sessions, month, exported)
 
     assert found.balanced
-    assert [(each.token_kind, each.used, each.posted, each.due, each.delivered) for each in found.ours.sums] == [
+    assert [
+        (each.token_kind, each.used, each.posted, each.due, each.delivered)
+        for each in found.ours.sums
+    ] == [
         ("cached_input", 400, 400, 400, 400),
         ("input", 600, 600, 600, 600),
         ("output", 50, 50, 50, 50),
@@ -68,7 +86,7 @@ async def test_a_month_that_is_in_order_has_no_difference_at_any_stage(sessions:
     assert found.counted == (400, 600, 50)
 
 
-async def test_usage_that_is_not_rated_is_told_with_its_age(
+async def test_unrated_usage_is_shown_with_its_age(
     sessions: Sessions, month: str, exported: Path, customer: Customer, price: ModelPrice
 ) -> None:
     late = Consumed(output_token_count=7, settled_at=USED.settled_at + timedelta(minutes=1))
@@ -85,18 +103,54 @@ async def test_usage_that_is_not_rated_is_told_with_its_age(
 
 
 PLANTED = [
-    ("UPDATE ledger_entries SET token_count = token_count - 5 WHERE token_kind = 'output'", Stage.RATING, 5, "weir fsck"),
-    ("UPDATE meter_batches SET state = 'cancelled' WHERE token_kind = 'output'", Stage.BATCHING, 50, "worker forms batches"),
-    ("UPDATE meter_batches SET token_count = token_count + 5 WHERE token_kind = 'output'", Stage.BATCHING, -5, "weir fsck"),
-    ("UPDATE meter_batches SET state = 'pending' WHERE token_kind = 'output'", Stage.DELIVERY, 50, "WEIR_EXPORT"),
-    ("UPDATE meter_batches SET state = 'parked' WHERE token_kind = 'output'", Stage.DELIVERY, 50, "weir stripe settle"),
-    ("UPDATE meter_batches SET state = 'rejected' WHERE token_kind = 'output'", Stage.DELIVERY, 50, "weir stripe resend"),
+    (
+        "UPDATE ledger_entries SET token_count = token_count - 5 WHERE token_kind = 'output'",
+        Stage.RATING,
+        5,
+        "weir fsck",
+    ),
+    (
+        "UPDATE meter_batches SET state = 'cancelled' WHERE token_kind = 'output'",
+        Stage.BATCHING,
+        50,
+        "worker forms batches",
+    ),
+    (
+        "UPDATE meter_batches SET token_count = token_count + 5 WHERE token_kind = 'output'",
+        Stage.BATCHING,
+        -5,
+        "weir fsck",
+    ),
+    (
+        "UPDATE meter_batches SET state = 'pending' WHERE token_kind = 'output'",
+        Stage.DELIVERY,
+        50,
+        "WEIR_EXPORT",
+    ),
+    (
+        "UPDATE meter_batches SET state = 'parked' WHERE token_kind = 'output'",
+        Stage.DELIVERY,
+        50,
+        "weir stripe settle",
+    ),
+    (
+        "UPDATE meter_batches SET state = 'rejected' WHERE token_kind = 'output'",
+        Stage.DELIVERY,
+        50,
+        "weir stripe resend",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("fault", "stage", "token_count", "remedy"), PLANTED)
-async def test_each_planted_difference_is_told_at_its_stage_with_what_to_do(
-    sessions: Sessions, month: str, exported: Path, fault: str, stage: Stage, token_count: int, remedy: str
+async def test_each_planted_difference_is_reported_at_its_stage_with_a_remedy(
+    sessions: Sessions,
+    month: str,
+    exported: Path,
+    fault: str,
+    stage: Stage,
+    token_count: int,
+    remedy: str,
 ) -> None:
     await execute(sessions, fault)
 
@@ -109,11 +163,13 @@ async def test_each_planted_difference_is_told_at_its_stage_with_what_to_do(
 
 
 def drop_first_line(file: Path) -> None:
-    """As if it had never been written."""
+    """Delete the first line, as if it had never been written."""
     file.write_bytes(b"".join(file.read_bytes().splitlines(keepends=True)[1:]))
 
 
-async def test_what_the_biller_counts_is_compared_with_what_was_delivered(sessions: Sessions, month: str, exported: Path) -> None:
+async def test_counted_tokens_are_compared_with_delivered_ones(
+    sessions: Sessions, month: str, exported: Path
+) -> None:
     drop_first_line(exported)
 
     found = await reconciled(sessions, month, exported)
@@ -128,7 +184,7 @@ async def test_without_the_biller_everything_is_compared_that_is_kept_here(
     await execute(sessions, "UPDATE meter_batches SET state = 'parked' WHERE token_kind = 'output'")
 
     async with sessions() as session:
-        found, is_exported = await reconciled_here(session, month, customer.organization_id)
+        found, is_exported = await reconcile_locally(session, month, customer.organization_id)
 
     assert is_exported
     assert [(each.stage, each.token_count) for each in found.differences] == [(Stage.DELIVERY, 50)]
@@ -140,16 +196,22 @@ async def test_where_nothing_was_ever_exported_nothing_is_missing_in_batches(
 ) -> None:
     await use_and_rate(sessions, customer, price, USED)
     async with sessions.begin() as session:
-        await add_usage(session, customer, price, [Consumed(output_token_count=7, settled_at=USED.settled_at)])
+        await add_usage(
+            session, customer, price, [Consumed(output_token_count=7, settled_at=USED.settled_at)]
+        )
 
     async with sessions() as session:
-        found, is_exported = await reconciled_here(session, month, customer.organization_id)
+        found, is_exported = await reconcile_locally(session, month, customer.organization_id)
 
     assert not is_exported
-    assert [(each.stage, each.token_kind, each.token_count) for each in found.differences] == [(Stage.RATING, "output", 7)]
+    assert [(each.stage, each.token_kind, each.token_count) for each in found.differences] == [
+        (Stage.RATING, "output", 7)
+    ]
 
 
-async def test_only_the_organization_that_was_asked_for_is_compared(sessions: Sessions, month: str, exported: Path) -> None:
+async def test_only_the_organization_that_was_asked_for_is_compared(
+    sessions: Sessions, month: str, exported: Path
+) -> None:
     async with sessions.begin() as session:
         other = await new_customer(session, "other")
         ours = await our_month(session, month, (other.organization_id,))
@@ -157,15 +219,19 @@ async def test_only_the_organization_that_was_asked_for_is_compared(sessions: Se
     assert ours.sums == ()
 
 
-async def invoice(sessions: Sessions, customer: Customer, cents: int, finalized_at: datetime, name: str = "in_1") -> None:
-    """What Stripe told of an invoice of the month of the usage."""
+async def invoice(
+    sessions: Sessions, customer: Customer, cents: int, finalized_at: datetime, name: str = "in_1"
+) -> None:
+    """Insert an invoice of Stripe for the month of the usage."""
     begins = USED.settled_at.replace(day=1, hour=0, minute=0)
     async with sessions.begin() as session:
         await session.execute(
             text("""
-            INSERT INTO stripe_invoices (id, organization_id, customer_id, currency_code, period_start, period_end,
-                                         amount_due_minor, amount_paid_minor, finalized_at, told_at)
-            VALUES (:id, :organization_id, 'cus_1', 'USD', :begins, :ends, :cents, 0, :finalized_at, now())
+            INSERT INTO stripe_invoices (id, organization_id, customer_id, currency_code,
+                                         period_start, period_end, amount_due_minor,
+                                         amount_paid_minor, finalized_at, last_event_at)
+            VALUES (:id, :organization_id, 'cus_1', 'USD', :begins, :ends, :cents, 0, :finalized_at,
+                now())
             """),
             {
                 "id": name,
@@ -178,24 +244,36 @@ async def invoice(sessions: Sessions, customer: Customer, cents: int, finalized_
         )
 
 
-async def test_invoices_of_a_period_are_compared_together_and_may_be_off_by_the_rounding_of_their_lines(
+async def test_invoices_of_a_period_are_compared_in_sum_up_to_the_rounding_of_their_lines(
     sessions: Sessions, month: str, exported: Path, customer: Customer
 ) -> None:
     later = datetime.now(UTC) + timedelta(hours=1)
-    await execute(sessions, "UPDATE meter_batches SET token_count = token_count * 10000")  # 1.26 dollars in three lines
+    # 1.26 dollars in three lines.
+    await execute(sessions, "UPDATE meter_batches SET token_count = token_count * 10000")
     await invoice(sessions, customer, 100, later)
     await invoice(sessions, customer, 27, later, "in_2")
-    within = [each for each in (await reconciled(sessions, month, exported)).differences if each.stage is Stage.INVOICE]
+    within = [
+        each
+        for each in (await reconciled(sessions, month, exported)).differences
+        if each.stage is Stage.INVOICE
+    ]
     await execute(sessions, "UPDATE stripe_invoices SET amount_due_minor = 28 WHERE id = 'in_2'")
 
-    beyond = [each for each in (await reconciled(sessions, month, exported)).differences if each.stage is Stage.INVOICE]
+    beyond = [
+        each
+        for each in (await reconciled(sessions, month, exported)).differences
+        if each.stage is Stage.INVOICE
+    ]
 
     assert within == []
     assert [each.amount_picos for each in beyond] == [COST_PICOS * 10_000 - 128 * 10**10]
-    assert "1.26 USD of usage were counted in time, and 1.28 were invoiced (in_1, in_2" in beyond[0].detail
+    assert (
+        "1.26 USD of usage were counted in time, and 1.28 were invoiced (in_1, in_2"
+        in beyond[0].detail
+    )
 
 
-async def test_usage_that_reached_the_biller_after_its_invoice_is_told_with_what_to_invoice(
+async def test_usage_after_the_billers_invoice_is_reported_with_the_amount_to_invoice(
     sessions: Sessions, month: str, exported: Path, customer: Customer
 ) -> None:
     await invoice(sessions, customer, 0, datetime.now(UTC) - timedelta(hours=1))
@@ -208,7 +286,9 @@ async def test_usage_that_reached_the_biller_after_its_invoice_is_told_with_what
     assert late.since is not None
 
 
-async def test_what_closed_months_were_invoiced_is_what_was_posted_to_them(sessions: Sessions, customer: Customer) -> None:
+async def test_invoices_of_closed_months_equal_their_postings(
+    sessions: Sessions, customer: Customer
+) -> None:
     """Usage of September: in its own month, and late in the next one."""
     world = ClosingWorld(sessions, customer)
     september = datetime(2025, 9, 10, 12, tzinfo=UTC)
@@ -221,7 +301,9 @@ async def test_what_closed_months_were_invoiced_is_what_was_posted_to_them(sessi
     await world.close("2025-10")
     async with sessions() as session:
         closed = conclude("2025-09", await our_month(session, "2025-09"))
-    await execute(sessions, "UPDATE invoice_lines SET token_count = token_count - 3 WHERE kind = 'late_usage'")
+    await execute(
+        sessions, "UPDATE invoice_lines SET token_count = token_count - 3 WHERE kind = 'late_usage'"
+    )
 
     async with sessions() as session:
         changed = conclude("2025-09", await our_month(session, "2025-09"))
@@ -232,4 +314,6 @@ async def test_what_closed_months_were_invoiced_is_what_was_posted_to_them(sessi
         ("output", 50, 50),
     ]
     assert closed.balanced
-    assert [(each.stage, each.token_kind, each.token_count) for each in changed.differences] == [(Stage.INVOICING, "input", 3)]
+    assert [(each.stage, each.token_kind, each.token_count) for each in changed.differences] == [
+        (Stage.INVOICING, "input", 3)
+    ]

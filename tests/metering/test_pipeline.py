@@ -1,4 +1,4 @@
-"""The pipeline as it runs: real worker processes, real brokers, real kills. After each, every event is in the ledger once."""
+"""Pipeline with real workers, brokers and kills: each event in the ledger once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Broker = dict[str, str]
 
 @pytest.fixture
 def redis_home() -> Iterator[Path]:
-    """A directory with a short path, for Redis; skips where there is no Redis, unless WEIR_REQUIRE_REDIS=1."""
+    """Yield a short directory for Redis; skip without it, unless it is required."""
     if shutil.which("redis-server") is None:
         if os.environ.get("WEIR_REQUIRE_REDIS") == "1":
             pytest.fail("redis-server is not installed, and WEIR_REQUIRE_REDIS=1 asks for it")
@@ -57,36 +57,40 @@ async def use(sessions: Sessions, customer: Customer, price: ModelPrice, event_c
 
 
 class Books:
-    """What usage and ledger say at the moment."""
+    """Current state of usage and ledger."""
 
     def __init__(self, database_url: str) -> None:
         self._url = database_url
 
     def ask(self, query: str) -> tuple[object, ...]:
-        """The one row of a query."""
+        """Return the single row of a query."""
         [row] = ask(self._url, query)
         return row
 
     def drained(self) -> bool:
-        """Whether no event waits for rating."""
+        """Return whether no event waits for rating."""
         return self.ask("SELECT count(*) FROM usage_events WHERE rated_at IS NULL") == (0,)
 
     def assert_posted_once(self, event_count: int) -> None:
-        """Every event in one transaction, and the same tokens and money in both."""
+        """Assert that every event is in one transaction, with equal tokens and money in both."""
         events = self.ask(
             """SELECT count(ledger_transaction_id), count(DISTINCT ledger_transaction_id),
-                      sum(input_token_count + billed_token_count)::bigint, sum(cost_picos)::bigint FROM usage_events"""
+                      sum(input_token_count + billed_token_count)::bigint, sum(cost_picos)::bigint
+                      FROM usage_events"""
         )
-        ledger = self.ask(
-            """SELECT count(DISTINCT t.id), sum(token_count)::bigint,
+        ledger = self.ask("""SELECT count(DISTINCT t.id), sum(token_count)::bigint,
                       -sum(amount_picos) FILTER (WHERE token_kind IS NOT NULL)
-               FROM ledger_transactions t JOIN ledger_entries e ON e.transaction_id = t.id"""
-        )
+               FROM ledger_transactions t JOIN ledger_entries e ON e.transaction_id = t.id""")
         assert events == (event_count, *ledger)
 
 
 async def test_a_worker_drains_what_it_finds_and_ends_when_asked(
-    tmp_path: Path, broker: Broker, database_url: str, sessions: Sessions, customer: Customer, price: ModelPrice
+    tmp_path: Path,
+    broker: Broker,
+    database_url: str,
+    sessions: Sessions,
+    customer: Customer,
+    price: ModelPrice,
 ) -> None:
     await use(sessions, customer, price, 1_000)
     books = Books(database_url)
@@ -105,13 +109,23 @@ async def test_a_worker_drains_what_it_finds_and_ends_when_asked(
 
 @pytest.mark.faults
 async def test_a_worker_killed_in_mid_batch_loses_and_doubles_nothing(
-    tmp_path: Path, broker: Broker, database_url: str, sessions: Sessions, customer: Customer, price: ModelPrice
+    tmp_path: Path,
+    broker: Broker,
+    database_url: str,
+    sessions: Sessions,
+    customer: Customer,
+    price: ModelPrice,
 ) -> None:
     await use(sessions, customer, price, 300)
     books = Books(database_url)
-    waiting = "SELECT count(*) FROM pg_locks WHERE NOT granted AND relation = 'ledger_entries'::regclass"
+    waiting = (
+        "SELECT count(*) FROM pg_locks WHERE NOT granted AND relation = 'ledger_entries'::regclass"
+    )
 
-    with psycopg.connect(database_url) as blocking, worker(tmp_path, database_url, broker, "killed") as running:
+    with (
+        psycopg.connect(database_url) as blocking,
+        worker(tmp_path, database_url, broker, "killed") as running,
+    ):
         blocking.execute("LOCK TABLE ledger_entries IN SHARE MODE")
         wait_until(lambda: books.ask(waiting) != (0,), "the worker to be in the middle of a batch")
         running.kill()
@@ -125,39 +139,70 @@ async def test_a_worker_killed_in_mid_batch_loses_and_doubles_nothing(
 
 @pytest.mark.faults
 async def test_redis_gives_the_task_of_a_killed_worker_to_the_next_and_nothing_is_rated_twice(
-    tmp_path: Path, redis_home: Path, database_url: str, sessions: Sessions, customer: Customer, price: ModelPrice
+    tmp_path: Path,
+    redis_home: Path,
+    database_url: str,
+    sessions: Sessions,
+    customer: Customer,
+    price: ModelPrice,
 ) -> None:
-    """A message is acknowledged when its task has ended, not before: a kill in the middle leaves it in Redis."""
+    """Messages are acknowledged after their tasks: Redis keeps them if the worker is killed."""
     await use(sessions, customer, price, 300)
     books = Books(database_url)
-    waiting = "SELECT count(*) FROM pg_locks WHERE NOT granted AND relation = 'ledger_entries'::regclass"
+    waiting = (
+        "SELECT count(*) FROM pg_locks WHERE NOT granted AND relation = 'ledger_entries'::regclass"
+    )
 
-    with redis_server(redis_home) as environment, redis.Redis(unix_socket_path=str(redis_home / "redis.sock")) as client:
-        # Without a schedule, so that the one message is that of the task that runs, and none waits behind it.
+    with (
+        redis_server(redis_home) as environment,
+        redis.Redis(unix_socket_path=str(redis_home / "redis.sock")) as client,
+    ):
+        # Without a schedule, the only message is that of the running task.
         killed = worker(tmp_path, database_url, environment, "killed", clock=False)
         with psycopg.connect(database_url) as blocking, killed as running:
             blocking.execute("LOCK TABLE ledger_entries IN SHARE MODE")
-            wait_until(lambda: books.ask(waiting) != (0,), "the worker to be in the middle of a batch")
+            wait_until(
+                lambda: books.ask(waiting) != (0,), "the worker to be in the middle of a batch"
+            )
             running.kill()
-        left = {tag: json.loads(kept)[0]["headers"]["task"] for tag, kept in client.hgetall("unacked").items()}
+        left = {
+            tag: json.loads(kept)[0]["headers"]["task"]
+            for tag, kept in client.hgetall("unacked").items()
+        }
         posted = books.ask("SELECT count(*) FROM ledger_transactions")
-        client.zadd("unacked_index", dict.fromkeys(left, 0))  # as if nobody had come for as long as a task can run
+        # Longer ago than any task runs.
+        client.zadd("unacked_index", dict.fromkeys(left, 0))
         with worker(tmp_path, database_url, environment, "next"):
             wait_until(books.drained, "the next worker to rate everything")
-            wait_until(lambda: not any(client.hexists("unacked", tag) for tag in left), "the message to be delivered again")
+            wait_until(
+                lambda: not any(client.hexists("unacked", tag) for tag in left),
+                "the message to be delivered again",
+            )
 
     assert set(left.values()) == {"weir.rate_pending"}
     assert posted == (0,)
     books.assert_posted_once(300)
-    assert not [verdict for verdict in fsck(database_url, billing_checks.LEDGER_CHECKS) if verdict.violation_count]
+    assert not [
+        verdict
+        for verdict in fsck(database_url, billing_checks.LEDGER_CHECKS)
+        if verdict.violation_count
+    ]
 
 
 async def test_two_workers_at_once_post_each_event_once(
-    tmp_path: Path, broker: Broker, database_url: str, sessions: Sessions, customer: Customer, price: ModelPrice
+    tmp_path: Path,
+    broker: Broker,
+    database_url: str,
+    sessions: Sessions,
+    customer: Customer,
+    price: ModelPrice,
 ) -> None:
     books = Books(database_url)
 
-    with worker(tmp_path, database_url, broker, "one"), worker(tmp_path, database_url, broker, "two"):
+    with (
+        worker(tmp_path, database_url, broker, "one"),
+        worker(tmp_path, database_url, broker, "two"),
+    ):
         for _ in range(3):
             await use(sessions, customer, price, 500)
             wait_until(books.drained, "the workers to rate everything")
@@ -167,7 +212,12 @@ async def test_two_workers_at_once_post_each_event_once(
 
 @pytest.mark.faults
 async def test_a_redis_that_dies_and_comes_back_empty_holds_up_nothing(
-    tmp_path: Path, redis_home: Path, database_url: str, sessions: Sessions, customer: Customer, price: ModelPrice
+    tmp_path: Path,
+    redis_home: Path,
+    database_url: str,
+    sessions: Sessions,
+    customer: Customer,
+    price: ModelPrice,
 ) -> None:
     books = Books(database_url)
 
@@ -188,13 +238,21 @@ async def test_a_redis_that_dies_and_comes_back_empty_holds_up_nothing(
 @pytest.mark.faults
 @pytest.mark.parametrize("table", ["usage_events", "ledger_transactions", "unrated_usage"])
 async def test_a_worker_killed_at_any_write_of_a_batch_loses_and_doubles_nothing(
-    tmp_path: Path, database_url: str, sessions: Sessions, customer: Customer, price: ModelPrice, table: str
+    tmp_path: Path,
+    database_url: str,
+    sessions: Sessions,
+    customer: Customer,
+    price: ModelPrice,
+    table: str,
 ) -> None:
     await use(sessions, customer, price, 300)
     books = Books(database_url)
     waiting = f"SELECT count(*) FROM pg_locks WHERE NOT granted AND relation = '{table}'::regclass"
 
-    with psycopg.connect(database_url) as blocking, worker(tmp_path, database_url, {}, "killed") as running:
+    with (
+        psycopg.connect(database_url) as blocking,
+        worker(tmp_path, database_url, {}, "killed") as running,
+    ):
         blocking.execute(f"LOCK TABLE {table} IN SHARE MODE".encode())
         wait_until(lambda: books.ask(waiting) != (0,), "the worker to be in the middle of a batch")
         running.kill()
@@ -202,7 +260,11 @@ async def test_a_worker_killed_at_any_write_of_a_batch_loses_and_doubles_nothing
         wait_until(books.drained, "the next worker to rate everything")
 
     books.assert_posted_once(300)
-    assert not [verdict for verdict in fsck(database_url, billing_checks.LEDGER_CHECKS) if verdict.violation_count]
+    assert not [
+        verdict
+        for verdict in fsck(database_url, billing_checks.LEDGER_CHECKS)
+        if verdict.violation_count
+    ]
 
 
 @pytest.mark.faults
@@ -218,7 +280,9 @@ async def test_a_database_that_goes_away_is_waited_for(tmp_path: Path, postgres_
             await add_usage(session, customer, price, [Consumed(1, 0, 1)])
         wait_until(books.drained, "the worker to begin")
         server.stop()
-        wait_until(lambda: "the database is away" in running.log.read_text(), "the worker to notice")
+        wait_until(
+            lambda: "the database is away" in running.log.read_text(), "the worker to notice"
+        )
         embedded_postgres.start(postgres_home / "postgres")
         async with create_sessions(engine).begin() as session:
             await add_usage(session, customer, price, [Consumed(1, 0, 1)] * 7)

@@ -1,4 +1,4 @@
-"""Holds taken in advance: what they let in while the database is away, and that it is counted once when the database is back."""
+"""Pre-authorized holds: admissions while the database is unavailable, counted once afterwards."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import psycopg
 import pytest
 from msgspec.structs import replace
 
-from metering.core.errors import RequestIdReused, RequestInFlight, StoreAway
+from metering.core.errors import DatabaseUnavailable, RequestIdReused, RequestInFlight
 from metering.core.models import QuotaDimension
 from metering.holds import batch, preauthorized_holds
 from metering.holds.batch import HoldConnection
@@ -39,23 +39,34 @@ def world(database_url: str) -> Iterator[HoldWorld]:
 
 
 def standing(payer: Payer) -> Admit:
-    """As the store takes one."""
+    """Take a hold as the store does."""
     hold_id = uuid.uuid4()
-    return admit(payer, hold_id=hold_id, request_id=hold_id, input_tokens=100, slice_tokens=50, least_tokens=50)
+    return admit(
+        payer,
+        hold_id=hold_id,
+        request_id=hold_id,
+        input_tokens=100,
+        slice_tokens=50,
+        least_tokens=50,
+    )
 
 
 def binding(op: Admit, *, request_id: uuid.UUID | None = None) -> Bind:
-    """Ten tokens in, twenty out."""
-    return Bind(op.hold_id, op.payer, request_id or uuid.uuid4(), bytes(32), {"team": "search"}, 10, 20)
+    """Return the binding of a request: ten input and twenty output tokens."""
+    return Bind(
+        op.hold_id, op.payer, request_id or uuid.uuid4(), bytes(32), {"team": "search"}, 10, 20
+    )
 
 
 async def bind(world: HoldWorld, *binds: Bind) -> list[HoldAnswer | Exception]:
-    owner_id = uuid.uuid4()
-    async with HoldConnection(world.url, owner_id) as holds:
-        return await holds.bind(binds, Renew(owner_id, frozenset()))
+    process_id = uuid.uuid4()
+    async with HoldConnection(world.url, process_id) as holds:
+        return await holds.bind(binds, Renew(process_id, frozenset()))
 
 
-async def test_binding_shrinks_the_claim_to_that_of_the_request_and_is_done_once(world: HoldWorld) -> None:
+async def test_binding_shrinks_the_claim_to_that_of_the_request_and_is_done_once(
+    world: HoldWorld,
+) -> None:
     payer = world.tenant()
     tokens = world.quota(payer, QuotaDimension.TOKENS_PER_MONTH, 1_000)
     cost = world.quota(payer, QuotaDimension.COST_PICOS_PER_MONTH, 10**6)
@@ -78,7 +89,9 @@ async def test_binding_shrinks_the_claim_to_that_of_the_request_and_is_done_once
     check_invariants(world.url, all_ended=True)
 
 
-async def test_a_hold_that_expired_before_it_was_bound_gives_back_twice_and_bills_its_request(world: HoldWorld) -> None:
+async def test_a_hold_that_expired_before_it_was_bound_gives_back_twice_and_bills_its_request(
+    world: HoldWorld,
+) -> None:
     payer = world.tenant()
     tokens = world.quota(payer, QuotaDimension.TOKENS_PER_MONTH, 1_000)
     op = standing(payer)
@@ -95,7 +108,9 @@ async def test_a_hold_that_expired_before_it_was_bound_gives_back_twice_and_bill
         await world.run(settle(op.hold_id, 5))
 
     assert world.counters(tokens) == [(15, 0)]
-    assert world.rows("SELECT request_id, billed_token_count FROM usage_events") == [(one.request_id, 5)]
+    assert world.rows("SELECT request_id, billed_token_count FROM usage_events") == [
+        (one.request_id, 5)
+    ]
     check_invariants(world.url, all_ended=True)
 
 
@@ -106,15 +121,24 @@ async def test_an_ended_hold_can_be_changed_in_no_other_way(world: HoldWorld) ->
     await world.run(Expire(op.hold_id), Expire(bound.hold_id))
     await bind(world, binding(bound))
 
-    for change in ("leased_token_count = leased_token_count + 1", "state = 'held', ended_at = NULL", "input_token_count = 101"):
+    for change in (
+        "leased_token_count = leased_token_count + 1",
+        "state = 'held', ended_at = NULL",
+        "input_token_count = 101",
+    ):
         with pytest.raises(psycopg.errors.RestrictViolation):
-            world.execute(f"UPDATE holds SET request_id = gen_random_uuid(), {change} WHERE id = %s", op.hold_id)
+            world.execute(
+                f"UPDATE holds SET request_id = gen_random_uuid(), {change} WHERE id = %s",
+                op.hold_id,
+            )
     with pytest.raises(psycopg.errors.RestrictViolation):
-        world.execute("UPDATE holds SET request_id = gen_random_uuid() WHERE id = %s", bound.hold_id)
+        world.execute(
+            "UPDATE holds SET request_id = gen_random_uuid() WHERE id = %s", bound.hold_id
+        )
 
 
 async def test_a_request_that_was_billed_elsewhere_is_not_billed_again(world: HoldWorld) -> None:
-    """It was sent again during the outage, which nobody could know: its tokens are recorded, cost nothing and count in no quota."""
+    """It was repeated during the outage: its tokens are recorded, free, and in no quota."""
     payer = world.tenant()
     tokens = world.quota(payer, QuotaDimension.TOKENS_PER_MONTH, 1_000)
     before, op, other = admit(payer), standing(payer), standing(payer)
@@ -122,12 +146,17 @@ async def test_a_request_that_was_billed_elsewhere_is_not_billed_again(world: Ho
     await world.run(settle(before.hold_id, 7))
     twice = uuid.uuid4()
 
-    answers = await bind(world, binding(op, request_id=before.request_id), binding(other, request_id=twice))
+    answers = await bind(
+        world, binding(op, request_id=before.request_id), binding(other, request_id=twice)
+    )
     again = await bind(world, binding(op, request_id=twice))
 
     assert [*answers, *again] == [Ended(done=False), Ended(done=True), Ended(done=False)]
     await world.run(settle(op.hold_id, 9), settle(other.hold_id, 4))
-    billed = world.rows("SELECT input_token_count, delivered_token_count, billed_token_count FROM usage_events ORDER BY id")
+    billed = world.rows(
+        "SELECT input_token_count, delivered_token_count, billed_token_count FROM usage_events"
+        " ORDER BY id"
+    )
     assert sorted(billed) == [(0, 9, 0), (10, 4, 4), (10, 7, 7)]
     assert world.one("SELECT cost_picos FROM usage_events WHERE hold_id = %s", op.hold_id) == 0
     assert world.counters(tokens) == [(17 + 14, 0)]
@@ -135,11 +164,13 @@ async def test_a_request_that_was_billed_elsewhere_is_not_billed_again(world: Ho
 
 
 @asynccontextmanager
-async def store_with_grace(url: str, directory: Path, *, expiry_s: float = 60.0) -> AsyncIterator[AwaitedStore]:
-    """A process's store, with something set aside for each key in use."""
-    owner_id = uuid.uuid4()
-    log = BindingLog(directory, owner_id)
-    store = AwaitedStore(url, owner_id, expiry_s=expiry_s, answer_wait_s=1.0, grace=(TERMS, log))
+async def store_with_grace(
+    url: str, directory: Path, *, expiry_s: float = 60.0
+) -> AsyncIterator[AwaitedStore]:
+    """Open a process's store that keeps a pre-authorized hold for each key in use."""
+    process_id = uuid.uuid4()
+    log = BindingLog(directory, process_id)
+    store = AwaitedStore(url, process_id, expiry_s=expiry_s, answer_wait_s=1.0, grace=(TERMS, log))
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(store.run())
         yield store
@@ -148,19 +179,26 @@ async def store_with_grace(url: str, directory: Path, *, expiry_s: float = 60.0)
 
 
 async def in_use(store: AwaitedStore, payer: Payer) -> None:
-    """Let one request of the payer in, and wait until something is set aside for the next."""
+    """Admit one request of the payer, and wait until a pre-authorized hold exists."""
     op = admit(payer)
     await store.admit(op)
-    await until(lambda: store.statistics().standing_hold_count == TERMS.hold_count)
+    await until(lambda: store.statistics().preauthorized_hold_count == TERMS.hold_count)
     await store.settle(settle(op.hold_id, 5))
 
 
-async def test_what_was_set_aside_lets_requests_in_while_the_database_is_away(world: HoldWorld, tmp_path: Path) -> None:
+async def test_preauthorized_holds_admit_requests_while_the_database_is_unavailable(
+    world: HoldWorld, tmp_path: Path
+) -> None:
     payer, stranger = world.tenant(), world.tenant("stranger")
     tokens = world.quota(payer, QuotaDimension.TOKENS_PER_MONTH, 1_000)
-    async with CuttingProxy(world.url).listening() as proxy, store_with_grace(proxy.url, tmp_path) as store:
+    async with (
+        CuttingProxy(world.url).listening() as proxy,
+        store_with_grace(proxy.url, tmp_path) as store,
+    ):
         await in_use(store, payer)
-        assert world.counters(tokens) == [(15, 300)], "held in the database: no other process can give it away"
+        assert world.counters(tokens) == [(15, 300)], (
+            "held in the database: no other process can give it away"
+        )
         proxy.refusing = True
         proxy.cut_now()
 
@@ -168,11 +206,14 @@ async def test_what_was_set_aside_lets_requests_in_while_the_database_is_away(wo
         admitted = [await store.admit(first), await store.admit(second)]
 
         assert [answer.leased_token_count for answer in admitted] == [20, 20]
-        assert [(one.request_id, one.hold_id) for one in read_bindings(tmp_path, store.owner_id)] == [
-            (op.request_id, answer.hold_id) for op, answer in zip((first, second), admitted, strict=True)
+        assert [
+            (one.request_id, one.hold_id) for one in read_bindings(tmp_path, store.process_id)
+        ] == [
+            (op.request_id, answer.hold_id)
+            for op, answer in zip((first, second), admitted, strict=True)
         ]
         for op in (third, admit(stranger), admit(payer, input_tokens=101)):
-            with pytest.raises(StoreAway):
+            with pytest.raises(DatabaseUnavailable):
                 await store.admit(op)
         with pytest.raises(RequestInFlight):
             await store.admit(first)
@@ -188,11 +229,11 @@ async def test_what_was_set_aside_lets_requests_in_while_the_database_is_away(wo
 
         assert isinstance(settled, Settled)
         assert settled.billed_token_count == 12
-        assert read_bindings(tmp_path, store.owner_id) == [], "the database knows"
+        assert read_bindings(tmp_path, store.process_id) == [], "the database knows"
         again = admit(payer, request_id=second.request_id)
         await store.admit(again)
         await store.settle(settle(again.hold_id, 1))
-        await store.release_standing()
+        await store.release_preauthorized()
         await until(lambda: world.hold_count() == 0)
     events = world.rows("SELECT request_id, billed_token_count FROM usage_events ORDER BY id")
     assert events[1:] == [(first.request_id, 12), (second.request_id, 1)]
@@ -203,7 +244,7 @@ async def test_what_was_set_aside_lets_requests_in_while_the_database_is_away(wo
 async def test_an_admission_that_comes_too_late_does_not_take_the_request_from_what_was_given_to_it(
     world: HoldWorld, tmp_path: Path
 ) -> None:
-    """The database is slow, not away: it admits the request after the client was let in without it."""
+    """The slow database admits it after it was admitted without a database."""
     payer = world.tenant()
     async with store_with_grace(world.url, tmp_path) as store:
         await in_use(store, payer)
@@ -215,16 +256,20 @@ async def test_an_admission_that_comes_too_late_does_not_take_the_request_from_w
 
         assert given.hold_id != op.hold_id
         assert world.rows(
-            "SELECT request_id, input_token_count, billed_token_count FROM usage_events WHERE hold_id = %s", given.hold_id
+            "SELECT request_id, input_token_count, billed_token_count FROM usage_events WHERE"
+            " hold_id = %s",
+            given.hold_id,
         ) == [(op.request_id, 10, 5)]
-        await until(lambda: world.rows("SELECT state FROM holds WHERE id = %s", op.hold_id) == [("voided",)])
+        await until(
+            lambda: world.rows("SELECT state FROM holds WHERE id = %s", op.hold_id) == [("voided",)]
+        )
         check_invariants(world.url)
 
 
-async def test_an_admission_that_a_frozen_server_commits_as_it_wakes_up_does_not_take_the_request_either(
+async def test_an_admission_that_a_frozen_server_commits_late_does_not_take_the_request(
     world: HoldWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between the renewal that would have voided it and the binding: what was delivered would be recorded and not billed."""
+    """Delivered tokens of the window in between would not be billed."""
     payer = world.tenant()
     late: list[Admit] = []
     execute_binds = preauthorized_holds.execute_binds
@@ -232,11 +277,14 @@ async def test_an_admission_that_a_frozen_server_commits_as_it_wakes_up_does_not
     async def woken(connection: Connection, binds: Sequence[Bind]) -> list[HoldAnswer | Exception]:
         if not late:
             late.append(admit(payer, request_id=binds[0].request_id))
-            assert of_type(Admitted, await world.run(*late, owner_id=store.owner_id))
+            assert of_type(Admitted, await world.run(*late, process_id=store.process_id))
         return await execute_binds(connection, binds)
 
     monkeypatch.setattr(batch, "execute_binds", woken)
-    async with CuttingProxy(world.url).listening() as proxy, store_with_grace(proxy.url, tmp_path) as store:
+    async with (
+        CuttingProxy(world.url).listening() as proxy,
+        store_with_grace(proxy.url, tmp_path) as store,
+    ):
         await in_use(store, payer)
         proxy.refusing = True
         proxy.cut_now()
@@ -247,26 +295,33 @@ async def test_an_admission_that_a_frozen_server_commits_as_it_wakes_up_does_not
         settled = await store.settle(settle(given.hold_id, 5))
 
         assert settled.billed_token_count == 5
-        assert world.rows("SELECT request_id FROM usage_events WHERE hold_id = %s", given.hold_id) == [(op.request_id,)]
+        assert world.rows(
+            "SELECT request_id FROM usage_events WHERE hold_id = %s", given.hold_id
+        ) == [(op.request_id,)]
         assert world.rows("SELECT state FROM holds WHERE id = %s", late[0].hold_id) == [("voided",)]
         check_invariants(world.url)
 
 
-async def test_what_was_set_aside_ends_with_its_expiry(world: HoldWorld, tmp_path: Path) -> None:
+async def test_preauthorized_holds_end_with_their_expiry(world: HoldWorld, tmp_path: Path) -> None:
     payer = world.tenant()
-    async with CuttingProxy(world.url).listening() as proxy, store_with_grace(proxy.url, tmp_path, expiry_s=4.0) as store:
+    async with (
+        CuttingProxy(world.url).listening() as proxy,
+        store_with_grace(proxy.url, tmp_path, expiry_s=4.0) as store,
+    ):
         await in_use(store, payer)
         proxy.refusing = True
         proxy.cut_now()
         assert (await store.admit(admit(payer))).leased_token_count == 20
 
-        await until(lambda: store.statistics().standing_hold_count == 0)
+        await until(lambda: store.statistics().preauthorized_hold_count == 0)
 
-        with pytest.raises(StoreAway):
+        with pytest.raises(DatabaseUnavailable):
             await store.admit(admit(payer))
 
 
-async def test_what_is_just_being_set_aside_when_all_is_given_back_goes_too(world: HoldWorld, tmp_path: Path) -> None:
+async def test_a_hold_being_preauthorized_during_the_release_is_released_too(
+    world: HoldWorld, tmp_path: Path
+) -> None:
     payer = world.tenant()
     with psycopg.connect(psycopg_conninfo(world.url), autocommit=True) as other:
         async with store_with_grace(world.url, tmp_path) as store:
@@ -274,19 +329,28 @@ async def test_what_is_just_being_set_aside_when_all_is_given_back_goes_too(worl
             await store.admit(op)
             await store.settle(settle(op.hold_id, 1))
             other.execute(f"SELECT pg_advisory_lock({QUOTA_LOCK})".encode())
-            await until(lambda: world.one("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted") > 0)
+            await until(
+                lambda: (
+                    world.one(
+                        "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted"
+                    )
+                    > 0
+                )
+            )
 
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(store.release_standing())
+                tasks.create_task(store.release_preauthorized())
                 await asyncio.sleep(0)
                 other.execute(f"SELECT pg_advisory_unlock({QUOTA_LOCK})".encode())
-            await store.void(uuid.uuid4())  # behind whatever was on its way
+            await store.void(uuid.uuid4())  # behind all pending operations
 
             assert world.hold_count() == 0
 
 
-async def test_a_request_that_needs_what_is_set_aside_gets_it(world: HoldWorld, tmp_path: Path) -> None:
-    """Nothing is refused because of what stands for an outage; what is refused is beyond the limit."""
+async def test_a_request_that_needs_what_is_set_aside_gets_it(
+    world: HoldWorld, tmp_path: Path
+) -> None:
+    """Pre-authorized holds cause no refusal; only requests beyond the limit are refused."""
     payer = world.tenant()
     world.quota(payer, QuotaDimension.TOKENS_PER_MONTH, 900)
     async with store_with_grace(world.url, tmp_path) as store:
@@ -295,7 +359,7 @@ async def test_a_request_that_needs_what_is_set_aside_gets_it(world: HoldWorld, 
         large = admit(payer, input_tokens=600, slice_tokens=25, least_tokens=25)
         await store.admit(large)
 
-        assert store.statistics().standing_hold_count == 0
+        assert store.statistics().preauthorized_hold_count == 0
         with pytest.raises(QuotaExceeded):
             await store.admit(admit(payer, input_tokens=300))
         await store.void(large.hold_id)
@@ -310,7 +374,7 @@ async def test_a_request_that_is_abandoned_while_room_is_made_for_it_takes_none(
     answers: list[object] = []
     async with store_with_grace(world.url, tmp_path) as store:
         await in_use(store, payer)
-        standing = store._standing
+        standing = store._preauthorized
         assert standing is not None
         release = standing.release
 
@@ -319,7 +383,9 @@ async def test_a_request_that_is_abandoned_while_room_is_made_for_it_takes_none(
             return release(organization_id)
 
         monkeypatch.setattr(standing, "release", abandoning)
-        pending = store.begin_admit(admit(payer, input_tokens=600, slice_tokens=25, least_tokens=25), answers.append)
+        pending = store.begin_admit(
+            admit(payer, input_tokens=600, slice_tokens=25, least_tokens=25), answers.append
+        )
         await until(lambda: world.counters(tokens) == [(15, 0)])
         await store.void(uuid.uuid4())
 
@@ -327,10 +393,15 @@ async def test_a_request_that_is_abandoned_while_room_is_made_for_it_takes_none(
     check_invariants(world.url, all_ended=True)
 
 
-async def test_a_call_is_never_inside_the_one_that_begins_though_the_database_is_away(world: HoldWorld, tmp_path: Path) -> None:
+async def test_a_call_is_never_inside_the_one_that_begins_though_the_database_is_away(
+    world: HoldWorld, tmp_path: Path
+) -> None:
     payer = world.tenant()
     answers: list[object] = []
-    async with CuttingProxy(world.url).listening() as proxy, store_with_grace(proxy.url, tmp_path) as store:
+    async with (
+        CuttingProxy(world.url).listening() as proxy,
+        store_with_grace(proxy.url, tmp_path) as store,
+    ):
         await in_use(store, payer)
         proxy.refusing = True
         proxy.cut_now()
@@ -345,18 +416,21 @@ async def test_a_call_is_never_inside_the_one_that_begins_though_the_database_is
         await until(lambda: len(answers) == 3)
         proxy.refusing = False
         await until(lambda: store.gate.away_s is None)
-        assert [type(answer) for answer in answers] == [Admitted, Admitted, StoreAway]
+        assert [type(answer) for answer in answers] == [Admitted, Admitted, DatabaseUnavailable]
         for admitted in of_type(Admitted, answers):
             await store.void(admitted.hold_id)
-        await store.release_standing()
+        await store.release_preauthorized()
     check_invariants(world.url, all_ended=True)
 
 
-async def test_nothing_stands_for_a_key_that_has_used_half_of_a_limit(world: HoldWorld, tmp_path: Path) -> None:
+async def test_a_key_at_half_of_a_limit_has_no_preauthorized_hold(
+    world: HoldWorld, tmp_path: Path
+) -> None:
     payer = world.tenant()
     concurrent = world.quota(payer, QuotaDimension.CONCURRENT_REQUESTS, 10)
     watching = world.quota(payer, QuotaDimension.TOKENS_PER_MONTH, 1)
-    world.execute("UPDATE quotas SET enforced = false WHERE id = %s", watching)  # it refuses nobody
+    # it causes no refusal
+    world.execute("UPDATE quotas SET enforced = false WHERE id = %s", watching)
     async with store_with_grace(world.url, tmp_path) as store:
         await in_use(store, payer)
         ops = [admit(payer) for _ in range(6)]
@@ -365,7 +439,7 @@ async def test_nothing_stands_for_a_key_that_has_used_half_of_a_limit(world: Hol
 
         await until(lambda: world.counters(concurrent) == [(0, 6)])
 
-        assert store.statistics().standing_hold_count == 0
+        assert store.statistics().preauthorized_hold_count == 0
         for op in ops:
             await store.void(op.hold_id)
     check_invariants(world.url, all_ended=True)
@@ -373,22 +447,25 @@ async def test_nothing_stands_for_a_key_that_has_used_half_of_a_limit(world: Hol
 
 def test_a_binding_that_was_not_written_whole_does_not_count(tmp_path: Path) -> None:
     payer = Payer(uuid.uuid4(), uuid.uuid4(), uuid.uuid4(), "USD")
-    binds = [Bind(uuid.uuid4(), payer, uuid.uuid4(), bytes(range(32)), {"a": "ü\n"}, 10, 20) for _ in range(3)]
-    owner_id = uuid.uuid4()
-    log = BindingLog(tmp_path, owner_id)
+    binds = [
+        Bind(uuid.uuid4(), payer, uuid.uuid4(), bytes(range(32)), {"a": "ü\n"}, 10, 20)
+        for _ in range(3)
+    ]
+    process_id = uuid.uuid4()
+    log = BindingLog(tmp_path, process_id)
     for one in binds:
         log.record(one)
-    assert read_bindings(tmp_path, owner_id) == binds
-    path = tmp_path / f"{owner_id}.bindings"
+    assert read_bindings(tmp_path, process_id) == binds
+    path = tmp_path / f"{process_id}.bindings"
     whole = path.read_bytes()
 
     for size in range(len(whole) - 1, whole.rindex(b"\n", 0, -1), -7):
         path.write_bytes(whole[:size])
-        assert read_bindings(tmp_path, owner_id) == binds[:2]
+        assert read_bindings(tmp_path, process_id) == binds[:2]
     path.write_bytes(whole.replace(b'"input_token_count": 10', b'"input_token_count": 11'))
-    assert read_bindings(tmp_path, owner_id) == []
+    assert read_bindings(tmp_path, process_id) == []
 
     for one in binds:
         log.forget(one.hold_id)
     assert not path.exists()
-    assert read_bindings(tmp_path, owner_id) == []
+    assert read_bindings(tmp_path, process_id) == []

@@ -1,4 +1,5 @@
-"""Organizations that pay in advance: no request is let in, and no stream goes on, beyond the credit; and none is refused within it.
+"""Prepaid organizations: admissions and streams never exceed the credit, and none within it is
+refused.
 
 Prices are 3 picos per input token, 1 cached, 7 output.
 """
@@ -34,7 +35,7 @@ from metering.plans.prepaid import (
     refresh_for_the_month,
     set_prepaid,
 )
-from metering.quotas.quota_admin import delete_quota, raise_quota, set_quota
+from metering.quotas.quota_admin import delete_quota, override_quota, set_quota
 from metering.quotas.quota_rules import Payer
 from metering.quotas.quota_states import quotas_for
 from metering.quotas.quotas import InsufficientCredit, QuotaExceeded
@@ -44,7 +45,7 @@ from tests.metering.invariants import check_invariants
 from tests.metering.workers import wait_until
 
 NOVEMBER, DECEMBER, JANUARY = date(2026, 11, 1), date(2026, 12, 1), date(2027, 1, 1)
-EACH = 10 * 3 + 20 * 7  # what `admit` asks for
+EACH = 10 * 3 + 20 * 7  # price of the request that `admit` makes
 
 
 @pytest.fixture
@@ -55,14 +56,16 @@ def world(database_url: str) -> Iterator[HoldWorld]:
 
 @pytest.fixture
 async def books(world: HoldWorld) -> AsyncIterator[Sessions]:
-    """Sessions that live at the time of the world."""
+    """Open sessions at the world's time."""
     engine = create_engine(world.url)
     yield create_sessions(engine)
     await engine.dispose()
 
 
-async def prepaid(books: Sessions, world: HoldWorld, amount: int, *, last_month: date = DECEMBER) -> Payer:
-    """A prepaid organization with credit."""
+async def prepaid(
+    books: Sessions, world: HoldWorld, amount: int, *, last_month: date = DECEMBER
+) -> Payer:
+    """Create a prepaid organization with credit."""
     payer = world.tenant()
     async with books.begin() as session:
         await set_prepaid(session, organization="acme", prepaid=True, actor="test")
@@ -71,7 +74,9 @@ async def prepaid(books: Sessions, world: HoldWorld, amount: int, *, last_month:
     return payer
 
 
-async def grant(session: AsyncSession, amount: int, *, last_month: date, first_month: date | None = None) -> Grant:
+async def grant(
+    session: AsyncSession, amount: int, *, last_month: date, first_month: date | None = None
+) -> Grant:
     made = await grant_credit(
         session,
         organization="acme",
@@ -97,7 +102,9 @@ async def remaining(books: Sessions, payer: Payer) -> int:
     return credit.remaining
 
 
-async def test_credit_for_fifty_lets_in_fifty_of_two_hundred_over_twenty_connections(world: HoldWorld, books: Sessions) -> None:
+async def test_credit_for_fifty_admits_fifty_of_two_hundred_over_twenty_connections(
+    world: HoldWorld, books: Sessions
+) -> None:
     payer = await prepaid(books, world, 50 * EACH + EACH - 1)
 
     batches = [[admit(payer, least_tokens=20) for _ in range(10)] for _ in range(20)]
@@ -113,7 +120,9 @@ async def test_credit_for_fifty_lets_in_fifty_of_two_hundred_over_twenty_connect
     check_invariants(world.url)
 
 
-async def test_a_stream_ends_where_the_credit_does_and_goes_on_after_a_grant(world: HoldWorld, books: Sessions) -> None:
+async def test_a_stream_ends_with_the_credit_and_continues_after_a_grant(
+    world: HoldWorld, books: Sessions
+) -> None:
     payer = await prepaid(books, world, EACH + 5 * 7)
     [admitted] = await world.run(admit(payer))
     assert isinstance(admitted, Admitted)
@@ -128,14 +137,17 @@ async def test_a_stream_ends_where_the_credit_does_and_goes_on_after_a_grant(wor
 
     assert first == Extended(25)
     assert isinstance(refused, InsufficientCredit)
-    assert isinstance(refused, QuotaExceeded)  # whoever streams ends with QUOTA_EXHAUSTED, as for any quota
+    # A streaming request ends with QUOTA_EXHAUSTED, as for any quota.
+    assert isinstance(refused, QuotaExceeded)
     assert second == Extended(27)
     assert isinstance(settled, Settled)
     assert await available(books) == 7
     check_invariants(world.url)
 
 
-async def test_nothing_is_let_in_without_credit_and_the_error_says_what_is_missing(world: HoldWorld, books: Sessions) -> None:
+async def test_no_request_is_admitted_without_credit_and_the_error_has_the_missing_amount(
+    world: HoldWorld, books: Sessions
+) -> None:
     payer = await prepaid(books, world, 0)
     world.quota(payer, QuotaDimension.REQUESTS_PER_MINUTE, 0)
 
@@ -150,13 +162,22 @@ async def test_nothing_is_let_in_without_credit_and_the_error_says_what_is_missi
     assert world.rows("SELECT used, held FROM quota_counters") == []
 
 
-async def test_what_ran_and_runs_counts_from_the_moment_of_the_change(world: HoldWorld, books: Sessions) -> None:
-    """Usage of before is owed first; what runs holds credit at once."""
+async def test_earlier_and_running_requests_count_from_the_change_to_prepaid(
+    world: HoldWorld, books: Sessions
+) -> None:
+    """Earlier usage is paid first; running requests hold credit at once."""
     payer = world.tenant()
     [done, runs] = of_type(Admitted, await world.run(admit(payer), admit(payer)))
     await world.run(settle(done.hold_id, 20))
     async with books.begin() as session:
-        await grant_credit(session, organization="acme", amount_picos=3 * EACH, last_month=DECEMBER, reason="paid", actor="test")
+        await grant_credit(
+            session,
+            organization="acme",
+            amount_picos=3 * EACH,
+            last_month=DECEMBER,
+            reason="paid",
+            actor="test",
+        )
         await set_prepaid(session, organization="acme", prepaid=True, actor="test")
         _, again = await set_prepaid(session, organization="acme", prepaid=True, actor="test")
 
@@ -175,8 +196,10 @@ async def test_what_ran_and_runs_counts_from_the_moment_of_the_change(world: Hol
     check_invariants(world.url)
 
 
-async def test_credit_ends_with_its_month_by_the_clock_and_the_rest_goes_on(world: HoldWorld, books: Sessions) -> None:
-    """Also before a worker has looked; what runs over the border is paid by the new month."""
+async def test_credit_ends_with_its_month_by_the_clock_and_later_credit_remains(
+    world: HoldWorld, books: Sessions
+) -> None:
+    """Also before a worker has run; requests across the border are paid by the new month."""
     payer = await prepaid(books, world, 3 * EACH, last_month=NOVEMBER)
     async with books.begin() as session:
         await grant(session, EACH, last_month=DECEMBER)
@@ -189,10 +212,12 @@ async def test_credit_ends_with_its_month_by_the_clock_and_the_rest_goes_on(worl
     unlooked = await remaining(books, payer)
     refreshed = await refresh_for_the_month(books)
 
-    assert unlooked == EACH - EACH - EACH  # what lasts, less what was used and is held: no more than there is, until a worker looks
+    # Lasting credit, less the used and held amounts; never more than is available.
+    assert unlooked == EACH - EACH - EACH
     assert refreshed == 1
     assert await refresh_for_the_month(books) == 0
-    # November owes one request, which its own credit pays; the rest of that is gone, and the running one holds December's.
+    # November owes one request, paid by its own credit; the rest of that credit expires, and the
+    # running request holds December's.
     assert await available(books) == await remaining(books, payer) == 2 * EACH - EACH
     await world.run(settle(runs.hold_id, 20))
     await rate_all_pending(books)
@@ -202,8 +227,10 @@ async def test_credit_ends_with_its_month_by_the_clock_and_the_rest_goes_on(worl
     check_invariants(world.url)
 
 
-async def test_a_close_changes_nothing_of_what_is_available(world: HoldWorld, books: Sessions) -> None:
-    """What was worked out for the open month is what its close does; what ends with it is gone before and after."""
+async def test_a_close_changes_nothing_of_what_is_available(
+    world: HoldWorld, books: Sessions
+) -> None:
+    """The open month's preview equals its close; expiring credit is gone before and after."""
     payer = await prepaid(books, world, 3 * EACH + 5, last_month=NOVEMBER)
     async with books.begin() as session:
         await grant(session, 2 * EACH, last_month=DECEMBER)
@@ -222,12 +249,16 @@ async def test_a_close_changes_nothing_of_what_is_available(world: HoldWorld, bo
         (3 * EACH + 5, 0, 0),
         (EACH - 5, 0, EACH + 5),
     ]
-    assert of_type(Admitted, await world.run(admit(payer, least_tokens=20), admit(payer, least_tokens=20)))
+    assert of_type(
+        Admitted, await world.run(admit(payer, least_tokens=20), admit(payer, least_tokens=20))
+    )
     check_invariants(world.url)
 
 
-async def test_a_lost_request_takes_credit_only_for_what_is_billed(world: HoldWorld, books: Sessions) -> None:
-    """Its lease is credit that nobody has spent. What its owner reports later is billed, even beyond the credit."""
+async def test_a_lost_request_takes_credit_only_for_what_is_billed(
+    world: HoldWorld, books: Sessions
+) -> None:
+    """Its lease is unspent credit. The owner's late report is billed, even beyond the credit."""
     payer = await prepaid(books, world, EACH)
     [lost] = of_type(Admitted, await world.run(admit(payer)))
     world.advance(61)
@@ -253,8 +284,10 @@ async def test_a_voided_request_gives_all_back(world: HoldWorld, books: Sessions
     assert await remaining(books, payer) == EACH
 
 
-async def test_a_request_that_is_voided_after_an_extension_leaves_the_credit_as_it_was(world: HoldWorld, books: Sessions) -> None:
-    """Its client is told that nothing is billed, and that is true in the quota and in the ledger."""
+async def test_a_request_that_is_voided_after_an_extension_leaves_the_credit_as_it_was(
+    world: HoldWorld, books: Sessions
+) -> None:
+    """Its client was told that nothing is billed, so no part may bill it."""
     payer = await prepaid(books, world, 2 * EACH)
     for _ in range(4):
         [admitted] = of_type(Admitted, await world.run(admit(payer)))
@@ -270,14 +303,18 @@ async def test_a_request_that_is_voided_after_an_extension_leaves_the_credit_as_
     check_invariants(world.url)
 
 
-async def test_credit_beyond_what_a_limit_can_say_is_refused_and_not_left_unused(world: HoldWorld, books: Sessions) -> None:
+async def test_credit_beyond_what_a_limit_can_say_is_refused_and_not_left_unused(
+    world: HoldWorld, books: Sessions
+) -> None:
     payer = await prepaid(books, world, 0)
     async with books.begin() as session:
         for _ in range(9):
             await grant(session, 10**18, last_month=DECEMBER)
 
     for first_month in (None, DECEMBER):
-        with pytest.raises(InvalidValue, match=r"must be at most 223,372\.036854775807 USD, got 1,000,000") as refusal:
+        with pytest.raises(
+            InvalidValue, match=r"must be at most 223,372\.036854775807 USD, got 1,000,000"
+        ) as refusal:
             async with books.begin() as session:
                 await grant(session, 10**18, first_month=first_month, last_month=DECEMBER)
         assert refusal.value.field == "amount_picos"
@@ -285,11 +322,15 @@ async def test_credit_beyond_what_a_limit_can_say_is_refused_and_not_left_unused
     assert await available(books) == await remaining(books, payer) == 9 * 10**18
 
 
-async def test_plans_and_limits_by_hand_are_refused_with_the_remedy(world: HoldWorld, books: Sessions) -> None:
+async def test_plans_and_limits_by_hand_are_refused_with_the_remedy(
+    world: HoldWorld, books: Sessions
+) -> None:
     await prepaid(books, world, EACH)
     quota_id = str(world.one("SELECT id FROM quotas"))
     async with books.begin() as session:
-        await create_plan(session, name="some", rules=PlanRules((Allowance(Selector(), 5),)), actor="test")
+        await create_plan(
+            session, name="some", rules=PlanRules((Allowance(Selector(), 5),)), actor="test"
+        )
         await create_plan(session, name="nothing", rules=PlanRules(), actor="test")
         with pytest.raises(InvalidValue, match="acme is prepaid only"):
             await assign_plan(session, organization="acme", plan="some", actor="test")
@@ -297,7 +338,9 @@ async def test_plans_and_limits_by_hand_are_refused_with_the_remedy(world: HoldW
         with pytest.raises(InvalidValue, match="grant credit"):
             await delete_quota(session, quota_id=quota_id, actor="test")
         with pytest.raises(InvalidValue, match="grant credit"):
-            await raise_quota(session, quota_id=quota_id, limit_value=9, until=NOON, reason="no", actor="test")
+            await override_quota(
+                session, quota_id=quota_id, limit_value=9, until=NOON, reason="no", actor="test"
+            )
         with pytest.raises(InvalidValue, match="grant credit"):
             await set_quota(
                 session,
@@ -308,7 +351,9 @@ async def test_plans_and_limits_by_hand_are_refused_with_the_remedy(world: HoldW
                 actor="test",
             )
         await set_prepaid(session, organization="acme", prepaid=False, actor="test")
-        await assign_plan(session, organization="acme", plan="some", first_month=DECEMBER, actor="test")
+        await assign_plan(
+            session, organization="acme", plan="some", first_month=DECEMBER, actor="test"
+        )
         with pytest.raises(InvalidValue, match="has the plan some"):
             await set_prepaid(session, organization="acme", prepaid=True, actor="test")
 
@@ -318,18 +363,22 @@ months = st.sampled_from([date(2026, month, 1) for month in range(9, 13)])
 
 @st.composite
 def grants(draw: st.DrawFn) -> list[Grant]:
-    """Some credit, each for some months."""
+    """Draw credit grants, each for some months."""
     found = []
     for index in range(draw(st.integers(0, 4))):
         first, last = sorted([draw(months), draw(months)])
         amount = draw(st.integers(1, 100))
-        found.append(Grant(uuid.UUID(int=index), uuid.UUID(int=99), "USD", amount, first, last, "", "", NOON))
+        found.append(
+            Grant(uuid.UUID(int=index), uuid.UUID(int=99), "USD", amount, first, last, "", "", NOON)
+        )
     return found
 
 
 @given(grants(), st.dictionaries(months, st.integers(0, 150)))
-def test_open_months_leave_what_their_closes_will_leave(found: list[Grant], due: dict[date, int]) -> None:
-    """One close after the other, as the ledger will see it; and never more than there was."""
+def test_open_months_leave_what_their_closes_will_leave(
+    found: list[Grant], due: dict[date, int]
+) -> None:
+    """Closes one after the other, as the ledger sees them; the available credit never grows."""
     now = date(2026, 12, 1)
     left = {each.id: each.amount_picos for each in found}
     for month in sorted(due):
@@ -341,20 +390,38 @@ def test_open_months_leave_what_their_closes_will_leave(found: list[Grant], due:
                     left[each.id] -= taken
                     rest -= taken
 
-    worked_out = left_for(now, found, [Owed(month, picos, 0, 0) for month, picos in due.items() if month < now])
+    worked_out = left_for(
+        now, found, [Owed(month, picos, 0, 0) for month, picos in due.items() if month < now]
+    )
 
-    assert {grant.id: picos for grant, picos in worked_out} == {each.id: left[each.id] for each in found if each.last_month >= now}
+    assert {grant.id: picos for grant, picos in worked_out} == {
+        each.id: left[each.id] for each in found if each.last_month >= now
+    }
 
 
-async def test_who_gives_a_plan_and_who_makes_pay_in_advance_take_turns(world: HoldWorld, books: Sessions) -> None:
+async def test_assigning_a_plan_and_switching_to_prepaid_are_serialized(
+    world: HoldWorld, books: Sessions
+) -> None:
     world.tenant()
     async with books.begin() as session:
-        await create_plan(session, name="free", rules=PlanRules(allowances=(Allowance(Selector(), 5),)), actor="test")
+        await create_plan(
+            session,
+            name="free",
+            rules=PlanRules(allowances=(Allowance(Selector(), 5),)),
+            actor="test",
+        )
     async with books() as first, books() as second:
         await assign_plan(first, organization="acme", plan="free", actor="test")
-        pays = asyncio.create_task(set_prepaid(second, organization="acme", prepaid=True, actor="test"))
-        waiting = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
-        await asyncio.to_thread(wait_until, lambda: world.one(waiting) == 1, "the second of them to wait")
+        pays = asyncio.create_task(
+            set_prepaid(second, organization="acme", prepaid=True, actor="test")
+        )
+        waiting = (
+            "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND"
+            " wait_event_type = 'Lock'"
+        )
+        await asyncio.to_thread(
+            wait_until, lambda: world.one(waiting) == 1, "the second of them to wait"
+        )
         await first.commit()
         with pytest.raises(InvalidValue, match="has the plan free"):
             await pays

@@ -1,4 +1,4 @@
-"""Which price a request has: by model, currency, customer, tier and time, beside a model; and the hold that carries it."""
+"""Price of a request by model, currency, customer, tier and time."""
 
 from __future__ import annotations
 
@@ -36,62 +36,112 @@ INTERACTIVE, BATCH = ServiceTier.INTERACTIVE, ServiceTier.BATCH
 
 
 def rates(output: int) -> Rates:
-    """Prices that are told apart by their last number."""
-    return Rates(input_picos_per_token=2_000, cached_input_picos_per_token=1_000, output_picos_per_token=output)
+    """Return prices that differ in their last number."""
+    return Rates(
+        input_picos_per_token=2_000,
+        cached_input_picos_per_token=1_000,
+        output_picos_per_token=output,
+    )
 
 
-async def paid(sessions: Sessions, customer: Customer | None, tier: ServiceTier = INTERACTIVE) -> int:
+async def paid(
+    sessions: Sessions, customer: Customer | None, tier: ServiceTier = INTERACTIVE
+) -> int:
     async with sessions() as session:
         owner = None if customer is None else customer.organization_id
-        found = await price_in_force(session, model="demo", currency_code="USD", organization_id=owner, tier=tier)
+        found = await price_in_force(
+            session, model="demo", currency_code="USD", organization_id=owner, tier=tier
+        )
     return found.output_picos_per_token
 
 
-async def test_a_customers_own_price_wins_until_it_is_withdrawn(sessions: Sessions, customer: Customer) -> None:
-    """And a tier without a row of its own has the interactive one."""
+async def test_a_customers_own_price_wins_until_it_is_withdrawn(
+    sessions: Sessions, customer: Customer
+) -> None:
+    """A tier without its own row uses the interactive price."""
     async with sessions.begin() as session:
         other = await new_customer(session, "other")
         await set_price(session, model="demo", **rates(8_000), actor="test")
     assert (await paid(sessions, customer), await paid(sessions, customer, BATCH)) == (8_000, 8_000)
 
     async with sessions.begin() as session:
-        await set_price(session, model="demo", **rates(10_000), batch_multiplier_milli=500, actor="test")
-    assert (await paid(sessions, customer), await paid(sessions, customer, BATCH)) == (10_000, 5_000)
+        await set_price(
+            session, model="demo", **rates(10_000), batch_multiplier_milli=500, actor="test"
+        )
+    assert (await paid(sessions, customer), await paid(sessions, customer, BATCH)) == (
+        10_000,
+        5_000,
+    )
 
     async with sessions.begin() as session:
         await set_price(session, model="demo", organization="acme", **rates(6_000), actor="test")
-    # What the batch tier pays of the interactive price is kept: an own price must not make it dearer unseen.
+    # The batch tier's discount is kept: an own price must not raise it unnoticed.
     assert (await paid(sessions, customer), await paid(sessions, customer, BATCH)) == (6_000, 3_000)
     assert (await paid(sessions, other), await paid(sessions, None, BATCH)) == (10_000, 5_000)
 
     async with sessions.begin() as session:
         ended = await withdraw_price(session, model="demo", organization="acme", actor="test")
-    assert (await paid(sessions, customer), await paid(sessions, customer, BATCH)) == (10_000, 5_000)
+    assert (await paid(sessions, customer), await paid(sessions, customer, BATCH)) == (
+        10_000,
+        5_000,
+    )
     async with sessions.begin() as session:
         with pytest.raises(NotFound, match="own price"):
             await withdraw_price(session, model="demo", organization="acme", actor="test")
-        history = await price_history(session, model="demo", organization_id=customer.organization_id)
+        history = await price_history(
+            session, model="demo", organization_id=customer.organization_id
+        )
         entries = await list_audit_entries(session, action_prefix="price.")
     assert [each.tier for each in ended] == [INTERACTIVE, BATCH]
     assert len(history) == 3 + 4
     assert [entry.action for entry in entries] == ["price.withdraw"] * 2 + ["price.set"] * 5
 
 
-async def test_the_past_stays_and_errors_name_field_and_remedy(sessions: Sessions, customer: Customer) -> None:
+async def test_the_past_stays_and_errors_name_field_and_remedy(
+    sessions: Sessions, customer: Customer
+) -> None:
     async with sessions.begin() as session:
         now = (await session.scalars(select(func.now()))).one()
-        first = await set_price(session, model="demo", **rates(8_000), effective_at=now + timedelta(days=1), actor="test")
-        with pytest.raises(AlreadyExists, match="give another time"):
-            await set_price(session, model="demo", **rates(9_000), effective_at=now + timedelta(days=1), actor="test")
+        first = await set_price(
+            session,
+            model="demo",
+            **rates(8_000),
+            effective_at=now + timedelta(days=1),
+            actor="test",
+        )
+        with pytest.raises(AlreadyExists, match="choose another time"):
+            await set_price(
+                session,
+                model="demo",
+                **rates(9_000),
+                effective_at=now + timedelta(days=1),
+                actor="test",
+            )
         with pytest.raises(InvalidValue, match="acme is billed in USD"):
-            await set_price(session, model="demo", organization="acme", currency_code="EUR", **rates(1), actor="test")
+            await set_price(
+                session,
+                model="demo",
+                organization="acme",
+                currency_code="EUR",
+                **rates(1),
+                actor="test",
+            )
         with pytest.raises(NotFound, match="nobody"):
             await set_price(session, model="demo", organization="nobody", **rates(1), actor="test")
-        with pytest.raises(InvalidValue, match=r"batch_multiplier_milli: 333 .* give 300 or 400"):
-            await set_price(session, model="demo", **rates(10), batch_multiplier_milli=333, actor="test")
-        with pytest.raises(InvalidValue, match="batch_multiplier_milli: give 0 to 1000000"):
-            await set_price(session, model="demo", **rates(10), batch_multiplier_milli=-1, actor="test")
-    for statement in ("UPDATE price_versions SET output_picos_per_token = 0", "DELETE FROM price_versions"):
+        with pytest.raises(InvalidValue, match=r"batch_multiplier_milli: 333 .* use 300 or 400"):
+            await set_price(
+                session, model="demo", **rates(10), batch_multiplier_milli=333, actor="test"
+            )
+        with pytest.raises(
+            InvalidValue, match="batch_multiplier_milli: must be between 0 and 1000000"
+        ):
+            await set_price(
+                session, model="demo", **rates(10), batch_multiplier_milli=-1, actor="test"
+            )
+    for statement in (
+        "UPDATE price_versions SET output_picos_per_token = 0",
+        "DELETE FROM price_versions",
+    ):
         with pytest.raises(Exception, match="append-only"):
             async with sessions.begin() as session:
                 await session.execute(text(statement))
@@ -99,11 +149,15 @@ async def test_the_past_stays_and_errors_name_field_and_remedy(sessions: Session
 
 
 @given(st.lists(st.integers(0, 10**13), min_size=1, max_size=4), st.integers(0, 1_000_000))
-def test_a_multiplier_is_exact_or_refused_with_the_nearest_that_are(prices: list[int], milli: int) -> None:
+def test_a_multiplier_is_exact_or_refused_with_the_nearest_that_are(
+    prices: list[int], milli: int
+) -> None:
     try:
         multiplied = multiplied_rates(prices, milli)
     except InvalidValue as refused:
-        below, above = (int(word) for word in refused.remedy.split("give ")[1].split(",")[0].split(" or "))
+        below, above = (
+            int(word) for word in refused.remedy.split(": use ")[1].split(",")[0].split(" or ")
+        )
         assert below < milli < above
         step = math.lcm(*(1000 // math.gcd(price, 1000) for price in prices))
         assert above - below == step
@@ -112,11 +166,17 @@ def test_a_multiplier_is_exact_or_refused_with_the_nearest_that_are(prices: list
         assert [price * 1000 for price in multiplied] == [price * milli for price in prices]
 
 
-def in_force(versions: list[ModelPrice], customer: Customer, tier: ServiceTier, at: object) -> ModelPrice | None:
-    """The model: read as the rule is told, one sentence after the other."""
+def in_force(
+    versions: list[ModelPrice], customer: Customer, tier: ServiceTier, at: object
+) -> ModelPrice | None:
+    """Return the price by the model, which follows the rule sentence by sentence."""
     for owner in (customer.organization_id, None):
         for each in dict.fromkeys((tier, INTERACTIVE)):
-            of_place = [v for v in versions if v.organization_id == owner and v.tier is each and v.effective_at <= at]  # type: ignore[operator]
+            of_place = [
+                v
+                for v in versions
+                if v.organization_id == owner and v.tier is each and v.effective_at <= at  # type: ignore[operator]
+            ]
             if of_place:
                 last = max(of_place, key=lambda version: version.effective_at)
                 if last.withdrawn:
@@ -131,8 +191,10 @@ def world(database_url: str) -> Iterator[HoldWorld]:
         yield world
 
 
-async def test_holds_and_lookups_agree_with_a_model_at_every_time(world: HoldWorld, database_url: str) -> None:
-    """Random lists, own prices, withdrawals and tiers; at random moments two customers are admitted in one batch."""
+async def test_holds_and_lookups_agree_with_a_model_at_every_time(
+    world: HoldWorld, database_url: str
+) -> None:
+    """Random lists, own prices, withdrawals and tiers at random times."""
     chance = random.Random(20)
     engine = create_engine(database_url)
     sessions = create_sessions(engine)
@@ -145,7 +207,9 @@ async def test_holds_and_lookups_agree_with_a_model_at_every_time(world: HoldWor
             try:
                 async with session.begin_nested():
                     if owner and chance.random() < 0.4:
-                        await withdraw_price(session, model=MODEL, organization=owner, effective_at=at, actor="test")
+                        await withdraw_price(
+                            session, model=MODEL, organization=owner, effective_at=at, actor="test"
+                        )
                     else:
                         values = rates(chance.randrange(1_000) * 2_000)
                         await set_price(
@@ -162,7 +226,9 @@ async def test_holds_and_lookups_agree_with_a_model_at_every_time(world: HoldWor
         versions = [
             version
             for customer in customers
-            for version in await price_history(session, model=MODEL, organization_id=customer.organization_id)
+            for version in await price_history(
+                session, model=MODEL, organization_id=customer.organization_id
+            )
         ]
     own_count = 0
     for minute in range(0, 60, 3):
@@ -174,8 +240,13 @@ async def test_holds_and_lookups_agree_with_a_model_at_every_time(world: HoldWor
             for (customer, tier), op, answer in zip(wanted, ops, answers, strict=True):
                 expected = in_force(versions, customer, tier, world.now)
                 assert expected is not None
-                found = await versions_in_force(session, model=MODEL, organization_id=customer.organization_id)
-                told = {each.tier: each.price for each in customer_prices(found, customer.organization_id)}
+                found = await versions_in_force(
+                    session, model=MODEL, organization_id=customer.organization_id
+                )
+                told = {
+                    each.tier: each.price
+                    for each in customer_prices(found, customer.organization_id)
+                }
                 assert isinstance(answer, Admitted)
                 assert answer.prices.version == expected.prices.version == told[tier].prices.version
                 held = world.one("SELECT price_version_id FROM holds WHERE id = %s", op.hold_id)
@@ -186,11 +257,13 @@ async def test_holds_and_lookups_agree_with_a_model_at_every_time(world: HoldWor
 
 
 def payer_of(customer: Customer) -> Payer:
-    """Its one key."""
+    """Return the payer with its only key."""
     return Payer(customer.organization_id, customer.key.project_id, customer.key.id, "USD")
 
 
-async def test_a_price_of_one_customer_alone_sells_to_nobody_else(sessions: Sessions, customer: Customer) -> None:
+async def test_a_customers_own_price_serves_no_other_customer(
+    sessions: Sessions, customer: Customer
+) -> None:
     async with sessions.begin() as session:
         other = await new_customer(session, "other")
         await set_price(session, model="demo", organization="acme", **rates(6_000), actor="test")
@@ -200,7 +273,7 @@ async def test_a_price_of_one_customer_alone_sells_to_nobody_else(sessions: Sess
         await paid(sessions, other)
 
 
-async def test_two_who_set_a_price_at_once_make_one(sessions: Sessions) -> None:
+async def test_concurrent_price_changes_make_one_version(sessions: Sessions) -> None:
     async with sessions() as session:
         at = (await session.scalars(select(func.now()))).one() + timedelta(hours=1)
 

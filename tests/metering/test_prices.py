@@ -9,27 +9,44 @@ from sqlalchemy import func, select
 
 from metering.core.audit import list_audit_entries
 from metering.core.errors import AlreadyExists, InvalidValue, NotFound, PriceMissing
-from metering.pricing.prices import ModelPrice, get_price, list_current_prices, price_in_force, set_price
+from metering.pricing.prices import (
+    ModelPrice,
+    get_price,
+    list_current_prices,
+    price_in_force,
+    set_price,
+)
 from metering.store.db import Sessions
 from tests.metering.books import Rates
 
 RATES = Rates(input_picos_per_token=3, cached_input_picos_per_token=2, output_picos_per_token=5)
 
 
-async def test_a_later_version_takes_over_at_its_time(sessions: Sessions, price: ModelPrice) -> None:
+async def test_a_later_version_takes_over_at_its_time(
+    sessions: Sessions, price: ModelPrice
+) -> None:
     async with sessions.begin() as session:
         now = (await session.scalars(select(func.now()))).one()
-        tomorrow = await set_price(session, model="demo", **RATES, effective_at=now + timedelta(days=1), actor="test")
+        tomorrow = await set_price(
+            session, model="demo", **RATES, effective_at=now + timedelta(days=1), actor="test"
+        )
         euros = await set_price(session, model="demo", currency_code="EUR", **RATES, actor="test")
     async with sessions() as session:
         today = await price_in_force(session, model="demo", currency_code="USD")
-        then = await price_in_force(session, model="demo", currency_code="USD", at=now + timedelta(days=1))
+        then = await price_in_force(
+            session, model="demo", currency_code="USD", at=now + timedelta(days=1)
+        )
         listed = await list_current_prices(session)
         by_number = await get_price(session, price.prices.version)
         entries = await list_audit_entries(session)
 
         with pytest.raises(PriceMissing):
-            await price_in_force(session, model="demo", currency_code="USD", at=price.effective_at - timedelta(seconds=1))
+            await price_in_force(
+                session,
+                model="demo",
+                currency_code="USD",
+                at=price.effective_at - timedelta(seconds=1),
+            )
         with pytest.raises(PriceMissing):
             await price_in_force(session, model="other", currency_code="USD")
         with pytest.raises(NotFound):
@@ -46,7 +63,13 @@ async def test_the_past_is_not_repriced(sessions: Sessions) -> None:
     async with sessions.begin() as session:
         now = (await session.scalars(select(func.now()))).one()
         with pytest.raises(InvalidValue, match="effective_time"):
-            await set_price(session, model="demo", **RATES, effective_at=now - timedelta(microseconds=1), actor="test")
+            await set_price(
+                session,
+                model="demo",
+                **RATES,
+                effective_at=now - timedelta(microseconds=1),
+                actor="test",
+            )
         await set_price(session, model="demo", **RATES, effective_at=now, actor="test")
         with pytest.raises(AlreadyExists):
             await set_price(session, model="demo", **RATES, effective_at=now, actor="test")
@@ -57,7 +80,10 @@ async def test_bad_values_are_named(sessions: Sessions) -> None:
         for value in (-1, 10**16):
             for bad, field in (
                 (Rates({**RATES, "input_picos_per_token": value}), "input_picos_per_token"),
-                (Rates({**RATES, "cached_input_picos_per_token": value}), "cached_input_picos_per_token"),
+                (
+                    Rates({**RATES, "cached_input_picos_per_token": value}),
+                    "cached_input_picos_per_token",
+                ),
                 (Rates({**RATES, "output_picos_per_token": value}), "output_picos_per_token"),
             ):
                 with pytest.raises(InvalidValue, match=field):

@@ -1,4 +1,4 @@
-"""What goes in one round trip is decided as it would be the long way, whatever has changed since the connection last looked."""
+"""Admissions in one round trip equal the full path after any change."""
 
 from __future__ import annotations
 
@@ -46,11 +46,13 @@ async def holds(world: HoldWorld) -> AsyncIterator[HoldConnection]:
 
 @pytest.fixture
 def long_ways(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The sizes of batches that went the long way."""
+    """Count the holds per batch that took the full path."""
     sizes: list[int] = []
     read_and_lock = reading.read_and_lock
 
-    async def counted(connection: object, hold_ids: object, admits: Sequence[Admit] = (), billed_ids: object = ()) -> object:
+    async def counted(
+        connection: object, hold_ids: object, admits: Sequence[Admit] = (), billed_ids: object = ()
+    ) -> object:
         sizes.append(len(admits))
         return await read_and_lock(connection, hold_ids, admits, billed_ids)  # type: ignore[arg-type]
 
@@ -64,7 +66,7 @@ async def one(holds: HoldConnection, op: Admit) -> HoldAnswer | Exception:
 
 
 def tenant(world: HoldWorld, name: str = "acme") -> tuple[Payer, dict[QuotaDimension, uuid.UUID]]:
-    """With a limit on each level."""
+    """Create a tenant with a limit at each level."""
     payer = world.tenant(name)
     levels = {
         QuotaDimension.CONCURRENT_REQUESTS: QuotaSubject.API_KEY,
@@ -72,7 +74,10 @@ def tenant(world: HoldWorld, name: str = "acme") -> tuple[Payer, dict[QuotaDimen
         QuotaDimension.TOKENS_PER_MONTH: QuotaSubject.ORGANIZATION,
     }
     room = {QuotaDimension.TOKENS_PER_MONTH: 30 * LIMIT}
-    return payer, {each: world.quota(payer, each, room.get(each, LIMIT), subject=level) for each, level in levels.items()}
+    return payer, {
+        each: world.quota(payer, each, room.get(each, LIMIT), subject=level)
+        for each, level in levels.items()
+    }
 
 
 async def test_the_second_admission_of_a_key_takes_the_quick_way_and_counts_the_same(
@@ -101,7 +106,7 @@ def revoke(world: HoldWorld, payer: Payer) -> None:
 
 
 def expire_key(world: HoldWorld, payer: Payer) -> None:
-    """It expires while the rest of the minute is still to come."""
+    """Let the key expire before the minute ends."""
     world.advance(1)
 
 
@@ -118,7 +123,7 @@ def fill_elsewhere(world: HoldWorld, payer: Payer) -> None:
 
 
 def end_raise(world: HoldWorld, payer: Payer) -> None:
-    """A raise of before had let more in."""
+    """End a raise; more was admitted under it."""
     world.advance(10)
 
 
@@ -132,17 +137,25 @@ CHANGES: list[tuple[Callable[[HoldWorld, Payer], None], type[Exception]]] = [
 ]
 
 
-@pytest.mark.parametrize(("change", "refusal"), CHANGES, ids=[change.__name__ for change, _ in CHANGES])
+@pytest.mark.parametrize(
+    ("change", "refusal"), CHANGES, ids=[change.__name__ for change, _ in CHANGES]
+)
 async def test_a_change_counts_for_the_very_next_admission(
-    world: HoldWorld, holds: HoldConnection, change: Callable[[HoldWorld, Payer], None], refusal: type[Exception]
+    world: HoldWorld,
+    holds: HoldConnection,
+    change: Callable[[HoldWorld, Payer], None],
+    refusal: type[Exception],
 ) -> None:
     payer, quotas = tenant(world)
     if change is expire_key:
-        world.execute("UPDATE api_keys SET expires_at = now() + interval '1 second' WHERE id = %s", payer.api_key_id)
+        world.execute(
+            "UPDATE api_keys SET expires_at = now() + interval '1 second' WHERE id = %s",
+            payer.api_key_id,
+        )
     if change is end_raise:
         world.execute(
-            "UPDATE quotas SET limit_value = 1, raised_limit_value = 50, raised_until = now() + interval '10 seconds', "
-            "raise_reason = 'test' WHERE id = %s",
+            "UPDATE quotas SET limit_value = 1, override_limit_value = 50, override_until = now() +"
+            " interval '10 seconds', override_reason = 'test' WHERE id = %s",
             quotas[QuotaDimension.CONCURRENT_REQUESTS],
         )
     for _ in range(3):
@@ -154,7 +167,9 @@ async def test_a_change_counts_for_the_very_next_admission(
     assert world.hold_count() == 3
 
 
-async def test_a_new_price_counts_for_the_very_next_admission(world: HoldWorld, holds: HoldConnection) -> None:
+async def test_a_new_price_counts_for_the_very_next_admission(
+    world: HoldWorld, holds: HoldConnection
+) -> None:
     payer, _ = tenant(world)
     for _ in range(2):
         await one(holds, admit(payer))
@@ -166,11 +181,14 @@ async def test_a_new_price_counts_for_the_very_next_admission(world: HoldWorld, 
     assert answer.prices.version == version
 
 
-async def test_a_price_that_was_set_for_later_counts_from_its_time_on(world: HoldWorld, holds: HoldConnection) -> None:
+async def test_a_price_that_was_set_for_later_counts_from_its_time_on(
+    world: HoldWorld, holds: HoldConnection
+) -> None:
     payer, _ = tenant(world)
     world.execute(
-        "INSERT INTO price_versions (model, currency_code, input_picos_per_token, cached_input_picos_per_token, "
-        "output_picos_per_token, effective_at) VALUES ('demo', 'USD', 5, 5, 5, now() + interval '2 seconds')"
+        "INSERT INTO price_versions (model, currency_code, input_picos_per_token,"
+        " cached_input_picos_per_token, output_picos_per_token, effective_at) VALUES ('demo',"
+        " 'USD', 5, 5, 5, now() + interval '2 seconds')"
     )
     for _ in range(2):
         before = await one(holds, admit(payer))
@@ -183,7 +201,9 @@ async def test_a_price_that_was_set_for_later_counts_from_its_time_on(world: Hol
     assert (before.prices.input_picos_per_token, after.prices.input_picos_per_token) == (3, 5)
 
 
-async def test_another_minute_counts_in_its_own_window(world: HoldWorld, holds: HoldConnection) -> None:
+async def test_another_minute_counts_in_its_own_window(
+    world: HoldWorld, holds: HoldConnection
+) -> None:
     payer, quotas = tenant(world)
     for _ in range(2):
         await one(holds, admit(payer))
@@ -196,7 +216,9 @@ async def test_another_minute_counts_in_its_own_window(world: HoldWorld, holds: 
     check_invariants(world.url)
 
 
-async def test_a_request_id_is_taken_once_also_within_one_batch(world: HoldWorld, holds: HoldConnection) -> None:
+async def test_a_request_id_is_taken_once_also_within_one_batch(
+    world: HoldWorld, holds: HoldConnection
+) -> None:
     payer, _ = tenant(world)
     op = admit(payer)
     await one(holds, op)
@@ -204,23 +226,31 @@ async def test_a_request_id_is_taken_once_also_within_one_batch(world: HoldWorld
     again = replace(op, hold_id=uuid.uuid4())
     other = replace(op, hold_id=uuid.uuid4(), payload_hash=op.payload_hash[:4] + b"x" * 28)
     twice = admit(payer)
-    answers = await holds.execute([again, other, twice, replace(twice, hold_id=uuid.uuid4()), admit(payer)])
+    answers = await holds.execute(
+        [again, other, twice, replace(twice, hold_id=uuid.uuid4()), admit(payer)]
+    )
 
-    assert [type(each) for each in answers] == [RequestInFlight, RequestIdReused, Admitted, RequestInFlight, Admitted]
+    assert [type(each) for each in answers] == [
+        RequestInFlight,
+        RequestIdReused,
+        Admitted,
+        RequestInFlight,
+        Admitted,
+    ]
     check_invariants(world.url)
 
 
-async def test_a_request_that_is_sent_again_while_it_is_settled_waits_for_nobody_and_keeps_nobody_waiting(
+async def test_a_request_repeated_during_its_settlement_neither_waits_nor_blocks(
     world: HoldWorld, holds: HoldConnection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else it had the counters and waited for the end of the settlement, which waits for the counters."""
+    """Otherwise it would hold the counters that the settlement waits for."""
     payer, _ = tenant(world)
     ops = [admit(payer) for _ in range(3)]
     ended, may_go_on = asyncio.Event(), asyncio.Event()
     exchange = vars(batch)["exchange"]
 
     async def paused(connection: Any, statements: Sequence[Any]) -> Any:
-        if statements[-1][0] == "COMMIT" and not ended.is_set():  # that of the settlement
+        if statements[-1][0] == "COMMIT" and not ended.is_set():  # the settlement's commit
             ended.set()
             await may_go_on.wait()
         return await exchange(connection, statements)
@@ -242,7 +272,7 @@ async def test_a_request_that_is_sent_again_while_it_is_settled_waits_for_nobody
     check_invariants(world.url)
 
 
-async def test_who_does_not_fit_is_refused_and_keeps_nobody_else_out(
+async def test_a_request_that_does_not_fit_is_refused_and_blocks_no_other(
     world: HoldWorld, holds: HoldConnection, long_ways: list[int]
 ) -> None:
     (full, _), (roomy, _) = tenant(world, "full"), tenant(world, "roomy")
@@ -258,22 +288,27 @@ async def test_who_does_not_fit_is_refused_and_keeps_nobody_else_out(
     check_invariants(world.url)
 
 
-async def test_a_change_that_is_committed_after_a_later_one_is_seen(world: HoldWorld, holds: HoldConnection) -> None:
-    """Transactions end in another order than they begin: what is asked for is what could not be seen, not what is newer."""
+async def test_a_change_that_is_committed_after_a_later_one_is_seen(
+    world: HoldWorld, holds: HoldConnection
+) -> None:
+    """The query asks for unseen rows, since commits may be out of order."""
     (first, _), (second, _) = tenant(world, "first"), tenant(world, "second")
     await holds.execute([admit(first), admit(second)])
     with psycopg.connect(psycopg_conninfo(world.url)) as slow:
         slow.execute("UPDATE quotas SET limit_value = 1 WHERE subject_id = %s", (first.api_key_id,))
         lower(world, second)
         assert isinstance(await one(holds, admit(second)), QuotaExceeded)
-        assert isinstance(await one(holds, admit(first)), Admitted)  # what is not committed does not count
+        # An uncommitted row does not count.
+        assert isinstance(await one(holds, admit(first)), Admitted)
         slow.commit()
 
     assert isinstance(await one(holds, admit(first)), QuotaExceeded)
 
 
-async def test_ends_of_a_hold_follow_weights_that_were_changed_while_it_ran(world: HoldWorld, holds: HoldConnection) -> None:
-    """As a recount leaves it: the counters were written anew by the new weights, with the holds under lock."""
+async def test_ends_of_a_hold_follow_weights_that_were_changed_while_it_ran(
+    world: HoldWorld, holds: HoldConnection
+) -> None:
+    """After a recount: counters rewritten with the new weights while the holds are locked."""
     payer, quotas = tenant(world)
     op = admit(payer)
     await one(holds, admit(payer))
@@ -287,11 +322,15 @@ async def test_ends_of_a_hold_follow_weights_that_were_changed_while_it_ran(worl
     assert world.counters(quota) == [(10 + 2 * 5, 10 + 2 * 20)]
 
 
-async def test_an_end_whose_counter_is_gone_takes_no_other_down_with_it(world: HoldWorld, holds: HoldConnection) -> None:
+async def test_an_end_whose_counter_is_gone_takes_no_other_down_with_it(
+    world: HoldWorld, holds: HoldConnection
+) -> None:
     (gone, quotas), (there, _) = tenant(world, "gone"), tenant(world, "there")
     ops = [admit(gone), admit(there)]
     await holds.execute(ops)
-    world.execute("DELETE FROM quota_counters WHERE quota_id = %s", quotas[QuotaDimension.REQUESTS_PER_MINUTE])
+    world.execute(
+        "DELETE FROM quota_counters WHERE quota_id = %s", quotas[QuotaDimension.REQUESTS_PER_MINUTE]
+    )
 
     answers = await holds.execute([Void(op.hold_id) for op in ops])
 
@@ -299,8 +338,10 @@ async def test_an_end_whose_counter_is_gone_takes_no_other_down_with_it(world: H
     assert world.hold_count("voided") == 1
 
 
-async def test_after_a_long_silence_everything_is_read_again(world: HoldWorld, holds: HoldConnection, long_ways: list[int]) -> None:
-    """Rows of changes are not kept for ever."""
+async def test_after_a_long_silence_everything_is_read_again(
+    world: HoldWorld, holds: HoldConnection, long_ways: list[int]
+) -> None:
+    """Rows of changes are deleted after a while."""
     payer, _ = tenant(world)
     await holds.execute([admit(payer)])
     assert holds._connection is not None
@@ -314,23 +355,25 @@ async def test_after_a_long_silence_everything_is_read_again(world: HoldWorld, h
     assert long_ways == [1, 1]
 
 
-async def test_what_a_renewal_does_not_know_of_is_voided_however_it_was_admitted(world: HoldWorld) -> None:
+async def test_a_renewal_voids_holds_that_it_does_not_name(
+    world: HoldWorld,
+) -> None:
     payer, quotas = tenant(world)
-    owner_id = uuid.uuid4()
-    async with HoldConnection(world.url, owner_id) as holds:
+    process_id = uuid.uuid4()
+    async with HoldConnection(world.url, process_id) as holds:
         await holds.execute([admit(payer)])
         await holds.execute([admit(payer), admit(payer)])
-        await holds.execute([Renew(owner_id, frozenset())])
+        await holds.execute([Renew(process_id, frozenset())])
 
     assert world.hold_count("voided") == 3
     assert world.counters(quotas[QuotaDimension.REQUESTS_PER_MINUTE]) == [(0, 0)]
     check_invariants(world.url, all_ended=True)
 
 
-async def test_a_counter_that_nothing_was_charged_to_keeps_nobody_else_from_the_quick_way(
+async def test_an_uncharged_counter_keeps_no_other_key_from_the_quick_path(
     world: HoldWorld, holds: HoldConnection, long_ways: list[int]
 ) -> None:
-    """What costs nothing leaves no row in a quota on money, so there is none to move."""
+    """A free request leaves no row in a quota on money."""
     world.set_price(0, 0, 0)
     free, other = world.tenant("free"), world.tenant("other")
     world.quota(free, QuotaDimension.COST_PICOS_PER_MONTH, 1000)
@@ -345,10 +388,10 @@ async def test_a_counter_that_nothing_was_charged_to_keeps_nobody_else_from_the_
     check_invariants(world.url)
 
 
-async def test_an_error_that_nobody_foresaw_gives_each_admission_its_own_hold(
+async def test_an_unexpected_error_gives_each_admission_its_own_hold(
     world: HoldWorld, holds: HoldConnection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The quick way is one for all: tried again for a single one, it would answer with the hold of another."""
+    """A repeated quick batch would answer with the hold of another request."""
     (first, _), (second, _) = tenant(world, "first"), tenant(world, "second")
     await holds.execute([admit(first), admit(second)])
     failures = [psycopg.errors.InternalError_("tuple concurrently updated")] * 2
@@ -364,12 +407,16 @@ async def test_an_error_that_nobody_foresaw_gives_each_admission_its_own_hold(
     ops = [admit(first), admit(second), admit(first)]
     answers = await holds.execute(ops)
 
-    assert [each.hold_id for each in answers if isinstance(each, Admitted)] == [op.hold_id for op in ops]
+    assert [each.hold_id for each in answers if isinstance(each, Admitted)] == [
+        op.hold_id for op in ops
+    ]
     assert world.hold_count() == 5
     check_invariants(world.url)
 
 
-async def test_keys_that_were_revoked_are_forgotten(world: HoldWorld, holds: HoldConnection) -> None:
+async def test_keys_that_were_revoked_are_forgotten(
+    world: HoldWorld, holds: HoldConnection
+) -> None:
     payer, _ = tenant(world)
     for _ in range(3):
         key = dataclasses.replace(payer, api_key_id=world.key(payer.project_id))
@@ -386,16 +433,27 @@ async def test_keys_that_were_revoked_are_forgotten(world: HoldWorld, holds: Hol
 @given(
     dimension=st.sampled_from(QuotaDimension),
     weights=st.builds(Weights, st.integers(0, 3000), st.integers(0, 3000), st.integers(0, 3000)),
-    prices=st.builds(TokenPrices, st.just(1), st.just("USD"), st.integers(0, 9), st.integers(0, 9), st.integers(0, 9)),
+    prices=st.builds(
+        TokenPrices,
+        st.just(1),
+        st.just("USD"),
+        st.integers(0, 9),
+        st.integers(0, 9),
+        st.integers(0, 9),
+    ),
     tokens=st.tuples(st.integers(0, 5000), st.integers(0, 5000)),
 )
 def test_a_rule_weighs_a_new_claim_as_the_long_way_does(
     dimension: QuotaDimension, weights: Weights, prices: TokenPrices, tokens: tuple[int, int]
 ) -> None:
-    rule = QuotaRule(uuid.uuid4(), QuotaSubject.API_KEY, uuid.uuid4(), "", dimension, 2**62, weights)
+    rule = QuotaRule(
+        uuid.uuid4(), QuotaSubject.API_KEY, uuid.uuid4(), "", dimension, 2**62, weights
+    )
     claim = Claim(prices, tokens[0], 0, tokens[1], 0, NO_WINDOW, NO_WINDOW)
     row = Counter(0, 0)
 
-    assert quotas.charge_whole(Counters(NO_WINDOW, {rule.key(NO_WINDOW): row}), [rule], money_scale(prices), *tokens)
+    assert quotas.charge_whole(
+        Counters(NO_WINDOW, {rule.key(NO_WINDOW): row}), [rule], money_scale(prices), *tokens
+    )
 
     assert row.used + row.held == quotas.demand(rule, claim)

@@ -1,4 +1,4 @@
-"""A settlement whose hold is not read is the one that it would be if it were, whatever has become of the hold meanwhile."""
+"""A settlement without reading the hold equals one that reads it."""
 
 from __future__ import annotations
 
@@ -47,11 +47,13 @@ async def holds(world: HoldWorld) -> AsyncIterator[HoldConnection]:
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many holds each batch read that went the long way."""
+    """Count the holds that each batch on the full path read."""
     counts: list[int] = []
     read_and_lock = reading.read_and_lock
 
-    async def counted(connection: Any, hold_ids: Any, admits: Sequence[Admit] = (), billed_ids: Any = ()) -> object:
+    async def counted(
+        connection: Any, hold_ids: Any, admits: Sequence[Admit] = (), billed_ids: Any = ()
+    ) -> object:
         counts.append(len(hold_ids))
         return await read_and_lock(connection, hold_ids, admits, billed_ids)
 
@@ -60,7 +62,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def tenant(world: HoldWorld, name: str = "acme") -> tuple[Payer, dict[QuotaDimension, uuid.UUID]]:
-    """With a limit on each level, and one that counts in thousandths."""
+    """Create a tenant with a limit at each level, and one that counts in thousandths."""
     payer = world.tenant(name)
     levels = {
         QuotaDimension.CONCURRENT_REQUESTS: QuotaSubject.API_KEY,
@@ -69,9 +71,12 @@ def tenant(world: HoldWorld, name: str = "acme") -> tuple[Payer, dict[QuotaDimen
         QuotaDimension.TOKENS_PER_MONTH: QuotaSubject.ORGANIZATION,
         QuotaDimension.COST_PICOS_PER_MONTH: QuotaSubject.ORGANIZATION,
     }
-    quota_ids = {each: world.quota(payer, each, LIMIT, subject=level) for each, level in levels.items()}
+    quota_ids = {
+        each: world.quota(payer, each, LIMIT, subject=level) for each, level in levels.items()
+    }
     world.execute(
-        "UPDATE quotas SET cached_input_weight_milli = 333, output_weight_milli = 1500 WHERE id = %s",
+        "UPDATE quotas SET cached_input_weight_milli = 333, output_weight_milli = 1500 WHERE id"
+        " = %s",
         quota_ids[QuotaDimension.TOKENS_PER_MONTH],
     )
     return payer, quota_ids
@@ -86,12 +91,21 @@ async def test_settlements_of_own_holds_read_none_of_them_and_leave_what_the_lon
     world: HoldWorld, holds: HoldConnection, read: list[int]
 ) -> None:
     (quick, quick_quotas), (slow, slow_quotas) = tenant(world, "quick"), tenant(world, "slow")
-    taken = [[admit(payer), admit(payer, input_tokens=7), admit(payer, embedding=True)] for payer in (quick, slow)]
+    taken = [
+        [admit(payer), admit(payer, input_tokens=7), admit(payer, embedding=True)]
+        for payer in (quick, slow)
+    ]
 
     def ends(ops: Sequence[Admit]) -> list[Settle]:
         first, second, embedded = ops
-        done = Settle(first.hold_id, 10, 4, 21, 20, Outcome.LENGTH, {"queued": 0.5}, migration_count=2)
-        return [done, settle(second.hold_id, 3, input_tokens=7), settle(embedded.hold_id, 0, cached_tokens=2)]
+        done = Settle(
+            first.hold_id, 10, 4, 21, 20, Outcome.LENGTH, {"queued": 0.5}, migration_count=2
+        )
+        return [
+            done,
+            settle(second.hold_id, 3, input_tokens=7),
+            settle(embedded.hold_id, 0, cached_tokens=2),
+        ]
 
     for ops in taken:
         await holds.execute(ops)
@@ -103,17 +117,25 @@ async def test_settlements_of_own_holds_read_none_of_them_and_leave_what_the_lon
     assert read == [3]
     assert all(isinstance(answer, Settled) and len(answer.receipts) == 1 for answer in unread)
     assert [without_id(answer) for answer in unread] == [without_id(answer) for answer in answers]
-    assert [world.counters(each) for each in quick_quotas.values()] == [world.counters(each) for each in slow_quotas.values()]
-    columns = "part, outcome, input_token_count, cached_input_token_count, generated_token_count, billed_token_count, timings::text"
+    assert [world.counters(each) for each in quick_quotas.values()] == [
+        world.counters(each) for each in slow_quotas.values()
+    ]
+    columns = (
+        "part, outcome, input_token_count, cached_input_token_count, generated_token_count,"
+        " billed_token_count, timings::text"
+    )
     rows = [
-        world.rows(f"SELECT {columns}, recovered, migration_count FROM usage_events WHERE project_id = %s", p.project_id)
+        world.rows(
+            f"SELECT {columns}, recovered, migration_count FROM usage_events WHERE project_id = %s",
+            p.project_id,
+        )
         for p in (quick, slow)
     ]
     assert sorted(rows[0]) == sorted(rows[1])
     check_invariants(world.url, all_ended=True)
 
 
-async def test_what_was_extended_over_a_minute_is_settled_unread_too(
+async def test_holds_extended_over_a_minute_are_settled_unread(
     world: HoldWorld, holds: HoldConnection, read: list[int]
 ) -> None:
     payer, quota_ids = tenant(world)
@@ -132,11 +154,13 @@ async def test_what_was_extended_over_a_minute_is_settled_unread_too(
     check_invariants(world.url, all_ended=True)
 
 
-async def test_a_store_settles_unread_on_one_connection_what_it_has_taken_on_the_other(world: HoldWorld, read: list[int]) -> None:
+async def test_a_store_settles_unread_on_one_connection_what_it_has_taken_on_the_other(
+    world: HoldWorld, read: list[int]
+) -> None:
     payer, _ = tenant(world)
     ops = [admit(payer) for _ in range(3)]
     async with running_stores(world.url) as [store]:
-        await until_idle(store, payer)  # both connections are there
+        await until_idle(store, payer)  # both connections are open
         read.clear()
 
         for op in ops:
@@ -161,14 +185,17 @@ async def settled(world: HoldWorld, op: Admit, payer: Payer) -> None:
 
 
 async def extended(world: HoldWorld, op: Admit, payer: Payer) -> None:
-    """By no more than room: nothing was delivered since, so nothing is posted."""
+    """Extend by room only: nothing was delivered since, so nothing is posted."""
     await world.run(Extend(op.hold_id, 10, 0, 20))
 
 
 async def charged_to_one_more_quota(world: HoldWorld, op: Admit, payer: Payer) -> None:
-    """Set while the hold runs: it is charged to that from then on."""
+    """Set a limit while the hold runs: the hold is charged to it from then on."""
     quota_id = world.quota(payer, QuotaDimension.TOKENS_PER_DAY, LIMIT)
-    world.execute("INSERT INTO audit_log (actor, action, subject_id) VALUES ('test', 'quota.set', %s)", str(quota_id))
+    world.execute(
+        "INSERT INTO audit_log (actor, action, subject_id) VALUES ('test', 'quota.set', %s)",
+        str(quota_id),
+    )
     await recounted(world, quota_id, payer)
 
 
@@ -195,11 +222,13 @@ CHANGES: list[tuple[Change, list[int]]] = [
     (settled, [1]),
     (extended, [1]),
     (charged_to_one_more_quota, [1]),
-    (weighed_anew, [1]),  # the rules that its end goes by are those of the moment
+    (weighed_anew, [1]),  # it ends by the current rules
 ]
 
 
-@pytest.mark.parametrize(("change", "long"), CHANGES, ids=[change.__name__ for change, _ in CHANGES])
+@pytest.mark.parametrize(
+    ("change", "long"), CHANGES, ids=[change.__name__ for change, _ in CHANGES]
+)
 async def test_a_hold_that_has_changed_meanwhile_is_settled_as_it_is(
     world: HoldWorld, holds: HoldConnection, read: list[int], change: Change, long: list[int]
 ) -> None:
@@ -207,7 +236,7 @@ async def test_a_hold_that_has_changed_meanwhile_is_settled_as_it_is(
     before, op, other = admit(payer), admit(payer), admit(payer)
     await holds.execute([before, op, other])
     await holds.execute([Extend(op.hold_id, 10, 0, 5)])
-    await holds.execute([settle(before.hold_id, 1)])  # now its rules are known
+    await holds.execute([settle(before.hold_id, 1)])  # its rules are cached now
     await change(world, op, payer)
     read.clear()
 
@@ -223,7 +252,7 @@ async def test_a_hold_that_has_changed_meanwhile_is_settled_as_it_is(
 async def test_a_hold_that_has_ended_is_not_ended_again_even_if_no_trigger_refuses_that(
     world: HoldWorld, holds: HoldConnection, read: list[int], change: Change
 ) -> None:
-    """Counters would not refuse it either: another hold claims enough of them."""
+    """The counters accept it, since another hold keeps enough in them."""
     payer, _ = tenant(world)
     op, other = admit(payer), admit(payer)
     await holds.execute([op, other])
@@ -266,12 +295,16 @@ async def test_a_counter_that_is_gone_is_made_again_by_the_long_way(
     payer, quota_ids = tenant(world)
     op = admit(payer)
     await holds.execute([op])
-    world.execute("DELETE FROM quota_counters WHERE quota_id = %s", quota_ids[QuotaDimension.TOKENS_PER_MINUTE])
+    world.execute(
+        "DELETE FROM quota_counters WHERE quota_id = %s",
+        quota_ids[QuotaDimension.TOKENS_PER_MINUTE],
+    )
     read.clear()
 
     [answer] = await holds.execute([settle(op.hold_id, 5)])
 
-    assert not isinstance(answer, Settled)  # nothing was held there that could be given back: somebody has tampered
+    # Nothing was held there that could be released: the rows were tampered with.
+    assert not isinstance(answer, Settled)
     assert read == [1, 1]
     assert world.hold_count() == 1
 
@@ -281,11 +314,18 @@ async def test_nothing_is_remembered_of_holds_that_have_ended_or_that_no_request
 ) -> None:
     payer, _ = tenant(world)
     standing_id = uuid.uuid4()
-    ops = [admit(payer), admit(payer), admit(payer), admit(payer, hold_id=standing_id, request_id=standing_id)]
+    ops = [
+        admit(payer),
+        admit(payer),
+        admit(payer),
+        admit(payer, hold_id=standing_id, request_id=standing_id),
+    ]
     await holds.execute(ops)
     assert len(holds._own) == 3
 
-    await holds.execute([settle(ops[0].hold_id, 1), Void(ops[1].hold_id), settle(ops[2].hold_id, 999)])
+    await holds.execute(
+        [settle(ops[0].hold_id, 1), Void(ops[1].hold_id), settle(ops[2].hold_id, 999)]
+    )
 
     assert len(holds._own) == 0
 
@@ -293,7 +333,7 @@ async def test_nothing_is_remembered_of_holds_that_have_ended_or_that_no_request
 async def test_a_quota_that_is_set_while_a_late_settlement_is_written_counts_what_that_leaves(
     world: HoldWorld, holds: HoldConnection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its hold has expired, so nobody who looks for live holds waits for it."""
+    """Its hold has expired, so queries of live holds do not wait for it."""
     payer, _ = tenant(world)
     op = admit(payer)
     await holds.execute([op])
@@ -317,17 +357,19 @@ async def test_a_quota_that_is_set_while_a_late_settlement_is_written_counts_wha
     await setting
 
     assert isinstance(answer, Settled)
-    assert world.counters(world.one("SELECT id FROM quotas WHERE dimension = 'tokens_per_day'")) == [(25, 0)]
+    assert world.counters(
+        world.one("SELECT id FROM quotas WHERE dimension = 'tokens_per_day'")
+    ) == [(25, 0)]
     check_invariants(world.url, all_ended=True)
 
 
 async def until_somebody_waits_or(world: HoldWorld, task: asyncio.Task[None]) -> None:
-    """For the lock that whoever sets a quota holds alone; or until the task is done, which has not waited then."""
+    """Wait for a transaction that sets a quota, or for the end of the task."""
     waiting = """
         SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted
         AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
     """
-    while not task.done() and not world.one(waiting):  # noqa: ASYNC110  # the server tells nobody
+    while not task.done() and not world.one(waiting):  # noqa: ASYNC110  # no notification
         await asyncio.sleep(0.01)
 
 
@@ -337,19 +379,24 @@ tokens = st.integers(0, 3000)
 
 @st.composite
 def ends(draw: st.DrawFn) -> tuple[tuple[bool, int, int, int, int, datetime], tuple[int, int, int]]:
-    """A hold (embedding, input, cached, leased, posted tokens, charged at) and how it ends (input, cached, delivered)."""
+    """Draw a hold and how it ends."""
     sent, leased = draw(tokens), draw(tokens)
     cached, delivered = draw(st.integers(0, sent)), draw(st.integers(0, leased))
     posted = draw(st.just(0) | st.integers(sent, sent + delivered))
     charged_at = NOON + timedelta(minutes=draw(st.integers(0, 1)))
     known = draw(st.integers(0, sent))
-    return (draw(st.booleans()), sent, cached, leased, posted, charged_at), (draw(st.just(sent) | st.just(0)), known, delivered)
+    return (draw(st.booleans()), sent, cached, leased, posted, charged_at), (
+        draw(st.just(sent) | st.just(0)),
+        known,
+        delivered,
+    )
 
 
 @given(
     rules=st.lists(
         st.tuples(
-            st.sampled_from(QuotaDimension), st.builds(Weights, st.integers(0, 3000), st.integers(0, 3000), st.integers(0, 3000))
+            st.sampled_from(QuotaDimension),
+            st.builds(Weights, st.integers(0, 3000), st.integers(0, 3000), st.integers(0, 3000)),
         ),
         min_size=1,
         max_size=5,
@@ -357,15 +404,25 @@ def ends(draw: st.DrawFn) -> tuple[tuple[bool, int, int, int, int, datetime], tu
     prices=st.builds(TokenPrices, st.just(1), st.just("USD"), *[st.integers(0, 9)] * 4),
     all_ends=st.lists(ends(), min_size=1, max_size=8),
 )
-def test_what_ends_give_back_together_is_what_each_gives_back_the_long_way(
+def test_ends_in_one_statement_release_what_the_full_path_releases(
     rules: list[tuple[QuotaDimension, Weights]], prices: TokenPrices, all_ends: list[Any]
 ) -> None:
-    charged = [QuotaRule(uuid.uuid4(), QuotaSubject.API_KEY, uuid.uuid4(), "", each, LIMIT, weights) for each, weights in rules]
+    charged = [
+        QuotaRule(uuid.uuid4(), QuotaSubject.API_KEY, uuid.uuid4(), "", each, LIMIT, weights)
+        for each, weights in rules
+    ]
     numbers = tuple(rule.number for rule in charged)
-    terms = {embedding: HoldTerms(bytes(48), "m", embedding, prices, numbers) for embedding in (False, True)}
+    terms = {
+        embedding: HoldTerms(bytes(48), "m", embedding, prices, numbers)
+        for embedding in (False, True)
+    }
     counters = Counters(NOON, guessed=True)
     decisions = Decisions(BatchReads(NOON), Counters(NOON, guessed=True))
-    for (embedding, sent, cached, leased, posted, charged_at), (billed, known, delivered) in all_ends:
+    for (embedding, sent, cached, leased, posted, charged_at), (
+        billed,
+        known,
+        delivered,
+    ) in all_ends:
         hold = Hold(
             uuid.uuid4(),
             uuid.uuid4(),

@@ -1,4 +1,4 @@
-"""Extensions of own holds in one round trip: as exact as the long way, which takes over where something is not as was thought."""
+"""Extensions in one round trip are exact; the full path handles exceptions."""
 
 from __future__ import annotations
 
@@ -21,14 +21,21 @@ from metering.quotas.quota_rules import Payer
 from metering.quotas.quotas import QuotaExceeded
 from tests.metering.hold_world import HoldWorld, admit, settle
 from tests.metering.invariants import check_invariants
-from tests.metering.test_quick_ends import Change, charged_to_one_more_quota, expired, extended, settled, weighed_anew
+from tests.metering.test_quick_ends import (
+    Change,
+    charged_to_one_more_quota,
+    expired,
+    extended,
+    settled,
+    weighed_anew,
+)
 
 LIMIT = 1_000_000
 
 
 @pytest.fixture
 def world(database_url: str) -> Iterator[HoldWorld]:
-    """Shortly before a year ends, so that a minute, a day and a month end within a test."""
+    """Set the clock shortly before a year's end, so that a minute, a day and a month end within."""
     with HoldWorld(database_url, now=datetime(2027, 12, 31, 23, 58, 30, tzinfo=UTC)) as world:
         yield world
 
@@ -41,11 +48,13 @@ async def holds(world: HoldWorld) -> AsyncIterator[HoldConnection]:
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many holds each batch read that went the long way."""
+    """Count the holds that each batch on the full path read."""
     counts: list[int] = []
     read_and_lock = reading.read_and_lock
 
-    async def counted(connection: Any, hold_ids: Any, admits: Sequence[Admit] = (), billed_ids: Any = ()) -> object:
+    async def counted(
+        connection: Any, hold_ids: Any, admits: Sequence[Admit] = (), billed_ids: Any = ()
+    ) -> object:
         counts.append(len(hold_ids))
         return await read_and_lock(connection, hold_ids, admits, billed_ids)
 
@@ -54,9 +63,13 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def tenant(world: HoldWorld, name: str, limit: int = LIMIT) -> Payer:
-    """Limits of every kind; one counts thousandths, one only watches, one is raised for a minute and a half."""
+    """Return a tenant with limits of every kind."""
     payer = world.tenant(name)
-    key, project, organization = QuotaSubject.API_KEY, QuotaSubject.PROJECT, QuotaSubject.ORGANIZATION
+    key, project, organization = (
+        QuotaSubject.API_KEY,
+        QuotaSubject.PROJECT,
+        QuotaSubject.ORGANIZATION,
+    )
     world.quota(payer, QuotaDimension.CONCURRENT_REQUESTS, LIMIT, subject=key)
     world.quota(payer, QuotaDimension.REQUESTS_PER_MINUTE, LIMIT, subject=project)
     world.quota(payer, QuotaDimension.OUTPUT_TOKENS_PER_MINUTE, limit, subject=key)
@@ -66,11 +79,13 @@ def tenant(world: HoldWorld, name: str, limit: int = LIMIT) -> Payer:
     world.quota(payer, QuotaDimension.COST_PICOS_PER_MONTH, limit * 12, subject=organization)
     world.execute("UPDATE quotas SET enforced = false WHERE id = %s", watching)
     world.execute(
-        "UPDATE quotas SET input_weight_milli = 1001, cached_input_weight_milli = 333, output_weight_milli = 1500 WHERE id = %s",
+        "UPDATE quotas SET input_weight_milli = 1001, cached_input_weight_milli = 333,"
+        " output_weight_milli = 1500 WHERE id = %s",
         weighted,
     )
     world.execute(
-        "UPDATE quotas SET raised_limit_value = limit_value * 3, raised_until = %s, raise_reason = 'load' WHERE id = %s",
+        "UPDATE quotas SET override_limit_value = limit_value * 3, override_until = %s,"
+        " override_reason = 'load' WHERE id = %s",
         world.now + timedelta(seconds=90),
         raised,
     )
@@ -78,21 +93,25 @@ def tenant(world: HoldWorld, name: str, limit: int = LIMIT) -> Payer:
 
 
 def state(world: HoldWorld, payer: Payer) -> tuple[list[Any], list[Any]]:
-    """All that the holds and counters of a tenant say, but for their ids."""
-    columns = """input_token_count, cached_input_token_count, leased_token_count, delivered_token_count, posted_token_count,
-        posted_cost_picos, posted_minutes, charged_at, expires_at, cardinality(quota_ids)"""
+    """Return all values of a tenant's holds and counters except ids."""
+    columns = """input_token_count, cached_input_token_count, leased_token_count,
+        delivered_token_count, posted_token_count, posted_cost_picos, posted_minutes, charged_at,
+        expires_at, cardinality(quota_ids)"""
     return (
-        world.rows(f"SELECT state, {columns} FROM holds WHERE project_id = %s ORDER BY id", payer.project_id),
         world.rows(
-            "SELECT q.dimension, c.window_start, c.used, c.held FROM quota_counters c JOIN quotas q ON q.id = c.quota_id "
-            "WHERE q.subject_id = ANY(%s) ORDER BY 1, 2",
+            f"SELECT state, {columns} FROM holds WHERE project_id = %s ORDER BY id",
+            payer.project_id,
+        ),
+        world.rows(
+            "SELECT q.dimension, c.window_start, c.used, c.held FROM quota_counters c JOIN quotas q"
+            " ON q.id = c.quota_id WHERE q.subject_id = ANY(%s) ORDER BY 1, 2",
             [*payer.subject_ids],
         ),
     )
 
 
 def told(answer: HoldAnswer | Exception) -> object:
-    """What can be compared of an answer."""
+    """Return the comparable part of an answer."""
     match answer:
         case Admitted() | Extended():
             return answer.leased_token_count
@@ -104,7 +123,7 @@ def told(answer: HoldAnswer | Exception) -> object:
 
 
 class Twins:
-    """The same requests of two tenants: one extends by what it remembers, the other the long way."""
+    """Equal requests of two tenants: one extends from its cache, the other on the full path."""
 
     def __init__(self, world: HoldWorld, holds: HoldConnection) -> None:
         self.world, self.holds = world, holds
@@ -113,39 +132,56 @@ class Twins:
 
     @staticmethod
     def ids(number: int) -> tuple[uuid.UUID, uuid.UUID]:
-        """Of both, in the order in which they were taken."""
+        """Return the ids of both, in the order in which they were taken."""
         return uuid.UUID(int=number + 2**64), uuid.UUID(int=number + 2**65)
 
-    async def do(self, number: int, make: Callable[[Payer, uuid.UUID], Admit | Extend | Settle]) -> HoldAnswer | Exception:
-        """One operation for each, which must come to the same."""
-        quick, slow = (make(payer, hold_id) for payer, hold_id in zip(self.payers, self.ids(number), strict=True))
+    async def do(
+        self, number: int, make: Callable[[Payer, uuid.UUID], Admit | Extend | Settle]
+    ) -> HoldAnswer | Exception:
+        """Run one operation for each, and compare the results."""
+        quick, slow = (
+            make(payer, hold_id)
+            for payer, hold_id in zip(self.payers, self.ids(number), strict=True)
+        )
         [answer] = await self.holds.execute([quick])
         [expected] = await self.world.run(slow)
         assert told(answer) == told(expected)
         assert state(self.world, self.payers[0]) == state(self.world, self.payers[1])
         if isinstance(answer, Admitted | Extended):
-            self.live[number] = answer.leased_token_count, 0 if isinstance(quick, Admit) else quick.delivered_token_count
+            self.live[number] = (
+                answer.leased_token_count,
+                0 if isinstance(quick, Admit) else quick.delivered_token_count,
+            )
         elif isinstance(answer, Settled):
             del self.live[number]
         return answer
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
-async def test_whatever_is_extended_when_leaves_what_the_long_way_leaves(
+async def test_any_extension_has_the_same_effect_as_on_the_full_path(
     world: HoldWorld, holds: HoldConnection, read: list[int], seed: int
 ) -> None:
     chance, twins = random.Random(seed), Twins(world, holds)
-    read_counts: Counter[int] = Counter()  # of extensions, by both
+    read_counts: Counter[int] = Counter()  # of extensions, by both tenants
     refused_count = 0
     for number in range(60):
         if len(twins.live) < 3:
             leased = chance.randint(1, 60)
-            await twins.do(number, lambda *who: admit(who[0], hold_id=who[1], input_tokens=number + 1, slice_tokens=leased))  # noqa: B023
+            await twins.do(
+                number,
+                lambda *who, number=number, leased=leased: admit(
+                    who[0], hold_id=who[1], input_tokens=number + 1, slice_tokens=leased
+                ),
+            )
         if not twins.live:
             world.advance(61)
             continue
         extended, (leased, delivered) = chance.choice([*twins.live.items()])
-        done, cached, wanted = chance.randint(delivered, leased), chance.choice((0, 0, 1)), chance.choice((1, 20, 60, 200))
+        done, cached, wanted = (
+            chance.randint(delivered, leased),
+            chance.choice((0, 0, 1)),
+            chance.choice((1, 20, 60, 200)),
+        )
         read.clear()
         answer = await twins.do(extended, lambda *who: Extend(who[1], done, cached, wanted))  # noqa: B023
         read_counts[len(read)] += 1
@@ -158,12 +194,14 @@ async def test_whatever_is_extended_when_leaves_what_the_long_way_leaves(
     assert set(read_counts) == {1, 2}
     assert read_counts[1] >= 15, "most of it has been the long way"
     assert refused_count
-    raised = world.rows("SELECT id FROM quotas WHERE raised_until IS NOT NULL")
+    raised = world.rows("SELECT id FROM quotas WHERE override_until IS NOT NULL")
     check_invariants(world.url, over=[row[0] for row in raised])
 
 
 @pytest.mark.parametrize(
-    "change", [expired, settled, extended, charged_to_one_more_quota, weighed_anew], ids=lambda each: each.__name__
+    "change",
+    [expired, settled, extended, charged_to_one_more_quota, weighed_anew],
+    ids=lambda each: each.__name__,
 )
 async def test_a_hold_that_has_changed_meanwhile_is_extended_as_it_is(
     world: HoldWorld, holds: HoldConnection, read: list[int], change: Change
@@ -172,17 +210,22 @@ async def test_a_hold_that_has_changed_meanwhile_is_extended_as_it_is(
     op, other = admit(payer), admit(payer)
     await holds.execute([op, other])
     await holds.execute([Extend(op.hold_id, 10, 0, 5), Extend(other.hold_id, 10, 0, 5)])
-    world.execute("ALTER TABLE holds DISABLE TRIGGER holds_end_once")  # it would refuse what the statement lets pass
+    # It would refuse the statement's change.
+    world.execute("ALTER TABLE holds DISABLE TRIGGER holds_end_once")
     await change(world, op, payer)
     if change is expired:
-        world.advance(-61)  # the minute is what it was: only the hold itself tells
+        world.advance(-61)  # the minute is the same again: only the hold itself differs
     read.clear()
 
     [answer] = await holds.execute([Extend(op.hold_id, 20, 0, 5)])
     [again] = await holds.execute([Extend(other.hold_id, 20, 0, 5)])
 
     assert len(read) >= 1
-    assert isinstance(answer, HoldEnded) if change in (expired, settled) else isinstance(answer, Extended), answer
+    assert (
+        isinstance(answer, HoldEnded)
+        if change in (expired, settled)
+        else isinstance(answer, Extended)
+    ), answer
     assert again == Extended(30)
     assert not isinstance(answer, Extended) or answer == Extended(50 if change is extended else 30)
     world.execute("ALTER TABLE holds ENABLE TRIGGER holds_end_once")
@@ -209,7 +252,7 @@ async def test_extensions_of_one_batch_add_up_and_the_one_beyond_the_limit_gets_
     check_invariants(world.url)
 
 
-async def test_room_that_somebody_else_has_taken_meanwhile_is_not_given_twice(
+async def test_room_taken_by_another_request_is_not_given_twice(
     world: HoldWorld, holds: HoldConnection, read: list[int]
 ) -> None:
     payer = world.tenant()
@@ -239,18 +282,36 @@ async def test_an_end_and_extensions_of_one_batch_are_each_done_once_in_their_or
     first, second, third = (op.hold_id for op in ops)
 
     answers = await holds.execute(
-        [Extend(first, 9, 0, 5), settle(second, 6), Extend(second, 6, 0, 5), Extend(first, 12, 0, 5), Extend(third, 25, 0, 7)]
+        [
+            Extend(first, 9, 0, 5),
+            settle(second, 6),
+            Extend(second, 6, 0, 5),
+            Extend(first, 12, 0, 5),
+            Extend(third, 25, 0, 7),
+        ]
     )
 
-    assert [type(answer) for answer in answers] == [Extended, Settled, HoldEnded, Extended, Extended]
-    assert [answer.leased_token_count for answer in answers if isinstance(answer, Extended)] == [30, 35, 32]
+    assert [type(answer) for answer in answers] == [
+        Extended,
+        Settled,
+        HoldEnded,
+        Extended,
+        Extended,
+    ]
+    assert [answer.leased_token_count for answer in answers if isinstance(answer, Extended)] == [
+        30,
+        35,
+        32,
+    ]
     assert read == [2]
     check_invariants(world.url)
 
 
 @pytest.mark.parametrize("wanted", [0, -1])
-async def test_a_lease_does_not_grow_by_nothing(world: HoldWorld, holds: HoldConnection, wanted: int) -> None:
-    """It would post what was delivered and leave no trace in the lease, by which a process tells whether a hold has changed."""
+async def test_a_lease_does_not_grow_by_nothing(
+    world: HoldWorld, holds: HoldConnection, wanted: int
+) -> None:
+    """An unchanged lease would hide the change of the hold."""
     payer = tenant(world, "acme")
     op = admit(payer)
     await holds.execute([op])

@@ -1,4 +1,4 @@
-"""Quotas as an admin sets and reads them."""
+"""Quotas as admins set and read them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,22 @@ from sqlalchemy import insert, select, text
 from metering.core.audit import list_audit_entries
 from metering.core.errors import InvalidValue, NotFound
 from metering.core.models import QuotaCounter, QuotaDimension, QuotaSubject
-from metering.quotas.quota_admin import SETTABLE, delete_all_past_counters, delete_past_counters, delete_quota, set_quota
+from metering.quotas.quota_admin import (
+    SETTABLE,
+    delete_all_past_counters,
+    delete_past_counters,
+    delete_quota,
+    set_quota,
+)
 from metering.quotas.quota_rules import QuotaState, window_start
 from metering.quotas.quota_states import list_quotas, quotas_for
 from metering.store.db import Sessions
 from tests.metering.books import Customer, new_customer
 
 
-async def test_a_limit_set_again_keeps_what_was_used(sessions: Sessions, customer: Customer) -> None:
+async def test_a_limit_set_again_keeps_what_was_used(
+    sessions: Sessions, customer: Customer
+) -> None:
     async def set_limit(limit_value: int) -> uuid.UUID:
         async with sessions.begin() as session:
             state = await set_quota(
@@ -39,22 +47,33 @@ async def test_a_limit_set_again_keeps_what_was_used(sessions: Sessions, custome
             (window_start(QuotaDimension.TOKENS_PER_MONTH, datetime.now(UTC)), 60),
             (datetime(2020, 1, 1, tzinfo=UTC), 7),
         ):
-            await session.execute(insert(QuotaCounter).values(quota_id=quota_id, window_start=start, used=used, held=5))
+            await session.execute(
+                insert(QuotaCounter).values(
+                    quota_id=quota_id, window_start=start, used=used, held=5
+                )
+            )
 
     assert await set_limit(200) == quota_id
     assert await set_limit(200) == quota_id
     async with sessions() as session:
         (state,) = await list_quotas(session)
-        changes = [entry for entry in await list_audit_entries(session) if entry.action == "quota.set"]
+        changes = [
+            entry for entry in await list_audit_entries(session) if entry.action == "quota.set"
+        ]
     assert (state.used, state.held, state.remaining) == (60, 5, 135)
     assert state.now < (state.resets_at or state.now)
-    assert [(entry.before and entry.before["limit_value"], entry.after and entry.after["limit_value"]) for entry in changes] == [
+    assert [
+        (entry.before and entry.before["limit_value"], entry.after and entry.after["limit_value"])
+        for entry in changes
+    ] == [
         (100, 200),
         (None, 100),
     ]
 
 
-async def test_limits_of_a_request_are_those_of_its_subjects_and_model(sessions: Sessions, customer: Customer) -> None:
+async def test_limits_of_a_request_are_those_of_its_subjects_and_model(
+    sessions: Sessions, customer: Customer
+) -> None:
     async with sessions.begin() as session:
         await new_customer(session, "bolt")
         for subject, ref, model, dimension in (
@@ -65,7 +84,13 @@ async def test_limits_of_a_request_are_those_of_its_subjects_and_model(sessions:
             (QuotaSubject.ORGANIZATION, "bolt", "", QuotaDimension.REQUESTS_PER_MINUTE),
         ):
             await set_quota(
-                session, subject=subject, subject_ref=ref, model=model, dimension=dimension, limit_value=9, actor="test"
+                session,
+                subject=subject,
+                subject_ref=ref,
+                model=model,
+                dimension=dimension,
+                limit_value=9,
+                actor="test",
             )
     ids = (customer.organization_id, customer.key.project_id, customer.key.id)
     async with sessions() as session:
@@ -84,7 +109,9 @@ async def test_limits_of_a_request_are_those_of_its_subjects_and_model(sessions:
     assert (len(of_acme), len(of_all)) == (4, 5)
 
 
-async def test_a_removed_limit_is_gone_and_setting_it_makes_a_new_one(sessions: Sessions, customer: Customer) -> None:
+async def test_a_removed_limit_is_gone_and_setting_it_makes_a_new_one(
+    sessions: Sessions, customer: Customer
+) -> None:
     async def set_limit() -> uuid.UUID:
         async with sessions.begin() as session:
             state = await set_quota(
@@ -108,7 +135,9 @@ async def test_a_removed_limit_is_gone_and_setting_it_makes_a_new_one(sessions: 
     assert await set_limit() != first
 
 
-async def test_two_admins_at_once_make_one_limit_and_an_ordered_log(sessions: Sessions, customer: Customer) -> None:
+async def test_two_admins_at_once_make_one_limit_and_an_ordered_log(
+    sessions: Sessions, customer: Customer
+) -> None:
     async def set_limit(limit_value: int) -> None:
         async with sessions.begin() as session:
             await set_quota(
@@ -124,7 +153,9 @@ async def test_two_admins_at_once_make_one_limit_and_an_ordered_log(sessions: Se
 
     async with sessions() as session:
         (state,) = await list_quotas(session)
-        changes = [entry for entry in await list_audit_entries(session) if entry.action == "quota.set"]
+        changes = [
+            entry for entry in await list_audit_entries(session) if entry.action == "quota.set"
+        ]
     after = [entry.after["limit_value"] for entry in reversed(changes) if entry.after]
     before = [entry.before and entry.before["limit_value"] for entry in reversed(changes)]
     assert sorted(after) == [1, 2, 3, 4, 5]
@@ -155,12 +186,19 @@ async def test_bad_values_are_named(sessions: Sessions, customer: Customer) -> N
             )
 
 
-async def test_only_counters_that_nothing_can_touch_any_more_are_deleted(sessions: Sessions, customer: Customer) -> None:
+async def test_only_counters_that_nothing_can_touch_any_more_are_deleted(
+    sessions: Sessions, customer: Customer
+) -> None:
     now = datetime.now(UTC)
     async with sessions.begin() as session:
         quotas: dict[QuotaDimension, QuotaState] = {
             dimension: await set_quota(
-                session, subject=QuotaSubject.ORGANIZATION, subject_ref="acme", dimension=dimension, limit_value=9, actor="ann"
+                session,
+                subject=QuotaSubject.ORGANIZATION,
+                subject_ref="acme",
+                dimension=dimension,
+                limit_value=9,
+                actor="ann",
             )
             for dimension in SETTABLE
         }
@@ -172,7 +210,10 @@ async def test_only_counters_that_nothing_can_touch_any_more_are_deleted(session
             (QuotaDimension.TOKENS_PER_MONTH, timedelta(days=140), 0),
             (QuotaDimension.CONCURRENT_REQUESTS, timedelta(days=20_000), 0),
         ):
-            counter = {"quota_id": quotas[dimension].quota_id, "window_start": window_start(dimension, now - age)}
+            counter = {
+                "quota_id": quotas[dimension].quota_id,
+                "window_start": window_start(dimension, now - age),
+            }
             await session.execute(insert(QuotaCounter).values(**counter, used=1, held=held))
 
     async with sessions.begin() as session:
@@ -184,8 +225,13 @@ async def test_only_counters_that_nothing_can_touch_any_more_are_deleted(session
 
     async with sessions() as session:
         assert change_count
-        assert await session.scalar(text("SELECT count(*) FROM rule_changes")) == (change_count + 1) // 2
-        assert deleted_count == 2, "one in the first call, which may delete one; the other in the calls until none is left"
+        assert (
+            await session.scalar(text("SELECT count(*) FROM rule_changes"))
+            == (change_count + 1) // 2
+        )
+        assert deleted_count == 2, (
+            "one in the first call, which may delete one; the other in the calls until none is left"
+        )
         left = {(row.quota_id, row.held) for row in await session.scalars(select(QuotaCounter))}
     assert left == {
         (quotas[QuotaDimension.TOKENS_PER_MINUTE].quota_id, 1),
@@ -195,12 +241,17 @@ async def test_only_counters_that_nothing_can_touch_any_more_are_deleted(session
     }
 
 
-@pytest.mark.parametrize("dimension", [QuotaDimension.COST_PICOS_PER_DAY, QuotaDimension.COST_PICOS_PER_MONTH])
+@pytest.mark.parametrize(
+    "dimension", [QuotaDimension.COST_PICOS_PER_DAY, QuotaDimension.COST_PICOS_PER_MONTH]
+)
 async def test_a_limit_of_money_beyond_nine_million_units_is_refused_with_the_greatest_in_money(
     sessions: Sessions, customer: Customer, dimension: QuotaDimension
 ) -> None:
     async with sessions.begin() as session:
-        with pytest.raises(InvalidValue, match="which is 9,223,372 units of the organization's currency: leave the limit out"):
+        with pytest.raises(
+            InvalidValue,
+            match="which is 9,223,372 units of the organization's currency: leave the limit out",
+        ):
             await set_quota(
                 session,
                 subject=QuotaSubject.ORGANIZATION,

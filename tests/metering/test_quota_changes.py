@@ -1,4 +1,4 @@
-"""Raises for a time, limits that only watch, weights and limits for new keys, as an admin sets them."""
+"""Overrides, shadow mode, weights and limits for new keys, for admins."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from metering.core.audit import list_audit_entries
 from metering.core.errors import InvalidValue, NotFound
 from metering.core.models import ApiKey, Organization, QuotaDimension, QuotaSubject
 from metering.holds.operations import Admitted, Extend
-from metering.quotas.quota_admin import delete_quota, raise_quota, set_quota
+from metering.quotas.quota_admin import delete_quota, override_quota, set_quota
 from metering.quotas.quota_rules import QuotaState, Weights
 from metering.quotas.quota_states import list_quotas, quotas_for
 from metering.quotas.quotas import QuotaExceeded
@@ -34,23 +34,40 @@ def world(database_url: str) -> Iterator[HoldWorld]:
 
 
 async def raise_limit(
-    sessions: Sessions, state: QuotaState, limit_value: int, seconds: float | None, reason: str = "launch day"
+    sessions: Sessions,
+    state: QuotaState,
+    limit_value: int,
+    seconds: float | None,
+    reason: str = "launch day",
 ) -> QuotaState:
     async with sessions.begin() as session:
         until = None if seconds is None else NOON + timedelta(seconds=seconds)
-        return await raise_quota(
-            session, quota_id=str(state.quota_id), limit_value=limit_value, until=until, reason=reason, actor="ann"
+        return await override_quota(
+            session,
+            quota_id=str(state.quota_id),
+            limit_value=limit_value,
+            until=until,
+            reason=reason,
+            actor="ann",
         )
 
 
-async def test_a_raise_holds_until_the_databases_clock_passes_its_end(world: HoldWorld, sessions: Sessions) -> None:
+async def test_a_raise_holds_until_the_databases_clock_passes_its_end(
+    world: HoldWorld, sessions: Sessions
+) -> None:
     payer = world.tenant()
     state = await set_limit(sessions, payer, DAY, 50)
     raised = await raise_limit(sessions, state, 100, 60)
     first, second, third, fourth = (admit(payer, least_tokens=20) for _ in range(4))
 
-    assert (raised.limit_value, raised.rule.standing_limit_value, raised.raise_reason) == (100, 50, "launch day")
-    assert [type(answer) for answer in await world.run(first, second, third, fourth)] == [Admitted] * 3 + [QuotaExceeded]
+    assert (raised.limit_value, raised.rule.base_limit_value, raised.override_reason) == (
+        100,
+        50,
+        "launch day",
+    )
+    assert [type(answer) for answer in await world.run(first, second, third, fourth)] == [
+        Admitted
+    ] * 3 + [QuotaExceeded]
     check_invariants(world.url)
     await world.run(settle(third.hold_id, 0))
     world.advance(59.999)
@@ -63,22 +80,35 @@ async def test_a_raise_holds_until_the_databases_clock_passes_its_end(world: Hol
     check_invariants(world.url)
     async with sessions() as session:
         (over,) = await list_quotas(session)
-    assert (over.limit_value, over.remaining, over.raise_reason, over.rule.raised_until) == (50, 50 - 75, "", None)
+    assert (over.limit_value, over.remaining, over.override_reason, over.rule.override_until) == (
+        50,
+        50 - 75,
+        "",
+        None,
+    )
 
 
-async def test_a_raise_may_be_prolonged_and_ended_and_every_change_is_told(world: HoldWorld, sessions: Sessions) -> None:
+async def test_an_override_may_be_prolonged_and_ended_and_every_change_is_broadcast(
+    world: HoldWorld, sessions: Sessions
+) -> None:
     state = await set_limit(sessions, world.tenant(), DAY, 50)
 
     await raise_limit(sessions, state, 100, 60)
-    await raise_limit(sessions, state, 100, 60)  # the same again changes nothing
+    await raise_limit(sessions, state, 100, 60)  # an equal raise changes nothing
     await raise_limit(sessions, state, 100, 120, "longer")
     ended = await raise_limit(sessions, state, 0, None)
     await raise_limit(sessions, state, 0, None)
 
-    assert (ended.limit_value, ended.raise_reason) == (50, "")
+    assert (ended.limit_value, ended.override_reason) == (50, "")
     async with sessions() as session:
-        changes = [entry for entry in await list_audit_entries(session) if entry.action == "quota.raise"]
-    assert [entry.after and entry.after["raise_reason"] for entry in changes] == [None, "longer", "launch day"]
+        changes = [
+            entry for entry in await list_audit_entries(session) if entry.action == "quota.override"
+        ]
+    assert [entry.after and entry.after["override_reason"] for entry in changes] == [
+        None,
+        "longer",
+        "launch day",
+    ]
     assert {entry.actor for entry in changes} == {"ann"}
 
 
@@ -90,8 +120,8 @@ async def test_a_limit_set_above_its_raise_ends_that(world: HoldWorld, sessions:
     higher = await set_limit(sessions, payer, DAY, 60)
     above = await set_limit(sessions, payer, DAY, 100)
 
-    assert (higher.limit_value, higher.rule.standing_limit_value) == (100, 60)
-    assert (above.limit_value, above.rule.raised_until) == (100, None)
+    assert (higher.limit_value, higher.rule.base_limit_value) == (100, 60)
+    assert (above.limit_value, above.rule.override_until) == (100, None)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +135,7 @@ async def test_a_limit_set_above_its_raise_ends_that(world: HoldWorld, sessions:
         (60, 60, "r" * 501, "reason"),
     ],
 )
-async def test_a_raise_that_is_none_names_what_is_wrong(
+async def test_an_invalid_raise_names_the_field(
     world: HoldWorld, sessions: Sessions, limit_value: int, seconds: float, reason: str, field: str
 ) -> None:
     state = await set_limit(sessions, world.tenant(), DAY, 50)
@@ -116,7 +146,7 @@ async def test_a_raise_that_is_none_names_what_is_wrong(
     assert refused.value.field == field
 
 
-async def test_a_limit_that_only_watches_counts_refuses_nobody_and_says_whom_it_would_have(
+async def test_a_shadow_limit_counts_refuses_no_request_and_counts_would_be_refusals(
     world: HoldWorld, sessions: Sessions
 ) -> None:
     payer = world.tenant()
@@ -125,7 +155,8 @@ async def test_a_limit_that_only_watches_counts_refuses_nobody_and_says_whom_it_
 
     answers = [*await world.run(first), *await world.run(second)]
     (extended,) = await world.run(Extend(first.hold_id, 200, 0, 50))
-    refused = await world.run(admit(payer, request_id=second.request_id))  # by something else: leaves no trace
+    # For another reason: no trace remains.
+    refused = await world.run(admit(payer, request_id=second.request_id))
     async with sessions() as session:
         (state,) = await list_quotas(session)
 
@@ -135,14 +166,16 @@ async def test_a_limit_that_only_watches_counts_refuses_nobody_and_says_whom_it_
     assert (state.remaining, state.would_refuse_count) == (40 - 260 - 30, 1)
     check_invariants(world.url)
     enforced = await set_limit(sessions, payer, DAY, 40)
-    assert not enforced.rule.enforced  # what is not said stays
+    assert not enforced.rule.enforced  # unset fields are kept
     await set_limit(sessions, payer, DAY, 40, enforced=True)
     assert isinstance((await world.run(admit(payer)))[0], QuotaExceeded)
     assert world.counters(watching.quota_id)[-1] == (210, 80)
     check_invariants(world.url)
 
 
-async def test_cached_tokens_count_by_their_own_weight_once_it_is_known(world: HoldWorld, sessions: Sessions) -> None:
+async def test_cached_tokens_count_by_their_own_weight_once_it_is_known(
+    world: HoldWorld, sessions: Sessions
+) -> None:
     payer = world.tenant()
     state = await set_limit(sessions, payer, MINUTE, 200, weights=Weights(1000, 100, 4000))
     op, long = admit(payer, input_tokens=45), admit(payer, input_tokens=45, slice_tokens=10)
@@ -155,11 +188,14 @@ async def test_cached_tokens_count_by_their_own_weight_once_it_is_known(world: H
     await world.run(long)
     await world.run(Extend(long.hold_id, 10, 41, 1000))
     check_invariants(world.url)
-    # 4 + 4.1 + 40 are posted: 49 of 175, and 126 more whole tokens are 31 of output, and the half that was rounded up.
+    # 4 + 4.1 + 40 are posted: 49 of 175; the other 126 are 31 output tokens, with the half that was
+    # rounded up.
     assert world.counters(state.quota_id) == [(25 + 49, 124)]
 
 
-async def test_a_weighted_limit_admits_what_fits_to_the_last_token(world: HoldWorld, sessions: Sessions) -> None:
+async def test_a_weighted_limit_admits_what_fits_to_the_last_token(
+    world: HoldWorld, sessions: Sessions
+) -> None:
     payer = world.tenant()
     await set_limit(sessions, payer, DAY, 100, weights=Weights(500, 250, 1500))
 
@@ -185,7 +221,11 @@ async def test_a_weighted_limit_admits_what_fits_to_the_last_token(world: HoldWo
     ],
 )
 async def test_weights_that_mean_nothing_are_refused_by_name(
-    world: HoldWorld, sessions: Sessions, dimension: QuotaDimension, weights: tuple[int, int, int], field: str
+    world: HoldWorld,
+    sessions: Sessions,
+    dimension: QuotaDimension,
+    weights: tuple[int, int, int],
+    field: str,
 ) -> None:
     payer = world.tenant()
 
@@ -200,7 +240,9 @@ async def test_a_new_key_gets_the_limits_kept_for_it_the_projects_before_the_org
 ) -> None:
     payer = world.tenant()
 
-    async def keep(subject: QuotaSubject, ref: uuid.UUID, dimension: QuotaDimension, limit_value: int) -> QuotaState:
+    async def keep(
+        subject: QuotaSubject, ref: uuid.UUID, dimension: QuotaDimension, limit_value: int
+    ) -> QuotaState:
         async with sessions.begin() as session:
             return await set_quota(
                 session,
@@ -215,47 +257,81 @@ async def test_a_new_key_gets_the_limits_kept_for_it_the_projects_before_the_org
     async def new_key(name: str) -> ApiKey:
         async with sessions.begin() as session:
             organization = await session.get_one(Organization, payer.organization_id)
-            key, _ = await create_api_key(session, organization=organization.name, project="search", name=name, actor="bob")
+            key, _ = await create_api_key(
+                session, organization=organization.name, project="search", name=name, actor="bob"
+            )
             return await session.get_one(ApiKey, key.id)
 
     await keep(QuotaSubject.ORGANIZATION, payer.organization_id, DAY, 70)
-    await keep(QuotaSubject.ORGANIZATION, payer.organization_id, QuotaDimension.CONCURRENT_REQUESTS, 5)
+    await keep(
+        QuotaSubject.ORGANIZATION, payer.organization_id, QuotaDimension.CONCURRENT_REQUESTS, 5
+    )
     kept = await keep(QuotaSubject.PROJECT, payer.project_id, DAY, 30)
     key = await new_key("one")
     await keep(QuotaSubject.PROJECT, payer.project_id, DAY, 10)
     async with sessions.begin() as session:
-        of_key = await quotas_for(session, subject_ids=(payer.organization_id, payer.project_id, key.id))
+        of_key = await quotas_for(
+            session, subject_ids=(payer.organization_id, payer.project_id, key.id)
+        )
         listed = await list_quotas(session)
         entries = [entry for entry in await list_audit_entries(session) if entry.actor == "bob"]
         await delete_quota(session, quota_id=str(kept.quota_id), actor="ann")
     later = await new_key("two")
 
-    assert {(state.dimension, state.limit_value) for state in of_key} == {(DAY, 30), (QuotaDimension.CONCURRENT_REQUESTS, 5)}
+    assert {(state.dimension, state.limit_value) for state in of_key} == {
+        (DAY, 30),
+        (QuotaDimension.CONCURRENT_REQUESTS, 5),
+    }
     assert {state.subject for state in of_key} == {QuotaSubject.API_KEY}
     assert sorted(state.for_new_keys for state in listed) == [False, False, True, True, True]
-    assert [entry.action for entry in reversed(entries)] == ["api_key.create", "quota.set", "quota.set"]
+    assert [entry.action for entry in reversed(entries)] == [
+        "api_key.create",
+        "quota.set",
+        "quota.set",
+    ]
     async with sessions() as session:
         of_later = await quotas_for(session, subject_ids=(later.id,))
-    assert {(state.dimension, state.limit_value) for state in of_later} == {(DAY, 70), (QuotaDimension.CONCURRENT_REQUESTS, 5)}
-    # What is kept for new keys limits nobody itself.
-    assert isinstance((await world.run(admit(payer, slice_tokens=500, least_tokens=500)))[0], Admitted)
+    assert {(state.dimension, state.limit_value) for state in of_later} == {
+        (DAY, 70),
+        (QuotaDimension.CONCURRENT_REQUESTS, 5),
+    }
+    # Defaults for new keys limit no request themselves.
+    assert isinstance(
+        (await world.run(admit(payer, slice_tokens=500, least_tokens=500)))[0], Admitted
+    )
 
 
-async def test_limits_for_new_keys_hang_above_keys_and_are_not_raised(world: HoldWorld, sessions: Sessions) -> None:
+async def test_limits_for_new_keys_hang_above_keys_and_are_not_raised(
+    world: HoldWorld, sessions: Sessions
+) -> None:
     payer = world.tenant()
     async with sessions.begin() as session:
         keep = partial(set_quota, session, dimension=DAY, limit_value=5, actor="ann")
         project = str(payer.project_id)
         with pytest.raises(InvalidValue, match="for_new_keys"):
-            await keep(subject=QuotaSubject.API_KEY, subject_ref=str(payer.api_key_id), for_new_keys=True)
+            await keep(
+                subject=QuotaSubject.API_KEY, subject_ref=str(payer.api_key_id), for_new_keys=True
+            )
         kept = await keep(subject=QuotaSubject.PROJECT, subject_ref=project, for_new_keys=True)
         with pytest.raises(InvalidValue, match="quota_id"):
-            await raise_quota(
-                session, quota_id=str(kept.quota_id), limit_value=9, until=NOON + timedelta(hours=1), reason="r", actor="ann"
+            await override_quota(
+                session,
+                quota_id=str(kept.quota_id),
+                limit_value=9,
+                until=NOON + timedelta(hours=1),
+                reason="r",
+                actor="ann",
             )
         with pytest.raises(NotFound):
-            await raise_quota(session, quota_id=str(uuid.uuid4()), limit_value=9, until=None, reason="", actor="ann")
-        # Beside it, one of the project itself.
+            await override_quota(
+                session,
+                quota_id=str(uuid.uuid4()),
+                limit_value=9,
+                until=None,
+                reason="",
+                actor="ann",
+            )
+        # Besides it, one of the project.
         standing = await keep(subject=QuotaSubject.PROJECT, subject_ref=project)
         assert standing.quota_id != kept.quota_id
         ids = (await session.scalars(select(ApiKey.id))).all()

@@ -1,4 +1,4 @@
-"""A quota that is set in the middle of a window counts what its subject used there before it was, to the token."""
+"""A quota set within a window counts its subject's earlier usage exactly."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def world(database_url: str) -> Iterator[HoldWorld]:
 
 
 def subject_of(payer: Payer, subject: QuotaSubject) -> str:
-    """The reference by which an admin names it."""
+    """Return the reference of a subject in admin calls."""
     ids = {
         QuotaSubject.ORGANIZATION: payer.organization_id,
         QuotaSubject.PROJECT: payer.project_id,
@@ -58,7 +58,7 @@ async def set_limit(
     weights: Weights | None = None,
     enforced: bool | None = None,
 ) -> QuotaState:
-    """As an admin does it."""
+    """Set a limit as an admin does."""
     async with sessions.begin() as session:
         return await set_quota(
             session,
@@ -74,7 +74,7 @@ async def set_limit(
 
 
 async def busy(world: HoldWorld, payer: Payer) -> uuid.UUID:
-    """Something of every kind in this minute and before; the live hold that was extended over the border."""
+    """Create usage of every kind around the start of this minute."""
     long, old = admit(payer), admit(payer)
     await world.run(long, old)
     await world.run(Extend(long.hold_id, 5, 4, 10))
@@ -83,10 +83,14 @@ async def busy(world: HoldWorld, payer: Payer) -> uuid.UUID:
     settled, voided, expired, posted, live = (admit(payer) for _ in range(5))
     await world.run(settled, voided, expired, posted, live)
     await world.run(Extend(posted.hold_id, 0, 0, 5), Extend(expired.hold_id, 3, 0, 5))
-    await world.run(settle(settled.hold_id, 7, cached_tokens=6), Void(voided.hold_id), Void(posted.hold_id))
+    await world.run(
+        settle(settled.hold_id, 7, cached_tokens=6), Void(voided.hold_id), Void(posted.hold_id)
+    )
     world.advance(20)
     await world.run(Extend(long.hold_id, 14, 4, 10))  # posts 5 more to this minute
-    world.execute("UPDATE holds SET expires_at = now() WHERE id = ANY(%s)", [expired.hold_id, old.hold_id])
+    world.execute(
+        "UPDATE holds SET expires_at = now() WHERE id = ANY(%s)", [expired.hold_id, old.hold_id]
+    )
     await world.run(Expire(expired.hold_id), Expire(old.hold_id))
     return long.hold_id
 
@@ -100,12 +104,14 @@ async def test_a_new_limit_counts_what_was_used_and_is_held_in_its_window(
     await busy(world, payer)
     check_invariants(world.url)
 
-    states = [await set_limit(sessions, payer, dimension, subject=subject) for dimension in SETTABLE]
+    states = [
+        await set_limit(sessions, payer, dimension, subject=subject) for dimension in SETTABLE
+    ]
 
     told = {state.dimension: (state.used, state.held) for state in states}
-    # This minute: settled 10+7, expired with its lease 10+25, nothing of the one that was voided; the long one posted 5 and holds
-    # 50-14 more; the live one 10+20.
-    # In the day the one that expired with its first lease as well, 10+20, and the long one's input and first 9.
+    # This minute: settled 10+7, expired with its lease 10+25, nothing of the voided one; the long
+    # one posted 5 and holds 50-14 more; the live one 10+20. The day also has the one that expired
+    # with its first lease, 10+20, and the long one's input and first 9.
     assert told[QuotaDimension.CONCURRENT_REQUESTS] == (0, 2)
     assert told[QuotaDimension.REQUESTS_PER_MINUTE] == (3, 0)
     assert told[QuotaDimension.TOKENS_PER_MINUTE] == (17 + 35 + 5, 36 + 30)
@@ -115,13 +121,18 @@ async def test_a_new_limit_counts_what_was_used_and_is_held_in_its_window(
     check_invariants(world.url)
 
 
-async def test_live_holds_are_held_to_a_new_limit_from_their_next_extension_on(world: HoldWorld, sessions: Sessions) -> None:
+async def test_live_holds_are_held_to_a_new_limit_from_their_next_extension_on(
+    world: HoldWorld, sessions: Sessions
+) -> None:
     payer = world.tenant()
     op = admit(payer)
     await world.run(op)
     state = await set_limit(sessions, payer, QuotaDimension.TOKENS_PER_MONTH, 40)
 
-    answers = [*await world.run(admit(payer, least_tokens=20)), *await world.run(Extend(op.hold_id, 20, 0, 500))]
+    answers = [
+        *await world.run(admit(payer, least_tokens=20)),
+        *await world.run(Extend(op.hold_id, 20, 0, 500)),
+    ]
     refused = await world.run(Extend(op.hold_id, 30, 0, 1))
     await world.run(settle(op.hold_id, 30))
 
@@ -132,7 +143,9 @@ async def test_live_holds_are_held_to_a_new_limit_from_their_next_extension_on(w
     check_invariants(world.url, all_ended=True)
 
 
-async def test_a_limit_for_one_model_counts_that_model_only(world: HoldWorld, sessions: Sessions) -> None:
+async def test_a_limit_for_one_model_counts_that_model_only(
+    world: HoldWorld, sessions: Sessions
+) -> None:
     payer = world.tenant()
     await busy(world, payer)
 
@@ -144,7 +157,9 @@ async def test_a_limit_for_one_model_counts_that_model_only(world: HoldWorld, se
     check_invariants(world.url)
 
 
-async def test_a_limit_removed_and_set_again_has_counted_all_along(world: HoldWorld, sessions: Sessions) -> None:
+async def test_a_limit_removed_and_set_again_has_counted_all_along(
+    world: HoldWorld, sessions: Sessions
+) -> None:
     payer = world.tenant()
     op, other = admit(payer), admit(payer)
     first = await set_limit(sessions, payer, QuotaDimension.TOKENS_PER_DAY, 100)
@@ -161,15 +176,20 @@ async def test_a_limit_removed_and_set_again_has_counted_all_along(world: HoldWo
     check_invariants(world.url, all_ended=True)
 
 
-async def test_other_weights_weigh_what_was_used_in_this_window_anew(world: HoldWorld, sessions: Sessions) -> None:
+async def test_other_weights_recount_the_usage_of_this_window(
+    world: HoldWorld, sessions: Sessions
+) -> None:
     payer = world.tenant()
     state = await set_limit(sessions, payer, QuotaDimension.TOKENS_PER_MINUTE)
     long = await busy(world, payer)
     assert world.counters(state.quota_id)[-1] == (57, 66)
 
-    weighed = await set_limit(sessions, payer, QuotaDimension.TOKENS_PER_MINUTE, weights=Weights(1000, 100, 1500))
+    weighed = await set_limit(
+        sessions, payer, QuotaDimension.TOKENS_PER_MINUTE, weights=Weights(1000, 100, 1500)
+    )
 
-    # 4 + .6 + 10.5, 10 + 37.5, the long one: 6 + .4 + 1.5 * 14, of it posted before 6 + .4 + 13.5; each rounded up once.
+    # 4 + .6 + 10.5, 10 + 37.5, the long one: 6 + .4 + 1.5 * 14, of it posted before 6 + .4 + 13.5;
+    # each rounded up once.
     assert (weighed.used, weighed.held) == (16 + 48 + 28 - 20, (6 + 76) - 28 + 40)
     assert weighed.quota_id == state.quota_id
     check_invariants(world.url)
@@ -177,8 +197,10 @@ async def test_other_weights_weigh_what_was_used_in_this_window_anew(world: Hold
     check_invariants(world.url)
 
 
-async def test_a_window_that_began_while_an_admission_waited_is_counted_in_full(world: HoldWorld, sessions: Sessions) -> None:
-    """A batch counts in the window of its beginning, though the quota was made after the border that it waited across."""
+async def test_a_window_that_began_while_an_admission_waited_is_counted_in_full(
+    world: HoldWorld, sessions: Sessions
+) -> None:
+    """A batch counts in the window in which it began."""
     payer = world.tenant()
     before, after = admit(payer), admit(payer)
     await world.run(before)
@@ -197,7 +219,7 @@ async def test_a_window_that_began_while_an_admission_waited_is_counted_in_full(
 async def test_limits_set_in_any_order_while_requests_run_are_exact_at_every_commit(
     world: HoldWorld, sessions: Sessions, seed: int
 ) -> None:
-    """Three processes admit, extend and end; an admin sets, weighs anew and removes limits all the while."""
+    """Three processes admit, extend and end; an admin changes limits meanwhile."""
     chance = random.Random(seed)
     payers = [world.tenant(f"t{number}") for number in range(2)]
     running = 0
@@ -215,11 +237,19 @@ async def test_limits_set_in_any_order_while_requests_run_are_exact_at_every_com
             for _ in range(0 if embeds else chance.randint(0, 3)):
                 delivered = chance.randint(delivered, leased)
                 cached = chance.randint(0, op.input_token_count)
-                leased = (await store.extend(Extend(op.hold_id, delivered, cached, chance.randint(1, 30)))).leased_token_count
+                leased = (
+                    await store.extend(Extend(op.hold_id, delivered, cached, chance.randint(1, 30)))
+                ).leased_token_count
             if chance.random() < 0.2 and not delivered:
                 await store.void(op.hold_id)
             elif chance.random() < 0.8:
-                await store.settle(settle(op.hold_id, chance.randint(delivered, leased), input_tokens=op.input_token_count))
+                await store.settle(
+                    settle(
+                        op.hold_id,
+                        chance.randint(delivered, leased),
+                        input_tokens=op.input_token_count,
+                    )
+                )
             running -= 1
 
         async def admin() -> None:
@@ -260,16 +290,22 @@ async def test_limits_set_in_any_order_while_requests_run_are_exact_at_every_com
     check_invariants(world.url, all_ended=True)
 
 
-async def test_of_many_admissions_during_the_making_of_a_limit_none_goes_uncounted(world: HoldWorld, sessions: Sessions) -> None:
-    """Whoever was admitted by the old rules is in the sum, and whoever comes later meets the limit: never more than it says."""
+async def test_of_many_admissions_during_the_making_of_a_limit_none_goes_uncounted(
+    world: HoldWorld, sessions: Sessions
+) -> None:
+    """Earlier admissions are in the sum, later ones meet the limit exactly."""
     payer = world.tenant()
     async with running_stores(world.url, 3) as stores:
-        requests = [asyncio.ensure_future(stores[number % 3].admit(admit(payer, least_tokens=20))) for number in range(120)]
+        requests = [
+            asyncio.ensure_future(stores[number % 3].admit(admit(payer, least_tokens=20)))
+            for number in range(120)
+        ]
         await asyncio.wait(requests, return_when=asyncio.FIRST_COMPLETED)
         state = await set_limit(sessions, payer, QuotaDimension.CONCURRENT_REQUESTS, 200)
         answers = await asyncio.gather(*requests, return_exceptions=True)
         more = await asyncio.gather(
-            *(stores[number % 3].admit(admit(payer, least_tokens=20)) for number in range(120)), return_exceptions=True
+            *(stores[number % 3].admit(admit(payer, least_tokens=20)) for number in range(120)),
+            return_exceptions=True,
         )
 
     assert not of_type(BaseException, answers)
@@ -286,15 +322,23 @@ BETWEEN = [
 ]
 
 
-@pytest.mark.parametrize(("dimension", "told"), BETWEEN, ids=[dimension for dimension, _ in BETWEEN])
-async def test_what_happens_between_the_sum_without_the_lock_and_the_one_with_it_is_counted_once(
-    world: HoldWorld, sessions: Sessions, monkeypatch: pytest.MonkeyPatch, dimension: QuotaDimension, told: tuple[int, int]
+@pytest.mark.parametrize(
+    ("dimension", "told"), BETWEEN, ids=[dimension for dimension, _ in BETWEEN]
+)
+async def test_changes_between_the_sums_without_and_with_the_lock_are_counted_once(
+    world: HoldWorld,
+    sessions: Sessions,
+    monkeypatch: pytest.MonkeyPatch,
+    dimension: QuotaDimension,
+    told: tuple[int, int],
 ) -> None:
-    """Ends, extensions, admissions; a lapsed hold whose owner tells what it was; a project that is new; a minute that turns."""
+    """Ends, extensions, admissions, a lapsed hold, a new project, a new minute."""
     payer = world.tenant()
     old, lapsed, overdue, long, live = (admit(payer) for _ in range(5))
     await world.run(old, lapsed, overdue, long, live)
-    await world.run(settle(old.hold_id, 7), Extend(overdue.hold_id, 3, 0, 5), Extend(long.hold_id, 20, 0, 10))
+    await world.run(
+        settle(old.hold_id, 7), Extend(overdue.hold_id, 3, 0, 5), Extend(long.hold_id, 20, 0, 10)
+    )
     world.advance(61)
     await world.run(Expire(lapsed.hold_id))
     world.advance(180)
@@ -303,9 +347,14 @@ async def test_what_happens_between_the_sum_without_the_lock_and_the_one_with_it
     async def interrupted(*arguments: Any) -> None:
         await sum_up(*arguments)
         if next(sums) == 0:
-            new = world.one("INSERT INTO projects (organization_id, name) VALUES (%s, 'new') RETURNING id", payer.organization_id)
+            new = world.one(
+                "INSERT INTO projects (organization_id, name) VALUES (%s, 'new') RETURNING id",
+                payer.organization_id,
+            )
             other = admit(replace(payer, project_id=new, api_key_id=world.key(new)))
-            await world.run(settle(lapsed.hold_id, 4), Expire(overdue.hold_id), settle(live.hold_id, 5))
+            await world.run(
+                settle(lapsed.hold_id, 4), Expire(overdue.hold_id), settle(live.hold_id, 5)
+            )
             world.advance(60)
             await world.run(Extend(long.hold_id, 25, 0, 10), other, admit(payer))
             await world.run(settle(other.hold_id, 3))
@@ -317,14 +366,20 @@ async def test_what_happens_between_the_sum_without_the_lock_and_the_one_with_it
     check_invariants(world.url)
 
 
-async def test_the_lock_that_admissions_share_is_what_keeps_the_sum_exact(world: HoldWorld, sessions: Sessions) -> None:
-    """Shown on the rows: a quota cannot be counted while an admission that does not know it is under way."""
+async def test_the_lock_that_admissions_share_is_what_keeps_the_sum_exact(
+    world: HoldWorld, sessions: Sessions
+) -> None:
+    """A quota is not counted while an admission without it is under way."""
     payer = world.tenant()
     op = admit(payer)
-    world.execute("SELECT pg_advisory_lock_shared(1466263922, 1)")  # as a batch that has read the rules holds it
+    world.execute(
+        "SELECT pg_advisory_lock_shared(1466263922, 1)"
+    )  # like a batch that has read the rules
     setting = asyncio.ensure_future(set_limit(sessions, payer, QuotaDimension.TOKENS_PER_DAY))
     async with asyncio.timeout(30):
-        while not world.one("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted"):  # noqa: ASYNC110
+        while not world.one(  # noqa: ASYNC110
+            "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted"
+        ):
             await asyncio.sleep(0.001)
     assert not setting.done()
     world.execute("SELECT pg_advisory_unlock_shared(1466263922, 1)")
@@ -337,8 +392,10 @@ async def test_the_lock_that_admissions_share_is_what_keeps_the_sum_exact(world:
 
 
 @pytest.mark.parametrize("watched", [True, False], ids=["watched", "counted afterwards"])
-async def test_more_than_a_counter_can_say_is_settled_all_the_same(world: HoldWorld, sessions: Sessions, watched: bool) -> None:
-    """Nine million units of money are little in some currencies. Of a limit that only watches nothing keeps its customer below."""
+async def test_usage_beyond_the_range_of_a_counter_is_settled(
+    world: HoldWorld, sessions: Sessions, watched: bool
+) -> None:
+    """Nine million units are little in some currencies; shadow limits are unbounded."""
     payer = world.tenant()
     world.set_price(10**13, 10**13, 10**13)
     money = QuotaDimension.COST_PICOS_PER_MONTH
@@ -346,7 +403,7 @@ async def test_more_than_a_counter_can_say_is_settled_all_the_same(world: HoldWo
         await set_limit(sessions, payer, money, 100, enforced=False)
 
     answers: list[object] = []
-    for batch in (1, 1, 2):  # settled alone and together, so with counters read and unread
+    for batch in (1, 1, 2):  # settled alone and together, so with read and unread counters
         ops = [admit(payer, input_tokens=400_000, slice_tokens=10) for _ in range(batch)]
         answers += await world.run(*ops)
         answers += await world.run(*(settle(op.hold_id, 10, input_tokens=400_000) for op in ops))
@@ -358,8 +415,10 @@ async def test_more_than_a_counter_can_say_is_settled_all_the_same(world: HoldWo
     check_invariants(world.url, over=[state.quota_id])
 
 
-async def test_a_late_settlement_gives_back_to_what_was_made_after_the_expiry_too(world: HoldWorld, sessions: Sessions) -> None:
-    """A limit that is made then counts the whole lease, since nobody knows better; of prepaid credit it would be lost for ever."""
+async def test_a_late_settlement_gives_back_to_what_was_made_after_the_expiry_too(
+    world: HoldWorld, sessions: Sessions
+) -> None:
+    """Otherwise the lease of lost prepaid credit would never return."""
     payer, other = world.tenant(), world.tenant("other")
     before = await set_limit(sessions, payer, QuotaDimension.TOKENS_PER_DAY)
     early, told, theirs = admit(payer), admit(payer), admit(other)
@@ -370,7 +429,9 @@ async def test_a_late_settlement_gives_back_to_what_was_made_after_the_expiry_to
     await world.run(settle(told.hold_id, 8))
     made = {
         "month": await set_limit(sessions, payer, QuotaDimension.TOKENS_PER_MONTH),
-        "key": await set_limit(sessions, payer, QuotaDimension.OUTPUT_TOKENS_PER_MINUTE, subject=QuotaSubject.API_KEY),
+        "key": await set_limit(
+            sessions, payer, QuotaDimension.OUTPUT_TOKENS_PER_MINUTE, subject=QuotaSubject.API_KEY
+        ),
         "model": await set_limit(sessions, payer, QuotaDimension.TOKENS_PER_MONTH, model="another"),
     }
     async with sessions.begin() as session:
@@ -378,17 +439,26 @@ async def test_a_late_settlement_gives_back_to_what_was_made_after_the_expiry_to
     assert [state.used for state in made.values()] == [10 + 30 + 18, 30 + 8, 0]
 
     for _ in range(2):
-        await world.run(settle(early.hold_id, 7), settle(told.hold_id, 8), settle(theirs.hold_id, 1))
+        await world.run(
+            settle(early.hold_id, 7), settle(told.hold_id, 8), settle(theirs.hold_id, 1)
+        )
 
-    assert [world.counters(state.quota_id) for state in (before, *made.values())] == [[(35, 0)], [(35, 0)], [(15, 0)], []]
+    assert [world.counters(state.quota_id) for state in (before, *made.values())] == [
+        [(35, 0)],
+        [(35, 0)],
+        [(15, 0)],
+        [],
+    ]
     credit = world.one("SELECT id FROM quotas WHERE dimension = 'prepaid_credit_picos'")
     assert world.counters(credit) == [(16 * 3 + 4 * 1 + 15 * 7, 0)]
     check_invariants(world.url, all_ended=True, over=[credit])
 
 
 @pytest.mark.parametrize("seconds", [0, 61], ids=["in its window", "in a later one"])
-async def test_a_late_settlement_gives_back_by_the_weights_of_now(world: HoldWorld, sessions: Sessions, seconds: int) -> None:
-    """Its expiry charged the lease by the weights of then; since then the windows that still run were weighed anew."""
+async def test_a_late_settlement_gives_back_by_the_weights_of_now(
+    world: HoldWorld, sessions: Sessions, seconds: int
+) -> None:
+    """Its expiry was charged with former weights; the windows were recounted since."""
     payer = world.tenant()
     for dimension in TOKEN_DIMENSIONS:
         await set_limit(sessions, payer, dimension)
@@ -402,19 +472,31 @@ async def test_a_late_settlement_gives_back_by_the_weights_of_now(world: HoldWor
     check_invariants(world.url)
 
     for weights in (Weights(1000, 100, 1500), Weights(333, 1001, 7)):
-        for dimension in (QuotaDimension.TOKENS_PER_MINUTE, QuotaDimension.TOKENS_PER_DAY, QuotaDimension.TOKENS_PER_MONTH):
+        for dimension in (
+            QuotaDimension.TOKENS_PER_MINUTE,
+            QuotaDimension.TOKENS_PER_DAY,
+            QuotaDimension.TOKENS_PER_MONTH,
+        ):
             await set_limit(sessions, payer, dimension, weights=weights)
     world.advance(seconds)
-    await world.run(settle(early.hold_id, 7, cached_tokens=10), settle(moved.hold_id, 12, cached_tokens=4))
+    await world.run(
+        settle(early.hold_id, 7, cached_tokens=10), settle(moved.hold_id, 12, cached_tokens=4)
+    )
 
     check_invariants(world.url, all_ended=True)
 
 
-async def test_many_quotas_are_counted_anew_by_as_many_statements_as_few(world: HoldWorld, sessions: Sessions) -> None:
-    """Nobody admits meanwhile, so it must not take longer with each key whose limits an organization weighs otherwise."""
+async def test_many_quotas_are_recounted_by_as_many_statements_as_few(
+    world: HoldWorld, sessions: Sessions
+) -> None:
+    """Admissions wait for it, so its time must not depend on the number of keys."""
     owner = world.tenant()
     payers = [replace(owner, api_key_id=world.key(owner.project_id)) for _ in range(12)]
-    dimensions = (QuotaDimension.TOKENS_PER_MONTH, QuotaDimension.TOKENS_PER_MINUTE, QuotaDimension.COST_PICOS_PER_DAY)
+    dimensions = (
+        QuotaDimension.TOKENS_PER_MONTH,
+        QuotaDimension.TOKENS_PER_MINUTE,
+        QuotaDimension.COST_PICOS_PER_DAY,
+    )
     for payer in payers:
         for dimension in dimensions:
             await set_limit(sessions, payer, dimension, subject=QuotaSubject.API_KEY)
@@ -422,14 +504,20 @@ async def test_many_quotas_are_counted_anew_by_as_many_statements_as_few(world: 
     await world.run(*ops)
     await world.run(*(settle(op.hold_id, index % 20) for index, op in enumerate(ops[::2])))
     statements: list[str] = []
-    event.listen(sessions.kw["bind"].sync_engine, "before_cursor_execute", lambda *arguments: statements.append(arguments[2]))
+    event.listen(
+        sessions.kw["bind"].sync_engine,
+        "before_cursor_execute",
+        lambda *arguments: statements.append(arguments[2]),
+    )
 
     counts = []
     for weight, subjects in ((2000, payers[:1]), (1500, payers)):
         async with sessions.begin() as session:
             of_keys = Quota.subject_id.in_([payer.api_key_id for payer in subjects])
             await session.execute(
-                update(Quota).where(of_keys, Quota.dimension != dimensions[-1]).values(output_weight_milli=weight)
+                update(Quota)
+                .where(of_keys, Quota.dimension != dimensions[-1])
+                .values(output_weight_milli=weight)
             )
             quotas = (await session.scalars(select(Quota).where(of_keys))).all()
             statements.clear()

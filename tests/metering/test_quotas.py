@@ -1,4 +1,4 @@
-"""Quota decisions against an independent model that predicts every reply and every counter, at any time, over any border."""
+"""Quota decisions equal an independent model, at any time and border."""
 
 from __future__ import annotations
 
@@ -33,9 +33,15 @@ from metering.quotas.quota_rules import (
 )
 from metering.quotas.quotas import Counter, Counters, QuotaExceeded
 
-PRICES = TokenPrices(1, "USD", input_picos_per_token=3, cached_input_picos_per_token=1, output_picos_per_token=7)
-DEARER_CACHED = TokenPrices(2, "USD", input_picos_per_token=1, cached_input_picos_per_token=2, output_picos_per_token=1)
-FREE_OUTPUT = TokenPrices(3, "USD", input_picos_per_token=1, cached_input_picos_per_token=0, output_picos_per_token=0)
+PRICES = TokenPrices(
+    1, "USD", input_picos_per_token=3, cached_input_picos_per_token=1, output_picos_per_token=7
+)
+DEARER_CACHED = TokenPrices(
+    2, "USD", input_picos_per_token=1, cached_input_picos_per_token=2, output_picos_per_token=1
+)
+FREE_OUTPUT = TokenPrices(
+    3, "USD", input_picos_per_token=1, cached_input_picos_per_token=0, output_picos_per_token=0
+)
 WEIGHTS = st.builds(Weights, *(st.sampled_from([0, 1, 100, 250, 333, 1000, 1500, 4000]),) * 3)
 START = datetime(2027, 2, 28, 23, 58, 30, tzinfo=UTC)
 SUBJECT_COUNT = 3
@@ -52,28 +58,33 @@ LABELS = {
     QuotaDimension.COST_PICOS_PER_MONTH: MONTH,
     QuotaDimension.PREPAID_CREDIT_PICOS: "for ever",
 }
-TOKEN_KINDS = {  # which tokens a dimension counts: input, output
+TOKEN_KINDS = {  # input and output tokens that a dimension counts
     QuotaDimension.TOKENS_PER_MINUTE: (1, 1),
     QuotaDimension.INPUT_TOKENS_PER_MINUTE: (1, 0),
     QuotaDimension.OUTPUT_TOKENS_PER_MINUTE: (0, 1),
     QuotaDimension.TOKENS_PER_DAY: (1, 1),
     QuotaDimension.TOKENS_PER_MONTH: (1, 1),
 }
-MONEY = (QuotaDimension.COST_PICOS_PER_DAY, QuotaDimension.COST_PICOS_PER_MONTH, QuotaDimension.PREPAID_CREDIT_PICOS)
+MONEY = (
+    QuotaDimension.COST_PICOS_PER_DAY,
+    QuotaDimension.COST_PICOS_PER_MONTH,
+    QuotaDimension.PREPAID_CREDIT_PICOS,
+)
 
 Box = tuple[uuid.UUID, str]  # a quota and the name of a window
 
 
 def box(rule: QuotaRule, at: datetime) -> Box:
-    """The window of a moment, named by the calendar and not by `window_start`."""
+    """Return the window of a moment by the calendar, independently of `window_start`."""
     return rule.id, at.strftime(LABELS[rule.dimension])
 
 
 @dataclass(slots=True, eq=False)
 class ModelClaim:
-    """One request as the model knows it. posted_output is None until something is posted; the cached share stands from then on.
+    """Request in the model. posted_output: None until the first posting, which fixes the cached
+    share.
 
-    postings: what it has left in `used` of which window.
+    postings: its part of `used`, by window.
     """
 
     rules: list[QuotaRule]
@@ -89,22 +100,30 @@ class ModelClaim:
     postings: list[tuple[Box, int]] = field(default_factory=list)
 
     def weight(self, rule: QuotaRule, sent: int, cached: int, output: int) -> int:
-        """What tokens weigh on a quota, as one sum, rounded up."""
+        """Return the weight of tokens in a quota, as one sum, rounded up."""
         if rule.dimension in MONEY:
             prices = self.prices
-            dear = (sent - cached) * prices.input_picos_per_token + cached * prices.cached_input_picos_per_token
+            dear = (
+                sent - cached
+            ) * prices.input_picos_per_token + cached * prices.cached_input_picos_per_token
             return dear + output * prices.output_picos_per_token
         counts_input, counts_output = TOKEN_KINDS[rule.dimension]
         weights = rule.weights
-        thousandths = counts_input * ((sent - cached) * weights.input + cached * weights.cached_input)
+        thousandths = counts_input * (
+            (sent - cached) * weights.input + cached * weights.cached_input
+        )
         return math.ceil(Fraction(thousandths + counts_output * output * weights.output, 1000))
 
     def posted(self, rule: QuotaRule) -> int:
-        """What has left the claim for good."""
-        return 0 if self.posted_output is None else self.weight(rule, self.sent, self.cached, self.posted_output)
+        """Return the amount that has left the claim for good."""
+        return (
+            0
+            if self.posted_output is None
+            else self.weight(rule, self.sent, self.cached, self.posted_output)
+        )
 
     def holds(self, rule: QuotaRule, leased: int) -> int:
-        """What it claims of a quota while it lives with so large a lease."""
+        """Return the held amount of a quota while it lives with this lease."""
         if rule.dimension is QuotaDimension.CONCURRENT_REQUESTS:
             return 1
         if rule.dimension is QuotaDimension.REQUESTS_PER_MINUTE:
@@ -116,7 +135,7 @@ class ModelClaim:
 
 @dataclass(slots=True)
 class Model:
-    """Sums over lists; nothing is kept that could drift."""
+    """Model of sums over lists, without any kept state that could drift."""
 
     claims: list[ModelClaim] = field(default_factory=list)
     postings: list[tuple[Box, int]] = field(default_factory=list)
@@ -134,8 +153,10 @@ class Model:
             if box(rule, claim.charged_at) == at
         )
 
-    def failing(self, claim: ModelClaim, leased: int, now: datetime, *, extending: bool) -> list[QuotaRule]:
-        """Rules without room for the claim with such a lease, charged now. The claim's own present charge is not counted."""
+    def failing(
+        self, claim: ModelClaim, leased: int, now: datetime, *, extending: bool
+    ) -> list[QuotaRule]:
+        """Return the rules without room for the claim with this lease."""
         found = []
         for rule in claim.rules:
             asked = claim.holds(rule, leased)
@@ -148,32 +169,42 @@ class Model:
                 found.append(rule)
         return found
 
-    def refusing(self, claim: ModelClaim, leased: int, now: datetime, *, extending: bool) -> list[QuotaRule]:
-        """Those of them that are enforced."""
-        return [rule for rule in self.failing(claim, leased, now, extending=extending) if rule.enforced]
+    def refusing(
+        self, claim: ModelClaim, leased: int, now: datetime, *, extending: bool
+    ) -> list[QuotaRule]:
+        """Return the enforced ones."""
+        return [
+            rule for rule in self.failing(claim, leased, now, extending=extending) if rule.enforced
+        ]
 
     def post(self, claim: ModelClaim, sent: int, delivered: int) -> None:
-        """Leave what was consumed in the window the claim is charged to."""
+        """Post the usage to the window that the claim is charged to."""
         for rule in claim.rules:
             if rule.dimension in TOKEN_KINDS or rule.dimension in MONEY:
-                consumed = claim.weight(rule, sent, min(claim.cached, sent), delivered) - claim.posted(rule)
+                consumed = claim.weight(
+                    rule, sent, min(claim.cached, sent), delivered
+                ) - claim.posted(rule)
                 claim.postings.append((box(rule, claim.charged_at), max(consumed, 0)))
                 self.postings.append(claim.postings[-1])
 
     def expire(self, claim: ModelClaim, billed: tuple[int, int]) -> None:
-        """Leave the lease in the window the claim is charged to; of a quota that has no window what is billed, and nothing else."""
+        """Post the lease to its window; charge lifetime quotas the billed amount."""
         lasting = {box(rule, claim.charged_at): rule for rule in claim.rules if rule.is_lifetime}
         undone = [(place, -amount) for place, amount in claim.postings if place in lasting]
         before = len(self.postings)
         self.post(claim, claim.sent, claim.leased)
-        self.postings[before:] = [posting for posting in self.postings[before:] if posting[0] not in lasting]
+        self.postings[before:] = [
+            posting for posting in self.postings[before:] if posting[0] not in lasting
+        ]
         self.postings += undone
         for place, rule in lasting.items():
-            self.postings.append((place, claim.weight(rule, billed[0], min(claim.cached, billed[0]), billed[1])))
+            self.postings.append(
+                (place, claim.weight(rule, billed[0], min(claim.cached, billed[0]), billed[1]))
+            )
 
 
 class QuotaMachine(RuleBasedStateMachine):
-    """Every act is done by the code on counter rows, as a batch would do it, and predicted by the model."""
+    """State machine that runs every operation on counter rows and compares it with the model."""
 
     @initialize(data=st.data())
     def set_up(self, data: st.DataObject) -> None:
@@ -181,13 +212,20 @@ class QuotaMachine(RuleBasedStateMachine):
         self.unheeded: list[Box] = []
         self.rows: dict[CounterKey, Counter] = {}
         self.model = Model()
-        self.over: set[uuid.UUID] = set()  # made tighter in the middle: may be over their limit
+        self.over: set[uuid.UUID] = set()  # reduced while in use: may be over their limit
         ids = random.Random(data.draw(st.integers(0, 2**32), label="ids"))
         self.subjects = [uuid.UUID(int=ids.getrandbits(128)) for _ in range(SUBJECT_COUNT)]
         limits = {dimension: st.integers(0, 120) for dimension in QuotaDimension}
-        limits[QuotaDimension.CONCURRENT_REQUESTS] = limits[QuotaDimension.REQUESTS_PER_MINUTE] = st.integers(0, 4)
+        limits[QuotaDimension.CONCURRENT_REQUESTS] = limits[QuotaDimension.REQUESTS_PER_MINUTE] = (
+            st.integers(0, 4)
+        )
         limits |= dict.fromkeys(MONEY, st.integers(0, 800))
-        chosen = data.draw(st.lists(st.tuples(st.sampled_from(self.subjects), st.sampled_from(QuotaDimension)), max_size=8))
+        chosen = data.draw(
+            st.lists(
+                st.tuples(st.sampled_from(self.subjects), st.sampled_from(QuotaDimension)),
+                max_size=8,
+            )
+        )
         self.limits = [
             QuotaRule(
                 uuid.UUID(int=ids.getrandbits(128)),
@@ -202,8 +240,10 @@ class QuotaMachine(RuleBasedStateMachine):
             for subject, dimension in chosen
         ]
 
-    def decide(self, keys: set[CounterKey], do: Callable[[Counters], Claim | None]) -> Claim | QuotaExceeded | None:
-        """As a batch does: lock these rows and no others, decide, write the changed ones back."""
+    def decide(
+        self, keys: set[CounterKey], do: Callable[[Counters], Claim | None]
+    ) -> Claim | QuotaExceeded | None:
+        """Decide like a batch: lock exactly these rows, decide, write the changed ones."""
         rows = {key: replace(self.rows.get(key, Counter(0, 0))) for key in keys}
         before = {key: replace(row) for key, row in rows.items()}
         counters = Counters(self.now, rows)
@@ -224,15 +264,23 @@ class QuotaMachine(RuleBasedStateMachine):
         more=st.integers(0, 60),
         prices=st.sampled_from([PRICES, DEARER_CACHED, FREE_OUTPUT]),
     )
-    def admit(self, subjects: set[int], sent: int, least: int, more: int, prices: TokenPrices) -> None:
-        rules = [rule for rule in self.limits if rule.subject_id in {self.subjects[i] for i in subjects}]
+    def admit(
+        self, subjects: set[int], sent: int, least: int, more: int, prices: TokenPrices
+    ) -> None:
+        rules = [
+            rule for rule in self.limits if rule.subject_id in {self.subjects[i] for i in subjects}
+        ]
         expected = ModelClaim(rules, prices, sent, self.now, self.now, leased=least)
         failing = self.model.refusing(expected, least, self.now, extending=False)
-        unheeded = [box(rule, self.now) for rule in self.model.failing(expected, least, self.now, extending=False)]
+        unheeded = [
+            box(rule, self.now)
+            for rule in self.model.failing(expected, least, self.now, extending=False)
+        ]
         fresh = Claim(prices, sent, 0, 0, 0, self.now, self.now)
 
         answer = self.decide(
-            {rule.key(self.now) for rule in rules}, lambda counters: quotas.admit(counters, rules, fresh, least + more, least)
+            {rule.key(self.now) for rule in rules},
+            lambda counters: quotas.admit(counters, rules, fresh, least + more, least),
         )
 
         if failing:
@@ -253,7 +301,11 @@ class QuotaMachine(RuleBasedStateMachine):
                 self.model.postings.append((box(rule, self.now), 1))
 
     def check_refusal(
-        self, answer: Claim | QuotaExceeded | None, failing: list[QuotaRule], expected: ModelClaim, leased: int
+        self,
+        answer: Claim | QuotaExceeded | None,
+        failing: list[QuotaRule],
+        expected: ModelClaim,
+        leased: int,
     ) -> None:
         assert isinstance(answer, QuotaExceeded)
         assert {state.quota_id for state in answer.failing} == {rule.id for rule in failing}
@@ -267,7 +319,7 @@ class QuotaMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.limits)
     @act(data=st.data(), by=st.integers(1, 60))
     def change_limit(self, data: st.DataObject, by: int) -> None:
-        """A raise begins or ends, a limit is set anew, a quota is enforced from now on or no more: counters stay."""
+        """Begin or end an override, set a limit, or switch enforcement."""
         index = data.draw(st.integers(0, len(self.limits) - 1))
         old = self.limits[index]
         assert old.limit_value is not None
@@ -285,16 +337,24 @@ class QuotaMachine(RuleBasedStateMachine):
     def extend(self, data: st.DataObject, cached: int, wanted: int) -> None:
         model = data.draw(st.sampled_from([claim for claim in self.model.claims if claim.live]))
         assert model.claim is not None
-        delivered = data.draw(st.integers(model.posted_output or 0, model.leased), label="delivered")
-        before = (model.cached, model.posted_output, model.charged_at, list(self.model.postings), list(model.postings))
+        delivered = data.draw(
+            st.integers(model.posted_output or 0, model.leased), label="delivered"
+        )
+        before = (
+            model.cached,
+            model.posted_output,
+            model.charged_at,
+            list(self.model.postings),
+            list(model.postings),
+        )
         if model.posted_output is None:
             model.cached = max(model.cached, min(cached, model.sent))
         claim = model.claim._replace(cached_input_token_count=model.cached)
         self.model.post(model, model.sent, delivered)
-        # A request without input that has delivered nothing has posted nothing.
+        # A request without input and delivered tokens has posted nothing.
         model.posted_output = delivered if model.sent + delivered else None
         model.charged_at = self.now
-        model.live = False  # its own claim must not be in its way
+        model.live = False  # its own claim does not count
         failing = self.model.refusing(model, model.leased + 1, self.now, extending=True)
         granted = 0
         if not failing:
@@ -312,7 +372,13 @@ class QuotaMachine(RuleBasedStateMachine):
 
         if failing:
             self.check_refusal(answer, failing, model, model.leased + 1)
-            model.cached, model.posted_output, model.charged_at, self.model.postings, model.postings = before
+            (
+                model.cached,
+                model.posted_output,
+                model.charged_at,
+                self.model.postings,
+                model.postings,
+            ) = before
             return
         assert isinstance(answer, Claim)
         model.leased += granted
@@ -321,14 +387,20 @@ class QuotaMachine(RuleBasedStateMachine):
         model.claim = answer
 
     @precondition(lambda self: any(claim.live for claim in self.model.claims))
-    @act(data=st.data(), cached=st.integers(0, 20), how=st.sampled_from(["settle", "expire", "void"]))
+    @act(
+        data=st.data(), cached=st.integers(0, 20), how=st.sampled_from(["settle", "expire", "void"])
+    )
     def end(self, data: st.DataObject, cached: int, how: str) -> None:
         model = data.draw(st.sampled_from([claim for claim in self.model.claims if claim.live]))
         assert model.claim is not None
-        keys = quotas.touched_keys(model.rules, model.claim, self.now, extends=False, undoes=how != "settle")
+        keys = quotas.touched_keys(
+            model.rules, model.claim, self.now, extends=False, undoes=how != "settle"
+        )
         model.live = False
         if how == "void":
-            self.decide(keys, lambda counters: quotas.void(counters, model.rules, model.claim or fail()))
+            self.decide(
+                keys, lambda counters: quotas.void(counters, model.rules, model.claim or fail())
+            )
             self.model.postings += [(place, -amount) for place, amount in model.postings]
             for rule in model.rules:
                 if rule.dimension is QuotaDimension.REQUESTS_PER_MINUTE:
@@ -342,16 +414,20 @@ class QuotaMachine(RuleBasedStateMachine):
             return
         delivered = model.leased
         if how == "settle":
-            delivered = data.draw(st.integers(model.posted_output or 0, model.leased), label="delivered")
+            delivered = data.draw(
+                st.integers(model.posted_output or 0, model.leased), label="delivered"
+            )
             if model.posted_output is None:
                 model.cached = max(model.cached, min(cached, model.sent))
         claim = model.claim._replace(cached_input_token_count=model.cached)
         self.model.post(model, model.sent, delivered)
 
-        self.decide(keys, lambda counters: quotas.end(counters, model.rules, claim, model.sent, delivered))
+        self.decide(
+            keys, lambda counters: quotas.end(counters, model.rules, claim, model.sent, delivered)
+        )
 
     def place(self, key: CounterKey) -> Box:
-        """The quota and the name of the window of a counter."""
+        """Return the quota and the window name of a counter."""
         number, start = key
         return next(box(rule, start) for rule in self.limits if rule.id.int == number)
 
@@ -361,7 +437,7 @@ class QuotaMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_counter_is_what_the_model_says(self) -> None:
-        """Conservation: held is the sum over live claims, used over what was posted; both together stay within the limit."""
+        """Check that held and used amounts equal the sums of claims."""
         if not hasattr(self, "model"):
             return
         seen = set()
@@ -371,7 +447,9 @@ class QuotaMachine(RuleBasedStateMachine):
             seen.add(place)
             assert (row.used, row.held) == (self.model.used(place), self.model.held(place)), rule
             assert rule.limit_value is not None
-            assert row.used + row.held <= rule.limit_value or not rule.enforced or rule.id in self.over, rule
+            assert (
+                row.used + row.held <= rule.limit_value or not rule.enforced or rule.id in self.over
+            ), rule
         assert sorted(self.unheeded) == sorted(self.model.unheeded)
         assert sum(amount for place, amount in self.model.postings if place not in seen) == 0
 
@@ -381,7 +459,9 @@ def fail() -> Claim:
 
 
 EXAMPLE_COUNT = int(os.environ.get("WEIR_TEST_EXAMPLES", "40"))
-QuotaMachine.TestCase.settings = settings(max_examples=EXAMPLE_COUNT, stateful_step_count=40, deadline=None, print_blob=True)
+QuotaMachine.TestCase.settings = settings(
+    max_examples=EXAMPLE_COUNT, stateful_step_count=40, deadline=None, print_blob=True
+)
 TestQuotasFollowTheModel = QuotaMachine.TestCase
 
 
@@ -399,7 +479,10 @@ def test_a_window_contains_its_moment_and_the_next_one_begins_where_it_ends(
 
     assert start == window_start(dimension, start)
     if end is None:
-        assert dimension in (QuotaDimension.CONCURRENT_REQUESTS, QuotaDimension.PREPAID_CREDIT_PICOS)
+        assert dimension in (
+            QuotaDimension.CONCURRENT_REQUESTS,
+            QuotaDimension.PREPAID_CREDIT_PICOS,
+        )
         return
     assert start <= moment < end
     assert window_start(dimension, end) == end
@@ -414,19 +497,23 @@ def test_a_window_contains_its_moment_and_the_next_one_begins_where_it_ends(
         (QuotaDimension.TOKENS_PER_MONTH, "2028-02-01 00:00+00:00", "2028-03-01 00:00+00:00"),
     ],
 )
-def test_windows_are_those_of_the_utc_calendar_whatever_the_zone(dimension: QuotaDimension, start: str, end: str) -> None:
+def test_windows_follow_the_utc_calendar_in_any_time_zone(
+    dimension: QuotaDimension, start: str, end: str
+) -> None:
     in_india = datetime.fromisoformat("2028-03-01T04:28:00.5+05:30")
 
     assert window_start(dimension, in_india) == datetime.fromisoformat(start)
     assert window_end(dimension, in_india) == datetime.fromisoformat(end)
 
 
-def test_the_hint_waits_for_every_limit_that_is_used_up() -> None:
-    """Who waits only for the first of two full limits is refused again."""
+def test_the_retry_after_covers_every_exhausted_limit() -> None:
+    """A client that waits for only the first of two full limits is refused again."""
     now = datetime(2026, 11, 20, 12, 0, 30, tzinfo=UTC)
     project_id = uuid.UUID(int=9)
     minute, day = (
-        QuotaState(QuotaRule(uuid.uuid4(), QuotaSubject.PROJECT, project_id, "", dimension, 10), 10, 0, now)
+        QuotaState(
+            QuotaRule(uuid.uuid4(), QuotaSubject.PROJECT, project_id, "", dimension, 10), 10, 0, now
+        )
         for dimension in (QuotaDimension.TOKENS_PER_MINUTE, QuotaDimension.TOKENS_PER_DAY)
     )
 
@@ -447,10 +534,17 @@ def test_the_hint_waits_for_every_limit_that_is_used_up() -> None:
     dimension=st.sampled_from([dimension for dimension in QuotaDimension if "tokens" in dimension]),
 )
 def test_a_request_weighs_the_same_in_one_piece_and_in_many(
-    sent: int, cached: int, deliveries: list[int], rest: int, weights: Weights, dimension: QuotaDimension
+    sent: int,
+    cached: int,
+    deliveries: list[int],
+    rest: int,
+    weights: Weights,
+    dimension: QuotaDimension,
 ) -> None:
-    """However often it is extended, over however many windows: rounding up happens once, and what is held covers what is used."""
-    rule = QuotaRule(uuid.uuid4(), QuotaSubject.PROJECT, uuid.uuid4(), "", dimension, 10**9, weights)
+    """Rounding up happens once, over any number of extensions and windows."""
+    rule = QuotaRule(
+        uuid.uuid4(), QuotaSubject.PROJECT, uuid.uuid4(), "", dimension, 10**9, weights
+    )
     cached = min(cached, sent)
     claim = Claim(PRICES, sent, cached, sum(deliveries) + rest, 0, START, START)
     whole = claim.consumed(rule, sent, sum(deliveries) + rest)
@@ -468,13 +562,30 @@ def test_a_request_weighs_the_same_in_one_piece_and_in_many(
     assert last <= claim.held(rule)
     assert pieces + last == whole
     counts = TOKEN_KINDS[dimension]
-    exact = Fraction(counts[0] * ((sent - cached) * weights.input + cached * weights.cached_input), 1000)
+    exact = Fraction(
+        counts[0] * ((sent - cached) * weights.input + cached * weights.cached_input), 1000
+    )
     assert 0 <= whole - exact - Fraction(counts[1] * (delivered + rest) * weights.output, 1000) < 1
 
 
-@given(room=st.integers(0, 5_000), sent=st.integers(0, 3_000), posted=st.integers(0, 500) | st.none(), weights=WEIGHTS)
-def test_the_largest_lease_fits_and_one_token_more_does_not(room: int, sent: int, posted: int | None, weights: Weights) -> None:
-    rule = QuotaRule(uuid.uuid4(), QuotaSubject.PROJECT, uuid.uuid4(), "", QuotaDimension.TOKENS_PER_DAY, 1, weights)
+@given(
+    room=st.integers(0, 5_000),
+    sent=st.integers(0, 3_000),
+    posted=st.integers(0, 500) | st.none(),
+    weights=WEIGHTS,
+)
+def test_the_largest_lease_fits_and_one_token_more_does_not(
+    room: int, sent: int, posted: int | None, weights: Weights
+) -> None:
+    rule = QuotaRule(
+        uuid.uuid4(),
+        QuotaSubject.PROJECT,
+        uuid.uuid4(),
+        "",
+        QuotaDimension.TOKENS_PER_DAY,
+        1,
+        weights,
+    )
     claim = Claim(PRICES, sent, sent // 2, 500, 0, START, START)
     if posted is not None:
         claim = claim.moved_on(posted, START)

@@ -1,4 +1,4 @@
-"""Rating: every event priced and posted once, by however many at once, and none lost for another's fault."""
+"""Rating: every event priced and posted once, by concurrent workers."""
 
 from __future__ import annotations
 
@@ -15,17 +15,26 @@ from metering.core.errors import InvariantViolated
 from metering.invoicing.month_report import Reconciliation
 from metering.invoicing.months import month_report
 from metering.ledger import rating
-from metering.ledger.ledger import lane_of, take_lane
+from metering.ledger.ledger import posting_lock_of, take_posting_lock
 from metering.ledger.rating import rate_all_pending, rate_batch
 from metering.pricing.prices import PRICE_MAX_PICOS, ModelPrice, TokenPrices, set_price
 from metering.store.db import Sessions, create_engine, create_sessions
-from tests.metering.books import Consumed, Customer, add_usage, new_customer, new_price, rate_pending
+from tests.metering.books import (
+    Consumed,
+    Customer,
+    add_usage,
+    new_customer,
+    new_price,
+    rate_pending,
+)
 
-EVENTS = text("SELECT id, rated_at IS NOT NULL AS rated, ledger_transaction_id FROM usage_events ORDER BY id")
-# Per transaction: what its events say, and what its legs say.
+EVENTS = text(
+    "SELECT id, rated_at IS NOT NULL AS rated, ledger_transaction_id FROM usage_events ORDER BY id"
+)
+# Per transaction: the sums of its events and of its entries.
 BOOKS = text("""
-SELECT t.id, t.organization_id, t.billing_month, t.effective_at, u.organization_ids, u.days, u.used, u.cost_picos,
-       e.posted, e.revenue, e.owed
+SELECT t.id, t.organization_id, t.billing_month, t.effective_at, u.organization_ids, u.days, u.used,
+       u.cost_picos, e.posted, e.revenue, e.owed
 FROM ledger_transactions t
 LEFT JOIN LATERAL (
     SELECT array_agg(DISTINCT organization_id) AS organization_ids,
@@ -42,7 +51,7 @@ ORDER BY t.id
 
 
 async def assert_posted_once(sessions: Sessions, event_count: int) -> None:
-    """Every event is rated and in one transaction, of its organization and day, whose legs are the sums of its events."""
+    """Check that each event is in one transaction, of its organization and day, with equal sums."""
     async with sessions() as session:
         events = (await session.execute(EVENTS)).all()
         books = (await session.execute(BOOKS)).all()
@@ -54,7 +63,9 @@ async def assert_posted_once(sessions: Sessions, event_count: int) -> None:
         assert (row.posted, row.revenue, row.owed) == (row.used, row.cost_picos, row.cost_picos)
 
 
-async def test_events_are_posted_by_the_price_of_their_admission(sessions: Sessions, customer: Customer, price: ModelPrice) -> None:
+async def test_events_are_posted_by_the_price_of_their_admission(
+    sessions: Sessions, customer: Customer, price: ModelPrice
+) -> None:
     async with sessions.begin() as session:
         dearer = await set_price(
             session,
@@ -65,7 +76,12 @@ async def test_events_are_posted_by_the_price_of_their_admission(sessions: Sessi
             actor="test",
         )
     async with sessions.begin() as session:
-        await add_usage(session, customer, price, [Consumed(1025, 200, 150), Consumed(0, 0, 0), Consumed(7, 7, 0)])
+        await add_usage(
+            session,
+            customer,
+            price,
+            [Consumed(1025, 200, 150), Consumed(0, 0, 0), Consumed(7, 7, 0)],
+        )
         await add_usage(session, customer, dearer, [Consumed(1025, 200, 150)])
 
     assert await rate_all_pending(sessions) == 4
@@ -74,16 +90,27 @@ async def test_events_are_posted_by_the_price_of_their_admission(sessions: Sessi
     await assert_posted_once(sessions, 4)
 
 
-async def test_tokens_that_cost_nothing_are_in_the_ledger_too(sessions: Sessions, customer: Customer) -> None:
+async def test_tokens_that_cost_nothing_are_in_the_ledger_too(
+    sessions: Sessions, customer: Customer
+) -> None:
     async with sessions.begin() as session:
         free = await set_price(
-            session, model="free", input_picos_per_token=0, cached_input_picos_per_token=0, output_picos_per_token=0, actor="test"
+            session,
+            model="free",
+            input_picos_per_token=0,
+            cached_input_picos_per_token=0,
+            output_picos_per_token=0,
+            actor="test",
         )
     async with sessions.begin() as session:
         await add_usage(session, customer, free, [Consumed(10, 5, 3)])
         await rate_pending(session)
     async with sessions() as session:
-        counted = (await session.execute(text("SELECT sum(token_count), sum(abs(amount_picos)) FROM ledger_entries"))).one()
+        counted = (
+            await session.execute(
+                text("SELECT sum(token_count), sum(abs(amount_picos)) FROM ledger_entries")
+            )
+        ).one()
 
     assert tuple(counted) == (13, 0)
 
@@ -94,7 +121,9 @@ async def test_rating_takes_no_more_than_its_limit_and_the_oldest_first(
     async with sessions.begin() as session:
         ids = await add_usage(session, customer, price, [Consumed(1)] * 10)
         assert await rate_pending(session, 4) == 4
-        rated = await session.execute(text("SELECT id FROM usage_events WHERE rated_at IS NOT NULL ORDER BY id"))
+        rated = await session.execute(
+            text("SELECT id FROM usage_events WHERE rated_at IS NOT NULL ORDER BY id")
+        )
         assert list(rated.scalars()) == ids[:4]
 
 
@@ -120,7 +149,9 @@ async def test_a_misstated_event_is_named_and_holds_up_no_other(
     assert posted == len(right)
 
 
-async def test_a_cost_beyond_64_bits_is_misstated_and_breaks_no_batch(sessions: Sessions, customer: Customer) -> None:
+async def test_a_cost_beyond_64_bits_is_misstated_and_breaks_no_batch(
+    sessions: Sessions, customer: Customer
+) -> None:
     async with sessions.begin() as session:
         dear = await set_price(
             session,
@@ -131,7 +162,9 @@ async def test_a_cost_beyond_64_bits_is_misstated_and_breaks_no_batch(sessions: 
             actor="test",
         )
     async with sessions.begin() as session:
-        wrong, _ = await add_usage(session, customer, dear, [Consumed(2**40, 0, 2**40, cost_picos=7), Consumed(900_000)])
+        wrong, _ = await add_usage(
+            session, customer, dear, [Consumed(2**40, 0, 2**40, cost_picos=7), Consumed(900_000)]
+        )
 
     async with sessions.begin() as session:
         batch = await rate_batch(session, limit=10)
@@ -139,7 +172,9 @@ async def test_a_cost_beyond_64_bits_is_misstated_and_breaks_no_batch(sessions: 
     assert (batch.rated_count, batch.misstated) == (1, (wrong,))
 
 
-async def test_raters_at_the_same_time_share_the_work(sessions: Sessions, customer: Customer, price: ModelPrice) -> None:
+async def test_raters_at_the_same_time_share_the_work(
+    sessions: Sessions, customer: Customer, price: ModelPrice
+) -> None:
     async with sessions.begin() as session:
         other = await new_customer(session, "bolt")
         await add_usage(session, customer, price, [Consumed(3, 1, 2)] * 300)
@@ -160,7 +195,9 @@ async def test_raters_at_the_same_time_share_the_work(sessions: Sessions, custom
     await assert_posted_once(sessions, 600)
 
 
-async def test_a_batch_that_is_rolled_back_is_rated_later(sessions: Sessions, customer: Customer, price: ModelPrice) -> None:
+async def test_a_batch_that_is_rolled_back_is_rated_later(
+    sessions: Sessions, customer: Customer, price: ModelPrice
+) -> None:
     async with sessions.begin() as session:
         await add_usage(session, customer, price, [Consumed(3, 1, 2)] * 20)
     async with sessions() as session:
@@ -189,16 +226,34 @@ async def test_a_transaction_is_of_one_customer_and_day_with_a_leg_per_price_and
     await assert_posted_once(sessions, 13)
     async with sessions() as session:
         transactions = await session.execute(
-            text("""SELECT o.name, t.kind, t.billing_month::text, t.effective_at::date::text,
+            text(
+                """SELECT o.name, t.kind, t.billing_month::text, t.effective_at::date::text,
                            (SELECT array_agg(p.model || ' ' || e.token_kind || ' ' || e.token_count)
                             FROM ledger_entries e JOIN price_versions p ON p.id = e.price_version_id
-                            WHERE e.transaction_id = t.id) AS legs
-                    FROM ledger_transactions t JOIN organizations o ON o.id = t.organization_id ORDER BY 1, 4""")
+                            WHERE e.transaction_id = t.id) AS entries
+                    FROM ledger_transactions t JOIN organizations o ON o.id = t.organization_id
+                    ORDER BY 1, 4"""
+            )
         )
-    told = [(name, kind, month, day, sorted(legs or [])) for name, kind, month, day, legs in transactions]
+    told = [
+        (name, kind, month, day, sorted(entries or []))
+        for name, kind, month, day, entries in transactions
+    ]
     assert told == [
-        ("acme", "usage", "2026-10-01", "2026-10-31", ["demo cached_input 12", "demo input 18", "demo output 6", "other input 1"]),
-        ("acme", "usage", "2026-11-01", "2026-11-01", ["demo cached_input 24", "demo input 36", "demo output 12", "other input 2"]),
+        (
+            "acme",
+            "usage",
+            "2026-10-01",
+            "2026-10-31",
+            ["demo cached_input 12", "demo input 18", "demo output 6", "other input 1"],
+        ),
+        (
+            "acme",
+            "usage",
+            "2026-11-01",
+            "2026-11-01",
+            ["demo cached_input 24", "demo input 36", "demo output 12", "other input 2"],
+        ),
         ("bolt", "usage", "2026-11-01", "2026-11-01", []),
     ]
 
@@ -214,32 +269,48 @@ async def test_late_usage_lands_in_the_month_after_the_last_that_is_closed(
             {"id": customer.organization_id},
         )
         await session.execute(
-            text("INSERT INTO billing_months (organization_id, month, state) VALUES (:id, '2026-11-01', 'closing')"),
+            text(
+                "INSERT INTO billing_months (organization_id, month, state) VALUES (:id,"
+                " '2026-11-01', 'closing')"
+            ),
             {"id": customer.organization_id},
         )
         for month in (8, 9, 10, 11, 12):
-            await add_usage(session, customer, price, [Consumed(month, settled_at=datetime(2026, month, 5, 5, tzinfo=UTC))])
+            await add_usage(
+                session,
+                customer,
+                price,
+                [Consumed(month, settled_at=datetime(2026, month, 5, 5, tzinfo=UTC))],
+            )
 
     await rate_all_pending(sessions)
 
     await assert_posted_once(sessions, 5)
     async with sessions() as session:
-        landed = await session.execute(text("SELECT effective_at, billing_month FROM ledger_transactions ORDER BY 1"))
-    assert [(at.month, month.month) for at, month in landed] == [(8, 11), (9, 11), (10, 11), (11, 11), (12, 12)]
+        landed = await session.execute(
+            text("SELECT effective_at, billing_month FROM ledger_transactions ORDER BY 1")
+        )
+    assert [(at.month, month.month) for at, month in landed] == [
+        (8, 11),
+        (9, 11),
+        (10, 11),
+        (11, 11),
+        (12, 12),
+    ]
 
 
-async def test_a_customer_whose_month_is_being_closed_waits_and_nobody_else(
+async def test_only_a_customer_whose_month_is_being_closed_waits(
     sessions: Sessions, customer: Customer, price: ModelPrice
 ) -> None:
     async with sessions.begin() as session:
         bolt = customer
-        while lane_of(bolt.organization_id) == lane_of(customer.organization_id):
+        while posting_lock_of(bolt.organization_id) == posting_lock_of(customer.organization_id):
             bolt = await new_customer(session, f"c{uuid.uuid4().hex}")
         await add_usage(session, customer, price, [Consumed(1)] * 3)
         await add_usage(session, bolt, price, [Consumed(1)] * 4)
 
     async with sessions.begin() as closing:
-        await take_lane(closing, customer.organization_id)
+        await take_posting_lock(closing, customer.organization_id)
         assert await rate_all_pending(sessions) == 4
     assert await rate_all_pending(sessions) == 3
 
@@ -257,7 +328,9 @@ def usages(draw: st.DrawFn) -> Consumed:
 
 
 @given(usages(), RATES, RATES, RATES)
-def test_no_pico_and_no_token_is_lost_between_usage_and_lines(usage: Consumed, fresh: int, cached: int, output: int) -> None:
+def test_no_pico_and_no_token_is_lost_between_usage_and_lines(
+    usage: Consumed, fresh: int, cached: int, output: int
+) -> None:
     prices = TokenPrices(1, "USD", fresh, cached, output)
     counts = (usage.input_token_count, usage.cached_input_token_count, usage.output_token_count)
 
@@ -268,9 +341,11 @@ def test_no_pico_and_no_token_is_lost_between_usage_and_lines(usage: Consumed, f
 
 
 @given(st.lists(usages(), max_size=20))
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_whatever_was_used_is_in_the_books_once(database_url: str, batch: list[Consumed]) -> None:
-    """The same law through the real database, on one that fills up from example to example."""
+@settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_all_usage_is_in_the_ledger_once(database_url: str, batch: list[Consumed]) -> None:
+    """Property of the real database, which grows from example to example."""
     asyncio.run(rate_and_check(database_url, batch))
 
 

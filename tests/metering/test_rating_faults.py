@@ -1,7 +1,8 @@
-"""Rating under attack: random usage in random batches, by several raters at once, some of which die in the middle.
+"""Faults during rating: random usage in random batches, by several raters at once, some of which
+are cut.
 
-Whatever happens each event is posted once, the sums agree to the pico, and every transaction balances: `weir fsck` says so. More
-examples, or longer ones, by WEIR_RATING_EXAMPLES.
+Each event is posted once, the sums agree to the pico, and every transaction balances, as `weir
+fsck` checks. WEIR_RATING_EXAMPLES sets the number of examples.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError
 
-from metering.core.errors import InvariantViolated, StoreAway
+from metering.core.errors import DatabaseUnavailable, InvariantViolated
 from metering.invoicing.month_report import Reconciliation
 from metering.invoicing.months import month_report
 from metering.ledger.rating import rate_all_pending, rate_batch
@@ -38,7 +39,7 @@ CHECKS = [check for check in billing_checks.LEDGER_CHECKS if check.name != "usag
 
 @dataclass(frozen=True, slots=True)
 class Rater:
-    """One who rates batches of a size. dies_after: so many of them, by its connection being cut in the middle; None: never."""
+    """Rater of batches. dies_after: batches until its connection is cut, or None."""
 
     batch_size: int
     dies_after: int | None
@@ -46,26 +47,34 @@ class Rater:
 
 @st.composite
 def usages(draw: st.DrawFn) -> tuple[int, int, Consumed]:
-    """Whose, at which price, and what."""
+    """Draw a customer, a price and a usage."""
     sent = draw(st.integers(0, 2_000_000))
     at = NOVEMBER + timedelta(hours=draw(st.integers(0, 29 * 24)))
     used = Consumed(sent, draw(st.integers(0, sent)), draw(st.integers(0, 200_000)), settled_at=at)
     return draw(st.integers(0, CUSTOMERS - 1)), draw(st.integers(0, PRICES - 1)), used
 
 
-RATERS = st.lists(st.builds(Rater, st.integers(1, 15), st.none() | st.integers(0, 2)), min_size=1, max_size=4)
+RATERS = st.lists(
+    st.builds(Rater, st.integers(1, 15), st.none() | st.integers(0, 2)), min_size=1, max_size=4
+)
 
 
 @given(st.lists(usages(), min_size=1, max_size=60), RATERS)
-@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_whoever_rates_and_whoever_dies_each_event_is_posted_once(
+@settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+def test_each_event_is_posted_once_with_concurrent_and_killed_raters(
     database_url: str, used: list[tuple[int, int, Consumed]], raters: list[Rater]
 ) -> None:
     asyncio.run(attack(database_url, used, raters))
 
 
-async def attack(database_url: str, used: Sequence[tuple[int, int, Consumed]], raters: Sequence[Rater]) -> None:
-    """One example, on a database that fills up from example to example."""
+async def attack(
+    database_url: str, used: Sequence[tuple[int, int, Consumed]], raters: Sequence[Rater]
+) -> None:
+    """Run one example on a database that grows from example to example."""
     engine = create_engine(database_url, pool_size=len(raters) + 1)
     sessions = create_sessions(engine)
     customers, prices = await new_world(sessions)
@@ -80,7 +89,7 @@ async def attack(database_url: str, used: Sequence[tuple[int, int, Consumed]], r
         for rater in raters:
             tasks.create_task(rate(sessions, database_url, rater))
     with pytest.raises(InvariantViolated, match="usage events differ in cost"):
-        await rate_all_pending(sessions)  # what the dead have left
+        await rate_all_pending(sessions)  # the work of cut raters
 
     for number, customer in enumerate(customers):
         his = [(price, consumed) for whose, price, consumed in used if whose == number]
@@ -91,14 +100,23 @@ async def attack(database_url: str, used: Sequence[tuple[int, int, Consumed]], r
         assert report.reconciliation == Reconciliation(token_count + left, token_count, left)
     async with sessions.begin() as session:
         unrated = text("SELECT count(*) FROM unrated_usage WHERE organization_id = ANY(:ids)")
-        assert await session.scalar(unrated, {"ids": [customer.organization_id for customer in customers]}) == 1
+        assert (
+            await session.scalar(
+                unrated, {"ids": [customer.organization_id for customer in customers]}
+            )
+            == 1
+        )
     await engine.dispose()
-    found = [f"{verdict.check.name}: {verdict.sample}" for verdict in fsck(database_url, CHECKS) if verdict.violation_count]
-    assert all(each.startswith("all-is-rated") for each in found), found
+    found = [
+        f"{verdict.check.name}: {verdict.sample}"
+        for verdict in fsck(database_url, CHECKS)
+        if verdict.violation_count
+    ]
+    assert all(each.startswith("all-usage-is-rated") for each in found), found
 
 
 async def new_world(sessions: Sessions) -> tuple[list[Customer], list[ModelPrice]]:
-    """Customers and prices of this example's own."""
+    """Create customers and prices of this example."""
     async with sessions.begin() as session:
         customers = [await new_customer(session, f"c{uuid.uuid4().hex}") for _ in range(CUSTOMERS)]
         prices = [
@@ -116,7 +134,7 @@ async def new_world(sessions: Sessions) -> tuple[list[Customer], list[ModelPrice
 
 
 async def rate(sessions: Sessions, database_url: str, rater: Rater) -> None:
-    """Batch after batch, until nothing is found or the connection is cut with a batch written and not committed."""
+    """Rate until nothing is left, or the connection is cut before a commit."""
     done = 0
     while True:
         try:
@@ -124,7 +142,7 @@ async def rate(sessions: Sessions, database_url: str, rater: Rater) -> None:
                 found = await rate_batch(session, limit=rater.batch_size)
                 if done == rater.dies_after:
                     await cut(database_url, await session.scalar(text("SELECT pg_backend_pid()")))
-        except (StoreAway, DBAPIError):
+        except (DatabaseUnavailable, DBAPIError):
             return
         done += 1
         if not found.rated_count:
@@ -132,6 +150,6 @@ async def rate(sessions: Sessions, database_url: str, rater: Rater) -> None:
 
 
 async def cut(database_url: str, pid: int | None) -> None:
-    """End a connection as the death of its process does."""
+    """Cut a connection like the death of its process."""
     async with await psycopg.AsyncConnection.connect(database_url, autocommit=True) as connection:
         await connection.execute("SELECT pg_terminate_backend(%s, 5000)", (pid,))

@@ -1,4 +1,4 @@
-"""The bytes of a receipt, the tree over a batch, and the signature: what was changed anywhere is noticed."""
+"""Encoding of a receipt, Merkle tree of a batch, and signature: every change is detected."""
 
 from __future__ import annotations
 
@@ -22,8 +22,13 @@ hashes = st.binary(min_size=32, max_size=32)
 receipts = st.builds(
     Receipt,
     **{name: st.uuids() for name in ("organization_id", "project_id", "api_key_id", "request_id")},
-    **dict.fromkeys(("part", "input_token_count", "cached_input_token_count", "billed_token_count"), counts),
-    **dict.fromkeys(("embedding_token_count", "price_version", "cost_picos", "admitted_at_us", "settled_at_us"), counts),
+    **dict.fromkeys(
+        ("part", "input_token_count", "cached_input_token_count", "billed_token_count"), counts
+    ),
+    **dict.fromkeys(
+        ("embedding_token_count", "price_version", "cost_picos", "admitted_at_us", "settled_at_us"),
+        counts,
+    ),
     sequence=counts,
     previous_hash=hashes,
     currency_code=st.text(max_size=4),
@@ -31,7 +36,7 @@ receipts = st.builds(
     outcome=st.text(max_size=16),
 )
 SIGNER = Signer(Ed25519PrivateKey.from_private_bytes(bytes(range(32))))
-# The first test vector of docs/reference/receipts.md.
+# First test vector of docs/reference/receipts.md.
 KNOWN = Receipt(
     organization_id=uuid.UUID(int=1),
     project_id=uuid.UUID(int=2),
@@ -56,7 +61,7 @@ KNOWN_HASH = "03947372f6c7874afce477c872e40e12d97c59a191091ec3dac23641178b0a36"
 
 
 def flipped(data: bytes, bit: int) -> bytes:
-    """With one bit changed."""
+    """Return the bytes with one bit changed."""
     return (int.from_bytes(data, "big") ^ (1 << bit)).to_bytes(len(data), "big")
 
 
@@ -66,14 +71,14 @@ def test_decoding_gives_back_what_was_encoded(receipt: Receipt) -> None:
 
 
 def test_texts_cannot_be_shifted_between_fields() -> None:
-    """Each has its length before it: `ab` + `c` is not `a` + `bc`."""
+    """Each is preceded by its length: `ab` + `c` differs from `a` + `bc`."""
     one, other = replace(KNOWN, model="ab", outcome="c"), replace(KNOWN, model="a", outcome="bc")
 
     assert one.encoded != other.encoded
 
 
 def test_the_known_receipt_has_the_known_hash() -> None:
-    """The encoding is fixed for ever: if this fails, receipts that customers hold can no longer be verified."""
+    """If this fails, receipts of customers can no longer be verified."""
     assert hash_of(KNOWN.encoded).hex() == KNOWN_HASH
 
 
@@ -122,8 +127,12 @@ def test_a_root_tells_its_leaves_and_their_order(leaves: list[bytes], data: st.D
     assert Tree(leaves[:-1]).root != Tree(leaves).root
 
 
-@given(st.lists(receipts, min_size=1, max_size=5, unique_by=lambda receipt: receipt.encoded), st.data())
-def test_any_changed_bit_of_receipt_path_or_signature_is_caught(batch: list[Receipt], data: st.DataObject) -> None:
+@given(
+    st.lists(receipts, min_size=1, max_size=5, unique_by=lambda receipt: receipt.encoded), st.data()
+)
+def test_any_changed_bit_of_receipt_path_or_signature_is_caught(
+    batch: list[Receipt], data: st.DataObject
+) -> None:
     encoded = [receipt.encoded for receipt in batch]
     signed = SignedBatch.sign(SIGNER, [hash_of(each) for each in encoded])
     index = data.draw(st.integers(0, len(batch) - 1))
@@ -142,7 +151,7 @@ def test_any_changed_bit_of_receipt_path_or_signature_is_caught(batch: list[Rece
 
 
 def holds(encoded: bytes, path: tuple[Step, ...], signature: bytes) -> bool:
-    """Whether a receipt verifies."""
+    """Return whether a receipt verifies."""
     return is_signed(SIGNER.public_key, root_by_path(hash_of(encoded), path), signature)
 
 

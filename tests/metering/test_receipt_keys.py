@@ -1,4 +1,4 @@
-"""The file of the signing key: made once, readable by its owner alone, and refused with a clear word if it cannot be used."""
+"""File of the signing key: created once, private, refused with a clear reason."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_key_is_made_once_and_is_only_its_owners(tmp_path: Path) -> None:
     assert os.listdir(path.parent) == [KEY_FILE], "nothing is left beside it"
 
 
-def test_of_many_who_make_a_key_at_once_all_get_the_same(tmp_path: Path) -> None:
+def test_concurrent_creations_of_a_key_get_the_same_one(tmp_path: Path) -> None:
     path = tmp_path / KEY_FILE
 
     def make(_: int) -> str:
@@ -61,9 +61,15 @@ def test_without_a_key_nothing_is_signed(tmp_path: Path) -> None:
 def test_a_key_that_is_named_must_be_there_and_of_the_right_kind(tmp_path: Path) -> None:
     text, other = tmp_path / "text", tmp_path / "other"
     text.write_text("secret")
-    other.write_bytes(X25519PrivateKey.generate().private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    other.write_bytes(
+        X25519PrivateKey.generate().private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    )
 
-    for path, told in ((tmp_path / "none", "cannot be read"), (text, "not contain a private key"), (other, "Ed25519")):
+    for path, told in (
+        (tmp_path / "none", "cannot be read"),
+        (text, "not contain a private key"),
+        (other, "Ed25519"),
+    ):
         with pytest.raises(InvalidValue, match=told) as refused:
             load_signer({"WEIR_RECEIPT_KEY_FILE": str(path)})
         assert refused.value.field == "WEIR_RECEIPT_KEY_FILE"

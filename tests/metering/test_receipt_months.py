@@ -1,4 +1,4 @@
-"""The receipts of a month: their root, their pages, and the seal after which none comes."""
+"""Receipts of a month: their root, their pages, and the seal after which none is added."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def world(database_url: str) -> Iterator[HoldWorld]:
 
 
 async def used(world: HoldWorld, payer: Payer, *times: datetime) -> list[IssuedReceipt]:
-    """A request settled at each of the times."""
+    """Settle a request at each of the times."""
     receipts: list[IssuedReceipt] = []
     for time in times:
         op = admit(payer)
@@ -55,9 +55,14 @@ async def used(world: HoldWorld, payer: Payer, *times: datetime) -> list[IssuedR
     return receipts
 
 
-async def test_the_root_is_over_all_receipts_by_project_and_place(world: HoldWorld, sessions: Sessions) -> None:
+async def test_the_root_is_over_all_receipts_by_project_and_place(
+    world: HoldWorld, sessions: Sessions
+) -> None:
     payer, stranger = world.tenant(), world.tenant("stranger")
-    project = world.one("INSERT INTO projects (organization_id, name) VALUES (%s, 'other') RETURNING id", payer.organization_id)
+    project = world.one(
+        "INSERT INTO projects (organization_id, name) VALUES (%s, 'other') RETURNING id",
+        payer.organization_id,
+    )
     second = Payer(payer.organization_id, project, world.key(project), "USD")
     before = NOVEMBER_ENDS - timedelta(microseconds=1)
     kept = await used(world, payer, world.now, world.now + timedelta(days=1))
@@ -70,24 +75,35 @@ async def test_the_root_is_over_all_receipts_by_project_and_place(world: HoldWor
         found = await receipt_month(session, payer.organization_id, NOVEMBER)
         december = await month_root(session, payer.organization_id, date(2026, 12, 24))
 
-    by_place = sorted(kept, key=lambda receipt: (decode(receipt.encoded).project_id.bytes, receipt.sequence))
+    by_place = sorted(
+        kept, key=lambda receipt: (decode(receipt.encoded).project_id.bytes, receipt.sequence)
+    )
     assert found.root == root([receipt.hash for receipt in by_place])
     assert december == later[0].hash
-    assert (found.receipt_count, found.unreceipted_count) == (4, 0)
-    spans = {piece.project_id: (piece.first_sequence, piece.last_sequence, piece.receipt_count) for piece in found.chains}
+    assert (found.receipt_count, found.missing_receipt_count) == (4, 0)
+    spans = {
+        piece.project_id: (piece.first_sequence, piece.last_sequence, piece.receipt_count)
+        for piece in found.chains
+    }
     assert spans == {payer.project_id: (1, 3, 3), second.project_id: (1, 1, 1)}
-    assert later[0].previous_hash == next(piece.last_hash for piece in found.chains if piece.project_id == payer.project_id)
+    assert later[0].previous_hash == next(
+        piece.last_hash for piece in found.chains if piece.project_id == payer.project_id
+    )
 
 
-async def test_a_month_without_receipts_has_the_root_of_nothing(world: HoldWorld, sessions: Sessions) -> None:
+async def test_a_month_without_receipts_has_the_empty_root(
+    world: HoldWorld, sessions: Sessions
+) -> None:
     async with sessions() as session:
         found = await receipt_month(session, world.tenant().organization_id, NOVEMBER)
 
     assert (found.root, found.receipt_count, found.chains) == (EMPTY_ROOT, 0, [])
 
 
-async def test_pages_hold_each_receipt_once_in_the_order_of_its_chain(world: HoldWorld, sessions: Sessions) -> None:
-    """Many are of one moment."""
+async def test_pages_hold_each_receipt_once_in_the_order_of_its_chain(
+    world: HoldWorld, sessions: Sessions
+) -> None:
+    """Many have the same time."""
     payer = world.tenant()
     requests = [admit(payer) for _ in range(11)]
     await world.run(*requests)
@@ -98,7 +114,9 @@ async def test_pages_hold_each_receipt_once_in_the_order_of_its_chain(world: Hol
             found: list[IssuedReceipt] = []
             token = page_token(datetime(2026, 11, 1, tzinfo=UTC), uuid.UUID(int=0), 0)
             while token:
-                page, token = await receipts_page(session, payer.organization_id, NOVEMBER, page_token=token, page_size=page_size)
+                page, token = await receipts_page(
+                    session, payer.organization_id, NOVEMBER, page_token=token, page_size=page_size
+                )
                 found += page
             assert [receipt.sequence for receipt in found] == list(range(1, 12))
 
@@ -106,15 +124,20 @@ async def test_pages_hold_each_receipt_once_in_the_order_of_its_chain(world: Hol
 BEFORE_THE_CALENDAR = "0001-01-01T00:00:00+23:59_00000000-0000-0000-0000-000000000000_1"
 
 
-@pytest.mark.parametrize("token", ["x", "a_b_c", "2026-11-01_00000000-0000-0000-0000-000000000000_1", "1_2", BEFORE_THE_CALENDAR])
-def test_a_page_token_that_nobody_gave_is_refused(token: str) -> None:
+@pytest.mark.parametrize(
+    "token",
+    ["x", "a_b_c", "2026-11-01_00000000-0000-0000-0000-000000000000_1", "1_2", BEFORE_THE_CALENDAR],
+)
+def test_a_forged_page_token_is_refused(token: str) -> None:
     for each in (token, page_token(*token.split("_"))):
         with pytest.raises(InvalidValue, match="page_token"):
             page_values(each, utc_time, uuid.UUID, row_id)
 
 
-async def test_nothing_is_settled_in_a_month_that_is_sealed(world: HoldWorld, sessions: Sessions) -> None:
-    """Also not by a transaction that began before the seal, and waited."""
+async def test_nothing_is_settled_in_a_month_that_is_sealed(
+    world: HoldWorld, sessions: Sessions
+) -> None:
+    """Also not by a transaction that began before the seal and waited."""
     payer, stranger = world.tenant(), world.tenant("stranger")
     late, other = admit(payer), admit(stranger)
     await world.run(late, other)
@@ -124,7 +147,7 @@ async def test_nothing_is_settled_in_a_month_that_is_sealed(world: HoldWorld, se
     async with sessions.begin() as session:
         await seal_month(session, payer.organization_id, NOVEMBER)
         before = await month_root(session, payer.organization_id, NOVEMBER)
-    world.set_time(NOVEMBER_ENDS - timedelta(seconds=1))  # as a transaction sees it that began then
+    world.set_time(NOVEMBER_ENDS - timedelta(seconds=1))  # as in a transaction that began then
     [done, of_other] = await world.run(settle(late.hold_id, 5), settle(other.hold_id, 5))
 
     assert isinstance(done, Settled)
@@ -147,7 +170,9 @@ async def test_a_month_that_is_not_over_is_not_sealed(world: HoldWorld, sessions
     assert decode(receipt.encoded).settled_at_us == micros(world.now)
 
 
-async def test_a_seal_waits_for_settlements_and_settlements_wait_for_it(world: HoldWorld, sessions: Sessions) -> None:
+async def test_a_seal_waits_for_settlements_and_settlements_wait_for_it(
+    world: HoldWorld, sessions: Sessions
+) -> None:
     payer = world.tenant()
     requests = [admit(payer) for _ in range(20)]
     await world.run(*requests)
@@ -173,15 +198,19 @@ async def test_a_seal_waits_for_settlements_and_settlements_wait_for_it(world: H
     check_invariants(world.url, all_ended=True)
 
 
-async def test_a_closed_month_has_root_and_sums_of_its_receipts(world: HoldWorld, sessions: Sessions, tmp_path: Path) -> None:
-    """And they stay: what runs on into the next month is settled there."""
+async def test_a_closed_month_has_root_and_sums_of_its_receipts(
+    world: HoldWorld, sessions: Sessions, tmp_path: Path
+) -> None:
+    """They are final: requests that run into the next month are settled there."""
     payer, late = world.tenant(), None
     kept = await used(world, payer, world.now, world.now + timedelta(days=1))
     late = admit(payer)
     await world.run(late)
     world.set_time(NOVEMBER_ENDS + timedelta(days=2))
 
-    closed = await close_month(sessions, organization="acme", month="2026-11", actor="ann", leave_running=True)
+    closed = await close_month(
+        sessions, organization="acme", month="2026-11", actor="ann", leave_running=True
+    )
     world.set_time(NOVEMBER_ENDS - timedelta(seconds=1))
     await world.run(settle(late.hold_id, 5))
 
@@ -208,14 +237,18 @@ async def test_a_closed_month_has_root_and_sums_of_its_receipts(world: HoldWorld
     async with sessions() as session:
         owner = await find_organization(session, "acme")
         assert (await verify_month(session, owner, "2026-11")).differences == ()
-    world.execute("SET session_replication_role = replica")  # no triggers
-    world.execute("UPDATE usage_events SET receipt_hash = previous_receipt_hash WHERE receipt_sequence = 2")
+    world.execute("SET session_replication_role = replica")  # without triggers
+    world.execute(
+        "UPDATE usage_events SET receipt_hash = previous_receipt_hash WHERE receipt_sequence = 2"
+    )
     async with sessions() as session:
         [difference] = (await verify_month(session, owner, "2026-11")).differences
     assert difference.startswith("the root of the receipts is ")
 
 
-async def test_a_month_without_receipts_is_closed_without_a_root(world: HoldWorld, sessions: Sessions) -> None:
+async def test_a_month_without_receipts_is_closed_without_a_root(
+    world: HoldWorld, sessions: Sessions
+) -> None:
     world.tenant()
     world.set_time(NOVEMBER_ENDS + timedelta(days=2))
 

@@ -1,4 +1,4 @@
-"""Receipts as settlements make them: one unbroken chain per project, whoever settles, however it ends, whatever is killed."""
+"""Receipts of settlements: one unbroken chain per project, for every settler, end and crash."""
 
 from __future__ import annotations
 
@@ -24,13 +24,21 @@ from metering.quotas.quotas import QuotaExceeded
 from metering.receipts.chaining import IssuedReceipt
 from metering.receipts.encoding import NO_HASH, micros
 from metering.receipts.signing import Signer, ensure_key
-from tests.metering.hold_world import NOON, AwaitedStore, HoldWorld, admit, hold_world, of_type, settle
+from tests.metering.hold_world import (
+    NOON,
+    AwaitedStore,
+    HoldWorld,
+    admit,
+    hold_world,
+    of_type,
+    settle,
+)
 from tests.metering.invariants import check_invariants
 from tests.metering.receipt_invariants import check_receipts
 from tests.metering.receipt_reading import decode, is_signed, root_by_path
 from tests.service import until
 
-PROCESSES, SETTLED_LEAST = 3, 60  # that settle for one project until they are killed
+PROCESSES, SETTLED_LEAST = 3, 60  # processes that settle for one project until they are killed
 
 
 @pytest.fixture
@@ -44,12 +52,14 @@ def new_signer() -> Signer:
 
 
 def holds(receipt: IssuedReceipt, signer: Signer) -> bool:
-    """Whether it verifies."""
+    """Return whether the receipt verifies."""
     return is_signed(signer.public_key, root_by_path(receipt.hash, receipt.path), receipt.signature)
 
 
-async def settled(world: HoldWorld, *operations: object, signer: Signer | None = None) -> list[Settled]:
-    """Run operations of which all must settle something."""
+async def settled(
+    world: HoldWorld, *operations: object, signer: Signer | None = None
+) -> list[Settled]:
+    """Run operations that all must settle usage; return their answers."""
     answers = await world.run(*operations, signer=signer)  # type: ignore[arg-type]
     found = of_type(Settled, answers)
     assert len(found) == len(operations), answers
@@ -71,10 +81,26 @@ async def test_a_settlement_answers_with_its_receipt(world: HoldWorld) -> None:
         payer.project_id,
         payer.api_key_id,
     )
-    assert (content.request_id, content.part, content.model, content.outcome) == (op.request_id, 0, "demo", "stop")
-    assert (content.input_token_count, content.cached_input_token_count, content.billed_token_count) == (10, 4, 5)
-    assert (content.price_version, content.currency_code, content.cost_picos) == (world.price_version, "USD", done.cost_picos)
-    assert (content.admitted_at_us, content.settled_at_us) == (micros(NOON), micros(NOON) + 1_500_000)
+    assert (content.request_id, content.part, content.model, content.outcome) == (
+        op.request_id,
+        0,
+        "demo",
+        "stop",
+    )
+    assert (
+        content.input_token_count,
+        content.cached_input_token_count,
+        content.billed_token_count,
+    ) == (10, 4, 5)
+    assert (content.price_version, content.currency_code, content.cost_picos) == (
+        world.price_version,
+        "USD",
+        done.cost_picos,
+    )
+    assert (content.admitted_at_us, content.settled_at_us) == (
+        micros(NOON),
+        micros(NOON) + 1_500_000,
+    )
     assert (content.sequence, content.previous_hash) == (1, NO_HASH)
     assert holds(receipt, signer)
     assert not holds(receipt, new_signer())
@@ -83,9 +109,13 @@ async def test_a_settlement_answers_with_its_receipt(world: HoldWorld) -> None:
 
 
 async def test_receipts_of_one_batch_share_a_signature_and_each_verifies(world: HoldWorld) -> None:
-    """Of several projects, each with its own chain."""
+    """For several projects, each with its own chain."""
     signer = new_signer()
-    requests = [admit(payer) for payer in (world.tenant("one"), world.tenant("two"), world.tenant("three")) for _ in range(5)]
+    requests = [
+        admit(payer)
+        for payer in (world.tenant("one"), world.tenant("two"), world.tenant("three"))
+        for _ in range(5)
+    ]
     await world.run(*requests)
 
     done = await settled(world, *(settle(op.hold_id, 3) for op in requests), signer=signer)
@@ -100,11 +130,13 @@ async def test_receipts_of_one_batch_share_a_signature_and_each_verifies(world: 
 
 
 async def test_settling_again_answers_with_the_same_receipt(world: HoldWorld) -> None:
-    """As after an answer that was lost on its way."""
+    """The answer may have been lost."""
     signer = new_signer()
     first, other = admit(world.tenant()), admit(world.tenant("other"))
     await world.run(first, other)
-    [before, _] = await settled(world, settle(first.hold_id, 5), settle(other.hold_id, 5), signer=signer)
+    [before, _] = await settled(
+        world, settle(first.hold_id, 5), settle(other.hold_id, 5), signer=signer
+    )
 
     [again] = await settled(world, settle(first.hold_id, 5), signer=new_signer())
 
@@ -115,7 +147,7 @@ async def test_settling_again_answers_with_the_same_receipt(world: HoldWorld) ->
     assert holds(same, signer)
 
 
-async def test_what_bills_nothing_has_no_receipt(world: HoldWorld) -> None:
+async def test_unbilled_requests_have_no_receipt(world: HoldWorld) -> None:
     payer = world.tenant()
     world.quota(payer, QuotaDimension.CONCURRENT_REQUESTS, 2)
     voided, expired = admit(payer), admit(payer)
@@ -138,12 +170,16 @@ async def test_every_way_to_end_has_its_receipt(world: HoldWorld, outcome: Outco
     [done] = await settled(world, settle(op.hold_id, 0, input_tokens=0, outcome=outcome))
 
     [receipt] = done.receipts
-    assert (decode(receipt.encoded).outcome, decode(receipt.encoded).cost_picos, receipt.signature) == (outcome, 0, b"")
+    assert (
+        decode(receipt.encoded).outcome,
+        decode(receipt.encoded).cost_picos,
+        receipt.signature,
+    ) == (outcome, 0, b"")
     check_invariants(world.url, all_ended=True)
     check_receipts(world.url)
 
 
-async def test_what_was_found_after_expiry_has_a_receipt_of_its_own(world: HoldWorld) -> None:
+async def test_usage_found_after_expiry_has_its_own_receipt(world: HoldWorld) -> None:
     signer = new_signer()
     op = admit(world.tenant())
     await world.run(op)
@@ -155,25 +191,32 @@ async def test_what_was_found_after_expiry_has_a_receipt_of_its_own(world: HoldW
     [again] = await settled(world, settle(op.hold_id, 8), signer=signer)
 
     contents = [(decode(receipt.encoded), receipt.sequence) for receipt in late.receipts]
-    assert [(each.part, each.billed_token_count, sequence) for each, sequence in contents] == [(0, 3, 1), (1, 5, 2)]
-    assert [receipt.hash for receipt in again.receipts] == [receipt.hash for receipt in late.receipts]
+    assert [(each.part, each.billed_token_count, sequence) for each, sequence in contents] == [
+        (0, 3, 1),
+        (1, 5, 2),
+    ]
+    assert [receipt.hash for receipt in again.receipts] == [
+        receipt.hash for receipt in late.receipts
+    ]
     assert all(holds(receipt, signer) for receipt in late.receipts)
     check_invariants(world.url, all_ended=True)
     check_receipts(world.url)
 
 
 async def test_recovery_continues_the_chain(world: HoldWorld, tmp_path: Path) -> None:
-    payer, signer, owner_id = world.tenant(), new_signer(), uuid.uuid4()
+    payer, signer, process_id = world.tenant(), new_signer(), uuid.uuid4()
     requests = [admit(payer) for _ in range(3)]
-    await world.run(*requests, owner_id=owner_id)
+    await world.run(*requests, process_id=process_id)
     await settled(world, settle(requests[0].hold_id, 1))
-    journal = UsageJournal(tmp_path, owner_id)
+    journal = UsageJournal(tmp_path, process_id)
     journal.record([Delivered(op.hold_id, 10, 0, 4, 4) for op in requests[1:]])
     journal.close()
 
     await recover_journals(tmp_path, world.url, signer=signer)
 
-    assert world.rows("SELECT receipt_sequence, receipt_batch_id IS NOT NULL FROM usage_events ORDER BY 1") == [
+    assert world.rows(
+        "SELECT receipt_sequence, receipt_batch_id IS NOT NULL FROM usage_events ORDER BY 1"
+    ) == [
         (1, False),
         (2, True),
         (3, True),
@@ -183,7 +226,7 @@ async def test_recovery_continues_the_chain(world: HoldWorld, tmp_path: Path) ->
 
 
 async def test_a_chain_does_not_go_back_in_time(world: HoldWorld) -> None:
-    """So that the receipts of a month are one piece of the chain, whatever transaction began first."""
+    """A month is thus one piece of the chain, whichever transaction began first."""
     payer = world.tenant()
     first, second = admit(payer), admit(payer)
     await world.run(first, second)
@@ -194,7 +237,9 @@ async def test_a_chain_does_not_go_back_in_time(world: HoldWorld) -> None:
     [done] = await settled(world, settle(second.hold_id, 1))
 
     assert decode(done.receipts[0].encoded).settled_at_us == micros(NOON) + 10_000_000
-    assert world.rows("SELECT DISTINCT settled_at FROM usage_events") == [(NOON + timedelta(seconds=10),)]
+    assert world.rows("SELECT DISTINCT settled_at FROM usage_events") == [
+        (NOON + timedelta(seconds=10),)
+    ]
 
 
 async def test_an_operation_that_breaks_its_batch_leaves_no_gap(world: HoldWorld) -> None:
@@ -202,7 +247,7 @@ async def test_an_operation_that_breaks_its_batch_leaves_no_gap(world: HoldWorld
     good, bad = admit(payer), admit(payer)
     await world.run(good, bad)
     broken = settle(bad.hold_id, 3)
-    broken = structs.replace(broken, timings={"total_ms": "\0"})  # which the database refuses
+    broken = structs.replace(broken, timings={"total_ms": "\0"})  # the database refuses it
 
     answers = await world.run(settle(good.hold_id, 3), broken)
 
@@ -213,7 +258,7 @@ async def test_an_operation_that_breaks_its_batch_leaves_no_gap(world: HoldWorld
 
 
 async def test_many_processes_write_one_chain(world: HoldWorld) -> None:
-    """Four of them, one without a key; each batch has requests of the shared project and of others."""
+    """Four processes, one without a key; batches mix projects."""
     payers = [world.tenant("shared"), world.tenant("other"), world.tenant("third")]
     signers = [new_signer(), new_signer(), new_signer(), None]
     stores = [AwaitedStore(world.url, uuid.uuid4(), signer=each) for each in signers]
@@ -234,7 +279,11 @@ async def test_many_processes_write_one_chain(world: HoldWorld) -> None:
             task.cancel()
 
     receipts = [answer.receipts[0] for answer in answers]
-    assert len({(decode(receipt.encoded).project_id, receipt.sequence) for receipt in receipts}) == len(receipts) == 240
+    assert (
+        len({(decode(receipt.encoded).project_id, receipt.sequence) for receipt in receipts})
+        == len(receipts)
+        == 240
+    )
     by_key = {signer.key_id: signer for signer in signers if signer is not None}
     assert all(holds(receipt, by_key[receipt.key_id]) for receipt in receipts if receipt.key_id)
     assert {receipt.key_id for receipt in receipts} == {*by_key, ""}
@@ -273,7 +322,10 @@ async def test_kill_9_leaves_neither_gap_nor_fork(world: HoldWorld, tmp_path: Pa
     ensure_key(key)
     ids = [str(each) for each in (payer.organization_id, payer.project_id, payer.api_key_id)]
     children = [
-        await asyncio.create_subprocess_exec(sys.executable, "-c", SETTLING, world.url, str(key), *ids) for _ in range(PROCESSES)
+        await asyncio.create_subprocess_exec(
+            sys.executable, "-c", SETTLING, world.url, str(key), *ids
+        )
+        for _ in range(PROCESSES)
     ]
 
     for killed, child in enumerate(children, 1):
@@ -288,13 +340,16 @@ async def test_kill_9_leaves_neither_gap_nor_fork(world: HoldWorld, tmp_path: Pa
 
 
 def sequence(world: HoldWorld) -> int:
-    """Where the one chain has come to."""
+    """Return the last sequence number of the only chain."""
     return int(world.one("SELECT last_sequence FROM receipt_chains"))
 
 
 def backends(world: HoldWorld) -> int:
-    """Connections of others to this database."""
-    query = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
+    """Return the other connections to this database."""
+    query = (
+        "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <>"
+        " pg_backend_pid()"
+    )
     return int(world.one(f"{query} AND backend_type = 'client backend'"))
 
 
@@ -327,18 +382,29 @@ async def test_the_database_refuses_to_rewrite_receipts(world: HoldWorld, change
     [
         ("UPDATE usage_events SET cost_picos = cost_picos + 1", "has not the hash of what it says"),
         ("UPDATE usage_events SET receipt_sequence = 2", "are [2], its head is 1"),
-        ("UPDATE usage_events SET previous_receipt_hash = receipt_hash", "does not name the one before"),
-        ("UPDATE receipt_batches SET signature = decode(repeat('01', 64), 'hex')", "is not signed by its key"),
-        ("UPDATE receipt_keys SET public_key = decode(repeat('01', 32), 'hex')", "is not signed by its key"),
+        (
+            "UPDATE usage_events SET previous_receipt_hash = receipt_hash",
+            "does not name the one before",
+        ),
+        (
+            "UPDATE receipt_batches SET signature = decode(repeat('01', 64), 'hex')",
+            "is not signed by its key",
+        ),
+        (
+            "UPDATE receipt_keys SET public_key = decode(repeat('01', 32), 'hex')",
+            "is not signed by its key",
+        ),
     ],
 )
-async def test_the_checker_of_receipts_sees_planted_faults(world: HoldWorld, fault: str, told: str) -> None:
+async def test_the_checker_of_receipts_sees_planted_faults(
+    world: HoldWorld, fault: str, told: str
+) -> None:
     op = admit(world.tenant())
     await world.run(op)
     await settled(world, settle(op.hold_id, 5), signer=new_signer())
     check_receipts(world.url)
 
-    world.execute("SET session_replication_role = replica")  # no triggers
+    world.execute("SET session_replication_role = replica")  # without triggers
     world.execute(fault)
 
     with pytest.raises(AssertionError, match=re.escape(told)):

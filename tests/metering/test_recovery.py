@@ -1,4 +1,4 @@
-"""What dead processes left behind is settled from their journals: once, completely, by whoever comes first."""
+"""Recovery from journals of dead processes: once, completely, by the first process that tries."""
 
 from __future__ import annotations
 
@@ -9,17 +9,23 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+import psycopg
 import pytest
 
-from metering.core.errors import StoreAway
+from metering.core.errors import DatabaseUnavailable
 from metering.core.models import QuotaDimension
 from metering.holds import recovery
+from metering.holds.batch import HoldConnection
 from metering.holds.journal import Delivered, UsageJournal
-from metering.holds.operations import Admit, Expire, Extend
+from metering.holds.operations import Admit, Expire, Extend, Void
 from metering.holds.recovery import Recovered, recover_journals, sweep_expired_holds
+from metering.store.db import psycopg_conninfo
 from tests.metering.cutting_proxy import CuttingProxy
 from tests.metering.hold_world import HoldWorld, admit, hold_world, settle
 from tests.metering.invariants import check_invariants
+from tests.service import until
+
+WAITING = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'"
 
 
 @pytest.fixture
@@ -29,28 +35,32 @@ def world(database_url: str) -> Iterator[HoldWorld]:
 
 
 def files(directory: Path) -> list[Path]:
-    """What stands in it."""
+    """Return the files of a directory."""
     return list(directory.iterdir())
 
 
-async def dead_process(world: HoldWorld, directory: Path, *, delivered: tuple[int, ...]) -> list[Admit]:
-    """A process that died with these numbers of tokens delivered of its requests: 0 for none, so that its journal knows nothing."""
+async def dead_process(
+    world: HoldWorld, directory: Path, *, delivered: tuple[int, ...]
+) -> list[Admit]:
+    """Create holds and journal of a dead process with these delivered tokens per request."""
     journal = UsageJournal(directory, uuid.uuid4())
     payer = world.tenant(f"t{uuid.uuid4().hex[:8]}")
     for dimension in QuotaDimension:
         world.quota(payer, dimension, 10_000)
     requests = [admit(payer) for _ in delivered]
-    await world.run(*requests, owner_id=journal.owner_id)
+    await world.run(*requests, process_id=journal.process_id)
     for op, tokens in zip(requests, delivered, strict=True):
         for total in range(1, tokens + 1):
             journal.record([Delivered(op.hold_id, 10, 4, total, total)])
     journal.close()
-    if not any(delivered):  # only a process that ends in order removes its journal
-        directory.joinpath(f"{journal.owner_id}.1.journal").touch()
+    if not any(delivered):  # only a process that stops normally removes its journal
+        directory.joinpath(f"{journal.process_id}.1.journal").touch()
     return requests
 
 
-async def test_what_was_delivered_is_settled_and_the_rest_voided(world: HoldWorld, tmp_path: Path) -> None:
+async def test_delivered_tokens_are_settled_and_other_holds_voided(
+    world: HoldWorld, tmp_path: Path
+) -> None:
     await dead_process(world, tmp_path, delivered=(3, 0, 7))
 
     done = await recover_journals(tmp_path, world.url)
@@ -62,7 +72,37 @@ async def test_what_was_delivered_is_settled_and_the_rest_voided(world: HoldWorl
     check_invariants(world.url, all_ended=True)
 
 
-async def test_a_process_that_delivered_nothing_leaves_nothing(world: HoldWorld, tmp_path: Path) -> None:
+async def test_an_admission_that_outlives_its_process_commits_nothing(
+    world: HoldWorld, tmp_path: Path
+) -> None:
+    """The server still runs the batch of a dead process when recovery begins."""
+    await dead_process(world, tmp_path, delivered=())
+    [process_id] = {uuid.UUID(path.name.partition(".")[0]) for path in files(tmp_path)}
+    payer = world.tenant("slow")
+    world.quota(payer, QuotaDimension.TOKENS_PER_DAY, 10_000)
+    process = HoldConnection(world.url, process_id)
+    first = admit(payer)
+    # From now on, an admission is one message, which the server runs without the process.
+    await process.execute([first])
+    await process.execute([Void(first.hold_id)])
+    async with await psycopg.AsyncConnection.connect(psycopg_conninfo(world.url)) as blocker:
+        await blocker.execute("SELECT 1 FROM quota_counters FOR UPDATE")
+        batch = asyncio.create_task(process.execute([admit(payer)]))
+        await until(lambda: world.one(WAITING) == 1, "the batch to wait for the lock")
+        assert process._connection is not None
+        process._connection.abort()  # closes the socket, as the kernel does for a dead process
+        [refusal] = await batch
+        assert isinstance(refusal, DatabaseUnavailable)
+        assert await recover_journals(tmp_path, world.url) == Recovered(1, 0, 0)
+    await until(lambda: world.one(WAITING) == 0, "the batch to end")
+
+    assert world.hold_count("held") == 0
+    check_invariants(world.url, all_ended=True)
+
+
+async def test_a_process_that_delivered_nothing_leaves_nothing(
+    world: HoldWorld, tmp_path: Path
+) -> None:
     await dead_process(world, tmp_path, delivered=(0, 0))
 
     assert await recover_journals(tmp_path, world.url) == Recovered(1, 0, 0)
@@ -84,13 +124,17 @@ async def test_recovery_after_recovery_changes_nothing(world: HoldWorld, tmp_pat
     assert world.contents() == before
 
 
-async def test_two_recoveries_and_a_sweeper_at_once_settle_each_hold_once(world: HoldWorld, tmp_path: Path) -> None:
+async def test_two_recoveries_and_a_sweeper_at_once_settle_each_hold_once(
+    world: HoldWorld, tmp_path: Path
+) -> None:
     for _ in range(4):
         await dead_process(world, tmp_path, delivered=(3, 0, 5))
     world.advance(61)
 
     done = await asyncio.gather(
-        recover_journals(tmp_path, world.url), sweep_expired_holds(world.url), recover_journals(tmp_path, world.url)
+        recover_journals(tmp_path, world.url),
+        sweep_expired_holds(world.url),
+        recover_journals(tmp_path, world.url),
     )
 
     assert sum(one.journal_count for one in done if isinstance(one, Recovered)) == 4
@@ -98,7 +142,9 @@ async def test_two_recoveries_and_a_sweeper_at_once_settle_each_hold_once(world:
     check_invariants(world.url, all_ended=True)
 
 
-async def test_expiry_before_recovery_bills_the_same_tokens_in_two_parts(world: HoldWorld, tmp_path: Path) -> None:
+async def test_expiry_before_recovery_bills_the_same_tokens_in_two_parts(
+    world: HoldWorld, tmp_path: Path
+) -> None:
     [op] = await dead_process(world, tmp_path, delivered=(9,))
     await world.run(Extend(op.hold_id, 6, 4, 10))
     world.advance(61)
@@ -110,7 +156,9 @@ async def test_expiry_before_recovery_bills_the_same_tokens_in_two_parts(world: 
     check_invariants(world.url, all_ended=True)
 
 
-async def test_a_hold_that_its_owner_settled_before_it_died_stays_as_it_was(world: HoldWorld, tmp_path: Path) -> None:
+async def test_a_hold_that_its_owner_settled_before_it_died_stays_as_it_was(
+    world: HoldWorld, tmp_path: Path
+) -> None:
     [op] = await dead_process(world, tmp_path, delivered=(9,))
     await world.run(settle(op.hold_id, 9, cached_tokens=4))
 
@@ -119,8 +167,10 @@ async def test_a_hold_that_its_owner_settled_before_it_died_stays_as_it_was(worl
     assert world.events() == [(0, 10, 9, "stop")]
 
 
-async def test_an_entry_that_is_refused_is_kept_for_a_person_and_stops_nothing_else(world: HoldWorld, tmp_path: Path) -> None:
-    """One entry that the database cannot take must not keep every process of the machine from starting."""
+async def test_an_entry_that_is_refused_is_kept_for_a_person_and_stops_nothing_else(
+    world: HoldWorld, tmp_path: Path
+) -> None:
+    """Other processes must start all the same."""
     await dead_process(world, tmp_path, delivered=(3,))
     broken = UsageJournal(tmp_path, uuid.uuid4())
     broken.record([Delivered(uuid.uuid4(), 1, 1, 1, 1)])
@@ -135,18 +185,20 @@ async def test_an_entry_that_is_refused_is_kept_for_a_person_and_stops_nothing_e
     assert world.events() == [(0, 10, 3, "failed")]
 
 
-async def test_a_journal_stays_until_the_database_has_answered(world: HoldWorld, tmp_path: Path) -> None:
+async def test_a_journal_stays_until_the_database_has_answered(
+    world: HoldWorld, tmp_path: Path
+) -> None:
     await dead_process(world, tmp_path, delivered=(3,))
     async with CuttingProxy(world.url).listening() as proxy:
         proxy.refusing = True
-        with pytest.raises(StoreAway):
+        with pytest.raises(DatabaseUnavailable):
             await recover_journals(tmp_path, proxy.url)
         proxy.refusing = False
-        for number in range(1, 300):  # far more messages than a recovery takes
+        for number in range(1, 300):  # far more messages than one recovery takes
             proxy.cut_before("server", number)
             try:
                 await recover_journals(tmp_path, proxy.url)
-            except StoreAway:
+            except DatabaseUnavailable:
                 continue
             break
         assert proxy.cut_count > 10
@@ -168,7 +220,9 @@ async def test_journals_larger_than_one_batch_are_recovered_whole(
 
 
 @pytest.mark.faults
-async def test_a_recovery_killed_anywhere_is_finished_by_the_next(world: HoldWorld, tmp_path: Path) -> None:
+async def test_a_recovery_killed_anywhere_is_finished_by_the_next(
+    world: HoldWorld, tmp_path: Path
+) -> None:
     await dead_process(world, tmp_path, delivered=(3, 5, 0, 7))
     program = (
         "import asyncio, os, sys, pathlib\n"

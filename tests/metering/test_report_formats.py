@@ -1,4 +1,4 @@
-"""The documents of a month: the same bytes each time, every amount exact and rounded beside it, lines that add up."""
+"""Documents of a month: equal bytes, exact and rounded amounts that add up."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ def test_the_total_is_exact_and_rounded_once() -> None:
     cents = replace(REPORT, lines=(replace(REPORT.lines[0], amount_picos=4_000_000_000),) * 3)
 
     assert cents.total_picos == 12_000_000_000
-    assert cents.total_rounded_picos == 10_000_000_000  # each line alone would have been rounded to nothing
+    # Each line alone would be rounded to zero.
+    assert cents.total_rounded_picos == 10_000_000_000
 
 
 def test_csv_is_rfc_4180_with_exact_amounts() -> None:
@@ -69,34 +70,61 @@ def test_csv_is_rfc_4180_with_exact_amounts() -> None:
 
 FULL = replace(
     REPORT,
-    lines=(*REPORT.lines, replace(REPORT.lines[0], late_month="2026-10", amount_picos=3_000_000_000)),
+    lines=(
+        *REPORT.lines,
+        replace(REPORT.lines[0], late_month="2026-10", amount_picos=3_000_000_000),
+    ),
     charges=(
-        Charge(LineKind.ALLOWANCE, "free allowance", -4_500_000_000, "demo", TokenKind.INPUT, 30_000),
-        Charge(LineKind.ADJUSTMENT, "adjustment: an outage", -2_000_000_000, source_id=uuid.UUID(int=9)),
+        Charge(
+            LineKind.ALLOWANCE, "free allowance", -4_500_000_000, "demo", TokenKind.INPUT, 30_000
+        ),
+        Charge(
+            LineKind.ADJUSTMENT, "adjustment: an outage", -2_000_000_000, source_id=uuid.UUID(int=9)
+        ),
         Charge(LineKind.CREDIT, "prepaid credit", -1_000_000_000, source_id=uuid.UUID(int=10)),
     ),
     carried_in_picos=4_000_000_000,
-    credit=PrepaidCredit(granted_picos=0, expired_picos=5, left_picos=10**12),
-    credit_notes=(CreditNoteIssued("CN-000001", "INV-000007", 2 * 10**10, 'outage, "the long one"'),),
+    credit=PrepaidCredit(granted_picos=0, expired_picos=5, remaining_picos=10**12),
+    credit_notes=(
+        CreditNoteIssued("CN-000001", "INV-000007", 2 * 10**10, 'outage, "the long one"'),
+    ),
     closed=Closed(datetime(2026, 12, 1, 2, tzinfo=UTC), "wk_finance", "INV-000008", "ab" * 32),
 )
 
 
-def test_a_closed_month_tells_late_usage_charges_carried_remainders_and_who_closed_it() -> None:
+def test_a_closed_month_shows_late_usage_charges_carried_remainders_and_its_closer() -> None:
     rows = list(csv.DictReader(io.StringIO(to_csv(FULL), newline="")))
     document = json.loads(to_json(FULL))
 
     assert [row["record_type"] for row in rows] == [
-        *("usage", "usage", "late_usage", "allowance", "adjustment", "credit", "total", "carried_in", "carried_out"),
-        *("total_rounded", "credit_note", "prepaid_credit_expired", "prepaid_credit_left"),
+        *(
+            "usage",
+            "usage",
+            "late_usage",
+            "allowance",
+            "adjustment",
+            "credit",
+            "total",
+            "carried_in",
+            "carried_out",
+        ),
+        *("total_rounded", "credit_note", "prepaid_credit_expired", "prepaid_credit_remaining"),
     ]
-    assert (rows[2]["late_month"], document["lines"][2]["late_month"], document["lines"][0]["late_month"]) == (
+    assert (
+        rows[2]["late_month"],
+        document["lines"][2]["late_month"],
+        document["lines"][0]["late_month"],
+    ) == (
         "2026-10",
         "2026-10",
         None,
     )
     assert {row["invoice_number"] for row in rows} == {"INV-000008"} == {document["invoice_number"]}
-    assert (document["state"], document["closed_at"], document["closed_by"]) == ("closed", "2026-12-01T02:00:00Z", "wk_finance")
+    assert (document["state"], document["closed_at"], document["closed_by"]) == (
+        "closed",
+        "2026-12-01T02:00:00Z",
+        "wk_finance",
+    )
     assert (document["total"], document["carried_in"]) == ("0.005400000001", "0.004")
     assert (document["total_rounded"], document["carried_out"]) == ("0.01", "-0.000599999999")
     assert rows[10]["amount"] == "-0.02"
@@ -151,7 +179,10 @@ def test_every_report_adds_up(amounts: list[int], carried: int) -> None:
     charges = tuple(Charge(LineKind.ADJUSTMENT, "adjustment", amount) for amount in amounts)
     report = replace(REPORT, charges=charges, carried_in_picos=carried)
 
-    assert report.total_rounded_picos + report.carried_out_picos == report.total_picos + report.carried_in_picos
+    assert (
+        report.total_rounded_picos + report.carried_out_picos
+        == report.total_picos + report.carried_in_picos
+    )
     assert sum(line.amount_picos for line in invoice_lines(report)) == report.total_rounded_picos
 
 

@@ -1,4 +1,4 @@
-"""Reading a month: the ledger's numbers, of one moment."""
+"""Report of a month: the ledger's numbers in one snapshot."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ BEGINS, ENDS = datetime(2026, 11, 1, tzinfo=UTC), datetime(2026, 12, 1, tzinfo=U
 INSTANT = timedelta(microseconds=1)
 
 
-async def report_of(sessions: Sessions, organization: str = "acme", month: str = "2026-11") -> MonthReport:
+async def report_of(
+    sessions: Sessions, organization: str = "acme", month: str = "2026-11"
+) -> MonthReport:
     async with sessions() as session:
         return await month_report(session, organization=organization, month=month)
 
 
-async def test_a_month_is_told_by_model_price_and_kind_with_cancelled_apart(
+async def test_a_month_is_shown_by_model_price_and_kind_with_cancelled_requests_separate(
     sessions: Sessions, customer: Customer, price: ModelPrice
 ) -> None:
     async with sessions.begin() as session:
@@ -76,7 +78,9 @@ async def test_a_month_is_told_by_model_price_and_kind_with_cancelled_apart(
     assert report == await report_of(sessions, str(customer.organization_id))
 
 
-async def test_what_is_not_rated_yet_is_told_apart(sessions: Sessions, customer: Customer, price: ModelPrice) -> None:
+async def test_unrated_usage_is_shown_separately(
+    sessions: Sessions, customer: Customer, price: ModelPrice
+) -> None:
     async with sessions.begin() as session:
         await add_usage(session, customer, price, [Consumed(10, 0, 5), Consumed(1, 0, 1)])
 
@@ -84,7 +88,11 @@ async def test_what_is_not_rated_yet_is_told_apart(sessions: Sessions, customer:
     await rate_all_pending(sessions)
     after = await report_of(sessions)
 
-    assert (before.lines, before.unrated_event_count, before.request_counts.total_count) == ((), 2, 2)
+    assert (before.lines, before.unrated_event_count, before.request_counts.total_count) == (
+        (),
+        2,
+        2,
+    )
     assert before.reconciliation == Reconciliation(17, 0, 17)
     assert after.reconciliation == Reconciliation(17, 17, 0)
     assert before.reconciliation.balanced
@@ -100,7 +108,9 @@ async def test_an_empty_month_is_a_report_too(sessions: Sessions, customer: Cust
     assert report.total_rounded_picos == 0
 
 
-async def test_a_month_or_customer_that_does_not_exist_is_refused(sessions: Sessions, customer: Customer) -> None:
+async def test_a_month_or_customer_that_does_not_exist_is_refused(
+    sessions: Sessions, customer: Customer
+) -> None:
     for month in ("", "2026-13", "2026-00", "2026-1", "26-11", "2026-11-01", "9999-12", "２026-11"):
         with pytest.raises(InvalidValue, match="month"):
             await report_of(sessions, month=month)

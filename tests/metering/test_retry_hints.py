@@ -1,4 +1,4 @@
-"""95 % of the clients that wait exactly as long as they were told are let in; shown by simulating them, and on a real database."""
+"""95 % of clients that wait the exact retry-after are admitted."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ CONCURRENT, PER_MINUTE = QuotaDimension.CONCURRENT_REQUESTS, QuotaDimension.REQU
 
 @dataclass(slots=True)
 class Client:
-    """One client: what it will use, and how often it has asked."""
+    """Client with its requests and its number of attempts."""
 
     process: int
     duration_s: float
@@ -55,13 +55,15 @@ class Client:
 
 @dataclass(slots=True)
 class Simulation:
-    """Processes that share counters and see each other's running requests, and clients that do as they are told."""
+    """Processes with shared counters, and clients that wait each retry-after."""
 
     rules: Sequence[QuotaRule]
     process_count: int
     chance: random.Random
     now: datetime = NOON + timedelta(seconds=30)
-    rows: defaultdict[CounterKey, Counter] = field(default_factory=lambda: defaultdict(lambda: Counter(0, 0)))
+    rows: defaultdict[CounterKey, Counter] = field(
+        default_factory=lambda: defaultdict(lambda: Counter(0, 0))
+    )
     running: dict[int, tuple[Claim, int]] = field(default_factory=dict)
     ended: list[tuple[float, int]] = field(default_factory=list)
     looked_at: dict[int, datetime] = field(default_factory=dict)
@@ -69,7 +71,7 @@ class Simulation:
     waits_s: list[float] = field(default_factory=list)
 
     def play(self, arrivals: Sequence[tuple[float, Client]]) -> float:
-        """Let the clients come, in seconds from now; the share of first returns that were let in."""
+        """Let the clients arrive; return the share of first returns that were admitted."""
         refusals = [Refusals() for _ in range(self.process_count)]
         begin = self.now
         events: list[tuple[float, int, Client, Claim | None]] = []
@@ -104,13 +106,16 @@ class Simulation:
         return sum(self.returned) / len(self.returned)
 
     def hint_s(self, refusals: Refusals, process: int, refused: QuotaExceeded) -> float:
-        """As `Refusals.note` does it, with what runs here instead of a query."""
+        """Return the hint of `Refusals.note` for simulated requests."""
         assert refused.retry_helps
         if (self.now - self.looked_at.get(process, NOON)).total_seconds() >= REFRESH_S:
             self.looked_at[process] = self.now
             latest = self.ended[-64:]
             history = History([each[0] for each in latest], [each[1] for each in latest])
-            running = [RunningRequest(claim, (self.now - claim.admitted_at).total_seconds()) for claim, _ in self.running.values()]
+            running = [
+                RunningRequest(claim, (self.now - claim.admitted_at).total_seconds())
+                for claim, _ in self.running.values()
+            ]
             processes = {process for _, process in self.running.values()}
             for rule in self.rules:
                 refusals.learn(rule, self.now, history, max(len(processes), 1), running)
@@ -123,7 +128,8 @@ def a_rule(dimension: QuotaDimension, limit_value: int) -> QuotaRule:
 
 
 DAY, MINUTE = QuotaDimension.TOKENS_PER_DAY, QuotaDimension.TOKENS_PER_MINUTE
-CASES: dict[str, tuple[dict[QuotaDimension, int], int, int, float]] = {  # limits, processes, clients, seconds they come in
+# Limits, processes, clients, and seconds in which they arrive.
+CASES: dict[str, tuple[dict[QuotaDimension, int], int, int, float]] = {
     "places": ({CONCURRENT: 10}, 1, 300, 1.0),
     "places, three processes": ({CONCURRENT: 30}, 3, 300, 1.0),
     "one place": ({CONCURRENT: 1}, 1, 30, 1.0),
@@ -132,7 +138,12 @@ CASES: dict[str, tuple[dict[QuotaDimension, int], int, int, float]] = {  # limit
     "tokens a minute": ({MINUTE: 5_000}, 1, 300, 5.0),
     "output tokens a minute": ({QuotaDimension.OUTPUT_TOKENS_PER_MINUTE: 5_000}, 2, 300, 5.0),
     "tokens of a day, held by what runs": ({DAY: 20_000}, 1, 200, 1.0),
-    "money of a day, held by what runs": ({QuotaDimension.COST_PICOS_PER_DAY: 140_000}, 1, 200, 1.0),
+    "money of a day, held by what runs": (
+        {QuotaDimension.COST_PICOS_PER_DAY: 140_000},
+        1,
+        200,
+        1.0,
+    ),
     "places and tokens": ({CONCURRENT: 20, MINUTE: 6_000}, 1, 300, 1.0),
     "everything": ({CONCURRENT: 20, PER_MINUTE: 100, MINUTE: 8_000}, 2, 300, 1.0),
 }
@@ -145,33 +156,41 @@ NEWCOMERS: dict[str, tuple[dict[QuotaDimension, int], int, int, float]] = {
 
 
 @pytest.mark.parametrize("case", NEWCOMERS)
-def test_newcomers_who_never_waited_take_some_of_what_was_promised_and_no_more(case: str) -> None:
-    """Twice as many come as there is room for, and go on coming: a hint is no reservation."""
+def test_newcomers_take_only_a_part_of_the_promised_room(case: str) -> None:
+    """Twice the capacity arrives continuously; a retry-after alone reserves nothing."""
     assert simulated_share(NEWCOMERS[case], case)[0] >= 0.88
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_of_those_who_wait_exactly_the_hint_95_percent_are_let_in(case: str) -> None:
+def test_of_clients_that_wait_the_exact_hint_95_percent_are_admitted(case: str) -> None:
     admitted_share, simulation = simulated_share(CASES[case], case)
 
     assert admitted_share >= 0.95, f"{admitted_share:.3f} of {len(simulation.returned)}"
     assert len(simulation.returned) > CASES[case][2] // 20
-    assert len(simulation.ended) == CASES[case][2] + 64  # nobody is sent away for ever
+    assert len(simulation.ended) == CASES[case][2] + 64  # no client is refused endlessly
 
 
-def simulated_share(case: tuple[dict[QuotaDimension, int], int, int, float], seed: str) -> tuple[float, Simulation]:
-    """The share of first returns that are let in. Lengths are spread as answers are, some ten times as long as others."""
+def simulated_share(
+    case: tuple[dict[QuotaDimension, int], int, int, float], seed: str
+) -> tuple[float, Simulation]:
+    """Return the share of admitted first returns, for lengths of wide spread."""
     limits, process_count, client_count, seconds = case
     chance = random.Random(seed)
     simulation = Simulation([a_rule(*limit) for limit in limits.items()], process_count, chance)
-    length = [min(int(chance.lognormvariate(3.4, 0.6)) + 1, SLICE) for _ in range(client_count + 64)]
-    simulation.ended = [(output * 0.05, output) for output in length[client_count:]]  # those that came before are known
-    clients = [Client(index % process_count, output * 0.05, output) for index, output in enumerate(length[:client_count])]
+    length = [
+        min(int(chance.lognormvariate(3.4, 0.6)) + 1, SLICE) for _ in range(client_count + 64)
+    ]
+    # Earlier ones are known.
+    simulation.ended = [(output * 0.05, output) for output in length[client_count:]]
+    clients = [
+        Client(index % process_count, output * 0.05, output)
+        for index, output in enumerate(length[:client_count])
+    ]
     return simulation.play([(chance.uniform(0, seconds), client) for client in clients]), simulation
 
 
 def test_hints_are_no_longer_than_they_have_to_be() -> None:
-    """The last of them ends within twice the time that the work takes at best."""
+    """The last of them ends within twice the shortest possible time."""
     simulation = Simulation([a_rule(CONCURRENT, 10)], 1, random.Random(1))
     clients = [Client(0, 2.0, 40) for _ in range(100)]
     simulation.ended = [(2.0, 40)] * 64
@@ -194,14 +213,20 @@ def test_returns_to_a_new_window_are_spread_over_its_beginning() -> None:
     assert max(later - earlier for earlier, later in itertools.pairwise(waits)) < 0.5
 
 
-def forecast(rule: QuotaRule, *ages_s: float, history: History | None = None, **more: int) -> Forecast:
+def forecast(
+    rule: QuotaRule, *ages_s: float, history: History | None = None, **more: int
+) -> Forecast:
     claim = Claim(PRICES, SENT, 0, SLICE, 0, NOON, NOON)
     running = [RunningRequest(claim, age_s) for age_s in ages_s]
-    return Forecast(rule, NOON.timestamp(), history or History(), more.get("process_count", 1), running)
+    return Forecast(
+        rule, NOON.timestamp(), history or History(), more.get("process_count", 1), running
+    )
 
 
-def ask(plan: Forecast, asked: int = 1, used: int = 0, held: int = 0, after_s: float = 0.0) -> float:
-    """after_s: since the forecast."""
+def ask(
+    plan: Forecast, asked: int = 1, used: int = 0, held: int = 0, after_s: float = 0.0
+) -> float:
+    """Return the retry-after. after_s: since the forecast."""
     state = QuotaState(plan.rule, used, held, NOON)
     claim = Claim(PRICES, SENT, 0, LEAST, 0, NOON, NOON)
     return promise([(plan, state, asked)], claim, NOON.timestamp() + after_s)
@@ -212,10 +237,13 @@ def test_a_request_larger_than_the_limit_never_fits() -> None:
     assert ask(forecast(a_rule(CONCURRENT, 0))) == math.inf
 
 
-def test_a_request_that_only_a_raise_would_let_in_never_fits_once_that_ends_before_there_is_room() -> None:
-    """The window begins anew at midnight, the raise ends at one; or the other way round."""
+def test_a_request_that_needs_an_override_never_fits_if_that_ends_before_there_is_room() -> None:
+    """The window begins again at midnight, the raise ends at one; or vice versa."""
     midnight = datetime(2026, 11, 21, tzinfo=UTC)
-    for until, fits in ((midnight + timedelta(hours=1), True), (midnight - timedelta(hours=1), False)):
+    for until, fits in (
+        (midnight + timedelta(hours=1), True),
+        (midnight - timedelta(hours=1), False),
+    ):
         rule = QuotaRule(
             uuid.uuid4(),
             QuotaSubject.PROJECT,
@@ -223,8 +251,8 @@ def test_a_request_that_only_a_raise_would_let_in_never_fits_once_that_ends_befo
             "",
             DAY,
             500,
-            standing_limit_value=100,
-            raised_until=until,
+            base_limit_value=100,
+            override_until=until,
         )
         assert math.isfinite(ask(forecast(rule), asked=200, used=450)) is fits
 
@@ -235,28 +263,39 @@ def test_places_are_promised_one_after_the_other_oldest_first() -> None:
 
     hints = [ask(plan, held=3) for _ in range(6)]
 
-    assert [round(hint) for hint in hints] == [1, 2, 3, 5, 6, 7]  # each place four seconds after it was taken
+    # Each place four seconds after it was taken.
+    assert [round(hint) for hint in hints] == [1, 2, 3, 5, 6, 7]
     assert hints == sorted(hints)
 
 
 def test_several_processes_promise_only_their_share() -> None:
-    plan = forecast(a_rule(CONCURRENT, 4), 0.0, 1.0, 2.0, 3.0, history=History([4.0] * 64, [20] * 64), process_count=2)
+    plan = forecast(
+        a_rule(CONCURRENT, 4),
+        0.0,
+        1.0,
+        2.0,
+        3.0,
+        history=History([4.0] * 64, [20] * 64),
+        process_count=2,
+    )
 
     assert [round(ask(plan, held=4)) for _ in range(3)] == [2, 4, 6]
 
 
 def test_without_any_history_a_hint_is_a_guess_and_not_nothing() -> None:
-    assert ask(forecast(a_rule(CONCURRENT, 1), 0.0), held=1) == pytest.approx(DURATION_UNKNOWN_S, abs=0.3)
+    assert ask(forecast(a_rule(CONCURRENT, 1), 0.0), held=1) == pytest.approx(
+        DURATION_UNKNOWN_S, abs=0.3
+    )
 
 
 def test_a_place_that_is_overdue_is_never_promised_for_at_once() -> None:
-    """The quota still counts the request that was expected to have ended, so a retry at once is refused again."""
+    """An overdue request still counts, so an immediate retry would fail."""
     plan = forecast(a_rule(CONCURRENT, 1), 3.9, history=History([4.0] * 64, [20] * 64))
 
     assert 0 < ask(plan, held=1, after_s=0.2) == pytest.approx(HINT_S_MIN, abs=1e-6)
 
 
-def test_what_was_promised_on_a_guess_does_not_put_off_those_who_ask_once_more_is_known() -> None:
+def test_promises_made_on_a_guess_do_not_delay_later_clients() -> None:
     guess = forecast(a_rule(CONCURRENT, 1), 0.0)
     guessed = [ask(guess, held=1) for _ in range(200)]
     known = forecast(guess.rule, 0.0, history=History([0.8] * 64, [20] * 64))
@@ -269,7 +308,7 @@ def test_what_was_promised_on_a_guess_does_not_put_off_those_who_ask_once_more_i
 
 
 def refused(rule: QuotaRule, now: datetime) -> QuotaExceeded:
-    """A request for one of all places, which are taken."""
+    """Return the refusal of a request while all places are taken."""
     state = QuotaState(rule, 0, rule.limit_value or 0, now)
     claim = Claim(PRICES, SENT, 0, LEAST, 0, now, now)
     error = QuotaExceeded([state], [1])
@@ -279,7 +318,7 @@ def refused(rule: QuotaRule, now: datetime) -> QuotaExceeded:
 
 @dataclass(slots=True)
 class Asking:
-    """Refused requests of several keys of one organization at one quota, whose places are all taken all the time."""
+    """Refused requests of several keys at one exhausted quota."""
 
     rule: QuotaRule
     now: datetime = NOON
@@ -287,8 +326,11 @@ class Asking:
     organization_id: uuid.UUID = field(default_factory=uuid.uuid4)
 
     def hint_s(self, api_key_id: uuid.UUID, request_id: uuid.UUID | None = None) -> float:
-        """What one request is told now."""
-        running = [RunningRequest(Claim(PRICES, SENT, 0, SLICE, 0, NOON, NOON), 1.0) for _ in range(self.rule.limit_value or 0)]
+        """Return the current hint for one request."""
+        running = [
+            RunningRequest(Claim(PRICES, SENT, 0, SLICE, 0, NOON, NOON), 1.0)
+            for _ in range(self.rule.limit_value or 0)
+        ]
         self.refusals.learn(self.rule, self.now, History([2.0] * 64, [20] * 64), 1, running)
         error = refused(self.rule, self.now)
         request = (self.organization_id, request_id or uuid.uuid4())
@@ -296,8 +338,8 @@ class Asking:
         return error.retry_after_s
 
 
-def test_who_mints_requests_and_does_not_come_back_puts_nobody_off_for_long() -> None:
-    """A hundred new ids a second, none of which ever comes back, while another key's clients do as they are told."""
+def test_a_client_that_makes_requests_and_never_returns_delays_others_only_briefly() -> None:
+    """A hundred new ids per second never return; another key waits its retry-after."""
     asking, attacker, honest = Asking(a_rule(CONCURRENT, 10)), uuid.uuid4(), uuid.uuid4()
     hints = []
     for step in range(2000):
@@ -306,13 +348,17 @@ def test_who_mints_requests_and_does_not_come_back_puts_nobody_off_for_long() ->
         if step % 20 == 0:
             hints.append(asking.hint_s(honest))
 
-    # Of 10 places for 2 s each, 16 promises are some 4 s, and so are those of the honest key itself in as much time.
+    # With 10 places for 2 s each, 16 promises last about 4 s, as do those of the honest key in
+    # the same time.
     assert max(hints[-20:]) < 30
-    assert len(asking.refusals._forecasts[asking.rule.id].promises) <= KEY_PROMISES_MAX + DOUBTED_PROMISES_MAX
+    assert (
+        len(asking.refusals._forecasts[asking.rule.id].promises)
+        <= KEY_PROMISES_MAX + DOUBTED_PROMISES_MAX
+    )
 
 
 def test_a_crowd_behind_one_key_that_comes_back_is_believed() -> None:
-    """Each of 300 clients is told a time of its own, round after round."""
+    """Each of 300 clients gets its own time, round after round."""
     asking, key = Asking(a_rule(CONCURRENT, 10)), uuid.uuid4()
     clients = [uuid.uuid4() for _ in range(300)]
     for _ in range(3):
@@ -321,7 +367,7 @@ def test_a_crowd_behind_one_key_that_comes_back_is_believed() -> None:
         began = asking.now
         for hint_s, client in told:
             asking.now = began + timedelta(seconds=hint_s)
-            asking.refusals.let_in((asking.organization_id, client))
+            asking.refusals.on_admitted((asking.organization_id, client))
 
     assert not asking.refusals._keeping.is_doubted(key)
     assert not asking.refusals._keeping._outstanding
@@ -342,7 +388,7 @@ def test_many_keys_of_one_organization_are_bounded_together() -> None:
 
 
 def test_promises_that_are_given_again_with_another_time_leave_nothing_behind() -> None:
-    """A month may pass until the first would have been broken."""
+    """A month may pass until the first one would expire."""
     keeping, asker = PromiseKeeping(), Asker(uuid.uuid4(), uuid.uuid4())
     requests = [(uuid.uuid4(), uuid.uuid4()) for _ in range(10)]
     for second in range(1000):
@@ -361,8 +407,8 @@ def world(database_url: str) -> Iterator[HoldWorld]:
         yield world
 
 
-async def test_a_limit_of_any_size_costs_nobody_an_answer(world: HoldWorld) -> None:
-    """That of another dimension refuses; a place for each of so many requests would not fit any memory."""
+async def test_a_limit_of_any_size_prevents_no_answer(world: HoldWorld) -> None:
+    """One promise per request would not fit in memory."""
     payer, other = world.tenant(), world.tenant("other")
     world.quota(payer, CONCURRENT, 2**62)
     world.quota(payer, QuotaDimension.REQUESTS_PER_MINUTE, 1)
@@ -375,7 +421,9 @@ async def test_a_limit_of_any_size_costs_nobody_an_answer(world: HoldWorld) -> N
     assert 0 < refused.retry_after_s < 70
 
 
-async def test_a_hint_that_cannot_be_worked_out_costs_nobody_an_answer(world: HoldWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_hint_that_cannot_be_computed_delays_no_answer(
+    world: HoldWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails(*arguments: object) -> float:
         raise AssertionError("a mistake in the forecast")
 
@@ -387,8 +435,10 @@ async def test_a_hint_that_cannot_be_worked_out_costs_nobody_an_answer(world: Ho
     assert [type(each) for each in answers] == [Admitted, QuotaExceeded, Admitted]
 
 
-async def test_clients_of_a_real_database_that_wait_as_they_are_told_are_let_in(world: HoldWorld) -> None:
-    """The clock is the database's; what runs and what ran is found by query, and the hints are those of the answers."""
+async def test_clients_of_a_real_database_that_wait_the_retry_after_are_admitted(
+    world: HoldWorld,
+) -> None:
+    """Running and ended requests come from queries."""
     payer = world.tenant()
     quota = world.quota(payer, CONCURRENT, 5)
     chance = random.Random(1)
@@ -410,14 +460,34 @@ async def test_clients_of_a_real_database_that_wait_as_they_are_told_are_let_in(
             if runs:
                 await holds.execute([settle(request_id, 10)])
                 continue
-            [answer] = await holds.execute([admit(payer, request_id=request_id, hold_id=request_id)])
+            [answer] = await holds.execute(
+                [admit(payer, request_id=request_id, hold_id=request_id)]
+            )
             if attempt == 2:
                 returned.append(isinstance(answer, Admitted))
             if isinstance(answer, Admitted):
-                heapq.heappush(events, (world.now + timedelta(seconds=chance.uniform(3, 5)), number, request_id, True, 0))
+                heapq.heappush(
+                    events,
+                    (
+                        world.now + timedelta(seconds=chance.uniform(3, 5)),
+                        number,
+                        request_id,
+                        True,
+                        0,
+                    ),
+                )
                 continue
             assert isinstance(answer, QuotaExceeded)
-            heapq.heappush(events, (world.now + timedelta(seconds=answer.retry_after_s), number, request_id, False, attempt + 1))
+            heapq.heappush(
+                events,
+                (
+                    world.now + timedelta(seconds=answer.retry_after_s),
+                    number,
+                    request_id,
+                    False,
+                    attempt + 1,
+                ),
+            )
         refused = holds.refusals.counts
 
     assert len(returned) == 35
@@ -427,13 +497,17 @@ async def test_clients_of_a_real_database_that_wait_as_they_are_told_are_let_in(
     check_invariants(world.url, all_ended=True)
 
 
-async def test_a_request_that_comes_too_early_keeps_its_place_and_takes_none_from_others(world: HoldWorld) -> None:
+async def test_a_request_that_comes_too_early_keeps_its_place_and_takes_none_from_others(
+    world: HoldWorld,
+) -> None:
     payer = world.tenant()
     world.quota(payer, CONCURRENT, 1)
     hasty, other = admit(payer), admit(payer)
     async with HoldConnection(world.url, uuid.uuid4()) as holds:
         await holds.execute([admit(payer)])
-        early = [of_type(QuotaExceeded, await holds.execute([hasty]))[0].retry_after_s for _ in range(5)]
+        early = [
+            of_type(QuotaExceeded, await holds.execute([hasty]))[0].retry_after_s for _ in range(5)
+        ]
         [behind] = of_type(QuotaExceeded, await holds.execute([other]))
 
     assert len(set(early)) == 1
@@ -446,7 +520,9 @@ async def test_a_refused_extension_is_no_refused_admission(world: HoldWorld) -> 
     op = admit(payer)
     async with HoldConnection(world.url, uuid.uuid4()) as holds:
         await holds.execute([op])
-        answers = await holds.execute([Extend(op.hold_id, 20, 0, 1), admit(payer), admit(payer, input_tokens=50)])
+        answers = await holds.execute(
+            [Extend(op.hold_id, 20, 0, 1), admit(payer), admit(payer, input_tokens=50)]
+        )
         counts = holds.refusals.counts
 
     assert len(of_type(QuotaExceeded, answers)) == 3

@@ -1,4 +1,4 @@
-"""Asking whether a request would be let in, before work is spent on it: the answer of an admission, and nothing is taken."""
+"""Room checks before any work: the answer of an admission, without effects."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def holds(world: HoldWorld) -> AsyncIterator[HoldConnection]:
 
 
 async def asked(holds: HoldConnection, op: Admit) -> HoldAnswer | Exception:
-    """The answer to whether it would be let in."""
+    """Return the answer to a room check."""
     [answer] = await holds.execute([replace(op, only_asks=True)])
     return answer
 
@@ -43,7 +43,9 @@ async def test_asking_takes_nothing_however_often(world: HoldWorld, holds: HoldC
     op = admit(payer)
 
     assert [await asked(holds, op) for _ in range(3)] == [Fits()] * 3
-    assert {name: rows for name, rows in world.contents().items() if rows != before[name]}.keys() <= {"quota_counters"}
+    assert {
+        name: rows for name, rows in world.contents().items() if rows != before[name]
+    }.keys() <= {"quota_counters"}
     assert world.counters(quota) in ([], [(0, 0)])
     assert world.hold_count() == 0
 
@@ -53,7 +55,9 @@ async def test_asking_takes_nothing_however_often(world: HoldWorld, holds: HoldC
 
 
 @pytest.mark.parametrize("limit", [0, 29])
-async def test_asking_is_refused_as_the_admission_is(world: HoldWorld, holds: HoldConnection, limit: int) -> None:
+async def test_asking_is_refused_as_the_admission_is(
+    world: HoldWorld, holds: HoldConnection, limit: int
+) -> None:
     payer = world.tenant()
     world.quota(payer, QuotaDimension.TOKENS_PER_MINUTE, limit)
     op = admit(payer, least_tokens=20)
@@ -63,14 +67,18 @@ async def test_asking_is_refused_as_the_admission_is(world: HoldWorld, holds: Ho
 
     assert isinstance(refused, QuotaExceeded)
     assert isinstance(answer, QuotaExceeded)
-    assert [(s.rule.id, s.used, s.held) for s in answer.failing] == [(s.rule.id, s.used, s.held) for s in refused.failing]
+    assert [(s.rule.id, s.used, s.held) for s in answer.failing] == [
+        (s.rule.id, s.used, s.held) for s in refused.failing
+    ]
     assert answer.requested == refused.requested
     assert answer.retry_helps == refused.retry_helps
     assert answer.retry_after_s > 0
-    assert holds.refusals.counts == {(QuotaDimension.TOKENS_PER_MINUTE, answer.failing[0].subject): 2}
+    assert holds.refusals.counts == {
+        (QuotaDimension.TOKENS_PER_MINUTE, answer.failing[0].subject): 2
+    }
 
 
-async def test_a_quota_that_only_watches_refuses_nobody(world: HoldWorld, holds: HoldConnection) -> None:
+async def test_a_shadow_quota_refuses_no_request(world: HoldWorld, holds: HoldConnection) -> None:
     payer = world.tenant()
     quota = world.quota(payer, QuotaDimension.TOKENS_PER_MONTH, 0)
     world.execute("UPDATE quotas SET enforced = false WHERE id = %s", quota)
@@ -79,28 +87,40 @@ async def test_a_quota_that_only_watches_refuses_nobody(world: HoldWorld, holds:
     assert world.one("SELECT coalesce(sum(would_refuse_count), 0)::int FROM quota_counters") == 0
 
 
-async def test_a_raised_limit_is_in_force_for_who_asks(world: HoldWorld, holds: HoldConnection) -> None:
+async def test_a_raised_limit_is_in_force_for_the_caller(
+    world: HoldWorld, holds: HoldConnection
+) -> None:
     payer = world.tenant()
     quota = world.quota(payer, QuotaDimension.TOKENS_PER_MONTH, 0)
     assert isinstance(await asked(holds, admit(payer)), QuotaExceeded)
-    raised = "UPDATE quotas SET raised_limit_value = 100, raised_until = now() + interval '1 day', raise_reason = 'r' WHERE id = %s"
+    raised = (
+        "UPDATE quotas SET override_limit_value = 100, override_until = now() + interval '1 day',"
+        " override_reason = 'r' WHERE id = %s"
+    )
     world.execute(raised, quota)
 
     assert await asked(holds, admit(payer)) == Fits()
 
 
-async def test_asking_tells_of_keys_and_ids_what_the_admission_does(world: HoldWorld, holds: HoldConnection) -> None:
+async def test_asking_tells_of_keys_and_ids_what_the_admission_does(
+    world: HoldWorld, holds: HoldConnection
+) -> None:
     payer = world.tenant()
     op = admit(payer)
     await holds.execute([op])
 
     assert isinstance(await asked(holds, op), RequestInFlight)
-    assert isinstance(await asked(holds, replace(op, payload_hash=op.payload_hash[:4] + b"x" * 28)), RequestIdReused)
+    assert isinstance(
+        await asked(holds, replace(op, payload_hash=op.payload_hash[:4] + b"x" * 28)),
+        RequestIdReused,
+    )
     world.execute("UPDATE api_keys SET revoked_at = now() WHERE id = %s", payer.api_key_id)
     assert isinstance(await asked(holds, admit(payer)), KeyInvalid)
 
 
-async def test_where_a_request_fits_by_all_that_is_known_nobody_is_asked(world: HoldWorld, holds: HoldConnection) -> None:
+async def test_a_request_that_fits_by_the_cache_needs_no_query(
+    world: HoldWorld, holds: HoldConnection
+) -> None:
     payer = world.tenant()
     world.quota(payer, QuotaDimension.TOKENS_PER_MONTH, 90)
     op = admit(payer)

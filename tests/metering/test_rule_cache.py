@@ -1,4 +1,4 @@
-"""Rules are built once for each version of their row, and a version that has changed is never taken for the one before."""
+"""Cached rules are keyed by row version, so changes are never missed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from metering.store.exchange import Connection, exchange
 
 @pytest.fixture
 async def connection(database_url: str) -> AsyncIterator[Connection]:
-    async with await psycopg.AsyncConnection.connect(psycopg_conninfo(database_url), autocommit=True) as opened:
+    async with await psycopg.AsyncConnection.connect(
+        psycopg_conninfo(database_url), autocommit=True
+    ) as opened:
         yield opened
 
 
@@ -31,14 +33,20 @@ async def add_quota(connection: Connection) -> uuid.UUID:
 
 
 async def read(connection: Connection, quota_id: uuid.UUID) -> QuotaRule:
-    [rows] = await exchange(connection, [(f"SELECT {RULE_COLUMNS} FROM quotas WHERE id = %s", (str(quota_id),))])
+    [rows] = await exchange(
+        connection, [(f"SELECT {RULE_COLUMNS} FROM quotas WHERE id = %s", (str(quota_id),))]
+    )
     return rules_of_rows(connection, rows)[quota_id.int]
 
 
 async def test_a_rule_is_one_object_until_its_row_changes(connection: Connection) -> None:
     quota_id, other_id = await add_quota(connection), await add_quota(connection)
 
-    first, again, other = await read(connection, quota_id), await read(connection, quota_id), await read(connection, other_id)
+    first, again, other = (
+        await read(connection, quota_id),
+        await read(connection, quota_id),
+        await read(connection, other_id),
+    )
     await connection.execute("UPDATE quotas SET limit_value = 7 WHERE id = %s", (quota_id,))
     changed = await read(connection, quota_id)
 
@@ -48,18 +56,24 @@ async def test_a_rule_is_one_object_until_its_row_changes(connection: Connection
     assert await read(connection, other_id) is other
 
 
-async def test_a_row_that_comes_to_stand_where_another_version_stood_is_not_taken_for_it(connection: Connection) -> None:
+async def test_a_row_that_comes_to_stand_where_another_version_stood_is_not_taken_for_it(
+    connection: Connection,
+) -> None:
     quota_id = await add_quota(connection)
 
     for limit in range(10, 18):
-        await connection.execute("UPDATE quotas SET limit_value = %s WHERE id = %s", (limit, quota_id))
-        await connection.execute("VACUUM quotas")  # the place of the version before is free again
+        await connection.execute(
+            "UPDATE quotas SET limit_value = %s WHERE id = %s", (limit, quota_id)
+        )
+        await connection.execute("VACUUM quotas")  # the earlier version's place is free again
 
         assert (await read(connection, quota_id)).limit_value == limit
 
 
-async def test_a_row_that_a_rewrite_moves_is_not_taken_for_one_that_was_written_with_it(connection: Connection) -> None:
-    """As a configuration is applied, all in one transaction; and tables are rewritten to be small again."""
+async def test_a_row_that_a_rewrite_moves_is_not_taken_for_one_that_was_written_with_it(
+    connection: Connection,
+) -> None:
+    """Rows move within a transaction, and when a table is rewritten."""
     async with connection.transaction():
         first, other = await add_quota(connection), await add_quota(connection)
     assert [(await read(connection, each)).id for each in (first, other)] == [first, other]
@@ -73,15 +87,19 @@ async def test_a_row_that_a_rewrite_moves_is_not_taken_for_one_that_was_written_
 async def test_a_raise_ends_without_anybody_touching_the_row(connection: Connection) -> None:
     quota_id = await add_quota(connection)
     await connection.execute(
-        "UPDATE quotas SET raised_limit_value = 50, raised_until = now() + interval '1 hour', raise_reason = 'launch' "
-        "WHERE id = %s",
+        "UPDATE quotas SET override_limit_value = 50, override_until = now() + interval '1 hour',"
+        " override_reason = 'launch' WHERE id = %s",
         (quota_id,),
     )
     now = f"SELECT {RULE_COLUMNS} FROM quotas WHERE id = %s"
     later = now.replace("now()", "(now() + interval '2 hours')")
-    [raised], [ended] = await exchange(connection, [(now, (str(quota_id),)), (later, (str(quota_id),))])
+    [raised], [ended] = await exchange(
+        connection, [(now, (str(quota_id),)), (later, (str(quota_id),))]
+    )
 
-    rules = [rules_of_rows(connection, [row])[quota_id.int] for row in (raised, ended, raised, ended)]
+    rules = [
+        rules_of_rows(connection, [row])[quota_id.int] for row in (raised, ended, raised, ended)
+    ]
 
     assert [rule.limit_value for rule in rules] == [50, 5, 50, 5]
     assert rules[0] is rules[2]
@@ -89,9 +107,11 @@ async def test_a_raise_ends_without_anybody_touching_the_row(connection: Connect
 
 
 async def test_each_connection_has_its_own(connection: Connection, database_url: str) -> None:
-    """Two servers may have different rows at the same place, written by transactions of the same number."""
+    """Rows of two servers may have equal places and transaction numbers."""
     quota_id = await add_quota(connection)
-    async with await psycopg.AsyncConnection.connect(psycopg_conninfo(database_url), autocommit=True) as other:
+    async with await psycopg.AsyncConnection.connect(
+        psycopg_conninfo(database_url), autocommit=True
+    ) as other:
         assert await read(connection, quota_id) is not await read(other, quota_id)
 
 

@@ -1,15 +1,15 @@
-"""Whether the database is away, and who may try it: one at a time, after growing pauses, at a time of its own."""
+"""Gate of an unavailable database: one attempt at a time, after growing random pauses."""
 
 from __future__ import annotations
 
 import pytest
 
-from metering.core.errors import StoreAway
-from metering.store.db import BACKOFF_LEAST_S, BACKOFF_MOST_S, StoreGate
+from metering.core.errors import DatabaseUnavailable
+from metering.store.db import BACKOFF_MAX_S, BACKOFF_MIN_S, StoreGate
 
 
 class Clock:
-    """Stands still."""
+    """Clock that the test sets."""
 
     now = 100.0
 
@@ -40,11 +40,11 @@ def test_after_a_failure_one_at_a_time_may_try_and_only_after_the_pause(clock: C
     gate = StoreGate(clock, jitter=lambda: 0.5)
     fail(gate)
 
-    with pytest.raises(StoreAway), gate.attempt():
+    with pytest.raises(DatabaseUnavailable), gate.attempt():
         raise AssertionError("let through at once")
-    clock.now += BACKOFF_LEAST_S
+    clock.now += BACKOFF_MIN_S
     with gate.attempt():
-        assert isinstance(gate.refusal(), StoreAway)
+        assert isinstance(gate.refusal(), DatabaseUnavailable)
         gate.answered()
 
     assert gate.refusal() is None
@@ -60,12 +60,12 @@ def test_pauses_double_up_to_a_bound_and_differ_by_chance(clock: Clock, luck: fl
         pauses.append(gate._next_attempt_at - clock.now)
         clock.now = gate._next_attempt_at
 
-    expected = [min(BACKOFF_LEAST_S * 2**n, BACKOFF_MOST_S) * (0.5 + luck) for n in range(12)]
+    expected = [min(BACKOFF_MIN_S * 2**n, BACKOFF_MAX_S) * (0.5 + luck) for n in range(12)]
     assert pauses == pytest.approx(expected)
     assert gate.away_s == pytest.approx(sum(expected)), "counted from the first failure"
 
 
-def test_whoever_is_refused_is_told_when_to_come_again(clock: Clock) -> None:
+def test_a_refused_client_gets_a_retry_after(clock: Clock) -> None:
     gate = StoreGate(clock, jitter=lambda: 0.5)
     for _ in range(8):
         fail(gate)
@@ -74,5 +74,5 @@ def test_whoever_is_refused_is_told_when_to_come_again(clock: Clock) -> None:
 
     refusal = gate.refusal()
 
-    assert isinstance(refusal, StoreAway)
-    assert refusal.retry_after_s == pytest.approx(BACKOFF_MOST_S)
+    assert isinstance(refusal, DatabaseUnavailable)
+    assert refusal.retry_after_s == pytest.approx(BACKOFF_MAX_S)

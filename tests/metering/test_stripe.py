@@ -1,4 +1,4 @@
-"""Stripe's objects, its events and its sums, against a double that speaks Stripe's protocol to the real SDK."""
+"""Stripe's objects, events and sums, with a protocol double and the real SDK."""
 
 from __future__ import annotations
 
@@ -39,7 +39,13 @@ from metering.export.export_settings import (
 )
 from metering.export.reconciliation import our_month, stripe_counts
 from metering.export.stripe_gateway import StripeGateway, stripe_digits, unit_amount_decimal
-from metering.export.stripe_inbox import BODY_MAX_BYTES, INVOICE_TIMES, PATH, handle_events, webhook_server
+from metering.export.stripe_inbox import (
+    BODY_MAX_BYTES,
+    INVOICE_TIMES,
+    PATH,
+    handle_events,
+    webhook_server,
+)
 from metering.export.stripe_sync import Sync, export_status, payment_method_page, resend, settle
 from metering.pricing.prices import ModelPrice, set_price, withdraw_price
 from metering.store.db import Sessions
@@ -57,19 +63,21 @@ BILLED = frozenset(MINOR_DIGITS) - {"CLF", "IQD", "LYD", "UYI", "UYW"}
 
 @pytest.fixture
 def double() -> Iterator[StripeDouble]:
-    """Stripe on this machine."""
+    """Run the double of Stripe."""
     with stripe_double() as running:
         yield running
 
 
 @pytest.fixture
 def gateway(double: StripeDouble) -> StripeGateway:
-    """A gateway to the double."""
+    """Return a gateway to the double."""
     return StripeGateway(StripeSettings(KEY, api_base=double.url))
 
 
-async def delivered(sessions: Sessions, gateway: StripeGateway, customer: Customer, price: ModelPrice) -> list[uuid.UUID]:
-    """Usage of an hour that Stripe counts; the batches' ids."""
+async def delivered(
+    sessions: Sessions, gateway: StripeGateway, customer: Customer, price: ModelPrice
+) -> list[uuid.UUID]:
+    """Deliver usage of an hour to Stripe; return the batches' ids."""
     await Sync(sessions, gateway, False).run()
     await use_and_rate(sessions, customer, price, Consumed(100, 30, 20, settled_at=hours_ago(3)))
     await form_batches(sessions)
@@ -79,7 +87,7 @@ async def delivered(sessions: Sessions, gateway: StripeGateway, customer: Custom
 
 
 def month_of_usage() -> str:
-    """The month that `delivered` lies in."""
+    """Return the month of `delivered`."""
     return f"{hours_ago(3):%Y-%m}"
 
 
@@ -101,7 +109,9 @@ def test_a_price_is_written_in_stripes_minor_unit(picos: int, currency: str, amo
 
 @given(picos=st.integers(0, 10**13), currency=st.sampled_from(sorted(BILLED)))
 def test_no_pico_of_a_price_is_lost_at_stripe(picos: int, currency: str) -> None:
-    assert Decimal(unit_amount_decimal(picos, currency)).scaleb(12 - stripe_digits(currency)) == picos
+    assert (
+        Decimal(unit_amount_decimal(picos, currency)).scaleb(12 - stripe_digits(currency)) == picos
+    )
 
 
 @pytest.mark.parametrize("currency", ["CLF", "IQD", "XTS"])
@@ -111,12 +121,16 @@ def test_a_currency_that_stripe_does_not_bill_is_refused(currency: str) -> None:
 
 
 def test_the_double_knows_the_version_of_the_api_that_the_sdk_speaks() -> None:
-    """After an update of the SDK the double's schema is made anew from it, so that requests are checked against what is true."""
+    """After an SDK update the double's schema must be generated again."""
     assert SCHEMA["api_version"] == stripe.api_version
 
 
 def test_no_secret_shows_and_no_bad_setting_passes() -> None:
-    secret = {"WEIR_EXPORT": "stripe", "STRIPE_API_KEY": "sk_live_abc", "WEIR_STRIPE_WEBHOOK_SECRET": "whsec_abc"}
+    secret = {
+        "WEIR_EXPORT": "stripe",
+        "STRIPE_API_KEY": "sk_live_abc",
+        "WEIR_STRIPE_WEBHOOK_SECRET": "whsec_abc",
+    }
     assert "abc" not in repr(export_settings(secret)) + repr(webhook_settings(secret))
     assert stripe_settings(secret).account == "live"
     for name, value in [
@@ -130,7 +144,9 @@ def test_no_secret_shows_and_no_bad_setting_passes() -> None:
             export_settings({**secret, name: value})
 
 
-def test_nothing_starts_with_a_setting_that_cannot_be(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_nothing_starts_with_a_setting_that_cannot_be(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("WEIR_DATABASE_URL", "postgresql:///weir")
     monkeypatch.setenv("WEIR_EXPORT", "stripe")
     monkeypatch.setenv("STRIPE_API_KEY", "sk_live")
@@ -139,14 +155,18 @@ def test_nothing_starts_with_a_setting_that_cannot_be(monkeypatch: pytest.Monkey
         refuse_without_database()
     with pytest.raises(StackFailed, match="STRIPE_API_KEY: must be a secret"):
         optional_children(os.environ, tmp_path)
-    assert [each.name for each in optional_children({"WEIR_STRIPE_WEBHOOK_SECRET": "whsec_x"}, tmp_path)] == [
-        "endpoint for Stripe's events"
-    ]
+    assert [
+        each.name for each in optional_children({"WEIR_STRIPE_WEBHOOK_SECRET": "whsec_x"}, tmp_path)
+    ] == ["endpoint for Stripe's events"]
     assert optional_children({}, tmp_path) == []
 
 
 async def test_a_sync_creates_what_is_missing_once_and_finds_it_again(
-    sessions: Sessions, customer: Customer, price: ModelPrice, double: StripeDouble, gateway: StripeGateway
+    sessions: Sessions,
+    customer: Customer,
+    price: ModelPrice,
+    double: StripeDouble,
+    gateway: StripeGateway,
 ) -> None:
     planned = await Sync(sessions, gateway, True).run()
     before = sum(map(len, double.account.objects.values()))
@@ -158,7 +178,10 @@ async def test_a_sync_creates_what_is_missing_once_and_finds_it_again(
     forgotten = await Sync(sessions, gateway, False).run()
 
     (subscription,) = double.account.of("subscriptions").values()
-    amounts = {each["lookup_key"]: each["unit_amount_decimal"] for each in double.account.of("prices").values()}
+    amounts = {
+        each["lookup_key"]: each["unit_amount_decimal"]
+        for each in double.account.of("prices").values()
+    }
     version = price.prices.version
     assert before == 0
     assert len(planned) == len(created) == 1 + 1 + 3 + 3 + 1
@@ -172,14 +195,19 @@ async def test_a_sync_creates_what_is_missing_once_and_finds_it_again(
 
 
 async def nameless(sessions: Sessions, name: str) -> None:
-    """An organization without a billing profile."""
+    """Create an organization without a billing profile."""
     async with sessions.begin() as session:
         await create_organization(session, name=name, actor="test")
 
 
 @pytest.mark.parametrize("dry_run", [True, False])
-async def test_a_sync_names_whom_stripe_cannot_send_invoices_to_and_sends_nothing(
-    dry_run: bool, sessions: Sessions, customer: Customer, price: ModelPrice, double: StripeDouble, gateway: StripeGateway
+async def test_a_sync_names_customers_without_an_address_and_sends_nothing(
+    dry_run: bool,
+    sessions: Sessions,
+    customer: Customer,
+    price: ModelPrice,
+    double: StripeDouble,
+    gateway: StripeGateway,
 ) -> None:
     await nameless(sessions, "bolt")
     await nameless(sessions, "crane")
@@ -188,7 +216,9 @@ async def test_a_sync_names_whom_stripe_cannot_send_invoices_to_and_sends_nothin
         await Sync(sessions, gateway, dry_run).run()
 
     assert [each.split(" ")[0] for each in refused.value.missing] == ["bolt", "crane"]
-    assert all(f"weir org billing {name} --email" in str(refused.value) for name in ("bolt", "crane"))
+    assert all(
+        f"weir org billing {name} --email" in str(refused.value) for name in ("bolt", "crane")
+    )
     assert double.calls == {}
 
 
@@ -212,7 +242,9 @@ async def test_the_command_says_what_is_missing_and_fails(
     assert double.calls == {}
 
 
-@pytest.mark.parametrize(("collection", "days_until_due"), [(Collection.SEND_INVOICE, 30), (Collection.CHARGE, None)])
+@pytest.mark.parametrize(
+    ("collection", "days_until_due"), [(Collection.SEND_INVOICE, 30), (Collection.CHARGE, None)]
+)
 async def test_a_new_account_is_set_up_in_either_way_of_collection(
     collection: Collection,
     days_until_due: int | None,
@@ -222,7 +254,7 @@ async def test_a_new_account_is_set_up_in_either_way_of_collection(
     double: StripeDouble,
 ) -> None:
     if collection is Collection.CHARGE:
-        await nameless(sessions, "bolt")  # which needs no e-mail address to be charged
+        await nameless(sessions, "bolt")  # charging needs no e-mail address
     gateway = StripeGateway(StripeSettings(KEY, api_base=double.url, collection=collection))
 
     sync = Sync(sessions, gateway, False)
@@ -233,10 +265,14 @@ async def test_a_new_account_is_set_up_in_either_way_of_collection(
     assert {each.get("days_until_due") for each in subscriptions} == {days_until_due}
     emails = {each["name"]: each.get("email") for each in double.account.of("customers").values()}
     assert emails["acme"] == "billing@acme.example"
-    assert sync.without_payment_method == ([] if collection is Collection.SEND_INVOICE else ["acme", "bolt"])
+    assert sync.without_payment_method == (
+        [] if collection is Collection.SEND_INVOICE else ["acme", "bolt"]
+    )
 
 
-async def test_the_double_refuses_to_send_invoices_to_nobody_as_stripe_does(double: StripeDouble, gateway: StripeGateway) -> None:
+async def test_the_double_refuses_to_send_invoices_without_an_address_as_stripe_does(
+    double: StripeDouble, gateway: StripeGateway
+) -> None:
     customer = (await gateway.call("post", "/v1/customers", name="bolt"))["id"]
     sent = {"customer": customer, "collection_method": "send_invoice", "items": []}
 
@@ -246,17 +282,23 @@ async def test_the_double_refuses_to_send_invoices_to_nobody_as_stripe_does(doub
     with pytest.raises(StripeFailed, match="days_until_due"):
         await gateway.call("post", "/v1/subscriptions", **sent)
     with pytest.raises(StripeFailed, match="days_until_due"):
-        await gateway.call("post", "/v1/subscriptions", customer=customer, items=[], days_until_due=30)
+        await gateway.call(
+            "post", "/v1/subscriptions", customer=customer, items=[], days_until_due=30
+        )
 
 
 async def set_profile(sessions: Sessions, profile: BillingProfile) -> None:
-    """The billing profile of `acme`."""
+    """Set the billing profile of `acme`."""
     async with sessions.begin() as session:
         await set_billing_profile(session, organization="acme", profile=profile, actor="test")
 
 
 async def test_a_customer_at_stripe_follows_its_billing_profile(
-    sessions: Sessions, customer: Customer, price: ModelPrice, double: StripeDouble, gateway: StripeGateway
+    sessions: Sessions,
+    customer: Customer,
+    price: ModelPrice,
+    double: StripeDouble,
+    gateway: StripeGateway,
 ) -> None:
     await Sync(sessions, gateway, False).run()
     whole = BillingProfile(
@@ -280,9 +322,17 @@ async def test_a_customer_at_stripe_follows_its_billing_profile(
     await again.run()
 
     assert stale == ("acme",)
-    assert planned.updated == changed.updated == ["customer acme: name, email, address, preferred_locales"]
+    assert (
+        planned.updated
+        == changed.updated
+        == ["customer acme: name, email, address, preferred_locales"]
+    )
     assert before["email"] == "billing@acme.example"
-    assert (at_stripe["name"], at_stripe["email"], at_stripe["preferred_locales"]) == ("Acme GmbH", "bills@acme.example", ["de"])
+    assert (at_stripe["name"], at_stripe["email"], at_stripe["preferred_locales"]) == (
+        "Acme GmbH",
+        "bills@acme.example",
+        ["de"],
+    )
     assert {part: text for part, text in at_stripe["address"].items() if text} == {
         "line1": "Lindenstraße 1",
         "city": "Berlin",
@@ -313,7 +363,7 @@ async def test_without_a_profile_what_was_entered_at_stripe_is_left_alone(
     assert (at_stripe["email"], again.updated) == ("by-hand@bolt.example", [])
 
 
-async def test_who_cannot_be_charged_is_named_until_there_is_a_payment_method(
+async def test_customers_that_cannot_be_charged_are_named_until_there_is_a_payment_method(
     sessions: Sessions, customer: Customer, price: ModelPrice, double: StripeDouble
 ) -> None:
     gateway = StripeGateway(StripeSettings(KEY, api_base=double.url, collection=Collection.CHARGE))
@@ -322,16 +372,27 @@ async def test_who_cannot_be_charged_is_named_until_there_is_a_payment_method(
     waiting = (await export_status(sessions)).without_payment_method
     page = await payment_method_page(sessions, gateway, "acme")
     (at_stripe,) = double.account.of("customers").values()
-    await gateway.call("post", f"/v1/customers/{at_stripe['id']}", invoice_settings={"default_payment_method": "pm_1"})
+    await gateway.call(
+        "post",
+        f"/v1/customers/{at_stripe['id']}",
+        invoice_settings={"default_payment_method": "pm_1"},
+    )
     await second.run()
 
     assert first.without_payment_method == list(waiting) == ["acme"]
     assert page.startswith("https://")
-    assert (second.without_payment_method, (await export_status(sessions)).without_payment_method) == ([], ())
+    assert (
+        second.without_payment_method,
+        (await export_status(sessions)).without_payment_method,
+    ) == ([], ())
 
 
 async def test_a_new_price_gets_its_own_meters_and_subscriptions_hold_no_more_than_stripe_allows(
-    sessions: Sessions, customer: Customer, price: ModelPrice, double: StripeDouble, gateway: StripeGateway
+    sessions: Sessions,
+    customer: Customer,
+    price: ModelPrice,
+    double: StripeDouble,
+    gateway: StripeGateway,
 ) -> None:
     await Sync(sessions, gateway, False).run()
     async with sessions.begin() as session:
@@ -342,22 +403,40 @@ async def test_a_new_price_gets_its_own_meters_and_subscriptions_hold_no_more_th
     again = await Sync(sessions, gateway, False).run()
 
     items = list(double.account.of("subscription_items").values())
-    per_subscription = sorted(len(list(group)) for _, group in itertools.groupby(sorted(each["subscription"] for each in items)))
+    per_subscription = sorted(
+        len(list(group))
+        for _, group in itertools.groupby(sorted(each["subscription"] for each in items))
+    )
     assert len({each["price"]["id"] for each in items}) == len(items) == 21
     assert per_subscription == [1, 20]
     assert again == []
 
 
-LOWER = Rates(input_picos_per_token=100_000, cached_input_picos_per_token=10_000, output_picos_per_token=500_000)
+LOWER = Rates(
+    input_picos_per_token=100_000,
+    cached_input_picos_per_token=10_000,
+    output_picos_per_token=500_000,
+)
 
 
 async def test_a_customers_own_price_is_in_no_other_subscription(
-    sessions: Sessions, customer: Customer, price: ModelPrice, double: StripeDouble, gateway: StripeGateway
+    sessions: Sessions,
+    customer: Customer,
+    price: ModelPrice,
+    double: StripeDouble,
+    gateway: StripeGateway,
 ) -> None:
-    """One meter per version and kind goes on: the batch tier and the own price have theirs; a withdrawal needs none."""
+    """Each version and kind has one meter; a withdrawal needs none."""
     async with sessions.begin() as session:
         await new_customer(session, "other")
-        own = await set_price(session, model="demo", organization="acme", **LOWER, batch_multiplier_milli=500, actor="test")
+        own = await set_price(
+            session,
+            model="demo",
+            organization="acme",
+            **LOWER,
+            batch_multiplier_milli=500,
+            actor="test",
+        )
         ended = await set_price(session, model="ended", organization="acme", **LOWER, actor="test")
     async with sessions.begin() as session:
         await withdraw_price(session, model="ended", organization="acme", actor="test")
@@ -365,20 +444,34 @@ async def test_a_customers_own_price_is_in_no_other_subscription(
     await Sync(sessions, gateway, False).run()
 
     names = {each["id"]: each["name"] for each in double.account.of("customers").values()}
-    subscriptions = {each["id"]: names[each["customer"]] for each in double.account.of("subscriptions").values()}
-    versions = {each["id"]: int(each["lookup_key"].split("_")[1]) for each in double.account.of("prices").values()}
+    subscriptions = {
+        each["id"]: names[each["customer"]] for each in double.account.of("subscriptions").values()
+    }
+    versions = {
+        each["id"]: int(each["lookup_key"].split("_")[1])
+        for each in double.account.of("prices").values()
+    }
     held: dict[str, set[int]] = {"acme": set(), "other": set()}
     for item in double.account.of("subscription_items").values():
         held[subscriptions[item["subscription"]]].add(versions[item["price"]["id"]])
     listed, first = price.prices.version, own.prices.version
     assert held == {"acme": {listed, first, first + 1}, "other": {listed}}
-    nicknames = {each["lookup_key"]: each["nickname"] for each in double.account.of("prices").values()}
-    assert nicknames[f"weir_{first + 1}_output"] == f"demo, batch output tokens (price version {first + 1})"
+    nicknames = {
+        each["lookup_key"]: each["nickname"] for each in double.account.of("prices").values()
+    }
+    assert (
+        nicknames[f"weir_{first + 1}_output"]
+        == f"demo, batch output tokens (price version {first + 1})"
+    )
     assert f"weir_{ended.prices.version}_output" not in nicknames
 
 
-async def test_a_price_that_says_something_else_at_stripe_is_told_and_not_used(
-    sessions: Sessions, customer: Customer, price: ModelPrice, double: StripeDouble, gateway: StripeGateway
+async def test_a_price_that_differs_at_stripe_is_reported_and_not_used(
+    sessions: Sessions,
+    customer: Customer,
+    price: ModelPrice,
+    double: StripeDouble,
+    gateway: StripeGateway,
 ) -> None:
     await Sync(sessions, gateway, False).run()
     next(iter(double.account.of("prices").values()))["unit_amount_decimal"] = "0.000016"
@@ -412,7 +505,9 @@ async def test_sums_agree_until_an_event_is_missing_and_the_command_says_so(
     assert (agreed.exit_code, json.loads(agreed.stdout)["balanced"]) == (0, True)
     assert (differs.exit_code, json.loads(differs.stdout)["balanced"]) == (1, False)
     assert json.loads(agreed.stdout)["differences"] == []
-    assert [each["stage"] for each in json.loads(differs.stdout)["differences"]] == ["biller's own count"]
+    assert [each["stage"] for each in json.loads(differs.stdout)["differences"]] == [
+        "biller's own count"
+    ]
     uncounted = [each.due - count for each, count in zip(ours.sums, counts, strict=True)]
     assert sorted(uncounted)[:2] == [0, 0]
     assert any(uncounted)
@@ -420,8 +515,13 @@ async def test_sums_agree_until_an_event_is_missing_and_the_command_says_so(
     assert "acme" in table.stdout
 
 
-async def test_a_delivered_batch_is_taken_back_within_a_day_and_its_tokens_go_out_anew(
-    sessions: Sessions, customer: Customer, price: ModelPrice, double: StripeDouble, gateway: StripeGateway, database_url: str
+async def test_a_delivered_batch_is_cancelled_within_a_day_and_its_tokens_are_sent_again(
+    sessions: Sessions,
+    customer: Customer,
+    price: ModelPrice,
+    double: StripeDouble,
+    gateway: StripeGateway,
+    database_url: str,
 ) -> None:
     _, batch, _ = await delivered(sessions, gateway, customer, price)
 
@@ -473,7 +573,9 @@ async def test_after_a_day_a_batch_stays_and_the_error_says_what_can_be_done(
 ) -> None:
     batch, *_ = await delivered(sessions, gateway, customer, price)
     async with sessions.begin() as session:
-        await session.execute(text("UPDATE meter_batches SET delivered_at = now() - interval '24 hours'"))
+        await session.execute(
+            text("UPDATE meter_batches SET delivered_at = now() - interval '24 hours'")
+        )
 
     with pytest.raises(InvalidValue, match="credit the customer"):
         await resend(sessions, gateway, batch)
@@ -483,7 +585,12 @@ async def test_after_a_day_a_batch_stays_and_the_error_says_what_can_be_done(
 
 @pytest.mark.parametrize("counted", [True, False])
 async def test_doubt_about_a_parked_batch_is_settled_by_a_person(
-    counted: bool, sessions: Sessions, customer: Customer, price: ModelPrice, gateway: StripeGateway, database_url: str
+    counted: bool,
+    sessions: Sessions,
+    customer: Customer,
+    price: ModelPrice,
+    gateway: StripeGateway,
+    database_url: str,
 ) -> None:
     await use_and_rate(sessions, customer, price, Consumed(0, 0, 20, settled_at=hours_ago(3)))
     await form_batches(sessions)
@@ -494,12 +601,19 @@ async def test_doubt_about_a_parked_batch_is_settled_by_a_person(
 
     await settle(sessions, batch, counted=counted)
 
-    assert await states(sessions) == ({"delivered": 1} if counted else {"cancelled": 1, "pending": 1})
+    assert await states(sessions) == (
+        {"delivered": 1} if counted else {"cancelled": 1, "pending": 1}
+    )
     check_export(database_url)
 
 
 async def test_a_report_of_meter_errors_rejects_the_batches_that_it_names(
-    sessions: Sessions, customer: Customer, price: ModelPrice, double: StripeDouble, gateway: StripeGateway, database_url: str
+    sessions: Sessions,
+    customer: Customer,
+    price: ModelPrice,
+    double: StripeDouble,
+    gateway: StripeGateway,
+    database_url: str,
 ) -> None:
     await Sync(sessions, gateway, False).run()
     (stripe_id,) = double.account.of("customers")
@@ -525,7 +639,7 @@ async def test_a_report_of_meter_errors_rejects_the_batches_that_it_names(
 async def delivered_without_sync(
     sessions: Sessions, gateway: StripeGateway, customer: Customer, price: ModelPrice
 ) -> list[uuid.UUID]:
-    """As `delivered`, with what Stripe knows already."""
+    """Deliver like `delivered`, with objects that Stripe already has."""
     await use_and_rate(sessions, customer, price, Consumed(100, 30, 20, settled_at=hours_ago(3)))
     await form_batches(sessions)
     await deliver_pending(sessions, gateway)
@@ -534,12 +648,14 @@ async def delivered_without_sync(
 
 
 TO_EVENTS = b"POST /stripe/events HTTP/1.1\r\nHost: here\r\n"
-NO_ANSWER = 0  # to a sender that has gone
+NO_ANSWER = 0  # status for a sender that has disconnected
 
 
 async def raw_post(sessions: Sessions, request: bytes) -> tuple[int, str]:
-    """Status and body that the endpoint answers to these bytes."""
-    async with webhook_server(sessions, WebhookSettings(("whsec_of_another_destination", SECRET), listen_port=0)) as address:
+    """Send raw bytes to the endpoint; return status and body of its answer."""
+    async with webhook_server(
+        sessions, WebhookSettings(("whsec_of_another_destination", SECRET), listen_port=0)
+    ) as address:
         port = int(address.removesuffix(PATH).rpartition(":")[2])
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(request)
@@ -553,15 +669,22 @@ async def raw_post(sessions: Sessions, request: bytes) -> tuple[int, str]:
     return int(answer.split(" ")[1]), answer.rpartition("\r\n\r\n")[2].strip()
 
 
-async def post(sessions: Sessions, event: dict[str, Any], secret: str = SECRET, age_s: int = 0) -> tuple[int, str]:
-    """What the endpoint answers to an event."""
+async def post(
+    sessions: Sessions, event: dict[str, Any], secret: str = SECRET, age_s: int = 0
+) -> tuple[int, str]:
+    """Return the endpoint's answer to an event."""
     body = json.dumps(event).encode()
     signed = signature(body, int(time.time()) - age_s, secret)
-    head = f"POST {PATH} HTTP/1.1\r\nHost: here\r\nStripe-Signature: {signed}\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = (
+        f"POST {PATH} HTTP/1.1\r\nHost: here\r\nStripe-Signature: {signed}\r\nContent-Length:"
+        f" {len(body)}\r\n\r\n"
+    )
     return await raw_post(sessions, head.encode() + body)
 
 
-async def test_an_event_is_stored_once_and_only_if_stripe_signed_it_lately(sessions: Sessions) -> None:
+async def test_an_event_is_stored_once_and_only_if_stripe_signed_it_lately(
+    sessions: Sessions,
+) -> None:
     event = invoice_event("invoice.paid", 1_790_000_000)
 
     answers = [
@@ -599,7 +722,9 @@ async def test_an_event_is_stored_once_and_only_if_stripe_signed_it_lately(sessi
         (TO_EVENTS + b"Content-Length: 2\r\n\r\n{}", 400),
     ],
 )
-async def test_what_is_no_event_gets_a_status_and_nothing_is_stored(request_bytes: bytes, status: int, sessions: Sessions) -> None:
+async def test_invalid_events_get_a_status_and_are_not_stored(
+    request_bytes: bytes, status: int, sessions: Sessions
+) -> None:
     assert (await raw_post(sessions, request_bytes))[0] == status
 
     async with sessions() as session:
@@ -607,13 +732,26 @@ async def test_what_is_no_event_gets_a_status_and_nothing_is_stored(request_byte
 
 
 def invoice_event(kind: str, created: int, paid: int = 0) -> dict[str, Any]:
-    """As Stripe tells of an invoice."""
-    invoice = {"id": "in_1", "customer": "cus_1", "currency": "usd", "period_start": 1_788_000_000, "period_end": 1_790_000_000}
+    """Return a Stripe event about an invoice."""
+    invoice = {
+        "id": "in_1",
+        "customer": "cus_1",
+        "currency": "usd",
+        "period_start": 1_788_000_000,
+        "period_end": 1_790_000_000,
+    }
     amounts = {"amount_due": 1_000, "amount_paid": paid}
-    return {"id": f"evt_{kind}_{created}", "type": kind, "created": created, "data": {"object": invoice | amounts}}
+    return {
+        "id": f"evt_{kind}_{created}",
+        "type": kind,
+        "created": created,
+        "data": {"object": invoice | amounts},
+    }
 
 
-async def test_events_of_an_invoice_end_the_same_in_every_order(sessions: Sessions, gateway: StripeGateway) -> None:
+async def test_events_of_an_invoice_end_the_same_in_every_order(
+    sessions: Sessions, gateway: StripeGateway
+) -> None:
     events = [
         invoice_event("invoice.finalized", 1_790_000_000),
         invoice_event("invoice.payment_failed", 1_790_000_100),
@@ -627,16 +765,25 @@ async def test_events_of_an_invoice_end_the_same_in_every_order(sessions: Sessio
             await handle_events(sessions, gateway)
         async with sessions() as session:
             columns = ", ".join(
-                [*(INVOICE_TIMES[each["type"]] for each in events), "amount_due_minor", "amount_paid_minor", "told_at"]
+                [
+                    *(INVOICE_TIMES[each["type"]] for each in events),
+                    "amount_due_minor",
+                    "amount_paid_minor",
+                    "last_event_at",
+                ]
             )
-            row = await session.execute(text(f"SELECT {columns} FROM stripe_invoices WHERE id = 'in_{number}'"))
+            row = await session.execute(
+                text(f"SELECT {columns} FROM stripe_invoices WHERE id = 'in_{number}'")
+            )
             ends.add(tuple(row.one()))
 
     assert len(ends) == 1
     assert None not in next(iter(ends))
 
 
-async def test_an_event_of_another_shape_waits_and_holds_up_no_other(sessions: Sessions, gateway: StripeGateway) -> None:
+async def test_an_event_of_another_shape_waits_and_holds_up_no_other(
+    sessions: Sessions, gateway: StripeGateway
+) -> None:
     await post(sessions, {"id": "evt_1", "type": "invoice.paid", "created": 1, "data": {}})
     await post(sessions, invoice_event("invoice.paid", 1_790_000_000))
     await post(sessions, {"id": "evt_2", "type": "plan.created"})
@@ -644,8 +791,12 @@ async def test_an_event_of_another_shape_waits_and_holds_up_no_other(sessions: S
     assert await handle_events(sessions, gateway) == 2
 
 
-async def test_the_status_names_who_is_not_known_at_stripe(
-    sessions: Sessions, customer: Customer, price: ModelPrice, database_url: str, monkeypatch: pytest.MonkeyPatch
+async def test_the_status_names_customers_unknown_to_stripe(
+    sessions: Sessions,
+    customer: Customer,
+    price: ModelPrice,
+    database_url: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with sessions.begin() as session:
         await new_customer(session, "idle")
@@ -658,8 +809,10 @@ async def test_the_status_names_who_is_not_known_at_stripe(
     assert json.loads(told.stdout)["unknown_organizations"] == ["acme"]
 
 
-async def test_senders_that_never_finish_keep_no_event_away(sessions: Sessions, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The connection that has been silent for longest gives way."""
+async def test_senders_that_never_finish_keep_no_event_away(
+    sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection that has been silent for longest is closed."""
     monkeypatch.setattr(stripe_inbox, "CONNECTIONS_MAX", 8)
     events = stripe_inbox.EventServer(sessions, ["whsec"])
     server = await asyncio.get_running_loop().create_server(events, "127.0.0.1", 0)

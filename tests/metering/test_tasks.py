@@ -1,4 +1,4 @@
-"""What the schedule names exists, and does its work when called."""
+"""Scheduled tasks: each exists and does its work when called."""
 
 from __future__ import annotations
 
@@ -26,7 +26,11 @@ def test_everything_scheduled_is_a_task_and_expires() -> None:
 
 
 async def test_the_sweep_ends_overdue_holds_and_rating_posts_what_they_cost(
-    sessions: Sessions, customer: Customer, price: ModelPrice, database_url: str, monkeypatch: pytest.MonkeyPatch
+    sessions: Sessions,
+    customer: Customer,
+    price: ModelPrice,
+    database_url: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("WEIR_DATABASE_URL", database_url)
     async with sessions.begin() as session:
@@ -42,7 +46,7 @@ async def test_the_sweep_ends_overdue_holds_and_rating_posts_what_they_cost(
                 model="demo",
                 price_version_id=price.prices.version,
                 labels={},
-                owner_id=uuid.uuid4(),
+                process_id=uuid.uuid4(),
                 input_token_count=10,
                 leased_token_count=50,
                 delivered_token_count=7,
@@ -55,8 +59,12 @@ async def test_the_sweep_ends_overdue_holds_and_rating_posts_what_they_cost(
         await asyncio.to_thread(task)
 
     async with sessions() as session:
-        held = (await session.execute(text("SELECT count(*) FROM holds WHERE state = 'held'"))).scalar_one()
-        tokens = (await session.execute(text("SELECT sum(token_count) FROM ledger_entries"))).scalar_one()
+        held = (
+            await session.execute(text("SELECT count(*) FROM holds WHERE state = 'held'"))
+        ).scalar_one()
+        tokens = (
+            await session.execute(text("SELECT sum(token_count) FROM ledger_entries"))
+        ).scalar_one()
     assert held == 0
     assert tokens == 10 + 17
 

@@ -1,4 +1,4 @@
-"""Organizations, projects, keys and the audit log of what was done to them."""
+"""Organizations, projects and keys, and their audit log."""
 
 from __future__ import annotations
 
@@ -30,17 +30,28 @@ from metering.tenants.tenants import (
 from tests.metering.books import Customer, new_customer
 
 
-async def test_a_key_leads_to_its_principal_and_only_its_hash_is_stored(sessions: Sessions, customer: Customer) -> None:
+async def test_a_key_leads_to_its_principal_and_only_its_hash_is_stored(
+    sessions: Sessions, customer: Customer
+) -> None:
     async with sessions() as session:
         principal = await authenticate(session, customer.secret)
-        stored = (await session.execute(text("SELECT to_jsonb(k)::text || secret_hash::text FROM api_keys k"))).scalar_one()
-        log = (await session.execute(text("SELECT string_agg(to_jsonb(a)::text, '') FROM audit_log a"))).scalar_one()
+        stored = (
+            await session.execute(
+                text("SELECT to_jsonb(k)::text || secret_hash::text FROM api_keys k")
+            )
+        ).scalar_one()
+        log = (
+            await session.execute(text("SELECT string_agg(to_jsonb(a)::text, '') FROM audit_log a"))
+        ).scalar_one()
 
     assert SECRET_FORM.fullmatch(customer.secret)
     assert PREFIX_FORM.fullmatch(customer.key.prefix)
     assert customer.secret.startswith(customer.key.prefix)
     assert principal.api_key_id == customer.key.id
-    assert (principal.organization_id, principal.project_id) == (customer.organization_id, customer.key.project_id)
+    assert (principal.organization_id, principal.project_id) == (
+        customer.organization_id,
+        customer.key.project_id,
+    )
     assert principal.currency_code == "USD"
     assert principal.scopes == {"inference", "admin", "billing"}
     assert customer.secret not in stored
@@ -48,10 +59,17 @@ async def test_a_key_leads_to_its_principal_and_only_its_hash_is_stored(sessions
     assert "secret_hash" not in log
 
 
-async def test_unknown_revoked_and_expired_keys_are_refused_alike(sessions: Sessions, customer: Customer) -> None:
+async def test_unknown_revoked_and_expired_keys_are_refused_alike(
+    sessions: Sessions, customer: Customer
+) -> None:
     async with sessions.begin() as session:
         short_lived, expired = await create_api_key(
-            session, organization="acme", project="search", name="short", lifetime=timedelta(hours=1), actor="test"
+            session,
+            organization="acme",
+            project="search",
+            name="short",
+            lifetime=timedelta(hours=1),
+            actor="test",
         )
         assert (await authenticate(session, expired)).api_key_id == short_lived.id
         await session.execute(text("UPDATE api_keys SET expires_at = now() WHERE name = 'short'"))
@@ -77,25 +95,44 @@ async def test_revoking_twice_changes_nothing(sessions: Sessions, customer: Cust
 
     assert first.revoked_at is not None
     assert first == second
-    assert [(entry.actor, entry.action) for entry in entries[:2]] == [("ann", "api_key.revoke"), ("test", "api_key.create")]
+    assert [(entry.actor, entry.action) for entry in entries[:2]] == [
+        ("ann", "api_key.revoke"),
+        ("test", "api_key.create"),
+    ]
 
 
-async def test_references_are_names_or_ids_and_lead_nowhere_else(sessions: Sessions, customer: Customer) -> None:
+async def test_references_are_names_or_ids_and_lead_nowhere_else(
+    sessions: Sessions, customer: Customer
+) -> None:
     async with sessions.begin() as session:
         other = await new_customer(session, "bolt")
     async with sessions() as session:
         for ref in ("acme", str(customer.organization_id)):
             assert (await find_organization(session, ref)).id == customer.organization_id
-        for ref in ("acme/search", f"{customer.organization_id}/search", str(customer.key.project_id)):
+        for ref in (
+            "acme/search",
+            f"{customer.organization_id}/search",
+            str(customer.key.project_id),
+        ):
             assert (await find_project(session, ref)).id == customer.key.project_id
-        assert (await find_project(session, "search", organization="bolt")).id == other.key.project_id
+        assert (
+            await find_project(session, "search", organization="bolt")
+        ).id == other.key.project_id
         for ref in (customer.key.prefix, str(customer.key.id)):
             assert await find_api_key(session, ref) == customer.key
 
         for ref in ("", "nobody", "acme/search", "a\0b", "'; DROP TABLE holds", str(uuid.uuid4())):
             with pytest.raises(NotFound, match="organization"):
                 await find_organization(session, ref)
-        for ref in ("", "search", "acme/", "/search", "acme/nothing", "acme/search/x", str(uuid.uuid4())):
+        for ref in (
+            "",
+            "search",
+            "acme/",
+            "/search",
+            "acme/nothing",
+            "acme/search/x",
+            str(uuid.uuid4()),
+        ):
             with pytest.raises(NotFound):
                 await find_project(session, ref)
         with pytest.raises(NotFound, match="bolt/"):
@@ -106,12 +143,16 @@ async def test_references_are_names_or_ids_and_lead_nowhere_else(sessions: Sessi
     assert customer.secret not in str(refusal.value)
 
 
-async def test_lists_are_in_order_and_keep_to_their_organization(sessions: Sessions, customer: Customer) -> None:
+async def test_lists_are_in_order_and_keep_to_their_organization(
+    sessions: Sessions, customer: Customer
+) -> None:
     async with sessions.begin() as session:
         await new_customer(session, "aaa")
         await create_project(session, organization="acme", name="chat", actor="test")
     async with sessions.begin() as session:
-        newest, _ = await create_api_key(session, organization="acme", project="chat", name="new", scopes=(), actor="test")
+        newest, _ = await create_api_key(
+            session, organization="acme", project="chat", name="new", scopes=(), actor="test"
+        )
     async with sessions() as session:
         organizations = await list_organizations(session)
         projects = await list_projects(session, organization="acme")
@@ -144,22 +185,50 @@ async def test_names_are_unique_also_for_two_at_once(sessions: Sessions) -> None
 
 async def test_bad_values_are_named(sessions: Sessions, customer: Customer) -> None:
     async with sessions.begin() as session:
-        for name in ("", "Acme", "1st", "a" * 64, "a_b", "ä", "a\n", str(uuid.UUID(int=0xABCDEF << 104)), "-"):
+        for name in (
+            "",
+            "Acme",
+            "1st",
+            "a" * 64,
+            "a_b",
+            "ä",
+            "a\n",
+            str(uuid.UUID(int=0xABCDEF << 104)),
+            "-",
+        ):
             with pytest.raises(InvalidValue, match="name"):
                 await create_organization(session, name=name, actor="test")
         with pytest.raises(InvalidValue, match="currency_code"):
             await create_organization(session, name="fine", currency_code="usd", actor="test")
         for lifetime in (timedelta(0), timedelta(seconds=-1), timedelta.max):
             with pytest.raises(InvalidValue, match="lifetime"):
-                await create_api_key(session, organization="acme", project="search", name="k", lifetime=lifetime, actor="test")
+                await create_api_key(
+                    session,
+                    organization="acme",
+                    project="search",
+                    name="k",
+                    lifetime=lifetime,
+                    actor="test",
+                )
         with pytest.raises(InvalidValue, match="scopes"):
-            await create_api_key(session, organization="acme", project="search", name="k", scopes=("root",), actor="test")
+            await create_api_key(
+                session,
+                organization="acme",
+                project="search",
+                name="k",
+                scopes=("root",),
+                actor="test",
+            )
         for name in ("", "k" * 101, "a\0b"):
             with pytest.raises(InvalidValue, match="name"):
-                await create_api_key(session, organization="acme", project="search", name=name, actor="test")
+                await create_api_key(
+                    session, organization="acme", project="search", name=name, actor="test"
+                )
 
 
-async def test_the_audit_log_pages_backwards_and_cannot_be_changed(sessions: Sessions, customer: Customer) -> None:
+async def test_the_audit_log_pages_backwards_and_cannot_be_changed(
+    sessions: Sessions, customer: Customer
+) -> None:
     async with sessions() as session:
         first = await list_audit_entries(session, page_size=2)
         rest = await list_audit_entries(session, page_size=2, before_entry_id=first[-1].id)
@@ -167,7 +236,11 @@ async def test_the_audit_log_pages_backwards_and_cannot_be_changed(sessions: Ses
             with pytest.raises(InvalidValue, match="page_size"):
                 await list_audit_entries(session, page_size=size)
 
-    assert [entry.action for entry in (*first, *rest)] == ["api_key.create", "project.create", "organization.create"]
+    assert [entry.action for entry in (*first, *rest)] == [
+        "api_key.create",
+        "project.create",
+        "organization.create",
+    ]
     assert rest[0].before is None
     assert rest[0].after == {
         "id": str(customer.organization_id),

@@ -1,4 +1,4 @@
-"""Usage hurries into the ledger: notices that are few, a listener that survives, and a schedule that needs neither."""
+"""Fast rating: few notices, a reconnecting listener, and a schedule."""
 
 from __future__ import annotations
 
@@ -13,39 +13,52 @@ from metering.holds import holds
 from metering.holds.holds import CHANNEL, UsageNotices
 from metering.pricing.prices import ModelPrice
 from metering.store.db import Sessions, create_engine, create_sessions
-from metering.worker import APPLICATION, Hurry, UsageListener
+from metering.worker import APPLICATION, TaskRequest, UsageListener
 from tests.metering.books import Consumed, Customer, add_usage
 from tests.metering.workers import wait_until, worker
 
-LISTENING = "SELECT count(*) FROM pg_stat_activity WHERE application_name = %s AND datname = current_database()"
+LISTENING = (
+    "SELECT count(*) FROM pg_stat_activity WHERE application_name = %s AND datname ="
+    " current_database()"
+)
 END_LISTENING = """
-SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity WHERE application_name = %s AND datname = current_database()
+SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity
+WHERE application_name = %s AND datname = current_database()
 """
 
 
 def count(connection: psycopg.Connection[tuple[int]], query: str, *parameters: str) -> int:
-    """The one number of a query."""
+    """Return the single number of a query."""
     row = connection.execute(query.encode(), parameters or None).fetchone()
     assert row is not None
     return row[0]
 
 
-async def test_many_settlements_are_one_notice(sessions: Sessions, database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_many_settlements_are_one_notice(
+    sessions: Sessions, database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(holds, "NOTICE_INTERVAL_S", 3600.0)
-    async with await psycopg.AsyncConnection.connect(database_url, autocommit=True) as listening, asyncio.TaskGroup() as tasks:
+    async with (
+        await psycopg.AsyncConnection.connect(database_url, autocommit=True) as listening,
+        asyncio.TaskGroup() as tasks,
+    ):
         await listening.execute(f"LISTEN {CHANNEL}")
         notices = UsageNotices(sessions)
         running = tasks.create_task(notices.run())
         for _ in range(1_000):
             notices.used()
-        assert [notice.channel async for notice in listening.notifies(timeout=30, stop_after=1)] == [CHANNEL]
+        assert [
+            notice.channel async for notice in listening.notifies(timeout=30, stop_after=1)
+        ] == [CHANNEL]
         notices.used()
         await asyncio.sleep(0)
         assert [notice async for notice in listening.notifies(timeout=0)] == []
         running.cancel()
 
 
-async def test_notices_outlive_a_database_that_is_away(sessions: Sessions, database_url: str) -> None:
+async def test_notices_outlive_a_database_that_is_away(
+    sessions: Sessions, database_url: str
+) -> None:
     away = create_engine("postgresql://nobody@127.0.0.1:1/weir")
     notices = UsageNotices(create_sessions(away))
     async with asyncio.TaskGroup() as tasks:
@@ -60,17 +73,17 @@ async def test_notices_outlive_a_database_that_is_away(sessions: Sessions, datab
 
 def test_a_task_that_was_asked_for_is_not_asked_for_again_until_it_has_begun() -> None:
     asked: list[int] = []
-    hurry = Hurry(lambda: asked.append(1), again_after_s=3600.0)
+    request = TaskRequest(lambda: asked.append(1), again_after_s=3600.0)
     for _ in range(3):
-        hurry()
+        request()
     assert len(asked) == 1
 
-    hurry.begun()
+    request.begun()
     for _ in range(3):
-        hurry()
+        request()
     assert len(asked) == 2
 
-    impatient = Hurry(lambda: asked.append(1), again_after_s=0.0)
+    impatient = TaskRequest(lambda: asked.append(1), again_after_s=0.0)
     impatient()
     impatient()
     assert len(asked) == 4
@@ -95,26 +108,35 @@ def test_the_listener_comes_back_when_its_connection_breaks(database_url: str) -
 
 
 @pytest.mark.faults
-async def test_a_worker_without_schedule_rates_what_it_hears_of_and_what_it_missed(
+async def test_a_worker_without_schedule_rates_announced_and_missed_usage(
     tmp_path: Path, database_url: str, sessions: Sessions, customer: Customer, price: ModelPrice
 ) -> None:
-    """No clock: only the listener sends tasks. What comes while its connection is gone is rated when it is back."""
+    """Only the listener sends tasks; missed usage is rated after reconnecting."""
     pending = "SELECT count(*) FROM unrated_usage"
 
     async def use(event_count: int) -> None:
         async with sessions.begin() as session:
             await add_usage(session, customer, price, [Consumed(3, 1, 2)] * event_count)
 
-    with worker(tmp_path, database_url, {}, clock=False), psycopg.connect(database_url, autocommit=True) as connection:
+    with (
+        worker(tmp_path, database_url, {}, clock=False),
+        psycopg.connect(database_url, autocommit=True) as connection,
+    ):
         wait_until(lambda: count(connection, LISTENING, APPLICATION) == 1, "the worker to listen")
         await use(3)
         connection.execute(f"NOTIFY {CHANNEL}")
-        wait_until(lambda: count(connection, pending) == 0, "the worker to rate what it was told of")
+        wait_until(
+            lambda: count(connection, pending) == 0, "the worker to rate what it was told of"
+        )
         await use(4)
         assert count(connection, END_LISTENING, APPLICATION) == 1
-        wait_until(lambda: count(connection, pending) == 0, "the worker to rate what it was not told of")
+        wait_until(
+            lambda: count(connection, pending) == 0, "the worker to rate what it was not told of"
+        )
         await use(1)
         began = time.monotonic()
         connection.execute(f"NOTIFY {CHANNEL}")
-        wait_until(lambda: count(connection, pending) == 0, "the worker to rate what it was told of again")
+        wait_until(
+            lambda: count(connection, pending) == 0, "the worker to rate what it was told of again"
+        )
         print(f"in the ledger {time.monotonic() - began:.3f} s after the notice")

@@ -1,4 +1,4 @@
-"""Usage events by month: each in its partition, nothing lost where one is missing, and no way around the guards."""
+"""Usage events by month: partitions, missing ones, and guards."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering import tasks
-from metering.ledger.rating import MONTHS_AHEAD, keep_ahead, rate_all_pending
+from metering.ledger.rating import MONTHS_AHEAD, create_partitions, rate_all_pending
 from metering.pricing.prices import ModelPrice
 from metering.proof.fsck import CHECKS, fsck
 from metering.store.db import Sessions
@@ -21,38 +21,53 @@ from tests.metering.books import NOVEMBER, Consumed, Customer, add_usage
 
 INSTANT = timedelta(microseconds=1)
 WHERE = text("SELECT settled_at, tableoid::regclass::text FROM usage_events ORDER BY id")
-MONTHS = text("SELECT relname FROM pg_inherits JOIN pg_class c ON c.oid = inhrelid ORDER BY relname")
+MONTHS = text(
+    "SELECT relname FROM pg_inherits JOIN pg_class c ON c.oid = inhrelid ORDER BY relname"
+)
 
 
 async def months(session: AsyncSession) -> list[str]:
-    """The names of all partitions that are no index's."""
-    return [name for name in (await session.execute(MONTHS)).scalars() if name.count("_") in (2, 3) and name[-1].isdigit()]
+    """Return the names of all partitions except those of indexes."""
+    return [
+        name
+        for name in (await session.execute(MONTHS)).scalars()
+        if name.count("_") in (2, 3) and name[-1].isdigit()
+    ]
 
 
 async def forget(session: AsyncSession, month: str) -> None:
-    """Take a month's partition away, which nobody made in time."""
+    """Drop a month's partition, as if it had not been created in time."""
     await session.execute(text(f"DROP TABLE IF EXISTS usage_events_{month}"))
 
 
 def complaints(database_url: str) -> set[str]:
-    """Names of the checks of events, ledger and schema that find something wrong; usage here is older than its price."""
-    checks = [check for check in CHECKS if check.name not in ("price-of-the-admission", "usage-is-rated")]
+    """Return the failed checks of events, ledger and schema."""
+    checks = [
+        check for check in CHECKS if check.name not in ("price-at-admission", "usage-is-rated")
+    ]
     return {verdict.check.name for verdict in fsck(database_url, checks) if verdict.violation_count}
 
 
 async def refused(session: AsyncSession, statement: str) -> str:
-    """What the database says to a statement that it must refuse; the session goes on."""
+    """Return the error of a statement that the database must refuse; keep the session usable."""
     with pytest.raises(DBAPIError) as error:
         async with session.begin_nested():
             await session.execute(text(statement))
     return str(error.value.orig)
 
 
-async def test_a_month_ends_where_the_next_begins(sessions: Sessions, customer: Customer, price: ModelPrice) -> None:
+async def test_a_month_ends_where_the_next_begins(
+    sessions: Sessions, customer: Customer, price: ModelPrice
+) -> None:
     begins = datetime.now(UTC).replace(day=1, hour=0, minute=0, second=0, microsecond=0)
     following = (begins + timedelta(days=32)).replace(day=1)
     async with sessions.begin() as session:
-        await add_usage(session, customer, price, [Consumed(1, settled_at=at) for at in (begins, following - INSTANT, following)])
+        await add_usage(
+            session,
+            customer,
+            price,
+            [Consumed(1, settled_at=at) for at in (begins, following - INSTANT, following)],
+        )
 
     async with sessions() as session:
         found = [name for _, name in await session.execute(WHERE)]
@@ -69,46 +84,58 @@ async def test_usage_of_a_month_without_partition_counts_and_is_moved(
     async with sessions.begin() as session:
         for month in (begins, following):
             await forget(session, f"{month:%Y_%m}")
-        first = [Consumed(3, 1, 2, settled_at=at) for at in (begins, begins + timedelta(hours=5), following)]
+        first = [
+            Consumed(3, 1, 2, settled_at=at)
+            for at in (begins, begins + timedelta(hours=5), following)
+        ]
         await add_usage(session, customer, price, first)
     assert await rate_all_pending(sessions) == 3
     async with sessions.begin() as session:
         await add_usage(session, customer, price, [Consumed(4, settled_at=begins)])
         before = {name for _, name in await session.execute(WHERE)}
     assert before == {"usage_events_default"}
-    assert complaints(database_url) == {"partitions-are-ahead", "all-is-rated"}
+    assert complaints(database_url) == {"partitions-exist", "all-usage-is-rated"}
 
     async with sessions.begin() as session:
-        made = await keep_ahead(session)
+        made = await create_partitions(session)
     async with sessions.begin() as session:
-        again = await keep_ahead(session)
+        again = await create_partitions(session)
         after = [name for _, name in await session.execute(WHERE)]
 
     assert made.created == (f"{begins:%Y-%m}", f"{following:%Y-%m}")
-    assert (made.stray, again.created, again.stray) == ({}, (), {})
+    assert (made.in_default, again.created, again.in_default) == ({}, (), {})
     this, coming = f"usage_events_{begins:%Y_%m}", f"usage_events_{following:%Y_%m}"
     assert after == [this, this, coming, this]
     assert await rate_all_pending(sessions) == 1
     assert complaints(database_url) == set()
 
 
-async def test_what_was_written_under_a_clock_far_ahead_counts_and_is_reported(
-    sessions: Sessions, customer: Customer, price: ModelPrice, database_url: str, caplog: pytest.LogCaptureFixture
+async def test_usage_written_under_a_clock_far_ahead_counts_and_is_reported(
+    sessions: Sessions,
+    customer: Customer,
+    price: ModelPrice,
+    database_url: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with sessions.begin() as session:
-        await add_usage(session, customer, price, [Consumed(3, 1, 2, settled_at=datetime(2099, 1, 31, 23, tzinfo=UTC))] * 2)
+        await add_usage(
+            session,
+            customer,
+            price,
+            [Consumed(3, 1, 2, settled_at=datetime(2099, 1, 31, 23, tzinfo=UTC))] * 2,
+        )
 
     assert await rate_all_pending(sessions) == 2
     with caplog.at_level(logging.ERROR):
         async with sessions.begin() as session:
-            kept = await keep_ahead(session)
+            kept = await create_partitions(session)
 
-    assert kept.stray == {"2099-01": 2}
+    assert kept.in_default == {"2099-01": 2}
     assert "2 of 2099-01" in caplog.text
     async with sessions() as session:
         posted = await session.execute(text("SELECT billing_month::text FROM ledger_transactions"))
         assert list(posted.scalars()) == ["2099-01-01"]
-    assert complaints(database_url) == {"partitions-are-ahead"}
+    assert complaints(database_url) == {"partitions-exist"}
 
 
 async def test_partitions_are_there_after_a_migration_and_are_made_once(sessions: Sessions) -> None:
@@ -122,14 +149,16 @@ async def test_partitions_are_there_after_a_migration_and_are_made_once(sessions
 
     async def keep() -> int:
         async with sessions.begin() as session:
-            return len((await keep_ahead(session)).created)
+            return len((await create_partitions(session)).created)
 
     assert sorted(await asyncio.gather(*(keep() for _ in range(3)))) == [0, 0, MONTHS_AHEAD - 1]
     async with sessions() as session:
         assert await months(session) == expected
 
 
-async def test_the_worker_makes_them(sessions: Sessions, database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_worker_makes_them(
+    sessions: Sessions, database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WEIR_DATABASE_URL", database_url)
     async with sessions.begin() as session:
         expected = await months(session)
@@ -141,7 +170,9 @@ async def test_the_worker_makes_them(sessions: Sessions, database_url: str, monk
         assert await months(session) == expected
 
 
-async def test_a_partition_takes_no_statement_by_its_own_name(sessions: Sessions, customer: Customer, price: ModelPrice) -> None:
+async def test_a_partition_takes_no_statement_by_its_own_name(
+    sessions: Sessions, customer: Customer, price: ModelPrice
+) -> None:
     async with sessions.begin() as session:
         await add_usage(session, customer, price, [Consumed(1, settled_at=datetime.now(UTC))])
         names = [*await months(session), "usage_events_default"]
@@ -153,25 +184,37 @@ async def test_a_partition_takes_no_statement_by_its_own_name(sessions: Sessions
                 f"TRUNCATE {name}",
                 f"INSERT INTO {name} OVERRIDING SYSTEM VALUE SELECT * FROM usage_events",
             ):
-                assert "name that" in await refused(session, statement)
+                assert "write to usage_events" in await refused(session, statement)
 
 
-async def test_a_part_of_a_hold_is_unique_in_all_months(sessions: Sessions, customer: Customer, price: ModelPrice) -> None:
-    """Also where the primary key cannot see it, which knows one month at a time."""
+async def test_a_part_of_a_hold_is_unique_in_all_months(
+    sessions: Sessions, customer: Customer, price: ModelPrice
+) -> None:
+    """Also across partitions, which the primary key cannot compare."""
     hold = uuid.uuid4()
     async with sessions.begin() as session:
-        await add_usage(session, customer, price, [Consumed(1, hold_id=hold), Consumed(0, 0, 2, hold_id=hold, part=1)])
-    columns = """hold_id, organization_id, project_id, api_key_id, request_id, model, outcome, input_token_count,
-        cached_input_token_count, generated_token_count, delivered_token_count, billed_token_count, price_version_id, cost_picos,
-        labels, admitted_at"""
-    copy = f"INSERT INTO usage_events (part, settled_at, {columns}) SELECT {{}}, {{}}, {columns} FROM usage_events WHERE part = 0"
+        await add_usage(
+            session,
+            customer,
+            price,
+            [Consumed(1, hold_id=hold), Consumed(0, 0, 2, hold_id=hold, part=1)],
+        )
+    columns = """hold_id, organization_id, project_id, api_key_id, request_id, model, outcome,
+        input_token_count, cached_input_token_count, generated_token_count, delivered_token_count,
+        billed_token_count, price_version_id, cost_picos, labels, admitted_at"""
+    copy = (
+        f"INSERT INTO usage_events (part, settled_at, {columns}) SELECT {{}}, {{}}, {columns} FROM"
+        " usage_events WHERE part = 0"
+    )
     async with sessions() as session:
         for part in (0, 1):
             for at in ("settled_at", "settled_at + interval '1 month'", "timestamptz '2099-01-01'"):
                 told = await refused(session, copy.format(part, at))
                 assert "has this part already" in told or "_pkey" in told
         assert "has this part twice" in await refused(
-            session, f"{copy.format(2, 'settled_at')} UNION ALL {copy[copy.index('SELECT') :].format(2, 'now()')}"
+            session,
+            f"{copy.format(2, 'settled_at')} UNION ALL"
+            f" {copy[copy.index('SELECT') :].format(2, 'now()')}",
         )
         await session.execute(text(copy.format(2, "settled_at + interval '1 month'")))
 
@@ -181,17 +224,25 @@ async def test_an_event_needs_a_hold_that_has_ended_and_is_not_rated_as_it_is_wr
 ) -> None:
     async with sessions.begin() as session:
         await add_usage(session, customer, price, [Consumed(1, settled_at=NOVEMBER)])
-    copy = """INSERT INTO usage_events (hold_id, part, organization_id, project_id, api_key_id, request_id, model, outcome,
-        input_token_count, cached_input_token_count, generated_token_count, delivered_token_count, billed_token_count,
-        price_version_id, cost_picos, labels, admitted_at, rated_at, ledger_transaction_id)
-        SELECT {hold}, 1, organization_id, project_id, api_key_id, request_id, model, outcome, 0, 0, 0, 0, 0, price_version_id, 0,
-               labels, admitted_at, {rated} FROM usage_events"""
-    live = """INSERT INTO holds (id, organization_id, project_id, api_key_id, request_id, payload_hash, model, price_version_id,
-        labels, owner_id, input_token_count, leased_token_count, quota_ids, expires_at)
-        SELECT gen_random_uuid(), organization_id, project_id, api_key_id, gen_random_uuid(), payload_hash, model,
-               price_version_id, labels, owner_id, 1, 1, '{}', now() FROM holds RETURNING id"""
+    copy = """INSERT INTO usage_events (hold_id, part, organization_id, project_id, api_key_id,
+        request_id, model, outcome, input_token_count, cached_input_token_count,
+        generated_token_count, delivered_token_count, billed_token_count, price_version_id,
+        cost_picos, labels, admitted_at, rated_at, ledger_transaction_id)
+        SELECT {hold}, 1, organization_id, project_id, api_key_id, request_id, model, outcome, 0, 0,
+               0, 0, 0, price_version_id, 0, labels, admitted_at, {rated} FROM usage_events"""
+    live = """INSERT INTO holds (id, organization_id, project_id, api_key_id, request_id,
+        payload_hash, model, price_version_id, labels, process_id, input_token_count,
+        leased_token_count, quota_ids, expires_at)
+        SELECT gen_random_uuid(), organization_id, project_id, api_key_id, gen_random_uuid(),
+               payload_hash, model, price_version_id, labels, process_id, 1, 1, '{}', now()
+        FROM holds
+        RETURNING id"""
     async with sessions() as session:
         hold = (await session.execute(text(live))).scalar_one()
-        assert "has not ended" in await refused(session, copy.format(hold=f"'{hold}'::uuid", rated="NULL, NULL"))
-        assert "not rated as it is written" in await refused(session, copy.format(hold="hold_id", rated="now(), 1"))
+        assert "has not ended" in await refused(
+            session, copy.format(hold=f"'{hold}'::uuid", rated="NULL, NULL")
+        )
+        assert "must not be rated" in await refused(
+            session, copy.format(hold="hold_id", rated="now(), 1")
+        )
         await session.execute(text(copy.format(hold="hold_id", rated="NULL, NULL")))

@@ -1,4 +1,4 @@
-"""The breakdown of a month: what each row holds, that rows add up to the bill, pages, late usage, and the plan of the statement."""
+"""Breakdown of a month: rows, sums, pages, late usage, query plan."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ FIRST, SECOND = datetime(2026, 11, 1, tzinfo=UTC), datetime(2026, 11, 2, 23, 59,
 
 
 def of(customer: Customer, month: str = "2026-11") -> UsageFilter:
-    """All usage of a customer's month."""
+    """Return all usage of a customer's month."""
     return UsageFilter(month, customer.organization_id)
 
 
 async def rows(sessions: Sessions, what: UsageFilter, *by: Grouping) -> tuple[UsageRow, ...]:
-    """All rows, in small pages."""
+    """Return all rows, in small pages."""
     found: list[UsageRow] = []
     token = ""
     async with sessions() as session:
@@ -53,10 +53,15 @@ async def rows(sessions: Sessions, what: UsageFilter, *by: Grouping) -> tuple[Us
 
 
 async def second_key(session: AsyncSession) -> Customer:
-    """Another project of `acme`, with a key of its own."""
+    """Create another project of `acme` with its own key."""
     await create_project(session, organization="acme", name="chat", actor="test")
     key, secret = await create_api_key(
-        session, organization="acme", project="chat", name="bot", scopes=("inference",), actor="test"
+        session,
+        organization="acme",
+        project="chat",
+        name="bot",
+        scopes=("inference",),
+        actor="test",
     )
     return Customer(key.organization_id, "acme", key, secret)
 
@@ -82,14 +87,20 @@ async def test_a_row_tells_tokens_by_kind_and_the_ways_requests_ended(
     await rate_all_pending(sessions)
     async with sessions.begin() as session:
         moved = "UPDATE usage_events SET migration_count = 2 WHERE outcome IN ('stop', 'failed')"
-        await session.execute(text("SET LOCAL session_replication_role = replica"))  # else no event is ever changed
+        # Triggers prevent every change of an event.
+        await session.execute(text("SET LOCAL session_replication_role = replica"))
         await session.execute(text(moved))
 
     (row,) = await rows(sessions, of(customer), DAY)
 
     assert row.migration_count == 4, "of two requests of this customer"
     assert (row.day, row.request_count) == (date(2026, 11, 1), 5)
-    assert row.token_counts == {TokenKind.INPUT: 78, TokenKind.CACHED_INPUT: 90, TokenKind.OUTPUT: 30, TokenKind.EMBEDDING: 0}
+    assert row.token_counts == {
+        TokenKind.INPUT: 78,
+        TokenKind.CACHED_INPUT: 90,
+        TokenKind.OUTPUT: 30,
+        TokenKind.EMBEDDING: 0,
+    }
     assert row.token_count == 168 + 30
     assert row.cancelled == Share(2, 67, 10 * 150_000 + 7 * 600_000 + 50 * 15_000)
     assert row.limited == Share(1, 6, 5 * 150_000 + 600_000)
@@ -98,23 +109,41 @@ async def test_a_row_tells_tokens_by_kind_and_the_ways_requests_ended(
     assert (row.organization_name, row.currency_code, row.late) == ("acme", "USD", False)
 
 
-async def test_rows_of_every_grouping_add_up_to_the_bill(sessions: Sessions, customer: Customer, price: ModelPrice) -> None:
+async def test_rows_of_every_grouping_add_up_to_the_bill(
+    sessions: Sessions, customer: Customer, price: ModelPrice
+) -> None:
     async with sessions.begin() as session:
         bot = await second_key(session)
         dearer = await new_price(session, "large")
         for who, what in ((customer, price), (customer, dearer), (bot, price)):
             await add_usage(
-                session, who, what, [Consumed(n, n // 2, n, "stop", FIRST + timedelta(hours=7 * n)) for n in range(1, 30)]
+                session,
+                who,
+                what,
+                [
+                    Consumed(n, n // 2, n, "stop", FIRST + timedelta(hours=7 * n))
+                    for n in range(1, 30)
+                ],
             )
     await rate_all_pending(sessions)
     async with sessions() as session:
         bill = await month_report(session, organization="acme", month="2026-11")
         total = await usage_total(session, of(customer))
 
-    for by in ((DAY,), (Grouping.PROJECT, Grouping.API_KEY), (Grouping.MODEL, DAY), (Grouping.API_KEY,), (Grouping.REQUEST,)):
+    for by in (
+        (DAY,),
+        (Grouping.PROJECT, Grouping.API_KEY),
+        (Grouping.MODEL, DAY),
+        (Grouping.API_KEY,),
+        (Grouping.REQUEST,),
+    ):
         found = await rows(sessions, of(customer), *by)
         assert sum(row.amount_picos for row in found) == bill.total_picos == total.amount_picos
-        assert sum(row.token_count for row in found) == sum(line.token_count for line in bill.lines) == total.token_count
+        assert (
+            sum(row.token_count for row in found)
+            == sum(line.token_count for line in bill.lines)
+            == total.token_count
+        )
         assert sum(row.request_count for row in found) == 87 == total.request_count
     projects = await rows(sessions, of(customer), Grouping.PROJECT, Grouping.API_KEY)
     assert {(row.project_name, row.api_key_name, row.request_count) for row in projects} == {
@@ -123,14 +152,28 @@ async def test_rows_of_every_grouping_add_up_to_the_bill(sessions: Sessions, cus
     }
 
 
-async def test_a_filter_leads_from_the_day_to_the_requests(sessions: Sessions, customer: Customer, price: ModelPrice) -> None:
+async def test_a_filter_leads_from_the_day_to_the_requests(
+    sessions: Sessions, customer: Customer, price: ModelPrice
+) -> None:
     async with sessions.begin() as session:
         bot = await second_key(session)
-        await add_usage(session, customer, price, [Consumed(1, 0, 1, "stop", FIRST), Consumed(2, 0, 2, "stop", SECOND)])
-        await add_usage(session, bot, price, [Consumed(4, 0, 4, "failed", SECOND), Consumed(8, 0, 8, "stop", SECOND)])
+        await add_usage(
+            session,
+            customer,
+            price,
+            [Consumed(1, 0, 1, "stop", FIRST), Consumed(2, 0, 2, "stop", SECOND)],
+        )
+        await add_usage(
+            session,
+            bot,
+            price,
+            [Consumed(4, 0, 4, "failed", SECOND), Consumed(8, 0, 8, "stop", SECOND)],
+        )
     await rate_all_pending(sessions)
 
-    key = UsageFilter("2026-11", customer.organization_id, SECOND.date(), bot.key.project_id, bot.key.id, "demo")
+    key = UsageFilter(
+        "2026-11", customer.organization_id, SECOND.date(), bot.key.project_id, bot.key.id, "demo"
+    )
     found = await rows(sessions, key, Grouping.REQUEST)
 
     assert [(row.outcome, row.token_counts[TokenKind.OUTPUT], row.settled_at) for row in found] == [
@@ -139,18 +182,27 @@ async def test_a_filter_leads_from_the_day_to_the_requests(sessions: Sessions, c
     ]
     assert len({row.request_id for row in found}) == 2
     assert {row.api_key_prefix for row in found} == {bot.key.prefix}
-    assert await rows(sessions, UsageFilter("2026-11", customer.organization_id, date(2026, 11, 3)), DAY) == ()
+    assert (
+        await rows(
+            sessions, UsageFilter("2026-11", customer.organization_id, date(2026, 11, 3)), DAY
+        )
+        == ()
+    )
 
 
-async def test_what_is_not_posted_yet_is_pending_and_what_is_found_later_is_no_request(
+async def test_unposted_usage_is_pending_and_late_usage_is_not_a_request(
     sessions: Sessions, customer: Customer, price: ModelPrice
 ) -> None:
     hold = uuid.uuid4()
     async with sessions.begin() as session:
-        await add_usage(session, customer, price, [Consumed(1, 0, 1, "failed", FIRST, hold_id=hold)])
+        await add_usage(
+            session, customer, price, [Consumed(1, 0, 1, "failed", FIRST, hold_id=hold)]
+        )
     await rate_all_pending(sessions)
     async with sessions.begin() as session:
-        await add_usage(session, customer, price, [Consumed(0, 0, 2, "failed", FIRST, hold_id=hold, part=1)])
+        await add_usage(
+            session, customer, price, [Consumed(0, 0, 2, "failed", FIRST, hold_id=hold, part=1)]
+        )
 
     (row,) = await rows(sessions, of(customer), DAY)
 
@@ -159,7 +211,7 @@ async def test_what_is_not_posted_yet_is_pending_and_what_is_found_later_is_no_r
     assert row.failed == Share(1, 4, 1_950_000)
 
 
-async def test_usage_of_a_closed_month_is_told_in_the_month_that_charges_it(
+async def test_usage_of_a_closed_month_is_shown_in_the_month_that_charges_it(
     sessions: Sessions, customer: Customer, price: ModelPrice
 ) -> None:
     october = datetime(2026, 10, 31, 12, tzinfo=UTC)
@@ -167,32 +219,60 @@ async def test_usage_of_a_closed_month_is_told_in_the_month_that_charges_it(
         await add_usage(session, customer, price, [Consumed(1, 0, 1, "stop", october)])
     await rate_all_pending(sessions)
     async with sessions.begin() as session:
-        october_closed = {"month": date(2026, 10, 1), "state": MonthState.CLOSED, "closed_at": FIRST, "closed_by": "test"}
-        await session.execute(insertion("billing_months", october_closed | {"organization_id": customer.organization_id}))
+        october_closed = {
+            "month": date(2026, 10, 1),
+            "state": MonthState.CLOSED,
+            "closed_at": FIRST,
+            "closed_by": "test",
+        }
+        await session.execute(
+            insertion(
+                "billing_months", october_closed | {"organization_id": customer.organization_id}
+            )
+        )
     async with sessions.begin() as session:
-        await add_usage(session, customer, price, [Consumed(0, 0, 5, "stop", october), Consumed(0, 0, 7, "stop", FIRST)])
-    assert [row.pending_picos for row in await rows(sessions, of(customer, "2026-10"), DAY)] == [0]  # a closed month takes no more
+        await add_usage(
+            session,
+            customer,
+            price,
+            [Consumed(0, 0, 5, "stop", october), Consumed(0, 0, 7, "stop", FIRST)],
+        )
+    # Closed months accept no usage.
+    assert [row.pending_picos for row in await rows(sessions, of(customer, "2026-10"), DAY)] == [0]
     await rate_all_pending(sessions)
 
-    assert [(r.day, r.token_counts[TokenKind.OUTPUT], r.late) for r in await rows(sessions, of(customer, "2026-10"), DAY)] == [
-        (date(2026, 10, 31), 1, False)
-    ]
-    assert [(r.day, r.token_counts[TokenKind.OUTPUT], r.late) for r in await rows(sessions, of(customer), DAY)] == [
+    assert [
+        (r.day, r.token_counts[TokenKind.OUTPUT], r.late)
+        for r in await rows(sessions, of(customer, "2026-10"), DAY)
+    ] == [(date(2026, 10, 31), 1, False)]
+    assert [
+        (r.day, r.token_counts[TokenKind.OUTPUT], r.late)
+        for r in await rows(sessions, of(customer), DAY)
+    ] == [
         (date(2026, 10, 31), 5, True),
         (date(2026, 11, 1), 7, False),
     ]
 
 
-async def test_all_customers_are_told_apart_with_their_currency(sessions: Sessions, customer: Customer, price: ModelPrice) -> None:
+async def test_all_customers_are_separate_with_their_currency(
+    sessions: Sessions, customer: Customer, price: ModelPrice
+) -> None:
     async with sessions.begin() as session:
         bolt = await new_customer(session, "bolt")
         await add_usage(session, customer, price, [Consumed(1, 0, 1, "stop", FIRST)])
-        await add_usage(session, bolt, price, [Consumed(2, 0, 2, "stop", FIRST), Consumed(2, 0, 2, "stop", SECOND)])
+        await add_usage(
+            session,
+            bolt,
+            price,
+            [Consumed(2, 0, 2, "stop", FIRST), Consumed(2, 0, 2, "stop", SECOND)],
+        )
     await rate_all_pending(sessions)
 
     found = await rows(sessions, UsageFilter("2026-11"), DAY)
 
-    assert sorted((row.organization_name, str(row.day), row.token_counts[TokenKind.OUTPUT]) for row in found) == [
+    assert sorted(
+        (row.organization_name, str(row.day), row.token_counts[TokenKind.OUTPUT]) for row in found
+    ) == [
         ("acme", "2026-11-01", 1),
         ("bolt", "2026-11-01", 2),
         ("bolt", "2026-11-02", 2),
@@ -225,11 +305,21 @@ async def test_bad_questions_are_refused_by_name(sessions: Sessions, customer: C
 async def test_the_statement_reads_the_index_of_the_customer_and_no_other_time(
     sessions: Sessions, customer: Customer, price: ModelPrice
 ) -> None:
-    """Many customers and months: the plan must bound the scan by customer and time, not filter a scan of everything."""
+    """The plan must bound the scan by customer and time."""
     async with sessions.begin() as session:
         other = await new_customer(session, "bolt")
-        for who, start in ((customer, FIRST), (customer, FIRST - timedelta(days=90)), (other, FIRST), (other, SECOND)):
-            await add_usage(session, who, price, [Consumed(1, 0, 1, "stop", start + timedelta(minutes=n)) for n in range(500)])
+        for who, start in (
+            (customer, FIRST),
+            (customer, FIRST - timedelta(days=90)),
+            (other, FIRST),
+            (other, SECOND),
+        ):
+            await add_usage(
+                session,
+                who,
+                price,
+                [Consumed(1, 0, 1, "stop", start + timedelta(minutes=n)) for n in range(500)],
+            )
     await rate_all_pending(sessions)
     async with sessions.begin() as session:
         await session.execute(text("ANALYZE usage_events"))
@@ -238,22 +328,30 @@ async def test_the_statement_reads_the_index_of_the_customer_and_no_other_time(
         plan = "\n".join((await session.scalars(text("EXPLAIN " + statement), parameters)).all())
 
     assert "organization_id_settled_at" in plan
-    condition = next(line for line in plan.splitlines() if "Index Cond" in line and "settled_at" in line)
+    condition = next(
+        line for line in plan.splitlines() if "Index Cond" in line and "settled_at" in line
+    )
     assert "organization_id = " in condition
     assert "settled_at < " in condition
 
 
-async def test_the_last_day_of_the_calendar_has_no_usage(sessions: Sessions, customer: Customer) -> None:
-    """It has no day behind it that a date could name."""
+async def test_the_last_day_of_the_calendar_has_no_usage(
+    sessions: Sessions, customer: Customer
+) -> None:
+    """No later date exists."""
     async with sessions() as session:
         last = UsageFilter("2026-11", customer.organization_id, day=date(9999, 12, 31))
         assert (await usage_page(session, last, (DAY,))).rows == ()
 
 
-async def test_names_that_no_model_has_are_refused_before_the_database_refuses_them(sessions: Sessions, customer: Customer) -> None:
+async def test_names_that_no_model_has_are_refused_before_the_database_refuses_them(
+    sessions: Sessions, customer: Customer
+) -> None:
     owner = customer.organization_id
     async with sessions() as session:
         with pytest.raises(InvalidValue, match="model"):
             await usage_page(session, UsageFilter("2025-10", owner, model="a\0"), [Grouping.DAY])
         with pytest.raises(InvalidValue, match="page_token"):
-            await usage_page(session, UsageFilter("2025-10", owner), [Grouping.MODEL], token=page_token("a\0"))
+            await usage_page(
+                session, UsageFilter("2025-10", owner), [Grouping.MODEL], token=page_token("a\0")
+            )

@@ -1,4 +1,4 @@
-"""A receiver of webhooks on this machine, which answers as it is told."""
+"""Receiver of webhooks on this machine, with answers set by the test."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 
 OK = b"HTTP/1.1 204 No Content\r\n\r\n"
 BROKEN = b"HTTP/1.1 500 Oh\r\nContent-Length: 0\r\n\r\n"
-HANG = b""  # says nothing, and keeps the connection
+HANG = b""  # no answer on an open connection
 
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """One POST."""
+    """Received POST."""
 
     path: str
     headers: dict[str, str]
@@ -23,20 +23,23 @@ class Received:
 
 @dataclass(slots=True)
 class Receiver:
-    """answers: to the next posts, in their order; then `OK`. endless: what follows an answer, for as long as anybody reads."""
+    """Webhook server. answers: to the next posts, then `OK`, or `endless`."""
 
     url: str = ""
     answers: list[bytes] = field(default_factory=list)
     endless: bytes = b""
     received: list[Received] = field(default_factory=list)
     taken: asyncio.Event = field(default_factory=asyncio.Event)  # something was received
-    taken_count: int = 0  # of what is endless, in bytes
+    taken_count: int = 0  # bytes sent of the endless part
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection."""
+        """Serve one connection."""
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
-            headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:] if line)}
+            headers = {
+                name.lower(): value.strip()
+                for name, _, value in (line.partition(":") for line in head[1:] if line)
+            }
             body = await reader.readexactly(int(headers["content-length"]))
             self.received.append(Received(head[0].split(" ")[1], headers, body))
             self.taken.set()
@@ -53,7 +56,7 @@ class Receiver:
 
 @contextlib.asynccontextmanager
 async def receiver() -> AsyncIterator[Receiver]:
-    """Listens inside the block."""
+    """Run a receiver during the block."""
     made = Receiver()
     server = await asyncio.start_server(made.serve, "127.0.0.1", 0)
     async with server:

@@ -16,45 +16,71 @@ from pathlib import Path
 from metering.worker import worker_command
 from tests.forks import Forked, Server
 
-# Forked from a process that has imported all that a worker does, but for the modules that read its settings.
+# Forked from a process that has imported a worker's modules except those that read settings.
 FORKED_WORKERS = Server(
-    *("celery.bin.celery", "celery.bin.worker", "celery.beat", "celery.worker.components", "celery.concurrency.solo"),
-    *("kombu.transport.redis", "metering.worker", "metering.alerts.delivering", "metering.export.deliveries"),
-    *("metering.holds.recovery", "metering.ledger.rating", "metering.plans.prepaid", "metering.receipts.signing"),
+    *(
+        "celery.bin.celery",
+        "celery.bin.worker",
+        "celery.beat",
+        "celery.worker.components",
+        "celery.concurrency.solo",
+    ),
+    *(
+        "kombu.transport.redis",
+        "metering.worker",
+        "metering.alerts.delivering",
+        "metering.export.deliveries",
+    ),
+    *(
+        "metering.holds.recovery",
+        "metering.ledger.rating",
+        "metering.plans.prepaid",
+        "metering.receipts.signing",
+    ),
 )
-PATIENCE_S = 60.0  # far above what anything here takes on a busy machine
+PATIENCE_S = 60.0  # far above every duration here on a busy machine
 POLL_S = 0.02
 
-# What a worker may say and be well: it goes, and gives a message back that it had already taken.
+# Messages of a healthy worker: its end, and the return of a message that it had taken.
 WELL = ("worker: Warm shutdown", "Requeuing undeliverable message")
 
 
 @dataclass(slots=True)
 class Worker:
-    """A worker process and what it has said."""
+    """Worker process and its log."""
 
     process: subprocess.Popen[bytes] | Forked
     log: Path
 
     def kill(self) -> None:
-        """As `kill -9` does."""
+        """Kill the process with SIGKILL."""
         self.process.kill()
         self.process.wait()
 
     def stop(self) -> int:
-        """Ask it to end; its exit status."""
+        """Terminate it; return its exit status."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(PATIENCE_S)
 
 
 @contextmanager
 def worker(
-    home: Path, database_url: str, broker: Mapping[str, str], name: str = "worker", *, clock: bool = True
+    home: Path,
+    database_url: str,
+    broker: Mapping[str, str],
+    name: str = "worker",
+    *,
+    clock: bool = True,
 ) -> Iterator[Worker]:
-    """A worker for the block. Its log must hold no complaint at the end, if it was not killed. clock: whether it has a schedule."""
+    """Run a worker during the block; its log must hold no error. clock: its schedule."""
     command = [part for part in worker_command() if clock or part != "--clock"]
     log = home / f"{name}.log"
-    environment = {**os.environ, "WEIR_HOME": str(home), "WEIR_DATABASE_URL": database_url, **broker}
+    environment = {
+        **os.environ,
+        "WEIR_HOME": str(home),
+        "WEIR_DATABASE_URL": database_url,
+        **broker,
+    }
     log.unlink(missing_ok=True)
     process = FORKED_WORKERS.start(command, environment, log) or execute(command, environment, log)
     running = Worker(process, log)
@@ -62,7 +88,11 @@ def worker(
         yield running
         if process.poll() is None:
             status = running.stop()
-            complaints = [line for line in log.read_text().splitlines() if line and not any(well in line for well in WELL)]
+            complaints = [
+                line
+                for line in log.read_text().splitlines()
+                if line and not any(well in line for well in WELL)
+            ]
             assert (status, complaints) == (0, [])
     finally:
         if process.poll() is None:
@@ -70,8 +100,10 @@ def worker(
         sys.stdout.write(log.read_text())
 
 
-def execute(command: list[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
-    """Start a worker in an interpreter of its own."""
+def execute(
+    command: list[str], environment: Mapping[str, str], log: Path
+) -> subprocess.Popen[bytes]:
+    """Start a worker in a new interpreter."""
     with log.open("wb") as file:
         return subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT)
 
@@ -86,15 +118,17 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 
 @contextmanager
 def redis_server(home: Path) -> Iterator[dict[str, str]]:
-    """A Redis of our own on a Unix socket in a directory; the environment that points a worker to it.
+    """Run Redis on a Unix socket in a directory; yield the environment of a worker for it.
 
-    The directory's path has to be short, like that of every socket.
+    The directory's path must be short, like that of every socket.
     """
     binary = shutil.which("redis-server")
     assert binary is not None
     socket = home / "redis.sock"
     arguments = ("--port", "0", "--unixsocket", str(socket), "--save", "", "--dir", str(home))
-    process = subprocess.Popen([binary, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [binary, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     try:
         wait_until(socket.exists, "Redis")
         yield {"WEIR_BROKER_URL": f"redis+socket://{socket}"}
