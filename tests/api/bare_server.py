@@ -1,4 +1,4 @@
-"""A server with the product's transport and nothing behind it but health checks: for what happens before any call is looked at."""
+"""Server with the product's transport and only a health service, for tests of the transport."""
 
 from __future__ import annotations
 
@@ -21,11 +21,15 @@ TIMEOUT_S = 60.0
 
 @contextlib.asynccontextmanager
 async def bare_server(settings: Settings, tls: Tls | None = None) -> AsyncIterator[str]:
-    """Its address."""
+    """Yield its address."""
     server = grpc.aio.server(options=options(settings))
     health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(), server)
     address = "127.0.0.1:0"
-    port = server.add_insecure_port(address) if tls is None else server.add_secure_port(address, tls.grpc_credentials())
+    port = (
+        server.add_insecure_port(address)
+        if tls is None
+        else server.add_secure_port(address, tls.grpc_credentials())
+    )
     await server.start()
     try:
         yield f"127.0.0.1:{port}"
@@ -35,9 +39,11 @@ async def bare_server(settings: Settings, tls: Tls | None = None) -> AsyncIterat
 
 @contextlib.asynccontextmanager
 async def connection(
-    address: str, credentials: grpc.ChannelCredentials | None = None, channel_options: Sequence[tuple[str, Any]] = ()
+    address: str,
+    credentials: grpc.ChannelCredentials | None = None,
+    channel_options: Sequence[tuple[str, Any]] = (),
 ) -> AsyncIterator[grpc.aio.Channel]:
-    """A connection of its own."""
+    """Yield a new connection."""
     alone = [("grpc.use_local_subchannel_pool", 1), *channel_options]
     if credentials is None:
         opened = grpc.aio.insecure_channel(address, options=alone)
@@ -47,10 +53,12 @@ async def connection(
         yield channel
 
 
-async def check(channel: grpc.aio.Channel, metadata: Sequence[tuple[str, str]] = ()) -> grpc.StatusCode:
-    """How a health check ends.
+async def check(
+    channel: grpc.aio.Channel, metadata: Sequence[tuple[str, str]] = ()
+) -> grpc.StatusCode:
+    """Return the status of a health check.
 
-    The time limit is ours, not gRPC's: that one travels as metadata, in as many digits as the time that is left has.
+    The timeout is this client's: gRPC's would be sent as metadata of varying length.
     """
     try:
         async with asyncio.timeout(TIMEOUT_S):

@@ -1,4 +1,4 @@
-"""How requests have ended, for tests of what is told of that."""
+"""Ends of requests, for tests of logs and metrics about them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,17 @@ from metering.quotas.quota_rules import Payer
 TIMINGS = {f"{stage}_ms": 1.0 for stage in STAGES} | {"total_ms": 10.0}
 
 
-def ending(*, timings: Mapping[str, float] = TIMINGS, trace: TraceContext = NO_TRACE, **values: Any) -> Ending:
-    """Of a request to the model "m" that stopped by itself."""
+def ending(
+    *, timings: Mapping[str, float] = TIMINGS, trace: TraceContext = NO_TRACE, **values: Any
+) -> Ending:
+    """Return the end of a request to the model "m" that stopped by itself."""
     payer = Payer(uuid.uuid4(), uuid.uuid4(), uuid.uuid4(), "USD")
     start = parse_start(str(uuid.uuid4()), pb.StartFrame(model="m", text="a secret of theirs"))
     caller = Caller(payer, 0.0, time.monotonic(), trace=trace)
-    usual: dict[str, Any] = {"outcome": Outcome.STOP, "broken": None, "settled": None, "choice_count": 1}
+    usual: dict[str, Any] = {
+        "outcome": Outcome.STOP,
+        "broken": None,
+        "settled": None,
+        "choice_count": 1,
+    }
     return Ending(caller, start, timings=timings, **(usual | values))

@@ -1,7 +1,8 @@
-"""A world in virtual time: the real queue before a modelled engine, and tenants that send requests by a plan. Nothing sleeps.
+"""Simulation in virtual time: the real queue, a modelled engine, and tenants with scripted
+requests.
 
-The engine is the product's own scheduler with a clock in the place of the model. What is handed over while a step runs is seen by
-the step after it.
+The engine is the product's own scheduler with a clock instead of the model. Requests that arrive
+during a step take part in the next one.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def tenant_id(name: str) -> uuid.UUID:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One request and what became of it. Times in virtual seconds."""
+    """Request with its result. Times in virtual seconds."""
 
     tenant: str
     input_tokens: int
@@ -64,7 +65,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class EngineModel:
-    """What the engine can do. A step takes step_s and token_s for each of its tokens; kv_block_count of 16 tokens."""
+    """Engine whose steps take step_s plus token_s per token, with KV blocks of 16 tokens."""
 
     running_max: int = 32
     kv_block_count: int = 20_000
@@ -74,23 +75,31 @@ class EngineModel:
 
 
 class World:
-    """Time, the queue, the engine, and what happens next."""
+    """Time, the queue, the engine, and scheduled events."""
 
-    def __init__(self, limits: QueueLimits | None = None, engine: EngineModel | None = None, *, lookahead: bool = True) -> None:
-        """lookahead: else the engine is given everything at once, as if there were no queue before it."""
+    def __init__(
+        self,
+        limits: QueueLimits | None = None,
+        engine: EngineModel | None = None,
+        *,
+        lookahead: bool = True,
+    ) -> None:
+        """lookahead: without it the engine gets all requests at once, as if there were no queue."""
         self.now = 0.0
         self.engine = engine or EngineModel()
         self.step_count = 0
         self.queue = FairQueue(limits or QueueLimits(), self._statistics, lambda: self.now)
         if not lookahead:
-            vars(self.queue._lookahead).update(has_room=lambda rank: True)  # instead of its method
-        self.service: dict[str, float] = defaultdict(float)  # units by tenant, as they are charged
+            vars(self.queue._dispatch).update(has_room=lambda rank: True)  # replaces its method
+        self.service: dict[str, float] = defaultdict(float)  # charged units by tenant
         self.on_event: Callable[[], None] = lambda: None
         self.with_engine: set[Request] = set()
         self.ended: list[Request] = []
         self.output_tokens = 0
         waiting_max = 256 if lookahead else 1 << 20
-        bounds = EngineLimits(1 << 20, self.engine.step_tokens_max, None, self.engine.running_max, waiting_max)
+        bounds = EngineLimits(
+            1 << 20, self.engine.step_tokens_max, None, self.engine.running_max, waiting_max
+        )
         self.scheduler = Scheduler(BlockPool(self.engine.kv_block_count), bounds)
         self._inbox: list[Request] = []
         self._by_sequence: dict[Sequence, Request] = {}
@@ -100,21 +109,23 @@ class World:
         self._numbers = itertools.count()
 
     def _statistics(self) -> EngineStatistics:
-        return EngineStatistics(step_count=self.step_count, running_sequence_count_max=self.engine.running_max)
+        return EngineStatistics(
+            step_count=self.step_count, running_sequence_count_max=self.engine.running_max
+        )
 
     def at(self, when: float, act: Callable[[], None]) -> None:
-        """Do something at a time."""
+        """Schedule a call."""
         heapq.heappush(self._agenda, (when, next(self._numbers), act))
 
     def run(self, until: float) -> None:
-        """Let time pass."""
+        """Advance the time."""
         while self._agenda and self._agenda[0][0] <= until:
             self.now, _, act = heapq.heappop(self._agenda)
             act()
         self.now = until
 
     def send(self, request: Request, on_end: Callable[[Request], None] | None = None) -> bool:
-        """Ask for a place and join; whether there was one. A refusal is noted in the request."""
+        """Enter the queue; return whether it admitted the request, which records a refusal."""
         arrival = Arrival(
             request.id,
             tenant_id(request.tenant),
@@ -135,13 +146,20 @@ class World:
         self.on_event()
         return True
 
-    def send_stubbornly(self, request: Request, on_end: Callable[[Request], None] | None = None) -> None:
-        """Come back each time after exactly the time that was told."""
+    def send_stubbornly(
+        self, request: Request, on_end: Callable[[Request], None] | None = None
+    ) -> None:
+        """Retry each time after exactly the announced time."""
         if not self.send(request, on_end):
-            self.at(self.now + request.refusals[-1].retry_after_s, lambda: self.send_stubbornly(request, on_end))
+            self.at(
+                self.now + request.refusals[-1].retry_after_s,
+                lambda: self.send_stubbornly(request, on_end),
+            )
 
-    def keep_busy(self, tenant: str, agent_count: int, make: Callable[[], Request], until: float) -> None:
-        """So many agents of a tenant, each of which sends its next request when the one before has ended."""
+    def keep_busy(
+        self, tenant: str, agent_count: int, make: Callable[[], Request], until: float
+    ) -> None:
+        """Run agents of a tenant; each sends its next request after the end of the previous one."""
 
         def again(_: Request | None = None) -> None:
             if self.now < until:
@@ -156,7 +174,8 @@ class World:
         assert request.place is not None
         request.handed_at = self.now
         number = request.place.number
-        tokens = range(number, number + request.input_tokens)  # nothing shared: each begins with another one
+        # Nothing is shared: each prompt begins with another token.
+        tokens = range(number, number + request.input_tokens)
         made = make_request(tokens, request.output_tokens, rank=request.place.rank)
         request.sequence = Sequence(number, made, 0, frozenset(), NoText((), frozenset()))
         self._by_sequence[request.sequence] = request
@@ -169,7 +188,7 @@ class World:
             self.at(self.now, self._step)
 
     def _step(self) -> None:
-        """The next step, up to its report."""
+        """Run the next step, up to its report."""
         for request in self._inbox:
             assert request.sequence is not None
             self.scheduler.add(request.sequence)
@@ -179,21 +198,27 @@ class World:
             return
         plan = self.scheduler.schedule()
         duration = self.engine.step_s + self.engine.token_s * plan.token_count
-        # The host begins its next step before the report of this one has been read.
+        # The worker begins its next step before the report of this one has been read.
         self.at(self.now + duration, lambda: self._report(plan))
 
     def _report(self, plan: StepPlan) -> None:
         self.step_count += 1
         finishing = [chunk.sequence for chunk in plan.chunks if chunk.completes]
         self.scheduler.commit(plan)
-        done = [sequence for sequence in finishing if sequence.append(0, self.now).finish_reason is not None]
+        done = [
+            sequence
+            for sequence in finishing
+            if sequence.append(0, self.now).finish_reason is not None
+        ]
         for sequence in done:
             self.scheduler.remove(sequence)
         requests = [self._by_sequence[sequence] for sequence in finishing]
         ended = [self._by_sequence.pop(sequence) for sequence in done]
         self.at(self.now, self._step)
         for sequence in plan.entered:
-            request = self._by_sequence.get(sequence) or next(each for each in ended if each.sequence is sequence)
+            request = self._by_sequence.get(sequence) or next(
+                each for each in ended if each.sequence is sequence
+            )
             assert request.place is not None
             request.begun_at = self.now
             self.service[request.tenant] += request.input_tokens
@@ -224,16 +249,20 @@ class World:
 
 
 def percentile(values: list[float], percent: float) -> float:
-    """Nearest rank."""
+    """Return the percentile by nearest rank."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
 
 
-def agent(tenant: str, rng: random.Random, *, input_tokens: int = 1000, output_tokens: int = 150) -> Callable[[], Request]:
-    """Requests of one shape, with lengths that vary by a fifth."""
+def agent(
+    tenant: str, rng: random.Random, *, input_tokens: int = 1000, output_tokens: int = 150
+) -> Callable[[], Request]:
+    """Return a maker of requests of one shape, with lengths that vary by a fifth."""
 
     def make() -> Request:
         spread = rng.uniform(0.8, 1.2)
-        return Request(tenant, int(input_tokens * spread), int(output_tokens * rng.uniform(0.8, 1.2)), 0.0)
+        return Request(
+            tenant, int(input_tokens * spread), int(output_tokens * rng.uniform(0.8, 1.2)), 0.0
+        )
 
     return make

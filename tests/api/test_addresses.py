@@ -1,4 +1,4 @@
-"""From where a call comes: what proxies are believed, what clients are not, and what one process says to another."""
+"""Client addresses: headers of proxies, of clients, and between processes."""
 
 from __future__ import annotations
 
@@ -45,13 +45,15 @@ TRUSTED = Proxies(networks_of(("10.0.0.0/8", "2001:db8:1::/48")))
         ("ipv6:[2001:db8:1::9]:1", ("198.51.100.1, 203.0.113.5",), "203.0.113.5"),
     ],
 )
-def test_only_what_trusted_proxies_have_added_counts(peer: str, forwarded: tuple[str, ...], address: str | None) -> None:
+def test_only_what_trusted_proxies_have_added_counts(
+    peer: str, forwarded: tuple[str, ...], address: str | None
+) -> None:
     found = TRUSTED.origin(peer, forwarded).address
 
     assert found == (None if address is None else ipaddress.ip_address(address))
 
 
-def test_nobody_is_believed_unless_a_setting_names_them() -> None:
+def test_no_proxy_is_trusted_without_the_setting() -> None:
     origin = Proxies().origin(PROXY, ("203.0.113.5",))
 
     assert (str(origin.address), origin.peer) == ("10.0.0.2", PROXY)
@@ -68,9 +70,18 @@ def test_behind_a_trusted_proxy_each_client_is_throttled_for_itself() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["10.0.0.1/8", "10.0.0.0/33", "office", "", "::ffff:10.0.0.0/104", "2001:db8::1/32", "10.0.0.0/255.0.0.0/8", "fe80::1%eth0"],
+    [
+        "10.0.0.1/8",
+        "10.0.0.0/33",
+        "office",
+        "",
+        "::ffff:10.0.0.0/104",
+        "2001:db8::1/32",
+        "10.0.0.0/255.0.0.0/8",
+        "fe80::1%eth0",
+    ],
 )
-def test_a_network_that_is_none_is_refused_with_what_would_do(text: str) -> None:
+def test_an_invalid_network_is_refused_by_its_field(text: str) -> None:
     with pytest.raises(InvalidValue, match=r"write|is not a valid network") as refused:
         checked_networks([text])
 
@@ -82,7 +93,12 @@ def test_networks_have_one_form_and_hold_their_addresses_of_either_kind() -> Non
     found = networks_of(tuple(checked_networks(given)))
 
     assert [str(each) for each in found] == ["10.0.0.0/8", "2001:db8::/32", "203.0.113.7/32"]
-    for address, inside in (("::ffff:10.1.2.3", True), ("2001:db8:9::1", True), ("203.0.113.8", False), ("::a00:1", False)):
+    for address, inside in (
+        ("::ffff:10.1.2.3", True),
+        ("2001:db8:9::1", True),
+        ("203.0.113.8", False),
+        ("::a00:1", False),
+    ):
         assert allows(found, parse_address(address)) is inside
     assert not allows(found, None)
     assert allows((), None)
@@ -94,17 +110,22 @@ def test_a_voucher_is_good_for_one_secret_of_one_process_for_a_while() -> None:
     voucher, certificate = here.vouch(SECRET, address), here.certificate.decode()
     elsewhere = voucher.replace("203.0.113.5", "203.0.113.6")
 
-    assert voucher_of(voucher) == here.owner_id
+    assert voucher_of(voucher) == here.process_id
     assert vouched_address(voucher, SECRET, certificate, now) == address
     assert vouched_address(voucher, SECRET + "x", certificate, now) is None
     assert vouched_address(voucher, SECRET, stranger.certificate.decode(), now) is None
     assert vouched_address(elsewhere, SECRET, certificate, now) is None
     assert vouched_address(voucher, SECRET, certificate, now + 400) is None
     assert vouched_address(voucher, SECRET, "", now) is None
-    assert (voucher_of("nobody"), vouched_address("nobody", SECRET, certificate, now)) == (None, None)
+    assert (voucher_of("nobody"), vouched_address("nobody", SECRET, certificate, now)) == (
+        None,
+        None,
+    )
 
 
-def test_a_key_that_has_changed_since_a_look_up_began_is_known_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_that_has_changed_since_a_look_up_began_is_known_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("api.access.auth.KEYS_MAX", 2)
     changes, alice, bob = KeyChanges(), uuid.uuid4(), uuid.uuid4()
     begun = changes.count

@@ -1,4 +1,4 @@
-"""Admission with real holds: a permit and a hold or neither, a lease that follows the tokens, one end on every exit."""
+"""Admission with real holds: permit and hold together, growing leases, one end per exit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from metering.quotas.quotas import QuotaExceeded
 from tests.metering.hold_world import AwaitedStore, HoldWorld, hold_world, until_idle
 from tests.metering.invariants import check_invariants
 
-SETTINGS = Settings(lease_slice_tokens=20, lease_least_tokens=5, lease_margin_tokens=4)
+SETTINGS = Settings(lease_slice_tokens=20, lease_min_tokens=5, lease_margin_tokens=4)
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ class Rig:
 
     @asynccontextmanager
     async def admitted(self, op: Admit) -> AsyncIterator[Lease]:
-        """Hold what the request may cost inside the block, which sets `outcome`."""
+        """Run the block under a hold; the block sets `outcome`."""
         lease, error = await self.admission.admit(op, UsageSoFar()), None
         try:
             yield lease
@@ -62,14 +62,18 @@ class Rig:
             await lease.cover(usage.delivered_token_count + per_step)
             usage.generated_token_count += per_step
             delivered = usage.delivered_token_count + per_step
-            self.journal.record([Delivered(lease.admitted.hold_id, 10, 4, usage.generated_token_count, delivered)])
+            self.journal.record(
+                [Delivered(lease.admitted.hold_id, 10, 4, usage.generated_token_count, delivered)]
+            )
             usage.delivered_token_count = delivered
 
 
 @asynccontextmanager
-async def running(world: HoldWorld, directory: Path, *, settings: Settings = SETTINGS, permits: int = 10) -> AsyncIterator[Rig]:
+async def running(
+    world: HoldWorld, directory: Path, *, settings: Settings = SETTINGS, permits: int = 10
+) -> AsyncIterator[Rig]:
     journal = UsageJournal(directory, uuid.uuid4())
-    holds = AwaitedStore(world.url, journal.owner_id)
+    holds = AwaitedStore(world.url, journal.process_id)
     capacity = Capacity(permits)
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(holds.run())
@@ -82,7 +86,9 @@ def request(payer: Payer, *, max_output_tokens: int = 1000) -> Admit:
     return Admit(new_hold_id(), payer, uuid.uuid4(), bytes(32), "demo", 10, max_output_tokens, 0)
 
 
-async def test_tokens_flow_under_a_lease_that_grows_with_them(world: HoldWorld, tmp_path: Path) -> None:
+async def test_tokens_flow_under_a_lease_that_grows_with_them(
+    world: HoldWorld, tmp_path: Path
+) -> None:
     payer = world.tenant()
     quota = world.quota(payer, QuotaDimension.TOKENS_PER_MONTH, 1_000)
     async with running(world, tmp_path) as rig:
@@ -92,7 +98,9 @@ async def test_tokens_flow_under_a_lease_that_grows_with_them(world: HoldWorld, 
 
         assert lease.settled is not None
         assert lease.settled.cost_picos == 6 * 3 + 4 * 1 + 90 * 7
-        assert rig.holds.statistics().group_commit.operation_count <= 2 + 90 // 20 + 2, "one extension per slice, not per token"
+        assert rig.holds.statistics().group_commit.operation_count <= 2 + 90 // 20 + 2, (
+            "one extension per slice, not per token"
+        )
         assert rig.capacity.taken_count == 0
     assert world.counters(quota) == [(100, 0)]
     assert world.events() == [(0, 10, 90, "stop")]
@@ -106,7 +114,7 @@ async def test_the_lease_is_extended_before_it_is_needed(world: HoldWorld, tmp_p
         rig.admitted(request(world.tenant())) as lease,
     ):
         await rig.generate(lease, 16)
-        while world.holds()[0][1] == 20:  # noqa: ASYNC110 what the background task wrote
+        while world.holds()[0][1] == 20:  # noqa: ASYNC110  # the background task writes it
             await asyncio.sleep(0)
         lease.outcome = Outcome.STOP
     assert world.events() == [(0, 10, 16, "stop")]
@@ -121,7 +129,9 @@ async def test_no_more_is_leased_than_the_request_allows(world: HoldWorld, tmp_p
         assert world.holds() == [("settled", 33, 33)]
 
 
-async def test_a_quota_that_runs_out_in_mid_stream_stops_at_its_last_token(world: HoldWorld, tmp_path: Path) -> None:
+async def test_a_quota_that_runs_out_in_mid_stream_stops_at_its_last_token(
+    world: HoldWorld, tmp_path: Path
+) -> None:
     payer = world.tenant()
     quota = world.quota(payer, QuotaDimension.TOKENS_PER_MONTH, 57)
     async with running(world, tmp_path) as rig:
@@ -136,7 +146,9 @@ async def test_a_quota_that_runs_out_in_mid_stream_stops_at_its_last_token(world
     check_invariants(world.url, all_ended=True)
 
 
-async def test_a_step_of_many_tokens_is_covered_whole_or_refused(world: HoldWorld, tmp_path: Path) -> None:
+async def test_a_step_of_many_tokens_is_covered_whole_or_refused(
+    world: HoldWorld, tmp_path: Path
+) -> None:
     payer = world.tenant()
     world.quota(payer, QuotaDimension.TOKENS_PER_MONTH, 60)
     async with running(world, tmp_path) as rig, rig.admitted(request(payer)) as lease:
@@ -146,12 +158,16 @@ async def test_a_step_of_many_tokens_is_covered_whole_or_refused(world: HoldWorl
         await lease.cover(50)
 
 
-@pytest.mark.parametrize("error", [RuntimeError("the engine broke"), asyncio.CancelledError()], ids=["error", "cancellation"])
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("the engine broke"), asyncio.CancelledError()],
+    ids=["error", "cancellation"],
+)
 @pytest.mark.parametrize("delivered", [0, 1, 19, 25])
 async def test_every_exit_ends_the_hold_with_exactly_what_was_delivered(
     world: HoldWorld, tmp_path: Path, error: BaseException, delivered: int
 ) -> None:
-    """LiteLLM #14457, #33736: usage was lost when the client left; otari#128: a hold leaked on failure before the first chunk."""
+    """LiteLLM #14457: a leaving client lost usage; otari#128: an early failure leaked a hold."""
     payer = world.tenant()
     quotas = [world.quota(payer, dimension, 10_000) for dimension in QuotaDimension]
     async with running(world, tmp_path) as rig:
@@ -171,7 +187,9 @@ async def test_every_exit_ends_the_hold_with_exactly_what_was_delivered(
     check_invariants(world.url, all_ended=True)
 
 
-async def test_a_cancelled_request_pays_its_input_if_the_engine_had_begun_with_it(world: HoldWorld, tmp_path: Path) -> None:
+async def test_a_cancelled_request_pays_its_input_if_the_engine_had_begun_with_it(
+    world: HoldWorld, tmp_path: Path
+) -> None:
     async with running(world, tmp_path) as rig:
         for input_tokens in (10, 0):
             async with rig.admitted(request(world.tenant(f"t{input_tokens}"))) as lease:
@@ -182,8 +200,10 @@ async def test_a_cancelled_request_pays_its_input_if_the_engine_had_begun_with_i
     assert world.hold_count("settled") == 2
 
 
-async def test_a_failure_after_an_extension_but_before_delivery_bills_nothing(world: HoldWorld, tmp_path: Path) -> None:
-    """A client that reads slowly has many tokens waiting and none delivered when the engine breaks."""
+async def test_a_failure_after_an_extension_but_before_delivery_bills_nothing(
+    world: HoldWorld, tmp_path: Path
+) -> None:
+    """A slow client may have many pending tokens and none delivered when the engine fails."""
     async with running(world, tmp_path) as rig:
         async with rig.admitted(request(world.tenant())) as lease:
             lease.usage.input_token_count = 10
@@ -195,7 +215,9 @@ async def test_a_failure_after_an_extension_but_before_delivery_bills_nothing(wo
     check_invariants(world.url, all_ended=True)
 
 
-async def test_overload_is_shed_before_the_database_is_touched(world: HoldWorld, tmp_path: Path) -> None:
+async def test_overload_is_shed_before_the_database_is_touched(
+    world: HoldWorld, tmp_path: Path
+) -> None:
     payer = world.tenant()
     async with running(world, tmp_path, permits=1) as rig:
         async with rig.admitted(request(payer)):
@@ -213,7 +235,9 @@ async def test_overload_is_shed_before_the_database_is_touched(world: HoldWorld,
         assert rig.capacity.taken_count == 0
 
 
-async def test_a_refused_request_gives_its_permit_back_and_leaves_no_trace(world: HoldWorld, tmp_path: Path) -> None:
+async def test_a_refused_request_gives_its_permit_back_and_leaves_no_trace(
+    world: HoldWorld, tmp_path: Path
+) -> None:
     payer = world.tenant()
     world.quota(payer, QuotaDimension.CONCURRENT_REQUESTS, 1)
     asked = request(payer)
@@ -252,7 +276,9 @@ async def test_a_caller_cancelled_while_it_enters_leaves_neither_permit_nor_hold
     check_invariants(world.url, all_ended=True)
 
 
-async def test_a_process_that_wakes_up_after_its_holds_expired_stops_and_records_the_rest(world: HoldWorld, tmp_path: Path) -> None:
+async def test_a_process_that_wakes_up_after_its_holds_expired_stops_and_records_the_rest(
+    world: HoldWorld, tmp_path: Path
+) -> None:
     payer = world.tenant()
     quota = world.quota(payer, QuotaDimension.TOKENS_PER_MONTH, 1_000)
     settings = replace(SETTINGS, lease_margin_tokens=0)

@@ -1,4 +1,4 @@
-"""Who receives a request while it runs: streams come and go, and only the one that receives it has a say."""
+"""Subscriptions to a running request: streams attach and detach; only one has control."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ORGANIZATION = uuid.uuid4()
 
 
 class World:
-    """A request that nothing runs."""
+    """Request without an engine."""
 
     def __init__(self, journal: UsageJournal, keep_s: float | None) -> None:
         self.journal = journal
@@ -39,16 +39,20 @@ class World:
         flow, update = Flow(None, 60.0, lambda: None), lambda _: None
         self.output: Output = LiveOutput(self.first, "m", flow, self.life, update)
         if keep_s is not None:
-            buffer = ReplayBuffers(journal, bytes_max=10**6, bytes_per_request_max=10**6).open(ORGANIZATION)
+            buffer = ReplayBuffers(journal, bytes_max=10**6, bytes_per_request_max=10**6).open(
+                ORGANIZATION
+            )
             self.output = ReplayOutput(self.first, "m", flow, self.life, update, keep_s, buffer)
         self.output.hold_id = uuid.uuid4()
 
     def receiver(self) -> Receiver:
-        """Of one more stream."""
+        """Return the receiver of a new stream."""
         return Receiver(Outbox(self.journal), "r", self.ended.append)
 
 
-async def test_without_keep_the_request_ends_with_the_stream_that_receives_it(journal: UsageJournal) -> None:
+async def test_without_keep_the_request_ends_with_the_stream_that_receives_it(
+    journal: UsageJournal,
+) -> None:
     world = World(journal, None)
 
     world.output.leave(world.first, Outcome.DEADLINE)
@@ -57,7 +61,7 @@ async def test_without_keep_the_request_ends_with_the_stream_that_receives_it(jo
 
 
 async def test_a_stream_that_received_it_before_has_no_say_in_it(journal: UsageJournal) -> None:
-    """Each stream leaves more than once, and another one may have come in between."""
+    """Each stream leaves more than once, and another one may have attached in between."""
     world = World(journal, None)
     second = world.receiver()
     world.output.attach(second, 0, 0)
@@ -69,7 +73,9 @@ async def test_a_stream_that_received_it_before_has_no_say_in_it(journal: UsageJ
     assert world.output.receiver is second
 
 
-async def test_whoever_comes_back_in_time_finds_it_running_for_as_long_as_it_takes(journal: UsageJournal) -> None:
+async def test_a_client_that_returns_in_time_finds_its_request_running(
+    journal: UsageJournal,
+) -> None:
     world = World(journal, 3600.0)
     world.output.leave(world.first, Outcome.CANCELLED)
     timer = world.output._unattended
@@ -91,7 +97,9 @@ async def test_whoever_comes_back_in_time_finds_it_running_for_as_long_as_it_tak
     assert world.ended == [second]
 
 
-async def test_a_request_that_is_being_ended_is_no_ones_to_take_over_unless_it_is_kept(journal: UsageJournal) -> None:
+async def test_a_request_that_is_being_ended_is_no_ones_to_take_over_unless_it_is_kept(
+    journal: UsageJournal,
+) -> None:
     plain, kept = World(journal, None), World(journal, 3600.0)
     for world in (plain, kept):
         world.life.stop(Outcome.CANCELLED)

@@ -1,4 +1,4 @@
-"""What is remembered of a key for a time without the database: nothing once it was revoked, and no longer than its secret lasts."""
+"""Cached keys without the database: not after a revocation, and not beyond the key's expiry."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from api.access import auth as key_changes
 from api.access.auth import Authenticator
 from api.core.addresses import Origin
 from api.core.interceptor import METHOD
-from metering.core.errors import KeyInvalid, StoreAway
+from metering.core.errors import DatabaseUnavailable, KeyInvalid
 from metering.store.db import create_engine, create_sessions
 from metering.tenants.networks import parse_address
 from metering.tenants.tenants import Principal
 
 SECRET = "wk_12345678_" + "a" * 43
-ALICE = Principal(uuid.uuid4(), "wk_12345678", uuid.uuid4(), uuid.uuid4(), "USD", frozenset({"inference"}))
+ALICE = Principal(
+    uuid.uuid4(), "wk_12345678", uuid.uuid4(), uuid.uuid4(), "USD", frozenset({"inference"})
+)
 GRACE_S = 100.0
 
 
@@ -28,7 +30,7 @@ METHOD.set("/weir.v1.InferenceService/GetQuota")
 
 
 class Context:
-    """A call with a key."""
+    """Call with a key."""
 
     def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
         return (("authorization", f"Bearer {SECRET}"),)
@@ -38,7 +40,7 @@ class Context:
 
 
 class World:
-    """A database that answers or does not, and a clock."""
+    """Database that may be unavailable, and a clock."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.principal: Principal | None = ALICE
@@ -50,16 +52,18 @@ class World:
 
     async def _authenticate(self, session: Any, secret: str) -> Principal:
         if self.principal is None:
-            raise StoreAway("the database does not answer")
+            raise DatabaseUnavailable("the database does not answer")
         return self.principal
 
     async def call(self) -> Principal:
-        """A call with the key."""
+        """Authenticate a call with the key."""
         context: Any = Context()
         return await self.authenticator.principal(context)
 
 
-async def test_a_known_key_is_good_for_the_grace_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_known_key_is_good_for_the_grace_and_no_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     world = World(monkeypatch)
     await world.call()
     world.principal = None
@@ -67,7 +71,7 @@ async def test_a_known_key_is_good_for_the_grace_and_no_longer(monkeypatch: pyte
     world.now += GRACE_S
     assert await world.call() == ALICE
     world.now += 1
-    with pytest.raises(StoreAway):
+    with pytest.raises(DatabaseUnavailable):
         await world.call()
 
 
@@ -80,16 +84,18 @@ async def test_a_revoked_key_is_forgotten_at_once(monkeypatch: pytest.MonkeyPatc
 
     world.authenticator.changed(ALICE.api_key_id)
 
-    with pytest.raises(StoreAway):
+    with pytest.raises(DatabaseUnavailable):
         await world.call()
     monkeypatch.setattr(key_changes, "KEYS_MAX", 3)
     for _ in range(10):
         world.authenticator.changed(uuid.uuid4())
-    with pytest.raises(StoreAway):
+    with pytest.raises(DatabaseUnavailable):
         await world.call()
 
 
-async def test_a_replaced_secret_is_not_good_beyond_its_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_replaced_secret_is_not_good_beyond_its_overlap(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     world = World(monkeypatch)
     world.principal = replace(ALICE, secret_lifetime_s=30.0)
     await world.call()
@@ -98,16 +104,24 @@ async def test_a_replaced_secret_is_not_good_beyond_its_overlap(monkeypatch: pyt
     world.now += 20
     assert (await world.call()).secret_lifetime_s == 10.0
     world.now += 10
-    with pytest.raises(StoreAway):
+    with pytest.raises(DatabaseUnavailable):
         await world.call()
 
 
-async def test_who_says_how_old_an_answer_may_be_gets_none_that_is_older_or_was_revoked(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_caller_with_a_maximum_age_gets_no_older_or_revoked_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     world = World(monkeypatch)
     world.principal = replace(ALICE, secret_lifetime_s=2.5)
-    door: dict[str, Any] = {"method": METHOD.get(), "origin": Origin("unix:", None), "age_max_s": 1.0}
+    door: dict[str, Any] = {
+        "method": METHOD.get(),
+        "origin": Origin("unix:", None),
+        "age_max_s": 1.0,
+    }
     await world.call()
-    changed = world.principal = replace(ALICE, scopes=frozenset({"inference", "billing"}), secret_lifetime_s=1.5)
+    changed = world.principal = replace(
+        ALICE, scopes=frozenset({"inference", "billing"}), secret_lifetime_s=1.5
+    )
 
     world.now += 1.0
     known = await world.authenticator.principal_of(SECRET, **door)
@@ -122,20 +136,24 @@ async def test_who_says_how_old_an_answer_may_be_gets_none_that_is_older_or_was_
     assert await world.call() == world.principal, "who says nothing is never told what was known"
     world.now += 0.5
     world.principal = changed
-    assert await world.authenticator.principal_of(SECRET, **door) == changed, "the secret that was known has ended"
+    assert await world.authenticator.principal_of(SECRET, **door) == changed, (
+        "the secret that was known has ended"
+    )
     world.authenticator.changed(ALICE.api_key_id)
     world.principal = ALICE
     assert await world.authenticator.principal_of(SECRET, **door) == ALICE
 
 
 class SlowKeys:
-    """A database of one key, which answers when it is let: as things stood when it was asked."""
+    """Database of one key that answers on demand, with the state at the time of the query."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.principal: Principal | None = ALICE
         self.asked: list[asyncio.Event] = []
         monkeypatch.setattr(auth, "authenticate", self._authenticate)
-        self.authenticator = Authenticator(create_sessions(create_engine("postgresql://nobody@localhost/nothing")))
+        self.authenticator = Authenticator(
+            create_sessions(create_engine("postgresql://nobody@localhost/nothing"))
+        )
 
     async def _authenticate(self, session: Any, secret: str) -> Principal:
         found, answer = self.principal, asyncio.Event()
@@ -146,7 +164,7 @@ class SlowKeys:
         return found
 
     def call(self, tasks: asyncio.TaskGroup) -> asyncio.Task[Principal | KeyInvalid]:
-        """A call with the key, and what came of it."""
+        """Start a call with the key; its result is the principal or the refusal."""
 
         async def attempt() -> Principal | KeyInvalid:
             context: Any = Context()
@@ -158,7 +176,7 @@ class SlowKeys:
         return tasks.create_task(attempt())
 
     async def settle(self) -> None:
-        """Let everybody get as far as they can."""
+        """Run all tasks until they block."""
         for _ in range(10):
             await asyncio.sleep(0)
 
@@ -167,10 +185,14 @@ async def test_each_call_has_the_address_that_it_comes_from_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     world = World(monkeypatch)
-    near, far = (Origin(f"ipv4:{host}:1", parse_address(host)) for host in ("192.0.2.1", "198.51.100.7"))
+    near, far = (
+        Origin(f"ipv4:{host}:1", parse_address(host)) for host in ("192.0.2.1", "198.51.100.7")
+    )
 
     for origin in (near, far, far, near, Origin("unix:", None), near):
-        found = await world.authenticator.principal_of(SECRET, method=METHOD.get(), origin=origin, age_max_s=1.0)
+        found = await world.authenticator.principal_of(
+            SECRET, method=METHOD.get(), origin=origin, age_max_s=1.0
+        )
 
         assert (found.address, found.api_key_id) == (origin.address, ALICE.api_key_id)
 
@@ -194,7 +216,7 @@ async def test_calls_that_come_at_once_share_one_check(monkeypatch: pytest.Monke
     assert not len(keys.authenticator._lookups)
 
 
-async def test_a_call_after_the_revocation_is_refused_whatever_check_is_under_way(
+async def test_a_call_after_the_revocation_is_refused_despite_a_pending_check(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     keys = SlowKeys(monkeypatch)
@@ -212,7 +234,7 @@ async def test_a_call_after_the_revocation_is_refused_whatever_check_is_under_wa
     assert [type(call.result()) for call in after] == [KeyInvalid] * 3
 
 
-async def test_who_asks_for_others_may_go_away(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_caller_of_shared_work_may_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = SlowKeys(monkeypatch)
     async with asyncio.TaskGroup() as tasks:
         first = keys.call(tasks)

@@ -1,4 +1,4 @@
-"""Every background loop of an api process is started again after an unexpected failure, and ends nothing else."""
+"""Background loops of an api process restart after an unexpected failure, and stop nothing else."""
 
 from __future__ import annotations
 
@@ -20,17 +20,19 @@ LOOPS = {
     "recovery": "recovery",
     "progress": "process.tell_progress_regularly",
     "loop_lag": "process.observer.loop_lag.measure",
-    "spare_hosts": "spares.serve",
+    "spare_workers": "spares.serve",
 }
 
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let failures rest for no time."""
+    """Make retries immediate."""
     monkeypatch.setattr(incidents.Retries, "wait_s", lambda self, item=None: 0.0)
 
 
-async def test_each_loop_that_raises_is_started_again_and_the_others_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_each_loop_that_raises_is_started_again_and_the_others_run_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     parts = MagicMock()
     running: dict[str, int] = dict.fromkeys([*LOOPS, "holds", "statistics_log"], 0)
     started_again = asyncio.Event()
@@ -54,23 +56,38 @@ async def test_each_loop_that_raises_is_started_again_and_the_others_run_on(monk
 
     async with IncidentTaskGroup() as tasks:
         background = root.in_background(
-            tasks, parts.process, parts.control, parts.notices, parts.uses, parts.spares, parts.recovery
+            tasks,
+            parts.process,
+            parts.control,
+            parts.notices,
+            parts.uses,
+            parts.spares,
+            parts.recovery,
         )
         async with asyncio.timeout(60):
             await started_again.wait()
         for task in background:
             task.cancel()
 
-    grown = {source: count - before[source] for source, count in INCIDENT_COUNTS.items() if count != before[source]}
+    grown = {
+        source: count - before[source]
+        for source, count in INCIDENT_COUNTS.items()
+        if count != before[source]
+    }
     assert grown == dict.fromkeys([*LOOPS, "statistics_log"], 1)
 
 
-async def test_a_request_whose_progress_cannot_be_told_holds_up_no_other() -> None:
+async def test_a_request_whose_progress_cannot_be_sent_delays_no_other() -> None:
     told: list[str] = []
 
     class Request:
         def __init__(self, name: str) -> None:
-            self.name, self.start, self.life, self.place = name, MagicMock(request_id=name), queued(), None
+            self.name, self.start, self.life, self.place = (
+                name,
+                MagicMock(request_id=name),
+                queued(),
+                None,
+            )
 
         def end_if_lapsed(self) -> None:
             self.tell_progress(None)
@@ -92,7 +109,7 @@ async def test_a_request_whose_progress_cannot_be_told_holds_up_no_other() -> No
 
 
 def queued() -> Any:
-    """The life of a request whose progress is told."""
+    """Return the life of a request whose progress is reported."""
     from api.generation.life import Life, State
 
     life = Life()

@@ -1,4 +1,4 @@
-"""Pace of calls that answer once: a key that floods with them waits, is refused with a time, and slows nobody else."""
+"""Pace of unary calls: a flooding key waits or gets a retry-after, and slows no other."""
 
 from __future__ import annotations
 
@@ -16,7 +16,14 @@ from api.access.auth import Authenticator
 from api.core import pace
 from api.core.errors import MessageTooLarge, PromptTooLong, TooManyCalls
 from api.core.health import SERVICES
-from api.core.interceptor import LARGE_MESSAGES, MESSAGE_BYTES_MAX, READ_S, ReceivedMessages, checked, tolerant
+from api.core.interceptor import (
+    LARGE_MESSAGES,
+    MESSAGE_BYTES_MAX,
+    READ_S,
+    ReceivedMessages,
+    checked,
+    tolerant,
+)
 from api.core.pace import FramePace, Visit, measured
 from api.generation.start_frame import parse_start
 from metering.quotas.quota_rules import Payer
@@ -25,11 +32,11 @@ from metering.tenants.tenants import Principal
 
 
 def key() -> Payer:
-    """Of an organization of its own."""
+    """Return a payer in a new organization."""
     return Payer(uuid.uuid4(), uuid.uuid4(), uuid.uuid4(), "USD")
 
 
-async def test_calls_of_a_key_beyond_its_share_are_refused_with_a_time_and_others_have_their_turn() -> None:
+async def test_calls_beyond_a_keys_share_get_a_retry_after_and_others_run() -> None:
     """A quarter of a second of work at any speed, then up to two seconds of waiting."""
     one, other = key(), key()
     paced = FramePace(0.25, clock=lambda: 1000.0)
@@ -64,7 +71,9 @@ def test_every_call_that_takes_large_messages_exists() -> None:
 
 async def test_calls_of_tenants_have_turns_and_those_of_administrators_have_none() -> None:
     paced = FramePace(0.25, clock=lambda: 1000.0)
-    authenticator = Authenticator(create_sessions(create_engine("postgresql://nobody@localhost/nothing")), pace=paced)
+    authenticator = Authenticator(
+        create_sessions(create_engine("postgresql://nobody@localhost/nothing")), pace=paced
+    )
     ids = uuid.uuid4(), uuid.uuid4(), uuid.uuid4()
     tenant = Principal(ids[0], "wk", ids[1], ids[2], "USD", frozenset({"inference", "billing"}))
     paced.spent(tenant, pace.BURST_S + pace.CALL_WAIT_S_MAX)
@@ -74,7 +83,7 @@ async def test_calls_of_tenants_have_turns_and_those_of_administrators_have_none
         await authenticator.turn(tenant)
 
 
-def test_what_holds_the_event_loop_in_one_piece_costs_more_than_the_same_in_small_pieces() -> None:
+def test_one_long_stall_costs_more_than_the_same_time_in_small_pieces() -> None:
     paced = FramePace(1.0, clock=lambda: 1000.0)
     small, large, huge = key(), key(), key()
     for each in (small, large, huge):
@@ -89,7 +98,9 @@ def test_what_holds_the_event_loop_in_one_piece_costs_more_than_the_same_in_smal
     assert waits == pytest.approx([10, 4, 100 * pace.STALL_FACTOR_MAX])
 
 
-async def test_the_time_that_a_message_takes_to_be_parsed_is_known_to_the_task_that_reads_it() -> None:
+async def test_the_time_that_a_message_takes_to_be_parsed_is_known_to_the_task_that_reads_it() -> (
+    None
+):
     def parse(data: bytes) -> bytes:
         end_s = time.thread_time() + 0.002
         while time.thread_time() < end_s:
@@ -116,7 +127,7 @@ def test_more_token_ids_than_any_window_holds_are_refused_before_they_are_copied
 
 
 class Hours:
-    """A clock that is set by hand."""
+    """Clock that is set by hand."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -143,18 +154,18 @@ def test_all_shares_shrink_while_the_event_loop_is_late_and_grow_back() -> None:
     assert paced.wait_s(one) == pytest.approx(0.5)
 
 
-def test_what_was_counted_for_a_call_that_is_let_in_is_given_back_whatever_room_there_was() -> None:
+def test_the_count_of_an_admitted_call_is_returned_at_any_room() -> None:
     """Otherwise an honest customer of a busy process would owe more with every request."""
     paced, one = FramePace(0.25, clock=Hours()), key()
     paced.spent(one, pace.BURST_S)
     for room in (pace.ROOM_MIN, 1.0):
         visit = Visit(paced, "ipv4:192.0.2.1:1")
         visit.belongs_to(one, is_free=False)
-        paced.room = room  # in the middle of it
+        paced.room = room  # while it runs
         visit.count(0.1)
         assert paced.wait_s(one) > 0
         paced.room = 1.0
-        visit.let_in()
+        visit.on_admitted()
         visit.over()
     assert paced.wait_s(one) == pytest.approx(0.0, abs=1e-6)
 
@@ -168,11 +179,18 @@ async def test_an_address_pays_until_a_key_is_known_and_an_administrator_does_no
             visit.belongs_to(owner, is_free=is_free)
         before = paced.wait_s("192.0.2.1"), paced.wait_s(one)
         visit.over()
-        grew = [now > then for now, then in zip((paced.wait_s("192.0.2.1"), paced.wait_s(one)), before, strict=True)]
+        grew = [
+            now > then
+            for now, then in zip(
+                (paced.wait_s("192.0.2.1"), paced.wait_s(one)), before, strict=True
+            )
+        ]
         assert grew == [owner is None, owner is not None and not is_free]
 
 
-async def test_the_time_of_each_step_of_a_coroutine_is_counted_and_not_the_time_that_it_waits() -> None:
+async def test_the_time_of_each_step_of_a_coroutine_is_counted_and_not_the_time_that_it_waits() -> (
+    None
+):
     async def work() -> str:
         busy(0.01)
         await asyncio.sleep(0.05)
@@ -188,13 +206,15 @@ async def test_the_time_of_each_step_of_a_coroutine_is_counted_and_not_the_time_
 
 
 def busy(for_s: float) -> None:
-    """Compute."""
+    """Use CPU time."""
     end_s = time.thread_time() + for_s
     while time.thread_time() < end_s:
         pass
 
 
-async def test_refusals_of_who_floods_wait_and_one_too_many_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_refusals_of_a_flooding_client_wait_and_those_above_the_limit_do_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(pace, "REFUSALS_WAITING_MAX", 3)
     paced, address = FramePace(0.25), "192.0.2.1"
     await paced.refusal(address)  # owes nothing
@@ -223,7 +243,9 @@ async def test_a_large_message_is_parsed_in_its_turn_and_a_small_one_at_once() -
     async def turn() -> None:
         events.append("turn")
 
-    messages = ReceivedMessages(cast(Any, Received()), lambda data: events.append(f"parse {len(data) > MESSAGE_BYTES_MAX}"))
+    messages = ReceivedMessages(
+        cast(Any, Received()), lambda data: events.append(f"parse {len(data) > MESSAGE_BYTES_MAX}")
+    )
     messages.before_large = turn
     await anext(messages)
     await anext(messages)

@@ -1,4 +1,4 @@
-"""The events of a streamed chat, whose pieces of text are put together from bytes that were made before."""
+"""Events of a streamed chat, whose texts are composed from prepared bytes."""
 
 from __future__ import annotations
 
@@ -11,15 +11,25 @@ from hypothesis import strategies as st
 from weir.v1 import inference_service_pb2 as pb
 
 from api.openai.answers import CONTENT, ChatAnswer, Output
-from api.openai.parameters import Asked
+from api.openai.parameters import ParsedRequest
 
 MARK = CONTENT.decode()
-texts = st.text() | st.sampled_from([MARK, f'"{MARK}"', "\u2028\u0085\u2029", '"}],"usage":', "\x00"])
+texts = st.text() | st.sampled_from(
+    [MARK, f'"{MARK}"', "\u2028\u0085\u2029", '"}],"usage":', "\x00"]
+)
 
 
-@given(models=texts, said=st.lists(st.tuples(st.integers(0, 2), texts), max_size=6), usage=st.booleans())
-def test_every_piece_of_text_is_an_event_of_its_own_with_that_text(models: str, said: list[tuple[int, str]], usage: bool) -> None:
-    asked = Asked((pb.StartFrame(),), models, streams=True, includes_usage=usage, names={}, choice_count=3)
+@given(
+    models=texts,
+    said=st.lists(st.tuples(st.integers(0, 2), texts), max_size=6),
+    usage=st.booleans(),
+)
+def test_every_piece_of_text_is_a_separate_event(
+    models: str, said: list[tuple[int, str]], usage: bool
+) -> None:
+    asked = ParsedRequest(
+        (pb.StartFrame(),), models, streams=True, includes_usage=usage, names={}, choice_count=3
+    )
     answer = ChatAnswer(asked, cast(Any, None), uuid.uuid4().hex, 1)
 
     for index, text in said:
@@ -28,6 +38,15 @@ def test_every_piece_of_text_is_an_event_of_its_own_with_that_text(models: str, 
         assert data.endswith("\n\n")
         assert len(data.splitlines()) == 2
         told = json.loads(data.removeprefix("data: "))
-        choice = {"index": index, "delta": {"content": text}, "logprobs": None, "finish_reason": None}
-        assert (told["choices"], told["model"], told["object"]) == ([choice], models, "chat.completion.chunk")
+        choice = {
+            "index": index,
+            "delta": {"content": text},
+            "logprobs": None,
+            "finish_reason": None,
+        }
+        assert (told["choices"], told["model"], told["object"]) == (
+            [choice],
+            models,
+            "chat.completion.chunk",
+        )
         assert ("usage" in told) is usage

@@ -1,4 +1,4 @@
-"""The console's page without a browser: its files can do nothing dangerous, and the arithmetic of its modules runs in Node."""
+"""Page of the console without a browser: its files are safe, and its arithmetic runs in Node."""
 
 from __future__ import annotations
 
@@ -14,9 +14,17 @@ from api.console.console import STATIC
 MODULES = sorted(STATIC.glob("*.mjs"))
 NODE_WAIT_S = 60.0
 
-# What could make text into markup or code, or load from elsewhere. Any of it in the page's files fails.
+# Constructs that turn text into markup or code, or load from elsewhere. The page's files must not
+# use them.
 DANGERS = (
-    *(r"\binnerHTML\b", r"\bouterHTML\b", r"insertAdjacentHTML", r"document\.write", r"createContextualFragment", r"DOMParser"),
+    *(
+        r"\binnerHTML\b",
+        r"\bouterHTML\b",
+        r"insertAdjacentHTML",
+        r"document\.write",
+        r"createContextualFragment",
+        r"DOMParser",
+    ),
     *(
         r"\beval\b",
         r"\bFunction\s*\(",
@@ -42,11 +50,20 @@ def test_no_file_of_the_page_can_turn_text_into_markup_or_code() -> None:
         for danger in DANGERS:
             assert re.findall(danger, path.read_text()) == [], path.name
     page = (STATIC / "index.html").read_text()
-    assert set(re.findall(r'(?:src|href)="([^"#]+)"', page)) <= {path.name for path in STATIC.iterdir()}
+    assert set(re.findall(r'(?:src|href)="([^"#]+)"', page)) <= {
+        path.name for path in STATIC.iterdir()
+    }
 
 
 @pytest.mark.parametrize(
-    "planted", ["x.innerHTML = y", "eval(y)", '<p onclick="y()">', 'import("https://a.example/x.mjs")', "<script>y</script>"]
+    "planted",
+    [
+        "x.innerHTML = y",
+        "eval(y)",
+        '<p onclick="y()">',
+        'import("https://a.example/x.mjs")',
+        "<script>y</script>",
+    ],
 )
 def test_such_a_thing_would_be_found(planted: str) -> None:
     assert any(re.search(danger, planted) for danger in DANGERS)
@@ -79,6 +96,8 @@ def test_every_module_parses(module: Path) -> None:
     if (node := shutil.which("node")) is None:
         pytest.skip("Node.js is not installed")
 
-    done = subprocess.run([node, "--check", module], capture_output=True, text=True, timeout=NODE_WAIT_S)
+    done = subprocess.run(
+        [node, "--check", module], capture_output=True, text=True, timeout=NODE_WAIT_S
+    )
 
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""What a start frame says of decoding: every value out of range is named, and what is right reaches the engine as it is."""
+"""Decoding options of a start frame: invalid values are named, valid ones reach the engine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ NAN = float("nan")
 
 
 def parse(sampling: dict[str, Any] | None = None, **fields: Any) -> ValidStart:
-    start = pb.StartFrame(model="tiny", text="Hi", sampling=pb.Sampling(**(sampling or {})), **fields)
+    start = pb.StartFrame(
+        model="tiny", text="Hi", sampling=pb.Sampling(**(sampling or {})), **fields
+    )
     return parse_start(str(uuid.uuid4()), start)
 
 
@@ -57,12 +59,26 @@ def violations(error: pytest.ExceptionInfo[InvalidRequest]) -> list[str]:
         ({}, {"max_output_tokens": 0}, "max_output_tokens"),
         ({}, {"top_logprobs": 21}, "top_logprobs"),
         ({}, {"top_logprobs": -1}, "top_logprobs"),
+        ({}, {"prompt_logprobs": 6}, "prompt_logprobs"),
+        ({}, {"prompt_logprobs": 1, "beam_search": pb.BeamSearch(width=2)}, "prompt_logprobs"),
         ({}, {"choice_count": 0}, "choice_count"),
         ({}, {"choice_count": 17}, "choice_count"),
         ({}, {"response_format": pb.ResponseFormat()}, "response_format"),
-        ({}, {"response_format": pb.ResponseFormat(json_schema="{")}, "response_format.json_schema"),
-        ({}, {"response_format": pb.ResponseFormat(json_schema="[]")}, "response_format.json_schema"),
-        ({}, {"response_format": pb.ResponseFormat(json_schema="[" * 60_000)}, "response_format.json_schema"),
+        (
+            {},
+            {"response_format": pb.ResponseFormat(json_schema="{")},
+            "response_format.json_schema",
+        ),
+        (
+            {},
+            {"response_format": pb.ResponseFormat(json_schema="[]")},
+            "response_format.json_schema",
+        ),
+        (
+            {},
+            {"response_format": pb.ResponseFormat(json_schema="[" * 60_000)},
+            "response_format.json_schema",
+        ),
         (
             {},
             {"response_format": pb.ResponseFormat(json_schema='{"const": "' + "x" * 65_536 + '"}')},
@@ -73,55 +89,97 @@ def violations(error: pytest.ExceptionInfo[InvalidRequest]) -> list[str]:
         ({}, {"beam_search": pb.BeamSearch()}, "beam_search.width"),
         ({}, {"beam_search": pb.BeamSearch(width=1)}, "beam_search.width"),
         ({}, {"beam_search": pb.BeamSearch(width=17)}, "beam_search.width"),
-        ({}, {"beam_search": pb.BeamSearch(width=2, length_penalty=10.5)}, "beam_search.length_penalty"),
-        ({}, {"beam_search": pb.BeamSearch(width=2, length_penalty=NAN)}, "beam_search.length_penalty"),
-        ({}, {"beam_search": pb.BeamSearch(width=2, early_stopping=9)}, "beam_search.early_stopping"),  # type: ignore[arg-type]
+        (
+            {},
+            {"beam_search": pb.BeamSearch(width=2, length_penalty=10.5)},
+            "beam_search.length_penalty",
+        ),
+        (
+            {},
+            {"beam_search": pb.BeamSearch(width=2, length_penalty=NAN)},
+            "beam_search.length_penalty",
+        ),
+        (
+            {},
+            {"beam_search": pb.BeamSearch(width=2, early_stopping=9)},  # type: ignore[arg-type]
+            "beam_search.early_stopping",
+        ),
         ({}, {"beam_search": pb.BeamSearch(width=2), "choice_count": 3}, "choice_count"),
         ({}, {"beam_search": pb.BeamSearch(width=2), "stop_sequences": ["x"]}, "stop_sequences"),
-        ({}, {"beam_search": pb.BeamSearch(width=2), "response_format": pb.ResponseFormat(regex="a")}, "response_format"),
+        (
+            {},
+            {
+                "beam_search": pb.BeamSearch(width=2),
+                "response_format": pb.ResponseFormat(regex="a"),
+            },
+            "response_format",
+        ),
         ({"temperature": 0.5}, {"beam_search": pb.BeamSearch(width=2)}, "sampling.temperature"),
         ({"top_p": 1.0}, {"beam_search": pb.BeamSearch(width=2)}, "sampling.top_p"),
         ({"top_k": 0}, {"beam_search": pb.BeamSearch(width=2)}, "sampling.top_k"),
         ({"min_p": 0.0}, {"beam_search": pb.BeamSearch(width=2)}, "sampling.min_p"),
         ({"seed": 1}, {"beam_search": pb.BeamSearch(width=2)}, "sampling.seed"),
         ({}, {"response_format": pb.ResponseFormat(regex="a"), "ignore_eos": True}, "ignore_eos"),
-        ({}, {"response_format": pb.ResponseFormat(regex="a"), "min_output_tokens": 1}, "min_output_tokens"),
-        ({}, {"response_format": pb.ResponseFormat(regex="a"), "stop_token_ids": [5]}, "stop_token_ids"),
+        (
+            {},
+            {"response_format": pb.ResponseFormat(regex="a"), "min_output_tokens": 1},
+            "min_output_tokens",
+        ),
+        (
+            {},
+            {"response_format": pb.ResponseFormat(regex="a"), "stop_token_ids": [5]},
+            "stop_token_ids",
+        ),
     ],
 )
-def test_a_value_out_of_range_is_refused_by_its_field(sampling: dict[str, Any], fields: dict[str, Any], field: str) -> None:
+def test_a_value_out_of_range_is_refused_by_its_field(
+    sampling: dict[str, Any], fields: dict[str, Any], field: str
+) -> None:
     with pytest.raises(InvalidRequest) as caught:
         parse(sampling, **fields)
 
     assert violations(caught) == [field]
 
 
-def test_every_violation_is_told_at_once() -> None:
+def test_every_violation_is_reported_at_once() -> None:
     with pytest.raises(InvalidRequest) as caught:
         parse({"min_p": 2.0, "presence_penalty": 3.0}, top_logprobs=99)
 
     assert violations(caught) == ["sampling.min_p", "sampling.presence_penalty", "top_logprobs"]
 
 
-def test_what_is_unset_is_the_models_default_and_what_is_set_wins() -> None:
-    defaults = SamplingParams(temperature=0.7, top_p=0.8, top_k=20, min_p=0.05, repetition_penalty=1.05)
+def test_unset_options_have_the_models_defaults_and_set_ones_win() -> None:
+    defaults = SamplingParams(
+        temperature=0.7, top_p=0.8, top_k=20, min_p=0.05, repetition_penalty=1.05
+    )
 
     assert parse().sampling.over(defaults) == defaults
-    given = {"temperature": 0.0, "top_k": 0, "seed": 4, "min_p": 0.0, "repetition_penalty": 1.0, "logit_bias": {9: 1.5, 3: -100.0}}
+    given = {
+        "temperature": 0.0,
+        "top_k": 0,
+        "seed": 4,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "logit_bias": {9: 1.5, 3: -100.0},
+    }
     assert parse(given, top_logprobs=0).sampling.over(defaults) == SamplingParams(
         temperature=0.0, top_p=0.8, seed=4, logit_bias=((3, -100.0), (9, 1.5)), top_logprobs=0
     )
 
 
 def test_a_beam_search_reaches_the_engine_without_the_models_defaults_of_chance() -> None:
-    defaults = SamplingParams(temperature=0.7, top_p=0.8, top_k=20, min_p=0.05, repetition_penalty=1.05)
+    defaults = SamplingParams(
+        temperature=0.7, top_p=0.8, top_k=20, min_p=0.05, repetition_penalty=1.05
+    )
     given = pb.BeamSearch(width=4, length_penalty=0.0, early_stopping=pb.EARLY_STOPPING_WHEN_FULL)
 
     parsed = parse(beam_search=given, choice_count=4)
 
     assert parsed.sampling.over(defaults) == SamplingParams(repetition_penalty=1.05)
     assert parsed.beam_search == BeamSearchParams(4, 0.0, EarlyStopping.WHEN_FULL)
-    assert parse(beam_search=pb.BeamSearch(width=2)).beam_search == BeamSearchParams(2, 1.0, EarlyStopping.HEURISTIC)
+    assert parse(beam_search=pb.BeamSearch(width=2)).beam_search == BeamSearchParams(
+        2, 1.0, EarlyStopping.HEURISTIC
+    )
     assert parse().beam_search is None
 
 
@@ -140,7 +198,9 @@ def test_the_end_reaches_the_engine_as_it_is() -> None:
         (pb.ResponseFormat(lark='start: "a"'), GrammarKind.LARK),
     ],
 )
-def test_a_response_format_reaches_the_engine_as_it_is(given: pb.ResponseFormat, kind: GrammarKind) -> None:
+def test_a_response_format_reaches_the_engine_as_it_is(
+    given: pb.ResponseFormat, kind: GrammarKind
+) -> None:
     parsed = parse(response_format=given).response_format
 
     assert parsed == ResponseFormat(kind, getattr(given, kind.value))
@@ -156,12 +216,16 @@ def test_a_response_format_reaches_the_engine_as_it_is(given: pb.ResponseFormat,
         ({"temperature": 0.0}, {"choice_count": 2}, "choice_count"),
     ],
 )
-def test_what_does_not_fit_the_model_is_refused_by_its_field(sampling: dict[str, Any], fields: dict[str, Any], field: str) -> None:
+def test_options_that_do_not_fit_the_model_are_refused_by_field(
+    sampling: dict[str, Any], fields: dict[str, Any], field: str
+) -> None:
     start = parse(sampling, **fields)
 
     def request(room_tokens: int, choice_count: int = 1) -> GenerationRequest:
         sampling = start.sampling.over(SamplingParams(temperature=1.0))
-        return GenerationRequest((1,), sampling, start.stop.within(room_tokens), choice_count=choice_count)
+        return GenerationRequest(
+            (1,), sampling, start.stop.within(room_tokens), choice_count=choice_count
+        )
 
     with pytest.raises(InvalidRequest) as caught:
         check_against_model(request(50, start.choice_count), vocabulary_size=400)
@@ -179,6 +243,7 @@ def test_decoding_is_part_of_what_makes_a_request_the_same() -> None:
             {"sampling": pb.Sampling(min_p=0.0)},
             {"sampling": pb.Sampling(logit_bias={3: 1.0})},
             {"top_logprobs": 0},
+            {"prompt_logprobs": 0},
             {"beam_search": pb.BeamSearch(width=2)},
             {"beam_search": pb.BeamSearch(width=2, length_penalty=1.0)},
             {"min_output_tokens": 1},
@@ -186,4 +251,4 @@ def test_decoding_is_part_of_what_makes_a_request_the_same() -> None:
         )
     }
 
-    assert len(hashes) == 8
+    assert len(hashes) == 9

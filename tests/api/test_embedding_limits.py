@@ -1,4 +1,4 @@
-"""How much one `Embed` call may ask for: what its answer may weigh, and the parts in which it is embedded."""
+"""Limits of one `Embed` call: the size of its answer, and the parts in which it is embedded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from api.generation.embedding_wire import TokenizedText, embedding_message
 from inference.engine import ModelInfo
 
 ENCODER = ModelInfo("encoder", "BertModel", "torch", 512, 30_000, "", embedding_dimension=384)
-CLIENTS_TAKE_BYTES = 4 * 2**20  # of a message, unless told otherwise
+CLIENTS_TAKE_BYTES = 4 * 2**20  # default limit of a message
 
 
 def test_the_largest_answer_fits_what_clients_take() -> None:
@@ -32,14 +32,16 @@ def test_the_largest_answer_fits_what_clients_take() -> None:
 
 @given(st.lists(st.floats(width=32, allow_nan=False), max_size=300))
 def test_a_vector_arrives_as_it_was_computed(floats: list[float]) -> None:
-    """It is parsed from its own encoding; filling the field number by number gives the same."""
+    """The message is parsed from its own encoding; setting the field by numbers gives the same."""
     message = embedding_message(TokenizedText((1, 2), truncated=True), array("f", floats))
 
     assert message == pb.Embedding(vector=floats, token_count=2, truncated=True)
 
 
 @given(st.lists(st.integers(1, 40), max_size=60), st.integers(1, 100))
-def test_parts_are_the_texts_in_order_and_within_bounds(lengths: list[int], token_count_max: int) -> None:
+def test_parts_are_the_texts_in_order_and_within_bounds(
+    lengths: list[int], token_count_max: int
+) -> None:
     texts = [tuple([index] * length) for index, length in enumerate(lengths)]
 
     parts = parts_of(texts, token_count_max)
@@ -48,5 +50,5 @@ def test_parts_are_the_texts_in_order_and_within_bounds(lengths: list[int], toke
     for index, part in enumerate(parts):
         assert part
         assert len(part) == 1 or sum(map(len, part)) <= token_count_max
-        if index:  # no part could have taken the next one's first text
+        if index:  # no part had room for the next one's first text
             assert sum(map(len, parts[index - 1])) + len(part[0]) > token_count_max

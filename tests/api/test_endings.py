@@ -1,4 +1,4 @@
-"""The table of endings is what happens: every cell, by every way that leads there, against real holds and quotas."""
+"""Table of endings: each cell is true for every way that leads there, with real holds."""
 
 from __future__ import annotations
 
@@ -23,10 +23,28 @@ from api.core.errors import (
     KeyRevokedMidway,
     SiblingEnded,
 )
-from api.generation.endings import CAUSES, OUTCOMES, PHASES, TABLE, WAYS, Action, Charge, EndPhase, cause_of, charge_of, phase_of
+from api.generation.endings import (
+    CAUSES,
+    OUTCOMES,
+    PHASES,
+    TABLE,
+    WAYS,
+    Action,
+    Charge,
+    EndPhase,
+    cause_of,
+    charge_of,
+    phase_of,
+)
 from api.generation.outbox import UsageSoFar
-from inference.errors import EngineError, EngineFailed, EngineUnavailable, RequestImpossible, SafetyUnavailable
-from metering.core.errors import HoldEnded, KeyInvalid, RequestIdReused, StoreAway
+from inference.errors import (
+    EngineError,
+    EngineFailed,
+    EngineUnavailable,
+    RequestImpossible,
+    SafetyUnavailable,
+)
+from metering.core.errors import DatabaseUnavailable, HoldEnded, KeyInvalid, RequestIdReused
 from metering.core.models import Outcome, QuotaDimension
 from metering.holds.operations import Admit, Expire, Settle, Void, new_hold_id
 from metering.holds.recovery import sweep_expired_holds
@@ -38,7 +56,7 @@ from tests.metering.invariants import check_invariants
 
 LIMIT = 10**6
 End = tuple[Outcome | None, Exception | None]
-# What a request can end with, beside the ways that `WAYS` knows by an outcome.
+# Ends of a request other than the ways that `WAYS` lists by outcome.
 ERRORS: dict[Cause, list[Exception | None]] = {
     Cause.COMPLETION: [],
     Cause.CLIENT: [
@@ -48,7 +66,12 @@ ERRORS: dict[Cause, list[Exception | None]] = {
         SiblingEnded(Cause.CLIENT),
     ],
     Cause.LIMIT: [SiblingEnded(Cause.LIMIT)],
-    Cause.OPERATOR: [CancelledByAdmin("ended"), KeyRevokedMidway("revoked"), AddressNotAllowed(None), SiblingEnded(Cause.OPERATOR)],
+    Cause.OPERATOR: [
+        CancelledByAdmin("ended"),
+        KeyRevokedMidway("revoked"),
+        AddressNotAllowed(None),
+        SiblingEnded(Cause.OPERATOR),
+    ],
     Cause.SERVICE: [
         None,
         EngineFailed("lost"),
@@ -56,7 +79,7 @@ ERRORS: dict[Cause, list[Exception | None]] = {
         SafetyUnavailable("away", 1.0),
         Draining("shutting down"),
         HoldEnded("not renewed"),
-        StoreAway("away"),
+        DatabaseUnavailable("away"),
         OSError("disk full"),
         RuntimeError("a bug"),
         SiblingEnded(Cause.SERVICE),
@@ -66,8 +89,10 @@ RUNNING = (EndPhase.HELD, EndPhase.PREFILLING, EndPhase.GENERATING, EndPhase.DEL
 
 
 def ends_by(cause: Cause) -> list[End]:
-    """Every way to end by a cause."""
-    outcomes: list[End] = [(outcome, None) for way in WAYS if way.cause is cause for outcome in way.outcomes]
+    """Return every way to end by a cause."""
+    outcomes: list[End] = [
+        (outcome, None) for way in WAYS if way.cause is cause for outcome in way.outcomes
+    ]
     return [*outcomes, *((None, error) for error in ERRORS[cause])]
 
 
@@ -78,7 +103,7 @@ def world(database_url: str) -> Iterator[HoldWorld]:
 
 
 def limited(world: HoldWorld, name: str) -> Payer:
-    """A tenant with a quota of every kind."""
+    """Create a tenant with a quota of every kind."""
     payer = world.tenant(name)
     for dimension in QuotaDimension:
         world.quota(payer, dimension, LIMIT)
@@ -86,10 +111,10 @@ def limited(world: HoldWorld, name: str) -> Payer:
 
 
 def used(world: HoldWorld, payer: Payer) -> dict[str, int]:
-    """What is used of each quota. Nothing may be held."""
+    """Return the used amount of each quota; fail if any amount is held."""
     rows = world.rows(
-        "SELECT dimension, sum(used)::bigint, sum(held)::bigint FROM quota_counters JOIN quotas q ON q.id = quota_id "
-        "WHERE subject_id = %s GROUP BY 1",
+        "SELECT dimension, sum(used)::bigint, sum(held)::bigint FROM quota_counters JOIN quotas q"
+        " ON q.id = quota_id WHERE subject_id = %s GROUP BY 1",
         payer.organization_id,
     )
     assert all(held == 0 for _, _, held in rows)
@@ -97,11 +122,11 @@ def used(world: HoldWorld, payer: Payer) -> dict[str, int]:
 
 
 def charged(charge: Charge, delivered: int) -> dict[str, int]:
-    """What the quotas of a tenant say of one request of 10 input tokens, 4 of them cached, once it has ended."""
+    """Return the expected use of quotas after a request of 10 input tokens, 4 of them cached."""
     sent, received = 10 * charge.bills_input, delivered * charge.bills_output
     picos = charge.bills_input * (6 * 3 + 4 * 1) + received * 7
     amounts = {
-        "requests_per_minute": int(charge.counts_request),
+        "requests_per_minute": int(charge.action in (Action.SETTLE, Action.UNCHANGED)),
         "tokens_per_minute": sent + received,
         "input_tokens_per_minute": sent,
         "output_tokens_per_minute": received,
@@ -115,7 +140,10 @@ def charged(charge: Charge, delivered: int) -> dict[str, int]:
 
 
 async def end_in(rig: Rig, payer: Payer, phase: EndPhase, end: End, *, extended: bool) -> int:
-    """Run a request to a phase and end it there; what it had delivered. extended: its lease has grown before."""
+    """Run a request to a phase and end it there; return its delivered tokens.
+
+    extended: its lease has grown before.
+    """
     outcome, error = end
     with contextlib.suppress(type(error) if error is not None else asyncio.InvalidStateError):
         async with rig.admitted(request(payer)) as lease:
@@ -149,34 +177,44 @@ async def test_a_request_with_a_hold_is_charged_as_the_table_says(
 
             assert used(world, payer) == charged(cell, delivered), (end, extended)
             [(state, outcome, billed)] = world.rows(
-                "SELECT state, outcome, e.input_token_count + billed_token_count FROM holds h LEFT JOIN usage_events e "
-                "ON e.hold_id = h.id WHERE h.organization_id = %s",
+                "SELECT state, outcome, e.input_token_count + billed_token_count FROM holds h LEFT"
+                " JOIN usage_events e ON e.hold_id = h.id WHERE h.organization_id = %s",
                 payer.organization_id,
             )
             if cell.action is Action.VOID:
                 assert (state, outcome, billed) == ("voided", None, None)
             else:
                 told = end[0] or OUTCOMES[cause]
-                assert (state, outcome, billed) == ("settled", told, 10 * cell.bills_input + delivered * cell.bills_output)
+                assert (state, outcome, billed) == (
+                    "settled",
+                    told,
+                    10 * cell.bills_input + delivered * cell.bills_output,
+                )
         assert rig.capacity.taken_count == 0
     check_invariants(world.url, all_ended=True)
     assert await asyncio.to_thread(os.listdir, tmp_path) == []
 
 
 @pytest.mark.parametrize("cause", Cause)
-async def test_what_ends_before_its_hold_leaves_no_trace(world: HoldWorld, tmp_path: Path, cause: Cause) -> None:
+async def test_requests_that_end_before_their_hold_leave_no_trace(
+    world: HoldWorld, tmp_path: Path, cause: Cause
+) -> None:
     payer = limited(world, "acme")
     refused: type[Exception] = QuotaExceeded
     async with running(world, tmp_path) as rig:
         asked = request(payer)
         if cause is Cause.CLIENT:
             other = world.tenant("other")
-            async with rig.admitted(Admit(new_hold_id(), other, asked.request_id, bytes(32), "demo", 10, 9, 0)):
+            async with rig.admitted(
+                Admit(new_hold_id(), other, asked.request_id, bytes(32), "demo", 10, 9, 0)
+            ):
                 pass
             refused = RequestIdReused
             async with rig.admitted(asked) as lease:
                 lease.outcome = Outcome.CANCELLED
-            asked = Admit(new_hold_id(), payer, asked.request_id, bytes(31) + b"x", "demo", 10, 9, 0)
+            asked = Admit(
+                new_hold_id(), payer, asked.request_id, bytes(31) + b"x", "demo", 10, 9, 0
+            )
         elif cause is Cause.LIMIT:
             world.execute("UPDATE quotas SET limit_value = 9 WHERE dimension = 'tokens_per_day'")
         elif cause is Cause.OPERATOR:
@@ -197,8 +235,10 @@ async def test_what_ends_before_its_hold_leaves_no_trace(world: HoldWorld, tmp_p
 
 
 @pytest.mark.parametrize("cause", Cause)
-async def test_what_is_settled_stays_as_it_is(world: HoldWorld, tmp_path: Path, cause: Cause) -> None:
-    """Whoever ends it again: the process itself, one that recovers its journal, the sweep."""
+async def test_a_settlement_is_never_changed(
+    world: HoldWorld, tmp_path: Path, cause: Cause
+) -> None:
+    """By any second end: of the process, of the recovery of its journal, of the sweep."""
     payer = limited(world, "acme")
     async with running(world, tmp_path) as rig:
         await end_in(rig, payer, EndPhase.DELIVERING, (Outcome.STOP, None), extended=True)
@@ -206,10 +246,12 @@ async def test_what_is_settled_stays_as_it_is(world: HoldWorld, tmp_path: Path, 
         before = world.contents()
 
         outcome = OUTCOMES[cause]
-        again = await world.run(Settle(hold_id, 10, 4, 25, 25, outcome, recovered=True), Void(hold_id), Expire(hold_id))
+        again = await world.run(
+            Settle(hold_id, 10, 4, 25, 25, outcome, recovered=True), Void(hold_id), Expire(hold_id)
+        )
         await sweep_expired_holds(world.url)
 
-        assert charge_of(EndPhase.SETTLED, cause) == Charge(Action.STANDS)
+        assert charge_of(EndPhase.SETTLED, cause) == Charge(Action.UNCHANGED)
         assert not any(isinstance(answer, Exception) for answer in again)
         assert world.contents() == before
 
@@ -238,8 +280,15 @@ def test_every_outcome_has_one_cause() -> None:
 
 
 def test_every_error_of_an_engine_is_some_way_to_end() -> None:
-    """A new error is the service's fault until somebody decides otherwise; here it is noticed."""
+    """A new error counts as the service's fault until it gets a row; this test demands one."""
     known = tuple(error for way in WAYS for error in way.errors)
-    unknown = {error.__name__ for error in CODES if issubclass(error, EngineError) and not issubclass(error, known)}
+    unknown = {
+        error.__name__
+        for error in CODES
+        if issubclass(error, EngineError) and not issubclass(error, known)
+    }
 
-    assert unknown == {"CheckpointInvalid", "InvariantViolated"}, "these stop an engine, not a request"
+    assert unknown == {
+        "CheckpointInvalid",
+        "InvariantViolated",
+    }, "these stop an engine, not a request"

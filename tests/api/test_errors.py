@@ -1,4 +1,4 @@
-"""The table from domain error to status: complete, in the right order, and with details that say what to do."""
+"""Table from domain error to status: complete, in the right order, with helpful details."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import metering
 from api.core import errors
 from api.core.errors import CODES, KINDS, ApiError, FieldViolation, code_of, status_of
 from inference.errors import EngineError, EngineFailed, EngineOverloaded, EngineUnavailable
-from metering.core.errors import InvalidValue, MeteringError, NotFound, StoreAway
+from metering.core.errors import DatabaseUnavailable, InvalidValue, MeteringError, NotFound
 from metering.core.models import QuotaDimension, QuotaSubject
 from metering.holds.operations import RequestSettled, Settled
 from metering.quotas.quota_rules import QuotaRule, QuotaState, window_end
@@ -26,12 +26,17 @@ from metering.quotas.quotas import QuotaExceeded
 from tests.service import Refusal
 
 BASES = (ApiError, EngineError, MeteringError)
-LOADED_ELSEWHERE = ("api.cli", "api.__main__", "inference.adapters.torch_worker", "inference.demo_model")
+LOADED_ELSEWHERE = (
+    "api.cli",
+    "api.__main__",
+    "inference.adapters.torch_worker",
+    "inference.demo_model",
+)
 NOW = datetime(2026, 11, 20, 12, tzinfo=UTC)
 
 
 def concrete_errors() -> Iterator[type[Exception]]:
-    """Every error class that our packages define, however deep it is derived."""
+    """Return every concrete error class of our packages."""
     for package in (api, inference, metering):
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             if not module.name.startswith(LOADED_ELSEWHERE):
@@ -50,7 +55,7 @@ def classes() -> list[type[Exception]]:
 
 
 def test_every_error_class_has_its_row(classes: list[type[Exception]]) -> None:
-    """A class without a row would go out as INTERNAL, and nobody would notice."""
+    """A class without a row would silently become INTERNAL."""
     missing = [kind.__qualname__ for kind in classes if kind not in CODES]
 
     assert missing == []
@@ -63,7 +68,7 @@ def test_no_class_has_two_rows_and_none_takes_that_of_its_base() -> None:
         assert [code_of(kind.__new__(kind)) for kind in kinds] == [code] * len(kinds), code
 
 
-def test_every_class_says_why_in_a_word_of_its_own_form(classes: list[type[Exception]]) -> None:
+def test_every_class_has_a_reason_in_upper_case(classes: list[type[Exception]]) -> None:
     for kind in classes:
         reason = getattr(kind, "reason", "")
         assert reason == reason.upper() != "", kind
@@ -76,13 +81,19 @@ def test_every_class_says_what_it_is(classes: list[type[Exception]]) -> None:
 
 
 class Unforeseen(Exception):
-    """Not in the table."""
+    """Error without a row in the table."""
 
 
 @pytest.mark.parametrize(
-    "error", [Unforeseen("SELECT secret"), EngineFailed("SIGSEGV at 0x7f"), AssertionError("x"), KeyError("y")]
+    "error",
+    [
+        Unforeseen("SELECT secret"),
+        EngineFailed("SIGSEGV at 0x7f"),
+        AssertionError("x"),
+        KeyError("y"),
+    ],
 )
-def test_what_is_ours_alone_goes_out_without_its_text(error: Exception) -> None:
+def test_internal_errors_are_sent_without_their_text(error: Exception) -> None:
     refusal = Refusal(status_of(error))
 
     assert refusal.status.code == code_pb2.INTERNAL
@@ -98,19 +109,24 @@ def test_two_incidents_have_two_ids() -> None:
 
 
 def test_a_violation_names_its_field() -> None:
-    invalid = errors.InvalidRequest([FieldViolation("a", "must be b"), FieldViolation("c[0]", "must be d")])
+    invalid = errors.InvalidRequest(
+        [FieldViolation("a", "must be b"), FieldViolation("c[0]", "must be d")]
+    )
 
     too_long = Refusal(status_of(errors.KeepTooLong(30.0, 20.5)))
 
     assert Refusal(status_of(invalid)).fields == ["a", "c[0]"]
-    assert (too_long.fields, too_long.info.metadata["keep_max_s"]) == (["keep_on_disconnect"], "20.5")
+    assert (too_long.fields, too_long.info.metadata["keep_on_disconnect_max_s"]) == (
+        ["keep_on_disconnect"],
+        "20.5",
+    )
     assert Refusal(status_of(InvalidValue("name", "give one"))).fields == ["name"]
 
 
 @pytest.mark.parametrize(
     ("error", "seconds"),
     [
-        (StoreAway("x", retry_after_s=2.5), 2.5),
+        (DatabaseUnavailable("x", retry_after_s=2.5), 2.5),
         (EngineUnavailable("x", retry_after_s=7.25), 7.25),
         (EngineOverloaded("x", retry_after_s=0.5), 0.5),
         (errors.Draining("x"), 1.0),
@@ -119,32 +135,51 @@ def test_a_violation_names_its_field() -> None:
         (errors.StartsTooLate(10.0, 4.0, 6.5), 6.5),
     ],
 )
-def test_what_passes_by_itself_says_when(error: Exception, seconds: float) -> None:
+def test_temporary_errors_have_a_retry_after(error: Exception, seconds: float) -> None:
     refusal = Refusal(status_of(error))
 
     assert refusal.status.code == code_pb2.UNAVAILABLE
     assert refusal.retry_after_s == seconds
 
 
-def test_a_wait_that_is_too_long_is_told() -> None:
+def test_a_wait_that_is_too_long_is_raised() -> None:
     refusal = Refusal(status_of(errors.StartsTooLate(10.0, 4.0, 6.5)))
 
-    assert (refusal.reason, refusal.info.metadata["estimated_wait_s"]) == ("STARTS_TOO_LATE", "10.000")
+    assert (refusal.reason, refusal.info.metadata["estimated_wait_s"]) == (
+        "STARTS_TOO_LATE",
+        "10.000",
+    )
 
 
-def test_what_does_not_pass_gives_no_hope() -> None:
-    for error in (NotFound("organization", "x"), InvalidValue("a", "b"), errors.Unauthenticated("x")):
+def test_permanent_errors_have_no_retry_after() -> None:
+    for error in (
+        NotFound("organization", "x"),
+        InvalidValue("a", "b"),
+        errors.Unauthenticated("x"),
+    ):
         assert Refusal(status_of(error)).retry_after_s is None
 
 
-def quota(dimension: QuotaDimension, *, limit: int, used: int = 0, held: int = 0, resets_in_s: float | None = 60) -> QuotaState:
-    """A limit so long before its window ends."""
+def quota(
+    dimension: QuotaDimension,
+    *,
+    limit: int,
+    used: int = 0,
+    held: int = 0,
+    resets_in_s: float | None = 60,
+) -> QuotaState:
+    """Return a limit with this much time until its window ends."""
     rule = QuotaRule(uuid.uuid4(), QuotaSubject.PROJECT, uuid.uuid4(), "m", dimension, limit)
     ends = window_end(dimension, NOW)
-    return QuotaState(rule, used, held, NOW if ends is None or resets_in_s is None else ends - timedelta(seconds=resets_in_s))
+    return QuotaState(
+        rule,
+        used,
+        held,
+        NOW if ends is None or resets_in_s is None else ends - timedelta(seconds=resets_in_s),
+    )
 
 
-def test_a_quota_is_told_with_all_its_numbers() -> None:
+def test_a_quota_is_returned_with_all_its_numbers() -> None:
     state = quota(QuotaDimension.TOKENS_PER_MINUTE, limit=100, used=60, held=35)
 
     refusal = Refusal(status_of(QuotaExceeded([state], [20])))
@@ -169,17 +204,22 @@ def test_a_quota_is_told_with_all_its_numbers() -> None:
     assert failure.violations[0].description == "tokens_per_minute: 5 of 100 left"
 
 
-def test_every_limit_that_is_in_the_way_is_told() -> None:
-    states = [quota(QuotaDimension.TOKENS_PER_MINUTE, limit=10), quota(QuotaDimension.TOKENS_PER_MONTH, limit=10)]
+def test_every_exceeded_limit_is_reported() -> None:
+    states = [
+        quota(QuotaDimension.TOKENS_PER_MINUTE, limit=10),
+        quota(QuotaDimension.TOKENS_PER_MONTH, limit=10),
+    ]
 
-    failure = Refusal(status_of(QuotaExceeded(states, [5, 5]))).detail(error_details_pb2.QuotaFailure)
+    failure = Refusal(status_of(QuotaExceeded(states, [5, 5]))).detail(
+        error_details_pb2.QuotaFailure
+    )
 
     assert failure is not None
     assert len(failure.violations) == 2
 
 
 def test_the_wait_is_that_for_the_last_limit_in_the_way() -> None:
-    """Whoever waits for the first one only is refused again by the second."""
+    """A client that waits only for the first limit is refused again by the second."""
     minute = quota(QuotaDimension.TOKENS_PER_MINUTE, limit=10, used=9, resets_in_s=30)
     month = quota(QuotaDimension.TOKENS_PER_MONTH, limit=10, used=9, resets_in_s=900_000)
 
@@ -189,12 +229,14 @@ def test_the_wait_is_that_for_the_last_limit_in_the_way() -> None:
 
 
 def test_a_lowered_limit_has_nothing_left_rather_than_less() -> None:
-    refusal = Refusal(status_of(QuotaExceeded([quota(QuotaDimension.TOKENS_PER_DAY, limit=10, used=50)], [5])))
+    refusal = Refusal(
+        status_of(QuotaExceeded([quota(QuotaDimension.TOKENS_PER_DAY, limit=10, used=50)], [5]))
+    )
 
     assert refusal.info.metadata["remaining"] == "0"
 
 
-def test_a_settled_request_is_told_with_its_usage() -> None:
+def test_a_settled_request_is_returned_with_its_usage() -> None:
     settled = Settled(uuid.uuid4(), 10, 4, 33, 32, 32, 12_345, "USD", "length")
 
     refusal = Refusal(status_of(RequestSettled(settled)))

@@ -1,7 +1,7 @@
-"""Whatever ends a request, and at whichever `await` it does: what was delivered is what is billed, once, and nothing is left over.
+"""Interruption of a request at every `await`: delivered tokens are billed once, and nothing leaks.
 
-Each sweep runs one request again and again, and interrupts it at its first suspension, then at its second, until a run ends before
-the suspension comes. Nothing is drawn by chance.
+Each sweep runs one request repeatedly and interrupts it at its first suspension, then at its
+second, until a run ends before that suspension. Nothing is random.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from api.generation.embedding_wire import ValidEmbed, parse_embed
 from api.generation.live import Caller, LiveRequest
 from api.generation.peers import PeerCertificates, make_identity
 from api.inference_service import InferenceServicer
-from api.openai.door import Door
 from api.openai.exchange import AnswerReceiver, Exchange
+from api.openai.gateway import Gateway
 from api.openai.listener import Listener
 from api.server import build_peer_server
 from metering.core.models import Outcome, QuotaDimension
@@ -39,12 +39,15 @@ from tests.inference.checkpoints import TinyCheckpoint, make_checkpoint
 from tests.metering.hold_world import HoldWorld
 from tests.service import PATIENCE_S
 
-TOKENS = 5  # of each answer, under leases of two: so that a request waits for the database in its middle, too
+# Of each answer, under leases of two tokens, so that a request waits for the database in its middle
+# too.
+TOKENS = 5
 PROMPT = range(7, 17)
 LONG_TEXT = "the hotel near the old harbour " * 70  # more than is tokenized at once
 OTHER = "elsewhere"
-EVENTS = ("begin", "_admitted", "_go_on", "take", "_settle", "_end")  # of a request, which is no task itself
-GOING_S = 20.0  # for what is left to go; it takes some milliseconds
+# State machine of a request, which has no task of its own.
+EVENTS = ("begin", "_admitted", "_go_on", "take", "_settle", "_end")
+GOING_S = 20.0  # for pending work to end; it takes some milliseconds
 WATCHED = frozenset(
     {
         "ClientStream.serve",
@@ -58,7 +61,7 @@ WATCHED = frozenset(
         "Relay._write",
         "RequestHandler.start",
         "RequestHandler._handle_request",
-        "Door.handle",
+        "Gateway.handle",
     }
 )
 
@@ -69,9 +72,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> TinyCheckpoint:
 
 
 class World:
-    """Two processes of one deployment, whose tasks are watched, and the books of both."""
+    """Two processes of one deployment with watched tasks, and their database."""
 
-    def __init__(self, books: HoldWorld, sessions: Sessions, payer: Payer, settings: Settings) -> None:
+    def __init__(
+        self, books: HoldWorld, sessions: Sessions, payer: Payer, settings: Settings
+    ) -> None:
         self.books = books
         self.sessions = sessions
         self.payer = payer
@@ -88,7 +93,7 @@ class World:
         self.is_broken = False
 
     async def quiet(self) -> None:
-        """Wait until nothing runs any more of what was interrupted; fails with what is left."""
+        """Wait until all interrupted work has ended; fail with a list of leftovers."""
         async with asyncio.timeout(PATIENCE_S):
             while running := [task for task in self.suspensions.tasks if not task.done()]:
                 await asyncio.wait(running)
@@ -96,36 +101,43 @@ class World:
 
         def nothing_left() -> bool:
             left.clear()
-            left.update(self.here.left_over() | {f"{name} {OTHER}": n for name, n in self.elsewhere.left_over().items()})
+            left.update(
+                self.here.left_over()
+                | {f"{name} {OTHER}": n for name, n in self.elsewhere.left_over().items()}
+            )
             if self.is_broken:
                 left.pop("journalled holds", None)
             tasks = asyncio.all_tasks() - self.begun_tasks
-            left["tasks"] = [task for task in tasks if not qualified_name(task).startswith("AioServer.")]
+            left["tasks"] = [
+                task for task in tasks if not qualified_name(task).startswith("AioServer.")
+            ]
             left["timers"] = [
                 timer for timer in timers_of("api.") if "PeerChannels" not in timer
             ]  # of connections, not of requests
             left["held"] = self.books.one("SELECT count(*) FROM holds WHERE state = 'held'")
-            left["held of quotas"] = self.books.one("SELECT coalesce(sum(held), 0)::int FROM quota_counters")
+            left["held of quotas"] = self.books.one(
+                "SELECT coalesce(sum(held), 0)::int FROM quota_counters"
+            )
             return not any(left.values())
 
         try:
             async with asyncio.timeout(GOING_S):
-                while not nothing_left():  # noqa: ASYNC110  # some of it goes in the database
+                while not nothing_left():  # noqa: ASYNC110  # depends on the database
                     await asyncio.sleep(0.001)
         except TimeoutError:
             raise AssertionError({name: value for name, value in left.items() if value}) from None
 
     def mend(self) -> None:
-        """What is left to recovery is no concern of the next run."""
+        """Discard the journal: its entries are left to recovery, not to the next run."""
         self.is_broken = False
         for process in (self.here, self.elsewhere):
             process.journal._live.clear()
 
     def bill(self, request_id: str) -> tuple[int, int] | None:
-        """Input and delivered tokens of a request's one usage event; None if it costs nothing."""
+        """Return input and delivered tokens of the only usage event; None if there is none."""
         rows = self.books.rows(
-            "SELECT h.state, e.input_token_count + e.embedding_token_count, e.delivered_token_count FROM holds h"
-            " LEFT JOIN usage_events e ON e.hold_id = h.id WHERE h.request_id = %s",
+            "SELECT h.state, e.input_token_count + e.embedding_token_count, e.delivered_token_count"
+            " FROM holds h LEFT JOIN usage_events e ON e.hold_id = h.id WHERE h.request_id = %s",
             uuid.UUID(request_id),
         )
         billed = [row[1:] for row in rows if row[0] == "settled"]
@@ -135,25 +147,37 @@ class World:
 
 
 def qualified_name(task: asyncio.Task[Any]) -> str:
-    """Of what a task runs."""
+    """Return the qualified name of a task's coroutine."""
     return str(getattr(task.get_coro(), "__qualname__", ""))
 
 
 def timers_of(package: str) -> list[str]:
-    """What the loop is to call later, of a package's own functions."""
-    handles = [handle for handle in cast(Any, asyncio.get_running_loop())._scheduled if not handle.cancelled()]
-    return [str(handle) for handle in handles if getattr(handle._callback, "__module__", "").startswith(package)]
+    """Return the pending timers of the loop that call functions of a package."""
+    handles = [
+        handle
+        for handle in cast(Any, asyncio.get_running_loop())._scheduled
+        if not handle.cancelled()
+    ]
+    return [
+        str(handle)
+        for handle in handles
+        if getattr(handle._callback, "__module__", "").startswith(package)
+    ]
 
 
 @pytest.fixture
 async def world(
-    tmp_path: Path, database_url: str, sessions: Sessions, checkpoint: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    database_url: str,
+    sessions: Sessions,
+    checkpoint: TinyCheckpoint,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> AsyncIterator[World]:
     settings = Settings(
         database_url=database_url,
         home=tmp_path,
         lease_slice_tokens=2,
-        lease_least_tokens=1,
+        lease_min_tokens=1,
         lease_margin_tokens=1,
         openai_listen="127.0.0.1:0",
         listen_address="127.0.0.1:0",
@@ -174,41 +198,51 @@ async def world(
 
 
 WAY_TO_PROCESS = """
-INSERT INTO live_reports (owner_id, owner_name, peer_address, peer_certificate, reported_at, requests)
+INSERT INTO live_reports (process_id, process_name, peer_address, peer_certificate, reported_at,
+    requests)
 VALUES (%s, %s, %s, %s, now(), '[]')
 """
 PRICE_OF_ENCODER = """
-INSERT INTO price_versions (model, currency_code, input_picos_per_token, cached_input_picos_per_token,
-                            output_picos_per_token, embedding_picos_per_token, effective_at)
+INSERT INTO price_versions (model, currency_code, input_picos_per_token,
+                            cached_input_picos_per_token, output_picos_per_token,
+                            embedding_picos_per_token, effective_at)
 VALUES (%s, 'USD', 3, 1, 7, 2, now() - interval '1 day')
 """
 
 
-async def open_processes(world: World, checkpoint: TinyCheckpoint, tasks: asyncio.TaskGroup) -> None:
-    """Start both, with what each needs for the other."""
+async def open_processes(
+    world: World, checkpoint: TinyCheckpoint, tasks: asyncio.TaskGroup
+) -> None:
+    """Start both processes, each with the connections that it needs to the other."""
     async with world.sessions.begin() as session:
-        _, world.secret = await create_api_key(session, organization="acme", project="search", name="key", actor="test")
+        _, world.secret = await create_api_key(
+            session, organization="acme", project="search", name="key", actor="test"
+        )
     async with world.sessions() as session:
         world.principal = await authenticate(session, world.secret)
     world.here = SmallProcess(world.settings, checkpoint, world.sessions, tasks)
     world.elsewhere = SmallProcess(world.settings, checkpoint, world.sessions, tasks)
     for process in (world.here, world.elsewhere):
         await process.engine.start()
-    servicer = InferenceServicer(world.elsewhere.process, world.elsewhere.authenticator, world.sessions, for_peers=True)
-    identity = make_identity(world.elsewhere.owner_id)
+    servicer = InferenceServicer(
+        world.elsewhere.process, world.elsewhere.authenticator, world.sessions, for_peers=True
+    )
+    identity = make_identity(world.elsewhere.process_id)
     accepted = PeerCertificates(identity)
     accepted.replace([world.here.identity.certificate.decode()])
     world.peer_server, peer = build_peer_server(world.settings, servicer, identity, accepted)
     await world.peer_server.start()
-    world.books.execute(WAY_TO_PROCESS, world.elsewhere.owner_id, OTHER, peer.address, peer.certificate)
-    door = Door(world.here.process, world.here.authenticator, world.sessions)
+    world.books.execute(
+        WAY_TO_PROCESS, world.elsewhere.process_id, OTHER, peer.address, peer.certificate
+    )
+    door = Gateway(world.here.process, world.here.authenticator, world.sessions)
     world.listener = Listener(door.handle, world.settings, None)
     world.port = world.listener.bind(("127.0.0.1", 0))
     await world.listener.start()
 
 
 async def close_processes(world: World) -> None:
-    """End both."""
+    """Stop both processes."""
     await world.listener.stop()
     await world.here.close()
     await world.peer_server.stop(grace=None)
@@ -216,15 +250,17 @@ async def close_processes(world: World) -> None:
 
 
 def start_frame(**fields: Any) -> pb.ClientFrame:
-    """A request that runs to its limit."""
+    """Return a request that runs to its limit."""
     prompt = pb.TokenIds(ids=PROMPT)
-    start = pb.StartFrame(model="demo", token_ids=prompt, max_output_tokens=TOKENS, ignore_eos=True, **fields)
+    start = pb.StartFrame(
+        model="demo", token_ids=prompt, max_output_tokens=TOKENS, ignore_eos=True, **fields
+    )
     return pb.ClientFrame(request_id=str(uuid.uuid4()), start=start)
 
 
 @dataclass(slots=True)
 class StreamRun:
-    """A request on a stream of this process."""
+    """Request on a stream of this process."""
 
     world: World
     frames: tuple[pb.ClientFrame, ...]
@@ -235,11 +271,11 @@ class StreamRun:
 
     @property
     def request_id(self) -> str:
-        """Of its one request."""
+        """Id of its only request."""
         return self.frames[0].request_id
 
     async def run(self) -> None:
-        """Until the stream is over, and what it began."""
+        """Run until the stream and its tasks have ended."""
         process = self.process or self.world.here
         self.call.send(*self.frames)
         self.call.half_close()
@@ -249,24 +285,28 @@ class StreamRun:
             await self.serving
 
     def hang_up(self) -> None:
-        """The client goes away."""
+        """Disconnect the client."""
         assert self.serving is not None
         self.serving.cancel()
 
     def run_out_of_time(self) -> None:
-        """The deadline of the call passes: gRPC cancels its handler."""
+        """Let the call's deadline expire: gRPC cancels its handler."""
         self.call.left_s = 0.0
         self.hang_up()
 
     def check(self) -> None:
-        """What the client has is what is billed; and it is told of one end at most."""
+        """Check that delivered tokens are billed, and that the client received at most one end."""
         bill = self.world.bill(self.request_id)
         delivered_count = bill[1] if bill else 0
         deltas = [frame.delta for frame in self.call.frames if frame.HasField("delta")]
         received_count = sum(len(delta.token_ids) for delta in deltas)
         assert received_count <= delivered_count if self.kept else received_count == delivered_count
         assert [delta.seq for delta in deltas] == list(range(1, len(deltas) + 1))
-        ends = [frame for frame in self.call.frames if frame.WhichOneof("kind") in ("finished", "failed")]
+        ends = [
+            frame
+            for frame in self.call.frames
+            if frame.WhichOneof("kind") in ("finished", "failed")
+        ]
         assert len(ends) <= 1
         for end in ends:
             assert end == self.call.frames[-1]
@@ -275,10 +315,10 @@ class StreamRun:
 
 
 class ResumedRun(StreamRun):
-    """A kept request whose first stream goes away when it has said two tokens; the stream that attaches is watched."""
+    """Kept request whose first stream disconnects after two tokens; the second is watched."""
 
     async def prepare(self) -> None:
-        """What comes before."""
+        """Run the first stream."""
         world, owner = self.world, self.process or self.world.here
         start = start_frame()
         start.start.keep_on_disconnect.FromSeconds(60)
@@ -291,29 +331,31 @@ class ResumedRun(StreamRun):
         self.frames = (self.coming_back(start),)
         self.kept = True
         self.process = world.here
-        self.call.on_frame = lambda frame: owner.engine.gate.set() if frame.HasField("attached") else None
+        self.call.on_frame = lambda frame: (
+            owner.engine.gate.set() if frame.HasField("attached") else None
+        )
 
     def coming_back(self, start: pb.ClientFrame) -> pb.ClientFrame:
-        """The frame with which it is asked for again."""
+        """Return the frame that attaches to the request."""
         return pb.ClientFrame(request_id=start.request_id, attach=pb.AttachFrame(after_seq=0))
 
     async def run(self) -> None:
-        """See `StreamRun`; the engine goes on in any case."""
+        """Implement `StreamRun.run`; the engine continues in any case."""
         await StreamRun.run(self)
         for process in (self.world.here, self.world.elsewhere):
             process.engine.gate.set()
 
 
 class RestartedRun(ResumedRun):
-    """The same start frame again."""
+    """Kept request that is attached to by a repeated start frame."""
 
     def coming_back(self, start: pb.ClientFrame) -> pb.ClientFrame:
-        """See `ResumedRun`."""
+        """Implement `ResumedRun.coming_back`."""
         return start
 
 
 async def embed(world: World, start: ValidEmbed) -> pb.EmbedResponse:
-    """As the handler of the call does."""
+    """Call the service as the handler of the call does."""
     return await world.here.process.embed(Caller(world.payer, 0.0, 0.0), start).answer()
 
 
@@ -326,29 +368,31 @@ class EmbedRun:
     answering: asyncio.Task[pb.EmbedResponse] | None = None
 
     def inputs(self) -> list[pb.EmbedInput]:
-        """What is to be embedded."""
+        """Inputs of the call."""
         return [pb.EmbedInput(token_ids=pb.TokenIds(ids=PROMPT)) for _ in range(2)]
 
     @property
     def token_count(self) -> int:
-        """Of all inputs."""
+        """Tokens of all inputs."""
         return 2 * len(PROMPT)
 
     async def run(self) -> None:
-        """Until the call is over."""
-        start = parse_embed(pb.EmbedRequest(request_id=self.request_id, model=ENCODER, inputs=self.inputs()))
+        """Run until the call has ended."""
+        start = parse_embed(
+            pb.EmbedRequest(request_id=self.request_id, model=ENCODER, inputs=self.inputs())
+        )
         self.answering = asyncio.create_task(embed(self.world, start))
         await asyncio.wait([self.answering])
 
     def hang_up(self) -> None:
-        """The client goes away."""
+        """Disconnect the client."""
         assert self.answering is not None
         self.answering.cancel()
 
     run_out_of_time = hang_up  # gRPC cancels the handler
 
     def check(self) -> None:
-        """Whoever has the vectors pays for them; whoever left pays for them once the encoder had begun."""
+        """Check that delivered vectors are billed, and lost ones if the encoder had begun."""
         assert self.answering is not None
         bill = self.world.bill(self.request_id)
         assert bill in (None, (0, 0), (self.token_count, 0))
@@ -358,16 +402,16 @@ class EmbedRun:
 
 
 class LongEmbedRun(EmbedRun):
-    """A thread tokenizes its texts, after the database has said that there is room."""
+    """`Embed` call with texts that a thread tokenizes, after a check in the database."""
 
     def inputs(self) -> list[pb.EmbedInput]:
-        """See `EmbedRun`."""
+        """Implement `EmbedRun.inputs`."""
         ask_always(self.world)
         return [pb.EmbedInput(text=LONG_TEXT)] * 2
 
     @property
     def token_count(self) -> int:
-        """See `EmbedRun`."""
+        """Implement `EmbedRun.token_count`."""
         return 2 * len(self.world.here.process.tokenizers[ENCODER].encode(LONG_TEXT))
 
 
@@ -381,9 +425,14 @@ class HttpRun:
     data: bytes = b""
 
     async def run(self) -> None:
-        """Until the connection is closed."""
+        """Run until the connection is closed."""
         handed_over.clear()
-        chat = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": TOKENS, "stream": self.streams}
+        chat = {
+            "model": "demo",
+            "messages": [{"role": "user", "content": "Hi"}],
+            "max_tokens": TOKENS,
+            "stream": self.streams,
+        }
         body = json.dumps(chat | {"ignore_eos": True}).encode()
         lines = [
             "POST /v1/chat/completions HTTP/1.1",
@@ -400,31 +449,38 @@ class HttpRun:
         writer.close()
 
     def hang_up(self) -> None:
-        """The connection breaks."""
+        """Break the connection."""
         for transport in list(self.world.listener._http._connections.values()):
             transport.abort()
 
-    run_out_of_time = hang_up  # such a client hangs up by its own clock
+    run_out_of_time = hang_up  # such a client disconnects after its own timeout
 
     def check(self) -> None:
-        """What was handed to the connection is what is billed."""
+        """Check that the tokens handed to the connection are billed."""
         bill = self.world.bill(self.request_id)
         assert sum(handed_over) == (bill[1] if bill else 0)
 
 
-handed_over: list[int] = []  # tokens, by message, of the one HTTP request that runs
+handed_over: list[int] = []  # tokens of each message of the only HTTP request
 
 
 @pytest.fixture(autouse=True)
 def _watch_handing_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    take, token, delta = Exchange._take, Exchange.note_token, AnswerReceiver.delta
+    take, token, delta = Exchange._write, Exchange.note_token, AnswerReceiver.delta
     collected: list[int] = []
 
     def count_one(self: Exchange, index: int, seq: int, text: bytes, token_id: int) -> bytes:
         collected.append(1)
         return token(self, index, seq, text, token_id)
 
-    def count(self: AnswerReceiver, seq: int, choice_index: int, text: bytes, token_ids: Sequence[int], rest: bytes) -> bytes:
+    def count(
+        self: AnswerReceiver,
+        seq: int,
+        choice_index: int,
+        text: bytes,
+        token_ids: Sequence[int],
+        rest: bytes,
+    ) -> bytes:
         collected.append(len(token_ids))
         return delta(self, seq, choice_index, text, token_ids, rest)
 
@@ -435,7 +491,7 @@ def _watch_handing_over(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Exchange, "note_token", count_one)
     monkeypatch.setattr(AnswerReceiver, "delta", count)
-    monkeypatch.setattr(Exchange, "_take", take_and_note)
+    monkeypatch.setattr(Exchange, "_write", take_and_note)
 
 
 Run = StreamRun | EmbedRun | HttpRun
@@ -454,27 +510,29 @@ RUNS: dict[str, Callable[[World], Run]] = {
 
 
 def with_long_prompt(world: World) -> StreamRun:
-    """A thread tokenizes it, after the database has said that there is room."""
+    """Return a start whose prompt is tokenized in a thread, after a check in the database."""
     ask_always(world)
     return StreamRun(world, (start_frame(text=LONG_TEXT),))
 
 
 def ask_always(world: World) -> None:
-    """Nothing that is known of a key spares asking whether there is room."""
+    """Make every request check the quota in the database, whatever is cached for its key."""
     cast(Any, world.here.holds._admitting).seems_to_fit = lambda op: False
 
 
 def with_credit(world: World) -> StreamRun:
-    """It may send two tokens at first, and the rest when the client says so."""
+    """Return a start with credit for two tokens; the client grants the rest later."""
     start = start_frame(initial_credit_tokens=2)
     credit = pb.ClientFrame(request_id=start.request_id, credit=pb.CreditFrame(token_count=TOKENS))
     return StreamRun(world, (start, credit))
 
 
 def end_tasks(world: World, run: Run) -> None:
-    """The task of the request is cancelled, as by a process that breaks. One that has not begun would never run its first line.
+    """Cancel the request's task, as when a process fails. A task that has not begun would not run
+    at all.
 
-    Nobody hears then that the hold has ended: its journal stays for the recovery, which finds it settled.
+    The end of the hold is then not reported: its journal stays for the recovery, which finds the
+    hold settled.
     """
     world.is_broken = True
     for name in ("LiveRequest._contained", "LiveEmbedding.run"):
@@ -483,13 +541,13 @@ def end_tasks(world: World, run: Run) -> None:
 
 
 def shut_down(world: World, run: Run) -> None:
-    """The drain time is over."""
+    """Let the drain time expire."""
     for process in (world.here, world.elsewhere):
         process.process.fail_all(Draining("shut down"))
 
 
 def miss_start(world: World, run: Run) -> None:
-    """The time in which the request was to begin is over."""
+    """Let the time limit for the start expire."""
     for process in (world.here, world.elsewhere):
         for request in process.process.running():
             if hasattr(request, "_stop_unless_begun"):
@@ -497,10 +555,12 @@ def miss_start(world: World, run: Run) -> None:
 
 
 def cancel_by_frame(world: World, run: Run) -> None:
-    """The client does not want it any more, and reads on."""
+    """Cancel the request by a frame and read on."""
     for process in (world.here, world.elsewhere):
         for request in process.process.running():
-            if (receiver := request.output.receiver if hasattr(request, "output") else None) is not None:
+            if (
+                receiver := request.output.receiver if hasattr(request, "output") else None
+            ) is not None:
                 receiver.source.stop(Outcome.CANCELLED)
 
 
@@ -514,11 +574,13 @@ INTERRUPTIONS: dict[str, Interrupt] = {
     "its task is cancelled": end_tasks,
     "the process shuts down": shut_down,
 }
-LEAST_SUSPENSIONS = 5  # of any of them; one that met fewer would not have been watched
+LEAST_SUSPENSIONS = 5  # minimum of any run; fewer mean that tasks were not watched
 
 
 @pytest.mark.parametrize("name", RUNS)
-async def test_a_request_that_is_interrupted_anywhere_is_billed_once_and_leaves_nothing(world: World, name: str) -> None:
+async def test_a_request_that_is_interrupted_anywhere_is_billed_once_and_leaves_nothing(
+    world: World, name: str
+) -> None:
     for kind, interrupt in INTERRUPTIONS.items():
         for moment in Moment:
             at = 1
@@ -527,8 +589,10 @@ async def test_a_request_that_is_interrupted_anywhere_is_billed_once_and_leaves_
             assert at > LEAST_SUSPENSIONS
 
 
-async def is_met(world: World, run: Run, interrupt: Interrupt, at: int, moment: Moment, kind: str) -> bool:
-    """Interrupt a run at its suspension of this number, and check what is left; whether the run has met it."""
+async def is_met(
+    world: World, run: Run, interrupt: Interrupt, at: int, moment: Moment, kind: str
+) -> bool:
+    """Interrupt a run at this suspension and check the rest; return whether it was reached."""
     if isinstance(run, ResumedRun):
         await run.prepare()
     world.begun_tasks = asyncio.all_tasks()
@@ -548,13 +612,18 @@ async def is_met(world: World, run: Run, interrupt: Interrupt, at: int, moment: 
     return met
 
 
-async def test_one_id_that_is_started_in_two_processes_at_once_runs_in_one_and_is_billed_once(world: World) -> None:
-    """Whoever is second receives what the first one has begun, as far as there is a way to it; `here` lets nobody in."""
+async def test_one_id_that_is_started_in_two_processes_at_once_runs_in_one_and_is_billed_once(
+    world: World,
+) -> None:
+    """The second stream gets the first one's output, if there is a route; `here` refuses peers."""
     received: set[int] = set()
     for _ in range(20):
         start = start_frame()
         start.start.keep_on_disconnect.FromSeconds(60)
-        runs = [StreamRun(world, (start,), kept=True, process=process) for process in (world.here, world.elsewhere)]
+        runs = [
+            StreamRun(world, (start,), kept=True, process=process)
+            for process in (world.here, world.elsewhere)
+        ]
         world.suspensions.arm(0, Moment.ASLEEP, lambda: None)
         world.begun_tasks = asyncio.all_tasks()
 

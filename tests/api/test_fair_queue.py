@@ -1,4 +1,4 @@
-"""The queue before an engine, in virtual time: who waits for whom, who is refused, and whether what clients are told is true."""
+"""Queue before an engine, in virtual time: order of service, refusals, announced times."""
 
 from __future__ import annotations
 
@@ -20,25 +20,26 @@ from api.queue.fair_queue import (
     WINDOW_MAX,
     WINDOW_MIN,
     Arrival,
+    DispatchWindow,
     FairQueue,
-    Lookahead,
     Place,
-    Promise,
-    Promises,
     QueueLimits,
+    Reservation,
+    Reservations,
     ServiceTier,
     State,
 )
 from inference.engine import EngineStatistics
 from tests.api.queue_world import EngineModel, Request, World, agent, percentile, tenant_id
 
-# As a GPU decodes: a step takes as long for one sequence as for all, and holds a prompt in one piece.
+# As on a GPU, a decoding step takes the same time for one sequence as for all, and a prompt is one
+# piece.
 WIDE = EngineModel(running_max=64, step_tokens_max=2048, step_s=0.02, token_s=0.00001)
 SMALL = EngineModel(running_max=16)
 
 
 class Clock:
-    """Time that stands until it is moved."""
+    """Clock that is set by hand."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -57,48 +58,56 @@ def arrival(name: str = "a", **changes: object) -> Arrival:
     return Arrival(**(values | changes))  # type: ignore[arg-type]
 
 
-def new_queue(limits: QueueLimits | None = None, clock: Callable[[], float] | None = None) -> FairQueue:
+def new_queue(
+    limits: QueueLimits | None = None, clock: Callable[[], float] | None = None
+) -> FairQueue:
     return FairQueue(limits or QueueLimits(), EngineStatistics, clock or Clock())
 
 
 def ranked(rank: float, **changes: object) -> Place:
-    """The place of a request of this rank."""
+    """Return a place of this rank."""
     place = new_queue().enter(arrival("a", **changes))
     place.rank = rank
     return place
 
 
 def do_nothing() -> None:
-    """For requests whose turn matters to nobody."""
+    """Serve as the callback of requests whose turn is irrelevant."""
 
 
 def ttfts(
     agents: dict[str, int], *, fair: bool = True, engine: EngineModel = WIDE, until: float = 40.0
 ) -> tuple[list[float], float]:
-    """Times to first token of the tenant "quiet" after a warm-up, and output tokens per second of all."""
+    """Return TTFTs of the tenant "quiet" after a warm-up, and all output tokens per second."""
     world = World(QueueLimits(fair=fair), engine, lookahead=fair)
     for seed, (name, count) in enumerate(sorted(agents.items())):
         world.keep_busy(name, count, agent(name, random.Random(seed)), until)
     world.run(until)
-    return [each.ttft_s for each in world.ended if each.tenant == "quiet" and each.sent_at > 10], world.output_tokens / until
+    return [
+        each.ttft_s for each in world.ended if each.tenant == "quiet" and each.sent_at > 10
+    ], world.output_tokens / until
 
 
 def test_a_flood_of_one_tenant_is_hardly_noticed_by_another_and_costs_no_throughput() -> None:
-    """20 x the load: within 2 x in order of fairness, tens of times in order of arrival, and the same number of tokens."""
+    """With 20 times the load: TTFT at most doubles in fair order, and throughput stays."""
     alone, _ = ttfts({"quiet": 4})
     fair, fair_rate = ttfts({"quiet": 4, "flood": 80})
     arrival_order, arrival_rate = ttfts({"quiet": 4, "flood": 80}, fair=False)
 
     step_s = WIDE.step_s + WIDE.token_s * WIDE.step_tokens_max
     assert percentile(fair, 50) <= 2 * percentile(alone, 50)
-    assert percentile(fair, 99) <= 2 * percentile(alone, 99) + step_s / 2, "half a step is what the model's time is exact to"
+    assert percentile(fair, 99) <= 2 * percentile(alone, 99) + step_s / 2, (
+        "half a step is what the model's time is exact to"
+    )
     assert percentile(arrival_order, 50) > 20 * percentile(alone, 50)
     assert fair_rate >= 0.99 * arrival_rate
 
 
 @pytest.mark.parametrize(("input_tokens", "output_tokens"), [(20, 5), (300, 30), (1000, 150)])
-def test_the_engine_is_as_busy_as_if_it_were_given_everything(input_tokens: int, output_tokens: int) -> None:
-    """Many that enter at one step, or one in several steps: the window follows."""
+def test_the_engine_is_as_busy_as_if_it_were_given_everything(
+    input_tokens: int, output_tokens: int
+) -> None:
+    """Many requests enter at one step, or one in several steps: the window adapts."""
     rates = []
     for lookahead in (True, False):
         world = World(QueueLimits(), EngineModel(running_max=64), lookahead=lookahead)
@@ -119,28 +128,42 @@ def test_a_tenant_that_is_alone_loses_nothing() -> None:
 
 @pytest.mark.parametrize("tenant_count", [1, 5])
 @pytest.mark.parametrize("cause", ["bounds", "deadlines"])
-def test_whoever_waits_exactly_as_long_as_it_was_told_is_let_in(tenant_count: int, cause: str) -> None:
-    """300 clients where 60 find a place, or where 3 s are too short for most; those that get in start in time.
+def test_clients_that_wait_the_exact_retry_after_are_admitted(
+    tenant_count: int, cause: str
+) -> None:
+    """300 clients for 60 places, or with 3 s, too short for most; admitted ones start in time.
 
-    Counted from when the rate of service has been observed for some seconds: before, nobody can know.
+    Holds after some seconds of observing the rate of service; before, it is unknown.
     """
-    limits = QueueLimits(request_count_max=60, tenant_request_count_max=40) if cause == "bounds" else QueueLimits()
+    limits = (
+        QueueLimits(request_count_max=60, tenant_request_count_max=40)
+        if cause == "bounds"
+        else QueueLimits()
+    )
     timeout_s = 3.0 if cause == "deadlines" else None
     world, rng = World(limits, SMALL), random.Random(0)
     returns: list[bool] = []
     requests: list[Request] = []
 
     def ask(name: str) -> None:
-        request = Request(name, rng.randint(50, 400), rng.randint(10, 100), world.now, timeout_s=timeout_s)
+        request = Request(
+            name, rng.randint(50, 400), rng.randint(10, 100), world.now, timeout_s=timeout_s
+        )
         requests.append(request)
         attempt(request, came_back=False)
 
     def attempt(request: Request, *, came_back: bool) -> None:
-        let_in = world.send(request, lambda _: world.at(world.now + rng.expovariate(1.0), lambda: ask(request.tenant)))
+        let_in = world.send(
+            request,
+            lambda _: world.at(world.now + rng.expovariate(1.0), lambda: ask(request.tenant)),
+        )
         if came_back and world.now > 15.0:
             returns.append(let_in)
         if not let_in:
-            world.at(world.now + request.refusals[-1].retry_after_s, lambda: attempt(request, came_back=True))
+            world.at(
+                world.now + request.refusals[-1].retry_after_s,
+                lambda: attempt(request, came_back=True),
+            )
 
     for index in range(300):
         world.at(rng.uniform(0, 2), lambda name=f"t{index % tenant_count}": ask(name))  # type: ignore[misc]
@@ -149,18 +172,28 @@ def test_whoever_waits_exactly_as_long_as_it_was_told_is_let_in(tenant_count: in
     assert len(returns) > 300
     assert sum(returns) >= 0.95 * len(returns)
     if timeout_s is not None:
-        observed = [each for each in requests if each.joined_at is not None and each.joined_at > 5.0]
-        waits = [each.begun_at - each.joined_at for each in observed if each.begun_at is not None and each.joined_at is not None]
+        observed = [
+            each for each in requests if each.joined_at is not None and each.joined_at > 5.0
+        ]
+        waits = [
+            each.begun_at - each.joined_at
+            for each in observed
+            if each.begun_at is not None and each.joined_at is not None
+        ]
         assert sum(wait_s > timeout_s for wait_s in waits) <= 0.01 * len(waits)
 
 
-def test_a_wait_is_told_as_it_turns_out() -> None:
+def test_a_wait_is_reported_as_it_turns_out() -> None:
     world, rng = World(engine=SMALL), random.Random(0)
     told: list[tuple[float, Request]] = []
 
     def ask(name: str) -> None:
-        request = Request(name, rng.randint(50, 400), rng.randint(10, 100), world.now, output_tokens_max=1000)
-        wait_s = world.queue.wait_s(arrival(name, input_token_count=request.input_tokens, output_token_count_max=1000))
+        request = Request(
+            name, rng.randint(50, 400), rng.randint(10, 100), world.now, output_tokens_max=1000
+        )
+        wait_s = world.queue.wait_s(
+            arrival(name, input_token_count=request.input_tokens, output_token_count_max=1000)
+        )
         world.send(request, lambda _: ask(name))
         if wait_s and world.now > 10:
             told.append((wait_s, request))
@@ -175,7 +208,7 @@ def test_a_wait_is_told_as_it_turns_out() -> None:
     assert percentile(ratios, 95) <= 1.5
 
 
-def test_before_anything_was_served_nobody_is_refused_for_its_deadline() -> None:
+def test_before_any_service_no_request_is_refused_for_its_deadline() -> None:
     queue = new_queue(QueueLimits(request_count_max=100, tenant_request_count_max=50))
     for _ in range(20):
         queue.enter(arrival()).join(do_nothing)
@@ -196,7 +229,8 @@ def test_a_request_that_would_start_too_late_is_refused_at_once_with_the_wait() 
 
     assert refusal.value.wait_s == pytest.approx(expected)
     assert expected - 1.0 < refusal.value.retry_after_s < 2 * expected
-    world.queue.enter(arrival("b", deadline=world.now + 1.0))  # another tenant does not wait for the first one's queue
+    # Another tenant does not wait for the first one's queue.
+    world.queue.enter(arrival("b", deadline=world.now + 1.0))
 
 
 def test_an_engine_that_is_still_loading_counts_against_the_deadline() -> None:
@@ -231,7 +265,7 @@ def test_a_tenant_has_at_most_as_many_places_as_the_setting_says() -> None:
     queue.enter(arrival())
 
 
-def test_a_place_is_kept_for_whom_it_was_promised_and_not_for_ever() -> None:
+def test_a_place_is_reserved_for_the_promised_client_for_a_limited_time() -> None:
     clock = Clock()
     queue = new_queue(QueueLimits(request_count_max=10, tenant_request_count_max=10), clock)
     waiting = [queue.enter(arrival("a")) for _ in range(4)]
@@ -241,12 +275,12 @@ def test_a_place_is_kept_for_whom_it_was_promised_and_not_for_ever() -> None:
     waiting.pop().leave()
 
     with pytest.raises(QueueFull):
-        queue.enter(arrival("a"))  # a newcomer stands behind the one that was told to come back
+        queue.enter(arrival("a"))  # a new request queues behind the one that was told to retry
     clock.now += refusal.value.retry_after_s
     queue.enter(refused)
 
 
-def test_who_does_not_come_back_stands_in_nobody_s_way_for_long() -> None:
+def test_a_client_that_does_not_return_delays_others_only_briefly() -> None:
     clock = Clock()
     queue = new_queue(QueueLimits(request_count_max=10, tenant_request_count_max=10), clock)
     waiting = [queue.enter(arrival("a")) for _ in range(4)]
@@ -259,10 +293,10 @@ def test_who_does_not_come_back_stands_in_nobody_s_way_for_long() -> None:
 
 
 def test_promises_are_forgotten_when_their_grace_is_over() -> None:
-    promises = Promises(2)
+    promises = Reservations(2)
     keys = [(uuid.uuid4(), uuid.uuid4()) for _ in range(3)]
     for key in keys:
-        promises.make(Promise(key, 5.0, ready_at=10.0, expires_at=12.0))
+        promises.make(Reservation(key, 5.0, ready_at=10.0, expires_at=12.0))
     assert len(promises) == 2, "bounded"
     assert not promises.is_due(keys[0], 9.9)
     assert promises.is_due(keys[0], 10.0)
@@ -283,15 +317,19 @@ def test_batch_runs_only_where_nothing_interactive_waits() -> None:
     world.run(60.0)
 
     last_interactive = max(each.handed_at for each in interactive if each.handed_at is not None)
-    later = [each for each in batch if each.handed_at is not None and each.handed_at >= last_interactive]
+    later = [
+        each for each in batch if each.handed_at is not None and each.handed_at >= last_interactive
+    ]
     assert len(later) >= 12, "all but those that the engine had taken before the others came"
     assert len(world.ended) == 80
 
 
 def test_batch_is_served_within_its_bound_however_much_interactive_work_comes() -> None:
-    """One of it starts at least each `batch_wait_s_max`, plus what it takes until the engine has room for one more."""
+    """A batch request starts every `batch_wait_s_max`, plus the time until there is room."""
     world = World(QueueLimits(batch_wait_s_max=2.0), SMALL)
-    world.keep_busy("a", 200, agent("a", random.Random(0), input_tokens=100, output_tokens=20), until=40.0)
+    world.keep_busy(
+        "a", 200, agent("a", random.Random(0), input_tokens=100, output_tokens=20), until=40.0
+    )
     world.run(1.0)
     batch = [Request("b", 100, 20, 1.0, tier=ServiceTier.BATCH) for _ in range(10)]
     for each in batch:
@@ -305,10 +343,15 @@ def test_batch_is_served_within_its_bound_however_much_interactive_work_comes() 
     assert max(gaps) <= 2.0 + 0.5
 
 
-def test_positions_and_waits_are_told_in_the_order_of_the_turns() -> None:
+def test_positions_and_waits_follow_the_order_of_the_turns() -> None:
     world = World(engine=SMALL)
     for name, count in (("a", 40), ("b", 20)):
-        world.keep_busy(name, count, agent(name, random.Random(1), input_tokens=100, output_tokens=20), until=5.0)
+        world.keep_busy(
+            name,
+            count,
+            agent(name, random.Random(1), input_tokens=100, output_tokens=20),
+            until=5.0,
+        )
     world.run(5.0)
     outlooks = world.queue.outlook()
 
@@ -319,17 +362,27 @@ def test_positions_and_waits_are_told_in_the_order_of_the_turns() -> None:
     assert waits == sorted(waits)
     told = [outlook.place for outlook in outlooks]
     world.run(8.0)
-    turns = [each.place for each in sorted(world.ended, key=lambda each: each.handed_at or 0.0) if each.place in told]
+    turns = [
+        each.place
+        for each in sorted(world.ended, key=lambda each: each.handed_at or 0.0)
+        if each.place in told
+    ]
     assert len(turns) > 20
-    assert sum(abs(turns.index(place) - told.index(place)) for place in turns) <= 2 * len(turns), "about that order, that is"
+    assert sum(abs(turns.index(place) - told.index(place)) for place in turns) <= 2 * len(turns), (
+        "about that order, that is"
+    )
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_whatever_happens_to_places_the_books_agree(seed: int) -> None:
-    """Random acts against plain counting: bounds, what waits, what the engine has, and nothing left at the end."""
+def test_after_any_operations_on_places_the_counts_agree(seed: int) -> None:
+    """Random operations against plain counting: bounds, queued and running requests, leaks."""
     rng, clock = random.Random(seed), Clock()
     limits = QueueLimits(request_count_max=40, tenant_request_count_max=15)
-    queue = FairQueue(limits, lambda: EngineStatistics(step_count=rng.randint(0, 9), running_sequence_count_max=8), clock)
+    queue = FairQueue(
+        limits,
+        lambda: EngineStatistics(step_count=rng.randint(0, 9), running_sequence_count_max=8),
+        clock,
+    )
     alive: list[Place] = []
     refused: list[float] = []
     for _ in range(3000):
@@ -341,7 +394,14 @@ def test_whatever_happens_to_places_the_books_agree(seed: int) -> None:
                     tier = rng.choice(list(ServiceTier))
                     sequences = rng.choice((1, 1, 4))
                     alive.append(
-                        queue.enter(arrival(rng.choice("abcd"), tier=tier, sequence_count=sequences, compiles=rng.random() < 0.2))
+                        queue.enter(
+                            arrival(
+                                rng.choice("abcd"),
+                                tier=tier,
+                                sequence_count=sequences,
+                                compiles=rng.random() < 0.2,
+                            )
+                        )
                     )
                 except QueueFull as refusal:
                     refused.append(refusal.retry_after_s)
@@ -359,15 +419,23 @@ def test_whatever_happens_to_places_the_books_agree(seed: int) -> None:
         handed = [place for place in alive if place.state is State.HANDED]
         statistics = queue.statistics()
         assert statistics.waiting_count == len(waiting) <= 40
-        assert statistics.engine_pending_count == sum(place.arrival.sequence_count for place in handed)
+        assert statistics.engine_pending_count == sum(
+            place.arrival.sequence_count for place in handed
+        )
         if [place for place in alive if place.state is State.WAITING]:
-            assert any(place.state in (State.HANDED, State.RUNNING) for place in alive), "the engine idles while something waits"
+            assert any(place.state in (State.HANDED, State.RUNNING) for place in alive), (
+                "the engine idles while something waits"
+            )
     for place in alive:
         place.leave()
     statistics = queue.statistics()
-    assert (statistics.waiting_count, statistics.engine_pending_count, len(queue._lookahead.handed)) == (0, 0, 0)
+    assert (
+        statistics.waiting_count,
+        statistics.engine_pending_count,
+        len(queue._dispatch.handed),
+    ) == (0, 0, 0)
     assert all(not tier.line.waiting_count for tier in queue._tiers.values())
-    assert not queue._entrance._by_tenant
+    assert not queue._admission._by_tenant
     assert len(refused) > 10
     assert min(refused) > 0
 
@@ -383,7 +451,9 @@ async def test_a_request_cancelled_while_it_waits_gives_its_place_to_the_next() 
             await asyncio.Event().wait()
 
     async with asyncio.TaskGroup() as tasks:
-        running = [tasks.create_task(wait(str(index), queue.enter(arrival()))) for index in range(12)]
+        running = [
+            tasks.create_task(wait(str(index), queue.enter(arrival()))) for index in range(12)
+        ]
         while len(turns) < 8:  # noqa: ASYNC110 the first window
             await asyncio.sleep(0)
         running[9].cancel()
@@ -401,7 +471,7 @@ async def test_a_request_cancelled_while_it_waits_gives_its_place_to_the_next() 
 
 
 def test_requests_that_wait_for_their_grammar_do_not_hold_up_the_others() -> None:
-    lookahead = Lookahead()
+    lookahead = DispatchWindow()
     for _ in range(COMPILING_MAX):
         lookahead.given(ranked(1.0, compiles=True))
     assert lookahead.has_room(1.0)
@@ -411,8 +481,8 @@ def test_requests_that_wait_for_their_grammar_do_not_hold_up_the_others() -> Non
     assert not lookahead.has_room(1.0)
 
 
-def test_who_comes_before_what_the_engine_has_is_handed_over_whatever_waits_there() -> None:
-    lookahead = Lookahead()
+def test_a_request_ranked_before_the_engines_ones_is_dispatched_at_once() -> None:
+    lookahead = DispatchWindow()
     while lookahead.has_room(5.0):
         lookahead.given(ranked(5.0))
     assert lookahead.has_room(4.0)
@@ -424,8 +494,8 @@ def test_who_comes_before_what_the_engine_has_is_handed_over_whatever_waits_ther
 
 
 def test_the_window_follows_what_the_engine_takes() -> None:
-    lookahead = Lookahead()
-    for _ in range(1000):  # entering at once, with others behind
+    lookahead = DispatchWindow()
+    for _ in range(1000):  # enters at once, with others behind
         while lookahead.has_room(1.0):
             lookahead.given(ranked(1.0))
         lookahead.entered(1, behind=True)
@@ -434,13 +504,13 @@ def test_the_window_follows_what_the_engine_takes() -> None:
     for _ in range(1000):
         lookahead.entered(50, behind=True)
     assert lookahead.window == 1.0
-    lookahead.entered(-7, behind=True)  # the engine was started anew
+    lookahead.entered(-7, behind=True)  # the engine was restarted
     assert lookahead.window == 1.0
 
 
 def test_several_engines_have_as_many_times_the_room() -> None:
-    """The window grows with each that comes, shrinks with each that goes, and its bounds are those of all of them."""
-    lookahead = Lookahead()
+    """The window and its bounds grow with each new engine and shrink with each lost one."""
+    lookahead = DispatchWindow()
     lookahead.spread(3)
     assert lookahead.window == 3 * WINDOW_FIRST
     lookahead.window = 3 * WINDOW_MAX - 1

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 from weir.v1 import inference_service_pb2 as pb
 
-from api.access.auth import StandingKey
+from api.access.auth import StreamKey
 from api.core.errors import MessageUnreadable
 from api.core.interceptor import Context, ReceivedMessages, checked, first_error, tolerant
 from api.core.pace import FramePace
@@ -30,27 +30,33 @@ from metering.quotas.quota_rules import Payer
     [
         (None, None, Outcome.CANCELLED),
         (10.0, 0.0, Outcome.DEADLINE),
-        (10.0, 0.15, Outcome.DEADLINE),  # the client's clock was first
+        (10.0, 0.15, Outcome.DEADLINE),  # the client's clock expired first
         (10.0, 3.0, Outcome.CANCELLED),
         (1.0, 0.5, Outcome.CANCELLED),
         (100.0, 1.0, Outcome.DEADLINE),  # sent rounded up
     ],
 )
-def test_a_deadline_is_told_from_a_cancel(granted_s: float | None, left_s: float | None, outcome: Outcome) -> None:
+def test_a_deadline_is_distinguished_from_a_cancel(
+    granted_s: float | None, left_s: float | None, outcome: Outcome
+) -> None:
     assert outcome_of_leaving(granted_s, left_s) is outcome
 
 
 @pytest.mark.parametrize("state", State)
 def test_a_tick_of_progress_survives_a_request_for_an_unknown_model(state: State) -> None:
-    """It may come before the request has found out; and it runs in the one task group that holds the server together."""
+    """The tick may come before the model is looked up, and runs in the server's only task group."""
     router = Router({})
     with pytest.raises(ModelUnknown):
         router.choose("gpt")
-    process = cast(Any, SimpleNamespace(router=router, admission=SimpleNamespace(settings=Settings())))
+    process = cast(
+        Any, SimpleNamespace(router=router, admission=SimpleNamespace(settings=Settings()))
+    )
     payer = Payer(uuid.uuid4(), uuid.uuid4(), uuid.uuid4(), "USD")
     caller = Caller(payer, 0.0, 0.0)
     start = parse_start(str(uuid.uuid4()), pb.StartFrame(model="gpt", text="x"))
-    request = LiveRequest(caller, start, process, Receiver(Outbox(cast(Any, None)), start.given_id, lambda _: None))
+    request = LiveRequest(
+        caller, start, process, Receiver(Outbox(cast(Any, None)), start.given_id, lambda _: None)
+    )
     request.life.state = state
 
     request.tell_progress(None)
@@ -88,7 +94,7 @@ def test_the_first_plain_error_of_nested_groups_is_found() -> None:
 
 
 class DeafContext:
-    """A call whose client takes nothing until it is told to."""
+    """Call whose client reads nothing until told to."""
 
     def __init__(self) -> None:
         self.reads = asyncio.Event()
@@ -102,13 +108,17 @@ class DeafContext:
         return None
 
 
-async def test_a_client_that_sends_and_never_reads_is_not_read_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise the answers that it does not take would fill the memory of the server."""
+async def test_a_client_that_sends_and_never_reads_is_not_read_either(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Otherwise the unread answers would fill the server's memory."""
     monkeypatch.setattr("api.generation.outbox.FRAMES_WAITING_MAX", 50)
     process = cast(
         Any,
         SimpleNamespace(
-            admission=SimpleNamespace(journal=None, settings=Settings(), holds=SimpleNamespace(may_have_lapsed=bool)),
+            admission=SimpleNamespace(
+                journal=None, settings=Settings(), holds=SimpleNamespace(may_have_lapsed=bool)
+            ),
             pace=FramePace(1.0),
         ),
     )
@@ -119,15 +129,20 @@ async def test_a_client_that_sends_and_never_reads_is_not_read_either(monkeypatc
         nonlocal taken
         for _ in range(100):
             taken += 1
-            unknown = [pb.ClientFrame(request_id=str(uuid.uuid4()), cancel=pb.CancelFrame()) for _ in range(10)]
+            unknown = [
+                pb.ClientFrame(request_id=str(uuid.uuid4()), cancel=pb.CancelFrame())
+                for _ in range(10)
+            ]
             yield pb.GenerateRequest(frames=unknown)
-            await asyncio.sleep(0)  # as a message from a socket would
+            await asyncio.sleep(0)  # like a message from a socket
 
     ids = {name: uuid.uuid4() for name in ("api_key_id", "project_id", "organization_id")}
     principal = cast(Any, SimpleNamespace(**ids, currency_code="USD"))
-    key = StandingKey(principal, cast(Any, None), 60.0)  # which it has no time to look at
+    key = StreamKey(principal, cast(Any, None), 60.0)  # which it has no time to read
     async with asyncio.TaskGroup() as tasks:
-        serving = tasks.create_task(ClientStream(process, key, 0.0).serve(messages(), cast(Any, context)))
+        serving = tasks.create_task(
+            ClientStream(process, key, 0.0).serve(messages(), cast(Any, context))
+        )
         for _ in range(1000):
             await asyncio.sleep(0)
         assert 5 <= taken <= 8, "what waits, and what is being written"

@@ -1,4 +1,4 @@
-"""Frames that no client of ours sends, by the thousand: whoever sends them waits for them, and everybody else goes on meanwhile."""
+"""Thousands of hostile frames: their sender waits, and all other clients go on."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ import pytest
 from google.rpc import error_details_pb2
 from weir.v1 import inference_service_pb2 as pb
 
-from api.access.auth import StandingKey
+from api.access.auth import StreamKey
 from api.core import pace
 from api.core.pace import FramePace
 from api.core.settings import Settings
 from api.generation import client_stream as generation
 from api.generation import text_work
 from api.generation.client_stream import ClientStream
-from api.openai.door import Door
+from api.openai.gateway import Gateway
 from api.openai.listener import Listener
 from metering.core.errors import KeyInvalid
 from metering.quotas.quota_rules import Owner, Payer
@@ -38,30 +38,43 @@ TOKENS = 20
 
 
 class World:
-    """One process, the books, and who calls."""
+    """One process, the database, and its callers."""
 
-    def __init__(self, small: SmallProcess, books: HoldWorld, payer: Payer, streams: asyncio.TaskGroup) -> None:
+    def __init__(
+        self, small: SmallProcess, books: HoldWorld, payer: Payer, streams: asyncio.TaskGroup
+    ) -> None:
         self.small = small
         self._streams = streams
         self._serving: list[asyncio.Task[None]] = []
         self.books = books
-        self.principal = Principal(payer.api_key_id, "wk", payer.project_id, payer.organization_id, "USD", frozenset({"inference"}))
+        self.principal = Principal(
+            payer.api_key_id,
+            "wk",
+            payer.project_id,
+            payer.organization_id,
+            "USD",
+            frozenset({"inference"}),
+        )
         self.frames_max = small.process.admission.settings.frames_per_message_max
 
     def serve(self, call: Call, tasks: asyncio.TaskGroup) -> None:
         """Serve a stream."""
-        tasks.create_task(self.small.stream(self.principal, "").serve(call.requests(), cast(Any, call)))
+        tasks.create_task(
+            self.small.stream(self.principal, "").serve(call.requests(), cast(Any, call))
+        )
 
     def serve_for(self, principal: Principal, call: Call) -> None:
-        """The same for another key, until the test ends."""
+        """Serve a stream of another key until the test ends."""
         self.serve_on(self.small.stream(principal, ""), call)
 
     def serve_on(self, stream: ClientStream, call: Call) -> None:
-        """The same for a stream that is there."""
-        self._serving.append(self._streams.create_task(stream.serve(call.requests(), cast(Any, call))))
+        """Serve a given stream until the test ends."""
+        self._serving.append(
+            self._streams.create_task(stream.serve(call.requests(), cast(Any, call)))
+        )
 
     async def hang_up(self) -> None:
-        """Those clients go away."""
+        """Disconnect these clients."""
         for task in self._serving:
             task.cancel()
         await asyncio.gather(*self._serving, return_exceptions=True)
@@ -84,9 +97,13 @@ async def world(tmp_path: Path, database_url: str, sessions: Sessions) -> AsyncI
 
 
 def start_frame() -> pb.ClientFrame:
-    """A request with credit that may be kept: every frame means something to it."""
+    """Return a start with credit and `keep_on_disconnect`: every kind of frame affects it."""
     start = pb.StartFrame(
-        model="demo", token_ids=pb.TokenIds(ids=range(7, 17)), max_output_tokens=TOKENS, ignore_eos=True, initial_credit_tokens=1
+        model="demo",
+        token_ids=pb.TokenIds(ids=range(7, 17)),
+        max_output_tokens=TOKENS,
+        ignore_eos=True,
+        initial_credit_tokens=1,
     )
     start.keep_on_disconnect.FromSeconds(60)
     start.usage_interval_tokens = 1
@@ -94,7 +111,7 @@ def start_frame() -> pb.ClientFrame:
 
 
 def hostile(kind: str, request_id: str) -> pb.ClientFrame:
-    """One of thousands."""
+    """Return a frame of this kind."""
     frame = pb.ClientFrame(request_id=request_id)
     match kind:
         case "credit":
@@ -110,15 +127,18 @@ def hostile(kind: str, request_id: str) -> pb.ClientFrame:
 
 
 async def said(call: Call, kind: str, count: int = 1) -> None:
-    """Wait for so many frames of a kind."""
-    await until(lambda: sum(frame.WhichOneof("kind") == kind for frame in call.frames) >= count, f"{count} of {kind}")
+    """Wait for this many frames of a kind."""
+    await until(
+        lambda: sum(frame.WhichOneof("kind") == kind for frame in call.frames) >= count,
+        f"{count} of {kind}",
+    )
 
 
 @pytest.mark.parametrize("kind", ["credit", "update", "attach", "unknown"])
 async def test_others_have_their_turns_while_a_message_full_of_frames_is_worked_off(
     world: World, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After each slice of it; here a slice is as short as can be, since how many frames one holds is the machine's affair."""
+    """Others run after each slice; slices are minimal here, as their length varies by machine."""
     monkeypatch.setattr(generation, "SLICE_S", 0.0)
     call, start = Call(), start_frame()
     marker = pb.ClientFrame(request_id=str(uuid.uuid4()), cancel=pb.CancelFrame())
@@ -137,18 +157,26 @@ async def test_others_have_their_turns_while_a_message_full_of_frames_is_worked_
                 turn_count += 1
                 await asyncio.sleep(0)
         world.small.engine.gate.set()
-        call.send(pb.ClientFrame(request_id=start.request_id, credit=pb.CreditFrame(token_count=TOKENS)))
+        call.send(
+            pb.ClientFrame(request_id=start.request_id, credit=pb.CreditFrame(token_count=TOKENS))
+        )
         call.half_close()
 
     assert turn_count >= world.frames_max // 4
-    ends = [frame for frame in call.frames if frame.request_id == start.request_id and frame.HasField("finished")]
+    ends = [
+        frame
+        for frame in call.frames
+        if frame.request_id == start.request_id and frame.HasField("finished")
+    ]
     assert [end.finished.usage.delivered_token_count for end in ends] == [TOKENS]
     assert world.books.rows("SELECT delivered_token_count FROM usage_events") == [(TOKENS,)]
     world.small.process.replays.forget((world.principal.project_id, uuid.UUID(start.request_id)))
 
 
-async def test_two_streams_that_take_a_request_from_each_other_a_thousand_times_are_told_one_end_each_time(world: World) -> None:
-    """Whoever has it at the end has all of it; it was billed once."""
+async def test_a_request_that_moves_between_two_streams_a_thousand_times_ends_once_for_each(
+    world: World,
+) -> None:
+    """The last owner has all output; it was billed once."""
     calls, start = (Call(), Call()), start_frame()
     request_id, rounds = start.request_id, 500
     async with asyncio.TaskGroup() as tasks:
@@ -164,12 +192,17 @@ async def test_two_streams_that_take_a_request_from_each_other_a_thousand_times_
             await said(taker, "attached", number // 2 + 1)
         world.small.engine.gate.set()
         last = calls[rounds % 2]
-        last.send(pb.ClientFrame(request_id=request_id, credit=pb.CreditFrame(token_count=2 * TOKENS)))
+        last.send(
+            pb.ClientFrame(request_id=request_id, credit=pb.CreditFrame(token_count=2 * TOKENS))
+        )
         await said(last, "finished")
         for call in calls:
             call.half_close()
 
-    elsewhere = [sum(frame.failed.status.message.startswith("another stream") for frame in call.frames) for call in calls]
+    elsewhere = [
+        sum(frame.failed.status.message.startswith("another stream") for frame in call.frames)
+        for call in calls
+    ]
     assert sum(elsewhere) == rounds
     after = max(index for index, frame in enumerate(last.frames) if frame.HasField("attached"))
     deltas = [frame.delta for frame in last.frames[after:] if frame.HasField("delta")]
@@ -180,14 +213,14 @@ async def test_two_streams_that_take_a_request_from_each_other_a_thousand_times_
 
 
 def pace_for_ever(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever has a frame worked off waits for hours before the next slice: so that no machine's speed decides."""
+    """Make the sender of any frame wait hours for its next slice: speed is then irrelevant."""
     monkeypatch.setattr(pace, "BURST_S", 0.0)
     monkeypatch.setattr(generation, "SLICE_S", 0.0)
     world.small.process.pace = FramePace(1e-12)
 
 
 async def answered(world: World, principal: Principal, *frames: pb.ClientFrame) -> Call:
-    """A stream of its own that is told these frames in one message and answers each; its reader goes on to the next message."""
+    """Serve a stream that answers each frame of this message, until it reads the next one."""
     call = Call()
     world.serve_for(principal, call)
     call.send(*frames)
@@ -195,12 +228,18 @@ async def answered(world: World, principal: Principal, *frames: pb.ClientFrame) 
     return call
 
 
-async def test_who_floods_is_read_no_further_and_nobody_else_waits(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the key, on all of its streams; a request of another organization begins and ends meanwhile."""
-    flooding = dataclasses.replace(world.principal, api_key_id=uuid.uuid4(), organization_id=uuid.uuid4())
+async def test_a_flooding_client_is_not_read_further_and_delays_no_other(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All streams of the key wait; a request of another organization begins and ends."""
+    flooding = dataclasses.replace(
+        world.principal, api_key_id=uuid.uuid4(), organization_id=uuid.uuid4()
+    )
     pace_for_ever(world, monkeypatch)
 
-    flood = await answered(world, flooding, *[hostile("unknown", "") for _ in range(world.frames_max)])
+    flood = await answered(
+        world, flooding, *[hostile("unknown", "") for _ in range(world.frames_max)]
+    )
     quiet, start = Call(), start_frame()
     start.start.initial_credit_tokens = TOKENS
     start.start.ClearField("keep_on_disconnect")
@@ -217,12 +256,14 @@ async def test_who_floods_is_read_no_further_and_nobody_else_waits(world: World,
     assert world.small.process.pace.wait_s(flooding) > 3600
 
 
-async def test_attaches_that_look_into_the_books_end_a_slice_by_what_that_takes(
+async def test_attaches_with_a_database_lookup_end_a_slice_by_its_cost(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a message of them is worked off at once, and its key waits for minutes after."""
+    """Otherwise a message of such frames would run at once, and its key then wait for minutes."""
     monkeypatch.setattr(generation, "LOOKUP_COST_S", 1e6)
-    attaches = [pb.ClientFrame(request_id=str(uuid.uuid4()), attach=pb.AttachFrame()) for _ in range(3)]
+    attaches = [
+        pb.ClientFrame(request_id=str(uuid.uuid4()), attach=pb.AttachFrame()) for _ in range(3)
+    ]
 
     call = await answered(world, world.principal, *attaches)
 
@@ -232,7 +273,7 @@ async def test_attaches_that_look_into_the_books_end_a_slice_by_what_that_takes(
 
 
 class Gate(FramePace):
-    """Lets the first slice through, and the later ones when it is opened."""
+    """Pace that passes the first slice, and the later ones once it is opened."""
 
     def __init__(self) -> None:
         super().__init__(1.0)
@@ -241,7 +282,7 @@ class Gate(FramePace):
         self._slice_count = 0
 
     async def turn(self, owner: Owner) -> bool:
-        """See `FramePace.turn`."""
+        """Implement `FramePace.turn`."""
         self._slice_count += 1
         if self._slice_count == 1:
             return False
@@ -253,14 +294,14 @@ class Gate(FramePace):
 async def test_a_key_that_is_revoked_while_its_frames_wait_begins_nothing_more(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A message of thousands may wait for minutes."""
+    """A message of thousands of frames may wait for minutes."""
 
     async def refuse() -> Principal:
         raise KeyInvalid("this key is revoked")
 
     monkeypatch.setattr(generation, "SLICE_S", 0.0)
     gate = world.small.process.pace = Gate()
-    key, call = StandingKey(world.principal, refuse, 3600.0), Call()
+    key, call = StreamKey(world.principal, refuse, 3600.0), Call()
     stream = ClientStream(world.small.process, key, 0.0)
     world.serve_on(stream, call)
 
@@ -276,8 +317,10 @@ async def test_a_key_that_is_revoked_while_its_frames_wait_begins_nothing_more(
     ]
 
 
-async def test_streams_of_a_key_take_turns_and_one_that_goes_away_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each slice begins when all before it have been waited for: else those that wait would wake together."""
+async def test_streams_of_a_key_take_turns_and_a_closed_one_blocks_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each slice waits for all earlier ones: otherwise waiting slices would wake together."""
     now, key = 1000.0, owner()
 
     async def sleep(duration_s: float) -> None:
@@ -307,9 +350,13 @@ async def test_streams_of_a_key_take_turns_and_one_that_goes_away_holds_up_nobod
 
 
 @pytest.mark.parametrize("kind", ["attach", "start"])
-async def test_what_is_refused_behind_its_frame_counts_as_well(world: World, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An attach to what nobody knows looks into the books; a start that does not fit has been tokenized. One that runs is free."""
-    monkeypatch.setattr(generation, "REFUSAL_COST_S" if kind == "start" else "LOOKUP_COST_S", 1000.0)
+async def test_refusals_after_the_frame_was_read_are_counted(
+    world: World, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An unknown attach costs a query, an oversized start tokenization; others are free."""
+    monkeypatch.setattr(
+        generation, "REFUSAL_COST_S" if kind == "start" else "LOOKUP_COST_S", 1000.0
+    )
     frame = start_frame()
     if kind == "attach":
         frame = pb.ClientFrame(request_id=str(uuid.uuid4()), attach=pb.AttachFrame())
@@ -349,7 +396,7 @@ def test_a_pause_gives_back_what_may_be_worked_off_at_once_and_no_more() -> None
 
 
 def test_keys_of_an_organization_have_two_shares_together() -> None:
-    """Many keys are no way around the share, and one that floods leaves a share to the others."""
+    """Many keys do not increase the share, and a flooding one leaves a share to the others."""
     organization_id, frame_pace = uuid.uuid4(), FramePace(0.25, clock=lambda: 1000.0)
     keys = [owner(organization_id) for _ in range(10)]
 
@@ -358,12 +405,16 @@ def test_keys_of_an_organization_have_two_shares_together() -> None:
     for key in keys[1:]:
         frame_pace.spent(key, 0.1)
 
-    assert [round(each, 6) for each in (flooding_s, beside_s, frame_pace.wait_s(keys[9]))] == [0.4, 0.2, 2.0]
+    assert [round(each, 6) for each in (flooding_s, beside_s, frame_pace.wait_s(keys[9]))] == [
+        0.4,
+        0.2,
+        2.0,
+    ]
     assert frame_pace.wait_s(owner()) == 0.0
 
 
 def test_keys_that_owe_nothing_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that owes something is not, however many come."""
+    """A key that still owes time is kept, however many others come."""
     monkeypatch.setattr(pace, "KEYS_MAX", 100)
     frame_pace, owing = FramePace(0.25, clock=lambda: 1000.0), owner()
     frame_pace.spent(owing, 10.0)
@@ -376,19 +427,24 @@ def test_keys_that_owe_nothing_are_forgotten(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def owner(organization_id: uuid.UUID | None = None) -> Payer:
-    """A new key, of a new organization unless it is said which."""
+    """Return a new key, in a new organization by default."""
     return Payer(organization_id or uuid.uuid4(), uuid.uuid4(), uuid.uuid4(), "USD")
 
 
 def text_frame(text: str) -> pb.ClientFrame:
-    """A request with this prompt."""
-    return pb.ClientFrame(request_id=str(uuid.uuid4()), start=pb.StartFrame(model="demo", text=text, max_output_tokens=1))
+    """Return a request with this prompt."""
+    return pb.ClientFrame(
+        request_id=str(uuid.uuid4()),
+        start=pb.StartFrame(model="demo", text=text, max_output_tokens=1),
+    )
 
 
 def conversation_frame(message_count: int, content: str) -> pb.ClientFrame:
-    """A request with a conversation."""
+    """Return a request with a conversation."""
     frame = text_frame("")
-    frame.start.conversation.messages.extend([pb.Message(role=pb.ROLE_USER, content=content)] * message_count)
+    frame.start.conversation.messages.extend(
+        [pb.Message(role=pb.ROLE_USER, content=content)] * message_count
+    )
     return frame
 
 
@@ -405,10 +461,13 @@ PROMPTS: dict[str, tuple[pb.ClientFrame, str]] = {
 
 
 @pytest.mark.parametrize("name", PROMPTS)
-async def test_no_thread_works_for_a_key_without_quota(world: World, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_thread_works_for_a_key_without_quota(
+    world: World, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     frame, reason = PROMPTS[name]
     world.books.execute(
-        "INSERT INTO quotas (subject, subject_id, dimension, limit_value) VALUES ('organization', %s, 'tokens_per_month', 0)",
+        "INSERT INTO quotas (subject, subject_id, dimension, limit_value) VALUES ('organization',"
+        " %s, 'tokens_per_month', 0)",
         world.principal.organization_id,
     )
     ran: list[int] = []
@@ -428,9 +487,10 @@ async def test_no_thread_works_for_a_key_without_quota(world: World, name: str, 
 async def test_short_prompts_of_a_key_that_was_refused_a_moment_ago_are_not_tokenized(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first one is, since that costs less than asking; once a request is admitted again, so is every one."""
+    """The first is tokenized, which is cheaper than a query; after a new admission, all are."""
     world.books.execute(
-        "INSERT INTO quotas (subject, subject_id, dimension, limit_value) VALUES ('organization', %s, 'tokens_per_month', 0)",
+        "INSERT INTO quotas (subject, subject_id, dimension, limit_value) VALUES ('organization',"
+        " %s, 'tokens_per_month', 0)",
         world.principal.organization_id,
     )
     encoded: list[str] = []
@@ -453,19 +513,24 @@ async def test_short_prompts_of_a_key_that_was_refused_a_moment_ago_are_not_toke
 
     assert [await ask("first"), await ask("second"), await ask("third")] == ["failed"] * 3
     assert encoded == ["first"]
-    world.books.execute("UPDATE quotas SET limit_value = 1000000 WHERE subject_id = %s", world.principal.organization_id)
+    world.books.execute(
+        "UPDATE quotas SET limit_value = 1000000 WHERE subject_id = %s",
+        world.principal.organization_id,
+    )
     assert [await ask("fourth"), await ask("fifth")] == ["finished"] * 2
     assert encoded == ["first", "fourth", "fifth"]
     assert not world.small.process.admission.was_refused(world.principal.api_key_id)
 
 
-async def test_prompts_of_one_key_beyond_its_bound_are_refused_with_a_wait_and_another_key_goes_on(
+async def test_prompts_of_one_key_beyond_its_bound_are_refused_and_do_not_affect_another_key(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While its first large prompts are being prepared; afterwards it may send as many again."""
     work = world.small.process.text_work
     monkeypatch.setattr(work, "_chars_per_key_max", 5000)
-    other = dataclasses.replace(world.principal, api_key_id=world.books.key(world.principal.project_id))
+    other = dataclasses.replace(
+        world.principal, api_key_id=world.books.key(world.principal.project_id)
+    )
     call, theirs = Call(), Call()
     async with asyncio.TaskGroup() as tasks:
         world.serve(call, tasks)
@@ -490,7 +555,7 @@ async def test_prompts_of_one_key_beyond_its_bound_are_refused_with_a_wait_and_a
 
 
 def test_preparation_of_what_is_refused_slows_its_key() -> None:
-    """A thread's time counts as the event loop's does, and an ordinary request that is let in counts as nothing."""
+    """A thread's time counts like the event loop's; an ordinary admitted request is free."""
     now = 100.0
     paced = FramePace(0.25, clock=lambda: now)
     key = owner()
@@ -502,38 +567,45 @@ def test_preparation_of_what_is_refused_slows_its_key() -> None:
 
 
 class RecordedPace(FramePace):
-    """Notes what it is asked, in order."""
+    """Pace that records its calls in order."""
 
     def __init__(self) -> None:
         super().__init__(0.25)
         self.events: list[str] = []
 
     async def turn(self, owner: Owner) -> bool:
-        """See `FramePace`."""
+        """Implement `FramePace.turn`."""
         waited = await super().turn(owner)
         self.events.append("turn")
         return waited
 
     def spent(self, owner: Owner | str, cost_s: float, held_s: float = 0.0) -> None:
-        """See `FramePace`."""
+        """Implement `FramePace.spent`."""
         if cost_s + held_s > 0:
             self.events.append("spent")
         super().spent(owner, cost_s, held_s)
 
 
-async def test_each_http_body_counts_before_the_next_one_of_its_key_has_its_turn(world: World, sessions: Sessions) -> None:
-    """Else bodies that came at once would all be read at once, however large they are."""
+async def test_each_http_body_counts_before_the_next_one_of_its_key_has_its_turn(
+    world: World, sessions: Sessions
+) -> None:
+    """Otherwise concurrent bodies would all be read at once, however large they are."""
     process = world.small.process
     recorded = process.pace = RecordedPace()
     async with sessions.begin() as session:
-        _, secret = await create_api_key(session, organization="acme", project="search", name="key", actor="test")
-    door = Door(process, world.small.authenticator, sessions)
+        _, secret = await create_api_key(
+            session, organization="acme", project="search", name="key", actor="test"
+        )
+    door = Gateway(process, world.small.authenticator, sessions)
     listener = Listener(door.handle, process.admission.settings, None)
     port = listener.bind(("127.0.0.1", 0))
     await listener.start()
     messages = [{"role": "user", "content": "x"}] * 2000
     body = json.dumps({"model": "demo", "messages": messages, "max_tokens": 1}).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: weir\r\nconnection: close\r\nauthorization: Bearer {secret}\r\n"
+    head = (
+        "POST /v1/chat/completions HTTP/1.1\r\nhost: weir\r\nconnection: close\r\nauthorization:"
+        f" Bearer {secret}\r\n"
+    )
 
     async def post() -> bytes:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -545,7 +617,10 @@ async def test_each_http_body_counts_before_the_next_one_of_its_key_has_its_turn
     answers = await asyncio.gather(*(post() for _ in range(4)))
     await listener.stop()
 
-    assert all(answer.startswith(b"HTTP/1.1 400") and b"context_length_exceeded" in answer for answer in answers)
+    assert all(
+        answer.startswith(b"HTTP/1.1 400") and b"context_length_exceeded" in answer
+        for answer in answers
+    )
     assert recorded.events.count("turn") == 4
     for index, event in enumerate(recorded.events):
         if event == "turn":

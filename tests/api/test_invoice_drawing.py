@@ -1,4 +1,4 @@
-"""Invoices drawn by a child process: the same bytes, its failure told, and no child that outlives its call."""
+"""Invoices drawn by a child process: same bytes, reported failures, no surviving child."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ async def test_the_child_draws_what_this_process_would() -> None:
     assert await InvoiceDrawer().draw(DOCUMENT) == render_pdf(DOCUMENT)
 
 
-async def test_a_child_that_fails_is_told_with_what_it_said(tmp_path: Path) -> None:
+async def test_a_failed_child_is_reported_with_its_output(tmp_path: Path) -> None:
     with pytest.raises(DrawingFailed, match=r"gone\.ttf cannot be used"):
-        await InvoiceDrawer().draw(replace(DOCUMENT, issuer=replace(ISSUER, font=tmp_path / "gone.ttf")))
+        await InvoiceDrawer().draw(
+            replace(DOCUMENT, issuer=replace(ISSUER, font=tmp_path / "gone.ttf"))
+        )
 
 
 async def test_a_child_ends_with_the_call_that_wanted_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,4 +46,4 @@ async def test_a_child_ends_with_the_call_that_wanted_it(monkeypatch: pytest.Mon
 
     assert child.returncode is not None
     monkeypatch.undo()
-    assert await drawer.draw(DOCUMENT)  # its turn was given back
+    assert await drawer.draw(DOCUMENT)  # its turn was released

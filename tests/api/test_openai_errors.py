@@ -1,4 +1,4 @@
-"""What OpenAI's clients are told of errors and limits, and what leaves as an event."""
+"""Errors and limits in the format of OpenAI's API, and the events of a stream."""
 
 from __future__ import annotations
 
@@ -28,8 +28,16 @@ from api.core.settings import SettingInvalid, Settings
 from api.generation.conversation import MESSAGE_COUNT_MAX
 from api.openai import answers
 from api.openai.parameters import CHAT_NAMES as NAMES
-from api.openai.parameters import RESPONSE_NAMES, Item, Message, ResponseParameters, conversation, conversation_of, decode
-from api.openai.refusals import HTTP_STATUSES, duration_text, headers_of, parameter, refusal_of
+from api.openai.parameters import (
+    RESPONSE_NAMES,
+    Item,
+    Message,
+    ResponseParameters,
+    conversation,
+    conversation_of,
+    decode,
+)
+from api.openai.refusals import HTTP_STATUSES, duration_text, parameter, quota_headers, refusal_of
 from inference.capabilities import RequestField
 from inference.errors import RequestImpossible
 
@@ -39,17 +47,27 @@ def test_every_code_of_the_table_has_a_status() -> None:
     assert code_pb2.INTERNAL in HTTP_STATUSES
 
 
-def test_a_remedy_is_told_in_the_words_of_the_api() -> None:
+def test_a_remedy_uses_the_terms_of_the_api() -> None:
     left_out = InvalidRequest(
-        [FieldViolation("response_format", "cannot be combined with tools; set tool_choice to TOOL_MODE_NONE")]
+        [
+            FieldViolation(
+                "response_format",
+                "cannot be combined with tools; set tool_choice to TOOL_MODE_NONE",
+            )
+        ]
     )
     too_long = status_of(PromptTooLong(7, 10, 12))
     taken = code_pb2.ALREADY_EXISTS
 
     assert refusal_of(status_of(left_out), NAMES).message.endswith("set tool_choice to none")
-    assert "max_tokens of" in refusal_of(too_long, NAMES | {"max_output_tokens": "max_tokens"}).message
+    assert (
+        "max_tokens of" in refusal_of(too_long, NAMES | {"max_output_tokens": "max_tokens"}).message
+    )
     assert "max_output_tokens of" in refusal_of(too_long, RESPONSE_NAMES).message
-    assert refusal_of(status_pb2.Status(code=taken, message="use a new request_id")).message == "use a new Idempotency-Key"
+    assert (
+        refusal_of(status_pb2.Status(code=taken, message="use a new request_id")).message
+        == "use a new Idempotency-Key"
+    )
 
 
 @pytest.mark.parametrize(
@@ -66,27 +84,43 @@ def test_a_remedy_is_told_in_the_words_of_the_api() -> None:
         (RequestField.STOP_TOKEN_IDS, "stop_token_ids"),
     ],
 )
-def test_a_field_that_the_engine_ignores_is_refused_by_the_parameter_s_name(field: RequestField, param: str) -> None:
-    refusal = refusal_of(status_of(RequestImpossible("this model's engine does not honour it", field)), NAMES)
+def test_a_field_that_the_engine_ignores_is_refused_by_the_parameter_s_name(
+    field: RequestField, param: str
+) -> None:
+    refusal = refusal_of(
+        status_of(RequestImpossible("this model's engine does not honour it", field)), NAMES
+    )
 
-    assert (refusal.http_status, refusal.kind, refusal.param) == (400, "invalid_request_error", param)
+    assert (refusal.http_status, refusal.kind, refusal.param) == (
+        400,
+        "invalid_request_error",
+        param,
+    )
 
 
-def test_a_wait_is_told_in_every_form_that_clients_read() -> None:
+def test_a_retry_after_is_sent_in_every_form_that_clients_read() -> None:
     refusal = refusal_of(status_of(StartsTooLate(wait_s=3.0, left_s=1.0, retry_after_s=2.0005)))
 
     assert refusal.http_status == 503
     assert refusal.headers == {"retry-after": "3", "retry-after-ms": "2001"}
-    assert refusal.body()["error"]["weir"] == {"reason": "STARTS_TOO_LATE", "estimated_wait_s": "3.000"}
+    assert refusal.body()["error"]["weir"] == {
+        "reason": "STARTS_TOO_LATE",
+        "estimated_wait_s": "3.000",
+    }
 
 
 def test_too_many_messages_are_refused_before_any_is_looked_at() -> None:
     count = MESSAGE_COUNT_MAX + 1
     wrong_role = "nobody"
 
-    with pytest.raises(InvalidRequest, match=f"messages: at most {MESSAGE_COUNT_MAX} are allowed, not {count}"):
+    with pytest.raises(
+        InvalidRequest,
+        match=f"messages: must have at most {MESSAGE_COUNT_MAX} elements, got {count}",
+    ):
         conversation([Message(role=wrong_role)] * count)
-    with pytest.raises(InvalidRequest, match=f"input: at most {MESSAGE_COUNT_MAX} are allowed, not {count}"):
+    with pytest.raises(
+        InvalidRequest, match=f"input: must have at most {MESSAGE_COUNT_MAX} elements, got {count}"
+    ):
         conversation_of([Item(role=wrong_role)] * count, None)
 
 
@@ -101,7 +135,11 @@ def test_no_client_is_let_to_wait_for_what_is_too_far_away() -> None:
 def test_an_internal_error_tells_its_incident_and_nothing_else() -> None:
     refusal = refusal_of(status_of(RuntimeError("the secret of the house")))
 
-    assert (refusal.http_status, refusal.kind, refusal.code) == (500, "server_error", "server_error")
+    assert (refusal.http_status, refusal.kind, refusal.code) == (
+        500,
+        "server_error",
+        "server_error",
+    )
     assert "secret" not in json.dumps(refusal.body())
     assert refusal.facts["incident_id"] in refusal.message
 
@@ -109,14 +147,22 @@ def test_an_internal_error_tells_its_incident_and_nothing_else() -> None:
 def test_a_prompt_that_is_too_long_has_the_code_that_clients_look_for() -> None:
     refusal = refusal_of(status_of(PromptTooLong(100, 5, 64)), NAMES)
 
-    assert (refusal.http_status, refusal.code, refusal.param) == (400, "context_length_exceeded", "messages")
+    assert (refusal.http_status, refusal.code, refusal.param) == (
+        400,
+        "context_length_exceeded",
+        "messages",
+    )
     assert refusal.facts["excess_token_count"] == "41"
 
 
 def test_a_missing_key_is_asked_for() -> None:
     refusal = refusal_of(status_of(Unauthenticated("no key")))
 
-    assert (refusal.http_status, refusal.code, refusal.headers["www-authenticate"]) == (401, "invalid_api_key", "Bearer")
+    assert (refusal.http_status, refusal.code, refusal.headers["www-authenticate"]) == (
+        401,
+        "invalid_api_key",
+        "Bearer",
+    )
 
 
 @pytest.mark.parametrize(
@@ -137,11 +183,15 @@ def test_fields_are_called_what_the_request_calls_them(field: str, name: str) ->
 
 
 def test_headers_tell_the_limit_that_has_least_left() -> None:
-    def quota(dimension: types_pb2.QuotaDimension.ValueType, limit: int, left: int, reset_s: int) -> types_pb2.QuotaStatus:
+    def quota(
+        dimension: types_pb2.QuotaDimension.ValueType, limit: int, left: int, reset_s: int
+    ) -> types_pb2.QuotaStatus:
         delay = Duration(seconds=reset_s)
-        return types_pb2.QuotaStatus(dimension=dimension, limit_value=limit, remaining_value=left, reset_delay=delay)
+        return types_pb2.QuotaStatus(
+            dimension=dimension, limit_value=limit, remaining_value=left, reset_delay=delay
+        )
 
-    headers = headers_of(
+    headers = quota_headers(
         [
             quota(types_pb2.QUOTA_DIMENSION_TOKENS_PER_MONTH, 9000, 900, 86_400),
             quota(types_pb2.QUOTA_DIMENSION_TOKENS_PER_MINUTE, 1000, -5, 12),
@@ -158,14 +208,15 @@ def test_headers_tell_the_limit_that_has_least_left() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0.0, "0ms"), (0.35, "350ms"), (12, "12s"), (360, "6m0s"), (7205, "2h0m5s"), (-3, "0ms")]
+    ("seconds", "text"),
+    [(0.0, "0ms"), (0.35, "350ms"), (12, "12s"), (360, "6m0s"), (7205, "2h0m5s"), (-3, "0ms")],
 )
 def test_durations_read_as_openai_writes_them(seconds: float, text: str) -> None:
     assert duration_text(seconds) == text
 
 
 @given(st.text(alphabet=st.sampled_from('a\n\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029😀"\\')))
-def test_an_event_is_one_line_for_every_reader_and_says_what_was_said(text: str) -> None:
+def test_an_event_is_one_line_for_every_reader_and_keeps_its_text(text: str) -> None:
     data = answers.event({"text": text})
 
     assert data.decode().splitlines()[0].encode() + b"\n\n" == data
@@ -178,7 +229,7 @@ JSON = st.recursive(LEAVES, lambda inner: st.lists(inner) | st.dictionaries(st.t
 
 @settings(max_examples=int(os.environ.get("WEIR_HTTP_EXAMPLES", "60")))
 @given(JSON)
-def test_whatever_json_comes_is_taken_or_refused_by_name(value: object) -> None:
+def test_any_json_is_accepted_or_refused_by_parameter(value: object) -> None:
     body = json.dumps({"model": "m", "input": value}).encode()
 
     told = {"input"}
@@ -202,13 +253,15 @@ def test_whatever_json_comes_is_taken_or_refused_by_name(value: object) -> None:
         ("127.0.0.1:8443", "off", None),
     ],
 )
-def test_the_door_stands_where_the_settings_say(grpc: str, http: str, address: tuple[str, int] | None) -> None:
+def test_the_http_api_listens_where_the_settings_say(
+    grpc: str, http: str, address: tuple[str, int] | None
+) -> None:
     chosen = replace(Settings(), listen_address=grpc, openai_listen=http)
 
     assert chosen.openai_address() == address
 
 
-def test_an_address_that_is_none_is_refused_by_name() -> None:
+def test_an_invalid_address_is_refused_by_name() -> None:
     for text in ("9443", "host:", "host:99999", "on"):
         with pytest.raises(SettingInvalid, match="WEIR_OPENAI_LISTEN"):
             Settings.from_environment({"WEIR_OPENAI_LISTEN": text})

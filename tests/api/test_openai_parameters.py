@@ -1,6 +1,6 @@
-"""Every parameter that the official package knows stands in the documentation, with what the door does about it, and that is so.
+"""Parameters of OpenAI's package: each is in the documentation, which describes the API correctly.
 
-A new version of the package with a parameter or a kind that nobody has thought of fails here.
+A new version of the package with an unknown parameter or kind fails here.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from openai.types.chat import (
 )
 from openai.types.chat import completion_create_params as chat_params
 from openai.types.responses import (
+    input_token_count_params,
     response_create_params,
     response_includable,
     response_input_content_param,
@@ -29,32 +30,41 @@ from openai.types.responses import (
 from typing_extensions import get_type_hints, is_typeddict
 
 from api.core.errors import InvalidRequest
-from api.openai.door import EmbeddingParameters, check_dimensions, embed_request
+from api.openai.gateway import EmbeddingParameters, check_dimensions, embed_request
 from api.openai.parameters import (
     ChatParameters,
     CompletionParameters,
     ResponseParameters,
-    chat_asked,
-    completion_asked,
     decode,
-    response_asked,
+    parse_chat,
+    parse_completion,
+    parse_response,
 )
+from api.openai.tolerance import CHANGING
 from infra.architecture import ROOT
 
 DOCUMENT = ROOT / "docs" / "reference" / "openai.md"
-APIS = ("chat", "responses", "completions", "embeddings")  # the columns of the table
+APIS = ("chat", "responses", "completions", "embeddings")  # columns of the table
 FUNCTION = {"type": "function", "name": "f"}
 WRAPPED = {"type": "function", "function": {"name": "f"}}
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 BODIES: Mapping[str, dict[str, Any]] = {
-    "chat": {"model": "m", "messages": [{"role": "user", "content": "x"}], "stream": True, "tools": [WRAPPED]},
+    "chat": {
+        "model": "m",
+        "messages": [{"role": "user", "content": "x"}],
+        "stream": True,
+        "tools": [WRAPPED],
+    },
     "responses": {"model": "m", "input": "x", "stream": True, "tools": [FUNCTION]},
     "completions": {"model": "m", "prompt": "x", "stream": True},
     "embeddings": {"model": "m", "input": "x"},
 }
 PACKAGE: Mapping[str, tuple[type, ...]] = {
     "chat": (chat_params.CompletionCreateParamsBase, chat_params.CompletionCreateParamsStreaming),
-    "responses": (response_create_params.ResponseCreateParamsBase, response_create_params.ResponseCreateParamsStreaming),
+    "responses": (
+        response_create_params.ResponseCreateParamsBase,
+        response_create_params.ResponseCreateParamsStreaming,
+    ),
     "completions": (
         completion_create_params.CompletionCreateParamsBase,
         completion_create_params.CompletionCreateParamsStreaming,
@@ -67,7 +77,8 @@ TAKES: Mapping[str, type[msgspec.Struct]] = {
     "completions": CompletionParameters,
     "embeddings": EmbeddingParameters,
 }
-# What every parameter takes, and of those that take but a part what the rest of it is; by API where they differ.
+# A valid value of every parameter; for partly supported ones, the supported part. By API where they
+# differ.
 RIGHT: Mapping[str, Any] = {
     "model": "m",
     "messages": [{"role": "developer", "content": [{"type": "text", "text": "x"}]}],
@@ -106,13 +117,14 @@ RIGHT: Mapping[str, Any] = {
     "stop_token_ids": [1],
     "chat_template_kwargs": {"enable_thinking": False},
 }
-# What goes beside them where they need it.
+# Further fields that a parameter requires.
 BESIDE: Mapping[str, dict[str, Any]] = {
     "chat top_logprobs": {"logprobs": True},
     "responses top_logprobs": {"tools": []},
+    "completions echo": {"stream": False, "stream_options": None},
     "responses include": {"tools": []},
 }
-FLAGS = frozenset({"stream", "parallel_tool_calls", "ignore_eos"})
+FLAGS = frozenset({"stream", "parallel_tool_calls", "ignore_eos", "echo"})
 WRONG: Mapping[str, Any] = {
     "best_of": 2,
     "stream_options": {"include_obfuscation": True},
@@ -123,11 +135,10 @@ WRONG: Mapping[str, Any] = {
     "store": True,
     "prompt_cache_retention": "24h",
     "reasoning_effort": "low",
-    "reasoning": {"summary": "auto"},
+    "reasoning": {"context": "auto"},
     "verbosity": "low",
     "modalities": ["text", "audio"],
-    "include": ["reasoning.encrypted_content"],
-    "truncation": "auto",
+    "include": ["file_search_call.results"],
     "dimensions": 7,
     "chat_template_kwargs": {"bos_token": "x"},
 }
@@ -135,15 +146,15 @@ SHAPES: tuple[Any, ...] = (True, 3, "x", ["x"], {"x": 1})
 
 
 def ask(api: str, body: dict[str, Any]) -> None:
-    """Read a body as the door does. Raises: InvalidRequest."""
+    """Parse a body as the API does. Raises: InvalidRequest."""
     data = msgspec.json.encode(body)
     match api:
         case "chat":
-            chat_asked(decode(data, ChatParameters))
+            parse_chat(decode(data, ChatParameters))
         case "responses":
-            response_asked(decode(data, ResponseParameters))
+            parse_response(decode(data, ResponseParameters))
         case "completions":
-            completion_asked(decode(data, CompletionParameters))
+            parse_completion(decode(data, CompletionParameters))
         case _:
             given = decode(data, EmbeddingParameters)
             embed_request(given, "id")
@@ -151,16 +162,21 @@ def ask(api: str, body: dict[str, Any]) -> None:
 
 
 def refused_field(api: str, body: dict[str, Any]) -> str:
-    """What is wrong with a body, which must be something."""
+    """Return the invalid field of a body, which must be refused."""
     with pytest.raises(InvalidRequest) as refused:
         ask(api, body)
     return refused.value.violations[0].field
 
 
 def documented() -> dict[str, dict[str, str]]:
-    """What the table says of each parameter, by API."""
+    """Return the documented support of each parameter, by API."""
     told: dict[str, dict[str, str]] = {api: {} for api in APIS}
-    for line in DOCUMENT.read_text(encoding="utf-8").partition("### Every parameter")[2].partition("- **Roles**")[0].splitlines():
+    for line in (
+        DOCUMENT.read_text(encoding="utf-8")
+        .partition("### Every parameter")[2]
+        .partition("- **Roles**")[0]
+        .splitlines()
+    ):
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if not line.startswith("| `"):
             continue
@@ -171,12 +187,16 @@ def documented() -> dict[str, dict[str, str]]:
 
 
 def words(kind: Any) -> set[str]:
-    """The literals of a type, wherever they stand in it."""
-    return set(get_args(kind)) if get_origin(kind) is Literal else {word for each in get_args(kind) for word in words(each)}
+    """Return all literals of a type."""
+    return (
+        set(get_args(kind))
+        if get_origin(kind) is Literal
+        else {word for each in get_args(kind) for word in words(each)}
+    )
 
 
 def kinds(union: Any, key: str = "type") -> set[str]:
-    """What tells the members of a union of the package apart."""
+    """Return the discriminators of the members of a union of the package."""
     if is_typeddict(union):
         return words(get_type_hints(union).get(key))
     return {kind for each in get_args(union) for kind in kinds(each, key)}
@@ -190,20 +210,33 @@ def test_the_table_has_every_parameter_of_the_package_and_of_the_door(api: str) 
 
 
 @pytest.mark.parametrize("api", APIS)
-def test_what_the_table_says_of_a_parameter_is_so(api: str) -> None:
+def test_the_documented_table_of_parameters_is_correct(api: str) -> None:
     told = documented()[api]
     assert set(told.values()) <= {"yes", "part", "idle", "no"}
 
     for name, mark in told.items():
         if mark == "no":
             for shape in (*SHAPES, *([RIGHT[name]] if name in RIGHT else [])):
-                assert refused_field(api, BODIES[api] | {name: shape}).startswith(name), (name, shape)
+                assert refused_field(api, BODIES[api] | {name: shape}).startswith(name), (
+                    name,
+                    shape,
+                )
             continue
-        right = RIGHT.get(f"{api} {name}", RIGHT.get(name, False if name == "store" else True if name in FLAGS else 1))
+        right = RIGHT.get(
+            f"{api} {name}",
+            RIGHT.get(name, False if name == "store" else True if name in FLAGS else 1),
+        )
         ask(api, BODIES[api] | BESIDE.get(f"{api} {name}", {}) | {name: right})
         assert (mark == "part") == (name in WRONG), name
         if mark == "part":
             assert refused_field(api, BODIES[api] | {name: WRONG[name]}).startswith(name), name
+
+
+def test_counting_tokens_knows_every_parameter_of_the_package() -> None:
+    counted = get_type_hints(input_token_count_params.InputTokenCountParams)
+
+    assert set(counted) - set(ResponseParameters.__struct_fields__) == {"personality"}
+    assert "personality" in CHANGING
 
 
 ITEMS: Mapping[str, dict[str, Any]] = {
@@ -267,7 +300,7 @@ ITEMS: Mapping[str, dict[str, Any]] = {
         ),
     ],
 )
-def test_what_comes_in_kinds_is_taken_in_some_and_refused_in_all_others(
+def test_supported_kinds_of_a_union_are_accepted_and_all_others_refused(
     union: Any, taken: set[str], api: str, body: Callable[[str], dict[str, Any]], param: str
 ) -> None:
     known = kinds(union)
@@ -280,15 +313,21 @@ def test_what_comes_in_kinds_is_taken_in_some_and_refused_in_all_others(
             assert refused_field(api, BODIES[api] | body(kind)) == param, kind
 
 
-def test_every_role_is_taken_but_that_of_functions_and_every_tier_and_extra_is_taken_or_refused() -> None:
+def test_every_role_except_function_is_accepted_and_every_tier_and_extra_decided() -> None:
     tiers = words(get_type_hints(response_create_params.ResponseCreateParamsBase)["service_tier"])
-    assert kinds(chat_completion_message_param.ChatCompletionMessageParam, "role") - {"function"} == {
-        *("developer", "system", "user", "assistant", "tool")
-    }
+    assert kinds(chat_completion_message_param.ChatCompletionMessageParam, "role") - {
+        "function"
+    } == {*("developer", "system", "user", "assistant", "tool")}
 
     for tier in tiers - {"auto", "default", "flex"}:
-        assert refused_field("responses", BODIES["responses"] | {"service_tier": tier}) == "service_tier"
-    for each in words(response_includable.ResponseIncludable) - {"message.output_text.logprobs"}:
+        assert (
+            refused_field("responses", BODIES["responses"] | {"service_tier": tier})
+            == "service_tier"
+        )
+    for each in words(response_includable.ResponseIncludable) - {
+        "message.output_text.logprobs",
+        "reasoning.encrypted_content",
+    }:
         assert refused_field("responses", BODIES["responses"] | {"include": [each]}) == "include[0]"
 
 
@@ -312,18 +351,24 @@ def test_a_part_that_is_text_has_nothing_else(name: str) -> None:
         ("embeddings", {"input": [[1]] * 2049}, "input"),
         ("chat", {"tools": [WRAPPED] * 129}, "tools"),
         ("responses", {"input": [{"role": "user", "content": "x"}] * 10_001}, "input"),
-        ("chat", {"messages": [{"role": "assistant", "tool_calls": [CALL] * 4097}]}, "messages[0].tool_calls"),
+        (
+            "chat",
+            {"messages": [{"role": "assistant", "tool_calls": [CALL] * 4097}]},
+            "messages[0].tool_calls",
+        ),
     ],
 )
-def test_too_many_of_anything_are_refused_before_each_is_looked_at(api: str, fields: dict[str, Any], param: str) -> None:
-    """What is wrong with each would be told otherwise, and a million of them hold up all others."""
+def test_too_many_of_anything_are_refused_before_each_is_looked_at(
+    api: str, fields: dict[str, Any], param: str
+) -> None:
+    """Reporting each would block all other clients for a million of them."""
     assert refused_field(api, BODIES[api] | fields) == param
 
 
 def test_several_prompts_share_what_is_asked_of_them_until_it_was_found_right() -> None:
     """A text of a megabyte for each of 128 prompts would be 128 megabytes."""
     body = {"model": "m", "user": "u" * 1_000_000, "prompt": ["x", "y"]}
-    asked = completion_asked(decode(msgspec.json.encode(body), CompletionParameters))
+    asked = parse_completion(decode(msgspec.json.encode(body), CompletionParameters))
 
     assert [frame.text for frame in asked.starts] == ["x", "y"]
     assert asked.starts[0] is not asked.starts[0], "made when it is looked at"

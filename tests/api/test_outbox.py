@@ -1,4 +1,4 @@
-"""The outbox: one message per burst, in order, and no token sent that the journal does not know."""
+"""Outbox: one message per burst, in order, and no token is sent before the journal has it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.service import all_taken
 
 
 class Transport:
-    """Takes messages one at a time; each write waits until it is let through."""
+    """Transport that takes one message at a time; each write waits until it is released."""
 
     def __init__(self, *, flowing: bool = True) -> None:
         self.messages: list[list[int]] = []
@@ -32,7 +32,11 @@ class Transport:
         self.entered.release()
         await self.may_write.acquire()
         self.messages.append(
-            [token_id for frame in pb.GenerateResponse.FromString(data).frames for token_id in frame.delta.token_ids]
+            [
+                token_id
+                for frame in pb.GenerateResponse.FromString(data).frames
+                for token_id in frame.delta.token_ids
+            ]
         )
 
 
@@ -44,21 +48,27 @@ def journal(tmp_path: Path) -> Iterator[UsageJournal]:
 
 
 def recorded(journal: UsageJournal) -> dict[uuid.UUID | None, int]:
-    """The last delivered total of each hold, as the file tells it."""
+    """Return the last delivered total of each hold in the journal's file."""
     data = next(journal.directory.glob("*.journal")).read_bytes()
     return {entry.hold_id: entry.delivered_token_count for entry in decode(data)}
 
 
 def output_on(outbox: Outbox) -> LiveOutput:
-    """Of a request that this stream receives."""
-    output = LiveOutput(Receiver(outbox, "r", lambda _: None), "m", Flow(None, 60.0, lambda: None), Life(), lambda _: None)
+    """Return the output of a request that this stream receives."""
+    output = LiveOutput(
+        Receiver(outbox, "r", lambda _: None),
+        "m",
+        Flow(None, 60.0, lambda: None),
+        Life(),
+        lambda _: None,
+    )
     output.hold_id = uuid.uuid4()
     output.usage.input_token_count, output.usage.generated_token_count = 10, 100
     return output
 
 
 def say(output: LiveOutput, *token_ids: int) -> None:
-    """One step."""
+    """Output one step."""
     output.say(0, "x", token_ids)
 
 
@@ -85,7 +95,9 @@ async def test_all_that_waits_goes_out_in_one_message_and_in_order(journal: Usag
     assert recorded(journal) == {first.hold_id: 5, second.hold_id: 4}
 
 
-async def test_a_burst_is_split_at_the_bound_of_a_message(journal: UsageJournal, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_burst_is_split_at_the_bound_of_a_message(
+    journal: UsageJournal, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Outbox, "frame_max", 2)
     outbox, transport = Outbox(journal), Transport()
     outputs = [output_on(outbox) for _ in range(5)]
@@ -99,7 +111,7 @@ async def test_a_burst_is_split_at_the_bound_of_a_message(journal: UsageJournal,
     assert [output.usage.delivered_token_count for output in outputs] == [1] * 5
 
 
-async def test_a_request_with_much_to_say_lets_the_others_of_its_stream_have_their_turn(
+async def test_a_request_with_much_output_does_not_delay_the_others_of_its_stream(
     journal: UsageJournal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Outbox, "token_max", 100)
@@ -130,7 +142,7 @@ async def test_the_journal_has_a_token_before_the_transport_gets_it(journal: Usa
     assert seen == [3]
 
 
-async def test_a_journal_that_cannot_be_written_stops_delivery_and_frees_whoever_waits(
+async def test_an_unwritable_journal_stops_delivery_and_releases_waiting_callers(
     journal: UsageJournal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outbox, transport = Outbox(journal), Transport()
@@ -151,7 +163,9 @@ async def test_a_journal_that_cannot_be_written_stops_delivery_and_frees_whoever
         await all_taken(one)
 
 
-async def test_an_output_that_breaks_breaks_its_own_stream_and_no_other(journal: UsageJournal) -> None:
+async def test_an_output_that_breaks_breaks_its_own_stream_and_no_other(
+    journal: UsageJournal,
+) -> None:
     transport, broken, whole = Transport(), Outbox(journal), Outbox(journal)
     bad, good = output_on(broken), output_on(whole)
     bad.hold_id = None  # tokens without a hold
@@ -170,7 +184,9 @@ async def test_an_output_that_breaks_breaks_its_own_stream_and_no_other(journal:
     assert (bad.usage.delivered_token_count, good.usage.delivered_token_count) == (0, 1)
 
 
-async def test_frames_without_tokens_do_not_touch_the_journal(journal: UsageJournal, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_frames_without_tokens_do_not_touch_the_journal(
+    journal: UsageJournal, monkeypatch: pytest.MonkeyPatch
+) -> None:
     outbox, transport = Outbox(journal), Transport()
     monkeypatch.setattr(journal, "record", None)
     output_on(outbox).push(pb.ServerFrame(progress=pb.ProgressFrame()))
@@ -182,8 +198,10 @@ async def test_frames_without_tokens_do_not_touch_the_journal(journal: UsageJour
     assert transport.messages == [[]]
 
 
-async def test_what_is_discarded_was_not_delivered_but_what_is_on_its_way_was(journal: UsageJournal) -> None:
-    """A cancel at token k is settled as exactly the tokens that were handed to the transport."""
+async def test_discarded_output_is_not_delivered_and_written_output_is(
+    journal: UsageJournal,
+) -> None:
+    """A cancel at token k settles exactly the tokens that were handed to the transport."""
     outbox, transport = Outbox(journal), Transport(flowing=False)
     one, other = output_on(outbox), output_on(outbox)
     async with asyncio.TaskGroup() as tasks:
@@ -207,7 +225,9 @@ async def test_what_is_discarded_was_not_delivered_but_what_is_on_its_way_was(jo
     assert recorded(journal) == {one.hold_id: 2, other.hold_id: 4}
 
 
-async def test_abandoning_frees_everybody_and_drops_what_comes_later(journal: UsageJournal) -> None:
+async def test_abandoning_releases_every_waiter_and_drops_later_frames(
+    journal: UsageJournal,
+) -> None:
     outbox, transport = Outbox(journal), Transport(flowing=False)
     sending, waiting = output_on(outbox), output_on(outbox)
     async with asyncio.TaskGroup() as tasks:
@@ -238,14 +258,18 @@ ACT = st.one_of(
 
 @settings(max_examples=100, deadline=None, print_blob=True)
 @given(acts=st.lists(ACT, max_size=25))
-def test_any_order_of_acts_delivers_no_more_than_was_said_and_frees_every_waiter(acts: list[tuple[str, int, int]]) -> None:
+def test_any_order_of_acts_delivers_no_more_than_was_said_and_frees_every_waiter(
+    acts: list[tuple[str, int, int]],
+) -> None:
     async def scenario() -> None:
         records: dict[uuid.UUID, int] = {}
 
         class Journal:
             def record(self, entries: Sequence[Delivered]) -> None:
                 for entry in entries:
-                    assert entry.delivered_token_count > records.get(entry.hold_id, 0), "totals only grow"
+                    assert entry.delivered_token_count > records.get(entry.hold_id, 0), (
+                        "totals only grow"
+                    )
                     records[entry.hold_id] = entry.delivered_token_count
 
         outbox, transport = Outbox(cast(UsageJournal, Journal())), Transport(flowing=False)
@@ -291,15 +315,19 @@ def test_any_order_of_acts_delivers_no_more_than_was_said_and_frees_every_waiter
     asyncio.run(scenario())
 
 
-async def test_a_discarded_request_keeps_its_admission_before_its_end(journal: UsageJournal) -> None:
-    """A cancel may come before the admission was written; the client would hear of the end of something that never began."""
+async def test_a_discarded_request_keeps_its_admission_before_its_end(
+    journal: UsageJournal,
+) -> None:
+    """Otherwise the client would see the end of an unknown request."""
     outbox = Outbox(journal)
     request, kinds = output_on(outbox), list[str]()
     receiver = request.receiver
     assert receiver is not None
 
     async def write(data: bytes) -> None:
-        kinds.extend(str(frame.WhichOneof("kind")) for frame in pb.GenerateResponse.FromString(data).frames)
+        kinds.extend(
+            str(frame.WhichOneof("kind")) for frame in pb.GenerateResponse.FromString(data).frames
+        )
 
     request.push(pb.ServerFrame(admitted=pb.AdmittedFrame()))
     say(request, 1, 2)

@@ -1,4 +1,4 @@
-"""The output of one request against a model: whoever receives gets what it asked for, in order, once, as far as it has credit."""
+"""Output of one request against a model: each token arrives once, in order, within the credit."""
 
 from __future__ import annotations
 
@@ -15,8 +15,23 @@ from weir.v1 import inference_service_pb2 as pb
 
 from api.core.errors import OutputGone
 from api.generation.life import Life
-from api.generation.outbox import Outbox, Receiver, delta_bytes, delta_frame, frame_head, token_frame
-from api.generation.output import TOKENS_PER_DELTA_MAX, Flow, LiveOutput, Output, PackedOutput, ReplayOutput, rest_of
+from api.generation.outbox import (
+    Outbox,
+    Receiver,
+    delta_bytes,
+    delta_frame,
+    frame_head,
+    token_frame,
+)
+from api.generation.output import (
+    TOKENS_PER_DELTA_MAX,
+    Flow,
+    LiveOutput,
+    Output,
+    PackedOutput,
+    ReplayOutput,
+    rest_of,
+)
 from api.generation.replay import ReplayBuffers
 from metering.core.models import Outcome
 from metering.holds.journal import Delivered, UsageJournal
@@ -27,30 +42,34 @@ ORGANIZATION = uuid.uuid4()
 
 
 class Journal:
-    """Remembers the last total of the one request."""
+    """Journal that keeps the last total of the only request."""
 
     def __init__(self) -> None:
         self.total = 0
 
     def record(self, entries: Sequence[Delivered]) -> None:
-        """As the real one, which writes first."""
+        """Implement `UsageJournal.record`."""
         [entry] = entries
         assert entry.delivered_token_count > self.total, "totals only grow"
         self.total = entry.delivered_token_count
 
 
 def output_of(receiver: Receiver, journal: Journal, *, kept: bool, flow: Flow) -> Output:
-    """Of a request that runs, with a hold."""
+    """Return the output of a running request with a hold."""
     output: Output = LiveOutput(receiver, "m", flow, Life(), lambda _: None)
     if kept:
-        replays = ReplayBuffers(cast(UsageJournal, journal), bytes_max=10**9, bytes_per_request_max=10**9)
-        output = ReplayOutput(receiver, "m", flow, Life(), lambda _: None, 60.0, replays.open(ORGANIZATION))
+        replays = ReplayBuffers(
+            cast(UsageJournal, journal), bytes_max=10**9, bytes_per_request_max=10**9
+        )
+        output = ReplayOutput(
+            receiver, "m", flow, Life(), lambda _: None, 60.0, replays.open(ORGANIZATION)
+        )
     output.hold_id = uuid.uuid4()
     return output
 
 
 class End:
-    """One stream's end: what its transport has been handed."""
+    """End of one stream: the messages handed to its transport."""
 
     def __init__(self, journal: Journal, after_seq: int, credit: int | None) -> None:
         self.after_seq = after_seq
@@ -63,23 +82,23 @@ class End:
         self.ended = False
 
     async def write(self, data: bytes) -> None:
-        """Handed over is counted at once; the client may take its time."""
+        """Count the message at once; the client may read it later."""
         self.frames += pb.GenerateResponse.FromString(data).frames
         await self.may_write.wait()
 
     @property
     def deltas(self) -> list[pb.DeltaFrame]:
-        """In order."""
+        """Deltas in order."""
         return [frame.delta for frame in self.frames if frame.HasField("delta")]
 
     @property
     def token_count(self) -> int:
-        """Of all deltas."""
+        """Tokens of all deltas."""
         return sum(len(delta.token_ids) for delta in self.deltas)
 
 
 class World:
-    """An output, the streams that have received it, and what the model expects of them."""
+    """Output, the streams that have received it, and their expected state."""
 
     def __init__(self, tasks: asyncio.TaskGroup, *, kept: bool, credit: int | None) -> None:
         self.tasks = tasks
@@ -88,23 +107,25 @@ class World:
         self.first_credit = credit
         self.end: End | None = self.open(0, credit)
         self.ends = [self.end]
-        self.output = output_of(self.end.receiver, self.journal, kept=kept, flow=Flow(credit, 60.0, lambda: None))
+        self.output = output_of(
+            self.end.receiver, self.journal, kept=kept, flow=Flow(credit, 60.0, lambda: None)
+        )
         self.said: list[list[int]] = [[] for _ in range(CHOICES)]
         self.over = False
 
     def open(self, after_seq: int, credit: int | None) -> End:
-        """A stream with a writer of its own."""
+        """Open a stream with its own writer."""
         end = End(self.journal, after_seq, credit)
         self.tasks.create_task(end.outbox.write_all(end.write))
         return end
 
     @property
     def said_count(self) -> int:
-        """Tokens."""
+        """Number of output tokens."""
         return sum(map(len, self.said))
 
     def say(self, choice: int, count: int) -> None:
-        """A step of so many tokens, each with a number that tells its place."""
+        """Output a step of this many tokens, numbered by position."""
         if self.over or (self.end is None and not self.kept):
             return
         first = len(self.said[choice])
@@ -115,14 +136,14 @@ class World:
         self.output.say(choice, "".join(f"<{index}>" for index in ids), ids, (), calls)
 
     def grant(self, count: int) -> None:
-        """Credit from whoever receives."""
+        """Grant credit as the current subscriber."""
         if self.end is not None:
             self.output.grant(count)
             if self.end.credit is not None:
                 self.end.credit += count
 
     def attach(self, wanted: int, credit: int) -> None:
-        """Another stream asks for the rest: of what is kept from anywhere, else from where the last one stands."""
+        """Attach another stream: anywhere in kept output, else at the previous one's position."""
         last_seq = max((delta.seq for end in self.ends for delta in end.deltas), default=0)
         after_seq = min(wanted, last_seq) if self.kept else last_seq
         end = self.open(after_seq, None if self.first_credit is None else credit)
@@ -131,7 +152,7 @@ class World:
         self.ends.append(end)
 
     def refuse(self) -> None:
-        """What is not there, or not any more, changes nothing."""
+        """Check that an impossible attach is refused without effect."""
         before = self.output.receiver
         with pytest.raises(OutputGone):
             self.output.attach(self.open(0, None).receiver, 10**6, 0)
@@ -142,24 +163,26 @@ class World:
         assert self.output.receiver is before
 
     def detach(self) -> None:
-        """The stream goes away; without a replay buffer that ends the request."""
+        """Disconnect the stream; without a replay buffer that ends the request."""
         if self.kept and self.end is not None and not self.over:
             self.end.outbox.abandon()
             self.output.leave(self.end.receiver, Outcome.CANCELLED)
             self.end = None
 
     def finish(self) -> None:
-        """The request ends; without a replay buffer once all was taken."""
+        """End the request; without a replay buffer only once all output was taken."""
         nothing_waits = not self.output.unsent_token_count
         if not self.over and (self.kept or (self.end is not None and nothing_waits)):
             self.output.end(pb.ServerFrame(finished=pb.FinishedFrame()))
             self.over = True
 
     def check(self) -> None:
-        """What holds at every moment."""
+        """Check the invariants of every moment."""
         for end in self.ends:
             seqs = [delta.seq for delta in end.deltas]
-            assert seqs == list(range(end.after_seq + 1, end.after_seq + 1 + len(seqs))), "no gap, no repetition"
+            assert seqs == list(range(end.after_seq + 1, end.after_seq + 1 + len(seqs))), (
+                "no gap, no repetition"
+            )
             assert end.credit is None or end.token_count <= end.credit, "never more than granted"
             assert len([frame for frame in end.frames if frame.HasField("finished")]) <= 1
         by_seq: dict[int, pb.DeltaFrame] = {}
@@ -170,21 +193,28 @@ class World:
         for choice in range(CHOICES):
             told = [delta for _, delta in sorted(by_seq.items()) if delta.choice_index == choice]
             ids = [token_id for delta in told for token_id in delta.token_ids]
-            if len(by_seq) == max(by_seq, default=0):  # nobody has skipped any
+            if len(by_seq) == max(by_seq, default=0):  # no sequence number was skipped
                 assert ids == self.said[choice][: len(ids)], "in order"
                 text = "".join(delta.text for delta in told)
-                assert "".join(f"<{index}>" for index in ids).startswith(text), "text never runs ahead of its tokens"
-                assert "".join(call.arguments_json for delta in told for call in delta.tool_calls) == text, "nor do calls"
+                assert "".join(f"<{index}>" for index in ids).startswith(text), (
+                    "text never runs ahead of its tokens"
+                )
+                assert (
+                    "".join(call.arguments_json for delta in told for call in delta.tool_calls)
+                    == text
+                ), "nor do calls"
         delivered = self.output.usage.delivered_token_count
         assert delivered == self.journal.total
         if self.kept:
             assert delivered == self.said_count, "what is kept is delivered"
         else:
-            assert delivered == sum(end.token_count for end in self.ends), "delivered is what was handed over, once"
+            assert delivered == sum(end.token_count for end in self.ends), (
+                "delivered is what was handed over, once"
+            )
             assert delivered + self.output.unsent_token_count == self.said_count
 
     def check_settled(self) -> None:
-        """What holds once everybody has had the time to take what it may: exactly as much as that is."""
+        """Check, once all writers are idle, that exactly the permitted tokens were sent."""
         if self.end is None:
             return
         before = self.said_count - self.end.token_count - self.waiting_of(self.end)
@@ -195,7 +225,7 @@ class World:
             assert self.end.frames[-1].HasField("finished")
 
     def waiting_of(self, end: End) -> int:
-        """Tokens that this stream has still to get, by what is told elsewhere: all that was said, less what came before it."""
+        """Return the number of tokens that this stream has yet to get."""
         if not self.kept:
             return self.said_count - sum(each.token_count for each in self.ends)
         assert isinstance(self.output, ReplayOutput)
@@ -208,7 +238,11 @@ ACT = st.one_of(
     st.tuples(st.just("say"), st.just(0), st.integers(1, 40)),
     st.tuples(st.just("grant"), st.integers(1, 30), st.just(0)),
     st.tuples(st.just("attach"), st.integers(0, 20), st.integers(0, 20)),
-    st.tuples(st.sampled_from(["stall", "flow", "turn", "refuse", "detach", "finish"]), st.just(0), st.just(0)),
+    st.tuples(
+        st.sampled_from(["stall", "flow", "turn", "refuse", "detach", "finish"]),
+        st.just(0),
+        st.just(0),
+    ),
 )
 
 
@@ -219,8 +253,14 @@ async def turns(count: int) -> None:
 
 
 @settings(max_examples=EXAMPLES, deadline=None, print_blob=True)
-@given(kept=st.booleans(), credit=st.one_of(st.none(), st.integers(0, 20)), acts=st.lists(ACT, max_size=30))
-def test_an_output_does_what_its_model_says(kept: bool, credit: int | None, acts: list[tuple[str, int, int]]) -> None:
+@given(
+    kept=st.booleans(),
+    credit=st.one_of(st.none(), st.integers(0, 20)),
+    acts=st.lists(ACT, max_size=30),
+)
+def test_an_output_does_what_its_model_says(
+    kept: bool, credit: int | None, acts: list[tuple[str, int, int]]
+) -> None:
     async def scenario() -> None:
         async with asyncio.TaskGroup() as tasks:
             world = World(tasks, kept=kept, credit=credit)
@@ -259,7 +299,7 @@ def test_an_output_does_what_its_model_says(kept: bool, credit: int | None, acts
 
 
 @pytest.mark.parametrize("kept", [False, True])
-async def test_who_grants_nothing_while_output_waits_is_given_up_in_time(kept: bool) -> None:
+async def test_a_client_without_grants_while_output_waits_is_stopped_in_time(kept: bool) -> None:
     journal, stalled = Journal(), asyncio.Event()
     receiver = Receiver(Outbox(cast(UsageJournal, journal)), "r", lambda _: None)
     flow = Flow(1, 0.01, stalled.set)
@@ -278,7 +318,7 @@ async def test_who_grants_nothing_while_output_waits_is_given_up_in_time(kept: b
         await stalled.wait()
 
 
-async def test_who_needs_no_credit_or_is_away_is_not_waited_for() -> None:
+async def test_clients_that_need_no_credit_or_have_left_are_not_awaited() -> None:
     for credit in (None, 0):
         journal, flow = Journal(), Flow(credit, 60.0, lambda: None)
         receiver = Receiver(Outbox(cast(UsageJournal, journal)), "r", lambda _: None)
@@ -298,23 +338,34 @@ async def test_who_needs_no_credit_or_is_away_is_not_waited_for() -> None:
     given_id=st.text(max_size=200),
     called=st.booleans(),
 )
-def test_a_delta_in_bytes_is_the_message(seq: int, choice: int, text: str, ids: list[int], given_id: str, called: bool) -> None:
-    logprobs = [pb.TokenLogprobs(chosen=pb.TokenLogprob(token_id=each, logprob=-1.5)) for each in ids]
+def test_a_delta_in_bytes_is_the_message(
+    seq: int, choice: int, text: str, ids: list[int], given_id: str, called: bool
+) -> None:
+    logprobs = [
+        pb.TokenLogprobs(chosen=pb.TokenLogprob(token_id=each, logprob=-1.5)) for each in ids
+    ]
     calls = [pb.ToolCallDelta(index=1, name=text)] if called else []
     delta = delta_bytes(seq, choice, text.encode(), ids, rest_of(logprobs, calls))
     data = delta_frame(frame_head(given_id), delta)
 
-    expected = pb.DeltaFrame(seq=seq, choice_index=choice, text=text, token_ids=ids, logprobs=logprobs, tool_calls=calls)
+    expected = pb.DeltaFrame(
+        seq=seq, choice_index=choice, text=text, token_ids=ids, logprobs=logprobs, tool_calls=calls
+    )
     assert pb.DeltaFrame.FromString(delta) == expected
-    assert pb.GenerateResponse.FromString(data * 2).frames == [pb.ServerFrame(request_id=given_id, delta=expected)] * 2
+    assert (
+        pb.GenerateResponse.FromString(data * 2).frames
+        == [pb.ServerFrame(request_id=given_id, delta=expected)] * 2
+    )
 
     for token_id in ids[:3]:
         frame = token_frame(frame_head(given_id), seq, text.encode(), token_id)
-        one = pb.ServerFrame(request_id=given_id, delta=pb.DeltaFrame(seq=seq, text=text, token_ids=[token_id]))
+        one = pb.ServerFrame(
+            request_id=given_id, delta=pb.DeltaFrame(seq=seq, text=text, token_ids=[token_id])
+        )
         assert pb.GenerateResponse.FromString(frame * 2).frames == [one] * 2
 
 
-def test_what_is_packed_is_given_out_with_its_last_token() -> None:
+def test_packed_output_is_taken_with_its_last_token() -> None:
     packed = PackedOutput()
     for word in ("a", "b", "c"):
         packed.add(f"{word} ", (1, 2), (), [pb.ToolCallDelta(index=0, arguments_json=word)])

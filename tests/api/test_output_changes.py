@@ -1,4 +1,4 @@
-"""What of a running request's output can still be changed: as much as its engine could keep."""
+"""Changes of a running request's output: within the limits of its engine."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ THEIRS = replace(OURS, engine="remote vllm", continues_exactly=False)
 SEEDED = make_request([1] * 10, 20, sampling=SamplingParams(temperature=1.0, seed=1))
 
 
-def test_output_is_raised_only_where_the_engine_goes_on_with_it_as_it_began() -> None:
-    """What an engine would refuse at the old limit is refused when it is asked for, and not after the output was delivered."""
+def test_output_is_raised_only_if_the_engine_continues_the_same_sequence() -> None:
+    """An increase that the engine would refuse later is refused at once, not after delivery."""
     formatted = replace(SEEDED, response_format=ResponseFormat(GrammarKind.REGEX, "a+"))
 
     check_output_change(SEEDED, OURS, 21)
@@ -28,5 +28,7 @@ def test_output_is_raised_only_where_the_engine_goes_on_with_it_as_it_began() ->
         (SEEDED, replace(THEIRS, continues_output=False), "by the engine of this model"),
         (formatted, OURS, "with a response format"),
     ):
-        with pytest.raises(InvalidRequest, match=f"update.max_output_tokens: cannot be raised above 20 {why}$"):
+        with pytest.raises(
+            InvalidRequest, match=f"update.max_output_tokens: cannot be raised above 20 {why}$"
+        ):
             check_output_change(request, model, 21)

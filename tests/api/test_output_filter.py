@@ -1,4 +1,4 @@
-"""Tokens leave in order, each only with text that is known to be safe."""
+"""Output filter: tokens leave in order, each only with text that is known to be safe."""
 
 from __future__ import annotations
 
@@ -33,31 +33,43 @@ def token(token_id: int, text: str) -> TokensGenerated:
 
 
 async def push_all(output: OutputFilter, *events: TokensGenerated) -> list[list[int]]:
-    """Ids that each push lets go."""
-    return [[token_id for part in await output.push(event) for token_id in part.token_ids] for event in events]
+    """Return the ids that each push releases."""
+    return [
+        [token_id for part in await output.push(event) for token_id in part.token_ids]
+        for event in events
+    ]
 
 
 async def test_ids_wait_with_their_text(tmp_path: Path) -> None:
     output = opened(tmp_path)
 
-    released = await push_all(output, token(1, "a "), token(2, "sec"), token(3, "re"), token(4, "d "), token(5, "b"))
+    released = await push_all(
+        output, token(1, "a "), token(2, "sec"), token(3, "re"), token(4, "d "), token(5, "b")
+    )
 
     assert released == [[1], [], [], [2, 3, 4], [5]]
     assert output.hit is None
 
 
 async def test_a_token_whose_text_is_still_to_come_waits_for_it(tmp_path: Path) -> None:
-    """Half an emoji, or what the engine holds back for a stop sequence."""
+    """Half an emoji, or text that the engine withholds for a stop sequence."""
     output = opened(tmp_path)
 
-    assert await push_all(output, token(1, "a"), token(2, ""), token(3, "🙂"), token(4, "")) == [[1], [], [2, 3], []]
+    assert await push_all(output, token(1, "a"), token(2, ""), token(3, "🙂"), token(4, "")) == [
+        [1],
+        [],
+        [2, 3],
+        [],
+    ]
     assert [part.token_ids for part in await output.finish("")] == [(4,)]
 
 
 async def test_nothing_of_a_match_leaves_and_nothing_after_it(tmp_path: Path) -> None:
     output = opened(tmp_path)
 
-    released = await push_all(output, token(1, "my "), token(2, "sec"), token(3, "ret"), token(4, " is"))
+    released = await push_all(
+        output, token(1, "my "), token(2, "sec"), token(3, "ret"), token(4, " is")
+    )
 
     assert released[0] == [1]
     assert released[1:] == [[], [], []]
@@ -70,7 +82,11 @@ async def test_a_match_at_the_end_is_found_and_the_rest_goes_out_otherwise(tmp_p
     await push_all(clean, token(1, "a sec"), token(2, "r"))
 
     assert (await caught.finish("ret"), caught.hit) == ([], "word")
-    assert [(part.token_ids, part.text) for part in await clean.finish("ap")] == [((1,), "a sec"), ((2,), "r"), ((), "ap")]
+    assert [(part.token_ids, part.text) for part in await clean.finish("ap")] == [
+        ((1,), "a sec"),
+        ((2,), "r"),
+        ((), "ap"),
+    ]
 
 
 async def test_every_choice_has_a_filter_and_without_rules_there_is_none(tmp_path: Path) -> None:
@@ -79,7 +95,7 @@ async def test_every_choice_has_a_filter_and_without_rules_there_is_none(tmp_pat
 
 
 async def test_the_rest_of_a_choice_is_that_choices(tmp_path: Path) -> None:
-    """Text that belongs to no token, after all tokens have left."""
+    """Text without a token, after all tokens have left."""
     third = open_filters(rules(tmp_path), 3)[2]
     await third.push(TokensGenerated((1,), "a ", (), 2))
 
@@ -87,7 +103,7 @@ async def test_the_rest_of_a_choice_is_that_choices(tmp_path: Path) -> None:
 
 
 class Mute:
-    """A check that lets one piece go and then has no answer any more."""
+    """Check that passes one piece and never answers again."""
 
     def __init__(self) -> None:
         self.pushed = 0

@@ -1,4 +1,4 @@
-"""Hashes of payloads are keyed: the database alone confirms no guess, and a change of the key refuses no honest repetition."""
+"""Keyed hashes of payloads: a database confirms no guess, and a new key refuses no repetition."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def signers(tmp_path: Path) -> Iterator[list[Signer]]:
     use_signer(None)
 
 
-def test_whoever_lacks_the_key_cannot_confirm_a_guess(signers: list[Signer]) -> None:
+def test_without_the_key_a_guess_cannot_be_confirmed(signers: list[Signer]) -> None:
     use_signer(signers[0])
 
     stored = payload_hash(GUESS)

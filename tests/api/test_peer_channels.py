@@ -1,4 +1,4 @@
-"""Connections to other processes are kept while they are used and for a while, and never for more processes than there are."""
+"""Connections to other processes: kept while used and for some time, and bounded in number."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CERTIFICATE = make_certificate()[1].decode()
 
 @contextlib.asynccontextmanager
 async def open_channels(idle_s: float) -> AsyncIterator[PeerChannels]:
-    """Closed at the end of the block."""
+    """Yield channels that are closed at the end."""
     async with asyncio.TaskGroup() as tasks:
         channels = PeerChannels(tasks, idle_s=idle_s)
         yield channels
@@ -26,11 +26,13 @@ async def open_channels(idle_s: float) -> AsyncIterator[PeerChannels]:
 
 
 def peer(port: int) -> Peer:
-    """Nobody is there, which does not matter."""
+    """Return a peer that need not exist."""
     return Peer(f"127.0.0.1:{port}", CERTIFICATE)
 
 
-async def test_those_that_use_a_connection_share_it_and_those_that_come_soon_after_find_it() -> None:
+async def test_those_that_use_a_connection_share_it_and_those_that_come_soon_after_find_it() -> (
+    None
+):
     async with open_channels(3600.0) as channels:
         with channels.use(peer(1)) as first, channels.use(peer(1)) as second:
             assert first is second
@@ -39,7 +41,7 @@ async def test_those_that_use_a_connection_share_it_and_those_that_come_soon_aft
         assert len(channels) == 1
 
 
-async def test_a_connection_that_nobody_uses_is_closed_and_one_that_somebody_uses_is_not() -> None:
+async def test_an_unused_connection_is_closed_and_a_used_one_is_not() -> None:
     async with open_channels(0.01) as channels:
         with channels.use(peer(1)) as used:
             with channels.use(peer(2)):
@@ -52,7 +54,9 @@ async def test_a_connection_that_nobody_uses_is_closed_and_one_that_somebody_use
             assert anew is not used
 
 
-async def test_a_peer_that_restarts_again_and_again_leaves_a_bounded_number_of_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_peer_that_restarts_again_and_again_leaves_a_bounded_number_of_connections(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(peer_channels, "IDLE_COUNT_MAX", 3)
     async with open_channels(3600.0) as channels:
         for port in range(1, 10):

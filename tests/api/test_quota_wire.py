@@ -1,4 +1,4 @@
-"""Limits as messages."""
+"""Conversion of quotas to messages."""
 
 from __future__ import annotations
 
@@ -23,10 +23,12 @@ def rule(
     *,
     enforced: bool = True,
 ) -> QuotaRule:
-    return QuotaRule(uuid.uuid4(), subject, uuid.uuid4(), model, dimension, limit, Weights(*weights), enforced)
+    return QuotaRule(
+        uuid.uuid4(), subject, uuid.uuid4(), model, dimension, limit, Weights(*weights), enforced
+    )
 
 
-def test_quotas_are_told_in_the_order_of_the_contract() -> None:
+def test_quotas_follow_the_order_of_the_contract() -> None:
     states = [
         QuotaState(rule(subject, dimension), 0, 0, NOW)
         for dimension in reversed(QuotaDimension)
@@ -37,20 +39,25 @@ def test_quotas_are_told_in_the_order_of_the_contract() -> None:
 
     subjects = [each.subject for each in told]
     assert subjects == sorted(subjects)
-    assert [types_pb2.QuotaDimension.Name(each.dimension).removeprefix("QUOTA_DIMENSION_").lower() for each in told[:10]] == [
-        *QuotaDimension
-    ]
+    assert [
+        types_pb2.QuotaDimension.Name(each.dimension).removeprefix("QUOTA_DIMENSION_").lower()
+        for each in told[:10]
+    ] == [*QuotaDimension]
 
 
-def test_the_same_quota_is_told_with_what_it_is_at_each_moment() -> None:
-    """What stays the same is built once; nothing that changes may stay with it."""
+def test_the_same_quota_is_shown_with_its_values_at_each_moment() -> None:
+    """Constant parts are built once; nothing variable may be cached with them."""
     standing, endless = rule(), rule(dimension=QuotaDimension.CONCURRENT_REQUESTS, limit=20)
 
     first = quota_status(QuotaState(standing, 2, 1, NOW, "name", would_refuse_count=3))
     second = quota_status(QuotaState(standing, 9, 1, NOW + timedelta(seconds=1), "name"))
     third = quota_status(QuotaState(endless, 0, 1, NOW, "name"))
 
-    assert [(each.used_value, each.held_value) for each in (first, second, third)] == [(2, 1), (9, 1), (0, 1)]
+    assert [(each.used_value, each.held_value) for each in (first, second, third)] == [
+        (2, 1),
+        (9, 1),
+        (0, 1),
+    ]
     assert [each.remaining_value for each in (first, second, third)] == [7, 0, 19]
     assert [each.would_refuse_count for each in (first, second, third)] == [3, 0, 0]
     assert (first.reset_delay.seconds, first.reset_delay.nanos) == (5, 250_000_000)
@@ -61,7 +68,7 @@ def test_the_same_quota_is_told_with_what_it_is_at_each_moment() -> None:
     assert {each.subject_name for each in (first, second, third)} == {"name"}
 
 
-def test_a_raise_weights_and_a_limit_that_only_watches_are_told() -> None:
+def test_an_override_weights_and_a_shadow_limit_are_shown() -> None:
     until = NOW + timedelta(hours=1)
     raised = QuotaRule(
         uuid.uuid4(),
@@ -72,30 +79,64 @@ def test_a_raise_weights_and_a_limit_that_only_watches_are_told() -> None:
         500,
         Weights(1000, 100, 4000),
         enforced=False,
-        standing_limit_value=100,
-        raised_until=until,
+        base_limit_value=100,
+        override_until=until,
     )
 
-    told = quota_status(QuotaState(raised, 700, 0, NOW, raise_reason="launch"))
+    told = quota_status(QuotaState(raised, 700, 0, NOW, override_reason="launch"))
 
-    assert (told.limit_value, told.standing_limit_value, told.remaining_value, told.enforced) == (500, 100, -200, False)
-    assert (told.raised_until_time.ToDatetime(tzinfo=UTC), told.raise_reason) == (until, "launch")
-    assert (told.input_weight_milli, told.cached_input_weight_milli, told.output_weight_milli) == (1000, 100, 4000)
+    assert (told.limit_value, told.base_limit_value, told.remaining_value, told.enforced) == (
+        500,
+        100,
+        -200,
+        False,
+    )
+    assert (told.override_end_time.ToDatetime(tzinfo=UTC), told.override_reason) == (
+        until,
+        "launch",
+    )
+    assert (told.input_weight_milli, told.cached_input_weight_milli, told.output_weight_milli) == (
+        1000,
+        100,
+        4000,
+    )
     plain = quota_status(QuotaState(rule(dimension=QuotaDimension.COST_PICOS_PER_DAY), 0, 0, NOW))
-    assert (plain.input_weight_milli, plain.enforced, plain.HasField("raised_until_time")) == (0, True, False)
+    assert (plain.input_weight_milli, plain.enforced, plain.HasField("override_end_time")) == (
+        0,
+        True,
+        False,
+    )
 
 
-def test_of_the_limits_that_a_key_meets_the_tightest_binds_and_a_looser_one_below_it_is_named_without_effect() -> None:
+def test_the_tightest_limit_of_a_key_binds_and_a_looser_one_is_marked_as_without_effect() -> None:
     organization = rule(QuotaSubject.ORGANIZATION, limit=100)
     watching = rule(QuotaSubject.ORGANIZATION, limit=1, enforced=False, model="m")
-    project = rule(QuotaSubject.PROJECT, limit=200)  # never reached: the organization's is smaller
+    # never reached: the organization's limit is smaller
+    project = rule(QuotaSubject.PROJECT, limit=200)
     key = rule(QuotaSubject.API_KEY, limit=50)
-    of_model = rule(QuotaSubject.API_KEY, limit=50, model="m")  # the key's own on all models is as small
-    weighted = rule(QuotaSubject.API_KEY, limit=150, model="m", dimension=QuotaDimension.TOKENS_PER_DAY, weights=(1000, 1000, 4000))
+    # The key's own limit on all models is as small.
+    of_model = rule(QuotaSubject.API_KEY, limit=50, model="m")
+    weighted = rule(
+        QuotaSubject.API_KEY,
+        limit=150,
+        model="m",
+        dimension=QuotaDimension.TOKENS_PER_DAY,
+        weights=(1000, 1000, 4000),
+    )
     other = rule(QuotaSubject.API_KEY, dimension=QuotaDimension.CONCURRENT_REQUESTS, limit=3)
-    used = {organization: 95, watching: 95, project: 60, key: 20, of_model: 10, weighted: 100, other: 3}
+    used = {
+        organization: 95,
+        watching: 95,
+        project: 60,
+        key: 20,
+        of_model: 10,
+        weighted: 100,
+        other: 3,
+    }
 
-    told = effective_quota_statuses(QuotaState(each, amount, 0, NOW) for each, amount in used.items())
+    told = effective_quota_statuses(
+        QuotaState(each, amount, 0, NOW) for each, amount in used.items()
+    )
 
     by_id = {each.quota_id: each for each in told}
     binding = {str(organization.id), str(other.id)}
@@ -103,5 +144,6 @@ def test_of_the_limits_that_a_key_meets_the_tightest_binds_and_a_looser_one_belo
     assert by_id[str(project.id)].narrowed_by_quota_id == str(organization.id)
     assert by_id[str(of_model.id)].narrowed_by_quota_id == str(key.id)
     assert by_id[str(key.id)].narrowed_by_quota_id == ""
-    assert by_id[str(weighted.id)].narrowed_by_quota_id == ""  # output alone runs it out at 37 tokens
+    # Output alone exhausts it at 37 tokens.
+    assert by_id[str(weighted.id)].narrowed_by_quota_id == ""
     assert by_id[str(organization.id)].narrowed_by_quota_id == ""

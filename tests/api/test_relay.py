@@ -1,4 +1,4 @@
-"""A relay whose other process is gone, and the database with it."""
+"""Relay whose other process and database have both failed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from metering.store.db import Sessions
 
 
 class BooksThatGoAway:
-    """A session that finds the owner once, and reaches no database after that."""
+    """Session that finds the owner once, and then fails to reach the database."""
 
     def __init__(self, owner: SimpleNamespace) -> None:
         self._owner = owner
@@ -36,26 +36,34 @@ class BooksThatGoAway:
         return None
 
     async def execute(self, *_: object) -> SimpleNamespace:
-        """The owner's row. Raises: OperationalError from the second time on."""
+        """Return the owner's row. Raises: OperationalError from the second time on."""
         self.call_count += 1
         if self.call_count > 1:
             raise OperationalError("select", {}, ConnectionRefusedError("the database is away"))
         return SimpleNamespace(one_or_none=lambda: self._owner)
 
 
-async def test_an_owner_and_a_database_that_go_together_end_one_request_and_not_the_process() -> None:
-    with socket.socket() as taken:  # bound, and listening to nobody: every connection is refused
+async def test_an_owner_and_a_database_that_go_together_end_one_request_and_not_the_process() -> (
+    None
+):
+    with socket.socket() as taken:  # bound but not listening: every connection is refused
         taken.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         certificate = make_certificate()[1].decode()
-        books = BooksThatGoAway(SimpleNamespace(owner_id=uuid.uuid4(), state="held", address=address, certificate=certificate))
+        books = BooksThatGoAway(
+            SimpleNamespace(
+                process_id=uuid.uuid4(), state="held", address=address, certificate=certificate
+            )
+        )
         outbox, ended = Outbox(cast(UsageJournal, None)), asyncio.Event()
         told: list[pb.ServerFrame] = []
         receiver = Receiver(outbox, "id", lambda _: ended.set())
         cast(Any, receiver).push = told.append
         async with asyncio.TaskGroup() as process_tasks:
             relays = Relays(cast(Sessions, books), uuid.uuid4(), process_tasks)
-            relays.begin(receiver, (uuid.uuid4(), uuid.uuid4()), "secret", after_seq=0, credit_token_count=0)
+            relays.begin(
+                receiver, (uuid.uuid4(), uuid.uuid4()), "secret", after_seq=0, credit_token_count=0
+            )
             async with asyncio.timeout(60):
                 await ended.wait()
             await relays.close()
@@ -64,15 +72,17 @@ async def test_an_owner_and_a_database_that_go_together_end_one_request_and_not_
 
 
 async def test_a_client_that_says_more_than_the_other_process_reads_is_ended() -> None:
-    """Else what it says would wait here without bound."""
-    owner = SimpleNamespace(owner_id=uuid.uuid4(), state="held", address="", certificate="")
+    """Otherwise its messages would be buffered here without bound."""
+    owner = SimpleNamespace(process_id=uuid.uuid4(), state="held", address="", certificate="")
     outbox, ended = Outbox(cast(UsageJournal, None)), asyncio.Event()
     told: list[pb.ServerFrame] = []
     receiver = Receiver(outbox, "id", lambda _: ended.set())
     cast(Any, receiver).push = told.append
     async with asyncio.TaskGroup() as process_tasks:
         relays = Relays(cast(Sessions, BooksThatGoAway(owner)), uuid.uuid4(), process_tasks)
-        relays.begin(receiver, (uuid.uuid4(), uuid.uuid4()), "secret", after_seq=0, credit_token_count=0)
+        relays.begin(
+            receiver, (uuid.uuid4(), uuid.uuid4()), "secret", after_seq=0, credit_token_count=0
+        )
         for _ in range(FRAMES_UNWRITTEN_MAX):
             assert not ended.is_set()
             receiver.source.update(pb.UpdateFrame(max_output_tokens=1))
@@ -82,13 +92,15 @@ async def test_a_client_that_says_more_than_the_other_process_reads_is_ended() -
     assert [frame.failed.status.code for frame in told] == [grpc.StatusCode.UNAVAILABLE.value[0]]
 
 
-async def test_who_reads_through_a_process_that_ends_is_told_so() -> None:
-    owner = SimpleNamespace(owner_id=uuid.uuid4(), state="held", address="", certificate="")
+async def test_a_client_relayed_through_an_ending_process_gets_the_reason() -> None:
+    owner = SimpleNamespace(process_id=uuid.uuid4(), state="held", address="", certificate="")
     told: list[pb.ServerFrame] = []
     receiver = Receiver(Outbox(cast(UsageJournal, None)), "id", lambda _: None)
     cast(Any, receiver).push = told.append
     async with asyncio.TaskGroup() as process_tasks:
         relays = Relays(cast(Sessions, BooksThatGoAway(owner)), uuid.uuid4(), process_tasks)
-        relays.begin(receiver, (uuid.uuid4(), uuid.uuid4()), "secret", after_seq=0, credit_token_count=0)
+        relays.begin(
+            receiver, (uuid.uuid4(), uuid.uuid4()), "secret", after_seq=0, credit_token_count=0
+        )
         await relays.close()
     assert [frame.failed.status.code for frame in told] == [grpc.StatusCode.UNAVAILABLE.value[0]]

@@ -1,4 +1,4 @@
-"""What a request says at once: a stream of tokens that nobody reads is given up, the end of a beam search waits for its reader."""
+"""Output of many tokens at once: an unread stream is aborted, the end of a beam search waits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,13 @@ from api.generation.output_limits import OutputLimits
 from api.generation.reply import Reply
 from api.generation.start_frame import ValidStart, parse_start
 from api.generation.tools import CallReading
-from inference.engine import ChoiceFinished, EngineFinishReason, EngineTimings, SequenceFinished, TokensGenerated
+from inference.engine import (
+    ChoiceFinished,
+    EngineFinishReason,
+    EngineTimings,
+    SequenceFinished,
+    TokensGenerated,
+)
 from inference.safety.safety import SafetyChecker
 from inference.safety.safety_file import Rule, RuleChecker
 from inference.text.tools import CallFormat
@@ -37,9 +43,9 @@ PRICES = TokenPrices(1, "USD", 150_000, 15_000, 600_000)
 
 
 class Covered:
-    """A lease that covers everything without ever waiting, so that nothing else lets the writer run."""
+    """Lease that never waits, so that nothing else lets the writer run."""
 
-    leased_token_count = 10**9
+    leased_token_count = free_token_count = 10**9
 
     def __init__(self) -> None:
         self.admitted = SimpleNamespace(hold_id=uuid.uuid4(), prices=None)
@@ -55,14 +61,24 @@ def journal(tmp_path: Path) -> Iterator[UsageJournal]:
     journal.close()
 
 
-def reply_of(outbox: Outbox, start: ValidStart, stopped: list[Outcome], settings: Settings) -> Reply:
-    """Of a request that came on this outbox's stream. stopped: where it is noted why it was stopped."""
-    receiver, life = Receiver(outbox, start.given_id, lambda _: None), Life(lambda end: stopped.append(end.outcome))
-    return Reply(LiveOutput(receiver, start.model, Flow(None, 60.0, lambda: None), life, lambda _: None), start, life, settings)
+def reply_of(
+    outbox: Outbox, start: ValidStart, stopped: list[Outcome], settings: Settings
+) -> Reply:
+    """Return the reply to a request of this outbox's stream. stopped: collects reasons of stops."""
+    receiver, life = (
+        Receiver(outbox, start.given_id, lambda _: None),
+        Life(lambda end: stopped.append(end.outcome)),
+    )
+    return Reply(
+        LiveOutput(receiver, start.model, Flow(None, 60.0, lambda: None), life, lambda _: None),
+        start,
+        life,
+        settings,
+    )
 
 
 class Handing:
-    """Hands what the engine tells to a reply, and waits until it has been handed on."""
+    """Driver that passes engine events to a reply and waits for their effects."""
 
     def __init__(self, reply: Reply) -> None:
         self.reply = reply
@@ -70,15 +86,21 @@ class Handing:
         self._tasks: list[asyncio.Task[None]] = []
 
     def open(self, safety: SafetyChecker | None = None) -> None:
-        """Let output come, under a lease that covers everything."""
+        """Begin the output, under a lease that covers everything."""
         limits = OutputLimits(PRICES, 1000, None)
-        self.reply.open(cast(Lease, Covered()), limits, safety, self._run, lambda: setattr(self, "has_ended", True))
+        self.reply.open(
+            cast(Lease, Covered()),
+            limits,
+            safety,
+            self._run,
+            lambda: setattr(self, "has_ended", True),
+        )
 
     def _run(self, work: Coroutine[None, None, None]) -> None:
         self._tasks.append(asyncio.ensure_future(work))
 
     async def take(self, event: TokensGenerated | ChoiceFinished | SequenceFinished) -> None:
-        """Hand it on; raises what that raises."""
+        """Pass on one event; raise its error."""
         self.reply.take(event)
         while self._tasks:
             await self._tasks.pop()
@@ -91,7 +113,10 @@ class Handing:
 
 
 async def say_at_once(journal: UsageJournal, **fields: Any) -> tuple[list[Outcome], int]:
-    """Hand on 500 tokens that are all there already, to a client that takes each message. Why it was stopped, and tokens sent."""
+    """Output 500 tokens at once to a client that takes each message.
+
+    Return the reasons of stops, and the number of sent tokens.
+    """
     start = parse_start(str(uuid.uuid4()), pb.StartFrame(model="tiny", text="Hi", **fields))
     stopped: list[Outcome] = []
     sent = 0
@@ -99,11 +124,17 @@ async def say_at_once(journal: UsageJournal, **fields: Any) -> tuple[list[Outcom
     async def write(data: bytes) -> None:
         nonlocal sent
         await asyncio.sleep(0)
-        sent += sum(len(frame.delta.token_ids) for frame in pb.GenerateResponse.FromString(data).frames)
+        sent += sum(
+            len(frame.delta.token_ids) for frame in pb.GenerateResponse.FromString(data).frames
+        )
 
     outbox = Outbox(journal)
     settings = cast(
-        Settings, SimpleNamespace(outbox_tokens_per_request_max=OUTBOX_TOKENS, client_stall_max_s=60.0, lease_margin_tokens=0)
+        Settings,
+        SimpleNamespace(
+            outbox_tokens_per_request_max=OUTBOX_TOKENS,
+            client_stall_max_s=60.0,
+        ),
     )
     reply = reply_of(outbox, start, stopped, settings)
     handing = Handing(reply)
@@ -117,11 +148,13 @@ async def say_at_once(journal: UsageJournal, **fields: Any) -> tuple[list[Outcom
     return stopped, sent
 
 
-async def test_what_a_search_says_at_once_waits_for_its_client(journal: UsageJournal) -> None:
+async def test_output_of_a_beam_search_waits_for_its_client(journal: UsageJournal) -> None:
     assert await say_at_once(journal, beam_search=pb.BeamSearch(width=2)) == ([], 500)
 
 
-async def test_what_comes_token_by_token_faster_than_it_is_read_is_given_up(journal: UsageJournal) -> None:
+async def test_a_client_that_reads_slower_than_tokens_arrive_is_stopped(
+    journal: UsageJournal,
+) -> None:
     stopped, _ = await say_at_once(journal)
 
     assert set(stopped) == {Outcome.SLOW_CONSUMER}
@@ -130,13 +163,17 @@ async def test_what_comes_token_by_token_faster_than_it_is_read_is_given_up(jour
 async def test_a_request_behind_others_is_not_given_up_while_the_client_reads_those(
     journal: UsageJournal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each message takes most of the client's patience, and what this request waits for is in the last of them."""
+    """Each message takes most of the stall limit, and this request's output is in the last."""
     patience_s = 0.2
     monkeypatch.setattr(Outbox, "frame_max", 1)
     stopped: list[Outcome] = []
     outbox = Outbox(journal)
     settings = cast(
-        Settings, SimpleNamespace(outbox_tokens_per_request_max=OUTBOX_TOKENS, client_stall_max_s=patience_s, lease_margin_tokens=0)
+        Settings,
+        SimpleNamespace(
+            outbox_tokens_per_request_max=OUTBOX_TOKENS,
+            client_stall_max_s=patience_s,
+        ),
     )
     replies = []
     for _ in range(2):
@@ -163,8 +200,16 @@ async def test_a_request_behind_others_is_not_given_up_while_the_client_reads_th
 @pytest.mark.parametrize(
     ("fields", "said", "stopped"),
     [
-        ({"conversation": conversation("Hi"), "tools": [pb.Tool(name="book")]}, "", [Outcome.FILTERED]),
-        ({"text": "Hi", "response_format": pb.ResponseFormat(json_schema="{}")}, "", [Outcome.FILTERED]),
+        (
+            {"conversation": conversation("Hi"), "tools": [pb.Tool(name="book")]},
+            "",
+            [Outcome.FILTERED],
+        ),
+        (
+            {"text": "Hi", "response_format": pb.ResponseFormat(json_schema="{}")},
+            "",
+            [Outcome.FILTERED],
+        ),
         ({"text": "Hi"}, HIDING, []),
     ],
 )
@@ -173,8 +218,15 @@ async def test_rules_read_escapes_in_what_clients_will_parse_and_in_nothing_else
 ) -> None:
     """Token by token, as a model writes it."""
     start = parse_start(str(uuid.uuid4()), pb.StartFrame(model="tiny", **fields))
-    rules = RuleChecker([Rule("topic", regex.compile(r".*forbidden\s+topic"), in_prompt=False, in_output=True)])
-    settings = cast(Settings, SimpleNamespace(outbox_tokens_per_request_max=1000, client_stall_max_s=60.0, lease_margin_tokens=0))
+    rules = RuleChecker(
+        [Rule("topic", regex.compile(r".*forbidden\s+topic"), in_prompt=False, in_output=True)]
+    )
+    settings = cast(
+        Settings,
+        SimpleNamespace(
+            outbox_tokens_per_request_max=1000, client_stall_max_s=60.0, lease_margin_tokens=0
+        ),
+    )
     ends: list[Outcome] = []
     outbox = Outbox(journal)
     reply = reply_of(outbox, start, ends, settings)
@@ -192,7 +244,11 @@ async def test_rules_read_escapes_in_what_clients_will_parse_and_in_nothing_else
         if ends:
             break
     else:
-        await handing.take(SequenceFinished(EngineFinishReason.STOP, "", 1, 0, len(HIDING), EngineTimings(0.0, 0.0, 0.0)))
+        await handing.take(
+            SequenceFinished(
+                EngineFinishReason.STOP, "", 1, 0, len(HIDING), EngineTimings(0.0, 0.0, 0.0)
+            )
+        )
         assert handing.has_ended
     outbox.close()
     await outbox.write_all(write)

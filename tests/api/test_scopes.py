@@ -1,4 +1,4 @@
-"""The table of scopes and the contract name the same calls."""
+"""Consistency of the table of scopes and the contract."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from metering.tenants.tenants import SCOPES as SCOPES_OF_KEYS
 
 
 def methods_of_the_contract() -> Iterator[str]:
-    """Paths of all calls of all services."""
+    """Return the paths of all calls of all services."""
     for module in pkgutil.iter_modules(weir.v1.__path__):
         if module.name.endswith("_pb2"):
             descriptor = import_module(f"weir.v1.{module.name}").DESCRIPTOR
@@ -30,7 +30,7 @@ def test_every_call_of_the_contract_has_its_scopes_and_no_other_call_has() -> No
     assert all(SCOPES.values()), "a call that needs no scope would be open to every key"
 
 
-def test_no_call_stands_in_two_places() -> None:
+def test_no_call_is_listed_twice() -> None:
     names = [name for groups in BY_SERVICE.values() for group in groups.values() for name in group]
 
     assert len(names) == len(SCOPES)
@@ -42,7 +42,7 @@ def test_keys_can_have_these_scopes_and_no_others() -> None:
 
 
 def test_finance_changes_nothing() -> None:
-    """By the words that calls begin with: whoever adds one that finance may call meets this rule."""
+    """Calls of finance must begin with a verb of reading."""
     for path, scopes in SCOPES.items():
         if Scope.BILLING in scopes:
             assert path.rpartition("/")[2].startswith(("Get", "List", "Export", "Verify")), path

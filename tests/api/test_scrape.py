@@ -1,4 +1,4 @@
-"""The port of the metrics, and the counts behind them."""
+"""Metrics port, and the counts behind it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,14 @@ from structlog.testing import capture_logs
 from api.core.settings import Settings
 from api.metrics import operator_http as scrape
 from api.metrics.operator_http import MetricsListener
-from api.observability.observer import COLD_START_MS_MIN, Histogram, LoopLag, Observer, RequestCounts
-from metering.core.errors import StoreAway
+from api.observability.observer import (
+    COLD_START_MS_MIN,
+    Histogram,
+    LoopLag,
+    Observer,
+    RequestCounts,
+)
+from metering.core.errors import DatabaseUnavailable
 from metering.core.models import ServiceTier
 from metering.holds.journal import Delivered, UsageJournal, journal_backlog
 from metering.holds.operations import Settled
@@ -56,11 +62,16 @@ async def test_processes_that_share_a_port_take_metrics_ports_side_by_side() -> 
 
 
 async def test_a_taken_port_is_refused_with_the_setting_that_names_another() -> None:
-    with listening() as first, pytest.raises(OSError, match="set WEIR_METRICS_LISTEN to another address, or to off"):
+    with (
+        listening() as first,
+        pytest.raises(OSError, match="set WEIR_METRICS_LISTEN to another address, or to off"),
+    ):
         MetricsListener(("127.0.0.1", port_of(first)))
 
 
-async def test_who_reads_no_answer_keeps_nobody_from_the_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_reads_no_answer_blocks_no_scrape(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(scrape, "IDLE_MAX_S", 0.2)
     asks = b"GET /metrics HTTP/1.1\r\nHost: here\r\n\r\n"
 
@@ -98,7 +109,9 @@ async def test_without_an_address_nothing_listens() -> None:
 
 
 @given(st.lists(st.floats(0, 1000), max_size=50))
-def test_a_histogram_counts_each_value_in_every_bucket_that_it_does_not_exceed(values: list[float]) -> None:
+def test_a_histogram_counts_each_value_in_every_bucket_that_it_does_not_exceed(
+    values: list[float],
+) -> None:
     bounds = (1, 10, 100)
     histogram = Histogram(bounds)
 
@@ -112,7 +125,7 @@ def test_a_histogram_counts_each_value_in_every_bucket_that_it_does_not_exceed(v
 
 
 def test_the_pace_of_several_choices_is_that_of_each() -> None:
-    """Ten tokens each, side by side: nine gaps, not nineteen."""
+    """Ten tokens each, in parallel: nine gaps, not nineteen."""
     counts = RequestCounts(["m"])
     settled = Settled(uuid.uuid4(), 5, 0, 20, 20, 20, 1, "USD", "length")
 
@@ -122,17 +135,19 @@ def test_the_pace_of_several_choices_is_that_of_each() -> None:
     assert (pace.count, pace.sum) == (9, 90.0)
 
 
-def test_what_is_read_does_not_change_while_it_is_written() -> None:
+def test_a_copy_of_the_counts_does_not_change() -> None:
     counts = RequestCounts(["m"])
     counts.finished("m", ServiceTier.BATCH, "stop", TIMINGS, None, 1)
 
     copied = counts.copy()
     counts.finished("m", ServiceTier.BATCH, "stop", TIMINGS, None, 1)
-    counts.failed("other", ServiceTier.BATCH, StoreAway("away"), None)
+    counts.failed("other", ServiceTier.BATCH, DatabaseUnavailable("away"), None)
 
     assert copied.ends["m", "batch", "stop"] == 1
     assert copied.times["m", ServiceTier.BATCH].total.count == 1
-    assert counts.refusals == {("", "STORE_AWAY", "", ""): 1}, "what a client calls a model is no label"
+    assert counts.refusals == {("", "DATABASE_UNAVAILABLE", "", ""): 1}, (
+        "what a client calls a model is no label"
+    )
 
 
 def test_a_fault_in_counting_is_logged_and_breaks_no_request() -> None:
@@ -159,7 +174,7 @@ def test_journals_of_the_living_are_no_backlog(tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def listening(port: int = 0, port_count: int = 1) -> Iterator[MetricsListener]:
-    """A listener that has its port."""
+    """Yield a listener that has its port."""
     listener = MetricsListener(("127.0.0.1", port), port_count)
     try:
         yield listener
@@ -169,7 +184,7 @@ def listening(port: int = 0, port_count: int = 1) -> Iterator[MetricsListener]:
 
 
 def port_of(listener: MetricsListener) -> int:
-    """From its URL."""
+    """Return the port of its URL."""
     return int(listener.url.rpartition(":")[2].partition("/")[0])
 
 
@@ -177,7 +192,8 @@ async def test_the_loop_is_late_by_what_a_timer_comes_later_than_asked() -> None
     class Enough(Exception):
         pass
 
-    times_s = [10.0, 10.001, 11.0, 11.031]  # two timers of a millisecond: one in time, one held up for 30
+    # Two timers of a millisecond: one on time, one 30 ms late.
+    times_s = [10.0, 10.001, 11.0, 11.031]
 
     def clock() -> float:
         if not times_s:
@@ -196,7 +212,14 @@ def test_only_those_that_waited_for_an_engine_count_as_cold_starts() -> None:
     counts = RequestCounts(["m"])
 
     for cold_start_ms in (0.0, COLD_START_MS_MIN - 0.1, COLD_START_MS_MIN, 2000.0):
-        counts.finished("m", ServiceTier.INTERACTIVE, "stop", TIMINGS | {"cold_start_ms": cold_start_ms}, None, 1)
+        counts.finished(
+            "m",
+            ServiceTier.INTERACTIVE,
+            "stop",
+            TIMINGS | {"cold_start_ms": cold_start_ms},
+            None,
+            1,
+        )
 
     cold_starts = counts.times["m", ServiceTier.INTERACTIVE].stages["cold_start"]
     assert (cold_starts.count, cold_starts.sum) == (2, COLD_START_MS_MIN + 2000.0)

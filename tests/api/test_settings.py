@@ -1,7 +1,8 @@
-"""Settings come from the environment, each under its name, and a bad one is refused by name."""
+"""Settings from the environment: each has its name, and an invalid one is refused by name."""
 
 from __future__ import annotations
 
+import sys
 import uuid
 from dataclasses import fields, replace
 from pathlib import Path
@@ -10,8 +11,8 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from api.core.settings import SettingInvalid, Settings
-from api.fleet.fleet import build_serving, engine_plan
+from api.core.settings import SettingInvalid, Settings, bundled_encoders
+from api.fleet.fleet import build_serving, engine_plan, fleet_of_models
 from inference.text.tools import CallFormat
 from inference.workers.process import open_host
 from metering.invoicing.invoice_document import Issuer
@@ -20,9 +21,29 @@ SPECS = {spec.metadata["variable"]: spec for spec in fields(Settings)}
 NUMBERS = [name for name, spec in SPECS.items() if isinstance(spec.default, int | float)]
 
 
-def test_an_empty_environment_gives_the_defaults() -> None:
-    assert Settings.from_environment({}) == Settings()
-    assert Settings.from_environment(dict.fromkeys(SPECS, "")) == Settings()
+BUNDLED = Settings(encoders=bundled_encoders())
+
+
+def test_an_empty_environment_gives_the_defaults_and_the_bundled_encoder() -> None:
+    assert Settings.from_environment({}) == BUNDLED
+    assert Settings.from_environment(dict.fromkeys(SPECS, "")) == BUNDLED
+
+
+@pytest.mark.parametrize(
+    "variable", ["WEIR_FLEET", "WEIR_MODELS", "WEIR_ENCODERS", "WEIR_REMOTE_TARGETS"]
+)
+def test_a_choice_of_models_leaves_out_the_bundled_encoder(variable: str) -> None:
+    settings = Settings.from_environment({variable: "small=/models/small"})
+
+    assert settings.encoders.keys() == ({"small"} if variable == "WEIR_ENCODERS" else set())
+
+
+def test_the_bundled_encoder_starts_with_its_first_request() -> None:
+    [model, encoder] = fleet_of_models(BUNDLED).models
+
+    assert (encoder.name, encoder.embeds) == ("demo-embedding", True)
+    assert (encoder.versions[0].replica_count_min, encoder.versions[0].replica_count_max) == (0, 1)
+    assert model.versions[0].replica_count_min == 1
 
 
 def test_every_variable_has_its_own_name() -> None:
@@ -33,13 +54,19 @@ def test_every_variable_has_its_own_name() -> None:
 @pytest.mark.parametrize("name", NUMBERS)
 def test_every_number_is_read_from_its_variable(name: str) -> None:
     default: Any = SPECS[name].default
-    value = not default if isinstance(default, bool) else default + 1 if isinstance(default, int) else default / 2
+    value = (
+        not default
+        if isinstance(default, bool)
+        else default + 1
+        if isinstance(default, int)
+        else default / 2
+    )
 
     settings = Settings.from_environment({name: str(value)})
 
     assert getattr(settings, SPECS[name].name) == value
     changed: dict[str, Any] = {SPECS[name].name: default}
-    assert replace(settings, **changed) == Settings(), "and nothing else"
+    assert replace(settings, **changed) == BUNDLED, "and nothing else"
 
 
 @pytest.mark.parametrize("name", NUMBERS)
@@ -54,23 +81,35 @@ MAY_BE_ZERO = {"WEIR_MODEL_IDLE_TIMEOUT_S"}  # which then means never
 
 @pytest.fixture
 def bare(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines are their settings."""
+    """Return an engine that is just its settings."""
     monkeypatch.setattr("api.fleet.fleet.torch_memory_bytes", lambda *_: 0)
     monkeypatch.setattr("api.fleet.fleet.TorchEngine", lambda settings, opener: settings)
     monkeypatch.setattr("api.fleet.fleet.TensorRtEngine", lambda settings: settings)
 
 
 def built(settings: Settings) -> Any:
-    """The engine of the model that `WEIR_MODELS` calls `a`."""
+    """Return the engine of the model that `WEIR_MODELS` calls `a`."""
     assert settings.engine_backend != "remote"
-    build, _ = engine_plan(settings, settings.engine_backend, "a", settings.models["a"], open_host)
+    kind, directory = settings.engine_backend, settings.models["a"]
+    build, *_ = engine_plan(settings, kind, "a", directory, open_host)
     return build()
 
 
-@pytest.mark.parametrize("name", [name for name in NUMBERS if name.endswith("_S") and name not in MAY_BE_ZERO])
+@pytest.mark.parametrize(
+    "name", [name for name in NUMBERS if name.endswith("_S") and name not in MAY_BE_ZERO]
+)
 def test_no_time_is_zero(name: str) -> None:
     with pytest.raises(SettingInvalid, match=name):
         Settings.from_environment({name: "0"})
+
+
+@pytest.mark.usefixtures("bare")
+def test_the_interpreter_of_the_worker_must_exist(tmp_path: Path) -> None:
+    settings = Settings(models={"a": tmp_path}, engine_backend="tensorrt")
+
+    assert built(replace(settings, tensorrt_python=sys.executable)).python == sys.executable
+    with pytest.raises(SettingInvalid, match="WEIR_TENSORRT_PYTHON='/nowhere': must be the path"):
+        built(replace(settings, tensorrt_python="/nowhere"))
 
 
 @pytest.mark.parametrize("text", ["demo", "=dir", "name=", "a=b,c", ",=", "a=b,=d"])
@@ -79,9 +118,14 @@ def test_models_are_pairs(text: str) -> None:
         Settings.from_environment({"WEIR_MODELS": text})
 
 
-@pytest.mark.parametrize("text", ["acme=2", "=2", f"{uuid.UUID(int=1)}", f"{uuid.UUID(int=1)}=0", f"{uuid.UUID(int=1)}=nan"])
+@pytest.mark.parametrize(
+    "text",
+    ["acme=2", "=2", f"{uuid.UUID(int=1)}", f"{uuid.UUID(int=1)}=0", f"{uuid.UUID(int=1)}=nan"],
+)
 def test_weights_are_pairs_of_an_id_and_a_weight(text: str) -> None:
-    good = Settings.from_environment({"WEIR_QUEUE_WEIGHTS": f"{uuid.UUID(int=1)}=4,{uuid.UUID(int=2).hex}=0.5"})
+    good = Settings.from_environment(
+        {"WEIR_QUEUE_WEIGHTS": f"{uuid.UUID(int=1)}=4,{uuid.UUID(int=2).hex}=0.5"}
+    )
     assert good.queue_weights == {str(uuid.UUID(int=1)): 4.0, str(uuid.UUID(int=2)): 0.5}
     assert Settings.from_environment(good.to_environment()) == good
     with pytest.raises(SettingInvalid, match="WEIR_QUEUE_WEIGHTS"):
@@ -96,17 +140,48 @@ def test_models_may_have_equals_signs_in_their_path() -> None:
 
 @pytest.mark.parametrize("name", ["WEIR_ENGINE_DTYPE", "WEIR_ENGINE_DEVICE"])
 def test_a_word_that_is_no_choice_is_refused_with_those_that_are(name: str) -> None:
-    with pytest.raises(SettingInvalid, match=f"{name}='int4': must be one of .*{SPECS[name].default}"):
+    with pytest.raises(
+        SettingInvalid, match=f"{name}='int4': must be one of .*{SPECS[name].default}"
+    ):
         Settings.from_environment({name: "int4"})
 
 
 @pytest.mark.usefixtures("bare")
 def test_type_and_device_reach_the_engines() -> None:
-    settings = Settings.from_environment({"WEIR_ENGINE_DTYPE": "int8", "WEIR_ENGINE_DEVICE": "cuda", "WEIR_MODELS": "a=/x"})
+    settings = Settings.from_environment(
+        {"WEIR_ENGINE_DTYPE": "float32", "WEIR_ENGINE_DEVICE": "cuda", "WEIR_MODELS": "a=/x"}
+    )
 
     engine = built(settings)
 
-    assert (engine.compute_dtype, engine.device) == ("int8", "cuda")
+    assert (engine.compute_dtype, engine.device) == ("float32", "cuda")
+
+
+@pytest.mark.usefixtures("bare")
+def test_a_gpu_has_other_defaults() -> None:
+    """A replica has a GPU alone, whose free memory is its KV cache."""
+    cpu, gpu = (
+        Settings(engine_device=device, models={"a": Path("/x")}) for device in ("cpu", "cuda")
+    )
+
+    on_cpu, on_gpu = built(cpu), built(gpu)
+    build, _, gpu_count, _ = engine_plan(gpu, "torch", "a", Path("/x"), open_host)
+
+    assert (on_cpu.compute_dtype, on_cpu.kv_cache_bytes) == ("float32", 1 << 30)
+    assert (on_gpu.compute_dtype, on_gpu.kv_cache_bytes) == ("bfloat16", None)
+    assert on_gpu.step_token_count_max > on_cpu.step_token_count_max
+    environment = {"CUDA_VISIBLE_DEVICES": "3"}
+    engine: Any = build(environment)
+    assert gpu_count == 1
+    assert engine.environment is environment
+
+
+@pytest.mark.usefixtures("bare")
+def test_int8_is_refused_on_a_gpu() -> None:
+    settings = Settings(engine_dtype="int8", engine_device="cuda", models={"a": Path("/x")})
+
+    with pytest.raises(SettingInvalid, match=r"WEIR_ENGINE_DTYPE='int8'.*cuda: set bfloat16"):
+        built(settings)
 
 
 @pytest.mark.usefixtures("bare")
@@ -119,7 +194,9 @@ def test_a_simulated_engine_is_asked_for_by_name_and_announced() -> None:
 
     assert plain.simulation is None
     assert simulated.simulation.time_scale == 0
-    assert [(line["event"], line["log_level"]) for line in logs] == [("engine_simulated", "warning")]
+    assert [(line["event"], line["log_level"]) for line in logs] == [
+        ("engine_simulated", "warning")
+    ]
 
 
 @pytest.mark.usefixtures("bare")
@@ -135,21 +212,34 @@ def test_tensorrt_gets_its_sizes() -> None:
     settings = Settings.from_environment(environment)
     options = built(settings).options
 
-    assert (options.tensor_parallel_size, options.expert_parallel_size, options.abort_running) == (8, 4, False)
+    assert (options.tensor_parallel_size, options.expert_parallel_size, options.abort_running) == (
+        8,
+        4,
+        False,
+    )
 
 
 @pytest.mark.parametrize(
     "environment",
-    [{"WEIR_LORA_ADAPTERS": "demo:x=/y"}, {"WEIR_ENGINE": "tensorrt", "WEIR_LORA_ADAPTERS": "demo:x=/y"}],
+    [
+        {"WEIR_LORA_ADAPTERS": "demo:x=/y"},
+        {"WEIR_ENGINE": "tensorrt", "WEIR_LORA_ADAPTERS": "demo:x=/y"},
+    ],
 )
 def test_adapters_are_refused_since_no_engine_applies_them(environment: dict[str, str]) -> None:
-    with pytest.raises(SettingInvalid, match=r"WEIR_LORA_ADAPTERS='demo:x=/y': .*merge each adapter"):
+    with pytest.raises(
+        SettingInvalid, match=r"WEIR_LORA_ADAPTERS='demo:x=/y': .*merge each adapter"
+    ):
         build_serving(Settings.from_environment(environment))
 
 
 CASES: list[dict[str, Any]] = [
     {},
-    {"database_url": "postgresql://u:p@h/d?a=b", "listen_address": "[::]:1", "models": {"a": Path("/b"), "c": Path("/d e")}},
+    {
+        "database_url": "postgresql://u:p@h/d?a=b",
+        "listen_address": "[::]:1",
+        "models": {"a": Path("/b"), "c": Path("/d e")},
+    },
     {"home": Path("/tmp/x"), "drain_s": 0.25, "lease_slice_tokens": 1, "engine_dtype": "int8"},
 ]
 
@@ -161,8 +251,8 @@ def test_a_child_process_reads_the_same_settings(values: dict[str, Any]) -> None
     assert Settings.from_environment(settings.to_environment()) == settings
 
 
-def test_other_variables_are_nobodys_business() -> None:
-    assert Settings.from_environment({"WEIR_NONSENSE": "x", "PATH": "/bin"}) == Settings()
+def test_unrelated_variables_are_ignored() -> None:
+    assert Settings.from_environment({"WEIR_NONSENSE": "x", "PATH": "/bin"}) == BUNDLED
 
 
 def test_the_journal_is_in_the_home() -> None:
@@ -178,7 +268,9 @@ def test_the_letterhead_is_read_line_by_line() -> None:
         }
     )
 
-    assert settings.issuer() == Issuer("Weir Operations GmbH", ("Brückenstraße 12", "10179 Berlin"), "DE 1")
+    assert settings.issuer() == Issuer(
+        "Weir Operations GmbH", ("Brückenstraße 12", "10179 Berlin"), "DE 1"
+    )
     assert Settings.from_environment(settings.to_environment()) == settings
     assert Settings().issuer() == Issuer()
 

@@ -1,4 +1,4 @@
-"""How requests become spans: bounded, in a thread, and never in the way of a request."""
+"""Spans of requests: bounded, sent in a thread, and never delaying a request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ from structlog.testing import capture_logs
 from api.core.settings import SettingInvalid
 from api.metrics.operator_http import span_metrics
 from api.observability.observer import Observer, record_of
-from api.observability.spans import NO_TRACE, Record, Spans, TraceContext, open_spans, trace_of_metadata
+from api.observability.spans import (
+    NO_TRACE,
+    Record,
+    Spans,
+    TraceContext,
+    open_spans,
+    trace_of_metadata,
+)
 from tests.api.endings import ending
 
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -19,7 +26,7 @@ PATIENCE_S = 60.0
 
 
 class SlowCollector:
-    """Takes a batch when it is let, and says so."""
+    """Collector that takes a batch when released, and reports so."""
 
     def __init__(self, *, takes: bool = True) -> None:
         self.takes = takes
@@ -28,20 +35,24 @@ class SlowCollector:
         self.is_closed = False
 
     def send(self, records: list[Record]) -> bool:
-        """See `Sender`."""
+        """Implement `Sender.send`."""
         self.busy.set()
         assert self.let.wait(PATIENCE_S)
         self.records += records
         return self.takes
 
     def close(self) -> None:
-        """See `Sender`."""
+        """Implement `Sender.close`."""
         self.is_closed = True
 
 
 def told(spans: Spans) -> dict[str, float]:
-    """Its metrics."""
-    return {sample.name: sample.value for family in span_metrics(spans.counts()) for sample in family.samples}
+    """Return its metrics."""
+    return {
+        sample.name: sample.value
+        for family in span_metrics(spans.counts())
+        for sample in family.samples
+    }
 
 
 def test_while_the_collector_is_slow_traces_are_dropped_and_counted() -> None:
@@ -56,13 +67,21 @@ def test_while_the_collector_is_slow_traces_are_dropped_and_counted() -> None:
     collector.let.set()
     spans.close(PATIENCE_S)
 
-    assert waiting == {"weir_traces_sent_total": 0, "weir_traces_dropped_total": 5, "weir_traces_waiting": 10}
-    assert told(spans) == {"weir_traces_sent_total": 11, "weir_traces_dropped_total": 5, "weir_traces_waiting": 0}
+    assert waiting == {
+        "weir_traces_sent_total": 0,
+        "weir_traces_dropped_total": 5,
+        "weir_traces_waiting": 10,
+    }
+    assert told(spans) == {
+        "weir_traces_sent_total": 11,
+        "weir_traces_dropped_total": 5,
+        "weir_traces_waiting": 0,
+    }
     assert len(collector.records) == 11
     assert collector.is_closed
 
 
-def test_what_a_collector_does_not_take_is_counted_as_dropped() -> None:
+def test_spans_refused_by_the_collector_are_counted_as_dropped() -> None:
     collector = SlowCollector(takes=False)
     collector.let.set()
     spans = Spans(collector)
@@ -70,7 +89,11 @@ def test_what_a_collector_does_not_take_is_counted_as_dropped() -> None:
     spans.put(record_of(ending()))
     spans.close(PATIENCE_S)
 
-    assert told(spans) == {"weir_traces_sent_total": 0, "weir_traces_dropped_total": 1, "weir_traces_waiting": 0}
+    assert told(spans) == {
+        "weir_traces_sent_total": 0,
+        "weir_traces_dropped_total": 1,
+        "weir_traces_waiting": 0,
+    }
 
 
 def test_a_bug_in_sending_ends_no_thread() -> None:
@@ -101,7 +124,7 @@ def test_a_record_has_nothing_of_what_was_asked() -> None:
     assert record.reason == "INTERNAL"
 
 
-def test_every_ended_request_is_told_if_anybody_collects() -> None:
+def test_every_ended_request_is_recorded_if_there_is_a_collector() -> None:
     collector = SlowCollector()
     collector.let.set()
     spans = Spans(collector)
@@ -111,16 +134,26 @@ def test_every_ended_request_is_told_if_anybody_collects() -> None:
     spans.close(PATIENCE_S)
 
     [record] = collector.records
-    assert (record.trace.traceparent, record.operation, record.outcome) == (TRACEPARENT, "text_completion", "stop")
+    assert (record.trace.traceparent, record.operation, record.outcome) == (
+        TRACEPARENT,
+        "text_completion",
+        "stop",
+    )
 
 
 @pytest.mark.parametrize(
     ("metadata", "context"),
     [
         ([("traceparent", TRACEPARENT), ("tracestate", "a=1")], TraceContext(TRACEPARENT, "a=1")),
-        ([("traceparent", TRACEPARENT), ("tracestate", "a=1, b@c=2,,")], TraceContext(TRACEPARENT, "a=1, b@c=2,,")),
+        (
+            [("traceparent", TRACEPARENT), ("tracestate", "a=1, b@c=2,,")],
+            TraceContext(TRACEPARENT, "a=1, b@c=2,,"),
+        ),
         ([("traceparent", TRACEPARENT), ("tracestate", "a=1," * 129)], TraceContext(TRACEPARENT)),
-        ([("traceparent", TRACEPARENT), ("tracestate", "a=1,\nevent=forged")], TraceContext(TRACEPARENT)),
+        (
+            [("traceparent", TRACEPARENT), ("tracestate", "a=1,\nevent=forged")],
+            TraceContext(TRACEPARENT),
+        ),
         ([("traceparent", TRACEPARENT + "-and-more")], NO_TRACE),
         ([("traceparent", TRACEPARENT.upper())], NO_TRACE),
         ([("tracestate", "a=1")], NO_TRACE),
@@ -128,7 +161,9 @@ def test_every_ended_request_is_told_if_anybody_collects() -> None:
         ([], NO_TRACE),
     ],
 )
-def test_a_trace_is_taken_as_it_comes_and_no_longer_than_it_may_be(metadata: list[tuple[str, str]], context: TraceContext) -> None:
+def test_a_trace_is_taken_as_it_comes_and_no_longer_than_it_may_be(
+    metadata: list[tuple[str, str]], context: TraceContext
+) -> None:
     assert trace_of_metadata(metadata) == context
 
 
@@ -146,7 +181,12 @@ def test_nothing_is_sent_unless_a_collector_is_named(environment: dict[str, str]
 
 
 def test_a_protocol_that_is_not_spoken_is_refused_by_name() -> None:
-    environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:4318", "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"}
+    environment = {
+        "OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:4318",
+        "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
+    }
 
-    with pytest.raises(SettingInvalid, match="OTEL_EXPORTER_OTLP_PROTOCOL='http/protobuf': must be grpc"):
+    with pytest.raises(
+        SettingInvalid, match="OTEL_EXPORTER_OTLP_PROTOCOL='http/protobuf': must be grpc"
+    ):
         open_spans(uuid.uuid4(), environment)

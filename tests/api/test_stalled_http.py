@@ -1,4 +1,4 @@
-"""Clients of OpenAI's door that do not read: each stalls itself alone, memory stays flat, and it is given up as over gRPC."""
+"""Clients of the OpenAI HTTP API that do not read: each stalls only itself and is dropped."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from aiohttp import web
 from api.core.settings import Settings
 from api.generation.live import LiveRequest
 from api.openai import listener as listener_module
-from api.openai.door import Door
+from api.openai.gateway import Gateway
 from api.openai.listener import Connection, Listener
 from metering.store.db import Sessions
 from metering.tenants.tenants import create_api_key
@@ -26,14 +26,16 @@ from tests.metering.hold_world import HoldWorld
 from tests.service import PATIENCE_S, until
 
 CHATS = 200
-TOKENS_AT_FIRST, TOKENS_THEN = 150, 450  # of each; the first fill what every connection has, however little waits
-BYTES_PER_TOKEN_MAX = 100  # of what waits; as for gRPC, see `test_stalled_memory.py`
+# Per client; the first tokens fill buffers that every connection has.
+TOKENS_AT_FIRST, TOKENS_THEN = 150, 450
+# bytes of buffered output per token; for gRPC, see `test_stalled_memory.py`
+BYTES_PER_TOKEN_MAX = 100
 OUTBOX_TOKENS = 500
-LITTLE = 4096  # bytes that either side of the kernel takes unread
+LITTLE = 4096  # unread bytes that either side's kernel buffers
 
 
 class World:
-    """A process with a door, and the connections to it."""
+    """Process with an HTTP listener, and the connections to it."""
 
     def __init__(self, small: SmallProcess, books: HoldWorld, port: int, secret: str) -> None:
         self.small = small
@@ -44,11 +46,13 @@ class World:
 
     @property
     def requests(self) -> list[LiveRequest]:
-        """Those that run."""
-        return [request for request in self.small.process.running() if isinstance(request, LiveRequest)]
+        """Running requests."""
+        return [
+            request for request in self.small.process.running() if isinstance(request, LiveRequest)
+        ]
 
     async def ask(self, **fields: object) -> None:
-        """One more chat whose client reads nothing."""
+        """Start another chat whose client reads nothing."""
         chat = {
             "model": "demo",
             "messages": [{"role": "user", "content": "Go"}],
@@ -57,40 +61,59 @@ class World:
             "ignore_eos": True,
         }
         body = json.dumps(chat | fields).encode()
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: weir\r\nauthorization: Bearer {self.secret}\r\n"
+        head = (
+            "POST /v1/chat/completions HTTP/1.1\r\nhost: weir\r\nauthorization: Bearer"
+            f" {self.secret}\r\n"
+        )
         connection = socket.socket()
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, LITTLE)
         connection.setblocking(False)
         self.sockets.append(connection)
         loop = asyncio.get_running_loop()
         await loop.sock_connect(connection, ("127.0.0.1", self.port))
-        await loop.sock_sendall(connection, f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        await loop.sock_sendall(
+            connection, f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
+        )
 
     async def generated(self, token_count: int) -> None:
-        """Let the engine go on until it has generated so many tokens for all, and let them be where they go."""
+        """Run the engine until it has generated this many tokens in total, and let them settle."""
         engine = self.small.engine
         engine.pause_after(token_count - engine.token_count)
         engine.gate.set()
         async with asyncio.timeout(PATIENCE_S):
             await engine.paused.wait()
-        await until(lambda: sum(request.output.said_token_count for request in self.requests) >= token_count, "the tokens")
+        await until(
+            lambda: (
+                sum(request.output.said_token_count for request in self.requests) >= token_count
+            ),
+            "the tokens",
+        )
 
 
 @pytest.fixture
-async def world(tmp_path: Path, database_url: str, sessions: Sessions, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
+async def world(
+    tmp_path: Path, database_url: str, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[World]:
     monkeypatch.setattr(listener_module, "SEND_BUFFER_BYTES", LITTLE)
     settings = Settings(
-        database_url=database_url, home=tmp_path, lease_slice_tokens=2000, outbox_tokens_per_request_max=OUTBOX_TOKENS
+        database_url=database_url,
+        home=tmp_path,
+        lease_slice_tokens=2000,
+        outbox_tokens_per_request_max=OUTBOX_TOKENS,
     )
     checkpoint = make_checkpoint(tmp_path / "checkpoint", shape=LlamaShape())
     with HoldWorld(database_url, now=None) as books:
         books.tenant()
         async with sessions.begin() as session:
-            _, secret = await create_api_key(session, organization="acme", project="search", name="key", actor="test")
+            _, secret = await create_api_key(
+                session, organization="acme", project="search", name="key", actor="test"
+            )
         async with asyncio.TaskGroup() as tasks:
             small = SmallProcess(settings, checkpoint, sessions, tasks, batch_size=CHATS)
             await small.engine.start()
-            listener = Listener(Door(small.process, small.authenticator, sessions).handle, settings, None)
+            listener = Listener(
+                Gateway(small.process, small.authenticator, sessions).handle, settings, None
+            )
             world = World(small, books, listener.bind(("127.0.0.1", 0)), secret)
             await listener.start()
             yield world
@@ -103,13 +126,15 @@ async def world(tmp_path: Path, database_url: str, sessions: Sessions, monkeypat
 
 
 def resident_bytes() -> int:
-    """Memory of this process."""
+    """Return the resident memory of this process."""
     gc.collect()
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="tells memory by Linux's /proc")
-async def test_two_hundred_stalled_chats_keep_memory_flat_and_end_as_slow_consumers(world: World) -> None:
+async def test_two_hundred_stalled_chats_keep_memory_flat_and_end_as_slow_consumers(
+    world: World,
+) -> None:
     world.small.engine.gate.clear()
     for _ in range(CHATS):
         await world.ask()
@@ -127,13 +152,20 @@ async def test_two_hundred_stalled_chats_keep_memory_flat_and_end_as_slow_consum
     assert max(delivered) < TOKENS_AT_FIRST, "what nobody reads is not delivered"
     world.small.engine.gate.set()
     await until(lambda: not world.small.process.running(), "all to be given up")
-    rows = world.books.rows("SELECT outcome, count(*), sum(delivered_token_count)::int FROM usage_events GROUP BY outcome")
+    rows = world.books.rows(
+        "SELECT outcome, count(*), sum(delivered_token_count)::int FROM usage_events GROUP BY"
+        " outcome"
+    )
     assert rows == [("slow_consumer", CHATS, sum(delivered))]
 
 
-@pytest.mark.parametrize("unsent", [[400_000, 300_000, 300_000, 200_000, 200_000, 190_000], [20_000, 20_000]])
-async def test_a_client_that_reads_slowly_is_waited_for_as_long_as_it_reads(unsent: list[int]) -> None:
-    """An answer in one piece may be large: what counts is what is taken of it, not when all of it is."""
+@pytest.mark.parametrize(
+    "unsent", [[400_000, 300_000, 300_000, 200_000, 200_000, 190_000], [20_000, 20_000]]
+)
+async def test_a_client_that_reads_slowly_is_waited_for_as_long_as_it_reads(
+    unsent: list[int],
+) -> None:
+    """A single response may be large: progress counts, not its end."""
 
     class Slow(asyncio.Transport):
         def get_write_buffer_size(self) -> int:

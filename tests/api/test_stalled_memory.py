@@ -1,4 +1,4 @@
-"""A thousand requests that nobody reads: what waits for a client takes some bytes a token, not the kilobyte of a frame."""
+"""Memory of a thousand unread requests: some bytes per token, not a kilobyte per frame."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from api.generation.outbox import Outbox, Receiver
 from api.generation.output import Flow, LiveOutput, Output, ReplayOutput
 from api.generation.replay import ReplayBuffers
 from metering.holds.journal import UsageJournal
+from tests.api.small_process import forget_all
 
 ORGANIZATION = uuid.uuid4()
 REQUEST_COUNT = 1000
-TOKENS_AT_FIRST, TOKENS_THEN = 20, 100  # each; the first fill what every request has, however little waits
-BYTES_PER_TOKEN_MAX = 100  # arrays with their reserve; one object per token would be far above it
+# Each; the first tokens fill buffers that every request has.
+TOKENS_AT_FIRST, TOKENS_THEN = 20, 100
+BYTES_PER_TOKEN_MAX = 100  # arrays with their reserve; one object per token would need far more
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -32,21 +34,23 @@ def journal(tmp_path: Path) -> Iterator[UsageJournal]:
 
 
 def resident_bytes() -> int:
-    """Memory of this process."""
+    """Return the resident memory of this process."""
     gc.collect()
     return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE_BYTES
 
 
 def live(outbox: Outbox, credit: int | None, given_id: str = "r") -> LiveOutput:
-    """Output of a request that nobody can come back to."""
+    """Return the output of a request that is not kept."""
     receiver = Receiver(outbox, given_id, lambda _: None)
     output = LiveOutput(receiver, "m", Flow(credit, 60.0, lambda: None), Life(), lambda _: None)
     output.hold_id = uuid.uuid4()
     return output
 
 
-def begun(journal: UsageJournal, replays: ReplayBuffers, organization_id: uuid.UUID) -> ReplayOutput:
-    """Output that is kept, of a request that nobody receives."""
+def begun(
+    journal: UsageJournal, replays: ReplayBuffers, organization_id: uuid.UUID
+) -> ReplayOutput:
+    """Return kept output of a request without a subscriber."""
     receiver = Receiver(Outbox(journal), "r", lambda _: None)
     flow, buffer = Flow(None, 60.0, lambda: None), replays.open(organization_id)
     output = ReplayOutput(receiver, "m", flow, Life(), lambda _: None, 60.0, buffer)
@@ -56,7 +60,7 @@ def begun(journal: UsageJournal, replays: ReplayBuffers, organization_id: uuid.U
 
 
 def say(outputs: Sequence[Output], token_count: int) -> None:
-    """So many steps of all of them."""
+    """Output this many steps of all requests."""
     for index in range(token_count):
         for output in outputs:
             output.usage.generated_token_count += 1
@@ -64,8 +68,12 @@ def say(outputs: Sequence[Output], token_count: int) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="tells memory by Linux's /proc")
-@pytest.mark.parametrize("credit", [None, 0], ids=["nobody reads the stream", "nobody grants credit"])
-async def test_a_thousand_stalled_requests_take_some_bytes_a_token(journal: UsageJournal, credit: int | None) -> None:
+@pytest.mark.parametrize(
+    "credit", [None, 0], ids=["nobody reads the stream", "nobody grants credit"]
+)
+async def test_a_thousand_stalled_requests_take_some_bytes_a_token(
+    journal: UsageJournal, credit: int | None
+) -> None:
     outbox = Outbox(journal)
     outputs = [live(outbox, credit, str(uuid.uuid4())) for _ in range(REQUEST_COUNT)]
 
@@ -75,15 +83,21 @@ async def test_a_thousand_stalled_requests_take_some_bytes_a_token(journal: Usag
     grown = resident_bytes() - before
 
     assert grown / (REQUEST_COUNT * TOKENS_THEN) < BYTES_PER_TOKEN_MAX
-    assert sum(output.unsent_token_count for output in outputs) == REQUEST_COUNT * (TOKENS_AT_FIRST + TOKENS_THEN)
+    assert sum(output.unsent_token_count for output in outputs) == REQUEST_COUNT * (
+        TOKENS_AT_FIRST + TOKENS_THEN
+    )
     for output in outputs:
         output.discard()
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="tells memory by Linux's /proc")
-async def test_log_probabilities_that_wait_take_little_more_than_their_message(journal: UsageJournal) -> None:
-    """Twenty alternatives for each token, as objects, were three kilobytes."""
-    alternatives = [pb.TokenLogprob(token_id=100 + place, logprob=-float(place)) for place in range(20)]
+async def test_log_probabilities_that_wait_take_little_more_than_their_message(
+    journal: UsageJournal,
+) -> None:
+    """Twenty alternatives for each token took three kilobytes as objects."""
+    alternatives = [
+        pb.TokenLogprob(token_id=100 + place, logprob=-float(place)) for place in range(20)
+    ]
     told = pb.TokenLogprobs(chosen=alternatives[0], top=alternatives)
     output = live(Outbox(journal), 0)
     before = resident_bytes()
@@ -98,8 +112,8 @@ async def test_log_probabilities_that_wait_take_little_more_than_their_message(j
     output.discard()
 
 
-async def test_what_is_kept_stays_within_its_bounds(journal: UsageJournal) -> None:
-    """Of one request, and of all together however many they are: nobody reads any of them."""
+async def test_kept_output_stays_within_its_bounds(journal: UsageJournal) -> None:
+    """The bounds are per request and in total, for any number of unread requests."""
     replays = ReplayBuffers(journal, bytes_max=200_000, bytes_per_request_max=20_000)
     outputs = [begun(journal, replays, ORGANIZATION) for _ in range(50)]
 
@@ -115,7 +129,7 @@ async def test_what_is_kept_stays_within_its_bounds(journal: UsageJournal) -> No
 def answered(
     journal: UsageJournal, replays: ReplayBuffers, organization_id: uuid.UUID, token_count: int
 ) -> tuple[uuid.UUID, uuid.UUID]:
-    """The same with so many tokens, ended; by what it is found."""
+    """Return the key of an ended request with this many tokens of kept output."""
     key = uuid.uuid4(), uuid.uuid4()
     output = begun(journal, replays, organization_id)
     say([output], token_count)
@@ -124,7 +138,9 @@ def answered(
     return key
 
 
-async def test_a_flood_of_answers_of_one_customer_evicts_its_own_and_not_those_of_another(journal: UsageJournal) -> None:
+async def test_a_flood_of_answers_of_one_customer_evicts_its_own_and_not_those_of_another(
+    journal: UsageJournal,
+) -> None:
     replays = ReplayBuffers(journal, bytes_max=65_536, bytes_per_request_max=65_536)
     victim, flooding = uuid.uuid4(), uuid.uuid4()
     theirs = answered(journal, replays, victim, 300)
@@ -141,11 +157,13 @@ async def test_a_flood_of_answers_of_one_customer_evicts_its_own_and_not_those_o
     assert replays.byte_count <= 65_536
     for output in running:
         replays.close(output.buffer)
-    replays.forget_all()  # their timers, too
+    forget_all(replays)  # and their timers
     assert replays.byte_count == replays.live_count == replays.ended_count == 0
 
 
-async def test_who_keeps_more_than_an_equal_share_makes_room_for_whoever_comes_later(journal: UsageJournal) -> None:
+async def test_an_organization_above_its_equal_share_makes_room_for_others(
+    journal: UsageJournal,
+) -> None:
     replays = ReplayBuffers(journal, bytes_max=65_536, bytes_per_request_max=65_536)
     first, later = uuid.uuid4(), uuid.uuid4()
     before = [answered(journal, replays, first, 100) for _ in range(12)]
@@ -155,10 +173,10 @@ async def test_who_keeps_more_than_an_equal_share_makes_room_for_whoever_comes_l
     kept = [replays.find(key) is not None for key in before]
     assert kept == sorted(kept)
     assert not all(kept)
-    replays.forget_all()
+    forget_all(replays)
 
 
-async def test_what_ended_first_is_forgotten_first(journal: UsageJournal) -> None:
+async def test_requests_that_ended_first_are_dropped_first(journal: UsageJournal) -> None:
     replays = ReplayBuffers(journal, bytes_max=65_536, bytes_per_request_max=65_536)
     keys = [answered(journal, replays, ORGANIZATION, 300) for _ in range(5)]
 
@@ -168,5 +186,5 @@ async def test_what_ended_first_is_forgotten_first(journal: UsageJournal) -> Non
     assert there[-1]
     assert replays.byte_count <= 65_536
     for key in keys:
-        replays.forget(key)  # its timers, too
+        replays.forget(key)  # and its timers
     assert replays.byte_count == 0

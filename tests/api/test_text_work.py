@@ -1,4 +1,4 @@
-"""Preparation of prompts: what one key may have prepared at once, whose text is next, and what becomes of cancelled work."""
+"""Preparation of prompts: limits per key, order of texts, and cancelled work."""
 
 from __future__ import annotations
 
@@ -22,19 +22,21 @@ A, B = uuid.UUID(int=1), uuid.UUID(int=2)
 
 
 def owner(key_id: uuid.UUID, organization_id: uuid.UUID | None = None) -> Payer:
-    """A key, of an organization of its own unless it is said which."""
-    return Payer(organization_id or uuid.UUID(int=100 + key_id.int), uuid.UUID(int=0), key_id, "USD")
+    """Return a key, in a new organization by default."""
+    return Payer(
+        organization_id or uuid.UUID(int=100 + key_id.int), uuid.UUID(int=0), key_id, "USD"
+    )
 
 
 @dataclass
 class Threads:
-    """Calls that a test lets end."""
+    """Calls that end when a test lets them."""
 
     began: list[str] = field(default_factory=list)
     gate: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
 
     def call(self, name: str) -> Callable[[], str]:
-        """A call that begins, and ends when it is let."""
+        """Run a call until the test ends it."""
 
         def run() -> str:
             self.began.append(name)
@@ -44,7 +46,7 @@ class Threads:
         return run
 
     def end(self, count: int = 1) -> None:
-        """Let so many calls end."""
+        """End this many calls."""
         self.gate.release(count)
 
 
@@ -56,21 +58,25 @@ async def threads() -> AsyncIterator[Threads]:
 
 
 def one_thread() -> TextWork:
-    """With room for everything."""
+    """Return a single thread with room for everything."""
     return TextWork(chars_max=10**9, chars_per_key_max=10**9, thread_count=1)
 
 
 async def begun(threads: Threads, count: int) -> None:
-    """Wait until so many calls have begun."""
+    """Wait until this many calls have begun."""
     async with asyncio.timeout(PATIENCE_S):
-        while len(threads.began) < count:  # noqa: ASYNC110  # a thread tells nobody
+        while len(threads.began) < count:  # noqa: ASYNC110  # a thread notifies no task
             await asyncio.sleep(0.001)
 
 
 def test_a_key_may_have_so_much_prepared_at_once_and_one_request_of_any_size() -> None:
     work = TextWork(chars_max=10**6, chars_per_key_max=100, thread_count=1)
     with work.permit(owner(A), 60):
-        with work.permit(owner(A), 40), pytest.raises(PreparationLimit) as refusal, work.permit(owner(A), 1):
+        with (
+            work.permit(owner(A), 40),
+            pytest.raises(PreparationLimit) as refusal,
+            work.permit(owner(A), 1),
+        ):
             pass
         with work.permit(owner(B), 100):
             assert work.taken_chars == 160
@@ -83,7 +89,11 @@ def test_a_key_may_have_so_much_prepared_at_once_and_one_request_of_any_size() -
 
 def test_all_keys_together_may_have_so_much_prepared_at_once() -> None:
     work = TextWork(chars_max=100, chars_per_key_max=80, thread_count=1)
-    with work.permit(owner(A), 80), pytest.raises(Overloaded, match="limit of 100"), work.permit(owner(B), 30):
+    with (
+        work.permit(owner(A), 80),
+        pytest.raises(Overloaded, match="limit of 100"),
+        work.permit(owner(B), 30),
+    ):
         pass
     with pytest.raises(KeyError), work.permit(owner(A), 80):
         raise KeyError
@@ -94,7 +104,10 @@ def test_keys_of_one_organization_take_no_more_than_they_leave_free() -> None:
     work = TextWork(chars_max=100, chars_per_key_max=80, thread_count=1)
     a, b, other = owner(A, A), owner(B, A), owner(uuid.UUID(int=3))
     with work.permit(a, 40), work.permit(b, 10):
-        with pytest.raises(PreparationLimit, match="of this organization with 50") as refusal, work.permit(b, 1):
+        with (
+            pytest.raises(PreparationLimit, match="of this organization with 50") as refusal,
+            work.permit(b, 1),
+        ):
             pass
         with work.permit(other, 50):
             assert work.taken_chars == 100
@@ -105,11 +118,14 @@ def test_keys_of_one_organization_take_no_more_than_they_leave_free() -> None:
 def test_each_part_of_a_conversation_counts() -> None:
     call = ToolCall("a", "name", '{"x": 1}')
     messages = [ChatMessage("user", "abc"), ChatMessage("assistant", "", (call,))]
-    assert conversation_size(messages, [Tool("t", "of", "{}", strict=False)]) == (3 + 4 + 8 + 1 + 2 + 2, 4)
+    assert conversation_size(messages, [Tool("t", "of", "{}", strict=False)]) == (
+        3 + 4 + 8 + 1 + 2 + 2,
+        4,
+    )
 
 
 async def test_the_organization_that_had_least_done_is_next(threads: Threads) -> None:
-    """One that has sent a hundred large texts does not keep another waiting for all of them."""
+    """An organization with a hundred large texts does not delay another one by all of them."""
     work = one_thread()
     async with asyncio.TaskGroup() as tasks:
         for number in range(5):
@@ -139,7 +155,9 @@ async def test_work_of_a_request_that_was_cancelled_is_never_begun(threads: Thre
     assert threads.began == ["first", "last"]
 
 
-async def test_a_thread_is_taken_until_the_work_of_a_cancelled_request_has_ended(threads: Threads) -> None:
+async def test_a_thread_is_taken_until_the_work_of_a_cancelled_request_has_ended(
+    threads: Threads,
+) -> None:
     work = one_thread()
     running = asyncio.create_task(work.run(A, 10, threads.call("cancelled")))
     await begun(threads, 1)
@@ -154,7 +172,7 @@ async def test_a_thread_is_taken_until_the_work_of_a_cancelled_request_has_ended
     assert work.running_count == 0
 
 
-async def test_what_a_call_raises_comes_to_who_waits_and_the_thread_goes_on() -> None:
+async def test_an_exception_of_a_call_reaches_its_caller_and_the_thread_continues() -> None:
     work = one_thread()
 
     def fail() -> None:
@@ -167,9 +185,12 @@ async def test_what_a_call_raises_comes_to_who_waits_and_the_thread_goes_on() ->
     assert 0 <= seconds < PATIENCE_S
 
 
-@pytest.mark.parametrize("package", ["requests", "streams", "embedding", "openai", "queue", "access", "console", "observability"])
+@pytest.mark.parametrize(
+    "package",
+    ["requests", "streams", "embedding", "openai", "queue", "access", "console", "observability"],
+)
 def test_nothing_of_tenants_goes_to_the_executor_that_all_share(package: str) -> None:
-    """There it would wait behind whatever anybody else has sent, and others behind it."""
+    """There it would wait behind the work of any other code, and delay it in turn."""
     for path in (Path("api") / package).rglob("*.py"):
         source = path.read_text()
         assert "to_thread" not in source, path

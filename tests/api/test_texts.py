@@ -1,4 +1,4 @@
-"""Short texts of requests: none is too long or holds control characters, whichever call they come with and however deep."""
+"""Short texts of requests: bounded and without control characters, at every depth."""
 
 from __future__ import annotations
 
@@ -26,16 +26,28 @@ from api.core.errors import (
 )
 from api.core.health import SERVICES
 
-# Text for a model, as a path from the request; everything else that is a string is a short text.
+# Text for a model, as a path from the request; every other string is a short text.
 FREE_PATHS = {
     "text",
     "start.text",
     "start.stop_sequences",
     "embed.inputs.text",
     "inputs.text",
-    *(f"{above}conversation.messages.{name}" for above in ("", "start.") for name in ("content", "tool_call_id")),
-    *(f"{above}conversation.messages.tool_calls.{name}" for above in ("", "start.") for name in ("id", "name", "arguments_json")),
-    *(f"{above}tools.{name}" for above in ("", "start.") for name in ("name", "description", "parameters_json_schema")),
+    *(
+        f"{above}conversation.messages.{name}"
+        for above in ("", "start.")
+        for name in ("content", "tool_call_id")
+    ),
+    *(
+        f"{above}conversation.messages.tool_calls.{name}"
+        for above in ("", "start.")
+        for name in ("id", "name", "arguments_json")
+    ),
+    *(
+        f"{above}tools.{name}"
+        for above in ("", "start.")
+        for name in ("name", "description", "parameters_json_schema")
+    ),
     *(f"start.response_format.{name}" for name in ("json_schema", "regex", "lark")),
 }
 
@@ -43,21 +55,23 @@ Path = tuple[FieldDescriptor, ...]
 
 
 def texts_of(kind: Descriptor, above: Path = ()) -> Iterator[Path]:
-    """Every string field below a message type."""
+    """Yield every string field below a message type."""
     for field in kind.fields:
         if field.type == FieldDescriptor.TYPE_STRING:
             yield (*above, field)
-        elif field.message_type is not None and all(field.message_type is not each.message_type for each in above):
+        elif field.message_type is not None and all(
+            field.message_type is not each.message_type for each in above
+        ):
             yield from texts_of(field.message_type, (*above, field))
 
 
 def name_of(path: Path) -> str:
-    """As an error would name it, without indexes."""
+    """Return the name of a field as in an error, without indexes."""
     return ".".join(field.name for field in path)
 
 
 def unary_paths() -> Iterator[tuple[str, Descriptor, Path]]:
-    """Every string field of every request that is one message."""
+    """Return every string field of every unary request."""
     for service in SERVICES:
         for method in Default().FindServiceByName(service).methods:
             if not method.client_streaming:
@@ -66,7 +80,7 @@ def unary_paths() -> Iterator[tuple[str, Descriptor, Path]]:
 
 
 def message_with(kind: Descriptor, path: Path, text: str) -> Message:
-    """A request in which one field has this text."""
+    """Return a request with this text in one field."""
     message = GetMessageClass(kind)()
     here: Any = message
     for field in path[:-1]:
@@ -85,14 +99,18 @@ PATHS = {name: (kind, path) for name, kind, path in unary_paths()}
 SHORT = {name: each for name, each in PATHS.items() if name.partition(".")[2] not in FREE_PATHS}
 
 
-def test_every_free_text_is_one_that_somebody_has_listed_here() -> None:
-    free = {name.partition(".")[2] for name, (kind, path) in PATHS.items() if passes(message_with(kind, path, "a\0b"))}
+def test_every_free_text_is_listed_here() -> None:
+    free = {
+        name.partition(".")[2]
+        for name, (kind, path) in PATHS.items()
+        if passes(message_with(kind, path, "a\0b"))
+    }
     assert free == FREE_PATHS
     assert len(SHORT) > 100
 
 
 def passes(message: Message) -> bool:
-    """Whether its texts are right."""
+    """Return whether its texts are valid."""
     try:
         check_texts(message)
     except InvalidRequest:
@@ -116,14 +134,18 @@ def test_no_short_text_of_any_call_is_longer_than_its_bound() -> None:
         check_texts(message_with(kind, path, "é" * most))
         with pytest.raises(InvalidRequest) as refusal:
             check_texts(message_with(kind, path, "é" * (most + 1)))
-        assert f"at most {most} characters, got {most + 1}" in refusal.value.violations[0].description, name
+        assert (
+            f"at most {most} characters, got {most + 1}" in refusal.value.violations[0].description
+        ), name
 
 
 def test_a_field_is_named_with_its_place() -> None:
     message = configuration_pb2.ApplyConfigurationRequest()
     for _ in range(3):
         message.configuration.organizations.add()
-    message.configuration.organizations[2].projects.add().keys.add().models.extend(["right", "wr\nong"])
+    message.configuration.organizations[2].projects.add().keys.add().models.extend(
+        ["right", "wr\nong"]
+    )
 
     with pytest.raises(InvalidRequest) as refusal:
         check_texts(message)
@@ -133,9 +155,9 @@ def test_a_field_is_named_with_its_place() -> None:
 
 
 def test_a_reason_may_have_lines_and_nothing_else_may() -> None:
-    check_texts(admin_pb.RaiseQuotaRequest(quota_id="q", reason="a launch\n\tof theirs"))
+    check_texts(admin_pb.OverrideQuotaRequest(quota_id="q", reason="a launch\n\tof theirs"))
     with pytest.raises(InvalidRequest):
-        check_texts(admin_pb.RaiseQuotaRequest(quota_id="q\n", reason="a launch"))
+        check_texts(admin_pb.OverrideQuotaRequest(quota_id="q\n", reason="a launch"))
 
 
 def test_text_for_a_model_is_neither_read_nor_bounded() -> None:

@@ -1,4 +1,4 @@
-"""Failed authentications: what an address may have of them, what is looked up then, and who passes all the same."""
+"""Failed authentications: limit per address, queries that they cause, and calls that still pass."""
 
 from __future__ import annotations
 
@@ -13,22 +13,30 @@ from structlog.testing import capture_logs
 
 from api.access import auth
 from api.access import auth as throttle
-from api.access.auth import ADDRESSES_AT_ONCE, ADDRESSES_MAX, Authenticator, SharedFailures, Throttle
+from api.access.auth import (
+    ADDRESSES_AT_ONCE,
+    ADDRESSES_MAX,
+    Authenticator,
+    SharedFailures,
+    Throttle,
+)
 from api.core.addresses import Proxies, address_of
 from api.core.errors import AuthenticationThrottled
 from metering.control.control_channel import BYTES_MAX
-from metering.core.errors import KeyInvalid, StoreAway
+from metering.core.errors import DatabaseUnavailable, KeyInvalid
 from metering.store.db import create_engine, create_sessions
 from metering.tenants.tenants import Principal
 
 METHOD = "/weir.v1.InferenceService/GetQuota"
-ALICE = Principal(uuid.uuid4(), "wk_12345678", uuid.uuid4(), uuid.uuid4(), "USD", frozenset({"inference"}))
+ALICE = Principal(
+    uuid.uuid4(), "wk_12345678", uuid.uuid4(), uuid.uuid4(), "USD", frozenset({"inference"})
+)
 HOME, ELSEWHERE = "ipv4:192.0.2.1:4711", "ipv4:192.0.2.2:4711"
 MOST = 6  # failures per minute: one drains in 10 s
 
 
 class Door:
-    """An authenticator before a database that knows some secrets and counts what it is asked; and a clock."""
+    """Authenticator with a clock and a database of known secrets that records queries."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, good: Sequence[str] = ()) -> None:
         self.good = set(good)
@@ -38,7 +46,8 @@ class Door:
         self.away = False
         monkeypatch.setattr(auth, "authenticate", self._authenticate)
         self.authenticator = Authenticator(
-            create_sessions(create_engine("postgresql://nobody@localhost/nothing")), failures_per_minute=MOST
+            create_sessions(create_engine("postgresql://nobody@localhost/nothing")),
+            failures_per_minute=MOST,
         )
         self.throttle = Throttle(MOST, clock=lambda: self.now)
         monkeypatch.setattr(self.authenticator, "throttle", self.throttle)
@@ -48,97 +57,117 @@ class Door:
         if self.held is not None:
             await self.held.wait()
         if self.away:
-            raise StoreAway("the database does not answer")
+            raise DatabaseUnavailable("the database does not answer")
         if secret not in self.good:
             raise KeyInvalid("the API key is not valid")
         return ALICE
 
-    async def knock(self, secret: str, peer: str = HOME) -> type[Exception] | None:
-        """What comes of a call; None if it was let in."""
+    async def authenticate(self, secret: str, peer: str = HOME) -> type[Exception] | None:
+        """Authenticate; return None, or the type of the refusal."""
         try:
-            await self.authenticator.principal_of(secret, method=METHOD, origin=Proxies().origin(peer, ()))
-        except (KeyInvalid, AuthenticationThrottled, StoreAway) as refusal:
+            await self.authenticator.principal_of(
+                secret, method=METHOD, origin=Proxies().origin(peer, ())
+            )
+        except (KeyInvalid, AuthenticationThrottled, DatabaseUnavailable) as refusal:
             return type(refusal)
         return None
 
     async def exhaust(self, peer: str = HOME) -> None:
-        """Fail as often as may be."""
+        """Use all allowed failures."""
         for number in range(MOST):
-            assert await self.knock(f"wrong {number}", peer) is KeyInvalid
+            assert await self.authenticate(f"wrong {number}", peer) is KeyInvalid
 
 
-async def test_beyond_its_failures_an_address_reaches_the_database_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_beyond_its_failures_an_address_reaches_the_database_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     door = Door(monkeypatch)
     await door.exhaust()
 
     with capture_logs() as logs:
-        refusals = [await door.knock(f"more {number}") for number in range(5)]
+        refusals = [await door.authenticate(f"more {number}") for number in range(5)]
 
     assert refusals == [AuthenticationThrottled] * 5
     assert len(door.asked) == MOST
-    assert [line["event"] for line in logs] == ["authentication_throttled"], "told once, and not by each attempt"
-    assert await door.knock("wrong", ELSEWHERE) is KeyInvalid, "others are others"
+    assert [line["event"] for line in logs] == ["authentication_throttled"], (
+        "told once, and not by each attempt"
+    )
+    assert await door.authenticate("wrong", ELSEWHERE) is KeyInvalid, "others are others"
 
 
-async def test_who_comes_when_it_was_told_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_that_returns_on_time_is_considered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     door = Door(monkeypatch, good=["new"])
     await door.exhaust()
     with pytest.raises(AuthenticationThrottled) as refused:
-        await door.authenticator.principal_of("new", method=METHOD, origin=Proxies().origin(HOME, ()))
+        await door.authenticator.principal_of(
+            "new", method=METHOD, origin=Proxies().origin(HOME, ())
+        )
 
     door.now += refused.value.retry_after_s
 
     assert refused.value.retry_after_s == pytest.approx(10)
-    assert await door.knock("new") is None
-    assert await door.knock("wrong") is KeyInvalid
-    assert await door.knock("wrong") is AuthenticationThrottled
+    assert await door.authenticate("new") is None
+    assert await door.authenticate("wrong") is KeyInvalid
+    assert await door.authenticate("wrong") is AuthenticationThrottled
 
 
-async def test_a_key_that_was_good_before_passes_whatever_comes_from_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_known_key_passes_despite_failures_of_its_address(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     door = Door(monkeypatch, good=["good", "unseen"])
-    assert await door.knock("good", ELSEWHERE) is None, "wherever it was good"
+    assert await door.authenticate("good", ELSEWHERE) is None, "wherever it was good"
     await door.exhaust()
 
-    assert await door.knock("good") is None
-    assert await door.knock("unseen") is AuthenticationThrottled
+    assert await door.authenticate("good") is None
+    assert await door.authenticate("unseen") is AuthenticationThrottled
     door.good.remove("good")
-    assert await door.knock("good") is KeyInvalid, "it is looked at each time"
-    assert await door.knock("good") is AuthenticationThrottled, "and was good no longer"
+    assert await door.authenticate("good") is KeyInvalid, "it is looked at each time"
+    assert await door.authenticate("good") is AuthenticationThrottled, "and was good no longer"
 
 
-async def test_a_good_key_that_has_changed_passes_whatever_comes_from_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rotation, or another limit: the key is asked for again, and what others did at its address does not keep it out."""
+async def test_a_changed_key_passes_despite_failures_of_its_address(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A rotated key or a new limit needs a query, which failures at its address do not block."""
     door = Door(monkeypatch, good=["good"])
-    assert await door.knock("good") is None
+    assert await door.authenticate("good") is None
     await door.exhaust()
 
     door.authenticator.changed(ALICE.api_key_id)
 
-    assert await door.knock("good") is None
+    assert await door.authenticate("good") is None
     assert door.asked.count("good") == 2, "it is looked at, and not taken for what it was"
     door.authenticator.changed(ALICE.api_key_id)
     door.good.remove("good")
-    assert await door.knock("good") is KeyInvalid
-    assert await door.knock("good") is AuthenticationThrottled
+    assert await door.authenticate("good") is KeyInvalid
+    assert await door.authenticate("good") is AuthenticationThrottled
 
 
-async def test_success_and_an_absent_database_count_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_success_and_an_absent_database_count_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     door = Door(monkeypatch, good=[f"good {number}" for number in range(3 * MOST)])
-    assert {await door.knock(secret) for secret in sorted(door.good)} == {None}
+    assert {await door.authenticate(secret) for secret in sorted(door.good)} == {None}
     door.away = True
-    assert {await door.knock(f"any {number}") for number in range(3 * MOST)} == {StoreAway}
+    assert {await door.authenticate(f"any {number}") for number in range(3 * MOST)} == {
+        DatabaseUnavailable
+    }
     door.away = False
 
     await door.exhaust()
-    assert await door.knock("wrong") is AuthenticationThrottled
+    assert await door.authenticate("wrong") is AuthenticationThrottled
 
 
-async def test_many_good_keys_at_once_all_pass_and_many_wrong_ones_are_not_all_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that has just started knows no key: those that come at once wait for one another, and none is turned away."""
+async def test_many_good_keys_at_once_all_pass_and_many_wrong_ones_are_not_all_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a new server concurrent attempts wait for one another, and no good key is refused."""
     door = Door(monkeypatch, good=[f"good {number}" for number in range(100)])
     door.held = asyncio.Event()
     async with asyncio.TaskGroup() as tasks:
-        good = [tasks.create_task(door.knock(secret)) for secret in sorted(door.good)]
+        good = [tasks.create_task(door.authenticate(secret)) for secret in sorted(door.good)]
         for _ in range(10):
             await asyncio.sleep(0)
         assert len(door.asked) == MOST, "no more at a time than may fail"
@@ -147,26 +176,30 @@ async def test_many_good_keys_at_once_all_pass_and_many_wrong_ones_are_not_all_t
 
     door.asked.clear()
     async with asyncio.TaskGroup() as tasks:
-        wrong = [tasks.create_task(door.knock(f"wrong {number}")) for number in range(100)]
+        wrong = [tasks.create_task(door.authenticate(f"wrong {number}")) for number in range(100)]
     results = [task.result() for task in wrong]
     assert (results.count(KeyInvalid), results.count(AuthenticationThrottled)) == (MOST, 100 - MOST)
     assert len(door.asked) == MOST
 
 
-async def test_one_new_key_on_many_streams_is_not_held_up_behind_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_new_key_on_many_streams_is_not_held_up_behind_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     door = Door(monkeypatch, good=["good"])
     async with asyncio.TaskGroup() as tasks:
-        calls = [tasks.create_task(door.knock("good")) for _ in range(1000)]
+        calls = [tasks.create_task(door.authenticate("good")) for _ in range(1000)]
 
     assert {call.result() for call in calls} == {None}
     assert len(door.asked) < 10
     assert not len(door.throttle), "an address without failures costs nothing"
 
 
-async def test_known_keys_that_come_and_go_make_no_failure_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind one address two calls with a good key overlap, and wrong keys come before the second has ended."""
+async def test_known_keys_that_come_and_go_make_no_failure_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two calls with a good key overlap; wrong keys come before the second one ends."""
     door = Door(monkeypatch, good=["good"])
-    assert await door.knock("good") is None
+    assert await door.authenticate("good") is None
     held = [asyncio.Event(), asyncio.Event()]
 
     async def known(until: asyncio.Event) -> None:
@@ -182,33 +215,39 @@ async def test_known_keys_that_come_and_go_make_no_failure_forgotten(monkeypatch
         held[1].set()
         await second
 
-    assert await door.knock("wrong") is AuthenticationThrottled
+    assert await door.authenticate("wrong") is AuthenticationThrottled
     assert len(door.asked) == MOST + 1
 
 
-async def test_who_has_waited_behind_good_keys_fails_no_more_often_than_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All attempts under way end well at once, and many that waited for them are wrong, as are those that come after them."""
+async def test_waiting_behind_good_keys_causes_no_more_failures(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All running attempts succeed, and many that waited for them or come later are wrong."""
     door = Door(monkeypatch, good=[f"good {number}" for number in range(MOST)])
     door.held = asyncio.Event()
     async with asyncio.TaskGroup() as tasks:
         for secret in sorted(door.good):
-            tasks.create_task(door.knock(secret))
-        waiting = [tasks.create_task(door.knock(f"waited {number}")) for number in range(3 * MOST)]
+            tasks.create_task(door.authenticate(secret))
+        waiting = [
+            tasks.create_task(door.authenticate(f"waited {number}")) for number in range(3 * MOST)
+        ]
         for _ in range(10):
             await asyncio.sleep(0)
         door.held.set()
         door.held = None
-    came_after = [await door.knock(f"after {number}") for number in range(3 * MOST)]
+    came_after = [await door.authenticate(f"after {number}") for number in range(3 * MOST)]
 
     assert [*(each.result() for each in waiting), *came_after].count(KeyInvalid) == MOST
     assert len(door.asked) == 2 * MOST
 
 
-async def test_an_address_that_was_refused_counts_as_such_until_it_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_address_that_was_refused_counts_as_such_until_it_is_quiet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Also if it never comes again."""
     door = Door(monkeypatch)
     await door.exhaust()
-    await door.knock("wrong")
+    await door.authenticate("wrong")
 
     counts = []
     for _ in range(4):
@@ -218,11 +257,11 @@ async def test_an_address_that_was_refused_counts_as_such_until_it_is_quiet(monk
     assert counts == [1, 1, 1, 0], "half of its failures have drained"
 
 
-async def test_who_waits_may_go_away(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_waiting_caller_may_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     door = Door(monkeypatch, good=[f"good {number}" for number in range(3 * MOST)])
     door.held = asyncio.Event()
     async with asyncio.TaskGroup() as tasks:
-        calls = [tasks.create_task(door.knock(secret)) for secret in sorted(door.good)]
+        calls = [tasks.create_task(door.authenticate(secret)) for secret in sorted(door.good)]
         for _ in range(10):
             await asyncio.sleep(0)
         for call in calls[::2]:  # some that are looked up and some that wait
@@ -233,60 +272,77 @@ async def test_who_waits_may_go_away(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not len(door.throttle)
 
 
-async def test_addresses_beyond_the_bound_are_forgotten_the_oldest_first(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_addresses_beyond_the_bound_are_forgotten_the_oldest_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(throttle, "ADDRESSES_MAX", 3)
     door = Door(monkeypatch)
     await door.exhaust("ipv4:10.0.0.0:1")
     for number in range(1, 4):
-        await door.knock("wrong", f"ipv4:10.0.0.{number}:1")
+        await door.authenticate("wrong", f"ipv4:10.0.0.{number}:1")
 
     assert len(door.throttle) == 3
-    assert await door.knock("wrong", "ipv4:10.0.0.0:1") is KeyInvalid
+    assert await door.authenticate("wrong", "ipv4:10.0.0.0:1") is KeyInvalid
     assert ADDRESSES_MAX == 10_000
 
 
-async def test_good_keys_of_many_addresses_make_no_failure_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only addresses that fail are remembered: to be forgotten takes as many of those as are remembered, each with a failure."""
+async def test_good_keys_of_many_addresses_make_no_failure_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Only failing addresses are remembered, and only as many other failing addresses evict one."""
     monkeypatch.setattr(throttle, "ADDRESSES_MAX", 3)
     good = [f"good {number}" for number in range(20)]
     door = Door(monkeypatch, good)
     await door.exhaust("ipv4:10.0.0.0:1")
     for number in range(1, 20):
-        assert await door.knock(good[number], f"ipv4:10.0.0.{number}:1") is None
+        assert await door.authenticate(good[number], f"ipv4:10.0.0.{number}:1") is None
 
-    assert await door.knock("wrong", "ipv4:10.0.0.0:1") is AuthenticationThrottled
+    assert await door.authenticate("wrong", "ipv4:10.0.0.0:1") is AuthenticationThrottled
 
 
-async def test_an_address_has_one_count_in_all_processes_that_hear_of_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connected_processes_share_the_count_of_an_address(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     here, there = Door(monkeypatch), Door(monkeypatch)
     shared = [SharedFailures(door.throttle, uuid.uuid4()) for door in (here, there)]
     for number in range(MOST - 1):
-        assert await here.knock(f"wrong {number}") is KeyInvalid
-    assert await here.knock("wrong", ELSEWHERE) is KeyInvalid
+        assert await here.authenticate(f"wrong {number}") is KeyInvalid
+    assert await here.authenticate("wrong", ELSEWHERE) is KeyInvalid
 
-    text = shared[0].told()
+    text = shared[0].next_broadcast()
     for each in shared:
-        each.heard(text)
+        each.receive(text)
 
-    assert shared[0].told() == shared[1].told() == "", "what was heard is not told again"
-    assert [await here.knock("last"), await here.knock("beyond")] == [KeyInvalid, AuthenticationThrottled], "heard of itself"
-    assert [await there.knock("last"), await there.knock("beyond")] == [KeyInvalid, AuthenticationThrottled]
-    assert await there.knock("wrong", ELSEWHERE) is KeyInvalid
+    assert shared[0].next_broadcast() == shared[1].next_broadcast() == "", (
+        "what was heard is not told again"
+    )
+    assert [await here.authenticate("last"), await here.authenticate("beyond")] == [
+        KeyInvalid,
+        AuthenticationThrottled,
+    ], "heard of itself"
+    assert [await there.authenticate("last"), await there.authenticate("beyond")] == [
+        KeyInvalid,
+        AuthenticationThrottled,
+    ]
+    assert await there.authenticate("wrong", ELSEWHERE) is KeyInvalid
     there.now += 10.0
-    assert [await there.knock("drained"), await there.knock("beyond")] == [KeyInvalid, AuthenticationThrottled]
+    assert [await there.authenticate("drained"), await there.authenticate("beyond")] == [
+        KeyInvalid,
+        AuthenticationThrottled,
+    ]
 
 
-async def test_what_many_addresses_fail_is_told_the_worst_first_in_texts_that_the_database_takes(
+async def test_failures_of_many_addresses_are_broadcast_worst_first_in_valid_texts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     door = Door(monkeypatch)
     shared, told = SharedFailures(door.throttle, uuid.uuid4()), []
     for number in range(3 * ADDRESSES_AT_ONCE):
-        await door.knock("wrong", f"ipv6:[2001:db8:{number:x}:ffff::1]:4711")
-    await door.knock("wrong again", "ipv6:[2001:db8:beef:ffff::1]:4711")
-    await door.knock("wrong again", "ipv6:[2001:db8:beef:ffff::1]:4711")
+        await door.authenticate("wrong", f"ipv6:[2001:db8:{number:x}:ffff::1]:4711")
+    await door.authenticate("wrong again", "ipv6:[2001:db8:beef:ffff::1]:4711")
+    await door.authenticate("wrong again", "ipv6:[2001:db8:beef:ffff::1]:4711")
 
-    while text := shared.told():
+    while text := shared.next_broadcast():
         assert len(text.encode()) <= BYTES_MAX
         told.append(json.loads(text)["counts"])
 
@@ -294,11 +350,13 @@ async def test_what_many_addresses_fail_is_told_the_worst_first_in_texts_that_th
     assert sum(sum(counts.values()) for counts in told) == 3 * ADDRESSES_AT_ONCE + 2
 
 
-@pytest.mark.parametrize("text", ["", "x", "[]", '{"owner": 1, "counts": {}}', '{"owner": "x", "counts": {"a": "b"}}'])
-def test_a_text_that_is_none_changes_nothing(text: str) -> None:
+@pytest.mark.parametrize(
+    "text", ["", "x", "[]", '{"owner": 1, "counts": {}}', '{"owner": "x", "counts": {"a": "b"}}']
+)
+def test_an_invalid_text_changes_nothing(text: str) -> None:
     throttled = Throttle(MOST)
-    SharedFailures(throttled, uuid.uuid4()).heard(text)
-    SharedFailures(throttled, uuid.uuid4()).heard('{"owner": "x", "counts": {"192.0.2.9": -5}}')
+    SharedFailures(throttled, uuid.uuid4()).receive(text)
+    SharedFailures(throttled, uuid.uuid4()).receive('{"owner": "x", "counts": {"192.0.2.9": -5}}')
     assert all(not bucket.failure_count for bucket in throttled._buckets.values())
 
 

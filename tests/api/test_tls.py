@@ -1,4 +1,4 @@
-"""Certificates: who is let in, what is refused at start and why, and that a renewed one counts without a restart."""
+"""Certificates: accepted clients, refusals at start with reasons, and renewal without a restart."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.certificates import Certificate, new_certificate
 
 @dataclass(frozen=True)
 class World:
-    """One authority, what it has signed, and where the server's files are."""
+    """One authority, its certificates, and the paths of the server's files."""
 
     authority: Certificate
     client: Certificate
@@ -35,12 +35,12 @@ class World:
     client_ca: Path
 
     def credentials(self, shown: Certificate | None = None) -> grpc.ChannelCredentials:
-        """Of a client that trusts the authority, and may show a certificate."""
+        """Return credentials of a client that trusts the authority, maybe with a certificate."""
         key, certificate = (None, None) if shown is None else (shown.key_pem, shown.pem)
         return grpc.ssl_channel_credentials(self.authority.pem, key, certificate)
 
     def renew(self, issuer: Certificate) -> Certificate:
-        """Another certificate in the same files."""
+        """Write another certificate to the same files."""
         renewed = new_certificate("server", issuer)
         renewed.write(self.directory, "server")
         return renewed
@@ -57,7 +57,7 @@ def world(tmp_path: Path) -> World:
 
 
 async def presented(address: str) -> str:
-    """The certificate that a server shows."""
+    """Return the certificate that a server presents."""
     host, _, port = address.partition(":")
     return await asyncio.to_thread(ssl.get_server_certificate, (host, int(port)), timeout=TIMEOUT_S)
 
@@ -75,8 +75,13 @@ async def test_a_connection_is_encrypted_and_trusts_its_authority_alone(world: W
 
 async def test_the_command_line_says_what_is_wrong_between_client_and_server(world: World) -> None:
     """By real handshakes: the words are gRPC's, and may change with it."""
-    tls, mutual = Tls(world.certificate, world.key, None), Tls(world.certificate, world.key, world.client_ca)
-    other = new_certificate("server", world.authority, hosts=("weir.internal",)).write(world.directory, "other")
+    tls, mutual = (
+        Tls(world.certificate, world.key, None),
+        Tls(world.certificate, world.key, world.client_ca),
+    )
+    other = new_certificate("server", world.authority, hosts=("weir.internal",)).write(
+        world.directory, "other"
+    )
     trusting: TlsOptions = {"root_certificates": world.authority.pem}
     cases: list[tuple[Tls | None, TlsOptions, str]] = [
         (tls, {"tls": True}, "weir --ca"),
@@ -86,14 +91,21 @@ async def test_the_command_line_says_what_is_wrong_between_client_and_server(wor
         (mutual, trusting, "--client-certificate"),
     ]
     for server_tls, options, told in cases:
-        async with bare_server(Settings(), server_tls) as address, AsyncClient(address, "key", max_retries=0, **options) as client:
+        async with (
+            bare_server(Settings(), server_tls) as address,
+            AsyncClient(address, "key", max_retries=0, **options) as client,
+        ):
             with pytest.raises(Unavailable) as refused:
                 await client.list_models()
         assert told in explain(refused.value, address)
 
 
-async def test_with_client_authorities_only_their_certificates_are_listened_to(world: World) -> None:
-    async with bare_server(Settings(), Tls(world.certificate, world.key, world.client_ca)) as address:
+async def test_with_client_authorities_only_their_certificates_are_listened_to(
+    world: World,
+) -> None:
+    async with bare_server(
+        Settings(), Tls(world.certificate, world.key, world.client_ca)
+    ) as address:
         for shown, code in (
             (world.client, StatusCode.OK),
             (world.stranger, StatusCode.UNAVAILABLE),
@@ -132,7 +144,7 @@ async def test_a_renewal_that_cannot_be_used_leaves_the_one_before(world: World)
 
 
 async def test_other_servers_of_the_process_take_the_same_certificate(world: World) -> None:
-    """By Python's own TLS, renewed and with client certificates all the same; gRPC hears of a renewal that the other saw first."""
+    """With Python's TLS, renewal and client certificates; gRPC follows a renewal later."""
     tls = Tls(world.certificate, world.key, world.client_ca)
     trusting = ssl.create_default_context(cadata=world.authority.pem.decode())
     showing = ssl.create_default_context(cadata=world.authority.pem.decode())
@@ -144,17 +156,19 @@ async def test_other_servers_of_the_process_take_the_same_certificate(world: Wor
         writer.close()
 
     async def ask(port: int, context: ssl.SSLContext) -> tuple[bytes, bytes | None, str | None]:
-        """What is said, the certificate that is shown, and the protocol."""
+        """Return the server's bytes, its certificate, and the protocol."""
         reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
         connection_ = writer.get_extra_info("ssl_object")
-        try:  # by TLS 1.3 a client hears only now that its certificate was not liked
+        try:  # with TLS 1.3 a client learns only now that its certificate was refused
             said = await reader.read()
         except (ssl.SSLError, ConnectionError):
             said = b""
         writer.close()
         return said, connection_.getpeercert(binary_form=True), connection_.selected_alpn_protocol()
 
-    server = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=tls.ssl_context(("h2", "http/1.1")))
+    server = await asyncio.start_server(
+        answer, "127.0.0.1", 0, ssl=tls.ssl_context(("h2", "http/1.1"))
+    )
     async with bare_server(Settings(), tls) as address, server:
         port = server.sockets[0].getsockname()[1]
         first = ssl.PEM_cert_to_DER_cert(world.certificate.read_text())
@@ -191,7 +205,7 @@ async def test_openais_clients_are_listened_to_by_the_same_certificates(world: W
     assert [answer.endswith(b"well") for answer in told] == [True, False]
 
 
-def test_a_door_for_openais_clients_is_in_the_clear_for_nobody_else_either() -> None:
+def test_the_http_api_refuses_plaintext_on_public_addresses_too() -> None:
     with pytest.raises(SettingInvalid, match="WEIR_OPENAI_LISTEN"):
         open_tls(Settings(openai_listen="0.0.0.0:9443"))
     assert open_tls(Settings(openai_listen="0.0.0.0:9443", allow_plaintext=True)) is None
@@ -208,24 +222,40 @@ def test_files_that_cannot_be_used_are_refused_at_start_by_name(world: World) ->
         ({"tls_certificate": certificate}, "WEIR_TLS_KEY is not set"),
         ({"tls_key": key}, "WEIR_TLS_CERTIFICATE is not set"),
         ({"tls_client_ca": certificate}, "WEIR_TLS_CLIENT_CA: .* WEIR_TLS_CERTIFICATE too"),
-        ({"tls_certificate": certificate, "tls_key": "/no/such/key"}, "WEIR_TLS_KEY.*No such file.*/no/such/key"),
-        ({"tls_certificate": certificate, "tls_key": str(encrypted)}, "WEIR_TLS_KEY='.*encrypted.key'"),
+        (
+            {"tls_certificate": certificate, "tls_key": "/no/such/key"},
+            "WEIR_TLS_KEY.*No such file.*/no/such/key",
+        ),
+        (
+            {"tls_certificate": certificate, "tls_key": str(encrypted)},
+            "WEIR_TLS_KEY='.*encrypted.key'",
+        ),
         ({"tls_certificate": key, "tls_key": certificate}, "a certificate and its unencrypted key"),
-        ({"tls_certificate": certificate, "tls_key": key, "tls_client_ca": str(nonsense)}, "WEIR_TLS_CLIENT_CA='.*nonsense'"),
+        (
+            {"tls_certificate": certificate, "tls_key": key, "tls_client_ca": str(nonsense)},
+            "WEIR_TLS_CLIENT_CA='.*nonsense'",
+        ),
     ):
         with pytest.raises(SettingInvalid, match=told):
             open_tls(Settings(**fields))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("address", ["0.0.0.0:8443", "[::]:8443", "weir.example.com:8443", "10.1.2.3:8443"])
-def test_nothing_that_others_reach_is_in_the_clear_unless_somebody_says_so(address: str) -> None:
-    with pytest.raises(SettingInvalid, match=r"WEIR_LISTEN=.*WEIR_TLS_CERTIFICATE.*127\.0\.0\.1.*WEIR_ALLOW_PLAINTEXT=1"):
+@pytest.mark.parametrize(
+    "address", ["0.0.0.0:8443", "[::]:8443", "weir.example.com:8443", "10.1.2.3:8443"]
+)
+def test_public_listeners_refuse_plaintext_unless_it_is_allowed(address: str) -> None:
+    with pytest.raises(
+        SettingInvalid,
+        match=r"WEIR_LISTEN=.*WEIR_TLS_CERTIFICATE.*127\.0\.0\.1.*WEIR_ALLOW_PLAINTEXT=1",
+    ):
         open_tls(Settings(listen_address=address))
     said = Settings.from_environment({"WEIR_LISTEN": address, "WEIR_ALLOW_PLAINTEXT": "1"})
     assert open_tls(said) is None
     assert Settings.from_environment(said.to_environment()) == said
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:8443", "localhost:0", "[::1]:1", "unix:/run/weir.sock"])
-def test_what_stays_on_this_machine_may_be_in_the_clear(address: str) -> None:
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1:8443", "localhost:0", "[::1]:1", "unix:/run/weir.sock"]
+)
+def test_loopback_addresses_may_be_without_tls(address: str) -> None:
     assert open_tls(Settings(listen_address=address)) is None

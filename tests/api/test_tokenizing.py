@@ -1,4 +1,4 @@
-"""What the safety stage is shown of a prompt: all that the model is shown, however it was spelt on its way."""
+"""Input of the safety stage: the prompt as the model sees it, in whatever form it was sent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from api.core.errors import InvalidRequest, PromptFiltered
 from api.generation.conversation import thinking_of
 from api.generation.text_work import TextWork
 from api.generation.tokenizing import TextJob, check_prompt, tokenize
-from api.openai.parameters import ChatParameters, chat_asked, decode
+from api.openai.parameters import ChatParameters, decode, parse_chat
 from inference.safety.safety_file import Rule, RuleChecker
 from inference.text.tokenizer import ChatMessage, Tokenizer
 from inference.text.tools import Tool, ToolCall
@@ -21,12 +21,14 @@ from metering.quotas.quota_rules import Payer
 from tests.inference.checkpoints import make_checkpoint
 
 NO_TOKENIZER = cast("Tokenizer", None)  # a conversation is checked as text
-CHECKER = RuleChecker([Rule("topic", regex.compile(r"forbidden\s+topic"), in_prompt=True, in_output=False)])
+CHECKER = RuleChecker(
+    [Rule("topic", regex.compile(r"forbidden\s+topic"), in_prompt=True, in_output=False)]
+)
 ESCAPED = r"forbidden\u0020\u0074opic"
 
 
 def called(arguments: str, call_id: str = "a") -> ChatMessage:
-    """A turn with a call."""
+    """Return a turn with a call."""
     return ChatMessage("assistant", "", (ToolCall(call_id, "book", arguments),))
 
 
@@ -40,20 +42,24 @@ def called(arguments: str, call_id: str = "a") -> ChatMessage:
         (ChatMessage("user", "Hello"), f'{{"description": "{ESCAPED}"}}'),
     ],
 )
-async def test_what_is_escaped_in_calls_and_tools_is_checked_as_the_model_is_shown_it(
+async def test_escaped_text_in_calls_and_tools_is_checked_in_the_form_shown_to_the_model(
     message: ChatMessage, parameters: str
 ) -> None:
     with pytest.raises(PromptFiltered):
         await check_prompt(CHECKER, NO_TOKENIZER, (message,), [Tool("book", "", parameters)])
 
 
-async def test_what_no_rule_forbids_in_calls_and_tools_passes() -> None:
+async def test_permitted_text_in_calls_and_tools_passes() -> None:
     turn = called(r'{"forbidden": "a\nquiet topic"}')
 
-    await check_prompt(CHECKER, NO_TOKENIZER, (turn,), [Tool("book", "", '{"description": "a topic"}')])
+    await check_prompt(
+        CHECKER, NO_TOKENIZER, (turn,), [Tool("book", "", '{"description": "a topic"}')]
+    )
 
 
-async def test_thinking_is_refused_by_its_field_where_the_template_has_no_switch(tmp_path: Path) -> None:
+async def test_thinking_is_refused_by_its_field_where_the_template_has_no_switch(
+    tmp_path: Path,
+) -> None:
     make_checkpoint(tmp_path)
     work = cast("TextWork", None)  # a short prompt needs none
     job = TextJob(work, cast("Payer", None), Tokenizer(tmp_path), 100, thinking=False)
@@ -78,21 +84,39 @@ async def test_thinking_reaches_the_template_that_has_a_switch(tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("given", "expected"),
-    [({}, None), ({"enable_thinking": False}, False), ({"thinking": True}, True), ({"enable_thinking": None}, None)],
+    [
+        ({}, None),
+        ({"enable_thinking": False}, False),
+        ({"thinking": True}, True),
+        ({"enable_thinking": None}, None),
+    ],
 )
-def test_thinking_is_set_by_either_name_that_templates_have_for_it(given: dict[str, bool | None], expected: bool | None) -> None:
-    body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": given}
+def test_thinking_is_set_by_either_name_that_templates_have_for_it(
+    given: dict[str, bool | None], expected: bool | None
+) -> None:
+    body = {
+        "model": "m",
+        "messages": [{"role": "user", "content": "x"}],
+        "chat_template_kwargs": given,
+    }
 
-    (start,) = chat_asked(decode(json.dumps(body).encode(), ChatParameters)).starts
+    (start,) = parse_chat(decode(json.dumps(body).encode(), ChatParameters)).starts
 
     assert thinking_of(start) is expected
 
 
-@pytest.mark.parametrize("given", [{"enable_thinking": True, "thinking": True}, {"bos_token": "x"}, {"enable_thinking": 1}])
+@pytest.mark.parametrize(
+    "given",
+    [{"enable_thinking": True, "thinking": True}, {"bos_token": "x"}, {"enable_thinking": 1}],
+)
 def test_no_other_variable_of_a_template_can_be_set(given: dict[str, object]) -> None:
-    body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": given}
+    body = {
+        "model": "m",
+        "messages": [{"role": "user", "content": "x"}],
+        "chat_template_kwargs": given,
+    }
 
     with pytest.raises(InvalidRequest) as refused:
-        chat_asked(decode(json.dumps(body).encode(), ChatParameters))
+        parse_chat(decode(json.dumps(body).encode(), ChatParameters))
 
     assert refused.value.violations[0].field.startswith("chat_template_kwargs")

@@ -1,4 +1,4 @@
-"""What the transport bears of a client, at each bound and just beyond it."""
+"""Limits of the transport: values at each bound pass, and values just beyond it fail."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from api.core.settings import Settings
 from tests.api.bare_server import TIMEOUT_S, bare_server, check, connection
 
 METADATA_BYTES = 4096
-OVERHEAD_BYTES = 1024  # what gRPC itself puts beside, and 32 bytes per entry
+OVERHEAD_BYTES = 1024  # gRPC's own entries, and 32 bytes per entry
 
 
 async def test_metadata_passes_to_the_bound_and_not_a_byte_beyond() -> None:
-    """The bound is on all of it, gRPC's own entries too: where it lies is searched for, and it is sharp."""
-    async with bare_server(Settings(metadata_bytes_max=METADATA_BYTES)) as address, connection(address) as channel:
+    """The bound includes gRPC's own entries: the test searches for it, and it is exact."""
+    async with (
+        bare_server(Settings(metadata_bytes_max=METADATA_BYTES)) as address,
+        connection(address) as channel,
+    ):
 
         async def passes(size: int) -> bool:
             code = await check(channel, (("x", "a" * size),))
@@ -32,7 +35,9 @@ async def test_metadata_passes_to_the_bound_and_not_a_byte_beyond() -> None:
         assert not await passes(least_refused)
         while least_refused - most > 1:
             middle = (most + least_refused) // 2
-            most, least_refused = (middle, least_refused) if await passes(middle) else (most, middle)
+            most, least_refused = (
+                (middle, least_refused) if await passes(middle) else (most, middle)
+            )
         assert METADATA_BYTES - OVERHEAD_BYTES < most < METADATA_BYTES
         assert await passes(most), "the connection has borne it all"
         assert not await passes(most + 1)
@@ -46,7 +51,10 @@ async def wait_until_left(channel: grpc.aio.Channel) -> None:
 
 
 async def test_a_connection_without_calls_is_closed_and_opened_again_when_it_is_used() -> None:
-    async with bare_server(Settings(connection_idle_max_s=0.2)) as address, connection(address) as channel:
+    async with (
+        bare_server(Settings(connection_idle_max_s=0.2)) as address,
+        connection(address) as channel,
+    ):
         assert await check(channel) is StatusCode.OK
 
         await wait_until_left(channel)
@@ -54,9 +62,12 @@ async def test_a_connection_without_calls_is_closed_and_opened_again_when_it_is_
         assert await check(channel) is StatusCode.OK
 
 
-async def test_an_old_connection_takes_no_new_calls_and_those_that_run_go_on() -> None:
-    """The watcher's stream is still there when the next call has gone over another connection."""
-    async with bare_server(Settings(connection_age_max_s=0.2)) as address, connection(address) as channel:
+async def test_an_old_connection_refuses_new_calls_and_its_running_ones_continue() -> None:
+    """The watcher's stream is still open when the next call uses another connection."""
+    async with (
+        bare_server(Settings(connection_age_max_s=0.2)) as address,
+        connection(address) as channel,
+    ):
         watching: Any = channel.unary_stream("/grpc.health.v1.Health/Watch")
         watch = watching(b"")
         assert await watch.read() is not grpc.aio.EOF
@@ -68,7 +79,7 @@ async def test_an_old_connection_takes_no_new_calls_and_those_that_run_go_on() -
         watch.cancel()
 
 
-async def test_who_connects_and_says_nothing_is_hung_up_on() -> None:
+async def test_a_silent_connection_is_closed() -> None:
     async with bare_server(Settings(handshake_max_s=0.2)) as address:
         host, _, port = address.partition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
@@ -79,7 +90,7 @@ async def test_who_connects_and_says_nothing_is_hung_up_on() -> None:
 
 
 async def greeted(address: str) -> tuple[bool, asyncio.StreamWriter]:
-    """Whether the server speaks to a new connection, or closes it at once."""
+    """Return whether the server speaks to a new connection, or closes it at once."""
     host, _, port = address.partition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     async with asyncio.timeout(TIMEOUT_S):
@@ -89,7 +100,9 @@ async def greeted(address: str) -> tuple[bool, asyncio.StreamWriter]:
             return False, writer
 
 
-async def test_a_connection_too_many_is_closed_and_there_is_room_again_when_another_one_ends() -> None:
+async def test_a_connection_too_many_is_closed_and_there_is_room_again_when_another_one_ends() -> (
+    None
+):
     async with bare_server(Settings(connections_max=3)) as address:
         there = [await greeted(address) for _ in range(3)]
         refused, lost = await greeted(address)
@@ -119,4 +132,6 @@ def test_a_process_may_open_as_many_files_as_its_connections_need() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
     assert raised == kept == min(3000, hard)
-    assert [line["event"] for line in logs] == ["open_files_too_few"] * (1 if hard >= 3000 else 2) or hard > 2_001_000
+    assert [line["event"] for line in logs] == ["open_files_too_few"] * (
+        1 if hard >= 3000 else 2
+    ) or hard > 2_001_000

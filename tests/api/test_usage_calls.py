@@ -1,4 +1,4 @@
-"""The calls that take a month apart, over the wire: who sees what, pages, the forecast, the files, and refusals."""
+"""Calls about a month's usage, over the wire: access, pages, the forecast, files, and refusals."""
 
 from __future__ import annotations
 
@@ -36,45 +36,61 @@ from metering.tenants.tenants import create_api_key
 from tests.metering.books import Consumed, Customer, add_usage, new_customer, new_price
 from tests.metering.focus_rules import broken_rules, read
 
-MONTH = "2026-09"  # over, whatever day it is
+MONTH = "2026-09"  # a past month on any day
 FIRST = datetime(2026, 9, 1, tzinfo=UTC)
 DAY, REQUEST = UsageGrouping.DAY, UsageGrouping.REQUEST
 
 
 class Desk:
-    """A billing service on a socket, and clients of it."""
+    """Billing service on a socket, and its clients."""
 
-    def __init__(self, sessions: Sessions, address: str, customer: Customer, price: ModelPrice) -> None:
+    def __init__(
+        self, sessions: Sessions, address: str, customer: Customer, price: ModelPrice
+    ) -> None:
         self.sessions, self.address, self.customer, self.price = sessions, address, customer, price
 
     @contextlib.asynccontextmanager
     async def client(self, secret: str = "") -> AsyncIterator[AsyncBillingClient]:
-        """A client with a key, the customer's admin key if none is given."""
+        """Return a client with a key, by default the customer's admin key."""
         async with AsyncBillingClient(self.address, secret or self.customer.secret) as client:
             yield client
 
     async def key(self, *scopes: str, organization: str = "acme") -> str:
-        """The secret of a new key."""
+        """Return the secret of a new key."""
         async with self.sessions.begin() as session:
             _, secret = await create_api_key(
-                session, organization=organization, project="search", name="-".join(scopes), scopes=scopes, actor="test"
+                session,
+                organization=organization,
+                project="search",
+                name="-".join(scopes),
+                scopes=scopes,
+                actor="test",
             )
         return secret
 
 
 @pytest.fixture
 async def desk(sessions: Sessions, tmp_path: Path) -> AsyncIterator[Desk]:
-    """`acme` and `bolt` with some usage in a month that is over."""
+    """Yield `acme` and `bolt` with usage in a past month."""
     async with sessions.begin() as session:
         acme, bolt = await new_customer(session, "acme"), await new_customer(session, "bolt")
         price = await new_price(session)
     async with sessions.begin() as session:
-        await add_usage(session, acme, price, [Consumed(n, 0, n, "stop", FIRST.replace(day=n)) for n in range(1, 6)])
+        await add_usage(
+            session,
+            acme,
+            price,
+            [Consumed(n, 0, n, "stop", FIRST.replace(day=n)) for n in range(1, 6)],
+        )
         await add_usage(session, bolt, price, [Consumed(1_000, 0, 0, "stop", FIRST)])
     await rate_all_pending(sessions)
     server = grpc.aio.server()
-    servicer = BillingServicer(Authenticator(sessions), sessions, Reports(sessions, 3), Issuer("Weir Operations GmbH"))
-    billing_service_pb2_grpc.add_BillingServiceServicer_to_server(servicer, cast(grpc.aio.Server, GuardedServices(server, Guard())))
+    servicer = BillingServicer(
+        Authenticator(sessions), sessions, Reports(sessions, 3), Issuer("Weir Operations GmbH")
+    )
+    billing_service_pb2_grpc.add_BillingServiceServicer_to_server(
+        servicer, cast(grpc.aio.Server, GuardedServices(server, Guard()))
+    )
     address = f"unix:{tmp_path}/desk"
     server.add_insecure_port(address)
     await server.start()
@@ -84,14 +100,26 @@ async def desk(sessions: Sessions, tmp_path: Path) -> AsyncIterator[Desk]:
 
 async def test_pages_follow_each_other_and_the_first_has_the_total(desk: Desk) -> None:
     async with desk.client() as client:
-        first, second = [page async for page in client.get_usage(MONTH, [DAY], organization="acme", page_size=3)]
+        first, second = [
+            page async for page in client.get_usage(MONTH, [DAY], organization="acme", page_size=3)
+        ]
 
-    assert [row.day for row in (*first.rows, *second.rows)] == [f"2026-09-0{n}" for n in range(1, 6)]
+    assert [row.day for row in (*first.rows, *second.rows)] == [
+        f"2026-09-0{n}" for n in range(1, 6)
+    ]
     assert (first.has_more, second.has_more) == (True, False)
     assert first.total is not None
     assert second.total is None
-    assert first.total.amount.picos == sum(row.amount.picos for row in (*first.rows, *second.rows)) == 15 * 750_000
-    assert (first.total.amount.currency_code, first.total.token_count, first.total.request_count) == ("USD", 30, 5)
+    assert (
+        first.total.amount.picos
+        == sum(row.amount.picos for row in (*first.rows, *second.rows))
+        == 15 * 750_000
+    )
+    assert (
+        first.total.amount.currency_code,
+        first.total.token_count,
+        first.total.request_count,
+    ) == ("USD", 30, 5)
 
 
 async def test_a_billing_key_sees_its_own_customer_and_no_other(desk: Desk) -> None:
@@ -117,7 +145,11 @@ async def test_another_customers_project_or_key_is_not_to_be_found(desk: Desk) -
     async with desk.client() as client:
         for project, key in (("nowhere", ""), ("", bolts[:11]), ("", "wk_00000000")):
             with pytest.raises(NotFound):
-                await anext(client.get_usage(MONTH, [DAY], organization="acme", project=project, api_key=key))
+                await anext(
+                    client.get_usage(
+                        MONTH, [DAY], organization="acme", project=project, api_key=key
+                    )
+                )
         with pytest.raises(InvalidRequest, match="organization"):
             await anext(client.get_usage(MONTH, [DAY], project="search"))
 
@@ -137,29 +169,50 @@ async def test_an_admin_key_sees_all_and_a_key_for_inference_nothing(desk: Desk)
         with pytest.raises(Unauthenticated):
             await client.export_month(MONTH, MonthExportFormat.INVOICE_PDF)
 
-    assert {(row.organization_name, row.token_count) for row in everyone.rows} == {("acme", 30), ("bolt", 1_000)}
+    assert {(row.organization_name, row.token_count) for row in everyone.rows} == {
+        ("acme", 30),
+        ("bolt", 1_000),
+    }
     assert everyone.total is None
 
 
-async def test_requests_are_told_without_prompts_or_labels(desk: Desk) -> None:
+async def test_requests_are_shown_without_prompts_or_labels(desk: Desk) -> None:
     async with desk.client() as client:
-        page = await anext(client.get_usage(MONTH, [REQUEST], organization="acme", day="2026-09-03", project="search"))
+        page = await anext(
+            client.get_usage(
+                MONTH, [REQUEST], organization="acme", day="2026-09-03", project="search"
+            )
+        )
 
     (row,) = page.rows
-    assert (row.outcome, row.settle_time, row.output_token_count) == ("STOP", FIRST.replace(day=3), 3)
+    assert (row.outcome, row.settle_time, row.output_token_count) == (
+        "STOP",
+        FIRST.replace(day=3),
+        3,
+    )
     assert row.request_id
     assert row.api_key_prefix == desk.customer.key.prefix
 
 
 async def test_bad_questions_name_their_field(desk: Desk) -> None:
-    asked: dict[str, Any] = {"month": MONTH, "organization": "acme", "group_by": [pb.USAGE_GROUPING_DAY]}
+    asked: dict[str, Any] = {
+        "month": MONTH,
+        "organization": "acme",
+        "group_by": [pb.USAGE_GROUPING_DAY],
+    }
     async with desk.client() as client:
         for ask, field in (
             (anext(client.get_usage("2026-9", [DAY], organization="acme")), "month"),
             (anext(client.get_usage(MONTH, [], organization="acme")), "group_by"),
             (anext(client.get_usage(MONTH, [DAY], organization="acme", day="tuesday")), "day"),
-            (anext(client.get_usage(MONTH, [DAY], organization="acme", page_size=10_001)), "page_size"),
-            (client._call(client._stub.GetUsage, pb.GetUsageRequest(**asked, page_token="x")), "page_token"),
+            (
+                anext(client.get_usage(MONTH, [DAY], organization="acme", page_size=10_001)),
+                "page_size",
+            ),
+            (
+                client._call(client._stub.GetUsage, pb.GetUsageRequest(**asked, page_token="x")),
+                "page_token",
+            ),
             (client.get_forecast("acme", "2999-01"), "month"),
             (client.export_month("2026-99", MonthExportFormat.INVOICE_PDF), "month"),
         ):
@@ -172,11 +225,11 @@ async def test_a_forecast_of_a_month_that_is_over_and_of_the_present_one(desk: D
         over = await client.get_forecast("acme", MONTH)
         present = await client.get_forecast()
 
-    assert over.so_far.picos == 15 * 750_000
+    assert over.month_to_date.picos == 15 * 750_000
     assert over.expected is not None
-    assert over.expected.picos == 0  # 0.00001125 is no coin
+    assert over.expected.picos == 0  # 0.00001125 is below the smallest coin
     assert (over.organization_name, over.month, over.confidence_percent) == ("acme", MONTH, 80)
-    assert (present.so_far.picos, present.expected) == (0, None)
+    assert (present.month_to_date.picos, present.expected) == (0, None)
     assert present.month == f"{present.as_of_time.astimezone(UTC):%Y-%m}"
 
 
@@ -185,17 +238,32 @@ async def test_the_files_of_a_month_come_whole(desk: Desk) -> None:
         key_count = 40
         for number in range(key_count):
             key, secret = await create_api_key(
-                session, organization="acme", project="search", name=f"key-{number}", scopes=("inference",), actor="test"
+                session,
+                organization="acme",
+                project="search",
+                name=f"key-{number}",
+                scopes=("inference",),
+                actor="test",
             )
             other = Customer(desk.customer.organization_id, "acme", key, secret)
-            await add_usage(session, other, desk.price, [Consumed(5, 1, 5, "stop", FIRST.replace(day=d)) for d in (7, 8)])
+            await add_usage(
+                session,
+                other,
+                desk.price,
+                [Consumed(5, 1, 5, "stop", FIRST.replace(day=d)) for d in (7, 8)],
+            )
     await rate_all_pending(desk.sessions)
 
     async with desk.client() as client:
         focus = await client.export_month(MONTH, MonthExportFormat.FOCUS_CSV, organization="acme")
-        invoice = await client.export_month(MONTH, MonthExportFormat.INVOICE_PDF, organization="acme")
+        invoice = await client.export_month(
+            MONTH, MonthExportFormat.INVOICE_PDF, organization="acme"
+        )
 
-    assert (focus.file_name, focus.media_type) == ("focus-1.4-acme-2026-09.csv", "text/csv; charset=utf-8")
+    assert (focus.file_name, focus.media_type) == (
+        "focus-1.4-acme-2026-09.csv",
+        "text/csv; charset=utf-8",
+    )
     assert len(focus.content) > 2 * 64 * 1024
     assert broken_rules(focus.content.decode()) == []
     assert len(read(focus.content.decode())) == 5 * 2 + key_count * 2 * 3
@@ -203,6 +271,6 @@ async def test_the_files_of_a_month_come_whole(desk: Desk) -> None:
     assert "Weir Operations GmbH" in PdfReader(io.BytesIO(invoice.content)).pages[0].extract_text()
 
 
-def test_every_kind_of_token_has_a_field_of_its_own() -> None:
+def test_every_kind_of_token_has_a_separate_field() -> None:
     assert set(COUNT_FIELDS.values()) <= set(pb.UsageRow.DESCRIPTOR.fields_by_name)
     assert set(COUNT_FIELDS) == set(TokenKind) == set(COUNTS_OF_EVENT)

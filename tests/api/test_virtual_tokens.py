@@ -1,4 +1,4 @@
-"""The fair order: against an independent model through random acts, and within the paper's bound for two tenants that wait."""
+"""Fair order: equal to an independent model, and within the paper's bound for two tenants."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from api.queue.virtual_tokens import INPUT_TOKEN_COST, OUTPUT_TOKEN_COST, Line, 
 from tests.api.queue_world import EngineModel, Request, World
 
 NAMES = "abcde"
-WEIGHTS = {"a": 1.0, "b": 1.0, "c": 2.0, "d": 0.5, "e": 4.0}  # powers of two: all arithmetic is exact
+# Powers of two: all arithmetic is exact.
+WEIGHTS = {"a": 1.0, "b": 1.0, "c": 2.0, "d": 0.5, "e": 4.0}
 
 
 @dataclass(eq=False)
@@ -32,13 +33,13 @@ def id_of(name: str) -> uuid.UUID:
 
 @dataclass
 class NaiveLine:
-    """The algorithm as the paper writes it, by looking at everything each time; ranks include what is under way."""
+    """The paper's algorithm by full scans; ranks include running requests."""
 
     counters: dict[str, float] = field(default_factory=dict)
     waiting: list[Item] = field(default_factory=list)
     handed: list[Item] = field(default_factory=list)
     owed: dict[int, float] = field(default_factory=dict)  # by number
-    ranks: dict[int, float] = field(default_factory=dict)  # of what the engine has
+    ranks: dict[int, float] = field(default_factory=dict)  # of requests in the engine
     last: str | None = None
 
     def join(self, item: Item) -> None:
@@ -63,7 +64,9 @@ class NaiveLine:
         self.ranks[item.number] = self.rank(item.tenant, items)
         self.leave(item)
         self.handed.append(item)
-        self.owed[item.number] = INPUT_TOKEN_COST * item.input_token_count + OUTPUT_TOKEN_COST * output_tokens
+        self.owed[item.number] = (
+            INPUT_TOKEN_COST * item.input_token_count + OUTPUT_TOKEN_COST * output_tokens
+        )
 
     def leave(self, item: Item) -> None:
         self.waiting.remove(item)
@@ -85,7 +88,7 @@ class NaiveLine:
 
 
 class LineMachine(RuleBasedStateMachine):
-    """Every reply is predicted by the model."""
+    """State machine whose every reply is predicted by the model."""
 
     @initialize()
     def begin(self) -> None:
@@ -122,7 +125,7 @@ class LineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model.handed)
     @rule(data=st.data())
     def enter(self, data: st.DataObject) -> None:
-        """The engine begins with one of those that it was given, in whatever order."""
+        """Let the engine begin any one of its requests."""
         item = data.draw(st.sampled_from(self.model.handed))
         self.line.begun(item, self.tenants[item.tenant])
         self.model.begin(item)
@@ -146,7 +149,7 @@ class LineMachine(RuleBasedStateMachine):
 
     @rule()
     def forget_idle_tenants(self) -> None:
-        """What is forgotten comes back as it would have been anyway."""
+        """A forgotten tenant returns with the state that it would have had anyway."""
         self.line._swept_at = 0
         self.line._forget_idle()
 
@@ -198,11 +201,14 @@ def test_memory_follows_the_tenants_that_are_active() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("weight_f", "weight_g"), [(1.0, 1.0), (2.0, 1.0)])
-def test_the_service_of_two_waiting_tenants_differs_by_no_more_than_the_bound(seed: int, weight_f: float, weight_g: float) -> None:
-    """Sheng et al., OSDI 2024, theorem 4.4: |W_f - W_g| <= 2 max(w_in L_in, w_out M) over any interval in which both always wait.
+def test_the_service_of_two_waiting_tenants_differs_by_no_more_than_the_bound(
+    seed: int, weight_f: float, weight_g: float
+) -> None:
+    """Sheng et al., OSDI 2024, theorem 4.4: |W_f - W_g| <= 2 max(w_in L_in, w_out M) over any
+    interval in which both always wait.
 
-    M: tokens of the requests that a tenant has with the engine at once. Each tenant's shape of requests is another one, and both
-    always have some that wait.
+    M: tokens of the requests that a tenant has in the engine at once. The tenants' requests differ
+    in shape, and both always have some that wait.
     """
     rng = random.Random(seed)
     world = World(engine=EngineModel(running_max=8, step_tokens_max=128))
@@ -212,7 +218,9 @@ def test_the_service_of_two_waiting_tenants_differs_by_no_more_than_the_bound(se
 
     def make(name: str) -> Request:
         input_max, output_max, weight = shapes[name]
-        return Request(name, rng.randint(1, input_max), rng.randint(1, output_max), world.now, weight=weight)
+        return Request(
+            name, rng.randint(1, input_max), rng.randint(1, output_max), world.now, weight=weight
+        )
 
     def observe() -> None:
         nonlocal most_input, most_out

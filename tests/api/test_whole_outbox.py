@@ -1,4 +1,4 @@
-"""An answer in one piece: nothing of it leaves before all of it is there, and what breaks half-way delivers nothing."""
+"""Response in one piece: nothing is sent before its end, and a failure delivers nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MANY = Outbox.frame_max * 64 + 1
 
 
 class Half:
-    """An outbox of two requests, and what came out of it."""
+    """Outbox of two requests, and its messages."""
 
     def __init__(self, journal: UsageJournal) -> None:
         self.failed: list[str] = []
@@ -36,10 +36,12 @@ class Half:
         return output
 
     async def write(self, data: bytes) -> None:
-        """The connection takes a message."""
+        """Take a message as the connection."""
         frames = pb.GenerateResponse.FromString(data).frames
         kinds = [str(frame.WhichOneof("kind")) for frame in frames]
-        self.messages.append([kind for kind, before in zip(kinds, ["", *kinds], strict=False) if kind != before])
+        self.messages.append(
+            [kind for kind, before in zip(kinds, ["", *kinds], strict=False) if kind != before]
+        )
         self.token_counts.append(sum(len(frame.delta.token_ids) for frame in frames))
 
 
@@ -51,12 +53,14 @@ def half(tmp_path: Path) -> Iterator[Half]:
 
 
 async def turns() -> None:
-    """Let everything run until it waits."""
+    """Run all tasks until they wait."""
     for _ in range(20):
         await asyncio.sleep(0)
 
 
-async def test_all_requests_go_out_together_in_one_message_and_their_ends_after_it(half: Half) -> None:
+async def test_all_requests_go_out_together_in_one_message_and_their_ends_after_it(
+    half: Half,
+) -> None:
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(half.outbox.write_all(half.write))
         for _ in range(MANY):
@@ -82,7 +86,9 @@ async def test_all_requests_go_out_together_in_one_message_and_their_ends_after_
     assert half.messages[1:] == [["finished"]]
 
 
-async def test_a_failure_is_told_at_once_and_what_was_discarded_is_not_delivered(half: Half) -> None:
+async def test_a_failure_is_sent_at_once_and_discarded_output_is_not_delivered(
+    half: Half,
+) -> None:
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(half.outbox.write_all(half.write))
         half.one.say(0, "x", (1,))
@@ -98,7 +104,7 @@ async def test_a_failure_is_told_at_once_and_what_was_discarded_is_not_delivered
     assert half.one.usage.delivered_token_count == 0
 
 
-async def test_who_waits_is_let_go_when_the_client_is_gone(half: Half) -> None:
+async def test_waiting_callers_are_released_when_the_client_is_closed(half: Half) -> None:
     async with asyncio.TaskGroup() as tasks:
         half.one.say(0, "x", (1,))
         waits = tasks.create_task(all_taken(half.one))

@@ -1,4 +1,4 @@
-"""The border between messages and domain values: what is parsed cannot be wrong, and what is written loses nothing."""
+"""Conversion between messages and domain values: parsed values are valid, written ones complete."""
 
 from __future__ import annotations
 
@@ -37,7 +37,11 @@ starts = st.builds(
     model=st.text(max_size=5),
     text=st.text(max_size=5),
     sampling=st.builds(
-        pb.Sampling, temperature=st.none() | floats, top_p=st.none() | floats, top_k=st.none() | int32s, seed=st.none() | int64s
+        pb.Sampling,
+        temperature=st.none() | floats,
+        top_p=st.none() | floats,
+        top_k=st.none() | int32s,
+        seed=st.none() | int64s,
     ),
     stop_sequences=st.lists(st.text(max_size=300), max_size=20),
     max_output_tokens=st.none() | int64s,
@@ -47,7 +51,7 @@ starts = st.builds(
 
 
 def refused(parse: Callable[[], Parsed]) -> Parsed | InvalidRequest:
-    """What was parsed, or why it was not; anything else that is raised is a fault."""
+    """Return the parsed value or its refusal; let any other error pass."""
     try:
         return parse()
     except InvalidRequest as refusal:
@@ -76,10 +80,15 @@ def test_a_start_is_refused_with_reasons_or_right_in_everything(start: pb.StartF
 
 
 @given(starts, starts)
-def test_two_payloads_are_the_same_if_and_only_if_their_frames_are(one: pb.StartFrame, other: pb.StartFrame) -> None:
+def test_two_payloads_are_the_same_if_and_only_if_their_frames_are(
+    one: pb.StartFrame, other: pb.StartFrame
+) -> None:
     hashes = []
     for frame in (one, other):
-        frame.model, frame.text = frame.model if frame.model.isprintable() else "", frame.text or "t"
+        frame.model, frame.text = (
+            frame.model if frame.model.isprintable() else "",
+            frame.text or "t",
+        )
         frame.model = frame.model or "m"
         del frame.stop_sequences[:]
         for field in ("max_output_tokens", "usage_interval_tokens", "sampling", "labels"):
@@ -103,7 +112,11 @@ def test_the_order_of_labels_does_not_make_another_payload() -> None:
         ({"text": "hello"}, "hello"),
         ({"token_ids": pb.TokenIds(ids=[1, 2])}, (1, 2)),
         (
-            {"conversation": pb.Conversation(messages=[pb.Message(role=pb.ROLE_SYSTEM, content="s")])},
+            {
+                "conversation": pb.Conversation(
+                    messages=[pb.Message(role=pb.ROLE_SYSTEM, content="s")]
+                )
+            },
             (ChatMessage("system", "s"),),
         ),
     ],
@@ -112,7 +125,9 @@ def test_a_prompt_comes_in_three_forms(field: dict[str, Any], prompt: object) ->
     assert parse_start(ID, pb.StartFrame(model="m", **field)).prompt == prompt
 
 
-@pytest.mark.parametrize("spelling", [ID, ID.upper(), ID.replace("-", ""), "{" + ID + "}", f"urn:uuid:{ID}"])
+@pytest.mark.parametrize(
+    "spelling", [ID, ID.upper(), ID.replace("-", ""), "{" + ID + "}", f"urn:uuid:{ID}"]
+)
 def test_an_id_is_known_in_every_spelling_and_answered_in_its_own(spelling: str) -> None:
     parsed = parse_start(spelling, pb.StartFrame(model="m", text="t"))
 
@@ -147,14 +162,14 @@ def test_any_time_and_duration_is_read_or_refused(seconds: int, nanos: int) -> N
     assert isinstance(length, timedelta) or length.violations[0].field == "f"
 
 
-def test_what_is_unset_stays_unset() -> None:
+def test_unset_values_stay_unset() -> None:
     assert wire.timestamp(None) is None
     assert wire.duration(None) is None
     assert wire.duration(1.5) == Duration(seconds=1, nanos=500_000_000)
 
 
 def test_every_domain_value_has_its_word_on_the_wire() -> None:
-    """A value that is added to the domain and not here would break an answer in production."""
+    """A value that is missing here would break an answer in production."""
     assert set(wire.SUBJECTS) == set(QuotaSubject)
     assert set(wire.DIMENSIONS) == set(QuotaDimension)
     assert set(wire.FINISH_REASONS) == set(Outcome) - {Outcome.FAILED}
@@ -164,9 +179,13 @@ def test_every_domain_value_has_its_word_on_the_wire() -> None:
         (wire.DIMENSIONS, types_pb2.QuotaDimension),
         (wire.FINISH_REASONS, types_pb2.FinishReason),
     ):
-        # An output that ends with calls has ended by itself, as far as anything but its reader is concerned.
-        told_otherwise = {types_pb2.FINISH_REASON_TOOL_CALLS} if enum is types_pb2.FinishReason else set()
-        assert sorted(table.values()) == sorted(set(enum.values()) - {0} - told_otherwise), enum.DESCRIPTOR.name
+        # An output that ends with calls has ended by itself, except for its reader.
+        told_otherwise = (
+            {types_pb2.FINISH_REASON_TOOL_CALLS} if enum is types_pb2.FinishReason else set()
+        )
+        assert sorted(table.values()) == sorted(set(enum.values()) - {0} - told_otherwise), (
+            enum.DESCRIPTOR.name
+        )
 
 
 @given(at=st.datetimes(timezones=st.just(UTC)))
@@ -186,20 +205,28 @@ def test_durations_are_those_of_the_library(seconds: float) -> None:
 
 
 FLOODS: dict[str, pb.StartFrame] = {
-    "conversation.messages": pb.StartFrame(conversation=pb.Conversation(messages=[pb.Message()] * 100_000)),
+    "conversation.messages": pb.StartFrame(
+        conversation=pb.Conversation(messages=[pb.Message()] * 100_000)
+    ),
     "conversation.messages[0].tool_calls[0].id": pb.StartFrame(
-        conversation=pb.Conversation(messages=[pb.Message(role=pb.ROLE_ASSISTANT, tool_calls=[pb.ToolCall()] * 4000)])
+        conversation=pb.Conversation(
+            messages=[pb.Message(role=pb.ROLE_ASSISTANT, tool_calls=[pb.ToolCall()] * 4000)]
+        )
     ),
     "tools": pb.StartFrame(tools=[pb.Tool(name=str(index)) for index in range(100_000)]),
     "stop_sequences": pb.StartFrame(stop_sequences=["."] * 100_000),
-    "sampling.logit_bias": pb.StartFrame(sampling=pb.Sampling(logit_bias=dict.fromkeys(range(100_000), 1.0))),
+    "sampling.logit_bias": pb.StartFrame(
+        sampling=pb.Sampling(logit_bias=dict.fromkeys(range(100_000), 1.0))
+    ),
     "labels": pb.StartFrame(labels={str(index): "" for index in range(100_000)}),
 }
 
 
 @pytest.mark.parametrize("field", FLOODS)
-def test_a_message_of_many_wrong_elements_is_refused_without_a_look_at_all_of_them(field: str) -> None:
-    """A hundred thousand looks would hold up everybody else for a second."""
+def test_a_message_of_many_wrong_elements_is_refused_without_a_look_at_all_of_them(
+    field: str,
+) -> None:
+    """Checking a hundred thousand elements would block all other clients for a second."""
     looks = 0
 
     def look(frame: object, event: str, _: object) -> None:
@@ -217,15 +244,25 @@ def test_a_message_of_many_wrong_elements_is_refused_without_a_look_at_all_of_th
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_schemas_that_are_too_large_together_are_refused_unread(strict: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each may be as large as one may be; reading all of them would hold up everybody else."""
+def test_schemas_that_are_too_large_together_are_refused_unread(
+    strict: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each may have the maximum size; reading all of them would block all other clients."""
     schema = '{"description": "' + "x" * (SCHEMA_BYTES_MAX - 20) + '"}'
     within, beyond = SCHEMAS_BYTES_MAX // SCHEMA_BYTES_MAX, SCHEMAS_BYTES_MAX // len(schema) + 1
-    start = pb.StartFrame(model="demo", conversation=pb.Conversation(messages=[pb.Message(role=pb.ROLE_USER, content="x")]))
-    start.tools.extend(pb.Tool(name=f"t{index}", parameters_json_schema=schema, strict=strict) for index in range(within))
+    start = pb.StartFrame(
+        model="demo",
+        conversation=pb.Conversation(messages=[pb.Message(role=pb.ROLE_USER, content="x")]),
+    )
+    start.tools.extend(
+        pb.Tool(name=f"t{index}", parameters_json_schema=schema, strict=strict)
+        for index in range(within)
+    )
 
     parse_start(ID, start)
-    start.tools.extend(pb.Tool(name=f"u{index}", parameters_json_schema=schema) for index in range(beyond - within))
+    start.tools.extend(
+        pb.Tool(name=f"u{index}", parameters_json_schema=schema) for index in range(beyond - within)
+    )
     monkeypatch.setattr(tools, "json_object", None)
     count = pb.CountTokensRequest(model="demo", conversation=start.conversation, tools=start.tools)
     refusals = [refused(lambda: parse_start(ID, start)), refused(lambda: parse_count_tokens(count))]

@@ -1,4 +1,4 @@
-"""One running service for all end-to-end tests; each test has tenants of its own."""
+"""Running service shared by all end-to-end tests; each test has its own tenants."""
 
 from __future__ import annotations
 
@@ -27,15 +27,18 @@ def pytest_runtest_teardown(nextitem: pytest.Item | None) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny checkpoint."""
+    """Return a tiny checkpoint."""
     return make_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="session")
 def service(
-    tmp_path_factory: pytest.TempPathFactory, model: Path, postgres_server: str, template_database: str
+    tmp_path_factory: pytest.TempPathFactory,
+    model: Path,
+    postgres_server: str,
+    template_database: str,
 ) -> Iterator[Service]:
-    """A service with a database of its own that signs receipts, as the application role.
+    """Yield a service with its own database and signed receipts, in the application role.
 
     It must still run at the end, and have reported no incident.
     """

@@ -1,4 +1,4 @@
-"""What the tests of the OpenAI door share: the official client against a service of ours."""
+"""Parts shared by tests of the OpenAI HTTP API: the official client against a test service."""
 
 from __future__ import annotations
 
@@ -11,41 +11,47 @@ from openai.types.chat import ChatCompletionMessageParam, ChatCompletionUserMess
 
 from tests.service import CACHED_PICOS, INPUT_PICOS, OUTPUT_PICOS, Service, Tenant
 
-TO_THE_END = {"ignore_eos": True}  # so that an answer has as many tokens as were asked for
+TO_THE_END = {"ignore_eos": True}  # so that an answer has exactly the requested number of tokens
 
 
 @contextlib.contextmanager
 def connect(service: Service, secret: str, **options: Any) -> Iterator[openai.OpenAI]:
-    """The synchronous client; it sends nothing twice unless told otherwise."""
-    with openai.OpenAI(base_url=service.openai_url, api_key=secret, **({"max_retries": 0} | options)) as client:
+    """Return the synchronous client, by default without retries."""
+    with openai.OpenAI(
+        base_url=service.openai_url, api_key=secret, **({"max_retries": 0} | options)
+    ) as client:
         yield client
 
 
 @contextlib.asynccontextmanager
-async def connect_async(service: Service, secret: str, **options: Any) -> AsyncIterator[openai.AsyncOpenAI]:
-    """The asynchronous client."""
-    async with openai.AsyncOpenAI(base_url=service.openai_url, api_key=secret, **({"max_retries": 0} | options)) as client:
+async def connect_async(
+    service: Service, secret: str, **options: Any
+) -> AsyncIterator[openai.AsyncOpenAI]:
+    """Return the asynchronous client."""
+    async with openai.AsyncOpenAI(
+        base_url=service.openai_url, api_key=secret, **({"max_retries": 0} | options)
+    ) as client:
         yield client
 
 
 def says(text: str) -> list[ChatCompletionMessageParam]:
-    """A conversation of one turn."""
+    """Return a conversation of one turn."""
     return [ChatCompletionUserMessageParam(role="user", content=text)]
 
 
 def text_of(chunks: Iterable[Any]) -> str:
-    """All text of a chat stream."""
+    """Return all text of a chat stream."""
     return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
 
 
 def extension(answer: Any) -> dict[str, Any]:
-    """What an answer says beside OpenAI's fields."""
+    """Return the fields of an answer that OpenAI's API lacks."""
     told: dict[str, Any] = answer.model_extra["weir"]
     return told
 
 
 def check_billed(service: Service, tenant: Tenant, answer: Any) -> dict[str, Any]:
-    """The one usage event of the tenant is what the answer said; returns it."""
+    """Check the tenant's only usage event against the answer; return the event."""
     [event] = service.books.events(tenant)
     usage, told = answer.usage, extension(answer)
     assert usage.prompt_tokens == event["input_token_count"]
@@ -58,7 +64,9 @@ def check_billed(service: Service, tenant: Tenant, answer: Any) -> dict[str, Any
 
 
 def cost_of(event: dict[str, Any]) -> int:
-    """What an event costs at the tests' prices."""
+    """Return the cost of an event at the tests' prices."""
     cached = event["cached_input_token_count"]
     uncached = event["input_token_count"] - cached
-    return int(uncached * INPUT_PICOS + cached * CACHED_PICOS + event["billed_token_count"] * OUTPUT_PICOS)
+    return int(
+        uncached * INPUT_PICOS + cached * CACHED_PICOS + event["billed_token_count"] * OUTPUT_PICOS
+    )

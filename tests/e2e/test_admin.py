@@ -1,4 +1,4 @@
-"""The calls of admins and of finance: what they do, what they refuse, and that every change is in the audit log."""
+"""Calls of admins and finance: effects, refusals, and an audit entry for every change."""
 
 from __future__ import annotations
 
@@ -28,29 +28,31 @@ CENTURY_S = 100 * 366 * 86_400
 
 @dataclass(frozen=True, slots=True)
 class Admin:
-    """An admin's calls."""
+    """Calls of an admin."""
 
     stub: Any
     tenant: Tenant
     secret: str
 
     async def call(self, name: str, /, **fields: Any) -> Any:
-        """One call of the admin service."""
-        return await getattr(self.stub, name)(getattr(pb, f"{name}Request")(**fields), metadata=bearer(self.secret))
+        """Make a call of the admin service."""
+        return await getattr(self.stub, name)(
+            getattr(pb, f"{name}Request")(**fields), metadata=bearer(self.secret)
+        )
 
     async def refused(self, name: str, /, **fields: Any) -> Refusal:
-        """The same, to be refused."""
+        """Make a call that must be refused; return the refusal."""
         return await refused(self.call(name, **fields))
 
     async def audit(self, subject_id: str) -> list[Any]:
-        """Entries on one object, oldest first."""
+        """Return the audit entries of an object, oldest first."""
         entries = (await self.call("ListAuditEntries", page_size=1000)).entries
         return [entry for entry in reversed(entries) if entry.subject_id == subject_id]
 
 
 @pytest.fixture
 async def admin(service: Service) -> AsyncIterator[Admin]:
-    """A tenant with an admin key."""
+    """Yield an admin of a new tenant."""
     tenant = await service.tenant()
     _, secret = await service.new_key(tenant, "admin")
     async with service.channel() as channel:
@@ -58,56 +60,89 @@ async def admin(service: Service) -> AsyncIterator[Admin]:
 
 
 def unique(prefix: str) -> str:
-    """A name that is free."""
+    """Return an unused name."""
     return f"{prefix}{uuid.uuid4().hex[:16]}"
 
 
 def later(**delta: float) -> Timestamp:
-    """A time from now."""
+    """Return a time from now."""
     message = Timestamp()
     message.FromDatetime(datetime.now(UTC) + timedelta(**delta))
     return message
 
 
-async def test_a_billing_profile_is_set_as_a_whole_and_listed(service: Service, admin: Admin) -> None:
+async def test_a_billing_profile_is_set_as_a_whole_and_listed(
+    service: Service, admin: Admin
+) -> None:
     name = unique("c")
     organization = (await admin.call("CreateOrganization", name=name)).organization
     whole = types_pb2.BillingProfile(
-        emails=["billing@acme.example"], legal_name="Acme GmbH", address_line1="Lindenstraße 1", country="DE"
+        emails=["billing@acme.example"],
+        legal_name="Acme GmbH",
+        address_line1="Lindenstraße 1",
+        country="DE",
     )
 
-    changed = (await admin.call("SetBillingProfile", organization=name, billing_profile=whole)).organization
+    changed = (
+        await admin.call("SetBillingProfile", organization=name, billing_profile=whole)
+    ).organization
     await admin.call("SetBillingProfile", organization=name, billing_profile=whole)
-    [listed] = [each for each in (await admin.call("ListOrganizations")).organizations if each.name == name]
+    [listed] = [
+        each for each in (await admin.call("ListOrganizations")).organizations if each.name == name
+    ]
 
     assert not organization.HasField("billing_profile")
     assert changed.billing_profile == listed.billing_profile == whole
-    entries = [each for each in await admin.audit(organization.organization_id) if each.action == "billing_profile.set"]
+    entries = [
+        each
+        for each in await admin.audit(organization.organization_id)
+        if each.action == "billing_profile.set"
+    ]
     assert [json.loads(each.after_json)["country"] for each in entries] == ["DE"]
     wrong = types_pb2.BillingProfile(legal_name="a\x00b")
-    assert (await admin.refused("SetBillingProfile", organization=name, billing_profile=wrong)).code is StatusCode.INVALID_ARGUMENT
-    unknown = await admin.refused("SetBillingProfile", organization="nobody-at-all", billing_profile=whole)
+    assert (
+        await admin.refused("SetBillingProfile", organization=name, billing_profile=wrong)
+    ).code is StatusCode.INVALID_ARGUMENT
+    unknown = await admin.refused(
+        "SetBillingProfile", organization="nobody-at-all", billing_profile=whole
+    )
     assert unknown.code is StatusCode.NOT_FOUND
 
 
-async def test_a_customer_from_its_creation_to_its_first_request(service: Service, admin: Admin) -> None:
+async def test_a_customer_from_its_creation_to_its_first_request(
+    service: Service, admin: Admin
+) -> None:
     name = unique("c")
     organization = (await admin.call("CreateOrganization", name=name)).organization
     project = (await admin.call("CreateProject", organization=name, name="search")).project
-    created = await admin.call("CreateApiKey", organization=name, project="search", name="laptop", lifetime=Duration(seconds=3600))
+    created = await admin.call(
+        "CreateApiKey",
+        organization=name,
+        project="search",
+        name="laptop",
+        lifetime=Duration(seconds=3600),
+    )
 
     assert (organization.name, organization.currency_code) == (name, "USD")
-    assert project.organization_id == organization.organization_id == created.api_key.organization_id
+    assert (
+        project.organization_id == organization.organization_id == created.api_key.organization_id
+    )
     assert created.api_key.scopes == ["inference"]
     assert created.secret.startswith(created.api_key.prefix + "_")
-    assert created.api_key.expire_time.ToDatetime() - created.api_key.create_time.ToDatetime() == timedelta(hours=1)
+    assert (
+        created.api_key.expire_time.ToDatetime() - created.api_key.create_time.ToDatetime()
+        == timedelta(hours=1)
+    )
     assert name in [each.name for each in (await admin.call("ListOrganizations")).organizations]
-    assert [each.name for each in (await admin.call("ListProjects", organization=organization.organization_id)).projects] == [
-        "search"
-    ]
-    assert [each.api_key_id for each in (await admin.call("ListApiKeys", organization=name)).api_keys] == [
-        created.api_key.api_key_id
-    ]
+    assert [
+        each.name
+        for each in (
+            await admin.call("ListProjects", organization=organization.organization_id)
+        ).projects
+    ] == ["search"]
+    assert [
+        each.api_key_id for each in (await admin.call("ListApiKeys", organization=name)).api_keys
+    ] == [created.api_key.api_key_id]
     async with service.stream(created.secret) as stream:
         assert (await stream.finished(await stream.begin())).usage.delivered_token_count == 20
 
@@ -131,7 +166,10 @@ async def test_a_key_is_revoked_once(service: Service, admin: Admin) -> None:
 
     assert first == second
     assert first.HasField("revoke_time")
-    assert [entry.action for entry in await admin.audit(str(key.id))] == ["api_key.create", "api_key.revoke"]
+    assert [entry.action for entry in await admin.audit(str(key.id))] == [
+        "api_key.create",
+        "api_key.revoke",
+    ]
     async with service.stream(secret) as stream:
         assert await stream.closed() is StatusCode.UNAUTHENTICATED
 
@@ -152,7 +190,9 @@ async def test_a_limit_is_set_changed_and_removed(service: Service, admin: Admin
     assert refusal.info.metadata["limit"] == "25"
     assert (raised.quota_id, raised.limit_value) == (quota.quota_id, 100)
     assert (listed.used_value, listed.held_value, listed.remaining_value) == (30, 0, 70)
-    assert (await admin.refused("DeleteQuota", quota_id=quota.quota_id)).code is StatusCode.NOT_FOUND
+    assert (
+        await admin.refused("DeleteQuota", quota_id=quota.quota_id)
+    ).code is StatusCode.NOT_FOUND
     assert deleted.deleted
     for missing in (quota.quota_id, "abc"):
         assert not (await admin.call("DeleteQuota", quota_id=missing, allow_missing=True)).deleted
@@ -166,21 +206,41 @@ async def test_limits_hang_on_projects_and_keys_too(service: Service, admin: Adm
         (types_pb2.QUOTA_SUBJECT_PROJECT, f"{tenant.name}/main"),
         (types_pb2.QUOTA_SUBJECT_API_KEY, tenant.key.prefix),
     ):
-        await admin.call("SetQuota", subject=subject, subject_ref=ref, dimension=TOKENS, model=MODEL, limit_value=1000)
+        await admin.call(
+            "SetQuota",
+            subject=subject,
+            subject_ref=ref,
+            dimension=TOKENS,
+            model=MODEL,
+            limit_value=1000,
+        )
 
     async with service.client(tenant.secret) as client:
         quotas = await client.get_quota(MODEL)
 
-    assert [(str(quota.subject), quota.model) for quota in quotas] == [("project", MODEL), ("api-key", MODEL)]
+    assert [(str(quota.subject), quota.model) for quota in quotas] == [
+        ("project", MODEL),
+        ("api-key", MODEL),
+    ]
 
 
-async def test_a_price_holds_from_its_time_on_and_never_before(service: Service, admin: Admin) -> None:
+async def test_a_price_holds_from_its_time_on_and_never_before(
+    service: Service, admin: Admin
+) -> None:
     model = unique("m")
-    prices = {"input_picos_per_token": 1, "cached_input_picos_per_token": 0, "output_picos_per_token": 2}
+    prices = {
+        "input_picos_per_token": 1,
+        "cached_input_picos_per_token": 0,
+        "output_picos_per_token": 2,
+    }
 
     first = (await admin.call("SetPrice", model=model, **prices)).version
-    second = (await admin.call("SetPrice", model=model, **prices, effective_time=later(days=1))).version
-    passed = await admin.refused("SetPrice", model=model, **prices, effective_time=later(seconds=-1))
+    second = (
+        await admin.call("SetPrice", model=model, **prices, effective_time=later(days=1))
+    ).version
+    passed = await admin.refused(
+        "SetPrice", model=model, **prices, effective_time=later(seconds=-1)
+    )
 
     assert second > first
     assert (passed.code, passed.fields) == (StatusCode.INVALID_ARGUMENT, ["effective_time"])
@@ -188,23 +248,57 @@ async def test_a_price_holds_from_its_time_on_and_never_before(service: Service,
     assert (entry.action, json.loads(entry.after_json)["model"]) == ("price.set", model)
 
 
-SOME_PRICE = {"input_picos_per_token": 1, "cached_input_picos_per_token": 1, "output_picos_per_token": 1}
+SOME_PRICE = {
+    "input_picos_per_token": 1,
+    "cached_input_picos_per_token": 1,
+    "output_picos_per_token": 1,
+}
 WRONG: list[tuple[str, dict[str, Any], StatusCode, list[str]]] = [
     ("CreateOrganization", {"name": ""}, StatusCode.INVALID_ARGUMENT, ["name"]),
     ("CreateOrganization", {"name": "Caps"}, StatusCode.INVALID_ARGUMENT, ["name"]),
     ("CreateOrganization", {"name": "a" * 64}, StatusCode.INVALID_ARGUMENT, ["name"]),
     ("CreateOrganization", {"name": "a\0b"}, StatusCode.INVALID_ARGUMENT, ["name"]),
-    ("CreateOrganization", {"name": "fine", "currency_code": "usd"}, StatusCode.INVALID_ARGUMENT, ["currency_code"]),
-    ("CreateOrganization", {"name": "fine", "currency_code": "XXY"}, StatusCode.INVALID_ARGUMENT, ["currency_code"]),
+    (
+        "CreateOrganization",
+        {"name": "fine", "currency_code": "usd"},
+        StatusCode.INVALID_ARGUMENT,
+        ["currency_code"],
+    ),
+    (
+        "CreateOrganization",
+        {"name": "fine", "currency_code": "XXY"},
+        StatusCode.INVALID_ARGUMENT,
+        ["currency_code"],
+    ),
     ("CreateOrganization", {"name": "{tenant}"}, StatusCode.ALREADY_EXISTS, []),
     ("CreateProject", {"organization": "nobody", "name": "p"}, StatusCode.NOT_FOUND, []),
     ("CreateProject", {"organization": "", "name": "p"}, StatusCode.NOT_FOUND, []),
-    ("CreateProject", {"organization": "{tenant}", "name": "P"}, StatusCode.INVALID_ARGUMENT, ["name"]),
+    (
+        "CreateProject",
+        {"organization": "{tenant}", "name": "P"},
+        StatusCode.INVALID_ARGUMENT,
+        ["name"],
+    ),
     ("CreateProject", {"organization": "{tenant}", "name": "main"}, StatusCode.ALREADY_EXISTS, []),
     ("ListProjects", {"organization": "nobody"}, StatusCode.NOT_FOUND, []),
-    ("CreateApiKey", {"organization": "{tenant}", "project": "no", "name": "k"}, StatusCode.NOT_FOUND, []),
-    ("CreateApiKey", {"organization": "{tenant}", "project": "main", "name": ""}, StatusCode.INVALID_ARGUMENT, ["name"]),
-    ("CreateApiKey", {"organization": "{tenant}", "project": "main", "name": "k" * 101}, StatusCode.INVALID_ARGUMENT, ["name"]),
+    (
+        "CreateApiKey",
+        {"organization": "{tenant}", "project": "no", "name": "k"},
+        StatusCode.NOT_FOUND,
+        [],
+    ),
+    (
+        "CreateApiKey",
+        {"organization": "{tenant}", "project": "main", "name": ""},
+        StatusCode.INVALID_ARGUMENT,
+        ["name"],
+    ),
+    (
+        "CreateApiKey",
+        {"organization": "{tenant}", "project": "main", "name": "k" * 101},
+        StatusCode.INVALID_ARGUMENT,
+        ["name"],
+    ),
     (
         "CreateApiKey",
         {"organization": "{tenant}", "project": "main", "name": "k", "scopes": ["root"]},
@@ -214,7 +308,12 @@ WRONG: list[tuple[str, dict[str, Any], StatusCode, list[str]]] = [
     *(
         (
             "CreateApiKey",
-            {"organization": "{tenant}", "project": "main", "name": "k", "lifetime": Duration(seconds=seconds)},
+            {
+                "organization": "{tenant}",
+                "project": "main",
+                "name": "k",
+                "lifetime": Duration(seconds=seconds),
+            },
             StatusCode.INVALID_ARGUMENT,
             ["lifetime"],
         )
@@ -224,19 +323,50 @@ WRONG: list[tuple[str, dict[str, Any], StatusCode, list[str]]] = [
     ("RevokeApiKey", {"api_key": "wk_aaaaaaaa"}, StatusCode.NOT_FOUND, []),
     ("RevokeApiKey", {"api_key": "wk_aaaaaaaa\0"}, StatusCode.INVALID_ARGUMENT, ["api_key"]),
     ("ListApiKeys", {"organization": "nobody"}, StatusCode.NOT_FOUND, []),
-    ("SetQuota", {"subject_ref": "{tenant}", "dimension": TOKENS}, StatusCode.INVALID_ARGUMENT, ["subject"]),
-    ("SetQuota", {"subject": ORGANIZATION, "subject_ref": "{tenant}"}, StatusCode.INVALID_ARGUMENT, ["dimension"]),
-    ("SetQuota", {"subject": 99, "subject_ref": "{tenant}", "dimension": 99}, StatusCode.INVALID_ARGUMENT, ["subject"]),
-    ("SetQuota", {"subject": ORGANIZATION, "subject_ref": "nobody", "dimension": TOKENS}, StatusCode.NOT_FOUND, []),
     (
         "SetQuota",
-        {"subject": ORGANIZATION, "subject_ref": "{tenant}", "dimension": TOKENS, "limit_value": -1},
+        {"subject_ref": "{tenant}", "dimension": TOKENS},
+        StatusCode.INVALID_ARGUMENT,
+        ["subject"],
+    ),
+    (
+        "SetQuota",
+        {"subject": ORGANIZATION, "subject_ref": "{tenant}"},
+        StatusCode.INVALID_ARGUMENT,
+        ["dimension"],
+    ),
+    (
+        "SetQuota",
+        {"subject": 99, "subject_ref": "{tenant}", "dimension": 99},
+        StatusCode.INVALID_ARGUMENT,
+        ["subject"],
+    ),
+    (
+        "SetQuota",
+        {"subject": ORGANIZATION, "subject_ref": "nobody", "dimension": TOKENS},
+        StatusCode.NOT_FOUND,
+        [],
+    ),
+    (
+        "SetQuota",
+        {
+            "subject": ORGANIZATION,
+            "subject_ref": "{tenant}",
+            "dimension": TOKENS,
+            "limit_value": -1,
+        },
         StatusCode.INVALID_ARGUMENT,
         ["limit_value"],
     ),
     (
         "SetQuota",
-        {"subject": ORGANIZATION, "subject_ref": "{tenant}", "dimension": TOKENS, "model": "gpt", "limit_value": 1},
+        {
+            "subject": ORGANIZATION,
+            "subject_ref": "{tenant}",
+            "dimension": TOKENS,
+            "model": "gpt",
+            "limit_value": 1,
+        },
         StatusCode.NOT_FOUND,
         [],
     ),
@@ -245,7 +375,12 @@ WRONG: list[tuple[str, dict[str, Any], StatusCode, list[str]]] = [
     ("ListQuotas", {"organization": "nobody"}, StatusCode.NOT_FOUND, []),
     ("SetPrice", {"model": "", **SOME_PRICE}, StatusCode.INVALID_ARGUMENT, ["model"]),
     ("SetPrice", {"model": "a b", **SOME_PRICE}, StatusCode.INVALID_ARGUMENT, ["model"]),
-    ("SetPrice", {"model": "m", "currency_code": "$", **SOME_PRICE}, StatusCode.INVALID_ARGUMENT, ["currency_code"]),
+    (
+        "SetPrice",
+        {"model": "m", "currency_code": "$", **SOME_PRICE},
+        StatusCode.INVALID_ARGUMENT,
+        ["currency_code"],
+    ),
     (
         "SetPrice",
         {"model": "m", **SOME_PRICE, "output_picos_per_token": -1},
@@ -265,18 +400,34 @@ WRONG: list[tuple[str, dict[str, Any], StatusCode, list[str]]] = [
             StatusCode.INVALID_ARGUMENT,
             ["effective_time"],
         )
-        for at in ({"seconds": 2**62}, {"seconds": -(2**62)}, {"seconds": 1, "nanos": -5}, {"seconds": 0})
+        for at in (
+            {"seconds": 2**62},
+            {"seconds": -(2**62)},
+            {"seconds": 1, "nanos": -5},
+            {"seconds": 0},
+        )
     ),
     ("ListAuditEntries", {"page_size": -1}, StatusCode.INVALID_ARGUMENT, ["page_size"]),
     ("ListAuditEntries", {"page_size": 1001}, StatusCode.INVALID_ARGUMENT, ["page_size"]),
 ]
 
 
-@pytest.mark.parametrize(("call", "fields", "code", "wrong"), WRONG, ids=[f"{call}-{n}" for n, (call, *_) in enumerate(WRONG)])
-async def test_a_wrong_call_is_told_what_is_wrong_and_changes_nothing(
-    service: Service, admin: Admin, call: str, fields: dict[str, Any], code: StatusCode, wrong: list[str]
+@pytest.mark.parametrize(
+    ("call", "fields", "code", "wrong"),
+    WRONG,
+    ids=[f"{call}-{n}" for n, (call, *_) in enumerate(WRONG)],
+)
+async def test_an_invalid_call_gets_the_reason_and_changes_nothing(
+    service: Service,
+    admin: Admin,
+    call: str,
+    fields: dict[str, Any],
+    code: StatusCode,
+    wrong: list[str],
 ) -> None:
-    sent = {name: admin.tenant.name if value == "{tenant}" else value for name, value in fields.items()}
+    sent = {
+        name: admin.tenant.name if value == "{tenant}" else value for name, value in fields.items()
+    }
     before = service.books.rows("SELECT count(*) AS n FROM audit_log")
 
     refusal = await admin.refused(call, **sent)
@@ -291,7 +442,9 @@ async def test_the_audit_log_is_read_page_by_page(admin: Admin) -> None:
         await admin.call("CreateOrganization", name=unique("p"))
 
     first = (await admin.call("ListAuditEntries", page_size=2)).entries
-    second = (await admin.call("ListAuditEntries", page_size=2, before_entry_id=first[-1].entry_id)).entries
+    second = (
+        await admin.call("ListAuditEntries", page_size=2, before_entry_id=first[-1].entry_id)
+    ).entries
 
     ids = [entry.entry_id for entry in (*first, *second)]
     assert len(ids) == 4
@@ -301,7 +454,9 @@ async def test_the_audit_log_is_read_page_by_page(admin: Admin) -> None:
 async def test_a_month_report_explains_every_token(service: Service, admin: Admin) -> None:
     tenant = admin.tenant
     async with service.stream(tenant.secret) as stream:
-        finished = [await stream.finished(await stream.begin(max_output_tokens=n)) for n in (10, 20, 30)]
+        finished = [
+            await stream.finished(await stream.begin(max_output_tokens=n)) for n in (10, 20, 30)
+        ]
         cancelled = await stream.begin(max_output_tokens=3000)
         await stream.received(cancelled, 5)
         await stream.cancel(cancelled)
@@ -320,18 +475,44 @@ async def test_a_month_report_explains_every_token(service: Service, admin: Admi
     assert unrated.reconciliation.balanced
     assert report.unrated_event_count == 0
     assert report.reconciliation.balanced
-    assert picos(report.total) == sum(picos(each.cost) for each in finished) == sum(picos(line.amount) for line in report.lines)
-    output = [line for line in report.lines if line.token_kind == billing_service_pb2.TOKEN_KIND_OUTPUT]
-    assert sum(line.token_count for line in output) == sum(each.usage.billed_token_count for each in finished)
-    assert sum(line.cancelled_token_count for line in output) == finished[-1].usage.billed_token_count
+    assert (
+        picos(report.total)
+        == sum(picos(each.cost) for each in finished)
+        == sum(picos(line.amount) for line in report.lines)
+    )
+    output = [
+        line for line in report.lines if line.token_kind == billing_service_pb2.TOKEN_KIND_OUTPUT
+    ]
+    assert sum(line.token_count for line in output) == sum(
+        each.usage.billed_token_count for each in finished
+    )
+    assert (
+        sum(line.cancelled_token_count for line in output) == finished[-1].usage.billed_token_count
+    )
     counts = report.request_counts
     assert (counts.total_count, counts.completed_count, counts.cancelled_count) == (4, 3, 1)
 
 
-@pytest.mark.parametrize("month", ["", "2026", "2026-13", "2026-00", "0000-01", "26-11", "2026-11-01", "2026-1", "٢٠٢٦-١١", "x\0"])
+@pytest.mark.parametrize(
+    "month",
+    [
+        "",
+        "2026",
+        "2026-13",
+        "2026-00",
+        "0000-01",
+        "26-11",
+        "2026-11-01",
+        "2026-1",
+        "٢٠٢٦-١١",
+        "x\0",
+    ],
+)
 async def test_a_malformed_month_is_refused(service: Service, admin: Admin, month: str) -> None:
     async with service.channel() as channel:
-        request = billing_service_pb2.GetMonthReportRequest(organization=admin.tenant.name, month=month)
+        request = billing_service_pb2.GetMonthReportRequest(
+            organization=admin.tenant.name, month=month
+        )
         stub = billing_service_pb2_grpc.BillingServiceStub(channel)
         refusal = await refused(stub.GetMonthReport(request, metadata=bearer(admin.secret)))
 

@@ -1,4 +1,4 @@
-"""Limits are exact, whatever arrives at once: who fits is admitted, who does not is told why, and leaves no trace."""
+"""Exact limits under concurrency: fitting requests are admitted, others refused without a trace."""
 
 from __future__ import annotations
 
@@ -31,50 +31,68 @@ EXACT = [
 
 
 @pytest.mark.parametrize(("dimension", "each"), EXACT, ids=lambda value: str(value))
-async def test_of_two_hundred_at_once_fifty_fit(service: Service, dimension: QuotaDimension, each: int) -> None:
-    """None of the admitted ends before all are decided: each is 60 tokens long and they run 50 at a time."""
+async def test_of_two_hundred_at_once_fifty_fit(
+    service: Service, dimension: QuotaDimension, each: int
+) -> None:
+    """All are decided before any ends: each is 60 tokens long and they run 50 at a time."""
     tenant = await service.tenant({dimension: FITTING * each})
     connections = 4
 
     async with asyncio.TaskGroup() as tasks:
-        runs = [tasks.create_task(arrive(service, tenant, ARRIVING // connections)) for _ in range(connections)]
+        runs = [
+            tasks.create_task(arrive(service, tenant, ARRIVING // connections))
+            for _ in range(connections)
+        ]
 
     admitted = [frame for run in runs for frame in run.result()[0]]
     refusals = [refusal for run in runs for refusal in run.result()[1]]
     if dimension is QuotaDimension.CONCURRENT_REQUESTS:
-        assert len(admitted) >= FITTING  # room that frees up while others arrive may be used
+        assert len(admitted) >= FITTING  # requests may use room that frees up while others arrive
         assert peak(admitted) <= FITTING
     else:
         assert (len(admitted), len(refusals)) == (FITTING, ARRIVING - FITTING)
         assert service.books.counters(tenant) == {str(dimension): (FITTING * each, 0)}
     for refusal in refusals:
         check_refusal(refusal, tenant, dimension, FITTING * each)
-    assert service.books.holds(tenant) == {"settled": len(admitted)}, "a refused request leaves no trace"
+    assert service.books.holds(tenant) == {"settled": len(admitted)}, (
+        "a refused request leaves no trace"
+    )
     assert len(service.books.events(tenant)) == len(admitted)
 
 
-async def arrive(service: Service, tenant: Tenant, count: int) -> tuple[list[pb.AdmittedFrame], list[Refusal]]:
-    """Requests in one message, on a connection of their own, to their ends."""
+async def arrive(
+    service: Service, tenant: Tenant, count: int
+) -> tuple[list[pb.AdmittedFrame], list[Refusal]]:
+    """Send requests in one message on a new connection; return their ends."""
     async with service.stream(tenant.secret) as stream:
         starts = [start(max_output_tokens=OUTPUT_TOKENS) for _ in range(count)]
         await stream.send(*starts)
         ends = [await stream.end(frame.request_id) for frame in starts]
-    admitted = [frame.admitted for frames in stream.frames.values() for frame in frames if frame.HasField("admitted")]
+    admitted = [
+        frame.admitted
+        for frames in stream.frames.values()
+        for frame in frames
+        if frame.HasField("admitted")
+    ]
     refusals = [Refusal(end.failed.status) for end in ends if end.HasField("failed")]
     return admitted, refusals
 
 
 def peak(admitted: Sequence[pb.AdmittedFrame]) -> int:
-    """Most requests that any admission saw, itself included."""
+    """Return the maximum number of requests at any admission, including itself."""
     return max(quota.held_value for frame in admitted for quota in frame.quotas)
 
 
 def check_refusal(refusal: Refusal, tenant: Tenant, dimension: QuotaDimension, limit: int) -> None:
-    """It tells which limit, how it stands, and what to do."""
+    """Check that it reports the limit, its state, and a remedy."""
     facts = refusal.info.metadata
     assert refusal.code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert refusal.reason == "QUOTA_EXCEEDED"
-    assert (facts["dimension"], facts["subject"], facts["limit"]) == (str(dimension), "organization", str(limit))
+    assert (facts["dimension"], facts["subject"], facts["limit"]) == (
+        str(dimension),
+        "organization",
+        str(limit),
+    )
     assert facts["subject_id"] == str(tenant.organization_id)
     assert int(facts["used"]) + int(facts["held"]) + int(facts["remaining"]) == limit
     assert int(facts["remaining"]) < int(facts["requested"])
@@ -92,7 +110,9 @@ def check_refusal(refusal: Refusal, tenant: Tenant, dimension: QuotaDimension, l
         assert abs((resets_at - datetime.now(UTC)).total_seconds() - refusal.retry_after_s) < 60
 
 
-async def test_a_request_larger_than_the_limit_is_told_that_waiting_does_not_help(service: Service) -> None:
+async def test_a_request_larger_than_the_limit_learns_that_waiting_does_not_help(
+    service: Service,
+) -> None:
     tenant = await service.tenant({QuotaDimension.TOKENS_PER_MONTH: 12})
 
     async with service.stream(tenant.secret) as stream:
@@ -104,8 +124,12 @@ async def test_a_request_larger_than_the_limit_is_told_that_waiting_does_not_hel
 
 
 async def test_a_refused_request_uses_nothing_of_its_other_limits(service: Service) -> None:
-    """A request that one limit refuses must not count against another (LiteLLM does that to its users)."""
-    limits = {QuotaDimension.CONCURRENT_REQUESTS: 0, QuotaDimension.TOKENS_PER_MONTH: 1000, QuotaDimension.TOKENS_PER_DAY: 1000}
+    """A request that one limit refuses must not count against another, as it does in LiteLLM."""
+    limits = {
+        QuotaDimension.CONCURRENT_REQUESTS: 0,
+        QuotaDimension.TOKENS_PER_MONTH: 1000,
+        QuotaDimension.TOKENS_PER_DAY: 1000,
+    }
     tenant = await service.tenant(limits)
 
     async with service.stream(tenant.secret) as stream:
@@ -131,7 +155,7 @@ async def test_a_refused_request_may_come_again_under_its_id(service: Service) -
 
 
 async def test_a_stream_ends_exactly_at_its_limit(service: Service) -> None:
-    """Everything up to the limit is delivered, told and settled; nothing is beyond it."""
+    """All tokens up to the limit are delivered, reported and settled, and none beyond it."""
     tenant = await service.tenant({QuotaDimension.TOKENS_PER_MONTH: 10 + 333})
 
     async with service.stream(tenant.secret) as stream:
@@ -159,7 +183,9 @@ async def test_money_ends_a_stream_before_the_first_token_beyond_it(service: Ser
 
     assert finished.reason == types_pb2.FINISH_REASON_QUOTA_EXHAUSTED
     assert finished.usage.delivered_token_count == 200
-    assert service.books.counters(tenant) == {"cost_picos_per_month": (budget - OUTPUT_PICOS + 1, 0)}
+    assert service.books.counters(tenant) == {
+        "cost_picos_per_month": (budget - OUTPUT_PICOS + 1, 0)
+    }
 
 
 async def test_streams_that_share_a_limit_use_it_up_together(service: Service) -> None:
@@ -175,7 +201,9 @@ async def test_streams_that_share_a_limit_use_it_up_together(service: Service) -
     used, held = service.books.counters(tenant)["tokens_per_month"]
     assert held == 0
     assert used == received + 10 * sum(end.HasField("finished") for end in ends) <= limit
-    assert limit - used < 6 * 16, "what nobody could lease any more is less than the least slice of each"
+    assert limit - used < 6 * 16, (
+        "what nobody could lease any more is less than the least slice of each"
+    )
 
 
 async def test_a_raised_limit_counts_at_once(service: Service) -> None:
@@ -190,14 +218,14 @@ async def test_a_raised_limit_counts_at_once(service: Service) -> None:
     assert finished.reason == types_pb2.FINISH_REASON_LENGTH
 
 
-async def test_a_limit_raised_in_mid_stream_lets_it_go_on(service: Service) -> None:
-    """Let in under the lower limit, which would end it at 1,500 tokens. The engine stands still until the limit is raised."""
+async def test_a_stream_continues_after_its_limit_is_raised(service: Service) -> None:
+    """The lower limit would end it at 1,500 tokens. The engine pauses until the increase."""
     tenant = await service.tenant({QuotaDimension.TOKENS_PER_MONTH: 10 + 1500})
     host_pid = service.host_pid
     assert host_pid is not None
 
     async with service.stream(tenant.secret) as stream:
-        await spend(stream, 20)  # the engine is there
+        await spend(stream, 20)  # the engine is running
         os.kill(host_pid, signal.SIGSTOP)
         try:
             request_id = await stream.begin(max_output_tokens=2500)
@@ -212,7 +240,7 @@ async def test_a_limit_raised_in_mid_stream_lets_it_go_on(service: Service) -> N
 
 
 async def test_the_place_of_an_ended_request_is_free(service: Service) -> None:
-    """One at a time, a hundred times over: a place that leaks is missed at the second."""
+    """A hundred times in turn: a leaked slot would block the second request."""
     tenant = await service.tenant({QuotaDimension.CONCURRENT_REQUESTS: 1})
 
     async with service.stream(tenant.secret) as stream:
@@ -242,11 +270,15 @@ async def test_two_keys_draw_on_the_limit_of_their_organization(service: Service
 
 
 async def spend(stream: Stream, output_tokens: int) -> str | None:
-    """How a request of so many tokens ends."""
-    return (await stream.end(await stream.begin(max_output_tokens=output_tokens))).WhichOneof("kind")
+    """Return the kind of the end of a request with this many tokens."""
+    return (await stream.end(await stream.begin(max_output_tokens=output_tokens))).WhichOneof(
+        "kind"
+    )
 
 
-async def test_a_thousand_at_once_on_one_stream_are_served_or_sent_away_for_a_while(service: Service) -> None:
+async def test_a_thousand_at_once_on_one_stream_are_served_or_sent_away_for_a_while(
+    service: Service,
+) -> None:
     tenant = await service.tenant()
 
     async with service.stream(tenant.secret) as stream:
@@ -254,7 +286,9 @@ async def test_a_thousand_at_once_on_one_stream_are_served_or_sent_away_for_a_wh
         await stream.send(*starts)
         ends = [await stream.end(frame.request_id) for frame in starts]
 
-    refused = [Refusal(end.failed.status, end.failed) for end in ends if end.WhichOneof("kind") == "failed"]
+    refused = [
+        Refusal(end.failed.status, end.failed) for end in ends if end.WhichOneof("kind") == "failed"
+    ]
     assert len(refused) < len(starts)
     assert {(each.code, each.reason) for each in refused} <= {
         (grpc.StatusCode.UNAVAILABLE, "OVERLOADED"),

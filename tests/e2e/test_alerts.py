@@ -1,4 +1,4 @@
-"""Webhooks and alerts as admins and finance meet them, through the contract."""
+"""Webhooks and alerts through the calls of admins and finance."""
 
 from __future__ import annotations
 
@@ -12,10 +12,15 @@ from tests.service import Service, bearer, refused
 URL = "https://hooks.example.com/alerts"
 
 
-async def test_a_webhook_is_set_shown_tested_and_removed_and_its_secret_is_told_once(service: Service) -> None:
+async def test_a_webhook_is_set_shown_tested_and_removed_and_its_secret_is_shown_once(
+    service: Service,
+) -> None:
     tenant, other = await service.tenant(), await service.tenant()
     _, admin = await service.new_key(tenant, "admin")
-    (_, finance), (_, strange) = await service.new_key(tenant, "billing"), await service.new_key(other, "billing")
+    (_, finance), (_, strange) = (
+        await service.new_key(tenant, "billing"),
+        await service.new_key(other, "billing"),
+    )
     mine = {"organization": tenant.name}
     async with service.channel() as channel:
         stub, who = admin_service_pb2_grpc.AdminServiceStub(channel), bearer(admin)
@@ -27,12 +32,16 @@ async def test_a_webhook_is_set_shown_tested_and_removed_and_its_secret_is_told_
         inside = alerts_pb2.SetAlertWebhookRequest(**mine, url="https://169.254.169.254/latest")
         refusal = await refused(stub.SetAlertWebhook(inside, metadata=who))
         test = await stub.TestAlertWebhook(alerts_pb2.TestAlertWebhookRequest(**mine), metadata=who)
-        [listed] = (await stub.ListAlertWebhooks(alerts_pb2.ListAlertWebhooksRequest(**mine), metadata=who)).webhooks
+        [listed] = (
+            await stub.ListAlertWebhooks(alerts_pb2.ListAlertWebhooksRequest(**mine), metadata=who)
+        ).webhooks
         seen = await billing.ListAlerts(alerts_pb2.ListAlertsRequest(), metadata=bearer(finance))
         unseen = await billing.ListAlerts(alerts_pb2.ListAlertsRequest(), metadata=bearer(strange))
         delete = alerts_pb2.DeleteAlertWebhookRequest(**mine, allow_missing=True)
         deleted = [(await stub.DeleteAlertWebhook(delete, metadata=who)).deleted for _ in range(2)]
-        without = await refused(stub.TestAlertWebhook(alerts_pb2.TestAlertWebhookRequest(**mine), metadata=who))
+        without = await refused(
+            stub.TestAlertWebhook(alerts_pb2.TestAlertWebhookRequest(**mine), metadata=who)
+        )
         after = await billing.ListAlerts(alerts_pb2.ListAlertsRequest(), metadata=bearer(finance))
 
     assert made.secret.startswith("wh_")

@@ -1,4 +1,4 @@
-"""Everything that a client can get wrong has its own status, reason and details, and hurts nobody else."""
+"""Invalid input: each mistake has its status, reason and details, and affects no other client."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ SOME_UUID = "0f8fad5b-d9cb-469f-a165-70867728950e"
 
 @pytest.fixture
 async def tenant(service: Service) -> AsyncIterator[Tenant]:
-    """A tenant that at the end holds nothing, and a service that has reported no incident meanwhile."""
+    """Yield a tenant without holds at the end, on a service without incidents."""
     incidents = len(log_events(service.log, "incident"))
     tenant = await service.tenant()
     yield tenant
@@ -65,7 +65,7 @@ async def tenant(service: Service) -> AsyncIterator[Tenant]:
 
 @dataclass(frozen=True, slots=True)
 class Bad:
-    """A start frame and what must be said of it."""
+    """Invalid start frame, with the expected invalid fields."""
 
     fields: dict[str, Any]
     wrong: list[str]
@@ -75,14 +75,19 @@ class Bad:
 
 
 def turns(*roles: pb.Role.ValueType) -> pb.Conversation:
-    """Messages of these roles."""
+    """Return messages with these roles."""
     return pb.Conversation(messages=[pb.Message(role=role, content="x") for role in roles])
 
 
 LONG = [PLAIN_IDS[i % 300] for i in range(CONTEXT_WINDOW_TOKENS + 7)]
-TOO_LONG = {"input_token_count": str(CONTEXT_WINDOW_TOKENS + 7), "context_window_tokens": str(CONTEXT_WINDOW_TOKENS)}
+TOO_LONG = {
+    "input_token_count": str(CONTEXT_WINDOW_TOKENS + 7),
+    "context_window_tokens": str(CONTEXT_WINDOW_TOKENS),
+}
 BAD = {
-    "unknown model": Bad({"model": "gpt"}, [], StatusCode.NOT_FOUND, "MODEL_UNKNOWN", {"model": "gpt"}),
+    "unknown model": Bad(
+        {"model": "gpt"}, [], StatusCode.NOT_FOUND, "MODEL_UNKNOWN", {"model": "gpt"}
+    ),
     "no model": Bad({"model": ""}, ["model"]),
     "model with a NUL": Bad({"model": "a\0b"}, ["model"]),
     "model with a line": Bad({"model": "a\nb"}, ["model"]),
@@ -90,16 +95,33 @@ BAD = {
     "model of 3 MB": Bad({"model": "x" * 3_000_000}, ["model"]),
     "region with a NUL": Bad({"region": "a\0b"}, ["region"]),
     "region of 3 MB": Bad({"region": "x" * 3_000_000}, ["region"]),
-    "currency of 3 MB": Bad({"max_cost": types_pb2.Money(currency_code="x" * 3_000_000, units=1)}, ["max_cost.currency_code"]),
+    "currency of 3 MB": Bad(
+        {"max_cost": types_pb2.Money(currency_code="x" * 3_000_000, units=1)},
+        ["max_cost.currency_code"],
+    ),
     "no prompt": Bad({"token_ids": pb.TokenIds(), "prompt": None}, ["token_ids.ids"]),
     "empty conversation": Bad({"conversation": pb.Conversation()}, ["conversation.messages"]),
     "empty text": Bad({"text": ""}, ["text"]),
-    "role unset": Bad({"conversation": turns(pb.ROLE_USER, pb.ROLE_UNSPECIFIED)}, ["conversation.messages[1].role"]),
-    "role unknown": Bad({"conversation": pb.Conversation.FromString(b"\n\x02\x08\x63")}, ["conversation.messages[0].role"]),
-    "negative temperature": Bad({"sampling": pb.Sampling(temperature=-0.1)}, ["sampling.temperature"]),
-    "temperature too high": Bad({"sampling": pb.Sampling(temperature=2.01)}, ["sampling.temperature"]),
-    "temperature NaN": Bad({"sampling": pb.Sampling(temperature=float("nan"))}, ["sampling.temperature"]),
-    "temperature infinite": Bad({"sampling": pb.Sampling(temperature=float("inf"))}, ["sampling.temperature"]),
+    "role unset": Bad(
+        {"conversation": turns(pb.ROLE_USER, pb.ROLE_UNSPECIFIED)},
+        ["conversation.messages[1].role"],
+    ),
+    "role unknown": Bad(
+        {"conversation": pb.Conversation.FromString(b"\n\x02\x08\x63")},
+        ["conversation.messages[0].role"],
+    ),
+    "negative temperature": Bad(
+        {"sampling": pb.Sampling(temperature=-0.1)}, ["sampling.temperature"]
+    ),
+    "temperature too high": Bad(
+        {"sampling": pb.Sampling(temperature=2.01)}, ["sampling.temperature"]
+    ),
+    "temperature NaN": Bad(
+        {"sampling": pb.Sampling(temperature=float("nan"))}, ["sampling.temperature"]
+    ),
+    "temperature infinite": Bad(
+        {"sampling": pb.Sampling(temperature=float("inf"))}, ["sampling.temperature"]
+    ),
     "top_p 0": Bad({"sampling": pb.Sampling(top_p=0)}, ["sampling.top_p"]),
     "top_p above 1": Bad({"sampling": pb.Sampling(top_p=1.001)}, ["sampling.top_p"]),
     "top_p NaN": Bad({"sampling": pb.Sampling(top_p=float("nan"))}, ["sampling.top_p"]),
@@ -130,16 +152,25 @@ BAD = {
         reason="CONTEXT_EXCEEDED",
         metadata={"excess_token_count": "1"},
     ),
-    "output beyond any window": Bad({"max_output_tokens": 2**63 - 1}, ["prompt"], reason="CONTEXT_EXCEEDED"),
+    "output beyond any window": Bad(
+        {"max_output_tokens": 2**63 - 1}, ["prompt"], reason="CONTEXT_EXCEEDED"
+    ),
     "everything at once": Bad(
-        {"model": "", "text": "", "max_output_tokens": 0, "sampling": pb.Sampling(temperature=-1, top_p=2)},
+        {
+            "model": "",
+            "text": "",
+            "max_output_tokens": 0,
+            "sampling": pb.Sampling(temperature=-1, top_p=2),
+        },
         ["model", "text", "sampling.temperature", "sampling.top_p", "max_output_tokens"],
     ),
 }
 
 
 @pytest.mark.parametrize("bad", BAD.values(), ids=BAD.keys())
-async def test_a_bad_start_is_refused_and_the_stream_goes_on(service: Service, tenant: Tenant, bad: Bad) -> None:
+async def test_a_bad_start_is_refused_and_the_stream_continues(
+    service: Service, tenant: Tenant, bad: Bad
+) -> None:
     async with service.stream(tenant.secret) as stream:
         request_id = await stream.begin(**bad.fields)
         refusal = await stream.failed(request_id)
@@ -153,25 +184,31 @@ async def test_a_bad_start_is_refused_and_the_stream_goes_on(service: Service, t
     assert service.books.holds(tenant) == {"settled": 1}, "only the good one was ever held"
 
 
-async def test_names_that_no_database_takes_hurt_nobody_while_an_admin_looks(service: Service, tenant: Tenant) -> None:
-    """An admin is shown what runs, which once was the model's name as a client had sent it."""
+async def test_names_that_no_database_takes_do_no_harm_while_an_admin_looks(
+    service: Service, tenant: Tenant
+) -> None:
+    """Admins see running requests, which once included the model's name as sent by the client."""
     admin = await service.tenant(scopes=("admin",))
     hostile = [start(model=f"x\0{number}", text="hello") for number in range(200)]
     async with service.stream(tenant.secret) as stream, service.channel() as channel:
         looking = admin_pb_grpc.AdminServiceStub(channel)
         for _ in range(5):
             await stream.send(*hostile)
-            shown = await looking.ListLiveRequests(live_requests_pb2.ListLiveRequestsRequest(), metadata=bearer(admin.secret))
-            assert not shown.silent_owner_ids
+            shown = await looking.ListLiveRequests(
+                live_requests_pb2.ListLiveRequestsRequest(), metadata=bearer(admin.secret)
+            )
+            assert not shown.unresponsive_process_ids
         for frame in hostile:
             refusal = await stream.failed(frame.request_id)
             assert (refusal.code, refusal.fields) == (StatusCode.INVALID_ARGUMENT, ["model"])
         await check_serves(stream)
 
 
-async def test_what_has_not_been_routed_is_shown_to_admins_without_a_model() -> None:
+async def test_admins_see_unrouted_requests_without_a_model() -> None:
     request = SimpleNamespace(
-        caller=SimpleNamespace(payer=SimpleNamespace(organization_id=1, project_id=2, api_key_id=3), received_at=0.0),
+        caller=SimpleNamespace(
+            payer=SimpleNamespace(organization_id=1, project_id=2, api_key_id=3), received_at=0.0
+        ),
         usage=UsageSoFar(),
         hold_id=None,
         start=SimpleNamespace(request_id=SOME_UUID, model="as it was sent"),
@@ -184,27 +221,45 @@ async def test_what_has_not_been_routed_is_shown_to_admins_without_a_model() -> 
 
 
 UNREAL: dict[str, tuple[Any, str, str]] = {
-    "an invoice number with a NUL": (months_pb2.GetInvoiceRequest(number="a\0"), "GetInvoice", "number"),
-    "an invoice number of 60 kB": (months_pb2.GetInvoiceRequest(number="x" * 60_000), "GetInvoice", "number"),
+    "an invoice number with a NUL": (
+        months_pb2.GetInvoiceRequest(number="a\0"),
+        "GetInvoice",
+        "number",
+    ),
+    "an invoice number of 60 kB": (
+        months_pb2.GetInvoiceRequest(number="x" * 60_000),
+        "GetInvoice",
+        "number",
+    ),
     "a month with a NUL": (usage_pb.GetUsageRequest(month="2026-1\0"), "GetUsage", "month"),
     "a page token of nested lists": (
         usage_pb.GetUsageRequest(
-            month="2026-11", group_by=[usage_pb.USAGE_GROUPING_DAY], page_token=base64.b64encode(b"[" * 1400).decode()
+            month="2026-11",
+            group_by=[usage_pb.USAGE_GROUPING_DAY],
+            page_token=base64.b64encode(b"[" * 1400).decode(),
         ),
         "GetUsage",
         "page_token",
     ),
     "a page token of 52 kB": (
-        usage_pb.GetUsageRequest(month="2026-11", page_token=base64.b64encode(b"[" * 39_000).decode()),
+        usage_pb.GetUsageRequest(
+            month="2026-11", page_token=base64.b64encode(b"[" * 39_000).decode()
+        ),
         "GetUsage",
         "page_token",
     ),
-    "a day that is none": (usage_pb.GetUsageRequest(month="2026-11", day="9999-12-32"), "GetUsage", "day"),
+    "a day that is none": (
+        usage_pb.GetUsageRequest(month="2026-11", day="9999-12-32"),
+        "GetUsage",
+        "day",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", UNREAL)
-async def test_a_finance_key_that_asks_for_what_cannot_be_is_told_the_field(service: Service, tenant: Tenant, name: str) -> None:
+async def test_a_finance_key_with_an_impossible_query_gets_the_invalid_field(
+    service: Service, tenant: Tenant, name: str
+) -> None:
     _, secret = await service.new_key(tenant, "billing")
     asked, call, field = UNREAL[name]
     async with service.channel() as channel:
@@ -214,34 +269,54 @@ async def test_a_finance_key_that_asks_for_what_cannot_be_is_told_the_field(serv
     assert (refusal.code, refusal.fields) == (StatusCode.INVALID_ARGUMENT, [field])
 
 
-async def test_a_message_that_is_larger_than_its_call_needs_is_refused_by_its_size(service: Service, tenant: Tenant) -> None:
+async def test_a_message_that_is_larger_than_its_call_needs_is_refused_by_its_size(
+    service: Service, tenant: Tenant
+) -> None:
     _, secret = await service.new_key(tenant, "billing")
     async with service.channel() as channel:
         stub = billing_pb_grpc.BillingServiceStub(channel)
-        refusal = await refused(stub.GetInvoice(months_pb2.GetInvoiceRequest(number="x" * 100_000), metadata=bearer(secret)))
+        refusal = await refused(
+            stub.GetInvoice(
+                months_pb2.GetInvoiceRequest(number="x" * 100_000), metadata=bearer(secret)
+            )
+        )
 
     assert (refusal.code, refusal.info.reason) == (StatusCode.INVALID_ARGUMENT, "MESSAGE_TOO_LARGE")
 
 
 async def test_the_last_day_of_the_calendar_is_a_day(service: Service, tenant: Tenant) -> None:
     _, secret = await service.new_key(tenant, "billing")
-    asked = usage_pb.GetUsageRequest(month="2026-11", day="9999-12-31", group_by=[usage_pb.USAGE_GROUPING_DAY])
+    asked = usage_pb.GetUsageRequest(
+        month="2026-11", day="9999-12-31", group_by=[usage_pb.USAGE_GROUPING_DAY]
+    )
     async with service.channel() as channel:
-        answer = await billing_pb_grpc.BillingServiceStub(channel).GetUsage(asked, metadata=bearer(secret))
+        answer = await billing_pb_grpc.BillingServiceStub(channel).GetUsage(
+            asked, metadata=bearer(secret)
+        )
 
     assert not answer.rows
 
 
-async def test_an_overlong_prompt_is_told_by_how_much(service: Service, tenant: Tenant) -> None:
+async def test_an_overlong_prompt_is_refused_with_the_excess(
+    service: Service, tenant: Tenant
+) -> None:
     async with service.stream(tenant.secret) as stream:
-        refusal = await stream.failed(await stream.begin(text="word " * CONTEXT_WINDOW_TOKENS, max_output_tokens=None))
+        refusal = await stream.failed(
+            await stream.begin(text="word " * CONTEXT_WINDOW_TOKENS, max_output_tokens=None)
+        )
 
     facts = refusal.info.metadata
-    assert int(facts["input_token_count"]) + 1 - CONTEXT_WINDOW_TOKENS == int(facts["excess_token_count"]) > 0
+    assert (
+        int(facts["input_token_count"]) + 1 - CONTEXT_WINDOW_TOKENS
+        == int(facts["excess_token_count"])
+        > 0
+    )
     assert facts["excess_token_count"] in refusal.status.message
 
 
-@pytest.mark.parametrize("request_id", ["", "x", "1234", SOME_UUID[:-1], SOME_UUID + "0", "🙂" * 36])
+@pytest.mark.parametrize(
+    "request_id", ["", "x", "1234", SOME_UUID[:-1], SOME_UUID + "0", "🙂" * 36]
+)
 async def test_a_malformed_id_is_refused(service: Service, tenant: Tenant, request_id: str) -> None:
     frame = start()
     frame.request_id = request_id
@@ -267,7 +342,13 @@ KEYS = {
 async def test_without_a_good_key_nothing_is_served(service: Service, secret: str | None) -> None:
     async with service.channel() as channel:
         inference = pb_grpc.InferenceServiceStub(channel)
-        for call in (inference.CountTokens, inference.ListModels, inference.GetQuota, inference.Quote, inference.GetGeneration):
+        for call in (
+            inference.CountTokens,
+            inference.ListModels,
+            inference.GetQuota,
+            inference.Quote,
+            inference.GetGeneration,
+        ):
             refusal = await refused(call(request_of(call), metadata=bearer(secret)))
             assert (refusal.code, refusal.reason) == (StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED")
     async with service.stream(secret) as stream:
@@ -277,7 +358,7 @@ async def test_without_a_good_key_nothing_is_served(service: Service, secret: st
 
 
 def request_of(call: Any) -> Any:
-    """An empty request for a call of the inference service."""
+    """Return an empty request for a call of the inference service."""
     name = call._method.decode().rpartition("/")[2]
     return getattr(pb, f"{name}Request")()
 
@@ -298,7 +379,9 @@ async def test_a_malformed_header_is_answered_with_the_right_form(
     sent = tuple((key, value.format(secret=tenant.secret)) for key, value in metadata)
 
     async with service.channel() as channel:
-        refusal = await refused(pb_grpc.InferenceServiceStub(channel).ListModels(pb.ListModelsRequest(), metadata=sent))
+        refusal = await refused(
+            pb_grpc.InferenceServiceStub(channel).ListModels(pb.ListModelsRequest(), metadata=sent)
+        )
 
     assert refusal.code is StatusCode.UNAUTHENTICATED
     assert "authorization: Bearer" in refusal.status.message
@@ -308,12 +391,16 @@ async def test_a_malformed_header_is_answered_with_the_right_form(
 async def test_the_scheme_may_be_written_in_any_case(service: Service, tenant: Tenant) -> None:
     async with service.channel() as channel:
         metadata = (("authorization", f"bEARER  {tenant.secret} "),)
-        models = await pb_grpc.InferenceServiceStub(channel).ListModels(pb.ListModelsRequest(), metadata=metadata)
+        models = await pb_grpc.InferenceServiceStub(channel).ListModels(
+            pb.ListModelsRequest(), metadata=metadata
+        )
 
     assert [model.name for model in models.models] == [MODEL]
 
 
-async def test_a_revoked_key_is_refused_also_on_an_open_stream(service: Service, tenant: Tenant) -> None:
+async def test_a_revoked_key_is_refused_also_on_an_open_stream(
+    service: Service, tenant: Tenant
+) -> None:
     key, secret = await service.new_key(tenant)
     async with service.stream(secret) as stream:
         await stream.end(await stream.begin())
@@ -324,9 +411,13 @@ async def test_a_revoked_key_is_refused_also_on_an_open_stream(service: Service,
 
         refusal = await stream.failed(await stream.begin())
         assert refusal.code is StatusCode.UNAUTHENTICATED
-        assert refusal.reason in ("UNAUTHENTICATED", "KEY_REVOKED"), "whether it was let in for a moment or not"
+        assert refusal.reason in ("UNAUTHENTICATED", "KEY_REVOKED"), (
+            "whether it was let in for a moment or not"
+        )
         ended = await stream.failed(running)
-        assert (ended.code, ended.reason) == (StatusCode.UNAUTHENTICATED, "KEY_REVOKED"), "what was admitted before ends too"
+        assert (ended.code, ended.reason) == (StatusCode.UNAUTHENTICATED, "KEY_REVOKED"), (
+            "what was admitted before ends too"
+        )
     async with service.stream(secret) as stream:
         assert await stream.closed() is StatusCode.UNAUTHENTICATED
 
@@ -338,7 +429,9 @@ async def test_an_expired_key_is_refused(service: Service, tenant: Tenant) -> No
         assert await stream.closed() is StatusCode.UNAUTHENTICATED
 
 
-async def test_a_key_that_expires_on_an_open_stream_starts_nothing_more(service: Service, tenant: Tenant) -> None:
+async def test_a_key_that_expires_on_an_open_stream_starts_nothing_more(
+    service: Service, tenant: Tenant
+) -> None:
     key, secret = await service.new_key(tenant)
     async with service.stream(secret) as stream:
         await stream.end(await stream.begin())
@@ -348,7 +441,9 @@ async def test_a_key_that_expires_on_an_open_stream_starts_nothing_more(service:
         assert (await stream.failed(await stream.begin())).code is StatusCode.UNAUTHENTICATED
 
 
-async def test_a_key_for_something_else_is_told_what_it_lacks(service: Service, tenant: Tenant) -> None:
+async def test_a_key_without_the_scope_gets_the_missing_scope(
+    service: Service, tenant: Tenant
+) -> None:
     record, secret = await service.new_key(tenant, "billing")
 
     async with service.stream(secret) as stream:
@@ -372,7 +467,7 @@ async def test_a_model_without_a_price_cannot_be_sold(service: Service) -> None:
     assert service.books.holds(tenant) == {}
 
 
-async def test_a_used_up_quota_is_told_with_its_numbers(service: Service) -> None:
+async def test_an_exhausted_quota_is_reported_with_its_numbers(service: Service) -> None:
     tenant = await service.tenant({QuotaDimension.TOKENS_PER_MONTH: 100})
     async with service.stream(tenant.secret) as stream:
         await stream.end(await stream.begin(max_output_tokens=75))
@@ -381,7 +476,12 @@ async def test_a_used_up_quota_is_told_with_its_numbers(service: Service) -> Non
 
     facts = refusal.info.metadata
     assert (refusal.code, refusal.reason) == (StatusCode.RESOURCE_EXHAUSTED, "QUOTA_EXCEEDED")
-    assert (facts["limit"], facts["used"], facts["held"], facts["remaining"]) == ("100", "85", "0", "15")
+    assert (facts["limit"], facts["used"], facts["held"], facts["remaining"]) == (
+        "100",
+        "85",
+        "0",
+        "15",
+    )
     assert facts["reset_time"].endswith("Z")
     assert "15 of 100" in refusal.status.message
 
@@ -401,7 +501,9 @@ async def test_the_same_start_twice_is_answered_once(service: Service, tenant: T
     assert len(service.books.events(tenant)) == 1
 
 
-async def test_another_payload_under_a_running_id_is_refused_and_the_running_one_goes_on(service: Service, tenant: Tenant) -> None:
+async def test_another_payload_for_a_running_id_is_refused_and_the_running_request_continues(
+    service: Service, tenant: Tenant
+) -> None:
     frame = start(max_output_tokens=600)
     other = start(frame.request_id, max_output_tokens=5)
     invalid = start(frame.request_id, max_output_tokens=0)
@@ -412,15 +514,20 @@ async def test_another_payload_under_a_running_id_is_refused_and_the_running_one
         await stream.finished(frame.request_id)
 
     refusals = [Refusal(failed.status, failed) for failed in stream.of(frame.request_id, "failed")]
-    assert [refusal.code for refusal in refusals] == [StatusCode.ALREADY_EXISTS, StatusCode.INVALID_ARGUMENT]
+    assert [refusal.code for refusal in refusals] == [
+        StatusCode.ALREADY_EXISTS,
+        StatusCode.INVALID_ARGUMENT,
+    ]
     assert refusals[0].reason == "REQUEST_ID_REUSED"
     assert all(refusal.frame is not None and refusal.frame.duplicate_start for refusal in refusals)
     assert len(stream.token_ids(frame.request_id)) == 600
     assert service.books.event(tenant, frame.request_id)["delivered_token_count"] == 600
 
 
-async def test_a_running_id_whose_beginning_is_gone_is_refused_on_another_stream(service: Service, tenant: Tenant) -> None:
-    """Nothing is kept of it, so the second stream could have no more than a part; and the first one has it still."""
+async def test_a_running_id_whose_beginning_is_gone_is_refused_on_another_stream(
+    service: Service, tenant: Tenant
+) -> None:
+    """Without a replay buffer a second stream would get a part; the first keeps the request."""
     frame = start(max_output_tokens=3000)
     async with service.stream(tenant.secret) as stream, service.stream(tenant.secret) as other:
         await stream.send(frame)
@@ -478,7 +585,7 @@ async def test_an_id_belongs_to_one_project(service: Service, tenant: Tenant) ->
             assert (await stream.finished(frame.request_id)).usage.delivered_token_count == 20
 
 
-async def test_a_cancel_of_an_unknown_request_is_told_so(service: Service, tenant: Tenant) -> None:
+async def test_a_cancel_of_an_unknown_request_is_refused(service: Service, tenant: Tenant) -> None:
     async with service.stream(tenant.secret) as stream:
         for request_id in (str(uuid.uuid4()), "nonsense", ""):
             await stream.cancel(request_id)
@@ -487,7 +594,9 @@ async def test_a_cancel_of_an_unknown_request_is_told_so(service: Service, tenan
         await check_serves(stream)
 
 
-async def test_a_cancel_of_an_ended_request_changes_nothing(service: Service, tenant: Tenant) -> None:
+async def test_a_cancel_of_an_ended_request_changes_nothing(
+    service: Service, tenant: Tenant
+) -> None:
     async with service.stream(tenant.secret) as stream:
         request_id = await stream.begin()
         await stream.finished(request_id)
@@ -499,13 +608,16 @@ async def test_a_cancel_of_an_ended_request_changes_nothing(service: Service, te
 
 STREAM_FAULTS = {
     "no frames": (pb.GenerateRequest(), "frames"),
-    "frame without kind": (pb.GenerateRequest(frames=[pb.ClientFrame(request_id=str(uuid.uuid4()))]), "frames[0].kind"),
+    "frame without kind": (
+        pb.GenerateRequest(frames=[pb.ClientFrame(request_id=str(uuid.uuid4()))]),
+        "frames[0].kind",
+    ),
     "the second frame": (pb.GenerateRequest(frames=[start(), pb.ClientFrame()]), "frames[1].kind"),
 }
 
 
 @pytest.mark.parametrize(("message", "field"), STREAM_FAULTS.values(), ids=STREAM_FAULTS.keys())
-async def test_what_is_no_batch_of_frames_ends_the_stream(
+async def test_an_invalid_message_ends_the_stream(
     service: Service, tenant: Tenant, message: pb.GenerateRequest, field: str
 ) -> None:
     async with service.stream(tenant.secret) as stream:
@@ -523,8 +635,10 @@ async def test_what_is_no_batch_of_frames_ends_the_stream(
     assert event["delivered_token_count"] >= len(stream.token_ids(running))
 
 
-async def test_a_stream_that_is_ended_in_the_middle_of_an_answer_is_told_why(service: Service, tenant: Tenant) -> None:
-    """The violation is read while the answer to the message before it is being written."""
+async def test_a_stream_ended_in_the_middle_of_an_answer_gets_the_reason(
+    service: Service, tenant: Tenant
+) -> None:
+    """The violation is read while the answer to the previous message is being written."""
     for _ in range(10):
         async with service.stream(tenant.secret) as stream:
             await stream.cancel(*(str(uuid.uuid4()) for _ in range(50)))
@@ -533,9 +647,14 @@ async def test_a_stream_that_is_ended_in_the_middle_of_an_answer_is_told_why(ser
             assert await stream.closed() is StatusCode.INVALID_ARGUMENT
 
 
-async def test_a_message_of_100_mb_ends_its_stream_and_no_other(service: Service, tenant: Tenant) -> None:
-    """And not the server: what is too large is refused by its length, before it is read."""
-    async with service.stream(tenant.secret) as other, service.channel(("grpc.max_send_message_length", -1)) as channel:
+async def test_a_message_of_100_mb_ends_its_stream_and_no_other(
+    service: Service, tenant: Tenant
+) -> None:
+    """The server refuses an oversized message by its length, without reading it."""
+    async with (
+        service.stream(tenant.secret) as other,
+        service.channel(("grpc.max_send_message_length", -1)) as channel,
+    ):
         await other.begin(max_output_tokens=3000)
         call: Any = pb_grpc.InferenceServiceStub(channel).Generate(metadata=bearer(tenant.secret))
         stream = Stream(call)
@@ -545,10 +664,14 @@ async def test_a_message_of_100_mb_ends_its_stream_and_no_other(service: Service
             await stream.received(running, 1)
             before = resident_bytes(service.pid)
 
-            tasks.create_task(send_anyway(call, pb.GenerateRequest(frames=[start(text="x" * HUNDRED_MB)])))
+            tasks.create_task(
+                send_anyway(call, pb.GenerateRequest(frames=[start(text="x" * HUNDRED_MB)]))
+            )
 
             assert await stream.closed() is StatusCode.RESOURCE_EXHAUSTED
-        assert str(service.settings.message_bytes_max) in await call.details(), "how large it may be"
+        assert str(service.settings.message_bytes_max) in await call.details(), (
+            "how large it may be"
+        )
         assert resident_bytes(service.pid) - before < HUNDRED_MB / 2
         await check_serves(other)
     await service.no_hold_left(tenant)
@@ -556,13 +679,13 @@ async def test_a_message_of_100_mb_ends_its_stream_and_no_other(service: Service
 
 
 async def send_anyway(call: Any, message: pb.GenerateRequest) -> None:
-    """A write that the end of the call may cut off."""
+    """Send a message; the end of the call may interrupt it."""
     with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
         await call.write(message)
 
 
 def resident_bytes(pid: int) -> int:
-    """Memory of a process."""
+    """Return the resident memory of a process."""
     with open(f"/proc/{pid}/statm") as file:
         return int(file.read().split()[1]) * 4096
 
@@ -581,9 +704,13 @@ async def test_bytes_that_are_no_message_are_refused(service: Service, tenant: T
 
 
 @pytest.mark.parametrize(
-    "data", [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\0" * 5000, bytes(range(256)) * 20], ids=lambda d: repr(d[:9])
+    "data",
+    [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\0" * 5000, bytes(range(256)) * 20],
+    ids=lambda d: repr(d[:9]),
 )
-async def test_what_is_no_http2_only_closes_its_connection(service: Service, tenant: Tenant, data: bytes) -> None:
+async def test_bytes_that_are_not_http2_only_close_their_connection(
+    service: Service, tenant: Tenant, data: bytes
+) -> None:
     host, _, port = service.address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(data)
@@ -600,30 +727,49 @@ async def test_an_unknown_method_is_unimplemented(service: Service, tenant: Tena
     async with service.channel() as channel:
         for method in ("/weir.v1.InferenceService/Nonsense", "/weir.v9.Nothing/At.All"):
             call: Any = channel.unary_unary(method)
-            assert (await refused(call(b"", metadata=bearer(tenant.secret)))).code is StatusCode.UNIMPLEMENTED
+            assert (
+                await refused(call(b"", metadata=bearer(tenant.secret)))
+            ).code is StatusCode.UNIMPLEMENTED
 
 
 async def test_lookups_refuse_what_is_malformed(service: Service, tenant: Tenant) -> None:
     metadata = bearer(tenant.secret)
     async with service.channel() as channel:
         stub = pb_grpc.InferenceServiceStub(channel)
-        malformed = await refused(stub.GetGeneration(pb.GetGenerationRequest(request_id="x"), metadata=metadata))
-        unknown = await refused(stub.GetGeneration(pb.GetGenerationRequest(request_id=str(uuid.uuid4())), metadata=metadata))
-        no_prompt = await refused(stub.CountTokens(pb.CountTokensRequest(model=MODEL), metadata=metadata))
-        empty = await refused(stub.CountTokens(pb.CountTokensRequest(conversation=conversation()), metadata=metadata))
-        no_model = await refused(stub.CountTokens(pb.CountTokensRequest(model="gpt", text="x"), metadata=metadata))
+        malformed = await refused(
+            stub.GetGeneration(pb.GetGenerationRequest(request_id="x"), metadata=metadata)
+        )
+        unknown = await refused(
+            stub.GetGeneration(
+                pb.GetGenerationRequest(request_id=str(uuid.uuid4())), metadata=metadata
+            )
+        )
+        no_prompt = await refused(
+            stub.CountTokens(pb.CountTokensRequest(model=MODEL), metadata=metadata)
+        )
+        empty = await refused(
+            stub.CountTokens(pb.CountTokensRequest(conversation=conversation()), metadata=metadata)
+        )
+        no_model = await refused(
+            stub.CountTokens(pb.CountTokensRequest(model="gpt", text="x"), metadata=metadata)
+        )
         quota = await refused(stub.GetQuota(pb.GetQuotaRequest(model="gpt"), metadata=metadata))
 
     assert (malformed.code, malformed.fields) == (StatusCode.INVALID_ARGUMENT, ["request_id"])
     assert (unknown.code, unknown.reason) == (StatusCode.NOT_FOUND, "NOT_FOUND")
     assert (no_prompt.code, no_prompt.fields) == (StatusCode.INVALID_ARGUMENT, ["prompt"])
-    assert (empty.code, empty.fields) == (StatusCode.INVALID_ARGUMENT, ["model", "conversation.messages"])
+    assert (empty.code, empty.fields) == (
+        StatusCode.INVALID_ARGUMENT,
+        ["model", "conversation.messages"],
+    )
     assert (no_model.code, no_model.reason) == (StatusCode.NOT_FOUND, "MODEL_UNKNOWN")
     assert (quota.code, quota.reason) == (StatusCode.NOT_FOUND, "MODEL_UNKNOWN")
 
 
-async def test_a_flood_of_bad_frames_is_answered_frame_by_frame(service: Service, tenant: Tenant) -> None:
-    """Unknown models above all: their requests begin and end between two ticks of the progress clock."""
+async def test_a_flood_of_bad_frames_is_answered_frame_by_frame(
+    service: Service, tenant: Tenant
+) -> None:
+    """Especially for unknown models, whose requests end between two ticks of the progress clock."""
     async with service.stream(tenant.secret) as stream:
         ids = []
         for _ in range(30):
@@ -638,7 +784,7 @@ async def test_a_flood_of_bad_frames_is_answered_frame_by_frame(service: Service
 
 
 async def test_nothing_that_was_refused_is_in_the_log(service: Service, tenant: Tenant) -> None:
-    """Neither prompts nor secrets."""
+    """The log contains neither prompts nor secrets."""
     word = "zephyrqwertz"
     async with service.stream(tenant.secret) as stream:
         await stream.end(await stream.begin(text=word, max_output_tokens=5))
@@ -649,7 +795,7 @@ async def test_nothing_that_was_refused_is_in_the_log(service: Service, tenant: 
 
 
 async def check_serves(stream: Stream) -> None:
-    """A good request on the same stream runs."""
+    """Check that a valid request on the same stream runs."""
     request_id = await stream.begin()
     assert (await stream.finished(request_id)).reason == types_pb2.FINISH_REASON_LENGTH
     assert len(stream.token_ids(request_id)) == 20

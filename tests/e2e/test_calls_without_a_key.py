@@ -1,4 +1,4 @@
-"""Calls that need no key, or whose key is not known yet: what one connection may have of them, and what that costs."""
+"""Calls without a key or with an unknown one: limits per connection, and their cost."""
 
 from __future__ import annotations
 
@@ -19,24 +19,31 @@ GROWN_MIB_MAX = 48
 
 
 def resident_mib(pid: int) -> int:
-    """Memory of a process."""
+    """Return the resident memory of a process."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096 >> 20
 
 
 async def ended(calls: list[Any]) -> list[Refusal]:
-    """What those were refused with that have ended; where many wait to be looked at, gRPC itself cancels or resets some of them."""
+    """Return the refusals of ended calls.
+
+    gRPC itself cancels or resets some calls if many wait; these are skipped.
+    """
     refusals = []
     for call in calls:
         if call.done() and await call.code() not in (StatusCode.CANCELLED, StatusCode.UNAVAILABLE):
             metadata = await call.trailing_metadata()
             refusals.append(
-                Refusal.of(grpc.aio.AioRpcError(await call.code(), grpc.aio.Metadata(), metadata, await call.details()))
+                Refusal.of(
+                    grpc.aio.AioRpcError(
+                        await call.code(), grpc.aio.Metadata(), metadata, await call.details()
+                    )
+                )
             )
     return refusals
 
 
 async def is_let_in(watch: Any) -> bool:
-    """Whether a watch is told anything; it is ended."""
+    """Return whether a watch gets a message; end the watch."""
     try:
         return bool(await watch.read() is not grpc.aio.EOF)
     except grpc.aio.AioRpcError:
@@ -46,7 +53,7 @@ async def is_let_in(watch: Any) -> bool:
 
 
 async def open_many(service: Service, method: str, *, open_max: int) -> tuple[list[Refusal], int]:
-    """Open so many calls on one connection that send nothing; those that are refused, and how many MiB that took."""
+    """Open silent calls on one connection; return the refusals and the used memory in MiB."""
     async with service.channel() as channel:
         await channel.channel_ready()
         before = resident_mib(service.pid)
@@ -56,7 +63,10 @@ async def open_many(service: Service, method: str, *, open_max: int) -> tuple[li
             calls.append(call(method)(b"") if method.endswith("Watch") else call(method)())
             if index % 100 == 0:
                 await asyncio.sleep(0.01)
-        await until(lambda: sum(each.done() for each in calls) >= COUNT - open_max, "those too many to be refused")
+        await until(
+            lambda: sum(each.done() for each in calls) >= COUNT - open_max,
+            "those too many to be refused",
+        )
         refusals, grown = await ended(calls), resident_mib(service.pid) - before
         for each in calls:
             each.cancel()
@@ -68,7 +78,9 @@ async def test_health_watches_are_bounded_by_connection(service: Service) -> Non
     refusals, grown = await open_many(service, "/grpc.health.v1.Health/Watch", open_max=WATCHES_MAX)
 
     assert len(refusals) > COUNT / 2
-    assert {(each.code, each.reason) for each in refusals} == {(StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_STREAMS")}
+    assert {(each.code, each.reason) for each in refusals} == {
+        (StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_STREAMS")
+    }
     assert "8" in refusals[0].status.message
     assert grown < GROWN_MIB_MAX
 
@@ -78,22 +90,31 @@ async def test_reflection_streams_are_bounded_by_connection(service: Service) ->
     refusals, grown = await open_many(service, method, open_max=WATCHES_MAX)
 
     assert len(refusals) > COUNT / 2
-    assert {(each.code, each.reason) for each in refusals} == {(StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_STREAMS")}
+    assert {(each.code, each.reason) for each in refusals} == {
+        (StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_STREAMS")
+    }
     assert grown < GROWN_MIB_MAX
 
 
-async def test_calls_whose_message_never_comes_are_bounded_by_connection_and_time(service: Service) -> None:
+async def test_calls_whose_message_never_comes_are_bounded_by_connection_and_time(
+    service: Service,
+) -> None:
     method = "/weir.v1.InferenceService/GetQuota"
     refusals, grown = await open_many(service, method, open_max=0)
 
     told = {(each.code, each.reason) for each in refusals}
     assert len(refusals) > COUNT / 2
-    assert told == {(StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_STREAMS"), (StatusCode.INVALID_ARGUMENT, "MESSAGE_MISSING")}
+    assert told == {
+        (StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_STREAMS"),
+        (StatusCode.INVALID_ARGUMENT, "MESSAGE_MISSING"),
+    }
     assert sum(each.reason == "MESSAGE_MISSING" for each in refusals) <= UNREAD_PER_CONNECTION_MAX
     assert grown < GROWN_MIB_MAX
 
 
-async def test_a_client_that_watches_health_is_told_of_changes_and_makes_room_when_it_ends(service: Service) -> None:
+async def test_a_client_that_watches_health_gets_changes_and_frees_its_stream_at_its_end(
+    service: Service,
+) -> None:
     async with service.channel() as channel:
         watching: Any = channel.unary_stream(
             "/grpc.health.v1.Health/Watch",
@@ -104,10 +125,13 @@ async def test_a_client_that_watches_health_is_told_of_changes_and_makes_room_wh
             watches = [watching(health_pb2.HealthCheckRequest()) for _ in range(WATCHES_MAX)]
             for watch in watches:
                 assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
-            assert await watching(health_pb2.HealthCheckRequest()).code() is StatusCode.RESOURCE_EXHAUSTED
+            assert (
+                await watching(health_pb2.HealthCheckRequest()).code()
+                is StatusCode.RESOURCE_EXHAUSTED
+            )
             for watch in watches:
                 watch.cancel()
-            # The server hears of it a little later.
+            # The server learns of it slightly later.
             async with asyncio.timeout(PATIENCE_S):
                 while not await is_let_in(watching(health_pb2.HealthCheckRequest())):
                     pass

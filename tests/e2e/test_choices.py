@@ -1,4 +1,4 @@
-"""Several choices through the whole service: one input on the bill, the output of all, and holds that cover the sum exactly."""
+"""Several choices through the service: one billed input, all outputs, holds of the exact sum."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ async def test_the_input_is_billed_once_and_the_output_of_all(service: Service) 
     prompt = list(PLAIN_IDS[:70])
 
     async with service.stream(tenant.secret) as stream:
-        request_id = await stream.begin(prompt=prompt, choice_count=4, max_output_tokens=30, sampling=HOT)
+        request_id = await stream.begin(
+            prompt=prompt, choice_count=4, max_output_tokens=30, sampling=HOT
+        )
         finished = await stream.finished(request_id)
         single = await stream.begin(prompt=prompt, max_output_tokens=30, sampling=HOT)
         await stream.finished(single)
@@ -40,13 +42,15 @@ async def test_the_input_is_billed_once_and_the_output_of_all(service: Service) 
     assert (finished.usage.input_token_count, finished.usage.cached_input_token_count) == (70, 0)
     assert finished.usage.billed_token_count == finished.usage.generated_token_count == 120
     assert picos(finished.cost) == cost_picos(finished.usage)
-    assert [(end.choice_index, end.reason) for end in finished.choices] == [(i, types_pb2.FINISH_REASON_LENGTH) for i in range(4)]
+    assert [(end.choice_index, end.reason) for end in finished.choices] == [
+        (i, types_pb2.FINISH_REASON_LENGTH) for i in range(4)
+    ]
     event = service.books.event(tenant, request_id)
     assert (event["input_token_count"], event["delivered_token_count"]) == (70, 120)
 
 
 async def test_the_hold_covers_the_sum_and_a_quota_cuts_it_exactly(service: Service) -> None:
-    """Room for the input and 100 tokens of output: four choices of 40 share them, and not one more is delivered."""
+    """With room for the input and 100 output tokens, four choices of 40 share exactly these."""
     tenant = await service.tenant({QuotaDimension.TOKENS_PER_MONTH: 110})
 
     async with service.stream(tenant.secret) as stream:
@@ -58,7 +62,10 @@ async def test_the_hold_covers_the_sum_and_a_quota_cuts_it_exactly(service: Serv
     assert len(stream.token_ids(request_id)) == finished.usage.billed_token_count <= 100
     assert finished.usage.billed_token_count >= 97, "a step of four tokens may not fit any more"
     await service.no_hold_left(tenant)
-    assert service.books.counters(tenant)["tokens_per_month"][0] == 10 + finished.usage.billed_token_count
+    assert (
+        service.books.counters(tenant)["tokens_per_month"][0]
+        == 10 + finished.usage.billed_token_count
+    )
 
 
 async def test_an_output_that_just_fits_is_let_through(service: Service) -> None:
@@ -92,13 +99,27 @@ async def test_the_sdk_tells_the_choices_apart(service: Service) -> None:
 
     async with service.client(tenant.secret) as client:
         result = await client.complete(
-            MODEL, "Hello", choice_count=3, max_output_tokens=12, temperature=1.0, seed=2, top_logprobs=1
+            MODEL,
+            "Hello",
+            choice_count=3,
+            max_output_tokens=12,
+            temperature=1.0,
+            seed=2,
+            top_logprobs=1,
         )
-        single = await client.complete(MODEL, "Hello", max_output_tokens=12, temperature=1.0, seed=2)
+        single = await client.complete(
+            MODEL, "Hello", max_output_tokens=12, temperature=1.0, seed=2
+        )
 
     assert [choice.index for choice in result.choices] == [0, 1, 2]
-    assert result.usage.billed_token_count == sum(len(choice.token_ids) for choice in result.choices)
-    assert (result.text, result.token_ids, result.finish_reason) == (single.text, single.token_ids, single.finish_reason)
+    assert result.usage.billed_token_count == sum(
+        len(choice.token_ids) for choice in result.choices
+    )
+    assert (result.text, result.token_ids, result.finish_reason) == (
+        single.text,
+        single.token_ids,
+        single.finish_reason,
+    )
     for choice in result.choices:
         assert [each.chosen.token_id for each in choice.logprobs] == list(choice.token_ids)
         assert choice.finish_reason in (FinishReason.LENGTH, FinishReason.STOP)

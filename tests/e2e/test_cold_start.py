@@ -1,4 +1,4 @@
-"""Models that are loaded when they are asked for: two of them, with memory for one."""
+"""Models loaded on demand: two of them, with memory for one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,18 @@ from inference.routing.memory import torch_memory_bytes
 from tests.conftest import new_database
 from tests.forked_hosts import children_of
 from tests.metering.invariants import check_invariants
-from tests.service import MODEL, POLL_S, Service, Stream, Tenant, cost_picos, picos, price_model, running, until
+from tests.service import (
+    MODEL,
+    POLL_S,
+    Service,
+    Stream,
+    Tenant,
+    cost_picos,
+    picos,
+    price_model,
+    running,
+    until,
+)
 
 OTHER = "other"
 KV_BYTES = 64 << 20
@@ -27,7 +38,7 @@ LOADING = pb.ProgressFrame.STAGE_ENGINE_LOADING
 
 
 def on_demand(home: Path, url: str, models: dict[str, Path]) -> Service:
-    """Two models that nothing keeps loaded, and memory for one."""
+    """Return settings of two models loaded on demand, with memory for one."""
     needed_bytes = torch_memory_bytes(models[MODEL], "float32", KV_BYTES)
     return Service(
         home,
@@ -43,8 +54,10 @@ def on_demand(home: Path, url: str, models: dict[str, Path]) -> Service:
 
 
 @contextlib.contextmanager
-def serving(directory: Path, model: Path, postgres_server: str, template_database: str) -> Iterator[Service]:
-    """A server without any engine. It must end in order, though it has been through a lot."""
+def serving(
+    directory: Path, model: Path, postgres_server: str, template_database: str
+) -> Iterator[Service]:
+    """Yield a server without an engine, which must still end cleanly."""
     other = directory / "models" / OTHER
     shutil.copytree(model, other)
     with new_database(postgres_server, template=template_database) as url:
@@ -56,24 +69,35 @@ def serving(directory: Path, model: Path, postgres_server: str, template_databas
 
 
 @pytest.fixture(scope="module")
-def cold(tmp_path_factory: pytest.TempPathFactory, model: Path, postgres_server: str, template_database: str) -> Iterator[Service]:
-    """A server for several tests."""
-    with serving(tmp_path_factory.mktemp("all"), model, postgres_server, template_database) as service:
+def cold(
+    tmp_path_factory: pytest.TempPathFactory,
+    model: Path,
+    postgres_server: str,
+    template_database: str,
+) -> Iterator[Service]:
+    """Yield a server for several tests."""
+    with serving(
+        tmp_path_factory.mktemp("all"), model, postgres_server, template_database
+    ) as service:
         yield service
 
 
 @pytest.fixture
-def broken(tmp_path: Path, model: Path, postgres_server: str, template_database: str) -> Iterator[Service]:
-    """A server for one test, whose fault stands for a while."""
+def broken(
+    tmp_path: Path, model: Path, postgres_server: str, template_database: str
+) -> Iterator[Service]:
+    """Yield a server for one test, whose fault lasts for some time."""
     with serving(tmp_path, model, postgres_server, template_database) as service:
         yield service
 
 
 async def new_tenant(service: Service) -> Tenant:
-    """One that may use both models."""
+    """Return a tenant that may use both models."""
     tenant = await service.tenant()
     async with service.session() as session:
-        if OTHER not in {row["model"] for row in service.books.rows("SELECT model FROM price_versions")}:
+        if OTHER not in {
+            row["model"] for row in service.books.rows("SELECT model FROM price_versions")
+        }:
             await price_model(session, OTHER)
     return tenant
 
@@ -82,8 +106,10 @@ async def engines_gone(service: Service) -> None:
     await until(lambda: not children_of(service.pid), "the engine host to go")
 
 
-async def check_finished(service: Service, tenant: Tenant, stream: Stream, request_id: str) -> pb.FinishedFrame:
-    """It ran to its end, and is billed for just that."""
+async def check_finished(
+    service: Service, tenant: Tenant, stream: Stream, request_id: str
+) -> pb.FinishedFrame:
+    """Check that the request ran to its end and is billed exactly."""
     finished = await stream.finished(request_id)
     assert finished.usage.delivered_token_count == len(stream.token_ids(request_id)) == 20
     assert picos(finished.cost) == cost_picos(finished.usage)
@@ -94,17 +120,24 @@ async def check_finished(service: Service, tenant: Tenant, stream: Stream, reque
 async def test_from_nothing_to_tokens_to_nothing_and_again(cold: Service) -> None:
     assert cold.serving(), "a model that is cold by design is no reason to take the server out"
     assert cold.serving(f"engine/{MODEL}")
-    await engines_gone(cold)  # of tests that came before
+    await engines_gone(cold)  # of earlier tests
     tenant = await new_tenant(cold)
     async with cold.stream(tenant.secret) as stream:
         request_ids = [await stream.begin() for _ in range(20)]
 
         for request_id in request_ids:
             finished = await check_finished(cold, tenant, stream, request_id)
-            loading = [frame for frame in stream.of(request_id, "progress") if frame.stage == LOADING]
+            loading = [
+                frame for frame in stream.of(request_id, "progress") if frame.stage == LOADING
+            ]
             fractions = [frame.loading_fraction for frame in loading]
             assert fractions == sorted(fractions)
-            assert {frame.loading_stage for frame in loading} <= {"", "process", "import", "weights"}
+            assert {frame.loading_stage for frame in loading} <= {
+                "",
+                "process",
+                "import",
+                "weights",
+            }
             assert len(loading) > 1, "one at once, more while it goes on"
             waited_ms = finished.timings.ttft_ms - finished.timings.cold_start_ms
             assert 0 < waited_ms < finished.timings.ttft_ms
@@ -135,17 +168,23 @@ async def test_two_models_take_turns_where_there_is_memory_for_one(cold: Service
             for request_id in request_ids:
                 await check_finished(cold, tenant, stream, request_id)
             if len(models) > 1:
-                stages = {frame.loading_stage for request_id in request_ids for frame in stream.of(request_id, "progress")}
+                stages = {
+                    frame.loading_stage
+                    for request_id in request_ids
+                    for frame in stream.of(request_id, "progress")
+                }
                 assert "memory" in stages
 
 
-async def test_a_host_that_is_killed_while_it_loads_tells_all_and_the_next_request_is_served(cold: Service) -> None:
+async def test_a_host_that_is_killed_while_it_loads_tells_all_and_the_next_request_is_served(
+    cold: Service,
+) -> None:
     tenant = await new_tenant(cold)
     await engines_gone(cold)
     weights = Path(cold.settings.models[OTHER]) / "model.safetensors"
     aside = weights.with_name("aside")
     os.rename(weights, aside)
-    os.mkfifo(weights)  # whoever opens it waits, so that loading does not end before it is killed
+    os.mkfifo(weights)  # opening it blocks, so that loading does not end before the kill
     async with cold.stream(tenant.secret) as stream:
         request_ids = [await stream.begin(model=OTHER) for _ in range(20)]
         for request_id in request_ids:
@@ -158,7 +197,10 @@ async def test_a_host_that_is_killed_while_it_loads_tells_all_and_the_next_reque
 
         for request_id in request_ids:
             refusal = await stream.failed(request_id)
-            assert (refusal.code, refusal.reason) == (grpc.StatusCode.UNAVAILABLE, "ENGINE_START_FAILED")
+            assert (refusal.code, refusal.reason) == (
+                grpc.StatusCode.UNAVAILABLE,
+                "ENGINE_START_FAILED",
+            )
             assert "was killed" in refusal.status.message
             assert refusal.retry_after_s is not None
         assert cold.books.holds(tenant) == {"voided": 20}
@@ -166,12 +208,12 @@ async def test_a_host_that_is_killed_while_it_loads_tells_all_and_the_next_reque
 
 
 async def cold_hosts(service: Service) -> list[int]:
-    """The engine hosts, once there is one."""
+    """Wait for the engine workers and return them."""
     await until(lambda: children_of(service.pid), "an engine host")
     return children_of(service.pid)
 
 
-async def test_a_checkpoint_that_has_gone_is_told_to_all_who_wait(broken: Service) -> None:
+async def test_a_missing_checkpoint_is_reported_to_all_waiting_callers(broken: Service) -> None:
     tenant = await new_tenant(broken)
     await engines_gone(broken)
     directory = Path(broken.settings.models[OTHER])
@@ -181,7 +223,10 @@ async def test_a_checkpoint_that_has_gone_is_told_to_all_who_wait(broken: Servic
 
         for request_id in request_ids:
             refusal = await stream.failed(request_id)
-            assert (refusal.code, refusal.reason) == (grpc.StatusCode.UNAVAILABLE, "ENGINE_START_FAILED")
+            assert (refusal.code, refusal.reason) == (
+                grpc.StatusCode.UNAVAILABLE,
+                "ENGINE_START_FAILED",
+            )
             assert str(directory) in refusal.status.message
             assert refusal.retry_after_s is not None
         assert broken.books.holds(tenant) == {"voided": 20}
@@ -190,10 +235,15 @@ async def test_a_checkpoint_that_has_gone_is_told_to_all_who_wait(broken: Servic
         await check_finished(broken, tenant, stream, await stream.begin())
 
 
-async def test_replicas_follow_the_load_and_a_server_that_is_stopped_while_it_loads_serves_who_waits(
+async def test_replicas_follow_the_load_and_a_drain_during_loading_serves_waiting_requests(
     tmp_path: Path, model: Path, postgres_server: str, template_database: str
 ) -> None:
-    settings: dict[str, Any] = {"min_replicas": 0, "max_replicas": 2, "model_idle_timeout_s": 1.0, "progress_interval_s": 0.05}
+    settings: dict[str, Any] = {
+        "min_replicas": 0,
+        "max_replicas": 2,
+        "model_idle_timeout_s": 1.0,
+        "progress_interval_s": 0.05,
+    }
     with (
         new_database(postgres_server, template=template_database) as url,
         running(Service(tmp_path, url, model, **settings)) as service,
@@ -201,7 +251,8 @@ async def test_replicas_follow_the_load_and_a_server_that_is_stopped_while_it_lo
         tenant = await service.tenant()
         async with service.stream(tenant.secret) as stream:
             request_ids: list[str] = []
-            while len(children_of(service.pid)) < 2:  # all places of the first are taken, and more wait
+            # All slots of the first model are taken, and more requests wait.
+            while len(children_of(service.pid)) < 2:
                 if len(request_ids) - sum(bool(stream.ends(each)) for each in request_ids) < 90:
                     request_ids += [await stream.begin(max_output_tokens=400) for _ in range(30)]
                 await asyncio.sleep(POLL_S)

@@ -1,4 +1,4 @@
-"""A configuration as a whole: what it changes, that it does so once and all or nothing, and that every mistake is told at once."""
+"""Configuration as a whole: idempotent and atomic changes, and all errors reported at once."""
 
 from __future__ import annotations
 
@@ -27,34 +27,48 @@ NEXT_YEAR = f"{LATER:%Y-%m-%dT%H:%M:%SZ}"
 
 
 class Admin:
-    """An admin who applies configurations."""
+    """Admin who applies configurations."""
 
-    def __init__(self, service: Service, stub: Any, tenant: Tenant, secret: str, prefix: str) -> None:
-        self.service, self.stub, self.tenant, self.secret, self.prefix = service, stub, tenant, secret, prefix
+    def __init__(
+        self, service: Service, stub: Any, tenant: Tenant, secret: str, prefix: str
+    ) -> None:
+        self.service, self.stub, self.tenant, self.secret, self.prefix = (
+            service,
+            stub,
+            tenant,
+            secret,
+            prefix,
+        )
 
-    async def apply(self, *organizations: dict[str, Any], dry_run: bool = False, **parts: Any) -> pb.ApplyConfigurationResponse:
-        """Apply organizations and whatever else is given."""
+    async def apply(
+        self, *organizations: dict[str, Any], dry_run: bool = False, **parts: Any
+    ) -> pb.ApplyConfigurationResponse:
+        """Apply organizations and other parts."""
         request = pb.ApplyConfigurationRequest(dry_run=dry_run)
         ParseDict({"organizations": organizations, **parts}, request.configuration)
-        answer: pb.ApplyConfigurationResponse = await self.stub.ApplyConfiguration(request, metadata=bearer(self.secret))
+        answer: pb.ApplyConfigurationResponse = await self.stub.ApplyConfiguration(
+            request, metadata=bearer(self.secret)
+        )
         return answer
 
     async def export(self, organization: str) -> dict[str, Any]:
-        """The state of one organization."""
+        """Return the state of one organization."""
         request = pb.ExportConfigurationRequest(organization=organization)
         answer = await self.stub.ExportConfiguration(request, metadata=bearer(self.secret))
-        [exported] = MessageToDict(answer.configuration, preserving_proto_field_name=True)["organizations"]
+        [exported] = MessageToDict(answer.configuration, preserving_proto_field_name=True)[
+            "organizations"
+        ]
         return dict(exported)
 
     def audit_count(self) -> int:
-        """Entries of the audit log."""
+        """Return the number of entries in the audit log."""
         [row] = self.service.books.rows("SELECT count(*) AS n FROM audit_log")
         return int(row["n"])
 
 
 @pytest.fixture
 async def admin(service: Service) -> AsyncIterator[Admin]:
-    """A tenant with an admin key."""
+    """Yield an admin of a new tenant."""
     tenant = await service.tenant()
     key, secret = await service.new_key(tenant, "admin")
     async with service.channel() as channel:
@@ -62,48 +76,75 @@ async def admin(service: Service) -> AsyncIterator[Admin]:
 
 
 def team(name: str, **fields: Any) -> dict[str, Any]:
-    """An organization with limits, a project and two keys."""
+    """Return an organization with limits, a project and two keys."""
     quota = {"dimension": "QUOTA_DIMENSION_TOKENS_PER_MONTH", "limit_value": 1000}
     keys = [
-        {"name": "copilot", "quotas": [{"dimension": "QUOTA_DIMENSION_REQUESTS_PER_MINUTE", "limit_value": 9, "enforced": False}]},
+        {
+            "name": "copilot",
+            "quotas": [
+                {
+                    "dimension": "QUOTA_DIMENSION_REQUESTS_PER_MINUTE",
+                    "limit_value": 9,
+                    "enforced": False,
+                }
+            ],
+        },
         {
             "name": "nightly",
             "scopes": ["inference", "billing"],
             "models": [MODEL],
             "expire_time": NEXT_YEAR,
             "max_input_tokens": 900,
-            "allowed_networks": ["203.0.113.7"],  # as people write one address
+            "allowed_networks": ["203.0.113.7"],  # a common spelling of a single address
         },
     ]
-    weighted = {"dimension": "QUOTA_DIMENSION_TOKENS_PER_DAY", "model": MODEL, "limit_value": 500, "output_weight_milli": 2500}
-    raised = {"raised_limit_value": 800, "raised_until_time": NEXT_YEAR, "raise_reason": "launch"}
+    weighted = {
+        "dimension": "QUOTA_DIMENSION_TOKENS_PER_DAY",
+        "model": MODEL,
+        "limit_value": 500,
+        "output_weight_milli": 2500,
+    }
+    raised = {
+        "override_limit_value": 800,
+        "override_end_time": NEXT_YEAR,
+        "override_reason": "launch",
+    }
     project = {"name": "search", "quotas": [weighted | raised], "keys": keys}
     return {"name": name, "currency_code": "EUR", "quotas": [quota], "projects": [project]} | fields
 
 
 def unique() -> str:
-    """A name that is free."""
+    """Return an unused name."""
     return f"a{uuid.uuid4().hex[:16]}"
 
 
-def told(changes: Any) -> list[tuple[str, str, str]]:
-    """Changes in short."""
-    return [(pb.ConfigurationChange.Action.Name(each.action)[7:].lower(), each.kind, each.path) for each in changes]
+def brief(changes: Any) -> list[tuple[str, str, str]]:
+    """Return the changes in brief."""
+    return [
+        (pb.ConfigurationChange.Action.Name(each.action)[7:].lower(), each.kind, each.path)
+        for each in changes
+    ]
 
 
 def fields_of(change: pb.ConfigurationChange) -> dict[str, tuple[Any, Any]]:
-    """What differs, before and after."""
-    read = [json.loads(text) if text else None for each in change.fields for text in (each.before_json, each.after_json)]
+    """Return values before and after by changed field."""
+    read = [
+        json.loads(text) if text else None
+        for each in change.fields
+        for text in (each.before_json, each.after_json)
+    ]
     return {each.field: (read[2 * n], read[2 * n + 1]) for n, each in enumerate(change.fields)}
 
 
-async def test_a_configuration_is_made_once_and_its_keys_work(service: Service, admin: Admin) -> None:
+async def test_a_configuration_is_made_once_and_its_keys_work(
+    service: Service, admin: Admin
+) -> None:
     name = unique()
 
     first = await admin.apply(team(name))
     second = await admin.apply(team(name))
 
-    assert told(first.changes) == [
+    assert brief(first.changes) == [
         ("create", "organization", name),
         ("create", "quota", name),
         ("create", "project", f"{name}/search"),
@@ -119,14 +160,18 @@ async def test_a_configuration_is_made_once_and_its_keys_work(service: Service, 
     async with service.client(secrets[f"{name}/search/copilot"]) as client:
         limits = {(str(each.dimension), each.limit_value) for each in await client.get_quota(MODEL)}
     assert limits >= {("tokens-per-month", 1000), ("requests-per-minute", 9)}
-    assert all(secret not in json.dumps(service.books.rows("SELECT after FROM audit_log")) for secret in secrets.values())
+    assert all(
+        secret not in json.dumps(service.books.rows("SELECT after FROM audit_log"))
+        for secret in secrets.values()
+    )
 
 
-async def test_what_is_exported_applies_without_a_change(admin: Admin) -> None:
+async def test_an_exported_configuration_applies_without_a_change(admin: Admin) -> None:
     name = unique()
     await admin.apply(team(name))
     await admin.stub.CreateApiKey(
-        admin_pb.CreateApiKeyRequest(organization=name, project="search", name="nightly"), metadata=bearer(admin.secret)
+        admin_pb.CreateApiKeyRequest(organization=name, project="search", name="nightly"),
+        metadata=bearer(admin.secret),
     )
 
     exported = await admin.export(name)
@@ -134,27 +179,42 @@ async def test_what_is_exported_applies_without_a_change(admin: Admin) -> None:
 
     assert not again.changes
     assert not again.kept
-    assert not again.mistakes
+    assert not again.violations
     keys = exported["projects"][0]["keys"]
-    assert [(key["name"], "prefix" in key) for key in keys] == [("copilot", False), ("nightly", True), ("nightly", True)]
+    assert [(key["name"], "prefix" in key) for key in keys] == [
+        ("copilot", False),
+        ("nightly", True),
+        ("nightly", True),
+    ]
 
 
 async def test_a_billing_profile_is_applied_as_a_whole_and_exported(admin: Admin) -> None:
     name = unique()
-    profile = {"emails": ["billing@acme.example"], "legal_name": "Acme GmbH", "address_line1": "Lindenstraße 1", "country": "DE"}
+    profile = {
+        "emails": ["billing@acme.example"],
+        "legal_name": "Acme GmbH",
+        "address_line1": "Lindenstraße 1",
+        "country": "DE",
+    }
     await admin.apply(team(name))
 
     applied = await admin.apply(team(name, billing_profile=profile))
     untouched = await admin.apply(team(name))
     exported = await admin.export(name)
-    mistaken = await admin.apply({"name": name, "billing_profile": profile | {"country": "Germany"}})
-    changed = await admin.apply({"name": name, "billing_profile": {"emails": ["billing@acme.example"]}})
+    mistaken = await admin.apply(
+        {"name": name, "billing_profile": profile | {"country": "Germany"}}
+    )
+    changed = await admin.apply(
+        {"name": name, "billing_profile": {"emails": ["billing@acme.example"]}}
+    )
 
-    assert told(applied.changes) == [("update", "billing_profile", name)]
+    assert brief(applied.changes) == [("update", "billing_profile", name)]
     assert fields_of(applied.changes[0])["emails"] == ([], ["billing@acme.example"])
     assert not untouched.changes
     assert exported["billing_profile"] == profile
-    assert [mistake.field for mistake in mistaken.mistakes] == ["organizations[0].billing_profile.country"]
+    assert [error.field for error in mistaken.violations] == [
+        "organizations[0].billing_profile.country"
+    ]
     assert fields_of(changed.changes[0])["legal_name"] == ("Acme GmbH", "")
 
 
@@ -165,19 +225,23 @@ async def test_a_dry_run_tells_the_same_and_changes_nothing(admin: Admin) -> Non
     planned = await admin.apply(team(name), dry_run=True)
 
     assert admin.audit_count() == before
-    assert not any(change.secret or change.api_key_prefix for change in planned.changes), "a secret that will never work"
+    assert not any(change.secret or change.api_key_prefix for change in planned.changes), (
+        "a secret that will never work"
+    )
     done = await admin.apply(team(name))
-    assert told(planned.changes) == told(done.changes)
-    assert [fields_of(change) for change in planned.changes] == [fields_of(change) for change in done.changes]
+    assert brief(planned.changes) == brief(done.changes)
+    assert [fields_of(change) for change in planned.changes] == [
+        fields_of(change) for change in done.changes
+    ]
 
 
-async def test_changes_are_told_with_what_was_and_what_will_be(admin: Admin) -> None:
+async def test_changes_are_shown_with_old_and_new_values(admin: Admin) -> None:
     name = unique()
     await admin.apply(team(name))
     wanted = team(name)
     wanted["quotas"][0]["limit_value"] = 2000
     search = wanted["projects"][0]
-    search["quotas"][0] |= {"output_weight_milli": 1000, "raised_limit_value": 900}
+    search["quotas"][0] |= {"output_weight_milli": 1000, "override_limit_value": 900}
     search["keys"][1] |= {
         "scopes": ["inference"],
         "models": [],
@@ -191,7 +255,7 @@ async def test_changes_are_told_with_what_was_and_what_will_be(admin: Admin) -> 
 
     assert [(change.kind, fields_of(change)) for change in changed.changes] == [
         ("quota", {"limit_value": (1000, 2000)}),
-        ("quota", {"output_weight_milli": (2500, 1000), "raised_limit_value": (800, 900)}),
+        ("quota", {"output_weight_milli": (2500, 1000), "override_limit_value": (800, 900)}),
         (
             "key",
             {
@@ -207,25 +271,49 @@ async def test_changes_are_told_with_what_was_and_what_will_be(admin: Admin) -> 
     assert (await admin.export(name))["quotas"][0]["limit_value"] == "2000"
 
 
-async def test_thresholds_of_a_limit_change_by_what_the_file_says_and_go_back_to_the_usual_without(admin: Admin) -> None:
+async def test_thresholds_of_a_limit_change_by_what_the_file_says_and_go_back_to_the_usual_without(
+    admin: Admin,
+) -> None:
     name = unique()
-    told = []
+    brief = []
     for alert_at in (None, [100, 80, 50], [90, 10], [10, 90], [], None):
         wanted = team(name)
         wanted["quotas"][0] |= {} if alert_at is None else {"alert_at": {"values": alert_at}}
-        told.append([fields_of(change) for change in (await admin.apply(wanted)).changes if change.kind == "quota"])
+        brief.append(
+            [
+                fields_of(change)
+                for change in (await admin.apply(wanted)).changes
+                if change.kind == "quota"
+            ]
+        )
         exported = (await admin.export(name))["quotas"][0]
 
-    assert told[1:] == [[], [{"alert_at": (None, [10, 90])}], [], [{"alert_at": ([10, 90], [])}], [{"alert_at": ([], None)}]]
+    assert brief[1:] == [
+        [],
+        [{"alert_at": (None, [10, 90])}],
+        [],
+        [{"alert_at": ([10, 90], [])}],
+        [{"alert_at": ([], None)}],
+    ]
     assert "alert_at" not in exported
 
 
-async def test_only_what_a_list_that_is_pruned_does_not_name_is_removed(service: Service, admin: Admin) -> None:
-    """Limits for new keys give a key its own, which no file names: they stay."""
+async def test_only_what_a_list_that_is_pruned_does_not_name_is_removed(
+    service: Service, admin: Admin
+) -> None:
+    """Limits that new keys get by default are in no file: pruning keeps them."""
     name = unique()
-    default = {"dimension": "QUOTA_DIMENSION_TOKENS_PER_MINUTE", "limit_value": 7, "for_new_keys": True}
+    default = {
+        "dimension": "QUOTA_DIMENSION_TOKENS_PER_MINUTE",
+        "limit_value": 7,
+        "for_new_keys": True,
+    }
     first = await admin.apply(team(name, quotas=[*team(name)["quotas"], default]))
-    [copilot] = [change for change in first.changes if change.path.endswith("copilot") and change.kind == "key"]
+    [copilot] = [
+        change
+        for change in first.changes
+        if change.path.endswith("copilot") and change.kind == "key"
+    ]
     nightly = {
         "name": "nightly",
         "scopes": ["billing", "inference"],
@@ -241,14 +329,19 @@ async def test_only_what_a_list_that_is_pruned_does_not_name_is_removed(service:
     pruning = project | {"prune_quotas": True, "prune_keys": True}
     pruned = await admin.apply({"name": name, "quotas": [default], "projects": [pruning]})
 
-    assert told(kept.changes) == []
-    assert told(kept.kept) == [
+    assert brief(kept.changes) == []
+    assert brief(kept.kept) == [
         ("keep", "quota", name),
         ("keep", "quota", f"{name}/search"),
         ("keep", "key", f"{name}/search/copilot"),
     ]
-    assert told(pruned.changes) == [("delete", "quota", f"{name}/search"), ("delete", "key", f"{name}/search/copilot")]
-    assert told(pruned.kept) == [("keep", "quota", name)], "the organization's list was not to be pruned"
+    assert brief(pruned.changes) == [
+        ("delete", "quota", f"{name}/search"),
+        ("delete", "key", f"{name}/search/copilot"),
+    ]
+    assert brief(pruned.kept) == [("keep", "quota", name)], (
+        "the organization's list was not to be pruned"
+    )
     async with service.stream(copilot.secret) as stream:
         assert await stream.closed() is StatusCode.UNAUTHENTICATED
     exported = await admin.export(name)
@@ -256,7 +349,9 @@ async def test_only_what_a_list_that_is_pruned_does_not_name_is_removed(service:
     assert [quota["limit_value"] for quota in key["quotas"]] == ["7"]
 
 
-async def test_every_mistake_is_told_with_its_place_and_nothing_is_changed(admin: Admin) -> None:
+async def test_every_mistake_is_reported_with_its_place_and_nothing_is_changed(
+    admin: Admin,
+) -> None:
     name = unique()
     before = admin.audit_count()
     wrong = team(name)
@@ -267,16 +362,26 @@ async def test_every_mistake_is_told_with_its_place_and_nothing_is_changed(admin
     wrong["projects"][0]["quotas"] += [
         {"dimension": "QUOTA_DIMENSION_TOKENS_PER_DAY", "model": "nothing", "limit_value": 1},
         {"dimension": "QUOTA_DIMENSION_CONCURRENT_REQUESTS", "limit_value": -1},
-        {"dimension": "QUOTA_DIMENSION_TOKENS_PER_MINUTE", "limit_value": 5, "raised_limit_value": 9},
+        {
+            "dimension": "QUOTA_DIMENSION_TOKENS_PER_MINUTE",
+            "limit_value": 5,
+            "override_limit_value": 9,
+        },
         {"limit_value": 5},
     ]
     caps = {"name": "Caps", "projects": [{"name": "fine", "keys": [{"name": ""}]}]}
 
-    dollar = {"name": unique(), "currency_code": "DOLLAR", "projects": [{"name": "fine", "keys": [{"name": ""}]}]}
+    dollar = {
+        "name": unique(),
+        "currency_code": "DOLLAR",
+        "projects": [{"name": "fine", "keys": [{"name": ""}]}],
+    }
 
-    answer = await admin.apply(wrong, caps, {"name": name, "currency_code": "USD"}, dollar, prices=[price("a b")])
+    answer = await admin.apply(
+        wrong, caps, {"name": name, "currency_code": "USD"}, dollar, prices=[price("a b")]
+    )
 
-    assert {mistake.field for mistake in answer.mistakes} == {
+    assert {error.field for error in answer.violations} == {
         "organizations[0].projects[0].keys[0].scopes",
         "organizations[0].projects[0].keys[0].models",
         "organizations[0].projects[0].keys[1].max_output_tokens",
@@ -284,7 +389,7 @@ async def test_every_mistake_is_told_with_its_place_and_nothing_is_changed(admin
         "organizations[0].projects[0].keys[3].name",
         "organizations[0].projects[0].quotas[1].model",
         "organizations[0].projects[0].quotas[2].limit_value",
-        "organizations[0].projects[0].quotas[3].raised_limit_value",
+        "organizations[0].projects[0].quotas[3].override_limit_value",
         "organizations[0].projects[0].quotas[4].dimension",
         "organizations[1].name",
         "organizations[1].projects[0].keys[0].name",
@@ -294,14 +399,19 @@ async def test_every_mistake_is_told_with_its_place_and_nothing_is_changed(admin
         "organizations[3].projects[0].keys[0].name",
         "prices[0].model",
     }
-    assert all(mistake.description for mistake in answer.mistakes)
+    assert all(error.description for error in answer.violations)
     assert not answer.changes
     assert admin.audit_count() == before
 
 
 def price(model: str, output: int = 3) -> dict[str, Any]:
-    """Prices of a model."""
-    return {"model": model, "input_picos_per_token": 2, "cached_input_picos_per_token": 1, "output_picos_per_token": output}
+    """Return prices of a model."""
+    return {
+        "model": model,
+        "input_picos_per_token": 2,
+        "cached_input_picos_per_token": 1,
+        "output_picos_per_token": output,
+    }
 
 
 async def test_a_price_gets_a_version_only_where_it_differs(admin: Admin) -> None:
@@ -311,62 +421,81 @@ async def test_a_price_gets_a_version_only_where_it_differs(admin: Admin) -> Non
     same = await admin.apply(prices=[price(model)])
     dearer = await admin.apply(prices=[price(model, output=4)])
 
-    assert told(first.changes) == [("create", "price", f"{model} in USD")]
+    assert brief(first.changes) == [("create", "price", f"{model} in USD")]
     assert not same.changes
     [change] = dearer.changes
     assert fields_of(change) == {"output_picos_per_token": (3, 4)}
 
 
-async def test_an_admin_cannot_shut_themselves_out(admin: Admin) -> None:
-    """Neither by pruning the key of the call, nor by taking its scope or its time."""
+async def test_admins_cannot_remove_their_own_access(admin: Admin) -> None:
+    """Neither by pruning the call's key, nor by removing its scope or its time."""
     own = admin.tenant.name
     project = {"name": "main", "prune_keys": True}
     without_scope = {"name": "main", "keys": [{"name": "more", "scopes": ["inference"]}]}
-    past = {"name": "main", "keys": [{"name": "more", "scopes": ["admin"], "expire_time": "2020-01-01T00:00:00Z"}]}
+    past = {
+        "name": "main",
+        "keys": [{"name": "more", "scopes": ["admin"], "expire_time": "2020-01-01T00:00:00Z"}],
+    }
 
     for wanted in (project, without_scope, past):
         answer = await admin.apply({"name": own, "projects": [wanted]})
-        assert [mistake.field.partition(".keys")[1] for mistake in answer.mistakes] == [".keys"], wanted
+        assert [error.field.partition(".keys")[1] for error in answer.violations] == [".keys"], (
+            wanted
+        )
     assert not (await admin.apply({"name": own, "projects": [{"name": "main"}]})).changes
 
 
 async def test_two_admins_at_once_make_one_of_each(service: Service, admin: Admin) -> None:
-    """They take turns, so the second one's plan begins where the first one ended."""
+    """The second admin's plan begins where the first one's ended."""
     name = unique()
 
     answers = await asyncio.gather(*(admin.apply(team(name)) for _ in range(4)))
 
     assert sorted(len(answer.changes) for answer in answers) == [0, 0, 0, 7]
-    assert not any(answer.mistakes for answer in answers)
+    assert not any(answer.violations for answer in answers)
 
 
 async def test_applying_needs_the_scope_of_an_admin(service: Service, admin: Admin) -> None:
     request = pb.ApplyConfigurationRequest()
-    refusal = await refused(admin.stub.ApplyConfiguration(request, metadata=bearer(admin.tenant.secret)))
+    refusal = await refused(
+        admin.stub.ApplyConfiguration(request, metadata=bearer(admin.tenant.secret))
+    )
 
     assert refusal.code is StatusCode.PERMISSION_DENIED
-    impossible = pb.QuotaConfiguration(limit_value=1, raised_until_time=Timestamp(seconds=2**62))
-    broken = pb.Configuration(organizations=[pb.OrganizationConfiguration(name="x", quotas=[impossible])])
-    answer = await admin.stub.ApplyConfiguration(pb.ApplyConfigurationRequest(configuration=broken), metadata=bearer(admin.secret))
-    assert "organizations[0].quotas[0].raised_limit_value" in {mistake.field for mistake in answer.mistakes}
+    impossible = pb.QuotaConfiguration(limit_value=1, override_end_time=Timestamp(seconds=2**62))
+    broken = pb.Configuration(
+        organizations=[pb.OrganizationConfiguration(name="x", quotas=[impossible])]
+    )
+    answer = await admin.stub.ApplyConfiguration(
+        pb.ApplyConfigurationRequest(configuration=broken), metadata=bearer(admin.secret)
+    )
+    assert "organizations[0].quotas[0].override_limit_value" in {
+        error.field for error in answer.violations
+    }
 
 
-async def test_who_waits_for_a_long_configuration_is_told_so_and_not_that_the_database_is_away(
+async def test_a_caller_waiting_for_a_long_configuration_gets_that_reason(
     service: Service, admin: Admin
 ) -> None:
-    """The lock of one that is being applied stands in the way of another, and of single changes, for longer than they wait."""
+    """A configuration's lock blocks other ones and single changes beyond their lock timeout."""
     document = pb.ApplyConfigurationRequest(
-        configuration=ParseDict({"organizations": [{"name": admin.tenant.name}]}, pb.Configuration())
+        configuration=ParseDict(
+            {"organizations": [{"name": admin.tenant.name}]}, pb.Configuration()
+        )
     )
     with psycopg.connect(psycopg_conninfo(service.database_url)) as applying:
         applying.execute("SELECT pg_advisory_xact_lock(%s)", (CHANGES_LOCK_ID,))
         whole, single = await asyncio.gather(
             refused(admin.stub.ApplyConfiguration(document, metadata=bearer(admin.secret))),
-            refused(admin.stub.CreateOrganization(admin_pb.CreateOrganizationRequest(name="o"), metadata=bearer(admin.secret))),
+            refused(
+                admin.stub.CreateOrganization(
+                    admin_pb.CreateOrganizationRequest(name="o"), metadata=bearer(admin.secret)
+                )
+            ),
         )
 
     for refusal in (whole, single):
-        assert (refusal.code, refusal.reason) == (StatusCode.UNAVAILABLE, "CHANGES_UNDER_WAY")
+        assert (refusal.code, refusal.reason) == (StatusCode.UNAVAILABLE, "CONCURRENT_CHANGES")
         assert refusal.retry_after_s == 5.0
         assert "another configuration or other changes are being applied" in refusal.status.message
     await admin.apply()

@@ -1,4 +1,4 @@
-"""Reports of one customer keep neither administration nor the lookups of others waiting."""
+"""Separate connection pools: a customer's reports delay neither administration nor lookups."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ from collections.abc import Iterator
 import grpc
 import psycopg
 import pytest
-from weir.v1 import admin_service_pb2, admin_service_pb2_grpc, billing_service_pb2, billing_service_pb2_grpc
+from weir.v1 import (
+    admin_service_pb2,
+    admin_service_pb2_grpc,
+    billing_service_pb2,
+    billing_service_pb2_grpc,
+)
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import inference_service_pb2_grpc as pb_grpc
 
@@ -18,19 +23,21 @@ from metering.store.db import psycopg_conninfo
 from tests.service import Refusal, Service, bearer, refused, until
 
 REPORTS = 400
-WAITING = "SELECT count(*) FROM pg_locks WHERE NOT granted AND relation = 'ledger_entries'::regclass"
+WAITING = (
+    "SELECT count(*) FROM pg_locks WHERE NOT granted AND relation = 'ledger_entries'::regclass"
+)
 
 
 @pytest.fixture
 def look(service: Service) -> Iterator[psycopg.Connection[tuple[int]]]:
-    """A connection that sees who waits for a lock."""
+    """Yield a connection that can list waiting locks."""
     with psycopg.connect(psycopg_conninfo(service.database_url), autocommit=True) as connection:
         yield connection
 
 
 @pytest.fixture
 def locked(service: Service, look: psycopg.Connection[tuple[int]]) -> Iterator[None]:
-    """The ledger, locked so that every report waits until the test has ended."""
+    """Lock the ledger during the test, so that every report waits."""
     look.execute("SELECT 1")
     with psycopg.connect(psycopg_conninfo(service.database_url)) as connection:
         connection.execute("LOCK TABLE ledger_entries IN ACCESS EXCLUSIVE MODE")
@@ -54,19 +61,29 @@ async def test_reports_that_wait_hold_up_neither_revocation_nor_lookups_of_other
         [count] = look.execute(WAITING).fetchone() or (0,)
         return count
 
-    async with service.channel() as reading, service.channel() as acting, asyncio.TaskGroup() as tasks:
+    async with (
+        service.channel() as reading,
+        service.channel() as acting,
+        asyncio.TaskGroup() as tasks,
+    ):
         billing = billing_service_pb2_grpc.BillingServiceStub(reading)
-        request = billing_service_pb2.GetMonthReportRequest(organization=payer.name, month="2026-01")
+        request = billing_service_pb2.GetMonthReportRequest(
+            organization=payer.name, month="2026-01"
+        )
 
         async def report() -> None:
-            refusals.append(await refused(billing.GetMonthReport(request, metadata=bearer(finance))))
+            refusals.append(
+                await refused(billing.GetMonthReport(request, metadata=bearer(finance)))
+            )
 
         reports = [tasks.create_task(report()) for _ in range(REPORTS)]
         await until(lambda: waiting_count() == running_max, "the reports to wait")
         await until(lambda: len(refusals) == refused_count, "the others to be refused")
 
         revoke = admin_service_pb2.RevokeApiKeyRequest(api_key=str(doomed.id))
-        await admin_service_pb2_grpc.AdminServiceStub(acting).RevokeApiKey(revoke, metadata=bearer(admin))
+        await admin_service_pb2_grpc.AdminServiceStub(acting).RevokeApiKey(
+            revoke, metadata=bearer(admin)
+        )
         inference = pb_grpc.InferenceServiceStub(acting)
         models = await inference.ListModels(pb.ListModelsRequest(), metadata=bearer(other.secret))
         with await asyncio.to_thread(urllib.request.urlopen, service.metrics_url) as scraped:
@@ -77,7 +94,7 @@ async def test_reports_that_wait_hold_up_neither_revocation_nor_lookups_of_other
             task.cancel()
 
     assert len(models.models) == 1
-    assert "\nweir_books_read 1.0\n" in metrics
+    assert "\nweir_cluster_backlog_up 1.0\n" in metrics
     assert {(each.code, each.reason, each.retry_after_s) for each in refusals} == {
         (grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_REPORTS", 1.0)
     }

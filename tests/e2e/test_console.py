@@ -1,4 +1,4 @@
-"""The console's door: its files and their headers, the calls that it offers and those that it does not, and whose data it shows."""
+"""HTTP listener of the console: files and headers, available calls, and access to data."""
 
 from __future__ import annotations
 
@@ -36,35 +36,45 @@ CHANGES = {"AdminService/KillRequest"}
 
 
 def console_url(service: Service, path: str = "") -> str:
-    """An address of the console."""
+    """Return an address of the console."""
     return f"{service.openai_url.removesuffix('/v1')}/console/{path}"
 
 
 @pytest.fixture
 async def http() -> AsyncIterator[aiohttp.ClientSession]:
-    """A client that follows no redirects and keeps nothing."""
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(PATIENCE_S), cookie_jar=aiohttp.DummyCookieJar()) as session:
+    """Yield a client that follows no redirects and stores no cookies."""
+    async with aiohttp.ClientSession(
+        timeout=aiohttp.ClientTimeout(PATIENCE_S), cookie_jar=aiohttp.DummyCookieJar()
+    ) as session:
         yield session
 
 
-async def ask(http: aiohttp.ClientSession, service: Service, name: str, secret: str | None, body: Any = None) -> tuple[int, Any]:
-    """One call: status and what the body says."""
-    headers = {"content-type": "application/json"} | ({} if secret is None else {"authorization": f"Bearer {secret}"})
+async def ask(
+    http: aiohttp.ClientSession, service: Service, name: str, secret: str | None, body: Any = None
+) -> tuple[int, Any]:
+    """Make a call; return the status and the parsed body."""
+    headers = {"content-type": "application/json"} | (
+        {} if secret is None else {"authorization": f"Bearer {secret}"}
+    )
     content = body if isinstance(body, bytes) else json.dumps(body or {}).encode()
-    async with http.post(console_url(service, f"api/{name}"), data=content, headers=headers) as response:
+    async with http.post(
+        console_url(service, f"api/{name}"), data=content, headers=headers
+    ) as response:
         assert missing_headers(response.headers) == {}, name
         assert response.headers["cache-control"] == "no-store", name
         said = await response.read()
-        return response.status, json.loads(said) if response.content_type == "application/json" else said
+        return response.status, json.loads(
+            said
+        ) if response.content_type == "application/json" else said
 
 
 def missing_headers(found: Any) -> dict[str, str]:
-    """Headers of the console that an answer lacks."""
+    """Return the console's headers that an answer lacks."""
     return {name: value for name, value in HEADERS.items() if found.get(name) != value}
 
 
 def reason_of(said: Any) -> str:
-    """Why a call was refused, as `google.rpc.Status` in JSON has it."""
+    """Return the reason of a refusal from `google.rpc.Status` in JSON."""
     status = json_format.ParseDict(said, status_pb2.Status())
     info = error_details_pb2.ErrorInfo()
     assert status.details[0].Unpack(info)
@@ -79,8 +89,15 @@ async def test_every_file_comes_with_headers_that_keep_a_browser_to_this_server(
     for name, file in read_files().items():
         async with http.get(console_url(service, name)) as response:
             content, found = await response.read(), response.headers
-        async with http.get(console_url(service, name), headers={"if-none-match": found["etag"]}) as again:
-            unchanged = await again.read(), again.status, missing_headers(again.headers), again.headers["content-type"]
+        async with http.get(
+            console_url(service, name), headers={"if-none-match": found["etag"]}
+        ) as again:
+            unchanged = (
+                await again.read(),
+                again.status,
+                missing_headers(again.headers),
+                again.headers["content-type"],
+            )
         async with http.head(console_url(service, name)) as head:
             length = int(head.headers["content-length"])
 
@@ -93,13 +110,19 @@ async def test_every_file_comes_with_headers_that_keep_a_browser_to_this_server(
         assert unchanged == (b"", 304, {}, file.media_type)
         assert length == len(content)
     policy = HEADERS["content-security-policy"].split("; ")
-    assert {"default-src 'none'", "script-src 'self'", "style-src 'self'", "connect-src 'self'", "frame-ancestors 'none'"} <= set(
-        policy
-    )
+    assert {
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "connect-src 'self'",
+        "frame-ancestors 'none'",
+    } <= set(policy)
     assert "unsafe" not in HEADERS["content-security-policy"]
 
 
-async def test_the_address_without_its_slash_leads_to_the_page(service: Service, http: aiohttp.ClientSession) -> None:
+async def test_the_address_without_its_slash_leads_to_the_page(
+    service: Service, http: aiohttp.ClientSession
+) -> None:
     async with http.get(console_url(service).removesuffix("/"), allow_redirects=False) as response:
         assert (response.status, response.headers["location"]) == (307, "console/")
         assert missing_headers(response.headers) == {}
@@ -125,14 +148,14 @@ async def test_the_address_without_its_slash_leads_to_the_page(service: Service,
         ("POST", "api/weir.v1.BillingService/GetUsage", 404),
     ],
 )
-async def test_what_is_not_there_is_a_status_in_json(
+async def test_unknown_paths_and_methods_get_a_status_in_json(
     service: Service, http: aiohttp.ClientSession, method: str, path: str, status: int
 ) -> None:
     async with http.request(method, URL(console_url(service, path), encoded=True)) as response:
         said = await response.json()
 
         assert response.status == status
-        if not path.startswith((".", "%")):  # those are not the console's: the other door answers
+        if not path.startswith((".", "%")):  # these belong to the other listener
             assert missing_headers(response.headers) == {}
             assert reason_of(said)
 
@@ -147,9 +170,16 @@ async def test_without_a_good_key_nothing_is_answered_and_the_key_is_never_taken
             assert (status, reason_of(said)) == (401, "UNAUTHENTICATED"), name
     async with http.get(console_url(service, "api/session")) as response:
         assert response.status == 401
-    elsewhere = {"cookie": f"weir.key={tenant.secret}; authorization={tenant.secret}", "content-type": "application/json"}
-    query = urllib.parse.urlencode({"key": tenant.secret, "authorization": f"Bearer {tenant.secret}"})
-    async with http.post(f"{console_url(service, 'api/AdminService/ListOrganizations')}?{query}", headers=elsewhere) as response:
+    elsewhere = {
+        "cookie": f"weir.key={tenant.secret}; authorization={tenant.secret}",
+        "content-type": "application/json",
+    }
+    query = urllib.parse.urlencode(
+        {"key": tenant.secret, "authorization": f"Bearer {tenant.secret}"}
+    )
+    async with http.post(
+        f"{console_url(service, 'api/AdminService/ListOrganizations')}?{query}", headers=elsewhere
+    ) as response:
         assert response.status == 401
 
 
@@ -158,13 +188,22 @@ async def test_only_calls_of_the_list_are_offered_and_all_but_one_of_them_read()
     offered = set(NAMES)
 
     assert offered < every.keys()
-    assert all(name.partition("/")[2].startswith(("Get", "List", "Export", "Verify")) for name in offered - CHANGES)
+    assert all(
+        name.partition("/")[2].startswith(("Get", "List", "Export", "Verify"))
+        for name in offered - CHANGES
+    )
     assert offered & CHANGES == CHANGES
-    asked_by_page = set(re.findall(rf'"((?:{"|".join(OFFERED)})/\w+)"', "".join(map(Path.read_text, MODULES))))
-    assert asked_by_page == offered, "the page asks for what is offered, and nothing is offered that it does not ask for"
+    asked_by_page = set(
+        re.findall(rf'"((?:{"|".join(OFFERED)})/\w+)"', "".join(map(Path.read_text, MODULES)))
+    )
+    assert asked_by_page == offered, (
+        "the page asks for what is offered, and nothing is offered that it does not ask for"
+    )
 
 
-async def test_a_call_that_is_not_offered_is_refused_to_every_key(service: Service, http: aiohttp.ClientSession) -> None:
+async def test_a_call_that_is_not_offered_is_refused_to_every_key(
+    service: Service, http: aiohttp.ClientSession
+) -> None:
     tenant = await service.tenant(scopes=("admin", "billing", "inference"))
     offered = set(NAMES)
     before = service.books.rows("SELECT count(*) AS n FROM audit_log")
@@ -178,13 +217,31 @@ async def test_a_call_that_is_not_offered_is_refused_to_every_key(service: Servi
     assert service.books.rows("SELECT count(*) AS n FROM audit_log") == before
 
 
-async def test_every_offered_call_answers_what_grpc_answers(service: Service, http: aiohttp.ClientSession) -> None:
-    """Byte for byte the same message, but for calls whose answer changes from one moment to the next; or the same refusal."""
-    tenant = await service.tenant({QuotaDimension.TOKENS_PER_MONTH: 1000}, scopes=("admin", "billing", "inference"))
-    fields = {"organization": tenant.name, "month": "2026-01", "request_id": str(uuid.uuid4()), "format": 1, "group_by": [2]}
+async def test_every_offered_call_answers_what_grpc_answers(
+    service: Service, http: aiohttp.ClientSession
+) -> None:
+    """Equal bytes or refusals, except for calls whose answer changes with time."""
+    tenant = await service.tenant(
+        {QuotaDimension.TOKENS_PER_MONTH: 1000}, scopes=("admin", "billing", "inference")
+    )
+    fields = {
+        "organization": tenant.name,
+        "month": "2026-01",
+        "request_id": str(uuid.uuid4()),
+        "format": 1,
+        "group_by": [2],
+    }
     moving = {
-        *("ListLiveRequests", "ListReplicas", "GetForecast", "ListQuotas", "GetQuota", "ListAuditEntries", "ExportMonth"),
-        "ListApiKeys",  # when each was used last
+        *(
+            "ListLiveRequests",
+            "ListReplicas",
+            "GetForecast",
+            "ListQuotas",
+            "GetQuota",
+            "ListAuditEntries",
+            "ExportMonth",
+        ),
+        "ListApiKeys",  # last uses
     }
 
     async with service.channel() as channel:
@@ -192,14 +249,26 @@ async def test_every_offered_call_answers_what_grpc_answers(service: Service, ht
             name = f"{method.containing_service.name}/{method.name}"
             if name not in set(NAMES):
                 continue
-            known = {field: value for field, value in fields.items() if field in method.input_type.fields_by_name}
+            known = {
+                field: value
+                for field, value in fields.items()
+                if field in method.input_type.fields_by_name
+            }
             asked = json_format.ParseDict(known, message_of(method.input_type))
-            status, said = await ask(http, service, name, tenant.secret, json_format.MessageToDict(asked))
+            status, said = await ask(
+                http, service, name, tenant.secret, json_format.MessageToDict(asked)
+            )
             try:
                 call: Any = channel.unary_stream if method.server_streaming else channel.unary_unary
                 path = f"/{method.containing_service.full_name}/{method.name}"
-                made = call(path, request_serializer=type(asked).SerializeToString)(asked, metadata=bearer(tenant.secret))
-                over_grpc = b"".join([part async for part in made]) if method.server_streaming else bytes(await made)
+                made = call(path, request_serializer=type(asked).SerializeToString)(
+                    asked, metadata=bearer(tenant.secret)
+                )
+                over_grpc = (
+                    b"".join([part async for part in made])
+                    if method.server_streaming
+                    else bytes(await made)
+                )
             except aiohttp.ClientError:
                 raise
             except Exception as error:
@@ -218,42 +287,62 @@ async def test_every_offered_call_answers_what_grpc_answers(service: Service, ht
                 json_format.ParseDict(said, message_of(method.output_type))
 
 
-async def test_the_session_tells_what_the_key_may_fetch(service: Service, http: aiohttp.ClientSession) -> None:
+async def test_the_session_tells_what_the_key_may_fetch(
+    service: Service, http: aiohttp.ClientSession
+) -> None:
     tenant = await service.tenant()
     key, secret = await service.new_key(tenant, "billing")
 
-    async with http.get(console_url(service, "api/session"), headers={"authorization": f"Bearer {secret}"}) as response:
+    async with http.get(
+        console_url(service, "api/session"), headers={"authorization": f"Bearer {secret}"}
+    ) as response:
         said = await response.json()
 
     assert said["keyPrefix"] == key.prefix
     assert said["organizationId"] == str(tenant.organization_id)
     assert said["scopes"] == ["billing"]
-    assert {name.partition("/")[0] for name in said["calls"]} == {"BillingService", "ReceiptService"}
+    assert {name.partition("/")[0] for name in said["calls"]} == {
+        "BillingService",
+        "ReceiptService",
+    }
 
 
-async def test_an_admin_ends_a_request_and_the_audit_log_says_who(service: Service, http: aiohttp.ClientSession) -> None:
+async def test_an_admin_ends_a_request_and_the_audit_log_says_who(
+    service: Service, http: aiohttp.ClientSession
+) -> None:
     tenant = await service.tenant()
     admin = await service.tenant(scopes=("admin",))
     async with service.stream(tenant.secret) as stream:
         request_id = await stream.begin(max_output_tokens=3900, ignore_eos=True)
         await stream.received(request_id, 1)
 
-        own_status, own = await ask(http, service, "AdminService/KillRequest", tenant.secret, {"requestId": request_id})
+        own_status, own = await ask(
+            http, service, "AdminService/KillRequest", tenant.secret, {"requestId": request_id}
+        )
         status, said = await ask(
-            http, service, "AdminService/KillRequest", admin.secret, {"requestId": request_id, "reason": "test"}
+            http,
+            service,
+            "AdminService/KillRequest",
+            admin.secret,
+            {"requestId": request_id, "reason": "test"},
         )
         failed = await stream.failed(request_id)
 
     assert (own_status, reason_of(own)) == (403, "PERMISSION_DENIED")
     assert (status, said["result"]) == (200, "RESULT_ENDED")
     assert failed.reason == "CANCELLED_BY_ADMIN"
-    [entry] = service.books.rows("SELECT actor, action FROM audit_log WHERE subject_id = %s", request_id)
+    [entry] = service.books.rows(
+        "SELECT actor, action FROM audit_log WHERE subject_id = %s", request_id
+    )
     assert (entry["actor"], entry["action"]) == (admin.key.prefix, "request.kill")
 
 
 async def test_bodies_have_bounds_and_a_type(service: Service, http: aiohttp.ClientSession) -> None:
     tenant = await service.tenant(scopes=("admin",))
-    url, key = console_url(service, "api/AdminService/ListQuotas"), {"authorization": f"Bearer {tenant.secret}"}
+    url, key = (
+        console_url(service, "api/AdminService/ListQuotas"),
+        {"authorization": f"Bearer {tenant.secret}"},
+    )
     as_json = key | {"content-type": "application/json"}
 
     async def refusal(data: Any, headers: dict[str, str]) -> tuple[int, str]:
@@ -266,39 +355,62 @@ async def test_bodies_have_bounds_and_a_type(service: Service, http: aiohttp.Cli
 
     assert await refusal(b" " * (BODY_BYTES_MAX + 1), as_json) == (413, "REQUEST_TOO_LARGE")
     assert await refusal(pieces(), as_json) == (413, "REQUEST_TOO_LARGE")
-    assert await refusal(b"{}", key | {"content-type": "text/plain"}) == (415, "UNSUPPORTED_MEDIA_TYPE")
-    assert await refusal(b"{}", as_json | {"content-encoding": "gzip"}) == (415, "UNSUPPORTED_ENCODING")
+    assert await refusal(b"{}", key | {"content-type": "text/plain"}) == (
+        415,
+        "UNSUPPORTED_MEDIA_TYPE",
+    )
+    assert await refusal(b"{}", as_json | {"content-encoding": "gzip"}) == (
+        415,
+        "UNSUPPORTED_ENCODING",
+    )
     assert await refusal(b'{"nothing": 1}', as_json) == (400, "MESSAGE_UNREADABLE")
     assert await refusal(b"[" * BODY_BYTES_MAX, as_json) == (400, "MESSAGE_UNREADABLE")
 
 
 def message_of(kind: Any) -> Any:
-    """A new message of a type."""
+    """Return a new message of a type."""
     return GetMessageClass(kind)()
 
 
 def methods() -> Iterator[MethodDescriptor]:
-    """All calls of the contract."""
+    """Return all calls of the contract."""
     for name in SERVICES:
         yield from Default().FindServiceByName(name).methods
 
 
 any_json = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=8) | st.just("2026-11"),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats()
+    | st.text(max_size=8)
+    | st.just("2026-11"),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 
 
 @st.composite
 def attacks(draw: st.DrawFn) -> tuple[str, bytes]:
-    """A reading call with a body that is nearly one of its requests, or is damaged."""
+    """Draw a reading call with an almost valid or damaged body."""
     name = draw(st.sampled_from(sorted(set(NAMES) - CHANGES)))
-    described = Default().FindServiceByName(f"weir.v1.{name.partition('/')[0]}").methods_by_name[name.partition("/")[2]]
+    described = (
+        Default()
+        .FindServiceByName(f"weir.v1.{name.partition('/')[0]}")
+        .methods_by_name[name.partition("/")[2]]
+    )
     body: dict[str, Any] = {}
-    for field in draw(st.lists(st.sampled_from([*described.input_type.fields]), max_size=3)) if described.input_type.fields else ():
+    for field in (
+        draw(st.lists(st.sampled_from([*described.input_type.fields]), max_size=3))
+        if described.input_type.fields
+        else ()
+    ):
         plausible = (
-            st.sampled_from(["", "2026-11", str(uuid.uuid4()), "demo"]) if field.type == FieldDescriptor.TYPE_STRING else any_json
+            st.sampled_from(["", "2026-11", str(uuid.uuid4()), "demo"])
+            if field.type == FieldDescriptor.TYPE_STRING
+            else any_json
         )
         body[draw(st.sampled_from([field.json_name, field.name]))] = draw(plausible | any_json)
     content = json.dumps(draw(st.just(body) | any_json)).encode()
@@ -309,7 +421,7 @@ def attacks(draw: st.DrawFn) -> tuple[str, bytes]:
 
 
 def test_no_body_is_our_mistake(service: Service) -> None:
-    """Whatever a body says, the answer is JSON of the contract: a message, or a status that blames the request."""
+    """Any body gets JSON of the contract: a message, or a status that blames the request."""
 
     async def look(cases: list[tuple[str, bytes]], tenant: Tenant) -> None:
         async with aiohttp.ClientSession() as session:
@@ -321,7 +433,12 @@ def test_no_body_is_our_mistake(service: Service) -> None:
     tenant = asyncio.run(service.tenant(scopes=("admin", "billing", "inference")))
     incidents = len(log_events(service.log, "incident"))
 
-    @settings(max_examples=25, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=25,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
     @given(st.lists(attacks(), min_size=1, max_size=8))
     def run(cases: list[tuple[str, bytes]]) -> None:
         asyncio.run(look(cases, tenant))
@@ -334,7 +451,7 @@ def test_no_body_is_our_mistake(service: Service) -> None:
 def test_a_process_without_the_console_answers_nothing_there(
     tmp_path: Path, model: Path, postgres_server: str, template_database: str
 ) -> None:
-    """`WEIR_CONSOLE=0`: neither the page nor its calls, and nobody is told of an address."""
+    """`WEIR_CONSOLE=0` disables the page and its calls, and logs no address."""
     with (
         new_database(postgres_server, template=template_database) as url,
         running(Service(tmp_path, url, model, console=False)) as service,

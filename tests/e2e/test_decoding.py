@@ -1,4 +1,4 @@
-"""Decoding options through the whole service: from a start frame to the frames of the answer and the usage event."""
+"""Decoding options through the service: from a start frame to the answer and the usage event."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weir_client import FinishReason, InvalidRequest
 from metering.core.models import QuotaDimension
 from tests.service import MODEL, Service
 
-MARK = 42  # a token that a strong bias makes certain
+MARK = 42  # token that a strong bias makes certain
 
 
 async def test_a_bias_and_a_stop_id_decide_the_answer(service: Service) -> None:
@@ -22,13 +22,18 @@ async def test_a_bias_and_a_stop_id_decide_the_answer(service: Service) -> None:
     async with service.stream(tenant.secret) as stream:
         biased = pb.Sampling(temperature=1.0, seed=1, logit_bias={MARK: 100.0})
         forced = await stream.begin(max_output_tokens=5, sampling=biased)
-        stopped = await stream.begin(max_output_tokens=5, sampling=biased, stop_token_ids=[MARK], min_output_tokens=2)
+        stopped = await stream.begin(
+            max_output_tokens=5, sampling=biased, stop_token_ids=[MARK], min_output_tokens=2
+        )
         ends = [await stream.finished(forced), await stream.finished(stopped)]
 
     assert stream.token_ids(forced) == [MARK] * 5
     assert stream.token_ids(stopped)[2:] == [MARK]
     assert MARK not in stream.token_ids(stopped)[:2]
-    assert [end.reason for end in ends] == [types_pb2.FINISH_REASON_LENGTH, types_pb2.FINISH_REASON_STOP]
+    assert [end.reason for end in ends] == [
+        types_pb2.FINISH_REASON_LENGTH,
+        types_pb2.FINISH_REASON_STOP,
+    ]
     assert ends[1].usage.billed_token_count == 3, "the id that ended it is counted"
 
 
@@ -37,11 +42,23 @@ async def test_logprobs_come_with_their_tokens(service: Service) -> None:
 
     async with service.client(tenant.secret) as client:
         result = await client.complete(
-            MODEL, "Hello", max_output_tokens=12, ignore_eos=True, temperature=1.0, seed=3, top_logprobs=4
+            MODEL,
+            "Hello",
+            max_output_tokens=12,
+            ignore_eos=True,
+            temperature=1.0,
+            seed=3,
+            top_logprobs=4,
         )
-        plain = await client.complete(MODEL, "Hello", max_output_tokens=12, ignore_eos=True, temperature=1.0, seed=3)
+        plain = await client.complete(
+            MODEL, "Hello", max_output_tokens=12, ignore_eos=True, temperature=1.0, seed=3
+        )
 
-    assert [each.chosen.token_id for each in result.logprobs] == list(result.token_ids) == list(plain.token_ids)
+    assert (
+        [each.chosen.token_id for each in result.logprobs]
+        == list(result.token_ids)
+        == list(plain.token_ids)
+    )
     assert plain.logprobs == ()
     for each in result.logprobs:
         assert len(each.top) == 4
@@ -50,19 +67,32 @@ async def test_logprobs_come_with_their_tokens(service: Service) -> None:
 
 
 async def test_penalties_reach_the_engine(service: Service) -> None:
-    """With nothing ever said twice, forty tokens are forty different ones."""
+    """If no token may repeat, forty tokens are distinct."""
     tenant = await service.tenant()
 
     async with service.client(tenant.secret) as client:
         result = await client.complete(
-            MODEL, "Hello", max_output_tokens=40, ignore_eos=True, temperature=0, presence_penalty=2.0, frequency_penalty=2.0
+            MODEL,
+            "Hello",
+            max_output_tokens=40,
+            ignore_eos=True,
+            temperature=0,
+            presence_penalty=2.0,
+            frequency_penalty=2.0,
         )
-        plain = await client.complete(MODEL, "Hello", max_output_tokens=40, ignore_eos=True, temperature=0)
+        plain = await client.complete(
+            MODEL, "Hello", max_output_tokens=40, ignore_eos=True, temperature=0
+        )
 
-    assert len(set(result.token_ids)) > len(set(plain.token_ids)) or result.token_ids != plain.token_ids
+    assert (
+        len(set(result.token_ids)) > len(set(plain.token_ids))
+        or result.token_ids != plain.token_ids
+    )
 
 
-async def test_what_the_model_cannot_do_is_refused_by_field_and_holds_nothing(service: Service) -> None:
+async def test_options_the_model_does_not_support_are_refused_by_field_without_a_hold(
+    service: Service,
+) -> None:
     tenant = await service.tenant()
 
     async with service.stream(tenant.secret) as stream:
@@ -76,10 +106,17 @@ async def test_what_the_model_cannot_do_is_refused_by_field_and_holds_nothing(se
 
 async def test_an_answer_is_in_the_format_that_was_asked_for(service: Service) -> None:
     tenant = await service.tenant()
-    schema = {"type": "object", "properties": {"stars": {"enum": [1, 2, 3]}}, "required": ["stars"], "additionalProperties": False}
+    schema = {
+        "type": "object",
+        "properties": {"stars": {"enum": [1, 2, 3]}},
+        "required": ["stars"],
+        "additionalProperties": False,
+    }
 
     async with service.client(tenant.secret) as client:
-        answer = await client.complete(MODEL, "Hello", json_schema=schema, temperature=1.0, seed=1, max_output_tokens=300)
+        answer = await client.complete(
+            MODEL, "Hello", json_schema=schema, temperature=1.0, seed=1, max_output_tokens=300
+        )
         match = await client.complete(MODEL, "Hello", regex="(yes|no){2}")
         bracketed = await client.complete(MODEL, "Hello", lark='start: "<" /[ab]{2}/ ">"')
 
@@ -90,30 +127,52 @@ async def test_an_answer_is_in_the_format_that_was_asked_for(service: Service) -
     assert answer.usage.billed_token_count == len(answer.token_ids)
 
 
-async def test_a_format_that_cannot_be_compiled_is_refused_by_field_and_billed_no_tokens(service: Service) -> None:
-    tenant = await service.tenant({QuotaDimension.REQUESTS_PER_MINUTE: 1000, QuotaDimension.TOKENS_PER_MONTH: 1000})
+async def test_a_format_that_cannot_be_compiled_is_refused_by_field_and_billed_no_tokens(
+    service: Service,
+) -> None:
+    tenant = await service.tenant(
+        {QuotaDimension.REQUESTS_PER_MINUTE: 1000, QuotaDimension.TOKENS_PER_MONTH: 1000}
+    )
 
     async with service.client(tenant.secret) as client:
         with pytest.raises(InvalidRequest, match="uniqueItems") as caught:
-            await client.complete(MODEL, "Hello", json_schema={"type": "array", "uniqueItems": True})
+            await client.complete(
+                MODEL, "Hello", json_schema={"type": "array", "uniqueItems": True}
+            )
 
-    assert [violation.field for violation in caught.value.details.field_violations] == ["response_format.json_schema"]
+    assert [violation.field for violation in caught.value.details.field_violations] == [
+        "response_format.json_schema"
+    ]
     await service.no_hold_left(tenant)
     assert list(service.books.billed(tenant).values()) == [{}]
-    assert service.books.counters(tenant) == {"requests_per_minute": (1, 0), "tokens_per_month": (0, 0)}
+    assert service.books.counters(tenant) == {
+        "requests_per_minute": (1, 0),
+        "tokens_per_month": (0, 0),
+    }
 
 
-async def test_a_large_schema_delays_nobody_elses_tokens(service: Service) -> None:
-    """While the grammar is compiled, the other request streams on; and a cancel meanwhile is answered."""
+async def test_a_large_schema_delays_no_other_stream(service: Service) -> None:
+    """While the grammar is compiled, other requests stream on, and a cancel is answered."""
     tenant = await service.tenant()
-    branch = {"type": "object", "properties": {f"field_{index}": {"type": "string"} for index in range(30)}}
-    schema = json.dumps({"type": "object", "properties": {f"part_{index}": branch for index in range(40)}})
+    branch = {
+        "type": "object",
+        "properties": {f"field_{index}": {"type": "string"} for index in range(30)},
+    }
+    schema = json.dumps(
+        {"type": "object", "properties": {f"part_{index}": branch for index in range(40)}}
+    )
 
     async with service.stream(tenant.secret) as stream:
         other = await stream.begin(max_output_tokens=300)
         await stream.first(other, "delta")
-        large = await stream.begin(response_format=pb.ResponseFormat(json_schema=schema), ignore_eos=None, max_output_tokens=20)
-        dropped = await stream.begin(response_format=pb.ResponseFormat(json_schema=schema + " "), ignore_eos=None)
+        large = await stream.begin(
+            response_format=pb.ResponseFormat(json_schema=schema),
+            ignore_eos=None,
+            max_output_tokens=20,
+        )
+        dropped = await stream.begin(
+            response_format=pb.ResponseFormat(json_schema=schema + " "), ignore_eos=None
+        )
         await stream.first(dropped, "admitted")
         await stream.cancel(dropped)
         ends = [await stream.finished(request_id) for request_id in (dropped, large, other)]

@@ -1,4 +1,4 @@
-"""`Embed`: every vector is billed once, exactly; what is refused or lost costs nothing and leaves nothing behind."""
+"""`Embed`: each vector is billed exactly once; refused or lost ones are free and leave no trace."""
 
 from __future__ import annotations
 
@@ -32,13 +32,18 @@ from metering.tenants.tenants import rotate_api_key
 from tests.conftest import new_database
 from tests.e2e.openai_clients import connect, extension, says
 from tests.forked_hosts import children_of
-from tests.inference.encoder_checkpoints import DIMENSION, INPUT_TOKENS_MAX, PLAIN_IDS, make_random_encoder
+from tests.inference.encoder_checkpoints import (
+    DIMENSION,
+    INPUT_TOKENS_MAX,
+    PLAIN_IDS,
+    make_random_encoder,
+)
 from tests.remote_servers.certificates import make_certificates
 from tests.remote_servers.serving import server_process
 from tests.service import MODEL, Service, Tenant, bearer, refused, running, until, wait_for
 
 ENCODER = "encoder"
-FAR = "far"  # the same checkpoint, on a remote server
+FAR = "far"  # same checkpoint, on a remote server
 PICOS = 20_000
 TEXTS = ("the garden is near the sea", "a hotel with breakfast", "poison")
 LONG = "the garden " * INPUT_TOKENS_MAX
@@ -51,21 +56,36 @@ def encoder_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def embedding(
-    tmp_path_factory: pytest.TempPathFactory, model: Path, encoder_directory: Path, postgres_server: str, template_database: str
+    tmp_path_factory: pytest.TempPathFactory,
+    model: Path,
+    encoder_directory: Path,
+    postgres_server: str,
+    template_database: str,
 ) -> Iterator[Service]:
-    """A service with a model that generates and one that embeds, here and on a remote server."""
+    """Yield a service with a generating and an embedding model, local and on a remote server."""
     certificates = make_certificates(tmp_path_factory.mktemp("remote") / "certificates")
     with (
         new_database(postgres_server, template=template_database) as url,
         server_process(encoder_directory, certificates) as server,
     ):
-        encoders, targets = {ENCODER: encoder_directory}, {FAR: str(server.target(RemoteService.VLLM))}
+        encoders, targets = (
+            {ENCODER: encoder_directory},
+            {FAR: str(server.target(RemoteService.VLLM))},
+        )
         service = Service(
-            tmp_path_factory.mktemp("home"), url, model, encoders=encoders, remote_encoders=targets, hold_expiry_s=3600.0
+            tmp_path_factory.mktemp("home"),
+            url,
+            model,
+            encoders=encoders,
+            remote_encoders=targets,
+            hold_expiry_s=3600.0,
         )
         with running(service) as service:
             for name in (ENCODER, FAR):
-                wait_for(lambda name=name: service.serving(f"engine/{name}"), "the encoders to be loaded")  # type: ignore[misc]
+                wait_for(
+                    lambda name=name: service.serving(f"engine/{name}"),  # type: ignore[misc]
+                    "the encoders to be loaded",
+                )
             yield service
             assert service.stop() == 0, service.log[-4000:]
         assert service.books.held_hold_count() == 0
@@ -73,13 +93,15 @@ def embedding(
 
 @contextlib.asynccontextmanager
 async def stub_of(service: Service) -> AsyncIterator[Any]:
-    """The generated client, which the stubs take for a blocking one."""
+    """Return the generated client; the stubs declare it as blocking."""
     async with service.channel() as channel:
         yield pb_grpc.InferenceServiceStub(channel)
 
 
-async def priced_tenant(service: Service, quotas: dict[QuotaDimension, int] | None = None, **options: Any) -> Tenant:
-    """A tenant with a price for the encoder."""
+async def priced_tenant(
+    service: Service, quotas: dict[QuotaDimension, int] | None = None, **options: Any
+) -> Tenant:
+    """Return a tenant with a price for the encoder."""
     tenant = await service.tenant(quotas, **options)
     async with service.session() as session:
         for name in (ENCODER, FAR):
@@ -96,19 +118,24 @@ async def priced_tenant(service: Service, quotas: dict[QuotaDimension, int] | No
 
 
 def request_of(*texts: str | Sequence[int], model: str = ENCODER, **fields: Any) -> pb.EmbedRequest:
-    """A request with an id of its own."""
-    inputs = [pb.EmbedInput(text=t) if isinstance(t, str) else pb.EmbedInput(token_ids=pb.TokenIds(ids=t)) for t in texts]
-    return pb.EmbedRequest(**({"request_id": str(uuid.uuid4()), "model": model, "inputs": inputs} | fields))
+    """Return a request with a new id."""
+    inputs = [
+        pb.EmbedInput(text=t) if isinstance(t, str) else pb.EmbedInput(token_ids=pb.TokenIds(ids=t))
+        for t in texts
+    ]
+    return pb.EmbedRequest(
+        **({"request_id": str(uuid.uuid4()), "model": model, "inputs": inputs} | fields)
+    )
 
 
 def encoder_pid(service: Service) -> int | None:
-    """Of the encoder's host."""
+    """Return the process id of the encoder's worker."""
     return next(iter(children_of(service.pid, "inference.encoder.worker")), None)
 
 
 @contextlib.contextmanager
 def stopped(service: Service) -> Iterator[int]:
-    """The encoder stands still inside the block, unless it is gone at its end."""
+    """Suspend the encoder during the block, unless it is gone at the end."""
     pid = wait_for(lambda: encoder_pid(service), "the encoder's process")
     os.kill(pid, signal.SIGSTOP)
     try:
@@ -124,19 +151,30 @@ async def held(service: Service, tenant: Tenant) -> None:
 
 
 async def nothing_billed(service: Service, tenant: Tenant) -> None:
-    """Wait until all holds have ended, and check that they left nothing."""
+    """Wait until all holds have ended; check that nothing is billed."""
     await service.no_hold_left(tenant)
     assert service.books.events(tenant) == []
-    assert all(counts == (0, 0) for counts in service.books.counters(tenant).values()), service.books.counters(tenant)
+    assert all(counts == (0, 0) for counts in service.books.counters(tenant).values()), (
+        service.books.counters(tenant)
+    )
 
 
-async def test_a_remote_encoder_gives_the_same_vectors_under_the_same_limits_for_the_same_bill(embedding: Service) -> None:
-    """Its tokenizer and sizes come from its server."""
+async def test_a_remote_encoder_gives_the_same_vectors_under_the_same_limits_for_the_same_bill(
+    embedding: Service,
+) -> None:
+    """Tokenizer and sizes come from the remote server."""
     tenant = await priced_tenant(embedding, {QuotaDimension.TOKENS_PER_MINUTE: 60})
     async with stub_of(embedding) as stub:
-        here, far = [await stub.Embed(request_of(*TEXTS, model=name), metadata=bearer(tenant.secret)) for name in (ENCODER, FAR)]
-        too_much = await refused(stub.Embed(request_of(*TEXTS * 5, model=FAR), metadata=bearer(tenant.secret)))
-        too_long = await refused(stub.Embed(request_of(LONG, model=FAR), metadata=bearer(tenant.secret)))
+        here, far = [
+            await stub.Embed(request_of(*TEXTS, model=name), metadata=bearer(tenant.secret))
+            for name in (ENCODER, FAR)
+        ]
+        too_much = await refused(
+            stub.Embed(request_of(*TEXTS * 5, model=FAR), metadata=bearer(tenant.secret))
+        )
+        too_long = await refused(
+            stub.Embed(request_of(LONG, model=FAR), metadata=bearer(tenant.secret))
+        )
 
     assert (far.usage, far.cost, far.price_version > 0) == (here.usage, here.cost, True)
     for told, true in zip(far.embeddings, here.embeddings, strict=True):
@@ -147,8 +185,12 @@ async def test_a_remote_encoder_gives_the_same_vectors_under_the_same_limits_for
     assert [event["model"] for event in embedding.books.events(tenant)] == [ENCODER, FAR]
 
 
-async def test_every_token_is_billed_once_from_the_event_to_the_month(embedding: Service, encoder_directory: Path) -> None:
-    tenant = await priced_tenant(embedding, {QuotaDimension.TOKENS_PER_MINUTE: 10_000}, scopes=("inference", "billing"))
+async def test_every_token_is_billed_once_from_the_event_to_the_month(
+    embedding: Service, encoder_directory: Path
+) -> None:
+    tenant = await priced_tenant(
+        embedding, {QuotaDimension.TOKENS_PER_MINUTE: 10_000}, scopes=("inference", "billing")
+    )
     tokenizer = Tokenizer(encoder_directory)
     expected = [len(tokenizer.encode(text)) for text in TEXTS]
     async with embedding.channel() as channel:
@@ -159,17 +201,23 @@ async def test_every_token_is_billed_once_from_the_event_to_the_month(embedding:
         engine = create_engine(embedding.database_url, pool_size=1)
         await rate_all_pending(create_sessions(engine))
         await engine.dispose()
-        month = billing_service_pb2.GetMonthReportRequest(organization=tenant.name, month=f"{datetime.now(UTC):%Y-%m}")
+        month = billing_service_pb2.GetMonthReportRequest(
+            organization=tenant.name, month=f"{datetime.now(UTC):%Y-%m}"
+        )
         billing: Any = billing_service_pb2_grpc.BillingServiceStub(channel)
         report = await billing.GetMonthReport(month, metadata=bearer(tenant.secret))
-        found = await stub.GetGeneration(pb.GetGenerationRequest(request_id=request.request_id), metadata=bearer(tenant.secret))
+        found = await stub.GetGeneration(
+            pb.GetGenerationRequest(request_id=request.request_id), metadata=bearer(tenant.secret)
+        )
 
     total = sum(expected)
     assert [each.token_count for each in answer.embeddings] == expected
     assert all(len(each.vector) == DIMENSION and not each.truncated for each in answer.embeddings)
     for one, other in zip(answer.embeddings, reversed(again.embeddings), strict=True):
         assert list(one.vector) == pytest.approx(list(other.vector), abs=1e-5)
-    assert sum(number * number for number in answer.embeddings[0].vector) == pytest.approx(1.0, abs=1e-5)
+    assert sum(number * number for number in answer.embeddings[0].vector) == pytest.approx(
+        1.0, abs=1e-5
+    )
     assert answer.usage.embedding_token_count == total
     assert answer.usage.input_token_count == answer.usage.billed_token_count == 0
     assert (answer.cost.currency_code, answer.cost.picos) == ("USD", total * PICOS)
@@ -188,19 +236,44 @@ async def test_every_token_is_billed_once_from_the_event_to_the_month(embedding:
     assert embedding.books.counters(tenant) == {"tokens_per_minute": (2 * total, 0)}
 
 
-async def test_what_is_wrong_is_named_and_costs_nothing(embedding: Service) -> None:
+async def test_invalid_embedding_requests_are_refused_by_field_and_free(embedding: Service) -> None:
     tenant = await priced_tenant(embedding, {QuotaDimension.TOKENS_PER_MINUTE: 10_000})
     wrong = [
         (request_of("a", model="nobody"), grpc.StatusCode.NOT_FOUND, "MODEL_UNKNOWN", None),
         (request_of("a", model=MODEL), grpc.StatusCode.INVALID_ARGUMENT, "MODEL_MISMATCH", "model"),
-        (request_of("a", request_id="x"), grpc.StatusCode.INVALID_ARGUMENT, "FIELD_INVALID", "request_id"),
+        (
+            request_of("a", request_id="x"),
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "FIELD_INVALID",
+            "request_id",
+        ),
         (request_of(), grpc.StatusCode.INVALID_ARGUMENT, "FIELD_INVALID", "inputs"),
         (request_of("a", ""), grpc.StatusCode.INVALID_ARGUMENT, "FIELD_INVALID", "inputs[1].text"),
-        (request_of("a", []), grpc.StatusCode.INVALID_ARGUMENT, "FIELD_INVALID", "inputs[1].token_ids.ids"),
-        (request_of([10_000]), grpc.StatusCode.INVALID_ARGUMENT, "FIELD_INVALID", "inputs[0].token_ids.ids"),
-        (request_of(inputs=[pb.EmbedInput()]), grpc.StatusCode.INVALID_ARGUMENT, "FIELD_INVALID", "inputs[0]"),
+        (
+            request_of("a", []),
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "FIELD_INVALID",
+            "inputs[1].token_ids.ids",
+        ),
+        (
+            request_of([10_000]),
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "FIELD_INVALID",
+            "inputs[0].token_ids.ids",
+        ),
+        (
+            request_of(inputs=[pb.EmbedInput()]),
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "FIELD_INVALID",
+            "inputs[0]",
+        ),
         (request_of("a", LONG), grpc.StatusCode.INVALID_ARGUMENT, "CONTEXT_EXCEEDED", "inputs[1]"),
-        (request_of("a", truncation=7), grpc.StatusCode.INVALID_ARGUMENT, "FIELD_INVALID", "truncation"),
+        (
+            request_of("a", truncation=7),
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "FIELD_INVALID",
+            "truncation",
+        ),
         (request_of("a", tier=7), grpc.StatusCode.INVALID_ARGUMENT, "FIELD_INVALID", "tier"),
         (request_of(*["a"] * 2049), grpc.StatusCode.INVALID_ARGUMENT, "FIELD_INVALID", "inputs"),
     ]
@@ -213,10 +286,16 @@ async def test_what_is_wrong_is_named_and_costs_nothing(embedding: Service) -> N
             assert (violations.field_violations[0].field if violations else None) == field
         assert refusal.status.message.startswith("inputs: this model takes at most 2048")
 
-        cut = await stub.Embed(request_of(LONG, truncation=pb.TRUNCATION_END), metadata=bearer(tenant.secret))
+        cut = await stub.Embed(
+            request_of(LONG, truncation=pb.TRUNCATION_END), metadata=bearer(tenant.secret)
+        )
 
-    assert [(each.token_count, each.truncated) for each in cut.embeddings] == [(INPUT_TOKENS_MAX, True)]
-    assert [event["embedding_token_count"] for event in embedding.books.events(tenant)] == [INPUT_TOKENS_MAX]
+    assert [(each.token_count, each.truncated) for each in cut.embeddings] == [
+        (INPUT_TOKENS_MAX, True)
+    ]
+    assert [event["embedding_token_count"] for event in embedding.books.events(tenant)] == [
+        INPUT_TOKENS_MAX
+    ]
 
 
 async def test_each_model_says_which_call_it_serves(embedding: Service) -> None:
@@ -224,17 +303,30 @@ async def test_each_model_says_which_call_it_serves(embedding: Service) -> None:
     async with embedding.stream(tenant.secret) as stream:
         refusal = await stream.failed(await stream.begin(model=ENCODER))
     async with stub_of(embedding) as stub:
-        models = (await stub.ListModels(pb.ListModelsRequest(), metadata=bearer(tenant.secret))).models
-        counted = await stub.CountTokens(pb.CountTokensRequest(model=ENCODER, text="the sea"), metadata=bearer(tenant.secret))
+        models = (
+            await stub.ListModels(pb.ListModelsRequest(), metadata=bearer(tenant.secret))
+        ).models
+        counted = await stub.CountTokens(
+            pb.CountTokensRequest(model=ENCODER, text="the sea"), metadata=bearer(tenant.secret)
+        )
 
-    assert (refusal.code, refusal.info.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "MODEL_MISMATCH")
+    assert (refusal.code, refusal.info.reason) == (
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "MODEL_MISMATCH",
+    )
     assert "serves Embed" in refusal.status.message
-    assert [(each.name, each.task, each.embedding_dimension, each.embedding_input_count_max) for each in models] == [
+    assert [
+        (each.name, each.task, each.embedding_dimension, each.embedding_input_count_max)
+        for each in models
+    ] == [
         (ENCODER, pb.MODEL_TASK_EMBED, DIMENSION, 2048),
         (FAR, pb.MODEL_TASK_EMBED, DIMENSION, 2048),
         (MODEL, pb.MODEL_TASK_GENERATE, 0, 0),
     ]
-    assert (models[0].context_window_tokens, models[0].price.embedding_picos_per_token) == (INPUT_TOKENS_MAX, PICOS)
+    assert (models[0].context_window_tokens, models[0].price.embedding_picos_per_token) == (
+        INPUT_TOKENS_MAX,
+        PICOS,
+    )
     assert counted.input_token_count == 4
 
 
@@ -253,8 +345,11 @@ async def test_a_quote_is_what_the_call_then_is_and_leaves_no_trace(embedding: S
         undecided = await refused(stub.Quote(both, metadata=bearer(tenant.secret)))
 
     assert quote.would_admit
-    assert (quote.input_token_count, quote.max_output_token_count) == (result.usage.embedding_token_count, 0)
-    assert quote.worst_cost == quote.expected_cost == result.cost
+    assert (quote.input_token_count, quote.max_output_token_count) == (
+        result.usage.embedding_token_count,
+        0,
+    )
+    assert quote.worst_case_cost == quote.expected_cost == result.cost
     assert not refused_one.would_admit
     assert [each.dimension.value for each in refused_one.failing_quotas] == ["tokens-per-minute"]
     assert (cut.input_token_count, cut.would_admit) == (INPUT_TOKENS_MAX, False)
@@ -263,11 +358,16 @@ async def test_a_quote_is_what_the_call_then_is_and_leaves_no_trace(embedding: S
 
 
 async def test_a_quota_without_room_refuses_and_leaves_no_trace(embedding: Service) -> None:
-    tenant = await priced_tenant(embedding, {QuotaDimension.TOKENS_PER_MINUTE: 6, QuotaDimension.REQUESTS_PER_MINUTE: 5})
+    tenant = await priced_tenant(
+        embedding, {QuotaDimension.TOKENS_PER_MINUTE: 6, QuotaDimension.REQUESTS_PER_MINUTE: 5}
+    )
     async with stub_of(embedding) as stub:
         refusal = await refused(stub.Embed(request_of(*TEXTS), metadata=bearer(tenant.secret)))
 
-    assert (refusal.code, refusal.info.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUOTA_EXCEEDED")
+    assert (refusal.code, refusal.info.reason) == (
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        "QUOTA_EXCEEDED",
+    )
     assert refusal.info.metadata["dimension"] == "tokens_per_minute"
     assert refusal.detail(error_details_pb2.QuotaFailure) is not None
     assert embedding.books.holds(tenant) == {}
@@ -285,12 +385,17 @@ async def test_an_id_is_billed_once(embedding: Service) -> None:
 
     assert (again.code, again.info.reason) == (grpc.StatusCode.ALREADY_EXISTS, "REQUEST_SETTLED")
     assert again.info.metadata["embedding_token_count"] == str(answer.usage.embedding_token_count)
-    assert (reused.code, reused.info.reason) == (grpc.StatusCode.ALREADY_EXISTS, "REQUEST_ID_REUSED")
+    assert (reused.code, reused.info.reason) == (
+        grpc.StatusCode.ALREADY_EXISTS,
+        "REQUEST_ID_REUSED",
+    )
     assert len(embedding.books.events(tenant)) == 1
 
 
-async def test_what_is_cut_off_while_it_is_embedded_is_billed_as_far_as_the_encoder_had_begun(embedding: Service) -> None:
-    """Hung up, out of time, its key revoked, its secret replaced: a call that still waits for the encoder only counts."""
+async def test_an_interrupted_embedding_is_billed_for_the_texts_the_encoder_had_begun(
+    embedding: Service,
+) -> None:
+    """A call that ends while queued for the encoder only counts, whatever the cause."""
     limits = {QuotaDimension.TOKENS_PER_MINUTE: 1000, QuotaDimension.CONCURRENT_REQUESTS: 3}
     gone, late, revoked, rotated = [await priced_tenant(embedding, limits) for _ in range(4)]
     async with stub_of(embedding) as stub:
@@ -305,12 +410,18 @@ async def test_what_is_cut_off_while_it_is_embedded_is_billed_as_far_as_the_enco
             hanging_up.cancel()
             await embedding.revoke(revoked.key)
             async with embedding.session() as session:
-                await rotate_api_key(session, api_key=rotated.key.prefix, overlap=timedelta(0), actor="test")
+                await rotate_api_key(
+                    session, api_key=rotated.key.prefix, overlap=timedelta(0), actor="test"
+                )
             out_of_time, *of_ended_keys = await calls
             for tenant in (gone, late, revoked, rotated):
                 await embedding.no_hold_left(tenant)
 
-        events = [event for tenant in (gone, late, revoked, rotated) for event in embedding.books.events(tenant)]
+        events = [
+            event
+            for tenant in (gone, late, revoked, rotated)
+            for event in embedding.books.events(tenant)
+        ]
         assert [event["outcome"] for event in events] == ["cancelled"] * 4
         assert out_of_time.code is grpc.StatusCode.DEADLINE_EXCEEDED
         told = {(refusal.code, refusal.info.reason) for refusal in of_ended_keys}
@@ -321,7 +432,9 @@ async def test_what_is_cut_off_while_it_is_embedded_is_billed_as_far_as_the_enco
     assert set(billed) <= {0, whole}
     assert whole in billed, "the encoder has begun with somebody's texts"
     assert [event["cost_picos"] for event in events] == [PICOS * count for count in billed]
-    for tenant, count in zip((gone, late, revoked, rotated), (billed[0] + whole, *billed[1:]), strict=True):
+    for tenant, count in zip(
+        (gone, late, revoked, rotated), (billed[0] + whole, *billed[1:]), strict=True
+    ):
         assert embedding.books.counters(tenant)["tokens_per_minute"][1] == 0
         tokens = sum(event["embedding_token_count"] for event in embedding.books.events(tenant))
         assert tokens == count
@@ -336,7 +449,13 @@ async def test_the_client_library_embeds(embedding: Service) -> None:
             return len(result.vectors[0]), client.list_models()[0].task
 
     async with embedding.client(tenant.secret) as client:
-        result = await client.embed(ENCODER, ["the sea", list(PLAIN_IDS)[:5], LONG], truncate=True, labels={"a": "b"}, tier="batch")
+        result = await client.embed(
+            ENCODER,
+            ["the sea", list(PLAIN_IDS)[:5], LONG],
+            truncate=True,
+            labels={"a": "b"},
+            tier="batch",
+        )
         with pytest.raises(AlreadyExists):
             await client.embed(ENCODER, "the sea", request_id=result.request_id)
 
@@ -348,17 +467,29 @@ async def test_the_client_library_embeds(embedding: Service) -> None:
 
 
 async def test_openais_client_gets_the_same_vectors_at_the_same_price(embedding: Service) -> None:
-    tenant, by_http = await priced_tenant(embedding), await priced_tenant(embedding, {QuotaDimension.TOKENS_PER_MONTH: 1000})
+    tenant, by_http = (
+        await priced_tenant(embedding),
+        await priced_tenant(embedding, {QuotaDimension.TOKENS_PER_MONTH: 1000}),
+    )
 
     async with stub_of(embedding) as stub:
         answer = await stub.Embed(request_of(*TEXTS), metadata=bearer(tenant.secret))
     with connect(embedding, by_http.secret) as client:
-        packed = client.embeddings.with_raw_response.create(model=ENCODER, input=list(TEXTS), user="u-1")  # as base64
+        # As base64.
+        packed = client.embeddings.with_raw_response.create(
+            model=ENCODER, input=list(TEXTS), user="u-1"
+        )
         plain = client.embeddings.create(
-            model=ENCODER, input=TEXTS[0], encoding_format="float", dimensions=DIMENSION, extra_headers={"Idempotency-Key": "once"}
+            model=ENCODER,
+            input=TEXTS[0],
+            encoding_format="float",
+            dimensions=DIMENSION,
+            extra_headers={"Idempotency-Key": "once"},
         )
         with pytest.raises(openai.ConflictError):
-            client.embeddings.create(model=ENCODER, input=TEXTS[0], extra_headers={"Idempotency-Key": "once"})
+            client.embeddings.create(
+                model=ENCODER, input=TEXTS[0], extra_headers={"Idempotency-Key": "once"}
+            )
         with pytest.raises(openai.BadRequestError) as shortened:
             client.embeddings.create(model=ENCODER, input=TEXTS[0], dimensions=DIMENSION - 1)
         with pytest.raises(openai.BadRequestError) as long:
@@ -373,20 +504,27 @@ async def test_openais_client_gets_the_same_vectors_at_the_same_price(embedding:
     assert (shortened.value.param, long.value.code) == ("dimensions", "context_length_exceeded")
     assert talkative.value.code == "model_mismatch"
     [there], [here, other] = embedding.books.events(tenant), embedding.books.events(by_http)
-    assert (here["embedding_token_count"], here["cost_picos"]) == (there["embedding_token_count"], there["cost_picos"])
+    assert (here["embedding_token_count"], here["cost_picos"]) == (
+        there["embedding_token_count"],
+        there["cost_picos"],
+    )
     assert here["embedding_token_count"] == packed.parse().usage.prompt_tokens
     assert here["labels"] == {"user": "u-1"}
     assert other["cost_picos"] == extension(plain)["cost"]["picos"]
 
 
 @pytest.mark.faults
-async def test_an_encoder_that_dies_bills_nothing_and_the_same_request_may_come_again(embedding: Service) -> None:
+async def test_an_encoder_that_dies_bills_nothing_and_the_same_request_may_come_again(
+    embedding: Service,
+) -> None:
     tenant = await priced_tenant(embedding, {QuotaDimension.TOKENS_PER_MINUTE: 1000})
     request = request_of(*TEXTS)
     async with stub_of(embedding) as stub:
         async with asyncio.TaskGroup() as tasks:
             with stopped(embedding) as pid:
-                call = tasks.create_task(refused(stub.Embed(request, metadata=bearer(tenant.secret))))
+                call = tasks.create_task(
+                    refused(stub.Embed(request, metadata=bearer(tenant.secret)))
+                )
                 await held(embedding, tenant)
                 os.kill(pid, signal.SIGKILL)
         refusal = call.result()
@@ -396,28 +534,46 @@ async def test_an_encoder_that_dies_bills_nothing_and_the_same_request_may_come_
         assert refusal.detail(error_details_pb2.RetryInfo) is not None
         await nothing_billed(embedding, tenant)
 
-        answer = await stub.Embed(request, metadata=bearer(tenant.secret))  # waits for the encoder that is started again
+        # Waits for the restarted encoder.
+        answer = await stub.Embed(request, metadata=bearer(tenant.secret))
 
-    assert [event["embedding_token_count"] for event in embedding.books.events(tenant)] == [answer.usage.embedding_token_count]
+    assert [event["embedding_token_count"] for event in embedding.books.events(tenant)] == [
+        answer.usage.embedding_token_count
+    ]
     assert encoder_pid(embedding) != pid
 
 
 @pytest.mark.faults
-async def test_a_server_that_is_killed_bills_what_it_had_embedded_and_nothing_else(embedding: Service) -> None:
-    """One request waits for the encoder when `kill -9` comes; of another the journal says that its vectors were to leave."""
-    waits, leaves = [await priced_tenant(embedding, {QuotaDimension.TOKENS_PER_MINUTE: 1000}) for _ in range(2)]
+async def test_a_server_that_is_killed_bills_what_it_had_embedded_and_nothing_else(
+    embedding: Service,
+) -> None:
+    """At `kill -9` one request waits for the encoder; another is journaled as delivered."""
+    waits, leaves = [
+        await priced_tenant(embedding, {QuotaDimension.TOKENS_PER_MINUTE: 1000}) for _ in range(2)
+    ]
     journal = embedding.settings.journal_directory
     async with stub_of(embedding) as stub, asyncio.TaskGroup() as tasks:
         with stopped(embedding):
-            first = tasks.create_task(refused(stub.Embed(request_of(*TEXTS), metadata=bearer(leaves.secret))))
+            first = tasks.create_task(
+                refused(stub.Embed(request_of(*TEXTS), metadata=bearer(leaves.secret)))
+            )
             await held(embedding, leaves)
-            with psycopg.connect(psycopg_conninfo(embedding.database_url)) as other:  # it settles nothing while its hold is locked
-                other.execute("SELECT 1 FROM holds WHERE organization_id = %s FOR UPDATE", (leaves.organization_id,))
+            # It settles nothing while its hold is locked.
+            with psycopg.connect(psycopg_conninfo(embedding.database_url)) as other:
+                other.execute(
+                    "SELECT 1 FROM holds WHERE organization_id = %s FOR UPDATE",
+                    (leaves.organization_id,),
+                )
                 before = sum(path.stat().st_size for path in journal.glob("*.journal"))
                 os.kill(wait_for(lambda: encoder_pid(embedding), "the encoder"), signal.SIGCONT)
-                await until(lambda: sum(path.stat().st_size for path in journal.glob("*.journal")) > before, "the journal")
+                await until(
+                    lambda: sum(path.stat().st_size for path in journal.glob("*.journal")) > before,
+                    "the journal",
+                )
                 os.kill(wait_for(lambda: encoder_pid(embedding), "the encoder"), signal.SIGSTOP)
-                second = tasks.create_task(refused(stub.Embed(request_of(*TEXTS), metadata=bearer(waits.secret))))
+                second = tasks.create_task(
+                    refused(stub.Embed(request_of(*TEXTS), metadata=bearer(waits.secret)))
+                )
                 await held(embedding, waits)
                 embedding.kill()
             assert {(await first).code, (await second).code} == {grpc.StatusCode.UNAVAILABLE}
@@ -427,11 +583,14 @@ async def test_a_server_that_is_killed_bills_what_it_had_embedded_and_nothing_el
     await nothing_billed(embedding, waits)
     await embedding.no_hold_left(leaves)
     [event] = embedding.books.events(leaves)
-    assert (event["embedding_token_count"], event["outcome"]) == (sum_of_tokens(embedding), "failed")
+    assert (event["embedding_token_count"], event["outcome"]) == (
+        sum_of_tokens(embedding),
+        "failed",
+    )
     assert event["cost_picos"] == event["embedding_token_count"] * PICOS
 
 
 def sum_of_tokens(service: Service) -> int:
-    """Of `TEXTS`."""
+    """Return the number of tokens of `TEXTS`."""
     tokenizer = Tokenizer(service.settings.encoders[ENCODER])
     return sum(len(tokenizer.encode(text)) for text in TEXTS)

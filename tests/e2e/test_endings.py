@@ -1,4 +1,4 @@
-"""Charges follow the cause: what the client is told of an end, and what hold, counters, usage events and ledger say of it."""
+"""Charges by cause of the end: frames, holds, counters, usage events and ledger agree."""
 
 from __future__ import annotations
 
@@ -26,7 +26,19 @@ from metering.store.db import create_engine, create_sessions, psycopg_conninfo
 from tests.conftest import new_database
 from tests.e2e.openai_clients import TO_THE_END, connect_async
 from tests.metering.invariants import check_invariants
-from tests.service import MODEL, Inside, Service, Stream, Tenant, cost_picos, credit, picos, run_inside, start, until
+from tests.service import (
+    MODEL,
+    Inside,
+    Service,
+    Stream,
+    Tenant,
+    cost_picos,
+    credit,
+    picos,
+    run_inside,
+    start,
+    until,
+)
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -43,12 +55,23 @@ FAULTING_LATER = pb.ResponseFormat(lark='start: "a" b\nb: b')
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def inside(
-    tmp_path_factory: pytest.TempPathFactory, model: Path, postgres_server: str, template_database: str
+    tmp_path_factory: pytest.TempPathFactory,
+    model: Path,
+    postgres_server: str,
+    template_database: str,
 ) -> AsyncIterator[Inside]:
-    """A server whose leases are small, so that requests extend them."""
-    with new_database(postgres_server, template=template_database) as url, pytest.MonkeyPatch.context() as monkeypatch:
+    """Yield a server with small leases, so that requests extend them."""
+    with (
+        new_database(postgres_server, template=template_database) as url,
+        pytest.MonkeyPatch.context() as monkeypatch,
+    ):
         service = Service(
-            tmp_path_factory.mktemp("inside"), url, model, lease_slice_tokens=SLICE, lease_margin_tokens=4, client_stall_max_s=60.0
+            tmp_path_factory.mktemp("inside"),
+            url,
+            model,
+            lease_slice_tokens=SLICE,
+            lease_margin_tokens=4,
+            client_stall_max_s=60.0,
         )
         async with run_inside(service, monkeypatch) as inside:
             yield inside
@@ -57,20 +80,20 @@ async def inside(
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def service(inside: Inside) -> AsyncIterator[Service]:
-    """The service; each test leaves it empty, and no check of `weir fsck` finds anything."""
+    """Yield the service; each test leaves it empty, and `weir fsck` finds nothing."""
     yield inside.service
     await inside.check_empty()
     await asyncio.to_thread(check_invariants, inside.service.database_url, all_ended=True)
 
 
 def own_prompt() -> list[int]:
-    """Of 200 tokens that nobody else has sent."""
+    """Return a unique prompt of 200 tokens."""
     seed = uuid.uuid4().int
     return [22 + (seed >> index) % 60 for index in range(200)]
 
 
 def counted(service: Service, tenant: Tenant) -> tuple[int, int, int]:
-    """What is used of the quotas on requests, tokens and money; nothing may be held."""
+    """Return the used quotas on requests, tokens and money; fail if any amount is held."""
     counters = service.books.counters(tenant)
     assert all(held == 0 for _, held in counters.values())
     names = ("requests_per_minute", "tokens_per_month", "cost_picos_per_month")
@@ -79,30 +102,42 @@ def counted(service: Service, tenant: Tenant) -> tuple[int, int, int]:
 
 
 async def failure(asked: Awaitable[object]) -> openai.APIStatusError:
-    """What a call is refused with."""
+    """Return the error of a call, which must fail."""
     with pytest.raises(openai.APIStatusError) as caught:
         await asked
     return caught.value
 
 
 async def running_until(inside: Inside, tenant: Tenant, token_count: int) -> list[LiveRequest]:
-    """The tenant's requests, once each has generated so much."""
+    """Return the tenant's requests, once each has generated this many tokens."""
 
     def found() -> list[LiveRequest]:
-        running = [each for each in inside.process.running() if each.caller.payer.organization_id == tenant.organization_id]
-        return [each for each in running if isinstance(each, LiveRequest) and each.usage.generated_token_count >= token_count]
+        running = [
+            each
+            for each in inside.process.running()
+            if each.caller.payer.organization_id == tenant.organization_id
+        ]
+        return [
+            each
+            for each in running
+            if isinstance(each, LiveRequest) and each.usage.generated_token_count >= token_count
+        ]
 
     await until(found, "tokens")
     return found()
 
 
-async def test_credit_below_one_is_refused_and_the_input_is_billed_and_counted(inside: Inside, service: Service) -> None:
-    """Again and again: the quota on tokens and the one on requests refuse in the end."""
+async def test_credit_below_one_is_refused_and_the_input_is_billed_and_counted(
+    inside: Inside, service: Service
+) -> None:
+    """Repeated requests are refused in the end, by the token quota and by the request quota."""
     tenant = await service.tenant(LIMITS)
     prompts = [own_prompt() for _ in range(3)]
     async with service.stream(tenant.secret) as stream:
         for prompt in prompts:
-            request_id = await stream.begin(prompt=prompt, initial_credit_tokens=0, max_output_tokens=100)
+            request_id = await stream.begin(
+                prompt=prompt, initial_credit_tokens=0, max_output_tokens=100
+            )
             await running_until(inside, tenant, 5)
             await stream.send(credit(request_id, -1))
             end = (await stream.end(request_id)).failed
@@ -117,7 +152,10 @@ async def test_credit_below_one_is_refused_and_the_input_is_billed_and_counted(i
         again = await stream.finished(await stream.begin(prompt=prompts[0], max_output_tokens=1))
 
     events = service.books.events(tenant)
-    assert [(event["outcome"], event["input_token_count"], event["billed_token_count"]) for event in events] == [
+    assert [
+        (event["outcome"], event["input_token_count"], event["billed_token_count"])
+        for event in events
+    ] == [
         ("cancelled", 200, 0),
         ("cancelled", 200, 0),
         ("cancelled", 200, 0),
@@ -129,16 +167,22 @@ async def test_credit_below_one_is_refused_and_the_input_is_billed_and_counted(i
 
 
 def answered(stream: Stream, request_id: str) -> bool:
-    """Whether a request was admitted or refused."""
+    """Return whether a request was admitted or refused."""
     return bool(stream.of(request_id, "admitted") or stream.ends(request_id))
 
 
-async def test_requests_that_end_by_a_wrong_credit_reach_the_limits(inside: Inside, service: Service) -> None:
-    tenant = await service.tenant({QuotaDimension.TOKENS_PER_MONTH: 500, QuotaDimension.REQUESTS_PER_MINUTE: 1000})
+async def test_requests_that_end_by_a_wrong_credit_reach_the_limits(
+    inside: Inside, service: Service
+) -> None:
+    tenant = await service.tenant(
+        {QuotaDimension.TOKENS_PER_MONTH: 500, QuotaDimension.REQUESTS_PER_MINUTE: 1000}
+    )
     reasons = []
     async with service.stream(tenant.secret) as stream:
         for _ in range(4):
-            request_id = await stream.begin(prompt=own_prompt(), initial_credit_tokens=0, max_output_tokens=20)
+            request_id = await stream.begin(
+                prompt=own_prompt(), initial_credit_tokens=0, max_output_tokens=20
+            )
             await stream.wait(functools.partial(answered, stream, request_id))
             if not stream.ends(request_id):
                 await running_until(inside, tenant, 5)
@@ -148,11 +192,15 @@ async def test_requests_that_end_by_a_wrong_credit_reach_the_limits(inside: Insi
     assert reasons == ["FIELD_INVALID", "FIELD_INVALID", "QUOTA_EXCEEDED", "QUOTA_EXCEEDED"]
 
 
-async def test_a_grammar_without_a_first_token_is_refused_before_anything_is_computed(inside: Inside, service: Service) -> None:
+async def test_a_grammar_without_a_first_token_is_refused_before_anything_is_computed(
+    inside: Inside, service: Service
+) -> None:
     tenant = await service.tenant(LIMITS)
     before = inside.engine.statistics().prompt_token_count
     async with service.stream(tenant.secret) as stream:
-        refusal = await stream.failed(await stream.begin(response_format=LOOPING, ignore_eos=None, prompt=own_prompt()))
+        refusal = await stream.failed(
+            await stream.begin(response_format=LOOPING, ignore_eos=None, prompt=own_prompt())
+        )
 
     assert (refusal.code, refusal.reason) == (StatusCode.INVALID_ARGUMENT, "REQUEST_IMPOSSIBLE")
     assert refusal.fields == ["response_format.lark"]
@@ -161,10 +209,14 @@ async def test_a_grammar_without_a_first_token_is_refused_before_anything_is_com
     assert counted(service, tenant) == (1, 0, 0)
 
 
-async def test_a_grammar_that_faults_while_it_is_followed_is_billed_like_a_cancellation(service: Service) -> None:
+async def test_a_grammar_that_faults_while_it_is_followed_is_billed_like_a_cancellation(
+    service: Service,
+) -> None:
     tenant = await service.tenant(LIMITS)
     async with service.stream(tenant.secret) as stream:
-        request_id = await stream.begin(response_format=FAULTING_LATER, ignore_eos=None, prompt=own_prompt())
+        request_id = await stream.begin(
+            response_format=FAULTING_LATER, ignore_eos=None, prompt=own_prompt()
+        )
         refusal = await stream.failed(request_id)
         end = (await stream.end(request_id)).failed
 
@@ -197,24 +249,35 @@ async def test_prompts_that_end_because_another_one_was_at_fault_are_billed(
 
     async with connect_async(service, tenant.secret) as client, asyncio.TaskGroup() as tasks:
         call = tasks.create_task(ask(client))
-        await until(lambda: sum(each.usage.generated_token_count > 5 for each in inside.process.running()) == 3, "tokens of all")
+        await until(
+            lambda: (
+                sum(each.usage.generated_token_count > 5 for each in inside.process.running()) == 3
+            ),
+            "tokens of all",
+        )
         inside.process.running()[1].stop(Outcome.CANCELLED, wrong)
         error = await call
 
     assert error.code == "invalid_value"
     await until(lambda: service.books.holds(tenant) == {"settled": 3}, "all to be settled")
     events = service.books.events(tenant)
-    assert all(event["input_token_count"] > 0 and event["outcome"] == "cancelled" for event in events)
+    assert all(
+        event["input_token_count"] > 0 and event["outcome"] == "cancelled" for event in events
+    )
     assert all(event["billed_token_count"] == 0 for event in events if not streams)
     tokens = sum(event["input_token_count"] + event["billed_token_count"] for event in events)
     assert counted(service, tenant) == (3, tokens, sum(event["cost_picos"] for event in events))
 
 
-async def test_an_end_by_an_administrator_is_billed_like_a_cancellation(inside: Inside, service: Service) -> None:
+async def test_an_end_by_an_administrator_is_billed_like_a_cancellation(
+    inside: Inside, service: Service
+) -> None:
     """In one piece, so that nothing has been delivered."""
     tenant = await service.tenant(LIMITS)
     async with connect_async(service, tenant.secret) as client, asyncio.TaskGroup() as tasks:
-        asked = client.completions.create(model=MODEL, prompt="Go on", max_tokens=2000, extra_body=TO_THE_END)
+        asked = client.completions.create(
+            model=MODEL, prompt="Go on", max_tokens=2000, extra_body=TO_THE_END
+        )
         call = tasks.create_task(failure(asked))
         [request] = await running_until(inside, tenant, 5)
         request.stop(Outcome.CANCELLED, CancelledByAdmin("an administrator has ended this request"))
@@ -227,8 +290,10 @@ async def test_an_end_by_an_administrator_is_billed_like_a_cancellation(inside: 
     assert counted(service, tenant) == (1, event["input_token_count"], event["cost_picos"])
 
 
-async def test_prepaid_credit_is_untouched_by_requests_of_which_nothing_is_billed(inside: Inside, service: Service) -> None:
-    """The engine breaks after the lease was extended, and before anything was delivered; as often as it likes."""
+async def test_prepaid_credit_is_untouched_by_requests_of_which_nothing_is_billed(
+    inside: Inside, service: Service
+) -> None:
+    """The engine fails repeatedly after an extension of the lease and before any delivery."""
     tenant = await service.tenant(LIMITS)
     async with service.session() as session:
         await set_prepaid(session, organization=tenant.name, prepaid=True, actor="test")
@@ -245,7 +310,9 @@ async def test_prepaid_credit_is_untouched_by_requests_of_which_nothing_is_bille
     messages = []
     for _ in range(4):
         async with connect_async(service, tenant.secret) as client, asyncio.TaskGroup() as tasks:
-            asked = client.completions.create(model=MODEL, prompt="Go on", max_tokens=2000, extra_body=TO_THE_END)
+            asked = client.completions.create(
+                model=MODEL, prompt="Go on", max_tokens=2000, extra_body=TO_THE_END
+            )
             call = tasks.create_task(failure(asked))
             [request] = await running_until(inside, tenant, 3 * SLICE)
             request.stop(Outcome.FAILED, EngineFailed("it broke"))
@@ -263,16 +330,22 @@ async def test_prepaid_credit_is_untouched_by_requests_of_which_nothing_is_bille
         sessions = create_sessions(engine)
         await rate_all_pending(sessions)
         async with sessions() as session:
-            assert (await credit_balance(session, organization=tenant.name)).available_picos == PICOS_OF_CREDIT
+            assert (
+                await credit_balance(session, organization=tenant.name)
+            ).available_picos == PICOS_OF_CREDIT
     finally:
         await engine.dispose()
     with psycopg.connect(psycopg_conninfo(service.database_url)) as connection:
-        query = "SELECT count(*) FROM ledger_transactions WHERE organization_id = %s AND kind = 'usage'"
+        query = (
+            "SELECT count(*) FROM ledger_transactions WHERE organization_id = %s AND kind = 'usage'"
+        )
         assert connection.execute(query, (tenant.organization_id,)).fetchone() == (0,)
 
 
-async def test_a_request_cancelled_while_it_waits_counts_and_costs_nothing(inside: Inside, service: Service) -> None:
-    """The limit on requests is for those, too; the id is used up by it."""
+async def test_a_request_cancelled_while_it_waits_counts_and_costs_nothing(
+    inside: Inside, service: Service
+) -> None:
+    """It counts in the quota on requests, and its id cannot be reused."""
     tenant = await service.tenant(LIMITS)
     async with service.stream(tenant.secret) as stream:
         crowd = [start(max_output_tokens=2400) for _ in range(64)]
@@ -290,5 +363,9 @@ async def test_a_request_cancelled_while_it_waits_counts_and_costs_nothing(insid
 
     event = service.books.event(tenant, waiting.request_id)
     assert (finished.usage.input_token_count, picos(finished.cost)) == (0, 0)
-    assert (event["outcome"], event["input_token_count"], event["cost_picos"]) == ("cancelled", 0, 0)
+    assert (event["outcome"], event["input_token_count"], event["cost_picos"]) == (
+        "cancelled",
+        0,
+        0,
+    )
     assert counted(service, tenant)[0] == 65

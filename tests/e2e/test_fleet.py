@@ -1,4 +1,4 @@
-"""A model of two versions under several names and in two regions: whatever it is asked by, it is billed and limited as itself."""
+"""Model with two versions, several names and two regions: billed by its canonical name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,16 @@ from api.core.settings import bundled_models
 from metering.core.models import QuotaDimension, QuotaSubject
 from metering.quotas.quota_admin import set_quota
 from tests.conftest import new_database
-from tests.service import MODEL, Service, bearer, cost_picos, picos, running, wait_for
+from tests.service import (
+    MODEL,
+    Service,
+    bearer,
+    cost_picos,
+    kernels_of_this_machine,
+    picos,
+    running,
+    wait_for,
+)
 
 FLEET = """
 regions: {{eu: [us], us: []}}
@@ -28,16 +37,26 @@ aliases: {{latest: {model}, next: {model}@v2}}
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory, model: Path, postgres_server: str, template_database: str) -> Iterator[Service]:
-    """A service of its own, in the region eu."""
+def fleet(
+    tmp_path_factory: pytest.TempPathFactory,
+    model: Path,
+    postgres_server: str,
+    template_database: str,
+) -> Iterator[Service]:
+    """Yield a separate service in the region eu."""
     home = tmp_path_factory.mktemp("fleet")
     file = home / "fleet.yaml"
     file.write_text(FLEET.format(model=MODEL, directory=model))
     with new_database(postgres_server, template=template_database) as url:
-        service = Service(home / "home", url, model, models=bundled_models(), fleet_file=str(file), region="eu")
+        service = Service(
+            home / "home", url, model, models=bundled_models(), fleet_file=str(file), region="eu"
+        )
         with running(service):
             wait_for(
-                lambda: service.serving(f"engine/{MODEL}@v1") and service.serving(f"engine/{MODEL}@v2"), "both versions to load"
+                lambda: (
+                    service.serving(f"engine/{MODEL}@v1") and service.serving(f"engine/{MODEL}@v2")
+                ),
+                "both versions to load",
             )
             yield service
             assert service.stop() == 0, service.log[-4000:]
@@ -45,7 +64,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory, model: Path, postgres_server
 
 
 @pytest.mark.parametrize("name", [MODEL, "latest", "next", f"{MODEL}@v1"])
-async def test_a_request_is_billed_as_the_model_whatever_it_was_called(fleet: Service, name: str) -> None:
+async def test_a_request_by_an_alias_is_billed_as_the_model(fleet: Service, name: str) -> None:
     tenant = await fleet.tenant()
     async with fleet.stream(tenant.secret) as stream:
         request_id = await stream.begin(model=name)
@@ -53,7 +72,9 @@ async def test_a_request_is_billed_as_the_model_whatever_it_was_called(fleet: Se
         count = len(stream.token_ids(request_id))
     async with fleet.channel() as channel:
         asked = pb.GetGenerationRequest(request_id=request_id)
-        answer = await pb_grpc.InferenceServiceStub(channel).GetGeneration(asked, metadata=bearer(tenant.secret))
+        answer = await pb_grpc.InferenceServiceStub(channel).GetGeneration(
+            asked, metadata=bearer(tenant.secret)
+        )
 
     assert answer.generation.model == MODEL
     assert fleet.books.event(tenant, request_id)["model"] == MODEL
@@ -61,7 +82,7 @@ async def test_a_request_is_billed_as_the_model_whatever_it_was_called(fleet: Se
     assert picos(finished.cost) == picos(answer.generation.cost) == cost_picos(finished.usage)
 
 
-async def test_a_quota_for_a_model_holds_whatever_it_is_called(fleet: Service) -> None:
+async def test_a_quota_for_a_model_applies_to_its_aliases(fleet: Service) -> None:
     tenant = await fleet.tenant()
     async with fleet.session() as session:
         await set_quota(
@@ -81,7 +102,9 @@ async def test_a_quota_for_a_model_holds_whatever_it_is_called(fleet: Service) -
     assert refusal.reason == "QUOTA_EXCEEDED"
 
 
-async def test_a_key_that_is_limited_to_a_model_may_call_it_by_all_its_names(fleet: Service) -> None:
+async def test_a_key_that_is_limited_to_a_model_may_call_it_by_all_its_names(
+    fleet: Service,
+) -> None:
     tenant = await fleet.tenant()
     _, secret = await fleet.new_key(tenant, models=[MODEL])
     _, other = await fleet.new_key(tenant, models=["another"])
@@ -90,10 +113,14 @@ async def test_a_key_that_is_limited_to_a_model_may_call_it_by_all_its_names(fle
             await stream.finished(await stream.begin(model=name, max_output_tokens=1))
     async with fleet.stream(other) as stream:
         for name in (MODEL, "latest", f"{MODEL}@v2"):
-            assert (await stream.failed(await stream.begin(model=name))).reason == "MODEL_NOT_ALLOWED"
+            assert (
+                await stream.failed(await stream.begin(model=name))
+            ).reason == "MODEL_NOT_ALLOWED"
 
 
-async def test_names_and_regions_that_are_unknown_are_told_with_those_that_are_known(fleet: Service) -> None:
+async def test_unknown_names_and_regions_are_reported_with_the_known_ones(
+    fleet: Service,
+) -> None:
     tenant = await fleet.tenant()
     async with fleet.stream(tenant.secret) as stream:
         unknown = await stream.failed(await stream.begin(model=f"{MODEL}@v9"))
@@ -119,6 +146,7 @@ async def test_the_list_of_models_tells_names_versions_and_replicas(fleet: Servi
     assert (listed.name, listed.aliases) == (MODEL, ("latest", "next"))
     assert [(each.version, each.share) for each in listed.versions] == [("v1", 0.5), ("v2", 0.5)]
     assert (listed.ready_replica_count, listed.replica_count) == (2, 2)
+    assert listed.kernels == (kernels_of_this_machine(),)
     assert listed.price is not None
     assert counted.input_token_count > 0
     assert (result.usage.delivered_token_count > 0, result.migration_count) == (True, 0)

@@ -1,6 +1,6 @@
-"""What a client does to a stream, wisely or not: credit, stalls, and thousands of random acts. Each request is settled once, all is
-given back, and nobody waits for somebody else's client.
+"""Clients' flow control: credit, stalls, and thousands of random operations.
 
+Each request is settled once, all resources are released, and no client delays another.
 The whole search: `WEIR_TEST_CLIENT_STEPS=10000 pytest -s tests/e2e/test_flow_control.py -k random`.
 """
 
@@ -29,23 +29,41 @@ from weir.v1 import types_pb2
 from metering.core.models import QuotaDimension
 from tests.conftest import new_database
 from tests.metering.invariants import check_invariants
-from tests.service import SMALL_WINDOWS, Inside, Service, Stream, Tenant, bearer, cancel, credit, run_inside, start, until
+from tests.service import (
+    SMALL_WINDOWS,
+    Inside,
+    Service,
+    Stream,
+    Tenant,
+    bearer,
+    cancel,
+    credit,
+    run_inside,
+    start,
+    until,
+)
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 STEPS = int(os.environ.get("WEIR_TEST_CLIENT_STEPS", "400"))
-STALL_MAX_S = 60.0  # no test comes near it, but for the one that makes it less
-OUTBOX_TOKENS = 400  # some 0.8 s of one request
-TIME_SCALE = 0.25  # some 2 ms a token
+STALL_MAX_S = 60.0  # beyond every test, except for the one that lowers it
+OUTBOX_TOKENS = 400  # about 0.8 s of one request
+TIME_SCALE = 0.25  # about 2 ms per token
 KEEP_S = 0.5
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def inside(
-    tmp_path_factory: pytest.TempPathFactory, model: Path, postgres_server: str, template_database: str
+    tmp_path_factory: pytest.TempPathFactory,
+    model: Path,
+    postgres_server: str,
+    template_database: str,
 ) -> AsyncIterator[Inside]:
-    """A server with little patience, whose engine is simulated."""
-    with new_database(postgres_server, template=template_database) as url, pytest.MonkeyPatch.context() as monkeypatch:
+    """Yield a server with short timeouts and a simulated engine."""
+    with (
+        new_database(postgres_server, template=template_database) as url,
+        pytest.MonkeyPatch.context() as monkeypatch,
+    ):
         service = Service(
             tmp_path_factory.mktemp("inside"),
             url,
@@ -62,42 +80,49 @@ async def inside(
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def service(inside: Inside) -> AsyncIterator[Service]:
-    """The service; each test leaves it empty."""
+    """Yield the service; each test leaves it empty."""
     yield inside.service
     await inside.check_empty()
 
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def tenant(service: Service) -> Tenant:
-    """With limits that count, so that a leak shows."""
-    return await service.tenant({QuotaDimension.TOKENS_PER_MONTH: 10**9, QuotaDimension.CONCURRENT_REQUESTS: 10_000})
+    """Return a tenant with quotas, which reveal leaks."""
+    return await service.tenant(
+        {QuotaDimension.TOKENS_PER_MONTH: 10**9, QuotaDimension.CONCURRENT_REQUESTS: 10_000}
+    )
 
 
 @pytest.fixture
 def less_patience(inside: Inside) -> Iterator[None]:
-    """With clients that take nothing."""
+    """Shorten the timeout of clients that take nothing."""
     object.__setattr__(inside.process.admission.settings, "client_stall_max_s", 0.2)
     yield
     object.__setattr__(inside.process.admission.settings, "client_stall_max_s", STALL_MAX_S)
 
 
 def attach(request_id: str, after_seq: int = 0) -> pb.ClientFrame:
-    """Receive a request."""
+    """Return a frame that attaches to a request."""
     return pb.ClientFrame(request_id=request_id, attach=pb.AttachFrame(after_seq=after_seq))
 
 
 def generated(inside: Inside, tenant: Tenant, request_id: str) -> int:
-    """By the engine so far."""
+    """Return the number of generated tokens so far."""
     request = inside.process.find((tenant.project_id, uuid.UUID(request_id)))
     return 10**9 if request is None else request.usage.generated_token_count
 
 
-async def test_no_more_is_sent_than_was_granted(inside: Inside, service: Service, tenant: Tenant) -> None:
+async def test_no_more_is_sent_than_was_granted(
+    inside: Inside, service: Service, tenant: Tenant
+) -> None:
     async with service.stream(tenant.secret) as stream:
         request_id = await stream.begin(max_output_tokens=200, initial_credit_tokens=5)
         for granted, more in ((5, 7), (12, 1), (13, 30), (43, 1000)):
             await stream.received(request_id, granted)
-            await until(lambda granted=granted: generated(inside, tenant, request_id) > granted + 20, "more to be there")  # type: ignore[misc]
+            await until(
+                lambda granted=granted: generated(inside, tenant, request_id) > granted + 20,  # type: ignore[misc]
+                "more to be there",
+            )
             assert len(stream.token_ids(request_id)) == granted
             await stream.send(credit(request_id, more))
         finished = await stream.finished(request_id)
@@ -114,13 +139,16 @@ async def test_no_more_is_sent_than_was_granted(inside: Inside, service: Service
 async def test_an_end_at_any_frame_is_settled_with_what_came_before(
     inside: Inside, service: Service, tenant: Tenant, how: str
 ) -> None:
-    """Credit holds each request exactly there, while the engine goes on."""
+    """Credit stops each request exactly there, while the engine goes on."""
     frames = [start(max_output_tokens=300, initial_credit_tokens=index) for index in range(25)]
     async with service.stream(tenant.secret) as stream:
         await stream.send(*frames)
         for index, frame in enumerate(frames):
             await stream.received(frame.request_id, index)
-            await until(lambda id=frame.request_id, at=index: generated(inside, tenant, id) > at, "more to wait")  # type: ignore[misc]
+            await until(
+                lambda id=frame.request_id, at=index: generated(inside, tenant, id) > at,  # type: ignore[misc]
+                "more to wait",
+            )
         if how == "cancel":
             await stream.cancel(*(frame.request_id for frame in frames))
             for frame in frames:
@@ -132,49 +160,66 @@ async def test_an_end_at_any_frame_is_settled_with_what_came_before(
 
     for index, frame in enumerate(frames):
         event = service.books.event(tenant, frame.request_id)
-        assert (event["outcome"], event["delivered_token_count"], event["billed_token_count"]) == ("cancelled", index, index)
+        assert (event["outcome"], event["delivered_token_count"], event["billed_token_count"]) == (
+            "cancelled",
+            index,
+            index,
+        )
 
 
-async def test_one_stalled_request_slows_none_of_a_hundred_on_its_stream(service: Service, tenant: Tenant) -> None:
-    """It is given up in the end, and settled with what its client let be sent."""
+async def test_one_stalled_request_slows_none_of_a_hundred_on_its_stream(
+    service: Service, tenant: Tenant
+) -> None:
+    """It is ended after the stall limit and settled with the tokens that its credit allowed."""
     async with service.stream(tenant.secret) as stream:
         stalled = await stream.begin(max_output_tokens=3000, initial_credit_tokens=3)
         await stream.received(stalled, 3)
         others = [start(max_output_tokens=40) for _ in range(99)]
         await stream.send(*others)
         for frame in others:
-            assert (await stream.finished(frame.request_id)).reason == types_pb2.FINISH_REASON_LENGTH
+            assert (
+                await stream.finished(frame.request_id)
+            ).reason == types_pb2.FINISH_REASON_LENGTH
         finished = await stream.finished(stalled)
 
     assert finished.reason == types_pb2.FINISH_REASON_SLOW_CONSUMER
     assert len(stream.token_ids(stalled)) == finished.usage.billed_token_count == 3
     event = service.books.event(tenant, stalled)
     assert (event["outcome"], event["delivered_token_count"]) == ("slow_consumer", 3)
-    assert {event["outcome"] for event in service.books.events(tenant)} == {"slow_consumer", "length"}
+    assert {event["outcome"] for event in service.books.events(tenant)} == {
+        "slow_consumer",
+        "length",
+    }
 
 
 @pytest.mark.parametrize("token_count", [50, 3000], ids=["has ended", "runs"])
-async def test_who_grants_nothing_for_so_long_is_given_up(
+async def test_a_client_without_credit_grants_is_stopped_after_the_stall_time(
     inside: Inside, service: Service, tenant: Tenant, less_patience: None, token_count: int
 ) -> None:
-    """Whether the engine is done with it or not."""
+    """Also after the engine has finished it."""
     async with service.stream(tenant.secret) as stream:
         request_id = await stream.begin(max_output_tokens=token_count, initial_credit_tokens=4)
         finished = await stream.finished(request_id)
 
-    assert (finished.reason, finished.usage.billed_token_count) == (types_pb2.FINISH_REASON_SLOW_CONSUMER, 4)
+    assert (finished.reason, finished.usage.billed_token_count) == (
+        types_pb2.FINISH_REASON_SLOW_CONSUMER,
+        4,
+    )
 
 
 @pytest.mark.parametrize("token_count", [0, -1, -(2**63)])
-async def test_credit_that_is_none_ends_its_request(inside: Inside, service: Service, tenant: Tenant, token_count: int) -> None:
-    """At once: what waits for credit is not waited for."""
+async def test_invalid_credit_ends_its_request(
+    inside: Inside, service: Service, tenant: Tenant, token_count: int
+) -> None:
+    """The request ends at once instead of waiting for more credit."""
     async with service.stream(tenant.secret) as stream:
         request_id = await stream.begin(max_output_tokens=3000, initial_credit_tokens=2)
         await stream.received(request_id, 2)
         await until(lambda: generated(inside, tenant, request_id) > 10, "more to be there")
         await stream.send(credit(request_id, token_count))
         refusal = await stream.failed(request_id)
-        await stream.send(credit(request_id, 5), cancel(request_id))  # it has ended: nothing happens
+        # It has ended: nothing happens.
+        await stream.send(credit(request_id, 5), cancel(request_id))
         unknown = start().request_id
         await stream.send(credit(unknown, 5))
         assert (await stream.failed(unknown)).code is StatusCode.NOT_FOUND
@@ -182,13 +227,20 @@ async def test_credit_that_is_none_ends_its_request(inside: Inside, service: Ser
 
     assert (refusal.code, refusal.fields) == (StatusCode.INVALID_ARGUMENT, ["credit.token_count"])
     assert refusal.frame is not None
-    assert refusal.frame.usage.billed_token_count == service.books.event(tenant, request_id)["billed_token_count"] == 2
+    assert (
+        refusal.frame.usage.billed_token_count
+        == service.books.event(tenant, request_id)["billed_token_count"]
+        == 2
+    )
 
 
 async def test_initial_credit_below_zero_is_refused(service: Service, tenant: Tenant) -> None:
     async with service.stream(tenant.secret) as stream:
         refusal = await stream.failed(await stream.begin(initial_credit_tokens=-1))
-    assert (refusal.code, refusal.fields) == (StatusCode.INVALID_ARGUMENT, ["initial_credit_tokens"])
+    assert (refusal.code, refusal.fields) == (
+        StatusCode.INVALID_ARGUMENT,
+        ["initial_credit_tokens"],
+    )
 
 
 async def test_credit_that_needs_none_changes_nothing(service: Service, tenant: Tenant) -> None:
@@ -198,7 +250,9 @@ async def test_credit_that_needs_none_changes_nothing(service: Service, tenant: 
         assert (await stream.finished(frame.request_id)).usage.delivered_token_count == 30
 
 
-async def test_what_is_sent_again_uses_credit_and_counts_no_more(inside: Inside, service: Service, tenant: Tenant) -> None:
+async def test_replayed_output_uses_credit_and_is_billed_once(
+    inside: Inside, service: Service, tenant: Tenant
+) -> None:
     frame = start(max_output_tokens=40, initial_credit_tokens=10, keep_on_disconnect=seconds(30))
     async with service.stream(tenant.secret) as stream, service.stream(tenant.secret) as other:
         await stream.send(frame)
@@ -213,18 +267,19 @@ async def test_what_is_sent_again_uses_credit_and_counts_no_more(inside: Inside,
         finished = await other.finished(frame.request_id)
     assert finished.usage.delivered_token_count == len(other.token_ids(frame.request_id)) == 40
     assert service.books.event(tenant, frame.request_id)["billed_token_count"] == 40
-    inside.process.replays.forget((tenant.project_id, uuid.UUID(frame.request_id)))  # so that no later test waits for that
+    # Otherwise later tests would wait for it.
+    inside.process.replays.forget((tenant.project_id, uuid.UUID(frame.request_id)))
 
 
 def seconds(value: float) -> Duration:
-    """As a message."""
+    """Return a duration message."""
     duration = Duration()
     duration.FromTimedelta(timedelta(seconds=value))
     return duration
 
 
 class Client(Stream):
-    """One stream that may stop reading."""
+    """Stream that may pause reading."""
 
     def __init__(self, call: Any) -> None:
         super().__init__(call)
@@ -232,7 +287,7 @@ class Client(Stream):
         self.reads.set()
 
     async def read_all(self) -> None:
-        """Take frames until the stream ends, while it reads."""
+        """Take frames until the stream ends, except during pauses."""
         try:
             while await self._reads_on():
                 pass
@@ -253,9 +308,11 @@ class Client(Stream):
 
 
 class Crowd:
-    """Clients of one project who do anything that the wire lets them do."""
+    """Clients of one project that perform any operation of the protocol."""
 
-    def __init__(self, service: Service, tenant: Tenant, rng: random.Random, tasks: asyncio.TaskGroup) -> None:
+    def __init__(
+        self, service: Service, tenant: Tenant, rng: random.Random, tasks: asyncio.TaskGroup
+    ) -> None:
         self.service = service
         self.tenant = tenant
         self.rng = rng
@@ -267,16 +324,20 @@ class Crowd:
         self.channels: list[grpc.aio.Channel] = []
 
     def join(self) -> None:
-        """One more stream, on a connection of its own."""
-        channel = grpc.aio.insecure_channel(self.service.address, options=[("grpc.use_local_subchannel_pool", 1), *SMALL_WINDOWS])
+        """Open another stream on a new connection."""
+        channel = grpc.aio.insecure_channel(
+            self.service.address, options=[("grpc.use_local_subchannel_pool", 1), *SMALL_WINDOWS]
+        )
         self.channels.append(channel)
-        client = Client(pb_grpc.InferenceServiceStub(channel).Generate(metadata=bearer(self.tenant.secret)))
+        client = Client(
+            pb_grpc.InferenceServiceStub(channel).Generate(metadata=bearer(self.tenant.secret))
+        )
         self.tasks.create_task(client.read_all())
         self.open.append(client)
         self.all.append(client)
 
     def new_start(self) -> pb.ClientFrame:
-        """Short or long, kept or not, with credit or not."""
+        """Return a random start: short or long, kept or not, with credit or not."""
         fields: dict[str, Any] = {"max_output_tokens": self.rng.choice((3, 20, 60, 1500))}
         if self.rng.random() < 0.5:
             fields["keep_on_disconnect"] = seconds(KEEP_S)
@@ -289,9 +350,11 @@ class Crowd:
         return frame
 
     def frames(self) -> list[pb.ClientFrame]:
-        """What one message says: of a new request, or of one of the last dozen, whoever receives it."""
+        """Return a random message about a new request or one of the last dozen, of any stream."""
         rng = self.rng
-        act = rng.choice(("start", "start", "again", "other", "cancel", "attach", "attach", "credit", "both"))
+        act = rng.choice(
+            ("start", "start", "again", "other", "cancel", "attach", "attach", "credit", "both")
+        )
         self.counts[act] += 1
         if act == "start" or not self.starts:
             return [self.new_start()]
@@ -304,9 +367,16 @@ class Crowd:
             case "cancel":
                 return [cancel(old.request_id)]
             case "attach":
-                seqs = [d.seq for client in self.all[-8:] for d in client.of(old.request_id, "delta")]
-                after_seq = rng.choice((0, max(seqs, default=0), max(seqs, default=0), rng.randrange(60)))
-                return [attach(old.request_id, after_seq), credit(old.request_id, rng.choice((1, 50, 2000)))]
+                seqs = [
+                    d.seq for client in self.all[-8:] for d in client.of(old.request_id, "delta")
+                ]
+                after_seq = rng.choice(
+                    (0, max(seqs, default=0), max(seqs, default=0), rng.randrange(60))
+                )
+                return [
+                    attach(old.request_id, after_seq),
+                    credit(old.request_id, rng.choice((1, 50, 2000))),
+                ]
             case "credit":
                 return [credit(old.request_id, rng.choice((1, 5, 500)))]
             case _:
@@ -314,7 +384,7 @@ class Crowd:
                 return [frame, cancel(frame.request_id)]
 
     async def step(self) -> None:
-        """One act of one client."""
+        """Perform one operation of a client."""
         rng = self.rng
         if len(self.open) < 3 or (len(self.open) < 6 and rng.random() < 0.05):
             self.join()
@@ -322,7 +392,8 @@ class Crowd:
         act = rng.random()
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError):
             if act < 0.80:
-                async with asyncio.timeout(5):  # who does not read is not read either, some time
+                # the server stops reading from a client that does not read
+                async with asyncio.timeout(5):
                     await client.send(*self.frames())
             elif act < 0.88:
                 self.counts["disconnect"] += 1
@@ -339,10 +410,10 @@ class Crowd:
                 client.reads.clear()
             else:
                 client.reads.set()
-        await asyncio.sleep(rng.choice((0.0, 0.0, 0.002, 0.01)))  # moments of every kind
+        await asyncio.sleep(rng.choice((0.0, 0.0, 0.002, 0.01)))  # delays of every kind
 
     async def leave(self) -> None:
-        """All of them, one way or the other."""
+        """Close all streams in various ways."""
         for client in self.all:
             client.reads.set()
             if client in self.open and self.rng.random() < 0.5:
@@ -356,7 +427,9 @@ class Crowd:
             await channel.close()
 
 
-async def test_random_clients_leave_one_settlement_each_and_nothing_else(inside: Inside, service: Service, tenant: Tenant) -> None:
+async def test_random_clients_leave_one_settlement_each_and_nothing_else(
+    inside: Inside, service: Service, tenant: Tenant
+) -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}, {STEPS} steps")
     rng = random.Random(seed)
@@ -377,17 +450,23 @@ async def test_random_clients_leave_one_settlement_each_and_nothing_else(inside:
     assert len(billed) == len(events), "one settlement each"
     check_frames(crowd.all, billed)
     used, held = service.books.counters(tenant)["tokens_per_month"]
-    assert (used, held) == (sum(event["input_token_count"] + event["delivered_token_count"] for event in events), 0)
+    assert (used, held) == (
+        sum(event["input_token_count"] + event["delivered_token_count"] for event in events),
+        0,
+    )
     check_invariants(service.database_url, all_ended=True)
-    print(dict(crowd.counts), f"{len(crowd.all)} streams, {len(events)} settled, {sum(billed.values())} tokens")
+    print(
+        dict(crowd.counts),
+        f"{len(crowd.all)} streams, {len(events)} settled, {sum(billed.values())} tokens",
+    )
 
 
 def check_frames(clients: list[Client], billed: dict[str, int]) -> None:
-    """On each stream deltas follow each other from where it attached; a number means one delta; what came was billed."""
+    """Check that deltas are consecutive from the attach on, equal by number, and billed."""
     deltas: dict[str, dict[int, pb.DeltaFrame]] = defaultdict(dict)
     for client in clients:
         for request_id, received in client.frames.items():
-            expected = 0  # none: nothing may come
+            expected = 0  # none: nothing may arrive
             for frame in received:
                 match frame.WhichOneof("kind"):
                     case "attached":
@@ -395,10 +474,17 @@ def check_frames(clients: list[Client], billed: dict[str, int]) -> None:
                     case "admitted":
                         expected = expected or 1
                     case "delta":
-                        assert frame.delta.seq == expected, "no gap, no repetition, nothing after the end"
+                        assert frame.delta.seq == expected, (
+                            "no gap, no repetition, nothing after the end"
+                        )
                         expected += 1
-                        assert deltas[request_id].setdefault(frame.delta.seq, frame.delta) == frame.delta
+                        assert (
+                            deltas[request_id].setdefault(frame.delta.seq, frame.delta)
+                            == frame.delta
+                        )
                     case "finished" | "failed" if not frame.failed.duplicate_start:
                         expected = 0
     for request_id, by_seq in deltas.items():
-        assert sum(len(delta.token_ids) for delta in by_seq.values()) <= billed[request_id], "what came was billed"
+        assert sum(len(delta.token_ids) for delta in by_seq.values()) <= billed[request_id], (
+            "what came was billed"
+        )

@@ -1,4 +1,4 @@
-"""Any sequence of frames, right and wrong: every started request has exactly one end, and the server is as it was."""
+"""Any sequence of valid and invalid frames: each started request ends once, and nothing leaks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from metering.core.models import QuotaDimension
 from tests.service import CONTEXT_WINDOW_TOKENS, MODEL, Service, cancel, log_events, start
 
 ACTS = 12  # per stream
-IDS = 4  # few, so that they are used again and again
+IDS = 4  # few, so that ids are reused
 
 texts = st.text(max_size=8)
 numbers = st.integers(-(2**31), 2**31 - 1) | st.integers(-3, 30)
@@ -34,10 +34,14 @@ prompts = st.one_of(
     st.fixed_dictionaries({"prompt": st.lists(numbers, min_size=1, max_size=5)}),
     st.builds(
         lambda turns: {"conversation": pb.Conversation(messages=turns)},
-        st.lists(st.builds(pb.Message, role=st.sampled_from([0, 1, 2, 3]), content=texts), max_size=3),
+        st.lists(
+            st.builds(pb.Message, role=st.sampled_from([0, 1, 2, 3]), content=texts), max_size=3
+        ),
     ),
 )
-good = st.fixed_dictionaries({"max_output_tokens": st.integers(1, 60) | st.just(CONTEXT_WINDOW_TOKENS - 200)})
+good = st.fixed_dictionaries(
+    {"max_output_tokens": st.integers(1, 60) | st.just(CONTEXT_WINDOW_TOKENS - 200)}
+)
 any_start = st.builds(
     lambda prompt, rest: prompt | rest,
     prompts,
@@ -55,27 +59,44 @@ any_start = st.builds(
     ),
 )
 acts = st.lists(
-    st.tuples(st.sampled_from(["start", "start", "start", "cancel"]), st.integers(0, IDS - 1), good | any_start),
+    st.tuples(
+        st.sampled_from(["start", "start", "start", "cancel"]),
+        st.integers(0, IDS - 1),
+        good | any_start,
+    ),
     min_size=1,
     max_size=ACTS,
 )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(batches=st.lists(acts, min_size=1, max_size=3), hang_up=st.booleans())
-def test_any_sequence_of_frames(service: Service, batches: list[list[tuple[str, int, dict[str, Any]]]], hang_up: bool) -> None:
+def test_any_sequence_of_frames(
+    service: Service, batches: list[list[tuple[str, int, dict[str, Any]]]], hang_up: bool
+) -> None:
     asyncio.run(play(service, batches, hang_up))
 
 
-async def play(service: Service, batches: list[list[tuple[str, int, dict[str, Any]]]], hang_up: bool) -> None:
-    """One stream on which these frames are sent, then closed in one way or the other."""
-    tenant = await service.tenant({QuotaDimension.CONCURRENT_REQUESTS: 3, QuotaDimension.TOKENS_PER_MONTH: 6000})
+async def play(
+    service: Service, batches: list[list[tuple[str, int, dict[str, Any]]]], hang_up: bool
+) -> None:
+    """Send these frames on one stream, then close it in some way."""
+    tenant = await service.tenant(
+        {QuotaDimension.CONCURRENT_REQUESTS: 3, QuotaDimension.TOKENS_PER_MONTH: 6000}
+    )
     incidents = len(log_events(service.log, "incident"))
     ids = [str(uuid.uuid4()) for _ in range(IDS)]
     started: set[str] = set()
     async with service.stream(tenant.secret) as stream:
         for batch in batches:
-            frames = [cancel(ids[index]) if act == "cancel" else start(ids[index], **fields) for act, index, fields in batch]
+            frames = [
+                cancel(ids[index]) if act == "cancel" else start(ids[index], **fields)
+                for act, index, fields in batch
+            ]
             started |= {frame.request_id for frame in frames if frame.HasField("start")}
             await stream.send(*frames)
         if hang_up:
@@ -83,7 +104,8 @@ async def play(service: Service, batches: list[list[tuple[str, int, dict[str, An
             await stream.closed()
         else:
             if started:
-                await stream.cancel(*started)  # so that none is too long; those that have ended do not mind
+                # Ends long requests; ended ones ignore it.
+                await stream.cancel(*started)
             await stream.half_close()
             assert await stream.closed() is grpc.StatusCode.OK
             for request_id in started:
@@ -98,7 +120,7 @@ async def play(service: Service, batches: list[list[tuple[str, int, dict[str, An
 
 
 def assert_each_life_has_one_end(frames: list[pb.ServerFrame]) -> None:
-    """Between two ends there is at most one admission, and no output without one."""
+    """Check that between two ends there is at most one admission, and no output without one."""
     assert frames, "a request without an answer"
     open_ = False
     counts: Counter[str] = Counter()

@@ -1,9 +1,13 @@
-"""Clients that know nothing of Weir but its address: they learn the contract by reflection, and health by the standard service."""
+"""Generic clients that know only the address: contract by reflection, standard health service."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 import uuid
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -11,13 +15,14 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health_pb2
 from grpc_requests.aio import AsyncClient  # type: ignore[import-untyped]
 
+from api.core.endpoint import NOT_STARTED
 from tests.service import MODEL, Service, bearer, health_check
 
 SERVICES = ("weir.v1.InferenceService", "weir.v1.AdminService", "weir.v1.BillingService")
 
 
 async def test_a_client_from_a_registry_learns_the_contract_and_generates(service: Service) -> None:
-    """`grpc-requests` speaks in dictionaries and builds every message from what the server tells of itself."""
+    """`grpc-requests` takes dictionaries and builds messages from the server's reflection."""
     tenant = await service.tenant()
     metadata = bearer(tenant.secret)
     client = AsyncClient(service.address, descriptor_pool=DescriptorPool())
@@ -26,26 +31,39 @@ async def test_a_client_from_a_registry_learns_the_contract_and_generates(servic
         counted = await client.request(
             SERVICES[0],
             "CountTokens",
-            {"model": MODEL, "conversation": {"messages": [{"role": "ROLE_USER", "content": "Is breakfast included?"}]}},
+            {
+                "model": MODEL,
+                "conversation": {
+                    "messages": [{"role": "ROLE_USER", "content": "Is breakfast included?"}]
+                },
+            },
             metadata=metadata,
         )
         request_id = str(uuid.uuid4())
         start = {"model": MODEL, "text": "Which hotel", "max_output_tokens": 12, "ignore_eos": True}
-        frames = await generate(client, {"frames": [{"request_id": request_id, "start": start}]}, metadata)
+        frames = await generate(
+            client, {"frames": [{"request_id": request_id, "start": start}]}, metadata
+        )
     finally:
         await client.channel.close()
 
-    assert {*SERVICES, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"} <= names
+    reflection = {f"grpc.reflection.{version}.ServerReflection" for version in ("v1", "v1alpha")}
+    assert {*SERVICES, "grpc.health.v1.Health", *reflection} <= names
     assert int(counted["input_token_count"]) > 5
-    token_ids = [token_id for frame in frames for token_id in frame.get("delta", {}).get("token_ids", [])]
+    token_ids = [
+        token_id for frame in frames for token_id in frame.get("delta", {}).get("token_ids", [])
+    ]
     usage = frames[-1]["finished"]["usage"]
-    assert (frames[-1]["finished"]["reason"], int(usage["delivered_token_count"])) == ("FINISH_REASON_LENGTH", 12)
+    assert (frames[-1]["finished"]["reason"], int(usage["delivered_token_count"])) == (
+        "FINISH_REASON_LENGTH",
+        12,
+    )
     assert len(token_ids) == 12
     assert service.books.event(tenant, request_id)["delivered_token_count"] == 12
 
 
 async def generate(client: Any, message: dict[str, Any], metadata: object) -> list[dict[str, Any]]:
-    """All frames of one stream that sends one message."""
+    """Return all frames of one stream that sends one message."""
 
     async def messages() -> Any:
         yield message
@@ -66,8 +84,8 @@ async def test_it_is_refused_like_any_other(service: Service) -> None:
     assert code is grpc.StatusCode.UNAUTHENTICATED
 
 
-async def test_health_tells_each_service_to_whoever_watches(service: Service) -> None:
-    """No key is needed: what asks is a load balancer."""
+async def test_health_reports_each_service_to_its_watchers(service: Service) -> None:
+    """Needs no key, for load balancers."""
     async with service.channel() as channel:
         for name in ("", *SERVICES):
             answer = await health_check(channel)(health_pb2.HealthCheckRequest(service=name))
@@ -86,9 +104,29 @@ async def test_health_stays_good_under_load(service: Service) -> None:
     tenant = await service.tenant()
     async with service.stream(tenant.secret) as stream, service.channel() as channel:
         ids = [await stream.begin(max_output_tokens=300) for _ in range(30)]
-        answers = [await health_check(channel)(health_pb2.HealthCheckRequest(), timeout=5) for _ in range(20)]
+        answers = [
+            await health_check(channel)(health_pb2.HealthCheckRequest(), timeout=5)
+            for _ in range(20)
+        ]
         async with asyncio.TaskGroup() as tasks:
             for request_id in ids:
                 tasks.create_task(stream.finished(request_id))
 
     assert {answer.status for answer in answers} == {health_pb2.HealthCheckResponse.SERVING}
+
+
+def test_a_taken_address_is_reported_in_one_line(service: Service, tmp_path: Path) -> None:
+    own = {"WEIR_HOME": str(tmp_path), "WEIR_LISTEN": service.address}
+
+    second = subprocess.run(
+        [sys.executable, "-m", "api"],
+        env={**os.environ, **service.settings.to_environment(), **own},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+    assert second.returncode == NOT_STARTED
+    assert f"cannot listen on {service.address}" in second.stderr.splitlines()[-1]
+    assert "Traceback" not in second.stderr

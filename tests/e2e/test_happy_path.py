@@ -1,4 +1,4 @@
-"""What a client gets when all goes well: by the generated stub, and by the SDK."""
+"""Successful requests through the generated stub and the SDK."""
 
 from __future__ import annotations
 
@@ -29,8 +29,18 @@ from tests.service import (
     start,
 )
 
-STAGES = ("auth", "tokenize", "admission", "queue", "cold_start", "prefill", "decode", "client_stall", "settle")
-UNACCOUNTED_MS = 1.0  # between two stages nothing is waited for
+STAGES = (
+    "auth",
+    "tokenize",
+    "admission",
+    "queue",
+    "cold_start",
+    "prefill",
+    "decode",
+    "client_stall",
+    "settle",
+)
+UNACCOUNTED_MS = 1.0  # no waiting between two stages
 
 
 async def test_the_frames_of_a_request_tell_one_story(service: Service) -> None:
@@ -41,7 +51,7 @@ async def test_the_frames_of_a_request_tell_one_story(service: Service) -> None:
         finished = await stream.finished(request_id)
 
     kinds = [frame.WhichOneof("kind") for frame in stream.frames[request_id]]
-    kinds = [kind for kind in kinds if kind != "progress"]  # comes where the machine is slow
+    kinds = [kind for kind in kinds if kind != "progress"]  # sent if the machine is slow
     assert kinds[0] == "admitted"
     assert kinds[-1] == "finished"
     assert set(kinds[1:-1]) == {"delta"}
@@ -52,11 +62,13 @@ async def test_the_frames_of_a_request_tell_one_story(service: Service) -> None:
     assert stream.text(request_id) == service.tokenizer.decode(tuple(stream.token_ids(request_id)))
 
 
-async def test_the_usage_event_is_what_the_client_was_told(service: Service) -> None:
+async def test_the_usage_event_equals_the_usage_sent_to_the_client(service: Service) -> None:
     tenant = await service.tenant({QuotaDimension.TOKENS_PER_MONTH: 10_000})
 
     async with service.stream(tenant.secret) as stream:
-        request_id = await stream.begin(max_output_tokens=40, labels={"team": "search", "ünïcode": "✓"})
+        request_id = await stream.begin(
+            max_output_tokens=40, labels={"team": "search", "ünïcode": "✓"}
+        )
         finished = await stream.finished(request_id)
         [admitted] = stream.of(request_id, "admitted")
 
@@ -71,7 +83,7 @@ async def test_the_usage_event_is_what_the_client_was_told(service: Service) -> 
 
 
 async def test_the_price_of_a_cached_prompt_is_exact(service: Service) -> None:
-    """What stands in the cache is told by the engine and priced apart; the rest of the prompt is not."""
+    """The engine reports cached tokens, which have their own price."""
     tenant = await service.tenant()
     prompt = random.Random(1).sample(PLAIN_IDS, 200)
 
@@ -84,7 +96,10 @@ async def test_the_price_of_a_cached_prompt_is_exact(service: Service) -> None:
     assert first.usage.cached_input_token_count == 0
     assert 0 < cached < 200
     assert stream.of(second_id, "admitted")[0].predicted_cached_token_count == cached
-    assert picos(second.cost) == (200 - cached) * INPUT_PICOS + cached * CACHED_PICOS + 20 * OUTPUT_PICOS
+    assert (
+        picos(second.cost)
+        == (200 - cached) * INPUT_PICOS + cached * CACHED_PICOS + 20 * OUTPUT_PICOS
+    )
     assert picos(first.cost) - picos(second.cost) == cached * (INPUT_PICOS - CACHED_PICOS)
 
 
@@ -113,7 +128,10 @@ async def test_the_admitted_frame_counts_this_very_request(service: Service) -> 
         await stream.end(request_id)
 
     concurrent, tokens = admitted.quotas
-    assert (concurrent.dimension, concurrent.limit_value) == (types_pb2.QUOTA_DIMENSION_CONCURRENT_REQUESTS, 7)
+    assert (concurrent.dimension, concurrent.limit_value) == (
+        types_pb2.QUOTA_DIMENSION_CONCURRENT_REQUESTS,
+        7,
+    )
     assert (concurrent.used_value, concurrent.held_value, concurrent.remaining_value) == (0, 1, 6)
     assert not concurrent.HasField("reset_time")
     assert tokens.dimension == types_pb2.QUOTA_DIMENSION_TOKENS_PER_MONTH
@@ -123,7 +141,7 @@ async def test_the_admitted_frame_counts_this_very_request(service: Service) -> 
     assert tokens.subject_id == str(tenant.organization_id)
 
 
-async def test_what_is_looked_up_later_equals_the_last_frame(service: Service) -> None:
+async def test_a_later_lookup_equals_the_last_frame(service: Service) -> None:
     tenant = await service.tenant()
     async with service.stream(tenant.secret) as stream:
         request_id = await stream.begin(labels={"a": "b"})
@@ -158,7 +176,7 @@ async def test_a_request_that_runs_can_be_looked_up(service: Service) -> None:
         await stream.end(request_id)
 
 
-async def test_a_seed_repeats_an_answer_whatever_else_runs(service: Service) -> None:
+async def test_a_seed_repeats_an_answer_beside_other_requests(service: Service) -> None:
     tenant = await service.tenant()
     sampling = pb.Sampling(temperature=1.0, top_p=0.9, top_k=50, seed=7)
 
@@ -193,11 +211,15 @@ async def test_a_stop_sequence_ends_the_answer_and_is_cut_off(service: Service) 
 
 async def test_the_count_is_the_admitted_one(service: Service) -> None:
     tenant = await service.tenant()
-    turns = conversation("Which hotel is close to the station?", "The second one.", "And allows dogs? 🙂")
+    turns = conversation(
+        "Which hotel is close to the station?", "The second one.", "And allows dogs? 🙂"
+    )
     async with service.channel() as channel, service.stream(tenant.secret) as stream:
         stub = pb_grpc.InferenceServiceStub(channel)
         for prompt in ({"conversation": turns}, {"text": "A weir regulates a stream. " * 30}):
-            counted = await stub.CountTokens(pb.CountTokensRequest(model=MODEL, **prompt), metadata=bearer(tenant.secret))
+            counted = await stub.CountTokens(
+                pb.CountTokensRequest(model=MODEL, **prompt), metadata=bearer(tenant.secret)
+            )
 
             request_id = await stream.begin(**prompt)
             admitted = await stream.first(request_id, "admitted")
@@ -220,12 +242,15 @@ async def test_models_are_listed_with_their_price(service: Service) -> None:
         400,
     )
     assert model.price is not None
-    assert (model.price.input_picos_per_token, model.price.output_picos_per_token) == (INPUT_PICOS, OUTPUT_PICOS)
+    assert (model.price.input_picos_per_token, model.price.output_picos_per_token) == (
+        INPUT_PICOS,
+        OUTPUT_PICOS,
+    )
     assert unpriced.price is None
 
 
-async def test_without_a_limit_of_its_own_an_answer_ends_with_the_window(service: Service) -> None:
-    """Also the lease is extended many times on the way."""
+async def test_without_max_tokens_an_answer_ends_with_the_window(service: Service) -> None:
+    """Its lease is extended many times on the way."""
     tenant = await service.tenant({QuotaDimension.TOKENS_PER_MONTH: 1_000_000})
     prompt = [PLAIN_IDS[i % 300] for i in range(CONTEXT_WINDOW_TOKENS - 600)]
 
@@ -251,7 +276,9 @@ async def test_running_counts_come_at_the_interval(service: Service) -> None:
         received += len(frame.delta.token_ids)
         if frame.WhichOneof("kind") == "usage":
             told.append(frame.usage.usage.delivered_token_count)
-            assert frame.usage.usage.delivered_token_count == received, "the counts are those at this point of the stream"
+            assert frame.usage.usage.delivered_token_count == received, (
+                "the counts are those at this point of the stream"
+            )
             assert picos(frame.usage.cost) == cost_picos(frame.usage.usage)
     assert told == [20, 40]
 
@@ -279,7 +306,9 @@ async def test_a_hundred_requests_share_a_stream_and_do_not_mix(service: Service
 
     for request_id, frame in starts.items():
         assert len(stream.token_ids(request_id)) == frame.start.max_output_tokens
-        assert [delta.seq for delta in stream.of(request_id, "delta")] == list(range(1, len(stream.of(request_id, "delta")) + 1))
+        assert [delta.seq for delta in stream.of(request_id, "delta")] == list(
+            range(1, len(stream.of(request_id, "delta")) + 1)
+        )
         assert len(stream.ends(request_id)) == 1
     assert len(service.books.events(tenant)) == 105
     await service.no_hold_left(tenant)
@@ -307,7 +336,10 @@ async def test_streams_of_one_connection_do_not_disturb_each_other(service: Serv
         streams = [Stream(stub.Generate(metadata=bearer(tenant.secret))) for _ in range(6)]
         for stream in streams:
             tasks.create_task(stream.read_all())
-        request_ids = [await stream.begin(max_output_tokens=2000 if n == 0 else 20) for n, stream in enumerate(streams)]
+        request_ids = [
+            await stream.begin(max_output_tokens=2000 if n == 0 else 20)
+            for n, stream in enumerate(streams)
+        ]
         await streams[0].received(request_ids[0], 1)
         streams[0].call.cancel()
         for stream, request_id in list(zip(streams, request_ids, strict=True))[1:]:
@@ -315,14 +347,19 @@ async def test_streams_of_one_connection_do_not_disturb_each_other(service: Serv
             await stream.half_close()
 
     await service.no_hold_left(tenant)
-    assert sorted(event["outcome"] for event in service.books.events(tenant)) == ["cancelled", *["length"] * 5]
+    assert sorted(event["outcome"] for event in service.books.events(tenant)) == [
+        "cancelled",
+        *["length"] * 5,
+    ]
 
 
 async def test_the_sdk_streams_and_tells_usage_and_cost(service: Service) -> None:
     tenant = await service.tenant({QuotaDimension.TOKENS_PER_MONTH: 10_000})
 
     async with service.client(tenant.secret) as client:
-        async with client.generate(MODEL, "Which hotel is near the harbour?", max_output_tokens=24, ignore_eos=True) as answer:
+        async with client.generate(
+            MODEL, "Which hotel is near the harbour?", max_output_tokens=24, ignore_eos=True
+        ) as answer:
             pieces = [delta.text async for delta in answer]
         result = answer.result
         [quota] = await client.get_quota()
@@ -332,7 +369,11 @@ async def test_the_sdk_streams_and_tells_usage_and_cost(service: Service) -> Non
     assert result.finish_reason is FinishReason.LENGTH
     assert result.usage.delivered_token_count == len(result.token_ids) == 24
     uncached = result.usage.input_token_count - result.usage.cached_input_token_count
-    cost = uncached * INPUT_PICOS + result.usage.cached_input_token_count * CACHED_PICOS + 24 * OUTPUT_PICOS
+    cost = (
+        uncached * INPUT_PICOS
+        + result.usage.cached_input_token_count * CACHED_PICOS
+        + 24 * OUTPUT_PICOS
+    )
     assert (result.cost.currency_code, result.cost.picos) == ("USD", cost)
     assert recorded.cost == result.cost
     assert quota.used_value == result.usage.input_token_count + 24
@@ -368,5 +409,5 @@ async def test_a_request_id_is_answered_in_the_spelling_of_the_client(service: S
 
 
 def batches(items: list[pb.ClientFrame], size: int) -> list[list[pb.ClientFrame]]:
-    """Consecutive parts."""
+    """Yield consecutive parts."""
     return [items[i : i + size] for i in range(0, len(items), size)]

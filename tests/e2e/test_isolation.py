@@ -1,4 +1,4 @@
-"""A key of one organization never reads or spends anything of another's, whatever it asks for."""
+"""Isolation of organizations: a key never reads or spends anything of another organization."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from metering.core.models import QuotaDimension
 from metering.store.db import psycopg_conninfo
 from tests.service import PLAIN_IDS, Service, bearer, refused, start, until
 
-RUNNING_MAX = 2  # reports of one key: `report_connections` less the one that is left to other keys
+RUNNING_MAX = 2  # reports of one key: `report_connections` less the one reserved for other keys
 WAITING_MAX = 16  # more of them
 REPORTS = 20
 
@@ -33,7 +33,11 @@ async def test_requests_of_others_do_not_exist(service: Service) -> None:
         stub = inference_service_pb2_grpc.InferenceServiceStub(channel)
         request = pb.GetGenerationRequest(request_id=request_id)
         refusal = await refused(stub.GetGeneration(request, metadata=bearer(other.secret)))
-        unknown = await refused(stub.GetGeneration(pb.GetGenerationRequest(request_id="0" * 32), metadata=bearer(other.secret)))
+        unknown = await refused(
+            stub.GetGeneration(
+                pb.GetGenerationRequest(request_id="0" * 32), metadata=bearer(other.secret)
+            )
+        )
 
     assert refusal.code is unknown.code is StatusCode.NOT_FOUND
     assert refusal.reason == unknown.reason
@@ -74,8 +78,8 @@ async def test_a_used_up_tenant_takes_nothing_from_another(service: Service) -> 
     assert refusal.info.metadata["subject_id"] == str(empty.organization_id)
 
 
-async def test_reports_that_take_long_keep_nobody_from_being_let_in(service: Service) -> None:
-    """Reports of one key beyond those that may run and wait are refused at once."""
+async def test_long_reports_keep_no_request_from_being_admitted(service: Service) -> None:
+    """Reports of one key beyond the running and waiting ones are refused at once."""
     one, other = await service.tenant(scopes=("billing",)), await service.tenant()
     month = f"{datetime.now(UTC):%Y-%m}"
 
@@ -84,10 +88,17 @@ async def test_reports_that_take_long_keep_nobody_from_being_let_in(service: Ser
         async with service.channel() as channel:
             stub = billing_service_pb2_grpc.BillingServiceStub(channel)
             request = billing_service_pb2.GetMonthReportRequest(organization=one.name, month=month)
-            reports = [stub.GetMonthReport(request, metadata=bearer(one.secret)) for _ in range(REPORTS)]
-            await until(lambda: waiting_count(service) == RUNNING_MAX, "as many reports to run as may")
+            reports = [
+                stub.GetMonthReport(request, metadata=bearer(one.secret)) for _ in range(REPORTS)
+            ]
             await until(
-                lambda: sum(report.done() for report in reports) == REPORTS - RUNNING_MAX - WAITING_MAX, "the rest to be refused"
+                lambda: waiting_count(service) == RUNNING_MAX, "as many reports to run as may"
+            )
+            await until(
+                lambda: (
+                    sum(report.done() for report in reports) == REPORTS - RUNNING_MAX - WAITING_MAX
+                ),
+                "the rest to be refused",
             )
             refusals = [await refused(report) for report in reports if report.done()]
             async with service.stream(other.secret) as stream:
@@ -101,19 +112,26 @@ async def test_reports_that_take_long_keep_nobody_from_being_let_in(service: Ser
 
 
 def waiting_count(service: Service) -> int:
-    """Statements that wait for a table."""
-    [row] = service.books.rows("SELECT count(*) AS n FROM pg_stat_activity WHERE wait_event = 'relation'")
+    """Return the number of statements that wait for a table."""
+    [row] = service.books.rows(
+        "SELECT count(*) AS n FROM pg_stat_activity WHERE wait_event = 'relation'"
+    )
     return int(row["n"])
 
 
 async def test_a_prompt_is_cached_for_its_organization_alone(service: Service) -> None:
-    """Not even a prediction may tell another tenant that somebody has sent the same prompt."""
+    """Not even a prediction may reveal that another tenant has sent the same prompt."""
     one, other = await service.tenant(), await service.tenant()
     _, colleague = await service.new_key(one)
     prompt = random.Random(77).sample(PLAIN_IDS, 300)
     cached = {}
     predicted = {}
-    for name, secret in (("first", one.secret), ("other", other.secret), ("colleague", colleague), ("other again", other.secret)):
+    for name, secret in (
+        ("first", one.secret),
+        ("other", other.secret),
+        ("colleague", colleague),
+        ("other again", other.secret),
+    ):
         async with service.stream(secret) as stream:
             request_id = await stream.begin(prompt=prompt)
             cached[name] = (await stream.finished(request_id)).usage.cached_input_token_count
@@ -146,12 +164,19 @@ async def test_finance_of_one_customer_sees_no_other_customer(service: Service) 
         stub = billing_service_pb2_grpc.BillingServiceStub(channel)
 
         def report(organization: str) -> object:
-            request = billing_service_pb2.GetMonthReportRequest(organization=organization, month="2026-11")
+            request = billing_service_pb2.GetMonthReportRequest(
+                organization=organization, month="2026-11"
+            )
             return stub.GetMonthReport(request, metadata=bearer(secret))
 
-        refusals = [await refused(report(ref)) for ref in (other.name, str(other.organization_id), "nobody")]  # type: ignore[arg-type]
+        refusals = [
+            await refused(report(ref))  # type: ignore[arg-type]
+            for ref in (other.name, str(other.organization_id), "nobody")
+        ]
         own = await report(one.name)  # type: ignore[misc]
 
     assert own.organization_name == one.name
     assert [refusal.code for refusal in refusals] == [StatusCode.NOT_FOUND] * 3
-    assert {refusal.reason for refusal in refusals} == {"NOT_FOUND"}, "an unknown one and another's look alike"
+    assert {refusal.reason for refusal in refusals} == {"NOT_FOUND"}, (
+        "an unknown one and another's look alike"
+    )

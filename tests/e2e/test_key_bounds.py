@@ -1,4 +1,4 @@
-"""The tokens that a key may have in one request, by every way that a request takes: what is too much is refused, nothing is cut."""
+"""Token limits of a key, in every kind of request: oversized requests are refused, never cut."""
 
 from __future__ import annotations
 
@@ -22,21 +22,40 @@ from tests.e2e.openai_clients import TO_THE_END, connect_async, says
 from tests.e2e.test_embeddings import ENCODER, PICOS
 from tests.inference.encoder_checkpoints import PLAIN_IDS as ENCODER_IDS
 from tests.inference.encoder_checkpoints import make_random_encoder
-from tests.service import MODEL, PLAIN_IDS, Refusal, Service, Tenant, bearer, refused, running, start
+from tests.service import (
+    MODEL,
+    PLAIN_IDS,
+    Refusal,
+    Service,
+    Tenant,
+    bearer,
+    refused,
+    running,
+    start,
+)
 
 MOST_IN, MOST_OUT = 12, 30
 
 
 @pytest.fixture(scope="module")
 def bounded(
-    tmp_path_factory: pytest.TempPathFactory, model: Path, postgres_server: str, template_database: str
+    tmp_path_factory: pytest.TempPathFactory,
+    model: Path,
+    postgres_server: str,
+    template_database: str,
 ) -> Iterator[Service]:
-    """A service with a model that generates and one that embeds. When keys were used it writes when it drains, and not before."""
+    """Yield a service with both kinds of models, which stores uses of keys only at drain."""
     encoder = make_random_encoder(tmp_path_factory.mktemp("encoder"))
     with (
         new_database(postgres_server, template=template_database) as url,
         running(
-            Service(tmp_path_factory.mktemp("bounded"), url, model, encoders={ENCODER: encoder}, key_use_interval_s=3600.0)
+            Service(
+                tmp_path_factory.mktemp("bounded"),
+                url,
+                model,
+                encoders={ENCODER: encoder},
+                key_use_interval_s=3600.0,
+            )
         ) as service,
     ):
         yield service
@@ -48,7 +67,7 @@ def bounded(
 
 @pytest.fixture
 async def key(bounded: Service) -> AsyncIterator[Key]:
-    """A key with both bounds, and an admin."""
+    """Yield a key with both limits, and an admin."""
     tenant, admin = await bounded.tenant(), await bounded.tenant(scopes=("admin",))
     async with bounded.session() as session:
         await set_price(
@@ -67,7 +86,7 @@ async def key(bounded: Service) -> AsyncIterator[Key]:
 
 
 class Key:
-    """A key, and calls with it."""
+    """Key, and calls with it."""
 
     def __init__(self, service: Service, tenant: Tenant, admin_secret: str, channel: Any) -> None:
         self.service, self.tenant, self.secret = service, tenant, tenant.secret
@@ -75,33 +94,43 @@ class Key:
         self.stub = pb_grpc.InferenceServiceStub(channel)
 
     async def update(self, **fields: Any) -> admin_pb.ApiKey:
-        """Change it, as an admin."""
+        """Change the key, as an admin."""
         request = admin_pb.UpdateApiKeyRequest(api_key=self.tenant.key.prefix, **fields)
         response = await self._admin.UpdateApiKey(request, metadata=bearer(self._admin_secret))
         return response.api_key  # type: ignore[no-any-return]
 
     def embed(self, *lengths: int) -> Any:
-        """Embed texts of so many tokens."""
-        inputs = [pb.EmbedInput(token_ids=pb.TokenIds(ids=ENCODER_IDS[:length])) for length in lengths]
+        """Embed texts of this many tokens."""
+        inputs = [
+            pb.EmbedInput(token_ids=pb.TokenIds(ids=ENCODER_IDS[:length])) for length in lengths
+        ]
         return pb.EmbedRequest(request_id=str(uuid.uuid4()), model=ENCODER, inputs=inputs)
 
     async def refusal(self, call: str, request: Any) -> Refusal:
-        """The error that a call with the key must end with."""
+        """Return the error of a call with the key, which must fail."""
         return await refused(getattr(self.stub, call)(request, metadata=bearer(self.secret)))
 
 
 def facts(refusal: Refusal) -> tuple[StatusCode, str, list[str], str, str]:
-    """What a client reads of a refusal by a bound."""
-    told = refusal.info.metadata
-    return refusal.code, refusal.reason, refusal.fields, told["limit"], told["excess_token_count"]
+    """Return the facts of a refusal that a client reads."""
+    values = refusal.info.metadata
+    return (
+        refusal.code,
+        refusal.reason,
+        refusal.fields,
+        values["limit"],
+        values["excess_token_count"],
+    )
 
 
 def by(field: str, limit: int, excess: int) -> tuple[StatusCode, str, list[str], str, str]:
-    """What is to be read."""
+    """Return the expected facts."""
     return StatusCode.INVALID_ARGUMENT, "KEY_LIMIT_EXCEEDED", [field], str(limit), str(excess)
 
 
-async def test_more_input_than_a_key_may_send_is_refused_by_name_and_number_on_every_way(key: Key) -> None:
+async def test_more_input_than_a_key_may_send_is_refused_by_name_and_number_on_every_way(
+    key: Key,
+) -> None:
     long = start(prompt=PLAIN_IDS[: MOST_IN + 3])
     async with key.service.stream(key.secret) as stream:
         generated = await stream.failed(await stream.begin(prompt=PLAIN_IDS[: MOST_IN + 3]))
@@ -111,14 +140,18 @@ async def test_more_input_than_a_key_may_send_is_refused_by_name_and_number_on_e
     quoted_embed = await key.refusal("Quote", pb.QuoteRequest(embed=key.embed(8, 8)))
     who = bearer(key.secret)
     fits = await key.stub.Embed(key.embed(6, 6), metadata=who)
-    counted = await key.stub.CountTokens(pb.CountTokensRequest(model=MODEL, text="one two three " * 10), metadata=who)
+    counted = await key.stub.CountTokens(
+        pb.CountTokensRequest(model=MODEL, text="one two three " * 10), metadata=who
+    )
     async with connect_async(key.service, key.secret) as client:
         with pytest.raises(openai.BadRequestError) as chat:
             await client.chat.completions.create(
                 model=MODEL, messages=says("one two three four five six seven eight nine ten " * 3)
             )
         with pytest.raises(openai.BadRequestError) as list_of_texts:
-            await client.embeddings.create(model=ENCODER, input=[list(ENCODER_IDS[:8]), list(ENCODER_IDS[:8])])
+            await client.embeddings.create(
+                model=ENCODER, input=[list(ENCODER_IDS[:8]), list(ENCODER_IDS[:8])]
+            )
 
     assert facts(generated) == by("prompt", MOST_IN, 3)
     assert facts(quoted) == by("prompt", MOST_IN, 3)
@@ -131,45 +164,68 @@ async def test_more_input_than_a_key_may_send_is_refused_by_name_and_number_on_e
     assert len(key.service.books.events(key.tenant)) == 2
 
 
-async def test_more_output_than_a_key_may_have_is_refused_and_what_is_not_said_ends_there(key: Key) -> None:
+async def test_more_output_than_a_key_may_have_is_refused_and_what_is_not_said_ends_there(
+    key: Key,
+) -> None:
     async with key.service.stream(key.secret) as stream:
         more = await stream.failed(await stream.begin(max_output_tokens=MOST_OUT + 1))
-        several = await stream.failed(await stream.begin(max_output_tokens=11, choice_count=3, sampling=HOT))
+        several = await stream.failed(
+            await stream.begin(max_output_tokens=11, choice_count=3, sampling=HOT)
+        )
         many = await stream.begin(max_output_tokens=None)
         exact = await stream.begin(max_output_tokens=MOST_OUT)
         shared = await stream.begin(max_output_tokens=None, choice_count=4, sampling=HOT)
         ends = [await stream.finished(each) for each in (many, exact, shared)]
         admitted = [stream.of(each, "admitted")[0] for each in (many, exact, shared)]
-    quoted = await key.refusal("Quote", pb.QuoteRequest(start=start(max_output_tokens=MOST_OUT + 1).start))
+    quoted = await key.refusal(
+        "Quote", pb.QuoteRequest(start=start(max_output_tokens=MOST_OUT + 1).start)
+    )
     unsaid = pb.QuoteRequest(start=start(max_output_tokens=None).start)
     quote = await key.stub.Quote(unsaid, metadata=bearer(key.secret))
     async with connect_async(key.service, key.secret) as client:
         with pytest.raises(openai.BadRequestError) as chat:
-            await client.chat.completions.create(model=MODEL, messages=says("a"), max_tokens=MOST_OUT + 5)
-        answer = await client.chat.completions.create(model=MODEL, messages=says("a"), extra_body=TO_THE_END)
+            await client.chat.completions.create(
+                model=MODEL, messages=says("a"), max_tokens=MOST_OUT + 5
+            )
+        answer = await client.chat.completions.create(
+            model=MODEL, messages=says("a"), extra_body=TO_THE_END
+        )
 
     assert facts(more) == facts(quoted) == by("max_output_tokens", MOST_OUT, 1)
     assert facts(several) == by("max_output_tokens", MOST_OUT, 3)
     assert [end.usage.delivered_token_count for end in ends] == [MOST_OUT, MOST_OUT, 28]
     assert {end.reason for end in ends} == {types_pb2.FINISH_REASON_LENGTH}
-    assert [(each.max_output_token_count, each.bounded_by_key) for each in admitted] == [(30, True), (30, False), (28, True)]
+    assert [(each.max_output_token_count, each.limited_by_key) for each in admitted] == [
+        (30, True),
+        (30, False),
+        (28, True),
+    ]
     assert quote.max_output_token_count == MOST_OUT
     assert (chat.value.code, chat.value.param) == ("key_limit_exceeded", "max_tokens")
-    assert (answer.choices[0].finish_reason, answer.usage and answer.usage.completion_tokens) == ("length", MOST_OUT)
+    assert (answer.choices[0].finish_reason, answer.usage and answer.usage.completion_tokens) == (
+        "length",
+        MOST_OUT,
+    )
 
 
 HOT = pb.Sampling(temperature=1.0)
 
 
 async def test_a_running_request_is_not_raised_beyond_its_key(key: Key) -> None:
-    """It has far to go when it is raised: a limit is of no more use to one that has all its output."""
+    """It is raised early: a limit has no effect on a request with all its output."""
     await key.update(max_output_tokens=3000)
     async with key.service.stream(key.secret) as stream:
         request_id = await stream.begin(max_output_tokens=2900, initial_credit_tokens=1)
         await stream.received(request_id, 1)
         for limit in (3001, 3000, 40):
-            await stream.send(pb.ClientFrame(request_id=request_id, update=pb.UpdateFrame(max_output_tokens=limit)))
-        await stream.send(pb.ClientFrame(request_id=request_id, credit=pb.CreditFrame(token_count=4000)))
+            await stream.send(
+                pb.ClientFrame(
+                    request_id=request_id, update=pb.UpdateFrame(max_output_tokens=limit)
+                )
+            )
+        await stream.send(
+            pb.ClientFrame(request_id=request_id, credit=pb.CreditFrame(token_count=4000))
+        )
         end = await stream.finished(request_id)
         refusal, taken, lowered = stream.of(request_id, "updated")
 
@@ -189,10 +245,18 @@ async def test_a_key_knows_its_bounds_a_rotation_keeps_them_and_zero_lifts_them(
     wrong = await refused(key.update(max_input_tokens=-1))
     async with key.service.stream(rotated.secret) as stream:
         await stream.finished(await stream.begin(max_output_tokens=MOST_OUT + 1))
-    entries = admin_pb.ListAuditEntriesRequest(subject=key.tenant.key.prefix, action_prefix="api_key.update")
-    [entry, *_] = (await key._admin.ListAuditEntries(entries, metadata=bearer(key._admin_secret))).entries
+    entries = admin_pb.ListAuditEntriesRequest(
+        subject=key.tenant.key.prefix, action_prefix="api_key.update"
+    )
+    [entry, *_] = (
+        await key._admin.ListAuditEntries(entries, metadata=bearer(key._admin_secret))
+    ).entries
 
-    assert (own.prefix, own.max_input_tokens, own.max_output_tokens) == (key.tenant.key.prefix, MOST_IN, MOST_OUT)
+    assert (own.prefix, own.max_input_tokens, own.max_output_tokens) == (
+        key.tenant.key.prefix,
+        MOST_IN,
+        MOST_OUT,
+    )
     assert facts(kept) == by("max_output_tokens", MOST_OUT, 1)
     assert (lifted.max_input_tokens, lifted.max_output_tokens) == (MOST_IN, 0)
     assert (wrong.code, wrong.fields) == (StatusCode.INVALID_ARGUMENT, ["max_input_tokens"])

@@ -1,4 +1,4 @@
-"""Keys that may be used from some networks alone: on every way in, in every process, and for what runs already."""
+"""Keys restricted to networks: for every entry, in every process, and for running requests."""
 
 from __future__ import annotations
 
@@ -28,27 +28,48 @@ from tests.e2e.openai_clients import connect_async, says
 from tests.e2e.test_console import console_url
 from tests.peers import publish
 from tests.scraped import scrape
-from tests.service import MODEL, PATIENCE_S, Refusal, Service, Tenant, bearer, refused, running, start, until
+from tests.service import (
+    MODEL,
+    PATIENCE_S,
+    Refusal,
+    Service,
+    Tenant,
+    bearer,
+    refused,
+    running,
+    start,
+    until,
+)
 
 INSIDE, OTHER_INSIDE, OUTSIDE = "203.0.113.5", "2001:db8::7", "198.51.100.9"
 NETWORKS = ["203.0.113.0/24", "2001:db8::/32"]
 KEPT: dict[str, Any] = {"keep_on_disconnect": {"seconds": 60}}
-NEVER_LOOKED_AT = 86_400.0  # so what open streams notice they notice by an order
+CHECKED_DAILY_S = 86_400.0  # so that open streams notice changes by a notification
 
 
 def behind_proxy(address: str) -> tuple[tuple[str, str], ...]:
-    """What a proxy on this machine adds for its client."""
+    """Return the metadata that a proxy on this machine adds for its client."""
     return (("x-forwarded-for", address),)
 
 
 @pytest.fixture(scope="module")
 def pair(
-    tmp_path_factory: pytest.TempPathFactory, model: Path, postgres_server: str, template_database: str
+    tmp_path_factory: pytest.TempPathFactory,
+    model: Path,
+    postgres_server: str,
+    template_database: str,
 ) -> Iterator[tuple[Service, Service]]:
-    """Two api processes on one database, behind a proxy on this machine."""
-    settings = {"trusted_proxies": "127.0.0.0/8", "stream_key_check_s": NEVER_LOOKED_AT, "key_use_interval_s": 0.1}
+    """Yield two api processes on one database, behind a proxy on this machine."""
+    settings = {
+        "trusted_proxies": "127.0.0.0/8",
+        "stream_key_check_s": CHECKED_DAILY_S,
+        "key_use_interval_s": 0.1,
+    }
     with new_database(postgres_server, template=template_database) as url:
-        here, there = (Service(tmp_path_factory.mktemp(name), url, model, **settings) for name in ("here", "there"))
+        here, there = (
+            Service(tmp_path_factory.mktemp(name), url, model, **settings)
+            for name in ("here", "there")
+        )
         with running(here), running(there):
             yield here, there
             assert (here.stop(), there.stop()) == (0, 0)
@@ -56,26 +77,28 @@ def pair(
 
 
 class Key:
-    """A key of a tenant, and an admin who changes it by one process."""
+    """Key of a tenant, and an admin who changes it through one process."""
 
     def __init__(self, tenant: Tenant, stub: Any, admin_secret: str) -> None:
         self.tenant, self.secret, self.prefix = tenant, tenant.secret, tenant.key.prefix
         self._stub, self._admin_secret = stub, admin_secret
 
     async def call(self, name: str, /, **fields: Any) -> Any:
-        """A call of the admin."""
+        """Make a call of the admin."""
         request = getattr(admin_pb, f"{name}Request")(**fields)
         return await getattr(self._stub, name)(request, metadata=bearer(self._admin_secret))
 
     async def limit(self, networks: Sequence[str] = (), **fields: Any) -> admin_pb.ApiKey:
-        """Let it be used from these alone."""
-        answer = await self.call("UpdateApiKey", api_key=self.prefix, allowed_networks=networks, **fields)
+        """Restrict the key to these networks."""
+        answer = await self.call(
+            "UpdateApiKey", api_key=self.prefix, allowed_networks=networks, **fields
+        )
         return answer.api_key  # type: ignore[no-any-return]
 
 
 @pytest.fixture
 async def key(pair: tuple[Service, Service]) -> AsyncIterator[Key]:
-    """A key without limits, changed by the first of the processes."""
+    """Yield a key without limits, changed through the first process."""
     here, _ = pair
     tenant, admin = await here.tenant(), await here.tenant(scopes=("admin",))
     async with here.channel() as channel:
@@ -83,14 +106,20 @@ async def key(pair: tuple[Service, Service]) -> AsyncIterator[Key]:
 
 
 def is_outside(refusal: Refusal, address: str) -> bool:
-    """Whether it is what an address that is not allowed gets."""
+    """Return whether it is the refusal of an address that is not allowed."""
     told = refusal.code, refusal.reason, refusal.info.metadata["address"]
     said = refusal.status.message
-    return told == (StatusCode.PERMISSION_DENIED, "ADDRESS_NOT_ALLOWED", address) and address in said and "203.0.113" not in said
+    return (
+        told == (StatusCode.PERMISSION_DENIED, "ADDRESS_NOT_ALLOWED", address)
+        and address in said
+        and "203.0.113" not in said
+    )
 
 
-async def on_every_call(service: Service, secret: str, metadata: Sequence[tuple[str, str]]) -> list[Refusal]:
-    """What each kind of call over gRPC is refused with."""
+async def on_every_call(
+    service: Service, secret: str, metadata: Sequence[tuple[str, str]]
+) -> list[Refusal]:
+    """Return the refusals of each kind of gRPC call."""
     who = (*bearer(secret), *metadata)
     async with service.channel() as channel, service.stream(secret, metadata=metadata) as stream:
         stub = pb_grpc.InferenceServiceStub(channel)
@@ -98,8 +127,12 @@ async def on_every_call(service: Service, secret: str, metadata: Sequence[tuple[
         assert stream.error is not None
         return [
             Refusal.of(stream.error),
-            await refused(stub.Embed(pb.EmbedRequest(request_id=str(uuid.uuid4()), model=MODEL), metadata=who)),
-            await refused(stub.CountTokens(pb.CountTokensRequest(model=MODEL, text="a"), metadata=who)),
+            await refused(
+                stub.Embed(pb.EmbedRequest(request_id=str(uuid.uuid4()), model=MODEL), metadata=who)
+            ),
+            await refused(
+                stub.CountTokens(pb.CountTokensRequest(model=MODEL, text="a"), metadata=who)
+            ),
             await refused(stub.Quote(pb.QuoteRequest(start=start().start), metadata=who)),
             await refused(stub.ListModels(pb.ListModelsRequest(), metadata=who)),
         ]
@@ -133,31 +166,43 @@ async def test_a_key_is_refused_from_elsewhere_on_every_way_in_and_its_refusals_
             seen = {"authorization": f"Bearer {billing[1]}", "x-forwarded-for": address}
             async with http.get(console_url(there, "api/session"), headers=seen) as session:
                 assert session.status == status
-            async with http.post(console_url(there, "api/BillingService/GetUsage"), headers=seen, json={}) as usage:
+            async with http.post(
+                console_url(there, "api/BillingService/GetUsage"), headers=seen, json={}
+            ) as usage:
                 assert (usage.status == 403) is (status == 403)
 
     assert all(is_outside(refusal, OUTSIDE) for refusal in refusals)
     assert all(is_outside(refusal, "127.0.0.1") for refusal in unforwarded)
-    assert {(refusal.code, refusal.reason) for refusal in wrong} == {(StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED")}
+    assert {(refusal.code, refusal.reason) for refusal in wrong} == {
+        (StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED")
+    }
     for address in (INSIDE, OTHER_INSIDE):
         async with there.stream(key.secret, metadata=behind_proxy(address)) as stream:
             await stream.finished(await stream.begin())
-    async with connect_async(there, key.secret, default_headers={"x-forwarded-for": INSIDE}) as client:
-        assert (await client.chat.completions.create(model=MODEL, messages=says("a"), max_tokens=3)).usage
+    async with connect_async(
+        there, key.secret, default_headers={"x-forwarded-for": INSIDE}
+    ) as client:
+        assert (
+            await client.chat.completions.create(model=MODEL, messages=says("a"), max_tokens=3)
+        ).usage
     for call, count in (("Generate", 2), ("Embed", 2), ("CountTokens", 2), ("http", 3)):
         labels = {"call": call, "reason": "ADDRESS_NOT_ALLOWED"}
-        added = after.value("weir_failed_calls_total", **labels) - before.value("weir_failed_calls_total", **labels)
+        added = after.value("weir_failed_calls_total", **labels) - before.value(
+            "weir_failed_calls_total", **labels
+        )
         assert added == count, call
     assert len(there.books.events(key.tenant)) == 3
 
 
-async def test_what_a_client_says_of_its_own_address_is_not_believed(
+async def test_an_address_in_the_clients_headers_is_ignored(
     service: Service, pair: tuple[Service, Service], key: Key
 ) -> None:
-    """Without a trusted proxy nothing is; behind one, only what that has added."""
+    """Without a trusted proxy no header counts; behind one, only the part that it added."""
     direct = await service.tenant()
     async with service.session() as session:
-        await update_api_key(session, api_key=direct.key.prefix, allowed_networks=NETWORKS, actor="test")
+        await update_api_key(
+            session, api_key=direct.key.prefix, allowed_networks=NETWORKS, actor="test"
+        )
     await key.limit(NETWORKS)
     _, there = pair
 
@@ -165,21 +210,25 @@ async def test_what_a_client_says_of_its_own_address_is_not_believed(
     added = await on_every_call(there, key.secret, behind_proxy(f"{INSIDE}, {OUTSIDE}"))
     twice = await on_every_call(there, key.secret, (*behind_proxy(INSIDE), *behind_proxy(OUTSIDE)))
     unknown = await on_every_call(there, key.secret, behind_proxy(f"{INSIDE}, unknown"))
-    async with connect_async(service, direct.secret, default_headers={"x-forwarded-for": INSIDE}) as client:
+    async with connect_async(
+        service, direct.secret, default_headers={"x-forwarded-for": INSIDE}
+    ) as client:
         with pytest.raises(openai.PermissionDeniedError, match=r"127\.0\.0\.1"):
             await client.chat.completions.create(model=MODEL, messages=says("a"))
 
     assert all(is_outside(refusal, "127.0.0.1") for refusal in spoofed)
     assert all(is_outside(refusal, OUTSIDE) for refusal in (*added, *twice))
     assert all(is_outside(refusal, "an unknown address") for refusal in unknown)
-    async with there.stream(key.secret, metadata=behind_proxy(f"{OUTSIDE}, {INSIDE}, 127.0.0.7")) as stream:
+    async with there.stream(
+        key.secret, metadata=behind_proxy(f"{OUTSIDE}, {INSIDE}, 127.0.0.7")
+    ) as stream:
         await stream.finished(await stream.begin())
 
 
 async def test_narrowing_ends_what_runs_outside_in_every_process_and_leaves_the_rest(
     pair: tuple[Service, Service], key: Key
 ) -> None:
-    """The key is good in the other process when it is narrowed, and its streams are not looked at for a day."""
+    """The other process has cached the key, and checks its streams once a day only."""
     _, there = pair
     outside, inside = behind_proxy(OUTSIDE), behind_proxy(INSIDE)
     async with (
@@ -194,7 +243,9 @@ async def test_narrowing_ends_what_runs_outside_in_every_process_and_leaves_the_
         goes_on = await within.begin(max_output_tokens=400, initial_credit_tokens=5)
         for stream, request_id in ((out, long), (out, kept), (within, goes_on)):
             await stream.received(request_id, 1)
-        chunks = await client.chat.completions.create(model=MODEL, messages=says("a"), stream=True, extra_body={"ignore_eos": True})
+        chunks = await client.chat.completions.create(
+            model=MODEL, messages=says("a"), stream=True, extra_body={"ignore_eos": True}
+        )
         chat = aiter(chunks)
         await anext(chat)
 
@@ -206,15 +257,22 @@ async def test_narrowing_ends_what_runs_outside_in_every_process_and_leaves_the_
         later = await out.failed(await out.begin())
         await out.send(pb.ClientFrame(request_id=goes_on, attach=pb.AttachFrame()))
         attached = await out.failed(goes_on)
-        await within.send(pb.ClientFrame(request_id=goes_on, credit=pb.CreditFrame(token_count=1000)))
+        await within.send(
+            pb.ClientFrame(request_id=goes_on, credit=pb.CreditFrame(token_count=1000))
+        )
         end = await within.finished(goes_on)
         await key.limit(all_networks=True)
         async with asyncio.timeout(PATIENCE_S):
-            while (await out.end(await out.begin(max_output_tokens=1))).WhichOneof("kind") == "failed":
+            while (await out.end(await out.begin(max_output_tokens=1))).WhichOneof(
+                "kind"
+            ) == "failed":
                 pass
 
     assert all(is_outside(refusal, OUTSIDE) for refusal in (*ends, later, attached))
-    assert all(refusal.frame is not None and refusal.frame.usage.delivered_token_count > 0 for refusal in ends)
+    assert all(
+        refusal.frame is not None and refusal.frame.usage.delivered_token_count > 0
+        for refusal in ends
+    )
     assert end.usage.delivered_token_count == 400
     outcomes = sorted(event["outcome"] for event in there.books.events(key.tenant))
     assert outcomes.count("cancelled") == 3
@@ -223,7 +281,7 @@ async def test_narrowing_ends_what_runs_outside_in_every_process_and_leaves_the_
 async def test_a_rotation_without_overlap_ends_what_was_begun_with_the_replaced_secret_on_every_way(
     pair: tuple[Service, Service], key: Key
 ) -> None:
-    """Streams, requests that go on without their client, relays and HTTP; what was begun with the new secret goes on."""
+    """On streams, kept requests, relays and HTTP; requests with the new secret go on."""
     here, there = pair
     first = await key.call("RotateApiKey", api_key=key.prefix)
     old, new = key.secret, first.secret
@@ -233,20 +291,30 @@ async def test_a_rotation_without_overlap_ends_what_was_begun_with_the_replaced_
         here.stream(old) as relayed,
         connect_async(there, old) as client,
     ):
-        long, kept = await stream.begin(max_output_tokens=4000), await stream.begin(max_output_tokens=4000, **KEPT)
+        long, kept = (
+            await stream.begin(max_output_tokens=4000),
+            await stream.begin(max_output_tokens=4000, **KEPT),
+        )
         spared = await other.begin(max_output_tokens=4000, **KEPT)
         for each, request_id in ((stream, long), (stream, kept), (other, spared)):
             await each.received(request_id, 1)
         await relayed.send(pb.ClientFrame(request_id=spared, attach=pb.AttachFrame()))
         await relayed.received(spared, 1)
-        chunks = await client.chat.completions.create(model=MODEL, messages=says("a"), stream=True, extra_body={"ignore_eos": True})
+        chunks = await client.chat.completions.create(
+            model=MODEL, messages=says("a"), stream=True, extra_body={"ignore_eos": True}
+        )
         chat = aiter(chunks)
         await anext(chat)
         begun = await other.begin(max_output_tokens=4000, **KEPT)
         await other.received(begun, 1)
 
         newest = await key.call("RotateApiKey", api_key=key.prefix, overlap=Duration())
-        ends = [await stream.failed(long), await stream.failed(kept), await relayed.failed(spared), await other.failed(begun)]
+        ends = [
+            await stream.failed(long),
+            await stream.failed(kept),
+            await relayed.failed(spared),
+            await other.failed(begun),
+        ]
         with pytest.raises(openai.APIError, match="was replaced"):
             async for _ in chat:
                 pass
@@ -264,7 +332,7 @@ async def test_a_rotation_without_overlap_ends_what_was_begun_with_the_replaced_
 async def test_a_secret_whose_overlap_is_over_raises_no_limit_also_through_another_process(
     pair: tuple[Service, Service], key: Key
 ) -> None:
-    """What was begun with it goes on within the limits that it had."""
+    """Running requests go on within their earlier limits."""
     here, there = pair
     async with there.stream(key.secret) as stream, here.stream(key.secret) as relayed:
         plain = await stream.begin(max_output_tokens=100, initial_credit_tokens=5)
@@ -275,11 +343,17 @@ async def test_a_secret_whose_overlap_is_over_raises_no_limit_also_through_anoth
         await relayed.first(kept, "attached")
         await key.call("RotateApiKey", api_key=key.prefix, overlap=Duration(nanos=1_000_000))
         for each in (stream, relayed):
-            while (await each.end(await each.begin(max_output_tokens=1))).WhichOneof("kind") != "failed":
+            while (await each.end(await each.begin(max_output_tokens=1))).WhichOneof(
+                "kind"
+            ) != "failed":
                 pass
         for each, request_id in ((stream, plain), (relayed, kept)):
-            await each.send(pb.ClientFrame(request_id=request_id, update=pb.UpdateFrame(max_output_tokens=200)))
-            await each.send(pb.ClientFrame(request_id=request_id, credit=pb.CreditFrame(token_count=1000)))
+            await each.send(
+                pb.ClientFrame(request_id=request_id, update=pb.UpdateFrame(max_output_tokens=200))
+            )
+            await each.send(
+                pb.ClientFrame(request_id=request_id, credit=pb.CreditFrame(token_count=1000))
+            )
         updates = [await stream.first(plain, "updated"), await relayed.first(kept, "updated")]
         ends = [await stream.finished(plain), await relayed.finished(kept)]
 
@@ -288,22 +362,33 @@ async def test_a_secret_whose_overlap_is_over_raises_no_limit_also_through_anoth
 
 
 @pytest.mark.parametrize(("change", "status"), [("narrowed", 403), ("rotated", 401)])
-async def test_a_request_that_waits_for_its_body_is_not_let_in_with_a_key_that_is_good_no_more(
+async def test_a_request_whose_key_ends_before_its_body_arrives_is_refused(
     pair: tuple[Service, Service], key: Key, change: str, status: int
 ) -> None:
-    """Its key was good when its head came."""
+    """The key was valid when its headers arrived."""
     _, there = pair
     host, port = there.openai_url.removeprefix("http://").removesuffix("/v1").rsplit(":", 1)
     reader, writer = await asyncio.open_connection(host, int(port))
-    body = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "a"}], "max_tokens": 3}).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\nauthorization: Bearer {key.secret}\r\ncontent-length: {len(body)}\r\n"
+    body = json.dumps(
+        {"model": MODEL, "messages": [{"role": "user", "content": "a"}], "max_tokens": 3}
+    ).encode()
+    head = (
+        "POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\nauthorization: Bearer"
+        f" {key.secret}\r\ncontent-length: {len(body)}\r\n"
+    )
     writer.write(f"{head}x-forwarded-for: {OUTSIDE}\r\nexpect: 100-continue\r\n\r\n".encode())
     assert b"100 Continue" in await reader.readuntil(b"\r\n\r\n")
 
     async with there.stream(key.secret, metadata=behind_proxy(OUTSIDE)) as stream:
-        await (key.limit(NETWORKS) if change == "narrowed" else key.call("RotateApiKey", api_key=key.prefix, overlap=Duration()))
-        while (await stream.end(await stream.begin(max_output_tokens=1))).WhichOneof("kind") != "failed":
-            pass  # the order has not come yet
+        await (
+            key.limit(NETWORKS)
+            if change == "narrowed"
+            else key.call("RotateApiKey", api_key=key.prefix, overlap=Duration())
+        )
+        while (await stream.end(await stream.begin(max_output_tokens=1))).WhichOneof(
+            "kind"
+        ) != "failed":
+            pass  # the notification has not come yet
     writer.write(body)
     answer = await reader.readuntil(b"\r\n\r\n")
     writer.close()
@@ -311,28 +396,44 @@ async def test_a_request_that_waits_for_its_body_is_not_let_in_with_a_key_that_i
     assert answer.startswith(f"HTTP/1.1 {status} ".encode())
 
 
-async def test_a_request_that_runs_elsewhere_is_received_from_inside_alone(pair: tuple[Service, Service], key: Key) -> None:
-    """The process in between says from where its client comes; nobody else is believed at that door."""
+async def test_a_request_that_runs_elsewhere_is_received_from_inside_alone(
+    pair: tuple[Service, Service], key: Key
+) -> None:
+    """The relaying process reports the client's address, which is trusted only from peers."""
     here, there = pair
     await key.limit(NETWORKS)
     inside = behind_proxy(INSIDE)
-    async with there.stream(key.secret, metadata=inside) as first, here.stream(key.secret, metadata=inside) as second:
+    async with (
+        there.stream(key.secret, metadata=inside) as first,
+        here.stream(key.secret, metadata=inside) as second,
+    ):
         request_id = await first.begin(max_output_tokens=300, **KEPT, initial_credit_tokens=5)
         await first.received(request_id, 1)
         await second.send(pb.ClientFrame(request_id=request_id, attach=pb.AttachFrame()))
-        await second.send(pb.ClientFrame(request_id=request_id, credit=pb.CreditFrame(token_count=1000)))
+        await second.send(
+            pb.ClientFrame(request_id=request_id, credit=pb.CreditFrame(token_count=1000))
+        )
         received = await second.finished(request_id)
     [row] = there.books.rows(
-        "SELECT peer_address, peer_certificate FROM live_reports r JOIN holds h USING (owner_id) WHERE request_id = %s", request_id
+        "SELECT peer_address, peer_certificate FROM live_reports r JOIN holds h USING (process_id)"
+        " WHERE request_id = %s",
+        request_id,
     )
     stranger, other = make_identity(uuid.uuid4()), make_identity(uuid.uuid4())
     await publish(there, other)
     address = parse_address(INSIDE)
     assert address is not None
     refusals = []
-    for forged in ((), inside, ((VOUCHER, stranger.vouch(key.secret, address)),), ((VOUCHER, "nonsense"),)):
+    for forged in (
+        (),
+        inside,
+        ((VOUCHER, stranger.vouch(key.secret, address)),),
+        ((VOUCHER, "nonsense"),),
+    ):
         async with Peer(row["peer_address"], row["peer_certificate"]).channel(other) as channel:
-            call = pb_grpc.InferenceServiceStub(channel).Generate(metadata=(*bearer(key.secret), *forged))
+            call = pb_grpc.InferenceServiceStub(channel).Generate(
+                metadata=(*bearer(key.secret), *forged)
+            )
             try:
                 await call.read()
             except grpc.aio.AioRpcError as error:
@@ -342,14 +443,25 @@ async def test_a_request_that_runs_elsewhere_is_received_from_inside_alone(pair:
     assert [is_outside(refusal, "an unknown address") for refusal in refusals] == [True] * 4
 
 
-async def test_networks_are_set_told_kept_by_a_rotation_and_cannot_shut_out_who_sets_them(
+async def test_networks_are_set_shown_kept_by_a_rotation_and_cannot_exclude_their_author(
     pair: tuple[Service, Service], key: Key
 ) -> None:
     _, there = pair
     limited = await key.limit(["203.0.113.7", *NETWORKS, "203.0.113.7/32"])
     rotated = await key.call("RotateApiKey", api_key=key.prefix)
-    created = await key.call("CreateApiKey", organization=key.tenant.name, project="main", name="bot", allowed_networks=NETWORKS)
-    standing = {"organization": key.tenant.name, "project": "main", "name": "bot", "allow_existing": True}
+    created = await key.call(
+        "CreateApiKey",
+        organization=key.tenant.name,
+        project="main",
+        name="bot",
+        allowed_networks=NETWORKS,
+    )
+    standing = {
+        "organization": key.tenant.name,
+        "project": "main",
+        "name": "bot",
+        "allow_existing": True,
+    }
     other = await refused(key.call("CreateApiKey", **standing))
     wrong = await refused(key.limit(["10.0.0.1/8"]))
     both = await refused(key.limit(NETWORKS, all_networks=True))
@@ -357,8 +469,14 @@ async def test_networks_are_set_told_kept_by_a_rotation_and_cannot_shut_out_who_
     shut_out = await refused(key.call("UpdateApiKey", api_key=own, allowed_networks=NETWORKS))
     async with there.channel() as channel:
         stub = pb_grpc.InferenceServiceStub(channel)
-        kept = await refused(stub.GetQuota(pb.GetQuotaRequest(), metadata=(*bearer(rotated.secret), *behind_proxy(OUTSIDE))))
-        told = await stub.GetQuota(pb.GetQuotaRequest(), metadata=(*bearer(rotated.secret), *behind_proxy(INSIDE)))
+        kept = await refused(
+            stub.GetQuota(
+                pb.GetQuotaRequest(), metadata=(*bearer(rotated.secret), *behind_proxy(OUTSIDE))
+            )
+        )
+        told = await stub.GetQuota(
+            pb.GetQuotaRequest(), metadata=(*bearer(rotated.secret), *behind_proxy(INSIDE))
+        )
 
     async def is_noted() -> bool:
         [found] = (await key.call("ListApiKeys", api_key=key.prefix)).api_keys
@@ -368,7 +486,9 @@ async def test_networks_are_set_told_kept_by_a_rotation_and_cannot_shut_out_who_
         while not await is_noted():
             pass
     [unused] = (await key.call("ListApiKeys", api_key=created.api_key.prefix)).api_keys
-    entries = (await key.call("ListAuditEntries", subject=key.prefix, action_prefix="api_key.update")).entries
+    entries = (
+        await key.call("ListAuditEntries", subject=key.prefix, action_prefix="api_key.update")
+    ).entries
 
     assert (
         list(limited.allowed_networks)
@@ -377,7 +497,11 @@ async def test_networks_are_set_told_kept_by_a_rotation_and_cannot_shut_out_who_
     )
     assert is_outside(kept, OUTSIDE)
     assert list(told.restrictions.allowed_networks) == list(limited.allowed_networks)
-    assert (other.code, wrong.fields, both.fields) == (StatusCode.ALREADY_EXISTS, ["allowed_networks"], ["all_networks"])
+    assert (other.code, wrong.fields, both.fields) == (
+        StatusCode.ALREADY_EXISTS,
+        ["allowed_networks"],
+        ["all_networks"],
+    )
     assert (shut_out.code, shut_out.fields) == (StatusCode.INVALID_ARGUMENT, ["allowed_networks"])
     assert "127.0.0.1" in shut_out.status.message
     assert not unused.HasField("last_use_time")

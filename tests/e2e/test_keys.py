@@ -1,4 +1,4 @@
-"""Keys over the wire: rotated while requests run, created again and again by scripts."""
+"""Keys over the wire: rotation while requests run, and repeated creation by scripts."""
 
 from __future__ import annotations
 
@@ -20,26 +20,30 @@ from tests.service import MODEL, PATIENCE_S, Service, bearer, refused, start, un
 
 
 class Admin:
-    """An admin's calls."""
+    """Calls of an admin."""
 
     def __init__(self, stub: Any, secret: str) -> None:
         self._stub = stub
         self._secret = secret
 
     async def call(self, name: str, /, **fields: Any) -> Any:
-        """One call of the admin service."""
-        return await getattr(self._stub, name)(getattr(pb, f"{name}Request")(**fields), metadata=bearer(self._secret))
+        """Make a call of the admin service."""
+        return await getattr(self._stub, name)(
+            getattr(pb, f"{name}Request")(**fields), metadata=bearer(self._secret)
+        )
 
 
 @pytest.fixture
 async def admin(service: Service) -> AsyncIterator[Admin]:
-    """Somebody with an admin key."""
+    """Yield a tenant with an admin key."""
     tenant = await service.tenant(scopes=("admin",))
     async with service.channel() as channel:
         yield Admin(pb_grpc.AdminServiceStub(channel), tenant.secret)
 
 
-async def test_both_secrets_of_a_rotated_key_spend_one_quota(service: Service, admin: Admin) -> None:
+async def test_both_secrets_of_a_rotated_key_spend_one_quota(
+    service: Service, admin: Admin
+) -> None:
     tenant = await service.tenant()
     await admin.call(
         "SetQuota",
@@ -61,10 +65,14 @@ async def test_both_secrets_of_a_rotated_key_spend_one_quota(service: Service, a
     assert rotated.api_key.overlap_end_time == rotated.overlap_end_time
 
 
-async def test_a_replaced_secret_ends_on_open_streams_too_and_what_runs_goes_on(service: Service, admin: Admin) -> None:
-    """A stream is authenticated once: without looking again, an old secret would live as long as its stream."""
+async def test_a_replaced_secret_ends_on_open_streams_and_running_requests_continue(
+    service: Service, admin: Admin
+) -> None:
+    """Without further checks an old secret would live as long as its stream."""
     tenant = await service.tenant()
-    rotated = await admin.call("RotateApiKey", api_key=tenant.key.prefix, overlap=Duration(seconds=2))
+    rotated = await admin.call(
+        "RotateApiKey", api_key=tenant.key.prefix, overlap=Duration(seconds=2)
+    )
 
     async with service.stream(tenant.secret) as old:
         long = await old.begin(max_output_tokens=4000)
@@ -92,51 +100,91 @@ async def test_a_replaced_secret_ends_on_open_streams_too_and_what_runs_goes_on(
     assert await closed.call.code() is StatusCode.UNAUTHENTICATED
 
 
-async def test_the_same_call_again_answers_what_it_made_and_makes_nothing(service: Service, admin: Admin) -> None:
-    """Scripts die half-way. The secret alone cannot be told again: it is stored nowhere."""
+async def test_the_same_call_again_answers_what_it_made_and_makes_nothing(
+    service: Service, admin: Admin
+) -> None:
+    """Scripts may die half-way. Only the secret cannot be returned again: it is not stored."""
     name, ids = f"a{uuid.uuid4().hex[:16]}", [str(uuid.uuid4()) for _ in range(5)]
-    prices = {"input_picos_per_token": 1, "cached_input_picos_per_token": 1, "output_picos_per_token": 1}
+    prices = {
+        "input_picos_per_token": 1,
+        "cached_input_picos_per_token": 1,
+        "output_picos_per_token": 1,
+    }
     calls: list[tuple[str, dict[str, Any]]] = [
         ("CreateOrganization", {"name": name}),
         ("CreateProject", {"organization": name, "name": "main"}),
         ("CreateApiKey", {"organization": name, "project": "main", "name": "bot"}),
         ("SetPrice", {"model": name, **prices}),
     ]
-    first = [await admin.call(call, **fields, request_id=ids[n]) for n, (call, fields) in enumerate(calls)]
-    again = [await admin.call(call, **fields, request_id=ids[n].upper()) for n, (call, fields) in enumerate(calls)]
+    first = [
+        await admin.call(call, **fields, request_id=ids[n])
+        for n, (call, fields) in enumerate(calls)
+    ]
+    again = [
+        await admin.call(call, **fields, request_id=ids[n].upper())
+        for n, (call, fields) in enumerate(calls)
+    ]
     key = first[2].api_key.prefix
-    rotated, rotated_again = [await admin.call("RotateApiKey", api_key=key, request_id=ids[4]) for _ in range(2)]
+    rotated, rotated_again = [
+        await admin.call("RotateApiKey", api_key=key, request_id=ids[4]) for _ in range(2)
+    ]
 
-    assert [answer.organization.organization_id for answer in (first[0], again[0])] == [first[0].organization.organization_id] * 2
+    assert [answer.organization.organization_id for answer in (first[0], again[0])] == [
+        first[0].organization.organization_id
+    ] * 2
     assert first[1].project == again[1].project
     assert first[2].api_key == again[2].api_key
     assert first[3].version == again[3].version
-    assert [(answer.existed, bool(answer.secret)) for answer in (first[2], again[2])] == [(False, True), (True, False)]
+    assert [(answer.existed, bool(answer.secret)) for answer in (first[2], again[2])] == [
+        (False, True),
+        (True, False),
+    ]
     assert rotated.secret
     assert (rotated_again.secret, rotated_again.overlap_end_time) == ("", rotated.overlap_end_time)
-    assert [entry.action for entry in (await admin.call("ListAuditEntries", subject=name)).entries] == [
+    assert [
+        entry.action for entry in (await admin.call("ListAuditEntries", subject=name)).entries
+    ] == [
         "api_key.rotate",
         "api_key.create",
         "project.create",
         "organization.create",
     ]
-    other = await refused(admin.call("CreateProject", organization=name, name="other", request_id=ids[1]))
-    wrong = await refused(admin.call("CreateProject", organization=name, name="other", request_id="7"))
+    other = await refused(
+        admin.call("CreateProject", organization=name, name="other", request_id=ids[1])
+    )
+    wrong = await refused(
+        admin.call("CreateProject", organization=name, name="other", request_id="7")
+    )
     assert (other.code, other.reason) == (StatusCode.ALREADY_EXISTS, "REQUEST_ID_REUSED")
     assert (wrong.code, wrong.fields) == (StatusCode.INVALID_ARGUMENT, ["request_id"])
 
 
-async def test_what_exists_is_as_good_as_created_where_the_caller_says_so(service: Service, admin: Admin) -> None:
+async def test_allow_existing_accepts_existing_objects(service: Service, admin: Admin) -> None:
     name = f"a{uuid.uuid4().hex[:16]}"
     for existed in (False, True):
         organization = await admin.call("CreateOrganization", name=name, allow_existing=True)
-        project = await admin.call("CreateProject", organization=name, name="main", allow_existing=True)
-        key = await admin.call("CreateApiKey", organization=name, project="main", name="bot", allow_existing=True)
-        assert (organization.existed, project.existed, key.existed, key.secret == "") == (existed,) * 4
+        project = await admin.call(
+            "CreateProject", organization=name, name="main", allow_existing=True
+        )
+        key = await admin.call(
+            "CreateApiKey", organization=name, project="main", name="bot", allow_existing=True
+        )
+        assert (organization.existed, project.existed, key.existed, key.secret == "") == (
+            existed,
+        ) * 4
 
-    currency = await refused(admin.call("CreateOrganization", name=name, currency_code="EUR", allow_existing=True))
+    currency = await refused(
+        admin.call("CreateOrganization", name=name, currency_code="EUR", allow_existing=True)
+    )
     scopes = await refused(
-        admin.call("CreateApiKey", organization=name, project="main", name="bot", scopes=["admin"], allow_existing=True)
+        admin.call(
+            "CreateApiKey",
+            organization=name,
+            project="main",
+            name="bot",
+            scopes=["admin"],
+            allow_existing=True,
+        )
     )
     assert currency.code is scopes.code is StatusCode.ALREADY_EXISTS
     assert "USD" in currency.status.message
@@ -144,7 +192,9 @@ async def test_what_exists_is_as_good_as_created_where_the_caller_says_so(servic
     assert len((await admin.call("ListApiKeys", organization=name)).api_keys) == 1
 
 
-async def test_a_key_for_other_models_is_refused_by_name_and_sees_its_own_alone(service: Service) -> None:
+async def test_a_key_for_other_models_is_refused_by_name_and_sees_its_own_alone(
+    service: Service,
+) -> None:
     tenant = await service.tenant()
     key, secret = await service.new_key(tenant, models=["large@7"])
 
@@ -154,13 +204,25 @@ async def test_a_key_for_other_models_is_refused_by_name_and_sees_its_own_alone(
         refusals = [
             await stream.failed(await stream.begin()),
             await stream.failed(await stream.begin(model="nobody-has-this")),
-            await refused(stub.CountTokens(inference_pb.CountTokensRequest(model=MODEL, text="a"), metadata=who)),
+            await refused(
+                stub.CountTokens(
+                    inference_pb.CountTokensRequest(model=MODEL, text="a"), metadata=who
+                )
+            ),
             await refused(stub.Quote(inference_pb.QuoteRequest(start=start().start), metadata=who)),
             await refused(stub.GetQuota(inference_pb.GetQuotaRequest(model=MODEL), metadata=who)),
         ]
 
-    assert [(refusal.code, refusal.reason) for refusal in refusals] == [(StatusCode.PERMISSION_DENIED, "MODEL_NOT_ALLOWED")] * 5
-    assert [refusal.info.metadata["model"] for refusal in refusals] == [MODEL, "nobody-has-this", MODEL, MODEL, MODEL]
+    assert [(refusal.code, refusal.reason) for refusal in refusals] == [
+        (StatusCode.PERMISSION_DENIED, "MODEL_NOT_ALLOWED")
+    ] * 5
+    assert [refusal.info.metadata["model"] for refusal in refusals] == [
+        MODEL,
+        "nobody-has-this",
+        MODEL,
+        MODEL,
+        MODEL,
+    ]
     assert all(key.prefix in refusal.status.message for refusal in refusals)
     assert list(listed.models) == []
     assert service.books.events(tenant) == []
@@ -173,14 +235,26 @@ async def test_models_of_a_key_are_set_changed_and_lifted(service: Service, admi
     other = await refused(admin.call("CreateApiKey", **asked, allow_existing=True))
     again = await admin.call("CreateApiKey", **asked, models=[MODEL], allow_existing=True)
     unknown = await refused(admin.call("CreateApiKey", **asked, models=["larg"]))
-    both = await refused(admin.call("UpdateApiKey", api_key=created.api_key.prefix, models=[MODEL], all_models=True))
+    both = await refused(
+        admin.call("UpdateApiKey", api_key=created.api_key.prefix, models=[MODEL], all_models=True)
+    )
     async with service.stream(created.secret) as stream:
         await stream.finished(await stream.begin())
     lifted = await admin.call("UpdateApiKey", api_key=created.api_key.prefix, all_models=True)
     kept = await admin.call("UpdateApiKey", api_key=created.api_key.prefix, name="robot")
     limited = await admin.call("UpdateApiKey", api_key=created.api_key.prefix, models=[MODEL])
 
-    assert [list(each.api_key.models) for each in (created, again, lifted, kept, limited)] == [[MODEL], [MODEL], [], [], [MODEL]]
-    assert (other.code, unknown.code, unknown.reason) == (StatusCode.ALREADY_EXISTS, StatusCode.NOT_FOUND, "MODEL_UNKNOWN")
+    assert [list(each.api_key.models) for each in (created, again, lifted, kept, limited)] == [
+        [MODEL],
+        [MODEL],
+        [],
+        [],
+        [MODEL],
+    ]
+    assert (other.code, unknown.code, unknown.reason) == (
+        StatusCode.ALREADY_EXISTS,
+        StatusCode.NOT_FOUND,
+        "MODEL_UNKNOWN",
+    )
     assert "tiny" in other.status.message
     assert (both.code, both.fields) == (StatusCode.INVALID_ARGUMENT, ["all_models"])

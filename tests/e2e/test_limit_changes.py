@@ -1,4 +1,4 @@
-"""Limits of a request that runs, lowered and raised by its client, and what it may cost: what is delivered and billed is exact."""
+"""Changes of a running request's limits, on tokens and cost: exact delivery and billing."""
 
 from __future__ import annotations
 
@@ -22,36 +22,43 @@ from tests.service import (
     start,
 )
 
-PROMPT = tuple(range(300, 310))  # of no other test, so that nothing of it is cached at first
+PROMPT = tuple(range(300, 310))  # used by no other test, so that nothing is cached at first
 INPUT_COST = len(PROMPT) * INPUT_PICOS
 
 
 def usd(amount_picos: int) -> types_pb2.Money:
-    """An amount."""
+    """Return an amount."""
     return types_pb2.Money(currency_code="USD", picos=amount_picos)
 
 
 async def update(stream: Stream, request_id: str, **limits: Any) -> pb.UpdatedFrame:
-    """Change limits; the answer."""
+    """Change limits; return the answer."""
     count = len(stream.of(request_id, "updated"))
     await stream.send(pb.ClientFrame(request_id=request_id, update=pb.UpdateFrame(**limits)))
     answers: list[pb.UpdatedFrame] = await stream.wait(
-        lambda: found if len(found := stream.of(request_id, "updated")) > count or stream.ends(request_id) else None, "an answer"
+        lambda: (
+            found
+            if len(found := stream.of(request_id, "updated")) > count or stream.ends(request_id)
+            else None
+        ),
+        "an answer",
     )
     return answers[-1]
 
 
 async def undisturbed(stream: Stream, token_count: int, **fields: Any) -> list[int]:
-    """The tokens of a request that nobody changes."""
+    """Return the tokens of an unchanged request."""
     request_id = await stream.begin(max_output_tokens=token_count, **fields)
     await stream.finished(request_id)
     return stream.token_ids(request_id)
 
 
 @pytest.mark.parametrize(
-    ("fields", "limits"), [({}, (600, 900)), ({"sampling": pb.Sampling(temperature=1.0, seed=7)}, (500,))], ids=["greedy", "seeded"]
+    ("fields", "limits"),
+    [({}, (600, 900)), ({"sampling": pb.Sampling(temperature=1.0, seed=7)}, (500,))],
+    ids=["greedy", "seeded"],
 )
-async def test_a_raised_limit_goes_on_as_if_it_had_been_so_from_the_start(
+async def test_a_raised_limit_gives_the_same_tokens_as_one_set_at_the_start(
     service: Service, fields: dict[str, Any], limits: tuple[int, ...]
 ) -> None:
     tenant = await service.tenant({QuotaDimension.TOKENS_PER_MONTH: 10**9})
@@ -60,17 +67,26 @@ async def test_a_raised_limit_goes_on_as_if_it_had_been_so_from_the_start(
         request_id, reached = await stream.begin(max_output_tokens=300, **fields), 5
         for limit in limits:
             await stream.received(request_id, reached)
-            assert (await update(stream, request_id, max_output_tokens=limit)).max_output_tokens == limit
-            reached = 310  # the engine has begun with it anew
+            assert (
+                await update(stream, request_id, max_output_tokens=limit)
+            ).max_output_tokens == limit
+            reached = 310  # the engine has restarted it
 
         finished = await stream.finished(request_id)
 
     assert stream.token_ids(request_id) == expected
-    assert (finished.reason, finished.usage.delivered_token_count) == (types_pb2.FINISH_REASON_LENGTH, limits[-1])
+    assert (finished.reason, finished.usage.delivered_token_count) == (
+        types_pb2.FINISH_REASON_LENGTH,
+        limits[-1],
+    )
     assert len(stream.of(request_id, "admitted")) == 1
     assert picos(finished.cost) == cost_picos(finished.usage)
     event = service.books.event(tenant, request_id)
-    assert (event["input_token_count"], event["generated_token_count"], event["delivered_token_count"]) == (
+    assert (
+        event["input_token_count"],
+        event["generated_token_count"],
+        event["delivered_token_count"],
+    ) == (
         10,
         limits[-1],
         limits[-1],
@@ -99,7 +115,9 @@ async def test_a_lowered_limit_ends_it_there(service: Service) -> None:
     await service.no_hold_left(tenant)
 
 
-async def test_a_cost_limit_is_never_exceeded_and_used_up_to_the_last_token(service: Service) -> None:
+async def test_a_cost_limit_is_never_exceeded_and_used_up_to_the_last_token(
+    service: Service,
+) -> None:
     tenant = await service.tenant()
     async with service.stream(tenant.secret) as stream:
         limit = INPUT_COST + 7 * OUTPUT_PICOS + OUTPUT_PICOS // 2
@@ -109,24 +127,36 @@ async def test_a_cost_limit_is_never_exceeded_and_used_up_to_the_last_token(serv
         await stream.received(again, 10)
         answer = await update(stream, again, max_cost=usd(INPUT_COST + 900 * OUTPUT_PICOS))
         lowered = await stream.finished(again)
-        raised = await stream.begin(prompt=PROMPT, max_output_tokens=200, max_cost=usd(INPUT_COST + 100 * OUTPUT_PICOS))
+        raised = await stream.begin(
+            prompt=PROMPT, max_output_tokens=200, max_cost=usd(INPUT_COST + 100 * OUTPUT_PICOS)
+        )
         await stream.received(raised, 5)
         await update(stream, raised, max_cost=usd(10**12 - 1))
         whole = await stream.finished(raised)
 
-    assert (finished.reason, finished.usage.delivered_token_count) == (types_pb2.FINISH_REASON_COST_LIMIT, 7)
+    assert (finished.reason, finished.usage.delivered_token_count) == (
+        types_pb2.FINISH_REASON_COST_LIMIT,
+        7,
+    )
     assert picos(finished.cost) == INPUT_COST + 7 * OUTPUT_PICOS
     assert picos(answer.max_cost) == INPUT_COST + 900 * OUTPUT_PICOS
     assert lowered.reason == types_pb2.FINISH_REASON_COST_LIMIT
     assert 0 <= picos(answer.max_cost) - picos(lowered.cost) < OUTPUT_PICOS
-    assert (whole.reason, whole.usage.delivered_token_count) == (types_pb2.FINISH_REASON_LENGTH, 200)
+    assert (whole.reason, whole.usage.delivered_token_count) == (
+        types_pb2.FINISH_REASON_LENGTH,
+        200,
+    )
     assert service.books.event(tenant, request_id)["outcome"] == "cost_limit"
     await service.no_hold_left(tenant)
 
 
-async def test_a_cost_that_does_not_cover_the_prompt_is_refused_and_billed_no_tokens(service: Service) -> None:
-    """The cost and its currency are compared after the hold, so these requests count. Invalid amounts leave no trace."""
-    tenant = await service.tenant({QuotaDimension.TOKENS_PER_MONTH: 1000, QuotaDimension.REQUESTS_PER_MINUTE: 1000})
+async def test_a_cost_that_does_not_cover_the_prompt_is_refused_and_billed_no_tokens(
+    service: Service,
+) -> None:
+    """Cost and currency are compared after the hold, so these count. Invalid amounts do not."""
+    tenant = await service.tenant(
+        {QuotaDimension.TOKENS_PER_MONTH: 1000, QuotaDimension.REQUESTS_PER_MINUTE: 1000}
+    )
     settled = []
     async with service.stream(tenant.secret) as stream:
         for wrong, field, has_hold in [
@@ -142,17 +172,24 @@ async def test_a_cost_that_does_not_cover_the_prompt_is_refused_and_billed_no_to
             assert (refusal.code, refusal.fields) == (grpc.StatusCode.INVALID_ARGUMENT, [field])
     await service.no_hold_left(tenant)
     assert service.books.billed(tenant) == {request_id: {} for request_id in settled}
-    assert service.books.counters(tenant) == {"requests_per_minute": (2, 0), "tokens_per_month": (0, 0)}
+    assert service.books.counters(tenant) == {
+        "requests_per_minute": (2, 0),
+        "tokens_per_month": (0, 0),
+    }
 
 
-async def test_what_cannot_be_changed_is_told_and_the_request_goes_on(service: Service) -> None:
+async def test_an_impossible_change_is_refused_and_the_request_continues(service: Service) -> None:
     tenant = await service.tenant()
     async with service.stream(tenant.secret) as stream:
         plain = await stream.begin(max_output_tokens=700)
         formatted = await stream.begin(
-            max_output_tokens=700, ignore_eos=False, response_format=pb.ResponseFormat(regex="[a-z ]{4000,}")
+            max_output_tokens=700,
+            ignore_eos=False,
+            response_format=pb.ResponseFormat(regex="[a-z ]{4000,}"),
         )
-        several = await stream.begin(max_output_tokens=700, choice_count=2, sampling=pb.Sampling(temperature=1.0))
+        several = await stream.begin(
+            max_output_tokens=700, choice_count=2, sampling=pb.Sampling(temperature=1.0)
+        )
         for request_id in (plain, formatted, several):
             await stream.received(request_id, 1)
         changes: list[tuple[str, str, dict[str, Any]]] = [
@@ -160,7 +197,11 @@ async def test_what_cannot_be_changed_is_told_and_the_request_goes_on(service: S
             (plain, "update.max_output_tokens", {"max_output_tokens": 0}),
             (plain, "update.max_output_tokens", {"max_output_tokens": CONTEXT_WINDOW_TOKENS}),
             (plain, "update.max_cost", {"max_cost": usd(0)}),
-            (plain, "update.max_cost.currency_code", {"max_cost": types_pb2.Money(currency_code="EUR", units=1)}),
+            (
+                plain,
+                "update.max_cost.currency_code",
+                {"max_cost": types_pb2.Money(currency_code="EUR", units=1)},
+            ),
             (formatted, "update.max_output_tokens", {"max_output_tokens": 800}),
             (several, "update.max_output_tokens", {"max_output_tokens": 10}),
         ]
@@ -175,16 +216,22 @@ async def test_what_cannot_be_changed_is_told_and_the_request_goes_on(service: S
     await service.no_hold_left(tenant)
 
 
-async def test_an_update_before_the_admission_after_the_end_and_of_nothing(service: Service) -> None:
+async def test_updates_before_the_admission_after_the_end_and_without_a_change(
+    service: Service,
+) -> None:
     tenant = await service.tenant()
     async with service.stream(tenant.secret) as stream:
         frame = start(max_output_tokens=30)
-        change = pb.ClientFrame(request_id=frame.request_id, update=pb.UpdateFrame(max_output_tokens=20))
+        change = pb.ClientFrame(
+            request_id=frame.request_id, update=pb.UpdateFrame(max_output_tokens=20)
+        )
         await stream.send(frame, change)
         early = await stream.first(frame.request_id, "updated")
         finished = await stream.finished(frame.request_id)
         unknown = start().request_id
-        await stream.send(change, pb.ClientFrame(request_id=unknown, update=pb.UpdateFrame(max_output_tokens=20)))
+        await stream.send(
+            change, pb.ClientFrame(request_id=unknown, update=pb.UpdateFrame(max_output_tokens=20))
+        )
         nobody = await stream.failed(unknown)
 
     assert Refusal(early.refusal).reason == "NOT_ADMITTED_YET"
@@ -201,5 +248,8 @@ async def test_a_raise_beyond_the_quota_ends_where_the_quota_does(service: Servi
         await update(stream, request_id, max_output_tokens=3000)
         finished = await stream.finished(request_id)
 
-    assert (finished.reason, finished.usage.delivered_token_count) == (types_pb2.FINISH_REASON_QUOTA_EXHAUSTED, 400)
+    assert (finished.reason, finished.usage.delivered_token_count) == (
+        types_pb2.FINISH_REASON_QUOTA_EXHAUSTED,
+        400,
+    )
     assert service.books.counters(tenant)["tokens_per_month"] == (410, 0)

@@ -1,4 +1,4 @@
-"""What one stream and one message may hold: at each bound and just beyond it."""
+"""Limits of one stream and one message: values at each bound pass, values just beyond it fail."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from weir.v1 import inference_service_pb2_grpc as pb_grpc
 from tests.service import Refusal, Service, bearer, cancel, refused
 
 
-async def test_a_message_may_be_as_large_as_the_bound_and_not_a_byte_larger(service: Service) -> None:
+async def test_a_message_may_be_as_large_as_the_bound_and_not_a_byte_larger(
+    service: Service,
+) -> None:
     tenant, most = await service.tenant(), service.settings.message_bytes_max
     request = pb.CountTokensRequest(model="nobody-has-this", text="x")
-    request.text = "x" * (most - (request.ByteSize() - 1) - 3)  # a length of millions takes three bytes more than one of 1
+    # A length of millions takes three bytes more than one of 1.
+    request.text = "x" * (most - (request.ByteSize() - 1) - 3)
     assert request.ByteSize() == most
 
     async with service.channel(("grpc.max_send_message_length", -1)) as channel:
@@ -32,19 +35,23 @@ async def test_a_message_may_be_as_large_as_the_bound_and_not_a_byte_larger(serv
 
 async def test_a_small_message_that_unpacks_to_a_large_one_is_refused(service: Service) -> None:
     tenant = await service.tenant()
-    bomb = pb.CountTokensRequest(model="nobody-has-this", text="x" * 4 * service.settings.message_bytes_max)
+    bomb = pb.CountTokensRequest(
+        model="nobody-has-this", text="x" * 4 * service.settings.message_bytes_max
+    )
 
     async with service.channel(("grpc.max_send_message_length", -1)) as channel:
         stub: Any = pb_grpc.InferenceServiceStub(channel)
         refusal = await refused(
-            stub.CountTokens(bomb, metadata=bearer(tenant.secret), compression=grpc.Compression.Gzip),
+            stub.CountTokens(
+                bomb, metadata=bearer(tenant.secret), compression=grpc.Compression.Gzip
+            ),
         )
 
     assert refusal.code is StatusCode.RESOURCE_EXHAUSTED
     assert service.serving()
 
 
-async def test_a_message_holds_so_many_frames_and_no_more(service: Service) -> None:
+async def test_the_number_of_frames_in_a_message_is_limited(service: Service) -> None:
     tenant, most = await service.tenant(), service.settings.frames_per_message_max
     frames = [cancel(str(uuid.uuid4())) for _ in range(most + 1)]
 

@@ -1,4 +1,4 @@
-"""Several api processes on one database: each sees what all of them run, and ends it, wherever it runs."""
+"""Live requests of several api processes on one database: each lists and ends all of them."""
 
 from __future__ import annotations
 
@@ -36,14 +36,15 @@ from tests.service import (
 )
 
 END_WITHIN_S = 0.1
-RUNNING_MAX = 64  # sequences that the engine runs at once; the rest waits
-STALL_S = 60.0  # how long a client that reads nothing is waited for otherwise
-ROUNDS = 5  # the quickest of so many is compared with the promise: a busy machine may hold up any one of them
+RUNNING_MAX = 64  # sequences that the engine runs at once; others are queued
+STALL_S = 60.0  # default timeout of a client that reads nothing
+# The quickest round is compared with the promise: a busy machine may delay any single one.
+ROUNDS = 5
 
 
 @pytest.fixture(scope="module")
 def slow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """So many layers that an answer is met in the middle on the quickest machine: some 3 ms a token."""
+    """Return a model of 3 ms per token, so that answers still run on the quickest machine."""
     directory = tmp_path_factory.mktemp("slow")
     make_checkpoint(directory, shape=LlamaShape(layer_count=120, context_window_tokens=4096))
     return directory
@@ -51,9 +52,12 @@ def slow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pair(
-    tmp_path_factory: pytest.TempPathFactory, slow_model: Path, postgres_server: str, template_database: str
+    tmp_path_factory: pytest.TempPathFactory,
+    slow_model: Path,
+    postgres_server: str,
+    template_database: str,
 ) -> Iterator[tuple[Service, Service]]:
-    """Two processes, each with an engine of its own."""
+    """Yield two processes, each with its own engine."""
     with new_database(postgres_server, template=template_database) as url, ExitStack() as stack:
         services = [Service(tmp_path_factory.mktemp("pair"), url, slow_model) for _ in range(2)]
         first, second = (stack.enter_context(running(service)) for service in services)
@@ -71,17 +75,19 @@ class Admin:
         self._secret = secret
 
     async def call(self, name: str, request: Any) -> Any:
-        """One call."""
+        """Make one call."""
         async with self._service.channel() as channel:
-            return await getattr(pb_grpc.AdminServiceStub(channel), name)(request, metadata=bearer(self._secret))
+            return await getattr(pb_grpc.AdminServiceStub(channel), name)(
+                request, metadata=bearer(self._secret)
+            )
 
-    async def live(self, *, all_told: bool = True, **fields: Any) -> pb.ListLiveRequestsResponse:
-        """What runs. all_told: asked until every process has answered in time, which a busy machine may keep it from."""
+    async def live(self, *, complete: bool = True, **fields: Any) -> pb.ListLiveRequestsResponse:
+        """Return live requests. complete: repeat until every process has answered in time."""
         async with asyncio.timeout(PATIENCE_S):
             while True:
                 request = pb.ListLiveRequestsRequest(**fields)
                 answer: pb.ListLiveRequestsResponse = await self.call("ListLiveRequests", request)
-                if not (all_told and answer.silent_owner_ids):
+                if not (complete and answer.unresponsive_process_ids):
                     return answer
 
     async def kill(self, request_id: str, **fields: Any) -> pb.KillRequestResponse:
@@ -91,21 +97,26 @@ class Admin:
         return answer
 
     async def audit(self, **fields: Any) -> list[admin_pb.AuditEntry]:
-        """Entries, newest first."""
-        return list((await self.call("ListAuditEntries", admin_pb.ListAuditEntriesRequest(**fields))).entries)
+        """Return entries, newest first."""
+        return list(
+            (
+                await self.call("ListAuditEntries", admin_pb.ListAuditEntriesRequest(**fields))
+            ).entries
+        )
 
 
 def seconds_to_end(service: Service, request_id: str) -> float:
-    """From the order that ended a request to its settlement."""
-    query = """SELECT extract(epoch FROM settled_at - ordered_at)::float8 AS elapsed_s
-               FROM usage_events u JOIN stop_orders o ON o.request_id = u.request_id OR o.api_key_id = u.api_key_id
+    """Return the time from the command that ended a request to its settlement."""
+    query = """SELECT extract(epoch FROM settled_at - created_at)::float8 AS elapsed_s
+               FROM usage_events u JOIN cancel_commands o
+               ON o.request_id = u.request_id OR o.api_key_id = u.api_key_id
                WHERE u.request_id = %s"""
     [row] = service.books.rows(query, request_id)
     return float(row["elapsed_s"])
 
 
 async def admin_of(service: Service) -> Admin:
-    """An admin who talks to this process."""
+    """Return an admin of this process."""
     tenant = await service.tenant(scopes=("admin",))
     return Admin(service, tenant.secret)
 
@@ -115,7 +126,10 @@ async def test_every_process_shows_what_all_of_them_run(pair: tuple[Service, Ser
     ours, theirs = await first.tenant(), await second.tenant()
     admin = await admin_of(first)
     async with first.stream(ours.secret) as here, second.stream(theirs.secret) as there:
-        mine, other = await here.begin(max_output_tokens=3000), await there.begin(max_output_tokens=3000)
+        mine, other = (
+            await here.begin(max_output_tokens=3000),
+            await there.begin(max_output_tokens=3000),
+        )
         await here.received(mine, 20)
         await there.received(other, 20)
 
@@ -128,14 +142,20 @@ async def test_every_process_shows_what_all_of_them_run(pair: tuple[Service, Ser
 
     by_id = {each.request_id: each for each in everything.requests}
     assert by_id.keys() == {mine, other}
-    assert not everything.silent_owner_ids
+    assert not everything.unresponsive_process_ids
     for tenant, request_id, service in ((ours, mine, first), (theirs, other, second)):
         shown = by_id[request_id]
-        assert (shown.organization_name, shown.project_name, shown.api_key_prefix) == (tenant.name, "main", tenant.key.prefix)
+        assert (shown.organization_name, shown.project_name, shown.api_key_prefix) == (
+            tenant.name,
+            "main",
+            tenant.key.prefix,
+        )
         assert (shown.model, shown.phase) == (MODEL, pb.REQUEST_PHASE_DECODE)
-        assert shown.owner_name.endswith(f":{service.pid}")
+        assert shown.process_name.endswith(f":{service.pid}")
         assert shown.input_token_count == 10
-        assert shown.delivered_token_count >= 20, "as the process tells: its hold knows of none before the first extension"
+        assert shown.delivered_token_count >= 20, (
+            "as the process tells: its hold knows of none before the first extension"
+        )
         assert shown.leased_token_count >= shown.delivered_token_count
         assert shown.tokens_per_second > 0
         assert shown.admit_time.ToDatetime() < shown.expire_time.ToDatetime()
@@ -149,8 +169,10 @@ async def test_every_process_shows_what_all_of_them_run(pair: tuple[Service, Ser
     assert not (await admin.live()).requests, "what has ended is gone at once"
 
 
-async def test_a_request_of_another_process_is_killed_within_a_tenth_of_a_second(pair: tuple[Service, Service]) -> None:
-    """From the order to the settlement, by the database's clock. What was delivered is settled, and the client is told by whom."""
+async def test_a_request_of_another_process_is_killed_within_a_tenth_of_a_second(
+    pair: tuple[Service, Service],
+) -> None:
+    """From command to settlement by the database's clock; the end names its author."""
     first, second = pair
     tenant = await second.tenant({QuotaDimension.TOKENS_PER_MONTH: 10**9})
     admin = await admin_of(first)
@@ -169,8 +191,14 @@ async def test_a_request_of_another_process_is_killed_within_a_tenth_of_a_second
             assert (refusal.code, refusal.reason) == (StatusCode.CANCELLED, "CANCELLED_BY_ADMIN")
             assert refusal.status.message == "an administrator has ended this request: it looped"
             assert refusal.frame is not None
-            assert refusal.frame.usage.delivered_token_count == received == event["delivered_token_count"]
-            assert picos(refusal.frame.cost) == event["cost_picos"] == cost_picos(refusal.frame.usage)
+            assert (
+                refusal.frame.usage.delivered_token_count
+                == received
+                == event["delivered_token_count"]
+            )
+            assert (
+                picos(refusal.frame.cost) == event["cost_picos"] == cost_picos(refusal.frame.usage)
+            )
             assert event["outcome"] == "cancelled"
             assert answer.result == pb.KillRequestResponse.RESULT_ENDED
             assert answer.generation.usage.delivered_token_count == received
@@ -183,7 +211,9 @@ async def test_a_request_of_another_process_is_killed_within_a_tenth_of_a_second
     await second.no_hold_left(tenant)
 
 
-async def test_killing_again_changes_nothing_and_killing_nothing_is_not_found(pair: tuple[Service, Service]) -> None:
+async def test_killing_again_changes_nothing_and_killing_nothing_is_not_found(
+    pair: tuple[Service, Service],
+) -> None:
     first, second = pair
     tenant = await second.tenant()
     admin = await admin_of(first)
@@ -196,19 +226,28 @@ async def test_killing_again_changes_nothing_and_killing_nothing_is_not_found(pa
         await stream.finished(done)
         late = await admin.kill(done)
 
-    had_ended = pb.KillRequestResponse.RESULT_HAD_ENDED
-    assert (once.result, again.result, late.result) == (pb.KillRequestResponse.RESULT_ENDED, had_ended, had_ended)
+    had_ended = pb.KillRequestResponse.RESULT_ALREADY_ENDED
+    assert (once.result, again.result, late.result) == (
+        pb.KillRequestResponse.RESULT_ENDED,
+        had_ended,
+        had_ended,
+    )
     assert again.generation == once.generation
     assert late.generation.usage.delivered_token_count == 20
     assert len(await admin.audit(subject=request_id)) == 1
     unknown: Refusal = await refused(admin.kill(str(uuid.uuid4())))
     assert unknown.code is StatusCode.NOT_FOUND
-    for fields, wrong in (({"request_id": "seven"}, "request_id"), ({"request_id": done, "reason": "x" * 201}, "reason")):
+    for fields, wrong in (
+        ({"request_id": "seven"}, "request_id"),
+        ({"request_id": done, "reason": "x" * 201}, "reason"),
+    ):
         refusal = await refused(admin.call("KillRequest", pb.KillRequestRequest(**fields)))
         assert (refusal.code, refusal.fields) == (StatusCode.INVALID_ARGUMENT, [wrong])
 
 
-async def test_of_two_projects_with_one_request_id_the_right_one_is_killed(pair: tuple[Service, Service]) -> None:
+async def test_of_two_projects_with_one_request_id_the_right_one_is_killed(
+    pair: tuple[Service, Service],
+) -> None:
     first, second = pair
     ours, theirs = await first.tenant(), await second.tenant()
     admin = await admin_of(first)
@@ -230,8 +269,10 @@ async def test_of_two_projects_with_one_request_id_the_right_one_is_killed(pair:
     assert f"{theirs.name}/main" in unclear.status.message
 
 
-async def test_a_revoked_key_ends_what_runs_with_it_in_every_process(pair: tuple[Service, Service]) -> None:
-    """And nothing else of its project; each request with its final usage."""
+async def test_a_revoked_key_ends_what_runs_with_it_in_every_process(
+    pair: tuple[Service, Service],
+) -> None:
+    """And no other requests of its project; each ends with its final usage."""
     first, second = pair
     tenant = await first.tenant()
     admin = await admin_of(first)
@@ -241,12 +282,18 @@ async def test_a_revoked_key_ends_what_runs_with_it_in_every_process(pair: tuple
         for _ in range(ROUNDS):
             key, secret = await first.new_key(tenant)
             async with first.stream(secret) as here, second.stream(secret) as there:
-                streams = {await stream.begin(max_output_tokens=3000): stream for stream in (here, here, there)}
+                streams = {
+                    await stream.begin(max_output_tokens=3000): stream
+                    for stream in (here, here, there)
+                }
                 for request_id, stream in streams.items():
                     await stream.received(request_id, 5)
 
                 await admin.call("RevokeApiKey", admin_pb.RevokeApiKeyRequest(api_key=key.prefix))
-                refusals = {request_id: await stream.failed(request_id) for request_id, stream in streams.items()}
+                refusals = {
+                    request_id: await stream.failed(request_id)
+                    for request_id, stream in streams.items()
+                }
                 elapsed_s.append(max(seconds_to_end(first, request_id) for request_id in refusals))
 
                 late = await here.failed(await here.begin())
@@ -254,16 +301,24 @@ async def test_a_revoked_key_ends_what_runs_with_it_in_every_process(pair: tuple
                 assert (refusal.code, refusal.reason) == (StatusCode.UNAUTHENTICATED, "KEY_REVOKED")
                 assert refusal.frame is not None
                 delivered = first.books.event(tenant, request_id)["delivered_token_count"]
-                assert refusal.frame.usage.delivered_token_count == delivered == len(streams[request_id].token_ids(request_id))
-            assert late.code is StatusCode.UNAUTHENTICATED, "the stream is open, but its key is not good any more"
+                assert (
+                    refusal.frame.usage.delivered_token_count
+                    == delivered
+                    == len(streams[request_id].token_ids(request_id))
+                )
+            assert late.code is StatusCode.UNAUTHENTICATED, (
+                "the stream is open, but its key is not good any more"
+            )
         await untouched.cancel(spared)
         await untouched.finished(spared)
     assert min(elapsed_s) < END_WITHIN_S, elapsed_s
     await first.no_hold_left(tenant)
 
 
-async def test_a_request_whose_client_reads_nothing_is_killed_as_quickly(pair: tuple[Service, Service]) -> None:
-    """Its tokens wait in the transport, which may take for ever; they were counted when they were handed over."""
+async def test_a_request_whose_client_reads_nothing_is_killed_as_quickly(
+    pair: tuple[Service, Service],
+) -> None:
+    """Its tokens wait in the transport, maybe forever; they were counted when handed over."""
     first, second = pair
     tenant = await second.tenant()
     admin = await admin_of(first)
@@ -271,7 +326,10 @@ async def test_a_request_whose_client_reads_nothing_is_killed_as_quickly(pair: t
         request_id = await stream.begin(max_output_tokens=4000, top_logprobs=20)
         counts: list[int] = []
         while len(counts) < 20 or len(set(counts[-20:])) > 1 or not counts[-1]:
-            counts += [each.delivered_token_count for each in (await admin.live(organization=tenant.name)).requests]
+            counts += [
+                each.delivered_token_count
+                for each in (await admin.live(organization=tenant.name)).requests
+            ]
 
         answer = await admin.kill(request_id)
 
@@ -280,17 +338,24 @@ async def test_a_request_whose_client_reads_nothing_is_killed_as_quickly(pair: t
     assert second.books.event(tenant, request_id)["delivered_token_count"] >= counts[-1]
 
 
-async def test_a_revoked_key_ends_what_waits_for_its_turn_too(pair: tuple[Service, Service]) -> None:
-    """A request that only waited is billed no tokens, and counts as a request."""
+async def test_a_revoked_key_ends_what_waits_for_its_turn_too(
+    pair: tuple[Service, Service],
+) -> None:
+    """A queued request is billed no tokens, and counts as a request."""
     first, second = pair
-    tenant = await second.tenant({QuotaDimension.CONCURRENT_REQUESTS: 1000, QuotaDimension.REQUESTS_PER_MINUTE: 1000})
+    tenant = await second.tenant(
+        {QuotaDimension.CONCURRENT_REQUESTS: 1000, QuotaDimension.REQUESTS_PER_MINUTE: 1000}
+    )
     admin = await admin_of(first)
     async with second.stream(tenant.secret) as stream:
         crowd = [start(max_output_tokens=3000) for _ in range(RUNNING_MAX + 6)]
         await stream.send(*crowd)
         waiting = crowd[-1].request_id
         await stream.first(waiting, "progress")
-        phases = {each.request_id: each.phase for each in (await admin.live(organization=tenant.name)).requests}
+        phases = {
+            each.request_id: each.phase
+            for each in (await admin.live(organization=tenant.name)).requests
+        }
 
         await admin.call("RevokeApiKey", admin_pb.RevokeApiKeyRequest(api_key=tenant.key.prefix))
         refusals = {frame.request_id: await stream.failed(frame.request_id) for frame in crowd}
@@ -302,18 +367,27 @@ async def test_a_revoked_key_ends_what_waits_for_its_turn_too(pair: tuple[Servic
     assert refused_frame.usage.input_token_count == picos(refused_frame.cost) == 0
     await second.no_hold_left(tenant)
     assert second.books.billed(tenant)[waiting] == {}
-    assert second.books.counters(tenant) == {"concurrent_requests": (0, 0), "requests_per_minute": (len(crowd), 0)}
+    assert second.books.counters(tenant) == {
+        "concurrent_requests": (0, 0),
+        "requests_per_minute": (len(crowd), 0),
+    }
 
 
-async def test_an_order_is_obeyed_without_its_notification_and_after_the_connection_was_cut(pair: tuple[Service, Service]) -> None:
-    """The order is a row that is looked at every second; a cut connection is opened again, and looks at once."""
+async def test_a_command_is_applied_without_its_notification_and_after_the_connection_was_cut(
+    pair: tuple[Service, Service],
+) -> None:
+    """The command is a row that is polled every second; a reopened connection polls at once."""
     first, second = pair
     tenant = await second.tenant()
     admin = await admin_of(first)
     terminate = """SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity
                    WHERE datname = current_database() AND pid <> pg_backend_pid()
-                       AND query SIMILAR TO '(LISTEN|%%FROM stop_orders WHERE id >|%%FROM replica_drains)%%'"""
-    order = "INSERT INTO stop_orders (project_id, request_id, reason) VALUES (%s, %s, '') RETURNING id"
+                       AND query SIMILAR TO
+                       '(LISTEN|%%FROM cancel_commands_WHERE id >|%%FROM replica_drains)%%'"""
+    order = (
+        "INSERT INTO cancel_commands (project_id, request_id, reason) VALUES (%s, %s, '')"
+        " RETURNING id"
+    )
     async with second.stream(tenant.secret) as stream:
         unheard = await stream.begin(max_output_tokens=4000)
         await stream.received(unheard, 1)
@@ -330,10 +404,10 @@ async def test_an_order_is_obeyed_without_its_notification_and_after_the_connect
     assert answer.result == pb.KillRequestResponse.RESULT_ENDED
 
 
-async def test_a_process_that_is_gone_is_named_and_its_requests_are_told_by_their_holds(
+async def test_a_lost_process_is_named_and_its_requests_are_shown_by_their_holds(
     pair: tuple[Service, Service], tmp_path: Path, slow_model: Path
 ) -> None:
-    """Killing what nobody runs any more cannot end it sooner than its hold ends; the answer says when that is."""
+    """A kill cannot end it before its hold expires; the answer contains that time."""
     first, _ = pair
     admin = await admin_of(first)
     with running(Service(tmp_path, first.database_url, slow_model)) as third:
@@ -343,48 +417,56 @@ async def test_a_process_that_is_gone_is_named_and_its_requests_are_told_by_thei
             await stream.received(request_id, 5)
             told = await admin.live(organization=tenant.name)
             third.kill()
-            view = await admin.live(organization=tenant.name, all_told=False)
+            view = await admin.live(organization=tenant.name, complete=False)
             answer = await admin.kill(request_id)
-        third.start()  # settles from the journal what the killed one left
+        third.start()  # settles from the journal of the killed one
         await until(lambda: first.books.holds(tenant) == {"settled": 1}, "the recovery")
         after = await admin.live(organization=tenant.name)
 
-    assert [(each.phase, bool(each.owner_name)) for each in told.requests] == [(pb.REQUEST_PHASE_DECODE, True)]
+    assert [(each.phase, bool(each.process_name)) for each in told.requests] == [
+        (pb.REQUEST_PHASE_DECODE, True)
+    ]
     [shown] = view.requests
-    assert (shown.phase, shown.owner_name) == (pb.REQUEST_PHASE_UNSPECIFIED, "")
-    assert list(view.silent_owner_ids) == [shown.owner_id]
+    assert (shown.phase, shown.process_name) == (pb.REQUEST_PHASE_UNSPECIFIED, "")
+    assert list(view.unresponsive_process_ids) == [shown.process_id]
     assert answer.result == pb.KillRequestResponse.RESULT_PENDING
     assert answer.expire_time == shown.expire_time
     assert answer.generation.state == inference_service_pb2.Generation.STATE_RUNNING
     assert not after.requests
-    assert not after.silent_owner_ids
+    assert not after.unresponsive_process_ids
 
 
 async def test_a_stuck_hold_is_found_and_ended(pair: tuple[Service, Service]) -> None:
-    """No worker runs here. Planted: a hold whose owner was gone a minute ago."""
+    """No worker runs here. Planted: a hold whose owner has been gone for a minute."""
     first, _ = pair
     admin = await admin_of(first)
     tenant = await first.tenant({QuotaDimension.CONCURRENT_REQUESTS: 5})
-    plant = """INSERT INTO holds (id, organization_id, project_id, api_key_id, request_id, payload_hash, model,
-                   price_version_id, labels, owner_id, input_token_count, leased_token_count, quota_ids, expires_at)
-               SELECT gen_random_uuid(), %s, %s, %s, %s, '\\x00', %s, (SELECT max(id) FROM price_versions), '{}', gen_random_uuid(),
-                   7, 9, '{}', now() - %s * interval '1 second' RETURNING id"""
+    plant = """INSERT INTO holds (id, organization_id, project_id, api_key_id, request_id,
+                   payload_hash, model, price_version_id, labels, process_id, input_token_count,
+                   leased_token_count, quota_ids, expires_at)
+               SELECT gen_random_uuid(), %s, %s, %s, %s, '\\x00', %s,
+                   (SELECT max(id) FROM price_versions), '{}', gen_random_uuid(), 7, 9, '{}',
+                   now() - %s * interval '1 second' RETURNING id"""
     owner = (tenant.organization_id, tenant.project_id, tenant.key.id)
     stuck, fresh = str(uuid.uuid4()), str(uuid.uuid4())
-    assert not (await admin.live(stuck_only=True, all_told=False)).requests
+    assert not (await admin.live(stuck_only=True, complete=False)).requests
     first.books.rows(plant, *owner, stuck, MODEL, 60)
     first.books.rows(plant, *owner, fresh, MODEL, 1)
 
-    found = await admin.live(stuck_only=True, all_told=False)
-    ended = await admin.call("EndOverdueHolds", pb.EndOverdueHoldsRequest())
+    found = await admin.live(stuck_only=True, complete=False)
+    ended = await admin.call("ExpireOverdueHolds", pb.ExpireOverdueHoldsRequest())
 
-    assert [each.request_id for each in found.requests] == [stuck], "the sweep still has time for the other one"
-    assert ended.ended_count == 2
-    assert not (await admin.live(stuck_only=True, all_told=False)).requests
+    assert [each.request_id for each in found.requests] == [stuck], (
+        "the sweep still has time for the other one"
+    )
+    assert ended.expired_count == 2
+    assert not (await admin.live(stuck_only=True, complete=False)).requests
     assert first.books.holds(tenant) == {"expired": 2}
 
 
-async def test_an_admin_looks_up_a_request_of_any_project_running_or_ended(pair: tuple[Service, Service]) -> None:
+async def test_an_admin_looks_up_a_request_of_any_project_running_or_ended(
+    pair: tuple[Service, Service],
+) -> None:
     service, _ = pair
     tenant, other, request_id = await service.tenant(), await service.tenant(), str(uuid.uuid4())
     admin = await admin_of(service)
@@ -410,7 +492,11 @@ async def test_an_admin_looks_up_a_request_of_any_project_running_or_ended(pair:
 
     assert unknown.reason == "NOT_FOUND"
     assert running.generation.state == inference_service_pb2.Generation.STATE_RUNNING
-    assert (ended.organization_name, ended.project_name, ended.api_key_prefix) == (tenant.name, "main", tenant.key.prefix)
+    assert (ended.organization_name, ended.project_name, ended.api_key_prefix) == (
+        tenant.name,
+        "main",
+        tenant.key.prefix,
+    )
     assert ended.generation.usage == finished.usage
     assert ended.generation.timings.decode_ms == finished.timings.decode_ms
     assert several.fields == ["project"]

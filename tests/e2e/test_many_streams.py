@@ -1,4 +1,4 @@
-"""Streams that are opened all at once: each is served, or refused with a reason and a time to come again."""
+"""Many streams opened at once: each is served, or refused with a reason and a retry-after."""
 
 from __future__ import annotations
 
@@ -22,16 +22,24 @@ REQUESTS_MAX = 5  # on one stream
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory, model: Path, postgres_server: str, template_database: str) -> Iterator[Service]:
-    """A service that lets a connection have few streams, and a stream few requests."""
+def small(
+    tmp_path_factory: pytest.TempPathFactory,
+    model: Path,
+    postgres_server: str,
+    template_database: str,
+) -> Iterator[Service]:
+    """Yield a service with few streams per connection and few requests per stream."""
     home = tmp_path_factory.mktemp("small")
     few = {"streams_per_connection_max": STREAMS_MAX, "requests_per_stream_max": REQUESTS_MAX}
-    with new_database(postgres_server, template=template_database) as url, running(Service(home, url, model, **few)) as service:
+    with (
+        new_database(postgres_server, template=template_database) as url,
+        running(Service(home, url, model, **few)) as service,
+    ):
         yield service
 
 
 async def one_request(channel: grpc.aio.Channel, tenant: Tenant) -> str | Refusal:
-    """A stream with one request: how it ended, or how the stream was refused."""
+    """Open a stream with one request; return the end of the request or the refusal."""
     call = pb_grpc.InferenceServiceStub(channel).Generate(metadata=bearer(tenant.secret))
     kinds: list[str] = []
     try:
@@ -39,22 +47,30 @@ async def one_request(channel: grpc.aio.Channel, tenant: Tenant) -> str | Refusa
         await call.done_writing()
         while isinstance(message := await call.read(), pb.GenerateResponse):
             kinds += [frame.WhichOneof("kind") or "" for frame in message.frames]
-    except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as ended:  # gRPC's client says the latter of a stream that has ended
+    # The client of gRPC says the latter of a stream that has ended.
+    except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as ended:
         print(ended)
     if (code := await call.code()) is grpc.StatusCode.OK:
         return kinds[-1]
-    return Refusal.of(grpc.aio.AioRpcError(code, await call.initial_metadata(), await call.trailing_metadata()))
+    return Refusal.of(
+        grpc.aio.AioRpcError(code, await call.initial_metadata(), await call.trailing_metadata())
+    )
 
 
-async def test_more_streams_than_a_connection_may_have_are_refused_with_a_reason(small: Service) -> None:
+async def test_more_streams_than_a_connection_may_have_are_refused_with_a_reason(
+    small: Service,
+) -> None:
     tenant = await small.tenant({QuotaDimension.TOKENS_PER_MONTH: 10**9})
     async with grpc.aio.insecure_channel(small.address) as channel:
         ends = await asyncio.gather(*(one_request(channel, tenant) for _ in range(STREAM_COUNT)))
-        refused = [end for end in ends if isinstance(end, Refusal)]  # none where all are served before the next ones come
+        # None if all are served before the next ones come.
+        refused = [end for end in ends if isinstance(end, Refusal)]
         served = [end for end in ends if not isinstance(end, Refusal)]
         again = await one_request(channel, tenant)
 
-    assert {(each.code, each.reason) for each in refused} <= {(grpc.StatusCode.UNAVAILABLE, "OVERLOADED")}
+    assert {(each.code, each.reason) for each in refused} <= {
+        (grpc.StatusCode.UNAVAILABLE, "OVERLOADED")
+    }
     assert all(each.retry_after_s for each in refused)
     assert served == ["finished"] * len(served)
     assert len(served) >= STREAMS_MAX
@@ -62,13 +78,16 @@ async def test_more_streams_than_a_connection_may_have_are_refused_with_a_reason
     await small.no_hold_left(tenant)
 
 
-async def test_a_refused_stream_that_sends_nothing_hears_why_all_the_same(small: Service) -> None:
-    """The refusal waits for the first message, so that writing it does not fail, but not for ever."""
+async def test_a_refused_stream_that_sends_nothing_gets_the_reason(small: Service) -> None:
+    """The refusal waits for the first message, whose write would fail, but not endlessly."""
     tenant = await small.tenant()
     async with grpc.aio.insecure_channel(small.address) as channel:
         stub = pb_grpc.InferenceServiceStub(channel)
         silent = [stub.Generate(metadata=bearer(tenant.secret)) for _ in range(STREAMS_MAX + 3)]
-        done, _ = await asyncio.wait([asyncio.ensure_future(call.code()) for call in silent], return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait(
+            [asyncio.ensure_future(call.code()) for call in silent],
+            return_when=asyncio.FIRST_COMPLETED,
+        )
         assert {task.result() for task in done} == {grpc.StatusCode.UNAVAILABLE}
         for call in silent:
             call.cancel()
@@ -76,7 +95,8 @@ async def test_a_refused_stream_that_sends_nothing_hears_why_all_the_same(small:
 
 async def test_more_requests_than_a_stream_may_have_are_refused_one_by_one(small: Service) -> None:
     tenant = await small.tenant({QuotaDimension.TOKENS_PER_MONTH: 10**9})
-    frames = [start(max_output_tokens=1, initial_credit_tokens=0) for _ in range(REQUESTS_MAX + 2)]  # none ends without credit
+    # None ends without credit.
+    frames = [start(max_output_tokens=1, initial_credit_tokens=0) for _ in range(REQUESTS_MAX + 2)]
     async with small.stream(tenant.secret) as stream:
         await stream.send(*frames)
         refused = [await stream.failed(frame.request_id) for frame in frames[REQUESTS_MAX:]]
@@ -85,6 +105,8 @@ async def test_more_requests_than_a_stream_may_have_are_refused_one_by_one(small
             await stream.finished(frame.request_id)
         await stream.finished(await stream.begin(max_output_tokens=1))
 
-    assert {(each.code, each.reason) for each in refused} == {(grpc.StatusCode.UNAVAILABLE, "OVERLOADED")}
+    assert {(each.code, each.reason) for each in refused} == {
+        (grpc.StatusCode.UNAVAILABLE, "OVERLOADED")
+    }
     assert all(each.retry_after_s for each in refused)
     await small.no_hold_left(tenant)

@@ -1,4 +1,4 @@
-"""What finance does, through the commands and the service as they are: close, read, prove, correct; and what nobody else may."""
+"""Finance through commands and service: close, read, prove and correct months; and its refusals."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CENT = 10**10
 
 @dataclass(frozen=True, slots=True)
 class Finance:
-    """A customer that used something in the October of 2025, and two people of finance."""
+    """Customer with usage in October 2025, and two people of finance."""
 
     service: Service
     tenant: Tenant
@@ -45,48 +45,73 @@ class Finance:
     home: Path
 
     async def weir(self, *arguments: str, key: str = "", status: int = 0) -> str:
-        """Output of a command, stderr behind stdout."""
+        """Return the output of a command, stderr after stdout."""
         environment = {
             "WEIR_ADDRESS": self.service.address,
             "WEIR_API_KEY": key or self.ann,
             "WEIR_HOME": str(self.home),
             "COLUMNS": "200",
         }
-        # In a thread: the command has an event loop of its own.
-        result = await asyncio.to_thread(CliRunner(env=environment).invoke, app, arguments, catch_exceptions=False)
+        # In a thread: the command has its own event loop.
+        result = await asyncio.to_thread(
+            CliRunner(env=environment).invoke, app, arguments, catch_exceptions=False
+        )
         text = result.stdout + result.stderr
         assert result.exit_code == status, text
         return text
 
     def client(self, key: str = "") -> AsyncBillingClient:
-        """The SDK's client."""
+        """Return the SDK's client."""
         return AsyncBillingClient(self.service.address, key or self.ann, tls=False)
 
 
 @pytest.fixture
 async def finance(service: Service, tmp_path: Path) -> Finance:
-    """A tenant with past usage, and two admin keys."""
+    """Yield a tenant with past usage, and two admin keys."""
     tenant = await service.tenant()
     (_, ann), (_, bob) = [await service.new_key(tenant, "admin") for _ in range(2)]
     async with service.session() as session:
-        values = {"model": f"m-{uuid.uuid4()}", "currency_code": "USD", "effective_at": datetime(2025, 1, 1, tzinfo=UTC)}
-        prices = {"input_picos_per_token": 150_000, "cached_input_picos_per_token": 15_000, "output_picos_per_token": 600_000}
-        version = (await session.scalars(insert(PriceVersion).values(values | prices).returning(PriceVersion.id))).one()
+        values = {
+            "model": f"m-{uuid.uuid4()}",
+            "currency_code": "USD",
+            "effective_at": datetime(2025, 1, 1, tzinfo=UTC),
+        }
+        prices = {
+            "input_picos_per_token": 150_000,
+            "cached_input_picos_per_token": 15_000,
+            "output_picos_per_token": 600_000,
+        }
+        version = (
+            await session.scalars(
+                insert(PriceVersion).values(values | prices).returning(PriceVersion.id)
+            )
+        ).one()
         customer = Customer(tenant.organization_id, tenant.name, tenant.key, tenant.secret)
-        used = [Consumed(1_000_003, 1_000, 10_007, "stop", OCTOBER), Consumed(9, 0, 1, "cancelled", OCTOBER)]
+        used = [
+            Consumed(1_000_003, 1_000, 10_007, "stop", OCTOBER),
+            Consumed(9, 0, 1, "cancelled", OCTOBER),
+        ]
         await add_usage(session, customer, await get_price(session, version), used)
     return Finance(service, tenant, ann, bob, tmp_path)
 
 
-async def test_a_month_is_closed_proved_and_corrected_by_commands(finance: Finance, tmp_path: Path) -> None:
+async def test_a_month_is_closed_proved_and_corrected_by_commands(
+    finance: Finance, tmp_path: Path
+) -> None:
     name = finance.tenant.name
     org = ("--org", name)
 
     checked = await finance.weir("month", "close", "2025-10", *org, "--check")
     closed = await finance.weir("month", "close", "2025-10", *org)
     again = await finance.weir("month", "close", "2025-10", *org)
-    [month] = [m for m in json.loads(await finance.weir("month", "list", *org, "--json")) if m["month"] == "2025-10"]
-    await finance.weir("month", "show", "2025-10", *org, "--format", "csv", "--output", str(tmp_path / "month.csv"))
+    [month] = [
+        m
+        for m in json.loads(await finance.weir("month", "list", *org, "--json"))
+        if m["month"] == "2025-10"
+    ]
+    await finance.weir(
+        "month", "show", "2025-10", *org, "--format", "csv", "--output", str(tmp_path / "month.csv")
+    )
     document = await finance.weir("month", "show", "2025-10", *org, "--format", "json")
     shown = await finance.weir("month", "show", "2025-10", *org)
     verified = await finance.weir("month", "verify", "2025-10", *org)
@@ -100,11 +125,17 @@ async def test_a_month_is_closed_proved_and_corrected_by_commands(finance: Finan
     assert f"invoice {number}" in shown
     assert "reproduced" in verified
 
-    proposed = await finance.weir("credit-note", "create", number, "0.05", "--reason", "an outage", "--json")
+    proposed = await finance.weir(
+        "credit-note", "create", number, "0.05", "--reason", "an outage", "--json"
+    )
     adjustment_id = json.loads(proposed)["adjustment_id"]
-    own = await finance.weir("credit-note", "approve", adjustment_id, status=1)
-    approved = await finance.weir("credit-note", "approve", adjustment_id, key=finance.bob)
-    less = json.loads(await finance.weir("adjustment", "create", "-0.001", *org, "--reason", "good will", "--json"))
+    own = await finance.weir("adjustment", "approve", adjustment_id, status=1)
+    approved = await finance.weir("adjustment", "approve", adjustment_id, key=finance.bob)
+    less = json.loads(
+        await finance.weir(
+            "adjustment", "create", "-0.001", *org, "--reason", "good will", "--json"
+        )
+    )
     rejected = await finance.weir("adjustment", "reject", less["adjustment_id"])
     notes = await finance.weir("credit-note", "list", *org)
 
@@ -117,15 +148,22 @@ async def test_a_month_is_closed_proved_and_corrected_by_commands(finance: Finan
     actions = [
         row["action"]
         for row in finance.service.books.rows(
-            "SELECT action FROM audit_log WHERE after->>'organization_id' = %s ORDER BY id", str(finance.tenant.organization_id)
+            "SELECT action FROM audit_log WHERE after->>'organization_id' = %s ORDER BY id",
+            str(finance.tenant.organization_id),
         )
     ]
     assert [each for each in actions if each.startswith(("month", "adjustment"))] == [
-        *("month.close", "adjustment.create", "adjustment.approve", "adjustment.create", "adjustment.reject")
+        *(
+            "month.close",
+            "adjustment.create",
+            "adjustment.approve",
+            "adjustment.create",
+            "adjustment.reject",
+        )
     ]
 
 
-async def test_what_stands_in_the_way_is_told_with_kinds_and_remedies(finance: Finance) -> None:
+async def test_obstacles_are_shown_with_kinds_and_remedies(finance: Finance) -> None:
     present = f"{datetime.now(UTC):%Y-%m}"
 
     async with finance.client() as client:
@@ -179,39 +217,60 @@ async def test_finance_reads_its_own_and_changes_nothing(finance: Finance) -> No
     assert document.startswith(b"record_type,")
 
 
-async def test_finance_sees_who_is_billed_and_whether_it_is_paid(finance: Finance) -> None:
+async def test_finance_sees_the_customer_and_the_payment_state(finance: Finance) -> None:
     service, tenant = finance.service, finance.tenant
     _, reader = await service.new_key(tenant, "billing")
     stripe_id = f"in_{uuid.uuid4().hex}"
-    await finance.weir("org", "billing", tenant.name, "--email", "billing@acme.example", "--legal-name", "Acme GmbH")
+    await finance.weir(
+        "org",
+        "billing",
+        tenant.name,
+        "--email",
+        "billing@acme.example",
+        "--legal-name",
+        "Acme GmbH",
+    )
     await finance.weir("month", "close", "2025-10", "--org", tenant.name)
     async with service.session() as session:
         await session.execute(
             text("""
-            INSERT INTO stripe_invoices (id, organization_id, customer_id, currency_code, period_start, period_end,
-                                         amount_due_minor, amount_paid_minor, finalized_at, payment_failed_at, told_at)
-            VALUES (:id, :organization_id, 'cus_1', 'USD', '2025-10-01Z', '2025-11-01Z', 16, 0, now(), now(), now())
+            INSERT INTO stripe_invoices (id, organization_id, customer_id, currency_code,
+                                         period_start, period_end, amount_due_minor,
+                                         amount_paid_minor, finalized_at, payment_failed_at,
+                                         last_event_at)
+            VALUES (:id, :organization_id, 'cus_1', 'USD', '2025-10-01Z', '2025-11-01Z', 16, 0,
+                now(), now(), now())
             """),
             {"id": stripe_id, "organization_id": tenant.organization_id},
         )
 
     async with finance.client(reader) as client:
         invoice = await client.get_invoice(organization=tenant.name, month="2025-10")
-        [month] = [each for each in await client.list_months(tenant.name) if each.month == "2025-10"]
+        [month] = [
+            each for each in await client.list_months(tenant.name) if each.month == "2025-10"
+        ]
         report = await client.get_month_report(tenant.name, "2025-10")
     shown = await finance.weir("month", "list", "--org", tenant.name)
     refused = await finance.weir("org", "billing", tenant.name, "--country", "Germany", status=1)
 
     assert month.payments == invoice.payments
     [payment] = month.payments
-    assert (payment.stripe_invoice_id, payment.state, payment.amount_due) == (stripe_id, "failed", Money("USD", 16 * CENT))
-    assert report.billing_profile == BillingProfile(emails=("billing@acme.example",), legal_name="Acme GmbH")
+    assert (payment.stripe_invoice_id, payment.state, payment.amount_due) == (
+        stripe_id,
+        "failed",
+        Money("USD", 16 * CENT),
+    )
+    assert report.billing_profile == BillingProfile(
+        emails=("billing@acme.example",), legal_name="Acme GmbH"
+    )
     assert "failed" in shown
     assert "--country" in refused
     assert "ISO 3166-1" in refused
 
 
-async def test_bad_amounts_and_reasons_are_refused_by_name_and_repetition_proposes_once(finance: Finance) -> None:
+async def test_bad_amounts_and_reasons_are_refused_by_name_and_repetition_proposes_once(
+    finance: Finance,
+) -> None:
     name = finance.tenant.name
     async with finance.client() as client:
         number = (await client.close_month(name, "2025-10")).month.invoice_number
@@ -230,5 +289,10 @@ async def test_bad_amounts_and_reasons_are_refused_by_name_and_repetition_propos
         request_id = str(uuid.uuid4())
         first = await client.create_adjustment(name, Money("", CENT), "once", request_id=request_id)
 
-        assert await client.create_adjustment(name, Money("", CENT), "once", request_id=request_id) == first
-        assert [each.reason for each in await client.list_adjustments(name, undecided_only=True)] == ["once"]
+        assert (
+            await client.create_adjustment(name, Money("", CENT), "once", request_id=request_id)
+            == first
+        )
+        assert [
+            each.reason for each in await client.list_adjustments(name, undecided_only=True)
+        ] == ["once"]

@@ -1,4 +1,4 @@
-"""Invalid HTTP requests are refused by status and parameter, are billed no tokens and do no harm, also where they are not HTTP."""
+"""Invalid HTTP requests: refused by status and parameter, not billed, harmless."""
 
 from __future__ import annotations
 
@@ -25,14 +25,20 @@ SCHEMA = {"type": "array", "uniqueItems": True}
 @pytest.fixture
 def no_incident(service: Service) -> Iterator[None]:
     """Check that the service has reported no incident meanwhile."""
-    before = len(log_events(service.log, "incident")), len(log_events(service.log, "http_handler_failed"))
+    before = (
+        len(log_events(service.log, "incident")),
+        len(log_events(service.log, "http_handler_failed")),
+    )
     yield
-    assert (len(log_events(service.log, "incident")), len(log_events(service.log, "http_handler_failed"))) == before
+    assert (
+        len(log_events(service.log, "incident")),
+        len(log_events(service.log, "http_handler_failed")),
+    ) == before
 
 
 @pytest.fixture
 async def tenant(service: Service, no_incident: None) -> AsyncIterator[Tenant]:
-    """A tenant of which no request may have been settled at the end."""
+    """Yield a tenant without settled requests at the end."""
     tenant = await service.tenant()
     yield tenant
     await service.no_hold_left(tenant)
@@ -41,7 +47,7 @@ async def tenant(service: Service, no_incident: None) -> AsyncIterator[Tenant]:
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """One response as it came over the socket."""
+    """One response from the socket."""
 
     status: int
     headers: dict[str, str]
@@ -49,14 +55,14 @@ class Response:
 
     @property
     def error(self) -> dict[str, Any]:
-        """Its error body."""
+        """Body of its error."""
         error: dict[str, Any] = json.loads(self.body)["error"]
         return error
 
 
 @dataclass(slots=True)
 class Socket:
-    """A connection on which anything may be said."""
+    """Connection that can send anything."""
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
@@ -67,15 +73,21 @@ class Socket:
         await self.writer.drain()
 
     async def response(self) -> Response:
-        """The next response."""
+        """Return the next response."""
         async with asyncio.timeout(PATIENCE_S):
             head = (await self.reader.readuntil(b"\r\n\r\n")).decode()
             first, *lines = head.split("\r\n")[:-2]
-            headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
-            return Response(int(first.split()[1]), headers, await self.reader.readexactly(int(headers.get("content-length", 0))))
+            headers = {
+                name.lower(): value for name, _, value in (line.partition(": ") for line in lines)
+            }
+            return Response(
+                int(first.split()[1]),
+                headers,
+                await self.reader.readexactly(int(headers.get("content-length", 0))),
+            )
 
     async def ended(self) -> bytes:
-        """Whatever else comes, up to the end of the connection."""
+        """Return all bytes up to the end of the connection."""
         async with asyncio.timeout(PATIENCE_S):
             try:
                 return await self.reader.read()
@@ -84,20 +96,26 @@ class Socket:
 
 
 async def dial(service: Service) -> Socket:
-    """A connection to the door."""
+    """Connect to the listener."""
     url = urlsplit(service.openai_url)
     return Socket(*await asyncio.open_connection(url.hostname, url.port))
 
 
 def post(secret: str, body: bytes, *headers: str, path: str = "/v1/chat/completions") -> bytes:
-    """A whole request."""
-    lines = [f"POST {path} HTTP/1.1", "host: weir", f"authorization: Bearer {secret}", f"content-length: {len(body)}", *headers]
+    """Return a whole request."""
+    lines = [
+        f"POST {path} HTTP/1.1",
+        "host: weir",
+        f"authorization: Bearer {secret}",
+        f"content-length: {len(body)}",
+        *headers,
+    ]
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
 
 
 @dataclass(frozen=True, slots=True)
 class Wrong:
-    """What a chat asks for beside the plain request, and what must be said of it."""
+    """Invalid fields of a chat, and the expected error."""
 
     param: str | None
     words: str
@@ -108,59 +126,99 @@ WRONG = (
     Wrong("temperature", "between 0 and 2", {"temperature": 3}),
     Wrong("top_p", "more than 0", {"top_p": 0}),
     Wrong("n", "from 1 to 16", {"n": 17}),
-    Wrong("n", "from 1 to 16", {"n": 2**31 - 1}),  # nothing may be made for each before that is said
+    # No object may be made for each before the refusal.
+    Wrong("n", "from 1 to 16", {"n": 2**31 - 1}),
     Wrong("n", "temperature of 0", {"n": 2, "temperature": 0}),
     Wrong("stop[1]", "1 to 256", {"stop": ["a", ""]}),
     Wrong("max_tokens", "at least 1", {"max_tokens": 0}),
-    Wrong("max_completion_tokens", "at least 1", {"max_tokens": openai.NOT_GIVEN, "max_completion_tokens": -1}),
-    Wrong("max_tokens", "old name", {"max_completion_tokens": 2}),
+    Wrong(
+        "max_completion_tokens",
+        "at least 1",
+        {"max_tokens": openai.NOT_GIVEN, "max_completion_tokens": -1},
+    ),
+    Wrong("max_tokens", "newer name", {"max_completion_tokens": 2}),
     Wrong("presence_penalty", "between -2 and 2", {"presence_penalty": 9}),
     Wrong("logit_bias[5]", "between -100 and 100", {"logit_bias": {"5": 101}}),
     Wrong("logit_bias[399999]", "must be from 0 to", {"logit_bias": {"399999": 1}}),
     Wrong("logit_bias", "int", {"logit_bias": {"five": 1}}),
     Wrong("top_logprobs", "from 0 to 20", {"logprobs": True, "top_logprobs": 21}),
-    Wrong("top_logprobs", "needs logprobs", {"top_logprobs": 2}),
+    Wrong("top_logprobs", "requires logprobs", {"top_logprobs": 2}),
     Wrong("messages", "at least one", {"messages": []}),
     Wrong("messages[0].role", "must be one of", {"messages": [{"role": "robot", "content": "x"}]}),
     Wrong("messages[0].content", "must be text", {"messages": [{"role": "user"}]}),
     Wrong(
-        "messages[0].content[1]", "only text", {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, IMAGE]}]}
+        "messages[0].content[1]",
+        "send text",
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, IMAGE]}]},
     ),
-    Wrong("messages[0].tool_call_id", "earlier message", {"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}),
-    Wrong("messages[0]", "have become tools", {"messages": [{"role": "function", "content": "x", "name": "f"}]}),
-    Wrong("tools", "does not support tools", {"tools": [{"type": "function", "function": {"name": "f"}}]}),
-    Wrong("tools[0].type", "must be function", {"tools": [{"type": "custom", "name": "f"}]}),
-    Wrong("tools[0].function.name", "1 to 64", {"tools": [{"type": "function", "function": {"name": "f f"}}]}),
+    Wrong(
+        "messages[0].tool_call_id",
+        "earlier message",
+        {"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]},
+    ),
+    Wrong(
+        "messages[0]",
+        "is deprecated: send tool_calls",
+        {"messages": [{"role": "function", "content": "x", "name": "f"}]},
+    ),
+    Wrong(
+        "tools",
+        "does not support tools",
+        {"tools": [{"type": "function", "function": {"name": "f"}}]},
+    ),
+    Wrong(
+        "tools[0].type",
+        "must be function",
+        {"tools": [{"type": "custom", "name": "f"}], "extra_query": {"strict": "1"}},
+    ),
+    Wrong(
+        "tools[0].function.name",
+        "1 to 64",
+        {"tools": [{"type": "function", "function": {"name": "f f"}}]},
+    ),
     Wrong(
         "tools[0].function.parameters",
         "JSON schema",
         {"tools": [{"type": "function", "function": {"name": "f", "parameters": 5}}]},
     ),
     Wrong("tools[0].function", "is required", {"tools": [{"type": "function", "name": "f"}]}),
-    Wrong("tool_choice", "needs tools", {"tool_choice": "required"}),
+    Wrong("tool_choice", "requires tools", {"tool_choice": "required"}),
     Wrong("functions", "not supported", {"functions": [{"name": "f"}]}),
     Wrong("response_format.type", "must be text", {"response_format": {"type": "xml"}}),
-    Wrong("response_format.json_schema.schema", "is required", {"response_format": {"type": "json_schema", "json_schema": {}}}),
-    Wrong("response_format.json_schema", "is required", {"response_format": {"type": "json_schema"}}),
+    Wrong(
+        "response_format.json_schema.schema",
+        "is required",
+        {"response_format": {"type": "json_schema", "json_schema": {}}},
+    ),
+    Wrong(
+        "response_format.json_schema", "is required", {"response_format": {"type": "json_schema"}}
+    ),
     Wrong(
         "response_format.schema",
-        "belongs into json_schema",
+        "must be in json_schema",
         {"response_format": {"type": "json_schema", "json_schema": {}, "schema": SCHEMA}},
     ),
     Wrong("service_tier", "must be one of", {"service_tier": "priority"}),
-    Wrong("store", "nothing is stored", {"store": True}),
+    Wrong("store", "not supported", {"store": True}),
     Wrong("reasoning_effort", "must be none or left out", {"reasoning_effort": "high"}),
-    Wrong("modalities", "only text", {"modalities": ["text", "audio"]}),
-    Wrong("stream_options", "belongs to a stream", {"stream_options": {"include_usage": True}}),
+    Wrong("modalities", 'must be ["text"]', {"modalities": ["text", "audio"]}),
+    Wrong("stream_options", "requires stream", {"stream_options": {"include_usage": True}}),
     Wrong("user", "metadata", {"user": "a", "metadata": {"user": "b"}}),
     Wrong("metadata['k']", "up to 256", {"metadata": {"k": "v" * 257}}),
-    Wrong("surprise", "not a parameter", {"extra_body": {"surprise": 1}}),
+    Wrong(
+        "surprise",
+        "not a parameter",
+        {"extra_body": {"surprise": 1}, "extra_query": {"strict": "1"}},
+    ),
+    Wrong("strict", "0 or 1", {"extra_query": {"strict": "yes"}}),
     Wrong("seed", "int", {"seed": 1.5}),
     Wrong("seed", "<= 9223372036854775807", {"seed": 2**63}),
 )
 
 
-async def test_every_wrong_parameter_is_named_with_its_remedy(service: Service, tenant: Tenant) -> None:
+async def test_every_wrong_parameter_is_named_with_its_remedy(
+    service: Service, tenant: Tenant
+) -> None:
     with connect(service, tenant.secret) as client:
         for wrong in WRONG:
             with pytest.raises(openai.BadRequestError) as caught:
@@ -172,38 +230,59 @@ async def test_every_wrong_parameter_is_named_with_its_remedy(service: Service, 
 
 
 @pytest.mark.usefixtures("no_incident")
-async def test_a_schema_that_cannot_be_compiled_is_named_and_billed_no_tokens(service: Service) -> None:
-    tenant = await service.tenant({QuotaDimension.REQUESTS_PER_MINUTE: 1000, QuotaDimension.TOKENS_PER_MONTH: 1000})
+async def test_a_schema_that_cannot_be_compiled_is_named_and_billed_no_tokens(
+    service: Service,
+) -> None:
+    tenant = await service.tenant(
+        {QuotaDimension.REQUESTS_PER_MINUTE: 1000, QuotaDimension.TOKENS_PER_MONTH: 1000}
+    )
     wrong = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
-    with connect(service, tenant.secret) as client, pytest.raises(openai.BadRequestError, match="uniqueItems") as caught:
+    with (
+        connect(service, tenant.secret) as client,
+        pytest.raises(openai.BadRequestError, match="uniqueItems") as caught,
+    ):
         client.chat.completions.create(**CHAT | {"response_format": wrong})
 
     assert caught.value.param == "response_format.json_schema.schema"
     assert caught.value.type == "invalid_request_error"
     await service.no_hold_left(tenant)
     assert list(service.books.billed(tenant).values()) == [{}]
-    assert service.books.counters(tenant) == {"requests_per_minute": (1, 0), "tokens_per_month": (0, 0)}
+    assert service.books.counters(tenant) == {
+        "requests_per_minute": (1, 0),
+        "tokens_per_month": (0, 0),
+    }
 
 
-async def test_what_the_other_apis_do_not_serve_is_refused_by_name(service: Service, tenant: Tenant) -> None:
+async def test_unsupported_parameters_of_responses_and_embeddings_are_refused_by_name(
+    service: Service, tenant: Tenant
+) -> None:
     responses: dict[str, Any] = {
         "previous_response_id": "resp_1",
         "background": True,
         "store": True,
-        "truncation": "auto",
+        "truncation": "middle",
         "conversation": "conv_1",
         "reasoning.effort": {"effort": "high"},
-        "tools[0].type": [{"type": "web_search"}],
         "max_tool_calls": 3,
-        "text.format.json_schema": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}},
+        "text.format.json_schema": {
+            "type": "json_schema",
+            "json_schema": {"name": "x", "schema": SCHEMA},
+        },
     }
     plain: dict[str, Any] = {"model": MODEL, "prompt": "Hi", "max_tokens": 1}
-    completions: dict[str, Any] = {"echo": True, "suffix": "x", "best_of": 3, "prompt": [], "logprobs": 30}
+    completions: dict[str, Any] = {
+        "suffix": "x",
+        "best_of": 3,
+        "prompt": [],
+        "logprobs": 30,
+    }
 
     with connect(service, tenant.secret) as client:
         for name, value in responses.items():
             parameter = re.split(r"[.\[]", name)[0]
-            fields: dict[str, Any] = {parameter: {"format": value} if parameter == "text" else value}
+            fields: dict[str, Any] = {
+                parameter: {"format": value} if parameter == "text" else value
+            }
             with pytest.raises(openai.BadRequestError) as caught:
                 client.responses.create(model=MODEL, input="Hi", **fields)
             assert caught.value.param == name
@@ -218,7 +297,9 @@ async def test_what_the_other_apis_do_not_serve_is_refused_by_name(service: Serv
             client.responses.retrieve("resp_1")
 
 
-async def test_bodies_that_are_no_request_are_refused_and_the_connection_lives_on(service: Service, tenant: Tenant) -> None:
+async def test_bodies_that_are_no_request_are_refused_and_the_connection_lives_on(
+    service: Service, tenant: Tenant
+) -> None:
     bodies = {
         b"": "invalid_json",
         b"{": "invalid_json",
@@ -247,18 +328,31 @@ async def test_bodies_that_are_no_request_are_refused_and_the_connection_lives_o
     await socket.say(post(tenant.secret, b"", path="/v1/models"))
     response = await socket.response()
     assert (response.status, response.headers["allow"]) == (405, "GET, HEAD")
-    await socket.say(f"HEAD /v1/models HTTP/1.1\r\nhost: weir\r\nauthorization: Bearer {tenant.secret}\r\n\r\n".encode())
+    await socket.say(
+        b"HEAD /v1/models HTTP/1.1\r\nhost: weir\r\n"
+        + f"authorization: Bearer {tenant.secret}\r\n\r\n".encode()
+    )
     head = (await socket.reader.readuntil(b"\r\n\r\n")).decode()
+    for path, hint in (("/x", "the API serves /v1/"), ("/chat/completions", "must end in /v1")):
+        await socket.say(f"GET {path} HTTP/1.1\r\nhost: weir\r\n\r\n".encode())
+        nothing_there = await socket.response()
+        assert nothing_there.error["message"].startswith(f"unknown URL: GET {path};")
+        assert hint in nothing_there.error["message"]
     await socket.say(b"GET / HTTP/1.1\r\nhost: weir\r\n\r\n")
-    nothing_there = await socket.response()
+    to_console = await socket.response()
     assert head.startswith("HTTP/1.1 200")
-    assert nothing_there.error["message"].startswith("there is nothing at GET /;")
+    assert (to_console.status, to_console.headers["location"]) == (307, "console/")
     socket.writer.close()
 
 
-async def test_what_is_too_large_is_refused_before_it_is_taken(service: Service, tenant: Tenant) -> None:
+async def test_oversized_bodies_are_refused_before_they_are_read(
+    service: Service, tenant: Tenant
+) -> None:
     too_long = service.settings.message_bytes_max + 1
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: weir\r\nauthorization: Bearer {tenant.secret}\r\n"
+    head = (
+        "POST /v1/chat/completions HTTP/1.1\r\nhost: weir\r\nauthorization: Bearer"
+        f" {tenant.secret}\r\n"
+    )
 
     socket = await dial(service)
     await socket.say(f"{head}content-length: {too_long}\r\n\r\n".encode())
@@ -284,7 +378,9 @@ async def test_what_is_too_large_is_refused_before_it_is_taken(service: Service,
     assert compressed.status == 415
 
 
-async def test_what_is_not_http_is_answered_once_and_hung_up_on(service: Service, tenant: Tenant) -> None:
+async def test_bytes_that_are_not_http_are_answered_once_and_disconnected(
+    service: Service, tenant: Tenant
+) -> None:
     greeting_of_tls = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n"
     for garbage in (greeting_of_tls, b"HELLO\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"\0" * 50_000):
         socket = await dial(service)
@@ -295,12 +391,23 @@ async def test_what_is_not_http_is_answered_once_and_hung_up_on(service: Service
         socket.writer.close()
 
 
-BROKEN_BODIES = (b"zz\r\n", b"5\r\nhello\r\n-1\r\n", b"2\r\n{}ZZ", b"f" * 17 + b"\r\n", b"0\r\n" + b"x: y\r\n" * 1000)
+BROKEN_BODIES = (
+    b"zz\r\n",
+    b"5\r\nhello\r\n-1\r\n",
+    b"2\r\n{}ZZ",
+    b"f" * 17 + b"\r\n",
+    b"0\r\n" + b"x: y\r\n" * 1000,
+)
 
 
-async def test_a_body_that_can_never_be_whole_is_refused_at_once_and_hung_up_on(service: Service, tenant: Tenant) -> None:
-    """Each in a packet of its own, when its request is waiting for its body, also behind another request."""
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: weir\r\nauthorization: Bearer {tenant.secret}\r\n"
+async def test_a_body_that_can_never_be_complete_is_refused_at_once_and_disconnected(
+    service: Service, tenant: Tenant
+) -> None:
+    """Each in its own packet while its request waits for its body, also behind another request."""
+    head = (
+        "POST /v1/chat/completions HTTP/1.1\r\nhost: weir\r\nauthorization: Bearer"
+        f" {tenant.secret}\r\n"
+    )
     chunked = f"{head}transfer-encoding: chunked\r\n".encode()
 
     for broken in BROKEN_BODIES:
@@ -310,7 +417,9 @@ async def test_a_body_that_can_never_be_whole_is_refused_at_once_and_hung_up_on(
             if before:
                 assert (await socket.response()).error["param"] == "model"
             async with asyncio.timeout(PATIENCE_S):
-                assert await socket.reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+                assert (
+                    await socket.reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+                )
             await socket.say(broken)
             response = await socket.response()
             assert (response.status, response.error["code"]) == (400, "invalid_http"), broken
@@ -319,8 +428,10 @@ async def test_a_body_that_can_never_be_whole_is_refused_at_once_and_hung_up_on(
             socket.writer.close()
 
 
-async def test_headers_that_ask_for_what_does_not_happen_are_refused(service: Service, tenant: Tenant) -> None:
-    """Two values of one header are none: what stands between may have gone by the other."""
+async def test_headers_that_ask_for_what_does_not_happen_are_refused(
+    service: Service, tenant: Tenant
+) -> None:
+    """A header with two values is refused: a proxy in between may have used the other one."""
     wrong = {
         "authorization: Bearer other": (401, "invalid_api_key"),
         "idempotency-key: a\r\nidempotency-key: b": (400, "invalid_value"),
@@ -335,15 +446,25 @@ async def test_headers_that_ask_for_what_does_not_happen_are_refused(service: Se
         assert (response.status, response.error["code"]) == (status, code)
         socket.writer.close()
     socket = await dial(service)
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: weir\r\nauthorization: Bearer {tenant.secret}\r\n"
-    await socket.say(f"{head}transfer-encoding: gzip, chunked\r\n\r\n2\r\n{{}}\r\n0\r\n\r\n".encode())
+    head = (
+        "POST /v1/chat/completions HTTP/1.1\r\nhost: weir\r\nauthorization: Bearer"
+        f" {tenant.secret}\r\n"
+    )
+    await socket.say(
+        f"{head}transfer-encoding: gzip, chunked\r\n\r\n2\r\n{{}}\r\n0\r\n\r\n".encode()
+    )
     assert (await socket.response()).error["code"] == "invalid_http"
     socket.writer.close()
 
 
-async def test_requests_sent_ahead_are_answered_in_their_order(service: Service, tenant: Tenant) -> None:
+async def test_requests_sent_ahead_are_answered_in_their_order(
+    service: Service, tenant: Tenant
+) -> None:
     body = json.dumps({"model": "none", "messages": says("x")}).encode()
-    listing = f"GET /v1/models HTTP/1.1\r\nhost: weir\r\nauthorization: Bearer {tenant.secret}\r\n\r\n".encode()
+    listing = (
+        b"GET /v1/models HTTP/1.1\r\nhost: weir\r\n"
+        + f"authorization: Bearer {tenant.secret}\r\n\r\n".encode()
+    )
     socket = await dial(service)
 
     await socket.say((listing + post(tenant.secret, body)) * 50)
@@ -353,7 +474,7 @@ async def test_requests_sent_ahead_are_answered_in_their_order(service: Service,
     socket.writer.close()
 
 
-async def test_a_client_that_asks_first_whether_its_body_is_wanted_is_told(service: Service, tenant: Tenant) -> None:
+async def test_a_client_that_sends_expect_gets_a_continue(service: Service, tenant: Tenant) -> None:
     body = json.dumps({"model": "none", "messages": says("x")}).encode()
     whole = post(tenant.secret, body, "expect: 100-continue")
     socket = await dial(service)

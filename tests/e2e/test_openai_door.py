@@ -1,4 +1,4 @@
-"""OpenAI's own client works here unchanged, and what it is told is what the books say."""
+"""OpenAI's client works unchanged, and its answers agree with the database."""
 
 from __future__ import annotations
 
@@ -14,27 +14,52 @@ import pytest
 from pydantic import BaseModel
 
 from metering.core.models import QuotaDimension
-from tests.e2e.openai_clients import TO_THE_END, check_billed, connect, connect_async, extension, says, text_of
-from tests.service import CONTEXT_WINDOW_TOKENS, MODEL, PLAIN_IDS, Service, conversation, until
+from tests.e2e.openai_clients import (
+    TO_THE_END,
+    check_billed,
+    connect,
+    connect_async,
+    extension,
+    says,
+    text_of,
+)
+from tests.service import (
+    CONTEXT_WINDOW_TOKENS,
+    INPUT_PICOS,
+    MODEL,
+    OUTPUT_PICOS,
+    PLAIN_IDS,
+    Service,
+    conversation,
+    until,
+)
 
 
 class Verdict(BaseModel):
-    """A structured answer that even a model of noise brings to its end."""
+    """Structured answer that even a model of random output completes."""
 
     mood: Literal["good", "bad"]
     sure: bool
 
 
-async def test_a_chat_has_the_text_and_the_bill_of_the_same_prompt_over_grpc(service: Service) -> None:
+async def test_a_chat_has_the_text_and_the_bill_of_the_same_prompt_over_grpc(
+    service: Service,
+) -> None:
     by_grpc, by_http = await service.tenant(), await service.tenant()
     drawn: dict[str, Any] = {"temperature": 0.9, "seed": 7, "top_p": 0.8}
 
     async with service.stream(by_grpc.secret) as stream:
-        request_id = await stream.begin(conversation=conversation("How far is it?"), sampling=drawn, max_output_tokens=30)
+        request_id = await stream.begin(
+            conversation=conversation("How far is it?"), sampling=drawn, max_output_tokens=30
+        )
         await stream.finished(request_id)
     with connect(service, by_http.secret) as client:
         answer = client.chat.completions.create(
-            model=MODEL, messages=says("How far is it?"), max_tokens=30, extra_body=TO_THE_END, **drawn
+            model=MODEL,
+            messages=says("How far is it?"),
+            max_tokens=30,
+            extra_body=TO_THE_END,
+            **drawn,
         )
 
     assert answer.choices[0].message.content == stream.text(request_id)
@@ -44,24 +69,38 @@ async def test_a_chat_has_the_text_and_the_bill_of_the_same_prompt_over_grpc(ser
         assert here[f"{name}_token_count"] == there[f"{name}_token_count"], name
     for name in ("cost_picos", "price_version_id", "outcome", "model"):
         assert here[name] == there[name], name
-    assert extension(answer)["cost"]["amount"] == f"{Decimal(there['cost_picos']).scaleb(-12).normalize():f}"
+    assert (
+        extension(answer)["cost"]["amount"]
+        == f"{Decimal(there['cost_picos']).scaleb(-12).normalize():f}"
+    )
 
 
-async def test_a_stream_is_the_whole_answer_in_pieces_and_ends_with_its_usage(service: Service) -> None:
+async def test_a_stream_is_the_whole_answer_in_pieces_and_ends_with_its_usage(
+    service: Service,
+) -> None:
     whole_tenant, tenant = await service.tenant(), await service.tenant()
-    asked: dict[str, Any] = {"model": MODEL, "messages": says("Tell me."), "max_completion_tokens": 40, "extra_body": TO_THE_END}
+    asked: dict[str, Any] = {
+        "model": MODEL,
+        "messages": says("Tell me."),
+        "max_completion_tokens": 40,
+        "extra_body": TO_THE_END,
+    }
 
     with connect(service, whole_tenant.secret) as client:
         whole = client.chat.completions.create(**asked)
     with (
         connect(service, tenant.secret) as client,
-        client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}) as stream,
+        client.chat.completions.create(
+            **asked, stream=True, stream_options={"include_usage": True}
+        ) as stream,
     ):
         *chunks, last = stream
 
     assert text_of(chunks) == whole.choices[0].message.content
     assert chunks[0].choices[0].delta.role == "assistant"
-    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
+    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + [
+        "length"
+    ]
     assert {chunk.usage for chunk in chunks} == {None}
     assert {chunk.id for chunk in chunks} == {last.id}
     assert last.choices == []
@@ -69,9 +108,74 @@ async def test_a_stream_is_the_whole_answer_in_pieces_and_ends_with_its_usage(se
     check_billed(service, tenant, last)
 
 
-async def test_several_choices_of_one_prompt_are_told_apart_and_billed_once(service: Service) -> None:
+@pytest.mark.parametrize("kind", ["chat", "completions"])
+async def test_usage_so_far_is_part_of_every_event_on_request(service: Service, kind: str) -> None:
     tenant = await service.tenant()
-    asked: dict[str, Any] = {"model": MODEL, "messages": says("Hm."), "n": 3, "temperature": 1.2, "seed": 3, "max_tokens": 12}
+    asked: dict[str, Any] = {
+        "model": MODEL,
+        "max_tokens": 9,
+        "n": 2,
+        "temperature": 1.0,
+        "stream": True,
+        "extra_body": TO_THE_END | {"stream_options": {"continuous_usage_stats": True}},
+    }
+
+    with connect(service, tenant.secret) as client:
+        stream = (
+            client.chat.completions.create(messages=says("Tell me."), **asked)
+            if kind == "chat"
+            else client.completions.create(prompt="Tell me.", **asked)
+        )
+        *chunks, end, last = stream
+
+    check_billed(service, tenant, last)
+    for chunk in chunks:
+        assert chunk.usage.prompt_tokens == last.usage.prompt_tokens
+        assert chunk.usage.total_tokens == chunk.usage.prompt_tokens + chunk.usage.completion_tokens
+    for index in range(2):
+        counts = [
+            chunk.usage.completion_tokens for chunk in chunks if chunk.choices[0].index == index
+        ]
+        assert counts == sorted(counts)
+        assert counts[-1] <= 9
+    assert end.usage == last.usage
+    assert last.usage.completion_tokens == 18
+
+
+async def test_counted_input_tokens_are_those_of_the_response(service: Service) -> None:
+    tenant = await service.tenant()
+    asked: dict[str, Any] = {"model": MODEL, "input": "Tell me.", "instructions": "Be kind."}
+
+    with connect(service, tenant.secret) as client:
+        counted = client.responses.input_tokens.count(**asked)
+        answer = client.responses.create(**asked, max_output_tokens=5)
+        with pytest.raises(openai.NotFoundError) as unknown:
+            client.responses.input_tokens.count(model="none", input="x")
+        with pytest.raises(openai.BadRequestError) as empty:
+            client.responses.input_tokens.count(model=MODEL, input=[])
+
+    assert answer.usage is not None
+    assert (counted.object, counted.input_tokens) == (
+        "response.input_tokens",
+        answer.usage.input_tokens,
+    )
+    assert unknown.value.code == "model_not_found"
+    assert empty.value.param == "input"
+    assert len(service.books.events(tenant)) == 1, "counting is not billed"
+
+
+async def test_several_choices_of_one_prompt_are_separate_and_billed_once(
+    service: Service,
+) -> None:
+    tenant = await service.tenant()
+    asked: dict[str, Any] = {
+        "model": MODEL,
+        "messages": says("Hm."),
+        "n": 3,
+        "temperature": 1.2,
+        "seed": 3,
+        "max_tokens": 12,
+    }
 
     with connect(service, tenant.secret) as client:
         whole = client.chat.completions.create(**asked, extra_body=TO_THE_END)
@@ -90,16 +194,27 @@ async def test_several_choices_of_one_prompt_are_told_apart_and_billed_once(serv
     assert whole.usage.completion_tokens == 36
 
 
-async def test_structured_output_is_parsed_into_the_types_that_were_asked_for(service: Service) -> None:
+async def test_structured_output_is_parsed_into_the_types_that_were_asked_for(
+    service: Service,
+) -> None:
     tenant = await service.tenant()
 
     with connect(service, tenant.secret) as client:
-        chat = client.chat.completions.parse(model=MODEL, messages=says("And?"), response_format=Verdict, max_tokens=400)
-        response = client.responses.parse(model=MODEL, input="And?", text_format=Verdict, max_output_tokens=400)
-        with client.responses.stream(model=MODEL, input="And?", text_format=Verdict, max_output_tokens=400) as stream:
+        chat = client.chat.completions.parse(
+            model=MODEL, messages=says("And?"), response_format=Verdict, max_tokens=400
+        )
+        response = client.responses.parse(
+            model=MODEL, input="And?", text_format=Verdict, max_output_tokens=400
+        )
+        with client.responses.stream(
+            model=MODEL, input="And?", text_format=Verdict, max_output_tokens=400
+        ) as stream:
             streamed = stream.get_final_response()
         anything = client.chat.completions.create(
-            model=MODEL, messages=says("And?"), response_format={"type": "json_object"}, max_tokens=5
+            model=MODEL,
+            messages=says("And?"),
+            response_format={"type": "json_object"},
+            max_tokens=5,
         )
 
     assert isinstance(chat.choices[0].message.parsed, Verdict)
@@ -112,18 +227,29 @@ async def test_a_response_tells_what_was_asked_and_what_it_came_to(service: Serv
     tenant, same = await service.tenant(), await service.tenant()
     turns: list[Any] = [
         {"role": "user", "content": [{"type": "input_text", "text": "One"}]},
-        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Two", "annotations": []}]},
+        {
+            "type": "message",
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "Two", "annotations": []}],
+        },
         {"role": "user", "content": "Three"},
     ]
 
     with connect(service, tenant.secret) as client:
         response = client.responses.create(
-            model=MODEL, instructions="Be brief.", input=turns, max_output_tokens=9, metadata={"team": "x"}, extra_body=TO_THE_END
+            model=MODEL,
+            instructions="Be brief.",
+            input=turns,
+            max_output_tokens=9,
+            metadata={"team": "x"},
+            extra_body=TO_THE_END,
         )
     with connect(service, same.secret) as client:
         messages: list[Any] = [{"role": "developer", "content": "Be brief."}, *says("One")]
         messages += [{"role": "assistant", "content": "Two"}, *says("Three")]
-        chat = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=9, extra_body=TO_THE_END)
+        chat = client.chat.completions.create(
+            model=MODEL, messages=messages, max_tokens=9, extra_body=TO_THE_END
+        )
 
     assert response.output_text == chat.choices[0].message.content
     assert response.status == "incomplete"
@@ -133,7 +259,10 @@ async def test_a_response_tells_what_was_asked_and_what_it_came_to(service: Serv
     assert response.usage is not None
     [event] = service.books.events(tenant)
     assert event["labels"] == {"team": "x"}
-    assert (response.usage.input_tokens, response.usage.output_tokens) == (event["input_token_count"], 9)
+    assert (response.usage.input_tokens, response.usage.output_tokens) == (
+        event["input_token_count"],
+        9,
+    )
     assert extension(response)["cost"]["picos"] == event["cost_picos"]
 
 
@@ -142,7 +271,9 @@ async def test_the_events_of_a_response_are_numbered_and_in_order(service: Servi
 
     with connect(service, tenant.secret) as client:
         events: list[Any] = list(
-            client.responses.create(model=MODEL, input="Go on", max_output_tokens=8, stream=True, extra_body=TO_THE_END)
+            client.responses.create(
+                model=MODEL, input="Go on", max_output_tokens=8, stream=True, extra_body=TO_THE_END
+            )
         )
 
     kinds = [event.type.removeprefix("response.") for event in events]
@@ -151,7 +282,11 @@ async def test_the_events_of_a_response_are_numbered_and_in_order(service: Servi
     assert kinds[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
     assert set(kinds[4:-4]) == {"output_text.delta"}
     assert kinds[-4:] == ["output_text.done", "content_part.done", "output_item.done", "incomplete"]
-    assert "".join(delta.delta for delta in deltas) == events[-4].text == events[-1].response.output_text
+    assert (
+        "".join(delta.delta for delta in deltas)
+        == events[-4].text
+        == events[-1].response.output_text
+    )
     assert events[-1].response.usage.output_tokens == 8
 
 
@@ -160,12 +295,22 @@ async def test_completions_take_prompts_in_every_form_and_answer_each(service: S
     ids = list(PLAIN_IDS[:10])
 
     with connect(service, tenant.secret) as client:
-        alone = client.completions.create(model=MODEL, prompt=ids, max_tokens=7, extra_body=TO_THE_END)
-        text = client.completions.create(model=MODEL, prompt="The hotel", max_tokens=7, extra_body=TO_THE_END)
-        both = client.completions.create(model=MODEL, prompt=[ids, [7]], max_tokens=7, extra_body=TO_THE_END)
+        alone = client.completions.create(
+            model=MODEL, prompt=ids, max_tokens=7, extra_body=TO_THE_END
+        )
+        text = client.completions.create(
+            model=MODEL, prompt="The hotel", max_tokens=7, extra_body=TO_THE_END
+        )
+        both = client.completions.create(
+            model=MODEL, prompt=[ids, [7]], max_tokens=7, extra_body=TO_THE_END
+        )
         streamed = ["", ""]
         for chunk in client.completions.create(
-            model=MODEL, prompt=["The hotel", "Other"], max_tokens=7, extra_body=TO_THE_END, stream=True
+            model=MODEL,
+            prompt=["The hotel", "Other"],
+            max_tokens=7,
+            extra_body=TO_THE_END,
+            stream=True,
         ):
             for choice in chunk.choices:
                 streamed[choice.index] += choice.text
@@ -175,8 +320,12 @@ async def test_completions_take_prompts_in_every_form_and_answer_each(service: S
     assert streamed[0] == text.choices[0].text
     assert both.usage is not None
     assert (both.usage.prompt_tokens, both.usage.completion_tokens) == (11, 14)
-    billed = {str(event["request_id"]): event["cost_picos"] for event in service.books.events(tenant)}
-    assert extension(both)["cost"]["picos"] == sum(billed[each] for each in extension(both)["request_ids"])
+    billed = {
+        str(event["request_id"]): event["cost_picos"] for event in service.books.events(tenant)
+    }
+    assert extension(both)["cost"]["picos"] == sum(
+        billed[each] for each in extension(both)["request_ids"]
+    )
 
 
 async def test_logprobs_name_every_token_and_its_bytes(service: Service) -> None:
@@ -184,16 +333,25 @@ async def test_logprobs_name_every_token_and_its_bytes(service: Service) -> None
     asked: dict[str, Any] = {"model": MODEL, "max_tokens": 12, "extra_body": TO_THE_END}
 
     with connect(service, tenant.secret) as client:
-        chat = client.chat.completions.create(**asked, messages=says("Zoë"), logprobs=True, top_logprobs=3)
+        chat = client.chat.completions.create(
+            **asked, messages=says("Zoë"), logprobs=True, top_logprobs=3
+        )
         plain = client.completions.create(**asked, prompt="Zoë", logprobs=2)
         response = client.responses.create(
-            model=MODEL, input="Zoë", max_output_tokens=12, include=["message.output_text.logprobs"], extra_body=TO_THE_END
+            model=MODEL,
+            input="Zoë",
+            max_output_tokens=12,
+            include=["message.output_text.logprobs"],
+            extra_body=TO_THE_END,
         )
 
     assert chat.choices[0].logprobs is not None
     tokens = chat.choices[0].logprobs.content or []
     assert len(tokens) == 12
-    assert all(len(token.top_logprobs) == 3 and token.top_logprobs[0].token == token.token for token in tokens), "greedy"
+    assert all(
+        len(token.top_logprobs) == 3 and token.top_logprobs[0].token == token.token
+        for token in tokens
+    ), "greedy"
     data = b"".join(bytes(token.bytes or []) for token in tokens)
     assert data.decode(errors="replace") == chat.choices[0].message.content
     columns = plain.choices[0].logprobs
@@ -201,7 +359,47 @@ async def test_logprobs_name_every_token_and_its_bytes(service: Service) -> None
     assert columns.tokens is not None
     assert columns.text_offset == [len("".join(columns.tokens[:index])) for index in range(12)]
     content: Any = response.output[0]
-    assert [entry.token for entry in content.content[0].logprobs] == [token.token for token in tokens]
+    assert [entry.token for entry in content.content[0].logprobs] == [
+        token.token for token in tokens
+    ]
+
+
+async def test_lm_eval_scores_continuations_by_the_echo(service: Service) -> None:
+    """The body is that of `local-completions`; it reads `token_logprobs[ctxlen:-1]`."""
+    tenant = await service.tenant()
+    prompts = [list(PLAIN_IDS[start : start + 30]) for start in (0, 50)]
+    asked: dict[str, Any] = {"model": MODEL, "max_tokens": 1, "seed": 1234, "temperature": 0}
+
+    with connect(service, tenant.secret) as client:
+        client.completions.create(**asked, prompt=prompts[0])  # cached from now on
+        answer = client.completions.create(**asked, prompt=prompts, logprobs=1, echo=True)
+        steps = [
+            client.completions.create(**asked, prompt=prompts[0][:count], logprobs=1)
+            for count in (1, 15, 30)
+        ]
+        text = client.completions.create(**asked, prompt="Zoë", echo=True)
+
+    for choice, prompt in zip(answer.choices, prompts, strict=True):
+        columns: Any = choice.logprobs
+        assert [len(each) for each in columns.model_dump().values()] == [31] * 4
+        assert (columns.token_logprobs[0], columns.top_logprobs[0]) == (None, None)
+        assert all(len(top) == 1 for top in columns.top_logprobs[1:])
+        assert "".join(columns.tokens) == choice.text
+        assert len(columns.tokens) == len(prompt) + 1
+    columns = answer.choices[0].logprobs
+    for count, step in zip((1, 15, 30), steps, strict=True):
+        alone: Any = step.choices[0].logprobs
+        [(token, logprob)] = alone.top_logprobs[0].items()
+        assert columns.top_logprobs[count] == {token: pytest.approx(logprob, abs=1e-4)}
+    assert text.choices[0].text.startswith("Zoë")
+    assert text.choices[0].logprobs is None
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (60, 2)
+    details = answer.usage.prompt_tokens_details
+    assert details is not None
+    assert details.cached_tokens == 0, "every token is computed"
+    event = service.books.event(tenant, extension(answer)["request_ids"][0])
+    assert event["cost_picos"] == 30 * INPUT_PICOS + OUTPUT_PICOS
 
 
 async def test_stop_sequences_penalties_and_biases_reach_the_engine(service: Service) -> None:
@@ -209,26 +407,44 @@ async def test_stop_sequences_penalties_and_biases_reach_the_engine(service: Ser
     asked: dict[str, Any] = {"model": MODEL, "messages": says("Stop!"), "max_tokens": 20}
 
     with connect(service, tenant.secret) as client:
-        free = client.chat.completions.create(**asked, extra_body=TO_THE_END).choices[0].message.content or ""
+        free = (
+            client.chat.completions.create(**asked, extra_body=TO_THE_END)
+            .choices[0]
+            .message.content
+            or ""
+        )
         stopped = client.chat.completions.create(**asked, stop=free[4:6], extra_body=TO_THE_END)
-        biased = client.chat.completions.create(**asked, logit_bias={"11": 100}, extra_body=TO_THE_END)
+        biased = client.chat.completions.create(
+            **asked, logit_bias={"11": 100}, extra_body=TO_THE_END
+        )
         penalised = client.chat.completions.create(
-            **asked, logit_bias={"11": 100}, presence_penalty=2.0, frequency_penalty=2.0, extra_body=TO_THE_END
+            **asked,
+            logit_bias={"11": 100},
+            presence_penalty=2.0,
+            frequency_penalty=2.0,
+            extra_body=TO_THE_END,
         )
 
     assert stopped.choices[0].message.content == free[: free.index(free[4:6])]
     assert stopped.choices[0].finish_reason == "stop"
     assert extension(stopped)["finish_reasons"] == ["STOP_SEQUENCE"]
     assert biased.choices[0].message.content == service.tokenizer.decode([11] * 20)
-    assert penalised.choices[0].message.content == biased.choices[0].message.content, "a bias of 100 outweighs both"
+    assert penalised.choices[0].message.content == biased.choices[0].message.content, (
+        "a bias of 100 outweighs both"
+    )
 
 
-async def test_who_asks_and_why_is_in_the_labels(service: Service) -> None:
+async def test_labels_hold_caller_and_reason(service: Service) -> None:
     tenant = await service.tenant()
 
     with connect(service, tenant.secret) as client:
         answer = client.chat.completions.create(
-            model=MODEL, messages=says("Hi"), max_tokens=2, user="u-7", metadata={"feature": "search"}, service_tier="flex"
+            model=MODEL,
+            messages=says("Hi"),
+            max_tokens=2,
+            user="u-7",
+            metadata={"feature": "search"},
+            service_tier="flex",
         )
 
     [event] = service.books.events(tenant)
@@ -251,22 +467,27 @@ async def test_models_are_listed_and_looked_up(service: Service) -> None:
     assert (unknown.value.code, unknown.value.param) == ("model_not_found", "model")
 
 
-async def test_a_limit_refuses_with_the_time_to_wait_and_the_client_waits_it_out(service: Service) -> None:
+async def test_a_limit_refuses_with_the_time_to_wait_and_the_client_waits_it_out(
+    service: Service,
+) -> None:
     tenant = await service.tenant({QuotaDimension.CONCURRENT_REQUESTS: 1})
     answers: list[tuple[float, httpx2.Response]] = []
 
     async def note(response: httpx2.Response) -> None:
         answers.append((time.monotonic(), response))
         if response.status_code == 429:
-            await running.close()  # the place is free when the client comes again
+            await running.close()  # the slot is free when the client retries
 
     async with (
         connect_async(service, tenant.secret) as client,
         connect_async(
-            service, tenant.secret, max_retries=20, http_client=httpx2.AsyncClient(event_hooks={"response": [note]})
+            service,
+            tenant.secret,
+            max_retries=20,
+            http_client=httpx2.AsyncClient(event_hooks={"response": [note]}),
         ) as patient,
     ):
-        for _ in range(6):  # by which it is known how long a request takes
+        for _ in range(6):  # needed to predict how long a request takes
             await client.completions.create(model=MODEL, prompt="Hi", max_tokens=1)
         running = await client.chat.completions.create(
             model=MODEL, messages=says("Long"), max_tokens=4000, stream=True, extra_body=TO_THE_END
@@ -274,7 +495,9 @@ async def test_a_limit_refuses_with_the_time_to_wait_and_the_client_waits_it_out
         await anext(aiter(running))
         with pytest.raises(openai.RateLimitError) as refused:
             await client.chat.completions.create(model=MODEL, messages=says("Hi"), max_tokens=2)
-        answer = await patient.chat.completions.create(model=MODEL, messages=says("Hi"), max_tokens=2)
+        answer = await patient.chat.completions.create(
+            model=MODEL, messages=says("Hi"), max_tokens=2
+        )
 
     assert refused.value.code == "rate_limit_exceeded"
     assert refused.value.type == "requests"
@@ -288,7 +511,9 @@ async def test_a_limit_refuses_with_the_time_to_wait_and_the_client_waits_it_out
 
 
 async def test_every_answer_tells_what_is_left_of_the_limits(service: Service) -> None:
-    tenant = await service.tenant({QuotaDimension.TOKENS_PER_MONTH: 1000, QuotaDimension.REQUESTS_PER_MINUTE: 50})
+    tenant = await service.tenant(
+        {QuotaDimension.TOKENS_PER_MONTH: 1000, QuotaDimension.REQUESTS_PER_MINUTE: 50}
+    )
 
     with connect(service, tenant.secret) as client:
         raw = client.chat.completions.with_raw_response.create(
@@ -310,13 +535,19 @@ async def test_every_answer_tells_what_is_left_of_the_limits(service: Service) -
     assert refused.value.response.headers["x-should-retry"] == "false"
 
 
-async def test_a_key_that_is_not_good_for_it_is_told_so(service: Service) -> None:
+async def test_a_key_without_permission_is_refused_with_the_reason(service: Service) -> None:
     tenant = await service.tenant()
     _, admin = await service.new_key(tenant, "billing")
 
-    with connect(service, "wk_abcdefgh_" + "x" * 43) as stranger, pytest.raises(openai.AuthenticationError) as unknown:
+    with (
+        connect(service, "wk_abcdefgh_" + "x" * 43) as stranger,
+        pytest.raises(openai.AuthenticationError) as unknown,
+    ):
         stranger.models.list()
-    with connect(service, admin) as reader, pytest.raises(openai.PermissionDeniedError) as forbidden:
+    with (
+        connect(service, admin) as reader,
+        pytest.raises(openai.PermissionDeniedError) as forbidden,
+    ):
         reader.chat.completions.create(model=MODEL, messages=says("Hi"))
 
     assert unknown.value.code == "invalid_api_key"
@@ -329,7 +560,11 @@ async def test_the_same_idempotency_key_is_billed_once(service: Service) -> None
 
     with connect(service, tenant.secret) as client:
         for key in (request_id, "order 66".replace(" ", "-")):
-            asked: dict[str, Any] = {"model": MODEL, "messages": says("Hi"), "extra_headers": {"Idempotency-Key": key}}
+            asked: dict[str, Any] = {
+                "model": MODEL,
+                "messages": says("Hi"),
+                "extra_headers": {"Idempotency-Key": key},
+            }
             raw = client.chat.completions.with_raw_response.create(**asked, max_tokens=3)
             with pytest.raises(openai.ConflictError) as settled:
                 client.chat.completions.create(**asked, max_tokens=3)
@@ -371,11 +606,18 @@ async def test_fifty_streams_at_once_are_fifty_answers(service: Service) -> None
     await service.no_hold_left(tenant)
 
 
-async def test_prompts_that_belong_together_fail_together_and_cost_nothing(service: Service) -> None:
+async def test_prompts_that_belong_together_fail_together_and_cost_nothing(
+    service: Service,
+) -> None:
     tenant = await service.tenant()
 
-    with connect(service, tenant.secret) as client, pytest.raises(openai.BadRequestError) as refused:
-        client.completions.create(model=MODEL, prompt=[[7, 8], [7] * CONTEXT_WINDOW_TOKENS, [9]], max_tokens=50)
+    with (
+        connect(service, tenant.secret) as client,
+        pytest.raises(openai.BadRequestError) as refused,
+    ):
+        client.completions.create(
+            model=MODEL, prompt=[[7, 8], [7] * CONTEXT_WINDOW_TOKENS, [9]], max_tokens=50
+        )
 
     assert refused.value.code == "context_length_exceeded"
     assert refused.value.param == "prompt"

@@ -1,6 +1,6 @@
-"""HTTP requests that do not run to their end: what was handed to the connection is what is billed, and nothing is kept of the rest.
+"""HTTP requests that end early: output handed to the connection is billed, and nothing leaks.
 
-Here the server runs in this process, so that a test can look inside.
+The server runs in this process, so that tests can inspect it.
 """
 
 from __future__ import annotations
@@ -35,10 +35,16 @@ CONNECTIONS = 20
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def inside(
-    tmp_path_factory: pytest.TempPathFactory, model: Path, postgres_server: str, template_database: str
+    tmp_path_factory: pytest.TempPathFactory,
+    model: Path,
+    postgres_server: str,
+    template_database: str,
 ) -> AsyncIterator[Inside]:
-    """A server with little patience."""
-    with new_database(postgres_server, template=template_database) as url, pytest.MonkeyPatch.context() as monkeypatch:
+    """Yield a server with short timeouts."""
+    with (
+        new_database(postgres_server, template=template_database) as url,
+        pytest.MonkeyPatch.context() as monkeypatch,
+    ):
         monkeypatch.setattr(http_requests, "BODY_WAIT_S", 0.2)
         service = Service(
             tmp_path_factory.mktemp("inside"),
@@ -57,21 +63,26 @@ async def inside(
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def service(inside: Inside) -> AsyncIterator[Service]:
-    """The service; each test leaves it empty."""
+    """Yield the service; each test leaves it empty."""
     yield inside.service
     await inside.check_empty()
 
 
 async def the_one_running(inside: Inside, token_count: int) -> LiveRequest:
-    """The request that runs, once it has generated so much."""
-    await until(lambda: any(each.usage.generated_token_count >= token_count for each in inside.process.running()), "tokens")
+    """Return the running request, once it has generated this many tokens."""
+    await until(
+        lambda: any(
+            each.usage.generated_token_count >= token_count for each in inside.process.running()
+        ),
+        "tokens",
+    )
     [request] = inside.process.running()
     assert isinstance(request, LiveRequest)
     return request
 
 
 async def the_event(service: Service, tenant: Tenant) -> dict[str, Any]:
-    """The tenant's one usage event, once it is there."""
+    """Return the tenant's only usage event, once it exists."""
     await until(lambda: service.books.events(tenant), "the settlement")
     [event] = service.books.events(tenant)
     assert event["billed_token_count"] == event["delivered_token_count"]
@@ -80,7 +91,7 @@ async def the_event(service: Service, tenant: Tenant) -> dict[str, Any]:
 
 
 async def dial(service: Service, *, receive_bytes: int | None = None) -> Socket:
-    """A connection; with a bound on what its side of the kernel takes unread."""
+    """Connect, optionally with a bound on the unread bytes in the client's kernel."""
     url = urlsplit(service.openai_url)
     raw = socket.socket()
     if receive_bytes is not None:
@@ -91,12 +102,19 @@ async def dial(service: Service, *, receive_bytes: int | None = None) -> Socket:
 
 
 @pytest.mark.parametrize("k", [1, 24, 100])
-async def test_a_client_that_hangs_up_in_mid_stream_pays_what_was_sent(service: Service, k: int) -> None:
+async def test_a_client_that_hangs_up_in_mid_stream_pays_what_was_sent(
+    service: Service, k: int
+) -> None:
     tenant = await service.tenant({QuotaDimension.TOKENS_PER_MONTH: 10**9})
 
     async with connect_async(service, tenant.secret) as client:
         stream = await client.chat.completions.create(
-            model=MODEL, messages=says("Go"), max_tokens=3000, stream=True, logprobs=True, extra_body=TO_THE_END
+            model=MODEL,
+            messages=says("Go"),
+            max_tokens=3000,
+            stream=True,
+            logprobs=True,
+            extra_body=TO_THE_END,
         )
         received = 0
         async for chunk in stream:
@@ -113,9 +131,13 @@ async def test_a_client_that_hangs_up_in_mid_stream_pays_what_was_sent(service: 
     assert (used, held) == (event["input_token_count"] + event["delivered_token_count"], 0)
 
 
-async def test_a_client_that_hangs_up_before_its_whole_answer_pays_no_output(inside: Inside, service: Service) -> None:
+async def test_a_client_that_hangs_up_before_its_whole_answer_pays_no_output(
+    inside: Inside, service: Service
+) -> None:
     tenant = await service.tenant()
-    body = json.dumps({"model": MODEL, "messages": says("Go"), "max_tokens": 3000} | TO_THE_END).encode()
+    body = json.dumps(
+        {"model": MODEL, "messages": says("Go"), "max_tokens": 3000} | TO_THE_END
+    ).encode()
 
     line = await dial(service)
     await line.say(post(tenant.secret, body))
@@ -128,14 +150,23 @@ async def test_a_client_that_hangs_up_before_its_whole_answer_pays_no_output(ins
     assert event["cost_picos"] == event["input_token_count"] * INPUT_PICOS
 
 
-async def test_a_whole_answer_that_breaks_is_refused_and_free(inside: Inside, service: Service) -> None:
-    """The client may send it again by itself: nothing of it was delivered."""
+async def test_a_whole_answer_that_breaks_is_refused_and_free(
+    inside: Inside, service: Service
+) -> None:
+    """Nothing was delivered, so the client may retry."""
     tenant = await service.tenant()
 
     async with connect_async(service, tenant.secret) as client, asyncio.TaskGroup() as tasks:
-        asked = client.completions.create(model=MODEL, prompt=["Go", "On"], max_tokens=2000, extra_body=TO_THE_END)
+        asked = client.completions.create(
+            model=MODEL, prompt=["Go", "On"], max_tokens=2000, extra_body=TO_THE_END
+        )
         call = tasks.create_task(refused(asked))
-        await until(lambda: sum(each.usage.generated_token_count > 5 for each in inside.process.running()) == 2, "tokens of both")
+        await until(
+            lambda: (
+                sum(each.usage.generated_token_count > 5 for each in inside.process.running()) == 2
+            ),
+            "tokens of both",
+        )
         inside.process.running()[1].stop(Outcome.FAILED, Draining("to be served elsewhere"))
         error = await call
 
@@ -146,7 +177,9 @@ async def test_a_whole_answer_that_breaks_is_refused_and_free(inside: Inside, se
     assert service.books.events(tenant) == []
 
 
-async def test_a_stream_that_breaks_says_so_and_what_was_sent_is_billed(inside: Inside, service: Service) -> None:
+async def test_a_stream_that_breaks_says_so_and_what_was_sent_is_billed(
+    inside: Inside, service: Service
+) -> None:
     tenant = await service.tenant()
 
     async with connect_async(service, tenant.secret) as client:
@@ -170,7 +203,10 @@ async def test_a_stream_that_breaks_says_so_and_what_was_sent_is_billed(inside: 
     assert last.response.error is not None
     assert last.response.error.code == "server_error"
     assert extension(last.response)["reason"] == "DRAINING"
-    assert all(event["outcome"] == "failed" and event["delivered_token_count"] > 0 for event in service.books.events(tenant))
+    assert all(
+        event["outcome"] == "failed" and event["delivered_token_count"] > 0
+        for event in service.books.events(tenant)
+    )
 
 
 async def test_an_answer_that_a_quota_cuts_is_whole_as_far_as_it_goes(service: Service) -> None:
@@ -187,12 +223,21 @@ async def test_an_answer_that_a_quota_cuts_is_whole_as_far_as_it_goes(service: S
     assert answer.usage.total_tokens <= 100
     assert answer.choices[0].logprobs is not None
     assert len(answer.choices[0].logprobs.content or []) == answer.usage.completion_tokens
-    assert (await the_event(service, tenant))["delivered_token_count"] == answer.usage.completion_tokens
+    assert (await the_event(service, tenant))[
+        "delivered_token_count"
+    ] == answer.usage.completion_tokens
 
 
 async def test_a_client_that_does_not_read_is_given_up(inside: Inside, service: Service) -> None:
     tenant = await service.tenant()
-    fields = {"model": MODEL, "messages": says("Go"), "max_tokens": 3000, "stream": True, "logprobs": True, "top_logprobs": 20}
+    fields = {
+        "model": MODEL,
+        "messages": says("Go"),
+        "max_tokens": 3000,
+        "stream": True,
+        "logprobs": True,
+        "top_logprobs": 20,
+    }
 
     line = await dial(service, receive_bytes=4096)
     await line.say(post(tenant.secret, json.dumps(fields | TO_THE_END).encode()))
@@ -205,7 +250,7 @@ async def test_a_client_that_does_not_read_is_given_up(inside: Inside, service: 
     line.writer.close()
 
 
-async def test_who_does_not_come_to_the_point_is_hung_up_on(service: Service) -> None:
+async def test_a_connection_without_a_complete_request_is_closed(service: Service) -> None:
     tenant = await service.tenant()
     silent, headless, bodiless = [await dial(service) for _ in range(3)]
 
@@ -219,17 +264,21 @@ async def test_who_does_not_come_to_the_point_is_hung_up_on(service: Service) ->
         each.writer.close()
 
 
-async def test_who_takes_no_answers_is_hung_up_on_also_without_a_key(service: Service) -> None:
-    """Small ones, which nobody writes piece by piece."""
+async def test_a_client_that_reads_no_answers_is_disconnected_also_without_a_key(
+    service: Service,
+) -> None:
+    """With small answers, each written in one piece."""
     line = await dial(service, receive_bytes=4096)
 
     async with asyncio.timeout(PATIENCE_S):
         with pytest.raises(ConnectionError):
-            await say_for_ever(line, b"GET /v1/nothing HTTP/1.1\r\nhost: weir\r\n\r\n" * 1000)
+            await send_endlessly(line, b"GET /v1/nothing HTTP/1.1\r\nhost: weir\r\n\r\n" * 1000)
     line.writer.close()
 
 
-async def test_a_body_without_a_length_ends_with_its_connection_where_nothing_else_says_so(service: Service) -> None:
+async def test_a_body_without_a_length_ends_with_its_connection_where_nothing_else_says_so(
+    service: Service,
+) -> None:
     tenant = await service.tenant()
     body = json.dumps({"model": MODEL, "messages": says("Go"), "max_tokens": 2}).encode()
     asked = post(tenant.secret, body, "connection: keep-alive").replace(b"HTTP/1.1", b"HTTP/1.0")
@@ -257,14 +306,14 @@ async def test_connections_are_bounded_and_come_back(service: Service) -> None:
         assert [model.id async for model in client.models.list()] == [MODEL]
 
 
-async def say_for_ever(line: Socket, data: bytes) -> None:
-    """Until the other side hangs up. Raises: ConnectionError."""
+async def send_endlessly(line: Socket, data: bytes) -> None:
+    """Send until the server disconnects. Raises: ConnectionError."""
     while True:
         await line.say(data)
 
 
 async def refused(call: Any) -> openai.APIStatusError:
-    """The error that a call must end with."""
+    """Return the error of a call, which must fail."""
     async with asyncio.timeout(PATIENCE_S):
         try:
             answer = await call

@@ -1,7 +1,7 @@
-"""Bodies of every shape at OpenAI's door, right and wrong: each is answered, or refused in OpenAI's form, and none is our mistake.
+"""Bodies of every shape for the OpenAI HTTP API: answered, or refused in OpenAI's form.
 
-What may be sent is read from the types of the parameters themselves, so a new parameter is tried from the day on which it is taken.
-`WEIR_TEST_WIRE_EXAMPLES` says how many attacks are made.
+Bodies are generated from the types of the parameters, so that a new parameter is included at
+once. `WEIR_TEST_WIRE_EXAMPLES` sets the number of attacks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 from msgspec import inspect
 
-from api.openai.door import EmbeddingParameters
+from api.openai.gateway import EmbeddingParameters
 from api.openai.parameters import ChatParameters, CompletionParameters, ResponseParameters
 from metering.core.models import QuotaDimension
 from tests.service import MODEL, PATIENCE_S, Service, Tenant, log_events
@@ -34,7 +34,11 @@ APIS: dict[str, type[msgspec.Struct]] = {
     "/embeddings": EmbeddingParameters,
 }
 PLAIN: dict[str, dict[str, Any]] = {
-    "/chat/completions": {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2},
+    "/chat/completions": {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "Hi"}],
+        "max_tokens": 2,
+    },
     "/completions": {"model": MODEL, "prompt": "Hi", "max_tokens": 2},
     "/responses": {"model": MODEL, "input": "Hi", "max_output_tokens": 2},
     "/embeddings": {"model": MODEL, "input": "Hi"},
@@ -55,9 +59,35 @@ WORDS = [
         "default",
         "flex",
     ),
-    *("json_object", "json_schema", "float", "base64", "message.output_text.logprobs", "concise", "disabled", "in-memory"),
+    *(
+        "json_object",
+        "json_schema",
+        "float",
+        "base64",
+        "message.output_text.logprobs",
+        "concise",
+        "disabled",
+        "in-memory",
+    ),
 ]
-NUMBERS = [-(2**63), -(2**31), -1, 0, 1, 2, 5, 21, 399, 400, 2**31 - 1, 2**31, 2**53 + 1, 2**63 - 1, 2**63, 10**30]
+NUMBERS = [
+    -(2**63),
+    -(2**31),
+    -1,
+    0,
+    1,
+    2,
+    5,
+    21,
+    399,
+    400,
+    2**31 - 1,
+    2**31,
+    2**53 + 1,
+    2**63 - 1,
+    2**63,
+    10**30,
+]
 
 SHAPES: list[Any] = [True, -1, 2**63, 0.5, "x", [], ["x"], {"x": 1}]
 AT_ONCE = 50  # requests
@@ -65,16 +95,21 @@ Attack = tuple[str, bytes, dict[str, str]]  # path, body, headers
 
 texts = st.sampled_from(WORDS) | st.text(max_size=6)
 whole_numbers = st.sampled_from(NUMBERS) | st.integers(0, 3)
-fractions = st.floats(allow_nan=False, allow_infinity=False) | st.sampled_from([0.0, 0.5, 1.0, 2.0, -2.0, 1e300, 5e-324])
+fractions = st.floats(allow_nan=False, allow_infinity=False) | st.sampled_from(
+    [0.0, 0.5, 1.0, 2.0, -2.0, 1e300, 5e-324]
+)
 any_json = st.recursive(
     st.none() | st.booleans() | whole_numbers | fractions | texts,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts | whole_numbers.map(str), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(texts | whole_numbers.map(str), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 
 
 def values(kind: inspect.Type) -> SearchStrategy[Any]:
-    """What a type takes, and at its borders a little more."""
+    """Draw values of a type, and slightly beyond its bounds."""
     match kind:
         case inspect.StructType(fields=fields):
             required = {each.encode_name: values(each.type) for each in fields if each.required}
@@ -103,7 +138,7 @@ def values(kind: inspect.Type) -> SearchStrategy[Any]:
 
 @st.composite
 def bodies(draw: st.DrawFn, path: str) -> bytes:
-    """A request that is right, but for up to three of its parameters; at times with one too many or too few, or damaged."""
+    """Draw a request with up to three wrong, surplus or missing parameters, sometimes damaged."""
     kinds = fields_of(path)
     body = dict(PLAIN[path])
     for name in draw(st.lists(st.sampled_from(sorted(kinds)), max_size=3)):
@@ -116,19 +151,27 @@ def bodies(draw: st.DrawFn, path: str) -> bytes:
     content = json.dumps(body).encode(errors="surrogatepass")
     if draw(st.integers(0, 19)) == 0:
         place = draw(st.integers(0, len(content)))
-        content = content[:place] + draw(st.binary(max_size=4)) + content[place + draw(st.integers(0, 4)) :]
+        content = (
+            content[:place]
+            + draw(st.binary(max_size=4))
+            + content[place + draw(st.integers(0, 4)) :]
+        )
     return content
 
 
 header_values = st.text(st.characters(min_codepoint=33, max_codepoint=126), max_size=300)
 headers = st.dictionaries(
-    st.sampled_from(["Idempotency-Key", "X-Request-Id", "Content-Type", "Accept", "OpenAI-Beta"]), header_values, max_size=2
+    st.sampled_from(["Idempotency-Key", "X-Request-Id", "Content-Type", "Accept", "OpenAI-Beta"]),
+    header_values,
+    max_size=2,
 )
-attacks = st.sampled_from(sorted(APIS)).flatmap(lambda path: st.tuples(st.just(path), bodies(path), headers | st.just({})))
+attacks = st.sampled_from(sorted(APIS)).flatmap(
+    lambda path: st.tuples(st.just(path), bodies(path), headers | st.just({}))
+)
 
 
 def fields_of(path: str) -> dict[str, inspect.Type]:
-    """The parameters of an API by name."""
+    """Return the parameters of an API by name."""
     form = inspect.type_info(APIS[path])
     assert isinstance(form, inspect.StructType)
     return {field.encode_name: field.type for field in form.fields}
@@ -136,7 +179,7 @@ def fields_of(path: str) -> dict[str, inspect.Type]:
 
 @pytest.fixture
 def attack(service: Service) -> Iterator[Callable[[Sequence[Attack]], None]]:
-    """Sends attacks, all at once. In the end some were right and some were wrong, and none is left or was our mistake."""
+    """Send attacks at once; check that some succeed, some fail, none remains or is an incident."""
     incidents = incident_count(service)
     seen: Counter[int] = Counter()
     with asyncio.Runner() as runner:
@@ -148,7 +191,9 @@ def attack(service: Service) -> Iterator[Callable[[Sequence[Attack]], None]]:
 
 
 @pytest.mark.parametrize("path", APIS)
-def test_every_parameter_in_every_shape_is_taken_or_refused(attack: Callable[[Sequence[Attack]], None], path: str) -> None:
+def test_every_parameter_in_every_shape_is_taken_or_refused(
+    attack: Callable[[Sequence[Attack]], None], path: str
+) -> None:
     shaped = [PLAIN[path] | {name: shape} for name in fields_of(path) for shape in SHAPES]
 
     attack([("/completions", json.dumps(PLAIN["/completions"]).encode(), {})])
@@ -156,9 +201,17 @@ def test_every_parameter_in_every_shape_is_taken_or_refused(attack: Callable[[Se
         attack([(path, json.dumps(body).encode(), {}) for body in shaped[first : first + AT_ONCE]])
 
 
-def test_bodies_of_every_kind_are_answered_or_refused(attack: Callable[[Sequence[Attack]], None]) -> None:
-    # Not made smaller: a body is small, and each attempt would be one more request.
-    @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), database=None, phases=[Phase.generate])
+def test_bodies_of_every_kind_are_answered_or_refused(
+    attack: Callable[[Sequence[Attack]], None],
+) -> None:
+    # Not minimized: a body is small, and each attempt would be another request.
+    @settings(
+        max_examples=EXAMPLES,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        database=None,
+        phases=[Phase.generate],
+    )
     @given(some=st.lists(attacks, min_size=1, max_size=6))
     def search(some: list[Attack]) -> None:
         attack(some)
@@ -167,22 +220,38 @@ def test_bodies_of_every_kind_are_answered_or_refused(attack: Callable[[Sequence
 
 
 def incident_count(service: Service) -> int:
-    """What the service takes for its own mistakes."""
-    return len(log_events(service.log, "incident")) + len(log_events(service.log, "http_handler_failed"))
+    """Return the number of errors of the service itself."""
+    return len(log_events(service.log, "incident")) + len(
+        log_events(service.log, "http_handler_failed")
+    )
 
 
-async def send_all(service: Service, tenant: Tenant, some: Sequence[Attack], seen: Counter[int]) -> None:
-    """All at once."""
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(PATIENCE_S)) as session, asyncio.TaskGroup() as tasks:
+async def send_all(
+    service: Service, tenant: Tenant, some: Sequence[Attack], seen: Counter[int]
+) -> None:
+    """Send all bodies at once."""
+    async with (
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(PATIENCE_S)) as session,
+        asyncio.TaskGroup() as tasks,
+    ):
         for path, body, more in some:
-            tasks.create_task(send(session, service.openai_url + path, tenant.secret, body, more, seen))
+            tasks.create_task(
+                send(session, service.openai_url + path, tenant.secret, body, more, seen)
+            )
 
 
 async def send(
-    session: aiohttp.ClientSession, url: str, secret: str, body: bytes, more: dict[str, str], seen: Counter[int]
+    session: aiohttp.ClientSession,
+    url: str,
+    secret: str,
+    body: bytes,
+    more: dict[str, str],
+    seen: Counter[int],
 ) -> None:
-    """One body; judges what comes back."""
-    async with session.post(url, data=body, headers={"authorization": f"Bearer {secret}"} | more) as response:
+    """Send one body; check the answer."""
+    async with session.post(
+        url, data=body, headers={"authorization": f"Bearer {secret}"} | more
+    ) as response:
         content = await response.read()
     seen[response.status] += 1
     assert response.status in (200, 400, 404, 409), (response.status, content, url, body)
@@ -195,18 +264,24 @@ async def send(
 
 
 def check_events(content: bytes) -> None:
-    """A stream that has begun ends with its end, or with an error in OpenAI's form."""
-    lines = [line.removeprefix(b"data: ") for line in content.split(b"\n") if line.startswith(b"data: ")]
+    """Check that a stream ends with its end event, or with an error in OpenAI's form."""
+    lines = [
+        line.removeprefix(b"data: ") for line in content.split(b"\n") if line.startswith(b"data: ")
+    ]
     told = [json.loads(line) for line in lines if line != b"[DONE]"]
     assert told
     if "error" in told[-1] and told[-1]["error"] is not None:
         check_error(told[-1])
     else:
-        assert lines[-1] == b"[DONE]" or told[-1]["type"] in ("response.completed", "response.incomplete", "response.failed")
+        assert lines[-1] == b"[DONE]" or told[-1]["type"] in (
+            "response.completed",
+            "response.incomplete",
+            "response.failed",
+        )
 
 
 def check_error(told: dict[str, Any]) -> None:
-    """All that clients read of an error is there."""
+    """Check that an error has all fields that clients read."""
     error = told["error"]
     assert error["message"]
     assert isinstance(error["type"], str)

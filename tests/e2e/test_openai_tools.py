@@ -1,4 +1,4 @@
-"""OpenAI's own client calls tools here unchanged: in chats and responses, streamed and whole, and on with what came of them."""
+"""Tools with OpenAI's client, unchanged: chats and responses, streamed and whole, with results."""
 
 from __future__ import annotations
 
@@ -11,24 +11,43 @@ import pytest
 from pydantic import BaseModel
 
 from tests.e2e.openai_clients import check_billed, connect, extension, says
-from tests.e2e.tool_models import HOTEL, PIECES, PLAIN, SCRIPT, check_arguments, priced, running_with_tools, to_the_point
+from tests.e2e.tool_models import (
+    HOTEL,
+    PIECES,
+    PLAIN,
+    SCRIPT,
+    STAY,
+    check_arguments,
+    ending_bias,
+    priced,
+    running_with_tools,
+)
 from tests.service import MODEL, Service
 
 BOOK = {"name": "book", "description": "Books a room.", "parameters": HOTEL}
-QUIT = {"name": "quit", "parameters": {"type": "object", "properties": {}, "additionalProperties": False}}
+QUIT = {
+    "name": "quit",
+    "parameters": {"type": "object", "properties": {}, "additionalProperties": False},
+}
 CHAT_TOOLS: list[Any] = [{"type": "function", "function": function} for function in (BOOK, QUIT)]
 TOOLS: list[Any] = [{"type": "function", "strict": None, **function} for function in (BOOK, QUIT)]
 BOOKED, SAID = '{"hotel": "Ulm", "nights": 2}', "Let me see.\n Bye"
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory, postgres_server: str, template_database: str) -> Iterator[Service]:
-    """With three models; see `tool_models.py`."""
-    with running_with_tools(tmp_path_factory.mktemp("tools"), postgres_server, template_database) as service:
+def service(
+    tmp_path_factory: pytest.TempPathFactory, postgres_server: str, template_database: str
+) -> Iterator[Service]:
+    """Yield a service with three models; see `tool_models.py`."""
+    with running_with_tools(
+        tmp_path_factory.mktemp("tools"), postgres_server, template_database
+    ) as service:
         yield service
 
 
-async def test_a_chat_calls_tools_whole_and_streamed_and_goes_on_with_the_results(service: Service) -> None:
+async def test_a_chat_calls_tools_whole_and_streamed_and_continues_with_the_results(
+    service: Service,
+) -> None:
     tenant, streaming = await priced(service), await priced(service)
     asked: dict[str, Any] = {"model": SCRIPT, "messages": says("Book!"), "tools": CHAT_TOOLS}
 
@@ -36,16 +55,28 @@ async def test_a_chat_calls_tools_whole_and_streamed_and_goes_on_with_the_result
         answer: Any = client.chat.completions.create(**asked)
         check_billed(service, tenant, answer)
         message = answer.choices[0].message
-        results: list[Any] = [{"role": "tool", "tool_call_id": call.id, "content": "done"} for call in message.tool_calls or ()]
-        after: Any = client.chat.completions.create(**asked | {"messages": [*says("Book!"), message, *results]})
-    with connect(service, streaming.secret) as client, client.chat.completions.stream(**asked) as stream:
+        results: list[Any] = [
+            {"role": "tool", "tool_call_id": call.id, "content": "done"}
+            for call in message.tool_calls or ()
+        ]
+        after: Any = client.chat.completions.create(
+            **asked | {"messages": [*says("Book!"), message, *results]}
+        )
+    with (
+        connect(service, streaming.secret) as client,
+        client.chat.completions.stream(**asked) as stream,
+    ):
         events: list[Any] = list(stream)
         final: Any = stream.get_final_completion().choices[0]
 
     assert answer.choices[0].finish_reason == final.finish_reason == "tool_calls"
     assert message.content == final.message.content == SAID
     for calls in (message.tool_calls or (), final.message.tool_calls or ()):
-        assert [(call.type, call.function.name, call.function.arguments) for call in calls if call.type == "function"] == [
+        assert [
+            (call.type, call.function.name, call.function.arguments)
+            for call in calls
+            if call.type == "function"
+        ] == [
             ("function", "book", BOOKED),
             ("function", "quit", "{}"),
         ]
@@ -60,14 +91,20 @@ async def test_a_chat_calls_tools_whole_and_streamed_and_goes_on_with_the_result
 
 async def test_the_client_chooses_which_tools_are_called(service: Service) -> None:
     tenant = await priced(service)
-    asked: dict[str, Any] = {"messages": says("Book!"), "tools": CHAT_TOOLS, "max_tokens": 400, "temperature": 1.0, "seed": 3}
+    asked: dict[str, Any] = {
+        "messages": says("Book!"),
+        "tools": CHAT_TOOLS,
+        "max_tokens": 400,
+        "temperature": 1.0,
+        "seed": 3,
+    }
     named: Any = {"type": "function", "function": {"name": "book"}}
 
     with connect(service, tenant.secret) as client:
         create = client.chat.completions.create
         free = create(model=SCRIPT, tool_choice="none", **asked)
         single = create(model=SCRIPT, parallel_tool_calls=False, **asked)
-        ending: Any = {str(token_id): bias for token_id, bias in to_the_point(service).items()}
+        ending: Any = {str(token_id): bias for token_id, bias in ending_bias(service).items()}
         required = create(model=MODEL, tool_choice="required", logit_bias=ending, **asked)
         this_one = create(model=MODEL, tool_choice=named, logit_bias=ending, **asked)
 
@@ -83,35 +120,102 @@ async def test_the_client_chooses_which_tools_are_called(service: Service) -> No
             check_arguments(call.function.name, json.loads(call.function.arguments))
 
 
+async def test_beside_tools_an_answer_has_the_format_or_is_a_call(service: Service) -> None:
+    tenant = await priced(service)
+    format: Any = {
+        "type": "json_schema",
+        "json_schema": {"name": "stay", "schema": STAY},
+    }
+    asked: dict[str, Any] = {
+        "model": MODEL,
+        "messages": says("Book!"),
+        "tools": CHAT_TOOLS,
+        "response_format": format,
+        "logit_bias": {str(each): bias for each, bias in ending_bias(service).items()},
+        "temperature": 1.0,
+    }
+
+    with connect(service, tenant.secret) as client:
+        answers = [client.chat.completions.create(seed=seed, **asked) for seed in range(6)]
+        forced = client.chat.completions.create(tool_choice="required", **asked)
+
+    for answer in answers:
+        message = answer.choices[0].message
+        if message.tool_calls:
+            assert {call.function.name for call in calls_of(answer)} <= {"book", "quit"}
+        else:
+            assert json.loads(message.content)["nights"] in (1, 2)
+    assert calls_of(forced)
+
+
+async def test_calls_that_were_cut_off_are_shown_to_the_model_as_they_are(
+    service: Service,
+) -> None:
+    tenant = await priced(service)
+
+    def talk(arguments: str) -> list[Any]:
+        call = {"id": "c", "type": "function", "function": {"name": "book", "arguments": arguments}}
+        return [
+            *says("Book!"),
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "c", "name": "book", "content": "invalid"},
+        ]
+
+    with connect(service, tenant.secret) as client:
+        create = client.chat.completions.with_raw_response.create
+        sizes = {}
+        for arguments in ('{"hotel": "Ulm"}', '{"hotel": "Ul', "", "[1]"):
+            raw = create(model=SCRIPT, messages=talk(arguments), tools=CHAT_TOOLS)
+            sizes[arguments] = prompt_token_count(raw.parse())
+            assert raw.headers["weir-ignored-parameters"] == "messages[].name"
+        empty = create(model=SCRIPT, messages=talk("{}"), tools=CHAT_TOOLS).parse()
+
+    assert sizes['{"hotel": "Ul'] > sizes["[1]"]
+    assert sizes[""] == prompt_token_count(empty)
+
+
+def prompt_token_count(answer: Any) -> int:
+    return int(answer.usage.prompt_tokens)
+
+
 class Book(BaseModel):
-    """As the script's first call has it."""
+    """Arguments of the script's first call."""
 
     hotel: str
     nights: int
 
 
-async def test_the_client_parses_the_calls_of_strict_tools_into_its_own_types(service: Service) -> None:
+async def test_the_client_parses_the_calls_of_strict_tools_into_its_own_types(
+    service: Service,
+) -> None:
     tenant = await priced(service)
     tools = [openai.pydantic_function_tool(Book, name="book")]
 
     with connect(service, tenant.secret) as client:
-        answer = client.chat.completions.parse(model=SCRIPT, messages=says("Book!"), tools=tools, parallel_tool_calls=False)
+        answer = client.chat.completions.parse(
+            model=SCRIPT, messages=says("Book!"), tools=tools, parallel_tool_calls=False
+        )
         response: Any = client.responses.parse(
-            model=SCRIPT, input="Book!", tools=[openai.pydantic_function_tool(Book, name="book")], parallel_tool_calls=False
+            model=SCRIPT,
+            input="Book!",
+            tools=[openai.pydantic_function_tool(Book, name="book")],
+            parallel_tool_calls=False,
         )
 
-    assert [call.function.parsed_arguments for call in answer.choices[0].message.tool_calls or ()] == [Book(hotel="Ulm", nights=2)]
+    assert [
+        call.function.parsed_arguments for call in answer.choices[0].message.tool_calls or ()
+    ] == [Book(hotel="Ulm", nights=2)]
     assert [item.parsed_arguments for item in response.output[1:]] == [Book(hotel="Ulm", nights=2)]
 
 
 def calls_of(answer: Any) -> list[Any]:
-    """Of the first choice; there must be some."""
+    """Return the calls of the first choice; there must be some."""
     calls: list[Any] = answer.choices[0].message.tool_calls
     assert calls
     return calls
 
 
-async def test_a_response_has_calls_as_items_of_its_own(service: Service) -> None:
+async def test_a_response_has_calls_as_separate_items(service: Service) -> None:
     tenant = await priced(service)
     asked: dict[str, Any] = {"model": SCRIPT, "instructions": "Be brief.", "tools": TOOLS}
 
@@ -133,7 +237,10 @@ async def test_a_response_has_calls_as_items_of_its_own(service: Service) -> Non
         assert told.status == "completed"
         assert told.output_text == SAID
         assert [item.type for item in told.output] == ["message", "function_call", "function_call"]
-        assert [(item.name, item.arguments) for item in told.output[1:]] == [("book", BOOKED), ("quit", "{}")]
+        assert [(item.name, item.arguments) for item in told.output[1:]] == [
+            ("book", BOOKED),
+            ("quit", "{}"),
+        ]
     assert [event.sequence_number for event in events] == list(range(len(events)))
     check_events(events, final.output)
     assert response.tool_choice == "auto"
@@ -145,7 +252,7 @@ async def test_a_response_has_calls_as_items_of_its_own(service: Service) -> Non
 
 
 def check_events(events: list[Any], output: list[Any]) -> None:
-    """Every item is begun, grown and ended under its place and id, and the pieces are the whole."""
+    """Check that items begin, grow and end with the same index and id, and deltas add up."""
     for place, item in enumerate(output):
         of_item = [event for event in events if getattr(event, "output_index", None) == place]
         assert of_item[0].type == "response.output_item.added"
@@ -154,20 +261,28 @@ def check_events(events: list[Any], output: list[Any]) -> None:
         assert {event.item_id for event in of_item if hasattr(event, "item_id")} == {item.id}
         grown = "".join(event.delta for event in of_item if event.type.endswith(".delta"))
         if item.type == "function_call":
-            [done] = [event for event in of_item if event.type == "response.function_call_arguments.done"]
+            [done] = [
+                event for event in of_item if event.type == "response.function_call_arguments.done"
+            ]
             assert grown == done.arguments == item.arguments
         else:
             assert grown == item.content[0].text
 
 
-async def test_a_call_that_is_cut_off_is_told_as_what_it_is(service: Service) -> None:
+async def test_a_truncated_call_is_reported_as_truncated(service: Service) -> None:
     tenant = await priced(service)
 
     with connect(service, tenant.secret) as client:
-        chat = client.chat.completions.create(model=SCRIPT, messages=says("Book!"), tools=CHAT_TOOLS, max_tokens=6)
-        response: Any = client.responses.create(model=SCRIPT, input="Book!", tools=TOOLS, max_output_tokens=6)
+        chat = client.chat.completions.create(
+            model=SCRIPT, messages=says("Book!"), tools=CHAT_TOOLS, max_tokens=6
+        )
+        response: Any = client.responses.create(
+            model=SCRIPT, input="Book!", tools=TOOLS, max_output_tokens=6
+        )
         events: list[Any] = list(
-            client.responses.create(model=SCRIPT, input="Book!", tools=TOOLS, max_output_tokens=6, stream=True)
+            client.responses.create(
+                model=SCRIPT, input="Book!", tools=TOOLS, max_output_tokens=6, stream=True
+            )
         )
 
     assert chat.choices[0].finish_reason == "length"
@@ -187,21 +302,37 @@ async def test_wrong_tools_and_items_are_refused_by_their_own_names(service: Ser
     wrong: list[tuple[str, dict[str, Any]]] = [
         ("tools", {"model": PLAIN}),
         ("tools[0].parameters", {"tools": [TOOLS[0] | {"parameters": deep}]}),
-        ("tools", {"tools": [TOOLS[0] | {"name": f"t{index}", "parameters": large} for index in range(5)]}),
+        (
+            "tools",
+            {
+                "tools": [
+                    TOOLS[0] | {"name": f"t{index}", "parameters": large} for index in range(5)
+                ]
+            },
+        ),
         ("tool_choice", {"tool_choice": {"type": "function", "name": ""}}),
         ("tool_choice.name", {"tool_choice": {"type": "function", "name": "gone"}}),
-        ("input[0].call_id", {"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}),
-        ("input[1].call_id", {"input": [call, {"type": "function_call_output", "call_id": "d", "output": "x"}]}),
-        ("input[1].arguments", {"input": [{"role": "user", "content": "x"}, call | {"arguments": "{"}]}),
+        (
+            "input[0].call_id",
+            {"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]},
+        ),
+        (
+            "input[1].call_id",
+            {"input": [call, {"type": "function_call_output", "call_id": "d", "output": "x"}]},
+        ),
         ("input[0].summary", {"input": [{"role": "user", "content": "x", "summary": []}]}),
-        ("input[0].type", {"input": [{"type": "reasoning", "id": "r", "summary": []}]}),
+        ("input[0].type", {"input": [{"type": "computer_call", "id": "r"}]}),
+        ("input", {"input": [{"type": "reasoning", "id": "r", "summary": []}]}),
         ("tools", {"top_logprobs": 2}),
     ]
 
     with connect(service, tenant.secret) as client:
         for param, fields in wrong:
             with pytest.raises(openai.BadRequestError) as caught:
-                client.responses.create(**{"model": SCRIPT, "input": "Book!", "tools": TOOLS, "instructions": "Hm."} | fields)
+                client.responses.create(
+                    **{"model": SCRIPT, "input": "Book!", "tools": TOOLS, "instructions": "Hm."}
+                    | fields
+                )
             assert caught.value.param == param, caught.value
         with pytest.raises(openai.BadRequestError) as caught:
             client.chat.completions.create(model=SCRIPT, messages=says("x"), tools=too_deep)

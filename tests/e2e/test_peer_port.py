@@ -1,4 +1,4 @@
-"""The port for the other api processes: who may connect to it, what they may ask there, and its bounds."""
+"""Port for other api processes: accepted clients, available calls, and bounds."""
 
 from __future__ import annotations
 
@@ -26,19 +26,28 @@ CONNECTIONS_MAX, HANDSHAKE_MAX_S = 5, 3.0
 
 @pytest.fixture(scope="module")
 def bounded(
-    tmp_path_factory: pytest.TempPathFactory, model: object, postgres_server: str, template_database: str
+    tmp_path_factory: pytest.TempPathFactory,
+    model: object,
+    postgres_server: str,
+    template_database: str,
 ) -> Iterator[Service]:
-    """A process with few connections."""
+    """Yield a process with few connections."""
     with new_database(postgres_server, template=template_database) as url:
         home = tmp_path_factory.mktemp("bounded")
-        service = Service(home, url, model, connections_max=CONNECTIONS_MAX, handshake_max_s=HANDSHAKE_MAX_S)  # type: ignore[arg-type]
+        service = Service(
+            home,
+            url,
+            model,  # type: ignore[arg-type]
+            connections_max=CONNECTIONS_MAX,
+            handshake_max_s=HANDSHAKE_MAX_S,
+        )
         with running(service):
             yield service
             assert service.stop() == 0
 
 
 async def plain(peer: Peer, secret: str) -> StatusCode:
-    """What a client gets that has an API key and no certificate."""
+    """Return the status for a client with an API key and without a certificate."""
     credentials = grpc.ssl_channel_credentials(peer.certificate.encode())
     name = (("grpc.ssl_target_name_override", "weir-peer"),)
     async with grpc.aio.secure_channel(peer.address, credentials, options=name) as channel:
@@ -50,7 +59,11 @@ async def test_only_certificates_of_running_processes_are_accepted(bounded: Serv
     stranger, known = make_identity(uuid.uuid4()), make_identity(uuid.uuid4())
     await publish(bounded, known)
     async with peer.channel(stranger) as foreign, peer.channel() as none:
-        codes = [await code_of(foreign, tenant.secret), await code_of(none, tenant.secret), await plain(peer, tenant.secret)]
+        codes = [
+            await code_of(foreign, tenant.secret),
+            await code_of(none, tenant.secret),
+            await plain(peer, tenant.secret),
+        ]
     async with peer.channel(known) as channel:
         accepted = await code_of(channel, tenant.secret)
 
@@ -59,7 +72,11 @@ async def test_only_certificates_of_running_processes_are_accepted(bounded: Serv
 
 
 async def test_peers_may_attach_and_call_nothing_else(bounded: Service) -> None:
-    tenant, admin, known = await bounded.tenant(), await bounded.tenant(scopes=("admin",)), make_identity(uuid.uuid4())
+    tenant, admin, known = (
+        await bounded.tenant(),
+        await bounded.tenant(scopes=("admin",)),
+        make_identity(uuid.uuid4()),
+    )
     await publish(bounded, known)
     async with peer_of(bounded).channel(known) as channel:
         stub = pb_grpc.InferenceServiceStub(channel)
@@ -69,7 +86,9 @@ async def test_peers_may_attach_and_call_nothing_else(bounded: Service) -> None:
             stub.CountTokens(pb.CountTokensRequest(model=MODEL, text="a"), metadata=who),
             stub.GetQuota(pb.GetQuotaRequest(), metadata=who),
             stub.Embed(pb.EmbedRequest(model=MODEL), metadata=who),
-            admin_pb_grpc.AdminServiceStub(channel).ListApiKeys(admin_pb.ListApiKeysRequest(), metadata=bearer(admin.secret)),
+            admin_pb_grpc.AdminServiceStub(channel).ListApiKeys(
+                admin_pb.ListApiKeysRequest(), metadata=bearer(admin.secret)
+            ),
             health_check(channel)(health_pb2.HealthCheckRequest()),
         )
         codes = []
@@ -94,8 +113,8 @@ async def test_peers_may_attach_and_call_nothing_else(bounded: Service) -> None:
 async def test_silent_connections_are_bounded_in_number_and_time(bounded: Service) -> None:
     host, _, port = peer_of(bounded).address.rpartition(":")
 
-    async def stands() -> None:
-        """Until the server closes it."""
+    async def hold_connection() -> None:
+        """Hold a connection until the server closes it."""
         reader, writer = await asyncio.open_connection(host, int(port))
         try:
             while await reader.read(1000):
@@ -105,7 +124,7 @@ async def test_silent_connections_are_bounded_in_number_and_time(bounded: Servic
         finally:
             writer.close()
 
-    open_now = {asyncio.create_task(stands()) for _ in range(60)}
+    open_now = {asyncio.create_task(hold_connection()) for _ in range(60)}
     async with asyncio.timeout(PATIENCE_S):
         _, open_now = await asyncio.wait(open_now, timeout=HANDSHAKE_MAX_S / 3)
         assert len(open_now) <= CONNECTIONS_MAX

@@ -1,6 +1,7 @@
-"""The queue through the whole service: who is let in, what those who wait are told, and that nothing is left of those who go.
+"""Queue through the service: admission, progress frames of waiting requests, and no leaks.
 
-The server runs in this process, so that a test can look inside. Its engine runs four sequences at once.
+The server runs in this process, so that tests can inspect it. Its engine runs four sequences at
+once.
 """
 
 from __future__ import annotations
@@ -28,19 +29,34 @@ from tests.service import MODEL, Inside, Service, Stream, Tenant, run_inside, st
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 RUNNING_MAX = 4
-QUEUE_MAX = 100  # so that one organization has at most 40 places: half of the four fifths that are for newcomers
+# Gives an organization at most 40 places: half of the four fifths that are for new tenants.
+QUEUE_MAX = 100
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def inside(
-    tmp_path_factory: pytest.TempPathFactory, model: Path, postgres_server: str, template_database: str
+    tmp_path_factory: pytest.TempPathFactory,
+    model: Path,
+    postgres_server: str,
+    template_database: str,
 ) -> AsyncIterator[Inside]:
-    """A server with a short queue."""
-    with new_database(postgres_server, template=template_database) as url, pytest.MonkeyPatch.context() as monkeypatch:
-        service = Service(tmp_path_factory.mktemp("inside"), url, model, queue_requests_max=QUEUE_MAX, progress_interval_s=0.05)
+    """Yield a server with a short queue."""
+    with (
+        new_database(postgres_server, template=template_database) as url,
+        pytest.MonkeyPatch.context() as monkeypatch,
+    ):
+        service = Service(
+            tmp_path_factory.mktemp("inside"),
+            url,
+            model,
+            queue_requests_max=QUEUE_MAX,
+            progress_interval_s=0.05,
+        )
         build = api_engines.torch_settings
         monkeypatch.setattr(
-            api_engines, "torch_settings", lambda *given: replace(build(*given), running_sequence_count_max=RUNNING_MAX)
+            api_engines,
+            "torch_settings",
+            lambda *given: replace(build(*given), running_sequence_count_max=RUNNING_MAX),
         )
         async with run_inside(service, monkeypatch) as inside:
             yield inside
@@ -48,19 +64,23 @@ async def inside(
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def service(inside: Inside) -> AsyncIterator[Service]:
-    """The service; each test leaves it empty."""
+    """Yield the service; each test leaves it empty."""
     yield inside.service
     await inside.check_empty()
 
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def tenant(service: Service) -> Tenant:
-    return await service.tenant({QuotaDimension.TOKENS_PER_MONTH: 10**9, QuotaDimension.CONCURRENT_REQUESTS: 10_000})
+    return await service.tenant(
+        {QuotaDimension.TOKENS_PER_MONTH: 10**9, QuotaDimension.CONCURRENT_REQUESTS: 10_000}
+    )
 
 
 @contextlib.asynccontextmanager
-async def crowded(service: Service, tenant: Tenant, waiting_count: int) -> AsyncIterator[tuple[Stream, list[str]]]:
-    """The engine full of one tenant's long requests, and so many more of them in the queue; all are gone afterwards."""
+async def crowded(
+    service: Service, tenant: Tenant, waiting_count: int
+) -> AsyncIterator[tuple[Stream, list[str]]]:
+    """Fill the engine with a tenant's long requests and queue more; end all of them later."""
     async with service.stream(tenant.secret) as stream:
         running = [start(max_output_tokens=3000) for _ in range(RUNNING_MAX)]
         await stream.send(*running)
@@ -78,7 +98,7 @@ async def crowded(service: Service, tenant: Tenant, waiting_count: int) -> Async
 
 
 def answered(stream: Stream, request_id: str) -> bool:
-    """Whether a request has been let in or refused."""
+    """Return whether a request was admitted or refused."""
     return bool(stream.of(request_id, "admitted") or stream.ends(request_id))
 
 
@@ -88,12 +108,16 @@ def timeout_of(seconds: float) -> Duration:
     return duration
 
 
-async def test_those_who_wait_are_told_their_position_and_their_wait(service: Service, tenant: Tenant) -> None:
+async def test_waiting_requests_get_their_position_and_their_wait(
+    service: Service, tenant: Tenant
+) -> None:
     async with crowded(service, tenant, 20) as (stream, waiting):
         last = waiting[-1]
 
         def told() -> pb.ProgressFrame | None:
-            frames = [frame for frame in stream.of(last, "progress") if frame.HasField("estimated_wait")]
+            frames = [
+                frame for frame in stream.of(last, "progress") if frame.HasField("estimated_wait")
+            ]
             return frames[-1] if frames else None
 
         progress = await stream.wait(told, "a position with an estimate")
@@ -103,7 +127,7 @@ async def test_those_who_wait_are_told_their_position_and_their_wait(service: Se
         assert progress.estimated_wait.ToMilliseconds() > 0
 
 
-async def test_a_full_queue_refuses_without_a_trace_and_only_whom_it_has_to(
+async def test_a_full_queue_refuses_without_a_trace_and_only_the_necessary_requests(
     inside: Inside, service: Service, tenant: Tenant
 ) -> None:
     other = await service.tenant({QuotaDimension.CONCURRENT_REQUESTS: 10_000})
@@ -115,22 +139,34 @@ async def test_a_full_queue_refuses_without_a_trace_and_only_whom_it_has_to(
             await stream.wait(functools.partial(answered, stream, frame.request_id))
             refused += [frame.request_id for _ in stream.ends(frame.request_id)]
 
-        assert 20 <= len(refused) <= 55, "those for whom there is no place, and the engine has taken some of the others"
+        assert 20 <= len(refused) <= 55, (
+            "those for whom there is no place, and the engine has taken some of the others"
+        )
         refusal = await stream.failed(refused[0])
         assert (refusal.code, refusal.reason) == (grpc.StatusCode.UNAVAILABLE, "QUEUE_FULL")
         assert refusal.retry_after_s is not None
         assert refusal.retry_after_s > 0
-        known = service.books.rows("SELECT request_id FROM holds WHERE organization_id = %s", tenant.organization_id)
+        known = service.books.rows(
+            "SELECT request_id FROM holds WHERE organization_id = %s", tenant.organization_id
+        )
         assert not {str(row["request_id"]) for row in known} & set(refused)
         assert (await others.first(await others.begin(), "admitted")).input_token_count == 10
-        await stream.cancel(*(frame.request_id for frame in extra if frame.request_id not in refused))
+        await stream.cancel(
+            *(frame.request_id for frame in extra if frame.request_id not in refused)
+        )
         for frame in extra:
             await stream.end(frame.request_id)
 
 
-async def test_a_request_that_would_start_too_late_is_told_the_wait(service: Service, tenant: Tenant) -> None:
+async def test_a_request_that_would_start_too_late_gets_the_expected_wait(
+    service: Service, tenant: Tenant
+) -> None:
     async with crowded(service, tenant, 20) as (stream, waiting):
-        await stream.wait(lambda: any(frame.HasField("estimated_wait") for frame in stream.of(waiting[-1], "progress")))
+        await stream.wait(
+            lambda: any(
+                frame.HasField("estimated_wait") for frame in stream.of(waiting[-1], "progress")
+            )
+        )
 
         refusal = await stream.failed(await stream.begin(start_timeout=timeout_of(0.001)))
 
@@ -144,7 +180,8 @@ async def test_a_request_whose_time_to_start_runs_out_ends_and_costs_nothing(
 ) -> None:
     async with crowded(service, tenant, 20) as (stream, _):
         for tier in inside.process.queues[MODEL]._tiers.values():
-            tier.waits.rate = ServiceRate()  # as if nothing had been observed yet, so that it is let in
+            # As if nothing had been observed yet, so that it is admitted.
+            tier.waits.rate = ServiceRate()
 
         finished = await stream.finished(await stream.begin(start_timeout=timeout_of(0.3)))
 
@@ -172,7 +209,13 @@ async def test_a_client_that_goes_away_takes_all_of_its_requests_out_of_the_queu
                 await stream.first(frame.request_id, "admitted")
             stream.call.cancel()
             await until(
-                lambda: sum(queue.waiting_count + queue.engine_pending_count for queue in inside.queue_statistics()) == 0,
+                lambda: (
+                    sum(
+                        queue.waiting_count + queue.engine_pending_count
+                        for queue in inside.queue_statistics()
+                    )
+                    == 0
+                ),
                 "the queue to be empty",
             )
     await service.no_hold_left(tenant)
@@ -182,10 +225,15 @@ async def test_a_client_that_goes_away_takes_all_of_its_requests_out_of_the_queu
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_cancels_at_any_moment_leave_no_place_behind(inside: Inside, service: Service, tenant: Tenant, seed: int) -> None:
-    """Before the hold, in the queue, between queue and engine, and in the engine. The fixture looks at what is left."""
+async def test_cancels_at_any_moment_leave_no_place_behind(
+    inside: Inside, service: Service, tenant: Tenant, seed: int
+) -> None:
+    """Before the hold, in the queue, behind it, and in the engine. The fixture detects leaks."""
     async with service.stream(tenant.secret) as stream:
-        frames = [start(max_output_tokens=30, tier=pb.SERVICE_TIER_BATCH if index % 3 else 0) for index in range(18)]
+        frames = [
+            start(max_output_tokens=30, tier=pb.SERVICE_TIER_BATCH if index % 3 else 0)
+            for index in range(18)
+        ]
         for turn, frame in enumerate(frames):
             await stream.send(frame)
             for _ in range((seed + turn) % 5 * 3):
@@ -195,7 +243,9 @@ async def test_cancels_at_any_moment_leave_no_place_behind(inside: Inside, servi
             await stream.end(frame.request_id)
 
 
-async def test_the_wait_in_the_queue_is_in_the_timings_and_batch_waits_for_interactive(service: Service, tenant: Tenant) -> None:
+async def test_the_wait_in_the_queue_is_in_the_timings_and_batch_waits_for_interactive(
+    service: Service, tenant: Tenant
+) -> None:
     async with crowded(service, tenant, 4) as (stream, waiting):
         batch = await stream.begin(tier=pb.SERVICE_TIER_BATCH)
         await stream.first(batch, "progress")
@@ -205,6 +255,9 @@ async def test_the_wait_in_the_queue_is_in_the_timings_and_batch_waits_for_inter
 
         assert not stream.of(batch, "delta") or stream.ends(interactive)
         assert finished.timings.queue_ms > 0
-        assert finished.timings.total_ms >= finished.timings.queue_ms + finished.timings.prefill_ms + finished.timings.decode_ms
+        assert (
+            finished.timings.total_ms
+            >= finished.timings.queue_ms + finished.timings.prefill_ms + finished.timings.decode_ms
+        )
         await stream.cancel(batch)
         await stream.end(batch)

@@ -1,11 +1,18 @@
-"""A quote tells what the request would be, and leaves no trace; limits are raised, watched and told in one call."""
+"""Quotes predict requests without a trace; limits are raised, shadowed and listed in one call."""
 
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from weir_client import AsyncAdminClient, InvalidRequest, NotFound, QuotaDimension, QuotaExceeded, QuotaSubject
+from weir_client import (
+    AsyncAdminClient,
+    InvalidRequest,
+    NotFound,
+    QuotaDimension,
+    QuotaExceeded,
+    QuotaSubject,
+)
 
 from metering.core.models import QuotaDimension as Dimension
 from tests.service import MODEL, PLAIN_IDS, Service
@@ -14,25 +21,34 @@ PROMPT = tuple(PLAIN_IDS[:10])
 
 
 async def test_a_quote_is_what_the_request_then_is(service: Service) -> None:
-    tenant = await service.tenant({Dimension.TOKENS_PER_MONTH: 1_000, Dimension.CONCURRENT_REQUESTS: 5})
+    tenant = await service.tenant(
+        {Dimension.TOKENS_PER_MONTH: 1_000, Dimension.CONCURRENT_REQUESTS: 5}
+    )
     async with service.client(tenant.secret) as client:
         quote = await client.quote(MODEL, token_ids=PROMPT, max_output_tokens=24, ignore_eos=True)
-        result = await client.complete(MODEL, token_ids=PROMPT, max_output_tokens=24, ignore_eos=True)
+        result = await client.complete(
+            MODEL, token_ids=PROMPT, max_output_tokens=24, ignore_eos=True
+        )
         later = await client.quote(MODEL, token_ids=PROMPT, max_output_tokens=100)
 
     assert quote.would_admit
-    assert (quote.input_token_count, quote.max_output_token_count) == (result.usage.input_token_count, 24)
-    assert quote.expected_output_token_count == 24  # nothing is known yet: the worst
-    assert result.cost <= quote.worst_cost
+    assert (quote.input_token_count, quote.max_output_token_count) == (
+        result.usage.input_token_count,
+        24,
+    )
+    assert quote.expected_output_token_count == 24  # the worst case, as nothing is known yet
+    assert result.cost <= quote.worst_case_cost
     assert result.admitted is not None
     assert quote.price_version == result.admitted.price_version
     assert [each.used_value + each.held_value for each in quote.quotas] == [0, 0]
     assert all(each.binding for each in quote.quotas)
-    assert later.expected_output_token_count == 24  # as the project's requests before
-    assert later.worst_cost > later.expected_cost
+    assert later.expected_output_token_count == 24  # like the project's earlier requests
+    assert later.worst_case_cost > later.expected_cost
 
 
-async def test_a_quote_names_the_limits_that_would_refuse_and_leaves_no_trace(service: Service) -> None:
+async def test_a_quote_names_the_limits_that_would_refuse_and_leaves_no_trace(
+    service: Service,
+) -> None:
     tenant = await service.tenant({Dimension.TOKENS_PER_DAY: 40, Dimension.CONCURRENT_REQUESTS: 0})
     async with service.client(tenant.secret) as client:
         refused = await client.quote(MODEL, token_ids=PROMPT, max_output_tokens=24)
@@ -41,7 +57,9 @@ async def test_a_quote_names_the_limits_that_would_refuse_and_leaves_no_trace(se
         quotas = await client.get_quota()
 
     assert not refused.would_admit
-    assert [each.dimension for each in refused.failing_quotas] == [QuotaDimension.CONCURRENT_REQUESTS]
+    assert [each.dimension for each in refused.failing_quotas] == [
+        QuotaDimension.CONCURRENT_REQUESTS
+    ]
     assert (refused.retry_helps, refused.retry_after_s) == (False, None)
     assert not caught.value.retry_helps
     assert [(each.used_value, each.held_value) for each in quotas] == [(0, 0), (0, 0)]
@@ -62,7 +80,8 @@ async def test_a_quote_of_what_fits_later_says_when(service: Service) -> None:
     assert refused.retry_helps
     assert refused.retry_after_s is not None
     assert quota.reset_delay_s is not None
-    assert 0 <= refused.retry_after_s - quota.reset_delay_s <= 6  # midnight, and a little of what spreads the returns
+    # Midnight, plus some of the random spread of retries.
+    assert 0 <= refused.retry_after_s - quota.reset_delay_s <= 6
 
 
 async def test_an_admin_raises_watches_and_sees_what_binds(service: Service) -> None:
@@ -71,25 +90,46 @@ async def test_an_admin_raises_watches_and_sees_what_binds(service: Service) -> 
         AsyncAdminClient(service.address, tenant.secret) as admin,
         service.client(tenant.secret) as client,
     ):
-        organization = await admin.set_quota(QuotaSubject.ORGANIZATION, tenant.name, QuotaDimension.TOKENS_PER_DAY, 20)
-        of_key = await admin.set_quota(QuotaSubject.API_KEY, tenant.key.prefix, QuotaDimension.TOKENS_PER_DAY, 90)
+        organization = await admin.set_quota(
+            QuotaSubject.ORGANIZATION, tenant.name, QuotaDimension.TOKENS_PER_DAY, 20
+        )
+        of_key = await admin.set_quota(
+            QuotaSubject.API_KEY, tenant.key.prefix, QuotaDimension.TOKENS_PER_DAY, 90
+        )
         watching = await admin.set_quota(
-            QuotaSubject.API_KEY, tenant.key.prefix, QuotaDimension.CONCURRENT_REQUESTS, 0, enforced=False
+            QuotaSubject.API_KEY,
+            tenant.key.prefix,
+            QuotaDimension.CONCURRENT_REQUESTS,
+            0,
+            enforced=False,
         )
         with pytest.raises(QuotaExceeded):
             await client.complete(MODEL, token_ids=PROMPT, max_output_tokens=40)
         until = datetime.now(UTC) + timedelta(hours=1)
-        raised = await admin.raise_quota(organization.quota_id, 100, until, "a launch")
-        result = await client.complete(MODEL, token_ids=PROMPT, max_output_tokens=40, ignore_eos=True)
-        met = {each.quota_id: each for each in await admin.list_key_quotas(tenant.key.prefix, MODEL)}
+        raised = await admin.override_quota(organization.quota_id, 100, until, "a launch")
+        result = await client.complete(
+            MODEL, token_ids=PROMPT, max_output_tokens=40, ignore_eos=True
+        )
+        met = {
+            each.quota_id: each for each in await admin.list_key_quotas(tenant.key.prefix, MODEL)
+        }
         own = await client.get_quota(MODEL)
-        ended = await admin.end_quota_raise(organization.quota_id)
+        ended = await admin.end_quota_override(organization.quota_id)
 
     assert of_key.narrowed_by_quota_id == organization.quota_id
-    assert (raised.limit_value, raised.standing_limit_value, raised.raise_reason) == (100, 20, "a launch")
+    assert (raised.limit_value, raised.base_limit_value, raised.override_reason) == (
+        100,
+        20,
+        "a launch",
+    )
     assert result.usage.billed_token_count == 40
-    assert set(met) == {organization.quota_id, of_key.quota_id, watching.quota_id} == {each.quota_id for each in own}
+    assert (
+        set(met)
+        == {organization.quota_id, of_key.quota_id, watching.quota_id}
+        == {each.quota_id for each in own}
+    )
     assert met[watching.quota_id].would_refuse_count == 1
     assert [each.quota_id for each in met.values() if each.binding] == [of_key.quota_id]
-    assert met[of_key.quota_id].remaining_value == 40  # for the hour that the organization has 100
-    assert (ended.limit_value, ended.remaining_value, ended.raised_until_time) == (20, -30, None)
+    # during the hour in which the organization has 100
+    assert met[of_key.quota_id].remaining_value == 40
+    assert (ended.limit_value, ended.remaining_value, ended.override_end_time) == (20, -30, None)

@@ -1,4 +1,4 @@
-"""Receipts as customers get them: with the end of a request, by its id, and by the month; and what the commands make of them."""
+"""Receipts for customers: at the end of a request, by id and by month, and through the commands."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ Command = Callable[..., Awaitable[Result]]
 
 
 def client(service: Service, secret: str) -> AsyncReceiptClient:
-    """The SDK's client."""
+    """Return the SDK's client."""
     return AsyncReceiptClient(service.address, secret, tls=False)
 
 
 async def keys_of(service: Service, secret: str) -> dict[str, bytes]:
-    """The service's public keys."""
+    """Return the service's public keys."""
     async with client(service, secret) as receipts:
         return public_keys(await receipts.list_receipt_keys())
 
@@ -50,19 +50,34 @@ async def test_a_result_has_a_receipt_that_verifies(service: Service) -> None:
     tenant = await service.tenant(LIMITS)
 
     async with service.client(tenant.secret) as weir:
-        result = await weir.complete("tiny", "Which hotel has a garden?", max_output_tokens=8, ignore_eos=True)
+        result = await weir.complete(
+            "tiny", "Which hotel has a garden?", max_output_tokens=8, ignore_eos=True
+        )
         generation = await weir.get_generation(result.request_id)
 
     [receipt] = result.receipts
     verify_receipt(receipt, await keys_of(service, tenant.secret))
-    assert (receipt.request_id, receipt.model, receipt.outcome) == (result.request_id, result.model, "length")
-    assert (receipt.organization_id, receipt.project_id) == (str(tenant.organization_id), str(tenant.project_id))
+    assert (receipt.request_id, receipt.model, receipt.outcome) == (
+        result.request_id,
+        result.model,
+        "length",
+    )
+    assert (receipt.organization_id, receipt.project_id) == (
+        str(tenant.organization_id),
+        str(tenant.project_id),
+    )
     assert receipt.api_key_id == str(tenant.key.id)
     assert receipt.input_token_count == result.usage.input_token_count
     assert receipt.cached_input_token_count == result.usage.cached_input_token_count
     assert receipt.billed_token_count == result.usage.billed_token_count == 8
-    assert (receipt.currency_code, receipt.cost_picos) == (result.cost.currency_code, result.cost.picos)
-    assert (receipt.admit_time, receipt.settle_time) == (generation.admit_time, generation.settle_time)
+    assert (receipt.currency_code, receipt.cost_picos) == (
+        result.cost.currency_code,
+        result.cost.picos,
+    )
+    assert (receipt.admit_time, receipt.settle_time) == (
+        generation.admit_time,
+        generation.settle_time,
+    )
     assert generation.receipts == (receipt,)
 
 
@@ -71,9 +86,11 @@ async def test_every_request_at_once_gets_its_own_place_in_the_chain(service: Se
     tenant = await service.tenant(LIMITS)
 
     async with service.stream(tenant.secret) as stream:
-        # Every third one is cancelled, and cannot end before for want of credit.
+        # Every third one is cancelled, and without credit cannot end earlier.
         credits = [None if index % 3 else 1 for index in range(12)]
-        request_ids = [await stream.begin(max_output_tokens=40, initial_credit_tokens=each) for each in credits]
+        request_ids = [
+            await stream.begin(max_output_tokens=40, initial_credit_tokens=each) for each in credits
+        ]
         for request_id in request_ids[::3]:
             await stream.received(request_id, 1)
         await stream.cancel(*request_ids[::3])
@@ -132,7 +149,9 @@ async def test_receipts_are_for_finance_and_public_keys_for_everyone(service: Se
                 await call(other.name, "2026-11")
             with pytest.raises(InvalidRequest, match="month"):
                 await call(tenant.name, "2026-13")
-        request = receipt_service_pb2.ListReceiptsRequest(organization=tenant.name, month="2026-11", page_token="here")
+        request = receipt_service_pb2.ListReceiptsRequest(
+            organization=tenant.name, month="2026-11", page_token="here"
+        )
         with pytest.raises(InvalidRequest, match="page_token"):
             await finance._call(finance._stub.ListReceipts, request)
     async with client(service, admin) as operator:
@@ -141,7 +160,7 @@ async def test_receipts_are_for_finance_and_public_keys_for_everyone(service: Se
 
 @dataclass(frozen=True, slots=True)
 class Month:
-    """Some receipts of a tenant as finance has them: in files."""
+    """Files of a tenant's receipts, as finance has them."""
 
     tenant: Tenant
     month: str
@@ -153,27 +172,46 @@ class Month:
 
 @pytest.fixture
 async def month(service: Service, tmp_path: Path) -> Month:
-    """Five requests, rated, exported by the commands."""
+    """Yield five rated requests, exported by the commands."""
     tenant = await service.tenant(LIMITS)
     _, admin = await service.new_key(tenant, "admin")
-    environment = {"WEIR_ADDRESS": service.address, "WEIR_API_KEY": admin, "WEIR_HOME": str(tmp_path), "COLUMNS": "200"}
+    environment = {
+        "WEIR_ADDRESS": service.address,
+        "WEIR_API_KEY": admin,
+        "WEIR_HOME": str(tmp_path),
+        "COLUMNS": "200",
+    }
 
     async def weir(*arguments: str, stdin: str = "", address: str = "") -> Result:
-        # In a thread: the command has an event loop of its own.
+        # In a thread: the command has its own event loop.
         runner = CliRunner(env=environment | ({"WEIR_ADDRESS": address} if address else {}))
-        return await asyncio.to_thread(runner.invoke, app, arguments, input=stdin, catch_exceptions=False)
+        return await asyncio.to_thread(
+            runner.invoke, app, arguments, input=stdin, catch_exceptions=False
+        )
 
     async with service.client(tenant.secret) as inference:
         results = [
-            await inference.complete("tiny", "Which hotel?", max_output_tokens=tokens, ignore_eos=True) for tokens in range(1, 6)
+            await inference.complete(
+                "tiny", "Which hotel?", max_output_tokens=tokens, ignore_eos=True
+            )
+            for tokens in range(1, 6)
         ]
     engine = create_engine(service.database_url, pool_size=1)
     await rate_all_pending(create_sessions(engine))
     await engine.dispose()
     name = results[0].receipts[0].month
-    files = Month(tenant, name, tmp_path / "receipts.jsonl", tmp_path / "keys.json", tmp_path / "report.json", weir)
+    files = Month(
+        tenant,
+        name,
+        tmp_path / "receipts.jsonl",
+        tmp_path / "keys.json",
+        tmp_path / "report.json",
+        weir,
+    )
     org = ("--org", tenant.name)
-    assert (await weir("receipt", "export", name, *org, "--output", str(files.receipts))).exit_code == 0
+    assert (
+        await weir("receipt", "export", name, *org, "--output", str(files.receipts))
+    ).exit_code == 0
     files.keys.write_text((await weir("receipt", "keys", "--json")).stdout)
     await weir("month", "show", name, *org, "--format", "json", "--output", str(files.report))
     assert [result.finish_reason for result in results] == [FinishReason.LENGTH] * 5
@@ -181,16 +219,28 @@ async def month(service: Service, tmp_path: Path) -> Month:
 
 
 def problems(done: Result) -> list[str]:
-    """What was told as wrong."""
+    """Return the reported faults."""
     return [line.removeprefix("✗ ") for line in done.stdout.splitlines() if line.startswith("✗")]
 
 
 async def test_a_month_is_verified_without_a_server(month: Month) -> None:
-    shown = json.loads((await month.weir("receipt", "month", month.month, "--org", month.tenant.name, "--json")).stdout)
+    shown = json.loads(
+        (
+            await month.weir("receipt", "month", month.month, "--org", month.tenant.name, "--json")
+        ).stdout
+    )
     files = ("--keys", str(month.keys), "--report", str(month.report), "--root", shown["root"])
 
     done = await month.weir("receipt", "verify", str(month.receipts), *files, address="127.0.0.1:1")
-    document = await month.weir("receipt", "verify", "-", *files, "--json", stdin=month.receipts.read_text(), address="127.0.0.1:1")
+    document = await month.weir(
+        "receipt",
+        "verify",
+        "-",
+        *files,
+        "--json",
+        stdin=month.receipts.read_text(),
+        address="127.0.0.1:1",
+    )
 
     assert done.exit_code == 0, done.stdout
     assert "✓ 5 receipts of 1 projects, 5 signed: unaltered" in done.stdout
@@ -199,7 +249,7 @@ async def test_a_month_is_verified_without_a_server(month: Month) -> None:
     assert json.loads(document.stdout)["valid"] is True
 
 
-async def test_what_is_wrong_is_told_precisely(month: Month) -> None:
+async def test_the_reason_is_precise(month: Month) -> None:
     lines = month.receipts.read_text().splitlines()
     second = Receipt.from_json(lines[1])
 
@@ -216,23 +266,34 @@ async def test_what_is_wrong_is_told_precisely(month: Month) -> None:
     [gap] = await told(lines[0], *lines[3:], month=month.month)
     assert gap == f"gap: receipts 2 to 3 are missing of project {second.project_id}"
     assert all("belongs to" in each for each in await told(*lines, month="2020-01"))
-    assert any("was altered" in each for each in await told(*lines[:4], lines[4].replace('"model":"', '"model":"x')))
+    assert any(
+        "was altered" in each
+        for each in await told(*lines[:4], lines[4].replace('"model":"', '"model":"x'))
+    )
     [root] = await told(*lines[:-1], root="00" * 32)
     assert root.startswith("the root over these receipts is")
     sums = await told(*lines[1:], report=str(month.report))
     assert any("output tokens, the report says 15" in each for each in sums)
     stranger = re.sub(r'"public_key": "..', '"public_key": "00', month.keys.read_text())
     (month.keys.parent / "other.json").write_text(stranger)
-    refused = await month.weir("receipt", "verify", str(month.receipts), "--keys", str(month.keys.parent / "other.json"))
+    refused = await month.weir(
+        "receipt", "verify", str(month.receipts), "--keys", str(month.keys.parent / "other.json")
+    )
     assert refused.exit_code == 2
     assert "does not match its id" in refused.stderr
 
 
-async def test_files_that_are_none_are_refused_by_line_and_remedy(month: Month, tmp_path: Path) -> None:
+async def test_files_that_are_none_are_refused_by_line_and_remedy(
+    month: Month, tmp_path: Path
+) -> None:
     for arguments, stdin, told in (
         (("-", "--keys", str(month.keys)), "\n{}\n", "line 2 is not a receipt: version"),
         ((str(tmp_path / "none"),), "", "none cannot be read"),
-        ((str(month.receipts), "--keys", str(month.receipts)), "", "write it with `weir receipt keys --json`"),
+        (
+            (str(month.receipts), "--keys", str(month.receipts)),
+            "",
+            "write it with `weir receipt keys --json`",
+        ),
         ((str(month.receipts), "--report", str(month.keys)), "", "write it with `weir month show"),
         ((str(month.receipts), "--keys", str(month.keys), "--root", "xyz"), "", "non-hexadecimal"),
     ):
@@ -244,7 +305,11 @@ async def test_files_that_are_none_are_refused_by_line_and_remedy(month: Month, 
 async def test_a_request_is_verified_from_its_trace(month: Month) -> None:
     last = Receipt.from_json(month.receipts.read_text().splitlines()[-1])
 
-    traced = json.loads((await month.weir("trace", last.request_id, "--json", "--api-key", month.tenant.secret)).stdout)
+    traced = json.loads(
+        (
+            await month.weir("trace", last.request_id, "--json", "--api-key", month.tenant.secret)
+        ).stdout
+    )
     line = json.dumps(traced["receipts"][0])
     done = await month.weir("receipt", "verify", "-", stdin=line)  # keys from the server
 

@@ -1,6 +1,7 @@
-"""The text of refused requests is freed at once.
+"""Memory of refused requests: their text is freed at once.
 
-What is kept in a reference cycle stays until a garbage collection, which begins after so many objects, however large they are.
+A reference cycle lives until a garbage collection, which depends on the number of objects and not
+on their size.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ from tests.service import MODEL, Inside, Service, bearer, run_inside, start, unt
 
 TEXT = "hotel " * 500_000
 REQUESTS = 5
-KEPT_BYTES_MAX = len(TEXT) * 3 // 2  # of all requests together: a connection that closes may keep the last one
+# Of all requests together: a closing connection may keep the last one.
+KEPT_BYTES_MAX = len(TEXT) * 3 // 2
 SERVICE = "/weir.v1.InferenceService"
 
 
 @pytest.fixture
 def no_collection() -> Iterator[None]:
-    """What refers to itself in a circle stays."""
+    """Disable garbage collection, so that reference cycles remain."""
     gc.collect()
     gc.disable()
     yield
@@ -38,7 +40,7 @@ def no_collection() -> Iterator[None]:
 
 
 async def refuse_by_call(name: str, message: bytes, inside: Inside, secret: str) -> None:
-    """A call with one message and one answer."""
+    """Send a unary call."""
     async with inside.service.channel() as channel:
         call: Any = channel.unary_unary(f"{SERVICE}/{name}")
         for _ in range(REQUESTS):
@@ -48,7 +50,7 @@ async def refuse_by_call(name: str, message: bytes, inside: Inside, secret: str)
 
 
 async def refuse_on_stream(frame: pb.ClientFrame, inside: Inside, secret: str) -> None:
-    """A request on a stream."""
+    """Send a request on a stream."""
     async with inside.service.stream(secret) as stream:
         for _ in range(REQUESTS):
             frame.request_id = start().request_id
@@ -57,12 +59,15 @@ async def refuse_on_stream(frame: pb.ClientFrame, inside: Inside, secret: str) -
 
 
 async def refuse_over_http(path: str, body: bytes, inside: Inside, secret: str) -> None:
-    """A request of OpenAI's clients."""
+    """Send an HTTP request as OpenAI's clients do."""
     async with aiohttp.ClientSession(headers=dict(bearer(secret))) as session:
         for _ in range(REQUESTS):
             status = HTTPStatus.TOO_MANY_REQUESTS
-            while status == HTTPStatus.TOO_MANY_REQUESTS:  # on a slow machine so much text has to wait for its turn
-                async with session.post(f"{inside.service.openai_url}{path}", data=io.BytesIO(body)) as answer:
+            # On a slow machine this much text has to wait for its turn.
+            while status == HTTPStatus.TOO_MANY_REQUESTS:
+                async with session.post(
+                    f"{inside.service.openai_url}{path}", data=io.BytesIO(body)
+                ) as answer:
                     status, said = HTTPStatus(answer.status), await answer.text()
                 if status == HTTPStatus.TOO_MANY_REQUESTS:
                     await asyncio.sleep(float(answer.headers["retry-after"]))
@@ -71,31 +76,45 @@ async def refuse_over_http(path: str, body: bytes, inside: Inside, secret: str) 
 
 COUNT = pb.CountTokensRequest(model=MODEL, text=TEXT).SerializeToString()
 QUOTE = pb.QuoteRequest(start=pb.StartFrame(model=MODEL, text=TEXT)).SerializeToString()
-EMBED = pb.EmbedRequest(model=MODEL, request_id=start().request_id, inputs=[pb.EmbedInput(text=TEXT)]).SerializeToString()
+EMBED = pb.EmbedRequest(
+    model=MODEL, request_id=start().request_id, inputs=[pb.EmbedInput(text=TEXT)]
+).SerializeToString()
 Refuse = Callable[[Inside, str], Awaitable[None]]
 WAYS: dict[str, Refuse] = {
     "CountTokens": lambda *to: refuse_by_call("CountTokens", COUNT, *to),
     "Quote": lambda *to: refuse_by_call("Quote", QUOTE, *to),
     "Embed": lambda *to: refuse_by_call("Embed", EMBED, *to),
     "Generate": lambda *to: refuse_on_stream(start(text=TEXT), *to),
-    "/completions": lambda *to: refuse_over_http("/completions", json.dumps({"model": MODEL, "prompt": TEXT}).encode(), *to),
-    "/chat/completions": lambda *to: refuse_over_http(
-        "/chat/completions", json.dumps({"model": MODEL, "messages": [{"role": "user", "content": TEXT}]}).encode(), *to
+    "/completions": lambda *to: refuse_over_http(
+        "/completions", json.dumps({"model": MODEL, "prompt": TEXT}).encode(), *to
     ),
-    "/responses": lambda *to: refuse_over_http("/responses", json.dumps({"model": MODEL, "input": TEXT}).encode(), *to),
-    "/embeddings": lambda *to: refuse_over_http("/embeddings", json.dumps({"model": MODEL, "input": TEXT}).encode(), *to),
+    "/chat/completions": lambda *to: refuse_over_http(
+        "/chat/completions",
+        json.dumps({"model": MODEL, "messages": [{"role": "user", "content": TEXT}]}).encode(),
+        *to,
+    ),
+    "/responses": lambda *to: refuse_over_http(
+        "/responses", json.dumps({"model": MODEL, "input": TEXT}).encode(), *to
+    ),
+    "/embeddings": lambda *to: refuse_over_http(
+        "/embeddings", json.dumps({"model": MODEL, "input": TEXT}).encode(), *to
+    ),
 }
 
 
 async def test_text_that_is_refused_is_not_kept(
-    tmp_path: Path, model: Path, database_url: str, monkeypatch: pytest.MonkeyPatch, no_collection: None
+    tmp_path: Path,
+    model: Path,
+    database_url: str,
+    monkeypatch: pytest.MonkeyPatch,
+    no_collection: None,
 ) -> None:
     service = Service(tmp_path, database_url, model)
     async with run_inside(service, monkeypatch) as inside:
         kept: dict[str, int] = {}
         for name, refuse in WAYS.items():
-            tenant = await service.tenant()  # so much refused text of one key would have to wait
-            await refuse(inside, tenant.secret)  # what is made once is made now
+            tenant = await service.tenant()  # this much refused text of one key would have to wait
+            await refuse(inside, tenant.secret)  # caches are filled before the measurement
             gc.collect()
             tracemalloc.start()
             await refuse(inside, tenant.secret)
@@ -111,12 +130,16 @@ RECEIVED = (pb.CountTokensRequest, pb.QuoteRequest, pb.EmbedRequest, pb.Generate
 
 
 def received() -> list[Any]:
-    """Return the messages that exist. Their text is outside of Python's memory, so `tracemalloc` does not count it."""
+    """Return all live messages. Their text is outside of Python's memory and `tracemalloc`."""
     return [each for each in gc.get_objects() if isinstance(each, RECEIVED)]
 
 
 async def test_concurrent_calls_that_are_refused_keep_no_message(
-    tmp_path: Path, model: Path, database_url: str, monkeypatch: pytest.MonkeyPatch, no_collection: None
+    tmp_path: Path,
+    model: Path,
+    database_url: str,
+    monkeypatch: pytest.MonkeyPatch,
+    no_collection: None,
 ) -> None:
     service = Service(tmp_path, database_url, model)
     async with run_inside(service, monkeypatch) as inside:
@@ -137,7 +160,11 @@ async def test_concurrent_calls_that_are_refused_keep_no_message(
 
 
 async def test_a_stream_keeps_no_message_that_it_has_read(
-    tmp_path: Path, model: Path, database_url: str, monkeypatch: pytest.MonkeyPatch, no_collection: None
+    tmp_path: Path,
+    model: Path,
+    database_url: str,
+    monkeypatch: pytest.MonkeyPatch,
+    no_collection: None,
 ) -> None:
     refused = pb.GenerateRequest(frames=[start(text=TEXT)]).SerializeToString()
     ending = pb.GenerateRequest(frames=[start(text=TEXT), pb.ClientFrame()]).SerializeToString()
@@ -145,7 +172,8 @@ async def test_a_stream_keeps_no_message_that_it_has_read(
     async with run_inside(service, monkeypatch) as inside:
         tenant = await service.tenant()
         async with inside.service.channel() as channel:
-            generate: Any = channel.stream_stream(f"{SERVICE}/Generate")  # without serializers: the client makes no messages
+            # Without serializers: the client makes no messages.
+            generate: Any = channel.stream_stream(f"{SERVICE}/Generate")
             stream = generate(metadata=bearer(tenant.secret))
             await stream.write(refused)
             assert pb.GenerateResponse.FromString(await stream.read()).frames[0].HasField("failed")

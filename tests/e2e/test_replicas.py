@@ -1,4 +1,4 @@
-"""An admin takes a replica out of use: in every process, also one that starts later, while what runs there goes on."""
+"""Drain of a replica by an admin: in all processes, also later ones, while its requests finish."""
 
 from __future__ import annotations
 
@@ -37,14 +37,17 @@ FIRST, SECOND = f"{MODEL}#0", f"{MODEL}#1"
 def pair(
     tmp_path_factory: pytest.TempPathFactory, postgres_server: str, template_database: str
 ) -> Iterator[tuple[Service, Service]]:
-    """Two processes that have read the same file: two replicas each. Tokens take some ms: answers are met in the middle."""
+    """Yield two processes with the same file: two replicas each, and some ms per token."""
     directory = tmp_path_factory.mktemp("slow")
     make_checkpoint(directory, shape=LlamaShape(layer_count=120, context_window_tokens=4096))
     file = tmp_path_factory.mktemp("fleet") / "fleet.yaml"
     file.write_text(FLEET.format(model=MODEL, directory=directory))
     with new_database(postgres_server, template=template_database) as url, ExitStack() as stack:
         homes = [tmp_path_factory.mktemp("pair") for _ in range(2)]
-        services = [Service(home, url, directory, models=bundled_models(), fleet_file=str(file)) for home in homes]
+        services = [
+            Service(home, url, directory, models=bundled_models(), fleet_file=str(file))
+            for home in homes
+        ]
         first, second = (stack.enter_context(running(service)) for service in services)
         for service in services:
             wait_for(lambda service=service: service.serving(f"engine/{MODEL}"), "the engines")  # type: ignore[misc]
@@ -61,35 +64,39 @@ class Admin:
         self._service, self._secret = service, secret
 
     async def call(self, request: Any) -> Any:
-        """One call, named by its request."""
+        """Make one call, chosen by its request."""
         name = type(request).__name__.removesuffix("Request")
         async with self._service.channel() as channel:
             return await getattr(pb_grpc.AdminServiceStub(channel), name)(
                 request, metadata=bearer(self._secret), timeout=PATIENCE_S
             )
 
-    async def told_by_all(self, request: Any) -> Any:
-        """The same, repeated until every process has answered in time, which a busy machine may keep it from."""
+    async def complete(self, request: Any) -> Any:
+        """Make a call repeatedly until every process has answered in time."""
         while True:
             answer = await self.call(request)
-            if not answer.silent_owner_ids:
+            if not answer.unresponsive_process_ids:
                 return answer
 
     async def replicas(self) -> dict[str, list[pb.Replica]]:
-        """All that processes tell, by name."""
+        """Return all listed replicas by name."""
         found: dict[str, list[pb.Replica]] = {}
-        for each in (await self.told_by_all(pb.ListReplicasRequest(model=MODEL))).replicas:
+        for each in (await self.complete(pb.ListReplicasRequest(model=MODEL))).replicas:
             found.setdefault(each.replica, []).append(each)
         return found
 
     async def drain(self, replica: str = FIRST, **fields: Any) -> pb.DrainReplicaResponse:
-        """Out of use."""
-        answer: pb.DrainReplicaResponse = await self.told_by_all(pb.DrainReplicaRequest(model=MODEL, replica=replica, **fields))
+        """Drain the replica."""
+        answer: pb.DrainReplicaResponse = await self.complete(
+            pb.DrainReplicaRequest(model=MODEL, replica=replica, **fields)
+        )
         return answer
 
     async def undrain(self, replica: str = FIRST) -> pb.UndrainReplicaResponse:
-        """And into it."""
-        answer: pb.UndrainReplicaResponse = await self.call(pb.UndrainReplicaRequest(model=MODEL, replica=replica))
+        """Put the replica back into use."""
+        answer: pb.UndrainReplicaResponse = await self.call(
+            pb.UndrainReplicaRequest(model=MODEL, replica=replica)
+        )
         return answer
 
 
@@ -97,7 +104,9 @@ async def admin_of(service: Service) -> Admin:
     return Admin(service, (await service.tenant(scopes=("admin",))).secret)
 
 
-async def test_a_drained_replica_is_out_of_use_in_every_process_until_it_is_put_back(pair: tuple[Service, Service]) -> None:
+async def test_a_drained_replica_is_out_of_use_in_every_process_until_it_is_put_back(
+    pair: tuple[Service, Service],
+) -> None:
     first, second = pair
     admin, ours = await admin_of(first), await second.tenant()
     await until_all_are_ready(admin)
@@ -106,14 +115,21 @@ async def test_a_drained_replica_is_out_of_use_in_every_process_until_it_is_put_
         for request_id in request_ids:
             await stream.received(request_id, 5)
         before = await admin.replicas()
-        assert sorted(each.request_count for told in before.values() for each in told) == [0, 0, 1, 1], "one in each of the second"
+        assert sorted(each.request_count for told in before.values() for each in told) == [
+            0,
+            0,
+            1,
+            1,
+        ], "one in each of the second"
 
         drained = await admin.drain(reason="new disks")
         again = await admin.drain(reason="new disks")
 
         assert again.drain == drained.drain
         assert (drained.drain.reason, drained.drain.HasField("move_after")) == ("new disks", False)
-        assert [each.drained for each in drained.replicas] == [True, True], "who answers has taken it"
+        assert [each.drained for each in drained.replicas] == [True, True], (
+            "who answers has taken it"
+        )
         assert {each.state for each in drained.replicas} == {pb.REPLICA_STATE_DRAINING}
         later = await stream.begin(max_output_tokens=5)
         await stream.finished(later)
@@ -121,7 +137,11 @@ async def test_a_drained_replica_is_out_of_use_in_every_process_until_it_is_put_
         assert sum(each.request_count for each in now[FIRST]) == 1, "what runs there is left there"
         async with second.client(ours.secret) as client:
             [listed] = await client.list_models()
-        assert (listed.ready_replica_count, listed.drained_replica_count, listed.replica_count) == (1, 1, 2)
+        assert (listed.ready_replica_count, listed.drained_replica_count, listed.replica_count) == (
+            1,
+            1,
+            2,
+        )
 
         await admin.drain(move_after=Duration(seconds=0))
         await until_moved(admin)
@@ -132,8 +152,12 @@ async def test_a_drained_replica_is_out_of_use_in_every_process_until_it_is_put_
             await stream.cancel(request_id)
         ends = [await stream.finished(request_id) for request_id in request_ids]
         assert sorted(end.migration_count for end in ends) == [0, 1]
-        stayed, moved = sorted((stream.token_ids(request_id) for request_id in request_ids), key=len)
-        assert stayed == moved[: len(stayed)], "with one seed and one prompt both are the same, wherever they ran"
+        stayed, moved = sorted(
+            (stream.token_ids(request_id) for request_id in request_ids), key=len
+        )
+        assert stayed == moved[: len(stayed)], (
+            "with one seed and one prompt both are the same, wherever they ran"
+        )
         async with second.client(ours.secret) as client:
             recorded = [await client.get_generation(request_id) for request_id in request_ids]
         assert [each.migration_count for each in recorded] == [end.migration_count for end in ends]
@@ -142,20 +166,28 @@ async def test_a_drained_replica_is_out_of_use_in_every_process_until_it_is_put_
     second.start()
     wait_for(lambda: second.serving(f"engine/{MODEL}"), "the engines")
     restarted = await admin.replicas()
-    assert [each.drained for each in restarted[FIRST]] == [True, True], "one that starts later finds the order"
+    assert [each.drained for each in restarted[FIRST]] == [True, True], (
+        "one that starts later finds the order"
+    )
 
     assert (await admin.undrain()).undrained
     assert not (await admin.undrain()).undrained
-    assert [each.drained for told in (await admin.replicas()).values() for each in told] == [False] * 4
+    assert [each.drained for told in (await admin.replicas()).values() for each in told] == [
+        False
+    ] * 4
     entries = (await admin.call(admin_pb.ListAuditEntriesRequest(action_prefix="replica."))).entries
-    assert [each.action for each in reversed(entries)] == ["replica.drain", "replica.drain", "replica.undrain"]
+    assert [each.action for each in reversed(entries)] == [
+        "replica.drain",
+        "replica.drain",
+        "replica.undrain",
+    ]
     assert '"move_after_ms": 0' in entries[0].before_json
 
 
 async def test_the_one_engine_of_a_model_is_drained_like_one_of_several(
     tmp_path_factory: pytest.TempPathFactory, postgres_server: str, template_database: str
 ) -> None:
-    """What runs there ends by itself, what is new is told when to come again, and putting it back takes no time."""
+    """Its requests finish, new ones get a retry-after, and putting it back takes no time."""
     directory = tmp_path_factory.mktemp("slow")
     make_checkpoint(directory, shape=LlamaShape(layer_count=120, context_window_tokens=4096))
     encoders = {"encoder": make_random_encoder(tmp_path_factory.mktemp("encoder"))}
@@ -168,10 +200,17 @@ async def test_the_one_engine_of_a_model_is_drained_like_one_of_several(
             wait_for(lambda name=name: lone.serving(f"engine/{name}"), "the engines")  # type: ignore[misc]
         admin, ours = await admin_of(lone), await lone.tenant()
         async with lone.session() as session:
-            free: dict[str, Any] = {f"{kind}_picos_per_token": 0 for kind in ("input", "cached_input", "output", "embedding")}
+            free: dict[str, Any] = {
+                f"{kind}_picos_per_token": 0
+                for kind in ("input", "cached_input", "output", "embedding")
+            }
             await set_price(session, model="encoder", actor="test", **free)
         texts = [
-            inference_pb.EmbedRequest(request_id=str(uuid.uuid4()), model="encoder", inputs=[inference_pb.EmbedInput(text="sea")])
+            inference_pb.EmbedRequest(
+                request_id=str(uuid.uuid4()),
+                model="encoder",
+                inputs=[inference_pb.EmbedInput(text="sea")],
+            )
             for _ in range(2)
         ]
         async with lone.stream(ours.secret) as stream, lone.channel() as channel:
@@ -180,7 +219,7 @@ async def test_the_one_engine_of_a_model_is_drained_like_one_of_several(
             await stream.received(running_one, 5)
             [before] = (await admin.replicas())[FIRST]
             await admin.drain(move_after=Duration(seconds=0))
-            await admin.told_by_all(pb.DrainReplicaRequest(model="encoder", replica="encoder#0"))
+            await admin.complete(pb.DrainReplicaRequest(model="encoder", replica="encoder#0"))
 
             refusal = await stream.failed(await stream.begin(max_output_tokens=5))
             text_refusal = await refused(embedding.Embed(texts[0], metadata=bearer(ours.secret)))
@@ -195,14 +234,26 @@ async def test_the_one_engine_of_a_model_is_drained_like_one_of_several(
             await stream.cancel(running_one)
             end = await stream.finished(running_one)
 
-        assert (before.state, before.request_count, before.outstanding_token_count > 0) == (pb.REPLICA_STATE_READY, 1, True)
-        assert (drained.state, drained.drained, drained.request_count) == (pb.REPLICA_STATE_DRAINING, True, 1)
+        assert (before.state, before.request_count, before.outstanding_token_count > 0) == (
+            pb.REPLICA_STATE_READY,
+            1,
+            True,
+        )
+        assert (drained.state, drained.drained, drained.request_count) == (
+            pb.REPLICA_STATE_DRAINING,
+            True,
+            1,
+        )
         for told in (refusal, text_refusal):
             assert (told.code, told.reason) == (StatusCode.UNAVAILABLE, "ENGINE_UNAVAILABLE")
             assert told.status.message.endswith("the engine is being drained")
             assert told.retry_after_s == DRAINED_RETRY_S
         for name in (MODEL, "encoder"):
-            assert (listed[name].ready_replica_count, listed[name].drained_replica_count, listed[name].replica_count) == (0, 1, 1)
+            assert (
+                listed[name].ready_replica_count,
+                listed[name].drained_replica_count,
+                listed[name].replica_count,
+            ) == (0, 1, 1)
         assert end.migration_count == 0
         assert lone.stop() == 0, lone.log[-4000:]
         assert lone.books.held_hold_count() == 0
@@ -211,18 +262,20 @@ async def test_the_one_engine_of_a_model_is_drained_like_one_of_several(
 async def until_all_are_ready(admin: Admin) -> None:
     """Wait for both replicas of both processes."""
     async with asyncio.timeout(PATIENCE_S):
-        while {each.state for told in (await admin.replicas()).values() for each in told} != {pb.REPLICA_STATE_READY}:
+        while {each.state for told in (await admin.replicas()).values() for each in told} != {
+            pb.REPLICA_STATE_READY
+        }:
             pass
 
 
 async def until_moved(admin: Admin) -> None:
-    """Wait until both requests run in the replica that is left."""
+    """Wait until both requests run in the remaining replica."""
     async with asyncio.timeout(PATIENCE_S):
         while sum(each.request_count for each in (await admin.replicas())[SECOND]) < 2:
             pass
 
 
-async def test_what_is_wrong_with_an_order_is_told_by_field(pair: tuple[Service, Service]) -> None:
+async def test_an_invalid_command_is_reported_by_field(pair: tuple[Service, Service]) -> None:
     admin = await admin_of(pair[0])
     unknown = [
         pb.DrainReplicaRequest(model="nothing", replica=FIRST),
@@ -238,9 +291,13 @@ async def test_what_is_wrong_with_an_order_is_told_by_field(pair: tuple[Service,
         ("move_after", {"move_after": Duration(seconds=2**40)}),
     ]
     for field, said in wrong:
-        refusal = await refused(admin.call(pb.DrainReplicaRequest(model=MODEL, replica=FIRST, **said)))
+        refusal = await refused(
+            admin.call(pb.DrainReplicaRequest(model=MODEL, replica=FIRST, **said))
+        )
         assert (refusal.code, refusal.fields) == (StatusCode.INVALID_ARGUMENT, [field])
     user = await pair[0].tenant()
     for name in ("ListReplicas", "DrainReplica", "UndrainReplica"):
-        refusal = await refused(Admin(pair[0], user.secret).call(getattr(pb, f"{name}Request")(model=MODEL)))
+        refusal = await refused(
+            Admin(pair[0], user.secret).call(getattr(pb, f"{name}Request")(model=MODEL))
+        )
         assert refusal.code is StatusCode.PERMISSION_DENIED

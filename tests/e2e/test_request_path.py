@@ -1,4 +1,4 @@
-"""The path of a request through the code grows no longer: ceilings of `infra.walk`, which are only ever lowered."""
+"""Path of a request through the code: ceilings of `infra.walk`, which may only be lowered."""
 
 from __future__ import annotations
 

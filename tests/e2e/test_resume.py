@@ -1,7 +1,8 @@
-"""A request is one thing however many streams, connections and processes receive it: continued without a gap, billed once.
+"""Requests across streams, connections and processes: continued without a gap, billed once.
 
-One server runs in this process, so that a test can look inside; another runs beside it on the same database. Their engines are
-simulated: a token takes its time on any machine, so that an answer of some hundred can be met in the middle.
+One server runs in this process, so that tests can inspect it; another one shares its database.
+Their engines are simulated with a fixed time per token, so that an answer of some hundred tokens is
+still running on any machine.
 """
 
 from __future__ import annotations
@@ -27,44 +28,50 @@ from tests.service import Inside, Service, Stream, Tenant, cancel, credit, run_i
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-KEPT_BYTES = 30_000  # some 480 tokens
-TIME_SCALE = 0.25  # some 2 ms a token
+KEPT_BYTES = 30_000  # about 480 tokens
+TIME_SCALE = 0.25  # about 2 ms per token
 KEEP_MAX_S = 60.0
 
 
 def seconds(value: float) -> Duration:
-    """As a message."""
+    """Return a duration message."""
     duration = Duration()
     duration.FromTimedelta(timedelta(seconds=value))
     return duration
 
 
 def kept(token_count: int, keep_s: float = 30.0, **fields: Any) -> pb.ClientFrame:
-    """The start of a request that goes on without its client."""
+    """Return the start of a request that survives its client."""
     return start(max_output_tokens=token_count, keep_on_disconnect=seconds(keep_s), **fields)
 
 
 def attach(request_id: str, after_seq: int = 0) -> pb.ClientFrame:
-    """Receive a request."""
+    """Return a frame that attaches to a request."""
     return pb.ClientFrame(request_id=request_id, attach=pb.AttachFrame(after_seq=after_seq))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def both(
-    tmp_path_factory: pytest.TempPathFactory, model: Path, postgres_server: str, template_database: str
+    tmp_path_factory: pytest.TempPathFactory,
+    model: Path,
+    postgres_server: str,
+    template_database: str,
 ) -> AsyncIterator[tuple[Inside, Service]]:
-    """Two processes of one machine, so that each settles what the other leaves behind if it is killed."""
+    """Yield two processes of one machine, each of which recovers the other's journal."""
     directory = tmp_path_factory.mktemp("machine")
     (directory / "journal").mkdir()
     settings: dict[str, Any] = {
         "engine_device": "simulated",
         "simulated_time_scale": TIME_SCALE,
-        "kept_bytes_per_request_max": KEPT_BYTES,
-        "keep_max_s": KEEP_MAX_S,
+        "replay_bytes_per_request_max": KEPT_BYTES,
+        "keep_on_disconnect_max_s": KEEP_MAX_S,
         "recovery_interval_s": 0.2,
         "lease_slice_tokens": 24,
     }
-    with new_database(postgres_server, template=template_database) as url, pytest.MonkeyPatch.context() as monkeypatch:
+    with (
+        new_database(postgres_server, template=template_database) as url,
+        pytest.MonkeyPatch.context() as monkeypatch,
+    ):
         services = []
         for name in ("here", "beside"):
             (directory / name).mkdir()
@@ -84,27 +91,27 @@ async def both(
 
 
 async def wait_for_endpoint(service: Service) -> str:
-    """Where a process listens that was spawned."""
+    """Return the address of a spawned process."""
     await until(lambda: service._endpoint() is not None, "the process beside to listen")
     return str(service._endpoint())
 
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def inside(both: tuple[Inside, Service]) -> AsyncIterator[Inside]:
-    """The process that can be looked into; each test leaves it empty."""
+    """Yield the process in this interpreter; each test leaves it empty."""
     yield both[0]
     await both[0].check_empty()
 
 
 @pytest.fixture
 def here(inside: Inside) -> Service:
-    """The same as a service."""
+    """Return the service of the process in this interpreter."""
     return inside.service
 
 
 @pytest.fixture
 def beside(both: tuple[Inside, Service]) -> Service:
-    """The other process; started again if a test has killed it."""
+    """Return the other process, restarted if a test has killed it."""
     service = both[1]
     if service.process is None or service.process.poll() is not None:
         service.start()
@@ -113,31 +120,37 @@ def beside(both: tuple[Inside, Service]) -> Service:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def tenant(here: Service) -> Tenant:
-    """With limits that count, so that a leak shows."""
-    return await here.tenant({QuotaDimension.TOKENS_PER_MONTH: 10**9, QuotaDimension.CONCURRENT_REQUESTS: 10_000})
+    """Return a tenant with quotas, which reveal leaks."""
+    return await here.tenant(
+        {QuotaDimension.TOKENS_PER_MONTH: 10**9, QuotaDimension.CONCURRENT_REQUESTS: 10_000}
+    )
 
 
 def seqs(stream: Stream, request_id: str) -> list[int]:
-    """Of the deltas that have arrived."""
+    """Return the numbers of the received deltas."""
     return [delta.seq for delta in stream.of(request_id, "delta")]
 
 
 async def whole(service: Service, tenant: Tenant, token_count: int) -> list[int]:
-    """What an answer of this length is when nothing happens to it."""
+    """Return an uninterrupted answer of this length."""
     async with service.stream(tenant.secret) as stream:
         request_id = await stream.begin(max_output_tokens=token_count)
         await stream.finished(request_id)
         return stream.token_ids(request_id)
 
 
-async def check_billed_once(service: Service, tenant: Tenant, request_id: str, token_count: int) -> None:
-    """One event, with every token once."""
+async def check_billed_once(
+    service: Service, tenant: Tenant, request_id: str, token_count: int
+) -> None:
+    """Check that there is one event, with every token once."""
     await service.no_hold_left(tenant)
     event = service.books.event(tenant, request_id)
     assert event["delivered_token_count"] == event["billed_token_count"] == token_count
 
 
-async def test_a_finished_answer_is_sent_again_from_every_seq(here: Service, tenant: Tenant) -> None:
+async def test_a_finished_answer_is_sent_again_from_every_seq(
+    here: Service, tenant: Tenant
+) -> None:
     frame = kept(12, usage_interval_tokens=5)
     async with here.stream(tenant.secret) as stream:
         await stream.send(frame)
@@ -151,13 +164,37 @@ async def test_a_finished_answer_is_sent_again_from_every_seq(here: Service, ten
             await other.send(attach(frame.request_id, after_seq))
             assert await other.finished(frame.request_id) == finished
             attached = await other.first(frame.request_id, "attached")
-            assert attached == pb.AttachedFrame(after_seq=after_seq, last_seq=last_seq, delivered_token_count=12)
+            assert attached == pb.AttachedFrame(
+                after_seq=after_seq, last_seq=last_seq, delivered_token_count=12
+            )
             assert seqs(other, frame.request_id) == list(range(after_seq + 1, last_seq + 1))
             if not after_seq:
                 assert other.token_ids(frame.request_id) == tokens
-                assert [update.usage.delivered_token_count for update in other.of(frame.request_id, "usage")] == [5, 10]
+                assert [
+                    update.usage.delivered_token_count
+                    for update in other.of(frame.request_id, "usage")
+                ] == [5, 10]
                 assert len(other.of(frame.request_id, "admitted")) == 1
     await check_billed_once(here, tenant, frame.request_id, 12)
+
+
+async def test_the_prompts_logprobs_are_sent_again(here: Service, tenant: Tenant) -> None:
+    frame = kept(3, prompt_logprobs=1)
+    async with here.stream(tenant.secret) as stream:
+        await stream.send(frame)
+        await stream.finished(frame.request_id)
+        kinds = [each.WhichOneof("kind") for each in stream.frames[frame.request_id]]
+        [prompt] = stream.of(frame.request_id, "prompt")
+        [admitted] = stream.of(frame.request_id, "admitted")
+
+    async with here.stream(tenant.secret) as other:
+        await other.send(attach(frame.request_id))
+        await other.finished(frame.request_id)
+
+    assert kinds.index("prompt") < kinds.index("delta")
+    assert len(prompt.logprobs) == admitted.input_token_count
+    assert [len(each.top) for each in prompt.logprobs] == [0] + [1] * (len(prompt.logprobs) - 1)
+    assert other.of(frame.request_id, "prompt") == [prompt]
 
 
 @pytest.mark.parametrize("goes", ["hangs up", "stays"])
@@ -165,9 +202,10 @@ async def test_a_finished_answer_is_sent_again_from_every_seq(here: Service, ten
 async def test_a_running_answer_is_continued_from_another_stream(
     here: Service, beside: Service, tenant: Tenant, goes: str, on: str
 ) -> None:
-    """Ten times from stream to stream, and what all of them have got together is the answer.
+    """Ten streams in turn together receive the answer.
 
-    Its limit is lowered after the last turn: on a busy machine a short answer would be complete before.
+    Its limit is lowered after the last turn: a short answer would be complete too early on a busy
+    machine.
     """
     frame = kept(3900)
     tokens: list[int] = []
@@ -177,7 +215,9 @@ async def test_a_running_answer_is_continued_from_another_stream(
         for turn in range(10):
             await stream.received(frame.request_id, 10)
             services = [here] if on == "the same process" else [beside, here]
-            following = await stack.enter_async_context(services[turn % len(services)].stream(tenant.secret))
+            following = await stack.enter_async_context(
+                services[turn % len(services)].stream(tenant.secret)
+            )
             if goes == "hangs up":
                 stream.call.cancel()
                 await stream.closed()
@@ -190,22 +230,32 @@ async def test_a_running_answer_is_continued_from_another_stream(
                 end = await stream.failed(frame.request_id)
                 assert (end.code, end.reason) == (StatusCode.ABORTED, "ATTACHED_ELSEWHERE")
             stream = following
-        await stream.send(pb.ClientFrame(request_id=frame.request_id, update=pb.UpdateFrame(max_output_tokens=400)))
+        await stream.send(
+            pb.ClientFrame(
+                request_id=frame.request_id, update=pb.UpdateFrame(max_output_tokens=400)
+            )
+        )
         finished = await stream.finished(frame.request_id)
         tokens += stream.token_ids(frame.request_id)
 
     token_count = finished.usage.delivered_token_count
     assert finished.reason == types_pb2.FINISH_REASON_LENGTH
     assert 400 <= token_count < 3900
-    if goes == "hangs up":  # who stays gets more before the other one has attached
+    if goes == "hangs up":  # the remaining stream gets more before the other one has attached
         assert tokens == await whole(here, tenant, token_count)
     await check_billed_once(here, tenant, frame.request_id, token_count)
 
 
-async def test_the_same_start_receives_what_runs_from_its_beginning(here: Service, beside: Service, tenant: Tenant) -> None:
+async def test_the_same_start_receives_what_runs_from_its_beginning(
+    here: Service, beside: Service, tenant: Tenant
+) -> None:
     expected = await whole(here, tenant, 300)
     frame = kept(300)
-    async with here.stream(tenant.secret) as first, beside.stream(tenant.secret) as second, here.stream(tenant.secret) as third:
+    async with (
+        here.stream(tenant.secret) as first,
+        beside.stream(tenant.secret) as second,
+        here.stream(tenant.secret) as third,
+    ):
         await first.send(frame)
         await first.received(frame.request_id, 5)
         await second.send(frame)
@@ -215,7 +265,10 @@ async def test_the_same_start_receives_what_runs_from_its_beginning(here: Servic
         await third.finished(frame.request_id)
         assert (await second.failed(frame.request_id)).reason == "ATTACHED_ELSEWHERE"
         assert third.token_ids(frame.request_id) == expected
-        assert [kind.WhichOneof("kind") for kind in third.frames[frame.request_id][:2]] == ["attached", "admitted"]
+        assert [kind.WhichOneof("kind") for kind in third.frames[frame.request_id][:2]] == [
+            "attached",
+            "admitted",
+        ]
 
         third.frames.clear()
         await third.send(frame)
@@ -226,39 +279,62 @@ async def test_the_same_start_receives_what_runs_from_its_beginning(here: Servic
     await check_billed_once(here, tenant, frame.request_id, 300)
 
 
-async def test_another_payload_under_an_id_that_runs_is_refused_everywhere(here: Service, beside: Service, tenant: Tenant) -> None:
+async def test_another_payload_under_an_id_that_runs_is_refused_everywhere(
+    here: Service, beside: Service, tenant: Tenant
+) -> None:
     frame = kept(600)
-    async with here.stream(tenant.secret) as stream, here.stream(tenant.secret) as near, beside.stream(tenant.secret) as far:
+    async with (
+        here.stream(tenant.secret) as stream,
+        here.stream(tenant.secret) as near,
+        beside.stream(tenant.secret) as far,
+    ):
         await stream.send(frame)
         await stream.received(frame.request_id, 1)
         for other in (near, far):
             await other.send(kept(601, request_id=frame.request_id))
             refusal = await other.failed(frame.request_id)
-            assert (refusal.code, refusal.reason) == (StatusCode.ALREADY_EXISTS, "REQUEST_ID_REUSED")
+            assert (refusal.code, refusal.reason) == (
+                StatusCode.ALREADY_EXISTS,
+                "REQUEST_ID_REUSED",
+            )
         assert (await stream.finished(frame.request_id)).usage.delivered_token_count == 600
     await check_billed_once(here, tenant, frame.request_id, 600)
 
 
-async def test_a_storm_of_starts_of_one_id_is_billed_once(here: Service, beside: Service, tenant: Tenant) -> None:
-    """Fifty at once, half of them to each process: each stream hears one end, and one of them hears the whole answer."""
+async def test_a_storm_of_starts_of_one_id_is_billed_once(
+    here: Service, beside: Service, tenant: Tenant
+) -> None:
+    """Fifty at once to two processes: each stream gets one end, one gets the whole answer."""
     expected = await whole(here, tenant, 60)
     frame = kept(60)
     async with AsyncExitStack() as stack:
-        streams = [await stack.enter_async_context((here, beside)[number % 2].stream(tenant.secret)) for number in range(50)]
+        streams = [
+            await stack.enter_async_context((here, beside)[number % 2].stream(tenant.secret))
+            for number in range(50)
+        ]
         await asyncio.gather(*(stream.send(frame) for stream in streams))
         ends = await asyncio.gather(*(stream.end(frame.request_id) for stream in streams))
-        finished = [stream for stream, end in zip(streams, ends, strict=True) if end.HasField("finished")]
+        finished = [
+            stream for stream, end in zip(streams, ends, strict=True) if end.HasField("finished")
+        ]
         for stream, end in zip(streams, ends, strict=True):
             assert len(stream.ends(frame.request_id)) == 1
             if end.HasField("failed"):
-                assert end.failed.status.code in (StatusCode.ABORTED.value[0], StatusCode.ALREADY_EXISTS.value[0]), end
-        assert [stream.token_ids(frame.request_id) for stream in finished] == [expected] * len(finished)
+                assert end.failed.status.code in (
+                    StatusCode.ABORTED.value[0],
+                    StatusCode.ALREADY_EXISTS.value[0],
+                ), end
+        assert [stream.token_ids(frame.request_id) for stream in finished] == [expected] * len(
+            finished
+        )
     await check_billed_once(here, tenant, frame.request_id, 60)
     assert here.books.counters(tenant)["concurrent_requests"] == (0, 0)
 
 
 @pytest.mark.parametrize("through", ["here", "beside"])
-async def test_whoever_attaches_may_cancel(here: Service, beside: Service, tenant: Tenant, through: str) -> None:
+async def test_a_client_that_attaches_may_cancel(
+    here: Service, beside: Service, tenant: Tenant, through: str
+) -> None:
     frame = kept(3000)
     async with here.stream(tenant.secret) as stream:
         await stream.send(frame)
@@ -273,10 +349,16 @@ async def test_whoever_attaches_may_cancel(here: Service, beside: Service, tenan
     await check_billed_once(here, tenant, frame.request_id, finished.usage.delivered_token_count)
 
 
-async def test_credit_reaches_through_another_process(here: Service, beside: Service, tenant: Tenant) -> None:
-    """By the client that attaches, and by the one whose start turns out to run elsewhere."""
+async def test_credit_reaches_through_another_process(
+    here: Service, beside: Service, tenant: Tenant
+) -> None:
+    """From an attaching client, and from one whose start finds the request in the other process."""
     frame = kept(200, initial_credit_tokens=4)
-    async with here.stream(tenant.secret) as first, beside.stream(tenant.secret) as second, beside.stream(tenant.secret) as third:
+    async with (
+        here.stream(tenant.secret) as first,
+        beside.stream(tenant.secret) as second,
+        beside.stream(tenant.secret) as third,
+    ):
         await first.send(frame)
         await first.received(frame.request_id, 4)
         await second.send(attach(frame.request_id), credit(frame.request_id, 6))
@@ -286,14 +368,19 @@ async def test_credit_reaches_through_another_process(here: Service, beside: Ser
         await third.send(frame)
         await third.received(frame.request_id, 4)
         assert (await second.failed(frame.request_id)).reason == "ATTACHED_ELSEWHERE"
-        assert (len(first.token_ids(frame.request_id)), len(second.token_ids(frame.request_id))) == (4, 7)
+        assert (
+            len(first.token_ids(frame.request_id)),
+            len(second.token_ids(frame.request_id)),
+        ) == (4, 7)
         assert len(third.token_ids(frame.request_id)) == 4
         await third.send(credit(frame.request_id, 1000))
         assert (await third.finished(frame.request_id)).usage.delivered_token_count == 200
     await check_billed_once(here, tenant, frame.request_id, 200)
 
 
-async def test_generation_goes_on_unattended_for_so_long_and_no_longer(inside: Inside, here: Service, tenant: Tenant) -> None:
+async def test_generation_continues_without_a_client_for_a_limited_time(
+    inside: Inside, here: Service, tenant: Tenant
+) -> None:
     frame = kept(3900, keep_s=0.3)
     async with here.stream(tenant.secret) as stream:
         await stream.send(frame)
@@ -307,10 +394,14 @@ async def test_generation_goes_on_unattended_for_so_long_and_no_longer(inside: I
     assert event["outcome"] == "cancelled"
     assert event["delivered_token_count"] == event["billed_token_count"] < 3900
     key = tenant.project_id, uuid.UUID(frame.request_id)
-    await until(lambda: inside.process.replays.find(key) is None, "what is kept of it to be forgotten")
+    await until(
+        lambda: inside.process.replays.find(key) is None, "what is kept of it to be forgotten"
+    )
 
 
-async def test_what_is_kept_of_an_answer_is_forgotten_in_time(inside: Inside, here: Service, tenant: Tenant) -> None:
+async def test_kept_output_is_dropped_after_its_time(
+    inside: Inside, here: Service, tenant: Tenant
+) -> None:
     frame = kept(10, keep_s=0.2)
     async with here.stream(tenant.secret) as stream:
         await stream.send(frame)
@@ -328,7 +419,9 @@ async def test_what_is_kept_of_an_answer_is_forgotten_in_time(inside: Inside, he
     assert over.frame.HasField("cost")
 
 
-async def test_more_than_may_be_kept_of_an_answer_is_dropped_from_its_beginning(here: Service, tenant: Tenant) -> None:
+async def test_more_than_may_be_kept_of_an_answer_is_dropped_from_its_beginning(
+    here: Service, tenant: Tenant
+) -> None:
     frame = kept(700)
     async with here.stream(tenant.secret) as stream:
         await stream.send(frame)
@@ -340,7 +433,9 @@ async def test_more_than_may_be_kept_of_an_answer_is_dropped_from_its_beginning(
         await other.send(attach(frame.request_id))
         gone = await other.failed(frame.request_id)
         assert (gone.code, gone.reason) == (StatusCode.OUT_OF_RANGE, "OUTPUT_GONE")
-        oldest_seq, last_seq = (int(gone.info.metadata[name]) for name in ("oldest_seq", "last_seq"))
+        oldest_seq, last_seq = (
+            int(gone.info.metadata[name]) for name in ("oldest_seq", "last_seq")
+        )
         assert 1 < oldest_seq <= last_seq
         other.frames.clear()
         await other.send(attach(frame.request_id, oldest_seq - 1))
@@ -349,10 +444,16 @@ async def test_more_than_may_be_kept_of_an_answer_is_dropped_from_its_beginning(
     await check_billed_once(here, tenant, frame.request_id, 700)
 
 
-async def test_an_attach_to_nothing_or_beyond_is_refused(here: Service, beside: Service, tenant: Tenant) -> None:
+async def test_an_attach_to_nothing_or_beyond_is_refused(
+    here: Service, beside: Service, tenant: Tenant
+) -> None:
     stranger = await here.tenant()
     frame = kept(3000)
-    async with here.stream(tenant.secret) as stream, beside.stream(tenant.secret) as far, here.stream(stranger.secret) as strange:
+    async with (
+        here.stream(tenant.secret) as stream,
+        beside.stream(tenant.secret) as far,
+        here.stream(stranger.secret) as strange,
+    ):
         await stream.send(frame)
         await stream.received(frame.request_id, 1)
         unknown = start().request_id
@@ -379,7 +480,7 @@ async def test_an_attach_to_nothing_or_beyond_is_refused(here: Service, beside: 
         await stream.finished(frame.request_id)
 
 
-async def test_without_keep_what_was_not_sent_moves_to_another_stream_and_the_request_ends_with_that(
+async def test_without_keep_unsent_output_moves_to_another_stream_and_the_request_ends_there(
     inside: Inside, here: Service, tenant: Tenant
 ) -> None:
     """Without credit the first stream gets nothing, so the second one gets all."""
@@ -401,8 +502,10 @@ async def test_without_keep_what_was_not_sent_moves_to_another_stream_and_the_re
     assert (event["outcome"], event["delivered_token_count"]) == ("cancelled", 20)
 
 
-async def test_a_request_whose_process_is_killed_is_told_as_settled(here: Service, beside: Service, tenant: Tenant) -> None:
-    """First that its server does not answer, and once its end is in the books, what was delivered of it."""
+async def test_a_request_whose_process_is_killed_is_shown_as_settled(
+    here: Service, beside: Service, tenant: Tenant
+) -> None:
+    """At first its owner is unavailable; later the database has the delivered tokens."""
     frame = kept(3900)
     async with beside.stream(tenant.secret) as first, here.stream(tenant.secret) as other:
         await first.send(frame)
@@ -413,8 +516,8 @@ async def test_a_request_whose_process_is_killed_is_told_as_settled(here: Servic
         beside.kill()
         lost = await other.failed(frame.request_id)
         received = other.token_ids(frame.request_id)
-        if lost.reason != "REQUEST_SETTLED":  # the books may have been faster
-            assert (lost.code, lost.reason) == (StatusCode.UNAVAILABLE, "OWNER_AWAY")
+        if lost.reason != "REQUEST_SETTLED":  # the database may have been faster
+            assert (lost.code, lost.reason) == (StatusCode.UNAVAILABLE, "PROCESS_UNAVAILABLE")
             assert lost.retry_after_s
         over = await attach_until_settled(other, frame.request_id)
 
@@ -425,12 +528,12 @@ async def test_a_request_whose_process_is_killed_is_told_as_settled(here: Servic
 
 
 async def attach_until_settled(stream: Stream, request_id: str) -> Any:
-    """As a client does that is told to ask again."""
+    """Retry as a client does after `PROCESS_UNAVAILABLE`."""
     while True:
         stream.frames.clear()
         await stream.send(attach(request_id))
         refusal = await stream.failed(request_id)
         if refusal.reason == "REQUEST_SETTLED":
             return refusal
-        assert refusal.reason == "OWNER_AWAY"
+        assert refusal.reason == "PROCESS_UNAVAILABLE"
         await asyncio.sleep(0.1)

@@ -1,4 +1,4 @@
-"""The safety stage in a running service: a forbidden prompt costs nothing, a forbidden output ends where it begins to be one."""
+"""Safety stage of a service: blocked prompts are free, blocked outputs end before the match."""
 
 from __future__ import annotations
 
@@ -29,9 +29,12 @@ applies_to = "output"
 
 @pytest.fixture(scope="module")
 def guarded(
-    tmp_path_factory: pytest.TempPathFactory, model: Path, postgres_server: str, template_database: str
+    tmp_path_factory: pytest.TempPathFactory,
+    model: Path,
+    postgres_server: str,
+    template_database: str,
 ) -> Iterator[Service]:
-    """A service with rules."""
+    """Yield a service with rules."""
     home = tmp_path_factory.mktemp("guarded")
     rules = home / "rules.toml"
     rules.write_text(RULES)
@@ -43,7 +46,7 @@ def guarded(
 
 
 def says(text: str) -> pb.ResponseFormat:
-    """Makes the model say a text, letter by letter as it likes."""
+    """Return biases by which the model outputs a text, in any tokens."""
     return pb.ResponseFormat(regex=text.replace(".", "[.]"))
 
 
@@ -51,7 +54,10 @@ def says(text: str) -> pb.ResponseFormat:
     ("fields", "field"),
     [
         ({"text": "About a FORBIDDEN  topic, please"}, "text"),
-        ({"conversation": conversation("Hello", "Hi", "the forbidden\ntopic")}, "conversation.messages"),
+        (
+            {"conversation": conversation("Hello", "Hi", "the forbidden\ntopic")},
+            "conversation.messages",
+        ),
         ({"prompt": "ids"}, "token_ids.ids"),
     ],
 )
@@ -66,7 +72,11 @@ async def test_a_forbidden_prompt_is_refused_before_anything_is_held(
         request_id = await stream.begin(**fields)
         refusal = await stream.failed(request_id)
 
-    assert (refusal.code, refusal.reason, refusal.fields) == (StatusCode.INVALID_ARGUMENT, "PROMPT_FILTERED", [field])
+    assert (refusal.code, refusal.reason, refusal.fields) == (
+        StatusCode.INVALID_ARGUMENT,
+        "PROMPT_FILTERED",
+        [field],
+    )
     assert refusal.info.metadata["rule"] == "forbidden-topic"
     assert guarded.books.holds(tenant) == {}
     assert guarded.books.counters(tenant).get("requests_per_minute", (0, 0)) == (0, 0)
@@ -77,7 +87,9 @@ async def test_a_forbidden_output_ends_before_it_begins(guarded: Service) -> Non
 
     async with guarded.stream(tenant.secret) as stream:
         request_id = await stream.begin(
-            response_format=says("The code is secret 1234 and more."), ignore_eos=None, max_output_tokens=90
+            response_format=says("The code is secret 1234 and more."),
+            ignore_eos=None,
+            max_output_tokens=90,
         )
         finished = await stream.finished(request_id)
 
@@ -94,16 +106,22 @@ async def test_a_forbidden_output_ends_before_it_begins(guarded: Service) -> Non
     assert "secret 1" not in guarded.log
 
 
-async def test_what_only_looks_like_it_goes_through_whole(guarded: Service) -> None:
+async def test_text_that_only_begins_like_a_match_passes_whole(guarded: Service) -> None:
     tenant = await guarded.tenant()
 
     async with guarded.stream(tenant.secret) as stream:
-        request_id = await stream.begin(response_format=says("A secret garden. A secret"), ignore_eos=None, max_output_tokens=90)
+        request_id = await stream.begin(
+            response_format=says("A secret garden. A secret"), ignore_eos=None, max_output_tokens=90
+        )
         finished = await stream.finished(request_id)
 
     assert finished.reason == types_pb2.FINISH_REASON_STOP
     assert stream.text(request_id) == "A secret garden. A secret"
-    assert finished.usage.billed_token_count == len(stream.token_ids(request_id)) == finished.usage.generated_token_count
+    assert (
+        finished.usage.billed_token_count
+        == len(stream.token_ids(request_id))
+        == finished.usage.generated_token_count
+    )
 
 
 async def test_one_filtered_choice_ends_the_request(guarded: Service) -> None:
@@ -122,19 +140,24 @@ async def test_one_filtered_choice_ends_the_request(guarded: Service) -> None:
 
     assert finished.reason == types_pb2.FINISH_REASON_FILTERED
     assert types_pb2.FINISH_REASON_FILTERED in {end.reason for end in finished.choices}
-    texts = {i: "".join(d.text for d in stream.of(request_id, "delta") if d.choice_index == i) for i in range(16)}
+    texts = {
+        i: "".join(d.text for d in stream.of(request_id, "delta") if d.choice_index == i)
+        for i in range(16)
+    }
     assert not any("secret 1" in text for text in texts.values())
     assert finished.usage.billed_token_count == len(stream.token_ids(request_id))
 
 
 async def test_others_are_not_concerned(guarded: Service, service: Service) -> None:
-    """The same seed gives the same tokens with the stage and without it."""
+    """Equal seeds give equal tokens with and without the stage."""
     answers = []
     for each in (guarded, service):
         tenant = await each.tenant()
         async with each.stream(tenant.secret) as stream:
             request_id = await stream.begin(
-                prompt=PLAIN_IDS[:30], max_output_tokens=60, sampling=pb.Sampling(temperature=1.0, seed=4)
+                prompt=PLAIN_IDS[:30],
+                max_output_tokens=60,
+                sampling=pb.Sampling(temperature=1.0, seed=4),
             )
             await stream.finished(request_id)
             answers.append((stream.token_ids(request_id), stream.text(request_id)))

@@ -1,5 +1,4 @@
-"""Classifiers in a running service: what they forbid does not pass, what they cannot answer does not pass either, and nobody else
-notices that they are slow or dead."""
+"""Classifiers in a service: they fail closed, and slow or dead ones affect no other request."""
 
 from __future__ import annotations
 
@@ -14,6 +13,7 @@ from grpc import StatusCode
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
+from api.core.endpoint import NOT_STARTED
 from metering.core.models import QuotaDimension
 from tests.conftest import new_database
 from tests.forked_hosts import children_of
@@ -37,8 +37,10 @@ window_chars = 24
 
 
 @contextlib.contextmanager
-def guarded_service(home: Path, postgres_server: str, template_database: str, model: Path, applies_to: str) -> Iterator[Service]:
-    """A service with a rule and a classifier."""
+def guarded_service(
+    home: Path, postgres_server: str, template_database: str, model: Path, applies_to: str
+) -> Iterator[Service]:
+    """Yield a service with a rule and a classifier."""
     make_danger_classifier(home / "danger")
     (home / "rules.toml").write_text(RULES.format(applies_to=applies_to))
     with new_database(postgres_server, template=template_database) as url:
@@ -50,35 +52,45 @@ def guarded_service(home: Path, postgres_server: str, template_database: str, mo
 
 @pytest.fixture(scope="module")
 def guarded(
-    tmp_path_factory: pytest.TempPathFactory, model: Path, postgres_server: str, template_database: str
+    tmp_path_factory: pytest.TempPathFactory,
+    model: Path,
+    postgres_server: str,
+    template_database: str,
 ) -> Iterator[Service]:
-    """A service that has prompts and outputs classified."""
-    with guarded_service(tmp_path_factory.mktemp("both"), postgres_server, template_database, model, "both") as service:
+    """Yield a service that classifies prompts and outputs."""
+    with guarded_service(
+        tmp_path_factory.mktemp("both"), postgres_server, template_database, model, "both"
+    ) as service:
         yield service
 
 
 @pytest.fixture(scope="module")
 def prompts_only(
-    tmp_path_factory: pytest.TempPathFactory, model: Path, postgres_server: str, template_database: str
+    tmp_path_factory: pytest.TempPathFactory,
+    model: Path,
+    postgres_server: str,
+    template_database: str,
 ) -> Iterator[Service]:
-    """A service that has only prompts classified."""
-    with guarded_service(tmp_path_factory.mktemp("prompts"), postgres_server, template_database, model, "prompt") as service:
+    """Yield a service that classifies prompts only."""
+    with guarded_service(
+        tmp_path_factory.mktemp("prompts"), postgres_server, template_database, model, "prompt"
+    ) as service:
         yield service
 
 
 def says(text: str) -> pb.ResponseFormat:
-    """Makes the model say a text, letter by letter as it likes."""
+    """Return biases by which the model outputs a text, in any tokens."""
     return pb.ResponseFormat(regex=text)
 
 
 def classifier_pid(service: Service) -> int | None:
-    """The api process's child that classifies."""
+    """Return the api process's child that classifies."""
     return next(iter(children_of(service.pid, "inference.safety.classifier_host")), None)
 
 
 @contextlib.asynccontextmanager
 async def stopped(service: Service) -> AsyncIterator[int]:
-    """The classifiers do nothing inside the block."""
+    """Suspend the classifiers during the block."""
     pid = wait_for(lambda: classifier_pid(service), "the classifiers")
     os.kill(pid, signal.SIGSTOP)
     try:
@@ -92,12 +104,17 @@ async def stopped(service: Service) -> AsyncIterator[int]:
     ("fields", "field"),
     [
         ({"text": "how to make a bomb"}, "text"),
-        ({"conversation": conversation("Hello", "Hi", "how to make poison")}, "conversation.messages"),
+        (
+            {"conversation": conversation("Hello", "Hi", "how to make poison")},
+            "conversation.messages",
+        ),
         ({"prompt": "ids"}, "token_ids.ids"),
         ({"text": "garden " * 400 + "bomb" + " garden" * 100}, "text"),
     ],
 )
-async def test_a_flagged_prompt_is_refused_before_anything_is_held(guarded: Service, fields: dict[str, object], field: str) -> None:
+async def test_a_flagged_prompt_is_refused_before_anything_is_held(
+    guarded: Service, fields: dict[str, object], field: str
+) -> None:
     tenant = await guarded.tenant({QuotaDimension.REQUESTS_PER_MINUTE: 5})
     if "prompt" in fields:
         fields = {"prompt": guarded.tokenizer.encode("how to make a bomb")}
@@ -106,7 +123,11 @@ async def test_a_flagged_prompt_is_refused_before_anything_is_held(guarded: Serv
         request_id = await stream.begin(**fields)
         refusal = await stream.failed(request_id)
 
-    assert (refusal.code, refusal.reason, refusal.fields) == (StatusCode.INVALID_ARGUMENT, "PROMPT_FILTERED", [field])
+    assert (refusal.code, refusal.reason, refusal.fields) == (
+        StatusCode.INVALID_ARGUMENT,
+        "PROMPT_FILTERED",
+        [field],
+    )
     assert refusal.info.metadata["rule"] == "danger: dangerous"
     assert guarded.books.holds(tenant) == {}
     assert guarded.books.counters(tenant).get("requests_per_minute", (0, 0)) == (0, 0)
@@ -117,7 +138,9 @@ async def test_a_flagged_output_ends_where_its_window_begins(guarded: Service) -
     text = "The hotel is near the sea. How to make a bomb and a garden near the sea."
 
     async with guarded.stream(tenant.secret) as stream:
-        request_id = await stream.begin(response_format=says(text.replace(".", "[.]")), ignore_eos=None, max_output_tokens=200)
+        request_id = await stream.begin(
+            response_format=says(text.replace(".", "[.]")), ignore_eos=None, max_output_tokens=200
+        )
         finished = await stream.finished(request_id)
 
     given_out = stream.text(request_id)
@@ -140,7 +163,9 @@ async def test_rules_and_classifiers_stand_side_by_side(guarded: Service) -> Non
     async with guarded.stream(tenant.secret) as stream:
         by_rule = await stream.failed(await stream.begin(text="something forbidden"))
         request_id = await stream.begin(
-            response_format=says("The hotel is forbidden to dogs."), ignore_eos=None, max_output_tokens=90
+            response_format=says("The hotel is forbidden to dogs."),
+            ignore_eos=None,
+            max_output_tokens=90,
         )
         finished = await stream.finished(request_id)
 
@@ -149,8 +174,10 @@ async def test_rules_and_classifiers_stand_side_by_side(guarded: Service) -> Non
     assert "forb" not in stream.text(request_id)
 
 
-async def test_what_is_harmless_passes_whole_and_with_its_own_tokens(guarded: Service, service: Service) -> None:
-    """The same seed gives the same tokens with the stage and without it, on several choices too."""
+async def test_harmless_output_passes_whole_with_unchanged_tokens(
+    guarded: Service, service: Service
+) -> None:
+    """Equal seeds give equal tokens with and without the stage, with several choices too."""
     answers = []
     for each in (guarded, service):
         tenant = await each.tenant()
@@ -177,8 +204,8 @@ async def test_what_is_harmless_passes_whole_and_with_its_own_tokens(guarded: Se
     assert answers[0] == answers[1]
 
 
-async def test_without_an_answer_outputs_end_and_say_why(guarded: Service) -> None:
-    """What was delivered before is settled and billed, and it is what the client has."""
+async def test_without_a_classification_outputs_end_with_the_reason(guarded: Service) -> None:
+    """Tokens delivered earlier are settled and billed, and the client has exactly these."""
     tenant = await guarded.tenant()
     async with guarded.stream(tenant.secret) as stream:
         request_id = await stream.begin(prompt=PLAIN_IDS[:20], max_output_tokens=3000)
@@ -191,13 +218,19 @@ async def test_without_an_answer_outputs_end_and_say_why(guarded: Service) -> No
     assert broken.retry_after_s is not None
     delivered = len(stream.token_ids(request_id))
     assert broken.frame is not None
-    assert broken.frame.usage.delivered_token_count == broken.frame.usage.billed_token_count == delivered
+    assert (
+        broken.frame.usage.delivered_token_count
+        == broken.frame.usage.billed_token_count
+        == delivered
+    )
     event = guarded.books.event(tenant, request_id)
     assert (event["outcome"], event["delivered_token_count"]) == ("failed", delivered)
 
 
-async def test_classifiers_that_hang_or_die_slow_nobody_who_needs_none(prompts_only: Service) -> None:
-    """A stream that has begun goes on while prompts wait for an answer, are refused, and are checked again by new classifiers."""
+async def test_hanging_or_dying_classifiers_slow_no_unchecked_request(
+    prompts_only: Service,
+) -> None:
+    """A stream goes on while prompts wait, are refused, and are checked by new classifiers."""
     tenant = await prompts_only.tenant()
     async with prompts_only.stream(tenant.secret) as stream:
         running_id = await stream.begin(prompt=PLAIN_IDS[:20], max_output_tokens=3900)
@@ -210,9 +243,12 @@ async def test_classifiers_that_hang_or_die_slow_nobody_who_needs_none(prompts_o
             os.kill(pid, signal.SIGKILL)
 
         assert (refused.code, refused.reason) == (StatusCode.UNAVAILABLE, "SAFETY_UNAVAILABLE")
-        assert sum(prompts_only.books.holds(tenant).values()) == 1, "nothing was held for the one that was refused"
+        assert sum(prompts_only.books.holds(tenant).values()) == 1, (
+            "nothing was held for the one that was refused"
+        )
         answers = set()
-        while "PROMPT_FILTERED" not in answers:  # until others are loaded, prompts are refused all the same
+        # Until new ones are loaded, prompts are still refused.
+        while "PROMPT_FILTERED" not in answers:
             answers.add((await stream.failed(await stream.begin(text="how to make a bomb"))).reason)
         assert answers <= {"PROMPT_FILTERED", "SAFETY_UNAVAILABLE"}
         await stream.cancel(running_id)
@@ -221,10 +257,10 @@ async def test_classifiers_that_hang_or_die_slow_nobody_who_needs_none(prompts_o
     assert classifier_pid(prompts_only) not in (None, pid)
 
 
-def test_a_checkpoint_that_cannot_be_loaded_is_told_at_start(
+def test_an_unloadable_checkpoint_is_reported_at_start(
     tmp_path: Path, model: Path, postgres_server: str, template_database: str
 ) -> None:
-    """In one line, and before anybody is let in unchecked."""
+    """In one line, before any request is served unchecked."""
     weights = make_danger_classifier(tmp_path / "danger") / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-10])
     (tmp_path / "rules.toml").write_text(RULES.format(applies_to="both"))
@@ -232,7 +268,7 @@ def test_a_checkpoint_that_cannot_be_loaded_is_told_at_start(
         service = Service(tmp_path / "home", url, model, safety_rules=str(tmp_path / "rules.toml"))
         service.spawn()
 
-        assert service.wait_ended() == 1
+        assert service.wait_ended() == NOT_STARTED
 
     last = service.log.strip().splitlines()[-1]
     assert "WEIR_SAFETY_RULES" in last

@@ -1,4 +1,4 @@
-"""Spans of real requests, at a real collector."""
+"""Spans of real requests at a collector."""
 
 from __future__ import annotations
 
@@ -19,28 +19,45 @@ from metering.core.models import QuotaDimension
 from tests.conftest import new_database
 from tests.otlp_receiver import ReceivedSpan, Receiver, receiving
 from tests.scraped import scrape
-from tests.service import MODEL, Refusal, Service, Stream, bearer, conversation, running, start, until
+from tests.service import (
+    MODEL,
+    Refusal,
+    Service,
+    Stream,
+    bearer,
+    conversation,
+    running,
+    start,
+    until,
+)
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 OTHER_TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
 SPAN_ID = "b7ad6b7169203331"
 SECRET_WORDS = "nobody-but-the-model"
-US = 1000  # ns: timings are told to the microsecond
+US = 1000  # ns: timings have a resolution of a microsecond
 
 
 @pytest.fixture(scope="module")
 def receiver() -> Iterator[Receiver]:
-    """A collector."""
+    """Yield a collector."""
     with receiving() as receiver:
         yield receiver
 
 
 @pytest.fixture(scope="module")
 def traced(
-    tmp_path_factory: pytest.TempPathFactory, receiver: Receiver, model: Path, postgres_server: str, template_database: str
+    tmp_path_factory: pytest.TempPathFactory,
+    receiver: Receiver,
+    model: Path,
+    postgres_server: str,
+    template_database: str,
 ) -> Iterator[Service]:
-    """A service that sends its spans there."""
-    with pytest.MonkeyPatch.context() as patch, new_database(postgres_server, template=template_database) as url:
+    """Yield a service that sends its spans to the collector."""
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        new_database(postgres_server, template=template_database) as url,
+    ):
         patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.address)
         patch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=tests")
         with running(Service(tmp_path_factory.mktemp("traced"), url, model)) as service:
@@ -49,21 +66,26 @@ def traced(
 
 
 def traceparent(flags: str) -> tuple[tuple[str, str], ...]:
-    """A client's metadata."""
+    """Return a client's metadata."""
     return (("traceparent", f"00-{TRACE_ID}-{SPAN_ID}-{flags}"), ("tracestate", "vendor=1"))
 
 
 async def spans_of(receiver: Receiver, request_id: str) -> tuple[ReceivedSpan, list[ReceivedSpan]]:
-    """The span of a request and those of its stages, in their order."""
+    """Return the span of a request and those of its stages, in order."""
     await until(lambda: request_id in receiver.traces(), "its spans to come")
-    told = receiver.traces()[request_id]
-    [root] = [each for each in told if "gen_ai.response.id" in each.attributes]
-    stages = sorted((each for each in told if each is not root), key=lambda each: each.span.start_time_unix_nano)
+    metrics = receiver.traces()[request_id]
+    [root] = [each for each in metrics if "gen_ai.response.id" in each.attributes]
+    stages = sorted(
+        (each for each in metrics if each is not root),
+        key=lambda each: each.span.start_time_unix_nano,
+    )
     return root, stages
 
 
-async def ask(service: Service, secret: str, metadata: tuple[tuple[str, str], ...], frame: pb.ClientFrame) -> pb.ServerFrame:
-    """Run one request on a call with this metadata; its end."""
+async def ask(
+    service: Service, secret: str, metadata: tuple[tuple[str, str], ...], frame: pb.ClientFrame
+) -> pb.ServerFrame:
+    """Run one request with this metadata; return its end."""
     async with service.channel() as channel, asyncio.TaskGroup() as tasks:
         call = pb_grpc.InferenceServiceStub(channel).Generate(metadata=(*bearer(secret), *metadata))
         stream = Stream(call)
@@ -73,7 +95,9 @@ async def ask(service: Service, secret: str, metadata: tuple[tuple[str, str], ..
         return await stream.end(frame.request_id)
 
 
-async def test_a_clients_trace_goes_on_with_a_span_for_each_stage(traced: Service, receiver: Receiver) -> None:
+async def test_a_clients_trace_gets_a_span_for_each_stage(
+    traced: Service, receiver: Receiver
+) -> None:
     tenant = await traced.tenant()
     frame = start(conversation=conversation(SECRET_WORDS), max_output_tokens=15)
 
@@ -91,11 +115,16 @@ async def test_a_clients_trace_goes_on_with_a_span_for_each_stage(traced: Servic
     assert facts["gen_ai.usage.input_tokens"] == finished.usage.input_token_count
     assert facts["gen_ai.usage.output_tokens"] == 15
     assert facts["gen_ai.response.finish_reasons"] == ["length"]
-    assert facts["gen_ai.response.time_to_first_chunk"] == pytest.approx(finished.timings.ttft_ms / 1000)
+    assert facts["gen_ai.response.time_to_first_chunk"] == pytest.approx(
+        finished.timings.ttft_ms / 1000
+    )
     assert facts["weir.organization_id"] == str(tenant.organization_id)
     assert root.resource["service.name"] == "weir"
     assert root.resource["deployment.environment.name"] == "tests"
-    lengths_ms = {each.span.name: (each.span.end_time_unix_nano - each.span.start_time_unix_nano) / 1e6 for each in stages}
+    lengths_ms = {
+        each.span.name: (each.span.end_time_unix_nano - each.span.start_time_unix_nano) / 1e6
+        for each in stages
+    }
     assert {"auth", "tokenize", "admission", "prefill", "decode", "settle"} <= lengths_ms.keys()
     for name, length_ms in lengths_ms.items():
         assert length_ms == pytest.approx(getattr(finished.timings, f"{name}_ms"), abs=0.001), name
@@ -119,25 +148,31 @@ async def test_a_refusal_is_a_span_with_its_reason(traced: Service, receiver: Re
     assert {each.span.name for each in stages} <= {"auth", "tokenize", "admission"}
 
 
-async def test_what_the_client_does_not_sample_is_not_sent(traced: Service, receiver: Receiver) -> None:
-    """Nor does anything of what was asked or answered go out with what is."""
+async def test_spans_of_unsampled_traces_are_not_sent(traced: Service, receiver: Receiver) -> None:
+    """Sampled spans contain no prompts or outputs either."""
     tenant = await traced.tenant()
     unsampled, sampled = start(), start(conversation=conversation(SECRET_WORDS))
 
     await ask(traced, tenant.secret, traceparent("00"), unsampled)
     await ask(traced, tenant.secret, traceparent("01"), sampled)
     await spans_of(receiver, sampled.request_id)
-    told = await scrape(traced.metrics_url)
+    metrics = await scrape(traced.metrics_url)
 
     assert unsampled.request_id not in receiver.traces()
     assert SECRET_WORDS.encode() not in receiver.data
     assert tenant.secret.encode() not in receiver.data
-    assert told.value("weir_traces_dropped_total") == 0
+    assert metrics.value("weir_traces_dropped_total") == 0
 
 
-async def test_a_request_over_http_and_one_without_a_trace_are_told_too(traced: Service, receiver: Receiver) -> None:
+async def test_a_request_over_http_and_one_without_a_trace_are_recorded_too(
+    traced: Service, receiver: Receiver
+) -> None:
     tenant, request_id, frame = await traced.tenant(), str(uuid.uuid4()), start()
-    headers = {"authorization": f"Bearer {tenant.secret}", "content-type": "application/json", "x-request-id": request_id}
+    headers = {
+        "authorization": f"Bearer {tenant.secret}",
+        "content-type": "application/json",
+        "x-request-id": request_id,
+    }
     headers |= dict(traceparent("01"))
     body = json.dumps({"model": MODEL, "prompt": "a b c", "max_tokens": 3}).encode()
     request = urllib.request.Request(f"{traced.openai_url}/completions", data=body, headers=headers)
@@ -157,13 +192,20 @@ async def test_a_request_over_http_and_one_without_a_trace_are_told_too(traced: 
     assert not alone.span.parent_span_id
 
 
-async def test_requests_of_one_stream_may_belong_to_traces_of_their_own(traced: Service, receiver: Receiver) -> None:
-    """By their start frames, which are the same request whatever trace they come in; others are in that of the call."""
+async def test_requests_of_one_stream_may_belong_to_traces_of_their_own(
+    traced: Service, receiver: Receiver
+) -> None:
+    """Start frames may name traces, which do not change the request; others use the call's."""
     tenant = await traced.tenant()
     own, wrong = start(), start()
-    own.traceparent, wrong.traceparent = f"00-{OTHER_TRACE_ID}-{SPAN_ID}-01", "no traceparent, and no reason to refuse anybody"
+    own.traceparent, wrong.traceparent = (
+        f"00-{OTHER_TRACE_ID}-{SPAN_ID}-01",
+        "no traceparent, and no reason to refuse anybody",
+    )
     async with traced.channel() as channel, asyncio.TaskGroup() as tasks:
-        call = pb_grpc.InferenceServiceStub(channel).Generate(metadata=(*bearer(tenant.secret), *traceparent("01")))
+        call = pb_grpc.InferenceServiceStub(channel).Generate(
+            metadata=(*bearer(tenant.secret), *traceparent("01"))
+        )
         stream = Stream(call)
         tasks.create_task(stream.read_all())
         await stream.send(own, wrong)
@@ -185,7 +227,13 @@ async def test_the_clients_of_the_sdk_hand_a_trace_on(traced: Service, receiver:
     tenant, request_id = await traced.tenant(), str(uuid.uuid4())
 
     async with traced.client(tenant.secret) as client:
-        await client.complete(MODEL, "a b c", max_output_tokens=3, request_id=request_id, traceparent=traceparent("01")[0][1])
+        await client.complete(
+            MODEL,
+            "a b c",
+            max_output_tokens=3,
+            request_id=request_id,
+            traceparent=traceparent("01")[0][1],
+        )
     root, _ = await spans_of(receiver, request_id)
 
     assert root.span.trace_id.hex() == TRACE_ID

@@ -1,4 +1,4 @@
-"""Tools, over the wire: what the model is shown, calls as they stream, calls that are forced, and what is refused by name."""
+"""Tools over the wire: the model's prompt, streamed calls, forced calls, and refusals by name."""
 
 from __future__ import annotations
 
@@ -21,27 +21,31 @@ from tests.e2e.tool_models import (
     SCRIPT,
     TOOLS,
     check_arguments,
+    ending_bias,
     priced,
     running_with_tools,
-    to_the_point,
 )
 from tests.service import MODEL, Service, Stream, bearer, conversation
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory, postgres_server: str, template_database: str) -> Iterator[Service]:
-    """With three models; see `tool_models.py`."""
-    with running_with_tools(tmp_path_factory.mktemp("tools"), postgres_server, template_database) as service:
+def service(
+    tmp_path_factory: pytest.TempPathFactory, postgres_server: str, template_database: str
+) -> Iterator[Service]:
+    """Yield a service with three models; see `tool_models.py`."""
+    with running_with_tools(
+        tmp_path_factory.mktemp("tools"), postgres_server, template_database
+    ) as service:
         yield service
 
 
 def taking(schema: str) -> list[pb.Tool]:
-    """One tool."""
+    """Return one tool."""
     return [pb.Tool(name="a", parameters_json_schema=schema)]
 
 
 async def begin(stream: Stream, **fields: Any) -> str:
-    """A request with tools."""
+    """Begin a request with tools."""
     usual: dict[str, Any] = {
         "conversation": conversation("Book a room."),
         "tools": TOOLS,
@@ -52,7 +56,7 @@ async def begin(stream: Stream, **fields: Any) -> str:
 
 
 def calls_of(stream: Stream, request_id: str, choice_index: int = 0) -> list[tuple[str, str]]:
-    """Name and arguments of each call, put together from its pieces."""
+    """Return name and arguments of each call, joined from its deltas."""
     calls: list[list[str]] = []
     ids = set()
     for frame in stream.frames[request_id]:
@@ -68,7 +72,9 @@ def calls_of(stream: Stream, request_id: str, choice_index: int = 0) -> list[tup
     return [(name, arguments) for name, arguments in calls]
 
 
-async def test_text_and_calls_come_apart_as_they_grow_and_every_token_is_billed(service: Service) -> None:
+async def test_text_and_calls_come_apart_as_they_grow_and_every_token_is_billed(
+    service: Service,
+) -> None:
     tenant = await priced(service)
 
     async with service.stream(tenant.secret) as stream:
@@ -77,8 +83,13 @@ async def test_text_and_calls_come_apart_as_they_grow_and_every_token_is_billed(
 
     assert finished.reason == types_pb2.FINISH_REASON_TOOL_CALLS
     assert stream.text(request_id) == "Let me see.\n Bye"
-    assert calls_of(stream, request_id) == [("book", '{"hotel": "Ulm", "nights": 2}'), ("quit", "{}")]
-    grown = [p.arguments_json for frame in stream.frames[request_id] for p in frame.delta.tool_calls]
+    assert calls_of(stream, request_id) == [
+        ("book", '{"hotel": "Ulm", "nights": 2}'),
+        ("quit", "{}"),
+    ]
+    grown = [
+        p.arguments_json for frame in stream.frames[request_id] for p in frame.delta.tool_calls
+    ]
     assert len(grown) > 4, "arguments come as they are written"
     event = service.books.event(tenant, request_id)
     assert event["billed_token_count"] == len(stream.token_ids(request_id)) == len(PIECES) + 1
@@ -86,14 +97,19 @@ async def test_text_and_calls_come_apart_as_they_grow_and_every_token_is_billed(
 
 
 async def test_a_strict_tool_is_called_with_valid_arguments_or_not_at_all(service: Service) -> None:
-    """The script's arguments lack what the schema requires: free to speak, the model is led to what it may call."""
+    """The script's arguments lack a required field: the model is constrained to valid calls."""
     tenant = await priced(service)
-    strict = [pb.Tool(name=tool.name, parameters_json_schema=tool.parameters_json_schema, strict=True) for tool in TOOLS]
+    strict = [
+        pb.Tool(name=tool.name, parameters_json_schema=tool.parameters_json_schema, strict=True)
+        for tool in TOOLS
+    ]
 
     async with service.stream(tenant.secret) as stream:
         one = pb.ToolChoice(mode=pb.TOOL_MODE_AUTO, single=True)
         request_id = await begin(stream, model=SCRIPT, tools=strict, max_output_tokens=1000)
-        single_id = await begin(stream, model=SCRIPT, tools=strict, tool_choice=one, max_output_tokens=1000)
+        single_id = await begin(
+            stream, model=SCRIPT, tools=strict, tool_choice=one, max_output_tokens=1000
+        )
         ends = [await stream.finished(each) for each in (request_id, single_id)]
 
     assert stream.text(request_id).startswith("Let me see.")
@@ -107,7 +123,9 @@ async def test_one_call_ends_the_output_where_one_is_wanted(service: Service) ->
     tenant = await priced(service)
 
     async with service.stream(tenant.secret) as stream:
-        request_id = await begin(stream, model=SCRIPT, tool_choice=pb.ToolChoice(mode=pb.TOOL_MODE_AUTO, single=True))
+        request_id = await begin(
+            stream, model=SCRIPT, tool_choice=pb.ToolChoice(mode=pb.TOOL_MODE_AUTO, single=True)
+        )
         finished = await stream.finished(request_id)
 
     assert finished.reason == types_pb2.FINISH_REASON_TOOL_CALLS
@@ -115,7 +133,9 @@ async def test_one_call_ends_the_output_where_one_is_wanted(service: Service) ->
     assert finished.usage.billed_token_count < len(PIECES)
 
 
-async def test_tools_that_may_not_be_called_are_not_shown_and_their_markers_are_text(service: Service) -> None:
+async def test_tools_that_may_not_be_called_are_not_shown_and_their_markers_are_text(
+    service: Service,
+) -> None:
     tenant = await priced(service)
     none = pb.ToolChoice(mode=pb.TOOL_MODE_NONE)
 
@@ -130,17 +150,19 @@ async def test_tools_that_may_not_be_called_are_not_shown_and_their_markers_are_
 
 
 @pytest.mark.parametrize("choice_count", [1, 2])
-async def test_a_forced_call_is_valid_under_its_schema_whatever_the_model_would_say(service: Service, choice_count: int) -> None:
+async def test_a_forced_call_is_valid_under_its_schema(service: Service, choice_count: int) -> None:
     tenant = await priced(service)
     drawn: dict[str, Any] = {
         "choice_count": choice_count,
-        "sampling": {"temperature": 1.0, "seed": 5, "logit_bias": to_the_point(service)},
+        "sampling": {"temperature": 1.0, "seed": 5, "logit_bias": ending_bias(service)},
     }
 
     async with service.stream(tenant.secret) as stream:
         any_of_them = await begin(stream, tool_choice=REQUIRED, **drawn)
         this_one = await begin(stream, tool_choice=pb.ToolChoice(name="book"), **drawn)
-        one_of_them = await begin(stream, tool_choice=pb.ToolChoice(mode=pb.TOOL_MODE_REQUIRED, single=True), **drawn)
+        one_of_them = await begin(
+            stream, tool_choice=pb.ToolChoice(mode=pb.TOOL_MODE_REQUIRED, single=True), **drawn
+        )
         ends = {each: await stream.finished(each) for each in (any_of_them, this_one, one_of_them)}
 
     for request_id, end in ends.items():
@@ -174,13 +196,18 @@ async def test_calls_and_their_results_are_part_of_the_conversation(service: Ser
         count = pb_grpc.InferenceServiceStub(channel).CountTokens
         key = bearer(tenant.secret)
         without = await count(pb.CountTokensRequest(model=MODEL, conversation=talk), metadata=key)
-        shown = await count(pb.CountTokensRequest(model=MODEL, conversation=talk, tools=TOOLS), metadata=key)
+        shown = await count(
+            pb.CountTokensRequest(model=MODEL, conversation=talk, tools=TOOLS), metadata=key
+        )
         with pytest.raises(grpc.aio.AioRpcError, match="'plain' does not support tools"):
-            await count(pb.CountTokensRequest(model=PLAIN, conversation=conversation("x"), tools=TOOLS), metadata=key)
+            await count(
+                pb.CountTokensRequest(model=PLAIN, conversation=conversation("x"), tools=TOOLS),
+                metadata=key,
+            )
         with pytest.raises(grpc.aio.AioRpcError, match="no place for tool calls"):
             await count(pb.CountTokensRequest(model=PLAIN, conversation=talk), metadata=key)
 
-    # What the call spells out is text, though it looks like a control token: more than the one token that it would be.
+    # Spelled out, the call is text although it looks like a control token: more than the one token.
     as_control = sum(len(encode(part, add_special_tokens=False)) for part in parts) + 1
     assert without.input_token_count > as_control
     assert shown.input_token_count > without.input_token_count + 100
@@ -208,18 +235,24 @@ WRONG: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("tool_choice", "requires tools", {"tools": [], "tool_choice": REQUIRED}),
     ("tool_choice.name", "one of tools", {"tool_choice": pb.ToolChoice(name="c")}),
     ("tool_choice", "one of mode and name", {"tool_choice": pb.ToolChoice(single=True)}),
-    ("response_format", "with tools", {"response_format": pb.ResponseFormat(regex="a")}),
+    ("response_format.lark", "with tools", {"response_format": pb.ResponseFormat(lark="start: A")}),
     ("ignore_eos", "schema-constrained", {"tool_choice": REQUIRED, "ignore_eos": True}),
     (
         "choice_count",
         "one call",
-        {"choice_count": 2, "tool_choice": pb.ToolChoice(mode=pb.TOOL_MODE_AUTO, single=True), "sampling": {"temperature": 1}},
+        {
+            "choice_count": 2,
+            "tool_choice": pb.ToolChoice(mode=pb.TOOL_MODE_AUTO, single=True),
+            "sampling": {"temperature": 1},
+        },
     ),
 )
 
 
-async def test_what_is_wrong_with_tools_is_refused_by_name_and_billed_no_tokens(service: Service) -> None:
-    """A schema is compiled after the hold, so the request with an impossible one counts. The others leave no trace."""
+async def test_invalid_tools_are_refused_by_name_and_billed_no_tokens(
+    service: Service,
+) -> None:
+    """A schema is compiled after the hold, so an impossible one counts. Others do not."""
     tenant = await priced(service)
     compiled = []
 
@@ -231,7 +264,9 @@ async def test_what_is_wrong_with_tools_is_refused_by_name_and_billed_no_tokens(
             assert failed.code is grpc.StatusCode.INVALID_ARGUMENT, fields
             bad_request = failed.detail(error_details_pb2.BadRequest)
             assert bad_request is not None, failed.status
-            told = {violation.field: violation.description for violation in bad_request.field_violations}
+            told = {
+                violation.field: violation.description for violation in bad_request.field_violations
+            }
             assert words in told[field], told
 
     await service.no_hold_left(tenant)

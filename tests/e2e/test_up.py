@@ -1,4 +1,4 @@
-"""`weir up` and the commands beside it, as a newcomer types them; afterwards nothing of it runs any more."""
+"""`weir up` and its related commands as a new user runs them; no process remains afterwards."""
 
 from __future__ import annotations
 
@@ -19,20 +19,24 @@ from tests.service import MODEL, PATIENCE_S, wait_for
 
 
 def command(*arguments: str) -> list[str]:
-    """The command line of `weir`, by this interpreter."""
+    """Return the command line of `weir` for this interpreter."""
     return [sys.executable, "-m", "weir_cli", *arguments]
 
 
 @pytest.fixture
 def environment(postgres_home: Path, model: Path) -> dict[str, str]:
-    """A home of its own, the tiny model, and nothing from outside."""
+    """Return an environment with a new home and the tiny model, and no outside settings."""
     outer = {name: value for name, value in os.environ.items() if not name.startswith("WEIR_")}
-    own = {"WEIR_HOME": str(postgres_home), "WEIR_MODELS": f"{MODEL}={model}", "WEIR_ENGINE_THREADS": "1"}
+    own = {
+        "WEIR_HOME": str(postgres_home),
+        "WEIR_MODELS": f"{MODEL}={model}",
+        "WEIR_ENGINE_THREADS": "1",
+    }
     return {**outer, **own, "WEIR_LISTEN": "127.0.0.1:0", "NO_COLOR": "1", "COLUMNS": "120"}
 
 
 def descendants(pid: int) -> set[int]:
-    """All processes below one."""
+    """Return all descendants of a process."""
     found = set(children_of(pid))
     return found.union(*map(descendants, found))
 
@@ -42,12 +46,21 @@ def test_everything_on_one_machine(environment: dict[str, str], postgres_home: P
     log = postgres_home / "up.log"
 
     def weir(*arguments: str) -> subprocess.CompletedProcess[str]:
-        done = subprocess.run(command(*arguments), env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+        done = subprocess.run(
+            command(*arguments),
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            check=False,
+        )
         assert done.returncode == 0, f"weir {' '.join(arguments)}: {done.stderr}\n{log.read_text()}"
         return done
 
     with log.open("wb") as file:
-        up = subprocess.Popen(command("up"), env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
+        up = subprocess.Popen(
+            command("up"), env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file
+        )
     processes: set[int] = set()
     try:
 
@@ -56,22 +69,36 @@ def test_everything_on_one_machine(environment: dict[str, str], postgres_home: P
             return (home / "connection.json").exists()
 
         wait_for(ready, "weir up")
-        assert (home / "connection.json").stat().st_mode & 0o077 == 0, "keys are for their owner alone"
+        assert (home / "connection.json").stat().st_mode & 0o077 == 0, (
+            "keys are for their owner alone"
+        )
         assert home.stat().st_mode & 0o067 == 0, "nobody else lists or writes the directory"
         assert [each for each in (home / "logs").iterdir() if each.stat().st_mode & 0o077] == []
 
         url = str(json.loads((home / "serve.json").read_text())["openai_url"])
         wait_for(lambda: "".join(log.read_text().split()).count(url), "the base URL to be told")
-        with openai.OpenAI(base_url=url, api_key=json.loads((home / "connection.json").read_text())["api_key"]) as client:
+        with openai.OpenAI(
+            base_url=url, api_key=json.loads((home / "connection.json").read_text())["api_key"]
+        ) as client:
             assert [model.id for model in client.models.list()] == [MODEL]
-        streamed = weir("generate", "Which hotel has a garden?", "--model", MODEL, "--max-output-tokens", "12", "--json")
+        streamed = weir(
+            "generate",
+            "Which hotel has a garden?",
+            "--model",
+            MODEL,
+            "--max-output-tokens",
+            "12",
+            "--json",
+        )
         answer = json.loads(streamed.stdout)
         traced = weir("trace", answer["request_id"]).stdout
         report = report_of(weir, expected_requests=1)
         month = report["month"]
         weir("month", "show", month, "--json", "--output", str(home / "report.json"))
         weir("receipt", "export", month, "--output", str(home / "receipts.jsonl"))
-        receipts = weir("receipt", "verify", str(home / "receipts.jsonl"), "--report", str(home / "report.json")).stdout
+        receipts = weir(
+            "receipt", "verify", str(home / "receipts.jsonl"), "--report", str(home / "report.json")
+        ).stdout
         postmaster = int((home / "postgres" / "postmaster.pid").read_text().split()[0])
         processes = {postmaster, *descendants(postmaster), *descendants(up.pid)}
         assert len(processes) >= 4, "PostgreSQL, api server, engine host, worker"
@@ -93,7 +120,7 @@ def test_everything_on_one_machine(environment: dict[str, str], postgres_home: P
 
 
 def report_of(weir: Any, expected_requests: int) -> dict[str, Any]:
-    """The month's report, once the worker has rated everything."""
+    """Return the month's report, once the worker has rated everything."""
     month = f"{datetime.now(UTC):%Y-%m}"
 
     def rated() -> dict[str, Any] | None:

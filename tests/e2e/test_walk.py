@@ -1,7 +1,7 @@
-"""Every call of every service, with keys that it is not for: nothing is read, nothing is changed, and the status says why.
+"""Every call of every service with keys that lack access: nothing is read or changed.
 
-The calls come from the contract. Each request is filled with what is somebody else's, by the names of its fields: a call with a
-field that is not known here fails the walk until somebody has said what of a victim's belongs there.
+The calls come from the contract. Each request refers to a victim's objects by field name: a call
+with an unknown field fails the test until `Victim` gets a value for it.
 """
 
 from __future__ import annotations
@@ -34,21 +34,35 @@ from tests.service import MODEL, Refusal, Service, Tenant, bearer, cancel, start
 
 PAST = datetime(2025, 10, 10, 12, tzinfo=UTC)
 MONTH = "2025-10"
-# How the scopes are meant, said once more and in another way than the product's own table.
-CHANGING_MONEY = {"CloseMonth", "CreateAdjustment", "CreateCreditNote", "ApproveAdjustment", "RejectAdjustment"}
-# Own things of a victim that its own keys must be shown, or the walk would prove nothing.
+# Intended scopes, stated independently of the product's table.
+CHANGING_MONEY = {
+    "CloseMonth",
+    "CreateAdjustment",
+    "CreateCreditNote",
+    "ApproveAdjustment",
+    "RejectAdjustment",
+}
+# A victim's calls that must return its objects; otherwise the test would prove nothing.
 SHOWN_TO_THEIR_OWNER = {
     *("GetGeneration", "GetQuota"),
-    *("GetMonthReport", "GetUsage", "GetForecast", "ExportMonth", "GetMonthDocument", "GetInvoice", "ListAdjustments"),
+    *(
+        "GetMonthReport",
+        "GetUsage",
+        "GetForecast",
+        "ExportMonth",
+        "GetMonthDocument",
+        "GetInvoice",
+        "ListAdjustments",
+    ),
     *("ListAlerts", "ListMonths", "ListReceipts", "GetReceiptMonth", "GetReconciliation"),
 }
 
 
 @dataclass(frozen=True)
 class Victim:
-    """Somebody with one of everything.
+    """Customer with one object of each kind.
 
-    things: by the name of the field in which others would give them; marks: what is found nowhere else.
+    things: by the name of the field that refers to them; marks: texts that occur nowhere else.
     """
 
     tenant: Tenant
@@ -57,13 +71,13 @@ class Victim:
 
 
 def methods() -> Iterator[MethodDescriptor]:
-    """All calls of the contract."""
+    """Return all calls of the contract."""
     for name in SERVICES:
         yield from Default().FindServiceByName(name).methods
 
 
 def scopes_of(method: MethodDescriptor) -> set[str]:
-    """Who may call."""
+    """Return the scopes that allow a call."""
     if method.name == "ListReceiptKeys":
         return {"inference", "billing", "admin"}
     match method.containing_service.name:
@@ -77,27 +91,43 @@ def scopes_of(method: MethodDescriptor) -> set[str]:
 
 @pytest.fixture
 async def victim(service: Service) -> Victim:
-    """A customer with requests, a closed month, an invoice and an adjustment."""
+    """Yield a customer with requests, a closed month, an invoice and an adjustment."""
     tenant = await service.tenant({QuotaDimension.TOKENS_PER_MONTH: 1_234_567})
     label = f"label-{uuid.uuid4().hex}"
     async with service.session() as session:
         price = await new_price(session, f"m-{uuid.uuid4()}")
         customer = Customer(tenant.organization_id, tenant.name, tenant.key, tenant.secret)
-        await add_usage(session, customer, price, [Consumed(1_000_003, 1_000, 10_007, "stop", PAST)])
+        await add_usage(
+            session, customer, price, [Consumed(1_000_003, 1_000, 10_007, "stop", PAST)]
+        )
     async with service.stream(tenant.secret) as stream:
         request_id = await stream.begin(labels={"team": label})
         await stream.finished(request_id)
     _, admin = await service.new_key(tenant, "admin")
     async with service.channel() as channel:
         billing, who = billing_service_pb2_grpc.BillingServiceStub(channel), bearer(admin)
-        closed = await billing.CloseMonth(months_pb2.CloseMonthRequest(organization=tenant.name, month=MONTH), metadata=who)
+        closed = await billing.CloseMonth(
+            months_pb2.CloseMonthRequest(organization=tenant.name, month=MONTH), metadata=who
+        )
         amount = types_pb2.Money(currency_code="USD", units=1)
-        asked = months_pb2.CreateAdjustmentRequest(organization=tenant.name, amount=amount, reason="good will")
+        asked = months_pb2.CreateAdjustmentRequest(
+            organization=tenant.name, amount=amount, reason="good will"
+        )
         adjustment = (await billing.CreateAdjustment(asked, metadata=who)).adjustment
-    [quota] = service.books.rows("SELECT id FROM quotas WHERE subject_id = %s", tenant.organization_id)
+    [quota] = service.books.rows(
+        "SELECT id FROM quotas WHERE subject_id = %s", tenant.organization_id
+    )
     async with service.session() as session:
-        alert = {"organization_id": tenant.organization_id, "quota_id": quota["id"], "window_start": PAST}
-        await session.execute(insert(Alert).values(alert | {"threshold": 50, "limit_value": 1_234_567, "used": 700_000}))
+        alert = {
+            "organization_id": tenant.organization_id,
+            "quota_id": quota["id"],
+            "window_start": PAST,
+        }
+        await session.execute(
+            insert(Alert).values(
+                alert | {"threshold": 50, "limit_value": 1_234_567, "used": 700_000}
+            )
+        )
     number = closed.month.invoice_number
     things = {
         "organization": tenant.name,
@@ -118,7 +148,7 @@ async def victim(service: Service) -> Victim:
     return Victim(tenant, things, tuple(sorted(marks)))
 
 
-# What is nobody's: filled in so that nothing but the key is wrong.
+# Values that belong to no customer, so that only the key is wrong.
 COMMON = {
     "model": MODEL,
     "replica": "0",
@@ -141,7 +171,7 @@ COMMON = {
 
 
 def requests_for(method: MethodDescriptor, victim: Victim) -> list[Any]:
-    """Requests that ask for what is the victim's: by names, by ids, and without saying whose it is."""
+    """Return requests for the victim's objects: by name, by id, and without an organization."""
     by_id = {
         "organization": str(victim.tenant.organization_id),
         "project": str(victim.tenant.project_id),
@@ -153,7 +183,7 @@ def requests_for(method: MethodDescriptor, victim: Victim) -> list[Any]:
 
 
 def filled(kind: Descriptor, values: Mapping[str, str]) -> Any:
-    """A message with every text in it set. Raises: KeyError for a field that nobody has thought of."""
+    """Return a message with every text set. Raises: KeyError for an unknown field."""
     message: Any = GetMessageClass(kind)()
     for field in kind.fields:
         if field.name == "start" and field.message_type is pb.StartFrame.DESCRIPTOR:
@@ -171,22 +201,28 @@ def filled(kind: Descriptor, values: Mapping[str, str]) -> Any:
     return message
 
 
-async def call(channel: grpc.aio.Channel, method: MethodDescriptor, request: Any, secret: str | None) -> Refusal | bytes:
-    """How a call ends, or all that it answers."""
+async def call(
+    channel: grpc.aio.Channel, method: MethodDescriptor, request: Any, secret: str | None
+) -> Refusal | bytes:
+    """Return the refusal of a call, or its whole answer."""
     path = f"/{method.containing_service.full_name}/{method.name}"
     send: Any = type(request).SerializeToString
     parts: list[bytes] = []
     try:
         if method.client_streaming:
-            opened: Any = channel.stream_stream(path, request_serializer=send)(metadata=bearer(secret))
+            opened: Any = channel.stream_stream(path, request_serializer=send)(
+                metadata=bearer(secret)
+            )
             await opened.done_writing()
         elif method.server_streaming:
-            opened = channel.unary_stream(path, request_serializer=send)(request, metadata=bearer(secret))
+            opened = channel.unary_stream(path, request_serializer=send)(
+                request, metadata=bearer(secret)
+            )
         else:
             unary: Any = channel.unary_unary(path, request_serializer=send)
             return bytes(await unary(request, metadata=bearer(secret)))
         async for part in opened:
-            parts.append(bytes(part))  # what came before an error counts too
+            parts.append(bytes(part))  # counts what was sent before an error
     except grpc.aio.AioRpcError as error:
         assert not parts, "an answer, and then a refusal"
         return Refusal.of(error)
@@ -194,10 +230,10 @@ async def call(channel: grpc.aio.Channel, method: MethodDescriptor, request: Any
 
 
 def rows_of(service: Service, victim: Victim) -> dict[str, list[str]]:
-    """All rows in which something of the victim's stands, but for when its own keys were used: that is written later."""
+    """Return all rows that mention the victim, except uses of its keys, written later."""
     tables = (
-        "SELECT relname FROM pg_class WHERE relkind IN ('r', 'p') AND NOT relispartition AND relnamespace = 'public'::regnamespace"
-        " AND relname <> 'api_key_uses'"
+        "SELECT relname FROM pg_class WHERE relkind IN ('r', 'p') AND NOT relispartition AND"
+        " relnamespace = 'public'::regnamespace AND relname <> 'api_key_uses'"
     )
     patterns, found = [f"%{mark}%" for mark in victim.marks], {}
     for table in (row["relname"] for row in service.books.rows(tables)):
@@ -207,11 +243,13 @@ def rows_of(service: Service, victim: Victim) -> dict[str, list[str]]:
 
 
 def marks_in(answer: bytes, victim: Victim) -> list[str]:
-    """What of the victim's stands in an answer."""
+    """Return the victim's marks in an answer."""
     return [mark for mark in victim.marks if mark.encode() in answer]
 
 
-async def test_a_key_of_another_organization_gets_nothing_from_any_call(service: Service, victim: Victim) -> None:
+async def test_a_key_of_another_organization_gets_nothing_from_any_call(
+    service: Service, victim: Victim
+) -> None:
     stranger = await service.tenant()
     keys = {
         ("inference",): stranger.secret,
@@ -229,34 +267,52 @@ async def test_a_key_of_another_organization_gets_nothing_from_any_call(service:
                     where = f"{method.full_name} with {scopes}: {answer!r}"
                     if not scopes_of(method) & set(scopes):
                         assert isinstance(answer, Refusal), where
-                        assert (answer.code, answer.reason) == (StatusCode.PERMISSION_DENIED, "PERMISSION_DENIED"), where
+                        assert (answer.code, answer.reason) == (
+                            StatusCode.PERMISSION_DENIED,
+                            "PERMISSION_DENIED",
+                        ), where
                     elif isinstance(answer, bytes):
                         assert marks_in(answer, victim) == [], where
                     else:
-                        assert answer.code in (StatusCode.NOT_FOUND, StatusCode.INVALID_ARGUMENT), where
+                        assert answer.code in (
+                            StatusCode.NOT_FOUND,
+                            StatusCode.INVALID_ARGUMENT,
+                        ), where
 
     assert walked >= 4 * 2 * 50, "a walk that finds nothing proves nothing"
     assert rows_of(service, victim) == before
-    assert {len(rows) for table, rows in before.items() if table in ("usage_events", "invoices", "receipts")} != {0}
+    assert {
+        len(rows)
+        for table, rows in before.items()
+        if table in ("usage_events", "invoices", "receipts")
+    } != {0}
 
 
-async def test_a_key_of_another_organization_gets_nothing_through_the_console(service: Service, victim: Victim) -> None:
+async def test_a_key_of_another_organization_gets_nothing_through_the_console(
+    service: Service, victim: Victim
+) -> None:
     stranger = await service.tenant()
     keys = {
         ("inference",): stranger.secret,
         ("billing",): (await service.new_key(stranger, "billing"))[1],
     }
     before = rows_of(service, victim)
-    offered = [each for each in methods() if f"{each.containing_service.name}/{each.name}" in set(NAMES)]
+    offered = [
+        each for each in methods() if f"{each.containing_service.name}/{each.name}" in set(NAMES)
+    ]
     shown: set[str] = set()
 
     async with aiohttp.ClientSession(service.openai_url.removesuffix("v1")) as http:
-        asked = [(method, request) for method in offered for request in requests_for(method, victim)]
+        asked = [
+            (method, request) for method in offered for request in requests_for(method, victim)
+        ]
         for method, request in asked:
             for scopes, secret in keys.items():
                 status, said = await ask_console(http, method, request, secret)
                 where = f"{method.full_name} with {scopes}: {said!r}"
-                assert status in ((200, 400, 404) if scopes_of(method) & set(scopes) else (403,)), where
+                assert status in ((200, 400, 404) if scopes_of(method) & set(scopes) else (403,)), (
+                    where
+                )
                 assert status != 200 or marks_in(said, victim) == [], where
         assert rows_of(service, victim) == before
         own = (await service.new_key(victim.tenant, "billing"))[1]
@@ -276,11 +332,15 @@ async def test_a_key_of_another_organization_gets_nothing_through_the_console(se
     }
 
 
-async def ask_console(http: aiohttp.ClientSession, method: MethodDescriptor, request: Any, secret: str) -> tuple[int, bytes]:
-    """How the console answers a call."""
+async def ask_console(
+    http: aiohttp.ClientSession, method: MethodDescriptor, request: Any, secret: str
+) -> tuple[int, bytes]:
+    """Return the console's answer to a call."""
     headers = {"authorization": f"Bearer {secret}", "content-type": "application/json"}
     path = f"console/api/{method.containing_service.name}/{method.name}"
-    async with http.post(path, data=json_format.MessageToJson(request), headers=headers) as response:
+    async with http.post(
+        path, data=json_format.MessageToJson(request), headers=headers
+    ) as response:
         return response.status, await response.read()
 
 
@@ -295,14 +355,20 @@ async def test_without_a_good_key_no_call_is_answered(service: Service, victim: 
             for wrong in (None, "", "nonsense", new_secret(victim.tenant.key.prefix), secret):
                 answer = await call(channel, method, request, wrong)
                 assert isinstance(answer, Refusal), method.full_name
-                assert (answer.code, answer.reason) == (StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED"), (method.full_name, wrong)
+                assert (answer.code, answer.reason) == (
+                    StatusCode.UNAUTHENTICATED,
+                    "UNAUTHENTICATED",
+                ), (method.full_name, wrong)
 
     assert rows_of(service, victim) == before
 
 
 async def test_their_owner_is_shown_what_others_are_not(service: Service, victim: Victim) -> None:
-    """The same requests with the victim's own keys: else the walk might ask for nothing at all."""
-    own = {"inference": victim.tenant.secret, "billing": (await service.new_key(victim.tenant, "billing"))[1]}
+    """The victim's own keys succeed: otherwise the requests might be empty."""
+    own = {
+        "inference": victim.tenant.secret,
+        "billing": (await service.new_key(victim.tenant, "billing"))[1],
+    }
     shown: set[str] = set()
 
     async with service.channel() as channel:
@@ -317,7 +383,7 @@ async def test_their_owner_is_shown_what_others_are_not(service: Service, victim
 
 
 async def test_no_frame_reaches_a_running_request_of_another_organization(service: Service) -> None:
-    """Every kind of frame that a client may send, with the id of somebody else's request, while it runs."""
+    """Every kind of frame, with the id of another organization's running request."""
     one, other = await service.tenant(), await service.tenant()
     async with service.stream(one.secret) as stream, service.stream(other.secret) as theirs:
         request_id = await stream.begin(max_output_tokens=300)
@@ -328,10 +394,11 @@ async def test_no_frame_reaches_a_running_request_of_another_organization(servic
             frame = frames.get(kind) or pb.ClientFrame(request_id=request_id)
             if kind not in frames:
                 getattr(frame, kind).SetInParent()
-            async with service.stream(other.secret) as fresh:  # one on which the id has ended says no more of it
+            # A stream on which the id has ended reports no more of it.
+            async with service.stream(other.secret) as fresh:
                 await fresh.send(frame)
                 assert (await fresh.failed(request_id)).code is StatusCode.NOT_FOUND, kind
-        await theirs.send(frames["start"])  # from here on the id is one of their own, too
+        await theirs.send(frames["start"])  # from here on the id is also one of their own
         finished = await theirs.finished(request_id)
 
         assert finished.usage.delivered_token_count == 3, "their own, under the same id"

@@ -1,4 +1,4 @@
-"""What the tests of tools share: a service with a model that calls them, one that says what it is told to, and one that cannot."""
+"""Models for tests of tools: one that calls them, one with scripted output, and one that cannot."""
 
 from __future__ import annotations
 
@@ -14,13 +14,35 @@ from tests.conftest import new_database
 from tests.inference.tool_checkpoints import make_scripted_checkpoint, make_tool_checkpoint
 from tests.service import MODEL, Service, Tenant, make_model, price_model, running
 
-SCRIPT = "script"  # the model that says what the test wants
-PLAIN = "plain"  # the model whose template knows no tools
+SCRIPT = "script"  # outputs the text that a test sets
+PLAIN = "plain"  # has a template without tools
 PIECES = (
-    *("Let me see.", "\n", "<tool_call>", '{"name": "book", ', '"arguments": {"hotel": ', '"Ulm"', ', "nights"', ": 2", "}}"),
-    *("</tool_call>", "\n<tool_call>\n", '{"name": "quit", "arguments": {', "}}\n", "</tool_call>\n", " Bye"),
+    *(
+        "Let me see.",
+        "\n",
+        "<tool_call>",
+        '{"name": "book",',
+        ' "arguments": {"hotel":',  # no token ends where a grammar forces the next text
+        ' "Ulm"',
+        ', "nights"',
+        ": 2",
+        "}}",
+    ),
+    *(
+        "</tool_call>",
+        "\n<tool_call>\n",
+        '{"name": "quit", "arguments": {',
+        "}}\n",
+        "</tool_call>\n",
+        " Bye",
+    ),
 )
-STAY = {"type": "object", "properties": {"nights": {"enum": [1, 2]}}, "required": ["nights"], "additionalProperties": False}
+STAY = {
+    "type": "object",
+    "properties": {"nights": {"enum": [1, 2]}},
+    "required": ["nights"],
+    "additionalProperties": False,
+}
 HOTEL = {
     "type": "object",
     "properties": {"hotel": {"enum": ["Ulm", "Rom"]}, "stay": {"$ref": "#/$defs/stay"}},
@@ -37,8 +59,10 @@ REQUIRED = pb.ToolChoice(mode=pb.TOOL_MODE_REQUIRED)
 
 
 @contextmanager
-def running_with_tools(directory: Path, postgres_server: str, template_database: str) -> Iterator[Service]:
-    """The service."""
+def running_with_tools(
+    directory: Path, postgres_server: str, template_database: str
+) -> Iterator[Service]:
+    """Yield the service."""
     models = {
         MODEL: make_tool_checkpoint(directory / "tools"),
         SCRIPT: make_scripted_checkpoint(directory / "script", PIECES),
@@ -52,7 +76,7 @@ def running_with_tools(directory: Path, postgres_server: str, template_database:
 
 
 async def priced(service: Service) -> Tenant:
-    """A tenant that may use all three."""
+    """Return a tenant that may use all three."""
     tenant = await service.tenant()
     async with service.session() as session:
         for model in (SCRIPT, PLAIN):
@@ -60,13 +84,17 @@ async def priced(service: Service) -> Tenant:
     return tenant
 
 
-def to_the_point(service: Service) -> dict[int, float]:
-    """Biases by which noise comes to an end, and does not write blanks for ever."""
-    return {token_id: 8.0 for text in ('"', "}", "]") for token_id in service.tokenizer.encode(text, add_special_tokens=False)}
+def ending_bias(service: Service) -> dict[int, float]:
+    """Return biases by which random output ends, and does not write blanks endlessly."""
+    return {
+        token_id: 8.0
+        for text in ('"', "}", "]")
+        for token_id in service.tokenizer.encode(text, add_special_tokens=False)
+    }
 
 
 def check_arguments(name: str, arguments: dict[str, Any]) -> None:
-    """What the schemas above say."""
+    """Check arguments against the schemas above."""
     if name == "quit":
         assert arguments == {}
         return

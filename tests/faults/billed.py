@@ -20,11 +20,13 @@ def check_ledger(service: Service) -> None:
     """Check that tokens and money of the ledger equal those of the usage events."""
     [usage] = service.books.rows(
         """SELECT coalesce(sum(input_token_count + billed_token_count), 0)::bigint AS tokens,
-                  coalesce(sum(cost_picos), 0)::bigint AS picos, count(*) FILTER (WHERE rated_at IS NULL) AS unrated
+                  coalesce(sum(cost_picos), 0)::bigint AS picos,
+                  count(*) FILTER (WHERE rated_at IS NULL) AS unrated
            FROM usage_events"""
     )
     [ledger] = service.books.rows(
-        """SELECT coalesce(sum(token_count), 0)::bigint AS tokens, coalesce(-sum(amount_picos), 0)::bigint AS picos
+        """SELECT coalesce(sum(token_count), 0)::bigint AS tokens,
+           coalesce(-sum(amount_picos), 0)::bigint AS picos
            FROM ledger_entries WHERE token_kind IS NOT NULL"""
     )
     assert usage["unrated"] == 0

@@ -14,12 +14,12 @@ from api.chaos.rounds import (
     EXPORT_FILE,
     JOURNALS,
     WEIGHTS,
-    Asked,
     Kill,
     Kind,
     Outcome,
     Plan,
     Report,
+    SentRequest,
     audit,
     chaos_settings,
     exported_quantities,
@@ -35,7 +35,9 @@ KINDS = (Kind.API, Kind.ENGINE, Kind.POSTGRES, Kind.WORKER, Kind.EXPORTER, Kind.
 
 
 @pytest.mark.faults
-async def test_a_short_run_of_kills_loses_no_token_and_bills_none_twice(postgres_home: Path) -> None:
+async def test_a_short_run_of_kills_loses_no_token_and_bills_none_twice(
+    postgres_home: Path,
+) -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     plan = Plan(rounds=ROUNDS, seed=seed, kills_per_round=5, kinds=KINDS)
@@ -48,7 +50,7 @@ async def test_a_short_run_of_kills_loses_no_token_and_bills_none_twice(postgres
 
 
 @pytest.mark.parametrize(
-    ("received", "told", "billed", "lost", "doubled", "in_transit", "sound"),
+    ("received", "reported", "billed", "lost", "doubled", "in_transit", "sound"),
     [
         (10, 10, 10, 0, 0, 0, True),
         (10, None, 10, 0, 0, 0, True),
@@ -60,53 +62,78 @@ async def test_a_short_run_of_kills_loses_no_token_and_bills_none_twice(postgres
         (9, 10, 10, 0, 0, 0, False),
     ],
 )
-def test_what_became_of_a_request(
-    received: int, told: int | None, billed: int, lost: int, doubled: int, in_transit: int, sound: bool
+def test_the_audit_classifies_the_outcome_of_a_request(
+    received: int,
+    reported: int | None,
+    billed: int,
+    lost: int,
+    doubled: int,
+    in_transit: int,
+    sound: bool,
 ) -> None:
-    outcome = Outcome(Asked("r", 0, 0.0, 1.0, received, told), billed)
+    outcome = Outcome(SentRequest("r", 0, 0.0, 1.0, received, reported), billed)
 
     assert (outcome.lost, outcome.doubled, outcome.in_transit) == (lost, doubled, in_transit)
     assert (outcome.problem == "") is sound
 
 
 def test_a_request_counts_for_the_first_kill_that_struck_it() -> None:
-    report = Report(kills=[Kill(Kind.API, 5.0, api=1), Kill(Kind.WORKER, 6.0), Kill(Kind.POSTGRES, 7.0)])
+    report = Report(
+        kills=[Kill(Kind.API, 5.0, api=1), Kill(Kind.WORKER, 6.0), Kill(Kind.POSTGRES, 7.0)]
+    )
     report.outcomes = [
-        Outcome(Asked("other process", 0, 4.0, 6.5, 3, 3), 3),
-        Outcome(Asked("same process", 1, 4.0, 6.5, 2, None), 4),
-        Outcome(Asked("before", 1, 1.0, 2.0, 1, 1), 1),
-        Outcome(Asked("never let in", 1, 6.9, 7.5, 0, None), 0),
+        Outcome(SentRequest("other process", 0, 4.0, 6.5, 3, 3), 3),
+        Outcome(SentRequest("same process", 1, 4.0, 6.5, 2, None), 4),
+        Outcome(SentRequest("before", 1, 1.0, 2.0, 1, 1), 1),
+        Outcome(SentRequest("never let in", 1, 6.9, 7.5, 0, None), 0),
     ]
 
     rows = report.rows()
 
-    assert {kind: row.requests for kind, row in rows.items()} == {Kind.API: 1, Kind.WORKER: 1, Kind.POSTGRES: 1, None: 1}
-    assert (rows[Kind.API].cut_off, rows[Kind.API].in_transit, rows[Kind.POSTGRES].refused) == (1, 2, 1)
+    assert {kind: row.requests for kind, row in rows.items()} == {
+        Kind.API: 1,
+        Kind.WORKER: 1,
+        Kind.POSTGRES: 1,
+        None: 1,
+    }
+    assert (rows[Kind.API].cut_off, rows[Kind.API].in_transit, rows[Kind.POSTGRES].refused) == (
+        1,
+        2,
+        1,
+    )
 
 
 def test_every_kind_of_kill_is_drawn() -> None:
     assert set(WEIGHTS) == set(Kind)
 
 
-async def test_the_audit_misses_no_request_and_no_token(sessions: Sessions, database_url: str, tmp_path: Path) -> None:
+async def test_the_audit_misses_no_request_and_no_token(
+    sessions: Sessions, database_url: str, tmp_path: Path
+) -> None:
     """Usage without a request, missing usage, an incomplete export, a refused journal."""
     async with sessions.begin() as session:
         price: ModelPrice = await new_price(session)
-        await add_usage(session, await new_customer(session, "acme"), price, [Consumed(output_token_count=7)])
+        await add_usage(
+            session, await new_customer(session, "acme"), price, [Consumed(output_token_count=7)]
+        )
     await rate_all_pending(sessions)
     (tmp_path / JOURNALS).mkdir()
     (tmp_path / JOURNALS / "x.refused").touch()
 
-    outcomes, wrong = audit(database_url, tmp_path, [Asked(str(uuid.uuid4()), 0, 0.0, 1.0, received=5)])
+    outcomes, wrong = audit(
+        database_url, tmp_path, [SentRequest(str(uuid.uuid4()), 0, 0.0, 1.0, received=5)]
+    )
 
     assert [outcome.lost for outcome in outcomes] == [5]
-    assert any("5 received, None told, 0 billed" in each for each in wrong)
-    assert any("was asked by nobody: 7 tokens" in each for each in wrong)
-    assert "7 tokens used, 7 in the ledger, 0 in delivered batches, 0 in the exporter's file" in wrong
+    assert any("5 received, None reported, 0 billed" in each for each in wrong)
+    assert any("was not sent by a client: 7 tokens" in each for each in wrong)
+    assert (
+        "7 tokens used, 7 in the ledger, 0 in delivered batches, 0 in the exporter's file" in wrong
+    )
     assert "x.refused was refused by recovery" in wrong
 
 
-def test_a_quantity_that_stands_twice_in_the_file_is_refused(tmp_path: Path) -> None:
+def test_a_duplicate_quantity_in_the_file_is_refused(tmp_path: Path) -> None:
     line = json.dumps({"identifier": str(uuid.uuid4()), "token_count": 3}) + "\n"
     file = tmp_path / EXPORT_FILE
     file.write_text(line)

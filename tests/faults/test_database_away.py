@@ -17,7 +17,7 @@ from weir.v1 import types_pb2
 from weir_client import Unavailable
 
 from api.chaos.rounds import crash_postgres
-from metering.core.errors import StoreAway
+from metering.core.errors import DatabaseUnavailable
 from metering.core.models import QuotaDimension
 from metering.holds.recovery import sweep_expired_holds
 from metering.store.embedded_postgres import EmbeddedPostgres
@@ -25,7 +25,17 @@ from tests.faults.conftest import Start
 from tests.faults.servers import restart
 from tests.metering.invariants import check_invariants
 from tests.scraped import Scrape, scrape
-from tests.service import MODEL, PATIENCE_S, Service, bearer, log_events, refused, start, until, wait_for
+from tests.service import (
+    MODEL,
+    PATIENCE_S,
+    Service,
+    bearer,
+    log_events,
+    refused,
+    start,
+    until,
+    wait_for,
+)
 
 pytestmark = pytest.mark.faults
 
@@ -33,8 +43,10 @@ ON_THE_WAY = 100  # tokens in flight when a server is suspended: some messages o
 LIMITS = {QuotaDimension.TOKENS_PER_MONTH: 10**9, QuotaDimension.CONCURRENT_REQUESTS: 10_000}
 
 
-async def test_a_crash_of_the_database_loses_and_doubles_nothing(launch: Start, postgres: EmbeddedPostgres) -> None:
-    service = launch(database_url=postgres.url, store_answer_wait_s=0.5)
+async def test_a_crash_of_the_database_loses_and_doubles_nothing(
+    launch: Start, postgres: EmbeddedPostgres
+) -> None:
+    service = launch(database_url=postgres.url, database_timeout_s=0.5)
     tenant = await service.tenant(LIMITS)
     async with service.stream(tenant.secret) as stream:
         short = [start(max_output_tokens=120) for _ in range(6)]  # fits the first slice
@@ -48,13 +60,24 @@ async def test_a_crash_of_the_database_loses_and_doubles_nothing(launch: Start, 
         for frame in short:
             await stream.received(frame.request_id, 120)  # without a database
         refusal = await stream.failed(await stream.begin())
-        assert (refusal.code, refusal.reason) == (grpc.StatusCode.UNAVAILABLE, "STORE_AWAY")
+        assert (refusal.code, refusal.reason) == (
+            grpc.StatusCode.UNAVAILABLE,
+            "DATABASE_UNAVAILABLE",
+        )
         assert refusal.retry_after_s is not None
         async with service.channel() as channel:
             stub = pb_grpc.InferenceServiceStub(channel)
-            listing = await refused(stub.ListModels(pb.ListModelsRequest(), metadata=bearer(tenant.secret)))
-            assert (listing.code, listing.reason) == (grpc.StatusCode.UNAVAILABLE, "STORE_AWAY")
-        await until(lambda: len(waiting_settlements(service)) == 12, "all to come to the end of their leases")
+            listing = await refused(
+                stub.ListModels(pb.ListModelsRequest(), metadata=bearer(tenant.secret))
+            )
+            assert (listing.code, listing.reason) == (
+                grpc.StatusCode.UNAVAILABLE,
+                "DATABASE_UNAVAILABLE",
+            )
+        await until(
+            lambda: len(waiting_settlements(service)) == 12,
+            "all to come to the end of their leases",
+        )
         away = await scrape(service.metrics_url)
         await asyncio.to_thread(restart, postgres)
 
@@ -64,11 +87,16 @@ async def test_a_crash_of_the_database_loses_and_doubles_nothing(launch: Start, 
             assert finished.usage.delivered_token_count == 120
         for frame in long:
             refusal = await stream.failed(frame.request_id)
-            assert (refusal.code, refusal.reason) == (grpc.StatusCode.UNAVAILABLE, "STORE_AWAY")
+            assert (refusal.code, refusal.reason) == (
+                grpc.StatusCode.UNAVAILABLE,
+                "DATABASE_UNAVAILABLE",
+            )
             assert refusal.frame is not None
             received = len(stream.token_ids(frame.request_id))
             assert refusal.frame.usage.delivered_token_count == received <= 3 * 128
-            assert service.books.event(tenant, frame.request_id)["delivered_token_count"] == received
+            assert (
+                service.books.event(tenant, frame.request_id)["delivered_token_count"] == received
+            )
         assert (await stream.finished(await stream.begin())).usage.delivered_token_count == 20
     assert "held" not in service.books.holds(tenant)
     check_invariants(postgres.url, all_ended=True)
@@ -77,14 +105,23 @@ async def test_a_crash_of_the_database_loses_and_doubles_nothing(launch: Start, 
 
 def check_told(away: Scrape, back: Scrape) -> None:
     """Check the metrics during and after the outage: only those of the database are missing."""
-    assert away.value("weir_database_away_seconds") > 0
+    assert away.value("weir_database_unavailable_seconds") > 0
     assert away.value("weir_journal_unsettled_requests") == 12
-    assert away.value("weir_books_read") == 0
-    assert "weir_books_holds" not in away.names()
-    refusals = {"model": MODEL, "reason": "STORE_AWAY", "dimension": "", "subject": ""}
+    assert away.value("weir_cluster_backlog_up") == 0
+    assert "weir_cluster_holds" not in away.names()
+    refusals = {"model": MODEL, "reason": "DATABASE_UNAVAILABLE", "dimension": "", "subject": ""}
     assert away.value("weir_refusals_total", **refusals) == 1
-    assert back.value("weir_database_away_seconds") == back.value("weir_journal_unsettled_requests") == 0
-    assert back.value("weir_requests_total", model=MODEL, tier="interactive", outcome="store_away") == 7, "six of them delivered"
+    assert (
+        back.value("weir_database_unavailable_seconds")
+        == back.value("weir_journal_unsettled_requests")
+        == 0
+    )
+    assert (
+        back.value(
+            "weir_requests_total", model=MODEL, tier="interactive", outcome="database_unavailable"
+        )
+        == 7
+    ), "six of them delivered"
     assert back.value("weir_refusals_total", **refusals) == 1, "and were billed"
 
 
@@ -97,7 +134,7 @@ def waiting_settlements(service: Service) -> set[str]:
 async def test_streams_outwait_a_restart_of_the_database_at_the_end_of_their_leases(
     launch: Start, postgres: EmbeddedPostgres
 ) -> None:
-    service = launch(database_url=postgres.url, store_answer_wait_s=60.0)
+    service = launch(database_url=postgres.url, database_timeout_s=60.0)
     tenant = await service.tenant(LIMITS)
     async with service.stream(tenant.secret) as stream:
         # More than a fast machine generates while the database stops: each needs an extension then.
@@ -109,7 +146,9 @@ async def test_streams_outwait_a_restart_of_the_database_at_the_end_of_their_lea
         await asyncio.to_thread(postgres.stop)
         for frame in starts:
             await stream.received(frame.request_id, 128)
-        await until(lambda: log_events(service.log, "hold_operation_delayed"), "an extension that waits")
+        await until(
+            lambda: log_events(service.log, "hold_operation_delayed"), "an extension that waits"
+        )
         await asyncio.to_thread(restart, postgres)
 
         for frame in starts:
@@ -118,7 +157,9 @@ async def test_streams_outwait_a_restart_of_the_database_at_the_end_of_their_lea
     check_invariants(postgres.url, all_ended=True)
 
 
-async def test_a_server_that_is_stopped_without_a_database_ends_and_is_recovered(launch: Start, postgres: EmbeddedPostgres) -> None:
+async def test_a_server_that_is_stopped_without_a_database_ends_and_is_recovered(
+    launch: Start, postgres: EmbeddedPostgres
+) -> None:
     """It cannot settle, so it leaves that to the next start instead of waiting forever."""
     service = launch(database_url=postgres.url, drain_s=0.5)
     tenant = await service.tenant(LIMITS)
@@ -141,7 +182,9 @@ async def test_a_server_that_is_stopped_without_a_database_ends_and_is_recovered
     check_invariants(postgres.url, all_ended=True)
 
 
-async def test_server_and_database_that_die_together_are_recovered(launch: Start, postgres: EmbeddedPostgres) -> None:
+async def test_server_and_database_that_die_together_are_recovered(
+    launch: Start, postgres: EmbeddedPostgres
+) -> None:
     service = launch(database_url=postgres.url, lease_slice_tokens=16)
     tenant = await service.tenant(LIMITS)
     async with service.stream(tenant.secret) as stream:
@@ -157,11 +200,15 @@ async def test_server_and_database_that_die_together_are_recovered(launch: Start
 
     assert service.books.holds(tenant) == {"settled": 4}
     delivered = service.books.delivered(tenant)
-    assert all(delivered[request_id] >= len(stream.token_ids(request_id)) for request_id in request_ids)
+    assert all(
+        delivered[request_id] >= len(stream.token_ids(request_id)) for request_id in request_ids
+    )
     check_invariants(postgres.url, all_ended=True)
 
 
-async def test_a_short_outage_between_two_requests_is_not_noticed_by_the_second(launch: Start, postgres: EmbeddedPostgres) -> None:
+async def test_a_short_outage_between_two_requests_is_not_noticed_by_the_second(
+    launch: Start, postgres: EmbeddedPostgres
+) -> None:
     """Old connections are dead; a request that gets one from the pool must get a new one."""
     service = launch(database_url=postgres.url)
     tenant = await service.tenant(LIMITS)
@@ -176,17 +223,21 @@ async def test_a_short_outage_between_two_requests_is_not_noticed_by_the_second(
         assert [model.name for model in await client.list_models()] == ["tiny"]
 
 
-async def test_a_server_that_starts_before_its_database_serves_once_it_is_there(launch: Start, postgres: EmbeddedPostgres) -> None:
+async def test_a_server_that_starts_before_its_database_serves_once_it_is_there(
+    launch: Start, postgres: EmbeddedPostgres
+) -> None:
     postgres.stop()
     service = launch(serving=False, database_url=postgres.url)
     async with service.client("wk_abcdefgh_" + "x" * 43) as client:
         with pytest.raises(Unavailable, match="the database does not answer"):
             await client.list_models()
     await until(lambda: service.serving("engine/tiny"), "the engine")
-    assert not any(map(service.serving, ("", "weir.v1.InferenceService", "weir.v1.AdminService", "quota-store")))
+    assert not any(
+        map(service.serving, ("", "weir.v1.InferenceService", "weir.v1.AdminService", "database"))
+    )
     await asyncio.to_thread(restart, postgres)
     await asyncio.to_thread(service.wait_serving)
-    assert service.serving("quota-store")
+    assert service.serving("database")
     tenant = await service.tenant(LIMITS)
 
     async with service.stream(tenant.secret) as stream:
@@ -194,7 +245,9 @@ async def test_a_server_that_starts_before_its_database_serves_once_it_is_there(
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])
-async def test_a_frozen_server_past_its_expiry_neither_streams_on_nor_doubles(launch: Start, moment: str) -> None:
+async def test_a_frozen_server_past_its_expiry_neither_streams_on_nor_doubles(
+    launch: Start, moment: str
+) -> None:
     """Its holds expire while it is suspended; afterwards its clock keeps it from sending more."""
     service = launch(hold_expiry_s=1.0, lease_slice_tokens=400)
     tenant = await service.tenant(LIMITS)
@@ -205,7 +258,8 @@ async def test_a_frozen_server_past_its_expiry_neither_streams_on_nor_doubles(la
         os.kill(service.pid, signal.SIGSTOP)
         await until_swept(service.database_url, 4)
         assert service.books.holds(tenant) == {"expired": 4}
-        before = {request_id: len(stream.token_ids(request_id)) for request_id in request_ids}  # tokens in flight have arrived
+        # Tokens in flight have arrived.
+        before = {request_id: len(stream.token_ids(request_id)) for request_id in request_ids}
 
         os.kill(service.pid, signal.SIGCONT)
 
@@ -228,7 +282,7 @@ async def until_swept(database_url: str, count: int) -> None:
     swept = 0
     async with asyncio.timeout(PATIENCE_S):
         while swept < count:
-            with contextlib.suppress(StoreAway):
+            with contextlib.suppress(DatabaseUnavailable):
                 swept += await sweep_expired_holds(database_url)
 
 
@@ -243,7 +297,9 @@ async def test_a_disk_that_is_full_stops_streams_before_their_tokens_leave(launc
 
         assert await stream.closed() is grpc.StatusCode.INTERNAL
     await service.no_hold_left(tenant)
-    assert service.books.event(tenant, running)["delivered_token_count"] == len(stream.token_ids(running))
+    assert service.books.event(tenant, running)["delivered_token_count"] == len(
+        stream.token_ids(running)
+    )
 
     limit_file_size(service.pid, -1)
     async with service.stream(tenant.secret) as stream:
@@ -259,7 +315,10 @@ async def test_a_disk_that_is_full_stops_streams_before_their_tokens_leave(launc
 
 def journal_size(directory: Path) -> int:
     """Return the size in bytes of the running server's journal."""
-    return wait_for(lambda: max((path.stat().st_size for path in directory.glob("*.journal")), default=None), "a journal")
+    return wait_for(
+        lambda: max((path.stat().st_size for path in directory.glob("*.journal")), default=None),
+        "a journal",
+    )
 
 
 def limit_file_size(pid: int, size: int) -> None:
@@ -267,7 +326,7 @@ def limit_file_size(pid: int, size: int) -> None:
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 
-async def test_a_home_that_cannot_be_written_is_told_at_the_start(launch: Start, tmp_path: Path) -> None:
+async def test_an_unwritable_home_is_reported_at_start(launch: Start, tmp_path: Path) -> None:
     home = tmp_path / "home"
     home.mkdir()
     (home / "journal").write_text("in the way")
@@ -276,7 +335,9 @@ async def test_a_home_that_cannot_be_written_is_told_at_the_start(launch: Start,
         launch(home=home)
 
 
-async def test_a_stray_file_in_the_journal_directory_disturbs_nobody(launch: Start, tmp_path: Path) -> None:
+async def test_a_stray_file_in_the_journal_directory_is_ignored(
+    launch: Start, tmp_path: Path
+) -> None:
     directory = tmp_path / "home" / "journal"
     directory.mkdir(parents=True)
     (directory / "notes.journal").write_text("not ours")

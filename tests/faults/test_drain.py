@@ -46,12 +46,17 @@ async def test_running_requests_finish_and_new_ones_are_sent_away(launch: Start)
         assert refusal.retry_after_s is not None
         health = await health_check(channel)(health_pb2.HealthCheckRequest())
         assert health.status == health_pb2.HealthCheckResponse.NOT_SERVING
-        with connect(service, tenant.secret) as client, pytest.raises(openai.InternalServerError) as refused:
+        with (
+            connect(service, tenant.secret) as client,
+            pytest.raises(openai.InternalServerError) as refused,
+        ):
             client.completions.create(model=MODEL, prompt="Hi", max_tokens=1)
         assert (refused.value.status_code, refused.value.code) == (503, "draining")
         assert refused.value.response.headers["connection"] == "close"
         for frame in starts:
-            assert (await stream.finished(frame.request_id)).reason == types_pb2.FINISH_REASON_LENGTH
+            assert (
+                await stream.finished(frame.request_id)
+            ).reason == types_pb2.FINISH_REASON_LENGTH
             assert len(stream.token_ids(frame.request_id)) == 500
         assert await asyncio.to_thread(service.wait_ended) == 0
     assert not alive(host_pid)
@@ -69,7 +74,7 @@ async def draining_refusal(stream: Stream) -> Refusal:
             return Refusal(end.failed.status)
 
 
-async def test_what_does_not_finish_in_time_ends_settled_and_is_told_why(launch: Start) -> None:
+async def test_requests_unfinished_in_time_are_settled_and_get_the_reason(launch: Start) -> None:
     service = launch(drain_s=0.5)
     tenant = await service.tenant(LIMITS)
     async with service.stream(tenant.secret) as stream:
@@ -86,13 +91,17 @@ async def test_what_does_not_finish_in_time_ends_settled_and_is_told_why(launch:
             assert refusal.frame is not None
             received = len(stream.token_ids(frame.request_id))
             assert refusal.frame.usage.delivered_token_count == received
-            assert service.books.event(tenant, frame.request_id)["delivered_token_count"] == received
+            assert (
+                service.books.event(tenant, frame.request_id)["delivered_token_count"] == received
+            )
         assert await asyncio.to_thread(service.wait_ended) == 0
     assert service.books.holds(tenant) == {"settled": 40}
     check_invariants(service.database_url, all_ended=True)
 
 
-async def test_what_still_waits_for_its_turn_at_the_end_of_the_drain_is_sent_away_unbilled(launch: Start) -> None:
+async def test_requests_still_queued_at_the_end_of_the_drain_are_refused_and_unbilled(
+    launch: Start,
+) -> None:
     service = launch(drain_s=0.5)
     tenant = await service.tenant(LIMITS)
     async with service.stream(tenant.secret) as stream:
@@ -139,28 +148,41 @@ async def test_new_connections_go_elsewhere_while_old_streams_finish(launch: Sta
         await until(lambda: not service.serving(), "the door to be shut")
         draining = {"status": "not ready", "reasons": ["draining"]}
         assert await asyncio.to_thread(probe, service.metrics_url, "/readyz") == (503, draining)
-        assert await asyncio.to_thread(probe, service.metrics_url, "/livez") == (200, {"status": "live"})
+        assert await asyncio.to_thread(probe, service.metrics_url, "/livez") == (
+            200,
+            {"status": "live"},
+        )
 
         assert (await stream.finished(request_id)).usage.delivered_token_count == 1500
         assert await asyncio.to_thread(service.wait_ended) == 0
     check_invariants(service.database_url, all_ended=True)
 
 
-async def test_a_rolling_restart_of_two_processes_on_one_port_loses_no_request(launch: Start, tmp_path: Path) -> None:
+async def test_a_rolling_restart_of_two_processes_on_one_port_loses_no_request(
+    launch: Start, tmp_path: Path
+) -> None:
     first = launch(share_port=True, home=tmp_path / "first")
     first.settings = replace(first.settings, listen_address=first.address)
-    second = launch(share_port=True, home=tmp_path / "second", serving=False, listen_address=first.address)
+    second = launch(
+        share_port=True, home=tmp_path / "second", serving=False, listen_address=first.address
+    )
     tenant = await first.tenant(LIMITS)
     restarted = asyncio.Event()
     results: list[Result] = []
 
     async def load(client: AsyncClient) -> None:
         while not restarted.is_set():
-            results.append(await client.complete(MODEL, token_ids=PLAIN_IDS[:10], max_output_tokens=60, ignore_eos=True))
+            results.append(
+                await client.complete(
+                    MODEL, token_ids=PLAIN_IDS[:10], max_output_tokens=60, ignore_eos=True
+                )
+            )
 
     async with contextlib.AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
         for _ in range(4):
-            client = await stack.enter_async_context(AsyncClient(first.address, tenant.secret, max_retries=20))
+            client = await stack.enter_async_context(
+                AsyncClient(first.address, tenant.secret, max_retries=20)
+            )
             for _ in range(4):
                 tasks.create_task(load(client))
         for service in (first, second):

@@ -37,7 +37,9 @@ async def under_load(stream: Stream, count: int, token_count: int) -> list[str]:
     return [frame.request_id for frame in starts]
 
 
-def check_billed(service: Service, tenant: Tenant, stream: Stream, request_ids: Sequence[str]) -> None:
+def check_billed(
+    service: Service, tenant: Tenant, stream: Stream, request_ids: Sequence[str]
+) -> None:
     """Check that received tokens are billed, and at most one message more."""
     delivered = service.books.delivered(tenant)
     for request_id in request_ids:
@@ -48,7 +50,9 @@ def check_billed(service: Service, tenant: Tenant, stream: Stream, request_ids: 
 
 
 @pytest.mark.parametrize("with_engine", [False, True], ids=["api", "api and engine"])
-async def test_a_killed_server_loses_no_token_and_keeps_no_hold(launch: Start, with_engine: bool) -> None:
+async def test_a_killed_server_loses_no_token_and_keeps_no_hold(
+    launch: Start, with_engine: bool
+) -> None:
     service = launch()
     tenant = await service.tenant(LIMITS)
     host_pid = service.host_pid
@@ -66,17 +70,23 @@ async def test_a_killed_server_loses_no_token_and_keeps_no_hold(launch: Start, w
 
     service.start()
 
-    assert service.books.holds(tenant) == {"settled": 12}, "all are ended before the server takes requests"
+    assert service.books.holds(tenant) == {"settled": 12}, (
+        "all are ended before the server takes requests"
+    )
     assert all(held == 0 for _, held in service.books.counters(tenant).values())
     check_billed(service, tenant, stream, request_ids)
-    assert {(event["outcome"], event["recovered"]) for event in service.books.events(tenant)} == {("failed", True)}
+    assert {(event["outcome"], event["recovered"]) for event in service.books.events(tenant)} == {
+        ("failed", True)
+    }
     check_invariants(service.database_url, all_ended=True)
     assert list(service.settings.journal_directory.glob("*.refused")) == []
     async with service.stream(tenant.secret) as again:
         assert (await again.finished(await again.begin())).usage.delivered_token_count == 20
 
 
-async def test_a_request_that_died_with_its_server_is_not_run_again_under_its_id(launch: Start) -> None:
+async def test_a_request_that_died_with_its_server_is_not_run_again_under_its_id(
+    launch: Start,
+) -> None:
     service = launch()
     tenant = await service.tenant(LIMITS)
     frame = start(max_output_tokens=3500)
@@ -109,24 +119,36 @@ async def test_a_killed_engine_ends_its_requests_settled_and_comes_back(launch: 
 
         for request_id in request_ids:
             refusal = await stream.failed(request_id)
-            assert (refusal.code, refusal.reason) == (grpc.StatusCode.ABORTED, "ENGINE_FAILED_MIDWAY")
+            assert (refusal.code, refusal.reason) == (
+                grpc.StatusCode.ABORTED,
+                "ENGINE_FAILED_MIDWAY",
+            )
             assert refusal.info.metadata["retry_with"] == "new_request_id"
-            assert refusal.info.metadata["delivered_token_count"] == str(len(stream.token_ids(request_id)))
+            assert refusal.info.metadata["delivered_token_count"] == str(
+                len(stream.token_ids(request_id))
+            )
             assert refusal.frame is not None
             assert refusal.frame.usage.delivered_token_count == len(stream.token_ids(request_id))
             event = service.books.event(tenant, request_id)
-            assert (event["outcome"], event["delivered_token_count"]) == ("failed", len(stream.token_ids(request_id)))
+            assert (event["outcome"], event["delivered_token_count"]) == (
+                "failed",
+                len(stream.token_ids(request_id)),
+            )
         assert service.books.holds(tenant) == {"settled": 12}
 
         # The next request waits for the engine and gets a progress frame that says so.
         waiting = await stream.begin()
         assert (await stream.finished(waiting)).reason == types_pb2.FINISH_REASON_LENGTH
-        assert pb.ProgressFrame.STAGE_ENGINE_LOADING in {progress.stage for progress in stream.of(waiting, "progress")}
+        assert pb.ProgressFrame.STAGE_ENGINE_LOADING in {
+            progress.stage for progress in stream.of(waiting, "progress")
+        }
     assert service.host_pid not in (None, host_pid)
     check_invariants(service.database_url, all_ended=True)
 
 
-async def test_an_engine_that_dies_before_the_first_token_bills_nothing_and_the_same_request_may_come_again(launch: Start) -> None:
+async def test_an_engine_that_dies_before_the_first_token_bills_nothing_and_allows_a_retry(
+    launch: Start,
+) -> None:
     service = launch()
     tenant = await service.tenant(LIMITS)
     async with service.stream(tenant.secret) as stream:
@@ -156,7 +178,9 @@ async def test_an_engine_that_dies_before_the_first_token_bills_nothing_and_the_
     check_invariants(service.database_url, all_ended=True)
 
 
-async def test_the_client_library_tries_again_where_an_engine_died_before_the_first_token(launch: Start) -> None:
+async def test_the_client_library_tries_again_where_an_engine_died_before_the_first_token(
+    launch: Start,
+) -> None:
     service = launch()
     tenant = await service.tenant(LIMITS)
     host_pid = service.host_pid
@@ -164,7 +188,9 @@ async def test_the_client_library_tries_again_where_an_engine_died_before_the_fi
     os.kill(host_pid, signal.SIGSTOP)
     async with (
         service.client(tenant.secret) as client,
-        client.generate(MODEL, token_ids=[9] * 20, max_output_tokens=5, max_retries=2) as generation,
+        client.generate(
+            MODEL, token_ids=[9] * 20, max_output_tokens=5, max_retries=2
+        ) as generation,
     ):
 
         async def read() -> int:
@@ -180,7 +206,9 @@ async def test_the_client_library_tries_again_where_an_engine_died_before_the_fi
     check_invariants(service.database_url, all_ended=True)
 
 
-async def test_a_server_that_starts_settles_for_one_that_died_elsewhere_on_the_machine(launch: Start) -> None:
+async def test_a_server_that_starts_settles_for_one_that_died_elsewhere_on_the_machine(
+    launch: Start,
+) -> None:
     """Any server that shares the home recovers a dead one's journal, also while running."""
     first = launch()
     second = launch()
@@ -195,7 +223,9 @@ async def test_a_server_that_starts_settles_for_one_that_died_elsewhere_on_the_m
     check_billed(second, tenant, stream, request_ids)
 
 
-async def test_random_kills_under_load_lose_nothing_and_double_nothing(launch: Start, tmp_path: Path) -> None:
+async def test_random_kills_under_load_lose_nothing_and_double_nothing(
+    launch: Start, tmp_path: Path
+) -> None:
     """Servers and engines die at random moments, even while they start or recover."""
     seed = random.randrange(2**32)
     print(f"seed {seed}")
@@ -206,12 +236,17 @@ async def test_random_kills_under_load_lose_nothing_and_double_nothing(launch: S
 
     async with asyncio.TaskGroup() as tasks:
         for index, service in enumerate(services):
-            tasks.create_task(kill_again_and_again(service, tenant, received, random.Random(seed + index)))
+            tasks.create_task(
+                kill_again_and_again(service, tenant, received, random.Random(seed + index))
+            )
 
     service = services[0]
     await until(lambda: "held" not in service.books.holds(tenant), "every hold to end")
     delivered = service.books.delivered(tenant)
-    print(f"{sum(received.values())} tokens received, {sum(delivered.values())} billed, in {len(received)} requests")
+    print(
+        f"{sum(received.values())} tokens received, {sum(delivered.values())} billed, in"
+        f" {len(received)} requests"
+    )
     assert sum(received.values()) > 0
     assert all(count <= delivered.get(request_id, 0) for request_id, count in received.items())
     check_invariants(service.database_url, all_ended=True)
@@ -219,11 +254,16 @@ async def test_random_kills_under_load_lose_nothing_and_double_nothing(launch: S
     check_ledger(service)
 
 
-async def kill_again_and_again(service: Service, tenant: Tenant, received: dict[str, int], rng: random.Random) -> None:
+async def kill_again_and_again(
+    service: Service, tenant: Tenant, received: dict[str, int], rng: random.Random
+) -> None:
     """Run rounds of load that each end with a kill; note the tokens that the client received."""
     for _ in range(ROUNDS):
         async with service.stream(tenant.secret) as stream:
-            starts = [start(max_output_tokens=rng.choice((5, 50, 500))) for _ in range(rng.randrange(1, 12))]
+            starts = [
+                start(max_output_tokens=rng.choice((5, 50, 500)))
+                for _ in range(rng.randrange(1, 12))
+            ]
             await stream.send(*starts)
             wanted = rng.choice((0, 1, 5, 20, 100))
             await enough(stream, starts, wanted)

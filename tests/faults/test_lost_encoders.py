@@ -29,7 +29,10 @@ FLEET = """
 models:
   {model}: {{engine: encoder, directory: {directory}, replicas: {{min: 2, max: 2}}}}
 """
-CALLS = [[f"the garden number {call} is near the sea", "a hotel with breakfast", f"room {call}"] for call in range(8)]
+CALLS = [
+    [f"the garden number {call} is near the sea", "a hotel with breakfast", f"room {call}"]
+    for call in range(8)
+]
 
 
 def encoder_pids(service: Service) -> list[int]:
@@ -45,12 +48,23 @@ async def test_calls_outlive_the_encoder_that_had_them_and_are_billed_once(
     file = tmp_path / "fleet.yaml"
     file.write_text(FLEET.format(model=MODEL, directory=directory))
     with new_database(postgres_server, template=template_database) as url:
-        service = Service(tmp_path / "home", url, directory, models=bundled_models(), fleet_file=str(file), hold_expiry_s=3600.0)
+        service = Service(
+            tmp_path / "home",
+            url,
+            directory,
+            models=bundled_models(),
+            fleet_file=str(file),
+            hold_expiry_s=3600.0,
+        )
         with running(service):
             tenant, admin = await service.tenant(), (await service.tenant(scopes=("admin",))).secret
             async with service.session() as session:
-                prices = dict.fromkeys(("input", "cached_input", "output"), 0) | {"embedding": PICOS}
-                per_token: dict[str, Any] = {f"{kind}_picos_per_token": picos for kind, picos in prices.items()}
+                prices = dict.fromkeys(("input", "cached_input", "output"), 0) | {
+                    "embedding": PICOS
+                }
+                per_token: dict[str, Any] = {
+                    f"{kind}_picos_per_token": picos for kind, picos in prices.items()
+                }
                 await set_price(session, model=MODEL, actor="test", **per_token)
             async with service.channel() as channel:
                 stub: Any = pb_grpc.InferenceServiceStub(channel)
@@ -58,13 +72,19 @@ async def test_calls_outlive_the_encoder_that_had_them_and_are_billed_once(
 
                 async def embed(texts: list[str]) -> pb.EmbedResponse:
                     inputs = [pb.EmbedInput(text=text) for text in texts]
-                    request = pb.EmbedRequest(request_id=str(uuid.uuid4()), model=MODEL, inputs=inputs)
-                    answer: pb.EmbedResponse = await stub.Embed(request, metadata=bearer(tenant.secret), timeout=PATIENCE_S)
+                    request = pb.EmbedRequest(
+                        request_id=str(uuid.uuid4()), model=MODEL, inputs=inputs
+                    )
+                    answer: pb.EmbedResponse = await stub.Embed(
+                        request, metadata=bearer(tenant.secret), timeout=PATIENCE_S
+                    )
                     return answer
 
                 async def call_counts(state: Any = replicas_pb2.REPLICA_STATE_READY) -> list[int]:
                     told = await control.ListReplicas(
-                        replicas_pb2.ListReplicasRequest(), metadata=bearer(admin), timeout=PATIENCE_S
+                        replicas_pb2.ListReplicasRequest(),
+                        metadata=bearer(admin),
+                        timeout=PATIENCE_S,
                     )
                     return [each.request_count for each in told.replicas if each.state == state]
 
@@ -94,6 +114,8 @@ async def test_calls_outlive_the_encoder_that_had_them_and_are_billed_once(
                     assert list(told.vector) == pytest.approx(list(expected.vector), abs=1e-5)
             await service.no_hold_left(tenant)
             billed = [event["embedding_token_count"] for event in service.books.events(tenant)]
-            assert sorted(billed) == sorted(2 * [answer.usage.embedding_token_count for answer in answers])
+            assert sorted(billed) == sorted(
+                2 * [answer.usage.embedding_token_count for answer in answers]
+            )
             assert service.stop() == 0, service.log[-4000:]
             assert service.books.held_hold_count() == 0

@@ -30,14 +30,20 @@ def fleet_file(path: Path, model: Path, replicas: int = 2) -> str:
     """Write a fleet file that serves the tests' model on several workers; return its path."""
     path.mkdir(parents=True, exist_ok=True)
     file = path / "fleet.yaml"
-    of_model = f"directory: {model}, replicas: {{min: {replicas}, max: {replicas}}}, recovery_wait_s: 60, policy: round_robin"
+    of_model = (
+        f"directory: {model}, replicas: {{min: {replicas}, max: {replicas}}}, recovery_wait_s: 60,"
+        " policy: round_robin"
+    )
     file.write_text(f"models: {{{MODEL}: {{{of_model}}}}}")
     return str(file)
 
 
 def requests(output_tokens: int) -> list[pb.ClientFrame]:
     """Return fifty requests with ten different prompts."""
-    return [start(prompt=PROMPTS[index % len(PROMPTS)], max_output_tokens=output_tokens) for index in range(50)]
+    return [
+        start(prompt=PROMPTS[index % len(PROMPTS)], max_output_tokens=output_tokens)
+        for index in range(50)
+    ]
 
 
 async def answers(stream: Stream, output_tokens: int) -> list[list[int]]:
@@ -49,28 +55,44 @@ async def answers(stream: Stream, output_tokens: int) -> list[list[int]]:
     return [stream.token_ids(frame.request_id) for frame in starts]
 
 
-async def check_whole(stream: Stream, starts: Sequence[pb.ClientFrame], expected: Sequence[list[int]]) -> int:
+async def check_whole(
+    stream: Stream, starts: Sequence[pb.ClientFrame], expected: Sequence[list[int]]
+) -> int:
     """Check that each stream ended with the expected output; return the number of migrations."""
     migration_count = 0
     for index, frame in enumerate(starts):
-        finished, deltas = await stream.finished(frame.request_id), stream.of(frame.request_id, "delta")
+        finished, deltas = (
+            await stream.finished(frame.request_id),
+            stream.of(frame.request_id, "delta"),
+        )
         assert stream.token_ids(frame.request_id) == expected[index % len(PROMPTS)]
         assert [delta.seq for delta in deltas] == list(range(1, len(deltas) + 1))
-        assert len(stream.of(frame.request_id, "admitted")) == len(stream.ends(frame.request_id)) == 1
+        assert (
+            len(stream.of(frame.request_id, "admitted")) == len(stream.ends(frame.request_id)) == 1
+        )
         assert finished.reason == types_pb2.FINISH_REASON_LENGTH
         usage, count = finished.usage, frame.start.max_output_tokens
-        assert (usage.generated_token_count, usage.delivered_token_count, usage.billed_token_count) == (count, count, count)
+        assert (
+            usage.generated_token_count,
+            usage.delivered_token_count,
+            usage.billed_token_count,
+        ) == (count, count, count)
         assert usage.input_token_count == len(PROMPTS[0])
         assert picos(finished.cost) == cost_picos(usage)
         migration_count += finished.migration_count
     return migration_count
 
 
-async def test_a_killed_host_is_noticed_by_no_stream_and_on_no_bill(launch: Start, model: Path, tmp_path: Path) -> None:
+async def test_a_killed_host_is_noticed_by_no_stream_and_on_no_bill(
+    launch: Start, model: Path, tmp_path: Path
+) -> None:
     """A hundred streams on two workers; one is killed when half of the streams have tokens."""
     service = launch(fleet_file=fleet_file(tmp_path / "fleet", model), models=bundled_models())
     tenant = await service.tenant(LIMITS)
-    hosts = wait_for(lambda: found if len(found := children_of(service.pid)) == 2 else None, "both hosts to start")
+    hosts = wait_for(
+        lambda: found if len(found := children_of(service.pid)) == 2 else None,
+        "both hosts to start",
+    )
     wait_for(lambda: service.log.count("loaded ") >= 2, "both hosts to load")
     async with service.stream(tenant.secret) as stream:
         begun, waiting = requests(LONG), requests(SHORT)
@@ -91,14 +113,25 @@ async def test_a_killed_host_is_noticed_by_no_stream_and_on_no_bill(launch: Star
         assert await check_whole(stream, waiting, await answers(stream, SHORT)) == 0
         async with service.client(tenant.secret) as client:
             recorded = [await client.get_generation(frame.request_id) for frame in begun]
-    assert sum(each.migration_count for each in recorded) == migration_count, "and so it stays in the books"
-    assert migration_count <= 25, "half of what ran was on the host that died; where hosts are fast, it had ended by then"
-    assert unbegun_count >= 25, "half of what came was given to the host that stood still, or waited behind that"
+    assert sum(each.migration_count for each in recorded) == migration_count, (
+        "and so it stays in the books"
+    )
+    assert migration_count <= 25, (
+        "half of what ran was on the host that died; where hosts are fast, it had ended by then"
+    )
+    assert unbegun_count >= 25, (
+        "half of what came was given to the host that stood still, or waited behind that"
+    )
     assert service.books.holds(tenant) == {"settled": 120}
     delivered = service.books.delivered(tenant)
-    assert {str(each.request_id): each.start.max_output_tokens for each in (*begun, *waiting)}.items() <= delivered.items()
+    assert {
+        str(each.request_id): each.start.max_output_tokens for each in (*begun, *waiting)
+    }.items() <= delivered.items()
     events = service.books.events(tenant)
-    assert (len(events), sum(event["migration_count"] for event in events)) == (120, migration_count), "and it is recorded"
+    assert (len(events), sum(event["migration_count"] for event in events)) == (
+        120,
+        migration_count,
+    ), "and it is recorded"
     check_invariants(service.database_url, all_ended=True)
     await rate(service)
     check_ledger(service)

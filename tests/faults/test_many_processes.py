@@ -6,7 +6,8 @@ after a sweep, further requests get the rest.
 
 The full test, in every dimension, with a line of figures for each (some minutes):
 
-    WEIR_TEST_DIMENSIONS=all WEIR_TEST_REQUESTS=2000 WEIR_TEST_TENANTS=1000 pytest -s tests/faults/test_many_processes.py
+    WEIR_TEST_DIMENSIONS=all WEIR_TEST_REQUESTS=2000 WEIR_TEST_TENANTS=1000 pytest -s
+    tests/faults/test_many_processes.py
 """
 
 from __future__ import annotations
@@ -36,12 +37,25 @@ from metering.tenants.tenants import create_api_key, create_organization, create
 from tests.conftest import new_database
 from tests.metering.hold_world import HoldWorld
 from tests.metering.invariants import check_invariants, find_violations
-from tests.service import INPUT_PICOS, OUTPUT_PICOS, PATIENCE_S, Service, Stream, Tenant, bearer, price_model, running, start, until
+from tests.service import (
+    INPUT_PICOS,
+    OUTPUT_PICOS,
+    PATIENCE_S,
+    Service,
+    Stream,
+    Tenant,
+    bearer,
+    price_model,
+    running,
+    start,
+    until,
+)
 
 pytestmark = pytest.mark.faults
 
 PROCESS_COUNT = 4
-REQUEST_COUNT = int(os.environ.get("WEIR_TEST_REQUESTS", "400"))  # in each run; half of them of one tenant
+# In each run; half of them of one tenant.
+REQUEST_COUNT = int(os.environ.get("WEIR_TEST_REQUESTS", "400"))
 SMALL_TENANT_COUNT = int(os.environ.get("WEIR_TEST_TENANTS", "20"))
 INPUT_TOKENS, OUTPUT_TOKENS = 10, 4
 CANCELLED_SHARE = 0.2
@@ -78,9 +92,12 @@ CREATE TABLE peaks (quota_id uuid PRIMARY KEY, peak bigint);
 CREATE FUNCTION note_overdrawn() RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN
     INSERT INTO overdrawn
-    SELECT c.quota_id, c.used, c.held, q.limit_value FROM quota_counters c JOIN quotas q ON q.id = c.quota_id
-    WHERE c.quota_id = NEW.quota_id AND c.window_start = NEW.window_start AND c.used + c.held > q.limit_value;
-    INSERT INTO peaks SELECT NEW.quota_id, max(used + held) FROM quota_counters WHERE quota_id = NEW.quota_id
+    SELECT c.quota_id, c.used, c.held, q.limit_value FROM quota_counters c
+    JOIN quotas q ON q.id = c.quota_id
+    WHERE c.quota_id = NEW.quota_id AND c.window_start = NEW.window_start
+    AND c.used + c.held > q.limit_value;
+    INSERT INTO peaks SELECT NEW.quota_id, max(used + held) FROM quota_counters
+    WHERE quota_id = NEW.quota_id
     ON CONFLICT (quota_id) DO UPDATE SET peak = greatest(peaks.peak, excluded.peak);
     RETURN NULL;
 END $$;
@@ -107,7 +124,9 @@ async def set_price_at(database_url: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def services(tmp_path_factory: pytest.TempPathFactory, watched_database: str, model: Path) -> Iterator[list[Service]]:
+def services(
+    tmp_path_factory: pytest.TempPathFactory, watched_database: str, model: Path
+) -> Iterator[list[Service]]:
     """Yield processes of one machine, which recover each other's journals."""
     directory = tmp_path_factory.mktemp("machine")
     (directory / "journal").mkdir()
@@ -117,7 +136,9 @@ def services(tmp_path_factory: pytest.TempPathFactory, watched_database: str, mo
             home = directory / f"home{index}"
             home.mkdir()
             (home / "journal").symlink_to(directory / "journal")
-            service = Service(home, watched_database, model, engine_device="simulated", recovery_interval_s=0.2)
+            service = Service(
+                home, watched_database, model, engine_device="simulated", recovery_interval_s=0.2
+            )
             return stack.enter_context(running(service))
 
         with ThreadPoolExecutor(PROCESS_COUNT) as threads:
@@ -150,15 +171,21 @@ class SecondLook:
 
 
 @asynccontextmanager
-async def streams(services: Sequence[Service], tenants: Sequence[Tenant]) -> AsyncIterator[dict[tuple[int, str], Stream]]:
+async def streams(
+    services: Sequence[Service], tenants: Sequence[Tenant]
+) -> AsyncIterator[dict[tuple[int, str], Stream]]:
     """Open one stream per tenant and process, as many on one connection as it allows."""
     opened: dict[tuple[int, str], Stream] = {}
     async with AsyncExitStack() as stack:
         for service in services:
             for first in range(0, len(tenants), STREAMS_PER_CONNECTION):
-                stub = pb_grpc.InferenceServiceStub(await stack.enter_async_context(service.channel()))
+                stub = pb_grpc.InferenceServiceStub(
+                    await stack.enter_async_context(service.channel())
+                )
                 for tenant in tenants[first : first + STREAMS_PER_CONNECTION]:
-                    opened[service.pid, tenant.name] = Stream(stub.Generate(metadata=bearer(tenant.secret)))
+                    opened[service.pid, tenant.name] = Stream(
+                        stub.Generate(metadata=bearer(tenant.secret))
+                    )
         readers = [asyncio.ensure_future(stream.read_all()) for stream in opened.values()]
         try:
             yield opened
@@ -176,16 +203,26 @@ async def test_four_processes_give_out_exactly_what_a_quota_allows(
     print(f"seed {seed}")
     rng = random.Random(seed)
     small_share = max(REQUEST_COUNT // SMALL_TENANT_COUNT // 4, 1)  # half of a tenant's requests
-    hot_limit, small_limit = (share * DEMAND[dimension] for share in (REQUEST_COUNT // 8, small_share))
-    hot, *small = await tenants(services[0], dimension, [hot_limit] + [small_limit] * SMALL_TENANT_COUNT)
+    hot_limit, small_limit = (
+        share * DEMAND[dimension] for share in (REQUEST_COUNT // 8, small_share)
+    )
+    hot, *small = await tenants(
+        services[0], dimension, [hot_limit] + [small_limit] * SMALL_TENANT_COUNT
+    )
     victim = rng.choice(services)
 
     with SecondLook(watched_database) as second_look:
         await storm(services, victim, hot, small, rng)
-        await until(lambda: services[0].books.held_hold_count() == 0, "the others to end what the killed process held")
+        await until(
+            lambda: services[0].books.held_hold_count() == 0,
+            "the others to end what the killed process held",
+        )
         await asyncio.to_thread(victim.start)
         async with asyncio.TaskGroup() as tasks:
-            for tenant, limit in ((hot, hot_limit), *((tenant, small_limit) for tenant in small[:4])):
+            for tenant, limit in (
+                (hot, hot_limit),
+                *((tenant, small_limit) for tenant in small[:4]),
+            ):
                 tasks.create_task(use_up(services, tenant, dimension, limit))
 
     tell(services[0], dimension, hot, hot_limit, second_look)
@@ -195,39 +232,69 @@ async def test_four_processes_give_out_exactly_what_a_quota_allows(
     check_invariants(watched_database, all_ended=True)
 
 
-def tell(service: Service, dimension: QuotaDimension, hot: Tenant, hot_limit: int, second_look: SecondLook) -> None:
+def tell(
+    service: Service,
+    dimension: QuotaDimension,
+    hot: Tenant,
+    hot_limit: int,
+    second_look: SecondLook,
+) -> None:
     """Print the maximum used and held at any commit, of the hot tenant and of all others."""
-    query = """SELECT o.id = %s AS hot, count(*) AS n, min(q.limit_value) AS least, max(p.peak) AS peak,
-                      sum((p.peak = q.limit_value)::int) AS full, sum((p.peak > q.limit_value)::int) AS beyond
-               FROM quotas q JOIN organizations o ON o.id = q.subject_id LEFT JOIN peaks p ON p.quota_id = q.id
+    query = """SELECT o.id = %s AS hot, count(*) AS n, min(q.limit_value) AS least,
+                      max(p.peak) AS peak, sum((p.peak = q.limit_value)::int) AS full,
+                      sum((p.peak > q.limit_value)::int) AS beyond
+               FROM quotas q JOIN organizations o ON o.id = q.subject_id
+               LEFT JOIN peaks p ON p.quota_id = q.id
                WHERE q.dimension = %s GROUP BY 1 ORDER BY 1 DESC"""
     rows = service.books.rows(query, hot.organization_id, str(dimension))
     holds = service.books.holds(hot)
-    others = next((row for row in rows if not row["hot"]), {"n": 0, "least": 0, "peak": 0, "full": 0, "beyond": 0})
+    others = next(
+        (row for row in rows if not row["hot"]),
+        {"n": 0, "least": 0, "peak": 0, "full": 0, "beyond": 0},
+    )
     [own] = [row for row in rows if row["hot"]]
     print(
-        f"\n{dimension:28} {REQUEST_COUNT} requests, {PROCESS_COUNT} processes, hot tenant: limit {hot_limit}, most at any commit "
-        f"{own['peak']}, holds {holds}; {others['n']} others: limit {others['least']}, most {others['peak']}, at their limit "
-        f"{others['full']}, beyond {others['beyond']}; {second_look.look_count} second looks, {len(second_look.found)} faults"
+        f"\n{dimension:28} {REQUEST_COUNT} requests, {PROCESS_COUNT} processes, hot tenant: limit"
+        f" {hot_limit}, most at any commit {own['peak']}, holds {holds}; {others['n']} others:"
+        f" limit {others['least']}, most {others['peak']}, at their limit {others['full']}, beyond"
+        f" {others['beyond']}; {second_look.look_count} second looks, {len(second_look.found)}"
+        " faults"
     )
 
 
-async def tenants(service: Service, dimension: QuotaDimension, limits: Sequence[int]) -> list[Tenant]:
+async def tenants(
+    service: Service, dimension: QuotaDimension, limits: Sequence[int]
+) -> list[Tenant]:
     """Create a tenant for each limit, in one transaction: one by one would take too long."""
     made = []
     async with service.session() as session:
         for limit in limits:
             name = f"t{uuid.uuid4().hex[:20]}"
-            organization = await create_organization(session, name=name, currency_code="USD", actor="test")
+            organization = await create_organization(
+                session, name=name, currency_code="USD", actor="test"
+            )
             project = await create_project(session, organization=name, name="main", actor="test")
             key, secret = await create_api_key(
-                session, organization=name, project="main", name="key", scopes=("inference",), lifetime=None, actor="test"
+                session,
+                organization=name,
+                project="main",
+                name="key",
+                scopes=("inference",),
+                lifetime=None,
+                actor="test",
             )
             if dimension is QuotaDimension.PREPAID_CREDIT_PICOS:
                 await pay_in_advance(session, name, limit)
             else:
                 of = QuotaSubject.ORGANIZATION
-                await set_quota(session, subject=of, subject_ref=name, dimension=dimension, limit_value=limit, actor="test")
+                await set_quota(
+                    session,
+                    subject=of,
+                    subject_ref=name,
+                    dimension=dimension,
+                    limit_value=limit,
+                    actor="test",
+                )
             made.append(Tenant(name, organization.id, project.id, key, secret))
     return made
 
@@ -236,18 +303,30 @@ async def pay_in_advance(session: AsyncSession, organization: str, amount_picos:
     """Limit an organization to prepaid credit that also covers the next month."""
     owner, _ = await set_prepaid(session, organization=organization, prepaid=True, actor="test")
     last = month_after(await current_month(session))
-    await grant_credit(session, organization=organization, amount_picos=amount_picos, last_month=last, reason="paid", actor="test")
+    await grant_credit(
+        session,
+        organization=organization,
+        amount_picos=amount_picos,
+        last_month=last,
+        reason="paid",
+        actor="test",
+    )
     await refresh(session, owner.id, actor="test", granted_picos=amount_picos)
 
 
-async def storm(services: list[Service], victim: Service, hot: Tenant, small: list[Tenant], rng: random.Random) -> None:
+async def storm(
+    services: list[Service], victim: Service, hot: Tenant, small: list[Tenant], rng: random.Random
+) -> None:
     """Send all requests at once, cancel some, and kill one process when half have been sent."""
     asked: list[tuple[Stream, str]] = []
     async with streams(services, [hot, *small]) as by_process, asyncio.TaskGroup() as tasks:
         pids = {service.pid for service in services}
         for number in range(REQUEST_COUNT):
             if number == REQUEST_COUNT // 2:
-                await until(lambda: any(stream.ends(request_id) for stream, request_id in asked), "the first answers")
+                await until(
+                    lambda: any(stream.ends(request_id) for stream, request_id in asked),
+                    "the first answers",
+                )
                 pids.discard(victim.pid)
                 victim.kill()
             tenant = hot if number % 2 else rng.choice(small)
@@ -258,20 +337,29 @@ async def storm(services: list[Service], victim: Service, hot: Tenant, small: li
                 await stream.cancel(request_id)
             elif rng.random() < CANCELLED_SHARE / 2:
                 tasks.create_task(cancel_once_admitted(stream, request_id))
-        await until(lambda: all(stream.over or stream.ends(request_id) for stream, request_id in asked), "every request to end")
+        await until(
+            lambda: all(stream.over or stream.ends(request_id) for stream, request_id in asked),
+            "every request to end",
+        )
     reasons = [stream.ends(request_id) for stream, request_id in asked if not stream.over]
     assert all(len(ends) == 1 for ends in reasons), "each request has one end"
 
 
 async def cancel_once_admitted(stream: Stream, request_id: str) -> None:
     """Cancel a request once it is admitted, if that happens."""
-    await until(lambda: stream.over or stream.ends(request_id) or stream.of(request_id, "admitted"), "the admission")
+    await until(
+        lambda: stream.over or stream.ends(request_id) or stream.of(request_id, "admitted"),
+        "the admission",
+    )
     if not stream.over and not stream.ends(request_id):
-        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # its process may die at any moment
+        # Its process may die at any moment.
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             await stream.cancel(request_id)
 
 
-async def use_up(services: list[Service], tenant: Tenant, dimension: QuotaDimension, limit: int) -> None:
+async def use_up(
+    services: list[Service], tenant: Tenant, dimension: QuotaDimension, limit: int
+) -> None:
     """Send requests until all are refused: the rest is then too small for one more."""
     async with streams(services, [tenant]) as by_process:
         lanes = list(by_process.values())
@@ -281,7 +369,9 @@ async def use_up(services: list[Service], tenant: Tenant, dimension: QuotaDimens
         refused = False
         while not refused:
             asked = [
-                (lane, await lane.begin(max_output_tokens=OUTPUT_TOKENS)) for lane in lanes for _ in range(ROUND // len(lanes) + 1)
+                (lane, await lane.begin(max_output_tokens=OUTPUT_TOKENS))
+                for lane in lanes
+                for _ in range(ROUND // len(lanes) + 1)
             ]
             ends = [await lane.end(request_id) for lane, request_id in asked]
             refused = all(end.WhichOneof("kind") == "failed" for end in ends)
@@ -297,7 +387,9 @@ async def fill_up(lanes: list[Stream], limit: int) -> None:
     for (lane, _), frame in zip(asked, frames, strict=True):
         await lane.send(frame)
     for lane, request_id in asked:
-        await lane.wait(lambda lane=lane, id=request_id: lane.of(id, "admitted") or lane.ends(id) or None)  # type: ignore[misc]
+        await lane.wait(
+            lambda lane=lane, id=request_id: lane.of(id, "admitted") or lane.ends(id) or None  # type: ignore[misc]
+        )
     admitted = [(lane, request_id) for lane, request_id in asked if lane.of(request_id, "admitted")]
     assert len(admitted) == limit
     for lane, request_id in admitted:

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from weir.v1 import inference_service_pb2 as pb
+from weir.v1 import inference_service_pb2_grpc as pb_grpc
 from weir.v1 import types_pb2
 
 from inference.adapters.remote_settings import Service as Wire
+from inference.sequences import UNKNOWN_TOKEN_ID
 from metering.core.models import QuotaDimension
 from tests.faults.conftest import Start
 from tests.remote_servers.certificates import make_certificates
 from tests.remote_servers.serving import server_process
-from tests.service import MODEL, PLAIN_IDS, cost_picos, picos, until
+from tests.service import MODEL, PLAIN_IDS, Service, Tenant, bearer, cost_picos, picos, until
 
 pytestmark = pytest.mark.faults
 
 
-async def test_what_another_machine_generates_is_billed_to_the_token(launch: Start, model: Path, tmp_path: Path) -> None:
+async def test_tokens_of_a_remote_engine_are_billed_exactly(
+    launch: Start, model: Path, tmp_path: Path
+) -> None:
     """Before its death, at its death, and after its return at the same address."""
     certificates = make_certificates(tmp_path / "certificates")
     with server_process(model, certificates) as server:
@@ -51,10 +57,72 @@ async def test_what_another_machine_generates_is_billed_to_the_token(launch: Sta
     assert [each.usage.cached_input_token_count for each in (first, second, third)] == [0, 96, 0]
     for each in (first, second, third):
         assert each.reason == types_pb2.FINISH_REASON_LENGTH
-        assert each.usage.billed_token_count == each.usage.generated_token_count == each.usage.delivered_token_count == 60
+        assert (
+            each.usage.billed_token_count
+            == each.usage.generated_token_count
+            == each.usage.delivered_token_count
+            == 60
+        )
         assert picos(each.cost) == cost_picos(each.usage)
     assert failed.frame is not None
     assert failed.frame.usage.delivered_token_count == len(stream.token_ids(dying_id)) >= 20
-    billed = {str(event["request_id"]): event["billed_token_count"] for event in service.books.events(tenant)}
+    billed = {
+        str(event["request_id"]): event["billed_token_count"]
+        for event in service.books.events(tenant)
+    }
     assert billed[dying_id] == len(stream.token_ids(dying_id))
     assert sum(billed.values()) == 3 * 60 + len(stream.token_ids(dying_id))
+
+
+async def listed_models(service: Service, tenant: Tenant) -> Sequence[pb.Model]:
+    async with service.channel() as channel:
+        stub = pb_grpc.InferenceServiceStub(channel)
+        listed = await stub.ListModels(pb.ListModelsRequest(), metadata=bearer(tenant.secret))
+    return listed.models
+
+
+@pytest.mark.parametrize("faults", [[], ["refuse continuous_usage_stats"]])
+async def test_output_without_token_ids_is_billed_by_the_servers_usage(
+    launch: Start, model: Path, tmp_path: Path, faults: list[str]
+) -> None:
+    """A stream that ends without usage is billed for the delivered tokens, at most its messages."""
+    with server_process(model, make_certificates(tmp_path / "certificates")) as server:
+        server.go_wrong("no_ids", *faults)
+        targets = {MODEL: str(server.target(Wire.OPENAI_HTTP))}
+        service = launch(engine_backend="remote", remote_targets=targets, models={MODEL: model})
+        tenant = await service.tenant({QuotaDimension.TOKENS_PER_MONTH: 100_000})
+        async with service.stream(tenant.secret) as stream:
+            await until(service.serving, "the engine to be checked")
+            [listed] = await listed_models(service, tenant)
+            refused = await stream.failed(await stream.begin(stop_token_ids=[5]))
+            whole_id = await stream.begin(prompt=list(PLAIN_IDS[:100]), max_output_tokens=60)
+            whole = await stream.finished(whole_id)
+            stopped_id = await stream.begin(max_output_tokens=3000)
+            await stream.received(stopped_id, 20)
+            await stream.cancel(stopped_id)
+            stopped = await stream.finished(stopped_id)
+            dying_id = await stream.begin(max_output_tokens=3000)
+            await stream.received(dying_id, 20)
+            server.process.kill()
+            failed = await stream.failed(dying_id)
+        await service.no_hold_left(tenant)
+        await asyncio.to_thread(service.stop)
+
+    assert listed.counts_from_usage
+    assert {"stop_token_ids", "top_logprobs"} <= {each.field for each in listed.refused_fields}
+    assert refused.fields == ["stop_token_ids"]
+    assert {*stream.token_ids(whole_id)} == {UNKNOWN_TOKEN_ID}
+    assert whole.usage.billed_token_count == whole.usage.delivered_token_count == 60
+    assert picos(whole.cost) == cost_picos(whole.usage)
+    assert failed.frame is not None
+    billed = {
+        str(event["request_id"]): event["billed_token_count"]
+        for event in service.books.events(tenant)
+    }
+    assert billed == {
+        whole_id: 60,
+        stopped_id: stopped.usage.delivered_token_count,
+        dying_id: failed.frame.usage.delivered_token_count,
+    }
+    assert 20 <= billed[stopped_id] < 3000
+    assert 20 <= billed[dying_id] == len(stream.token_ids(dying_id)) < 3000

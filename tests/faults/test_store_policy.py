@@ -15,7 +15,7 @@ import pytest
 from weir.v1 import inference_service_pb2 as pb
 
 from api.chaos.rounds import crash_postgres
-from metering.core.errors import StoreAway
+from metering.core.errors import DatabaseUnavailable
 from metering.core.models import QuotaDimension
 from metering.holds.recovery import sweep_expired_holds
 from metering.store.embedded_postgres import EmbeddedPostgres
@@ -24,12 +24,23 @@ from tests.faults.servers import frozen, restart
 from tests.metering.cutting_proxy import CuttingProxy
 from tests.metering.invariants import check_invariants
 from tests.probing import probe
-from tests.service import PATIENCE_S, POLL_S, Books, Refusal, Service, Stream, Tenant, log_events, start, until
+from tests.service import (
+    PATIENCE_S,
+    POLL_S,
+    Books,
+    Refusal,
+    Service,
+    Stream,
+    Tenant,
+    log_events,
+    start,
+    until,
+)
 
 pytestmark = pytest.mark.faults
 
 LIMITS = {QuotaDimension.TOKENS_PER_MONTH: 10**9, QuotaDimension.CONCURRENT_REQUESTS: 10_000}
-GRACE = {"store_away_policy": "grace", "grace_holds_per_key": 3, "grace_input_tokens": 64}
+GRACE = {"database_unavailable_policy": "grace", "grace_holds_per_key": 3, "grace_input_tokens": 64}
 ADMITTED_WHILE_AWAY = 3
 
 
@@ -37,7 +48,10 @@ async def set_aside(service: Service, tenant: Tenant) -> None:
     """Use the tenant's key once, and wait until its pre-authorized holds are in the database."""
     async with service.stream(tenant.secret) as stream:
         await stream.finished(await stream.begin())
-    await until(lambda: service.books.holds(tenant).get("held") == ADMITTED_WHILE_AWAY, "holds to be set aside")
+    await until(
+        lambda: service.books.holds(tenant).get("held") == ADMITTED_WHILE_AWAY,
+        "holds to be set aside",
+    )
 
 
 async def refusal_of_a_new_request(service: Service, secret: str) -> Refusal:
@@ -55,8 +69,19 @@ async def refusal_of_a_new_request(service: Service, secret: str) -> Refusal:
 async def test_closed_health_says_that_the_quota_store_is_away_and_when_it_is_back(
     launch: Start, postgres: EmbeddedPostgres
 ) -> None:
-    service = launch(database_url=postgres.url, store_away_health_s=0.3)
-    assert all(map(service.serving, ("", "weir.v1.InferenceService", "weir.v1.BillingService", "quota-store", "engine/tiny")))
+    service = launch(database_url=postgres.url, database_unready_after_s=0.3)
+    assert all(
+        map(
+            service.serving,
+            (
+                "",
+                "weir.v1.InferenceService",
+                "weir.v1.BillingService",
+                "database",
+                "engine/tiny",
+            ),
+        )
+    )
 
     assert probe(service.metrics_url, "/readyz") == (200, {"status": "ready"})
 
@@ -64,38 +89,52 @@ async def test_closed_health_says_that_the_quota_store_is_away_and_when_it_is_ba
 
     await until(lambda: not service.serving(), "health to say so, though nobody asked for anything")
     away = {"status": "not ready", "reasons": ["the database does not answer"]}
-    await until(lambda: probe(service.metrics_url, "/readyz") == (503, away), "the probe to say the same")
+    await until(
+        lambda: probe(service.metrics_url, "/readyz") == (503, away), "the probe to say the same"
+    )
     assert probe(service.openai_url, "/health") == (503, away)
     assert probe(service.metrics_url, "/livez") == (200, {"status": "live"})
-    assert not any(map(service.serving, ("weir.v1.InferenceService", "weir.v1.AdminService", "quota-store")))
+    assert not any(
+        map(service.serving, ("weir.v1.InferenceService", "weir.v1.AdminService", "database"))
+    )
     assert service.serving("engine/tiny"), "which tells it from an engine that is not ready"
     [failed] = log_events(service.log, "part_failed")
-    assert (failed["part"], failed["serving"]) == ("quota-store", False)
+    assert (failed["part"], failed["serving"]) == ("database", False)
     await asyncio.to_thread(restart, postgres)
     await until(service.serving, "health to say that it is back")
 
 
-async def test_grace_lets_in_what_was_set_aside_and_a_kill_in_the_middle_loses_none_of_it(
+async def test_preauthorized_holds_admit_requests_and_survive_a_kill(
     launch: Start, postgres: EmbeddedPostgres
 ) -> None:
-    service = launch(database_url=postgres.url, store_away_health_s=0.3, **GRACE)
+    service = launch(database_url=postgres.url, database_unready_after_s=0.3, **GRACE)
     tenant = await service.tenant(LIMITS)
     await set_aside(service, tenant)
     crash_postgres(postgres)
-    await until(lambda: not service.serving("quota-store"), "the outage to be noticed")
+    await until(lambda: not service.serving("database"), "the outage to be noticed")
     assert service.serving(), "requests can be let in"
     assert probe(service.metrics_url, "/readyz") == (200, {"status": "ready"})
 
     async with service.stream(tenant.secret) as stream:  # the key is remembered
-        frames = [start(max_output_tokens=120, labels={"team": "search"}) for _ in range(ADMITTED_WHILE_AWAY)]
+        frames = [
+            start(max_output_tokens=120, labels={"team": "search"})
+            for _ in range(ADMITTED_WHILE_AWAY)
+        ]
         await stream.send(*frames)
         for frame in frames:
             await stream.received(frame.request_id, 20)
         refusal = await stream.failed(await stream.begin())
-        assert (refusal.code, refusal.reason) == (grpc.StatusCode.UNAVAILABLE, "STORE_AWAY")
+        assert (refusal.code, refusal.reason) == (
+            grpc.StatusCode.UNAVAILABLE,
+            "DATABASE_UNAVAILABLE",
+        )
         assert refusal.retry_after_s is not None
-        await until(lambda: not service.serving(), "health to say that nothing is left to let anybody in")
-        assert (await refusal_of_a_new_request(service, "wk_abcdefgh_" + "x" * 43)).reason == "STORE_AWAY"
+        await until(
+            lambda: not service.serving(), "health to say that nothing is left to let anybody in"
+        )
+        assert (
+            await refusal_of_a_new_request(service, "wk_abcdefgh_" + "x" * 43)
+        ).reason == "DATABASE_UNAVAILABLE"
         service.kill()
         await stream.closed()
     await asyncio.to_thread(restart, postgres)
@@ -117,7 +156,9 @@ def files(directory: Path, pattern: str) -> list[Path]:
     return list(directory.glob(pattern))
 
 
-async def test_grace_ends_as_usual_where_the_database_comes_back(launch: Start, postgres: EmbeddedPostgres) -> None:
+async def test_grace_ends_as_usual_where_the_database_comes_back(
+    launch: Start, postgres: EmbeddedPostgres
+) -> None:
     service = launch(database_url=postgres.url, **GRACE)
     tenant = await service.tenant(LIMITS)
     await set_aside(service, tenant)
@@ -141,9 +182,15 @@ async def test_grace_ends_as_usual_where_the_database_comes_back(launch: Start, 
 
 
 @pytest.mark.parametrize("policy", ["closed", "grace"])
-async def test_a_frozen_database_keeps_nobody_waiting(launch: Start, postgres: EmbeddedPostgres, policy: str) -> None:
+async def test_a_frozen_database_blocks_no_caller(
+    launch: Start, postgres: EmbeddedPostgres, policy: str
+) -> None:
     """Waiting requests are refused after the configured time, later ones at once."""
-    service = launch(database_url=postgres.url, **GRACE | {"store_away_policy": policy}, store_answer_wait_s=0.5)
+    service = launch(
+        database_url=postgres.url,
+        **GRACE | {"database_unavailable_policy": policy},
+        database_timeout_s=0.5,
+    )
     tenant = await service.tenant(LIMITS)
     if policy == "grace":
         await set_aside(service, tenant)
@@ -157,14 +204,19 @@ async def test_a_frozen_database_keeps_nobody_waiting(launch: Start, postgres: E
             if policy == "grace":
                 await stream.received(first, 30)
             else:
-                assert (await stream.failed(first)).reason == "STORE_AWAY"
-            await until(lambda: log_events(service.log, "database_away"), "the batch under way to be given up")
-            assert (await refusal_of_a_new_request(service, "wk_abcdefgh_" + "x" * 43)).reason == "STORE_AWAY"
+                assert (await stream.failed(first)).reason == "DATABASE_UNAVAILABLE"
+            await until(
+                lambda: log_events(service.log, "database_away"),
+                "the batch under way to be given up",
+            )
+            assert (
+                await refusal_of_a_new_request(service, "wk_abcdefgh_" + "x" * 43)
+            ).reason == "DATABASE_UNAVAILABLE"
 
         assert (await stream.finished(running)).usage.billed_token_count == 100
         if policy == "grace":
             assert (await stream.finished(first)).usage.billed_token_count == 30
-    await until(lambda: service.serving("quota-store"), "health to say that it is back")
+    await until(lambda: service.serving("database"), "health to say that it is back")
     assert await asyncio.to_thread(service.stop) == 0
     check_invariants(postgres.url, all_ended=True)
 
@@ -174,9 +226,13 @@ POOL = 3
 CONNECTIONS_MAX = POOL + 3  # one each for holds, for orders and for recovery
 
 
-async def test_a_thousand_clients_in_an_outage_open_no_more_connections_than_one(launch: Start, database_url: str) -> None:
+async def test_a_thousand_clients_in_an_outage_open_no_more_connections_than_one(
+    launch: Start, database_url: str
+) -> None:
     async with CuttingProxy(database_url).listening() as proxy:
-        service = await asyncio.to_thread(launch, database_url=proxy.url, database_connections_max=POOL)
+        service = await asyncio.to_thread(
+            launch, database_url=proxy.url, database_connections_max=POOL
+        )
         service.books = Books(database_url)  # this loop runs the proxy
         tenant = await service.tenant(LIMITS)
         async with service.stream(tenant.secret) as stream, service.stream(tenant.secret) as other:
@@ -187,18 +243,23 @@ async def test_a_thousand_clients_in_an_outage_open_no_more_connections_than_one
             attempts = proxy.attempt_count
 
             request_ids = [await stream.begin(max_output_tokens=1) for _ in range(CLIENTS // 2)]
-            refused = await asyncio.gather(*(refusal_of_a_new_request(service, tenant.secret) for _ in range(CLIENTS // 20)))
+            refused = await asyncio.gather(
+                *(refusal_of_a_new_request(service, tenant.secret) for _ in range(CLIENTS // 20))
+            )
             request_ids += [await other.begin(max_output_tokens=1) for _ in range(CLIENTS // 2)]
             for request_id in request_ids[: CLIENTS // 2]:
-                assert (await stream.failed(request_id)).reason == "STORE_AWAY"
+                assert (await stream.failed(request_id)).reason == "DATABASE_UNAVAILABLE"
             for request_id in request_ids[CLIENTS // 2 :]:
-                assert (await other.failed(request_id)).reason == "STORE_AWAY"
+                assert (await other.failed(request_id)).reason == "DATABASE_UNAVAILABLE"
 
-            assert {refusal.reason for refusal in refused} == {"STORE_AWAY"}
+            assert {refusal.reason for refusal in refused} == {"DATABASE_UNAVAILABLE"}
             assert proxy.attempt_count - attempts < 60, "a few per second, whoever comes"
             proxy.refusing = False
-            async with asyncio.timeout(PATIENCE_S):  # health may never have told of so short an outage
-                while not (await stream.end(await stream.begin(max_output_tokens=1))).HasField("finished"):  # noqa: ASYNC110
+            # Health may never have reported so short an outage.
+            async with asyncio.timeout(PATIENCE_S):
+                while not (  # noqa: ASYNC110
+                    await stream.end(await stream.begin(max_output_tokens=1))
+                ).HasField("finished"):
                     await asyncio.sleep(POLL_S)
             back = [await stream.begin(max_output_tokens=1) for _ in range(CLIENTS // 2)]
             peak = 0
@@ -214,8 +275,8 @@ async def test_a_thousand_clients_in_an_outage_open_no_more_connections_than_one
 def connection_count(service: Service) -> int:
     """Return the number of the service's connections as PostgreSQL counts them."""
     [row] = service.books.rows(
-        "SELECT count(*) AS n FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid() "
-        "AND backend_type = 'client backend' AND application_name = 'weir'"
+        "SELECT count(*) AS n FROM pg_stat_activity WHERE datname = current_database() AND pid <>"
+        " pg_backend_pid() AND backend_type = 'client backend' AND application_name ~ '^weir'"
     )
     return int(row["n"])
 
@@ -223,7 +284,9 @@ def connection_count(service: Service) -> int:
 PAUSES = int(os.environ.get("WEIR_TEST_PAUSES", "4"))
 
 
-async def test_a_process_paused_at_random_moments_bills_each_token_that_was_received_once(launch: Start) -> None:
+async def test_a_process_paused_at_random_moments_bills_each_token_that_was_received_once(
+    launch: Start,
+) -> None:
     """In any phase, with concurrent sweeps: after the pause it sends nothing under lost holds."""
     seed = random.randrange(2**32)
     print(f"seed {seed}")
@@ -233,10 +296,15 @@ async def test_a_process_paused_at_random_moments_bills_each_token_that_was_rece
     expired = 0
     async with service.stream(tenant.secret) as stream:
         for _ in range(PAUSES):
-            frames = [start(max_output_tokens=rng.choice((1, 20, 200))) for _ in range(rng.randrange(1, 12))]
+            frames = [
+                start(max_output_tokens=rng.choice((1, 20, 200)))
+                for _ in range(rng.randrange(1, 12))
+            ]
             await stream.send(*frames)
             wanted = rng.choice((0, 0, 1, 10, 60))
-            await stream.wait(lambda frames=frames, wanted=wanted: tokens_or_ends(stream, frames, wanted))  # type: ignore[misc]
+            await stream.wait(
+                lambda frames=frames, wanted=wanted: tokens_or_ends(stream, frames, wanted)  # type: ignore[misc]
+            )
             os.kill(service.pid, signal.SIGSTOP)
             await until_swept(service)
             os.kill(service.pid, signal.SIGCONT)
@@ -246,7 +314,9 @@ async def test_a_process_paused_at_random_moments_bills_each_token_that_was_rece
     await service.no_hold_left(tenant)
     delivered = service.books.delivered(tenant)
     received = {request_id: len(stream.token_ids(request_id)) for request_id in stream.frames}
-    assert {request_id: count for request_id, count in received.items() if count} == {k: v for k, v in delivered.items() if v}
+    assert {request_id: count for request_id, count in received.items() if count} == {
+        k: v for k, v in delivered.items() if v
+    }
     print(f"{sum(received.values())} tokens in {len(received)} requests, {expired} holds expired")
     check_invariants(service.database_url, all_ended=True)
 
@@ -261,5 +331,5 @@ async def until_swept(service: Service) -> None:
     """Sweep until the paused process has no hold. It may keep rows locked for two seconds."""
     async with asyncio.timeout(PATIENCE_S):
         while service.books.held_hold_count():
-            with contextlib.suppress(StoreAway):
+            with contextlib.suppress(DatabaseUnavailable):
                 await sweep_expired_holds(service.database_url)

@@ -1,4 +1,4 @@
-"""The key of an open stream: how often it is looked at, and what holds meanwhile."""
+"""Key of an open stream: intervals of its checks, and its rights in between."""
 
 from __future__ import annotations
 
@@ -7,23 +7,25 @@ from dataclasses import replace
 
 import pytest
 
-from api.access.auth import StandingKey
+from api.access.auth import StreamKey
 from api.core.errors import AuthenticationThrottled, PermissionDenied, Unauthenticated
-from metering.core.errors import KeyInvalid, StoreAway
+from metering.core.errors import DatabaseUnavailable, KeyInvalid
 from metering.tenants.tenants import Principal
 
-ALICE = Principal(uuid.uuid4(), "wk_12345678", uuid.uuid4(), uuid.uuid4(), "USD", frozenset({"inference"}))
+ALICE = Principal(
+    uuid.uuid4(), "wk_12345678", uuid.uuid4(), uuid.uuid4(), "USD", frozenset({"inference"})
+)
 INTERVAL_S = 60.0
 
 
 class World:
-    """A clock, and what a look-up finds."""
+    """Clock, and the result of a look-up."""
 
     def __init__(self, found: Principal = ALICE) -> None:
         self.now = 1000.0
         self.found: Principal | Exception = found
         self.asked = 0
-        self.key = StandingKey(found, self._look_up, INTERVAL_S, clock=lambda: self.now)
+        self.key = StreamKey(found, self._look_up, INTERVAL_S, clock=lambda: self.now)
 
     async def _look_up(self) -> Principal:
         self.asked += 1
@@ -32,7 +34,7 @@ class World:
         return self.found
 
     async def message(self, after_s: float) -> None:
-        """The next message of the stream. Raises what a request of it is refused with."""
+        """Send the next message of the stream; raise the refusal of its request."""
         self.now += after_s
         await self.key.look_again()
         self.key.check()
@@ -46,7 +48,9 @@ async def test_it_is_asked_once_per_interval_and_only_when_something_comes() -> 
     assert world.asked == 2
 
 
-@pytest.mark.parametrize("refusal", [KeyInvalid("the API key is not valid"), PermissionDenied("not for this")])
+@pytest.mark.parametrize(
+    "refusal", [KeyInvalid("the API key is not valid"), PermissionDenied("not for this")]
+)
 async def test_a_refusal_holds_until_the_key_is_good_again(refusal: Exception) -> None:
     world = World()
     world.found = refusal
@@ -62,7 +66,7 @@ async def test_a_refusal_holds_until_the_key_is_good_again(refusal: Exception) -
     assert world.key.principal == limited
 
 
-@pytest.mark.parametrize("away", [StoreAway("away"), AuthenticationThrottled(1.0)])
+@pytest.mark.parametrize("away", [DatabaseUnavailable("away"), AuthenticationThrottled(1.0)])
 async def test_without_an_answer_it_stays_as_it_was_and_is_asked_again(away: Exception) -> None:
     world = World()
     world.found = away

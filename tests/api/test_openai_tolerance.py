@@ -1,0 +1,286 @@
+"""Parameters outside OpenAI's API: bodies that real clients send, and parameters that are refused.
+
+The bodies are those of the clients that were recorded against a running server.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import msgspec
+import pytest
+
+from api.core.errors import InvalidRequest
+from api.openai.parameters import (
+    ChatParameters,
+    CompletionParameters,
+    ParsedRequest,
+    ResponseParameters,
+    decode,
+    parse_chat,
+    parse_completion,
+    parse_response,
+    tolerate,
+)
+from api.openai.tolerance import CHANGING, IGNORED_HEADER, NAMES_MAX, Ignored
+from infra.architecture import ROOT
+
+CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "Hello"}]}
+RESPONSE: dict[str, Any] = {"model": "demo", "input": "Hello"}
+COMPLETION: dict[str, Any] = {"model": "demo", "prompt": "Hello"}
+FUNCTION = {"type": "function", "name": "f"}
+SCHEMA = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+def parse(body: dict[str, Any], *, strict: bool = False) -> tuple[ParsedRequest, list[str]]:
+    """Parse a body by the API that its members belong to; return the ignored names too."""
+    ignored = None if strict else Ignored()
+    kind, convert = (
+        (ChatParameters, parse_chat)
+        if "messages" in body
+        else (ResponseParameters, parse_response)
+        if "input" in body
+        else (CompletionParameters, parse_completion)
+    )
+    requested: Any = decode(msgspec.json.encode(body), kind, ignored)
+    if ignored is not None:
+        tolerate(requested, ignored)
+    parsed = convert(requested)
+    return parsed, [] if ignored is None else list(ignored.names)
+
+
+CLIENTS: tuple[tuple[str, dict[str, Any], list[str]], ...] = (
+    (
+        "autogen",
+        {
+            "model": "demo",
+            "messages": [
+                {"role": "system", "content": "Be nice"},
+                {"role": "user", "name": "user", "content": "Hello"},
+            ],
+        },
+        ["messages[].name"],
+    ),
+    (
+        "langchain agent",
+        {
+            "model": "demo",
+            "messages": [
+                *CHAT["messages"],
+                {
+                    "role": "assistant",
+                    "name": "helper",
+                    "content": None,
+                    "tool_calls": [
+                        {
+                            "id": "c",
+                            "type": "function",
+                            "function": {"name": "f", "arguments": '{"city":\n'},
+                        }
+                    ],
+                },
+                {"role": "tool", "tool_call_id": "c", "name": "f", "content": "x"},
+            ],
+        },
+        ["messages[].name"],
+    ),
+    (
+        "guidellm",
+        CHAT
+        | {
+            "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+            "max_completion_tokens": 16,
+            "ignore_eos": True,
+        },
+        [],
+    ),
+    (
+        "guidellm responses",
+        RESPONSE | {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+        ["stream_options.continuous_usage_stats"],
+    ),
+    (
+        "pydantic-ai",
+        CHAT
+        | {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": SCHEMA},
+            },
+            "tool_choice": "auto",
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}],
+        },
+        [],
+    ),
+    (
+        "codex",
+        RESPONSE
+        | {
+            "tools": [
+                FUNCTION,
+                {"type": "namespace", "name": "multi_agent_v1", "tools": [FUNCTION]},
+                {"type": "web_search", "external_web_access": True},
+            ],
+            "tool_choice": "auto",
+            "parallel_tool_calls": False,
+            "client_metadata": {"a": "b"},
+            "reasoning": {"summary": "auto"},
+            "include": ["reasoning.encrypted_content"],
+            "prompt_cache_key": "x",
+            "store": False,
+            "stream": True,
+        },
+        [
+            "client_metadata",
+            "tools[].tools",
+            "tools[].external_web_access",
+            "prompt_cache_key",
+            "tools[].namespace",
+            "tools[].web_search",
+            "reasoning.summary",
+            "include[]",
+        ],
+    ),
+    (
+        "litellm for anthropic",
+        {
+            "model": "demo",
+            "input": [{"role": "user", "content": [{"type": "input_text", "text": "Hi"}]}],
+            "include": ["reasoning.encrypted_content"],
+            "max_output_tokens": 50,
+        },
+        ["include[]"],
+    ),
+    (
+        "earlier reasoning",
+        {
+            "model": "demo",
+            "input": [
+                {"role": "user", "content": "Hi"},
+                {"type": "reasoning", "id": "r", "summary": [], "encrypted_content": "x"},
+                {"role": "user", "content": [{"type": "input_text", "text": "Go on"}]},
+            ],
+            "truncation": "auto",
+        },
+        ["input[].reasoning"],
+    ),
+    (
+        "cached parts and earlier thoughts",
+        {
+            "model": "demo",
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}
+                    ],
+                },
+                {"role": "assistant", "content": None, "reasoning_content": "hm"},
+            ],
+        },
+        ["messages[].content[].cache_control", "messages[].reasoning_content"],
+    ),
+    ("lm-eval", COMPLETION | {"echo": True, "logprobs": 1, "suffix": None}, []),
+    ("vllm bench", CHAT | {"repetition_penalty": 1.0, "skip_special_tokens": True}, []),
+    ("hints", CHAT | {"x_client": "a", "priority": 3, "rid": "r"}, ["x_client", "priority", "rid"]),
+)
+
+
+@pytest.mark.parametrize(
+    ("body", "names"), [each[1:] for each in CLIENTS], ids=[n for n, *_ in CLIENTS]
+)
+def test_bodies_of_real_clients_are_accepted_and_ignored_parts_named(
+    body: dict[str, Any], names: list[str]
+) -> None:
+    assert parse(body)[1] == names
+
+
+def test_a_strict_request_with_an_unknown_parameter_is_refused() -> None:
+    for body in (
+        CHAT | {"x_client": 1},
+        CHAT | {"messages": [CHAT["messages"][0] | {"name": "x"}]},
+    ):
+        parse(body)
+        with pytest.raises(InvalidRequest):
+            parse(body, strict=True)
+
+
+def test_parts_that_are_ignored_do_not_reach_the_start_frame() -> None:
+    bodies = {name: body for name, body, _ in CLIENTS}
+
+    codex = parse(bodies["codex"])[0].starts[0]
+    thinking = parse(bodies["earlier reasoning"])[0].starts[0]
+
+    assert [tool.name for tool in codex.tools] == ["f"]
+    assert [turn.content for turn in thinking.conversation.messages] == ["Hi", "Go on"]
+
+
+@pytest.mark.parametrize(
+    ("body", "field", "words"),
+    [
+        (CHAT | {"temprature": 0.5}, "temprature", "did you mean temperature?"),
+        (CHAT | {"max_output_tokens": 5}, "max_output_tokens", "another API"),
+        (COMPLETION | {"tools": [FUNCTION]}, "tools", "another API"),
+        (CHAT | {"response_format": {"type": "text", "x": 1}}, "response_format.x", "leave it out"),
+        (
+            CHAT | {"chat_template_kwargs": {"bos_token": "x"}},
+            "chat_template_kwargs.bos_token",
+            "leave it out",
+        ),
+        (
+            CHAT | {"messages": [{"role": "assistant", "content": "a", "prefix": True}]},
+            "messages[].prefix",
+            "leave it out",
+        ),
+        (
+            RESPONSE | {"tools": [{"type": "web_search"}], "tool_choice": "required"},
+            "tool_choice",
+            "requires tools",
+        ),
+    ],
+)
+def test_parameters_that_would_change_the_answer_are_refused(
+    body: dict[str, Any], field: str, words: str
+) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        parse(body)
+
+    assert refused.value.violations[0].field == field
+    assert words in refused.value.violations[0].description
+
+
+@pytest.mark.parametrize("name", CHANGING)
+def test_extensions_that_change_the_answer_are_refused_except_for_a_value_that_does_not(
+    name: str,
+) -> None:
+    harmless, remedy = CHANGING[name]
+
+    parse(CHAT | {name: harmless})
+    with pytest.raises(InvalidRequest, match=re.escape(remedy)):
+        parse(CHAT | {name: "x"})
+
+
+def test_the_documented_extensions_are_those_of_the_code() -> None:
+    page = (ROOT / "docs" / "reference" / "openai.md").read_text(encoding="utf-8")
+    rows = page.partition("| extension of vLLM")[2].partition("###")[0]
+
+    documented = re.findall(r"^\| `(\w+)` \| (?:`(.*)`)? ?\| (.*) \|$", rows, re.MULTILINE)
+    told = {
+        name: (json.loads(value) if value else None, remedy) for name, value, remedy in documented
+    }
+
+    assert told == CHANGING
+
+
+def test_the_header_is_bounded_and_has_no_text_that_is_not_a_name() -> None:
+    body = CHAT | {f"hint_{index}": 1 for index in range(NAMES_MAX + 5)}
+    hostile = CHAT | {"a\r\nset-cookie: x": 1, "ü" * 9: 1, "y" * 100: 1}
+
+    for sent, shown in ((body, "and 5 more"), (hostile, "?, ?, ?")):
+        ignored = Ignored()
+        decode(msgspec.json.encode(sent), ChatParameters, ignored)
+        assert ignored.headers()[IGNORED_HEADER].endswith(shown)
+    assert Ignored().headers() == {}
