@@ -10,11 +10,12 @@ PYTEST := $(BIN)/python -m pytest
 # One more than there are cores: the slowest tests wait for processes that they start, kill and drain.
 WORKERS ?= $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
 SPREAD := --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+PLATFORM = $(shell $(BIN)/python -c 'import sysconfig; print(sysconfig.get_platform())')# of the wheel, which has machine code
 CHECKS := format-check lint types proto-check migrations-check architecture prose commits-check
 
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev docs demo test test-fast test-faults check checks $(CHECKS) fmt proto proto-baseline migration lock dist clean
+.PHONY: help setup setup-dev docs demo test test-fast test-faults test-clients test-peers check checks $(CHECKS) fmt proto proto-baseline migration lock dist dist-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -37,6 +38,14 @@ test-fast: setup-dev ## every test but those that kill processes and cut connect
 
 test-faults: setup-dev ## the tests that kill processes and cut connections
 	@$(PYTEST) $(SPREAD) -m faults
+
+# Installs from package registries, so `make test` does not include it.
+test-clients: setup-dev ## third-party clients: install each, run its code of docs/reference/clients.md; CLIENTS="openai ..."
+	@$(BIN)/python -m infra.clients $(CLIENTS)
+
+# Installs gigabytes. PEERS="vllm ..." chooses.
+test-peers: setup-dev ## engines of other projects: install each, run the tests that need it
+	@$(BIN)/python -m infra.peers $(PEERS)
 
 check: $(CHECKS) ## every check that is not a test: those that follow
 
@@ -87,10 +96,15 @@ lock: ## pin all dependencies anew; KEEP=1 moves no pin that still fits
 
 dist: setup-dev ## build the wheels of the server and of the Python client, and the package of the TypeScript client, into dist
 	@rm -rf build sdk/python/build dist
-	@$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist sdk/python .
+	@$(BIN)/python -m inference.native.build >/dev/null
+	@$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist sdk/python
+	@$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist --config-settings=--build-option=--plat-name=$(PLATFORM) .
 	@$(BIN)/python -m infra.typescript_sdk --build
 	@cd sdk/typescript && npm pack --silent --pack-destination ../../dist >/dev/null
 	@ls dist
+
+dist-check: setup-dev ## install the packages of `make dist` into clean environments and run a request through each
+	@$(BIN)/python -m infra.check_dist
 
 docs: $(VENV)/.installed-docs ## build the documentation into build/docs; links and anchors are checked
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs --quiet build
@@ -102,6 +116,7 @@ clean: ## remove the virtual environment, the demo's data and all caches
 # A stamp is written after its install has succeeded, so an interrupted one is simply done again.
 $(VENV)/.installed: $(LOCK) pyproject.toml sdk/python/pyproject.toml
 	@$(PYTHON) -m infra.install $(VENV) --pip $(PIP_VERSION)
+	@$(BIN)/python -m inference.native.build --if-possible
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed sdk/typescript/package-lock.json

@@ -1,5 +1,10 @@
-"""What holds for every test: no connection leaves this machine, and children start without gRPC's fork handlers."""
+"""Settings of every test: no connections to other machines, no gRPC fork handlers."""
 
-import api  # noqa: F401  # sets what must be set before anything imports grpc
+import os
+
+# Triton reads it when it is imported, and other packages import Triton.
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import api  # noqa: F401  # sets variables that must be set before grpc is imported
 
 pytest_plugins = ["tests.plugins.loopback_only"]

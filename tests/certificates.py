@@ -18,30 +18,34 @@ DAY = timedelta(days=1)
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """A certificate with its key."""
+    """Certificate with its key."""
 
     certificate: x509.Certificate
     private_key: ec.EllipticCurvePrivateKey
 
     @property
     def pem(self) -> bytes:
-        """The certificate."""
+        """Certificate in PEM."""
         return self.certificate.public_bytes(serialization.Encoding.PEM)
 
     @property
     def key_pem(self) -> bytes:
-        """Its key."""
+        """Key in PEM."""
         return self.private_key.private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
         )
 
     def encrypted_key_pem(self, passphrase: bytes) -> bytes:
-        """Its key under a passphrase."""
+        """Return its key in PEM, encrypted with a passphrase."""
         encryption = serialization.BestAvailableEncryption(passphrase)
-        return self.private_key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, encryption)
+        return self.private_key.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, encryption
+        )
 
     def write(self, directory: Path, name: str) -> tuple[Path, Path]:
-        """Files of both, each replaced whole, as renewal tools do."""
+        """Write both files, each atomically, as renewal tools do."""
         paths = directory / f"{name}.pem", directory / f"{name}.key"
         for path, content in zip(paths, (self.pem, self.key_pem), strict=True):
             unfinished = path.with_suffix(".new")
@@ -51,7 +55,11 @@ class Certificate:
 
 
 def new_certificate(
-    name: str, issuer: Certificate | None = None, *, authority: bool = False, hosts: Sequence[str] = ()
+    name: str,
+    issuer: Certificate | None = None,
+    *,
+    authority: bool = False,
+    hosts: Sequence[str] = (),
 ) -> Certificate:
     """Return a certificate for hosts, by default the loopback, signed by the issuer or itself."""
     key = ec.generate_private_key(ec.SECP256R1())
@@ -70,6 +78,9 @@ def new_certificate(
     )
     if not authority:
         builder = builder.add_extension(
-            x509.SubjectAlternativeName([x509.DNSName(host) for host in hosts] or loopback), critical=False
+            x509.SubjectAlternativeName([x509.DNSName(host) for host in hosts] or loopback),
+            critical=False,
         )
-    return Certificate(builder.sign(key if issuer is None else issuer.private_key, hashes.SHA256()), key)
+    return Certificate(
+        builder.sign(key if issuer is None else issuer.private_key, hashes.SHA256()), key
+    )

@@ -26,7 +26,13 @@ from sqlalchemy import make_url
 
 from inference.workers import process
 from metering.store import embedded_postgres
-from metering.store.db import Sessions, create_engine, create_sessions, psycopg_conninfo, sqlalchemy_url
+from metering.store.db import (
+    Sessions,
+    create_engine,
+    create_sessions,
+    psycopg_conninfo,
+    sqlalchemy_url,
+)
 from metering.store.migrations_runner import migrate, prepare_application_role
 from tests.forked_hosts import execute_host, fork_hosts
 
@@ -34,7 +40,12 @@ from tests.forked_hosts import execute_host, fork_hosts
 LONG_FILES_FIRST = ("tests/faults/", "tests/e2e/", "tests/api/", "tests/sdk/")
 
 # A test's database need not survive a crash of the machine. Tests that kill one start their own.
-WITHOUT_DURABILITY = {"fsync": "off", "full_page_writes": "off", "synchronous_commit": "off", "max_connections": "200"}
+WITHOUT_DURABILITY = {
+    "fsync": "off",
+    "full_page_writes": "off",
+    "synchronous_commit": "off",
+    "max_connections": "200",
+}
 APPLICATION_ROLE = "weir_test_application"
 SCRATCH_MIN_BYTES = 2 * 1024**3  # the server, WAL, and some databases of 8 MB each
 
@@ -81,7 +92,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def scratch() -> Path | None:
     """Return a large file system in memory, or None; it copies a database in 20 ms, not 300 ms."""
     memory = Path("/dev/shm")
-    roomy = memory.is_dir() and os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > SCRATCH_MIN_BYTES
+    roomy = (
+        memory.is_dir()
+        and os.access(memory, os.W_OK)
+        and shutil.disk_usage(memory).free > SCRATCH_MIN_BYTES
+    )
     return memory if roomy else None
 
 
@@ -94,7 +109,8 @@ def new_home() -> Path:
         except (ProcessLookupError, ValueError):
             with contextlib.suppress(OSError):  # of another user, or removed by another worker
                 stop_server(left)
-                remove = left.rename(left.with_name(f"weir-test-{os.getpid()}-{uuid.uuid4().hex}"))  # one worker succeeds
+                # One worker succeeds.
+                remove = left.rename(left.with_name(f"weir-test-{os.getpid()}-{uuid.uuid4().hex}"))
                 shutil.rmtree(remove, ignore_errors=True)
         except PermissionError:
             pass  # another user's run
@@ -120,12 +136,18 @@ def new_database(server_url: str, template: str = "template0") -> Iterator[str]:
         # Copying files takes half the time of the default, which writes each page to the WAL.
         create = sql.SQL("CREATE DATABASE {} TEMPLATE {} STRATEGY file_copy")
         connection.execute(create.format(sql.Identifier(name), sql.Identifier(template)))
-        url = sqlalchemy_url(server_url).set(drivername="postgresql", database=name).render_as_string(hide_password=False)
+        url = (
+            sqlalchemy_url(server_url)
+            .set(drivername="postgresql", database=name)
+            .render_as_string(hide_password=False)
+        )
         try:
             yield url
         finally:
             end_asking(url)
-            connection.execute(sql.SQL("DROP DATABASE {} WITH (FORCE)").format(sql.Identifier(name)))
+            connection.execute(
+                sql.SQL("DROP DATABASE {} WITH (FORCE)").format(sql.Identifier(name))
+            )
 
 
 def ask(database_url: str, query: str, *values: object) -> psycopg.Cursor[tuple[Any, ...]]:
@@ -136,7 +158,9 @@ def ask(database_url: str, query: str, *values: object) -> psycopg.Cursor[tuple[
     connection = ASKING.pop(database_url, None)
     kept = connection is not None
     if connection is None:
-        connection = psycopg.connect(psycopg_conninfo(database_url), autocommit=True, prepare_threshold=None)
+        connection = psycopg.connect(
+            psycopg_conninfo(database_url), autocommit=True, prepare_threshold=None
+        )
     try:
         answer = connection.execute(query.encode(), values)
     except BaseException:
@@ -214,7 +238,9 @@ def database_url(postgres_server: str, template_database: str) -> Iterator[str]:
 
 def as_application(database_url: str) -> str:
     """Return the database's URL for the role that api processes and workers use."""
-    url = sqlalchemy_url(database_url).set(drivername="postgresql", username=APPLICATION_ROLE, password=APPLICATION_ROLE)
+    url = sqlalchemy_url(database_url).set(
+        drivername="postgresql", username=APPLICATION_ROLE, password=APPLICATION_ROLE
+    )
     return url.render_as_string(hide_password=False)
 
 

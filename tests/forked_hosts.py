@@ -25,8 +25,18 @@ from tests.forks import ANSWER_BYTES_MAX, ENVIRONMENT, Forked, ForkedChild, Serv
 class StartProcess(Protocol):
     """Type of `process.start_process`."""
 
-    def __call__(self, module: str, fd: int, environment: Mapping[str, str]) -> Coroutine[Any, Any, asyncio.subprocess.Process]:
-        """Start a worker that has one end of a socket as file descriptor `fd`."""
+    def __call__(
+        self,
+        module: str,
+        fd: int,
+        environment: Mapping[str, str],
+        log_fd: int | None = None,
+        python: str = "",
+    ) -> Coroutine[Any, Any, asyncio.subprocess.Process]:
+        """Start a worker that has one end of a socket as file descriptor `fd`.
+
+        log_fd: its stderr; None for that of this process. python: its interpreter.
+        """
 
 
 execute_host: StartProcess = process.start_process
@@ -52,13 +62,17 @@ OTHERS = {
 def start_api(environment: Mapping[str, str], log: Path) -> Forked | None:
     """Start an api process that logs to `log` and forks its workers; None as in `Server.start`."""
     classifiers = [CLASSIFIERS.path] if environment.get("WEIR_SAFETY_RULES") else []
-    return APIS.start([sys.executable, "-m", "tests.forked_hosts", HOSTS.path, *classifiers], environment, log)
+    return APIS.start(
+        [sys.executable, "-m", "tests.forked_hosts", HOSTS.path, *classifiers], environment, log
+    )
 
 
 def children_of(pid: int, module: str = "") -> list[int]:
     """Return the children of a process and the workers forked for it, if they run `module`."""
     executed = [child for child in system.children_of(pid) if module in command_of(child)]
-    return executed + [child for server in (HOSTS, *OTHERS.values()) for child in server.children_of(pid, module)]
+    return executed + [
+        child for server in (HOSTS, *OTHERS.values()) for child in server.children_of(pid, module)
+    ]
 
 
 def command_of(pid: int) -> str:
@@ -77,12 +91,25 @@ def path_of_server(module: str) -> str:
 def fork_hosts(path_of_server: Callable[[str], str] = path_of_server) -> StartProcess:
     """Return a substitute for `process.start_process`, which stays the fallback."""
 
-    async def start_process(module: str, fd: int, environment: Mapping[str, str]) -> asyncio.subprocess.Process:
+    async def start_process(
+        module: str,
+        fd: int,
+        environment: Mapping[str, str],
+        log_fd: int | None = None,
+        python: str = "",
+    ) -> asyncio.subprocess.Process:
+        if python:
+            return await execute_host(module, fd, environment, log_fd, python)
         with open(os.devnull, "r+") as null:  # noqa: ASYNC230  # never blocks
-            files = {0: null.fileno(), 1: null.fileno(), 2: 2, fd: fd}
+            files = {0: null.fileno(), 1: null.fileno(), 2: log_fd or 2, fd: fd}
             arguments = ("--fd", str(fd))
             connection = send(
-                path_of_server(module), files, module=module, arguments=arguments, environment=environment, owner=os.getpid()
+                path_of_server(module),
+                files,
+                module=module,
+                arguments=arguments,
+                environment=environment,
+                owner=os.getpid(),
             )
         connection.setblocking(False)
         try:
@@ -93,7 +120,7 @@ def fork_hosts(path_of_server: Callable[[str], str] = path_of_server) -> StartPr
         if answer:
             return cast(asyncio.subprocess.Process, ForkedChild(connection, answer))
         connection.close()
-        return await execute_host(module, fd, environment)
+        return await execute_host(module, fd, environment, log_fd)
 
     return start_process
 
@@ -103,7 +130,9 @@ def main() -> None:
     from api.__main__ import main as api_main  # late: not every importer of this module needs it
 
     engines, *classifiers = sys.argv[1:]
-    process.start_process = fork_hosts(lambda module: classifiers[0] if module == CLASSIFIER_MODULE else engines)
+    process.start_process = fork_hosts(
+        lambda module: classifiers[0] if module == CLASSIFIER_MODULE else engines
+    )
     api_main()
 
 

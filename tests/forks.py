@@ -30,7 +30,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-INTERPRETER, ENVIRONMENT = sys.executable, dict(os.environ)  # as they are before a test patches them
+# As they are before a test patches them.
+INTERPRETER, ENVIRONMENT = sys.executable, dict(os.environ)
 POLL_S = 0.005
 REQUEST_BYTES_MAX = 1 << 20
 ANSWER_BYTES_MAX = 1 << 16
@@ -49,7 +50,7 @@ class Forked:
         self.pid = int(pid)
 
     def __del__(self) -> None:
-        """Close the connection: the exit status is no longer needed."""
+        """Close the connection, since the exit status is no longer needed."""
         self._connection.close()
 
     @property
@@ -79,7 +80,7 @@ class Forked:
         return status
 
     def send_signal(self, number: int) -> None:
-        """Send a signal, unless the process has ended."""
+        """Send a signalunless the process has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
@@ -101,7 +102,9 @@ class ForkedChild(Forked):
 class Server:
     """Server that forks processes of one kind in this test run."""
 
-    def __init__(self, *modules: str, environment: Callable[[], Mapping[str, str]] = lambda: ENVIRONMENT) -> None:
+    def __init__(
+        self, *modules: str, environment: Callable[[], Mapping[str, str]] = lambda: ENVIRONMENT
+    ) -> None:
         """Start nothing. modules: imported before the first fork. environment: of the server."""
         self._modules = modules
         self._environment = environment
@@ -129,7 +132,9 @@ class Server:
             self._path = path
         return self._path
 
-    def start(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> Forked | None:
+    def start(
+        self, command: Sequence[str], environment: Mapping[str, str], log: Path
+    ) -> Forked | None:
         """Fork a process that appends its output to `log`.
 
         Return None if its environment differs from the server's in more than settings of Weir: it
@@ -180,8 +185,16 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 def decisive(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that imports may depend on: no settings of Weir, tests or pytest."""
-    ignored = ("WEIR_", "PYTEST_", "TORCHINDUCTOR_CACHE_DIR", "TOKENIZERS_PARALLELISM", "TENSORRT_DOUBLE")
-    chosen = [key for key in environment if key.startswith("WEIR_NATIVE") or not key.startswith(ignored)]
+    ignored = (
+        "WEIR_",
+        "PYTEST_",
+        "TORCHINDUCTOR_CACHE_DIR",
+        "TOKENIZERS_PARALLELISM",
+        "TENSORRT_DOUBLE",
+    )
+    chosen = [
+        key for key in environment if key.startswith("WEIR_NATIVE") or not key.startswith(ignored)
+    ]
     return {key: environment[key] for key in chosen}
 
 
@@ -218,7 +231,14 @@ def serve(listener: socket.socket, environment: Mapping[str, str]) -> dict[str, 
         request, files = receive(connection)
         if "children_of" in request:
             owner, module = request["children_of"], request["module"]
-            send_numbers(connection, *(pid for pid, child in children.items() if child.owner == owner and module in child.module))
+            send_numbers(
+                connection,
+                *(
+                    pid
+                    for pid, child in children.items()
+                    if child.owner == owner and module in child.module
+                ),
+            )
             connection.close()
         elif decisive(request["environment"]) != environment:
             connection.close()
@@ -257,7 +277,10 @@ def send_numbers(connection: socket.socket, *numbers: int) -> None:
 def take_files(targets: Sequence[int], files: Sequence[int]) -> None:
     """Give files the descriptors that the request names."""
     unused = max(*targets, *files) + 1  # move them out of the way first
-    for target, moved in [(target, fcntl.fcntl(file, fcntl.F_DUPFD, unused)) for target, file in zip(targets, files, strict=True)]:
+    for target, moved in [
+        (target, fcntl.fcntl(file, fcntl.F_DUPFD, unused))
+        for target, file in zip(targets, files, strict=True)
+    ]:
         os.dup2(moved, target)
         os.close(moved)
     for file in set(files) - set(targets):
@@ -270,7 +293,9 @@ def main() -> None:
     environment = dict(os.environ)
     for module in modules:
         importlib.import_module(module)
-    set_by_imports = {key: value for key, value in os.environ.items() if environment.get(key) != value}
+    set_by_imports = {
+        key: value for key, value in os.environ.items() if environment.get(key) != value
+    }
     gc.collect()
     gc.freeze()  # a collection in a child would copy every page that it visits
     with socket.socket(fileno=int(fd)) as listener:

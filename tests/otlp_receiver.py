@@ -72,7 +72,11 @@ def values_of(attributes: Any) -> dict[str, Any]:
 def value_of(value: Any) -> Any:
     """Return the value of an attribute as a plain value."""
     kind = value.WhichOneof("value")
-    return [value_of(each) for each in value.array_value.values] if kind == "array_value" else getattr(value, kind)
+    return (
+        [value_of(each) for each in value.array_value.values]
+        if kind == "array_value"
+        else getattr(value, kind)
+    )
 
 
 @contextlib.contextmanager

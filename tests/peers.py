@@ -14,7 +14,7 @@ from metering.store.db import psycopg_conninfo
 from tests.service import PATIENCE_S, Service
 
 PUBLISH = """
-INSERT INTO live_reports (owner_id, owner_name, peer_certificate, reported_at, requests)
+INSERT INTO live_reports (process_id, process_name, peer_certificate, reported_at, requests)
 VALUES (%s, 'test:1', %s, now(), '[]')
 """
 
@@ -22,14 +22,17 @@ VALUES (%s, 'test:1', %s, now(), '[]')
 def peer_of(service: Service) -> Peer:
     """Return the address and certificate by which other processes reach this service."""
     pattern = f"%:{service.pid}"
-    [row] = service.books.rows("SELECT peer_address, peer_certificate FROM live_reports WHERE owner_name LIKE %s", pattern)
+    [row] = service.books.rows(
+        "SELECT peer_address, peer_certificate FROM live_reports WHERE process_name LIKE %s",
+        pattern,
+    )
     return Peer(row["peer_address"], row["peer_certificate"])
 
 
 async def publish(service: Service, identity: Identity) -> None:
     """Publish a certificate as processes do; return when this service accepts it."""
     with psycopg.connect(psycopg_conninfo(service.database_url), autocommit=True) as connection:
-        connection.execute(PUBLISH, (identity.owner_id, identity.certificate.decode()))
+        connection.execute(PUBLISH, (identity.process_id, identity.certificate.decode()))
         connection.execute("NOTIFY weir_control, 'peers'")
     peer = peer_of(service)
 

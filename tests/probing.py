@@ -1,4 +1,4 @@
-"""Health checks over HTTP, as a load balancer makes them."""
+"""Health checks over HTTP, like those of a load balancer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from urllib.parse import urlsplit
 TIMEOUT_S = 30.0
 
 
-def probe(url: str, path: str, *, method: str = "GET", timeout_s: float = TIMEOUT_S) -> tuple[int, dict[str, Any] | None]:
+def probe(
+    url: str, path: str, *, method: str = "GET", timeout_s: float = TIMEOUT_S
+) -> tuple[int, dict[str, Any] | None]:
     """Return status and body of a path on the host of a URL. Raises: OSError, TimeoutError."""
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=timeout_s)
     try:

@@ -17,7 +17,9 @@ class Scrape:
         self.text = text
         self.families = list(text_string_to_metric_families(text))
         self.samples = {
-            (sample.name, frozenset(sample.labels.items())): sample.value for family in self.families for sample in family.samples
+            (sample.name, frozenset(sample.labels.items())): sample.value
+            for family in self.families
+            for sample in family.samples
         }
 
     def value(self, name: str, **labels: str) -> float:

@@ -39,12 +39,19 @@ from api.generation.admission import Capacity
 from api.generation.output import Output
 from api.generation.process import Process
 from api.queue.fair_queue import QueueStatistics
+from inference.native import loader
 from inference.text.tokenizer import Tokenizer
 from metering.core.models import QuotaDimension, QuotaSubject
 from metering.pricing.prices import set_price
 from metering.quotas.quota_admin import set_quota
 from metering.store.db import create_engine, create_sessions
-from metering.tenants.tenants import KeyRecord, create_api_key, create_organization, create_project, revoke_api_key
+from metering.tenants.tenants import (
+    KeyRecord,
+    create_api_key,
+    create_organization,
+    create_project,
+    revoke_api_key,
+)
 from tests.conftest import ask
 from tests.forked_hosts import children_of, start_api
 from tests.forks import Forked
@@ -56,7 +63,11 @@ PATIENCE_S = 180.0  # timeout of every wait, far above the duration on a busy ma
 POLL_S = 0.01
 INPUT_PICOS, CACHED_PICOS, OUTPUT_PICOS = 150_000, 15_000, 600_000
 PLAIN_IDS = range(7, 400)  # token ids of the tiny tokenizer; lower ones are special tokens
-SMALL_WINDOWS = (("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0), ("grpc.http2.write_buffer_size", 0))
+SMALL_WINDOWS = (
+    ("grpc.http2.lookahead_bytes", 1024),
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.write_buffer_size", 0),
+)
 
 Value = TypeVar("Value")
 Detail = TypeVar("Detail", bound=Message)
@@ -65,7 +76,9 @@ Kind = str
 
 def make_model(directory: Path) -> Path:
     """Write a random checkpoint of 12 thin layers, 3 ms per token; return `directory`."""
-    make_checkpoint(directory, shape=LlamaShape(layer_count=12, context_window_tokens=CONTEXT_WINDOW_TOKENS))
+    make_checkpoint(
+        directory, shape=LlamaShape(layer_count=12, context_window_tokens=CONTEXT_WINDOW_TOKENS)
+    )
     return directory
 
 
@@ -89,11 +102,17 @@ class Books:
     def rows(self, query: str, *values: object) -> list[dict[str, Any]]:
         """Return the rows of a query as dictionaries."""
         answer = ask(self.database_url, query, *values)
-        return [dict(zip((column.name for column in answer.description or ()), row, strict=True)) for row in answer]
+        return [
+            dict(zip((column.name for column in answer.description or ()), row, strict=True))
+            for row in answer
+        ]
 
     def events(self, tenant: Tenant) -> list[dict[str, Any]]:
         """Return the usage events of a tenant, in order."""
-        return self.rows("SELECT * FROM usage_events WHERE organization_id = %s ORDER BY id", tenant.organization_id)
+        return self.rows(
+            "SELECT * FROM usage_events WHERE organization_id = %s ORDER BY id",
+            tenant.organization_id,
+        )
 
     def event(self, tenant: Tenant, request_id: str) -> dict[str, Any]:
         """Return the only usage event of a request."""
@@ -104,7 +123,9 @@ class Books:
         """Return non-zero token counts and costs of usage events by request."""
         return {
             str(event["request_id"]): {
-                name: value for name, value in event.items() if name.endswith(("_token_count", "_picos")) and value
+                name: value
+                for name, value in event.items()
+                if name.endswith(("_token_count", "_picos")) and value
             }
             for event in self.events(tenant)
         }
@@ -117,7 +138,8 @@ class Books:
     def counters(self, tenant: Tenant) -> dict[str, tuple[int, int]]:
         """Return used and held amounts of quotas by dimension, over all windows."""
         query = """SELECT dimension, sum(used)::bigint AS used, sum(held)::bigint AS held
-                   FROM quota_counters JOIN quotas ON quotas.id = quota_id WHERE subject_id = ANY(%s) GROUP BY dimension"""
+                   FROM quota_counters JOIN quotas ON quotas.id = quota_id
+                   WHERE subject_id = ANY(%s) GROUP BY dimension"""
         subjects = [tenant.organization_id, tenant.project_id, tenant.key.id]
         return {row["dimension"]: (row["used"], row["held"]) for row in self.rows(query, subjects)}
 
@@ -198,7 +220,9 @@ class Service:
         if self.process is None:
             with (self.home / "api.log").open("ab") as log:
                 command = [sys.executable, "-m", "api"]
-                self.process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+                self.process = subprocess.Popen(
+                    command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                )
 
     def start(self, *, serving: bool = True) -> None:
         """Start the process and wait until it serves or, without `serving`, until it listens."""
@@ -219,7 +243,9 @@ class Service:
             opened = grpc.secure_channel(self.address, self.credentials)
         with opened as channel:
             try:
-                answer = health_check(channel)(health_pb2.HealthCheckRequest(service=name), timeout=5)
+                answer = health_check(channel)(
+                    health_pb2.HealthCheckRequest(service=name), timeout=5
+                )
             except grpc.RpcError:
                 return False
             return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
@@ -263,10 +289,18 @@ class Service:
             if not self._priced:
                 await price_model(session)
                 self._priced = True
-            organization = await create_organization(session, name=name, currency_code=currency_code, actor="test")
+            organization = await create_organization(
+                session, name=name, currency_code=currency_code, actor="test"
+            )
             project = await create_project(session, organization=name, name="main", actor="test")
             key, secret = await create_api_key(
-                session, organization=name, project="main", name="key", scopes=scopes, lifetime=lifetime, actor="test"
+                session,
+                organization=name,
+                project="main",
+                name="key",
+                scopes=scopes,
+                lifetime=lifetime,
+                actor="test",
             )
             for dimension, limit in (quotas or {}).items():
                 await set_quota(
@@ -280,7 +314,11 @@ class Service:
         return Tenant(name, organization.id, project.id, key, secret)
 
     async def new_key(
-        self, tenant: Tenant, *scopes: str, models: Sequence[str] = (), lifetime: timedelta | None = None
+        self,
+        tenant: Tenant,
+        *scopes: str,
+        models: Sequence[str] = (),
+        lifetime: timedelta | None = None,
     ) -> tuple[KeyRecord, str]:
         """Create another key of the tenant's project."""
         async with self.session() as session:
@@ -329,7 +367,9 @@ class Service:
         if self.credentials is None:
             opened = grpc.aio.insecure_channel(self.address, options=[alone, *options])
         else:
-            opened = grpc.aio.secure_channel(self.address, self.credentials, options=[alone, *options])
+            opened = grpc.aio.secure_channel(
+                self.address, self.credentials, options=[alone, *options]
+            )
         async with opened as channel:
             yield channel
 
@@ -345,7 +385,9 @@ class Service:
     ) -> AsyncIterator[Stream]:
         """Yield a `Generate` call on a new connection; cancel it at the end of the block."""
         async with self.channel(*options) as channel, asyncio.TaskGroup() as tasks:
-            call = pb_grpc.InferenceServiceStub(channel).Generate(metadata=(*bearer(secret), *metadata), timeout=timeout)
+            call = pb_grpc.InferenceServiceStub(channel).Generate(
+                metadata=(*bearer(secret), *metadata), timeout=timeout
+            )
             stream = Stream(call)
             reader = tasks.create_task(stream.read_all()) if reading else None
             try:
@@ -437,15 +479,21 @@ class Stream:
 
     async def first(self, request_id: str, kind: Kind) -> Any:
         """Wait for the request's first frame of a kind and return it."""
-        return await self.wait(lambda: next(iter(self.of(request_id, kind)), None), f"{kind} of {request_id}")
+        return await self.wait(
+            lambda: next(iter(self.of(request_id, kind)), None), f"{kind} of {request_id}"
+        )
 
     async def received(self, request_id: str, token_count: int) -> None:
         """Wait for this many tokens."""
-        await self.wait(lambda: len(self.token_ids(request_id)) >= token_count, f"{token_count} tokens")
+        await self.wait(
+            lambda: len(self.token_ids(request_id)) >= token_count, f"{token_count} tokens"
+        )
 
     async def end(self, request_id: str) -> pb.ServerFrame:
         """Wait for the request's last frame and return it."""
-        return await self.wait(lambda: next(iter(self.ends(request_id)), None), f"the end of {request_id}")
+        return await self.wait(
+            lambda: next(iter(self.ends(request_id)), None), f"the end of {request_id}"
+        )
 
     async def finished(self, request_id: str) -> pb.FinishedFrame:
         """Wait for the end of a request, which must be `finished`, and return it."""
@@ -467,14 +515,19 @@ class Stream:
 
     def of(self, request_id: str, kind: Kind) -> list[Any]:
         """Return the request's frames of a kind."""
-        return [getattr(frame, kind) for frame in self.frames[request_id] if frame.WhichOneof("kind") == kind]
+        return [
+            getattr(frame, kind)
+            for frame in self.frames[request_id]
+            if frame.WhichOneof("kind") == kind
+        ]
 
     def ends(self, request_id: str) -> list[pb.ServerFrame]:
         """Return the last frames of a request; more than one is an error."""
         return [
             frame
             for frame in self.frames[request_id]
-            if frame.WhichOneof("kind") in ("finished", "failed") and not frame.failed.duplicate_start
+            if frame.WhichOneof("kind") in ("finished", "failed")
+            and not frame.failed.duplicate_start
         ]
 
     def token_ids(self, request_id: str) -> list[int]:
@@ -495,7 +548,9 @@ class Refusal:
     code: grpc.StatusCode = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "code", {code.value[0]: code for code in grpc.StatusCode}[self.status.code])
+        object.__setattr__(
+            self, "code", {code.value[0]: code for code in grpc.StatusCode}[self.status.code]
+        )
 
     @classmethod
     def of(cls, error: grpc.aio.AioRpcError) -> Refusal:
@@ -531,7 +586,11 @@ class Refusal:
     def fields(self) -> list[str]:
         """Invalid fields."""
         bad_request = self.detail(error_details_pb2.BadRequest)
-        return [] if bad_request is None else [violation.field for violation in bad_request.field_violations]
+        return (
+            []
+            if bad_request is None
+            else [violation.field for violation in bad_request.field_violations]
+        )
 
     @property
     def retry_after_s(self) -> float | None:
@@ -563,13 +622,19 @@ def credit(request_id: str, token_count: int) -> pb.ClientFrame:
 def conversation(*turns: str) -> pb.Conversation:
     """Return a conversation of user and assistant in turn, the user first."""
     roles = (pb.ROLE_USER, pb.ROLE_ASSISTANT)
-    return pb.Conversation(messages=[pb.Message(role=roles[i % 2], content=text) for i, text in enumerate(turns)])
+    return pb.Conversation(
+        messages=[pb.Message(role=roles[i % 2], content=text) for i, text in enumerate(turns)]
+    )
 
 
 def cost_picos(usage: types_pb2.Usage) -> int:
     """Return the cost of the usage at the tests' prices."""
     uncached = usage.input_token_count - usage.cached_input_token_count
-    return uncached * INPUT_PICOS + usage.cached_input_token_count * CACHED_PICOS + usage.billed_token_count * OUTPUT_PICOS
+    return (
+        uncached * INPUT_PICOS
+        + usage.cached_input_token_count * CACHED_PICOS
+        + usage.billed_token_count * OUTPUT_PICOS
+    )
 
 
 def picos(money: types_pb2.Money) -> int:
@@ -603,7 +668,9 @@ async def price_model(session: AsyncSession, model: str = MODEL) -> None:
     )
 
 
-def wait_for(condition: Callable[[], Value | None], what: str, patience_s: float = PATIENCE_S) -> Value:
+def wait_for(
+    condition: Callable[[], Value | None], what: str, patience_s: float = PATIENCE_S
+) -> Value:
     """Poll until the condition is true; return its value. Blocks the event loop."""
     deadline = time.monotonic() + patience_s
     while (value := condition()) is None or value is False:
@@ -636,8 +703,9 @@ async def refused(call: Awaitable[object]) -> Refusal:
 
 
 def log_events(log: str, name: str) -> list[dict[str, Any]]:
-    """Return the events of a name in a log of JSON lines."""
-    lines = (json.loads(line) for line in log.splitlines() if line.startswith("{"))
+    """Return the events of a name in a log of JSON lines; the last line may be half written."""
+    whole, _, _ = log.rpartition("\n")
+    lines = (json.loads(line) for line in whole.splitlines() if line.startswith("{"))
     return [line for line in lines if line.get("event") == name]
 
 
@@ -678,7 +746,9 @@ class SharedServices:
         if following is not None and self._directory in following.path.parents:
             return
         for service, may_be_killed in reversed(self._may_be_killed.items()):
-            killed = may_be_killed and service.process is not None and service.process.poll() is not None
+            killed = (
+                may_be_killed and service.process is not None and service.process.poll() is not None
+            )
             if service not in self._stopped and not killed:
                 assert service.stop() == 0, service.log[-4000:]
                 self._stopped.append(service)
@@ -706,14 +776,21 @@ class Inside:
         statistics = self.engine.statistics()
         counts = {
             "permits": self.capacity.taken_count,
-            "places": sum(queue.waiting_count + queue.engine_pending_count for queue in self.queue_statistics()),
+            "places": sum(
+                queue.waiting_count + queue.engine_pending_count
+                for queue in self.queue_statistics()
+            ),
             "live requests": len(self.process.running()),
             "prepared characters": self.process.text_work.taken_chars,
-            "executor work": self.process.text_work.waiting_count + self.process.text_work.running_count,
+            "executor work": (
+                self.process.text_work.waiting_count + self.process.text_work.running_count
+            ),
             "live holds": self.process.admission.holds.statistics().live_hold_count,
             "sequences": statistics.running_sequence_count + statistics.waiting_sequence_count,
             "KV blocks": statistics.kv_block_count_held,
-            "request tasks": sum(task.get_name().startswith("request ") for task in asyncio.all_tasks()),
+            "request tasks": sum(
+                task.get_name().startswith("request ") for task in asyncio.all_tasks()
+            ),
             "held holds": self.service.books.held_hold_count(),
         }
         return {name: count for name, count in counts.items() if count}
@@ -745,7 +822,10 @@ async def run_inside(service: Service, monkeypatch: pytest.MonkeyPatch) -> Async
     monkeypatch.setattr(api_main, "stop_signals", stop_signals)
     async with asyncio.TaskGroup() as tasks:
         serving = tasks.create_task(api_main.serve(service.settings))
-        await until(lambda: created and stops and read_endpoint(service.home).address, "the server to listen")
+        await until(
+            lambda: created and stops and read_endpoint(service.home).address,
+            "the server to listen",
+        )
         service.address = read_endpoint(service.home).address
         inside = Inside(service, created[0])
         await inside.engine.start()
@@ -754,3 +834,10 @@ async def run_inside(service: Service, monkeypatch: pytest.MonkeyPatch) -> Async
         finally:
             stops[0].set()
             await serving
+
+
+def kernels_of_this_machine() -> str:
+    """Return the level of native code that the service's engine uses for float32, or `torch`."""
+    if (library := loader.load()) is None:
+        return "torch"
+    return next(iter(loader.available_levels(library, is_bfloat16=False)))

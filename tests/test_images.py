@@ -1,8 +1,10 @@
-"""Contents of the images and of compose.yaml, by their files: no test builds an image."""
+"""Images and compose.yaml, checked by their files: no test builds an image."""
 
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -11,41 +13,152 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 
+from inference.adapters.tensorrt_settings import VERSION
+from tests.inference.checkpoints import make_checkpoint
+
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "infra" / "images"
+ADDED_FOR_WORKER = {"msgspec"}
+# Third-party modules of the worker that NVIDIA's image has: requirements of torch, transformers.
+IN_IMAGE_OF_TENSORRT = {"jinja2", "markupsafe", "numpy", "tokenizers"}
 
 
 def instructions(name: str) -> list[str]:
     """Return the instructions of a Dockerfile, each on one line."""
     text = (IMAGES / name).read_text().replace("\\\n", " ")
-    return [re.sub(r"\s+", " ", line) for line in text.splitlines() if line and not line.startswith("#")]
+    return [
+        re.sub(r"\s+", " ", line) for line in text.splitlines() if line and not line.startswith("#")
+    ]
 
 
 def extras(lines: list[str]) -> set[str]:
     (installed,) = [line for line in lines if "pip install" in line]
-    found = re.search(r'-e "\.\[([a-z,]+)\]"', installed)
+    found = re.search(r'(?:-e "\.|weir_server-\*\.whl\))\[([a-z,]+)\]"', installed)
     assert found is not None, installed
     return set(found[1].split(","))
 
 
+def project() -> dict[str, Any]:
+    """Return the table `project` of pyproject.toml."""
+    found: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return found
+
+
 def test_the_image_has_every_extra_that_it_can_use() -> None:
-    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"].keys()
+    known = project()["optional-dependencies"].keys()
 
     assert extras(instructions("Dockerfile")) == known - {"tensorrt"}
-    assert extras(instructions("tensorrt.Dockerfile")) == known - {"tensorrt", "safety"}
 
 
-def test_the_image_computes_with_the_native_library() -> None:
-    """It is compiled in a separate stage and copied to the loader's path."""
+def test_the_server_of_the_tensorrt_image_has_all_requirements_but_torch() -> None:
+    [line] = [line for line in instructions("tensorrt.Dockerfile") if "tomllib" in line]
+    script = re.search(r'python3 -c "(.*?)" > /wheels/server.txt', line)
+    assert script is not None
+
+    printed = subprocess.run(
+        [sys.executable, "-c", script[1]],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
+
+    extras = project()["optional-dependencies"]
+    wanted = {*project()["dependencies"], *(each for name in extras for each in extras[name])}
+    assert wanted - set(printed) == {"weir-client==0.1.0", "torch==2.13.0", *extras["safety"]}
+    assert set(printed) < wanted
+
+
+def test_the_worker_of_the_tensorrt_image_has_the_supported_library_and_what_it_lacks() -> None:
+    lines = instructions("tensorrt.Dockerfile")
+    [worker] = [line for line in lines if "--system-site-packages" in line]
+    added = re.search(r"install --no-deps -c /srv/constraints.txt (.*) /srv/wheels/weir_s", worker)
+
+    assert f"ARG TENSORRT_IMAGE=nvcr.io/nvidia/tensorrt-llm/release:{VERSION}" in lines
+    assert "/srv/worker/bin/python" in "".join(
+        line for line in lines if "WEIR_TENSORRT_PYTHON" in line
+    )
+    assert added is not None
+    assert set(added[1].split()) == ADDED_FOR_WORKER
+
+
+IMPORTS = """
+import importlib.abc, sys
+allowed = set(sys.argv[2:])
+
+class Guard(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        top = name.partition(".")[0]
+        if top not in sys.stdlib_module_names and top not in allowed:
+            raise ModuleNotFoundError(f"{name} is not installed here", name=name)
+
+sys.meta_path.insert(0, Guard())
+import inference.adapters.tensorrt_questions
+import inference.adapters.tensorrt_worker
+from inference.text.detokenizer import TextDecoder
+from inference.text.tokenizer import Tokenizer
+known = Tokenizer(__import__("pathlib").Path(sys.argv[1]))
+TextDecoder(known.backend, known.special_token_ids, sys.argv[1] + "/tokenizer.json")
+"""
+
+
+def test_the_worker_imports_only_what_its_interpreter_has(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    allowed = {"common", "inference", *ADDED_FOR_WORKER, *IN_IMAGE_OF_TENSORRT}
+
+    def imports(names: set[str]) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", IMPORTS, str(tmp_path), *names]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+    found = imports(allowed)
+    assert found.returncode == 0, found.stderr
+    for name in ADDED_FOR_WORKER:
+        assert "is not installed here" in imports(allowed - {name}).stderr, "the guard must act"
+
+
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None  # an import raises
+from pathlib import Path
+import api.__main__
+from api.core.settings import Settings
+from api.fleet.fleet import build_serving
+model = Path(sys.argv[1])
+settings = Settings(home=model, models={"m": model}, engine_backend="tensorrt")
+assert list(build_serving(settings).engines) == ["m"]
+"""
+
+
+def test_the_server_needs_no_torch_without_an_embedded_engine(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_image_has_the_wheels_and_the_native_library_that_a_stage_before_it_builds() -> None:
     lines = instructions("Dockerfile")
-    build = lines.index("RUN python -m inference.native.build --out /prebuilt")
+    compiled = lines.index("RUN python -m inference.native.build")
+    built = lines.index("RUN pip wheel --no-deps --wheel-dir /wheels sdk/python .")
     last_stage = max(index for index, line in enumerate(lines) if line.startswith("FROM "))
+    copied = lines.index("COPY --from=wheels /wheels /srv/wheels")
+    (installed,) = [index for index, line in enumerate(lines) if "pip install" in line]
 
-    assert any("g++" in line for line in lines[:build])
+    assert any("g++" in line for line in lines[:compiled])
     assert not any("g++" in line for line in lines[last_stage:])
-    copied = lines.index("COPY --from=native /prebuilt inference/native/prebuilt")
-    assert build < last_stage < copied
-    assert copied > lines.index("COPY inference inference"), "which would otherwise hide it"
+    assert compiled > lines.index("COPY inference inference"), "which would otherwise hide it"
+    assert compiled < built < last_stage < copied < installed
+    assert [line for line in lines[last_stage:] if line.startswith("COPY ")] == [
+        "COPY requirements/constraints.txt /srv/constraints.txt",
+        lines[copied],
+    ], "no sources"
 
 
 @pytest.mark.parametrize("name", ["Dockerfile", "tensorrt.Dockerfile"])
@@ -53,21 +166,32 @@ def test_an_image_runs_as_a_user_without_rights(name: str) -> None:
     lines = instructions(name)
 
     assert [line for line in lines if line.startswith("USER ")] == ["USER weir"]
-    assert lines.index("USER weir") > max(index for index, line in enumerate(lines) if line.startswith("RUN "))
+    assert lines.index("USER weir") > max(
+        index for index, line in enumerate(lines) if line.startswith("RUN ")
+    )
 
 
 @pytest.mark.parametrize("name", ["Dockerfile", "tensorrt.Dockerfile"])
 def test_an_image_copies_what_is_there_and_not_ignored(name: str) -> None:
-    ignored = {line.rstrip("/") for line in (ROOT / ".dockerignore").read_text().splitlines() if line[:1] not in ("", "#", "!")}
+    ignored = {
+        line.rstrip("/")
+        for line in (ROOT / ".dockerignore").read_text().splitlines()
+        if line[:1] not in ("", "#", "!")
+    }
     copied = [
-        part for line in instructions(name) if line.startswith("COPY ") and "--from" not in line for part in line.split()[1:-1]
+        part
+        for line in instructions(name)
+        if line.startswith("COPY ") and "--from" not in line
+        for part in line.split()[1:-1]
     ]
 
     assert copied
     for path in copied:
         assert (ROOT / path).exists(), path
         assert Path(path).parts[0] not in ignored, path
-    packages = re.search(r"include = \[(.*)\]", (ROOT / "pyproject.toml").read_text().split("packages.find", 1)[1])
+    packages = re.search(
+        r"include = \[(.*)\]", (ROOT / "pyproject.toml").read_text().split("packages.find", 1)[1]
+    )
     assert packages is not None
     assert {each.strip().strip('"*') for each in packages[1].split(",")} <= set(copied)
 
@@ -77,7 +201,9 @@ FULL_VERSION = re.compile(r"[a-z0-9./-]+:\d+\.\d+(\.\d+)?(-[a-z]+)*")
 
 def services() -> dict[str, dict[str, Any]]:
     """Return the services of compose.yaml, with anchors resolved and variables unexpanded."""
-    found: dict[str, dict[str, Any]] = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
+    found: dict[str, dict[str, Any]] = yaml.safe_load((ROOT / "compose.yaml").read_text())[
+        "services"
+    ]
     return found
 
 
@@ -87,8 +213,12 @@ def test_base_images_have_full_versions_and_can_be_pinned_by_digest(name: str) -
 
     (argument,) = [line.removeprefix("ARG ") for line in lines if line.startswith("ARG ")]
     variable, image = argument.split("=")
-    # A stage that only names the base image: Dependabot updates FROM, but no build arguments.
-    named = {found[2]: found[1] for line in lines if (found := re.fullmatch(r"FROM ([^$ ]+) AS (\S+)", line))}
+    # Stage that only names the base image: Dependabot updates FROM, but no build arguments.
+    named = {
+        found[2]: found[1]
+        for line in lines
+        if (found := re.fullmatch(r"FROM ([^$ ]+) AS (\S+)", line))
+    }
     assert FULL_VERSION.fullmatch(named.pop(image, image)), image
     assert not named
     assert {line.split()[1] for line in lines if line.startswith("FROM $")} == {f"${{{variable}}}"}
@@ -103,16 +233,22 @@ def test_images_of_compose_have_full_versions_and_can_be_pinned_by_digest(name: 
 
 
 def test_compose_builds_on_the_base_image_of_the_dockerfile() -> None:
-    (argument,) = [line.removeprefix("ARG ") for line in instructions("Dockerfile") if line.startswith("ARG ")]
+    (argument,) = [
+        line.removeprefix("ARG ") for line in instructions("Dockerfile") if line.startswith("ARG ")
+    ]
 
-    assert services()["api"]["build"]["args"] == {"PYTHON_IMAGE": f"${{{argument.replace('=', ':-')}}}"}
+    assert services()["api"]["build"]["args"] == {
+        "PYTHON_IMAGE": f"${{{argument.replace('=', ':-')}}}"
+    }
 
 
 def test_only_the_migration_connects_as_the_owner_of_the_tables() -> None:
     found = services()
     owner = found["postgres"]["environment"]["POSTGRES_USER"]
     users = {
-        name: urlsplit(re.sub(r"\$\{[^}]*\}", "secret", each["environment"]["WEIR_DATABASE_URL"])).username
+        name: urlsplit(
+            re.sub(r"\$\{[^}]*\}", "secret", each["environment"]["WEIR_DATABASE_URL"])
+        ).username
         for name, each in found.items()
         if "WEIR_DATABASE_URL" in each.get("environment", {})
     }
@@ -121,7 +257,10 @@ def test_only_the_migration_connects_as_the_owner_of_the_tables() -> None:
     assert role != owner
     assert users == {"migrate": owner, "api": role, "worker": role, "stripe-webhooks": role}
     assert found["migrate"]["command"] == ["migrate", "--grant", role]
-    assert [name for name, each in found.items() if "POSTGRES_PASSWORD" in str(each)] == ["postgres", "migrate"]
+    assert [name for name, each in found.items() if "POSTGRES_PASSWORD" in str(each)] == [
+        "postgres",
+        "migrate",
+    ]
 
 
 def test_redis_asks_for_the_password_of_the_broker_url() -> None:
@@ -142,5 +281,7 @@ def test_containers_of_weir_can_write_to_their_volumes_only(name: str) -> None:
     assert each["tmpfs"] == ["/tmp"]
     assert each["cap_drop"] == ["ALL"]
     assert each["security_opt"] == ["no-new-privileges:true"]
-    assert "VOLUME /var/lib/weir" in instructions("Dockerfile"), "the home of every service is writable"
+    assert "VOLUME /var/lib/weir" in instructions("Dockerfile"), (
+        "the home of every service is writable"
+    )
     assert "WEIR_HOME=/var/lib/weir" in " ".join(instructions("Dockerfile"))

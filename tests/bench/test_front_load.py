@@ -1,4 +1,4 @@
-"""The load generator asks for what it says: whole start frames, each with an id of its own, written as bytes."""
+"""Load generator of `bench.front`: whole start frames as bytes, each with its own id."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from api.generation.start_frame import parse_start
 from bench.front_load import RequestMaker, until_batch_ms
 
 
-def test_a_message_holds_so_many_starts_with_ids_of_their_own() -> None:
+def test_a_message_holds_the_given_number_of_starts_with_unique_ids() -> None:
     sent_at: dict[str, float] = {}
 
     message = pb.GenerateRequest.FromString(RequestMaker("m", "a hotel").make(3, sent_at))

@@ -1,4 +1,4 @@
-"""The benchmark of the policies: on a time of its own, and it tells good placing from bad."""
+"""Benchmark of placement policies: in virtual time, and it separates good placement from bad."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ def test_all_policies_have_the_same_to_do_and_prefixes_are_found_where_they_are(
     assert tuple(found) == POLICY_ORDER
     turns = sum(len(dialogue.turns) for dialogue in trace)
     assert all(len(seen.ttfts_ms) == turns for seen in found.values())
-    assert len({seen.prompt_token_count for seen in found.values()}) == 1, "all policies had the same to do"
+    assert len({seen.prompt_token_count for seen in found.values()}) == 1, (
+        "all policies had the same to do"
+    )
     aware, turn_by_turn = found["prefix_aware"], found["round_robin"]
     assert aware.cached_token_count > turn_by_turn.cached_token_count
     assert mean(aware.ttfts_ms) < mean(turn_by_turn.ttfts_ms)

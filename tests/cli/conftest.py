@@ -1,4 +1,4 @@
-"""A scripted Weir and a way to run commands against it."""
+"""Scripted Weir, and a fixture that runs commands against it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.sdk.scripted import ScriptedInference
 
 @dataclass(frozen=True)
 class ScriptedWeir:
-    """The scripted server: its address, and what its services were asked."""
+    """Scripted server: its address, and the requests to its services."""
 
     address: str
     inference: ScriptedInference
@@ -31,13 +31,25 @@ Run = Callable[..., Result]
 
 @pytest.fixture(autouse=True)
 def terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A plain terminal of 100 columns, with no setting from outside, in December 2026."""
-    for name in ("WEIR_ADDRESS", "WEIR_API_KEY", "WEIR_ADMIN_KEY", "WEIR_ROOT_CERTIFICATES", "FORCE_COLOR", "GITHUB_ACTIONS"):
+    """Return a plain terminal of 100 columns without outside settings, in December 2026."""
+    for name in (
+        "WEIR_ADDRESS",
+        "WEIR_API_KEY",
+        "WEIR_ADMIN_KEY",
+        "WEIR_ROOT_CERTIFICATES",
+        "FORCE_COLOR",
+        "GITHUB_ACTIONS",
+    ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WEIR_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setattr(report_module, "present_day", lambda: date(2026, 12, 20))
+
+
+@pytest.fixture
+def wide_terminal(terminal: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
 
 
 @pytest.fixture
@@ -49,7 +61,7 @@ def server() -> Iterator[ScriptedWeir]:
 
 @pytest.fixture
 def bare_weir() -> Run:
-    """Runs `weir` with exactly these arguments."""
+    """Return a function that runs `weir` with exactly these arguments."""
 
     def run(*arguments: str, stdin: str | None = None) -> Result:
         return CliRunner().invoke(app, list(arguments), input=stdin, catch_exceptions=False)
@@ -59,7 +71,7 @@ def bare_weir() -> Run:
 
 @pytest.fixture
 def weir(bare_weir: Run, server: ScriptedWeir, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs `weir` against the scripted server."""
+    """Return a function that runs `weir` against the scripted server."""
     monkeypatch.setenv("WEIR_ADDRESS", server.address)
     monkeypatch.setenv("WEIR_API_KEY", "weir_user")
     monkeypatch.setenv("WEIR_ADMIN_KEY", "weir_admin")

@@ -1,6 +1,6 @@
-"""A whole scripted Weir on loopback: all three services with fixed answers, for tests of the commands.
+"""Scripted Weir on loopback: all three services with fixed answers, for tests of the commands.
 
-`python -m tests.cli.scripted_weir PORT` serves it, to look at the commands by hand.
+`python -m tests.cli.scripted_weir PORT` serves it for manual use of the commands.
 """
 
 from __future__ import annotations
@@ -46,7 +46,11 @@ USAGE = types_pb2.Usage(
 )
 COST = types_pb2.Money(currency_code="USD", picos=223_750_000)
 BAD_TEMPERATURE = error_details_pb2.BadRequest(
-    field_violations=[error_details_pb2.BadRequest.FieldViolation(field="start.sampling.temperature", description="must be 0 to 2")]
+    field_violations=[
+        error_details_pb2.BadRequest.FieldViolation(
+            field="start.sampling.temperature", description="must be 0 to 2"
+        )
+    ]
 )
 QUOTA = types_pb2.QuotaStatus(
     enforced=True,
@@ -66,9 +70,9 @@ RAISED.CopyFrom(QUOTA)
 RAISED.MergeFrom(
     types_pb2.QuotaStatus(
         limit_value=500_000,
-        standing_limit_value=100_000,
-        raised_until_time=NOON,
-        raise_reason="launch",
+        base_limit_value=100_000,
+        override_end_time=NOON,
+        override_reason="launch",
         input_weight_milli=1000,
         cached_input_weight_milli=100,
         output_weight_milli=4000,
@@ -149,16 +153,24 @@ ENDED = prices_pb2.PriceVersion(
 )
 PAID = [
     prices_pb2.AppliedPrice(
-        model="demo", tier=pb.SERVICE_TIER_INTERACTIVE, source=prices_pb2.AppliedPrice.SOURCE_LIST, version=LISTED
+        model="demo",
+        tier=pb.SERVICE_TIER_INTERACTIVE,
+        source=prices_pb2.AppliedPrice.SOURCE_LIST,
+        version=LISTED,
     ),
     prices_pb2.AppliedPrice(
-        model="demo", tier=pb.SERVICE_TIER_BATCH, source=prices_pb2.AppliedPrice.SOURCE_ORGANIZATION, version=OWN_BATCH
+        model="demo",
+        tier=pb.SERVICE_TIER_BATCH,
+        source=prices_pb2.AppliedPrice.SOURCE_ORGANIZATION,
+        version=OWN_BATCH,
     ),
 ]
 
 
-def report_line(kind: billing_pb.TokenKind.ValueType, tokens: int, cancelled: int, unit: int) -> billing_pb.MonthReportLine:
-    """One line with the amount that its numbers give."""
+def report_line(
+    kind: billing_pb.TokenKind.ValueType, tokens: int, cancelled: int, unit: int
+) -> billing_pb.MonthReportLine:
+    """Return a line with the amount that results from its numbers."""
     return billing_pb.MonthReportLine(
         model="demo",
         token_kind=kind,
@@ -182,14 +194,18 @@ REPORT = billing_pb.GetMonthReportResponse(
     month="2026-11",
     lines=REPORT_LINES,
     request_counts=billing_pb.RequestCounts(total_count=50, completed_count=47, cancelled_count=3),
-    total=types_pb2.Money(currency_code="USD", picos=sum(line.amount.picos for line in REPORT_LINES)),
+    total=types_pb2.Money(
+        currency_code="USD", picos=sum(line.amount.picos for line in REPORT_LINES)
+    ),
     total_rounded=types_pb2.Money(currency_code="USD", picos=10_000_000_000),
-    reconciliation=billing_pb.Reconciliation(usage_token_count=58_371, ledger_token_count=58_371, balanced=True),
+    reconciliation=billing_pb.Reconciliation(
+        usage_token_count=58_371, ledger_token_count=58_371, balanced=True
+    ),
 )
 
 
 def usage_row(tokens: int, cancelled: int = 0, **keys: Any) -> usage_pb.UsageRow:
-    """A row of so many input tokens, and half as many of the other kinds."""
+    """Return a row of this many input tokens, and half as many of each other kind."""
 
     def share(requests: int, count: int) -> usage_pb.UsageShare:
         money = types_pb2.Money(currency_code="USD", picos=count * 150_000)
@@ -210,21 +226,25 @@ def usage_row(tokens: int, cancelled: int = 0, **keys: Any) -> usage_pb.UsageRow
     )
 
 
-USAGE_ROWS = [usage_row(1_000 * day, 7 if day == 3 else 0, day=f"2026-11-{day:02d}") for day in range(1, 19)]
-USAGE_PAGE = usage_pb.GetUsageResponse(rows=USAGE_ROWS, total=usage_row(171_000, 7), time_zone="UTC")
+USAGE_ROWS = [
+    usage_row(1_000 * day, 7 if day == 3 else 0, day=f"2026-11-{day:02d}") for day in range(1, 19)
+]
+USAGE_PAGE = usage_pb.GetUsageResponse(
+    rows=USAGE_ROWS, total=usage_row(171_000, 7), time_zone="UTC"
+)
 FORECAST = usage_pb.GetForecastResponse(
     organization_name="acme",
     month="2026-11",
     time_zone="UTC",
     as_of_time=NOON,
-    so_far=types_pb2.Money(currency_code="USD", units=1_234, picos=567_800_000_000),
+    month_to_date=types_pb2.Money(currency_code="USD", units=1_234, picos=567_800_000_000),
     expected=types_pb2.Money(currency_code="USD", units=2_000),
     low=types_pb2.Money(currency_code="USD", units=1_900),
     high=types_pb2.Money(currency_code="USD", units=2_100, picos=500_000_000_000),
     confidence_percent=80,
     complete_day_count=28,
     method="Used so far, plus the mean.",
-    cautions=["No trend."],
+    warnings=["No trend."],
 )
 
 
@@ -233,7 +253,7 @@ QUOTE = pb.QuoteResponse(
     predicted_cached_token_count=200,
     max_output_token_count=1000,
     expected_output_token_count=150,
-    worst_cost=types_pb2.Money(currency_code="USD", picos=4_000_000_000),
+    worst_case_cost=types_pb2.Money(currency_code="USD", picos=4_000_000_000),
     expected_cost=types_pb2.Money(currency_code="USD", picos=900_000_000),
     price_version=3,
     would_admit=True,
@@ -242,7 +262,7 @@ QUOTE = pb.QuoteResponse(
 
 
 class ScriptedAccounts:
-    """Answers every admin and billing call with a prepared reply; keeps what it was asked and by which key."""
+    """Servicer that answers account calls with prepared replies and records requests and keys."""
 
     def __init__(self) -> None:
         organization = admin_pb.Organization(
@@ -253,7 +273,10 @@ class ScriptedAccounts:
             billing_profile=types_pb2.BillingProfile(legal_name="Acme GmbH", country="DE"),
         )
         project = admin_pb.Project(
-            project_id=str(uuid.UUID(int=2)), organization_id=str(uuid.UUID(int=9)), name="web", create_time=NOON
+            project_id=str(uuid.UUID(int=2)),
+            organization_id=str(uuid.UUID(int=9)),
+            name="web",
+            create_time=NOON,
         )
         replies: list[Message] = [
             admin_pb.CreateOrganizationResponse(organization=organization),
@@ -262,10 +285,12 @@ class ScriptedAccounts:
             admin_pb.CreateProjectResponse(project=project),
             admin_pb.ListProjectsResponse(projects=[project]),
             admin_pb.CreateApiKeyResponse(api_key=KEY, secret="weir_ab12cd_topsecret"),
-            admin_pb.RevokeApiKeyResponse(api_key=admin_pb.ApiKey(name="laptop", prefix="weir_ab12cd", revoke_time=NOON)),
+            admin_pb.RevokeApiKeyResponse(
+                api_key=admin_pb.ApiKey(name="laptop", prefix="weir_ab12cd", revoke_time=NOON)
+            ),
             admin_pb.ListApiKeysResponse(api_keys=[KEY]),
             admin_pb.SetQuotaResponse(quota=QUOTA),
-            admin_pb.RaiseQuotaResponse(quota=RAISED),
+            admin_pb.OverrideQuotaResponse(quota=RAISED),
             admin_pb.DeleteQuotaResponse(deleted=True),
             admin_pb.ListQuotasResponse(quotas=[BUDGET, QUOTA]),
             admin_pb.SetPriceResponse(version=2, versions=[LISTED, OWN_BATCH]),
@@ -288,7 +313,9 @@ class ScriptedAccounts:
             USAGE_PAGE,
             FORECAST,
         ]
-        self.replies = {type(reply).DESCRIPTOR.name.removesuffix("Response"): reply for reply in replies}
+        self.replies = {
+            type(reply).DESCRIPTOR.name.removesuffix("Response"): reply for reply in replies
+        }
         self.requests: list[Any] = []
         self.refusals: list[status_pb2.Status] = []
         self.refusals_of: dict[str, status_pb2.Status] = {}  # by organization
@@ -307,23 +334,25 @@ class ScriptedAccounts:
         return answer
 
     async def ExportMonth(self, request: usage_pb.ExportMonthRequest, context: Any) -> None:
-        """A small file in two pieces."""
+        """`ExportMonth` handler that sends a small file in two pieces."""
         self.requests.append(request)
         if self.refusals:
             await scripted.abort(context, self.refusals.pop(0))
         await context.write(
-            usage_pb.ExportMonthResponse(file_name="acme.bin", media_type="application/octet-stream", chunk=b"first ")
+            usage_pb.ExportMonthResponse(
+                file_name="acme.bin", media_type="application/octet-stream", chunk=b"first "
+            )
         )
         await context.write(usage_pb.ExportMonthResponse(chunk=b"second"))
 
     def add(self, server: grpc.aio.Server) -> None:
-        """Registers it for both services."""
+        """Register the servicer for both services."""
         admin_service_pb2_grpc.add_AdminServiceServicer_to_server(self, server)  # type: ignore[arg-type]
         billing_service_pb2_grpc.add_BillingServiceServicer_to_server(self, server)  # type: ignore[arg-type]
 
 
 async def behave(stream: ServerStream, pace_s: float = 0.0) -> None:
-    """Answers by the first word of the question: a refusal, a stall until cancelled, or the answer."""
+    """Answer by the first word of the prompt: a refusal, a stall until cancelled, or the text."""
     while (frame := await stream.read()) is not None:
         request_id = frame.request_id
         if frame.WhichOneof("kind") == "cancel":
@@ -334,11 +363,17 @@ async def behave(stream: ServerStream, pace_s: float = 0.0) -> None:
         question = frame.start.conversation.messages[-1].content
         word = question.split()[0]
         refusals = {
-            "hot": scripted.status("INVALID_ARGUMENT", "temperature must be 0 to 2", "FIELD_INVALID", BAD_TEMPERATURE),
+            "hot": scripted.status(
+                "INVALID_ARGUMENT", "temperature must be 0 to 2", "FIELD_INVALID", BAD_TEMPERATURE
+            ),
             "poor": scripted.quota_status(retry_after_s=31.2),
             "huge": scripted.quota_status(retry_helps=False),
-            "busy": scripted.status("UNAVAILABLE", "no engine is free", "ENGINE_OVERLOADED", retry_after_s=5),
-            "unknown": scripted.status("NOT_FOUND", "there is no model named x: see ListModels", "MODEL_UNKNOWN"),
+            "busy": scripted.status(
+                "UNAVAILABLE", "no engine is free", "ENGINE_OVERLOADED", retry_after_s=5
+            ),
+            "unknown": scripted.status(
+                "NOT_FOUND", "there is no model named x: see ListModels", "MODEL_UNKNOWN"
+            ),
         }
         if word in refusals:
             await stream.send(scripted.failed(request_id, refusals[word]))
@@ -350,11 +385,15 @@ async def behave(stream: ServerStream, pace_s: float = 0.0) -> None:
             await stream.send(pb.ServerFrame(request_id=request_id, progress=progress))
         for seq, text in enumerate(ANSWER, 1):
             await asyncio.sleep(pace_s)
-            await stream.send(scripted.delta(request_id, seq, text if word != "escape" else f"\x1b[31m{text}"))
+            await stream.send(
+                scripted.delta(request_id, seq, text if word != "escape" else f"\x1b[31m{text}")
+            )
             if word == "slow":
                 break
         if word != "slow":
-            finished = pb.FinishedFrame(reason=types_pb2.FINISH_REASON_STOP, usage=USAGE, cost=COST, timings=TIMINGS)
+            finished = pb.FinishedFrame(
+                reason=types_pb2.FINISH_REASON_STOP, usage=USAGE, cost=COST, timings=TIMINGS
+            )
             if word == "spent":
                 finished.reason = types_pb2.FINISH_REASON_QUOTA_EXHAUSTED
                 finished.exhausted_quotas.append(QUOTA)
@@ -362,7 +401,7 @@ async def behave(stream: ServerStream, pace_s: float = 0.0) -> None:
 
 
 def scripted_inference(pace_s: float = 0.0) -> ScriptedInference:
-    """The inference service with its prepared look-ups."""
+    """Return the inference service with prepared look-ups."""
 
     async def script(stream: ServerStream) -> None:
         await behave(stream, pace_s)
@@ -381,7 +420,9 @@ def scripted_inference(pace_s: float = 0.0) -> ScriptedInference:
         labels={"agent": "1"},
     )
     server.replies["ListModelsRequest"] = pb.ListModelsResponse(models=[MODEL])
-    server.replies["CountTokensRequest"] = pb.CountTokensResponse(input_token_count=1025, context_window_tokens=2048)
+    server.replies["CountTokensRequest"] = pb.CountTokensResponse(
+        input_token_count=1025, context_window_tokens=2048
+    )
     server.replies["GetQuotaRequest"] = pb.GetQuotaResponse(quotas=[BUDGET, QUOTA])
     server.replies["QuoteRequest"] = QUOTE
     server.replies["GetGenerationRequest"] = pb.GetGenerationResponse(generation=generation)
@@ -389,8 +430,10 @@ def scripted_inference(pace_s: float = 0.0) -> ScriptedInference:
 
 
 async def serve_for_ever(port: int) -> None:
-    """Serves for a person."""
-    async with scripted.serve(scripted_inference(pace_s=0.3), ScriptedAccounts().add, address=f"127.0.0.1:{port}") as address:
+    """Serve until interrupted."""
+    async with scripted.serve(
+        scripted_inference(pace_s=0.3), ScriptedAccounts().add, address=f"127.0.0.1:{port}"
+    ) as address:
         print(f"serving on {address}")
         await asyncio.Event().wait()
 

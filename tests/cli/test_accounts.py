@@ -1,4 +1,4 @@
-"""Commands of admins and finance: what they ask for, what they show, and their JSON."""
+"""Commands of admins and finance: their requests, output and JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from tests.cli.conftest import Run, ScriptedWeir
 from tests.cli.scripted_weir import QUOTA, REPORT
 
 
-def test_the_secret_of_a_key_is_alone_on_stdout_and_warned_about(weir: Run, server: ScriptedWeir) -> None:
+def test_the_secret_of_a_key_is_alone_on_stdout_and_warned_about(
+    weir: Run, server: ScriptedWeir
+) -> None:
     result = weir(
         *(
             "key",
@@ -35,13 +37,26 @@ def test_the_secret_of_a_key_is_alone_on_stdout_and_warned_about(weir: Run, serv
             "--expires-in",
             "30d",
         ),
-        *("--network", "203.0.113.0/24", "--network", "2001:db8::/32", "--max-input-tokens", "8000", "--max-output-tokens", "100"),
+        *(
+            "--network",
+            "203.0.113.0/24",
+            "--network",
+            "2001:db8::/32",
+            "--max-input-tokens",
+            "8000",
+            "--max-output-tokens",
+            "100",
+        ),
     )
 
     assert result.stdout == "weir_ab12cd_topsecret\n"
     assert "The secret is shown only now" in result.stderr
     request = server.accounts.requests[0]
-    assert (request.organization, request.project, list(request.scopes)) == ("acme", "web", ["admin"])
+    assert (request.organization, request.project, list(request.scopes)) == (
+        "acme",
+        "web",
+        ["admin"],
+    )
     assert list(request.models) == ["demo"]
     assert list(request.allowed_networks) == ["203.0.113.0/24", "2001:db8::/32"]
     assert (request.max_input_tokens, request.max_output_tokens) == (8000, 100)
@@ -53,17 +68,22 @@ def test_keys_are_listed_without_secrets_and_revoked(weir: Run) -> None:
     listed = weir("key", "list")
     revoked = weir("key", "revoke", "weir_ab12cd")
 
-    assert "laptop  acme/web  weir_ab12cd  inference  all     active  2026-11-20 12:00:00Z  never" in listed.stdout
+    assert (
+        "laptop  acme/web  weir_ab12cd  inference  all     active  2026-11-20 12:00:00Z  never"
+        in listed.stdout
+    )
     assert "secret" not in listed.output
     assert revoked.stderr == "key laptop (weir_ab12cd) was revoked at 2026-11-20 12:00:00Z\n"
-    assert json.loads(weir("key", "create", "k", "--org", "a", "--project", "b", "--json").stdout)["secret"]
+    assert json.loads(weir("key", "create", "k", "--org", "a", "--project", "b", "--json").stdout)[
+        "secret"
+    ]
 
 
-def test_when_a_key_was_used_is_told_as_far_as_it_is_known(weir: Run, server: ScriptedWeir) -> None:
+def test_the_last_use_of_a_key_is_shown_as_far_as_known(weir: Run, server: ScriptedWeir) -> None:
     replies: Any = server.accounts.replies
     [key] = replies["ListApiKeys"].api_keys
     never = weir("key", "show", "weir_ab12cd").stdout
-    key.use_known_since_time.FromJsonString("2026-11-21T00:00:00Z")
+    key.use_tracked_since_time.FromJsonString("2026-11-21T00:00:00Z")
     unknown = weir("key", "show", "weir_ab12cd").stdout
     key.last_use_time.FromJsonString("2026-11-22T09:30:00Z")
     used = weir("key", "show", "weir_ab12cd").stdout
@@ -71,7 +91,7 @@ def test_when_a_key_was_used_is_told_as_far_as_it_is_known(weir: Run, server: Sc
     unused = weir("key", "list", "--unused-for", "90d")
     wrong = weir("key", "list", "--unused-for", "long")
 
-    assert "last used        never " in never
+    assert " last used        never" in never.splitlines()
     assert "not since 2026-11-21 00:00:00Z" in unknown
     assert "2026-11-22 09:30:00Z" in used
     assert (told["prefix"], told["last_use_time"]) == ("weir_ab12cd", "2026-11-22T09:30:00Z")
@@ -145,7 +165,9 @@ def test_organizations_and_projects(weir: Run, server: ScriptedWeir) -> None:
         ),
     ],
 )
-def test_a_limit_is_sent_exactly(weir: Run, server: ScriptedWeir, arguments: list[str], expected: object) -> None:
+def test_a_limit_is_sent_exactly(
+    weir: Run, server: ScriptedWeir, arguments: list[str], expected: object
+) -> None:
     assert weir("quota", "set", *arguments).exit_code == 0
 
     assert server.accounts.requests == [expected]
@@ -179,8 +201,11 @@ def test_limits_are_shown_with_what_is_left(weir: Run, server: ScriptedWeir) -> 
     listed = json.loads(weir("quota", "list", "--org", "acme", "--json").stdout)
 
     assert [line.rstrip() for line in own.stdout.splitlines()][1:-1] == [
-        " of            limit on           model    limit        used   held         left  resets in",
-        " ──────────────────────────────────────────────────────────────────────────────────────────",
+        (
+            " of            limit on           model    limit        used   held         left "
+            " resets in"
+        ),
+        f" {'─' * 90}",
         " organization  cost-per-month     demo    250.00  12.3456789   0.00  237.6543211  —",
         " project       tokens-per-minute  all    100,000      58,750  1,175       40,075  42 s",
     ]
@@ -192,43 +217,110 @@ def test_limits_are_shown_with_what_is_left(weir: Run, server: ScriptedWeir) -> 
 
 
 def test_a_price_per_million_becomes_whole_picos(weir: Run, server: ScriptedWeir) -> None:
-    result = weir("price", "set", "demo", "--input", "0.15", "--output", "0.6", "--effective-time", "2026-12-01")
+    result = weir(
+        "price",
+        "set",
+        "demo",
+        "--input",
+        "0.15",
+        "--output",
+        "0.6",
+        "--effective-time",
+        "2026-12-01",
+    )
 
     assert (
-        "price version 2 of demo, interactive, from 2026-12-01 00:00:00Z on, in USD per million tokens: input 0.15" in result.stderr
+        "price version 2 of demo, interactive, from 2026-12-01 00:00:00Z on, in USD per million"
+        " tokens: input 0.15" in result.stderr
     )
     assert "price version 3 of demo for acme, batch" in result.stderr
     request = server.accounts.requests[0]
-    assert (request.input_picos_per_token, request.cached_input_picos_per_token, request.output_picos_per_token) == (
+    assert (
+        request.input_picos_per_token,
+        request.cached_input_picos_per_token,
+        request.output_picos_per_token,
+    ) == (
         150_000,
         150_000,
         600_000,
     )
     assert request.effective_time.seconds == 1_796_083_200
     assert weir("price", "set", "demo", "--input", "0.0000001", "--output", "1").exit_code == 2
-    assert json.loads(weir("price", "set", "demo", "--input", "1", "--output", "1", "--json").stdout)[0]["version"] == 2
+    assert (
+        json.loads(weir("price", "set", "demo", "--input", "1", "--output", "1", "--json").stdout)[
+            0
+        ]["version"]
+        == 2
+    )
     assert not request.HasField("batch_multiplier_milli")
     own = weir(
-        "price", "set", "demo", "--input", "1", "--output", "1", "--org", "acme", "--batch-multiplier", "0.5", "--embedding", "2"
+        "price",
+        "set",
+        "demo",
+        "--input",
+        "1",
+        "--output",
+        "1",
+        "--org",
+        "acme",
+        "--batch-multiplier",
+        "0.5",
+        "--embedding",
+        "2",
     )
     asked = server.accounts.requests[-1]
-    assert (own.exit_code, asked.organization, asked.batch_multiplier_milli, asked.embedding_picos_per_token) == (
+    assert (
+        own.exit_code,
+        asked.organization,
+        asked.batch_multiplier_milli,
+        asked.embedding_picos_per_token,
+    ) == (
         0,
         "acme",
         500,
         2_000_000,
     )
-    assert weir("price", "set", "demo", "--input", "1", "--output", "1", "--batch-multiplier", "0.0005").exit_code == 2
+    assert (
+        weir(
+            "price", "set", "demo", "--input", "1", "--output", "1", "--batch-multiplier", "0.0005"
+        ).exit_code
+        == 2
+    )
 
 
-def test_who_pays_what_and_why_is_one_call(weir: Run, server: ScriptedWeir) -> None:
+@pytest.mark.usefixtures("wide_terminal")
+def test_amount_payer_and_reason_are_one_call(weir: Run, server: ScriptedWeir) -> None:
     listed = weir("price", "list", "--org", "acme")
     history = weir("price", "list", "--org", "acme", "--history")
     ended = weir("price", "withdraw", "demo", "--org", "acme")
 
     assert [line.split() for line in listed.stdout.splitlines() if " demo " in line] == [
-        ["demo", "interactive", "0.15", "0.15", "0.60", "0.00", "USD", "list", "2026-12-01", "00:00:00Z", "2"],
-        ["demo", "batch", "0.075", "0.075", "0.30", "0.00", "USD", "acme", "2026-11-20", "12:00:00Z", "3"],
+        [
+            "demo",
+            "interactive",
+            "0.15",
+            "0.15",
+            "0.60",
+            "0.00",
+            "USD",
+            "list",
+            "2026-12-01",
+            "00:00:00Z",
+            "2",
+        ],
+        [
+            "demo",
+            "batch",
+            "0.075",
+            "0.075",
+            "0.30",
+            "0.00",
+            "USD",
+            "acme",
+            "2026-11-20",
+            "12:00:00Z",
+            "3",
+        ],
     ]
     assert server.accounts.requests[0].organization == "acme"
     assert next(line for line in history.stdout.splitlines() if " ends " in line).split()[:5] == [
@@ -239,14 +331,24 @@ def test_who_pays_what_and_why_is_one_call(weir: Run, server: ScriptedWeir) -> N
         "ends",
     ]
     assert "acme pays the list price of demo from 2026-11-20 12:00:00Z on" in ended.stderr
-    assert json.loads(weir("price", "list", "--json").stdout)["prices"][1]["source"] == "organization"
+    assert (
+        json.loads(weir("price", "list", "--json").stdout)["prices"][1]["source"] == "organization"
+    )
 
 
 def test_models_count_and_prices_are_listed(weir: Run) -> None:
-    assert "demo   LlamaForCausalLM    2,048  torch   0.15 USD      0.05 USD  0.60 USD" in weir("models").stdout
-    assert json.loads(weir("models", "--json").stdout)[0]["price"]["output_picos_per_token"] == 600_000
+    assert (
+        "demo   LlamaForCausalLM    2,048  torch   0.15 USD      0.05 USD  0.60 USD"
+        in weir("models").stdout
+    )
+    assert (
+        json.loads(weir("models", "--json").stdout)[0]["price"]["output_picos_per_token"] == 600_000
+    )
     assert weir("count", "Hi").stdout == "1,025 tokens of a context window of 2,048\n"
-    assert json.loads(weir("count", "Hi", "--json").stdout) == {"input_token_count": 1025, "context_window_tokens": 2048}
+    assert json.loads(weir("count", "Hi", "--json").stdout) == {
+        "input_token_count": 1025,
+        "context_window_tokens": 2048,
+    }
 
 
 def test_the_audit_log_says_what_changed(weir: Run) -> None:
@@ -262,16 +364,16 @@ def test_the_month_is_a_table_with_totals_counts_and_check(weir: Run) -> None:
     result = weir("month", "show", "2026-11", "--org", "acme")
 
     assert [line.rstrip() for line in result.stdout.splitlines()] == [
-        "acme · 2026-11 (UTC) · amounts in USD, before tax",
+        "acme · 2026-11 (UTC) · USD before tax, rates per million tokens",
         "",
-        " model    price  kind          requests  tokens  cancelled  per million     amount",
-        " ─────────────────────────────────────────────────────────────────────────────────",
-        " demo     v1     input               50  41,450      2,475         0.15  0.0062175",
-        " demo     v1     cached input        50   9,800        600         0.05  0.0004900",
-        " demo     v1     output              50   7,121         71         0.60  0.0042726",
+        " model    price  kind          requests  tokens  cancelled  rate     amount",
+        " ──────────────────────────────────────────────────────────────────────────",
+        " demo     v1     input               50  41,450      2,475  0.15  0.0062175",
+        " demo     v1     cached input        50   9,800        600  0.05  0.0004900",
+        " demo     v1     output              50   7,121         71  0.60  0.0042726",
         "",
-        " total                                   58,371      3,146               0.0109801",
-        " rounded                                                                      0.01",
+        " total                                   58,371      3,146        0.0109801",
+        " rounded                                                               0.01",
         "",
         "requests  50: 47 completed, 3 cancelled, 0 limited, 0 failed",
         "unrated   0 usage events are recorded but not included above yet",
@@ -279,15 +381,26 @@ def test_the_month_is_a_table_with_totals_counts_and_check(weir: Run) -> None:
     ]
 
 
-def test_documents_of_a_month_are_written_as_they_come(weir: Run, server: ScriptedWeir, tmp_path: Path) -> None:
+def test_documents_of_a_month_are_written_as_they_come(
+    weir: Run, server: ScriptedWeir, tmp_path: Path
+) -> None:
     content = b'{"month": "2026-11"}\r\n'
-    server.accounts.replies["GetMonthDocument"] = months_pb2.GetMonthDocumentResponse(content=content)
+    server.accounts.replies["GetMonthDocument"] = months_pb2.GetMonthDocumentResponse(
+        content=content
+    )
     files = {form: tmp_path / f"month.{form}" for form in ("json", "csv")}
 
     shown = weir("month", "show", "2026-11", "--org", "acme", "--json")
-    saved = [weir("month", "show", "2026-11", "--org", "acme", "--format", form, "-o", str(files[form])) for form in files]
+    saved = [
+        weir("month", "show", "2026-11", "--org", "acme", "--format", form, "-o", str(files[form]))
+        for form in files
+    ]
 
-    asked = [each for each in server.accounts.requests if isinstance(each, months_pb2.GetMonthDocumentRequest)]
+    asked = [
+        each
+        for each in server.accounts.requests
+        if isinstance(each, months_pb2.GetMonthDocumentRequest)
+    ]
     assert [each.format for each in asked] == [1, 1, 2]
     assert shown.stdout_bytes == files["json"].read_bytes() == files["csv"].read_bytes() == content
     assert [each.stderr for each in saved] == [f"{files[form]}: 22 bytes\n" for form in files]
@@ -302,7 +415,9 @@ def test_a_closed_month_is_shown_with_its_invoice_and_a_file_has_the_same_table(
     report.invoice_number = "INV-000007"
     server.accounts.replies["GetMonthReport"] = report
     usd = types_pb2.Money(currency_code="USD")
-    invoice = months_pb2.Invoice(number="INV-000007", total=usd, exact_total=usd, carried_in=usd, carried_out=usd)
+    invoice = months_pb2.Invoice(
+        number="INV-000007", total=usd, exact_total=usd, carried_in=usd, carried_out=usd
+    )
     server.accounts.replies["GetInvoice"] = months_pb2.GetInvoiceResponse(invoice=invoice)
 
     shown = weir("month", "show", "2026-11", "--org", "acme").stdout
@@ -321,7 +436,9 @@ def test_a_ledger_that_does_not_agree_is_no_success(weir: Run, server: ScriptedW
     report.reconciliation.ledger_token_count = 58_370
     report.reconciliation.balanced = False
     server.accounts.replies["GetMonthReport"] = report
-    server.accounts.replies["GetMonthDocument"] = months_pb2.GetMonthDocumentResponse(content=b"month\n")
+    server.accounts.replies["GetMonthDocument"] = months_pb2.GetMonthDocumentResponse(
+        content=b"month\n"
+    )
 
     table = weir("month", "show", "2026-11", "--org", "acme")
     sheet = weir("month", "show", "2026-11", "--org", "acme", "--format", "csv")
@@ -337,7 +454,10 @@ def test_the_trace_of_a_request(weir: Run) -> None:
     result = weir("trace", "7f3c1d52-6f0e-4b1a-9a53-0d8c6f2b1e77")
 
     assert [line.rstrip() for line in result.stdout.splitlines()] == [
-        "7f3c1d52-6f0e-4b1a-9a53-0d8c6f2b1e77 · demo · settled, STOP · admitted 2026-11-20 12:00:00Z",
+        (
+            "7f3c1d52-6f0e-4b1a-9a53-0d8c6f2b1e77 · demo · settled, STOP · admitted 2026-11-20"
+            " 12:00:00Z"
+        ),
         "agent=1",
         "",
         "auth             0.4 ms ▏                                  authenticate the key",
@@ -358,11 +478,18 @@ def test_the_trace_of_a_request(weir: Run) -> None:
 
 
 @pytest.mark.parametrize("refusal", [code_pb2.NOT_FOUND, code_pb2.PERMISSION_DENIED])
-def test_a_request_of_another_project_is_traced_by_an_admins_key(weir: Run, server: ScriptedWeir, refusal: int) -> None:
-    """Which is asked when the other key knows no such request, or may not ask."""
-    generation = pb.Generation(request_id="x", model="demo", state=pb.Generation.STATE_VOIDED, migration_count=2)
+def test_a_request_of_another_project_is_traced_by_an_admins_key(
+    weir: Run, server: ScriptedWeir, refusal: int
+) -> None:
+    """It is used when the other key knows no such request, or lacks the scope."""
+    generation = pb.Generation(
+        request_id="x", model="demo", state=pb.Generation.STATE_VOIDED, migration_count=2
+    )
     server.accounts.replies["GetRequest"] = live_pb.GetRequestResponse(
-        generation=generation, organization_name="acme", project_name="search", api_key_prefix="wk_copilot1"
+        generation=generation,
+        organization_name="acme",
+        project_name="search",
+        api_key_prefix="wk_copilot1",
     )
     server.inference.refusals.append((status_pb2.Status(code=refusal, message="no"), True))
 
@@ -374,14 +501,18 @@ def test_a_request_of_another_project_is_traced_by_an_admins_key(weir: Run, serv
     assert "moved to another engine 2 times" in found.stdout
     assert "No timings: it ended before any billable work." in found.stdout
     assert json.loads(direct.stdout)["organization_name"] == "acme"
-    assert server.accounts.requests[-1] == live_pb.GetRequestRequest(request_id="x", project="acme/search")
+    assert server.accounts.requests[-1] == live_pb.GetRequestRequest(
+        request_id="x", project="acme/search"
+    )
 
 
 def test_without_an_admins_key_an_unknown_request_is_unknown(
     weir: Run, server: ScriptedWeir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("WEIR_ADMIN_KEY")
-    server.inference.refusals.append((status_pb2.Status(code=code_pb2.NOT_FOUND, message="request 'x' not found"), True))
+    server.inference.refusals.append(
+        (status_pb2.Status(code=code_pb2.NOT_FOUND, message="request 'x' not found"), True)
+    )
 
     result = weir("trace", "x")
 
@@ -390,22 +521,40 @@ def test_without_an_admins_key_an_unknown_request_is_unknown(
 
 
 def test_a_billing_profile_is_changed_field_by_field(weir: Run, server: ScriptedWeir) -> None:
-    result = weir("org", "billing", "acme", "--email", "a@acme.example", "--email", "b@acme.example", "--country", "DE", "--json")
+    result = weir(
+        "org",
+        "billing",
+        "acme",
+        "--email",
+        "a@acme.example",
+        "--email",
+        "b@acme.example",
+        "--country",
+        "DE",
+        "--json",
+    )
 
     assert result.exit_code == 0
     listed, changed = server.accounts.requests
     assert isinstance(listed, admin_pb.ListOrganizationsRequest)
     assert changed.organization == "00000000-0000-0000-0000-000000000009"
     assert list(changed.billing_profile.emails) == ["a@acme.example", "b@acme.example"]
-    assert (changed.billing_profile.country, changed.billing_profile.legal_name) == ("DE", "Acme GmbH")
+    assert (changed.billing_profile.country, changed.billing_profile.legal_name) == (
+        "DE",
+        "Acme GmbH",
+    )
     assert json.loads(result.stdout)["billing_profile"]["country"] == "DE"
 
 
-def test_a_billing_profile_is_shown_and_an_unknown_organization_refused(weir: Run, server: ScriptedWeir) -> None:
+def test_a_billing_profile_is_shown_and_an_unknown_organization_refused(
+    weir: Run, server: ScriptedWeir
+) -> None:
     shown = weir("org", "billing", "acme")
     refused = weir("org", "billing", "nobody", "--country", "DE")
 
     assert "Acme GmbH" in shown.stdout
     assert refused.exit_code == 1
     assert "organization 'nobody' does not exist" in refused.stderr
-    assert not any(isinstance(each, admin_pb.SetBillingProfileRequest) for each in server.accounts.requests)
+    assert not any(
+        isinstance(each, admin_pb.SetBillingProfileRequest) for each in server.accounts.requests
+    )

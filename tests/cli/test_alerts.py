@@ -1,4 +1,4 @@
-"""`weir alerts`, and the thresholds that other commands take: what is sent, and what is shown."""
+"""`weir alerts`, and thresholds in other commands: requests and output."""
 
 from __future__ import annotations
 
@@ -37,13 +37,26 @@ CREDIT = alerts_pb2.Alert(
 
 
 def test_alerts_are_listed_with_what_was_used_of_what(weir: Run, server: ScriptedWeir) -> None:
-    server.accounts.replies["ListAlerts"] = alerts_pb2.ListAlertsResponse(alerts=[MONEY, CREDIT], next_page_token="more")
+    server.accounts.replies["ListAlerts"] = alerts_pb2.ListAlertsResponse(
+        alerts=[MONEY, CREDIT], next_page_token="more"
+    )
 
     shown = weir("alerts", "list", "--org", "acme", "--count", "2")
     as_json = weir("alerts", "list", "--json", "--count", "2")
 
-    assert server.accounts.requests[0] == alerts_pb2.ListAlertsRequest(organization="acme", page_size=2)
-    for told in ("wk_12345678", "cost-per-month", "80 %", "201.00", "250.00", "2026-11", "20.00 left", "a2"):
+    assert server.accounts.requests[0] == alerts_pb2.ListAlertsRequest(
+        organization="acme", page_size=2
+    )
+    for told in (
+        "wk_12345678",
+        "cost-per-month",
+        "80 %",
+        "201.00",
+        "250.00",
+        "2026-11",
+        "20.00 left",
+        "a2",
+    ):
         assert told in shown.stdout
     assert "--count more than 2" in shown.stderr
     document = json.loads(as_json.stdout)
@@ -51,12 +64,18 @@ def test_alerts_are_listed_with_what_was_used_of_what(weir: Run, server: Scripte
     assert [each["threshold"] for each in document["alerts"]] == [80, 20 * 10**12]
 
 
+@pytest.mark.usefixtures("wide_terminal")
 def test_alerts_on_payments_are_listed_with_the_invoice(weir: Run, server: ScriptedWeir) -> None:
     due = types_pb2.Money(currency_code="USD", units=12, picos=340_000_000_000)
     invoice = alerts_pb2.AlertInvoice(
-        stripe_invoice_id="in_1", month="2026-10", amount_due=due, amount_paid=types_pb2.Money(currency_code="USD")
+        stripe_invoice_id="in_1",
+        month="2026-10",
+        amount_due=due,
+        amount_paid=types_pb2.Money(currency_code="USD"),
     )
-    failed = alerts_pb2.Alert(alert_id="a3", organization_name="acme", kind="invoice_payment_failed", invoice=invoice)
+    failed = alerts_pb2.Alert(
+        alert_id="a3", organization_name="acme", kind="invoice_payment_failed", invoice=invoice
+    )
     server.accounts.replies["ListAlerts"] = alerts_pb2.ListAlertsResponse(alerts=[failed])
 
     shown = weir("alerts", "list")
@@ -68,8 +87,18 @@ def test_alerts_on_payments_are_listed_with_the_invoice(weir: Run, server: Scrip
 
 
 @pytest.mark.parametrize(("given", "sent"), [("80,100", [80, 100]), ("none", []), (None, None)])
-def test_thresholds_of_a_limit_are_sent(weir: Run, server: ScriptedWeir, given: str | None, sent: list[int] | None) -> None:
-    asked = weir("quota", "set", "tokens-per-day", "1000", "--org", "acme", *(() if given is None else ("--alert-at", given)))
+def test_thresholds_of_a_limit_are_sent(
+    weir: Run, server: ScriptedWeir, given: str | None, sent: list[int] | None
+) -> None:
+    asked = weir(
+        "quota",
+        "set",
+        "tokens-per-day",
+        "1000",
+        "--org",
+        "acme",
+        *(() if given is None else ("--alert-at", given)),
+    )
 
     [request] = server.accounts.requests
     assert asked.exit_code == 0
@@ -80,7 +109,7 @@ def test_thresholds_of_a_limit_are_sent(weir: Run, server: ScriptedWeir, given: 
 def test_amounts_of_credit_are_sent_in_picos(weir: Run, server: ScriptedWeir) -> None:
     server.accounts.replies["SetPrepaid"] = plans_pb2.SetPrepaidResponse()
 
-    asked = weir("credit", "prepaid", "acme", "--only", "--alert-left", "100.00,0.5")
+    asked = weir("credit", "prepaid", "acme", "--only", "--alert-remaining", "100.00,0.5")
 
     [request] = server.accounts.requests
     assert asked.exit_code == 0
@@ -88,7 +117,9 @@ def test_amounts_of_credit_are_sent_in_picos(weir: Run, server: ScriptedWeir) ->
 
 
 @pytest.mark.parametrize("given", ["half", "50,,80", "50.5", "-1"])
-def test_what_is_no_percentage_is_told_before_anything_is_sent(weir: Run, server: ScriptedWeir, given: str) -> None:
+def test_an_invalid_percentage_is_reported_before_anything_is_sent(
+    weir: Run, server: ScriptedWeir, given: str
+) -> None:
     refused = weir("quota", "set", "tokens-per-day", "1000", "--org", "acme", f"--alert-at={given}")
 
     assert refused.exit_code == 2
@@ -96,13 +127,28 @@ def test_what_is_no_percentage_is_told_before_anything_is_sent(weir: Run, server
     assert server.accounts.requests == []
 
 
-def test_the_secret_of_a_webhook_is_alone_on_stdout_and_a_test_says_how_it_went(weir: Run, server: ScriptedWeir) -> None:
-    webhook = alerts_pb2.AlertWebhook(organization_name="acme", url="https://e.com/", failure_count=2, last_error="answered 500")
-    failed = alerts_pb2.AlertDelivery(state=alerts_pb2.ALERT_DELIVERY_STATE_PENDING, attempt_count=2, last_error="answered 500")
-    server.accounts.replies["SetAlertWebhook"] = alerts_pb2.SetAlertWebhookResponse(webhook=webhook, secret="wh_1")
-    server.accounts.replies["ListAlertWebhooks"] = alerts_pb2.ListAlertWebhooksResponse(webhooks=[webhook])
-    server.accounts.replies["DeleteAlertWebhook"] = alerts_pb2.DeleteAlertWebhookResponse(deleted=True)
-    sent = alerts_pb2.Alert(alert_id="t1", delivery=alerts_pb2.AlertDelivery(state=alerts_pb2.ALERT_DELIVERY_STATE_PENDING))
+def test_the_secret_of_a_webhook_is_alone_on_stdout_and_a_test_says_how_it_went(
+    weir: Run, server: ScriptedWeir
+) -> None:
+    webhook = alerts_pb2.AlertWebhook(
+        organization_name="acme", url="https://e.com/", failure_count=2, last_error="answered 500"
+    )
+    failed = alerts_pb2.AlertDelivery(
+        state=alerts_pb2.ALERT_DELIVERY_STATE_PENDING, attempt_count=2, last_error="answered 500"
+    )
+    server.accounts.replies["SetAlertWebhook"] = alerts_pb2.SetAlertWebhookResponse(
+        webhook=webhook, secret="wh_1"
+    )
+    server.accounts.replies["ListAlertWebhooks"] = alerts_pb2.ListAlertWebhooksResponse(
+        webhooks=[webhook]
+    )
+    server.accounts.replies["DeleteAlertWebhook"] = alerts_pb2.DeleteAlertWebhookResponse(
+        deleted=True
+    )
+    sent = alerts_pb2.Alert(
+        alert_id="t1",
+        delivery=alerts_pb2.AlertDelivery(state=alerts_pb2.ALERT_DELIVERY_STATE_PENDING),
+    )
     server.accounts.replies["TestAlertWebhook"] = alerts_pb2.TestAlertWebhookResponse(alert=sent)
     told = alerts_pb2.Alert(alert_id="t1", delivery=failed)
     server.accounts.replies["ListAlerts"] = alerts_pb2.ListAlertsResponse(alerts=[told])

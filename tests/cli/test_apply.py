@@ -1,4 +1,4 @@
-"""`weir apply` and `weir export`: what they show, what scripts get, and their exit codes."""
+"""`weir apply` and `weir export`: output for people and for scripts, and exit codes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ organizations:
     - name: copilot
 """
 MONEY = pb.QuotaConfiguration(dimension=types_pb2.QUOTA_DIMENSION_COST_PICOS_PER_MONTH)
-TOKENS = pb.QuotaConfiguration(dimension=types_pb2.QUOTA_DIMENSION_TOKENS_PER_MINUTE, model="demo", for_new_keys=True)
+TOKENS = pb.QuotaConfiguration(
+    dimension=types_pb2.QUOTA_DIMENSION_TOKENS_PER_MINUTE, model="demo", for_new_keys=True
+)
 CHANGES = [
     pb.ConfigurationChange(
         action=pb.ConfigurationChange.ACTION_CREATE,
@@ -37,11 +39,15 @@ CHANGES = [
         path="acme",
         quota=MONEY,
         fields=[
-            pb.FieldChange(field="limit_value", before_json="100000000000000", after_json="1250500000000000"),
+            pb.FieldChange(
+                field="limit_value", before_json="100000000000000", after_json="1250500000000000"
+            ),
             pb.FieldChange(field="alert_at", after_json="[60, 100]"),
         ],
     ),
-    pb.ConfigurationChange(action=pb.ConfigurationChange.ACTION_DELETE, kind="quota", path="acme/search", quota=TOKENS),
+    pb.ConfigurationChange(
+        action=pb.ConfigurationChange.ACTION_DELETE, kind="quota", path="acme/search", quota=TOKENS
+    ),
     pb.ConfigurationChange(
         action=pb.ConfigurationChange.ACTION_CREATE,
         kind="key",
@@ -54,16 +60,25 @@ CHANGES = [
         ],
     ),
     pb.ConfigurationChange(
-        action=pb.ConfigurationChange.ACTION_DELETE, kind="key", path="acme/search/old", api_key_prefix="wk_old12345"
+        action=pb.ConfigurationChange.ACTION_DELETE,
+        kind="key",
+        path="acme/search/old",
+        api_key_prefix="wk_old12345",
     ),
     pb.ConfigurationChange(
         action=pb.ConfigurationChange.ACTION_UPDATE,
         kind="price",
         path="demo in USD",
-        fields=[pb.FieldChange(field="output_picos_per_token", before_json="600000", after_json="700000")],
+        fields=[
+            pb.FieldChange(
+                field="output_picos_per_token", before_json="600000", after_json="700000"
+            )
+        ],
     ),
 ]
-KEPT = pb.ConfigurationChange(action=pb.ConfigurationChange.ACTION_KEEP, kind="quota", path="acme", quota=TOKENS)
+KEPT = pb.ConfigurationChange(
+    action=pb.ConfigurationChange.ACTION_KEEP, kind="quota", path="acme", quota=TOKENS
+)
 PLAN = """\
 + organization acme
     currency  USD
@@ -82,7 +97,7 @@ PLAN = """\
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """A file without a mistake."""
+    """Write a file without an error."""
     path = tmp_path / "team.yaml"
     path.write_text(FILE)
     return path
@@ -90,11 +105,15 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def replies(server: ScriptedWeir) -> None:
-    """What the server would do."""
-    server.accounts.replies["ApplyConfiguration"] = pb.ApplyConfigurationResponse(changes=CHANGES, kept=[KEPT])
+    """Prepare the server's replies."""
+    server.accounts.replies["ApplyConfiguration"] = pb.ApplyConfigurationResponse(
+        changes=CHANGES, kept=[KEPT]
+    )
 
 
-def test_what_was_done_is_shown_line_by_line(weir: Run, file: Path, server: ScriptedWeir) -> None:
+def test_applied_changes_are_printed_line_by_line(
+    weir: Run, file: Path, server: ScriptedWeir
+) -> None:
     result = weir("apply", str(file))
 
     assert result.exit_code == 0
@@ -104,7 +123,10 @@ def test_what_was_done_is_shown_line_by_line(weir: Run, file: Path, server: Scri
     )
     assert result.stderr.splitlines() == [
         "created 2, changed 2, removed 2",
-        "1 more exists, absent from the file; --prune removes it: quota acme · tokens-per-minute for demo, for new keys",
+        (
+            "1 more exists, absent from the file; --prune removes it: quota acme ·"
+            " tokens-per-minute for demo, for new keys"
+        ),
         "These secrets are shown only now. Store them:",
     ]
     [request] = server.accounts.requests
@@ -114,7 +136,9 @@ def test_what_was_done_is_shown_line_by_line(weir: Run, file: Path, server: Scri
     assert not organization.prune_quotas
 
 
-def test_a_dry_run_says_so_and_can_tell_a_script_that_there_is_something_to_do(weir: Run, file: Path, server: ScriptedWeir) -> None:
+def test_a_dry_run_says_so_and_can_tell_a_script_that_there_is_something_to_do(
+    weir: Run, file: Path, server: ScriptedWeir
+) -> None:
     plain = weir("apply", str(file), "--dry-run", "--prune")
     checked = weir("apply", str(file), "--dry-run", "--exit-code")
     server.accounts.replies["ApplyConfiguration"] = pb.ApplyConfigurationResponse()
@@ -132,7 +156,7 @@ def test_scripts_get_one_document(weir: Run, file: Path) -> None:
     document = json.loads(weir("apply", str(file), "--json").stdout)
 
     assert document["applied"] is True
-    assert document["mistakes"] == []
+    assert document["errors"] == []
     assert document["changes"][1] == {
         "action": "update",
         "kind": "quota",
@@ -147,7 +171,9 @@ def test_scripts_get_one_document(weir: Run, file: Path) -> None:
     assert document["kept"][0]["action"] == "keep"
 
 
-def test_secrets_go_into_a_file_of_ones_own_and_nowhere_else(weir: Run, file: Path, tmp_path: Path, server: ScriptedWeir) -> None:
+def test_secrets_go_into_a_file_of_ones_own_and_nowhere_else(
+    weir: Run, file: Path, tmp_path: Path, server: ScriptedWeir
+) -> None:
     secrets = tmp_path / "secrets"
     result = weir("apply", str(file), "--secrets-file", str(secrets))
     as_json = weir("apply", str(file), "--secrets-file", str(tmp_path / "more"), "--json")
@@ -161,13 +187,17 @@ def test_secrets_go_into_a_file_of_ones_own_and_nowhere_else(weir: Run, file: Pa
     assert len(server.accounts.requests) == 2, "nothing is applied whose secrets could not be kept"
 
 
-def test_mistakes_of_file_and_server_are_told_together_and_nothing_is_applied(
+def test_mistakes_of_file_and_server_are_reported_together_and_nothing_is_applied(
     weir: Run, file: Path, server: ScriptedWeir, tmp_path: Path
 ) -> None:
     server.accounts.replies["ApplyConfiguration"] = pb.ApplyConfigurationResponse(
-        mistakes=[
-            pb.ConfigurationMistake(field="organizations[0].projects[0].name", description="give 1 to 63 of a-z"),
-            pb.ConfigurationMistake(field="organizations[0].quotas[0].limit_value", description="the limit is missing"),
+        violations=[
+            pb.ConfigurationViolation(
+                field="organizations[0].projects[0].name", description="give 1 to 63 of a-z"
+            ),
+            pb.ConfigurationViolation(
+                field="organizations[0].quotas[0].limit_value", description="the limit is missing"
+            ),
         ]
     )
     file.write_text(FILE.replace("250.00", "many").replace("name: search", "name: Search"))
@@ -179,13 +209,13 @@ def test_mistakes_of_file_and_server_are_told_together_and_nothing_is_applied(
     assert result.stderr.splitlines() == [
         f"{file}:4: organizations[0].quotas[0].limit: 'many' is not a number",
         f"{file}:6: organizations[0].projects[0].name: give 1 to 63 of a-z",
-        "nothing was changed: 2 mistakes",
+        "nothing was changed: 2 errors",
     ]
     assert result.stdout == ""
     assert [request.dry_run for request in server.accounts.requests] == [True, True]
     found = json.loads(as_json.stdout)
     assert found["applied"] is False
-    assert [mistake["line"] for mistake in found["mistakes"]] == [4, 6]
+    assert [error["line"] for error in found["errors"]] == [4, 6]
     missing = weir("apply", str(tmp_path / "nothing.yaml"))
     assert (missing.exit_code, "cannot be read" in missing.stderr) == (2, True)
 
@@ -195,7 +225,9 @@ def test_a_file_comes_from_stdin_too(weir: Run, server: ScriptedWeir) -> None:
     assert server.accounts.requests[0].configuration.organizations[0].name == "acme"
 
 
-def test_colours_only_where_a_terminal_wants_them(weir: Run, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_colours_only_where_a_terminal_wants_them(
+    weir: Run, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain = weir("apply", str(file)).stdout
     monkeypatch.delenv("NO_COLOR")
     piped = weir("apply", str(file)).stdout
@@ -230,14 +262,18 @@ def test_an_export_is_a_file_that_apply_takes(weir: Run, server: ScriptedWeir) -
         projects=[pb.ProjectConfiguration(name="search", keys=[key])],
     )
     configuration = pb.Configuration(organizations=[organization])
-    server.accounts.replies["ExportConfiguration"] = pb.ExportConfigurationResponse(configuration=configuration)
+    server.accounts.replies["ExportConfiguration"] = pb.ExportConfigurationResponse(
+        configuration=configuration
+    )
 
     exported = weir("export", "--org", "acme")
     weir("apply", "-", stdin=exported.stdout)
 
-    assert exported.stdout == (
-        "version: 1\norganizations:\n- name: acme\n  currency: USD\n  quotas:\n  - dimension: tokens-per-day\n    limit: 0\n"
-        "  projects:\n  - name: search\n    keys:\n    - name: copilot\n      scopes: [inference]\n"
+    assert (
+        exported.stdout
+        == "version: 1\norganizations:\n- name: acme\n  currency: USD\n  quotas:\n  - dimension:"
+        " tokens-per-day\n    limit: 0\n  projects:\n  - name: search\n    keys:\n    - name:"
+        " copilot\n      scopes: [inference]\n"
     )
     assert server.accounts.requests[-1].configuration == configuration
     assert json.loads(weir("export", "--json").stdout)["organizations"][0]["name"] == "acme"

@@ -1,4 +1,4 @@
-"""Where commands connect and with which key; how a missing server is told."""
+"""Address and key of the commands' connection, and messages for a missing server."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from weir_cli.connection import ConnectionProblem, Role, connection_path, explain, read_connection_file, resolve
+from weir_cli.connection import (
+    ConnectionProblem,
+    Role,
+    connection_path,
+    explain,
+    read_connection_file,
+    resolve,
+)
 from weir_client import ErrorDetails, ExceededQuota, QuotaExceeded, Unavailable
 
 from tests.cli.conftest import Run, ScriptedWeir
@@ -41,9 +48,24 @@ def connection_file() -> Path:
         ((None, None), {}, "admin", ("127.0.0.1:7001", "file_admin")),
         ((None, None), {"WEIR_API_KEY": "env_user"}, "inference", ("127.0.0.1:7001", "env_user")),
         ((None, None), {"WEIR_API_KEY": "env_user"}, "admin", ("127.0.0.1:7001", "env_user")),
-        ((None, None), {"WEIR_API_KEY": "env_user", "WEIR_ADMIN_KEY": "env_admin"}, "admin", ("127.0.0.1:7001", "env_admin")),
-        ((None, None), {"WEIR_ADDRESS": "h:1", "WEIR_API_KEY": "env_user"}, "inference", ("h:1", "env_user")),
-        (("g:2", "flag"), {"WEIR_ADDRESS": "h:1", "WEIR_API_KEY": "env_user"}, "admin", ("g:2", "flag")),
+        (
+            (None, None),
+            {"WEIR_API_KEY": "env_user", "WEIR_ADMIN_KEY": "env_admin"},
+            "admin",
+            ("127.0.0.1:7001", "env_admin"),
+        ),
+        (
+            (None, None),
+            {"WEIR_ADDRESS": "h:1", "WEIR_API_KEY": "env_user"},
+            "inference",
+            ("h:1", "env_user"),
+        ),
+        (
+            ("g:2", "flag"),
+            {"WEIR_ADDRESS": "h:1", "WEIR_API_KEY": "env_user"},
+            "admin",
+            ("g:2", "flag"),
+        ),
         ((None, ""), {}, "inference", ("127.0.0.1:7001", "")),
     ],
 )
@@ -76,7 +98,9 @@ def test_without_a_file_the_default_address_is_tried(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '"x"'])
-def test_a_broken_file_is_told_with_its_path(connection_file: Path, bare_weir: Run, text: str) -> None:
+def test_a_broken_file_is_reported_with_its_path(
+    connection_file: Path, bare_weir: Run, text: str
+) -> None:
     connection_file.write_text(text)
 
     result = bare_weir("models")
@@ -93,14 +117,24 @@ def test_the_organization_of_the_file_is_the_default(server: ScriptedWeir, bare_
     assert bare_weir("key", "create", "laptop").exit_code == 0
 
     assert server.accounts.requests[0].organization == "acme"
-    assert (server.accounts.requests[1].organization, server.accounts.requests[1].project) == ("acme", "web")
+    assert (server.accounts.requests[1].organization, server.accounts.requests[1].project) == (
+        "acme",
+        "web",
+    )
     assert server.accounts.keys == ["Bearer file_admin"] * 2
 
 
-def test_no_server_is_told_with_the_remedy(bare_weir: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_server_is_reported_with_the_remedy(
+    bare_weir: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WEIR_API_KEY", "key")
 
-    for command in (["models"], ["generate", "Hi"], ["org", "list"], ["month", "show", "2026-11", "--org", "acme"]):
+    for command in (
+        ["models"],
+        ["generate", "Hi"],
+        ["org", "list"],
+        ["month", "show", "2026-11", "--org", "acme"],
+    ):
         result = bare_weir(*command, "--address", "127.0.0.1:1")
 
         assert result.exit_code == 1
@@ -108,61 +142,89 @@ def test_no_server_is_told_with_the_remedy(bare_weir: Run, monkeypatch: pytest.M
         assert result.stdout == ""
 
 
-@pytest.mark.parametrize("address", ["nowhere.invalid:8443", "127.0.0.1:port", "ftp://127.0.0.1:99"])
-def test_an_address_that_is_none_is_told_as_such(bare_weir: Run, monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+@pytest.mark.parametrize(
+    "address", ["nowhere.invalid:8443", "127.0.0.1:port", "ftp://127.0.0.1:99"]
+)
+def test_an_invalid_address_is_reported_as_such(
+    bare_weir: Run, monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
     monkeypatch.setenv("WEIR_API_KEY", "key")
     monkeypatch.setenv("WEIR_TLS", "0")
 
     result = bare_weir("models", "--address", address)
 
     assert result.exit_code == 1
-    assert result.stderr == f"error: no server at {address}: no such host or port; write them as 127.0.0.1:8443\n"
+    assert (
+        result.stderr
+        == f"error: no server at {address}: no such host or port; write them as 127.0.0.1:8443\n"
+    )
 
 
 def test_another_machine_is_nothing_to_start_with_weir_up() -> None:
-    error = Unavailable("failed to connect to all addresses; last error: UNKNOWN: ipv4:192.0.2.1:8443: Connection refused")
+    error = Unavailable(
+        "failed to connect to all addresses; last error: UNKNOWN: ipv4:192.0.2.1:8443: Connection"
+        " refused"
+    )
 
     line = explain(error, "192.0.2.1:8443")
 
-    assert line == "no server at 192.0.2.1:8443: check that it is running and that the address is right (Connection refused)"
+    assert (
+        line
+        == "no server at 192.0.2.1:8443: check that it is running and that the address is right"
+        " (Connection refused)"
+    )
 
 
-def test_a_port_that_speaks_http_is_told_from_no_server() -> None:
+def test_an_http_port_is_distinguished_from_no_server() -> None:
     said = "Failed parsing HTTP/2 (Expected SETTINGS frame as the first frame, got frame type 80)"
-    error = Unavailable(f"failed to connect to all addresses; last error: UNAVAILABLE: ipv4:127.0.0.1:9443: {said}")
+    error = Unavailable(
+        f"failed to connect to all addresses; last error: UNAVAILABLE: ipv4:127.0.0.1:9443: {said}"
+    )
 
     line = explain(error, "127.0.0.1:9443")
 
-    assert line.startswith("no gRPC server at 127.0.0.1:9443: the server there speaks another protocol")
+    assert line.startswith(
+        "no gRPC server at 127.0.0.1:9443: the server there speaks another protocol"
+    )
 
 
-def test_the_version_is_told(bare_weir: Run) -> None:
+def test_the_version_is_shown(bare_weir: Run) -> None:
     assert bare_weir("--version").stdout == f"weir {metadata.version('weir-client')}\n"
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a file that is always full")
+@pytest.mark.skipif(
+    not Path("/dev/full").exists(), reason="only Linux has a file that is always full"
+)
 @pytest.mark.parametrize("command", [["--help"], ["--version"], ["models"]])
 def test_a_full_disk_is_one_line_and_no_traceback(server: ScriptedWeir, command: list[str]) -> None:
     environment = {**os.environ, "WEIR_ADDRESS": server.address, "WEIR_API_KEY": "weir_user"}
 
     with open("/dev/full", "w") as full:
         run = [sys.executable, "-m", "weir_cli", *command]
-        result = subprocess.run(run, stdout=full, stderr=subprocess.PIPE, text=True, env=environment)
+        result = subprocess.run(
+            run, stdout=full, stderr=subprocess.PIPE, text=True, env=environment
+        )
 
     assert result.returncode == 1
     assert result.stderr == "error: the output cannot be written: No space left on device\n"
 
 
-@pytest.mark.parametrize(("wait_s", "told"), [(32.0, "00:00:00 UTC"), (9 * 86_400.0, "2026-12-01 00:00:00 UTC")])
-def test_a_limit_that_resets_on_another_day_is_told_with_that_day(wait_s: float, told: str) -> None:
+@pytest.mark.parametrize(
+    ("wait_s", "told"), [(32.0, "00:00:00 UTC"), (9 * 86_400.0, "2026-12-01 00:00:00 UTC")]
+)
+def test_a_limit_that_resets_on_another_day_is_shown_with_that_day(
+    wait_s: float, told: str
+) -> None:
     reset = datetime(2026, 12, 1, tzinfo=UTC)
-    quota = ExceededQuota("", "organization", "", "", "tokens-per-month", 50, 50, 0, 0, 21, reset, True)
+    quota = ExceededQuota(
+        "", "organization", "", "", "tokens-per-month", 50, 50, 0, 0, 21, reset, True
+    )
     error = QuotaExceeded("no", details=ErrorDetails(quota=quota, retry_after_s=wait_s))
 
     assert explain(error, "127.0.0.1:8443").endswith(f" (resets at {told})")
 
 
-def test_no_key_is_told_with_the_remedy(bare_weir: Run) -> None:
+def test_a_missing_key_is_reported_with_the_remedy(bare_weir: Run) -> None:
     result = bare_weir("org", "list", "--address", "127.0.0.1:1")
 
     assert result.exit_code == 1
@@ -170,14 +232,22 @@ def test_no_key_is_told_with_the_remedy(bare_weir: Run) -> None:
 
 
 def test_programs_find_what_was_started_by_the_shell(connection_file: Path, bare_weir: Run) -> None:
-    connection_file.write_text(json.dumps(FILE | {"api_key": "it's mine"}))
+    url = "http://127.0.0.1:7002/v1"
+    connection_file.write_text(json.dumps(FILE | {"api_key": "it's mine", "openai_url": url}))
     told = bare_weir("env")
     shell = subprocess.run(
-        ["sh", "-c", f'{told.stdout}\necho "$WEIR_ADDRESS $WEIR_API_KEY $WEIR_ADMIN_KEY"'], capture_output=True, text=True
+        [
+            "sh",
+            "-c",
+            f'{told.stdout}\necho "$WEIR_ADDRESS $WEIR_API_KEY $WEIR_ADMIN_KEY"'
+            ' "$OPENAI_BASE_URL $OPENAI_API_KEY"',
+        ],
+        capture_output=True,
+        text=True,
     )
     connection_file.unlink()
     untold = bare_weir("env")
 
-    assert shell.stdout.strip() == "127.0.0.1:7001 it's mine file_admin"
+    assert shell.stdout.strip() == f"127.0.0.1:7001 it's mine file_admin {url} it's mine"
     assert untold.exit_code == 1
     assert "weir up" in untold.stderr

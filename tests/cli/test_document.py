@@ -1,4 +1,4 @@
-"""Configuration files: every mistake with its line and remedy, values read by what they are for, and what is written reads back."""
+"""Configuration files: errors with line and remedy, values by their type, and round trips."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from google.protobuf.json_format import MessageToDict, ParseDict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from weir.v1 import configuration_pb2
-from weir_cli import configuration as document
-from weir_cli.configuration import QUOTA, read_document, write_document
+from weir_cli import document
+from weir_cli.document import QUOTA, read_document, write_document
 
 GOOD = """\
 version: 1
@@ -39,21 +39,24 @@ prices:
 
 
 def normal(configuration: Any) -> configuration_pb2.Configuration:
-    """As a message, in which a number and its text are the same."""
+    """Return a message, in which a number and its text are equal."""
     return ParseDict(configuration, configuration_pb2.Configuration())
 
 
 def test_a_file_becomes_the_configuration_that_it_says() -> None:
     read = read_document(GOOD, prune=False)
 
-    assert read.mistakes == []
+    assert read.errors == []
     assert MessageToDict(normal(read.configuration), preserving_proto_field_name=True) == {
         "organizations": [
             {
                 "name": "acme",
                 "currency_code": "EUR",
                 "quotas": [
-                    {"dimension": "QUOTA_DIMENSION_COST_PICOS_PER_MONTH", "limit_value": "1250500000000000"},
+                    {
+                        "dimension": "QUOTA_DIMENSION_COST_PICOS_PER_MONTH",
+                        "limit_value": "1250500000000000",
+                    },
                     {
                         "dimension": "QUOTA_DIMENSION_TOKENS_PER_MINUTE",
                         "model": "demo",
@@ -62,11 +65,17 @@ def test_a_file_becomes_the_configuration_that_it_says() -> None:
                         "cached_input_weight_milli": "250",
                     },
                 ],
-                # YAML takes `no` for false and 0123 for a number; here a name is a name.
+                # YAML reads `no` as false and 0123 as a number; here a name stays a name.
                 "projects": [
                     {
                         "name": "no",
-                        "keys": [{"name": "0123", "scopes": ["admin", "inference"], "expire_time": "2027-06-30T00:00:00Z"}],
+                        "keys": [
+                            {
+                                "name": "0123",
+                                "scopes": ["admin", "inference"],
+                                "expire_time": "2027-06-30T00:00:00Z",
+                            }
+                        ],
                     }
                 ],
             }
@@ -96,7 +105,12 @@ WRONG = [
     ("organizations:\n- name: a\n  limts: []\n", 3, "organizations[0].limts", "known are name"),
     ("organizations:\n- nane: a\n", 2, "organizations[0].nane", "did you mean `name`?"),
     ("organizations:\n- currency: EUR\n", 2, "organizations[0]", "`name` is missing"),
-    ("organizations:\n- name: a\n  name: b\n", 3, "organizations[0].name", "written before, in line 2"),
+    (
+        "organizations:\n- name: a\n  name: b\n",
+        3,
+        "organizations[0].name",
+        "written before, in line 2",
+    ),
     ("organizations:\n- name:\n", 2, "organizations[0].name", "has no value"),
     ("organizations:\n- name: [a]\n", 2, "organizations[0].name", "write a single value"),
     ("organizations:\n  name: a\n", 2, "organizations", "each entry in a line of its own"),
@@ -109,47 +123,88 @@ WRONG = [
     ("version: 2\n", 1, "version", "the supported version is 1"),
     ("organizations: !!python/object:os.system []\n", 1, "", ""),
     ("prices:\n- {model: m, input: 1, output: 1}\n", 2, "prices[0]", "`cached_input` is missing"),
-    ("prices:\n- {model: m, input: -1, cached_input: 0, output: 1}\n", 2, "prices[0].input", "0 or more"),
-    ("prices:\n- {model: m, input: 0.0000001, cached_input: 0, output: 1}\n", 2, "prices[0].input", "finer than a pico"),
+    (
+        "prices:\n- {model: m, input: -1, cached_input: 0, output: 1}\n",
+        2,
+        "prices[0].input",
+        "0 or more",
+    ),
+    (
+        "prices:\n- {model: m, input: 0.0000001, cached_input: 0, output: 1}\n",
+        2,
+        "prices[0].input",
+        "finer than a pico",
+    ),
 ]
 WRONG_QUOTAS = [
     ("dimension: bananas\n    limit: 1", 4, "dimension", "give one of concurrent-requests"),
     ("dimension: tokens-per-day\n    limit: lots", 5, "limit", "not a number"),
     ("dimension: tokens-per-day\n    limit: 1.5", 5, "limit", "whole numbers"),
     ("dimension: cost-per-month\n    limit: 0.0000000000001", 5, "limit", "finer than a pico"),
-    ("dimension: tokens-per-day\n    limit: 1\n    enforced: no", 6, "enforced", "write true or false"),
-    ("dimension: tokens-per-day\n    limit: 1\n    input_weight: 0.0001", 6, "input_weight", "three decimals"),
-    ("dimension: tokens-per-day\n    limit: 1\n    raised_until: soon", 6, "raised_until", "2026-12-31T18:00:00Z"),
+    (
+        "dimension: tokens-per-day\n    limit: 1\n    enforced: no",
+        6,
+        "enforced",
+        "write true or false",
+    ),
+    (
+        "dimension: tokens-per-day\n    limit: 1\n    input_weight: 0.0001",
+        6,
+        "input_weight",
+        "three decimals",
+    ),
+    (
+        "dimension: tokens-per-day\n    limit: 1\n    override_until: soon",
+        6,
+        "override_until",
+        "2026-12-31T18:00:00Z",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("content", "line", "place", "remedy"), WRONG)
-def test_a_mistake_is_told_with_line_place_and_remedy(content: str, line: int, place: str, remedy: str) -> None:
-    mistakes = read_document(content, prune=False).mistakes
+def test_a_mistake_is_reported_with_line_place_and_remedy(
+    content: str, line: int, place: str, remedy: str
+) -> None:
+    errors = read_document(content, prune=False).errors
 
     if remedy:
-        [mistake] = mistakes
-        assert (mistake.line, mistake.place) == (line, place)
-        assert remedy in mistake.message
+        [error] = errors
+        assert (error.line, error.place) == (line, place)
+        assert remedy in error.message
     else:
-        assert mistakes == [], "a tag is not obeyed: nothing but texts is ever made of a file"
+        assert errors == [], "a tag is not obeyed: nothing but texts is ever made of a file"
 
 
 @pytest.mark.parametrize(("quota", "line", "key", "remedy"), WRONG_QUOTAS)
-def test_a_mistake_in_a_limit_is_told_likewise(quota: str, line: int, key: str, remedy: str) -> None:
-    [mistake] = read_document(f"organizations:\n- name: a\n  quotas:\n  - {quota}\n", prune=False).mistakes
+def test_an_invalid_limit_is_reported_likewise(
+    quota: str, line: int, key: str, remedy: str
+) -> None:
+    [error] = read_document(
+        f"organizations:\n- name: a\n  quotas:\n  - {quota}\n", prune=False
+    ).errors
 
-    assert (mistake.line, mistake.place) == (line, f"organizations[0].quotas[0].{key}")
-    assert remedy in mistake.message
-
-
-def test_all_mistakes_are_told_at_once_in_the_order_of_lines() -> None:
-    content = GOOD.replace("1_250.50", "many").replace("EUR", "").replace("name: no", "nam: no").replace("0.075", "x")
-
-    assert [mistake.line for mistake in read_document(content, prune=False).mistakes] == [4, 6, 13, 20]
+    assert (error.line, error.place) == (line, f"organizations[0].quotas[0].{key}")
+    assert remedy in error.message
 
 
-def test_what_the_server_finds_wrong_is_told_at_the_nearest_place_of_the_file() -> None:
+def test_all_mistakes_are_reported_at_once_in_the_order_of_lines() -> None:
+    content = (
+        GOOD.replace("1_250.50", "many")
+        .replace("EUR", "")
+        .replace("name: no", "nam: no")
+        .replace("0.075", "x")
+    )
+
+    assert [error.line for error in read_document(content, prune=False).errors] == [
+        4,
+        6,
+        13,
+        20,
+    ]
+
+
+def test_the_servers_mistakes_are_reported_at_the_nearest_place_of_the_file() -> None:
     read = read_document(GOOD, prune=False)
 
     for path, line, place in (
@@ -159,8 +214,8 @@ def test_what_the_server_finds_wrong_is_told_at_the_nearest_place_of_the_file() 
         ("organizations[7].name", 3, "organizations"),
         ("nothing", 1, ""),
     ):
-        mistake = read.mistake_at(path, "no")
-        assert (mistake.line, mistake.place) == (line, place)
+        error = read.error_at(path, "no")
+        assert (error.line, error.place) == (line, place)
 
 
 def test_parts_may_be_written_once_and_used_again() -> None:
@@ -175,27 +230,33 @@ organizations:
 """
     read = read_document(content, prune=False)
 
-    assert read.mistakes == []
+    assert read.errors == []
     first, second = read.configuration["organizations"]
     assert first["quotas"] == second["quotas"]
     assert [quota["limit_value"] for quota in first["quotas"]] == [5, 6]
 
 
 def test_a_file_that_grows_without_bound_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few lines of aliases of aliases can say more than any memory holds."""
+    """A few lines of nested aliases can expand beyond any memory."""
     monkeypatch.setattr(document, "NODES_MAX", 1000)
     quotas = ", ".join(["{dimension: tokens-per-day, limit: 1}"] * 50)
     content = f"organizations:\n- &o {{name: a, quotas: [{quotas}]}}\n" + "- *o\n" * 50
 
-    [mistake] = read_document(content, prune=False).mistakes
+    [error] = read_document(content, prune=False).errors
 
-    assert "split it" in mistake.message
+    assert "split it" in error.message
 
 
-names = st.from_regex(r"[a-z][a-z0-9-]{0,10}", fullmatch=True) | st.sampled_from(["no", "yes", "null", "on", "y", "e1"])
-times = st.datetimes(datetime(2020, 1, 1), datetime(2100, 1, 1)).map(lambda at: at.replace(tzinfo=UTC).isoformat()[:-6] + "Z")
+names = st.from_regex(r"[a-z][a-z0-9-]{0,10}", fullmatch=True) | st.sampled_from(
+    ["no", "yes", "null", "on", "y", "e1"]
+)
+times = st.datetimes(datetime(2020, 1, 1), datetime(2100, 1, 1)).map(
+    lambda at: at.replace(tzinfo=UTC).isoformat()[:-6] + "Z"
+)
 picos = st.integers(0, 10**13)
-weights = {f"{kind}_weight_milli": st.integers(0, 10**6) for kind in ("input", "cached_input", "output")}
+weights = {
+    f"{kind}_weight_milli": st.integers(0, 10**6) for kind in ("input", "cached_input", "output")
+}
 quotas = st.fixed_dictionaries(
     {"dimension": st.integers(1, 6), "limit_value": st.integers(0, 2**63 - 1)},
     optional={
@@ -203,26 +264,39 @@ quotas = st.fixed_dictionaries(
         "for_new_keys": st.just(True),
         "enforced": st.just(False),
         "alert_at": st.fixed_dictionaries({"values": st.lists(st.integers(1, 1000), max_size=4)}),
-        "raised_limit_value": st.integers(1, 2**63 - 1),
-        "raised_until_time": times,
-        "raise_reason": st.text(st.characters(codec="utf-8", exclude_categories=("Cc", "Cs")), min_size=1, max_size=30),
+        "override_limit_value": st.integers(1, 2**63 - 1),
+        "override_end_time": times,
+        "override_reason": st.text(
+            st.characters(codec="utf-8", exclude_categories=("Cc", "Cs")), min_size=1, max_size=30
+        ),
         **weights,
     },
 )
 keys = st.fixed_dictionaries(
-    {"name": st.text(st.characters(codec="utf-8", exclude_categories=("C", "Z")), min_size=1, max_size=20)},
+    {
+        "name": st.text(
+            st.characters(codec="utf-8", exclude_categories=("C", "Z")), min_size=1, max_size=20
+        )
+    },
     optional={
         "prefix": st.just("wk_12345678"),
-        "scopes": st.lists(st.sampled_from(["admin", "billing", "inference"]), unique=True, min_size=1),
+        "scopes": st.lists(
+            st.sampled_from(["admin", "billing", "inference"]), unique=True, min_size=1
+        ),
         "models": st.lists(st.sampled_from(["demo", "large@2"]), unique=True, min_size=1),
         "expire_time": times,
         "quotas": st.lists(quotas, min_size=1, max_size=2),
     },
 )
-projects = st.fixed_dictionaries({"name": names}, optional={"keys": st.lists(keys, min_size=1, max_size=2)})
+projects = st.fixed_dictionaries(
+    {"name": names}, optional={"keys": st.lists(keys, min_size=1, max_size=2)}
+)
 organizations = st.fixed_dictionaries(
     {"name": names, "currency_code": st.sampled_from(["EUR", "USD"])},
-    optional={"quotas": st.lists(quotas, min_size=1, max_size=3), "projects": st.lists(projects, min_size=1, max_size=2)},
+    optional={
+        "quotas": st.lists(quotas, min_size=1, max_size=3),
+        "projects": st.lists(projects, min_size=1, max_size=2),
+    },
 )
 prices = st.fixed_dictionaries(
     {"model": st.just("m"), "currency_code": st.just("USD")}
@@ -230,33 +304,41 @@ prices = st.fixed_dictionaries(
 )
 configurations = st.fixed_dictionaries(
     {},
-    optional={"organizations": st.lists(organizations, min_size=1, max_size=2), "prices": st.lists(prices, min_size=1, max_size=2)},
+    optional={
+        "organizations": st.lists(organizations, min_size=1, max_size=2),
+        "prices": st.lists(prices, min_size=1, max_size=2),
+    },
 )
 
 
 @settings(max_examples=100, deadline=None)
 @given(configurations)
-def test_what_is_written_reads_back_as_it_was(configuration: dict[str, Any]) -> None:
+def test_a_written_document_reads_back_unchanged(configuration: dict[str, Any]) -> None:
     given_message = normal(configuration)
     exported = MessageToDict(given_message, preserving_proto_field_name=True)
 
     written = write_document(exported)
     read = read_document(written, prune=False)
 
-    assert read.mistakes == []
+    assert read.errors == []
     assert normal(read.configuration) == given_message
     assert yaml.safe_load(written)["version"] == 1
 
 
 def test_every_attribute_of_a_limit_in_the_contract_has_its_line_in_the_table() -> None:
-    """A new attribute that files could not say would be lost by an export."""
+    """An export would lose a new attribute that files cannot express."""
     assert {entry.name for entry in QUOTA.keys.values()} == {
         field.name for field in configuration_pb2.QuotaConfiguration.DESCRIPTOR.fields
     }
 
 
 def test_a_billing_profile_is_a_mapping_of_texts() -> None:
-    profile = {"emails": ["billing@acme.example"], "legal_name": "Acme GmbH", "postal_code": "01067", "country": "NO"}
+    profile = {
+        "emails": ["billing@acme.example"],
+        "legal_name": "Acme GmbH",
+        "postal_code": "01067",
+        "country": "NO",
+    }
     written = """\
 organizations:
 - name: acme
@@ -269,11 +351,13 @@ organizations:
 
     read = read_document(written, prune=False)
     again = read_document(write_document(read.configuration), prune=False)
-    wrong = read_document(written.replace("country", "contry").replace("[billing@acme.example]", "x"), prune=False)
+    wrong = read_document(
+        written.replace("country", "contry").replace("[billing@acme.example]", "x"), prune=False
+    )
 
     assert read.configuration["organizations"][0]["billing_profile"] == profile
     assert again.configuration == read.configuration
-    assert [(each.line, each.place) for each in wrong.mistakes] == [
+    assert [(each.line, each.place) for each in wrong.errors] == [
         (4, "organizations[0].billing_profile.emails"),
         (7, "organizations[0].billing_profile.contry"),
     ]

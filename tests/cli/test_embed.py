@@ -1,4 +1,4 @@
-"""`weir embed`: what is sent, and what is shown."""
+"""`weir embed`: requests and output."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from weir.v1 import types_pb2
 from tests.cli.conftest import Run, ScriptedWeir
 
 ANSWER = pb.EmbedResponse(
-    embeddings=[pb.Embedding(vector=[1.0, 0.0], token_count=5), pb.Embedding(vector=[0.6, 0.8], token_count=7, truncated=True)],
+    embeddings=[
+        pb.Embedding(vector=[1.0, 0.0], token_count=5),
+        pb.Embedding(vector=[0.6, 0.8], token_count=7, truncated=True),
+    ],
     usage=types_pb2.Usage(embedding_token_count=12),
     cost=types_pb2.Money(currency_code="USD", picos=240_000),
 )
@@ -22,8 +25,12 @@ def answer(server: ScriptedWeir) -> None:
     server.inference.replies["EmbedRequest"] = ANSWER
 
 
-def test_shows_the_vectors_and_how_like_each_other_they_are(weir: Run, server: ScriptedWeir) -> None:
-    told = weir("embed", "--model", "minilm", "a cat", "a \x1b[31mkitten", "--truncate", "--tier", "batch")
+def test_shows_the_vectors_and_how_like_each_other_they_are(
+    weir: Run, server: ScriptedWeir
+) -> None:
+    told = weir(
+        "embed", "--model", "minilm", "a cat", "a \x1b[31mkitten", "--truncate", "--tier", "batch"
+    )
 
     assert told.exit_code == 0
     assert "+0.6000 +0.8000" in told.stdout
@@ -34,12 +41,24 @@ def test_shows_the_vectors_and_how_like_each_other_they_are(weir: Run, server: S
     asked = server.inference.requests[0]
     assert isinstance(asked, pb.EmbedRequest)
     assert [each.text for each in asked.inputs] == ["a cat", "a \x1b[31mkitten"]
-    assert (asked.model, asked.truncation, asked.tier) == ("minilm", pb.TRUNCATION_END, pb.SERVICE_TIER_BATCH)
+    assert (asked.model, asked.truncation, asked.tier) == (
+        "minilm",
+        pb.TRUNCATION_END,
+        pb.SERVICE_TIER_BATCH,
+    )
 
 
-def test_a_quote_is_told_instead_and_says_by_its_exit_code_whether_it_fits(weir: Run, server: ScriptedWeir) -> None:
+def test_a_quote_is_shown_instead_and_its_exit_code_says_whether_it_fits(
+    weir: Run, server: ScriptedWeir
+) -> None:
     cost = types_pb2.Money(currency_code="USD", picos=240_000)
-    quote = pb.QuoteResponse(input_token_count=12, worst_cost=cost, expected_cost=cost, price_version=3, would_admit=True)
+    quote = pb.QuoteResponse(
+        input_token_count=12,
+        worst_case_cost=cost,
+        expected_cost=cost,
+        price_version=3,
+        would_admit=True,
+    )
     server.inference.replies["QuoteRequest"] = quote
 
     fits = weir("embed", "--model", "minilm", "a cat", "--quote")
@@ -64,8 +83,10 @@ def test_reads_lines_and_prints_one_document(weir: Run, server: ScriptedWeir) ->
     assert [each.text for each in asked.inputs] == ["one", "two"]
 
 
-@pytest.mark.parametrize("arguments", [("-m", "minilm"), ("a text",), ("-m", "minilm", "a", "--tier", "fast")])
-def test_what_is_missing_is_named(weir: Run, arguments: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "arguments", [("-m", "minilm"), ("a text",), ("-m", "minilm", "a", "--tier", "fast")]
+)
+def test_missing_arguments_are_named(weir: Run, arguments: tuple[str, ...]) -> None:
     told = weir("embed", *arguments)
 
     assert told.exit_code == 2

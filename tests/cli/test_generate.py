@@ -1,4 +1,4 @@
-"""`weir generate`: what goes where, how it ends, and how it fails."""
+"""`weir generate`: standard output and error, endings, and failures."""
 
 from __future__ import annotations
 
@@ -18,13 +18,19 @@ def start_of(server: ScriptedWeir) -> pb.StartFrame:
     return server.inference.streams[0].messages[0].frames[0].start
 
 
-def test_the_answer_goes_to_stdout_and_its_numbers_to_stderr(weir: Run, server: ScriptedWeir) -> None:
+def test_the_answer_goes_to_stdout_and_its_numbers_to_stderr(
+    weir: Run, server: ScriptedWeir
+) -> None:
     result = weir("generate", "Which hotel has a pool?")
 
     assert result.exit_code == 0
     assert result.stdout == ANSWER + "\n"
     request_id = server.inference.streams[0].messages[0].frames[0].request_id
-    assert result.stderr == (f"1,025 in (200 cached) · 150 out · 0.00022375 USD · TTFT 212 ms · 102.8 tokens/s · {request_id}\n")
+    assert (
+        result.stderr
+        == "1,025 in (200 cached) · 150 out · 0.00022375 USD · TTFT 212 ms · 102.8 tokens/s ·"
+        f" {request_id}\n"
+    )
 
 
 def test_json_is_one_document_on_stdout(weir: Run) -> None:
@@ -35,20 +41,67 @@ def test_json_is_one_document_on_stdout(weir: Run) -> None:
     assert document["text"] == ANSWER
     assert document["finish_reason"] == "STOP"
     assert document["usage"]["cached_input_token_count"] == 200
-    assert document["cost"] == {"currency_code": "USD", "amount": "0.000223750000", "picos": 223_750_000}
+    assert document["cost"] == {
+        "currency_code": "USD",
+        "amount": "0.000223750000",
+        "picos": 223_750_000,
+    }
     assert document["timings"]["ttft_ms"] == 212
 
 
 def test_flags_become_the_request(weir: Run, server: ScriptedWeir, tmp_path: Path) -> None:
     context = tmp_path / "hotels.txt"
     context.write_text("Listings:\n1. Grand Pier\n\n")
-    flags = ["--model", "demo", "--system", "Be brief.", "--context", str(context), "--max-output-tokens", "100"]
-    sampling = ["--temperature", "0", "--top-p", "0.9", "--top-k", "5", "--seed", "7", "--stop", "END", "--stop", "\n\n"]
+    flags = [
+        "--model",
+        "demo",
+        "--system",
+        "Be brief.",
+        "--context",
+        str(context),
+        "--max-output-tokens",
+        "100",
+    ]
+    sampling = [
+        "--temperature",
+        "0",
+        "--top-p",
+        "0.9",
+        "--top-k",
+        "5",
+        "--seed",
+        "7",
+        "--stop",
+        "END",
+        "--stop",
+        "\n\n",
+    ]
 
-    sampling += ["--min-p", "0.1", "--repetition-penalty", "1.1", "--presence-penalty", "0.5", "--frequency-penalty", "-0.5"]
-    sampling += ["--logit-bias", "12=-100", "--logit-bias", "7=1.5", "--stop-token-id", "9", "--min-output-tokens", "3"]
+    sampling += [
+        "--min-p",
+        "0.1",
+        "--repetition-penalty",
+        "1.1",
+        "--presence-penalty",
+        "0.5",
+        "--frequency-penalty",
+        "-0.5",
+    ]
+    sampling += [
+        "--logit-bias",
+        "12=-100",
+        "--logit-bias",
+        "7=1.5",
+        "--stop-token-id",
+        "9",
+        "--min-output-tokens",
+        "3",
+    ]
 
-    assert weir("generate", "Which has a pool?", *flags, *sampling, "--top-logprobs", "2").exit_code == 0
+    assert (
+        weir("generate", "Which has a pool?", *flags, *sampling, "--top-logprobs", "2").exit_code
+        == 0
+    )
 
     start = start_of(server)
     assert [(each.role, each.content) for each in start.conversation.messages] == [
@@ -70,7 +123,9 @@ def test_flags_become_the_request(weir: Run, server: ScriptedWeir, tmp_path: Pat
     assert (start.max_output_tokens, list(start.stop_sequences)) == (100, ["END", "\n\n"])
 
 
-def test_a_response_format_comes_from_a_file_or_the_command_line(weir: Run, server: ScriptedWeir, tmp_path: Path) -> None:
+def test_a_response_format_comes_from_a_file_or_the_command_line(
+    weir: Run, server: ScriptedWeir, tmp_path: Path
+) -> None:
     schema, grammar = tmp_path / "schema.json", tmp_path / "grammar.lark"
     schema.write_text('{"type": "null"}')
     grammar.write_text('start: "a"')
@@ -97,22 +152,37 @@ def test_the_tier_and_the_time_to_start_are_asked_for(weir: Run, server: Scripte
     assert "express" in wrong.stderr
 
 
-def test_the_most_that_it_may_cost_is_in_the_currency_of_the_model(weir: Run, server: ScriptedWeir) -> None:
+def test_the_most_that_it_may_cost_is_in_the_currency_of_the_model(
+    weir: Run, server: ScriptedWeir
+) -> None:
     assert weir("generate", "Hi", "--max-cost", "0.05").exit_code == 0
 
     [model] = [each for each in weir_models(server) if each.name == "demo"]
     limit = start_of(server).max_cost
-    assert (limit.currency_code, limit.units, limit.picos) == (model.price.currency_code, 0, 50_000_000_000)
+    assert (limit.currency_code, limit.units, limit.picos) == (
+        model.price.currency_code,
+        0,
+        50_000_000_000,
+    )
     wrong = weir("generate", "Hi", "--max-cost", "much")
     assert wrong.exit_code == 2
     assert "much" in wrong.stderr
 
 
 def weir_models(server: ScriptedWeir) -> list[pb.Model]:
-    """The models that the scripted server lists."""
+    """Yield the models of the scripted server."""
     reply = server.inference.replies["ListModelsRequest"]
     assert isinstance(reply, pb.ListModelsResponse)
     return list(reply.models)
+
+
+def test_models_show_what_their_engines_compute_with(weir: Run, server: ScriptedWeir) -> None:
+    weir_models(server)[0].kernels.append("torch")
+
+    shown = weir("models").stdout
+
+    assert "engine  kernels" in shown
+    assert "torch   torch" in shown
 
 
 def test_several_answers_are_shown_under_their_numbers(weir: Run, server: ScriptedWeir) -> None:
@@ -123,7 +193,16 @@ def test_several_answers_are_shown_under_their_numbers(weir: Run, server: Script
 
 
 def test_a_search_is_asked_for_by_its_beams(weir: Run, server: ScriptedWeir) -> None:
-    flags = ["--beam-width", "4", "--length-penalty", "0.5", "--early-stopping", "yes", "--choices", "2"]
+    flags = [
+        "--beam-width",
+        "4",
+        "--length-penalty",
+        "0.5",
+        "--early-stopping",
+        "yes",
+        "--choices",
+        "2",
+    ]
 
     assert weir("generate", "Hi", *flags).exit_code == 0
 
@@ -132,7 +211,7 @@ def test_a_search_is_asked_for_by_its_beams(weir: Run, server: ScriptedWeir) -> 
 
 
 @pytest.mark.parametrize("bias", ["12", "x=1", "12=much"])
-def test_a_bias_that_is_none_is_refused_by_name(weir: Run, bias: str) -> None:
+def test_an_invalid_bias_is_refused_by_name(weir: Run, bias: str) -> None:
     result = weir("generate", "Hi", "--logit-bias", bias)
 
     assert result.exit_code == 2
@@ -164,7 +243,7 @@ def test_a_prompt_can_come_from_a_file(weir: Run, server: ScriptedWeir, tmp_path
         (["Hi", "--temperature", "hot"], "--temperature"),
     ],
 )
-def test_wrong_usage_is_told_with_exit_code_2(weir: Run, arguments: list[str], message: str) -> None:
+def test_wrong_usage_exits_with_code_2(weir: Run, arguments: list[str], message: str) -> None:
     result = weir("generate", *arguments)
 
     assert result.exit_code == 2
@@ -172,7 +251,9 @@ def test_wrong_usage_is_told_with_exit_code_2(weir: Run, arguments: list[str], m
     assert result.stdout == ""
 
 
-def test_ctrl_c_cancels_shows_the_partial_usage_and_exits_130(weir: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_cancels_shows_the_partial_usage_and_exits_130(
+    weir: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     written: list[str] = []
 
     def write_then_interrupt(text: str) -> None:
@@ -194,13 +275,18 @@ def test_ctrl_c_cancels_shows_the_partial_usage_and_exits_130(weir: Run, monkeyp
         ("hot", "error: --temperature: must be 0 to 2"),
         (
             "poor",
-            "error: quota exceeded: tokens-per-minute of the project: limit 1,000, left 40, needed 125; "
-            "try again in 32 s (resets at 10:31:00 UTC)",
+            (
+                "error: quota exceeded: tokens-per-minute of the project: limit 1,000, left 40,"
+                " needed 125; try again in 32 s (resets at 10:31:00 UTC)"
+            ),
         ),
         (
             "huge",
-            "error: quota exceeded: tokens-per-minute of the project: limit 1,000, left 40, needed 125; "
-            "waiting does not help: reduce the request, or raise the limit (`weir quota set`)",
+            (
+                "error: quota exceeded: tokens-per-minute of the project: limit 1,000, left 40,"
+                " needed 125; waiting does not help: reduce the request, or raise the limit (`weir"
+                " quota set`)"
+            ),
         ),
         ("busy", "; try again in 5 s"),
         ("unknown", "error: there is no model named x"),
@@ -220,10 +306,13 @@ def test_an_answer_cut_off_by_a_quota_is_shown_and_is_no_success(weir: Run) -> N
 
     assert result.exit_code == 1
     assert result.stdout == ANSWER + "\n"
-    assert "cut off: quota exhausted: tokens-per-minute of the project (limit 100,000, resets in 42 s)" in result.stderr
+    assert (
+        "cut off: quota exhausted: tokens-per-minute of the project (limit 100,000, resets in 42 s)"
+        in result.stderr
+    )
 
 
-def test_a_timeout_is_told_with_its_flag(weir: Run) -> None:
+def test_a_timeout_is_reported_with_its_flag(weir: Run) -> None:
     result = weir("generate", "slow answer", "--timeout", "0.2")
 
     assert result.exit_code == 1

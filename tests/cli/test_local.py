@@ -1,4 +1,4 @@
-"""Commands that run Weir itself: what they say when they cannot, and how they tell what comes next."""
+"""Commands that run Weir itself: errors, and hints about the next step."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ import pytest
 from weir_cli.render import to_text
 
 from api.cli.stack import welcome
-from api.core.endpoint import Told
+from api.core.endpoint import ConnectionFile
 from metering.store.db import psycopg_conninfo
 from tests.cli.conftest import Run
 from tests.conftest import APPLICATION_ROLE
 
 
-def test_a_second_weir_up_in_one_directory_touches_nothing_of_the_first(bare_weir: Run, tmp_path: Path) -> None:
+def test_a_second_weir_up_in_one_directory_touches_nothing_of_the_first(
+    bare_weir: Run, tmp_path: Path
+) -> None:
     (tmp_path / "serve.json").write_text("the first one's")
 
     with (tmp_path / ".up.lock").open("a") as lock:
@@ -27,13 +29,17 @@ def test_a_second_weir_up_in_one_directory_touches_nothing_of_the_first(bare_wei
         result = bare_weir("up", "--home", str(tmp_path))
 
     assert result.exit_code == 1
-    assert result.stderr.startswith(f"error: `weir up` is already running in {tmp_path}: use it from other terminals")
+    assert result.stderr.startswith(
+        f"error: `weir up` is already running in {tmp_path}: use it from other terminals"
+    )
     assert sorted(each.name for each in tmp_path.iterdir()) == [".up.lock", "logs", "serve.json"]
 
 
 @pytest.mark.parametrize("command", ["serve", "worker", "migrate", "init", "fsck"])
-@pytest.mark.parametrize("url", ["!nonsense!", "mysql://weir:hunter2@db/weir", "postgresql://weir:hunter2@db:port/weir"])
-def test_a_database_that_is_none_is_refused_by_name_and_without_its_password(
+@pytest.mark.parametrize(
+    "url", ["!nonsense!", "mysql://weir:hunter2@db/weir", "postgresql://weir:hunter2@db:port/weir"]
+)
+def test_an_invalid_database_url_is_refused_without_its_password(
     bare_weir: Run, monkeypatch: pytest.MonkeyPatch, command: str, url: str
 ) -> None:
     monkeypatch.setenv("WEIR_DATABASE_URL", url)
@@ -41,18 +47,23 @@ def test_a_database_that_is_none_is_refused_by_name_and_without_its_password(
     result = bare_weir(command)
 
     assert result.exit_code == 2
-    assert result.stderr == (
-        "error: WEIR_DATABASE_URL must be a PostgreSQL database, written as postgresql://user:password@host:5432/name\n"
+    assert (
+        result.stderr == "error: WEIR_DATABASE_URL must be a PostgreSQL database, written as"
+        " postgresql://user:password@host:5432/name\n"
     )
 
 
-def test_a_database_that_is_away_is_told_in_one_line(bare_weir: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unavailable_database_is_reported_in_one_line(
+    bare_weir: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WEIR_DATABASE_URL", "postgresql://weir@127.0.0.1:1/weir")
 
     result = bare_weir("serve")
 
     assert result.exit_code == 1
-    assert result.stderr.startswith("error: the database of WEIR_DATABASE_URL does not answer: connection failed: ")
+    assert result.stderr.startswith(
+        "error: the database of WEIR_DATABASE_URL does not answer: connection failed: "
+    )
     assert result.stderr.count("\n") == 1
     assert "sqlalche" not in result.stderr
 
@@ -63,34 +74,51 @@ def test_where_to_listen_is_host_and_port(bare_weir: Run, monkeypatch: pytest.Mo
     variable = bare_weir("up")
 
     assert (flag.exit_code, variable.exit_code) == (2, 2)
-    assert flag.stderr == "error: --listen must be host:port, such as 127.0.0.1:8443, or unix:/path, not '8443'\n"
-    assert variable.stderr == "error: WEIR_LISTEN='localhost': must be host:port, such as 127.0.0.1:8443, or unix:/path\n"
+    assert (
+        flag.stderr
+        == "error: --listen must be host:port, such as 127.0.0.1:8443, or unix:/path, not '8443'\n"
+    )
+    assert (
+        variable.stderr
+        == "error: WEIR_LISTEN='localhost': must be host:port, such as 127.0.0.1:8443, or"
+        " unix:/path\n"
+    )
 
 
-def test_what_comes_next_can_be_typed_as_it_stands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_suggested_next_command_can_be_typed_as_shown(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(sys, "argv", [".venv/bin/weir", "up"])
 
-    text = to_text(welcome("127.0.0.1:8443", tmp_path, Told()))
+    text = to_text(welcome("127.0.0.1:8443", tmp_path, ConnectionFile()))
 
     assert '  .venv/bin/weir generate "Hello"' in text
     assert f"  export WEIR_HOME={tmp_path}" in text.replace("\n", "")
 
 
-def test_what_comes_next_is_short_where_the_defaults_hold(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_next_steps_are_short_with_default_settings(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(sys, "argv", [str(tmp_path / "weir"), "up"])
     monkeypatch.setattr(shutil, "which", lambda name: str(tmp_path / "weir"))
 
-    text = to_text(welcome("127.0.0.1:8443", tmp_path / ".weir", Told()))
+    text = to_text(welcome("127.0.0.1:8443", tmp_path / ".weir", ConnectionFile()))
 
     assert '  weir generate "Hello"' in text
     assert "WEIR_HOME" not in text
 
 
-def test_a_worker_gets_the_settings_of_its_command(bare_weir: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_worker_gets_the_settings_of_its_command(
+    bare_weir: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     begun: list[tuple[list[str], str]] = []
     monkeypatch.setenv("WEIR_DATABASE_URL", "postgresql://weir@127.0.0.1:1/weir")
-    monkeypatch.setattr(os, "execve", lambda path, command, environment: begun.append((command, environment["WEIR_HOME"])))
+    monkeypatch.setattr(
+        os,
+        "execve",
+        lambda path, command, environment: begun.append((command, environment["WEIR_HOME"])),
+    )
 
     result = bare_weir("worker", "--home", str(tmp_path))
 
@@ -109,8 +137,9 @@ def test_migrating_grants_the_application_role_its_rights(
     missing = bare_weir("migrate", "--grant", "nobody")
 
     assert (granted.exit_code, missing.exit_code) == (0, 1)
-    assert f"role {APPLICATION_ROLE} has the privileges of api processes and workers, and no others" in " ".join(
-        granted.stderr.split()
+    assert (
+        f"role {APPLICATION_ROLE} has the privileges of api processes and workers, and no others"
+        in " ".join(granted.stderr.split())
     )
     assert " ".join(missing.stderr.split()).startswith(
         "error: role 'nobody' does not exist: set WEIR_APPLICATION_PASSWORD to create it"
@@ -121,7 +150,7 @@ def test_migrating_grants_the_application_role_its_rights(
 def test_a_schema_of_another_line_is_refused_with_what_to_do(
     bare_weir: Run, monkeypatch: pytest.MonkeyPatch, database_url: str, command: str
 ) -> None:
-    """Before 0.1.0 a column stood before `description`; of a newer version only the revision is known."""
+    """A column preceded `description` before 0.1.0; newer schemas have an unknown revision."""
     monkeypatch.setenv("WEIR_DATABASE_URL", database_url)
     with psycopg.connect(psycopg_conninfo(database_url), autocommit=True) as connection:
         connection.execute("UPDATE alembic_version SET version_num = '9999'")
@@ -131,21 +160,28 @@ def test_a_schema_of_another_line_is_refused_with_what_to_do(
         development = bare_weir(command)
 
     assert (newer.exit_code, development.exit_code) == (1, 1)
-    assert " ".join(newer.stderr.split()) == (
-        "error: the database is at schema revision 9999, which this version of Weir does not know: use the version that "
-        "migrated it or a newer one"
+    assert (
+        " ".join(newer.stderr.split())
+        == "error: the database is at schema revision 9999, which this version of Weir does not"
+        " know: use the version that migrated it or a newer one"
     )
-    assert " ".join(development.stderr.split()) == (
-        "error: the database is at schema revision 0008 of a development version before 0.1.0, which no release migrates: "
-        "save its configuration (`weir export` of that version), then migrate an empty database; `weir up` creates one after "
-        "you move `postgres` out of its home directory"
+    assert (
+        " ".join(development.stderr.split())
+        == "error: the database is at schema revision 0008 of a development version before 0.1.0,"
+        " which no release migrates: save its configuration (`weir export` of that version),"
+        " then migrate an empty database; `weir up` creates one after you move `postgres` out of"
+        " its home directory"
     )
 
 
-def test_the_embedded_database_has_no_second_role(bare_weir: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_embedded_database_has_no_second_role(
+    bare_weir: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("WEIR_DATABASE_URL", raising=False)
 
     result = bare_weir("migrate", "--grant", "weir_app")
 
     assert result.exit_code == 2
-    assert result.stderr.startswith("error: --grant needs a separate PostgreSQL: set WEIR_DATABASE_URL")
+    assert result.stderr.startswith(
+        "error: --grant needs a separate PostgreSQL: set WEIR_DATABASE_URL"
+    )

@@ -1,4 +1,4 @@
-"""`weir month` over all organizations: what goes wrong with one stops no other, and shows in the exit code."""
+"""`weir month` over all organizations: a failure stops no other one, and sets the exit code."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from weir.v1 import months_pb2
 from tests.cli.conftest import Run, ScriptedWeir
 
 BROKEN = status_pb2.Status(code=code_pb2.INTERNAL, message="the server broke: incident 4711")
-MONTH = months_pb2.Month(organization_name="acme", month="2026-10", state=months_pb2.MONTH_STATE_CLOSED)
+MONTH = months_pb2.Month(
+    organization_name="acme", month="2026-10", state=months_pb2.MONTH_STATE_CLOSED
+)
 
 
 @pytest.fixture
 def three(server: ScriptedWeir) -> ScriptedWeir:
-    """Organizations, of which the server breaks at the second."""
+    """Prepare three organizations; the server fails at the second."""
     names = ("acme", "bolt", "core")
     server.accounts.replies["ListOrganizations"] = admin_pb.ListOrganizationsResponse(
         organizations=[admin_pb.Organization(name=name) for name in names]
@@ -27,33 +29,61 @@ def three(server: ScriptedWeir) -> ScriptedWeir:
     return server
 
 
-def test_a_close_of_all_goes_on_behind_an_error_and_says_so(weir: Run, three: ScriptedWeir) -> None:
+def test_a_close_of_all_continues_after_an_error_and_reports_it(
+    weir: Run, three: ScriptedWeir
+) -> None:
     done = weir("month", "close", "2026-10", "--all")
 
-    asked = [each.organization for each in three.accounts.requests if isinstance(each, months_pb2.CloseMonthRequest)]
+    asked = [
+        each.organization
+        for each in three.accounts.requests
+        if isinstance(each, months_pb2.CloseMonthRequest)
+    ]
     assert asked == ["acme", "bolt", "core"]
     assert done.exit_code == 1
     assert "bolt: the server broke: incident 4711" in done.stderr
     assert "1 refused or failed, of 3 organizations" in done.stderr
 
 
-def test_all_closed_is_exit_code_zero_and_a_key_that_may_not_stops_at_once(weir: Run, three: ScriptedWeir) -> None:
+def test_all_closed_is_exit_code_zero_and_a_key_that_may_not_stops_at_once(
+    weir: Run, three: ScriptedWeir
+) -> None:
     three.accounts.refusals_of.clear()
     assert weir("month", "close", "2026-10", "--all", "--before-first").exit_code == 0
-    assert all(each.before_first for each in three.accounts.requests if isinstance(each, months_pb2.CloseMonthRequest))
+    assert all(
+        each.before_first
+        for each in three.accounts.requests
+        if isinstance(each, months_pb2.CloseMonthRequest)
+    )
     three.accounts.requests.clear()
-    three.accounts.refusals_of["acme"] = status_pb2.Status(code=code_pb2.PERMISSION_DENIED, message="it lacks the scope admin")
+    three.accounts.refusals_of["acme"] = status_pb2.Status(
+        code=code_pb2.PERMISSION_DENIED, message="it lacks the scope admin"
+    )
 
     done = weir("month", "close", "2026-10", "--all")
 
     assert done.exit_code != 0
-    assert len([each for each in three.accounts.requests if isinstance(each, months_pb2.CloseMonthRequest)]) == 1
+    assert (
+        len(
+            [
+                each
+                for each in three.accounts.requests
+                if isinstance(each, months_pb2.CloseMonthRequest)
+            ]
+        )
+        == 1
+    )
 
 
-def test_months_are_listed_with_the_payment_of_their_invoices(weir: Run, server: ScriptedWeir) -> None:
+def test_months_are_listed_with_the_payment_of_their_invoices(
+    weir: Run, server: ScriptedWeir
+) -> None:
     payments = [
         months_pb2.InvoicePayment(stripe_invoice_id=id, state=state)
-        for id, state in (("in_1", months_pb2.PAYMENT_STATE_PAID), ("in_2", months_pb2.PAYMENT_STATE_FAILED))
+        for id, state in (
+            ("in_1", months_pb2.PAYMENT_STATE_PAID),
+            ("in_2", months_pb2.PAYMENT_STATE_FAILED),
+        )
     ]
     told = months_pb2.Month(month="2026-10", state=months_pb2.MONTH_STATE_CLOSED, payments=payments)
     server.accounts.replies["ListMonths"] = months_pb2.ListMonthsResponse(months=[told])
@@ -62,4 +92,7 @@ def test_months_are_listed_with_the_payment_of_their_invoices(weir: Run, server:
     [month] = json.loads(weir("month", "list", "--org", "acme", "--json").stdout)
 
     assert "failed, paid" in " ".join(shown.stdout.split())
-    assert [(each["stripe_invoice_id"], each["state"]) for each in month["payments"]] == [("in_1", "paid"), ("in_2", "failed")]
+    assert [(each["stripe_invoice_id"], each["state"]) for each in month["payments"]] == [
+        ("in_1", "paid"),
+        ("in_2", "failed"),
+    ]

@@ -1,4 +1,4 @@
-"""The program: help, the tables of commands, completion, `--json`, exit codes, and how little it loads."""
+"""Program: help, lists of commands, completion, `--json`, exit codes, and few imports."""
 
 from __future__ import annotations
 
@@ -17,15 +17,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from weir_cli.__main__ import COMMANDS, load
+from typer.testing import CliRunner
+from weir_cli.__main__ import COMMANDS, app, load
 from weir_cli.commands import CLIENT_COMMANDS, PERSONAS
 
 from tests.cli.conftest import Run, ScriptedWeir
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = [sys.executable, "-m", "weir_cli"]
-HELP_CPU_S = 0.3  # of one processor; measured: 0.06 s
-# Commands that print no data: they run until stopped, act, or print what a shell, a browser or a file takes as it is.
+HELP_CPU_S = 0.3  # of CPU; measured: 0.06 s
+HEAVY = (
+    *("google.protobuf", "grpc", "importlib.metadata", "pydantic", "rich", "weir", "yaml"),
+    *("cryptography", "numpy", "psycopg", "sqlalchemy", "torch", "inference", "metering"),
+)
+# Commands that print no data: they run until stopped, act, or print text for a shell, browser or
+# file.
 WITHOUT_JSON = {
     *("up", "serve", "worker", "migrate", "demo", "stripe webhooks"),
     *("stripe resend", "stripe settle"),
@@ -39,7 +45,9 @@ def test_every_command_of_the_tables_loads() -> None:
     assert "rotate" in load("receipt").commands
 
 
-def test_help_lists_every_command_on_one_screen_and_unknown_ones_are_refused(bare_weir: Run) -> None:
+def test_help_lists_every_command_on_one_screen_and_unknown_ones_are_refused(
+    bare_weir: Run,
+) -> None:
     listed = bare_weir("--help").stdout
 
     for name, entry in COMMANDS.items():
@@ -52,34 +60,72 @@ def test_help_lists_every_command_on_one_screen_and_unknown_ones_are_refused(bar
     assert "set" in bare_weir("quota", "--help").stdout
 
 
-def test_the_entry_imports_nothing_heavy() -> None:
-    """Help and completion must be quick: grpc, rich and the rest come with the command that is run."""
-    heavy = "('grpc', 'rich', 'weir_client', 'importlib.metadata', 'torch', 'sqlalchemy', 'inference', 'metering')"
-    code = (
-        "import sys, weir_cli.__main__ as entry\n"
-        "try:\n    entry.app(['--help'])\n"
-        f"except SystemExit:\n    print([name for name in {heavy} if name in sys.modules])"
-    )
-    said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+def test_no_help_imports_anything_heavy() -> None:
+    """Help answers at once, of the program and of every group and command: only running a command
+    imports gRPC, rich, the server and the rest.
+    """
+    code = f"""
+import sys
+from weir_cli.__main__ import COMMANDS, app, load
 
-    assert said.splitlines()[-1] == "[]"
+def paths(path, command):
+    yield path
+    for name, each in getattr(command, "commands", {{}}).items():
+        yield from paths((*path, name), each)
+
+names = [name for name in COMMANDS if " " not in name]
+tree = [(), *(path for name in names for path in paths((name,), load(name)))]
+for path in tree:
+    try:
+        app([*path, "--help"], prog_name="weir")
+    except SystemExit as ended:
+        loaded = [name for name in {HEAVY} if name in sys.modules]
+        print(len(tree), " ".join(path), ended.code, loaded, file=sys.stderr)
+"""
+    said = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True
+    ).stderr.splitlines()
+
+    assert len(said) > 90
+    assert [line for line in said if not line.endswith(" 0 []")] == []
 
 
 def test_client_commands_never_load_the_server() -> None:
-    heavy = "('api', 'common', 'torch', 'sqlalchemy', 'psycopg', 'inference', 'metering', 'celery', 'stripe')"
-    imports = "; ".join(f"import {entry.target.partition(':')[0]}" for entry in CLIENT_COMMANDS.values())
+    heavy = (
+        "('api', 'common', 'torch', 'sqlalchemy', 'psycopg', 'inference', 'metering', 'celery',"
+        " 'stripe')"
+    )
+    imports = "; ".join(
+        f"import {entry.target.partition(':')[0]}" for entry in CLIENT_COMMANDS.values()
+    )
     code = f"import sys; {imports}; print([name for name in {heavy} if name in sys.modules])"
 
-    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip() == "[]"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], check=True, capture_output=True, text=True
+        ).stdout.strip()
+        == "[]"
+    )
 
 
 def test_without_the_server_the_client_commands_work(server: ScriptedWeir) -> None:
-    missing = "'api', 'common', 'demo', 'inference', 'metering', 'weir_commands', 'torch', 'sqlalchemy', 'psycopg', 'celery'"
-    code = f"import sys; sys.modules |= dict.fromkeys(({missing})); from weir_cli.__main__ import main; main()"
+    missing = (
+        "'api', 'common', 'demo', 'inference', 'metering', 'weir_commands', 'torch', 'sqlalchemy',"
+        " 'psycopg', 'celery'"
+    )
+    code = (
+        f"import sys; sys.modules |= dict.fromkeys(({missing})); from weir_cli.__main__ import"
+        " main; main()"
+    )
     environment = {**os.environ, "WEIR_ADDRESS": server.address, "WEIR_API_KEY": "weir_user"}
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([sys.executable, "-c", code, *arguments], env=environment, capture_output=True, text=True)
+        return subprocess.run(
+            [sys.executable, "-c", code, *arguments],
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
 
     helped, asked, unknown = run("--help"), run("models", "--json"), run("up")
 
@@ -91,7 +137,7 @@ def test_without_the_server_the_client_commands_work(server: ScriptedWeir) -> No
 
 
 def test_help_takes_no_time() -> None:
-    """Processor time of the quickest of three: that of the machine's clock is others' too."""
+    """CPU time of the quickest of three runs, as wall time depends on other processes."""
 
     def cpu_s() -> float:
         used = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -106,19 +152,73 @@ def test_help_takes_no_time() -> None:
     assert min(spent) < HELP_CPU_S
 
 
-def leaves(name: str, command: Any) -> Iterator[tuple[str, Any]]:
-    """The commands of a group by their full names, and the group itself if it does something alone."""
-    subcommands = getattr(command, "commands", {})
-    if not subcommands or command.invoke_without_command:
-        yield name, command
-    for each, subcommand in subcommands.items():
-        yield from leaves(f"{name} {each}", subcommand)
+def tree() -> dict[tuple[str, ...], Any]:
+    """Return every group and command by its words."""
+
+    def below(path: tuple[str, ...], command: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
+        yield path, command
+        for name, each in getattr(command, "commands", {}).items():
+            yield from below((*path, name), each)
+
+    return dict(pair for name in COMMANDS if " " not in name for pair in below((name,), load(name)))
+
+
+def is_group(command: Any) -> bool:
+    return bool(getattr(command, "commands", {})) and not command.invoke_without_command
+
+
+def test_every_command_and_option_has_a_help_text() -> None:
+    for path, command in tree().items():
+        assert command.help, path
+        assert command.help.split("\n\n")[0].endswith("."), path
+        for option in command.params:
+            assert option.help, (path, option.name)
+
+
+def test_every_command_refuses_an_unknown_option(bare_weir: Run) -> None:
+    for path, command in tree().items():
+        refused = bare_weir(*path, "--nonsense")
+
+        assert (refused.exit_code, refused.stdout) == (2, ""), path
+        assert f"Usage: weir {' '.join(path)}" in refused.stderr
+        if not command.context_settings.get(
+            "ignore_unknown_options"
+        ):  # a negative amount is an argument
+            assert "No such option: --nonsense" in refused.stderr
+
+
+def test_the_shell_completes_every_group_and_the_options_of_every_command() -> None:
+    found = completions([(*path, "" if is_group(each) else "--") for path, each in tree().items()])
+
+    for (path, command), told in zip(tree().items(), found, strict=True):
+        names = (
+            set(command.commands)
+            if is_group(command)
+            else {name for option in command.params for name in option.opts if name[:2] == "--"}
+        )
+        assert names <= told, path
+
+
+def completions(lines: list[tuple[str, ...]]) -> list[set[str]]:
+    """Return the words that bash offers for the last word of each line."""
+    found = []
+    for words in lines:
+        asked = {
+            "_WEIR_COMPLETE": "complete_bash",
+            "COMP_WORDS": " ".join(("weir", *words)),
+            "COMP_CWORD": str(len(words)),
+        }
+        told = CliRunner().invoke(app, [], prog_name="weir", env=asked, catch_exceptions=False)
+        found.append(set(told.stdout.split()))
+    return found
 
 
 def test_every_command_that_prints_data_takes_json() -> None:
-    commands = dict(pair for name in COMMANDS if " " not in name for pair in leaves(name, load(name)))
-
-    assert {name for name, command in commands.items() if not any("--json" in each.opts for each in command.params)} == WITHOUT_JSON
+    assert {
+        " ".join(path)
+        for path, command in tree().items()
+        if not is_group(command) and not any("--json" in each.opts for each in command.params)
+    } == WITHOUT_JSON
 
 
 @pytest.mark.parametrize(
@@ -131,10 +231,18 @@ def test_every_command_that_prints_data_takes_json() -> None:
         (("weir", "generate", "--max"), {"--max-output-tokens", "--max-cost"}),
     ],
 )
-def test_the_shell_completes_commands_and_options(words: tuple[str, ...], expected: set[str]) -> None:
-    asked = {"_WEIR_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
+def test_the_shell_completes_commands_and_options(
+    words: tuple[str, ...], expected: set[str]
+) -> None:
+    asked = {
+        "_WEIR_COMPLETE": "complete_bash",
+        "COMP_WORDS": " ".join(words),
+        "COMP_CWORD": str(len(words) - 1),
+    }
 
-    told = subprocess.run(PROGRAM, env=os.environ | asked, check=True, capture_output=True, text=True).stdout.split()
+    told = subprocess.run(
+        PROGRAM, env=os.environ | asked, check=True, capture_output=True, text=True
+    ).stdout.split()
 
     assert expected <= set(told)
     assert all(each.startswith(words[-1]) for each in told)
@@ -143,7 +251,13 @@ def test_the_shell_completes_commands_and_options(words: tuple[str, ...], expect
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_the_completion_of_a_shell_calls_the_program(shell: str) -> None:
     environment = os.environ | {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
-    told = subprocess.run([*PROGRAM, "--show-completion", shell], env=environment, check=True, capture_output=True, text=True)
+    told = subprocess.run(
+        [*PROGRAM, "--show-completion", shell],
+        env=environment,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
 
     assert "_WEIR_COMPLETE" in told.stdout
 
@@ -157,7 +271,7 @@ def test_help_and_the_documents_tell_the_same_exit_codes(bare_weir: Run) -> None
 
 
 def test_exit_codes(weir: Run, server: ScriptedWeir) -> None:
-    """3 and 130 are tested where they come from: kills, drains, quotes; and interrupted answers."""
+    """3 and 130 are tested with kills, drains, quotes and interrupted answers."""
     assert weir("models").exit_code == 0
     assert weir("models", "--address", "127.0.0.1:1").exit_code == 1
     assert weir("models", "--no-such-option").exit_code == 2
@@ -170,45 +284,64 @@ def test_without_typer_the_program_says_what_to_install() -> None:
 
     assert said.returncode == 1
     assert (
-        said.stderr == "error: the command line needs the extra `cli` of the client: pip install './sdk/python[cli]' in a clone\n"
+        said.stderr == "error: the command line needs the extra `cli` of the client: pip install"
+        " './sdk/python[cli]' in a clone\n"
     )
 
 
 def project(path: str) -> dict[str, Any]:
-    """A pyproject.toml of the repository."""
+    """Return a pyproject.toml of the repository."""
     return tomllib.loads((ROOT / path / "pyproject.toml").read_text())
 
 
 def test_only_the_client_owns_the_program_and_no_package_is_in_both_distributions() -> None:
-    """So that the two wheels may be installed, and one removed, in either order."""
+    """The two wheels can be installed, and one removed, in either order."""
     sources = ROOT / "sdk" / "python" / "src"
     client, server = project("sdk/python"), project(".")
-    packaged = {each.rstrip("*") for each in server["tool"]["setuptools"]["packages"]["find"]["include"]}
+    packaged = {
+        each.rstrip("*") for each in server["tool"]["setuptools"]["packages"]["find"]["include"]
+    }
 
     assert client["project"]["scripts"] == {"weir": "weir_cli.__main__:main"}
     assert "scripts" not in server["project"]
     assert packaged.isdisjoint(path.stem for path in sources.iterdir())
-    assert (ROOT / "weir_commands" / "__init__.py").exists() is False, "a namespace package, which others may add to"
+    assert (ROOT / "weir_commands" / "__init__.py").exists() is False, (
+        "a namespace package, which others may add to"
+    )
 
 
 def test_the_wheel_of_the_client_holds_all_that_its_commands_import(tmp_path: Path) -> None:
     pytest.importorskip("setuptools")
     shutil.copytree(ROOT / "sdk" / "python", tmp_path / "source")  # building leaves files behind
-    build = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
-    built = subprocess.run([sys.executable, "-c", build, str(tmp_path)], cwd=tmp_path / "source", capture_output=True, text=True)
+    build = (
+        "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
+    )
+    built = subprocess.run(
+        [sys.executable, "-c", build, str(tmp_path)],
+        cwd=tmp_path / "source",
+        capture_output=True,
+        text=True,
+    )
     assert built.returncode == 0, built.stderr
     installed = tmp_path / "installed"
     zipfile.ZipFile(tmp_path / built.stdout.splitlines()[-1]).extractall(installed)
-    modules = sorted({entry.target.partition(":")[0] for entry in CLIENT_COMMANDS.values()})
+    modules = [
+        f"{package}.{path.stem}"
+        for package in ("weir_cli", "weir_client")
+        for path in sorted((installed / package).glob("*.py"))
+    ]
 
     code = (
-        f"import sys; sys.path = [{str(installed)!r}, *(each for each in sys.path if 'python3' in each)]\n"
-        "sys.meta_path = [each for each in sys.meta_path if not getattr(each, '__module__', '').startswith('__editable__')]\n"
-        f"for name in {modules}:\n    __import__(name)\n"
-        "print(sorted({name.split('.')[0]: str(module.__file__ or module.__path__) for name, module in sys.modules.items() "
-        "if name.startswith('weir')}.items()))"
+        f"import sys; sys.path = [{str(installed)!r}, *(each for each in sys.path if 'python3' in"
+        " each)]\nsys.meta_path = [each for each in sys.meta_path if not getattr(each,"
+        f" '__module__', '').startswith('__editable__')]\nfor name in {modules}:\n   "
+        " __import__(name)\nprint(sorted({name.split('.')[0]: str(module.__file__ or"
+        " module.__path__) for name, module in sys.modules.items() if"
+        " name.startswith('weir')}.items()))"
     )
-    said = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    said = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
+    )
 
     assert said.returncode == 0, said.stderr
     found = dict(ast.literal_eval(said.stdout))

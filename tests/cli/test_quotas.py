@@ -1,4 +1,4 @@
-"""`weir quota` and `weir quote`: what is sent, and what is shown."""
+"""`weir quota` and `weir quote`: requests and output."""
 
 from __future__ import annotations
 
@@ -52,38 +52,66 @@ def test_weights_watching_and_limits_for_new_keys_are_sent(weir: Run, server: Sc
     ]
 
 
-def test_a_raise_is_sent_with_its_end_and_shown_with_its_reason(weir: Run, server: ScriptedWeir) -> None:
+@pytest.mark.usefixtures("wide_terminal")
+def test_a_raise_is_sent_with_its_end_and_shown_with_its_reason(
+    weir: Run, server: ScriptedWeir
+) -> None:
     before = datetime.now(UTC)
 
-    raised = weir("quota", "raise", QUOTA.quota_id, "500,000", "--for", "12h", "--reason", "launch")
-    ended = weir("quota", "raise", QUOTA.quota_id, "--end", "--json")
+    raised = weir(
+        "quota", "override", QUOTA.quota_id, "500,000", "--for", "12h", "--reason", "launch"
+    )
+    ended = weir("quota", "override", QUOTA.quota_id, "--end", "--json")
 
-    sent, end = (each for each in server.accounts.requests if isinstance(each, admin_pb.RaiseQuotaRequest))
+    sent, end = (
+        each for each in server.accounts.requests if isinstance(each, admin_pb.OverrideQuotaRequest)
+    )
     assert (sent.quota_id, sent.limit_value, sent.reason) == (QUOTA.quota_id, 500_000, "launch")
-    assert timedelta(0) <= sent.expire_time.ToDatetime(tzinfo=UTC) - before - timedelta(hours=12) < timedelta(minutes=5)
-    assert end == admin_pb.RaiseQuotaRequest(quota_id=QUOTA.quota_id)
+    assert (
+        timedelta(0)
+        <= sent.expire_time.ToDatetime(tzinfo=UTC) - before - timedelta(hours=12)
+        < timedelta(minutes=5)
+    )
+    assert end == admin_pb.OverrideQuotaRequest(quota_id=QUOTA.quota_id)
     shown = " ".join(raised.stdout.split())
-    assert "weights 1/0.1/4; raised from 100,000 until 2026-11-20 12:00:00Z: launch; binds; without effect" in shown
+    assert (
+        "weights 1/0.1/4; temporary override of 100,000 until 2026-11-20 12:00:00Z: launch; binds;"
+        " without effect" in shown
+    )
     assert "always runs out first" in raised.stderr
-    assert json.loads(ended.stdout)["raise_reason"] == "launch"
+    assert json.loads(ended.stdout)["override_reason"] == "launch"
 
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--end", "5"], ["5"], ["5", "--for", "12"], ["5", "--for", "0h"], ["5", "--for", "2w"], ["--for", "1h"], []],
+    [
+        ["--end", "5"],
+        ["5"],
+        ["5", "--for", "12"],
+        ["5", "--for", "0h"],
+        ["5", "--for", "2w"],
+        ["--for", "1h"],
+        [],
+    ],
 )
-def test_a_raise_that_makes_no_sense_is_not_sent(weir: Run, server: ScriptedWeir, arguments: list[str]) -> None:
-    result = weir("quota", "raise", QUOTA.quota_id, *arguments)
+def test_a_raise_that_makes_no_sense_is_not_sent(
+    weir: Run, server: ScriptedWeir, arguments: list[str]
+) -> None:
+    result = weir("quota", "override", QUOTA.quota_id, *arguments)
 
     assert result.exit_code == 2
-    assert not [each for each in server.accounts.requests if isinstance(each, admin_pb.RaiseQuotaRequest)]
+    assert not [
+        each for each in server.accounts.requests if isinstance(each, admin_pb.OverrideQuotaRequest)
+    ]
 
 
 def test_the_limits_of_a_key_are_asked_for_by_its_name(weir: Run, server: ScriptedWeir) -> None:
     assert weir("quota", "list", "--key", "weir_ab12cd", "--model", "demo").exit_code == 0
     assert weir("quota", "list", "--key", "k", "--org", "acme").exit_code == 2
 
-    assert server.accounts.requests == [admin_pb.ListQuotasRequest(api_key="weir_ab12cd", model="demo")]
+    assert server.accounts.requests == [
+        admin_pb.ListQuotasRequest(api_key="weir_ab12cd", model="demo")
+    ]
 
 
 def test_a_quote_tells_tokens_money_and_limits(weir: Run, server: ScriptedWeir) -> None:
@@ -91,7 +119,10 @@ def test_a_quote_tells_tokens_money_and_limits(weir: Run, server: ScriptedWeir) 
     document = json.loads(weir("quote", "How far is the sea?", "--json").stdout)
 
     assert told.exit_code == 0
-    assert "1,025 input tokens, 200 of them probably cached; 150 output tokens expected, at most 1,000" in told.stdout
+    assert (
+        "1,025 input tokens, 200 of them probably cached; 150 output tokens expected, at most 1,000"
+        in told.stdout
+    )
     assert "0.0009 USD expected, at most 0.004 USD (price version 3)" in told.stdout
     assert "tokens-per-minute" in told.stdout
     assert document["would_admit"] is True
@@ -100,7 +131,9 @@ def test_a_quote_tells_tokens_money_and_limits(weir: Run, server: ScriptedWeir) 
     assert (asked.start.model, asked.start.max_output_tokens) == ("demo", 1000)
 
 
-@pytest.mark.parametrize(("retry_s", "advice"), [(41.2, "try again in 42 s"), (None, "waiting does not help")])
+@pytest.mark.parametrize(
+    ("retry_s", "advice"), [(41.2, "try again in 42 s"), (None, "waiting does not help")]
+)
 def test_a_quote_of_what_would_be_refused_says_so_and_exits_with_3(
     weir: Run, server: ScriptedWeir, retry_s: float | None, advice: str
 ) -> None:
@@ -120,12 +153,14 @@ def test_a_quote_of_what_would_be_refused_says_so_and_exits_with_3(
     assert advice in result.stderr
 
 
-def test_a_removal_says_whether_there_was_anything_to_remove(weir: Run, server: ScriptedWeir) -> None:
+def test_a_removal_says_whether_there_was_anything_to_remove(
+    weir: Run, server: ScriptedWeir
+) -> None:
     removed = weir("quota", "delete", "q1", "--if-exists")
     server.accounts.replies["DeleteQuota"] = admin_pb.DeleteQuotaResponse(deleted=False)
     missing = weir("quota", "delete", "abc", "--if-exists")
     told = weir("quota", "delete", "abc", "--if-exists", "--json")
-    older = weir("quota", "delete", "q1")  # a server that does not tell refuses what it has not
+    older = weir("quota", "delete", "q1")  # an older server, which omits the field, refuses
 
     assert "removed limit q1" in removed.output
     assert "limit abc does not exist: nothing was removed" in missing.output

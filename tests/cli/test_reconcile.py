@@ -1,4 +1,4 @@
-"""`weir reconcile` on a database: its three forms, its exit code, and what it refuses."""
+"""`weir reconcile` on a database: its three forms, exit code, and refusals."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MONTH = "2026-10"
 
 @pytest.fixture
 def database(database_url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
-    """A database with rated usage, of which one event more is not rated, and an export to a file that holds nothing."""
+    """Return a database with rated usage, one unrated event, and an export to an empty file."""
     monkeypatch.setenv("WEIR_DATABASE_URL", database_url)
     monkeypatch.setenv("WEIR_EXPORT", "file")
     monkeypatch.setenv("WEIR_EXPORT_FILE", str(tmp_path / "usage.jsonl"))
@@ -30,7 +30,7 @@ def database(database_url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
 
 async def use(database_url: str) -> None:
-    """Seven tokens that are rated, three that are not."""
+    """Add usage of seven rated tokens, and three unrated ones."""
     engine = create_engine(database_url)
     sessions = create_sessions(engine)
     at = datetime(2026, 10, 5, 12, tzinfo=UTC)
@@ -43,7 +43,9 @@ async def use(database_url: str) -> None:
     await engine.dispose()
 
 
-def test_differences_are_told_with_age_and_remedy_and_end_with_exit_code_1(bare_weir: Run, database: str) -> None:
+def test_differences_are_shown_with_age_and_remedy_and_exit_code_1(
+    bare_weir: Run, database: str
+) -> None:
     result = bare_weir("reconcile", MONTH)
 
     assert result.exit_code == 1
@@ -83,8 +85,13 @@ def test_a_month_without_usage_is_in_order(bare_weir: Run, database: str) -> Non
     assert "all stages agree" in result.stderr
 
 
-@pytest.mark.parametrize(("arguments", "told"), [(("2026-13",), "YYYY-MM"), ((MONTH, "--organization", "nobody"), "nobody")])
-def test_what_cannot_be_compared_is_refused(bare_weir: Run, database: str, arguments: tuple[str, ...], told: str) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [(("2026-13",), "YYYY-MM"), ((MONTH, "--organization", "nobody"), "nobody")],
+)
+def test_arguments_that_cannot_be_compared_are_refused(
+    bare_weir: Run, database: str, arguments: tuple[str, ...], told: str
+) -> None:
     result = bare_weir("reconcile", *arguments)
 
     assert result.exit_code == 1

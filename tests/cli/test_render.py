@@ -1,4 +1,4 @@
-"""Pure drawing and counting: what a reader sees for odd values."""
+"""Rendering and counting: output for unusual values."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from weir_cli.render import (
     to_text,
     tokens_per_second,
     usage_line,
-    waterfall,
 )
 from weir_cli.requests import traced
+from weir_cli.tables import waterfall
 from weir_cli.tenants import key_state
 from weir_client import (
     ApiKey,
@@ -42,7 +42,15 @@ from weir_client import (
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0.25, "0.2 s"), (1.01, "2 s"), (119, "119 s"), (121, "3 min"), (7200, "2 h"), (86_401, "25 h"), (200_000, "3 d")],
+    [
+        (0.25, "0.2 s"),
+        (1.01, "2 s"),
+        (119, "119 s"),
+        (121, "3 min"),
+        (7200, "2 h"),
+        (86_401, "25 h"),
+        (200_000, "3 d"),
+    ],
 )
 def test_waits_are_rounded_up_so_that_waiting_so_long_is_enough(seconds: float, text: str) -> None:
     assert duration_text(seconds) == text
@@ -55,7 +63,10 @@ def test_numbers_keep_every_digit() -> None:
 
 
 def test_money_and_prices_are_read_exactly() -> None:
-    assert Money.of(Decimal("12345678901234567.123456789012"), "").picos == 12345678901234567123456789012
+    assert (
+        Money.of(Decimal("12345678901234567.123456789012"), "").picos
+        == 12345678901234567123456789012
+    )
     assert parse_limit(QuotaDimension.COST_PER_MONTH, "0.000000000001") == 1
     assert parse_limit(QuotaDimension.TOKENS_PER_DAY, "1_000_000") == 1_000_000
     assert parse_price("0.15") == 150_000
@@ -75,7 +86,11 @@ def test_a_waterfall_without_any_time_draws_no_bar() -> None:
 
 
 def test_bars_follow_each_other_and_fill_the_axis() -> None:
-    lines = to_text(waterfall(Timings(queue_ms=25, prefill_ms=25, decode_ms=50, ttft_ms=50, total_ms=100), cells=8)).splitlines()
+    lines = to_text(
+        waterfall(
+            Timings(queue_ms=25, prefill_ms=25, decode_ms=50, ttft_ms=50, total_ms=100), cells=8
+        )
+    ).splitlines()
 
     bars = {line.split()[0]: line.partition(" ms ")[2][:8] for line in lines}
     assert bars["queue"].rstrip() == "██"
@@ -86,7 +101,9 @@ def test_bars_follow_each_other_and_fill_the_axis() -> None:
 
 def test_tables_never_cut_a_number_and_take_text_as_it_is() -> None:
     made = table("model", "amount", "id", right=("amount",))
-    made.add_row("[bold]demo\x1b[31m", "123,456,789.123456789012", "5b1f4c1e-0000-4000-8000-000000000001")
+    made.add_row(
+        "[bold]demo\x1b[31m", "123,456,789.123456789012", "5b1f4c1e-0000-4000-8000-000000000001"
+    )
 
     text = to_text(made, width=30)
 
@@ -96,7 +113,66 @@ def test_tables_never_cut_a_number_and_take_text_as_it_is() -> None:
     assert "5b1f4c1e-0000-4000" in text
 
 
-def test_what_goes_into_a_pipe_has_each_row_in_a_line_of_its_own(
+ID = "5b1f4c1e-0000-4000-8000-000000000001"
+
+
+@pytest.mark.parametrize(
+    ("width", "expected"),
+    [
+        (
+            100,
+            [
+                "",
+                " name  created               requests  id",
+                f" {'─' * 74}",
+                f" bot   2026-11-20 12:00:00Z     1,234  {ID}",
+                "",
+            ],
+        ),
+        (
+            60,
+            [
+                "",
+                " name  created               requests",
+                f" {'─' * 36}",
+                " bot   2026-11-20 12:00:00Z     1,234",
+                f"   id  {ID}",
+                "",
+            ],
+        ),
+        (
+            30,
+            [
+                "",
+                " name  created       requests",
+                f" {'─' * 28}",
+                " bot   2026-11-20       1,234",
+                "       12:00:00Z",
+                f"   id  {ID}",
+                "",
+            ],
+        ),
+        (
+            20,
+            [
+                "",
+                "name      bot",
+                "created   2026-11-20 12:00:00Z",
+                "requests  1,234",
+                f"id        {ID}",
+                "",
+            ],
+        ),
+    ],
+)
+def test_a_narrow_terminal_breaks_no_id_and_no_word(width: int, expected: list[str]) -> None:
+    made = table("name", "created", "requests", "id", right=("requests",))
+    made.add_row("bot", datetime(2026, 11, 20, 12, tzinfo=UTC), 1234, ID)
+
+    assert to_text(made, width=width).splitlines() == expected
+
+
+def test_output_to_a_pipe_has_one_line_per_row(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("COLUMNS")
@@ -113,7 +189,7 @@ def test_control_characters_do_not_reach_the_terminal() -> None:
     assert printable("a\x1b[2Jb\x07\x9b\tc\nü✓") == "a[2Jb\tc\nü✓"
 
 
-def test_speed_is_told_only_where_it_is_known() -> None:
+def test_speed_is_shown_only_where_it_is_known() -> None:
     assert tokens_per_second(Usage(generated_token_count=11), Timings(decode_ms=1000)) == 10
     assert tokens_per_second(Usage(generated_token_count=1), Timings(decode_ms=1000)) is None
     assert tokens_per_second(Usage(generated_token_count=11), None) is None
@@ -132,7 +208,11 @@ def test_embedded_tokens_have_a_column_where_there_are_some() -> None:
     assert "embedded" in shown
     assert "1,234" in shown
     assert "embedded" not in to_text(usage_table([plain], by, None, ""))
-    assert usage_csv([replace(plain, embedding_token_count=1_234)], header=False).rstrip().endswith(",1234,0")
+    assert (
+        usage_csv([replace(plain, embedding_token_count=1_234)], header=False)
+        .rstrip()
+        .endswith(",1234,0")
+    )
 
 
 @pytest.mark.parametrize(
@@ -143,8 +223,10 @@ def test_embedded_tokens_have_a_column_where_there_are_some() -> None:
         (GenerationState.SETTLED, "No timings: it failed, or was recovered"),
     ],
 )
-def test_a_trace_without_timings_says_why(state: GenerationState, line: str) -> None:
-    generation = Generation("r", state, "demo", None, None, Usage(input_token_count=5), Money("USD", 1), None, "", {})
+def test_a_trace_without_timings_names_the_reason(state: GenerationState, line: str) -> None:
+    generation = Generation(
+        "r", state, "demo", None, None, Usage(input_token_count=5), Money("USD", 1), None, "", {}
+    )
 
     text = to_text(traced(generation))
 
@@ -154,7 +236,10 @@ def test_a_trace_without_timings_says_why(state: GenerationState, line: str) -> 
 
 def test_changes_name_what_differs() -> None:
     assert changed('{"a": 1, "b": "x"}', '{"a": 2, "b": "x"}') == "a: 1 → 2"
-    assert changed("", '{"name": "acme", "id": "1", "org_id": "2", "created_at": "x", "model": ""}') == "name: acme"
+    assert (
+        changed("", '{"name": "acme", "id": "1", "org_id": "2", "created_at": "x", "model": ""}')
+        == "name: acme"
+    )
     assert changed('{"a": 1}', "") == "removed"
     assert changed("", "") == ""
     assert changed("odd", "odder") == "value: odd → odder"
@@ -162,7 +247,9 @@ def test_changes_name_what_differs() -> None:
 
 def test_the_state_of_a_key_at_a_moment() -> None:
     now = datetime(2026, 11, 20, tzinfo=UTC)
-    key = ApiKey("k", "o", "p", "laptop", "weir_", ("inference",), now, now + timedelta(days=1), None)
+    key = ApiKey(
+        "k", "o", "p", "laptop", "weir_", ("inference",), now, now + timedelta(days=1), None
+    )
 
     assert key_state(key, now) == "until 2026-11-21 00:00:00Z"
     assert key_state(key, now + timedelta(days=2)) == "expired 2026-11-21 00:00:00Z"

@@ -1,4 +1,4 @@
-"""`weir month show` taken apart: groupings, sheets, files, forecast, and the plot in whatever terminal there is."""
+"""`weir month show` by dimension: groupings, sheets, files, forecast, and plots in any terminal."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 from rich.console import Console
 from weir.v1 import usage_reports_pb2 as pb
 from weir_cli import months as report_module
-from weir_cli.months import DailyPlot, Day, daily_plot, short_count
 from weir_cli.render import to_text
+from weir_cli.tables import DailyPlot, Day, daily_plot, short_count
 
 from tests.cli.conftest import Run, ScriptedWeir
 from tests.cli.scripted_weir import FORECAST, USAGE_ROWS, usage_row
@@ -24,23 +24,35 @@ ACME = ("month", "show", "2026-11", "--org", "acme")
 
 @pytest.fixture(autouse=True)
 def no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is the 20th of November 2026."""
+    """Set the date to 20 November 2026."""
     monkeypatch.setattr(report_module, "present_day", lambda: date(2026, 11, 20))
 
 
 def asked(server: ScriptedWeir) -> pb.GetUsageRequest:
-    """The last question about usage."""
+    """Return the latest request for usage."""
     request = server.accounts.requests[-1]
     assert isinstance(request, pb.GetUsageRequest)
     return request
 
 
-def test_rows_by_day_with_what_ended_early_apart_and_the_total(weir: Run, server: ScriptedWeir) -> None:
+def test_rows_by_day_with_what_ended_early_apart_and_the_total(
+    weir: Run, server: ScriptedWeir
+) -> None:
     result = weir(*ACME, "--by", "day")
 
     lines = [line.split() for line in result.stdout.splitlines() if line.strip()]
     assert " ".join(lines[0]) == "2026-11 (UTC) · amounts in USD, before tax"
-    assert lines[1] == ["day", "requests", "input", "cached", "output", "cancelled", "limited", "failed", "amount"]
+    assert lines[1] == [
+        "day",
+        "requests",
+        "input",
+        "cached",
+        "output",
+        "cancelled",
+        "limited",
+        "failed",
+        "amount",
+    ]
     assert ["2026-11-03", "10", "3,000", "1,500", "1,500", "1", "0", "0", "0.00045"] in lines
     assert lines[-1] == ["total", "10", "171,000", "85,500", "85,500", "1", "0", "0", "0.02565"]
     assert list(asked(server).group_by) == [pb.USAGE_GROUPING_DAY]
@@ -48,30 +60,60 @@ def test_rows_by_day_with_what_ended_early_apart_and_the_total(weir: Run, server
 
 
 def test_groupings_and_filters_go_to_the_server(weir: Run, server: ScriptedWeir) -> None:
-    weir(*ACME, "--by", "project, key", "--day", "2026-11-03", "--project", "search", "--key", "wk_12345678")
+    weir(
+        *ACME,
+        "--by",
+        "project, key",
+        "--day",
+        "2026-11-03",
+        "--project",
+        "search",
+        "--key",
+        "wk_12345678",
+    )
 
     request = asked(server)
     assert list(request.group_by) == [pb.USAGE_GROUPING_PROJECT, pb.USAGE_GROUPING_API_KEY]
-    assert (request.day, request.project, request.api_key) == ("2026-11-03", "search", "wk_12345678")
+    assert (request.day, request.project, request.api_key) == (
+        "2026-11-03",
+        "search",
+        "wk_12345678",
+    )
 
     weir("month", "show", "2026-11", "--all-orgs", "--by", "org")
     assert asked(server).organization == ""
 
 
-def test_a_sheet_has_every_page_and_exact_numbers(weir: Run, server: ScriptedWeir, tmp_path: Path) -> None:
+def test_a_sheet_has_every_page_and_exact_numbers(
+    weir: Run, server: ScriptedWeir, tmp_path: Path
+) -> None:
     rows = list(csv.DictReader(io.StringIO(weir(*ACME, "--by", "day", "--format", "csv").stdout)))
     weir(*ACME, "--by", "day", "--format", "csv", "--output", str(tmp_path / "usage.csv"))
     document = json.loads(weir(*ACME, "--by", "day", "--json").stdout)
 
     assert len(rows) == len(USAGE_ROWS) == len(document["rows"])
-    assert (rows[2]["day"], rows[2]["time_zone"], rows[2]["input_token_count"]) == ("2026-11-03", "UTC", "3000")
-    assert (rows[2]["cancelled_token_count"], Decimal(rows[2]["cancelled_amount"])) == ("7", Decimal("0.00000105"))
-    assert (document["total"]["amount"]["picos"], document["total"]["amount"]["currency_code"]) == (25_650_000_000, "USD")
+    assert (rows[2]["day"], rows[2]["time_zone"], rows[2]["input_token_count"]) == (
+        "2026-11-03",
+        "UTC",
+        "3000",
+    )
+    assert (rows[2]["cancelled_token_count"], Decimal(rows[2]["cancelled_amount"])) == (
+        "7",
+        Decimal("0.00000105"),
+    )
+    assert (document["total"]["amount"]["picos"], document["total"]["amount"]["currency_code"]) == (
+        25_650_000_000,
+        "USD",
+    )
     assert list(csv.DictReader(io.StringIO((tmp_path / "usage.csv").read_text()))) == rows
 
 
-def test_pages_are_fetched_to_the_end_for_a_sheet_and_said_to_be_more_in_a_table(weir: Run, server: ScriptedWeir) -> None:
-    server.accounts.replies["GetUsage"] = pb.GetUsageResponse(rows=USAGE_ROWS, next_page_token="more")
+def test_pages_are_fetched_to_the_end_for_a_sheet_and_said_to_be_more_in_a_table(
+    weir: Run, server: ScriptedWeir
+) -> None:
+    server.accounts.replies["GetUsage"] = pb.GetUsageResponse(
+        rows=USAGE_ROWS, next_page_token="more"
+    )
 
     table = weir(*ACME, "--by", "request")
 
@@ -79,6 +121,7 @@ def test_pages_are_fetched_to_the_end_for_a_sheet_and_said_to_be_more_in_a_table
     assert len(server.accounts.requests) == 1
 
 
+@pytest.mark.usefixtures("wide_terminal")
 def test_late_and_pending_usage_is_marked(weir: Run, server: ScriptedWeir) -> None:
     late = usage_row(10, day="2026-10-31", late=True)
     late.pending_amount.picos = 600_000
@@ -91,27 +134,38 @@ def test_late_and_pending_usage_is_marked(weir: Run, server: ScriptedWeir) -> No
     assert "0.0000006" in result.stdout
 
 
-def test_the_invoice_and_the_focus_file_are_written_as_they_come(weir: Run, server: ScriptedWeir, tmp_path: Path) -> None:
+def test_the_invoice_and_the_focus_file_are_written_as_they_come(
+    weir: Run, server: ScriptedWeir, tmp_path: Path
+) -> None:
     named = weir(*ACME, "--pdf", str(tmp_path / "nov.pdf"))
     weir(*ACME, "--pdf", str(tmp_path))
     piped = weir(*ACME, "--format", "focus")
     nowhere = weir(*ACME, "--pdf", str(tmp_path / "no" / "where.pdf"))
 
-    assert (tmp_path / "nov.pdf").read_bytes() == (tmp_path / "acme.bin").read_bytes() == b"first second"
+    assert (
+        (tmp_path / "nov.pdf").read_bytes()
+        == (tmp_path / "acme.bin").read_bytes()
+        == b"first second"
+    )
     assert "12 bytes" in named.stderr
     assert (named.stdout, piped.stdout) == ("", "first second")
     assert [each.format for each in server.accounts.requests] == [1, 1, 2, 1]
     assert (nowhere.exit_code, "cannot be written" in nowhere.stderr) == (1, True)
 
 
-def test_of_the_present_month_the_forecast_is_told_with_what_it_rests_on(weir: Run, server: ScriptedWeir) -> None:
+def test_the_forecast_of_the_present_month_is_shown_with_its_basis(
+    weir: Run, server: ScriptedWeir
+) -> None:
     result = weir(*ACME)
     alone = weir("month", "forecast", "--org", "acme")
 
     for told in (result.stdout, alone.stdout):
         text = " ".join(told.split())
         assert "so far 1,234.5678 USD until 2026-11-20 12:00:00Z" in text
-        assert "forecast 2,000.00 USD by the end of 2026-11 (1,900.00 to 2,100.50 in 80 of 100 cases)" in text
+        assert (
+            "forecast 2,000.00 USD by the end of 2026-11 (1,900.00 to 2,100.50 in 80 of 100 cases)"
+            in text
+        )
         assert "Used so far, plus the mean. No trend." in text
     assert "forecast" not in weir("month", "show", "2026-10", "--org", "acme").stdout
 
@@ -126,7 +180,9 @@ def test_without_history_no_forecast_is_claimed(weir: Run, server: ScriptedWeir)
     assert "no forecast yet" in weir("month", "forecast", "--org", "acme").stdout
 
 
-def test_wrong_options_are_refused_before_anything_is_asked(weir: Run, server: ScriptedWeir) -> None:
+def test_wrong_options_are_refused_before_anything_is_asked(
+    weir: Run, server: ScriptedWeir
+) -> None:
     for wrong in (
         ("--by", "hour"),
         ("--by", "day", "--pdf", "x"),
@@ -142,7 +198,7 @@ NOVEMBER = [Day(number, number * 1_000 if number <= 20 else None) for number in 
 
 
 def drawn(width: int, days: list[Day] = NOVEMBER) -> list[str]:
-    """The plot's lines in a terminal of so many columns."""
+    """Return the plot's lines in a terminal of this width."""
     return to_text(DailyPlot("tokens", days), width).splitlines()
 
 
@@ -187,7 +243,15 @@ def test_a_month_is_drawn_whole_and_late_usage_of_another_is_left_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "text"), [(0, "0"), (999, "999"), (1_000, "1.0k"), (999_999, "999.9k"), (1_250_000, "1.2M"), (10**14, "100.0T")]
+    ("count", "text"),
+    [
+        (0, "0"),
+        (999, "999"),
+        (1_000, "1.0k"),
+        (999_999, "999.9k"),
+        (1_250_000, "1.2M"),
+        (10**14, "100.0T"),
+    ],
 )
 def test_counts_are_shortened(count: int, text: str) -> None:
     assert short_count(count) == text

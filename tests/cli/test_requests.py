@@ -1,4 +1,4 @@
-"""`weir requests`: what runs, for people and for scripts; how it is ended. And rotating keys, asking the audit log, exit codes."""
+"""`weir requests` and its kill command, key rotation, audit queries, and exit codes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GONE = str(uuid.UUID(int=77))
 
 
 def row(**fields: object) -> pb.LiveRequest:
-    """A request that runs."""
+    """Return a running request."""
     values = {
         "request_id": ID,
         "organization_name": "acme",
@@ -37,7 +37,7 @@ def row(**fields: object) -> pb.LiveRequest:
         "leased_token_count": 128,
         "admit_time": NOON,
         "expire_time": NOON,
-        "owner_name": "node-3:4711",
+        "process_name": "node-3:4711",
     }
     return pb.LiveRequest(**(values | fields))  # type: ignore[arg-type]
 
@@ -45,35 +45,53 @@ def row(**fields: object) -> pb.LiveRequest:
 VIEW = pb.ListLiveRequestsResponse(
     requests=[
         row(),
-        row(request_id=GONE, phase=pb.REQUEST_PHASE_UNSPECIFIED, tokens_per_second=0, owner_name="", owner_id=GONE),
         row(
-            request_id=str(uuid.UUID(int=5)), phase=pb.REQUEST_PHASE_QUEUED, admit_time=None, expire_time=None, tokens_per_second=0
+            request_id=GONE,
+            phase=pb.REQUEST_PHASE_UNSPECIFIED,
+            tokens_per_second=0,
+            process_name="",
+            process_id=GONE,
+        ),
+        row(
+            request_id=str(uuid.UUID(int=5)),
+            phase=pb.REQUEST_PHASE_QUEUED,
+            admit_time=None,
+            expire_time=None,
+            tokens_per_second=0,
         ),
     ],
     organizations=[
-        pb.LiveOrganization(name="acme", request_count=1200, hold_count=1100, held_token_count=1_253_000, tokens_per_second=4820.5),
-        pb.LiveOrganization(name="bolt", request_count=4, hold_count=4, held_token_count=5000, tokens_per_second=0),
+        pb.LiveOrganization(
+            name="acme",
+            request_count=1200,
+            hold_count=1100,
+            held_token_count=1_253_000,
+            tokens_per_second=4820.5,
+        ),
+        pb.LiveOrganization(
+            name="bolt", request_count=4, hold_count=4, held_token_count=5000, tokens_per_second=0
+        ),
     ],
     request_count=1204,
-    silent_owner_ids=[GONE],
+    unresponsive_process_ids=[GONE],
 )
 
 
-def test_what_runs_is_a_table_with_sums(weir: Run, server: ScriptedWeir) -> None:
+def test_live_requests_are_a_table_with_sums(weir: Run, server: ScriptedWeir) -> None:
     server.accounts.replies["ListLiveRequests"] = VIEW
 
     result = weir("requests", "--org", "acme", "--limit", "3")
 
     assert [line.rstrip() for line in result.stdout.splitlines()] == [
         "",
-        " id                      project      key          model  phase    age     in  out  tokens/s  lease",
-        " ──────────────────────────────────────────────────────────────────────────────────────────────────",
-        " 7f3c1d52-6f0e-4b1a-9a5  acme/search  wk_copilot1  demo   decode  75 s  1,025   96      48.3    128",
-        " 3-0d8c6f2b1e77",
-        " 00000000-0000-0000-000  acme/search  wk_copilot1  demo   ?       75 s  1,025   96         —    128",
-        " 0-00000000004d",
-        " 00000000-0000-0000-000  acme/search  wk_copilot1  demo   queued  75 s  1,025   96         —      —",
-        " 0-000000000005",
+        " project      key          model  phase    age     in  out  tokens/s  lease",
+        f" {'─' * 74}",
+        " acme/search  wk_copilot1  demo   decode  75 s  1,025   96      48.3    128",
+        "   id  7f3c1d52-6f0e-4b1a-9a53-0d8c6f2b1e77",
+        " acme/search  wk_copilot1  demo   ?       75 s  1,025   96         —    128",
+        "   id  00000000-0000-0000-0000-00000000004d",
+        " acme/search  wk_copilot1  demo   queued  75 s  1,025   96         —      —",
+        "   id  00000000-0000-0000-0000-000000000005",
         "",
         "",
         " organization  requests  holds  tokens held  tokens/s",
@@ -87,10 +105,14 @@ def test_what_runs_is_a_table_with_sums(weir: Run, server: ScriptedWeir) -> None
         f"no answer from process {GONE}: its requests have no phase, and the",
         "counts of their holds",
     ]
-    assert server.accounts.requests == [pb.ListLiveRequestsRequest(organization="acme", page_size=3)]
+    assert server.accounts.requests == [
+        pb.ListLiveRequestsRequest(organization="acme", page_size=3)
+    ]
 
 
-def test_the_wide_table_has_the_rest_and_a_script_gets_it_all(weir: Run, server: ScriptedWeir) -> None:
+def test_the_wide_table_has_the_rest_and_a_script_gets_it_all(
+    weir: Run, server: ScriptedWeir
+) -> None:
     server.accounts.replies["ListLiveRequests"] = pb.ListLiveRequestsResponse(
         requests=[row()], organizations=VIEW.organizations, request_count=1
     )
@@ -113,28 +135,48 @@ def test_the_wide_table_has_the_rest_and_a_script_gets_it_all(weir: Run, server:
 @pytest.mark.parametrize(
     ("result", "exit_code", "told"),
     [
-        (pb.KillRequestResponse.RESULT_ENDED, 0, f"request {ID} ended: 1,025 in (200 cached) · 150 out"),
-        (pb.KillRequestResponse.RESULT_HAD_ENDED, 0, f"request {ID} ended before"),
-        (pb.KillRequestResponse.RESULT_PENDING, 3, "the hold expires at 2026-11-20 12:00:00Z at the latest"),
+        (
+            pb.KillRequestResponse.RESULT_ENDED,
+            0,
+            f"request {ID} ended: 1,025 in (200 cached) · 150 out",
+        ),
+        (pb.KillRequestResponse.RESULT_ALREADY_ENDED, 0, f"request {ID} ended before"),
+        (
+            pb.KillRequestResponse.RESULT_PENDING,
+            3,
+            "the hold expires at 2026-11-20 12:00:00Z at the latest",
+        ),
     ],
 )
 def test_ending_a_request_tells_what_came_of_it(
-    weir: Run, server: ScriptedWeir, result: pb.KillRequestResponse.Result.ValueType, exit_code: int, told: str
+    weir: Run,
+    server: ScriptedWeir,
+    result: pb.KillRequestResponse.Result.ValueType,
+    exit_code: int,
+    told: str,
 ) -> None:
-    generation = inference_service_pb2.Generation(request_id=ID, model="demo", admit_time=NOON, usage=USAGE, cost=COST)
-    server.accounts.replies["KillRequest"] = pb.KillRequestResponse(result=result, generation=generation, expire_time=NOON)
+    generation = inference_service_pb2.Generation(
+        request_id=ID, model="demo", admit_time=NOON, usage=USAGE, cost=COST
+    )
+    server.accounts.replies["KillRequest"] = pb.KillRequestResponse(
+        result=result, generation=generation, expire_time=NOON
+    )
 
     killed = weir("requests", "kill", ID, "--project", "acme/search", "--reason", "it loops")
     as_json = weir("requests", "kill", ID, "--json")
 
     assert killed.exit_code == as_json.exit_code == exit_code
     assert told in " ".join(killed.stderr.split())
-    assert server.accounts.requests[0] == pb.KillRequestRequest(request_id=ID, project="acme/search", reason="it loops")
+    assert server.accounts.requests[0] == pb.KillRequestRequest(
+        request_id=ID, project="acme/search", reason="it loops"
+    )
     assert json.loads(as_json.stdout)["generation"]["usage"]["delivered_token_count"] == 150
 
 
-def test_stuck_holds_are_no_success_and_the_remedy_stands_beside_them(weir: Run, server: ScriptedWeir) -> None:
-    server.accounts.replies["EndOverdueHolds"] = pb.EndOverdueHoldsResponse(ended_count=2)
+def test_overdue_holds_give_a_failure_status_with_the_remedy(
+    weir: Run, server: ScriptedWeir
+) -> None:
+    server.accounts.replies["ExpireOverdueHolds"] = pb.ExpireOverdueHoldsResponse(expired_count=2)
     server.accounts.replies["ListLiveRequests"] = pb.ListLiveRequestsResponse()
     none = weir("requests", "stuck")
     ended = weir("requests", "stuck", "--end")
@@ -150,8 +192,12 @@ def test_stuck_holds_are_no_success_and_the_remedy_stands_beside_them(weir: Run,
     assert json.loads(weir("requests", "stuck", "--json").stdout)["stuck_count"] == 1204
 
 
-def test_a_rotated_secret_is_alone_on_stdout_and_the_old_one_is_told_of(weir: Run, server: ScriptedWeir) -> None:
-    rotated = admin_pb.RotateApiKeyResponse(api_key=KEY, secret="weir_ab12cd_newsecret", overlap_end_time=NOON)
+def test_a_rotated_secret_is_alone_on_stdout_and_the_old_ones_expiry_is_shown(
+    weir: Run, server: ScriptedWeir
+) -> None:
+    rotated = admin_pb.RotateApiKeyResponse(
+        api_key=KEY, secret="weir_ab12cd_newsecret", overlap_end_time=NOON
+    )
     server.accounts.replies["RotateApiKey"] = rotated
 
     day = weir("key", "rotate", "weir_ab12cd")
@@ -163,12 +209,22 @@ def test_a_rotated_secret_is_alone_on_stdout_and_the_old_one_is_told_of(weir: Ru
     assert "the old one is refused from now on" in now.stderr
     assert wrong.exit_code == 2
     assert [request.overlap.seconds for request in server.accounts.requests] == [86_400, 0]
-    assert json.loads(weir("key", "rotate", "k", "--json").stdout)["overlap_end_time"] == "2026-11-20T12:00:00Z"
+    assert (
+        json.loads(weir("key", "rotate", "k", "--json").stdout)["overlap_end_time"]
+        == "2026-11-20T12:00:00Z"
+    )
 
 
+@pytest.mark.usefixtures("wide_terminal")
 def test_a_key_is_changed_in_what_is_given(weir: Run, server: ScriptedWeir) -> None:
     ends = Timestamp(seconds=int((datetime.now(UTC) + timedelta(days=3)).timestamp()))
-    changed = admin_pb.ApiKey(name="bot", prefix="weir_ab12cd", scopes=["inference"], create_time=NOON, overlap_end_time=ends)
+    changed = admin_pb.ApiKey(
+        name="bot",
+        prefix="weir_ab12cd",
+        scopes=["inference"],
+        create_time=NOON,
+        overlap_end_time=ends,
+    )
     server.accounts.replies["UpdateApiKey"] = admin_pb.UpdateApiKeyResponse(api_key=changed)
 
     result = weir("key", "update", "weir_ab12cd", "--scope", "inference", "--never-expires")
@@ -177,13 +233,19 @@ def test_a_key_is_changed_in_what_is_given(weir: Run, server: ScriptedWeir) -> N
     assert "active, two secrets until" in " ".join(result.stdout.split())
     assert soon.exit_code == 0
     first, second = server.accounts.requests
-    assert first == admin_pb.UpdateApiKeyRequest(api_key="weir_ab12cd", scopes=["inference"], never_expires=True)
+    assert first == admin_pb.UpdateApiKeyRequest(
+        api_key="weir_ab12cd", scopes=["inference"], never_expires=True
+    )
     assert second.expire_time.ToDatetime(tzinfo=UTC) - datetime.now(UTC) > timedelta(days=29)
     assert weir("key", "update", "weir_ab12cd").exit_code == 2, "say what to change"
 
 
-def test_a_key_that_is_there_is_no_failure_for_a_script_and_prints_no_secret(weir: Run, server: ScriptedWeir) -> None:
-    server.accounts.replies["CreateApiKey"] = admin_pb.CreateApiKeyResponse(api_key=KEY, existed=True)
+def test_a_key_that_is_there_is_no_failure_for_a_script_and_prints_no_secret(
+    weir: Run, server: ScriptedWeir
+) -> None:
+    server.accounts.replies["CreateApiKey"] = admin_pb.CreateApiKeyResponse(
+        api_key=KEY, existed=True
+    )
 
     result = weir("key", "create", "laptop", "--org", "acme", "--project", "web", "--if-missing")
 
@@ -203,7 +265,11 @@ def test_the_log_is_asked_by_subject_actor_action_and_time(weir: Run, server: Sc
     assert (first.subject, first.actor, first.action_prefix) == ("acme", "wk_a", "quota.")
     assert first.start_time.ToJsonString() == "2026-11-20T00:00:00Z"
     assert first.end_time.ToJsonString() == "2026-11-20T17:00:00Z"
-    assert timedelta(hours=2) <= datetime.now(UTC) - second.start_time.ToDatetime(tzinfo=UTC) < timedelta(hours=3)
+    assert (
+        timedelta(hours=2)
+        <= datetime.now(UTC) - second.start_time.ToDatetime(tzinfo=UTC)
+        < timedelta(hours=3)
+    )
     assert wrong.exit_code == 2
     assert "7d" in wrong.stderr
     server.accounts.replies["ListAuditEntries"] = admin_pb.ListAuditEntriesResponse()

@@ -1,4 +1,4 @@
-"""The processes of `weir up`: one that had been ready is started again at once, one that fails to start ever more slowly."""
+"""Processes of `weir up`: restarted at once if they had been ready, else with growing delays."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BROKEN = "raise SystemExit(3)"
 
 
 class Delays:
-    """The pauses of a supervisor, which are told and not waited for."""
+    """Pauses of a supervisor, recorded instead of waited for."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seconds: list[float] = []
@@ -32,7 +32,7 @@ class Delays:
         monkeypatch.setattr(asyncio, "sleep", self.wait)
 
     async def wait(self, seconds: float) -> None:
-        """As `asyncio.sleep`."""
+        """Implement `asyncio.sleep`."""
         if seconds >= stack_module.RESTART_DELAY_S_MIN:
             self.seconds.append(seconds)
             seconds = 0
@@ -41,14 +41,16 @@ class Delays:
 
 @contextlib.asynccontextmanager
 async def supervised(tmp_path: Path, program: str) -> AsyncIterator[tuple[Child, list[str]]]:
-    """A child that runs this program, and what is reported of it."""
+    """Yield a supervised child that runs this program, and the reports about it."""
     ready = tmp_path / "ready"
     command = [sys.executable, "-c", program, str(ready)]
     child = Child("child", command, tmp_path / "child.log", lambda: written_pid(ready))
     await child.start(os.environ)
     reports: list[str] = []
     async with asyncio.TaskGroup() as tasks:
-        supervisor = tasks.create_task(Stack(NOWHERE, [child], os.environ).supervise(reports.append))
+        supervisor = tasks.create_task(
+            Stack(NOWHERE, [child], os.environ).supervise(reports.append)
+        )
         try:
             yield child, reports
         finally:
@@ -62,11 +64,17 @@ async def test_a_process_that_had_been_ready_is_started_again_at_once_each_time(
     delays = Delays(monkeypatch)
     async with supervised(tmp_path, READY) as (child, reports):
         for killed_count in range(1, 7):
-            await until(lambda: child.process is not None and child.ready_pid() == child.process.pid, "it to be ready")
+            await until(
+                lambda: child.process is not None and child.ready_pid() == child.process.pid,
+                "it to be ready",
+            )
             assert child.process is not None
             os.kill(child.process.pid, signal.SIGKILL)
             await until(lambda: len(reports) == killed_count, "its end to be noticed")  # noqa: B023
-        await until(lambda: child.process is not None and child.ready_pid() == child.process.pid, "it to be back")
+        await until(
+            lambda: child.process is not None and child.ready_pid() == child.process.pid,
+            "it to be back",
+        )
 
     assert delays.seconds == []
     assert all("starting it again (log" in report for report in reports)
@@ -93,9 +101,13 @@ async def test_logs_are_for_their_owner_alone(tmp_path: Path) -> None:
     assert (tmp_path / "child.log").stat().st_mode & 0o777 == 0o600
 
 
-@pytest.mark.parametrize(("before", "after"), [(None, 0o700), (0o755, 0o710), (0o700, 0o700), (0o710, 0o710)])
-def test_the_home_directory_is_closed_to_others(tmp_path: Path, before: int | None, after: int) -> None:
-    """Its group may pass: the embedded PostgreSQL of an installation of root runs under another account."""
+@pytest.mark.parametrize(
+    ("before", "after"), [(None, 0o700), (0o755, 0o710), (0o700, 0o700), (0o710, 0o710)]
+)
+def test_the_home_directory_is_closed_to_others(
+    tmp_path: Path, before: int | None, after: int
+) -> None:
+    """Its group may enter: for root, the embedded PostgreSQL runs under another account."""
     home = tmp_path / "home"
     if before is not None:
         home.mkdir()

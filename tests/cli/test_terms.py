@@ -1,4 +1,4 @@
-"""Files of proposed prices and plans, and what the commands about plans, credit and simulations send and show."""
+"""Files of proposed prices and plans, and commands about plans, credit and simulations."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def money(units: int, picos: int = 0) -> types_pb2.Money:
     return types_pb2.Money(currency_code="USD", units=units, picos=picos)
 
 
-def test_a_month_is_simulated_with_the_prices_and_plans_of_a_file(weir: Run, server: ScriptedWeir, tmp_path: Path) -> None:
+def test_a_month_is_simulated_with_the_prices_and_plans_of_a_file(
+    weir: Run, server: ScriptedWeir, tmp_path: Path
+) -> None:
     file = tmp_path / "prices.yaml"
     file.write_text(FILE)
     server.accounts.replies["SimulatePrices"] = plans_pb2.SimulatePricesResponse(
@@ -54,24 +56,47 @@ def test_a_month_is_simulated_with_the_prices_and_plans_of_a_file(weir: Run, ser
 
     request = server.accounts.requests[0]
     assert (request.month, request.organization) == ("2026-10", "acme")
-    assert (request.prices[0].output_picos_per_token, request.prices[0].batch_multiplier_milli) == (400_000, 500)
+    assert (request.prices[0].output_picos_per_token, request.prices[0].batch_multiplier_milli) == (
+        400_000,
+        500,
+    )
     [sent] = request.plans
     assert (sent.commitment_picos, list(sent.organizations)) == (250 * 10**12, ["acme"])
     assert (sent.allowances[0].token_count, sent.allowances[0].selector.tier) == (1_000_000, 2)
     steps = sent.tiered_prices[0].steps
-    assert (steps[0].up_to_token_count, steps[0].price_milli, steps[0].HasField("price_picos")) == (5_000_000, 900, False)
+    assert (steps[0].up_to_token_count, steps[0].price_milli, steps[0].HasField("price_picos")) == (
+        5_000_000,
+        900,
+        False,
+    )
     assert (steps[1].price_picos, steps[1].HasField("up_to_token_count")) == (300_000, False)
-    assert ["acme", "1,000,000", "200.50", "USD", "100.25", "-100.25", "-50.0", "none", "→", "growth"] in [
-        line.split() for line in shown.stdout.splitlines()
-    ]
+    assert [
+        "acme",
+        "1,000,000",
+        "200.50",
+        "USD",
+        "100.25",
+        "-100.25",
+        "-50.0",
+        "none",
+        "→",
+        "growth",
+    ] in [line.split() for line in shown.stdout.splitlines()]
     [row] = csv.DictReader(as_csv.stdout.splitlines())
-    assert (row["old_amount"], row["difference"], row["new_plan"]) == ("200.500000000000", "-100.250000000000", "growth")
+    assert (row["old_amount"], row["difference"], row["new_plan"]) == (
+        "200.500000000000",
+        "-100.250000000000",
+        "growth",
+    )
     assert json.loads(as_json.stdout)[0]["difference"]["picos"] == -100_250_000_000_000
 
 
-def test_every_mistake_of_a_file_is_told_by_line(weir: Run, tmp_path: Path) -> None:
+def test_every_mistake_of_a_file_is_reported_by_line(weir: Run, tmp_path: Path) -> None:
     file = tmp_path / "plans.yaml"
-    file.write_text("plans:\n- name: growth\n  allowances:\n  - {tokens: 0.5}\n  - {model: m}\n  commitment: -1\n")
+    file.write_text(
+        "plans:\n- name: growth\n  allowances:\n  - {tokens: 0.5}\n  - {model: m}\n  commitment:"
+        " -1\n"
+    )
 
     refused = weir("plan", "create", str(file))
 
@@ -92,10 +117,14 @@ def test_credit_is_granted_in_units_and_listed(weir: Run, server: ScriptedWeir) 
     server.accounts.replies |= {
         "GrantCredit": plans_pb2.GrantCreditResponse(grant=grant),
         "ListCreditGrants": plans_pb2.ListCreditGrantsResponse(grants=[grant]),
-        "GetCreditBalance": plans_pb2.GetCreditBalanceResponse(organization_name="acme", prepaid=True, available=money(7)),
+        "GetCreditBalance": plans_pb2.GetCreditBalanceResponse(
+            organization_name="acme", prepaid=True, available=money(7)
+        ),
         "SetPrepaid": plans_pb2.SetPrepaidResponse(),
         "AssignPlan": plans_pb2.AssignPlanResponse(
-            assignment=plans_pb2.PlanAssignment(organization_name="acme", first_month="2026-12", plan="growth", version=2)
+            assignment=plans_pb2.PlanAssignment(
+                organization_name="acme", first_month="2026-12", plan="growth", version=2
+            )
         ),
     }
 
@@ -109,10 +138,14 @@ def test_credit_is_granted_in_units_and_listed(weir: Run, server: ScriptedWeir) 
         36,
     )
     assert "500.00 USD" in granted.stdout
-    assert weir("credit", "grant", "acme", "much", "--until", "2026-12", "--reason", "paid").exit_code == 2
+    assert (
+        weir("credit", "grant", "acme", "much", "--until", "2026-12", "--reason", "paid").exit_code
+        == 2
+    )
     assert "g1" in weir("credit", "list", "--org", "acme").stdout
     assert "7.00 USD" in weir("credit", "balance", "acme").stdout
     assert "acme is limited to its credit" in weir("credit", "prepaid", "acme", "--only").stderr
     assert (
-        "acme has the plan growth version 2 from 2026-12 on" in weir("plan", "assign", "acme", "growth", "--from", "2026-12").stderr
+        "acme has the plan growth version 2 from 2026-12 on"
+        in weir("plan", "assign", "acme", "growth", "--from", "2026-12").stderr
     )

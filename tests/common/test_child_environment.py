@@ -1,4 +1,4 @@
-"""Child processes get what they need and no secret of the parent."""
+"""Environment of child processes: the needed variables, and no secrets of the parent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from common.child_environment import inherited
 from inference.safety import safety_file as classifier_process
-from inference.workers.process import CHILD_ENVIRONMENT, SPARE_MODULE, open_host
+from inference.workers.process import CHILD_ENVIRONMENT, FAMILY, SPARE_MODULE, open_host
 
 pytestmark = pytest.mark.usefixtures("executed_hosts")
 
@@ -25,10 +25,16 @@ SECRETS = {
     "OPENAI_API_KEY": "sk-1",
     "GITHUB_TOKEN": "gh",
 }
-NEEDED = {"LC_ALL": "C.UTF-8", "CUDA_VISIBLE_DEVICES": "1", "OMP_NUM_THREADS": "2", "WEIR_NATIVE": "0", "LD_LIBRARY_PATH": "/lib"}
+NEEDED = {
+    "LC_ALL": "C.UTF-8",
+    "CUDA_VISIBLE_DEVICES": "1",
+    "OMP_NUM_THREADS": "2",
+    "WEIR_NATIVE": "0",
+    "LD_LIBRARY_PATH": "/lib",
+}
 
 
-def test_what_is_needed_is_inherited_and_nothing_else() -> None:
+def test_a_child_inherits_only_the_variables_that_it_needs() -> None:
     assert inherited({**SECRETS, **NEEDED, "PATH": "/bin"}) == {**NEEDED, "PATH": "/bin"}
 
 
@@ -39,16 +45,18 @@ def test_what_is_needed_is_inherited_and_nothing_else() -> None:
         ("inference.safety.classifier_host", classifier_process.CHILD_ENVIRONMENT),
     ],
 )
-async def test_no_secret_stands_in_the_environment_of_a_running_child(
+async def test_the_environment_of_a_running_child_has_no_secret(
     module: str, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
     async with open_host(module, environment) as host:
         async with asyncio.timeout(60):
-            while not (told := await asyncio.to_thread(Path(f"/proc/{host.pid}/environ").read_bytes)):  # noqa: ASYNC110
+            while not (  # noqa: ASYNC110
+                told := await asyncio.to_thread(Path(f"/proc/{host.pid}/environ").read_bytes)
+            ):
                 await asyncio.sleep(0.01)  # until the child has begun
         names = {entry.partition(b"=")[0].decode() for entry in told.split(b"\0") if entry}
 
     assert not names & SECRETS.keys()
-    assert {"PATH"} <= names <= {*os.environ, *environment}
+    assert {"PATH"} <= names <= {*os.environ, *environment, FAMILY}

@@ -1,4 +1,4 @@
-"""An unexpected failure stays that of its item: logged under an id, counted, retried later."""
+"""Unexpected failures: contained to their item, logged under an id, counted, retried later."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from common.incidents import INCIDENT_COUNTS, ITEMS_MAX, IncidentTaskGroup, Retr
 
 
 class Clock:
-    """A clock that stands still until it is moved."""
+    """Clock that is set by hand."""
 
     def __init__(self) -> None:
         self.now_s = 0.0

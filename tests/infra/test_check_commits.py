@@ -45,7 +45,7 @@ def test_a_good_message_has_no_complaint(message: str) -> None:
 
 
 @pytest.mark.parametrize(("message", "words"), BAD.items())
-def test_a_bad_message_is_told_what_is_wrong(message: str, words: str) -> None:
+def test_a_bad_message_gets_the_reason(message: str, words: str) -> None:
     [complaint] = complaints(message, changed_line_count=1)
 
     assert words in complaint
@@ -56,11 +56,14 @@ def test_a_large_change_needs_a_body(body: str) -> None:
     [complaint] = complaints(f"Reject control characters{body}", changed_line_count=21)
 
     assert complaint.startswith("the commit changes 21 lines and has no body")
-    assert list(complaints("Reject control characters\n\nThey break columns.", changed_line_count=21)) == []
+    assert (
+        list(complaints("Reject control characters\n\nThey break columns.", changed_line_count=21))
+        == []
+    )
 
 
 class Repository:
-    """A git repository on the branch main, with one commit that is older than the rules."""
+    """Git repository on the branch main, with one commit that is older than the rules."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -73,10 +76,12 @@ class Repository:
         for role in ("AUTHOR", "COMMITTER"):
             isolated |= {f"GIT_{role}_NAME": author, f"GIT_{role}_EMAIL": "ann@example.com"}
         command = ["git", "-C", str(self.root), *arguments]
-        return subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ | isolated).stdout.strip()
+        return subprocess.run(
+            command, check=True, capture_output=True, text=True, env=os.environ | isolated
+        ).stdout.strip()
 
     def commit(self, message: str, line_count: int = 1, author: str = "Ann") -> str:
-        """Commit a change that adds `line_count` lines; the id of the commit."""
+        """Commit a change that adds `line_count` lines; return the commit's id."""
         with (self.root / "file").open("a") as file:
             file.write("line\n" * line_count)
         self.git("add", "file")
@@ -142,10 +147,19 @@ def test_an_import_of_the_whole_tree_is_not_checked(tmp_path: Path) -> None:
     assert list(check(imported.root)) == []
 
 
-def test_of_a_shallow_clone_the_last_commit_alone_is_checked(repository: Repository, tmp_path: Path) -> None:
+def test_of_a_shallow_clone_the_last_commit_alone_is_checked(
+    repository: Repository, tmp_path: Path
+) -> None:
     repository.commit("second")
     last = repository.commit("third", line_count=30)
-    repository.git("clone", "--quiet", "--no-local", "--depth=1", str(repository.root), str(tmp_path / "shallow"))
+    repository.git(
+        "clone",
+        "--quiet",
+        "--no-local",
+        "--depth=1",
+        str(repository.root),
+        str(tmp_path / "shallow"),
+    )
 
     [complaint] = check(tmp_path / "shallow", start=repository.start)
 
@@ -170,7 +184,7 @@ def test_it_is_said_that_only_the_last_commit_is_checked(
     assert capsys.readouterr().out.endswith("only the last commit is checked.\n")
 
 
-def test_an_unknown_range_is_an_error_of_its_own(
+def test_an_unknown_range_is_a_separate_error(
     repository: Repository, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("infra.check_commits.ROOT", repository.root)

@@ -10,48 +10,67 @@ from sqlalchemy import create_engine, text
 from sqlalchemy.exc import DBAPIError
 
 from infra import check_migrations, migrated_rows
-from metering.proof.fsck import Moment, chosen_checks, fsck
+from metering.proof.fsck import Moment, fsck, select_checks
 from metering.store.db import psycopg_conninfo, sqlalchemy_url
 from metering.store.migrations_runner import migrate
 from tests.conftest import new_database
 
 PLANTED = {
-    "UPDATE quota_counters SET used = used - 1 WHERE used = 95": "quota_counters has lost or changed",
+    "UPDATE quota_counters SET used = used - 1 WHERE used = 95": (
+        "quota_counters has lost or changed"
+    ),
     "DELETE FROM usage_events WHERE part = 1": "usage_events has lost or changed",
-    "ALTER TABLE live_reports DROP COLUMN owner_name": "column owner_name of live_reports is gone",
-    "DROP TABLE stop_orders": "of stop_orders is gone",
-    "SELECT setval(pg_get_serial_sequence('price_versions', 'id'), 1)": "price_versions_id_seq counts from an earlier number",
+    "ALTER TABLE live_reports DROP COLUMN process_name": (
+        "column process_name of live_reports is gone"
+    ),
+    "DROP TABLE cancel_commands": "of cancel_commands is gone",
+    "SELECT setval(pg_get_serial_sequence('price_versions', 'id'), 1)": (
+        "price_versions_id_seq counts from an earlier number"
+    ),
 }
 
 
 @pytest.fixture
 def with_rows(postgres_server: str) -> Iterator[tuple[str, migrated_rows.Connection]]:
     """Yield a database of release 0.1.0 with rows, and a connection that bypasses the guards."""
-    with new_database(postgres_server) as url, psycopg.connect(psycopg_conninfo(url), autocommit=True) as connection:
+    with (
+        new_database(postgres_server) as url,
+        psycopg.connect(psycopg_conninfo(url), autocommit=True) as connection,
+    ):
         migrate(url, migrated_rows.REVISION)
         connection.execute(migrated_rows.ROWS.read_bytes())
         yield url, connection
 
 
-def test_migrations_go_up_down_and_up_lose_no_row_and_equal_the_models(postgres_server: str) -> None:
+def test_migrations_go_up_down_and_up_lose_no_row_and_equal_the_models(
+    postgres_server: str,
+) -> None:
     with new_database(postgres_server) as url:
         assert list(check_migrations.complaints(url)) == []
 
 
-def test_what_no_migration_removes_and_no_model_declares_is_reported(database_url: str) -> None:
+def test_objects_without_migration_and_model_are_reported(database_url: str) -> None:
     engine = create_engine(sqlalchemy_url(database_url))
     with engine.begin() as connection:
-        connection.execute(text("CREATE TABLE stray (id bigint); CREATE TYPE mood AS ENUM ('calm')"))
+        connection.execute(
+            text("CREATE TABLE stray (id bigint); CREATE TYPE mood AS ENUM ('calm')")
+        )
     engine.dispose()
 
     found = list(check_migrations.complaints(database_url))
 
     assert "left over after the downgrade: table stray" in found
     assert "left over after the downgrade: type mood" in found
-    assert any("stray" in line for line in found if line.startswith("the models differ from the migrated schema"))
+    assert any(
+        "stray" in line
+        for line in found
+        if line.startswith("the models differ from the migrated schema")
+    )
 
 
-def test_every_row_that_is_lost_or_changed_is_reported(with_rows: tuple[str, migrated_rows.Connection]) -> None:
+def test_every_row_that_is_lost_or_changed_is_reported(
+    with_rows: tuple[str, migrated_rows.Connection],
+) -> None:
     _, connection = with_rows
     before, drawn = migrated_rows.contents(connection), migrated_rows.numbers(connection)
     unharmed = list(migrated_rows.lost(connection, before, drawn, "then"))
@@ -65,7 +84,9 @@ def test_every_row_that_is_lost_or_changed_is_reported(with_rows: tuple[str, mig
     assert [told for told in PLANTED.values() if not any(told in line for line in found)] == []
 
 
-def test_what_is_done_to_every_row_of_a_large_table_is_reported(with_rows: tuple[str, migrated_rows.Connection]) -> None:
+def test_rewrites_and_scans_of_large_tables_are_reported(
+    with_rows: tuple[str, migrated_rows.Connection],
+) -> None:
     _, connection = with_rows
     made = migrated_rows.objects(connection, migrated_rows.MADE)
 
@@ -80,34 +101,50 @@ def test_what_is_done_to_every_row_of_a_large_table_is_reported(with_rows: tuple
     assert not any("quick" in told for told in found)
 
 
-def test_what_the_processes_of_before_write_a_newer_schema_takes(database_url: str) -> None:
+def test_a_newer_schema_accepts_rows_of_earlier_processes(database_url: str) -> None:
     with psycopg.connect(psycopg_conninfo(database_url), autocommit=True) as connection:
         connection.execute(migrated_rows.ROWS.read_bytes())
 
-        assert connection.execute("SELECT count(*), sum(embedding_token_count)::int FROM usage_events").fetchone() == (7, 0)
+        assert connection.execute(
+            "SELECT count(*), sum(embedding_token_count)::int FROM usage_events"
+        ).fetchone() == (7, 0)
 
 
-def test_an_installation_of_0_1_0_is_sound_after_the_upgrade(with_rows: tuple[str, migrated_rows.Connection]) -> None:
+def test_an_installation_of_0_1_0_is_sound_after_the_upgrade(
+    with_rows: tuple[str, migrated_rows.Connection],
+) -> None:
     url, _ = with_rows
-    checks = chosen_checks(moments=(Moment.ALWAYS,))  # nothing has rated or swept since it was stopped
+    # Nothing has rated or swept since it was stopped.
+    checks = select_checks(moments=(Moment.ALWAYS,))
 
     migrate(url)
-    found = {verdict.check.name: verdict.sample for verdict in fsck(url, checks) if verdict.violation_count}
+    found = {
+        verdict.check.name: verdict.sample
+        for verdict in fsck(url, checks)
+        if verdict.violation_count
+    }
 
     assert found == {}
 
 
-def test_a_migration_that_fails_in_the_middle_leaves_nothing_and_can_be_run_again(postgres_server: str) -> None:
+def test_a_migration_that_fails_in_the_middle_leaves_nothing_and_can_be_run_again(
+    postgres_server: str,
+) -> None:
     """It fails at the last of four tables that it creates."""
-    with new_database(postgres_server) as url, psycopg.connect(psycopg_conninfo(url), autocommit=True) as connection:
+    with (
+        new_database(postgres_server) as url,
+        psycopg.connect(psycopg_conninfo(url), autocommit=True) as connection,
+    ):
         connection.execute("""
             CREATE FUNCTION break_off() RETURNS event_trigger LANGUAGE plpgsql AS $$
             BEGIN
-                IF EXISTS (SELECT FROM pg_event_trigger_ddl_commands() WHERE object_identity = 'public.ledger_entries') THEN
+                IF EXISTS (SELECT FROM pg_event_trigger_ddl_commands()
+                WHERE object_identity = 'public.ledger_entries') THEN
                     RAISE EXCEPTION 'broken off';
                 END IF;
             END $$;
-            CREATE EVENT TRIGGER break_off ON ddl_command_end WHEN TAG IN ('CREATE TABLE') EXECUTE FUNCTION break_off();
+            CREATE EVENT TRIGGER break_off ON ddl_command_end WHEN TAG IN ('CREATE TABLE')
+            EXECUTE FUNCTION break_off();
         """)
         migrate(url, "0003")
         before = migrated_rows.columns_of(connection)

@@ -1,4 +1,4 @@
-"""Set-up never clears a directory that it did not make, and passes on what pip says."""
+"""Set-up deletes only directories that it made, and shows pip's messages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_a_directory_that_is_no_virtual_environment_is_left_alone(tmp_path: Path
     assert treasure.read_text() == "mine"
 
 
-def test_a_broken_virtual_environment_is_made_anew_and_a_working_one_kept(tmp_path: Path) -> None:
+def test_a_broken_virtual_environment_is_replaced_and_a_working_one_kept(tmp_path: Path) -> None:
     venv = tmp_path / "venv"
     venv.mkdir()
     (venv / "pyvenv.cfg").write_text("home = nowhere\n")
@@ -31,15 +31,21 @@ def test_a_broken_virtual_environment_is_made_anew_and_a_working_one_kept(tmp_pa
     made = (venv / "pyvenv.cfg").stat()
     create(venv)
 
-    assert subprocess.run([venv / "bin" / "python", "-m", "pip", "--version"], capture_output=True).returncode == 0
+    assert (
+        subprocess.run(
+            [venv / "bin" / "python", "-m", "pip", "--version"], capture_output=True
+        ).returncode
+        == 0
+    )
     assert (venv / "pyvenv.cfg").stat().st_mtime_ns == made.st_mtime_ns
 
 
-def test_what_pip_refuses_is_shown(tmp_path: Path) -> None:
+def test_refusals_by_pip_are_shown(tmp_path: Path) -> None:
     venv = tmp_path / "venv"
     (venv / "bin").mkdir(parents=True)
     (venv / "bin" / "python").symlink_to(sys.executable)
-    shutil.copy(Path(sys.prefix) / "pyvenv.cfg", venv)  # Debian's pip refuses everything outside of one
+    # Debian's pip refuses to install outside a virtual environment.
+    shutil.copy(Path(sys.prefix) / "pyvenv.cfg", venv)
     (venv / "lib").symlink_to(Path(sys.prefix) / "lib")
 
     with pytest.raises(SystemExit, match="Invalid requirement"):

@@ -1,4 +1,4 @@
-"""Workers of a test run that start together remove what a killed run has left, and none of them fails because of it."""
+"""Workers that start together remove what a killed run has left."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ WORKER_COUNT = 4
 LEFT_COUNT = 12
 
 
-def test_workers_that_start_together_remove_what_a_killed_run_left(monkeypatch: pytest.MonkeyPatch, postgres_home: Path) -> None:
+def test_workers_that_start_together_remove_what_a_killed_run_left(
+    monkeypatch: pytest.MonkeyPatch, postgres_home: Path
+) -> None:
     monkeypatch.setattr(conftest, "scratch", lambda: postgres_home)
     with subprocess.Popen(["true"]) as ended:
         pass

@@ -1,4 +1,4 @@
-"""The lock holds names and versions that any machine can install, and nothing else."""
+"""The lock file holds only names and versions that any machine can install."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from infra.lock_dependencies import pins
 
 
 def test_local_versions_and_editable_packages_are_left_out() -> None:
-    freeze = "# Editable install (weir==0.1.0)\n-e ./weir\ntorch==2.13.0" + "+cpu\nAlembic==1.20.1\n"
+    freeze = (
+        "# Editable install (weir==0.1.0)\n-e ./weir\ntorch==2.13.0" + "+cpu\nAlembic==1.20.1\n"
+    )
 
     assert pins(freeze) == ["Alembic==1.20.1", "torch==2.13.0"]
 
@@ -26,16 +28,26 @@ def test_every_direct_dependency_is_in_the_lock() -> None:
     client = tomllib.loads((ROOT / "sdk" / "python" / "pyproject.toml").read_text())
     run_time = [*weir["project"]["dependencies"], *client["project"]["dependencies"]]
     wanted = [*run_time, *weir["dependency-groups"]["dev"]]
-    locked = {line.split("==")[0].lower().replace("_", "-") for line in LOCK.read_text().splitlines() if "==" in line}
+    locked = {
+        line.split("==")[0].lower().replace("_", "-")
+        for line in LOCK.read_text().splitlines()
+        if "==" in line
+    }
 
-    missing = [name for name in map(bare_name, wanted) if name not in locked and name != "weir-client"]
-    missing += [name for name in weir["dependency-groups"]["docs"] if name not in DOCS_LOCK.read_text().splitlines()]
+    missing = [
+        name for name in map(bare_name, wanted) if name not in locked and name != "weir-client"
+    ]
+    missing += [
+        name
+        for name in weir["dependency-groups"]["docs"]
+        if name not in DOCS_LOCK.read_text().splitlines()
+    ]
 
     assert missing == [], "run `make lock KEEP=1`"
 
 
 def bare_name(requirement: str) -> str:
-    """The name of a requirement, without extras, version and marker."""
+    """Return the name of a requirement without extras, version and marker."""
     for mark in "[<>=!~; ":
         requirement = requirement.split(mark)[0]
     return requirement.lower().replace("_", "-")

@@ -1,4 +1,4 @@
-"""Configuration of the repository: CI, pre-commit, issue forms, dependency updates, development container, versions."""
+"""Configuration of the repository: CI, forms, updates, container, versions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ ROOT = Path(__file__).parents[2]
 MAKEFILE = (ROOT / "Makefile").read_text()
 PATHS = [source.path for source in repository()]
 FORMS = ("bug", "feature")
-PROCEDURES = ("CONTRIBUTING.md", "docs/releasing.md", ".github/pull_request_template.md", ".devcontainer/devcontainer.json")
+PROCEDURES = (
+    "CONTRIBUTING.md",
+    "docs/releasing.md",
+    ".github/pull_request_template.md",
+    ".devcontainer/devcontainer.json",
+)
 
 
 def load(path: str) -> Any:
@@ -36,9 +41,18 @@ def checks() -> list[str]:
 
 
 def test_every_yaml_file_of_the_repository_can_be_read() -> None:
-    names = [path for path in PATHS if path.endswith((".yaml", ".yml")) and path.startswith((".", "infra/", "compose"))]
+    names = [
+        path
+        for path in PATHS
+        if path.endswith((".yaml", ".yml")) and path.startswith((".", "infra/", "compose"))
+    ]
 
-    assert {".github/workflows/ci.yml", ".github/dependabot.yml", ".pre-commit-config.yaml", "compose.yaml"} <= set(names)
+    assert {
+        ".github/workflows/ci.yml",
+        ".github/dependabot.yml",
+        ".pre-commit-config.yaml",
+        "compose.yaml",
+    } <= set(names)
     for name in names:
         assert isinstance(load(name), dict), name
 
@@ -50,8 +64,12 @@ def test_ci_runs_the_script_that_developers_run() -> None:
     assert set(workflow[True]) == {"push", "pull_request"}  # YAML 1.1 reads the key `on` as true
     assert [step["run"] for step in job["steps"] if "run" in step][-1] == ".ci/run"
     assert (ROOT / ".ci/run").stat().st_mode & 0o100
-    (checkout,) = [step for step in job["steps"] if step.get("uses", "").startswith("actions/checkout@")]
-    assert checkout["with"]["fetch-depth"] == 0, "the check of commit messages would read one commit only"
+    (checkout,) = [
+        step for step in job["steps"] if step.get("uses", "").startswith("actions/checkout@")
+    ]
+    assert checkout["with"]["fetch-depth"] == 0, (
+        "the check of commit messages would read one commit only"
+    )
 
 
 def test_ci_may_only_read_and_pins_every_action() -> None:
@@ -59,7 +77,9 @@ def test_ci_may_only_read_and_pins_every_action() -> None:
     used = re.findall(r"uses: (.*)", (ROOT / ".github/workflows/ci.yml").read_text())
 
     assert workflow["permissions"] == {"contents": "read"}
-    assert all("permissions" not in job and job["timeout-minutes"] for job in workflow["jobs"].values())
+    assert all(
+        "permissions" not in job and job["timeout-minutes"] for job in workflow["jobs"].values()
+    )
     assert used
     for action in used:
         assert re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", action), action
@@ -68,8 +88,12 @@ def test_ci_may_only_read_and_pins_every_action() -> None:
 def test_ci_runs_versions_that_are_supported() -> None:
     (job,) = load(".github/workflows/ci.yml")["jobs"].values()
     chosen = {key: value for step in job["steps"] for key, value in step.get("with", {}).items()}
-    oldest = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"].removeprefix(">=")
-    node = json.loads((ROOT / "sdk/typescript/package.json").read_text())["engines"]["node"].removeprefix(">=")
+    oldest = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "requires-python"
+    ].removeprefix(">=")
+    node = json.loads((ROOT / "sdk/typescript/package.json").read_text())["engines"][
+        "node"
+    ].removeprefix(">=")
 
     assert chosen["python-version"] == oldest
     assert int(chosen["node-version"]) >= float(node)
@@ -87,7 +111,9 @@ def test_pre_commit_runs_the_checks_of_make_check() -> None:
         assert hook["entry"] == f"make {hook['id']}"
         assert hook["language"] == "system"
         assert (hook["pass_filenames"], hook["always_run"]) == (False, True)
-        assert hook.get("stages", ["pre-commit"]) == ["pre-push" if hook["id"] == "commits-check" else "pre-commit"]
+        assert hook.get("stages", ["pre-commit"]) == [
+            "pre-push" if hook["id"] == "commits-check" else "pre-commit"
+        ]
     assert configuration["default_install_hook_types"] == ["pre-commit", "pre-push"]
 
 
@@ -127,7 +153,13 @@ def test_an_issue_form_has_what_github_wants(name: str) -> None:
     ids = [field["id"] for field in fields]
 
     assert {"name", "description", "body"} <= form.keys()
-    assert {field["type"] for field in form["body"]} <= {"markdown", "input", "textarea", "dropdown", "checkboxes"}
+    assert {field["type"] for field in form["body"]} <= {
+        "markdown",
+        "input",
+        "textarea",
+        "dropdown",
+        "checkboxes",
+    }
     assert len(set(ids)) == len(ids) > 0
     assert all(field["attributes"]["label"] for field in fields)
     assert any(field.get("validations", {}).get("required") for field in fields)
@@ -146,7 +178,9 @@ def test_vulnerabilities_are_led_away_from_public_issues() -> None:
 
 def test_the_development_container_has_a_supported_python() -> None:
     container = json.loads((ROOT / ".devcontainer/devcontainer.json").read_text())
-    oldest = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"].removeprefix(">=")
+    oldest = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "requires-python"
+    ].removeprefix(">=")
 
     assert container["image"].startswith(f"python:{oldest}-")
     assert container["postCreateCommand"] == "make setup-dev"
@@ -165,11 +199,23 @@ def test_make_targets_that_a_page_names_exist(name: str) -> None:
 def test_all_packages_have_one_version() -> None:
     """docs/releasing.md lists the places."""
     server, client = (
-        tomllib.loads((ROOT / path).read_text())["project"] for path in ("pyproject.toml", "sdk/python/pyproject.toml")
+        tomllib.loads((ROOT / path).read_text())["project"]
+        for path in ("pyproject.toml", "sdk/python/pyproject.toml")
     )
-    node, lock = (json.loads((ROOT / "sdk/typescript" / name).read_text()) for name in ("package.json", "package-lock.json"))
-    agent = re.search(r"weir-client-node/([\d.]+)", (ROOT / "sdk/typescript/src/connection.ts").read_text())
+    node, lock = (
+        json.loads((ROOT / "sdk/typescript" / name).read_text())
+        for name in ("package.json", "package-lock.json")
+    )
+    agent = re.search(
+        r"weir-client-node/([\d.]+)", (ROOT / "sdk/typescript/src/connection.ts").read_text()
+    )
     assert agent is not None
 
     assert f"weir-client=={server['version']}" in server["dependencies"]
-    assert {client["version"], node["version"], lock["version"], lock["packages"][""]["version"], agent[1]} == {server["version"]}
+    assert {
+        client["version"],
+        node["version"],
+        lock["version"],
+        lock["packages"][""]["version"],
+        agent[1],
+    } == {server["version"]}

@@ -1,7 +1,8 @@
-"""No test talks to another machine: a connection to anything but this one raises.
+"""Ban on connections to other machines: a test that opens one fails.
 
-An audit hook sees every connect, datagram and name look-up that goes through Python's `socket`, however it was reached (asyncio,
-requests, redis). C libraries that open their own sockets (grpc's core, libpq) are not seen.
+An audit hook sees every connect, datagram and name look-up through Python's `socket`, by any
+library (asyncio, requests, redis). C libraries that open their own sockets (grpc's core, libpq) are
+not seen.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ EVENTS = frozenset({"socket.connect", "socket.sendto", "socket.sendmsg"})
 
 
 class OutsideConnection(RuntimeError):
-    """A test tried to reach another machine."""
+    """Attempt of a test to reach another machine."""
 
 
 def is_local(host: object) -> bool:
-    """Whether a host, as given to `connect` or `getaddrinfo`, is this machine. None and the empty name are."""
+    """Return whether a host of `connect` or `getaddrinfo` is this machine, like None and ""."""
     if isinstance(host, (bytes, bytearray)):
         host = bytes(host).decode("ascii", "replace")
     if host is None or host in LOCAL_NAMES:
@@ -31,13 +32,17 @@ def is_local(host: object) -> bool:
 
 
 def refuse_outside(event: str, arguments: tuple[object, ...]) -> None:
-    """Audit hook: raises OutsideConnection for another machine; says nothing of Unix sockets, whose addresses are no tuples."""
+    """Raise OutsideConnection for another machine; ignore Unix sockets."""
     if event in EVENTS:
         address = arguments[1]
         if isinstance(address, tuple) and isinstance(address[0], str) and not is_local(address[0]):
-            raise OutsideConnection(f"a test tried to reach {address}: stand a server up on 127.0.0.1 instead")
+            raise OutsideConnection(
+                f"a test tried to reach {address}: stand a server up on 127.0.0.1 instead"
+            )
     elif event == "socket.getaddrinfo" and not is_local(arguments[0]):
-        raise OutsideConnection(f"a test tried to look up {arguments[0]!r}: tests know this machine only")
+        raise OutsideConnection(
+            f"a test tried to look up {arguments[0]!r}: tests know this machine only"
+        )
 
 
 sys.addaudithook(refuse_outside)

@@ -1,4 +1,4 @@
-"""The socket ban, shown to bite and to let this machine through."""
+"""Ban on connections to other machines: it refuses them, and permits this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contract check, shown to pass what is there and to catch what it exists for, in a copy of the contract."""
+"""Contract check: accepts the contract, and finds planted faults in a copy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from infra.generate_proto import PROTO_ROOT
 
 @pytest.fixture
 def contract(tmp_path: Path) -> Path:
-    """A copy of `proto/` that a test may spoil."""
+    """Copy `proto/` for changes by a test."""
     copy = tmp_path / "proto"
     shutil.copytree(PROTO_ROOT, copy, ignore=shutil.ignore_patterns("*_pb2*", "__pycache__"))
     return copy
@@ -40,7 +40,11 @@ def test_a_field_without_a_comment_is_caught(contract: Path) -> None:
 
 
 def test_a_removed_field_is_caught(contract: Path) -> None:
-    edit(contract, "  // Tokens of the prompt, cached ones included.\n  int64 input_token_count = 1;\n", "")
+    edit(
+        contract,
+        "  // Tokens of the prompt, cached ones included.\n  int64 input_token_count = 1;\n",
+        "",
+    )
 
     [found] = complaints(contract, BASELINE)
 
@@ -65,7 +69,9 @@ def test_a_contract_that_does_not_compile_is_caught(contract: Path) -> None:
     assert "Unheard" in found[0]
 
 
-def test_a_new_field_is_no_breaking_change_until_it_is_released_and_removed(contract: Path, tmp_path: Path) -> None:
+def test_a_new_field_is_no_breaking_change_until_it_is_released_and_removed(
+    contract: Path, tmp_path: Path
+) -> None:
     added = "message Usage {\n  // Added after the release.\n  int64 added_count = 99;\n"
     released = tmp_path / "released.binpb"
     edit(contract, "message Usage {\n", added)

@@ -1,6 +1,6 @@
-"""What holds for every test of the clients: they leave no task behind, and read no settings of the machine they run on.
+"""Fixtures of the clients' tests: no remaining tasks, no settings of the machine.
 
-And the servers that the tests of both clients, and those of their documentation, share; each test has tenants of its own.
+Tests of both clients and their documentation share the servers; each test has its own tenants.
 """
 
 from __future__ import annotations
@@ -37,15 +37,21 @@ def pytest_runtest_teardown(nextitem: pytest.Item | None) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def service(tmp_path_factory: pytest.TempPathFactory, postgres_server: str, template_database: str) -> Iterator[Service]:
-    """A server with a model and an encoder."""
+def service(
+    tmp_path_factory: pytest.TempPathFactory, postgres_server: str, template_database: str
+) -> Iterator[Service]:
+    """Yield a server with a model and an encoder."""
     model = make_model(tmp_path_factory.mktemp("model"))
     with new_database(postgres_server, template=template_database) as url:
         encoders = {ENCODER: make_random_encoder(tmp_path_factory.mktemp("encoder"))}
         models = {MODEL: model, TOOL_MODEL: make_tool_checkpoint(tmp_path_factory.mktemp("tooled"))}
-        with running(Service(tmp_path_factory.mktemp("home"), url, model, models=models, encoders=encoders)) as service:
+        with running(
+            Service(tmp_path_factory.mktemp("home"), url, model, models=models, encoders=encoders)
+        ) as service:
             wait_for(lambda: service.serving(f"engine/{ENCODER}"), "the encoder to be loaded")
-            wait_for(lambda: service.serving(f"engine/{TOOL_MODEL}"), "the model for tools to be loaded")
+            wait_for(
+                lambda: service.serving(f"engine/{TOOL_MODEL}"), "the model for tools to be loaded"
+            )
             asyncio.run(price_encoder(service))
             SHARED.add(service)
             yield service
@@ -54,7 +60,7 @@ def service(tmp_path_factory: pytest.TempPathFactory, postgres_server: str, temp
 
 
 async def price_encoder(service: Service) -> None:
-    """What an embedded token costs, and those of the model that calls tools."""
+    """Set the prices of the encoder and of the model that calls tools."""
     async with service.session() as session:
         await set_price(
             session,
@@ -70,14 +76,18 @@ async def price_encoder(service: Service) -> None:
 
 @pytest.fixture(scope="session")
 def tight_process(tmp_path_factory: pytest.TempPathFactory, service: Service) -> Iterator[Service]:
-    """A second server of the same machine, which keeps little, and for a short time.
+    """Yield a second server of the same machine with small replay buffers and a short time limit.
 
-    Each of them settles what the other leaves behind if it is killed.
+    Each of them recovers the other's journal if it is killed.
     """
     home = tmp_path_factory.mktemp("tight")
     (home / "journal").symlink_to(service.home / "journal")
     model = service.settings.models[MODEL]
-    bounds = {"keep_max_s": TIGHT_KEEP_S, "kept_bytes_per_request_max": 100_000, "outbox_tokens_per_request_max": 500}
+    bounds = {
+        "keep_on_disconnect_max_s": TIGHT_KEEP_S,
+        "replay_bytes_per_request_max": 100_000,
+        "outbox_tokens_per_request_max": 500,
+    }
     with running(Service(home, service.database_url, model, **bounds)) as tight:
         SHARED.add(tight, may_be_killed=True)
         yield tight
@@ -85,12 +95,12 @@ def tight_process(tmp_path_factory: pytest.TempPathFactory, service: Service) ->
 
 @pytest.fixture
 def tight(tight_process: Service) -> Service:
-    """It, running."""
+    """Return the second server, running."""
     return alive(tight_process)
 
 
 def alive(service: Service) -> Service:
-    """Started again if a test has killed it."""
+    """Return the service, restarted if a test has killed it."""
     assert service.process is not None
     if service.process.poll() is not None:
         service.start()
@@ -99,7 +109,7 @@ def alive(service: Service) -> Service:
 
 @pytest.fixture(scope="session")
 def built() -> Path:
-    """The TypeScript client, compiled; where."""
+    """Return the directory of the compiled TypeScript client."""
     if (why := typescript_sdk.missing()) is not None:
         if os.environ.get("WEIR_REQUIRE_NODE"):
             pytest.fail(why)
@@ -110,14 +120,14 @@ def built() -> Path:
 
 @pytest.fixture(autouse=True)
 def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No address, key or certificates from outside."""
+    """Remove address, key and certificates from the environment."""
     for name in ("WEIR_ADDRESS", "WEIR_API_KEY", "WEIR_ADMIN_KEY", "WEIR_ROOT_CERTIFICATES"):
         monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture
 async def no_tasks_left() -> AsyncIterator[None]:
-    """After the test, no task of the client is alive in its loop."""
+    """Check after the test that no task of the client is alive."""
     before = asyncio.all_tasks()
 
     yield

@@ -1,4 +1,4 @@
-"""A server on loopback that does what a test tells it to: the double of our own server for tests of the client."""
+"""Scripted server on loopback, for tests of the client."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COST = types_pb2.Money(currency_code="USD", units=0, picos=1_840_000_000)
 
 
 class ServerStream:
-    """One `Generate` call from the server's side: frames in, frames out, and a record of every message."""
+    """Server's side of a `Generate` call, which records every message."""
 
     def __init__(self, context: Any) -> None:
         self.context = context
@@ -29,7 +29,7 @@ class ServerStream:
         self._frames: list[pb.ClientFrame] = []
 
     async def read(self) -> pb.ClientFrame | None:
-        """The next frame of the client; None when it has half-closed."""
+        """Return the client's next frame, or None after its half-close."""
         while not self._frames:
             message = await self.context.read()
             if message is grpc.aio.EOF:
@@ -39,25 +39,25 @@ class ServerStream:
         return self._frames.pop(0)
 
     async def read_start(self) -> pb.ClientFrame:
-        """The next frame, which must be a start."""
+        """Return the next frame, which must be a start."""
         frame = await self.read()
         assert frame is not None
         assert frame.WhichOneof("kind") == "start"
         return frame
 
     async def read_cancel(self) -> pb.ClientFrame:
-        """The next frame, which must be a cancel."""
+        """Return the next frame, which must be a cancel."""
         frame = await self.read()
         assert frame is not None
         assert frame.WhichOneof("kind") == "cancel"
         return frame
 
     async def send(self, *frames: pb.ServerFrame) -> None:
-        """Writes frames in one message."""
+        """Write frames in one message."""
         await self.context.write(pb.GenerateResponse(frames=frames))
 
     async def read_to_end(self) -> list[pb.ClientFrame]:
-        """Every frame until the client half-closes."""
+        """Return all frames until the client half-closes."""
         frames = []
         while (frame := await self.read()) is not None:
             frames.append(frame)
@@ -68,7 +68,7 @@ Script = Callable[[ServerStream], Awaitable[None]]
 
 
 class ScriptedInference(inference_service_pb2_grpc.InferenceServiceServicer):
-    """Runs one script per stream, the last one again for streams beyond them; answers look-ups from prepared replies."""
+    """Service that runs one script per stream, the last one repeatedly; prepared look-ups."""
 
     def __init__(self, *scripts: Script) -> None:
         self.scripts = list(scripts)
@@ -76,7 +76,8 @@ class ScriptedInference(inference_service_pb2_grpc.InferenceServiceServicer):
         self.metadata: dict[str, str | bytes] = {}
         self.replies: dict[str, Message] = {}
         self.requests: list[Message] = []
-        self.refusals: list[tuple[status_pb2.Status, bool]] = []  # for look-ups, with or without details
+        # For look-ups, with or without details.
+        self.refusals: list[tuple[status_pb2.Status, bool]] = []
 
     async def Generate(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]  # read/write style
         self.metadata = dict(context.invocation_metadata())
@@ -84,10 +85,14 @@ class ScriptedInference(inference_service_pb2_grpc.InferenceServiceServicer):
         self.streams.append(stream)
         await self.scripts[min(len(self.streams), len(self.scripts)) - 1](stream)
 
-    async def CountTokens(self, request: pb.CountTokensRequest, context: Any) -> pb.CountTokensResponse:
+    async def CountTokens(
+        self, request: pb.CountTokensRequest, context: Any
+    ) -> pb.CountTokensResponse:
         return await self._answer(request, context, pb.CountTokensResponse())
 
-    async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
+    async def ListModels(
+        self, request: pb.ListModelsRequest, context: Any
+    ) -> pb.ListModelsResponse:
         return await self._answer(request, context, pb.ListModelsResponse())
 
     async def GetQuota(self, request: pb.GetQuotaRequest, context: Any) -> pb.GetQuotaResponse:
@@ -96,7 +101,9 @@ class ScriptedInference(inference_service_pb2_grpc.InferenceServiceServicer):
     async def Quote(self, request: pb.QuoteRequest, context: Any) -> pb.QuoteResponse:
         return await self._answer(request, context, pb.QuoteResponse())
 
-    async def GetGeneration(self, request: pb.GetGenerationRequest, context: Any) -> pb.GetGenerationResponse:
+    async def GetGeneration(
+        self, request: pb.GetGenerationRequest, context: Any
+    ) -> pb.GetGenerationResponse:
         return await self._answer(request, context, pb.GetGenerationResponse())
 
     async def Embed(self, request: pb.EmbedRequest, context: Any) -> pb.EmbedResponse:
@@ -113,7 +120,7 @@ class ScriptedInference(inference_service_pb2_grpc.InferenceServiceServicer):
 
 
 async def abort(context: Any, status: status_pb2.Status, with_details: bool = True) -> None:
-    """Ends a call with a status as the real server does: its details in the trailing metadata."""
+    """End a call with a status like the real server: details in the trailing metadata."""
     trailers = (("grpc-status-details-bin", status.SerializeToString()),) if with_details else ()
     code = next(each for each in grpc.StatusCode if each.value[0] == status.code)
     await context.abort(code, status.message, trailers)
@@ -125,7 +132,7 @@ async def serve(
     *services: Callable[[grpc.aio.Server], None],
     address: str = "127.0.0.1:0",
 ) -> AsyncIterator[str]:
-    """Serves on loopback, with what `services` add; gives the address. Streams that are still open at the end are cut."""
+    """Serve on loopback with these services; yield the address."""
     server = grpc.aio.server()
     for add in services:
         add(server)
@@ -139,8 +146,10 @@ async def serve(
 
 
 @contextmanager
-def serve_in_thread(inference: ScriptedInference, *services: Callable[[grpc.aio.Server], None]) -> Iterator[str]:
-    """Serves from a thread with its own event loop, for tests that block theirs."""
+def serve_in_thread(
+    inference: ScriptedInference, *services: Callable[[grpc.aio.Server], None]
+) -> Iterator[str]:
+    """Serve from a thread with its own event loop, for tests that block theirs."""
     serving = LoopThread(serve(inference, *services))
     address = serving.open()
     try:
@@ -150,18 +159,22 @@ def serve_in_thread(inference: ScriptedInference, *services: Callable[[grpc.aio.
 
 
 def admitted(request_id: str, input_token_count: int = 5, cached: int = 0) -> pb.ServerFrame:
-    """The frame that lets a request in."""
-    frame = pb.AdmittedFrame(input_token_count=input_token_count, predicted_cached_token_count=cached, price_version=1)
+    """Return the frame that admits a request."""
+    frame = pb.AdmittedFrame(
+        input_token_count=input_token_count, predicted_cached_token_count=cached, price_version=1
+    )
     return pb.ServerFrame(request_id=request_id, admitted=frame)
 
 
 def delta(request_id: str, seq: int, text: str) -> pb.ServerFrame:
-    """One token of text, whose id is its number."""
-    return pb.ServerFrame(request_id=request_id, delta=pb.DeltaFrame(seq=seq, text=text, token_ids=[seq]))
+    """Return one token of text whose id is its number."""
+    return pb.ServerFrame(
+        request_id=request_id, delta=pb.DeltaFrame(seq=seq, text=text, token_ids=[seq])
+    )
 
 
 def usage(output_token_count: int, input_token_count: int = 5) -> types_pb2.Usage:
-    """Counts of a request that delivered all that was generated."""
+    """Return counts of a request that delivered all generated tokens."""
     return types_pb2.Usage(
         input_token_count=input_token_count,
         generated_token_count=output_token_count,
@@ -175,14 +188,16 @@ def finished(
     output_token_count: int,
     reason: types_pb2.FinishReason.ValueType = types_pb2.FINISH_REASON_STOP,
 ) -> pb.ServerFrame:
-    """The end of a request that ran."""
+    """Return the end of a request that ran."""
     timings = types_pb2.Timings(prefill_ms=30, decode_ms=60, ttft_ms=40, total_ms=100)
-    frame = pb.FinishedFrame(reason=reason, usage=usage(output_token_count), cost=COST, timings=timings)
+    frame = pb.FinishedFrame(
+        reason=reason, usage=usage(output_token_count), cost=COST, timings=timings
+    )
     return pb.ServerFrame(request_id=request_id, finished=frame)
 
 
 def failed(request_id: str, refusal: status_pb2.Status) -> pb.ServerFrame:
-    """The end of a request that did not run."""
+    """Return the end of a request that did not run."""
     return pb.ServerFrame(request_id=request_id, failed=pb.FailedFrame(status=refusal))
 
 
@@ -194,11 +209,13 @@ def status(
     metadata: dict[str, str] | None = None,
     retry_after_s: float | None = None,
 ) -> status_pb2.Status:
-    """A status with its details, as the server composes it."""
+    """Return a status with its details, as the server composes it."""
     info = error_details_pb2.ErrorInfo(reason=reason, domain="weir", metadata=metadata or {})
     parts: list[Message] = [info, *details]
     if retry_after_s is not None:
-        delay = duration_pb2.Duration(seconds=int(retry_after_s), nanos=int(retry_after_s % 1 * 1e9))
+        delay = duration_pb2.Duration(
+            seconds=int(retry_after_s), nanos=int(retry_after_s % 1 * 1e9)
+        )
         parts.append(error_details_pb2.RetryInfo(retry_delay=delay))
     packed = []
     for part in parts:
@@ -209,9 +226,12 @@ def status(
 
 
 def quota_status(
-    retry_after_s: float | None = None, *, dimension: str = "tokens_per_minute", retry_helps: bool = True
+    retry_after_s: float | None = None,
+    *,
+    dimension: str = "tokens_per_minute",
+    retry_helps: bool = True,
 ) -> status_pb2.Status:
-    """A refusal by a quota, with the numbers that the server sends."""
+    """Return a refusal by a quota, with the server's numbers."""
     metadata = {
         "quota_id": "5b1f4c1e-0000-4000-8000-000000000001",
         "subject": "project",
@@ -227,7 +247,8 @@ def quota_status(
         "retry_helps": "true" if retry_helps else "false",
     }
     violation = error_details_pb2.QuotaFailure.Violation(
-        subject="project:5b1f4c1e-0000-4000-8000-000000000002", description="tokens per minute: 40 of 1000 left"
+        subject="project:5b1f4c1e-0000-4000-8000-000000000002",
+        description="tokens per minute: 40 of 1000 left",
     )
     failure = error_details_pb2.QuotaFailure(violations=[violation])
     return status(
@@ -241,7 +262,7 @@ def quota_status(
 
 
 async def answer(stream: ServerStream, *texts: str) -> None:
-    """A script: answers every request on the stream with these texts, then waits for the next."""
+    """Run the script that answers every request with these texts."""
     while (frame := await stream.read()) is not None:
         if frame.WhichOneof("kind") == "start":
             request_id = frame.request_id

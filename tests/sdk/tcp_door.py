@@ -1,4 +1,4 @@
-"""A TCP door before a server that can be shut, and cut while the conversation goes on."""
+"""TCP proxy that a test can shut, and whose connections it can cut."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from contextlib import asynccontextmanager
 
 
 class TcpDoor:
-    """Listens on the loopback; hands on bytes as they come."""
+    """Proxy on loopback that forwards bytes at once."""
 
     def __init__(self, behind: str) -> None:
-        """behind: `host:port` of the server."""
+        """Start nothing. behind: `host:port` of the server."""
         self._host, _, port = behind.rpartition(":")
         self._port = int(port)
         self._writers: set[asyncio.StreamWriter] = set()
         self.address = ""
-        self.shut_count = 0  # so many connections more are closed at once
+        self.shut_count = 0  # this many further connections are closed at once
         self.come_count = 0
         self.cut_count = 0
 
@@ -28,7 +28,7 @@ class TcpDoor:
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[TcpDoor]:
-        """Open inside the block."""
+        """Run the proxy during the block."""
         server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
         self.address = "{}:{}".format(*server.sockets[0].getsockname())
         try:

@@ -1,4 +1,4 @@
-"""The connection breaks, frames go astray, refusals are tried again: what the caller sees, and what is sent again."""
+"""Lost connections and frames, repeated refusals: results and retries."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def hello(stream: ServerStream) -> None:
 
 
 def refuse_first(refusal: status_pb2.Status, times: int = 1) -> Script:
-    """Fails the first requests, then answers."""
+    """Return a script that fails the first requests, then answers."""
 
     async def script(stream: ServerStream) -> None:
         for _ in range(times):
@@ -47,7 +47,7 @@ async def break_before_anything(stream: ServerStream) -> None:
 
 
 class StoppableServer:
-    """A server that a test stops in the middle, so that another can take its place."""
+    """Server that a test stops, so that another can listen on its port."""
 
     def __init__(self, inference: ScriptedInference) -> None:
         self._inference = inference
@@ -59,7 +59,7 @@ class StoppableServer:
         return self
 
     async def stop(self) -> None:
-        """Cuts every stream."""
+        """Stop the server and its streams."""
         await self._serving.__aexit__(None, None, None)
 
     async def __aexit__(self, *_: object) -> None:
@@ -72,8 +72,13 @@ async def test_a_stream_that_breaks_in_the_middle_leaves_an_incomplete_generatio
         await stream.send(scripted.admitted(request_id), scripted.delta(request_id, 1, "Hel"))
         await scripted.abort(stream.context, DRAINING)
 
-    async with scripted.serve(ScriptedInference(script)) as address, AsyncClient(address, "key") as client:
-        with pytest.raises(IncompleteGeneration, match="the stream ended before the request did: the server drains") as caught:
+    async with (
+        scripted.serve(ScriptedInference(script)) as address,
+        AsyncClient(address, "key") as client,
+    ):
+        with pytest.raises(
+            IncompleteGeneration, match="the stream ended before the request did: the server drains"
+        ) as caught:
             await client.complete("demo", "Hi", keep_on_disconnect=None)
 
     assert caught.value.partial is not None
@@ -81,13 +86,18 @@ async def test_a_stream_that_breaks_in_the_middle_leaves_an_incomplete_generatio
     assert isinstance(caught.value.__cause__, Unavailable)
 
 
-async def test_a_killed_server_leaves_an_incomplete_generation_and_the_next_request_reconnects() -> None:
+async def test_a_killed_server_leaves_an_incomplete_generation_and_the_next_one_reconnects() -> (
+    None
+):
     async def stall(stream: ServerStream) -> None:
         request_id = (await stream.read_start()).request_id
         await stream.send(scripted.delta(request_id, 1, "Hel"))
         await stream.read()
 
-    async with StoppableServer(ScriptedInference(stall)) as first, AsyncClient(first.address, "key", max_retries=0) as client:
+    async with (
+        StoppableServer(ScriptedInference(stall)) as first,
+        AsyncClient(first.address, "key", max_retries=0) as client,
+    ):
         generation = client.generate("demo", "Hi", keep_on_disconnect=None)
         assert (await anext(generation)).text == "Hel"
         await first.stop()
@@ -112,7 +122,7 @@ async def test_a_server_that_ends_the_stream_politely_is_no_reason_to_lose_a_req
 
 
 async def test_a_draining_server_finishes_what_runs_and_gets_nothing_new() -> None:
-    """The stream leads to a server that is going away: a retry on it would be refused again, and again."""
+    """A retry on the same stream would be refused again and again."""
     second_answered = asyncio.Event()
 
     async def drain(stream: ServerStream) -> None:
@@ -139,13 +149,21 @@ async def test_a_request_that_never_began_is_sent_again_with_the_same_id() -> No
     async with scripted.serve(server) as address, AsyncClient(address, "key") as client:
         result = await client.complete("demo", "Hi")
 
-    sent = [frame.request_id for stream in server.streams for message in stream.messages for frame in message.frames]
+    sent = [
+        frame.request_id
+        for stream in server.streams
+        for message in stream.messages
+        for frame in message.frames
+    ]
     assert sent == [result.request_id, result.request_id]
 
 
 async def test_retries_end_after_the_number_asked_for() -> None:
     server = ScriptedInference(break_before_anything)
-    async with scripted.serve(server) as address, AsyncClient(address, "key", max_retries=1) as client:
+    async with (
+        scripted.serve(server) as address,
+        AsyncClient(address, "key", max_retries=1) as client,
+    ):
         with pytest.raises(Unavailable, match="drains") as caught:
             await client.complete("demo", "Hi")
         assert len(server.streams) == 2
@@ -171,7 +189,9 @@ async def test_a_quota_that_frees_itself_soon_is_waited_for() -> None:
     ],
     ids=["later than the bound", "no hint", "larger than the limit"],
 )
-async def test_a_quota_that_does_not_free_itself_soon_is_told_at_once(refusal: status_pb2.Status) -> None:
+async def test_a_quota_that_does_not_reset_soon_is_raised_at_once(
+    refusal: status_pb2.Status,
+) -> None:
     server = ScriptedInference(refuse_first(refusal))
     async with scripted.serve(server) as address, AsyncClient(address, "key") as client:
         with pytest.raises(QuotaExceeded):
@@ -186,7 +206,7 @@ async def test_no_retry_goes_past_the_deadline() -> None:
 
 
 async def test_a_retry_that_meets_its_own_first_attempt_raises_what_broke_that() -> None:
-    """The first attempt got in unseen: it must not run twice, and ALREADY_EXISTS would blame the caller."""
+    """The first attempt was accepted without an answer and must not run twice."""
     settled = scripted.status("ALREADY_EXISTS", "settled", "REQUEST_SETTLED")
     server = ScriptedInference(break_before_anything, refuse_first(settled))
     async with scripted.serve(server) as address, AsyncClient(address, "key") as client:
@@ -207,22 +227,30 @@ async def test_a_cancel_ends_the_wait_for_the_next_attempt() -> None:
         await refused.wait()
         generation.cancel()
 
-    async with scripted.serve(ScriptedInference(script)) as address, AsyncClient(address, "key") as client:
+    async with (
+        scripted.serve(ScriptedInference(script)) as address,
+        AsyncClient(address, "key") as client,
+    ):
         generation = client.generate("demo", "Hi")
         async with asyncio.timeout(5), asyncio.TaskGroup() as tasks:
             tasks.create_task(cancel(generation))
-            with pytest.raises((Cancelled, Unavailable)):  # the cancel may also overtake the refusal
+            # The cancel may also overtake the refusal.
+            with pytest.raises((Cancelled, Unavailable)):
                 await generation.wait()
 
 
 async def test_a_refused_key_is_an_error_of_each_request_and_not_tried_again() -> None:
     async def script(stream: ServerStream) -> None:
         await stream.read_start()
-        await scripted.abort(stream.context, scripted.status("UNAUTHENTICATED", "unknown API key", "UNAUTHENTICATED"))
+        await scripted.abort(
+            stream.context, scripted.status("UNAUTHENTICATED", "unknown API key", "UNAUTHENTICATED")
+        )
 
     server = ScriptedInference(script)
     async with scripted.serve(server) as address, AsyncClient(address, "wrong") as client:
-        results = await asyncio.gather(*(client.complete("demo", "Hi") for _ in range(3)), return_exceptions=True)
+        results = await asyncio.gather(
+            *(client.complete("demo", "Hi") for _ in range(3)), return_exceptions=True
+        )
 
     assert [type(each) for each in results] == [Unauthenticated] * 3
     assert len({id(each) for each in results}) == 3
@@ -237,8 +265,13 @@ async def test_stray_and_late_frames_are_ignored() -> None:
         await stream.send(scripted.finished(request_id, 1), scripted.delta(request_id, 2, "late"))
         await hello(stream)
 
-    async with scripted.serve(ScriptedInference(script)) as address, AsyncClient(address, "key") as client:
-        assert (await client.complete("demo", "Hi")).text == "a", "a repeated frame counts once, a late one not at all"
+    async with (
+        scripted.serve(ScriptedInference(script)) as address,
+        AsyncClient(address, "key") as client,
+    ):
+        assert (await client.complete("demo", "Hi")).text == "a", (
+            "a repeated frame counts once, a late one not at all"
+        )
         assert (await client.complete("demo", "Hi")).text == "Hello"
 
 
@@ -249,12 +282,17 @@ async def test_missing_output_is_an_error_and_never_a_shorter_text() -> None:
         await stream.read_cancel()
         await stream.read()
 
-    async with scripted.serve(ScriptedInference(script)) as address, AsyncClient(address, "key") as client:
+    async with (
+        scripted.serve(ScriptedInference(script)) as address,
+        AsyncClient(address, "key") as client,
+    ):
         with pytest.raises(IncompleteGeneration, match="between frame 1 and frame 3"):
             await client.complete("demo", "Hi", keep_on_disconnect=None)
 
 
-async def test_a_request_that_nobody_reads_is_given_up_at_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_unread_request_is_stopped_at_the_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(exchange, "EVENTS_MAX", 10)
 
     async def flood(stream: ServerStream) -> None:
@@ -262,7 +300,10 @@ async def test_a_request_that_nobody_reads_is_given_up_at_the_bound(monkeypatch:
         await stream.send(*(scripted.delta(request_id, seq, "x") for seq in range(1, 30)))
         await hello(stream)
 
-    async with scripted.serve(ScriptedInference(flood)) as address, AsyncClient(address, "key") as client:
+    async with (
+        scripted.serve(ScriptedInference(flood)) as address,
+        AsyncClient(address, "key") as client,
+    ):
         unread = client.generate("demo", "Hi")
         unread.start()
         assert (await client.complete("demo", "Hi")).text == "Hello"
@@ -276,7 +317,10 @@ async def test_the_same_id_twice_at_once_is_refused_here() -> None:
     async def script(stream: ServerStream) -> None:
         await hello(stream)
 
-    async with scripted.serve(ScriptedInference(script)) as address, AsyncClient(address, "key") as client:
+    async with (
+        scripted.serve(ScriptedInference(script)) as address,
+        AsyncClient(address, "key") as client,
+    ):
         first = client.generate("demo", "Hi")
         first.start()
         with pytest.raises(Aborted, match="is running on this client"):
@@ -284,7 +328,7 @@ async def test_the_same_id_twice_at_once_is_refused_here() -> None:
         assert (await first.wait()).text == "Hello"
 
 
-async def test_nobody_listening_is_unavailable_in_short_time() -> None:
+async def test_a_closed_port_is_unavailable_in_short_time() -> None:
     async with AsyncClient("127.0.0.1:1", "key", max_retries=1) as client:
         async with asyncio.timeout(5):
             with pytest.raises(Unavailable):

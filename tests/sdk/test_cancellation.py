@@ -1,4 +1,4 @@
-"""Every way to stop caring about a request: each tells the server, and none waits for ever."""
+"""Every way to abandon a request: each tells the server, and none blocks forever."""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ import contextlib
 
 import pytest
 from weir.v1 import types_pb2
-from weir_client import AsyncClient, AsyncGeneration, DeadlineExceeded, FinishReason, IncompleteGeneration, exchange
+from weir_client import (
+    AsyncClient,
+    AsyncGeneration,
+    DeadlineExceeded,
+    FinishReason,
+    IncompleteGeneration,
+    exchange,
+)
 from weir_client.exchange import CANCEL_GRACE_S
 
 from tests.sdk import scripted
@@ -17,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("no_tasks_left")
 
 
 async def until_cancelled(stream: ServerStream) -> None:
-    """Sends two tokens, then waits for the cancel and settles a third that was already under way."""
+    """Send two tokens, then settle a third one after the cancel."""
     while (frame := await stream.read()) is not None:
         request_id = frame.request_id
         if frame.WhichOneof("kind") == "start":
@@ -29,10 +36,12 @@ async def until_cancelled(stream: ServerStream) -> None:
 
 
 async def deaf_to_cancels(stream: ServerStream) -> None:
-    """Sends one token and never another thing."""
+    """Send one token and nothing else."""
     while (frame := await stream.read()) is not None:
         if frame.WhichOneof("kind") == "start":
-            await stream.send(scripted.admitted(frame.request_id), scripted.delta(frame.request_id, 1, "a"))
+            await stream.send(
+                scripted.admitted(frame.request_id), scripted.delta(frame.request_id, 1, "a")
+            )
 
 
 async def test_leaving_the_block_cancels_and_tells_the_usage() -> None:
@@ -45,12 +54,19 @@ async def test_leaving_the_block_cancels_and_tells_the_usage() -> None:
         assert result.finish_reason is FinishReason.CANCELLED
         assert result.usage.billed_token_count == 3
         assert result.text == "abc", "what is billed is also told, read or not"
-        kinds = [each.WhichOneof("kind") for message in server.streams[0].messages for each in message.frames]
+        kinds = [
+            each.WhichOneof("kind")
+            for message in server.streams[0].messages
+            for each in message.frames
+        ]
         assert kinds == ["start", "cancel"]
 
 
 async def test_an_error_in_the_block_cancels_and_comes_out_as_itself() -> None:
-    async with scripted.serve(ScriptedInference(until_cancelled)) as address, AsyncClient(address, "key") as client:
+    async with (
+        scripted.serve(ScriptedInference(until_cancelled)) as address,
+        AsyncClient(address, "key") as client,
+    ):
         generation = client.generate("demo", "Hi")
         with contextlib.suppress(KeyError):
             async with generation:
@@ -78,7 +94,10 @@ async def test_breaking_out_of_the_iteration_cancels_without_any_block() -> None
         await stream.send(scripted.finished(request_id, 1, types_pb2.FINISH_REASON_CANCELLED))
         await stream.read()
 
-    async with scripted.serve(ScriptedInference(script)) as address, AsyncClient(address, "key") as client:
+    async with (
+        scripted.serve(ScriptedInference(script)) as address,
+        AsyncClient(address, "key") as client,
+    ):
         generation = client.generate("demo", "Hi")
         async for _ in generation:
             break
@@ -98,7 +117,10 @@ async def test_a_generation_that_is_dropped_is_cancelled() -> None:
         await stream.send(scripted.finished(request_id, 1, types_pb2.FINISH_REASON_CANCELLED))
         await stream.read()
 
-    async with scripted.serve(ScriptedInference(script)) as address, AsyncClient(address, "key") as client:
+    async with (
+        scripted.serve(ScriptedInference(script)) as address,
+        AsyncClient(address, "key") as client,
+    ):
         await anext(client.generate("demo", "Hi"))
         await cancelled.wait()
 
@@ -107,7 +129,10 @@ async def test_cancelling_the_task_cancels_the_request() -> None:
     running = asyncio.Event()
     ended: list[FinishReason] = []
 
-    async with scripted.serve(ScriptedInference(until_cancelled)) as address, AsyncClient(address, "key") as client:
+    async with (
+        scripted.serve(ScriptedInference(until_cancelled)) as address,
+        AsyncClient(address, "key") as client,
+    ):
 
         async def read() -> None:
             generation = client.generate("demo", "Hi")
@@ -127,7 +152,10 @@ async def test_cancelling_the_task_cancels_the_request() -> None:
 
 
 async def test_an_explicit_cancel_ends_the_iteration_after_what_was_delivered() -> None:
-    async with scripted.serve(ScriptedInference(until_cancelled)) as address, AsyncClient(address, "key") as client:
+    async with (
+        scripted.serve(ScriptedInference(until_cancelled)) as address,
+        AsyncClient(address, "key") as client,
+    ):
         async with client.generate("demo", "Hi") as generation:
             texts = []
             async for delta in generation:
@@ -139,7 +167,10 @@ async def test_an_explicit_cancel_ends_the_iteration_after_what_was_delivered() 
 
 
 async def test_the_timeout_cancels_and_raises_with_what_was_delivered_and_its_usage() -> None:
-    async with scripted.serve(ScriptedInference(until_cancelled)) as address, AsyncClient(address, "key") as client:
+    async with (
+        scripted.serve(ScriptedInference(until_cancelled)) as address,
+        AsyncClient(address, "key") as client,
+    ):
         with pytest.raises(DeadlineExceeded) as caught:
             await client.complete("demo", "Hi", timeout=0.1)
 
@@ -152,7 +183,7 @@ async def test_the_timeout_cancels_and_raises_with_what_was_delivered_and_its_us
 
 
 async def test_the_timeout_passes_while_the_caller_is_busy() -> None:
-    """The deadline does not wait for the caller to ask for the next token."""
+    """The deadline does not depend on when the caller asks for the next token."""
     cancelled = asyncio.Event()
 
     async def script(stream: ServerStream) -> None:
@@ -163,7 +194,10 @@ async def test_the_timeout_passes_while_the_caller_is_busy() -> None:
         cancelled.set()
         await stream.read()
 
-    async with scripted.serve(ScriptedInference(script)) as address, AsyncClient(address, "key") as client:
+    async with (
+        scripted.serve(ScriptedInference(script)) as address,
+        AsyncClient(address, "key") as client,
+    ):
         generation = client.generate("demo", "Hi", timeout=0.05)
         await anext(generation)
         await cancelled.wait()
@@ -171,9 +205,14 @@ async def test_the_timeout_passes_while_the_caller_is_busy() -> None:
             await generation.wait()
 
 
-async def test_a_cancel_that_the_server_never_confirms_ends_in_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_cancel_that_the_server_never_confirms_ends_in_bounded_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(exchange, "CANCEL_GRACE_S", 0.05)
-    async with scripted.serve(ScriptedInference(deaf_to_cancels)) as address, AsyncClient(address, "key") as client:
+    async with (
+        scripted.serve(ScriptedInference(deaf_to_cancels)) as address,
+        AsyncClient(address, "key") as client,
+    ):
         async with client.generate("demo", "Hi") as generation:
             await anext(generation)
 
@@ -206,7 +245,7 @@ async def test_a_closed_client_says_so() -> None:
 
 
 async def test_closing_can_be_cancelled(no_tasks_left: None) -> None:
-    """A server that never confirms keeps nobody who has no time: what runs is given up, and the task ends as cancelled."""
+    """A server that never confirms does not delay it."""
     begun, leaving = asyncio.Event(), asyncio.Event()
 
     async def use(address: str) -> None:
@@ -219,7 +258,7 @@ async def test_closing_can_be_cancelled(no_tasks_left: None) -> None:
         await stream.read_start()
         begun.set()
         await stream.read_cancel()
-        await stream.read()  # for ever, as far as this client is asked
+        await stream.read()  # never returns for this client
 
     async with scripted.serve(ScriptedInference(script)) as address:
         task = asyncio.create_task(use(address))
@@ -232,7 +271,7 @@ async def test_closing_can_be_cancelled(no_tasks_left: None) -> None:
 
 
 async def test_two_that_read_one_generation_get_each_delta_once() -> None:
-    """And both see the end; what is refused at first is asked for once more, and not by each of them."""
+    """Both readers see the end; a refused request is retried once, not by each reader."""
     texts, is_read = [str(number) for number in range(50)], asyncio.Event()
 
     async def read(generation: AsyncGeneration) -> list[str]:
@@ -252,7 +291,10 @@ async def test_two_that_read_one_generation_get_each_delta_once() -> None:
         await stream.send(scripted.finished(start.request_id, len(texts)))
         await stream.read_to_end()
 
-    async with scripted.serve(ScriptedInference(script)) as address, AsyncClient(address, "key") as client:
+    async with (
+        scripted.serve(ScriptedInference(script)) as address,
+        AsyncClient(address, "key") as client,
+    ):
         generation = client.generate("demo", "Hi")
         one, other = await asyncio.gather(read(generation), read(generation))
         result = generation.result

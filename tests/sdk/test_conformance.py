@@ -1,4 +1,4 @@
-"""What `sdk/conformance.json` promises, kept by the Python client against a running server: a test per promise, of its name.
+"""Promises of `sdk/conformance.json` for the Python client and a real server: one test each.
 
 `sdk/typescript/tests/conformance.test.ts` does the same for the other client.
 """
@@ -57,21 +57,21 @@ PROMPT = (7, 8, 9, 10)
 
 @pytest.fixture
 async def client(service: Service) -> AsyncIterator[AsyncClient]:
-    """With the key of a tenant of its own."""
+    """Yield a client with the key of a new tenant."""
     async with AsyncClient(service.address, (await service.tenant()).secret) as client:
         yield client
 
 
 @pytest.fixture
 async def limited(service: Service) -> AsyncIterator[AsyncClient]:
-    """Of an organization with 40 tokens per month."""
+    """Yield a client of an organization with 40 tokens per month."""
     tenant = await service.tenant({QuotaDimension.TOKENS_PER_MONTH: 40})
     async with AsyncClient(service.address, tenant.secret) as client:
         yield client
 
 
 async def settled(client: AsyncClient, request_id: str) -> str:
-    """Wait until the server has recorded the end of a request; its outcome, or the state where nothing was billed."""
+    """Wait for the recorded end of a request; return its outcome or state."""
     while (recorded := await client.get_generation(request_id)).state is GenerationState.RUNNING:  # noqa: ASYNC110  # at the server
         await asyncio.sleep(POLL_S)
     return recorded.outcome or recorded.state
@@ -83,7 +83,9 @@ def test_each_promise_has_a_test_here() -> None:
 
 
 async def test_streams_in_order(client: AsyncClient) -> None:
-    async with client.generate(MODEL, token_ids=PROMPT, max_output_tokens=12, ignore_eos=True) as generation:
+    async with client.generate(
+        MODEL, token_ids=PROMPT, max_output_tokens=12, ignore_eos=True
+    ) as generation:
         deltas = [delta async for delta in generation]
     result = generation.result
     assert [delta.seq for delta in deltas] == list(range(1, len(deltas) + 1))
@@ -98,16 +100,29 @@ async def test_tells_the_exact_bill(client: AsyncClient) -> None:
     result = await client.complete(MODEL, token_ids=PROMPT, max_output_tokens=12, ignore_eos=True)
     usage = result.usage
     uncached = usage.input_token_count - usage.cached_input_token_count
-    picos = uncached * INPUT_PICOS + usage.cached_input_token_count * CACHED_PICOS + usage.billed_token_count * OUTPUT_PICOS
+    picos = (
+        uncached * INPUT_PICOS
+        + usage.cached_input_token_count * CACHED_PICOS
+        + usage.billed_token_count * OUTPUT_PICOS
+    )
     recorded = await client.get_generation(result.request_id)
     assert result.cost.picos == picos
-    assert (recorded.usage, recorded.cost, recorded.state) == (usage, result.cost, GenerationState.SETTLED)
+    assert (recorded.usage, recorded.cost, recorded.state) == (
+        usage,
+        result.cost,
+        GenerationState.SETTLED,
+    )
     assert str(result.cost) == "0.0000078 USD"
 
 
 async def test_runs_many_at_once(client: AsyncClient) -> None:
-    alone = await client.complete(MODEL, token_ids=(20, 21, 22), max_output_tokens=12, ignore_eos=True)
-    calls = [client.complete(MODEL, token_ids=(20 + n, 21, 22), max_output_tokens=12, ignore_eos=True) for n in range(20)]
+    alone = await client.complete(
+        MODEL, token_ids=(20, 21, 22), max_output_tokens=12, ignore_eos=True
+    )
+    calls = [
+        client.complete(MODEL, token_ids=(20 + n, 21, 22), max_output_tokens=12, ignore_eos=True)
+        for n in range(20)
+    ]
     results = await asyncio.gather(*calls)
     assert len({result.request_id for result in results}) == 20
     assert results[0].token_ids == alone.token_ids
@@ -138,7 +153,9 @@ async def test_cancels_from_outside(client: AsyncClient) -> None:
 
 async def test_times_out(client: AsyncClient) -> None:
     with pytest.raises(DeadlineExceeded) as caught:
-        await client.complete(MODEL, token_ids=PROMPT, max_output_tokens=3000, ignore_eos=True, timeout=0.4)
+        await client.complete(
+            MODEL, token_ids=PROMPT, max_output_tokens=3000, ignore_eos=True, timeout=0.4
+        )
     partial = caught.value.partial
     assert partial is not None
     assert partial.usage is None or partial.usage.delivered_token_count == len(partial.token_ids)
@@ -178,9 +195,13 @@ async def test_tells_the_limit_that_was_hit(limited: AsyncClient) -> None:
 
 async def test_never_bills_twice(client: AsyncClient) -> None:
     request_id = str(uuid.uuid4())
-    first = await client.complete(MODEL, token_ids=PROMPT, max_output_tokens=12, ignore_eos=True, request_id=request_id)
+    first = await client.complete(
+        MODEL, token_ids=PROMPT, max_output_tokens=12, ignore_eos=True, request_id=request_id
+    )
     with pytest.raises(AlreadyExists) as caught:
-        await client.complete(MODEL, token_ids=PROMPT, max_output_tokens=12, ignore_eos=True, request_id=request_id)
+        await client.complete(
+            MODEL, token_ids=PROMPT, max_output_tokens=12, ignore_eos=True, request_id=request_id
+        )
     assert caught.value.reason == "REQUEST_SETTLED"
     assert caught.value.partial is not None
     assert caught.value.partial.usage == first.usage
@@ -208,7 +229,11 @@ async def test_refuses_what_it_does_not_know(service: Service) -> None:
             with pytest.raises(InvalidRequest) as refused:
                 client.generate(MODEL, prompt, **{name: value})  # type: ignore[arg-type]
             assert [each.field for each in refused.value.field_violations] == [name]
-        for wrong, field in ((["Hi"], "messages[0]"), (5, "prompt"), ([{"role": "user", "content": []}], "messages[0].content")):
+        for wrong, field in (
+            (["Hi"], "messages[0]"),
+            (5, "prompt"),
+            ([{"role": "user", "content": []}], "messages[0].content"),
+        ):
             with pytest.raises(InvalidRequest, match=re.escape(field)):
                 client.generate(MODEL, wrong)  # type: ignore[arg-type]
         with pytest.raises(InvalidRequest, match="did you mean truncate"):
@@ -236,8 +261,15 @@ async def test_refuses_too_large_requests_itself(service: Service) -> None:
 
 
 async def test_keeps_response_formats(client: AsyncClient) -> None:
-    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": False}
-    result = await client.complete(MODEL, token_ids=(7, 8, 9), max_output_tokens=200, json_schema=schema)
+    schema = {
+        "type": "object",
+        "properties": {"ok": {"type": "boolean"}},
+        "required": ["ok"],
+        "additionalProperties": False,
+    }
+    result = await client.complete(
+        MODEL, token_ids=(7, 8, 9), max_output_tokens=200, json_schema=schema
+    )
     if result.finish_reason is FinishReason.STOP:
         assert isinstance(json.loads(result.text)["ok"], bool)
     else:
@@ -245,11 +277,18 @@ async def test_keeps_response_formats(client: AsyncClient) -> None:
 
 
 async def test_calls_tools(client: AsyncClient) -> None:
-    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": False}
+    schema = {
+        "type": "object",
+        "properties": {"ok": {"type": "boolean"}},
+        "required": ["ok"],
+        "additionalProperties": False,
+    }
     tool = Tool("check", "Checks it.", schema)
     deltas: list[ToolCallDelta] = []
     tools = [tool, Tool("other")]
-    async with client.generate(TOOL_MODEL, "Is it?", tools=tools, tool_choice=tool, max_output_tokens=400) as stream:
+    async with client.generate(
+        TOOL_MODEL, "Is it?", tools=tools, tool_choice=tool, max_output_tokens=400
+    ) as stream:
         async for delta in stream:
             deltas += delta.tool_calls
     result = stream.result
@@ -259,10 +298,19 @@ async def test_calls_tools(client: AsyncClient) -> None:
     assert result.choices[0].tool_calls == (call,)
     assert call.name == "check"
     assert isinstance(call.arguments["ok"], bool)
-    assert [(delta.index, delta.id, delta.name) for delta in deltas[:2]] == [(0, call.id, "check"), (0, "", "")]
+    assert [(delta.index, delta.id, delta.name) for delta in deltas[:2]] == [
+        (0, call.id, "check"),
+        (0, "", ""),
+    ]
     assert "".join(delta.arguments_json for delta in deltas) == call.arguments_json
-    talk = [Message("user", "Is it?"), Message("assistant", "", result.tool_calls), Message("tool", "It is.", (), call.id)]
-    after = await client.complete(TOOL_MODEL, talk, tools=[tool], tool_choice="none", max_output_tokens=2)
+    talk = [
+        Message("user", "Is it?"),
+        Message("assistant", "", result.tool_calls),
+        Message("tool", "It is.", (), call.id),
+    ]
+    after = await client.complete(
+        TOOL_MODEL, talk, tools=[tool], tool_choice="none", max_output_tokens=2
+    )
     assert after.tool_calls == ()
     with pytest.raises(InvalidRequest) as caught:
         await client.complete(MODEL, "Is it?", tools=[tool], max_output_tokens=2)
@@ -271,7 +319,14 @@ async def test_calls_tools(client: AsyncClient) -> None:
 
 async def test_returns_choices_and_logprobs(client: AsyncClient) -> None:
     result = await client.complete(
-        MODEL, token_ids=PROMPT, max_output_tokens=12, ignore_eos=True, choice_count=3, temperature=1.0, seed=5, top_logprobs=2
+        MODEL,
+        token_ids=PROMPT,
+        max_output_tokens=12,
+        ignore_eos=True,
+        choice_count=3,
+        temperature=1.0,
+        seed=5,
+        top_logprobs=2,
     )
     assert [choice.index for choice in result.choices] == [0, 1, 2]
     for choice in result.choices:
@@ -281,9 +336,15 @@ async def test_returns_choices_and_logprobs(client: AsyncClient) -> None:
 
 
 async def test_shows_running_usage(client: AsyncClient) -> None:
-    asked = client.generate(MODEL, token_ids=PROMPT, max_output_tokens=12, ignore_eos=True, usage_interval_tokens=4)
+    asked = client.generate(
+        MODEL, token_ids=PROMPT, max_output_tokens=12, ignore_eos=True, usage_interval_tokens=4
+    )
     async with asked as generation:
-        counts = [event.usage.delivered_token_count async for event in generation.events() if isinstance(event, UsageUpdate)]
+        counts = [
+            event.usage.delivered_token_count
+            async for event in generation.events()
+            if isinstance(event, UsageUpdate)
+        ]
     assert counts
     assert counts == sorted(counts)
 
@@ -294,7 +355,11 @@ async def test_looks_up(client: AsyncClient, limited: AsyncClient) -> None:
     assert price is not None
     assert price.output_picos_per_token == OUTPUT_PICOS
     assert (await client.count_tokens(MODEL, text="a pool")).input_token_count > 0
-    assert (quote.input_token_count, quote.max_output_token_count, quote.would_admit) == (4, 12, True)
+    assert (quote.input_token_count, quote.max_output_token_count, quote.would_admit) == (
+        4,
+        12,
+        True,
+    )
     assert await client.get_quota() == []
     assert (await limited.get_quota(MODEL))[0].limit_value == 40
     with pytest.raises(NotFound):
@@ -302,11 +367,20 @@ async def test_looks_up(client: AsyncClient, limited: AsyncClient) -> None:
 
 
 async def test_counts_tools(client: AsyncClient) -> None:
-    tools = [Tool("check", "Checks it.", {"type": "object", "properties": {"ok": {"type": "boolean"}}}), Tool("other")]
-    without, shown = await client.count_tokens(TOOL_MODEL, "Is it?"), await client.count_tokens(TOOL_MODEL, "Is it?", tools=tools)
+    tools = [
+        Tool("check", "Checks it.", {"type": "object", "properties": {"ok": {"type": "boolean"}}}),
+        Tool("other"),
+    ]
+    without, shown = (
+        await client.count_tokens(TOOL_MODEL, "Is it?"),
+        await client.count_tokens(TOOL_MODEL, "Is it?", tools=tools),
+    )
     result = await client.complete(TOOL_MODEL, "Is it?", tools=tools, max_output_tokens=2)
     assert without.input_token_count < shown.input_token_count == result.usage.input_token_count
-    for refused in (client.count_tokens(MODEL, "Is it?", tools=tools), client.count_tokens(TOOL_MODEL, text="Is it?", tools=tools)):
+    for refused in (
+        client.count_tokens(MODEL, "Is it?", tools=tools),
+        client.count_tokens(TOOL_MODEL, text="Is it?", tools=tools),
+    ):
         with pytest.raises(InvalidRequest) as caught:
             await refused
         assert caught.value.details.field_violations[0].field == "tools"
@@ -319,14 +393,16 @@ async def test_retries_what_was_not_taken(service: Service) -> None:
     door = TcpDoor(service.address)
     door.shut_count = 1
     async with door.open(), AsyncClient(door.address, tenant.secret, max_retries=5) as client:
-        result = await client.complete(MODEL, token_ids=PROMPT, max_output_tokens=12, ignore_eos=True)
+        result = await client.complete(
+            MODEL, token_ids=PROMPT, max_output_tokens=12, ignore_eos=True
+        )
     assert door.come_count >= 2
     assert result.usage.delivered_token_count == 12
     assert service.books.delivered(tenant) == {result.request_id: 12}
 
 
 async def test_makes_a_dropped_call_again() -> None:
-    """gRPC's servers answer CANCELLED, without a word of ours, to what comes while they stop."""
+    """A stopping gRPC server answers CANCELLED without our details to new calls."""
     dropped = scripted.status("CANCELLED", "CANCELLED", "")
 
     async def drop(stream: scripted.ServerStream) -> None:
@@ -361,7 +437,7 @@ async def test_stops_waiting_at_close() -> None:
             await client.list_models()
 
 
-async def test_says_that_nobody_answers() -> None:
+async def test_raises_unavailable_without_a_server() -> None:
     async with TcpDoor("127.0.0.1:1").open() as door:
         address = door.address
     async with AsyncClient(address, "key", max_retries=0) as client:
@@ -374,19 +450,24 @@ async def test_says_that_nobody_answers() -> None:
 async def test_settles_at_close(service: Service) -> None:
     tenant = await service.tenant()
     async with AsyncClient(service.address, tenant.secret) as other:
-        generations = [other.generate(MODEL, token_ids=PROMPT, max_output_tokens=3000, ignore_eos=True) for _ in range(3)]
+        generations = [
+            other.generate(MODEL, token_ids=PROMPT, max_output_tokens=3000, ignore_eos=True)
+            for _ in range(3)
+        ]
         for generation in generations:
             await anext(generation)
     async with AsyncClient(service.address, tenant.secret) as client:
-        assert {await settled(client, generation.request_id) for generation in generations} == {"CANCELLED"}
+        assert {await settled(client, generation.request_id) for generation in generations} == {
+            "CANCELLED"
+        }
 
 
 async def streamed_over_breaks(
     service: Service, tenant: Tenant, cut_count: int, prefetch_tokens: int | None = None
 ) -> tuple[list[Delta], list[Resumed], str]:
-    """3000 tokens through a door that is cut so often: at the first delta, and at the first one of each connection after it.
+    """Stream 3000 tokens through a proxy that cuts the first delta's connection, and later ones.
 
-    The deltas, the news, and the request's id.
+    Return the deltas, the news, and the request's id.
     """
     door = TcpDoor(service.address)
     deltas: list[Delta] = []
@@ -394,7 +475,11 @@ async def streamed_over_breaks(
     cuts_done = 0
     async with door.open(), AsyncClient(door.address, tenant.secret) as client:
         generation = client.generate(
-            MODEL, token_ids=PROMPT, max_output_tokens=3000, ignore_eos=True, prefetch_tokens=prefetch_tokens
+            MODEL,
+            token_ids=PROMPT,
+            max_output_tokens=3000,
+            ignore_eos=True,
+            prefetch_tokens=prefetch_tokens,
         )
         async for event in generation.events():
             if isinstance(event, Delta):
@@ -446,7 +531,13 @@ async def test_ends_with_its_connection_if_asked(service: Service) -> None:
     tenant = await service.tenant()
     door = TcpDoor(service.address)
     async with door.open(), AsyncClient(door.address, tenant.secret) as client:
-        generation = client.generate(MODEL, token_ids=PROMPT, max_output_tokens=3000, ignore_eos=True, keep_on_disconnect=None)
+        generation = client.generate(
+            MODEL,
+            token_ids=PROMPT,
+            max_output_tokens=3000,
+            ignore_eos=True,
+            keep_on_disconnect=None,
+        )
         await anext(generation)
         door.cut()
         with pytest.raises(IncompleteGeneration) as caught:
@@ -460,7 +551,9 @@ async def test_cancels_while_the_connection_is_broken(service: Service) -> None:
     tenant = await service.tenant()
     door = TcpDoor(service.address)
     async with door.open(), AsyncClient(door.address, tenant.secret) as client:
-        generation = client.generate(MODEL, token_ids=PROMPT, max_output_tokens=3000, ignore_eos=True, keep_on_disconnect=500)
+        generation = client.generate(
+            MODEL, token_ids=PROMPT, max_output_tokens=3000, ignore_eos=True, keep_on_disconnect=500
+        )
         await anext(generation)
         door.cut()
         generation.cancel()
@@ -472,13 +565,22 @@ async def test_cancels_while_the_connection_is_broken(service: Service) -> None:
 
 async def test_receives_what_another_client_started(service: Service, client: AsyncClient) -> None:
     tenant = await service.tenant()
-    async with AsyncClient(service.address, tenant.secret) as one, AsyncClient(service.address, tenant.secret) as other:
-        started = one.generate(MODEL, token_ids=PROMPT, max_output_tokens=3000, ignore_eos=True, prefetch_tokens=50)
+    async with (
+        AsyncClient(service.address, tenant.secret) as one,
+        AsyncClient(service.address, tenant.secret) as other,
+    ):
+        started = one.generate(
+            MODEL, token_ids=PROMPT, max_output_tokens=3000, ignore_eos=True, prefetch_tokens=50
+        )
         first = await anext(started)
         attached = other.attach(started.request_id, after_seq=first.seq)
         deltas = [delta async for delta in attached]
         assert [delta.seq for delta in deltas] == list(range(2, len(deltas) + 2))
-        assert sum(len(delta.token_ids) for delta in (first, *deltas)) == attached.result.usage.delivered_token_count == 3000
+        assert (
+            sum(len(delta.token_ids) for delta in (first, *deltas))
+            == attached.result.usage.delivered_token_count
+            == 3000
+        )
         with pytest.raises(Aborted) as told:
             await started.wait()
         assert told.value.reason == "ATTACHED_ELSEWHERE"
@@ -495,40 +597,57 @@ async def test_leaves_nothing_behind_at_close(service: Service) -> None:
     door = TcpDoor(service.address)
     async with door.open(), AsyncClient(door.address, tenant.secret) as client:
         kept = [
-            client.generate(MODEL, token_ids=PROMPT, max_output_tokens=3000, ignore_eos=True, keep_on_disconnect=500)
+            client.generate(
+                MODEL,
+                token_ids=PROMPT,
+                max_output_tokens=3000,
+                ignore_eos=True,
+                keep_on_disconnect=500,
+            )
             for _ in range(3)
         ]
         for generation in kept:
             await anext(generation)
         door.cut()
     async with AsyncClient(service.address, tenant.secret) as client:
-        assert {await settled(client, generation.request_id) for generation in kept} == {"CANCELLED"}
+        assert {await settled(client, generation.request_id) for generation in kept} == {
+            "CANCELLED"
+        }
 
 
 async def test_keeps_as_long_as_allowed(service: Service, tight: Service) -> None:
     tenant = await service.tenant()
     door = TcpDoor(tight.address)
     async with door.open(), AsyncClient(door.address, tenant.secret) as client:
-        for _ in range(2):  # the second one knows
-            generation = client.generate(MODEL, token_ids=PROMPT, max_output_tokens=1000, ignore_eos=True)
+        for _ in range(2):  # the second one is cached
+            generation = client.generate(
+                MODEL, token_ids=PROMPT, max_output_tokens=1000, ignore_eos=True
+            )
             await anext(generation)
             door.cut()
             assert (await generation.wait()).usage.delivered_token_count == 1000
             assert generation.resume_count == 1
         with pytest.raises(InvalidRequest, match="keep_on_disconnect") as refused:
             await client.complete(MODEL, token_ids=PROMPT, keep_on_disconnect=TIGHT_KEEP_S + 1)
-    assert float(refused.value.metadata["keep_max_s"]) == TIGHT_KEEP_S
+    assert float(refused.value.metadata["keep_on_disconnect_max_s"]) == TIGHT_KEEP_S
 
 
 async def test_says_when_output_is_gone(service: Service, tight: Service) -> None:
     tenant = await service.tenant()
     door = TcpDoor(tight.address)
-    async with AsyncClient(tight.address, tenant.secret) as direct, door.open(), AsyncClient(door.address, tenant.secret) as client:
-        generation = client.generate(MODEL, token_ids=PROMPT, max_output_tokens=3000, ignore_eos=True)
+    async with (
+        AsyncClient(tight.address, tenant.secret) as direct,
+        door.open(),
+        AsyncClient(door.address, tenant.secret) as client,
+    ):
+        generation = client.generate(
+            MODEL, token_ids=PROMPT, max_output_tokens=3000, ignore_eos=True
+        )
         await anext(generation)
         door.shut_count = 10**6
         door.cut()
-        await direct.complete(MODEL, token_ids=(20, 21), max_output_tokens=2000, ignore_eos=True)  # as many steps for both
+        # As many steps for both.
+        await direct.complete(MODEL, token_ids=(20, 21), max_output_tokens=2000, ignore_eos=True)
         door.shut_count = 0
         with pytest.raises(IncompleteGeneration, match="no longer kept") as caught:
             await generation.wait()
@@ -544,8 +663,18 @@ async def test_says_when_output_is_gone(service: Service, tight: Service) -> Non
 async def test_says_how_it_was_settled(service: Service, client: AsyncClient) -> None:
     tenant = await service.tenant()
     door = TcpDoor(service.address)
-    async with AsyncClient(service.address, tenant.secret) as one, door.open(), AsyncClient(door.address, tenant.secret) as other:
-        started = one.generate(MODEL, token_ids=PROMPT, max_output_tokens=3000, ignore_eos=True, keep_on_disconnect=0.05)
+    async with (
+        AsyncClient(service.address, tenant.secret) as one,
+        door.open(),
+        AsyncClient(door.address, tenant.secret) as other,
+    ):
+        started = one.generate(
+            MODEL,
+            token_ids=PROMPT,
+            max_output_tokens=3000,
+            ignore_eos=True,
+            keep_on_disconnect=0.05,
+        )
         await anext(started)
         attached = other.attach(started.request_id, resume_s=60)
         await anext(attached)
@@ -558,7 +687,10 @@ async def test_says_how_it_was_settled(service: Service, client: AsyncClient) ->
             await attached.wait()
         recorded = await one.get_generation(started.request_id)
     assert caught.value.partial is not None
-    assert (caught.value.partial.usage, caught.value.partial.cost) == (recorded.usage, recorded.cost)
+    assert (caught.value.partial.usage, caught.value.partial.cost) == (
+        recorded.usage,
+        recorded.cost,
+    )
     assert isinstance(caught.value.__cause__, AlreadyExists)
 
 
@@ -574,7 +706,10 @@ async def is_forgotten(client: AsyncClient, request_id: str) -> bool:
 
 async def test_asks_again_while_the_owner_is_away(service: Service, tight: Service) -> None:
     tenant = await service.tenant()
-    async with AsyncClient(tight.address, tenant.secret) as one, AsyncClient(service.address, tenant.secret) as other:
+    async with (
+        AsyncClient(tight.address, tenant.secret) as one,
+        AsyncClient(service.address, tenant.secret) as other,
+    ):
         started = one.generate(MODEL, token_ids=PROMPT, max_output_tokens=3000, ignore_eos=True)
         await anext(started)
         attached = other.attach(started.request_id, resume_s=60)
@@ -592,26 +727,35 @@ async def test_asks_again_while_the_owner_is_away(service: Service, tight: Servi
 
 async def test_costs_no_more_than_asked(client: AsyncClient) -> None:
     limit = Money("USD", 4 * INPUT_PICOS + 10 * OUTPUT_PICOS)
-    result = await client.complete(MODEL, token_ids=PROMPT, max_output_tokens=3000, ignore_eos=True, max_cost=limit)
+    result = await client.complete(
+        MODEL, token_ids=PROMPT, max_output_tokens=3000, ignore_eos=True, max_cost=limit
+    )
     assert result.finish_reason is FinishReason.COST_LIMIT
     assert result.usage.billed_token_count >= 10
     assert result.cost <= limit
     assert Money.of(limit.amount, "USD") == limit
-    assert Money.of("-1234567890123456789.000000000001", "USD").picos == -(1234567890123456789 * 10**12 + 1)
+    assert Money.of("-1234567890123456789.000000000001", "USD").picos == -(
+        1234567890123456789 * 10**12 + 1
+    )
     for wrong in ("", "1,5", "0.0000000000001", "NaN", 0.5):
         with pytest.raises(ValueError, match="whole picos"):
-            Money.of(wrong, "USD")  # type: ignore[arg-type]  # a float is what somebody may give
+            Money.of(wrong, "USD")  # type: ignore[arg-type]  # a float, as a caller may pass
     with pytest.raises(InvalidRequest, match="max_cost"):
         await client.complete(MODEL, token_ids=PROMPT, max_cost=Money("USD", 1))
 
 
 async def test_changes_limits_while_it_runs(client: AsyncClient) -> None:
-    async with client.generate(MODEL, token_ids=PROMPT, max_output_tokens=4000, ignore_eos=True) as generation:
+    async with client.generate(
+        MODEL, token_ids=PROMPT, max_output_tokens=4000, ignore_eos=True
+    ) as generation:
         await anext(generation)
         with pytest.raises(InvalidRequest):
             await generation.update(max_output_tokens=100_000)
         limits = await generation.update(max_cost=Money("USD", 5000 * OUTPUT_PICOS))
-        assert (limits.max_output_tokens, limits.max_cost) == (4000, Money("USD", 5000 * OUTPUT_PICOS))
+        assert (limits.max_output_tokens, limits.max_cost) == (
+            4000,
+            Money("USD", 5000 * OUTPUT_PICOS),
+        )
         assert (await generation.update(max_output_tokens=1)).max_output_tokens == 1
         result = await generation.wait()
     assert result.finish_reason is FinishReason.LENGTH
@@ -623,16 +767,26 @@ async def test_changes_limits_while_it_runs(client: AsyncClient) -> None:
 async def test_reads_no_further_ahead_than_asked(service: Service, client: AsyncClient) -> None:
     whole = await client.complete(MODEL, token_ids=PROMPT, max_output_tokens=3000, ignore_eos=True)
     asked = client.generate(
-        MODEL, token_ids=PROMPT, max_output_tokens=3000, ignore_eos=True, prefetch_tokens=8, keep_on_disconnect=None
+        MODEL,
+        token_ids=PROMPT,
+        max_output_tokens=3000,
+        ignore_eos=True,
+        prefetch_tokens=8,
+        keep_on_disconnect=None,
     )
     deltas = [await anext(asked)]
-    beside = await client.complete(MODEL, token_ids=(20, 21), max_output_tokens=300, ignore_eos=True)  # as many steps for both
+    # As many steps for both.
+    beside = await client.complete(
+        MODEL, token_ids=(20, 21), max_output_tokens=300, ignore_eos=True
+    )
     assert beside.usage.delivered_token_count == 300
     assert len(asked.partial.token_ids) <= len(deltas[0].token_ids) + 8
     deltas += [delta async for delta in asked]
     assert [delta.seq for delta in deltas] == list(range(1, len(deltas) + 1))
     assert asked.result.token_ids == whole.token_ids
-    deltas, news, _ = await streamed_over_breaks(service, await service.tenant(), 2, prefetch_tokens=8)
+    deltas, news, _ = await streamed_over_breaks(
+        service, await service.tenant(), 2, prefetch_tokens=8
+    )
     assert tuple(token for delta in deltas for token in delta.token_ids) == whole.token_ids
     assert len(news) == 2
     with pytest.raises(InvalidRequest, match="prefetch_tokens"):
@@ -642,10 +796,16 @@ async def test_reads_no_further_ahead_than_asked(service: Service, client: Async
 async def test_takes_nothing_behind_its_cancel(client: AsyncClient) -> None:
     for keep_s in (None, 500):
         asked = client.generate(
-            MODEL, token_ids=PROMPT, max_output_tokens=3000, ignore_eos=True, prefetch_tokens=8, keep_on_disconnect=keep_s
+            MODEL,
+            token_ids=PROMPT,
+            max_output_tokens=3000,
+            ignore_eos=True,
+            prefetch_tokens=8,
+            keep_on_disconnect=keep_s,
         )
         first = await anext(asked)
-        await client.complete(MODEL, token_ids=(20, 21), max_output_tokens=300, ignore_eos=True)  # as many steps for both
+        # As many steps for both.
+        await client.complete(MODEL, token_ids=(20, 21), max_output_tokens=300, ignore_eos=True)
         asked.cancel()
         result = await asked.wait()
         assert result.finish_reason is FinishReason.CANCELLED
@@ -657,10 +817,15 @@ async def test_takes_nothing_behind_its_cancel(client: AsyncClient) -> None:
 async def test_ends_a_stalled_reader(service: Service, tight: Service) -> None:
     async with AsyncClient(tight.address, (await service.tenant()).secret) as client:
         asked = client.generate(
-            MODEL, token_ids=PROMPT, max_output_tokens=2000, ignore_eos=True, prefetch_tokens=8, keep_on_disconnect=None
+            MODEL,
+            token_ids=PROMPT,
+            max_output_tokens=2000,
+            ignore_eos=True,
+            prefetch_tokens=8,
+            keep_on_disconnect=None,
         )
         asked.start()
-        while True:  # meanwhile nothing is read
+        while True:  # nothing is read meanwhile
             with contextlib.suppress(NotFound):
                 if await settled(client, asked.request_id) == "SLOW_CONSUMER":
                     break
@@ -668,15 +833,23 @@ async def test_ends_a_stalled_reader(service: Service, tight: Service) -> None:
         deltas = [delta async for delta in asked]
     result = asked.result
     assert result.finish_reason is FinishReason.SLOW_CONSUMER
-    assert result.usage.delivered_token_count == result.usage.billed_token_count == len(result.token_ids) == 8
+    assert (
+        result.usage.delivered_token_count
+        == result.usage.billed_token_count
+        == len(result.token_ids)
+        == 8
+    )
     assert tuple(token for delta in deltas for token in delta.token_ids) == result.token_ids
 
 
 async def test_embeds(client: AsyncClient) -> None:
     quote = await client.quote_embed(ENCODER, ["the garden", [10, 11, 12]])
     result = await client.embed(ENCODER, ["the garden", [10, 11, 12]])
-    assert (quote.would_admit, quote.input_token_count) == (True, result.usage.embedding_token_count)
-    assert quote.worst_cost == result.cost
+    assert (quote.would_admit, quote.input_token_count) == (
+        True,
+        result.usage.embedding_token_count,
+    )
+    assert quote.worst_case_cost == result.cost
     [encoder] = [model for model in await client.list_models() if model.name == ENCODER]
     assert [len(each.vector) for each in result.embeddings] == [DIMENSION, DIMENSION]
     assert result.embeddings[1].token_count == 3
@@ -727,19 +900,29 @@ async def test_offers_every_field() -> None:
         await client.complete(MODEL, **(every | GenerateOptions(token_ids=(7,), lark="start: A")))
         for inputs in ("a", [[7]]):
             await client.embed(MODEL, inputs, truncate=True, labels={"a": "b"}, tier="batch")
-    starts = [frame.start for stream in server.streams for message in stream.messages for frame in message.frames]
+    starts = [
+        frame.start
+        for stream in server.streams
+        for message in stream.messages
+        for frame in message.frames
+    ]
     offered = {field for request in (*starts, *server.requests) for field in fields_set(request)}
-    everything = {field for kind in (inference_pb.StartFrame, inference_pb.EmbedRequest) for field in fields_of(kind.DESCRIPTOR)}
+    everything = {
+        field
+        for kind in (inference_pb.StartFrame, inference_pb.EmbedRequest)
+        for field in fields_of(kind.DESCRIPTOR)
+    }
     unoffered = json.loads(CONFORMANCE.with_name("unoffered.json").read_text())
     assert everything - offered == unoffered.keys()
     assert all(unoffered.values())
 
 
-NESTED = ("weir.v1.Sampling", "weir.v1.BeamSearch", "weir.v1.ResponseFormat", "weir.v1.EmbedInput")  # whose fields are options, too
+# Its fields are also options.
+NESTED = ("weir.v1.Sampling", "weir.v1.BeamSearch", "weir.v1.ResponseFormat", "weir.v1.EmbedInput")
 
 
 def fields_of(descriptor: Descriptor) -> Iterator[str]:
-    """The full names of what a request may hold."""
+    """Yield the full names of the fields of a request."""
     for field in descriptor.fields:
         yield field.full_name
         if field.message_type is not None and field.message_type.full_name in NESTED:
@@ -747,7 +930,7 @@ def fields_of(descriptor: Descriptor) -> Iterator[str]:
 
 
 def fields_set(message: ProtoMessage) -> Iterator[str]:
-    """Of those, what one holds."""
+    """Yield the names of the fields that a request sets."""
     for field, value in message.ListFields():
         yield field.full_name
         if field.message_type is not None and field.message_type.full_name in NESTED:

@@ -1,4 +1,4 @@
-"""Where a client connects to, how securely, and with which key; and the exact money it shows."""
+"""Address, security and key of a client's connection, and exact amounts of money."""
 
 from __future__ import annotations
 
@@ -6,7 +6,15 @@ from decimal import Decimal
 from pathlib import Path
 
 import pytest
-from weir_client import AsyncClient, ErrorDetails, InvalidRequest, Money, QuotaExceeded, Unauthenticated, Unavailable
+from weir_client import (
+    AsyncClient,
+    ErrorDetails,
+    InvalidRequest,
+    Money,
+    QuotaExceeded,
+    Unauthenticated,
+    Unavailable,
+)
 from weir_client.connection import ConnectionSettings, RetryPolicy, is_local
 from weir_client.tls import Tls, TlsOptions
 
@@ -47,7 +55,9 @@ def test_only_what_never_leaves_the_machine_is_local(address: str, local: bool) 
         ("https://weir.internal:80", False, False),
     ],
 )
-def test_tls_is_on_unless_the_address_is_local_or_says_otherwise(address: str, tls: bool | None, expected: bool) -> None:
+def test_tls_is_on_unless_the_address_is_local_or_says_otherwise(
+    address: str, tls: bool | None, expected: bool
+) -> None:
     settings = ConnectionSettings.resolve(address, "key", tls=tls)
 
     assert (settings.tls is not None) is expected
@@ -58,14 +68,18 @@ def test_tls_is_on_unless_the_address_is_local_or_says_otherwise(address: str, t
 def test_root_certificates_mean_tls_and_come_as_bytes_or_file(tmp_path: Path) -> None:
     (tmp_path / "roots.pem").write_bytes(b"pem")
 
-    from_file = ConnectionSettings.resolve("127.0.0.1:1", "key", root_certificates=tmp_path / "roots.pem")
+    from_file = ConnectionSettings.resolve(
+        "127.0.0.1:1", "key", root_certificates=tmp_path / "roots.pem"
+    )
     from_bytes = ConnectionSettings.resolve("127.0.0.1:1", "key", root_certificates=b"pem")
 
     assert from_file.tls == Tls(b"pem")
     assert from_bytes == from_file
 
 
-def test_client_certificates_come_as_files_from_the_environment_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_client_certificates_come_as_files_from_the_environment_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for variable, name in (("WEIR_CLIENT_CERTIFICATE", "certificate"), ("WEIR_CLIENT_KEY", "key")):
         (tmp_path / name).write_bytes(name.encode())
         monkeypatch.setenv(variable, str(tmp_path / name))
@@ -74,21 +88,31 @@ def test_client_certificates_come_as_files_from_the_environment_too(tmp_path: Pa
 
     assert settings.tls == Tls(b"roots", b"certificate", b"key")
     assert "key" not in repr(settings.tls)
-    assert ConnectionSettings.resolve("127.0.0.1:1", "key").tls is None, "the environment alone encrypts nothing on this machine"
+    assert ConnectionSettings.resolve("127.0.0.1:1", "key").tls is None, (
+        "the environment alone encrypts nothing on this machine"
+    )
     monkeypatch.setenv("WEIR_TLS", "1")
     assert ConnectionSettings.resolve("127.0.0.1:1", "key").tls == Tls(None, b"certificate", b"key")
-    assert ConnectionSettings.resolve("http://127.0.0.1:1", "key").tls is None, "the address says what it is"
+    assert ConnectionSettings.resolve("http://127.0.0.1:1", "key").tls is None, (
+        "the address says what it is"
+    )
 
 
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"root_certificates": "/no/such/roots.pem"}, "root_certificates: /no/such/roots.pem cannot be read"),
+        (
+            {"root_certificates": "/no/such/roots.pem"},
+            "root_certificates: /no/such/roots.pem cannot be read",
+        ),
         ({"client_certificate": b"c"}, "client_key .WEIR_CLIENT_KEY. is missing"),
-        ({"client_key": b"k", "tls": True}, "client_certificate .WEIR_CLIENT_CERTIFICATE. is missing"),
+        (
+            {"client_key": b"k", "tls": True},
+            "client_certificate .WEIR_CLIENT_CERTIFICATE. is missing",
+        ),
     ],
 )
-def test_certificates_that_cannot_be_used_are_told_by_name(options: TlsOptions, told: str) -> None:
+def test_unusable_certificates_are_reported_by_name(options: TlsOptions, told: str) -> None:
     with pytest.raises(InvalidRequest, match=told):
         ConnectionSettings.resolve("127.0.0.1:1", "key", **options)
 
@@ -105,14 +129,16 @@ def test_the_environment_fills_in_what_is_not_given(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("WEIR_API_KEY", " from-environment\n")
 
     settings = ConnectionSettings.resolve(None, None)
-    admin = ConnectionSettings.resolve("localhost:1", None, key_variables=("WEIR_ADMIN_KEY", "WEIR_API_KEY"))
+    admin = ConnectionSettings.resolve(
+        "localhost:1", None, key_variables=("WEIR_ADMIN_KEY", "WEIR_API_KEY")
+    )
 
     assert (settings.address, settings.api_key) == ("weir.example.com:443", "from-environment")
     assert (admin.address, admin.api_key) == ("localhost:1", "from-environment")
     assert "from-environment" not in repr(settings)
 
 
-def test_a_missing_or_broken_key_is_told_before_any_call() -> None:
+def test_a_missing_or_broken_key_is_reported_before_any_call() -> None:
     with pytest.raises(Unauthenticated, match="pass api_key= or set WEIR_API_KEY"):
         AsyncClient("localhost:1")
     with pytest.raises(Unauthenticated, match="copied in full"):
@@ -136,9 +162,12 @@ async def test_a_unix_socket_is_an_address(tmp_path: Path) -> None:
         assert await client.list_models() == []
 
 
-async def test_a_client_told_to_use_tls_never_falls_back() -> None:
+async def test_a_client_configured_for_tls_never_falls_back() -> None:
     server = ScriptedInference(scripted.answer)
-    async with scripted.serve(server) as address, AsyncClient(address, "key", tls=True, max_retries=0) as client:
+    async with (
+        scripted.serve(server) as address,
+        AsyncClient(address, "key", tls=True, max_retries=0) as client,
+    ):
         with pytest.raises(Unavailable):
             await client.list_models()
 
@@ -168,5 +197,7 @@ def test_money_is_exact_at_any_size() -> None:
     assert str(Money("USD", 1)) == "0.000000000001 USD"
     assert str(Money("EUR", 12 * 10**12)) == "12.00 EUR"
     assert str(Money("USD", -1_500_000_000_000)) == "-1.50 USD"
-    assert Money("USD", 9_223_372_036_854_775_807 * 10**12 + 1).amount == Decimal("9223372036854775807.000000000001")
+    assert Money("USD", 9_223_372_036_854_775_807 * 10**12 + 1).amount == Decimal(
+        "9223372036854775807.000000000001"
+    )
     assert str(Money("USD", 0)) == "0.00 USD"

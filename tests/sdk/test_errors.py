@@ -18,7 +18,11 @@ from tests.sdk.scripted import ScriptedInference, ServerStream
 pytestmark = pytest.mark.usefixtures("no_tasks_left")
 
 BAD_REQUEST = error_details_pb2.BadRequest(
-    field_violations=[error_details_pb2.BadRequest.FieldViolation(field="start.sampling.temperature", description="must be 0 to 2")]
+    field_violations=[
+        error_details_pb2.BadRequest.FieldViolation(
+            field="start.sampling.temperature", description="must be 0 to 2"
+        )
+    ]
 )
 
 TABLE = [
@@ -39,7 +43,7 @@ TABLE = [
 
 
 def refusing(refusal: status_pb2.Status) -> ScriptedInference:
-    """A server that answers every request on a stream with this failure."""
+    """Return a server that answers every request with this failure."""
 
     async def script(stream: ServerStream) -> None:
         while (frame := await stream.read()) is not None:
@@ -49,12 +53,17 @@ def refusing(refusal: status_pb2.Status) -> ScriptedInference:
 
 
 @pytest.mark.parametrize(("code", "reason", "kind"), TABLE, ids=[row[0] for row in TABLE])
-async def test_each_code_has_its_class_in_frames_and_in_calls(code: str, reason: str, kind: type[WeirError]) -> None:
+async def test_each_code_has_its_class_in_frames_and_in_calls(
+    code: str, reason: str, kind: type[WeirError]
+) -> None:
     refusal = scripted.status(code, "the server's sentence", reason, metadata={"key": "value"})
     server = refusing(refusal)
     server.refusals.append((refusal, True))
 
-    async with scripted.serve(server) as address, AsyncClient(address, "key", max_retries=0) as client:
+    async with (
+        scripted.serve(server) as address,
+        AsyncClient(address, "key", max_retries=0) as client,
+    ):
         with pytest.raises(WeirError) as from_frame:
             await client.complete("demo", "Hi")
         with pytest.raises(WeirError) as from_call:
@@ -79,14 +88,19 @@ async def test_a_call_without_details_still_gives_its_class() -> None:
 
 
 async def test_an_invalid_request_names_its_fields() -> None:
-    refusal = scripted.status("INVALID_ARGUMENT", "temperature must be 0 to 2", "FIELD_INVALID", BAD_REQUEST)
+    refusal = scripted.status(
+        "INVALID_ARGUMENT", "temperature must be 0 to 2", "FIELD_INVALID", BAD_REQUEST
+    )
 
     async with scripted.serve(refusing(refusal)) as address, AsyncClient(address, "key") as client:
         with pytest.raises(InvalidRequest) as caught:
             await client.complete("demo", "Hi", temperature=-1)
 
     violation = caught.value.field_violations[0]
-    assert (violation.field, violation.description) == ("start.sampling.temperature", "must be 0 to 2")
+    assert (violation.field, violation.description) == (
+        "start.sampling.temperature",
+        "must be 0 to 2",
+    )
 
 
 async def test_a_quota_error_tells_which_how_much_is_left_and_when_to_return() -> None:
@@ -102,12 +116,19 @@ async def test_a_quota_error_tells_which_how_much_is_left_and_when_to_return() -
     assert error.reset_time == datetime(2026, 11, 20, 10, 31, tzinfo=UTC)
     assert error.retry_helps
     assert error.quota is not None
-    assert (error.quota.limit, error.quota.used, error.quota.held, error.quota.requested) == (1000, 900, 60, 125)
+    assert (error.quota.limit, error.quota.used, error.quota.held, error.quota.requested) == (
+        1000,
+        900,
+        60,
+        125,
+    )
     assert error.violations[0].description == "tokens per minute: 40 of 1000 left"
 
 
 async def test_an_internal_error_carries_its_incident() -> None:
-    refusal = scripted.status("INTERNAL", "internal error", "INTERNAL", metadata={"incident_id": "i-17"})
+    refusal = scripted.status(
+        "INTERNAL", "internal error", "INTERNAL", metadata={"incident_id": "i-17"}
+    )
 
     async with scripted.serve(refusing(refusal)) as address, AsyncClient(address, "key") as client:
         with pytest.raises(Internal) as caught:
@@ -117,8 +138,15 @@ async def test_an_internal_error_carries_its_incident() -> None:
 
 
 def test_a_status_that_grpcio_lost_counts_as_a_broken_stream_which_may_be_tried_again() -> None:
-    lost = grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, grpc.aio.Metadata(), grpc.aio.Metadata(), "Internal error from Core")
-    told = grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, grpc.aio.Metadata(), grpc.aio.Metadata(), "internal error")
+    lost = grpc.aio.AioRpcError(
+        grpc.StatusCode.INTERNAL,
+        grpc.aio.Metadata(),
+        grpc.aio.Metadata(),
+        "Internal error from Core",
+    )
+    told = grpc.aio.AioRpcError(
+        grpc.StatusCode.INTERNAL, grpc.aio.Metadata(), grpc.aio.Metadata(), "internal error"
+    )
 
     assert isinstance(error_from_rpc(lost), Unavailable)
     assert isinstance(error_from_rpc(told), Internal)
@@ -127,13 +155,18 @@ def test_a_status_that_grpcio_lost_counts_as_a_broken_stream_which_may_be_tried_
 async def test_a_failure_in_the_middle_keeps_the_text_and_its_usage() -> None:
     async def script(stream: ServerStream) -> None:
         request_id = (await stream.read_start()).request_id
-        frame = scripted.failed(request_id, scripted.status("INTERNAL", "engine failed", "INTERNAL"))
+        frame = scripted.failed(
+            request_id, scripted.status("INTERNAL", "engine failed", "INTERNAL")
+        )
         frame.failed.usage.CopyFrom(scripted.usage(1))
         frame.failed.cost.CopyFrom(scripted.COST)
         await stream.send(scripted.delta(request_id, 1, "a"), frame)
         await stream.read()
 
-    async with scripted.serve(ScriptedInference(script)) as address, AsyncClient(address, "key") as client:
+    async with (
+        scripted.serve(ScriptedInference(script)) as address,
+        AsyncClient(address, "key") as client,
+    ):
         generation = client.generate("demo", "Hi")
         with pytest.raises(Internal) as caught:
             await generation.wait()
@@ -148,11 +181,20 @@ async def test_a_failure_in_the_middle_keeps_the_text_and_its_usage() -> None:
 async def test_one_failed_request_leaves_the_others_alone() -> None:
     async def script(stream: ServerStream) -> None:
         first, second = await stream.read_start(), await stream.read_start()
-        await stream.send(scripted.failed(first.request_id, scripted.status("NOT_FOUND", "no model x", "MODEL_UNKNOWN")))
-        await stream.send(scripted.delta(second.request_id, 1, "a"), scripted.finished(second.request_id, 1))
+        await stream.send(
+            scripted.failed(
+                first.request_id, scripted.status("NOT_FOUND", "no model x", "MODEL_UNKNOWN")
+            )
+        )
+        await stream.send(
+            scripted.delta(second.request_id, 1, "a"), scripted.finished(second.request_id, 1)
+        )
         await stream.read()
 
-    async with scripted.serve(ScriptedInference(script)) as address, AsyncClient(address, "key") as client:
+    async with (
+        scripted.serve(ScriptedInference(script)) as address,
+        AsyncClient(address, "key") as client,
+    ):
         first, second = client.generate("x", "Hi"), client.generate("demo", "Hi")
         first.start()
         assert (await second.wait()).text == "a"
@@ -171,11 +213,13 @@ async def test_the_text_of_an_error_ends_with_the_request_to_quote() -> None:
 
 
 async def test_unknown_codes_details_and_frames_are_survived() -> None:
-    """A newer server may say more than this client knows."""
+    """A newer server may send more than this client knows."""
 
     async def script(stream: ServerStream) -> None:
         request_id = (await stream.read_start()).request_id
-        future = pb.ServerFrame.FromString(pb.ServerFrame(request_id=request_id).SerializeToString() + b"\xd2\x0f\x01x")
+        future = pb.ServerFrame.FromString(
+            pb.ServerFrame(request_id=request_id).SerializeToString() + b"\xd2\x0f\x01x"
+        )
         finish = scripted.finished(request_id, 0)
         finish.finished.reason = 4711  # type: ignore[assignment]  # a reason of the future
         await stream.send(future, finish)
@@ -184,7 +228,10 @@ async def test_unknown_codes_details_and_frames_are_survived() -> None:
         await stream.send(scripted.failed((await stream.read_start()).request_id, failure))
         await stream.read()
 
-    async with scripted.serve(ScriptedInference(script)) as address, AsyncClient(address, "key") as client:
+    async with (
+        scripted.serve(ScriptedInference(script)) as address,
+        AsyncClient(address, "key") as client,
+    ):
         assert (await client.complete("demo", "Hi")).finish_reason == "UNSPECIFIED"
         with pytest.raises(WeirError) as caught:
             await client.complete("demo", "Hi")

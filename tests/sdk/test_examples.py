@@ -1,7 +1,7 @@
-"""What the documentation of the clients shows is true: each example runs against a server as it stands there.
+"""Examples in the documentation of the clients: each runs as printed against a server.
 
-An example that does not open a client has one, as `client`. The names of the models are the deployment's: those of the examples
-stand for those of the tests.
+An example that does not open a client gets one as `client`. Names of models are replaced by those
+of the tests.
 """
 
 from __future__ import annotations
@@ -31,44 +31,59 @@ TYPESCRIPT_ANSWER_S = 120  # of node, for all examples
 
 
 def examples(readme: Path, language: str) -> list[tuple[int, str]]:
-    """The blocks of a language, and the lines that they begin at."""
+    """Return the blocks of a language with their first lines."""
     text = readme.read_text()
     found = re.finditer(rf"^```{language}\n(.*?)^```$", text, re.M | re.S)
     return [(text[: each.start(1)].count("\n") + 1, with_test_models(each[1])) for each in found]
 
 
 def with_test_models(text: str) -> str:
-    """The models of the examples, by the names that those of the tests have."""
-    return text.replace('"demo"', f'"{MODEL}"').replace('"minilm"', f'"{ENCODER}"').replace('"qwen"', f'"{TOOL_MODEL}"')
+    """Return an example with the models of the tests."""
+    return (
+        text.replace('"demo"', f'"{MODEL}"')
+        .replace('"minilm"', f'"{ENCODER}"')
+        .replace('"qwen"', f'"{TOOL_MODEL}"')
+    )
 
 
 @pytest.fixture(scope="module")
 def keys(service: Service) -> dict[str, str]:
-    """What a developer has in the environment."""
+    """Return the environment of a developer."""
     tenant, admin = asyncio.run(service.tenant()), asyncio.run(service.tenant(scopes=("admin",)))
-    return {"WEIR_ADDRESS": service.address, "WEIR_API_KEY": tenant.secret, "WEIR_ADMIN_KEY": admin.secret}
+    return {
+        "WEIR_ADDRESS": service.address,
+        "WEIR_API_KEY": tenant.secret,
+        "WEIR_ADMIN_KEY": admin.secret,
+    }
 
 
 @pytest.fixture
 def client(keys: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[weir_client.Client]:
-    """Open, in that environment."""
+    """Open a client in that environment."""
     for name, value in keys.items():
         monkeypatch.setenv(name, value)
     with weir_client.Client() as client:
         yield client
 
 
-@pytest.mark.parametrize(("line", "source"), examples(PYTHON_README, "python"), ids=lambda value: str(value).split("\n")[0][:40])
+@pytest.mark.parametrize(
+    ("line", "source"),
+    examples(PYTHON_README, "python"),
+    ids=lambda value: str(value).split("\n")[0][:40],
+)
 def test_an_example_of_the_python_readme_runs(
     line: int, source: str, client: weir_client.Client, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    exec(compile("\n" * (line - 1) + source, str(PYTHON_README), "exec"), {"client": client, "__name__": "example"})
+    exec(
+        compile("\n" * (line - 1) + source, str(PYTHON_README), "exec"),
+        {"client": client, "__name__": "example"},
+    )
 
     assert "print" not in source or capsys.readouterr().out.strip()
 
 
 def docstrings() -> list[doctest.DocTest]:
-    """Of everything public, those with examples."""
+    """Return all public docstrings with examples."""
     finder = doctest.DocTestFinder()
     public = [getattr(weir_client, name) for name in weir_client.__all__]
     ours = [each for each in public if getattr(each, "__module__", "").startswith("weir_client")]
@@ -90,16 +105,34 @@ def test_the_examples_of_docstrings_are_true(client: weir_client.Client) -> None
     assert not runner.failures, "".join(said)
 
 
-def test_the_examples_of_the_typescript_readme_compile_and_run(built: Path, keys: dict[str, str]) -> None:
+def test_the_examples_of_the_typescript_readme_compile_and_run(
+    built: Path, keys: dict[str, str]
+) -> None:
     directory = built / "examples"
-    directory.mkdir(exist_ok=True)  # the build stays as long as nothing changes
+    directory.mkdir(exist_ok=True)  # the build is kept while nothing changes
     sources = [
-        source if "new WeirClient" in source else TYPESCRIPT_PRELUDE + source for _, source in examples(TYPESCRIPT_README, "ts")
+        source if "new WeirClient" in source else TYPESCRIPT_PRELUDE + source
+        for _, source in examples(TYPESCRIPT_README, "ts")
     ]
     for number, source in enumerate(sources):
         (directory / f"example{number}.ts").write_text(source)
-    strict = ["--strict", "--noUncheckedIndexedAccess", "--exactOptionalPropertyTypes", "--skipLibCheck", "false"]
-    target = ["--target", "es2022", "--lib", "es2023,esnext.disposable", "--module", "nodenext", "--types", "node"]
+    strict = [
+        "--strict",
+        "--noUncheckedIndexedAccess",
+        "--exactOptionalPropertyTypes",
+        "--skipLibCheck",
+        "false",
+    ]
+    target = [
+        "--target",
+        "es2022",
+        "--lib",
+        "es2023,esnext.disposable",
+        "--module",
+        "nodenext",
+        "--types",
+        "node",
+    ]
     files = sorted(directory.glob("*.ts"))
 
     tsc = subprocess.run(
@@ -112,7 +145,9 @@ def test_the_examples_of_the_typescript_readme_compile_and_run(built: Path, keys
     for file in files:
         environment = {**os.environ, **keys}
         node = ["node", str(file.with_suffix(".js"))]
-        done = subprocess.run(node, env=environment, capture_output=True, text=True, timeout=TYPESCRIPT_ANSWER_S)
+        done = subprocess.run(
+            node, env=environment, capture_output=True, text=True, timeout=TYPESCRIPT_ANSWER_S
+        )
         assert done.returncode == 0, f"{file.read_text()}\n{done.stderr}"
         assert done.stdout.strip() or "console.log" not in file.read_text()
     assert len(files) >= 4

@@ -1,4 +1,4 @@
-"""Unary calls of all three services, and what their answers become."""
+"""Unary calls of all three services, and the values of their answers."""
 
 from __future__ import annotations
 
@@ -46,11 +46,21 @@ NOON = Timestamp(seconds=1_795_176_000)  # 2026-11-20 12:00 UTC
 
 async def test_models_quotas_counts_and_generations() -> None:
     server = ScriptedInference(scripted.answer)
-    price = pb.Price(version=3, currency_code="USD", input_picos_per_token=150_000, output_picos_per_token=600_000)
-    server.replies["ListModelsRequest"] = pb.ListModelsResponse(
-        models=[pb.Model(name="demo", context_window_tokens=2048, engine="torch", price=price), pb.Model(name="other")]
+    price = pb.Price(
+        version=3,
+        currency_code="USD",
+        input_picos_per_token=150_000,
+        output_picos_per_token=600_000,
     )
-    server.replies["CountTokensRequest"] = pb.CountTokensResponse(input_token_count=12, context_window_tokens=2048)
+    server.replies["ListModelsRequest"] = pb.ListModelsResponse(
+        models=[
+            pb.Model(name="demo", context_window_tokens=2048, engine="torch", price=price),
+            pb.Model(name="other"),
+        ]
+    )
+    server.replies["CountTokensRequest"] = pb.CountTokensResponse(
+        input_token_count=12, context_window_tokens=2048
+    )
     quota = types_pb2.QuotaStatus(
         quota_id="q1",
         subject=types_pb2.QUOTA_SUBJECT_API_KEY,
@@ -59,7 +69,9 @@ async def test_models_quotas_counts_and_generations() -> None:
         remaining_value=50,
     )
     server.replies["GetQuotaRequest"] = pb.GetQuotaResponse(quotas=[quota])
-    generation = pb.Generation(request_id="r", state=pb.Generation.STATE_SETTLED, admit_time=NOON, outcome="STOP")
+    generation = pb.Generation(
+        request_id="r", state=pb.Generation.STATE_SETTLED, admit_time=NOON, outcome="STOP"
+    )
     generation.cost.CopyFrom(scripted.COST)
     server.replies["GetGenerationRequest"] = pb.GetGenerationResponse(generation=generation)
 
@@ -73,10 +85,18 @@ async def test_models_quotas_counts_and_generations() -> None:
             await client.count_tokens("demo")
 
     assert models[0].price is not None
-    assert (models[0].name, models[0].price.output_picos_per_token, models[1].price) == ("demo", 600_000, None)
+    assert (models[0].name, models[0].price.output_picos_per_token, models[1].price) == (
+        "demo",
+        600_000,
+        None,
+    )
     assert (count.input_token_count, raw.context_window_tokens) == (12, 2048)
     assert quotas[0].subject is QuotaSubject.API_KEY
-    assert (quotas[0].dimension, quotas[0].reset_time, quotas[0].reset_delay_s) == ("concurrent-requests", None, None)
+    assert (quotas[0].dimension, quotas[0].reset_time, quotas[0].reset_delay_s) == (
+        "concurrent-requests",
+        None,
+        None,
+    )
     assert settled.state is GenerationState.SETTLED
     assert settled.admit_time == datetime(2026, 11, 20, 12, tzinfo=UTC)
     assert (settled.settle_time, settled.timings) == (None, None)
@@ -86,7 +106,7 @@ async def test_models_quotas_counts_and_generations() -> None:
 
 async def test_a_look_up_is_tried_again_and_a_missing_thing_is_not() -> None:
     server = ScriptedInference(scripted.answer)
-    busy = scripted.status("UNAVAILABLE", "busy", "STORE_AWAY", retry_after_s=0.01)
+    busy = scripted.status("UNAVAILABLE", "busy", "DATABASE_UNAVAILABLE", retry_after_s=0.01)
     server.refusals += [(busy, True), (busy, True)]
 
     async with scripted.serve(server) as address, AsyncClient(address, "key") as client:
@@ -96,13 +116,15 @@ async def test_a_look_up_is_tried_again_and_a_missing_thing_is_not() -> None:
         server.refusals += [(busy, True)] * 3
         with pytest.raises(Unavailable):
             await client.list_models()
-        server.refusals.append((scripted.status("NOT_FOUND", "no such request", "REQUEST_UNKNOWN"), True))
+        server.refusals.append(
+            (scripted.status("NOT_FOUND", "no such request", "REQUEST_UNKNOWN"), True)
+        )
         with pytest.raises(NotFound, match="no such request"):
             await client.get_generation("r")
 
 
 class Recorder:
-    """Answers every method of a service with a prepared reply, and keeps what it was asked."""
+    """Service that answers every method with a prepared reply, and records the requests."""
 
     def __init__(self, *replies: Message) -> None:
         self.replies = {type(reply).__name__: reply for reply in replies}
@@ -114,7 +136,14 @@ class Recorder:
             self.requests.append(request)
             if self.refusals:
                 await scripted.abort(context, self.refusals.pop(0))
-            modules = (prices_pb2, admin_pb, billing_pb, live_requests_pb2, configuration_pb2, replicas_pb2)
+            modules = (
+                prices_pb2,
+                admin_pb,
+                billing_pb,
+                live_requests_pb2,
+                configuration_pb2,
+                replicas_pb2,
+            )
             [module] = [each for each in modules if hasattr(each, f"{method}Response")]
             reply = self.replies.get(f"{method}Response", getattr(module, f"{method}Response")())
             assert isinstance(reply, Message)
@@ -123,17 +152,21 @@ class Recorder:
         return answer
 
     def add(self, server: grpc.aio.Server) -> None:
-        """Registers it for both services."""
+        """Register it for both services."""
         admin_service_pb2_grpc.add_AdminServiceServicer_to_server(self, server)  # type: ignore[arg-type]
         billing_service_pb2_grpc.add_BillingServiceServicer_to_server(self, server)  # type: ignore[arg-type]
 
 
-KEY = admin_pb.ApiKey(api_key_id="k1", name="laptop", prefix="weir_ab12", scopes=["inference"], create_time=NOON)
+KEY = admin_pb.ApiKey(
+    api_key_id="k1", name="laptop", prefix="weir_ab12", scopes=["inference"], create_time=NOON
+)
 
 
 async def test_admins_manage_organizations_keys_quotas_and_prices() -> None:
     recorder = Recorder(
-        admin_pb.CreateOrganizationResponse(organization=admin_pb.Organization(name="acme", currency_code="EUR")),
+        admin_pb.CreateOrganizationResponse(
+            organization=admin_pb.Organization(name="acme", currency_code="EUR")
+        ),
         admin_pb.ListOrganizationsResponse(organizations=[admin_pb.Organization(name="acme")]),
         admin_pb.CreateProjectResponse(project=admin_pb.Project(name="web", create_time=NOON)),
         admin_pb.ListProjectsResponse(projects=[admin_pb.Project(name="web")]),
@@ -142,23 +175,43 @@ async def test_admins_manage_organizations_keys_quotas_and_prices() -> None:
         admin_pb.ListApiKeysResponse(api_keys=[KEY]),
         admin_pb.SetQuotaResponse(quota=types_pb2.QuotaStatus(quota_id="q1", limit_value=5)),
         admin_pb.ListQuotasResponse(quotas=[types_pb2.QuotaStatus(quota_id="q1")]),
-        admin_pb.SetPriceResponse(version=4, versions=[prices_pb2.PriceVersion(version=4), prices_pb2.PriceVersion(version=5)]),
-        prices_pb2.WithdrawPriceResponse(versions=[prices_pb2.PriceVersion(version=6, withdrawn=True)]),
-        prices_pb2.ListPricesResponse(
-            prices=[prices_pb2.AppliedPrice(model="demo", tier=pb.SERVICE_TIER_BATCH, source=prices_pb2.AppliedPrice.SOURCE_LIST)]
+        admin_pb.SetPriceResponse(
+            version=4,
+            versions=[prices_pb2.PriceVersion(version=4), prices_pb2.PriceVersion(version=5)],
         ),
-        admin_pb.ListAuditEntriesResponse(entries=[admin_pb.AuditEntry(entry_id=9, action="api_key.revoke")]),
+        prices_pb2.WithdrawPriceResponse(
+            versions=[prices_pb2.PriceVersion(version=6, withdrawn=True)]
+        ),
+        prices_pb2.ListPricesResponse(
+            prices=[
+                prices_pb2.AppliedPrice(
+                    model="demo",
+                    tier=pb.SERVICE_TIER_BATCH,
+                    source=prices_pb2.AppliedPrice.SOURCE_LIST,
+                )
+            ]
+        ),
+        admin_pb.ListAuditEntriesResponse(
+            entries=[admin_pb.AuditEntry(entry_id=9, action="api_key.revoke")]
+        ),
     )
     inference = ScriptedInference(scripted.answer)
-    async with scripted.serve(inference, recorder.add) as address, AsyncAdminClient(address, "key") as admin:
+    async with (
+        scripted.serve(inference, recorder.add) as address,
+        AsyncAdminClient(address, "key") as admin,
+    ):
         assert (await admin.create_organization("acme", currency_code="EUR")).currency_code == "EUR"
         assert [each.name for each in await admin.list_organizations()] == ["acme"]
-        assert (await admin.create_project("acme", "web")).create_time == datetime(2026, 11, 20, 12, tzinfo=UTC)
+        assert (await admin.create_project("acme", "web")).create_time == datetime(
+            2026, 11, 20, 12, tzinfo=UTC
+        )
         assert [each.name for each in await admin.list_projects("acme")] == ["web"]
         created = await admin.create_api_key("acme", "web", "laptop", lifetime=timedelta(days=30))
         assert (await admin.revoke_api_key("weir_ab12")).revoke_time is not None
         assert (await admin.list_api_keys())[0].expire_time is None
-        quota = await admin.set_quota(QuotaSubject.PROJECT, "acme/web", QuotaDimension.COST_PER_MONTH, 5 * 10**12)
+        quota = await admin.set_quota(
+            QuotaSubject.PROJECT, "acme/web", QuotaDimension.COST_PER_MONTH, 5 * 10**12
+        )
         assert [each.quota_id for each in await admin.list_quotas("acme")] == ["q1"]
         await admin.delete_quota("q1")
         versions = await admin.set_price(
@@ -178,7 +231,11 @@ async def test_admins_manage_organizations_keys_quotas_and_prices() -> None:
     assert "secret" not in repr(created), "a key that is logged by accident is not given away"
     assert created.api_key.scopes == ("inference",)
     assert sent["CreateApiKeyRequest"].lifetime.seconds == 30 * 24 * 3600  # type: ignore[attr-defined]
-    assert (quota.quota_id, quota.subject, [each.version for each in versions]) == ("q1", QuotaSubject.UNSPECIFIED, [4, 5])
+    assert (quota.quota_id, quota.subject, [each.version for each in versions]) == (
+        "q1",
+        QuotaSubject.UNSPECIFIED,
+        [4, 5],
+    )
     assert sent["SetQuotaRequest"] == admin_pb.SetQuotaRequest(
         subject=types_pb2.QUOTA_SUBJECT_PROJECT,
         subject_ref="acme/web",
@@ -188,28 +245,40 @@ async def test_admins_manage_organizations_keys_quotas_and_prices() -> None:
     assert sent["SetPriceRequest"].effective_time == NOON  # type: ignore[attr-defined]
 
 
-async def test_what_creates_is_tried_again_under_the_id_of_its_first_attempt() -> None:
+async def test_creations_are_retried_under_the_id_of_the_first_attempt() -> None:
     recorder = Recorder(admin_pb.CreateProjectResponse(project=admin_pb.Project(name="web")))
-    recorder.refusals += [scripted.status("UNAVAILABLE", "busy", "STORE_AWAY", retry_after_s=0.01)]
+    recorder.refusals += [
+        scripted.status("UNAVAILABLE", "busy", "DATABASE_UNAVAILABLE", retry_after_s=0.01)
+    ]
     inference = ScriptedInference(scripted.answer)
 
-    async with scripted.serve(inference, recorder.add) as address, AsyncAdminClient(address, "key") as admin:
+    async with (
+        scripted.serve(inference, recorder.add) as address,
+        AsyncAdminClient(address, "key") as admin,
+    ):
         await admin.create_project("acme", "web")
         await admin.create_project("acme", "web", request_id="mine", allow_existing=True)
 
     first, again, other = recorder.requests
     assert first == again
     assert str(uuid.UUID(first.request_id)) == first.request_id  # type: ignore[attr-defined]
-    assert other == admin_pb.CreateProjectRequest(organization="acme", name="web", request_id="mine", allow_existing=True)
+    assert other == admin_pb.CreateProjectRequest(
+        organization="acme", name="web", request_id="mine", allow_existing=True
+    )
 
 
-async def test_what_tells_a_secret_is_never_tried_again() -> None:
-    """A second attempt could only tell that the key is there: its secret was in the first answer."""
+async def test_calls_that_return_a_secret_are_never_retried() -> None:
+    """The first answer contained the secret, so a retry cannot help."""
     recorder = Recorder()
-    recorder.refusals += [scripted.status("UNAVAILABLE", "busy", "STORE_AWAY", retry_after_s=0.01)] * 2
+    recorder.refusals += [
+        scripted.status("UNAVAILABLE", "busy", "DATABASE_UNAVAILABLE", retry_after_s=0.01)
+    ] * 2
     inference = ScriptedInference(scripted.answer)
 
-    async with scripted.serve(inference, recorder.add) as address, AsyncAdminClient(address, "key") as admin:
+    async with (
+        scripted.serve(inference, recorder.add) as address,
+        AsyncAdminClient(address, "key") as admin,
+    ):
         with pytest.raises(Unavailable):
             await admin.create_api_key("acme", "web", "laptop")
         assert len(recorder.requests) == 1
@@ -232,14 +301,21 @@ async def test_the_month_of_a_customer() -> None:
         organization_name="acme",
         month="2026-11",
         lines=[line],
-        request_counts=billing_pb.RequestCounts(total_count=50, completed_count=46, cancelled_count=4),
+        request_counts=billing_pb.RequestCounts(
+            total_count=50, completed_count=46, cancelled_count=4
+        ),
         total=types_pb2.Money(currency_code="USD", units=-1, picos=-500_000_000_000),
-        reconciliation=billing_pb.Reconciliation(usage_token_count=5, ledger_token_count=5, balanced=True),
+        reconciliation=billing_pb.Reconciliation(
+            usage_token_count=5, ledger_token_count=5, balanced=True
+        ),
     )
     recorder = Recorder(report)
     inference = ScriptedInference(scripted.answer)
 
-    async with scripted.serve(inference, recorder.add) as address, AsyncBillingClient(address, "key") as billing:
+    async with (
+        scripted.serve(inference, recorder.add) as address,
+        AsyncBillingClient(address, "key") as billing,
+    ):
         month = await billing.get_month_report("acme", "2026-11")
 
     assert month.lines[0].token_kind is TokenKind.CACHED_INPUT
@@ -264,23 +340,38 @@ def test_the_blocking_twins_make_the_same_calls(monkeypatch: pytest.MonkeyPatch)
             assert admin.create_api_key("acme", "web", "laptop").secret == "s"
             admin.revoke_api_key("k1")
             admin.list_api_keys("acme")
-            admin.set_quota(QuotaSubject.API_KEY, "k1", QuotaDimension.TOKENS_PER_DAY, 5, model="demo")
+            admin.set_quota(
+                QuotaSubject.API_KEY, "k1", QuotaDimension.TOKENS_PER_DAY, 5, model="demo"
+            )
             admin.delete_quota("q1")
             admin.list_quotas()
-            [version] = admin.set_price("demo", input_picos_per_token=1, cached_input_picos_per_token=1, output_picos_per_token=1)
+            [version] = admin.set_price(
+                "demo",
+                input_picos_per_token=1,
+                cached_input_picos_per_token=1,
+                output_picos_per_token=1,
+            )
             assert version.version == 2
             assert admin.withdraw_price("acme", "demo") == []
             assert admin.list_prices("acme").prices == ()
             list(admin.list_audit_entries())
             assert admin.rotate_api_key("k1", overlap=timedelta(hours=1)).secret == ""
-            assert admin.update_api_key("k1", scopes=("admin",), never_expires=True).expire_time is None
+            assert (
+                admin.update_api_key("k1", scopes=("admin",), never_expires=True).expire_time
+                is None
+            )
             assert admin.list_live_requests("acme", stuck_only=True).requests == ()
             assert admin.kill_request("r1", reason="loops").generation is None
-            assert admin.end_overdue_holds() == 0
+            assert admin.expire_overdue_holds() == 0
             assert admin.list_replicas("chat").drains == ()
             assert admin.drain_replica("chat", "chat#0", move_after_s=1.5).replicas == ()
             assert admin.undrain_replica("chat", "chat#0").undrained is False
-            assert admin.apply_configuration({"organizations": [{"name": "acme"}]}, dry_run=True).changes == ()
+            assert (
+                admin.apply_configuration(
+                    {"organizations": [{"name": "acme"}]}, dry_run=True
+                ).changes
+                == ()
+            )
             assert admin.export_configuration("acme") == {}
         with BillingClient() as billing:
             assert billing.get_month_report("acme", "2026-11").lines == ()

@@ -1,4 +1,4 @@
-"""The check of receipts: one by one, and a month of them; each fault is told by its name, and any changed bit is one."""
+"""Verification of receipts: every changed bit is detected and named."""
 
 from __future__ import annotations
 
@@ -10,7 +10,16 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from weir_client import Fault, Receipt, ReceiptInvalid, ReceiptKey, ReceiptStep, public_keys, verify_receipt, verify_receipts
+from weir_client import (
+    Fault,
+    Receipt,
+    ReceiptInvalid,
+    ReceiptKey,
+    ReceiptStep,
+    public_keys,
+    verify_receipt,
+    verify_receipts,
+)
 from weir_client.receipt_months import merkle_root, totals_of
 from weir_client.receipts import EPOCH, content_hash, key_id_of, node
 
@@ -22,7 +31,7 @@ NOVEMBER = (datetime(2026, 11, 15, tzinfo=UTC) - EPOCH).days * 86_400 * 10**6
 
 
 def chain(project_id: str, count: int) -> list[Receipt]:
-    """So many receipts of a project, not signed."""
+    """Return this many unsigned receipts of a project."""
     made: list[Receipt] = []
     for sequence in range(1, count + 1):
         made.append(
@@ -54,32 +63,35 @@ def chain(project_id: str, count: int) -> list[Receipt]:
 
 
 def resealed(receipt: Receipt) -> Receipt:
-    """With the hash of what it says."""
+    """Return the receipt with the hash of its content."""
     return replace(receipt, hash=content_hash(receipt) or b"")
 
 
 def signed(receipt: Receipt) -> Receipt:
-    """By itself."""
+    """Return the receipt with a signature of its own."""
     signature = SIGNING_KEY.sign(b"weir.receipt.batch.v1\n" + receipt.hash)
     return replace(receipt, key_id=key_id_of(PUBLIC_KEY), signature=signature, path=())
 
 
 def signed_pair(left: Receipt, right: Receipt) -> list[Receipt]:
-    """Two that share a signature."""
+    """Return two receipts that share a signature."""
     signature = SIGNING_KEY.sign(b"weir.receipt.batch.v1\n" + node(left.hash, right.hash))
     paths = (ReceiptStep(False, right.hash),), (ReceiptStep(True, left.hash),)
     key_id = key_id_of(PUBLIC_KEY)
-    return [replace(each, key_id=key_id, signature=signature, path=path) for each, path in zip((left, right), paths, strict=True)]
+    return [
+        replace(each, key_id=key_id, signature=signature, path=path)
+        for each, path in zip((left, right), paths, strict=True)
+    ]
 
 
 def month() -> list[Receipt]:
-    """Of two projects; of the first one the first two share a signature, and the third has none."""
+    """Return receipts of two projects, one of them unsigned."""
     one, two, three, four = chain(PROJECTS[0], 4)
     return [*signed_pair(one, two), three, signed(four), *map(signed, chain(PROJECTS[1], 2))]
 
 
 def faults(receipts: list[Receipt], **more: object) -> set[Fault]:
-    """What is found wrong with them as the whole of November."""
+    """Return the faults that are found in the receipts as the whole of November."""
     verdict = verify_receipts(receipts, KEYS, month="2026-11", **more)  # type: ignore[arg-type]
     return {problem.fault for problem in verdict.problems}
 
@@ -102,7 +114,7 @@ def test_a_whole_month_verifies_in_any_order() -> None:
     assert verdict.key_ids == tuple(KEYS)
 
 
-def test_a_single_receipt_verifies_and_tells_why_not() -> None:
+def test_a_single_receipt_verifies_or_names_the_fault() -> None:
     receipt = month()[0]
 
     verify_receipt(receipt, KEYS)
@@ -122,7 +134,11 @@ def test_a_single_receipt_verifies_and_tells_why_not() -> None:
 
 
 FIELDS = st.sampled_from(
-    [name for name in Receipt.__dataclass_fields__ if name not in ("version", "path", "hash", "key_id", "signature")]
+    [
+        name
+        for name in Receipt.__dataclass_fields__
+        if name not in ("version", "path", "hash", "key_id", "signature")
+    ]
 )
 
 
@@ -142,10 +158,15 @@ def test_any_changed_bit_of_any_field_is_caught_and_named(index: int, field: str
         now = was[:place] + chr(ord(was[place]) ^ 1) + was[place + 1 :]
     receipts[index] = replace(receipts[index], **{field: now})  # type: ignore[arg-type]
 
-    problems = [str(problem) for problem in verify_receipts(receipts, KEYS).problems if problem.fault is Fault.ALTERED]
+    problems = [
+        str(problem)
+        for problem in verify_receipts(receipts, KEYS).problems
+        if problem.fault is Fault.ALTERED
+    ]
 
     assert len(problems) == 1
-    if field not in ("request_id", "cost_picos", "settled_at_us"):  # of which no other receipt has the right one
+    # No other receipt has its correct value.
+    if field not in ("request_id", "cost_picos", "settled_at_us"):
         assert f"{field} is " in problems[0]
 
 
@@ -168,11 +189,13 @@ def test_any_changed_bit_of_hash_signature_or_path_is_caught(index: int, bit: in
 
 
 def flipped(data: bytes, bit: int) -> bytes:
-    """With one bit changed."""
+    """Return the bytes with one bit changed."""
     return (int.from_bytes(data, "big") ^ (1 << bit)).to_bytes(len(data), "big")
 
 
-@pytest.mark.parametrize(("removed", "told"), [(1, "gap: receipt 2 is missing"), (2, "gap: receipt 3 is missing")])
+@pytest.mark.parametrize(
+    ("removed", "told"), [(1, "gap: receipt 2 is missing"), (2, "gap: receipt 3 is missing")]
+)
 def test_a_missing_receipt_is_a_gap(removed: int, told: str) -> None:
     receipts = month()
     del receipts[removed]
@@ -193,7 +216,7 @@ def test_missing_receipts_at_the_ends_show_in_root_and_sums() -> None:
 
 
 def test_two_receipts_for_one_place_are_a_fork() -> None:
-    """As a server makes them that was restored from a backup, or that lies."""
+    """A server that was restored from a backup makes them, or a dishonest one."""
     receipts = month()
     other = signed(resealed(replace(receipts[-1], request_id=str(uuid.UUID(int=99)))))
 
@@ -211,7 +234,7 @@ def test_a_replaced_receipt_breaks_the_chain_though_it_is_signed() -> None:
     assert faults(receipts) == {Fault.NOT_NEXT}
 
 
-def test_other_months_customers_and_times_are_told() -> None:
+def test_other_months_customers_and_times_are_shown() -> None:
     receipts = month()
     october = signed(resealed(replace(receipts[-1], settled_at_us=NOVEMBER - 20 * 86_400 * 10**6)))
     stranger = signed(resealed(replace(receipts[-1], organization_id=str(uuid.UUID(int=9)))))
@@ -220,19 +243,27 @@ def test_other_months_customers_and_times_are_told() -> None:
     assert faults([*receipts[:-1], stranger]) == {Fault.OTHER_ORGANIZATION}
 
 
-def test_what_is_not_signed_needs_somebody_to_vouch_for_it() -> None:
+def test_an_unsigned_receipt_needs_a_signed_successor() -> None:
     receipts = [replace(receipt, key_id="", signature=b"", path=()) for receipt in month()]
 
     assert faults(receipts) == {Fault.NOT_SIGNED}
     assert faults(receipts, root=merkle_root([receipt.hash for receipt in receipts])) == set()
-    assert faults([*receipts[:3], *month()[3:]]) == set(), "the fourth vouches for the three before it"
+    assert faults([*receipts[:3], *month()[3:]]) == set(), (
+        "the fourth vouches for the three before it"
+    )
 
 
 def test_a_chain_begins_with_one() -> None:
     [first] = chain(PROJECTS[0], 1)
 
-    for wrong in (replace(first, sequence=0), replace(first, sequence=2), replace(first, previous_hash=bytes([1] * 32))):
-        assert Fault.NOT_NEXT in {problem.fault for problem in verify_receipts([signed(resealed(wrong))], KEYS).problems}
+    for wrong in (
+        replace(first, sequence=0),
+        replace(first, sequence=2),
+        replace(first, previous_hash=bytes([1] * 32)),
+    ):
+        assert Fault.NOT_NEXT in {
+            problem.fault for problem in verify_receipts([signed(resealed(wrong))], KEYS).problems
+        }
 
 
 def test_sums_that_differ_name_model_price_and_kind() -> None:
@@ -267,7 +298,7 @@ def test_receipts_survive_json() -> None:
         ("no json", "Expecting value"),
     ],
 )
-def test_what_is_no_receipt_is_refused_by_field(text: str, told: str) -> None:
+def test_invalid_receipts_are_refused_by_field(text: str, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         Receipt.from_json(text)
 

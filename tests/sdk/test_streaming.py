@@ -1,4 +1,4 @@
-"""One request and many: what arrives, in which order, over how many streams and messages."""
+"""One request and many: answers, their order, streams and messages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,17 @@ from typing import Any, cast
 import pytest
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
-from weir_client import Admitted, AsyncClient, Delta, FinishReason, InvalidRequest, Message, Progress, Stage, UsageUpdate
+from weir_client import (
+    Admitted,
+    AsyncClient,
+    Delta,
+    FinishReason,
+    InvalidRequest,
+    Message,
+    Progress,
+    Stage,
+    UsageUpdate,
+)
 from weir_client.stream import StreamConnection
 
 from tests.sdk import scripted
@@ -27,12 +37,17 @@ async def test_tokens_arrive_one_by_one_and_the_result_sums_them_up() -> None:
 
     async def script(stream: ServerStream) -> None:
         request_id = (await stream.read_start()).request_id
-        await stream.send(scripted.admitted(request_id, 7, cached=4), scripted.delta(request_id, 1, "Hel"))
+        await stream.send(
+            scripted.admitted(request_id, 7, cached=4), scripted.delta(request_id, 1, "Hel")
+        )
         await gate.wait()
         await stream.send(scripted.delta(request_id, 2, "lo"), scripted.finished(request_id, 2))
         await stream.read()
 
-    async with scripted.serve(ScriptedInference(script)) as address, AsyncClient(address, "key") as client:
+    async with (
+        scripted.serve(ScriptedInference(script)) as address,
+        AsyncClient(address, "key") as client,
+    ):
         async with client.generate("demo", "Hi") as generation:
             first = await anext(generation)
             gate.set()
@@ -43,7 +58,11 @@ async def test_tokens_arrive_one_by_one_and_the_result_sums_them_up() -> None:
         assert (first.text, first.seq, first.token_ids) == ("Hel", 1, (1,))
         assert (second.text, rest) == ("lo", [])
         assert first.received_s <= second.received_s
-        assert (result.text, result.token_ids, result.finish_reason) == ("Hello", (1, 2), FinishReason.STOP)
+        assert (result.text, result.token_ids, result.finish_reason) == (
+            "Hello",
+            (1, 2),
+            FinishReason.STOP,
+        )
         assert result.usage.delivered_token_count == 2
         assert str(result.cost) == "0.00184 USD"
         assert result.timings.ttft_ms == 40
@@ -62,13 +81,17 @@ async def test_fifty_requests_at_once_share_one_stream_and_one_message() -> None
 
     server = ScriptedInference(script)
     async with scripted.serve(server) as address, AsyncClient(address, "key") as client:
-        results = await asyncio.gather(*(client.complete("demo", f"question {index}") for index in range(50)))
+        results = await asyncio.gather(
+            *(client.complete("demo", f"question {index}") for index in range(50))
+        )
 
     assert len({result.request_id for result in results}) == 50
     for result in results:
         assert result.text == "".join(f"{result.request_id[:4]}-{seq} " for seq in (1, 2, 3))
     assert len(server.streams) == 1
-    assert len(server.streams[0].messages) == 1, "frames written at the same moment leave in one message"
+    assert len(server.streams[0].messages) == 1, (
+        "frames written at the same moment leave in one message"
+    )
 
 
 async def test_large_frames_are_split_over_messages() -> None:
@@ -85,9 +108,11 @@ async def test_large_frames_are_split_over_messages() -> None:
 
 
 async def test_many_frames_are_split_over_messages() -> None:
-    """A thousand requests that are cancelled at once: a server takes so many frames in a message and no more."""
+    """A thousand cancels at once; servers bound the frames of a message."""
     connection = StreamConnection(cast(Any, None))
-    sent = [pb.ClientFrame(request_id=str(number), cancel=pb.CancelFrame()) for number in range(1100)]
+    sent = [
+        pb.ClientFrame(request_id=str(number), cancel=pb.CancelFrame()) for number in range(1100)
+    ]
     connection._outgoing.extend(sent)
 
     batches = []
@@ -98,8 +123,13 @@ async def test_many_frames_are_split_over_messages() -> None:
     assert [frame for batch in batches for frame in batch] == sent
 
 
-async def test_a_request_larger_than_the_limit_is_refused_here_and_leaves_the_stream_alone() -> None:
-    async with scripted.serve(ScriptedInference(hello)) as address, AsyncClient(address, "key") as client:
+async def test_a_request_larger_than_the_limit_is_refused_here_and_leaves_the_stream_alone() -> (
+    None
+):
+    async with (
+        scripted.serve(ScriptedInference(hello)) as address,
+        AsyncClient(address, "key") as client,
+    ):
         with pytest.raises(InvalidRequest, match="too large") as caught:
             client.generate("demo", "x" * 5_000_000)
 
@@ -113,16 +143,29 @@ async def test_events_tell_admission_progress_and_running_usage() -> None:
         frame = await stream.read_start()
         request_id = frame.request_id
         assert frame.start.usage_interval_tokens == 1
-        loading = pb.ProgressFrame(stage=pb.ProgressFrame.STAGE_ENGINE_LOADING, loading_fraction=0.25, loading_stage="weights")
+        loading = pb.ProgressFrame(
+            stage=pb.ProgressFrame.STAGE_ENGINE_LOADING,
+            loading_fraction=0.25,
+            loading_stage="weights",
+        )
         loading.estimated_wait.FromMilliseconds(1500)
         running = pb.UsageFrame(usage=scripted.usage(1), cost=scripted.COST)
-        await stream.send(scripted.admitted(request_id), pb.ServerFrame(request_id=request_id, progress=loading))
-        await stream.send(scripted.delta(request_id, 1, "a"), pb.ServerFrame(request_id=request_id, usage=running))
+        await stream.send(
+            scripted.admitted(request_id), pb.ServerFrame(request_id=request_id, progress=loading)
+        )
+        await stream.send(
+            scripted.delta(request_id, 1, "a"), pb.ServerFrame(request_id=request_id, usage=running)
+        )
         await stream.send(scripted.finished(request_id, 1))
         await stream.read()
 
-    async with scripted.serve(ScriptedInference(script)) as address, AsyncClient(address, "key") as client:
-        events = [event async for event in client.generate("demo", "Hi", usage_interval_tokens=1).events()]
+    async with (
+        scripted.serve(ScriptedInference(script)) as address,
+        AsyncClient(address, "key") as client,
+    ):
+        events = [
+            event async for event in client.generate("demo", "Hi", usage_interval_tokens=1).events()
+        ]
 
     assert [type(event) for event in events] == [Admitted, Progress, Delta, UsageUpdate]
     assert events[1] == Progress(Stage.ENGINE_LOADING, 0, 1.5, 0.25, "weights")
@@ -160,7 +203,11 @@ async def test_every_option_reaches_the_start_frame() -> None:
         (pb.ROLE_SYSTEM, "Be brief."),
         (pb.ROLE_USER, "Hi"),
     ]
-    assert (start.max_output_tokens, start.ignore_eos, start.usage_interval_tokens) == (100, True, 10)
+    assert (start.max_output_tokens, start.ignore_eos, start.usage_interval_tokens) == (
+        100,
+        True,
+        10,
+    )
     assert start.sampling == pb.Sampling(temperature=0.0, top_p=0.9, top_k=0, seed=7)
     assert start.sampling.HasField("temperature"), "zero is not unset"
     assert start.sampling.HasField("top_k")
@@ -177,7 +224,10 @@ async def test_raw_text_and_token_ids_are_prompts_too() -> None:
             starts.append(frame.start)
             await stream.send(scripted.finished(frame.request_id, 0))
 
-    async with scripted.serve(ScriptedInference(script)) as address, AsyncClient(address, "key") as client:
+    async with (
+        scripted.serve(ScriptedInference(script)) as address,
+        AsyncClient(address, "key") as client,
+    ):
         await client.complete("demo", text="Once")
         await client.complete("demo", token_ids=[1, 2, 3])
 
@@ -192,7 +242,10 @@ async def test_a_prompt_that_cannot_be_written_down_is_refused_with_its_field() 
             client.generate("demo")
         with pytest.raises(InvalidRequest, match="exactly one of"):
             client.generate("demo", "Hi", text="Hi")
-        with pytest.raises(InvalidRequest, match=r"messages\[0\].role: 'robot' is not one of system, user, assistant"):
+        with pytest.raises(
+            InvalidRequest,
+            match=r"messages\[0\].role: 'robot' is not one of system, user, assistant",
+        ):
             client.generate("demo", [{"role": "robot", "content": ""}])
         with pytest.raises(InvalidRequest, match=r"messages\[0\]: needs content"):
             client.generate("demo", [{"role": "user"}])
@@ -215,7 +268,10 @@ async def test_a_quota_that_runs_out_ends_the_answer_with_its_reason() -> None:
         await stream.send(scripted.delta(request_id, 1, "a"), frame)
         await stream.read()
 
-    async with scripted.serve(ScriptedInference(script)) as address, AsyncClient(address, "key") as client:
+    async with (
+        scripted.serve(ScriptedInference(script)) as address,
+        AsyncClient(address, "key") as client,
+    ):
         result = await client.complete("demo", "Hi")
 
     assert result.finish_reason is FinishReason.QUOTA_EXHAUSTED
@@ -230,7 +286,10 @@ async def test_the_result_of_a_running_request_cannot_be_read() -> None:
         await stream.send(scripted.finished(request_id, 0, types_pb2.FINISH_REASON_CANCELLED))
         await stream.read()
 
-    async with scripted.serve(ScriptedInference(script)) as address, AsyncClient(address, "key") as client:
+    async with (
+        scripted.serve(ScriptedInference(script)) as address,
+        AsyncClient(address, "key") as client,
+    ):
         async with client.generate("demo", "Hi") as generation:
             assert not generation.done
             with pytest.raises(RuntimeError, match="still runs"):
@@ -258,7 +317,9 @@ async def test_decoding_options_become_the_start_frame() -> None:
         await client.complete("demo", "Hi", json_schema="true")
         await client.complete("demo", "Hi", regex="a+")
         await client.complete("demo", "Hi", lark='start: "a"')
-        await client.complete("demo", "Hi", beam_width=4, length_penalty=0.0, early_stopping="never", choice_count=2)
+        await client.complete(
+            "demo", "Hi", beam_width=4, length_penalty=0.0, early_stopping="never", choice_count=2
+        )
         with pytest.raises(InvalidRequest, match="tier"):
             await client.complete("demo", "Hi", tier="express")  # type: ignore[arg-type]
         with pytest.raises(InvalidRequest, match="at most one"):
@@ -268,12 +329,22 @@ async def test_decoding_options_become_the_start_frame() -> None:
 
     starts = [frame.start for message in server.streams[0].messages for frame in message.frames]
     assert starts[0].sampling == pb.Sampling(
-        min_p=0.1, repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=-0.4, logit_bias={7: -100.0, 3: 2.5}
+        min_p=0.1,
+        repetition_penalty=1.2,
+        presence_penalty=0.3,
+        frequency_penalty=-0.4,
+        logit_bias={7: -100.0, 3: 2.5},
     )
-    assert (list(starts[0].stop_token_ids), starts[0].min_output_tokens, starts[0].top_logprobs) == ([5], 2, 4)
+    assert (
+        list(starts[0].stop_token_ids),
+        starts[0].min_output_tokens,
+        starts[0].top_logprobs,
+    ) == ([5], 2, 4)
     assert not starts[0].HasField("response_format")
     search = starts.pop()
-    assert search.beam_search == pb.BeamSearch(width=4, length_penalty=0.0, early_stopping=pb.EARLY_STOPPING_NEVER)
+    assert search.beam_search == pb.BeamSearch(
+        width=4, length_penalty=0.0, early_stopping=pb.EARLY_STOPPING_NEVER
+    )
     assert search.choice_count == 2
     assert not starts[0].HasField("beam_search")
     assert [start.response_format for start in starts[1:]] == [
@@ -285,7 +356,10 @@ async def test_decoding_options_become_the_start_frame() -> None:
 
 
 async def test_logprobs_reach_deltas_and_the_result() -> None:
-    chosen, other = pb.TokenLogprob(token_id=1, logprob=-0.5), pb.TokenLogprob(token_id=9, logprob=-0.25)
+    chosen, other = (
+        pb.TokenLogprob(token_id=1, logprob=-0.5),
+        pb.TokenLogprob(token_id=9, logprob=-0.25),
+    )
 
     async def script(stream: ServerStream) -> None:
         request_id = (await stream.read_start()).request_id
@@ -294,7 +368,10 @@ async def test_logprobs_reach_deltas_and_the_result() -> None:
         await stream.send(frame, scripted.finished(request_id, 1))
         await stream.read()
 
-    async with scripted.serve(ScriptedInference(script)) as address, AsyncClient(address, "key") as client:
+    async with (
+        scripted.serve(ScriptedInference(script)) as address,
+        AsyncClient(address, "key") as client,
+    ):
         result = await client.complete("demo", "Hi", top_logprobs=2)
 
     [report] = result.logprobs
@@ -302,8 +379,8 @@ async def test_logprobs_reach_deltas_and_the_result() -> None:
     assert [(each.token_id, each.logprob) for each in report.top] == [(9, -0.25), (1, -0.5)]
 
 
-async def test_the_tier_and_the_time_to_start_are_told() -> None:
-    """A caller that gives up after some time would rather know at once that its turn comes later."""
+async def test_the_tier_and_the_start_timeout_are_sent() -> None:
+    """Such a caller prefers an early refusal."""
     server = ScriptedInference(hello)
     async with scripted.serve(server) as address, AsyncClient(address, "key") as client:
         await client.complete("demo", "Hi")

@@ -1,4 +1,4 @@
-"""The two clients side by side: what one offers or tells and the other does not is listed here, with the reason."""
+"""Public names of both clients: the differences are listed here, with reasons."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ SOURCES = typescript_sdk.SDK / "src"
 PROMPT = "is an argument of its own in Python"
 SIGNAL = "Python cancels by asyncio"
 TYPE = "Python tells events apart by their classes"
-RECEIPTS = "receipts are read and checked by the Python client and the command line; TypeScript counts them"
+RECEIPTS = (
+    "receipts are read and checked by the Python client and the command line; TypeScript counts"
+    " them"
+)
 ONE_SIDED = {
     "GenerateOptions.prompt": PROMPT,
     "GenerateOptions.signal": SIGNAL,
@@ -48,33 +51,45 @@ ENUMS = ("FinishReason", "Stage", "GenerationState", "QuotaSubject", "QuotaDimen
 
 
 def snake(name: str) -> str:
-    """As Python spells it, without the unit of a time."""
+    """Return the name in Python's spelling, without the unit of a time."""
     return re.sub(r"_(ms|s)$", "", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower())
 
 
 def typescript() -> str:
-    """All of the client but its generated code."""
+    """Return the client's sources without generated code."""
     return "\n".join(path.read_text() for path in sorted(SOURCES.glob("*.ts")))
 
 
 def interfaces() -> dict[str, set[str]]:
-    """The members of every interface that both clients have."""
-    found = re.finditer(r"^export interface (\w+)(?: extends [\w, ]+)? \{\n(.*?)^\}", typescript(), re.M | re.S)
-    members = {each[1]: {snake(name) for name in re.findall(r"^  readonly (\w+)\??:", each[2], re.M)} for each in found}
+    """Return the members of every interface that both clients have."""
+    found = re.finditer(
+        r"^export interface (\w+)(?: extends [\w, ]+)? \{\n(.*?)^\}", typescript(), re.M | re.S
+    )
+    members = {
+        each[1]: {snake(name) for name in re.findall(r"^  readonly (\w+)\??:", each[2], re.M)}
+        for each in found
+    }
     return {name: of for name, of in members.items() if in_python(name) is not None}
 
 
 def in_python(name: str) -> set[str] | None:
-    """The members of a value or a set of options in the Python client."""
-    kind = next((getattr(module, name) for module in (weir_client, options, tls) if hasattr(module, name)), None)
+    """Return the members of a value or a set of options in the Python client."""
+    kind = next(
+        (getattr(module, name) for module in (weir_client, options, tls) if hasattr(module, name)),
+        None,
+    )
     if kind is None:
         return None
-    members = [field.name for field in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else kind.__annotations__
+    members = (
+        [field.name for field in dataclasses.fields(kind)]
+        if dataclasses.is_dataclass(kind)
+        else kind.__annotations__
+    )
     return {snake(member) for member in members}
 
 
 def class_members(name: str) -> set[str]:
-    """What is public of a class of the TypeScript client."""
+    """Return the public members of a class of the TypeScript client."""
     match = re.search(rf"^export class {name} .*?\{{\n(.*?)^\}}", typescript(), re.M | re.S)
     assert match is not None
     methods = re.findall(r"^  (?:async )?\*?(?:get )?(\w+)(?:<.*?>)?\(", match[1], re.M)
@@ -83,13 +98,13 @@ def class_members(name: str) -> set[str]:
 
 
 def public(kind: type) -> set[str]:
-    """What is public of a class of the Python client, set in its constructor too."""
+    """Return the public members of a class, with attributes of instances."""
     attributes = re.findall(r"self\.([a-z]\w*) = ", inspect.getsource(kind))
     return {snake(name) for name in (*vars(kind), *attributes) if not name.startswith("_")}
 
 
 def one_sided(name: str, theirs: set[str], ours: set[str]) -> set[str]:
-    """What only one of them has."""
+    """Return the members of only one client."""
     return {f"{name}.{member}" for member in theirs ^ ours}
 
 
@@ -100,7 +115,9 @@ def test_both_clients_offer_and_tell_the_same_or_the_difference_has_a_reason() -
         assert ours is not None
         differences |= one_sided(name, theirs, ours)
     differences |= one_sided("Client", class_members("WeirClient"), public(weir_client.AsyncClient))
-    differences |= one_sided("GenerationStream", class_members("Generation"), public(weir_client.AsyncGeneration))
+    differences |= one_sided(
+        "GenerationStream", class_members("Generation"), public(weir_client.AsyncGeneration)
+    )
 
     assert len(interfaces()) > 25
     assert differences - ONE_SIDED.keys() == set()
@@ -118,18 +135,49 @@ def test_both_clients_know_the_same_words(name: str) -> None:
 
 
 def test_both_clients_have_the_same_errors() -> None:
-    theirs = set(re.findall(r"^export class (\w+) extends \w+", (SOURCES / "errors.ts").read_text(), re.M))
+    theirs = set(
+        re.findall(r"^export class (\w+) extends \w+", (SOURCES / "errors.ts").read_text(), re.M)
+    )
     ours = {
-        name for name in weir_client.__all__ if inspect.isclass(kind := getattr(weir_client, name)) and issubclass(kind, Exception)
+        name
+        for name in weir_client.__all__
+        if inspect.isclass(kind := getattr(weir_client, name)) and issubclass(kind, Exception)
     }
 
     assert theirs == ours - {"ReceiptInvalid"}
 
 
 def test_a_program_that_only_generates_loads_no_management() -> None:
-    program = "import sys, weir_client; print(*(name for name in sys.modules if name.startswith('weir')))"
-    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    program = (
+        "import sys; from weir_client import Client;"
+        " print(*(name for name in sys.modules if name.startswith('weir')))"
+    )
+    loaded = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout.split()
 
     assert "weir_client.sync" in loaded
-    assert not {"weir_client.admin", "weir_client.billing", "weir.v1.admin_service_pb2"} & set(loaded)
+    assert not {"weir_client.admin", "weir_client.billing", "weir.v1.admin_service_pb2"} & set(
+        loaded
+    )
     assert all(getattr(weir_client, name) is not None for name in weir_client.__all__)
+
+
+def test_type_checkers_see_every_public_name_in_its_module() -> None:
+    source = inspect.getsource(weir_client)
+    imported = re.findall(r"from weir_client\.(\w+) import (\w+) as \2$", source, re.MULTILINE)
+
+    assert {name: module for module, name in imported} == weir_client._MODULES
+    assert len(imported) == len(weir_client.__all__) == len(weir_client._MODULES)
+
+
+def test_values_and_errors_do_not_load_grpc() -> None:
+    program = (
+        "import sys; from weir_client import ApiKey, Invoice, Money, NotFound, Result, UsageRow;"
+        " print([name for name in ('grpc', 'google.protobuf') if name in sys.modules])"
+    )
+    said = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout
+
+    assert said == "[]\n"

@@ -1,4 +1,4 @@
-"""The blocking twin: the same behaviour from threads."""
+"""Blocking client: the same behaviour from threads."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from tests.service import PATIENCE_S
 
 
 async def echo(stream: ServerStream) -> None:
-    """Answers with the words of the question, and "slow" only until it is cancelled."""
+    """Answer with the words of the question; for "slow", only after its cancel."""
     while (frame := await stream.read()) is not None:
         request_id = frame.request_id
         if frame.WhichOneof("kind") == "cancel":
@@ -62,7 +62,7 @@ def server() -> ScriptedInference:
 
 @pytest.fixture
 def address(server: ScriptedInference) -> Iterator[str]:
-    """A server in a thread of its own, since these tests block theirs."""
+    """Run a server in a separate thread, since these tests block theirs."""
     with scripted.serve_in_thread(server) as address:
         yield address
 
@@ -71,7 +71,10 @@ def test_the_first_token_takes_ten_lines(address: str, monkeypatch: pytest.Monke
     monkeypatch.setenv("WEIR_ADDRESS", address)
     monkeypatch.setenv("WEIR_API_KEY", "key")
 
-    with Client() as client, client.generate("demo", "Which hotel has a pool?", max_output_tokens=100) as stream:
+    with (
+        Client() as client,
+        client.generate("demo", "Which hotel has a pool?", max_output_tokens=100) as stream,
+    ):
         text = "".join(delta.text for delta in stream)
 
     assert text == "Which hotel has a pool? "
@@ -80,7 +83,9 @@ def test_the_first_token_takes_ten_lines(address: str, monkeypatch: pytest.Monke
     assert str(stream.result.cost) == "0.00184 USD"
 
 
-def test_many_threads_share_one_client_and_one_stream(address: str, server: ScriptedInference) -> None:
+def test_many_threads_share_one_client_and_one_stream(
+    address: str, server: ScriptedInference
+) -> None:
     with Client(address, "key") as client, ThreadPoolExecutor(16) as threads:
         questions = [f"question {index} of many" for index in range(64)]
         results = list(threads.map(lambda question: client.complete("demo", question), questions))
@@ -136,7 +141,7 @@ def test_timeouts_and_errors_are_raised_as_they_are(address: str) -> None:
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """Python's own handling of Ctrl-C, which a process that was started in the background does not have."""
+    """Restore Ctrl-C, which a background process ignores."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -186,7 +191,7 @@ def test_closing_ends_the_thread(address: str) -> None:
 
 
 def test_a_call_of_another_thread_is_cancelled_by_closing(address: str) -> None:
-    """Whether it runs, waits to be made again, or comes when the loop has stopped already: none waits for ever."""
+    """Running, retrying and late calls all return."""
     client = Client("127.0.0.1:1", "key", max_retries=100, retry_wait_max_s=3600)
     client.__enter__()
     entered = threading.Event()
@@ -196,9 +201,12 @@ def test_a_call_of_another_thread_is_cancelled_by_closing(address: str) -> None:
         await asyncio.Event().wait()
 
     with ThreadPoolExecutor(3) as threads:
-        calls: list[Future[Any]] = [threads.submit(client.list_models, timeout=3600), threads.submit(client._thread.run, stuck)]
+        calls: list[Future[Any]] = [
+            threads.submit(client.list_models, timeout=3600),
+            threads.submit(client._thread.run, stuck),
+        ]
         entered.wait()
-        late: Future[object] = Future()  # as one that the loop has not seen any more
+        late: Future[object] = Future()  # like a call that the loop has not started yet
         client._thread._calls.add(late)
         client.__exit__(None, None, None)
         ends = [call.exception() for call in calls]
@@ -209,7 +217,7 @@ def test_a_call_of_another_thread_is_cancelled_by_closing(address: str) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork on this system")
 def test_a_client_that_was_opened_before_a_fork_says_so(address: str) -> None:
-    """Its thread is not there: who waited for it would wait for ever."""
+    """Its thread does not exist there: a call would wait forever."""
     code = (
         "import os, sys, weir_client\n"
         f"client = weir_client.Client({address!r}, 'key').__enter__()\n"
@@ -224,7 +232,9 @@ def test_a_client_that_was_opened_before_a_fork_says_so(address: str) -> None:
         "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
     )
 
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S
+    )
 
     assert done.stdout.strip() == "7", done.stderr
 
@@ -238,7 +248,7 @@ async def test_it_works_inside_a_program_with_its_own_event_loop(address: str) -
 
 
 class Sluice:
-    """A server that sends as many tokens as it has credit for, and notes how far ahead of the reader that reaches."""
+    """Server with flow control that records how far ahead it is."""
 
     def __init__(self, token_count: int) -> None:
         self.grants: list[int] = []
@@ -264,8 +274,12 @@ class Sluice:
         await stream.read_to_end()  # more credit may be on its way
 
 
-@pytest.mark.parametrize(("interval_s", "grant"), [(3600.0, 5), (0.0, 1)], ids=["by halves", "after a while"])
-def test_what_is_read_is_granted_again(monkeypatch: pytest.MonkeyPatch, interval_s: float, grant: int) -> None:
+@pytest.mark.parametrize(
+    ("interval_s", "grant"), [(3600.0, 5), (0.0, 1)], ids=["by halves", "after a while"]
+)
+def test_read_tokens_are_granted_again(
+    monkeypatch: pytest.MonkeyPatch, interval_s: float, grant: int
+) -> None:
     monkeypatch.setattr(prefetch, "GRANT_INTERVAL_S", interval_s)
     sluice = Sluice(40)
     with (
@@ -278,7 +292,9 @@ def test_what_is_read_is_granted_again(monkeypatch: pytest.MonkeyPatch, interval
 
     assert stream.result.text == "x" * 40
     assert sluice.grants[:2] == [10, grant]
-    assert sluice.ahead_max <= 10 + 1, "the grant for a token may be there before its reader has noted it"
+    assert sluice.ahead_max <= 10 + 1, (
+        "the grant for a token may be there before its reader has noted it"
+    )
 
 
 @pytest.mark.parametrize(
@@ -291,14 +307,16 @@ def test_what_is_read_is_granted_again(monkeypatch: pytest.MonkeyPatch, interval
         (AsyncGeneration, GenerationStream),
     ],
 )
-def test_whatever_can_be_awaited_can_be_waited_for(asynchronous: type, blocking: type) -> None:
-    """The same names, arguments and results; but for closing, and what only an event loop needs."""
+def test_every_awaitable_method_has_a_blocking_one(asynchronous: type, blocking: type) -> None:
+    """Names, arguments and results are equal, except for closing."""
     only_async = {"aclose", "take", "next_event"}
 
     def waits(value: object) -> bool:
         return inspect.iscoroutinefunction(value) or inspect.isasyncgenfunction(value)
 
-    calls = {name for name, _ in inspect.getmembers(asynchronous, waits) if not name.startswith("_")}
+    calls = {
+        name for name, _ in inspect.getmembers(asynchronous, waits) if not name.startswith("_")
+    }
 
     for name in calls - only_async:
         twin = getattr(blocking, name)

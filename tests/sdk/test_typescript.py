@@ -1,6 +1,7 @@
-"""The TypeScript client: it compiles under its strict rules, and keeps each promise of `sdk/conformance.json`.
+"""TypeScript client: it compiles under its strict rules, and keeps each promise of
+`sdk/conformance.json`.
 
-Its own tests run in Node against a real server; each of them is one test here.
+Its tests run in Node against a real server; each of them is one test here.
 """
 
 from __future__ import annotations
@@ -26,10 +27,12 @@ PROMISES = [each["id"] for each in CONFORMANCE]
 
 @pytest.fixture(scope="module")
 def output(built: Path, service: Service, tight_process: Service) -> str:
-    """What Node said of its tests. They bound their own time, each, and name what they were waiting for."""
+    """Return the output of Node's tests, which have their own timeouts."""
     tenant = asyncio.run(service.tenant())
     limited = asyncio.run(service.tenant({QuotaDimension.TOKENS_PER_MONTH: 40}))
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("WEIR_")}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("WEIR_")
+    }
     environment |= {
         "WEIR_ADDRESS": service.address,
         "WEIR_API_KEY": tenant.secret,
@@ -42,7 +45,9 @@ def output(built: Path, service: Service, tight_process: Service) -> str:
     tests = sorted(map(str, (built / "tests").glob("*.test.js")))
     command = ["node", "--test", "--test-reporter=tap", *tests]
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=RUN_MAX_S)
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=RUN_MAX_S
+        )
     except subprocess.TimeoutExpired as late:
         said = late.output.decode() if isinstance(late.output, bytes) else late.output
         pytest.fail(f"Node was not done after {RUN_MAX_S} s:\n{said}", pytrace=False)
@@ -51,8 +56,12 @@ def output(built: Path, service: Service, tight_process: Service) -> str:
 
 @pytest.fixture(scope="module")
 def report(output: str) -> dict[str, str]:
-    """The same by test: "ok", or why not."""
-    found = re.findall(r"^(?:    )*(ok|not ok) \d+ - (.+?)\n(.*?)(?=^(?:    )*(?:ok|not ok|#|1\.\.))", output, re.M | re.S)
+    """Return by test "ok", or the reason of its failure."""
+    found = re.findall(
+        r"^(?:    )*(ok|not ok) \d+ - (.+?)\n(.*?)(?=^(?:    )*(?:ok|not ok|#|1\.\.))",
+        output,
+        re.M | re.S,
+    )
     return {name: "ok" if verdict == "ok" else said for verdict, name, said in found}
 
 
@@ -67,5 +76,7 @@ def test_every_test_of_the_typescript_client_is_a_promise(report: dict[str, str]
     assert {name for name in report if not Path(name).suffix} == set(PROMISES)
 
 
-def test_nothing_that_the_typescript_client_leaves_behind_keeps_its_program_alive(output: str) -> None:
+def test_nothing_that_the_typescript_client_leaves_behind_keeps_its_program_alive(
+    output: str,
+) -> None:
     assert "STILL ALIVE" not in output

@@ -1,4 +1,4 @@
-"""Values are read from messages by the names of their fields: every field has its source, and every enumeration its members."""
+"""Values are read by field names: every field and member has its source."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ from weir_client import (
     wire,
 )
 
-PAIRS: tuple[tuple[Any, Any, set[str]], ...] = (  # the value, its message, and its fields that the message does not tell
+# The value, its message, and its fields without a source in the message.
+PAIRS: tuple[tuple[Any, Any, set[str]], ...] = (
     (accounts.ApiKey, admin_service_pb2.ApiKey, set()),
     (accounts.AuditEntry, admin_service_pb2.AuditEntry, set()),
     (accounts.BillingProfile, types_pb2.BillingProfile, set()),
@@ -116,7 +117,9 @@ ENUMERATIONS = (
 
 
 @pytest.mark.parametrize(("kind", "message", "untold"), PAIRS)
-def test_every_field_of_a_value_has_its_source_in_the_message(kind: Any, message: Any, untold: set[str]) -> None:
+def test_every_field_of_a_value_has_its_source_in_the_message(
+    kind: Any, message: Any, untold: set[str]
+) -> None:
     taken = {name for name, _ in wire._takes(kind, message.DESCRIPTOR)}
 
     assert {each.name for each in fields(kind)} - taken == untold
@@ -130,7 +133,7 @@ def test_an_enumeration_has_the_members_of_the_contract(kind: Any, wrapper: Any)
     assert set(known.values()) | {0} == set(wrapper.values())
 
 
-def test_what_is_not_told_is_none_or_the_default_and_what_is_newer_is_unspecified() -> None:
+def test_absent_values_are_none_or_the_default_and_newer_ones_unspecified() -> None:
     key = wire.read(accounts.ApiKey, admin_service_pb2.ApiKey(name="web", max_input_tokens=0))
     month = wire.read(bills.Month, months_pb2.Month(state=99))  # type: ignore[arg-type]
     price = wire.read(models.Price, inference_service_pb2.Price())
@@ -151,9 +154,23 @@ def test_times_amounts_durations_and_mappings_are_read_by_their_types() -> None:
     generation = inference_service_pb2.Generation(labels={"team": "search"})
     generation.cost.CopyFrom(wire.money_message(Money.of("-1.5", "USD")))
 
-    read_request, read_plan = wire.read(live.LiveRequest, request), wire.read(billing_terms.Plan, plan, existed=True)
+    read_request, read_plan = (
+        wire.read(live.LiveRequest, request),
+        wire.read(billing_terms.Plan, plan, existed=True),
+    )
     read_generation = wire.read(values.Generation, generation)
 
-    assert (read_request.age_s, read_request.admit_time, read_request.expire_time) == (1.5, noon, None)
-    assert (read_plan.name, read_plan.configuration, read_plan.existed) == ("start", {"name": "start"}, True)
-    assert (dict(read_generation.labels), str(read_generation.cost)) == ({"team": "search"}, "-1.50 USD")
+    assert (read_request.age_s, read_request.admit_time, read_request.expire_time) == (
+        1.5,
+        noon,
+        None,
+    )
+    assert (read_plan.name, read_plan.configuration, read_plan.existed) == (
+        "start",
+        {"name": "start"},
+        True,
+    )
+    assert (dict(read_generation.labels), str(read_generation.cost)) == (
+        {"team": "search"},
+        "-1.50 USD",
+    )

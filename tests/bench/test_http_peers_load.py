@@ -1,0 +1,80 @@
+"""Load generator and upstream of `bench.http_peers`."""
+
+from __future__ import annotations
+
+import asyncio
+import urllib.request
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from bench.http_peers_load import Client, Load, Upstream
+
+STEP_S = 0.002
+
+
+@pytest_asyncio.fixture
+async def port() -> AsyncIterator[int]:
+    """Yield the port of an upstream."""
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(lambda: Upstream(STEP_S, 9), "127.0.0.1", 0)
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        server.close()
+
+
+def load(port: int, **more: Any) -> Load:
+    given: dict[str, Any] = {"mode": "rate", "connection_count": 3, "output_tokens": 5}
+    given |= {"warm_up_s": 0.05, "seconds": 0.2}
+    return Load([port], {"authorization": "Bearer x"}, {}, prompt="a b c", **given | more)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_whole_and_streamed_answers_are_complete_and_timed(port: int, streams: bool) -> None:
+    seen = await Client(load(port, streams=streams)).run()
+
+    assert not seen.failures
+    assert 0 < seen.request_count <= len(seen.delivered)
+    assert set(seen.statuses) == {200}
+    first_ms = STEP_S * 1000 * (1 if streams else 5)
+    assert min(seen.ttft_ms) >= first_ms * 0.9, "an answer takes a step per token"
+
+
+async def test_a_burst_is_one_request_on_each_connection(port: int) -> None:
+    seen = await Client(load(port, mode="burst", connection_count=20)).run()
+
+    assert seen.statuses == {200: 20}
+    assert len(set(seen.delivered)) == 20
+
+
+async def test_an_answer_of_another_length_is_a_failure(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve = Upstream._chat
+    monkeypatch.setattr(
+        Upstream, "_chat", lambda self, asked: serve(self, {**asked, "max_tokens": 4})
+    )
+
+    seen = await Client(load(port)).run()
+
+    assert seen.failures[0].startswith("not 5 tokens")
+
+
+async def test_the_upstream_lists_the_records_that_it_received(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Upstream, "record_ids", set())
+    call_id = str(uuid.uuid4())
+    url = f"http://127.0.0.1:{port}/records"
+    body = f'[{{"litellm_call_id": "{call_id}", "id": "x"}}]'.encode()
+
+    def exchange() -> bytes:
+        urllib.request.urlopen(url, body).close()
+        with urllib.request.urlopen(url) as answer:
+            return bytes(answer.read())
+
+    assert await asyncio.to_thread(exchange) == f'["{call_id}"]'.encode()
