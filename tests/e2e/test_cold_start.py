@@ -7,7 +7,7 @@ import contextlib
 import os
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -117,19 +117,48 @@ async def check_finished(
     return finished
 
 
+@contextlib.asynccontextmanager
+async def load_paused(directory: Path) -> AsyncIterator[None]:
+    """Pause the next load of a checkpoint within the block, where it opens its configuration."""
+    config, aside = directory / "config.json", directory / "aside"
+    os.rename(config, aside)
+    os.mkfifo(config)
+    try:
+        yield
+        opened: list[int] = []
+
+        def open_for_reader() -> bool:
+            with contextlib.suppress(OSError):  # ENXIO until the host has it open
+                opened.append(os.open(config, os.O_WRONLY | os.O_NONBLOCK))
+            return bool(opened)
+
+        await until(open_for_reader, "the host to open the configuration")
+    finally:
+        os.replace(aside, config)
+    with os.fdopen(opened[0], "wb") as pipe:
+        pipe.write(config.read_bytes())
+
+
 async def test_from_nothing_to_tokens_to_nothing_and_again(cold: Service) -> None:
     assert cold.serving(), "a model that is cold by design is no reason to take the server out"
     assert cold.serving(f"engine/{MODEL}")
     await engines_gone(cold)  # of earlier tests
     tenant = await new_tenant(cold)
     async with cold.stream(tenant.secret) as stream:
-        request_ids = [await stream.begin() for _ in range(20)]
+
+        def loading_of(request_id: str) -> list[pb.ProgressFrame]:
+            return [frame for frame in stream.of(request_id, "progress") if frame.stage == LOADING]
+
+        async with load_paused(Path(cold.settings.models[OTHER])):
+            request_ids = [await stream.begin(model=OTHER) for _ in range(20)]
+            await stream.wait(
+                lambda: all(len(loading_of(request_id)) > 1 for request_id in request_ids),
+                "one frame at once, more while the load goes on",
+            )
 
         for request_id in request_ids:
             finished = await check_finished(cold, tenant, stream, request_id)
-            loading = [
-                frame for frame in stream.of(request_id, "progress") if frame.stage == LOADING
-            ]
+            loading = loading_of(request_id)
             fractions = [frame.loading_fraction for frame in loading]
             assert fractions == sorted(fractions)
             assert {frame.loading_stage for frame in loading} <= {
@@ -138,13 +167,12 @@ async def test_from_nothing_to_tokens_to_nothing_and_again(cold: Service) -> Non
                 "import",
                 "weights",
             }
-            assert len(loading) > 1, "one at once, more while it goes on"
             waited_ms = finished.timings.ttft_ms - finished.timings.cold_start_ms
             assert 0 < waited_ms < finished.timings.ttft_ms
 
         await engines_gone(cold)
         assert cold.serving()
-        again = await stream.begin()
+        again = await stream.begin(model=OTHER)
         await check_finished(cold, tenant, stream, again)
         first = await stream.first(again, "progress")
         assert first.stage == LOADING
