@@ -152,7 +152,7 @@ class ModelInfo:
     and requests affected by the difference are refused (`SamplingParams.counts_output`).
     capabilities: supported request fields; the engine refuses all others. embedding_dimension:
     vector length, 0 for generating models. For embedding models, context_window_tokens limits a
-    text.
+    text. adapters: names of the LoRA adapters that requests may have applied.
     """
 
     name: str
@@ -166,6 +166,7 @@ class ModelInfo:
     continues_exactly: bool = False
     embedding_dimension: int = 0
     capabilities: Capabilities = field(default_factory=Capabilities)
+    adapters: tuple[str, ...] = ()
 
     def can_continue(self, request: GenerationRequest) -> bool:
         """Return whether an engine of this model can exactly continue the request mid-output."""

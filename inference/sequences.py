@@ -152,7 +152,8 @@ class GenerationRequest:
     elsewhere, which the sequence continues. It counts in all limits, penalties, counts and random
     positions; events cover only new output. Needs `ModelInfo.continues_output`; excludes a response
     format, beam search and several choices. regions: where it may run, preferred first; empty for
-    anywhere. Used by replica sets only.
+    anywhere. Used by replica sets only. adapter: one of `ModelInfo.adapters` to apply; empty for
+    the base model.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -165,6 +166,7 @@ class GenerationRequest:
     rank: float = 0.0
     output_token_ids: tuple[int, ...] = ()
     regions: tuple[str, ...] = ()
+    adapter: str = ""
 
     @property
     def may_be_continued(self) -> bool:

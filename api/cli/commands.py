@@ -459,8 +459,13 @@ def tensorrt(
         int, typer.Option("--window", min=512, help="Context window, in tokens.")
     ] = 8192,
     lora: Annotated[
-        Path | None,
-        typer.Option("--lora", help="LoRA adapter to ask about.", exists=True, file_okay=False),
+        list[Path] | None,
+        typer.Option(
+            "--lora",
+            help="LoRA adapter to ask about; may be repeated.",
+            exists=True,
+            file_okay=False,
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -480,9 +485,10 @@ def tensorrt(
     from api.fleet.fleet import tensorrt_settings
     from common.gpus import visible_gpus
     from inference.adapters.findings import checkpoint_facts
+    from inference.adapters.tensorrt_adapters import read_adapter
     from inference.adapters.tensorrt_doctor import examine
     from inference.adapters.tensorrt_engine import load_message
-    from inference.adapters.tensorrt_settings import with_config
+    from inference.adapters.tensorrt_settings import VERSION, with_config
 
     with clear_failures():
         settings = replace(
@@ -490,6 +496,7 @@ def tensorrt(
             context_window_tokens_max=window,
             step_token_count_max=2048,  # a prompt takes several steps, so that it can be aborted
             running_sequence_count_max=batch,
+            adapters=tuple(read_adapter(str(n), each) for n, each in enumerate(lora or (), 1)),
         )
         if tensor_parallel is not None:
             options = replace(settings.options, tensor_parallel_size=tensor_parallel)
@@ -500,13 +507,14 @@ def tensorrt(
             except (ValueError, yaml.YAMLError) as error:
                 wrong_use(f"--config {config}: {error}")
         info, load = load_message(settings)
-        adapter = "" if lora is None else str(lora.resolve())
-        found = asyncio.run(examine(settings, visible_gpus(), adapter))
+        found = asyncio.run(examine(settings, visible_gpus()))
     facts = checkpoint_facts(info) | {
+        "tensorrt_llm_version": VERSION,  # no other one loads
         "limits": asdict(load.limits),
         "options": asdict(settings.options),
     }
     words = {str(model.resolve()): "[model]", str(model): "[model]"}
+    words |= {each.directory: "[adapter]" for each in settings.adapters}
     report("TensorRT-LLM on this machine", found, facts, words, as_json)
 
 

@@ -464,8 +464,12 @@ class Settings:
     tensorrt_abort: Literal["running", "always", "never"] = setting(
         "WEIR_TENSORRT_ABORT", "running", one_of("running", "always", "never")
     )
-    # Must be empty: no engine serves LoRA adapters.
-    lora_adapters: str = setting("WEIR_LORA_ADAPTERS", "", str)
+    # TensorRT-LLM: LoRA adapters as `model:adapter=directory` pairs. `model:adapter` is a model for
+    # clients, with its own prices.
+    lora_adapters: Mapping[str, Path] = setting("WEIR_LORA_ADAPTERS", dict, paths_by_name)
+    # TensorRT-LLM: report of `weir doctor tensorrt --lora DIR --json` that adapters take effect,
+    # without which none is served.
+    lora_report: str = setting("WEIR_LORA_REPORT", "", str)
     # Fleet file of models, replicas, aliases and regions, instead of WEIR_MODELS
     # (`docs/reference/fleet.md`).
     fleet_file: str = setting("WEIR_FLEET", "", str)

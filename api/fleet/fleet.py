@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -21,6 +21,7 @@ import structlog
 
 from api.core.settings import SettingInvalid, Settings, bundled_encoders, bundled_models
 from api.fleet.fleet_file import (
+    WORD,
     EngineKind,
     Fleet,
     FleetModel,
@@ -30,7 +31,14 @@ from api.fleet.fleet_file import (
 )
 from common.gpus import GpusUnknown, read_gpus, visible_gpus
 from inference.adapters.remote_settings import RemoteSettings, Target, TlsFiles, parse_target
+from inference.adapters.tensorrt_adapters import (
+    REPORT_COMMAND,
+    Adapter,
+    check_report,
+    read_adapter,
+)
 from inference.adapters.tensorrt_engine import TensorRtEngine
+from inference.adapters.tensorrt_settings import VERSION as TENSORRT_VERSION
 from inference.adapters.tensorrt_settings import (
     TensorRtOptions,
     TensorRtSettings,
@@ -64,6 +72,7 @@ log = structlog.get_logger(__name__)
 
 # Memory of a GPU above which another process uses it; drivers and displays use less.
 GPU_USED_BYTES_MAX = 1 << 30
+ADAPTER_MARK = ":"  # between the names of a model and its adapter
 # Seconds for a tokenizer of some 10 MB; a server that loads its model does not answer.
 FETCH_TIMEOUT_S = 30.0
 CPU_KV_CACHE_BYTES = 1 << 30
@@ -137,7 +146,8 @@ def engine_plan(
     """Return the plan of an engine. Raises: CheckpointInvalid, SettingInvalid."""
     match kind:
         case "tensorrt":
-            tensorrt = tensorrt_settings(settings, name, directory)
+            adapters = adapters_of(settings, name)
+            tensorrt = replace(tensorrt_settings(settings, name, directory), adapters=adapters)
             try:
                 tensorrt = with_config(tensorrt, engine_config or {})
             except ValueError as error:
@@ -328,12 +338,6 @@ def build_serving(settings: Settings, opener: HostOpener = open_host) -> Serving
 
     Raises: CheckpointInvalid naming the file, SettingInvalid.
     """
-    if settings.lora_adapters:
-        remedy = "merge each adapter into its checkpoint and serve that as a model of WEIR_MODELS"
-        raise SettingInvalid(
-            f"WEIR_LORA_ADAPTERS={settings.lora_adapters!r}: no engine applies LoRA adapters:"
-            f" {remedy}"
-        )
     fleet = fleet_of_file(settings) if settings.fleet_file else fleet_of_models(settings)
     gpus = fleet.gpus or visible_gpus() or named_gpus(fleet)
     memory_bytes = fleet.memory_bytes or settings.engine_memory_bytes or None
@@ -355,6 +359,7 @@ def build_serving(settings: Settings, opener: HostOpener = open_host) -> Serving
                 engines[served] = builder.build_set(model, version, served)
             share = Share(version.version, served, version.weight)
             (encoder_shares if model.embeds else shares).setdefault(model.name, []).append(share)
+    add_adapters(settings, engines, shares, {*encoder_shares, *fleet.aliases})
     try:  # warm replicas, with any other one beside them
         builder.budget.check(builder.slots)
     except GpusTooFew as error:
@@ -382,6 +387,59 @@ def build_serving(settings: Settings, opener: HostOpener = open_host) -> Serving
         catalog,
         Catalog(encoder_shares, aliases_within(fleet.aliases, encoder_shares)),
     )
+
+
+def add_adapters(
+    settings: Settings,
+    engines: Mapping[str, Engine],
+    shares: dict[str, list[Share]],
+    taken: Collection[str],
+) -> None:
+    """Add the adapters of engines to the models. taken: other names. Raises: SettingInvalid."""
+    taken = {*taken, *shares}
+    unused = dict(settings.lora_adapters)
+    for model, versions in list(shares.items()):
+        for share in versions:
+            for adapter in engines[share.served].model.adapters:
+                name = f"{model}{ADAPTER_MARK}{adapter}"
+                if name in taken:
+                    raise SettingInvalid(
+                        f"WEIR_LORA_ADAPTERS: {name!r} is also a model or an alias: give the"
+                        " adapter another name"
+                    )
+                shares.setdefault(name, []).append(replace(share, adapter=adapter))
+                del unused[f"{share.served}{ADAPTER_MARK}{adapter}"]
+    if unused:
+        raise SettingInvalid(
+            f"WEIR_LORA_ADAPTERS: {min(unused)!r} must be model:adapter or"
+            " model@version:adapter, with a model whose engine is `tensorrt`: others apply no"
+            " adapters"
+        )
+
+
+def adapters_of(settings: Settings, served: str) -> tuple[Adapter, ...]:
+    """Return the adapters of a model or version. Raises: SettingInvalid, CheckpointInvalid."""
+    found = []
+    for key, directory in settings.lora_adapters.items():
+        name, _, adapter = key.rpartition(ADAPTER_MARK)
+        if name != served:
+            continue
+        if not WORD.fullmatch(adapter):
+            raise SettingInvalid(
+                f"WEIR_LORA_ADAPTERS: {key!r}: the adapter's name must match {WORD.pattern}"
+            )
+        found.append(read_adapter(adapter, directory))
+    if found and not settings.lora_report:
+        raise SettingInvalid(
+            "WEIR_LORA_ADAPTERS needs WEIR_LORA_REPORT, the file with a report that adapters take"
+            f" effect: run `{REPORT_COMMAND}` on this machine"
+        )
+    if found:
+        try:
+            check_report(Path(settings.lora_report), TENSORRT_VERSION)
+        except ValueError as error:
+            raise SettingInvalid(f"WEIR_LORA_REPORT={settings.lora_report!r}: {error}") from error
+    return tuple(found)
 
 
 def fleet_of_file(settings: Settings) -> Fleet:

@@ -80,15 +80,18 @@ def checked_request(
     response_format = start.response_format
     if start.tool_use.tools:
         response_format = format_with_tools(start.tool_use, response_format, tokenizer)
+    salt = str(payer.organization_id)
     request = GenerationRequest(
         prompt_token_ids=token_ids,
         sampling=start.sampling.over(model.default_sampling),
         stop=start.stop.within(default),
-        cache_salt=str(payer.organization_id),
+        # What one adapter has computed is wrong for another.
+        cache_salt=f"{salt}:{route.adapter}" if route.adapter else salt,
         response_format=response_format,
         choice_count=start.choice_count,
         beam_search=start.beam_search,
         regions=route.regions,
+        adapter=route.adapter,
     )
     check_against_model(request, size)
     model.capabilities.check(request, model.engine)

@@ -33,18 +33,16 @@ ALIVE = "Does it live to the last question?"
 KILLED = "After the worker's death, do its processes end, and is the GPU's memory free again?"
 
 
-async def examine(
-    settings: TensorRtSettings, gpus: Sequence[str] = (), adapter: str = ""
-) -> list[Observation]:
+async def examine(settings: TensorRtSettings, gpus: Sequence[str] = ()) -> list[Observation]:
     """Return the observations. gpus: ids of the GPUs whose memory is compared.
 
-    adapter: directory of a LoRA adapter to ask about. Raises: CheckpointInvalid; ValueError for
-    contradictory limits.
+    Raises: CheckpointInvalid; ValueError for contradictory limits.
     """
     _, load = load_message(settings)
-    found = await _ask(settings, msgspec.structs.replace(load, adapter=adapter))
+    found = await _ask(settings, load)
     if found[-1].verdict is Verdict.EXPECTED:
-        found.append(await _killed_worker(settings, load, gpus))
+        without = msgspec.structs.replace(load, adapters=())  # which may have no effect
+        found.append(await _killed_worker(settings, without, gpus))
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 from inference.adapters.kv_events import KvCacheChange, KvEventIndex
 from inference.adapters.tensorrt_settings import VERSION, LoadTensorRt, TensorRtSettings
@@ -39,9 +40,14 @@ def load_message(settings: TensorRtSettings) -> tuple[ModelInfo, LoadTensorRt]:
         waiting_sequence_count_max=settings.waiting_sequence_count_max,
     )
     load = LoadTensorRt(
-        model.directory, model.vocabulary_size, end_token_ids, limits, settings.options
+        model.directory,
+        model.vocabulary_size,
+        end_token_ids,
+        limits,
+        settings.options,
+        settings.adapters,
     )
-    return model, load
+    return replace(model, adapters=tuple(each.name for each in settings.adapters)), load
 
 
 class TensorRtEngine(HostedEngine):

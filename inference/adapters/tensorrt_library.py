@@ -12,29 +12,30 @@ an idle engine generates a test token from time to time.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from common.processes import alive, command_line, descendants
 from inference.adapters.external_core import OutsideCore, StallWatch
+from inference.adapters.tensorrt_adapters import Adapter
 from inference.adapters.tensorrt_settings import (
     KV_EVENT_COUNT_MAX,
     SPARE_PLACE_COUNT,
     VERSION,
     TensorRtOptions,
 )
-from inference.engine import GenerationRequest, GrammarKind
+from inference.engine import GenerationRequest, GrammarKind, SamplingParams, StopCriteria
 from inference.errors import EngineStartFailed
 from inference.limits import EngineLimits
 
 # not a token id: keeps the engine from asking a tokenizer for the end token that a checkpoint lacks
 NO_END_TOKEN = -1
+GPU_ADAPTER_COUNT_MAX = 8  # the library moves others to the GPU as requests name them
+EFFECT_PROMPT_TOKENS, EFFECT_TOKENS = 32, 4  # of outputs that show whether adapters have an effect
 
 
 class TensorRtLibrary:
@@ -59,13 +60,18 @@ class TensorRtLibrary:
         self._llm_type: Any = tensorrt_llm.LLM
         self._api: Any = llmapi
         self.RequestError: type[Exception] = llmapi.RequestError
+        self._adapters: dict[str, Any] = {}
 
     def build(
-        self, directory: str, limits: EngineLimits, options: TensorRtOptions, adapter: str = ""
+        self,
+        directory: str,
+        limits: EngineLimits,
+        options: TensorRtOptions,
+        adapters: Sequence[Adapter] = (),
     ) -> Any:
         """Load a checkpoint with every limit set; block until the engine accepts requests.
 
-        adapter: directory of a LoRA adapter for `submit`.
+        adapters: that requests may name.
         """
         api, config = self._api, dict(options.config)
         kv_cache: dict[str, Any] = {
@@ -93,11 +99,16 @@ class TensorRtLibrary:
         if options.expert_parallel_size is not None:
             arguments["moe_expert_parallel_size"] = options.expert_parallel_size
         try:
-            if adapter:
+            if adapters:
                 # The flag `enable_lora` has no effect on this backend, and CUDA graphs leave the
                 # adapter out.
-                arguments["lora_config"] = _lora_config(adapter)
+                arguments["lora_config"] = _lora_config(adapters)
                 arguments["cuda_graph_config"] = None
+                # The same ids in every worker with these adapters; 0 is the base model's.
+                self._adapters = {
+                    each.name: api.LoRARequest(each.name, number, each.directory)
+                    for number, each in enumerate(sorted(adapters, key=lambda one: one.name), 1)
+                }
             arguments["kv_cache_config"] = api.KvCacheConfig(**kv_cache)
             arguments["scheduler_config"] = api.SchedulerConfig(
                 capacity_scheduler_policy=api.CapacitySchedulerPolicy(policy), **scheduler
@@ -150,19 +161,40 @@ class TensorRtLibrary:
             values["guided_decoding"] = self._guide(request)
         return self._sampling_type(**values)
 
-    def submit(self, llm: Any, request: GenerationRequest, sampling: Any, adapter: str = "") -> Any:
-        """Submit a sequence; return its result iterator. Always use the same event loop.
-
-        adapter: directory of the LoRA adapter that the engine was built with.
-        """
+    def submit(self, llm: Any, request: GenerationRequest, sampling: Any) -> Any:
+        """Submit a sequence; return its result iterator. Always use the same event loop."""
         return llm.generate_async(
             [*request.prompt_token_ids, *request.output_token_ids],
             sampling,
-            lora_request=self._api.LoRARequest("adapter", 1, adapter) if adapter else None,
+            lora_request=self._adapters[request.adapter] if request.adapter else None,
             streaming=True,
             # Requests without a salt share one cache group.
             cache_salt=request.cache_salt or None,
         )
+
+    async def adapted_outputs(
+        self, llm: Any, vocabulary_size: int, names: Sequence[str]
+    ) -> dict[str, list[Any]]:
+        """Return a greedy output with log-probabilities under each adapter. names: "" is none."""
+        low = vocabulary_size // 4  # special tokens are at the ends of a vocabulary
+        found: dict[str, list[Any]] = {}
+        for name in names:
+            request = GenerationRequest(
+                tuple(range(low, low + EFFECT_PROMPT_TOKENS)),
+                SamplingParams(top_logprobs=1),
+                StopCriteria(EFFECT_TOKENS, ignore_eos=True),
+                cache_salt=f"weir-canary {name}",
+                adapter=name,
+            )
+            sampling = self.sampling(request, frozenset(), vocabulary_size)
+            async for response in self.submit(llm, request, sampling):
+                [output] = response.outputs
+            found[name] = [
+                (token, round(each.logprob, 3))
+                for known in output.logprobs
+                for token, each in known.items()
+            ] + list(output.token_ids)
+        return found
 
     def canary(self, llm: Any, token_id: int) -> Any:
         sampling = self._sampling_type(
@@ -182,14 +214,19 @@ class TensorRtLibrary:
                 return self._api.GuidedDecodingParams(grammar=response_format.source)
 
 
-def _lora_config(adapter: str) -> Any:
-    """Return the library's configuration for one adapter. Raises: OSError, ValueError, KeyError."""
+def _lora_config(adapters: Sequence[Adapter]) -> Any:
+    """Return the library's configuration of adapters."""
     try:
         from tensorrt_llm.lora_helper import LoraConfig
     except ImportError:  # its place in the documentation of 1.2
         from tensorrt_llm.lora_manager import LoraConfig
-    rank = json.loads((Path(adapter) / "adapter_config.json").read_text())["r"]
-    return LoraConfig(lora_dir=[adapter], max_lora_rank=rank, max_loras=1, max_cpu_loras=1)
+    return LoraConfig(
+        # not `lora_dir`, from which it reads the modules of a single adapter
+        lora_target_modules=sorted(frozenset().union(*(each.modules for each in adapters))),
+        max_lora_rank=max(each.rank for each in adapters),
+        max_loras=min(len(adapters), GPU_ADAPTER_COUNT_MAX),
+        max_cpu_loras=len(adapters),
+    )
 
 
 LOOK_EVERY_S = 0.5

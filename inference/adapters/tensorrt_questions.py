@@ -33,6 +33,7 @@ from inference.adapters.findings import (
     expected,
     needed,
 )
+from inference.adapters.tensorrt_adapters import EFFECTIVE
 from inference.adapters.tensorrt_library import TensorRtLibrary, ranks
 from inference.adapters.tensorrt_settings import LoadTensorRt
 from inference.adapters.tensorrt_worker import kill_workers
@@ -68,14 +69,14 @@ SUBMITTED = frozenset({"inputs", "sampling_params", "streaming", "cache_salt"})
 
 @dataclass(slots=True)
 class Patient:
-    """An engine under test. workers: ids of the processes that it needs. adapter: see `submit`."""
+    """An engine under test. workers: ids of the processes that it needs. adapters: their names."""
 
     library: TensorRtLibrary
     llm: Any
     limits: EngineLimits
     vocabulary_size: int
     workers: list[int]
-    adapter: str = ""
+    adapters: tuple[str, ...] = ()
     statistics: dict[str, Any] = field(default_factory=dict)
     events: list[dict[str, Any]] = field(default_factory=list)
 
@@ -94,7 +95,6 @@ class Patient:
         *,
         ends: frozenset[int] = frozenset(),
         salt: str = "",
-        adapter: str = "",
         library_values: Mapping[str, Any] | None = None,
         **changes: Any,
     ) -> Any:
@@ -109,7 +109,7 @@ class Patient:
         values = self.library.sampling(request, ends, self.vocabulary_size)
         for name, value in (library_values or {}).items():
             setattr(values, name, value)
-        return self.library.submit(self.llm, request, values, adapter)
+        return self.library.submit(self.llm, request, values)
 
     async def tokens(self, *values: Any, **named: Any) -> list[int]:
         """Run a request to its end and return the output. For the parameters see `start`."""
@@ -361,29 +361,23 @@ async def minimum_output(patient: Patient) -> tuple[Verdict, str]:
     return expected(len(ended) < 10), f"{len(ended)} tokens instead of at least 10"
 
 
-async def lora_adapter(patient: Patient) -> tuple[Verdict, str]:
-    """Does a LoRA adapter change the output?"""
-    if not patient.adapter:
+async def lora_adapters(patient: Patient) -> tuple[Verdict, str]:
+    """Do LoRA adapters change the output?"""
+    if not patient.adapters:
         return Verdict.EXPECTED, "not asked: --lora names no adapter"
-    sampling = SamplingParams(top_logprobs=1)
-    base, again, adapted = [
-        await patient.finish(
-            patient.start(patient.prompt(19), 4, sampling=sampling, salt=salt, adapter=adapter)
-        )
-        for salt, adapter in (("base", ""), ("base again", ""), ("adapted", patient.adapter))
-    ]
-
-    def shown(output: Any) -> list[Any]:
-        likely = [
-            [(token, round(each.logprob, 3)) for token, each in known.items()]
-            for known in output.logprobs
+    async with asyncio.timeout(ANSWER_WAIT_S * (len(patient.adapters) + 2)):
+        once, outputs = [
+            await patient.library.adapted_outputs(patient.llm, patient.vocabulary_size, names)
+            for names in ([""], ["", *patient.adapters])
         ]
-        return [list(output.token_ids), likely]
-
-    if shown(base) != shown(again):
+    base = outputs.pop("")
+    if once[""] != base:
         return Verdict.OTHER, "not known: the same request without an adapter varies"
-    differs = shown(base) != shown(adapted)
-    return expected(differs), "yes" if differs else "no: the base model answers"
+    if ignored := [output for output in outputs.values() if output == base]:
+        return Verdict.OTHER, f"no: the base model answers for {len(ignored)} of {len(outputs)}"
+    if any(one == other for one, other in itertools.combinations(outputs.values(), 2)):
+        return Verdict.OTHER, "no: different adapters give the same output"
+    return Verdict.EXPECTED, EFFECTIVE
 
 
 async def biased_logits(patient: Patient) -> tuple[Verdict, str]:
@@ -473,7 +467,7 @@ QUESTIONS: tuple[Question, ...] = (
     seeds,
     minimum_output,
     biased_logits,
-    lora_adapter,
+    lora_adapters,
     invalid_token,
     guided_decoding,
     statistics,
@@ -491,10 +485,11 @@ def ask(load: LoadTensorRt, tell: Callable[[Observation], None]) -> None:
     """
     library = TensorRtLibrary()
     began_s = time.monotonic()
-    llm = library.build(load.directory, load.limits, load.options, load.adapter)
+    llm = library.build(load.directory, load.limits, load.options, load.adapters)
     took = f"{time.monotonic() - began_s:.1f} s"
     tell(Observation("How long does it take to start?", Verdict.EXPECTED, took))
-    patient = Patient(library, llm, load.limits, load.vocabulary_size, ranks(), load.adapter)
+    names = tuple(each.name for each in load.adapters)
+    patient = Patient(library, llm, load.limits, load.vocabulary_size, ranks(), names)
     asyncio.run(ask_all(QUESTIONS, patient, tell))
     began_s = time.monotonic()
     llm.shutdown()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from inference.adapters.external_core import Handling
+from inference.adapters.tensorrt_adapters import Adapter
 from inference.limits import EngineLimits
 from inference.workers.protocol import Message
 
@@ -69,7 +70,8 @@ class TensorRtSettings:
     one GPU.
 
     load_timeout_s: weights, autotuner and CUDA graphs of a large model take minutes. python: the
-    interpreter of the worker, which has the library; empty for that of this process.
+    interpreter of the worker, which has the library; empty for that of this process. adapters: that
+    requests may name.
     """
 
     directory: Path
@@ -87,6 +89,7 @@ class TensorRtSettings:
     stable_after_s: float = 300.0
     environment: Mapping[str, str] = field(default_factory=dict)
     python: str = ""
+    adapters: tuple[Adapter, ...] = ()
 
     @property
     def shard_count(self) -> int:
@@ -143,6 +146,8 @@ def with_config(settings: TensorRtSettings, config: Mapping[str, Any]) -> Tensor
         place = kv_cache if section else entries
         if entry in place and place.pop(entry) != needed:
             raise ValueError(f"{name} must be {needed!r}: Weir cannot use another value")
+    if settings.adapters and entries.get("cuda_graph_config") is not None:
+        raise ValueError("cuda_graph_config must be left out: CUDA graphs omit LoRA adapters")
     for name in ("model", "tokenizer"):
         if name in entries:
             raise ValueError(f"{name} must be left out: `directory` names the checkpoint")
@@ -178,14 +183,11 @@ def _size(entries: dict[str, Any], name: str, default: int | None) -> Any:
 
 
 class LoadTensorRt(Message, tag="load_tensorrt", frozen=True):
-    """First message to a TensorRT-LLM worker: the checkpoint and its options.
-
-    adapter: directory of a LoRA adapter, only for the doctor's question; empty for none.
-    """
+    """First message to a TensorRT-LLM worker: the checkpoint and its options."""
 
     directory: str
     vocabulary_size: int
     end_token_ids: frozenset[int]
     limits: EngineLimits
     options: TensorRtOptions
-    adapter: str = ""
+    adapters: tuple[Adapter, ...] = ()

@@ -91,7 +91,9 @@ class TensorRtHost:
         try:
             library = TensorRtLibrary()
             self._send(Loading("engine", 0.1))
-            self._llm = library.build(message.directory, message.limits, message.options)
+            self._llm = library.build(
+                message.directory, message.limits, message.options, message.adapters
+            )
             asyncio.run(self._serve(library))
         except* (CheckpointInvalid, EngineStartFailed) as group:
             failure = group
@@ -131,6 +133,7 @@ class TensorRtHost:
             watch = EngineWatch(library, self._llm, self._core, options, self._broken)
             if (fault := await watch.canary_fault()) is not None:
                 raise EngineStartFailed(f"the engine was loaded, but {fault}")
+            await self._check_adapters(library)
             await self._read_first_statistics()
             duties = (watch.run(), self._poll_statistics(), self._beat(), self._poll_kv_events())
             background = [tasks.create_task(duty) for duty in duties]
@@ -144,6 +147,25 @@ class TensorRtHost:
             await self._ended.wait()
             for task in background:
                 task.cancel()
+
+    async def _check_adapters(self, library: TensorRtLibrary) -> None:
+        """Raise EngineStartFailed if an adapter has no effect on an output."""
+        adapters, options = self._load.adapters, self._load.options
+        names = ("", *(each.name for each in adapters))
+        try:
+            async with asyncio.timeout(options.canary_timeout_s * len(names)):
+                outputs = await library.adapted_outputs(
+                    self._llm, self._load.vocabulary_size, names if adapters else ()
+                )
+        except (library.RequestError, TimeoutError, ValueError) as error:
+            raise EngineStartFailed(f"LoRA adapters cannot be applied: {error!r}") from error
+        for each in adapters:
+            if outputs[each.name] == outputs[""]:
+                raise EngineStartFailed(
+                    f"LoRA adapter {each.name!r} in {each.directory} does not change the output of"
+                    " a test prompt: the base model would answer for it. Merge it into its"
+                    " checkpoint, or remove it from WEIR_LORA_ADAPTERS"
+                )
 
     def _pump(self, loop: asyncio.AbstractEventLoop) -> None:
         """Forward messages to the event loop."""

@@ -60,13 +60,14 @@ class EncoderRoute:
 class Route(msgspec.Struct, frozen=True):
     """Route of a request. model: canonical name, by which it is billed.
 
-    served: name that the engine serves. regions: see `GenerationRequest`.
+    served: name that the engine serves. regions, adapter: see `GenerationRequest`.
     """
 
     model: str
     served: str
     engine: Engine
     regions: tuple[str, ...] = ()
+    adapter: str = ""
 
 
 @runtime_checkable
@@ -159,7 +160,8 @@ class Router:
                 f"region {region[:64]!r} is unknown; {remedy}", "region"
             ) from None
         canonical_name = catalog.canonical_name(model)
-        route = Route(canonical_name, share.served, self._engines[share.served], regions)
+        engine = self._engines[share.served]
+        route = Route(canonical_name, share.served, engine, regions, share.adapter)
         if len(catalog.shares[canonical_name]) == 1:
             self._routes[model, region] = route
         return route
@@ -317,11 +319,15 @@ VERSION_MARK = "@"
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Version of a model with its weight. served: name of its engine; version: may be empty."""
+    """Version of a model with its weight. served: name of its engine; version: may be empty.
+
+    adapter: of the engine, for a model that is an adapter of another one.
+    """
 
     version: str
     served: str
     weight: float = 1.0
+    adapter: str = ""
 
 
 @dataclass(frozen=True, slots=True)

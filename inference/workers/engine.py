@@ -132,6 +132,8 @@ class EngineLife(BackendLife):
         if fault is not None:
             raise RequestImpossible(fault)
         self._model.capabilities.check(request, self._model.engine)
+        if request.adapter and request.adapter not in self._model.adapters:
+            raise RequestImpossible(f"this model's engine has no LoRA adapter {request.adapter!r}")
         if self._waiting_count >= self._limits.waiting_sequence_count_max:
             raise EngineOverloaded("the engine's queue is full", self._overload_wait_s())
         sequence = self._sequences[self._next_number] = EngineSequence(

@@ -12,7 +12,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from api.core.settings import SettingInvalid, Settings, bundled_encoders
-from api.fleet.fleet import build_serving, engine_plan, fleet_of_models
+from api.fleet.fleet import engine_plan, fleet_of_models
 from inference.text.tools import CallFormat
 from inference.workers.process import open_host
 from metering.invoicing.invoice_document import Issuer
@@ -217,20 +217,6 @@ def test_tensorrt_gets_its_sizes() -> None:
         4,
         False,
     )
-
-
-@pytest.mark.parametrize(
-    "environment",
-    [
-        {"WEIR_LORA_ADAPTERS": "demo:x=/y"},
-        {"WEIR_ENGINE": "tensorrt", "WEIR_LORA_ADAPTERS": "demo:x=/y"},
-    ],
-)
-def test_adapters_are_refused_since_no_engine_applies_them(environment: dict[str, str]) -> None:
-    with pytest.raises(
-        SettingInvalid, match=r"WEIR_LORA_ADAPTERS='demo:x=/y': .*merge each adapter"
-    ):
-        build_serving(Settings.from_environment(environment))
 
 
 CASES: list[dict[str, Any]] = [

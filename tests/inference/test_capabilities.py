@@ -93,6 +93,7 @@ ALWAYS = {
     "rank": "what waits here is ordered here",
     "output_token_ids": "a part of the prompt, or refused where that makes a difference",
     "regions": "chooses the engine",
+    "adapter": "refused by engines that do not have it",
     "beam_search": "listed",
     "temperature": "translated by all",
     "max_output_tokens": "translated by all",

@@ -13,11 +13,13 @@ from typer.testing import CliRunner
 from api.cli.commands import doctor as commands
 from common.gpus import Gpu
 from inference.adapters import tensorrt_doctor as doctor
-from inference.adapters import tensorrt_library
 from inference.adapters import tensorrt_questions as questions
 from inference.adapters.findings import Observation, Verdict
+from inference.adapters.tensorrt_adapters import Adapter, check_report, read_adapter
 from inference.adapters.tensorrt_engine import load_message
+from inference.adapters.tensorrt_settings import VERSION
 from tests.inference.checkpoints import TinyCheckpoint
+from tests.inference.tensorrt_adapters import write_adapter
 from tests.inference.tensorrt_core import double_imported
 from tests.inference.tensorrt_hosted import find_double, tensorrt_settings
 
@@ -30,7 +32,10 @@ SIZES: dict[str, Any] = {
 
 
 def ask(
-    tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch, faults: str, adapter: str = ""
+    tiny: TinyCheckpoint,
+    monkeypatch: pytest.MonkeyPatch,
+    faults: str,
+    adapters: tuple[Adapter, ...] = (),
 ) -> dict[str, Any]:
     """Ask the questions in this process."""
     monkeypatch.setattr(questions, "SILENCE_S", 0.5)
@@ -38,7 +43,7 @@ def ask(
     found: list[Observation] = []
     with double_imported(monkeypatch, faults):
         _, load = load_message(tensorrt_settings(tiny, **SIZES))
-        questions.ask(msgspec.structs.replace(load, adapter=adapter), found.append)
+        questions.ask(msgspec.structs.replace(load, adapters=adapters), found.append)
     return {observation.question.partition("?")[0]: observation for observation in found}
 
 
@@ -68,19 +73,31 @@ def test_a_machine_on_which_the_engine_would_not_work(
     assert "no worker process" in found[KILLED].seen
 
 
-ADAPTER = "Does a LoRA adapter change the output"
+ADAPTERS = "Do LoRA adapters change the output"
 
 
-def test_an_adapter_is_seen_to_take_effect_or_not(
-    tiny: TinyCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("faults", "names", "answer"),
+    [
+        ("", "ab", (Verdict.EXPECTED, "yes")),
+        ("", "", (Verdict.EXPECTED, "not asked: --lora names no adapter")),
+        ("lora_ignored", "ab", (Verdict.OTHER, "no: the base model answers for 2 of 2")),
+    ],
+)
+def test_adapters_are_seen_to_take_effect_or_not(
+    faults: str,
+    names: str,
+    answer: tuple[Verdict, str],
+    tiny: TinyCheckpoint,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (tmp_path / "adapter_config.json").write_text('{"r": 8, "target_modules": ["q_proj"]}')
-    monkeypatch.setattr(questions, "QUESTIONS", (questions.lora_adapter,))
+    monkeypatch.setattr(questions, "QUESTIONS", (questions.lora_adapters,))
+    adapters = tuple(read_adapter(name, write_adapter(tmp_path / name)) for name in names)
 
-    assert ask(tiny, monkeypatch, "", str(tmp_path))[ADAPTER].seen == "yes"
-    monkeypatch.setattr(tensorrt_library, "_lora_config", lambda adapter: None)
-    ignored = ask(tiny, monkeypatch, "", str(tmp_path))[ADAPTER]
-    assert (ignored.verdict, ignored.seen) == (Verdict.OTHER, "no: the base model answers")
+    found = ask(tiny, monkeypatch, faults, adapters)[ADAPTERS]
+
+    assert (found.verdict, found.seen) == answer
 
 
 @pytest.fixture
@@ -151,6 +168,8 @@ def test_the_command_asks_all_questions_in_a_process_of_its_own(
     config = tmp_path / "config.yaml"
     config.write_text("max_seq_len: 2048\nmax_num_tokens: 64\nmax_batch_size: 2\n")
     arguments = ["tensorrt", "--model", str(tiny.directory), "--config", str(config), "--json"]
+    for name in ("a", "b"):
+        arguments += ["--lora", str(write_adapter(tmp_path / name))]
 
     result = CliRunner().invoke(commands, arguments)
     report = json.loads(result.stdout)
@@ -161,4 +180,7 @@ def test_the_command_asks_all_questions_in_a_process_of_its_own(
     assert len(found) == len(questions.QUESTIONS) + 4
     assert report["facts"]["limits"]["running_sequence_count_max"] == 2
     assert found[doctor.ALIVE]["seen"] == "yes"
+    (tmp_path / "report.json").write_text(result.stdout)
+    check_report(tmp_path / "report.json", VERSION)
+    assert str(tmp_path) not in result.stdout
     assert found[doctor.KILLED]["seen"].endswith("the GPU's memory is not known")

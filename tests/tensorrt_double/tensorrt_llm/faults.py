@@ -6,7 +6,8 @@ stuck: it gets at most two tokens. wedge: no request gets output, and health sta
 end token at once. swallow_logprobs: log-probabilities are missing.
 
 Without a token: end_omitted: the end token is not in `token_ids`. mute_abort: aborts are never
-answered. lonely: no worker process. abort_on_load: the constructor ends the process by a signal.
+answered. lora_ignored: the base model answers for adapters. lonely: no worker process.
+abort_on_load: the constructor ends the process by a signal.
 """
 
 from __future__ import annotations

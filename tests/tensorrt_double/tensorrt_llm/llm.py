@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import signal
@@ -36,6 +37,16 @@ from .parameters import PUBLISHED, KvCacheConfig, SamplingParams
 from .results import IterationResult, Logprob, RequestError, RequestOutput, Response
 
 KV_BYTES = 8 << 20
+FIRST_FAVOURED = 16  # the adapter with id 1 favours the next token
+HF_NAMES = {
+    "attn_q": "q_proj",
+    "attn_k": "k_proj",
+    "attn_v": "v_proj",
+    "attn_dense": "o_proj",
+    "mlp_h_to_4h": "gate_proj",
+    "mlp_gate": "up_proj",
+    "mlp_4h_to_h": "down_proj",
+}
 REASONS = {
     EngineFinishReason.STOP: "stop",
     EngineFinishReason.STOP_SEQUENCE: "stop",
@@ -105,6 +116,8 @@ class LLM:
             raise RuntimeError("Only 1 GPUs are available, but more are required.")
         self.kwargs = kwargs
         self._faults = Faults()
+        if (lora := kwargs.get("lora_config")) is not None and len(lora.lora_dir) != 1:
+            assert lora.lora_target_modules, "Expecting at least one lora target module"
         if self._faults.has("abort_on_load"):
             print("MPI_ABORT was invoked on rank 0", file=sys.stderr, flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -266,7 +279,7 @@ class LLM:
                 top_p=sampling.top_p or 1.0,
                 top_k=sampling.top_k or 0,
                 seed=self._generator.getrandbits(63),  # one generator serves all requests
-                logit_bias=self._adapted(tuple(pair for pair in bias if pair[1]), lora_request),
+                logit_bias=tuple(pair for pair in bias if pair[1]) + self._adapted(lora_request),
                 top_logprobs=sampling.logprobs,
             ),
             StopCriteria(
@@ -282,19 +295,25 @@ class LLM:
             response_format=response_format,
         )
 
-    def _adapted(
-        self, bias: tuple[tuple[int, float], ...], lora_request: Any
-    ) -> tuple[tuple[int, float], ...]:
-        """Return the biases under an adapter: it favours one token.
+    def _adapted(self, lora_request: Any) -> tuple[tuple[int, float], ...]:
+        """Return the effect of an adapter: a bias for one token. Its id decides which.
 
-        Without `lora_config`, or with CUDA graphs, the base model answers, and nothing is reported.
+        Without `lora_config`, with CUDA graphs, and of modules that are not configured, the base
+        model answers, and nothing is reported. In the release, an id also separates cached blocks;
+        here only salts do.
         """
-        if lora_request is None or self.kwargs.get("lora_config") is None:
-            return bias
+        lora = self.kwargs.get("lora_config")
+        if lora_request is None or lora is None or self._faults.has("lora_ignored"):
+            return ()
         if self.kwargs.get("cuda_graph_config", True) is not None:
-            return bias
-        assert lora_request.lora_path in self.kwargs["lora_config"].lora_dir
-        return (*bias, (17, 50.0))
+            return ()
+        adapter = json.loads(Path(lora_request.lora_path, "adapter_config.json").read_text())
+        if adapter["r"] > lora.max_lora_rank:
+            raise RequestError(f"rank {adapter['r']} exceeds max_lora_rank {lora.max_lora_rank}")
+        known = {HF_NAMES[module] for module in lora.lora_target_modules}
+        if not lora.lora_dir and not known & {*adapter["target_modules"]}:
+            return ()
+        return ((FIRST_FAVOURED + lora_request.lora_int_id, 50.0),)
 
     def _abort(self, result: RequestOutput) -> None:
         assert not self._is_shut, "the executor is gone"

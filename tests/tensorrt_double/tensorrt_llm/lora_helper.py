@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class LoraConfig:
-    """Adapters of an engine."""
+    """Adapters of an engine. `lora_dir` names modules only if it has a single entry."""
 
     lora_dir: list[str] = field(default_factory=list)
     lora_ckpt_source: str = "hf"

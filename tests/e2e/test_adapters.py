@@ -1,0 +1,81 @@
+"""LoRA adapters of a TensorRT-LLM engine as models: listed, priced, billed, prefixes apart."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from weir.v1 import inference_service_pb2 as pb
+from weir.v1 import inference_service_pb2_grpc as pb_grpc
+from weir_client import AsyncAdminClient
+
+from tests.conftest import new_database
+from tests.inference.tensorrt_adapters import write_adapter, write_report
+from tests.inference.tensorrt_hosted import find_double
+from tests.service import MODEL, PLAIN_IDS, Service, bearer, running
+
+ADAPTERS = (f"{MODEL}:formal", f"{MODEL}:terse")
+
+
+@pytest.fixture(scope="module")
+def service(
+    tmp_path_factory: pytest.TempPathFactory,
+    model: Path,
+    postgres_server: str,
+    template_database: str,
+) -> Iterator[Service]:
+    """Yield a server with TensorRT-LLM's stand-in and two adapters."""
+    with (
+        new_database(postgres_server, template=template_database) as url,
+        pytest.MonkeyPatch.context() as monkeypatch,
+    ):
+        find_double(monkeypatch)
+        home = tmp_path_factory.mktemp("tensorrt")
+        settings = {
+            "engine_backend": "tensorrt",
+            "tensorrt_batch_max": 8,
+            "tensorrt_python": sys.executable,
+            "lora_adapters": {
+                name: write_adapter(home / name.partition(":")[2]) for name in ADAPTERS
+            },
+            "lora_report": str(write_report(home / "report.json")),
+        }
+        with running(Service(home, url, model, **settings)) as service:
+            yield service
+
+
+async def test_adapters_are_models_with_prices_of_their_own(service: Service) -> None:
+    tenant = await service.tenant(scopes=("admin", "inference"))
+    prompt = random.Random(1).sample(PLAIN_IDS, 200)
+    async with AsyncAdminClient(service.address, tenant.secret) as admin:
+        for factor, name in enumerate(ADAPTERS, 2):
+            await admin.set_price(
+                name,
+                organization=tenant.name,
+                input_picos_per_token=0,
+                cached_input_picos_per_token=0,
+                output_picos_per_token=factor * 1_000_000,
+            )
+    async with service.channel() as channel:
+        stub = pb_grpc.InferenceServiceStub(channel)
+        listed = await stub.ListModels(pb.ListModelsRequest(), metadata=bearer(tenant.secret))
+
+    async with service.stream(tenant.secret) as stream:
+        names = (MODEL, *ADAPTERS)
+        ids = [await stream.begin(model=name, prompt=prompt, max_output_tokens=6) for name in names]
+        finished = await asyncio.gather(*map(stream.finished, ids))
+        outputs = [stream.token_ids(each) for each in ids]
+        again = await stream.finished(await stream.begin(model=ADAPTERS[0], prompt=prompt))
+
+    events = [service.books.event(tenant, each) for each in ids]
+    assert {*names} <= {model.name for model in listed.models}
+    assert outputs[1:] == [[17] * 6, [18] * 6]
+    assert not {17, 18} & {*outputs[0]}
+    assert [each.usage.cached_input_token_count for each in finished] == [0, 0, 0]
+    assert again.usage.cached_input_token_count > 0
+    assert [event["model"] for event in events] == [*names]
+    assert [event["cost_picos"] for event in events[1:]] == [12_000_000, 18_000_000]
