@@ -331,7 +331,13 @@ class HttpDialect(Dialect):
         """Implement `Dialect.generate`. Stop sequences are not sent."""
         return HttpCall(self, request_id, self._body(choice))
 
-    def take(self, message: _Message, choice: Choice, output: Output) -> int:
+    def take(self, messages: list[_Message], choice: Choice, output: Output) -> int:
+        """Implement `Dialect.take`: tokens that arrive together are reported together."""
+        for message in messages[:-1]:
+            self._take(message, choice, output)
+        return self._take(messages[-1], choice, output)
+
+    def _take(self, message: _Message, choice: Choice, output: Output) -> int:
         part, usage = message.choices[0], message.usage
         if not self._id_fields:
             _count(message, choice, output)
@@ -370,6 +376,11 @@ class HttpDialect(Dialect):
             headers={"Content-Type": "application/json", "X-Request-Id": request_id},
             **self._options,
         )
+
+    @property
+    def reports_ids(self) -> bool:
+        """Return whether messages have token ids."""
+        return bool(self._id_fields)
 
     def suspect(self) -> None:
         """Check the server now, since a connection broke."""
@@ -497,13 +508,14 @@ class HttpDialect(Dialect):
             self, f"weir-probe-{uuid.uuid4().hex}", self._base(prompt, max_tokens) | fields
         )
         try:
-            async for message in call:
-                part, usage = message.choices[0], message.usage
-                whole.text += part.text
-                whole.token_ids = [*(whole.token_ids or ()), *(part.token_ids or ())]
-                whole.finish_reason = part.finish_reason
-                if part.logprobs is not None:
-                    logprobs.tokens += part.logprobs.tokens
+            async for messages in call:
+                for message in messages:
+                    part, usage = message.choices[0], message.usage
+                    whole.text += part.text
+                    whole.token_ids = [*(whole.token_ids or ()), *(part.token_ids or ())]
+                    whole.finish_reason = part.finish_reason
+                    if part.logprobs is not None:
+                        logprobs.tokens += part.logprobs.tokens
         except HttpFailure as error:
             if error.code() is not grpc.StatusCode.INVALID_ARGUMENT:
                 raise
@@ -627,7 +639,8 @@ def _known(logprobs: _Logprobs) -> list[dict[int, TokenLogprob]]:
 
 
 class HttpCall:
-    """One streamed output. Iterated once; the last message has the finish reason and the usage.
+    """One streamed output, as lists of messages that arrived together. Iterated once; the last
+    message has the finish reason and the usage.
 
     Raises HttpFailure while it is iterated. After `cancel` it ends as aborted.
     """
@@ -640,7 +653,7 @@ class HttpCall:
         self._is_cancelled = False
         self._messages = self._read(body)
 
-    def __aiter__(self) -> AsyncGenerator[_Message, None]:
+    def __aiter__(self) -> AsyncGenerator[list[_Message], None]:
         return self._messages
 
     def cancel(self) -> None:
@@ -659,8 +672,8 @@ class HttpCall:
         finally:
             self._opening = None
 
-    async def _read(self, body: dict[str, Any]) -> AsyncGenerator[_Message, None]:
-        aborted = _Message([_Part(finish_reason="abort")])
+    async def _read(self, body: dict[str, Any]) -> AsyncGenerator[list[_Message], None]:
+        aborted = [_Message([_Part(finish_reason="abort")])]
         try:
             if not self._is_cancelled:
                 await self._open(body)
@@ -670,11 +683,20 @@ class HttpCall:
             assert self._response is not None
             if self._response.status != 200:
                 raise _failure(self._response.status, await self._response.read())
-            async for message in _whole_messages(self._response.content):
-                if self._is_cancelled:  # messages may have been received before
-                    yield aborted
-                    return
-                yield message
+            events = _Events()
+            async for piece in self._response.content.iter_any():
+                messages = events.read(piece)
+                # Without ids, a stop sequence is found in the message of its last token only.
+                step = max(len(messages), 1) if self._dialect.reports_ids else 1
+                for first in range(0, len(messages), step):
+                    if self._is_cancelled:
+                        yield aborted
+                        return
+                    yield messages[first : first + step]
+                if events.failure is not None:
+                    raise events.failure
+            if not events.is_done:
+                raise aiohttp.ClientPayloadError("the stream ended before its last message")
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             if self._is_cancelled:
                 yield aborted
@@ -687,47 +709,62 @@ class HttpCall:
             self.cancel()
 
 
-async def _whole_messages(content: aiohttp.StreamReader) -> AsyncIterator[_Message]:
-    """Yield the messages with output. The last one is held back until the usage is known."""
-    last: _Message | None = None
-    usage: _Usage | None = None
-    sent_count = 0
-    is_done = False
-    async for payload in _payloads(content):
-        if payload == b"[DONE]" and last is not None:
-            last.usage = usage
-            yield last
-            is_done = True
-        if is_done:
-            continue  # so that the connection can be used again
-        message = _MESSAGES.decode(payload) if payload != b"[DONE]" else _Message()
+class _Events:
+    """Messages of a stream of server-sent events, without those that have no output.
+
+    The last message is held back until the usage is known. failure: the error after the messages
+    that were read, if any. is_done: whether the stream said that it has ended.
+    """
+
+    def __init__(self) -> None:
+        self.failure: Exception | None = None
+        self.is_done = False
+        self._rest = b""  # incomplete line
+        self._last: _Message | None = None
+        self._usage: _Usage | None = None
+        self._sent_count = 0
+
+    def read(self, piece: bytes) -> list[_Message]:
+        """Return the messages that this piece of the stream completes."""
+        *lines, self._rest = (self._rest + piece).split(b"\n")
+        messages = []
+        try:
+            for line in lines:
+                # After the end, reading goes on so that the connection can be used again.
+                if line.startswith(b"data:") and not self.is_done:
+                    message = self._message(line[5:].strip())
+                    if message is not None:
+                        messages.append(message)
+            if len(self._rest) > LINE_BYTES_MAX:
+                raise HttpFailure(
+                    grpc.StatusCode.INTERNAL, f"a line exceeds {LINE_BYTES_MAX} bytes"
+                )
+        except (HttpFailure, msgspec.MsgspecError, UnicodeDecodeError) as error:
+            self.failure = error
+        return messages
+
+    def _message(self, payload: bytes) -> _Message | None:
+        last = self._last
+        if payload == b"[DONE]":
+            if last is not None:
+                last.usage = self._usage
+                self.is_done = True
+            return last
+        message = _MESSAGES.decode(payload)
         if message.error is not None:
             code = message.error.code
             raise _failure(code if isinstance(code, int) else 500, payload)
-        usage = message.usage or usage
+        self._usage = message.usage or self._usage
         if not message.choices:
-            continue
+            return None
         if last is not None:
             raise HttpFailure(grpc.StatusCode.INTERNAL, "output after the finish reason")
+        part = message.choices[0]
         if message.meta_info is not None:  # the last message repeats ids, and SGLang may repeat all
-            new_count = message.meta_info.completion_tokens - sent_count
-            message.choices[0].token_ids = message.output_ids[-new_count:] if new_count > 0 else []
-            sent_count += len(message.choices[0].token_ids)
-        if message.choices[0].finish_reason is not None:
-            last = message
-        else:
-            yield message
-    if not is_done:
-        raise aiohttp.ClientPayloadError("the stream ended before its last message")
-
-
-async def _payloads(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Yield the data of server-sent events."""
-    rest = b""
-    async for piece in content.iter_any():
-        *lines, rest = (rest + piece).split(b"\n")
-        for line in lines:
-            if line.startswith(b"data:"):
-                yield line[5:].strip()
-        if len(rest) > LINE_BYTES_MAX:
-            raise HttpFailure(grpc.StatusCode.INTERNAL, f"a line exceeds {LINE_BYTES_MAX} bytes")
+            new_count = message.meta_info.completion_tokens - self._sent_count
+            part.token_ids = message.output_ids[-new_count:] if new_count > 0 else []
+            self._sent_count += len(part.token_ids)
+        if part.finish_reason is None:
+            return message
+        self._last = message
+        return None

@@ -76,13 +76,14 @@ async def run(engine: Engine, request: GenerationRequest) -> Outcome:
         return await read_all(stream)
 
 
-async def first_tokens(stream: SequenceStream, count: int) -> None:
-    """Read until `count` tokens have arrived."""
+async def first_tokens(stream: SequenceStream, count: int) -> int:
+    """Read until `count` tokens have arrived; return how many have, since some arrive together."""
     seen = 0
     async for event in stream:
         seen += len(event.token_ids) if isinstance(event, TokensGenerated) else 0
         if seen >= count:
-            return
+            break
+    return seen
 
 
 async def until(condition: Callable[[], bool]) -> None:

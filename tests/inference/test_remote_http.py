@@ -14,8 +14,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
-import aiohttp
 import grpc
+import msgspec
 import pytest
 
 from api.core.settings import SettingInvalid, Settings
@@ -27,8 +27,8 @@ from inference.adapters.remote_http import (
     HttpCall,
     HttpDialect,
     HttpFailure,
+    _Events,
     _failure,
-    _whole_messages,
 )
 from inference.adapters.remote_settings import Service, Target
 from inference.capabilities import RequestField
@@ -362,12 +362,17 @@ def test_statuses_become_those_of_grpc(
     assert (failure.code().name, failure.field) == (code, field)
 
 
+def pieces(*events: str) -> list[bytes]:
+    """Return a response body in pieces."""
+    data = "".join(f"data: {event}\n\n" for event in events).encode()
+    return [data[start : start + 7] for start in range(0, len(data), 7)]
+
+
 class Content:
-    """A response body in pieces."""
+    """A response body that has arrived."""
 
     def __init__(self, *events: str) -> None:
-        data = "".join(f"data: {event}\n\n" for event in events).encode()
-        self._pieces = [data[start : start + 7] for start in range(0, len(data), 7)]
+        self._pieces = pieces(*events)
 
     async def iter_any(self) -> AsyncIterator[bytes]:
         for piece in self._pieces:
@@ -383,7 +388,9 @@ class Response:
     """A response whose body has arrived."""
 
     status = 200
-    content = Content(TOKEN, TOKEN, END, USAGE, "[DONE]")
+
+    def __init__(self, *events: str) -> None:
+        self.content = Content(*events)
 
     def close(self) -> None:
         """Keep what has arrived, as aiohttp does."""
@@ -392,37 +399,66 @@ class Response:
 class Posting:
     """A dialect that gets that response."""
 
+    reports_ids = True
+
+    def __init__(self, *events: str) -> None:
+        self._events = events
+        self.is_suspected = False
+
     async def post(self, request_id: str, body: dict[str, Any]) -> Response:
-        return Response()
+        return Response(*self._events)
+
+    def suspect(self) -> None:
+        self.is_suspected = True
 
 
 async def test_a_cancelled_output_ends_before_messages_that_have_arrived() -> None:
-    call = HttpCall(cast(Any, Posting()), "a", {})
+    call = HttpCall(cast(Any, Posting(TOKEN, TOKEN, END, USAGE, "[DONE]")), "a", {})
     messages = aiter(call)
 
-    assert (await anext(messages)).choices[0].token_ids == [5]
+    [first] = await anext(messages)
+    assert first.choices[0].token_ids == [5]
     call.cancel()
-    assert [each.choices[0].finish_reason async for each in messages] == ["abort"]
+    assert [each.choices[0].finish_reason async for [each] in messages] == ["abort"]
 
 
-async def read(*events: str) -> list[Any]:
-    content = cast(aiohttp.StreamReader, Content(*events))
-    return [message async for message in _whole_messages(content)]
+def read(*events: str) -> tuple[list[Any], _Events]:
+    """Return the messages of a body, and their reader."""
+    reader = _Events()
+    return [message for piece in pieces(*events) for message in reader.read(piece)], reader
 
 
-async def test_the_last_message_has_the_usage() -> None:
-    first, last = await read(TOKEN, END, USAGE, "[DONE]")
+def test_the_last_message_has_the_usage() -> None:
+    [first, last], reader = read(TOKEN, END, USAGE, "[DONE]")
 
     assert (first.choices[0].token_ids, first.usage) == ([5], None)
     assert (last.choices[0].finish_reason, last.usage.completion_tokens) == ("length", 2)
+    assert reader.is_done
+
+
+def test_messages_that_arrive_together_are_read_together_also_before_an_invalid_one() -> None:
+    reader = _Events()
+
+    messages = reader.read(b"".join(pieces(TOKEN, TOKEN, "{")))
+
+    assert [each.choices[0].token_ids for each in messages] == [[5], [5]]
+    assert isinstance(reader.failure, msgspec.DecodeError)
 
 
 async def test_a_stream_that_breaks_off_or_goes_on_after_its_end_fails() -> None:
     for events in ([TOKEN], [TOKEN, END, USAGE]):
-        with pytest.raises(aiohttp.ClientPayloadError):
-            await read(*events)
-    with pytest.raises(HttpFailure, match="after the finish reason"):
-        await read(END, TOKEN, "[DONE]")
-    with pytest.raises(HttpFailure) as failed:
-        await read(TOKEN, '{"error": {"message": "dead", "code": 500}}', "[DONE]")
-    assert failed.value.code() is grpc.StatusCode.INTERNAL
+        messages, reader = read(*events)
+        assert (len(messages), reader.is_done) == (1, False)
+        posting = Posting(*events)
+        with pytest.raises(HttpFailure, match="ended before its last message"):
+            _ = [each async for each in HttpCall(cast(Any, posting), "a", {})]
+        assert posting.is_suspected
+    _, reader = read(END, TOKEN, "[DONE]")
+    assert "after the finish reason" in str(reader.failure)
+    for failing in ('{"error": {"message": "dead", "code": 500}}', "{"):
+        with pytest.raises(HttpFailure) as failed:
+            _ = [
+                each
+                async for each in HttpCall(cast(Any, Posting(TOKEN, failing, "[DONE]")), "a", {})
+            ]
+        assert failed.value.code() is grpc.StatusCode.INTERNAL
