@@ -2,7 +2,8 @@
 
 Run as `make test-peers`, or `python -m infra.peers [PEER ...]`. Environments are kept below
 `~/.cache/weir/peers`, with `output.log` of the last command. If the variable of a peer already
-names an interpreter, that one is used and nothing is installed.
+names an interpreter, that one is used and nothing is installed. vLLM needs a CPU build of torch:
+set `PIP_EXTRA_INDEX_URL` as CONTRIBUTING.md says.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ PEERS = {
             "smg",
             ("install smg==1.13.0",),
             ("tests/inference/test_real_smg.py", "tests/inference/test_engine_contract.py"),
-            "test_real_smg or smg-vllm and not matrix",
+            "test_real_smg or smg-vllm",
             needs=("vllm",),
         ),
     )

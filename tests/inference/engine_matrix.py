@@ -51,6 +51,7 @@ COLUMNS = {
     "remote-openai+http": "openai+http://",
     "vllm-grpc": "vllm://",
     "vllm-http": "openai+http://",
+    "smg-vllm": "SMG",
 }
 SEEN_ON = "seen on"
 ON = {
@@ -222,6 +223,7 @@ async def cached_counts(engine: Engine) -> tuple[list[int], list[int]]:
         return billed, billed
     async with open_dialect(engine._settings) as dialect:
         examination = Examination(dialect, engine._settings, engine.model, engine._decoder)
+        await dialect.probe(engine.model.vocabulary_size)  # which finds the server's path
         probe = examination.probe_prompt()
         counted = [await examination.cached_tokens(probe, salt) for salt in (one, one, other)]
     return counted, billed
