@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import openai
 import pytest
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import inference_service_pb2_grpc as pb_grpc
@@ -16,7 +17,7 @@ from weir_client import AsyncAdminClient
 from tests.conftest import new_database
 from tests.inference.tensorrt_adapters import write_adapter, write_report
 from tests.inference.tensorrt_hosted import find_double
-from tests.service import MODEL, PLAIN_IDS, Service, bearer, running
+from tests.service import MODEL, PLAIN_IDS, Service, Tenant, bearer, running
 
 ADAPTERS = (f"{MODEL}:formal", f"{MODEL}:terse")
 
@@ -48,9 +49,9 @@ def service(
             yield service
 
 
-async def test_adapters_are_models_with_prices_of_their_own(service: Service) -> None:
+async def priced_tenant(service: Service) -> Tenant:
+    """Return a tenant with a price for each adapter."""
     tenant = await service.tenant(scopes=("admin", "inference"))
-    prompt = random.Random(1).sample(PLAIN_IDS, 200)
     async with AsyncAdminClient(service.address, tenant.secret) as admin:
         for factor, name in enumerate(ADAPTERS, 2):
             await admin.set_price(
@@ -60,6 +61,12 @@ async def test_adapters_are_models_with_prices_of_their_own(service: Service) ->
                 cached_input_picos_per_token=0,
                 output_picos_per_token=factor * 1_000_000,
             )
+    return tenant
+
+
+async def test_adapters_are_models_with_prices_of_their_own(service: Service) -> None:
+    tenant = await priced_tenant(service)
+    prompt = random.Random(1).sample(PLAIN_IDS, 200)
     async with service.channel() as channel:
         stub = pb_grpc.InferenceServiceStub(channel)
         listed = await stub.ListModels(pb.ListModelsRequest(), metadata=bearer(tenant.secret))
@@ -79,3 +86,23 @@ async def test_adapters_are_models_with_prices_of_their_own(service: Service) ->
     assert again.usage.cached_input_token_count > 0
     assert [event["model"] for event in events] == [*names]
     assert [event["cost_picos"] for event in events[1:]] == [12_000_000, 18_000_000]
+
+
+async def test_every_call_takes_the_name_of_an_adapter(service: Service) -> None:
+    tenant = await priced_tenant(service)
+    name = ADAPTERS[1]
+
+    async with service.client(tenant.secret) as client:
+        models = {model.name: model for model in await client.list_models()}
+        quote = await client.quote(name, token_ids=PLAIN_IDS[:10], max_output_tokens=3)
+        counted = await client.count_tokens(name, text="Hi")
+    with openai.OpenAI(base_url=service.openai_url, api_key=tenant.secret) as http:
+        listed = {model.id for model in http.models.list()}
+        completion = http.completions.create(model=name, prompt="Hi", max_tokens=3)
+
+    assert quote.would_admit
+    assert counted.input_token_count > 0
+    assert {MODEL, *ADAPTERS} <= listed
+    assert models[name].context_window_tokens == models[MODEL].context_window_tokens
+    assert completion.model == name
+    assert completion.choices[0].text == service.tokenizer.decode((18, 18, 18))
