@@ -22,7 +22,8 @@ from tokenizers import Tokenizer
 
 from api.core.settings import DEMO_MODEL_NAME, bundled_models
 from common.cpus import usable_cpus
-from demo.corpus import Message, sized_reference_case
+from demo.corpus import sized_reference_case
+from demo.messages import Message
 from demo.tokenization import token_ids_of
 from inference.core.engine_core import EngineCore
 from inference.core.options import EngineOptions

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
 from random import Random
-from typing import TypedDict
 
 from demo import phrases, small_talk
 from demo import vocabulary as words
@@ -19,6 +18,7 @@ from demo.hotels import (
     Split,
     draw_hotels,
 )
+from demo.messages import Message
 from demo.turns import (
     Found,
     Turn,
@@ -55,13 +55,6 @@ _OTHER_SYSTEM_PROMPTS = (
     "You are a hotel search assistant. Answer only from the listings.",
     "Answer the question.",
 )
-
-
-class Message(TypedDict):
-    """One message of a chat, in the form that chat templates take."""
-
-    role: str
-    content: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,12 +15,12 @@ from tokenizers import Tokenizer
 from bench import engine_streams as streams
 from demo.corpus import (
     Case,
-    Message,
     evaluation_case,
     evaluation_follow_up,
     evaluation_small_talk,
     sized_reference_case,
 )
+from demo.messages import Message
 from demo.scoring import Score, score
 from demo.tokenization import token_ids_of
 from inference.adapters.torch_engine import TorchEngine, TorchEngineSettings

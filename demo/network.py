@@ -29,7 +29,7 @@ class Shape:
     kv_head_count: int = 2
     head_size: int = 64
     mlp_size: int = 640
-    position_count_max: int = 2048
+    position_count_max: int = 4096
 
     def config(self, token_ids: dict[str, int]) -> dict[str, object]:
         """Return the `config.json` of this network."""

@@ -33,7 +33,7 @@ from weir_client import (
 from api.cli.stack import Stack, clear_failures, read_settings, run_stack
 from api.core.endpoint import read_endpoint
 from api.core.settings import DEMO_MODEL_NAME, Settings
-from demo import corpus
+from demo import corpus, messages
 from inference.text.tokenizer import ChatMessage, Tokenizer
 
 OUTPUT_TOKENS = 150
@@ -87,7 +87,7 @@ def reference_prompts(model_directory: Path, count: int, first_seed: int = 0) ->
     """Return distinct conversations of exactly 1,025 tokens of the model's tokenizer."""
     tokenizer = Tokenizer(model_directory)
 
-    def count_tokens(messages: list[corpus.Message]) -> int:
+    def count_tokens(messages: list[messages.Message]) -> int:
         return len(
             tokenizer.encode_chat(
                 [ChatMessage(message["role"], message["content"]) for message in messages]
