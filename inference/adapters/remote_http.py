@@ -377,11 +377,6 @@ class HttpDialect(Dialect):
             **self._options,
         )
 
-    @property
-    def reports_ids(self) -> bool:
-        """Return whether messages have token ids."""
-        return bool(self._id_fields)
-
     def suspect(self) -> None:
         """Check the server now, since a connection broke."""
         self._suspected.set()
@@ -687,7 +682,7 @@ class HttpCall:
             async for piece in self._response.content.iter_any():
                 messages = events.read(piece)
                 # Without ids, a stop sequence is found in the message of its last token only.
-                step = max(len(messages), 1) if self._dialect.reports_ids else 1
+                step = 1 if self._dialect.capabilities.counts_from_usage else max(len(messages), 1)
                 for first in range(0, len(messages), step):
                     if self._is_cancelled:
                         yield aborted
@@ -731,14 +726,12 @@ class _Events:
         try:
             for line in lines:
                 # After the end, reading goes on so that the connection can be used again.
-                if line.startswith(b"data:") and not self.is_done:
-                    message = self._message(line[5:].strip())
-                    if message is not None:
-                        messages.append(message)
+                if not line.startswith(b"data:") or self.is_done:
+                    continue
+                if (message := self._message(line[5:].strip())) is not None:
+                    messages.append(message)
             if len(self._rest) > LINE_BYTES_MAX:
-                raise HttpFailure(
-                    grpc.StatusCode.INTERNAL, f"a line exceeds {LINE_BYTES_MAX} bytes"
-                )
+                raise HttpFailure(grpc.StatusCode.INTERNAL, f"line over {LINE_BYTES_MAX} bytes")
         except (HttpFailure, msgspec.MsgspecError, UnicodeDecodeError) as error:
             self.failure = error
         return messages

@@ -399,7 +399,7 @@ class Response:
 class Posting:
     """A dialect that gets that response."""
 
-    reports_ids = True
+    capabilities = HttpDialect.capabilities
 
     def __init__(self, *events: str) -> None:
         self._events = events
