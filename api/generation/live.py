@@ -466,8 +466,9 @@ class LiveRequest:
         try:
             if isinstance(event, TokensGenerated):
                 output, token_ids = self.output, event.token_ids
-                output.usage.generated_token_count += len(token_ids)
-                if output.said_token_count + len(token_ids) <= self._free_token_count and not (
+                count = len(token_ids)
+                output.usage.generated_token_count += count
+                if output.said_token_count + count <= self._free_token_count and not (
                     event.logprobs or event.prompt_logprobs
                 ):
                     output.say(event.choice_index, event.text, token_ids)

@@ -38,8 +38,8 @@ from metering.pricing.prices import TokenPrices
 
 # Steps merged into one delta; keeps a frame at some kB even with log-probabilities.
 TOKENS_PER_DELTA_MAX = 64
-# A client that keeps up leaves one or two steps; more are packed into a few bytes per token.
-STEPS_UNPACKED_MAX = 4
+# A short answer in one piece is not packed; more steps are, into a few bytes per token.
+STEPS_UNPACKED_MAX = 16
 
 
 def may_always_send() -> bool:
@@ -506,19 +506,25 @@ class LiveOutput(Output):
         if into.asks_fences and not self.fence():
             self.discard()
             return
-        if (
-            len(self._steps) == 1
-            and not self._packed
-            and self.flow.credit is None
-            and self.usage_telling is None
-        ):
+        if not self._packed and self.flow.credit is None and self.usage_telling is None:
+            # Most output: tokens of the first choice with nothing beside them.
             choice_index, text, token_ids, logprobs, calls = self._steps[0]
-            if len(token_ids) == 1 and not (choice_index or logprobs or calls):
+            is_plain = not (choice_index or logprobs or calls)
+            if len(self._steps) > 1:
+                is_plain = not any(step[0] or step[3] or step[4] for step in self._steps)
+                text = "".join([step[1] for step in self._steps])
+                token_ids = [token_id for step in self._steps for token_id in step[2]]
+            count = len(token_ids)
+            if is_plain and 0 < count <= TOKENS_PER_DELTA_MAX:
                 self._steps.clear()
                 self._last_seq += 1
-                into.parts.append(receiver.token(self._last_seq, text.encode(), token_ids[0]))
-                into.token_room -= 1
-                into.entries.append((self, 1))
+                into.parts.append(
+                    receiver.token(self._last_seq, text.encode(), token_ids[0])
+                    if count == 1
+                    else receiver.delta(self._last_seq, 0, text.encode(), token_ids, b"")
+                )
+                into.token_room -= count
+                into.entries.append((self, count))
                 if self._life is None:
                     self._say_end()
                 return
