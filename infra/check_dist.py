@@ -37,7 +37,7 @@ EXTRAS = {
     "weir_server": "otel,remote,safety,tensorrt",
 }
 SERVER_ONLY = ("api", "celery", "inference", "metering", "numpy", "psycopg", "sqlalchemy", "torch")
-REQUESTS = 4  # of the organization `demo`: two by the command, one by each client
+REQUESTS = 6  # of the organization `demo`: two by the command, three by Python, one by Node.js
 STARTED_S = 120.0
 BILLED_S = 30.0
 STEP_S = 600.0
