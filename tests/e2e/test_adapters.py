@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,10 +13,9 @@ from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import inference_service_pb2_grpc as pb_grpc
 from weir_client import AsyncAdminClient
 
-from tests.conftest import new_database
 from tests.inference.tensorrt_adapters import write_adapter, write_report
-from tests.inference.tensorrt_hosted import find_double
-from tests.service import MODEL, PLAIN_IDS, Service, Tenant, bearer, running
+from tests.inference.tensorrt_hosted import tensorrt_service
+from tests.service import MODEL, PLAIN_IDS, Service, Tenant, bearer
 
 ADAPTERS = (f"{MODEL}:formal", f"{MODEL}:terse")
 
@@ -30,23 +28,13 @@ def service(
     template_database: str,
 ) -> Iterator[Service]:
     """Yield a server with TensorRT-LLM's stand-in and two adapters."""
-    with (
-        new_database(postgres_server, template=template_database) as url,
-        pytest.MonkeyPatch.context() as monkeypatch,
-    ):
-        find_double(monkeypatch)
-        home = tmp_path_factory.mktemp("tensorrt")
-        settings = {
-            "engine_backend": "tensorrt",
-            "tensorrt_batch_max": 8,
-            "tensorrt_python": sys.executable,
-            "lora_adapters": {
-                name: write_adapter(home / name.partition(":")[2]) for name in ADAPTERS
-            },
-            "lora_report": str(write_report(home / "report.json")),
-        }
-        with running(Service(home, url, model, **settings)) as service:
-            yield service
+    home = tmp_path_factory.mktemp("tensorrt")
+    with tensorrt_service(
+        *(home, model, postgres_server, template_database),
+        lora_adapters={name: write_adapter(home / name.partition(":")[2]) for name in ADAPTERS},
+        lora_report=str(write_report(home / "report.json")),
+    ) as service:
+        yield service
 
 
 async def priced_tenant(service: Service) -> Tenant:

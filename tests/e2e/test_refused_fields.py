@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,8 @@ from google.rpc import error_details_pb2
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import inference_service_pb2_grpc as pb_grpc
 
-from tests.conftest import new_database
-from tests.inference.tensorrt_hosted import find_double
-from tests.service import MODEL, Service, bearer, running
+from tests.inference.tensorrt_hosted import tensorrt_service
+from tests.service import MODEL, Service, bearer
 
 NO_VALUES = ""
 REFUSED = {
@@ -53,19 +51,9 @@ def service(
     template_database: str,
 ) -> Iterator[Service]:
     """Yield a server with TensorRT-LLM's stand-in."""
-    with (
-        new_database(postgres_server, template=template_database) as url,
-        pytest.MonkeyPatch.context() as monkeypatch,
-    ):
-        find_double(monkeypatch)
-        home = tmp_path_factory.mktemp("tensorrt")
-        settings = {
-            "engine_backend": "tensorrt",
-            "tensorrt_batch_max": 8,
-            "tensorrt_python": sys.executable,
-        }
-        with running(Service(home, url, model, **settings)) as service:
-            yield service
+    home = tmp_path_factory.mktemp("tensorrt")
+    with tensorrt_service(home, model, postgres_server, template_database) as service:
+        yield service
 
 
 @pytest.mark.parametrize("field", USES)

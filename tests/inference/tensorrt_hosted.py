@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,9 @@ from typing import Any
 import pytest
 
 from inference.adapters.tensorrt_settings import TensorRtOptions, TensorRtSettings
+from tests.conftest import new_database
 from tests.inference.checkpoints import TinyCheckpoint
+from tests.service import Service, running
 
 DOUBLE = Path(__file__).parent.parent / "tensorrt_double"
 OPTIONS = TensorRtOptions(block_tokens=16, abort_drain_s=0.5, canary_timeout_s=20.0)
@@ -46,3 +51,22 @@ def find_double(monkeypatch: pytest.MonkeyPatch) -> None:
         "PYTHONPATH",
         os.pathsep.join(filter(None, (str(DOUBLE), root, os.environ.get("PYTHONPATH", "")))),
     )
+
+
+@contextlib.contextmanager
+def tensorrt_service(
+    home: Path, model: Path, postgres_server: str, template_database: str, **settings: Any
+) -> Iterator[Service]:
+    """Yield a server whose engine is the double."""
+    with (
+        new_database(postgres_server, template=template_database) as url,
+        pytest.MonkeyPatch.context() as monkeypatch,
+    ):
+        find_double(monkeypatch)
+        settings |= {
+            "engine_backend": "tensorrt",
+            "tensorrt_batch_max": 8,
+            "tensorrt_python": sys.executable,
+        }
+        with running(Service(home, url, model, **settings)) as service:
+            yield service
