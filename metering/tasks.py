@@ -6,8 +6,11 @@ import asyncio
 import logging
 import os
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import psycopg
+from celery.signals import worker_process_init  # type: ignore[import-untyped]
+from sqlalchemy.ext.asyncio import AsyncEngine
 
 from common.incidents import Retries
 from metering.alerts.alerts import fire_due_alerts
@@ -27,8 +30,8 @@ log = logging.getLogger(__name__)
 alerts = Retries("alert_look", passing=(DatabaseUnavailable,))
 misstated_retries = Retries("misstated_usage")  # by the message, which names the events
 
-ALERT_CONNECTIONS = 3  # as for the export, below
-EXPORT_CONNECTIONS = 3  # one holds the locks; the others take turns, for a millisecond at a time
+# Of alerts and export one holds the locks; the others take turns, for a millisecond at a time.
+CONNECTIONS = 3
 
 
 @task("weir.rate_pending")
@@ -95,37 +98,59 @@ def fire_alerts() -> None:
             await fire_due_alerts(sessions)
         await deliver_alerts(sessions, private=private)
 
-    run(fire_and_deliver, ALERT_CONNECTIONS)
+    run(fire_and_deliver)
 
 
 @task("weir.export_usage")
 def export() -> None:
     """Export rated usage, if an exporter is configured."""
     try:
-        run(lambda sessions: export_usage(sessions, os.environ), EXPORT_CONNECTIONS)
+        run(lambda sessions: export_usage(sessions, os.environ))
     except InvalidValue as error:
         log.error("nothing is exported: %s", error)
 
 
-def run(work: Callable[[Sessions], Awaitable[object]], connection_count: int = 1) -> None:
-    """Run a task's work on a new loop; no connection outlives the task."""
+# Of a worker process whose tasks run in its main thread: to connect costs more CPU than the work of
+# most tasks.
+_kept: tuple[asyncio.Runner, AsyncEngine] | None = None
+
+
+@worker_process_init.connect  # type: ignore[untyped-decorator]
+def keep_connections(**_: Any) -> None:
+    """Keep loop and connections between tasks. Pools of threads do not send the signal."""
+    global _kept
+    _kept = new_context()
+
+
+def new_context() -> tuple[asyncio.Runner, AsyncEngine]:
+    return asyncio.Runner(), create_engine(database_url(), pool_size=CONNECTIONS)
+
+
+def run(work: Callable[[Sessions], Awaitable[object]]) -> None:
+    """Run a task's work. No connection outlives work that failed, and no lock that it held."""
+    runner, engine = _kept or new_context()
 
     async def bounded() -> None:
-        engine = create_engine(database_url(), pool_size=connection_count)
+        keeps = False
         try:
             async with asyncio.timeout(TIME_LIMIT_S):
                 await work(create_sessions(engine))
+            keeps = _kept is not None
         finally:
-            await engine.dispose()
+            if not keeps:
+                await engine.dispose()
 
     try:
-        asyncio.run(bounded())
+        runner.run(bounded())
     except* (psycopg.OperationalError, DatabaseUnavailable) as group:
         # The work is still pending, and the schedule runs it again.
         error: BaseException = group
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         log.warning("the database is away: %s", str(error.__cause__ or error).partition("\n")[0])
+    finally:
+        if _kept is None:
+            runner.close()
 
 
 def database_url() -> str:

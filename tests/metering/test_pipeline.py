@@ -9,13 +9,14 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import psycopg
 import pytest
 import redis
 
-from metering.celery_app import VISIBILITY_TIMEOUT_S, configuration
+from metering.celery_app import RATE_EVERY_S, VISIBILITY_TIMEOUT_S, configuration
 from metering.pricing.prices import ModelPrice
 from metering.proof import fsck as billing_checks
 from metering.proof.fsck import fsck
@@ -105,6 +106,34 @@ async def test_a_worker_drains_what_it_finds_and_ends_when_asked(
 
     books.assert_posted_once(1_010)
     assert stopped_after_s < 10
+
+
+@pytest.mark.faults
+async def test_a_worker_keeps_its_connection_and_replaces_a_cut_one(
+    tmp_path: Path, database_url: str, sessions: Sessions, customer: Customer, price: ModelPrice
+) -> None:
+    books = Books(database_url)
+    await use(sessions, customer, price, 1)
+    query = "SELECT pid, state_change FROM pg_stat_activity WHERE application_name = 'weir'"
+    others = dict(ask(database_url, query))
+
+    def used() -> dict[int, datetime]:
+        """Return the server processes of the tasks, with the end of their newest statement."""
+        return {pid: at for pid, at in ask(database_url, query) if pid not in others}
+
+    with worker(tmp_path, database_url, {}):
+        wait_until(lambda: bool(used()), "a first task")
+        first = used()
+        second = timedelta(seconds=2 * RATE_EVERY_S)
+        wait_until(
+            lambda: any(at - first.get(pid, at) > second for pid, at in used().items()),
+            "later tasks on the same connection",
+        )
+        for pid in used():
+            books.ask(f"SELECT pg_terminate_backend({pid})")
+        await use(sessions, customer, price, 10)
+        wait_until(books.drained, "the worker to rate on another connection")
+    books.assert_posted_once(11)
 
 
 @pytest.mark.faults
