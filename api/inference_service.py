@@ -13,13 +13,7 @@ from google.protobuf.message import Message
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import inference_service_pb2_grpc as pb_grpc
 
-from api.access.auth import (
-    Authenticator,
-    StreamKey,
-    bearer_token,
-    check_model,
-    metadata_values,
-)
+from api.access.auth import Authenticator, StreamKey, bearer_token, check_model, metadata_values
 from api.core import wire
 from api.core.addresses import FORWARDED_FOR, Origin
 from api.core.errors import AddressNotAllowed, FieldViolation, InvalidRequest, Overloaded

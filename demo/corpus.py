@@ -12,21 +12,9 @@ from random import Random
 
 from demo import phrases, small_talk
 from demo import vocabulary as words
-from demo.hotels import (
-    LISTING_COUNT_MAX,
-    Hotel,
-    Split,
-    draw_hotels,
-)
+from demo.hotels import LISTING_COUNT_MAX, Hotel, Split, draw_hotels
 from demo.messages import Message
-from demo.turns import (
-    Found,
-    Turn,
-    draw_turn,
-    look_up_again,
-    recommend,
-    recommend_in_budget,
-)
+from demo.turns import Found, Turn, draw_turn, look_up_again, recommend, recommend_in_budget
 
 # 200 system prompt, 800 listings, 25 question: the workload in `bench`.
 REFERENCE_PROMPT_TOKENS = 1025

@@ -44,11 +44,7 @@ from api.core.endpoint import (
     make_private,
     read_endpoint,
 )
-from api.core.settings import (
-    SettingInvalid,
-    Settings,
-    listen_address,
-)
+from api.core.settings import SettingInvalid, Settings, listen_address
 from api.fleet.fleet_file import model_names
 from common.backoff import Backoff
 from common.incidents import sole_cause
@@ -60,9 +56,7 @@ from metering.receipts.signing import ensure_key, key_path
 from metering.store import embedded_postgres
 from metering.store.db import Sessions, create_engine, create_sessions
 from metering.store.embedded_postgres import PostgresNotStarted
-from metering.store.migrations_runner import (
-    SchemaUnknown,
-)
+from metering.store.migrations_runner import SchemaUnknown
 from metering.store.migrations_runner import migrate as upgrade
 from metering.tenants.tenants import (
     authenticate,

@@ -15,16 +15,7 @@ from pathlib import Path
 
 import typer
 from rich.markup import escape
-from weir_cli.render import (
-    csv_of,
-    duration_text,
-    fail,
-    make_console,
-    note,
-    print_json,
-    show,
-    table,
-)
+from weir_cli.render import csv_of, duration_text, fail, make_console, note, print_json, show, table
 
 from api.cli.stack import run
 from metering.core.errors import BillingDetailsMissing, InvalidValue

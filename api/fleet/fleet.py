@@ -31,19 +31,10 @@ from api.fleet.fleet_file import (
 )
 from common.gpus import GpusUnknown, read_gpus, visible_gpus
 from inference.adapters.remote_settings import RemoteSettings, Target, TlsFiles, parse_target
-from inference.adapters.tensorrt_adapters import (
-    REPORT_COMMAND,
-    Adapter,
-    check_report,
-    read_adapter,
-)
+from inference.adapters.tensorrt_adapters import REPORT_COMMAND, Adapter, check_report, read_adapter
 from inference.adapters.tensorrt_engine import TensorRtEngine
 from inference.adapters.tensorrt_settings import VERSION as TENSORRT_VERSION
-from inference.adapters.tensorrt_settings import (
-    TensorRtOptions,
-    TensorRtSettings,
-    with_config,
-)
+from inference.adapters.tensorrt_settings import TensorRtOptions, TensorRtSettings, with_config
 from inference.adapters.torch_engine import TorchEngine, TorchEngineSettings
 from inference.core.options import CostModel
 from inference.encoder.engine import EncoderSettings, TorchEncoder

@@ -46,12 +46,7 @@ from inference.engine import (
 )
 from inference.errors import EngineStartFailed
 from inference.limits import EngineLimits
-from inference.workers.child import (
-    EXIT_LOAD_FAILED,
-    EXIT_PROTOCOL_BROKEN,
-    Inbox,
-    serve_parent,
-)
+from inference.workers.child import EXIT_LOAD_FAILED, EXIT_PROTOCOL_BROKEN, Inbox, serve_parent
 from inference.workers.protocol import LoadFailed, Message, decoder_to_worker, encode
 
 ANSWER_WAIT_S = 60.0  # a GPU that compiles kernels answers late

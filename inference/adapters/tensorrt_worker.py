@@ -32,12 +32,7 @@ from inference.kv_blocks import KV_BLOCK_TOKENS
 from inference.limits import request_fault
 from inference.text.detokenizer import TextDecoder
 from inference.text.tokenizer import Tokenizer
-from inference.workers.child import (
-    EXIT_LOAD_FAILED,
-    EXIT_PROTOCOL_BROKEN,
-    Inbox,
-    serve_parent,
-)
+from inference.workers.child import EXIT_LOAD_FAILED, EXIT_PROTOCOL_BROKEN, Inbox, serve_parent
 from inference.workers.process import FAMILY
 from inference.workers.protocol import (
     CancelSequence,

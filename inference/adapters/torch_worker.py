@@ -26,12 +26,7 @@ from inference.engine import (
     SequenceRefused,
 )
 from inference.errors import CheckpointInvalid, EngineStartFailed, RequestImpossible
-from inference.workers.child import (
-    EXIT_LOAD_FAILED,
-    EXIT_PROTOCOL_BROKEN,
-    Inbox,
-    serve_parent,
-)
+from inference.workers.child import EXIT_LOAD_FAILED, EXIT_PROTOCOL_BROKEN, Inbox, serve_parent
 from inference.workers.protocol import (
     CancelSequence,
     Event,

@@ -16,12 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 from inference.encoder.config import read_encoder_config
 from inference.errors import CheckpointInvalid, EngineStartFailed
-from inference.workers.child import (
-    EXIT_LOAD_FAILED,
-    EXIT_PROTOCOL_BROKEN,
-    Inbox,
-    serve_parent,
-)
+from inference.workers.child import EXIT_LOAD_FAILED, EXIT_PROTOCOL_BROKEN, Inbox, serve_parent
 from inference.workers.protocol import (
     LoadFailed,
     Loading,

@@ -19,12 +19,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, NoReturn, TypeVar
 
-from inference.workers.protocol import (
-    Message,
-    MessageDecoder,
-    ProtocolBroken,
-    split,
-)
+from inference.workers.protocol import Message, MessageDecoder, ProtocolBroken, split
 
 EXIT_PARENT_GONE = 0
 EXIT_PROTOCOL_BROKEN = 3

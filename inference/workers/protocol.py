@@ -18,12 +18,7 @@ from operator import or_
 
 import msgspec
 
-from inference.engine import (
-    EngineStatistics,
-    GenerationRequest,
-    SequenceEvent,
-    SequenceRefused,
-)
+from inference.engine import EngineStatistics, GenerationRequest, SequenceEvent, SequenceRefused
 
 MESSAGE_BYTES_MAX = 64 << 20  # bytes: a prompt of 10 million tokens; more means a broken peer
 LENGTH_PREFIX = struct.Struct(">I")

@@ -7,11 +7,7 @@ from datetime import UTC, datetime
 
 import psycopg
 from grpc import StatusCode
-from weir.v1 import (
-    billing_service_pb2,
-    billing_service_pb2_grpc,
-    inference_service_pb2_grpc,
-)
+from weir.v1 import billing_service_pb2, billing_service_pb2_grpc, inference_service_pb2_grpc
 from weir.v1 import inference_service_pb2 as pb
 
 from metering.core.models import QuotaDimension

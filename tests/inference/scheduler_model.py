@@ -15,11 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from inference.core.kv_cache import (
-    BlockKey,
-    BlockPool,
-    CachedBlock,
-)
+from inference.core.kv_cache import BlockKey, BlockPool, CachedBlock
 from inference.core.scheduler import Scheduler, StepPlan
 from inference.core.sequence import Sequence as EngineSequence
 from inference.engine import GenerationRequest

@@ -16,13 +16,7 @@ from inference.adapters.remote_connection import DIALECTS
 from inference.adapters.remote_dialects import SglangDialect, TrtllmDialect, VllmDialect
 from inference.adapters.remote_settings import Service
 from inference.adapters.tensorrt_library import TensorRtLibrary
-from inference.capabilities import (
-    EMBEDDED_ONLY,
-    TENSORRT_LLM,
-    Capabilities,
-    RequestField,
-    combined,
-)
+from inference.capabilities import EMBEDDED_ONLY, TENSORRT_LLM, Capabilities, RequestField, combined
 from inference.checkpoint.checkpoint import read_model_info
 from inference.engine import (
     BeamSearchParams,

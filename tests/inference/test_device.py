@@ -14,14 +14,7 @@ from inference.checkpoint.checkpoint import read_config
 from inference.checkpoint.tensors import on_device
 from inference.core.engine_core import EngineCore
 from inference.core.options import ComputeDtype, EngineOptions
-from inference.decoder.model import (
-    Attend,
-    Batch,
-    Decoder,
-    LayerPool,
-    LayerWeights,
-    load_weights,
-)
+from inference.decoder.model import Attend, Batch, Decoder, LayerPool, LayerWeights, load_weights
 from inference.errors import EngineStartFailed
 from inference.kv_blocks import KV_BLOCK_TOKENS
 from inference.limits import EngineLimits

@@ -18,12 +18,7 @@ from inference.engine import (
     ModelInfo,
 )
 from inference.errors import EngineError, EngineFailed, EngineOverloaded, EngineUnavailable
-from inference.routing.encoder_set import (
-    FULL_TOKENS,
-    LOSS_COUNT_MAX,
-    EncoderReplica,
-    EncoderSet,
-)
+from inference.routing.encoder_set import FULL_TOKENS, LOSS_COUNT_MAX, EncoderReplica, EncoderSet
 from inference.routing.replica import ReplicaState
 
 MODEL = ModelInfo("m", "fake", "fake", 100_000, 100, "/nowhere", embedding_dimension=1)

@@ -39,12 +39,7 @@ from tests.inference import engine_matrix, hosted
 from tests.inference.checkpoints import TinyCheckpoint
 from tests.inference.hosted import LONG, first_tokens, prompt, read_all, run, settings_for, until
 from tests.inference.real_servers import AVAILABLE, real_settings
-from tests.inference.remote_hosted import (
-    RemoteWorld,
-    connected,
-    remote_engine,
-    remote_settings,
-)
+from tests.inference.remote_hosted import RemoteWorld, connected, remote_engine, remote_settings
 from tests.inference.running import make_request, used_fields
 from tests.inference.tensorrt_hosted import find_double, tensorrt_settings
 

@@ -34,12 +34,7 @@ from inference.errors import (
     EngineUnavailable,
     RequestImpossible,
 )
-from inference.routing.placement import (
-    POLICIES,
-    LeastLoaded,
-    PrefixAware,
-    RoundRobin,
-)
+from inference.routing.placement import POLICIES, LeastLoaded, PrefixAware, RoundRobin
 from inference.routing.replica import (
     BreakerLimits,
     BreakerState,

@@ -18,12 +18,7 @@ from api.fleet.fleet import build_serving
 from bench import engine_streams as streams
 from inference.adapters.remote_connection import DIALECTS
 from inference.adapters.remote_engine import RemoteEngine
-from inference.adapters.remote_settings import (
-    RemoteSettings,
-    Service,
-    Target,
-    TlsFiles,
-)
+from inference.adapters.remote_settings import RemoteSettings, Service, Target, TlsFiles
 from inference.engine import (
     BeamSearchParams,
     EngineFinishReason,

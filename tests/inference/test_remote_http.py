@@ -23,13 +23,7 @@ from api.fleet.fleet import build_serving
 from bench import engine_streams as streams
 from inference.adapters import remote_doctor as doctor
 from inference.adapters.findings import Verdict
-from inference.adapters.remote_http import (
-    HttpCall,
-    HttpDialect,
-    HttpFailure,
-    _Events,
-    _failure,
-)
+from inference.adapters.remote_http import HttpCall, HttpDialect, HttpFailure, _Events, _failure
 from inference.adapters.remote_settings import Service, Target
 from inference.capabilities import RequestField
 from inference.engine import SamplingParams, TokensGenerated

@@ -24,12 +24,7 @@ from inference.adapters.findings import Verdict
 from inference.adapters.remote_connection import DIALECTS, Bundle, check_tokenizer
 from inference.adapters.remote_dialects import SEED_MAX, ServerUnfit, salt_id, wire_seed
 from inference.adapters.remote_engine import RemoteEngine, Upkeep
-from inference.adapters.remote_settings import (
-    Service,
-    Target,
-    TlsFiles,
-    parse_target,
-)
+from inference.adapters.remote_settings import Service, Target, TlsFiles, parse_target
 from inference.capabilities import Capabilities, RequestField
 from inference.checkpoint.checkpoint import read_external_model
 from inference.engine import Engine, EngineStatistics

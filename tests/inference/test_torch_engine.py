@@ -30,11 +30,7 @@ from inference.limits import EngineLimits
 from inference.workers.child import EXIT_PROTOCOL_BROKEN
 from inference.workers.engine import HostedEngine
 from inference.workers.process import CHILD_ENVIRONMENT, open_host
-from inference.workers.protocol import (
-    Ready,
-    StartSequence,
-    StepReport,
-)
+from inference.workers.protocol import Ready, StartSequence, StepReport
 from tests.inference.checkpoints import TinyCheckpoint, make_checkpoint
 from tests.inference.hosted import (
     LONG,
