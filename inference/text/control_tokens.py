@@ -22,7 +22,8 @@ import json
 import re
 import secrets
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import tokenizers
@@ -77,10 +78,17 @@ class ControlTokens:
     """The markers of one tokenizer and chat template. Safe to use from several threads."""
 
     def __init__(
-        self, backend: tokenizers.Tokenizer, written: Mapping[str, int] | None = None
+        self,
+        backend: tokenizers.Tokenizer,
+        written: Mapping[str, int] | None = None,
+        encode: Callable[[str], Sequence[int]] | None = None,
     ) -> None:
-        """written: markers of the template, from `written_markers`, besides special tokens."""
+        """written: markers of the template, from `written_markers`, besides special tokens.
+
+        encode: returns the ids of a text with markers; None: by the tokenizer itself.
+        """
         self._backend = backend
+        self._encode_text = encode or partial(_encoded, backend)
         added = backend.get_added_tokens_decoder()
         self._id_by_text = {
             token.content: id_ for id_, token in added.items() if token.special
@@ -149,9 +157,7 @@ class ControlTokens:
         template split a placeholder, or if a message encodes to a marker.
         """
         if not hidden:
-            # A batch of one: only batch calls can omit offsets, which take a quarter of the time.
-            [encoding] = self._backend.encode_batch_fast([rendered], add_special_tokens=False)
-            ids = encoding.ids
+            ids = self._encode_text(rendered)
             if self._markers_in(ids) == self._spelled_markers(rendered):
                 return tuple(ids)
         return self._encode_apart(rendered)
@@ -173,8 +179,7 @@ class ControlTokens:
         copy, marker_id_by_twin = self._twins()
         if self._tokens:
             rendered = self._marker.sub(lambda found: self._twin(found[0]), rendered)
-        [encoding] = copy.encode_batch_fast([self.revealed(rendered)], add_special_tokens=False)
-        ids = encoding.ids
+        ids = _encoded(copy, self.revealed(rendered))
         if forged := self._markers_in(ids):
             token = self._backend.id_to_token(forged[0])
             raise ChatTemplateFailed(
@@ -221,6 +226,12 @@ class ControlTokens:
                     },
                 )
             return self._copy
+
+
+def _encoded(backend: tokenizers.Tokenizer, text: str) -> list[int]:
+    # A batch of one: only batch calls can omit offsets, which take a quarter of the time.
+    [encoding] = backend.encode_batch_fast([text], add_special_tokens=False)
+    return encoding.ids
 
 
 def longest_of(texts: Iterable[str]) -> str:

@@ -19,6 +19,7 @@ import os
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from inference.text.chat_template import ChatTemplates
 from inference.text.control_tokens import ControlTokens, written_markers
 from inference.text.detokenizer import byte_by_character, is_byte_level, token_bytes
 from inference.text.tools import MARKERS, CallFormat, Tool, ToolCall
+from inference.text.word_cache import WordCache, parts_of
 
 # Only one prompt at a time is encoded: the library's thread pool would only add handover costs.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -80,6 +82,7 @@ class Tokenizer:
         )
         self._is_byte_level = is_byte_level(self.backend)
         self._bound = TokenBound(self.backend)
+        self._words = WordCache(self.backend)
         self._templates = ChatTemplates(directory)
         # `eos_token` of tokenizer_config.json; the checkpoint may have other end tokens.
         eos_token = self._templates.eos_token
@@ -106,10 +109,7 @@ class Tokenizer:
         """
         if token_count_max is not None:
             self.check_limit(text, token_count_max)
-        # A batch of one: only batch calls can omit offsets, which are not needed and take a quarter
-        # of the time.
-        [encoding] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        return tuple(encoding.ids)
+        return self._words.encode(text, add_special_tokens=add_special_tokens)
 
     def encode_within(self, text: str, token_count_max: int) -> tuple[tuple[int, ...], bool]:
         """Encode a text, truncated to `token_count_max` tokens. Returns the ids and whether it was
@@ -209,7 +209,9 @@ class Tokenizer:
                     self._templates.sources(),
                 )
                 self._control_tokens_made = ControlTokens(
-                    self.backend, written_markers(self.backend, renderings, sources)
+                    self.backend,
+                    written_markers(self.backend, renderings, sources),
+                    partial(self._words.encode, add_special_tokens=False),
                 )
             return self._control_tokens_made
 
@@ -399,21 +401,3 @@ def longest_with_each_byte(tokens: list[tuple[int, bytes]]) -> np.ndarray[Any, n
             if not missing:
                 break
     return longest
-
-
-def parts_of(step: Any) -> list[dict[str, Any]] | None:
-    """Return the steps of a normalizer or pre-tokenizer as in tokenizer.json; None if unknown."""
-    if step is None:
-        return []
-    try:
-        found = json.loads(step.__getstate__())
-    except (AttributeError, TypeError, ValueError):
-        return None
-    nested = found.get("normalizers", found.get("pretokenizers"))
-    return [found] if nested is None else [part for each in nested for part in flat(each)]
-
-
-def flat(part: dict[str, Any]) -> list[dict[str, Any]]:
-    """Flatten a step or a sequence of steps."""
-    nested = part.get("normalizers", part.get("pretokenizers"))
-    return [part] if nested is None else [each for inner in nested for each in flat(inner)]
