@@ -79,8 +79,8 @@ PEERS = {
                 " setproctitle==1.3.8 sortedcontainers==2.4.0 transformers==5.23.0 uvicorn==0.54.0"
                 " uvloop==0.23.0 zstandard==0.25.0",
             ),
-            ("tests/inference/test_real_dynamo.py",),
-            "test_real_dynamo",
+            ("tests/inference/test_real_dynamo.py", "tests/inference/test_engine_contract.py"),
+            "test_real_dynamo or dynamo-mocker",
         ),
         Peer(
             "smg",

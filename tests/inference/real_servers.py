@@ -7,6 +7,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -30,11 +32,15 @@ SHAPE = LlamaShape(hidden_size=256, head_count=4, kv_head_count=2)
 
 @dataclass(frozen=True)
 class RealServer:
-    """A running server. workers: those behind a router."""
+    """A running server. workers: those behind a router. directory: of its checkpoint, if it is
+    another one. shares_prefixes: between all tenants.
+    """
 
     target: Target
     process: subprocess.Popen[bytes]
     workers: Sequence[RealServer] = ()
+    directory: Path | None = None
+    shares_prefixes: bool = False
 
 
 def python_of(peer: str) -> str:
@@ -144,6 +150,102 @@ def smg_gateway(directory: Path, log: Path) -> Iterator[RealServer]:
         yield RealServer(target, process, workers)
 
 
+DYNAMO_VOCABULARY_SIZE = 2048
+DYNAMO_MODEL = "tiny"
+DYNAMO_ROUTING = ("kv", "round-robin")  # one frontend for each
+
+
+@dataclass
+class Dynamo:
+    """Frontends of NVIDIA Dynamo by their routing, and the workers behind all of them.
+
+    The workers simulate vLLM: they answer with random tokens from 1000 to 1999, at 5 to 10 ms each.
+    """
+
+    directory: Path
+    log: Path
+    environment: dict[str, str]
+    ports: dict[str, int]
+    stack: contextlib.ExitStack
+    workers: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def settings(self, routing: str = "kv", **changes: Any) -> RemoteSettings:
+        """Return settings of an engine that uses a frontend."""
+        target = Target(Service.OPENAI_HTTP, f"127.0.0.1:{self.ports[routing]}", DYNAMO_MODEL)
+        waits = {"poll_interval_s": 0.2, "restart_delay_s_max": 1.0, "share_prefixes": True}
+        return RemoteSettings(self.directory, "dynamo", target, **(waits | changes))
+
+    def front(self, routing: str, *options: str) -> None:
+        """Start a frontend."""
+        port = self.ports[routing] = free_port()
+        command = [python_of("dynamo"), "-m", "dynamo.frontend", "--http-host=127.0.0.1"]
+        command += [f"--http-port={port}", "--discovery-backend=file", *options]
+        log = self.log / f"front-{routing}.log"
+        self.stack.enter_context(
+            running(command, log, "completion endpoints enabled", self.environment)
+        )
+
+    def work(self) -> None:
+        """Start a worker."""
+        command = [python_of("dynamo"), "-m", "dynamo.mocker", f"--model-path={self.directory}"]
+        command += [f"--model-name={DYNAMO_MODEL}", "--discovery-backend=file", "--block-size=16"]
+        log = self.log / f"worker-{len(self.workers)}.log"
+        self.workers.append(self.stack.enter_context(running(command, log, "", self.environment)))
+
+    def worker_count(self, routing: str) -> int:
+        """Return the number of workers that a frontend knows."""
+        said = json.loads(self.get(routing, "/health"))
+        return sum(each["endpoint"] == "generate" for each in said.get("instances", ()))
+
+    def running_count(self, routing: str) -> int:
+        """Return the number of requests that a frontend has not ended."""
+        found = re.search(
+            r"^dynamo_frontend_inflight_requests\{.*\} (\d+)", self.get(routing, "/metrics"), re.M
+        )
+        return int(found[1]) if found else 0
+
+    def get(self, routing: str, path: str) -> str:
+        address = f"http://127.0.0.1:{self.ports[routing]}{path}"
+        with urllib.request.urlopen(address) as response:
+            return str(response.read().decode())
+
+
+@contextlib.contextmanager
+def dynamo_servers(
+    checkpoint: Path, folder: Path, routings: Sequence[str] = DYNAMO_ROUTING
+) -> Iterator[Dynamo]:
+    """Yield frontends and two workers on a checkpoint whose tokenizer has the workers' tokens."""
+    directory = shutil.copytree(checkpoint, folder / "checkpoint")
+    tokenizer = json.loads((directory / "tokenizer.json").read_text())
+    config = json.loads((directory / "config.json").read_text())
+    for token_id in range(config["vocab_size"], DYNAMO_VOCABULARY_SIZE):
+        tokenizer["model"]["vocab"][f"w{token_id}"] = token_id
+    config["vocab_size"] = DYNAMO_VOCABULARY_SIZE
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (directory / "config.json").write_text(json.dumps(config))
+    hosts = ("TCP_RPC_HOST", "TCP_RESPONSE_STREAM_HOST", "EVENT_PLANE_HOST", "SYSTEM_HOST")
+    environment = {f"DYN_{name}": "127.0.0.1" for name in hosts}
+    environment |= {"DYN_FILE_KV": str(folder / "discovery"), "HOME": str(folder)}
+    with contextlib.ExitStack() as stack:
+        dynamo = Dynamo(directory, folder, environment, {}, stack)
+        for _ in range(2):
+            dynamo.work()
+        for routing in routings:
+            dynamo.front(routing, f"--router-mode={routing}")
+        for routing in routings:
+            wait_for(lambda: dynamo.worker_count(routing) == 2, "two workers", 60.0)  # noqa: B023
+        yield dynamo
+
+
+@contextlib.contextmanager
+def dynamo_server(checkpoint: Path, log: Path) -> Iterator[RealServer]:
+    """Yield a frontend whose workers share prefixes and answer with random tokens."""
+    [routing, *_] = DYNAMO_ROUTING
+    with dynamo_servers(checkpoint, log.with_suffix(""), [routing]) as dynamo:
+        target = dynamo.settings(routing).target
+        yield RealServer(target, dynamo.workers[0], (), dynamo.directory, shares_prefixes=True)
+
+
 Start = Callable[[Path, Path], contextlib.AbstractContextManager[RealServer]]
 # Servers that the contract of all engines is tested with, by peer and name.
 STARTS: Mapping[tuple[str, str], Start] = {
@@ -155,7 +257,10 @@ STARTS: Mapping[tuple[str, str], Start] = {
         directory, log, Service.OPENAI_HTTP, "--enable-prefix-caching"
     ),
     ("smg", "smg-vllm"): smg_gateway,
+    ("dynamo", "dynamo-mocker"): dynamo_server,
 }
+# Their outputs are random, so tests that compare outputs do not apply.
+WITH_RANDOM_OUTPUTS = frozenset({"dynamo-mocker"})
 AVAILABLE = {
     name: start
     for (peer, name), start in STARTS.items()
@@ -181,9 +286,7 @@ class RealServers:
 
 def real_settings(servers: RealServers, name: str, **changes: Any) -> RemoteSettings:
     """Return settings of an engine that uses a server, started if necessary."""
-    return RemoteSettings(
-        servers.checkpoint.directory,
-        "tiny",
-        servers.get(name).target,
-        **({"connect_timeout_s": 120.0} | changes),
-    )
+    server = servers.get(name)
+    options = {"connect_timeout_s": 120.0, "share_prefixes": server.shares_prefixes} | changes
+    directory = server.directory or servers.checkpoint.directory
+    return RemoteSettings(directory, "tiny", server.target, **options)

@@ -1,18 +1,9 @@
-"""NVIDIA Dynamo: its frontends and two workers that simulate vLLM, found by files.
-
-The workers answer with random tokens from 1000 to 1999, at 5 to 10 ms each.
-"""
+"""NVIDIA Dynamo: its frontends and two workers that simulate vLLM."""
 
 from __future__ import annotations
 
-import contextlib
-import json
 import re
-import shutil
-import subprocess
-import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,99 +15,24 @@ from inference.adapters import remote_http
 from inference.adapters.findings import Verdict
 from inference.adapters.remote_connection import Examination, open_dialect
 from inference.adapters.remote_engine import RemoteEngine
-from inference.adapters.remote_settings import RemoteSettings, Service, Target
 from inference.capabilities import RequestField
 from inference.engine import EngineFinishReason, SequenceFinished, TokensGenerated
 from inference.errors import EngineFailed, EngineStartFailed, RequestImpossible
 from inference.sequences import UNKNOWN_TOKEN_ID
 from tests.inference.hosted import first_tokens, prompt, run, until
-from tests.inference.real_servers import RealServers, end, free_port, needs, python_of, running
+from tests.inference.real_servers import (
+    DYNAMO_ROUTING,
+    Dynamo,
+    RealServers,
+    dynamo_servers,
+    end,
+    needs,
+)
 from tests.inference.remote_hosted import remote_engine
 from tests.inference.running import make_request
 from tests.service import wait_for
 
 pytestmark = needs("dynamo")
-
-VOCABULARY_SIZE = 2048
-MODEL = "tiny"
-ROUTING = ("kv", "round-robin")  # one frontend for each
-
-
-@dataclass
-class Dynamo:
-    """Frontends by their routing, and the workers behind all of them."""
-
-    directory: Path
-    log: Path
-    environment: dict[str, str]
-    ports: dict[str, int]
-    stack: contextlib.ExitStack
-    workers: list[subprocess.Popen[bytes]] = field(default_factory=list)
-
-    def settings(self, routing: str = "kv", **changes: Any) -> RemoteSettings:
-        """Return settings of an engine that uses a frontend."""
-        target = Target(Service.OPENAI_HTTP, f"127.0.0.1:{self.ports[routing]}", MODEL)
-        waits = {"poll_interval_s": 0.2, "restart_delay_s_max": 1.0, "share_prefixes": True}
-        return RemoteSettings(self.directory, "dynamo", target, **(waits | changes))
-
-    def front(self, routing: str, *options: str) -> None:
-        """Start a frontend."""
-        port = self.ports[routing] = free_port()
-        command = [python_of("dynamo"), "-m", "dynamo.frontend", "--http-host=127.0.0.1"]
-        command += [f"--http-port={port}", "--discovery-backend=file", *options]
-        log = self.log / f"front-{routing}.log"
-        self.stack.enter_context(
-            running(command, log, "completion endpoints enabled", self.environment)
-        )
-
-    def work(self) -> None:
-        """Start a worker."""
-        command = [python_of("dynamo"), "-m", "dynamo.mocker", f"--model-path={self.directory}"]
-        command += [f"--model-name={MODEL}", "--discovery-backend=file", "--block-size=16"]
-        log = self.log / f"worker-{len(self.workers)}.log"
-        self.workers.append(self.stack.enter_context(running(command, log, "", self.environment)))
-
-    def worker_count(self, routing: str) -> int:
-        """Return the number of workers that a frontend knows."""
-        said = json.loads(self.get(routing, "/health"))
-        return sum(each["endpoint"] == "generate" for each in said.get("instances", ()))
-
-    def running_count(self, routing: str) -> int:
-        """Return the number of requests that a frontend has not ended."""
-        found = re.search(
-            r"^dynamo_frontend_inflight_requests\{.*\} (\d+)", self.get(routing, "/metrics"), re.M
-        )
-        return int(found[1]) if found else 0
-
-    def get(self, routing: str, path: str) -> str:
-        address = f"http://127.0.0.1:{self.ports[routing]}{path}"
-        with urllib.request.urlopen(address) as response:
-            return str(response.read().decode())
-
-
-@contextlib.contextmanager
-def dynamo_servers(checkpoint: Path, folder: Path) -> Iterator[Dynamo]:
-    """Yield frontends and two workers on a checkpoint whose tokenizer has the workers' tokens."""
-    directory = shutil.copytree(checkpoint, folder / "checkpoint")
-    tokenizer = json.loads((directory / "tokenizer.json").read_text())
-    config = json.loads((directory / "config.json").read_text())
-    for token_id in range(config["vocab_size"], VOCABULARY_SIZE):
-        tokenizer["model"]["vocab"][f"w{token_id}"] = token_id
-    config["vocab_size"] = VOCABULARY_SIZE
-    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
-    (directory / "config.json").write_text(json.dumps(config))
-    hosts = ("TCP_RPC_HOST", "TCP_RESPONSE_STREAM_HOST", "EVENT_PLANE_HOST", "SYSTEM_HOST")
-    environment = {f"DYN_{name}": "127.0.0.1" for name in hosts}
-    environment |= {"DYN_FILE_KV": str(folder / "discovery"), "HOME": str(folder)}
-    with contextlib.ExitStack() as stack:
-        dynamo = Dynamo(directory, folder, environment, {}, stack)
-        for _ in range(2):
-            dynamo.work()
-        for routing in ROUTING:
-            dynamo.front(routing, f"--router-mode={routing}")
-        for routing in ROUTING:
-            wait_for(lambda: dynamo.worker_count(routing) == 2, "two workers", 60.0)  # noqa: B023
-        yield dynamo
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +101,7 @@ async def test_a_cancelled_output_ends_on_the_server(dynamo: Dynamo) -> None:
     assert 3 <= last.generated_token_count < 900
 
 
-@pytest.mark.parametrize("routing", ROUTING)
+@pytest.mark.parametrize("routing", DYNAMO_ROUTING)
 async def test_the_salt_does_not_isolate_tenants_so_sharing_must_be_allowed(
     dynamo: Dynamo, routing: str
 ) -> None:
