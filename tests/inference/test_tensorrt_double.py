@@ -1,7 +1,13 @@
-"""The double has the names, parameters and defaults of NVIDIA's interface of 1.2.1."""
+"""The double has the names, parameters and defaults of NVIDIA's interface of 1.2.1.
+
+Its behaviour is that of NVIDIA's tests of aborts, errors, statistics and cache events in
+`tests/unittest/llmapi/test_llm.py`: these were run against it, with token ids as prompts.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
 import inspect
 import json
@@ -10,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from tests.inference.checkpoints import TinyCheckpoint
+from tests.inference.hosted import prompt
 from tests.inference.tensorrt_core import double_imported
 from tests.inference.tensorrt_hosted import DOUBLE
 
@@ -116,3 +124,76 @@ def test_parameters_are_refused_where_the_release_refuses_them(
 def test_arguments_that_the_release_refuses_are_refused(double: Any, argument: str) -> None:
     with pytest.raises(ValueError, match=argument):
         double.LLM("nowhere", **{argument: None})
+
+
+@contextlib.contextmanager
+def loaded(double: Any, tiny: TinyCheckpoint, **arguments: Any) -> Iterator[Any]:
+    """Yield an engine of the double."""
+    from tensorrt_llm import llmapi
+
+    sizes = {"max_seq_len": 2048, "max_num_tokens": 256, "max_batch_size": 4}
+    options = {
+        "enable_chunked_prefill": True,
+        "enable_iter_perf_stats": True,
+        "kv_cache_config": llmapi.KvCacheConfig(event_buffer_max_size=64),
+    }
+    llm = double.LLM(tiny.directory, **(sizes | options | arguments))
+    try:
+        yield llm
+    finally:
+        llm.shutdown()
+
+
+async def test_an_abort_that_follows_its_request_at_once_ends_it_as_cancelled(
+    double: Any, tiny: TinyCheckpoint
+) -> None:
+    with loaded(double, tiny) as llm:
+        result = llm.generate_async(prompt(1), double.SamplingParams(max_tokens=100, end_id=-1))
+        result.abort()
+        answers = [each async for each in result]
+
+    assert 1 <= len(answers) < 100
+    assert answers[-1].outputs[0].finish_reason == "cancelled"
+
+
+async def test_statistics_describe_each_iteration_and_end_when_it_is_idle(
+    double: Any, tiny: TinyCheckpoint
+) -> None:
+    with loaded(double, tiny) as llm:
+        for _ in range(2):
+            await llm.generate_async(prompt(1, 54), double.SamplingParams(max_tokens=6))
+            found = [each async for each in llm.get_stats_async(1.0)]
+            assert [each["numActiveRequests"] for each in found] == [1] * 6
+            assert [each["numCompletedRequests"] for each in found] == [0, 0, 0, 0, 0, 1]
+            batches = [each["inflightBatchingStats"] for each in found]
+            assert [each["numContextRequests"] for each in batches] == [1, 0, 0, 0, 0, 0]
+            assert [each["numGenRequests"] for each in batches] == [0, 1, 1, 1, 1, 1]
+            assert not [each async for each in llm.get_stats_async(0.1)]
+
+
+async def test_cache_events_begin_with_the_creation_of_the_cache(
+    double: Any, tiny: TinyCheckpoint
+) -> None:
+    with loaded(double, tiny) as llm:
+        await llm.generate_async(prompt(1, 54), double.SamplingParams(max_tokens=6))
+        events = llm.get_kv_cache_events(1.0)
+
+    assert [each["event_id"] for each in events] == [*range(len(events))]
+    assert [each["data"]["type"] for each in events] == ["created", "stored", "stored", "stored"]
+
+
+async def test_requests_that_the_release_refuses_are_refused(
+    double: Any, tiny: TinyCheckpoint
+) -> None:
+    from tensorrt_llm import llmapi
+
+    with loaded(double, tiny, max_num_tokens=64, enable_chunked_prefill=False) as llm:
+        with pytest.raises(llmapi.RequestError):
+            await llm.generate_async(prompt(1, 65))
+        with pytest.raises(RuntimeError, match="Token ID out of range"):
+            llm.generate_async([-1])
+        async with asyncio.timeout(60.0):
+            await llm.generate_async(prompt(1, 64), double.SamplingParams(max_tokens=1))
+        llm.shutdown()
+        with pytest.raises(RuntimeError):
+            llm.generate_async(prompt(1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -65,7 +66,6 @@ class Running:
         self.token_ids: list[int] = []
         self.logprobs: list[Any] = []
         self.cached_tokens = 0
-        self.scheduled = False
         self.is_cut = False  # its text is stopped for the client, while the engine continues
 
     def response(
@@ -125,10 +125,10 @@ class LLM:
         directory = Path(model, "double") if Path(model, "double").is_dir() else Path(model)
         self._config = read_config(directory)
         self._tokenizer = Tokenizer(directory)
-        self._max_seq_len = kwargs["max_seq_len"]
+        self._max_seq_len, self._step_tokens = kwargs["max_seq_len"], kwargs["max_num_tokens"]
         limits = EngineLimits(
             context_window_tokens=self._max_seq_len,
-            step_token_count_max=kwargs["max_num_tokens"],
+            step_token_count_max=self._step_tokens,
             running_sequence_count_max=kwargs["max_batch_size"],
             waiting_sequence_count_max=100_000,
         )
@@ -146,6 +146,9 @@ class LLM:
         self._statistics, self._events = IterationResult(), IterationResult()
         self._event_id = 0
         self._stored: dict[tuple[int, ...], int] = {}
+        if self._kv.event_buffer_max_size:
+            levels = [self._core.pool.block_count_total, 0]
+            self._publish({"type": "created", "num_blocks_per_cache_level": levels})
         self._random = random.Random(7)  # joins steps to responses of several tokens
         self._generator = random.Random(42)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -185,6 +188,8 @@ class LLM:
             raise TypeError("The inputs must be type list of int, but got something else.")
         if not all(0 <= token < self._config.vocabulary_size for token in inputs):
             raise RequestError("Token ID out of range")
+        if not self.kwargs.get("enable_chunked_prefill") and len(inputs) > self._step_tokens:
+            raise RequestError(f"a prompt of {len(inputs)} tokens exceeds max_num_tokens")
         sampling = SamplingParams() if sampling_params is None else sampling_params
         if not isinstance(sampling, SamplingParams):
             raise TypeError("The sampling_params must be type SamplingParams or None")
@@ -333,16 +338,19 @@ class LLM:
                 return  # the thread dies, and all requests hang
             for order in orders:
                 self._obey(order)
-            for number, event in self._core.step():
+            events = self._core.step()
+            generating_count = sum(bool(each.token_ids) for each in self._running.values())
+            ended_count = sum(isinstance(event, SequenceFinished) for _, event in events)
+            for number, event in events:
                 if number in self._running:
                     self._tell(number, self._running[number], event)
-            self._statistics.put(self._entry())
+            self._statistics.put(self._entry(generating_count, ended_count))
 
     def _obey(self, order: Any) -> None:
         if isinstance(order, RequestOutput):
-            running = self._running.get(order.request_id)
-            if running is not None and not running.scheduled:
-                del self._running[order.request_id]  # dropped from the queue without an answer
+            batch = itertools.islice(self._running, self.kwargs["max_batch_size"])
+            if order.request_id not in batch:  # dropped from the queue without an answer
+                self._running.pop(order.request_id, None)
             self._core.cancel(order.request_id)
             return
         result, sampling, request = order
@@ -353,7 +361,7 @@ class LLM:
         result, prompt = running.result, running.prompt
         match event:
             case Scheduled():
-                running.scheduled, running.cached_tokens = True, event.cached_token_count
+                running.cached_tokens = event.cached_token_count
                 if self._faults.strikes("wedge", prompt):
                     self._wedged = True
             case TokensGenerated():
@@ -458,12 +466,14 @@ class LLM:
         )
         self._event_id += 1
 
-    def _entry(self) -> dict[str, Any]:
+    def _entry(self, generating_count: int, ended_count: int) -> dict[str, Any]:
         told = self._core.statistics()
+        active_count = told.running_sequence_count + ended_count
         return {
             "iter": told.step_count,
             "iterLatencyMS": 1.0,
-            "numActiveRequests": told.running_sequence_count,
+            "numActiveRequests": active_count,
+            "numCompletedRequests": ended_count,
             "numQueuedRequests": told.waiting_sequence_count,
             "kvCacheStats": {
                 "maxNumBlocks": told.kv_block_count_total,
@@ -473,7 +483,9 @@ class LLM:
                 "cacheHitRate": 0.0,
             },
             "inflightBatchingStats": {
-                "numScheduledRequests": told.running_sequence_count,
+                "numScheduledRequests": active_count,
+                "numContextRequests": active_count - generating_count,
+                "numGenRequests": generating_count,
                 "numPausedRequests": 0,
             },
         }
