@@ -1016,6 +1016,7 @@ class AdminServicer(AdminCalls, pb_grpc.AdminServiceServicer):
                 "allowed_networks": tuple(request.allowed_networks),
                 "max_input_tokens": request.max_input_tokens,
                 "max_output_tokens": request.max_output_tokens,
+                "strict_parameters": request.strict_parameters,
                 "lifetime": lifetime,
                 "actor": acting.actor,
             }
@@ -1062,6 +1063,7 @@ class AdminServicer(AdminCalls, pb_grpc.AdminServiceServicer):
                 all_networks=request.all_networks,
                 max_input_tokens=wire.given(request, "max_input_tokens"),
                 max_output_tokens=wire.given(request, "max_output_tokens"),
+                strict_parameters=wire.given(request, "strict_parameters"),
                 expires_at=wire.given_time(request, "expire_time"),
                 never_expires=request.never_expires,
                 actor=acting.actor,

@@ -329,6 +329,7 @@ def restrictions(principal: Principal) -> pb.KeyRestrictions:
         allowed_networks=map(str, principal.networks),
         max_input_tokens=bounds.max_input_tokens or 0,
         max_output_tokens=bounds.max_output_tokens or 0,
+        strict_parameters=principal.strict_parameters,
         secret_expire_time=None
         if lifetime_s is None
         else wire.timestamp(datetime.now(UTC) + timedelta(seconds=lifetime_s)),

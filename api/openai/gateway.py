@@ -327,7 +327,7 @@ class Gateway:
         body = await self._body(request, arrival, principal)
         # An ordinary request costs at most this much.
         with self._process.pace.spending(arrival.caller.payer, START_FREE_S):
-            parsed, ignored = parsed_body(request, body, api)
+            parsed, ignored = parsed_body(request, principal, body, api)
             texts = self._texts_of(parsed, principal, arrival.request_id)
             format = api.answer(parsed, texts, arrival.request_id.hex, int(time.time()))
             exchange = Exchange(
@@ -346,7 +346,7 @@ class Gateway:
         """Count the tokens of a generating request's prompt. fields: of every response."""
         body = await self._body(request, arrival, principal)
         with self._process.pace.spending(arrival.caller.payer, START_FREE_S):
-            parsed, ignored = parsed_body(request, body, api)
+            parsed, ignored = parsed_body(request, principal, body, api)
             [start] = parsed.starts
             is_shown = start.tool_choice.mode != pb.TOOL_MODE_NONE
             prompt = pb.CountTokensRequest(
@@ -371,7 +371,7 @@ class Gateway:
     ) -> web.StreamResponse:
         body = await self._body(request, arrival, principal)
         with self._process.pace.spending(arrival.caller.payer, START_FREE_S):
-            ignored = None if is_strict(request) else Ignored()
+            ignored = None if is_strict(request, principal) else Ignored()
             requested = decode(body, EmbeddingParameters, ignored)
         try:
             with self._process.pace.spending(arrival.caller.payer, START_FREE_S):
@@ -462,22 +462,22 @@ class Gateway:
 
 
 def parsed_body(
-    request: web.BaseRequest, body: bytes, api: Api
+    request: web.BaseRequest, principal: Principal, body: bytes, api: Api
 ) -> tuple[ParsedRequest, Ignored | None]:
     """Return a generating request and its ignored parameters. Raises: InvalidRequest, HttpFault."""
-    ignored = None if is_strict(request) else Ignored()
+    ignored = None if is_strict(request, principal) else Ignored()
     requested = decode(body, api.parameters, ignored)
     if ignored is not None:
         api.tolerate(requested, ignored)
     return api.parse(requested), ignored
 
 
-def is_strict(request: web.BaseRequest) -> bool:
-    """Return whether the client wants unknown parameters refused. Raises: InvalidRequest."""
+def is_strict(request: web.BaseRequest, principal: Principal) -> bool:
+    """Return whether the key or the URL refuses unknown parameters. Raises: InvalidRequest."""
     requested = request.rel_url.query.get("strict", "0")
     if requested not in ("0", "1"):
         raise invalid_parameter("strict", "must be 0 or 1")
-    return requested == "1"
+    return principal.strict_parameters or requested == "1"
 
 
 def headers_of(ignored: Ignored | None) -> dict[str, str]:

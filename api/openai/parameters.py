@@ -441,6 +441,10 @@ COMMON_NAMES: dict[str, str] = {
 # msgspec's error messages. The second form of a path concerns a key of an object.
 _PATH = re.compile(r"^(?P<what>.*) - at `(?P<path>[^`]*)`(?: in `(?P<outer>[^`]*)`)?$", re.DOTALL)
 _UNKNOWN = re.compile(r"^Object contains unknown field `(?P<name>.*)`$", re.DOTALL)
+STRICT_REMEDY = (
+    "is not a parameter of this API; leave it out, since strict=1 in the URL or the key's"
+    " strict_parameters refuses unknown ones"
+)
 _MISSING = re.compile(r"^Object missing required field `(?P<name>.*)`$", re.DOTALL)
 Body = TypeVar("Body", bound=Struct)
 Unsupported = Any  # type of OpenAI's parameters that are refused unless empty
@@ -604,7 +608,7 @@ def _violation(message: str) -> Exception:
             (found["outer"] or found["path"]).removeprefix("$").removeprefix("."),
         )
     for pattern, remedy in (
-        (_UNKNOWN, "is not a parameter of this API; leave it out"),
+        (_UNKNOWN, STRICT_REMEDY),
         (_MISSING, "is required"),
     ):
         if (named := pattern.match(what)) is not None:

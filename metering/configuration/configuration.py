@@ -126,6 +126,7 @@ class KeySpec:
     allowed_networks: tuple[str, ...] = ()
     max_input_tokens: int | None = None
     max_output_tokens: int | None = None
+    strict_parameters: bool = False
     expires_at: datetime | None = None
     quotas: tuple[tuple[QuotaPlace, QuotaSpec], ...] = ()
     prune_quotas: bool = False
@@ -289,6 +290,7 @@ KEY_FIELDS = (
     "allowed_networks",
     "max_input_tokens",
     "max_output_tokens",
+    "strict_parameters",
     "expires_at",
 )
 
@@ -555,6 +557,7 @@ class Attempts:
                 allowed_networks=wanted.allowed_networks,
                 max_input_tokens=wanted.max_input_tokens,
                 max_output_tokens=wanted.max_output_tokens,
+                strict_parameters=wanted.strict_parameters,
                 lifetime=None if wanted.expires_at is None else wanted.expires_at - self.now,
                 actor=self.actor,
             ),
@@ -565,8 +568,9 @@ class Attempts:
         self.created.add(record.id)
         existing = await self.session.get_one(ApiKey, record.id)
         says = differences(None, existing, KEY_FIELDS)
+        set_terms = tuple(each for each in says if each.after is not False)
         self.changes.append(
-            Change(Action.CREATE, "key", shown, says, key_prefix=record.prefix, secret=secret)
+            Change(Action.CREATE, "key", shown, set_terms, key_prefix=record.prefix, secret=secret)
         )
         return existing
 
@@ -598,6 +602,7 @@ class Attempts:
                 all_networks=not wanted.allowed_networks,
                 max_input_tokens=wanted.max_input_tokens or 0,
                 max_output_tokens=wanted.max_output_tokens or 0,
+                strict_parameters=wanted.strict_parameters,
                 expires_at=wanted.expires_at,
                 never_expires=wanted.expires_at is None,
                 actor=self.actor,

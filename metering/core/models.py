@@ -149,6 +149,8 @@ class ApiKey(Base):
     allowed_networks: Mapped[list[str]] = mapped_column(server_default=text("'{}'"))
     max_input_tokens: Mapped[int | None]  # per request; None for the model's limit
     max_output_tokens: Mapped[int | None]  # per request, all choices together
+    # Whether unknown parameters over HTTP are refused.
+    strict_parameters: Mapped[bool] = mapped_column(server_default=text("false"))
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
     expires_at: Mapped[datetime | None]
     revoked_at: Mapped[datetime | None]

@@ -169,34 +169,18 @@ async def ensure_api_key(
             "API key", name, f"{len(key_ids)} times: revoke all but one, or name one by its prefix"
         )
     existing = await find_api_key(session, str(key_ids[0]))
+    present = {
+        "scopes": sorted(existing.scopes),
+        "models": sorted(existing.models),
+        "allowed_networks": sorted(existing.allowed_networks),
+        "max_input_tokens": existing.bounds.max_input_tokens,
+        "max_output_tokens": existing.bounds.max_output_tokens,
+        "strict_parameters": existing.strict_parameters,
+    }
     requested = checked_terms(terms)
-    bounds = existing.bounds
-    limits = (
-        bounds.max_input_tokens or "any number of",
-        bounds.max_output_tokens or "any number of",
-    )
-    for present, asked, how in (
-        (
-            sorted(existing.scopes),
-            requested["scopes"],
-            f"with the scopes {', '.join(existing.scopes)}: change them",
-        ),
-        (
-            sorted(existing.models),
-            requested["models"],
-            f"for {', '.join(existing.models) or 'every model'}: change that",
-        ),
-        (
-            sorted(existing.allowed_networks),
-            requested["allowed_networks"],
-            f"to be used from {', '.join(existing.allowed_networks) or 'everywhere'}: change that",
-        ),
-        (
-            (bounds.max_input_tokens, bounds.max_output_tokens),
-            (requested["max_input_tokens"], requested["max_output_tokens"]),
-            f"for {limits[0]} input and {limits[1]} output tokens: change that",
-        ),
-    ):
-        if present != asked:
-            raise AlreadyExists("API key", name, f"{how} with UpdateApiKey")
+    for term, value in present.items():
+        if value != requested[term]:
+            shown = ", ".join(value) if isinstance(value, list) else str(value or "").lower()
+            detail = f"with {term} {shown or 'unset'}: change that with UpdateApiKey"
+            raise AlreadyExists("API key", name, detail)
     return existing, "", True

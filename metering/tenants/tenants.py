@@ -202,6 +202,7 @@ class Principal:
     models: allowed models; empty for all. bounds: on the tokens of one request. networks: allowed
     networks; empty for all. address: client address of this call, determined by its listener; None
     if unknown. secret_hash: of the secret used in this call; a rotated key has several.
+    strict_parameters: whether unknown parameters over HTTP are refused.
     """
 
     api_key_id: uuid.UUID
@@ -214,6 +215,7 @@ class Principal:
     models: frozenset[str] = frozenset()
     bounds: TokenBounds = NO_BOUNDS
     networks: tuple[Network, ...] = ()
+    strict_parameters: bool = False
     address: Address | None = field(default=None, compare=False)
     secret_hash: bytes = field(default=b"", compare=False, repr=False)
 
@@ -247,6 +249,7 @@ class KeyRecord:
     last_used_at: datetime | None = None
     bounds: TokenBounds = NO_BOUNDS
     allowed_networks: tuple[str, ...] = ()
+    strict_parameters: bool = False
 
 
 async def create_organization(
@@ -296,13 +299,14 @@ async def list_projects(session: AsyncSession, *, organization: str) -> Sequence
 
 
 class KeyTerms(TypedDict, total=False):
-    """Terms of a new key. Defaults: inference, all models, all networks, no expiry."""
+    """Terms of a new key. Defaults: inference, all models and networks, tolerant, no expiry."""
 
     scopes: Collection[str]
     models: Collection[str]
     allowed_networks: Collection[str]
     max_input_tokens: int | None
     max_output_tokens: int | None
+    strict_parameters: bool
     lifetime: timedelta | None
 
 
@@ -358,6 +362,7 @@ def checked_terms(terms: KeyTerms) -> dict[str, Any]:
         "allowed_networks": checked_networks(terms.get("allowed_networks", ())),
         "max_input_tokens": checked_bound(terms.get("max_input_tokens"), "max_input_tokens"),
         "max_output_tokens": checked_bound(terms.get("max_output_tokens"), "max_output_tokens"),
+        "strict_parameters": terms.get("strict_parameters", False),
     }
 
 
@@ -442,11 +447,12 @@ def select_principal() -> Select[Any]:
             Project.organization_id,
             Organization.currency_code,
             ApiKey.scopes,
-            cast(func.extract("epoch", ends_at - func.now()), Double),
+            cast(func.extract("epoch", ends_at - func.now()), Double).label("lifetime_s"),
             ApiKey.models,
             ApiKey.max_input_tokens,
             ApiKey.max_output_tokens,
             ApiKey.allowed_networks,
+            ApiKey.strict_parameters,
         )
         .join(Project, Project.id == ApiKey.project_id)
         .join(Organization, Organization.id == Project.organization_id)
@@ -479,30 +485,18 @@ async def authenticate(session: AsyncSession, secret: str) -> Principal:
     result = await session.execute(PRINCIPAL_OF_SECRET, {"secret_hash": hash_of(secret)})
     if (row := result.one_or_none()) is None:
         raise refusal
-    (
-        key_id,
-        prefix,
-        project_id,
-        organization_id,
-        currency_code,
-        scopes,
-        lifetime_s,
-        models,
-        max_in,
-        max_out,
-        networks,
-    ) = row
     return Principal(
-        api_key_id=key_id,
-        key_prefix=prefix,
-        project_id=project_id,
-        organization_id=organization_id,
-        currency_code=currency_code,
-        scopes=frozenset(scopes),
-        secret_lifetime_s=lifetime_s,
-        models=frozenset(models),
-        bounds=TokenBounds(max_in, max_out),
-        networks=networks_of(tuple(networks)),
+        api_key_id=row.id,
+        key_prefix=row.prefix,
+        project_id=row.project_id,
+        organization_id=row.organization_id,
+        currency_code=row.currency_code,
+        scopes=frozenset(row.scopes),
+        secret_lifetime_s=row.lifetime_s,
+        models=frozenset(row.models),
+        bounds=TokenBounds(row.max_input_tokens, row.max_output_tokens),
+        networks=networks_of(tuple(row.allowed_networks)),
+        strict_parameters=row.strict_parameters,
         secret_hash=hash_of(secret),
     )
 
@@ -728,6 +722,7 @@ async def update_api_key(
     all_networks: bool = False,
     max_input_tokens: int | None = None,
     max_output_tokens: int | None = None,
+    strict_parameters: bool | None = None,
     expires_at: datetime | None = None,
     never_expires: bool = False,
     actor: str,
@@ -761,6 +756,9 @@ async def update_api_key(
         ),
         "max_input_tokens": _bound(key.max_input_tokens, max_input_tokens, "max_input_tokens"),
         "max_output_tokens": _bound(key.max_output_tokens, max_output_tokens, "max_output_tokens"),
+        "strict_parameters": (
+            key.strict_parameters if strict_parameters is None else strict_parameters
+        ),
         "expires_at": None if never_expires else (expires_at or key.expires_at),
     }
     values = {column: value for column, value in requested.items() if getattr(key, column) != value}

@@ -46,6 +46,7 @@ def test_the_secret_of_a_key_is_alone_on_stdout_and_warned_about(
             "8000",
             "--max-output-tokens",
             "100",
+            "--strict-parameters",
         ),
     )
 
@@ -60,6 +61,7 @@ def test_the_secret_of_a_key_is_alone_on_stdout_and_warned_about(
     assert list(request.models) == ["demo"]
     assert list(request.allowed_networks) == ["203.0.113.0/24", "2001:db8::/32"]
     assert (request.max_input_tokens, request.max_output_tokens) == (8000, 100)
+    assert request.strict_parameters
     assert request.lifetime.seconds == 30 * 86_400
     assert server.accounts.keys == ["Bearer weir_admin"]
 
@@ -85,6 +87,7 @@ def test_the_last_use_of_a_key_is_shown_as_far_as_known(weir: Run, server: Scrip
     never = weir("key", "show", "weir_ab12cd").stdout
     key.use_tracked_since_time.FromJsonString("2026-11-21T00:00:00Z")
     unknown = weir("key", "show", "weir_ab12cd").stdout
+    key.strict_parameters = True
     key.last_use_time.FromJsonString("2026-11-22T09:30:00Z")
     used = weir("key", "show", "weir_ab12cd").stdout
     told = json.loads(weir("key", "show", "weir_ab12cd", "--json").stdout)
@@ -94,6 +97,9 @@ def test_the_last_use_of_a_key_is_shown_as_far_as_known(weir: Run, server: Scrip
     assert " last used        never" in never.splitlines()
     assert "not since 2026-11-21 00:00:00Z" in unknown
     assert "2026-11-22 09:30:00Z" in used
+    assert " restrictions     none" in unknown.splitlines()
+    assert " unknown parameters  refused" in used.splitlines()
+    assert told["strict_parameters"] is True
     assert (told["prefix"], told["last_use_time"]) == ("weir_ab12cd", "2026-11-22T09:30:00Z")
     assert "weir_ab12cd" in unused.stdout
     assert [request.api_key for request in server.accounts.requests] == ["weir_ab12cd"] * 4 + [""]

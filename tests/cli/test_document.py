@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import yaml
 from google.protobuf.json_format import MessageToDict, ParseDict
+from google.protobuf.message import Message
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from weir.v1 import configuration_pb2
 from weir_cli import document
-from weir_cli.document import QUOTA, read_document, write_document
+from weir_cli.document import KEY, QUOTA, Section, read_document, write_document
 
 GOOD = """\
 version: 1
@@ -284,6 +285,7 @@ keys = st.fixed_dictionaries(
             st.sampled_from(["admin", "billing", "inference"]), unique=True, min_size=1
         ),
         "models": st.lists(st.sampled_from(["demo", "large@2"]), unique=True, min_size=1),
+        "strict_parameters": st.just(True),
         "expire_time": times,
         "quotas": st.lists(quotas, min_size=1, max_size=2),
     },
@@ -325,10 +327,19 @@ def test_a_written_document_reads_back_unchanged(configuration: dict[str, Any]) 
     assert yaml.safe_load(written)["version"] == 1
 
 
-def test_every_attribute_of_a_limit_in_the_contract_has_its_line_in_the_table() -> None:
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        (QUOTA, configuration_pb2.QuotaConfiguration),
+        (KEY, configuration_pb2.ApiKeyConfiguration),
+    ],
+)
+def test_every_attribute_of_a_limit_and_of_a_key_in_the_contract_has_its_line_in_the_table(
+    section: Section, message: type[Message]
+) -> None:
     """An export would lose a new attribute that files cannot express."""
-    assert {entry.name for entry in QUOTA.keys.values()} == {
-        field.name for field in configuration_pb2.QuotaConfiguration.DESCRIPTOR.fields
+    assert {entry.name for entry in section.keys.values()} == {
+        field.name for field in message.DESCRIPTOR.fields if not field.name.startswith("prune_")
     }
 
 

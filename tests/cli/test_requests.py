@@ -229,14 +229,19 @@ def test_a_key_is_changed_in_what_is_given(weir: Run, server: ScriptedWeir) -> N
 
     result = weir("key", "update", "weir_ab12cd", "--scope", "inference", "--never-expires")
     soon = weir("key", "update", "weir_ab12cd", "--expires-in", "30d")
+    strict = weir("key", "update", "weir_ab12cd", "--strict-parameters")
+    lenient = weir("key", "update", "weir_ab12cd", "--no-strict-parameters")
 
     assert "active, two secrets until" in " ".join(result.stdout.split())
-    assert soon.exit_code == 0
-    first, second = server.accounts.requests
+    assert soon.exit_code == strict.exit_code == lenient.exit_code == 0
+    first, second, *others = server.accounts.requests
     assert first == admin_pb.UpdateApiKeyRequest(
         api_key="weir_ab12cd", scopes=["inference"], never_expires=True
     )
     assert second.expire_time.ToDatetime(tzinfo=UTC) - datetime.now(UTC) > timedelta(days=29)
+    assert not second.HasField("strict_parameters")
+    assert [each.strict_parameters for each in others] == [True, False]
+    assert all(each.HasField("strict_parameters") for each in others)
     assert weir("key", "update", "weir_ab12cd").exit_code == 2, "say what to change"
 
 

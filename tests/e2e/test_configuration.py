@@ -95,6 +95,7 @@ def team(name: str, **fields: Any) -> dict[str, Any]:
             "models": [MODEL],
             "expire_time": NEXT_YEAR,
             "max_input_tokens": 900,
+            "strict_parameters": True,
             "allowed_networks": ["203.0.113.7"],  # a common spelling of a single address
         },
     ]
@@ -155,6 +156,17 @@ async def test_a_configuration_is_made_once_and_its_keys_work(
     ]
     assert not second.changes
     assert not second.kept
+    assert [fields_of(change) for change in first.changes if change.kind == "key"] == [
+        {"scopes": (None, ["inference"])},
+        {
+            "scopes": (None, ["billing", "inference"]),
+            "models": (None, [MODEL]),
+            "allowed_networks": (None, ["203.0.113.7/32"]),
+            "max_input_tokens": (None, 900),
+            "strict_parameters": (None, True),
+            "expire_time": (None, NEXT_YEAR),
+        },
+    ]
     secrets = {change.path: change.secret for change in first.changes if change.secret}
     assert secrets.keys() == {f"{name}/search/copilot", f"{name}/search/nightly"}
     async with service.client(secrets[f"{name}/search/copilot"]) as client:
@@ -247,6 +259,7 @@ async def test_changes_are_shown_with_old_and_new_values(admin: Admin) -> None:
         "models": [],
         "max_input_tokens": 0,
         "max_output_tokens": 50,
+        "strict_parameters": False,
         "allowed_networks": [],
     }
     del search["keys"][1]["expire_time"]
@@ -264,6 +277,7 @@ async def test_changes_are_shown_with_old_and_new_values(admin: Admin) -> None:
                 "allowed_networks": (["203.0.113.7/32"], []),
                 "max_input_tokens": (900, None),
                 "max_output_tokens": (None, 50),
+                "strict_parameters": (True, False),
                 "expire_time": (NEXT_YEAR, None),
             },
         ),
@@ -319,6 +333,7 @@ async def test_only_what_a_list_that_is_pruned_does_not_name_is_removed(
         "scopes": ["billing", "inference"],
         "models": [MODEL],
         "max_input_tokens": 900,
+        "strict_parameters": True,
         "allowed_networks": ["203.0.113.7"],
         "expire_time": NEXT_YEAR,
         "prune_quotas": True,

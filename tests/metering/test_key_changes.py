@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import pytest
 from sqlalchemy import text
@@ -257,6 +258,61 @@ async def test_saying_it_again_makes_nothing_new(sessions: Sessions, customer: C
     assert again == (key, "", True)
     assert new.id != key.id
     assert new_secret not in ("", secret)
+
+
+async def test_a_strict_key_is_strict_with_every_secret_until_it_is_relaxed(
+    sessions: Sessions, customer: Customer
+) -> None:
+    prefix = customer.key.prefix
+    async with sessions.begin() as session:
+        await update_api_key(session, api_key=prefix, strict_parameters=True, actor="ann")
+        _, secret, _ = await rotate_api_key(session, api_key=prefix, actor="ann")
+        renamed = await update_api_key(session, api_key=prefix, name="new", actor="ann")
+        strict = [
+            (await authenticate(session, each)).strict_parameters
+            for each in (customer.secret, secret)
+        ]
+        relaxed = await update_api_key(
+            session, api_key=prefix, strict_parameters=False, actor="ann"
+        )
+        after = await authenticate(session, secret)
+        entry = (await list_audit_entries(session, action_prefix="api_key.update"))[0]
+
+    assert customer.key.strict_parameters is False, "the default"
+    assert (strict, renamed.strict_parameters) == ([True, True], True)
+    assert (relaxed.strict_parameters, after.strict_parameters) == (False, False)
+    assert entry.before is not None
+    assert entry.after is not None
+    assert (entry.before["strict_parameters"], entry.after["strict_parameters"]) == (True, False)
+
+
+async def test_a_key_with_other_terms_is_not_found_again_and_the_term_is_named(
+    sessions: Sessions, customer: Customer
+) -> None:
+    named: dict[str, Any] = {
+        "organization": "acme",
+        "project": "web",
+        "name": "bot",
+        "actor": "ann",
+        "allowed_networks": ["203.0.113.7", "192.0.2.0/24"],
+        "max_output_tokens": 9,
+    }
+    others: dict[str, tuple[dict[str, Any], str]] = {
+        "strict_parameters": ({"strict_parameters": False}, "true"),
+        "models": ({"models": ["demo"]}, "unset"),
+        "allowed_networks": ({"allowed_networks": []}, "192.0.2.0/24, 203.0.113.7/32"),
+        "max_output_tokens": ({"max_output_tokens": 0}, "9"),
+    }
+    async with sessions.begin() as session:
+        await ensure_project(session, organization="acme", name="web", actor="ann")
+        key, _, _ = await ensure_api_key(session, **named, strict_parameters=True)
+        again, _, existed = await ensure_api_key(session, **named, strict_parameters=True)
+        for term, (other, present) in others.items():
+            found = f"'bot' already exists with {term} {present}: change that with UpdateApiKey"
+            with pytest.raises(AlreadyExists, match=found):
+                await ensure_api_key(session, **(named | {"strict_parameters": True} | other))
+
+    assert (again.id, existed, key.strict_parameters) == (key.id, True, True)
 
 
 async def test_of_calls_with_one_id_at_once_only_one_makes_anything(

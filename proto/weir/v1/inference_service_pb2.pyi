@@ -2107,12 +2107,15 @@ class KeyRestrictions(_message.Message):
     MAX_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     SECRET_EXPIRE_TIME_FIELD_NUMBER: _builtins.int
     ALLOWED_NETWORKS_FIELD_NUMBER: _builtins.int
+    STRICT_PARAMETERS_FIELD_NUMBER: _builtins.int
     prefix: _builtins.str
     """The first characters of the key."""
     max_input_tokens: _builtins.int
     """Limit of input tokens per request: its prompt, or all texts to embed. 0: the model's own limit."""
     max_output_tokens: _builtins.int
     """Limit of output tokens per request, all choices together. 0: the model's own limit."""
+    strict_parameters: _builtins.bool
+    """Refuses unknown parameters over HTTP."""
     @_builtins.property
     def scopes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Scopes: "inference", "admin", "billing"."""
@@ -2139,10 +2142,11 @@ class KeyRestrictions(_message.Message):
         max_output_tokens: _builtins.int = ...,
         secret_expire_time: _timestamp_pb2.Timestamp | None = ...,
         allowed_networks: _abc.Iterable[_builtins.str] | None = ...,
+        strict_parameters: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["secret_expire_time", b"secret_expire_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_networks", b"allowed_networks", "max_input_tokens", b"max_input_tokens", "max_output_tokens", b"max_output_tokens", "models", b"models", "prefix", b"prefix", "scopes", b"scopes", "secret_expire_time", b"secret_expire_time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_networks", b"allowed_networks", "max_input_tokens", b"max_input_tokens", "max_output_tokens", b"max_output_tokens", "models", b"models", "prefix", b"prefix", "scopes", b"scopes", "secret_expire_time", b"secret_expire_time", "strict_parameters", b"strict_parameters"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -102,6 +102,8 @@ export interface KeyRestrictions {
   readonly maxOutputTokens: number | undefined;
   /** Allowed client networks; empty: all. */
   readonly allowedNetworks: readonly string[];
+  /** Unknown parameters over HTTP are refused. */
+  readonly strictParameters: boolean;
   /** Of the secret in use; undefined: never. */
   readonly secretExpireTime: Date | undefined;
 }

@@ -129,6 +129,7 @@ export function restrictions(value: KeyRestrictionsMessage | undefined): KeyRest
     maxInputTokens: count(value?.maxInputTokens ?? 0n) || undefined,
     maxOutputTokens: count(value?.maxOutputTokens ?? 0n) || undefined,
     allowedNetworks: value?.allowedNetworks ?? [],
+    strictParameters: value?.strictParameters ?? false,
     secretExpireTime: date(value?.secretExpireTime),
   };
 }

@@ -486,11 +486,12 @@ promise("looks-up", async (client) => {
     scopes,
     models: allowed,
     maxInputTokens,
+    strictParameters,
     secretExpireTime,
   } = await client.getRestrictions();
   assert.deepEqual(
-    [scopes.includes("inference"), allowed, maxInputTokens, secretExpireTime],
-    [true, [], undefined, undefined],
+    [scopes.includes("inference"), allowed, maxInputTokens, strictParameters, secretExpireTime],
+    [true, [], undefined, false, undefined],
   );
   await using limited = new WeirClient({ apiKey: LIMITED_KEY });
   assert.equal((await limited.getQuota(MODEL))[0]?.limitValue, 40n);

@@ -238,6 +238,7 @@ KEY = Section(
         "allowed_networks": Words("allowed_networks"),
         "max_input_tokens": count("max_input_tokens"),
         "max_output_tokens": count("max_output_tokens"),
+        "strict_parameters": truth("strict_parameters"),
         "expires": moment("expire_time"),
         "quotas": QUOTAS,
     },

@@ -228,6 +228,13 @@ OutputTokensOption = Annotated[
         help="Limit of output tokens per request, all choices together. 0: no limit.",
     ),
 ]
+StrictOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--strict-parameters/--no-strict-parameters",
+        help="Refuse unknown parameters over HTTP. Default of a new key: no.",
+    ),
+]
 KeyArgument = Annotated[str, typer.Argument(metavar="KEY", help="Id or prefix of the key.")]
 
 
@@ -251,6 +258,7 @@ def create_key(
     network: NetworksOption = None,
     max_input_tokens: InputTokensOption = None,
     max_output_tokens: OutputTokensOption = None,
+    strict_parameters: StrictOption = None,
     expires_in: Annotated[
         str | None, typer.Option(help="Lifetime, as 90m, 12h, 30d or 4w. Default: unlimited.")
     ] = None,
@@ -274,6 +282,7 @@ def create_key(
         allowed_networks=network or (),
         max_input_tokens=max_input_tokens,
         max_output_tokens=max_output_tokens,
+        strict_parameters=bool(strict_parameters),
         lifetime=lifetime,
         allow_existing=if_missing,
     )
@@ -342,6 +351,7 @@ def update_key(
     ] = False,
     max_input_tokens: InputTokensOption = None,
     max_output_tokens: OutputTokensOption = None,
+    strict_parameters: StrictOption = None,
     expires_in: Annotated[
         str | None, typer.Option(help="Expire after 90m, 12h, 30d or 4w; 0 expires it now.")
     ] = None,
@@ -350,14 +360,14 @@ def update_key(
     ] = False,
 ) -> Output:
     """Change the name, expiry or permissions of a key. Omitted options stay unchanged."""
-    given = (name, max_input_tokens, max_output_tokens, expires_in)
+    given = (name, max_input_tokens, max_output_tokens, strict_parameters, expires_in)
     if all(each is None for each in given) and not (
         scope or model or all_models or network or all_networks or never_expires
     ):
         raise typer.BadParameter(
             "give at least one of --name, --scope, --model, --all-models, --network,"
-            " --all-networks, --max-input-tokens, --max-output-tokens, --expires-in or"
-            " --never-expires"
+            " --all-networks, --max-input-tokens, --max-output-tokens, --strict-parameters,"
+            " --no-strict-parameters, --expires-in or --never-expires"
         )
     span = (
         None
@@ -377,6 +387,7 @@ def update_key(
         all_networks=all_networks,
         max_input_tokens=max_input_tokens,
         max_output_tokens=max_output_tokens,
+        strict_parameters=strict_parameters,
         expire_time=expire_time,
         never_expires=never_expires,
     )
@@ -457,6 +468,8 @@ def restrictions(key: ApiKey | KeyRestrictions) -> list[tuple[str, str]]:
         found.append(("max input tokens", f"{key.max_input_tokens:,}"))
     if key.max_output_tokens is not None:
         found.append(("max output tokens", f"{key.max_output_tokens:,}"))
+    if key.strict_parameters:
+        found.append(("unknown parameters", "refused"))
     return found
 
 

@@ -79,6 +79,7 @@ class ApiKey:
     allowed_networks: tuple[str, ...] = ()  # allowed client networks; empty: all
     max_input_tokens: int | None = None  # per request; None: the model's own limit
     max_output_tokens: int | None = None  # per request, all choices together
+    strict_parameters: bool = False  # unknown parameters over HTTP are refused
     # Accurate to two minutes; None: unused since `use_tracked_since_time`.
     last_use_time: datetime | None = None
     # create_time, or for older keys the time since when uses are recorded.

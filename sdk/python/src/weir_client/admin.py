@@ -137,6 +137,7 @@ class AsyncAdminClient(UnaryClient):
         allowed_networks: Sequence[str] = (),
         max_input_tokens: int | None = None,
         max_output_tokens: int | None = None,
+        strict_parameters: bool = False,
         lifetime: timedelta | None = None,
         allow_existing: bool = False,
         request_id: str = "",
@@ -145,6 +146,7 @@ class AsyncAdminClient(UnaryClient):
 
         models: names of the allowed models; empty: all. allowed_networks: networks that may use the
         key, such as 203.0.113.0/24; empty: all. max_input_tokens, max_output_tokens: per request.
+        strict_parameters: refuse unknown parameters over HTTP instead of ignoring harmless ones.
         allow_existing: return the active key of this name and the same permissions, without its
         secret. request_id: a UUID chosen by the caller; repeating the call with it creates nothing
         new and returns no secret.
@@ -158,6 +160,7 @@ class AsyncAdminClient(UnaryClient):
             allowed_networks=allowed_networks,
             max_input_tokens=max_input_tokens or 0,
             max_output_tokens=max_output_tokens or 0,
+            strict_parameters=strict_parameters,
             allow_existing=allow_existing,
             request_id=request_id,
         )
@@ -192,6 +195,7 @@ class AsyncAdminClient(UnaryClient):
         all_networks: bool = False,
         max_input_tokens: int | None = None,
         max_output_tokens: int | None = None,
+        strict_parameters: bool | None = None,
         expire_time: datetime | None = None,
         never_expires: bool = False,
     ) -> ApiKey:
@@ -209,6 +213,7 @@ class AsyncAdminClient(UnaryClient):
             all_networks=all_networks,
             max_input_tokens=max_input_tokens,
             max_output_tokens=max_output_tokens,
+            strict_parameters=strict_parameters,
             never_expires=never_expires,
         )
         if expire_time is not None:

@@ -163,6 +163,7 @@ class KeyRestrictions:
     max_output_tokens: int | None  # per request, all choices together
     allowed_networks: tuple[str, ...]  # allowed client networks; empty: all
     secret_expire_time: datetime | None  # of the secret in use; None: never
+    strict_parameters: bool = False  # unknown parameters over HTTP are refused
 
 
 @dataclass(frozen=True, slots=True)
