@@ -308,24 +308,33 @@ class Introduction:
 
     def __init__(self, dialect: Dialect, settings: RemoteSettings, model: ModelInfo) -> None:
         self.dialect = dialect
-        self._settings = settings
-        self._model = model
+        self.settings = settings
+        self.model = model
 
     async def introduce(self) -> ServerFacts:
         """Return the server's facts if it is healthy and serves the expected model."""
         if (fault := await self.dialect.health_fault()) is not None:
             raise ServerUnfit(f"the server reports itself unhealthy: {fault}")
         facts = self.fitting(await self.dialect.facts())
-        await self.check_tokenizer()
+        try:
+            check_tokenizer(await self.tokenizer_files(), self.settings.directory.absolute())
+        except grpc.aio.AioRpcError as error:
+            if not is_unanswered(error):
+                raise
+            _log.warning(
+                "%s does not provide its tokenizer (%s), assuming that it matches",
+                self.settings.target,
+                error.code().name,
+            )
         return facts
 
     def fitting(self, facts: ServerFacts) -> ServerFacts:
         """Return the facts, compared with the checkpoint; its tokenizer may have fewer tokens."""
-        window, size = self._model.context_window_tokens, self._model.vocabulary_size
+        window, size = self.model.context_window_tokens, self.model.vocabulary_size
         if facts.vocabulary_size > size:
             raise ServerUnfit(
                 f"the server's vocabulary has {facts.vocabulary_size} tokens,"
-                f" {self._model.directory} has {size}: a different model"
+                f" {self.model.directory} has {size}: a different model"
             )
         if facts.context_window_tokens and facts.context_window_tokens < window:
             raise ServerUnfit(
@@ -335,22 +344,12 @@ class Introduction:
             )
         return replace(facts, vocabulary_size=facts.vocabulary_size or size)
 
-    async def check_tokenizer(self) -> None:
-        """Compare the tokenizers; warn if the server does not provide its own."""
+    async def tokenizer_files(self) -> dict[str, bytes]:
+        """Return the server's tokenizer files by name."""
         bundle = Bundle()
-        try:
-            async for chunk in self.dialect.tokenizer_chunks():
-                bundle.add(chunk)
-        except grpc.aio.AioRpcError as error:
-            if not is_unanswered(error):
-                raise
-            _log.warning(
-                "%s does not provide its tokenizer (%s), assuming that it matches",
-                self._settings.target,
-                error.code().name,
-            )
-            return
-        check_tokenizer(bundle.files(), self._settings.directory.absolute())
+        async for chunk in self.dialect.tokenizer_chunks():
+            bundle.add(chunk)
+        return bundle.files()
 
 
 class Examination(Introduction):
@@ -360,14 +359,13 @@ class Examination(Introduction):
         self, dialect: Dialect, settings: RemoteSettings, model: ModelInfo, decoder: TextDecoder
     ) -> None:
         super().__init__(dialect, settings, model)
-        self._decoder = decoder
-        self.capabilities = dialect.capabilities
+        self.decoder = decoder
 
     async def pass_all(self) -> ServerFacts:
         """Run all checks and return the server's facts."""
         facts = await self.introduce()
-        self.capabilities = await self.dialect.probe(self._model.vocabulary_size)
-        if self._settings.share_prefixes:
+        await self.dialect.probe(self.model.vocabulary_size)
+        if self.settings.share_prefixes:
             await self.cached_tokens(self.probe_prompt(), "weir-probe")
         elif await self.shares_prefixes():
             raise ServerUnfit(SHARES)
@@ -386,18 +384,16 @@ class Examination(Introduction):
 
     def probe_prompt(self) -> tuple[int, ...]:
         """Return random ids from the middle of the vocabulary, without special tokens."""
-        size = self._model.vocabulary_size
-        count = min(PROBE_TOKENS, self._model.context_window_tokens - 1)
+        size = self.model.vocabulary_size
+        count = min(PROBE_TOKENS, self.model.context_window_tokens - 1)
         return tuple(random.choices(range(size // 4, size // 4 + size // 2), k=count))
 
     async def cached_tokens(self, prompt: tuple[int, ...], salt: str) -> int:
-        """Generate one token; return the number of cached prompt tokens. Raises: EngineFailed."""
-        request = GenerationRequest(
-            prompt, SamplingParams(), StopCriteria(1, ignore_eos=True), salt
-        )
+        """Generate one token; return the number of cached prompt tokens. Raises: ServerUnfit."""
+        stop = StopCriteria(1, ignore_eos=True)
         try:
-            output, cached_token_count = await one_output(
-                self.dialect, self._model.vocabulary_size, self._decoder, request
+            output, cached_token_count = await self.run(
+                GenerationRequest(prompt, SamplingParams(), stop, salt)
             )
         except EngineError as error:
             raise ServerUnfit(f"generating a test token failed: {error}") from error
@@ -406,23 +402,20 @@ class Examination(Introduction):
             raise ServerUnfit(f"the server generated {token_count} tokens for a request of one")
         return cached_token_count
 
-
-async def one_output(
-    dialect: Dialect,
-    vocabulary_size: int,
-    decoder: TextDecoder,
-    request: GenerationRequest,
-    ends: frozenset[int] = frozenset(),
-) -> tuple[Output, int]:
-    """Generate one output, bypassing the queue. Returns it and the number of cached prompt tokens.
-    Raises: EngineFailed, grpc.aio.AioRpcError.
-    """
-    choice = Choice(Request(0, request, ends, 0.0), 0, 0, decoder.open())
-    output, cached_token_count = Output(), 0
-    call = dialect.generate(f"weir-probe-{uuid.uuid4().hex}", choice)
-    try:
-        async for message in call:
-            cached_token_count = max(cached_token_count, dialect.take(message, choice, output))
-    finally:
-        call.cancel()
-    return output, cached_token_count
+    async def run(
+        self, request: GenerationRequest, ends: frozenset[int] = frozenset()
+    ) -> tuple[Output, int]:
+        """Generate one output, bypassing the queue. Returns it and the number of cached prompt
+        tokens. Raises: EngineFailed, grpc.aio.AioRpcError.
+        """
+        choice = Choice(Request(0, request, ends, 0.0), 0, 0, self.decoder.open())
+        output, cached_token_count = Output(), 0
+        call = self.dialect.generate(f"weir-probe-{uuid.uuid4().hex}", choice)
+        try:
+            async for message in call:
+                cached_token_count = max(
+                    cached_token_count, self.dialect.take(message, choice, output)
+                )
+        finally:
+            call.cancel()
+        return output, cached_token_count

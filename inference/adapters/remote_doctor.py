@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 import uuid
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
 import grpc
 
@@ -23,11 +22,9 @@ from inference.adapters.findings import (
 )
 from inference.adapters.remote_connection import (
     DIALECTS,
-    Bundle,
     Examination,
     check_tokenizer,
     is_unanswered,
-    one_output,
     open_dialect,
 )
 from inference.adapters.remote_dialects import Dialect, ServerUnfit
@@ -43,33 +40,23 @@ SILENCE_S = 5.0  # seconds after which a missing answer counts as none
 LONG = 400  # output tokens: long enough to abort in the middle
 
 
-@dataclass(slots=True)
-class Patient:
-    """A server under examination."""
+class Patient(Examination):
+    """A server under examination. ends: end tokens of the model."""
 
-    settings: RemoteSettings
-    dialect: Dialect
-    model: ModelInfo
-    decoder: TextDecoder
-    ends: frozenset[int]
-
-    @property
-    def examination(self) -> Examination:
-        """Return the checks that precede the first request."""
-        return Examination(self.dialect, self.settings, self.model, self.decoder)
+    def __init__(
+        self, dialect: Dialect, settings: RemoteSettings, model: ModelInfo, ends: frozenset[int]
+    ) -> None:
+        """Read the tokenizer. Raises: CheckpointInvalid."""
+        known = Tokenizer(settings.directory)
+        path = str(settings.directory / "tokenizer.json")
+        decoder = TextDecoder(known.backend, known.special_token_ids, path)
+        super().__init__(dialect, settings, model, decoder)
+        self.ends = ends
 
     def request(self, output_token_count: int, *, salt: str = "") -> GenerationRequest:
         """Return a greedy request with a random prompt."""
         stop = StopCriteria(output_token_count, ignore_eos=True)
-        return GenerationRequest(self.examination.probe_prompt(), SamplingParams(), stop, salt)
-
-    async def run(
-        self, request: GenerationRequest, ends: frozenset[int] = frozenset()
-    ) -> tuple[Output, int]:
-        """Return its output and the number of cached prompt tokens."""
-        return await one_output(
-            self.dialect, self.model.vocabulary_size, self.decoder, request, ends
-        )
+        return GenerationRequest(self.probe_prompt(), SamplingParams(), stop, salt)
 
 
 async def health(patient: Patient) -> tuple[Verdict, str]:
@@ -82,7 +69,7 @@ async def model_facts(patient: Patient) -> tuple[Verdict, str]:
     """Does it serve the checkpoint's model, with at least its context window?"""
     facts = await patient.dialect.facts()
     try:
-        patient.examination.fitting(facts)
+        patient.fitting(facts)
     except ServerUnfit as error:
         return Verdict.BAD, str(error)
     unknown = [
@@ -111,11 +98,8 @@ async def request_fields(patient: Patient) -> tuple[Verdict, str]:
 
 async def tokenizer(patient: Patient) -> tuple[Verdict, str]:
     """Is its tokenizer the local one?"""
-    bundle = Bundle()
     try:
-        async for chunk in patient.dialect.tokenizer_chunks():
-            bundle.add(chunk)
-        files = bundle.files()
+        files = await patient.tokenizer_files()
         check_tokenizer(files, patient.settings.directory)
     except ServerUnfit as error:
         return Verdict.BAD, str(error)
@@ -334,15 +318,12 @@ QUESTIONS: tuple[Callable[[Patient], Awaitable[tuple[Verdict, str]]], ...] = (
 
 async def examine(settings: RemoteSettings) -> list[Observation]:
     """Connect, ask all questions, disconnect. Raises: CheckpointInvalid, ServerUnfit."""
-    directory = Path(settings.directory)
     model, ends = read_external_model(
-        directory,
+        settings.directory,
         name=settings.name,
         engine="remote",
         context_window_tokens_max=settings.context_window_tokens_max,
         capabilities=DIALECTS[settings.target.service].capabilities,
     )
-    known = Tokenizer(directory)
-    decoder = TextDecoder(known.backend, known.special_token_ids, str(directory / "tokenizer.json"))
     async with open_dialect(settings) as dialect:
-        return await ask_all(QUESTIONS, Patient(settings, dialect, model, decoder, ends))
+        return await ask_all(QUESTIONS, Patient(dialect, settings, model, ends))

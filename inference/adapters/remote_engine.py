@@ -118,7 +118,7 @@ class RemoteEngine(EngineLife):
     async def _examine(self, dialect: Dialect) -> None:
         self._examination = Examination(dialect, self._settings, self._model, self._decoder)
         self._facts = await self._examination.pass_all()
-        supported, declared = self._examination.capabilities, self._declared_model
+        supported, declared = dialect.capabilities, self._declared_model
         self._model = replace(
             declared,
             capabilities=supported,
