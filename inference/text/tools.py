@@ -99,19 +99,8 @@ CALL_COUNT_MAX = 16  # per output: bounds models that repeat calls
 
 # Keywords whose values are a schema, a list of schemas, or schemas by user-defined names.
 _SCHEMA = frozenset(
-    {
-        "additionalProperties",
-        "contains",
-        "else",
-        "if",
-        "items",
-        "not",
-        "propertyNames",
-        "then",
-        "unevaluatedProperties",
-    }
+    "additionalProperties contains else if items not propertyNames then unevaluatedProperties".split()
 )
-
 _SCHEMAS = frozenset({"allOf", "anyOf", "items", "oneOf", "prefixItems"})
 _SCHEMAS_BY_NAME = frozenset(
     {"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"}
@@ -203,25 +192,22 @@ def strict_calls(
         kept, single=True, arguments_key="parameters" if form is CallFormat.LLAMA else "arguments"
     )
     call = json.dumps(with_json_options(json.loads(schema)), ensure_ascii=False)
-    rest = CALL_COUNT_MAX - 1
-    other = "TEXT" if answer is None else "answer"
-
-    def open_with(marker: str) -> tuple[str, str]:
-        return _opening(marker, token_id) if answer is None else (_marker(marker, token_id), "")
-
+    rest, shape = CALL_COUNT_MAX - 1, CALL_SHAPES[form]
+    other, first = "TEXT" if answer is None else "answer", ""
+    opening, opening_rules = _marker(shape.opening, token_id), ""
+    if answer is None:
+        opening, opening_rules = _opening(shape.opening, token_id)
     match form:
         case CallFormat.HERMES:
-            opening, opening_rules = open_with("<tool_call>")
-            closing = _marker("</tool_call>", token_id)
+            closing = _marker(shape.closing, token_id)
             more = "" if single or answer is not None else " TEXT"
             start = f"start: {other} | called{more}\ncalled: one" + (
                 "" if single else f" | one (one){{0,{rest}}}"
             )
             rules = f"one: {opening} WS call WS {closing}\n{opening_rules}"
-            first = ""
         case CallFormat.LLAMA:
             # all models of this format have the token; without it there is no opening
-            tag = token_id("<|python_tag|>")
+            tag = token_id(shape.opening)
             text = "TEXT " if answer is None else ""
             start = f"start: {other} | WS called" + (
                 "" if tag is None else f" | {text}<[{tag}]> WS called"
@@ -229,29 +215,22 @@ def strict_calls(
             rules = "called: call" + ("" if single else f' (WS ";" WS call){{0,{rest}}}') + "\n"
             first = r"[ \t\r\n]*[{\[](.|\n)*"  # output that begins like this must be a call
         case CallFormat.MISTRAL:
-            opening, opening_rules = open_with("[TOOL_CALLS]")
             start = f"start: {other} | {opening} WS called"
             rules = (
                 'called: "[" WS call'
                 + ("" if single else f' (WS "," WS call){{0,{rest}}}')
                 + f' WS "]"\n{opening_rules}'
             )
-            first = ""
         case _:
             raise AssertionError(f"{form} is not a format that models are trained on")
-    without_call = _text(form, first) if answer is None else f"answer: {answer}\n"
+    without_call = _text(shape.opening, first) if answer is None else f"answer: {answer}\n"
     return (
         f"%llguidance {{}}\n{start}\n{rules}{without_call}call: %json {call}\nWS: /[ \\n]{{0,8}}/\n"
     )
 
 
-def _text(form: CallFormat, first: str) -> str:
+def _text(marker: str, first: str) -> str:
     """Return the rule for text that neither contains an opening nor begins like a call."""
-    marker = {
-        CallFormat.HERMES: "<tool_call>",
-        CallFormat.LLAMA: "<|python_tag|>",
-        CallFormat.MISTRAL: "[TOOL_CALLS]",
-    }[form]
     without = rf"~/(.|\n)*{_escaped(marker)}(.|\n)*/"
     return f"TEXT: /(.|\\n)*/ & {without}" + (f" & ~/{first}/" if first else "") + "\n"
 
@@ -274,9 +253,9 @@ def _escaped(marker: str) -> str:
 
 
 BLANKS = " \t\r\n"  # as defined by JSON
-_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
-_NUMBER_CHARACTERS = frozenset("+-.0123456789eE")
-_LITERALS = {"t": "true", "f": "false", "n": "null"}
+_SCALAR = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|true|false|null")
+_SCALAR_CHARACTERS = frozenset("+-.0123456789Eaeflnrstu")
+_VALUE_STARTS = '{["-0123456789tfn'
 
 
 class JsonScanner:
@@ -285,107 +264,66 @@ class JsonScanner:
     def __init__(self) -> None:
         self.complete = False
         self._open: list[str] = []  # closing characters still expected
-        self._word = ""  # rest of the current literal
-        # Digits of the current number, which may be as long as the output.
-        self._digits: list[str] = []
-        self._digits_left = 0  # hexadecimal digits still expected in an escape
-        self._is_key = False
-        self._step: Callable[[str], bool] = self._begin
+        self._expected = "{"  # characters that may come next, beside blanks within the object
+        self._is_string = False
+        self._escape = ""  # the current escape in a string, as read so far
+        # The current number or literal, which may be as long as the output.
+        self._scalar: list[str] = []
 
     def push(self, character: str) -> bool:
         """Read one character of an incomplete object; return whether the text can still be one."""
-        return self._step(character)
-
-    def _begin(self, character: str) -> bool:
-        return character == "{" and self._enter("}")
-
-    def _enter(self, closing: str) -> bool:
-        self._open.append(closing)
-        self._step = self._first_key if closing == "}" else self._first_value
+        if self._is_string:
+            return self._push_to_string(character)
+        if self._scalar:
+            if character in _SCALAR_CHARACTERS:
+                self._scalar.append(character)
+                return True
+            if _SCALAR.fullmatch("".join(self._scalar)) is None:
+                return False
+            self._scalar = []
+        if character not in self._expected:
+            return character in BLANKS and self._open != []
+        match character:
+            case "{":
+                self._open.append("}")
+                self._expected = '"}'
+            case "[":
+                self._open.append("]")
+                self._expected = _VALUE_STARTS + "]"
+            case "}" | "]":
+                self._open.pop()
+                self.complete = not self._open
+                self._end_value()
+            case ",":
+                self._expected = '"' if self._open[-1] == "}" else _VALUE_STARTS
+            case ":":
+                self._expected = _VALUE_STARTS
+            case '"':
+                self._is_string = True
+            case _:
+                self._scalar = [character]
+                self._end_value()
         return True
 
-    def _leave(self, character: str) -> bool:
-        if character != self._open[-1]:
-            return False
-        self._open.pop()
-        self.complete = not self._open
-        self._step = self._after_value
-        return True
+    def _end_value(self) -> None:
+        self._expected = "," + "".join(self._open[-1:])
 
-    def _first_key(self, character: str) -> bool:
-        return self._leave(character) if character == "}" else self._key(character)
-
-    def _key(self, character: str) -> bool:
-        if character == '"':
-            self._is_key = True
-            self._step = self._string
-            return True
-        return character in BLANKS
-
-    def _colon(self, character: str) -> bool:
-        if character == ":":
-            self._step = self._value
-            return True
-        return character in BLANKS
-
-    def _first_value(self, character: str) -> bool:
-        return self._leave(character) if character == "]" else self._value(character)
-
-    def _value(self, character: str) -> bool:
-        if character in "{[":
-            return self._enter("}" if character == "{" else "]")
-        if character == '"':
-            self._is_key = False
-            self._step = self._string
-        elif character in _LITERALS:
-            self._word = _LITERALS[character][1:]
-            self._step = self._literal
-        elif character in "-0123456789":
-            self._digits = [character]
-            self._step = self._number
-        else:
-            return character in BLANKS
-        return True
-
-    def _string(self, character: str) -> bool:
-        if character == '"':
-            self._step = self._colon if self._is_key else self._after_value
-        elif character == "\\":
-            self._step = self._escape
+    def _push_to_string(self, character: str) -> bool:
+        if self._escape:
+            is_unicode = self._escape.startswith("\\u")
+            escape = self._escape + character
+            is_last = len(escape) == 6 if is_unicode else character != "u"
+            self._escape = "" if is_last else escape
+            return character in (string.hexdigits if is_unicode else '"\\/bfnrtu')
+        if character == "\\":
+            self._escape = character
+        elif character == '"':
+            self._is_string = False
+            if self._expected.startswith("{"):
+                self._end_value()
+            else:  # it is a key
+                self._expected = ":"
         return character >= " "
-
-    def _escape(self, character: str) -> bool:
-        if character == "u":
-            self._digits_left = 4
-            self._step = self._hexadecimal
-            return True
-        self._step = self._string
-        return character in '"\\/bfnrt'
-
-    def _hexadecimal(self, character: str) -> bool:
-        self._digits_left -= 1
-        if not self._digits_left:
-            self._step = self._string
-        return character in "0123456789abcdefABCDEF"
-
-    def _literal(self, character: str) -> bool:
-        expected, self._word = self._word[0], self._word[1:]
-        if not self._word:
-            self._step = self._after_value
-        return character == expected
-
-    def _number(self, character: str) -> bool:
-        if character in _NUMBER_CHARACTERS:
-            self._digits.append(character)
-            return True
-        self._step = self._after_value
-        return _NUMBER.fullmatch("".join(self._digits)) is not None and self._after_value(character)
-
-    def _after_value(self, character: str) -> bool:
-        if character == ",":
-            self._step = self._key if self._open[-1] == "}" else self._value
-            return True
-        return character in BLANKS or self._leave(character)
 
 
 ID_CHARACTERS = string.ascii_letters + string.digits
@@ -409,19 +347,6 @@ class Parsed(NamedTuple):
     calls: tuple[CallPiece, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """A `CallPiece` under construction."""
-
-    index: int
-    id: str
-    name: str
-    arguments: list[str]
-
-    def joined(self) -> CallPiece:
-        return CallPiece(self.index, self.id, self.name, "".join(self.arguments))
-
-
 def new_call_id() -> str:
     """Return a random id, unique within a conversation."""
     return "".join(secrets.choice(ID_CHARACTERS) for _ in range(ID_LENGTH))
@@ -434,25 +359,30 @@ class Findings:
         self.call_count = 0
         self._new_id = new_id
         self._text: list[str] = []
-        self._pieces: list[_Piece] = []
+        # index, id, name and parts of the arguments
+        self._pieces: list[tuple[int, str, str, list[str]]] = []
 
     def add_text(self, text: str) -> None:
         self._text.append(text)
 
     def begin_call(self, name: str, arguments: str) -> None:
         """Begin a call with the arguments known so far."""
-        self._pieces.append(_Piece(self.call_count, self._new_id(), name, [arguments]))
+        self._pieces.append((self.call_count, self._new_id(), name, [arguments]))
         self.call_count += 1
 
     def add_arguments(self, arguments: str) -> None:
         """Add arguments to the last call."""
-        if not (self._pieces and self._pieces[-1].index == self.call_count - 1):
-            self._pieces.append(_Piece(self.call_count - 1, "", "", []))
-        self._pieces[-1].arguments.append(arguments)
+        if not self._pieces:
+            self._pieces.append((self.call_count - 1, "", "", []))
+        self._pieces[-1][-1].append(arguments)
 
     def taken(self) -> Parsed:
         """Return everything added since the previous call."""
-        parsed = Parsed("".join(self._text), tuple(each.joined() for each in self._pieces))
+        calls = [
+            CallPiece(index, call_id, name, "".join(arguments))
+            for index, call_id, name, arguments in self._pieces
+        ]
+        parsed = Parsed("".join(self._text), tuple(calls))
         self._text, self._pieces = [], []
         return parsed
 
