@@ -98,36 +98,19 @@ class LongRopeScaling:
 RopeScaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongRopeScaling
 
 # Supported entries by kind of scaling; others could change the computation.
-_ENTRIES: dict[str, frozenset[str]] = {
-    "default": frozenset(),
-    "linear": frozenset({"factor"}),
-    "dynamic": frozenset({"factor"}),
-    "llama3": frozenset(
-        {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
+_ENTRIES = {
+    "default": "",
+    "linear": "factor",
+    "dynamic": "factor",
+    "llama3": "factor low_freq_factor high_freq_factor original_max_position_embeddings",
+    "yarn": (
+        "factor original_max_position_embeddings attention_factor beta_fast beta_slow mscale"
+        " mscale_all_dim truncate"
     ),
-    "yarn": frozenset(
-        {
-            "factor",
-            "original_max_position_embeddings",
-            "attention_factor",
-            "beta_fast",
-            "beta_slow",
-            "mscale",
-            "mscale_all_dim",
-            "truncate",
-        }
-    ),
-    "longrope": frozenset(
-        {
-            "factor",
-            "original_max_position_embeddings",
-            "attention_factor",
-            "short_factor",
-            "long_factor",
-        }
+    "longrope": (
+        "factor original_max_position_embeddings attention_factor short_factor long_factor"
     ),
 }
-_COMMON_ROPE_ENTRIES = frozenset({"rope_theta", "rope_type", "type"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,9 +135,10 @@ def read_rope(raw: Mapping[str, Any], context_window_tokens: int, path: Path) ->
         raise CheckpointInvalid(
             str(path), f"RoPE scaling {kind} is not supported; supported: {', '.join(_ENTRIES)}"
         )
+    known = {*_ENTRIES[kind].split(), "rope_theta", "rope_type", "type"}
     for name, value in parameters.items():
         neutral = name == "partial_rotary_factor" and value == 1
-        if name not in _ENTRIES[kind] | _COMMON_ROPE_ENTRIES and value is not None and not neutral:
+        if name not in known and value is not None and not neutral:
             raise CheckpointInvalid(
                 str(path), f"RoPE scaling {kind} has an unsupported entry: {name} = {value!r}"
             )
@@ -385,30 +369,19 @@ def _read_sizes(
 
 
 def read_model_info(
-    directory: Path,
-    *,
-    name: str,
-    engine: str,
-    context_window_tokens_max: int | None = None,
-    capabilities: Capabilities | None = None,
+    directory: Path, *, name: str, engine: str, context_window_tokens_max: int | None = None
 ) -> ModelInfo:
     """Return the facts about a checkpoint before it is loaded. Raises: CheckpointInvalid."""
     config = read_config(directory)
-    window = min(
-        config.context_window_tokens, context_window_tokens_max or config.context_window_tokens
-    )
-    capabilities = capabilities or Capabilities()
+    window, size = config.context_window_tokens, config.vocabulary_size
     return ModelInfo(
         name=name,
         architecture=config.architecture,
         engine=engine,
-        context_window_tokens=window,
-        vocabulary_size=config.vocabulary_size,
+        context_window_tokens=min(window, context_window_tokens_max or window),
+        vocabulary_size=size,
         directory=str(directory),
-        default_sampling=read_default_sampling(
-            directory, config.vocabulary_size, capabilities, engine
-        ),
-        capabilities=capabilities,
+        default_sampling=read_default_sampling(directory, size, Capabilities(), engine),
     )
 
 
@@ -574,16 +547,16 @@ class Family:
     windows: which layers use a sliding window; sliding_window: its default in tokens.
     """
 
-    kv_head_count: int | None
-    head_dim: int | None
     context_window_tokens: int
-    qkv_bias: bool | None
-    attention_out_bias: bool | None
+    entries: frozenset[str]
+    kv_head_count: int | None = None
+    head_dim: int | None = None
+    qkv_bias: bool | None = None
+    attention_out_bias: bool | None = None
     mlp_bias: bool | None = False
     qk_norm: bool = False
     windows: str = "none"
     sliding_window: int | None = None
-    entries: frozenset[str] = frozenset()
 
 
 _WINDOW_ENTRIES = frozenset(
@@ -591,44 +564,34 @@ _WINDOW_ENTRIES = frozenset(
 )
 ARCHITECTURES: dict[str, Family] = {
     "LlamaForCausalLM": Family(
-        None,
-        None,
-        2048,
-        None,
-        None,
-        mlp_bias=None,
-        entries=frozenset({"attention_bias", "mlp_bias", "head_dim"}),
+        2048, frozenset({"attention_bias", "mlp_bias", "head_dim"}), mlp_bias=None
     ),
     "MistralForCausalLM": Family(
-        8,
-        None,
         131_072,
-        False,
-        False,
+        frozenset({"sliding_window", "head_dim"}),
+        kv_head_count=8,
+        qkv_bias=False,
+        attention_out_bias=False,
         windows="all",
         sliding_window=4096,
-        entries=frozenset({"sliding_window", "head_dim"}),
     ),
     "Qwen2ForCausalLM": Family(
-        32,
-        None,
         32_768,
-        True,
-        False,
+        _WINDOW_ENTRIES | {"head_dim"},
+        kv_head_count=32,
+        qkv_bias=True,
+        attention_out_bias=False,
         windows="layers",
         sliding_window=4096,
-        entries=_WINDOW_ENTRIES | {"head_dim"},
     ),
     "Qwen3ForCausalLM": Family(
-        32,
-        128,
         32_768,
-        None,
-        None,
+        _WINDOW_ENTRIES | {"attention_bias", "head_dim"},
+        kv_head_count=32,
+        head_dim=128,
         qk_norm=True,
         windows="layers",
         sliding_window=4096,
-        entries=_WINDOW_ENTRIES | {"attention_bias", "head_dim"},
     ),
 }
 

@@ -99,8 +99,19 @@ CALL_COUNT_MAX = 16  # per output: bounds models that repeat calls
 
 # Keywords whose values are a schema, a list of schemas, or schemas by user-defined names.
 _SCHEMA = frozenset(
-    "additionalProperties contains else if items not propertyNames then unevaluatedProperties".split()
+    {
+        "additionalProperties",
+        "contains",
+        "else",
+        "if",
+        "items",
+        "not",
+        "propertyNames",
+        "then",
+        "unevaluatedProperties",
+    }
 )
+
 _SCHEMAS = frozenset({"allOf", "anyOf", "items", "oneOf", "prefixItems"})
 _SCHEMAS_BY_NAME = frozenset(
     {"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"}

@@ -17,7 +17,7 @@ from inference.adapters.remote_dialects import SglangDialect, TrtllmDialect, Vll
 from inference.adapters.remote_settings import Service
 from inference.adapters.tensorrt_library import TensorRtLibrary
 from inference.capabilities import EMBEDDED_ONLY, TENSORRT_LLM, Capabilities, RequestField, combined
-from inference.checkpoint.checkpoint import read_model_info
+from inference.checkpoint.checkpoint import read_external_model, read_model_info
 from inference.engine import (
     BeamSearchParams,
     GenerationRequest,
@@ -296,8 +296,12 @@ def test_defaults_of_a_checkpoint_that_its_engine_ignores_are_left_out_and_logge
         },
     )
 
-    model = read_model_info(
-        tmp_path, name="m", engine="tensorrt_llm", capabilities=TENSORRT_LLM["1.2.1"]
+    model, _ = read_external_model(
+        tmp_path,
+        name="m",
+        engine="tensorrt_llm",
+        context_window_tokens_max=None,
+        capabilities=TENSORRT_LLM["1.2.1"],
     )
 
     assert model.default_sampling == SamplingParams(temperature=0.7, top_k=20)
