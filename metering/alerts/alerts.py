@@ -18,8 +18,8 @@ from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import Any
 
-from sqlalchemy import ForeignKey, Integer, bindparam, func, select, text, tuple_
-from sqlalchemy.dialects.postgresql import JSONB
+from psycopg.types.json import Jsonb
+from sqlalchemy import ForeignKey, Integer, func, select, text, tuple_
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, mapped_column
 
@@ -36,7 +36,7 @@ from metering.quotas.quota_rules import (
     window_start,
 )
 from metering.quotas.quota_states import subject_names
-from metering.store.db import Sessions
+from metering.store.db import Sessions, database_now
 
 
 class DeliveryState(StrEnum):
@@ -194,20 +194,23 @@ async def _named(session: AsyncSession, found: list[ListedAlert]) -> list[Listed
     ]
 
 
-FIRE = text("""
-WITH fired AS (
-    INSERT INTO alerts (organization_id, stripe_invoice_id, invoice_event, invoice, fired_at)
-    VALUES (:organization_id, :stripe_invoice_id, :event, :invoice, now())
-    ON CONFLICT DO NOTHING
-    RETURNING id, organization_id
-), queued AS (
+# End of a statement that has fired alerts: queues them for the webhook, and counts them.
+QUEUE_FIRED = """queued AS (
     INSERT INTO alert_deliveries (alert_id, organization_id, created_at)
     SELECT f.id, f.organization_id, now()
     FROM fired f
     JOIN alert_webhooks USING (organization_id)
 )
 SELECT count(*) FROM fired
-""").bindparams(bindparam("invoice", type_=JSONB))
+"""
+FIRE = text(f"""
+WITH fired AS (
+    INSERT INTO alerts (organization_id, stripe_invoice_id, invoice_event, invoice, fired_at)
+    VALUES (:organization_id, :stripe_invoice_id, :event, :invoice, now())
+    ON CONFLICT DO NOTHING
+    RETURNING id, organization_id
+), {QUEUE_FIRED}
+""")
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +242,7 @@ async def fire_invoice_alert(
         "organization_id": organization_id,
         "stripe_invoice_id": stripe_invoice_id,
         "event": event,
-        "invoice": document,
+        "invoice": Jsonb(document),
     }
     await session.execute(FIRE, parameters)
 
@@ -331,13 +334,7 @@ WITH windows AS (
     ORDER BY d.id, d.starts_at, d.threshold  -- one order for all workers prevents deadlocks
     ON CONFLICT DO NOTHING
     RETURNING id, organization_id
-), queued AS (
-    INSERT INTO alert_deliveries (alert_id, organization_id, created_at)
-    SELECT f.id, f.organization_id, now()
-    FROM fired f
-    JOIN alert_webhooks USING (organization_id)
-)
-SELECT count(*) FROM fired
+), {QUEUE_FIRED}
 """)
 
 
@@ -346,7 +343,7 @@ async def fire_due_alerts(sessions: Sessions) -> int:
     fired_count = 0
     for _ in range(STATEMENTS_MAX):
         async with sessions.begin() as session:
-            now: datetime = (await session.scalars(select(func.now()))).one()
+            now = await database_now(session)
             windows = scanned_windows(now)
             parameters = {
                 "dimensions": [str(dimension) for dimension, _, _ in windows],

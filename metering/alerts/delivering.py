@@ -31,7 +31,7 @@ import uuid
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
+from datetime import timedelta
 from importlib.metadata import version
 from socket import AddressFamily
 from urllib.parse import urlsplit
@@ -59,7 +59,7 @@ from metering.core.errors import DatabaseUnavailable, InvalidValue, NotFound
 from metering.core.models import Organization, QuotaDimension
 from metering.core.money import to_decimal
 from metering.quotas.quota_rules import DIMENSIONS, NO_WINDOW, Kind, window_end
-from metering.store.db import Sessions, lock_holder, try_lock
+from metering.store.db import Sessions, database_now, lock_holder, try_lock
 from metering.tenants.tenants import find_organization
 
 PRIVATE_ALLOWED = "WEIR_ALERT_WEBHOOKS_PRIVATE"
@@ -265,12 +265,7 @@ async def remove_webhook(session: AsyncSession, *, organization: str, actor: str
         waiting.values(state=DeliveryState.FAILED, ended_at=func.now(), last_error=REMOVED)
     )
     await record_change(
-        session,
-        actor=actor,
-        action="alert_webhook.delete",
-        subject_id=str(owner.id),
-        before=before,
-        after=None,
+        session, actor=actor, action="alert_webhook.delete", subject_id=str(owner.id), before=before
     )
 
 
@@ -291,7 +286,7 @@ async def try_webhook(session: AsyncSession, *, organization: str) -> uuid.UUID:
     webhook = await _locked(session, owner.id)
     if webhook is None:
         raise NotFound("alert webhook", organization)
-    now: datetime = (await session.scalars(select(func.now()))).one()
+    now = await database_now(session)
     made = insert(Alert).values(organization_id=owner.id, fired_at=now).returning(Alert.id)
     alert_id = (await session.scalars(made)).one()
     await session.execute(

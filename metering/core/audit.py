@@ -37,8 +37,8 @@ async def record_change(
     actor: str,
     action: str,
     subject_id: str,
-    before: Snapshot | None,
-    after: Snapshot | None,
+    before: Snapshot | None = None,
+    after: Snapshot | None = None,
 ) -> None:
     """Add an entry. before: None for a new object; after: None for a deleted one."""
     await session.execute(

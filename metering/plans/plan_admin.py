@@ -15,16 +15,17 @@ from datetime import date, datetime
 from typing import Any
 
 from psycopg.types.json import Jsonb
-from sqlalchemy import ForeignKey, Row, select, text
+from sqlalchemy import ForeignKey, Row, text
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, mapped_column
 
 from metering.core.audit import record_change, snapshot
 from metering.core.errors import AlreadyExists, InvalidValue, MonthClosed, NotFound
-from metering.core.models import Base, Organization, ServiceTier, TokenKind, insertion, record_of
+from metering.core.models import Base, QuotaSubject, ServiceTier, TokenKind, insertion, record_of
 from metering.core.money import checked_currency
 from metering.ledger.ledger import MonthState, current_month, month_of, share_posting_locks
 from metering.plans.plans import Allowance, LineKind, PlanRules, PriceStep, Selector, TieredPrice
+from metering.quotas.quota_admin import lock_subject
 from metering.tenants.tenants import checked_name, find_organization
 
 # Rules of a plan, as `rules_document` writes them. Other rules are another version.
@@ -208,9 +209,7 @@ async def assign_plan(
     month = await current_month(session) if first_month is None else month_of(first_month)
     await share_posting_locks(session, (owner.id,))
     # Serialized with `set_prepaid`: a prepaid organization cannot have a plan.
-    await session.execute(
-        select(Organization.id).where(Organization.id == owner.id).with_for_update(key_share=True)
-    )
+    await lock_subject(session, QuotaSubject.ORGANIZATION, owner.id)
     if (
         closed := await session.scalar(LAST_CLOSED, {"organization_id": owner.id, "month": month})
     ) is not None:

@@ -29,9 +29,8 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, time
-from typing import Any
 
-from sqlalchemy import func, select, text, update
+from sqlalchemy import select, text
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -62,9 +61,10 @@ from metering.ledger.ledger import (
 )
 from metering.plans.plan_admin import PrepaidOrganization, has_plan_from
 from metering.plans.plans import CreditApplication, UsableGrant, apply_credit
+from metering.quotas.quota_admin import NO_OVERRIDE, change_quota, lock_subject, retire_quota
 from metering.quotas.quota_recount import recount
 from metering.quotas.quota_rules import checked_lefts
-from metering.store.db import Sessions
+from metering.store.db import Sessions, database_now
 from metering.tenants.tenants import find_organization
 
 AMOUNT_MAX_PICOS = 10**18  # a million units; a limit that sums several grants must fit its column
@@ -145,12 +145,10 @@ async def grant_credit(
     Raises: NotFound, InvalidValue.
     """
     owner = await find_organization(session, organization)
-    now: datetime = (await session.scalars(select(func.now()))).one()
+    now = await database_now(session)
     this_month = await current_month(session)
-    begins, ends = (
-        this_month if first_month is None else month_of(first_month),
-        month_of(last_month),
-    )
+    begins = this_month if first_month is None else month_of(first_month)
+    ends = month_of(last_month)
     if not 0 < amount_picos <= AMOUNT_MAX_PICOS:
         raise InvalidValue(
             "amount",
@@ -185,12 +183,7 @@ async def grant_credit(
         session, [_posting(grant, TransactionKind.CREDIT_GRANTED, month, now, amount_picos, moved)]
     )
     await record_change(
-        session,
-        actor=actor,
-        action="credit.grant",
-        subject_id=str(row.id),
-        before=None,
-        after=snapshot(row),
+        session, actor=actor, action="credit.grant", subject_id=str(row.id), after=snapshot(row)
     )
     return grant
 
@@ -402,7 +395,7 @@ async def set_prepaid(
     if thresholds and not prepaid:
         raise InvalidValue("alert_at", "applies to prepaid organizations only: leave it out")
     owner = await find_organization(session, organization)
-    await _lock(session, owner.id)
+    await lock_subject(session, QuotaSubject.ORGANIZATION, owner.id)
     present = await session.get(PrepaidOrganization, owner.id, populate_existing=True)
     if (present is not None) == prepaid:
         if present is not None and thresholds is not None:
@@ -432,12 +425,7 @@ async def set_prepaid(
     # checked.
     await recount(session, [(quota, owner.id)])
     await record_change(
-        session,
-        actor=actor,
-        action="quota.set",
-        subject_id=str(quota.id),
-        before=None,
-        after=snapshot(quota),
+        session, actor=actor, action="quota.set", subject_id=str(quota.id), after=snapshot(quota)
     )
     await refresh(session, owner.id, actor=actor, granted_picos=0)
     return owner, False
@@ -456,7 +444,7 @@ async def refresh(
     is refused if the limit cannot express it, now or in a later month. If None, credit beyond the
     maximum is logged as an error and cannot be used. Raises: InvalidValue.
     """
-    await _lock(session, organization_id)
+    await lock_subject(session, QuotaSubject.ORGANIZATION, organization_id)
     prepaid = await session.get(PrepaidOrganization, organization_id, populate_existing=True)
     if prepaid is None:
         return
@@ -473,12 +461,9 @@ async def refresh(
             to_decimal(asked.until_month_end_picos - LIMIT_MAX),
             to_decimal(LIMIT_MAX),
         )
-    lasting, until_month_end = (
-        min(asked.lasting_picos, LIMIT_MAX),
-        min(asked.until_month_end_picos, LIMIT_MAX),
-    )
-    values: dict[str, Any] = {"limit_value": lasting}
-    values |= {"override_limit_value": None, "override_until": None, "override_reason": None}
+    lasting = min(asked.lasting_picos, LIMIT_MAX)
+    until_month_end = min(asked.until_month_end_picos, LIMIT_MAX)
+    values: dict[str, object] = {"limit_value": lasting, **NO_OVERRIDE}
     if until_month_end > lasting:
         values |= {
             "override_limit_value": until_month_end,
@@ -513,23 +498,10 @@ def _check_expressible(owner: Organization, granted_picos: int, excess_picos: in
 
 
 async def _change(
-    session: AsyncSession, quota_id: uuid.UUID, values: dict[str, Any], actor: str
+    session: AsyncSession, quota_id: uuid.UUID, values: dict[str, object], actor: str
 ) -> None:
-    """Set columns of the quota, and write the audit log if they change."""
-    before = snapshot(await session.get_one(Quota, quota_id, populate_existing=True))
-    changed = update(Quota).where(Quota.id == quota_id).values(values).returning(Quota)
-    after = snapshot(
-        (await session.scalars(changed.execution_options(populate_existing=True))).one()
-    )
-    if before != after:
-        await record_change(
-            session,
-            actor=actor,
-            action="quota.set",
-            subject_id=str(quota_id),
-            before=before,
-            after=after,
-        )
+    quota = await session.get_one(Quota, quota_id, populate_existing=True)
+    await change_quota(session, quota, values, action="quota.set", actor=actor)
 
 
 async def refresh_for_the_month(sessions: Sessions) -> int:
@@ -590,11 +562,8 @@ async def credit_balance(session: AsyncSession, *, organization: str) -> CreditB
     month = await current_month(session)
     owed, closed = await _owed(session, owner.id, month)
     open_months = [each for each in owed if each.month not in closed]
-    left = left_for(
-        month,
-        await grants_of(session, owner.id),
-        [each for each in open_months if each.month < month],
-    )
+    grants = await grants_of(session, owner.id)
+    left = left_for(month, grants, [each for each in open_months if each.month < month])
     usable = sum(picos for grant, picos in left if grant.usable_in(month))
     due = sum(each.due_picos for each in open_months if each.month >= month)
     # None: not prepaid.
@@ -602,11 +571,7 @@ async def credit_balance(session: AsyncSession, *, organization: str) -> CreditB
     return CreditBalance(
         organization=owner,
         prepaid=held is not None,
-        remaining_picos=sum(
-            each.remaining_picos
-            for each in await grants_of(session, owner.id)
-            if each.last_month >= month
-        ),
+        remaining_picos=sum(each.remaining_picos for each in grants if each.last_month >= month),
         unbilled_picos=sum(each.due_picos for each in open_months),
         available_picos=max(usable - due - (held or 0), 0),
         held_picos=held or 0,
@@ -626,20 +591,5 @@ async def _owed(
 
 async def _end(session: AsyncSession, prepaid: PrepaidOrganization, actor: str) -> None:
     quota = await session.get_one(Quota, prepaid.quota_id)
-    before = snapshot(quota)
     await session.delete(prepaid)
-    await session.execute(update(Quota).where(Quota.id == quota.id).values(deleted_at=func.now()))
-    await record_change(
-        session,
-        actor=actor,
-        action="quota.delete",
-        subject_id=str(quota.id),
-        before=before,
-        after=None,
-    )
-
-
-async def _lock(session: AsyncSession, organization_id: uuid.UUID) -> None:
-    """Serialize changes of an organization's credit without blocking admissions."""
-    locking = select(Organization.id).where(Organization.id == organization_id)
-    await session.execute(locking.with_for_update(key_share=True))
+    await retire_quota(session, quota, actor)

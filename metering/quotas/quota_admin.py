@@ -42,7 +42,7 @@ from metering.quotas.quota_rules import (
     usual_thresholds,
 )
 from metering.quotas.quota_states import rule_now, states
-from metering.store.db import Sessions
+from metering.store.db import Sessions, database_now
 from metering.tenants.tenants import as_uuid, find_api_key, find_organization, find_project
 
 LIMIT_MAX = 2**63 - 1  # maximum of the column; about nine million units for a quota on money
@@ -92,7 +92,7 @@ async def set_quota(
     if model:
         checked_model(model)
     subject_id, organization_id = await find_subject(session, subject, subject_ref)
-    await _lock_subject(session, subject, subject_id)
+    await lock_subject(session, subject, subject_id)
     place = {
         "subject_id": subject_id,
         "model": model,
@@ -169,7 +169,7 @@ async def override_quota(
     if until is None:
         values = NO_OVERRIDE
     else:
-        now: datetime = (await session.scalars(select(func.now()))).one()
+        now = await database_now(session)
         if quota.for_new_keys:
             raise InvalidValue(
                 "quota_id",
@@ -193,32 +193,21 @@ async def override_quota(
             "override_until": until,
             "override_reason": reason.strip(),
         }
-    before = snapshot(quota)
-    after = snapshot(await _update(session, quota.id, values))
-    if before != after:
-        await record_change(
-            session,
-            actor=actor,
-            action="quota.override",
-            subject_id=quota_id,
-            before=before,
-            after=after,
-        )
+    await change_quota(session, quota, values, action="quota.override", actor=actor)
     return await _state(session, quota.id)
 
 
 async def delete_quota(session: AsyncSession, *, quota_id: str, actor: str) -> None:
     """Remove one limit; running requests are no longer held to it. Raises: NotFound."""
-    quota = await _existing(session, quota_id)
+    await retire_quota(session, await _existing(session, quota_id), actor)
+
+
+async def retire_quota(session: AsyncSession, quota: Quota, actor: str) -> None:
+    """Mark a quota as deleted: its row is kept for the holds charged to it."""
     before = snapshot(quota)
     await session.execute(update(Quota).where(Quota.id == quota.id).values(deleted_at=func.now()))
     await record_change(
-        session,
-        actor=actor,
-        action="quota.delete",
-        subject_id=str(quota.id),
-        before=before,
-        after=None,
+        session, actor=actor, action="quota.delete", subject_id=str(quota.id), before=before
     )
 
 
@@ -366,11 +355,28 @@ async def _existing(session: AsyncSession, quota_id: str) -> Quota:
         raise NotFound("quota", quota_id)
     if quota.dimension == QuotaDimension.PREPAID_CREDIT_PICOS:
         raise InvalidValue("quota_id", OF_CREDIT)
-    await _lock_subject(session, QuotaSubject(quota.subject), quota.subject_id)
+    await lock_subject(session, QuotaSubject(quota.subject), quota.subject_id)
     await session.refresh(quota)
     if quota.deleted_at is not None:
         raise NotFound("quota", quota_id)
     return quota
+
+
+async def change_quota(
+    session: AsyncSession, quota: Quota, values: dict[str, object], *, action: str, actor: str
+) -> None:
+    """Set columns of a quota, and write the audit log if they change."""
+    before = snapshot(quota)
+    after = snapshot(await _update(session, quota.id, values))
+    if before != after:
+        await record_change(
+            session,
+            actor=actor,
+            action=action,
+            subject_id=str(quota.id),
+            before=before,
+            after=after,
+        )
 
 
 async def _update(session: AsyncSession, quota_id: uuid.UUID, values: dict[str, object]) -> Quota:
@@ -383,9 +389,8 @@ async def _state(session: AsyncSession, quota_id: uuid.UUID) -> QuotaState:
     return state
 
 
-async def _lock_subject(
-    session: AsyncSession, subject: QuotaSubject, subject_id: uuid.UUID
-) -> None:
+async def lock_subject(session: AsyncSession, subject: QuotaSubject, subject_id: uuid.UUID) -> None:
+    """Serialize changes of a subject's quotas, without blocking admissions."""
     # FOR NO KEY UPDATE: requests admitted concurrently refer to the row and must not wait.
     table = SUBJECT_TABLES[subject]
     await session.execute(
