@@ -25,7 +25,7 @@ from metering.core.models import TokenKind
 from metering.core.money import MINOR_DIGITS, PICO_DIGITS
 from metering.export.export_settings import StripeSettings
 from metering.export.exporting import DELIVERED, Answer, Quantity, Verdict
-from metering.pricing.prices import COUNTS_OF_EVENT
+from metering.pricing.prices import PRICE_OF_KIND
 
 CONNECT_TIMEOUT_S = 5.0
 READ_TIMEOUT_S = 10.0  # Stripe answers in tenths of a second; a lost answer costs only a retry
@@ -297,10 +297,7 @@ def unit_amount_decimal(picos_per_token: int, currency_code: str) -> str:
 
 
 # SQL of the price of a token in a batch: `b` is the batch, `p` its price version.
-PRICE_CASES = " ".join(
-    f"WHEN '{kind}' THEN p.{price}" for kind, (_, price) in COUNTS_OF_EVENT.items()
-)
-PICOS_PER_TOKEN = f"CASE b.token_kind {PRICE_CASES} END"
+PICOS_PER_TOKEN = PRICE_OF_KIND.format("b.token_kind")
 Invoice = Mapping[str, Any]
 
 

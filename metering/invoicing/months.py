@@ -40,13 +40,12 @@ from metering.ledger.ledger import (
     MonthState,
     TransactionKind,
     month_bounds,
-    month_of,
     month_text,
 )
 from metering.plans.plan_admin import plan_in_force
 from metering.plans.plans import Charge, LineKind, MonthUsage, apply_credit, plan_lines
 from metering.plans.prepaid import grants_of, usable_grants
-from metering.pricing.prices import COUNTS_OF_EVENT
+from metering.pricing.prices import COUNTS_OF_EVENT, PRICE_OF_KIND
 from metering.receipts.months import month_root
 from metering.store.db import patience
 from metering.tenants.billing_profiles import BillingProfile, billing_profile
@@ -140,25 +139,20 @@ async def draft_charges(
         for grant in await grants_of(session, organization_id)
     }
     spent = apply_credit(await usable_grants(session, organization_id, month), due_picos)
-    return (
-        *charges,
-        *(
-            Charge(
-                LineKind.CREDIT, reasons[each.grant_id], -each.amount_picos, source_id=each.grant_id
-            )
-            for each in spent
-        ),
-    )
+    credit = LineKind.CREDIT
+    charges += [
+        Charge(credit, reasons[each.grant_id], -each.amount_picos, source_id=each.grant_id)
+        for each in spent
+    ]
+    return tuple(charges)
 
 
 async def prepaid_credit_of(
     session: AsyncSession, organization_id: uuid.UUID, month: date
 ) -> PrepaidCredit:
     """Return the posted prepaid credit: granted and expired in a month, and left at its end."""
-    row = (
-        await session.execute(PREPAID, {"organization_id": organization_id, "month": month})
-    ).one()
-    return PrepaidCredit(int(row.granted_picos), int(row.expired_picos), int(row.remaining_picos))
+    of_month = {"organization_id": organization_id, "month": month}
+    return record_of(PrepaidCredit, (await session.execute(PREPAID, of_month)).one())
 
 
 TOKEN_KIND_ORDER = list(TokenKind)
@@ -177,9 +171,6 @@ def _qualified(row: str, count: str) -> str:
 LONG_READ_S = 300.0  # for some ten million events, at a few microseconds each
 LONG_STATEMENTS = text(f"SET LOCAL statement_timeout = '{LONG_READ_S:.0f}s'")
 MONTH_OF = "CAST(date_trunc('month', {}, 'UTC') AS date)"
-UNIT_PRICES = " ".join(
-    f"WHEN '{kind}' THEN p.{price}" for kind, (_, price) in COUNTS_OF_EVENT.items()
-)
 SUMS = ", ".join(
     f"sum({count}) AS {kind}_tokens, count(*) FILTER (WHERE {count} > 0) AS {kind}_requests"
     for kind, (count, _) in COUNTS_OF_EVENT.items()
@@ -265,7 +256,7 @@ WITH transactions AS MATERIALIZED (
                AS request_count,
            posted.token_count,
            coalesce(reported.cancelled_token_count, 0) AS cancelled_token_count,
-           CASE posted.token_kind {UNIT_PRICES} END AS unit_price_picos,
+           {PRICE_OF_KIND.format("posted.token_kind")} AS unit_price_picos,
            posted.amount_picos
     FROM posted
     JOIN price_versions p ON p.id = posted.price_version_id
@@ -473,7 +464,7 @@ async def list_months(session: AsyncSession, organization: Organization) -> list
 
 async def month_entry(session: AsyncSession, organization: Organization, month: str) -> MonthEntry:
     """Return one month `YYYY-MM`, even if it is empty. Raises: InvalidValue."""
-    return (await _read(session, organization, month_of(month_bounds(month)[0].date())))[0]
+    return (await _read(session, organization, month_bounds(month)[0].date()))[0]
 
 
 async def _read(
@@ -526,10 +517,9 @@ async def verify_month(
     session: AsyncSession, organization: Organization, month: str
 ) -> Verification:
     """Compare a month `YYYY-MM` with its close. Raises: InvalidValue, MonthOpen."""
-    first_day = month_of(month_bounds(month)[0].date())
-    closing = (
-        await session.execute(CLOSING, {"organization_id": organization.id, "month": first_day})
-    ).one_or_none()
+    first_day = month_bounds(month)[0].date()
+    of_month = {"organization_id": organization.id, "month": first_day}
+    closing = (await session.execute(CLOSING, of_month)).one_or_none()
     if closing is None:
         raise MonthOpen(
             f"{month} of {organization.name} is not closed: there is no close to compare it with"
@@ -558,11 +548,7 @@ async def verify_month(
             f"the root of the receipts is {root}, and was {closing.receipts_root} at the close"
         )
     refunded = sum(note.amount_picos for note in report.credit_notes)
-    owed = int(
-        (
-            await session.execute(OWED, {"organization_id": organization.id, "month": first_day})
-        ).scalar_one()
-    )
+    owed = int((await session.execute(OWED, of_month)).scalar_one())
     if owed != report.total_rounded_picos - refunded:
         invoiced = exact_text(report.total_rounded_picos - refunded, report.currency_code)
         posted = exact_text(owed, report.currency_code)

@@ -377,7 +377,5 @@ def month_bounds(month: str) -> tuple[datetime, datetime]:
     parts = MONTH_FORM.fullmatch(month)
     if parts is None or month == "9999-12":
         raise InvalidValue("month", f"{month[:64]!r} is not a month: write it as YYYY-MM")
-    year, number = int(parts[1]), int(parts[2])
-    return datetime(year, number, 1, tzinfo=UTC), datetime(
-        year + number // 12, number % 12 + 1, 1, tzinfo=UTC
-    )
+    begins = datetime(int(parts[1]), int(parts[2]), 1, tzinfo=UTC)
+    return begins, month_end(begins.date())

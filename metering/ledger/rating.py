@@ -411,29 +411,20 @@ async def misstated_usage(
     session: AsyncSession, organization_id: uuid.UUID, ends: datetime
 ) -> Misstated | None:
     """Return a customer's misstated usage before a time; None if there is none."""
-    rows = (
-        await session.execute(MISSTATED_USAGE, {"organization_id": organization_id, "ends": ends})
-    ).all()
+    before = {"organization_id": organization_id, "ends": ends}
+    rows = (await session.execute(MISSTATED_USAGE, before)).all()
     if not rows:
         return None
-    return Misstated(
-        tuple(row.id for row in rows),
-        sum(int(row.token_cost_picos) for row in rows),
-        rows[0].currency_code,
-    )
+    cost_picos = sum(int(row.token_cost_picos) for row in rows)
+    return Misstated(tuple(row.id for row in rows), cost_picos, rows[0].currency_code)
 
 
 async def unratable_usage(
     session: AsyncSession, organization_id: uuid.UUID, ends: datetime
 ) -> list[int]:
     """Return the ids of earlier events without a price in the customer's currency."""
-    return list(
-        (
-            await session.execute(
-                UNRATABLE_USAGE, {"organization_id": organization_id, "ends": ends}
-            )
-        ).scalars()
-    )
+    before = {"organization_id": organization_id, "ends": ends}
+    return list(await session.scalars(UNRATABLE_USAGE, before))
 
 
 async def correction_refusal(

@@ -18,7 +18,7 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.core.errors import InvalidValue
-from metering.core.models import Organization, ServiceTier, record_of
+from metering.core.models import ServiceTier, record_of
 from metering.core.money import checked_currency
 from metering.ledger.ledger import month_bounds
 from metering.plans.plan_admin import NO_PLAN, plan_in_force
@@ -29,6 +29,7 @@ from metering.pricing.prices import (
     RATES,
     checked_model,
     multiplied_rates,
+    versions_in_force,
 )
 from metering.tenants.tenants import find_organization
 
@@ -212,29 +213,16 @@ async def _checked_prices(session: AsyncSession, prices: Sequence[ProposedPrice]
 
 async def _multiplier(session: AsyncSession, model: str, currency_code: str) -> int:
     """Return the present batch multiplier of the list price, in thousandths."""
-    query = text("""
-        SELECT multiplier_milli
-        FROM price_versions
-        WHERE model = :model
-          AND currency_code = :currency_code
-          AND tier = 'batch'
-          AND organization_id IS NULL
-          AND effective_at <= now()
-        ORDER BY effective_at DESC
-        LIMIT 1
-
-    """)
-    multiplier: int | None = await session.scalar(
-        query, {"model": model, "currency_code": currency_code}
-    )
-    return MULTIPLIER_SCALE if multiplier is None else multiplier
+    versions = await versions_in_force(session, model=model, currency_code=currency_code)
+    batch = (each.multiplier_milli for each in versions if each.tier is ServiceTier.BATCH)
+    return next(batch, MULTIPLIER_SCALE)
 
 
 async def _check_plans(session: AsyncSession, plans: Sequence[ProposedPlan]) -> None:
     for index, plan in enumerate(plans):
         checked_currency(plan.currency_code)
         for name in sorted(plan.organizations):
-            owner: Organization = await find_organization(session, name)
+            owner = await find_organization(session, name)
             if owner.currency_code != plan.currency_code or owner.name != name:
                 raise InvalidValue(
                     f"plans[{index}].organizations",

@@ -12,7 +12,7 @@ import functools
 import math
 import re
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 
@@ -24,16 +24,20 @@ from metering.core.audit import record_change, snapshot
 from metering.core.errors import AlreadyExists, InvalidValue, NotFound, PriceMissing
 from metering.core.models import Organization, PriceVersion, ServiceTier, TokenKind, record_of
 from metering.core.money import checked_currency
+from metering.store.db import database_now
 from metering.tenants.tenants import find_organization
 
-# By kind of token: SQL of the number of a usage event's tokens, and the column of their price. The
-# same as `TokenPrices.lines`.
+# By kind of token: SQL of the number of a usage event's tokens, and the column of their price.
 COUNTS_OF_EVENT = {
     TokenKind.INPUT: ("input_token_count - cached_input_token_count", "input_picos_per_token"),
     TokenKind.CACHED_INPUT: ("cached_input_token_count", "cached_input_picos_per_token"),
     TokenKind.OUTPUT: ("billed_token_count", "output_picos_per_token"),
     TokenKind.EMBEDDING: ("embedding_token_count", "embedding_picos_per_token"),
 }
+# Unit price at price version p of the kind of token that the SQL in braces gives.
+PRICE_OF_KIND = "CASE {{}} {} END".format(
+    " ".join(f"WHEN '{kind}' THEN p.{price}" for kind, (_, price) in COUNTS_OF_EVENT.items())
+)
 # Join that turns each usage event into one row per kind of token.
 TOKENS_BY_KIND = "LATERAL (VALUES {}) AS kind (token_kind, token_count)".format(
     ", ".join(f"('{kind}', {count})" for kind, (count, _) in COUNTS_OF_EVENT.items())
@@ -66,46 +70,12 @@ class TokenPrices:
             + embedding_token_count * self.embedding_picos_per_token
         )
 
-    def lines(
-        self,
-        input_token_count: int,
-        cached_input_token_count: int,
-        output_token_count: int,
-        embedding_token_count: int = 0,
-    ) -> Iterator[PricedTokens]:
-        """Return the cost by kind of token in the order of `TokenKind`, without empty kinds."""
-        counts = (
-            (
-                TokenKind.INPUT,
-                input_token_count - cached_input_token_count,
-                self.input_picos_per_token,
-            ),
-            (TokenKind.CACHED_INPUT, cached_input_token_count, self.cached_input_picos_per_token),
-            (TokenKind.OUTPUT, output_token_count, self.output_picos_per_token),
-            (TokenKind.EMBEDDING, embedding_token_count, self.embedding_picos_per_token),
-        )
-        return (PricedTokens(kind, count, price) for kind, count, price in counts if count)
-
 
 @functools.lru_cache(maxsize=4096)
 def embedding_terms(prices: TokenPrices) -> TokenPrices:
     """Return the version for a request with embedded input, which pays the embedding price only."""
     each = prices.embedding_picos_per_token
     return replace(prices, input_picos_per_token=each, cached_input_picos_per_token=each)
-
-
-@dataclass(frozen=True, slots=True)
-class PricedTokens:
-    """Tokens of one kind and their unit price."""
-
-    kind: TokenKind
-    token_count: int
-    unit_price_picos: int
-
-    @property
-    def amount_picos(self) -> int:
-        """Exact amount: a price is a whole number of picos per token."""
-        return self.token_count * self.unit_price_picos
 
 
 # Model, currency, the organization's id as an integer (None for the list), and service tier.
@@ -273,24 +243,15 @@ async def set_price(
         "organization_id": owner_id,
         "effective_at": begins,
     }
+    multipliers = {ServiceTier.INTERACTIVE: MULTIPLIER_SCALE}
+    if batch_multiplier_milli is not None:
+        multipliers[ServiceTier.BATCH] = batch_multiplier_milli
     rows = [
         identity
-        | dict(zip(RATES, rates, strict=True))
-        | {
-            "tier": ServiceTier.INTERACTIVE,
-            "multiplier_milli": MULTIPLIER_SCALE,
-        }
+        | dict(zip(RATES, multiplied_rates(rates, multiplier), strict=True))
+        | {"tier": tier, "multiplier_milli": multiplier}
+        for tier, multiplier in multipliers.items()
     ]
-    if batch_multiplier_milli is not None:
-        multiplied = multiplied_rates(rates, batch_multiplier_milli)
-        rows.append(
-            identity
-            | dict(zip(RATES, multiplied, strict=True))
-            | {
-                "tier": ServiceTier.BATCH,
-                "multiplier_milli": batch_multiplier_milli,
-            }
-        )
     return (await _add(session, rows, "price.set", actor))[0]
 
 
@@ -500,7 +461,7 @@ def _currency_of(owner: Organization | None, currency_code: str) -> str:
 
 
 async def _beginning(session: AsyncSession, effective_at: datetime | None) -> datetime:
-    now: datetime = (await session.scalars(select(func.now()))).one()
+    now = await database_now(session)
     if effective_at is not None and effective_at < now:
         raise InvalidValue(
             "effective_time",
@@ -526,12 +487,7 @@ async def _add(
             )
 
         await record_change(
-            session,
-            actor=actor,
-            action=action,
-            subject_id=str(version.id),
-            before=None,
-            after=snapshot(version),
+            session, actor=actor, action=action, subject_id=str(version.id), after=snapshot(version)
         )
         added.append(_model_price(version))
     return added

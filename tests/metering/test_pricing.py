@@ -1,4 +1,4 @@
-"""Cost of tokens as the sum of its lines."""
+"""Cost of tokens as the sum over their kinds."""
 
 from __future__ import annotations
 
@@ -12,15 +12,12 @@ picos = st.integers(0, 10**9)
 
 
 @given(picos, picos, picos, counts, counts, counts)
-def test_the_cost_is_the_sum_of_the_lines(
+def test_the_cost_is_the_sum_over_the_kinds_of_tokens(
     input_price: int, cached_price: int, output_price: int, uncached: int, cached: int, output: int
 ) -> None:
-    """Both are computed separately: each request needs the sum, and the lines are needed once."""
+    """Cached tokens are part of the input, at a price of their own."""
     prices = TokenPrices(1, "USD", input_price, cached_price, output_price)
 
-    lines = list(prices.lines(uncached + cached, cached, output))
+    cost_picos = prices.cost_picos(uncached + cached, cached, output)
 
-    assert prices.cost_picos(uncached + cached, cached, output) == sum(
-        line.amount_picos for line in lines
-    )
-    assert sum(line.token_count for line in lines) == uncached + cached + output
+    assert cost_picos == uncached * input_price + cached * cached_price + output * output_price

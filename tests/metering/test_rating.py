@@ -17,7 +17,7 @@ from metering.invoicing.months import month_report
 from metering.ledger import rating
 from metering.ledger.ledger import posting_lock_of, take_posting_lock
 from metering.ledger.rating import rate_all_pending, rate_batch
-from metering.pricing.prices import PRICE_MAX_PICOS, ModelPrice, TokenPrices, set_price
+from metering.pricing.prices import PRICE_MAX_PICOS, ModelPrice, set_price
 from metering.store.db import Sessions, create_engine, create_sessions
 from tests.metering.books import (
     Consumed,
@@ -317,27 +317,11 @@ async def test_only_a_customer_whose_month_is_being_closed_waits(
     await assert_posted_once(sessions, 7)
 
 
-RATES = st.integers(min_value=0, max_value=10**15)
-
-
 @st.composite
 def usages(draw: st.DrawFn) -> Consumed:
     input_token_count = draw(st.integers(min_value=0, max_value=2_000_000))
     cached = draw(st.integers(min_value=0, max_value=input_token_count))
     return Consumed(input_token_count, cached, draw(st.integers(min_value=0, max_value=200_000)))
-
-
-@given(usages(), RATES, RATES, RATES)
-def test_no_pico_and_no_token_is_lost_between_usage_and_lines(
-    usage: Consumed, fresh: int, cached: int, output: int
-) -> None:
-    prices = TokenPrices(1, "USD", fresh, cached, output)
-    counts = (usage.input_token_count, usage.cached_input_token_count, usage.output_token_count)
-
-    lines = tuple(prices.lines(*counts))
-
-    assert sum(line.amount_picos for line in lines) == prices.cost_picos(*counts)
-    assert sum(line.token_count for line in lines) == usage.token_count
 
 
 @given(st.lists(usages(), max_size=20))
