@@ -23,8 +23,8 @@ from http import HTTPStatus
 from typing import Any
 
 from aiohttp import web
-from sqlalchemy import Row, bindparam, text
-from sqlalchemy.dialects.postgresql import JSONB
+from psycopg.types.json import Jsonb
+from sqlalchemy import Row, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from common.incidents import Retries
@@ -78,7 +78,7 @@ INSERT INTO stripe_events (id, type, payload)
 VALUES (:id, :type, :payload)
 ON CONFLICT DO NOTHING
 RETURNING id
-""").bindparams(bindparam("payload", type_=JSONB))
+""")
 ALERTING = {
     "invoice.payment_failed": InvoiceEvent.PAYMENT_FAILED,
     "invoice.paid": InvoiceEvent.PAID,
@@ -259,7 +259,7 @@ async def store_event(
     verify_signature(body, signature, secrets)
     try:
         payload = json.loads(body)
-        values = {"id": str(payload["id"]), "type": str(payload["type"]), "payload": payload}
+        values = {"id": str(payload["id"]), "type": str(payload["type"]), "payload": Jsonb(payload)}
     except (ValueError, KeyError, TypeError) as error:
         raise InvalidValue("body", "must be a Stripe event") from error
     async with sessions.begin() as session:

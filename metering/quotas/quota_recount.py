@@ -20,21 +20,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from sqlalchemy import (
-    BigInteger,
-    BindParameter,
-    Boolean,
-    DateTime,
-    Text,
-    Uuid,
-    bindparam,
-    delete,
-    func,
-    or_,
-    select,
-    text,
-)
-from sqlalchemy.dialects.postgresql import ARRAY
+from sqlalchemy import delete, func, or_, select, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.core.models import Hold, HoldState, Quota, QuotaCounter, QuotaDimension
@@ -236,38 +222,6 @@ TAILS = {
     Kind.MONEY: AMOUNTS,
 }
 
-IDS, NUMBERS, TIMES, TIME = (
-    ARRAY(Uuid()),
-    ARRAY(BigInteger()),
-    ARRAY(DateTime(timezone=True)),
-    DateTime(timezone=True),
-)
-
-PARAMETERS: tuple[BindParameter[Any], ...] = (
-    *(
-        bindparam(name, type_=IDS)
-        for name in ("organization_ids", "subject_ids", "subjects", "project_ids")
-    ),
-    *(
-        bindparam(name, type_=NUMBERS)
-        for name in (
-            "numbers",
-            "inputs",
-            "cached_inputs",
-            "outputs",
-            "divisors",
-            "windows",
-            "sequences",
-        )
-    ),
-    *(bindparam(name, type_=TIMES) for name in ("starts", "ends")),
-    bindparam("since", type_=TIME),
-    bindparam("models", type_=ARRAY(Text())),
-    bindparam("lifetimes", type_=ARRAY(Boolean())),
-    *(bindparam(name, type_=Boolean()) for name in ("settled", "beyond", "others")),
-)
-
-
 # No transaction is older: a batch of hold operations times out after some seconds, and the server
 # ends an idle one.
 SETTLED_AGE = timedelta(minutes=2)
@@ -295,7 +249,7 @@ SELECT c.project_id, c.last_sequence, c.last_settled_at
 FROM receipt_chains c
 JOIN projects p ON p.id = c.project_id
 WHERE p.organization_id = ANY(:organization_ids)
-""").bindparams(bindparam("organization_ids", type_=IDS))
+""")
 
 INSERT_COUNTERS = text("""
 INSERT INTO quota_counters (quota_id, window_start, used, held)
@@ -303,11 +257,7 @@ SELECT * FROM unnest(
     CAST(:quota_ids AS uuid[]), CAST(:starts AS timestamptz[]),
     CAST(:used AS bigint[]), CAST(:held AS bigint[])
 )
-""").bindparams(
-    bindparam("quota_ids", type_=IDS),
-    bindparam("starts", type_=TIMES),
-    *(bindparam(name, type_=NUMBERS) for name in ("used", "held")),
-)
+""")
 
 CHARGE_HOLDS = text("""
 UPDATE holds h
@@ -321,7 +271,7 @@ FROM (
     GROUP BY c.hold_id
 ) n
 WHERE h.id = n.hold_id
-""").bindparams(*(bindparam(name, type_=IDS) for name in ("hold_ids", "quota_ids")))
+""")
 
 
 NO_HEAD = 0, datetime(1970, 1, 1, tzinfo=UTC)  # of a newly created project
@@ -493,9 +443,7 @@ async def _sum_up(
             "project_ids": list(share.heads),
             "sequences": [last_sequence for last_sequence, _ in share.heads.values()],
         }
-        for number, start, used, held in await session.execute(
-            text(CHARGES + tail).bindparams(*PARAMETERS), values
-        ):
+        for number, start, used, held in await session.execute(text(CHARGES + tail), values):
             by_number[number].used[start] += used
             by_number[number].held[start] += held
 
