@@ -248,31 +248,13 @@ class ControlChannel:
             assert row is not None, "an aggregate has one row"
             self._floor = int(row[0])
         cursor = await connection.execute(SELECT_COMMANDS, (self._floor,))
-        for (
-            number,
-            request_id,
-            project_id,
-            api_key_id,
-            reason,
-            changed_key_id,
-            networks,
-            ended,
-            is_old,
-        ) in await cursor.fetchall():
+        rows = await cursor.fetchall()
+        for number, *values, networks, secrets, is_old in rows:
             item = ("command", number)
             if number not in self._applied and self._retries.is_due(item):
-                command = CancelCommand(
-                    number,
-                    request_id,
-                    project_id,
-                    api_key_id,
-                    reason,
-                    changed_key_id,
-                    tuple(networks),
-                    tuple(ended),
-                )
+                fields = (number, *values, tuple(networks), tuple(secrets))
                 with self._retries.survive(item):
-                    self._stop(command)
+                    self._stop(CancelCommand(*fields))
                     self._applied.add(number)
             if is_old:
                 self._floor = number

@@ -27,7 +27,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.core.audit import record_change, snapshot
 from metering.core.errors import InvalidValue
-from metering.core.models import Hold, HoldState, insertion
+from metering.core.models import Hold, HoldState, insertion, record_of
 from metering.store.db import Sessions
 
 LiveRow = Row[Any]  # row of a statement of this module, with its columns as attributes
@@ -106,7 +106,7 @@ async def _announce(session: AsyncSession) -> None:
 
 # A voided attempt left nothing, and may have been followed by another.
 SELECT_OWNER = text("""
-SELECT h.process_id, h.state,
+SELECT h.process_id, h.state = 'held' AS is_held,
        coalesce(r.peer_address, '') AS address,
        coalesce(r.peer_certificate, '') AS certificate
 FROM holds h
@@ -145,14 +145,9 @@ async def find_owner(
     session: AsyncSession, project_id: uuid.UUID, request_id: uuid.UUID
 ) -> Owner | None:
     """Return the owner of a request; None if no request of this id was admitted in the project."""
-    row = (
-        await session.execute(SELECT_OWNER, {"project_id": project_id, "request_id": request_id})
-    ).one_or_none()
-    return (
-        None
-        if row is None
-        else Owner(row.process_id, row.state == HoldState.HELD, row.address, row.certificate)
-    )
+    of_request = {"project_id": project_id, "request_id": request_id}
+    row = (await session.execute(SELECT_OWNER, of_request)).one_or_none()
+    return None if row is None else record_of(Owner, row)
 
 
 PAGE_SIZE_MAX = 1000  # requests; a page must fit a message
