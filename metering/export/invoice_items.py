@@ -213,12 +213,10 @@ async def make_item(session: AsyncSession, row: Row[Any]) -> None:
     owner = {"organization_id": row.organization_id, "currency_code": row.currency_code}
     carried = int(await session.scalar(CARRIED, owner | {"minor_picos": minor_picos}) or 0)
     rounded = max(round_to_minor_unit(int(row.picos) + carried, row.currency_code), 0)
-    facts = owner | {
+    values = owner | {
         "period_start": row.period_start,
         "period_end": row.period_end,
         "token_count": row.token_count,
-    }
-    values = facts | {
         "picos": int(row.picos),
         "carried": carried,
         "amount_minor": rounded // minor_picos,
@@ -437,7 +435,9 @@ async def settle_month(sessions: Sessions, gateway: StripeGateway, month: Row[An
             return False
     stripe_month = await read_stripe_month(sessions, gateway, month, facts)
     async with sessions.begin() as session:
-        due_minor = month.due_minor if month.due_minor is not None else await owe(session, month)
+        due_minor = (
+            month.due_minor if month.due_minor is not None else await owe(session, month, facts)
+        )
         if due_minor and not stripe_month.invoice_count:
             raise StripeFailed(
                 "there is no invoice of the month: check that the customer had its subscription"
@@ -495,12 +495,8 @@ async def make_items(
     items = [] if made.item_count else await charges(session, month)
     remainder = missing - sum(amount for _, amount in items)
     if remainder:
-        items.append(
-            (
-                f"{month_text(month.month)}: rounding, and usage that is invoiced in another month",
-                remainder,
-            )
-        )
+        reason = "rounding, and usage that is invoiced in another month"
+        items.append((f"{month_text(month.month)}: {reason}", remainder))
     for position, (description, amount) in enumerate(items, made.item_count + 1):
         values = {
             "position": position,
@@ -511,22 +507,16 @@ async def make_items(
     return len(items)
 
 
-async def owe(session: AsyncSession, month: Row[Any]) -> int:
+async def owe(session: AsyncSession, month: Row[Any], facts: Mapping[str, Any]) -> int:
     """Record the total of our invoice of the month in Stripe's minor units, once."""
     minor_picos = minor_unit_picos(month.currency_code)
     invoice = await invoice_of_month(session, month.organization_id, month.month)
     total = 0 if invoice is None else int(invoice.total_picos)
-    owner = {"organization_id": month.organization_id, "minor_picos": minor_picos}
-    carried = int(await session.scalar(MONTH_CARRIED, owner) or 0)
+    before = {**facts, "minor_picos": minor_picos}
+    carried = int(await session.scalar(MONTH_CARRIED, before) or 0)
     due_minor = whole_units(total + carried, month.currency_code)
-    facts = {
-        "organization_id": month.organization_id,
-        "month": month.month,
-        "currency_code": month.currency_code,
-    }
-    await session.execute(
-        OWE, facts | {"due_picos": total, "carried": carried, "due_minor": due_minor}
-    )
+    due = {"due_picos": total, "carried": carried, "due_minor": due_minor}
+    await session.execute(OWE, {**facts, **due})
     return due_minor
 
 
@@ -535,15 +525,11 @@ async def charges(session: AsyncSession, month: Row[Any]) -> list[tuple[str, int
     invoice = await invoice_of_month(session, month.organization_id, month.month)
     if invoice is None:
         return []
-    amounts = [
-        (
-            f"{month_text(month.month)}: {line.description}",
-            whole_units(line.amount_picos, month.currency_code),
-        )
+    return [
+        (f"{month_text(month.month)}: {line.description}", amount)
         for line in await read_lines(session, invoice.id)
-        if line.kind.is_charge
-    ]
-    return [(description, amount) for description, amount in amounts if amount][:LABELLED_MAX]
+        if line.kind.is_charge and (amount := whole_units(line.amount_picos, month.currency_code))
+    ][:LABELLED_MAX]
 
 
 def whole_units(amount_picos: int, currency_code: str) -> int:

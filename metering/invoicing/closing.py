@@ -29,7 +29,7 @@ from metering.core.audit import record_change
 from metering.core.errors import InvariantViolated, MonthNotClosable, Obstacle, ObstacleKind
 from metering.core.models import Organization, insertion
 from metering.core.money import exact_text
-from metering.invoicing.invoices import Series, draw_number, write_invoice
+from metering.invoicing.invoices import write_invoice
 from metering.invoicing.month_report import Closed, MonthReport, digests
 from metering.invoicing.months import LONG_READ_S, allow_long_reads, prepaid_credit_of, read_month
 from metering.ledger.ledger import (
@@ -40,7 +40,6 @@ from metering.ledger.ledger import (
     TransactionKind,
     month_bounds,
     month_end,
-    month_of,
     month_text,
     post,
     take_posting_lock,
@@ -111,7 +110,7 @@ async def find_obstacles(
             f" {now:%Y-%m-%d %H:%M} now"
         )
         obstacles.append(Obstacle(ObstacleKind.MONTH_NOT_OVER, reason))
-    parameters = {"organization_id": organization_id, "ends": ends, "month": month}
+    parameters = request.place | {"ends": ends}
     months = (await session.execute(CLOSED_AND_OPEN, parameters)).one()
     if months.last_closed is not None and months.last_closed >= month:
         reason = (
@@ -234,34 +233,23 @@ def close_postings(draft: MonthReport, month: date, invoice_id: uuid.UUID) -> li
         (TransactionKind.ROUNDING, "rounding", ((AccountKind.ROUNDING, rounded),)),
     )
     return [
-        _posting(draft, month, invoice_id, kind, description, amounts)
+        Posting(
+            kind=kind,
+            organization_id=draft.organization_id,
+            currency_code=draft.currency_code,
+            billing_month=month,
+            effective_at=month_end(month) - INSTANT,
+            description=f"{description} of {draft.month}",
+            source_id=invoice_id,
+            # Additional amounts owed, each against its account.
+            entries=(
+                (AccountKind.RECEIVABLE, sum(picos for _, picos in amounts)),
+                *((each, -picos) for each, picos in amounts if picos),
+            ),
+        )
         for kind, description, amounts in moves
         if any(picos for _, picos in amounts)
     ]
-
-
-def _posting(
-    draft: MonthReport,
-    month: date,
-    invoice_id: uuid.UUID,
-    kind: TransactionKind,
-    description: str,
-    amounts: tuple[tuple[AccountKind, int], ...],
-) -> Posting:
-    """Return a posting of additional amounts owed, each against its account."""
-    return Posting(
-        kind=kind,
-        organization_id=draft.organization_id,
-        currency_code=draft.currency_code,
-        billing_month=month,
-        effective_at=month_end(month) - INSTANT,
-        description=f"{description} of {draft.month}",
-        source_id=invoice_id,
-        entries=(
-            (AccountKind.RECEIVABLE, sum(picos for _, picos in amounts)),
-            *((each, -picos) for each, picos in amounts if picos),
-        ),
-    )
 
 
 Clock = Callable[[AsyncSession], Awaitable[datetime]]
@@ -284,6 +272,11 @@ class CloseRequest:
     grace: timedelta = GRACE
     before_first: bool = False
     correcting: str = ""
+
+    @property
+    def place(self) -> dict[str, object]:
+        """Organization and month, as parameters of statements."""
+        return {"organization_id": self.organization_id, "month": self.month}
 
     async def now(self, session: AsyncSession) -> datetime:
         """Return the time of the close: the database's, unless a clock is set."""
@@ -346,7 +339,7 @@ async def check_month(
 async def _request(
     sessions: Sessions, organization: str, month: str, actor: str, **terms: Unpack[CloseTerms]
 ) -> CloseRequest:
-    first_day = month_of(month_bounds(month)[0].date())
+    first_day = month_bounds(month)[0].date()
     async with sessions() as session:
         owner = await find_organization(session, organization)
     return CloseRequest(owner.id, first_day, actor, **terms)
@@ -359,10 +352,7 @@ async def _rate(sessions: Sessions) -> None:
 
 
 async def _is_closed(session: AsyncSession, request: CloseRequest) -> bool:
-    state = await session.scalar(
-        STATE, {"organization_id": request.organization_id, "month": request.month}
-    )
-    return bool(state == MonthState.CLOSED)
+    return bool(await session.scalar(STATE, request.place) == MonthState.CLOSED)
 
 
 async def _obstacles(session: AsyncSession, request: CloseRequest) -> list[Obstacle]:
@@ -382,11 +372,8 @@ async def _refuse_obstacles(session: AsyncSession, request: CloseRequest) -> Non
 
 async def _mark_closing(session: AsyncSession, request: CloseRequest) -> None:
     """Record the start of the close and its actor. An earlier record is kept."""
-
     begun = {"at": await request.now(session), "by": request.actor}
-    await session.execute(
-        BEGIN, begun | {"organization_id": request.organization_id, "month": request.month}
-    )
+    await session.execute(BEGIN, begun | request.place)
 
 
 async def _close(session: AsyncSession, request: CloseRequest) -> CloseResult:
@@ -408,22 +395,12 @@ async def _close(session: AsyncSession, request: CloseRequest) -> CloseResult:
     await spend(session, request.month, spent_credit(draft))
     await expire(session, owner.id, request.month, at=month_end(request.month) - INSTANT)
     receipts = await receipt_month(session, owner.id, request.month)
-    closed = Closed(now, request.actor, "", receipts.root.hex() if receipts.receipt_count else "")
+    root = receipts.root.hex() if receipts.receipt_count else ""
+    number = ""
     if draft.lines or draft.charges:
-        ordinal, number = await draw_number(session, Series.INVOICE)
-        closed = replace(closed, invoice_number=number)
-        await write_invoice(
-            session,
-            draft,
-            invoice_id=invoice_id,
-            month=request.month,
-            ordinal=ordinal,
-            number=number,
-            issued_at=now,
-            issued_by=request.actor,
-        )
+        number = await write_invoice(session, draft, invoice_id, request.month, now, request.actor)
     credit = await prepaid_credit_of(session, owner.id, request.month)
-    report = replace(draft, credit=credit, closed=closed)
+    report = replace(draft, credit=credit, closed=Closed(now, request.actor, number, root))
     await _freeze(session, request, report, now)
     # A prepaid customer's limit is its remaining credit.
     await refresh(session, owner.id, actor=request.actor)
@@ -440,9 +417,7 @@ async def _freeze(
 ) -> None:
     """Record the facts and digests that later readings need, and close the month."""
     digest = digests(report)
-    facts = {
-        "organization_id": request.organization_id,
-        "month": request.month,
+    facts = request.place | {
         "organization_name": report.organization_name,
         "currency_code": report.currency_code,
         "carried_in_picos": Decimal(report.carried_in_picos),
@@ -455,13 +430,7 @@ async def _freeze(
         ),
     }
     await session.execute(insertion("month_closings", facts))
-    closed = {
-        "organization_id": request.organization_id,
-        "month": request.month,
-        "at": now,
-        "by": request.actor,
-    }
-    await session.execute(CLOSE, closed)
+    await session.execute(CLOSE, request.place | {"at": now, "by": request.actor})
     after = {
         "organization_id": str(report.organization_id),
         "month": report.month,
@@ -473,10 +442,5 @@ async def _freeze(
     }
     subject = f"{report.organization_id}/{report.month}"
     await record_change(
-        session,
-        actor=request.actor,
-        action="month.close",
-        subject_id=subject,
-        before=None,
-        after=after,
+        session, actor=request.actor, action="month.close", subject_id=subject, after=after
     )

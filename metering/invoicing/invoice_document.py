@@ -180,8 +180,7 @@ def usage(report: MonthReport) -> Iterator[TokenGroup]:
 def sections(report: MonthReport) -> Iterator[tuple[str, tuple[AmountLine, ...]]]:
     """Yield plan, adjustments and credit, then the credit notes, which are refunded separately."""
     headed: dict[str, list[AmountLine]] = {
-        PLAN_HEADING: [],
-        **{heading: [] for heading in HEADINGS.values()},
+        heading: [] for heading in (PLAN_HEADING, *HEADINGS.values())
     }
     parts = report.rounded_parts_picos[len(report.lines) :]
     for charge, billed_picos in zip(report.charges, parts, strict=True):

@@ -81,22 +81,6 @@ class Type:
             "".join(each if self.shows(each) else f"[U+{ord(each):04X}]" for each in text)
         )
 
-    def style(
-        self, size: float = 8.5, *, bold: bool = False, right: bool = False, color: Color = INK
-    ) -> ParagraphStyle:
-        """Return a paragraph style; sizes in points."""
-        name = f"{self.regular}-{size}-{bold}-{right}-{color.hexval()}"
-        font = self.bold if bold else self.regular
-        align: Literal[0, 2] = 2 if right else 0  # TA_RIGHT, TA_LEFT
-        return ParagraphStyle(
-            name,
-            fontName=font,
-            fontSize=size,
-            leading=size * 1.32,
-            textColor=color,
-            alignment=align,
-        )
-
     def paragraph(
         self,
         text: str,
@@ -106,8 +90,20 @@ class Type:
         right: bool = False,
         color: Color = INK,
     ) -> Paragraph:
-        """Return a paragraph; long words are broken instead of overflowing their column."""
-        return Paragraph(self.text(text), self.style(size, bold=bold, right=right, color=color))
+        """Return a paragraph; long words are broken instead of overflowing their column.
+
+        size: in points.
+        """
+        align: Literal[0, 2] = 2 if right else 0  # TA_RIGHT, TA_LEFT
+        style = ParagraphStyle(
+            f"{self.regular}-{size}-{bold}-{right}-{color.hexval()}",
+            fontName=self.bold if bold else self.regular,
+            fontSize=size,
+            leading=size * 1.32,
+            textColor=color,
+            alignment=align,
+        )
+        return Paragraph(self.text(text), style)
 
 
 def load_type(issuer: Issuer) -> Type:

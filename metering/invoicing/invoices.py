@@ -151,15 +151,13 @@ SELECT * FROM jsonb_populate_recordset(NULL::invoice_lines, CAST(:lines AS jsonb
 async def write_invoice(
     session: AsyncSession,
     report: MonthReport,
-    *,
     invoice_id: uuid.UUID,
     month: date,
-    ordinal: int,
-    number: str,
     issued_at: datetime,
     issued_by: str,
-) -> None:
-    """Insert the rows of a month's invoice from its report."""
+) -> str:
+    """Insert the rows of a month's invoice from its report; return its number."""
+    ordinal, number = await draw_number(session, Series.INVOICE)
     lines = invoice_lines(report)
     row = {
         "id": invoice_id,
@@ -180,6 +178,7 @@ async def write_invoice(
     await session.execute(insertion("invoices", row))
     values = [_line_values(invoice_id, position, line) for position, line in enumerate(lines)]
     await session.execute(WRITE_LINES, {"lines": json.dumps(values)})
+    return number
 
 
 def _line_values(invoice_id: uuid.UUID, position: int, line: InvoiceLine) -> dict[str, object]:
