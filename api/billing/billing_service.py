@@ -14,8 +14,9 @@ import sys
 import tempfile
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from datetime import UTC, date, datetime
+from functools import partial
 
 from sqlalchemy.ext.asyncio import AsyncSession
 from weir.v1 import alerts_pb2 as alert_pb
@@ -65,7 +66,6 @@ from metering.reports.usage_reports import (
     CONFIDENCE,
     Forecast,
     Grouping,
-    Share,
     UsageFilter,
     UsageRow,
     daily_costs,
@@ -198,6 +198,19 @@ class BillingServicer(AdminCalls, billing_grpc.BillingServiceServicer):
                 await read_one_moment(session, REPORT_S)
                 yield session
 
+    @contextlib.asynccontextmanager
+    async def _reading_of(
+        self, context: Context, organization: str, *, or_own: bool = False
+    ) -> AsyncIterator[tuple[AsyncSession, Organization]]:
+        """Open a session of `_reading` for the caller, and find an organization that it may see.
+
+        or_own: without a name or id, the caller's own. Raises: NotFound, TooManyReports.
+        """
+        reader = await self._caller(context)
+        async with self._reading(reader) as session:
+            find = visible_or_own if or_own else visible
+            yield session, await find(session, reader, organization)
+
     async def GetUsage(
         self, request: usage_pb.GetUsageRequest, context: Context
     ) -> usage_pb.GetUsageResponse:
@@ -211,9 +224,10 @@ class BillingServicer(AdminCalls, billing_grpc.BillingServiceServicer):
                 session, of, by, page_size=request.page_size, token=request.page_token
             )
             response = usage_pb.GetUsageResponse(
-                next_page_token=page.next_token, time_zone=TIME_ZONE
+                rows=[usage_row(row, currency) for row in page.rows],
+                next_page_token=page.next_token,
+                time_zone=TIME_ZONE,
             )
-            response.rows.extend(usage_row(row, row.currency_code or currency) for row in page.rows)
             if of.organization_id is not None and not request.page_token:
                 response.total.CopyFrom(usage_row(await usage_total(session, of), currency))
         return response
@@ -222,9 +236,8 @@ class BillingServicer(AdminCalls, billing_grpc.BillingServiceServicer):
         self, request: usage_pb.GetForecastRequest, context: Context
     ) -> usage_pb.GetForecastResponse:
         """Return the cost of a month so far and its forecast."""
-        principal = await self._caller(context)
-        async with self._reading(principal) as session:
-            owner = await visible_or_own(session, principal, request.organization)
+        about = self._reading_of(context, request.organization, or_own=True)
+        async with about as (session, owner):
             now = await database_now(session)
             month = request.month or month_text(now.astimezone(UTC))
             begins, _ = month_bounds(month)
@@ -304,9 +317,8 @@ class BillingServicer(AdminCalls, billing_grpc.BillingServiceServicer):
         self, request: reconcile_pb.GetReconciliationRequest, context: Context
     ) -> reconcile_pb.GetReconciliationResponse:
         """Compare the stages of a month in one snapshot."""
-        reader = await self._caller(context)
-        async with self._reading(reader) as session:
-            organization = await visible_or_own(session, reader, request.organization)
+        about = self._reading_of(context, request.organization, or_own=True)
+        async with about as (session, organization):
             found, is_exported = await reconcile_locally(session, request.month, organization.id)
         return reconcile_pb.GetReconciliationResponse(
             organization_name=organization.name,
@@ -320,9 +332,7 @@ class BillingServicer(AdminCalls, billing_grpc.BillingServiceServicer):
     async def GetMonthReport(
         self, request: pb.GetMonthReportRequest, context: Context
     ) -> pb.GetMonthReportResponse:
-        reader = await self._caller(context)
-        async with self._reading(reader) as session:
-            organization = await visible(session, reader, request.organization)
+        async with self._reading_of(context, request.organization) as (session, organization):
             return report_message(
                 await month_report(session, organization=str(organization.id), month=request.month)
             )
@@ -348,9 +358,7 @@ class BillingServicer(AdminCalls, billing_grpc.BillingServiceServicer):
     async def ListMonths(
         self, request: months_pb2.ListMonthsRequest, context: Context
     ) -> months_pb2.ListMonthsResponse:
-        reader = await self._caller(context)
-        async with self._reading(reader) as session:
-            organization = await visible(session, reader, request.organization)
+        async with self._reading_of(context, request.organization) as (session, organization):
             payments = await payments_by_month(session, organization.id)
             months = await list_months(session, organization)
             return months_pb2.ListMonthsResponse(
@@ -390,9 +398,7 @@ class BillingServicer(AdminCalls, billing_grpc.BillingServiceServicer):
     async def VerifyMonth(
         self, request: months_pb2.VerifyMonthRequest, context: Context
     ) -> months_pb2.VerifyMonthResponse:
-        reader = await self._caller(context)
-        async with self._reading(reader) as session:
-            organization = await visible(session, reader, request.organization)
+        async with self._reading_of(context, request.organization) as (session, organization):
             found = await verify_month(session, organization, request.month)
             month = await one_month(session, organization, request.month)
         return months_pb2.VerifyMonthResponse(
@@ -434,38 +440,37 @@ class BillingServicer(AdminCalls, billing_grpc.BillingServiceServicer):
     async def CreateAdjustment(
         self, request: months_pb2.CreateAdjustmentRequest, context: Context
     ) -> months_pb2.CreateAdjustmentResponse:
-        async with self._acting(context) as acting:
-            if (earlier := await acting.earlier(request)) is not None:
-                record = await adjustments.find_adjustment(acting.session, uuid.UUID(earlier))
-            else:
-                record = await adjustments.create_adjustment(
-                    acting.session,
-                    organization=request.organization,
-                    amount_picos=wire.picos_of(request.amount),
-                    currency_code=request.amount.currency_code,
-                    reason=request.reason,
-                    actor=acting.actor,
-                )
-                await acting.record(request, record.id)
-            return months_pb2.CreateAdjustmentResponse(adjustment=adjustment_message(record))
+        propose = partial(adjustments.create_adjustment, organization=request.organization)
+        record = await self._proposed(request, context, propose)
+        return months_pb2.CreateAdjustmentResponse(adjustment=record)
 
     async def CreateCreditNote(
         self, request: months_pb2.CreateCreditNoteRequest, context: Context
     ) -> months_pb2.CreateCreditNoteResponse:
+        propose = partial(adjustments.create_credit_note, invoice_number=request.invoice_number)
+        record = await self._proposed(request, context, propose)
+        return months_pb2.CreateCreditNoteResponse(credit_note=record)
+
+    async def _proposed(
+        self,
+        request: months_pb2.CreateAdjustmentRequest | months_pb2.CreateCreditNoteRequest,
+        context: Context,
+        propose: Callable[..., Awaitable[AdjustmentRecord]],
+    ) -> months_pb2.Adjustment:
+        """Return the adjustment that the request proposes, or has proposed before."""
         async with self._acting(context) as acting:
             if (earlier := await acting.earlier(request)) is not None:
-                record = await adjustments.find_adjustment(acting.session, uuid.UUID(earlier))
-            else:
-                record = await adjustments.create_credit_note(
-                    acting.session,
-                    invoice=await find_invoice_row(acting.session, request.invoice_number),
-                    amount_picos=wire.picos_of(request.amount),
-                    currency_code=request.amount.currency_code,
-                    reason=request.reason,
-                    actor=acting.actor,
-                )
-                await acting.record(request, record.id)
-            return months_pb2.CreateCreditNoteResponse(credit_note=adjustment_message(record))
+                found = await adjustments.find_adjustment(acting.session, uuid.UUID(earlier))
+                return adjustment_message(found)
+            record = await propose(
+                acting.session,
+                amount_picos=wire.picos_of(request.amount),
+                currency_code=request.amount.currency_code,
+                reason=request.reason,
+                actor=acting.actor,
+            )
+            await acting.record(request, record.id)
+            return adjustment_message(record)
 
     async def ApproveAdjustment(
         self, request: months_pb2.ApproveAdjustmentRequest, context: Context
@@ -488,9 +493,7 @@ class BillingServicer(AdminCalls, billing_grpc.BillingServiceServicer):
     async def ListAdjustments(
         self, request: months_pb2.ListAdjustmentsRequest, context: Context
     ) -> months_pb2.ListAdjustmentsResponse:
-        reader = await self._caller(context)
-        async with self._reading(reader) as session:
-            organization = await visible(session, reader, request.organization)
+        async with self._reading_of(context, request.organization) as (session, organization):
             found = await adjustments.list_adjustments(
                 session, organization.id, undecided_only=request.undecided_only
             )
@@ -521,12 +524,7 @@ TIME_ZONE = "UTC"
 CHUNK_BYTES = 64 * 1024  # per message of a file, far below the limit of any client
 FILE_BYTES_IN_MEMORY = 8 * 2**20  # larger files are on disk until the client has read them
 GROUPINGS: Mapping[int, Grouping] = {
-    usage_pb.USAGE_GROUPING_ORGANIZATION: Grouping.ORGANIZATION,
-    usage_pb.USAGE_GROUPING_DAY: Grouping.DAY,
-    usage_pb.USAGE_GROUPING_PROJECT: Grouping.PROJECT,
-    usage_pb.USAGE_GROUPING_API_KEY: Grouping.API_KEY,
-    usage_pb.USAGE_GROUPING_MODEL: Grouping.MODEL,
-    usage_pb.USAGE_GROUPING_REQUEST: Grouping.REQUEST,
+    usage_pb.UsageGrouping.Value(f"USAGE_GROUPING_{each.name}"): each for each in Grouping
 }
 
 # Each kind of token has a field: tokens of a kind without one would be billed but not shown.
@@ -608,36 +606,13 @@ def parse_day(day: str) -> date | None:
 
 def usage_row(row: UsageRow, currency_code: str) -> usage_pb.UsageRow:
     """Return one row; fields that are not grouped by stay empty."""
-    return usage_pb.UsageRow(
-        organization_id=str(row.organization_id or ""),
-        organization_name=row.organization_name or "",
-        day=str(row.day or ""),
-        project_id=str(row.project_id or ""),
-        project_name=row.project_name or "",
-        api_key_id=str(row.api_key_id or ""),
-        api_key_name=row.api_key_name or "",
-        api_key_prefix=row.api_key_prefix or "",
-        model=row.model or "",
-        request_id=str(row.request_id or ""),
-        outcome=(row.outcome or "").upper(),
-        settle_time=wire.timestamp(row.settled_at),
-        late=row.late,
-        request_count=row.request_count,
-        migration_count=row.migration_count,
+    return wire.message_of(
+        usage_pb.UsageRow,
+        row,
+        currency_code,
+        outcome=row.outcome and row.outcome.upper(),
+        pending_amount=row.pending_picos,
         **{COUNT_FIELDS[kind]: count for kind, count in row.token_counts.items()},
-        cancelled=usage_share(row.cancelled, currency_code),
-        limited=usage_share(row.limited, currency_code),
-        failed=usage_share(row.failed, currency_code),
-        amount=wire.money(currency_code, row.amount_picos),
-        pending_amount=wire.money(currency_code, row.pending_picos),
-    )
-
-
-def usage_share(share: Share, currency_code: str) -> usage_pb.UsageShare:
-    return usage_pb.UsageShare(
-        request_count=share.request_count,
-        token_count=share.token_count,
-        amount=wire.money(currency_code, share.amount_picos),
     )
 
 

@@ -23,7 +23,7 @@ from metering.core.audit import record_change
 from metering.core.errors import ApprovalRefused, InvalidValue, NotFound
 from metering.core.models import insertion, record_of
 from metering.core.money import exact_text, minor_unit, round_to_minor_unit
-from metering.invoicing.invoices import Series, credited_picos, draw_number
+from metering.invoicing.invoices import Series, credited_picos, draw_number, find_invoice_row
 from metering.ledger.ledger import (
     AccountKind,
     Posting,
@@ -149,13 +149,17 @@ async def create_adjustment(
 async def create_credit_note(
     session: AsyncSession,
     *,
-    invoice: Row[Any],
+    invoice_number: str,
     amount_picos: int,
     currency_code: str,
     reason: str,
     actor: str,
 ) -> AdjustmentRecord:
-    """Propose to refund all or part of an invoice. amount_picos: above 0. Raises: InvalidValue."""
+    """Propose to refund all or part of an invoice. amount_picos: above 0.
+
+    Raises: NotFound, InvalidValue.
+    """
+    invoice = await find_invoice_row(session, invoice_number)
     check_currency(currency_code, invoice.currency_code)
     if amount_picos <= 0 or amount_picos != round_to_minor_unit(
         amount_picos, invoice.currency_code
@@ -238,8 +242,8 @@ async def approve(
         "approved": True,
         "decided_by": actor,
         "decided_at": decided_at,
+        "billing_month": month,
     }
-    decision["billing_month"] = month
     if row.invoice_id is not None:
         invoice = (await session.execute(LOCK_INVOICE, {"id": row.invoice_id})).one()
         await check_credit_left(session, invoice, -int(row.amount_picos))
@@ -371,9 +375,7 @@ async def _decided(
         "billing_month": record.billing_month,
         "credit_note_number": record.credit_note_number,
     }
-    await record_change(
-        session, actor=actor, action=action, subject_id=str(record.id), before=None, after=after
-    )
+    await record_change(session, actor=actor, action=action, subject_id=str(record.id), after=after)
     return record
 
 

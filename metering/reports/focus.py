@@ -202,9 +202,7 @@ class FocusMonth:
             "SubAccountId": str(charge.project_id),
             "SubAccountName": charge.project_name,
             "SubAccountType": "Project",
-            "x_Model": charge.model,
-            "x_TokenKind": kind.value,
-            "x_ServiceTier": charge.tier.value,
+            **details,
             "x_PriceVersion": str(charge.price_version),
             "x_RequestCount": str(charge.request_count),
             "x_CancelledTokenCount": str(charge.cancelled_token_count),
@@ -224,22 +222,14 @@ class FocusMonth:
             }
 
     def _charge(self, charge: Charge) -> FocusRow:
-        match charge.kind:
-            case LineKind.CREDIT:
-                return self._row(charge.amount_picos, "Credit", charge.description, "One-Time")
-            case LineKind.ADJUSTMENT:
-                return self._row(
-                    charge.amount_picos, "Adjustment", charge.description, "One-Time"
-                ) | {"ChargeClass": "Correction"}
-            case _:
-                columns = {
-                    "x_Model": charge.model,
-                    "x_TokenKind": charge.token_kind.value if charge.token_kind else "",
-                }
-                return (
-                    self._row(charge.amount_picos, "Adjustment", charge.description, "Recurring")
-                    | columns
-                )
+        category = "Credit" if charge.kind is LineKind.CREDIT else "Adjustment"
+        is_recurring = charge.kind not in (LineKind.CREDIT, LineKind.ADJUSTMENT)
+        frequency = "Recurring" if is_recurring else "One-Time"
+        return self._row(charge.amount_picos, category, charge.description, frequency) | {
+            "ChargeClass": "Correction" if charge.kind is LineKind.ADJUSTMENT else "",
+            "x_Model": charge.model,
+            "x_TokenKind": charge.token_kind.value if charge.token_kind else "",
+        }
 
     def _row(self, amount_picos: int, category: str, description: str, frequency: str) -> FocusRow:
         """Return the row of an amount without a unit price, whose costs are all equal."""

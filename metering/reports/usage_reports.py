@@ -544,37 +544,23 @@ def forecast(days: Mapping[date, int], month: date, now: datetime) -> Forecast:
     """
     now = now.astimezone(UTC)
     ends = (month + timedelta(days=31)).replace(day=1)
-    month_to_date = sum(picos for day, picos in days.items() if month <= day < ends)
+    so_far = sum(picos for day, picos in days.items() if month <= day < ends)
     if now.date() >= ends:
-        return Forecast(
-            month_to_date,
-            month_to_date,
-            month_to_date,
-            month_to_date,
-            0,
-            "The month is over: this is its cost so far.",
-            (),
-        )
+        method = "The month is over: this is its cost so far."
+        return Forecast(so_far, so_far, so_far, so_far, 0, method, ())
     history = complete_days(days, now.date())
     if not history:
-        return Forecast(
-            month_to_date,
-            None,
-            None,
-            None,
-            0,
-            "There is no complete day of usage yet, so there is no estimate.",
-            (),
-        )
+        method = "There is no complete day of usage yet, so there is no estimate."
+        return Forecast(so_far, None, None, None, 0, method, ())
     rate = daily_rate(history, now.date())
     remaining = remaining_days(max(month, now.date()), ends, now)
     rest = sum((rate.means[day.weekday()] * share for day, share in remaining), Fraction(0))
-    expected = month_to_date + round(rest)  # an estimate is not billed, so no remainder is carried
+    expected = so_far + round(rest)  # an estimate is not billed, so no remainder is carried
     margin = interval_margin(rate, remaining)
     return Forecast(
-        month_to_date_picos=month_to_date,
+        month_to_date_picos=so_far,
         expected_picos=expected,
-        low_picos=None if margin is None else max(month_to_date, expected - margin),
+        low_picos=None if margin is None else max(so_far, expected - margin),
         high_picos=None if margin is None else expected + margin,
         complete_day_count=len(history),
         method=method_text(len(history)),

@@ -12,7 +12,6 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from metering.core.models import PriceVersion, ServiceTier, insertion
 from metering.invoicing import adjustments
 from metering.invoicing.closing import CloseResult, close_month
-from metering.invoicing.invoices import find_invoice_row
 from metering.invoicing.month_report import MonthReport
 from metering.invoicing.months import Verification, month_report, verify_month
 from metering.ledger.ledger import AccountKind, Posting, TransactionKind, post
@@ -184,7 +183,7 @@ class ClosingWorld:
         async with self.sessions.begin() as session:
             proposed = await adjustments.create_credit_note(
                 session,
-                invoice=await find_invoice_row(session, invoice_number),
+                invoice_number=invoice_number,
                 amount_picos=amount_picos,
                 currency_code=self.currency_code,
                 reason=reason,

@@ -55,7 +55,7 @@ async def proposed(
         if invoice:
             return await create_credit_note(
                 session,
-                invoice=await find_invoice_row(session, invoice),
+                invoice_number=invoice,
                 amount_picos=amount_picos,
                 currency_code="USD",
                 reason="an outage",
