@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 import grpc
@@ -107,11 +106,8 @@ def memory_of_gpus(ids: Sequence[str]) -> dict[str, int]:
     return {each: gpu.memory_bytes for each, gpu in found.items()}
 
 
-class Build(Protocol):
-    """Factory of an engine. environment: of its worker; read at each start."""
-
-    def __call__(self, environment: Mapping[str, str] = ...) -> Engine:
-        """Return an engine that is not started."""
+# Factory of an engine that is not started, from the environment of its worker, read at each start.
+Build = Callable[[Mapping[str, str]], Engine]
 
 
 class EnginePlan(NamedTuple):
@@ -146,7 +142,7 @@ def engine_plan(
                     f"WEIR_FLEET: model {name!r}: engine_config: {error}"
                 ) from error
 
-            def build(environment: Mapping[str, str] = MappingProxyType({})) -> Engine:
+            def build(environment: Mapping[str, str]) -> Engine:
                 return TensorRtEngine(replace(tensorrt, environment=environment))
 
             weights_bytes = stored_bytes(directory)
@@ -156,12 +152,12 @@ def engine_plan(
             torch = torch_settings(own, name, directory)
             if torch.simulation is not None:
                 # Simulated engines have neither weights nor a KV cache.
-                return EnginePlan(lambda environment=None: TorchEngine(torch, opener), HOST_BYTES)
+                return EnginePlan(lambda _: TorchEngine(torch, opener), HOST_BYTES)
             on_gpu = torch.device == "cuda"
             kv_cache_bytes = 0 if on_gpu else torch.kv_cache_bytes or 0
             memory_bytes = torch_memory_bytes(directory, torch.compute_dtype, kv_cache_bytes)
 
-            def build_torch(environment: Mapping[str, str] = MappingProxyType({})) -> Engine:
+            def build_torch(environment: Mapping[str, str]) -> Engine:
                 return TorchEngine(replace(torch, environment=environment), opener)
 
             return EnginePlan(build_torch, memory_bytes, int(on_gpu))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -223,6 +223,18 @@ class FleetReader(StrictReader):
         found = None if node is None else self.scalar(node, place, parsed)
         return default if found is None else found
 
+    def value_of(
+        self, keys: Keys, place: str, name: str, parse: Callable[[str], Value], default: Value
+    ) -> Value:
+        """Return the scalar of a key, or the default if it is missing or invalid."""
+        return self.value(keys.get(name), f"{place}.{name}", parse, default)
+
+    def refuse(self, keys: Keys, place: str, names: Iterable[str], message: str) -> None:
+        """Report each of these keys that the file has."""
+        for name in names:
+            if name in keys:
+                self.wrong(keys[name], f"{place}.{name}", message)
+
     def fleet(self, root: yaml.Node | None) -> Fleet:
         keys = self.mapping(root, "", ("models", "aliases", "regions", "memory_bytes", "gpus"))
         regions = self.regions(keys.get("regions"))
@@ -286,26 +298,17 @@ class FleetReader(StrictReader):
             versions = (self.version("", keys, node, place),)
         if versions and len({version.engine in ENCODERS for version in versions}) > 1:
             self.wrong(node, place, "must have versions that all generate, or that all embed")
-        for key in (
-            ("policy", "recovery_wait_s") if versions and versions[0].engine in ENCODERS else ()
-        ):
-            if key in keys:
-                self.wrong(
-                    keys[key], f"{place}.{key}", "is for models that generate: leave it out here"
-                )
+        if versions and versions[0].engine in ENCODERS:
+            of_generating = ("policy", "recovery_wait_s")
+            reason = "is for models that generate: leave it out here"
+            self.refuse(keys, place, of_generating, reason)
+        policy = self.value_of(keys, place, "policy", one_of(*get_args(Policy)), "prefix_aware")
         wait = number(0, RECOVERY_WAIT_S_MAX)
         return FleetModel(
             name=name,
             versions=versions,
-            policy=cast(
-                Policy,
-                self.value(
-                    keys.get("policy"), f"{place}.policy", one_of(*get_args(Policy)), "prefix_aware"
-                ),
-            ),
-            recovery_wait_s=self.value(
-                keys.get("recovery_wait_s"), f"{place}.recovery_wait_s", wait, RECOVERY_WAIT_S
-            ),
+            policy=cast(Policy, policy),
+            recovery_wait_s=self.value_of(keys, place, "recovery_wait_s", wait, RECOVERY_WAIT_S),
         )
 
     def named_version(self, version: str, node: yaml.Node, place: str) -> FleetVersion:
@@ -313,10 +316,8 @@ class FleetReader(StrictReader):
 
     def version(self, version: str, keys: Keys, node: yaml.Node, place: str) -> FleetVersion:
         get = keys.get
-        engine = cast(
-            EngineKind,
-            self.value(get("engine"), f"{place}.engine", one_of(*get_args(EngineKind)), "torch"),
-        )
+        kinds = get_args(EngineKind)
+        engine = cast(EngineKind, self.value_of(keys, place, "engine", one_of(*kinds), "torch"))
         if "directory" not in keys:
             self.wrong(
                 node,
@@ -333,32 +334,21 @@ class FleetReader(StrictReader):
                     f"{place}.targets",
                     "is missing: name the vllm://host:port of each remote engine",
                 )
-            for key in keys.keys() & OF_LOCAL_ENGINES:
-                self.wrong(
-                    keys[key],
-                    f"{place}.{key}",
-                    "is for engines that Weir starts itself: leave it out here",
-                )
+            reason = "is for engines that Weir starts itself: leave it out here"
+            self.refuse(keys, place, OF_LOCAL_ENGINES, reason)
         used = OF_REMOTE if engine == "remote" else OF_REMOTE[:1] if engine in REMOTE else ()
-        for key in keys.keys() & {*OF_REMOTE} - {*used}:
-            self.wrong(
-                keys[key],
-                f"{place}.{key}",
-                "is for remote engines: leave it out, or say `engine: remote`",
-            )
-        if engine != "tensorrt" and "engine_config" in keys:
-            self.wrong(
-                keys["engine_config"],
-                f"{place}.engine_config",
-                "is for TensorRT-LLM: leave it out, or say `engine: tensorrt`",
-            )
-        if engine not in ("tensorrt", "torch") and "gpus" in keys:
-            self.wrong(
-                keys["gpus"],
-                f"{place}.gpus",
+        unused = [name for name in OF_REMOTE if name not in used]
+        reason = "is for remote engines: leave it out, or say `engine: remote`"
+        self.refuse(keys, place, unused, reason)
+        if engine != "tensorrt":
+            reason = "is for TensorRT-LLM: leave it out, or say `engine: tensorrt`"
+            self.refuse(keys, place, ["engine_config"], reason)
+        if engine not in ("tensorrt", "torch"):
+            reason = (
                 "is for engines on this machine's GPUs: leave it out, or say `engine: tensorrt`"
-                " or `engine: torch`",
+                " or `engine: torch`"
             )
+            self.refuse(keys, place, ["gpus"], reason)
         if engine in ENCODERS and ("region" in keys or any(each.region for each in targets)):
             self.wrong(
                 node,
@@ -368,24 +358,19 @@ class FleetReader(StrictReader):
         return FleetVersion(
             version=version,
             engine=engine,
-            directory=self._base / self.value(get("directory"), f"{place}.directory", text, ""),
-            weight=self.value(get("weight"), f"{place}.weight", number(0, WEIGHT_MAX), 1.0),
+            directory=self._base / self.value_of(keys, place, "directory", text, ""),
+            weight=self.value_of(keys, place, "weight", number(0, WEIGHT_MAX), 1.0),
             region=self.region(get("region"), f"{place}.region"),
             replica_count_min=count_min,
             replica_count_max=count_max,
             targets=targets,
-            idle_timeout_s=self.value(
-                get("idle_timeout_s"),
-                f"{place}.idle_timeout_s",
-                number(0, IDLE_TIMEOUT_S_MAX),
-                None,
+            idle_timeout_s=self.value_of(
+                keys, place, "idle_timeout_s", number(0, IDLE_TIMEOUT_S_MAX), None
             ),
-            memory_bytes=self.value(get("memory_bytes"), f"{place}.memory_bytes", size, 0),
+            memory_bytes=self.value_of(keys, place, "memory_bytes", size, 0),
             engine_config=self.engine_config(get("engine_config"), f"{place}.engine_config"),
             gpus=self.gpus(get("gpus"), f"{place}.gpus"),
-            share_prefixes=self.value(
-                get("share_prefixes"), f"{place}.share_prefixes", truth, False
-            ),
+            share_prefixes=self.value_of(keys, place, "share_prefixes", truth, False),
         )
 
     def engine_config(self, node: yaml.Node | None, place: str) -> dict[str, Any]:
@@ -414,9 +399,9 @@ class FleetReader(StrictReader):
         if node is None:
             return 1, 1
         keys = self.mapping(node, place, ("min", "max"))
-        count_min = self.value(keys.get("min"), f"{place}.min", whole(0, REPLICA_COUNT_MAX), 1)
-        count_max = self.value(
-            keys.get("max"), f"{place}.max", whole(1, REPLICA_COUNT_MAX), max(count_min, 1)
+        count_min = self.value_of(keys, place, "min", whole(0, REPLICA_COUNT_MAX), 1)
+        count_max = self.value_of(
+            keys, place, "max", whole(1, REPLICA_COUNT_MAX), max(count_min, 1)
         )
         if count_max < count_min:
             self.wrong(
@@ -437,7 +422,7 @@ class FleetReader(StrictReader):
             keys = self.mapping(each, at, ("address", "region"))
             if "address" not in keys:
                 self.wrong(each, f"{at}.address", f"is missing: {TARGET_FORM}")
-            address = self.value(keys.get("address"), f"{at}.address", target, "")
+            address = self.value_of(keys, at, "address", target, "")
             found.append(FleetTarget(address, self.region(keys.get("region"), f"{at}.region")))
         if len({each.address for each in found}) < len(found):
             self.wrong(node, place, "must name each address once")

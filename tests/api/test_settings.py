@@ -92,7 +92,7 @@ def built(settings: Settings) -> Any:
     assert settings.engine_backend != "remote"
     kind, directory = settings.engine_backend, settings.models["a"]
     build, *_ = engine_plan(settings, kind, "a", directory, open_host)
-    return build()
+    return build({})
 
 
 @pytest.mark.parametrize(
