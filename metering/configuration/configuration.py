@@ -25,7 +25,7 @@ from enum import StrEnum
 from functools import partial
 from typing import TypeVar
 
-from sqlalchemy import func, select
+from sqlalchemy import Select, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.core.errors import InvalidValue, MeteringError
@@ -44,6 +44,7 @@ from metering.pricing.prices import MULTIPLIER_SCALE, ModelPrice, set_price, ver
 from metering.quotas.quota_admin import delete_quota, override_quota, set_quota
 from metering.quotas.quota_recount import Uncounted, recount
 from metering.quotas.quota_rules import Weights, usual_thresholds
+from metering.store.db import database_now
 from metering.tenants.billing_profiles import (
     BillingProfile,
     billing_profile,
@@ -106,13 +107,7 @@ class QuotaSpec:
         """Return the settings without an expired override."""
         if self.override_until is None or self.override_until > now:
             return self
-        return QuotaSpec(
-            **{
-                each.name: getattr(self, each.name)
-                for each in fields(self)
-                if not each.name.startswith("override")
-            }
-        )
+        return replace(self, override_limit_value=None, override_until=None, override_reason=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -637,17 +632,8 @@ class Attempts:
         defaults: Collection[QuotaPlace] = (),
     ) -> None:
         """Apply the limits of one subject. defaults: limits that stay although not named."""
-        query = (
-            select(Quota)
-            .where(Quota.subject_id == subject.id, Quota.deleted_at.is_(None))
-            .order_by(Quota.created_at, Quota.id)
-        )
-        # Which follows from grants.
-        query = query.where(Quota.dimension != QuotaDimension.PREPAID_CREDIT_PICOS)
-        rows = {
-            place_of(row): row
-            for row in await self.session.scalars(query.execution_options(populate_existing=True))
-        }
+        query = limits_of([subject.id]).execution_options(populate_existing=True)
+        rows = {place_of(row): row for row in await self.session.scalars(query)}
         self.violations += named_twice(
             f"{subject.path}.quotas", "dimension", [place for place, _ in wanted.quotas]
         )
@@ -682,17 +668,12 @@ class Attempts:
     ) -> None:
         """Apply one limit. row: its present row, if any."""
         existing = None if row is None else QuotaSpec.of(row, self.now)
-        named = [each.name for each in fields(QuotaSpec)]
-        if (
-            wanted.override_until is None
-        ):  # without an override in the document, a present one stays
-            named = [name for name in named if name not in OVERRIDE]
-        new_fields = [
-            name
-            for name in named
-            if existing is not None or getattr(wanted, name) != getattr(PLAIN, name)
-        ]
-        changes = differences(existing, wanted, new_fields)
+        # Without an override in the document, a present one stays.
+        left_out = OVERRIDE if wanted.override_until is None else ()
+        names = [each.name for each in fields(QuotaSpec) if each.name not in left_out]
+        if existing is None:
+            names = [name for name in names if getattr(wanted, name) != getattr(PLAIN, name)]
+        changes = differences(existing, wanted, names)
         if existing is not None and not changes:
             return
         state = await self._attempt(
@@ -721,17 +702,16 @@ class Attempts:
             ),
         )
         if state is not None and wanted.override_until is not None:
-            raised = partial(
-                override_quota, self.session, quota_id=str(state.quota_id), actor=self.actor
+            override = partial(
+                override_quota,
+                self.session,
+                quota_id=str(state.quota_id),
+                limit_value=wanted.override_limit_value or 0,
+                until=wanted.override_until,
+                reason=wanted.override_reason or "",
+                actor=self.actor,
             )
-            limit, until, reason = (
-                wanted.override_limit_value or 0,
-                wanted.override_until,
-                wanted.override_reason or "",
-            )
-            await self._attempt(
-                path, lambda: raised(limit_value=limit, until=until, reason=reason), OVERRIDE_FIELDS
-            )
+            await self._attempt(path, override, OVERRIDE_FIELDS)
         action = Action.UPDATE if existing else Action.CREATE
         self.changes.append(Change(action, "quota", subject.shown, changes, quota=place))
 
@@ -786,6 +766,17 @@ class Attempts:
         )
 
 
+def limits_of(subject_ids: Collection[uuid.UUID]) -> Select[Quota]:
+    """Select the limits of subjects in the order of creation, except prepaid credit, which follows
+    from grants."""
+    return (
+        select(Quota)
+        .where(Quota.subject_id.in_(subject_ids), Quota.deleted_at.is_(None))
+        .where(Quota.dimension != QuotaDimension.PREPAID_CREDIT_PICOS)
+        .order_by(Quota.created_at, Quota.id)
+    )
+
+
 def place_of(quota: Quota) -> QuotaPlace:
     return QuotaPlace(QuotaDimension(quota.dimension), quota.model, quota.for_new_keys)
 
@@ -805,7 +796,7 @@ async def apply_configuration(
     own_key_id: the caller's key, used from `own_address`. models: served models. dry_run: the
     caller rolls back in any case, so past usage is not counted and no request has to wait.
     """
-    now = (await session.scalars(select(func.now()))).one()
+    now = await database_now(session)
     work = Attempts(session, actor, now, models, own_key_id, own_address)
     await work.apply(wanted)
     if not dry_run and not work.violations:
@@ -832,17 +823,13 @@ async def price_specs(
             model, currency_code, 0, 0, 0, organization="" if owner is None else names[owner]
         )
         if (spec := spec_of(versions, place)) is not None:
-            multiplier = (
-                None
-                if spec.batch_multiplier_milli == MULTIPLIER_SCALE
-                else spec.batch_multiplier_milli
+            multiplier = spec.batch_multiplier_milli
+            named = replace(
+                spec,
+                embedding_picos_per_token=spec.embedding_picos_per_token or None,
+                batch_multiplier_milli=None if multiplier == MULTIPLIER_SCALE else multiplier,
             )
-            embedding = spec.embedding_picos_per_token or None
-            specs.append(
-                replace(
-                    spec, embedding_picos_per_token=embedding, batch_multiplier_milli=multiplier
-                )
-            )
+            specs.append(named)
     return tuple(specs)
 
 
@@ -884,7 +871,7 @@ async def present_state(session: AsyncSession, *, organization: str | None = Non
     keys = (
         await session.scalars(working.order_by(ApiKey.name, ApiKey.created_at, ApiKey.id))
     ).all()
-    now = (await session.scalars(select(func.now()))).one()
+    now = await database_now(session)
     quotas = await quotas_of(session, [*ids, *project_ids, *(key.id for key in keys)], now)
     keys_of: dict[uuid.UUID, list[ApiKey]] = defaultdict(list)
     for key in keys:
@@ -930,10 +917,7 @@ def key_specs(keys: Iterable[ApiKey], quotas: Quotas) -> tuple[KeySpec, ...]:
 
 async def quotas_of(session: AsyncSession, subject_ids: list[uuid.UUID], now: datetime) -> Quotas:
     """Return the limits of each subject, in the order of creation."""
-    query = select(Quota).where(Quota.subject_id.in_(subject_ids), Quota.deleted_at.is_(None))
-    # Which follows from grants.
-    query = query.where(Quota.dimension != QuotaDimension.PREPAID_CREDIT_PICOS)
     found: dict[uuid.UUID, list[tuple[QuotaPlace, QuotaSpec]]] = defaultdict(list)
-    for quota in await session.scalars(query.order_by(Quota.created_at, Quota.id)):
+    for quota in await session.scalars(limits_of(subject_ids)):
         found[quota.subject_id].append((place_of(quota), QuotaSpec.of(quota, now)))
     return {subject_id: tuple(quotas) for subject_id, quotas in found.items()}
