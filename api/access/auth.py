@@ -261,24 +261,14 @@ ANY = frozenset(Scope)
 BY_SERVICE: Mapping[str, Mapping[frozenset[Scope], tuple[str, ...]]] = {
     "weir.v1.InferenceService": {
         MODELS: (
-            "Generate",
-            "CountTokens",
-            "ListModels",
-            "GetQuota",
-            "Quote",
-            "GetGeneration",
-            "Embed",
+            *("Generate", "Embed", "CountTokens"),
+            *("ListModels", "GetQuota", "Quote", "GetGeneration"),
         ),
     },
     "weir.v1.AdminService": {
         ADMINS: (
-            *(
-                "CreateOrganization",
-                "ListOrganizations",
-                "SetBillingProfile",
-                "CreateProject",
-                "ListProjects",
-            ),
+            *("CreateOrganization", "ListOrganizations", "SetBillingProfile"),
+            *("CreateProject", "ListProjects"),
             *("CreateApiKey", "RotateApiKey", "UpdateApiKey", "RevokeApiKey", "ListApiKeys"),
             *("SetQuota", "OverrideQuota", "DeleteQuota", "ListQuotas"),
             *("SetPrice", "ListPrices", "WithdrawPrice", "SimulatePrices"),
@@ -294,21 +284,12 @@ BY_SERVICE: Mapping[str, Mapping[frozenset[Scope], tuple[str, ...]]] = {
     "weir.v1.BillingService": {
         READERS: (
             *("GetMonthReport", "GetUsage", "GetForecast", "ExportMonth", "GetMonthDocument"),
-            *(
-                "ListMonths",
-                "VerifyMonth",
-                "GetReconciliation",
-                "GetInvoice",
-                "ListAdjustments",
-                "ListAlerts",
-            ),
+            *("ListMonths", "VerifyMonth", "GetReconciliation", "GetInvoice"),
+            *("ListAdjustments", "ListAlerts"),
         ),
         ADMINS: (
-            "CloseMonth",
-            "CreateAdjustment",
-            "CreateCreditNote",
-            "ApproveAdjustment",
-            "RejectAdjustment",
+            *("CloseMonth", "CreateAdjustment", "CreateCreditNote"),
+            *("ApproveAdjustment", "RejectAdjustment"),
         ),
     },
     "weir.v1.ReceiptService": {
@@ -591,8 +572,8 @@ def metadata_values(context: Context, name: str) -> list[str]:
 
 def bearer_token(context: Context) -> str:
     """Return the secret in the metadata of a call. Raises: Unauthenticated with instructions."""
-    for key, value in context.invocation_metadata() or ():
-        if key == "authorization" and isinstance(value, str) and value.lower().startswith(BEARER):
+    for value in metadata_values(context, "authorization"):
+        if value.lower().startswith(BEARER):
             return value[len(BEARER) :].strip()
     raise Unauthenticated("no API key: send the metadata `authorization: Bearer <API key>`")
 

@@ -229,18 +229,8 @@ def broker(directory: Path) -> Part:
     binary = shutil.which("redis-server")
     if binary is None:
         raise StackFailed("redis-server is not installed: install it, or omit --redis")
-    socket_path = str(directory / "redis.sock")
-    command = [
-        binary,
-        "--port",
-        "0",
-        "--unixsocket",
-        socket_path,
-        "--save",
-        "",
-        "--dir",
-        str(directory),
-    ]
+    command = [binary, *("--port", "0"), *("--unixsocket", str(directory / "redis.sock"))]
+    command += [*("--save", ""), *("--dir", str(directory))]
     return Part("Redis", command, directory / LOGS / "redis.log", environment=dict(os.environ))
 
 

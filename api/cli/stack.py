@@ -27,7 +27,7 @@ from collections.abc import (
 )
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, TypeVar
+from typing import IO, TypeVar
 
 import psycopg
 import sqlalchemy.exc
@@ -65,9 +65,6 @@ from metering.tenants.tenants import (
     create_project,
 )
 from metering.worker import READY_FILE, worker_command
-
-if TYPE_CHECKING:
-    pass
 
 stderr = Console(stderr=True, highlight=False)
 

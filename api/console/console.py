@@ -79,14 +79,8 @@ OFFERED: Mapping[str, tuple[str, ...]] = {
         *("ListLiveRequests", "ListReplicas", "GetRequest", "KillRequest"),
     ),
     "BillingService": (
-        *(
-            "GetUsage",
-            "GetForecast",
-            "ListMonths",
-            "GetMonthReport",
-            "GetMonthDocument",
-            "ExportMonth",
-        ),
+        *("GetUsage", "GetForecast", "ExportMonth"),
+        *("ListMonths", "GetMonthReport", "GetMonthDocument"),
         *("GetInvoice", "VerifyMonth", "GetReconciliation", "ListAdjustments"),
     ),
     "InferenceService": ("ListModels", "GetQuota", "GetGeneration"),

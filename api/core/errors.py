@@ -617,14 +617,8 @@ def check_texts(message: Message) -> None:
     limit = CONFIGURATION_ELEMENT_COUNT_MAX if is_configuration else ELEMENT_COUNT_MAX
     for count, (text, field, name) in enumerate(_texts(message, ""), 1):
         if count > limit:
-            raise InvalidRequest(
-                [
-                    FieldViolation(
-                        field,
-                        f"the message has more than {limit:,} elements; send fewer",
-                    )
-                ]
-            )
+            excess = f"the message has more than {limit:,} elements; send fewer"
+            raise InvalidRequest([FieldViolation(field, excess)])
         wrong.check_text(text, field, name)
     wrong.raise_if_any()
 
@@ -834,15 +828,8 @@ def metadata_of(error: BaseException) -> dict[str, str]:
         case metering_errors.NotFound() | metering_errors.AlreadyExists():
             return {"kind": error.kind, "ref": error.ref}
         case RequestSettled():
-            settled = error.settled
-            return facts(
-                settled,
-                *(
-                    each.name
-                    for each in fields(settled)
-                    if each.name not in ("hold_id", "receipts")
-                ),
-            )
+            names = {each.name for each in fields(error.settled)} - {"hold_id", "receipts"}
+            return facts(error.settled, *names)
         case _:
             return {}
 

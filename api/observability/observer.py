@@ -39,43 +39,9 @@ STAGES = (
 )
 # Milliseconds, from a lookup in memory to the longest wait of any client. Two or three per decade,
 # so that a quantile is exact to a third.
-STAGE_BOUNDS_MS = (
-    0.5,
-    1,
-    2.5,
-    5,
-    10,
-    25,
-    50,
-    100,
-    250,
-    500,
-    1000,
-    2500,
-    5000,
-    10_000,
-    30_000,
-    60_000,
-    120_000,
-)
-TOTAL_BOUNDS_MS = (
-    10,
-    25,
-    50,
-    100,
-    250,
-    500,
-    1000,
-    2500,
-    5000,
-    10_000,
-    20_000,
-    30_000,
-    60_000,
-    120_000,
-    300_000,
-    600_000,
-)
+BOUNDS_TO_10_S = (10, 25, 50, 100, 250, 500, 1000, 2500, 5000, 10_000)
+STAGE_BOUNDS_MS = (0.5, 1, 2.5, 5, *BOUNDS_TO_10_S, 30_000, 60_000, 120_000)
+TOTAL_BOUNDS_MS = (*BOUNDS_TO_10_S, 20_000, 30_000, 60_000, 120_000, 300_000, 600_000)
 TOKEN_BOUNDS_MS = (1, 2.5, 5, 7.5, 10, 15, 20, 30, 40, 50, 75, 100, 150, 250, 500, 1000, 2500)
 # A shorter wait is not a cold start: no engine starts so quickly, and a busy process reads its
 # clock late.
