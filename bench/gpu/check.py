@@ -35,7 +35,7 @@ from bench.gpu.models import (
 from inference.checkpoint.tensors import on_device
 from inference.core.torch_decoder import TorchDecoder
 from inference.decoder.cuda_kernels import TritonKernels
-from inference.decoder.model import NOT_FINITE, DecoderWeights, Kernels, TorchKernels
+from inference.decoder.model import NOT_FINITE, DecoderWeights, TorchKernels
 from inference.limits import EngineLimits
 
 CPU = torch.device("cpu")
@@ -52,7 +52,7 @@ LONG_CONTEXT, LONG_CHUNK = 32_768, 2048
 Answer = tuple[bool | None, str]  # None: not asked on this device
 
 
-def kernels_for(device: torch.device) -> Kernels | None:
+def kernels_for(device: torch.device) -> TorchKernels | None:
     """Return the interpreted kernels for a CPU, and None, for the decoder's own, on a GPU."""
     return None if device.type == "cuda" else TritonKernels(INTERPRETED_PROCESSORS)
 

@@ -22,7 +22,7 @@ from inference.checkpoint.checkpoint import DecoderConfig, RopeConfig
 from inference.checkpoint.tensors import LinearWeights
 from inference.core.options import ComputeDtype, EngineOptions
 from inference.core.torch_decoder import TorchDecoder
-from inference.decoder.model import DecoderWeights, Kernels, LayerWeights, Logits
+from inference.decoder.model import DecoderWeights, LayerWeights, Logits, TorchKernels
 from inference.kv_blocks import blocks_for
 from inference.limits import EngineLimits
 
@@ -132,7 +132,7 @@ def open_decoder(
     limits: EngineLimits,
     *,
     block_count: int | None = None,
-    kernels: Kernels | None = None,
+    kernels: TorchKernels | None = None,
 ) -> TorchDecoder:
     """Return a decoder on the device of the weights. block_count: None for the free memory."""
     dtype = weights.embedding.dtype

@@ -29,7 +29,6 @@ from inference.decoder.model import (
     Decoder,
     DecoderWeights,
     Entries,
-    Kernels,
     LayerPool,
     Logits,
     TorchKernels,
@@ -55,7 +54,7 @@ class TorchDecoder:
         weights: DecoderWeights,
         dtype: torch.dtype,
         options: EngineOptions,
-        kernels: Kernels | None = None,
+        kernels: TorchKernels | None = None,
     ) -> None:
         """Allocate the pools on the device of the weights, and capture graphs there.
 
@@ -80,7 +79,7 @@ class TorchDecoder:
         # (layers, 2, blocks, H_kv, T, D)
         self._pool = self._allocate(self.block_count)
         self._pools = [LayerPool(*layer) for layer in self._pool]
-        if not isinstance(self._kernels, TorchKernels):
+        if self._kernels.captures:
             self._capture_graphs()
 
     def forward(self, chunks: Sequence[Rows]) -> Logits:
@@ -251,7 +250,7 @@ PADDING = (0, 0, -1, 0, 0, 0)  # of the parts: rows that write no keys, in spans
 _NONE = np.zeros(0, dtype=np.int32)
 
 
-def kernels_of(device: torch.device) -> Kernels:
+def kernels_of(device: torch.device) -> TorchKernels:
     """Return the kernels for a device. Raises: EngineStartFailed if a GPU's are not installed."""
     if device.type == "cpu":
         return TorchKernels()

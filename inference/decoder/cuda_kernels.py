@@ -1,6 +1,6 @@
 """Triton kernels of the decoder on CUDA: everything but the matrix products.
 
-`Kernels` in `model.py` describes the operations and `TorchKernels` computes the same with torch.
+`TorchKernels` in `model.py` describes the operations and computes the same with torch.
 Attention reads keys and values where they are in the pool, for prompts and for single tokens, with
 grouped heads and windows: nothing is gathered, and no mask is stored. Long contexts are split over
 programs, whose partial results a second kernel combines. The number of parts depends on the shape
@@ -18,7 +18,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from inference.decoder.model import NOT_FINITE, Attend, Batch, LayerPool, LayerWeights
+from inference.decoder.model import (
+    NOT_FINITE,
+    Attend,
+    Batch,
+    LayerPool,
+    LayerWeights,
+    TorchKernels,
+)
 from inference.kv_blocks import KV_BLOCK_TOKENS
 
 LOG2_E = 1.4426950408889634
@@ -221,8 +228,10 @@ def best_kernel(logits, out, SIZE: tl.constexpr, TILE: tl.constexpr, BROKEN: tl.
     tl.store(out + tl.program_id(0), tl.where(finite_count == SIZE, best, BROKEN))
 
 
-class TritonKernels:
-    """Implements `Kernels` for CUDA."""
+class TritonKernels(TorchKernels):
+    """The same operations for CUDA."""
+
+    captures = True
 
     def __init__(self, processor_count: int) -> None:
         """processor_count: multiprocessors of the GPU, over which contexts are split."""
@@ -231,7 +240,6 @@ class TritonKernels:
     def add_norm(
         self, hidden: Tensor, update: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """Implement `Kernels`."""
         row_count, size = hidden.shape
         out = hidden if update is None else torch.empty_like(hidden)
         normed = torch.empty_like(hidden)
@@ -250,7 +258,6 @@ class TritonKernels:
         batch: Batch,
         pool: LayerPool,
     ) -> Tensor:
-        """Implement `Kernels`."""
         row_count, width = mixed.shape
         _, kv_head_count, _, head_dim = pool.keys.shape
         head_count = width // head_dim - 2 * kv_head_count
@@ -265,7 +272,6 @@ class TritonKernels:
         return queries
 
     def attention(self, batch: Batch, window: int | None) -> Attend:
-        """Implement `Kernels`."""
         single_count = batch.single_count
 
         def attend(queries: Tensor, pool: LayerPool) -> Tensor:
@@ -323,14 +329,12 @@ class TritonKernels:
         return 1 << ((min(max(wanted, least), SPLITS_MAX).bit_length() - 1) & ~1)
 
     def gated(self, gate_up: Tensor) -> Tensor:
-        """Implement `Kernels`."""
         row_count, size = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(row_count, size)
         gate_kernel[(row_count, triton.cdiv(size, GATE_TILE))](gate_up, out, size, GATE_TILE)
         return out
 
     def best(self, logits: Tensor) -> Tensor:
-        """Implement `Kernels`."""
         row_count, size = logits.shape
         best = torch.empty(row_count, dtype=torch.int32, device=logits.device)
         best_kernel[(row_count,)](logits, best, size, BEST_TILE, NOT_FINITE, num_warps=8)

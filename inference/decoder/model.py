@@ -21,7 +21,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -168,14 +168,20 @@ class Batch:
 Attend = Callable[[Tensor, LayerPool], Tensor]
 
 
-class Kernels(Protocol):
-    """Operations of a decoder between its matrix products."""
+class TorchKernels:
+    """Operations of a decoder between its matrix products, for CPUs without native code.
+
+    `TritonKernels` computes the same for CUDA. captures: whether steps are captured as CUDA graphs.
+    """
+
+    captures = False
 
     def add_norm(
         self, hidden: Tensor, update: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         """Return the sum of two tensors (N, E), and its RMS norm."""
-        ...
+        total = hidden if update is None else hidden + update
+        return total, rms_norm(total, weight.shape, weight, eps)
 
     def rotate_and_write(
         self,
@@ -189,41 +195,6 @@ class Kernels(Protocol):
         """Return the queries (N, H, D), normalized and rotated; write keys, treated alike, and
         values to the pool. mixed: (N, (H + 2 H_kv) * D). rotation: tables of cosines and sines.
         """
-        ...
-
-    def attention(self, batch: Batch, window: int | None) -> Attend:
-        """Return the function for layers with this window in positions; None for all."""
-        ...
-
-    def gated(self, gate_up: Tensor) -> Tensor:
-        """Return SiLU of the first half of each row times the second: (N, 2 I) -> (N, I)."""
-        ...
-
-    def best(self, logits: Tensor) -> Tensor:
-        """Return per row the first id with the largest logit, or `NOT_FINITE`: (R, V) -> (R,)."""
-        ...
-
-
-class TorchKernels:
-    """Implements `Kernels` for CPUs without native code."""
-
-    def add_norm(
-        self, hidden: Tensor, update: Tensor | None, weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        """Implement `Kernels`."""
-        total = hidden if update is None else hidden + update
-        return total, rms_norm(total, weight.shape, weight, eps)
-
-    def rotate_and_write(
-        self,
-        mixed: Tensor,
-        layer: LayerWeights,
-        eps: float,
-        rotation: tuple[Tensor, Tensor],
-        batch: Batch,
-        pool: LayerPool,
-    ) -> Tensor:
-        """Implement `Kernels`."""
         _, kv_head_count, _, head_dim = pool.keys.shape
         heads = mixed.view(len(mixed), -1, head_dim)
         head_count = heads.shape[1] - 2 * kv_head_count
@@ -240,7 +211,9 @@ class TorchKernels:
         return rotated[:, :head_count]
 
     def attention(self, batch: Batch, window: int | None) -> Attend:
-        """Implement `Kernels`. Single rows of similar lengths are computed together."""
+        """Return the function for layers with this window in positions; None for all. Single rows
+        of similar lengths are computed together.
+        """
         spans, tables = batch.spans.numpy(), batch.tables.numpy()
         singles = spans[: batch.single_count]
         decodes = [
@@ -260,12 +233,12 @@ class TorchKernels:
         return attend
 
     def gated(self, gate_up: Tensor) -> Tensor:
-        """Implement `Kernels`."""
+        """Return SiLU of the first half of each row times the second: (N, 2 I) -> (N, I)."""
         gate, up = gate_up.chunk(2, dim=-1)
         return silu(gate) * up
 
     def best(self, logits: Tensor) -> Tensor:
-        """Implement `Kernels`."""
+        """Return per row the first id with the largest logit, or `NOT_FINITE`: (R, V) -> (R,)."""
         numbers = logits.numpy()  # its argmax is 7 times as fast as torch's at 50 rows
         best = numbers.argmax(axis=-1)
         best[~np.isfinite(numbers).all(axis=-1)] = NOT_FINITE
@@ -411,7 +384,7 @@ class Decoder:
         config: DecoderConfig,
         weights: DecoderWeights,
         context_window_tokens: int,
-        kernels: Kernels,
+        kernels: TorchKernels,
     ) -> None:
         self._config = config
         self._weights = weights

@@ -20,7 +20,7 @@ from inference.core import torch_decoder
 from inference.core.engine_core import EngineCore
 from inference.core.options import ComputeDtype, EngineOptions
 from inference.core.torch_decoder import TorchDecoder, fitting_block_count, graph_sizes
-from inference.decoder.model import NOT_FINITE, Batch, Kernels, LayerPool, TorchKernels
+from inference.decoder.model import NOT_FINITE, Batch, LayerPool, TorchKernels
 from inference.errors import EngineStartFailed
 from inference.kv_blocks import KV_BLOCK_TOKENS, blocks_for
 from inference.limits import EngineLimits
@@ -35,7 +35,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 
 @pytest.fixture
-def triton_kernels() -> Kernels:
+def triton_kernels() -> TorchKernels:
     """Return the kernels, interpreted: see `conftest.py`."""
     pytest.importorskip("triton", reason="Triton is installed on Linux alone")
     from inference.decoder import cuda_kernels
@@ -86,7 +86,7 @@ SPANS = {
     [*itertools.product(SPANS, (None, 40)), ("all", 1), ("all", 10_000)],
 )
 def test_attention_equals_that_of_torch(
-    triton_kernels: Kernels, name: str, window: int | None
+    triton_kernels: TorchKernels, name: str, window: int | None
 ) -> None:
     generator = torch.Generator().manual_seed(1)
     batch = batch_of(SPANS[name], 100)
@@ -104,7 +104,7 @@ def test_attention_equals_that_of_torch(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("head_count", "kv_head_count", "head_dim"), [(7, 1, 64), (2, 2, 144)])
 def test_attention_has_heads_of_any_number_and_size(
-    triton_kernels: Kernels,
+    triton_kernels: TorchKernels,
     head_count: int,
     kv_head_count: int,
     head_dim: int,
@@ -125,7 +125,7 @@ def test_attention_has_heads_of_any_number_and_size(
     assert_close(ours, reference)
 
 
-def test_a_padding_row_writes_nothing(triton_kernels: Kernels) -> None:
+def test_a_padding_row_writes_nothing(triton_kernels: TorchKernels) -> None:
     batch = batch_of([(1, 5)], 4)
     batch = replace(batch, slots=torch.tensor([-1], dtype=torch.int32))
     pool = LayerPool(*torch.zeros(2, 4, 1, KV_BLOCK_TOKENS, 8))
@@ -141,7 +141,7 @@ def test_a_padding_row_writes_nothing(triton_kernels: Kernels) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("norms", [False, True])
 def test_the_other_operations_equal_those_of_torch(
-    triton_kernels: Kernels, dtype: torch.dtype, norms: bool
+    triton_kernels: TorchKernels, dtype: torch.dtype, norms: bool
 ) -> None:
     generator = torch.Generator().manual_seed(3)
 
@@ -156,7 +156,7 @@ def test_the_other_operations_equal_those_of_torch(
     # Cosines and sines of a pair are equal.
     rotation = random_(20, 12).repeat(1, 2), random_(20, 12).repeat(1, 2)
 
-    def results(kernels: Kernels) -> list[Tensor]:
+    def results(kernels: TorchKernels) -> list[Tensor]:
         pool = LayerPool(*torch.zeros(2, 4, 1, KV_BLOCK_TOKENS, 24, dtype=dtype))
         queries = kernels.rotate_and_write(mixed, layer, 1e-5, rotation, batch, pool)
         return [
@@ -170,7 +170,9 @@ def test_the_other_operations_equal_those_of_torch(
 
 
 @pytest.mark.parametrize("size", [1, 333, 4096, 4097, 9000])
-def test_the_first_of_the_largest_logits_is_the_best(triton_kernels: Kernels, size: int) -> None:
+def test_the_first_of_the_largest_logits_is_the_best(
+    triton_kernels: TorchKernels, size: int
+) -> None:
     generator = torch.Generator().manual_seed(size)
     logits = torch.randint(-3, 3, (6, size), generator=generator).float()
     for row, broken in enumerate((torch.nan, torch.inf, -torch.inf)):
@@ -183,7 +185,7 @@ def test_the_first_of_the_largest_logits_is_the_best(triton_kernels: Kernels, si
 
 
 @pytest.fixture
-def cores(triton_kernels: Kernels, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+def cores(triton_kernels: TorchKernels, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Return a function that makes a core on torch, with the kernels of the GPU or without."""
     monkeypatch.setattr("inference.core.model_runner.supports", lambda config, dtype: False)
 

@@ -14,7 +14,15 @@ from inference.checkpoint.checkpoint import read_config
 from inference.checkpoint.tensors import on_device
 from inference.core.engine_core import EngineCore
 from inference.core.options import ComputeDtype, EngineOptions
-from inference.decoder.model import Attend, Batch, Decoder, LayerPool, LayerWeights, load_weights
+from inference.decoder.model import (
+    Attend,
+    Batch,
+    Decoder,
+    LayerPool,
+    LayerWeights,
+    TorchKernels,
+    load_weights,
+)
 from inference.errors import EngineStartFailed
 from inference.kv_blocks import KV_BLOCK_TOKENS
 from inference.limits import EngineLimits
@@ -44,8 +52,8 @@ def test_a_gpu_gives_the_tokens_of_the_cpu(tiny: TinyCheckpoint) -> None:
     assert cpu == cuda
 
 
-class ShapeKernels:
-    """Implements `Kernels` by shapes and devices alone."""
+class ShapeKernels(TorchKernels):
+    """Kernels that compute shapes and devices alone."""
 
     def add_norm(
         self, hidden: Tensor, update: Tensor | None, weight: Tensor, eps: float
