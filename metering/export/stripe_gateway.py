@@ -233,43 +233,19 @@ def retry_after_s(headers: Mapping[str, str]) -> float | None:
 
 DECIMALS_MAX = 12  # fraction digits of an amount in minor units that Stripe keeps
 
-# Digits of Stripe's minor unit where they differ from ISO 4217.
-ZERO_DECIMAL = frozenset(
-    [
-        "BIF",
-        "CLP",
-        "DJF",
-        "GNF",
-        "JPY",
-        "KMF",
-        "KRW",
-        "MGA",
-        "PYG",
-        "RWF",
-        "VND",
-        "VUV",
-        "XAF",
-        "XOF",
-        "XPF",
-    ]
-)
-# No minor unit in ISO 4217; Stripe counts hundredths nonetheless.
-TWO_DECIMAL = frozenset({"ISK", "UGX"})
-THREE_DECIMAL = frozenset(["BHD", "JOD", "KWD", "OMR", "TND"])
+# Digits of Stripe's minor unit: those of ISO 4217, except of these three currencies.
+STRIPE_DIGITS = MINOR_DIGITS | {"MGA": 0, "ISK": 2, "UGX": 2}
+NOT_BILLED = frozenset({"CLF", "IQD", "LYD", "UYI", "UYW"})  # by Stripe
 
 
 def stripe_digits(currency_code: str) -> int:
     """Return the digits of Stripe's minor unit. Raises: InvalidValue if it bills none."""
-    if currency_code in ZERO_DECIMAL:
-        return 0
-    if currency_code in THREE_DECIMAL:
-        return 3
-    if currency_code in TWO_DECIMAL or MINOR_DIGITS.get(currency_code) == 2:
-        return 2
-    raise InvalidValue(
-        "currency_code",
-        f"Stripe does not bill in {currency_code}: give the organization another currency",
-    )
+    if currency_code in NOT_BILLED or currency_code not in STRIPE_DIGITS:
+        raise InvalidValue(
+            "currency_code",
+            f"Stripe does not bill in {currency_code}: give the organization another currency",
+        )
+    return STRIPE_DIGITS[currency_code]
 
 
 def minor_unit_picos(currency_code: str) -> int:
