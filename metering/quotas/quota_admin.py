@@ -41,7 +41,7 @@ from metering.quotas.quota_rules import (
     token_scale,
     usual_thresholds,
 )
-from metering.quotas.quota_states import rule_now, states
+from metering.quotas.quota_states import states, weights_of
 from metering.store.db import Sessions, database_now
 from metering.tenants.tenants import as_uuid, find_api_key, find_organization, find_project
 
@@ -109,7 +109,7 @@ async def set_quota(
     before = None if old is None else snapshot(old)
     values: dict[str, object] = {"limit_value": limit_value}
     if weights is not None:
-        old_weights = PLAIN if old is None else rule_now(old, old.created_at).weights
+        old_weights = PLAIN if old is None else weights_of(old)
         given = zip(weights, old_weights, strict=True)
         asked = Weights(*(before if weight is None else weight for weight, before in given))
         _check_weights(dimension, asked)

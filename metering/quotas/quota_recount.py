@@ -28,11 +28,11 @@ from metering.quotas.quota_rules import (
     DIMENSIONS,
     Kind,
     Unit,
-    Weights,
     token_scale,
     window_end,
     window_start,
 )
+from metering.quotas.quota_states import weights_of
 from metering.quotas.quotas import USED_MAX
 
 # Admissions share this lock; a recount holds it exclusively, so that no request is admitted under
@@ -451,16 +451,7 @@ async def _sum_up(
 def _values(group: Sequence[tuple[Recount, Collection[Window]]]) -> dict[str, Any]:
     """Return the parameters of CHARGES for these quotas."""
     quotas = [each.quota for each, _ in group]
-    weights = [
-        Weights(
-            quota.input_weight_milli, quota.cached_input_weight_milli, quota.output_weight_milli
-        )
-        for quota in quotas
-    ]
-    scales = [
-        token_scale(QuotaDimension(quota.dimension), each)
-        for quota, each in zip(quotas, weights, strict=True)
-    ]
+    scales = [token_scale(each.dimension, weights_of(each.quota)) for each, _ in group]
     windows = [(each.number, start, end) for each, of_each in group for start, end in of_each]
     return {
         "organization_ids": list({each.organization_id for each, _ in group}),

@@ -154,10 +154,8 @@ def narrows(parent: QuotaRule, child: QuotaRule) -> bool:
     if parent.token_scale is None or child.token_scale is None:
         return parent_limit <= own_limit
     shares = zip(parent.token_scale.factors, child.token_scale.factors, strict=True)
-    by_parent, by_child = (
-        own_limit * child.token_scale.divisor,
-        parent_limit * parent.token_scale.divisor,
-    )
+    by_parent = own_limit * child.token_scale.divisor
+    by_child = parent_limit * parent.token_scale.divisor
     return all(factor * by_parent >= other * by_child for factor, other in shares)
 
 
@@ -192,22 +190,23 @@ def _state(
     quota: Quota, counts: Sequence[int], now: datetime, names: Mapping[uuid.UUID, str]
 ) -> QuotaState:
     used, held, would_refuse_count = counts
-    reason = (
-        quota.override_reason or ""
-        if quota.override_until is not None and quota.override_until > now
-        else ""
-    )
-    name = names.get(quota.subject_id, "")
+    rule = rule_now(quota, now)
     return QuotaState(
-        rule_now(quota, now),
+        rule,
         used,
         held,
         now,
-        name,
-        reason,
-        would_refuse_count,
-        quota.for_new_keys,
-        tuple(quota.alert_at),
+        subject_name=names.get(quota.subject_id, ""),
+        override_reason=(quota.override_reason or "") if rule.override_until else "",
+        would_refuse_count=would_refuse_count,
+        for_new_keys=quota.for_new_keys,
+        alert_at=tuple(quota.alert_at),
+    )
+
+
+def weights_of(quota: Quota) -> Weights:
+    return Weights(
+        quota.input_weight_milli, quota.cached_input_weight_milli, quota.output_weight_milli
     )
 
 
@@ -221,9 +220,7 @@ def rule_now(quota: Quota, now: datetime) -> QuotaRule:
         model=quota.model,
         dimension=QuotaDimension(quota.dimension),
         limit_value=quota.override_limit_value if raised else quota.limit_value,
-        weights=Weights(
-            quota.input_weight_milli, quota.cached_input_weight_milli, quota.output_weight_milli
-        ),
+        weights=weights_of(quota),
         enforced=quota.enforced,
         base_limit_value=quota.limit_value,
         override_until=quota.override_until if raised else None,

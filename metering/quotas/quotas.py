@@ -340,10 +340,8 @@ def extend(
     moves: list[tuple[CounterKey, CounterKey, int, int]] = []
     for rule in windowed:
         old, new = rule.key(claim.charged_at), rule.key(now)
-        held, used = (
-            claim.held(rule),
-            claim.consumed(rule, claim.input_token_count, delivered_token_count),
-        )
+        held = claim.held(rule)
+        used = claim.consumed(rule, claim.input_token_count, delivered_token_count)
         moves.append((old, new, held, used))
         room = counters.remaining(rule)
         if counters.guessed:
@@ -379,10 +377,8 @@ def end(
     delivered_token_count: int,
 ) -> None:
     """Release the amount that the claim holds and add what it consumed to `used`."""
-    money, cached = (
-        money_scale(claim.prices),
-        min(claim.cached_input_token_count, input_token_count),
-    )
+    money = money_scale(claim.prices)
+    cached = min(claim.cached_input_token_count, input_token_count)
     if not claim.posted_token_count:
         claimed = claim.input_token_count, claim.leased_token_count
         consumed = input_token_count - cached, cached, delivered_token_count
@@ -537,10 +533,8 @@ def refusal(counters: Counters, failing: Sequence[QuotaRule], claim: Claim) -> Q
         )
 
     ordered = sorted(failing, key=order)
-    states, amounts = (
-        [counters.state(rule) for rule in ordered],
-        [demand(rule, claim) for rule in ordered],
-    )
+    states = [counters.state(rule) for rule in ordered]
+    amounts = [demand(rule, claim) for rule in ordered]
     if ordered[0].dimension is credit:
         return InsufficientCredit(states, amounts, claim.prices.currency_code)
     return QuotaExceeded(states, amounts)

@@ -212,14 +212,8 @@ class Refusals:
         running: defaultdict[uuid.UUID, list[RunningRequest]] = defaultdict(list)
         owners: defaultdict[uuid.UUID, set[uuid.UUID]] = defaultdict(set)
         cursor = await connection.execute(SELECT_RUNNING, (list(stale), RUNNING_COUNT_MAX))
-        for (
-            quota_id,
-            process_id,
-            age_s,
-            *amounts,
-            admitted_at,
-            charged_at,
-        ) in await cursor.fetchall():
+        rows = await cursor.fetchall()
+        for quota_id, process_id, age_s, *amounts, admitted_at, charged_at in rows:
             sent, cached, leased, posted = amounts
             claim = Claim(
                 stale[quota_id][1].prices, sent, cached, leased, posted, admitted_at, charged_at
