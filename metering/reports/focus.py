@@ -46,57 +46,19 @@ PROVIDER = "Weir"
 SERVICE = "LLM inference"
 PRICING_UNIT = f"{TOKENS_PER_PRICE} Tokens"
 
-COLUMNS = (
-    "BilledCost",
-    "BillingAccountId",
-    "BillingAccountName",
-    "BillingAccountType",
-    "BillingCurrency",
-    "BillingPeriodEnd",
-    "BillingPeriodStart",
-    "ChargeCategory",
-    "ChargeClass",
-    "ChargeDescription",
-    "ChargeFrequency",
-    "ChargePeriodEnd",
-    "ChargePeriodStart",
-    "ConsumedQuantity",
-    "ConsumedUnit",
-    "ContractedCost",
-    "ContractedUnitPrice",
-    "EffectiveCost",
-    "HostProviderName",
-    "InvoiceDetailId",
-    "InvoiceId",
-    "InvoiceIssuerName",
-    "ListCost",
-    "ListUnitPrice",
-    "PricingCategory",
-    "PricingQuantity",
-    "PricingUnit",
-    "ResourceId",
-    "ResourceName",
-    "ResourceType",
-    "ServiceCategory",
-    "ServiceName",
-    "ServiceProviderName",
-    "ServiceSubcategory",
-    "SkuId",
-    "SkuMeter",
-    "SkuPriceDetails",
-    "SkuPriceId",
-    "SubAccountId",
-    "SubAccountName",
-    "SubAccountType",
-    "x_FocusVersion",
-    "x_MonthState",
-    "x_Model",
-    "x_TokenKind",
-    "x_ServiceTier",
-    "x_PriceVersion",
-    "x_RequestCount",
-    "x_CancelledTokenCount",
-)
+# In the order of the file.
+COLUMN_NAMES = """
+    BilledCost BillingAccountId BillingAccountName BillingAccountType BillingCurrency
+    BillingPeriodEnd BillingPeriodStart ChargeCategory ChargeClass ChargeDescription
+    ChargeFrequency ChargePeriodEnd ChargePeriodStart ConsumedQuantity ConsumedUnit
+    ContractedCost ContractedUnitPrice EffectiveCost HostProviderName InvoiceDetailId InvoiceId
+    InvoiceIssuerName ListCost ListUnitPrice PricingCategory PricingQuantity PricingUnit
+    ResourceId ResourceName ResourceType ServiceCategory ServiceName ServiceProviderName
+    ServiceSubcategory SkuId SkuMeter SkuPriceDetails SkuPriceId SubAccountId SubAccountName
+    SubAccountType x_FocusVersion x_MonthState x_Model x_TokenKind x_ServiceTier x_PriceVersion
+    x_RequestCount x_CancelledTokenCount
+"""
+COLUMNS = tuple(COLUMN_NAMES.split())
 FocusRow = dict[str, str]
 
 
