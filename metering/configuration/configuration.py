@@ -861,11 +861,8 @@ async def present_state(session: AsyncSession, *, organization: str | None = Non
         )
     organizations = (await session.scalars(owners)).all()
     ids = [each.id for each in organizations]
-    projects = (
-        await session.scalars(
-            select(Project).where(Project.organization_id.in_(ids)).order_by(Project.name)
-        )
-    ).all()
+    owned = select(Project).where(Project.organization_id.in_(ids)).order_by(Project.name)
+    projects = (await session.scalars(owned)).all()
     project_ids = [each.id for each in projects]
     working = select(ApiKey).where(ApiKey.project_id.in_(project_ids), ApiKey.revoked_at.is_(None))
     keys = (

@@ -349,9 +349,8 @@ async def find_request_owners(
 
     Requests that ended with nothing to bill are left out.
     """
-    return (
-        await session.execute(SELECT_OWNERS, {"request_id": request_id, "project_id": project_id})
-    ).all()
+    of_request = {"request_id": request_id, "project_id": project_id}
+    return (await session.execute(SELECT_OWNERS, of_request)).all()
 
 
 async def find_waiting(

@@ -197,11 +197,8 @@ async def last_finalized(
 ) -> tuple[bool, datetime | None]:
     """Return whether a period's Stripe invoices are final, and since when. Raises: StripeFailed."""
     async with sessions() as session:
-        customer = str(
-            await session.scalar(
-                CUSTOMER, {"account": gateway.account, "ref": str(row.organization_id)}
-            )
-        )
+        known = {"account": gateway.account, "ref": str(row.organization_id)}
+        customer = str(await session.scalar(CUSTOMER, known))
     invoices = await usage_invoices(gateway, customer, row.period_end)
     last = finalized_at(invoices)
     return last is not None or not invoices, last
@@ -399,13 +396,10 @@ async def settle_months(sessions: Sessions, gateway: StripeGateway) -> int:
     async with lock_holder(sessions) as locks:
         if not await try_lock(locks, MONTHS_LOCK_NAME):
             return 0
+        account, grace = gateway.account, DRAFTS_EXIST_AFTER
+        oldest = {"account": account, "grace": grace, "limit": MONTHS_MAX}
         async with sessions() as session:
-            months = (
-                await session.execute(
-                    UNSETTLED,
-                    {"account": gateway.account, "grace": DRAFTS_EXIST_AFTER, "limit": MONTHS_MAX},
-                )
-            ).all()
+            months = (await session.execute(UNSETTLED, oldest)).all()
         settled = 0
         for month in months:
             item = (month.organization_id, month.month)

@@ -371,10 +371,8 @@ async def invoice_differences(
 def settled(row: Row[Any]) -> Iterator[Difference]:
     """Compare our invoice of a closed month with the biller's, and its late items."""
     unit = minor_unit_picos(row.currency_code)
-    ours, name = (
-        int(row.total_picos),
-        f"invoice {row.number}" if row.number else "a month without an invoice",
-    )
+    ours = int(row.total_picos)
+    name = f"invoice {row.number}" if row.number else "a month without an invoice"
     if row.settled_at is None or row.waiting_count:
         yield record_of(
             Difference,

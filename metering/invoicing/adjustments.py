@@ -391,11 +391,8 @@ async def _billing_month(session: AsyncSession, organization_id: uuid.UUID, now:
     """Return the month that is invoiced next. It cannot be closed before this transaction ends."""
     await share_posting_locks(session, [organization_id])
     present = month_of(now.date())
-    next_month: date | None = (
-        await session.execute(
-            NEXT_INVOICED, {"organization_id": organization_id, "present": present}
-        )
-    ).scalar()
+    until_now = {"organization_id": organization_id, "present": present}
+    next_month: date | None = await session.scalar(NEXT_INVOICED, until_now)
     return await posting_month(session, organization_id, next_month or present)
 
 

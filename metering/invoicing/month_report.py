@@ -222,9 +222,8 @@ def to_json(report: MonthReport) -> str:
         "total_rounded": _text(report, report.total_rounded_picos),
         "tax_note": TAX_NOTE,
         "prepaid_credit": {
-            "granted": _text(report, report.credit.granted_picos),
-            "expired": _text(report, report.credit.expired_picos),
-            "remaining": _text(report, report.credit.remaining_picos),
+            name.removesuffix("_picos"): _text(report, picos)
+            for name, picos in asdict(report.credit).items()
         },
         "credit_notes": [
             {

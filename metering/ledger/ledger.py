@@ -320,14 +320,9 @@ async def open_accounts(
 ) -> Mapping[AccountKey, int]:
     """Return the ids of accounts, creating missing ones in an order without deadlocks."""
     identities = sorted((key.organization_id, str(key.kind), key.currency_code) for key in keys)
-    organization_ids, kinds, currency_codes = (
-        list(column) for column in zip(*identities, strict=True)
-    )
-    parameters = {
-        "organization_ids": organization_ids,
-        "kinds": kinds,
-        "currency_codes": currency_codes,
-    }
+    names = ("organization_ids", "kinds", "currency_codes")
+    columns = map(list, zip(*identities, strict=True))
+    parameters = dict(zip(names, columns, strict=True))
     if len(rows := (await session.execute(ACCOUNTS, parameters)).all()) < len(identities):
         await session.execute(OPEN_ACCOUNTS, parameters)
         rows = (await session.execute(ACCOUNTS, parameters)).all()

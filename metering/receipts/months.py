@@ -136,10 +136,8 @@ async def receipt_month(
         )
         piece.last_sequence, piece.last_hash = row.last_sequence, hashes[-1]
         piece.receipt_count += row.receipt_count
-    missing_receipt_count: int = (
-        await session.execute(COUNT_MISSING_RECEIPTS, selected)
-    ).scalar_one()
-    return ReceiptMonth(root.root, root.count, list(chains.values()), missing_receipt_count)
+    missing_count = int(await session.scalar(COUNT_MISSING_RECEIPTS, selected) or 0)
+    return ReceiptMonth(root.root, root.count, list(chains.values()), missing_count)
 
 
 async def seal_month(session: AsyncSession, organization_id: uuid.UUID, month: date) -> None:
@@ -170,11 +168,8 @@ async def receipts_page(
         raise InvalidValue("page_size", f"must be between 1 and {PAGE_SIZE_MAX}")
     after = page_values(page_token, utc_time, uuid.UUID, row_id) if page_token else BEGINNING
     position = dict(zip(("after_time", "after_project", "after_sequence"), after, strict=True))
-    rows = (
-        await session.execute(
-            PAGE, bounds(organization_id, month) | position | {"page_size": page_size + 1}
-        )
-    ).all()
+    page = bounds(organization_id, month) | position | {"page_size": page_size + 1}
+    rows = (await session.execute(PAGE, page)).all()
     receipts = await with_batches(session, rows[:page_size])
     if len(rows) <= page_size:
         return receipts, ""

@@ -468,12 +468,9 @@ async def find_recorded_request(
     if hold is None:
         raise NotFound("request", str(request_id))
     price = await session.get_one(PriceVersion, hold.price_version_id)
-    events = (
-        await session.scalars(
-            select(UsageEvent).where(UsageEvent.hold_id == hold.id).order_by(UsageEvent.part)
-        )
-    ).all()
-    return RecordedRequest(hold, price.currency_code, events)
+    events = select(UsageEvent).where(UsageEvent.hold_id == hold.id).order_by(UsageEvent.part)
+    found = (await session.scalars(events)).all()
+    return RecordedRequest(hold, price.currency_code, found)
 
 
 WINDOW_DAYS = 28  # four of each weekday; older days would make the forecast lag behind changes
