@@ -141,33 +141,16 @@ def receipt_message(
     new: creates the message in place, since assigning one copies it.
     """
     ids, numbers, previous_hash, (currency_code, model, outcome) = parts_of(receipt.encoded)
-    (
-        part,
-        sent,
-        cached,
-        billed,
-        embedded,
-        price_version,
-        cost_picos,
-        admitted_us,
-        settled_us,
-        sequence,
-    ) = numbers
+    part, sent, cached, billed, embedded, price_version, cost_picos, *times_us, sequence = numbers
     organization_id, project_id, api_key_id = _owners(ids[:48])
-    request_id = ids[48:].hex()
+    request = ids[48:].hex()
     message = new(
         version=VERSION,
         organization_id=organization_id,
         project_id=project_id,
         api_key_id=api_key_id,
-        request_id="-".join(
-            (
-                request_id[:8],
-                request_id[8:12],
-                request_id[12:16],
-                request_id[16:20],
-                request_id[20:],
-            )
+        request_id=(
+            f"{request[:8]}-{request[8:12]}-{request[12:16]}-{request[16:20]}-{request[20:]}"
         ),
         part=part,
         model=model,
@@ -183,7 +166,7 @@ def receipt_message(
         previous_hash=previous_hash,
         hash=receipt.hash,
     )
-    for time, micros in ((message.admit_time, admitted_us), (message.settle_time, settled_us)):
+    for time, micros in zip((message.admit_time, message.settle_time), times_us, strict=True):
         time.seconds, rest = divmod(micros, MICROS_PER_SECOND)
         time.nanos = rest * 1000
     if (batch := receipt.batch) is not None:
