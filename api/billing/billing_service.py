@@ -263,21 +263,15 @@ class BillingServicer(AdminCalls, billing_grpc.BillingServiceServicer):
                 report = await month_report(
                     session, organization=str(owner.id), month=request.month
                 )
+                of_month = f"{report.organization_name}-{report.month}"
                 match request.format:
                     case usage_pb.MONTH_EXPORT_FORMAT_INVOICE_PDF:
-                        number = (
-                            (report.closed.invoice_number or "statement")
-                            if report.closed
-                            else "draft"
-                        )
-                        name, media_type = (
-                            f"{number}-{report.organization_name}-{report.month}.pdf",
-                            "application/pdf",
-                        )
+                        number = "draft"
+                        if report.closed:
+                            number = report.closed.invoice_number or "statement"
+                        name, media_type = f"{number}-{of_month}.pdf", "application/pdf"
                     case usage_pb.MONTH_EXPORT_FORMAT_FOCUS_CSV:
-                        name = (
-                            f"focus-{FOCUS_VERSION}-{report.organization_name}-{report.month}.csv"
-                        )
+                        name = f"focus-{FOCUS_VERSION}-{of_month}.csv"
                         media_type = "text/csv; charset=utf-8"
                         async for piece in focus_csv(session, report, issuer.name):
                             file.write(piece.encode())

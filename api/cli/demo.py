@@ -341,10 +341,8 @@ def check(shown: Result, run: WorkloadRun, report: MonthReport) -> bool:
     results = [shown, *run.results]
     sent = sum(result.usage.input_token_count for result in results)
     received = run.received_token_count + len(shown.token_ids)
-    usage, ledger = (
-        report.reconciliation.usage_token_count,
-        report.reconciliation.ledger_token_count,
-    )
+    usage = report.reconciliation.usage_token_count
+    ledger = report.reconciliation.ledger_token_count
     balanced = sent + received == usage == ledger
     sign, style = ("=", "bold green") if balanced else ("≠", "bold red")
     console.print(

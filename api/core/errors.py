@@ -229,10 +229,8 @@ class InputsTooLong(ApiError):
 
     def __init__(self, inputs: Sequence[LongInput], context_window_tokens: int) -> None:
         first, other_count = inputs[0], len(inputs) - 1
-        also, at_least = (
-            f", and {other_count} other inputs are too long" if other_count else "",
-            "at least " if first.is_least else "",
-        )
+        also = f", and {other_count} other inputs are too long" if other_count else ""
+        at_least = "at least " if first.is_least else ""
         super().__init__(
             f"inputs[{first.index}] has {at_least}{first.token_count} tokens{also}: "
             f"the model accepts {context_window_tokens} per text. "

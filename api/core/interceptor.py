@@ -123,10 +123,8 @@ class Guard:
     def __call__(self, method: str, handler: Any) -> Any:
         """Implement `Wrap`."""
         byte_count_max = None if method in LARGE_MESSAGES else MESSAGE_BYTES_MAX
-        read, write = (
-            tolerant(handler.request_deserializer, byte_count_max),
-            handler.response_serializer,
-        )
+        read = tolerant(handler.request_deserializer, byte_count_max)
+        write = handler.response_serializer
         if handler.unary_unary is not None:
             handle = self._guarded(handler.unary_unary, method)
             return grpc.unary_unary_rpc_method_handler(handle, read, write)

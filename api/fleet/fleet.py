@@ -292,11 +292,9 @@ def fetched_directory(settings: Settings, name: str, target: Target, tls: TlsFil
     try:
         fetch_model_files(target, tls, directory, FETCH_TIMEOUT_S)
     except (ServerUnfit, grpc.RpcError) as error:
-        reason = (
-            str(error)
-            if isinstance(error, ServerUnfit)
-            else f"{error.code().name}: {error.details()}"
-        )
+        reason = str(error)
+        if not isinstance(error, ServerUnfit):
+            reason = f"{error.code().name}: {error.details()}"
         if not directory.exists():
             raise SettingInvalid(
                 f"WEIR_REMOTE_TARGETS: {target} does not return {name}'s tokenizer ({reason}): "
@@ -337,9 +335,8 @@ def build_serving(settings: Settings, opener: HostOpener = open_host) -> Serving
     encoder_shares: dict[str, list[Share]] = {}
     for model in fleet.models:
         for version in model.versions:
-            served = (
-                f"{model.name}{VERSION_MARK}{version.version}" if version.version else model.name
-            )
+            mark = f"{VERSION_MARK}{version.version}" if version.version else ""
+            served = f"{model.name}{mark}"
             if model.embeds:
                 encoders[served] = builder.build_encoders(version, served)
             else:
@@ -360,11 +357,9 @@ def build_serving(settings: Settings, opener: HostOpener = open_host) -> Serving
             " or set its memory_bytes if its files hold more than it loads"
         ) from error
     except BudgetTooSmall as error:
-        in_file, alone = (
-            "memory_bytes of WEIR_FLEET, or WEIR_ENGINE_MEMORY_BYTES",
-            settings.engine_memory_bytes,
-        )
-        setting = in_file if settings.fleet_file else f"WEIR_ENGINE_MEMORY_BYTES={alone}"
+        setting = f"WEIR_ENGINE_MEMORY_BYTES={settings.engine_memory_bytes}"
+        if settings.fleet_file:
+            setting = "memory_bytes of WEIR_FLEET, or WEIR_ENGINE_MEMORY_BYTES"
         remedy = f"allow at least {error.needed_bytes:,}, or lower WEIR_KV_CACHE_BYTES"
         raise SettingInvalid(f"{setting}: {error}; {remedy}") from error
     catalog = Catalog(shares, aliases_within(fleet.aliases, shares), fleet.regions, settings.region)
@@ -543,10 +538,8 @@ class ReplicaBuilder:
             else self._local_replicas(version, served)
         )
         info = replace(replicas[0].engine.model, name=served)
-        count_min, wait_s = (
-            version.replica_count_min,
-            0.0 if self._is_lone(version) else model.recovery_wait_s,
-        )
+        count_min = version.replica_count_min
+        wait_s = 0.0 if self._is_lone(version) else model.recovery_wait_s
         # The cheapest policy suffices for one replica.
         policy = POLICIES[model.policy]() if len(replicas) > 1 else LeastLoaded()
         if len(replicas) == 1 or count_min >= version.replica_count_max:

@@ -107,11 +107,8 @@ class Times:
     def copy(self) -> Times:
         made = Times()
         made.stages = {stage: histogram.copy() for stage, histogram in self.stages.items()}
-        made.first_token, made.inter_token, made.total = (
-            self.first_token.copy(),
-            self.inter_token.copy(),
-            self.total.copy(),
-        )
+        made.first_token, made.inter_token = self.first_token.copy(), self.inter_token.copy()
+        made.total = self.total.copy()
         return made
 
     def add(self, timings: Mapping[str, float], later_token_count: int) -> None:
