@@ -135,15 +135,14 @@ class Choice:
 
     def take(self, output: Output, now_s: float) -> list[SequenceEvent]:
         """Process a response; set `ended` at the output's end. Raises: EngineFailed if invalid."""
-        before, new_ids = (
-            len(self.request.generation.output_token_ids),
-            list(output.token_ids[self.token_count :]),
-        )
+        before = len(self.request.generation.output_token_ids)
+        new_ids = list(output.token_ids[self.token_count :])
         # It is not documented whether the end token itself is in the list; here it always is.
         last = new_ids[-1] if new_ids else None
-        ended_silently = output.finish_reason == "stop" and last not in self.request.end_token_ids
-        if ended_silently and (end := self._end_token(output)) is not None:
-            new_ids.append(end)
+        if output.finish_reason == "stop" and last not in self.request.end_token_ids:
+            reported, first = output.stop_reason, min(self.request.end_token_ids, default=None)
+            if (end := reported if isinstance(reported, int) else first) is not None:
+                new_ids.append(end)
         taken: list[int] = []
         text = ""
         for token_id in new_ids:
@@ -183,12 +182,6 @@ class Choice:
         if piece.stopped and self.ended is not EngineFinishReason.CANCELLED:
             self.ended = EngineFinishReason.STOP_SEQUENCE
         return piece.text
-
-    def _end_token(self, output: Output) -> int | None:
-        """Return the token that ended the output: the reported one, else the first end token."""
-        if isinstance(output.stop_reason, int):
-            return output.stop_reason
-        return min(self.request.end_token_ids, default=None)
 
     def _take_end(self, output: Output) -> None:
         match output.finish_reason:
@@ -243,14 +236,12 @@ class Request:
         """
         if self.cached_token_count is not None:
             return []
-        prompt_token_count, before = (
-            len(self.generation.prompt_token_ids),
-            len(self.generation.output_token_ids),
-        )
-        if not 0 <= cached_token_count <= prompt_token_count + before:
+        prompt_token_count = len(self.generation.prompt_token_ids)
+        sent_count = prompt_token_count + len(self.generation.output_token_ids)
+        if not 0 <= cached_token_count <= sent_count:
             raise EngineFailed(
-                f"the engine says that {cached_token_count} of {prompt_token_count + before} prompt"
-                " tokens were cached"
+                f"the engine says that {cached_token_count} of {sent_count} prompt tokens were"
+                " cached"
             )
         self.cached_token_count = min(cached_token_count, prompt_token_count)
         return [Scheduled(self.cached_token_count)]

@@ -18,7 +18,7 @@ import math
 import sys
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -88,8 +88,8 @@ class RemoteEngine(EngineLife):
         self._decoder = TextDecoder(tokenizer.backend, tokenizer.special_token_ids, path)
         self._began_at_s = -math.inf
         self._connection: Upkeep | None = None  # set while connected
-        self._examination: Examination
-        self._facts: ServerFacts  # of the last server checked
+        self._examination: Examination  # of the last server checked
+        self._facts: ServerFacts
         self._link = Link(settings)
 
     def statistics(self) -> EngineStatistics:
@@ -152,13 +152,7 @@ class RemoteEngine(EngineLife):
             tasks=tasks,
         )
         self._connection = Upkeep(
-            dialect,
-            core,
-            settings,
-            self._block_tokens,
-            self._link.end,
-            self._examination.shares_prefixes,
-            tasks,
+            self._examination, core, self._block_tokens, self._link.end, tasks
         )
         self._connection.begin()
         self._ready(UNKNOWN_BLOCK_COUNT, time.monotonic() - self._began_at_s)
@@ -294,10 +288,7 @@ class ConnectionWatch:
     """Monitors one connection. lost: called with the reason when it is unusable."""
 
     def __init__(
-        self,
-        dialect: Dialect,
-        settings: RemoteSettings,
-        lost: Callable[[str], None],
+        self, dialect: Dialect, settings: RemoteSettings, lost: Callable[[str], None]
     ) -> None:
         self.dialect = dialect
         self._settings = settings
@@ -337,29 +328,25 @@ BLOCKS_MAX = 4 << 20  # index size above that of any server's cache: its event s
 
 
 class Upkeep(ConnectionWatch):
-    """Monitors one connection. lost: called with the reason when it is unusable. block_tokens:
-    tokens per cache block.
-
-    shares_prefixes: probes whether the server shares cached prefixes between tenants.
+    """Monitors one connection, also by its `examination`. lost: called with the reason when it is
+    unusable. block_tokens: tokens per cache block.
     """
 
     def __init__(
         self,
-        dialect: Dialect,
+        examination: Examination,
         core: OutsideCore,
-        settings: RemoteSettings,
         block_tokens: int,
         lost: Callable[[str], None],
-        shares_prefixes: Callable[[], Awaitable[bool]],
         tasks: asyncio.TaskGroup,
     ) -> None:
-        super().__init__(dialect, settings, lost)
+        super().__init__(examination.dialect, examination.settings, lost)
         self.tasks = tasks
         self.core = core
+        self._examination = examination
         self._block_tokens = block_tokens
-        self._shares_prefixes = shares_prefixes
         self._stalls = StallWatch(
-            core, settings.first_token_timeout_s, settings.inter_token_timeout_s
+            core, self._settings.first_token_timeout_s, self._settings.inter_token_timeout_s
         )
         self._last_sequence_number: int | None = None
         self._retries = Retries("cache_events")
@@ -392,7 +379,7 @@ class Upkeep(ConnectionWatch):
             await asyncio.sleep(self._settings.probe_interval_s)
             try:
                 async with asyncio.timeout(self._settings.first_token_timeout_s):
-                    if await self._shares_prefixes():
+                    if await self._examination.shares_prefixes():
                         self._lost(f"{self._settings.target}: {SHARES}")
                         return
             # Full or unhealthy: other tasks detect it.
@@ -435,7 +422,10 @@ class Upkeep(ConnectionWatch):
     def take(self, batch: common_pb2.KvEventBatch) -> None:
         """Apply a batch of events; discard the index after a gap."""
         if batch.HasField("load"):
-            self._take_load(batch.load)
+            total = batch.load.max_total_num_tokens
+            if total:
+                usage = batch.load.token_usage
+                self.core.reported = block_counts(total, usage, self._block_tokens)
             if batch.load.load_only:
                 return
         number, last = batch.sequence_number, self._last_sequence_number
@@ -469,12 +459,6 @@ class Upkeep(ConnectionWatch):
             found.append((parent, block.block_hash, list(block.token_ids)))
             parent = block.block_hash
         self.blocks.apply(KvCacheChange(False, found, []))
-
-    def _take_load(self, load: common_pb2.EngineLoad) -> None:
-        if load.max_total_num_tokens:
-            self.core.reported = block_counts(
-                load.max_total_num_tokens, load.token_usage, self._block_tokens
-            )
 
     def _forget(self) -> None:
         self.blocks.clear()

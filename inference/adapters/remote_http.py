@@ -108,18 +108,9 @@ _CODES = {
     429: grpc.StatusCode.RESOURCE_EXHAUSTED,
     503: grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
-_NAMES = {
-    RequestField.TOP_P: "top_p",
-    RequestField.TOP_K: "top_k",
-    RequestField.MIN_P: "min_p",
-    RequestField.SEED: "seed",
-    RequestField.REPETITION_PENALTY: "repetition_penalty",
-    RequestField.PRESENCE_PENALTY: "presence_penalty",
-    RequestField.FREQUENCY_PENALTY: "frequency_penalty",
-    RequestField.LOGIT_BIAS: "logit_bias",
+# Names of the fields in a request of completions.
+_NAMES = {field: field.rpartition(".")[2] for field in RequestField} | {
     RequestField.TOP_LOGPROBS: "logprobs",
-    RequestField.STOP_TOKEN_IDS: "stop_token_ids",
-    RequestField.IGNORE_EOS: "ignore_eos",
     RequestField.MIN_OUTPUT_TOKENS: "min_tokens",
 }
 _FIELDS: dict[str | None, str] = {
@@ -413,7 +404,7 @@ class HttpDialect(Dialect):
         if sampling.top_logprobs is not None:
             fields["logprobs"] = sampling.top_logprobs
             body["return_tokens_as_token_ids"] = True
-        missing = {_NAMES.get(field) for field in self.capabilities.unsupported}
+        missing = {_NAMES[field] for field in self.capabilities.unsupported}
         body |= {name: value for name, value in fields.items() if name not in missing}
         if request.response_format is not None:
             kind = request.response_format.kind

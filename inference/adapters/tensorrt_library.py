@@ -35,6 +35,11 @@ from inference.limits import EngineLimits
 # not a token id: keeps the engine from asking a tokenizer for the end token that a checkpoint lacks
 NO_END_TOKEN = -1
 GPU_ADAPTER_COUNT_MAX = 8  # the library moves others to the GPU as requests name them
+_GUIDES = {
+    GrammarKind.JSON_SCHEMA: "json",
+    GrammarKind.REGEX: "regex",
+    GrammarKind.LARK: "grammar",
+}
 EFFECT_PROMPT_TOKENS, EFFECT_TOKENS = 32, 4  # of outputs that show whether adapters have an effect
 
 
@@ -158,7 +163,8 @@ class TensorRtLibrary:
             for token_id, addend in sampling.logit_bias:
                 bias[token_id] = addend
         if request.response_format is not None:
-            values["guided_decoding"] = self._guide(request)
+            guide = {_GUIDES[request.response_format.kind]: request.response_format.source}
+            values["guided_decoding"] = self._api.GuidedDecodingParams(**guide)
         return self._sampling_type(**values)
 
     def submit(self, llm: Any, request: GenerationRequest, sampling: Any) -> Any:
@@ -196,22 +202,12 @@ class TensorRtLibrary:
             ] + list(output.token_ids)
         return found
 
-    def canary(self, llm: Any, token_id: int) -> Any:
+    def canary(self, llm: Any) -> Any:
+        """Submit a sequence of one token."""
         sampling = self._sampling_type(
             max_tokens=1, end_id=NO_END_TOKEN, pad_id=0, ignore_eos=True, detokenize=False
         )
-        return llm.generate_async([token_id], sampling, streaming=True, cache_salt="weir-canary")
-
-    def _guide(self, request: GenerationRequest) -> Any:
-        response_format = request.response_format
-        assert response_format is not None
-        match response_format.kind:
-            case GrammarKind.JSON_SCHEMA:
-                return self._api.GuidedDecodingParams(json=response_format.source)
-            case GrammarKind.REGEX:
-                return self._api.GuidedDecodingParams(regex=response_format.source)
-            case GrammarKind.LARK:
-                return self._api.GuidedDecodingParams(grammar=response_format.source)
+        return llm.generate_async([0], sampling, streaming=True, cache_salt="weir-canary")
 
 
 def _lora_config(adapters: Sequence[Adapter]) -> Any:
@@ -288,7 +284,7 @@ class EngineWatch:
         try:
             async with asyncio.timeout(self._options.canary_timeout_s):
                 token_count = 0
-                async for response in self._library.canary(self._llm, 0):
+                async for response in self._library.canary(self._llm):
                     token_count = len(response.outputs[0].token_ids)
         except TimeoutError:
             return f"no token within {self._options.canary_timeout_s:g} s from an idle engine"

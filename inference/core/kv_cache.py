@@ -206,11 +206,8 @@ class BlockPool:
         table_entry_count: total entries of all sequences' tables. Recounts in about 30 µs for
         10,000 blocks.
         """
-        free, cached = len(self._free), len(self._evictable)
-        held, readers = (
-            int(np.count_nonzero(self._reference_counts > 0)),
-            int(self._reference_counts.sum()),
-        )
+        free, cached, held = len(self._free), len(self._evictable), self.block_count_held
+        readers = int(self._reference_counts.sum())
         if free + cached + held != self.block_count_total:
             raise InvariantViolated(
                 f"KV blocks: {free} free + {cached} cached + {held} held is not"
@@ -227,11 +224,8 @@ class BlockPool:
         content = self._index.get(key.key)
         if content is None or content.parent is not parent:
             return None
-        return (
-            content
-            if content.token_ids == key.token_ids and content.cache_salt == cache_salt
-            else None
-        )
+        is_equal = content.token_ids == key.token_ids and content.cache_salt == cache_salt
+        return content if is_equal else None
 
     def _drop_orphan(self, content: CachedBlock) -> bool:
         """Drop content that is unreachable because its parent was evicted; False if reachable."""

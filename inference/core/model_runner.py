@@ -42,11 +42,7 @@ class ModelRunner:
         Raises: CheckpointInvalid; EngineStartFailed if the device is missing, too small, or does
         not compute this type.
         """
-        directory, compute_dtype, packed = (
-            Path(options.directory),
-            options.compute_dtype,
-            options.packed,
-        )
+        directory, compute_dtype = Path(options.directory), options.compute_dtype
         device, dtype = torch.device(options.device), _TORCH_DTYPES[compute_dtype]
         if device.type == "cuda":
             if not torch.cuda.is_available():
@@ -65,8 +61,8 @@ class ModelRunner:
 
         if device.type == "cpu" and supports(config, dtype):
             self._decoder = open_decoder(
-                path_for(packed, directory, compute_dtype),
-                0 if packed is None else packed.bytes_max,
+                path_for(options.packed, directory, compute_dtype),
+                0 if options.packed is None else options.packed.bytes_max,
                 load,
                 lambda weights: NativeDecoder(
                     config,

@@ -154,10 +154,8 @@ class Scheduler:
         """Start a child of a running parent, sharing its blocks; writing to one copies it."""
         child.block_table = self._pool.share(parent.block_table)
         child.computed_token_count = parent.computed_token_count
-        child.registered_block_count, child.registered_tip = (
-            parent.registered_block_count,
-            parent.registered_tip,
-        )
+        child.registered_block_count = parent.registered_block_count
+        child.registered_tip = parent.registered_tip
         bisect.insort(self._running, child, key=_precedence)
 
     def schedule(self, prompt_token_count_max: int | None = None) -> StepPlan:

@@ -23,6 +23,7 @@ Owned by the step loop.
 from __future__ import annotations
 
 import copy
+import itertools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -315,9 +316,9 @@ class BeamGroup:
             return self.beams[0]
         self._preempted = self.beams
         waiting = self.beams[0].twin()
-        waiting.token_ids = waiting.token_ids[
-            : _shared_count([beam.token_ids for beam in self.beams])
-        ]
+        steps = zip(*(beam.token_ids for beam in self.beams), strict=False)
+        shared = itertools.takewhile(lambda token_ids: len({*token_ids}) == 1, steps)
+        waiting.token_ids = [token_id for token_id, *_ in shared]
         self.beams = [waiting]
         return waiting
 
@@ -413,11 +414,3 @@ class BeamGroup:
             ]
         text = texts[0] if len(texts) == 1 else ""
         return [*events, self._first.finished(reasons[0], text, self.token_count, now_s)]
-
-
-def _shared_count(lists: list[list[int]]) -> int:
-    """Return the length of the longest common prefix."""
-    for index, entries in enumerate(zip(*lists, strict=False)):
-        if any(entry != entries[0] for entry in entries):
-            return index
-    return min(map(len, lists))

@@ -204,11 +204,8 @@ class NativeDecoder:
             self._make_logits(len(wanted))
         best = array("i", wanted)
         step = self._step
-        step.row_count, step.span_count, step.wanted_count = (
-            len(token_ids),
-            len(chunks),
-            len(wanted),
-        )
+        step.row_count, step.span_count = len(token_ids), len(chunks)
+        step.wanted_count = len(wanted)
         step.token_ids, step.spans, step.wanted_rows, step.best = (
             values.buffer_info()[0] for values in (token_ids, spans, wanted, best)
         )

@@ -72,11 +72,8 @@ class SeenTokens:
     def copy(self) -> SeenTokens:
         """Return an independent copy."""
         other = SeenTokens(())
-        other._slots, other._ids, other._counts = (
-            dict(self._slots),
-            self._ids.copy(),
-            self._counts.copy(),
-        )
+        other._slots = dict(self._slots)
+        other._ids, other._counts = self._ids.copy(), self._counts.copy()
         return other
 
     def add(self, token_id: int) -> None:

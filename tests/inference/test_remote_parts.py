@@ -21,7 +21,12 @@ from api.core.settings import SettingInvalid, Settings
 from api.fleet.fleet import build_serving
 from inference.adapters import remote_doctor as doctor
 from inference.adapters.findings import Verdict
-from inference.adapters.remote_connection import DIALECTS, Bundle, check_tokenizer
+from inference.adapters.remote_connection import (
+    DIALECTS,
+    Bundle,
+    Examination,
+    check_tokenizer,
+)
 from inference.adapters.remote_dialects import SEED_MAX, ServerUnfit, salt_id, wire_seed
 from inference.adapters.remote_engine import RemoteEngine, Upkeep
 from inference.adapters.remote_settings import Service, Target, TlsFiles, parse_target
@@ -204,15 +209,9 @@ class Core:
 @pytest.fixture
 def upkeep(tiny: TinyCheckpoint, remote_server: ServerProcess) -> Upkeep:
     settings = remote_settings(tiny, remote_server, Service.VLLM)
-    return Upkeep(
-        cast(Any, None),
-        cast(Any, Core()),
-        settings,
-        4,
-        lambda reason: None,
-        cast(Any, None),
-        cast(Any, None),
-    )
+    nothing = cast(Any, None)
+    examination = Examination(nothing, settings, nothing, nothing)
+    return Upkeep(examination, cast(Any, Core()), 4, lambda reason: None, nothing)
 
 
 def batch(number: int, *events: Any, **fields: Any) -> common_pb2.KvEventBatch:
