@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
@@ -39,6 +40,10 @@ LOOK_AT_CLOCK, JOINED = "_look_at_clock", "_joined"  # names that templates do n
 
 # a width above `NUMBER_MAX` in a format, or one passed as an argument
 _WIDE = re.compile(r"\*|\d{6}")
+
+
+# Errors of templates that do not accept a conversation.
+_REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 
 
 class TemplateTooCostly(TemplateError):
@@ -114,15 +119,6 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 class _Rewriter(NodeTransformer):
     """Inserts deadline checks into a parsed template and replaces `~` by a bounded function."""
 
-    def visit_For(self, node: nodes.For) -> nodes.Node:
-        return self._begin_with_look(node)
-
-    def visit_Macro(self, node: nodes.Macro) -> nodes.Node:
-        return self._begin_with_look(node)
-
-    def visit_CallBlock(self, node: nodes.CallBlock) -> nodes.Node:
-        return self._begin_with_look(node)
-
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
         return nodes.Call(nodes.Name(JOINED, "load"), node.nodes, [], None, None).set_lineno(
@@ -134,6 +130,8 @@ class _Rewriter(NodeTransformer):
         look = nodes.Call(nodes.Name(LOOK_AT_CLOCK, "load"), [], [], None, None)
         node.body.insert(0, nodes.ExprStmt(look).set_lineno(node.lineno))
         return node
+
+    visit_For = visit_Macro = visit_CallBlock = _begin_with_look
 
 
 def _joined(*parts: Any) -> str:
@@ -343,21 +341,13 @@ class _ChatTemplate:
         tool = Tool(
             _PROBE, _PROBE, '{"type": "object", "properties": {"probed": {"type": "boolean"}}}'
         )
-        for messages in conversations:
-            for tools in ((), (tool,)):
-                for add_generation_prompt, thinking in (
-                    (False, None),
-                    (True, None),
-                    (True, False),
-                    (True, True),
-                ):
-                    with suppress(ChatTemplateFailed):  # not every template accepts every turn
-                        yield self.render(
-                            messages,
-                            tools,
-                            add_generation_prompt=add_generation_prompt,
-                            thinking=thinking,
-                        )
+        ends: list[tuple[bool, bool | None]] = [(False, None), (True, None)]
+        ends += [(True, False), (True, True)]
+        for messages, tools, (is_begun, thinking) in product(conversations, ((), (tool,)), ends):
+            with suppress(ChatTemplateFailed):  # not every template accepts every turn
+                yield self.render(
+                    messages, tools, add_generation_prompt=is_begun, thinking=thinking
+                )
 
     def _shows(self, messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> bool:
         try:
@@ -373,11 +363,9 @@ class _ChatTemplate:
         add_generation_prompt: bool = True,
         thinking: bool | None = None,
     ) -> str:
-        switch = (
-            {}
-            if thinking is None or self.thinking_switch is None
-            else {self.thinking_switch: thinking}
-        )
+        switch = {}
+        if thinking is not None and self.thinking_switch is not None:
+            switch[self.thinking_switch] = thinking
         try:
             return self._template.render(
                 messages=[_as_dict(message) for message in messages],
@@ -392,15 +380,7 @@ class _ChatTemplate:
             raise ChatTemplateFailed("the chat template recurses too deeply") from error
         except MemoryError as error:
             raise ChatTemplateFailed("the chat template ran out of memory") from error
-        except (
-            TemplateError,
-            TypeError,
-            ValueError,
-            KeyError,
-            AttributeError,
-            IndexError,
-            ArithmeticError,
-        ) as error:
+        except _REFUSALS as error:
             raise ChatTemplateFailed(str(error)) from error
 
 
