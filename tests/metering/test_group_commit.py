@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.incidents import INCIDENT_COUNTS
+from metering.store import group_commit
 from metering.store.group_commit import GATHER_TURNS, Entry, GroupCommit, Patience
 
 
@@ -119,8 +121,11 @@ async def test_operations_that_wait_for_a_batch_form_the_next_one() -> None:
     assert rig.commits.statistics().operation_count == 4
 
 
-async def test_a_small_batch_waits_for_what_the_next_turns_of_the_loop_bring() -> None:
+async def test_a_small_batch_waits_for_what_the_next_turns_of_the_loop_bring(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """And no longer."""
+    monkeypatch.setattr(group_commit, "IDLE_TURN_S", 0.0)  # every turn counts as busy
     async with running() as rig:
         for op in (0, 2, 4):
             rig.commits.begin(op, None)
@@ -131,6 +136,23 @@ async def test_a_small_batch_waits_for_what_the_next_turns_of_the_loop_bring() -
         rig.store.may_answer.release()
 
     assert rig.store.batches == [[0, 2, 4]]
+
+
+async def test_a_small_batch_does_not_wait_for_an_idle_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(group_commit, "IDLE_TURN_S", math.inf)  # every turn counts as idle
+    async with running() as rig:
+        rig.commits.begin(0, None)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        rig.commits.begin(1, None)
+        await rig.store.begun.acquire()
+        rig.store.may_answer.release()
+        await rig.store.begun.acquire()
+        rig.store.may_answer.release()
+
+    assert rig.store.batches == [[0], [1]]
 
 
 async def test_a_caller_that_gives_up_gets_an_error_and_its_late_answer_is_orphaned() -> None:
