@@ -262,17 +262,17 @@ def duration(seconds: float | None) -> Duration | None:
 PURPOSE = b"weir.payload.hash.v1"  # so that the receipt key itself has one purpose only
 PLAIN = bytes(PAYLOAD_KEY_NAME_BYTES)
 _key = b""  # of this process; set once, before it listens
+_key_name = PLAIN
 
 
 def use_signer(signer: Signer | None) -> None:
     """Derive the key from the signer of this process, or hash without a key."""
-    global _key
+    global _key, _key_name
     _key = b"" if signer is None else signer.derived_key(PURPOSE)
+    _key_name = hashlib.sha256(_key).digest()[:PAYLOAD_KEY_NAME_BYTES] if _key else PLAIN
 
 
 def payload_hash(payload: bytes) -> bytes:
     """Return the key's name and the start of the HMAC-SHA-256 (no key: SHA-256): 32 bytes."""
-    if not _key:
-        return PLAIN + hashlib.sha256(payload).digest()[: 32 - len(PLAIN)]
-    name = hashlib.sha256(_key).digest()[:PAYLOAD_KEY_NAME_BYTES]
-    return name + hmac.digest(_key, payload, "sha256")[: 32 - len(name)]
+    found = hmac.digest(_key, payload, "sha256") if _key else hashlib.sha256(payload).digest()
+    return _key_name + found[: 32 - PAYLOAD_KEY_NAME_BYTES]

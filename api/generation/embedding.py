@@ -23,6 +23,7 @@ from weir.v1 import inference_service_pb2 as pb
 from api.core.errors import CancelledEarly, EngineLost, InputsTooLong, LongInput
 from api.core.messages import input_count_max
 from api.core.pace import REFUSAL_COST_S
+from api.generation import life
 from api.generation.admission import Lease, answered
 from api.generation.embedding_wire import (
     TokenizedText,
@@ -171,7 +172,7 @@ class LiveEmbedding:
                 )
                 texts, self._work_s = await tokenize_inputs(self.start, job, self._check_room)
                 check_input_bound(self.caller.bounds, token_count_of(texts), "inputs")
-                self._watch.lap("tokenize")
+                self._watch.lap(life.TOKENIZE)
                 places = self._enter_queue(encoder, texts, stack)
                 lease = await self._process.admission.admit(
                     self._admission_request(token_count_of(texts)), self.usage
@@ -179,7 +180,7 @@ class LiveEmbedding:
                 stack.push_async_exit(functools.partial(self._end_hold, lease))
                 self.life.become(State.ADMITTED)
                 self.caller.on_admitted()
-                self._watch.lap("admission")
+                self._watch.lap(life.ADMISSION)
             self._lease = lease
             try:
                 with Interruptible(self.life, error_of):
@@ -189,7 +190,7 @@ class LiveEmbedding:
                 self._lease = None
                 for place in places:
                     place.leave()
-        self._watch.lap("settle")
+        self._watch.lap(life.SETTLE)
         assert lease.settled is not None, "a delivered embedding is settled"
         return embed_response(texts, vectors, lease.admitted, lease.settled, self._watch.timings())
 
@@ -241,7 +242,7 @@ class LiveEmbedding:
     async def _encode(self, encoder: Encoder, places: dict[Place, Part]) -> list[Vector]:
         """Return the vectors of all parts. Each part waits for its own turn."""
         await self._wait_until_ready(encoder)
-        self._watch.lap("cold_start")
+        self._watch.lap(life.COLD_START)
         vectors: list[Vector] = []
         queue_ms = encode_ms = 0.0
         for place, part in places.items():

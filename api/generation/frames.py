@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import struct
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from google.rpc import status_pb2
@@ -188,6 +189,12 @@ def tell_settled(
         receipt_message(receipt, said.receipts.add)
 
 
+TIMING_FIELDS = types_pb2.Timings.DESCRIPTOR.fields
+TIMING_NAMES = tuple(field.name for field in TIMING_FIELDS)
+TIMING_TAGS = tuple(field.number << 3 | 1 for field in TIMING_FIELDS)  # of doubles, in one byte
+TIMINGS = struct.Struct("<" + "Bd" * len(TIMING_FIELDS))
+
+
 def finished(
     lease: Lease,
     timings: Mapping[str, float],
@@ -211,7 +218,10 @@ def finished(
         said.cost.currency_code = lease.admitted.prices.currency_code
     else:
         tell_settled(settled, said)
-    said.timings.CopyFrom(types_pb2.Timings(**timings))
+    # Serialized: less than half the time of setting the fields.
+    fields: list[float] = [0] * (2 * len(TIMING_TAGS))
+    fields[::2], fields[1::2] = TIMING_TAGS, [timings.get(name, 0.0) for name in TIMING_NAMES]
+    said.timings.MergeFromString(TIMINGS.pack(*fields))
     said.migration_count = migration_count
     if exhausted:
         said.exhausted_quotas.extend(quota_statuses(exhausted))

@@ -155,8 +155,11 @@ class Interruptible:
             raise self._error_of(end) from None
 
 
-NAMES = {stage: f"{stage}_ms" for stage in STAGES}  # names of `weir.v1.Timings`
-NO_TIMINGS = dict.fromkeys(NAMES.values(), 0)
+NAMES = tuple(f"{stage}_ms" for stage in STAGES)  # names of `weir.v1.Timings`
+# Indices of `STAGES`.
+AUTH, TOKENIZE, ADMISSION, COLD_START, QUEUE, PREFILL, DECODE, CLIENT_STALL, SETTLE = range(
+    len(STAGES)
+)
 
 
 class Stopwatch:
@@ -170,15 +173,15 @@ class Stopwatch:
         self._received_us = round(received_at * 1e6)
         self._last_us = self._received_us + auth_us
         self._first_token_us = 0  # 0 before the first token
-        self._stages_us = NO_TIMINGS | {"auth_ms": auth_us}
+        self._stages_us = [auth_us, *[0] * (len(STAGES) - 1)]
 
-    def lap(self, stage: str) -> None:
+    def lap(self, stage: int) -> None:
         """Record that a stage has ended; it began when the previous one ended.
 
         Repeated stages add up.
         """
         now_us = time.monotonic_ns() // 1000
-        self._stages_us[NAMES[stage]] += now_us - self._last_us
+        self._stages_us[stage] += now_us - self._last_us
         self._last_us = now_us
 
     def first_token(self) -> None:
@@ -203,15 +206,15 @@ class Stopwatch:
         until_first_us = first_token_us - self._last_us
         queue_us = min(round(timings.queue_ms * 1000), until_first_us)
         stages_us = self._stages_us
-        stages_us["queue_ms"] += queue_us
-        stages_us["prefill_ms"] += until_first_us - queue_us
-        stages_us["decode_ms"] += now_us - first_token_us
+        stages_us[QUEUE] += queue_us
+        stages_us[PREFILL] += until_first_us - queue_us
+        stages_us[DECODE] += now_us - first_token_us
         self._last_us = now_us
 
     def timings(self) -> dict[str, float]:
         """Return all stages so far as `<stage>_ms`, with `ttft_ms` and `total_ms`, as in
         `weir.v1.Timings`."""
-        result = {name: time_us / 1000 for name, time_us in self._stages_us.items()}
+        result = dict(zip(NAMES, [time_us / 1000 for time_us in self._stages_us], strict=True))
         if self._first_token_us:
             result["ttft_ms"] = (self._first_token_us - self._received_us) / 1000
         result["total_ms"] = (time.monotonic_ns() // 1000 - self._received_us) / 1000

@@ -34,7 +34,7 @@ from api.core.errors import (
 )
 from api.core.pace import VISIT
 from api.core.wire import OUTCOMES
-from api.generation import frames
+from api.generation import frames, life
 from api.generation.admission import Lease
 from api.generation.endings import cause_of
 from api.generation.life import End, Interruptible, Life, State, Stopwatch
@@ -352,7 +352,7 @@ class LiveRequest:
         process, caller, start, route = self._process, self.caller, self.start, self._route
         assert route is not None, "a request is routed before it is prepared"
         self._request, self._work_s = request, work_s
-        self._watch.lap("tokenize")
+        self._watch.lap(life.TOKENIZE)
         weights = process.admission.settings.queue_weights
         arrival = arrival_of(
             start, request, caller.payer, weights, caller.received_at, caller.deadline
@@ -375,7 +375,7 @@ class LiveRequest:
             return
         try:
             self.life.become(State.ADMITTED)
-            self._watch.lap("admission")
+            self._watch.lap(life.ADMISSION)
             process, start, request, lease, route = (
                 self._process,
                 self.start,
@@ -437,7 +437,7 @@ class LiveRequest:
                 if not place.join(partial(asyncio.get_running_loop().call_soon, self._go_on)):
                     return
             if self._first_timings is None:
-                self._watch.lap("queue")
+                self._watch.lap(life.QUEUE)
             # This process may have been suspended meanwhile; the engine must not work without a
             # hold.
             if (lapse := lease.lapse()) is not None:
@@ -453,7 +453,7 @@ class LiveRequest:
             await wait_until_ready(
                 engine, self.start.model, self._process.admission.settings.cold_start_wait_s
             )
-        self._watch.lap("cold_start")
+        self._watch.lap(life.COLD_START)
         self.life.become(State.QUEUED)
         self._go_on()
 
@@ -645,7 +645,7 @@ class LiveRequest:
         elif outcome is Outcome.CANCELLED and end is None:
             error, outcome = EngineFailed("the engine was closed while the request ran"), None
         else:
-            self._watch.lap("client_stall")
+            self._watch.lap(life.CLIENT_STALL)
             timings = self._watch.timings()
         self._error = error
         self.life.become(State.SETTLING)
@@ -660,7 +660,7 @@ class LiveRequest:
         broken = self._error = settle_error or self._error
         held = lease if lease is not None and lease.is_held else None
         if held is not None:
-            self._watch.lap("settle")
+            self._watch.lap(life.SETTLE)
         settled = held.settled if held is not None else None
         end: pb.ServerFrame | None = None
         timings = self._watch.timings()

@@ -425,19 +425,24 @@ def framed(frame: bytes) -> bytes:
     return b"\x0a%b%b" % (varint(len(frame)), frame)
 
 
+# Fields with a size below 128, by size: tag, size, and the tag of the next field if it is fixed.
+FRAMES_OF = [b"\x0a" + size for size in VARINTS[:0x80]]
+DELTAS_OF = [b"\x22%b\x08" % size for size in VARINTS[:0x80]]
+TEXTS_OF = [b"\x12" + size for size in VARINTS[:0x80]]
+TOKENS = [b"\x1a%b%b" % (VARINTS[len(token)], token) for token in VARINTS]  # by token id
+
+
 def token_frame(head: bytes, seq: int, text: bytes, token_id: int) -> bytes:
     """Return a frame with one token of the first choice, the most common part of a message."""
-    number = VARINTS[seq] if seq < 0x4000 else varint(seq)
-    token = VARINTS[token_id] if token_id < 0x4000 else varint(token_id)
-    text_size, token_size = len(text), len(token)
-    size = text_size + token_size + len(number) + 5
-    frame_size = size + len(head) + 2
-    if frame_size >= 0x80:
-        return delta_frame(head, delta_bytes(seq, 0, text, (token_id,)))
-    one = VARINTS
-    return b"\x0a%b%b\x22%b\x08%b\x12%b%b\x1a%b%b" % (
-        one[frame_size], head, one[size], number, one[text_size], text, one[token_size], token
-    )  # fmt: skip
+    text_size = len(text)
+    if seq < 0x4000 and token_id < 0x4000 and text_size < 0x40:
+        number, token = VARINTS[seq], TOKENS[token_id]
+        size = text_size + len(token) + len(number) + 3
+        frame_size = size + len(head) + 2
+        if frame_size < 0x80:
+            frame, delta, before_text = FRAMES_OF[frame_size], DELTAS_OF[size], TEXTS_OF[text_size]
+            return b"".join((frame, head, delta, number, before_text, text, token))
+    return delta_frame(head, delta_bytes(seq, 0, text, (token_id,)))
 
 
 def delta_frame(head: bytes, delta: bytes) -> bytes:

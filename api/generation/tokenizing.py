@@ -67,7 +67,7 @@ def tokenize_at_once(
     if isinstance(prompt, str):
         cost = len(prompt)
         return (
-            (tokenizer.encode(prompt), INLINE_S_PER_CHAR * cost)
+            (tokenizer.words.encode(prompt, add_special_tokens=True), INLINE_S_PER_CHAR * cost)
             if cost <= INLINE_COST_MAX
             else None
         )

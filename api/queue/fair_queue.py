@@ -181,15 +181,17 @@ class Place:
         self.state = State.RUNNING
         tier.line.begun(self, tenant)
         is_waited = queue._interactive.line.waiting_count or queue._batch.line.waiting_count
+        engine = None
         if self.handed_at_step is not None:
-            steps = queue._engine().step_count - self.handed_at_step
+            engine = queue._engine()
+            steps = engine.step_count - self.handed_at_step
             overtakes = next(iter(queue._dispatch.handed)).rank > self.rank
             # Otherwise it waited for its grammar, or not at all.
             if not (self.arrival.compiles or overtakes):
                 queue._dispatch.entered(steps, behind=bool(is_waited))
         queue._dispatch.gone(self)
         if is_waited:
-            queue._hand_over()
+            queue._hand_over(engine)
 
     def generated(self, token_count: int) -> None:
         """Charge for newly generated tokens, and record the service."""
@@ -440,14 +442,15 @@ class FairQueue:
             ),
         )
 
-    def _hand_over(self) -> None:
+    def _hand_over(self, engine: EngineStatistics | None = None) -> None:
         """Dispatch as many requests as the engine has room for.
 
         Interactive requests come first, unless the batch tier has waited for so long that it gets
         the next turn: then it is ranked like an interactive tenant that returns from idling.
-        Otherwise batch ranks after all interactive requests, in the engine as well.
+        Otherwise batch ranks after all interactive requests, in the engine as well. engine: its
+        latest statistics.
         """
-        now, engine, lookahead = self.clock(), self._engine(), self._dispatch
+        now, engine, lookahead = self.clock(), engine or self._engine(), self._dispatch
         interactive, batch = self._interactive.line, self._batch.line
         if engine.replica_count != lookahead.engine_count:
             lookahead.spread(engine.replica_count)
@@ -460,14 +463,16 @@ class FairQueue:
             )
             tenant = tier.line.next_tenant()
             assert tenant is not None, "the tier has a waiting request"
+            assert tenant.listed_turn is not None, "the next tenant is listed with its rank"
+            tenant_rank, _ = tenant.listed_turn
             if not self._limits.fair:
                 rank = 0.0
             elif tier is self._interactive:
-                rank = tenant.rank
+                rank = tenant_rank
+            elif interactive.waiting_count:
+                rank = interactive.level()
             else:
-                rank = (
-                    interactive.level() if interactive.waiting_count else BATCH_RANK + tenant.rank
-                )
+                rank = BATCH_RANK + tenant_rank
             if not lookahead.has_room(rank):
                 break
             if tier is self._batch:

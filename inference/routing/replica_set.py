@@ -111,7 +111,7 @@ class ReplicaSet:
     @property
     def model(self) -> ModelInfo:
         """Implement `Backend.model`. A connection to a server may change its capabilities."""
-        each = tuple(replica.engine.model.capabilities for replica in self._replicas)
+        each = tuple([replica.engine.model.capabilities for replica in self._replicas])
         if each != self._capabilities:
             every = combined(each)
             defaults, _ = every.honoured(self._model.default_sampling)

@@ -82,7 +82,7 @@ class Tokenizer:
         )
         self._is_byte_level = is_byte_level(self.backend)
         self._bound = TokenBound(self.backend)
-        self._words = WordCache(self.backend)
+        self.words = WordCache(self.backend)  # encodes plain prompts without a limit
         self._templates = ChatTemplates(directory)
         # `eos_token` of tokenizer_config.json; the checkpoint may have other end tokens.
         eos_token = self._templates.eos_token
@@ -109,7 +109,7 @@ class Tokenizer:
         """
         if token_count_max is not None:
             self.check_limit(text, token_count_max)
-        return self._words.encode(text, add_special_tokens=add_special_tokens)
+        return self.words.encode(text, add_special_tokens=add_special_tokens)
 
     def encode_within(self, text: str, token_count_max: int) -> tuple[tuple[int, ...], bool]:
         """Encode a text, truncated to `token_count_max` tokens. Returns the ids and whether it was
@@ -211,7 +211,7 @@ class Tokenizer:
                 self._control_tokens_made = ControlTokens(
                     self.backend,
                     written_markers(self.backend, renderings, sources),
-                    partial(self._words.encode, add_special_tokens=False),
+                    partial(self.words.encode, add_special_tokens=False),
                 )
             return self._control_tokens_made
 

@@ -495,13 +495,13 @@ async def test_short_prompts_of_a_key_that_was_refused_a_moment_ago_are_not_toke
     )
     encoded: list[str] = []
     [tokenizer] = [world.small.process.tokenizers[name] for name in ("demo",)]
-    encode = tokenizer.encode
+    encode = tokenizer.words.encode
 
     def noted(text: str, **options: Any) -> tuple[int, ...]:
         encoded.append(text)
         return encode(text, **options)
 
-    monkeypatch.setattr(tokenizer, "encode", noted)
+    monkeypatch.setattr(tokenizer.words, "encode", noted)
 
     async def ask(text: str) -> str:
         call = Call()
