@@ -165,7 +165,6 @@ class System:
     """Stack under test. parts: its processes, with Redis if that is the broker."""
 
     directory: Path
-    settings: Settings
     postgres: EmbeddedPostgres
     connection: Connection
     apis: list[Part]
@@ -286,7 +285,6 @@ async def running_system(
         exporter = [sys.executable, "-m", "api.chaos.exporter"]
         system = System(
             directory,
-            settings,
             postgres,
             connection,
             [api_part(directory, index, settings, environment) for index in range(API_COUNT)],

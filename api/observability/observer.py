@@ -75,10 +75,6 @@ class Histogram:
         made.counts, made.sum = self.counts[:], self.sum
         return made
 
-    @property
-    def count(self) -> int:
-        return sum(self.counts)
-
     def buckets(self, unit: float = 1.0) -> list[tuple[str, float]]:
         """Return each bound in units, and the number of values up to it, as scraped."""
         found, below = [], 0

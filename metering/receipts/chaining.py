@@ -71,21 +71,6 @@ class IssuedReceipt(msgspec.Struct):
     hash: bytes
     batch: SignedBatch | None = None
 
-    @property
-    def key_id(self) -> str:
-        """Id of the signing key; empty if unsigned."""
-        return self.batch.key_id if self.batch else ""
-
-    @property
-    def signature(self) -> bytes:
-        """Signature of the root to which `path` leads; empty if unsigned."""
-        return self.batch.signature if self.batch else b""
-
-    @property
-    def path(self) -> tuple[Step, ...]:
-        """Path from the receipt to the signed root."""
-        return self.batch.path(self.hash) if self.batch else ()
-
 
 class ChainHead(msgspec.Struct):
     """The last receipt of a project. settled_at_us: microseconds since 1970."""

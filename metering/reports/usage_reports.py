@@ -329,10 +329,6 @@ class UsageRow:
     outcome: str | None = None
     settled_at: datetime | None = None
 
-    @property
-    def token_count(self) -> int:
-        return sum(self.token_counts.values())
-
 
 @dataclass(frozen=True, slots=True)
 class UsagePage:

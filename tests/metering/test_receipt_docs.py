@@ -41,7 +41,8 @@ def test_the_page_shows_the_first_vector_byte_for_byte() -> None:
     shown = page.partition("encoding of the first")[2].partition("hash of the first")[0]
     assert bytes.fromhex(shown) == first.encoded
     without_breaks = "".join(page.split())
-    for value in (first.hash, first.signature, root_of_vectors()):
+    assert first.batch is not None
+    for value in (first.hash, first.batch.signature, root_of_vectors()):
         assert value.hex() in without_breaks
 
 

@@ -23,6 +23,7 @@ from metering.holds.recovery import recover_journals, sweep_expired_holds
 from metering.quotas.quotas import QuotaExceeded
 from metering.receipts.chaining import IssuedReceipt
 from metering.receipts.encoding import NO_HASH, micros
+from metering.receipts.merkle import Step
 from metering.receipts.signing import Signer, ensure_key
 from tests.metering.hold_world import (
     NOON,
@@ -51,9 +52,16 @@ def new_signer() -> Signer:
     return Signer(Ed25519PrivateKey.generate())
 
 
+def proof(receipt: IssuedReceipt) -> tuple[str, bytes, tuple[Step, ...]]:
+    """Return key id, signature and path to the signed root; empty if unsigned."""
+    batch = receipt.batch
+    return (batch.key_id, batch.signature, batch.path(receipt.hash)) if batch else ("", b"", ())
+
+
 def holds(receipt: IssuedReceipt, signer: Signer) -> bool:
     """Return whether the receipt verifies."""
-    return is_signed(signer.public_key, root_by_path(receipt.hash, receipt.path), receipt.signature)
+    _, signature, path = proof(receipt)
+    return is_signed(signer.public_key, root_by_path(receipt.hash, path), signature)
 
 
 async def settled(
@@ -121,7 +129,7 @@ async def test_receipts_of_one_batch_share_a_signature_and_each_verifies(world: 
     done = await settled(world, *(settle(op.hold_id, 3) for op in requests), signer=signer)
 
     receipts = [receipt for each in done for receipt in each.receipts]
-    assert {receipt.signature for receipt in receipts} == {receipts[0].signature}
+    assert {proof(receipt)[1] for receipt in receipts} == {proof(receipts[0])[1]}
     assert all(holds(receipt, signer) for receipt in receipts)
     assert sorted(receipt.sequence for receipt in receipts) == sorted([1, 2, 3, 4, 5] * 3)
     assert world.one("SELECT count(*) FROM receipt_batches") == 1
@@ -142,8 +150,8 @@ async def test_settling_again_answers_with_the_same_receipt(world: HoldWorld) ->
 
     [receipt], [same] = before.receipts, again.receipts
     assert same.encoded == receipt.encoded
-    assert (same.hash, same.signature, same.path) == (receipt.hash, receipt.signature, receipt.path)
-    assert len(same.path) == 1
+    assert (same.hash, proof(same)) == (receipt.hash, proof(receipt))
+    assert len(proof(same)[2]) == 1
     assert holds(same, signer)
 
 
@@ -173,7 +181,7 @@ async def test_every_way_to_end_has_its_receipt(world: HoldWorld, outcome: Outco
     assert (
         decode(receipt.encoded).outcome,
         decode(receipt.encoded).cost_picos,
-        receipt.signature,
+        proof(receipt)[1],
     ) == (outcome, 0, b"")
     check_invariants(world.url, all_ended=True)
     check_receipts(world.url)
@@ -285,8 +293,10 @@ async def test_many_processes_write_one_chain(world: HoldWorld) -> None:
         == 240
     )
     by_key = {signer.key_id: signer for signer in signers if signer is not None}
-    assert all(holds(receipt, by_key[receipt.key_id]) for receipt in receipts if receipt.key_id)
-    assert {receipt.key_id for receipt in receipts} == {*by_key, ""}
+    key_ids = [proof(receipt)[0] for receipt in receipts]
+    pairs = zip(receipts, key_ids, strict=True)
+    assert all(holds(receipt, by_key[key_id]) for receipt, key_id in pairs if key_id)
+    assert {*key_ids} == {*by_key, ""}
     assert world.one("SELECT count(*) FROM receipt_keys") == 3
     check_invariants(world.url, all_ended=True)
     check_receipts(world.url)
