@@ -24,7 +24,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, mapped_column
 
 from metering.core.errors import InvalidValue, NotFound
-from metering.core.models import Base, Organization, Quota, QuotaDimension
+from metering.core.models import Base, GeneratedId, Organization, Quota, QuotaDimension
 from metering.core.pages import page_token as token_of
 from metering.core.pages import page_values, utc_time
 from metering.quotas.quota_rules import (
@@ -64,9 +64,7 @@ class Alert(Base):
 
     __tablename__ = "alerts"
 
-    id: Mapped[uuid.UUID] = mapped_column(
-        primary_key=True, server_default=text("gen_random_uuid()")
-    )
+    id: Mapped[GeneratedId]
     organization_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("organizations.id"))
     quota_id: Mapped[uuid.UUID | None] = mapped_column(ForeignKey("quotas.id"))
     window_start: Mapped[datetime | None]

@@ -16,7 +16,7 @@ from dataclasses import MISSING, fields
 from datetime import datetime
 from decimal import Decimal
 from enum import StrEnum
-from typing import Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
 
 from sqlalchemy import (
     BigInteger,
@@ -104,14 +104,18 @@ class Base(DeclarativeBase):
     }
 
 
+# Primary key that the database generates.
+GeneratedId = Annotated[
+    uuid.UUID, mapped_column(primary_key=True, server_default=text("gen_random_uuid()"))
+]
+
+
 class Organization(Base):
     """A customer: the unit of billing and of isolation."""
 
     __tablename__ = "organizations"
 
-    id: Mapped[uuid.UUID] = mapped_column(
-        primary_key=True, server_default=text("gen_random_uuid()")
-    )
+    id: Mapped[GeneratedId]
     name: Mapped[str] = mapped_column(unique=True)
     currency_code: Mapped[str]
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
@@ -122,9 +126,7 @@ class Project(Base):
 
     __tablename__ = "projects"
 
-    id: Mapped[uuid.UUID] = mapped_column(
-        primary_key=True, server_default=text("gen_random_uuid()")
-    )
+    id: Mapped[GeneratedId]
     organization_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("organizations.id"))
     name: Mapped[str]
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
@@ -135,9 +137,7 @@ class ApiKey(Base):
 
     __tablename__ = "api_keys"
 
-    id: Mapped[uuid.UUID] = mapped_column(
-        primary_key=True, server_default=text("gen_random_uuid()")
-    )
+    id: Mapped[GeneratedId]
     project_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("projects.id"))
     name: Mapped[str]
     prefix: Mapped[str] = mapped_column(unique=True)
@@ -261,9 +261,7 @@ class Quota(Base):
 
     __tablename__ = "quotas"
 
-    id: Mapped[uuid.UUID] = mapped_column(
-        primary_key=True, server_default=text("gen_random_uuid()")
-    )
+    id: Mapped[GeneratedId]
     subject: Mapped[str]
     subject_id: Mapped[uuid.UUID]
     model: Mapped[str] = mapped_column(server_default="")

@@ -61,6 +61,8 @@ class Difference:
 
 
 CALLS_AT_ONCE = 8
+STAGE_SUMS = "used posted billed invoiced due batched delivered waiting rejected"
+COUNTS = ", ".join(f"coalesce({name}, 0)::bigint AS {name}" for name in STAGE_SUMS.split())
 
 OURS = text(f"""
 WITH used AS (
@@ -118,16 +120,7 @@ WITH used AS (
 )
 SELECT o.id AS organization_id, o.name AS organization, p.model, p.tier,
        price_version_id AS price_version, token_kind,
-       coalesce(used, 0)::bigint AS used,
-       coalesce(posted, 0)::bigint AS posted,
-       coalesce(billed, 0)::bigint AS billed,
-       coalesce(invoiced, 0)::bigint AS invoiced,
-       coalesce(due, 0)::bigint AS due,
-       coalesce(batched, 0)::bigint AS batched,
-       coalesce(delivered, 0)::bigint AS delivered,
-       coalesce(waiting, 0)::bigint AS waiting,
-       coalesce(rejected, 0)::bigint AS rejected,
-       unrated_since
+       {COUNTS}, unrated_since
 FROM used
 FULL JOIN posted USING (price_version_id, token_kind)
 FULL JOIN invoiced USING (price_version_id, token_kind)
