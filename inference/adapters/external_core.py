@@ -133,6 +133,18 @@ class Choice:
     def number(self) -> int:
         return self.request.number
 
+    @property
+    def sent_token_ids(self) -> tuple[int, ...]:
+        """Prompt for the engine: output generated elsewhere becomes part of it."""
+        request = self.request.generation
+        return request.prompt_token_ids + request.output_token_ids
+
+    @property
+    def token_count_max(self) -> int:
+        """Output tokens that the engine may generate."""
+        request = self.request.generation
+        return request.stop.max_output_tokens - len(request.output_token_ids)
+
     def take(self, output: Output, now_s: float) -> list[SequenceEvent]:
         """Process a response; set `ended` at the output's end. Raises: EngineFailed if invalid."""
         before = len(self.request.generation.output_token_ids)

@@ -26,7 +26,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import grpc
 from smg_grpc_proto.generated import (
@@ -169,21 +169,6 @@ class GrpcDialect(Dialect):
         return self.messages.TokenizedInput(**{self.ids_field: token_ids})
 
 
-class WireChoice(NamedTuple):
-    """A choice as sent to the server: output generated elsewhere becomes part of the prompt."""
-
-    prompt_token_ids: tuple[int, ...]
-    max_tokens: int
-
-
-def wire_choice(choice: Choice) -> WireChoice:
-    request = choice.request.generation
-    return WireChoice(
-        request.prompt_token_ids + request.output_token_ids,
-        request.stop.max_output_tokens - len(request.output_token_ids),
-    )
-
-
 def block_counts(token_count_max: int, usage: float, block_tokens: int) -> EngineStatistics:
     """Convert a server's cache usage to blocks. usage: fraction in use, from 0 to 1."""
     total, held = token_count_max // block_tokens, round(usage * token_count_max) // block_tokens
@@ -194,14 +179,14 @@ def block_counts(token_count_max: int, usage: float, block_tokens: int) -> Engin
 
 def check_prompt_count(reported: int, choice: Choice) -> None:
     """Raise EngineFailed if the server reports another prompt length; 0 means unknown."""
-    given = len(wire_choice(choice).prompt_token_ids)
+    given = len(choice.sent_token_ids)
     if reported not in (0, given):
         raise EngineFailed(f"the engine reports a prompt of {reported} tokens, {given} were sent")
 
 
 def check_length(choice: Choice, output: Output) -> None:
     """Raise EngineFailed if an output ended for length before its limit: tokens were lost."""
-    limit, sent = wire_choice(choice).max_tokens, len(output.token_ids)
+    limit, sent = choice.token_count_max, len(output.token_ids)
     if output.finish_reason == "length" and sent < limit:
         raise EngineFailed(
             f"the engine reports the limit of {limit} tokens reached, but sent {sent}"
@@ -280,14 +265,14 @@ class TrtllmDialect(GrpcDialect):
 
     def generate(self, request_id: str, choice: Choice) -> Any:
         """Implement `Dialect.generate`. Stop sequences are not sent."""
-        generation, wire = choice.request.generation, wire_choice(choice)
+        generation = choice.request.generation
         sampling = generation.sampling
         request = trtllm_pb.GenerateRequest(
             request_id=request_id,
-            tokenized=self._tokenized(wire.prompt_token_ids),
+            tokenized=self._tokenized(choice.sent_token_ids),
             sampling_config=_trtllm_sampling(choice),
             output_config=trtllm_pb.OutputConfig(exclude_input_from_output=True),
-            max_tokens=wire.max_tokens,
+            max_tokens=choice.token_count_max,
             streaming=True,
             stop_token_ids=sorted(choice.request.end_token_ids),
             ignore_eos=generation.stop.ignore_eos,
@@ -412,7 +397,7 @@ class VllmDialect(GrpcDialect):
         """Implement `Dialect.generate`. Stop sequences are not sent."""
         request = vllm_pb.GenerateRequest(
             request_id=request_id,
-            tokenized=self._tokenized(wire_choice(choice).prompt_token_ids),
+            tokenized=self._tokenized(choice.sent_token_ids),
             sampling_params=_vllm_sampling(choice),
             stream=True,
         )
@@ -470,7 +455,7 @@ def _vllm_sampling(choice: Choice) -> vllm_pb.SamplingParams:
     params = vllm_pb.SamplingParams(
         **sampling_fields(choice),
         n=1,
-        max_tokens=wire_choice(choice).max_tokens,
+        max_tokens=choice.token_count_max,
         logit_bias=dict(sampling.logit_bias),
         grammar_from_first_token=choice.request.generation.response_format is not None,
     )
@@ -514,21 +499,21 @@ class SglangDialect(VllmDialect):
 
     def generate(self, request_id: str, choice: Choice) -> Any:
         """Implement `Dialect.generate`. Stop sequences are not sent."""
-        sampling, wire = choice.request.generation.sampling, wire_choice(choice)
+        sampling = choice.request.generation.sampling
         # All are set, since the zeros of the message are other values than the defaults.
         fields = sampling_fields(choice) | {"top_k": sampling.top_k or -1}
         params = sglang_pb.SamplingParams(
             min_new_tokens=fields.pop("min_tokens"),
             **fields,
             n=1,
-            max_new_tokens=wire.max_tokens,
+            max_new_tokens=choice.token_count_max,
             logit_bias={str(token_id): bias for token_id, bias in sampling.logit_bias},
         )
         _constrain(params, choice)
         return self._stub.Generate(
             sglang_pb.GenerateRequest(
                 request_id=request_id,
-                tokenized=self._tokenized(wire.prompt_token_ids),
+                tokenized=self._tokenized(choice.sent_token_ids),
                 sampling_params=params,
                 return_logprob=sampling.top_logprobs is not None,
                 logprob_start_len=-1,

@@ -36,7 +36,6 @@ from inference.adapters.remote_dialects import (
     ServerUnfit,
     block_counts,
     engine_error,
-    wire_choice,
 )
 from inference.adapters.remote_settings import RemoteSettings, Service, handling
 from inference.checkpoint.checkpoint import read_external_model
@@ -245,8 +244,8 @@ class RemoteAnswers:
             async for message in self._call:
                 cached_token_count = self._dialect.take(message, self._choice, output)
                 # A larger count is invalid and is rejected below.
-                prompt_token_count = len(wire_choice(self._choice).prompt_token_ids)
-                if self._unfit is not None and 0 < cached_token_count <= prompt_token_count:
+                sent_count = len(self._choice.sent_token_ids)
+                if self._unfit is not None and 0 < cached_token_count <= sent_count:
                     # The server did not share prefixes on connecting, and does now: data of another
                     # tenant may have been used.
                     self._unfit(SHARES)

@@ -42,7 +42,6 @@ from inference.adapters.remote_dialects import (
     check_prompt_count,
     finish_reason,
     sampling_fields,
-    wire_choice,
     wire_seed,
 )
 from inference.adapters.remote_settings import RemoteSettings, Service
@@ -355,7 +354,7 @@ class HttpDialect(Dialect):
         if self._id_fields:
             check_end(choice, output)
         cached = usage.cached_token_count or 0
-        if not 0 <= cached <= len(wire_choice(choice).prompt_token_ids):
+        if not 0 <= cached <= len(choice.sent_token_ids):
             raise EngineFailed(f"the engine says that {cached} prompt tokens were cached")
         return cached
 
@@ -393,10 +392,9 @@ class HttpDialect(Dialect):
 
     def _body(self, choice: Choice) -> dict[str, Any]:
         """Return a request. Fields are explicit, since servers have defaults of their own."""
-        request, wire = choice.request.generation, wire_choice(choice)
+        request, fields = choice.request.generation, sampling_fields(choice)
         sampling = request.sampling
-        fields = sampling_fields(choice)
-        body = self._base(wire.prompt_token_ids, wire.max_tokens)
+        body = self._base(choice.sent_token_ids, choice.token_count_max)
         if sampling.temperature > 0:
             fields["seed"] = wire_seed(choice.seed)
         if sampling.logit_bias:
@@ -488,8 +486,8 @@ class HttpDialect(Dialect):
         self, prompt: tuple[int, ...], max_tokens: int = PROBE_TOKENS, **fields: Any
     ) -> _Message | None:
         """Return an output as one message; None if the server refuses the request."""
-        whole, logprobs = _Part(token_ids=[]), _Logprobs([], [])
-        usage = None
+        token_ids, logprobs = list[int](), _Logprobs([], [])
+        whole, usage = _Part("", token_ids, logprobs), None
         call = HttpCall(
             self, f"weir-probe-{uuid.uuid4().hex}", self._base(prompt, max_tokens) | fields
         )
@@ -498,7 +496,7 @@ class HttpDialect(Dialect):
                 for message in messages:
                     part, usage = message.choices[0], message.usage
                     whole.text += part.text
-                    whole.token_ids = [*(whole.token_ids or ()), *(part.token_ids or ())]
+                    token_ids += part.token_ids or ()
                     whole.finish_reason = part.finish_reason
                     if part.logprobs is not None:
                         logprobs.tokens += part.logprobs.tokens
@@ -508,7 +506,6 @@ class HttpDialect(Dialect):
             return None
         finally:
             call.cancel()
-        whole.logprobs = logprobs
         return _Message([whole], usage)
 
     async def _output(self, prompt: tuple[int, ...], **fields: Any) -> list[int] | None:
@@ -589,7 +586,7 @@ def _generate_body(body: dict[str, Any]) -> dict[str, Any]:
 def _count(message: _Message, choice: Choice, output: Output) -> None:
     """Add the text and the tokens of a message without token ids. Raises: EngineFailed."""
     part, usage = message.choices[0], message.usage
-    limit, before = wire_choice(choice).max_tokens, len(output.token_ids)
+    limit, before = choice.token_count_max, len(output.token_ids)
     count = before + bool(part.text) if usage is None else usage.completion_tokens
     if part.finish_reason is None:
         count = min(count, limit - 1)  # the last token comes with the rest of the text

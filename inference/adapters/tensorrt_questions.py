@@ -106,9 +106,13 @@ class Patient:
             setattr(values, name, value)
         return self.library.submit(self.llm, request, values)
 
-    async def tokens(self, *values: Any, **named: Any) -> list[int]:
+    async def output(self, *values: Any, **named: Any) -> Any:
         """Run a request to its end and return the output. For the parameters see `start`."""
-        return list((await self.finish(self.start(*values, **named))).token_ids)
+        return await self.finish(self.start(*values, **named))
+
+    async def tokens(self, *values: Any, **named: Any) -> list[int]:
+        """Return the tokens of an output. For the parameters see `start`."""
+        return list((await self.output(*values, **named)).token_ids)
 
     async def finish(self, result: Any) -> Any:
         """Wait for the end of the output and return it. Raises: TimeoutError."""
@@ -165,7 +169,7 @@ async def account(patient: Patient) -> tuple[Verdict, str]:
 
 async def context_window(patient: Patient) -> tuple[Verdict, str]:
     """Does the KV cache hold a full context window?"""
-    await patient.finish(patient.start(patient.prompt(17), 2))
+    await patient.output(patient.prompt(17), 2)
     await patient.read()
     blocks = patient.statistics.get("kvCacheStats") or {}
     tokens = blocks.get("maxNumBlocks", 0) * blocks.get("tokensPerBlock", 0)
@@ -208,14 +212,10 @@ async def processes(patient: Patient) -> tuple[Verdict, str]:
 async def end_tokens(patient: Patient) -> tuple[Verdict, str]:
     """Is the token that ends an output in its list?"""
     prompt = patient.prompt(1)
-    free = list((await patient.finish(patient.start(prompt, 12))).token_ids)
+    free = await patient.tokens(prompt, 12)
     first, second = free[5], free[8]
-    as_end = list(
-        (await patient.finish(patient.start(prompt, 12, ends=frozenset({first})))).token_ids
-    )
-    both = await patient.finish(
-        patient.start(prompt, 12, ends=frozenset({min(first, second), max(first, second)}))
-    )
+    as_end = await patient.tokens(prompt, 12, ends=frozenset({first}))
+    both = await patient.output(prompt, 12, ends=frozenset({first, second}))
     listed = [
         name
         for name, ids in (("end id", as_end), ("stop id", list(both.token_ids)))
@@ -283,7 +283,7 @@ async def abort_in_queue(patient: Patient) -> tuple[Verdict, str]:
 
 async def serves_afterwards(patient: Patient) -> tuple[Verdict, str]:
     """Does the engine serve requests after the aborts, with its blocks free?"""
-    await patient.finish(patient.start(patient.prompt(5), 5))
+    await patient.output(patient.prompt(5), 5)
     await patient.read()
     used = (patient.statistics.get("kvCacheStats") or {}).get("usedNumBlocks")
     return needed(True), f"yes; blocks in use: {used}"
@@ -291,26 +291,19 @@ async def serves_afterwards(patient: Patient) -> tuple[Verdict, str]:
 
 async def log_probabilities(patient: Patient) -> tuple[Verdict, str]:
     """Does every token come with its own log-probability?"""
-    output = await patient.finish(
-        patient.start(patient.prompt(6), 8, sampling=SamplingParams(top_logprobs=3))
-    )
-    complete = len(output.logprobs) == len(output.token_ids)
-    chosen = complete and all(
-        token in known for token, known in zip(output.token_ids, output.logprobs, strict=True)
-    )
-    return (
-        needed(bool(chosen)),
-        (
-            f"{len(output.logprobs)} for {len(output.token_ids)} tokens, the chosen one"
-            f" {'in' if chosen else 'not in'} them"
-        ),
-    )
+    sampling = SamplingParams(top_logprobs=3)
+    output = await patient.output(patient.prompt(6), 8, sampling=sampling)
+    counts = len(output.logprobs), len(output.token_ids)
+    pairs = zip(output.token_ids, output.logprobs, strict=False)
+    chosen = counts[0] == counts[1] and all(token in known for token, known in pairs)
+    seen = f"{counts[0]} for {counts[1]} tokens, the chosen one {'in' if chosen else 'not in'} them"
+    return needed(chosen), seen
 
 
 async def sampled_log_probabilities(patient: Patient) -> tuple[Verdict, str]:
     """May a sampled token lack its log-probability, as in release 1.2.1?"""
     sampling = SamplingParams(temperature=2.0, top_logprobs=1)
-    output = await patient.finish(patient.start(patient.prompt(11), 32, sampling=sampling))
+    output = await patient.output(patient.prompt(11), 32, sampling=sampling)
     missing = sum(
         token not in known for token, known in zip(output.token_ids, output.logprobs, strict=False)
     )
@@ -390,7 +383,7 @@ async def invalid_token(patient: Patient) -> tuple[Verdict, str]:
         seen = f"accepted, {len(tokens)} tokens"
     except Exception as error:  # a refusal of any type
         seen = repr(error)
-    await patient.finish(patient.start(patient.prompt(16), 2))
+    await patient.output(patient.prompt(16), 2)
     return expected(not seen.startswith("accepted")), seen
 
 
@@ -399,13 +392,13 @@ async def guided_decoding(patient: Patient) -> tuple[Verdict, str]:
     formats = (*FORMATS, ResponseFormat(GrammarKind.LARK, "start: /[0-9]/ /[0-9]/"))
     return await accepted(
         formats,
-        lambda wanted: patient.finish(patient.start(patient.prompt(7), 40, response_format=wanted)),
+        lambda wanted: patient.output(patient.prompt(7), 40, response_format=wanted),
     )
 
 
 async def statistics(patient: Patient) -> tuple[Verdict, str]:
     """Does it report the statistics that the adapter reads?"""
-    await patient.finish(patient.start(patient.prompt(8), 5))
+    await patient.output(patient.prompt(8), 5)
     await patient.read()
     missing = EXPECTED_STATISTICS - set(patient.statistics)
     blocks = patient.statistics.get("kvCacheStats") or {}

@@ -229,10 +229,8 @@ class ClassifierProcess:
 
     async def serve(self) -> None:
         """Keep a child process running until cancelled."""
-        backoff, clock = (
-            Backoff(RESTART_DELAY_S_MIN, RESTART_DELAY_S_MAX),
-            asyncio.get_running_loop().time,
-        )
+        backoff = Backoff(RESTART_DELAY_S_MIN, RESTART_DELAY_S_MAX)
+        clock = asyncio.get_running_loop().time
         while True:
             started_at_s = clock()
             await self._run_child()
@@ -256,7 +254,10 @@ class ClassifierProcess:
                         await child.wait_gone(self._timeout_s)
                         self._reason = f"their process ended with status {child.exit_status}"
                 finally:
-                    self._lose(child)
+                    self._child = None
+                    self._watchdog.disarm()
+                    # The batch may be the cause, so it fails; other texts wait.
+                    self.queue.fail_batch(lambda: self._unavailable("their process ended"))
         except (ProtocolBroken, OSError) as error:
             self._reason = f"their process could not be started: {error}"
 
@@ -290,10 +291,9 @@ class ClassifierProcess:
                 f"{len(message.scores)} scores for {self.queue.under_way_count} texts"
             )
         self._watchdog.heard()
-        if message.fault is None:
+        if (fault := message.fault) is None:
             self.queue.answer(message.scores)
         else:
-            fault = message.fault
             self.queue.fail_batch(lambda: self._unavailable(fault))
         self._send_next()
 
@@ -302,13 +302,6 @@ class ClassifierProcess:
         if self._child is not None and (batch := self.queue.take_batch()):
             self._watchdog.heard()
             self._child.send(ClassifyBatch(self.queue.batch_count, batch))
-
-    def _lose(self, child: HostProcess) -> None:
-        """Handle the end of the child: its batch, a possible cause, fails; other texts wait."""
-        if self._child is child:
-            self._child = None
-            self._watchdog.disarm()
-        self.queue.fail_batch(lambda: self._unavailable("their process ended"))
 
     def _unavailable(self, why: str) -> SafetyUnavailable:
         return SafetyUnavailable(
@@ -396,10 +389,8 @@ class ClassifierChecker:
                 raise
             _log.warning("let through unchecked, as configured: %s", error)
             return None
-        hits = (
-            rule.hit(scores)
-            for rule, scores in zip([rule for _ in texts for rule in rules], scored, strict=True)
-        )
+        asked = [rule for _ in texts for rule in rules]
+        hits = (rule.hit(scores) for rule, scores in zip(asked, scored, strict=True))
         return next((hit for hit in hits if hit is not None), None)
 
 
@@ -602,11 +593,7 @@ def _classifier(
             raise SafetyRulesInvalid(
                 f"{where}: the checkpoint has no label {label!r}; it has: {', '.join(labels)}"
             )
-        if (
-            isinstance(threshold, bool)
-            or not isinstance(threshold, int | float)
-            or not 0 < threshold <= 1
-        ):
+        if type(threshold) not in (int, float) or not 0 < threshold <= 1:
             raise SafetyRulesInvalid(
                 f"{where}: the threshold of {label!r} must be above 0 and at most 1"
             )
@@ -637,9 +624,7 @@ def _labels(directory: Path, where: str) -> dict[str, int]:
         )
     # the library's default for a missing entry
     id2label = config.get("id2label") or {0: "LABEL_0", 1: "LABEL_1"}
-    if not isinstance(id2label, dict) or sorted(map(str, id2label)) != sorted(
-        map(str, range(len(id2label)))
-    ):
+    if not isinstance(id2label, dict) or {*map(str, id2label)} != {*map(str, range(len(id2label)))}:
         raise SafetyRulesInvalid(
             f"{where}: id2label of {directory / 'config.json'} is not a table of labels"
         )
@@ -653,21 +638,15 @@ def _terms(table: Any, where: str) -> ClassifierTerms:
         table, {"window_chars", "context_chars", "timeout_s", "when_unavailable"}, where
     )
     default = ClassifierTerms()
-    window, context = (
-        table.get("window_chars", default.window_chars),
-        table.get("context_chars", default.context_chars),
-    )
+    window = table.get("window_chars", default.window_chars)
+    context = table.get("context_chars", default.context_chars)
     for name, value, minimum in (("window_chars", window, 1), ("context_chars", context, 0)):
         if type(value) is not int or not minimum <= value <= WINDOW_CHARS_MAX:
             raise SafetyRulesInvalid(
                 f"{where}: {name} must be a whole number from {minimum} to {WINDOW_CHARS_MAX}"
             )
     timeout_s = table.get("timeout_s", default.timeout_s)
-    if (
-        isinstance(timeout_s, bool)
-        or not isinstance(timeout_s, int | float)
-        or not 0 < timeout_s <= TIMEOUT_S_MAX
-    ):
+    if type(timeout_s) not in (int, float) or not 0 < timeout_s <= TIMEOUT_S_MAX:
         raise SafetyRulesInvalid(
             f"{where}: timeout_s must be above 0 and at most {TIMEOUT_S_MAX:.0f}"
         )
