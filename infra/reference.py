@@ -403,10 +403,11 @@ def metric_families() -> list[MetricFamily]:
         "TIMES": operator_http.REQUEST_LABELS,
         "QUEUES": ("model",),
     }
+    meanings = operator_http.MEANINGS
     found = [
-        MetricFamily(name, kind, labels_of[constant], meaning)
+        MetricFamily(name, kind, labels_of[constant], meanings[name])
         for constant, kind in tables.items()
-        for name, meaning, _ in getattr(operator_http, constant)
+        for name, _ in getattr(operator_http, constant)
     ]
     for node in ast.walk(ast.parse(inspect.getsource(operator_http))):
         match node:
@@ -414,10 +415,10 @@ def metric_families() -> list[MetricFamily]:
                 func=ast.Name(
                     id="gauge" | "gauges" | "counter" | "counters" | "histograms" as kind
                 ),
-                args=[ast.Constant(value=str(name)), ast.Constant(value=str(meaning)), *rest],
+                args=[ast.Constant(value=str(name)), *rest],
             ):
                 labels = eval_labels(rest[0]) if kind.endswith("s") else ()
-                found.append(MetricFamily(name, kind.removesuffix("s"), labels, meaning))
+                found.append(MetricFamily(name, kind.removesuffix("s"), labels, meanings[name]))
     return [
         MetricFamily(
             f"{it.name}_total" if it.kind == "counter" else it.name, it.kind, it.labels, it.meaning
