@@ -240,12 +240,7 @@ async def set_webhook(
     await session.execute(set_it)
     webhook = await session.get_one(AlertWebhook, owner.id, populate_existing=True)
     await record_change(
-        session,
-        actor=actor,
-        action="alert_webhook.set",
-        subject_id=str(owner.id),
-        before=before,
-        after=snapshot(webhook),
+        session, actor, "alert_webhook.set", str(owner.id), before=before, after=snapshot(webhook)
     )
     return await _state(session, webhook, owner), secret
 
@@ -264,9 +259,7 @@ async def remove_webhook(session: AsyncSession, *, organization: str, actor: str
     await session.execute(
         waiting.values(state=DeliveryState.FAILED, ended_at=func.now(), last_error=REMOVED)
     )
-    await record_change(
-        session, actor=actor, action="alert_webhook.delete", subject_id=str(owner.id), before=before
-    )
+    await record_change(session, actor, "alert_webhook.delete", str(owner.id), before=before)
 
 
 async def list_webhooks(session: AsyncSession, *, organization: str = "") -> list[WebhookState]:

@@ -489,12 +489,7 @@ async def drain_replica(
     assert after is not None, "it was just written"
     if (now := snapshot(after)) != was:
         await record_change(
-            session,
-            actor=actor,
-            action="replica.drain",
-            subject_id=f"{model} {replica}",
-            before=was,
-            after=now,
+            session, actor, "replica.drain", f"{model} {replica}", before=was, after=now
         )
     await _announce(session)
     return after
@@ -514,12 +509,7 @@ async def end_drain(
     )
     after = {"model": model, "replica": replica, "drained_at": None, "reason": reason}
     await record_change(
-        session,
-        actor=actor,
-        action="replica.undrain",
-        subject_id=f"{model} {replica}",
-        before=was,
-        after=after,
+        session, actor, "replica.undrain", f"{model} {replica}", before=was, after=after
     )
     await _announce(session)
     return True

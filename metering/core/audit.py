@@ -33,19 +33,16 @@ def snapshot(row: Base | Row[Any]) -> Snapshot:
 
 async def record_change(
     session: AsyncSession,
-    *,
     actor: str,
     action: str,
     subject_id: str,
+    *,
     before: Snapshot | None = None,
     after: Snapshot | None = None,
 ) -> None:
     """Add an entry. before: None for a new object; after: None for a deleted one."""
-    await session.execute(
-        insert(AuditEntry).values(
-            actor=actor, action=action, subject_id=subject_id, before=before, after=after
-        )
-    )
+    entry = {"actor": actor, "action": action, "subject_id": subject_id}
+    await session.execute(insert(AuditEntry).values(entry | {"before": before, "after": after}))
 
 
 async def list_audit_entries(

@@ -375,7 +375,7 @@ async def _decided(
         "billing_month": record.billing_month,
         "credit_note_number": record.credit_note_number,
     }
-    await record_change(session, actor=actor, action=action, subject_id=str(record.id), after=after)
+    await record_change(session, actor, action, str(record.id), after=after)
     return record
 
 

@@ -441,6 +441,4 @@ async def _freeze(
         "csv_sha256": digest.csv_sha256.hex(),
     }
     subject = f"{report.organization_id}/{report.month}"
-    await record_change(
-        session, actor=request.actor, action="month.close", subject_id=subject, after=after
-    )
+    await record_change(session, request.actor, "month.close", subject, after=after)

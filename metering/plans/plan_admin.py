@@ -166,14 +166,7 @@ async def create_plan(
     if made is None:
         raise AlreadyExists("plan", name, "in another version that was just created: call again")
     before = None if latest is None else snapshot(latest)
-    await record_change(
-        session,
-        actor=actor,
-        action="plan.create",
-        subject_id=name,
-        before=before,
-        after=snapshot(made),
-    )
+    await record_change(session, actor, "plan.create", name, before=before, after=snapshot(made))
     return _plan(made), False
 
 
@@ -243,9 +236,9 @@ async def assign_plan(
     made = (await session.execute(insertion("plan_assignments", values).returning(text("*")))).one()
     await record_change(
         session,
-        actor=actor,
-        action="plan.assign",
-        subject_id=str(owner.id),
+        actor,
+        "plan.assign",
+        str(owner.id),
         before=None if before is None else snapshot(before),
         after=snapshot(made),
     )

@@ -182,9 +182,7 @@ async def grant_credit(
     await post(
         session, [_posting(grant, TransactionKind.CREDIT_GRANTED, month, now, amount_picos, moved)]
     )
-    await record_change(
-        session, actor=actor, action="credit.grant", subject_id=str(row.id), after=snapshot(row)
-    )
+    await record_change(session, actor, "credit.grant", str(row.id), after=snapshot(row))
     return grant
 
 
@@ -424,9 +422,7 @@ async def set_prepaid(
     # No request is admitted from here to the end: the limit is set before the first request is
     # checked.
     await recount(session, [(quota, owner.id)])
-    await record_change(
-        session, actor=actor, action="quota.set", subject_id=str(quota.id), after=snapshot(quota)
-    )
+    await record_change(session, actor, "quota.set", str(quota.id), after=snapshot(quota))
     await refresh(session, owner.id, actor=actor, granted_picos=0)
     return owner, False
 

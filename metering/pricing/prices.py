@@ -486,9 +486,7 @@ async def _add(
                 "and never changes: choose another time",
             )
 
-        await record_change(
-            session, actor=actor, action=action, subject_id=str(version.id), after=snapshot(version)
-        )
+        await record_change(session, actor, action, str(version.id), after=snapshot(version))
         added.append(_model_price(version))
     return added
 

@@ -140,14 +140,7 @@ async def set_quota(
         else:
             later.append((quota, organization_id))
     if before != after:
-        await record_change(
-            session,
-            actor=actor,
-            action="quota.set",
-            subject_id=str(quota.id),
-            before=before,
-            after=after,
-        )
+        await record_change(session, actor, "quota.set", str(quota.id), before=before, after=after)
     return await _state(session, quota.id)
 
 
@@ -206,9 +199,7 @@ async def retire_quota(session: AsyncSession, quota: Quota, actor: str) -> None:
     """Mark a quota as deleted: its row is kept for the holds charged to it."""
     before = snapshot(quota)
     await session.execute(update(Quota).where(Quota.id == quota.id).values(deleted_at=func.now()))
-    await record_change(
-        session, actor=actor, action="quota.delete", subject_id=str(quota.id), before=before
-    )
+    await record_change(session, actor, "quota.delete", str(quota.id), before=before)
 
 
 async def delete_past_counters(session: AsyncSession, limit: int = PAST_COUNTERS_MAX) -> int:
@@ -369,14 +360,7 @@ async def change_quota(
     before = snapshot(quota)
     after = snapshot(await _update(session, quota.id, values))
     if before != after:
-        await record_change(
-            session,
-            actor=actor,
-            action=action,
-            subject_id=str(quota.id),
-            before=before,
-            after=after,
-        )
+        await record_change(session, actor, action, str(quota.id), before=before, after=after)
 
 
 async def _update(session: AsyncSession, quota_id: uuid.UUID, values: dict[str, object]) -> Quota:
