@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 
 class EngineError(Exception):
     """Base of all engine errors. `reason` is machine-readable; attributes carry the facts."""
@@ -82,9 +84,9 @@ class CheckpointInvalid(EngineError):
 
     reason = "CHECKPOINT_INVALID"
 
-    def __init__(self, path: str, message: str) -> None:
+    def __init__(self, path: Path | str, message: str) -> None:
         super().__init__(f"{path}: {message}")
-        self.path = path
+        self.path = str(path)
 
 
 class ChatTemplateFailed(EngineError):

@@ -77,10 +77,8 @@ async def model_facts(patient: Patient) -> tuple[Verdict, str]:
         for name in ("vocabulary_size", "context_window_tokens", "running_sequence_count_max")
         if not getattr(facts, name)
     ]
-    return (
-        expected(not unknown),
-        f"{facts.model}, {facts.version}; not reported: {', '.join(unknown) or 'nothing'}",
-    )
+    seen = f"{facts.model}, {facts.version}; not reported: {', '.join(unknown) or 'nothing'}"
+    return expected(not unknown), seen
 
 
 async def request_fields(patient: Patient) -> tuple[Verdict, str]:
@@ -117,10 +115,7 @@ async def repeats(patient: Patient) -> tuple[Verdict, str]:
     if len(first.token_ids) != 16 or first.finish_reason != "length":
         return Verdict.BAD, f"{len(first.token_ids)} tokens of 16, ended by {first.finish_reason}"
     same = first.token_ids == second.token_ids
-    return (
-        expected(same),
-        f"16 tokens, the second time {'the same' if first == second else 'others'}",
-    )
+    return expected(same), f"16 tokens, the second time {'the same' if same else 'others'}"
 
 
 async def end_tokens(patient: Patient) -> tuple[Verdict, str]:
@@ -259,10 +254,8 @@ async def loads(patient: Patient) -> tuple[Verdict, str]:
         load = await patient.dialect.load(16)
     except grpc.aio.AioRpcError as error:
         return Verdict.OTHER, f"no: {error.code().name}"
-    return (
-        expected(load.kv_block_count_total > 0),
-        f"{load.kv_block_count_held} of {load.kv_block_count_total} blocks are in use",
-    )
+    held_count, total = load.kv_block_count_held, load.kv_block_count_total
+    return expected(total > 0), f"{held_count} of {total} blocks are in use"
 
 
 async def cache_events(patient: Patient) -> tuple[Verdict, str]:

@@ -58,20 +58,20 @@ def read_adapter(name: str, directory: Path) -> Adapter:
     path = directory / "adapter_config.json"
     config = read_json(path)
     if config.get("peft_type", "LORA") != "LORA":
-        raise CheckpointInvalid(str(path), f"peft_type must be LORA, got {config['peft_type']!r}")
+        raise CheckpointInvalid(path, f"peft_type must be LORA, got {config['peft_type']!r}")
     for entry, harmless in _IGNORED.items():
         if config.get(entry) not in harmless:
-            raise CheckpointInvalid(str(path), f"TensorRT-LLM ignores {entry}: {_MERGE}")
+            raise CheckpointInvalid(path, f"TensorRT-LLM ignores {entry}: {_MERGE}")
     rank, targets = config.get("r"), config.get("target_modules")
     if type(rank) is not int or rank < 1:
-        raise CheckpointInvalid(str(path), f"r must be a whole number of at least 1, got {rank!r}")
+        raise CheckpointInvalid(path, f"r must be a whole number of at least 1, got {rank!r}")
     if not targets or not isinstance(targets, list) or {*targets} - MODULES.keys():
         raise CheckpointInvalid(
-            str(path),
+            path,
             f"target_modules must be a list of {', '.join(MODULES)}, got {targets!r}: {_MERGE}",
         )
     if not any((directory / f"adapter_model.{kind}").exists() for kind in ("safetensors", "bin")):
-        raise CheckpointInvalid(str(directory), "adapter_model.safetensors is missing")
+        raise CheckpointInvalid(directory, "adapter_model.safetensors is missing")
     if {*targets} & {*ATTENTION}:
         targets += ATTENTION
     return Adapter(

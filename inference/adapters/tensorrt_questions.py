@@ -248,10 +248,8 @@ async def abort_while_running(patient: Patient) -> tuple[Verdict, str]:
         await anext(aiter(result))
     result.abort()
     reason = await patient.answers_abort(result)
-    return (
-        expected(reason == "cancelled"),
-        f"{reason or 'nothing'}, with {len(result.outputs[0].token_ids)} tokens",
-    )
+    seen = f"{reason or 'nothing'}, with {len(result.outputs[0].token_ids)} tokens"
+    return expected(reason == "cancelled"), seen
 
 
 async def abort_in_prefill(patient: Patient) -> tuple[Verdict, str]:
@@ -411,10 +409,8 @@ async def cache_events(patient: Patient) -> tuple[Verdict, str]:
     ids = [event["event_id"] for event in patient.events]
     kinds = sorted({event["data"]["type"] for event in patient.events})
     gaps = sum(later != earlier + 1 for earlier, later in itertools.pairwise(ids))
-    return (
-        expected(bool(ids) and not gaps),
-        f"{len(ids)} events of types {', '.join(kinds) or 'none'}, {gaps} gaps",
-    )
+    seen = f"{len(ids)} events of types {', '.join(kinds) or 'none'}, {gaps} gaps"
+    return expected(bool(ids) and not gaps), seen
 
 
 async def dead_worker(patient: Patient) -> tuple[Verdict, str]:

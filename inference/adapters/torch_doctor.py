@@ -115,10 +115,8 @@ async def prefill(patient: Patient) -> tuple[Verdict, str]:
     count = min(PROMPT_TOKENS, patient.config.context_window_tokens // 2)
     duration_s = min(patient.run(count, 1)[0] for _ in range(ROUNDS))
     operations = 2 * count * _layer_weight_count(patient.config)
-    return (
-        Verdict.EXPECTED,
-        f"{count / duration_s:,.0f} tokens/s, {operations / duration_s / 1e9:,.0f} GFLOPS",
-    )
+    seen = f"{count / duration_s:,.0f} tokens/s, {operations / duration_s / 1e9:,.0f} GFLOPS"
+    return Verdict.EXPECTED, seen
 
 
 async def decode(patient: Patient) -> tuple[Verdict, str]:
@@ -128,10 +126,8 @@ async def decode(patient: Patient) -> tuple[Verdict, str]:
     config = patient.config
     weights = _layer_weight_count(config) + config.vocabulary_size * config.hidden_size
     read_bytes_per_s = weights * WEIGHT_BYTES[patient.dtype] * tokens_per_s
-    return (
-        Verdict.EXPECTED,
-        f"{tokens_per_s:,.0f} tokens/s, which read {read_bytes_per_s / 1e9:.1f} GB/s of weights",
-    )
+    rate = f"{read_bytes_per_s / 1e9:.1f} GB/s of weights"
+    return Verdict.EXPECTED, f"{tokens_per_s:,.0f} tokens/s, which read {rate}"
 
 
 QUESTIONS: tuple[Callable[[Patient], Awaitable[tuple[Verdict, str]]], ...] = (

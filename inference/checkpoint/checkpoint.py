@@ -125,7 +125,7 @@ def read_rope(raw: Mapping[str, Any], context_window_tokens: int, path: Path) ->
     """Read the RoPE entries. context_window_tokens: before scaling. Raises: CheckpointInvalid."""
     for entry in ("rope_scaling", "rope_parameters"):
         if not isinstance(raw.get(entry) or {}, Mapping):
-            raise CheckpointInvalid(str(path), f"entry {entry} = {raw[entry]!r} is not an object")
+            raise CheckpointInvalid(path, f"entry {entry} = {raw[entry]!r} is not an object")
     parameters: dict[str, Any] = dict(raw.get("rope_scaling") or {}) | dict(
         raw.get("rope_parameters") or {}
     )
@@ -133,14 +133,14 @@ def read_rope(raw: Mapping[str, Any], context_window_tokens: int, path: Path) ->
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind not in _ENTRIES:
         raise CheckpointInvalid(
-            str(path), f"RoPE scaling {kind} is not supported; supported: {', '.join(_ENTRIES)}"
+            path, f"RoPE scaling {kind} is not supported; supported: {', '.join(_ENTRIES)}"
         )
     known = {*_ENTRIES[kind].split(), "rope_theta", "rope_type", "type"}
     for name, value in parameters.items():
         neutral = name == "partial_rotary_factor" and value == 1
         if name not in known and value is not None and not neutral:
             raise CheckpointInvalid(
-                str(path), f"RoPE scaling {kind} has an unsupported entry: {name} = {value!r}"
+                path, f"RoPE scaling {kind} has an unsupported entry: {name} = {value!r}"
             )
     # The top-level entry overrides the parameters, as in transformers.
     original = raw.get("original_max_position_embeddings") or parameters.get(
@@ -151,7 +151,7 @@ def read_rope(raw: Mapping[str, Any], context_window_tokens: int, path: Path) ->
         scaling is not None and not (scaling.factor > 0 and math.isfinite(scaling.factor))
     ):
         raise CheckpointInvalid(
-            str(path), f"rope_theta = {theta} and the factor of a RoPE scaling must be above 0"
+            path, f"rope_theta = {theta} and the factor of a RoPE scaling must be above 0"
         )
     return RopeConfig(theta, scaling)
 
@@ -191,7 +191,7 @@ def refuse_wrong_factors(rope: RopeConfig, head_dim: int, path: Path) -> None:
             factor > 0 and math.isfinite(factor) for factor in factors
         ):
             raise CheckpointInvalid(
-                str(path),
+                path,
                 f"RoPE scaling longrope needs {head_dim // 2} values above 0 as {name}, not"
                 f" {list(factors)!r:.200}",
             )
@@ -292,15 +292,15 @@ def read_config(directory: Path) -> DecoderConfig:
     if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
         supported = ", ".join(ARCHITECTURES)
         raise CheckpointInvalid(
-            str(path), f"architecture {architecture} is not supported; supported: {supported}"
+            path, f"architecture {architecture} is not supported; supported: {supported}"
         )
     if raw.get("quantization_config"):
         raise CheckpointInvalid(
-            str(path), "quantized checkpoints are not supported; use the unquantized one"
+            path, "quantized checkpoints are not supported; use the unquantized one"
         )
     if raw.get("hidden_act", "silu") != "silu":
         raise CheckpointInvalid(
-            str(path), f"activation {raw['hidden_act']} is not supported; supported: silu"
+            path, f"activation {raw['hidden_act']} is not supported; supported: silu"
         )
     refuse_entries_beside(
         _COMMON_ENTRIES | ARCHITECTURES[architecture].entries, raw, architecture, path
@@ -308,25 +308,23 @@ def read_config(directory: Path) -> DecoderConfig:
     for name in _SIZES:
         value = raw.get(name)
         if isinstance(value, int | float) and value < 1:
-            raise CheckpointInvalid(
-                str(path), f"entry {name} = {value!r} is not a count of at least 1"
-            )
+            raise CheckpointInvalid(path, f"entry {name} = {value!r} is not a count of at least 1")
     with entries_of(path):
         config = _read_sizes(raw, architecture, read_end_token_ids(directory, raw), path)
     if min(config.head_count, config.kv_head_count) < 1 or config.head_count % config.kv_head_count:
         raise CheckpointInvalid(
-            str(path),
+            path,
             f"{config.head_count} attention heads cannot share {config.kv_head_count} key-value"
             " heads evenly",
         )
     if config.head_dim < 2 or config.head_dim % 2:
         raise CheckpointInvalid(
-            str(path), f"head_dim = {config.head_dim} must be even, since rotations apply to pairs"
+            path, f"head_dim = {config.head_dim} must be even, since rotations apply to pairs"
         )
     refuse_wrong_factors(config.rope, config.head_dim, path)
     if any(not 0 <= end < config.vocabulary_size for end in config.end_token_ids):
         raise CheckpointInvalid(
-            str(path),
+            path,
             f"eos_token_id {sorted(config.end_token_ids)} is not within vocab_size"
             f" {config.vocabulary_size}",
         )
@@ -419,10 +417,10 @@ def read_external_model(
     try:
         ends = read_end_token_ids(directory, raw) or read_end_token_ids(directory, text)
     except (TypeError, ValueError) as error:
-        raise CheckpointInvalid(str(path), f"eos_token_id is not a token id: {error}") from error
+        raise CheckpointInvalid(path, f"eos_token_id is not a token id: {error}") from error
     if any(not 0 <= end < vocabulary_size for end in ends):
         raise CheckpointInvalid(
-            str(path), f"eos_token_id {sorted(ends)} is not within vocab_size {vocabulary_size}"
+            path, f"eos_token_id {sorted(ends)} is not within vocab_size {vocabulary_size}"
         )
     architectures = raw.get("architectures") or ["unknown"]
     model = ModelInfo(
@@ -443,9 +441,7 @@ def read_count(raw: Mapping[str, Any], entry: str, path: Path) -> int:
     """Return an entry that is a count. Raises: CheckpointInvalid for any other value."""
     value = raw.get(entry)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise CheckpointInvalid(
-            str(path), f"entry {entry} = {value!r} is not a count of at least 1"
-        )
+        raise CheckpointInvalid(path, f"entry {entry} = {value!r} is not a count of at least 1")
     return value
 
 
@@ -455,16 +451,16 @@ def entries_of(path: Path) -> Iterator[None]:
     try:
         yield
     except KeyError as error:
-        raise CheckpointInvalid(str(path), f"entry {error.args[0]} is missing") from error
+        raise CheckpointInvalid(path, f"entry {error.args[0]} is missing") from error
     except (AttributeError, TypeError, ValueError) as error:
-        raise CheckpointInvalid(str(path), f"an entry has a wrong type: {error}") from error
+        raise CheckpointInvalid(path, f"an entry has a wrong type: {error}") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object from a file. Raises: CheckpointInvalid if missing or another type."""
     value = _read_json_value(path)
     if not isinstance(value, dict):
-        raise CheckpointInvalid(str(path), "the file does not hold a JSON object")
+        raise CheckpointInvalid(path, "the file does not hold a JSON object")
     return value
 
 
@@ -472,7 +468,7 @@ def read_json_list(path: Path) -> list[dict[str, Any]]:
     """Read a list of JSON objects from a file. Raises: CheckpointInvalid if missing or wrong."""
     value = _read_json_value(path)
     if not (isinstance(value, list) and all(isinstance(each, dict) for each in value)):
-        raise CheckpointInvalid(str(path), "the file does not hold a list of JSON objects")
+        raise CheckpointInvalid(path, "the file does not hold a list of JSON objects")
     return value
 
 
@@ -480,9 +476,9 @@ def _read_json_value(path: Path) -> object:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise CheckpointInvalid(str(path), "the file is missing") from error
+        raise CheckpointInvalid(path, "the file is missing") from error
     except (OSError, ValueError) as error:
-        raise CheckpointInvalid(str(path), f"the file cannot be read as JSON: {error}") from error
+        raise CheckpointInvalid(path, f"the file cannot be read as JSON: {error}") from error
 
 
 def read_end_token_ids(directory: Path, raw: Mapping[str, Any]) -> frozenset[int]:
@@ -505,7 +501,7 @@ def read_default_sampling(
     with entries_of(path):
         sampling = _read_sampling(_read_generation_config(directory))
     if (fault := sampling_fault(sampling, vocabulary_size)) is not None:
-        raise CheckpointInvalid(str(path), fault)
+        raise CheckpointInvalid(path, fault)
     sampling, left_out = capabilities.honoured(sampling)
     if left_out:
         _log.warning(
@@ -632,7 +628,7 @@ def refuse_entries_beside(
         neutral = name == "partial_rotary_factor" and value == 1
         if not (name in known or name.startswith("_") or off or neutral):
             raise CheckpointInvalid(
-                str(path),
+                path,
                 f"entry {name} = {value!r} is not supported for {architecture}; it may change what"
                 " the model computes",
             )
@@ -650,9 +646,7 @@ def read_layer_windows(
     ):
         window = None
     elif int(window) < 1:
-        raise CheckpointInvalid(
-            str(path), f"entry sliding_window = {window!r} is not a count of tokens"
-        )
+        raise CheckpointInvalid(path, f"entry sliding_window = {window!r} is not a count of tokens")
     if family.windows != "layers":
         return (window,) * layer_count
     kinds = raw.get("layer_types")
@@ -663,7 +657,7 @@ def read_layer_windows(
     known = {"full_attention"} if window is None else {"full_attention", "sliding_attention"}
     if len(kinds) != layer_count or not known.issuperset(kinds):
         raise CheckpointInvalid(
-            str(path),
+            path,
             f"entry layer_types = {kinds!r} is not supported for {layer_count} layers and a window"
             f" of {window} tokens",
         )

@@ -53,10 +53,10 @@ class MappedFile:
         except (SafetensorError, OSError, ValueError) as error:
             if _begins_with(path, _LFS_POINTER):
                 raise CheckpointInvalid(
-                    str(path), "a Git LFS pointer, not the weights: fetch them with `git lfs pull`"
+                    path, "a Git LFS pointer, not the weights: fetch them with `git lfs pull`"
                 ) from error
             raise CheckpointInvalid(
-                str(path), f"not a safetensors file, or truncated: {error}"
+                path, f"not a safetensors file, or truncated: {error}"
             ) from error
         header_bytes = int.from_bytes(self._mapping[:8], "little")
         header = json.loads(self._mapping[8 : 8 + header_bytes])
@@ -85,7 +85,7 @@ class MappedFile:
         dtype_name = self._entries[name].dtype_name
         if dtype_name not in _DTYPES:
             raise CheckpointInvalid(
-                str(self.path),
+                self.path,
                 f"tensor {name} has type {dtype_name}, which is not supported; supported:"
                 f" {', '.join(_DTYPES)}",
             )
@@ -278,7 +278,7 @@ class TensorReader:
             self.read(name, tuple(original.shape)), original
         ):
             raise CheckpointInvalid(
-                str(self._directory),
+                self._directory,
                 f"tensor {name} differs from the embedding that config.json ties it to",
             )
 
@@ -287,7 +287,7 @@ class TensorReader:
         for name in self._unread:
             if not ignored.fullmatch(name):
                 raise CheckpointInvalid(
-                    str(self._directory / self._file_by_name[name]),
+                    self._directory / self._file_by_name[name],
                     f"tensor {name} has no place in {architecture} as configured",
                 )
 
@@ -319,7 +319,7 @@ class TensorReader:
         limit = torch.finfo(self._dtype).max
         if not (-limit <= float(lowest) and float(highest) <= limit):
             raise CheckpointInvalid(
-                str(file.path),
+                file.path,
                 f"tensor {name} holds values that are not finite; check that the file is intact",
             )
         file.give_back(name)
@@ -328,14 +328,14 @@ class TensorReader:
     def _find(self, name: str, shape: tuple[int, ...]) -> MappedFile:
         file_name = self._file_by_name.get(name)
         if file_name is None:
-            raise CheckpointInvalid(str(self._directory), f"tensor {name} is missing")
+            raise CheckpointInvalid(self._directory, f"tensor {name} is missing")
         file = self._open(file_name)
         actual = file.shape(name)
         if actual is None:
-            raise CheckpointInvalid(str(file.path), f"tensor {name} is missing")
+            raise CheckpointInvalid(file.path, f"tensor {name} is missing")
         if actual != shape:
             raise CheckpointInvalid(
-                str(file.path), f"tensor {name} has shape {actual}, config.json says {shape}"
+                file.path, f"tensor {name} has shape {actual}, config.json says {shape}"
             )
         self._unread.pop(name, None)
         return file
@@ -347,7 +347,7 @@ class TensorReader:
         if index_path.exists():
             weight_map = read_json(index_path).get("weight_map")
             if not isinstance(weight_map, dict):
-                raise CheckpointInvalid(str(index_path), "entry weight_map is missing")
+                raise CheckpointInvalid(index_path, "entry weight_map is missing")
             return {str(name): str(file_name) for name, file_name in weight_map.items()}
         pickled = (
             " (weights in pickle files are not loaded: convert them)"
@@ -355,7 +355,7 @@ class TensorReader:
             else ""
         )
         raise CheckpointInvalid(
-            str(self._directory), f"neither {SINGLE_FILE} nor {INDEX_FILE} is there{pickled}"
+            self._directory, f"neither {SINGLE_FILE} nor {INDEX_FILE} is there{pickled}"
         )
 
     def _open(self, file_name: str) -> MappedFile:
@@ -363,6 +363,6 @@ class TensorReader:
             path = self._directory / file_name
             # An index is untrusted: it must not reach files outside its directory.
             if Path(file_name).name != file_name or not path.exists():
-                raise CheckpointInvalid(str(path), "the weights file is missing")
+                raise CheckpointInvalid(path, "the weights file is missing")
             self._files[file_name] = MappedFile(path)
         return self._files[file_name]

@@ -144,11 +144,11 @@ def read_encoder_config(directory: Path) -> EncoderConfig:
         config = _read_config(modules, raw, path)
     if config.hidden_size % config.head_count:
         raise CheckpointInvalid(
-            str(path), f"{config.head_count} heads cannot share {config.hidden_size} floats evenly"
+            path, f"{config.head_count} heads cannot share {config.hidden_size} floats evenly"
         )
     if modules.dimension not in (None, config.hidden_size):
         raise CheckpointInvalid(
-            str(modules.pooling_path),
+            modules.pooling_path,
             f"dimension {modules.dimension} is not hidden_size {config.hidden_size}",
         )
     return config
@@ -173,11 +173,11 @@ def _read_config(modules: _Modules, raw: Mapping[str, Any], path: Path) -> Encod
     family = FAMILIES.get(model_type)
     if family is None:
         raise CheckpointInvalid(
-            str(path), f"model_type {model_type} is not supported; supported: {', '.join(FAMILIES)}"
+            path, f"model_type {model_type} is not supported; supported: {', '.join(FAMILIES)}"
         )
     if raw.get("quantization_config"):
         raise CheckpointInvalid(
-            str(path), "quantized checkpoints are not supported; use the unquantized one"
+            path, "quantized checkpoints are not supported; use the unquantized one"
         )
     refuse_entries_beside(frozenset(f"{_ENTRIES} {family.entries}".split()), raw, model_type, path)
     # Only learned absolute positions are supported; other kinds change the attention.
@@ -186,13 +186,13 @@ def _read_config(modules: _Modules, raw: Mapping[str, Any], path: Path) -> Encod
     ):
         kind = raw.get("position_embedding_type", "sinusoidal")
         raise CheckpointInvalid(
-            str(path),
+            path,
             f"position embeddings of the kind {kind!r} are not supported; supported: 'absolute'",
         )
     activation = str(raw[family.sizes["hidden_act"]])
     if activation not in ACTIVATIONS:
         raise CheckpointInvalid(
-            str(path),
+            path,
             f"activation {activation} is not supported; supported: {', '.join(ACTIVATIONS)}",
         )
     sizes = {
@@ -204,7 +204,7 @@ def _read_config(modules: _Modules, raw: Mapping[str, Any], path: Path) -> Encod
     for name, value in sizes.items():
         if value < 1:
             raise CheckpointInvalid(
-                str(path),
+                path,
                 f"entry {family.sizes.get(name, name)} = {value!r} is not a count of at least 1",
             )
     if raw.get("relative_attention_num_buckets", RELATIVE_BUCKETS) != RELATIVE_BUCKETS:
@@ -212,14 +212,14 @@ def _read_config(modules: _Modules, raw: Mapping[str, Any], path: Path) -> Encod
             f"entry relative_attention_num_buckets = {raw['relative_attention_num_buckets']!r} is"
             " not supported"
         )
-        raise CheckpointInvalid(str(path), f"{wrong}; supported: {RELATIVE_BUCKETS}")
+        raise CheckpointInvalid(path, f"{wrong}; supported: {RELATIVE_BUCKETS}")
     offset = (
         int(raw["pad_token_id"]) + 1 if family.skips_padding_positions else family.position_offset
     )
     positions = sizes["max_position_embeddings"] - offset
     if positions < 1:
         raise CheckpointInvalid(
-            str(path), f"max_position_embeddings leaves {positions} positions behind the padding"
+            path, f"max_position_embeddings leaves {positions} positions behind the padding"
         )
     named = raw.get("architectures") or [model_type]
     return EncoderConfig(
@@ -264,12 +264,12 @@ class _Modules:
             why = (
                 "it defines the pooling of token vectors; save the model with sentence-transformers"
             )
-            raise CheckpointInvalid(str(path), f"the file is missing: {why}")
+            raise CheckpointInvalid(path, f"the file is missing: {why}")
         modules = read_json_list(path)
         kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules]
         if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
             raise CheckpointInvalid(
-                str(path),
+                path,
                 f"modules {', '.join(kinds)} are not supported; supported: Transformer, Pooling,"
                 " and Normalize after them",
             )
@@ -290,7 +290,7 @@ class _Modules:
 def _inside(directory: Path, place: str, path: Path) -> Path:
     """Return a module's directory. modules.json is untrusted and must not reach other files."""
     if Path(place).is_absolute() or ".." in Path(place).parts:
-        raise CheckpointInvalid(str(path), f"path {place!r} is outside the checkpoint")
+        raise CheckpointInvalid(path, f"path {place!r} is outside the checkpoint")
     return directory / place
 
 
@@ -305,7 +305,7 @@ def _read_pooling(path: Path) -> tuple[Pooling, int | None]:
         return Pooling.CLS, dimension
     shown = ", ".join(f"{name} = {value!r}" for name, value in modes.items()) or "none"
     raise CheckpointInvalid(
-        str(path),
+        path,
         f"pooling by {shown} is not supported; supported: the mean of all tokens, or the first one",
     )
 
@@ -318,13 +318,11 @@ def _read_input_limit(directory: Path) -> int | None:
     raw = read_json(path)
     if raw.get("do_lower_case"):
         raise CheckpointInvalid(
-            str(path), "do_lower_case = True is not supported: let the tokenizer's normalizer do it"
+            path, "do_lower_case = True is not supported: let the tokenizer's normalizer do it"
         )
     limit = raw.get("max_seq_length")
     if limit is not None and (not isinstance(limit, int) or limit < 1):
-        raise CheckpointInvalid(
-            str(path), f"entry max_seq_length = {limit!r} is not a count of tokens"
-        )
+        raise CheckpointInvalid(path, f"entry max_seq_length = {limit!r} is not a count of tokens")
     return limit
 
 
@@ -334,7 +332,7 @@ def _refuse_prompt(path: Path) -> None:
     name, prompts = raw.get("default_prompt_name"), raw.get("prompts") or {}
     if name is not None and prompts.get(name):
         raise CheckpointInvalid(
-            str(path),
+            path,
             f"default_prompt_name = {name!r} is not supported: clients must prepend that text"
             " themselves",
         )

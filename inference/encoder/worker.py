@@ -112,7 +112,7 @@ def load_network(load: LoadEncoder, on_progress: Callable[[str, float], None]) -
     vectors = network.embed([[0] * config.input_tokens_max])
     if not bool(torch.isfinite(vectors).all()):
         raise CheckpointInvalid(
-            str(config.directory),
+            config.directory,
             "computes vectors that are not finite; check that the files are intact",
         )
     gc.collect()

@@ -82,17 +82,17 @@ class Classifier:
             )
         except Exception as error:  # the library raises exceptions of any type
             raise CheckpointInvalid(
-                str(directory), f"cannot be loaded as a classifier: {error}"
+                directory, f"cannot be loaded as a classifier: {error}"
             ) from error
         self._model: Any = model.eval()
         missing = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
         if missing:  # the library would continue with random weights
             raise CheckpointInvalid(
-                str(directory),
+                directory,
                 f"weights are missing or have a wrong shape: {', '.join(missing[:3])}",
             )
         if not self._tokenizer.is_fast:
-            raise CheckpointInvalid(str(directory), "needs a tokenizer.json")
+            raise CheckpointInvalid(directory, "needs a tokenizer.json")
         self._several_labels = (
             model.config.problem_type == "multi_label_classification"
             or model.config.num_labels == 1
@@ -102,10 +102,10 @@ class Classifier:
         try:
             scores = self.score(["word " * ROW_TOKENS_MAX])
         except (ArithmeticError, IndexError, RuntimeError, ValueError) as error:
-            raise CheckpointInvalid(str(directory), f"cannot score a text: {error}") from error
+            raise CheckpointInvalid(directory, f"cannot score a text: {error}") from error
         if len(scores[0]) != len(model.config.id2label):
             raise CheckpointInvalid(
-                str(directory),
+                directory,
                 f"gives {len(scores[0])} scores for {len(model.config.id2label)} labels",
             )
 

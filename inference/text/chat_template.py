@@ -293,9 +293,7 @@ class _ChatTemplate:
         try:
             self._template = environment.from_string(source)
         except TemplateError as error:
-            raise CheckpointInvalid(
-                str(path), f"the chat template does not parse: {error}"
-            ) from error
+            raise CheckpointInvalid(path, f"the chat template does not parse: {error}") from error
         variables = meta.find_undeclared_variables(environment.parse(source))
         self.thinking_switch = next((name for name in THINKING_SWITCHES if name in variables), None)
         self.source = source
@@ -429,7 +427,7 @@ def _sources(directory: Path, config: Mapping[str, Any]) -> dict[str, tuple[str,
         named = {"": None}
     if not all(isinstance(name, str) and isinstance(source, str) for name, source in named.items()):
         raise CheckpointInvalid(
-            str(config_path), "chat_template is neither a template nor templates by name"
+            config_path, "chat_template is neither a template nor templates by name"
         )
     sources = {name: (source, config_path) for name, source in named.items()}
     for path in sorted((directory / "additional_chat_templates").glob("*.jinja")):
@@ -444,7 +442,7 @@ def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointInvalid(str(path), f"the chat template cannot be read: {error}") from error
+        raise CheckpointInvalid(path, f"the chat template cannot be read: {error}") from error
 
 
 def _special_tokens(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
@@ -457,7 +455,7 @@ def _special_tokens(directory: Path, config: Mapping[str, Any]) -> dict[str, str
             token = entry.get("content") if isinstance(entry, dict) else entry
             if not isinstance(token, str):
                 raise CheckpointInvalid(
-                    str(directory / "tokenizer_config.json"), f"{name} = {entry!r} has no content"
+                    directory / "tokenizer_config.json", f"{name} = {entry!r} has no content"
                 )
             tokens[name] = token
     return tokens
