@@ -69,8 +69,7 @@ def host_of(place: str) -> str | None:
 
 @functools.lru_cache(maxsize=4096)
 def connected(place: str) -> Address | None:
-    """Return the address of a peer in gRPC's notation without port; connections of a client differ
-    only in the port."""
+    """Return the address of a peer in gRPC's notation without its port, which alone varies."""
     return None if (host := host_of(place)) is None else parse_address(host)
 
 

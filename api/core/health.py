@@ -45,8 +45,7 @@ log = structlog.get_logger(__name__)
 
 
 class Health:
-    """Health by name: the whole server (empty name), each service, and the parts that they depend
-    on."""
+    """Health by name: the server (empty name), each service, and the parts they depend on."""
 
     def __init__(self) -> None:
         self.servicer = HealthServicer()
@@ -76,8 +75,7 @@ async def keep_health(
     settings: Settings,
     stopping: asyncio.Event,
 ) -> None:
-    """Report health to clients and to the connection file until the process drains; then report not
-    serving."""
+    """Report health to clients and the connection file; once the process drains, not serving."""
     previous: Mapping[str, bool] = {}
     while not stopping.is_set():
         parts = {STORE: store_is_well(holds, settings)}

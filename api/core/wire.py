@@ -178,8 +178,7 @@ def given_duration(message: Message, field: str) -> timedelta | None:
 
 
 def message_of(kind: type[M], record: object, currency: str = "", /, **values: Any) -> M:
-    """Return a record as a message; each field is set from `values` or the record's attribute of
-    that name.
+    """Return a record as a message; fields come from `values` or the attributes of their names.
 
     An amount comes from the attribute `…_picos`, in the record's currency by default; `close_time`
     comes from `closed_at`. None stays unset. Raises: AttributeError for a field with neither.

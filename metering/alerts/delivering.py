@@ -170,8 +170,7 @@ Resolution = list[tuple[int, int, int, str, tuple[object, ...]]]
 
 
 async def resolve(host: str, port: int) -> Resolution:
-    """Resolve a name in a separate thread, which can be abandoned if it hangs, unlike those of the
-    loop's pool.
+    """Resolve a name in a thread that can be abandoned if it hangs, unlike those of a pool.
 
     Raises: OSError.
     """
@@ -216,8 +215,7 @@ LIMIT 1
 async def set_webhook(
     session: AsyncSession, *, organization: str, url: str, private: bool, actor: str
 ) -> tuple[WebhookState, str]:
-    """Set the URL for an organization's alerts; return the state and the signing secret, which is
-    shown only here.
+    """Set the URL for an organization's alerts; return the state and the secret, shown only here.
 
     Pending alerts of a previous webhook are sent there, too. Raises: NotFound, InvalidValue.
     """

@@ -83,8 +83,7 @@ async def recheck_key(
     allowed_networks: Sequence[str],
     ended_secrets: Sequence[bytes] = (),
 ) -> None:
-    """Make every process check the key again and cancel its requests from outside these networks,
-    after the commit.
+    """Make every process check the key after the commit, and cancel requests from other networks.
 
     ended_secrets: hashes of secrets whose requests are cancelled as well.
     """
@@ -285,8 +284,7 @@ WHERE CAST(:project_id AS uuid) IS NULL OR p.id = :project_id
 
 @dataclass(frozen=True, slots=True)
 class LiveView:
-    """Running requests: at most one page, the oldest first, and sums over all of them by
-    organization.
+    """Running requests: at most one page, the oldest first, and sums of all by organization.
 
     requests: rows of `SELECT_REQUESTS`; the phase is empty if the process has not reported, times
     are None without a hold. organizations: rows of `SELECT_ORGANIZATIONS`; held_token_count is
@@ -317,8 +315,7 @@ async def live_view(
     page_size: int = 200,
     stuck_only: bool = False,
 ) -> LiveView:
-    """Return the running requests of all processes. stuck_only: overdue holds that no sweep has
-    ended.
+    """Return the running requests of all processes. stuck_only: overdue holds not swept yet.
 
     Asks every process and waits for reports, at most `REPORT_WAIT_S`. Raises: InvalidValue.
     """
@@ -364,8 +361,7 @@ async def find_waiting(
 
 
 async def ask_all(sessions: Sessions) -> tuple[datetime, set[uuid.UUID]]:
-    """Request reports from all processes and wait; return the time from which they count, and the
-    silent processes.
+    """Ask all processes for reports and wait; return the time they count from, and the silent ones.
 
     A process reads all commands before it reports.
     """
@@ -420,8 +416,7 @@ DRAIN = text("SELECT * FROM replica_drains WHERE model = :model AND replica = :r
 
 @dataclass(frozen=True, slots=True)
 class ReplicaView:
-    """All replicas of the processes that answered, rows of `SELECT_REPLICAS`, and the silent
-    processes.
+    """All replicas of the processes that answered, rows of `SELECT_REPLICAS`, and silent processes.
 
     model: `name` or `name@version`. state: as reported by the model registry.
     """
@@ -465,8 +460,7 @@ async def drain_replica(
     move_after: timedelta | None,
     actor: str,
 ) -> LiveRow:
-    """Drain a replica from now on and return it. An existing one keeps its time and gets the
-    new values.
+    """Drain a replica from now on, or change its drain, which keeps its time; return it.
 
     Raises: InvalidValue.
     """

@@ -55,8 +55,7 @@ def minor_unit(currency_code: str) -> int:
 
 
 def round_to_minor_unit(amount_picos: int, currency_code: str) -> int:
-    """Return the amount in whole minor units, as picos: the only rounding in the system (used by
-    `round_parts`).
+    """Return the amount in whole minor units, as picos: the only rounding in the system.
 
     Half a minor unit is rounded up in magnitude, so that a credit note of the same amount cancels
     an invoice exactly. The remainder to carry is the amount minus the result.

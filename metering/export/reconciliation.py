@@ -398,8 +398,7 @@ def settled(row: Row[Any]) -> Iterator[Difference]:
 
 
 def invoiced(row: Row[Any]) -> Iterator[Difference]:
-    """Compare the biller's invoices with the usage delivered by then, and report usage delivered
-    too late.
+    """Compare the biller's invoices with the usage delivered by then, and report later usage.
 
     Stripe rounds each line, so a difference of half a minor unit per line is normal.
     """

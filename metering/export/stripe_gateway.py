@@ -278,8 +278,7 @@ Invoice = Mapping[str, Any]
 
 
 async def known_items(gateway: StripeGateway, label: str, customer: str) -> dict[str, str]:
-    """Return a customer's invoice items by our ids in their metadata, including those whose answers
-    were lost.
+    """Return a customer's invoice items by our ids in their metadata, also after lost answers.
 
     Raises: StripeFailed.
     """

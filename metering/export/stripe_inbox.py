@@ -370,8 +370,7 @@ def invoice_facts(kind: str, payload: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class EventServer(web.Server):
-    """Server for Stripe's events: one path, one method, one request per connection; size, time and
-    number are bounded.
+    """Server for Stripe's events with bounds: one path, one method, one request per connection.
 
     A reverse proxy terminates TLS.
     """

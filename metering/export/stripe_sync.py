@@ -133,8 +133,7 @@ class PriceBook:
 
 @dataclass(slots=True)
 class Sync:
-    """One pass. created, updated: descriptions of the objects it made and changed or, in a dry run,
-    would.
+    """One pass. created, updated: descriptions of objects; in a dry run, of those it would change.
 
     without_payment_method: names of organizations that Stripe cannot charge; unused where invoices
     are sent.
@@ -577,8 +576,7 @@ class StuckBatch:
 
 @dataclass(frozen=True, slots=True)
 class ExportStatus:
-    """Export status at one time. closed_until: earlier hours have their batches; None if nothing
-    was exported.
+    """Export status at one time. closed_until: earlier hours have batches; None if there is none.
 
     unsettled_months: organization and month whose Stripe invoices do not equal ours yet.
     changed_profiles, without_payment_method: names of organizations, as of the last `weir stripe
@@ -632,8 +630,7 @@ WHERE id = :id
 
 
 async def resend(sessions: Sessions, gateway: StripeGateway, batch_id: uuid.UUID) -> None:
-    """Cancel a delivered batch at Stripe, or give up a rejected one, and queue its tokens as
-    another part.
+    """Cancel a delivered batch at Stripe, or give up a rejected one, and queue its tokens again.
 
     May be repeated after an interruption. Raises: NotFound, StripeFailed, InvalidValue if its state
     or age forbids it.

@@ -126,8 +126,7 @@ async def create_adjustment(
     reason: str,
     actor: str,
 ) -> AdjustmentRecord:
-    """Propose a higher or lower amount on a customer's next invoice. Raises: NotFound,
-    InvalidValue.
+    """Propose a change of the amount on a customer's next invoice. Raises: NotFound, InvalidValue.
 
     Zero is allowed only for misstated usage whose tokens cost nothing.
     """
@@ -209,8 +208,7 @@ SELECT EXISTS (
 async def approve(
     session: AsyncSession, *, adjustment_id: str, actor: str, now: datetime | None = None
 ) -> AdjustmentRecord:
-    """Approve another person's proposal and post it; repeating it with the same approver changes
-    nothing.
+    """Approve another person's proposal and post it; the same approver may repeat it.
 
     now: time of the approval, by default the database's. Raises: NotFound; ApprovalRefused for the
     author and for a decided proposal; InvalidValue if the credit note exceeds the amount of its

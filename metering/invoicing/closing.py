@@ -304,8 +304,7 @@ class CloseTerms(TypedDict, total=False):
 async def close_month(
     sessions: Sessions, *, organization: str, month: str, actor: str, **terms: Unpack[CloseTerms]
 ) -> CloseResult:
-    """Rate pending usage, close a month `YYYY-MM`, and issue its invoice if there is anything to
-    invoice.
+    """Rate pending usage, close a month `YYYY-MM`, and issue its invoice unless it is empty.
 
     organization: name or id. Raises: NotFound, InvalidValue; MonthNotClosable with all obstacles.
     """
@@ -324,8 +323,7 @@ async def close_month(
 async def check_month(
     sessions: Sessions, *, organization: str, month: str, **terms: Unpack[CloseTerms]
 ) -> list[Obstacle]:
-    """Return the obstacles to a close now; none for a closed month. Rates pending usage, as the
-    worker does.
+    """Return the obstacles to a close now; none for a closed month. Rates pending usage first.
 
     Raises: NotFound, InvalidValue.
     """

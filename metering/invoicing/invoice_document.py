@@ -28,8 +28,7 @@ from metering.tenants.billing_profiles import BillingProfile
 
 @dataclass(frozen=True, slots=True)
 class Issuer:
-    """Sender of the invoice, for its letterhead and foot. Without a name the document is a
-    statement.
+    """Sender of the invoice, in letterhead and foot. Without a name the document is a statement.
 
     payment: payment instructions, one per line. font, bold_font: TrueType files for names beyond
     Western European letters; None for Helvetica.
@@ -58,8 +57,7 @@ class TokenGroup:
 
 @dataclass(frozen=True, slots=True)
 class AmountLine:
-    """An amount and its reason: a discount of the plan, an adjustment, an applied credit. detail:
-    small print below.
+    """An amount and its reason: a discount, an adjustment, a credit. detail: small print below.
 
     billed_picos: its part of the rounded total; None if it is not part of it.
     """

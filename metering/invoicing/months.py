@@ -113,8 +113,7 @@ WHERE c.organization_id = :organization_id
 async def draft_charges(
     session: AsyncSession, organization_id: uuid.UUID, month: date, lines: Sequence[ReportLine]
 ) -> tuple[Charge, ...]:
-    """Return the present charges in the order of the invoice: plan, adjustments, then the credit
-    applied.
+    """Return the present charges in the order of the invoice: plan, adjustments, credit applied.
 
     The plan applies to late usage too. Adjustments are in the order of posting, credit grants by
     earliest end.
@@ -286,8 +285,7 @@ async def month_report(session: AsyncSession, *, organization: str, month: str) 
 async def read_month(
     session: AsyncSession, owner: Organization, month: date, *, to_close: bool = False
 ) -> MonthReport:
-    """Return the report of a month, given by its first day. A closed one is read from immutable
-    data only.
+    """Return the report of a month, by its first day; of a closed one, from immutable data only.
 
     to_close: leave unrated usage to the next month, as a close does.
 

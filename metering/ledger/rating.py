@@ -71,8 +71,7 @@ class UsagePartitions:
 
 
 async def create_partitions(session: AsyncSession) -> UsagePartitions:
-    """Create the partitions of this month and the next ones, and of earlier months with rows in the
-    default partition.
+    """Create missing partitions: of this month, the next ones, and those with rows in the default.
 
     Logs the created partitions, and as an error the rows left in the default one. Raises:
     sqlalchemy.exc.OperationalError if a lock is not acquired within `LOCK_TIMEOUT`.
@@ -300,8 +299,7 @@ async def rate_all_pending(sessions: Sessions) -> int:
 
 
 async def rate_customer(session: AsyncSession, organization_id: uuid.UUID) -> bool:
-    """Rate one customer's pending events in the caller's transaction, which holds its posting lock;
-    return whether no backlog is left.
+    """Rate a customer's events in a transaction with its posting lock; return whether none is left.
 
     Waits for concurrent workers, unlike `rate_batch`. After True each event is rated or misstated.
     """

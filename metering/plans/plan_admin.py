@@ -141,8 +141,7 @@ class Assignment:
 async def create_plan(
     session: AsyncSession, *, name: str, currency_code: str = "USD", rules: PlanRules, actor: str
 ) -> tuple[Plan, bool]:
-    """Return a plan or its next version, and whether its latest version has the same rules and was
-    returned.
+    """Return a plan or its next version, and whether its latest version is the same already.
 
     Customers keep their assigned version. Raises: InvalidValue; AlreadyExists for a concurrent
     creation.
@@ -191,8 +190,7 @@ async def assign_plan(
     first_month: date | None = None,
     actor: str,
 ) -> tuple[Assignment, bool]:
-    """Assign a plan from a month on, by default the present one; also return whether it was
-    assigned already.
+    """Assign a plan from a month on, by default the present one; return whether it was so already.
 
     plan: empty for none. Earlier months keep theirs, as do later months with an assignment. Raises:
     NotFound, InvalidValue; MonthClosed if a month from there on is closed or closing.

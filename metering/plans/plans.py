@@ -293,8 +293,7 @@ def whole_picos(charge_milli: int, carried_milli: int) -> tuple[int, int]:
 
 
 def shared(total: int, weights: Sequence[int]) -> list[int]:
-    """Split a total into whole parts in proportion to weights, each at most its weight if the total
-    allows.
+    """Split a total into whole parts in proportion to weights, at most its weight each if possible.
 
     The parts add up to the total: the remainder of the division goes to the largest fractions, the
     first among equals.

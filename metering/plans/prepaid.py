@@ -139,8 +139,7 @@ async def grant_credit(
     reason: str,
     actor: str,
 ) -> Grant:
-    """Grant and post credit for charges from a month on, by default the present one, up to
-    `last_month`.
+    """Grant and post credit for charges from a month, by default the present one, to `last_month`.
 
     Raises: NotFound, InvalidValue.
     """
@@ -231,8 +230,7 @@ async def spend(session: AsyncSession, month: date, spent: Sequence[CreditApplic
 async def expire(
     session: AsyncSession, organization_id: uuid.UUID, month: date, *, at: datetime
 ) -> list[Grant]:
-    """Post the expiry of grants whose last month is over with this one; return them as they were
-    before.
+    """Post the expiry of grants that end with a month or before; return them as they were.
 
     at: effective time, within the month. Idempotent.
     """

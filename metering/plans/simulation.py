@@ -63,8 +63,7 @@ RATE_OF = {kind: RATES.index(price) for kind, (_, price) in COUNTS_OF_EVENT.item
 
 @dataclass(frozen=True, slots=True)
 class ProposedPrice:
-    """A price for the whole month, on the list or one customer's own. batch_multiplier_milli: None
-    keeps it.
+    """Price for a month, on the list or a customer's own. batch_multiplier_milli: None keeps it.
 
     rates: in the order of `prices.RATES`.
     """
@@ -112,8 +111,7 @@ async def simulate(
     plans: Sequence[ProposedPlan] = (),
     organization: str = "",
 ) -> list[SimulatedCustomer]:
-    """Return each customer with usage in the month `YYYY-MM`, by name. Prices and plans not
-    proposed stay.
+    """Return customers with usage in a month `YYYY-MM`, by name. Terms that are not proposed stay.
 
     Raises: NotFound; InvalidValue for a value that could not be set, naming the proposal.
     """
@@ -159,8 +157,7 @@ async def simulate(
 def repriced(
     row: MonthUsage, organization: str, currency_code: str, prices: Prices, own: Container[int]
 ) -> MonthUsage:
-    """Return usage at the proposed price: the customer's own before the list's, its tier before
-    interactive. Pure.
+    """Return usage at the proposed price: own before list, its tier before interactive. Pure.
 
     own: price versions of the customer's own, which a proposal for the list does not change.
     """

@@ -196,8 +196,7 @@ async def set_price(
     effective_at: datetime | None = None,
     actor: str,
 ) -> ModelPrice:
-    """Add a version that applies from `effective_at` on, by default now; return the interactive
-    one.
+    """Add a version that applies from `effective_at` on, or from now; return the interactive one.
 
     currency_code: empty for the organization's currency, or USD for the list. organization: name or
     id of the customer with this price of its own; empty for the list. batch_multiplier_milli:
@@ -263,8 +262,7 @@ async def withdraw_price(
     effective_at: datetime | None = None,
     actor: str,
 ) -> list[ModelPrice]:
-    """End a customer's own price of a model, so that the list price applies from `effective_at` on,
-    by default from now.
+    """End a customer's own price of a model: the list price applies from a time on, or from now.
 
     Raises: NotFound if it has no own price then; InvalidValue for a past time; AlreadyExists.
     """
@@ -349,8 +347,7 @@ async def versions_in_force(
     all_customers: bool = False,
     at: datetime | None = None,
 ) -> list[ModelPrice]:
-    """Return the versions in force of the list, and of one customer or all, including withdrawn
-    ones.
+    """Return the versions in force of the list and of one customer or all, also withdrawn ones.
 
     Sorted by model, currency, list before own price, and tier. organization_id: add the own prices
     of this customer. all_customers: add the own prices of all customers. at: by default now.

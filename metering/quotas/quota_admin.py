@@ -77,8 +77,7 @@ async def set_quota(
     actor: str,
     later: list[Uncounted] | None = None,
 ) -> QuotaState:
-    """Set one limit. A limit that exists for the same subject, model and dimension keeps its id and
-    its usage.
+    """Set one limit. One of the same subject, model and dimension keeps its id and its usage.
 
     subject_ref: as in `find_subject`. model: empty for all models together. weights: of input,
     cached input and output tokens, in thousandths. alert_at: in percent. For weights, enforced and
@@ -153,8 +152,7 @@ async def override_quota(
     reason: str,
     actor: str,
 ) -> QuotaState:
-    """Set a higher limit until a time of the database's clock, or, without a time, end the current
-    override.
+    """Set a higher limit until a time of the database's clock; without a time, end the override.
 
     Raises: NotFound, InvalidValue.
     """
@@ -203,8 +201,7 @@ async def retire_quota(session: AsyncSession, quota: Quota, actor: str) -> None:
 
 
 async def delete_past_counters(session: AsyncSession, limit: int = PAST_COUNTERS_MAX) -> int:
-    """Delete at most `limit` counters of past windows that no hold refers to, and return the number
-    deleted.
+    """Delete at most `limit` counters of past windows without holds; return the number deleted.
 
     Counters of minutes and days are kept for two days and those of months for 93 days: no request
     runs that long. Records of rule changes that no process asks for any more (`holds/known.py`) are
@@ -238,8 +235,7 @@ async def delete_past_counters(session: AsyncSession, limit: int = PAST_COUNTERS
 
 
 async def delete_all_past_counters(sessions: Sessions, limit: int = PAST_COUNTERS_MAX) -> int:
-    """Delete past counters in transactions of `limit` rows, for a bounded number of batches; return
-    the number deleted.
+    """Delete past counters in a bounded number of transactions; return the number deleted.
 
     An interrupted run is continued by the next one.
     """

@@ -282,8 +282,7 @@ Heads = dict[uuid.UUID, tuple[int, datetime]]
 
 @dataclass(slots=True)
 class Recount:
-    """Recount of one quota: used and held amounts by window, the windows, and the live holds of its
-    subject.
+    """Recount of one quota: its windows, used and held amounts by window, and live holds.
 
     number: index among the quotas counted together. early: windows whose early settlements are all
     in the sums.
@@ -325,8 +324,7 @@ class Share:
 
 
 async def recount(session: AsyncSession, uncounted: Sequence[Uncounted]) -> None:
-    """Rewrite the counters of quotas and charge the live holds of their subjects to them. Past
-    counters are deleted.
+    """Rewrite the counters of quotas, delete past ones, and charge live holds to the quotas.
 
     No request is admitted from here to the end of the transaction, so recount last, and all quotas
     at once.

@@ -172,8 +172,7 @@ def money_scale(prices: TokenPrices) -> Scale:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuotaRule:
-    """One limit as it is enforced. Repeated reads return the same object, so rules are compared by
-    identity.
+    """One limit as it is enforced. Repeated reads return the same object: compare by identity.
 
     limit_value: the limit in force, including a temporary override; None for a quota that was
     removed while holds were charged to it. enforced: whether the quota refuses requests; otherwise

@@ -142,8 +142,7 @@ def _narrowed_by(state: QuotaState, others: Iterable[QuotaState]) -> uuid.UUID |
 
 
 def narrows(parent: QuotaRule, child: QuotaRule) -> bool:
-    """Return whether `parent`, which counts everything `child` counts, always runs out before it or
-    with it.
+    """Return whether `parent`, which counts all that `child` counts, never outlasts it.
 
     This holds if each kind of token uses at least as large a share of the parent's limit as of the
     child's.

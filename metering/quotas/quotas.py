@@ -128,8 +128,7 @@ class Counter:
 
 @dataclass(slots=True)
 class Counters:
-    """Locked counter rows of one batch at one database time. created: rows that the batch itself
-    inserted, empty.
+    """Locked counter rows of one batch at one database time. created: rows it inserted, empty.
 
     changed: used and held of the rows before the batch changed them. would_refuse: admissions of
     this batch that exceed a quota which is not enforced, by counter. guessed: the rows are last
@@ -219,8 +218,7 @@ def admit(
     wanted_token_count: int,
     least_token_count: int,
 ) -> Claim:
-    """Charge a new claim to all rules or to none, with as large a first slice of output tokens as
-    fits.
+    """Charge a new claim to all rules or to none, with as large a first slice of output as fits.
 
     wanted_token_count: requested slice; least_token_count: minimum slice, below which the request
     is refused. Raises: QuotaExceeded naming every rule that the request exceeds, the first to reset
@@ -282,8 +280,7 @@ def charge_whole(
     input_token_count: int,
     output_token_count: int,
 ) -> list[tuple[int, int]] | None:
-    """Charge a new claim with its whole lease to all rules or to none: the common case of an
-    admission.
+    """Charge a claim with its whole lease to all rules or to none: the common case of an admission.
 
     Inlined because it is called often; the amounts are those of `Claim.charge`. money: weights of
     the claim's prices. Returns the resulting used and held of each rule; None if a rule has no
@@ -325,8 +322,7 @@ def extend(
     delivered_token_count: int,
     wanted_token_count: int,
 ) -> Claim:
-    """Post the delivered tokens to the window they were charged to, and move the extended rest into
-    the current window.
+    """Post delivered tokens to the window they were charged to; move the rest to the current one.
 
     Grants as many of `wanted_token_count` as fit, at least one token. Raises: QuotaExceeded,
     without a change, if not even one fits.
@@ -432,8 +428,7 @@ def end_whole(
 
 
 def expire(counters: Counters, rules: Sequence[QuotaRule], claim: Claim, billed: Tokens) -> None:
-    """End a claim whose delivered tokens are unknown. billed: input and output tokens of its usage
-    event.
+    """End a claim whose delivered tokens are unknown. billed: tokens of its usage event.
 
     Quotas with a window keep the whole lease as used until the window ends, so that no limit is
     exceeded. A lifetime quota would keep it for ever, so it is charged the billed tokens only.

@@ -153,8 +153,7 @@ class Refusals:
     def promise(
         self, error: QuotaExceeded, now: datetime, api_key_id: uuid.UUID | None = UNKNOWN_KEY
     ) -> None:
-        """Set the hint of one refusal: the time at which all its quotas will have room, by the
-        present forecasts.
+        """Set the hint of one refusal: the time at which all its quotas will have room by forecast.
 
         api_key_id: see `retry_hints.promise`.
         """

@@ -405,8 +405,7 @@ def promise(
     now_s: float,
     api_key_id: uuid.UUID | None = UNKNOWN_KEY,
 ) -> float:
-    """Promise room for a claim and return the seconds until all quotas have it; infinite if never,
-    and never 0.
+    """Promise room for a claim; return the seconds until all quotas have it, above 0, or infinity.
 
     demands: each enforced quota that applies, and the minimum amount requested of it. claim: with
     its requested lease. api_key_id: key that the room is promised to; None reserves nothing, so

@@ -159,8 +159,7 @@ async def receipts_page(
     page_token: str = "",
     page_size: int = 500,
 ) -> tuple[list[IssuedReceipt], str]:
-    """Return receipts of a month in order of time, and the token of the next page, empty at the
-    end.
+    """Return receipts of a month in order of time, and the token of the next page, or an empty one.
 
     Raises: InvalidValue.
     """

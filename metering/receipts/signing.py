@@ -59,8 +59,7 @@ def key_path(environment: Mapping[str, str]) -> Path | None:
 
 
 def load_signer(environment: Mapping[str, str]) -> Signer | None:
-    """Return this process's signer; None if signing is off, or no file is named and the home
-    directory has none.
+    """Return this process's signer; None if signing is off, or no file is named and home has none.
 
     Raises: InvalidValue for a file that cannot be read or has no Ed25519 key.
     """

@@ -244,8 +244,7 @@ def where(of: UsageFilter, parameters: dict[str, Any]) -> str:
 
 
 async def parameters_of(session: AsyncSession, of: UsageFilter) -> dict[str, Any]:
-    """Return the parameters of all statements. Raises: InvalidValue for an invalid month or model
-    name.
+    """Return the parameters of all statements. Raises: InvalidValue for a month or a model name.
 
     The start of the usage is queried beforehand, so that the planner can estimate the range of the
     index that a statement reads.
@@ -498,8 +497,7 @@ CHANGE_SHARE = Fraction(3, 10)
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Cost forecast of one month, in picos. Without history it has no estimate; with little, no
-    interval.
+    """Cost forecast of one month in picos. Without history: no estimate; with little: no interval.
 
     complete_day_count: days of history used. method, warnings: sentences for the reader.
     """
