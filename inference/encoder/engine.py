@@ -183,7 +183,7 @@ class TorchEncoder(BackendLife):
             elapsed_s = asyncio.get_running_loop().time() - self._sent_at_s
             self._tokens_per_s = self._batch_token_count / max(elapsed_s, 1e-6)
             self._token_count += self._batch_token_count
-            self._queue.answer([vector_of(each) for each in message.vectors])
+            self._queue.answer([array("f", each) for each in message.vectors])  # from their bytes
         self._send_batch()
 
     def _worker_ready(self, message: Ready, loading_time_s: float) -> None:
@@ -204,10 +204,3 @@ class TorchEncoder(BackendLife):
     def _fail_waiting(self, reason: str) -> None:
         self._token_count = 0
         self._queue.fail_all(lambda: self._loss(reason))
-
-
-def vector_of(floats: bytes) -> Vector:
-    """Convert bytes to a vector, four bytes per float."""
-    vector = array("f")
-    vector.frombytes(floats)
-    return vector

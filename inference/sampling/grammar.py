@@ -17,10 +17,10 @@ import json
 import queue
 import re
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -82,18 +82,13 @@ class GrammarCompiler:
         self._vocabulary_size = vocabulary_size
         self._end_token_ids = end_token_ids
         self._tokenizer: LLTokenizer | None = None
-        self._compiled: OrderedDict[ResponseFormat, LLMatcher] = OrderedDict()
-        self._lock = threading.Lock()
+        self._compiled = lru_cache(COMPILED_COUNT_MAX)(self._build)
+        self._lock = threading.Lock()  # the cache alone would compile a format twice at once
 
     def compile(self, response_format: ResponseFormat) -> Grammar:
         """Return the grammar in its initial state. Raises: RequestImpossible with the field."""
         with self._lock:
-            matcher = self._compiled.get(response_format) or self._build(response_format)
-            self._compiled[response_format] = matcher
-            self._compiled.move_to_end(response_format)
-            if len(self._compiled) > COMPILED_COUNT_MAX:
-                self._compiled.popitem(last=False)
-            return Grammar(matcher.deep_copy())
+            return Grammar(self._compiled(response_format).deep_copy())
 
     def _build(self, response_format: ResponseFormat) -> LLMatcher:
         from llguidance import LLMatcher, LLParserLimits
@@ -153,14 +148,12 @@ class MaskWorker:
 
     def __init__(self, vocabulary_size: int) -> None:
         self._word_count = mask_word_count(vocabulary_size)
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread = ThreadPoolExecutor(1, "weir-grammar-masks")  # started when it is used
 
     def begin(self, grammars: Sequence[Grammar | None]) -> PendingMasks | None:
         """Start computing one mask per grammar; returns None if there are no grammars."""
         if all(grammar is None for grammar in grammars):
             return None
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "weir-grammar-masks")
         by_row = {row: grammar for row, grammar in enumerate(grammars) if grammar is not None}
         return PendingMasks(
             by_row, np.zeros((len(by_row), self._word_count), dtype=np.int32), self._thread
