@@ -31,6 +31,17 @@ CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content"
 RESPONSE: dict[str, Any] = {"model": "demo", "input": "Hello"}
 COMPLETION: dict[str, Any] = {"model": "demo", "prompt": "Hello"}
 FUNCTION = {"type": "function", "name": "f"}
+QUESTION: list[Any] = [{"role": "user", "content": "Paris?"}]
+BOTH: dict[str, Any] = {"city": {"type": "string"}, "sunny": {"type": "boolean"}}
+ANSWER: dict[str, Any] = {"type": "object", "properties": BOTH, "required": ["city", "sunny"]}
+CITY: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}},
+    "required": ["city"],
+}
+CLOSED: dict[str, Any] = {"additionalProperties": False}
+DRAFT_7: dict[str, Any] = {"$schema": "http://json-schema.org/draft-07/schema#"}
+WEATHER: dict[str, Any] = {"name": "weather", "description": "Weather of a city."}
 SCHEMA = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -60,8 +71,233 @@ CLIENTS: tuple[tuple[str, dict[str, Any], list[str]], ...] = (
                 {"role": "system", "content": "Be nice"},
                 {"role": "user", "name": "user", "content": "Hello"},
             ],
+            "stream": False,
         },
         ["messages[].name"],
+    ),
+    (
+        "semantic kernel",
+        {
+            "model": "demo",
+            "messages": [
+                {"role": "system", "content": "be nice", "name": "bot"},
+                {"role": "user", "content": "Hello"},
+            ],
+            "stream": False,
+        },
+        ["messages[].name"],
+    ),
+    (
+        "langchain agent, second turn",
+        {
+            "model": "demo",
+            "messages": [
+                {"content": "Hi", "role": "user"},
+                {"content": "Hello", "name": "helper", "role": "assistant"},
+                *QUESTION,
+            ],
+            "stream": False,
+            "tools": [{"type": "function", "function": WEATHER | {"parameters": CITY}}],
+        },
+        ["messages[].name"],
+    ),
+    (
+        "langchain agent with a provider's format",
+        {
+            "model": "demo",
+            "messages": QUESTION,
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "Answer", "strict": False, "schema": ANSWER},
+            },
+            "stream": False,
+            "tools": [
+                {
+                    "type": "function",
+                    "function": WEATHER | {"parameters": CITY | CLOSED, "strict": True},
+                }
+            ],
+        },
+        [],
+    ),
+    (
+        "ai sdk object beside tools",
+        {
+            "model": "demo",
+            "messages": QUESTION,
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {
+                    "schema": DRAFT_7 | ANSWER | CLOSED,
+                    "strict": True,
+                    "name": "response",
+                },
+            },
+            "tools": [
+                {
+                    "type": "function",
+                    "function": WEATHER | {"parameters": DRAFT_7 | CITY | CLOSED},
+                }
+            ],
+            "tool_choice": "auto",
+        },
+        [],
+    ),
+    (
+        "ai sdk object beside tools, responses",
+        {
+            "model": "demo",
+            "input": [{"role": "user", "content": [{"type": "input_text", "text": "Paris?"}]}],
+            "text": {
+                "format": {
+                    "type": "json_schema",
+                    "strict": True,
+                    "name": "response",
+                    "schema": DRAFT_7 | ANSWER | CLOSED,
+                }
+            },
+            "tools": [
+                {"type": "function", **WEATHER, "parameters": DRAFT_7 | CITY | CLOSED},
+            ],
+            "tool_choice": "auto",
+        },
+        [],
+    ),
+    (
+        "openai agents, after a call that was cut off",
+        {
+            "messages": [
+                {"content": "Be brief.", "role": "system"},
+                *QUESTION,
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "tool_calls": [
+                        {
+                            "id": "c",
+                            "type": "function",
+                            "function": {"name": "weather", "arguments": '{"city": "Par'},
+                        }
+                    ],
+                },
+                {"role": "tool", "tool_call_id": "c", "content": "invalid"},
+            ],
+            "model": "demo",
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {
+                    "name": "final_output",
+                    "strict": True,
+                    "schema": ANSWER | CLOSED,
+                },
+            },
+            "tools": [
+                {
+                    "type": "function",
+                    "function": WEATHER | {"parameters": CITY | CLOSED, "strict": True},
+                }
+            ],
+        },
+        [],
+    ),
+    (
+        "openai agents, responses after a call that was cut off",
+        {
+            "include": [],
+            "input": [
+                *QUESTION,
+                {
+                    "type": "function_call",
+                    "call_id": "c",
+                    "name": "weather",
+                    "arguments": '{"city": "Par',
+                },
+                {"type": "function_call_output", "call_id": "c", "output": "invalid"},
+            ],
+            "instructions": "Be brief.",
+            "model": "demo",
+            "text": {
+                "format": {
+                    "type": "json_schema",
+                    "name": "final_output",
+                    "schema": ANSWER | CLOSED,
+                    "strict": True,
+                }
+            },
+            "tools": [
+                {
+                    **WEATHER,
+                    "parameters": CITY | CLOSED,
+                    "strict": True,
+                    "type": "function",
+                }
+            ],
+        },
+        [],
+    ),
+    (
+        "instructor with a forced tool of the same format",
+        {
+            "input": QUESTION,
+            "model": "demo",
+            "text": {
+                "format": {
+                    "type": "json_schema",
+                    "name": "Answer",
+                    "strict": True,
+                    "schema": ANSWER | CLOSED,
+                }
+            },
+            "tool_choice": {"type": "function", "name": "Answer"},
+            "tools": [
+                {
+                    "type": "function",
+                    "name": "Answer",
+                    "parameters": ANSWER | CLOSED,
+                    "description": "Correctly extracted `Answer`",
+                }
+            ],
+        },
+        [],
+    ),
+    (
+        "instructor",
+        {
+            "messages": QUESTION,
+            "model": "demo",
+            "tool_choice": {"type": "function", "function": {"name": "Answer"}},
+            "tools": [
+                {
+                    "type": "function",
+                    "function": {
+                        "name": "Answer",
+                        "description": "Correctly extracted `Answer`",
+                        "parameters": ANSWER,
+                    },
+                }
+            ],
+        },
+        [],
+    ),
+    (
+        "llm with an open schema",
+        {
+            "messages": [{"role": "user", "content": "A person"}],
+            "model": "demo",
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {
+                    "name": "output",
+                    "schema": {
+                        "type": "object",
+                        "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+                        "required": ["name", "age"],
+                    },
+                },
+            },
+            "stream": False,
+        },
+        [],
     ),
     (
         "langchain agent",

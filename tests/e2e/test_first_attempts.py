@@ -1,4 +1,4 @@
-"""A first structured output and a first tool call with the demo model, by OpenAI's client."""
+"""First requests to the demo model: structured outputs, tool calls, and bodies of clients."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import jsonschema
 import pytest
 
 import inference.demo_model
 from demo.first_attempts import ADD, PERSON, SEARCH, WEATHER
+from metering.tenants.tenants import update_api_key
+from tests.api.test_openai_tolerance import CLIENTS
 from tests.conftest import new_database
 from tests.e2e.openai_clients import connect, says
+from tests.probing import probe
 from tests.service import MODEL, Service, running
 
 WEIGHTS = Path(inference.demo_model.__file__).parent / "weights"
@@ -93,3 +97,41 @@ async def test_the_first_tool_call_is_valid_and_its_result_is_answered(
     assert json.loads(call.function.arguments) == {"city": "Paris"}
     assert answer.choices[0].finish_reason == "stop"
     assert "21" in (answer.choices[0].message.content or "")
+
+
+@pytest.mark.parametrize(
+    ("body", "names"), [each[1:] for each in CLIENTS], ids=[n for n, *_ in CLIENTS]
+)
+async def test_the_body_of_each_client_is_answered(
+    service: Service, body: dict[str, Any], names: list[str]
+) -> None:
+    """Most have no maximum of their own, so the key has one."""
+    tenant = await service.tenant()
+    async with service.session() as session:
+        await update_api_key(session, api_key=tenant.key.prefix, max_output_tokens=50, actor="test")
+    path = next(
+        path
+        for member, path in (
+            ("messages", "chat/completions"),
+            ("input", "responses"),
+            ("prompt", "completions"),
+        )
+        if member in body
+    )
+
+    async with httpx2.AsyncClient(base_url=service.openai_url, timeout=60.0) as client:
+        response = await client.post(
+            path,
+            json=body | {"model": MODEL},
+            headers={"authorization": f"Bearer {tenant.secret}"},
+        )
+
+    assert response.status_code == 200, response.text
+    assert response.headers.get("weir-ignored-parameters", "") == ", ".join(names)
+    [event] = service.books.events(tenant)
+    assert 0 < event["billed_token_count"] <= 50
+
+
+def test_load_generators_find_the_health_of_the_server_without_a_key(service: Service) -> None:
+    """GuideLLM asks before it begins."""
+    assert probe(service.openai_url, "/health")[0] == 200

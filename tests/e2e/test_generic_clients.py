@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import pytest
 from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
 from grpc_requests.aio import AsyncClient  # type: ignore[import-untyped]
 
 from api.core.endpoint import NOT_STARTED
@@ -70,6 +72,24 @@ async def generate(client: Any, message: dict[str, Any], metadata: object) -> li
 
     answers = await client.request(SERVICES[0], "Generate", messages(), metadata=metadata)
     return [frame async for answer in answers for frame in answer["frames"]]
+
+
+@pytest.mark.parametrize("version", ["v1", "v1alpha"])
+async def test_reflection_answers_clients_of_either_version(service: Service, version: str) -> None:
+    """`buf curl --reflect-protocol grpc-v1` asks only v1; the messages are the same."""
+    method = f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo"
+    request = reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICES[0])
+
+    async with service.channel() as channel:
+        call: Any = channel.stream_stream(
+            method,
+            request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+            response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+        )(iter([request]))
+        answer = await call.read()
+
+    [file] = answer.file_descriptor_response.file_descriptor_proto[:1]
+    assert b"weir/v1/inference_service.proto" in file
 
 
 async def test_it_is_refused_like_any_other(service: Service) -> None:
