@@ -164,10 +164,9 @@ def fetch_model_files(
         os.rename(fresh, destination)
 
 
-def is_unanswered(error: grpc.RpcError) -> bool:
+def is_unanswered(error: grpc.aio.AioRpcError) -> bool:
     """Return whether the server lacks the tokenizer call, or sends files by name only."""
-    code = error.code() if isinstance(error, grpc.aio.AioRpcError | grpc.Call) else None
-    return code in (
+    return error.code() in (
         grpc.StatusCode.UNIMPLEMENTED,
         grpc.StatusCode.FAILED_PRECONDITION,
         grpc.StatusCode.INTERNAL,
@@ -180,11 +179,9 @@ def _meaning(content: bytes, name: str) -> Any:
         said = json.loads(content)
     except ValueError as error:
         raise ServerUnfit(f"{name} is not valid JSON: {error}") from error
-    return (
-        {key: value for key, value in said.items() if key not in ("truncation", "padding")}
-        if isinstance(said, dict)
-        else said
-    )
+    if isinstance(said, dict):
+        said = {key: said[key] for key in said if key not in ("truncation", "padding")}
+    return said
 
 
 # Families whose first position is the row after that of the padding token.

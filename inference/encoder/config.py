@@ -137,19 +137,20 @@ class EncoderConfig:
 
 def read_encoder_config(directory: Path) -> EncoderConfig:
     """Read a directory in sentence-transformers layout. Raises: CheckpointInvalid."""
-    modules = _Modules.read(directory)
-    path = modules.transformer / "config.json"
+    transformer, pooling_path, normalized = _read_modules(directory)
+    pooling, dimension = _read_pooling(pooling_path)
+    _refuse_prompt(directory / "config_sentence_transformers.json")
+    limit, path = _read_input_limit(transformer), transformer / "config.json"
     raw = read_json(path)
     with entries_of(path):
-        config = _read_config(modules, raw, path)
+        config = _read_config(raw, path, pooling, limit, normalized=normalized)
     if config.hidden_size % config.head_count:
         raise CheckpointInvalid(
             path, f"{config.head_count} heads cannot share {config.hidden_size} floats evenly"
         )
-    if modules.dimension not in (None, config.hidden_size):
+    if dimension not in (None, config.hidden_size):
         raise CheckpointInvalid(
-            modules.pooling_path,
-            f"dimension {modules.dimension} is not hidden_size {config.hidden_size}",
+            pooling_path, f"dimension {dimension} is not hidden_size {config.hidden_size}"
         )
     return config
 
@@ -168,7 +169,10 @@ def read_encoder_info(directory: Path, *, name: str) -> ModelInfo:
     )
 
 
-def _read_config(modules: _Modules, raw: Mapping[str, Any], path: Path) -> EncoderConfig:
+def _read_config(
+    raw: Mapping[str, Any], path: Path, pooling: Pooling, limit: int | None, *, normalized: bool
+) -> EncoderConfig:
+    """Return the configuration. limit: tokens per text, if the checkpoint has a limit."""
     model_type = raw.get("model_type", "(none)")
     family = FAMILIES.get(model_type)
     if family is None:
@@ -223,7 +227,7 @@ def _read_config(modules: _Modules, raw: Mapping[str, Any], path: Path) -> Encod
         )
     named = raw.get("architectures") or [model_type]
     return EncoderConfig(
-        directory=modules.transformer,
+        directory=path.parent,
         architecture=str(named[0]),
         model_type=model_type,
         vocabulary_size=sizes["vocab_size"],
@@ -239,52 +243,33 @@ def _read_config(modules: _Modules, raw: Mapping[str, Any], path: Path) -> Encod
         token_type_count=(
             int(raw.get("type_vocab_size", 2)) if "type_vocab_size" in family.sizes else 0
         ),
-        input_tokens_max=min(modules.input_tokens_max or positions, positions),
-        pooling=modules.pooling,
-        normalized=modules.normalized,
+        input_tokens_max=min(limit or positions, positions),
+        pooling=pooling,
+        normalized=normalized,
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Modules:
-    """Contents of modules.json and its files: the encoder's directory and its modules."""
+def _read_modules(directory: Path) -> tuple[Path, Path, bool]:
+    """Return the encoder's directory, the pooling's file, and whether vectors are normalized.
 
-    transformer: Path
-    pooling_path: Path
-    pooling: Pooling
-    dimension: int | None
-    normalized: bool
-    input_tokens_max: int | None
-
-    @classmethod
-    def read(cls, directory: Path) -> _Modules:
-        """Read the modules. Raises: CheckpointInvalid for others than pooling and normalization."""
-        path = directory / "modules.json"
-        if not path.exists():
-            why = (
-                "it defines the pooling of token vectors; save the model with sentence-transformers"
-            )
-            raise CheckpointInvalid(path, f"the file is missing: {why}")
-        modules = read_json_list(path)
-        kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules]
-        if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
-            raise CheckpointInvalid(
-                path,
-                f"modules {', '.join(kinds)} are not supported; supported: Transformer, Pooling,"
-                " and Normalize after them",
-            )
-        places = [_inside(directory, str(module.get("path", "")), path) for module in modules]
-        pooling_path = places[1] / "config.json"
-        pooling, dimension = _read_pooling(pooling_path)
-        _refuse_prompt(directory / "config_sentence_transformers.json")
-        return cls(
-            places[0],
-            pooling_path,
-            pooling,
-            dimension,
-            len(kinds) == 3,
-            _read_input_limit(places[0]),
+    Raises: CheckpointInvalid for modules other than pooling and normalization.
+    """
+    path = directory / "modules.json"
+    if not path.exists():
+        why = "it defines the pooling of token vectors; save the model with sentence-transformers"
+        raise CheckpointInvalid(path, f"the file is missing: {why}")
+    modules = read_json_list(path)
+    kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules]
+    if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
+        raise CheckpointInvalid(
+            path,
+            f"modules {', '.join(kinds)} are not supported; supported: Transformer, Pooling, and"
+            " Normalize after them",
         )
+    transformer, pooling, *normalize = (
+        _inside(directory, str(module.get("path", "")), path) for module in modules
+    )
+    return transformer, pooling / "config.json", bool(normalize)
 
 
 def _inside(directory: Path, place: str, path: Path) -> Path:
