@@ -10,6 +10,11 @@ and a stop sequence is found even where it spans tokens.
 
 `StallWatch` distinguishes a stuck sequence from a stuck engine by how many are silent while others
 progress.
+
+`KvEventIndex` holds the prefixes that an engine caches, built from its KV cache events. Block
+hashes are the engine's own, so blocks are identified by their position in its tree. The index does
+not know cache salts: where caches are separated by salt, combine it with the prefixes sent under a
+salt to predict cache hits.
 """
 
 from __future__ import annotations
@@ -21,7 +26,7 @@ import math
 import secrets
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -45,6 +50,7 @@ from inference.errors import EngineError, EngineFailed
 from inference.limits import EngineLimits
 from inference.sequences import choice_seed
 from inference.text.detokenizer import Detokenizer, GivenTextDecoder, TextDecoder
+from inference.workers.protocol import Message
 
 
 @dataclass(frozen=True, slots=True)
@@ -639,3 +645,68 @@ class StallWatch:
             _log.error("sequence %d is stuck while others progress", choice.number)
             self._core.fail(choice, EngineFailed("the engine has stopped generating this sequence"))
         return None
+
+
+PARENTS_MAX = 64  # blocks of equal tokens to follow, one per tenant; a lookup then takes 2 ms
+
+
+class KvCacheChange(Message, tag="kv_cache", frozen=True):
+    """Changes to the KV cache, applied in order: `reset`, then `stored` as (parent, block, tokens),
+    then `removed`.
+
+    reset: events were lost, so the previous state is discarded. A parent of 0 is the root.
+    """
+
+    reset: bool
+    stored: list[tuple[int, int, list[int]]]
+    removed: list[int]
+
+
+class KvEventIndex:
+    """Tree of the blocks that an engine holds, bounded by its number of blocks."""
+
+    def __init__(self) -> None:
+        # Blocks by parent and tokens: several if the engine separates tenants, since events carry
+        # no salt.
+        self._children: dict[tuple[int, tuple[int, ...]], dict[int, None]] = {}
+        self._places: dict[int, tuple[int, tuple[int, ...]]] = {}
+        self._block_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def apply(self, change: KvCacheChange) -> None:
+        if change.reset:
+            self.clear()
+        for parent, block, tokens in change.stored:
+            place = (parent, tuple(tokens))
+            self._block_tokens = max(self._block_tokens, len(tokens))
+            self._remove(block)
+            self._places[block] = place
+            self._children.setdefault(place, {})[block] = None
+        for block in change.removed:
+            self._remove(block)
+
+    def clear(self) -> None:
+        self._children.clear()
+        self._places.clear()
+
+    def matched_token_count(self, token_ids: Sequence[int]) -> int:
+        """Return the leading tokens cached in whole blocks under any salt; not the whole prompt."""
+        count, parents = 0, [0]
+        while self._block_tokens and count + self._block_tokens < len(token_ids):
+            tokens = tuple(token_ids[count : count + self._block_tokens])
+            parents = [
+                block for parent in parents for block in self._children.get((parent, tokens), ())
+            ][:PARENTS_MAX]
+            if not parents:
+                break
+            count += self._block_tokens
+        return count
+
+    def _remove(self, block: int) -> None:
+        place = self._places.pop(block, None)
+        if place is not None:
+            del self._children[place][block]
+            if not self._children[place]:
+                del self._children[place]

@@ -26,8 +26,15 @@ import grpc
 from smg_grpc_proto.generated import common_pb2
 
 from common.incidents import Retries
-from inference.adapters.external_core import Answer, Choice, Output, OutsideCore, StallWatch
-from inference.adapters.kv_events import KvCacheChange, KvEventIndex
+from inference.adapters.external_core import (
+    Answer,
+    Choice,
+    KvCacheChange,
+    KvEventIndex,
+    Output,
+    OutsideCore,
+    StallWatch,
+)
 from inference.adapters.remote_connection import DIALECTS, Examination, Link
 from inference.adapters.remote_dialects import (
     SHARES,

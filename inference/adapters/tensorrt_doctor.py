@@ -14,8 +14,8 @@ import msgspec
 
 from common.gpus import GpusUnknown, read_gpus
 from common.processes import started_with
+from inference.adapters.external_core import KvCacheChange
 from inference.adapters.findings import Observation, Verdict, needed
-from inference.adapters.kv_events import KvCacheChange
 from inference.adapters.tensorrt_engine import load_message
 from inference.adapters.tensorrt_questions import Observed, program
 from inference.adapters.tensorrt_settings import LoadTensorRt, TensorRtSettings

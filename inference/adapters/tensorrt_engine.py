@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 
-from inference.adapters.kv_events import KvCacheChange, KvEventIndex
+from inference.adapters.external_core import KvCacheChange, KvEventIndex
 from inference.adapters.tensorrt_settings import VERSION, LoadTensorRt, TensorRtSettings
 from inference.capabilities import TENSORRT_LLM
 from inference.checkpoint.checkpoint import read_external_model

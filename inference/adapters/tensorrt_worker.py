@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from common.processes import started_with
-from inference.adapters.external_core import Answer, Choice, OutsideCore
-from inference.adapters.kv_events import KvCacheChange
+from inference.adapters.external_core import Answer, Choice, KvCacheChange, OutsideCore
 from inference.adapters.tensorrt_library import EngineWatch, TensorRtLibrary
 from inference.adapters.tensorrt_settings import LoadTensorRt
 from inference.engine import EngineStatistics, SequenceEvent, SequenceRefused

@@ -229,7 +229,7 @@ def best_kernel(logits, out, SIZE: tl.constexpr, TILE: tl.constexpr, BROKEN: tl.
 
 
 class TritonKernels(TorchKernels):
-    """The same operations for CUDA."""
+    """Operations of `TorchKernels` for CUDA."""
 
     captures = True
 

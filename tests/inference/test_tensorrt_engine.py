@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from bench import engine_streams as streams
 from common.processes import alive, command_line, descendants
-from inference.adapters.kv_events import KvCacheChange, KvEventIndex
+from inference.adapters.external_core import KvCacheChange, KvEventIndex
 from inference.adapters.tensorrt_library import LOOK_EVERY_S
 from inference.adapters.tensorrt_settings import TensorRtOptions
 from inference.adapters.tensorrt_worker import KvEventReader
