@@ -52,7 +52,7 @@ async def test_an_owner_and_a_database_that_go_together_end_one_request_and_not_
         certificate = make_certificate()[1].decode()
         books = BooksThatGoAway(
             SimpleNamespace(
-                process_id=uuid.uuid4(), state="held", address=address, certificate=certificate
+                process_id=uuid.uuid4(), is_held=True, address=address, certificate=certificate
             )
         )
         outbox, ended = Outbox(cast(UsageJournal, None)), asyncio.Event()
@@ -73,7 +73,7 @@ async def test_an_owner_and_a_database_that_go_together_end_one_request_and_not_
 
 async def test_a_client_that_says_more_than_the_other_process_reads_is_ended() -> None:
     """Otherwise its messages would be buffered here without bound."""
-    owner = SimpleNamespace(process_id=uuid.uuid4(), state="held", address="", certificate="")
+    owner = SimpleNamespace(process_id=uuid.uuid4(), is_held=True, address="", certificate="")
     outbox, ended = Outbox(cast(UsageJournal, None)), asyncio.Event()
     told: list[pb.ServerFrame] = []
     receiver = Receiver(outbox, "id", lambda _: ended.set())
@@ -93,7 +93,7 @@ async def test_a_client_that_says_more_than_the_other_process_reads_is_ended() -
 
 
 async def test_a_client_relayed_through_an_ending_process_gets_the_reason() -> None:
-    owner = SimpleNamespace(process_id=uuid.uuid4(), state="held", address="", certificate="")
+    owner = SimpleNamespace(process_id=uuid.uuid4(), is_held=True, address="", certificate="")
     told: list[pb.ServerFrame] = []
     receiver = Receiver(Outbox(cast(UsageJournal, None)), "id", lambda _: None)
     cast(Any, receiver).push = told.append
