@@ -61,12 +61,7 @@ FINISH_REASONS: Mapping[Outcome, types_pb2.FinishReason.ValueType] = {
     for outcome in Outcome
     if outcome is not Outcome.FAILED
 }
-OUTCOMES: Mapping[EngineFinishReason, Outcome] = {
-    EngineFinishReason.STOP: Outcome.STOP,
-    EngineFinishReason.STOP_SEQUENCE: Outcome.STOP_SEQUENCE,
-    EngineFinishReason.LENGTH: Outcome.LENGTH,
-    EngineFinishReason.CANCELLED: Outcome.CANCELLED,
-}
+OUTCOMES = {reason: Outcome[reason.name] for reason in EngineFinishReason}
 
 
 def parse_request_id(text: str) -> uuid.UUID:
