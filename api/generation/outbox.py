@@ -297,28 +297,10 @@ class Outbox:
                     self._idle = None
 
     def _message(self) -> bytes:
-        """Collect a message and journal its tokens.
+        """Build a message, with at most `delta_max` deltas of each request; journal its tokens.
 
         Raises: OSError if the journal cannot be written; nothing is delivered then.
         """
-        collected = self.collect()
-        if collected.entries:
-            self._journal.record(
-                [output.entry(token_count) for output, token_count in collected.entries]
-            )
-            for output, token_count in collected.entries:
-                output.usage.delivered_token_count += token_count
-        if self._room is not None:
-            self._make_room()
-        return b"".join(collected.parts)
-
-    def _make_room(self) -> None:
-        """Wake the reader that waits in `room`."""
-        if self._room is not None and not self._room.done():
-            self._room.set_result(None)
-
-    def collect(self) -> Collected:
-        """Collect the next message, with at most `delta_max` deltas of each request."""
         frame_max, delta_max = self.frame_max, self.delta_max
         collected = Collected([], self.token_max, [], self._may_have_lapsed())
         line, parts, in_flight, more = self._line, collected.parts, self._in_flight, []
@@ -344,7 +326,20 @@ class Outbox:
                 one.in_flight_count += taken_count
                 in_flight.append(one)
         line += more
-        return collected
+        if collected.entries:
+            self._journal.record(
+                [output.entry(token_count) for output, token_count in collected.entries]
+            )
+            for output, token_count in collected.entries:
+                output.usage.delivered_token_count += token_count
+        if self._room is not None:
+            self._make_room()
+        return b"".join(parts)
+
+    def _make_room(self) -> None:
+        """Wake the reader that waits in `room`."""
+        if self._room is not None and not self._room.done():
+            self._room.set_result(None)
 
 
 class WholeOutbox(Outbox):

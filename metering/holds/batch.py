@@ -363,14 +363,15 @@ async def take(
         if isinstance(answer, Admitted):  # with actual counters and time instead of cached ones
             states = answer.quotas
             answer.admitted_at = states.now = now
-            moved = [
-                corrections.get((rule.number, starts[rule.window]), NO_CORRECTION)
-                for rule in states.rules
-            ]
-            states.counts = [
-                (used + a, held + b)
-                for (used, held), (a, b) in zip(states.counts, moved, strict=True)
-            ]
+            if corrections:
+                moved = [
+                    corrections.get((rule.number, starts[rule.window]), NO_CORRECTION)
+                    for rule in states.rules
+                ]
+                states.counts = [
+                    (used + a, held + b)
+                    for (used, held), (a, b) in zip(states.counts, moved, strict=True)
+                ]
 
 
 async def write_ends(

@@ -117,7 +117,7 @@ class GroupCommit(Generic[Op, Result]):
         batch_size_max: int,
         waiting_count_max: int,
         overflow: Callable[[], Exception],
-        refused: Callable[[], Exception | None] = lambda: None,
+        refused: Callable[[], Exception | None] | None = None,
         put_off: Callable[[Entry[Op], Exception], bool] = lambda entry, error: False,
         fair_share: Callable[[], int] | None = None,
         measured: Callable[[int, float], None] | None = None,
@@ -158,7 +158,9 @@ class GroupCommit(Generic[Op, Result]):
 
     def again(self, entry: Entry[Op]) -> None:
         """Queue an operation, new or put off."""
-        refusal = self._closed or self._refused()
+        refusal = self._closed
+        if refusal is None and self._refused is not None:
+            refusal = self._refused()
         if (
             refusal is None
             and len(self._queue) >= self._waiting_count_max
