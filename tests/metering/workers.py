@@ -75,7 +75,7 @@ def worker(
 ) -> Iterator[Worker]:
     """Run a worker during the block; its log must hold no error.
 
-    clock: its schedule. may_log: parts of lines that are no error here.
+    clock: its schedule. may_log: parts of lines that are not errors here.
     """
     command = [part for part in worker_command() if clock or part != "--clock"]
     log = home / f"{name}.log"
