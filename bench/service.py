@@ -1,7 +1,7 @@
 """Reference workload through the whole service, against the bare engine in the same run.
 
     python -m bench.service [--shape demo|S|M|L] [--precision bfloat16] [--agents 50] [--rounds 3]
-        [--vllm-python VENV/bin/python] [--json PATH]
+        [--vllm-python VENV/bin/python] [--load-generators] [--json PATH]
 
 Both get the same token ids on the same model with the same settings: the engine through
 `TorchEngine` in this process (with a worker process in both cases), the service through gRPC,
@@ -12,6 +12,9 @@ to every message; the shapes are those of `bench.engine`, random weights of real
 
 With `--vllm-python`, the engine is vLLM's CPU build behind its HTTP server, and the bare engine is
 that server with the same load over HTTP. Rounds then begin with each in turn, after one warm-up.
+
+With `--load-generators`, GuideLLM and AIPerf then send the same load to the service over HTTP, each
+agent one request for each round, and their own figures are printed (`bench.load_generators`).
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ from api.cli.demo import OUTPUT_TOKENS, percentile, reference_prompts
 from api.cli.stack import run_stack
 from api.core.settings import DEMO_MODEL_NAME, Settings
 from bench import engine_streams as streams
+from bench import load_generators
 from bench.engine import KV_CACHE_BYTES, Prompts
 from bench.peers import PeerMissing, vllm_serving, vllm_version
 from bench.shapes import SHAPES, write_checkpoint
@@ -217,6 +221,7 @@ async def vllm_alone(
 
 async def measure(arguments: argparse.Namespace) -> None:
     """Run both in turn and print medians and their ratio."""
+    generators = load_generators.installed() if arguments.load_generators else {}
     settings, prompts = model_and_prompts(arguments, Settings.from_environment())
     bare: list[Run] = []
     service: list[Run] = []
@@ -246,6 +251,18 @@ async def measure(arguments: argparse.Namespace) -> None:
                     if index >= 0:
                         bare.append(direct)
                         service.append(through)
+            load = load_generators.Load(
+                connection.openai_url.removesuffix("/v1"),
+                connection.api_key,
+                DEMO_MODEL_NAME,
+                settings.models[DEMO_MODEL_NAME],
+                arguments.agents,
+                arguments.agents * arguments.rounds,
+            )
+            figures = {
+                name: await asyncio.to_thread(load_generators.measured, name, program, load)
+                for name, program in generators.items()
+            }
     bare_name = "bare vLLM" if arguments.vllm_python else "bare engine"
     names = {bare_name: bare, "whole service": service}
     for name, runs in names.items():
@@ -255,6 +272,8 @@ async def measure(arguments: argparse.Namespace) -> None:
             f"{name:14} {rate:8.1f} tokens/s   TTFT p50 {percentile(ttfts, 50):8.1f} ms   p99"
             f" {percentile(ttfts, 99):8.1f} ms"
         )
+    for name, reported in figures.items():
+        print(f"{name:14} {reported}")
     ratios = [
         ours.tokens_per_s / alone.tokens_per_s for ours, alone in zip(service, bare, strict=True)
     ]
@@ -268,6 +287,7 @@ async def measure(arguments: argparse.Namespace) -> None:
             "processor": processor_name(),
             "arguments": {name: str(value) for name, value in vars(arguments).items()},
             "ratio": statistics.median(ratios),
+            "load_generators": {name: asdict(reported) for name, reported in figures.items()},
             "rounds": {name: [asdict(run) for run in runs] for name, runs in names.items()},
         }
         arguments.json.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
@@ -282,9 +302,12 @@ def main() -> None:
     parser.add_argument("--precision", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--agents", type=int, default=50)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--load-generators", action="store_true")
     parser.add_argument("--vllm-python", type=lambda text: Path(text).absolute())
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    if arguments.load_generators and arguments.shape != "demo":
+        parser.error("--load-generators sends chats: it needs the demo model")
     if arguments.vllm_python:
         if arguments.shape == "demo":
             parser.error("--vllm-python needs a --shape that vLLM supports: S, M or L")

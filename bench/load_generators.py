@@ -1,0 +1,177 @@
+"""Reference workload from GuideLLM and AIPerf over HTTP, with the figures that they report.
+
+`docs/reference/clients.md` says how they are installed; `infra/clients.py` installs them. Prompts
+are the generators' own text of the workload's sizes: a system prompt that all share, and a user
+message of its own in each request.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from api.cli.demo import OUTPUT_TOKENS
+from demo.corpus import REFERENCE_PROMPT_TOKENS
+from inference.text.tokenizer import ChatMessage, Tokenizer
+from infra.clients import PAGE, Client, ClientFailed, clients_of, install, run
+
+SYSTEM_TOKENS = 200  # of the prompt; the same for all
+RUN_MAX_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Server, its model and key, and the number of requests: agents at once, and all."""
+
+    url: str
+    api_key: str
+    model: str
+    directory: Path
+    agent_count: int
+    request_count: int
+
+    @property
+    def user_tokens(self) -> int:
+        """Tokens of the user message: those of the prompt without system prompt and template."""
+        empty = [ChatMessage("system", ""), ChatMessage("user", "")]
+        template_tokens = len(Tokenizer(self.directory).encode_chat(empty))
+        return REFERENCE_PROMPT_TOKENS - SYSTEM_TOKENS - template_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Figures of one run. Tokens are means of requests; times are p50 and p99 in ms.
+
+    between_ms: time between tokens, a mean for each request.
+    """
+
+    request_count: int
+    input_tokens: float
+    output_tokens: float
+    tokens_per_s: float
+    ttft_ms: tuple[float, float]
+    between_ms: tuple[float, float]
+
+    def __str__(self) -> str:
+        return (
+            f"{self.tokens_per_s:8.1f} tokens/s   TTFT p50 {self.ttft_ms[0]:8.1f} ms   p99"
+            f" {self.ttft_ms[1]:8.1f} ms   between tokens p50 {self.between_ms[0]:.1f} ms   p99"
+            f" {self.between_ms[1]:.1f} ms   ({self.request_count} requests of"
+            f" {self.input_tokens:,.0f} + {self.output_tokens:,.0f} tokens)"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Generator:
+    """Load generator: arguments of its program, the file of its results, and their meaning."""
+
+    program: str
+    arguments: Callable[[Load], Sequence[str]]
+    results: str
+    read: Callable[[Any], Figures]
+
+
+def guidellm_arguments(load: Load) -> Sequence[str]:
+    """Return arguments of `guidellm` for the workload, with its defaults for everything else."""
+    data = {
+        "kind": "synthetic_text",
+        "prompt_tokens": load.user_tokens,
+        "output_tokens": OUTPUT_TOKENS,
+        "prefix_buckets": [{"prefix_tokens": SYSTEM_TOKENS}],
+    }
+    return (
+        "run",
+        *("--backend", f"kind=openai_http,target={load.url},api_key={load.api_key}"),
+        *("--profile", f"kind=concurrent,streams={load.agent_count}"),
+        *("--constraint", f"kind=max_requests,count={load.request_count}"),
+        *("--data", json.dumps(data)),
+        *("--tokenizer", f"kind=hf_auto,model={load.directory}"),
+    )
+
+
+def guidellm_figures(results: Any) -> Figures:
+    """Return the figures of GuideLLM's `benchmarks.json`. Raises: ClientFailed."""
+    [benchmark] = results["benchmarks"]
+    metrics = benchmark["metrics"]
+    if failed := benchmark["requests"]["errored"]:
+        raise ClientFailed(
+            f"{len(failed)} requests failed, the first: {failed[0]['info']['error']}"
+        )
+
+    def of(name: str) -> Any:
+        return metrics[name]["successful"]
+
+    def both(name: str) -> tuple[float, float]:
+        return of(name)["percentiles"]["p50"], of(name)["percentiles"]["p99"]
+
+    return Figures(
+        metrics["request_totals"]["successful"],
+        of("prompt_token_count")["mean"],
+        of("output_token_count")["mean"],
+        of("output_tokens_per_second")["mean"],
+        both("time_to_first_token_ms"),
+        both("inter_token_latency_ms"),
+    )
+
+
+def aiperf_arguments(load: Load) -> Sequence[str]:
+    """Return arguments of `aiperf`. Unlike GuideLLM, it lets answers end before their maximum."""
+    return (
+        "profile",
+        *("--model", load.model, "--url", load.url, "--api-key", load.api_key),
+        *("--endpoint-type", "chat", "--streaming", "--tokenizer", str(load.directory)),
+        *("--concurrency", str(load.agent_count), "--request-count", str(load.request_count)),
+        *("--num-dataset-entries", str(load.request_count)),
+        *("--shared-system-prompt-length", str(SYSTEM_TOKENS), "--isl", str(load.user_tokens)),
+        *("--osl", str(OUTPUT_TOKENS), "--extra-inputs", "ignore_eos:true", "--ui-type", "none"),
+        *("--artifact-dir", "."),
+    )
+
+
+def aiperf_figures(results: Any) -> Figures:
+    """Return the figures of AIPerf's `profile_export_aiperf.json`. Raises: ClientFailed.
+
+    Tokens are those that the server counted.
+    """
+    if failed := results["error_summary"]:
+        raise ClientFailed(f"requests failed: {failed}")
+
+    def both(name: str) -> tuple[float, float]:
+        return results[name]["p50"], results[name]["p99"]
+
+    return Figures(
+        int(results["request_count"]["avg"]),
+        results["usage_prompt_tokens"]["avg"],
+        results["usage_completion_tokens"]["avg"],
+        results["output_token_throughput"]["avg"],
+        both("time_to_first_token"),
+        both("inter_token_latency"),
+    )
+
+
+GENERATORS: Mapping[str, Generator] = {
+    "GuideLLM": Generator("guidellm", guidellm_arguments, "benchmarks.json", guidellm_figures),
+    "AIPerf": Generator("aiperf", aiperf_arguments, "profile_export_aiperf.json", aiperf_figures),
+}
+
+
+def installed() -> dict[str, Client]:
+    """Install the load generators unless they are there. Raises: ClientFailed."""
+    clients = {each.name: each for each in clients_of(PAGE.read_text(encoding="utf-8"))}
+    for name in GENERATORS:
+        print(f"{name} {install(clients[name], os.environ)}", flush=True)
+    return {name: clients[name] for name in GENERATORS}
+
+
+def measured(name: str, client: Client, load: Load) -> Figures:
+    """Run a load generator and return its figures. Blocks. Raises: ClientFailed."""
+    generator = GENERATORS[name]
+    with tempfile.TemporaryDirectory(prefix="weir-bench-") as folder:
+        program = client.folder / "bin" / generator.program
+        run([program, *generator.arguments(load)], Path(folder), os.environ, RUN_MAX_S)
+        return generator.read(json.loads(Path(folder, generator.results).read_text()))
