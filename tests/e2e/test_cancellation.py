@@ -572,12 +572,13 @@ async def test_a_client_that_reads_slowly_gets_everything(service: Service, tena
         frames = [start(max_output_tokens=OUTBOX_TOKENS - 50) for _ in range(12)]
         await slow.send(*frames)
         await slow.half_close()
-        pauses = 25  # fewer if it all comes in fewer messages
+        pauses = 60  # fewer if it all comes in fewer messages, some 25 to 45
         while message := await slow.call.read():
             slow.take(message)
             if pauses:
                 pauses -= 1
-                await asyncio.sleep(STALL_MAX_S / 10)
+                # The server's writes go on only after several messages are read.
+                await asyncio.sleep(STALL_MAX_S / 25)
 
     ends = [await slow.finished(frame.request_id) for frame in frames]
     assert {end.reason for end in ends} == {types_pb2.FINISH_REASON_LENGTH}
