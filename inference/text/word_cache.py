@@ -2,7 +2,7 @@
 
 A byte-level BPE tokenizer splits text by a regular expression and encodes each word independently,
 so the ids of a word can be looked up. The library does not do that, and follows every character's
-offset through all steps: a lookup takes about a fifth of its time.
+offset through all steps: a lookup takes about a quarter of its time.
 
 In ASCII, Unicode's character classes are known sets, normalization changes nothing, and Python's
 `re` splits as the library does. Other text, long text and other tokenizers are left to the library.
@@ -24,7 +24,7 @@ from inference.text.detokenizer import byte_by_character
 # Longer text is left to the library, which releases the GIL: it would hold up the event loop for
 # over a millisecond.
 TEXT_CHARS_MAX = 16_384
-WORDS_MAX = 50_000  # some 10 MB; then the cache starts anew
+WORDS_MAX = 50_000  # some 10 MB; at this number the cache is cleared
 WORD_CHARS_MAX = 64  # longer words are encoded each time
 
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
