@@ -27,6 +27,7 @@ import json
 import os
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -252,6 +253,38 @@ def bandwidth_share(
     return (shape.decode_weight_count * weight_bytes + kv) * tokens_per_s / bytes_per_s
 
 
+def measure_linear(shape: Shape, precision: Precision, thread_count: int) -> float:
+    """Return the FLOP/s of `torch.nn.Linear` with a cold prompt's rows, over one layer's matrices.
+
+    Query, key and value matrices are one product, gate and up matrices too, as engines join them.
+    Runs in a process of its own, whose threads do not wait beside the engine's.
+    """
+    sizes = list(shape.layer_matrices.values())
+    joined = [sizes[0:3], sizes[3:4], sizes[4:6], sizes[6:7]]
+    products = [(sum(rows for rows, _ in group), group[0][1]) for group in joined]
+    program = f"""
+import time, torch
+torch.set_num_threads({thread_count})
+total_s = operations = 0
+with torch.inference_mode():
+    for rows, columns in {products}:
+        layer = torch.nn.Linear(columns, rows, bias=False, dtype=torch.{precision})
+        left = torch.ones({PROMPT_TOKENS}, columns, dtype=torch.{precision})
+        best_s = 1e9
+        for _ in range(8):
+            began_s = time.perf_counter()
+            layer(left)
+            best_s = min(best_s, time.perf_counter() - began_s)
+        total_s += best_s
+        operations += 2 * {PROMPT_TOKENS} * rows * columns
+print(operations / total_s)
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True
+    )
+    return float(ended.stdout)
+
+
 def stored_precision(precision: ComputeDtype) -> Precision:
     """Return the precision of the checkpoint for a compute precision."""
     return "bfloat16" if precision == "int8" else precision
@@ -270,12 +303,16 @@ def measure_round(arguments: argparse.Namespace, checkpoint: Path, seed: int) ->
     ours = asyncio.run(
         measure_engine(checkpoint, precision, work, threads, poisson=arguments.poisson)
     )
+    shape = SHAPES[arguments.shape]
     ours["read_gb_per_s"] = bandwidth / 1e9
     for name, context in (("short", SHORT_CONTEXT), ("long", PROMPT_TOKENS)):
         speed = ours[f"decode_{name}_tokens_per_s"]
         ours[f"decode_{name}_bandwidth_share"] = bandwidth_share(
-            SHAPES[arguments.shape], precision, context, speed, bandwidth
+            shape, precision, context, speed, bandwidth
         )
+    prefill_flop = 2 * PROMPT_TOKENS * shape.layer_count * shape.layer_weight_count
+    ours["prefill_gflops"] = prefill_flop / ours["ttft_cold_ms"] / 1e6
+    ours["linear_gflops"] = measure_linear(shape, stored, threads) / 1e9
     measured = {"weir": ours}
     _note("weir", ours)
     if arguments.torch:

@@ -58,10 +58,14 @@ class Shape:
         }
 
     @property
+    def layer_weight_count(self) -> int:
+        """Number of weights in one layer's matrices."""
+        return sum(rows * columns for rows, columns in self.layer_matrices.values())
+
+    @property
     def decode_weight_count(self) -> int:
         """Number of weights that every decoding step reads: all except the input embedding."""
-        per_layer = sum(rows * columns for rows, columns in self.layer_matrices.values())
-        return self.layer_count * per_layer + VOCABULARY_SIZE * self.hidden_size
+        return self.layer_count * self.layer_weight_count + VOCABULARY_SIZE * self.hidden_size
 
     @property
     def kv_count_per_token(self) -> int:

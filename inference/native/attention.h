@@ -34,14 +34,14 @@ template <class T> struct KeyRun {
 
 // Scores of 16 positions, of which the row sees those from `begin` to `end`.
 INLINE Vector hidden_outside(Vector score, int64_t begin, int64_t end) {
-    const IntVector lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const IntVector lanes = lane_numbers(), none = {};
     const int32_t first = int32_t(std::clamp<int64_t>(begin, 0, LANES)), last = int32_t(std::clamp<int64_t>(end, 0, LANES));
-    return ((lanes >= first) & (lanes < last)) ? score : splat(HIDDEN_SCORE);
+    return choose((lanes >= none + first) & (lanes < none + last), score, splat(HIDDEN_SCORE));
 }
 
 // Weights of a row's chunk of keys by their scores. Returns the factor that corrects earlier chunks.
 template <class T> INLINE float weigh(
-    const float *scores, int64_t count, Vector chunk_largest, float &largest, float &total, T *probabilities
+    const float *scores, int64_t count, Vector chunk_largest, float &largest, float &total, Left<T> *probabilities
 ) {
     const float now_largest = std::max(largest, largest_of(chunk_largest));
     const float correction = std::exp(largest - now_largest);
@@ -51,7 +51,7 @@ template <class T> INLINE float weigh(
         const Vector score = load(scores + key);
         Vector weight = exponential(score - now_largest);
         // a row may have no visible key in this chunk
-        weight = score > splat(HIDDEN_SCORE / 2) ? weight : Vector{};
+        weight = choose(score > splat(HIDDEN_SCORE / 2), weight, Vector{});
         sum += weight;
         store(probabilities + key, weight);
     }
@@ -66,16 +66,17 @@ template <class T> INLINE float weigh(
 // queries x keys for the chunk's values, probabilities x values for the next chunk's keys. then:
 // blocks that this thread reads after these keys.
 template <class T, int R> void attend(
-    const T *queries, int64_t query_stride, const int64_t *begins, const int64_t *ends, const PagedHead<T> &head,
-    int64_t head_dim, float scale, T *out, int64_t out_stride, Scratch<T> &scratch, const KeyRun<T> &then
+    const Left<T> *queries, int64_t query_stride, const int64_t *begins, const int64_t *ends, const PagedHead<T> &head,
+    int64_t head_dim, float scale, Left<T> *out, int64_t out_stride, Scratch<T> &scratch, const KeyRun<T> &then
 ) {
     constexpr int64_t U = UNIT<T>;
+    constexpr int VECTORS = VECTORS_OF_ROWS<R>;
     const int64_t first_block = *std::min_element(begins, begins + R) / BLOCK_TOKENS;
     const int64_t latest_begin = *std::max_element(begins, begins + R);
     const int64_t earliest_end = *std::min_element(ends, ends + R);
     const int64_t block_end = (*std::max_element(ends, ends + R) + BLOCK_TOKENS - 1) / BLOCK_TOKENS;
     float *scores = scratch.scores.data(), *attended = scratch.attended.data();
-    T *probabilities = scratch.probabilities.data();
+    Left<T> *probabilities = scratch.probabilities.data();
     float largest[R], total[R];
     std::fill_n(largest, R, HIDDEN_SCORE);
     std::fill_n(total, R, 0.0f);
@@ -87,17 +88,17 @@ template <class T, int R> void attend(
         const KeyRun<T> upcoming = is_last_chunk ? then : KeyRun<T>{head, chunk + block_count, block_end};
         Vector chunk_largest[R];
         for (int r = 0; r < R; ++r) chunk_largest[r] = splat(HIDDEN_SCORE);
-        for (int64_t block = 0; block < block_count; block += TILE_VECTORS) {
-            const T *columns[TILE_VECTORS];
+        for (int64_t block = 0; block < block_count; block += VECTORS) {
+            const T *columns[VECTORS];
             // a short last tile repeats its last block and ignores the result
-            for (int c = 0; c < TILE_VECTORS; ++c)
+            for (int c = 0; c < VECTORS; ++c)
                 columns[c] = head.key_block(chunk + std::min(block + c, block_count - 1));
-            Vector sums[R][TILE_VECTORS] = {};
-            Ahead<TILE_VECTORS> values; // a block has as many lines as this product has steps
-            for (int64_t c = 0; c < TILE_VECTORS; ++c)
+            Vector sums[R][VECTORS] = {};
+            Ahead<VECTORS> values; // a block has as many lines as this product has steps
+            for (int64_t c = 0; c < VECTORS; ++c)
                 values.begins[c] = head.value_block(chunk + std::min(block + c, block_count - 1));
-            multiply(sums, queries, query_stride, columns, BLOCK_TOKENS * U, head_dim / U, values);
-            for (int c = 0; c < TILE_VECTORS && block + c < block_count; ++c) {
+            multiply<T>(sums, queries, query_stride, columns, BLOCK_TOKENS * U, head_dim / U, values);
+            for (int c = 0; c < VECTORS && block + c < block_count; ++c) {
                 const int64_t position = (chunk + block + c) * BLOCK_TOKENS;
                 const bool partly_hidden = position < latest_begin || position + BLOCK_TOKENS > earliest_end;
                 for (int r = 0; r < R; ++r) {
@@ -110,27 +111,27 @@ template <class T, int R> void attend(
         }
         float correction[R];
         for (int r = 0; r < R; ++r)
-            correction[r] = weigh(
+            correction[r] = weigh<T>(
                 scores + r * CHUNK_KEYS, block_count * BLOCK_TOKENS, chunk_largest[r], largest[r], total[r],
                 probabilities + r * CHUNK_KEYS
             );
-        for (int64_t vector = 0; vector < head_dim / LANES; vector += TILE_VECTORS) {
-            with_count<TILE_VECTORS>(int(std::min<int64_t>(TILE_VECTORS, head_dim / LANES - vector)), [&]<int C>() INLINE_LAMBDA {
+        for (int64_t vector = 0; vector < head_dim / LANES; vector += VECTORS) {
+            with_count<VECTORS>(int(std::min<int64_t>(VECTORS, head_dim / LANES - vector)), [&]<int C>() INLINE_LAMBDA {
                 Vector sums[R][C];
                 for (int r = 0; r < R; ++r)
                     for (int c = 0; c < C; ++c) sums[r][c] = load(attended + r * head_dim + (vector + c) * LANES) * correction[r];
                 for (int64_t block = 0; block < block_count; ++block) {
                     const T *columns[C];
                     for (int c = 0; c < C; ++c) columns[c] = head.value_block(chunk + block) + (vector + c) * LANES * U;
-                    const T *weights = probabilities + block * BLOCK_TOKENS;
+                    const Left<T> *weights = probabilities + block * BLOCK_TOKENS;
                     const int64_t upcoming_block = upcoming.begin + block;
                     if (upcoming_block < upcoming.end) { // as many lines per vector as the product has steps
                         Ahead<C> keys;
                         const T *key_block = upcoming.head.key_block(upcoming_block);
                         for (int c = 0; c < C; ++c) keys.begins[c] = key_block + (vector + c) * LANES * BLOCK_TOKENS;
-                        multiply(sums, weights, CHUNK_KEYS, columns, head_dim * U, BLOCK_TOKENS / U, keys);
+                        multiply<T>(sums, weights, CHUNK_KEYS, columns, head_dim * U, BLOCK_TOKENS / U, keys);
                     } else {
-                        multiply(sums, weights, CHUNK_KEYS, columns, head_dim * U, BLOCK_TOKENS / U);
+                        multiply<T>(sums, weights, CHUNK_KEYS, columns, head_dim * U, BLOCK_TOKENS / U);
                     }
                 }
                 for (int r = 0; r < R; ++r)
@@ -218,7 +219,7 @@ inline void attend_in_tiles(
                 chunk_largest = larger(chunk_largest, score);
                 store(row + block * BLOCK_TOKENS, score);
             }
-            const float correction = weigh(
+            const float correction = weigh<Bfloat16>(
                 row, block_count * BLOCK_TOKENS, chunk_largest, largest[r], total[r], probabilities + r * CHUNK_KEYS
             );
             for (int64_t d = 0; d < head_dim && chunk > first_block; d += LANES)

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -43,7 +42,7 @@ template <class T> class Decoder final : public AnyDecoder {
             scratch.panel = Buffer<T>(padded_inner<T>(most_inner) * PANEL);
             scratch.products = Buffer<float>(BLOCK_ROWS * PANEL);
             scratch.scores = Buffer<float>(TILE_SIDE * CHUNK_KEYS);
-            scratch.probabilities = Buffer<T>(TILE_SIDE * CHUNK_KEYS);
+            scratch.probabilities = Buffer<Left<T>>(TILE_SIDE * CHUNK_KEYS);
             scratch.attended = Buffer<float>(TILE_SIDE * shape.head_dim);
         }
         for (int64_t layer = 0; layer < shape.layer_count; ++layer) layers_[layer].window = shape.windows[layer];
@@ -105,24 +104,6 @@ template <class T> class Decoder final : public AnyDecoder {
             if (fits) buffer = Buffer<W>::view(memory, count);
         });
         return fits;
-    }
-
-    // Returns the seconds that a linear layer takes for rows of arbitrary values.
-    double time_product(int64_t layer, int kind, int64_t rows) override {
-        const Linear<T> &linear = layers_[layer].linears[kind];
-        const int64_t stride = padded_inner<T>(round_up(linear.inner, LANES));
-        Buffer<T> left(rows * stride);
-        Buffer<float> out(linear.panel_count() * PANEL);
-        for (int64_t index = 0; index < rows * stride; index += LANES) store(left.data() + index, splat(float(index / LANES % 7) - 3));
-        const auto began = std::chrono::steady_clock::now();
-        team_.run([&](int index) {
-            Worker worker(team_, index);
-            product(worker, index, left.data(), stride, rows, linear, [&](int64_t, int64_t column, auto &sums) INLINE_LAMBDA {
-                for (int c = 0; c < PANEL / LANES; ++c) store(out.data() + column + c * LANES, sums[c]);
-            });
-            scratches_[index].tiles.release();
-        });
-        return std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
     }
 
   private:
@@ -302,7 +283,7 @@ template <class T> class Decoder final : public AnyDecoder {
                         const Vector gate = sums[c], up = sums[c + 1];
                         store(
                             gated_.data() + row * gated_stride_ + column / 2 + c / 2 * LANES,
-                            gate / (1.0f + exponential(-gate)) * up
+                            gate / (1.0f + exponential(splat(0) - gate)) * up
                         );
                     }
                 }
@@ -324,12 +305,12 @@ template <class T> class Decoder final : public AnyDecoder {
     }
 
     template <class Keep> INLINE void
-    product(Worker &worker, int index, const T *left, int64_t stride, int64_t rows, const Linear<T> &linear, const Keep &keep) {
+    product(Worker &worker, int index, const Left<T> *left, int64_t stride, int64_t rows, const Linear<T> &linear, const Keep &keep) {
         linear_product(worker, left, stride, rows, linear, scratches_[index], keep);
     }
 
     // hidden += left x weights.
-    void add_product(Worker &worker, int index, const T *left, int64_t stride, int64_t rows, const Linear<T> &linear) {
+    void add_product(Worker &worker, int index, const Left<T> *left, int64_t stride, int64_t rows, const Linear<T> &linear) {
         product(worker, index, left, stride, rows, linear, [&](int64_t row, int64_t column, auto &sums) INLINE_LAMBDA {
             float *hidden = hidden_.data() + row * hidden_stride_ + column;
             for (int c = 0; c < PANEL / LANES; ++c) store(hidden + c * LANES, load(hidden + c * LANES) + sums[c]);
@@ -345,7 +326,7 @@ template <class T> class Decoder final : public AnyDecoder {
     void normalize(Worker &worker, const Buffer<float> &weight, int64_t rows) {
         worker.each(rows, [&](int64_t row) {
             const float *hidden = hidden_.data() + row * hidden_stride_;
-            T *normed = normed_.data() + row * hidden_stride_;
+            Left<T> *normed = normed_.data() + row * hidden_stride_;
             Vector squares = {};
             for (int64_t e = 0; e < hidden_stride_; e += LANES) squares += load(hidden + e) * load(hidden + e);
             const float scale = 1.0f / std::sqrt(sum_of(squares) / float(shape_.hidden_size) + shape_.rms_norm_eps);
@@ -376,7 +357,7 @@ template <class T> class Decoder final : public AnyDecoder {
         for (int64_t head = 0; head < shape_.head_count; ++head) {
             float *query = mixed + head * head_dim;
             rotate(query, layer.norms[QUERY_NORM], cosines, sines);
-            T *to = queries_.data() + row * heads_stride_ + head * head_dim;
+            Left<T> *to = queries_.data() + row * heads_stride_ + head * head_dim;
             for (int64_t d = 0; d < head_dim; d += LANES) store(to + d, load(query + d));
         }
         for (int64_t head = 0; head < shape_.kv_head_count; ++head) {
@@ -407,14 +388,11 @@ template <class T> class Decoder final : public AnyDecoder {
     INLINE void keep_value(const float *from, Bfloat16 *to, int half) const {
         for (int64_t d = 0; d < shape_.head_dim; d += LANES) {
             Bfloat16 narrowed[LANES];
-            ShortVector bits;
-            IntVector pairs;
             store(narrowed, load(from + d));
-            std::memcpy(&bits, narrowed, sizeof bits);
-            std::memcpy(&pairs, to + 2 * d, sizeof pairs);
-            const IntVector value = __builtin_convertvector(bits, IntVector);
+            const IntVector value = load_halves<uint16_t>(narrowed);
+            IntVector pairs = load_bits<int32_t>(to + 2 * d);
             pairs = half ? (pairs & 0xffff) | value << 16 : (pairs & int32_t(0xffff0000)) | value;
-            std::memcpy(to + 2 * d, &pairs, sizeof pairs);
+            store_bits(to + 2 * d, pairs);
         }
     }
 
@@ -448,7 +426,7 @@ template <class T> class Decoder final : public AnyDecoder {
             std::memcpy(
                 hidden_.data() + index * hidden_stride_, hidden_.data() + row * hidden_stride_, hidden_stride_ * sizeof(float)
             );
-            std::memcpy(queries_.data() + index * heads_stride_, queries_.data() + row * heads_stride_, heads_stride_ * sizeof(T));
+            std::memcpy(queries_.data() + index * heads_stride_, queries_.data() + row * heads_stride_, heads_stride_ * sizeof(Left<T>));
         }
     }
 
@@ -508,8 +486,8 @@ template <class T> class Decoder final : public AnyDecoder {
                 begins[r] = first_visible(ends[r], window);
             }
             const int rows = int(std::min<int64_t>(ATTENTION_ROWS, row_count - row));
-            const T *queries = queries_.data() + first + row * stride;
-            T *out = attended_.data() + first + row * stride;
+            const Left<T> *queries = queries_.data() + first + row * stride;
+            Left<T> *out = attended_.data() + first + row * stride;
             if constexpr (IN_TILES) {
                 attend_in_tiles(
                     queries, stride, rows, begins, ends, head, shape_.head_dim, scale, out, stride, scratch, then
@@ -534,7 +512,7 @@ template <class T> class Decoder final : public AnyDecoder {
     // the system provides zeroed pages on first use.
     Buffer<T> keys_, values_;
     Buffer<float> hidden_, mixed_;
-    Buffer<T> normed_, queries_, attended_, gated_;
+    Buffer<Left<T>> normed_, queries_, attended_, gated_;
     std::vector<int32_t> span_of_row_;
     std::vector<Span> wanted_spans_;
     std::vector<AttentionTask> all_tasks_, wanted_tasks_;

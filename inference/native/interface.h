@@ -47,7 +47,6 @@ class AnyDecoder {
     virtual void copy_blocks(const int64_t *pairs, int64_t count) = 0;
     virtual const void *part(int64_t layer, int kind, int64_t *bytes) = 0;
     virtual bool adopt(int64_t layer, int kind, const void *memory, int64_t bytes) = 0;
-    virtual double time_product(int64_t layer, int kind, int64_t rows) = 0;
 };
 
 // One compilation of decoder.cpp.

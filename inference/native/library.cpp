@@ -122,10 +122,3 @@ EXPORT int32_t weir_decoder_forward(AnyDecoder *decoder, const Step *step) try {
 } catch (...) {
     return 1; // only allocation failures can be thrown
 }
-
-// Seconds that a linear layer takes for so many rows of arbitrary values; negative without memory.
-EXPORT double weir_decoder_time_product(AnyDecoder *decoder, int64_t layer, int32_t kind, int64_t rows) try {
-    return decoder->time_product(layer, kind, rows);
-} catch (...) {
-    return -1;
-}

@@ -20,50 +20,60 @@ constexpr int ROW_CHUNK = 192;
 // keys whose scores are held at once: short, since a sequence's first chunk is not prefetched
 constexpr int CHUNK_KEYS = 128;
 
+// Rows and vectors of a product whose sums are in registers, beside the weights and a row's value.
 #if defined(__AVX512F__)
-constexpr int TILE_ROWS = 6, TILE_VECTORS = 4; // 24 sums, 4 weights and a broadcast fill the 32 registers
+constexpr int TILE_ROWS = 6, TILE_VECTORS = 4;
+#elif defined(__AVX2__)
+constexpr int TILE_ROWS = 6, TILE_VECTORS = 1;
 #else
-constexpr int TILE_ROWS = 2, TILE_VECTORS = 2;
+constexpr int TILE_ROWS = 4, TILE_VECTORS = 1;
 #endif
+// Few rows: enough sums that none waits for the one before it.
+template <int R> constexpr int VECTORS_OF_ROWS = std::max(TILE_VECTORS, R == 1 ? 4 : R == 2 ? 2 : 1);
 
 // Rows of a product that share one pass over the weights.
 template <class T> constexpr int ROWS_AT_ONCE = HAS_TILES && UNIT<T> == 2 ? BLOCK_ROWS : TILE_ROWS;
 
-INLINE void multiply_add(Vector &sum, const float *left, Vector right) { sum += *left * right; }
-
-// Two neighbours of a row times two neighbours of each of 16 columns.
-INLINE void multiply_add(Vector &sum, const Bfloat16 *left, Vector right) {
-    uint32_t pair;
-    std::memcpy(&pair, left, sizeof pair);
-#if defined(__AVX512BF16__)
-    sum = (Vector)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(int(pair)), (__m512bh)right);
-#else
-    IntVector bits = (IntVector)right;
-    sum += to_float(Bfloat16{uint16_t(pair)}) * (Vector)(bits << 16);
-    sum += to_float(Bfloat16{uint16_t(pair >> 16)}) * (Vector)(bits & int32_t(0xffff0000));
-#endif
-}
-
-// A unit of each of 16 columns, as it stands or, from 8 bits, as T.
-template <class T> INLINE Vector load_units(const T *from) {
-    Vector value;
-    std::memcpy(&value, from, sizeof value);
-    return value;
-}
-
-template <class T> INLINE Vector load_units(const int8_t *from) {
+// A unit of each of 16 columns, at `from`: as floats, or as pairs for instructions that multiply pairs.
+template <class T, class W> INLINE Vector load_units(const W *from) {
     if constexpr (UNIT<T> == 1) {
         return load(from);
+    } else if constexpr (sizeof(W) == 2) {
+        return load_bits<float>(from);
     } else {
 #if defined(__AVX512BF16__)
-        return (Vector)_mm512_cvtne2ps_pbh((__m512)load(from + LANES), (__m512)load(from));
-#else
-        T units[2 * LANES];
-        store(units, load(from));
-        store(units + LANES, load(from + LANES));
-        return load_units<T>(units);
+        const auto high = (__m512)load(from + LANES).parts[0], low = (__m512)load(from).parts[0];
+        return Vector{{(Vector::Part)_mm512_cvtne2ps_pbh(high, low)}};
 #endif
     }
+}
+
+// The same address, but the compiler loads from it again instead of keeping a register for it.
+template <class W> INLINE const W *loaded_again(const W *from) {
+    asm("" : "+r"(from));
+    return from;
+}
+
+// The first or second value of each of 16 pairs, as floats.
+template <int WHICH> INLINE Vector load_half(const Bfloat16 *from) {
+    const IntVector pairs = load_bits<int32_t>(from);
+    return from_bits(WHICH == 0 ? pairs << 16 : pairs & int32_t(0xffff0000));
+}
+
+template <int WHICH> INLINE Vector load_half(const int8_t *from) {
+    const IntVector pairs = load_halves<int16_t>(from);
+    return to_floats(WHICH == 0 ? (pairs << 24) >> 24 : pairs >> 8);
+}
+
+INLINE void multiply_add(Vector &sum, const float *left, const Vector &right) { sum += *left * right; }
+
+INLINE void multiply_add(Vector &sum, const Bfloat16 *left, const Vector &right) {
+#if defined(__AVX512BF16__)
+    uint32_t pair;
+    std::memcpy(&pair, left, sizeof pair);
+    const auto pairs = (__m512bh)_mm512_set1_epi32(int(pair));
+    sum.parts[0] = (Vector::Part)_mm512_dpbf16_ps((__m512)sum.parts[0], pairs, (__m512bh)right.parts[0]);
+#endif
 }
 
 // Cache lines prefetched during a product: per step, one at each of `begins`.
@@ -81,18 +91,28 @@ template <> struct Ahead<0> {
 // sums[r][c] += left row r x right columns c, over `steps` units. Rows lie `left_stride` apart; vector c begins at right[c] and
 // goes on every `right_stride`. W: T, or int8_t.
 template <class T, class W, int R, int C, int A = 0> INLINE void multiply(
-    Vector (&sums)[R][C], const T *left, int64_t left_stride, const W *const (&right)[C], int64_t right_stride, int64_t steps,
-    const Ahead<A> &ahead = {}
+    Vector (&sums)[R][C], const Left<T> *left, int64_t left_stride, const W *const (&right)[C], int64_t right_stride,
+    int64_t steps, const Ahead<A> &ahead = {}
 ) {
     for (int64_t step = 0; step < steps; ++step) {
-        Vector columns[C];
+        const auto add = [&](const auto *values, const auto &load_column) INLINE_LAMBDA {
+            Vector columns[C];
 #pragma GCC unroll 4
-        for (int c = 0; c < C; ++c) columns[c] = load_units<T>(right[c] + step * right_stride);
-        ahead.touch(step);
+            for (int c = 0; c < C; ++c) columns[c] = load_column(right[c] + step * right_stride);
 #pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) {
+            for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
-            for (int c = 0; c < C; ++c) multiply_add(sums[r][c], left + r * left_stride + step * UNIT<T>, columns[c]);
+                for (int c = 0; c < C; ++c) multiply_add(sums[r][c], values + r * left_stride, columns[c]);
+            }
+        };
+        ahead.touch(step);
+        if constexpr (std::is_same_v<Left<T>, Rounded>) {
+            // one half after the other: the columns of both would not fit into the registers
+            const float *values = &left->value + step * 2;
+            add(values, [](const W *from) INLINE_LAMBDA { return load_half<0>(from); });
+            add(values + 1, [](const W *from) INLINE_LAMBDA { return load_half<1>(loaded_again(from)); });
+        } else {
+            add(left + step * UNIT<T>, [](const W *from) INLINE_LAMBDA { return load_units<T>(from); });
         }
     }
 }
@@ -125,11 +145,11 @@ template <class T> int64_t packed_index(int64_t column, int64_t inner) {
 }
 
 template <class T> struct Scratch {
-    Buffer<T> panel;         // one panel of int8 weights, widened
-    Buffer<float> scores;    // [TILE_SIDE][CHUNK_KEYS]
-    Buffer<T> probabilities; // [TILE_SIDE][CHUNK_KEYS]
-    Buffer<float> attended;  // [TILE_SIDE][D]
-    Buffer<float> products;  // [ROWS_AT_ONCE][PANEL]
+    Buffer<T> panel;               // one panel of int8 weights, widened
+    Buffer<float> scores;          // [TILE_SIDE][CHUNK_KEYS]
+    Buffer<Left<T>> probabilities; // [TILE_SIDE][CHUNK_KEYS]
+    Buffer<float> attended;        // [TILE_SIDE][D]
+    Buffer<float> products;        // [ROWS_AT_ONCE][PANEL]
     TileState tiles;
 };
 
@@ -150,30 +170,31 @@ template <class W> struct Share {
 
 // scratch.products = left x weights for up to TILE_ROWS rows and one panel.
 template <class T, class W> __attribute__((noinline)) void multiply_panel(
-    const T *left, int64_t left_stride, int rows, const W *weights, int64_t inner, const Share<W> &next, Scratch<T> &scratch
+    const Left<T> *left, int64_t left_stride, int rows, const W *weights, int64_t inner, const Share<W> &next,
+    Scratch<T> &scratch
 ) {
     constexpr int LINES = PANEL * UNIT<T> * int(sizeof(W)) / LINE_BYTES; // per step
-    constexpr int PASSES = PANEL / LANES / TILE_VECTORS;
     const int64_t steps = inner / UNIT<T>;
     const char *line = reinterpret_cast<const char *>(next.panel);
     with_count<TILE_ROWS>(rows, [&]<int R>() INLINE_LAMBDA {
+        constexpr int C = VECTORS_OF_ROWS<R>, PASSES = PANEL / LANES / C;
         for (int64_t pass = 0; pass < PASSES; ++pass) {
-            const int vector = int(pass) * TILE_VECTORS;
+            const int vector = int(pass) * C;
             const int64_t first = next.index * PASSES + pass;
-            const W *columns[TILE_VECTORS];
-            Vector sums[R][TILE_VECTORS] = {};
-            for (int c = 0; c < TILE_VECTORS; ++c) columns[c] = weights + (vector + c) * LANES * UNIT<T>;
+            const W *columns[C];
+            Vector sums[R][C] = {};
+            for (int c = 0; c < C; ++c) columns[c] = weights + (vector + c) * LANES * UNIT<T>;
             if (line && next.count * PASSES == 1) {
                 Ahead<LINES> all;
                 for (int l = 0; l < LINES; ++l) all.begins[l] = line + l * steps * LINE_BYTES;
-                multiply(sums, left, left_stride, columns, PANEL * UNIT<T>, steps, all);
+                multiply<T>(sums, left, left_stride, columns, PANEL * UNIT<T>, steps, all);
             } else if (line && first < LINES) {
-                multiply(sums, left, left_stride, columns, PANEL * UNIT<T>, steps, Ahead<1>{{line + first * steps * LINE_BYTES}});
+                multiply<T>(sums, left, left_stride, columns, PANEL * UNIT<T>, steps, Ahead<1>{{line + first * steps * LINE_BYTES}});
             } else {
-                multiply(sums, left, left_stride, columns, PANEL * UNIT<T>, steps);
+                multiply<T>(sums, left, left_stride, columns, PANEL * UNIT<T>, steps);
             }
             for (int r = 0; r < R; ++r)
-                for (int c = 0; c < TILE_VECTORS; ++c)
+                for (int c = 0; c < C; ++c)
                     store(scratch.products.data() + r * PANEL + (vector + c) * LANES, sums[r][c]);
         }
     });
@@ -270,7 +291,7 @@ template <class W> __attribute__((noinline)) void multiply_panel(
 // Calls keep(row, column, sums) for each row and panel of left (rows, K) x weights + bias; sums:
 // the panel's vectors, from `column`.
 template <class T, class Keep> void linear_product(
-    Worker &worker, const T *left, int64_t left_stride, int64_t rows, const Linear<T> &linear, Scratch<T> &scratch, const Keep &keep
+    Worker &worker, const Left<T> *left, int64_t left_stride, int64_t rows, const Linear<T> &linear, Scratch<T> &scratch, const Keep &keep
 ) {
     constexpr int AT_ONCE = ROWS_AT_ONCE<T>;
     const int64_t row_chunks = std::max<int64_t>(1, (rows + ROW_CHUNK / 2) / ROW_CHUNK);
