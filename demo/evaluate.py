@@ -9,6 +9,7 @@ import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 from tokenizers import Tokenizer
 
@@ -24,6 +25,7 @@ from demo.messages import Message
 from demo.scoring import Score, score
 from demo.tokenization import token_ids_of
 from inference.adapters.torch_engine import TorchEngine, TorchEngineSettings
+from inference.core.options import ComputeDtype
 from inference.engine import (
     EngineFinishReason,
     GenerationRequest,
@@ -55,10 +57,10 @@ def build_cases(tokenizer: Tokenizer, case_count: int, first_seed: int) -> list[
 
 
 async def answer_all(
-    model: Path, tokenizer: Tokenizer, cases: Sequence[Case], thread_count: int
+    settings: TorchEngineSettings, tokenizer: Tokenizer, cases: Sequence[Case]
 ) -> list[tuple[str, bool]]:
     """Return the answer to each case's last question, and whether it ended by itself."""
-    engine = TorchEngine(TorchEngineSettings(model, "demo", torch_thread_count=thread_count))
+    engine = TorchEngine(settings)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(engine.serve())
         await engine.start()
@@ -115,12 +117,17 @@ def main() -> None:
         "--show", type=int, default=0, help="how many answers of each kind to print"
     )
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--precision", choices=get_args(ComputeDtype), default="float32")
     arguments = parser.parse_args()
     tokenizer = Tokenizer.from_file(str(arguments.model / "tokenizer.json"))
     cases = build_cases(tokenizer, arguments.cases, arguments.first_seed)
-    answers = asyncio.run(
-        answer_all(arguments.model, tokenizer, [case for _, case in cases], arguments.threads)
+    settings = TorchEngineSettings(
+        arguments.model,
+        "demo",
+        compute_dtype=arguments.precision,
+        torch_thread_count=arguments.threads,
     )
+    answers = asyncio.run(answer_all(settings, tokenizer, [case for _, case in cases]))
     scores: dict[str, list[Score]] = defaultdict(list)
     shown: Counter[str] = Counter()
     for (kind, case), (text, ended) in zip(cases, answers, strict=True):

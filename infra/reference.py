@@ -180,7 +180,7 @@ OTHER_SETTINGS = (
         "engine worker",
         "text",
         "1",
-        "0, 1, avx2, avx512, avx512_bf16 or amx",
+        "0, 1, avx2, avx_vnni, avx512, avx512_vnni, avx512_bf16 or amx",
         "0 computes with torch, without the native decoder; a level excludes better ones.",
     ),
     Setting(

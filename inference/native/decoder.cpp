@@ -9,7 +9,7 @@
 // in bfloat16, 1 in fp32. Right operands of products are stored unit by unit, 16 columns side by
 // side, so that they stream through registers:
 //
-//   weights  [panel of 64 columns][K / unit][64][unit]
+//   weights  [panel of 64 columns][K / unit][64][unit]     int8: units of 4 where instructions multiply 4 bytes
 //   keys     [block][H_kv][D / unit][16 positions][unit]      a score tile is query x block, without a copy
 //   values   [block][H_kv][16 positions / unit][D][unit]      an output tile is probabilities x block, without a copy
 //
@@ -26,7 +26,7 @@ extern const Kernels WEIR_KERNELS; // the build names it after its instruction s
 const Kernels WEIR_KERNELS = {
     [](const Shape &shape, bool is_bfloat16) -> AnyDecoder * {
         if (is_bfloat16) return new Decoder<Bfloat16>(shape);
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) || defined(__AVX512VNNI__) || defined(__AVXVNNI__)
         return nullptr; // fp32 gains nothing from these instructions
 #else
         return new Decoder<float>(shape);

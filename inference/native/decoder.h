@@ -34,6 +34,7 @@ template <class T> class Decoder final : public AnyDecoder {
           mixed_stride_(round_up((shape.head_count + 2 * shape.kv_head_count) * shape.head_dim, PANEL)),
           heads_stride_(padded_inner<T>(shape.head_count * shape.head_dim)),
           gated_stride_(round_up(2 * round_up(shape.intermediate_size, LANES), PANEL) / 2),
+          byte_stride_(round_up(std::max({shape.hidden_size, shape.intermediate_size, shape.head_count * shape.head_dim}), GROUP)),
           layer_stride_(shape.block_count * shape.kv_head_count * BLOCK_TOKENS * shape.head_dim),
           keys_(shape.layer_count * layer_stride_), values_(shape.layer_count * layer_stride_) {
         const int64_t most_inner = std::max({shape.hidden_size, shape.intermediate_size, shape.head_count * shape.head_dim});
@@ -125,13 +126,13 @@ template <class T> class Decoder final : public AnyDecoder {
     void set_linear(int64_t layer, int kind, const void *weight, const float *scales, const float *bias) {
         Linear<T> &linear = layers_[layer].linears[kind];
         const int64_t sources = set_shape(linear, kind);
-        const int64_t size = linear.panel_count() * linear.panel_size(), columns = linear.panel_count() * PANEL;
+        const int64_t columns = linear.panel_count() * PANEL;
         if (bias) linear.bias = Buffer<float>(columns);
         if (scales) {
             linear.scales = Buffer<float>(columns);
-            linear.quantized = Buffer<int8_t>(size);
+            linear.quantized = Buffer<int8_t>(linear.panel_count() * linear.template panel_size<int8_t>());
         } else {
-            linear.packed = Buffer<T>(size);
+            linear.packed = Buffer<T>(linear.panel_count() * linear.template panel_size<T>());
         }
         team_.run([&](int index) {
             Worker(team_, index).each(linear.panel_count(), [&](int64_t panel) {
@@ -140,16 +141,12 @@ template <class T> class Decoder final : public AnyDecoder {
                     if (source < 0) continue;
                     if (bias) linear.bias.data()[column] = bias[source];
                     if (scales) linear.scales.data()[column] = scales[source];
-                    if (scales)
-                        pack_column(
-                            linear.quantized.data() + panel * linear.panel_size(),
-                            static_cast<const int8_t *>(weight) + source * linear.inner, column, linear.inner
-                        );
-                    else
-                        pack_column(
-                            linear.packed.data() + panel * linear.panel_size(),
-                            static_cast<const T *>(weight) + source * linear.inner, column, linear.inner
-                        );
+                    const auto pack_into = [&]<class W>(const Buffer<W> &buffer) {
+                        const W *weights = static_cast<const W *>(weight) + source * linear.inner;
+                        W *packed = buffer.data() + panel * linear.template panel_size<W>();
+                        for (int64_t index = 0; index < linear.inner; ++index) pack<T>(packed, column, index, weights[index]);
+                    };
+                    scales ? pack_into(linear.quantized) : pack_into(linear.packed);
                 }
             });
         });
@@ -204,10 +201,10 @@ template <class T> class Decoder final : public AnyDecoder {
         if (kind >= NORMS) return function(layers_[layer].norms[kind - NORMS], hidden_stride_ + shape_.head_dim);
         Linear<T> &linear = layers_[layer].linears[kind / LINEAR_PART_COUNT];
         set_shape(linear, kind / LINEAR_PART_COUNT);
-        const int64_t columns = linear.panel_count() * PANEL, size = linear.panel_count() * linear.panel_size();
+        const int64_t panels = linear.panel_count(), columns = panels * PANEL;
         switch (kind % LINEAR_PART_COUNT) {
-            case PACKED: return function(linear.packed, size);
-            case QUANTIZED: return function(linear.quantized, size);
+            case PACKED: return function(linear.packed, panels * linear.template panel_size<T>());
+            case QUANTIZED: return function(linear.quantized, panels * linear.template panel_size<int8_t>());
             case SCALES: return function(linear.scales, columns);
             default: return function(linear.bias, columns);
         }
@@ -222,10 +219,6 @@ template <class T> class Decoder final : public AnyDecoder {
         return column / LANES % 2 == 0 ? output : output + shape_.intermediate_size;
     }
 
-    template <class W> static void pack_column(W *panel, const W *weights, int64_t column, int64_t inner) {
-        for (int64_t index = 0; index < inner; ++index) panel[packed_index<T>(column, index)] = weights[index];
-    }
-
     void reserve(int64_t rows) {
         hidden_.reserve(rows * hidden_stride_);
         normed_.reserve(rows * hidden_stride_);
@@ -233,6 +226,11 @@ template <class T> class Decoder final : public AnyDecoder {
         queries_.reserve(rows * heads_stride_);
         attended_.reserve(rows * heads_stride_);
         gated_.reserve(rows * gated_stride_);
+        if constexpr (HAS_QUADS) {
+            bytes_.reserve(rows * byte_stride_);
+            byte_scales_.reserve(rows * byte_stride_ / GROUP);
+            byte_offsets_.reserve(rows * byte_stride_ / GROUP);
+        }
     }
 
     int64_t heads_size() const { return shape_.head_count * shape_.head_dim; }
@@ -306,7 +304,17 @@ template <class T> class Decoder final : public AnyDecoder {
 
     template <class Keep> INLINE void
     product(Worker &worker, int index, const Left<T> *left, int64_t stride, int64_t rows, const Linear<T> &linear, const Keep &keep) {
-        linear_product(worker, left, stride, rows, linear, scratches_[index], keep);
+        const LeftRows<T> left_rows{left, stride};
+        if constexpr (HAS_QUADS) {
+            if (linear.quantized.data()) {
+                const QuantizedRows quantized{bytes_.data(), byte_scales_.data(), byte_offsets_.data(), byte_stride_};
+                worker.each(rows, [&](int64_t row) {
+                    quantize(left_rows.from(row).values, padded_inner<T>(linear.inner), quantized.from(row));
+                });
+                return linear_product(worker, quantized, rows, linear, scratches_[index], keep);
+            }
+        }
+        linear_product(worker, left_rows, rows, linear, scratches_[index], keep);
     }
 
     // hidden += left x weights.
@@ -507,12 +515,15 @@ template <class T> class Decoder final : public AnyDecoder {
     std::vector<Layer> layers_; // the last entry holds the parts above all layers
     std::vector<Scratch<T>> scratches_;
     Buffer<T> embedding_;
-    int64_t hidden_stride_, mixed_stride_, heads_stride_, gated_stride_, layer_stride_;
+    int64_t hidden_stride_, mixed_stride_, heads_stride_, gated_stride_, byte_stride_, layer_stride_;
     // The pool. Zeroed, since blocks are read to their ends with weight 0, so they must be finite;
     // the system provides zeroed pages on first use.
     Buffer<T> keys_, values_;
     Buffer<float> hidden_, mixed_;
     Buffer<Left<T>> normed_, queries_, attended_, gated_;
+    Buffer<int8_t> bytes_; // left rows of a product with quantized weights
+    Buffer<float> byte_scales_;
+    Buffer<int32_t> byte_offsets_;
     std::vector<int32_t> span_of_row_;
     std::vector<Span> wanted_spans_;
     std::vector<AttentionTask> all_tasks_, wanted_tasks_;

@@ -25,7 +25,7 @@ struct Level {
 
 #if defined(__x86_64__)
 
-extern const Kernels kernels_avx2, kernels_avx512, kernels_avx512_bf16, kernels_amx;
+extern const Kernels kernels_avx2, kernels_avx_vnni, kernels_avx512, kernels_avx512_vnni, kernels_avx512_bf16, kernels_amx;
 
 static bool has_avx2() {
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi") &&
@@ -37,7 +37,14 @@ static bool has_avx512() {
            __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
 
-static bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
+static bool has_avx_vnni() {
+    unsigned a, b, c, d;
+    return has_avx2() && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & 1u << 4);
+}
+
+static bool has_avx512_vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
+
+static bool has_avx512_bf16() { return has_avx512_vnni() && __builtin_cpu_supports("avx512bf16"); }
 
 // The operating system gives the tiles' registers to processes that ask for them.
 static bool has_amx() {
@@ -54,7 +61,9 @@ constexpr Level LEVELS[] = {
     // best first
     {"amx", &kernels_amx, false, has_amx},
     {"avx512_bf16", &kernels_avx512_bf16, false, has_avx512_bf16},
+    {"avx512_vnni", &kernels_avx512_vnni, false, has_avx512_vnni},
     {"avx512", &kernels_avx512, true, has_avx512},
+    {"avx_vnni", &kernels_avx_vnni, false, has_avx_vnni},
     {"avx2", &kernels_avx2, true, has_avx2},
 };
 

@@ -51,8 +51,10 @@ _X86_V4 = "-march=x86-64-v4"
 LEVELS: dict[str, dict[str, tuple[str, ...]]] = {
     "x86_64": {
         "avx2": ("-march=x86-64-v3",),
+        "avx_vnni": ("-march=x86-64-v3", "-mavxvnni"),
         "avx512": (_X86_V4,),
-        "avx512_bf16": (_X86_V4, "-mavx512bf16"),
+        "avx512_vnni": (_X86_V4, "-mavx512vnni"),
+        "avx512_bf16": (_X86_V4, "-mavx512vnni", "-mavx512bf16"),
         "amx": (_X86_V4, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
     }
 }

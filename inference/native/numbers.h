@@ -189,6 +189,8 @@ INLINE IntVector rounded_bits(const Vector &value) {
     return bits + 0x7fff + ((bits >> 16) & 1);
 }
 
+INLINE Vector load(const Rounded *from) { return load(&from->value); }
+
 INLINE void store(Rounded *to, const Vector &value) { store(&to->value, from_bits(rounded_bits(value) & int32_t(0xffff0000))); }
 
 INLINE void store(Bfloat16 *to, const Vector &value) {
@@ -219,8 +221,8 @@ INLINE Vector larger(const Vector &a, const Vector &b) { return choose(a > b, a,
 
 // Lane i of the result is lane i + SHIFT of the value, for i < SHIFT: a step of folding a vector in
 // halves.
-template <int SHIFT> INLINE Vector lanes_from(const Vector &value) {
-    return by_parts<float>([&](int i) INLINE_LAMBDA {
+template <int SHIFT, class Number> INLINE Wide<Number> lanes_from(const Wide<Number> &value) {
+    return by_parts<Number>([&](int i) INLINE_LAMBDA {
         if constexpr (SHIFT >= REGISTER_LANES) {
             return value.parts[(i + SHIFT / REGISTER_LANES) % PARTS];
         } else {
@@ -231,7 +233,7 @@ template <int SHIFT> INLINE Vector lanes_from(const Vector &value) {
     });
 }
 
-INLINE float sum_of(Vector value) {
+template <class Number> INLINE Number sum_of(Wide<Number> value) {
     value += lanes_from<8>(value);
     value += lanes_from<4>(value);
     value += lanes_from<2>(value);

@@ -127,6 +127,14 @@ template <int MOST, class F> INLINE void with_count(int count, const F &function
 // Inner dimension of a product with zeros up to a whole tile.
 template <class T> constexpr int64_t padded_inner(int64_t inner) { return UNIT<T> == 1 ? inner : round_up(inner, TILE_INNER); }
 
+#if defined(__AVX512VNNI__) && !defined(__AMX_BF16__) || defined(__AVXVNNI__)
+constexpr bool HAS_QUADS = true; // instructions that multiply four bytes by four bytes
+#else
+constexpr bool HAS_QUADS = false;
+#endif
+// inner values of a row that share a scale, where rows are rounded to 8 bits for such instructions
+constexpr int GROUP = 64;
+
 // Packed weights of a linear layer: either `packed`, or `quantized` with one scale per column.
 template <class T> struct Linear {
     Buffer<T> packed;
@@ -136,13 +144,40 @@ template <class T> struct Linear {
     int64_t columns = 0, inner = 0;
 
     int64_t panel_count() const { return round_up(columns, PANEL) / PANEL; }
-    int64_t panel_size() const { return padded_inner<T>(inner) * PANEL; }
+    template <class W> int64_t panel_size() const {
+        return (HAS_QUADS && sizeof(W) == 1 ? round_up(inner, GROUP) : padded_inner<T>(inner)) * PANEL;
+    }
 };
 
-// Position in its panel of the weight of a column and an inner index.
-template <class T> int64_t packed_index(int64_t column, int64_t inner) {
-    return (inner / UNIT<T> * PANEL + column % PANEL) * UNIT<T> + inner % UNIT<T>;
+// Puts the weight of a column and an inner index into its panel. W: T, or int8_t.
+template <class T, class W> INLINE void pack(W *panel, int64_t column, int64_t inner, W weight) {
+    constexpr bool IS_QUAD = HAS_QUADS && sizeof(W) == 1;
+    constexpr int64_t U = IS_QUAD ? 4 : UNIT<T>;
+    W &packed = panel[(inner / U * PANEL + column % PANEL) * U + inner % U];
+    if constexpr (IS_QUAD)
+        packed = W(weight ^ 0x80); // the instruction's first bytes have no sign: 128 is added
+    else
+        packed = weight;
 }
+
+// Left rows of a product, `stride` values apart.
+template <class T> struct LeftRows {
+    const Left<T> *values;
+    int64_t stride;
+    LeftRows from(int64_t row) const { return {values + row * stride, stride}; }
+};
+
+// The same in 8 bits, in groups: value = byte * scale. offset: -128 times the sum of the bytes.
+struct QuantizedRows {
+    int8_t *values;
+    float *scales;
+    int32_t *offsets;
+    int64_t stride; // a multiple of GROUP
+    QuantizedRows from(int64_t row) const {
+        const int64_t groups = row * stride / GROUP;
+        return {values + row * stride, scales + groups, offsets + groups, stride};
+    }
+};
 
 template <class T> struct Scratch {
     Buffer<T> panel;               // one panel of int8 weights, widened
@@ -155,9 +190,9 @@ template <class T> struct Scratch {
 
 // One panel of int8 weights as T, for as many rows as make it worth while to widen each weight once.
 template <class T> INLINE const T *widened(const Linear<T> &linear, int64_t panel, Scratch<T> &scratch) {
-    const int8_t *from = linear.quantized.data() + panel * linear.panel_size();
+    const int8_t *from = linear.quantized.data() + panel * linear.template panel_size<int8_t>();
     T *to = scratch.panel.data();
-    for (int64_t index = 0; index < linear.panel_size(); index += LANES) store(to + index, load(from + index));
+    for (int64_t index = 0; index < linear.template panel_size<T>(); index += LANES) store(to + index, load(from + index));
     return to;
 }
 
@@ -170,8 +205,7 @@ template <class W> struct Share {
 
 // scratch.products = left x weights for up to TILE_ROWS rows and one panel.
 template <class T, class W> __attribute__((noinline)) void multiply_panel(
-    const Left<T> *left, int64_t left_stride, int rows, const W *weights, int64_t inner, const Share<W> &next,
-    Scratch<T> &scratch
+    const LeftRows<T> &left, int rows, const W *weights, int64_t inner, const Share<W> &next, Scratch<T> &scratch
 ) {
     constexpr int LINES = PANEL * UNIT<T> * int(sizeof(W)) / LINE_BYTES; // per step
     const int64_t steps = inner / UNIT<T>;
@@ -187,11 +221,11 @@ template <class T, class W> __attribute__((noinline)) void multiply_panel(
             if (line && next.count * PASSES == 1) {
                 Ahead<LINES> all;
                 for (int l = 0; l < LINES; ++l) all.begins[l] = line + l * steps * LINE_BYTES;
-                multiply<T>(sums, left, left_stride, columns, PANEL * UNIT<T>, steps, all);
+                multiply<T>(sums, left.values, left.stride, columns, PANEL * UNIT<T>, steps, all);
             } else if (line && first < LINES) {
-                multiply<T>(sums, left, left_stride, columns, PANEL * UNIT<T>, steps, Ahead<1>{{line + first * steps * LINE_BYTES}});
+                multiply<T>(sums, left.values, left.stride, columns, PANEL * UNIT<T>, steps, Ahead<1>{{line + first * steps * LINE_BYTES}});
             } else {
-                multiply<T>(sums, left, left_stride, columns, PANEL * UNIT<T>, steps);
+                multiply<T>(sums, left.values, left.stride, columns, PANEL * UNIT<T>, steps);
             }
             for (int r = 0; r < R; ++r)
                 for (int c = 0; c < C; ++c)
@@ -219,13 +253,14 @@ template <class F> INLINE void with_weights(const int8_t *weights, int64_t step,
 
 // The same for up to BLOCK_ROWS rows in tiles.
 template <class W> __attribute__((noinline)) void multiply_panel(
-    const Bfloat16 *left, int64_t left_stride, int rows, const W *weights, int64_t inner, const Share<W> &next,
+    const LeftRows<Bfloat16> &rows_in, int rows, const W *weights, int64_t inner, const Share<W> &next,
     Scratch<Bfloat16> &scratch
 ) {
+    const Bfloat16 *left = rows_in.values;
     constexpr int64_t STEP_SIZE = TILE_INNER * PANEL, STEP_LINES = STEP_SIZE * sizeof(W) / LINE_BYTES, HALF = PANEL / 2;
-    const int64_t steps = padded_inner<Bfloat16>(inner) / TILE_INNER, left_bytes = left_stride * sizeof(Bfloat16);
+    const int64_t steps = padded_inner<Bfloat16>(inner) / TILE_INNER, left_bytes = rows_in.stride * sizeof(Bfloat16);
     const int64_t lines = next.panel ? (STEP_LINES + 4 * next.count - 1) / (4 * next.count) : 0; // per step and quarter
-    const Bfloat16 *lower = left + TILE_SIDE * left_stride;
+    const Bfloat16 *lower = left + TILE_SIDE * rows_in.stride;
     float *products = scratch.products.data();
     Bfloat16 *wide = scratch.panel.data();
     // after each load of a tile, since the loads of a burst would keep the next tile waiting
@@ -288,12 +323,113 @@ template <class W> __attribute__((noinline)) void multiply_panel(
 
 #endif
 
-// Calls keep(row, column, sums) for each row and panel of left (rows, K) x weights + bias; sums:
-// the panel's vectors, from `column`.
-template <class T, class Keep> void linear_product(
-    Worker &worker, const Left<T> *left, int64_t left_stride, int64_t rows, const Linear<T> &linear, Scratch<T> &scratch, const Keep &keep
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+
+// sums + the products of four bytes without a sign in each of 16 columns, and four of a row.
+INLINE IntVector add_quads(const IntVector &sums, const IntVector &columns, int32_t quad) {
+    return by_parts<int32_t>([&](int i) INLINE_LAMBDA {
+#if defined(__AVX512VNNI__)
+        return (IntVector::Part)_mm512_dpbusd_epi32((__m512i)sums.parts[i], (__m512i)columns.parts[i], _mm512_set1_epi32(quad));
+#else
+        return (IntVector::Part)_mm256_dpbusd_avx_epi32((__m256i)sums.parts[i], (__m256i)columns.parts[i], _mm256_set1_epi32(quad));
+#endif
+    });
+}
+
+// 16 numbers from -128 to 127 as bytes.
+INLINE void store_bytes(int8_t *to, const IntVector &value) {
+#if defined(__AVX512F__)
+    _mm_storeu_si128(reinterpret_cast<__m128i *>(to), _mm512_cvtepi32_epi8((__m512i)value.parts[0]));
+#else
+    const auto half = [&](int i) INLINE_LAMBDA {
+        const auto part = (__m256i)value.parts[i];
+        return _mm_packs_epi32(_mm256_castsi256_si128(part), _mm256_extracti128_si256(part, 1));
+    };
+    _mm_storeu_si128(reinterpret_cast<__m128i *>(to), _mm_packs_epi16(half(0), half(1)));
+#endif
+}
+
+// A row of `inner` values, in whole vectors, as bytes up to a whole group.
+template <class From> void quantize(const From *from, int64_t inner, const QuantizedRows &to) {
+    constexpr float SHIFT = 3 << 22; // a sum with it has the nearest whole number in its low bits
+    const IntVector shift = bits_of(splat(SHIFT));
+    for (int64_t group = 0; group * GROUP < inner; ++group) {
+        const int64_t begin = group * GROUP, end = std::min(inner, begin + GROUP);
+        Vector largest = {}, faults = {};
+        for (int64_t index = begin; index < end; index += LANES) {
+            const Vector value = load(from + index);
+            largest = larger(largest, larger(value, splat(0) - value));
+            faults += value * 0.0f; // not a number, if the value is none or infinite
+        }
+        const float most = largest_of(largest), factor = most > 0 ? 127 / most : 0;
+        IntVector sum = {};
+        for (int64_t index = begin; index < begin + GROUP; index += LANES) {
+            IntVector whole = {};
+            if (index < end) whole = bits_of(load(from + index) * factor + SHIFT) - shift;
+            sum += whole;
+            store_bytes(to.values + index, whole);
+        }
+        to.scales[group] = most / 127 + sum_of(faults);
+        to.offsets[group] = -128 * sum_of(sum);
+    }
+}
+
+// scratch.products = left x weights for up to TILE_ROWS rows and one panel.
+template <class T> __attribute__((noinline)) void multiply_panel(
+    const QuantizedRows &left, int rows, const int8_t *weights, int64_t inner, const Share<int8_t> &next, Scratch<T> &scratch
 ) {
-    constexpr int AT_ONCE = ROWS_AT_ONCE<T>;
+    constexpr int64_t STEP_SIZE = PANEL * 4, STEPS = GROUP / 4;
+    const int64_t group_count = round_up(inner, GROUP) / GROUP;
+    std::fill_n(scratch.products.data(), rows * PANEL, 0.0f);
+    with_count<TILE_ROWS>(rows, [&]<int R>() INLINE_LAMBDA {
+        constexpr int C = VECTORS_OF_ROWS<R>, PASSES = PANEL / LANES / C;
+        const int64_t parts = next.panel ? next.count * PASSES : 0;
+        const int64_t lines = parts ? (STEP_SIZE / LINE_BYTES + parts - 1) / parts : 0; // of a step, to fetch in a pass
+        for (int64_t pass = 0; pass < PASSES; ++pass) {
+            const int64_t first_line = (next.index * PASSES + pass) * lines;
+            const int64_t end_line = std::min<int64_t>(first_line + lines, STEP_SIZE / LINE_BYTES);
+            for (int64_t group = 0; group < group_count; ++group) {
+                IntVector sums[R][C];
+#pragma GCC unroll 8
+                for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+                    for (int c = 0; c < C; ++c) sums[r][c] = IntVector{} + left.from(r).offsets[group];
+                for (int64_t step = group * STEPS; step < (group + 1) * STEPS; ++step) {
+                    const int8_t *from = weights + step * STEP_SIZE + pass * C * LANES * 4;
+                    IntVector columns[C];
+#pragma GCC unroll 4
+                    for (int c = 0; c < C; ++c) columns[c] = load_bits<int32_t>(from + c * LANES * 4);
+                    for (int64_t line = first_line; line < end_line; ++line)
+                        __builtin_prefetch(next.panel + step * STEP_SIZE + line * LINE_BYTES, 0, 2);
+#pragma GCC unroll 8
+                    for (int r = 0; r < R; ++r) {
+                        int32_t quad;
+                        std::memcpy(&quad, left.values + r * left.stride + step * 4, sizeof quad);
+#pragma GCC unroll 4
+                        for (int c = 0; c < C; ++c) sums[r][c] = add_quads(sums[r][c], columns[c], quad);
+                    }
+                }
+#pragma GCC unroll 8
+                for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+                    for (int c = 0; c < C; ++c) {
+                        float *to = scratch.products.data() + r * PANEL + (pass * C + c) * LANES;
+                        store(to, load(to) + to_floats(sums[r][c]) * left.from(r).scales[group]);
+                    }
+            }
+        }
+    });
+}
+
+#endif
+
+// Calls keep(row, column, sums) for each row and panel of left (rows, K) x weights + bias; sums:
+// the panel's vectors, from `column`. Rows: LeftRows, or QuantizedRows for quantized weights.
+template <class T, class Rows, class Keep> void linear_product(
+    Worker &worker, const Rows &left, int64_t rows, const Linear<T> &linear, Scratch<T> &scratch, const Keep &keep
+) {
+    constexpr bool IS_QUANTIZED = std::is_same_v<Rows, QuantizedRows>;
+    constexpr int AT_ONCE = IS_QUANTIZED ? TILE_ROWS : ROWS_AT_ONCE<T>;
     const int64_t row_chunks = std::max<int64_t>(1, (rows + ROW_CHUNK / 2) / ROW_CHUNK);
     const int64_t row_chunk = round_up((rows + row_chunks - 1) / row_chunks, AT_ONCE);
     const float *scales = linear.scales.data(), *bias = linear.bias.data();
@@ -306,7 +442,7 @@ template <class T, class Keep> void linear_product(
             Share share{next, 0, (end_row - first_row + AT_ONCE - 1) / AT_ONCE};
             for (int64_t row = first_row; row < end_row; row += AT_ONCE, ++share.index) {
                 const int count = int(std::min<int64_t>(AT_ONCE, end_row - row));
-                multiply_panel(left + row * left_stride, left_stride, count, weights, linear.inner, share, scratch);
+                multiply_panel(left.from(row), count, weights, linear.inner, share, scratch);
                 for (int r = 0; r < count; ++r) {
                     Vector sums[PANEL / LANES];
                     for (int c = 0; c < PANEL / LANES; ++c) {
@@ -318,15 +454,20 @@ template <class T, class Keep> void linear_product(
                 }
             }
         };
-        const auto from_memory = [&](const auto *weights) INLINE_LAMBDA {
-            multiply_by(weights + panel * linear.panel_size(), fetches ? weights + later * linear.panel_size() : nullptr);
+        const auto from_memory = [&]<class W>(const W *weights) INLINE_LAMBDA {
+            const int64_t size = linear.template panel_size<W>();
+            multiply_by(weights + panel * size, fetches ? weights + later * size : nullptr);
         };
-        if (linear.packed.data())
-            from_memory(linear.packed.data());
-        else if (end_row - first_row <= AT_ONCE) // each weight is read once anyway
+        if constexpr (IS_QUANTIZED) {
             from_memory(linear.quantized.data());
-        else
-            multiply_by(widened(linear, panel, scratch), static_cast<const T *>(nullptr));
+        } else if (linear.packed.data()) {
+            from_memory(linear.packed.data());
+        } else if constexpr (!HAS_QUADS) {
+            if (end_row - first_row <= AT_ONCE) // each weight is read once anyway
+                from_memory(linear.quantized.data());
+            else
+                multiply_by(widened(linear, panel, scratch), static_cast<const T *>(nullptr));
+        }
     });
 }
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from inference.core.model_runner import ModelRunner
+from inference.core.options import ComputeDtype
 from inference.engine import EngineFinishReason, GenerationRequest, SamplingParams
 from inference.errors import InvariantViolated
 from inference.native.decoder import NativeDecoder
@@ -254,17 +255,23 @@ def test_a_request_that_can_never_run_has_a_fault(
     assert words in fault
 
 
-@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize(
+    ("native", "dtype"), [(True, "float32"), (True, "bfloat16"), (True, "int8"), (False, "float32")]
+)
 @pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf])
 def test_output_that_is_not_finite_is_an_error_and_not_a_token(
-    native: bool, broken: float, tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
+    native: bool,
+    dtype: ComputeDtype,
+    broken: float,
+    tiny: TinyCheckpoint,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A fault planted in the weights, for each decoder."""
     if native and load() is None:
         pytest.skip("no native library on this machine, or switched off")
     if not native:
         monkeypatch.setattr("inference.core.model_runner.supports", lambda config, dtype: False)
-    core = make_core(tiny.directory)
+    core = make_core(tiny.directory, compute_dtype=dtype)
     assert isinstance(core._runner, ModelRunner)
     decoder = core._runner._decoder
     if isinstance(decoder, NativeDecoder):

@@ -126,8 +126,7 @@ def _sequence(number: int, prompt: Sequence[int]) -> EngineSequence:
 @needs_compiler
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [(name, dtype) for name in SHAPES for dtype in ("float32", "bfloat16")]
-    + [("grouped heads", "int8")],
+    [(name, dtype) for name in SHAPES for dtype in ("float32", "bfloat16", "int8")],
 )
 def test_logits_equal_those_of_torch(
     name: str, dtype: ComputeDtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -152,16 +152,13 @@ def windowed(tmp_path_factory: pytest.TempPathFactory) -> TinyCheckpoint:
 def run(seed: int, directory: Path) -> Kind:
     """Run bursts of arrivals, cancels and all kinds of sampling in a small pool."""
     rng = random.Random(seed)
-    bounds = {
-        "step_token_count_max": rng.choice([16, 64]),
-        "running_sequence_count_max": RUNNING_MAX,
-    }
     crowded = make_core(
         directory,
         kv_cache_bytes=1,
+        step_token_count_max=rng.choice([16, 64]),
+        running_sequence_count_max=RUNNING_MAX,
         context_window_tokens=256,
         owed_output_token_count_max=1,
-        **bounds,
     )
     heads = [random_prompt(rng, 48) for _ in range(2)]
     requests: list[GenerationRequest] = []
