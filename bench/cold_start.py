@@ -28,10 +28,11 @@ from weir_client import AsyncClient, Delta, Progress
 
 from api.cli.stack import run_stack
 from api.core.settings import DEMO_MODEL_NAME, Settings
+from api.fleet.fleet import torch_settings
 from bench import engine_streams as streams
 from bench.processes import children_of
 from bench.shapes import SHAPES, Precision, write_checkpoint
-from inference.adapters.torch_engine import TorchEngine, TorchEngineSettings
+from inference.adapters.torch_engine import TorchEngine
 from inference.engine import GenerationRequest, SamplingParams, StopCriteria, TokensGenerated
 
 IDLE_TIMEOUT_S = 0.3  # seconds; each round starts without an engine
@@ -58,14 +59,8 @@ def import_torch_ms() -> float:
 
 async def bare_host_ms(settings: Settings) -> float:
     """Return the time of a worker alone, from its process to its first token."""
-    engine = TorchEngine(
-        TorchEngineSettings(
-            directory=settings.models[DEMO_MODEL_NAME],
-            name=DEMO_MODEL_NAME,
-            compute_dtype=settings.compute_dtype,
-            torch_thread_count=settings.engine_thread_count,
-        )
-    )
+    directory = settings.models[DEMO_MODEL_NAME]
+    engine = TorchEngine(torch_settings(settings, DEMO_MODEL_NAME, directory))
     request = GenerationRequest(
         PROMPT, SamplingParams(), StopCriteria(max_output_tokens=4, ignore_eos=True)
     )

@@ -37,6 +37,7 @@ from weir_client import AsyncClient
 from api.cli.demo import OUTPUT_TOKENS, percentile, reference_prompts
 from api.cli.stack import run_stack
 from api.core.settings import DEMO_MODEL_NAME, Settings
+from api.fleet.fleet import torch_settings
 from bench import engine_streams as streams
 from bench import load_generators
 from bench.engine import KV_CACHE_BYTES, Prompts
@@ -44,7 +45,7 @@ from bench.peers import PeerMissing, vllm_serving, vllm_version
 from bench.shapes import SHAPES, write_checkpoint
 from common.cpus import usable_cpus
 from inference.adapters.torch_doctor import processor_name
-from inference.adapters.torch_engine import TorchEngine, TorchEngineSettings
+from inference.adapters.torch_engine import TorchEngine
 from inference.engine import (
     GenerationRequest,
     SamplingParams,
@@ -184,15 +185,8 @@ RunBare = Callable[[Sequence[Prompt]], Awaitable[Run]]
 @contextlib.asynccontextmanager
 async def engine_alone(settings: Settings) -> AsyncIterator[tuple[Settings, RunBare]]:
     """Yield the settings of the service, and a function that runs prompts on the engine alone."""
-    engine = TorchEngine(
-        TorchEngineSettings(
-            directory=settings.models[DEMO_MODEL_NAME],
-            name=DEMO_MODEL_NAME,
-            compute_dtype=settings.compute_dtype,
-            kv_cache_bytes=settings.kv_cache_bytes,
-            torch_thread_count=settings.engine_thread_count,
-        )
-    )
+    directory = settings.models[DEMO_MODEL_NAME]
+    engine = TorchEngine(torch_settings(settings, DEMO_MODEL_NAME, directory))
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(engine.serve())
         await engine.start()

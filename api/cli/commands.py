@@ -420,6 +420,7 @@ def embedded(
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from api.cli.stack import clear_failures
     from api.core.settings import DEMO_MODEL_NAME, Settings, bundled_models
+    from api.fleet.fleet import compute_dtype
     from common.cpus import UsableCpus, usable_cpus
     from inference.adapters.torch_doctor import examine
 
@@ -429,8 +430,9 @@ def embedded(
         cpus = usable_cpus()
         if settings.engine_thread_count:
             cpus = UsableCpus(settings.engine_thread_count, "WEIR_ENGINE_THREADS")
-        found = examine(directory, settings.compute_dtype, cpus)
-    title = f"embedded engine, {directory.name}, {settings.compute_dtype}"
+        dtype = compute_dtype(settings, directory)
+        found = examine(directory, dtype, cpus)
+    title = f"embedded engine, {directory.name}, {dtype}"
     report(title, found, {}, {str(directory): "[model]"}, as_json)
 
 

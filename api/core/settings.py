@@ -592,13 +592,6 @@ class Settings:
         return self._address(self.metrics_listen, METRICS_PORT_DISTANCE)
 
     @property
-    def compute_dtype(self) -> Literal["float32", "bfloat16", "int8"]:
-        """Data type of generating models."""
-        if self.engine_dtype != "auto":
-            return self.engine_dtype
-        return "bfloat16" if self.engine_device == "cuda" else "float32"
-
-    @property
     def metrics_port_count(self) -> int:
         return METRICS_PORTS_TRIED if self.share_port else 1
 

@@ -35,9 +35,10 @@ from inference.adapters.tensorrt_engine import TensorRtEngine
 from inference.adapters.tensorrt_settings import VERSION as TENSORRT_VERSION
 from inference.adapters.tensorrt_settings import TensorRtOptions, TensorRtSettings, with_config
 from inference.adapters.torch_engine import TorchEngine, TorchEngineSettings
-from inference.core.options import CostModel
+from inference.core.options import ComputeDtype, CostModel
 from inference.encoder.engine import EncoderSettings, TorchEncoder
 from inference.engine import Encoder, Engine
+from inference.native import loader
 from inference.native.packed_file import PackedPlace
 from inference.routing.encoder_set import EncoderReplica, EncoderSet
 from inference.routing.memory import (
@@ -47,6 +48,7 @@ from inference.routing.memory import (
     GpuTooSmall,
     MemoryBudget,
     Resident,
+    is_stored_in_bfloat16,
     stored_bytes,
     torch_memory_bytes,
 )
@@ -195,6 +197,20 @@ def tensorrt_settings(settings: Settings, name: str, directory: Path) -> TensorR
     )
 
 
+def compute_dtype(settings: Settings, directory: Path) -> ComputeDtype:
+    """Return the type in which the torch engine computes a model. Loads the native library.
+
+    On CPUs `auto` is bfloat16 for checkpoints in bfloat16, unless torch computes, which is slower
+    in bfloat16 on most processors.
+    """
+    if settings.engine_dtype != "auto":
+        return settings.engine_dtype
+    if settings.engine_device == "cuda":
+        return "bfloat16"
+    is_native = loader.load() is not None
+    return "bfloat16" if is_native and is_stored_in_bfloat16(directory) else "float32"
+
+
 def torch_settings(settings: Settings, name: str, directory: Path) -> TorchEngineSettings:
     """Return the settings of a model on the torch engine or, for load tests, of a simulated one.
 
@@ -213,7 +229,8 @@ def torch_settings(settings: Settings, name: str, directory: Path) -> TorchEngin
             simulation=CostModel(time_scale=settings.simulated_time_scale),
         )
     on_gpu = settings.engine_device == "cuda"
-    if on_gpu and settings.compute_dtype == "int8":
+    dtype = compute_dtype(settings, directory)
+    if on_gpu and dtype == "int8":
         raise SettingInvalid(
             "WEIR_ENGINE_DTYPE='int8': has no kernels on WEIR_ENGINE_DEVICE=cuda: set bfloat16"
         )
@@ -221,7 +238,7 @@ def torch_settings(settings: Settings, name: str, directory: Path) -> TorchEngin
     return TorchEngineSettings(
         directory=directory,
         name=name,
-        compute_dtype=settings.compute_dtype,
+        compute_dtype=dtype,
         device=settings.engine_device,
         kv_cache_bytes=settings.kv_cache_bytes or (None if on_gpu else CPU_KV_CACHE_BYTES),
         step_token_count_max=GPU_STEP_TOKENS if on_gpu else CPU_STEP_TOKENS,

@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -28,6 +29,14 @@ def torch_memory_bytes(
         # Converting holds two copies; a tensor used in its own type is mapped from the file.
         weights_bytes += count * _COMPUTED_BYTES[compute_dtype] * (2 if converted else 1)
     return weights_bytes + kv_cache_bytes + HOST_BYTES
+
+
+def is_stored_in_bfloat16(directory: Path) -> bool:
+    """Return whether bfloat16 holds most of the checkpoint's numbers as they are."""
+    counts: Counter[str] = Counter()
+    for dtype, count in _tensors(directory):
+        counts[dtype] += count
+    return 2 * counts["BF16"] > counts.total()
 
 
 def stored_bytes(directory: Path) -> int:

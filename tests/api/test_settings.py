@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from structlog.testing import capture_logs
 
 from api.core.settings import SettingInvalid, Settings, bundled_encoders
-from api.fleet.fleet import engine_plan, fleet_of_models
+from api.fleet.fleet import compute_dtype, engine_plan, fleet_of_models
+from inference.native import loader
 from inference.text.tools import CallFormat
 from inference.workers.process import open_host
 from metering.invoicing.invoice_document import Issuer
@@ -174,6 +177,32 @@ def test_a_gpu_has_other_defaults() -> None:
     engine: Any = build(environment)
     assert gpu_count == 1
     assert engine.environment is environment
+
+
+@pytest.mark.usefixtures("bare")
+@pytest.mark.parametrize(
+    ("stored", "is_native", "computed"),
+    [
+        ("bfloat16", True, "bfloat16"),
+        ("bfloat16", False, "float32"),
+        ("float16", True, "float32"),
+        ("float32", True, "float32"),
+    ],
+)
+def test_a_checkpoint_in_bfloat16_is_computed_in_it_by_native_kernels(
+    stored: str,
+    is_native: bool,
+    computed: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """float16 has more bits of precision than bfloat16."""
+    matrix = torch.ones(8, 8, dtype=getattr(torch, stored))
+    save_file({"a": matrix, "norm": torch.ones(8)}, tmp_path / "model.safetensors")
+    monkeypatch.setattr(loader, "load", lambda: object() if is_native else None)
+
+    assert compute_dtype(Settings(), tmp_path) == computed
+    assert compute_dtype(Settings(engine_dtype="int8"), tmp_path) == "int8"
 
 
 @pytest.mark.usefixtures("bare")
