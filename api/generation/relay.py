@@ -33,7 +33,7 @@ FRAMES_UNREAD_MAX = 64  # per relay; above it, reading from the other process pa
 # Per relay; above it, the relay fails, since the other process does not read.
 FRAMES_UNWRITTEN_MAX = 1000
 FRAMES_PER_MESSAGE_MAX = 100  # below the limit of every process
-ANSWER_WAIT_S = 5.0  # for the first frame, which normally takes some ms
+ANSWER_WAIT_S = 10.0  # for the first frame: some ms, seconds on an overloaded machine
 
 Call = grpc.aio.StreamStreamCall[pb.GenerateRequest, pb.GenerateResponse]
 
