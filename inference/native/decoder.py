@@ -27,7 +27,6 @@ from inference.decoder.model import DecoderWeights, Logits, rotary_tables
 from inference.errors import InvariantViolated
 from inference.kv_blocks import blocks_for
 from inference.native import loader
-from inference.native.loader import library_name
 from inference.native.packed_file import (
     PackedFile,
     PackedPlace,
@@ -385,14 +384,18 @@ def open_decoder(
 
 
 def path_for(place: PackedPlace | None, checkpoint: Path, compute_dtype: str) -> Path | None:
-    """Return the path of a checkpoint's packed weights; None if disabled or too small."""
+    """Return the path of a checkpoint's packed weights; None if disabled or too small.
+
+    Levels of the library have layouts of their own for int8.
+    """
     if place is None:
         return None
     try:
         stored_bytes = sum(path.stat().st_size for path in checkpoint.glob("*.safetensors"))
         if stored_bytes < PACKED_BYTES_MIN:
             return None
-        return packed_path(Path(place.directory), checkpoint, compute_dtype, library_name())
+        layout = loader.layout_name(is_bfloat16=compute_dtype != "float32")
+        return packed_path(Path(place.directory), checkpoint, compute_dtype, layout)
     except OSError as error:
         _log.warning("packed weights are not stored: %s", error)
         return None

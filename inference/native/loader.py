@@ -121,11 +121,12 @@ def available_levels(library: ctypes.CDLL, *, is_bfloat16: bool) -> dict[str, in
     return runnable
 
 
-def library_name() -> str:
-    """Return the file name, without suffix, of the loaded library, which identifies its build."""
+def layout_name(*, is_bfloat16: bool) -> str:
+    """Return the build of the loaded library and its best level, which define packed weights."""
     library = load()
     assert library is not None, "the library was loaded"
-    return Path(str(library._name)).stem
+    level = next(iter(available_levels(library, is_bfloat16=is_bfloat16)))
+    return f"{Path(str(library._name)).stem} {level}"
 
 
 def cache_directory() -> Path:

@@ -2,9 +2,9 @@
 are in memory once.
 
 The file name hashes its sources: the checkpoint's files (size, times and inode of each), the type,
-and the library, which defines the layout. A change gives a new name, and writing the new file
-removes the old one, so files are never stale. Files are renamed when complete, so they are never
-truncated.
+and the library and its level, which define the layout. A change gives a new name, and writing the
+new file removes the old one, so files are never stale. Files are renamed when complete, so they are
+never truncated.
 
     magic, bytes of the header (8, little-endian), header (JSON: [layer, kind, offset, bytes] of
     each part), parts on whole pages
@@ -55,13 +55,13 @@ class Part:
     byte_count: int
 
 
-def packed_path(directory: Path, checkpoint: Path, dtype: str, library: str) -> Path:
+def packed_path(directory: Path, checkpoint: Path, dtype: str, layout: str) -> Path:
     """Return the path for a checkpoint's present files. Raises: OSError if they cannot be read."""
     source = _digest(str(checkpoint.resolve()), dtype)
     files = sorted(
         path for path in checkpoint.iterdir() if path.suffix in (".safetensors", ".json")
     )
-    made_of = [library]
+    made_of = [layout]
     for path in files:
         status = path.stat()
         made_of.append(

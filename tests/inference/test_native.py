@@ -300,11 +300,11 @@ def test_a_built_library_serves_without_a_compiler_and_computes_the_same(
 
     with caplog.at_level(logging.INFO, "weir.inference.native"):
         outcomes = run_all(make_core(tiny.directory), requests)
-    name = loader.library_name()
+    layout = loader.layout_name(is_bfloat16=True)
     loader.load.cache_clear()
 
     assert [outcome.token_ids for outcome in outcomes] == expected
-    assert name == built.stem
+    assert layout == f"{built.stem} {LEVELS[0]}"
     assert f"native kernels are in use, up to {LEVELS[0]}: {built}" in caplog.text
 
 

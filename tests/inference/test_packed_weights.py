@@ -13,14 +13,14 @@ from inference.core.options import ComputeDtype, EngineOptions
 from inference.errors import CheckpointInvalid
 from inference.limits import EngineLimits
 from inference.native import decoder as packing
-from inference.native.loader import load
+from inference.native import loader
 from inference.native.packed_file import PackedFile, PackedPlace, trim_packed
 from tests.inference.checkpoints import LlamaShape, make_checkpoint
 from tests.inference.hosted import prompt
 from tests.inference.running import SMALL_KV_BYTES, make_request, run_all
 
 pytestmark = pytest.mark.skipif(
-    load() is None, reason="torch computes here, and reads weights where they lie anyway"
+    loader.load() is None, reason="torch computes here, and reads weights where they lie anyway"
 )
 
 
@@ -67,6 +67,28 @@ def test_mapped_weights_give_the_tokens_of_packed_ones(
     assert file.stat().st_mode & 0o077 == 0 or packed.stat().st_mode & 0o077 == 0, (
         "weights are for nobody else to change"
     )
+
+
+def test_another_level_packs_int8_weights_in_its_own_layout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sizes may be equal, so only the file's name tells the layouts apart."""
+    directory, packed = tmp_path / "model", tmp_path / "packed"
+    make_checkpoint(directory)
+    library = loader.load()
+    assert library is not None
+    levels = loader.available_levels(library, is_bfloat16=True)
+    kept: set[Path] = set()
+
+    for level in levels:
+        monkeypatch.setenv(loader.SWITCH, level)
+        assert tokens(core_of(directory, packed, "int8")) == tokens(
+            core_of(directory, None, "int8")
+        )
+        [file] = files(packed)
+        kept.add(file)
+
+    assert len(kept) == len(levels)
 
 
 SHAPES = {
