@@ -119,8 +119,7 @@ clean: ## remove the virtual environment, the demo's data and all caches
 
 # A stamp is written after its install has succeeded, so an interrupted one is simply done again.
 $(VENV)/.installed: $(LOCK) pyproject.toml sdk/python/pyproject.toml
-	@$(PYTHON) -m infra.install $(VENV) --pip $(PIP_VERSION)
-	@$(BIN)/python -m inference.native.build --if-possible
+	@$(PYTHON) -m inference.native.build --if-possible & built=$$!; $(PYTHON) -m infra.install $(VENV) --pip $(PIP_VERSION) && wait $$built
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed sdk/typescript/package-lock.json
