@@ -198,7 +198,7 @@ def tensorrt_settings(settings: Settings, name: str, directory: Path) -> TensorR
 
 
 def compute_dtype(settings: Settings, directory: Path) -> ComputeDtype:
-    """Return the type in which the torch engine computes a model. Loads the native library.
+    """Return the type in which the torch engine computes a model.
 
     On CPUs `auto` is bfloat16 for checkpoints in bfloat16, unless torch computes, which is slower
     in bfloat16 on most processors.
@@ -207,8 +207,9 @@ def compute_dtype(settings: Settings, directory: Path) -> ComputeDtype:
         return settings.engine_dtype
     if settings.engine_device == "cuda":
         return "bfloat16"
-    is_native = loader.load() is not None
-    return "bfloat16" if is_native and is_stored_in_bfloat16(directory) else "float32"
+    if loader.is_expected() and is_stored_in_bfloat16(directory):
+        return "bfloat16"
+    return "float32"
 
 
 def torch_settings(settings: Settings, name: str, directory: Path) -> TorchEngineSettings:

@@ -90,6 +90,14 @@ def load() -> ctypes.CDLL | None:
     return library
 
 
+def is_expected() -> bool:
+    """Return whether a worker will find or can compile the library. Neither loads nor compiles."""
+    if os.environ.get(SWITCH, "1") == "0":
+        return False
+    is_built = any(prebuilt(directory) for directory in (PREBUILT, cache_directory()))
+    return is_built or any(map(shutil.which, COMPILERS))
+
+
 def open_library() -> ctypes.CDLL:
     """Load the library and declare its argument types. Raises: NativeUnavailable."""
     if os.environ.get(SWITCH, "1") == "0":

@@ -241,6 +241,7 @@ def test_switched_off_computes_with_torch_and_says_so(
     with caplog.at_level(logging.INFO, "weir.inference.native"):
         core = make_core(tiny.directory)
         make_core(tiny.directory)
+        assert not loader.is_expected()
     loader.load.cache_clear()
 
     outcome = run_all(core, [make_request([9, 10, 11], 4)])[0]
@@ -264,6 +265,7 @@ def test_without_a_compiler_there_is_no_library(
     loader.load.cache_clear()
 
     assert library is None
+    assert not loader.is_expected()
     assert "none of c++, g++, clang++ is installed" in caplog.text
 
 
@@ -300,6 +302,7 @@ def test_a_built_library_serves_without_a_compiler_and_computes_the_same(
 
     with caplog.at_level(logging.INFO, "weir.inference.native"):
         outcomes = run_all(make_core(tiny.directory), requests)
+        assert loader.is_expected()
     layout = loader.layout_name(is_bfloat16=True)
     loader.load.cache_clear()
 
