@@ -34,22 +34,14 @@ OUTPUT_TOKEN_COST = 2.0  # units: decode serves one token per step, prefill many
 
 
 class Queued(Protocol):
-    """An entry of a line."""
+    """An entry of a line. number: unique, grows with each arrival."""
 
     @property
-    def number(self) -> int:
-        """Unique number that grows with each arrival."""
-        ...
-
+    def number(self) -> int: ...
     @property
-    def input_token_count(self) -> int:
-        """Tokens of the prompt."""
-        ...
-
+    def input_token_count(self) -> int: ...
     @property
-    def output_token_count_max(self) -> int:
-        """Maximum of tokens to generate."""
-        ...
+    def output_token_count_max(self) -> int: ...
 
 
 Item = TypeVar("Item", bound=Queued)

@@ -384,10 +384,7 @@ def open_decoder(
 
 
 def path_for(place: PackedPlace | None, checkpoint: Path, compute_dtype: str) -> Path | None:
-    """Return the path of a checkpoint's packed weights; None if disabled or too small.
-
-    Levels of the library have layouts of their own for int8.
-    """
+    """Return the path of a checkpoint's packed weights; None if disabled or too small."""
     if place is None:
         return None
     try:

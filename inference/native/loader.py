@@ -92,10 +92,9 @@ def load() -> ctypes.CDLL | None:
 
 def is_expected() -> bool:
     """Return whether a worker will find or can compile the library. Neither loads nor compiles."""
-    if os.environ.get(SWITCH, "1") == "0":
-        return False
-    is_built = any(prebuilt(directory) for directory in (PREBUILT, cache_directory()))
-    return is_built or any(map(shutil.which, COMPILERS))
+    is_built = prebuilt(PREBUILT) or prebuilt(cache_directory())
+    is_possible = is_built is not None or any(map(shutil.which, COMPILERS))
+    return is_possible and os.environ.get(SWITCH, "1") != "0"
 
 
 def open_library() -> ctypes.CDLL:
@@ -130,7 +129,7 @@ def available_levels(library: ctypes.CDLL, *, is_bfloat16: bool) -> dict[str, in
 
 
 def layout_name(*, is_bfloat16: bool) -> str:
-    """Return the build of the loaded library and its best level, which define packed weights."""
+    """Return the loaded library's build and best level: int8 has a layout for each level."""
     library = load()
     assert library is not None, "the library was loaded"
     level = next(iter(available_levels(library, is_bfloat16=is_bfloat16)))

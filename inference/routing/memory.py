@@ -8,7 +8,6 @@ import json
 import logging
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -33,10 +32,9 @@ def torch_memory_bytes(
 
 def is_stored_in_bfloat16(directory: Path) -> bool:
     """Return whether bfloat16 holds most of the checkpoint's numbers as they are."""
-    counts: Counter[str] = Counter()
-    for dtype, count in _tensors(directory):
-        counts[dtype] += count
-    return 2 * counts["BF16"] > counts.total()
+    tensors = _tensors(directory)
+    count = sum(count for dtype, count in tensors if dtype == "BF16")
+    return 2 * count > sum(count for _, count in tensors)
 
 
 def stored_bytes(directory: Path) -> int:
@@ -100,38 +98,30 @@ class BudgetTooSmall(ValueError):
 
 
 class Resident(Protocol):
-    """Engine that holds or requests memory."""
+    """Engine that holds or requests memory.
+
+    memory_bytes, gpu_count: its own from its start to its close. gpu_memory_bytes: needed at least
+    on each of its GPUs. gpus: ids of those that it may have; empty for all. is_pinned: never
+    evicted. is_leaving: about to release its memory.
+    """
 
     @property
-    def name(self) -> str:
-        """Name of the engine for messages."""
-
+    def name(self) -> str: ...
     @property
-    def memory_bytes(self) -> int:
-        """Memory that it holds from its start to its close."""
-
+    def memory_bytes(self) -> int: ...
     @property
-    def gpu_count(self) -> int:
-        """GPUs that it has alone from its start to its close."""
-
+    def gpu_count(self) -> int: ...
     @property
-    def gpu_memory_bytes(self) -> int:
-        """Memory that it needs at least on each of its GPUs."""
-
+    def gpu_memory_bytes(self) -> int: ...
     @property
-    def gpus(self) -> tuple[str, ...]:
-        """Ids of the GPUs that it may have; empty for all."""
-
+    def gpus(self) -> tuple[str, ...]: ...
     @property
-    def is_pinned(self) -> bool:
-        """True if it is never evicted."""
+    def is_pinned(self) -> bool: ...
+    @property
+    def is_leaving(self) -> bool: ...
 
     def idle_since_s(self) -> float | None:
         """Return its last use, in seconds of the budget's clock; None if not evictable now."""
-
-    @property
-    def is_leaving(self) -> bool:
-        """True if it is about to release its memory."""
 
     def evict(self) -> None:
         """Begin to close, then release the memory. Never blocks; sets `is_leaving`."""

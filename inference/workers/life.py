@@ -33,35 +33,34 @@ from inference.workers.protocol import (
 
 
 class LifeWaits(Protocol):
-    """Timeouts and delays of a backend in seconds; part of its settings."""
+    """Timeouts and delays of a backend in seconds; part of its settings.
+
+    close_timeout_s: for running sequences to end when the engine is closed. restart_delay_s_min:
+    before the first restart; doubled by each failed one. stable_after_s: of service, after which
+    the restart delay is reset.
+    """
 
     @property
-    def close_timeout_s(self) -> float:
-        """Time for running sequences to end when the engine is closed."""
-
+    def close_timeout_s(self) -> float: ...
     @property
-    def restart_delay_s_min(self) -> float:
-        """Delay before the first restart; doubled by each failed one."""
-
+    def restart_delay_s_min(self) -> float: ...
     @property
-    def restart_delay_s_max(self) -> float:
-        """Longest delay before a restart."""
-
+    def restart_delay_s_max(self) -> float: ...
     @property
-    def stable_after_s(self) -> float:
-        """Time of service after which the restart delay is reset."""
+    def stable_after_s(self) -> float: ...
 
 
 class HostWaits(LifeWaits, Protocol):
-    """Timeouts and delays of a backend in a worker process, in seconds; part of its settings."""
+    """Timeouts and delays of a backend in a worker process, in seconds; part of its settings.
+
+    load_timeout_s: from the worker's start until it takes sequences. step_timeout_s: without a
+    report while sequences run, after which the worker is killed.
+    """
 
     @property
-    def load_timeout_s(self) -> float:
-        """Time from the worker's start until it takes sequences."""
-
+    def load_timeout_s(self) -> float: ...
     @property
-    def step_timeout_s(self) -> float:
-        """Time without a report while sequences run, after which the worker is killed."""
+    def step_timeout_s(self) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
