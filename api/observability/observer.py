@@ -254,7 +254,6 @@ class CountedCaller(Protocol):
 
     @property
     def payer(self) -> Payer: ...
-
     @property
     def trace(self) -> TraceContext: ...
 
@@ -264,13 +263,10 @@ class CountedRequest(Protocol):
 
     @property
     def request_id(self) -> uuid.UUID: ...
-
     @property
     def model(self) -> str: ...
-
     @property
     def tier(self) -> ServiceTier: ...
-
     @property
     def operation(self) -> str: ...
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -219,22 +220,56 @@ def event(value: Any, name: str | None = None) -> bytes:
     return data if name is None else f"event: {name}\n".encode() + data
 
 
-class Answer:
-    """Format of one API's responses: as events, or as one body.
-
-    The methods here that are not abstract serve chat and plain completions: each choice ends with
-    its reason, and the last event has usage and cost.
-    """
+class Answer(ABC):
+    """Format of one API's responses: as events, or as one body."""
 
     streams_done = True
     repeats_output = False  # whether the end of a stream repeats the entire output
+
+    def __init__(self, parsed: ParsedRequest, texts: TokenTexts) -> None:
+        self._parsed = parsed
+        self._texts = texts
+        self._wants_logprobs = parsed.starts[0].HasField("top_logprobs")
+
+    def opening(self, outputs: Sequence[Output]) -> bytes:
+        """Return the events before the first output."""
+        return b""
+
+    @abstractmethod
+    def delta(self, output: Output, new: pb.DeltaFrame) -> bytes:
+        """Return the events of new output, which `output` already includes."""
+
+    @abstractmethod
+    def closing(self, outputs: Sequence[Output], bill: Bill) -> bytes:
+        """Return the last events."""
+
+    def failure(self, refusal: Refusal, outputs: Sequence[Output]) -> bytes:
+        """Return the events of a failure after the response began."""
+        return event(self.error_body(refusal))
+
+    def error_body(self, refusal: Refusal) -> dict[str, Any]:
+        """Return the body of an error."""
+        return refusal.body()
+
+    @abstractmethod
+    def body(self, outputs: Sequence[Output]) -> dict[str, Any]:
+        """Return the body without the fields of `tail`."""
+
+    def tail(self, outputs: Sequence[Output], bill: Bill) -> dict[str, Any]:
+        """Return the fields that are known only after settlement."""
+        return {"usage": bill.completion_usage(), "weir": bill.extension(outputs)}
+
+
+class ChunkAnswer(Answer):
+    """Format of chat and plain completions: each choice ends with its reason, and the last event
+    has usage and cost.
+    """
+
     chunk_kind = ""
 
     def __init__(self, parsed: ParsedRequest, texts: TokenTexts, common: dict[str, Any]) -> None:
         """common: fields of every event and of the body."""
-        self._parsed = parsed
-        self._texts = texts
-        self._wants_logprobs = parsed.starts[0].HasField("top_logprobs")
+        super().__init__(parsed, texts)
         self._common = common
         self._chunk_head = (
             b"data: " + encode({"object": self.chunk_kind, **common})[:-1]
@@ -243,13 +278,9 @@ class Answer:
         )
         self._chunk_tail = b',"usage":null}\n\n' if parsed.includes_usage else b"}\n\n"
 
-    def opening(self, outputs: Sequence[Output]) -> bytes:
-        """Return the events before the first output."""
-        return b""
-
-    def delta(self, output: Output, new: pb.DeltaFrame) -> bytes:
-        """Return the events of new output, which `output` already includes."""
-        raise NotImplementedError
+    @abstractmethod
+    def _last_choice(self, output: Output) -> dict[str, Any]:
+        """Return the end of a choice."""
 
     def closing(self, outputs: Sequence[Output], bill: Bill) -> bytes:
         extension = {"weir": bill.extension(outputs)}
@@ -279,25 +310,6 @@ class Answer:
             (self._chunk_head, b',"choices":[', encode(choice), b"]", self._end_of(output))
         )
 
-    def _last_choice(self, output: Output) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def failure(self, refusal: Refusal, outputs: Sequence[Output]) -> bytes:
-        """Return the events of a failure after the response began."""
-        return event(self.error_body(refusal))
-
-    def error_body(self, refusal: Refusal) -> dict[str, Any]:
-        """Return the body of an error."""
-        return refusal.body()
-
-    def body(self, outputs: Sequence[Output]) -> dict[str, Any]:
-        """Return the body without the fields of `tail`."""
-        raise NotImplementedError
-
-    def tail(self, outputs: Sequence[Output], bill: Bill) -> dict[str, Any]:
-        """Return the fields that are known only after settlement."""
-        return {"usage": bill.completion_usage(), "weir": bill.extension(outputs)}
-
     def _chunk(
         self, choices: Sequence[dict[str, Any]], more: dict[str, Any] | None = None
     ) -> bytes:
@@ -307,7 +319,7 @@ class Answer:
         return b"".join((self._chunk_head, b",", encode({"choices": choices, **more})[1:], b"\n\n"))
 
 
-class ChatAnswer(Answer):
+class ChatAnswer(ChunkAnswer):
     """Format of chat completions."""
 
     chunk_kind = "chat.completion.chunk"
@@ -414,7 +426,7 @@ def _call_delta(piece: pb.ToolCallDelta) -> dict[str, Any]:
     return {"index": piece.index, "id": piece.id, "type": "function", "function": function}
 
 
-class CompletionAnswer(Answer):
+class CompletionAnswer(ChunkAnswer):
     """Format of plain completions of one or more prompts."""
 
     chunk_kind = "text_completion"
@@ -473,7 +485,7 @@ class ResponseAnswer(Answer):
         self, parsed: ParsedRequest, texts: TokenTexts, answer_id: str, created: int
     ) -> None:
         """answer_id: hexadecimal; created: in seconds since 1970."""
-        super().__init__(parsed, texts, {})
+        super().__init__(parsed, texts)
         self._parameters: ResponseParameters = parsed.parameters
         self._answer_id = answer_id
         self._created = created

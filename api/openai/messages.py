@@ -383,7 +383,7 @@ class MessageAnswer(Answer):
         self, parsed: ParsedRequest, texts: TokenTexts, answer_id: str, created: int
     ) -> None:
         """answer_id: hexadecimal; created: in seconds since 1970."""
-        super().__init__(parsed, texts, {})
+        super().__init__(parsed, texts)
         self._answer_id = answer_id
         self._block_count = 0
         self._open: str | None = None  # type of the block that events began last

@@ -31,7 +31,8 @@ from inference.native.decoder import supports_shape
 
 # Flags of Linux's /proc/cpuinfo that concern the kernels, of x86-64 and of Arm.
 INSTRUCTION_SETS = (
-    *("avx2", "fma", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8"),
+    *("avx2", "fma", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16"),
+    *("amx_tile", "amx_bf16", "amx_int8"),
     *("asimd", "bf16", "i8mm", "sve", "sve2"),
 )
 CPUINFO = Path("/proc/cpuinfo")

@@ -127,7 +127,7 @@ template <int MOST, class F> INLINE void with_count(int count, const F &function
 // Inner dimension of a product with zeros up to a whole tile.
 template <class T> constexpr int64_t padded_inner(int64_t inner) { return UNIT<T> == 1 ? inner : round_up(inner, TILE_INNER); }
 
-#if defined(__AVX512VNNI__) && !defined(__AMX_BF16__) || defined(__AVXVNNI__)
+#if (defined(__AVX512VNNI__) && !defined(__AMX_BF16__)) || defined(__AVXVNNI__)
 constexpr bool HAS_QUADS = true; // instructions that multiply four bytes by four bytes
 #else
 constexpr bool HAS_QUADS = false;
@@ -253,14 +253,14 @@ template <class F> INLINE void with_weights(const int8_t *weights, int64_t step,
 
 // The same for up to BLOCK_ROWS rows in tiles.
 template <class W> __attribute__((noinline)) void multiply_panel(
-    const LeftRows<Bfloat16> &rows_in, int rows, const W *weights, int64_t inner, const Share<W> &next,
+    const LeftRows<Bfloat16> &left_rows, int rows, const W *weights, int64_t inner, const Share<W> &next,
     Scratch<Bfloat16> &scratch
 ) {
-    const Bfloat16 *left = rows_in.values;
+    const Bfloat16 *left = left_rows.values;
     constexpr int64_t STEP_SIZE = TILE_INNER * PANEL, STEP_LINES = STEP_SIZE * sizeof(W) / LINE_BYTES, HALF = PANEL / 2;
-    const int64_t steps = padded_inner<Bfloat16>(inner) / TILE_INNER, left_bytes = rows_in.stride * sizeof(Bfloat16);
+    const int64_t steps = padded_inner<Bfloat16>(inner) / TILE_INNER, left_bytes = left_rows.stride * sizeof(Bfloat16);
     const int64_t lines = next.panel ? (STEP_LINES + 4 * next.count - 1) / (4 * next.count) : 0; // per step and quarter
-    const Bfloat16 *lower = left + TILE_SIDE * rows_in.stride;
+    const Bfloat16 *lower = left + TILE_SIDE * left_rows.stride;
     float *products = scratch.products.data();
     Bfloat16 *wide = scratch.panel.data();
     // after each load of a tile, since the loads of a burst would keep the next tile waiting

@@ -120,16 +120,13 @@ class Exporter(Protocol):
     @property
     def account(self) -> str:
         """Account whose customers and meters are required (`stripe_objects`); empty if none are."""
-        ...
 
     @property
     def remembers_for(self) -> timedelta:
         """Time after the first attempt during which a retry is safe: the identifier is known."""
-        ...
 
     async def deliver(self, quantity: Quantity) -> Answer:
         """Deliver a quantity. Never raises for answers or failures of the biller."""
-        ...
 
 
 class FileExporter:

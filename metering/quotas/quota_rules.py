@@ -531,6 +531,5 @@ class Owner(Protocol):
 
     @property
     def organization_id(self) -> uuid.UUID: ...
-
     @property
     def api_key_id(self) -> uuid.UUID: ...

@@ -25,12 +25,10 @@ class BatchSigner(Protocol):
     @property
     def key_id(self) -> str:
         """Id of the key."""
-        ...
 
     @property
     def public_key(self) -> bytes:
         """Public key, 32 bytes."""
-        ...
 
     def sign(self, root: bytes) -> bytes:
         """Return the signature of a root, 64 bytes."""
