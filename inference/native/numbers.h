@@ -128,7 +128,8 @@ constexpr bool HAS_PAIR_PRODUCTS = false;
 template <class T> constexpr int UNIT = 1;
 template <> constexpr int UNIT<Bfloat16> = 2;
 
-// Stored type of the left rows of products with weights, keys or values of type T.
+// Stored type of activations, queries and probabilities: the left rows of products with weights,
+// keys or values of type T.
 template <class T> using Left = std::conditional_t<UNIT<T> == 2 && !HAS_PAIR_PRODUCTS, Rounded, T>;
 
 constexpr int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }

@@ -132,7 +132,7 @@ constexpr bool HAS_QUADS = true; // instructions that multiply four bytes by fou
 #else
 constexpr bool HAS_QUADS = false;
 #endif
-// inner values of a row that share a scale, where rows are rounded to 8 bits for such instructions
+// values of a row of activations that share a scale, where these instructions need them in 8 bits
 constexpr int GROUP = 64;
 
 // Packed weights of a linear layer: either `packed`, or `quantized` with one scale per column.

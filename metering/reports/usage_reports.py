@@ -541,7 +541,7 @@ def forecast(days: Mapping[date, int], month: date, now: datetime) -> Forecast:
         return Forecast(so_far, so_far, so_far, so_far, 0, method, ())
     history = complete_days(days, now.date())
     if not history:
-        method = "There is no complete day of usage yet, so there is no estimate."
+        method = "No estimate: it needs one complete day of usage."
         return Forecast(so_far, None, None, None, 0, method, ())
     rate = daily_rate(history, now.date())
     remaining = remaining_days(max(month, now.date()), ends, now)
