@@ -2,7 +2,7 @@
 
 `weir up` runs PostgreSQL, api server with its engines, Celery worker and beat on one machine; only
 the settings differ from a deployment on many machines, not the code path. A process that dies is
-restarted.
+restarted, PostgreSQL too. Processes that a killed `weir up` left are ended by the next one.
 """
 
 from __future__ import annotations
@@ -48,14 +48,26 @@ from api.core.settings import SettingInvalid, Settings, listen_address
 from api.fleet.fleet_file import model_names
 from common.backoff import Backoff
 from common.incidents import sole_cause
+from common.processes import alive, started_with
 from inference.errors import CheckpointInvalid
-from metering.core.errors import AlreadyExists, InvalidValue, KeyInvalid, MeteringError
-from metering.export.export_settings import export_settings, webhook_settings
+from metering.core.errors import (
+    AlreadyExists,
+    DatabaseUnavailable,
+    InvalidValue,
+    KeyInvalid,
+    MeteringError,
+)
+from metering.export.export_settings import (
+    STRIPE_SECRETS,
+    WEBHOOK_SECRETS,
+    export_settings,
+    webhook_settings,
+)
 from metering.pricing.prices import list_current_prices, set_price
 from metering.receipts.signing import ensure_key, key_path
 from metering.store import embedded_postgres
 from metering.store.db import Sessions, create_engine, create_sessions
-from metering.store.embedded_postgres import PostgresNotStarted
+from metering.store.embedded_postgres import EmbeddedPostgres, PostgresNotStarted
 from metering.store.migrations_runner import SchemaUnknown
 from metering.store.migrations_runner import migrate as upgrade
 from metering.tenants.tenants import (
@@ -232,7 +244,13 @@ Result = TypeVar("Result")
 READY_TIMEOUT_S = 300.0  # a large checkpoint from a cold disk
 STOP_TIMEOUT_S = 60.0  # the api server's drain time, or a task of the worker
 RESTART_DELAY_S_MIN = 0.5
-RESTART_DELAY_S_MAX = 30.0
+RESTART_DELAY_S_MAX = 30.0  # of a process that ends by itself, for example without its port
+KILLED_DELAY_S_MAX = 2.0  # of a process that was killed: nothing says that it would fail again
+POSTGRES_POLL_S = 0.1  # between two looks for the postmaster: two small files
+DATABASE_TRIES_MAX = 5  # preparations of a database whose server is killed meanwhile
+ORPHAN_STOP_S = 5.0  # for processes of a killed `weir up` to finish, before they are killed
+# Variable of all children with the home directory: finds those that a killed `weir up` left.
+STACK_HOME = "WEIR_STACK_HOME"
 STABLE_AFTER_S = 60.0  # of uptime: a process without a readiness file then counts as ready
 READY_POLL_S = 0.1
 LOG_TAIL_LINES = 20
@@ -280,13 +298,17 @@ class StackFailed(Exception):
 
 @dataclass(slots=True)
 class Child:
-    """One child process: its command and its log file."""
+    """One child process: its command and its log file.
+
+    secrets: variables that only other children need, which it does not get.
+    """
 
     name: str
     command: Sequence[str]
     log_path: Path
     # Id of the latest process that reported readiness.
     ready_pid: Callable[[], int | None] = lambda: None
+    secrets: Collection[str] = ()
     process: asyncio.subprocess.Process | None = None
 
     async def start(self, environment: Mapping[str, str]) -> None:
@@ -297,7 +319,9 @@ class Child:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=environment,
+                env={
+                    name: value for name, value in environment.items() if name not in self.secrets
+                },
                 start_new_session=True,
             )
 
@@ -339,37 +363,79 @@ class Stack:
     """A running stack. `connection` has its address and keys."""
 
     def __init__(
-        self, connection: Connection, children: Sequence[Child], environment: Mapping[str, str]
+        self,
+        connection: Connection,
+        children: Sequence[Child],
+        environment: Mapping[str, str],
+        database: EmbeddedPostgres | None = None,
     ) -> None:
+        """database: the embedded server; None for one that others run."""
         self.connection = connection
         self.children = children
         self._environment = environment
+        self._database = database
 
     async def supervise(self, report: Report) -> None:
-        """Restart children when they die, until cancelled."""
+        """Restart children and the embedded server when they die, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             for child in self.children:
                 tasks.create_task(self._keep_alive(child, report), name=f"keep {child.name} alive")
+            if self._database is not None:
+                tasks.create_task(
+                    keep_database(self._database, report), name="keep PostgreSQL alive"
+                )
 
     async def _keep_alive(self, child: Child, report: Report) -> None:
-        """Restart at once if it was ready before, else after a delay that doubles each time."""
-        backoff = Backoff(RESTART_DELAY_S_MIN, RESTART_DELAY_S_MAX)
+        """Restart at once if it was ready before, else after a delay that doubles each time.
+
+        The first restart of a process that was killed before it was ready is immediate as well.
+        """
+        failures = Backoff(RESTART_DELAY_S_MIN, RESTART_DELAY_S_MAX)
+        kills = Backoff(RESTART_DELAY_S_MIN, KILLED_DELAY_S_MAX)
+        was_killed_early = False
         while True:
             status, was_ready = await child.wait()
             if was_ready:
-                backoff.reset()
-                report(
-                    f"{child.name} ended with status {status}; starting it again (log:"
-                    f" {child.log_path})"
-                )
+                failures.reset()
+                kills.reset()
+            is_killed = status < 0
+            if was_ready or (is_killed and not was_killed_early):
+                delay_s, when = 0.0, ""
             else:
-                delay_s = backoff.next_s()
-                report(
-                    f"{child.name} ended with status {status} before it was ready; starting it"
-                    f" again in {delay_s:g} s (log: {child.log_path})"
-                )
+                delay_s = (kills if is_killed else failures).next_s()
+                when = f" in {delay_s:g} s"
+            was_killed_early = is_killed and not was_ready
+            early = "" if was_ready else " before it was ready"
+            report(
+                f"{child.name} ended with status {status}{early}; starting it again{when} (log:"
+                f" {child.log_path})"
+            )
+            while True:
                 await asyncio.sleep(delay_s)
-            await child.start(self._environment)
+                try:
+                    await child.start(self._environment)
+                    break
+                except OSError as error:  # memory, processes, or the log's disk
+                    delay_s = failures.next_s()
+                    report(f"{child.name}: {error}; trying again in {delay_s:g} s")
+
+
+async def keep_database(database: EmbeddedPostgres, report: Report) -> None:
+    """Restart the embedded server when its postmaster has ended, until cancelled."""
+    backoff = Backoff(RESTART_DELAY_S_MIN, KILLED_DELAY_S_MAX)
+    log_path = database.data_dir / "server.log"
+    while True:
+        await asyncio.sleep(POSTGRES_POLL_S)
+        if database.pid is not None:
+            continue
+        report(f"PostgreSQL ended; starting it again (log: {log_path})")
+        try:
+            await asyncio.to_thread(embedded_postgres.start, database.data_dir)
+            backoff.reset()
+        except (PostgresNotStarted, OSError) as error:
+            delay_s = backoff.next_s()
+            report(f"{error}; trying again in {delay_s:g} s")
+            await asyncio.sleep(delay_s)
 
 
 @contextlib.asynccontextmanager
@@ -384,27 +450,33 @@ async def run_stack(settings: Settings, report: Report) -> AsyncIterator[Stack]:
     make_private(home / "logs")
     async with contextlib.AsyncExitStack() as cleanup:
         cleanup.enter_context(sole_stack(home))
+        await end_orphans(home, report)
+        server = None
         if not settings.database_url:
             report("Starting PostgreSQL")
             server = await asyncio.to_thread(embedded_postgres.start, home / "postgres")
             cleanup.push_async_callback(asyncio.to_thread, server.stop)
             settings = replace(settings, database_url=server.url)
         report("Preparing the database")
-        await asyncio.to_thread(upgrade, settings.database_url)
         ensure_receipt_key(settings)
-        connection = await bootstrap(settings.database_url, home, *model_names(settings))
-        environment = child_environment(settings) | {READY_FILE: str(home / WORKER_READY)}
+        connection = await prepare_database(settings, server)
+        environment = child_environment(settings) | {
+            READY_FILE: str(home / WORKER_READY),
+            STACK_HOME: str(home),
+        }
         api = Child(
             "api server",
             [sys.executable, "-m", "api"],
             home / "logs" / "api.log",
             lambda: serving_pid(home),
+            {*STRIPE_SECRETS, *WEBHOOK_SECRETS},
         )
         worker = Child(
             "billing worker",
             worker_command(),
             home / "logs" / "worker.log",
             lambda: written_pid(home / WORKER_READY),
+            WEBHOOK_SECRETS,
         )
         children = [api, worker, *optional_children(environment, home)]
         forget_endpoint(home)
@@ -413,10 +485,68 @@ async def run_stack(settings: Settings, report: Report) -> AsyncIterator[Stack]:
             await child.start(environment)
             cleanup.push_async_callback(child.stop)
         report("Loading the model")
-        endpoint = await wait_until_serving(home, api)
-        connection = replace(connection, address=endpoint.address, openai_url=endpoint.openai_url)
-        connection.write(home)
-        yield Stack(connection, children, environment)
+        stack = Stack(connection, children, environment, server)
+        endpoint = await supervised_start(stack, home, api, report)
+        stack.connection = replace(
+            connection, address=endpoint.address, openai_url=endpoint.openai_url
+        )
+        stack.connection.write(home)
+        yield stack
+
+
+async def prepare_database(settings: Settings, server: EmbeddedPostgres | None) -> Connection:
+    """Migrate the database and create what is missing, again if its server dies meanwhile."""
+    for tries_left in reversed(range(DATABASE_TRIES_MAX)):
+        try:
+            await asyncio.to_thread(upgrade, settings.database_url)
+            return await bootstrap(settings.database_url, settings.home, *model_names(settings))
+        except (
+            psycopg.OperationalError,
+            sqlalchemy.exc.OperationalError,
+            DatabaseUnavailable,
+        ):
+            if server is None or not tries_left:
+                raise
+            await asyncio.to_thread(embedded_postgres.start, server.data_dir)
+    raise AssertionError("the last try returns or raises")
+
+
+async def supervised_start(stack: Stack, home: Path, api: Child, report: Report) -> ConnectionFile:
+    """Return the server's addresses once it accepts requests; restart what is killed meanwhile.
+
+    Raises: StackFailed.
+    """
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            supervisor = tasks.create_task(stack.supervise(report), name="supervisor")
+            try:
+                return await wait_until_serving(home, api)
+            finally:
+                supervisor.cancel()
+    except ExceptionGroup as group:
+        raise sole_cause(group) from None
+
+
+async def end_orphans(home: Path, report: Report) -> None:
+    """End the processes that a killed `weir up` left in this directory, if any.
+
+    The caller has the directory's lock, so they have no parent. They hold ports and the journal.
+    Their PostgreSQL is not one of them: it is found running.
+    """
+    for signal_number, patience_s in (
+        (signal.SIGTERM, ORPHAN_STOP_S),
+        (signal.SIGKILL, STOP_TIMEOUT_S),
+    ):
+        deadline = time.monotonic() + patience_s
+        orphans = await asyncio.to_thread(started_with, STACK_HOME, str(home))
+        if orphans:
+            report(f"Ending {len(orphans)} processes that a killed `weir up` left")
+        for pid in orphans:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal_number)
+        while orphans and time.monotonic() < deadline:
+            await asyncio.sleep(READY_POLL_S)
+            orphans = [pid for pid in orphans if alive(pid)]
 
 
 @contextlib.contextmanager
@@ -470,7 +600,8 @@ def optional_children(environment: Mapping[str, str], home: Path) -> list[Child]
     except InvalidValue as error:
         raise StackFailed(str(error)) from error
     command = [sys.executable, "-m", "weir_cli", "stripe", "webhooks"]
-    return [Child("endpoint for Stripe's events", command, home / "logs" / "webhooks.log")]
+    log_path = home / "logs" / "webhooks.log"
+    return [Child("endpoint for Stripe's events", command, log_path, secrets=STRIPE_SECRETS)]
 
 
 def child_environment(settings: Settings) -> dict[str, str]:
@@ -482,11 +613,13 @@ async def wait_until_serving(home: Path, api: Child) -> ConnectionFile:
     """Wait until the server accepts requests and return its addresses. Raises: StackFailed."""
     deadline = time.monotonic() + READY_TIMEOUT_S
     while time.monotonic() < deadline:
-        if api.process is None or api.process.returncode is not None:
-            if api.process is not None and api.process.returncode == NOT_STARTED:
-                raise StackFailed(api.log_tail(line_count=1))
+        status = None if api.process is None else api.process.returncode
+        if status == NOT_STARTED:
+            raise StackFailed(api.log_tail(line_count=1))
+        if status is not None and status >= 0:  # one that was killed is started again
             raise StackFailed(f"the api server did not start:\n{api.log_tail()}")
-        if (endpoint := read_endpoint(home)).serving:
+        endpoint = read_endpoint(home)
+        if endpoint.serving and api.process is not None and endpoint.pid == api.process.pid:
             return endpoint
         await asyncio.sleep(0.05)
     raise StackFailed(

@@ -20,6 +20,9 @@ NAMESPACE_FORM = re.compile(r"[a-z][a-z0-9]{0,19}", re.ASCII)
 KEY_FORM = re.compile(r"(sk|rk)_(test|live)_\w+", re.ASCII)
 LOCAL_BASE_FORM = re.compile(r"http://(127\.0\.0\.1|localhost)(:\d+)?", re.ASCII)
 WEBHOOK_PORT = 8377
+# Variables of secrets: of the worker and of `weir stripe`, and of the endpoint for events.
+STRIPE_SECRETS = ("STRIPE_API_KEY", "STRIPE_API_KEY_FILE")
+WEBHOOK_SECRETS = ("WEIR_STRIPE_WEBHOOK_SECRET", "WEIR_STRIPE_WEBHOOK_SECRET_FILE")
 DAYS_UNTIL_DUE = 30
 Choice = TypeVar("Choice", bound=StrEnum)
 
