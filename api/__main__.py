@@ -52,7 +52,7 @@ from api.generation.peers import PeerCertificates, make_identity
 from api.generation.process import Process
 from api.generation.relay import Relays
 from api.inference_service import InferenceServicer
-from api.metrics.operator_http import Handle, MetricsListener, Parts, Probes, Scrapes
+from api.metrics.operator_http import Books, Handle, MetricsListener, Parts, Probes, Scrapes
 from api.observability.observer import Observer
 from api.observability.spans import open_spans
 from api.openai.listener import Listener
@@ -288,7 +288,9 @@ async def serve(settings: Settings) -> None:
         server, port = build_server(
             settings, servicers, health, tls, observer.call_failed, pace, authenticator.turn_to_read
         )
-        probes = Probes(health)
+        watch = observer.loop_lag.watch
+        watch.start()
+        probes, books = Probes(health, watch), Books(admin_sessions)
         listener = Listener(
             http_handle(settings, process, authenticator, sessions, servicers, probes),
             settings,
@@ -329,7 +331,8 @@ async def serve(settings: Settings) -> None:
         gc.freeze()
         gc.set_threshold(*COLLECT_AFTER)
         listeners = Listeners(server, peer_server, listener, metrics)
-        await listeners.open(probes.before(Scrapes(parts, admin_sessions).handle))
+        await listeners.open(probes.before(Scrapes(parts, books).handle, with_parts=True))
+        background.append(keep_running(tasks, "books", lambda: books.watch_workers(health)))
         health_task = tasks.create_task(
             keep_health(health, endpoint, router, holds, settings, stopping), name="health"
         )
@@ -347,6 +350,7 @@ async def serve(settings: Settings) -> None:
         await listeners.close(router)
         for task in background:
             task.cancel()
+    watch.stop()
     await uses.write()
     journal.close()
     if spans is not None:

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from sqlalchemy import text
 
 from metering.store.db import Sessions
+from metering.worker import APPLICATION
 
 COUNTED_MAX = 10_000  # rows of each list: operators need no exact count beyond it
 OVERDUE_AGE = "30 seconds"  # three rounds of the sweep
+LATE_AFTER_S = 60.0  # age of unrated usage; a worker rates it within a second or two
 
 # The columns are the fields of `Backlog`.
 BACKLOG = text(f"""
@@ -29,6 +31,11 @@ SELECT u.unrated_event_count, u.unrated_age_s, h.hold_count, h.overdue_hold_coun
            SELECT count(*)
            FROM (SELECT FROM alert_deliveries WHERE state = 'pending' LIMIT {COUNTED_MAX}) AS d
        ) AS undelivered_alert_count,
+       (
+           SELECT count(*)
+           FROM pg_stat_activity
+           WHERE datname = current_database() AND application_name = '{APPLICATION}'
+       ) AS worker_count,
        (
            SELECT coalesce(jsonb_object_agg(source, incident_count), '{{}}')
            FROM worker_incidents
@@ -64,8 +71,8 @@ class Backlog:
 
     overdue_hold_count: holds that expired so long ago that the sweep should have ended them.
     unexported_batch_count: batches not known to be counted by a biller. unhandled_event_count: of
-    Stripe's events. undelivered_alert_count: pending webhook deliveries. worker_incidents: of all
-    workers since the first, by source.
+    Stripe's events. undelivered_alert_count: pending webhook deliveries. worker_count: workers
+    that listen for usage. worker_incidents: of all workers since the first, by source.
     """
 
     unrated_event_count: int
@@ -77,7 +84,17 @@ class Backlog:
     unhandled_event_count: int
     export_is_paused: bool
     undelivered_alert_count: int
+    worker_count: int
     worker_incidents: Mapping[str, int]
+
+    @property
+    def billing_fault(self) -> str:
+        """Why usage is not billed at present; empty if it is."""
+        if not self.worker_count:
+            return "no billing worker is connected to the database"
+        if self.unrated_age_s > LATE_AFTER_S:
+            return f"usage has waited {self.unrated_age_s:.0f} s for the billing worker"
+        return ""
 
 
 async def read_backlog(sessions: Sessions) -> Backlog:

@@ -1,7 +1,9 @@
 """Health of this process, and the reasons if it does not serve.
 
-Each service has its gRPC health name, and so has each part that it depends on: `database`, and
-`engine/<model>` for each model. Load balancers check a service; its parts show the reason.
+Each service has its gRPC health name, and so has each part: `database`, `journal`,
+`engine/<model>` for each model, and `billing_worker`. Load balancers check a service; its parts
+show the reason. Without the database, the journal or any engine no request can be served. Without a
+billing worker requests are served and billed later, so its state is only shown.
 `operator_http.py` reports the same over HTTP.
 """
 
@@ -10,6 +12,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
 
 import structlog
 from grpc_health.v1 import health_pb2
@@ -39,9 +43,18 @@ SERVICES = tuple(
 
 INFERENCE_SERVICE = SERVICES[0]
 INTERVAL_S = 0.2
-STORE = "database"
+STORE, JOURNAL, BILLING_WORKER = "database", "journal", "billing_worker"
+ENGINE = "engine/"  # before the model's name
 
 log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """State of one part. fault: why it does not work; empty if it does. since: its last change."""
+
+    fault: str
+    since: datetime
 
 
 class Health:
@@ -50,9 +63,34 @@ class Health:
     def __init__(self) -> None:
         self.servicer = HealthServicer()
         self._last: dict[str, bool] = {}
+        # The journal's owner reports its faults.
+        self._parts = {JOURNAL: Part("", datetime.now(UTC))}
         # Reasons why no request can be admitted; empty if requests can be.
         self.reasons: tuple[str, ...] = ("starting",)
         self.warnings: tuple[str, ...] = ()  # why requests take longer than they should
+
+    def report(self, part: str, fault: str) -> None:
+        """Set the state of a part; an empty fault: it works. Watchers are told within a moment."""
+        before = self._parts.get(part)
+        changed = before is None or bool(before.fault) is not bool(fault)
+        since = datetime.now(UTC) if before is None or changed else before.since
+        self._parts[part] = Part(fault, since)
+
+    @property
+    def parts(self) -> dict[str, bool]:
+        """Whether each part works."""
+        return {name: not part.fault for name, part in self._parts.items()}
+
+    def described(self) -> dict[str, dict[str, str]]:
+        """Return the parts for operators. Thread-safe."""
+        return {
+            name: {
+                "state": "not serving" if part.fault else "serving",
+                "since": part.since.isoformat(timespec="seconds"),
+                **({"reason": part.fault} if part.fault else {}),
+            }
+            for name, part in sorted(self._parts.copy().items())
+        }
 
     async def tell(self, serving: Mapping[str, bool]) -> None:
         """Report to the watchers of each name whose state has changed."""
@@ -78,8 +116,12 @@ async def keep_health(
     """Report health to clients and the connection file; once the process drains, not serving."""
     previous: Mapping[str, bool] = {}
     while not stopping.is_set():
-        parts = {STORE: store_is_well(holds, settings)}
-        parts |= {f"engine/{engine.model.name}": serves(engine) for engine in router.backends()}
+        health.report(
+            STORE, "" if store_is_well(holds, settings) else "the database does not answer"
+        )
+        for engine in router.backends():
+            health.report(f"{ENGINE}{engine.model.name}", engine_fault(engine))
+        parts = health.parts
         serving = services(parts, may_admit_without_store(holds, settings))
         for name in (name for name, well in parts.items() if previous.get(name, well) is not well):
             log.warning(
@@ -97,9 +139,12 @@ async def keep_health(
     endpoint.write(serving=False)
 
 
-def serves(engine: Backend) -> bool:
-    """Return whether requests of a backend's model are served, at once or after a start."""
-    return engine.healthy() or engine.condition().starts_on_demand
+def engine_fault(engine: Backend) -> str:
+    """Return why a model is not served, neither at once nor after a start; empty if it is."""
+    if engine.healthy():
+        return ""
+    condition = engine.condition()
+    return "" if condition.starts_on_demand else condition.reason or condition.state.value
 
 
 def services(parts: Mapping[str, bool], may_admit_without_store: bool) -> dict[str, bool]:
@@ -107,8 +152,11 @@ def services(parts: Mapping[str, bool], may_admit_without_store: bool) -> dict[s
 
     The whole server has the state of inference.
     """
-    engine_ready = any(well for name, well in parts.items() if name != STORE)
-    inference = engine_ready and (parts[STORE] or may_admit_without_store)
+    inference = (
+        any(well for name, well in parts.items() if name.startswith(ENGINE))
+        and parts.get(JOURNAL, True)
+        and (parts[STORE] or may_admit_without_store)
+    )
     return dict.fromkeys(SERVICES, parts[STORE]) | {INFERENCE_SERVICE: inference, "": inference}
 
 
@@ -119,10 +167,11 @@ def reasons(parts: Mapping[str, bool], is_serving: bool) -> tuple[str, ...]:
     """
     if is_serving:
         return ()
-    engine_ready = any(well for name, well in parts.items() if name != STORE)
+    engine_ready = any(well for name, well in parts.items() if name.startswith(ENGINE))
     conditions = {
         "no model is ready": not engine_ready,
         "the database does not answer": not parts[STORE],
+        "the usage journal cannot be written": not parts.get(JOURNAL, True),
     }
     return tuple(reason for reason, holds in conditions.items() if holds)
 

@@ -22,6 +22,7 @@ from api.core.errors import (
     status_of,
 )
 from api.core.pace import VISIT, FramePace, Visit, measured
+from common.loop_watch import CURRENT
 
 CODES = {code.value[0]: code for code in grpc.StatusCode}
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -123,7 +124,7 @@ class Guard:
     def __call__(self, method: str, handler: Any) -> Any:
         """Implement `Wrap`."""
         byte_count_max = None if method in LARGE_MESSAGES else MESSAGE_BYTES_MAX
-        read = tolerant(handler.request_deserializer, byte_count_max)
+        read = tolerant(handler.request_deserializer, byte_count_max, method)
         write = handler.response_serializer
         if handler.unary_unary is not None:
             handle = self._guarded(handler.unary_unary, method)
@@ -142,16 +143,16 @@ class Guard:
         self, handle: Callable[..., Any], method: str, parse: Parse | None = None
     ) -> Callable[[Any, Any], Awaitable[Any]]:
         guard = guarded(handle, method, self._failed, parse)
-        return guard if self._pace is None else visiting(guard, self._pace)
+        return guard if self._pace is None else visiting(guard, self._pace, method)
 
 
 def visiting(
-    guard: Callable[[Any, Any], Coroutine[Any, Any, Any]], pace: FramePace
+    guard: Callable[[Any, Any], Coroutine[Any, Any, Any]], pace: FramePace, method: str
 ) -> Callable[[Any, Any], Awaitable[Any]]:
     """Return a handler whose calls are counted."""
 
     async def visit(request: Any, context: Context) -> Any:
-        one = Visit(pace, context.peer())
+        one = Visit(pace, context.peer(), method)
         VISIT.set(one)
         try:
             answer = guard(request, context)
@@ -225,11 +226,13 @@ def guarded(
 
 
 def tolerant(
-    deserialize: Callable[[bytes], Any] | None, byte_count_max: int | None = None
+    deserialize: Callable[[bytes], Any] | None,
+    byte_count_max: int | None = None,
+    method: str = "",
 ) -> Callable[[bytes], Any] | None:
     """Return a deserializer that returns its error as the message; gRPC would turn it into UNKNOWN.
 
-    byte_count_max: of a message; None: the transport's limit.
+    byte_count_max: of a message; None: the transport's limit. method: path of the call.
     """
     if deserialize is None:
         return None
@@ -237,6 +240,7 @@ def tolerant(
     def attempt(data: bytes) -> Any:
         if byte_count_max is not None and len(data) > byte_count_max:
             return MessageTooLarge(len(data), byte_count_max)
+        CURRENT.work, CURRENT.stage = VISIT.get() or method, "parse"
         began_at = time.thread_time()
         try:
             return deserialize(data)
@@ -245,6 +249,7 @@ def tolerant(
         finally:
             READ_S.set(time.thread_time() - began_at)
             READ_BYTES.set(len(data))
+            CURRENT.work, CURRENT.stage = None, ""
 
     return attempt
 

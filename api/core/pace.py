@@ -15,13 +15,14 @@ import contextlib
 import math
 import time
 import types
-from collections.abc import Callable, Coroutine, Generator, Iterator
+from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from api.core.addresses import address_of
 from api.core.errors import TooManyCalls
+from common.loop_watch import CURRENT
 from metering.quotas.quota_rules import Owner
 
 # Seconds of work that is never delayed: a reconnecting client attaches to a hundred requests at
@@ -53,6 +54,7 @@ ADDRESS_SHARES = 0.4  # shares of a key for an address without a valid key
 LATE_S = 0.0025
 SHRINK, GROW = 0.7, 1.03
 ROOM_MIN = 0.1
+PATH_CHARS_MAX = 200  # in the log
 Value = TypeVar("Value")
 Payer = Owner | str  # an API key with its organization, or an address
 
@@ -211,15 +213,27 @@ class Visit:
     administrators are free.
     """
 
-    def __init__(self, pace: FramePace, peer: str) -> None:
-        """peer: the client, in gRPC's notation."""
+    def __init__(self, pace: FramePace, peer: str, path: str = "") -> None:
+        """peer: the client, in gRPC's notation. path: of the call or request."""
         self._pace = pace
         self._peer = peer
+        self._path = path
         self._owner: Owner | None = None
         self._is_free = False
         self._had_turn = False
         self._counted_s = 0.0
         self.work_s = 0.0
+
+    def facts(self) -> Mapping[str, str]:
+        """Implement `Doing.facts`."""
+        path = {"path": self._path[:PATH_CHARS_MAX]}
+        if self._owner is None:
+            return {**path, "address": address_of(self._peer)}
+        return {
+            **path,
+            "api_key_id": str(self._owner.api_key_id),
+            "organization_id": str(self._owner.organization_id),
+        }
 
     def belongs_to(self, owner: Owner, *, is_free: bool) -> None:
         """Set the key that pays. is_free: its work is not charged."""
@@ -275,6 +289,7 @@ def measured(visit: Visit, work: Coroutine[Any, Any, Value]) -> Generator[Any, A
     step: Callable[[Any], Any] = work.send
     value: Any = None
     while True:
+        CURRENT.work = visit
         began_at = time.thread_time()
         try:
             awaited = step(value)
@@ -283,6 +298,7 @@ def measured(visit: Visit, work: Coroutine[Any, Any, Value]) -> Generator[Any, A
             return result
         finally:
             visit.work_s += time.thread_time() - began_at
+            CURRENT.work = None
             value = None  # an error keeps this frame, which must not keep the error alive
         try:
             value = yield awaited

@@ -45,6 +45,7 @@ from api.generation.process import Process
 from api.generation.replay import Key
 from api.generation.start_frame import ValidStart, parse_start
 from api.observability.spans import NO_TRACE, TraceContext, trace_of
+from common.loop_watch import CURRENT
 from metering.core.errors import RequestInFlight
 from metering.core.models import Outcome
 from metering.tenants.tenants import as_uuid
@@ -195,6 +196,7 @@ class ClientStream:
         """Handle at least one frame from `index` on within the slice; return the next index."""
         self._lookup_s = self._begun_s = 0.0
         index_before, read_s = index, 0.0 if index else READ_S.get()
+        CURRENT.work, CURRENT.stage = VISIT.get(), "frames"
         slice_began_at, began_at = time.monotonic(), time.thread_time()
         try:
             while index < len(batch):
@@ -204,6 +206,7 @@ class ClientStream:
                     break
         finally:
             held_s = read_s + time.thread_time() - began_at - self._begun_s
+            CURRENT.work, CURRENT.stage = None, ""
             transport_s = 0.0 if index_before else MESSAGE_COST_S + READ_BYTES.get() * BYTE_COST_S
             self._process.pace.spent(self._key.principal, self._lookup_s + transport_s, held_s)
         return index

@@ -1,12 +1,13 @@
 """HTTP for operators, without a key: `GET /metrics` on its own port, and health checks.
 
-Metrics name no tenant. They are read on the event loop, where they change, and formatted in a
-thread, since a thousand lines take milliseconds. Owns the socket of the metrics port and the latest
-backlog read from the database.
+The metrics port has a thread and an event loop of its own, so that what tenants send delays no
+health check. Metrics name no tenant. They are read on the process's event loop, where they change,
+and formatted in a thread, since a thousand lines take milliseconds. Owns the socket of the metrics
+port and the latest backlog read from the database.
 
-Health checks (`/livez`, `/readyz`, `/healthz`, `/health`), also on the client port, report the
-latest state found by `health.py`: no query, thread or queue. The event loop answers, so a process
-whose loop hangs does not.
+Health checks (`/livez`, `/readyz`, `/healthz`, `/health`) report the latest state found by
+`health.py`, and how long ago the process's loop showed a sign of life. On the client port, whose
+loop is that of the process, a process whose loop hangs does not answer them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
@@ -36,13 +38,14 @@ from prometheus_client.registry import Collector
 
 from api.access.auth import Authenticator
 from api.core.endpoint import bound_socket, local_url
-from api.core.health import Health, store_is_well
+from api.core.health import BILLING_WORKER, Health, store_is_well
 from api.generation.life import PHASES
 from api.generation.process import Process
 from api.observability.observer import Histogram, RequestCounts, Times
 from api.observability.spans import SpanCounts
 from api.queue.fair_queue import QueueStatistics
 from common.incidents import INCIDENT_COUNTS
+from common.loop_watch import LoopWatch
 from inference.engine import EngineStatistics
 from inference.routing.router import ReplicaReport, ReplicaState, Router
 from metering.backlog import Backlog, read_backlog
@@ -108,6 +111,10 @@ MEANINGS: Mapping[str, str] = {
     "weir_replay_buffer_bytes": "Output kept for clients that may come back.",
     "weir_replay_buffer_requests": "Requests that have ended and whose output is kept.",
     "weir_event_loop_lag_seconds": "Delay of the event loop.",
+    "weir_event_loop_longest_block_seconds": (
+        "Longest time for which one piece of work held the event loop, since the last scrape or"
+        " since the start."
+    ),
     "weir_throttled_addresses": (
         "Addresses whose keys are not looked up after too many invalid ones."
     ),
@@ -140,6 +147,7 @@ MEANINGS: Mapping[str, str] = {
         "Alerts not delivered to webhooks yet; counted up to 10,000."
     ),
     "weir_cluster_export_paused": "1 while the export target is unavailable.",
+    "weir_cluster_billing_workers": "Workers that listen for usage to rate.",
     "weir_worker_incidents": "Unexpected failures in the workers, by background loop.",
     "weir_traces_sent": "Requests whose spans the collector accepted.",
     "weir_traces_dropped": (
@@ -326,6 +334,9 @@ def process_metrics(parts: Parts) -> Iterator[Metric]:
     yield gauge("weir_replay_buffer_requests", process.replays.ended_count)
     lags = [((), process.observer.loop_lag.lags)]
     yield histograms("weir_event_loop_lag_seconds", (), lags)
+    watch = process.observer.loop_lag.watch
+    longest = ((("scrape",), watch.take_longest_s()), (("start",), watch.longest_s))
+    yield gauges("weir_event_loop_longest_block_seconds", ("since",), longest)
     throttled = parts.authenticator.throttle.refused_count
     yield gauge("weir_throttled_addresses", throttled)
     incidents = (((source,), float(count)) for source, count in INCIDENT_COUNTS.items())
@@ -368,6 +379,7 @@ def backlog_metrics(backlog: Backlog) -> Iterator[Metric]:
     yield gauge("weir_cluster_unhandled_stripe_events", backlog.unhandled_event_count)
     yield gauge("weir_cluster_undelivered_alerts", backlog.undelivered_alert_count)
     yield gauge("weir_cluster_export_paused", float(backlog.export_is_paused))
+    yield gauge("weir_cluster_billing_workers", backlog.worker_count)
     workers = (((source,), float(count)) for source, count in backlog.worker_incidents.items())
     yield counters("weir_worker_incidents", ("source",), workers)
 
@@ -379,6 +391,7 @@ def span_metrics(counts: SpanCounts) -> Iterator[Metric]:
 
 
 PATH = "/metrics"
+SCRAPE_WAIT_S = 8.0  # for the event loop; below a collector's usual time-out
 BOOKS_INTERVAL_S = 10.0  # between two queries of the backlog, for all collectors together
 BOOKS_WAIT_S = 2.0  # for the database; a scrape times out after ten seconds
 CONNECTIONS_MAX = 32  # a few collectors, each with a connection or two
@@ -405,17 +418,49 @@ class Families(Collector):
         yield from self._families
 
 
-class Scrapes:
-    """Handler of scrapes."""
+class Books:
+    """The latest backlog, read from the database for scrapes and health checks together."""
 
-    def __init__(self, parts: Parts, sessions: Sessions) -> None:
-        self._parts = parts
+    def __init__(self, sessions: Sessions) -> None:
         self._sessions = sessions
-        self._process = ProcessCollector(registry=CollectorRegistry())
-        self._thread = ThreadPoolExecutor(1, "weir-metrics")  # a scrape never waits behind requests
         self._lock = asyncio.Lock()
         self._read_at: float | None = None
         self._backlog: Backlog | None = None
+
+    async def read(self) -> Backlog | None:
+        """Return the backlog, read at most every `BOOKS_INTERVAL_S`; None without the database."""
+        async with self._lock:
+            now = time.monotonic()
+            if self._read_at is None or now - self._read_at >= BOOKS_INTERVAL_S:
+                try:
+                    with patience(BOOKS_WAIT_S):
+                        self._backlog = await read_backlog(self._sessions)
+                except DatabaseUnavailable:
+                    self._backlog = None
+                # A schema in migration, for example: the other metrics are still exported.
+                except Exception:
+                    log.exception("backlog_not_read")
+                    self._backlog = None
+                self._read_at = now
+            return self._backlog
+
+    async def watch_workers(self, health: Health) -> None:
+        """Report regularly whether usage is billed. Unknown without the database: no change."""
+        while True:
+            if (backlog := await self.read()) is not None:
+                health.report(BILLING_WORKER, backlog.billing_fault)
+            await asyncio.sleep(BOOKS_INTERVAL_S)
+
+
+class Scrapes:
+    """Handler of scrapes. Created on the process's event loop, called on that of the port."""
+
+    def __init__(self, parts: Parts, books: Books) -> None:
+        self._parts = parts
+        self._books = books
+        self._loop = asyncio.get_running_loop()
+        self._process = ProcessCollector(registry=CollectorRegistry())
+        self._thread = ThreadPoolExecutor(1, "weir-metrics")  # a scrape never waits behind requests
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         if request.path != PATH:
@@ -424,15 +469,20 @@ class Scrapes:
             return web.Response(
                 status=405, text=f"{PATH} allows only GET\n", headers={"allow": ", ".join(METHODS)}
             )
-        text = await self.text()
+        reading = asyncio.run_coroutine_threadsafe(self.text(), self._loop)
+        try:
+            text = await asyncio.wait_for(asyncio.wrap_future(reading), SCRAPE_WAIT_S)
+        except TimeoutError:
+            hung = f"the event loop of the process has not answered for {SCRAPE_WAIT_S:g} s\n"
+            return web.Response(status=503, text=hung)
         return web.Response(
             body=text,
             headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4, "cache-control": "no-store"},
         )
 
     async def text(self) -> bytes:
-        """Return all metrics in the exposition format."""
-        backlog = await self._read_backlog()
+        """Return all metrics in the exposition format. Runs on the process's event loop."""
+        backlog = await self._books.read()
         process = self._parts.process
         journals = await self._in_thread(
             journal_backlog, process.admission.settings.journal_directory
@@ -462,23 +512,6 @@ class Scrapes:
         return generate_latest(
             Families([*families, *request_metrics(counts), *self._process.collect()])
         )
-
-    async def _read_backlog(self) -> Backlog | None:
-        """Return the backlog, read at most every `BOOKS_INTERVAL_S`; None without the database."""
-        async with self._lock:
-            now = time.monotonic()
-            if self._read_at is None or now - self._read_at >= BOOKS_INTERVAL_S:
-                try:
-                    with patience(BOOKS_WAIT_S):
-                        self._backlog = await read_backlog(self._sessions)
-                except DatabaseUnavailable:
-                    self._backlog = None
-                # A schema in migration, for example: the other metrics are still exported.
-                except Exception:
-                    log.exception("backlog_not_read")
-                    self._backlog = None
-                self._read_at = now
-            return self._backlog
 
 
 class MetricsServer(web.Server):
@@ -543,7 +576,7 @@ class MetricsServer(web.Server):
 
 
 class MetricsListener:
-    """Listening socket of the metrics port."""
+    """Listening socket of the metrics port, and the thread that serves it."""
 
     def __init__(self, address: tuple[str, int] | None, port_count: int = 1) -> None:
         """Bind the address or the first free of `port_count` ports from it; None: do not listen.
@@ -559,8 +592,9 @@ class MetricsListener:
                 port_count=port_count,
                 backlog=CONNECTIONS_MAX,
             )
-        self._server: asyncio.Server | None = None
-        self._http: MetricsServer | None = None
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop  # of the thread
+        self._stopping: asyncio.Event
 
     @property
     def url(self) -> str:
@@ -571,43 +605,68 @@ class MetricsListener:
         return local_url(host, port, PATH)
 
     async def start(self, handle: Handle) -> None:
-        if self._socket is not None:
-            self._http = MetricsServer(handle)
-            self._server = await asyncio.get_running_loop().create_server(
-                self._http, sock=self._socket
-            )
+        """Start the thread; returns once it accepts connections."""
+        listening = self._socket
+        if listening is None:
+            return
+        accepting = threading.Event()
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._serve(listening, handle, accepting)),
+            name="weir-operator",
+            daemon=True,
+        )
+        self._thread.start()
+        await asyncio.to_thread(accepting.wait)
+
+    async def _serve(
+        self, listening: socket.socket, handle: Handle, accepting: threading.Event
+    ) -> None:
+        self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
+        http = MetricsServer(handle)
+        server = await self._loop.create_server(http, sock=listening)
+        accepting.set()
+        await self._stopping.wait()
+        server.close()
+        await http.shutdown(SHUTDOWN_S)
 
     async def stop(self) -> None:
-        if self._server is not None:
-            self._server.close()
-        if self._http is not None:
-            await self._http.shutdown(SHUTDOWN_S)
-        if self._socket is not None:
+        if self._thread is not None:
+            self._loop.call_soon_threadsafe(self._stopping.set)
+            await asyncio.to_thread(self._thread.join)
+        elif self._socket is not None:
             self._socket.close()
 
 
 LIVE, READY = "/livez", frozenset({"/readyz", "/healthz", "/health"})
+# Silence of the event loop, in seconds. The longest legal block is 50 ms; hostile input has reached
+# 18 s. A restart ends all streams, so only a loop that will not come back is reported dead.
+DEAD_AFTER_S = 60.0
+UNREADY_AFTER_S = 5.0
 
 
 class Probes:
-    """Handler of health checks."""
+    """Handler of health checks. Called by both loops; it only reads."""
 
-    def __init__(self, health: Health) -> None:
+    def __init__(self, health: Health, watch: LoopWatch) -> None:
         self._health = health
+        self._watch = watch
 
-    def before(self, handle: Handle) -> Handle:
-        """Return a handler that answers health checks and passes other requests to `handle`."""
+    def before(self, handle: Handle, *, with_parts: bool = False) -> Handle:
+        """Return a handler that answers health checks and passes other requests to `handle`.
+
+        with_parts: whether answers list the parts, which name models.
+        """
 
         async def probed(answer: web.Response) -> web.StreamResponse:
             return answer
 
         def answer_or_pass_on(request: web.BaseRequest) -> Coroutine[Any, Any, web.StreamResponse]:
-            answer = self.answer(request)
+            answer = self._answer(request, with_parts=with_parts)
             return handle(request) if answer is None else probed(answer)
 
         return answer_or_pass_on
 
-    def answer(self, request: web.BaseRequest) -> web.Response | None:
+    def _answer(self, request: web.BaseRequest, *, with_parts: bool) -> web.Response | None:
         """Return the response to a health check; None for any other path."""
         path = request.path
         if path != LIVE and path not in READY:
@@ -615,13 +674,18 @@ class Probes:
         if request.method not in METHODS:
             wrong = {"status": "error", "reasons": [f"{path} allows {' and '.join(METHODS)}"]}
             return answered(405, wrong, {"allow": ", ".join(METHODS)})
+        silence_s = self._watch.silence_s
+        hung = f"the event loop has not answered for {silence_s:.0f} s"
         if path == LIVE:
+            if silence_s > DEAD_AFTER_S:
+                return answered(503, {"status": "dead", "reasons": [hung]})
             return answered(200, {"status": "live"})
-        reasons = self._health.reasons
+        parts = {"parts": self._health.described()} if with_parts else {}
+        reasons = [*self._health.reasons, *([hung] if silence_s > UNREADY_AFTER_S else ())]
         if reasons:
-            return answered(503, {"status": "not ready", "reasons": list(reasons)})
+            return answered(503, {"status": "not ready", "reasons": reasons, **parts})
         warnings = {"warnings": list(self._health.warnings)} if self._health.warnings else {}
-        return answered(200, {"status": "ready", **warnings})
+        return answered(200, {"status": "ready", **warnings, **parts})
 
 
 def answered(

@@ -20,6 +20,7 @@ import structlog
 
 from api.core.errors import reason_of
 from api.observability.spans import Record, Spans, TraceContext
+from common.loop_watch import BEAT_S, LoopWatch
 from metering.core.models import Outcome, ServiceTier
 from metering.holds.operations import Settled
 from metering.quotas.quota_rules import Payer
@@ -208,7 +209,6 @@ class RequestCounts:
 
 BATCH_SECONDS_BOUNDS_MS = (0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000, 5000)
 BATCH_SIZE_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-INTERVAL_S = 0.05  # between two measurements, of some 20 µs of CPU each
 LAG_BOUNDS_MS = (1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000, 5000)
 
 log = structlog.get_logger(__name__)
@@ -230,22 +230,24 @@ class HoldBatches:
 
 
 class LoopLag:
-    """Lag of the event loop, measured by how late a timer fires."""
+    """Lag of the event loop, measured by how late a timer fires: its heartbeat."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """clock: in seconds."""
         self.lags = Histogram(LAG_BOUNDS_MS)
+        self.watch = LoopWatch()
         self._clock = clock
 
     async def measure(
-        self, late: Callable[[float], None] = lambda _: None, interval_s: float = INTERVAL_S
+        self, late: Callable[[float], None] = lambda _: None, interval_s: float = BEAT_S
     ) -> None:
-        """Measure until cancelled. late: called with each lag, in seconds."""
+        """Measure until cancelled, at some 20 µs of CPU each. late: gets each lag, in seconds."""
         while True:
             due_at = self._clock() + interval_s
             await asyncio.sleep(interval_s)
             lag_s = max(self._clock() - due_at, 0.0)
             self.lags.observe(lag_s * 1000)
+            self.watch.beat(lag_s)
             late(lag_s)
 
 

@@ -66,6 +66,7 @@ from api.openai.parameters import (
 )
 from api.openai.refusals import HttpFault, Refusal, invalid_parameter, quota_headers, refusal_of
 from api.openai.tolerance import Ignored
+from common.loop_watch import Stage
 from metering.quotas.quota_rules import Owner
 from metering.store.db import Sessions
 from metering.tenants.tenants import Principal
@@ -326,7 +327,7 @@ class Gateway:
         """Return an exchange to serve, or an error response."""
         body = await self._body(request, arrival, principal)
         # An ordinary request costs at most this much.
-        with self._process.pace.spending(arrival.caller.payer, START_FREE_S):
+        with self._process.pace.spending(arrival.caller.payer, START_FREE_S), Stage("parse"):
             parsed, ignored = parsed_body(request, principal, body, api)
             texts = self._texts_of(parsed, principal, arrival.request_id)
             format = api.answer(parsed, texts, arrival.request_id.hex, int(time.time()))
@@ -345,7 +346,7 @@ class Gateway:
     ) -> web.StreamResponse:
         """Count the tokens of a generating request's prompt. fields: of every response."""
         body = await self._body(request, arrival, principal)
-        with self._process.pace.spending(arrival.caller.payer, START_FREE_S):
+        with self._process.pace.spending(arrival.caller.payer, START_FREE_S), Stage("parse"):
             parsed, ignored = parsed_body(request, principal, body, api)
             [start] = parsed.starts
             is_shown = start.tool_choice.mode != pb.TOOL_MODE_NONE
@@ -370,7 +371,7 @@ class Gateway:
         self, request: web.BaseRequest, arrival: Arrival, principal: Principal
     ) -> web.StreamResponse:
         body = await self._body(request, arrival, principal)
-        with self._process.pace.spending(arrival.caller.payer, START_FREE_S):
+        with self._process.pace.spending(arrival.caller.payer, START_FREE_S), Stage("parse"):
             ignored = None if is_strict(request, principal) else Ignored()
             requested = decode(body, EmbeddingParameters, ignored)
         try:

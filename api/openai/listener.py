@@ -121,7 +121,7 @@ def paced(handle: Handle, pace: FramePace) -> Handle:
     """Return a handler that counts its cost; a request without a turn waits before its response."""
 
     async def serve(request: web.BaseRequest) -> web.StreamResponse:
-        visit = Visit(pace, peer_of(request))
+        visit = Visit(pace, peer_of(request), request.path)
         VISIT.set(visit)
         try:
             response = await measured(visit, handle(request))

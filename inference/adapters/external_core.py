@@ -50,7 +50,10 @@ from inference.errors import EngineError, EngineFailed
 from inference.limits import EngineLimits
 from inference.sequences import choice_seed
 from inference.text.detokenizer import Detokenizer, GivenTextDecoder, TextDecoder
-from inference.workers.protocol import Message
+from inference.workers.protocol import Message, Pulse
+
+# Between two tokens of all sequences together: a long prompt is computed in between.
+USUAL_GAP_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,6 +396,17 @@ class OutsideCore:
     def owes(self) -> bool:
         """True if a request has not ended yet."""
         return bool(self._requests)
+
+    def pulse(self) -> Pulse:
+        """Return how long the engine has generated nothing, though it has outputs to continue.
+
+        Zero while it computes prompts only, which may take long. Thread-safe.
+        """
+        decodes = any(
+            choice.first_token_at_s is not None and choice.ended is None and not choice.aborted
+            for choice in self.inside
+        )
+        return Pulse(time.monotonic() - self.moved_at_s if decodes else 0.0, USUAL_GAP_S)
 
     @property
     def inside(self) -> Iterator[Choice]:

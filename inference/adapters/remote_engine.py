@@ -53,6 +53,7 @@ from inference.limits import EngineLimits, outside_continuation_fault
 from inference.text.detokenizer import GivenTextDecoder, TextDecoder
 from inference.text.tokenizer import Tokenizer
 from inference.workers.engine import EngineLife, EngineSequence
+from inference.workers.process import overdue
 
 HINT_TOKENS_MAX = 4 << 20  # tokens to remember as sent, if the server does not report cached tokens
 UNKNOWN_BLOCK_COUNT = 1 << 40  # a request is limited by the server's context window instead
@@ -158,7 +159,7 @@ class RemoteEngine(EngineLife):
             tasks=tasks,
         )
         self._connection = Upkeep(
-            self._examination, core, self._block_tokens, self._link.end, tasks
+            self._examination, core, self._block_tokens, self._link.end, self.stalled, tasks
         )
         self._connection.begin()
         self._ready(UNKNOWN_BLOCK_COUNT, time.monotonic() - self._began_at_s)
@@ -167,6 +168,7 @@ class RemoteEngine(EngineLife):
         finally:
             core.abandon()
             self._connection = None
+            self.stalled("")
             self.unreachable()
 
     def _tell(self, number: int, event: SequenceEvent | EngineError) -> None:
@@ -335,7 +337,8 @@ BLOCKS_MAX = 4 << 20  # index size above that of any server's cache: its event s
 
 class Upkeep(ConnectionWatch):
     """Monitors one connection, also by its `examination`. lost: called with the reason when it is
-    unusable. block_tokens: tokens per cache block.
+    unusable. stalled: called with the reason while it makes no progress, with an empty one else.
+    block_tokens: tokens per cache block.
     """
 
     def __init__(
@@ -344,6 +347,7 @@ class Upkeep(ConnectionWatch):
         core: OutsideCore,
         block_tokens: int,
         lost: Callable[[str], None],
+        stalled: Callable[[str], None],
         tasks: asyncio.TaskGroup,
     ) -> None:
         super().__init__(examination.dialect, examination.settings, lost)
@@ -351,6 +355,7 @@ class Upkeep(ConnectionWatch):
         self.core = core
         self._examination = examination
         self._block_tokens = block_tokens
+        self._stalled = stalled
         self._stalls = StallWatch(
             core, self._settings.first_token_timeout_s, self._settings.inter_token_timeout_s
         )
@@ -377,6 +382,7 @@ class Upkeep(ConnectionWatch):
             if (reason := self._stalls.look()) is not None:
                 self._lost(f"{self._settings.target}: {reason}")
                 return
+            self._stalled(overdue(self.core.pulse()))
             await asyncio.sleep(min(STALL_LOOK_S, shortest_s / 4))
 
     async def _probe_often(self) -> None:

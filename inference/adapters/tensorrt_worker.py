@@ -45,7 +45,6 @@ from inference.workers.protocol import (
     StartSequence,
     StepReport,
     decoder_to_worker,
-    encode,
 )
 
 EXIT_ENGINE_BROKEN = 5
@@ -60,7 +59,6 @@ class TensorRtHost:
     """Connects one engine to the inbox and the socket."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
         self._inbox: Inbox[Message] = Inbox(
             connection, decoder_to_worker(LoadTensorRt), before_exit=kill_workers
         )
@@ -132,6 +130,7 @@ class TensorRtHost:
             duties = (watch.run(), self._poll_statistics(), self._beat(), self._poll_kv_events())
             background = [tasks.create_task(duty) for duty in duties]
             self._send(Ready(self._block_count))
+            self._inbox.start_pulse(self._core.pulse)
             threading.Thread(
                 target=self._pump,
                 args=(asyncio.get_running_loop(),),
@@ -268,8 +267,7 @@ class TensorRtHost:
         kill_workers()
 
     def _send(self, message: Message) -> None:
-        # Blocks while the parent does not read, which bounds the data in flight.
-        self._connection.sendall(encode(message))
+        self._inbox.send(message)
 
 
 def kill_workers() -> None:

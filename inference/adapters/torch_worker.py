@@ -2,9 +2,9 @@
 model.
 
 Two threads. The main thread loads the model, reads messages from the socket and runs the steps,
-including all torch calls. The other waits for the end of the connection and then exits the process
-at once, even during loading or a step, since no state needs saving. It therefore starts before
-torch is imported.
+including all torch calls. The other tells the parent how long the current step runs, waits for the
+end of the connection and then exits the process at once, even during loading or a step, since no
+state needs saving. It therefore starts before torch is imported.
 """
 
 from __future__ import annotations
@@ -26,7 +26,13 @@ from inference.engine import (
     SequenceRefused,
 )
 from inference.errors import CheckpointInvalid, EngineStartFailed, RequestImpossible
-from inference.workers.child import EXIT_LOAD_FAILED, EXIT_PROTOCOL_BROKEN, Inbox, serve_parent
+from inference.workers.child import (
+    EXIT_LOAD_FAILED,
+    EXIT_PROTOCOL_BROKEN,
+    Inbox,
+    StepClock,
+    serve_parent,
+)
 from inference.workers.protocol import (
     CancelSequence,
     Event,
@@ -39,7 +45,6 @@ from inference.workers.protocol import (
     StartSequence,
     StepReport,
     decoder_to_worker,
-    encode,
 )
 
 if TYPE_CHECKING:
@@ -61,11 +66,11 @@ class Host:
     """Runs the step loop between inbox and socket."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
         self._inbox: Inbox[Compiled] = Inbox(connection, decoder_to_worker(LoadModel))
         self._unsent: list[Event] = []  # for sequences that the core does not have
         self._compiling: dict[int, StartSequence] = {}
         self._grammar_thread: GrammarThread | None = None
+        self._steps = StepClock()
         self._shutting_down = False
 
     def run(self) -> int:
@@ -85,6 +90,7 @@ class Host:
             self._send(LoadFailed(str(error)))
             return EXIT_LOAD_FAILED
         self._send(Ready(core.pool.block_count_total, core.kernels))
+        self._inbox.start_pulse(self._steps.pulse)
         while not self._shutting_down:
             self._step(core)
         return 0
@@ -114,7 +120,9 @@ class Host:
         for message in self._inbox.take_all(wait=core.idle):
             self._handle(core, message)
         events, self._unsent = self._unsent, []
+        self._steps.begin()
         events += core.step()
+        self._steps.end()
         self._send(StepReport(events, core.statistics()))
 
     def _handle(self, core: EngineCore, message: Message | Compiled) -> None:
@@ -180,8 +188,7 @@ class Host:
         self._unsent.append((number, SequenceRefused(reason, field)))
 
     def _send(self, message: Message) -> None:
-        # Blocks while the parent does not read, which bounds the data in flight.
-        self._connection.sendall(encode(message))
+        self._inbox.send(message)
 
 
 def main() -> int:

@@ -18,7 +18,14 @@ from inference.limits import embedding_fault
 from inference.workers.batches import BatchQueue, Piece
 from inference.workers.life import BackendLife, HostKind, Worker
 from inference.workers.process import CHILD_ENVIRONMENT
-from inference.workers.protocol import Message, ProtocolBroken, Ready, Shutdown, decoder_to_parent
+from inference.workers.protocol import (
+    Message,
+    ProtocolBroken,
+    Pulse,
+    Ready,
+    Shutdown,
+    decoder_to_parent,
+)
 
 OVERLOAD_WAIT_S_MIN = 0.5  # shorter delays would make callers retry in a tight loop
 
@@ -170,6 +177,9 @@ class TorchEncoder(BackendLife):
             call.request.on_begin()
 
     def _receive(self, message: Message) -> None:
+        if isinstance(message, Pulse):
+            self._worker.pulse(message)
+            return
         if not isinstance(message, BatchEncoded) or message.number != self._queue.batch_count:
             raise ProtocolBroken(f"unexpected: {message!r}"[:200])
         self._worker.heard()

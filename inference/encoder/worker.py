@@ -16,7 +16,13 @@ from typing import TYPE_CHECKING, Literal
 
 from inference.encoder.config import read_encoder_config
 from inference.errors import CheckpointInvalid, EngineStartFailed
-from inference.workers.child import EXIT_LOAD_FAILED, EXIT_PROTOCOL_BROKEN, Inbox, serve_parent
+from inference.workers.child import (
+    EXIT_LOAD_FAILED,
+    EXIT_PROTOCOL_BROKEN,
+    Inbox,
+    StepClock,
+    serve_parent,
+)
 from inference.workers.protocol import (
     LoadFailed,
     Loading,
@@ -24,7 +30,6 @@ from inference.workers.protocol import (
     Ready,
     Shutdown,
     decoder_to_worker,
-    encode,
 )
 
 if TYPE_CHECKING:
@@ -63,11 +68,8 @@ class BatchEncoded(Message, tag="encoded", frozen=True):
 
 def serve(connection: socket.socket) -> int:
     """Load, then embed batches until shutdown. Returns the exit status."""
-
-    def send(message: Message) -> None:
-        connection.sendall(encode(message))
-
     inbox: Inbox[Message] = Inbox(connection, decoder_to_worker(LoadEncoder, EncodeBatch))
+    send, steps = inbox.send, StepClock()
     load = inbox.wait()
     if not isinstance(load, LoadEncoder):
         _log.error("the first message must be LoadEncoder, not %s", type(load).__name__)
@@ -79,11 +81,15 @@ def serve(connection: socket.socket) -> int:
         send(LoadFailed(str(error)))
         return EXIT_LOAD_FAILED
     send(Ready(kv_block_count=0))
+    inbox.start_pulse(steps.pulse)
     while not isinstance(message := inbox.wait(), Shutdown):
         if not isinstance(message, EncodeBatch):
             _log.error("unexpected: %s", type(message).__name__)
             return EXIT_PROTOCOL_BROKEN
-        send(encode_batch(network, message))
+        steps.begin()
+        encoded = encode_batch(network, message)
+        steps.end()
+        send(encoded)
     return 0
 
 

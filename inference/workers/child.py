@@ -1,7 +1,8 @@
 """Start of an engine worker and its inbox of messages; a thread ends the process with its parent.
 
-It ends at once, even while loading or in a step, since a worker has nothing to save. Must not
-import torch: it runs before that import.
+The thread also tells the parent how long the current step runs. The process ends at once, even
+while loading or in a step, since a worker has nothing to save. Must not import torch: it runs
+before that import.
 """
 
 from __future__ import annotations
@@ -9,17 +10,26 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import math
 import os
 import select
 import signal
 import socket
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Generic, NoReturn, TypeVar
 
-from inference.workers.protocol import Message, MessageDecoder, ProtocolBroken, split
+from inference.workers.protocol import (
+    Message,
+    MessageDecoder,
+    ProtocolBroken,
+    Pulse,
+    encode,
+    split,
+)
 
 EXIT_PARENT_GONE = 0
 EXIT_PROTOCOL_BROKEN = 3
@@ -27,7 +37,39 @@ EXIT_LOAD_FAILED = 4
 
 
 RECEIVE_BYTES = 1 << 16  # bytes read from the socket at once
+PULSE_S = 1.0  # between two pulses
+FIRST_STEPS = 8  # compile, page in and warm caches: they say nothing about later ones
+USUAL_DECAY = 0.999  # per step, so that a long prefill is remembered for some hundred steps
 Local = TypeVar("Local")
+
+
+class StepClock:
+    """Durations of steps. One thread runs the steps, another reads."""
+
+    def __init__(self) -> None:
+        self._began_at_s: float | None = None
+        self._usual_s = 0.0
+        self._step_count = 0
+
+    def begin(self) -> None:
+        """Note the begin of a step."""
+        self._began_at_s = time.monotonic()
+
+    def end(self) -> None:
+        """Note the end of the step."""
+        assert self._began_at_s is not None, "a step ends after it began"
+        step_s = time.monotonic() - self._began_at_s
+        self._began_at_s = None
+        self._step_count += 1
+        self._usual_s = max(step_s, self._usual_s * USUAL_DECAY)
+
+    def pulse(self) -> Pulse:
+        """Return the present state."""
+        began_at_s = self._began_at_s
+        return Pulse(
+            0.0 if began_at_s is None else time.monotonic() - began_at_s,
+            self._usual_s if self._step_count >= FIRST_STEPS else math.inf,
+        )
 
 
 class Inbox(Generic[Local]):
@@ -56,7 +98,22 @@ class Inbox(Generic[Local]):
         self._arrivals = select.poll()
         self._arrivals.register(connection, select.POLLIN)
         self._arrivals.register(self._bell, select.POLLIN)
+        self._sending = threading.Lock()
+        self._pulse: Callable[[], Pulse] | None = None
         threading.Thread(target=self._watch, name="weir-host-watch", daemon=True).start()
+
+    def send(self, message: Message) -> None:
+        """Send a message to the parent. Thread-safe.
+
+        Blocks while the parent does not read, which bounds the data in flight.
+        """
+        data = encode(message)
+        with self._sending:
+            self._connection.sendall(data)
+
+    def start_pulse(self, pulse: Callable[[], Pulse]) -> None:
+        """Tell the parent regularly what `pulse` returns, which the watching thread calls."""
+        self._pulse = pulse
 
     def wait(self) -> Message | Local:
         """Wait for the next message and return it."""
@@ -108,7 +165,10 @@ class Inbox(Generic[Local]):
     def _watch(self) -> None:
         end = select.poll()
         end.register(self._connection, 0)  # hang-ups only, which are always reported
-        end.poll()
+        while not end.poll(PULSE_S * 1000):
+            if self._pulse is not None:
+                with contextlib.suppress(OSError):  # the end, which the next poll reports
+                    self.send(self._pulse())
         self._exit(EXIT_PARENT_GONE)
 
     def _exit(self, code: int) -> NoReturn:

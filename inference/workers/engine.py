@@ -30,6 +30,7 @@ from inference.workers.protocol import (
     CancelSequence,
     Message,
     ProtocolBroken,
+    Pulse,
     Ready,
     Shutdown,
     StartSequence,
@@ -275,7 +276,10 @@ class HostedEngine(EngineLife):
         self._ready(message.kv_block_count, loading_time_s, message.kernels)
 
     def _receive(self, message: Message) -> None:
-        """Apply a report of one step. Raises: ProtocolBroken for any other message."""
+        """Apply a report of one step, or a pulse. Raises: ProtocolBroken for any other message."""
+        if isinstance(message, Pulse):
+            self._worker.pulse(message)
+            return
         if not isinstance(message, StepReport):
             raise ProtocolBroken(f"unexpected: {message!r}"[:200])
         self._worker.heard()

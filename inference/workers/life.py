@@ -101,6 +101,7 @@ class BackendLife(ABC):
         self._load_failure_count = 0
         self._load_time_s = 2.0  # last duration of loading; at first, that of the demo model
         self._statistics = EngineStatistics()
+        self._stall = ""  # why a READY engine takes no requests for the moment; empty if it does
 
     @property
     def model(self) -> ModelInfo:
@@ -109,10 +110,14 @@ class BackendLife(ABC):
 
     def healthy(self) -> bool:
         """Implement `Backend.healthy`."""
-        return self._condition.state is EngineState.READY
+        return self._condition.state is EngineState.READY and not self._stall
 
     def condition(self) -> EngineCondition:
         """Implement `Backend.condition`."""
+        if self._stall and self._condition.state is EngineState.READY:
+            return EngineCondition(
+                EngineState.RESTARTING, retry_after_s=self._load_time_s, reason=self._stall
+            )
         return self._condition
 
     def statistics(self) -> EngineStatistics:
@@ -205,7 +210,7 @@ class BackendLife(ABC):
 
     def _check_ready(self) -> None:
         """Raise EngineStartFailed if the engine has FAILED, EngineUnavailable unless READY."""
-        condition = self._condition
+        condition = self.condition()
         if condition.state is EngineState.FAILED:
             raise EngineStartFailed(condition.reason)
         if condition.state is not EngineState.READY:
@@ -271,6 +276,14 @@ class BackendLife(ABC):
                 )
             )
 
+    def stalled(self, reason: str) -> None:
+        """Take no requests while the engine makes no progress. An empty reason: it does again."""
+        if reason and not self._stall:
+            _log.warning("engine %s makes no progress: %s", self._model.name, reason)
+        elif self._stall and not reason:
+            _log.warning("engine %s makes progress again", self._model.name)
+        self._stall = reason
+
     def cannot_start(self, reason: str) -> None:
         """Set the condition FAILED, since a retry would not help."""
         self._load_failure_count += 1
@@ -318,8 +331,8 @@ class Worker:
         self._began_at_s = -math.inf
         self._hung = False
         self._load_failure_count = 0
-        self._watchdog = Watchdog(waits.step_timeout_s, self._kill_hanging)
-        self.heard = self._watchdog.heard
+        self._watchdog = Watchdog(waits.step_timeout_s, self._kill_hanging, life.stalled)
+        self.heard, self.pulse = self._watchdog.heard, self._watchdog.pulse
 
     @property
     def pid(self) -> int | None:
@@ -414,8 +427,8 @@ class Worker:
         return f"the engine process exited with status {process.exit_status}"
 
     def _kill_hanging(self, silence_s: float) -> None:
-        """Kill a worker that owes answers and is silent; its end is handled like a crash."""
-        if self.process is not None and self._owes_answers():
+        """Kill a worker that owes answers or shows no sign of life, as if it had crashed."""
+        if self.process is not None and (self._owes_answers() or not self._watchdog.is_alive):
             _log.error(
                 "engine %s: no report for %.0f s, killing the process",
                 self._life.model.name,

@@ -22,7 +22,14 @@ from typing import cast
 
 from common.child_environment import inherited
 from common.processes import started_with
-from inference.workers.protocol import Message, MessageDecoder, decoder_to_parent, encode, split
+from inference.workers.protocol import (
+    Message,
+    MessageDecoder,
+    Pulse,
+    decoder_to_parent,
+    encode,
+    split,
+)
 
 SOCKET_BUFFER_BYTES = 1 << 20  # several hundred step reports, so that a busy parent stalls no step
 # Limit for the kernel to end a killed child; a longer time means that it hangs in a device.
@@ -30,6 +37,12 @@ REAP_TIMEOUT_S = 5.0
 # Limit for the kernel to end the processes that a child started: freeing GPU memory takes seconds.
 FAMILY_TIMEOUT_S = 30.0
 POLL_S = 0.02
+LOOK_S = 0.5  # between two looks of a watchdog
+LOOK_LATE_S = 0.5  # of a look that judges nothing
+PULSE_LOST_S = 3.0  # three pulses
+# A stalled step is longer than both. Steps aim at 0.1 s; a long prefill on a slow CPU, or another
+# process on its cores, makes one ten times longer than its predecessors at most.
+STEP_S_MIN, STEP_FACTOR = 5.0, 10.0
 # Environment variable of a child with a value of its own, which all processes started by it inherit
 FAMILY = "WEIR_WORKER_FAMILY"
 LOG_TAIL_BYTES = 4096
@@ -297,19 +310,52 @@ async def _open_process(
         await host.give_back()
 
 
-class Watchdog:
-    """Watchdog timer: calls back when silence exceeds the timeout. Used on one event loop."""
+def overdue(pulse: Pulse) -> str:
+    """Return why the current step takes too long; empty if it does not."""
+    if pulse.step_s <= max(STEP_S_MIN, STEP_FACTOR * pulse.usual_s):
+        return ""
+    return f"a step has run for {pulse.step_s:.0f} s, the longest recent one {pulse.usual_s:.2g} s"
 
-    def __init__(self, timeout_s: float, on_silence: Callable[[float], None]) -> None:
-        """Create it disarmed. on_silence: gets the silence in seconds and judges it."""
+
+class Watchdog:
+    """Watchdog timer of a worker. Used on one event loop.
+
+    A worker is stalled, which ends with its next progress, if its pulse is absent for some seconds,
+    or if a step takes many times longer than usual ones. It hangs if it is silent beyond the
+    timeout. Workers without a pulse are only found hanging.
+    """
+
+    def __init__(
+        self,
+        timeout_s: float,
+        on_silence: Callable[[float], None],
+        on_stall: Callable[[str], None] = lambda reason: None,
+    ) -> None:
+        """Create it disarmed.
+
+        on_silence: gets the silence in seconds and judges it. on_stall: gets the reason of a stall,
+        or an empty text once there is none.
+        """
         self._timeout_s = timeout_s
-        self._on_silence = on_silence
+        self._on_silence, self._on_stall = on_silence, on_stall
         self._heard_at_s = -math.inf
+        self._pulse: tuple[float, Pulse] | None = None  # the last one, and when it came
         self._timer: asyncio.TimerHandle | None = None
+        self._look_every_s = min(timeout_s / 4, LOOK_S)
 
     def heard(self) -> None:
         """Note a sign of life."""
         self._heard_at_s = asyncio.get_running_loop().time()
+
+    def pulse(self, pulse: Pulse) -> None:
+        """Note a pulse."""
+        self._pulse = asyncio.get_running_loop().time(), pulse
+
+    @property
+    def is_alive(self) -> bool:
+        """False if pulses have been absent for the timeout."""
+        limit_s = self._timeout_s + PULSE_LOST_S
+        return self._pulse is None or self._now_s() - self._pulse[0] <= limit_s
 
     def arm(self) -> None:
         """Start watching; counts as a sign of life."""
@@ -321,15 +367,36 @@ class Watchdog:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        self._pulse = None
+        self._on_stall("")
 
     def _schedule(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(self._timeout_s / 4, self._look)
+        self._timer = asyncio.get_running_loop().call_later(self._look_every_s, self._look)
 
     def _look(self) -> None:
-        silence_s = asyncio.get_running_loop().time() - self._heard_at_s
-        if silence_s > self._timeout_s:
-            self._on_silence(silence_s)
+        assert self._timer is not None, "only an armed watchdog looks"
+        now_s = self._now_s()
+        # After a block of this loop, messages may wait that it has not read yet.
+        if now_s - self._timer.when() < LOOK_LATE_S:
+            self._on_stall(self._stall(now_s))
+            silence_s = now_s - self._heard_at_s
+            if silence_s > self._timeout_s:
+                self._on_silence(silence_s)
         self._schedule()
+
+    def _stall(self, now_s: float) -> str:
+        """Return why the worker is stalled; empty if it is not."""
+        if self._pulse is None:
+            return ""
+        pulse_at_s, pulse = self._pulse
+        silence_s = now_s - max(pulse_at_s, self._heard_at_s)
+        if silence_s > PULSE_LOST_S:
+            return f"no sign of life for {silence_s:.0f} s"
+        return overdue(pulse)
+
+    @staticmethod
+    def _now_s() -> float:
+        return asyncio.get_running_loop().time()
 
 
 SPARE_MODULE = "inference.adapters.torch_worker"

@@ -73,6 +73,17 @@ class LoadFailed(Message, tag="load_failed", frozen=True):
 Event = tuple[int, SequenceEvent | SequenceRefused]
 
 
+class Pulse(Message, tag="pulse", frozen=True):
+    """Sign of life of a ready worker, about once a second, from a thread that computes nothing.
+
+    step_s: for how long the current step has run; 0 between steps. usual_s: the longest of recent
+    steps; infinite while there are too few.
+    """
+
+    step_s: float
+    usual_s: float
+
+
 class StepReport(Message, tag="step", frozen=True):
     """Events since the last report, in order, and the engine's statistics after them."""
 
@@ -139,4 +150,4 @@ def decoder_to_worker(*own: type[Message]) -> MessageDecoder:
 
 def decoder_to_parent(*own: type[Message]) -> MessageDecoder:
     """Return the decoder of a worker's parent. own: messages that only this worker kind sends."""
-    return MessageDecoder(Loading, Ready, LoadFailed, StepReport, *own)
+    return MessageDecoder(Loading, Ready, LoadFailed, Pulse, StepReport, *own)

@@ -1,0 +1,178 @@
+"""Watch over an event loop from a thread: its heartbeat, its longest block, and who blocked it.
+
+Nothing may hold the loop for long, since every stream waits for it. A thread that finds it held
+samples the loop's stack; the entry points of work mark what they do in `CURRENT`. Marks are plain
+attributes, because a thread cannot read the context variables of another one. Never on the loop:
+formatting and logging.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import traceback
+import types
+from collections.abc import Mapping
+from typing import Protocol
+
+from common.incidents import INCIDENT_COUNTS, log_incident
+
+BEAT_S = 0.05  # between two beats of the loop; a block is measured to this accuracy
+LOOK_S = 0.05  # between two looks of the thread
+BLOCK_S = 0.2  # of an incident: several tokens late for every stream
+SAMPLE_S = BLOCK_S / 2  # silence before the first sample; each later one doubles it
+FRAMES_MAX = 12  # innermost, in the log
+SOURCE = "event_loop"  # of the incidents
+PACKAGES = frozenset({"api", "common", "inference", "metering", "weir_client"})
+# Modules whose frames are innermost while the loop waits for something to do.
+IDLE_MODULES = frozenset({"asyncio.base_events", "asyncio.runners", "selectors", "uvloop"})
+
+
+class Doing(Protocol):
+    """Work that the loop does for a caller."""
+
+    def facts(self) -> Mapping[str, str]:
+        """Return path and key for the log; never a secret."""
+        ...
+
+
+class CurrentWork:
+    """Work of the running callback. Written on the loop, read by the watching thread.
+
+    work: None between two pieces of work; a path where nothing else is known yet. stage: parse,
+    validate and so on; empty if it is not marked.
+    """
+
+    __slots__ = ("stage", "work")
+
+    def __init__(self) -> None:
+        self.work: Doing | str | None = None
+        self.stage = ""
+
+
+CURRENT = CurrentWork()
+
+
+class Stage:
+    """Block of code that does not await, named for the watching thread."""
+
+    __slots__ = ("_before", "_name")
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._before = ""
+
+    def __enter__(self) -> None:
+        self._before, CURRENT.stage = CURRENT.stage, self._name
+
+    def __exit__(self, *exception: object) -> None:
+        CURRENT.stage = self._before
+
+
+class LoopBlocked(Exception):
+    """The event loop ran one piece of work for too long."""
+
+
+class Sample:
+    """What the loop did at one moment."""
+
+    def __init__(self, frame: types.FrameType, work: Doing | str | None, stage: str) -> None:
+        self.is_idle = frame.f_globals.get("__name__") in IDLE_MODULES
+        self.stage = stage
+        self.facts = {"path": work} if isinstance(work, str) else work.facts() if work else {}
+        self.function = function_of(frame)
+        self.stack = "".join(traceback.format_stack(frame, limit=FRAMES_MAX)).rstrip()
+
+
+def function_of(frame: types.FrameType | None) -> str:
+    """Return the name of the innermost function of ours; empty if there is none."""
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__"))
+        if module.partition(".")[0] in PACKAGES:
+            return f"{module}.{frame.f_code.co_qualname}"
+        frame = frame.f_back
+    return ""
+
+
+class LoopWatch:
+    """Heartbeat of the loop in the thread that creates it. `start` starts the watching thread.
+
+    Time in which the whole process did not run is no block: it was stopped, or other processes took
+    the CPUs.
+    """
+
+    def __init__(self) -> None:
+        self.longest_s = 0.0  # block since the start
+        self._longest_recent_s = 0.0  # since the last `take_longest_s`
+        self._beat_at = time.monotonic()
+        self._lag_s: float | None = None  # the longest one reported since the last look
+        self._thread_id = threading.get_ident()
+        self._looked_at, self._used_s = time.monotonic(), time.process_time()
+        self._absent_s = 0.0  # since the last beat
+        self._sample: Sample | None = None
+        self._sample_at_s = SAMPLE_S
+        self._stopping = threading.Event()
+        INCIDENT_COUNTS.setdefault(SOURCE, 0)
+
+    def beat(self, lag_s: float) -> None:
+        """Report a sign of life, on the loop. lag_s: how late it is, in seconds."""
+        self._beat_at = time.monotonic()
+        self._lag_s = max(self._lag_s or 0.0, lag_s)
+
+    @property
+    def silence_s(self) -> float:
+        """Seconds since the last beat. Thread-safe."""
+        return time.monotonic() - self._beat_at
+
+    def take_longest_s(self) -> float:
+        """Return the longest block since the last call, in seconds."""
+        longest_s, self._longest_recent_s = self._longest_recent_s, 0.0
+        return longest_s
+
+    def start(self) -> None:
+        """Start the thread. It ends with `stop` or with the process."""
+        self._looked_at, self._used_s = time.monotonic(), time.process_time()
+        threading.Thread(target=self._run, name="weir-loop-watch", daemon=True).start()
+
+    def stop(self) -> None:
+        """Ask the thread to end."""
+        self._stopping.set()
+
+    def _run(self) -> None:
+        while not self._stopping.wait(LOOK_S):
+            self._look()
+
+    def _look(self) -> None:
+        now, used_s = time.monotonic(), time.process_time()
+        late_s = now - self._looked_at - LOOK_S
+        if late_s > LOOK_S:  # this thread waited: for the interpreter, or for a CPU
+            self._absent_s += max(late_s - (used_s - self._used_s), 0.0)
+        self._looked_at, self._used_s = now, used_s
+        lag_s, self._lag_s = self._lag_s, None
+        if lag_s is not None:
+            self._ended(lag_s - self._absent_s)
+        elif (silence_s := self.silence_s - BEAT_S - self._absent_s) > self._sample_at_s:
+            # The last one is from the second half of the block, where most of its time went.
+            self._sample_at_s = 2 * silence_s
+            frame = sys._current_frames().get(self._thread_id)
+            if frame is not None:
+                self._sample = Sample(frame, CURRENT.work, CURRENT.stage)
+
+    def _ended(self, blocked_s: float) -> None:
+        """Count a block, and report a long one with the work that was found."""
+        sample, self._sample = self._sample, None
+        self._absent_s, self._sample_at_s = 0.0, SAMPLE_S
+        self.longest_s = max(self.longest_s, blocked_s)
+        self._longest_recent_s = max(self._longest_recent_s, blocked_s)
+        if blocked_s > BLOCK_S and sample is not None and not sample.is_idle:
+            INCIDENT_COUNTS[SOURCE] += 1
+            log_incident(
+                LoopBlocked(f"the event loop was blocked for {blocked_s * 1000:.0f} ms"),
+                source=SOURCE,
+                blocked_ms=round(blocked_s * 1000),
+                stage=sample.stage,
+                function=sample.function,
+                stack=sample.stack,
+                **sample.facts,
+            )
