@@ -1,21 +1,21 @@
-"""Health checks over HTTP: their answers, without a key, from the event loop."""
+"""Health checks over HTTP: their answers, without a key, whatever the event loop does."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import socket
-import time
 from collections.abc import AsyncIterator, Mapping
 
 import pytest
 from aiohttp import web
 
-from api.core.health import STORE, Health, reasons, services, warnings
+from api.core.health import BILLING_WORKER, JOURNAL, STORE, Health, reasons, services, warnings
 from api.metrics import operator_http as scrape
-from api.metrics.operator_http import CONNECTIONS_MAX, MetricsServer, Probes
+from api.metrics.operator_http import CONNECTIONS_MAX, MetricsListener, MetricsServer, Probes
+from common.loop_watch import LoopWatch
 from inference.routing.router import ReplicaReport, ReplicaState
-from tests.probing import probe
+from tests.probing import parts_of, probe
 from tests.service import until
 
 READY, LIVE = (200, {"status": "ready"}), (200, {"status": "live"})
@@ -28,15 +28,14 @@ async def nothing_here(request: web.BaseRequest) -> web.Response:
 
 
 @contextlib.asynccontextmanager
-async def answering(health: Health) -> AsyncIterator[str]:
+async def answering(health: Health, watch: LoopWatch | None = None) -> AsyncIterator[str]:
     """Yield the URL of a metrics port that answers health checks."""
-    server = MetricsServer(Probes(health).before(nothing_here))
-    listening = await asyncio.get_running_loop().create_server(server, "127.0.0.1", 0)
+    listener = MetricsListener(("127.0.0.1", 0))
+    await listener.start(Probes(health, watch or LoopWatch()).before(nothing_here, with_parts=True))
     try:
-        yield f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+        yield listener.url.removesuffix(scrape.PATH)
     finally:
-        listening.close()
-        await server.shutdown(1.0)
+        await listener.stop()
 
 
 @pytest.mark.parametrize("path", ["/readyz", "/healthz", "/health"])
@@ -77,16 +76,66 @@ async def test_the_liveness_probe_answers_get_and_head_only() -> None:
         assert (await asyncio.to_thread(probe, url, "/livez/"))[0] == 404
 
 
-async def test_a_loop_that_hangs_does_not_answer() -> None:
-    async with answering(Health()) as url:
-        waiting = asyncio.ensure_future(
-            asyncio.to_thread(lambda: probe(url, "/livez", timeout_s=0.3))
-        )
-        await asyncio.sleep(0)
-        time.sleep(1.0)  # noqa: ASYNC251  # hangs
-        with pytest.raises(TimeoutError):
-            await waiting
-        assert await asyncio.to_thread(probe, url, "/livez") == LIVE
+class SilentLoop(LoopWatch):
+    """Watch over a loop that showed its last sign of life some time ago."""
+
+    def __init__(self, silence_s: float) -> None:
+        super().__init__()
+        self._silence_s = silence_s
+
+    @property
+    def silence_s(self) -> float:
+        return self._silence_s
+
+
+async def test_probes_are_answered_while_the_loop_is_held() -> None:
+    health = Health()
+    health.reasons = ()
+    async with answering(health) as url:
+        # Called on the loop: it answers nothing meanwhile.
+        assert probe(url, "/livez") == LIVE
+        assert probe(url, "/readyz") == READY
+
+
+@pytest.mark.parametrize(
+    ("silence_s", "live", "ready"), [(0.1, 200, 200), (20.0, 200, 503), (61.0, 503, 503)]
+)
+async def test_a_held_loop_takes_no_requests_and_one_that_never_comes_back_is_dead(
+    silence_s: float, live: int, ready: int
+) -> None:
+    health = Health()
+    health.reasons = ()
+    async with answering(health, SilentLoop(silence_s)) as url:
+        is_live, is_ready = probe(url, "/livez"), probe(url, "/readyz")
+
+    hung = [f"the event loop has not answered for {silence_s:.0f} s"]
+    assert is_live == (live, {"status": "live"} if live == 200 else dead(hung))
+    assert is_ready == (ready, READY[1] if ready == 200 else {**dead(hung), "status": "not ready"})
+
+
+def dead(reasons: list[str]) -> dict[str, object]:
+    return {"status": "dead", "reasons": reasons}
+
+
+async def test_each_part_has_a_state_since_a_time_and_a_reason() -> None:
+    health = Health()
+    health.report(STORE, "")
+    health.report("engine/a", "no sign of life for 4 s")
+    async with answering(health) as url:
+        before = parts_of(url)
+        health.report("engine/a", "no sign of life for 5 s")
+        longer = parts_of(url)
+        health.report("engine/a", "")
+        after = parts_of(url)
+
+    assert before.keys() == {STORE, JOURNAL, "engine/a"}
+    assert (before[STORE]["state"], before["engine/a"]["state"]) == ("serving", "not serving")
+    assert longer["engine/a"] == {
+        **before["engine/a"],
+        "reason": "no sign of life for 5 s",
+    }, "a stall that goes on is not a new one"
+    assert (after["engine/a"]["state"], "reason" in after["engine/a"]) == ("serving", False)
+    assert after["engine/a"]["since"] >= before["engine/a"]["since"]
 
 
 @pytest.mark.parametrize(
@@ -96,6 +145,8 @@ async def test_a_loop_that_hangs_does_not_answer() -> None:
         (ENGINES_WELL | {STORE: False}, False, ("the database does not answer",)),
         (ENGINES_WELL | {STORE: False}, True, ()),
         (ENGINES_WELL | {"engine/a": False}, False, ("no model is ready",)),
+        (ENGINES_WELL | {JOURNAL: False}, False, ("the usage journal cannot be written",)),
+        (ENGINES_WELL | {BILLING_WORKER: False}, False, ()),
         (
             {STORE: False, "engine/a": False},
             True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import select
@@ -128,6 +129,41 @@ async def test_a_hanging_host_is_killed_and_replaced(tiny: TinyCheckpoint) -> No
 
         await engine.start()
         assert len((await run(engine, make_request(prompt(1), 5))).token_ids) == 5
+
+
+@pytest.mark.parametrize("busy", [True, False], ids=["in a step", "idle"])
+async def test_a_stopped_host_takes_no_requests_until_it_goes_on(
+    tiny: TinyCheckpoint, busy: bool
+) -> None:
+    """Found by its pulse: the time-out of a step is two minutes, and an idle host owes nothing."""
+    async with serving(settings_for(tiny)) as engine, contextlib.AsyncExitStack() as running:
+        stream = None
+        if busy:
+            stream = await running.enter_async_context(
+                streams.stream(engine, make_request(prompt(1), LONG))
+            )
+            await first_tokens(stream, 1)
+        # The first pulse shows that the host has one.
+        await until(lambda: engine._worker._watchdog._pulse is not None)
+        host_pid = engine.host_pid
+        assert host_pid is not None
+        os.kill(host_pid, signal.SIGSTOP)
+        try:
+            await until(lambda: not engine.healthy())
+            condition = engine.condition()
+            with pytest.raises(EngineUnavailable, match="no sign of life for") as unavailable:
+                await run(engine, make_request(prompt(1), 5))
+        finally:
+            os.kill(host_pid, signal.SIGCONT)
+        await until(engine.healthy)
+        if stream is not None:
+            await read_all(stream)
+        outcome = await run(engine, make_request(prompt(2), 5))
+        assert engine.host_pid == host_pid, "nothing was killed"
+
+    assert condition.state is EngineState.RESTARTING
+    assert unavailable.value.retry_after_s > 0
+    assert len(outcome.token_ids) == 5
 
 
 async def test_restarts_are_spaced_further_and_further(tiny: TinyCheckpoint) -> None:
