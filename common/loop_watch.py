@@ -75,7 +75,7 @@ class LoopBlocked(Exception):
 
 
 class Sample:
-    """What the loop did at one moment."""
+    """Work and stack of the loop at one moment."""
 
     def __init__(self, frame: types.FrameType, work: Doing | str | None, stage: str) -> None:
         self.is_idle = frame.f_globals.get("__name__") in IDLE_MODULES
@@ -98,8 +98,8 @@ def function_of(frame: types.FrameType | None) -> str:
 class LoopWatch:
     """Heartbeat of the loop in the thread that creates it. `start` starts the watching thread.
 
-    Time in which the whole process did not run is no block: it was stopped, or other processes took
-    the CPUs.
+    Time in which the whole process did not run is not counted: it was stopped, or other processes
+    took the CPUs.
     """
 
     def __init__(self) -> None:

@@ -78,7 +78,7 @@ class Health:
 
     @property
     def parts(self) -> dict[str, bool]:
-        """Whether each part works."""
+        """Return whether each part works."""
         return {name: not part.fault for name, part in self._parts.items()}
 
     def described(self) -> dict[str, dict[str, str]]:

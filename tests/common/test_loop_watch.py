@@ -1,17 +1,29 @@
-"""Watch over an event loop: how long it is held, by whom, and what is no block."""
+"""Watch over an event loop: lengths of its blocks, and the path, key and stage of each."""
 
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Mapping
 
 import pytest
 from structlog.testing import capture_logs
 
-from common import loop_watch
-from common.incidents import INCIDENT_COUNTS
-from common.loop_watch import BEAT_S, BLOCK_S, CURRENT, LOOK_S, SOURCE, LoopWatch, Stage
+from common.incidents import INCIDENT_COUNTS, Retries
+from common.loop_watch import (
+    BEAT_S,
+    BLOCK_S,
+    CURRENT,
+    LOOK_S,
+    SOURCE,
+    LoopBlocked,
+    LoopWatch,
+    Sample,
+    Stage,
+    function_of,
+)
 from tests.service import until
 
 
@@ -74,16 +86,13 @@ async def test_who_holds_the_loop_is_named_with_path_key_stage_and_stack(watch: 
 def test_the_function_is_the_innermost_one_of_the_service() -> None:
     found: list[str] = []
 
-    class Probe(loop_watch.LoopBlocked):
-        def __str__(self) -> str:
-            frame = loop_watch.sys._getframe()
-            found.append(loop_watch.function_of(frame))
-            return ""
+    def look() -> float:
+        found.append(function_of(sys._getframe()))
+        return 0.0
 
-    # A frame of a test calls one of the service, which calls this test's.
-    loop_watch.log_incident(Probe())
+    Retries("test", clock=look).failed(LoopBlocked())  # which calls this test's function
 
-    assert found[0].startswith("common.incidents.log_incident")
+    assert found[0] == "common.incidents.Retries.failed"
 
 
 class Clocks:
@@ -91,8 +100,8 @@ class Clocks:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = self.used_s = 100.0
-        monkeypatch.setattr(loop_watch.time, "monotonic", lambda: self.now_s)
-        monkeypatch.setattr(loop_watch.time, "process_time", lambda: self.used_s)
+        monkeypatch.setattr(time, "monotonic", lambda: self.now_s)
+        monkeypatch.setattr(time, "process_time", lambda: self.used_s)
 
     def pass_by(self, seconds: float, *, used_s: float) -> None:
         self.now_s += seconds
@@ -130,8 +139,8 @@ def test_a_loop_that_waits_for_something_to_do_is_no_incident() -> None:
     loop = threading.Thread(target=lambda: asyncio.run(wait()))
     loop.start()
     idle.wait()
-    frames = loop_watch.sys._current_frames()
-    while not loop_watch.Sample(frames[watched._thread_id], None, "").is_idle:
-        frames = loop_watch.sys._current_frames()
+    frames = sys._current_frames()
+    while not Sample(frames[watched._thread_id], None, "").is_idle:
+        frames = sys._current_frames()
     looked.set()
     loop.join()

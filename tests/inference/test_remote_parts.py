@@ -211,7 +211,11 @@ def upkeep(tiny: TinyCheckpoint, remote_server: ServerProcess) -> Upkeep:
     settings = remote_settings(tiny, remote_server, Service.VLLM)
     nothing = cast(Any, None)
     examination = Examination(nothing, settings, nothing, nothing)
-    return Upkeep(examination, cast(Any, Core()), 4, lambda reason: None, nothing)
+
+    def ignore(reason: str) -> None:
+        pass
+
+    return Upkeep(examination, cast(Any, Core()), 4, ignore, ignore, nothing)
 
 
 def batch(number: int, *events: Any, **fields: Any) -> common_pb2.KvEventBatch:

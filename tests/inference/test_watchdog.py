@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
+import time
 
 import pytest
 
-from inference.workers import child
 from inference.workers.child import FIRST_STEPS, StepClock
 from inference.workers.process import (
     PULSE_LOST_S,
@@ -39,7 +39,7 @@ def test_a_long_prefill_is_remembered_and_the_first_steps_are_not_judged(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now_s = 0.0
-    monkeypatch.setattr(child.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
     steps = StepClock()
 
     def run(step_s: float) -> None:
