@@ -21,8 +21,9 @@ KEY_FORM = re.compile(r"(sk|rk)_(test|live)_\w+", re.ASCII)
 LOCAL_BASE_FORM = re.compile(r"http://(127\.0\.0\.1|localhost)(:\d+)?", re.ASCII)
 WEBHOOK_PORT = 8377
 # Variables of secrets: of the worker and of `weir stripe`, and of the endpoint for events.
-STRIPE_SECRETS = ("STRIPE_API_KEY", "STRIPE_API_KEY_FILE")
-WEBHOOK_SECRETS = ("WEIR_STRIPE_WEBHOOK_SECRET", "WEIR_STRIPE_WEBHOOK_SECRET_FILE")
+STRIPE_SECRETS, WEBHOOK_SECRETS = (
+    (name, f"{name}_FILE") for name in ("STRIPE_API_KEY", "WEIR_STRIPE_WEBHOOK_SECRET")
+)
 DAYS_UNTIL_DUE = 30
 Choice = TypeVar("Choice", bound=StrEnum)
 
