@@ -111,7 +111,7 @@ class Up:
             self.process.wait()
         for pid in self._families:
             if alive(pid) and any(
-                name in command_line(pid) for name in ("api", "celery", "worker")
+                name in command_line(pid) for name in ("api", "celery", "weir_cli")
             ):
                 os.kill(pid, signal.SIGKILL)
         embedded_postgres.start(self.home / "postgres").stop("immediate")
