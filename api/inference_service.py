@@ -27,6 +27,7 @@ from api.generation.peers import VOUCHER, vouched_address, voucher_of
 from api.generation.process import Process
 from api.generation.quoting import count_tokens, quote, quote_embed
 from api.observability.spans import trace_of_metadata
+from metering.alerts.alerts import latest_key_change
 from metering.control.live import certificate_of
 from metering.quotas.quota_states import quotas_for
 from metering.store.db import Sessions
@@ -151,8 +152,9 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         subject_ids = (principal.organization_id, principal.project_id, principal.api_key_id)
         async with self._sessions() as session:
             states = await quotas_for(session, subject_ids=subject_ids, model=model or None)
+            change = await latest_key_change(session, principal.api_key_id)
         return pb.GetQuotaResponse(
-            quotas=effective_quota_statuses(states), restrictions=restrictions(principal)
+            quotas=effective_quota_statuses(states), restrictions=restrictions(principal, change)
         )
 
     async def Quote(self, request: pb.QuoteRequest, context: Context) -> pb.QuoteResponse:

@@ -469,9 +469,12 @@ class BillingServicer(AdminCalls, billing_grpc.BillingServiceServicer):
     async def ApproveAdjustment(
         self, request: months_pb2.ApproveAdjustmentRequest, context: Context
     ) -> months_pb2.ApproveAdjustmentResponse:
-        async with self._transaction(context) as (session, actor):
+        async with self._acting(context) as acting:
             record = await adjustments.approve(
-                session, adjustment_id=request.adjustment_id, actor=actor
+                acting.session,
+                adjustment_id=request.adjustment_id,
+                actor=acting.actor,
+                secret_hash=acting.principal.secret_hash,
             )
             return months_pb2.ApproveAdjustmentResponse(adjustment=adjustment_message(record))
 

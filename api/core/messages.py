@@ -16,7 +16,7 @@ from api.core import wire
 from api.core.wire import DIMENSIONS, MICROS_PER_SECOND, SUBJECTS, known_time, message_of
 from inference.engine import ModelInfo
 from inference.routing.router import Router
-from metering.alerts.alerts import ListedAlert, facts_of
+from metering.alerts.alerts import KeyChange, ListedAlert, facts_of
 from metering.alerts.delivering import WebhookState
 from metering.core.models import Hold, HoldState, QuotaDimension, QuotaSubject, UsageEvent
 from metering.pricing.prices import CustomerPrice, customer_prices, versions_in_force
@@ -28,6 +28,7 @@ from metering.receipts.months import receipts_of_hold
 from metering.reports.usage_reports import find_recorded_request
 from metering.store.db import Sessions
 from metering.tenants.billing_profiles import BillingProfile
+from metering.tenants.four_eyes import KeyAct
 from metering.tenants.tenants import Principal
 
 NO_WEIGHTS = Weights(0, 0, 0)  # of a quota that counts no tokens
@@ -212,6 +213,9 @@ def alert_message(listed: ListedAlert) -> alerts_pb2.Alert:
         if quota is None or alert.window_start == NO_WINDOW
         else alert.window_start,
         invoice=paid,
+        key=None
+        if listed.entry is None
+        else message_of(alerts_pb2.AlertKey, KeyChange.of(listed.entry)),
         delivery=delivery_message,
     )
 
@@ -302,8 +306,8 @@ def price_message(paid: CustomerPrice) -> pb.Price:
     )
 
 
-def restrictions(principal: Principal) -> pb.KeyRestrictions:
-    """Return the restrictions of the key itself."""
+def restrictions(principal: Principal, change: KeyAct | None) -> pb.KeyRestrictions:
+    """Return the restrictions of the key itself. change: the latest that gave it power."""
     lifetime_s, bounds = principal.secret_lifetime_s, principal.bounds
     return pb.KeyRestrictions(
         prefix=principal.key_prefix,
@@ -313,6 +317,11 @@ def restrictions(principal: Principal) -> pb.KeyRestrictions:
         max_input_tokens=bounds.max_input_tokens or 0,
         max_output_tokens=bounds.max_output_tokens or 0,
         strict_parameters=principal.strict_parameters,
+        latest_change=None
+        if change is None
+        else pb.KeyChange(
+            act=change.act, actor=change.actor, change_time=wire.timestamp(change.at)
+        ),
         secret_expire_time=None
         if lifetime_s is None
         else wire.timestamp(datetime.now(UTC) + timedelta(seconds=lifetime_s)),

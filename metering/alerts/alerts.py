@@ -24,7 +24,14 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, mapped_column
 
 from metering.core.errors import InvalidValue, NotFound
-from metering.core.models import Base, GeneratedId, Organization, Quota, QuotaDimension
+from metering.core.models import (
+    AuditEntry,
+    Base,
+    GeneratedId,
+    Organization,
+    Quota,
+    QuotaDimension,
+)
 from metering.core.pages import page_token as token_of
 from metering.core.pages import page_values, utc_time
 from metering.quotas.quota_rules import (
@@ -37,6 +44,7 @@ from metering.quotas.quota_rules import (
 )
 from metering.quotas.quota_states import subject_names
 from metering.store.db import Sessions, database_now
+from metering.tenants.four_eyes import ACTS, WIDENED, KeyAct, widened_fields
 
 
 class DeliveryState(StrEnum):
@@ -55,7 +63,8 @@ class InvoiceEvent(StrEnum):
 
 
 class Alert(Base):
-    """A crossed threshold of a quota or of prepaid credit, a payment event from Stripe, or a test.
+    """A crossed threshold of a quota or of prepaid credit, a payment event from Stripe, a change of
+    a key, or a test.
 
     threshold: percent of the limit used, or picos of credit left, as in the quota's `alert_at`.
     limit_value, used: at the scan that found it. organization_id: of the quota's subject. invoice:
@@ -74,6 +83,8 @@ class Alert(Base):
     stripe_invoice_id: Mapped[str | None]
     invoice_event: Mapped[str | None]
     invoice: Mapped[dict[str, Any] | None]
+    api_key_id: Mapped[uuid.UUID | None] = mapped_column(ForeignKey("api_keys.id"))
+    audit_entry_id: Mapped[int | None] = mapped_column(ForeignKey("audit_log.id"))
     fired_at: Mapped[datetime] = mapped_column(server_default=func.now())
 
 
@@ -116,7 +127,7 @@ PAGE_SIZE_MAX = 1000  # alerts; a page must fit a message
 
 @dataclass(frozen=True, slots=True)
 class ListedAlert:
-    """An alert with its organization and quota. quota: None for a test and for a payment.
+    """An alert with its organization. quota, entry: the limit, or the change of a key, it is about.
 
     delivery: None if the organization had no webhook.
     """
@@ -125,23 +136,27 @@ class ListedAlert:
     organization: Organization
     quota: Quota | None
     delivery: AlertDelivery | None
+    entry: AuditEntry | None
     subject_name: str = ""
 
     @property
     def kind(self) -> str:
-        """`quota`, `credit`, `test`, or the payment event of an invoice."""
+        """`quota`, `credit`, `test`, the event of an invoice, `key_rotated` or `key_widened`."""
         if self.alert.invoice_event is not None:
             return self.alert.invoice_event
+        if self.entry is not None:
+            return f"key_{ACTS[self.entry.action]}"
         if self.quota is None:
             return "test"
         return "credit" if self.quota.dimension == QuotaDimension.PREPAID_CREDIT_PICOS else "quota"
 
 
 LISTED = (
-    select(Alert, Organization, Quota, AlertDelivery)
+    select(Alert, Organization, Quota, AlertDelivery, AuditEntry)
     .join(Organization, Organization.id == Alert.organization_id)
     .outerjoin(Quota, Quota.id == Alert.quota_id)
     .outerjoin(AlertDelivery, AlertDelivery.alert_id == Alert.id)
+    .outerjoin(AuditEntry, AuditEntry.id == Alert.audit_entry_id)
 )
 
 
@@ -212,6 +227,65 @@ WITH fired AS (
 
 
 @dataclass(frozen=True, slots=True)
+class KeyChange:
+    """Change of a key in an alert. changed_by: name of the actor in the audit log."""
+
+    id: str
+    prefix: str
+    name: str
+    changed_by: str
+    changed: tuple[str, ...]
+
+    @classmethod
+    def of(cls, entry: AuditEntry) -> KeyChange:
+        key = entry.before or {}
+        changed = ("secret",) if entry.action == "api_key.rotate" else widened_fields(entry)
+        return cls(entry.subject_id, key["prefix"], key["name"], entry.actor, tuple(changed))
+
+    @property
+    def text(self) -> str:
+        """One sentence for people."""
+        what = "rotated" if self.changed == ("secret",) else "given more rights"
+        return (
+            f"The API key {self.prefix} ({self.name}) was {what} by {self.changed_by}"
+            f" ({', '.join(self.changed)})."
+        )
+
+
+async def latest_key_change(session: AsyncSession, api_key_id: uuid.UUID) -> KeyAct | None:
+    """Return the latest reported rotation or widening of a key; None if there was none."""
+    reported = (
+        select(AuditEntry)
+        .join(Alert, Alert.audit_entry_id == AuditEntry.id)
+        .where(Alert.api_key_id == api_key_id)
+        .order_by(Alert.audit_entry_id.desc())
+        .limit(1)
+    )
+    entry = await session.scalar(reported)
+    return None if entry is None else KeyAct(ACTS[entry.action], entry.actor, entry.created_at)
+
+
+FIRE_KEY_CHANGES = text(f"""
+WITH fired AS (
+    INSERT INTO alerts (organization_id, api_key_id, audit_entry_id, fired_at)
+    SELECT p.organization_id, k.id, e.id, now()
+    FROM audit_log e
+    JOIN api_keys k ON k.id::text = e.subject_id
+    JOIN projects p ON p.id = k.project_id
+    WHERE e.action IN ('api_key.rotate', 'api_key.update')
+      AND e.id > (SELECT max(id) FROM audit_log) - :entries
+      AND e.created_at > now() - :since
+      AND (e.action = 'api_key.rotate' OR {WIDENED})
+      AND NOT EXISTS (SELECT FROM alerts a WHERE a.audit_entry_id = e.id)
+    ORDER BY e.id  -- one order for all workers prevents deadlocks
+    LIMIT :limit
+    ON CONFLICT DO NOTHING
+    RETURNING id, organization_id
+), {QUEUE_FIRED}
+""")
+
+
+@dataclass(frozen=True, slots=True)
 class InvoiceFacts:
     """Facts of an invoice in an alert, stored so that all delivery attempts send the same."""
 
@@ -256,6 +330,8 @@ def facts_of(alert: Alert) -> InvoiceFacts:
 
 ALERTS_MAX = 5_000  # per statement: thresholds may be set on very many limits at once
 STATEMENTS_MAX = 10  # per scan; the next one continues
+# A worker that was down finds the changes of keys it missed, in the end of the audit log.
+KEYS_BACK, ENTRIES_BACK = timedelta(days=2), 50_000
 DAYS_BACK = 2  # complete days; older counters of days are deleted
 MONTHS_BACK = 1
 # Requests that an enforced limit refuses exceed its rest, so that a limit is hardly ever used to
@@ -337,7 +413,10 @@ WITH windows AS (
 
 
 async def fire_due_alerts(sessions: Sessions) -> int:
-    """Write an alert for each new crossing and return their number. Scans may overlap."""
+    """Write an alert for each new crossing and each change of a key that gave it power.
+
+    Return their number. Scans may overlap.
+    """
     fired_count = 0
     for _ in range(STATEMENTS_MAX):
         async with sessions.begin() as session:
@@ -354,7 +433,9 @@ async def fire_due_alerts(sessions: Sessions) -> int:
         fired_count += found
         if found < ALERTS_MAX:
             break
-    return fired_count
+    async with sessions.begin() as session:
+        changes = {"since": KEYS_BACK, "entries": ENTRIES_BACK, "limit": ALERTS_MAX}
+        return fired_count + int((await session.execute(FIRE_KEY_CHANGES, changes)).scalar_one())
 
 
 def scanned_windows(now: datetime) -> list[tuple[QuotaDimension, datetime, datetime]]:

@@ -30,7 +30,7 @@ import time
 import uuid
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from importlib.metadata import version
 from socket import AddressFamily
@@ -50,6 +50,7 @@ from metering.alerts.alerts import (
     DeliveryState,
     InvoiceEvent,
     InvoiceFacts,
+    KeyChange,
     ListedAlert,
     facts_of,
     find_alert,
@@ -421,6 +422,9 @@ def body_of(listed: ListedAlert) -> bytes:
             ),
             "window_end": None if ends_at is None else ends_at.isoformat(),
         }
+    if listed.entry is not None:
+        change = KeyChange.of(listed.entry)
+        content |= {"text": change.text, "api_key": asdict(change)}
     if alert.invoice_event is not None:
         facts = facts_of(alert)
         content |= {

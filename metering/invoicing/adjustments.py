@@ -37,6 +37,7 @@ from metering.ledger.ledger import (
 from metering.ledger.rating import misstated_usage
 from metering.plans.prepaid import refresh
 from metering.store.db import database_now
+from metering.tenants.four_eyes import check_two_persons
 from metering.tenants.tenants import as_uuid, find_organization
 
 # One line that the customer reads; its first character rules out spreadsheet formulas.
@@ -179,59 +180,33 @@ async def create_credit_note(
     )
 
 
-# Two keys count as one person if one created the other, directly or through other keys, or if the
-# approver's key was created after the proposal. Determined from the audit log, which records who
-# created each key.
-SAME_PERSON = text("""
-WITH RECURSIVE created AS (
-    SELECT e.actor AS creator, k.prefix AS key, e.created_at
-    FROM audit_log e
-    JOIN api_keys k ON k.id::text = e.subject_id
-    WHERE e.action = 'api_key.create'
-), creators (pair, key) AS (
-    VALUES ('author', CAST(:author AS text)), ('approver', CAST(:approver AS text))
-    UNION
-    SELECT creators.pair, created.creator
-    FROM creators
-    JOIN created ON created.key = creators.key
-)
-SELECT EXISTS (
-    SELECT FROM creators
-    WHERE (pair, key) IN (('author', :approver), ('approver', :author))
-) OR EXISTS (
-    SELECT FROM created
-    WHERE key = :approver AND created_at > CAST(:proposed_at AS timestamptz)
-)
-""")
-
-
 async def approve(
-    session: AsyncSession, *, adjustment_id: str, actor: str, now: datetime | None = None
+    session: AsyncSession,
+    *,
+    adjustment_id: str,
+    actor: str,
+    secret_hash: bytes = b"",
+    now: datetime | None = None,
 ) -> AdjustmentRecord:
     """Approve another person's proposal and post it; the same approver may repeat it.
 
-    now: time of the approval, by default the database's. Raises: NotFound; ApprovalRefused for the
-    author and for a decided proposal; InvalidValue if the credit note exceeds the amount of its
-    invoice that is still refundable.
-
+    secret_hash: of the approver's secret in use. now: time of the approval, by default the
+    database's. Raises: NotFound; ApprovalRefused for the author and for a decided proposal;
+    InvalidValue if the credit note exceeds the amount of its invoice that is still refundable.
     """
     row = await _locked(session, adjustment_id)
     record = await find_adjustment(session, row.id)
     if record.state is AdjustmentState.APPROVED and record.decided_by == actor:
         return record
     refuse_decided(record)
-    if record.author == actor:
-        raise ApprovalRefused(
-            f"{actor} proposed adjustment {record.id}: another person has to approve it"
-        )
-    if await session.scalar(
-        SAME_PERSON, {"author": record.author, "approver": actor, "proposed_at": record.created_at}
-    ):
-        raise ApprovalRefused(
-            f"{actor} cannot approve adjustment {record.id}: the key was created after the"
-            f" proposal, or by {record.author}, or created {record.author}; approve it with a key"
-            " that another person held before the proposal"
-        )
+    await check_two_persons(
+        session,
+        author=record.author,
+        approver=actor,
+        proposed_at=record.created_at,
+        what=f"adjustment {record.id}",
+        secret_hash=secret_hash,
+    )
     decided_at = now or await database_now(session)
     month = await _billing_month(session, row.organization_id, decided_at)
     decision = {

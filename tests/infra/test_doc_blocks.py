@@ -147,10 +147,6 @@ PREPARED = {
         proposed() {
           weir $1 list --org acme --undecided --json | jq -r '.[0].adjustment_id'
         }
-        for name in alice bob; do
-          weir key create $name --scope admin --org acme --project search >$name.key
-        done
-        export WEIR_ADMIN_KEY=$(cat alice.key)
         weir credit grant acme 0.50 --from 2026-09 --until 2036-12 --reason welcome >/dev/null
         """,
         has_past_usage=True,

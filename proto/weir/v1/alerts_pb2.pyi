@@ -75,6 +75,7 @@ class Alert(_message.Message):
     DELIVERY_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
     INVOICE_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
     alert_id: _builtins.str
     """UUID of the alert, the same in all deliveries and lists."""
     organization_id: _builtins.str
@@ -102,7 +103,9 @@ class Alert(_message.Message):
     currency_code: _builtins.str
     """ISO 4217 code of the organization's currency."""
     kind: _builtins.str
-    """"quota", "credit", "test", "invoice_payment_failed" or "invoice_paid"."""
+    """"quota", "credit", "test", "invoice_payment_failed", "invoice_paid", "key_rotated" or
+    "key_widened".
+    """
     @_builtins.property
     def fire_time(self) -> _timestamp_pb2.Timestamp:
         """Time of detection, seconds after the crossing if a worker runs."""
@@ -118,6 +121,10 @@ class Alert(_message.Message):
     @_builtins.property
     def invoice(self) -> Global___AlertInvoice:
         """The invoice at the time of the alert. Unset for other kinds."""
+
+    @_builtins.property
+    def key(self) -> Global___AlertKey:
+        """The key that got a new secret or more rights. Unset for other kinds."""
 
     def __init__(
         self,
@@ -140,14 +147,51 @@ class Alert(_message.Message):
         delivery: Global___AlertDelivery | None = ...,
         kind: _builtins.str = ...,
         invoice: Global___AlertInvoice | None = ...,
+        key: Global___AlertKey | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["delivery", b"delivery", "fire_time", b"fire_time", "invoice", b"invoice", "window_start_time", b"window_start_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["delivery", b"delivery", "fire_time", b"fire_time", "invoice", b"invoice", "key", b"key", "window_start_time", b"window_start_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alert_id", b"alert_id", "currency_code", b"currency_code", "delivery", b"delivery", "dimension", b"dimension", "fire_time", b"fire_time", "invoice", b"invoice", "kind", b"kind", "limit_value", b"limit_value", "model", b"model", "organization_id", b"organization_id", "organization_name", b"organization_name", "quota_id", b"quota_id", "subject", b"subject", "subject_id", b"subject_id", "subject_name", b"subject_name", "threshold", b"threshold", "used_value", b"used_value", "window_start_time", b"window_start_time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alert_id", b"alert_id", "currency_code", b"currency_code", "delivery", b"delivery", "dimension", b"dimension", "fire_time", b"fire_time", "invoice", b"invoice", "key", b"key", "kind", b"kind", "limit_value", b"limit_value", "model", b"model", "organization_id", b"organization_id", "organization_name", b"organization_name", "quota_id", b"quota_id", "subject", b"subject", "subject_id", b"subject_id", "subject_name", b"subject_name", "threshold", b"threshold", "used_value", b"used_value", "window_start_time", b"window_start_time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Alert: _TypeAlias = Alert  # noqa: Y015
+
+@_typing.final
+class AlertKey(_message.Message):
+    """An API key that was rotated, or given more scopes, more networks or a longer life."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREFIX_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    CHANGED_BY_FIELD_NUMBER: _builtins.int
+    CHANGED_FIELD_NUMBER: _builtins.int
+    prefix: _builtins.str
+    """The first characters of the key."""
+    name: _builtins.str
+    """The key's name at that time."""
+    changed_by: _builtins.str
+    """Prefix of the key that made the change, as in the audit log."""
+    @_builtins.property
+    def changed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What changed: "secret", "scopes", "allowed_networks", "expires_at"."""
+
+    def __init__(
+        self,
+        *,
+        prefix: _builtins.str = ...,
+        name: _builtins.str = ...,
+        changed_by: _builtins.str = ...,
+        changed: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changed", b"changed", "changed_by", b"changed_by", "name", b"name", "prefix", b"prefix"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AlertKey: _TypeAlias = AlertKey  # noqa: Y015
 
 @_typing.final
 class AlertInvoice(_message.Message):

@@ -2108,6 +2108,7 @@ class KeyRestrictions(_message.Message):
     SECRET_EXPIRE_TIME_FIELD_NUMBER: _builtins.int
     ALLOWED_NETWORKS_FIELD_NUMBER: _builtins.int
     STRICT_PARAMETERS_FIELD_NUMBER: _builtins.int
+    LATEST_CHANGE_FIELD_NUMBER: _builtins.int
     prefix: _builtins.str
     """The first characters of the key."""
     max_input_tokens: _builtins.int
@@ -2132,6 +2133,10 @@ class KeyRestrictions(_message.Message):
     def allowed_networks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Networks that may use the key. Empty: all."""
 
+    @_builtins.property
+    def latest_change(self) -> Global___KeyChange:
+        """The latest rotation of the key or widening of its rights. Unset: there was none."""
+
     def __init__(
         self,
         *,
@@ -2143,14 +2148,47 @@ class KeyRestrictions(_message.Message):
         secret_expire_time: _timestamp_pb2.Timestamp | None = ...,
         allowed_networks: _abc.Iterable[_builtins.str] | None = ...,
         strict_parameters: _builtins.bool = ...,
+        latest_change: Global___KeyChange | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["secret_expire_time", b"secret_expire_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["latest_change", b"latest_change", "secret_expire_time", b"secret_expire_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_networks", b"allowed_networks", "max_input_tokens", b"max_input_tokens", "max_output_tokens", b"max_output_tokens", "models", b"models", "prefix", b"prefix", "scopes", b"scopes", "secret_expire_time", b"secret_expire_time", "strict_parameters", b"strict_parameters"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_networks", b"allowed_networks", "latest_change", b"latest_change", "max_input_tokens", b"max_input_tokens", "max_output_tokens", b"max_output_tokens", "models", b"models", "prefix", b"prefix", "scopes", b"scopes", "secret_expire_time", b"secret_expire_time", "strict_parameters", b"strict_parameters"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___KeyRestrictions: _TypeAlias = KeyRestrictions  # noqa: Y015
+
+@_typing.final
+class KeyChange(_message.Message):
+    """A change that gave an API key a new secret or more rights."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ACT_FIELD_NUMBER: _builtins.int
+    ACTOR_FIELD_NUMBER: _builtins.int
+    CHANGE_TIME_FIELD_NUMBER: _builtins.int
+    act: _builtins.str
+    """"rotated" or "widened": more scopes, more networks, or a longer life."""
+    actor: _builtins.str
+    """Prefix of the key that made the change, as in the audit log."""
+    @_builtins.property
+    def change_time(self) -> _timestamp_pb2.Timestamp:
+        """Time of the change."""
+
+    def __init__(
+        self,
+        *,
+        act: _builtins.str = ...,
+        actor: _builtins.str = ...,
+        change_time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["change_time", b"change_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["act", b"act", "actor", b"actor", "change_time", b"change_time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeyChange: _TypeAlias = KeyChange  # noqa: Y015
 
 @_typing.final
 class QuoteRequest(_message.Message):

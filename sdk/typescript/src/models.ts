@@ -90,6 +90,15 @@ export interface TokenCount {
   readonly contextWindowTokens: number;
 }
 
+/** A change that gave a key a new secret or more rights. */
+export interface KeyChange {
+  /** "rotated" or "widened": more scopes, more networks, or a longer life. */
+  readonly act: string;
+  /** Prefix of the key that made it. */
+  readonly actor: string;
+  readonly changeTime: Date | undefined;
+}
+
 /** Permissions of a key. */
 export interface KeyRestrictions {
   readonly prefix: string;
@@ -106,4 +115,6 @@ export interface KeyRestrictions {
   readonly strictParameters: boolean;
   /** Of the secret in use; undefined: never. */
   readonly secretExpireTime: Date | undefined;
+  /** Undefined: never rotated or widened. */
+  readonly latestChange: KeyChange | undefined;
 }

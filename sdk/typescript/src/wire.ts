@@ -131,6 +131,11 @@ export function restrictions(value: KeyRestrictionsMessage | undefined): KeyRest
     allowedNetworks: value?.allowedNetworks ?? [],
     strictParameters: value?.strictParameters ?? false,
     secretExpireTime: date(value?.secretExpireTime),
+    latestChange: value?.latestChange && {
+      act: value.latestChange.act,
+      actor: value.latestChange.actor,
+      changeTime: date(value.latestChange.changeTime),
+    },
   };
 }
 

@@ -197,6 +197,9 @@ def about(alert: Alert) -> tuple[str, ...]:
         paid, due = money_text(alert.invoice.amount_paid), money_text(alert.invoice.amount_due)
         what = "invoice", "—", alert.kind.replace("_", " ")
         return (f"organization {alert.organization_name}", *what, paid, due, alert.invoice.month)
+    if alert.key is not None:
+        what = "key", "—", alert.kind.replace("_", " ")
+        return (f"key {alert.key.prefix}", *what, f"by {alert.key.changed_by}", "—", "—")
     if not alert.quota_id:
         return alert.organization_name, "—", "—", "test", "—", "—", "—"
     return (

@@ -639,6 +639,10 @@ def show_quotas(
     found, own = client.get_quota(model), client.get_restrictions()
     narrowed = "; ".join(f"{name} {value}" for name, value in restrictions(own))
     remarks = [f"key {own.prefix} is restricted to: {narrowed}"] if narrowed else []
+    if (change := own.latest_change) is not None:
+        what = "given more rights" if change.act == "widened" else change.act
+        when = time_text(change.change_time)
+        remarks.append(f"key {own.prefix} was {what} by {change.actor} at {when}")
     return (
         found,
         quotas_table(found, ids=False) if found else "no limits apply to this key",

@@ -145,6 +145,7 @@ if TYPE_CHECKING:
     from weir_client.values import FinishReason as FinishReason
     from weir_client.values import Generation as Generation
     from weir_client.values import GenerationState as GenerationState
+    from weir_client.values import KeyChange as KeyChange
     from weir_client.values import KeyRestrictions as KeyRestrictions
     from weir_client.values import Partial as Partial
     from weir_client.values import Progress as Progress
@@ -215,9 +216,9 @@ _NAMES = {
         "MonthExportFormat MonthFile UsageForecast UsageGrouping UsagePage UsageRow UsageShare"
     ),
     "values": (
-        "Admitted Choice Delta Event FinishReason Generation GenerationState KeyRestrictions"
-        " Partial Progress QuotaDimension QuotaStatus QuotaSubject Result Resumed Stage Timings"
-        " TokenCount TokenLogprob TokenLogprobs Usage UsageUpdate"
+        "Admitted Choice Delta Event FinishReason Generation GenerationState KeyChange"
+        " KeyRestrictions Partial Progress QuotaDimension QuotaStatus QuotaSubject Result Resumed"
+        " Stage Timings TokenCount TokenLogprob TokenLogprobs Usage UsageUpdate"
     ),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}

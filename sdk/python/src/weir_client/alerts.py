@@ -43,8 +43,18 @@ class AlertInvoice:
 
 
 @dataclass(frozen=True, slots=True)
+class AlertKey:
+    """An API key that was rotated or given more rights. changed_by: prefix of another key."""
+
+    prefix: str
+    name: str
+    changed_by: str
+    changed: tuple[str, ...]  # "secret", "scopes", "allowed_networks", "expires_at"
+
+
+@dataclass(frozen=True, slots=True)
 class Alert:
-    """Notice that usage or remaining credit reached a threshold, or of a paid or failed invoice.
+    """Notice of usage or credit at a threshold, of a paid or failed invoice, or of a changed key.
 
     Values are tokens or picos, by dimension. quota_id is empty for tests and invoices.
     """
@@ -65,8 +75,11 @@ class Alert:
     used_value: int
     window_start_time: datetime | None  # None for prepaid credit
     delivery: AlertDelivery | None = None  # None: there was no webhook at that time
-    kind: str = ""  # "quota", "credit", "test", "invoice_payment_failed" or "invoice_paid"
-    invoice: AlertInvoice | None = None  # for the last two kinds
+    # "quota", "credit", "test", "invoice_payment_failed", "invoice_paid", "key_rotated" or
+    # "key_widened"
+    kind: str = ""
+    invoice: AlertInvoice | None = None  # for the kinds of an invoice
+    key: AlertKey | None = None  # for the kinds of a key
 
 
 @dataclass(frozen=True, slots=True)

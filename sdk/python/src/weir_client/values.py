@@ -153,6 +153,15 @@ class Admitted:
 
 
 @dataclass(frozen=True, slots=True)
+class KeyChange:
+    """A change that gave a key a new secret or more rights."""
+
+    act: str  # "rotated" or "widened": more scopes, more networks, or a longer life
+    actor: str  # prefix of the key that made it
+    change_time: datetime
+
+
+@dataclass(frozen=True, slots=True)
 class KeyRestrictions:
     """Permissions of a key."""
 
@@ -164,6 +173,7 @@ class KeyRestrictions:
     allowed_networks: tuple[str, ...]  # allowed client networks; empty: all
     secret_expire_time: datetime | None  # of the secret in use; None: never
     strict_parameters: bool = False  # unknown parameters over HTTP are refused
+    latest_change: KeyChange | None = None  # None: never rotated or widened
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,166 @@
+"""Four eyes: whether two keys are in the hands of two persons, judged by the audit log.
+
+A person holds every key that she created, rotated or widened, and every key made with such a key.
+Third parties may make the keys of both, but only before the proposal. Owns nothing; every act that
+needs two persons calls `check_two_persons` in its own transaction.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from datetime import datetime
+
+from sqlalchemy import select, text
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from metering.core.errors import ApprovalRefused, KeyInvalid
+from metering.core.models import ApiKey, AuditEntry, SupersededSecret
+from metering.store.db import database_now
+from metering.tenants.tenants import locked_key
+
+ACTS = {"api_key.create": "created", "api_key.rotate": "rotated", "api_key.update": "widened"}
+UNRELATED = "Approve it with an unrelated, older key."
+
+# SQL conditions on an entry `e` of the audit log. A key gets more power to approve by more scopes,
+# more networks that may use it, or a longer life. Models and token limits do not matter here.
+WIDENED = """(
+    e.action = 'api_key.update' AND (
+        NOT e.before -> 'scopes' @> (e.after -> 'scopes')
+        OR jsonb_array_length(e.before -> 'allowed_networks') > 0 AND (
+            jsonb_array_length(e.after -> 'allowed_networks') = 0
+            OR EXISTS (
+                SELECT FROM jsonb_array_elements_text(e.after -> 'allowed_networks') AS wide (net)
+                WHERE NOT EXISTS (
+                    SELECT
+                    FROM jsonb_array_elements_text(e.before -> 'allowed_networks') AS known (net)
+                    WHERE CAST(wide.net AS inet) <<= CAST(known.net AS inet)
+                )
+            )
+        )
+        OR CAST(e.before ->> 'expires_at' AS timestamptz)
+            < coalesce(CAST(e.after ->> 'expires_at' AS timestamptz), 'infinity')
+    )
+)"""
+ACTS_ON = text(f"""
+SELECT e.action, e.actor, e.created_at
+FROM audit_log e
+JOIN api_keys k ON k.id::text = e.subject_id
+WHERE k.prefix = :key
+  AND e.action IN ('api_key.create', 'api_key.rotate', 'api_key.update')
+  AND (e.action <> 'api_key.update' OR {WIDENED})
+ORDER BY e.created_at, e.id
+""")
+
+
+@dataclass(frozen=True, slots=True)
+class KeyAct:
+    """An act that gave a key power. act: "created", "rotated" or "widened"."""
+
+    act: str
+    actor: str
+    at: datetime
+
+    @property
+    def gives_secret(self) -> bool:
+        return self.act != "widened"
+
+
+async def check_two_persons(
+    session: AsyncSession,
+    *,
+    author: str,
+    approver: str,
+    proposed_at: datetime,
+    what: str,
+    secret_hash: bytes = b"",
+) -> None:
+    """Raise ApprovalRefused, with the one cause, unless two persons hold two keys, by prefix.
+
+    what: the proposal, as in "adjustment 323430cc". secret_hash: of the approver's secret in use,
+    which has to be older than the proposal; empty means the present one. The approver's key stays
+    locked until the transaction ends, so a concurrent rotation comes before or after. Raises:
+    KeyInvalid if the secret has ended meanwhile.
+    """
+    if author == approver:
+        raise ApprovalRefused(f"{approver} proposed {what}: another person has to approve it")
+    own = await _acts_of_secret(session, approver, secret_hash)
+    if path := await _path(session, author, approver, own):
+        chain = ", which was ".join(f"{_passive(act)} by {act.actor}" for _, act in path)
+        raise ApprovalRefused(f"{approver} was {chain}, which proposed {what}. {UNRELATED}")
+    if path := await _path(session, approver, author):
+        chain = ", which ".join(f"{_active(act)} {key}" for key, act in reversed(path))
+        raise ApprovalRefused(f"{approver} {chain}, which proposed {what}. {UNRELATED}")
+    for act in own:
+        if act.at < proposed_at:
+            continue
+        by = "" if act.actor == approver else f" by {act.actor}"
+        if act.actor != approver and (shared := await _path(session, act.actor, author)):
+            by += f", which also {_active(shared[-1][1])} {shared[-1][0]},"
+        raise ApprovalRefused(
+            f"{approver} was {_passive(act)}{by} after {what} was proposed. {UNRELATED}"
+        )
+
+
+def widened_fields(entry: AuditEntry) -> list[str]:
+    """Return the names of the fields that an update of a key changed, of those that give power."""
+    before, after = entry.before or {}, entry.after or {}
+    fields = ("scopes", "allowed_networks", "expires_at")
+    return [field for field in fields if before.get(field) != after.get(field)]
+
+
+async def _acts_of_secret(session: AsyncSession, key: str, secret_hash: bytes) -> list[KeyAct]:
+    """Return the acts behind a key's secret, without those that replaced it; lock the key."""
+    key_id = await session.scalar(select(ApiKey.id).where(ApiKey.prefix == key))
+    if key_id is None:
+        return []  # not a key: an operator's own name
+    present = await locked_key(session, key_id)
+    acts = await _acts_on(session, key)
+    if not secret_hash:
+        return acts
+    now = await database_now(session)
+    superseded = await session.get(SupersededSecret, secret_hash)
+    is_valid = present.secret_hash == secret_hash or (
+        superseded is not None and superseded.api_key_id == key_id and superseded.expires_at > now
+    )
+    is_expired = present.expires_at is not None and present.expires_at <= now
+    if not is_valid or is_expired or present.revoked_at is not None:
+        raise KeyInvalid("the API key is not valid: it is unknown, revoked or expired")
+    if superseded is None:
+        return acts
+    return [act for act in acts if not act.gives_secret or act.at < superseded.superseded_at]
+
+
+async def _acts_on(session: AsyncSession, key: str) -> list[KeyAct]:
+    rows = await session.execute(ACTS_ON, {"key": key})
+    return [KeyAct(ACTS[row.action], row.actor, row.created_at) for row in rows]
+
+
+async def _path(
+    session: AsyncSession, maker: str, made: str, acts: list[KeyAct] | None = None
+) -> list[tuple[str, KeyAct]]:
+    """Return the shortest chain of acts from a key to one of its makers; empty if there is none.
+
+    acts: those on the first key, if they are known.
+    """
+    waiting = deque([(made, list[tuple[str, KeyAct]]())])
+    seen = {made}
+    while waiting:
+        key, path = waiting.popleft()
+        for act in acts if acts is not None and key == made else await _acts_on(session, key):
+            if act.actor in seen:
+                continue
+            longer = [*path, (key, act)]
+            if act.actor == maker:
+                return longer
+            seen.add(act.actor)
+            waiting.append((act.actor, longer))
+    return []
+
+
+def _passive(act: KeyAct) -> str:
+    return "given more rights" if act.act == "widened" else act.act
+
+
+def _active(act: KeyAct) -> str:
+    return "gave more rights to" if act.act == "widened" else act.act

@@ -1,0 +1,321 @@
+"""Approval by a second person: which keys count as the same hands, and the one cause that is named.
+
+Each story is a text table: one act per line, by the key that acts. `root` makes the keys of ann and
+bob before anything else; ann proposes at the line `propose`, and bob approves at the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import UTC, datetime, timedelta
+
+import psycopg
+import pytest
+
+from metering.alerts.alerts import fire_due_alerts, latest_key_change, list_alerts
+from metering.alerts.delivering import body_of
+from metering.core.errors import ApprovalRefused, KeyInvalid
+from metering.core.money import PICOS_PER_UNIT
+from metering.invoicing.adjustments import approve, create_adjustment
+from metering.store.db import Sessions, psycopg_conninfo
+from metering.tenants.tenants import (
+    create_api_key,
+    find_api_key,
+    hash_of,
+    revoke_api_key,
+    rotate_api_key,
+    update_api_key,
+)
+from tests.metering.books import Customer
+from tests.metering.workers import wait_until
+
+UNRELATED = "Approve it with an unrelated, older key."
+LATER = datetime(2090, 1, 1, tzinfo=UTC)
+WIDENINGS = {
+    "scopes": {"scopes": ("admin", "billing", "inference")},
+    "networks": {"allowed_networks": ("10.0.0.0/8", "192.168.0.0/16")},
+    "all_networks": {"all_networks": True},
+    "longer": {"expires_at": LATER + timedelta(days=1)},
+    "for_ever": {"never_expires": True},
+}
+NARROWINGS = {
+    "name": {"name": "another name"},
+    "fewer": {"scopes": ("admin",)},
+    "shorter": {"expires_at": LATER - timedelta(days=1)},
+    "one_network": {"allowed_networks": ("10.1.0.0/16",)},
+    "models": {"models": ("demo",)},
+}
+
+
+class Story:
+    """Keys by name, their secrets in order, and the proposal."""
+
+    def __init__(self, sessions: Sessions, url: str) -> None:
+        self.sessions, self.url = sessions, psycopg_conninfo(url)
+        self.keys = {"root": "root"}
+        self.secrets: dict[str, list[str]] = {}
+        self.adjustment_id = ""
+
+    async def create(self, actor: str, name: str) -> None:
+        async with self.sessions.begin() as session:
+            key, secret = await create_api_key(
+                session,
+                organization="acme",
+                project="search",
+                name=name,
+                scopes=("admin", "billing"),
+                allowed_networks=("10.0.0.0/8",),
+                lifetime=LATER - datetime.now(UTC),
+                actor=self.keys[actor],
+            )
+        self.keys[name], self.secrets[name] = key.prefix, [secret]
+
+    async def rotate(self, actor: str, name: str, overlap: timedelta = timedelta(hours=1)) -> None:
+        async with self.sessions.begin() as session:
+            _, secret, _ = await rotate_api_key(
+                session, api_key=self.keys[name], overlap=overlap, actor=self.keys[actor]
+            )
+        self.secrets[name].append(secret)
+
+    async def update(self, actor: str, key: str, /, **changes: object) -> None:
+        async with self.sessions.begin() as session:
+            await update_api_key(
+                session,
+                api_key=self.keys[key],
+                actor=self.keys[actor],
+                **changes,  # type: ignore[arg-type]
+            )
+
+    async def propose(self, actor: str) -> None:
+        async with self.sessions.begin() as session:
+            made = await create_adjustment(
+                session,
+                organization="acme",
+                amount_picos=PICOS_PER_UNIT,
+                currency_code="USD",
+                reason="an outage",
+                actor=self.keys[actor],
+            )
+        self.adjustment_id = str(made.id)
+
+    async def approve(self, actor: str, secret: int = -1) -> None:
+        async with self.sessions.begin() as session:
+            await approve(
+                session,
+                adjustment_id=self.adjustment_id,
+                actor=self.keys[actor],
+                secret_hash=hash_of(self.secrets[actor][secret]),
+            )
+
+    async def tell(self, *lines: str) -> None:
+        for line in lines:
+            actor, act, *rest = line.split()
+            match act:
+                case "creates":
+                    await self.create(actor, rest[0])
+                case "rotates":
+                    await self.rotate(actor, rest[0])
+                case "widens":
+                    await self.update(actor, rest[0], **WIDENINGS[rest[1]])
+                case "narrows":
+                    await self.update(actor, rest[0], **NARROWINGS[rest[1]])
+                case "proposes":
+                    await self.propose(actor)
+                case _:
+                    raise AssertionError(line)
+
+
+@pytest.fixture
+async def story(sessions: Sessions, database_url: str, customer: Customer) -> Story:
+    made = Story(sessions, database_url)
+    await made.tell("root creates ann", "root creates bob")
+    return made
+
+
+# Acts, and the cause that is named. The approver is bob, with his present secret.
+REFUSED: dict[str, tuple[str, str]] = {
+    "created": (
+        "ann creates bob; ann proposes",
+        "{bob} was created by {ann}, which proposed adjustment {id}.",
+    ),
+    "rotated": (
+        "ann rotates bob; ann proposes",
+        "{bob} was rotated by {ann}, which proposed adjustment {id}.",
+    ),
+    "rotated after the proposal": (
+        "ann proposes; ann rotates bob",
+        "{bob} was rotated by {ann}, which proposed adjustment {id}.",
+    ),
+    "rotated, then by bob himself": (
+        "ann rotates bob; bob rotates bob; ann proposes",
+        "{bob} was rotated by {ann}, which proposed adjustment {id}.",
+    ),
+    **{
+        f"widened: {how}": (
+            f"ann widens bob {how}; ann proposes",
+            "{bob} was given more rights by {ann}, which proposed adjustment {id}.",
+        )
+        for how in WIDENINGS
+    },
+    "created, over another key": (
+        "ann creates cat; cat creates bob; ann proposes",
+        "{bob} was created by {cat}, which was created by {ann}, which proposed adjustment {id}.",
+    ),
+    "a rotated key rotates another": (
+        "root creates cat; ann rotates cat; cat rotates bob; ann proposes",
+        "{bob} was rotated by {cat}, which was rotated by {ann}, which proposed adjustment {id}.",
+    ),
+    "the approver made the author": (
+        "bob creates ann; ann proposes",
+        "{bob} created {ann}, which proposed adjustment {id}.",
+    ),
+    "the approver rotated the author": (
+        "bob rotates ann; ann proposes",
+        "{bob} rotated {ann}, which proposed adjustment {id}.",
+    ),
+    "the approver widened a key that made the author": (
+        "root creates cat; bob widens cat scopes; cat creates ann; ann proposes",
+        "{bob} gave more rights to {cat}, which created {ann}, which proposed adjustment {id}.",
+    ),
+    "newer than the proposal": (
+        "root creates cat; ann proposes; cat creates bob",
+        "{bob} was created by {cat} after adjustment {id} was proposed.",
+    ),
+    "the secret is newer than the proposal": (
+        "ann proposes; bob rotates bob",
+        "{bob} was rotated after adjustment {id} was proposed.",
+    ),
+    "the rights are newer than the proposal": (
+        "ann proposes; bob widens bob scopes",
+        "{bob} was given more rights after adjustment {id} was proposed.",
+    ),
+    "a common maker after the proposal": (
+        "ann proposes; root rotates bob",
+        "{bob} was rotated by root, which also created {ann}, after adjustment {id} was proposed.",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+async def test_keys_of_the_same_hands_cannot_approve_and_the_one_cause_is_named(
+    story: Story, case: str
+) -> None:
+    acts, cause = REFUSED[case]
+    await story.tell(*acts.split("; "))
+
+    with pytest.raises(ApprovalRefused) as refusal:
+        await story.approve("bob")
+
+    expected = cause.format(id=story.adjustment_id, **story.keys)
+    assert str(refusal.value) == f"{expected} {UNRELATED}"
+
+
+async def test_the_key_of_the_proposal_cannot_approve_it(story: Story) -> None:
+    await story.propose("ann")
+
+    with pytest.raises(ApprovalRefused, match=r"proposed .*: another person has to approve it"):
+        await story.approve("ann")
+
+
+ACCEPTED = {
+    "a third person made both keys": "ann proposes",
+    "a third person rotated both": "root rotates ann; root rotates bob; ann proposes",
+    "bob rotated his own key before": "bob rotates bob; ann proposes",
+    **{
+        f"ann narrowed bob's key: {how}": f"ann narrows bob {how}; ann proposes"
+        for how in NARROWINGS
+    },
+    "both made other keys": "ann creates cat; bob creates dan; ann proposes",
+}
+
+
+@pytest.mark.parametrize("case", ACCEPTED)
+async def test_keys_of_two_persons_approve(story: Story, case: str) -> None:
+    await story.tell(*ACCEPTED[case].split("; "))
+
+    await story.approve("bob")
+
+
+@pytest.mark.parametrize(
+    "rotation", ["ann proposes; ann rotates bob", "ann proposes; bob rotates bob"]
+)
+async def test_a_replaced_secret_that_is_older_still_approves(story: Story, rotation: str) -> None:
+    """The secret that bob holds was neither made by ann nor after the proposal."""
+    await story.tell(*rotation.split("; "))
+
+    with pytest.raises(ApprovalRefused):
+        await story.approve("bob")
+    await story.approve("bob", secret=0)
+
+
+async def test_an_older_secret_of_another_rotation_is_judged_by_its_own_maker(story: Story) -> None:
+    """Ann made the second of three secrets; the third came from it."""
+    await story.tell("ann rotates bob", "bob rotates bob", "ann proposes")
+
+    for secret in (1, 2):
+        with pytest.raises(ApprovalRefused, match="rotated by"):
+            await story.approve("bob", secret)
+    await story.approve("bob", secret=0)
+
+
+async def test_a_revoked_or_ended_secret_approves_nothing(story: Story) -> None:
+    """The check of the caller may be some seconds old."""
+    await story.tell("ann proposes")
+    await story.rotate("bob", "bob", overlap=timedelta(0))
+    with pytest.raises(KeyInvalid):
+        await story.approve("bob", secret=0)
+    async with story.sessions.begin() as session:
+        await revoke_api_key(session, api_key=story.keys["bob"], actor=story.keys["bob"])
+    with pytest.raises(KeyInvalid):
+        await story.approve("bob")
+
+
+async def test_a_rotation_beside_an_approval_comes_before_or_after_it(story: Story) -> None:
+    """The approval waits for the uncommitted rotation, and then judges by it."""
+    await story.propose("ann")
+
+    async with story.sessions.begin() as session:
+        _, secret, _ = await rotate_api_key(
+            session, api_key=story.keys["bob"], overlap=timedelta(0), actor=story.keys["ann"]
+        )
+        approval = asyncio.create_task(story.approve("bob"))
+        await asyncio.to_thread(wait_until, lambda: lock_waits(story) == 1, "the approval to wait")
+        assert not approval.done()
+    story.secrets["bob"].append(secret)
+
+    with pytest.raises(KeyInvalid):
+        await approval
+    with pytest.raises(ApprovalRefused, match="was rotated by"):
+        await story.approve("bob")
+
+
+def lock_waits(story: Story) -> int:
+    with psycopg.connect(story.url) as connection:
+        row = connection.execute("SELECT count(*) FROM pg_locks WHERE NOT granted").fetchone()
+    assert row is not None
+    return int(row[0])
+
+
+async def test_the_organization_and_the_holder_are_told_of_each_change_that_gives_power(
+    story: Story,
+) -> None:
+    await story.tell("ann rotates bob", "ann narrows bob fewer", "ann widens bob scopes")
+
+    assert await fire_due_alerts(story.sessions) == 2
+    assert await fire_due_alerts(story.sessions) == 0, "each is reported once"
+
+    ann, bob = story.keys["ann"], story.keys["bob"]
+    async with story.sessions() as session:
+        found, _ = await list_alerts(session, organization_id=None)
+        told = await latest_key_change(session, (await find_api_key(session, bob)).id)
+        untouched = await latest_key_change(session, (await find_api_key(session, ann)).id)
+    assert {(each.kind, f'"prefix": "{bob}"' in body_of(each).decode()) for each in found} == {
+        ("key_rotated", True),
+        ("key_widened", True),
+    }
+    texts = {each.kind: body_of(each).decode() for each in found}
+    assert f"The API key {bob} (bob) was rotated by {ann} (secret)." in texts["key_rotated"]
+    assert f"was given more rights by {ann} (scopes)." in texts["key_widened"]
+    assert told is not None
+    assert (told.act, told.actor) == ("widened", ann)
+    assert untouched is None
