@@ -8,7 +8,6 @@ import os
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import psycopg
 from celery.signals import worker_process_init  # type: ignore[import-untyped]
 from sqlalchemy.ext.asyncio import AsyncEngine
 
@@ -25,6 +24,7 @@ from metering.plans.prepaid import refresh_for_the_month
 from metering.quotas import quota_admin
 from metering.receipts.signing import load_signer
 from metering.store.db import Sessions, create_engine, create_sessions
+from metering.store.refusals import AWAY, cause_of, repeated
 
 log = logging.getLogger(__name__)
 alerts = Retries("alert_look", passing=(DatabaseUnavailable,))
@@ -127,14 +127,16 @@ def new_context() -> tuple[asyncio.Runner, AsyncEngine]:
 
 
 def run(work: Callable[[Sessions], Awaitable[object]]) -> None:
-    """Run a task's work. No connection outlives work that failed, and no lock that it held."""
+    """Run a task's work, again after a conflict. No connection outlives work that failed, and no
+    lock that it held.
+    """
     runner, engine = _kept or new_context()
 
     async def bounded() -> None:
         keeps = False
         try:
             async with asyncio.timeout(TIME_LIMIT_S):
-                await work(create_sessions(engine))
+                await repeated(lambda: work(create_sessions(engine)))
             keeps = _kept is not None
         finally:
             if not keeps:
@@ -142,12 +144,13 @@ def run(work: Callable[[Sessions], Awaitable[object]]) -> None:
 
     try:
         runner.run(bounded())
-    except* (psycopg.OperationalError, DatabaseUnavailable) as group:
+    except* (*AWAY, DatabaseUnavailable) as group:
         # The work is still pending, and the schedule runs it again.
         error: BaseException = group
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
-        log.warning("the database is away: %s", str(error.__cause__ or error).partition("\n")[0])
+        cause = error.__cause__ or error
+        log.warning("%s: %s", cause_of(cause), str(cause).partition("\n")[0])
     finally:
         if _kept is None:
             runner.close()

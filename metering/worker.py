@@ -19,6 +19,7 @@ from common.backoff import Backoff
 from common.incidents import INCIDENT_COUNTS, Retries
 from metering.holds.holds import CHANNEL
 from metering.store.db import KEEPALIVES, connection_options, psycopg_conninfo
+from metering.store.refusals import AWAY
 
 # Environment variable naming a file; a worker writes its pid there when it accepts tasks.
 READY_FILE = "WEIR_READY_FILE"
@@ -44,7 +45,7 @@ def worker_command() -> list[str]:
 LISTEN_S = 1.0  # per wait: maximum time for the thread to stop
 RECONNECT_MIN_S, RECONNECT_MAX_S = 0.1, 5.0
 CONNECT_TIMEOUT_S = 2  # the minimum of libpq
-APPLICATION = "weir usage listener"
+APPLICATION = "weir-usage-listener"
 
 log = logging.getLogger(__name__)
 
@@ -69,13 +70,13 @@ class UsageListener(threading.Thread):
                     self._conninfo,
                     autocommit=True,
                     connect_timeout=CONNECT_TIMEOUT_S,
-                    application_name=APPLICATION,
+                    options=connection_options((f"application_name={APPLICATION}",)),
                     **KEEPALIVES,
                 ) as connection:
                     connection.execute(f"LISTEN {CHANNEL}".encode())
                     backoff.reset()
                     self._listen(connection)
-            except (psycopg.OperationalError, psycopg.InterfaceError, OSError) as away:
+            except (*AWAY, OSError) as away:
                 log.info("the usage listener lost its connection: %s", str(away).partition("\n")[0])
             except Exception as error:  # errors must not stop the listener
                 self._retries.failed(error)

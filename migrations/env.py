@@ -17,7 +17,7 @@ from sqlalchemy.pool import NullPool
 import metering.alerts.alerts
 import metering.plans.plan_admin  # noqa: F401  # declares mapped classes on the base
 from metering.core.models import Base
-from metering.store.db import sqlalchemy_url
+from metering.store.db import SETTLE, connection_options, sqlalchemy_url
 from metering.store.migrations_runner import MIGRATION_LOCK_ID
 
 # Tables used by SQL only, see `docs/internals/tables.md`. All other tables have a mapped class.
@@ -32,8 +32,9 @@ stripe_month_settlements stripe_objects unrated_usage usage_corrections worker_i
 PARTITION = re.compile(r"usage_events_(\d{4}_\d{2}|default)")  # one per month, created ahead
 MONTHS_AHEAD = 3  # time without a worker, which creates partitions too, before one is missing
 CAN_MAKE_PARTITIONS = "SELECT to_regprocedure('create_usage_partitions(int)') IS NOT NULL"
-# Months and days are UTC here as everywhere, whatever the server's time zone.
-SETTINGS = "SET timezone = 'UTC'; SET lock_timeout = '5s'; SET statement_timeout = '10min'"
+# Of the revisions; the wait for another migration, which may run longer, has no limit.
+LIMITS = ("statement_timeout=0", "idle_in_transaction_session_timeout=0")
+SETTINGS = "SET lock_timeout = '5s'; SET statement_timeout = '10min'"
 
 
 def database_url() -> str:
@@ -59,10 +60,15 @@ def is_compared(
 
 
 def run_migrations() -> None:
-    engine = create_engine(sqlalchemy_url(database_url()), poolclass=NullPool)
+    engine = create_engine(
+        sqlalchemy_url(database_url()),
+        poolclass=NullPool,
+        connect_args={"options": connection_options(LIMITS)},
+    )
     with engine.connect() as connection:
         # Before the timeouts: another migration may run longer than `lock_timeout`.
         connection.execute(text("SELECT pg_advisory_lock(:id)"), {"id": MIGRATION_LOCK_ID})
+        connection.execute(text(SETTLE))
         connection.execute(text(SETTINGS))
         connection.commit()
         context.configure(

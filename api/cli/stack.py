@@ -70,6 +70,7 @@ from metering.store.db import Sessions, create_engine, create_sessions
 from metering.store.embedded_postgres import EmbeddedPostgres, PostgresNotStarted
 from metering.store.migrations_runner import SchemaUnknown
 from metering.store.migrations_runner import migrate as upgrade
+from metering.store.refusals import cause_of, is_conflict, refusal_of
 from metering.tenants.tenants import (
     authenticate,
     create_api_key,
@@ -129,7 +130,11 @@ def clear_failures() -> Iterator[None]:
     ) as error:
         fail(str(error))
     except (psycopg.OperationalError, sqlalchemy.exc.OperationalError) as error:
-        fail(f"the database of WEIR_DATABASE_URL does not answer: {error_text(error)}")
+        origin = error.orig if isinstance(error, sqlalchemy.exc.OperationalError) else error
+        conflict = refusal_of(origin) if is_conflict(error) else None
+        cause = str(conflict or cause_of(origin))
+        named = cause.replace("the database ", "the database of WEIR_DATABASE_URL ", 1)
+        fail(f"{named}: {error_text(error)}")
     except OSError as error:
         fail(str(error))
 

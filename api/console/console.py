@@ -214,7 +214,10 @@ def offered_calls(servicers: Servicers, failed: Failed) -> dict[str, OfferedCall
         service, _, method = name.partition("/")
         described = Default().FindServiceByName(f"weir.v1.{service}").methods_by_name[method]
         path, handle = f"/weir.v1.{name}", getattr(answering[service], method)
-        handle = guarded(writing(handle) if described.server_streaming else handle, path, failed)
+        is_stream = described.server_streaming
+        handle = guarded(
+            writing(handle) if is_stream else handle, path, failed, repeats=not is_stream
+        )
         request_type = GetMessageClass(described.input_type)
         calls[name] = OfferedCall(path, request_type, handle, described.server_streaming)
     return calls

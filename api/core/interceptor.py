@@ -7,6 +7,7 @@ import inspect
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import grpc
@@ -23,6 +24,7 @@ from api.core.errors import (
 )
 from api.core.pace import VISIT, FramePace, Visit, measured
 from common.loop_watch import CURRENT
+from metering.store.refusals import repeated
 
 CODES = {code.value[0]: code for code in grpc.StatusCode}
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -45,6 +47,9 @@ METHOD: ContextVar[str] = ContextVar("method")
 
 # Calls whose answers are serialized by the handler.
 SERIALIZED = frozenset({"/weir.v1.InferenceService/Generate"})
+
+# Calls that charge: their holds repeat their own transactions.
+NOT_REPEATED = frozenset({"/weir.v1.InferenceService/Embed"})
 
 # Health checks are never delayed by other calls from their address.
 PROBE = "/grpc.health.v1.Health/Check"
@@ -127,7 +132,7 @@ class Guard:
         read = tolerant(handler.request_deserializer, byte_count_max, method)
         write = handler.response_serializer
         if handler.unary_unary is not None:
-            handle = self._guarded(handler.unary_unary, method)
+            handle = self._guarded(handler.unary_unary, method, repeats=True)
             return grpc.unary_unary_rpc_method_handler(handle, read, write)
         if handler.unary_stream is not None:
             handle = self._guarded(writing(handler.unary_stream), method)
@@ -140,9 +145,14 @@ class Guard:
         return handler
 
     def _guarded(
-        self, handle: Callable[..., Any], method: str, parse: Parse | None = None
+        self,
+        handle: Callable[..., Any],
+        method: str,
+        parse: Parse | None = None,
+        *,
+        repeats: bool = False,
     ) -> Callable[[Any, Any], Awaitable[Any]]:
-        guard = guarded(handle, method, self._failed, parse)
+        guard = guarded(handle, method, self._failed, parse, repeats=repeats)
         return guard if self._pace is None else visiting(guard, self._pace, method)
 
 
@@ -181,10 +191,13 @@ def guarded(
     method: str,
     failed: Failed = ignore_failure,
     parse: Parse | None = None,
+    *,
+    repeats: bool = False,
 ) -> Callable[[Any, Any], Coroutine[Any, Any, Any]]:
     """Return a handler whose errors become statuses. A refusal waits for its turn.
 
     method: path of the call. parse: parses the messages of a stream if the transport does not.
+    repeats: handle the call again if its transaction met a conflict; it has then changed nothing.
     """
 
     async def guard(request: Any, context: Context) -> Any:
@@ -197,6 +210,8 @@ def guarded(
                 if isinstance(request, AsyncIterable)
                 else checked(request)
             )
+            if repeats and method not in NOT_REPEATED:
+                return await repeated(partial(handle, request, context))
             return await handle(request, context)
         except (grpc.aio.AbortError, asyncio.CancelledError) as ended:
             # Task groups keep the error in a frame that the error refers to.

@@ -32,6 +32,7 @@ from metering.store.db import (
     patience,
     psycopg_conninfo,
 )
+from metering.store.refusals import AWAY
 
 BROADCAST_CHANNEL = "weir_broadcast"
 BYTES_MAX = 7000  # of one text in UTF-8: PostgreSQL's limit is 8,000 including the message header
@@ -57,13 +58,7 @@ RECONNECT_MIN_S, RECONNECT_MAX_S = 0.05, 2.0
 # Above the duration of any transaction that writes a command: older commands are all visible.
 SETTLED_AGE = "60 seconds"
 
-# A read-only server has just been replaced by another primary.
-AWAY = (
-    psycopg.OperationalError,
-    psycopg.InterfaceError,
-    psycopg.errors.ReadOnlySqlTransaction,
-    OSError,
-)
+LOST = (*AWAY, OSError)
 
 SELECT_FLOOR = f"""
 SELECT coalesce(max(id), 0)
@@ -144,7 +139,7 @@ class ControlChannel:
         self._floor: int | None = None
         self._applied: set[int] = set()  # applied commands above the floor
         # One item each: a command, a request of a report, a broadcast, the connection as a whole.
-        self._retries = Retries("control_channel_items", shortest_s=POLL_INTERVAL_S, passing=AWAY)
+        self._retries = Retries("control_channel_items", shortest_s=POLL_INTERVAL_S, passing=LOST)
         self.connected = False
 
     async def run(self) -> None:
@@ -161,7 +156,7 @@ class ControlChannel:
                         self.connected = True
                         backoff.reset()
                         await self._serve(connection)
-            except AWAY as away:
+            except LOST as away:
                 # Once per outage, not once per attempt.
                 level = log.info if self.connected else log.debug
                 level("control_channel_lost", cause=str(away).strip() or type(away).__name__)

@@ -45,6 +45,17 @@ class DatabaseUnavailable(MeteringError):
         self.retry_after_s = retry_after_s
 
 
+class WriteConflict(DatabaseUnavailable):
+    """Other transactions kept getting in the way. Nothing was written: try again."""
+
+    reason = "WRITE_CONFLICT"
+
+    def __init__(self, cause: str) -> None:
+        super().__init__(
+            f"other transactions kept getting in the way ({cause}): nothing was written, try again"
+        )
+
+
 class NotFound(MeteringError):
     """`kind` `ref` does not exist, or not for this caller."""
 

@@ -21,6 +21,8 @@ Every operation is answered: conflicts are retried, an unavailable or slow datab
 from __future__ import annotations
 
 import asyncio
+import random
+import time
 import uuid
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,7 +35,13 @@ import psycopg
 import structlog
 from msgspec import structs
 
-from metering.core.errors import DatabaseUnavailable, InvariantViolated, MeteringError
+from common.backoff import Backoff
+from metering.core.errors import (
+    DatabaseUnavailable,
+    InvariantViolated,
+    MeteringError,
+    WriteConflict,
+)
 from metering.core.models import HoldState
 from metering.holds.decide import LATEST, BatchReads, BatchWrites, Decisions
 from metering.holds.journal import Bind
@@ -92,6 +100,7 @@ from metering.store.exchange import (
     id_array,
     id_number_array,
 )
+from metering.store.refusals import AWAY, CONFLICTS, PAUSE_MAX_S, PAUSE_MIN_S, cause_of
 
 EXPIRY_S = 60.0  # longest pause of a process (suspension, slow database) that keeps its holds
 
@@ -145,21 +154,8 @@ IDLE = psycopg.pq.TransactionStatus.IDLE
 Answers = Coroutine[Any, Any, list[HoldAnswer | Exception]]
 
 
-CONFLICTS = (
-    psycopg.errors.DeadlockDetected,
-    psycopg.errors.SerializationFailure,
-    psycopg.errors.UniqueViolation,
-)
-
-# OSError includes the timeout. A read-only server has just been demoted by a failover. An idle
-# transaction timeout means that this process was suspended inside a transaction.
-AWAY = (
-    psycopg.OperationalError,
-    psycopg.InterfaceError,
-    psycopg.errors.ReadOnlySqlTransaction,
-    psycopg.errors.IdleInTransactionSessionTimeout,
-    OSError,
-)
+REPEATED = (*CONFLICTS, psycopg.errors.UniqueViolation)
+LOST = (*AWAY, OSError)  # OSError includes the timeout
 
 MINUTE = timedelta(minutes=1)
 EARLIEST = datetime.min.replace(tzinfo=UTC)
@@ -710,7 +706,7 @@ class HoldConnection:
                 expiry_s=self._expiry_s,
                 signer=self._signer,
             )
-        except (*CONFLICTS, psycopg.DataError, psycopg.IntegrityError, ValueError) as unforeseen:
+        except (*REPEATED, psycopg.DataError, psycopg.IntegrityError, ValueError) as unforeseen:
             log.debug(
                 "batch_takes_slow_path",
                 cause=type(unforeseen).__name__,
@@ -719,7 +715,7 @@ class HoldConnection:
             if connection.pgconn.transaction_status != IDLE:
                 await exchange(connection, [("ROLLBACK", ())])
             return []
-        except AWAY:
+        except LOST:
             raise
         except Exception as broken:  # only the slow path can find the operation that caused it
             log.warning(
@@ -749,23 +745,24 @@ class HoldConnection:
     async def _execute(
         self, run: Callable[[Connection, Sequence[Op]], Answers], batch: Sequence[Op]
     ) -> list[HoldAnswer | Exception]:
+        began_at, pauses, cause = time.monotonic(), Backoff(PAUSE_MIN_S, PAUSE_MAX_S), ""
         for _ in range(CONFLICT_ATTEMPTS_MAX):
             try:
                 return await self._execute_in_time(run, batch)
             except DatabaseUnavailable as away:
                 return [away] * len(batch)
-            except CONFLICTS as conflict:
-                log.info(
-                    "hold_batch_repeated", cause=type(conflict).__name__, operation_count=len(batch)
-                )
+            except REPEATED as conflict:
+                cause = type(conflict).__name__
+                log.info("hold_batch_repeated", cause=cause, operation_count=len(batch))
                 await self.close()
-            except AWAY as away:
+                if time.monotonic() - began_at > BATCH_TIMEOUT_S:
+                    break
+                await asyncio.sleep(pauses.next_s() * (0.5 + random.random()))
+            except LOST as away:
                 log.warning("database_away", cause=str(away).strip() or type(away).__name__)
                 await self.close()
                 return [
-                    DatabaseUnavailable(
-                        "the database does not answer", retry_after_s=max(self._gate.pause_s, 1.0)
-                    )
+                    DatabaseUnavailable(cause_of(away), retry_after_s=max(self._gate.pause_s, 1.0))
                 ] * len(batch)
             except Exception as broken:
                 await self.close()
@@ -780,9 +777,7 @@ class HoldConnection:
             except BaseException:
                 await self.close()
                 raise
-        return [
-            DatabaseUnavailable(f"the database reported {CONFLICT_ATTEMPTS_MAX} conflicts in a row")
-        ] * len(batch)
+        return [WriteConflict(cause)] * len(batch)
 
     async def end_other_connections(self) -> None:
         """Terminate all other connections of the same owner, which must be dead.
@@ -826,7 +821,7 @@ class HoldConnection:
         timer = asyncio.get_running_loop().call_later(BATCH_TIMEOUT_S, give_up)
         try:
             answers = await run(connection, batch)
-        except AWAY:
+        except LOST:
             if silent:
                 self._gate.failed()
             raise

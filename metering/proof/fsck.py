@@ -34,7 +34,12 @@ from typing import Any
 import psycopg
 
 from metering.core.errors import InvalidValue
-from metering.store.db import CONNECT_TIMEOUT_S, psycopg_conninfo
+from metering.store.db import (
+    CONNECT_TIMEOUT_S,
+    SETTLE,
+    connection_options,
+    psycopg_conninfo,
+)
 
 # For each kind of token: its count in a usage event, and the column with its price.
 TOKEN_KINDS = {
@@ -1601,8 +1606,12 @@ def fsck(
     Raises: psycopg.Error.
     """
     with psycopg.connect(
-        psycopg_conninfo(database_url), connect_timeout=CONNECT_TIMEOUT_S
+        psycopg_conninfo(database_url),
+        connect_timeout=CONNECT_TIMEOUT_S,
+        options=connection_options(),
     ) as connection:
+        connection.execute(SETTLE)
+        connection.commit()
         connection.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
         connection.read_only = True
         for name, value in SETTINGS.items():

@@ -42,6 +42,7 @@ from sqlalchemy.pool import AsyncAdaptedQueuePool, ConnectionPoolEntry
 
 from common.backoff import Backoff
 from metering.core.errors import DatabaseUnavailable
+from metering.store.refusals import refusal_of
 
 BACKOFF_MIN_S = 0.05  # maximum delay in noticing that a restarted database is back
 BACKOFF_MAX_S = 2.0  # maximum pause, before jitter of up to half as much again
@@ -121,6 +122,24 @@ class StoreGate:
 
 # Above the server's statement timeout, which applies first if the server works.
 ANSWER_TIMEOUT_S = 12.0
+# Settings that Weir relies on. Those of a connection take precedence over the defaults of server,
+# database and role, whatever these are. `search_path` is the operator's choice of a schema.
+OWN_SETTINGS = (
+    r"default_transaction_isolation=read\ committed",  # statements lock rows, then read them
+    "default_transaction_read_only=off",
+    "default_transaction_deferrable=off",
+    "lock_timeout=0",  # the time limit of statements applies; single transactions set a shorter one
+    "idle_session_timeout=0",  # idle connections wait in pools, listen, or hold advisory locks
+    "timezone=UTC",
+    "datestyle=ISO",
+    "intervalstyle=postgres",
+    "bytea_output=hex",
+    "extra_float_digits=1",
+    "client_encoding=UTF8",
+    "standard_conforming_strings=on",
+    "array_nulls=on",
+    "transform_null_equals=off",
+)
 KEEPALIVES: dict[str, Any] = {  # detect a silent peer within half a minute; ignored on Unix sockets
     "keepalives_idle": 10,
     "keepalives_interval": 5,
@@ -128,11 +147,13 @@ KEEPALIVES: dict[str, Any] = {  # detect a silent peer within half a minute; ign
     "tcp_user_timeout": 10_000,
 }
 
-# Any other configured value waits at least for the server's own disk, and some for standbys: they
-# are kept.
-COMMIT_DURABLY = """
-SELECT set_config('synchronous_commit', 'on', false)
-WHERE current_setting('synchronous_commit') = 'off'
+# Sent on a new connection. Any other `synchronous_commit` waits at least for the server's own disk,
+# and some for standbys: they are kept. `transaction_timeout` exists since PostgreSQL 17.
+SETTLE = """
+SELECT set_config(name, CASE name WHEN 'synchronous_commit' THEN 'on' ELSE '0' END, false)
+FROM pg_settings
+WHERE (name = 'synchronous_commit' AND setting = 'off')
+   OR (name = 'transaction_timeout' AND setting <> '0')
 """
 
 _patience_s: ContextVar[float] = ContextVar("patience_s", default=ANSWER_TIMEOUT_S)
@@ -153,7 +174,7 @@ class BoundedConnection(psycopg.AsyncConnection[tuple[Any, ...]]):
     `ANSWER_TIMEOUT_S`.
 
     Its commits are durable: `synchronous_commit = off` of a server, database or role has no effect
-    here.
+    here, and neither has a time limit of whole transactions.
     """
 
     @classmethod
@@ -167,7 +188,7 @@ class BoundedConnection(psycopg.AsyncConnection[tuple[Any, ...]]):
             traceback.clear_frames(error.__traceback__)
             raise
         try:
-            await connection.execute(COMMIT_DURABLY)
+            await connection.execute(SETTLE)
             await connection.commit()
         except BaseException:
             await connection.close()
@@ -198,15 +219,6 @@ IDLE_IN_TRANSACTION_TIMEOUT_MS = 10_000
 POOL_SIZE = 5  # lookups take a millisecond: this serves thousands per second
 POOL_WAIT_S = 5.0  # beyond it the database is too slow: refuse instead of hanging
 
-# The last but one is not an outage of the server: this process slept in a transaction, which the
-# server ended. A read-only server has just been replaced by another primary.
-AWAY = (
-    psycopg.OperationalError
-    | psycopg.InterfaceError
-    | psycopg.errors.IdleInTransactionSessionTimeout
-    | psycopg.errors.ReadOnlySqlTransaction
-)
-
 Sessions = async_sessionmaker[AsyncSession]
 
 
@@ -216,11 +228,9 @@ def sqlalchemy_url(database_url: str) -> URL:
 
 
 def psycopg_conninfo(database_url: str) -> str:
-    return (
-        sqlalchemy_url(database_url)
-        .set(drivername="postgresql")
-        .render_as_string(hide_password=False)
-    )
+    url = sqlalchemy_url(database_url).set(drivername="postgresql")
+    address, mark, query = url.render_as_string(hide_password=False).partition("?")
+    return address + mark + query.replace("+", "%20")  # libpq decodes no other form of a blank
 
 
 def create_engine(
@@ -278,11 +288,11 @@ def gated_connect(gate: StoreGate) -> Callable[..., Awaitable[BoundedConnection]
 
 
 def raise_database_unavailable(context: ExceptionContext) -> None:
-    """Convert an outage to DatabaseUnavailable, without the statement and its values."""
+    """Convert an outage or a conflict to DatabaseUnavailable, without the statement's values."""
     if context.is_pre_ping:
         return  # the pool's own test of a connection: it replaces a dead one
-    if isinstance(context.original_exception, AWAY):
-        raise DatabaseUnavailable("the database does not answer") from context.original_exception
+    if (refusal := refusal_of(context.original_exception)) is not None:
+        raise refusal from context.original_exception
 
 
 def connection_options(extra: Sequence[str] = ()) -> str:
@@ -290,9 +300,9 @@ def connection_options(extra: Sequence[str] = ()) -> str:
     settings = (
         f"statement_timeout={STATEMENT_TIMEOUT_MS}",
         f"idle_in_transaction_session_timeout={IDLE_IN_TRANSACTION_TIMEOUT_MS}",
-        "timezone=UTC",
         "application_name=weir",
         "tcp_keepalives_idle=30",  # lets the server detect a lost client
+        *OWN_SETTINGS,
     )
     return " ".join(f"-c {setting}" for setting in (*settings, *extra))
 

@@ -8,6 +8,7 @@ months closed even if its password is stolen.
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import LiteralString
 
@@ -18,12 +19,15 @@ from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from psycopg import sql
 from sqlalchemy import create_engine, text
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import NullPool
 
 import metering
-from metering.store.db import psycopg_conninfo, sqlalchemy_url
+from metering.store.db import connection_options, psycopg_conninfo, sqlalchemy_url
+from metering.store.refusals import is_conflict
 
 MIGRATION_LOCK_ID = 7_355_608  # an arbitrary fixed number
+REPEATED_AFTER_S = (0.5, 2.0)  # long enough for a request's transaction to end
 SCRIPTS = Path(metering.__file__).resolve().parent.parent / "migrations"
 # Development revisions before 0.1.0 had numbers that releases use again. Column numbers never
 # change: in those, `description` was the fourth column, after one that was dropped later.
@@ -39,8 +43,19 @@ class SchemaUnknown(Exception):
 
 
 def migrate(database_url: str, revision: str = "head") -> None:
-    """Upgrade to a revision; concurrent calls take turns. Raises: SchemaUnknown."""
+    """Upgrade to a revision; concurrent calls take turns. Raises: SchemaUnknown.
+
+    After a conflict with live traffic, which takes a lock for too long, the revision is repeated.
+    """
     _revisions(database_url)
+    for pause_s in REPEATED_AFTER_S:
+        try:
+            command.upgrade(config(database_url), revision)
+            return
+        except DBAPIError as error:
+            if not is_conflict(error):
+                raise
+        time.sleep(pause_s)
     command.upgrade(config(database_url), revision)
 
 
@@ -56,7 +71,11 @@ def is_current(database_url: str) -> bool:
 
 def _revisions(database_url: str) -> set[str]:
     """Return the revision of the database, or nothing if it is empty. Raises: SchemaUnknown."""
-    engine = create_engine(sqlalchemy_url(database_url), poolclass=NullPool)
+    engine = create_engine(
+        sqlalchemy_url(database_url),
+        poolclass=NullPool,
+        connect_args={"options": connection_options()},
+    )
     try:
         with engine.connect() as connection:
             current = set(MigrationContext.configure(connection).get_current_heads())
@@ -165,7 +184,9 @@ def prepare_application_role(database_url: str, role: str, password: str = "") -
     processes continue. password: creates a missing role, and becomes its password. Raises:
     RoleUnfit; psycopg.OperationalError.
     """
-    with psycopg.connect(psycopg_conninfo(database_url)) as connection:
+    with psycopg.connect(
+        psycopg_conninfo(database_url), options=connection_options()
+    ) as connection:
         connection.execute("SELECT pg_advisory_xact_lock(%s)", [MIGRATION_LOCK_ID])
         try:
             _ensure(connection, role, password)

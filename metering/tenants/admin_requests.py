@@ -21,8 +21,8 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from metering.core.errors import (
     AlreadyExists,
     ConcurrentChanges,
-    DatabaseUnavailable,
     RequestIdReused,
+    WriteConflict,
 )
 from metering.core.models import ApiKey, Organization, Project
 from metering.tenants.tenants import (
@@ -93,7 +93,7 @@ async def take_changes_lock(session: AsyncSession, *, alone: bool) -> None:
     await session.execute(select(func.set_config("lock_timeout", f"{WAIT_MAX_S}s", True)))
     try:
         await session.execute(select(lock(CHANGES_LOCK_ID)))
-    except DatabaseUnavailable as error:
+    except WriteConflict as error:
         if isinstance(error.__cause__, psycopg.errors.LockNotAvailable):
             raise ConcurrentChanges from None
         raise
