@@ -24,7 +24,7 @@ from metering.plans.prepaid import refresh_for_the_month
 from metering.quotas import quota_admin
 from metering.receipts.signing import load_signer
 from metering.store.db import Sessions, create_engine, create_sessions
-from metering.store.refusals import AWAY, cause_of, repeated
+from metering.store.refusals import AWAY, is_conflict, repeated
 
 log = logging.getLogger(__name__)
 alerts = Retries("alert_look", passing=(DatabaseUnavailable,))
@@ -150,7 +150,8 @@ def run(work: Callable[[Sessions], Awaitable[object]]) -> None:
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         cause = error.__cause__ or error
-        log.warning("%s: %s", cause_of(cause), str(cause).partition("\n")[0])
+        what = "other work was in the way" if is_conflict(cause) else "the database is away"
+        log.warning("%s: %s", what, str(cause).partition("\n")[0])
     finally:
         if _kept is None:
             runner.close()

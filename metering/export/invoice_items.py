@@ -14,7 +14,8 @@ adjustments, credit) becomes an item with its label, and the remaining differenc
 rounding of lines, becomes one more. Items are put on the draft of the month if there is one, which
 is then finalized; otherwise on the customer's next invoice. A month is settled once Stripe's final
 invoices, the items made for it and the late usage invoiced meanwhile equal our invoice to the minor
-unit.
+unit. Usage that Stripe refused for good, and months for which it never makes an invoice, are part
+of that difference, so no refusal keeps a month open.
 
 The amount due is recorded once per month, an item before it is created, and an item is created only
 if none at Stripe carries its id. Amounts below Stripe's minor unit are carried to the customer's
@@ -42,6 +43,7 @@ from metering.export.stripe_gateway import (
     begins_within,
     create_item,
     finalized_at,
+    in_steps,
     known_items,
     minor_unit_picos,
     subscription_of,
@@ -216,7 +218,7 @@ async def make_item(session: AsyncSession, row: Row[Any]) -> None:
         "token_count": row.token_count,
         "picos": int(row.picos),
         "carried": carried,
-        "amount_minor": rounded // minor_picos,
+        "amount_minor": in_steps(rounded // minor_picos, row.currency_code),
     }
     item_id = await session.scalar(MAKE, values)
     await session.execute(BELONG, {"item_id": item_id, "batch_ids": row.batch_ids})
@@ -259,6 +261,9 @@ LABELLED_MAX = 200  # charges with an item of their own: Stripe takes 250 items 
 DESCRIPTION_LENGTH_MAX = 500
 # Stripe makes the drafts of a month soon after its end; earlier, a draft may not exist yet.
 DRAFTS_EXIST_AFTER = timedelta(hours=6)
+# After the end of a month: Stripe makes an invoice within hours, so there was no subscription, or
+# the draft was deleted.
+NO_INVOICE_AFTER = timedelta(days=7)
 # Per run, drawn at random: a month that cannot be settled must not block the others.
 MONTHS_MAX = 20
 
@@ -289,7 +294,8 @@ FROM (
 ORDER BY random()
 LIMIT :limit
 """)
-# True if some usage is not delivered yet, in doubt, or was cancelled at the biller.
+# True if some usage is not delivered yet or in doubt. Usage that the biller refused, because it is
+# too old or the meter is archived, is not waited for: an item of the invoice takes its place.
 UNDELIVERED = text("""
 SELECT (SELECT closed_until FROM export_progress) < :ends
     OR EXISTS (
@@ -298,8 +304,27 @@ SELECT (SELECT closed_until FROM export_progress) < :ends
         WHERE organization_id = :organization_id
           AND hour >= :begins
           AND hour < :ends
-          AND state NOT IN ('delivered', 'cancelled')
+          AND state NOT IN ('delivered', 'cancelled', 'rejected')
     )
+""")
+# SQL condition: a batch `b` of a month whose amount due is recorded, so items cover its refusal.
+OF_OWED_MONTH = """EXISTS (
+    SELECT
+    FROM stripe_month_settlements s
+    WHERE s.organization_id = b.organization_id
+      AND s.month = CAST(date_trunc('month', b.hour, 'UTC') AT TIME ZONE 'UTC' AS date)
+)"""
+# Whether Stripe may still make the month's invoice, and whether it issued one that is not among the
+# customer's invoices now.
+INVOICE_KNOWN = text("""
+SELECT CAST(:ends AS timestamptz) + :grace > now() AS may_come,
+       EXISTS (
+           SELECT
+           FROM stripe_invoices
+           WHERE (organization_id, period_end) = (:organization_id, :ends)
+             AND period_end > period_start
+             AND finalized_at IS NOT NULL
+       ) AS is_final_elsewhere
 """)
 # One line per price version and kind, rounded as Stripe does on finalization: half a minor unit
 # upwards.
@@ -335,10 +360,16 @@ SELECT (
 MONTH_CARRIED = text("""
 SELECT coalesce(
     (
-        SELECT due_picos + carried_in_picos - due_minor * :minor_picos
-        FROM stripe_month_settlements
-        WHERE organization_id = :organization_id
-        ORDER BY month DESC
+        SELECT due_picos + carried_in_picos
+               - (coalesce(invoiced_minor + late_minor + items.minor, due_minor)) * :minor_picos
+        FROM stripe_month_settlements s,
+        LATERAL (
+            SELECT coalesce(sum(amount_minor), 0)::bigint AS minor
+            FROM stripe_month_items i
+            WHERE (i.organization_id, i.month) = (s.organization_id, s.month)
+        ) AS items
+        WHERE s.organization_id = :organization_id
+        ORDER BY s.month DESC
         LIMIT 1
     ),
     0
@@ -433,10 +464,7 @@ async def settle_month(sessions: Sessions, gateway: StripeGateway, month: Row[An
             month.due_minor if month.due_minor is not None else await owe(session, month, facts)
         )
         if due_minor and not stripe_month.invoice_count:
-            raise StripeFailed(
-                "there is no invoice of the month: check that the customer had its subscription"
-                " (weir stripe sync)"
-            )
+            await check_no_invoice(session, facts)
         late = int(await session.scalar(LATE_MINOR, facts) or 0)
         missing = await make_items(
             session, month, facts, due_minor - stripe_month.usage_minor - late
@@ -455,15 +483,35 @@ async def settle_month(sessions: Sessions, gateway: StripeGateway, month: Row[An
     return True
 
 
+async def check_no_invoice(session: AsyncSession, facts: Mapping[str, Any]) -> None:
+    """Raise StripeFailed unless Stripe never makes an invoice of the month.
+
+    Items for the whole amount then go on the customer's next invoice.
+    """
+    known = (await session.execute(INVOICE_KNOWN, {**facts, "grace": NO_INVOICE_AFTER})).one()
+    if known.is_final_elsewhere:
+        raise StripeFailed(
+            "the invoice of the month belongs to another customer at Stripe: check `weir stripe"
+            " status` and bill the month by hand"
+        )
+    if known.may_come:
+        raise StripeFailed(
+            "there is no invoice of the month yet: without a subscription (weir stripe sync), the"
+            f" amount goes on the next invoice {NO_INVOICE_AFTER.days} days after the month"
+        )
+
+
 async def read_stripe_month(
     sessions: Sessions, gateway: StripeGateway, month: Row[Any], facts: Mapping[str, Any]
 ) -> StripeMonth:
     """Return Stripe's invoices of the month; drafts get our usage, as Stripe recounts them."""
     invoices = [
         each
-        for each in await usage_invoices(gateway, month.customer, month.ends)
+        for each in await usage_invoices(gateway, month.customer, month.ends, with_void=True)
         if begins_within(each, month.begins)
     ]
+    # A void invoice was issued and is owed no more. It counts unless another took its place.
+    invoices = [each for each in invoices if each["status"] != "void"] or invoices
     drafts = tuple(each for each in invoices if each["status"] == "draft")
     if drafts:
         async with sessions() as session:
@@ -484,10 +532,11 @@ async def make_items(
     """Record items for the missing difference, named as our charges; return their number."""
     made = (await session.execute(MADE, facts)).one()
     missing = difference_minor - made.minor
-    if not missing and made.item_count:
+    if not in_steps(missing, month.currency_code) and made.item_count:
         return 0
     items = [] if made.item_count else await charges(session, month)
-    remainder = missing - sum(amount for _, amount in items)
+    # Less than a step is left: Stripe takes no item of it, so the next month carries it.
+    remainder = in_steps(missing - sum(amount for _, amount in items), month.currency_code)
     if remainder:
         reason = "rounding, and usage that is invoiced in another month"
         items.append((f"{month_text(month.month)}: {reason}", remainder))
@@ -522,7 +571,12 @@ async def charges(session: AsyncSession, month: Row[Any]) -> list[tuple[str, int
     return [
         (f"{month_text(month.month)}: {line.description}", amount)
         for line in await read_lines(session, invoice.id)
-        if line.kind.is_charge and (amount := whole_units(line.amount_picos, month.currency_code))
+        if line.kind.is_charge
+        and (
+            amount := in_steps(
+                whole_units(line.amount_picos, month.currency_code), month.currency_code
+            )
+        )
     ][:LABELLED_MAX]
 
 

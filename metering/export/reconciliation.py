@@ -23,7 +23,13 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from metering.core.models import record_of
 from metering.core.money import exact_text
 from metering.export.deliveries import CLOSE_DELAY
-from metering.export.stripe_gateway import PICOS_PER_TOKEN, StripeGateway, minor_unit_picos
+from metering.export.invoice_items import OF_OWED_MONTH
+from metering.export.stripe_gateway import (
+    PICOS_PER_TOKEN,
+    StripeGateway,
+    in_steps,
+    minor_unit_picos,
+)
 from metering.ledger.ledger import month_bounds
 from metering.pricing.prices import TOKENS_BY_KIND
 from metering.store.db import Sessions
@@ -382,7 +388,10 @@ def settled(row: Row[Any]) -> Iterator[Difference]:
             amount_picos=ours - row.item_minor * unit,
             since=row.closed_at,
         )
-    elif missing := row.due_minor - row.invoiced_minor - row.late_minor - row.item_minor:
+    elif in_steps(
+        missing := row.due_minor - row.invoiced_minor - row.late_minor - row.item_minor,
+        row.currency_code,
+    ):
         yield record_of(
             Difference,
             row,
@@ -445,7 +454,7 @@ def invoiced(row: Row[Any]) -> Iterator[Difference]:
 
 NAMED_MAX = 5  # batches named in a difference; `weir stripe status` lists them all
 
-STUCK = text("""
+STUCK = text(f"""
 SELECT b.price_version_id, b.token_kind, b.state,
        sum(b.token_count)::bigint AS token_count,
        min(b.created_at) AS since,
@@ -456,6 +465,7 @@ WHERE b.organization_id = :organization_id
   AND b.hour >= :begins
   AND b.hour < :until
   AND b.state NOT IN ('delivered', 'cancelled')
+  AND NOT (b.state = 'rejected' AND {OF_OWED_MONTH})
 GROUP BY 1, 2, 3
 ORDER BY 1, 2, 3
 """)
@@ -467,7 +477,10 @@ REMEDIES = {
         "compare with the biller, then record the result: weir stripe settle BATCH --counted or"
         " --not-counted"
     ),
-    "rejected": "remove the cause, then: weir stripe resend BATCH",
+    "rejected": (
+        "remove the cause, then: weir stripe resend BATCH; otherwise an item of the invoice takes"
+        " its place once the month is closed"
+    ),
     "cancelling": "the cancellation is incomplete: weir stripe resend BATCH completes it",
 }
 COUNT_REMEDIES = {

@@ -237,6 +237,10 @@ DECIMALS_MAX = 12  # fraction digits of an amount in minor units that Stripe kee
 STRIPE_DIGITS = MINOR_DIGITS | {"MGA": 0, "ISK": 2, "UGX": 2}
 NOT_BILLED = frozenset({"CLF", "IQD", "LYD", "UYI", "UYW"})  # by Stripe
 
+# Stripe refuses other amounts than multiples of these minor units: three decimals end in 0, and two
+# currencies without decimals are written with two.
+AMOUNT_STEPS = dict.fromkeys(("BHD", "JOD", "KWD", "OMR", "TND"), 10) | {"ISK": 100, "UGX": 100}
+
 
 def stripe_digits(currency_code: str) -> int:
     """Return the digits of Stripe's minor unit. Raises: InvalidValue if it bills none."""
@@ -252,6 +256,12 @@ def minor_unit_picos(currency_code: str) -> int:
     """Return the picos of Stripe's minor unit. Raises: InvalidValue if it bills none."""
     picos: int = 10 ** (PICO_DIGITS - stripe_digits(currency_code))
     return picos
+
+
+def in_steps(amount_minor: int, currency_code: str) -> int:
+    """Return an amount that Stripe takes, truncated towards zero; the caller carries the rest."""
+    step = AMOUNT_STEPS.get(currency_code, 1)
+    return amount_minor // step * step if amount_minor >= 0 else -(-amount_minor // step * step)
 
 
 def unit_amount_decimal(picos_per_token: int, currency_code: str) -> str:
@@ -306,7 +316,9 @@ async def create_item(
     return str(item["id"])
 
 
-async def usage_invoices(gateway: StripeGateway, customer: str, ends: datetime) -> list[Invoice]:
+async def usage_invoices(
+    gateway: StripeGateway, customer: str, ends: datetime, *, with_void: bool = False
+) -> list[Invoice]:
     """Return a customer's invoices of usage for the month that ends at `ends`."""
     subscriptions = await gateway.list_all("/v1/subscriptions", customer=customer, status="all")
     ours = {
@@ -324,7 +336,7 @@ async def usage_invoices(gateway: StripeGateway, customer: str, ends: datetime) 
         )
         if subscription_of(each) in ours
         and each["period_start"] < each["period_end"] == moment
-        and each["status"] != "void"
+        and (with_void or each["status"] != "void")
     ]
 
 

@@ -35,6 +35,7 @@ from metering.core.models import ServiceTier, TokenKind
 from metering.export.deliveries import form
 from metering.export.export_settings import DAYS_UNTIL_DUE, Collection
 from metering.export.exporting import BatchState, Verdict
+from metering.export.invoice_items import OF_OWED_MONTH
 from metering.export.stripe_gateway import CANCEL_WITHIN, StripeGateway, unit_amount_decimal
 from metering.export.stripe_inbox import InvoicePayment, unpaid_invoices
 from metering.ledger.ledger import month_bounds
@@ -506,11 +507,13 @@ WHERE b.state IN ('pending', 'sent')
   )
 ORDER BY 1
 """)
-ATTENTION = text("""
+BY_ITEM = text(f"SELECT {OF_OWED_MONTH} FROM meter_batches b WHERE id = :id")
+ATTENTION = text(f"""
 SELECT b.id, b.state, o.name, b.token_kind, b.hour, b.token_count, coalesce(b.last_error, '')
 FROM meter_batches b
 JOIN organizations o ON o.id = b.organization_id
 WHERE b.state IN ('rejected', 'parked', 'cancelling')
+  AND NOT (b.state = 'rejected' AND {OF_OWED_MONTH})
 ORDER BY b.hour, b.id
 LIMIT :limit
 """)
@@ -645,6 +648,12 @@ async def resend(sessions: Sessions, gateway: StripeGateway, batch_id: uuid.UUID
             )
         state = BatchState(batch.state)
         if state is BatchState.REJECTED:
+            if await session.scalar(BY_ITEM, {"id": batch_id}):
+                raise InvalidValue(
+                    "batch",
+                    f"{batch_id} is part of a month that is settled at Stripe by invoice items:"
+                    " resending it would invoice it twice",
+                )
             await _give_up(session, batch)
             return
         if state is BatchState.DELIVERED:

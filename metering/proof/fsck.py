@@ -724,13 +724,14 @@ WINDOW history AS (PARTITION BY id, quota_id ORDER BY mark = 0, mark)
 """
 
 
-# A counter may exceed a limit that an admin lowered until the windows of that time have ended. A
-# lifetime quota may be exceeded by usage that owners of expired holds reported late: the leases had
+# A counter may exceed a limit that an admin set or lowered below what was used, until the windows of
+# that time have ended. After such a change nothing is admitted: a hold of later, beyond the time of
+# an administrator's transaction, shows that the limit failed. A lifetime quota may be exceeded by usage that owners of expired holds reported late: the leases had
 # been released.
 WITHIN_LIMITS = Check(
     "counters-within-limits",
-    "Used plus held is within the limit of every enforced quota, unless the limit was lowered"
-    " during the window.",
+    "Used plus held is within the limit of every enforced quota, unless the limit was set or lowered"
+    " during the window and nothing was admitted since.",
     violations_sql(
         "concat('counter of quota ', quota_id, ' (', dimension, ') from ', window_start)",
         """
@@ -767,11 +768,29 @@ WITHIN_LIMITS = Check(
                 AND a.subject_id = q.id::text
                 AND a.created_at >= c.window_start
                 AND (
-                    greatest((after->>'limit_value')::numeric,
-                             (after->>'override_limit_value')::numeric)
-                    < greatest((before->>'limit_value')::numeric,
-                               (before->>'override_limit_value')::numeric)
+                    before IS NULL
+                    OR before->>'deleted_at' IS NOT NULL
+                    OR (after->>'limit_value')::numeric < (before->>'limit_value')::numeric
+                    OR (after->>'override_limit_value')::numeric
+                       < coalesce((before->>'override_limit_value')::numeric,
+                                  (before->>'limit_value')::numeric)
+                    OR greatest((after->>'limit_value')::numeric,
+                                (after->>'override_limit_value')::numeric)
+                       < greatest((before->>'limit_value')::numeric,
+                                  (before->>'override_limit_value')::numeric)
+                    OR (after->>'input_weight_milli', after->>'cached_input_weight_milli',
+                        after->>'output_weight_milli')
+                       <> (before->>'input_weight_milli', before->>'cached_input_weight_milli',
+                           before->>'output_weight_milli')
                     OR (after->>'enforced')::bool > (before->>'enforced')::bool
+                )
+                AND NOT EXISTS (
+                    SELECT
+                    FROM holds h
+                    WHERE q.id = ANY(h.quota_ids)
+                      AND h.admitted_at > a.created_at + interval '1 minute'
+                      AND h.state <> 'voided'
+                      AND (position('picos' IN q.dimension) = 0 OR h.posted_cost_picos > 0)
                 )
           )
         """,

@@ -181,20 +181,25 @@ async def test_commands_sent_without_a_connection_are_applied_when_it_is_back(
     assert [each.request_id for each in listener.commands[1:]] == [missed]
 
 
+# Answers as a standby does; the default of a database has no effect on Weir's connections.
+READ_ONLY = """
+CREATE FUNCTION refuse_writes() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+    RAISE EXCEPTION 'cannot execute INSERT in a read-only transaction' USING ERRCODE = '25006';
+END $$;
+CREATE TRIGGER refuse_writes BEFORE INSERT ON live_reports EXECUTE FUNCTION refuse_writes();
+"""
+
+
 async def test_a_server_that_is_read_only_for_now_ends_nothing(
     database_url: str, sessions: Sessions, customer: Customer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process whose slot went to another one does not block connections."""
     monkeypatch.setattr(control_channel, "RECONNECT_MAX_S", 0.01)
     with psycopg.connect(psycopg_conninfo(database_url), autocommit=True) as admin:
-        admin.execute(
-            f"ALTER DATABASE {admin.info.dbname} SET default_transaction_read_only = on".encode()
-        )
+        admin.execute(READ_ONLY)
         async with listening(database_url) as listener:
             await until(lambda: listener.reported >= 3, "it to be asked again")
-            admin.execute(
-                f"ALTER DATABASE {admin.info.dbname} RESET default_transaction_read_only".encode()
-            )
+            admin.execute("DROP FUNCTION refuse_writes CASCADE")
             await until(
                 lambda: admin.execute("SELECT 1 FROM live_reports").fetchone(),
                 "a report to be written",

@@ -9,12 +9,21 @@ import psycopg
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from metering.core.models import QuotaDimension
+from metering.core.models import QuotaDimension, QuotaSubject
 from metering.export.deliveries import form_batches
 from metering.holds.operations import Expire, Extend, Void
 from metering.ledger.rating import rate_all_pending
 from metering.plans.prepaid import set_prepaid
-from metering.proof.fsck import CHECKS, TRIGGERS, Moment, fsck, run_check, select_checks
+from metering.proof.fsck import (
+    CHECKS,
+    TRIGGERS,
+    WITHIN_LIMITS,
+    Moment,
+    fsck,
+    run_check,
+    select_checks,
+)
+from metering.quotas.quota_admin import set_quota
 from metering.receipts.signing import Signer
 from metering.store.db import Sessions, psycopg_conninfo
 from tests.metering.hold_world import HoldWorld, admit, hold_world, settle
@@ -444,3 +453,35 @@ async def test_a_live_hold_is_a_violation_only_once_all_must_have_ended(world: H
     assert [str(op.hold_id) in found for found in find_violations(world.url, all_ended=True)] == [
         True
     ]
+
+
+async def test_a_new_limit_below_what_is_used_is_no_violation_and_a_failed_limit_is(
+    world: HoldWorld, sessions: Sessions
+) -> None:
+    payer = world.tenant()
+    used = admit(payer)
+    await world.run(used)
+    await world.run(settle(used.hold_id, 5))
+    dimensions = (QuotaDimension.TOKENS_PER_MONTH, QuotaDimension.COST_PICOS_PER_DAY)
+    for dimension in dimensions:
+        for model in ("", used.model):
+            for limit_value in (3, 2):  # new, and lowered
+                async with sessions.begin() as session:
+                    state = await set_quota(
+                        session,
+                        subject=QuotaSubject.ORGANIZATION,
+                        subject_ref=str(payer.organization_id),
+                        dimension=dimension,
+                        model=model,
+                        limit_value=limit_value,
+                        actor="test",
+                    )
+
+    assert find_violations(world.url, (WITHIN_LIMITS,)) == []
+    admitted_since = (
+        f"UPDATE holds SET quota_ids = quota_ids || '{state.rule.id}'::uuid, admitted_at ="
+        " (SELECT max(created_at) FROM audit_log) + interval '2 minutes'"
+    )
+    no_change = "UPDATE audit_log SET action = 'quota.note' WHERE action = 'quota.set'"
+    assert unseen(world, [(admitted_since, "exceed the limit 2")]) == []
+    assert unseen(world, [(no_change, "exceed the limit 2")]) == []

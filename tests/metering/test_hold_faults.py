@@ -333,7 +333,7 @@ async def test_a_batch_that_conflicts_repeatedly_is_refused_eventually(
     (answer,) = await world.run(admit(world.tenant(), hold_id=uuid.uuid4()))
 
     assert isinstance(answer, MeteringError)
-    assert answer.reason == "DATABASE_UNAVAILABLE"
+    assert answer.reason == "WRITE_CONFLICT"
 
 
 @pytest.mark.parametrize("side", SIDES)

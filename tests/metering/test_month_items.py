@@ -16,6 +16,7 @@ from sqlalchemy.exc import DBAPIError
 from metering.core.errors import InvalidValue
 from metering.core.models import TokenKind
 from metering.core.money import PICOS_PER_UNIT
+from metering.export import invoice_items
 from metering.export.deliveries import deliver_pending, form_batches
 from metering.export.export_settings import Finalizing, stripe_settings
 from metering.export.invoice_items import hold_draft, settle_months, whole_units
@@ -190,9 +191,10 @@ async def test_an_invoice_finalized_before_the_close_is_corrected_on_the_next_on
 
 
 async def test_nothing_is_settled_before_all_usage_is_delivered_or_without_an_invoice(
-    world: tuple[Billed, ModelPrice],
+    world: tuple[Billed, ModelPrice], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     billed, price = world
+    monkeypatch.setattr(invoice_items, "NO_INVOICE_AFTER", timedelta(days=36_500))
     await billed.use(price, *USED)
     await billed.close("2025-11")
     await billed.deliver()

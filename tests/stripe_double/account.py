@@ -23,6 +23,8 @@ MISSING_EMAIL = (
     "Missing email. In order to create invoices that are sent to the customer, the customer must"
     " have a valid email."
 )
+# Three decimals must end in 0, and currencies that have lost their decimals keep two zeros.
+AMOUNT_STEPS = dict.fromkeys(("bhd", "jod", "kwd", "omr", "tnd"), 10) | {"isk": 100, "ugx": 100}
 Values = dict[str, Any]
 
 
@@ -117,7 +119,13 @@ class Account:
             for item in made.pop("items"):
                 self.create("subscription_items", {"subscription": made["id"], **item})
         if kind == "invoiceitems":
-            self.one("customers", made["customer"])
+            if self.one("customers", made["customer"]).get("deleted"):
+                raise Refused(400, "The customer was deleted.", param="customer")
+            step = AMOUNT_STEPS.get(made["currency"], 1)
+            if made["amount"] % step:
+                raise Refused(
+                    400, f"The amount must be a multiple of {step}.", code="amount_invalid"
+                )
             if "invoice" in made and self.draft(made["invoice"])["customer"] != made["customer"]:
                 raise Refused(400, "The invoice is another customer's.", param="invoice")
             made.setdefault("invoice", None)
@@ -293,7 +301,8 @@ class Account:
             "timestamp": at,
             "livemode": False,
         }
-        known = values["payload"].get("stripe_customer_id") in self.of("customers")
+        customer = self.of("customers").get(values["payload"].get("stripe_customer_id", ""), {})
+        known = bool(customer) and not customer.get("deleted")
         (self.meter_events if known else self.uncounted).append(event)
         return event
 
