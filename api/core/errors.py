@@ -840,9 +840,8 @@ def facts(source: object, *names: str) -> dict[str, str]:
 def quota_metadata(error: QuotaExceeded) -> dict[str, str]:
     """Return the exceeded limit, the rest of it, its reset, and whether waiting helps."""
     first = error.failing[0]
-    message = facts(
-        first, "quota_id", "subject", "subject_id", "model", "dimension", "used", "held"
-    ) | {
+    message = facts(first, "quota_id", "subject", "subject_id", "model", "used", "held") | {
+        "dimension": first.dimension.spelling,
         "limit": str(first.limit_value),
         "remaining": str(max(first.remaining, 0)),
         "requested": str(error.requested[0]),
@@ -876,7 +875,8 @@ def details_of(error: BaseException) -> list[Message]:
             failure.violations.add(
                 subject=f"{state.subject}:{state.subject_id}",
                 description=(
-                    f"{state.dimension}: {max(state.remaining, 0)} of {state.limit_value} left"
+                    f"{state.dimension.spelling}: {max(state.remaining, 0)} of {state.limit_value}"
+                    " left"
                 ),
             )
         details.append(failure)

@@ -194,7 +194,8 @@ class RequestCounts:
             return
         dimension = subject = ""
         if isinstance(error, QuotaExceeded):
-            dimension, subject = error.failing[0].dimension, error.failing[0].subject
+            first = error.failing[0]
+            dimension, subject = first.dimension.spelling, first.subject
         self.refusals[model, reason, dimension, subject] += 1
 
     def _add_tokens(self, model: str, settled: Settled) -> None:

@@ -67,6 +67,7 @@ from api.openai.parameters import (
 from api.openai.refusals import HttpFault, Refusal, invalid_parameter, quota_headers, refusal_of
 from api.openai.tolerance import Ignored
 from common.loop_watch import Stage
+from metering.pricing.prices import COUNTS_OF_EVENT
 from metering.quotas.quota_rules import Owner
 from metering.store.db import Sessions
 from metering.tenants.tenants import Principal
@@ -177,9 +178,7 @@ def model_object(model: pb.Model, started_at: int) -> dict[str, Any]:
         facts["price"] = {
             "version": price.version,
             "currency_code": price.currency_code,
-            "input_picos_per_token": price.input_picos_per_token,
-            "cached_input_picos_per_token": price.cached_input_picos_per_token,
-            "output_picos_per_token": price.output_picos_per_token,
+            **{name: getattr(price, name) for _, name in COUNTS_OF_EVENT.values()},
         }
     return {
         "id": model.name,

@@ -252,8 +252,8 @@ def detail_of(status: status_pb2.Status, kind: type[Detail]) -> Detail | None:
 
 def counted_unit(table: Mapping[QuotaDimension, str], facts: Mapping[str, str]) -> str | None:
     """Return the unit that a limit counts, `requests` or `tokens`; None if not in the table."""
-    dimension = facts.get("dimension", "")
-    return table.get(QuotaDimension(dimension)) if dimension in set(QuotaDimension) else None
+    named = facts.get("dimension", "")
+    return next((unit for dimension, unit in table.items() if dimension.spelling == named), None)
 
 
 def quota_headers(quotas: Iterable[types_pb2.QuotaStatus]) -> dict[str, str]:

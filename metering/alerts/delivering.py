@@ -410,7 +410,7 @@ def body_of(listed: ListedAlert) -> bytes:
                 "subject_id": str(quota.subject_id),
                 "subject_name": listed.subject_name,
                 "model": quota.model,
-                "dimension": quota.dimension,
+                "dimension": dimension.spelling,
             },
             "remaining_picos_threshold" if is_of_credit else "percent_threshold": str(
                 alert.threshold

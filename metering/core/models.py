@@ -248,6 +248,11 @@ class QuotaDimension(StrEnum):
     # Never resets: `plans/prepaid.py` updates the limit.
     PREPAID_CREDIT_PICOS = "prepaid_credit_picos"
 
+    @property
+    def spelling(self) -> str:
+        """Name outside the database, the same on every way out: `cost-per-month`."""
+        return self.value.replace("_picos", "").replace("_", "-")
+
 
 class Quota(Base):
     """One limit. `model` is empty for all models together. Removed limits are kept for the holds

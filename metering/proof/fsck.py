@@ -724,14 +724,14 @@ WINDOW history AS (PARTITION BY id, quota_id ORDER BY mark = 0, mark)
 """
 
 
-# A counter may exceed a limit that an admin set or lowered below what was used, until the windows of
-# that time have ended. After such a change nothing is admitted: a hold of later, beyond the time of
-# an administrator's transaction, shows that the limit failed. A lifetime quota may be exceeded by usage that owners of expired holds reported late: the leases had
-# been released.
+# A counter may exceed a limit that an admin set or lowered below what was used, until the windows
+# of that time have ended. After such a change nothing is admitted: a hold of later, beyond the time
+# of an administrator's transaction, shows that the limit failed. A lifetime quota may be exceeded
+# by usage that owners of expired holds reported late: the leases had been released.
 WITHIN_LIMITS = Check(
     "counters-within-limits",
-    "Used plus held is within the limit of every enforced quota, unless the limit was set or lowered"
-    " during the window and nothing was admitted since.",
+    "Used plus held is within the limit of every enforced quota, unless the limit was set or"
+    " lowered during the window and nothing was admitted since.",
     violations_sql(
         "concat('counter of quota ', quota_id, ' (', dimension, ') from ', window_start)",
         """
@@ -790,7 +790,14 @@ WITHIN_LIMITS = Check(
                     WHERE q.id = ANY(h.quota_ids)
                       AND h.admitted_at > a.created_at + interval '1 minute'
                       AND h.state <> 'voided'
-                      AND (position('picos' IN q.dimension) = 0 OR h.posted_cost_picos > 0)
+                      -- What costs nothing is admitted by a limit on money that is overdrawn.
+                      AND (
+                          position('picos' IN q.dimension) = 0
+                          OR h.posted_cost_picos > 0
+                          OR EXISTS (
+                              SELECT FROM usage_events e WHERE e.hold_id = h.id AND e.cost_picos > 0
+                          )
+                      )
                 )
           )
         """,

@@ -51,9 +51,9 @@ class QuotaExceeded(MeteringError):
     def __init__(self, failing: Sequence[QuotaState], requested: Sequence[int]) -> None:
         first = failing[0]
         super().__init__(
-            f"quota {first.dimension} of {first.subject} is used up: requested {requested[0]},"
-            f" remaining {max(first.remaining, 0)} of {first.limit_value} ({first.used} used,"
-            f" {first.held} held)"
+            f"quota {first.dimension.spelling} of {first.subject} is used up: requested"
+            f" {requested[0]}, remaining {max(first.remaining, 0)} of {first.limit_value}"
+            f" ({first.used} used, {first.held} held)"
         )
         self.failing = tuple(failing)
         self.requested = tuple(requested)

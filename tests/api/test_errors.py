@@ -189,7 +189,7 @@ def test_a_quota_is_returned_with_all_its_numbers() -> None:
         "subject": "project",
         "subject_id": str(state.subject_id),
         "model": "m",
-        "dimension": "tokens_per_minute",
+        "dimension": "tokens-per-minute",
         "limit": "100",
         "used": "60",
         "held": "35",
@@ -201,7 +201,7 @@ def test_a_quota_is_returned_with_all_its_numbers() -> None:
     assert refusal.retry_after_s == 60
     failure = refusal.detail(error_details_pb2.QuotaFailure)
     assert failure is not None
-    assert failure.violations[0].description == "tokens_per_minute: 5 of 100 left"
+    assert failure.violations[0].description == "tokens-per-minute: 5 of 100 left"
 
 
 def test_every_exceeded_limit_is_reported() -> None:

@@ -89,7 +89,7 @@ def check_refusal(refusal: Refusal, tenant: Tenant, dimension: QuotaDimension, l
     assert refusal.code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert refusal.reason == "QUOTA_EXCEEDED"
     assert (facts["dimension"], facts["subject"], facts["limit"]) == (
-        str(dimension),
+        dimension.spelling,
         "organization",
         str(limit),
     )
@@ -135,7 +135,7 @@ async def test_a_refused_request_uses_nothing_of_its_other_limits(service: Servi
     async with service.stream(tenant.secret) as stream:
         refusal = await stream.failed(await stream.begin())
 
-    assert refusal.info.metadata["dimension"] == "concurrent_requests"
+    assert refusal.info.metadata["dimension"] == "concurrent-requests"
     assert all(counts == (0, 0) for counts in service.books.counters(tenant).values())
     assert service.books.holds(tenant) == {}
 

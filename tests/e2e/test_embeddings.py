@@ -368,7 +368,7 @@ async def test_a_quota_without_room_refuses_and_leaves_no_trace(embedding: Servi
         grpc.StatusCode.RESOURCE_EXHAUSTED,
         "QUOTA_EXCEEDED",
     )
-    assert refusal.info.metadata["dimension"] == "tokens_per_minute"
+    assert refusal.info.metadata["dimension"] == "tokens-per-minute"
     assert refusal.detail(error_details_pb2.QuotaFailure) is not None
     assert embedding.books.holds(tenant) == {}
     await nothing_billed(embedding, tenant)

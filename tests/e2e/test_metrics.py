@@ -85,7 +85,7 @@ async def test_a_refusal_is_counted_by_what_refused_it(service: Service) -> None
     quota = {
         "model": MODEL,
         "reason": "QUOTA_EXCEEDED",
-        "dimension": "tokens_per_month",
+        "dimension": "tokens-per-month",
         "subject": "organization",
     }
     assert added(before, after, "weir_refusals_total", **quota) == 1

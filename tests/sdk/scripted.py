@@ -228,7 +228,7 @@ def status(
 def quota_status(
     retry_after_s: float | None = None,
     *,
-    dimension: str = "tokens_per_minute",
+    dimension: str = "tokens-per-minute",
     retry_helps: bool = True,
 ) -> status_pb2.Status:
     """Return a refusal by a quota, with the server's numbers."""

@@ -6,7 +6,7 @@
  * received output if a generation broke off.
  */
 
-import type { Partial } from "./values.js";
+import type { Partial, QuotaDimension } from "./values.js";
 
 /** One refused field of a request, and the reason. */
 export interface FieldViolation {
@@ -35,7 +35,7 @@ export interface ExceededQuota {
   readonly subject: string;
   readonly subjectId: string;
   readonly model: string;
-  readonly dimension: string;
+  readonly dimension: QuotaDimension;
   readonly limit: bigint | undefined;
   readonly used: bigint | undefined;
   readonly held: bigint | undefined;

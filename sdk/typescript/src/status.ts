@@ -18,7 +18,7 @@ import {
 } from "./gen/google/rpc/error_details_pb.js";
 import { type Status, StatusSchema } from "./gen/google/rpc/status_pb.js";
 import type { Partial } from "./values.js";
-import { durationMs } from "./wire.js";
+import { dimensionNamed, durationMs } from "./wire.js";
 
 const NOT_TLS = /wrong version number/; // OpenSSL's error for a plaintext response
 const STATUS_DETAILS_KEY = "grpc-status-details-bin";
@@ -169,7 +169,7 @@ function exceededQuota(
     subject: metadata["subject"] ?? "",
     subjectId: metadata["subject_id"] ?? "",
     model: metadata["model"] ?? "",
-    dimension: metadata["dimension"] ?? "",
+    dimension: dimensionNamed(metadata["dimension"] ?? ""),
     limit: whole("limit"),
     used: whole("used"),
     held: whole("held"),

@@ -30,19 +30,23 @@ export type GenerationState = "UNSPECIFIED" | "RUNNING" | "SETTLED" | "VOIDED" |
 /** Owner of a quota. */
 export type QuotaSubject = "UNSPECIFIED" | "ORGANIZATION" | "PROJECT" | "API_KEY";
 
-/** Measure and window of a quota. UNSPECIFIED: a dimension newer than this client. */
-export type QuotaDimension =
-  | "UNSPECIFIED"
-  | "CONCURRENT_REQUESTS"
-  | "REQUESTS_PER_MINUTE"
-  | "TOKENS_PER_MINUTE"
-  | "INPUT_TOKENS_PER_MINUTE"
-  | "OUTPUT_TOKENS_PER_MINUTE"
-  | "TOKENS_PER_DAY"
-  | "TOKENS_PER_MONTH"
-  | "COST_PER_DAY"
-  | "COST_PER_MONTH"
-  | "PREPAID_CREDIT";
+/** Names of what a quota measures, as everywhere. "unspecified": newer than this client. */
+export const QUOTA_DIMENSIONS = [
+  "unspecified",
+  "concurrent-requests",
+  "requests-per-minute",
+  "tokens-per-minute",
+  "input-tokens-per-minute",
+  "output-tokens-per-minute",
+  "tokens-per-day",
+  "tokens-per-month",
+  "cost-per-day",
+  "cost-per-month",
+  "prepaid-credit",
+] as const;
+
+/** Measure and window of a quota. */
+export type QuotaDimension = (typeof QUOTA_DIMENSIONS)[number];
 
 /** Token counts of one request. */
 export interface Usage {

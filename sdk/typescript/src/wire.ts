@@ -47,6 +47,7 @@ import type {
   TokenLogprobs,
   Usage,
 } from "./values.js";
+import { QUOTA_DIMENSIONS } from "./values.js";
 
 /** Returns a count as a plain number. Throws a RangeError if it is not exact. */
 export function count(value: bigint): number {
@@ -68,6 +69,16 @@ function date(value: Timestamp | undefined): Date | undefined {
 // Names unknown to this version of the client become UNSPECIFIED.
 function name<Name extends string>(names: Record<number, string>, value: number): Name {
   return (names[value] ?? "UNSPECIFIED") as Name;
+}
+
+/** Returns a dimension by its name; "unspecified" for one that is newer than this client. */
+export function dimensionNamed(text: string): QuotaDimension {
+  return QUOTA_DIMENSIONS.find((each) => each === text) ?? "unspecified";
+}
+
+function dimension(value: QuotaDimensionMessage): QuotaDimension {
+  const spelling = name<string>(QuotaDimensionMessage, value).replace("_PICOS", "");
+  return dimensionNamed(spelling.replaceAll("_", "-").toLowerCase());
 }
 
 export function finishReason(value: FinishReasonMessage): FinishReason {
@@ -145,7 +156,7 @@ export function quota(value: QuotaMessage): QuotaStatus {
     subject: name<QuotaSubject>(QuotaSubjectMessage, value.subject),
     subjectId: value.subjectId,
     model: value.model,
-    dimension: name<QuotaDimension>(QuotaDimensionMessage, value.dimension),
+    dimension: dimension(value.dimension),
     limitValue: value.limitValue,
     usedValue: value.usedValue,
     heldValue: value.heldValue,

@@ -27,7 +27,6 @@ from weir_client import (
     IncompleteGeneration,
     InvalidRequest,
     PermissionDenied,
-    QuotaDimension,
     QuotaExceeded,
     Unauthenticated,
     Unavailable,
@@ -49,7 +48,6 @@ if TYPE_CHECKING:
         AdminClient,
         BillingClient,
         Client,
-        ExceededQuota,
         ReceiptClient,
     )
 
@@ -218,22 +216,18 @@ def _quota(error: QuotaExceeded) -> str:
     quota = error.quota
     if quota is None:
         return f"{error.message}{_when(error)}"
-    dimension = dimension_of(quota)
     subject = (
         f" of the {quota.subject.replace('_', ' ').replace('-', ' ')}" if quota.subject else ""
     )
     model = f" for {quota.model}" if quota.model else ""
     numbers = (("limit", quota.limit), ("left", quota.remaining), ("needed", quota.requested))
     facts = [
-        f"{name} {dimension_amount(dimension, value)}"
+        f"{name} {dimension_amount(quota.dimension, value)}"
         for name, value in numbers
         if value is not None
     ]
     summary = ", ".join(facts) or error.message
-    return (
-        f"quota exceeded: {dimension.value if dimension else quota.dimension}{subject}{model}:"
-        f" {summary}{_when(error)}"
-    )
+    return f"quota exceeded: {quota.dimension.value}{subject}{model}: {summary}{_when(error)}"
 
 
 def _when(error: QuotaExceeded) -> str:
@@ -259,17 +253,6 @@ def _moment(time: datetime, wait_s: float) -> str:
         if wait_s < CLOCK_ONLY_S
         else f"{time.astimezone(UTC):%Y-%m-%d %H:%M:%S}"
     )
-
-
-def dimension_of(quota: ExceededQuota) -> QuotaDimension | None:
-    """Return the dimension from any spelling used by servers; None if unknown."""
-    word = (
-        quota.dimension.lower()
-        .removeprefix("quota_dimension_")
-        .replace("_", "-")
-        .replace("cost-picos-", "cost-")
-    )
-    return QuotaDimension(word) if word in set(QuotaDimension) else None
 
 
 @dataclass(frozen=True, slots=True)

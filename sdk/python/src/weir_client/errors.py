@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import ClassVar
 
-from weir_client.values import Partial
+from weir_client.values import Partial, QuotaDimension
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class ExceededQuota:
     subject: str
     subject_id: str
     model: str
-    dimension: str
+    dimension: QuotaDimension  # UNSPECIFIED: one that is newer than this client
     limit: int | None
     used: int | None
     held: int | None

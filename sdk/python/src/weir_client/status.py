@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 from weir_client import errors
-from weir_client.values import Partial
+from weir_client.values import Partial, QuotaDimension
 
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
 
@@ -150,7 +150,7 @@ def _exceeded_quota(
         subject=metadata.get("subject", ""),
         subject_id=metadata.get("subject_id", ""),
         model=metadata.get("model", ""),
-        dimension=metadata.get("dimension", ""),
+        dimension=_dimension(metadata.get("dimension", "")),
         limit=_whole(metadata.get("limit")),
         used=_whole(metadata.get("used")),
         held=_whole(metadata.get("held")),
@@ -162,6 +162,13 @@ def _exceeded_quota(
         ).lower()
         == "true",
     )
+
+
+def _dimension(text: str) -> QuotaDimension:
+    try:
+        return QuotaDimension(text)
+    except ValueError:
+        return QuotaDimension.UNSPECIFIED
 
 
 def _whole(text: str | None) -> int | None:

@@ -1,0 +1,130 @@
+"""A quota's dimension has one spelling everywhere, and each kind of price is shown."""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from weir.v1 import inference_service_pb2 as pb
+from weir.v1 import types_pb2
+from weir_cli.document import dimension_of
+from weir_client import Price, values
+from weir_client.errors import QuotaExceeded as ClientQuotaExceeded
+from weir_client.status import error_from_status
+from weir_client.wire import read
+
+from api.core.errors import status_of
+from api.core.messages import DIMENSIONS
+from api.observability.observer import RequestCounts
+from api.openai.gateway import model_object
+from api.openai.refusals import refusal_of
+from metering.alerts.alerts import Alert, ListedAlert
+from metering.alerts.delivering import body_of
+from metering.core.models import (
+    Organization,
+    Quota,
+    QuotaDimension,
+    QuotaSubject,
+    ServiceTier,
+    TokenKind,
+)
+from metering.pricing.prices import COUNTS_OF_EVENT
+from metering.quotas.quota_rules import QuotaRule, QuotaState
+from metering.quotas.quotas import QuotaExceeded
+
+ROOT = Path(__file__).parent.parent
+NOW = datetime(2026, 11, 26, tzinfo=UTC)
+SPELLINGS = {
+    QuotaDimension.CONCURRENT_REQUESTS: "concurrent-requests",
+    QuotaDimension.REQUESTS_PER_MINUTE: "requests-per-minute",
+    QuotaDimension.TOKENS_PER_MINUTE: "tokens-per-minute",
+    QuotaDimension.INPUT_TOKENS_PER_MINUTE: "input-tokens-per-minute",
+    QuotaDimension.OUTPUT_TOKENS_PER_MINUTE: "output-tokens-per-minute",
+    QuotaDimension.TOKENS_PER_DAY: "tokens-per-day",
+    QuotaDimension.TOKENS_PER_MONTH: "tokens-per-month",
+    QuotaDimension.COST_PICOS_PER_DAY: "cost-per-day",
+    QuotaDimension.COST_PICOS_PER_MONTH: "cost-per-month",
+    QuotaDimension.PREPAID_CREDIT_PICOS: "prepaid-credit",
+}
+
+
+def exceeded(dimension: QuotaDimension) -> QuotaExceeded:
+    subject = QuotaSubject.PROJECT
+    rule = QuotaRule(uuid.uuid4(), subject, uuid.uuid4(), "", dimension, 5)
+    return QuotaExceeded([QuotaState(rule, 5, 0, NOW)], [1])
+
+
+def test_the_table_has_every_dimension() -> None:
+    assert set(SPELLINGS) == set(QuotaDimension)
+    assert {*SPELLINGS.values(), "unspecified"} == {each.value for each in values.QuotaDimension}
+
+
+@pytest.mark.parametrize(("dimension", "spelling"), SPELLINGS.items())
+def test_a_dimension_has_one_spelling_everywhere(dimension: QuotaDimension, spelling: str) -> None:
+    status = status_of(exceeded(dimension))
+    client_error = error_from_status(status)
+    answer = str(refusal_of(status))
+    alert = Alert(
+        id=uuid.uuid4(), window_start=NOW, threshold=80, limit_value=5, used=4, fired_at=NOW
+    )
+    quota = Quota(
+        id=uuid.uuid4(), subject="project", subject_id=uuid.uuid4(), model="", dimension=dimension
+    )
+    organization = Organization(id=uuid.uuid4(), name="acme", currency_code="USD")
+    webhook = json.loads(body_of(ListedAlert(alert, organization, quota, None, None)))
+    message = types_pb2.QuotaStatus(dimension=DIMENSIONS[dimension])
+
+    assert dimension.spelling == spelling
+    assert f"quota {spelling} of project" in status.message
+    assert isinstance(client_error, ClientQuotaExceeded)
+    assert client_error.quota is not None
+    assert client_error.quota.dimension is values.QuotaDimension(spelling)
+    assert f"quota {spelling} of project" in answer
+    assert webhook["quota"]["dimension"] == spelling
+    assert read(values.QuotaStatus, message).dimension == spelling
+    assert dimension_of(types_pb2.QuotaDimension.Name(DIMENSIONS[dimension])) == spelling
+    for text in (status.message, answer, json.dumps(webhook)):
+        assert dimension.value not in text or dimension.value == spelling
+
+
+def test_other_places_name_the_dimensions_of_the_table() -> None:
+    typescript = (ROOT / "sdk/typescript/src/values.ts").read_text()
+    listed = typescript.partition("QUOTA_DIMENSIONS = [")[2].partition("]")[0]
+    pages = [*ROOT.glob("docs/**/*.md"), ROOT / "README.md", *ROOT.glob("sdk/*/README.md")]
+    internal = [
+        f"{page.name}: {dimension.value}"
+        for page in pages
+        if "internals" not in page.parts
+        for dimension in QuotaDimension
+        if re.search(rf"`{dimension.value}`|\"{dimension.value}\"", page.read_text())
+    ]
+
+    assert set(re.findall(r'"([a-z-]+)"', listed)) == {*SPELLINGS.values(), "unspecified"}
+    assert internal == []
+
+
+def test_the_metric_of_refusals_has_the_same_names() -> None:
+    counts = RequestCounts(["demo"])
+    for dimension in QuotaDimension:
+        counts.failed("demo", ServiceTier.INTERACTIVE, exceeded(dimension), None)
+
+    assert {labels[2] for labels in counts.refusals} == set(SPELLINGS.values())
+
+
+@pytest.mark.parametrize("kind", TokenKind)
+def test_a_model_shows_the_price_of_every_kind_of_token(kind: TokenKind) -> None:
+    _, name = COUNTS_OF_EVENT[kind]
+    model = pb.Model(name="demo", price=pb.Price(version=1, currency_code="USD", **{name: 7}))
+
+    assert model_object(model, 0)["weir"]["price"][name] == 7
+    assert getattr(read(Price, model.price), name) == 7
+    assert re.search(rf"\b{camel(name)}\b", (ROOT / "sdk/typescript/src/models.ts").read_text())
+    assert camel(name) in (ROOT / "api/console/static/overview.mjs").read_text()
+
+
+def camel(name: str) -> str:
+    return re.sub("_([a-z])", lambda found: found[1].upper(), name)
