@@ -49,7 +49,7 @@ async def billed_in(
         customer = await new_customer(session, "acme", currency_code)
     gateway = StripeGateway(stripe_settings(double.environment))
     billed = Billed(sessions, customer, currency_code=currency_code, double=double, gateway=gateway)
-    # A token costs a part of the smallest amount that is no round number of it.
+    # A token costs a part of the smallest amount and does not divide it.
     unit = minor_unit_picos(currency_code)
     price = await billed.price(
         datetime(2025, 1, 1, tzinfo=UTC), input_picos=unit // 700 * 10, output_picos=unit // 90
