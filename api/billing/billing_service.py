@@ -9,14 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import pickle
-import sys
 import tempfile
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from datetime import UTC, date, datetime
 from functools import partial
+from typing import IO
 
 from sqlalchemy.ext.asyncio import AsyncSession
 from weir.v1 import alerts_pb2 as alert_pb
@@ -34,9 +33,8 @@ from api.core import wire
 from api.core.errors import TooManyReports
 from api.core.interceptor import Context
 from api.core.messages import alert_message, receipt_messages
-from common.child_environment import inherited
 from metering.alerts.alerts import list_alerts
-from metering.core.errors import InvalidValue, NotFound
+from metering.core.errors import InvalidValue, InvariantViolated, NotFound
 from metering.core.models import Organization, TokenKind
 from metering.core.money import round_to_minor_unit
 from metering.export.reconciliation import Difference, StageSum, reconcile_locally
@@ -44,12 +42,8 @@ from metering.export.stripe_inbox import InvoicePayment, payments_by_month
 from metering.invoicing import adjustments
 from metering.invoicing.adjustments import AdjustmentRecord
 from metering.invoicing.closing import CloseTerms, check_month, close_month
-from metering.invoicing.invoice_document import (
-    InvoiceDocument,
-    Issuer,
-    invoice_document,
-    letterhead_of,
-)
+from metering.invoicing.documents import Drawer, document_of_month
+from metering.invoicing.invoice_document import Issuer
 from metering.invoicing.invoices import Invoice, find_invoice_row, invoice_of_month, read_invoice
 from metering.invoicing.month_report import TAX_NOTE, MonthReport, to_csv, to_json
 from metering.invoicing.months import (
@@ -188,7 +182,7 @@ class BillingServicer(AdminCalls, billing_grpc.BillingServiceServicer):
         super().__init__(authenticator, sessions)
         self._reports = reports
         self._issuer = issuer
-        self._drawer = InvoiceDrawer()
+        self._draw = Drawer().draw
 
     @contextlib.asynccontextmanager
     async def _reading(self, reader: Principal) -> AsyncIterator[AsyncSession]:
@@ -255,30 +249,28 @@ class BillingServicer(AdminCalls, billing_grpc.BillingServiceServicer):
     ) -> None:
         """Write a month to a file and send it in pieces, outside a transaction."""
         principal = await self._caller(context)
-        async with self._reports.turn(principal) as sessions, sessions.begin() as session:
-            owner = await visible_or_own(session, principal, request.organization)
-            issuer = await letterhead_of(session, owner.id, request.month, self._issuer)
+        if request.format not in FILE_NAMES:
+            raise InvalidValue("format", "is required: the format of the file")
+        is_pdf = request.format == usage_pb.MONTH_EXPORT_FORMAT_INVOICE_PDF
         with tempfile.SpooledTemporaryFile(max_size=FILE_BYTES_IN_MEMORY) as file:
             async with self._reading(principal) as session:
+                owner = await visible_or_own(session, principal, request.organization)
                 report = await month_report(
                     session, organization=str(owner.id), month=request.month
                 )
-                of_month = f"{report.organization_name}-{report.month}"
-                match request.format:
-                    case usage_pb.MONTH_EXPORT_FORMAT_INVOICE_PDF:
-                        number = "draft"
-                        if report.closed:
-                            number = report.closed.invoice_number or "statement"
-                        name, media_type = f"{number}-{of_month}.pdf", "application/pdf"
-                    case usage_pb.MONTH_EXPORT_FORMAT_FOCUS_CSV:
-                        name = f"focus-{FOCUS_VERSION}-{of_month}.csv"
-                        media_type = "text/csv; charset=utf-8"
-                        async for piece in focus_csv(session, report, issuer.name):
-                            file.write(piece.encode())
-                    case _:
-                        raise InvalidValue("format", "is required: the format of the file")
-            if request.format == usage_pb.MONTH_EXPORT_FORMAT_INVOICE_PDF:
-                file.write(await self._drawer.draw(invoice_document(report, issuer)))
+                if not is_pdf and report.closed is None:
+                    await write_focus(file, session, report, self._issuer)
+            if is_pdf or report.closed is not None:
+                async with self._reports.turn(principal) as sessions:
+                    document = await document_of_month(sessions, report, self._issuer, self._draw)
+            if is_pdf:
+                file.write(document.pdf)
+            elif report.closed is not None:
+                async with self._reading(principal) as session:
+                    await write_focus(file, session, report, document.issuer)
+            name, media_type = FILE_NAMES[request.format]
+            number = report.closed.invoice_number or "statement" if report.closed else "draft"
+            name = name.format(f"{report.organization_name}-{report.month}", number=number)
             file.seek(0)
             await context.write(
                 usage_pb.ExportMonthResponse(
@@ -345,8 +337,15 @@ class BillingServicer(AdminCalls, billing_grpc.BillingServiceServicer):
             ).encode()
             entry = await month_entry(session, organization, request.month)
         closed = entry.json_sha256 if write is to_json else entry.csv_sha256
+        sha256 = hashlib.sha256(content).hexdigest()
+        if closed not in ("", sha256):
+            raise InvariantViolated(
+                f"the report of {request.month} of {organization.name} cannot be reproduced: it has"
+                f" the SHA-256 {sha256}, and had {closed} at its close; see what differs with"
+                " `weir month verify`"
+            )
         return months_pb2.GetMonthDocumentResponse(
-            content=content, sha256=hashlib.sha256(content).hexdigest(), closed_sha256=closed
+            content=content, sha256=sha256, closed_sha256=closed
         )
 
     async def ListMonths(
@@ -369,6 +368,8 @@ class BillingServicer(AdminCalls, billing_grpc.BillingServiceServicer):
             leave_running=request.leave_running,
             before_first=request.before_first,
             correcting=request.correcting_adjustment_id,
+            issuer=self._issuer,
+            draw=self._draw,
         )
         if request.validate_only:
             for each in await check_month(
@@ -515,9 +516,14 @@ async def visible_or_own(session: AsyncSession, reader: Principal, ref: str) -> 
     return await visible(session, reader, ref or str(reader.organization_id))
 
 
-# Seconds. An invoice of 1,000 lines takes 3 on a busy machine; clients time out after 30.
-DRAWING_S = 25.0
 TIME_ZONE = "UTC"
+FILE_NAMES = {
+    usage_pb.MONTH_EXPORT_FORMAT_INVOICE_PDF: ("{number}-{}.pdf", "application/pdf"),
+    usage_pb.MONTH_EXPORT_FORMAT_FOCUS_CSV: (
+        f"focus-{FOCUS_VERSION}-{{}}.csv",
+        "text/csv; charset=utf-8",
+    ),
+}
 CHUNK_BYTES = 64 * 1024  # per message of a file, far below the limit of any client
 FILE_BYTES_IN_MEMORY = 8 * 2**20  # larger files are on disk until the client has read them
 GROUPINGS: Mapping[int, Grouping] = {
@@ -528,37 +534,11 @@ GROUPINGS: Mapping[int, Grouping] = {
 COUNT_FIELDS: Mapping[TokenKind, str] = {kind: f"{kind}_token_count" for kind in TokenKind}
 
 
-class DrawingFailed(RuntimeError):
-    """Failure of the drawing process, with its error output."""
-
-
-class InvoiceDrawer:
-    """Renderer of documents, one at a time."""
-
-    def __init__(self) -> None:
-        self._turn = asyncio.Semaphore(1)
-
-    async def draw(self, document: InvoiceDocument) -> bytes:
-        """Return the document as PDF. Raises: DrawingFailed, TimeoutError."""
-        async with self._turn, asyncio.timeout(DRAWING_S):
-            child = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "metering.invoicing.invoice_pdf",
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                env=inherited(),
-            )
-            try:
-                pdf, said = await child.communicate(pickle.dumps(document))
-            finally:
-                if child.returncode is None:
-                    child.kill()
-                    await child.wait()
-        if child.returncode != 0:
-            raise DrawingFailed(said.decode(errors="replace").strip())
-        return pdf
+async def write_focus(
+    file: IO[bytes], session: AsyncSession, report: MonthReport, issuer: Issuer
+) -> None:
+    async for piece in focus_csv(session, report, issuer.name):
+        file.write(piece.encode())
 
 
 async def usage_filter(

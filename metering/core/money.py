@@ -65,24 +65,30 @@ def round_to_minor_unit(amount_picos: int, currency_code: str) -> int:
     return magnitude if amount_picos >= 0 else -magnitude
 
 
+def round_total(exact_picos: int, carried_picos: int, currency_code: str) -> int:
+    """Return an exact sum with the previous carry in whole minor units, as picos.
+
+    A sum of zero owes nothing and passes on the carry. The new carry is the exact sum plus the
+    previous carry minus the result.
+    """
+    return round_to_minor_unit(exact_picos + carried_picos, currency_code) if exact_picos else 0
+
+
 def round_parts(
     amounts_picos: Iterable[int], carried_picos: int, currency_code: str
-) -> tuple[tuple[int, ...], int]:
-    """Round amounts to whole minor units, as picos, so that they add up to the rounded total; also
-    return the carry.
+) -> tuple[int, ...]:
+    """Split the rounded total among amounts: each part is the growth of the running total.
 
-    The total of all amounts and the previous carry is rounded once; each part is the growth of the
-    running total, so it is within one minor unit of its amount. Amounts that sum to zero owe
-    nothing and pass on the carry. Invariant: parts + new carry = amounts + previous carry.
+    A part is within one minor unit of its amount, and may differ from its own rounding.
     """
     parts: list[int] = []
     exact = rounded = 0
     for amount in amounts_picos:
         exact += amount
-        reached = round_to_minor_unit(exact + carried_picos, currency_code) if exact else 0
+        reached = round_total(exact, carried_picos, currency_code)
         parts.append(reached - rounded)
         rounded = reached
-    return tuple(parts), exact + carried_picos - rounded
+    return tuple(parts)
 
 
 def to_decimal(amount_picos: int) -> Decimal:

@@ -8,7 +8,7 @@ finds the month closed. Before it commits, a close reads the report again, as re
 and compares the bytes.
 
 Obstacles prevent a close; each names its remedy. A close posts the plan's lines, the credit
-applied, and the rounding.
+applied, and the rounding, and keeps the month's document as drawn.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import uuid
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import date, datetime, timedelta
 from decimal import Decimal
 from typing import TypedDict, Unpack
@@ -29,6 +29,14 @@ from metering.core.audit import record_change
 from metering.core.errors import InvariantViolated, MonthNotClosable, Obstacle, ObstacleKind
 from metering.core.models import Organization, insertion
 from metering.core.money import exact_text
+from metering.invoicing.documents import (
+    DRAWING_S,
+    Draw,
+    Drawer,
+    characters_not_shown,
+    issue_month,
+)
+from metering.invoicing.invoice_document import Issuer
 from metering.invoicing.invoices import write_invoice
 from metering.invoicing.month_report import Closed, MonthReport, digests
 from metering.invoicing.months import LONG_READ_S, allow_long_reads, prepaid_credit_of, read_month
@@ -56,6 +64,7 @@ from metering.plans.plans import CreditApplication, LineKind
 from metering.plans.prepaid import expire, refresh, spend
 from metering.receipts.months import receipt_month, seal_month
 from metering.store.db import Sessions, database_now, patience
+from metering.tenants.billing_profiles import BillingProfile, billing_profile
 from metering.tenants.tenants import find_organization
 
 # Wait after the month's end until running requests have ended, and clocks agree on the month.
@@ -155,6 +164,30 @@ async def find_obstacles(
                     " stuck`), or leave them to the month of their end (--leave-running)",
                 )
             )
+    return obstacles + await _document_obstacles(session, request)
+
+
+async def _document_obstacles(session: AsyncSession, request: CloseRequest) -> list[Obstacle]:
+    """Return the obstacles to the month's document: an invoice needs its issuer, a name a font."""
+    owner = await session.get_one(Organization, request.organization_id)
+    obstacles = []
+    missing = request.issuer.missing
+    if missing and (await read_month(session, owner, request.month, to_close=True)).is_billable:
+        reason = (
+            f"the invoice has no complete issuer: set {' and '.join(missing)} where the API server"
+            " starts, and restart it"
+        )
+        obstacles.append(Obstacle(ObstacleKind.ISSUER_INCOMPLETE, reason))
+    profile = await billing_profile(session, owner.id) or BillingProfile()
+    addressee = (profile.legal_name, *profile.lines)
+    if characters := await characters_not_shown(addressee, request.issuer):
+        shown = [f"{each} (U+{ord(each):04X})" for each in characters]
+        reason = (
+            f"no font shows {named(shown)} of the billing profile of {owner.name}: set"
+            " WEIR_INVOICE_FONT to a TrueType file that has these characters, or write the profile"
+            " in other letters (`weir org billing`)"
+        )
+        obstacles.append(Obstacle(ObstacleKind.TEXT_NOT_SHOWN, reason))
     return obstacles
 
 
@@ -203,6 +236,8 @@ def named(ids: list[str]) -> str:
     return ", ".join(ids[:NAMED_MAX]) + more
 
 
+# The document is drawn within the transaction.
+LONG_PAUSE = text(f"SET LOCAL idle_in_transaction_session_timeout = '{DRAWING_S + 10:.0f}s'")
 # Plan lines that change the cost of usage. Adjustments are posted on approval, not here.
 DISCOUNTS = (LineKind.ALLOWANCE, LineKind.GRADUATED, LineKind.VOLUME)
 INSTANT = timedelta(microseconds=1)
@@ -262,6 +297,7 @@ class CloseRequest:
     leave_running: ignore running requests that were admitted in the month. before_first: allow a
     month before the customer's first one, so that the empty months between them have to be closed
     too. correcting: the id of an approved adjustment for the cost of misstated usage, or empty.
+    issuer: on the month's document, which `draw` makes a PDF.
     """
 
     organization_id: uuid.UUID
@@ -272,6 +308,8 @@ class CloseRequest:
     grace: timedelta = GRACE
     before_first: bool = False
     correcting: str = ""
+    issuer: Issuer = field(default_factory=Issuer)
+    draw: Draw = field(default_factory=lambda: Drawer().draw)
 
     @property
     def place(self) -> dict[str, object]:
@@ -299,6 +337,8 @@ class CloseTerms(TypedDict, total=False):
     correcting: str
     clock: Clock | None
     grace: timedelta
+    issuer: Issuer
+    draw: Draw
 
 
 async def close_month(
@@ -395,11 +435,13 @@ async def _close(session: AsyncSession, request: CloseRequest) -> CloseResult:
     receipts = await receipt_month(session, owner.id, request.month)
     root = receipts.root.hex() if receipts.receipt_count else ""
     number = ""
-    if draft.lines or draft.charges:
+    if draft.is_billable:
         number = await write_invoice(session, draft, invoice_id, request.month, now, request.actor)
     credit = await prepaid_credit_of(session, owner.id, request.month)
     report = replace(draft, credit=credit, closed=Closed(now, request.actor, number, root))
-    await _freeze(session, request, report, now)
+    await session.execute(LONG_PAUSE)
+    document = await issue_month(session, report, request.issuer, request.draw)
+    await _freeze(session, request, report, document.sha256, now)
     # A prepaid customer's limit is its remaining credit.
     await refresh(session, owner.id, actor=request.actor)
     if await read_month(session, owner, request.month) != report:
@@ -411,7 +453,11 @@ async def _close(session: AsyncSession, request: CloseRequest) -> CloseResult:
 
 
 async def _freeze(
-    session: AsyncSession, request: CloseRequest, report: MonthReport, now: datetime
+    session: AsyncSession,
+    request: CloseRequest,
+    report: MonthReport,
+    pdf_sha256: str,
+    now: datetime,
 ) -> None:
     """Record the facts and digests that later readings need, and close the month."""
     digest = digests(report)
@@ -437,6 +483,7 @@ async def _freeze(
         "currency_code": report.currency_code,
         "json_sha256": digest.json_sha256.hex(),
         "csv_sha256": digest.csv_sha256.hex(),
+        "pdf_sha256": pdf_sha256,
     }
     subject = f"{report.organization_id}/{report.month}"
     await record_change(session, request.actor, "month.close", subject, after=after)

@@ -1,26 +1,25 @@
 """Invoice document: plain values in reading order, made from a month report and an issuer.
 
-Pure: the same report and issuer give the same document, which `invoice_pdf.py` draws. Amounts are
-picos throughout; nothing is priced or rounded here. A closed month keeps the issuer with which its
-document was first written (`letterheads`, append-only by a trigger), whatever the settings say
-later.
+Pure: the same report and issuer give the same document, which `invoice_pdf.py` draws and
+`documents.py` keeps. Amounts are picos throughout; nothing is priced or rounded here.
 """
 
 from __future__ import annotations
 
-import uuid
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import UTC, timedelta
 from pathlib import Path
+from typing import Any
 
-from sqlalchemy import text
-from sqlalchemy.ext.asyncio import AsyncSession
-
-from metering.core.models import record_of
 from metering.core.money import PICO_DIGITS, exact_text
-from metering.invoicing.month_report import TAX_NOTE, MonthReport, ReportLine
+from metering.invoicing.month_report import (
+    FORMAT_OF_PARTS,
+    TAX_NOTE,
+    MonthReport,
+    ReportLine,
+)
 from metering.ledger.ledger import month_bounds
 from metering.plans.plans import LineKind
 from metering.tenants.billing_profiles import BillingProfile
@@ -31,7 +30,8 @@ class Issuer:
     """Sender of the invoice, in letterhead and foot. Without a name the document is a statement.
 
     payment: payment instructions, one per line. font, bold_font: TrueType files for names beyond
-    Western European letters; None for Helvetica.
+    Western European letters; None for Helvetica. They are not kept with a document, which has
+    their glyphs.
     """
 
     name: str = ""
@@ -42,10 +42,31 @@ class Issuer:
     font: Path | None = None
     bold_font: Path | None = None
 
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Settings without which no invoice is issued, if they are not set."""
+        needed = {
+            "WEIR_ISSUER_NAME": self.name,
+            "WEIR_ISSUER_ADDRESS": self.address,
+            "WEIR_ISSUER_PAYMENT": self.payment,
+        }
+        return tuple(variable for variable, value in needed.items() if not value)
+
+    def as_json(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ISSUER_TEXTS}
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Issuer:
+        lines = {name: tuple(document[name]) for name in ("address", "payment")}
+        return cls(**{**document, **lines})
+
+
+ISSUER_TEXTS = ("name", "address", "tax_id", "contact", "payment")
+
 
 @dataclass(frozen=True, slots=True)
 class TokenGroup:
-    """Lines of one model, each with its picos in the rounded total.
+    """Lines of one model, each with its rounded picos.
 
     late_month: the month of use, if it was closed before the usage was posted.
     """
@@ -59,7 +80,7 @@ class TokenGroup:
 class AmountLine:
     """An amount and its reason: a discount, an adjustment, a credit. detail: small print below.
 
-    billed_picos: its part of the rounded total; None if it is not part of it.
+    billed_picos: rounded; None if it is not part of the total.
     """
 
     description: str
@@ -70,10 +91,14 @@ class AmountLine:
 
 @dataclass(frozen=True, slots=True)
 class SummaryRow:
-    """A row of the sums at the end. amount_picos: exact; None for text. strong: amount owed."""
+    """A row of the sums at the end; each column adds up to the amount owed. strong: that amount.
+
+    exact_picos, billed_picos: before and after rounding; None if not in the column.
+    """
 
     label: str
-    amount_picos: int | None = None
+    exact_picos: int | None = None
+    billed_picos: int | None = None
     text: str = ""
     strong: bool = False
 
@@ -163,7 +188,7 @@ def facts(report: MonthReport, number: str) -> Iterator[tuple[str, str]]:
         number or (DRAFT if report.closed is None else "none: nothing to invoice"),
     )
     if report.closed is not None:
-        yield "Date", f"{report.closed.closed_at:%Y-%m-%d}"
+        yield "Date", f"{report.closed.closed_at.astimezone(UTC):%Y-%m-%d}"
 
 
 def usage(report: MonthReport) -> Iterator[TokenGroup]:
@@ -203,25 +228,29 @@ def sections(report: MonthReport) -> Iterator[tuple[str, tuple[AmountLine, ...]]
 
 
 def summary(report: MonthReport) -> Iterator[SummaryRow]:
-    """Yield the rows from the exact sums to the amount owed. Empty rows are left out."""
-    late = sum(line.amount_picos for line in report.lines if line.late_month)
-    yield SummaryRow("Usage", sum(line.amount_picos for line in report.lines) - late)
-    if any(line.late_month for line in report.lines):
-        yield SummaryRow("Late usage of earlier months", late)
-    by_heading: dict[str, int] = {}
-    for charge in report.charges:
-        heading = HEADINGS.get(charge.kind, PLAN_HEADING)
-        by_heading[heading] = by_heading.get(heading, 0) + charge.amount_picos
-    for heading in (PLAN_HEADING, *HEADINGS.values()):
-        if heading in by_heading:
-            yield SummaryRow(heading, by_heading[heading])
+    """Yield the rows from the lines to the amount owed. Empty rows are left out."""
+    sums: dict[str, tuple[int, int]] = {"Usage": (0, 0)}
+    labels = (
+        *("Late usage of earlier months" if line.late_month else "Usage" for line in report.lines),
+        *(HEADINGS.get(charge.kind, PLAN_HEADING) for charge in report.charges),
+    )
+    amounts = [each.amount_picos for each in (*report.lines, *report.charges)]
+    for label, exact, billed in zip(labels, amounts, report.rounded_parts_picos, strict=True):
+        before = sums.get(label, (0, 0))
+        sums[label] = (before[0] + exact, before[1] + billed)
+    for label in ("Usage", "Late usage of earlier months", PLAN_HEADING, *HEADINGS.values()):
+        if label in sums:
+            yield SummaryRow(label, *sums[label])
     if report.carried_in_picos:
-        yield SummaryRow("Carried over from rounding earlier invoices", report.carried_in_picos)
+        yield SummaryRow("Rounding carried from earlier invoices", report.carried_in_picos)
     if report.carried_out_picos:
-        yield SummaryRow("Carried over to the next invoice by rounding", -report.carried_out_picos)
+        yield SummaryRow("Rounding carried forward to the next invoice", -report.carried_out_picos)
+    if report.rounding_picos:
+        yield SummaryRow("Rounding", billed_picos=report.rounding_picos)
     yield SummaryRow("Tax", text=TAX_NOTE.removeprefix("tax "))
     owed = report.total_rounded_picos
-    yield SummaryRow("Total" if owed >= 0 else "Total in your favour", owed, strong=True)
+    label = "Total" if owed >= 0 else "Total in your favour"
+    yield SummaryRow(label, owed, owed, strong=True)
 
 
 def notes(report: MonthReport, issuer: Issuer) -> Iterator[str]:
@@ -256,9 +285,14 @@ def notes(report: MonthReport, issuer: Issuer) -> Iterator[str]:
         f" {counts.failed_count:,} failed. Tokens that were delivered are billed."
     )
     yield (
-        "Exact amounts are quantity times price. They are rounded once, in the total; the right"
-        " column shows the part of each line. Tokens are counted at the time they were settled, in"
-        " UTC."
+        "An exact amount is quantity times price. "
+        + (
+            "Only the total is rounded. The column Amount splits it, so a line may differ from its"
+            " own rounding by the smallest unit of the currency."
+            if report.format_version == FORMAT_OF_PARTS
+            else 'Each line is rounded by itself; the line "Rounding" makes the lines add up.'
+        )
+        + " Tokens are counted at the time they were settled, in UTC."
     )
     if any(
         (report.credit.granted_picos, report.credit.expired_picos, report.credit.remaining_picos)
@@ -270,43 +304,3 @@ def notes(report: MonthReport, issuer: Issuer) -> Iterator[str]:
         )
     if report.closed is not None and report.closed.receipts_root:
         yield f"Root of the receipts of this month: {report.closed.receipts_root}"
-
-
-# Stored fields; address and payment as lines.
-LETTERHEAD = ("name", "address", "tax_id", "contact", "payment")
-KEPT = text("""
-SELECT l.*
-FROM invoice_letterheads l
-JOIN invoices i ON i.id = l.invoice_id
-WHERE i.organization_id = :organization_id AND i.month = :month
-""")
-KEEP = text("""
-INSERT INTO invoice_letterheads (invoice_id, name, address, tax_id, contact, payment)
-SELECT id, :name, :address, :tax_id, :contact, :payment
-FROM invoices
-WHERE organization_id = :organization_id AND month = :month
-ON CONFLICT DO NOTHING
-""")
-
-
-async def letterhead_of(
-    session: AsyncSession, organization_id: uuid.UUID, month: str, issuer: Issuer
-) -> Issuer:
-    """Return the issuer on the documents of a month `YYYY-MM`, with the fonts of the one passed.
-
-    For an invoice this is the stored issuer; if there is none, the one passed is stored if it has a
-    name. For a month without an invoice it is the one passed. Concurrent first calls get the same
-    result. Never commits. Raises: InvalidValue for an invalid month.
-    """
-    of_month = {"organization_id": organization_id, "month": month_bounds(month)[0].date()}
-    if issuer.name:
-        lines = {"address": [*issuer.address], "payment": [*issuer.payment]}
-        await session.execute(
-            KEEP, {name: getattr(issuer, name) for name in LETTERHEAD} | lines | of_month
-        )
-    kept = (await session.execute(KEPT, of_month)).one_or_none()
-    return (
-        issuer
-        if kept is None
-        else record_of(Issuer, kept, font=issuer.font, bold_font=issuer.bold_font)
-    )

@@ -2,7 +2,9 @@
 of y.
 
 The same document gives the same bytes: no clock, no random ids. Only pagination is computed here.
-Run as a program it reads a pickled document from its parent process and writes the file.
+Any text fits: words wrap, a text longer than its lines is cut with an ellipsis, and a number stays
+on one line in a smaller size. Run as a program it reads a pickled document from its parent process
+and writes the file.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from reportlab.lib.pagesizes import A4
 from reportlab.lib.styles import ParagraphStyle
 from reportlab.lib.units import mm
 from reportlab.pdfbase import pdfmetrics
+from reportlab.pdfbase.pdfmetrics import stringWidth
 from reportlab.pdfbase.ttfonts import TTFError, TTFont
 from reportlab.pdfgen.canvas import Canvas
 from reportlab.platypus import (
@@ -59,12 +62,57 @@ INK, GREY, RULE, PALE = (
     HexColor("#f1f3f4"),
 )
 AMBER = HexColor("#a04b00")
+LINES_MAX, REASON_LINES_MAX = 4, 12  # of a text, and of a reason that a person wrote
 PADDED = [
     ("TOPPADDING", (0, 0), (-1, -1), 2.2),
     ("BOTTOMPADDING", (0, 0), (-1, -1), 2.2),
     ("LEFTPADDING", (0, 0), (0, -1), 3),
     ("RIGHTPADDING", (-1, 0), (-1, -1), 3),
 ]
+
+
+class Words(Paragraph):
+    """Text of at most `lines_max` lines; a longer one is cut and ends with an ellipsis."""
+
+    markup_of: Callable[[str], str] | None = None  # None in the parts of a paragraph on two pages
+    source = ""
+    lines_max = LINES_MAX
+
+    def wrap(self, available_width: float, available_height: float) -> tuple[float, float]:
+        size = super().wrap(available_width, available_height)
+        if self.markup_of is None or self._line_count() <= self.lines_max:
+            return size
+        fits, too_long = 0, len(self.source)
+        while too_long - fits > 1:
+            middle = (fits + too_long) // 2
+            size = self._wrap_cut(middle, available_width, available_height)
+            fits, too_long = (
+                (middle, too_long) if self._line_count() <= self.lines_max else (fits, middle)
+            )
+        return self._wrap_cut(fits, available_width, available_height)
+
+    def _wrap_cut(self, length: int, width: float, height: float) -> tuple[float, float]:
+        assert self.markup_of is not None
+        self.__init__(self.markup_of(f"{self.source[:length].rstrip()}..."), self.style)  # type: ignore[misc]
+        return super().wrap(width, height)
+
+    def _line_count(self) -> int:
+        return len(self.blPara.lines)
+
+
+class Figure(Paragraph):
+    """A number on one line, in a smaller size where its column is too narrow."""
+
+    def wrap(self, available_width: float, available_height: float) -> tuple[float, float]:
+        style = self.style
+        width = stringWidth(self.getPlainText(), style.fontName, style.fontSize)
+        if width > available_width:
+            smaller = style.fontSize * available_width / width * 0.99
+            self.__init__(  # type: ignore[misc]
+                escape(self.getPlainText()),
+                ParagraphStyle(f"{style.name}-{smaller}", style, fontSize=smaller),
+            )
+        return super().wrap(available_width, available_height)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +137,23 @@ class Type:
         bold: bool = False,
         right: bool = False,
         color: Color = INK,
+        lines_max: int = LINES_MAX,
     ) -> Paragraph:
         """Return a paragraph; long words are broken instead of overflowing their column.
 
         size: in points.
         """
+        made = Words(self.text(text), self._style(size, bold, right, color))
+        made.markup_of, made.source, made.lines_max = self.text, text, lines_max
+        return made
+
+    def figure(self, text: str, size: float = 7.8, *, bold: bool = False) -> Paragraph:
+        """Return a number, at the right of its column. size: in points, at most."""
+        return Figure(self.text(text), self._style(size, bold, True, INK))
+
+    def _style(self, size: float, bold: bool, right: bool, color: Color) -> ParagraphStyle:
         align: Literal[0, 2] = 2 if right else 0  # TA_RIGHT, TA_LEFT
-        style = ParagraphStyle(
+        return ParagraphStyle(
             f"{self.regular}-{size}-{bold}-{right}-{color.hexval()}",
             fontName=self.bold if bold else self.regular,
             fontSize=size,
@@ -103,7 +161,6 @@ class Type:
             textColor=color,
             alignment=align,
         )
-        return Paragraph(self.text(text), style)
 
 
 def load_type(issuer: Issuer) -> Type:
@@ -124,7 +181,9 @@ def load_type(issuer: Issuer) -> Type:
     return Type(
         "WeirRegular",
         "WeirBold",
-        lambda character: all(ord(character) in glyphs for glyphs in known),
+        lambda character: (
+            character.isprintable() and all(ord(character) in glyphs for glyphs in known)
+        ),
     )
 
 
@@ -220,8 +279,9 @@ def sum_cells(
             aligned(sum(line.amount_picos for line, _ in of), places.amount),
         ]
         sums.append(grouped(exact_text(billed, currency)))
-    right = [type_.paragraph(each, 7.8, bold=True, right=True) for each in sums]
-    return [type_.paragraph(name, 8.5, bold=True), "", "", "", "", *right]
+    right = [type_.figure(each, bold=True) for each in sums]
+    label = type_.paragraph(name, 8.5, bold=True, lines_max=REASON_LINES_MAX)
+    return [label, "", "", "", "", *right]
 
 
 def parts(
@@ -284,7 +344,10 @@ def token_cells(
         aligned(line.amount_picos, places.amount),
         grouped(exact_text(billed_picos, currency)),
     ]
-    return [type_.paragraph(each, 7.8, right=index > 2) for index, each in enumerate(cells)]
+    return [
+        type_.figure(each) if index > 2 else type_.paragraph(each, 7.8)
+        for index, each in enumerate(cells)
+    ]
 
 
 def sections(document: InvoiceDocument, type_: Type) -> Iterator[Flowable]:
@@ -299,15 +362,19 @@ def section_table(heading: str, amounts: Sequence[AmountLine], currency: str, ty
     """Return a table of amounts and reasons; the heading repeats on the next page."""
     rows: list[list[Any]] = [[type_.paragraph(heading, 8.5, bold=True), "", ""]]
     for line in amounts:
-        reason = [type_.paragraph(line.description, 8)]
-        reason += [type_.paragraph(line.detail, 7, color=GREY)] if line.detail else []
-        exact = type_.paragraph(grouped(exact_text(line.amount_picos, currency)), 7.8, right=True)
+        reason = [type_.paragraph(line.description, 8, lines_max=REASON_LINES_MAX)]
+        reason += (
+            [type_.paragraph(line.detail, 7, color=GREY, lines_max=REASON_LINES_MAX)]
+            if line.detail
+            else []
+        )
+        exact = type_.figure(grouped(exact_text(line.amount_picos, currency)))
         billed = (
             grouped(exact_text(line.billed_picos, currency))
             if line.billed_picos is not None
             else ""
         )
-        rows.append([reason, exact, type_.paragraph(billed, 7.8, right=True)])
+        rows.append([reason, exact, type_.figure(billed)])
     look = [
         ("BACKGROUND", (0, 0), (-1, 0), PALE),
         ("LINEBELOW", (0, 1), (-1, -1), 0.25, RULE),
@@ -317,24 +384,35 @@ def section_table(heading: str, amounts: Sequence[AmountLine], currency: str, ty
     return plain_table(rows, (WIDTH - 34 * mm - last, 34 * mm, last), [*PADDED, *look], repeat=1)
 
 
+SUMMARY_COLUMNS = (0.18, 0.40, 0.20, 0.22)  # parts of the width
+NOTE_LINES_MAX = 20  # more than our own sentences have
+
+
 def closing(document: InvoiceDocument, type_: Type) -> Iterator[Flowable]:
     """Yield the sums, unsplit and the amount owed last, then payment instructions and notes."""
-    exact = [
-        row.amount_picos
-        for row in document.summary
-        if row.amount_picos is not None and not row.strong
+    exact = [row.exact_picos for row in document.summary if row.exact_picos is not None]
+    places = needed(exact, document.currency_code)
+    heads = [
+        type_.paragraph(head, 7.5, bold=True, right=True, color=GREY)
+        for head in ("Exact amount", "Amount")
     ]
-    places = needed(exact, document.currency_code) if exact else 0
-    rows = [summary_cells(row, places, document.currency_code, type_) for row in document.summary]
-    look: list[tuple[Any, ...]] = [("VALIGN", (0, 0), (-1, -1), "BOTTOM")]
-    for index, row in enumerate(document.summary):
+    rows = [
+        ["", "", *heads],
+        *(summary_cells(row, places, document.currency_code, type_) for row in document.summary),
+    ]
+    look: list[tuple[Any, ...]] = [
+        ("VALIGN", (0, 0), (-1, -1), "BOTTOM"),
+        ("TOPPADDING", (0, 0), (-1, -1), 1),
+        ("BOTTOMPADDING", (0, 0), (-1, -1), 1),
+    ]
+    for index, row in enumerate(document.summary, 1):
         if row.strong:
             look += [
                 ("LINEABOVE", (1, index), (-1, index), 0.8, INK),
                 ("BACKGROUND", (1, index), (-1, index), PALE),
             ]
     yield KeepTogether(
-        [plain_table(rows, (WIDTH * 0.40, WIDTH * 0.36, WIDTH * 0.24), [*PADDED, *look])]
+        [plain_table(rows, [WIDTH * each for each in SUMMARY_COLUMNS], [*PADDED, *look])]
     )
     yield Spacer(0, 6 * mm)
     if document.issuer.payment and not document.mark:
@@ -344,27 +422,22 @@ def closing(document: InvoiceDocument, type_: Type) -> Iterator[Flowable]:
         ]
         yield KeepTogether([*how, Spacer(0, 4 * mm)])
     for note in document.notes:
-        yield type_.paragraph(note, 7.5, color=GREY)
+        yield type_.paragraph(note, 7.5, color=GREY, lines_max=NOTE_LINES_MAX)
         yield Spacer(0, 1.2 * mm)
 
 
 def summary_cells(row: SummaryRow, places: int, currency: str, type_: Type) -> list[Any]:
-    """Return the cells of a sum, in minor-unit digits for the amount owed."""
+    """Return the cells of a sum: its exact and its rounded amount, or its text."""
     size = 10.5 if row.strong else 8.5
-    text = row.text
-    if row.amount_picos is not None:
-        text = (
-            grouped(exact_text(row.amount_picos, currency))
-            if row.strong
-            else aligned(row.amount_picos, places)
-        )
-    label = type_.paragraph(row.label, size, bold=row.strong)
+    exact = "" if row.exact_picos is None else aligned(row.exact_picos, places)
+    billed = row.text
+    if row.billed_picos is not None:
+        billed = grouped(exact_text(row.billed_picos, currency))
     return [
         "",
-        label,
-        type_.paragraph(
-            f"{currency} {text}" if row.strong else text, size, bold=row.strong, right=True
-        ),
+        type_.paragraph(row.label, size, bold=row.strong),
+        type_.figure(exact, 8.5),
+        type_.figure(f"{currency} {billed}" if row.strong else billed, size, bold=row.strong),
     ]
 
 
@@ -435,7 +508,10 @@ def draw_foot(canvas: Canvas, document: InvoiceDocument, type_: Type, page: str)
     canvas.setLineWidth(0.5)
     canvas.line(MARGIN, BOTTOM + 6 * mm, A4[0] - MARGIN, BOTTOM + 6 * mm)
     left = type_.paragraph(
-        " · ".join(filter(None, (document.issuer.name, document.reference))), 7.5, color=GREY
+        " · ".join(filter(None, (document.issuer.name, document.reference))),
+        7.5,
+        color=GREY,
+        lines_max=2,
     )
     middle = type_.paragraph(document.mark, 7.5, bold=True, color=AMBER)
     right = type_.paragraph(page, 7.5, right=True, color=GREY)
@@ -457,7 +533,7 @@ def running_head(
                 (document.title, document.reference, document.customer_name, document.facts[0][1]),
             )
         )
-        head = type_.paragraph(text, 8, color=GREY)
+        head = type_.paragraph(text, 8, color=GREY, lines_max=2)
         height = head.wrap(WIDTH, HEAD)[1]
         head.drawOn(canvas, MARGIN, A4[1] - MARGIN - height)
 

@@ -1,9 +1,10 @@
 """Invoices: lines and totals, writing and reading.
 
 An invoice is made from a month's report, line by line in its order. Each line has its exact amount
-and the whole minor units that the customer pays for it. All tables are append-only, by triggers;
-only `document_series` counts: a number is drawn in the transaction that uses it and returned if
-that fails, so numbers have no gaps. Functions never commit.
+and the whole minor units that the customer pays for it; a last line completes them to the total.
+All tables are append-only, by triggers; only `document_series` counts: a number is drawn in the
+transaction that uses it and returned if that fails, so numbers have no gaps. Functions never
+commit.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ class Series(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class InvoiceLine:
-    """One line. exact_picos: before rounding; amount_picos: payable amount in whole minor units."""
+    """One line. exact_picos: before rounding; amount_picos: payable amount in whole minor units.
+
+    The line of the rounding has no exact amount.
+    """
 
     kind: LineKind
     description: str
@@ -95,7 +99,9 @@ def invoice_lines(report: MonthReport) -> tuple[InvoiceLine, ...]:
         record_of(InvoiceLine, each, exact_picos=each.amount_picos, amount_picos=next(parts))
         for each in report.charges
     )
-    return (*usage, *charges)
+    rounding = report.rounding_picos
+    last = (InvoiceLine(LineKind.ROUNDING, "Rounding", 0, rounding),) if rounding else ()
+    return (*usage, *charges, *last)
 
 
 def usage_description(line: ReportLine, currency_code: str) -> str:

@@ -18,11 +18,13 @@ from typing import Any
 
 from metering.core.errors import InvalidValue
 from metering.core.models import ServiceTier, TokenKind
-from metering.core.money import exact_text, round_parts
+from metering.core.money import exact_text, round_parts, round_to_minor_unit, round_total
 from metering.plans.plans import Charge
 from metering.tenants.billing_profiles import BillingProfile
 
-REPORT_FORMAT = 2  # 1: before months could be closed. A closed month keeps the format of its close
+# A closed month keeps the format of its close. 1: before months could be closed. 2: the rounded
+# amounts of the lines add up, so a line may differ from its own rounding.
+REPORT_FORMAT, FORMAT_OF_PARTS = 3, 2
 TAX_NOTE = "tax not included"
 
 
@@ -132,24 +134,36 @@ class MonthReport:
         return "open" if self.closed is None else "closed"
 
     @property
+    def is_billable(self) -> bool:
+        """True if the close issues an invoice, even one of zero."""
+        return bool(self.lines or self.charges)
+
+    @property
     def total_picos(self) -> int:
         """Exact sum of lines and charges."""
         return sum(self._amounts())
 
     @property
     def rounded_parts_picos(self) -> tuple[int, ...]:
-        """Each line, then each charge, in whole minor units; their sum is `total_rounded_picos`."""
-        return round_parts(self._amounts(), self.carried_in_picos, self.currency_code)[0]
+        """Each line, then each charge, in whole minor units, each rounded by itself."""
+        if self.format_version == FORMAT_OF_PARTS:
+            return round_parts(self._amounts(), self.carried_in_picos, self.currency_code)
+        return tuple(round_to_minor_unit(picos, self.currency_code) for picos in self._amounts())
+
+    @property
+    def rounding_picos(self) -> int:
+        """Amount that completes the rounded lines and charges to the total."""
+        return self.total_rounded_picos - sum(self.rounded_parts_picos)
 
     @property
     def total_rounded_picos(self) -> int:
         """Amount owed, with carried rounding, in whole minor units, rounded once."""
-        return sum(self.rounded_parts_picos)
+        return round_total(self.total_picos, self.carried_in_picos, self.currency_code)
 
     @property
     def carried_out_picos(self) -> int:
         """Rounding carried to the next month."""
-        return round_parts(self._amounts(), self.carried_in_picos, self.currency_code)[1]
+        return self.total_picos + self.carried_in_picos - self.total_rounded_picos
 
     def _amounts(self) -> list[int]:
         return [line.amount_picos for line in self.lines] + [
@@ -200,7 +214,7 @@ def digests(report: MonthReport) -> Digests:
 
 def check_format(report: MonthReport) -> None:
     """Raise InvalidValue for a version unknown to this release."""
-    if report.format_version != REPORT_FORMAT:
+    if report.format_version not in (FORMAT_OF_PARTS, REPORT_FORMAT):
         raise InvalidValue(
             "report_format",
             f"version {report.format_version} is unknown to this release: use a later one",
@@ -219,6 +233,7 @@ def to_json(report: MonthReport) -> str:
         "total": _text(report, report.total_picos),
         "carried_in": _text(report, report.carried_in_picos),
         "carried_out": _text(report, report.carried_out_picos),
+        **rounding_field(report),
         "total_rounded": _text(report, report.total_rounded_picos),
         "tax_note": TAX_NOTE,
         "prepaid_credit": {
@@ -242,6 +257,12 @@ def to_json(report: MonthReport) -> str:
         },
     }
     return json.dumps(document, indent=2, ensure_ascii=False) + "\n"
+
+
+def rounding_field(report: MonthReport) -> dict[str, str]:
+    """Return the rounding; in the format before, the lines need none."""
+    of_parts = report.format_version == FORMAT_OF_PARTS
+    return {} if of_parts else {"rounding": _text(report, report.rounding_picos)}
 
 
 def identity(report: MonthReport) -> dict[str, Any]:
@@ -301,9 +322,9 @@ def charge_fields(report: MonthReport, charge: Charge, rounded_picos: int) -> di
 def to_csv(report: MonthReport) -> str:
     """Return RFC 4180 CSV with a header: `usage` and `late_usage` rows, charges by kind, then sums.
 
-    `total` is the exact sum, `carried_in` and `carried_out` are carried rounding, `total_rounded`
-    is the amount owed. `credit_note` and `prepaid_credit_…` rows are informational and not part of
-    any sum.
+    Both columns of amounts add up to `total_rounded`, the amount owed: exact amounts by `total`,
+    their sum, `carried_in` and `carried_out`; rounded ones by `rounding`. `credit_note` and
+    `prepaid_credit_…` rows are informational and not part of any sum.
     """
     check_format(report)
     text_file = io.StringIO()
@@ -336,12 +357,14 @@ def _csv_rows(report: MonthReport) -> Iterator[dict[str, Any]]:
         "request_count": report.request_counts.total_count,
     }
     yield {"record_type": "carried_in", "amount": _text(report, report.carried_in_picos)}
-    yield {"record_type": "carried_out", "amount": _text(report, report.carried_out_picos)}
-    yield {
-        "record_type": "total_rounded",
-        "amount": _text(report, report.total_rounded_picos),
-        "description": TAX_NOTE,
-    }
+    owed = {"amount": _text(report, report.total_rounded_picos), "description": TAX_NOTE}
+    if report.format_version == FORMAT_OF_PARTS:
+        yield {"record_type": "carried_out", "amount": _text(report, report.carried_out_picos)}
+    else:
+        yield {"record_type": "carried_out", "amount": _text(report, -report.carried_out_picos)}
+        yield {"record_type": "rounding", "rounded_amount": _text(report, report.rounding_picos)}
+        owed["rounded_amount"] = owed["amount"]
+    yield {"record_type": "total_rounded", **owed}
     for note in report.credit_notes:
         yield {
             "record_type": "credit_note",

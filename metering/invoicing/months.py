@@ -1,8 +1,8 @@
 """Months of a customer: reports, states, and verification of closed ones. Reads only.
 
-Verification builds the report again from the ledger and compares four things: the documents with
-their digests, the receipts with their root, the invoice's lines with the report's, and the month's
-postings to the customer's account with the invoiced amount.
+Verification builds the report again from the ledger and compares four things: the documents
+with their digests, the receipts with their root, the invoice's lines with the report's, and the
+month's postings to the customer's account with the invoiced amount.
 
 Amounts come from the ledger, never from today's prices. Plan, adjustments and prepaid credit of an
 open month are computed here; those of a closed month are the lines of its invoice.
@@ -23,6 +23,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from metering.core.errors import InvariantViolated, MonthOpen
 from metering.core.models import Organization, Outcome, PriceVersion, TokenKind, record_of
 from metering.core.money import exact_text
+from metering.invoicing.documents import kept_document
 from metering.invoicing.invoices import invoice_lines, invoice_of_month, read_lines
 from metering.invoicing.month_report import (
     Closed,
@@ -527,6 +528,10 @@ async def verify_month(
         report = await read_month(session, organization, first_day)
     recomputed = digests(report)
     differences: list[str] = []
+    try:
+        await kept_document(session, organization.id, month)
+    except InvariantViolated as changed:
+        differences.append(str(changed))
     for name, now, then in (
         ("JSON", recomputed.json_sha256, closing.json_sha256),
         ("CSV", recomputed.csv_sha256, closing.csv_sha256),

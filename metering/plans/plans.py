@@ -44,7 +44,7 @@ TIER_ORDER = {tier: index for index, tier in enumerate(ServiceTier)}
 
 
 class LineKind(StrEnum):
-    """Kind of a bill's line: usage of this or an earlier month, or a charge."""
+    """Kind of a bill's line: usage of this or an earlier month, a charge, or the rounding."""
 
     USAGE = "usage"
     LATE_USAGE = "late_usage"
@@ -54,11 +54,12 @@ class LineKind(StrEnum):
     COMMITMENT = "commitment"
     ADJUSTMENT = "adjustment"
     CREDIT = "credit"
+    ROUNDING = "rounding"
 
     @property
     def is_charge(self) -> bool:
-        """True unless the line is usage."""
-        return self not in (LineKind.USAGE, LineKind.LATE_USAGE)
+        """True unless the line is usage or rounding."""
+        return self not in (LineKind.USAGE, LineKind.LATE_USAGE, LineKind.ROUNDING)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1139,6 +1139,20 @@ INVOICE_CHECKS = (
         ),
     ),
     Check(
+        "documents-match-digests",
+        "A PDF is the one that was issued.",
+        violations_sql(
+            "concat('organization ', organization_id, ', document ', name)",
+            "SELECT organization_id, name, pdf_sha256, sha256(pdf) AS now FROM issued_documents",
+            {
+                "now <> pdf_sha256": (
+                    "concat('has the SHA-256 ', encode(now, 'hex'), ', and had ',"
+                    " encode(pdf_sha256, 'hex'))"
+                )
+            },
+        ),
+    ),
+    Check(
         "invoices-match-ledger",
         "The usage lines of an invoice have the tokens and amounts of the ledger for the month, by"
         " price version, kind and month of use.",
@@ -1427,9 +1441,9 @@ EXPORT_CHECKS = (
 # may change in their rows.
 APPEND_ONLY = """
     adjustment_decisions adjustments alerts audit_log billing_months credit_applications
-    credit_grants document_series invoice_letterheads invoice_lines invoices ledger_accounts
-    ledger_entries ledger_transactions meter_batches month_closings plan_assignments plan_versions
-    price_versions receipt_batches receipt_keys stripe_events stripe_late_items stripe_month_items
+    credit_grants document_series invoice_letterheads invoice_lines invoices issued_documents
+    ledger_accounts ledger_entries ledger_transactions meter_batches month_closings plan_assignments
+    plan_versions price_versions receipt_batches receipt_keys stripe_events stripe_late_items stripe_month_items
     stripe_month_settlements usage_corrections usage_events
 """
 # Each trigger with its function. A migrated database has exactly these; a test compares them.

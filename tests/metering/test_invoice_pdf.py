@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import itertools
 import re
 import uuid
 from dataclasses import replace
@@ -11,6 +10,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+import reportlab
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 from pypdf import PdfReader
 
 from metering.core.errors import InvalidValue
@@ -27,6 +29,7 @@ from metering.invoicing.month_report import (
     RequestCounts,
 )
 from metering.plans.plans import Charge, LineKind
+from metering.tenants.billing_profiles import BillingProfile
 
 ISSUER = Issuer(
     "Weir Operations GmbH",
@@ -113,7 +116,7 @@ def test_an_invoice_shows_issuer_customer_charges_and_amount() -> None:
         "Tax ID DE 123",
     ):
         assert text in said
-    assert "not included" in said[said.index("Tax") + 1]
+    assert "not included" in said[said.index("Tax") + 1 : said.index("Tax") + 3]
     assert "USD 3.23" in said
     assert "Late usage of 2026-10 · demo" in said
 
@@ -153,16 +156,44 @@ def test_plan_adjustment_credit_and_remainders_lead_to_the_total() -> None:
     summary = said[
         said.index("Credit notes of this month: paid back apart, not part of the total") :
     ]
-    rows = dict(itertools.pairwise(summary))
-    assert rows["Usage"] == "6.222919959"
-    assert rows["Late usage of earlier months"] == "0.000150000"
-    assert rows["Plan"] == "-0.000600001"
-    assert rows["Adjustments"] == "-1.000000000"
-    assert rows["Prepaid credit"] == "-2.000000000"
-    assert rows["Carried over from rounding earlier invoices"] == "0.003000000"
-    assert rows["Carried over to the next invoice by rounding"] == "0.004530042"
-    assert rows["Total"] == "USD 3.23"
+    rows = {
+        label: (exact, billed)
+        for label, exact, billed in zip(*[summary[n:] for n in range(3)], strict=False)
+    }
+    assert rows["Usage"] == ("6.222919959", "6.23")
+    assert rows["Late usage of earlier months"] == ("0.000150000", "0.00")
+    assert rows["Plan"] == ("-0.000600001", "0.00")
+    assert rows["Adjustments"] == ("-1.000000000", "-1.00")
+    assert rows["Prepaid credit"] == ("-2.000000000", "-2.00")
+    assert rows["Rounding carried from earlier invoices"][0] == "0.003000000"
+    assert rows["Rounding carried forward to the next invoice"][0] == "0.004530042"
+    assert rows["Total"] == ("3.230000000", "USD 3.23")
     assert "double delivery" in summary
+
+
+def test_lines_that_are_rounded_by_themselves_are_completed_by_the_rounding() -> None:
+    lines = tuple(
+        replace(REPORT.lines[0], model=f"model-{n}", amount_picos=4_000_000_000) for n in range(4)
+    )
+
+    said = pages_of(replace(REPORT, lines=lines, charges=(), carried_in_picos=0))[-1].splitlines()
+
+    assert said[said.index("Usage") : said.index("Usage") + 3] == ["Usage", "0.016", "0.00"]
+    assert said[said.index("Rounding") + 1] == "0.02"
+    assert said[said.index("Total") + 1 : said.index("Total") + 3] == ["0.020", "USD 0.02"]
+
+
+def test_a_month_of_an_earlier_release_keeps_its_rounding() -> None:
+    lines = tuple(
+        replace(REPORT.lines[0], model=f"model-{n}", amount_picos=4_000_000_000) for n in range(4)
+    )
+    old = replace(REPORT, lines=lines, charges=(), carried_in_picos=0, format_version=2)
+
+    said = pages_of(old)[-1].splitlines()
+
+    assert old.rounded_parts_picos == (0, 10**10, 0, 10**10)
+    assert said[said.index("Usage") : said.index("Usage") + 3] == ["Usage", "0.016", "0.02"]
+    assert "Rounding" not in said
 
 
 def test_the_same_report_is_the_same_bytes() -> None:
@@ -249,8 +280,6 @@ def test_characters_missing_in_helvetica_are_code_points_and_markup_is_text() ->
 
 
 def test_a_font_of_the_operator_shows_other_letters_and_a_bad_one_is_named(tmp_path: Path) -> None:
-    import reportlab
-
     vera = Path(reportlab.__file__).parent / "fonts" / "Vera.ttf"
     (tmp_path / "bad.ttf").write_text("no font")
 
@@ -260,3 +289,77 @@ def test_a_font_of_the_operator_shows_other_letters_and_a_bad_one_is_named(tmp_p
     assert "Brückenstraße 12" in pages_of(REPORT, replace(ISSUER, font=vera))[0]
     with pytest.raises(InvalidValue, match=r"bad\.ttf"):
         pages_of(REPORT, replace(ISSUER, font=tmp_path / "bad.ttf"))
+
+
+# Costly and hostile texts: wide, missing in every font, combining, right to left, unbreakable.
+ODD = (
+    "株",
+    "[",
+    "<b>",
+    "&",
+    "e\u0301",
+    "\u0301",
+    "ש",
+    "\u202e",
+    "😀",
+    "\ue000",
+    "W",
+    " ",
+    "\x00",
+    "\r",
+    "\uffff",
+)
+TEXTS = st.one_of(
+    st.text(max_size=256),
+    st.lists(st.sampled_from(ODD), max_size=256).map("".join),
+    st.builds(lambda each, count: each * count, st.sampled_from(ODD), st.integers(1, 256)),
+)
+FONTS = st.sampled_from([None, Path(reportlab.__file__).parent / "fonts" / "Vera.ttf"])
+
+
+# Not shrunk: a document takes long to draw, and the generated texts say enough.
+@settings(max_examples=30, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@given(st.data(), st.integers(-(10**26), 10**26), st.integers(0, 40), FONTS)
+def test_no_text_or_amount_makes_a_document_fail(
+    data: st.DataObject, picos: int, line_count: int, font: Path | None
+) -> None:
+    def text() -> str:
+        return data.draw(TEXTS)
+
+    profile = BillingProfile((text(),), *(text() for _ in range(6)), "JP", text())
+    issuer = Issuer(text(), (text(),) * 10, text(), text(), (text(),) * 10, font)
+    line = replace(REPORT.lines[0], model=text(), amount_picos=picos, unit_price_picos=abs(picos))
+    charges = [
+        Charge(LineKind.ADJUSTMENT, f"adjustment: {text()}", picos),
+        Charge(LineKind.ALLOWANCE, text(), -picos, text(), TokenKind.OUTPUT, 2**62),
+    ]
+    note = replace(REPORT.credit_notes[0], reason=text())
+    report = replace(
+        REPORT,
+        lines=tuple(replace(line, price_version=n) for n in range(line_count)),
+        charges=tuple(charges),
+        credit_notes=(note,) * 3,
+        billing_profile=profile,
+        closed=data.draw(st.sampled_from([None, CLOSED])),
+    )
+
+    assert "Total" in "\n".join(pages_of(report, issuer))
+
+
+def test_a_long_name_that_no_font_shows_is_cut_with_an_ellipsis() -> None:
+    profile = BillingProfile(legal_name="株式会社" * 64)
+
+    page = pages_of(replace(REPORT, billing_profile=profile))[0]
+
+    name = page[page.index("[U+682A]") : page.index("acme")]
+    assert name.count("\n") == 4
+    assert name.endswith("...\n")
+
+
+def test_a_number_is_smaller_rather_than_broken_or_cut() -> None:
+    huge = replace(REPORT.lines[0], amount_picos=-(10**26) - 1)
+
+    said = pages_of(replace(REPORT, lines=(huge,), charges=()))[0].splitlines()
+
+    assert "-100,000,000,000,000.000000000001" in said
+    assert "-100,000,000,000,000.00" in said

@@ -58,12 +58,13 @@ def test_csv_is_rfc_4180_with_exact_amounts() -> None:
     assert to_csv(REPORT).split("\r\n") == [
         "record_type,organization_name,organization_id,month,time_zone,model,price_version,token_kind,request_count,token_count,"
         "cancelled_token_count,unit_price,amount,currency_code,rounded_amount,late_month,tier,description,state,invoice_number,report_format",
-        f"usage,{acme},demo,1,input,3,30000,100,0.00000015,0.0045,USD,0.00,,interactive,,open,,2",
-        f"usage,{acme},demo,1,output,2,9000,0,0.0000006,0.005400000001,USD,0.01,,interactive,,open,,2",
-        f"total,{acme},,,,3,,,,0.009900000001,USD,,,,,open,,2",
-        f"carried_in,{acme},,,,,,,,0.00,USD,,,,,open,,2",
-        f"carried_out,{acme},,,,,,,,-0.000099999999,USD,,,,,open,,2",
-        f"total_rounded,{acme},,,,,,,,0.01,USD,,,,tax not included,open,,2",
+        f"usage,{acme},demo,1,input,3,30000,100,0.00000015,0.0045,USD,0.00,,interactive,,open,,3",
+        f"usage,{acme},demo,1,output,2,9000,0,0.0000006,0.005400000001,USD,0.01,,interactive,,open,,3",
+        f"total,{acme},,,,3,,,,0.009900000001,USD,,,,,open,,3",
+        f"carried_in,{acme},,,,,,,,0.00,USD,,,,,open,,3",
+        f"carried_out,{acme},,,,,,,,0.000099999999,USD,,,,,open,,3",
+        f"rounding,{acme},,,,,,,,,USD,0.00,,,,open,,3",
+        f"total_rounded,{acme},,,,,,,,0.01,USD,0.01,,,tax not included,open,,3",
         "",
     ]
 
@@ -107,6 +108,7 @@ def test_a_closed_month_shows_late_usage_charges_carried_remainders_and_its_clos
             "total",
             "carried_in",
             "carried_out",
+            "rounding",
         ),
         *("total_rounded", "credit_note", "prepaid_credit_expired", "prepaid_credit_remaining"),
     ]
@@ -127,8 +129,8 @@ def test_a_closed_month_shows_late_usage_charges_carried_remainders_and_its_clos
     )
     assert (document["total"], document["carried_in"]) == ("0.005400000001", "0.004")
     assert (document["total_rounded"], document["carried_out"]) == ("0.01", "-0.000599999999")
-    assert rows[10]["amount"] == "-0.02"
-    assert rows[10]["description"] == 'CN-000001 to INV-000007: outage, "the long one"'
+    assert rows[11]["amount"] == "-0.02"
+    assert rows[11]["description"] == 'CN-000001 to INV-000007: outage, "the long one"'
     assert document["charges"][2] == {
         "kind": "credit",
         "description": "prepaid credit",
@@ -144,7 +146,7 @@ def test_a_closed_month_shows_late_usage_charges_carried_remainders_and_its_clos
 def test_a_format_that_is_not_known_is_refused_rather_than_guessed() -> None:
     for write in (to_json, to_csv, digests):
         with pytest.raises(InvalidValue, match="report_format"):
-            write(replace(REPORT, format_version=3))
+            write(replace(REPORT, format_version=4))
 
 
 def test_any_change_changes_both_digests() -> None:

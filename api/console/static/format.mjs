@@ -38,6 +38,16 @@ export function picosOf(money) {
   return whole(money?.units) * 10n ** BigInt(PICOS) + whole(money?.picos);
 }
 
+// Sum of amounts.
+export function sumOf(all) {
+  return { picos: all.reduce((sum, each) => sum + picosOf(each), 0n) };
+}
+
+// An amount with the opposite sign.
+export function negated(money) {
+  return { picos: -picosOf(money) };
+}
+
 // An amount without its currency: 0.00000705.
 export function amount(money, least = 2) {
   return decimal(picosOf(money), PICOS, least);

@@ -2,7 +2,7 @@
 
 import { file } from "./client.mjs";
 import { badge, column, command, h, remark, swap, table, tile, tiles, time } from "./dom.mjs";
-import { amount, amountPlaces, count, money, perMillion, picosOf, plain, words } from "./format.mjs";
+import { amount, amountPlaces, count, money, negated, perMillion, picosOf, plain, sumOf, words } from "./format.mjs";
 
 const REPORT = "BillingService/GetMonthReport", DOCUMENT = "BillingService/GetMonthDocument", EXPORT = "BillingService/ExportMonth", INVOICE = "BillingService/GetInvoice";
 const STATES = { MONTH_STATE_OPEN: ["open: preliminary invoice", "warning"], MONTH_STATE_CLOSING: ["closing", "warning"], MONTH_STATE_CLOSED: ["closed", "good"] };
@@ -23,18 +23,18 @@ export const month = {
       h("div", { class: "controls" }, chooser, months),
       h("p", {}, h("strong", {}, `${plain(report.organizationName)}, ${chosen} (UTC) `), badge(state, kind), report.closeTime && [" ", time(report.closeTime), ` by ${plain(report.closedBy)}`]),
       report.billingProfile && h("p", { class: "note" }, `Billed to ${billedTo(report)}`),
-      tiles(tile("Total", amount(report.totalRounded), currency, report.taxNote ?? ""), tile("Before rounding", amount(report.total), currency),
+      tiles(tile("Total", amount(report.totalRounded), currency, report.taxNote ?? ""), tile("Sum of the lines, exact", amount(report.total), currency),
         report.invoiceNumber && tile("Invoice", report.invoiceNumber), tile("Requests", count(report.requestCounts?.totalCount), "", endings(report.requestCounts ?? {}))),
       downloads(view, ref, chosen, report),
       h("h2", {}, "Usage"),
       table("Invoice lines", lineColumns(currency, report.lines ?? []), report.lines ?? [], { empty: "No usage." }),
       chargesPart(report.charges ?? [], currency),
       h("h2", {}, "Total"),
-      table("From the lines to the total", [column("Item", ([item]) => item), column(`Amount, ${currency}`, ([, value]) => amount(value, amountPlaces(totals(report).map((each) => each[1]))), true)], totals(report), { isGrid: true }),
+      totalPart(report, currency),
       report.unratedEventCount && remark("warning", `${count(report.unratedEventCount)} recorded usage events are not in the lines above yet.`),
       creditPart(report, invoice, currency),
       h("p", { class: "note" }, report.taxNote ?? ""),
-      command("Close the month (final)", `weir month close ${chosen} --org ${report.organizationName}`),
+      report.state !== "MONTH_STATE_CLOSED" && command("Close the month (final)", `weir month close ${chosen} --org ${report.organizationName}`),
       command("Command", `weir month show ${chosen} --org ${report.organizationName}`));
   },
 };
@@ -78,9 +78,26 @@ function chargesPart(charges, currency) {
   ], charges)];
 }
 
-function totals(report) {
-  return [["Sum of the lines, exact", report.total], ["Rounding carried from previous months", report.carriedIn],
-    ["Rounding carried to the next month", report.carriedOut], ["Total, rounded", report.totalRounded]];
+function totalPart(report, currency) {
+  const rows = totals(report);
+  const least = amountPlaces(rows.map((each) => each.exact));
+  return table("From the lines to the total", [
+    column("Item", (each) => each.item),
+    column(`Exact, ${currency}`, (each) => each.exact && amount(each.exact, least), true),
+    column(`Rounded, ${currency}`, (each) => each.rounded && amount(each.rounded), true),
+  ], rows, { isGrid: true });
+}
+
+// Rows whose columns, exact and rounded, each add up to the last row. An empty cell is no part of its column.
+export function totals(report) {
+  const lines = [...(report.lines ?? []), ...(report.charges ?? [])];
+  return [
+    { item: "Sum of the lines", exact: report.total, rounded: sumOf(lines.map((each) => each.roundedAmount)) },
+    { item: "Rounding carried from previous months", exact: report.carriedIn },
+    { item: "Rounding carried to the next month", exact: negated(report.carriedOut) },
+    { item: "Rounding", rounded: report.rounding },
+    { item: "Total", exact: report.totalRounded, rounded: report.totalRounded },
+  ];
 }
 
 function creditPart({ prepaidCredit, creditNotes = [] }, invoice, currency) {

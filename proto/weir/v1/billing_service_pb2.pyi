@@ -108,6 +108,7 @@ class GetMonthReportResponse(_message.Message):
     REPORT_FORMAT_FIELD_NUMBER: _builtins.int
     RECEIPTS_ROOT_FIELD_NUMBER: _builtins.int
     BILLING_PROFILE_FIELD_NUMBER: _builtins.int
+    ROUNDING_FIELD_NUMBER: _builtins.int
     organization_name: _builtins.str
     """The organization's name."""
     organization_id: _builtins.str
@@ -144,7 +145,7 @@ class GetMonthReportResponse(_message.Message):
 
     @_builtins.property
     def total_rounded(self) -> _types_pb2.Money:
-        """The total rounded half up to the currency's minor unit."""
+        """Amount owed: total + carried_in, rounded half up to the currency's minor unit."""
 
     @_builtins.property
     def reconciliation(self) -> Global___Reconciliation:
@@ -180,6 +181,10 @@ class GetMonthReportResponse(_message.Message):
         a profile.
         """
 
+    @_builtins.property
+    def rounding(self) -> _types_pb2.Money:
+        """Completes the rounded amounts of lines and charges: their sum + rounding = total_rounded."""
+
     def __init__(
         self,
         *,
@@ -205,10 +210,11 @@ class GetMonthReportResponse(_message.Message):
         report_format: _builtins.int = ...,
         receipts_root: _builtins.str = ...,
         billing_profile: _types_pb2.BillingProfile | None = ...,
+        rounding: _types_pb2.Money | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["billing_profile", b"billing_profile", "carried_in", b"carried_in", "carried_out", b"carried_out", "close_time", b"close_time", "prepaid_credit", b"prepaid_credit", "reconciliation", b"reconciliation", "request_counts", b"request_counts", "total", b"total", "total_rounded", b"total_rounded"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["billing_profile", b"billing_profile", "carried_in", b"carried_in", "carried_out", b"carried_out", "close_time", b"close_time", "prepaid_credit", b"prepaid_credit", "reconciliation", b"reconciliation", "request_counts", b"request_counts", "rounding", b"rounding", "total", b"total", "total_rounded", b"total_rounded"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["billing_profile", b"billing_profile", "carried_in", b"carried_in", "carried_out", b"carried_out", "charges", b"charges", "close_time", b"close_time", "closed_by", b"closed_by", "credit_notes", b"credit_notes", "invoice_number", b"invoice_number", "lines", b"lines", "month", b"month", "organization_id", b"organization_id", "organization_name", b"organization_name", "prepaid_credit", b"prepaid_credit", "receipts_root", b"receipts_root", "reconciliation", b"reconciliation", "report_format", b"report_format", "request_counts", b"request_counts", "state", b"state", "tax_note", b"tax_note", "total", b"total", "total_rounded", b"total_rounded", "unrated_event_count", b"unrated_event_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["billing_profile", b"billing_profile", "carried_in", b"carried_in", "carried_out", b"carried_out", "charges", b"charges", "close_time", b"close_time", "closed_by", b"closed_by", "credit_notes", b"credit_notes", "invoice_number", b"invoice_number", "lines", b"lines", "month", b"month", "organization_id", b"organization_id", "organization_name", b"organization_name", "prepaid_credit", b"prepaid_credit", "receipts_root", b"receipts_root", "reconciliation", b"reconciliation", "report_format", b"report_format", "request_counts", b"request_counts", "rounding", b"rounding", "state", b"state", "tax_note", b"tax_note", "total", b"total", "total_rounded", b"total_rounded", "unrated_event_count", b"unrated_event_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -293,7 +299,9 @@ class MonthReportLine(_message.Message):
 
     @_builtins.property
     def rounded_amount(self) -> _types_pb2.Money:
-        """This line's part of `total_rounded`, in whole minor units."""
+        """`amount` in whole minor units, rounded by itself. In months closed with report_format 2, the
+        line's part of `total_rounded`.
+        """
 
     def __init__(
         self,

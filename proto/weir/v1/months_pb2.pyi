@@ -341,7 +341,7 @@ class Obstacle(_message.Message):
     DESCRIPTION_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
     """Stable kind: MONTH_NOT_OVER, EARLIER_MONTH_OPEN, LATER_MONTH_CLOSED, MONTH_BEFORE_FIRST,
-    USAGE_MISSTATED, USAGE_UNRATED or REQUESTS_RUNNING.
+    USAGE_MISSTATED, USAGE_UNRATED, REQUESTS_RUNNING, ISSUER_INCOMPLETE or TEXT_NOT_SHOWN.
     """
     description: _builtins.str
     """Description with the remedy."""
@@ -388,7 +388,7 @@ class MonthCharge(_message.Message):
 
     @_builtins.property
     def rounded_amount(self) -> _types_pb2.Money:
-        """Part of the rounded total, in whole minor units."""
+        """`amount` in whole minor units. See `MonthReportLine.rounded_amount`."""
 
     def __init__(
         self,
@@ -499,7 +499,9 @@ class InvoiceLine(_message.Message):
     USAGE_MONTH_FIELD_NUMBER: _builtins.int
     SOURCE_ID_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
-    """Stable kind: `usage`, `late_usage`, or a charge as in `ChargeKind`, in lower case."""
+    """Stable kind: `usage`, `late_usage`, a charge as in `ChargeKind` in lower case, or `rounding`,
+    which completes the other lines to the total.
+    """
     description: _builtins.str
     """Description."""
     model: _builtins.str
@@ -518,7 +520,7 @@ class InvoiceLine(_message.Message):
     """Id of the adjustment or the credit grant."""
     @_builtins.property
     def exact_amount(self) -> _types_pb2.Money:
-        """Before rounding."""
+        """Before rounding; 0 for the line of the rounding."""
 
     @_builtins.property
     def amount(self) -> _types_pb2.Money:

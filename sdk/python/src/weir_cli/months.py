@@ -265,7 +265,11 @@ def forecast_lines(forecast: UsageForecast) -> list[Text]:
 
 
 AllOption = Annotated[bool, typer.Option("--all", help="All organizations, one after the other.")]
-Format = Literal["table", "csv", "json", "focus"]  # output format of a report
+Format = Literal["table", "csv", "json", "focus", "pdf"]  # output format of a report
+FILES: Mapping[Format, MonthExportFormat] = {
+    "focus": MonthExportFormat.FOCUS_CSV,
+    "pdf": MonthExportFormat.INVOICE_PDF,
+}
 
 
 @month.command("show")
@@ -280,7 +284,7 @@ def show_month(
             "--format",
             help=(
                 "table for people; json and csv are the server's documents; focus is for FinOps"
-                " tools."
+                " tools; pdf is the invoice, or its draft."
             ),
         ),
     ] = "table",
@@ -289,7 +293,7 @@ def show_month(
     ] = None,
     pdf: Annotated[
         Path | None,
-        typer.Option("--pdf", help="Write the invoice, or its draft, as PDF to this file."),
+        typer.Option("--pdf", help="Short for --format pdf --output with this file."),
     ] = None,
     by: Annotated[
         str,
@@ -321,10 +325,16 @@ def show_month(
     Documents of a closed month never change. Exit code 1 if ledger and usage do not agree.
     """
     form = "json" if as_json else form
-    groups = parse_groups(by)
-    if groups and (pdf or form == "focus"):
+    if pdf is not None:
+        form, output = "pdf", pdf
+    if form == "pdf" and output is None and sys.stdout.isatty():
         raise typer.BadParameter(
-            "--pdf and --format focus cover the whole month: omit --by", param_hint="--by"
+            "a terminal does not show it: add --output FILE", param_hint="--format"
+        )
+    groups = parse_groups(by)
+    if groups and form in FILES:
+        raise typer.BadParameter(
+            f"--format {form} covers the whole month: omit --by", param_hint="--by"
         )
     if not groups and (day or project or key or everyone):
         raise typer.BadParameter(
@@ -344,10 +354,8 @@ def show_month(
             page_size=PAGE_ROWS,
         )
         write_usage(form, output, found, groups, month)
-    elif pdf is not None:
-        save(client, month, MonthExportFormat.INVOICE_PDF, owner, pdf)
-    elif form == "focus":
-        save(client, month, MonthExportFormat.FOCUS_CSV, owner, output)
+    elif form in FILES:
+        save(client, month, FILES[form], owner, output)
     else:
         write_report(client, month, owner, form, output, plot)
 
@@ -434,16 +442,18 @@ def write_usage(
 
 
 def write_month(client: BillingClient, report: MonthReport, output: Path | None) -> None:
-    """Write the report as tables, with the invoice of a closed month."""
-    from weir_cli.tables import month_report
+    """Write the report as tables, with its invoice or the draft of it."""
+    from weir_cli.tables import draft_table, month_report
 
-    invoice = (
-        [invoice_table(client.get_invoice(report.invoice_number))] if report.invoice_number else []
-    )
+    parts = [month_report(report)]
+    if report.invoice_number:
+        parts.append(invoice_table(client.get_invoice(report.invoice_number)))
+    elif report.lines or report.charges:
+        parts.append(draft_table(report))
     if output is None:
-        show(month_report(report), *invoice)
+        show(*parts)
     else:
-        put(output, [to_text(part, FILE_WIDTH) for part in (month_report(report), *invoice)])
+        put(output, [to_text(part, FILE_WIDTH) for part in parts])
         note(f"{output}: {len(report.lines)} lines, total {report.total_rounded}")
 
 
@@ -716,36 +726,29 @@ def months_table(months: list[Month]) -> RenderableType:
 
 
 def invoice_table(invoice: Invoice) -> RenderableType:
-    """Return a table of the invoice's lines, with exact and billed amounts."""
+    """Return a table of the invoice's lines and its credit notes."""
+    from rich.console import Group
+
+    from weir_cli.tables import BillLine, bill_table
+
     currency = invoice.total.currency_code
     title = (
         f"invoice {invoice.number} · {invoice.organization_name} · {invoice.month} · {currency},"
         f" {invoice.tax_note}"
     )
-    made = table("line", "exact", "amount", right=("exact", "amount"), title=title)
-    for line in invoice.lines:
-        made.add_row(
-            line.description,
-            decimal_text(line.exact_amount.amount),
-            decimal_text(line.amount.amount),
-        )
-    made.add_section()
-    made.add_row(
-        "total",
-        decimal_text(invoice.exact_total.amount),
-        decimal_text(invoice.total.amount),
-        style="bold",
-    )
-    if invoice.carried_in.picos:
-        made.add_row("carried from previous months", decimal_text(invoice.carried_in.amount), "")
-    made.add_row("carried to the next month", decimal_text(invoice.carried_out.amount), "")
-    for each in invoice.credit_notes:
-        made.add_row(
-            f"credit note {each.credit_note_number}: {each.reason}",
-            "",
-            decimal_text(each.amount.amount),
-        )
-    return made
+    rounding = Money(currency, 0)
+    lines = []
+    for each in invoice.lines:
+        if each.kind == "rounding":
+            rounding = each.amount
+        else:
+            lines.append(BillLine(each.description, each.exact_amount, each.amount))
+    carried = invoice.carried_in, invoice.carried_out
+    notes = [
+        f"credit note {each.credit_note_number} of {money_text(each.amount)}: {each.reason}"
+        for each in invoice.credit_notes
+    ]
+    return Group(bill_table(title, lines, carried, rounding, invoice.total), *notes)
 
 
 adjustment = typer.Typer(

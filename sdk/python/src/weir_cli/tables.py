@@ -287,12 +287,78 @@ def month_report(report: MonthReport) -> RenderableType:
         sum(line.cancelled_token_count for line in report.lines),
     )
     lines.add_row(
-        "total", "", "", "", *sums, "", decimal_text(report.total.amount, places), style="bold"
-    )
-    lines.add_row(
-        "rounded", "", "", "", "", "", "", decimal_text(report.total_rounded.amount), style="bold"
+        "sum", "", "", "", *sums, "", decimal_text(report.total.amount, places), style="bold"
     )
     return Group(lines, *_month_footer(report))
+
+
+def draft_table(report: MonthReport) -> RenderableType:
+    """Return the invoice of an open month as it would be now."""
+    lines = [
+        BillLine(
+            f"{each.model}, {each.token_kind.value} tokens, v{each.price_version}"
+            + (f", late usage of {each.late_month}" if each.late_month else ""),
+            each.amount,
+            each.rounded_amount,
+        )
+        for each in report.lines
+    ] + [BillLine(each.description, each.amount, each.rounded_amount) for each in report.charges]
+    none = Money(report.total.currency_code, 0)
+    title = (
+        f"draft invoice · {report.organization_name} · {report.month} ·"
+        f" {report.total.currency_code}, {report.tax_note}"
+    )
+    carried = report.carried_in or none, report.carried_out or none
+    return bill_table(title, lines, carried, report.rounding or none, report.total_rounded)
+
+
+@dataclass(frozen=True, slots=True)
+class BillLine:
+    """A line of a bill: its exact and its rounded amount."""
+
+    label: str
+    exact: Money
+    rounded: Money
+
+
+def bill_table(
+    title: str,
+    lines: Sequence[BillLine],
+    carried: tuple[Money, Money],
+    rounding: Money,
+    total: Money,
+) -> Sheet:
+    """Return lines and total; each column adds up to its last row.
+
+    carried: rounding from previous months, and to the next one.
+    """
+    currency = total.currency_code
+    carried_in, carried_out = carried[0], Money(currency, -carried[1].picos)
+    exact, rounded = [each.exact for each in lines], [each.rounded for each in lines]
+    places, least = (
+        max(2, *(decimal_places(each.amount) for each in (*column, total)))
+        for column in ((*exact, carried_in, carried_out), (*rounded, rounding))
+    )
+    made = Sheet("line", "exact", "amount", right=("exact", "amount"), title=title)
+    for line in lines:
+        made.add_row(
+            line.label,
+            decimal_text(line.exact.amount, places),
+            decimal_text(line.rounded.amount, least),
+        )
+    made.add_section()
+    for label, amount in (
+        ("rounding carried from previous months", carried_in),
+        ("rounding carried to the next month", carried_out),
+    ):
+        if amount.picos:
+            made.add_row(label, decimal_text(amount.amount, places), "")
+    if rounding.picos:
+        made.add_row("rounding", "", decimal_text(rounding.amount, least))
+    made.add_row(
+        "total", decimal_text(total.amount, places), decimal_text(total.amount, least), style="bold"
+    )
+    return made
 
 
 def _month_footer(report: MonthReport) -> list[Text]:

@@ -184,3 +184,4 @@ class MonthReport:
     report_format: int = 0
     receipts_root: str = ""
     billing_profile: BillingProfile | None = None  # as it was at the close, for a closed month
+    rounding: Money | None = None  # completes the rounded lines and charges to the total

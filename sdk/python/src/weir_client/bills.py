@@ -144,7 +144,10 @@ class CreditNoteSummary:
 
 @dataclass(frozen=True, slots=True)
 class InvoiceLine:
-    """A line of an invoice. exact_amount: before rounding; amount: what the customer pays."""
+    """A line of an invoice. exact_amount: before rounding; amount: what the customer pays.
+
+    The line of kind `rounding` completes the others to the total; its exact amount is zero.
+    """
 
     kind: str
     description: str

@@ -1,0 +1,184 @@
+"""Documents as issued: drawn once, kept with their issuer and digest, and never drawn again.
+
+A month's document is drawn in the transaction of its close, and a credit note's in the transaction
+of its approval. Every export returns the kept bytes, so settings, fonts, locale and releases have
+no influence on them. A document issued before this was kept is drawn and kept with its first
+export.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hashlib
+import pickle
+import sys
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from psycopg.types.json import Jsonb
+from sqlalchemy import Row, text
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from common.child_environment import inherited
+from metering.core.errors import InvariantViolated
+from metering.core.models import record_of
+from metering.invoicing.invoice_document import (
+    InvoiceDocument,
+    Issuer,
+    invoice_document,
+    shown_by_helvetica,
+)
+from metering.invoicing.month_report import MonthReport
+from metering.ledger.ledger import month_bounds
+from metering.store.db import Sessions
+
+# Seconds. A document of 1,000 lines takes 3 on a busy machine; clients time out after 30.
+DRAWING_S = 25.0
+Draw = Callable[[InvoiceDocument], Awaitable[bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class IssuedDocument:
+    """A PDF and the issuer on it, as kept."""
+
+    issuer: Issuer
+    pdf: bytes
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.pdf).hexdigest()
+
+
+class DrawingFailed(RuntimeError):
+    """Failure of the drawing process, with its error output."""
+
+
+class Drawer:
+    """Renderer of documents, one at a time."""
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Semaphore(1)
+
+    async def draw(self, document: InvoiceDocument) -> bytes:
+        """Return the document as PDF. Raises: DrawingFailed, TimeoutError."""
+        async with self._turn, asyncio.timeout(DRAWING_S):
+            child = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "metering.invoicing.invoice_pdf",
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                env=inherited(),
+            )
+            try:
+                pdf, said = await child.communicate(pickle.dumps(document))
+            finally:
+                if child.returncode is None:
+                    child.kill()
+                    await child.wait()
+        if child.returncode != 0:
+            raise DrawingFailed(said.decode(errors="replace").strip())
+        return pdf
+
+
+KEEP = text("""
+INSERT INTO issued_documents (organization_id, name, issuer, pdf, pdf_sha256)
+VALUES (:organization_id, :name, :issuer, :pdf, :sha256)
+ON CONFLICT DO NOTHING
+""")
+KEPT = text(
+    "SELECT * FROM issued_documents WHERE organization_id = :organization_id AND name = :name"
+)
+# The issuer on the first document of an invoice, as earlier releases kept it.
+LETTERHEAD = text("""
+SELECT l.*
+FROM invoice_letterheads l
+JOIN invoices i ON i.id = l.invoice_id
+WHERE i.organization_id = :organization_id AND i.month = :month
+""")
+
+
+async def keep_document(
+    session: AsyncSession, organization_id: uuid.UUID, name: str, issuer: Issuer, pdf: bytes
+) -> IssuedDocument:
+    """Keep a document by its name, unless there is one; return the one kept.
+
+    name: a month `YYYY-MM`, or the number of a credit note.
+    """
+    values = {"issuer": Jsonb(issuer.as_json()), "pdf": pdf, "sha256": hashlib.sha256(pdf).digest()}
+    place = {"organization_id": organization_id, "name": name}
+    await session.execute(KEEP, values | place)
+    return _checked((await session.execute(KEPT, place)).one())
+
+
+async def kept_document(
+    session: AsyncSession, organization_id: uuid.UUID, name: str
+) -> IssuedDocument | None:
+    """Return a document as kept. Raises: InvariantViolated if its bytes have changed since."""
+    place = {"organization_id": organization_id, "name": name}
+    row = (await session.execute(KEPT, place)).one_or_none()
+    return None if row is None else _checked(row)
+
+
+def _checked(row: Row[Any]) -> IssuedDocument:
+    found = IssuedDocument(Issuer.from_json(row.issuer), bytes(row.pdf))
+    if found.sha256 != row.pdf_sha256.hex():
+        raise InvariantViolated(
+            f"the document {row.name} of organization {row.organization_id} was changed: its PDF"
+            f" has the SHA-256 {found.sha256}, and had {row.pdf_sha256.hex()} when it was issued;"
+            " restore it from a backup"
+        )
+    return found
+
+
+async def issue_month(
+    session: AsyncSession, report: MonthReport, issuer: Issuer, draw: Draw
+) -> IssuedDocument:
+    """Draw and keep the document of a month in the transaction that closes it."""
+    pdf = await draw(invoice_document(report, issuer))
+    return await keep_document(session, report.organization_id, report.month, issuer, pdf)
+
+
+async def document_of_month(
+    sessions: Sessions, report: MonthReport, issuer: Issuer, draw: Draw
+) -> IssuedDocument:
+    """Return the document of a month: as kept of a closed one, else drawn now.
+
+    issuer: of documents that are not kept yet. A closed month without a document, from an earlier
+    release, gets it here, unless its invoice lacks an issuer.
+    """
+    place = {
+        "organization_id": report.organization_id,
+        "month": month_bounds(report.month)[0].date(),
+    }
+    if report.closed is not None:
+        async with sessions() as session:
+            found = await kept_document(session, report.organization_id, report.month)
+            if found is not None:
+                return found
+            printed = (await session.execute(LETTERHEAD, place)).one_or_none()
+        if printed is not None:
+            issuer = record_of(Issuer, printed, font=issuer.font, bold_font=issuer.bold_font)
+    drawn = IssuedDocument(issuer, await draw(invoice_document(report, issuer)))
+    if report.closed is None or (report.closed.invoice_number and not issuer.name):
+        return drawn
+    async with sessions.begin() as session:
+        return await keep_document(session, report.organization_id, report.month, issuer, drawn.pdf)
+
+
+async def characters_not_shown(texts: tuple[str, ...], issuer: Issuer) -> str:
+    """Return the characters that the issuer's fonts lack, each once. Raises: InvalidValue."""
+    shows = await asyncio.to_thread(_shown_by, issuer) if issuer.font else shown_by_helvetica
+    return "".join(dict.fromkeys(each for each in "".join(texts) if not shows(each)))
+
+
+@functools.lru_cache(maxsize=1)
+def _shown_by(issuer: Issuer) -> Callable[[str], bool]:
+    # Loads reportlab, which most processes never need.
+    from metering.invoicing.invoice_pdf import load_type
+
+    return load_type(issuer).shows
