@@ -166,6 +166,9 @@ class Service:
             "engine_thread_count": 1,
             "kv_cache_bytes": 64 << 20,
             "recovery_interval_s": 0.5,
+            "issuer_name": "Weir Operations GmbH",
+            "issuer_address": "Brückenstraße 12 | 10179 Berlin",
+            "issuer_payment": "IBAN DE02 1005",
             "auth_failures_per_minute": 0,  # off: all tests share an address and use invalid keys
         }
         self.settings = Settings(database_url=database_url, home=home, **(usual | settings))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import io
 import tempfile
 import uuid
 from collections import Counter
@@ -42,7 +43,11 @@ from metering.export.stripe_inbox import InvoicePayment, payments_by_month
 from metering.invoicing import adjustments
 from metering.invoicing.adjustments import AdjustmentRecord
 from metering.invoicing.closing import CloseTerms, check_month, close_month
-from metering.invoicing.documents import Drawer, document_of_month
+from metering.invoicing.documents import (
+    Drawer,
+    document_of_credit_note,
+    document_of_month,
+)
 from metering.invoicing.invoice_document import Issuer
 from metering.invoicing.invoices import Invoice, find_invoice_row, invoice_of_month, read_invoice
 from metering.invoicing.month_report import TAX_NOTE, MonthReport, to_csv, to_json
@@ -247,8 +252,17 @@ class BillingServicer(AdminCalls, billing_grpc.BillingServiceServicer):
     async def ExportMonth(  # type: ignore[override]
         self, request: usage_pb.ExportMonthRequest, context: Context
     ) -> None:
-        """Write a month to a file and send it in pieces, outside a transaction."""
+        """Write a month or a credit note to a file and send it in pieces, outside a transaction."""
         principal = await self._caller(context)
+        if request.credit_note_number:
+            async with self._reports.turn(principal) as sessions, sessions.begin() as session:
+                note = await adjustments.find_credit_note(session, request.credit_note_number)
+                if not may_see(principal, note.organization_id):
+                    raise NotFound("credit note", request.credit_note_number)
+                document = await document_of_credit_note(session, note, self._issuer, self._draw)
+            name, media_type = f"{note.credit_note_number}.pdf", "application/pdf"
+            await send_file(context, name, media_type, io.BytesIO(document.pdf))
+            return
         if request.format not in FILE_NAMES:
             raise InvalidValue("format", "is required: the format of the file")
         is_pdf = request.format == usage_pb.MONTH_EXPORT_FORMAT_INVOICE_PDF
@@ -272,13 +286,7 @@ class BillingServicer(AdminCalls, billing_grpc.BillingServiceServicer):
             number = report.closed.invoice_number or "statement" if report.closed else "draft"
             name = name.format(f"{report.organization_name}-{report.month}", number=number)
             file.seek(0)
-            await context.write(
-                usage_pb.ExportMonthResponse(
-                    file_name=name, media_type=media_type, chunk=file.read(CHUNK_BYTES)
-                )
-            )
-            while chunk := file.read(CHUNK_BYTES):
-                await context.write(usage_pb.ExportMonthResponse(chunk=chunk))
+            await send_file(context, name, media_type, file)
 
     async def ListAlerts(
         self, request: alert_pb.ListAlertsRequest, context: Context
@@ -477,6 +485,8 @@ class BillingServicer(AdminCalls, billing_grpc.BillingServiceServicer):
                 actor=acting.actor,
                 secret_hash=acting.principal.secret_hash,
             )
+            if record.credit_note_number:
+                await document_of_credit_note(session, record, self._issuer, self._draw)
             return months_pb2.ApproveAdjustmentResponse(adjustment=adjustment_message(record))
 
     async def RejectAdjustment(
@@ -532,6 +542,16 @@ GROUPINGS: Mapping[int, Grouping] = {
 
 # Each kind of token has a field: tokens of a kind without one would be billed but not shown.
 COUNT_FIELDS: Mapping[TokenKind, str] = {kind: f"{kind}_token_count" for kind in TokenKind}
+
+
+async def send_file(context: Context, name: str, media_type: str, file: IO[bytes]) -> None:
+    """Send a file in pieces; the first names it."""
+    first = usage_pb.ExportMonthResponse(
+        file_name=name, media_type=media_type, chunk=file.read(CHUNK_BYTES)
+    )
+    await context.write(first)
+    while chunk := file.read(CHUNK_BYTES):
+        await context.write(usage_pb.ExportMonthResponse(chunk=chunk))
 
 
 async def write_focus(

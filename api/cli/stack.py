@@ -63,6 +63,7 @@ from metering.export.export_settings import (
     export_settings,
     webhook_settings,
 )
+from metering.invoicing.invoice_document import Issuer
 from metering.pricing.prices import list_current_prices, set_price
 from metering.receipts.signing import ensure_key, key_path
 from metering.store import embedded_postgres
@@ -461,7 +462,7 @@ async def run_stack(settings: Settings, report: Report) -> AsyncIterator[Stack]:
             report("Starting PostgreSQL")
             server = await asyncio.to_thread(embedded_postgres.start, home / "postgres")
             cleanup.push_async_callback(asyncio.to_thread, server.stop)
-            settings = replace(settings, database_url=server.url)
+            settings = with_issuer(replace(settings, database_url=server.url))
         report("Preparing the database")
         ensure_receipt_key(settings)
         connection = await prepare_database(settings, server)
@@ -607,6 +608,19 @@ def optional_children(environment: Mapping[str, str], home: Path) -> list[Child]
     command = [sys.executable, "-m", "weir_cli", "stripe", "webhooks"]
     log_path = home / "logs" / "webhooks.log"
     return [Child("endpoint for Stripe's events", command, log_path, secrets=STRIPE_SECRETS)]
+
+
+# On invoices of a database of its own, so that closing a month can be tried.
+SAMPLE_ISSUER = {
+    "issuer_name": "SAMPLE ISSUER, not a company",
+    "issuer_address": "Set WEIR_ISSUER_NAME, WEIR_ISSUER_ADDRESS and WEIR_ISSUER_PAYMENT",
+    "issuer_payment": "Do not pay: this is a sample",
+}
+
+
+def with_issuer(settings: Settings) -> Settings:
+    """Return settings with the sample issuer, unless one is set."""
+    return settings if settings.issuer() != Issuer() else replace(settings, **SAMPLE_ISSUER)
 
 
 def child_environment(settings: Settings) -> dict[str, str]:

@@ -80,6 +80,7 @@ LEFT JOIN adjustment_decisions d ON d.adjustment_id = a.id
 LEFT JOIN invoices i ON i.id = a.invoice_id
 """
 ONE = text(f"{ADJUSTMENT_ROWS} WHERE a.id = :id")
+OF_NUMBER = text(f"{ADJUSTMENT_ROWS} WHERE d.credit_note_number = :number")
 LISTED = text(f"""
 {ADJUSTMENT_ROWS}
 WHERE a.organization_id = :organization_id
@@ -252,6 +253,14 @@ async def find_adjustment(session: AsyncSession, adjustment_id: uuid.UUID) -> Ad
     row = (await session.execute(ONE, {"id": adjustment_id})).one_or_none()
     if row is None:
         raise NotFound("adjustment", str(adjustment_id))
+    return _record(row)
+
+
+async def find_credit_note(session: AsyncSession, number: str) -> AdjustmentRecord:
+    """Return an approved credit note by its number. Raises: NotFound."""
+    row = (await session.execute(OF_NUMBER, {"number": number})).one_or_none()
+    if row is None:
+        raise NotFound("credit note", number)
     return _record(row)
 
 

@@ -30,7 +30,6 @@ from metering.core.errors import InvariantViolated, MonthNotClosable, Obstacle, 
 from metering.core.models import Organization, insertion
 from metering.core.money import exact_text
 from metering.invoicing.documents import (
-    DRAWING_S,
     Draw,
     Drawer,
     characters_not_shown,
@@ -236,8 +235,6 @@ def named(ids: list[str]) -> str:
     return ", ".join(ids[:NAMED_MAX]) + more
 
 
-# The document is drawn within the transaction.
-LONG_PAUSE = text(f"SET LOCAL idle_in_transaction_session_timeout = '{DRAWING_S + 10:.0f}s'")
 # Plan lines that change the cost of usage. Adjustments are posted on approval, not here.
 DISCOUNTS = (LineKind.ALLOWANCE, LineKind.GRADUATED, LineKind.VOLUME)
 INSTANT = timedelta(microseconds=1)
@@ -439,7 +436,6 @@ async def _close(session: AsyncSession, request: CloseRequest) -> CloseResult:
         number = await write_invoice(session, draft, invoice_id, request.month, now, request.actor)
     credit = await prepaid_credit_of(session, owner.id, request.month)
     report = replace(draft, credit=credit, closed=Closed(now, request.actor, number, root))
-    await session.execute(LONG_PAUSE)
     document = await issue_month(session, report, request.issuer, request.draw)
     await _freeze(session, request, report, document.sha256, now)
     # A prepaid customer's limit is its remaining credit.

@@ -15,7 +15,7 @@ import pickle
 import sys
 import uuid
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from psycopg.types.json import Jsonb
@@ -24,16 +24,20 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from common.child_environment import inherited
 from metering.core.errors import InvariantViolated
-from metering.core.models import record_of
+from metering.core.models import Organization, record_of
+from metering.invoicing.adjustments import AdjustmentRecord
 from metering.invoicing.invoice_document import (
     InvoiceDocument,
     Issuer,
+    credit_note_document,
     invoice_document,
     shown_by_helvetica,
 )
+from metering.invoicing.invoices import find_invoice_row
 from metering.invoicing.month_report import MonthReport
-from metering.ledger.ledger import month_bounds
+from metering.ledger.ledger import month_bounds, month_text
 from metering.store.db import Sessions
+from metering.tenants.billing_profiles import BillingProfile, billing_profile
 
 # Seconds. A document of 1,000 lines takes 3 on a busy machine; clients time out after 30.
 DRAWING_S = 25.0
@@ -85,6 +89,8 @@ class Drawer:
         return pdf
 
 
+# A document is drawn within the transaction that issues it.
+LONG_PAUSE = text(f"SET LOCAL idle_in_transaction_session_timeout = '{DRAWING_S + 10:.0f}s'")
 KEEP = text("""
 INSERT INTO issued_documents (organization_id, name, issuer, pdf, pdf_sha256)
 VALUES (:organization_id, :name, :issuer, :pdf, :sha256)
@@ -139,6 +145,7 @@ async def issue_month(
     session: AsyncSession, report: MonthReport, issuer: Issuer, draw: Draw
 ) -> IssuedDocument:
     """Draw and keep the document of a month in the transaction that closes it."""
+    await session.execute(LONG_PAUSE)
     pdf = await draw(invoice_document(report, issuer))
     return await keep_document(session, report.organization_id, report.month, issuer, pdf)
 
@@ -168,6 +175,29 @@ async def document_of_month(
         return drawn
     async with sessions.begin() as session:
         return await keep_document(session, report.organization_id, report.month, issuer, drawn.pdf)
+
+
+async def document_of_credit_note(
+    session: AsyncSession, note: AdjustmentRecord, issuer: Issuer, draw: Draw
+) -> IssuedDocument:
+    """Return the document of an approved credit note; draw and keep it if there is none.
+
+    issuer: of a new document; if it is incomplete, the issuer of the corrected invoice.
+    """
+    found = await kept_document(session, note.organization_id, note.credit_note_number)
+    if found is not None:
+        return found
+    owner = await session.get_one(Organization, note.organization_id)
+    profile = await billing_profile(session, owner.id) or BillingProfile()
+    if issuer.missing:
+        invoice = await find_invoice_row(session, note.invoice_number)
+        corrected = await kept_document(session, owner.id, month_text(invoice.month))
+        if corrected is not None:
+            printed = corrected.issuer
+            issuer = replace(printed, font=issuer.font, bold_font=issuer.bold_font)
+    await session.execute(LONG_PAUSE)
+    pdf = await draw(credit_note_document(note, owner, profile, issuer))
+    return await keep_document(session, owner.id, note.credit_note_number, issuer, pdf)
 
 
 async def characters_not_shown(texts: tuple[str, ...], issuer: Issuer) -> str:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, timedelta
 from pathlib import Path
 from typing import Any
 
+from metering.core.models import Organization
 from metering.core.money import PICO_DIGITS, exact_text
+from metering.invoicing.adjustments import AdjustmentRecord
 from metering.invoicing.month_report import (
     FORMAT_OF_PARTS,
     TAX_NOTE,
@@ -105,10 +107,11 @@ class SummaryRow:
 
 @dataclass(frozen=True, slots=True)
 class InvoiceDocument:
-    """One invoice, draft or statement.
+    """One invoice, draft, statement or credit note.
 
     mark: warning on every page; empty on a final invoice. facts: label and text, beside the
-    customer. sections: amounts of one kind with their heading. summary: sums, the amount owed last.
+    customer. usage: None on a credit note. sections: amounts of one kind with their heading.
+    summary: sums, the amount owed last.
     customer_lines: address, tax id and e-mail of the customer.
     """
 
@@ -120,7 +123,7 @@ class InvoiceDocument:
     customer_id: str
     currency_code: str
     facts: tuple[tuple[str, str], ...]
-    usage: tuple[TokenGroup, ...]
+    usage: tuple[TokenGroup, ...] | None
     sections: tuple[tuple[str, tuple[AmountLine, ...]], ...]
     summary: tuple[SummaryRow, ...]
     notes: tuple[str, ...]
@@ -167,6 +170,42 @@ def invoice_document(report: MonthReport, issuer: Issuer) -> InvoiceDocument:
         sections=tuple(sections(report)),
         summary=tuple(summary(report)),
         notes=tuple(notes(report, issuer)),
+    )
+
+
+def credit_note_document(
+    note: AdjustmentRecord, owner: Organization, profile: BillingProfile, issuer: Issuer
+) -> InvoiceDocument:
+    """Return the document of an approved credit note."""
+    assert note.decided_at is not None
+    line = AmountLine(
+        f"Credit to invoice {note.invoice_number}",
+        note.amount_picos,
+        note.amount_picos,
+        note.reason,
+    )
+    return InvoiceDocument(
+        title="Credit note",
+        mark="",
+        reference=note.credit_note_number,
+        issuer=replace(issuer, payment=()),
+        customer_name=profile.legal_name or owner.name,
+        customer_lines=profile.lines,
+        customer_id=f"{owner.name} · {owner.id}" if profile.legal_name else str(owner.id),
+        currency_code=note.currency_code,
+        facts=(
+            ("Corrected invoice", note.invoice_number),
+            ("Credit note number", note.credit_note_number),
+            ("Currency", note.currency_code),
+            ("Date", f"{note.decided_at.astimezone(UTC):%Y-%m-%d}"),
+        ),
+        usage=None,
+        sections=(("Credit", (line,)),),
+        summary=(
+            SummaryRow("Tax", text=TAX_NOTE.removeprefix("tax ")),
+            SummaryRow("Total in your favour", note.amount_picos, note.amount_picos, strong=True),
+        ),
+        notes=("This amount is paid back. It is not deducted from a later invoice.",),
     )
 
 

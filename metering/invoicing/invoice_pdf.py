@@ -213,6 +213,8 @@ COLUMNS = (27, 18, 12, 22, 24, 24, 28, 19)  # millimetres; they fill the width
 
 def lines(document: InvoiceDocument, type_: Type) -> Iterator[Flowable]:
     """Yield the table of usage, by model with sums; the head repeats on every page."""
+    if document.usage is None:
+        return
     if not document.usage:
         yield type_.paragraph("No usage in this period.", 9, color=GREY)
         return
@@ -310,7 +312,7 @@ class Places:
 
 def decimal_places(document: InvoiceDocument) -> Places:
     """Return the fraction digits that the lines of the usage need."""
-    of = [line for group in document.usage for line, _ in group.lines]
+    of = [line for group in document.usage or () for line, _ in group.lines]
     amounts = [line.amount_picos for line in of]
     return Places(
         needed((line.unit_price_picos * TOKENS_PER_PRICE for line in of), document.currency_code),

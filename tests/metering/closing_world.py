@@ -12,6 +12,8 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from metering.core.models import PriceVersion, ServiceTier, insertion
 from metering.invoicing import adjustments
 from metering.invoicing.closing import CloseResult, close_month
+from metering.invoicing.invoice_document import InvoiceDocument, Issuer
+from metering.invoicing.invoice_pdf import render_pdf
 from metering.invoicing.month_report import MonthReport
 from metering.invoicing.months import Verification, month_report, verify_month
 from metering.ledger.ledger import AccountKind, Posting, TransactionKind, post
@@ -22,6 +24,7 @@ from metering.store.db import Sessions
 from metering.tenants.tenants import find_organization
 from tests.metering.books import Consumed, Customer, add_usage
 
+ISSUER = Issuer("Weir Operations GmbH", ("Brückenstraße 12",), payment=("IBAN DE02 1005",))
 LATER = datetime(2025, 12, 15, tzinfo=UTC)  # when the months of most tests are over
 
 
@@ -36,6 +39,11 @@ class MovableClock:
         return self.now
 
 
+async def draw_here(document: InvoiceDocument) -> bytes:
+    """Draw without the time that a process takes to start."""
+    return render_pdf(document)
+
+
 @dataclass(slots=True)
 class ClosingWorld:
     """One customer, its prices, and the actions of finance on its months."""
@@ -44,6 +52,7 @@ class ClosingWorld:
     customer: Customer
     clock: MovableClock = field(default_factory=MovableClock)
     currency_code: str = "USD"
+    issuer: Issuer = ISSUER
 
     async def price(
         self,
@@ -145,6 +154,8 @@ class ClosingWorld:
             before_first=before_first,
             correcting=correcting,
             clock=self.clock,
+            issuer=self.issuer,
+            draw=draw_here,
         )
 
     async def report(self, month: str) -> MonthReport:

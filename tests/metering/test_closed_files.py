@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import io
-from dataclasses import replace
+import re
+from collections.abc import AsyncIterator
 from datetime import UTC, date, datetime
 from decimal import Decimal
 from pathlib import Path
 
 import pytest
 from pypdf import PdfReader
+from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError
 
-from metering.invoicing.invoice_document import Issuer, invoice_document, letterhead_of
+from metering.core.errors import InvariantViolated, MonthNotClosable
+from metering.invoicing.documents import IssuedDocument, document_of_month
+from metering.invoicing.invoice_document import Issuer, invoice_document
 from metering.invoicing.invoice_pdf import render_pdf
 from metering.invoicing.invoices import Invoice, find_invoice_row, read_invoice
 from metering.ledger.rating import rate_all_pending
 from metering.reports.focus import focus_csv
 from metering.reports.usage_reports import Grouping, UsageFilter, usage_page, usage_total
 from metering.store.db import Sessions
+from metering.tenants.billing_profiles import BillingProfile, set_billing_profile
+from tests.metering import closing_world
 from tests.metering.books import Consumed, Customer
-from tests.metering.closing_world import ClosingWorld
+from tests.metering.closing_world import ClosingWorld, draw_here
 from tests.metering.focus_rules import broken_rules, read
 
 OCTOBER, NOVEMBER = datetime(2025, 10, 7, 12, tzinfo=UTC), datetime(2025, 11, 3, 12, tzinfo=UTC)
@@ -117,22 +123,114 @@ async def test_later_usage_changes_nothing_of_a_closed_month(world: ClosingWorld
     assert before == unrated == (await files(world, "2025-10"), await files(world, "2025-11"))
 
 
-async def test_an_invoice_keeps_the_letterhead_of_its_first_document(world: ClosingWorld) -> None:
-    owner, moved = (
-        world.customer.organization_id,
-        Issuer("Weir SE", ("Neue Straße 1",), font=Path("other.ttf")),
-    )
+async def exported(world: ClosingWorld, month: str, issuer: Issuer) -> IssuedDocument:
+    return await document_of_month(world.sessions, await world.report(month), issuer, draw_here)
 
-    async def letterhead(month: str, issuer: Issuer) -> Issuer:
-        async with world.sessions.begin() as session:
-            return await letterhead_of(session, owner, month, issuer)
 
-    assert await letterhead("2025-10", Issuer()) == Issuer()  # nothing to keep yet
-    assert await letterhead("2025-10", ISSUER) == ISSUER
-    assert await letterhead("2025-10", moved) == replace(ISSUER, font=moved.font)
-    assert await letterhead("2025-10", Issuer()) == ISSUER
-    assert await letterhead("2025-11", moved) == moved
-    assert await letterhead("2025-12", ISSUER) == ISSUER  # no invoice, nothing kept
-    assert await letterhead("2025-12", moved) == moved
+async def test_the_document_of_a_closed_month_is_the_one_of_its_close(world: ClosingWorld) -> None:
+    moved = Issuer("Weir SE", ("Neue Straße 1",), payment=("Other",), font=Path("gone.ttf"))
+    before = await exported(world, "2025-10", ISSUER)
+
+    async with world.sessions.begin() as session:
+        await set_billing_profile(
+            session,
+            organization=world.customer.name,
+            profile=BillingProfile(legal_name="Acme GmbH"),
+            actor="ann",
+        )
+
+    assert before.issuer == closing_world.ISSUER
+    for issuer in (moved, Issuer()):
+        assert await exported(world, "2025-10", issuer) == before
+    assert [each async for each in stored(world)] == ["2025-10", "2025-11"]
     with pytest.raises(DBAPIError, match="append-only"):
-        await world.ask("DELETE FROM invoice_letterheads RETURNING name")
+        await world.ask("DELETE FROM issued_documents RETURNING name")
+
+
+async def stored(world: ClosingWorld) -> AsyncIterator[str]:
+    async with world.sessions() as session:
+        for name in await session.scalars(text("SELECT name FROM issued_documents ORDER BY name")):
+            yield name
+
+
+async def forget(world: ClosingWorld, change: str) -> None:
+    """Change the kept documents as nothing but an intruder can."""
+    async with world.sessions.begin() as session:
+        await session.execute(text("SET LOCAL session_replication_role = replica"))
+        await session.execute(text(change))
+
+
+async def test_a_changed_document_is_an_error_that_says_what_differs(world: ClosingWorld) -> None:
+    before = await exported(world, "2025-10", ISSUER)
+
+    await forget(world, "UPDATE issued_documents SET pdf = pdf || '!' WHERE name = '2025-10'")
+
+    said = rf"document 2025-10 .* was changed: .* and had {before.sha256} when it was issued"
+    with pytest.raises(InvariantViolated, match=said):
+        await exported(world, "2025-10", ISSUER)
+    (difference,) = (await world.verify("2025-10")).differences
+    assert re.search(said, difference)
+    assert (await world.verify("2025-11")).differences == ()
+
+
+async def test_a_month_closed_by_an_earlier_release_keeps_its_first_export(
+    world: ClosingWorld,
+) -> None:
+    await forget(world, "DELETE FROM issued_documents")
+    later = Issuer("Weir SE", ("Neue Straße 1",), payment=("Other",))
+
+    async with world.sessions.begin() as session:
+        await session.execute(
+            text(
+                "INSERT INTO invoice_letterheads SELECT id, 'Printed', '{}', '', '', '{}'"
+                " FROM invoices WHERE month = '2025-11'"
+            )
+        )
+
+    assert (await exported(world, "2025-10", Issuer())).issuer == Issuer()
+    assert [each async for each in stored(world)] == []  # an invoice needs its issuer
+    first = await exported(world, "2025-10", ISSUER)
+    assert await exported(world, "2025-10", later) == first
+    assert (await exported(world, "2025-11", later)).issuer == Issuer("Printed")
+    assert (await exported(world, "2025-11", Issuer())).issuer == Issuer("Printed")
+
+
+async def test_a_close_names_what_its_invoice_lacks(world: ClosingWorld) -> None:
+    price = await world.price(datetime(2025, 3, 1, tzinfo=UTC))
+    await world.use(price, Consumed(9_999, 0, 9_999, "stop", datetime(2025, 12, 3, tzinfo=UTC)))
+    world.clock.now = datetime(2026, 2, 2, tzinfo=UTC)
+    async with world.sessions.begin() as session:
+        await set_billing_profile(
+            session,
+            organization=world.customer.name,
+            profile=BillingProfile(legal_name="株式会社 Acme"),
+            actor="ann",
+        )
+    world.issuer = Issuer("Weir Operations GmbH")
+
+    with pytest.raises(MonthNotClosable) as refused:
+        await world.close("2025-12")
+    issuer, font = refused.value.obstacles
+    async with world.sessions.begin() as session:
+        await set_billing_profile(
+            session,
+            organization=world.customer.name,
+            profile=BillingProfile(legal_name="Acme KK"),
+            actor="ann",
+        )
+    world.issuer = closing_world.ISSUER
+    closed = (await world.close("2025-12")).report.closed
+    world.issuer = Issuer()
+    empty = (await world.close("2026-01")).report.closed
+
+    assert issuer.kind == "ISSUER_INCOMPLETE"
+    assert "set WEIR_ISSUER_ADDRESS and WEIR_ISSUER_PAYMENT" in issuer.description
+    assert font.kind == "TEXT_NOT_SHOWN"
+    assert "株 (U+682A), 式 (U+5F0F), 会 (U+4F1A), 社 (U+793E)" in font.description
+    assert world.customer.name in font.description
+    assert closed is not None
+    assert closed.invoice_number == "INV-000003"  # the refused close drew none
+    assert empty is not None
+    assert empty.invoice_number == ""
+    statement = await exported(world, "2026-01", closing_world.ISSUER)
+    assert "This is a statement" in PdfReader(io.BytesIO(statement.pdf)).pages[0].extract_text()

@@ -54,6 +54,7 @@ async def refused(
         month=month,
         leave_running=leave_running,
         clock=world.clock,
+        issuer=world.issuer,
     )
     assert tuple(found) == refusal.value.obstacles
     return [each.kind for each in found]
@@ -161,7 +162,9 @@ async def test_the_databases_clock_counts_where_no_other_is_given(world: Closing
     async with world.sessions() as session:
         present = f"{(await session.scalars(text('SELECT now()'))).one():%Y-%m}"
 
-    found = await check_month(world.sessions, organization="acme", month=present)
+    found = await check_month(
+        world.sessions, organization="acme", month=present, issuer=world.issuer
+    )
 
     assert [each.kind for each in found] == [ObstacleKind.MONTH_NOT_OVER]
 
@@ -470,6 +473,7 @@ async def test_credit_that_is_granted_for_a_month_that_is_over_is_in_that_month(
         actor="ann",
         clock=world.clock,
         grace=timedelta(0),
+        issuer=world.issuer,
     )
 
     assert closed.report.credit == PrepaidCredit(

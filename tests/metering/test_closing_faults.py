@@ -29,6 +29,7 @@ CLOSER = """
 import asyncio, sys
 from datetime import UTC, datetime
 from metering.invoicing.closing import close_month
+from metering.invoicing.invoice_document import Issuer
 from metering.store.db import create_engine, create_sessions
 
 async def late(session):
@@ -37,7 +38,8 @@ async def late(session):
 async def close(url, organization, month):
     engine = create_engine(url)
     result = await close_month(create_sessions(engine), organization=organization, month=month,
-                               actor="finance", clock=late)
+                               actor="finance", clock=late,
+                               issuer=Issuer("W", ("A",), payment=("P",)))
     print("closed before" if result.already_closed else "closed")
     await engine.dispose()
 

@@ -58,6 +58,10 @@ FAULTS = [
     ),
     ("UPDATE invoices SET ordinal = 30 WHERE ordinal = 2", "from 1 to 30"),
     ("UPDATE document_series SET last_ordinal = 7 WHERE series = 'CN'", "its counter is 7"),
+    (
+        "UPDATE issued_documents SET pdf = pdf || '!' WHERE name = '2025-10'",
+        "document 2025-10: has the SHA-256",
+    ),
 ]
 
 

@@ -318,7 +318,7 @@ FONTS = st.sampled_from([None, Path(reportlab.__file__).parent / "fonts" / "Vera
 
 
 # Not shrunk: a document takes long to draw, and the generated texts say enough.
-@settings(max_examples=30, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(max_examples=15, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(st.data(), st.integers(-(10**26), 10**26), st.integers(0, 40), FONTS)
 def test_no_text_or_amount_makes_a_document_fail(
     data: st.DataObject, picos: int, line_count: int, font: Path | None

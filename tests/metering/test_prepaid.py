@@ -40,6 +40,7 @@ from metering.quotas.quota_rules import Payer
 from metering.quotas.quota_states import quotas_for
 from metering.quotas.quotas import InsufficientCredit, QuotaExceeded
 from metering.store.db import Sessions, create_engine, create_sessions
+from tests.metering.closing_world import ISSUER
 from tests.metering.hold_world import NOON, HoldWorld, admit, hold_world, of_type, settle
 from tests.metering.invariants import check_invariants
 from tests.metering.workers import wait_until
@@ -240,7 +241,7 @@ async def test_a_close_changes_nothing_of_what_is_available(
     await refresh_for_the_month(books)
     before = await available(books), await remaining(books, payer)
 
-    await close_month(books, organization="acme", month="2026-11", actor="test")
+    await close_month(books, organization="acme", month="2026-11", actor="test", issuer=ISSUER)
 
     assert before == (await available(books), await remaining(books, payer)) == (EACH + 5, EACH + 5)
     async with books() as session:

@@ -27,6 +27,7 @@ from metering.receipts.merkle import EMPTY_ROOT
 from metering.receipts.months import month_root, receipt_month, receipts_page, seal_month
 from metering.store.db import Sessions
 from metering.tenants.tenants import find_organization
+from tests.metering.closing_world import ISSUER
 from tests.metering.hold_world import HoldWorld, admit, hold_world, settle
 from tests.metering.invariants import check_invariants
 from tests.metering.receipt_invariants import root
@@ -209,7 +210,12 @@ async def test_a_closed_month_has_root_and_sums_of_its_receipts(
     world.set_time(NOVEMBER_ENDS + timedelta(days=2))
 
     closed = await close_month(
-        sessions, organization="acme", month="2026-11", actor="ann", leave_running=True
+        sessions,
+        organization="acme",
+        month="2026-11",
+        actor="ann",
+        leave_running=True,
+        issuer=ISSUER,
     )
     world.set_time(NOVEMBER_ENDS - timedelta(seconds=1))
     await world.run(settle(late.hold_id, 5))

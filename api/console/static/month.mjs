@@ -18,6 +18,7 @@ export const month = {
     const report = await view.call(REPORT, { organization: ref, month: chosen });
     const invoice = report.invoiceNumber ? await view.call(INVOICE, { number: report.invoiceNumber }) : null;
     const currency = report.total?.currencyCode ?? "";
+    const [charges, sums] = [report.charges ?? [], totals(report)];
     const [state, kind] = STATES[report.state] ?? ["", ""];
     swap(view.body,
       h("div", { class: "controls" }, chooser, months),
@@ -28,9 +29,9 @@ export const month = {
       downloads(view, ref, chosen, report),
       h("h2", {}, "Usage"),
       table("Invoice lines", lineColumns(currency, report.lines ?? []), report.lines ?? [], { empty: "No usage." }),
-      chargesPart(report.charges ?? [], currency),
+      charges.length > 0 && [h("h2", {}, "Plan, corrections and credit"), table("Charges other than usage", chargeColumns(currency, charges), charges)],
       h("h2", {}, "Total"),
-      totalPart(report, currency),
+      table("From the lines to the total", totalColumns(currency, sums), sums, { isGrid: true }),
       report.unratedEventCount && remark("warning", `${count(report.unratedEventCount)} recorded usage events are not in the lines above yet.`),
       creditPart(report, invoice, currency),
       h("p", { class: "note" }, report.taxNote ?? ""),
@@ -51,7 +52,7 @@ function endings({ completedCount, cancelledCount, limitedCount, failedCount }) 
   return `${count(completedCount)} completed, ${count(cancelledCount)} cancelled, ${count(limitedCount)} limited, ${count(failedCount)} failed`;
 }
 
-function lineColumns(currency, lines) {
+export function lineColumns(currency, lines) {
   const least = amountPlaces(lines.map((each) => each.amount));
   return [
     column("Model", (each) => [each.model, each.tier === "batch" ? " (batch)" : "", each.lateMonth && h("div", { class: "note" }, `late usage of ${each.lateMonth}`)]),
@@ -66,26 +67,25 @@ function lineColumns(currency, lines) {
   ];
 }
 
-function chargesPart(charges, currency) {
+export function chargeColumns(currency, charges) {
   const least = amountPlaces(charges.map((each) => each.amount));
-  return charges.length > 0 && [h("h2", {}, "Plan, corrections and credit"), table("Charges other than usage", [
+  return [
     column("Description", (each) => each.description),
     column("Kind", (each) => words(each.kind, "CHARGE_KIND_")),
     column("Model", (each) => each.model),
     column("Tokens", (each) => (each.tokenCount ? count(each.tokenCount) : ""), true),
     column(`Amount, ${currency}`, (each) => amount(each.amount, least), true),
     column("Rounded", (each) => amount(each.roundedAmount), true),
-  ], charges)];
+  ];
 }
 
-function totalPart(report, currency) {
-  const rows = totals(report);
-  const least = amountPlaces(rows.map((each) => each.exact));
-  return table("From the lines to the total", [
+export function totalColumns(currency, sums) {
+  const least = amountPlaces(sums.map((each) => each.exact));
+  return [
     column("Item", (each) => each.item),
     column(`Exact, ${currency}`, (each) => each.exact && amount(each.exact, least), true),
     column(`Rounded, ${currency}`, (each) => each.rounded && amount(each.rounded), true),
-  ], rows, { isGrid: true });
+  ];
 }
 
 // Rows whose columns, exact and rounded, each add up to the last row. An empty cell is no part of its column.

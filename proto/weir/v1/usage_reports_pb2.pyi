@@ -487,22 +487,28 @@ class ExportMonthRequest(_message.Message):
     ORGANIZATION_FIELD_NUMBER: _builtins.int
     MONTH_FIELD_NUMBER: _builtins.int
     FORMAT_FIELD_NUMBER: _builtins.int
+    CREDIT_NOTE_NUMBER_FIELD_NUMBER: _builtins.int
     organization: _builtins.str
     """Name or id of the organization; unknown: NOT_FOUND. Empty: the key's own."""
     month: _builtins.str
     """The month as YYYY-MM, in UTC. Malformed: INVALID_ARGUMENT."""
     format: Global___MonthExportFormat.ValueType
     """File format. Unspecified: INVALID_ARGUMENT."""
+    credit_note_number: _builtins.str
+    """Number of an approved credit note, such as `CN-000001`: exports its PDF, and the other fields
+    are ignored. Unknown: NOT_FOUND.
+    """
     def __init__(
         self,
         *,
         organization: _builtins.str = ...,
         month: _builtins.str = ...,
         format: Global___MonthExportFormat.ValueType = ...,
+        credit_note_number: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["format", b"format", "month", b"month", "organization", b"organization"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["credit_note_number", b"credit_note_number", "format", b"format", "month", b"month", "organization", b"organization"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

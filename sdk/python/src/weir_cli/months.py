@@ -69,6 +69,7 @@ if TYPE_CHECKING:
         ClosedMonth,
         Invoice,
         Month,
+        MonthFile,
         MonthReport,
         MonthVerification,
         UsageForecast,
@@ -497,7 +498,10 @@ def save(
     client: BillingClient, month: str, form: MonthExportFormat, organization: str, path: Path | None
 ) -> None:
     """Write a file of the month; to stdout without a path."""
-    file = client.export_month(month, form, organization=organization)
+    write_file(client.export_month(month, form, organization=organization), path)
+
+
+def write_file(file: MonthFile, path: Path | None) -> None:
     write_content(
         path / file.file_name if path is not None and path.is_dir() else path, file.content
     )
@@ -809,6 +813,17 @@ def create_credit_note(
     return outcome_of(
         client.create_credit_note(invoice, parse_money(amount), reason, request_id=request_id)
     )
+
+
+@credit_note.command("show")
+@calls(billing_client)
+def show_credit_note(
+    client: BillingClient,
+    number: Annotated[str, typer.Argument(help="Number, such as CN-000001.")],
+    pdf: Annotated[Path, typer.Option("--pdf", help="Write the credit note to this file.")],
+) -> None:
+    """Write an approved credit note as PDF. The document never changes."""
+    write_file(client.export_credit_note(number), pdf)
 
 
 @adjustment.command("approve")

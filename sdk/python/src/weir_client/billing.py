@@ -218,6 +218,13 @@ class AsyncBillingClient(UnaryClient):
         request = usage_reports_pb2.ExportMonthRequest(
             organization=organization, month=month, format=_EXPORT_FORMATS[file_format]
         )
+        return await self._export(request)
+
+    async def export_credit_note(self, number: str) -> MonthFile:
+        """Return an approved credit note as PDF, by its number. Raises: NotFound."""
+        return await self._export(usage_reports_pb2.ExportMonthRequest(credit_note_number=number))
+
+    async def _export(self, request: usage_reports_pb2.ExportMonthRequest) -> MonthFile:
         pieces = await self._opened().collect(
             self._stub.ExportMonth, request, timeout=self._timeout_s
         )

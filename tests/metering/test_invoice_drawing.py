@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from api.billing.billing_service import DrawingFailed, InvoiceDrawer
+from metering.invoicing.documents import Drawer, DrawingFailed
 from metering.invoicing.invoice_document import invoice_document
 from metering.invoicing.invoice_pdf import render_pdf
 from tests.metering.test_invoice_pdf import ISSUER, REPORT
@@ -18,14 +18,12 @@ DOCUMENT = invoice_document(REPORT, ISSUER)
 
 
 async def test_the_child_draws_what_this_process_would() -> None:
-    assert await InvoiceDrawer().draw(DOCUMENT) == render_pdf(DOCUMENT)
+    assert await Drawer().draw(DOCUMENT) == render_pdf(DOCUMENT)
 
 
 async def test_a_failed_child_is_reported_with_its_output(tmp_path: Path) -> None:
     with pytest.raises(DrawingFailed, match=r"gone\.ttf cannot be used"):
-        await InvoiceDrawer().draw(
-            replace(DOCUMENT, issuer=replace(ISSUER, font=tmp_path / "gone.ttf"))
-        )
+        await Drawer().draw(replace(DOCUMENT, issuer=replace(ISSUER, font=tmp_path / "gone.ttf")))
 
 
 async def test_a_child_ends_with_the_call_that_wanted_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,7 +36,7 @@ async def test_a_child_ends_with_the_call_that_wanted_it(monkeypatch: pytest.Mon
         return child
 
     monkeypatch.setattr(asyncio, "create_subprocess_exec", watched)
-    drawer = InvoiceDrawer()
+    drawer = Drawer()
     async with asyncio.TaskGroup() as tasks:
         drawing = tasks.create_task(drawer.draw(DOCUMENT))
         child = await started.get()
