@@ -39,8 +39,9 @@ from metering.ledger.ledger import month_bounds, month_text
 from metering.store.db import Sessions
 from metering.tenants.billing_profiles import BillingProfile, billing_profile
 
-# Seconds. A document of 1,000 lines takes 3 on a busy machine; clients time out after 30.
-DRAWING_S = 25.0
+# Seconds for a document, and for each of its lines, on a busy machine.
+DRAWING_S, LINE_S = 25.0, 0.02
+PAUSE_S = 300.0  # of the transaction that issues a document: time for some ten thousand lines
 Draw = Callable[[InvoiceDocument], Awaitable[bytes]]
 
 
@@ -68,7 +69,8 @@ class Drawer:
 
     async def draw(self, document: InvoiceDocument) -> bytes:
         """Return the document as PDF. Raises: DrawingFailed, TimeoutError."""
-        async with self._turn, asyncio.timeout(DRAWING_S):
+        line_count = sum(len(group.lines) for group in document.usage or ())
+        async with self._turn, asyncio.timeout(DRAWING_S + LINE_S * line_count):
             child = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
@@ -90,7 +92,7 @@ class Drawer:
 
 
 # A document is drawn within the transaction that issues it.
-LONG_PAUSE = text(f"SET LOCAL idle_in_transaction_session_timeout = '{DRAWING_S + 10:.0f}s'")
+LONG_PAUSE = text(f"SET LOCAL idle_in_transaction_session_timeout = '{PAUSE_S:.0f}s'")
 KEEP = text("""
 INSERT INTO issued_documents (organization_id, name, issuer, pdf, pdf_sha256)
 VALUES (:organization_id, :name, :issuer, :pdf, :sha256)

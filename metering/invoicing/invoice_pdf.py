@@ -63,11 +63,13 @@ INK, GREY, RULE, PALE = (
 )
 AMBER = HexColor("#a04b00")
 LINES_MAX, REASON_LINES_MAX = 4, 12  # of a text, and of a reason that a person wrote
+LINE_SIZE = 7.8  # points of the text in the lines
+CELL_PADDING = 3  # of the first and the last column
 PADDED = [
     ("TOPPADDING", (0, 0), (-1, -1), 2.2),
     ("BOTTOMPADDING", (0, 0), (-1, -1), 2.2),
-    ("LEFTPADDING", (0, 0), (0, -1), 3),
-    ("RIGHTPADDING", (-1, 0), (-1, -1), 3),
+    ("LEFTPADDING", (0, 0), (0, -1), CELL_PADDING),
+    ("RIGHTPADDING", (-1, 0), (-1, -1), CELL_PADDING),
 ]
 
 
@@ -147,9 +149,14 @@ class Type:
         made.markup_of, made.source, made.lines_max = self.text, text, lines_max
         return made
 
-    def figure(self, text: str, size: float = 7.8, *, bold: bool = False) -> Paragraph:
+    def figure(self, text: str, size: float = LINE_SIZE, *, bold: bool = False) -> Paragraph:
         """Return a number, at the right of its column. size: in points, at most."""
         return Figure(self.text(text), self._style(size, bold, True, INK))
+
+    def cell(self, text: str, width: float) -> str | Paragraph:
+        """Return a word or number of a line: as text if it fits, which is much faster."""
+        fits = stringWidth(text, self.regular, LINE_SIZE) < width - CELL_PADDING
+        return text if fits else self.figure(text)
 
     def _style(self, size: float, bold: bool, right: bool, color: Color) -> ParagraphStyle:
         align: Literal[0, 2] = 2 if right else 0  # TA_RIGHT, TA_LEFT
@@ -208,6 +215,7 @@ def plain_table(
 
 # Lines of a model kept on one page with its name; each further part repeats the name.
 TOGETHER_LINES_MAX = 12
+TABLE_ROWS_MAX = 200  # of one table: dividing one among pages takes the square of its rows
 COLUMNS = (27, 18, 12, 22, 24, 24, 28, 19)  # millimetres; they fill the width
 
 
@@ -229,45 +237,46 @@ def lines(document: InvoiceDocument, type_: Type) -> Iterator[Flowable]:
         "Exact amount",
         "Amount",
     )
-    rows: list[list[Any]] = [
-        [
-            type_.paragraph(head, 7.5, bold=True, right=index > 2, color=GREY)
-            for index, head in enumerate(heads)
-        ]
+    head = [
+        type_.paragraph(head, 7.5, bold=True, right=index > 2, color=GREY)
+        for index, head in enumerate(heads)
     ]
-    look: list[tuple[Any, ...]] = [
-        ("LINEBELOW", (0, 0), (-1, 0), 0.8, INK),
-        ("VALIGN", (0, 0), (-1, -1), "BOTTOM"),
-    ]
-    for group, part, of in parts(document.usage):
-        begin = len(rows)
-        with_sums = len(group.lines) > 1 and part == 0
-        rows.append(
-            sum_cells(
-                heading(group, part),
-                group.lines if with_sums else (),
-                places,
-                document.currency_code,
-                type_,
-            )
-        )
-        rows.extend(
-            token_cells(line, billed, places, document.currency_code, type_) for line, billed in of
-        )
-        look += [("SPAN", (0, begin), (4, begin)), ("BACKGROUND", (0, begin), (-1, begin), PALE)]
-        look += [
-            ("LINEBELOW", (0, begin + 1), (-1, len(rows) - 1), 0.25, RULE),
-            ("NOSPLIT", (0, begin), (-1, len(rows) - 1)),
-        ]
     every = [each for group in document.usage for each in group.lines]
-    rows.append(sum_cells("All usage", every, places, document.currency_code, type_))
-    look += [
-        ("SPAN", (0, -1), (4, -1)),
-        ("LINEABOVE", (0, -1), (-1, -1), 0.8, INK),
-        ("NOSPLIT", (0, -2), (-1, -1)),
-    ]
-    yield plain_table(rows, [each * mm for each in COLUMNS], [*PADDED, *look], repeat=1)
-    yield Spacer(0, 5 * mm)
+    left = list(parts(document.usage))
+    while left:
+        rows: list[list[Any]] = [head]
+        look: list[tuple[Any, ...]] = [
+            ("LINEBELOW", (0, 0), (-1, 0), 0.8, INK),
+            ("VALIGN", (0, 0), (-1, -1), "BOTTOM"),
+            ("FONT", (0, 0), (-1, -1), type_.regular, LINE_SIZE, LINE_SIZE * 1.32),
+            ("TEXTCOLOR", (0, 0), (-1, -1), INK),
+            ("ALIGN", (3, 0), (-1, -1), "RIGHT"),
+        ]
+        while left and len(rows) < TABLE_ROWS_MAX:
+            group, part, of = left.pop(0)
+            begin = len(rows)
+            summed = group.lines if len(group.lines) > 1 and part == 0 else ()
+            name = heading(group, part)
+            rows.append(sum_cells(name, summed, places, document.currency_code, type_))
+            rows.extend(
+                token_cells(line, billed, places, document.currency_code, type_)
+                for line, billed in of
+            )
+            look += [
+                ("SPAN", (0, begin), (4, begin)),
+                ("BACKGROUND", (0, begin), (-1, begin), PALE),
+                ("LINEBELOW", (0, begin + 1), (-1, len(rows) - 1), 0.25, RULE),
+                ("NOSPLIT", (0, begin), (-1, len(rows) - 1)),
+            ]
+        if not left:
+            rows.append(sum_cells("All usage", every, places, document.currency_code, type_))
+            look += [
+                ("SPAN", (0, -1), (4, -1)),
+                ("LINEABOVE", (0, -1), (-1, -1), 0.8, INK),
+                ("NOSPLIT", (0, -2), (-1, -1)),
+            ]
+        yield plain_table(rows, [each * mm for each in COLUMNS], [*PADDED, *look], repeat=1)
+        yield CondPageBreak(A4[1]) if left else Spacer(0, 5 * mm)
 
 
 def sum_cells(
@@ -335,7 +344,7 @@ def aligned(picos: int, places: int) -> str:
 
 def token_cells(
     line: ReportLine, billed_picos: int, places: Places, currency: str, type_: Type
-) -> list[Paragraph]:
+) -> list[str | Paragraph]:
     cells = [
         line.token_kind.replace("_", " "),
         line.tier.value,
@@ -346,10 +355,7 @@ def token_cells(
         aligned(line.amount_picos, places.amount),
         grouped(exact_text(billed_picos, currency)),
     ]
-    return [
-        type_.figure(each) if index > 2 else type_.paragraph(each, 7.8)
-        for index, each in enumerate(cells)
-    ]
+    return [type_.cell(each, width * mm) for each, width in zip(cells, COLUMNS, strict=True)]
 
 
 def sections(document: InvoiceDocument, type_: Type) -> Iterator[Flowable]:

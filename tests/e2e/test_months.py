@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+from pypdf import PdfReader
 from sqlalchemy import insert, text
 from typer.testing import CliRunner
 from weir_cli.__main__ import app
@@ -138,6 +139,20 @@ async def test_a_month_is_closed_proved_and_corrected_by_commands(
     )
     rejected = await finance.weir("adjustment", "reject", less["adjustment_id"])
     notes = await finance.weir("credit-note", "list", *org)
+
+    for file in ("first.pdf", "second.pdf"):
+        note = approved.split()[2]
+        await finance.weir("credit-note", "show", note, "--pdf", str(tmp_path / file))
+        pdf = ("--format", "pdf", "--output", str(tmp_path / f"month-{file}"))
+        await finance.weir("month", "show", "2025-10", *org, *pdf)
+    said = PdfReader(tmp_path / "first.pdf").pages[0].extract_text().splitlines()
+    assert "Credit note" in said
+    assert {note, number, "an outage", "USD -0.05"} <= set(map(str.strip, said))
+    for kind in ("", "month-"):
+        first, second = (
+            (tmp_path / f"{kind}{each}.pdf").read_bytes() for each in ("first", "second")
+        )
+        assert first == second
 
     assert "another person has to approve it" in own
     assert "credit note CN-" in approved

@@ -183,7 +183,7 @@ async def test_a_month_closed_by_an_earlier_release_keeps_its_first_export(
         await session.execute(
             text(
                 "INSERT INTO invoice_letterheads SELECT id, 'Printed', '{}', '', '', '{}'"
-                " FROM invoices WHERE month = '2025-11'"
+                " FROM invoices WHERE month = '2025-11-01'"
             )
         )
 

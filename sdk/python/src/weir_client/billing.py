@@ -274,3 +274,4 @@ class BillingClient(BlockingUnaryClient):
     get_usage = blocking_items(AsyncBillingClient._usage_pages)
     get_forecast = blocking(AsyncBillingClient.get_forecast)
     export_month = blocking(AsyncBillingClient.export_month)
+    export_credit_note = blocking(AsyncBillingClient.export_credit_note)
