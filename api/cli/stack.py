@@ -610,17 +610,16 @@ def optional_children(environment: Mapping[str, str], home: Path) -> list[Child]
     return [Child("endpoint for Stripe's events", command, log_path, secrets=STRIPE_SECRETS)]
 
 
-# On invoices of a database of its own, so that closing a month can be tried.
-SAMPLE_ISSUER = {
-    "issuer_name": "SAMPLE ISSUER, not a company",
-    "issuer_address": "Set WEIR_ISSUER_NAME, WEIR_ISSUER_ADDRESS and WEIR_ISSUER_PAYMENT",
-    "issuer_payment": "Do not pay: this is a sample",
-}
-
-
 def with_issuer(settings: Settings) -> Settings:
-    """Return settings with the sample issuer, unless one is set."""
-    return settings if settings.issuer() != Issuer() else replace(settings, **SAMPLE_ISSUER)
+    """Return settings with a sample issuer, unless one is set, so that a close can be tried."""
+    if settings.issuer() != Issuer():
+        return settings
+    return replace(
+        settings,
+        issuer_name="SAMPLE ISSUER, not a company",
+        issuer_address="Set WEIR_ISSUER_NAME, WEIR_ISSUER_ADDRESS and WEIR_ISSUER_PAYMENT",
+        issuer_payment="Do not pay: this is a sample",
+    )
 
 
 def child_environment(settings: Settings) -> dict[str, str]:

@@ -174,6 +174,7 @@ METRICS_PORTS_TRIED = 64  # tried by processes that share a port, because this o
 PORT_MAX = 65_535
 DEMO_MODEL_NAME = "demo"
 DEMO_ENCODER_NAME = "demo-embedding"
+LETTERHEAD_LINES_MAX = 10  # of an address; more would not fit the invoice page
 TEXT_CHARS_MAX = 1000  # of a letterhead; more would not fit the invoice page
 # Beyond these a tenant would practically starve, or would starve the rest.
 WEIGHT_MIN, WEIGHT_MAX = 0.01, 100.0
@@ -565,7 +566,7 @@ class Settings:
 
     # Allow alert webhooks with http and private addresses.
     private_webhooks: bool = setting("WEIR_ALERT_WEBHOOKS_PRIVATE", False, truth)
-    # Name of the issuer on invoices. Without it, documents are statements.
+    # Name of the issuer on invoices, which need name, address and payment.
     issuer_name: str = setting("WEIR_ISSUER_NAME", "", printable)
     # Address of the issuer; lines separated by `|`.
     issuer_address: str = setting("WEIR_ISSUER_ADDRESS", "", printable)
@@ -649,10 +650,14 @@ class Settings:
     def issuer(self) -> Issuer:
         """Return the letterhead.
 
-        Raises: SettingInvalid for letters without a font, or an unreadable font.
+        Raises: SettingInvalid for too many lines, letters without a font, or an unreadable font.
         """
         for spec in (spec for spec in fields(self) if spec.name.startswith("issuer_")):
             variable, text = spec.metadata["variable"], getattr(self, spec.name)
+            if len(lines_of(text)) > LETTERHEAD_LINES_MAX:
+                raise SettingInvalid(
+                    f"{variable} must have at most {LETTERHEAD_LINES_MAX} lines, separated by |"
+                )
             if not self.invoice_font and not all(shown_by_helvetica(each) for each in text):
                 raise SettingInvalid(
                     f"{variable}={text!r}: set WEIR_INVOICE_FONT to a TrueType font that has these"

@@ -40,7 +40,7 @@ from metering.store.db import Sessions
 from metering.tenants.billing_profiles import BillingProfile, billing_profile
 
 # Seconds for a document, and for each of its lines, on a busy machine.
-DRAWING_S, LINE_S = 25.0, 0.02
+DRAWING_S, LINE_S = 60.0, 0.02
 PAUSE_S = 300.0  # of the transaction that issues a document: time for some ten thousand lines
 Draw = Callable[[InvoiceDocument], Awaitable[bytes]]
 

@@ -11,11 +11,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from metering.core.models import Organization
 from metering.core.money import PICO_DIGITS, exact_text
-from metering.invoicing.adjustments import AdjustmentRecord
 from metering.invoicing.month_report import (
     FORMAT_OF_PARTS,
     TAX_NOTE,
@@ -25,6 +23,10 @@ from metering.invoicing.month_report import (
 from metering.ledger.ledger import month_bounds
 from metering.plans.plans import LineKind
 from metering.tenants.billing_profiles import BillingProfile
+
+if TYPE_CHECKING:  # the process that draws does without them
+    from metering.core.models import Organization
+    from metering.invoicing.adjustments import AdjustmentRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,8 +275,8 @@ def summary(report: MonthReport) -> Iterator[SummaryRow]:
         *("Late usage of earlier months" if line.late_month else "Usage" for line in report.lines),
         *(HEADINGS.get(charge.kind, PLAN_HEADING) for charge in report.charges),
     )
-    amounts = [each.amount_picos for each in (*report.lines, *report.charges)]
-    for label, exact, billed in zip(labels, amounts, report.rounded_parts_picos, strict=True):
+    amounts = zip(report.amounts_picos, report.rounded_parts_picos, strict=True)
+    for label, (exact, billed) in zip(labels, amounts, strict=True):
         before = sums.get(label, (0, 0))
         sums[label] = (before[0] + exact, before[1] + billed)
     for label in ("Usage", "Late usage of earlier months", PLAN_HEADING, *HEADINGS.values()):

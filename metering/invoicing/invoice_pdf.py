@@ -99,7 +99,7 @@ class Words(Paragraph):
         return super().wrap(width, height)
 
     def _line_count(self) -> int:
-        return len(self.blPara.lines)
+        return len(self.blPara.lines)  # type: ignore[attr-defined]  # the stubs lack it
 
 
 class Figure(Paragraph):

@@ -141,14 +141,14 @@ class MonthReport:
     @property
     def total_picos(self) -> int:
         """Exact sum of lines and charges."""
-        return sum(self._amounts())
+        return sum(self.amounts_picos)
 
     @property
     def rounded_parts_picos(self) -> tuple[int, ...]:
         """Each line, then each charge, in whole minor units, each rounded by itself."""
         if self.format_version == FORMAT_OF_PARTS:
-            return round_parts(self._amounts(), self.carried_in_picos, self.currency_code)
-        return tuple(round_to_minor_unit(picos, self.currency_code) for picos in self._amounts())
+            return round_parts(self.amounts_picos, self.carried_in_picos, self.currency_code)
+        return tuple(round_to_minor_unit(picos, self.currency_code) for picos in self.amounts_picos)
 
     @property
     def rounding_picos(self) -> int:
@@ -165,7 +165,9 @@ class MonthReport:
         """Rounding carried to the next month."""
         return self.total_picos + self.carried_in_picos - self.total_rounded_picos
 
-    def _amounts(self) -> list[int]:
+    @property
+    def amounts_picos(self) -> list[int]:
+        """Exact amount of each line, then of each charge."""
         return [line.amount_picos for line in self.lines] + [
             charge.amount_picos for charge in self.charges
         ]

@@ -365,7 +365,7 @@ def write_report(
     client: BillingClient,
     month: str,
     organization: str,
-    form: Literal["table", "csv", "json"],
+    form: Format,
     output: Path | None,
     plot: bool | None,
 ) -> None:

@@ -299,7 +299,7 @@ def draft_table(report: MonthReport) -> RenderableType:
             f"{each.model}, {each.token_kind.value} tokens, v{each.price_version}"
             + (f", late usage of {each.late_month}" if each.late_month else ""),
             each.amount,
-            each.rounded_amount,
+            each.rounded_amount or each.amount,
         )
         for each in report.lines
     ] + [BillLine(each.description, each.amount, each.rounded_amount) for each in report.charges]

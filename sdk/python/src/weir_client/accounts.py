@@ -144,7 +144,7 @@ class MonthReportLine:
     amount: Money
     # YYYY-MM of the usage, if that month was closed before the usage was posted.
     late_month: str = ""
-    rounded_amount: Money | None = None  # this line's part of `total_rounded`
+    rounded_amount: Money | None = None  # in whole minor units
     tier: str = ""
 
 
