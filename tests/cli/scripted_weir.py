@@ -167,6 +167,13 @@ PAID = [
 ]
 
 
+CENT = 10**10
+
+
+def usd(picos: int) -> types_pb2.Money:
+    return types_pb2.Money(currency_code="USD", picos=picos)
+
+
 def report_line(
     kind: billing_pb.TokenKind.ValueType, tokens: int, cancelled: int, unit: int
 ) -> billing_pb.MonthReportLine:
@@ -179,7 +186,8 @@ def report_line(
         token_count=tokens,
         cancelled_token_count=cancelled,
         unit_price_picos=unit,
-        amount=types_pb2.Money(currency_code="USD", picos=tokens * unit),
+        amount=usd(tokens * unit),
+        rounded_amount=usd((tokens * unit + CENT // 2) // CENT * CENT),
     )
 
 
@@ -194,10 +202,12 @@ REPORT = billing_pb.GetMonthReportResponse(
     month="2026-11",
     lines=REPORT_LINES,
     request_counts=billing_pb.RequestCounts(total_count=50, completed_count=47, cancelled_count=3),
-    total=types_pb2.Money(
-        currency_code="USD", picos=sum(line.amount.picos for line in REPORT_LINES)
-    ),
-    total_rounded=types_pb2.Money(currency_code="USD", picos=10_000_000_000),
+    total=usd(10_980_100_000),
+    total_rounded=usd(2 * CENT),
+    carried_in=usd(5_000_000_000),
+    carried_out=usd(-4_019_900_000),
+    rounding=usd(CENT),
+    tax_note="tax not included",
     reconciliation=billing_pb.Reconciliation(
         usage_token_count=58_371, ledger_token_count=58_371, balanced=True
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from google.rpc import code_pb2, status_pb2
@@ -96,3 +97,21 @@ def test_months_are_listed_with_the_payment_of_their_invoices(
         ("in_1", "paid"),
         ("in_2", "failed"),
     ]
+
+
+def test_a_format_that_does_not_exist_is_refused_with_the_formats(weir: Run) -> None:
+    done = weir("month", "show", "2026-10", "--format", "xml")
+
+    assert done.exit_code == 2
+    assert "'xml' is not one of 'table', 'csv', 'json', 'focus', 'pdf'" in done.stderr
+    assert "Value error" not in done.stderr
+
+
+def test_pdf_is_a_format_and_its_own_option(weir: Run, tmp_path: Path) -> None:
+    first, second = tmp_path / "first.pdf", tmp_path / "second.pdf"
+
+    asked = weir("month", "show", "2026-10", "--org", "acme", "--format", "pdf", "-o", str(first))
+    short = weir("month", "show", "2026-10", "--org", "acme", "--pdf", str(second))
+
+    assert (asked.exit_code, short.exit_code) == (0, 0), asked.stderr
+    assert first.read_bytes() == second.read_bytes() == b"first second"

@@ -105,6 +105,14 @@ class LazyGroup(Group):
             self.add_command(load(args[0]))
         return super().resolve_command(ctx, args)
 
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; its errors of values come without the name of pydantic's error."""
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter as error:
+            error.message = error.message.removeprefix("Value error, ")
+            raise
+
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write one line per command, by persona."""
         options = ", ".join(parameter.opts[0] for parameter in self.get_params(ctx))

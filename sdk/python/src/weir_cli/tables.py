@@ -296,7 +296,7 @@ def draft_table(report: MonthReport) -> RenderableType:
     """Return the invoice of an open month as it would be now."""
     lines = [
         BillLine(
-            f"{each.model}, {each.token_kind.value} tokens, v{each.price_version}"
+            f"{each.model}, {each.token_kind.value.replace('-', ' ')} tokens, v{each.price_version}"
             + (f", late usage of {each.late_month}" if each.late_month else ""),
             each.amount,
             each.rounded_amount or each.amount,
