@@ -30,15 +30,16 @@ LINE_KINDS = """
 ALTER TABLE invoice_lines DROP CONSTRAINT ck_invoice_lines_kind_known;
 ALTER TABLE invoice_lines ADD CONSTRAINT ck_invoice_lines_kind_known CHECK (kind IN (
     'usage', 'late_usage', 'allowance', 'graduated', 'volume', 'commitment', 'adjustment',
-    'credit'{more}));
+    'credit'{more})){valid};
 """
 
 
 def upgrade() -> None:
     op.execute(DOCUMENTS)
-    op.execute(LINE_KINDS.format(more=", 'rounding'"))
+    op.execute(LINE_KINDS.format(more=", 'rounding'", valid=""))
 
 
 def downgrade() -> None:
-    op.execute(LINE_KINDS.format(more=""))
+    # Lines of rounding that were written stay.
+    op.execute(LINE_KINDS.format(more="", valid=" NOT VALID"))
     op.execute("DROP TABLE issued_documents")
