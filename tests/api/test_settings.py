@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 from structlog.testing import capture_logs
 
+from api.cli.stack import with_issuer
 from api.core.settings import SettingInvalid, Settings, bundled_encoders
 from api.fleet.fleet import compute_dtype, engine_plan, fleet_of_models
 from inference.native import loader
@@ -295,6 +296,10 @@ def test_a_letterhead_that_could_not_be_drawn_is_refused_at_the_start(tmp_path: 
     for environment, named in (
         ({"WEIR_ISSUER_NAME": "株式会社"}, "WEIR_INVOICE_FONT"),
         ({"WEIR_ISSUER_PAYMENT": "Łódź"}, "WEIR_ISSUER_PAYMENT"),
+        (
+            {"WEIR_ISSUER_ADDRESS": "|".join("abcdefghijk")},
+            "WEIR_ISSUER_ADDRESS must have at most 10",
+        ),
         ({"WEIR_INVOICE_FONT": str(tmp_path / "outlines.otf")}, "WEIR_INVOICE_FONT"),
         ({"WEIR_INVOICE_FONT_BOLD": str(tmp_path / "gone.ttf")}, "WEIR_INVOICE_FONT_BOLD"),
     ):
@@ -313,3 +318,12 @@ def test_forms_of_tool_calls_are_read_by_model() -> None:
     for wrong in ("small", "=hermes", "small=json", "small=qwen"):
         with pytest.raises(SettingInvalid, match="one of hermes, llama, mistral"):
             Settings.from_environment({"WEIR_TOOL_CALL_FORMATS": wrong})
+
+
+def test_a_stack_with_its_own_database_has_a_sample_issuer_unless_one_is_set() -> None:
+    sample = with_issuer(Settings()).issuer()
+    own = Settings(issuer_name="Weir Operations GmbH")
+
+    assert sample.missing == ()
+    assert "SAMPLE" in sample.name
+    assert with_issuer(own) == own
