@@ -53,6 +53,7 @@ NL NO NP NR NU NZ OM PA PE PF PG PH PK PL PM PN PR PS PT PW PY QA RE RO RS RU RW
 SH SI SJ SK SL SM SN SO SR SS ST SV SX SY SZ TC TD TF TG TH TJ TK TL TM TN TO TR TT TV TW TZ UA UG
 UM US UY UZ VA VC VE VG VI VN VU WF WS YE YT ZA ZM ZW
 """
+CODES_AFTER_CITY = "AU BR CA GB ID IE IN JP KR NZ SG TH TW US ZA"
 COUNTRIES = frozenset(COUNTRY_CODES.split())
 
 
@@ -83,13 +84,11 @@ class BillingProfile:
     @property
     def lines(self) -> tuple[str, ...]:
         """Postal address, tax id and e-mail as lines of a document."""
-        place = " ".join(filter(None, (self.city, self.state, self.postal_code)))
+        place = [self.city, self.state]
+        place.insert(2 if self.country in CODES_AFTER_CITY.split() else 0, self.postal_code)
         tax = f"Tax ID {self.tax_id}" if self.tax_id else ""
-        return tuple(
-            filter(
-                None, (self.address_line1, self.address_line2, place, self.country, tax, self.email)
-            )
-        )
+        postal = (self.address_line1, self.address_line2, " ".join(filter(None, place)))
+        return tuple(filter(None, (*postal, self.country, tax, self.email)))
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self) | {"emails": list(self.emails)}

@@ -184,7 +184,7 @@ async def test_a_closed_month_keeps_the_profile_of_its_close(
         "Acme Hotels GmbH",
         "Lindenstraße 1",
         "3. Stock",
-        "Berlin BE 10969",
+        "10969 Berlin BE",
         "DE",
         "Tax ID DE123456789",
     ]
