@@ -326,7 +326,17 @@ def test_no_text_or_amount_makes_a_document_fail(
     def text() -> str:
         return data.draw(TEXTS)
 
-    profile = BillingProfile((text(),), *(text() for _ in range(6)), "JP", text())
+    profile = BillingProfile(
+        emails=(text(),),
+        legal_name=text(),
+        address_line1=text(),
+        address_line2=text(),
+        city=text(),
+        postal_code=text(),
+        state=text(),
+        country="JP",
+        tax_id=text(),
+    )
     issuer = Issuer(text(), (text(),) * 10, text(), text(), (text(),) * 10, font)
     line = replace(REPORT.lines[0], model=text(), amount_picos=picos, unit_price_picos=abs(picos))
     charges = [
