@@ -95,7 +95,8 @@ class Words(Paragraph):
 
     def _wrap_cut(self, length: int, width: float, height: float) -> tuple[float, float]:
         assert self.markup_of is not None
-        self.__init__(self.markup_of(f"{self.source[:length].rstrip()}..."), self.style)  # type: ignore[misc]
+        cut = self.markup_of(f"{self.source[:length].rstrip()}...")
+        self.__init__(cut, self.style)  # type: ignore[misc]
         return super().wrap(width, height)
 
     def _line_count(self) -> int:
