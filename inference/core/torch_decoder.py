@@ -105,7 +105,7 @@ class TorchDecoder:
             values, best = self._graphs[size]()
         wanted_count = len(parts[4])
         if not wanted_count and self._device.type == "cuda":
-            # Nothing is read below, but the next step writes to the pinned memory.
+            # Nothing is read below, but the caller measures the time of a step.
             torch.cuda.current_stream().synchronize()
         return Logits(values[:wanted_count], best[:wanted_count].tolist())
 
@@ -150,6 +150,8 @@ class TorchDecoder:
     def _upload(self, parts: Sequence[Entries], lengths: Sequence[int]) -> None:
         """Copy the parts of a step's inputs to the device, padded to these lengths."""
         starts = _starts(lengths)
+        if self._copied is not None:  # the GPU may be behind, and read pinned memory only later
+            self._copied.synchronize()
         if starts[-1] > len(self._inputs):
             self._make_inputs(2 * starts[-1])
             if self._graphs:  # which read the old memory
@@ -159,6 +161,8 @@ class TorchDecoder:
             self._packed[start + len(part) : start + length] = fill
         if self._inputs is not self._pinned:
             self._inputs[: starts[-1]].copy_(self._pinned[: starts[-1]], non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
 
     def _batch(self, lengths: Sequence[int], single_count: int, row_count_max: int) -> Batch:
         """Return views of the inputs. lengths: of the parts."""
@@ -181,6 +185,7 @@ class TorchDecoder:
         self._pinned = torch.zeros(max(count, largest), dtype=torch.int32, pin_memory=on_gpu)
         self._packed = self._pinned.numpy()
         self._inputs = self._pinned.to(self._device)
+        self._copied = torch.cuda.Event() if on_gpu else None
 
     def _capture_graphs(self) -> None:
         """Capture steps that only decode. Without a GPU, as in tests, they are computed instead."""

@@ -7,14 +7,16 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from inference.core import torch_decoder
 from inference.core.engine_core import EngineCore
@@ -245,6 +247,53 @@ def test_steps_that_only_decode_use_a_captured_size(
     run_all(core, [make_request([9] * 20, 4)])
 
     assert sizes == [1, 1, 1]
+
+
+class LateGpu(TorchFunctionMode):
+    """Double of a CUDA stream that does nothing before something waits for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting: list[Callable[[], Any]] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.copy_ and kwargs and kwargs.get("non_blocking"):
+            self.waiting.append(partial(func, *args))
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+    def record(self) -> None:
+        """Do nothing: every wait is for all work so far."""
+
+    def synchronize(self) -> None:
+        waiting, self.waiting = self.waiting, []
+        for each in waiting:
+            each()
+
+
+def test_a_gpu_that_is_behind_reads_the_inputs_of_each_step(triton_kernels: TorchKernels) -> None:
+    """Pinned memory that is written again too early makes token ids of the next step's padding."""
+    from bench.gpu.models import SHAPES, random_weights  # which imports Triton
+
+    late, shape, cpu = LateGpu(), SHAPES["tiny"], torch.device("cpu")
+
+    class LateDecoder(TorchDecoder):
+        def _make_inputs(self, count: int) -> None:
+            super()._make_inputs(count)
+            self._inputs, self._copied = self._pinned.clone(), late  # type: ignore[assignment]
+
+        def _compute(self, batch: Batch, pools: list[LayerPool]) -> tuple[Tensor, Tensor]:
+            late.waiting.append(partial(super()._compute, batch, pools))
+            return torch.zeros(1), torch.zeros(1)
+
+    limits = EngineLimits(256, step_token_count_max=64, running_sequence_count_max=4)
+    options = EngineOptions("", limits, kv_cache_bytes=1 << 20)
+    weights = random_weights(shape, torch.float32, cpu)
+    with late, torch.inference_mode():
+        LateDecoder(shape.config(256), weights, torch.float32, options, triton_kernels)
+        late.synchronize()
 
 
 def test_broken_weights_are_found_on_the_device(cores: Any) -> None:
