@@ -5,7 +5,7 @@ Same interface as the native decoder. The inputs of a step are packed into one a
     token ids | rotary rows | slots | spans | logit rows | block tables
 
 so that a GPU gets them in one copy from pinned memory. It finds the best token of each row itself;
-reading those ids is the only wait of a step, unless rows are sampled. Steps that only decode are
+reading those ids is the only wait of a step without sampled rows. Steps that only decode are
 captured as CUDA graphs at start, for some numbers of rows; other numbers are padded with rows that
 write no keys and have no attention.
 """
@@ -34,10 +34,12 @@ from inference.decoder.model import (
     TorchKernels,
     length_class,
 )
+from inference.engine import SamplingParams
 from inference.errors import EngineStartFailed
 from inference.kv_blocks import KV_BLOCK_TOKENS, blocks_for
 from inference.limits import EngineLimits
 from inference.native.decoder import Rows, TableRows
+from inference.sampling.sampler import Draw, choose
 
 ALIGNED = 4  # integers: kernels are compiled again for addresses that are not a multiple of 16
 # Share of a GPU's memory left after weights and activations; graphs and fragments need the rest.
@@ -185,7 +187,7 @@ class TorchDecoder:
         self._pinned = torch.zeros(max(count, largest), dtype=torch.int32, pin_memory=on_gpu)
         self._packed = self._pinned.numpy()
         self._inputs = self._pinned.to(self._device)
-        self._copied = torch.cuda.Event() if on_gpu else None
+        self._copied = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
 
     def _capture_graphs(self) -> None:
         """Capture steps that only decode. Without a GPU, as in tests, they are computed instead."""
@@ -243,7 +245,9 @@ class TorchDecoder:
         pools = [LayerPool(*layer) for layer in self._allocate(1)]
         torch.cuda.reset_peak_memory_stats()
         before_bytes = torch.cuda.memory_allocated()
-        self._idle(lengths, 0, pools)()
+        values, _ = self._idle(lengths, 0, pools)()
+        draw = Draw(SamplingParams(temperature=1.0, top_p=0.5, top_logprobs=1), 0, 0)
+        choose(torch.zeros_like(values), [draw] * logit_count)
         torch.cuda.synchronize()
         step_bytes = torch.cuda.max_memory_allocated() - before_bytes
         torch.cuda.empty_cache()

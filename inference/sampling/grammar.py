@@ -178,7 +178,7 @@ class PendingMasks:
         bits = np.unpackbits(
             ~self._mask.view(np.uint8), axis=1, bitorder="little", count=logits.shape[1]
         )
-        forbidden = torch.from_numpy(bits).view(torch.bool)
+        forbidden = torch.from_numpy(bits).view(torch.bool).to(logits.device)
         # Row by row and in place: gathering and scattering rows took twice as long with 128,000
         # tokens.
         for index, (row, grammar) in enumerate(self._by_row.items()):

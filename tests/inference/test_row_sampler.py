@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,14 @@ import torch
 
 from inference.engine import SamplingParams
 from inference.sampling import sampler as row_sampler
-from inference.sampling.sampler import Row, draw_token
+from inference.sampling.sampler import (
+    ROWS_TOGETHER,
+    Draw,
+    Row,
+    draw_together,
+    draw_token,
+    sample,
+)
 
 EDGES = (0.0, 2.0**-53, 0.5, 1 - 2.0**-53)
 
@@ -62,6 +70,21 @@ def test_it_draws_what_ranking_all_in_torch_draws() -> None:
     for row, params, uniform in cases(2, 3000):
         if 0 < uniform < 1 - 1e-9 and params.top_p < 1 - 1e-9:
             assert draw_token(row, params, uniform) == ranking_all(row, params, uniform)
+
+
+def test_rows_drawn_together_are_those_drawn_one_by_one() -> None:
+    """As on a GPU. Rows of all kinds in one batch, greedy ones too; numbers on a border apart."""
+    alike = [case for case in cases(5, 4000) if len(case[0]) == 400 and 0 < case[2] < 1 - 1e-9]
+    rows = torch.from_numpy(np.stack([row for row, _, _ in alike]))
+    draws = [
+        Draw(replace(params, temperature=0.0) if index % 7 == 0 else params, index, 3)
+        for index, (_, params, _) in enumerate(alike)
+        if params.top_p < 1 - 1e-9 or params.top_p == 1
+    ]
+    rows = rows[[draw.seed for draw in draws]]
+    assert len(draws) > 3 * ROWS_TOGETHER
+
+    assert draw_together(rows, draws) == sample(rows, draws)
 
 
 def test_a_large_vocabulary_is_not_ranked_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
