@@ -31,10 +31,12 @@ from inference.kv_blocks import KV_BLOCK_TOKENS
 LOG2_E = 1.4426950408889634
 SPLITS_MAX = 64  # parts of a context; 128k positions are 2,048 per part
 SINGLE_SPLITS_MIN = 4  # a long context beside short ones must not be one program's
-PROGRAMS_PER_PROCESSOR = 4  # to hide the latency of memory
+SINGLE_PROGRAMS, PROMPT_PROGRAMS = 4, 2  # per multiprocessor: to hide the latency of memory
 PROMPT_TILE, SINGLE_TILE, KEY_TILE = 128, 16, 64  # query heads and positions of a program
+SHORT_PROMPT_ROWS, NARROW_HEAD = 512, 64  # their tiles and warps were the fastest on an H200
 WIDE_HEAD = 128  # floats: larger heads, and fp32, need smaller tiles to fit the shared memory
-BEST_TILE, GATE_TILE = 4096, 1024
+BEST_TILE, GATE_TILE = 8192, 1024
+HEAD_TILE = 16  # heads of a row that are rotated together
 
 
 @triton.jit
@@ -57,41 +59,90 @@ def add_norm_kernel(
 def rotate_and_write_kernel(
     mixed, cosines, sines, rotary_rows, slots, query_norm, key_norm, queries, keys, values, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr,
-    BLOCK: tl.constexpr, NORMS: tl.constexpr,
+    HEAD_TILE: tl.constexpr, BLOCK: tl.constexpr, NORMS: tl.constexpr,
 ):  # fmt: skip
-    """Compute one head of one row; TILE covers half of a head."""
-    row, head = tl.program_id(0), tl.program_id(1)
+    """Compute some heads of one row: HEAD_TILE of queries, then keys, then values; TILE covers half
+    of a head.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEAD_TILE + tl.arange(0, HEAD_TILE)
     half: tl.constexpr = DIM // 2
     at = tl.arange(0, TILE)
-    inside = at < half
-    source = mixed + (row.to(tl.int64) * (HEADS + 2 * KV_HEADS) + head) * DIM
-    low = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
-    high = tl.load(source + half + at, mask=inside, other=0.0).to(tl.float32)
+    is_half = at < half
+    inside = (head < HEADS + 2 * KV_HEADS)[:, None] & is_half[None, :]
+    source = mixed + ((row * (HEADS + 2 * KV_HEADS) + head) * DIM)[:, None] + at[None, :]
+    low = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
+    is_query, is_value = (head < HEADS)[:, None], (head >= HEADS + KV_HEADS)[:, None]
+    if NORMS:
+        scale = 1.0 / tl.sqrt(tl.sum(low * low + high * high, axis=1) / DIM + eps)
+        scale = tl.where(is_value, 1.0, scale[:, None])
+        own, other = query_norm + at, key_norm + at
+        for_low = tl.where(
+            is_query,
+            tl.load(own, mask=is_half, other=0.0).to(tl.float32)[None, :],
+            tl.load(other, mask=is_half, other=0.0).to(tl.float32)[None, :],
+        )
+        for_high = tl.where(
+            is_query,
+            tl.load(own + half, mask=is_half, other=0.0).to(tl.float32)[None, :],
+            tl.load(other + half, mask=is_half, other=0.0).to(tl.float32)[None, :],
+        )
+        low *= scale * tl.where(is_value, 1.0, for_low)
+        high *= scale * tl.where(is_value, 1.0, for_high)
+    turn = tl.load(rotary_rows + row).to(tl.int64) * DIM + at
+    cosine = tl.load(cosines + turn, mask=is_half, other=0.0).to(tl.float32)[None, :]
+    sine = tl.load(sines + turn, mask=is_half, other=0.0).to(tl.float32)[None, :]
+    turned_low, turned_high = low * cosine - high * sine, high * cosine + low * sine
+    target = queries + ((row * HEADS + head) * DIM)[:, None] + at[None, :]
+    tl.store(target, turned_low, mask=inside & is_query)
+    tl.store(target + half, turned_high, mask=inside & is_query)
     slot = tl.load(slots + row).to(tl.int64)
     kv_head = (head - HEADS) % KV_HEADS
     place = (((slot // BLOCK) * KV_HEADS + kv_head) * BLOCK + slot % BLOCK) * DIM
-    if head >= HEADS + KV_HEADS:
-        writes = inside & (slot >= 0)
-        tl.store(values + place + at, low, mask=writes)
-        tl.store(values + place + half + at, high, mask=writes)
-    else:
-        if NORMS:
-            scale = 1.0 / tl.sqrt(tl.sum(low * low + high * high, axis=0) / DIM + eps)
-            norm = query_norm if head < HEADS else key_norm
-            low *= scale * tl.load(norm + at, mask=inside, other=0.0).to(tl.float32)
-            high *= scale * tl.load(norm + half + at, mask=inside, other=0.0).to(tl.float32)
-        turn = tl.load(rotary_rows + row).to(tl.int64) * DIM + at
-        cosine = tl.load(cosines + turn, mask=inside, other=0.0).to(tl.float32)
-        sine = tl.load(sines + turn, mask=inside, other=0.0).to(tl.float32)
-        turned_low, turned_high = low * cosine - high * sine, high * cosine + low * sine
-        if head < HEADS:
-            target = queries + (row.to(tl.int64) * HEADS + head) * DIM
-            tl.store(target + at, turned_low, mask=inside)
-            tl.store(target + half + at, turned_high, mask=inside)
-        else:
-            writes = inside & (slot >= 0)
-            tl.store(keys + place + at, turned_low, mask=writes)
-            tl.store(keys + place + half + at, turned_high, mask=writes)
+    place = place[:, None] + at[None, :]
+    is_new_key = inside & (slot >= 0) & ~is_query & ~is_value
+    tl.store(keys + place, turned_low, mask=is_new_key)
+    tl.store(keys + place + half, turned_high, mask=is_new_key)
+    is_new_value = inside & (slot >= 0) & is_value
+    tl.store(values + place, low, mask=is_new_value)
+    tl.store(values + place + half, high, mask=is_new_value)
+
+
+@triton.jit
+def attend_tile(
+    tile, end, turned, own, largest, total, result, table, keys, values, kv_head, scale, dim,
+    is_dim, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
+    KEY_TILE: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Add KEY_TILE positions to the largest score, the sum of weights and the weighted values.
+    MASKED: some rows may not see some of them; masks take as long as the exponentials.
+    """
+    at = tile + tl.arange(0, KEY_TILE)
+    is_key = (at < end) if MASKED else (at >= 0)
+    block = tl.load(table + at // BLOCK, mask=is_key, other=0).to(tl.int64)
+    entry = ((block * KV_HEADS + kv_head) * BLOCK + at % BLOCK) * DIM
+    key = tl.load(
+        keys + entry[None, :] + dim[:, None], mask=is_key[None, :] & is_dim[:, None], other=0.0
+    )
+    scores = tl.dot(turned, key, input_precision=PRECISION) * scale
+    if MASKED:
+        visible = is_key[None, :] & (at[None, :] <= own[:, None])
+        if WINDOW > 0:
+            visible &= at[None, :] > own[:, None] - WINDOW
+        scores = tl.where(visible, scores, float("-inf"))
+    before, largest = largest, tl.maximum(largest, tl.max(scores, axis=1))
+    # A row may see nothing of a tile, and nothing before it.
+    base = tl.where(largest == float("-inf"), 0.0, largest)
+    weights = tl.exp2(scores - base[:, None])
+    shrink = tl.exp2(before - base)
+    total = total * shrink + tl.sum(weights, axis=1)
+    value = tl.load(
+        values + entry[:, None] + dim[None, :], mask=is_key[:, None] & is_dim[None, :], other=0.0
+    )
+    result = result * shrink[:, None]
+    result += tl.dot(weights.to(value.dtype), value, input_precision=PRECISION)
+    return largest, total, result
 
 
 @triton.jit
@@ -141,32 +192,19 @@ def attention_kernel(
         largest = tl.full((QUERY_TILE,), float("-inf"), tl.float32)
         total = tl.zeros((QUERY_TILE,), tl.float32)
         result = tl.zeros((QUERY_TILE, DIM_TILE), tl.float32)
-        for tile in range(start, end, KEY_TILE):
-            at = tile + tl.arange(0, KEY_TILE)
-            is_key = at < end
-            block = tl.load(table + at // BLOCK, mask=is_key, other=0).to(tl.int64)
-            entry = ((block * KV_HEADS + kv_head) * BLOCK + at % BLOCK) * DIM
-            key = tl.load(
-                keys + entry[None, :] + dim[:, None],
-                mask=is_key[None, :] & is_dim[:, None], other=0.0,
+        # Every row sees all of the tiles before that of the first row.
+        seen_end = tl.minimum((position + begin + 1) // KEY_TILE * KEY_TILE, end)
+        masked_start = start if WINDOW > 0 else tl.maximum(seen_end, start)
+        for tile in range(start, masked_start, KEY_TILE):
+            largest, total, result = attend_tile(
+                tile, end, turned, own, largest, total, result, table, keys, values, kv_head, scale,
+                dim, is_dim, KV_HEADS, DIM, BLOCK, WINDOW, KEY_TILE, PRECISION, MASKED=False,
             )  # fmt: skip
-            scores = tl.dot(turned, key, input_precision=PRECISION) * scale
-            visible = is_key[None, :] & (at[None, :] <= own[:, None])
-            if WINDOW > 0:
-                visible &= at[None, :] > own[:, None] - WINDOW
-            scores = tl.where(visible, scores, float("-inf"))
-            before, largest = largest, tl.maximum(largest, tl.max(scores, axis=1))
-            # A row may see nothing of a tile, and nothing before it.
-            base = tl.where(largest == float("-inf"), 0.0, largest)
-            weights = tl.exp2(scores - base[:, None])
-            shrink = tl.exp2(before - base)
-            total = total * shrink + tl.sum(weights, axis=1)
-            value = tl.load(
-                values + entry[:, None] + dim[None, :],
-                mask=is_key[:, None] & is_dim[None, :], other=0.0,
+        for tile in range(masked_start, end, KEY_TILE):
+            largest, total, result = attend_tile(
+                tile, end, turned, own, largest, total, result, table, keys, values, kv_head, scale,
+                dim, is_dim, KV_HEADS, DIM, BLOCK, WINDOW, KEY_TILE, PRECISION, MASKED=True,
             )  # fmt: skip
-            result = result * shrink[:, None]
-            result += tl.dot(weights.to(value.dtype), value, input_precision=PRECISION)
 
         total = tl.where(total > 0.0, total, 1.0)  # a part may be empty
         result = result / total[:, None]
@@ -215,17 +253,18 @@ def gate_kernel(gate_up, out, SIZE: tl.constexpr, TILE: tl.constexpr):
 def best_kernel(logits, out, SIZE: tl.constexpr, TILE: tl.constexpr, BROKEN: tl.constexpr):
     """Find the first of a row's largest logits, or BROKEN if one is infinite or NaN."""
     row = tl.program_id(0).to(tl.int64) * SIZE
-    largest, best, finite_count = float("-inf"), 0, 0
+    # Per place in a tile, and reduced only once.
+    largest = tl.full((TILE,), float("-inf"), tl.float32)
+    best, finite_count = tl.zeros((TILE,), tl.int32), tl.zeros((TILE,), tl.int32)
     for start in range(0, SIZE, TILE):
         at = start + tl.arange(0, TILE)
-        inside = at < SIZE
-        values = tl.load(logits + row + at, mask=inside, other=float("-inf"))
-        finite_count += tl.sum((tl.abs(values) < float("inf")).to(tl.int32), axis=0)
-        top = tl.max(values, axis=0)
-        place = start + tl.argmax(values, axis=0)
-        best = tl.where(top > largest, place, best)
-        largest = tl.maximum(largest, top)
-    tl.store(out + tl.program_id(0), tl.where(finite_count == SIZE, best, BROKEN))
+        values = tl.load(logits + row + at, mask=at < SIZE, other=float("-inf"))
+        finite_count += (tl.abs(values) < float("inf")).to(tl.int32)
+        best = tl.where(values > largest, at, best)
+        largest = tl.maximum(largest, values)
+    first = tl.min(tl.where(largest == tl.max(largest, axis=0), best, SIZE), axis=0)
+    is_finite = tl.sum(finite_count, axis=0) == SIZE
+    tl.store(out + tl.program_id(0), tl.where(is_finite, first, BROKEN))
 
 
 class TritonKernels(TorchKernels):
@@ -263,11 +302,12 @@ class TritonKernels(TorchKernels):
         head_count = width // head_dim - 2 * kv_head_count
         queries = mixed.new_empty(row_count, head_count, head_dim)
         norms = layer.query_norm is not None and layer.key_norm is not None
-        rotate_and_write_kernel[(row_count, head_count + 2 * kv_head_count)](
+        tiles = triton.cdiv(head_count + 2 * kv_head_count, HEAD_TILE)
+        rotate_and_write_kernel[(row_count, tiles)](
             mixed, *rotation, batch.rotary_rows, batch.slots,
             layer.query_norm if norms else mixed, layer.key_norm if norms else mixed,
             queries, pool.keys, pool.values, eps, head_count, kv_head_count, head_dim,
-            triton.next_power_of_2(head_dim // 2), KV_BLOCK_TOKENS, norms, num_warps=1,
+            triton.next_power_of_2(head_dim // 2), HEAD_TILE, KV_BLOCK_TOKENS, norms, num_warps=4,
         )  # fmt: skip
         return queries
 
@@ -324,8 +364,9 @@ class TritonKernels(TorchKernels):
         """Return a power of four, since each is compiled, that gives every multiprocessor some
         programs.
         """
-        wanted = self._processor_count * PROGRAMS_PER_PROCESSOR // program_count
-        least = SINGLE_SPLITS_MIN if row_count_max == 1 else 1
+        is_single = row_count_max == 1
+        each, least = (SINGLE_PROGRAMS, SINGLE_SPLITS_MIN) if is_single else (PROMPT_PROGRAMS, 1)
+        wanted = self._processor_count * each // program_count
         return 1 << ((min(max(wanted, least), SPLITS_MAX).bit_length() - 1) & ~1)
 
     def gated(self, gate_up: Tensor) -> Tensor:
@@ -337,7 +378,7 @@ class TritonKernels(TorchKernels):
     def best(self, logits: Tensor) -> Tensor:
         row_count, size = logits.shape
         best = torch.empty(row_count, dtype=torch.int32, device=logits.device)
-        best_kernel[(row_count,)](logits, best, size, BEST_TILE, NOT_FINITE, num_warps=8)
+        best_kernel[(row_count,)](logits, best, size, BEST_TILE, NOT_FINITE, num_warps=16)
         return best
 
 
@@ -346,7 +387,12 @@ def tile_sizes(
 ) -> tuple[dict[str, Any], dict[str, int]]:
     """Return the sizes of the attention kernel's tiles, and its compiler options."""
     is_wide = head_dim > WIDE_HEAD or dtype == torch.float32
-    least = SINGLE_TILE if row_count_max == 1 else PROMPT_TILE // 2 if is_wide else PROMPT_TILE
+    if row_count_max == 1:
+        least, warp_count, stage_count = SINGLE_TILE, 2, 2
+    elif is_wide or row_count_max <= SHORT_PROMPT_ROWS:
+        least, warp_count, stage_count = PROMPT_TILE // 2, 4, 3
+    else:
+        least, warp_count, stage_count = PROMPT_TILE, 8 if head_dim <= NARROW_HEAD else 4, 3
     query_tile = max(triton.next_power_of_2(group), least)
     sizes = {
         "DIM_TILE": max(triton.next_power_of_2(head_dim), 16),
@@ -356,4 +402,6 @@ def tile_sizes(
         # Without it fp32 is multiplied with the 10 bits of TF32.
         "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
     }
-    return sizes, {"num_warps": 8 if query_tile > 64 else 4, "num_stages": 2 if is_wide else 3}
+    if is_wide:
+        warp_count, stage_count = 8 if query_tile > 64 else 4, 2
+    return sizes, {"num_warps": warp_count, "num_stages": stage_count}

@@ -329,18 +329,19 @@ def shared_bytes(kernel, type_, constants, types={}, options={}):
 for row_count, dtype, type_, splits in (
     (1, torch.bfloat16, "*bf16", 8),
     (512, torch.bfloat16, "*bf16", 1),
+    (2048, torch.bfloat16, "*bf16", 1),
     (512, torch.float32, "*fp32", 1),
 ):
     sizes, options = kernels.tile_sizes(4, 128, row_count, dtype)
     types = {"out": "*fp32", "part_sums": "*fp32"} if splits > 1 else {}
     constants = HEADS | sizes | {"WINDOW": 64, "SPLITS": splits}
     print(shared_bytes(kernels.attention_kernel, type_, constants, types, options))
-rows = HEADS | {"DIM_TILE": 128, "SPLITS": 8, "TILE": 64, "NORMS": True}
+rows = HEADS | {"DIM_TILE": 128, "SPLITS": 8, "TILE": 64, "HEAD_TILE": 16, "NORMS": True}
 print(shared_bytes(kernels.combine_kernel, "*fp32", rows, {"out": "*bf16"}))
-print(shared_bytes(kernels.rotate_and_write_kernel, "*bf16", rows, {}, {"num_warps": 1}))
+print(shared_bytes(kernels.rotate_and_write_kernel, "*bf16", rows, {}, {"num_warps": 4}))
 print(shared_bytes(kernels.add_norm_kernel, "*bf16", {"SIZE": 4096, "TILE": 4096, "ADDS": True}))
 print(shared_bytes(kernels.gate_kernel, "*bf16", {"SIZE": 14336, "TILE": 1024}))
-best = {"SIZE": 128256, "TILE": 4096, "BROKEN": -1}
+best = {"SIZE": 128256, "TILE": 8192, "BROKEN": -1}
 print(shared_bytes(kernels.best_kernel, "*fp32", best, {"out": "*i32"}))
 """
 SHARED_BYTES_MAX = 99 << 10  # of a block on the GPUs of compute capability 8.6 and 8.9
@@ -357,7 +358,7 @@ def test_the_kernels_compile_for_a_gpu() -> None:
 
     assert ended.returncode == 0, ended.stderr
     shared_bytes = [int(line) for line in ended.stdout.split()]
-    assert len(shared_bytes) == 8
+    assert len(shared_bytes) == 9
     assert max(shared_bytes) <= SHARED_BYTES_MAX, shared_bytes
 
 
