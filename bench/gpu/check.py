@@ -4,18 +4,23 @@
 
 One line per question: PASS or FAIL with the number. The reference is the same decoder on the CPU
 with torch's operations in float32, which other tests compare with `transformers`. Ends with status
-1 if a question failed. With `TRITON_INTERPRET=1 ... --device cpu`, the interpreter computes tiny
-models, and questions about memory and CUDA are skipped.
+1 if a question failed. A child process answers; after a failure another one answers the rest, since
+CUDA refuses everything after a kernel's fault. With `TRITON_INTERPRET=1 ... --device cpu`, the
+interpreter computes tiny models, and questions about memory and CUDA are skipped.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import multiprocessing
 import random
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,11 +37,23 @@ from bench.gpu.models import (
     random_weights,
     write_results,
 )
+from inference import demo_model
 from inference.checkpoint.tensors import on_device
-from inference.core.torch_decoder import TorchDecoder
+from inference.core.engine_core import EngineCore
+from inference.core.options import Device, EngineOptions
+from inference.core.torch_decoder import TorchDecoder, _lengths
 from inference.decoder.cuda_kernels import TritonKernels
 from inference.decoder.model import NOT_FINITE, DecoderWeights, TorchKernels
+from inference.engine import (
+    GenerationRequest,
+    SamplingParams,
+    SequenceFinished,
+    StopCriteria,
+    TokensGenerated,
+)
+from inference.errors import EngineStartFailed
 from inference.limits import EngineLimits
+from inference.sampling.sampler import Draw, sample
 
 CPU = torch.device("cpu")
 LIMITS = EngineLimits(512, step_token_count_max=64, running_sequence_count_max=4)
@@ -49,6 +66,22 @@ LARGE = Shape(4096, 14_336, 2, 32, 8, 128, 128_256)
 STEPS_WATCHED = 20
 SYNCS_MAX = 1  # per step: the ids
 LONG_CONTEXT, LONG_CHUNK = 32_768, 2048
+LATE_CYCLES = 1_000_000_000  # of the GPU's clock: longer than a start with compiled kernels
+QUESTION_S_MAX = 240.0
+DEMO = Path(demo_model.__file__).parent / "weights"
+# A pool that is too small for all that run at once, so that sequences are preempted.
+ENGINE_LIMITS = EngineLimits(
+    512, step_token_count_max=96, running_sequence_count_max=16, owed_output_token_count_max=1
+)
+ENGINE_REQUESTS, ENGINE_KV_BYTES, SHARED_PREFIX_TOKENS = 32, 6 << 20, 40
+SAMPLINGS = (
+    SamplingParams(),
+    SamplingParams(temperature=1.0),
+    SamplingParams(),
+    SamplingParams(temperature=0.8, top_p=0.95),
+    SamplingParams(frequency_penalty=0.5, presence_penalty=0.5, top_logprobs=3),
+    SamplingParams(temperature=0.7, top_k=40, min_p=0.01, logit_bias=((77, 2.0),)),
+)
 Answer = tuple[bool | None, str]  # None: not asked on this device
 
 
@@ -141,6 +174,97 @@ def broken_weights(device: torch.device) -> Answer:
     return best == [NOT_FINITE], f"best token {best}"
 
 
+def late_device(device: torch.device) -> Answer:
+    """Does a decoder start right while the GPU is busy?"""
+    if device.type == "cpu":
+        return None, ""
+    weights = random_weights(SHAPES["tiny"], torch.float32, device)
+    found = []
+    for cycles in (0, LATE_CYCLES):  # the second start has compiled kernels
+        torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+        decoder = open_decoder(SHAPES["tiny"], weights, LIMITS, block_count=64)
+        found.append(outputs(decoder, SHAPES["tiny"].vocabulary_size)[0])
+    return found[0] == found[1], "equal tokens" if found[0] == found[1] else "other tokens"
+
+
+def captured_steps(device: torch.device) -> Answer:
+    """Do captured steps give the logits of computed ones, with a row of padding?"""
+    if device.type == "cpu":
+        return None, ""
+    decoder = open_decoder(
+        LARGE, random_weights(LARGE, torch.bfloat16, device), LIMITS, block_count=64
+    )
+    run, errors, equal_count = Run(decoder), list[float](), 0
+    for count in PROMPT_TOKENS:
+        run.add([9] * count, STEPS_WATCHED)
+    size = LIMITS.running_sequence_count_max
+    run.step(CHUNK_TOKENS)
+    run.step(CHUNK_TOKENS)
+    for _ in range(STEPS_WATCHED - 3):
+        logits = run.step(CHUNK_TOKENS)
+        captured = logits.values.clone()
+        with torch.inference_mode():  # on the inputs that are still there
+            batch = decoder._batch([*_lengths(size), 1], size, 1)
+            computed, best = decoder._compute(batch, decoder._pools)
+        rows = len(captured)
+        errors.append(float((captured - computed[:rows]).norm() / captured.norm()))
+        equal_count += logits.best == best[:rows].tolist()
+    found = f"relative error {max(errors):.1e}, {equal_count} of {len(errors)} steps equal"
+    return equal_count == len(errors) and max(errors) < LOGIT_ERROR[torch.bfloat16], found
+
+
+def sampled_rows(device: torch.device) -> Answer:
+    """Are tokens drawn on the GPU those drawn on the CPU?"""
+    if device.type == "cpu":
+        return None, ""
+    generator = torch.Generator(device).manual_seed(6)
+    logits = 4 * torch.randn(96, LARGE.vocabulary_size, generator=generator, device=device)
+    draws = [Draw(SAMPLINGS[row % len(SAMPLINGS)], row, 2) for row in range(len(logits))]
+    pairs = zip(sample(logits, draws), sample(logits.cpu(), draws), strict=True)
+    equal_count = sum(ours == reference for ours, reference in pairs)
+    return equal_count == len(draws), f"{equal_count} of {len(draws)} tokens equal"
+
+
+def whole_engine(device: torch.device) -> Answer:
+    """Does an engine with chunks, shared prefixes and preemption give the tokens of the CPU?"""
+    if device.type == "cpu":
+        return None, ""
+    (ours, core), (reference, _) = engine_outputs("cuda"), engine_outputs("cpu")
+    statistics, equal = core.statistics(), [ours[key] == reference[key] for key in reference]
+    found = (
+        f"{sum(equal)} of {len(equal)} answers equal, {statistics.preemption_count} preemptions,"
+        f" {statistics.cached_token_count} tokens from the prefix cache"
+    )
+    used = statistics.preemption_count > 0 and statistics.cached_token_count > 0
+    return all(equal) and used and not statistics.kv_block_count_held, found
+
+
+def engine_outputs(device: Device) -> tuple[dict[int, list[int]], EngineCore]:
+    """Return the tokens of greedy and sampled requests by number, from the bundled model."""
+    core = EngineCore(
+        EngineOptions(str(DEMO), ENGINE_LIMITS, "float32", ENGINE_KV_BYTES, device=device)
+    )
+    rng, found, ended_count = random.Random(8), dict[int, list[int]](), 0
+
+    def plain(count: int) -> list[int]:
+        return [rng.randrange(300, 2_700) for _ in range(count)]
+
+    shared = plain(SHARED_PREFIX_TOKENS)
+    for number in range(ENGINE_REQUESTS):
+        prompt = (shared if number % 2 else []) + plain(rng.randrange(1, 150))
+        sampling = replace(SAMPLINGS[number % len(SAMPLINGS)], seed=number)
+        stop = StopCriteria(rng.randrange(20, 60), ignore_eos=True)
+        assert core.add(number, GenerationRequest(tuple(prompt), sampling, stop))
+        found[number] = []
+    while not core.idle:
+        for number, event in core.step():
+            if isinstance(event, TokensGenerated):
+                found[number] += event.token_ids
+            ended_count += isinstance(event, SequenceFinished)
+    assert ended_count == ENGINE_REQUESTS
+    return found, core
+
+
 def synchronizations(device: torch.device) -> Answer:
     """Does a step that decodes wait for the GPU only once?"""
     if device.type == "cpu":
@@ -204,16 +328,86 @@ def free_memory(device: torch.device) -> Answer:
     return False, f"{found}, and twice as many fit too"
 
 
+def too_little_memory(device: torch.device) -> Answer:
+    """Is too little memory an error of the start, after which a smaller start works?"""
+    if device.type == "cpu":
+        return None, ""
+    free_bytes, total_bytes = torch.cuda.mem_get_info()
+    asked = EngineOptions(str(DEMO), ENGINE_LIMITS, "bfloat16", 2 * total_bytes, "cuda")
+    reasons = [start_failure(asked)]
+    taken = torch.empty(free_bytes - (192 << 20), dtype=torch.uint8, device=device)
+    limits = EngineLimits(1 << 16)  # of 201 MB, whose weights and steps fit what is left
+    reasons.append(start_failure(EngineOptions(str(DEMO), limits, "bfloat16", None, "cuda")))
+    del taken
+    gc.collect()
+    torch.cuda.empty_cache()
+    EngineCore(EngineOptions(str(DEMO), ENGINE_LIMITS, "bfloat16", ENGINE_KV_BYTES, "cuda"))
+    return None not in reasons, "; ".join(str(reason).partition(":")[0] for reason in reasons)
+
+
+def start_failure(options: EngineOptions) -> str | None:
+    """Return why an engine does not start, or None."""
+    try:
+        EngineCore(options)
+    except EngineStartFailed as error:
+        return str(error)
+    return None
+
+
 QUESTIONS: tuple[Callable[[torch.device], Answer], ...] = (
     small_model,
     windowed_model,
     large_heads,
     large_heads_bfloat16,
     broken_weights,
+    late_device,
+    captured_steps,
+    sampled_rows,
+    whole_engine,
     synchronizations,
     long_chunk,
     free_memory,
+    too_little_memory,
 )
+
+
+def answer_in_turn(indices: Sequence[int], device_name: str, results: Connection) -> None:
+    """Answer questions up to the first exception. The main function of a process."""
+    device = open_device(device_name)
+    for index in indices:
+        try:
+            results.send(QUESTIONS[index](device))
+        except Exception as error:
+            results.send((False, f"{type(error).__name__}: {error}".partition("\n")[0]))
+            return
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def answers(device_name: str) -> Iterator[Answer]:
+    """Yield the answers to all questions, from a new process after each failure."""
+    context, index = multiprocessing.get_context("spawn"), 0
+    while index < len(QUESTIONS):
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(
+            target=answer_in_turn, args=(range(index, len(QUESTIONS)), device_name, theirs)
+        )
+        process.start()
+        theirs.close()
+        answer: Answer = True, ""
+        while answer[0] is not False and index < len(QUESTIONS):
+            answer = False, f"no answer within {QUESTION_S_MAX:g} s"
+            try:
+                if ours.poll(QUESTION_S_MAX):
+                    answer = ours.recv()
+            except EOFError:
+                process.join()
+                answer = False, f"the process ended with status {process.exitcode}"
+            index += 1
+            yield answer
+        process.kill()
+        process.join()
 
 
 def main() -> int:
@@ -221,22 +415,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu.check")
     add_common_arguments(parser)
     arguments = parser.parse_args()
-    device = open_device(arguments.device)
-    facts = device_facts(device)
+    facts = device_facts(open_device(arguments.device))
     print(facts, flush=True)
-    results = []
-    for question in QUESTIONS:
-        began_s = time.perf_counter()
-        try:
-            passed, found = question(device)
-        except Exception as error:  # the other questions are asked nevertheless
-            passed, found = False, f"{type(error).__name__}: {error}"
+    results, began_s = [], time.perf_counter()
+    for question, (passed, found) in zip(QUESTIONS, answers(arguments.device), strict=True):
         asked = (question.__doc__ or "").strip()
         word = {True: "PASS", False: "FAIL", None: "SKIP"}[passed]
-        print(f"{word} {asked} {found} ({time.perf_counter() - began_s:.1f} s)", flush=True)
+        ended_s = time.perf_counter()
+        print(f"{word} {asked} {found} ({ended_s - began_s:.1f} s)", flush=True)
+        began_s = ended_s
         results.append({"question": asked, "passed": passed, "found": found})
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
     write_results(arguments.out, "check.json", {"device": facts, "results": results})
     return int(any(each["passed"] is False for each in results))
 

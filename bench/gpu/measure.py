@@ -6,8 +6,10 @@
 bfloat16 and random weights. The floor of a step that decodes is the time to read all weights and
 all keys and values once, at the bandwidth that a sum over a large array has in the same run. The
 floor of a prompt is its operations at the rate of a large product of matrices in the same run.
-Each figure is the median over the repeats. `transformers`, if it is installed, has the same shape
-and one prompt per row; its cache is the static one, and its steps are not compiled.
+Each figure is the median over the repeats. Beside a step stands the time of its captured graph
+alone: the rest is that of Python, and of the copies to and from the GPU. The last steps draw all
+rows, by temperature and by top_p. `transformers`, if it is installed, has the same shape and one
+prompt per row; its cache is the static one, and its steps are not compiled.
 """
 
 from __future__ import annotations
@@ -36,8 +38,10 @@ from bench.gpu.models import (
     write_results,
 )
 from inference.core.torch_decoder import TorchDecoder
+from inference.engine import SamplingParams
 from inference.kv_blocks import blocks_for
 from inference.limits import EngineLimits
+from inference.sampling.sampler import Draw, choose
 
 STEP_TOKENS = 2048  # as the engine on a GPU
 WARM_UP_STEPS = 3
@@ -45,6 +49,10 @@ BANDWIDTH_FLOATS, PRODUCT_SIZE = 1 << 31, 8192
 BANDWIDTH_FLOATS_CPU, PRODUCT_SIZE_CPU = 1 << 22, 256
 PEER_PROMPT_TOKENS = 128
 WEIGHT_BYTES = 2
+SAMPLINGS = {
+    "temperature": SamplingParams(temperature=1.0),
+    "top_p": SamplingParams(temperature=1.0, top_p=0.95),
+}
 
 
 def wait(device: torch.device) -> None:
@@ -98,9 +106,16 @@ def open_for(
 
 
 def measure_decode(
-    decoder: TorchDecoder, batch: int, context: int, step_count: int, repeats: int
-) -> float | None:
-    """Return the seconds of a step; None if the contexts do not fit the KV cache."""
+    decoder: TorchDecoder,
+    batch: int,
+    context: int,
+    step_count: int,
+    repeats: int,
+    sampling: SamplingParams | None = None,
+) -> tuple[float, float] | None:
+    """Return the seconds of a step, and of its graph alone; None if the contexts do not fit the KV
+    cache. sampling: of all rows; None for the best tokens.
+    """
     run, room = Run(decoder), WARM_UP_STEPS + (repeats + 1) * step_count
     if batch * blocks_for(context + room) > decoder.block_count:
         return None
@@ -110,12 +125,23 @@ def measure_decode(
     for _ in range(WARM_UP_STEPS):
         run.step(1)
 
+    draws = [Draw(sampling, row, 0) for row in range(batch)] if sampling else []
+
     def steps() -> None:
         for _ in range(step_count):
-            run.step(1)
+            logits = run.step(1)
+            if draws:
+                choose(logits.take([*range(batch)]), draws)
 
     # Each step reads its ids, so that the device is idle at its end.
-    return median_s(steps, repeats, CPU) / step_count
+    step_s = median_s(steps, repeats, CPU) / step_count
+    replay = next(replay for size, replay in decoder._graphs.items() if size >= batch)
+
+    def replays() -> None:
+        for _ in range(step_count):
+            replay()
+
+    return step_s, median_s(replays, repeats, decoder._device) / step_count
 
 
 def measure_prompt(decoder: TorchDecoder, count: int, chunk: int, repeats: int) -> float:
@@ -185,27 +211,49 @@ def measure(arguments: argparse.Namespace, name: str, device: torch.device) -> l
     start_s = time.perf_counter() - began_s
     print(f"{name}: weights, KV cache of {decoder.block_count:,} blocks, graphs: {start_s:.1f} s")
 
-    def add(what: str, size: str, took_s: float | None, floor_s: float, token_count: int) -> None:
+    def add(
+        what: str,
+        size: str,
+        took_s: float | None,
+        floor_s: float,
+        token_count: int,
+        graph_s: float | None = None,
+    ) -> None:
         row: dict[str, Any] = {"shape": name, "what": what, "size": size, "floor_ms": floor_s * 1e3}
         if took_s is None:
             print(f"{name} {what} {size}: does not fit", flush=True)
         else:
             row |= {"ms": took_s * 1e3, "tokens_per_s": token_count / took_s}
             row["share_of_floor"] = floor_s / took_s
+            of_graph = ""
+            if graph_s is not None:
+                row["graph_ms"] = graph_s * 1e3
+                of_graph = f" (graph {graph_s * 1e3:.2f})"
             print(
-                f"{name} {what} {size}: {took_s * 1e3:.2f} ms, {token_count / took_s:,.0f}"
-                f" tokens/s; floor {floor_s * 1e3:.2f} ms, so {floor_s / took_s:.0%} of its speed",
+                f"{name} {what} {size}: {took_s * 1e3:.2f} ms{of_graph},"
+                f" {token_count / took_s:,.0f} tokens/s; floor {floor_s * 1e3:.2f} ms, so"
+                f" {floor_s / took_s:.0%} of its speed",
                 flush=True,
             )
         rows.append(row)
 
     weight_bytes = (shape.layer_weight_count + shape.head_weight_count) * WEIGHT_BYTES
-    for context in arguments.contexts:
-        for batch in arguments.batches:
-            took_s = measure_decode(decoder, batch, context, arguments.steps, arguments.repeats)
-            kv_bytes = batch * context * shape.kv_count_per_token * WEIGHT_BYTES
-            floor_s = (weight_bytes + kv_bytes) / bytes_per_s
-            add("decode", f"batch {batch}, context {context}", took_s, floor_s, batch)
+
+    steps, repeats = arguments.steps, arguments.repeats
+    cases: list[tuple[str, int, int, SamplingParams | None]] = [
+        ("decode", batch, context, None)
+        for context in arguments.contexts
+        for batch in arguments.batches
+    ]
+    largest, shortest = max(arguments.batches), min(arguments.contexts)
+    for of, sampling in SAMPLINGS.items():
+        cases.append((f"decode by {of}", largest, shortest, sampling))
+    for what, batch, context, sampled in cases:
+        took = measure_decode(decoder, batch, context, steps, repeats, sampled)
+        step_s, graph_s = took or (None, None)
+        kv_bytes = batch * context * shape.kv_count_per_token * WEIGHT_BYTES
+        floor_s = (weight_bytes + kv_bytes) / bytes_per_s
+        add(what, f"batch {batch}, context {context}", step_s, floor_s, batch, graph_s)
     for count in arguments.prompts:
         took_s = measure_prompt(decoder, count, min(count, STEP_TOKENS), arguments.repeats)
         products = 2 * count * shape.layer_weight_count + 2 * shape.head_weight_count

@@ -46,6 +46,8 @@ def test_every_figure_has_its_floor(tmp_path: Path) -> None:
     assert [(row["what"], row["size"]) for row in rows] == [
         ("decode", "batch 1, context 20"),
         ("decode", "batch 2, context 20"),
+        ("decode by temperature", "batch 2, context 20"),
+        ("decode by top_p", "batch 2, context 20"),
         ("prompt", "8"),
     ]
     assert all(row["ms"] > 0 and row["floor_ms"] > 0 for row in rows)
