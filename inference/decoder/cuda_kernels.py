@@ -116,7 +116,8 @@ def attend_tile(
     KEY_TILE: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Add KEY_TILE positions to the largest score, the sum of weights and the weighted values.
-    MASKED: some rows may not see some of them; masks take as long as the exponentials.
+    MASKED: a row may not see all of them; masks took nearly half the time of a long prompt's
+    attention.
     """
     at = tile + tl.arange(0, KEY_TILE)
     is_key = (at < end) if MASKED else (at >= 0)

@@ -35,6 +35,51 @@ def test_the_checks_pass_on_a_cpu(tmp_path: Path) -> None:
     assert all(each["passed"] is not False for each in results)
 
 
+PLANTED = """
+import os
+from bench.gpu import check
+
+def dies(device):
+    "Does it die?"
+    os.abort()
+
+def raises(device):
+    "Does it raise?"
+    raise RuntimeError("CUDA error: device-side assert triggered")
+
+def answers(device):
+    "Does it answer?"
+    return True, "yes"
+
+check.QUESTIONS = dies, answers, raises, answers
+if __name__ == "__main__":
+    raise SystemExit(check.main())
+"""
+
+
+def test_a_question_that_ends_its_process_leaves_the_others(tmp_path: Path) -> None:
+    program = tmp_path / "planted.py"
+    program.write_text(PLANTED)
+    root = str(Path(__file__).resolve().parents[2])
+
+    ended = subprocess.run(
+        [sys.executable, str(program), "--device", "cpu"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": root},
+        timeout=TIMEOUT_S,
+    )
+
+    assert ended.returncode == 1
+    answers = [line.rpartition(" (")[0] for line in ended.stdout.splitlines()[1:]]
+    assert answers == [
+        "FAIL Does it die? the process ended with status -6",
+        "PASS Does it answer? yes",
+        "FAIL Does it raise? RuntimeError: CUDA error: device-side assert triggered",
+        "PASS Does it answer? yes",
+    ]
+
+
 def test_every_figure_has_its_floor(tmp_path: Path) -> None:
     tiny = ("--shape", "tiny", "--batches", "1,2", "--contexts", "20", "--prompts", "8")
     brief = ("--steps", "1", "--repeats", "1", "--no-transformers")

@@ -73,7 +73,7 @@ def test_it_draws_what_ranking_all_in_torch_draws() -> None:
 
 
 def test_rows_drawn_together_are_those_drawn_one_by_one() -> None:
-    """As on a GPU. Rows of all kinds in one batch, greedy ones too; numbers on a border apart."""
+    """Draw rows of all kinds in one batch, greedy ones too, except on borders moved by rounding."""
     alike = [case for case in cases(5, 4000) if len(case[0]) == 400 and 0 < case[2] < 1 - 1e-9]
     rows = torch.from_numpy(np.stack([row for row, _, _ in alike]))
     draws = [
