@@ -18,7 +18,7 @@ from weir_client.status import error_from_status
 from weir_client.wire import read
 
 from api.core.errors import status_of
-from api.core.messages import DIMENSIONS
+from api.core.wire import DIMENSIONS
 from api.observability.observer import RequestCounts
 from api.openai.gateway import model_object
 from api.openai.refusals import refusal_of
@@ -118,7 +118,9 @@ def test_the_metric_of_refusals_has_the_same_names() -> None:
 @pytest.mark.parametrize("kind", TokenKind)
 def test_a_model_shows_the_price_of_every_kind_of_token(kind: TokenKind) -> None:
     _, name = COUNTS_OF_EVENT[kind]
-    model = pb.Model(name="demo", price=pb.Price(version=1, currency_code="USD", **{name: 7}))
+    price = pb.Price(version=1, currency_code="USD")
+    setattr(price, name, 7)
+    model = pb.Model(name="demo", price=price)
 
     assert model_object(model, 0)["weir"]["price"][name] == 7
     assert getattr(read(Price, model.price), name) == 7

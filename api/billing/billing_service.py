@@ -486,7 +486,7 @@ class BillingServicer(AdminCalls, billing_grpc.BillingServiceServicer):
                 secret_hash=acting.principal.secret_hash,
             )
             if record.credit_note_number:
-                await document_of_credit_note(session, record, self._issuer, self._draw)
+                await document_of_credit_note(acting.session, record, self._issuer, self._draw)
             return months_pb2.ApproveAdjustmentResponse(adjustment=adjustment_message(record))
 
     async def RejectAdjustment(

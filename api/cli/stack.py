@@ -131,7 +131,9 @@ def clear_failures() -> Iterator[None]:
     ) as error:
         fail(str(error))
     except (psycopg.OperationalError, sqlalchemy.exc.OperationalError) as error:
-        origin = error.orig if isinstance(error, sqlalchemy.exc.OperationalError) else error
+        origin = (
+            error.orig if isinstance(error, sqlalchemy.exc.OperationalError) else None
+        ) or error
         conflict = refusal_of(origin) if is_conflict(error) else None
         cause = str(conflict or cause_of(origin))
         named = cause.replace("the database ", "the database of WEIR_DATABASE_URL ", 1)

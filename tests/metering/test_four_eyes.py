@@ -31,14 +31,14 @@ from tests.metering.workers import wait_until
 
 UNRELATED = "Approve it with an unrelated, older key."
 LATER = datetime(2090, 1, 1, tzinfo=UTC)
-WIDENINGS = {
+WIDENINGS: dict[str, dict[str, object]] = {
     "scopes": {"scopes": ("admin", "billing", "inference")},
     "networks": {"allowed_networks": ("10.0.0.0/8", "192.168.0.0/16")},
     "all_networks": {"all_networks": True},
     "longer": {"expires_at": LATER + timedelta(days=1)},
     "for_ever": {"never_expires": True},
 }
-NARROWINGS = {
+NARROWINGS: dict[str, dict[str, object]] = {
     "name": {"name": "another name"},
     "fewer": {"scopes": ("admin",)},
     "shorter": {"expires_at": LATER - timedelta(days=1)},

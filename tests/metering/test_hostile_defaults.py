@@ -78,7 +78,7 @@ def test_the_defaults_are_hostile_to_other_clients(database_url: str) -> None:
     """Shows that the checks below can fail."""
     plain = psycopg_conninfo(database_url)
     with psycopg.connect(plain, options=PATIENT) as client:
-        found = dict(client.execute(SHOWN, (list(RELIED_ON),)).fetchall())
+        found: dict[str, str] = dict(client.execute(SHOWN, (list(RELIED_ON),)).fetchall())
 
     assert {name for name in RELIED_ON if found[name] == RELIED_ON[name]} <= {"transaction_timeout"}
     assert set(RELIED_ON) <= set(DEFAULTS)
