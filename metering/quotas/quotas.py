@@ -239,9 +239,9 @@ def admit(
     not_enforced: list[QuotaRule] = []
     for rule in rules:
         room = counters.remaining(rule)
-        if room is None:
+        if room is None or not (needed := demand(rule, smallest)):
             continue
-        if demand(rule, smallest) > room:
+        if needed > room:
             (failing if rule.enforced else not_enforced).append(rule)
         elif (
             rule.enforced
@@ -298,7 +298,12 @@ def charge_whole(
                 -(input_token_count * scale.dearest_input + output_token_count * scale.output)
                 // scale.divisor
             )
-        if rule.limit_value is not None and amount > rule.limit_value - row.used - row.held:
+        # An overdrawn limit does not refuse what it does not count.
+        if (
+            amount
+            and rule.limit_value is not None
+            and amount > rule.limit_value - row.used - row.held
+        ):
             return None
         charges.append((rule, key, row, amount))
     counts: list[tuple[int, int]] = []
@@ -324,8 +329,8 @@ def extend(
 ) -> Claim:
     """Post delivered tokens to the window they were charged to; move the rest to the current one.
 
-    Grants as many of `wanted_token_count` as fit, at least one token. Raises: QuotaExceeded,
-    without a change, if not even one fits.
+    Grants as many of `wanted_token_count` as fit, at least one token; output that a quota does not
+    count always fits. Raises: QuotaExceeded, without a change, if not even one fits.
     """
     now = counters.now
     posted = claim.moved_on(delivered_token_count, now)
@@ -342,7 +347,7 @@ def extend(
         room = counters.remaining(rule)
         if counters.guessed:
             counters.row(new)
-        if room is None or not rule.enforced:
+        if room is None or not rule.enforced or not rule.scale(claim.prices).output:
             continue
         if old == new:  # its own present charge does not count against it
             room += held - used
@@ -357,8 +362,9 @@ def extend(
     extended = posted.leasing(lease)
     for rule, (old, new, held, used) in zip(windowed, moves, strict=True):
         if counters.guessed:
+            is_limited = rule.enforced and rule.scale(claim.prices).output
             counters.limits[new] = (
-                rule.limit_value if rule.enforced and rule.limit_value is not None else NO_LIMIT
+                rule.limit_value if is_limited and rule.limit_value is not None else NO_LIMIT
             )
         counters.add(old, used=used, held=-held)
         counters.add(new, held=extended.held(rule))

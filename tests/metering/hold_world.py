@@ -127,6 +127,7 @@ class HoldWorld:
         input_picos: int = INPUT_PICOS,
         cached_picos: int = CACHED_PICOS,
         output_picos: int = OUTPUT_PICOS,
+        embedding_picos: int = EMBEDDING_PICOS,
     ) -> int:
         """Set a price of the model from now on; return its version."""
         return int(
@@ -141,7 +142,7 @@ class HoldWorld:
                 input_picos,
                 cached_picos,
                 output_picos,
-                EMBEDDING_PICOS,
+                embedding_picos,
                 self._now
                 - timedelta(days=1000)
                 + timedelta(microseconds=int(self.one("SELECT count(*) FROM price_versions"))),
