@@ -50,30 +50,37 @@ async def test_a_short_run_of_kills_loses_no_token_and_bills_none_twice(
 
 
 @pytest.mark.parametrize(
-    ("received", "reported", "billed", "lost", "doubled", "in_transit", "sound"),
+    ("received", "reported", "billed", "forgiven", "lost", "doubled", "unreceived", "sound"),
     [
-        (10, 10, 10, 0, 0, 0, True),
-        (10, None, 10, 0, 0, 0, True),
-        (10, None, 13, 0, 0, 3, True),
-        (0, None, 0, 0, 0, 0, True),
-        (10, 10, 9, 1, 0, 0, False),
-        (10, None, 0, 10, 0, 0, False),
-        (10, 10, 20, 0, 10, 0, False),
-        (9, 10, 10, 0, 0, 0, False),
+        (10, 10, 10, 0, 0, 0, 0, True),
+        (10, None, 10, 0, 0, 0, 0, True),
+        (10, None, 10, 5, 0, 0, 0, True),
+        (10, None, 8, 2, 0, 0, 0, True),
+        (0, None, 0, 0, 0, 0, 0, True),
+        (10, None, 13, 0, 0, 0, 3, False),
+        (10, None, 13, 5, 0, 0, 3, False),
+        (10, None, 8, 1, 1, 0, 0, False),
+        (100, None, 0, 100, 36, 0, 0, False),
+        (10, 10, 9, 0, 1, 0, 0, False),
+        (10, 10, 9, 1, 1, 0, 0, False),
+        (10, None, 0, 0, 10, 0, 0, False),
+        (10, 10, 20, 0, 0, 10, 10, False),
+        (9, 10, 10, 0, 0, 0, 1, False),
     ],
 )
 def test_the_audit_classifies_the_outcome_of_a_request(
     received: int,
     reported: int | None,
     billed: int,
+    forgiven: int,
     lost: int,
     doubled: int,
-    in_transit: int,
+    unreceived: int,
     sound: bool,
 ) -> None:
-    outcome = Outcome(SentRequest("r", 0, 0.0, 1.0, received, reported), billed)
+    outcome = Outcome(SentRequest("r", 0, 0.0, 1.0, received, reported), billed, forgiven)
 
-    assert (outcome.lost, outcome.doubled, outcome.in_transit) == (lost, doubled, in_transit)
+    assert (outcome.lost, outcome.doubled, outcome.unreceived) == (lost, doubled, unreceived)
     assert (outcome.problem == "") is sound
 
 
@@ -96,7 +103,8 @@ def test_a_request_counts_for_the_first_kill_that_struck_it() -> None:
         Kind.POSTGRES: 1,
         None: 1,
     }
-    assert (rows[Kind.API].cut_off, rows[Kind.API].in_transit, rows[Kind.POSTGRES].refused) == (
+    api = rows[Kind.API]
+    assert (api.cut_off, api.unreceived, rows[Kind.POSTGRES].refused) == (
         1,
         2,
         1,
