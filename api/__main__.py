@@ -334,7 +334,7 @@ async def serve(settings: Settings) -> None:
         await listeners.open(probes.before(Scrapes(parts, books).handle, with_parts=True))
         background.append(keep_running(tasks, "books", lambda: books.watch_workers(health)))
         health_task = tasks.create_task(
-            keep_health(health, endpoint, router, holds, settings, stopping), name="health"
+            keep_health(health, endpoint, router, holds, journal, settings, stopping), name="health"
         )
         log.info(
             "listening", address=address, port=port, tls=with_tls, models=sorted(tokenizers), **urls

@@ -716,6 +716,7 @@ KINDS: Mapping[int, tuple[type[Exception], ...]] = {
         engine_errors.CheckpointInvalid,
         metering_errors.DatabaseUnavailable,
         metering_errors.WriteConflict,
+        metering_errors.JournalUnavailable,
         metering_errors.ConcurrentChanges,
         metering_errors.StripeFailed,
     ),

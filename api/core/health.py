@@ -30,6 +30,7 @@ from api.core.settings import Settings
 from inference.engine import Backend
 from inference.routing.router import ReplicaReport, Router
 from metering.holds.holds import HoldStore
+from metering.holds.journal import UsageJournal
 
 SERVICES = tuple(
     module.DESCRIPTOR.services_by_name[name].full_name
@@ -110,6 +111,7 @@ async def keep_health(
     endpoint: Endpoint,
     router: Router,
     holds: HoldStore,
+    journal: UsageJournal,
     settings: Settings,
     stopping: asyncio.Event,
 ) -> None:
@@ -119,6 +121,7 @@ async def keep_health(
         health.report(
             STORE, "" if store_is_well(holds, settings) else "the database does not answer"
         )
+        health.report(JOURNAL, "" if journal.can_write() else "its file cannot be written")
         for engine in router.backends():
             health.report(f"{ENGINE}{engine.model.name}", engine_fault(engine))
         parts = health.parts

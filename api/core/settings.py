@@ -542,6 +542,11 @@ class Settings:
     )
     # Time without reading after which a client counts as gone.
     client_stall_max_s: float = setting("WEIR_CLIENT_STALL_MAX_S", 60.0, positive(3600))
+    # Least rate at which a client takes output that waits for it, in tokens per second; it may fall
+    # behind by WEIR_CLIENT_STALL_MAX_S. People read, and speech needs, three tokens a second.
+    client_tokens_per_s_min: float = setting(
+        "WEIR_CLIENT_TOKENS_PER_SECOND_MIN", 1.0, positive(1000)
+    )
     # Longest `keep_on_disconnect`. Generation without a client still occupies an engine.
     keep_on_disconnect_max_s: float = setting(
         "WEIR_KEEP_ON_DISCONNECT_MAX_S", 600.0, positive(86_400)

@@ -112,9 +112,11 @@ class Lease:
 
         done: called later, with the refusal or None. Refusals: QuotaExceeded, PriceMissing,
         KeyInvalid, RequestIdReused, RequestInFlight, RequestSettled, DatabaseUnavailable. Raises:
-        Draining, Overloaded.
+        Draining, Overloaded, JournalUnavailable.
         """
         op, settings = self._op, self._admission.settings
+        if self._admission.journal.fault:
+            self._admission.journal.check()
         op.first_slice_token_count = min(settings.lease_slice_tokens, op.first_slice_token_count)
         op.least_slice_token_count = min(settings.lease_min_tokens, op.first_slice_token_count)
         self._admission.capacity.take()
@@ -203,7 +205,7 @@ class Lease:
             extended = await self._admission.holds.extend(
                 Extend(
                     self.admitted.hold_id,
-                    self.usage.delivered_token_count,
+                    self.usage.taken_token_count,
                     self.usage.cached_input_token_count,
                     target,
                 )
@@ -240,6 +242,7 @@ class Lease:
             outcome=outcome or OUTCOMES[cause],
             timings=timings,
             migration_count=migration_count,
+            journalled_token_count=usage.journalled_token_count,
         )
         self._admission.holds.begin_settle(op, self._ended)
 
@@ -295,9 +298,10 @@ class Admission:
         """Raise the refusal of a request of at least this size, before any work.
 
         op: its input is a lower bound, its output only the first slice. Raises: Draining,
-        Overloaded, and the errors of `HoldStore.check_room`.
+        Overloaded, JournalUnavailable, and the errors of `HoldStore.check_room`.
         """
         self.capacity.check()
+        self.journal.check()
         op.first_slice_token_count = op.least_slice_token_count = min(1, op.first_slice_token_count)
         try:
             await self.holds.check_room(op)

@@ -129,6 +129,9 @@ class ClientStream:
             # passes.
             self._leave(outcome_of_leaving(granted_s, remaining_s(context)))
             raise
+        except Exception:  # of the writer: a fault of the service, which ends the call
+            self._leave(Outcome.FAILED)
+            raise
         finally:
             self._leave(Outcome.CANCELLED)
         violation, self._violation = self._violation, None
@@ -155,7 +158,7 @@ class ClientStream:
             self._outbox.close()
         except Exception as violation:
             self._violation = violation
-            self._leave(Outcome.CANCELLED)
+            self._leave(Outcome.CANCELLED, is_gone=False)
 
     def _left_midway(self, context: Context, granted_s: float | None) -> None:
         self._leave(outcome_of_leaving(granted_s, remaining_s(context)))
@@ -424,10 +427,13 @@ class ClientStream:
         for receiver in list(self._running.values()):
             receiver.source.shut_out(receiver, refusal)
 
-    def _leave(self, outcome: Outcome) -> None:
-        """Stop delivery, and all requests except those that continue unattended."""
+    def _leave(self, outcome: Outcome, *, is_gone: bool = True) -> None:
+        """Stop delivery, and all requests except those that continue unattended.
+
+        is_gone: see `Outbox.abandon`.
+        """
         # First, so that requests need not search the queue for their own frames.
-        self._outbox.abandon()
+        self._outbox.abandon(is_gone=is_gone)
         for receiver in list(self._running.values()):
             receiver.source.leave(receiver, outcome)
 

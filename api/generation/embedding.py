@@ -1,4 +1,4 @@
-"""Lifecycle of one `Embed` call: tokenize, admit, embed, journal, settle, answer.
+"""Lifecycle of one `Embed` call: tokenize, admit, embed, settle, answer.
 
 It runs as a task of the process, so that cancelling the call cannot interrupt its settlement. It
 can be stopped until all texts are embedded (`endings.py` holds the charge); then it is settled and
@@ -43,7 +43,6 @@ from inference.engine import EmbeddingRequest, Encoder, EngineTimings, Vector
 from inference.errors import EngineFailed
 from inference.text.tokenizer import TokenLimitExceeded
 from metering.core.models import Outcome
-from metering.holds.journal import Delivered
 from metering.holds.operations import Admit, Settled, new_hold_id
 
 if TYPE_CHECKING:
@@ -275,18 +274,15 @@ class LiveEmbedding:
         )
 
     def _deliver(self, lease: Lease, texts: list[TokenizedText]) -> None:
-        """Journal the delivery.
+        """Count the vectors as delivered. Raises: HoldEnded, DatabaseUnavailable.
 
-        From here on the request is billed even if the process dies. Raises: HoldEnded, OSError.
+        Not journalled: the answer follows the settlement, so a process that dies before has
+        delivered nothing.
         """
         if (lapse := lease.lapse()) is not None:  # this process was suspended
             raise lapse
-        token_count = token_count_of(texts)
-        self._process.admission.journal.record(
-            [Delivered(lease.admitted.hold_id, token_count, 0, 0, 0)]
-        )
         self.life.become(State.SETTLING)
-        self.usage.input_token_count = token_count
+        self.usage.input_token_count = token_count_of(texts)
         self._timings = self._watch.timings()
 
 

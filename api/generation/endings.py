@@ -285,11 +285,12 @@ WAYS: tuple[Way, ...] = (
     ),
     Way("No price in force", C.SERVICE, "PRICE_MISSING", errors=(metering_errors.PriceMissing,)),
     Way(
-        "Usage journal not writable, or any other error",
+        "Usage journal not writable",
         C.SERVICE,
-        "INTERNAL with an incident id",
-        errors=(OSError,),
+        "JOURNAL_UNAVAILABLE",
+        errors=(metering_errors.JournalUnavailable,),
     ),
+    Way("Any other error", C.SERVICE, "INTERNAL with an incident id", errors=(OSError,)),
     Way(
         "Database unavailable at settlement",
         C.SERVICE,

@@ -202,6 +202,7 @@ def finished(
     choice_ends: Mapping[int, Outcome],
     migration_count: int = 0,
     called_choices: Collection[int] = (),
+    detail: str = "",
 ) -> pb.ServerFrame:
     """Return the last frame of a request that ran, or was stopped after admission.
 
@@ -223,6 +224,8 @@ def finished(
     fields[::2], fields[1::2] = TIMING_TAGS, [timings.get(name, 0.0) for name in TIMING_NAMES]
     said.timings.MergeFromString(TIMINGS.pack(*fields))
     said.migration_count = migration_count
+    if detail:
+        said.detail = detail
     if exhausted:
         said.exhausted_quotas.extend(quota_statuses(exhausted))
     for index, end in sorted(choice_ends.items()):

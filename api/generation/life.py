@@ -70,10 +70,12 @@ class End:
     """Reason why a request was stopped.
 
     error: sent to the client instead of a finish reason; delivered output is still settled.
+    detail: sent with the finish reason; names the limit that ended the request.
     """
 
     outcome: Outcome
     error: Exception | None = None
+    detail: str = ""
 
 
 class Life:
@@ -100,14 +102,14 @@ class Life:
         )
         self.state = state
 
-    def stop(self, outcome: Outcome, error: Exception | None = None) -> None:
+    def stop(self, outcome: Outcome, error: Exception | None = None, detail: str = "") -> None:
         """Stop the request as soon as possible for this reason, unless it is ending already.
 
         Never blocks.
         """
         if self.end is not None or self.state >= State.SETTLING:
             return
-        self.end = End(outcome, error)
+        self.end = End(outcome, error, detail)
         self.discards = self.discards or outcome in UNDELIVERED_OUTCOMES
         if self._on_stop is not None:
             self._on_stop(self.end)

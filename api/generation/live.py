@@ -39,7 +39,7 @@ from api.generation.admission import Lease
 from api.generation.endings import cause_of
 from api.generation.life import End, Interruptible, Life, State, Stopwatch
 from api.generation.outbox import Receiver, UsageSoFar
-from api.generation.output import Flow, LiveOutput, Output, ReplayOutput
+from api.generation.output import Flow, LiveOutput, Output, ReplayOutput, read_too_slowly
 from api.generation.output_limits import LimitChange, OutputLimits, parse_update
 from api.generation.preparation import (
     admission_request,
@@ -156,9 +156,15 @@ class LiveRequest:
         self.life = Life(self._on_stop)
         self.place: Place | None = None  # in the queue, once admitted
         self._process = process
-        stall_max_s = process.admission.settings.client_stall_max_s
+        settings = process.admission.settings
+        stall_max_s, rate = settings.client_stall_max_s, settings.client_tokens_per_s_min
         flow = Flow(
-            start.initial_credit_tokens, stall_max_s, lambda: self.life.stop(Outcome.SLOW_CONSUMER)
+            start.initial_credit_tokens,
+            stall_max_s,
+            lambda: self.life.stop(
+                Outcome.SLOW_CONSUMER, detail=read_too_slowly(rate, stall_max_s)
+            ),
+            rate,
         )
         self.output: Output
         if start.keep_s is None:
@@ -168,7 +174,7 @@ class LiveRequest:
             self.output = ReplayOutput(
                 receiver, start.model, flow, self.life, self.update, start.keep_s, buffer
             )
-        self._reply = Reply(self.output, start, self.life, process.admission.settings)
+        self._reply = Reply(self.output, start, self.life, settings)
         self._watch = Stopwatch(caller.received_at, caller.auth_ms)
         self._route: Route | None = None  # once routed
         self._work_s = 0.0  # processor time spent on its prompt, in seconds
@@ -685,6 +691,7 @@ class LiveRequest:
                     ends,
                     self._migration_count,
                     reply.called_choices,
+                    self.life.end.detail if self.life.end is not None else "",
                 )
         finally:
             if self.place is not None:

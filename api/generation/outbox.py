@@ -3,7 +3,7 @@
 When the writer can send, it collects the frames of all requests of the stream into one message,
 since a message costs about a hundred times as much as a frame. Until then output stays in its
 request's `Output` (`output.py`). Tokens are written to the usage journal before their message is
-handed to the transport; from then on they count as delivered.
+handed to the transport, and count as delivered once the transport has taken it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 from weir.v1 import inference_service_pb2 as pb
 
+from metering.core.errors import JournalUnavailable
 from metering.core.models import Outcome
 from metering.holds.journal import UsageJournal
 
@@ -31,12 +32,16 @@ FRAMES_WAITING_MAX = 50_000
 class UsageSoFar(msgspec.Struct):
     """Token counts of a running request.
 
-    input_token_count is 0 until the engine has started on it.
+    input_token_count is 0 until the engine has started on it. journalled: written before they are
+    sent. taken: by the transport. delivered: those that are billed, which are the taken ones, and
+    all in the replay buffer of a request that has one.
     """
 
     input_token_count: int = 0
     cached_input_token_count: int = 0
     generated_token_count: int = 0
+    journalled_token_count: int = 0
+    taken_token_count: int = 0
     delivered_token_count: int = 0
 
 
@@ -77,13 +82,15 @@ class Source(Protocol):
 class Collected(msgspec.Struct, eq=False):
     """Message under construction.
 
-    entries: tokens in it that do not count as delivered yet, by output. asks_fences: whether the
-    fence of each request must be checked.
+    entries: tokens in it that are not journalled yet, by output, with the parts that hold them from
+    one index to another. replayed: tokens in it that no transport has taken before, by output;
+    they are journalled. asks_fences: whether the fence of each request must be checked.
     """
 
     parts: list[bytes]
     token_room: int
-    entries: list[tuple[Output, int]]
+    entries: list[tuple[Output, int, int, int]]
+    replayed: list[tuple[Output, int]]
     asks_fences: bool = True
 
 
@@ -154,6 +161,10 @@ class Receiver:
         self.outbox.frame_count -= len(self.frames)
         self.frames.clear()
 
+    def withdraw(self, part_count: int) -> None:
+        """Handle that parts of the message under construction will not be sent."""
+        self.in_flight_count -= part_count
+
     def take_pushed(self, parts: list[bytes]) -> None:
         """Move waiting frames into a message."""
         parts += self.frames
@@ -178,6 +189,7 @@ class Outbox:
     """Send queue of one stream, with one writer and any number of requests."""
 
     takes_whole = False  # whether the client gets each answer in one piece; see `WholeOutbox`
+    marks = True  # whether a message that the transport has taken is of use without later ones
     # Limits of one message. Frames: some 60 kB of deltas, below the receive limit of any client.
     # Tokens: some 1.2 MB with 20 log-probabilities each, below gRPC's default limit of 4 MB.
     # Deltas: per request, while other requests wait.
@@ -194,6 +206,7 @@ class Outbox:
         # Receivers with output, and frames without a request.
         self._line: deque[Receiver | bytes] = deque()
         self._in_flight: list[Receiver] = []
+        self._in_flight_tokens: list[tuple[Output, int]] = []
         # Set while the writer waits for something to send.
         self._idle: asyncio.Future[None] | None = None
         self._room: asyncio.Future[None] | None = None  # while the reader waits for room
@@ -235,9 +248,14 @@ class Outbox:
             finally:
                 self._room = None
 
-    def abandon(self) -> None:
-        """Discard everything, since the client is gone."""
+    def abandon(self, *, is_gone: bool = True) -> None:
+        """Discard everything. is_gone: the client is; otherwise it may still get the message that
+        is being written, whose tokens are billed once the transport has taken them."""
         self.is_abandoned = True
+        if is_gone:
+            lost, self._in_flight_tokens = self._in_flight_tokens, []
+            for output, token_count in lost:
+                output.in_flight_token_count -= token_count
         gone = dict.fromkeys(
             [*self._in_flight, *(each for each in self._line if isinstance(each, Receiver))]
         )
@@ -265,9 +283,9 @@ class Outbox:
         """Send until closed and empty. write: sends a serialized `GenerateResponse`.
 
         on_gone: called when `write` raises `gone`, which means that the client has disconnected.
-        Raises: OSError if the journal cannot be written (that message was not sent), and other
-        errors of `write`.
+        Raises: other errors of `write`.
         """
+        journal = self._journal
         while True:
             if self._line and self._is_open:
                 # Built as late as possible, since the process may be suspended at any earlier
@@ -280,6 +298,19 @@ class Outbox:
                             on_gone()
                         return
                     self.message_count += 1
+                    tokens, self._in_flight_tokens = self._in_flight_tokens, []
+                    for output, token_count in tokens:
+                        # Less if a stalled request has ended, and was billed, meanwhile.
+                        token_count = min(token_count, output.in_flight_token_count)
+                        output.in_flight_token_count -= token_count
+                        usage = output.usage
+                        usage.taken_token_count += token_count
+                        if not output.is_kept:
+                            usage.delivered_token_count = usage.taken_token_count
+                        if output.hold_id is not None and self.marks:
+                            journal.took(output.hold_id, usage.taken_token_count)
+                        if output.then is not None:
+                            output.moved()
                     taken, self._in_flight = self._in_flight, []
                     for receiver in taken:
                         receiver.in_flight_count = 0
@@ -299,11 +330,12 @@ class Outbox:
     def _message(self) -> bytes:
         """Build a message, with at most `delta_max` deltas of each request; journal its tokens.
 
-        Raises: OSError if the journal cannot be written; nothing is delivered then.
+        If the journal cannot be written, the requests with tokens in the message fail.
         """
         frame_max, delta_max = self.frame_max, self.delta_max
-        collected = Collected([], self.token_max, [], self._may_have_lapsed())
+        collected = Collected([], self.token_max, [], [], self._may_have_lapsed())
         line, parts, in_flight, more = self._line, collected.parts, self._in_flight, []
+        entries, in_flight_tokens = collected.entries, self._in_flight_tokens
         while line and collected.token_room > 0 and (count := len(parts)) < frame_max:
             one = line.popleft()
             if isinstance(one, bytes):
@@ -326,15 +358,31 @@ class Outbox:
                 one.in_flight_count += taken_count
                 in_flight.append(one)
         line += more
-        if collected.entries:
-            self._journal.record(
-                [output.entry(token_count) for output, token_count in collected.entries]
-            )
-            for output, token_count in collected.entries:
-                output.usage.delivered_token_count += token_count
+        if entries:
+            try:
+                self._journal.record([output.entry(count) for output, count, *_ in entries])
+            except JournalUnavailable as error:
+                self._withdraw(collected, error)
+            else:
+                for output, count, _, _ in entries:
+                    output.usage.journalled_token_count += count
+                    output.in_flight_token_count += count
+                    in_flight_tokens.append((output, count))
+        for output, count in collected.replayed:
+            output.in_flight_token_count += count
+            in_flight_tokens.append((output, count))
         if self._room is not None:
             self._make_room()
         return b"".join(parts)
+
+    def _withdraw(self, collected: Collected, error: JournalUnavailable) -> None:
+        """Remove tokens that cannot be journalled from a message, and fail their requests."""
+        for output, _, first, end in reversed(collected.entries):
+            del collected.parts[first:end]
+            if output.receiver is not None:
+                output.receiver.withdraw(end - first)
+            output.lose(error)
+        self._in_flight = [each for each in self._in_flight if each.in_flight_count]
 
     def _make_room(self) -> None:
         """Wake the reader that waits in `room`."""
@@ -343,9 +391,12 @@ class Outbox:
 
 
 class WholeOutbox(Outbox):
-    """Sends one message with all frames, once every request has all its output or has ended."""
+    """Sends one message with all frames, once every request has all its output or has ended.
 
-    takes_whole = True
+    The rest of the answer follows its settlement: without it the client has an incomplete body.
+    """
+
+    takes_whole, marks = True, False
     # Context windows bound the length of the answer.
     frame_max = token_max = delta_max = sys.maxsize
 

@@ -31,15 +31,31 @@ from api.generation.outbox import (
     varint,
 )
 from api.generation.replay import ReplayBuffer
-from metering.core.errors import RequestInFlight
+from metering.core.errors import JournalUnavailable, RequestInFlight
 from metering.core.models import Outcome
 from metering.holds.journal import Delivered
 from metering.pricing.prices import TokenPrices
 
 # Steps merged into one delta; keeps a frame at some kB even with log-probabilities.
 TOKENS_PER_DELTA_MAX = 64
+CLOCK_S = 0.001  # a timer may fire this much early
 # A short answer in one piece is not packed; more steps are, into a few bytes per token.
 STEPS_UNPACKED_MAX = 16
+
+
+UNREAD_TOO_MUCH = (
+    "the unread output exceeds the replay buffer: read faster; the server's limit is"
+    " WEIR_REPLAY_BYTES_PER_REQUEST_MAX, and less while many requests keep output"
+)
+
+
+def read_too_slowly(tokens_per_s_min: float, stall_max_s: float) -> str:
+    """Return the detail of an end by the least rate."""
+    return (
+        f"output waited for the client, which took fewer than {tokens_per_s_min:g} tokens per"
+        f" second for more than {stall_max_s:g} s: read faster, or grant credit sooner; the"
+        " server's limits are WEIR_CLIENT_TOKENS_PER_SECOND_MIN and WEIR_CLIENT_STALL_MAX_S"
+    )
 
 
 def may_always_send() -> bool:
@@ -48,10 +64,20 @@ def may_always_send() -> bool:
 
 
 class Flow:
-    """Flow control of one request: granted credit, and a timer for clients that grant none."""
+    """Flow control of one request: granted credit, and the time that its client may make it wait.
+
+    The time is an allowance of `stall_max_s`: it runs while more tokens wait than the client has
+    granted, and each token sent gives back the share of it that the least rate allows. So a client
+    is ended that takes nothing for the whole time, or takes less than that rate for longer; signs
+    of life alone, such as small grants, give back only what they let through.
+    """
 
     def __init__(
-        self, credit: int | None, stall_max_s: float, on_stall: Callable[[], None]
+        self,
+        credit: int | None,
+        stall_max_s: float,
+        on_stall: Callable[[], None],
+        tokens_per_s_min: float = 1.0,
     ) -> None:
         """credit: tokens that may be sent at first; None: unlimited.
 
@@ -59,19 +85,28 @@ class Flow:
         """
         self.credit = credit
         self.grant_count = 0
-        self._stall_max_s = stall_max_s
+        self.tokens_per_s_min = tokens_per_s_min
+        self._left_s = self.stall_max_s = stall_max_s
         self._on_stall: Callable[[], None] | None = on_stall
         self._timer: asyncio.TimerHandle | None = None
+        self._counted_at = 0.0  # up to this time, while the timer runs, `_left_s` is counted
 
     def grant(self, token_count: int) -> None:
         """Add credit for this many tokens."""
         self.grant_count += 1
         if self.credit is not None:
             self.credit += token_count
-            self._stop_timer()
+
+    def spend(self, token_count: int) -> None:
+        """Take credit for tokens that are sent, and give back time for them."""
+        if self.credit is not None:
+            self.credit -= token_count
+            self._count()
+            left_s = self._left_s + token_count / self.tokens_per_s_min
+            self._left_s = min(left_s, self.stall_max_s)
 
     def watch(self, waiting_token_count: int) -> None:
-        """Run the stall timer while more tokens wait than the client has granted."""
+        """Count the time while more tokens wait than the client has granted."""
         is_blocked = (
             self.credit is not None
             and waiting_token_count > self.credit
@@ -80,12 +115,9 @@ class Flow:
         if not is_blocked:
             self._stop_timer()
         elif self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(self._stall_max_s, self.stalled)
-
-    def stalled(self) -> None:
-        """Report that the client does not keep up."""
-        if self._on_stall is not None:
-            self._on_stall()
+            loop = asyncio.get_running_loop()
+            self._counted_at = loop.time()
+            self._timer = loop.call_later(max(self._left_s, 0.0), self._look)
 
     def close(self) -> None:
         """Stop the timer permanently."""
@@ -93,8 +125,23 @@ class Flow:
         if self._timer is not None:
             self._stop_timer()
 
+    def _look(self) -> None:
+        """Report a stall if no time is left; otherwise look again when it may be used up."""
+        self._count()
+        if self._left_s > CLOCK_S:
+            self._timer = asyncio.get_running_loop().call_later(self._left_s, self._look)
+        elif self._on_stall is not None:
+            self._on_stall()
+
+    def _count(self) -> None:
+        if self._timer is not None:
+            now = asyncio.get_running_loop().time()
+            self._left_s -= now - self._counted_at
+            self._counted_at = now
+
     def _stop_timer(self) -> None:
         if self._timer is not None:
+            self._count()
             self._timer.cancel()
             self._timer = None
 
@@ -116,8 +163,9 @@ class UsageTelling:
 class Output(ABC):
     """Output buffer of one request, and its `Source` while it runs and after it has ended.
 
-    said_token_count: tokens delivered or waiting for the client. fence: returns whether tokens may
-    be delivered; otherwise it ends the request.
+    said_token_count: tokens journalled or waiting for the client. in_flight_token_count: tokens in
+    messages that are being written. fence: returns whether tokens may be delivered; otherwise it
+    ends the request.
     """
 
     is_kept = False
@@ -137,6 +185,7 @@ class Output(ABC):
         self.fence: Callable[[], bool] = may_always_send
         self.model = model
         self.said_token_count = 0
+        self.in_flight_token_count = 0
         self.usage_telling: UsageTelling | None = None
         self.flow = flow
         self.receiver: Receiver | None = receiver
@@ -149,6 +198,7 @@ class Output(ABC):
         self._unattended: asyncio.TimerHandle | None = None
         self.then: Callable[[], None] | None = None  # see `when_taken`
         self._stall: asyncio.TimerHandle | None = None
+        self._taken_by = 0.0  # latest time to take what waits at the end, on the loop's clock
         self.has_more = False  # more can be sent after `take`
         receiver.source = receiver.supply = self
 
@@ -165,7 +215,7 @@ class Output(ABC):
     ) -> None:
         """Add new output.
 
-        Raises: OSError if it must be journalled and the journal cannot be written.
+        Raises: JournalUnavailable if it must be journalled and the journal cannot be written.
         """
 
     def push(self, frame: pb.ServerFrame) -> None:
@@ -178,8 +228,8 @@ class Output(ABC):
 
     @property
     def unsent_token_count(self) -> int:
-        """Tokens that wait for the client, not delivered yet."""
-        return self.said_token_count - self.usage.delivered_token_count
+        """Tokens that wait for the client, not in a message yet."""
+        return self.said_token_count - self.usage.journalled_token_count
 
     @property
     def takes_whole(self) -> bool:
@@ -201,14 +251,18 @@ class Output(ABC):
             self.receiver.outbox.complete(self.receiver)
 
     def when_taken(self, then: Callable[[], None], stall_max_s: float | None) -> None:
-        """Call `then` in a later turn of the loop, once all waiting output is sent or discarded.
+        """Call `then` in a later turn of the loop, once all waiting output is sent or discarded,
+        and the transport has taken, or lost, the message that is being written.
 
         stall_max_s: how long the client may take nothing before the request is stopped and the rest
         discarded; None: unlimited. Progress is measured on the stream, which may send frames of
-        other requests first.
+        other requests first; in all the client has this time and that of the least rate.
         """
         self.then = then
         if stall_max_s is not None:
+            waiting_count = self.said_token_count - self.usage.journalled_token_count
+            waiting_s = waiting_count / self.flow.tokens_per_s_min
+            self._taken_by = asyncio.get_running_loop().time() + stall_max_s + waiting_s
             self._watch_reading(stall_max_s, self.progress, None)
         self.moved()
 
@@ -226,14 +280,32 @@ class Output(ABC):
     def _look_at_reading(
         self, stall_max_s: float, last: tuple[int, int, int], before: tuple[int, int, int] | None
     ) -> None:
-        if (now := self.progress) != last or last != before:
+        has_moved = (now := self.progress) != last or last != before
+        if has_moved and asyncio.get_running_loop().time() < self._taken_by:
             self._watch_reading(stall_max_s, now, last)
             return
         self._stall = None
         if self._life is not None:
-            self._life.stop(Outcome.SLOW_CONSUMER)
+            rate, time_s = self.flow.tokens_per_s_min, self.flow.stall_max_s
+            self._life.stop(Outcome.SLOW_CONSUMER, detail=read_too_slowly(rate, time_s))
         self.discard()
+        self._bill_stalled()
         self.moved()
+
+    def _bill_stalled(self) -> None:
+        """Count tokens as taken whose message waits in the transport for a client that does not
+        read: it cannot be recalled, and the client can still read it."""
+        if not self.is_kept:
+            self.usage.taken_token_count += self.in_flight_token_count
+            self.usage.delivered_token_count = self.usage.taken_token_count
+            self.in_flight_token_count = 0
+
+    def lose(self, error: JournalUnavailable) -> None:
+        """Fail the request: tokens were taken that cannot be journalled. The rest is discarded."""
+        if self._life is not None:
+            self._life.discards = True
+            self._life.stop(Outcome.FAILED, error)
+        self.discard()
 
     @abstractmethod
     def discard(self, *, kept_too: bool = False) -> None:
@@ -367,10 +439,10 @@ class Output(ABC):
         """Move at most `delta_max` deltas that may be sent into a message; sets `has_more`."""
 
     def entry(self, token_count: int) -> Delivered:
-        """Return the journal entry for the delivery of this many more tokens."""
+        """Return the journal entry for this many more tokens."""
         assert self.hold_id is not None, "tokens are delivered only under a hold"
         usage = self.usage
-        total = usage.delivered_token_count + token_count
+        total = usage.journalled_token_count + token_count
         generated = max(usage.generated_token_count, total)
         return Delivered(
             self.hold_id, usage.input_token_count, usage.cached_input_token_count, generated, total
@@ -382,10 +454,13 @@ class Output(ABC):
         if then is None:
             return
         # A replay buffer takes delivery at once.
-        if (
-            (receiver is None or self.is_kept or receiver.outbox.is_abandoned)
-            or (life is None or life.discards)
-            or not (self._waits() or receiver.frames or receiver.in_flight_count)
+        if self.is_kept or (
+            not self.in_flight_token_count
+            and (
+                (receiver is None or receiver.outbox.is_abandoned)
+                or (life is None or life.discards)
+                or not (self._waits() or receiver.frames or receiver.in_flight_count)
+            )
         ):
             asyncio.get_running_loop().call_soon(then)
             self.then = None
@@ -451,7 +526,7 @@ Step = tuple[int, str, Sequence[int], Sequence[pb.TokenLogprobs], Sequence[pb.To
 
 
 class LiveOutput(Output):
-    """Output that counts as delivered when it is handed to the transport."""
+    """Output that counts as delivered when the transport has taken it."""
 
     def __init__(
         self,
@@ -488,7 +563,7 @@ class LiveOutput(Output):
         """Implement `Output.discard`."""
         self._steps.clear()
         self._packed.clear()
-        self.said_token_count = self.usage.delivered_token_count
+        self.said_token_count = self.usage.journalled_token_count
         self._watch_credit()
         self.moved()
 
@@ -524,7 +599,8 @@ class LiveOutput(Output):
                     else receiver.delta(self._last_seq, 0, text.encode(), token_ids, b"")
                 )
                 into.token_room -= count
-                into.entries.append((self, count))
+                end = len(into.parts)
+                into.entries.append((self, count, end - 1, end))
                 if self._life is None:
                     self._say_end()
                 return
@@ -533,6 +609,7 @@ class LiveOutput(Output):
     def _take_packed(self, receiver: Receiver, into: Collected, delta_max: int) -> None:
         self._pack()
         flow, room, taken_count, delta_count = self.flow, into.token_room, 0, 0
+        first = len(into.parts)
         for choice_index, output in list(self._packed.items()):
             while not (output.empty or self.has_more):
                 if delta_count >= delta_max or taken_count >= room:
@@ -555,13 +632,13 @@ class LiveOutput(Output):
                 )
                 taken_count += len(token_ids)
                 if flow.credit is not None:
-                    flow.credit -= len(token_ids)
+                    flow.spend(len(token_ids))
                 self._tell_usage(into, receiver, len(token_ids))
             if output.empty:
                 del self._packed[choice_index]
         if taken_count:
             into.token_room -= taken_count
-            into.entries.append((self, taken_count))
+            into.entries.append((self, taken_count, first, len(into.parts)))
         if self._has_failed and flow.credit == 0 and self._packed:
             # Not through `discard`, since the output just taken is not delivered yet.
             self.said_token_count -= sum(map(len, self._packed.values()))
@@ -592,8 +669,9 @@ class LiveOutput(Output):
 class ReplayOutput(Output):
     """Output that is delivered into a replay buffer, for a client that may reconnect.
 
-    A kept token is delivered: it is in the usage journal before any client can read it. Reading it
-    again is not counted.
+    A kept token is delivered: it is in the usage journal before any client can read it, and any
+    client of the project can. Reading it again is not counted. If this process dies, the buffer is
+    lost, and only the tokens are billed that a transport had taken.
     """
 
     is_kept = True
@@ -627,8 +705,9 @@ class ReplayOutput(Output):
             return
         if token_ids:
             self.buffer.record(self.entry(len(token_ids)))
-            self.usage.delivered_token_count += len(token_ids)
-            self.said_token_count = self.usage.delivered_token_count
+            self.usage.journalled_token_count += len(token_ids)
+            self.said_token_count = self.usage.journalled_token_count
+            self.usage.delivered_token_count = self.said_token_count
         step = 1 if self.flow.credit is not None else TOKENS_PER_DELTA_MAX
         for first in range(0, max(len(token_ids), 1), step):
             part = token_ids[first : first + step]
@@ -641,7 +720,8 @@ class ReplayOutput(Output):
             )
             unread_seq = self._next_seq if self.receiver is not None else self._last_seq + 1
             if not self.buffer.put(delta, len(part), unread_seq):
-                self.flow.stalled()
+                if self._life is not None:
+                    self._life.stop(Outcome.SLOW_CONSUMER, detail=UNREAD_TOO_MUCH)
                 self._skip()  # the request is over; output outside the buffer cannot be sent
         self._note()
         self._watch_credit()
@@ -666,13 +746,18 @@ class ReplayOutput(Output):
             if flow.credit is not None:
                 if token_count > flow.credit:
                     break
-                flow.credit -= token_count
+                flow.spend(token_count)
             self._next_seq += 1
             self._unread -= token_count
             count += 1
             into.token_room -= token_count
             into.parts.append(delta_frame(receiver.head, delta))
             self._tell_usage(into, receiver, token_count)
+        usage = self.usage
+        sent_token_count = usage.journalled_token_count - self._unread
+        before = usage.taken_token_count + self.in_flight_token_count
+        if count and sent_token_count > before:
+            into.replayed.append((self, sent_token_count - before))
         if self._life is None and not self._waits():
             self._say_end()
 

@@ -44,7 +44,7 @@ class ReplayBuffer:
     def record(self, delivered: Delivered) -> None:
         """Journal tokens before they are put.
 
-        Raises: OSError if the journal cannot be written; then do not put.
+        Raises: JournalUnavailable; then do not put.
         """
         self._journal.record([delivered])
 

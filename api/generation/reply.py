@@ -117,7 +117,7 @@ class Reply:
         """Pass on an engine event in order: at once, or in a task if checks, client or lease make
         it wait.
 
-        Raises: the EngineError it is passed; OSError if the journal cannot be written.
+        Raises: the EngineError it is passed; JournalUnavailable.
         """
         if self._late is not None:
             self._late.append(event)
@@ -157,7 +157,7 @@ class Reply:
         return min(
             self._lease.free_token_count,
             self._limits.token_count_max - 1,
-            self.output.usage.delivered_token_count + unsent_max,
+            self.output.usage.journalled_token_count + unsent_max,
         )
 
     async def _hand_on_late(self, late: deque[EngineOutput]) -> None:
@@ -280,10 +280,14 @@ class Reply:
         if output.said_token_count >= self._limits.token_count_max:
             self.end_at_limit()
         if (
-            output.said_token_count - output.usage.delivered_token_count > unsent_max
+            output.said_token_count - output.usage.journalled_token_count > unsent_max
             and not output.takes_whole
         ):
-            self._life.stop(Outcome.SLOW_CONSUMER)
+            detail = (
+                f"more than {unsent_max} tokens waited for the client: read faster, or ask for"
+                " fewer; the server's limit is WEIR_OUTBOX_TOKENS_PER_REQUEST_MAX"
+            )
+            self._life.stop(Outcome.SLOW_CONSUMER, detail=detail)
 
     def _say_rest(self, choice_index: int, text: str) -> None:
         """Send the end of a choice: text without tokens, and text held back as a possible tool

@@ -7,6 +7,7 @@ connection, as over gRPC.
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -81,6 +82,11 @@ class AnswerReceiver(Receiver):
                 self.outbox.frame_count += 1
                 self.outbox.add(self)
 
+    def withdraw(self, part_count: int) -> None:
+        """Implement `Receiver.withdraw`."""
+        super().withdraw(part_count)
+        self._exchange.withdraw()
+
     def delta(
         self, seq: int, choice_index: int, text: bytes, token_ids: Sequence[int], rest: bytes
     ) -> bytes:
@@ -151,10 +157,14 @@ class Exchange:
 
         Raises: RequestInFlight, RequestUnderWay.
         """
+        left_as = Outcome.FAILED  # any other exception is a fault of the service
         try:
             self._begin(self._starts)
             await self._outbox.write_all(self._write)
             return await self._close()
+        except asyncio.CancelledError:
+            left_as = Outcome.CANCELLED
+            raise
         except TimeoutError:
             log.info("http_client_stalled", request_id=str(self._arrival.request_id))
             self._leave(Outcome.SLOW_CONSUMER)
@@ -162,10 +172,11 @@ class Exchange:
                 self._http.transport.abort()
             return self._response or web.Response(status=CLIENT_CLOSED)
         except ConnectionError:
+            left_as = Outcome.CANCELLED
             return self._response or web.Response(status=CLIENT_CLOSED)
         finally:
             if self._receivers:
-                self._leave(Outcome.CANCELLED)
+                self._leave(left_as)
             # Break the reference cycle through the outbox, which would keep body and prompts in
             # memory until a garbage collection.
             self._live.clear()
@@ -276,6 +287,11 @@ class Exchange:
             return b""
         return self._opening() + self._answer.delta(output, delta)
 
+    def withdraw(self) -> None:
+        """Handle that output was noted which is not sent: its request fails."""
+        self._has_output = False
+        self._is_open = self._is_open and self._response is not None
+
     def _opening(self) -> bytes:
         """Return the opening events if none were sent; comments may precede them."""
         if self._is_open:
@@ -306,7 +322,10 @@ class Exchange:
             return b""
         name = answers.REASON_NAMES[cut]
         refusal = Refusal(
-            CLIENT_CLOSED, f"the answer was cut off: {name}", "invalid_request_error", name.lower()
+            CLIENT_CLOSED,
+            f"the answer was cut off: {finished.detail or name}",
+            "invalid_request_error",
+            name.lower(),
         )
         return self._fail(receiver, refusal)
 

@@ -7,7 +7,11 @@ is configured as for gRPC.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
 import socket
+import sys
+import termios
 from collections.abc import Callable, Coroutine
 from typing import Any, cast
 
@@ -30,10 +34,10 @@ Handle = Callable[[web.BaseRequest], Coroutine[Any, Any, web.StreamResponse]]
 # Seconds. Enough for 4 MiB over a slow line, too short for a body sent byte by byte.
 BODY_WAIT_S = 30.0
 
-# Bytes of output that a stalled client may leave unread, some thousand tokens as events; the
+# Bytes of output that a stalled client may leave unread, some hundred tokens as events; the
 # kernel's buffer doubles the size that is set.
-WRITE_BUFFER_BYTES = 16_384
-SEND_BUFFER_BYTES = 65_536
+SEND_BUFFER_BYTES, TLS_BUFFER_BYTES = 65_536, 16_384
+EVENT_BYTES = 200  # of one token in a stream: turns the least rate into bytes
 HEADER_COUNT_MAX = 100
 BACKLOG = 1024  # connections not accepted yet: agents open them in bursts
 SHUTDOWN_S = 1.0  # grace period of connections that are writing a response
@@ -140,12 +144,22 @@ class Connection(RequestHandler):
     Clients that do not read their responses are disconnected, also without a valid key.
     """
 
-    __slots__ = ("_last_body", "_stall_max_s", "_stall_watch", "_writable", "peer")
+    __slots__ = ("_bytes_min", "_last_body", "_stall_max_s", "_stall_watch", "_writable", "peer")
 
-    def __init__(self, manager: web.Server, *, stall_max_s: float, **options: Any) -> None:
-        """stall_max_s: time in which a client must read `WRITE_BUFFER_BYTES` of its response."""
+    def __init__(
+        self,
+        manager: web.Server,
+        *,
+        stall_max_s: float,
+        tokens_per_s_min: float = 1.0,
+        **options: Any,
+    ) -> None:
+        """stall_max_s: time in which a client must read as much of its response, if the kernel
+        takes no more, as this rate demands.
+        """
         super().__init__(manager, **options)
         self._stall_max_s = stall_max_s
+        self._bytes_min = max(int(stall_max_s * tokens_per_s_min * EVENT_BYTES), 1)
         self._stall_watch: asyncio.TimerHandle | None = None
         # Body of the latest request; only this one may be incomplete.
         self._last_body: StreamReader | None = None
@@ -155,7 +169,11 @@ class Connection(RequestHandler):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         host, port, *_ = transport.get_extra_info("peername") or ("", 0)
         self.peer = f"ipv6:[{host}]:{port}" if ":" in host else f"ipv4:{host}:{port}"
-        cast(asyncio.WriteTransport, transport).set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
+        # A write that returns without a pause has reached the kernel: its tokens are delivered.
+        # TLS has buffers of its own, and would pause at a limit of 0 with nothing to send.
+        has_tls = transport.get_extra_info("sslcontext") is not None
+        high = TLS_BUFFER_BYTES if has_tls else 0
+        cast(asyncio.WriteTransport, transport).set_write_buffer_limits(high=high)
         super().connection_made(transport)
 
     def connection_lost(self, exc: BaseException | None) -> None:
@@ -193,11 +211,21 @@ class Connection(RequestHandler):
 
     @property
     def unsent_bytes(self) -> int:
-        """Bytes written that the kernel has not accepted yet."""
-        return 0 if self.transport is None else self.transport.get_write_buffer_size()
+        """Bytes written that the client's system has not acknowledged.
+
+        Those in the kernel count: it asks for more only when a third of its buffer is free, and so
+        much may take a slow reader minutes.
+        """
+        if self.transport is None:
+            return 0
+        count = bytearray(4)
+        if (connection := self.transport.get_extra_info("socket")) is not None:
+            with contextlib.suppress(OSError):
+                fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, count)
+        return self.transport.get_write_buffer_size() + int.from_bytes(count, sys.byteorder)
 
     async def drained(self) -> None:
-        """Wait until more may be written.
+        """Wait until the kernel has accepted all.
 
         Raises: ConnectionError, TimeoutError if the client stalls.
         """
@@ -207,7 +235,7 @@ class Connection(RequestHandler):
                 async with asyncio.timeout(self._stall_max_s):
                     await self._writable.wait()
             except TimeoutError:
-                if before - self.unsent_bytes < WRITE_BUFFER_BYTES:
+                if before - self.unsent_bytes < self._bytes_min:
                     raise
         if self.transport is None:
             raise ConnectionResetError("the client disconnected")
@@ -225,7 +253,7 @@ class Connection(RequestHandler):
 
     def _check_stall(self, before: int) -> None:
         now = self.unsent_bytes
-        if before - now >= WRITE_BUFFER_BYTES:
+        if before - now >= self._bytes_min:
             self._schedule_stall_check(now)
         elif self.transport is not None:
             log.info("http_client_stalled", unsent_bytes=now)
@@ -279,6 +307,7 @@ class HttpServer(web.Server):
         return Connection(
             self,
             stall_max_s=self._settings.client_stall_max_s,
+            tokens_per_s_min=self._settings.client_tokens_per_s_min,
             loop=asyncio.get_running_loop(),
             **self._options,
         )

@@ -58,6 +58,19 @@ class WriteConflict(DatabaseUnavailable):
         )
 
 
+class JournalUnavailable(MeteringError):
+    """The server cannot write its usage journal. Send the same request again."""
+
+    reason = "JOURNAL_UNAVAILABLE"
+    retry_after_s = 1.0
+
+    def __init__(self) -> None:
+        super().__init__(
+            "this server cannot write its usage journal, so it serves no output: retry, with"
+            " another server if there is one"
+        )
+
+
 class NotFound(MeteringError):
     """`kind` `ref` does not exist, or not for this caller."""
 

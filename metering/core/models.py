@@ -365,6 +365,8 @@ class UsageEvent(Base):
     that of the event's receipt, whose other fields are the other columns; events older than
     receipts have none. `migration_count`: how often the request moved to another engine after its
     first token; it is not billed, and unknown for requests recovered from a dead process.
+    `journalled_token_count`: output tokens that were written to the journal to be sent; those
+    beyond the delivered ones are credited. 0 in events of earlier versions.
 
     One partition per month of `settled_at` (UTC), which PostgreSQL therefore requires in the
     primary key; `id` has no index and gives the order of writing. Pages are half free for the
@@ -388,6 +390,7 @@ class UsageEvent(Base):
     delivered_token_count: Mapped[int]
     billed_token_count: Mapped[int]
     embedding_token_count: Mapped[int] = mapped_column(server_default="0")
+    journalled_token_count: Mapped[int] = mapped_column(server_default="0")
     migration_count: Mapped[int] = mapped_column(Integer(), server_default="0")
     price_version_id: Mapped[int]
     cost_picos: Mapped[int]

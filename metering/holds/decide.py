@@ -383,6 +383,7 @@ class Decisions:
             ),
             generated_token_count=max(op.generated_token_count - known.generated_token_count, 0),
             delivered_token_count=max(op.delivered_token_count - known.delivered_token_count, 0),
+            journalled_token_count=max(op.journalled_token_count - known.delivered_token_count, 0),
         )
         part = self.record(hold, rest, recovered=True)
         charged = hold.input_token_count, hold.leased_token_count

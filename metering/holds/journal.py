@@ -1,10 +1,13 @@
-"""Usage journal: delivered token totals, on local disk before the tokens are sent.
+"""Usage journal: token totals, on local disk before the tokens are sent.
 
 One append-only file per process and one write per step for all requests of the step. The write
 reaches the kernel before the tokens reach the transport. It is not synced: it guards against the
 death of the process, not of the machine (for that, holds carry the delivered count of their last
 extension). The file is locked while its process lives: a process that obtains the lock may settle
-for the dead owner (`recovery.py`). During an outage of the database, a second file records which
+for the dead owner (`recovery.py`).
+
+The journal is the upper bound of the bill; a second file, mapped into memory, has the total of each
+hold that the transport has taken. During an outage of the database, a third file records which
 request was admitted under which hold.
 """
 
@@ -13,13 +16,14 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import mmap
 import os
 import re
 import struct
 import time
 import uuid
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -27,6 +31,7 @@ from typing import NamedTuple
 import msgspec
 import structlog
 
+from metering.core.errors import JournalUnavailable
 from metering.quotas.quota_rules import Payer
 
 BINDINGS_SUFFIX = ".bindings"
@@ -48,8 +53,15 @@ class Bind:
 class BindingLog:
     """Bindings file of this process. Not thread-safe: one event loop writes."""
 
-    def __init__(self, directory: Path, process_id: uuid.UUID) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        process_id: uuid.UUID,
+        failed: Callable[[OSError], JournalUnavailable] = lambda _: JournalUnavailable(),
+    ) -> None:
+        """failed: notes that the disk refuses, and returns the error for it."""
         self._path = directory / f"{process_id}{BINDINGS_SUFFIX}"
+        self._failed = failed
         self._fd = -1
         self._size_bytes = 0
         self._torn = False
@@ -58,26 +70,28 @@ class BindingLog:
     def record(self, bind: Bind) -> None:
         """Append a binding; tokens may then be sent under it.
 
-        Raises: OSError if the disk refuses; the file is then unchanged.
+        Raises: JournalUnavailable if the disk refuses; the file is then unchanged.
         """
-        if self._fd < 0:
-            self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-            self._size_bytes = os.fstat(self._fd).st_size
-        if self._torn:  # the truncation failed
-            self._cut()
         line = encode_binding(bind)
         try:
-            if os.write(self._fd, line) != len(line):
-                raise OSError(f"a record was written to {self._path} in part only")
-        except OSError:
-            self._cut()
-            raise
+            if self._fd < 0:
+                self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+                self._size_bytes = os.fstat(self._fd).st_size
+            if self._torn:  # the truncation failed
+                self._cut()
+            self._torn = True
+            write_all(self._fd, line)
+            self._torn = False
+        except OSError as error:
+            if self._torn:
+                with contextlib.suppress(OSError):
+                    self._cut()
+            raise self._failed(error) from error
         self._size_bytes += len(line)
         self._open.add(bind.hold_id)
 
     def _cut(self) -> None:
         """Remove a torn record, which would hide all later ones. Truncation needs no disk space."""
-        self._torn = True
         os.ftruncate(self._fd, self._size_bytes)
         self._torn = False
 
@@ -155,6 +169,15 @@ NAME_FORM = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}\.[0-9]+\.jour
 
 UNFINISHED_SUFFIX = ".new"
 
+MARKS_SUFFIX = ".taken"
+MARK = struct.Struct("<16sI")  # hold id; output tokens that the transport has taken
+MARK_WORDS = MARK.size // 4
+MARKS_AT_FIRST = 2048  # requests with output at once; more make the file grow
+
+# Written and removed to find out whether the disk takes data again: more than a block, since the
+# rest of the last block of a file is free even on a full disk.
+PROBE_BYTES = 64 * 2**10
+
 COUNTS = struct.Struct("<16sIIII")  # hold id; input, cached, generated, delivered token counts
 RECORD = struct.Struct(f"{COUNTS.format}I")  # COUNTS and their crc32
 
@@ -167,7 +190,7 @@ log = structlog.get_logger(__name__)
 
 
 class Delivered(msgspec.Struct, frozen=True, gc=False):
-    """Token totals of one hold so far."""
+    """Token totals of one hold so far, including those of the message to be sent."""
 
     hold_id: uuid.UUID
     input_token_count: int
@@ -177,18 +200,27 @@ class Delivered(msgspec.Struct, frozen=True, gc=False):
 
 
 class UsageJournal:
-    """Journal of this process. Not thread-safe: one event loop writes."""
+    """Journal of this process. Not thread-safe: one event loop writes.
+
+    fault: why the disk refuses, for the log; empty while it can be written.
+    """
 
     def __init__(
         self, directory: Path, process_id: uuid.UUID, *, rotate_bytes: int = ROTATE_BYTES
     ) -> None:
         self.directory = directory
         self.process_id = process_id
+        self.fault = ""
         self._rotate_bytes = self._rotate_at_bytes = rotate_bytes
         self._live: dict[int, Delivered] = {}  # by integer hold id: UUIDs hash in Python
         self._segment = 0
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self.bindings = BindingLog(directory, process_id)
+        self.bindings = BindingLog(directory, process_id, self.failed)
+        self._marks_path = directory / f"{process_id}{MARKS_SUFFIX}"
+        self._marks = memoryview(b"").cast("I")
+        self._places: dict[int, int] = {}  # of marks, in words, by integer hold id
+        self._free_places: list[int] = []
+        self._add_places(MARKS_AT_FIRST)
         self._fd, self._path = self._create_segment(())
         self._size_bytes = 0
         self._torn = False
@@ -207,30 +239,81 @@ class UsageJournal:
     def record(self, entries: Sequence[Delivered]) -> None:
         """Append new totals of holds; the tokens they count may then be sent.
 
-        Raises: OSError if the disk refuses; the file is then unchanged, and nothing may be sent.
+        Raises: JournalUnavailable if the disk refuses; the file is then unchanged, and nothing may
+        be sent.
         """
-        if self._torn:  # the truncation failed
-            self._cut()
+        places = self._places
         try:
+            if self._torn:  # the truncation failed
+                self._cut()
+            for entry in entries:
+                if (number := entry.hold_id.int) not in places:
+                    if not self._free_places:
+                        self._add_places(len(places))
+                    place = self._free_places.pop()
+                    MARK.pack_into(self._marks, 4 * place, entry.hold_id.bytes, 0)
+                    places[number] = place + MARK_WORDS - 1
+            self._torn = True
             write_all(self._fd, b"".join(map(encode, entries)))
-        except OSError:
-            self._cut()
-            raise
+            self._torn = False
+        except OSError as error:
+            if self._torn:
+                with contextlib.suppress(OSError):
+                    self._cut()
+            raise self.failed(error) from error
         self._size_bytes += RECORD.size * len(entries)
         for entry in entries:
             self._live[entry.hold_id.int] = entry
         if self._size_bytes >= self._rotate_at_bytes:
-            self._rotate()
+            try:
+                self._rotate()
+            except OSError as error:  # the old segment, which has the new record, stays in use
+                log.warning(
+                    "journal_rotation_delayed", cause=str(error), size_bytes=self._size_bytes
+                )
+                self._rotate_at_bytes = self._size_bytes + self._rotate_bytes
+
+    def took(self, hold_id: uuid.UUID, token_count: int) -> None:
+        """Mark the total of tokens that the transport has taken. One store into the page cache."""
+        if (place := self._places.get(hold_id.int)) is not None:
+            self._marks[place] = token_count
+
+    def failed(self, error: OSError) -> JournalUnavailable:
+        """Note that the disk refuses; logs the first refusal. Return the error for the caller."""
+        if not self.fault:
+            log.error("journal_failed", cause=str(error))
+        self.fault = str(error) or type(error).__name__
+        return JournalUnavailable()
+
+    def check(self) -> None:
+        """Raise JournalUnavailable while the disk refuses: no request may start."""
+        if self.fault:
+            raise JournalUnavailable()
+
+    def can_write(self) -> bool:
+        """Return whether the journal can be written. After a failure, try a new segment."""
+        if self.fault:
+            try:
+                self._rotate()
+                self._torn = True
+                write_all(self._fd, bytes(PROBE_BYTES))
+                self._cut()
+            except OSError:
+                return False
+            log.warning("journal_works_again")
+            self.fault = ""
+        return True
 
     def _cut(self) -> None:
         """Remove a torn record, which would hide all later ones. Truncation needs no disk space."""
-        self._torn = True
         os.ftruncate(self._fd, self._size_bytes)
         self._torn = False
 
     def forget(self, hold_id: uuid.UUID) -> None:
         """Drop the totals of a settled hold."""
         self._live.pop(hold_id.int, None)
+        if (place := self._places.pop(hold_id.int, None)) is not None:
+            self._free_places.append(place - MARK_WORDS + 1)
 
     def close(self) -> None:
         """Close the file; keep it for recovery if it has unsettled totals. Idempotent."""
@@ -239,26 +322,39 @@ class UsageJournal:
             self._remove_outlived()
             if not self._live:
                 self._path.unlink(missing_ok=True)
+                self._marks_path.unlink(missing_ok=True)
             os.close(self._fd)
             self._fd = -1
             for fd, _ in self._outlived:
                 os.close(fd)
 
-    def _rotate(self) -> None:
-        """Begin a new segment with all unsettled totals, then remove the old one.
+    def _add_places(self, count: int) -> None:
+        """Let the file of marks grow. Raises: OSError.
 
-        If that fails, the old segment, which has the new record, stays in use.
+        Allocates it, since a store to a page without space on the disk would end the process.
         """
-        old_fd, old_path = self._fd, self._path
+        before = len(self._marks) // MARK_WORDS
+        fd = os.open(self._marks_path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            self._fd, self._path = self._create_segment(self._live.values())
-        except OSError as error:
-            log.warning("journal_rotation_delayed", cause=str(error), size_bytes=self._size_bytes)
-            self._rotate_at_bytes = self._size_bytes + self._rotate_bytes
-            return
+            size_bytes = (before + count) * MARK.size
+            os.posix_fallocate(fd, 0, size_bytes)
+            self._marks = memoryview(mmap.mmap(fd, size_bytes)).cast("I")
+        finally:
+            os.close(fd)
+        words = range(before * MARK_WORDS, (before + count) * MARK_WORDS, MARK_WORDS)
+        self._free_places += reversed(words)
+
+    def _rotate(self) -> None:
+        """Begin a new segment with all unsettled totals, then remove the old one. Raises: OSError.
+
+        Nothing has changed then.
+        """
+        old = self._fd, self._path
+        self._fd, self._path = self._create_segment(self._live.values())
+        self._torn = False
         self._size_bytes = RECORD.size * len(self._live)
         self._rotate_at_bytes = self._size_bytes + self._rotate_bytes
-        self._outlived.append((old_fd, old_path))
+        self._outlived.append(old)
         self._remove_outlived()
 
     def _remove_outlived(self) -> None:
@@ -279,8 +375,8 @@ class UsageJournal:
             write_all(fd, b"".join(map(encode, entries)))
             unfinished.rename(path)
         except BaseException:
-            unfinished.unlink(missing_ok=True)
             os.close(fd)
+            unfinished.unlink(missing_ok=True)
             raise
         return fd, path
 
@@ -368,6 +464,15 @@ class AbandonedJournal:
                 last |= {entry.hold_id: entry for entry in decode(path.read_bytes())}
         return list(last.values())
 
+    def taken(self) -> Mapping[uuid.UUID, int]:
+        """Return the tokens of each hold that the transport had taken."""
+        try:
+            data = self.path.with_name(f"{self.process_id}{MARKS_SUFFIX}").read_bytes()
+        except FileNotFoundError:
+            return {}
+        whole = data[: len(data) // MARK.size * MARK.size]
+        return {uuid.UUID(bytes=hold_id): count for hold_id, count in MARK.iter_unpack(whole)}
+
     def bindings(self) -> list[Bind]:
         """Return the requests that the owner admitted during an outage, in order."""
         return read_bindings(self.path.parent, self.process_id)
@@ -378,6 +483,8 @@ class AbandonedJournal:
         for unfinished in self.path.parent.glob(f"{self.process_id}.*{UNFINISHED_SUFFIX}"):
             unfinished.unlink(missing_ok=True)
         self.path.unlink(missing_ok=True)
+        if not any(self.path.parent.glob(f"{self.process_id}.*{SUFFIX}")):
+            self.path.with_name(f"{self.process_id}{MARKS_SUFFIX}").unlink(missing_ok=True)
 
     def set_aside(self) -> None:
         """Rename a journal with refused entries, for manual inspection; recovery skips it then."""

@@ -73,8 +73,9 @@ class Settle(msgspec.Struct, frozen=True):
     """End a hold with its delivered tokens; write the usage event. Answers `Settled`; idempotent.
 
     input_token_count: prompt tokens to bill, 0 if the engine never began; of an embedding the
-    embedded tokens, which the usage event keeps apart from input. migration_count: moves to
-    another engine after the first token.
+    embedded tokens, which the usage event keeps apart from input. journalled_token_count: output
+    tokens written to be sent, at least the delivered ones. migration_count: moves to another engine
+    after the first token.
     """
 
     hold_id: uuid.UUID
@@ -86,6 +87,7 @@ class Settle(msgspec.Struct, frozen=True):
     timings: dict[str, float] | None = None
     recovered: bool = False
     migration_count: int = 0
+    journalled_token_count: int = 0
 
 
 class Void(msgspec.Struct, frozen=True):

@@ -27,7 +27,7 @@ from metering.holds.operations import Admit, Admitted, Ended, HoldAnswer, new_ho
 from metering.holds.read import lock_counters, read_and_lock
 from metering.holds.write import counter_writes
 from metering.quotas import quotas
-from metering.quotas.quota_rules import CounterKey, Payer
+from metering.quotas.quota_rules import CounterKey, Kind, Payer
 from metering.quotas.quotas import Counters
 from metering.store.exchange import (
     Connection,
@@ -54,7 +54,7 @@ class Bindings(Protocol):
     """Durable log of bindings (`BindingLog`)."""
 
     def record(self, bind: Bind) -> None:
-        """Write a binding before it takes effect. Raises: OSError."""
+        """Write a binding before it takes effect. Raises: JournalUnavailable."""
 
     def forget(self, hold_id: uuid.UUID) -> None:
         """Drop a binding that the database has stored."""
@@ -152,8 +152,8 @@ class PreauthorizedHolds:
     def give(self, op: Admit) -> Admitted:
         """Admit a request without the database; its binding is on disk when this returns.
 
-        Raises: DatabaseUnavailable if no hold is suitable; RequestInFlight or RequestIdReused if
-        the request id is running in this process.
+        Raises: DatabaseUnavailable if no hold is suitable; JournalUnavailable; RequestInFlight or
+        RequestIdReused if the request id is running in this process.
         """
         if (running := self._running.get((op.payer.project_id, op.request_id))) is not None:
             if running[1] != op.payload_hash:
@@ -181,12 +181,7 @@ class PreauthorizedHolds:
             op.input_token_count,
             leased,
         )
-        try:
-            self._bindings.record(bind)
-        except OSError as error:
-            raise DatabaseUnavailable(
-                "the database is unavailable, and writing to this machine's disk failed"
-            ) from error
+        self._bindings.record(bind)
         user.unbound.remove(chosen)
         self._given[hold_id] = bind
         self._running[op.payer.project_id, op.request_id] = hold_id, op.payload_hash
@@ -275,9 +270,13 @@ def user_key(op: Admit) -> UserKey:
 
 
 def has_room(admitted: Admitted) -> bool:
-    """Return whether no enforced limit is half used."""
+    """Return whether no enforced limit that counts the request is half used."""
+    prices = admitted.prices
     return all(
-        state.remaining * 2 >= state.limit_value for state in admitted.quotas if state.rule.enforced
+        state.remaining * 2 >= state.limit_value
+        for state in admitted.quotas
+        if state.rule.enforced
+        and (state.rule.kind is not Kind.MONEY or prices.cost_picos(1, 0, 1, 1))
     )
 
 

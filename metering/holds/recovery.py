@@ -15,7 +15,7 @@ import psycopg
 import structlog
 
 from common.incidents import Retries
-from metering.core.errors import DatabaseUnavailable
+from metering.core.errors import DatabaseUnavailable, HoldEnded
 from metering.core.models import Outcome
 from metering.holds.batch import BATCH_SIZE_MAX, HoldConnection
 from metering.holds.journal import AbandonedJournal, Bind, Delivered, abandoned_journals
@@ -23,7 +23,6 @@ from metering.holds.operations import (
     Ended,
     Expire,
     HoldAnswer,
-    HoldOperation,
     Renew,
     Settle,
     Settled,
@@ -54,6 +53,8 @@ async def recover_journals(
 ) -> Recovered:
     """Settle the holds of all dead processes of this machine; void those without delivered tokens.
 
+    Delivered are the journalled tokens that the transport had taken.
+
     gate: shared by all connections of this process to the same database. signer: of receipts; None:
     unsigned. Raises: DatabaseUnavailable if the database is unavailable; the journals are kept
     then.
@@ -83,9 +84,9 @@ async def recover_journals(
 async def recover(holds: HoldConnection, journal: AbandonedJournal) -> Recovered:
     """Settle the holds of one journal, void its owner's other holds, and remove the journal."""
     await holds.end_other_connections()
-    entries = journal.delivered()
-    settlements = [settlement(entry) for entry in entries]
-    delivered_ids = frozenset(entry.hold_id for entry in entries)
+    taken = journal.taken()
+    settlements = [settlement(entry, taken.get(entry.hold_id, 0)) for entry in journal.delivered()]
+    delivered_ids = frozenset(op.hold_id for op in settlements if op.delivered_token_count)
     # A renewal without holds voids all others of the owner: those without delivered tokens. It runs
     # first, because a voided hold may have the request id of a request admitted during the outage.
     renewal = Renew(journal.process_id, frozenset(), spared_ids=delivered_ids)
@@ -95,21 +96,23 @@ async def recover(holds: HoldConnection, journal: AbandonedJournal) -> Recovered
     await bind(
         holds, [bind for bind in journal.bindings() if bind.hold_id in delivered_ids], renewal
     )
-    settled_count = 0
+    settled_count = voided_count = 0
     for start in range(0, len(settlements), BATCH_SIZE_MAX):
-        batch: list[HoldOperation] = list(settlements[start : start + BATCH_SIZE_MAX])
+        batch = settlements[start : start + BATCH_SIZE_MAX]
         for operation, answer in zip(batch, await holds.execute(batch), strict=True):
             if isinstance(answer, Settled):
                 settled_count += 1
+            elif isinstance(answer, HoldEnded) and operation.hold_id not in delivered_ids:
+                voided_count += 1  # by the renewal; an expired hold was settled without tokens
             elif isinstance(answer, DatabaseUnavailable):
                 raise answer
             else:
                 log.error("journal_entry_refused", operation=repr(operation), cause=str(answer))
-    if settled_count == len(settlements):
+    if settled_count + voided_count == len(settlements):
         journal.remove()
     else:
         journal.set_aside()
-    return Recovered(1, settled_count, sum(entry.delivered_token_count for entry in entries))
+    return Recovered(1, settled_count, sum(each.delivered_token_count for each in settlements))
 
 
 async def bind(holds: HoldConnection, binds: Sequence[Bind], renewal: Renew) -> None:
@@ -128,16 +131,22 @@ async def bind(holds: HoldConnection, binds: Sequence[Bind], renewal: Renew) -> 
                 )
 
 
-def settlement(entry: Delivered) -> Settle:
-    """Return the settlement of a request whose server died: failed, billed as delivered."""
+def settlement(entry: Delivered, taken_token_count: int) -> Settle:
+    """Return the settlement of a request whose server died: failed, billed as delivered.
+
+    Without delivered tokens nothing is billed, the input neither. A mark is above the journal only
+    after a crash of the machine that lost its end.
+    """
+    delivered_token_count = min(taken_token_count, entry.delivered_token_count)
     return Settle(
         hold_id=entry.hold_id,
-        input_token_count=entry.input_token_count,
-        cached_input_token_count=entry.cached_input_token_count,
+        input_token_count=entry.input_token_count if delivered_token_count else 0,
+        cached_input_token_count=entry.cached_input_token_count if delivered_token_count else 0,
         generated_token_count=entry.generated_token_count,
-        delivered_token_count=entry.delivered_token_count,
+        delivered_token_count=delivered_token_count,
         outcome=Outcome.FAILED,
         recovered=True,
+        journalled_token_count=entry.delivered_token_count,
     )
 
 

@@ -154,12 +154,12 @@ class Call:
             yield message
 
     async def write(self, data: bytes) -> None:
-        """Write as the server. A message counts as delivered from here on."""
+        """Write as the server. A message counts as delivered once this returns."""
+        await soon()
         message = pb.GenerateResponse.FromString(data)
         self.messages.append(message)
         for frame in message.frames:
             self.on_frame(frame)
-        await soon()
 
     def time_remaining(self) -> float | None:
         """Implement `grpc.aio.ServicerContext.time_remaining`."""

@@ -65,6 +65,8 @@ class Rig:
             self.journal.record(
                 [Delivered(lease.admitted.hold_id, 10, 4, usage.generated_token_count, delivered)]
             )
+            self.journal.took(lease.admitted.hold_id, delivered)
+            usage.journalled_token_count = usage.taken_token_count = delivered
             usage.delivered_token_count = delivered
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,10 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from weir.v1 import inference_service_pb2 as pb
 
-from api.generation.life import Life
+from api.generation.life import End, Life
 from api.generation.outbox import Outbox, Receiver
 from api.generation.output import Flow, LiveOutput
-from metering.holds.journal import Delivered, UsageJournal, decode
+from metering.core.errors import JournalUnavailable
+from metering.core.models import Outcome
+from metering.holds.journal import MARK, Delivered, UsageJournal, decode
 from tests.service import all_taken
 
 
@@ -51,6 +54,13 @@ def recorded(journal: UsageJournal) -> dict[uuid.UUID | None, int]:
     """Return the last delivered total of each hold in the journal's file."""
     data = next(journal.directory.glob("*.journal")).read_bytes()
     return {entry.hold_id: entry.delivered_token_count for entry in decode(data)}
+
+
+def marked(journal: UsageJournal) -> dict[uuid.UUID | None, int]:
+    """Return the tokens of each hold that the file of marks counts as taken."""
+    data = next(journal.directory.glob("*.taken")).read_bytes()
+    marks = {uuid.UUID(bytes=number): count for number, count in MARK.iter_unpack(data)}
+    return {hold_id: count for hold_id, count in marks.items() if hold_id.int}
 
 
 def output_on(outbox: Outbox) -> LiveOutput:
@@ -142,23 +152,35 @@ async def test_the_journal_has_a_token_before_the_transport_gets_it(journal: Usa
     assert seen == [3]
 
 
-async def test_an_unwritable_journal_stops_delivery_and_releases_waiting_callers(
+async def test_an_unwritable_journal_fails_the_requests_with_tokens_and_sends_the_rest(
     journal: UsageJournal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    outbox, transport = Outbox(journal), Transport()
-    one = output_on(outbox)
+    outbox, sent = Outbox(journal), list[pb.ServerFrame]()
+    one, other = output_on(outbox), output_on(outbox)
+    ends: list[End] = []
+    one._life = Life(ends.append)
 
-    def full(entries: object) -> None:
+    async def write(data: bytes) -> None:
+        sent.extend(pb.GenerateResponse.FromString(data).frames)
+
+    def refusing(fd: int, data: object) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(journal, "record", full)
+    one.push(pb.ServerFrame(admitted=pb.AdmittedFrame()))
     say(one, 1, 2, 3)
-    with pytest.raises(OSError, match="No space"):
-        await outbox.write_all(transport.write)
-    outbox.abandon()
+    other.push(pb.ServerFrame(progress=pb.ProgressFrame()))
+    outbox.close()
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "write", refusing)
+        await outbox.write_all(write)
 
-    assert transport.messages == []
-    assert one.usage.delivered_token_count == 0
+    assert [frame.WhichOneof("kind") for frame in sent] == ["admitted", "progress"]
+    assert [(end.outcome, type(end.error)) for end in ends] == [
+        (Outcome.FAILED, JournalUnavailable)
+    ]
+    usage = one.usage
+    assert usage.journalled_token_count == usage.delivered_token_count == 0
+    assert one.unsent_token_count == 0, "no gap in the output is ever sent"
     async with asyncio.timeout(1):
         await all_taken(one)
 
@@ -214,7 +236,8 @@ async def test_discarded_output_is_not_delivered_and_written_output_is(
         one.discard()
         taken = tasks.create_task(all_taken(one))
         await turns()
-        assert one.usage.delivered_token_count == 2
+        assert one.usage.journalled_token_count == 2
+        assert one.usage.delivered_token_count == 0
         assert not taken.done(), "the message under way is still to be taken"
         one.push(pb.ServerFrame(progress=pb.ProgressFrame()))
         outbox.close()
@@ -222,7 +245,8 @@ async def test_discarded_output_is_not_delivered_and_written_output_is(
             transport.may_write.release()
 
     assert transport.messages == [[1, 1], [3, 3, 3, 3]]
-    assert recorded(journal) == {one.hold_id: 2, other.hold_id: 4}
+    assert recorded(journal) == marked(journal) == {one.hold_id: 2, other.hold_id: 4}
+    assert one.usage.delivered_token_count == 2
 
 
 async def test_abandoning_releases_every_waiter_and_drops_later_frames(
@@ -242,7 +266,8 @@ async def test_abandoning_releases_every_waiter_and_drops_later_frames(
         await all_taken(sending)
         await all_taken(waiting)
 
-    assert (sending.usage.delivered_token_count, waiting.usage.delivered_token_count) == (2, 0)
+    assert (sending.usage.journalled_token_count, waiting.usage.journalled_token_count) == (2, 0)
+    assert (sending.usage.delivered_token_count, waiting.usage.delivered_token_count) == (0, 0)
     assert transport.messages == []
 
 
@@ -263,8 +288,13 @@ def test_any_order_of_acts_delivers_no_more_than_was_said_and_frees_every_waiter
 ) -> None:
     async def scenario() -> None:
         records: dict[uuid.UUID, int] = {}
+        taken: dict[uuid.UUID, int] = {}
 
         class Journal:
+            def took(self, hold_id: uuid.UUID, token_count: int) -> None:
+                assert taken.get(hold_id, 0) <= token_count <= records[hold_id]
+                taken[hold_id] = token_count
+
             def record(self, entries: Sequence[Delivered]) -> None:
                 for entry in entries:
                     assert entry.delivered_token_count > records.get(entry.hold_id, 0), (
@@ -297,7 +327,8 @@ def test_any_order_of_acts_delivers_no_more_than_was_said_and_frees_every_waiter
                         await turns(2)
                 for one, most in zip(outputs, said, strict=True):
                     assert one.hold_id is not None
-                    assert records.get(one.hold_id, 0) == one.usage.delivered_token_count <= most
+                    assert records.get(one.hold_id, 0) == one.usage.journalled_token_count <= most
+                    assert taken.get(one.hold_id, 0) == one.usage.delivered_token_count
                     assert 0 <= one.unsent_token_count <= most
                     assert one.receiver is not None
                     assert one.receiver.unsent_frame_count >= 0

@@ -45,13 +45,18 @@ class Journal:
     """Journal that keeps the last total of the only request."""
 
     def __init__(self) -> None:
-        self.total = 0
+        self.total = self.taken = 0
 
     def record(self, entries: Sequence[Delivered]) -> None:
         """Implement `UsageJournal.record`."""
         [entry] = entries
         assert entry.delivered_token_count > self.total, "totals only grow"
         self.total = entry.delivered_token_count
+
+    def took(self, hold_id: uuid.UUID, token_count: int) -> None:
+        """Implement `UsageJournal.took`."""
+        assert self.taken < token_count <= self.total, "marks only grow, up to the journal"
+        self.taken = token_count
 
 
 def output_of(receiver: Receiver, journal: Journal, *, kept: bool, flow: Flow) -> Output:
@@ -203,15 +208,19 @@ class World:
                     "".join(call.arguments_json for delta in told for call in delta.tool_calls)
                     == text
                 ), "nor do calls"
-        delivered = self.output.usage.delivered_token_count
-        assert delivered == self.journal.total
+        usage, in_flight = self.output.usage, self.output.in_flight_token_count
+        journalled, delivered = usage.journalled_token_count, usage.delivered_token_count
+        assert journalled == self.journal.total
+        assert usage.taken_token_count == self.journal.taken
+        assert usage.taken_token_count + in_flight <= journalled
         if self.kept:
             assert delivered == self.said_count, "what is kept is delivered"
         else:
-            assert delivered == sum(end.token_count for end in self.ends), (
-                "delivered is what was handed over, once"
+            assert journalled == sum(end.token_count for end in self.ends), (
+                "journalled is what was handed over, once"
             )
-            assert delivered + self.output.unsent_token_count == self.said_count
+            assert delivered == usage.taken_token_count == journalled - in_flight
+            assert journalled + self.output.unsent_token_count == self.said_count
 
     def check_settled(self) -> None:
         """Check, once all writers are idle, that exactly the permitted tokens were sent."""

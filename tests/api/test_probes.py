@@ -19,7 +19,7 @@ from tests.probing import parts_of, probe
 from tests.service import until
 
 READY, LIVE = (200, {"status": "ready"}), (200, {"status": "live"})
-ENGINES_WELL = {STORE: True, "engine/a": True, "engine/b": False}
+ENGINES_WELL = {STORE: True, JOURNAL: True, "engine/a": True, "engine/b": False}
 
 
 async def nothing_here(request: web.BaseRequest) -> web.Response:
@@ -148,7 +148,7 @@ async def test_each_part_has_a_state_since_a_time_and_a_reason() -> None:
         (ENGINES_WELL | {JOURNAL: False}, False, ("the usage journal cannot be written",)),
         (ENGINES_WELL | {BILLING_WORKER: False}, False, ()),
         (
-            {STORE: False, "engine/a": False},
+            {STORE: False, JOURNAL: True, "engine/a": False},
             True,
             ("no model is ready", "the database does not answer"),
         ),

@@ -218,6 +218,8 @@ async def test_recovery_continues_the_chain(world: HoldWorld, tmp_path: Path) ->
     await settled(world, settle(requests[0].hold_id, 1))
     journal = UsageJournal(tmp_path, process_id)
     journal.record([Delivered(op.hold_id, 10, 0, 4, 4) for op in requests[1:]])
+    for op in requests[1:]:
+        journal.took(op.hold_id, 4)
     journal.close()
 
     await recover_journals(tmp_path, world.url, signer=signer)

@@ -40,9 +40,12 @@ def files(directory: Path) -> list[Path]:
 
 
 async def dead_process(
-    world: HoldWorld, directory: Path, *, delivered: tuple[int, ...]
+    world: HoldWorld, directory: Path, *, delivered: tuple[int, ...], in_flight: int = 0
 ) -> list[Admit]:
-    """Create holds and journal of a dead process with these delivered tokens per request."""
+    """Create holds and journal of a dead process with these delivered tokens per request.
+
+    in_flight: journalled tokens per request beyond those, whose message no transport has taken.
+    """
     journal = UsageJournal(directory, uuid.uuid4())
     payer = world.tenant(f"t{uuid.uuid4().hex[:8]}")
     for dimension in QuotaDimension:
@@ -50,10 +53,13 @@ async def dead_process(
     requests = [admit(payer) for _ in delivered]
     await world.run(*requests, process_id=journal.process_id)
     for op, tokens in zip(requests, delivered, strict=True):
-        for total in range(1, tokens + 1):
+        for total in range(1, tokens + in_flight + 1):
             journal.record([Delivered(op.hold_id, 10, 4, total, total)])
+            if total <= tokens:
+                journal.took(op.hold_id, total)
     journal.close()
-    if not any(delivered):  # only a process that stops normally removes its journal
+    # Only a process that stops normally removes its journal.
+    if not any(delivered) and not in_flight:
         directory.joinpath(f"{journal.process_id}.1.journal").touch()
     return requests
 
@@ -69,6 +75,32 @@ async def test_delivered_tokens_are_settled_and_other_holds_voided(
     assert sorted(world.events()) == [(0, 10, 3, "failed"), (0, 10, 7, "failed")]
     assert world.hold_count("voided") == 1
     assert not files(tmp_path)
+    check_invariants(world.url, all_ended=True)
+
+
+@pytest.mark.parametrize("expired", [False, True])
+async def test_tokens_that_no_transport_has_taken_are_not_billed(
+    world: HoldWorld, tmp_path: Path, *, expired: bool
+) -> None:
+    """The journal is the upper bound; without a taken token the input is free, too."""
+    requests = await dead_process(world, tmp_path, delivered=(3, 0, 7), in_flight=5)
+    if expired:
+        world.advance(61)
+        await world.run(*(Expire(op.hold_id) for op in requests))
+
+    done = await recover_journals(tmp_path, world.url)
+
+    nothing = [(0, 0, 0, "failed")] if expired else []
+    assert done == Recovered(1, 2 + len(nothing), 10)
+    assert sorted(world.events()) == [*nothing, (0, 10, 3, "failed"), (0, 10, 7, "failed")]
+    assert world.rows("SELECT generated_token_count FROM usage_events ORDER BY 1")[-1] == (12,)
+    assert world.hold_count("voided") == (0 if expired else 1)
+    assert not files(tmp_path)
+    used = world.rows(
+        "SELECT used, held FROM quota_counters c JOIN quotas q ON q.id = c.quota_id"
+        " WHERE q.dimension = 'tokens_per_month'"
+    )
+    assert used == [(30, 0)]
     check_invariants(world.url, all_ended=True)
 
 
@@ -173,7 +205,9 @@ async def test_an_entry_that_is_refused_is_kept_for_a_person_and_stops_nothing_e
     """Other processes must start all the same."""
     await dead_process(world, tmp_path, delivered=(3,))
     broken = UsageJournal(tmp_path, uuid.uuid4())
-    broken.record([Delivered(uuid.uuid4(), 1, 1, 1, 1)])
+    unknown_id = uuid.uuid4()
+    broken.record([Delivered(unknown_id, 1, 1, 1, 1)])
+    broken.took(unknown_id, 1)
     broken.close()
     [beyond] = await dead_process(world, tmp_path, delivered=(20,))
     world.execute("UPDATE holds SET leased_token_count = 4 WHERE id = %s", beyond.hold_id)
@@ -181,7 +215,7 @@ async def test_an_entry_that_is_refused_is_kept_for_a_person_and_stops_nothing_e
     done = await recover_journals(tmp_path, world.url)
 
     assert (done.journal_count, done.settled_hold_count) == (3, 1)
-    assert [path.suffix for path in files(tmp_path)] == [".refused"] * 2
+    assert sorted(path.suffix for path in files(tmp_path)) == [".refused"] * 2 + [".taken"] * 2
     assert world.events() == [(0, 10, 3, "failed")]
 
 

@@ -1584,10 +1584,15 @@ class FinishedFrame(_message.Message):
     CHOICES_FIELD_NUMBER: _builtins.int
     RECEIPTS_FIELD_NUMBER: _builtins.int
     MIGRATION_COUNT_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
     reason: _types_pb2.FinishReason.ValueType
     """Reason of the end."""
     migration_count: _builtins.int
     """Number of moves of the request to another engine after the loss of one. It is billed once."""
+    detail: _builtins.str
+    """For SLOW_CONSUMER a sentence for people: the limit that ended the request, and the remedy. Else
+    empty.
+    """
     @_builtins.property
     def usage(self) -> _types_pb2.Usage:
         """Final counts, equal to the billed usage event."""
@@ -1625,10 +1630,11 @@ class FinishedFrame(_message.Message):
         choices: _abc.Iterable[Global___ChoiceEnd] | None = ...,
         receipts: _abc.Iterable[_receipts_pb2.Receipt] | None = ...,
         migration_count: _builtins.int = ...,
+        detail: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cost", b"cost", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "cost", b"cost", "exhausted_quotas", b"exhausted_quotas", "migration_count", b"migration_count", "reason", b"reason", "receipts", b"receipts", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "cost", b"cost", "detail", b"detail", "exhausted_quotas", b"exhausted_quotas", "migration_count", b"migration_count", "reason", b"reason", "receipts", b"receipts", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

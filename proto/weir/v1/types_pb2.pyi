@@ -215,6 +215,7 @@ class Usage(_message.Message):
     DELIVERED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     BILLED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     EMBEDDING_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    JOURNALLED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     input_token_count: _builtins.int
     """Tokens of the prompt, cached ones included."""
     cached_input_token_count: _builtins.int
@@ -222,11 +223,17 @@ class Usage(_message.Message):
     generated_token_count: _builtins.int
     """Output tokens produced by the engine."""
     delivered_token_count: _builtins.int
-    """Output tokens handed to the transport."""
+    """Output tokens that the transport has taken. With `keep_on_disconnect`, those that were kept."""
     billed_token_count: _builtins.int
-    """Billed output tokens: the delivered ones."""
+    """Billed output tokens: the delivered ones. After a crash of the server never more than the
+    transport had taken.
+    """
     embedding_token_count: _builtins.int
     """Embedded tokens, billed at their own price. An embedding request has no other tokens."""
+    journalled_token_count: _builtins.int
+    """Output tokens that the server was about to send: at least the delivered ones. The others are
+    not billed. Only in the record of an ended request, else 0.
+    """
     def __init__(
         self,
         *,
@@ -236,10 +243,11 @@ class Usage(_message.Message):
         delivered_token_count: _builtins.int = ...,
         billed_token_count: _builtins.int = ...,
         embedding_token_count: _builtins.int = ...,
+        journalled_token_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["billed_token_count", b"billed_token_count", "cached_input_token_count", b"cached_input_token_count", "delivered_token_count", b"delivered_token_count", "embedding_token_count", b"embedding_token_count", "generated_token_count", b"generated_token_count", "input_token_count", b"input_token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["billed_token_count", b"billed_token_count", "cached_input_token_count", b"cached_input_token_count", "delivered_token_count", b"delivered_token_count", "embedding_token_count", b"embedding_token_count", "generated_token_count", b"generated_token_count", "input_token_count", b"input_token_count", "journalled_token_count", b"journalled_token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

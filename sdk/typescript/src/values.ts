@@ -61,6 +61,8 @@ export interface Usage {
   readonly billedTokenCount: number;
   /** Priced separately; an embedding request has no other tokens. */
   readonly embeddingTokenCount: number;
+  /** Output tokens that were about to be sent; in records of ended requests only, else 0. */
+  readonly journalledTokenCount: number;
 }
 
 /** Milliseconds spent in each stage of a request. Stages are disjoint and sum to `totalMs`. */

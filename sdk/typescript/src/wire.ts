@@ -99,6 +99,7 @@ export function usage(value: UsageMessage | undefined): Usage {
     deliveredTokenCount: count(value?.deliveredTokenCount ?? 0n),
     billedTokenCount: count(value?.billedTokenCount ?? 0n),
     embeddingTokenCount: count(value?.embeddingTokenCount ?? 0n),
+    journalledTokenCount: count(value?.journalledTokenCount ?? 0n),
   };
 }
 

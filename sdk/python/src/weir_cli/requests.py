@@ -364,6 +364,14 @@ def traced(generation: Generation, record: RecordedRequest | None = None) -> Ren
     else:
         parts += [Text(WITHOUT_TIMINGS.get(generation.state, BROKEN), style="yellow"), Text()]
     parts.append(Text(usage_line(generation.usage, generation.cost, generation.timings)))
+    usage = generation.usage
+    if (credited := usage.journalled_token_count - usage.billed_token_count) > 0:
+        text = (
+            f"{usage.journalled_token_count:,} output tokens journalled, "
+            f"{usage.delivered_token_count:,} taken by the transport, "
+            f"{usage.billed_token_count:,} billed, {credited:,} credited"
+        )
+        parts.append(Text(text))
     return Group(*parts)
 
 
