@@ -8,6 +8,7 @@ again.
 from __future__ import annotations
 
 import asyncio
+import math
 import uuid
 from abc import ABC, abstractmethod
 from array import array
@@ -89,7 +90,7 @@ class Flow:
         self._left_s = self.stall_max_s = stall_max_s
         self._on_stall: Callable[[], None] | None = on_stall
         self._timer: asyncio.TimerHandle | None = None
-        self._counted_at = 0.0  # up to this time, while the timer runs, `_left_s` is counted
+        self._counted_at = -math.inf  # up to this time, while the timer runs, `_left_s` is counted
 
     def grant(self, token_count: int) -> None:
         """Add credit for this many tokens."""
@@ -198,7 +199,7 @@ class Output(ABC):
         self._unattended: asyncio.TimerHandle | None = None
         self.then: Callable[[], None] | None = None  # see `when_taken`
         self._stall: asyncio.TimerHandle | None = None
-        self._taken_by = 0.0  # latest time to take what waits at the end, on the loop's clock
+        self._taken_by = -math.inf  # latest time to take what waits at the end, on the loop's clock
         self.has_more = False  # more can be sent after `take`
         receiver.source = receiver.supply = self
 
