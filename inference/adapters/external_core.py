@@ -5,8 +5,9 @@ that is aborted in its queue. So at most one batch of sequences is submitted; th
 ordered by rank. Everything runs on one event loop.
 
 The engine's token lists are cumulative, may shrink, and may grow by any number of tokens, so new
-tokens are counted here. Text is decoded here too, from the token ids: text that was sent is final,
-and a stop sequence is found even where it spans tokens.
+tokens are counted and checked here: whatever is wrong in an answer fails its choice alone. Text is
+decoded here too, from the token ids: text that was sent is final, and a stop sequence is found even
+where it spans tokens.
 
 `StallWatch` distinguishes a stuck sequence from a stuck engine by how many are silent while others
 progress.
@@ -27,12 +28,13 @@ import secrets
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
+from common.incidents import Retries
 from inference.engine import (
     ChoiceFinished,
     EngineFinishReason,
@@ -73,6 +75,10 @@ class Handling:
     abort_with_logprobs: bool = False
     abort_drain_s: float = 1.5
     empty_answer_count_max: int = 16
+
+
+TAKEN_AT_ONCE_MAX = 1024  # tokens of one answer before other sequences go on: some 5 ms
+LOGPROB_MAX = 0.01  # logarithms of probabilities are at most 0; sums in bfloat16 exceed it a little
 
 
 class Answer(NamedTuple):
@@ -155,13 +161,26 @@ class Choice:
         return request.stop.max_output_tokens - len(request.output_token_ids)
 
     def take(self, output: Output, now_s: float) -> list[SequenceEvent]:
-        """Process a response; set `ended` at the output's end. Raises: EngineFailed if invalid."""
+        """Process a response, or its next tokens; set `ended` at the output's end.
+
+        Raises: EngineFailed if invalid.
+        """
         before = len(self.request.generation.output_token_ids)
-        new_ids = list(output.token_ids[self.token_count :])
+        if len(output.token_ids) > self.token_count_max:
+            raise EngineFailed(
+                f"the engine sent {len(output.token_ids)} tokens, {self.token_count_max} were asked"
+                " for"
+            )
+        new_ids = list(output.token_ids[self.token_count : self.token_count + TAKEN_AT_ONCE_MAX])
+        is_whole = self.token_count + len(new_ids) >= len(output.token_ids)
+        finish_reason = output.finish_reason if is_whole else None
+        check_token_ids(new_ids, self.request.vocabulary_size)
         # It is not documented whether the end token itself is in the list; here it always is.
-        last = new_ids[-1] if new_ids else None
-        if output.finish_reason == "stop" and last not in self.request.end_token_ids:
-            reported, first = output.stop_reason, min(self.request.end_token_ids, default=None)
+        last, ends = new_ids[-1] if new_ids else None, self.request.end_token_ids
+        if finish_reason == "stop" and last not in ends:
+            reported, first = output.stop_reason, min(ends, default=None)
+            if isinstance(reported, int) and reported not in ends:
+                raise EngineFailed(f"the engine stopped at token {reported}, which ends no output")
             if (end := reported if isinstance(reported, int) else first) is not None:
                 new_ids.append(end)
         taken: list[int] = []
@@ -172,14 +191,14 @@ class Choice:
             if self.ended is not None:
                 break
         if not taken:
-            self._take_end(output)
+            self._take_end(finish_reason)
             return []
         logprobs = self._logprobs(output, taken)
         self.token_count += len(taken)
         if self.first_token_at_s is None:
             self.first_token_at_s = now_s
         if self.ended is None:
-            self._take_end(output)
+            self._take_end(finish_reason)
         return [TokensGenerated(tuple(taken), text, logprobs, self.index)]
 
     def _take_token(self, token_id: int, count: int) -> str:
@@ -204,8 +223,8 @@ class Choice:
             self.ended = EngineFinishReason.STOP_SEQUENCE
         return piece.text
 
-    def _take_end(self, output: Output) -> None:
-        match output.finish_reason:
+    def _take_end(self, finish_reason: str | None) -> None:
+        match finish_reason:
             case None:
                 return
             case "stop":
@@ -231,19 +250,22 @@ class Choice:
         if len(reported) < len(taken):
             raise EngineFailed("the engine reported fewer log-probabilities than tokens")
         return tuple(
-            token_logprobs(token_id, known, top_count)
+            token_logprobs(token_id, known, top_count, self.request.vocabulary_size)
             for token_id, known in zip(taken, reported, strict=True)
         )
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """Client request. number: its handle. ends: reported finish reasons."""
+    """Client request. number: its handle. vocabulary_size: token ids of its output are below; None
+    if the engine sends no token ids. ends: reported finish reasons.
+    """
 
     number: int
     generation: GenerationRequest
     end_token_ids: frozenset[int]
     arrived_at_s: float
+    vocabulary_size: int | None
     submitted_at_s: float | None = None
     cached_token_count: int | None = None
     choices: list[Choice] = field(default_factory=list)
@@ -302,11 +324,49 @@ class Request:
         )
 
 
-def token_logprobs(token_id: int, known: Mapping[int, Any], top_count: int) -> TokenLogprobs:
-    """Convert the engine's mapping to `TokenLogprobs`. Raises: EngineFailed without `token_id`."""
+@contextmanager
+def odd_answers_failing() -> Iterator[None]:
+    """Turn an unexpected exception of the block into the failure of one sequence, and an incident.
+
+    Raises: EngineError.
+    """
+    try:
+        yield
+    except (EngineError, AssertionError):
+        raise
+    except Exception as error:
+        Retries("engine").failed(error)
+        raise EngineFailed(f"an answer of the engine cannot be read: {error!r:.200}") from error
+
+
+def check_token_ids(token_ids: Iterable[int], vocabulary_size: int | None) -> None:
+    """Raise EngineFailed for an id outside the vocabulary; None: ids are not the engine's."""
+    for token_id in token_ids if vocabulary_size is not None else ():
+        # bool is an int, and a float may equal one
+        if type(token_id) is not int or not 0 <= token_id < (vocabulary_size or 0):
+            raise EngineFailed(
+                f"the engine sent token {token_id!r:.40}, its ids go from 0 to"
+                f" {(vocabulary_size or 0) - 1}"
+            )
+
+
+def token_logprobs(
+    token_id: int, known: Mapping[int, Any], top_count: int, vocabulary_size: int | None
+) -> TokenLogprobs:
+    """Convert the engine's mapping to `TokenLogprobs`, without the tokens that a grammar excludes
+    (probability 0). Raises: EngineFailed without `token_id`, and for impossible numbers.
+    """
     if token_id not in known:
         raise EngineFailed("the engine reported log-probabilities without the token that it chose")
-    ranked = sorted(known.items(), key=lambda entry: (-entry[1].logprob, entry[0]))[:top_count]
+    check_token_ids(known, vocabulary_size)
+    for each, entry in known.items():
+        excluded = entry.logprob == -math.inf and each != token_id
+        if not excluded and not -math.inf < entry.logprob <= LOGPROB_MAX:
+            raise EngineFailed(f"the engine sent {entry.logprob!r:.40} as a log-probability")
+    ranked = sorted(
+        (entry for entry in known.items() if entry[1].logprob > -math.inf),
+        key=lambda entry: (-entry[1].logprob, entry[0]),
+    )[:top_count]
     return TokenLogprobs(
         TokenLogprob(token_id, float(known[token_id].logprob)),
         tuple(TokenLogprob(id_, float(entry.logprob)) for id_, entry in ranked),
@@ -351,8 +411,9 @@ class OutsideCore:
     """Request queue of an external engine. Events go out through `tell`, in order for each request.
 
     submit: submits a choice. Raises: EngineError if the engine rejects it; anything else ends the
-    engine. format_end_token_ids: additional end tokens of requests with a response format.
-    broken: called with the reason when the whole engine has failed.
+    engine. vocabulary_size: as in `Request`. format_end_token_ids: additional end tokens of
+    requests with a response format. broken: called with the reason when the whole engine has
+    failed.
     """
 
     def __init__(
@@ -360,6 +421,7 @@ class OutsideCore:
         submit: Callable[[Choice], Answers],
         *,
         decoder: TextDecoder | GivenTextDecoder,
+        vocabulary_size: int | None,
         model_end_token_ids: frozenset[int],
         format_end_token_ids: frozenset[int] = frozenset(),
         limits: EngineLimits,
@@ -370,6 +432,7 @@ class OutsideCore:
     ) -> None:
         self._submit_choice = submit
         self._decoder = decoder
+        self._vocabulary_size = vocabulary_size
         self._model_end_token_ids = model_end_token_ids
         self._format_end_token_ids = format_end_token_ids
         self._limits = limits
@@ -418,7 +481,8 @@ class OutsideCore:
         if request.response_format is not None:
             ends |= self._format_end_token_ids
         seed = secrets.randbits(63) if request.sampling.seed is None else request.sampling.seed
-        added = Request(number, request, ends | request.stop.stop_token_ids, arrived_at_s)
+        ends |= request.stop.stop_token_ids
+        added = Request(number, request, ends, arrived_at_s, self._vocabulary_size)
         added.choices = [
             Choice(
                 added,
@@ -533,9 +597,11 @@ class OutsideCore:
         try:
             async with aclosing(answers.read()) as reader:
                 async for answer in reader:
-                    self._take(choice, answer)
+                    with odd_answers_failing():
+                        while self._take(choice, answer):  # noqa: ASYNC110 - others go on
+                            await asyncio.sleep(0)
         except EngineError as error:
-            _log.error("sequence %d: %r", choice.number, error)
+            _log.error("sequence %d: %.1000r", choice.number, error)
             self.fail(choice, error)
         except AssertionError as error:
             _log.exception("sequence %d", choice.number)
@@ -557,15 +623,18 @@ class OutsideCore:
         self._report_end(choice)
         self._fill()
 
-    def _take(self, choice: Choice, answer: Answer) -> None:
-        now_s = choice.silent_since_s = time.monotonic()
+    def _take(self, choice: Choice, answer: Answer) -> bool:
+        """Take an answer, or its next tokens; return whether it has more."""
+        now_s = time.monotonic()
         output, request = answer.output, choice.request
+        if len(output.token_ids) > choice.token_count or output.finish_reason is not None:
+            choice.silent_since_s = now_s  # an answer without new output is no progress
         if self._requests.get(choice.number) is not request or choice.index in request.ends:
             if output.token_ids and choice.first_token_at_s is None:
                 choice.first_token_at_s = now_s
             if output.finish_reason is None:
                 self._abort(choice)  # postponed until its first token
-            return
+            return False
         if output.token_ids:
             for event in request.schedule(answer.cached_token_count):
                 self._prompt_token_count += len(request.generation.prompt_token_ids)
@@ -586,6 +655,7 @@ class OutsideCore:
             if output.finish_reason is None and choice.ended is EngineFinishReason.STOP_SEQUENCE:
                 # the stop sequence is found here; the engine would run to its own limit
                 self._abort(choice)
+        return choice.ended is None and choice.token_count < len(output.token_ids)
 
     def _abort(self, choice: Choice) -> bool:
         """Abort a sequence in the engine. Returns False if it cannot be aborted now."""
@@ -622,18 +692,28 @@ class OutsideCore:
             del self._requests[request.number]
 
 
-STALLS_MAX = 3  # stuck sequences, while others progress, before the engine counts as stuck
+# Stuck sequences that keep their place, while others progress, before the engine counts as stuck.
+STALLS_MAX = 3
 
 
 class StallWatch:
-    """Detects sequences without new tokens. Timeouts in seconds, to the first token and between."""
+    """Detects sequences without new tokens. Timeouts in seconds, to the first token and between.
+
+    abort_frees: whether an aborted sequence certainly gives its place in the engine to others.
+    """
 
     def __init__(
-        self, core: OutsideCore, first_token_timeout_s: float, inter_token_timeout_s: float
+        self,
+        core: OutsideCore,
+        first_token_timeout_s: float,
+        inter_token_timeout_s: float,
+        *,
+        abort_frees: bool = False,
     ) -> None:
         self._core = core
         self._first_token_timeout_s = first_token_timeout_s
         self._inter_token_timeout_s = inter_token_timeout_s
+        self._abort_frees = abort_frees
         self._stall_count = 0
 
     def look(self) -> str | None:
@@ -650,15 +730,15 @@ class StallWatch:
                 shortest_s = min(shortest_s, limit_s)
         if not stuck:
             return None
-        self._stall_count += len(stuck)
-        moving = now_s - self._core.moved_at_s < shortest_s / 2
-        if not moving or self._stall_count >= STALLS_MAX:
-            return f"{len(stuck)} sequences have been silent for too long"
+        silent = f"{len(stuck)} sequences have been silent for too long"
+        if now_s - self._core.moved_at_s >= shortest_s / 2:
+            return silent
         for choice in stuck:
             choice.stalled = True
             _log.error("sequence %d is stuck while others progress", choice.number)
             self._core.fail(choice, EngineFailed("the engine has stopped generating this sequence"))
-        return None
+            self._stall_count += not (choice.aborted and self._abort_frees)
+        return silent if self._stall_count >= STALLS_MAX else None
 
 
 PARENTS_MAX = 64  # blocks of equal tokens to follow, one per tenant; a lookup then takes 2 ms

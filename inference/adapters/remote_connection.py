@@ -6,19 +6,22 @@ import asyncio
 import contextlib
 import hashlib
 import io
-import json
 import logging
+import lzma
 import os
 import random
+import struct
 import tempfile
 import uuid
 import zipfile
+import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import grpc
+import msgspec
 from smg_grpc_proto.generated import common_pb2
 
 from inference.adapters.external_core import Choice, Output, Request
@@ -31,6 +34,7 @@ from inference.adapters.remote_dialects import (
     SglangDialect,
     TrtllmDialect,
     VllmDialect,
+    said,
 )
 from inference.adapters.remote_http import HttpDialect, open_session
 from inference.adapters.remote_settings import RemoteSettings, Service, Target, TlsFiles
@@ -40,13 +44,20 @@ from inference.errors import EngineError
 from inference.text.detokenizer import TextDecoder
 
 Use = Callable[[Dialect, asyncio.TaskGroup], contextlib.AbstractContextManager[None]]
-MESSAGE_BYTES_MAX = 64 << 20  # bytes: the last message of a long answer with log-probabilities
+# Bytes: the last message of a long answer with log-probabilities. Each call has a bound of its own.
+MESSAGE_BYTES_MAX = 64 << 20
+METADATA_BYTES_MAX = 16 << 10
 
 # Library defaults unsuitable for engines are off: HTTP proxy and automatic retries. No keepalive
 # pings: a server that does not expect them closes the connection; the health poll replaces them.
 _OPTIONS: list[tuple[str, int | str]] = [
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.max_metadata_size", METADATA_BYTES_MAX),
+    ("grpc.absolute_max_metadata_size", METADATA_BYTES_MAX),
+    # Nothing is decompressed: some bytes may become gigabytes. Identity only, as a bit set.
+    ("grpc.per_message_decompression", 0),
+    ("grpc.compression_enabled_algorithms_bitset", 1),
     ("grpc.enable_http_proxy", 0),
     ("grpc.enable_retries", 0),
     ("grpc.use_local_subchannel_pool", 1),
@@ -73,10 +84,15 @@ def open_channel(target: Target, tls: TlsFiles | None, api: Any = grpc.aio) -> A
     return api.secure_channel(target.address, credentials(tls), options=[*_OPTIONS, *name])
 
 
-BUNDLE_BYTES_MAX = 200 << 20  # bytes: ten times the largest tokenizer that is in use
-UNPACKED_BYTES_MAX = 500 << 20
+BUNDLE_BYTES_MAX = 64 << 20  # bytes: several times the largest tokenizer that is in use
+UNPACKED_BYTES_MAX = 256 << 20
 ENTRIES_MAX = 64
 NEEDED = ("config.json", "tokenizer.json")
+# What `zipfile` raises for odd bytes.
+_BAD_ARCHIVE = (
+    *(zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, OSError),
+    *(NotImplementedError, RuntimeError, ValueError, struct.error),
+)
 
 
 class Bundle:
@@ -115,9 +131,9 @@ class Bundle:
                         "the server's tokenizer files have names with directories in them"
                     )
                 return {entry.filename: archive.read(entry) for entry in entries}
-        except (zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
+        except _BAD_ARCHIVE as error:
             raise ServerUnfit(
-                f"the server's tokenizer files are not a zip archive: {error}"
+                f"the server's tokenizer files are not a zip archive: {said(str(error))}"
             ) from error
 
 
@@ -125,8 +141,10 @@ def check_tokenizer(files: dict[str, bytes], directory: Path) -> None:
     """Raise ServerUnfit if the server's tokenizer differs from the local one."""
     content = files.get("tokenizer.json")
     ours = directory / "tokenizer.json"
-    if content is not None and _meaning(content, "the server's tokenizer.json") != _meaning(
-        ours.read_bytes(), str(ours)
+    if content is None or content == (known := ours.read_bytes()):
+        return
+    if len(content) > 4 * len(known) or (
+        _meaning(content, "the server's tokenizer.json") != _meaning(known, str(ours))
     ):
         raise ServerUnfit(
             f"the server's tokenizer differs from {ours}: its tokens would decode to different text"
@@ -176,12 +194,12 @@ def is_unanswered(error: grpc.aio.AioRpcError) -> bool:
 def _meaning(content: bytes, name: str) -> Any:
     """Return a tokenizer.json without truncation and padding, which neither side uses."""
     try:
-        said = json.loads(content)
-    except ValueError as error:
+        read = msgspec.json.decode(content)
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise ServerUnfit(f"{name} is not valid JSON: {error}") from error
-    if isinstance(said, dict):
-        said = {key: said[key] for key in said if key not in ("truncation", "padding")}
-    return said
+    if isinstance(read, dict):
+        read = {key: read[key] for key in read if key not in ("truncation", "padding")}
+    return read
 
 
 # Families whose first position is the row after that of the padding token.
@@ -286,7 +304,7 @@ class Link:
         except ServerUnfit as error:
             return f"{target}: {error}"
         except grpc.aio.AioRpcError as error:
-            return f"a call to {target} failed: {error.code().name}: {error.details()}"
+            return f"a call to {target} failed: {error.code().name}: {said(error.details())}"
 
     def end(self, reason: str) -> None:
         """End the connection. The first reason is kept."""
@@ -314,7 +332,8 @@ class Introduction:
             raise ServerUnfit(f"the server reports itself unhealthy: {fault}")
         facts = self.fitting(await self.dialect.facts())
         try:
-            check_tokenizer(await self.tokenizer_files(), self.settings.directory.absolute())
+            files, directory = await self.tokenizer_files(), self.settings.directory.absolute()
+            await asyncio.to_thread(check_tokenizer, files, directory)
         except grpc.aio.AioRpcError as error:
             if not is_unanswered(error):
                 raise
@@ -346,7 +365,7 @@ class Introduction:
         bundle = Bundle()
         async for chunk in self.dialect.tokenizer_chunks():
             bundle.add(chunk)
-        return bundle.files()
+        return await asyncio.to_thread(bundle.files)
 
 
 class Examination(Introduction):
@@ -405,7 +424,7 @@ class Examination(Introduction):
         """Generate one output, bypassing the queue. Returns it and the number of cached prompt
         tokens. Raises: EngineFailed, grpc.aio.AioRpcError.
         """
-        choice = Choice(Request(0, request, ends, 0.0), 0, 0, self.decoder.open())
+        choice = Choice(Request(0, request, ends, 0.0, None), 0, 0, self.decoder.open())
         output, cached_token_count = Output(), 0
         call = self.dialect.generate(f"weir-probe-{uuid.uuid4().hex}", choice)
         try:

@@ -1,5 +1,9 @@
 """Interface of a dialect, and the gRPC dialects. One dialect uses one channel.
 
+A server is a stranger: each answer is bounded by what was asked for before it is decoded, and
+checked while it is read. Text that a server sends goes to the log and to operators, bounded and
+with its control characters escaped, but never to a client.
+
 `TrtllmService` of `trtllm-serve --grpc`: chunks hold the new tokens, the last message holds all of
 them. Salts are sent as numbers.
 
@@ -23,12 +27,15 @@ disables stop tokens, and an aborted sequence never answers.
 from __future__ import annotations
 
 import hashlib
+import logging
+import re
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterable
+from collections.abc import AsyncIterable, AsyncIterator
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import grpc
+from google.protobuf.message import DecodeError
 from smg_grpc_proto.generated import (
     common_pb2,
     sglang_scheduler_pb2_grpc,
@@ -54,6 +61,40 @@ SHARES = (
 
 OVERLOAD_WAIT_S = 1.0  # the services send no retry delay when they are full
 
+# Bounds of answers in bytes. A message may repeat the prompt, and all output so far as text and as
+# token ids, with escapes; log-probabilities name a token by some 50 characters.
+SMALL_ANSWER_BYTES_MAX = 64 << 10  # errors, health, loads
+FACTS_BYTES_MAX = 1 << 20  # names of all models and adapters; settings of the server
+VECTOR_BYTES_MAX = 256 << 10  # 64 Ki floats
+EVENTS_BYTES_MAX = 4 << 20  # blocks of a prompt of a million tokens; a chunk of a file
+EMPTY_MESSAGE_BYTES = 64  # that a message counts for beside its content: some 50 us
+MESSAGE_BYTES_BASE = 256 << 10
+PROMPT_TOKEN_BYTES = 12
+OUTPUT_TOKEN_BYTES = 64
+TOKENS_MAX = 1 << 40  # above every real count of tokens
+BLOCK_TOKENS_MAX = 4096
+SAID_CHARS_MAX = 300  # of a server's text, in the log
+_log = logging.getLogger("weir.inference.adapters")
+
+
+def message_bytes_max(choice: Choice) -> int:
+    """Return the bytes that an answer may need for one message, or between two new tokens."""
+    top_count = choice.request.generation.sampling.top_logprobs
+    shown_count = 1 if top_count is None else top_count + 3
+    return (
+        MESSAGE_BYTES_BASE
+        + PROMPT_TOKEN_BYTES * len(choice.sent_token_ids)
+        + OUTPUT_TOKEN_BYTES * choice.token_count_max * shown_count
+    )
+
+
+def said(text: str | bytes | None) -> str:
+    """Return a server's text for the log and for operators: short, without control characters."""
+    if isinstance(text, bytes):
+        text = text[: 4 * SAID_CHARS_MAX].decode(errors="replace")
+    text = (text or "no details")[:SAID_CHARS_MAX]
+    return text if text.isascii() and text.isprintable() else ascii(text)
+
 
 class ServerUnfit(Exception):
     """The server cannot serve this model as configured; the message says why and how to fix it."""
@@ -69,6 +110,19 @@ class ServerFacts:
     context_window_tokens: int = 0
     running_sequence_count_max: int = 0
     block_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        """Replace impossible numbers by 0, and make names printable."""
+        for name, at_most in (
+            ("vocabulary_size", TOKENS_MAX),
+            ("context_window_tokens", TOKENS_MAX),
+            ("running_sequence_count_max", TOKENS_MAX),
+            ("block_tokens", BLOCK_TOKENS_MAX),
+        ):
+            object.__setattr__(self, name, known_count(getattr(self, name), at_most))
+        for name in ("model", "version"):
+            if not (text := getattr(self, name)[:SAID_CHARS_MAX]).isprintable():
+                object.__setattr__(self, name, said(text))
 
 
 class Dialect(ABC):
@@ -104,8 +158,8 @@ class Dialect(ABC):
         raise missing("call for its load")
 
     @abstractmethod
-    def generate(self, request_id: str, choice: Choice) -> Any:
-        """Send one sequence and return the call, which is iterated and can be cancelled."""
+    def generate(self, request_id: str, choice: Choice) -> AnswerCall:
+        """Send one sequence and return the call."""
 
     async def abort(self, request_id: str, call: Any) -> None:
         """Ask the server to end a sequence, here by its call from `generate`."""
@@ -115,8 +169,8 @@ class Dialect(ABC):
     def take(self, message: Any, choice: Choice, output: Output) -> int:
         """Add a message to the output; return the cached prompt tokens. Raises: EngineFailed."""
 
-    def embed(self, request_id: str, token_ids: tuple[int, ...], timeout_s: float) -> Any:
-        """Send one text; return the awaitable call, with `embedding` and `prompt_tokens`."""
+    async def embed(self, request_id: str, token_ids: tuple[int, ...], timeout_s: float) -> Any:
+        """Send one text; return the answer, with `embedding` and `prompt_tokens`."""
         raise missing("embeddings")
 
     def tokenizer_chunks(self) -> AsyncIterable[common_pb2.GetTokenizerChunk]:
@@ -128,14 +182,21 @@ class Dialect(ABC):
         raise missing("cache events")
 
 
+def failure(code: grpc.StatusCode, details: str) -> grpc.aio.AioRpcError:
+    """Return the failure of a call that was found here."""
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details)
+
+
 def missing(what: str) -> grpc.aio.AioRpcError:
     """Return the error for a call that the service lacks."""
-    details, none = f"the service has no {what}", grpc.aio.Metadata()
-    return grpc.aio.AioRpcError(grpc.StatusCode.UNIMPLEMENTED, none, none, details)
+    return failure(grpc.StatusCode.UNIMPLEMENTED, f"the service has no {what}")
 
 
 class GrpcDialect(Dialect):
-    """One service over gRPC. Stub and messages are generated. ids_field: of `TokenizedInput`."""
+    """One service over gRPC. Stub and messages are generated. ids_field: of `TokenizedInput`.
+
+    Answers are received as bytes, so that they are decoded only if they are small enough.
+    """
 
     stub_type: Any
     messages: Any
@@ -143,38 +204,128 @@ class GrpcDialect(Dialect):
 
     def __init__(self, channel: grpc.aio.Channel, call_timeout_s: float) -> None:
         self._channel = channel
-        self._stub = self.stub_type(channel)
+        (service,) = self.messages.DESCRIPTOR.services_by_name.values()
+        self._path = f"/{service.full_name}/"
+        self._generate = self._method("Generate", channel.unary_stream)
         self._call_timeout_s = call_timeout_s
+
+    def _method(self, name: str, kind: Any) -> Any:
+        return kind(self._path + name, request_serializer=lambda sent: sent.SerializeToString())
 
     async def wait_until_lost(self) -> None:
         while (state := self._channel.get_state()) is grpc.ChannelConnectivity.READY:
             await self._channel.wait_for_state_change(state)
 
-    def embed(self, request_id: str, token_ids: tuple[int, ...], timeout_s: float) -> Any:
+    async def embed(self, request_id: str, token_ids: tuple[int, ...], timeout_s: float) -> Any:
         tokenized = self._tokenized(token_ids)
         request = self.messages.EmbedRequest(request_id=request_id, tokenized=tokenized)
-        return self._stub.Embed(request, timeout=timeout_s)
+        data = await self._method("Embed", self._channel.unary_unary)(request, timeout=timeout_s)
+        return decoded(data, self.messages.EmbedResponse, VECTOR_BYTES_MAX)
 
     def tokenizer_chunks(self) -> Any:
-        return self._stub.GetTokenizer(common_pb2.GetTokenizerRequest())
+        call = self._method("GetTokenizer", self._channel.unary_stream)
+        request = common_pb2.GetTokenizerRequest()
+        return GrpcCall(call(request), common_pb2.GetTokenizerChunk)
 
     def kv_batches(self) -> Any:
-        return self._stub.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest())
+        call = self._method("SubscribeKvEvents", self._channel.unary_stream)
+        request = common_pb2.SubscribeKvEventsRequest()
+        return GrpcCall(call(request), common_pb2.KvEventBatch)
 
     async def _call(self, name: str, **fields: Any) -> Any:
         request = getattr(self.messages, f"{name}Request")(**fields)
-        return await getattr(self._stub, name)(request, timeout=self._call_timeout_s)
+        call = self._method(name, self._channel.unary_unary)
+        data = await call(request, timeout=self._call_timeout_s)
+        bytes_max = FACTS_BYTES_MAX if name.endswith("Info") else SMALL_ANSWER_BYTES_MAX
+        return decoded(data, getattr(self.messages, f"{name}Response"), bytes_max)
+
+    def _call_generate(self, request: Any, choice: Choice) -> GrpcCall:
+        kind = self.messages.GenerateResponse
+        return GrpcCall(self._generate(request), kind, message_bytes_max(choice))
 
     def _tokenized(self, token_ids: tuple[int, ...]) -> Any:
         return self.messages.TokenizedInput(**{self.ids_field: token_ids})
 
 
+def decoded(data: bytes, kind: Any, bytes_max: int) -> Any:
+    """Return the message of an answer. Raises: grpc.aio.AioRpcError."""
+    if len(data) > bytes_max:
+        size = f"an answer of {len(data)} bytes, at most {bytes_max} are read"
+        raise failure(grpc.StatusCode.INTERNAL, size)
+    try:
+        return kind.FromString(data)
+    except DecodeError as error:
+        raise failure(grpc.StatusCode.INTERNAL, f"an invalid message: {error}") from error
+
+
+class AnswerCall(Protocol):
+    """A streamed answer: iterated message by message; each kind of dialect has its own."""
+
+    def cancel(self) -> None:
+        """End the call on the server. Idempotent."""
+
+    def progressed(self) -> None:
+        """Allow as many bytes again as at the beginning, since a new token has come."""
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        """Yield messages. Raises: grpc.aio.AioRpcError, also for an answer that is too long."""
+
+
+class GrpcCall:
+    """Implement `AnswerCall` with a call that yields bytes. kind: of message.
+
+    bytes_max: from the beginning, or one `progressed` to the next; None if messages only have a
+    bound of their own, `EVENTS_BYTES_MAX`.
+    """
+
+    def __init__(self, call: Any, kind: Any, bytes_max: int | None = None) -> None:
+        self._call = call
+        self._messages = aiter(call)
+        self._kind = kind
+        self._bytes_max = self._bytes_left = bytes_max
+
+    def cancel(self) -> None:
+        """Implement `AnswerCall.cancel`."""
+        self._call.cancel()
+
+    def progressed(self) -> None:
+        """Implement `AnswerCall.progressed`."""
+        self._bytes_left = self._bytes_max
+
+    def __aiter__(self) -> GrpcCall:
+        return self
+
+    async def __anext__(self) -> Any:
+        data = await anext(self._messages)
+        if self._bytes_left is None:
+            return decoded(data, self._kind, EVENTS_BYTES_MAX)
+        self._bytes_left -= len(data) + EMPTY_MESSAGE_BYTES
+        if self._bytes_left < 0:
+            details = f"more than {self._bytes_max} bytes without a new token"
+            raise failure(grpc.StatusCode.INTERNAL, details)
+        return decoded(data, self._kind, len(data))
+
+
+def known_count(reported: float, at_most: int) -> int:
+    """Return a count of a server that is only informative; 0, for unknown, if it is impossible."""
+    return int(reported) if 0 <= reported <= at_most else 0
+
+
 def block_counts(token_count_max: int, usage: float, block_tokens: int) -> EngineStatistics:
     """Convert a server's cache usage to blocks. usage: fraction in use, from 0 to 1."""
+    token_count_max = known_count(token_count_max, TOKENS_MAX)
+    usage = usage if 0.0 <= usage <= 1.0 else 0.0
     total, held = token_count_max // block_tokens, round(usage * token_count_max) // block_tokens
     return EngineStatistics(
         kv_block_count_total=total, kv_block_count_free=total - held, kv_block_count_held=held
     )
+
+
+def check_room(choice: Choice, output: Output, count: int) -> None:
+    """Raise EngineFailed if this many more tokens are more than were asked for."""
+    total, limit = len(output.token_ids) + count, choice.token_count_max
+    if total > limit:
+        raise EngineFailed(f"the engine sent {total} tokens, {limit} were asked for")
 
 
 def check_prompt_count(reported: int, choice: Choice) -> None:
@@ -182,6 +333,12 @@ def check_prompt_count(reported: int, choice: Choice) -> None:
     given = len(choice.sent_token_ids)
     if reported not in (0, given):
         raise EngineFailed(f"the engine reports a prompt of {reported} tokens, {given} were sent")
+
+
+def check_index(index: int) -> None:
+    """Raise EngineFailed for another output than the only one: each choice is sent by itself."""
+    if index != 0:
+        raise EngineFailed(f"the engine sent output {index} of a request for one")
 
 
 def check_length(choice: Choice, output: Output) -> None:
@@ -204,30 +361,57 @@ def check_end(choice: Choice, output: Output) -> None:
 
 
 def finish_reason(reported: str) -> str:
-    """Return a reported reason by its name in `Output`."""
-    return {"stop_word": "stop", "abort": "cancelled"}.get(reported, reported or "nothing")
+    """Return a reported reason by its name in `Output`. Raises: EngineFailed for others."""
+    known = {"stop_word": "stop", "abort": "cancelled"}.get(reported, reported)
+    if known not in ("stop", "length", "cancelled"):
+        raise EngineFailed(
+            f"the engine ended a sequence with an unknown finish reason: {said(reported)}"
+        )
+    return known
+
+
+# Names in requests to servers, by the name of the field in a `StartFrame` that they come from.
+WIRE_NAMES = {field: field.rpartition(".")[2] for field in RequestField} | {
+    RequestField.TOP_LOGPROBS: "logprobs",
+    RequestField.MIN_OUTPUT_TOKENS: "min_tokens",
+}
+FIELDS = {name: field.value for field, name in WIRE_NAMES.items()} | {
+    "max_tokens": "max_output_tokens",
+    "max_new_tokens": "max_output_tokens",
+    "min_new_tokens": RequestField.MIN_OUTPUT_TOKENS.value,
+    "structured_outputs": "response_format",
+}
+_FIELD_NAMES = re.compile(rf"\b(?:{'|'.join(map(re.escape, FIELDS))})\b")
+
+
+def named_field(text: str | None) -> str | None:
+    """Return the only field of a `StartFrame` that a server's text names."""
+    found = {FIELDS[name] for name in _FIELD_NAMES.findall((text or "")[:SAID_CHARS_MAX])}
+    return found.pop() if len(found) == 1 else None
 
 
 def engine_error(
     error: grpc.aio.AioRpcError, what: str, field: str | None = None, *, has_begun: bool = False
 ) -> EngineError:
-    """Map a call's status to an error. what: request or text. has_begun: it was accepted."""
+    """Map a call's status to an error, and log the server's own text, which clients never see.
+
+    what: request or text. has_begun: it was accepted.
+    """
+    code, text = error.code(), error.details()
     if not has_begun:
-        match error.code():
+        match code:
             case grpc.StatusCode.INVALID_ARGUMENT | grpc.StatusCode.OUT_OF_RANGE:
+                _log.warning("a remote engine refused a %s: %s", what, said(text))
+                field = field or getattr(error, "field", None) or named_field(text)
+                advice = f"change {field}" if field else "the operator finds the reason in the log"
                 return RequestImpossible(
-                    f"the remote engine refused the {what}: {error.details()}",
-                    field or getattr(error, "field", None),
+                    f"the remote engine refused the {what} ({code.name}): {advice}", field
                 )
             case grpc.StatusCode.RESOURCE_EXHAUSTED:
-                return EngineOverloaded(
-                    f"the remote engine is full: {error.details()}", OVERLOAD_WAIT_S
-                )
+                _log.warning("a remote engine is full: %s", said(text))
+                return EngineOverloaded("the remote engine is full", OVERLOAD_WAIT_S)
     lost = "sequence" if field is None else what
-    return EngineFailed(
-        f"the remote engine ended the {lost}: {error.code().name}:"
-        f" {error.details() or 'no details'}"
-    )
+    return EngineFailed(f"the remote engine ended the {lost}: {code.name}: {said(text)}")
 
 
 class TrtllmDialect(GrpcDialect):
@@ -249,7 +433,7 @@ class TrtllmDialect(GrpcDialect):
     async def health_fault(self) -> str | None:
         """Implement `Dialect.health_fault`: any status but OK is a fault."""
         answer: trtllm_pb.HealthCheckResponse = await self._call("HealthCheck")
-        return None if answer.status == "OK" else answer.status or "no status"
+        return None if answer.status == "OK" else said(answer.status)
 
     async def facts(self) -> ServerFacts:
         model: trtllm_pb.GetModelInfoResponse = await self._call("GetModelInfo")
@@ -263,7 +447,7 @@ class TrtllmDialect(GrpcDialect):
             running_sequence_count_max=model.max_batch_size,
         )
 
-    def generate(self, request_id: str, choice: Choice) -> Any:
+    def generate(self, request_id: str, choice: Choice) -> GrpcCall:
         """Implement `Dialect.generate`. Stop sequences are not sent."""
         generation = choice.request.generation
         sampling = generation.sampling
@@ -294,7 +478,7 @@ class TrtllmDialect(GrpcDialect):
             )
         if generation.cache_salt:
             request.cache_salt_id = salt_id(generation.cache_salt)
-        return self._stub.Generate(request)
+        return self._call_generate(request, choice)
 
     async def abort(self, request_id: str, call: Any) -> None:
         await self._call("Abort", request_id=request_id)
@@ -302,13 +486,17 @@ class TrtllmDialect(GrpcDialect):
     def take(self, message: trtllm_pb.GenerateResponse, choice: Choice, output: Output) -> int:
         if message.WhichOneof("response") == "chunk":
             chunk = message.chunk
+            check_index(chunk.sequence_index)
+            check_prompt_count(chunk.prompt_tokens, choice)
+            check_room(choice, output, max(len(chunk.token_ids), len(chunk.logprobs)))
             output.token_ids += chunk.token_ids
             output.logprobs += map(_known, chunk.logprobs)
-            check_prompt_count(chunk.prompt_tokens, choice)
             return chunk.cached_tokens
         complete = message.complete
+        check_index(complete.sequence_index)
         check_prompt_count(complete.prompt_tokens, choice)
-        if len(complete.output_token_ids) > len(output.token_ids):
+        if (more := len(complete.output_token_ids) - len(output.token_ids)) > 0:
+            check_room(choice, output, more)
             if output.token_ids != list(complete.output_token_ids[: len(output.token_ids)]):
                 raise EngineFailed("the engine's last message contradicts the tokens that it sent")
             output.logprobs += map(_known, complete.logprobs[len(output.token_ids) :])
@@ -368,7 +556,7 @@ class VllmDialect(GrpcDialect):
 
     async def health_fault(self) -> str | None:
         answer: vllm_pb.HealthCheckResponse = await self._call("HealthCheck")
-        return None if answer.healthy else answer.message or "not healthy"
+        return None if answer.healthy else said(answer.message)
 
     async def facts(self) -> ServerFacts:
         model = await self._call("GetModelInfo")
@@ -393,7 +581,7 @@ class VllmDialect(GrpcDialect):
         used = sum(load.token_usage * load.max_total_num_tokens for load in answer.loads)
         return block_counts(total, used / total if total else 0.0, block_tokens)
 
-    def generate(self, request_id: str, choice: Choice) -> Any:
+    def generate(self, request_id: str, choice: Choice) -> GrpcCall:
         """Implement `Dialect.generate`. Stop sequences are not sent."""
         request = vllm_pb.GenerateRequest(
             request_id=request_id,
@@ -401,7 +589,7 @@ class VllmDialect(GrpcDialect):
             sampling_params=_vllm_sampling(choice),
             stream=True,
         )
-        return self._stub.Generate(request)
+        return self._call_generate(request, choice)
 
     async def abort(self, request_id: str, call: Any) -> None:
         await self._call("Abort", request_ids=[request_id])
@@ -409,13 +597,15 @@ class VllmDialect(GrpcDialect):
     def take(self, message: vllm_pb.GenerateResponse, choice: Choice, output: Output) -> int:
         if message.WhichOneof("response") == "chunk":
             chunk = message.chunk
-            _extend(output, chunk.token_ids, chunk.output_logprobs)
+            check_index(chunk.index)
             check_prompt_count(chunk.prompt_tokens, choice)
+            _extend(choice, output, chunk.token_ids, chunk.output_logprobs)
             return chunk.cached_tokens
         complete = message.complete
+        check_index(complete.index)
         check_prompt_count(complete.prompt_tokens, choice)
         if not output.token_ids:
-            _extend(output, complete.output_ids, complete.output_logprobs)
+            _extend(choice, output, complete.output_ids, complete.output_logprobs)
         elif (
             list(complete.output_ids)
             != output.token_ids[len(output.token_ids) - len(complete.output_ids) :]
@@ -467,7 +657,12 @@ def _vllm_sampling(choice: Choice) -> vllm_pb.SamplingParams:
     return params
 
 
-def _extend(output: Output, token_ids: Any, logprobs: vllm_pb.OutputLogProbs) -> None:
+def _extend(
+    choice: Choice, output: Output, token_ids: Any, logprobs: vllm_pb.OutputLogProbs
+) -> None:
+    check_room(choice, output, max(len(token_ids), len(logprobs.token_ids)))
+    if len(logprobs.token_ids) != len(logprobs.token_logprobs):
+        raise EngineFailed("the engine sent log-probabilities and tokens of different number")
     output.token_ids += token_ids
     for index, (token_id, logprob) in enumerate(
         zip(logprobs.token_ids, logprobs.token_logprobs, strict=True)
@@ -477,7 +672,7 @@ def _extend(output: Output, token_ids: Any, logprobs: vllm_pb.OutputLogProbs) ->
             top = logprobs.top_logprobs[index]
             known |= {
                 each: TokenLogprob(each, value)
-                for each, value in zip(top.token_ids, top.values, strict=True)
+                for each, value in zip(top.token_ids, top.values, strict=False)
             }
         output.logprobs.append(known)
 
@@ -495,9 +690,10 @@ class SglangDialect(VllmDialect):
     def _server_facts(self, server: sglang_pb.GetServerInfoResponse) -> dict[str, Any]:
         running_max = server.server_args.fields["max_running_requests"].number_value
         version = f"SGLang {server.sglang_version}"
-        return {"version": version, "running_sequence_count_max": int(running_max)}
+        running_max = known_count(running_max, TOKENS_MAX)  # the field may hold no number
+        return {"version": version, "running_sequence_count_max": running_max}
 
-    def generate(self, request_id: str, choice: Choice) -> Any:
+    def generate(self, request_id: str, choice: Choice) -> GrpcCall:
         """Implement `Dialect.generate`. Stop sequences are not sent."""
         sampling = choice.request.generation.sampling
         # All are set, since the zeros of the message are other values than the defaults.
@@ -510,17 +706,16 @@ class SglangDialect(VllmDialect):
             logit_bias={str(token_id): bias for token_id, bias in sampling.logit_bias},
         )
         _constrain(params, choice)
-        return self._stub.Generate(
-            sglang_pb.GenerateRequest(
-                request_id=request_id,
-                tokenized=self._tokenized(choice.sent_token_ids),
-                sampling_params=params,
-                return_logprob=sampling.top_logprobs is not None,
-                logprob_start_len=-1,
-                top_logprobs_num=sampling.top_logprobs or 0,
-                stream=True,
-            )
+        request = sglang_pb.GenerateRequest(
+            request_id=request_id,
+            tokenized=self._tokenized(choice.sent_token_ids),
+            sampling_params=params,
+            return_logprob=sampling.top_logprobs is not None,
+            logprob_start_len=-1,
+            top_logprobs_num=sampling.top_logprobs or 0,
+            stream=True,
         )
+        return self._call_generate(request, choice)
 
     abort = Dialect.abort  # the service's own call leaves the output without an end
 

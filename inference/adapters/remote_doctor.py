@@ -158,7 +158,7 @@ async def abort(patient: Patient) -> tuple[Verdict, str]:
     """Does an abort during the output end it as cancelled?"""
     request_id = f"weir-doctor-{uuid.uuid4().hex}"
     choice = Choice(
-        Request(0, patient.request(LONG), frozenset(), 0.0), 0, 0, patient.decoder.open()
+        Request(0, patient.request(LONG), frozenset(), 0.0, None), 0, 0, patient.decoder.open()
     )
     call = patient.dialect.generate(request_id, choice)
     output = Output()

@@ -19,6 +19,7 @@ from typing import Any
 
 import grpc
 
+from common.incidents import Retries
 from inference.adapters.remote_connection import Introduction, Link, read_remote_encoder
 from inference.adapters.remote_dialects import OVERLOAD_WAIT_S, Dialect, ServerUnfit, engine_error
 from inference.adapters.remote_engine import ConnectionWatch
@@ -145,6 +146,9 @@ class RemoteEncoder(BackendLife):
             text.fail(error)
         except grpc.aio.AioRpcError as error:
             text.fail(engine_error(error, "text", f"inputs[{text.index}]"))
+        except Exception as error:  # an answer that cannot be read; the other texts go on
+            Retries("engine").failed(error)
+            text.fail(EngineFailed(f"an answer of the engine cannot be read: {error!r:.200}"))
         else:
             self._text_count += 1
             self._token_count += len(text.token_ids)

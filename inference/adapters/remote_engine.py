@@ -34,9 +34,11 @@ from inference.adapters.external_core import (
     Output,
     OutsideCore,
     StallWatch,
+    odd_answers_failing,
 )
 from inference.adapters.remote_connection import DIALECTS, Examination, Link
 from inference.adapters.remote_dialects import (
+    BLOCK_TOKENS_MAX,
     SHARES,
     Dialect,
     ServerFacts,
@@ -150,6 +152,7 @@ class RemoteEngine(EngineLife):
                 RemoteAnswers, dialect, tasks, None if self._may_reuse(dialect) else self._link.end
             ),
             decoder=GivenTextDecoder() if has_no_ids else self._decoder,
+            vocabulary_size=None if has_no_ids else self._model.vocabulary_size,
             # Without token ids, only the server knows which token ended an output.
             model_end_token_ids=frozenset() if has_no_ids else self._end_token_ids,
             limits=replace(self._limits, running_sequence_count_max=running_max),
@@ -249,28 +252,34 @@ class RemoteAnswers:
 
     async def read(self) -> AsyncGenerator[Answer, None]:
         output = Output()
-        try:
-            async for message in self._call:
-                cached_token_count = self._dialect.take(message, self._choice, output)
-                # A larger count is invalid and is rejected below.
-                sent_count = len(self._choice.sent_token_ids)
-                if self._unfit is not None and 0 < cached_token_count <= sent_count:
-                    # The server did not share prefixes on connecting, and does now: data of another
-                    # tenant may have been used.
-                    self._unfit(SHARES)
-                    raise EngineFailed(
-                        "the server reused cached prefixes, which are not separated by tenant"
-                    )
-                if not self._dialect.counts_cached_first:
-                    cached_token_count = 0
-                yield Answer(output, cached_token_count)
-                if output.finish_reason is not None:
-                    await self._await_end()
-                    return
-        except grpc.aio.AioRpcError as error:
-            raise engine_error(error, "request", has_begun=self._choice.token_count > 0) from error
-        finally:
-            self._call.cancel()
+        with odd_answers_failing():
+            try:
+                async for message in self._call:
+                    before_count = len(output.token_ids)
+                    cached_token_count = self._dialect.take(message, self._choice, output)
+                    if len(output.token_ids) > before_count:
+                        self._call.progressed()
+                    yield Answer(output, self._checked(cached_token_count))
+                    if output.finish_reason is not None:
+                        await self._await_end()
+                        return
+            except grpc.aio.AioRpcError as error:
+                has_begun = self._choice.token_count > 0
+                raise engine_error(error, "request", has_begun=has_begun) from error
+            finally:
+                self._call.cancel()
+
+    def _checked(self, cached_token_count: int) -> int:
+        """Return the cached prompt tokens for the bill. Raises: EngineFailed."""
+        # A larger count is invalid and is rejected by the core.
+        if self._unfit is not None and 0 < cached_token_count <= len(self._choice.sent_token_ids):
+            # The server did not share prefixes on connecting, and does now: data of another tenant
+            # may have been used.
+            self._unfit(SHARES)
+            raise EngineFailed(
+                "the server reused cached prefixes, which are not separated by tenant"
+            )
+        return cached_token_count if self._dialect.counts_cached_first else 0
 
     def abort(self) -> None:
         self._tasks.create_task(self._send_abort())
@@ -332,7 +341,8 @@ class ConnectionWatch:
 
 STALL_LOOK_S = 0.5
 EVENTS_AGAIN_S = 30.0  # seconds until a subscription that ended is renewed
-BLOCKS_MAX = 4 << 20  # index size above that of any server's cache: its event stream is broken
+BLOCKS_MAX = 1 << 18  # of the index, some 250 MB; a larger cache is known by its events no more
+BLOCKS_AT_ONCE = 256  # of events, applied before other tasks run: 5 ms
 
 
 class Upkeep(ConnectionWatch):
@@ -357,7 +367,10 @@ class Upkeep(ConnectionWatch):
         self._block_tokens = block_tokens
         self._stalled = stalled
         self._stalls = StallWatch(
-            core, self._settings.first_token_timeout_s, self._settings.inter_token_timeout_s
+            core,
+            self._settings.first_token_timeout_s,
+            self._settings.inter_token_timeout_s,
+            abort_frees=True,  # closing the call ends it
         )
         self._last_sequence_number: int | None = None
         self._retries = Retries("cache_events")
@@ -413,7 +426,8 @@ class Upkeep(ConnectionWatch):
             try:
                 async for batch in self.dialect.kv_batches():
                     try:
-                        self.take(batch)
+                        for _ in self.take(batch):
+                            await asyncio.sleep(0)
                     # Invalid events must not end the requests on the connection.
                     except Exception as error:
                         self._retries.failed(error, str(self._settings.target))
@@ -431,8 +445,8 @@ class Upkeep(ConnectionWatch):
             self._forget()
             await asyncio.sleep(EVENTS_AGAIN_S)
 
-    def take(self, batch: common_pb2.KvEventBatch) -> None:
-        """Apply a batch of events; discard the index after a gap."""
+    def take(self, batch: common_pb2.KvEventBatch) -> Iterator[None]:
+        """Apply a batch of events in steps; discard the index after a gap."""
         if batch.HasField("load"):
             total = batch.load.max_total_num_tokens
             if total:
@@ -447,30 +461,42 @@ class Upkeep(ConnectionWatch):
         elif number != last + 1:
             self._forget()
         self._last_sequence_number = number
+        count = 0
         for event in batch.events:
             match event.WhichOneof("data"):
                 case "stored":
-                    self._take_stored(event.stored)
+                    yield from self._take_stored(event.stored)
                 case "removed" if _on_device(event.removed):
-                    self.blocks.apply(KvCacheChange(False, [], list(event.removed.block_hashes)))
+                    hashes = event.removed.block_hashes
+                    for first in range(0, len(hashes), BLOCKS_AT_ONCE):
+                        gone = list(hashes[first : first + BLOCKS_AT_ONCE])
+                        self.blocks.apply(KvCacheChange(False, [], gone))
+                        yield
                 case "cleared":
                     self.blocks.clear()
                     self.knows_all_blocks = True
-        if len(self.blocks) > BLOCKS_MAX:
-            self._forget()
+            count += 1
+            if count % BLOCKS_AT_ONCE == 0:
+                yield
 
-    def _take_stored(self, stored: common_pb2.KvBlocksStored) -> None:
+    def _take_stored(self, stored: common_pb2.KvBlocksStored) -> Iterator[None]:
         if (
             not _on_device(stored)
             or stored.lora_name
             or stored.kv_cache_spec_kind not in ("", "full_attention")
         ):
             return
-        parent, found = stored.parent_block_hash, []
-        for block in stored.blocks:
-            found.append((parent, block.block_hash, list(block.token_ids)))
+        parent = stored.parent_block_hash
+        for index, block in enumerate(stored.blocks, 1):
+            if len(block.token_ids) > BLOCK_TOKENS_MAX or len(self.blocks) >= BLOCKS_MAX:
+                self._forget()
+                return
+            self.blocks.apply(
+                KvCacheChange(False, [(parent, block.block_hash, list(block.token_ids))], [])
+            )
             parent = block.block_hash
-        self.blocks.apply(KvCacheChange(False, found, []))
+            if index % BLOCKS_AT_ONCE == 0:
+                yield
 
     def _forget(self) -> None:
         self.blocks.clear()

@@ -13,6 +13,9 @@ shows it.
 
 Servers without token ids: outputs are counted from the usage, if possible of each message. Without
 it, a message with text counts as one token until the last message, whose usage is final.
+
+Answers are read in small pieces: uncompressed, without redirects, at most `message_bytes_max` bytes
+from one new token to the next, so that no answer holds the event loop or grows in memory.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import contextlib
 import hashlib
 import random
 import re
+import socket
 import ssl
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
@@ -30,17 +34,27 @@ from typing import Any
 import aiohttp
 import grpc
 import msgspec
+from aiohttp.http import HttpProcessingError
 
 from inference.adapters.external_core import Choice, Output
 from inference.adapters.remote_dialects import (
+    FACTS_BYTES_MAX,
+    FIELDS,
     LOGIT_BIAS_MAX,
+    MESSAGE_BYTES_BASE,
+    SAID_CHARS_MAX,
+    SMALL_ANSWER_BYTES_MAX,
+    WIRE_NAMES,
     Dialect,
     ServerFacts,
     ServerUnfit,
     check_end,
     check_length,
     check_prompt_count,
+    check_room,
     finish_reason,
+    message_bytes_max,
+    said,
     sampling_fields,
     wire_seed,
 )
@@ -53,7 +67,11 @@ from inference.text.detokenizer import GivenText
 
 # Shorter than the idle time of servers (uvicorn: 5 s), which would close a reused connection.
 KEEPALIVE_S = 2.0
-LINE_BYTES_MAX = 64 << 20  # bytes: the first message repeats the prompt
+# Of the kernel's buffer, and so of the bytes that are parsed at once: 6 bytes may be one chunk.
+RECEIVE_BYTES = 32 << 10
+PIECE_BYTES = 16 << 10  # parsed before other tasks run: 2,000 messages of 8 bytes take 5 ms
+HEADERS_MAX, HEADER_BYTES_MAX = 64, 8190
+TOKEN_ID_DIGITS_MAX = 10
 PRIORITY_MAX = 2**53  # exact in every JSON reader
 TOP_LOGPROBS = (20, 5)  # limits to try: vLLM's default, OpenAI's
 PROBE_PROMPT_TOKENS = 16
@@ -107,16 +125,6 @@ _CODES = {
     429: grpc.StatusCode.RESOURCE_EXHAUSTED,
     503: grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
-# Names of the fields in a request of completions.
-_NAMES = {field: field.rpartition(".")[2] for field in RequestField} | {
-    RequestField.TOP_LOGPROBS: "logprobs",
-    RequestField.MIN_OUTPUT_TOKENS: "min_tokens",
-}
-_FIELDS: dict[str | None, str] = {
-    **{name: field.value for field, name in _NAMES.items()},
-    "max_tokens": "max_output_tokens",
-    "structured_outputs": "response_format",
-}
 
 
 class HttpFailure(grpc.aio.AioRpcError):
@@ -142,6 +150,7 @@ class _Part(msgspec.Struct):
     token_ids: list[int] | None = None
     logprobs: _Logprobs | None = None
     finish_reason: str | None = None
+    index: int = 0
 
 
 class _Details(msgspec.Struct):
@@ -172,19 +181,26 @@ class _Extension(msgspec.Struct):
     completion_token_ids: list[int] | None = None
 
 
+class _Reason(msgspec.Struct):
+    type: str
+
+
 class _Meta(msgspec.Struct):
     """State of an output of `/generate`. finish_reason: a word, or a mapping with its `type`."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int | None = None
-    finish_reason: str | dict[str, Any] | None = None
+    finish_reason: str | _Reason | None = None
 
 
-class _Message(msgspec.Struct):
-    """Event of a stream, or an error response. text, output_ids, meta_info: of `/generate`."""
+class _Event(msgspec.Struct):
+    """Event of a stream, or an error response. text, output_ids, meta_info: of `/generate`.
 
-    choices: list[_Part] = []
+    choices: undecoded, since thousands would take as many objects.
+    """
+
+    choices: list[msgspec.Raw] = []
     usage: _Usage | None = None
     error: _Problem | None = None
     nvext: _Extension | None = None
@@ -192,15 +208,12 @@ class _Message(msgspec.Struct):
     output_ids: list[int] = []
     meta_info: _Meta | None = None
 
-    def __post_init__(self) -> None:
-        if self.nvext is not None and self.choices:
-            self.choices[0].token_ids = self.nvext.completion_token_ids
-        if (meta := self.meta_info) is not None:
-            reason = meta.finish_reason
-            reason = reason.get("type") if isinstance(reason, dict) else reason
-            self.choices = [_Part(self.text, self.output_ids, None, reason)]
-            details = _Details(meta.cached_tokens)
-            self.usage = _Usage(meta.prompt_tokens, meta.completion_tokens, details)
+
+class _Message(msgspec.Struct):
+    """New output of a request, with its usage if known."""
+
+    part: _Part
+    usage: _Usage | None = None
 
 
 class _Card(msgspec.Struct):
@@ -215,20 +228,49 @@ class _Cards(msgspec.Struct):
     data: list[_Card]
 
 
-_MESSAGES = msgspec.json.Decoder(_Message)
+_EVENTS = msgspec.json.Decoder(_Event)
+_PARTS = msgspec.json.Decoder(_Part)
+# JSON that is not as expected; nested too deeply; text that is not UTF-8.
+_INVALID = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
 
 
 def _failure(status: int, body: bytes) -> HttpFailure:
     try:
-        problem = _MESSAGES.decode(body).error
-    except msgspec.MsgspecError:
+        problem = _EVENTS.decode(body).error
+    except _INVALID:
         problem = None
-    problem = problem or _Problem(body[:500].decode(errors="replace"))
+    problem = problem or _Problem(body[:SAID_CHARS_MAX].decode(errors="replace"))
     return HttpFailure(
         _CODES.get(status, grpc.StatusCode.INTERNAL),
-        f"HTTP {status}: {problem.message}",
-        _FIELDS.get(problem.param),
+        f"HTTP {status}: {problem.message[:SAID_CHARS_MAX]}",
+        FIELDS.get(problem.param or ""),
     )
+
+
+def _check_encoding(response: aiohttp.ClientResponse) -> None:
+    """Raise HttpFailure for a compressed answer: a few bytes of it may become gigabytes."""
+    encoding = response.headers.get("Content-Encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        raise HttpFailure(
+            grpc.StatusCode.INTERNAL,
+            f"the answer has Content-Encoding {said(encoding)}, but identity was asked for: turn"
+            " compression off on the server or its proxy",
+        )
+
+
+async def _beginning(
+    response: aiohttp.ClientResponse, timeout_s: float, bytes_max: int = SMALL_ANSWER_BYTES_MAX
+) -> bytes:
+    """Return the body of an answer, or what came in time, up to `bytes_max` and a piece more."""
+    _check_encoding(response)
+    body = bytearray()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            async for piece in response.content.iter_any():
+                body += piece
+                if len(body) > bytes_max:
+                    break
+    return bytes(body)
 
 
 @contextlib.asynccontextmanager
@@ -245,10 +287,23 @@ async def open_session(settings: RemoteSettings) -> AsyncIterator[aiohttp.Client
             raise ServerUnfit(f"a certificate file cannot be read: {error}") from error
     async with aiohttp.ClientSession(
         f"{target.service.value.removeprefix('openai+')}://{target.address}",
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S, ssl=context),
+        connector=aiohttp.TCPConnector(
+            limit=0, keepalive_timeout=KEEPALIVE_S, ssl=context, socket_factory=_small_socket
+        ),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=settings.call_timeout_s),
+        headers={"Accept-Encoding": "identity"},
+        auto_decompress=False,
+        max_headers=HEADERS_MAX,
+        max_field_size=HEADER_BYTES_MAX,
+        cookie_jar=aiohttp.DummyCookieJar(),
     ) as session:
         yield session
+
+
+def _small_socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    opened = socket.socket(*address[:3])
+    opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BYTES)
+    return opened
 
 
 class HttpDialect(Dialect):
@@ -293,21 +348,23 @@ class HttpDialect(Dialect):
         status, body = await self._get("/health")
         if status < 400 or status == 404:
             return None
-        return f"HTTP {status} {body[:200].decode(errors='replace')}".rstrip()
+        return f"HTTP {status}: {said(body)}"
 
     async def facts(self) -> ServerFacts:
-        status, body = await self._get("/v1/models")
+        status, body = await self._get("/v1/models", FACTS_BYTES_MAX)
         if status != 200:
             raise _failure(status, body)
+        if len(body) > FACTS_BYTES_MAX:
+            raise ServerUnfit(f"the server's list of models exceeds {FACTS_BYTES_MAX} bytes")
         try:
             cards = {card.id: card for card in msgspec.json.decode(body, type=_Cards).data}
-        except msgspec.MsgspecError as error:
+        except _INVALID as error:
             raise ServerUnfit(f"the server's list of models is invalid: {error}") from error
         if self._model not in cards:
             raise ServerUnfit(
-                f"the server serves {', '.join(sorted(cards)) or 'no model'}, not {self._model}:"
-                f" add the name to the address, as in {self._settings.target.service.value}://"
-                f"{self._settings.target.address}/{next(iter(cards), 'model')}"
+                f"the server serves {said(', '.join(sorted(cards)) or 'no model')}, not"
+                f" {self._model}: add the name to the address, as in"
+                f" {self._settings.target.service.value}://{self._settings.target.address}/MODEL"
             )
         card = cards[self._model]
         base = cards.get(card.parent or "", card)
@@ -319,7 +376,7 @@ class HttpDialect(Dialect):
 
     def generate(self, request_id: str, choice: Choice) -> HttpCall:
         """Implement `Dialect.generate`. Stop sequences are not sent."""
-        return HttpCall(self, request_id, self._body(choice))
+        return HttpCall(self, request_id, self._body(choice), message_bytes_max(choice))
 
     def take(self, messages: list[_Message], choice: Choice, output: Output) -> int:
         """Implement `Dialect.take`: tokens that arrive together are reported together."""
@@ -328,14 +385,17 @@ class HttpDialect(Dialect):
         return self._take(messages[-1], choice, output)
 
     def _take(self, message: _Message, choice: Choice, output: Output) -> int:
-        part, usage = message.choices[0], message.usage
+        part, usage = message.part, message.usage
         if not self._id_fields:
             _count(message, choice, output)
         elif part.token_ids is None and part.text:
             raise EngineFailed("the engine sent text without token ids")
         else:
+            check_room(choice, output, len(part.token_ids or ()))
             output.token_ids += part.token_ids or ()
         if part.logprobs is not None:
+            if len(output.logprobs) + len(part.logprobs.tokens) > choice.token_count_max:
+                raise EngineFailed("the engine sent more log-probabilities than tokens")
             output.logprobs += _known(part.logprobs)
         if part.finish_reason is None:
             return 0
@@ -367,15 +427,22 @@ class HttpDialect(Dialect):
             **self._options,
         )
 
+    async def refusal(self, response: aiohttp.ClientResponse) -> HttpFailure:
+        """Return the failure that an answer without output describes."""
+        body = await _beginning(response, self._settings.call_timeout_s)
+        return _failure(response.status, body)
+
     def suspect(self) -> None:
         """Check the server now, since a connection broke."""
         self._suspected.set()
 
-    async def _get(self, path: str) -> tuple[int, bytes]:
+    async def _get(self, path: str, bytes_max: int = SMALL_ANSWER_BYTES_MAX) -> tuple[int, bytes]:
         timeout = aiohttp.ClientTimeout(total=self._settings.call_timeout_s)
         try:
             async with self._session.get(path, timeout=timeout, **self._options) as response:
-                return response.status, await response.read()
+                return response.status, await _beginning(
+                    response, self._settings.call_timeout_s, bytes_max
+                )
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise HttpFailure(grpc.StatusCode.UNAVAILABLE, f"{path}: {error!r}") from error
 
@@ -402,7 +469,7 @@ class HttpDialect(Dialect):
         if sampling.top_logprobs is not None:
             fields["logprobs"] = sampling.top_logprobs
             body["return_tokens_as_token_ids"] = True
-        missing = {_NAMES[field] for field in self.capabilities.unsupported}
+        missing = {WIRE_NAMES[field] for field in self.capabilities.unsupported}
         body |= {name: value for name, value in fields.items() if name not in missing}
         if request.response_format is not None:
             kind = request.response_format.kind
@@ -468,7 +535,7 @@ class HttpDialect(Dialect):
                 if self._path == COMPLETIONS or is_full:
                     raise
                 continue  # the server has no such path
-            if found is not None and found.choices[0].token_ids:
+            if found is not None and found.part.token_ids:
                 break
         else:
             self._path, self._id_fields = COMPLETIONS, {}
@@ -489,14 +556,19 @@ class HttpDialect(Dialect):
         token_ids, logprobs = list[int](), _Logprobs([], [])
         whole, usage = _Part("", token_ids, logprobs), None
         call = HttpCall(
-            self, f"weir-probe-{uuid.uuid4().hex}", self._base(prompt, max_tokens) | fields
+            self,
+            f"weir-probe-{uuid.uuid4().hex}",
+            self._base(prompt, max_tokens) | fields,
+            MESSAGE_BYTES_BASE,
         )
         try:
             async for messages in call:
                 for message in messages:
-                    part, usage = message.choices[0], message.usage
+                    part, usage = message.part, message.usage
                     whole.text += part.text
                     token_ids += part.token_ids or ()
+                    if len(token_ids) > max_tokens or len(whole.text) > MESSAGE_BYTES_BASE:
+                        raise ServerUnfit("the server sent more output than a probe asked for")
                     whole.finish_reason = part.finish_reason
                     if part.logprobs is not None:
                         logprobs.tokens += part.logprobs.tokens
@@ -506,15 +578,14 @@ class HttpDialect(Dialect):
             return None
         finally:
             call.cancel()
-        return _Message([whole], usage)
+        return _Message(whole, usage)
 
     async def _output(self, prompt: tuple[int, ...], **fields: Any) -> list[int] | None:
         """Return token ids, or else characters; None if the server refuses the request."""
         found = await self._try(prompt, **fields)
         if found is None:
             return None
-        part = found.choices[0]
-        return part.token_ids if self._id_fields else [*map(ord, part.text)]
+        return found.part.token_ids if self._id_fields else [*map(ord, found.part.text)]
 
     async def _accepts(self, prompt: tuple[int, ...], **fields: Any) -> bool:
         return await self._try(prompt, **fields) is not None
@@ -549,7 +620,7 @@ class HttpDialect(Dialect):
             found = await self._try(prompt, logprobs=count, return_tokens_as_token_ids=True)
             if found is None:
                 continue
-            part = found.choices[0]
+            part = found.part
             assert part.logprobs is not None, "set by _try"
             if part.logprobs.tokens == [f"token_id:{each}" for each in part.token_ids or ()]:
                 return count
@@ -569,9 +640,9 @@ class HttpDialect(Dialect):
         precede it.
         """
         found = await self._try(prompt, GUIDED_TOKENS, structured_outputs=guide)
-        if found is None or found.choices[0].finish_reason != "stop":
+        if found is None or found.part.finish_reason != "stop":
             return False
-        return bool(re.search(f"{expected}$", found.choices[0].text))
+        return bool(re.search(f"{expected}$", found.part.text))
 
 
 def _generate_body(body: dict[str, Any]) -> dict[str, Any]:
@@ -585,7 +656,7 @@ def _generate_body(body: dict[str, Any]) -> dict[str, Any]:
 
 def _count(message: _Message, choice: Choice, output: Output) -> None:
     """Add the text and the tokens of a message without token ids. Raises: EngineFailed."""
-    part, usage = message.choices[0], message.usage
+    part, usage = message.part, message.usage
     limit, before = choice.token_count_max, len(output.token_ids)
     count = before + bool(part.text) if usage is None else usage.completion_tokens
     if part.finish_reason is None:
@@ -602,7 +673,8 @@ def _count(message: _Message, choice: Choice, output: Output) -> None:
 def _token_id(text: str) -> int:
     """Parse `token_id:ID`. Raises: EngineFailed."""
     name, _, digits = text.partition(":")
-    if name != "token_id" or not digits.isdecimal():
+    is_number = digits.isascii() and digits.isdecimal() and len(digits) <= TOKEN_ID_DIGITS_MAX
+    if name != "token_id" or not is_number:
         raise EngineFailed("the engine reported log-probabilities without token ids")
     return int(digits)
 
@@ -628,9 +700,13 @@ class HttpCall:
     Raises HttpFailure while it is iterated. After `cancel` it ends as aborted.
     """
 
-    def __init__(self, dialect: HttpDialect, request_id: str, body: dict[str, Any]) -> None:
+    def __init__(
+        self, dialect: HttpDialect, request_id: str, body: dict[str, Any], bytes_max: int
+    ) -> None:
+        """bytes_max: of the answer, from the beginning or one `progressed` to the next."""
         self._dialect = dialect
         self._request_id = request_id
+        self._bytes_max = self._bytes_left = bytes_max
         self._opening: asyncio.Timeout | None = None  # while the response has not begun
         self._response: aiohttp.ClientResponse | None = None
         self._is_cancelled = False
@@ -638,6 +714,10 @@ class HttpCall:
 
     def __aiter__(self) -> AsyncGenerator[list[_Message], None]:
         return self._messages
+
+    def progressed(self) -> None:
+        """Implement `AnswerCall.progressed`."""
+        self._bytes_left = self._bytes_max
 
     def cancel(self) -> None:
         """Close the connection, which aborts the output on the server. Idempotent."""
@@ -648,45 +728,59 @@ class HttpCall:
         if self._response is not None:
             self._response.close()
 
-    async def _open(self, body: dict[str, Any]) -> None:
+    async def _open(self, body: dict[str, Any]) -> aiohttp.ClientResponse:
         try:
             async with asyncio.timeout(None) as self._opening:
                 self._response = await self._dialect.post(self._request_id, body)
+                if self._response.status != 200:
+                    raise await self._dialect.refusal(self._response)
+                _check_encoding(self._response)
+                return self._response
         finally:
             self._opening = None
 
     async def _read(self, body: dict[str, Any]) -> AsyncGenerator[list[_Message], None]:
-        aborted = [_Message([_Part(finish_reason="abort")])]
+        aborted = [_Message(_Part(finish_reason="abort"))]
         try:
-            if not self._is_cancelled:
-                await self._open(body)
             if self._is_cancelled:
                 yield aborted
                 return
-            assert self._response is not None
-            if self._response.status != 200:
-                raise _failure(self._response.status, await self._response.read())
-            events = _Events()
-            async for piece in self._response.content.iter_any():
-                messages = events.read(piece)
-                # Without ids, a stop sequence is found in the message of its last token only.
-                step = 1 if self._dialect.capabilities.counts_from_usage else max(len(messages), 1)
-                for first in range(0, len(messages), step):
-                    if self._is_cancelled:
-                        yield aborted
-                        return
-                    yield messages[first : first + step]
-                if events.failure is not None:
-                    raise events.failure
-            if not events.is_done:
+            response, events = await self._open(body), _Events()
+            async for received in response.content.iter_any():
+                for first in range(0, len(received), PIECE_BYTES):
+                    if first:
+                        await asyncio.sleep(0)  # one long piece does not hold up other streams
+                    piece = received[first : first + PIECE_BYTES]
+                    self._bytes_left -= len(piece)
+                    messages = events.read(piece)
+                    # Without ids, a stop sequence is found in the message of its last token only.
+                    each = self._dialect.capabilities.counts_from_usage
+                    step = 1 if each else max(len(messages), 1)
+                    for first_message in range(0, len(messages), step):
+                        if self._is_cancelled:
+                            yield aborted
+                            return
+                        yield messages[first_message : first_message + step]
+                    if events.failure is not None:
+                        raise events.failure
+                    if self._bytes_left < 0:
+                        if events.is_done:
+                            return
+                        raise HttpFailure(
+                            grpc.StatusCode.INTERNAL,
+                            f"more than {self._bytes_max} bytes without a new token",
+                        )
+            if self._is_cancelled:
+                yield aborted
+            elif not events.is_done:
                 raise aiohttp.ClientPayloadError("the stream ended before its last message")
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+        except (aiohttp.ClientError, HttpProcessingError, OSError, TimeoutError) as error:
             if self._is_cancelled:
                 yield aborted
                 return
             self._dialect.suspect()
             raise HttpFailure(grpc.StatusCode.UNAVAILABLE, repr(error)) from error
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except _INVALID as error:
             raise HttpFailure(grpc.StatusCode.INTERNAL, f"invalid message: {error}") from error
         finally:
             self.cancel()
@@ -702,15 +796,21 @@ class _Events:
     def __init__(self) -> None:
         self.failure: Exception | None = None
         self.is_done = False
-        self._rest = b""  # incomplete line
+        self._rest: list[bytes] = []  # pieces of an incomplete line
         self._last: _Message | None = None
         self._usage: _Usage | None = None
         self._sent_count = 0
 
     def read(self, piece: bytes) -> list[_Message]:
-        """Return the messages that this piece of the stream completes."""
-        *lines, self._rest = (self._rest + piece).split(b"\n")
-        messages = []
+        """Return the messages that this piece of the stream completes. Looks at each byte once."""
+        messages: list[_Message] = []
+        begun, *lines = piece.split(b"\n")
+        if not self.is_done:
+            self._rest.append(begun)
+        if not lines:
+            return messages
+        lines.insert(0, b"".join(self._rest))
+        self._rest = [lines.pop()]
         try:
             for line in lines:
                 # After the end, reading goes on so that the connection can be used again.
@@ -718,9 +818,7 @@ class _Events:
                     continue
                 if (message := self._message(line[5:].strip())) is not None:
                     messages.append(message)
-            if len(self._rest) > LINE_BYTES_MAX:
-                raise HttpFailure(grpc.StatusCode.INTERNAL, f"line over {LINE_BYTES_MAX} bytes")
-        except (HttpFailure, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except (HttpFailure, *_INVALID) as error:
             self.failure = error
         return messages
 
@@ -731,20 +829,32 @@ class _Events:
                 last.usage = self._usage
                 self.is_done = True
             return last
-        message = _MESSAGES.decode(payload)
-        if message.error is not None:
-            code = message.error.code
+        event = _EVENTS.decode(payload)
+        if event.error is not None:
+            code = event.error.code
             raise _failure(code if isinstance(code, int) else 500, payload)
-        self._usage = message.usage or self._usage
-        if not message.choices:
-            return None
+        if (meta := event.meta_info) is not None:
+            cached = _Details(meta.cached_tokens)
+            self._usage = _Usage(meta.prompt_tokens, meta.completion_tokens, cached)
+            # The last message repeats ids, and SGLang may repeat all.
+            new_count = meta.completion_tokens - self._sent_count
+            token_ids = event.output_ids[-new_count:] if new_count > 0 else []
+            self._sent_count += len(token_ids)
+            reason = meta.finish_reason
+            reason = reason.type if isinstance(reason, _Reason) else reason
+            part = _Part(event.text, token_ids, None, reason)
+        else:
+            self._usage = event.usage or self._usage
+            if not event.choices:
+                return None
+            part = _PARTS.decode(event.choices[0])
+            if len(event.choices) > 1 or part.index != 0:
+                raise HttpFailure(grpc.StatusCode.INTERNAL, "several outputs of a request for one")
+            if event.nvext is not None:
+                part.token_ids = event.nvext.completion_token_ids
         if last is not None:
             raise HttpFailure(grpc.StatusCode.INTERNAL, "output after the finish reason")
-        part = message.choices[0]
-        if message.meta_info is not None:  # the last message repeats ids, and SGLang may repeat all
-            new_count = message.meta_info.completion_tokens - self._sent_count
-            part.token_ids = message.output_ids[-new_count:] if new_count > 0 else []
-            self._sent_count += len(part.token_ids)
+        message = _Message(part, event.usage or (self._usage if meta is not None else None))
         if part.finish_reason is None:
             return message
         self._last = message

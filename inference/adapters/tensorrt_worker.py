@@ -111,6 +111,7 @@ class TensorRtHost:
                     tokenizer.special_token_ids,
                     str(directory / "tokenizer.json"),
                 ),
+                vocabulary_size=self._load.vocabulary_size,
                 model_end_token_ids=self._load.end_token_ids,
                 # After a complete text the library's grammar allows only the tokenizer's end token.
                 format_end_token_ids=frozenset(
@@ -296,6 +297,8 @@ class TensorRtAnswers:
     async def read(self) -> AsyncGenerator[Answer, None]:
         try:
             async for response in self._result:
+                if len(response.outputs) != 1:
+                    raise EngineFailed(f"the engine sent {len(response.outputs)} outputs for one")
                 yield Answer(response.outputs[0], response.cached_tokens)
         except self._library.RequestError as error:
             raise EngineFailed(f"the engine ended the sequence: {error}") from error

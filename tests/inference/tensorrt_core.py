@@ -144,6 +144,7 @@ async def core_world(
                 decoder=TextDecoder(
                     tokenizer.backend, tokenizer.special_token_ids, "tokenizer.json"
                 ),
+                vocabulary_size=config.vocabulary_size,
                 model_end_token_ids=config.end_token_ids,
                 limits=limits,
                 handling=chosen,

@@ -104,7 +104,7 @@ class RecordingStub:
 
 def choice_of(request: GenerationRequest, decoder: TextDecoder) -> Choice:
     ends = frozenset() if request.stop.ignore_eos else frozenset({2, 6})
-    made = Request(1, request, ends | request.stop.stop_token_ids, 0.0)
+    made = Request(1, request, ends | request.stop.stop_token_ids, 0.0, None)
     return Choice(made, 0, choice_seed(request.sampling.seed or 0, 0), decoder.open())
 
 

@@ -81,6 +81,7 @@ class World:
         self.core = OutsideCore(
             self.submit,
             decoder=TextDecoder(tokenizer.backend, tokenizer.special_token_ids, "tokenizer.json"),
+            vocabulary_size=checkpoint.vocabulary_size,
             model_end_token_ids=frozenset({END}),
             format_end_token_ids=frozenset({FORMAT_END}),
             limits=EngineLimits(

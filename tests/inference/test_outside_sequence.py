@@ -14,7 +14,7 @@ from tests.inference.running import make_core, make_request
 def test_a_cancelled_sequence_was_begun_if_the_engine_had_it(
     tiny: TinyCheckpoint, submitted_at_s: float | None
 ) -> None:
-    request = Request(1, make_request((30, 31, 32), 5), frozenset({2}), 0.0, submitted_at_s)
+    request = Request(1, make_request((30, 31, 32), 5), frozenset({2}), 0.0, 4096, submitted_at_s)
     choice = Choice(request, 0, 1, make_core(tiny.directory)._decoder.open())
     request.choices = [choice]
     choice.ended = EngineFinishReason.CANCELLED

@@ -1,0 +1,264 @@
+"""Growth of processor time with the size of an input, and the longest block of an event loop.
+
+`check_growth` runs a call at sizes n and 2n and fails if its time more than doubles. `LoopWatch`
+measures the longest block of the running event loop: processor time of one callback, or processor
+time of another thread while the loop could not run, because that thread held the interpreter.
+`longest_hold` measures the same for one call in a thread. All figures are processor time, the least
+of several runs, so other programs on the machine do not change them.
+
+Garbage collection is set as in an api process: objects of the test run are not walked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from api.__main__ import COLLECT_AFTER, SWITCH_INTERVAL_S
+
+GROWTH_MAX = 2.3  # time of twice the input, in times of the input
+BLOCK_MAX_S = 0.020  # of the event loop by Python code of one callback
+HOLD_MAX_S = 0.050  # of the interpreter by one call of a library in C
+RUNS_MIN = 2  # since a disturbed first run could hide growth
+RUNS_MAX = 6  # of a measurement that exceeds its limit
+SHORT_S = 0.002  # below it, fixed costs and the clock decide
+BEAT_S = 0.001
+
+Call = Callable[[], object]
+Prepare = Callable[[int], Call]  # from a size to the call on an input of that size
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """Processor seconds of a call with an input, and with one of twice the size."""
+
+    one_s: float
+    two_s: float
+
+    @property
+    def ratio(self) -> float:
+        return self.two_s / max(self.one_s, SHORT_S / GROWTH_MAX)
+
+    @property
+    def is_linear(self) -> bool:
+        return self.two_s <= SHORT_S or self.ratio <= GROWTH_MAX
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Longest time without a turn for other threads, and the code that ran."""
+
+    seconds: float
+    where: str
+
+
+@contextlib.contextmanager
+def as_in_service() -> Iterator[None]:
+    """Set garbage collection and the switch interval as an api process does."""
+    threshold, interval = gc.get_threshold(), sys.getswitchinterval()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*COLLECT_AFTER)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(interval)
+        gc.set_threshold(*threshold)
+        gc.unfreeze()
+
+
+def cpu_s(call: Call) -> float:
+    """Return the processor seconds of one call on this thread. Its errors count as answers."""
+    began_at = time.thread_time()
+    with contextlib.suppress(Exception):
+        call()
+    return time.thread_time() - began_at
+
+
+def growth(prepare: Prepare, size: int) -> Growth:
+    """Measure a call at a size and at twice the size, until it is linear or a few times."""
+    one, two = prepare(size), prepare(2 * size)
+    found = Growth(cpu_s(one), cpu_s(two))
+    for run in range(2, RUNS_MAX + 1):
+        if found.is_linear and run > RUNS_MIN:
+            break
+        found = Growth(min(found.one_s, cpu_s(one)), min(found.two_s, cpu_s(two)))
+    return found
+
+
+def check_growth(name: str, prepare: Prepare, size: int) -> None:
+    """Fail if the time of a call grows faster than its input."""
+    found = growth(prepare, size)
+    assert found.is_linear, (
+        f"{name}: {found.one_s * 1e3:.1f} ms for {size}, {found.two_s * 1e3:.1f} ms for {2 * size}"
+    )
+
+
+def check_hold(name: str, call: Call, seconds_max: float = HOLD_MAX_S) -> None:
+    """Fail if a call in a thread keeps others from running for too long."""
+    found = longest_hold(call)
+    for _ in range(RUNS_MAX - 1):
+        if found.seconds <= seconds_max:
+            return
+        found = min(found, longest_hold(call), key=lambda hold: hold.seconds)
+    assert found.seconds <= seconds_max, (
+        f"{name} kept the interpreter for {found.seconds * 1e3:.1f} ms near {found.where};"
+        f" longest stretch: {longest_stretch(call)}"
+    )
+
+
+def longest_hold(call: Call) -> Hold:
+    """Run a call in a thread; return the longest time in which this thread had no turn."""
+
+    def run() -> None:
+        started.set()
+        with contextlib.suppress(Exception):
+            call()
+
+    started = threading.Event()
+    worker = threading.Thread(target=run)
+    worker.start()
+    started.wait()
+    found = Hold(0.0, "nothing")
+    seen_s = 0.0
+    while worker.is_alive():
+        worker.join(BEAT_S)
+        if (now_s := thread_cpu_s(worker)) is None:
+            break
+        found = max(found, Hold(now_s - seen_s, place_of(worker)), key=lambda hold: hold.seconds)
+        seen_s = now_s
+    worker.join()
+    return found
+
+
+def longest_stretch(call: Call) -> str:
+    """Return the place and time of the longest stretch of a call without another call in Python."""
+    before, longest = (time.thread_time(), "the beginning"), (0.0, "")
+
+    def profile(frame: Any, event: str, function: Any) -> None:
+        nonlocal before, longest
+        now_s = time.thread_time()
+        longest = max(longest, (now_s - before[0], before[1]))
+        what = repr(function) if event.startswith("c_") else event
+        before = time.thread_time(), f"{frame.f_code.co_qualname}:{frame.f_lineno} {what}"
+
+    sys.setprofile(profile)
+    try:
+        with contextlib.suppress(Exception):
+            call()
+    finally:
+        sys.setprofile(None)
+    return f"{longest[1]}, {longest[0] * 1e3:.1f} ms"
+
+
+def thread_cpu_s(thread: threading.Thread) -> float | None:
+    """Return the processor seconds of another thread; None if it has ended."""
+    if thread.ident is None or not thread.is_alive():
+        return None
+    try:
+        return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
+    except (OSError, OverflowError):
+        return None
+
+
+def place_of(thread: threading.Thread) -> str:
+    """Return the function that a thread runs, with its line."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    if frame is None:
+        return "the end of the thread"
+    return f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{frame.f_lineno})"
+
+
+class LoopWatch:
+    """Longest block of the event loop of this thread while the context is open.
+
+    A step of a task or a callback counts with its processor time. Threads whose name begins with
+    one of `threads` count with the processor time that they used between two turns of the loop: a
+    thread that gives up the interpreter lets the loop have its turn.
+    """
+
+    def __init__(self, *threads: str) -> None:
+        """threads: beginnings of the names of threads that work for the loop."""
+        self._threads = threads
+        self._seen: dict[threading.Thread, float] = {}
+        self.longest = Hold(0.0, "nothing")
+        self.steps = 0
+
+    def __enter__(self) -> LoopWatch:
+        self._service = as_in_service()
+        self._service.__enter__()
+        self._loop_thread = threading.get_ident()
+        self._run = asyncio.events.Handle._run
+        watch, run = self, self._run
+
+        def timed(handle: asyncio.Handle) -> None:
+            if threading.get_ident() != watch._loop_thread:
+                run(handle)
+                return
+            began_at = time.thread_time()
+            name = name_of(handle)
+            run(handle)
+            watch._note(Hold(time.thread_time() - began_at, name))
+
+        self._look_at_threads()
+        self.longest = Hold(0.0, "nothing")
+        asyncio.events.Handle._run = timed  # type: ignore[assignment, method-assign]
+        self._beat = asyncio.get_running_loop().call_soon(self._look)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._beat.cancel()
+        self._look_at_threads()
+        asyncio.events.Handle._run = self._run  # type: ignore[method-assign]
+        self._service.__exit__(None, None, None)
+
+    def restart(self) -> None:
+        """Forget what was measured so far."""
+        self._look_at_threads()
+        self.longest = Hold(0.0, "nothing")
+
+    def _note(self, hold: Hold) -> None:
+        self.steps += 1
+        if hold.seconds > self.longest.seconds:
+            self.longest = hold
+
+    def _look(self) -> None:
+        self._look_at_threads()
+        self._beat = asyncio.get_running_loop().call_later(BEAT_S, self._look)
+
+    def _look_at_threads(self) -> None:
+        for thread in threading.enumerate():
+            if thread.name.startswith(self._threads) and self._threads:
+                if (now_s := thread_cpu_s(thread)) is None:
+                    continue
+                used_s = now_s - self._seen.get(thread, 0.0)
+                self._seen[thread] = now_s
+                self._note(Hold(used_s, place_of(thread)))
+
+
+def name_of(handle: Any) -> str:
+    """Return the name of a callback, or of the coroutines whose task it steps."""
+    callback = handle._callback
+    task = getattr(callback, "__self__", None)
+    if not isinstance(task, asyncio.Task):
+        return str(getattr(callback, "__qualname__", callback))
+    names: list[str] = []
+    coroutine: Any = task.get_coro()
+    while (name := getattr(coroutine, "__qualname__", None)) is not None:
+        names.append(str(name))
+        coroutine = getattr(coroutine, "cr_await", None)
+    return " > ".join(names)
