@@ -27,7 +27,7 @@ from typing import Protocol, TypeAlias
 import msgspec
 
 from inference.capabilities import Capabilities
-from inference.errors import EngineError
+from inference.errors import EngineError, EngineStartFailed, EngineUnavailable
 from inference.sequences import (
     BeamSearchParams,
     ChoiceFinished,
@@ -195,7 +195,8 @@ class EngineCondition:
     LOADING includes reloading after a restart; RESTARTING is the delay before it. FAILED requires
     an operator: the checkpoint is unusable, and nothing is retried. loading_fraction: 0 to 1, 1
     when READY. loading_stage: part being loaded, one word. retry_after_s: estimated time until
-    READY. reason: why it is not READY. starts_on_demand: COLD or LOADING by design; calling `start`
+    READY. reason: why it is not READY. told: the same for clients, if `reason` is for operators,
+    see `EngineError`. starts_on_demand: COLD or LOADING by design; calling `start`
     makes it ready. kernels: what an embedded engine computes with: the instruction set of the
     native kernels; `torch` without them, several times slower; `cuda`; `simulated`. Empty if
     unknown.
@@ -208,6 +209,15 @@ class EngineCondition:
     reason: str = ""
     starts_on_demand: bool = False
     kernels: str = ""
+    told: str = ""
+
+    def fault(self, retry_after_s: float, subject: str = "the engine") -> EngineError:
+        """Return the error for a request that it refuses: it is not READY."""
+        if self.state is EngineState.FAILED:
+            return EngineStartFailed(self.reason).telling(self.told)
+        is_so = f"{subject} is {self.state.value}"
+        error = EngineUnavailable(f"{is_so}: {self.reason}", retry_after_s)
+        return error.telling(self.told and f"{is_so}: {self.told}")
 
 
 class Backend(Protocol):

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Self
 
 
 class EngineError(Exception):
-    """Base of all engine errors. `reason` is machine-readable; attributes carry the facts."""
+    """Base of all engine errors. `reason` is machine-readable; attributes carry the facts.
+
+    told: the message for clients, if the error's own is for operators: it may repeat what a server
+    or a library said, or name an address.
+    """
 
     reason = "ENGINE_FAILED"
+    told = ""
+
+    def telling(self, told: str) -> Self:
+        """Set `told`, and return the error."""
+        self.told = told
+        return self
 
 
 class EngineStartFailed(EngineError):

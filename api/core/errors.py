@@ -792,7 +792,7 @@ def status_of(error: BaseException) -> status_pb2.Status:
         reason=reason, domain=ERROR_DOMAIN, metadata=metadata_of(error)
     )
     details: list[Message] = [info, *details_of(error)]
-    return pack(code, str(error), details)
+    return pack(code, getattr(error, "told", "") or str(error), details)
 
 
 def internal_status(error: BaseException) -> status_pb2.Status:

@@ -765,6 +765,6 @@ async def wait_until_ready(backend: Backend, model: str, wait_s: float) -> None:
         condition = backend.condition()
         raise EngineStartFailed(
             f"the engine of model {model!r} is still not ready:"
-            f" {condition.reason or condition.state.value}",
+            f" {condition.told or condition.reason or condition.state.value}",
             max(condition.retry_after_s, RETRY_S_MIN),
         ) from None

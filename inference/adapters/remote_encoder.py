@@ -23,7 +23,7 @@ from common.incidents import Retries
 from inference.adapters.remote_connection import Introduction, Link, read_remote_encoder
 from inference.adapters.remote_dialects import OVERLOAD_WAIT_S, Dialect, ServerUnfit, engine_error
 from inference.adapters.remote_engine import ConnectionWatch
-from inference.adapters.remote_settings import RemoteSettings
+from inference.adapters.remote_settings import TOLD_LOSS, RemoteSettings
 from inference.engine import EmbeddingRequest, Embeddings, EngineStatistics, Vector
 from inference.errors import EngineError, EngineFailed, EngineOverloaded
 from inference.limits import embedding_fault
@@ -62,6 +62,8 @@ class _Text:
 
 class RemoteEncoder(BackendLife):
     """Implement `Encoder` with a server of `trtllm-serve --grpc` or `vllm serve --grpc`."""
+
+    told_loss = TOLD_LOSS
 
     def __init__(self, settings: RemoteSettings) -> None:
         """Read the checkpoint's small files; does not connect. Raises: CheckpointInvalid."""

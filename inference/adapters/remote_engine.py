@@ -46,7 +46,7 @@ from inference.adapters.remote_dialects import (
     block_counts,
     engine_error,
 )
-from inference.adapters.remote_settings import RemoteSettings, Service, handling
+from inference.adapters.remote_settings import TOLD_LOSS, RemoteSettings, Service, handling
 from inference.checkpoint.checkpoint import read_external_model
 from inference.engine import EngineStatistics, GenerationRequest, SequenceEvent, Tell
 from inference.errors import EngineError, EngineFailed, RequestImpossible
@@ -65,6 +65,8 @@ DEFAULT_BLOCK_TOKENS = dict.fromkeys(Service, 16) | {Service.TRTLLM: 32}
 
 class RemoteEngine(EngineLife):
     """Implement `Engine` with a server: `trtllm-serve --grpc`, `vllm serve`."""
+
+    told_loss = TOLD_LOSS
 
     def __init__(self, settings: RemoteSettings) -> None:
         """Read the checkpoint's configuration and tokenizer; does not connect.
@@ -461,8 +463,7 @@ class Upkeep(ConnectionWatch):
         elif number != last + 1:
             self._forget()
         self._last_sequence_number = number
-        count = 0
-        for event in batch.events:
+        for count, event in enumerate(batch.events, 1):
             match event.WhichOneof("data"):
                 case "stored":
                     yield from self._take_stored(event.stored)
@@ -475,7 +476,6 @@ class Upkeep(ConnectionWatch):
                 case "cleared":
                     self.blocks.clear()
                     self.knows_all_blocks = True
-            count += 1
             if count % BLOCKS_AT_ONCE == 0:
                 yield
 

@@ -68,7 +68,7 @@ from inference.text.detokenizer import GivenText
 # Shorter than the idle time of servers (uvicorn: 5 s), which would close a reused connection.
 KEEPALIVE_S = 2.0
 # Of the kernel's buffer, and so of the bytes that are parsed at once: 6 bytes may be one chunk.
-RECEIVE_BYTES = 32 << 10
+RECEIVE_BYTES = 16 << 10
 PIECE_BYTES = 16 << 10  # parsed before other tasks run: 2,000 messages of 8 bytes take 5 ms
 HEADERS_MAX, HEADER_BYTES_MAX = 64, 8190
 TOKEN_ID_DIGITS_MAX = 10
@@ -779,7 +779,8 @@ class HttpCall:
                 yield aborted
                 return
             self._dialect.suspect()
-            raise HttpFailure(grpc.StatusCode.UNAVAILABLE, repr(error)) from error
+            details = f"{type(error).__name__}: {error}"
+            raise HttpFailure(grpc.StatusCode.UNAVAILABLE, details) from error
         except _INVALID as error:
             raise HttpFailure(grpc.StatusCode.INTERNAL, f"invalid message: {error}") from error
         finally:

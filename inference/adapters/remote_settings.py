@@ -23,6 +23,10 @@ class Service(StrEnum):
         return self in (Service.OPENAI_HTTP, Service.OPENAI_HTTPS)
 
 
+# What clients are told about a server that cannot be used: the reason may name addresses.
+TOLD_LOSS = "its server cannot be used now; operators find the reason in the log"
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """One server. address: host:port. model: name of the model on an HTTP server, if it is not the

@@ -53,6 +53,8 @@ def load_message(settings: TensorRtSettings) -> tuple[ModelInfo, LoadTensorRt]:
 class TensorRtEngine(HostedEngine):
     """One model on TensorRT-LLM, on one or more GPUs of this machine."""
 
+    told_loss = "TensorRT-LLM has failed; operators find the reason in the log"
+
     def __init__(self, settings: TensorRtSettings) -> None:
         """Read the checkpoint's configuration; starts no process.
 

@@ -61,10 +61,13 @@ class SlotTerms:
 
 @dataclass(frozen=True, slots=True)
 class _Fault:
-    """Reason why the engine cannot start, and the time until which it is not retried."""
+    """Why the engine cannot start, and the time until which it is not retried. told: see
+    `EngineError`.
+    """
 
     reason: str
     until_s: float
+    told: str
 
 
 class OnDemandSlot(Generic[Served]):
@@ -167,7 +170,9 @@ class OnDemandSlot(Generic[Served]):
             return EngineCondition(EngineState.CLOSED, reason="closed")
         if (fault := self._current_fault()) is not None:
             wait_s = fault.until_s - self._clock()
-            return EngineCondition(EngineState.FAILED, retry_after_s=wait_s, reason=fault.reason)
+            return EngineCondition(
+                EngineState.FAILED, retry_after_s=wait_s, reason=fault.reason, told=fault.told
+            )
         engine = self._running()
         if engine is None:
             return replace(self._without_engine(), starts_on_demand=not self._terms.keep_warm)
@@ -262,7 +267,7 @@ class OnDemandSlot(Generic[Served]):
             await engine.start()
         except EngineStartFailed as error:
             if engine.condition().state is EngineState.FAILED:
-                self._fail(str(error))
+                self._fail(str(error), error.told)
         except EngineUnavailable:
             pass  # closed while it loaded
         else:
@@ -278,7 +283,8 @@ class OnDemandSlot(Generic[Served]):
             if self._closed:
                 raise EngineUnavailable("the engine is closed", retry_after_s=0.0)
             if (fault := self._current_fault()) is not None:
-                raise EngineStartFailed(fault.reason, fault.until_s - self._clock())
+                failed = EngineStartFailed(fault.reason, fault.until_s - self._clock())
+                raise failed.telling(fault.told)
             engine = self._running()
             if engine is None:
                 self._notify()  # so that `serve` starts an engine
@@ -289,7 +295,7 @@ class OnDemandSlot(Generic[Served]):
                     await engine.start()
             except (EngineStartFailed, EngineUnavailable) as error:
                 if engine.condition().state is EngineState.FAILED:
-                    self._fail(str(error))
+                    self._fail(str(error), error.told)
                 elif self._running() is engine:
                     raise  # temporary: the engine retries by itself
             else:
@@ -352,11 +358,11 @@ class OnDemandSlot(Generic[Served]):
             self._fault = None
         return self._fault
 
-    def _fail(self, reason: str) -> None:
+    def _fail(self, reason: str, told: str = "") -> None:
         """Report a permanent fault to all requests and release the memory."""
         if self._current_fault() is None:
             _log.error("engine %s cannot be started: %s", self.name, reason)
-            self._fault = _Fault(reason, self._clock() + FAULT_KEPT_S)
+            self._fault = _Fault(reason, self._clock() + FAULT_KEPT_S, told)
         self._stop()
 
     def _stop(self) -> None:
@@ -408,10 +414,7 @@ class OnDemandEngine(OnDemandSlot[Engine]):
         """Implement `Engine.submit`. Does not start a cold slot: `start` does."""
         if (engine := self._running()) is None:
             condition = self.condition()
-            raise EngineUnavailable(
-                f"the engine is {condition.state.value}: {condition.reason}",
-                condition.retry_after_s,
-            )
+            raise condition.fault(condition.retry_after_s)
         sequence = SlotSequence(self, engine.submit(request, tell))
         self.begin_use()
         return sequence

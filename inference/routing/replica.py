@@ -12,7 +12,7 @@ import msgspec
 
 from common.backoff import Backoff
 from inference.engine import Engine, EngineCondition, EngineState, EngineStatistics
-from inference.errors import EngineError, EngineStartFailed, EngineUnavailable
+from inference.errors import EngineError, EngineUnavailable
 from inference.kv_blocks import KV_BLOCK_TOKENS, block_hashes
 
 
@@ -346,14 +346,12 @@ def best_condition(conditions: Collection[EngineCondition], warm_count: int) -> 
 def unavailable(conditions: Collection[EngineCondition], replica_count: int) -> EngineError:
     """Return the error for a request that no replica takes. conditions: as in `best_condition`."""
     best = best_condition(conditions, warm_count=0)
-    if best.state is EngineState.FAILED:
-        return EngineStartFailed(best.reason)
     wait_s = min(
         (each.retry_after_s for each in conditions if each.state is best.state),
         default=best.retry_after_s,
     )
     which = "no replica takes requests; the first" if replica_count > 1 else "the engine"
-    return EngineUnavailable(f"{which} is {best.state.value}: {best.reason}", wait_s)
+    return best.fault(wait_s, which)
 
 
 def all_drained(replica_count: int) -> EngineUnavailable:

@@ -14,7 +14,7 @@ import math
 import signal
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from common.backoff import Backoff
@@ -86,7 +86,12 @@ _CLOSED = EngineCondition(EngineState.CLOSED, reason="closed")
 
 
 class BackendLife(ABC):
-    """One model on a backend that is restarted when lost. Implements `Backend`."""
+    """One model on a backend that is restarted when lost. Implements `Backend`.
+
+    told_loss: what clients are told instead of the reason of a loss, see `EngineError`.
+    """
+
+    told_loss = ""
 
     def __init__(self, model: ModelInfo, waits: LifeWaits) -> None:
         """Start nothing; `serve` does."""
@@ -131,10 +136,12 @@ class BackendLife(ABC):
         while self._condition.state is not EngineState.READY:
             if self._condition.state is EngineState.CLOSED:
                 raise EngineUnavailable("the engine is closed", retry_after_s=0.0)
-            if self._condition.state is EngineState.FAILED:
-                raise EngineStartFailed(self._condition.reason)
+            condition = self._condition
+            if condition.state is EngineState.FAILED:
+                raise condition.fault(0.0)
             if self._load_failure_count > failures_before:
-                raise EngineStartFailed(self._condition.reason, self._condition.retry_after_s)
+                failed = EngineStartFailed(condition.reason, condition.retry_after_s)
+                raise failed.telling(condition.told)
             await self._changed.wait()
 
     async def close(self) -> None:
@@ -211,13 +218,8 @@ class BackendLife(ABC):
     def _check_ready(self) -> None:
         """Raise EngineStartFailed if the engine has FAILED, EngineUnavailable unless READY."""
         condition = self.condition()
-        if condition.state is EngineState.FAILED:
-            raise EngineStartFailed(condition.reason)
         if condition.state is not EngineState.READY:
-            raise EngineUnavailable(
-                f"the engine is {condition.state.value}: {condition.reason}",
-                condition.retry_after_s,
-            )
+            raise condition.fault(condition.retry_after_s)
 
     def _now_ready(self, loading_time_s: float, kernels: str = "") -> None:
         """Set the engine READY."""
@@ -233,7 +235,10 @@ class BackendLife(ABC):
         if self._condition.state is not EngineState.FAILED:
             self._set_condition(
                 EngineCondition(
-                    EngineState.RESTARTING, retry_after_s=self._load_time_s, reason=reason
+                    EngineState.RESTARTING,
+                    retry_after_s=self._load_time_s,
+                    reason=reason,
+                    told=self.told_loss,
                 )
             )
         if not self._close_requested.is_set():
@@ -243,13 +248,8 @@ class BackendLife(ABC):
 
     async def _pause(self, delay_s: float) -> None:
         """Wait before the next start; a close ends the wait."""
-        self._set_condition(
-            EngineCondition(
-                EngineState.RESTARTING,
-                retry_after_s=delay_s + self._load_time_s,
-                reason=self._condition.reason,
-            )
-        )
+        retry_after_s = delay_s + self._load_time_s
+        self._set_condition(replace(self._condition, retry_after_s=retry_after_s))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(delay_s):
                 await self._close_requested.wait()
@@ -287,12 +287,14 @@ class BackendLife(ABC):
     def cannot_start(self, reason: str) -> None:
         """Set the condition FAILED, since a retry would not help."""
         self._load_failure_count += 1
-        self._set_condition(EngineCondition(EngineState.FAILED, reason=reason))
+        self._set_condition(EngineCondition(EngineState.FAILED, reason=reason, told=self.told_loss))
 
     def _loss(self, reason: str) -> EngineError:
         """Return the error for a caller that will not get an answer."""
         closed = self._condition.state is EngineState.CLOSED
-        return EngineUnavailable(reason, retry_after_s=0.0) if closed else EngineFailed(reason)
+        if closed:
+            return EngineUnavailable("the engine was closed", retry_after_s=0.0)
+        return EngineFailed(reason)
 
     def _set_condition(self, condition: EngineCondition) -> None:
         if self._condition.state is EngineState.CLOSED:

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import grpc
 import msgspec
@@ -382,6 +382,7 @@ class Response:
     """A response whose body has arrived."""
 
     status = 200
+    headers: ClassVar[dict[str, str]] = {}
 
     def __init__(self, *events: str) -> None:
         self.content = Content(*events)
@@ -407,13 +408,13 @@ class Posting:
 
 
 async def test_a_cancelled_output_ends_before_messages_that_have_arrived() -> None:
-    call = HttpCall(cast(Any, Posting(TOKEN, TOKEN, END, USAGE, "[DONE]")), "a", {})
+    call = HttpCall(cast(Any, Posting(TOKEN, TOKEN, END, USAGE, "[DONE]")), "a", {}, 1 << 20)
     messages = aiter(call)
 
     [first] = await anext(messages)
-    assert first.choices[0].token_ids == [5]
+    assert first.part.token_ids == [5]
     call.cancel()
-    assert [each.choices[0].finish_reason async for [each] in messages] == ["abort"]
+    assert [each.part.finish_reason async for [each] in messages] == ["abort"]
 
 
 def read(*events: str) -> tuple[list[Any], _Events]:
@@ -425,8 +426,8 @@ def read(*events: str) -> tuple[list[Any], _Events]:
 def test_the_last_message_has_the_usage() -> None:
     [first, last], reader = read(TOKEN, END, USAGE, "[DONE]")
 
-    assert (first.choices[0].token_ids, first.usage) == ([5], None)
-    assert (last.choices[0].finish_reason, last.usage.completion_tokens) == ("length", 2)
+    assert (first.part.token_ids, first.usage) == ([5], None)
+    assert (last.part.finish_reason, last.usage.completion_tokens) == ("length", 2)
     assert reader.is_done
 
 
@@ -435,7 +436,7 @@ def test_messages_that_arrive_together_are_read_together_also_before_an_invalid_
 
     messages = reader.read(b"".join(pieces(TOKEN, TOKEN, "{")))
 
-    assert [each.choices[0].token_ids for each in messages] == [[5], [5]]
+    assert [each.part.token_ids for each in messages] == [[5], [5]]
     assert isinstance(reader.failure, msgspec.DecodeError)
 
 
@@ -445,7 +446,7 @@ async def test_a_stream_that_breaks_off_or_goes_on_after_its_end_fails() -> None
         assert (len(messages), reader.is_done) == (1, False)
         posting = Posting(*events)
         with pytest.raises(HttpFailure, match="ended before its last message"):
-            _ = [each async for each in HttpCall(cast(Any, posting), "a", {})]
+            _ = [each async for each in HttpCall(cast(Any, posting), "a", {}, 1 << 20)]
         assert posting.is_suspected
     _, reader = read(END, TOKEN, "[DONE]")
     assert "after the finish reason" in str(reader.failure)
@@ -453,6 +454,8 @@ async def test_a_stream_that_breaks_off_or_goes_on_after_its_end_fails() -> None
         with pytest.raises(HttpFailure) as failed:
             _ = [
                 each
-                async for each in HttpCall(cast(Any, Posting(TOKEN, failing, "[DONE]")), "a", {})
+                async for each in HttpCall(
+                    cast(Any, Posting(TOKEN, failing, "[DONE]")), "a", {}, 1 << 20
+                )
             ]
         assert failed.value.code() is grpc.StatusCode.INTERNAL

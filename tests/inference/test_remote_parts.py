@@ -231,55 +231,64 @@ def stored(
     )
 
 
+def apply(upkeep: Upkeep, *batches: common_pb2.KvEventBatch) -> None:
+    """Apply batches of events, with all their steps."""
+    for each in batches:
+        for _ in upkeep.take(each):
+            pass
+
+
 def test_cache_events_from_the_beginning_tell_all(upkeep: Upkeep) -> None:
-    upkeep.take(batch(1, stored(11, [1, 2, 3, 4]), stored(12, [5, 6, 7, 8], parent=11)))
+    apply(upkeep, batch(1, stored(11, [1, 2, 3, 4]), stored(12, [5, 6, 7, 8], parent=11)))
     assert upkeep.knows_all_blocks
     assert upkeep.blocks.matched_token_count([1, 2, 3, 4, 5, 6, 7, 8, 9]) == 8
 
-    upkeep.take(
-        batch(2, common_pb2.KvCacheEvent(removed=common_pb2.KvBlocksRemoved(block_hashes=[12])))
+    apply(
+        upkeep,
+        batch(2, common_pb2.KvCacheEvent(removed=common_pb2.KvBlocksRemoved(block_hashes=[12]))),
     )
     assert upkeep.blocks.matched_token_count([1, 2, 3, 4, 5, 6, 7, 8, 9]) == 4
 
-    upkeep.take(batch(3, common_pb2.KvCacheEvent(cleared=common_pb2.KvCacheCleared())))
+    apply(upkeep, batch(3, common_pb2.KvCacheEvent(cleared=common_pb2.KvCacheCleared())))
     assert len(upkeep.blocks) == 0
     assert upkeep.knows_all_blocks
 
 
 def test_a_lost_event_makes_all_doubtful_until_the_cache_is_cleared(upkeep: Upkeep) -> None:
-    upkeep.take(batch(1, stored(11, [1, 2, 3, 4])))
-    upkeep.take(batch(3, stored(13, [9, 9, 9, 9])))
+    apply(upkeep, batch(1, stored(11, [1, 2, 3, 4])))
+    apply(upkeep, batch(3, stored(13, [9, 9, 9, 9])))
     assert not upkeep.knows_all_blocks
     assert upkeep.blocks.matched_token_count([1, 2, 3, 4, 5]) == 0
 
-    upkeep.take(batch(4, common_pb2.KvCacheEvent(cleared=common_pb2.KvCacheCleared())))
+    apply(upkeep, batch(4, common_pb2.KvCacheEvent(cleared=common_pb2.KvCacheCleared())))
     assert upkeep.knows_all_blocks
 
 
 def test_events_of_a_server_that_was_there_before_do_not_tell_all(upkeep: Upkeep) -> None:
-    upkeep.take(batch(500, stored(11, [1, 2, 3, 4])))
+    apply(upkeep, batch(500, stored(11, [1, 2, 3, 4])))
 
     assert not upkeep.knows_all_blocks
 
 
 def test_blocks_elsewhere_and_of_adapters_are_not_counted(upkeep: Upkeep) -> None:
-    upkeep.take(
+    apply(
+        upkeep,
         batch(
             1,
             stored(11, [1, 2, 3, 4], tier=common_pb2.KV_CACHE_TIER_HOST),
             stored(12, [1, 2, 3, 4], lora_name="tuned"),
             stored(13, [1, 2, 3, 4], kv_cache_spec_kind="sliding_window"),
-        )
+        ),
     )
 
     assert len(upkeep.blocks) == 0
 
 
 def test_load_records_between_events_are_no_events(upkeep: Upkeep) -> None:
-    upkeep.take(batch(1, stored(11, [1, 2, 3, 4])))
+    apply(upkeep, batch(1, stored(11, [1, 2, 3, 4])))
     record = common_pb2.EngineLoad(load_only=True, token_usage=0.25, max_total_num_tokens=400)
-    upkeep.take(batch(1, load=record))
-    upkeep.take(batch(2, stored(12, [5, 6, 7, 8], parent=11)))
+    apply(upkeep, batch(1, load=record))
+    apply(upkeep, batch(2, stored(12, [5, 6, 7, 8], parent=11)))
 
     assert upkeep.knows_all_blocks
     told = upkeep.core.reported
