@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import gzip
 import itertools
 import json
@@ -405,7 +406,7 @@ async def complete(http: web.Request) -> web.StreamResponse:
         index = next(http.app["rotation"]) % len(ALL)
     elif tuple(answer.prompt[: len(MARK)]) == MARK:
         index = answer.prompt[len(MARK)] - FORM_BASE
-    try:
+    with contextlib.suppress(ConnectionError):
         if index >= 0:
             found = await list(ALL.values())[index](answer)
             if isinstance(found, web.StreamResponse):
@@ -413,19 +414,26 @@ async def complete(http: web.Request) -> web.StreamResponse:
         else:
             await answer.tokens(answer.count, pause_s=0.0 if is_probe else TOKEN_S)
             await answer.finish()
-    except ConnectionError:
-        pass
     return answer._response
 
 
-async def models(http: web.Request) -> web.Response:
+async def models(http: web.Request) -> web.StreamResponse:
     """List the model."""
+    if http.app["health"]:
+        return await healthy(http)
     return web.json_response({"data": [{"id": "tiny", "max_model_len": http.app["window"]}]})
 
 
-async def healthy(_: web.Request) -> web.Response:
+async def healthy(http: web.Request) -> web.StreamResponse:
     """Report health."""
-    return web.Response()
+    if not http.app["health"]:
+        return web.Response()
+    answer = Answer(http, {"prompt": [1], "max_tokens": 5}, http.app["style"])
+    with contextlib.suppress(ConnectionError):
+        found = await ALL[http.app["health"]](answer)
+        if isinstance(found, web.StreamResponse):
+            return found
+    return answer._response
 
 
 async def serve(options: argparse.Namespace) -> None:
@@ -433,7 +441,7 @@ async def serve(options: argparse.Namespace) -> None:
     app = web.Application(client_max_size=1 << 26)
     app.update({"style": options.style, "rotates": options.rotate})
     app.update({"vocabulary": options.vocabulary, "window": options.window})
-    app["rotation"] = itertools.count()
+    app.update({"health": options.health, "rotation": itertools.count()})
     app.router.add_get("/health", healthy)
     app.router.add_get("/v1/models", models)
     app.router.add_post("/v1/completions", complete)
@@ -453,6 +461,7 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=4096)
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--rotate", action="store_true")
+    parser.add_argument("--health", choices=ALL, help="form of answers about health and models")
     asyncio.run(serve(parser.parse_args()))
 
 

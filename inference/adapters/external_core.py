@@ -339,14 +339,16 @@ def odd_answers_failing() -> Iterator[None]:
         raise EngineFailed(f"an answer of the engine cannot be read: {error!r:.200}") from error
 
 
-def check_token_ids(token_ids: Iterable[int], vocabulary_size: int | None) -> None:
+def check_token_ids(token_ids: Iterable[Any], vocabulary_size: int | None) -> None:
     """Raise EngineFailed for an id outside the vocabulary; None: ids are not the engine's."""
     for token_id in token_ids if vocabulary_size is not None else ():
         # bool is an int, and a float may equal one
         if type(token_id) is not int or not 0 <= token_id < (vocabulary_size or 0):
+            # The text of a number of thousands of digits raises ValueError.
+            is_short = isinstance(token_id, int) and abs(token_id) < 1 << 64
             raise EngineFailed(
-                f"the engine sent token {token_id!r:.40}, its ids go from 0 to"
-                f" {(vocabulary_size or 0) - 1}"
+                f"the engine sent {token_id if is_short else type(token_id).__name__} as a token of"
+                f" a vocabulary of {vocabulary_size}"
             )
 
 

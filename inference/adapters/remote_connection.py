@@ -44,15 +44,15 @@ from inference.errors import EngineError
 from inference.text.detokenizer import TextDecoder
 
 Use = Callable[[Dialect, asyncio.TaskGroup], contextlib.AbstractContextManager[None]]
-# Bytes: the last message of a long answer with log-probabilities. Each call has a bound of its own.
-MESSAGE_BYTES_MAX = 64 << 20
+# Bytes of a message, which is copied by one call in C: gRPC's own default; for the last message of
+# TensorRT-LLM, which repeats an answer with its log-probabilities. Each call has a lower bound.
+MESSAGE_BYTES_MAX, WHOLE_ANSWER_BYTES_MAX = 4 << 20, 16 << 20
 METADATA_BYTES_MAX = 16 << 10
 
 # Library defaults unsuitable for engines are off: HTTP proxy and automatic retries. No keepalive
 # pings: a server that does not expect them closes the connection; the health poll replaces them.
 _OPTIONS: list[tuple[str, int | str]] = [
-    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
-    ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.max_send_message_length", 64 << 20),  # a prompt of ten million tokens
     ("grpc.max_metadata_size", METADATA_BYTES_MAX),
     ("grpc.absolute_max_metadata_size", METADATA_BYTES_MAX),
     # Nothing is decompressed: some bytes may become gigabytes. Identity only, as a bit set.
@@ -78,10 +78,13 @@ def credentials(tls: TlsFiles) -> grpc.ChannelCredentials:
 
 def open_channel(target: Target, tls: TlsFiles | None, api: Any = grpc.aio) -> Any:
     """Open a channel on the running event loop. api: `grpc` to block. Raises: ServerUnfit."""
+    bytes_max = WHOLE_ANSWER_BYTES_MAX if target.service is Service.TRTLLM else MESSAGE_BYTES_MAX
+    options = [*_OPTIONS, ("grpc.max_receive_message_length", bytes_max)]
     if tls is None:
-        return api.insecure_channel(target.address, options=_OPTIONS)
-    name = [("grpc.ssl_target_name_override", tls.server_name)] if tls.server_name else []
-    return api.secure_channel(target.address, credentials(tls), options=[*_OPTIONS, *name])
+        return api.insecure_channel(target.address, options=options)
+    if tls.server_name:
+        options.append(("grpc.ssl_target_name_override", tls.server_name))
+    return api.secure_channel(target.address, credentials(tls), options=options)
 
 
 BUNDLE_BYTES_MAX = 64 << 20  # bytes: several times the largest tokenizer that is in use

@@ -61,31 +61,33 @@ SHARES = (
 
 OVERLOAD_WAIT_S = 1.0  # the services send no retry delay when they are full
 
-# Bounds of answers in bytes. A message may repeat the prompt, and all output so far as text and as
-# token ids, with escapes; log-probabilities name a token by some 50 characters.
+# Bounds of answers in bytes. One call in C decodes a message, so that they also bound the time
+# without a turn for other streams: 30 ms for 2 MiB of numbers, the costliest content.
 SMALL_ANSWER_BYTES_MAX = 64 << 10  # errors, health, loads
 FACTS_BYTES_MAX = 1 << 20  # names of all models and adapters; settings of the server
 VECTOR_BYTES_MAX = 256 << 10  # 64 Ki floats
 EVENTS_BYTES_MAX = 4 << 20  # blocks of a prompt of a million tokens; a chunk of a file
+MESSAGE_BYTES_BASE = 256 << 10  # thousands of tokens that arrive together
+LOGPROBS_BYTES = 768 << 10  # the same for tokens with 20 log-probabilities of 50 bytes
+PROMPT_TOKEN_BYTES = 12  # a message may repeat the prompt as ids of 7 digits
+OUTPUT_TOKEN_BYTES = 16  # some messages repeat the output, as ids and as text
 EMPTY_MESSAGE_BYTES = 64  # that a message counts for beside its content: some 50 us
-MESSAGE_BYTES_BASE = 256 << 10
-PROMPT_TOKEN_BYTES = 12
-OUTPUT_TOKEN_BYTES = 64
 TOKENS_MAX = 1 << 40  # above every real count of tokens
 BLOCK_TOKENS_MAX = 4096
 SAID_CHARS_MAX = 300  # of a server's text, in the log
 _log = logging.getLogger("weir.inference.adapters")
 
 
-def message_bytes_max(choice: Choice) -> int:
+def message_bytes_max(choice: Choice, *, repeats_output: bool) -> int:
     """Return the bytes that an answer may need for one message, or between two new tokens."""
     top_count = choice.request.generation.sampling.top_logprobs
-    shown_count = 1 if top_count is None else top_count + 3
-    return (
-        MESSAGE_BYTES_BASE
-        + PROMPT_TOKEN_BYTES * len(choice.sent_token_ids)
-        + OUTPUT_TOKEN_BYTES * choice.token_count_max * shown_count
-    )
+    bytes_max = MESSAGE_BYTES_BASE + PROMPT_TOKEN_BYTES * len(choice.sent_token_ids)
+    if top_count is not None:
+        bytes_max += LOGPROBS_BYTES
+    if repeats_output:
+        shown_count = 1 if top_count is None else top_count + 2
+        bytes_max += OUTPUT_TOKEN_BYTES * choice.token_count_max * shown_count
+    return bytes_max
 
 
 def said(text: str | bytes | None) -> str:
@@ -133,6 +135,7 @@ class Dialect(ABC):
     # the bill: the prompt then counts as uncached.
     counts_cached_first = True
     salt_count = 2  # salts of a probe for shared prefixes
+    repeats_output = False  # whether a message may hold all output so far
     capabilities: Capabilities
 
     @abstractmethod
@@ -241,7 +244,8 @@ class GrpcDialect(Dialect):
 
     def _call_generate(self, request: Any, choice: Choice) -> GrpcCall:
         kind = self.messages.GenerateResponse
-        return GrpcCall(self._generate(request), kind, message_bytes_max(choice))
+        bytes_max = message_bytes_max(choice, repeats_output=self.repeats_output)
+        return GrpcCall(self._generate(request), kind, bytes_max)
 
     def _tokenized(self, token_ids: tuple[int, ...]) -> Any:
         return self.messages.TokenizedInput(**{self.ids_field: token_ids})
@@ -381,6 +385,8 @@ FIELDS = {name: field.value for field, name in WIRE_NAMES.items()} | {
     "min_new_tokens": RequestField.MIN_OUTPUT_TOKENS.value,
     "structured_outputs": "response_format",
 }
+# What gRPC says here about an answer above the limits of its channel.
+_TOO_LARGE = re.compile("larger than max|metadata size exceeds")
 _FIELD_NAMES = re.compile(rf"\b(?:{'|'.join(map(re.escape, FIELDS))})\b")
 
 
@@ -407,7 +413,7 @@ def engine_error(
                 return RequestImpossible(
                     f"the remote engine refused the {what} ({code.name}): {advice}", field
                 )
-            case grpc.StatusCode.RESOURCE_EXHAUSTED:
+            case grpc.StatusCode.RESOURCE_EXHAUSTED if not _TOO_LARGE.search(text or ""):
                 _log.warning("a remote engine is full: %s", said(text))
                 return EngineOverloaded("the remote engine is full", OVERLOAD_WAIT_S)
     lost = "sequence" if field is None else what
@@ -421,6 +427,7 @@ class TrtllmDialect(GrpcDialect):
     messages = trtllm_pb
     ids_field = "input_token_ids"
     carries_salt = True
+    repeats_output = True
     _vocabulary_size = 0  # as the server reports it
     # The server takes a bias of one float per row of the model, but its sampler expects another
     # length. The server's settings decide the grammar language.

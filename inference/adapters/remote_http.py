@@ -136,11 +136,14 @@ class HttpFailure(grpc.aio.AioRpcError):
 
 
 class _Logprobs(msgspec.Struct):
-    """Log-probabilities of some tokens; `tokens` and keys are `token_id:ID`."""
+    """Log-probabilities of some tokens; `tokens` and keys are `token_id:ID`.
+
+    top_logprobs: undecoded, mappings from token to log-probability by token.
+    """
 
     tokens: list[str]
     token_logprobs: list[float]
-    top_logprobs: list[dict[str, float] | None] | None = None
+    top_logprobs: msgspec.Raw = msgspec.Raw(b"null")
 
 
 class _Part(msgspec.Struct):
@@ -200,7 +203,7 @@ class _Event(msgspec.Struct):
     choices: undecoded, since thousands would take as many objects.
     """
 
-    choices: list[msgspec.Raw] = []
+    choices: msgspec.Raw = msgspec.Raw(b"[]")
     usage: _Usage | None = None
     error: _Problem | None = None
     nvext: _Extension | None = None
@@ -230,6 +233,7 @@ class _Cards(msgspec.Struct):
 
 _EVENTS = msgspec.json.Decoder(_Event)
 _PARTS = msgspec.json.Decoder(_Part)
+_TOPS = msgspec.json.Decoder(list[dict[str, float] | None] | None)
 # JSON that is not as expected; nested too deeply; text that is not UTF-8.
 _INVALID = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
 
@@ -376,7 +380,8 @@ class HttpDialect(Dialect):
 
     def generate(self, request_id: str, choice: Choice) -> HttpCall:
         """Implement `Dialect.generate`. Stop sequences are not sent."""
-        return HttpCall(self, request_id, self._body(choice), message_bytes_max(choice))
+        bytes_max = message_bytes_max(choice, repeats_output=self._path == GENERATE)
+        return HttpCall(self, request_id, self._body(choice), bytes_max)
 
     def take(self, messages: list[_Message], choice: Choice, output: Output) -> int:
         """Implement `Dialect.take`: tokens that arrive together are reported together."""
@@ -680,7 +685,13 @@ def _token_id(text: str) -> int:
 
 
 def _known(logprobs: _Logprobs) -> list[dict[int, TokenLogprob]]:
-    tops = logprobs.top_logprobs or [None] * len(logprobs.tokens)
+    """Return the log-probabilities of tokens. Raises: EngineFailed."""
+    if bytes(logprobs.top_logprobs).count(b"{") > len(logprobs.tokens):
+        raise EngineFailed("the engine sent more log-probabilities than tokens")
+    try:
+        tops = _TOPS.decode(logprobs.top_logprobs) or [None] * len(logprobs.tokens)
+    except _INVALID as error:
+        raise EngineFailed(f"the engine sent invalid log-probabilities: {error}") from error
     return [
         {
             token_id: TokenLogprob(token_id, value)
@@ -846,11 +857,13 @@ class _Events:
             part = _Part(event.text, token_ids, None, reason)
         else:
             self._usage = event.usage or self._usage
-            if not event.choices:
+            listed = bytes(event.choices).strip()
+            if not listed.startswith(b"[") or not (listed := listed[1:-1].strip()):
                 return None
-            part = _PARTS.decode(event.choices[0])
-            if len(event.choices) > 1 or part.index != 0:
-                raise HttpFailure(grpc.StatusCode.INTERNAL, "several outputs of a request for one")
+            part = _PARTS.decode(listed)  # invalid if there are several
+            if part.index != 0:
+                details = f"output {part.index} of a request for one"
+                raise HttpFailure(grpc.StatusCode.INTERNAL, details)
             if event.nvext is not None:
                 part.token_ids = event.nvext.completion_token_ids
         if last is not None:

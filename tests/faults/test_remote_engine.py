@@ -11,13 +11,24 @@ from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import inference_service_pb2_grpc as pb_grpc
 from weir.v1 import types_pb2
 
+from bench.hostile_upstream import marked
 from inference.adapters.remote_settings import Service as Wire
 from inference.sequences import UNKNOWN_TOKEN_ID
 from metering.core.models import QuotaDimension
 from tests.faults.conftest import Start
 from tests.remote_servers.certificates import make_certificates
-from tests.remote_servers.serving import server_process
-from tests.service import MODEL, PLAIN_IDS, Service, Tenant, bearer, cost_picos, picos, until
+from tests.remote_servers.serving import hostile_process, server_process
+from tests.service import (
+    MODEL,
+    PLAIN_IDS,
+    Refusal,
+    Service,
+    Tenant,
+    bearer,
+    cost_picos,
+    picos,
+    until,
+)
 
 pytestmark = pytest.mark.faults
 
@@ -126,3 +137,52 @@ async def test_output_without_token_ids_is_billed_by_the_servers_usage(
     }
     assert 20 <= billed[stopped_id] < 3000
     assert 20 <= billed[dying_id] == len(stream.token_ids(dying_id)) < 3000
+
+
+FORMS = {
+    "an error event": "ENGINE_FAILED_MIDWAY",
+    "a negative id": "ENGINE_FAILED",
+    "500,000 tokens at once": "ENGINE_FAILED",
+    "status 400 with secrets": "REQUEST_IMPOSSIBLE",
+    "status 429": "ENGINE_OVERLOADED",
+    "status 500 with 100 MiB": "ENGINE_FAILED",
+}
+
+
+async def test_hostile_answers_are_billed_for_valid_tokens_only_and_never_quoted(
+    launch: Start, model: Path
+) -> None:
+    failed: dict[str, Refusal] = {}
+    with hostile_process("bench.hostile_upstream") as address:
+        target = f"openai+http://{address}/tiny"
+        service = launch(
+            engine_backend="remote", remote_targets={MODEL: target}, remote_share_prefixes=True
+        )
+        tenant = await service.tenant({QuotaDimension.TOKENS_PER_MONTH: 100_000})
+        async with service.stream(tenant.secret) as stream:
+            for form in FORMS:
+                await until(service.serving, "the engine to take requests")
+                whole_id = await stream.begin(prompt=list(range(40, 50)), max_output_tokens=40)
+                failed_id = await stream.begin(prompt=list(marked(form)), max_output_tokens=40)
+                failed[failed_id] = await stream.failed(failed_id)
+                whole = await stream.finished(whole_id)
+                assert whole.usage.billed_token_count == len(stream.token_ids(whole_id)) == 40
+    async with service.stream(tenant.secret) as after:
+        await until(lambda: not service.serving(), "the loss to be seen")
+        refused = await after.failed(await after.begin(max_output_tokens=40))
+    await service.no_hold_left(tenant)
+    await asyncio.to_thread(service.stop)
+
+    assert [each.reason for each in failed.values()] == list(FORMS.values())
+    billed = {
+        str(event["request_id"]): event["billed_token_count"]
+        for event in service.books.events(tenant)
+    }
+    delivered = {request_id: len(stream.token_ids(request_id)) for request_id in failed}
+    assert {each: billed.get(each, 0) for each in failed} == delivered
+    assert [bool(count) for count in delivered.values()] == [True] + 5 * [False]
+    for told in (*failed.values(), refused):
+        for secret in ("hunter2", "10.0.0.5", address, "127.0.0.1"):
+            assert secret not in str(told.status)
+    assert service.log.count("hunter2") > 1, "operators see what the server said"
+    assert '"event": "incident"' not in service.log

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 import pytest
 
+from common.incidents import INCIDENT_COUNTS
 from inference.adapters.external_core import (
     STALLS_MAX,
+    TAKEN_AT_ONCE_MAX,
     Answer,
     Choice,
     Handling,
@@ -22,14 +26,17 @@ from inference.engine import (
     GenerationRequest,
     GrammarKind,
     ResponseFormat,
+    SamplingParams,
     SequenceEvent,
     SequenceFinished,
+    TokenLogprob,
+    TokensGenerated,
 )
 from inference.errors import EngineError, EngineFailed
 from inference.limits import EngineLimits
 from inference.text.detokenizer import TextDecoder
 from inference.text.tokenizer import Tokenizer
-from tests.inference.checkpoints import TinyCheckpoint
+from tests.inference.checkpoints import TOKENIZER_VOCABULARY_SIZE, TinyCheckpoint
 from tests.inference.hosted import prompt, until
 from tests.inference.running import make_request
 
@@ -78,6 +85,7 @@ class World:
         self.ended: list[int] = []
         self.failed: list[int] = []
         self.broken: list[str] = []
+        self.generated: list[int] = []  # tokens of each event
         self.core = OutsideCore(
             self.submit,
             decoder=TextDecoder(tokenizer.backend, tokenizer.special_token_ids, "tokenizer.json"),
@@ -100,6 +108,8 @@ class World:
     def tell(self, number: int, event: SequenceEvent | EngineError) -> None:
         if isinstance(event, EngineFailed):
             self.failed.append(number)
+        elif isinstance(event, TokensGenerated):
+            self.generated.append(len(event.token_ids))
         elif isinstance(event, SequenceFinished):
             self.ended.append(number)
 
@@ -211,3 +221,108 @@ async def test_a_response_format_also_ends_at_the_end_token_of_the_tokenizer(
         await until(lambda: 2 in world.ended)
 
     assert world.ended == [1, 2]
+
+
+ODD_IDS = [-1, -(10**8), TOKENIZER_VOCABULARY_SIZE, 2**40, 10**5000, True, 9.0, "9", None, [9]]
+ODD_LOGPROBS = [math.nan, math.inf, -math.inf, 5.0, "a", None]
+ODD_OUTPUTS = {
+    **{f"id {index}": Output([9, each]) for index, each in enumerate(ODD_IDS)},  # type: ignore[list-item]
+    **{
+        f"log-probability {each}": Output([9], logprobs=[{9: TokenLogprob(9, each)}])  # type: ignore[arg-type]
+        for each in ODD_LOGPROBS
+    },
+    "no log-probability": Output([9]),
+    "log-probabilities of another token": Output([9], logprobs=[{8: TokenLogprob(8, -1.0)}]),
+    "top token": Output(
+        [9], logprobs=[{9: TokenLogprob(9, -1.0), 2**40: TokenLogprob(2**40, -2.0)}]
+    ),
+    "more tokens than asked for": Output([9] * 101),
+    "finish reason": Output([9], "because"),
+    "finish reason that is no text": Output([9], 7),  # type: ignore[arg-type]
+    "stop at no end token": Output([9], "stop", 8),
+    "stop outside the vocabulary": Output([9], "stop", 2**40),
+    "ids that are no list": Output(None),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("name", ODD_OUTPUTS)
+async def test_an_invalid_output_fails_its_sequence_and_no_other(
+    tiny: TinyCheckpoint, name: str
+) -> None:
+    sampling = SamplingParams(top_logprobs=1 if "prob" in name or "top" in name else None)
+    async with world_of(tiny) as world:
+        world.add(0, make_request(prompt(1), 3, sampling=SamplingParams()))
+        world.add(1, make_request(prompt(2), 100, sampling=sampling, ignore_eos=False))
+        world.scripts[0].say(9)
+        world.scripts[1].said.put_nowait(ODD_OUTPUTS[name])
+        await until(lambda: world.failed == [1])
+        world.scripts[0].say(9, 9, finish_reason="length")
+        await until(lambda: world.ended == [0])
+
+        assert world.broken == []
+        await until(lambda: world.core.idle)
+
+
+async def test_a_fault_of_the_detokenizer_fails_its_sequence_and_is_an_incident(
+    tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with world_of(tiny) as world:
+        world.add(0, make_request(prompt(1), 3))
+        world.add(1, make_request(prompt(2), 100))
+        [broken] = [each for each in world.core.inside if each.number == 1]
+        broken.detokenizer = cast(Any, None)
+        before = INCIDENT_COUNTS["engine"]
+        world.scripts[0].say(9)
+        world.scripts[1].say(9)
+        await until(lambda: world.failed == [1])
+        world.scripts[0].say(9, 9, finish_reason="length")
+        await until(lambda: world.ended == [0])
+
+        assert INCIDENT_COUNTS["engine"] == before + 1
+        assert world.broken == []
+
+
+async def test_many_tokens_of_one_answer_are_taken_in_parts(tiny: TinyCheckpoint) -> None:
+    """Events are told one part at a time, so that other sequences have their turns."""
+    async with world_of(tiny) as world:
+        world.add(0, make_request(prompt(1), 1500))
+        world.scripts[0].say(*[9] * 1500, finish_reason="length")
+        await until(lambda: world.ended == [0])
+
+        assert world.generated == [TAKEN_AT_ONCE_MAX, 1500 - TAKEN_AT_ONCE_MAX]
+
+
+async def test_answers_without_tokens_are_silence(tiny: TinyCheckpoint) -> None:
+    async with world_of(tiny) as world:
+        world.add(0)
+        [choice] = world.core.inside
+        choice.silent_since_s = 0.0
+        world.scripts[0].say()
+        await until(lambda: world.scripts[0].said.empty())
+        assert choice.silent_since_s == 0.0
+
+        world.scripts[0].say(9)
+        await until(lambda: world.core.statistics().output_token_count == 1)
+        assert choice.silent_since_s > 0.0
+
+
+async def test_stuck_sequences_that_left_the_engine_show_no_stuck_engine(
+    tiny: TinyCheckpoint,
+) -> None:
+    async with world_of(tiny) as world:
+        world.add(0)
+        watch = StallWatch(
+            world.core, first_token_timeout_s=60, inter_token_timeout_s=60, abort_frees=True
+        )
+        for number in range(1, 3 * STALLS_MAX):
+            world.add(number)
+            world.scripts[0].say(9)
+            world.scripts[number].say(9)
+            await until(
+                lambda count=2 * number: world.core.statistics().output_token_count == count
+            )
+            for choice in world.core.inside:
+                choice.silent_since_s -= 120.0 * (choice.number == number)
+            assert watch.look() is None
+            world.scripts[number].say(finish_reason="cancelled")
+        assert world.failed == list(range(1, 3 * STALLS_MAX))

@@ -29,8 +29,9 @@ SERVICES = {
 class Answer:
     """Messages of an answer to one request of a service."""
 
-    def __init__(self, pb: Any, request: Any, context: Any) -> None:
+    def __init__(self, pb: Any, request: Any, context: Any, size: int) -> None:
         self.pb = pb
+        self.size = size
         self.context = context
         self.is_trtllm = pb is trtllm_pb
         tokenized = request.tokenized
@@ -171,7 +172,7 @@ def stopped_at(token_id: int) -> Form:
 
 
 FORMS: dict[str, Form] = {
-    "an id outside the vocabulary": first(lambda answer: answer.chunk([answer.context.size])),
+    "an id outside the vocabulary": first(lambda answer: answer.chunk([answer.size])),
     "an id of 31 bits": first(lambda answer: answer.chunk([2**31])),
     "an id of 32 bits": first(lambda answer: answer.chunk([2**32 - 1])),
     "100,000 tokens at once": first(lambda answer: answer.chunk([FIRST_ID] * 100_000)),
@@ -228,8 +229,7 @@ class Handlers(grpc.GenericRpcHandler):
         if method == "Generate":
 
             async def generate(data: bytes, context: Any) -> AsyncIterator[bytes]:
-                context.size = self._size
-                answer = Answer(pb, pb.GenerateRequest.FromString(data), context)
+                answer = Answer(pb, pb.GenerateRequest.FromString(data), context, self._size)
                 messages = answer.whole(0.0 if answer.count < 5 else TOKEN_S)
                 if answer.prompt[: len(MARK)] == MARK:
                     form = answer.prompt[len(MARK)] - FORM_BASE

@@ -127,6 +127,20 @@ def server_process(
         assert time.monotonic() < give_up_at, f"nobody lets go of port {port}"
 
 
+@contextlib.contextmanager
+def hostile_process(module: str, *options: str) -> Iterator[str]:
+    """Run a hostile server; yield its address."""
+    command = [sys.executable, "-m", module, *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            word, port = process.stdout.readline().split()
+            assert word == "serving"
+            yield f"127.0.0.1:{port}"
+        finally:
+            process.kill()
+
+
 async def serve(directory: str, certificates: str, port: str, http_port: str) -> None:
     """Serve until killed."""
     # A port in use must not be shared with another process.
