@@ -8,7 +8,8 @@ quota of zero, one hostile key with ordinary quotas. The attacker uses every fra
 and every HTTP path with hostile sizes, counts, characters and values (`bench.adversary_attacks`),
 as fast as it is answered. Meanwhile another organization streams and sends short requests, and an
 administrator lists live requests and keys and scrapes the metrics every second. `--only` restricts
-the attack to one kind; `--each` runs the kinds one after the other and prints a line for each.
+the attack to one kind; `--each` runs the kinds one after the other and prints a line for each. A
+second model is on a hostile upstream server (`bench.hostile_upstream`), a process of its own.
 
 The api process has a core of its own. The other core runs PostgreSQL, the worker of the simulated
 engine, the bystander and the attacker, each in its own process; the attacker has a low priority, so
@@ -42,7 +43,7 @@ import uvloop
 from api.core.settings import Settings, bundled_models
 from bench.admission import server
 from bench.admission_peers import MODEL
-from bench.adversary_attacks import ATTACKS, BROKEN, Target
+from bench.adversary_attacks import ATTACKS, BROKEN, UPSTREAM, Target
 from bench.front import create_keys, is_serving, on_core, wait_for
 from bench.processes import children_of, claim_cores, cpu_s
 from bench.streams import scale
@@ -434,6 +435,12 @@ def prepare_keys(database_url: str) -> dict[str, str]:
                 (value, hash_of(keys[name]), dimension),
             )
 
+        connection.execute(
+            "INSERT INTO price_versions (model, currency_code, input_picos_per_token,"
+            " cached_input_picos_per_token, output_picos_per_token, effective_at) VALUES (%s,"
+            " 'USD', 3, 1, 7, now())",
+            (UPSTREAM,),
+        )
         scopes("admin", "admin")
         for name in (NO_QUOTA, QUOTA):
             scopes(name, "inference", "billing")
@@ -441,6 +448,29 @@ def prepare_keys(database_url: str) -> dict[str, str]:
                 limit(name, dimension, value)
         limit(NO_QUOTA, "tokens_per_month", 0)
     return keys
+
+
+@contextlib.contextmanager
+def hostile_fleet(core: int, home: Path) -> Iterator[Path]:
+    """Run a hostile upstream server on this core; yield a fleet file with its model."""
+    directory = str(next(iter(bundled_models().values())))
+    command = [sys.executable, "-m", "bench.hostile_upstream", "--rotate", "--window", str(1 << 20)]
+    with on_core(core, command, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            port = process.stdout.readline().split()[1].decode()
+            remote = {
+                "engine": "remote",
+                "directory": directory,
+                "targets": [f"openai+http://127.0.0.1:{port}/tiny"],
+                "share_prefixes": True,
+            }
+            models = {MODEL: {"engine": "simulated", "directory": directory}, UPSTREAM: remote}
+            path = home / "fleet.yaml"
+            path.write_text(json.dumps({"models": models}))
+            yield path
+        finally:
+            process.kill()
 
 
 @contextlib.contextmanager
@@ -461,8 +491,8 @@ def prepared(options: argparse.Namespace) -> Iterator[tuple[Service, Target, dic
             listen_address=f"127.0.0.1:{port}",
             openai_listen=f"127.0.0.1:{http_port}",
             metrics_listen=f"127.0.0.1:{metrics_port}",
-            models={MODEL: next(iter(bundled_models().values()))},
-            engine_device="simulated",
+            fleet_file=str(stack.enter_context(hostile_fleet(other_core, Path(home)))),
+            remote_inter_token_s=3.0,
             simulated_time_scale=scale(),
         )
         yield (

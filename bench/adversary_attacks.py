@@ -48,6 +48,7 @@ CALL_MAX_S = 30.0
 AWAY_PAUSE_S = 0.2  # before the next attempt if no server is listening
 HTTP_READ_BYTES = 65_536
 OTHER_LOOPBACK = "127.0.0.2"  # origin of wrong keys: the server throttles their address
+UPSTREAM = "upstream"  # model on `bench.hostile_upstream`
 LABEL_COUNT, TOOL_COUNT, STREAM_COUNT = 50_000, 128, 2000
 NESTING = 100_000
 MESSAGE_COUNT = 9_001
@@ -908,3 +909,11 @@ async def sockets(target: Target, _: None) -> None:
         target.count("sockets", "closed by the server" if reader.at_eof() else "left")
     finally:
         writer.transport.abort()
+
+
+@attack(workers=4)
+async def upstream_answers(target: Target, _: None) -> None:
+    """Ask a model whose server answers with one hostile form after the other."""
+    body = json.dumps({"model": UPSTREAM, "prompt": "hotel", "max_tokens": 20, "stream": True})
+    while True:
+        await http(target, "upstream-answers", "POST", "/v1/completions", body.encode())

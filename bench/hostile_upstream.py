@@ -197,7 +197,7 @@ def status(code: int, body: bytes, **headers: str) -> Form:
 
 
 def raw(data: bytes, times: int = 1) -> Form:
-    """Answer with bytes that are no valid response."""
+    """Answer with bytes instead of a valid response."""
 
     async def form(answer: Answer) -> None:
         answer.raw(data * times)

@@ -368,6 +368,7 @@ BORDERS = (
                 "metering/export/stripe_inbox.py",
                 "inference/adapters/remote_http.py",
                 "bench/door_load.py",
+                "bench/hostile_upstream.py",
                 "bench/service.py",
             ),
         ),

@@ -630,7 +630,7 @@ class OutsideCore:
         now_s = time.monotonic()
         output, request = answer.output, choice.request
         if len(output.token_ids) > choice.token_count or output.finish_reason is not None:
-            choice.silent_since_s = now_s  # an answer without new output is no progress
+            choice.silent_since_s = now_s  # an answer without new output is not progress
         if self._requests.get(choice.number) is not request or choice.index in request.ends:
             if output.token_ids and choice.first_token_at_s is None:
                 choice.first_token_at_s = now_s

@@ -1,7 +1,7 @@
 """Interface of a dialect, and the gRPC dialects. One dialect uses one channel.
 
-A server is a stranger: each answer is bounded by what was asked for before it is decoded, and
-checked while it is read. Text that a server sends goes to the log and to operators, bounded and
+A server is a stranger: each answer is bounded by its request before it is decoded, and checked
+while it is read. Text that a server sends goes to the log and to operators, bounded and
 with its control characters escaped, but never to a client.
 
 `TrtllmService` of `trtllm-serve --grpc`: chunks hold the new tokens, the last message holds all of
@@ -385,7 +385,7 @@ FIELDS = {name: field.value for field, name in WIRE_NAMES.items()} | {
     "min_new_tokens": RequestField.MIN_OUTPUT_TOKENS.value,
     "structured_outputs": "response_format",
 }
-# What gRPC says here about an answer above the limits of its channel.
+# Texts of gRPC in this process about an answer above the limits of its channel.
 _TOO_LARGE = re.compile("larger than max|metadata size exceeds")
 _FIELD_NAMES = re.compile(rf"\b(?:{'|'.join(map(re.escape, FIELDS))})\b")
 

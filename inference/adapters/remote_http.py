@@ -265,7 +265,7 @@ def _check_encoding(response: aiohttp.ClientResponse) -> None:
 async def _beginning(
     response: aiohttp.ClientResponse, timeout_s: float, bytes_max: int = SMALL_ANSWER_BYTES_MAX
 ) -> bytes:
-    """Return the body of an answer, or what came in time, up to `bytes_max` and a piece more."""
+    """Return the part of a body that comes in time, up to `bytes_max` and a piece more."""
     _check_encoding(response)
     body = bytearray()
     with contextlib.suppress(TimeoutError):

@@ -23,7 +23,7 @@ class Service(StrEnum):
         return self in (Service.OPENAI_HTTP, Service.OPENAI_HTTPS)
 
 
-# What clients are told about a server that cannot be used: the reason may name addresses.
+# Message to clients about a server that cannot be used: the reason may name addresses.
 TOLD_LOSS = "its server cannot be used now; operators find the reason in the log"
 
 

@@ -88,7 +88,7 @@ _CLOSED = EngineCondition(EngineState.CLOSED, reason="closed")
 class BackendLife(ABC):
     """One model on a backend that is restarted when lost. Implements `Backend`.
 
-    told_loss: what clients are told instead of the reason of a loss, see `EngineError`.
+    told_loss: message to clients instead of the reason of a loss, see `EngineError`.
     """
 
     told_loss = ""

@@ -48,8 +48,8 @@ def settings_for(tiny: TinyCheckpoint, service: Service, address: str) -> Remote
         target=Target(service, address, "tiny" if service.is_http else ""),
         share_prefixes=True,
         call_timeout_s=10.0,
-        first_token_timeout_s=2.0,
-        inter_token_timeout_s=2.0,
+        first_token_timeout_s=5.0,
+        inter_token_timeout_s=5.0,
     )
 
 

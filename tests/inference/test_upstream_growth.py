@@ -113,7 +113,7 @@ def _service() -> Iterator[None]:
 
 
 class Settings:
-    """What `HttpDialect` reads of its settings."""
+    """Settings that `HttpDialect` reads."""
 
     tls = None
     name = "tiny"
@@ -268,7 +268,7 @@ SHAPES = {
 def test_the_longest_message_of_a_request_keeps_the_interpreter_for_a_limited_time(
     decoder: TextDecoder, tiny: TinyCheckpoint, shape: str
 ) -> None:
-    """Of 128 Ki tokens. A message is decoded by one call in C."""
+    """The request is for 128 Ki tokens. A message is decoded by one call in C."""
     request = make_request((1, 2, 3), 1 << 17)
     choice = Choice(
         Request(0, request, frozenset(), 0.0, tiny.vocabulary_size), 0, 0, decoder.open()

@@ -149,7 +149,7 @@ async def after_the_end(answer: Answer) -> AsyncIterator[Any]:
 async def compressed(answer: Answer) -> AsyncIterator[Any]:
     """Send a compressed message."""
     answer.context.set_compression(grpc.Compression.Gzip)
-    yield answer.complete("x" * (32 << 20))
+    yield answer.complete("x" * (3 << 20))
 
 
 def logprob(value: float) -> Form:
@@ -193,7 +193,7 @@ FORMS: dict[str, Form] = {
     "messages before the first token": endless(lambda answer: answer.chunk([]), 0),
     "garbage": first(lambda _: b"\xff" * 100),
     "a message of 8 MiB": first(lambda answer: answer.complete("b" * (8 << 20))),
-    "a message of 80 MiB": first(lambda answer: answer.complete("b" * (80 << 20))),
+    "a message of 20 MiB": first(lambda answer: answer.complete("b" * (20 << 20))),
     "a compressed message": compressed,
     "INVALID_ARGUMENT": refused(grpc.StatusCode.INVALID_ARGUMENT),
     "OUT_OF_RANGE": refused(grpc.StatusCode.OUT_OF_RANGE),
