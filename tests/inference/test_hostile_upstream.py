@@ -204,6 +204,7 @@ OVER_GRPC = {
     **dict.fromkeys(grpc_forms.FORMS, FAILED),
     **dict.fromkeys(grpc_forms.HARMLESS, FINISHED),
     **dict.fromkeys(AFTER_ALL_TOKENS, EITHER),
+    "more cached than sent": FINISHED,  # the first message's count is billed, not this one
     "INVALID_ARGUMENT": {"RequestImpossible"},
     "OUT_OF_RANGE": {"RequestImpossible"},
     "RESOURCE_EXHAUSTED": {"EngineOverloaded"},
