@@ -7,6 +7,7 @@ import contextlib
 import math
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -306,6 +307,10 @@ async def test_answers_without_tokens_are_silence(tiny: TinyCheckpoint) -> None:
         assert choice.silent_since_s > 0.0
 
 
+def has_generated(world: World, token_count: int) -> bool:
+    return world.core.statistics().output_token_count == token_count
+
+
 async def test_stuck_sequences_that_left_the_engine_show_no_stuck_engine(
     tiny: TinyCheckpoint,
 ) -> None:
@@ -318,9 +323,7 @@ async def test_stuck_sequences_that_left_the_engine_show_no_stuck_engine(
             world.add(number)
             world.scripts[0].say(9)
             world.scripts[number].say(9)
-            await until(
-                lambda count=2 * number: world.core.statistics().output_token_count == count
-            )
+            await until(partial(has_generated, world, 2 * number))
             for choice in world.core.inside:
                 choice.silent_since_s -= 120.0 * (choice.number == number)
             assert watch.look() is None
