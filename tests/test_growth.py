@@ -1,0 +1,101 @@
+"""The measurements of `tests/growth.py`, each shown to find a planted fault."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.growth import (
+    BLOCK_MAX_S,
+    HOLD_MAX_S,
+    Call,
+    LoopWatch,
+    as_in_service,
+    check_growth,
+    check_hold,
+)
+
+SIZE = 20_000
+
+
+def joined_one_by_one(size: int) -> Call:
+    """Return a call whose text is copied for every element."""
+
+    def call() -> str:
+        text = ""
+        for _ in range(size // 10):
+            text = "\n".join((text, "x" * 10))
+        return text
+
+    return call
+
+
+def joined_once(size: int) -> Call:
+    return lambda: "\n".join(["x" * 10 for _ in range(size)])
+
+
+def busy(seconds: float) -> None:
+    """Use processor time in Python."""
+    until = time.thread_time() + seconds
+    while time.thread_time() < until:
+        pass
+
+
+def test_linear_work_passes() -> None:
+    with as_in_service():
+        check_growth("joined once", joined_once, SIZE)
+
+
+def test_quadratic_work_is_found() -> None:
+    with as_in_service(), pytest.raises(AssertionError, match="joined one by one"):
+        check_growth("joined one by one", joined_one_by_one, 5 * SIZE)
+
+
+def test_python_code_in_a_thread_gives_others_a_turn() -> None:
+    with as_in_service():
+        check_hold("Python", lambda: busy(2 * HOLD_MAX_S), BLOCK_MAX_S)
+
+
+def test_one_long_call_in_c_is_found_and_named() -> None:
+    text = "[" + "[]," * 1_500_000 + "[]]"
+
+    def parses() -> None:
+        json.loads(text)
+
+    with as_in_service(), pytest.raises(AssertionError, match="raw_decode"):
+        check_hold("parse", parses)
+
+
+async def test_a_callback_that_blocks_the_loop_is_found_and_named() -> None:
+    async def blocks() -> None:
+        await asyncio.sleep(0)
+        busy(2 * BLOCK_MAX_S)
+
+    with LoopWatch() as watch:
+        await asyncio.create_task(blocks())
+
+    assert watch.longest.seconds >= 2 * BLOCK_MAX_S
+    assert "blocks" in watch.longest.where
+
+
+async def test_a_thread_that_keeps_the_interpreter_is_found() -> None:
+    text = "[" + "[]," * 1_500_000 + "[]]"
+    loop = asyncio.get_running_loop()
+
+    with ThreadPoolExecutor(1, "work") as threads, LoopWatch("work") as watch:
+        await loop.run_in_executor(threads, json.loads, text)
+
+    assert watch.longest.seconds > HOLD_MAX_S
+
+
+async def test_a_thread_that_shares_the_interpreter_is_no_block() -> None:
+    loop = asyncio.get_running_loop()
+
+    with ThreadPoolExecutor(1, "work") as threads, LoopWatch("work") as watch:
+        await loop.run_in_executor(threads, busy, 4 * BLOCK_MAX_S)
+
+    assert watch.longest.seconds < BLOCK_MAX_S
