@@ -27,6 +27,7 @@ from api.__main__ import COLLECT_AFTER, SWITCH_INTERVAL_S
 GROWTH_MAX = 2.3  # time of twice the input, in times of the input
 BLOCK_MAX_S = 0.020  # of the event loop by Python code of one callback
 HOLD_MAX_S = 0.050  # of the interpreter by one call of a library in C
+RUNS_MIN = 2  # since a disturbed first run could hide growth
 RUNS_MAX = 6  # of a measurement that exceeds its limit
 SHORT_S = 0.002  # below it, fixed costs and the clock decide
 BEAT_S = 0.001
@@ -87,8 +88,8 @@ def growth(prepare: Prepare, size: int) -> Growth:
     """Measure a call at a size and at twice the size, until it is linear or a few times."""
     one, two = prepare(size), prepare(2 * size)
     found = Growth(cpu_s(one), cpu_s(two))
-    for _ in range(RUNS_MAX - 1):
-        if found.is_linear:
+    for run in range(2, RUNS_MAX + 1):
+        if found.is_linear and run > RUNS_MIN:
             break
         found = Growth(min(found.one_s, cpu_s(one)), min(found.two_s, cpu_s(two)))
     return found
