@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 from api.core.interceptor import READ_BYTES, READ_S
 from api.core.pace import FramePace
@@ -30,6 +32,7 @@ PROGRESS_FRAMES_MAX = 500  # per interval: a few ms of work; beyond it requests 
 
 
 Running = LiveRequest | LiveEmbedding
+Value = TypeVar("Value")
 
 
 class Process:
@@ -94,6 +97,24 @@ class Process:
         with self.text_work.permit(owner, byte_count):
             await self.pace.turn(owner)
             self.pace.read(owner, READ_S.get(), READ_BYTES.get())
+
+    async def in_thread(self, owner: Owner, size: int, call: Callable[[], Value]) -> Value:
+        """Run work on a large message in the fair threads; its processor time counts for the key.
+
+        size: in bytes. Raises the error of the call.
+        """
+        loop = asyncio.get_running_loop()
+
+        def counted() -> Value:
+            began_at = time.thread_time()
+            try:
+                return call()
+            finally:  # also when nobody waits for the result any more
+                cost_s = time.thread_time() - began_at
+                loop.call_soon_threadsafe(self.pace.spent, owner, cost_s)
+
+        value, _ = await self.text_work.run(owner.organization_id, size, counted)
+        return value
 
     def find(self, key: Key) -> LiveRequest | None:
         """Return the request with this id that runs or waits here."""

@@ -20,7 +20,7 @@ from aiohttp import HttpVersion11, web
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
-from api.core.errors import Cause, InvalidRequest, RequestUnderWay, SiblingEnded, status_of
+from api.core.errors import Cause, InvalidRequest, RequestUnderWay, SiblingEnded
 from api.core.pace import REFUSAL_COST_S
 from api.core.wire import finish_reason
 from api.generation.endings import OUTCOMES
@@ -59,6 +59,25 @@ class Arrival:
     caller: Caller
     request_id: uuid.UUID
     look_up: Callable[[], Awaitable[Principal]]
+
+
+# Parsed start frames of a request, or the error of the first invalid one.
+Starts = list[ValidStart] | InvalidRequest
+
+
+def valid_starts(parsed: ParsedRequest, first: uuid.UUID, window_tokens_max: int) -> Starts:
+    """Check the start frames of a request. first: id of the first prompt.
+
+    The ids of the others are derived: the same when the client sends the whole request again.
+    """
+    starts: list[ValidStart] = []
+    try:
+        for index, start in enumerate(parsed.starts):
+            request_id = first if index == 0 else uuid.uuid5(first, str(index))
+            starts.append(parse_start(str(request_id), start, window_tokens_max))
+    except InvalidRequest as error:
+        return error
+    return starts
 
 
 class AnswerReceiver(Receiver):
@@ -105,10 +124,11 @@ class Exchange:
         http: web.BaseRequest,
         arrival: Arrival,
         parsed: ParsedRequest,
+        starts: list[ValidStart],
         answer: Answer,
         headers: Mapping[str, str],
     ) -> None:
-        """headers: those of the response beside the ones of every response."""
+        """starts: one for each prompt. headers: of the response, beside those of every response."""
         self._process = process
         self._http = http
         self._arrival = arrival
@@ -121,36 +141,18 @@ class Exchange:
             else WholeOutbox(journal, len(parsed.starts), self._stop_siblings)
         )
         self._outbox: Outbox = whole or Outbox(journal, process.admission.holds.may_have_lapsed)
-        self._starts: list[ValidStart] = []
+        self._starts = starts
         self._live: list[LiveRequest] = []
         # Receivers of requests that have not ended, by request id.
         self._receivers: dict[str, AnswerReceiver] = {}
         self._outputs = [Output(index) for index in range(len(parsed.starts) * parsed.choice_count)]
-        # Derived ids are the same when the client sends the whole request again.
-        first, self._bill = arrival.request_id, Bill(request_ids=[str(arrival.request_id)])
-        for index in range(1, len(parsed.starts)):
-            self._bill.request_ids.append(str(uuid.uuid5(first, str(index))))
+        self._bill = Bill(request_ids=[start.given_id for start in starts])
         self._headers = dict(headers)
         self._refusal: Refusal | None = None  # the first failure; it becomes that of the response
         self._response: web.StreamResponse | None = None  # None until something is written
         self._is_open = False  # whether the opening events of a stream were written
         self._has_output = False  # whether an unstreamed response has output
         self._silent_since = time.monotonic()
-
-    def parse(self) -> web.Response | None:
-        """Validate the start frames. Return the error response if one is invalid."""
-        window = self._process.window_tokens_max
-        try:
-            for request_id, start in zip(self._bill.request_ids, self._parsed.starts, strict=True):
-                self._starts.append(parse_start(request_id, start, window))
-        except InvalidRequest as error:
-            self._process.observer.start_refused(error)
-            return refused(
-                refusal_of(status_of(error), self._parsed.names),
-                self._arrival.request_id,
-                form=self._answer.error_body,
-            )
-        return None
 
     async def serve(self) -> web.StreamResponse:
         """Run the parsed requests to their end; on any exit none of them is left running.

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 from urllib.parse import unquote
 
 from aiohttp import web
@@ -20,11 +20,11 @@ from weir.v1 import inference_service_pb2 as pb
 
 from api.access.auth import Authenticator, StreamKey, check_model
 from api.core.addresses import FORWARDED_FOR
-from api.core.errors import Draining, status_of
+from api.core.errors import Draining, InvalidRequest, status_of
 from api.core.messages import models_for
 from api.core.pace import BYTE_COST_S, REFUSAL_COST_S, START_FREE_S, VISIT
 from api.core.wire import picos_of
-from api.generation.embedding_wire import parse_embed
+from api.generation.embedding_wire import ValidEmbed, parse_embed
 from api.generation.live import Caller
 from api.generation.process import Process
 from api.generation.quoting import count_tokens
@@ -39,7 +39,15 @@ from api.openai.answers import (
     TokenTexts,
     cost_facts,
 )
-from api.openai.exchange import JSON, Arrival, Exchange, plain_headers, refused
+from api.openai.exchange import (
+    JSON,
+    Arrival,
+    Exchange,
+    Starts,
+    plain_headers,
+    refused,
+    valid_starts,
+)
 from api.openai.listener import peer_of, read_body, secret_of
 from api.openai.messages import (
     MessageAnswer,
@@ -51,6 +59,7 @@ from api.openai.messages import (
 )
 from api.openai.parameters import (
     CHAT_NAMES,
+    SHORT_BYTES_MAX,
     ChatParameters,
     CompletionParameters,
     Int32,
@@ -151,10 +160,9 @@ SERVICE = "/weir.v1.InferenceService"
 KEY_AGE_MAX_S = 1.0
 IDEMPOTENCY_KEY = re.compile(r"[\x21-\x7e]{1,255}")
 CHUNKED_BYTES = 256 * 1024  # assumed size of a body of unknown length
-# Bytes. Shorter bodies that arrived with their headers need no permit: reading takes some 50 µs.
-SHORT_BYTES_MAX = 16_384
 # Namespace of request ids that are derived from idempotency keys other than UUIDs.
 KEY_NAMESPACE = uuid.UUID("6f1c0c9e-2f6b-5d0a-9a54-3b1d9a1c7e10")
+Parsed = TypeVar("Parsed")
 Handler = Callable[[web.BaseRequest, Arrival, Principal], Awaitable[web.StreamResponse | Exchange]]
 
 
@@ -324,16 +332,24 @@ class Gateway:
         self, api: Api, request: web.BaseRequest, arrival: Arrival, principal: Principal
     ) -> web.StreamResponse | Exchange:
         """Return an exchange to serve, or an error response."""
-        body = await self._body(request, arrival, principal)
-        # An ordinary request costs at most this much.
-        with self._process.pace.spending(arrival.caller.payer, START_FREE_S), Stage("parse"):
-            parsed, ignored = parsed_body(request, principal, body, api)
+        window = self._process.window_tokens_max
+
+        def parse(body: bytes) -> tuple[ParsedRequest, dict[str, str], Starts]:
+            parsed, headers = parsed_body(body, api, strict=is_strict(request, principal))
+            return parsed, headers, valid_starts(parsed, arrival.request_id, window)
+
+        parsed, headers, starts = await self._read(request, arrival, principal, parse)
+        with self._process.pace.spending(arrival.caller.payer, START_FREE_S):
             texts = self._texts_of(parsed, principal, arrival.request_id)
             format = api.answer(parsed, texts, arrival.request_id.hex, int(time.time()))
-            exchange = Exchange(
-                self._process, request, arrival, parsed, format, headers_of(ignored)
-            )
-            return exchange.parse() or exchange
+            if not isinstance(starts, InvalidRequest):
+                return Exchange(self._process, request, arrival, parsed, starts, format, headers)
+        self._process.observer.start_refused(starts)
+        return refused(
+            refusal_of(status_of(starts), parsed.names),
+            arrival.request_id,
+            form=format.error_body,
+        )
 
     async def _count(
         self,
@@ -344,9 +360,9 @@ class Gateway:
         principal: Principal,
     ) -> web.StreamResponse:
         """Count the tokens of a generating request's prompt. fields: of every response."""
-        body = await self._body(request, arrival, principal)
-        with self._process.pace.spending(arrival.caller.payer, START_FREE_S), Stage("parse"):
-            parsed, ignored = parsed_body(request, principal, body, api)
+
+        def parse(body: bytes) -> tuple[ParsedRequest, dict[str, str], pb.CountTokensRequest]:
+            parsed, headers = parsed_body(body, api, strict=is_strict(request, principal))
             [start] = parsed.starts
             is_shown = start.tool_choice.mode != pb.TOOL_MODE_NONE
             prompt = pb.CountTokensRequest(
@@ -354,6 +370,9 @@ class Gateway:
                 conversation=start.conversation,
                 tools=start.tools if is_shown else (),
             )
+            return parsed, headers, prompt
+
+        parsed, headers, prompt = await self._read(request, arrival, principal, parse)
         try:
             counted = await count_tokens(self._process, principal, prompt)
         except Exception as error:
@@ -364,18 +383,28 @@ class Gateway:
                 form=api.error_body,
             )
         value = {**fields, "input_tokens": counted.input_token_count}
-        return answered(value, arrival, headers_of(ignored))
+        return answered(value, arrival, headers)
 
     async def _embed(
         self, request: web.BaseRequest, arrival: Arrival, principal: Principal
     ) -> web.StreamResponse:
-        body = await self._body(request, arrival, principal)
-        with self._process.pace.spending(arrival.caller.payer, START_FREE_S), Stage("parse"):
-            ignored = None if is_strict(request, principal) else Ignored()
-            requested = decode(body, EmbeddingParameters, ignored)
-        try:
-            with self._process.pace.spending(arrival.caller.payer, START_FREE_S):
+        def parse(
+            body: bytes,
+        ) -> tuple[EmbeddingParameters, dict[str, str], ValidEmbed | Exception]:
+            ignored = Ignored()
+            requested = decode(
+                body, EmbeddingParameters, None if is_strict(request, principal) else ignored
+            )
+            try:
                 start = parse_embed(embed_request(requested, str(arrival.request_id)))
+            except Exception as error:
+                return requested, ignored.headers(), error
+            return requested, ignored.headers(), start
+
+        requested, headers, start = await self._read(request, arrival, principal, parse)
+        try:
+            if isinstance(start, Exception):
+                raise start
             check_model(principal, start.model)
             check_dimensions(
                 requested,
@@ -391,7 +420,7 @@ class Gateway:
         return answered(
             embedding_list(requested, response, str(arrival.request_id)),
             arrival,
-            quota_headers(response.quotas) | headers_of(ignored),
+            quota_headers(response.quotas) | headers,
         )
 
     async def _models(
@@ -425,12 +454,17 @@ class Gateway:
         check_model(principal, router.canonical_name(parsed.model))
         return self._texts[router.route(parsed.model, request_id).served]
 
-    async def _body(
-        self, request: web.BaseRequest, arrival: Arrival, principal: Principal
-    ) -> bytes:
-        """Read the body in the turn of the request's key.
+    async def _read(
+        self,
+        request: web.BaseRequest,
+        arrival: Arrival,
+        principal: Principal,
+        parse: Callable[[bytes], Parsed],
+    ) -> Parsed:
+        """Read the body in the turn of the request's key, and parse it: a long one in a thread.
 
-        Raises: HttpFault, Draining, PreparationLimit, Overloaded; errors of a repeated key look-up.
+        Raises: HttpFault, Draining, PreparationLimit, Overloaded; errors of a repeated key look-up,
+        and those of `parse`.
         """
         if self._is_draining:
             raise Draining("this server is shutting down: send the request to another one")
@@ -442,7 +476,7 @@ class Gateway:
         if size <= SHORT_BYTES_MAX and request.content.is_eof():
             body = await read_body(request, bytes_max)
             self._count_bytes(body)
-            return body
+            return self._parse_at_once(arrival, body, parse)
         key = StreamKey(principal, arrival.look_up, math.inf)
         with (
             self._process.text_work.permit(arrival.caller.payer, min(size, bytes_max)),
@@ -454,22 +488,35 @@ class Gateway:
             key.check()
             # Last, so that the work on this body counts before the key's next request has its turn.
             await self._process.pace.turn(arrival.caller.payer)
-        return body
+            if len(body) > SHORT_BYTES_MAX:
+                return await self._process.in_thread(
+                    arrival.caller.payer, len(body), partial(parse, body)
+                )
+        return self._parse_at_once(arrival, body, parse)
+
+    def _parse_at_once(
+        self, arrival: Arrival, body: bytes, parse: Callable[[bytes], Parsed]
+    ) -> Parsed:
+        # An ordinary request costs at most this much.
+        with self._process.pace.spending(arrival.caller.payer, START_FREE_S):
+            return parse(body)
 
     def _count_bytes(self, body: bytes) -> None:
         if (visit := VISIT.get()) is not None:
             visit.work_s += BYTE_COST_S * len(body)
 
 
-def parsed_body(
-    request: web.BaseRequest, principal: Principal, body: bytes, api: Api
-) -> tuple[ParsedRequest, Ignored | None]:
-    """Return a generating request and its ignored parameters. Raises: InvalidRequest, HttpFault."""
-    ignored = None if is_strict(request, principal) else Ignored()
+def parsed_body(body: bytes, api: Api, *, strict: bool) -> tuple[ParsedRequest, dict[str, str]]:
+    """Return a generating request, and the header that names its ignored parameters.
+
+    strict: refuse unknown parameters. Raises: InvalidRequest, HttpFault.
+    """
+    ignored = None if strict else Ignored()
     requested = decode(body, api.parameters, ignored)
-    if ignored is not None:
-        api.tolerate(requested, ignored)
-    return api.parse(requested), ignored
+    if ignored is None:
+        return api.parse(requested), {}
+    api.tolerate(requested, ignored)
+    return api.parse(requested), ignored.headers()
 
 
 def is_strict(request: web.BaseRequest, principal: Principal) -> bool:
@@ -478,11 +525,6 @@ def is_strict(request: web.BaseRequest, principal: Principal) -> bool:
     if requested not in ("0", "1"):
         raise invalid_parameter("strict", "must be 0 or 1")
     return principal.strict_parameters or requested == "1"
-
-
-def headers_of(ignored: Ignored | None) -> dict[str, str]:
-    """Return the header with the names of ignored parameters, or none."""
-    return {} if ignored is None else ignored.headers()
 
 
 def answered(

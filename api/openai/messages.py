@@ -293,10 +293,10 @@ def conversation_of(requested: MessageParameters) -> tuple[pb.Conversation, dict
             f"messages[{len(requested.messages) - 1}]",
             "must not be of the assistant: the beginning of an answer cannot be given",
         )
-    turns: list[pb.Message] = []
+    runs: list[list[pb.Message]] = []  # of consecutive messages of one role
     names: dict[str, str] = {}
     if requested.system:
-        turns.append(pb.Message(role=pb.ROLE_SYSTEM, content=text_of(requested.system, "system")))
+        runs.append([pb.Message(role=pb.ROLE_SYSTEM, content=text_of(requested.system, "system"))])
         names["conversation.messages[0]"] = "system"
     for index, message in enumerate(requested.messages):
         field = f"messages[{index}]"
@@ -307,13 +307,23 @@ def conversation_of(requested: MessageParameters) -> tuple[pb.Conversation, dict
             if isinstance(message.content, str)
             else messages_of(message.role, message.content, f"{field}.content")
         )
-        if turns and new and turns[-1].role == new[0].role != pb.ROLE_TOOL:
-            turns[-1].content = "\n".join(filter(None, (turns[-1].content, new[0].content)))
-            turns[-1].tool_calls.extend(new.pop(0).tool_calls)
         for each in new:
-            names[f"conversation.messages[{len(turns)}]"] = field
-            turns.append(each)
-    return pb.Conversation(messages=turns), names
+            if runs and runs[-1][0].role == each.role != pb.ROLE_TOOL:
+                runs[-1].append(each)
+            else:
+                names[f"conversation.messages[{len(runs)}]"] = field
+                runs.append([each])
+    return pb.Conversation(messages=map(merged, runs)), names
+
+
+def merged(run: Sequence[pb.Message]) -> pb.Message:
+    """Return one message for consecutive messages of a role; their texts are joined once."""
+    first, *others = run
+    if others:
+        first.content = "\n".join(filter(None, [each.content for each in run]))
+        for each in others:
+            first.tool_calls.extend(each.tool_calls)
+    return first
 
 
 def messages_of(role: str, blocks: Sequence[Block], field: str) -> list[pb.Message]:

@@ -489,6 +489,18 @@ CHAT_NAMES_BY_LIMIT = {
     for name in ("max_tokens", "max_completion_tokens")
 }
 
+# Bytes. Longer bodies are parsed in a thread; a shorter one has few elements.
+SHORT_BYTES_MAX = 16_384
+# Elements of a body outside of strings. msgspec keeps the interpreter while it parses: at these
+# counts for some 40 ms, without them for 400. A conversation of the most turns with the most calls
+# and tools has half of them; a million values are token ids.
+ELEMENT_COUNTS_MAX = {
+    "objects and lists": 32_768,
+    "members of objects": 65_536,
+    "strings": 131_072,
+    "values": 1_048_576,
+}
+
 SHORT_NAME_CHARS = 64  # below the limit of model names, so no further check
 MAX_TOKENS_UNSET = 16  # OpenAI's default, of this API only
 PROMPT_COUNT_MAX = 128  # each is a request of its own; the response waits for all of them
@@ -577,6 +589,35 @@ class ParsedRequest:
     parameters: Any = None  # for responses that repeat them
 
 
+@functools.cache
+def outline_of(kind: type[Struct]) -> type[Struct]:
+    """Return a type with the same parameters, unparsed. Others are skipped."""
+    return msgspec.defstruct("Outline", [(name, Raw, ABSENT) for name in kind.__struct_fields__])
+
+
+def check_elements(body: bytes, kind: type[Struct]) -> None:
+    """Check the number of elements of a body, which msgspec parses in one piece.
+
+    Raises: InvalidRequest naming the longest parameter; msgspec.DecodeError, RecursionError.
+    """
+    unescaped = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    counts = {"strings": unescaped.count(b'"') // 2}
+    if counts["strings"] <= ELEMENT_COUNTS_MAX["strings"]:
+        outside = b"".join(unescaped.split(b'"')[::2])
+        counts["objects and lists"] = outside.count(b"{") + outside.count(b"[")
+        counts["members of objects"] = outside.count(b":")
+        counts["values"] = outside.count(b",")
+    for what, count in counts.items():
+        if count > (limit := ELEMENT_COUNTS_MAX[what]):
+            outline = msgspec.json.decode(body, type=outline_of(kind))
+            longest = max(kind.__struct_fields__, key=lambda name: len(getattr(outline, name)))
+            raise invalid_parameter(
+                longest,
+                f"the body may have {limit:,} {what} in total, got {count:,}, most of them here:"
+                " send less in one request",
+            )
+
+
 def decode(body: bytes, kind: type[Body], ignored: Ignored | None = None) -> Body:
     """Parse the body of a request.
 
@@ -585,6 +626,8 @@ def decode(body: bytes, kind: type[Body], ignored: Ignored | None = None) -> Bod
     parameter.
     """
     try:
+        if len(body) > SHORT_BYTES_MAX:
+            check_elements(body, kind)
         try:
             return msgspec.json.decode(body, type=kind)
         except msgspec.ValidationError as error:

@@ -12,6 +12,7 @@ import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -22,6 +23,9 @@ from api.openai.refusals import invalid_parameter
 
 IGNORED_HEADER = "weir-ignored-parameters"
 NAMES_MAX = 20  # in the header
+# Different names that a body may bring beside the parameters; each is compared with all of these.
+UNKNOWN_COUNT_MAX = 64
+SIMILAR_CHARS_MAX = 32  # a longer name resembles no parameter
 SIMILARITY_MIN = 0.85  # "temprature" and "temperature" have 0.95
 VISIBLE = re.compile(r"[\w.\[\]-]{1,64}", re.ASCII)
 EMPTY: tuple[object, ...] = (None, False, [], {}, "")  # requests nothing
@@ -102,14 +106,26 @@ class Ignored:
     names: dict[str, None] = field(default_factory=dict)
 
     def add(self, name: str) -> None:
+        """Add a name. Raises: InvalidRequest if there are too many."""
         self.names[name] = None
+        check_unknown_count(len(self.names))
 
     def headers(self) -> dict[str, str]:
         """Return the header that names them, or none."""
-        shown = [name if VISIBLE.fullmatch(name) else "?" for name in self.names][:NAMES_MAX]
+        shown = [name if VISIBLE.fullmatch(name) else "?" for name in islice(self.names, NAMES_MAX)]
         if (more_count := len(self.names) - len(shown)) > 0:
             shown.append(f"and {more_count} more")
         return {IGNORED_HEADER: ", ".join(shown)} if shown else {}
+
+
+def check_unknown_count(count: int) -> None:
+    """Check the number of unknown parameters. Raises: InvalidRequest."""
+    if count > UNKNOWN_COUNT_MAX:
+        raise invalid_parameter(
+            None,
+            f"the body may have {UNKNOWN_COUNT_MAX} different parameters that this API does not"
+            f" know, got {count} or more: leave them out",
+        )
 
 
 def without_unknown(
@@ -123,7 +139,9 @@ def without_unknown(
     tree = msgspec.json.decode(body)
     shape = shape_of(kind)
     if isinstance(tree, dict) and shape.members is not None:
-        for name in [name for name in tree if name not in shape.members]:
+        unknown = [name for name in tree if name not in shape.members]
+        check_unknown_count(len(unknown))
+        for name in unknown:
             if is_ignored(name, tree.pop(name), shape.members, other_names):
                 ignored.add(name)
         for name, value in tree.items():
@@ -145,7 +163,9 @@ def is_ignored(
         remedy = "is a parameter of another API; leave it out"
     elif name in CHANGING:
         remedy = f"is not supported: {remedy}"
-    elif similar := difflib.get_close_matches(name[:64], known, n=1, cutoff=SIMILARITY_MIN):
+    elif len(name) <= SIMILAR_CHARS_MAX and (
+        similar := difflib.get_close_matches(name, known, n=1, cutoff=SIMILARITY_MIN)
+    ):
         remedy = f"is not a parameter of this API; did you mean {similar[0]}?"
     else:
         return True
