@@ -286,7 +286,14 @@ async def serve(settings: Settings) -> None:
         accepted = PeerCertificates(identity)
         peer_server, peer = build_peer_server(settings, for_peers, identity, accepted)
         server, port = build_server(
-            settings, servicers, health, tls, observer.call_failed, pace, authenticator.turn_to_read
+            settings,
+            servicers,
+            health,
+            tls,
+            observer.call_failed,
+            pace,
+            authenticator.turn_to_read,
+            process.in_thread,
         )
         watch = observer.loop_lag.watch
         watch.start()

@@ -17,7 +17,7 @@ from api.access.auth import Authenticator, StreamKey, bearer_token, check_model,
 from api.core import wire
 from api.core.addresses import FORWARDED_FOR, Origin
 from api.core.errors import AddressNotAllowed, FieldViolation, InvalidRequest, Overloaded
-from api.core.interceptor import METHOD, Context
+from api.core.interceptor import MESSAGE_BYTES_MAX, METHOD, Context
 from api.core.messages import effective_quota_statuses, find_generation, models_for, restrictions
 from api.generation.client_stream import ClientStream, remaining_s
 from api.generation.embedding_wire import parse_embed
@@ -25,7 +25,14 @@ from api.generation.live import Caller
 from api.generation.open_streams import OpenStreams
 from api.generation.peers import VOUCHER, vouched_address, voucher_of
 from api.generation.process import Process
-from api.generation.quoting import count_tokens, quote, quote_embed
+from api.generation.quoting import (
+    count_tokens,
+    parse_quoted_embed,
+    parse_quoted_start,
+    quote,
+    quote_embed,
+)
+from api.generation.start_frame import parse_count_tokens
 from api.observability.spans import trace_of_metadata
 from metering.alerts.alerts import latest_key_change
 from metering.control.live import certificate_of
@@ -120,8 +127,13 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
     async def _read(
         self, principal: Principal, request: Request, parse: Callable[[Request], Parsed]
     ) -> Parsed:
-        """Parse a large message in its key's turn. Raises: PreparationLimit, Overloaded."""
-        await self._process.turn_to_read(principal, request.ByteSize())
+        """Parse a message in its key's turn, a large one in a thread.
+
+        Raises: PreparationLimit, Overloaded, and the errors of `parse`.
+        """
+        await self._process.turn_to_read(principal, size := request.ByteSize())
+        if size > MESSAGE_BYTES_MAX:
+            return await self._process.in_thread(principal, size, partial(parse, request))
         with self._process.pace.spending(principal):
             return parse(request)
 
@@ -130,8 +142,8 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
     ) -> pb.CountTokensResponse:
         """Count the tokens of a prompt."""
         principal = await self._authenticator.principal(context)
-        await self._process.turn_to_read(principal, request.ByteSize())
-        return await count_tokens(self._process, principal, request)
+        parsed = await self._read(principal, request, parse_count_tokens)
+        return await count_tokens(self._process, principal, request, parsed)
 
     async def ListModels(
         self, request: pb.ListModelsRequest, context: Context
@@ -160,12 +172,14 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
     async def Quote(self, request: pb.QuoteRequest, context: Context) -> pb.QuoteResponse:
         """Quote a request without running it."""
         principal = await self._authenticator.principal(context)
-        await self._process.turn_to_read(principal, request.ByteSize())
         if request.HasField("embed"):
             if request.HasField("start"):
                 raise InvalidRequest([FieldViolation("embed", "must not be set beside start")])
-            return await quote_embed(self._process, self._sessions, principal, request.embed)
-        return await quote(self._process, self._sessions, principal, request)
+            embed = await self._read(principal, request, parse_quoted_embed)
+            return await quote_embed(self._process, self._sessions, principal, embed)
+        parse = partial(parse_quoted_start, window_tokens_max=self._process.window_tokens_max)
+        start = await self._read(principal, request, parse)
+        return await quote(self._process, self._sessions, principal, start)
 
     async def GetGeneration(
         self, request: pb.GetGenerationRequest, context: Context

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +28,7 @@ from api.core.health import INFERENCE_SERVICE, SERVICES, Health
 from api.core.interceptor import Context, Failed, Guard, GuardedServices, ignore_failure
 from api.core.pace import FramePace
 from api.core.settings import Settings
-from api.generation.open_streams import BoundedCalls
+from api.generation.open_streams import BoundedCalls, ReadLargeOf, TurnToRead
 from api.generation.peers import (
     PEER_KEEPALIVE_MS,
     Identity,
@@ -64,9 +63,6 @@ class Servicers:
     receipts: ReceiptServicer
 
 
-TurnToRead = Callable[[Context], Awaitable[Hashable]]
-
-
 async def peer_of(context: Context) -> str:
     """Return at once: calls have no turns."""
     return context.peer()
@@ -80,16 +76,18 @@ def build_server(
     failed: Failed = ignore_failure,
     pace: FramePace | None = None,
     turn_to_read: TurnToRead = peer_of,
+    read_large: ReadLargeOf | None = None,
 ) -> tuple[grpc.aio.Server, int]:
     """Return the server and its bound port; 0 lets the system choose. tls: None for plaintext.
 
     failed: called for calls that end with an error. pace: counts calls; None: they are not counted.
-    turn_to_read: waits until the message of a call may be read, and returns its owner. Raises:
-    OSError if the address cannot be bound.
+    turn_to_read, read_large: as of `BoundedCalls`. Raises: OSError if the address cannot be bound.
     """
     server = grpc.aio.server(options=options(settings))
     # The stubs declare a server.
-    services: Any = GuardedServices(server, BoundedCalls(turn_to_read), Guard(failed, pace))
+    services: Any = GuardedServices(
+        server, BoundedCalls(turn_to_read, read_large), Guard(failed, pace)
+    )
     inference_service_pb2_grpc.add_InferenceServiceServicer_to_server(servicers.inference, services)
     admin_service_pb2_grpc.add_AdminServiceServicer_to_server(servicers.admin, services)
     billing_service_pb2_grpc.add_BillingServiceServicer_to_server(servicers.billing, services)

@@ -442,8 +442,8 @@ class Authenticator:
         elif self._pace is not None and Scope.ADMIN not in principal.scopes:
             await self._pace.turn_to_call(principal)
 
-    async def turn_to_read(self, context: Context) -> uuid.UUID | str:
-        """Wait for the turn of a message, and return its owner: a key that was valid before, or an
+    async def turn_to_read(self, context: Context) -> Principal | str:
+        """Wait for the turn of a message, and return its payer: a key that was valid before, or an
         address.
 
         Raises: TooManyCalls.
@@ -455,7 +455,7 @@ class Authenticator:
         if known is None:
             return address_of(context.peer())
         await self.turn(known[2])
-        return known[2].api_key_id
+        return known[2]
 
     async def principal_of(
         self, secret: str, *, method: str, origin: Origin, age_max_s: float = 0.0

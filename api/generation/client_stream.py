@@ -13,6 +13,7 @@ import uuid
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
+from typing import TypeVar
 
 import grpc
 from weir.v1 import inference_service_pb2 as pb
@@ -28,7 +29,7 @@ from api.core.errors import (
     UnknownRequest,
     status_of,
 )
-from api.core.interceptor import READ_BYTES, READ_S, ReceivedMessages
+from api.core.interceptor import MESSAGE_BYTES_MAX, READ_BYTES, READ_S, ReceivedMessages
 from api.core.pace import (
     BYTE_COST_S,
     LOOKUP_COST_S,
@@ -60,6 +61,7 @@ SLICE_S = 0.002
 ENDED_IDS_REMEMBERED = 10_000
 
 Context = grpc.aio.ServicerContext[pb.GenerateRequest, bytes]
+Value = TypeVar("Value")
 
 
 class ClientStream:
@@ -95,6 +97,8 @@ class ClientStream:
         self._all_ended.set()
         self._violation: Exception | None = None
         self._deadline: float | None = None  # of the call, in seconds on the monotonic clock
+        # Starts of a large message that are not begun yet, by index of the frame
+        self._parsed: dict[int, ValidStart | Exception] = {}
         # Processor time of starts in this slice that is not charged to the key yet
         self._begun_s = 0.0
         # Cost of database lookups by attaches in this slice, charged at its end.
@@ -115,7 +119,7 @@ class ClientStream:
         self._deadline = None if granted_s is None else time.monotonic() + granted_s
         try:
             if isinstance(requests, ReceivedMessages):
-                requests.before_large = partial(self._process.pace.turn, self._key.principal)
+                requests.read_large = self._read_large
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._read_on(requests), name="stream reader")
                 # If the client disconnects during a write, gRPC cancels the call right after.
@@ -160,6 +164,11 @@ class ClientStream:
             self._violation = violation
             self._leave(Outcome.CANCELLED, is_gone=False)
 
+    async def _read_large(self, size: int, read: Callable[[], Value]) -> Value:
+        """Parse a large message in the turn of its key, or validate its starts."""
+        await self._process.pace.turn(self._key.principal)
+        return await self._process.in_thread(self._key.principal, size, read)
+
     def _left_midway(self, context: Context, granted_s: float | None) -> None:
         self._leave(outcome_of_leaving(granted_s, remaining_s(context)))
 
@@ -184,6 +193,8 @@ class ClientStream:
         auth_ms = (time.monotonic() - received_at) * 1000
         self._auth_ms = 0.0  # only requests of the first message waited for authentication
         pace, principal = self._process.pace, self._key.principal
+        if (size := READ_BYTES.get()) > MESSAGE_BYTES_MAX:
+            self._parsed = await self._read_large(size, partial(self._starts_of, batch))
         index = 0
         while index < len(batch):
             if await pace.turn(principal):
@@ -192,6 +203,20 @@ class ClientStream:
                 await asyncio.sleep(0)
             index = self._work_off_slice(batch, index, auth_ms, received_at)
             await self._outbox.room()
+
+    def _starts_of(self, batch: Sequence[pb.ClientFrame]) -> dict[int, ValidStart | Exception]:
+        """Return the start frames of a message by index, or why they are invalid."""
+        parsed: dict[int, ValidStart | Exception] = {}
+        for index, frame in enumerate(batch):
+            if frame.WhichOneof("kind") == "start":
+                try:
+                    parsed[index] = self._valid(frame)
+                except Exception as error:
+                    parsed[index] = error
+        return parsed
+
+    def _valid(self, frame: pb.ClientFrame) -> ValidStart:
+        return parse_start(frame.request_id, frame.start, self._process.window_tokens_max)
 
     def _work_off_slice(
         self, batch: Sequence[pb.ClientFrame], index: int, auth_ms: float, received_at: float
@@ -218,7 +243,7 @@ class ClientStream:
         """Handle one frame. Raises: InvalidRequest if its kind is unknown."""
         match frame.WhichOneof("kind"):
             case "start":
-                self._start(frame, auth_ms, received_at)
+                self._start(frame, self._parsed.pop(index, None), auth_ms, received_at)
             case "cancel":
                 if (receiver := self._known(frame.request_id)) is not None:
                     receiver.source.stop(Outcome.CANCELLED)
@@ -234,7 +259,14 @@ class ClientStream:
                 what = "must be start, cancel, attach, credit or update"
                 raise InvalidRequest([FieldViolation(f"frames[{index}].kind", what)])
 
-    def _start(self, frame: pb.ClientFrame, auth_ms: float, received_at: float) -> None:
+    def _start(
+        self,
+        frame: pb.ClientFrame,
+        parsed: ValidStart | Exception | None,
+        auth_ms: float,
+        received_at: float,
+    ) -> None:
+        """Start a request. parsed: by `_starts_of`; None: not yet."""
         began_at = time.thread_time()
         try:
             if self._is_relayed:
@@ -243,7 +275,9 @@ class ClientStream:
                     " (WEIR_LISTEN)"
                 )
             self._key.check()
-            start = parse_start(frame.request_id, frame.start, self._process.window_tokens_max)
+            if isinstance(parsed, Exception):
+                raise parsed
+            start = parsed or self._valid(frame)
             if self._key.principal.models:
                 check_model(self._key.principal, self._process.router.canonical_name(start.model))
             check_keep(start.keep_s, self._process.admission.settings.keep_on_disconnect_max_s)

@@ -10,13 +10,14 @@ import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import grpc
 
 from api.core.errors import ApiError, MessageMissing, Overloaded, TooManyStreams
-from api.core.interceptor import LARGE_MESSAGES, Context, checked, writing
-from api.core.pace import CALL_COST_S, VISIT
+from api.core.interceptor import LARGE_MESSAGES, Context, ReceivedMessages, checked, writing
+from api.core.pace import CALL_COST_S, VISIT, Payer
 
 # Streams that need no key: health checks and reflection. A client opens one of each, or one per
 # service.
@@ -86,6 +87,10 @@ class OpenStreams:
             del self._counts[peer]
 
 
+TurnToRead = Callable[[Context], Awaitable[Payer]]
+ReadLargeOf = Callable[[Payer, int, Callable[[], Any]], Awaitable[Any]]
+
+
 @dataclass(slots=True, eq=False)
 class Readers:
     """Calls of one reader that read a large message, or wait to do so."""
@@ -102,9 +107,13 @@ class BoundedCalls:
     equal.
     """
 
-    def __init__(self, turn_to_read: Callable[[Context], Awaitable[Hashable]]) -> None:
-        """turn_to_read: waits until the message of a call may be read, and returns its owner."""
+    def __init__(self, turn_to_read: TurnToRead, read_large: ReadLargeOf | None = None) -> None:
+        """turn_to_read: waits until the message of a call may be read, and returns its payer.
+
+        read_large: parses a large message of a payer outside the event loop; None: inside.
+        """
         self._turn_to_read = turn_to_read
+        self._read_large = read_large
         self._readers: dict[Hashable, Readers] = {}
         self._keyless = OpenStreams(
             KEYLESS_PER_CONNECTION_MAX, count_max=KEYLESS_MAX, error=TooManyStreams
@@ -145,8 +154,12 @@ class BoundedCalls:
             with self._unread.take(context.peer()):
                 reader = await self._turn_to_read(context) if is_large else None
                 try:
-                    async with asyncio.timeout(MESSAGE_WAIT_S), self._reading(reader):
-                        request = checked(await anext(aiter(requests)))
+                    async with asyncio.timeout(MESSAGE_WAIT_S) as wait, self._reading(reader):
+                        if isinstance(requests, ReceivedMessages):
+                            requests.check = checked
+                            if reader is not None and self._read_large is not None:
+                                requests.read_large = partial(self._received, reader, wait)
+                        request = await anext(aiter(requests))
                 except (TimeoutError, StopAsyncIteration):
                     raise MessageMissing(MESSAGE_WAIT_S) from None
             response = await handle(request, context)
@@ -155,15 +168,24 @@ class BoundedCalls:
 
         return serve
 
+    async def _received(
+        self, payer: Payer, wait: asyncio.Timeout, size: int, read: Callable[[], Any]
+    ) -> Any:
+        """Parse a large message, which has arrived: the client does not make it wait any more."""
+        assert self._read_large is not None
+        wait.reschedule(None)
+        return await self._read_large(payer, size, read)
+
     @contextlib.asynccontextmanager
-    async def _reading(self, reader: Hashable | None) -> AsyncIterator[None]:
+    async def _reading(self, payer: Payer | None) -> AsyncIterator[None]:
         """Hold a slot to read a message.
 
-        reader: of a large message, of which few are read at once; else None.
+        payer: of a large message, of which few are read at once; else None.
         """
-        if reader is None:
+        if payer is None:
             yield
             return
+        reader = payer if isinstance(payer, str) else payer.api_key_id
         readers = self._readers.setdefault(reader, Readers())
         readers.count += 1
         try:

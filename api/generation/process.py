@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from api.core.interceptor import READ_BYTES, READ_S
-from api.core.pace import FramePace
+from api.core.pace import FramePace, Payer
 from api.core.settings import Settings
 from api.generation.admission import Admission
 from api.generation.embedding import LiveEmbedding
@@ -33,6 +34,7 @@ PROGRESS_FRAMES_MAX = 500  # per interval: a few ms of work; beyond it requests 
 
 Running = LiveRequest | LiveEmbedding
 Value = TypeVar("Value")
+NO_ORGANIZATION = uuid.UUID(int=0)
 
 
 class Process:
@@ -98,10 +100,11 @@ class Process:
             await self.pace.turn(owner)
             self.pace.read(owner, READ_S.get(), READ_BYTES.get())
 
-    async def in_thread(self, owner: Owner, size: int, call: Callable[[], Value]) -> Value:
-        """Run work on a large message in the fair threads; its processor time counts for the key.
+    async def in_thread(self, payer: Payer, size: int, call: Callable[[], Value]) -> Value:
+        """Run work on a large message in the fair threads; its processor time counts for the payer.
 
-        size: in bytes. Raises the error of the call.
+        size: in bytes. Messages of all unknown keys together count as one organization. Raises the
+        error of the call.
         """
         loop = asyncio.get_running_loop()
 
@@ -111,9 +114,10 @@ class Process:
                 return call()
             finally:  # also when nobody waits for the result any more
                 cost_s = time.thread_time() - began_at
-                loop.call_soon_threadsafe(self.pace.spent, owner, cost_s)
+                loop.call_soon_threadsafe(self.pace.spent, payer, cost_s)
 
-        value, _ = await self.text_work.run(owner.organization_id, size, counted)
+        organization_id = NO_ORGANIZATION if isinstance(payer, str) else payer.organization_id
+        value, _ = await self.text_work.run(organization_id, size, counted)
         return value
 
     def find(self, key: Key) -> LiveRequest | None:

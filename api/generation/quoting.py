@@ -12,25 +12,31 @@ from api.access.auth import check_model
 from api.access.auth import payer as payer_of
 from api.core import wire
 from api.core.messages import effective_quota_statuses, input_count_max, quota_status
-from api.generation.conversation import thinking_of
+from api.generation.conversation import Prompt, thinking_of
 from api.generation.embedding import token_count_of, tokenize_inputs
-from api.generation.embedding_wire import check_against_model, parse_embed
+from api.generation.embedding_wire import ValidEmbed, check_against_model, parse_embed
 from api.generation.preparation import check_input_bound, prepared
 from api.generation.process import Process
-from api.generation.start_frame import parse_count_tokens, parse_start
+from api.generation.start_frame import ValidStart, parse_start
 from api.generation.tokenizing import TextJob, tokenize
 from api.generation.tools import ToolUse, call_reading
+from inference.text.tools import Tool
 from metering.quotas import quoting
 from metering.store.db import Sessions
 from metering.tenants.tenants import Principal
 
 
 async def count_tokens(
-    process: Process, principal: Principal, message: pb.CountTokensRequest
+    process: Process,
+    principal: Principal,
+    message: pb.CountTokensRequest,
+    parsed: tuple[Prompt, tuple[Tool, ...]],
 ) -> pb.CountTokensResponse:
-    """Count the tokens of a prompt as admission does. Raises the refusals of such a prompt."""
-    with process.pace.spending(principal):
-        prompt, tools = parse_count_tokens(message)
+    """Count the tokens of a prompt as admission does. Raises the refusals of such a prompt.
+
+    parsed: the message by `parse_count_tokens`.
+    """
+    prompt, tools = parsed
     check_model(principal, process.router.canonical_name(message.model))
     model = process.router.find(message.model).model
     tokenizer = process.tokenizers[model.name]
@@ -43,12 +49,21 @@ async def count_tokens(
     return pb.CountTokensResponse(input_token_count=len(token_ids), context_window_tokens=window)
 
 
+def parse_quoted_start(message: pb.QuoteRequest, window_tokens_max: int) -> ValidStart:
+    """Check the start frame of a quote. Raises as `parse_start`."""
+    return parse_start(str(uuid.uuid4()), message.start, window_tokens_max)
+
+
+def parse_quoted_embed(message: pb.QuoteRequest) -> ValidEmbed:
+    """Check the call of a quote, whose id only selects a model version. Raises: InvalidRequest."""
+    message.embed.request_id = message.embed.request_id or str(uuid.uuid4())
+    return parse_embed(message.embed)
+
+
 async def quote(
-    process: Process, sessions: Sessions, principal: Principal, message: pb.QuoteRequest
+    process: Process, sessions: Sessions, principal: Principal, start: ValidStart
 ) -> pb.QuoteResponse:
     """Answer one call. Raises the refusals of the same request, except for quotas."""
-    with process.pace.spending(principal):
-        start = parse_start(str(uuid.uuid4()), message.start, process.window_tokens_max)
     check_model(principal, process.router.canonical_name(start.model))
     route = process.router.route(start.model, start.request_id, start.region)
     start.model, payer, tokenizer = (
@@ -115,17 +130,9 @@ def response(
 
 
 async def quote_embed(
-    process: Process, sessions: Sessions, principal: Principal, message: pb.EmbedRequest
+    process: Process, sessions: Sessions, principal: Principal, start: ValidEmbed
 ) -> pb.QuoteResponse:
-    """Answer one call.
-
-    The id only selects a model version. Raises the refusals of the same call, except for quotas.
-    """
-    asked = pb.EmbedRequest()
-    asked.CopyFrom(message)
-    asked.request_id = asked.request_id or str(uuid.uuid4())
-    with process.pace.spending(principal):
-        start = parse_embed(asked)
+    """Answer one call. Raises the refusals of the same call, except for quotas."""
     check_model(principal, process.router.canonical_name(start.model))
     route = process.router.route_encoder(start.model, str(start.request_id))
     start = replace(start, model=route.model)

@@ -28,6 +28,7 @@ from api.generation.embedding_wire import ValidEmbed, parse_embed
 from api.generation.live import Caller
 from api.generation.process import Process
 from api.generation.quoting import count_tokens
+from api.generation.start_frame import parse_count_tokens
 from api.observability.observer import HTTP
 from api.observability.spans import trace_of
 from api.openai import answers
@@ -361,7 +362,7 @@ class Gateway:
     ) -> web.StreamResponse:
         """Count the tokens of a generating request's prompt. fields: of every response."""
 
-        def parse(body: bytes) -> tuple[ParsedRequest, dict[str, str], pb.CountTokensRequest]:
+        def parse(body: bytes) -> tuple[ParsedRequest, dict[str, str], pb.CountTokensRequest, Any]:
             parsed, headers = parsed_body(body, api, strict=is_strict(request, principal))
             [start] = parsed.starts
             is_shown = start.tool_choice.mode != pb.TOOL_MODE_NONE
@@ -370,11 +371,16 @@ class Gateway:
                 conversation=start.conversation,
                 tools=start.tools if is_shown else (),
             )
-            return parsed, headers, prompt
+            try:
+                return parsed, headers, prompt, parse_count_tokens(prompt)
+            except Exception as error:
+                return parsed, headers, prompt, error
 
-        parsed, headers, prompt = await self._read(request, arrival, principal, parse)
+        parsed, headers, prompt, found = await self._read(request, arrival, principal, parse)
         try:
-            counted = await count_tokens(self._process, principal, prompt)
+            if isinstance(found, Exception):
+                raise found
+            counted = await count_tokens(self._process, principal, prompt, found)
         except Exception as error:
             return refused(
                 refusal_of(status_of(error), parsed.names),

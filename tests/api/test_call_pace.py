@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import Callable, AsyncIterator
 from dataclasses import replace
 from typing import Any, cast
 
@@ -240,13 +240,14 @@ async def test_a_large_message_is_parsed_in_its_turn_and_a_small_one_at_once() -
         async def read(self) -> bytes:
             return bytes(next(self.sizes))
 
-    async def turn() -> None:
+    async def in_turn(size: int, read: Callable[[], Any]) -> Any:
         events.append("turn")
+        return read()
 
     messages = ReceivedMessages(
         cast(Any, Received()), lambda data: events.append(f"parse {len(data) > MESSAGE_BYTES_MAX}")
     )
-    messages.before_large = turn
+    messages.read_large = in_turn
     await anext(messages)
     await anext(messages)
 

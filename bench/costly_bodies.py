@@ -1,0 +1,390 @@
+"""The costliest JSON bodies and protobuf messages of a size, generated from the types of an API.
+
+Each place of a type gets values of every kind that it takes: many elements, long texts, deep
+nesting, a repeated name, similar names, alternating elements. `bench.adversary` sends them, and
+`tests/api/test_growth.py` holds the time of each parser linear. A new parameter or field is
+included at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from msgspec import Struct, inspect
+
+LEVELS = 900  # below the limit of most parsers
+TURN_COUNT = 4096
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+Build = Callable[[int], bytes]  # from a size in bytes to a body of about that size
+Wrap = Callable[[bytes], bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Costly:
+    """Body or message. name: of place and kind."""
+
+    name: str
+    build: Build
+
+
+def filled(unit: bytes, size: int) -> bytes:
+    """Return elements of a JSON list or object, separated by commas."""
+    return b",".join([unit] * max(size // (len(unit) + 1), 1))
+
+
+def members(names: Iterator[bytes], size: int) -> bytes:
+    """Return members of a JSON object with these names."""
+    found, length = [], 0
+    for name in names:
+        found.append(b'"%s":1' % name)
+        if (length := length + len(found[-1]) + 1) >= size:
+            break
+    return b",".join(found)
+
+
+def short_names() -> Iterator[bytes]:
+    return (b"p%x" % number for number in itertools.count())
+
+
+def anagrams(name: str) -> Iterator[bytes]:
+    """Yield names with the letters of another one: nothing but a full comparison tells them apart.
+
+    Steps of a prime through the permutations of ten letters, so that they differ everywhere.
+    """
+    head, tail = name[:10].ljust(10, "x"), name[10:]
+    for number in itertools.count(1):
+        rest, letters, made = number * 7919 % 3_628_800, list(head), ""
+        for left in range(10, 0, -1):
+            rest, index = divmod(rest, left)
+            made += letters.pop(index)
+        yield (made + tail).encode()
+
+
+# Values of any JSON type, by kind
+FREE: Mapping[str, Build] = {
+    "many lists": lambda size: b"[" + filled(b"[]", size) + b"]",
+    "many objects": lambda size: b"[" + filled(b"{}", size) + b"]",
+    "many texts": lambda size: b"[" + filled(b'"a"', size) + b"]",
+    "many numbers": lambda size: b"[" + filled(b"1.5e9", size) + b"]",
+    "many members": lambda size: b"{" + members(short_names(), size) + b"}",
+    "repeated member": lambda size: b"{" + members(itertools.repeat(b"a"), size) + b"}",
+    "deep lists": lambda size: b"[" * (size // 2) + b"]" * (size // 2),
+    "deep in parts": lambda size: b"[" + filled(b"[" * LEVELS + b"]" * LEVELS, size) + b"]",
+    "long text": lambda size: b'"' + b"x" * size + b'"',
+    "escapes": lambda size: b'"' + b"\\u00e9" * (size // 6) + b'"',
+    "quotes": lambda size: b'"' + b'\\"' * (size // 2) + b'"',
+    "long number": lambda size: b"9" * size,
+}
+TEXTS = ("long text", "escapes", "quotes")
+
+
+def minimal(info: inspect.Type) -> bytes:
+    """Return a small valid value of a type."""
+    match info:
+        case inspect.StructType(fields=fields):
+            required = [
+                b'"%s":%s' % (each.encode_name.encode(), minimal(each.type))
+                for each in fields
+                if each.required
+            ]
+            return b"{" + b",".join(required) + b"}"
+        case inspect.UnionType(types=types):
+            return minimal(types[0])
+        case inspect.ListType(item_type=item):
+            return b"[" + minimal(item) + b"]"
+        case inspect.LiteralType(values=values):
+            return json.dumps(values[0]).encode()
+        case inspect.StrType():
+            return b'"user"'
+        case inspect.IntType() | inspect.FloatType():
+            return b"1"
+        case inspect.BoolType():
+            return b"true"
+        case inspect.DictType():
+            return b"{}"
+    return b"null"
+
+
+def values_of(info: inspect.Type) -> Iterator[tuple[str, Build]]:
+    """Yield costly values of a type, by kind."""
+    match info:
+        case inspect.StructType(fields=fields):
+            own = minimal(info)[1:-1]
+            start = b"{" + (own + b"," if own else b"")
+            similar = max((each.encode_name for each in fields), key=len)
+            yield "many unknown members", lambda size: start + members(short_names(), size) + b"}"
+            yield (
+                "similar unknown members",
+                lambda size: start + members(anagrams(similar), size) + b"}",
+            )
+            yield (
+                "repeated unknown member",
+                lambda size: start + members(itertools.repeat(b"unknown"), size) + b"}",
+            )
+            yield "long unknown member", lambda size: start + b'"' + b"n" * size + b'":1}'
+        case inspect.ListType(item_type=item):
+            one = minimal(item)
+            yield "many elements", lambda size: b"[" + filled(one, size) + b"]"
+            yield (
+                "few elements",
+                lambda size: b"[" + filled(one, min(size, TURN_COUNT * (len(one) + 1))) + b"]",
+            )
+        case inspect.DictType(key_type=keys):
+            is_number = isinstance(keys, inspect.IntType)
+            names = (lambda: (b"%d" % n for n in itertools.count())) if is_number else short_names
+            yield "many members", lambda size: b"{" + members(names(), size) + b"}"
+            yield (
+                "repeated member",
+                lambda size: b"{" + members(itertools.repeat(b"1"), size) + b"}",
+            )
+        case inspect.StrType() | inspect.LiteralType():
+            for kind in TEXTS:
+                yield kind, FREE[kind]
+        case inspect.IntType() | inspect.FloatType():
+            yield "long number", FREE["long number"]
+        case inspect.AnyType() | inspect.RawType():
+            yield from FREE.items()
+
+
+def places(
+    info: inspect.Type, path: str, wrap: Wrap, seen: set[tuple[str, str]]
+) -> Iterator[tuple[str, inspect.Type, Wrap]]:
+    """Yield the places of a type: path, type, and the body around a value there.
+
+    One member of each type stands for all of that type in its object.
+    """
+    match info:
+        case inspect.UnionType(types=types):
+            for each in types:
+                yield from places(each, path, wrap, seen)
+            return
+        case inspect.StructType(cls=kind, fields=fields):
+            yield path, info, wrap
+            for each in fields:
+                mark = (kind.__name__, repr(each.type))
+                if mark in seen:
+                    continue
+                seen.add(mark)
+                others = [
+                    b'"%s":%s,' % (other.encode_name.encode(), minimal(other.type))
+                    for other in fields
+                    if other.required and other is not each
+                ]
+                before = b"{" + b"".join(others) + b'"%s":' % each.encode_name.encode()
+                yield from places(
+                    each.type,
+                    f"{path}.{each.encode_name}",
+                    lambda value, before=before: wrap(before + value + b"}"),
+                    seen,
+                )
+        case inspect.ListType(item_type=item):
+            yield path, info, wrap
+            yield from places(item, f"{path}[]", lambda value: wrap(b"[" + value + b"]"), seen)
+        case _:
+            yield path, info, wrap
+
+
+def turns(*units: bytes) -> Build:
+    """Return a builder of a conversation of alternating turns, as many as the size allows."""
+
+    def build(size: int) -> bytes:
+        one = b",".join(units)
+        count = max(min(size // (len(one) + 1), TURN_COUNT // len(units)), 1)
+        padding = b"x" * max(size // (count * len(units)) - len(one) // len(units) - 1, 0)
+        return b",".join([one.replace(b"PADDING", padding)] * count)
+
+    return build
+
+
+CALL = b'{"id":"c","type":"function","function":{"name":"f","arguments":"{}"}}'
+# Conversations by member, beside the generated ones
+CONVERSATIONS: Mapping[str, Mapping[str, Build]] = {
+    "messages": {
+        "turns of one role": turns(b'{"role":"user","content":"PADDING"}'),
+        "short turns of one role": turns(b'{"role":"user","content":"x"}'),
+        "alternating turns": turns(
+            b'{"role":"user","content":"PADDING"}', b'{"role":"assistant","content":"x"}'
+        ),
+        "turns of one role in blocks": turns(
+            b'{"role":"user","content":[{"type":"text","text":"PADDING"}]}'
+        ),
+        "calls and results": turns(
+            b'{"role":"assistant","tool_calls":[' + CALL + b"]}",
+            b'{"role":"tool","tool_call_id":"c","content":"PADDING"}',
+        ),
+        "uses and results": turns(
+            b'{"role":"assistant","content":[{"type":"tool_use","id":"c","name":"f","input":{}}]}',
+            b'{"role":"user","content":[{"type":"tool_result","tool_use_id":"c",'
+            b'"content":"PADDING"},{"type":"text","text":"x"}]}',
+        ),
+        "blocks of one turn": lambda size: (
+            b'{"role":"user","content":[' + filled(b'{"type":"text","text":""}', size) + b"]}"
+        ),
+        "reasoning blocks": lambda size: (
+            b'{"role":"user","content":[' + filled(b'{"type":"thinking"}', size) + b"]}"
+        ),
+    },
+    "input": {
+        "turns of one role": turns(b'{"role":"user","content":"PADDING"}'),
+        "reasoning items": lambda size: filled(b'{"type":"reasoning","summary":[]}', size),
+        "calls": turns(b'{"type":"function_call","call_id":"c","name":"f","arguments":"PADDING"}'),
+        "parts": turns(b'{"role":"user","content":[{"type":"input_text","text":"PADDING"}]}'),
+    },
+    "prompt": {"many prompts": lambda size: filled(b'"x"', size)},
+}
+
+
+def tools(size: int) -> bytes:
+    """Return the most tools, with schemas of many members."""
+    schema = b'{"type":"object","properties":{' + members(short_names(), size // 128) + b"}}"
+    return b",".join(
+        b'{"type":"function","name":"f%d","parameters":%s,"function":'
+        b'{"name":"f%d","parameters":%s}}' % (number, schema, number, schema)
+        for number in range(128)
+    )
+
+
+def bodies_of(kind: type[Struct], plain: Mapping[str, Any]) -> Iterator[Costly]:
+    """Yield costly bodies for the parameters of an API. plain: a valid body."""
+    base = {name: json.dumps(value).encode() for name, value in plain.items()}
+
+    def around(name: str, value: bytes) -> bytes:
+        others = [
+            b'"%s":%s,' % (each.encode(), text) for each, text in base.items() if each != name
+        ]
+        return b"{" + b"".join(others) + b'"%s":' % name.encode() + value + b"}"
+
+    info = inspect.type_info(kind)
+    assert isinstance(info, inspect.StructType)
+    rest = json.dumps(plain).encode()[1:-1]
+    for name, value_of in values_of(info):
+        start = minimal(info)[1:-1]
+
+        def top(size: int, value_of: Build = value_of, start: bytes = start) -> bytes:
+            return b"{" + rest + value_of(size)[1 + len(start) :]
+
+        yield Costly(name, top)
+    seen: set[tuple[str, str]] = set()
+    for each in info.fields:
+        mark = (kind.__name__, repr(each.type))
+        if mark in seen:
+            continue
+        seen.add(mark)
+        name = each.encode_name
+        for path, place, wrap in places(each.type, name, lambda value: value, seen):
+            for what, value_of in values_of(place):
+
+                def build(
+                    size: int, name: str = name, wrap: Wrap = wrap, value_of: Build = value_of
+                ) -> bytes:
+                    return around(name, wrap(value_of(size)))
+
+                yield Costly(f"{path}: {what}", build)
+    for name, conversations in CONVERSATIONS.items():
+        if name not in kind.__struct_fields__:
+            continue
+        for what, value_of in conversations.items():
+
+            def talk(size: int, name: str = name, value_of: Build = value_of) -> bytes:
+                return around(name, b"[" + value_of(size) + b"]")
+
+            yield Costly(f"{name}: {what}", talk)
+    if "tools" in kind.__struct_fields__:
+        yield Costly("tools: many", lambda size: around("tools", b"[" + tools(size) + b"]"))
+
+
+# Protobuf
+
+
+def varint(number: int) -> bytes:
+    out = bytearray()
+    while number > 0x7F:
+        out.append(number & 0x7F | 0x80)
+        number >>= 7
+    return bytes((*out, number))
+
+
+def delimited(number: int, content: bytes) -> bytes:
+    """Return a field that has a length."""
+    return varint(number << 3 | 2) + varint(len(content)) + content
+
+
+def times(unit: bytes, size: int) -> bytes:
+    return unit * max(size // len(unit), 1)
+
+
+VARINTS = frozenset(
+    {
+        FieldDescriptor.TYPE_BOOL,
+        FieldDescriptor.TYPE_ENUM,
+        FieldDescriptor.TYPE_INT32,
+        FieldDescriptor.TYPE_INT64,
+        FieldDescriptor.TYPE_SINT32,
+        FieldDescriptor.TYPE_SINT64,
+        FieldDescriptor.TYPE_UINT32,
+        FieldDescriptor.TYPE_UINT64,
+    }
+)
+
+
+def fields_with_cost(field: FieldDescriptor) -> Iterator[tuple[str, Build]]:
+    """Yield costly occurrences of a field, by kind."""
+    number = field.number
+    if field.message_type is not None:
+        if field.message_type.GetOptions().map_entry:
+            yield (
+                "many keys",
+                lambda size: b"".join(
+                    delimited(number, delimited(1, b"%x" % key) + delimited(2, b""))
+                    for key in range(max(size // 12, 1))
+                ),
+            )
+        if field.is_repeated:
+            yield "many messages", lambda size: times(delimited(number, b""), size)
+        else:
+            yield "repeated message", lambda size: times(delimited(number, b""), size)
+    elif field.type in (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES):
+        yield "long text", lambda size: delimited(number, b"x" * size)
+        yield "many texts", lambda size: times(delimited(number, b"x"), size)
+        if field.type == FieldDescriptor.TYPE_STRING:
+            yield "wide text", lambda size: delimited(number, "é".encode() * (size // 2))
+    elif field.type in VARINTS:
+        yield "many numbers", lambda size: times(varint(number << 3) + b"\1", size)
+        if field.is_repeated:
+            yield "packed numbers", lambda size: delimited(number, b"\1" * size)
+
+
+def messages_of(kind: Descriptor) -> Iterator[Costly]:
+    """Yield costly messages of a type. One field of each type stands for all in its message."""
+    yield Costly("unknown fields", lambda size: times(varint(2047 << 3) + b"\1", size))
+    seen: set[tuple[str, int, bool]] = set()
+
+    def walk(message: Descriptor, path: str, wrap: Wrap) -> Iterator[Costly]:
+        for field in message.fields:
+            inner = field.message_type
+            mark = (
+                message.full_name,
+                field.type if inner is None else hash(inner.full_name),
+                field.is_repeated,
+            )
+            if mark in seen:
+                continue
+            seen.add(mark)
+            place = f"{path}{field.name}"
+            for what, build in fields_with_cost(field):
+                yield Costly(
+                    f"{place}: {what}", lambda size, build=build, wrap=wrap: wrap(build(size))
+                )
+            if inner is not None:
+                yield from walk(
+                    inner,
+                    f"{place}.",
+                    lambda value, number=field.number, wrap=wrap: wrap(delimited(number, value)),
+                )
+
+    yield from walk(kind, "", lambda value: value)
