@@ -8,6 +8,7 @@ included at once.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +20,8 @@ from msgspec import Struct, inspect
 
 LEVELS = 900  # below the limit of most parsers
 TURN_COUNT = 4096
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
+BYTES_MAX = 4 * 2**20
+PADDING = b"x" * 960  # the most turns then fill the largest body
 Build = Callable[[int], bytes]  # from a size in bytes to a body of about that size
 Wrap = Callable[[bytes], bytes]
 
@@ -37,32 +39,28 @@ def filled(unit: bytes, size: int) -> bytes:
     return b",".join([unit] * max(size // (len(unit) + 1), 1))
 
 
-def members(names: Iterator[bytes], size: int) -> bytes:
-    """Return members of a JSON object with these names."""
-    found, length = [], 0
-    for name in names:
-        found.append(b'"%s":1' % name)
-        if (length := length + len(found[-1]) + 1) >= size:
-            break
-    return b",".join(found)
+@functools.cache
+def pool(name: str = "") -> bytes:
+    """Return members of a JSON object with different names, as many as the largest body takes.
 
-
-def short_names() -> Iterator[bytes]:
-    return (b"p%x" % number for number in itertools.count())
-
-
-def anagrams(name: str) -> Iterator[bytes]:
-    """Yield names with the letters of another one: nothing but a full comparison tells them apart.
-
-    Steps of a prime through the permutations of ten letters, so that they differ everywhere.
+    name: they have its letters, so that nothing but a full comparison tells them apart from it.
     """
-    head, tail = name[:10].ljust(10, "x"), name[10:]
-    for number in itertools.count(1):
-        rest, letters, made = number * 7919 % 3_628_800, list(head), ""
-        for left in range(10, 0, -1):
-            rest, index = divmod(rest, left)
-            made += letters.pop(index)
-        yield (made + tail).encode()
+    if name:
+        rest = name[8:][::-1]
+        orders = itertools.permutations(name[:8][::-1])
+        names = ("".join(order) + rest for order in orders)
+    else:
+        names = (f"p{number:x}" for number in itertools.count())
+    size = len(f'"{name or "p12345"}":1,')
+    return b",".join(
+        b'"%s":1' % each.encode() for each in itertools.islice(names, BYTES_MAX // size)
+    )
+
+
+def members(size: int, name: str = "") -> bytes:
+    """Return members of a JSON object with different names. name: as for `pool`."""
+    found = pool(name)
+    return found if len(found) <= size else found[: max(found.rfind(b",", 0, size), 0)] or b'"p":1'
 
 
 # Values of any JSON type, by kind
@@ -71,8 +69,8 @@ FREE: Mapping[str, Build] = {
     "many objects": lambda size: b"[" + filled(b"{}", size) + b"]",
     "many texts": lambda size: b"[" + filled(b'"a"', size) + b"]",
     "many numbers": lambda size: b"[" + filled(b"1.5e9", size) + b"]",
-    "many members": lambda size: b"{" + members(short_names(), size) + b"}",
-    "repeated member": lambda size: b"{" + members(itertools.repeat(b"a"), size) + b"}",
+    "many members": lambda size: b"{" + members(size) + b"}",
+    "repeated member": lambda size: b"{" + filled(b'"a":1', size) + b"}",
     "deep lists": lambda size: b"[" * (size // 2) + b"]" * (size // 2),
     "deep in parts": lambda size: b"[" + filled(b"[" * LEVELS + b"]" * LEVELS, size) + b"]",
     "long text": lambda size: b'"' + b"x" * size + b'"',
@@ -80,7 +78,7 @@ FREE: Mapping[str, Build] = {
     "quotes": lambda size: b'"' + b'\\"' * (size // 2) + b'"',
     "long number": lambda size: b"9" * size,
 }
-TEXTS = ("long text", "escapes", "quotes")
+TEXTS = ("long text", "quotes")
 
 
 def minimal(info: inspect.Type) -> bytes:
@@ -117,14 +115,14 @@ def values_of(info: inspect.Type) -> Iterator[tuple[str, Build]]:
             own = minimal(info)[1:-1]
             start = b"{" + (own + b"," if own else b"")
             similar = max((each.encode_name for each in fields), key=len)
-            yield "many unknown members", lambda size: start + members(short_names(), size) + b"}"
+            yield "many unknown members", lambda size: start + members(size) + b"}"
             yield (
                 "similar unknown members",
-                lambda size: start + members(anagrams(similar), size) + b"}",
+                lambda size: start + members(size, similar) + b"}",
             )
             yield (
                 "repeated unknown member",
-                lambda size: start + members(itertools.repeat(b"unknown"), size) + b"}",
+                lambda size: start + filled(b'"unknown":1', size) + b"}",
             )
             yield "long unknown member", lambda size: start + b'"' + b"n" * size + b'":1}'
         case inspect.ListType(item_type=item):
@@ -135,13 +133,15 @@ def values_of(info: inspect.Type) -> Iterator[tuple[str, Build]]:
                 lambda size: b"[" + filled(one, min(size, TURN_COUNT * (len(one) + 1))) + b"]",
             )
         case inspect.DictType(key_type=keys):
-            is_number = isinstance(keys, inspect.IntType)
-            names = (lambda: (b"%d" % n for n in itertools.count())) if is_number else short_names
-            yield "many members", lambda size: b"{" + members(names(), size) + b"}"
-            yield (
-                "repeated member",
-                lambda size: b"{" + members(itertools.repeat(b"1"), size) + b"}",
-            )
+            yield "many members", lambda size: b"{" + members(size) + b"}"
+            yield "repeated member", lambda size: b"{" + filled(b'"1":1', size) + b"}"
+            if isinstance(keys, inspect.IntType):
+                yield (
+                    "many numbers",
+                    lambda size: (
+                        b"{" + b",".join([b'"%d":1' % key for key in range(size // 10 + 1)]) + b"}"
+                    ),
+                )
         case inspect.StrType() | inspect.LiteralType():
             for kind in TEXTS:
                 yield kind, FREE[kind]
@@ -149,6 +149,10 @@ def values_of(info: inspect.Type) -> Iterator[tuple[str, Build]]:
             yield "long number", FREE["long number"]
         case inspect.AnyType() | inspect.RawType():
             yield from FREE.items()
+
+
+def member_in(wrap: Wrap, before: bytes, value: bytes) -> bytes:
+    return wrap(before + value + b"}")
 
 
 def places(
@@ -165,23 +169,19 @@ def places(
             return
         case inspect.StructType(cls=kind, fields=fields):
             yield path, info, wrap
-            for each in fields:
-                mark = (kind.__name__, repr(each.type))
+            for field in fields:
+                mark = (kind.__name__, repr(field.type))
                 if mark in seen:
                     continue
                 seen.add(mark)
                 others = [
                     b'"%s":%s,' % (other.encode_name.encode(), minimal(other.type))
                     for other in fields
-                    if other.required and other is not each
+                    if other.required and other is not field
                 ]
-                before = b"{" + b"".join(others) + b'"%s":' % each.encode_name.encode()
-                yield from places(
-                    each.type,
-                    f"{path}.{each.encode_name}",
-                    lambda value, before=before: wrap(before + value + b"}"),
-                    seen,
-                )
+                before = b"{" + b"".join(others) + b'"%s":' % field.encode_name.encode()
+                inside = functools.partial(member_in, wrap, before)
+                yield from places(field.type, f"{path}.{field.encode_name}", inside, seen)
         case inspect.ListType(item_type=item):
             yield path, info, wrap
             yield from places(item, f"{path}[]", lambda value: wrap(b"[" + value + b"]"), seen)
@@ -193,10 +193,9 @@ def turns(*units: bytes) -> Build:
     """Return a builder of a conversation of alternating turns, as many as the size allows."""
 
     def build(size: int) -> bytes:
-        one = b",".join(units)
+        one = b",".join(units).replace(b"PADDING", PADDING)
         count = max(min(size // (len(one) + 1), TURN_COUNT // len(units)), 1)
-        padding = b"x" * max(size // (count * len(units)) - len(one) // len(units) - 1, 0)
-        return b",".join([one.replace(b"PADDING", padding)] * count)
+        return b",".join([one] * count)
 
     return build
 
@@ -241,7 +240,7 @@ CONVERSATIONS: Mapping[str, Mapping[str, Build]] = {
 
 def tools(size: int) -> bytes:
     """Return the most tools, with schemas of many members."""
-    schema = b'{"type":"object","properties":{' + members(short_names(), size // 128) + b"}}"
+    schema = b'{"type":"object","properties":{' + members(size // 256) + b"}}"
     return b",".join(
         b'{"type":"function","name":"f%d","parameters":%s,"function":'
         b'{"name":"f%d","parameters":%s}}' % (number, schema, number, schema)
@@ -359,6 +358,14 @@ def fields_with_cost(field: FieldDescriptor) -> Iterator[tuple[str, Build]]:
             yield "packed numbers", lambda size: delimited(number, b"\1" * size)
 
 
+def wrapped(wrap: Wrap, build: Build, size: int) -> bytes:
+    return wrap(build(size))
+
+
+def field_in(wrap: Wrap, number: int, value: bytes) -> bytes:
+    return wrap(delimited(number, value))
+
+
 def messages_of(kind: Descriptor) -> Iterator[Costly]:
     """Yield costly messages of a type. One field of each type stands for all in its message."""
     yield Costly("unknown fields", lambda size: times(varint(2047 << 3) + b"\1", size))
@@ -377,14 +384,9 @@ def messages_of(kind: Descriptor) -> Iterator[Costly]:
             seen.add(mark)
             place = f"{path}{field.name}"
             for what, build in fields_with_cost(field):
-                yield Costly(
-                    f"{place}: {what}", lambda size, build=build, wrap=wrap: wrap(build(size))
-                )
+                yield Costly(f"{place}: {what}", functools.partial(wrapped, wrap, build))
             if inner is not None:
-                yield from walk(
-                    inner,
-                    f"{place}.",
-                    lambda value, number=field.number, wrap=wrap: wrap(delimited(number, value)),
-                )
+                inside = functools.partial(field_in, wrap, field.number)
+                yield from walk(inner, f"{place}.", inside)
 
     yield from walk(kind, "", lambda value: value)

@@ -103,6 +103,16 @@ def check_growth(name: str, prepare: Prepare, size: int) -> None:
     )
 
 
+def check_cost(name: str, call: Call, seconds_max: float) -> None:
+    """Fail if a call takes more processor time."""
+    seconds = cpu_s(call)
+    for _ in range(RUNS_MAX - 1):
+        if seconds <= seconds_max:
+            return
+        seconds = min(seconds, cpu_s(call))
+    assert seconds <= seconds_max, f"{name} took {seconds * 1e3:.1f} ms"
+
+
 def check_hold(name: str, call: Call, seconds_max: float = HOLD_MAX_S) -> None:
     """Fail if a call in a thread keeps others from running for too long."""
     found = longest_hold(call)

@@ -119,7 +119,7 @@ class ClientStream:
         self._deadline = None if granted_s is None else time.monotonic() + granted_s
         try:
             if isinstance(requests, ReceivedMessages):
-                requests.read_large = self._read_large
+                requests.read_large = partial(self._process.in_turn, self._key.principal)
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._read_on(requests), name="stream reader")
                 # If the client disconnects during a write, gRPC cancels the call right after.
@@ -164,11 +164,6 @@ class ClientStream:
             self._violation = violation
             self._leave(Outcome.CANCELLED, is_gone=False)
 
-    async def _read_large(self, size: int, read: Callable[[], Value]) -> Value:
-        """Parse a large message in the turn of its key, or validate its starts."""
-        await self._process.pace.turn(self._key.principal)
-        return await self._process.in_thread(self._key.principal, size, read)
-
     def _left_midway(self, context: Context, granted_s: float | None) -> None:
         self._leave(outcome_of_leaving(granted_s, remaining_s(context)))
 
@@ -194,7 +189,9 @@ class ClientStream:
         self._auth_ms = 0.0  # only requests of the first message waited for authentication
         pace, principal = self._process.pace, self._key.principal
         if (size := READ_BYTES.get()) > MESSAGE_BYTES_MAX:
-            self._parsed = await self._read_large(size, partial(self._starts_of, batch))
+            self._parsed = await self._read_large(
+                size, partial(starts_of, batch, self._process.window_tokens_max)
+            )
         index = 0
         while index < len(batch):
             if await pace.turn(principal):
@@ -203,20 +200,6 @@ class ClientStream:
                 await asyncio.sleep(0)
             index = self._work_off_slice(batch, index, auth_ms, received_at)
             await self._outbox.room()
-
-    def _starts_of(self, batch: Sequence[pb.ClientFrame]) -> dict[int, ValidStart | Exception]:
-        """Return the start frames of a message by index, or why they are invalid."""
-        parsed: dict[int, ValidStart | Exception] = {}
-        for index, frame in enumerate(batch):
-            if frame.WhichOneof("kind") == "start":
-                try:
-                    parsed[index] = self._valid(frame)
-                except Exception as error:
-                    parsed[index] = error
-        return parsed
-
-    def _valid(self, frame: pb.ClientFrame) -> ValidStart:
-        return parse_start(frame.request_id, frame.start, self._process.window_tokens_max)
 
     def _work_off_slice(
         self, batch: Sequence[pb.ClientFrame], index: int, auth_ms: float, received_at: float
@@ -266,7 +249,7 @@ class ClientStream:
         auth_ms: float,
         received_at: float,
     ) -> None:
-        """Start a request. parsed: by `_starts_of`; None: not yet."""
+        """Start a request. parsed: by `starts_of`; None: not yet."""
         began_at = time.thread_time()
         try:
             if self._is_relayed:
@@ -277,7 +260,9 @@ class ClientStream:
             self._key.check()
             if isinstance(parsed, Exception):
                 raise parsed
-            start = parsed or self._valid(frame)
+            start = parsed or parse_start(
+                frame.request_id, frame.start, self._process.window_tokens_max
+            )
             if self._key.principal.models:
                 check_model(self._key.principal, self._process.router.canonical_name(start.model))
             check_keep(start.keep_s, self._process.admission.settings.keep_on_disconnect_max_s)
@@ -485,6 +470,20 @@ def check_keep(keep_s: float | None, keep_max_s: float) -> None:
     """Raise KeepTooLong if a request asks to run unattended for longer than allowed."""
     if keep_s is not None and keep_s > keep_max_s:
         raise KeepTooLong(keep_s, keep_max_s)
+
+
+def starts_of(
+    batch: Sequence[pb.ClientFrame], window_tokens_max: int
+) -> dict[int, ValidStart | Exception]:
+    """Return the start frames of a message by index, or the errors of invalid ones."""
+    parsed: dict[int, ValidStart | Exception] = {}
+    for index, frame in enumerate(batch):
+        if frame.WhichOneof("kind") == "start":
+            try:
+                parsed[index] = parse_start(frame.request_id, frame.start, window_tokens_max)
+            except Exception as error:
+                parsed[index] = error
+    return parsed
 
 
 def remaining_s(context: Context) -> float | None:

@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from typing import TypeVar
+from weakref import WeakValueDictionary
 
 from api.core.interceptor import READ_BYTES, READ_S
 from api.core.pace import FramePace, Payer
@@ -83,6 +84,8 @@ class Process:
         # Keys: project and request ids as integers, because UUIDs are hashed in Python.
         self._by_key: dict[tuple[int, int], LiveRequest] = {}
         self._progress = Retries("progress")
+        # Held while a large message of an API key is parsed
+        self._large: WeakValueDictionary[int, asyncio.Lock] = WeakValueDictionary()
 
     def add(self, request: LiveRequest) -> None:
         """Add a request whose key is not present yet."""
@@ -99,6 +102,16 @@ class Process:
         with self.text_work.permit(owner, byte_count):
             await self.pace.turn(owner)
             self.pace.read(owner, READ_S.get(), READ_BYTES.get())
+
+    async def in_turn(self, owner: Owner, size: int, call: Callable[[], Value]) -> Value:
+        """Run work on a large message as `in_thread` in the turn of its key.
+
+        It counts before the key's next message has its turn.
+        """
+        lock = self._large.setdefault(owner.api_key_id.int, asyncio.Lock())
+        async with lock:
+            await self.pace.turn(owner)
+            return await self.in_thread(owner, size, call)
 
     async def in_thread(self, payer: Payer, size: int, call: Callable[[], Value]) -> Value:
         """Run work on a large message in the fair threads; its processor time counts for the payer.

@@ -493,11 +493,10 @@ class Gateway:
             await key.look_again()
             key.check()
             # Last, so that the work on this body counts before the key's next request has its turn.
-            await self._process.pace.turn(arrival.caller.payer)
+            payer = arrival.caller.payer
             if len(body) > SHORT_BYTES_MAX:
-                return await self._process.in_thread(
-                    arrival.caller.payer, len(body), partial(parse, body)
-                )
+                return await self._process.in_turn(payer, len(body), partial(parse, body))
+            await self._process.pace.turn(payer)
         return self._parse_at_once(arrival, body, parse)
 
     def _parse_at_once(

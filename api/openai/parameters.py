@@ -595,10 +595,19 @@ def outline_of(kind: type[Struct]) -> type[Struct]:
     return msgspec.defstruct("Outline", [(name, Raw, ABSENT) for name in kind.__struct_fields__])
 
 
+def longest_parameter(body: bytes, kind: type[Struct]) -> str | None:
+    """Return the parameter that takes most of a body; None if the body is not an object."""
+    try:
+        outline = msgspec.json.decode(body, type=outline_of(kind))
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    return max(kind.__struct_fields__, key=lambda name: len(bytes(getattr(outline, name))))
+
+
 def check_elements(body: bytes, kind: type[Struct]) -> None:
     """Check the number of elements of a body, which msgspec parses in one piece.
 
-    Raises: InvalidRequest naming the longest parameter; msgspec.DecodeError, RecursionError.
+    Raises: InvalidRequest naming the longest parameter.
     """
     unescaped = body.replace(b"\\\\", b"").replace(b'\\"', b"")
     counts = {"strings": unescaped.count(b'"') // 2}
@@ -609,10 +618,8 @@ def check_elements(body: bytes, kind: type[Struct]) -> None:
         counts["values"] = outside.count(b",")
     for what, count in counts.items():
         if count > (limit := ELEMENT_COUNTS_MAX[what]):
-            outline = msgspec.json.decode(body, type=outline_of(kind))
-            longest = max(kind.__struct_fields__, key=lambda name: len(getattr(outline, name)))
             raise invalid_parameter(
-                longest,
+                longest_parameter(body, kind),
                 f"the body may have {limit:,} {what} in total, got {count:,}, most of them here:"
                 " send less in one request",
             )
