@@ -28,7 +28,7 @@ GROWTH_MAX = 2.3  # time of twice the input, in times of the input
 BLOCK_MAX_S = 0.020  # of the event loop by Python code of one callback
 HOLD_MAX_S = 0.050  # of the interpreter by one call of a library in C
 RUNS_MIN = 2  # since a disturbed first run could hide growth
-RUNS_MAX = 6  # of a measurement that exceeds its limit
+RUNS_MAX = 15  # of a measurement that exceeds its limit
 SHORT_S = 0.002  # below it, fixed costs and the clock decide
 BEAT_S = 0.001
 

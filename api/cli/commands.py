@@ -481,6 +481,8 @@ def tensorrt(
     from dataclasses import asdict
 
     import yaml
+    from weir_yaml import NotYaml, compose
+    from yaml.constructor import SafeConstructor
 
     from api.cli.stack import clear_failures
     from api.core.settings import Settings
@@ -505,7 +507,11 @@ def tensorrt(
             settings = replace(settings, options=options)
         if config is not None:
             try:
-                settings = with_config(settings, yaml.safe_load(config.read_text()) or {})
+                root = compose(config.read_text())
+                values = None if root is None else SafeConstructor().construct_document(root)
+                settings = with_config(settings, values or {})
+            except NotYaml as error:
+                wrong_use(f"--config {config}: line {error.line}: {error}")
             except (ValueError, yaml.YAMLError) as error:
                 wrong_use(f"--config {config}: {error}")
         info, load = load_message(settings)

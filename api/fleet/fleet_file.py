@@ -6,7 +6,6 @@ Defaults are those of the classes here; `docs/reference/fleet.md` explains the k
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 import yaml
-from weir_yaml import Keys, NotYaml, StrictReader, Value, compose
+from weir_yaml import Keys, NotYaml, StrictReader, Value, compose, similar_name
 from yaml.constructor import SafeConstructor
 
 from api.core.settings import SettingInvalid, Settings, number, one_of, truth, whole
@@ -382,7 +381,10 @@ class FleetReader(StrictReader):
             path = self._base / node.value
             try:
                 root = compose(path.read_text(encoding="utf-8"))
-            except (OSError, UnicodeDecodeError, NotYaml) as error:
+            except NotYaml as error:
+                self.wrong(node, place, f"{path}: line {error.line}: {error}")
+                return {}
+            except (OSError, UnicodeDecodeError) as error:
                 self.wrong(node, place, f"{path} cannot be read: {error}")
                 return {}
         try:
@@ -430,8 +432,8 @@ class FleetReader(StrictReader):
 
     def aliases(self, node: yaml.Node | None, models: tuple[FleetModel, ...]) -> dict[str, str]:
         """Return the aliases, each of a model or a version."""
-        known = {model.name for model in models}
-        known |= {
+        names = {model.name for model in models}
+        known = names | {
             f"{model.name}@{version.version}"
             for model in models
             for version in model.versions
@@ -441,11 +443,11 @@ class FleetReader(StrictReader):
         for alias, each in self.named(node, "aliases", NAME, "an alias").items():
             place = f"aliases.{alias}"
             target = self.value(each, place, text, "")
-            if any(alias == model.name for model in models):
+            if alias in names:
                 self.wrong(each, place, "is the name of a model: give the alias another one")
             if target and target not in known:
-                near = difflib.get_close_matches(target, known, 1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
+                near = similar_name(target, known, len(self.errors))
+                hint = f"; did you mean {near!r}?" if near else ""
                 self.wrong(
                     each,
                     place,

@@ -189,9 +189,8 @@ class ClientStream:
         self._auth_ms = 0.0  # only requests of the first message waited for authentication
         pace, principal = self._process.pace, self._key.principal
         if (size := READ_BYTES.get()) > MESSAGE_BYTES_MAX:
-            self._parsed = await self._read_large(
-                size, partial(starts_of, batch, self._process.window_tokens_max)
-            )
+            parse = partial(starts_of, batch, self._process.window_tokens_max)
+            self._parsed = await self._process.in_turn(principal, size, parse)
         index = 0
         while index < len(batch):
             if await pace.turn(principal):

@@ -30,6 +30,8 @@ from inference.errors import CheckpointInvalid
 from inference.limits import sampling_fault
 
 # radians per position, from Su et al. 2021; the default of configurations
+LEVELS_MAX = 64  # of nesting in a file; parsers in the standard library are recursive
+TOO_DEEP = "nested too deeply: write fewer levels"
 DEFAULT_ROPE_THETA = 10_000.0
 
 
@@ -472,11 +474,24 @@ def read_json_list(path: Path) -> list[dict[str, Any]]:
     return value
 
 
+def deep_line(text: str) -> int:
+    """Return the line of a JSON or TOML text that is nested too deeply, from 1 on."""
+    level = 0
+    for number, line in enumerate(text.splitlines(), 1):
+        level += line.count("[") + line.count("{") - line.count("]") - line.count("}")
+        if level > LEVELS_MAX or line.count("[") + line.count("{") > LEVELS_MAX:
+            return number
+    return 1
+
+
 def _read_json_value(path: Path) -> object:
+    text = ""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(text := path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise CheckpointInvalid(path, "the file is missing") from error
+    except RecursionError:
+        raise CheckpointInvalid(path, f"line {deep_line(text)}: {TOO_DEEP}") from None
     except (OSError, ValueError) as error:
         raise CheckpointInvalid(path, f"the file cannot be read as JSON: {error}") from error
 

@@ -25,6 +25,7 @@ import logging
 import math
 import time
 import tomllib
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ from typing import Any, Literal
 import regex
 
 from common.backoff import Backoff
-from inference.checkpoint.checkpoint import read_json
+from inference.checkpoint.checkpoint import TOO_DEEP, deep_line, read_json
 from inference.errors import CheckpointInvalid, SafetyUnavailable
 from inference.safety.classifier_host import BatchScored, ClassifyBatch, LoadClassifiers
 from inference.safety.safety import (
@@ -471,8 +472,11 @@ def read_safety(path: Path) -> Safety:
 
     Raises: SafetyRulesInvalid.
     """
+    content = ""
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        tables = tomllib.loads(content := path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise SafetyRulesInvalid(f"{path}: line {deep_line(content)}: {TOO_DEEP}") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise SafetyRulesInvalid(f"{path}: {error}") from error
     unknown = tables.keys() - {"rule", "classifier", "classifiers"}
@@ -486,7 +490,7 @@ def read_safety(path: Path) -> Safety:
     if not rules and not classifiers:
         raise SafetyRulesInvalid(f"{path}: must hold at least one [[rule]] or [[classifier]] table")
     names = [str(entry["name"]) for _, entry in rules + classifiers]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
+    if twice := sorted(name for name, count in Counter(names).items() if count > 1):
         raise SafetyRulesInvalid(f"{path}: two rules have the same name: {twice[0]}")
     checkers: list[SafetyChecker] = []
     if rules:

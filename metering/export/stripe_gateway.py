@@ -155,6 +155,8 @@ class StripeGateway:
 
 def verify_signature(body: bytes, header: str, secrets: Sequence[str]) -> None:
     """Raise InvalidValue unless a secret signed this body within the last five minutes."""
+    if not header.isascii():
+        raise InvalidValue("Stripe-Signature", "must be ASCII text: t=TIME,v1=SIGNATURE")
     for secret in secrets:
         try:
             stripe.WebhookSignature.verify_header(

@@ -25,6 +25,7 @@ from typing import Any
 from aiohttp import web
 from psycopg.types.json import Jsonb
 from sqlalchemy import Row, text
+from sqlalchemy.exc import DataError
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from common.incidents import Retries
@@ -259,11 +260,17 @@ async def store_event(
     verify_signature(body, signature, secrets)
     try:
         payload = json.loads(body)
-        values = {"id": str(payload["id"]), "type": str(payload["type"]), "payload": Jsonb(payload)}
-    except (ValueError, KeyError, TypeError) as error:
-        raise InvalidValue("body", "must be a Stripe event") from error
-    async with sessions.begin() as session:
-        return await session.scalar(STORE, values) is not None
+        event_id, kind = payload["id"], payload["type"]
+        if not (isinstance(event_id, str) and isinstance(kind, str)):
+            raise TypeError("id and type are not texts")
+        async with sessions.begin() as session:
+            values = {"id": event_id, "type": kind, "payload": Jsonb(payload)}
+            return await session.scalar(STORE, values) is not None
+    except (ValueError, KeyError, TypeError, RecursionError, DataError) as error:
+        # The database has no NUL, no lone surrogate and no NaN.
+        raise InvalidValue(
+            "body", "must be a Stripe event: a JSON object with the texts id and type"
+        ) from error
 
 
 async def handle_events(sessions: Sessions, gateway: StripeGateway) -> int:

@@ -167,11 +167,10 @@ FIXED_S, BYTE_S = 0.02, 100e-9
 
 
 def near(costly: Costly, size: int) -> bytes:
-    """Return a body of at most this size."""
+    """Return a body of about this size, at most of it."""
     body = costly.build(size)
-    while len(body) > size:
-        size -= max(len(body) - size, 200)
-        body = costly.build(size) if size > 0 else body[:1]
+    if len(body) > size:  # by what is around the costly place
+        body = costly.build(max(2 * size - len(body) - 1000, 1))
     return body
 
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import yaml
+from yaml.composer import ComposerError
 
 MERGE = "tag:yaml.org,2002:merge"
+LEVELS_MAX = 64  # readers are recursive; real files have ten
+NODES_MAX = 200_000  # after aliases are followed: a short file can have billions
+# Unknown names that are compared with the known ones, which takes 0.1 ms for each.
+SIMILAR_COUNT_MAX, SIMILAR_CHARS_MAX = 20, 64
 Value = TypeVar("Value")
 Keys = dict[str, yaml.Node]
 
@@ -31,10 +36,50 @@ class NotYaml(ValueError):
         self.line = line
 
 
+class BoundedLoader(yaml.SafeLoader):
+    """Loader that refuses files whose readers would not end."""
+
+    def __init__(self, content: str) -> None:
+        super().__init__(content)
+        self._open: list[str | None] = []  # anchors of the nodes around the next one
+        self._counts: dict[int, int] = {}  # nodes of a node after aliases are followed, by id
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Implement `Composer.compose_node`. Raises: ComposerError."""
+        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
+        mark: Any = event.start_mark
+        if isinstance(event, yaml.AliasEvent) and event.anchor in self._open:
+            problem = f"`*{event.anchor}` is part of itself: write its value without the alias"
+            raise ComposerError(None, None, problem, mark)
+        if len(self._open) == LEVELS_MAX:
+            problem = f"nested more than {LEVELS_MAX} levels deep: write fewer levels"
+            raise ComposerError(None, None, problem, mark)
+        self._open.append(event.anchor)
+        node = super().compose_node(parent, index)
+        self._open.pop()
+        if (count := self._counts.get(id(node))) is None:
+            parts = [] if node is None or isinstance(node.value, str) else node.value
+            flat = [
+                each for part in parts for each in (part if isinstance(part, tuple) else [part])
+            ]
+            count = self._counts[id(node)] = 1 + sum([self._counts[id(each)] for each in flat])
+        if count > NODES_MAX:
+            problem = f"has more than {NODES_MAX:,} values: split the file"
+            raise ComposerError(None, None, problem, mark)
+        return node
+
+
+def similar_name(name: str, known: Iterable[str], error_count: int) -> str | None:
+    """Return the known name that a wrong one resembles. error_count: of errors before it."""
+    if error_count >= SIMILAR_COUNT_MAX or len(name) > SIMILAR_CHARS_MAX:
+        return None
+    return next(iter(difflib.get_close_matches(name, known, 1)), None)
+
+
 def compose(content: str) -> yaml.Node | None:
     """Return the root of a file; None for an empty one. Raises: NotYaml."""
     try:
-        root: yaml.Node | None = yaml.compose(content, Loader=yaml.SafeLoader)
+        root: yaml.Node | None = yaml.compose(content, Loader=BoundedLoader)
     except yaml.YAMLError as broken:
         mark = getattr(broken, "problem_mark", None)
         problem = getattr(broken, "problem", None) or str(broken)
@@ -84,9 +129,10 @@ class StrictReader:
             if key.tag == MERGE:
                 continue
             if known is not None and name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                self.meant |= {joined(place, each) for each in near}
-                hint = f"did you mean `{near[0]}`?" if near else f"known are {', '.join(known)}"
+                near = similar_name(name, known, len(self.errors))
+                if near is not None:
+                    self.meant.add(joined(place, near))
+                hint = f"did you mean `{near}`?" if near else f"known are {', '.join(known)}"
                 self.wrong(key, joined(place, name), f"unknown key: {hint}")
             elif name in own:
                 self.wrong(

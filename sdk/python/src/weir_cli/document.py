@@ -35,7 +35,6 @@ from weir_cli.render import (
 
 Json = Any  # a value in the JSON mapping of a message
 Texts = Mapping[str, str]  # the scalars of one mapping of the file, by key
-NODES_MAX = 200_000  # nodes after aliases are followed; guards against alias bombs
 VERSION = "1"
 
 
@@ -386,14 +385,8 @@ def read_document(content: str, *, prune: bool, section: Section = DOCUMENT) -> 
             document.configuration = reader.section(root, section, "", "", is_root=True)
     except NotYaml as broken:
         reader.errors.append(FileError(broken.line, "", str(broken)))
-    except TooLarge:
-        reader.wrong(None, "", f"has more than {NODES_MAX:,} values: split it by organization")
     document.errors.sort(key=lambda error: error.line)
     return document
-
-
-class TooLarge(Exception):
-    """The file has too many nodes."""
 
 
 class Reader(StrictReader):
@@ -403,7 +396,6 @@ class Reader(StrictReader):
         super().__init__()
         self.lines: dict[str, tuple[int, str]] = {}
         self._prune = prune
-        self._node_count = 0
 
     def section(
         self, node: yaml.Node, section: Section, path: str, place: str, *, is_root: bool = False
@@ -466,9 +458,6 @@ class Reader(StrictReader):
         return [each.value for each in parts]
 
     def _enter(self, node: yaml.Node, path: str, place: str) -> None:
-        self._node_count += 1
-        if self._node_count > NODES_MAX:
-            raise TooLarge
         self.lines[path] = (node.start_mark.line + 1, place)
 
 
