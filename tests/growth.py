@@ -29,7 +29,7 @@ BLOCK_MAX_S = 0.020  # of the event loop by Python code of one callback
 HOLD_MAX_S = 0.050  # of the interpreter by one call of a library in C
 RUNS_MIN = 2  # since a disturbed first run could hide growth
 RUNS_MAX = 15  # of a measurement that exceeds its limit
-SHORT_S = 0.002  # below it, fixed costs and the clock decide
+SHORT_S = 0.010  # below it, fixed costs and the caches of the processor decide
 BEAT_S = 0.001
 
 Call = Callable[[], object]
@@ -42,14 +42,15 @@ class Growth:
 
     one_s: float
     two_s: float
+    short_s: float = SHORT_S
 
     @property
     def ratio(self) -> float:
-        return self.two_s / max(self.one_s, SHORT_S / GROWTH_MAX)
+        return self.two_s / max(self.one_s, self.short_s / GROWTH_MAX)
 
     @property
     def is_linear(self) -> bool:
-        return self.two_s <= SHORT_S or self.ratio <= GROWTH_MAX
+        return self.two_s <= self.short_s or self.ratio <= GROWTH_MAX
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,20 +85,23 @@ def cpu_s(call: Call) -> float:
     return time.thread_time() - began_at
 
 
-def growth(prepare: Prepare, size: int) -> Growth:
+def growth(prepare: Prepare, size: int, short_s: float = SHORT_S) -> Growth:
     """Measure a call at a size and at twice the size, until it is linear or a few times."""
     one, two = prepare(size), prepare(2 * size)
-    found = Growth(cpu_s(one), cpu_s(two))
+    found = Growth(cpu_s(one), cpu_s(two), short_s)
     for run in range(2, RUNS_MAX + 1):
         if found.is_linear and run > RUNS_MIN:
             break
-        found = Growth(min(found.one_s, cpu_s(one)), min(found.two_s, cpu_s(two)))
+        found = Growth(min(found.one_s, cpu_s(one)), min(found.two_s, cpu_s(two)), short_s)
     return found
 
 
-def check_growth(name: str, prepare: Prepare, size: int) -> None:
-    """Fail if the time of a call grows faster than its input."""
-    found = growth(prepare, size)
+def check_growth(name: str, prepare: Prepare, size: int, short_s: float = SHORT_S) -> None:
+    """Fail if the time of a call grows faster than its input.
+
+    short_s: time of twice the size below which the processor's caches decide.
+    """
+    found = growth(prepare, size, short_s)
     assert found.is_linear, (
         f"{name}: {found.one_s * 1e3:.1f} ms for {size}, {found.two_s * 1e3:.1f} ms for {2 * size}"
     )
@@ -257,7 +261,7 @@ class LoopWatch:
                     continue
                 used_s = now_s - self._seen.get(thread, 0.0)
                 self._seen[thread] = now_s
-                self._note(Hold(used_s, place_of(thread)))
+                self._note(Hold(used_s, f"thread {thread.name}: {place_of(thread)}"))
 
 
 def name_of(handle: Any) -> str:

@@ -257,20 +257,26 @@ async def store_event(
     sessions: Sessions, body: bytes, signature: str, secrets: Sequence[str]
 ) -> bool:
     """Store an event; return whether it is new. Raises: InvalidValue if it is not Stripe's."""
+    try:
+        values = parsed_event(body, signature, secrets)
+        async with sessions.begin() as session:
+            return await session.scalar(STORE, values) is not None
+    except (DataError, UnicodeEncodeError) as error:
+        # The database has no NUL, no lone surrogate and no NaN.
+        raise InvalidValue("body", "has a NUL, a lone surrogate or a NaN") from error
+
+
+def parsed_event(body: bytes, signature: str, secrets: Sequence[str]) -> dict[str, Any]:
+    """Return an event as parameters of its row. Raises: InvalidValue if it is not Stripe's."""
     verify_signature(body, signature, secrets)
     try:
         payload = json.loads(body)
         event_id, kind = payload["id"], payload["type"]
-        if not (isinstance(event_id, str) and isinstance(kind, str)):
-            raise TypeError("id and type are not texts")
-        async with sessions.begin() as session:
-            values = {"id": event_id, "type": kind, "payload": Jsonb(payload)}
-            return await session.scalar(STORE, values) is not None
-    except (ValueError, KeyError, TypeError, RecursionError, DataError) as error:
-        # The database has no NUL, no lone surrogate and no NaN.
-        raise InvalidValue(
-            "body", "must be a Stripe event: a JSON object with the texts id and type"
-        ) from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise InvalidValue("body", "must be a Stripe event, a JSON object") from error
+    if not (isinstance(event_id, str) and isinstance(kind, str)):
+        raise InvalidValue("body", "must be a Stripe event, whose id and type are texts")
+    return {"id": event_id, "type": kind, "payload": Jsonb(payload)}
 
 
 async def handle_events(sessions: Sessions, gateway: StripeGateway) -> int:

@@ -14,7 +14,8 @@ from api.core.settings import SettingInvalid
 from api.fleet.fleet_file import parse_fleet, read_fleet
 from inference.checkpoint.checkpoint import read_json
 from inference.errors import CheckpointInvalid
-from inference.safety.safety_file import SafetyRulesInvalid, read_safety
+from inference.safety.safety import SafetyRulesInvalid
+from inference.safety.safety_file import read_safety
 from tests.growth import Call, as_in_service, check_cost, check_growth
 
 LETTERS = "bcdefghijklmnopqrstuvwxyz"

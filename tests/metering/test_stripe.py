@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import itertools
 import json
 import os
@@ -44,6 +45,7 @@ from metering.export.stripe_inbox import (
     INVOICE_TIMES,
     PATH,
     handle_events,
+    parsed_event,
     webhook_server,
 )
 from metering.export.stripe_sync import Sync, export_status, payment_method_page, resend, settle
@@ -51,6 +53,7 @@ from metering.pricing.prices import ModelPrice, set_price, withdraw_price
 from metering.store.db import Sessions
 from metering.tenants.billing_profiles import BillingProfile, set_billing_profile
 from metering.tenants.tenants import create_organization
+from tests.growth import HOLD_MAX_S, Call, as_in_service, check_growth, check_hold
 from tests.metering.books import Consumed, Customer, Rates, new_customer, new_price
 from tests.metering.export_books import check_delivered, hours_ago, states, use_and_rate
 from tests.metering.invariants import check_export
@@ -702,6 +705,88 @@ async def test_an_event_is_stored_once_and_only_if_stripe_signed_it_lately(
     with pytest.raises(DBAPIError, match="never changes"):
         async with sessions.begin() as session:
             await session.execute(text("UPDATE stripe_events SET type = 'x'"))
+
+
+ODD_EVENTS = {
+    "NUL in the type": b'{"id":"evt_1","type":"a\\u0000b"}',
+    "NUL in the payload": b'{"id":"evt_1","type":"a","x":"\\u0000"}',
+    "NUL as a key": b'{"id":"evt_1","type":"a","\\u0000":1}',
+    "lone surrogate in the id": b'{"id":"evt_1\\ud800","type":"x"}',
+    "lone surrogate in the payload": b'{"id":"evt_1","type":"x","a":"\\udfff"}',
+    "NaN": b'{"id":"evt_1","type":"x","a":NaN}',
+    "Infinity": b'{"id":"evt_1","type":"x","a":-Infinity}',
+    "number too large for a float": b'{"id":"evt_1","type":"x","a":1e999}',
+    "number of 5,000 digits": b'{"id":"evt_1","type":"x","a":' + b"9" * 5000 + b"}",
+    "200,000 brackets": b"[" * 200_000,
+    "200,000 levels": b'{"id":"evt_1","type":"x","a":' + b"[" * 200_000 + b"]" * 200_000 + b"}",
+    "list": b"[]",
+    "text": b'"x"',
+    "no id": b'{"type":"x"}',
+    "id that is no text": b'{"id":null,"type":"x"}',
+    "type that is no text": b'{"id":"evt_1","type":["x"]}',
+    "no UTF-8": b"\xff\xfe",
+    "empty": b"",
+}
+ODD_SIGNATURES = (
+    b"t=%d,v1=\xc3\xa9",
+    b"t=%d,v1=\xff",
+    b"\xe2\x98\x83=%d",
+    b"t=\xd9\xa1%d,v1=00",
+    b"t=%d" + b"0" * 5000 + b",v1=00",
+    b"t=%d,v1=" + b"=," * 3000,
+    b"%d",
+)
+
+
+@pytest.mark.parametrize("case", ODD_EVENTS)
+async def test_a_signed_but_odd_event_is_refused_once_and_for_all(
+    case: str, sessions: Sessions, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Stripe repeats an event for days after a 500."""
+    body = ODD_EVENTS[case]
+    now = int(time.time())
+    content = f"{now}.".encode() + body
+    signed = f"t={now},v1={hmac.new(SECRET.encode(), content, 'sha256').hexdigest()}"
+    head = f"Stripe-Signature: {signed}\r\nContent-Length: {len(body)}\r\n\r\n"
+
+    status, word = await raw_post(sessions, TO_EVENTS + head.encode() + body)
+
+    # A body that is no UTF-8 has no signature.
+    field = "Stripe-Signature" if case == "no UTF-8" else "body"
+    assert (status, word.partition(":")[0]) == (400, field)
+    assert "Traceback" not in caplog.text
+
+
+@pytest.mark.parametrize("header", ODD_SIGNATURES)
+async def test_a_signature_of_any_bytes_is_refused_without_a_traceback(
+    header: bytes, sessions: Sessions, caplog: pytest.LogCaptureFixture
+) -> None:
+    signature = header % int(time.time())
+    head = TO_EVENTS + b"Stripe-Signature: " + signature + b"\r\nContent-Length: 2\r\n\r\n{}"
+
+    status, word = await raw_post(sessions, head)
+
+    assert (status, word.partition(":")[0]) == (400, "Stripe-Signature")
+    assert "Traceback" not in caplog.text
+
+
+def event_of(size: int, unit: bytes) -> bytes:
+    return b'{"id":"evt_1","type":"x","a":[' + b",".join([unit] * (size // (len(unit) + 1))) + b"]}"
+
+
+@pytest.mark.parametrize(
+    "unit", [b"[]", b"{}", b'"a"', b'{"a":1}', b"1.5e9", b"[" * 500 + b"]" * 500]
+)
+async def test_time_grows_with_the_bytes_of_an_event(unit: bytes) -> None:
+    def prepare(size: int) -> Call:
+        body = event_of(size, unit)
+        header = signature(body, int(time.time()), SECRET)
+        return lambda: parsed_event(body, header, [SECRET])
+
+    with as_in_service():
+        check_growth(f"event of {unit[:9]!r}", prepare, 2**18)
+        # Only Stripe can sign such an event, and the process of the webhook serves no one else.
+        check_hold(f"event of {unit[:9]!r}", prepare(BODY_MAX_BYTES - 100), 2 * HOLD_MAX_S)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,191 @@
+"""Nothing that a caller sends blocks the event loop of an api process for more than 20 ms.
+
+The whole process runs on the loop of the test; clients are threads. Every path of the HTTP router,
+every call and every header gets the costliest bodies (`bench/costly_bodies.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import pytest
+
+import api.__main__ as api_main
+from api.core.endpoint import read_endpoint
+from api.core.interceptor import LARGE_MESSAGES, MESSAGE_BYTES_MAX
+from bench.costly_bodies import messages_of
+from tests.api.test_growth import BYTES_MAX, ENTRIES, HTTP, METHODS, near
+from tests.growth import BLOCK_MAX_S, HOLD_MAX_S, LoopWatch
+from tests.service import Service, until
+
+GET_PATHS = {"/v1/models"}  # they have no body; their paths and headers are below
+TEXT_THREADS = "weir-text"
+ODD = ("é", "\xff" * 2000, "=," * 6000, "%00" * 4000)
+HEADERS = (
+    *("authorization", "x-api-key", "idempotency-key", "traceparent", "tracestate", "x-request-id"),
+    *("content-type", "content-length", "content-encoding", "transfer-encoding", "expect"),
+    *("cookie", "origin", "host", "forwarded", "x-forwarded-for", "user-agent", "accept", "range"),
+    *("connection", "retry-after", "weir-odd"),
+)
+PATHS = ("/v1/models", "/console/api/AdminService/ListApiKeys", "/metrics")
+REPEATS = 3
+
+
+class House:
+    """Service whose api process runs in this event loop."""
+
+    def __init__(self, service: Service, watch: LoopWatch, clients: ThreadPoolExecutor) -> None:
+        self.service = service
+        self.watch = watch
+        self._clients = clients
+        self.faults: list[str] = []
+
+    async def ask(self, name: str, call: object, *arguments: object) -> object:
+        """Run a client's call in a thread, and note it if it blocks the loop again and again."""
+        answer: object = None
+        for _ in range(REPEATS):
+            self.watch.restart()
+            answer = await asyncio.get_running_loop().run_in_executor(
+                self._clients,
+                call,  # type: ignore[arg-type]
+                *arguments,
+            )
+            longest = self.watch.longest
+            is_thread = longest.where.startswith("thread ")
+            if longest.seconds <= (HOLD_MAX_S if is_thread else BLOCK_MAX_S):
+                return answer
+        self.faults.append(f"{name}: {longest.seconds * 1e3:.0f} ms in {longest.where}: {answer}")
+        return answer
+
+
+@pytest.fixture
+async def house(tmp_path: Path, database_url: str, model: Path) -> AsyncIterator[House]:
+    service = Service(tmp_path / "home", database_url, model)
+    service.home.mkdir()
+    serving = asyncio.create_task(api_main.serve(service.settings))
+
+    def is_listening() -> bool:
+        assert not serving.done(), serving
+        return bool(read_endpoint(service.home).address)
+
+    await until(is_listening, "the api process to listen")
+    service.address = read_endpoint(service.home).address.removeprefix("https://")
+    try:
+        with ThreadPoolExecutor(4, "client") as clients, LoopWatch(TEXT_THREADS) as watch:
+            yield House(service, watch, clients)
+    finally:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await serving
+
+
+def post(url: str, path: str, secret: str, body: bytes) -> tuple[int, bytes]:
+    """Send one body over HTTP; return the status and the beginning of the answer."""
+    host = url.removeprefix("http://").partition("/")[0]
+    connection = http.client.HTTPConnection(host, timeout=60)
+    try:
+        headers = {"authorization": f"Bearer {secret}", "content-type": "application/json"}
+        connection.request("POST", path, body, headers)
+        response = connection.getresponse()
+        return response.status, response.read()[:300]
+    finally:
+        connection.close()
+
+
+def send(url: str, request: bytes) -> bytes:
+    """Send raw bytes; return the first line of the answer."""
+    host, _, port = url.removeprefix("http://").partition("/")[0].rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        connection.sendall(request)
+        return connection.recv(4096).partition(b"\r\n")[0]
+
+
+def call(address: str, path: str, secret: str, message: bytes) -> str:
+    """Make a call with these bytes; return its status."""
+    options = (("grpc.max_send_message_length", -1),)
+    with grpc.insecure_channel(address, options) as channel:
+        answers = channel.stream_stream(path)(
+            iter([message]), metadata=(("authorization", f"Bearer {secret}"),), timeout=60
+        )
+        try:
+            next(answers, None)
+            answers.cancel()
+        except grpc.RpcError as error:
+            return f"{error.code().name} {error.details()}"[:300]
+    return "OK"
+
+
+def chosen(path: str) -> Iterator[tuple[str, bytes]]:
+    """Yield some bodies at the limit; all of them are parsed in `tests/api/test_growth.py`."""
+    _, bodies, size = ENTRIES[path]
+    for costly in (*bodies[:4], *bodies[4 :: len(bodies) // 6], *bodies[-4:]):
+        yield costly.name, near(costly, size - 200)
+
+
+async def test_every_path_with_a_body_is_measured(house: House) -> None:
+    """A new path needs an entry in `tests/api/test_growth.py`, or its reason here."""
+    status, answer = await asyncio.to_thread(
+        post, house.service.openai_url, "/v1/none", (await house.service.tenant()).secret, b"{}"
+    )
+
+    served = answer.decode().partition("the API serves ")[2].partition('"')[0].split(", ")
+
+    assert status == 404
+    assert set(served) == set(HTTP) | GET_PATHS
+
+
+async def test_no_http_body_blocks_the_loop(house: House) -> None:
+    for path in HTTP:
+        for name, body in chosen(path):
+            tenant = await house.service.tenant()  # the pace delays the next body of a key
+            answer = await house.ask(
+                f"{path}, {name}", post, house.service.openai_url, path, tenant.secret, body
+            )
+            assert isinstance(answer, tuple)
+            assert answer[0] < 500, (path, name, answer)
+
+    assert house.faults == []
+
+
+async def test_no_message_blocks_the_loop(house: House) -> None:
+    for path, method in METHODS.items():
+        tenant = await house.service.tenant(scopes=("inference", "admin", "billing"))
+        size = BYTES_MAX if path in LARGE_MESSAGES else MESSAGE_BYTES_MAX
+        costly_messages = list(messages_of(method.input_type))
+        for costly in costly_messages[:: max(len(costly_messages) // 6, 6)]:
+            message = near(costly, size - 200)
+            name = f"{path}, {costly.name}"
+            answer = await house.ask(
+                name, call, house.service.address, path, tenant.secret, message
+            )
+            assert not str(answer).startswith(("INTERNAL", "UNKNOWN")), (name, answer)
+
+    assert house.faults == []
+
+
+async def test_no_header_blocks_the_loop_or_ends_in_an_error_of_ours(house: House) -> None:
+    tenant = await house.service.tenant()
+    endpoint = read_endpoint(house.service.home)
+
+    for url in (house.service.openai_url, endpoint.metrics_url):
+        for path in PATHS:
+            for header in HEADERS:
+                for value in ODD:
+                    request = (
+                        f"GET {path} HTTP/1.1\r\nhost: weir\r\n"
+                        f"authorization: Bearer {tenant.secret}\r\n{header}: {value}\r\n"
+                        "connection: close\r\n\r\n"
+                    )
+                    name = f"{url}{path}, {header}"
+                    line = await house.ask(name, send, url, request.encode("latin-1", "replace"))
+                    assert b" 500 " not in bytes(line), (name, value[:20], line)  # type: ignore[call-overload]
+
+    assert house.faults == []
+    assert "Traceback" not in house.service.log
