@@ -27,10 +27,15 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
+from msgspec import Struct
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
 from api.core.health import SERVICES
+from api.openai.gateway import EmbeddingParameters
+from api.openai.messages import MessageParameters
+from api.openai.parameters import ChatParameters, CompletionParameters, ResponseParameters
+from bench.costly_bodies import Costly, bodies_of, messages_of
 
 SERVICE = "/weir.v1.InferenceService"
 GENERATE = f"{SERVICE}/Generate"
@@ -641,6 +646,25 @@ async def counting(target: Target, requests: list[tuple[str, bytes]]) -> None:
                 await call(target, "counting", path, message, channel=channel)
 
 
+def costly_messages(target: Target) -> list[tuple[str, Costly]]:
+    """Return the costliest messages of each call."""
+    return [
+        (f"/{method.containing_service.full_name}/{method.name}", each)
+        for method in METHODS
+        for each in messages_of(method.input_type)
+    ]
+
+
+@attack(workers=16, build=costly_messages)
+async def grpc_costly(target: Target, messages: list[tuple[str, Costly]]) -> None:
+    """Send the costliest message of each kind for each field of each call."""
+    async with connect(target) as channel:
+        while True:
+            for path, costly in random.sample(messages, len(messages)):
+                message = costly.build(random.choice((60_000, NEAR_LIMIT_BYTES)))
+                await call(target, "grpc-costly", path, message, channel=channel)
+
+
 @attack(workers=100)
 async def reports(target: Target, _: None) -> None:
     """Request reports with a billing key, a hundred concurrently."""
@@ -829,6 +853,49 @@ async def http_many_messages(target: Target, chat: tuple[str, bytes]) -> None:
     path, body = chat
     while True:
         await http(target, "http-many-messages", "POST", path, body)
+
+
+def costly_bodies(target: Target) -> list[tuple[str, Costly]]:
+    """Return the costliest bodies of each path, which are built when they are sent."""
+    user = {"model": target.model, "messages": [{"role": "user", "content": "Hi"}]}
+    apis: list[tuple[str, type[Struct], dict[str, Any]]] = [
+        ("/v1/chat/completions", ChatParameters, user),
+        ("/v1/completions", CompletionParameters, {"model": target.model, "prompt": "Hi"}),
+        ("/v1/responses", ResponseParameters, {"model": target.model, "input": "Hi"}),
+        ("/v1/responses/input_tokens", ResponseParameters, {"model": target.model, "input": "Hi"}),
+        ("/v1/messages", MessageParameters, user | {"max_tokens": 3}),
+        ("/v1/messages/count_tokens", MessageParameters, user),
+        ("/v1/embeddings", EmbeddingParameters, {"model": target.model, "input": "Hi"}),
+    ]
+    return [(path, each) for path, kind, plain in apis for each in bodies_of(kind, plain)]
+
+
+async def send_costly(target: Target, name: str, bodies: list[tuple[str, Costly]]) -> None:
+    """Send these bodies over and over, in any order."""
+    while True:
+        for path, costly in random.sample(bodies, len(bodies)):
+            await http(target, name, "POST", path, costly.build(NEAR_LIMIT_BYTES))
+
+
+@attack(workers=16, build=costly_bodies)
+async def http_costly(target: Target, bodies: list[tuple[str, Costly]]) -> None:
+    """Send the costliest body of each kind for each parameter of each path."""
+    await send_costly(target, "http-costly", bodies)
+
+
+def unknown_parameters(target: Target) -> list[tuple[str, Costly]]:
+    """Return bodies of unknown parameters, and of thousands of turns of one role."""
+    return [
+        (path, each)
+        for path, each in costly_bodies(target)
+        if "unknown member" in each.name or "of one role" in each.name
+    ]
+
+
+@attack(workers=16, build=unknown_parameters)
+async def http_unknown_parameters(target: Target, bodies: list[tuple[str, Costly]]) -> None:
+    """Send hundreds of thousands of unknown parameters, and turns of one role."""
+    await send_costly(target, "http-unknown-parameters", bodies)
 
 
 @attack(workers=8)

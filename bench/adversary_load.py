@@ -54,6 +54,7 @@ class Seen:
     live_requests_ms: list[float] = field(default_factory=list)
     keys_ms: list[float] = field(default_factory=list)
     metrics_ms: list[float] = field(default_factory=list)
+    livez_ms: list[float] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
 
 
@@ -78,6 +79,7 @@ class Bystander:
             lambda: self._poll(LIST_LIVE_REQUESTS, self._seen.live_requests_ms),
             lambda: self._poll(LIST_API_KEYS, self._seen.keys_ms),
             self._scrape,
+            self._check_health,
         ]
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(self._again(each)) for each in work]
@@ -190,6 +192,13 @@ class Bystander:
                         b"", metadata=(("authorization", f"Bearer {self._admin_key}"),), timeout=60
                     )
                 await asyncio.sleep(POLL_INTERVAL_S)
+
+    async def _check_health(self) -> None:
+        """Ask `/livez` on the client port at an interval, as an orchestrator does."""
+        while True:
+            with self._wait(self._seen.livez_ms):
+                await http(self._target, "livez", "GET", "/livez")
+            await asyncio.sleep(POLL_INTERVAL_S)
 
     async def _scrape(self) -> None:
         """Scrape the metrics at regular intervals."""

@@ -164,7 +164,7 @@ ENTRIES = {path: (enter, bodies, size) for path, enter, bodies, size in entries(
 # Their bodies are those of another path, without the last step.
 COUNTING = ("/v1/responses/input_tokens", "/v1/messages/count_tokens")
 # Processor time of any body: far above every parser, far below one that is not linear
-FIXED_S, BYTE_S = 0.02, 100e-9
+FIXED_S, BYTE_S = 0.02, 250e-9
 
 
 def near(costly: Costly, size: int) -> bytes:

@@ -14,6 +14,7 @@ import socket
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -111,7 +112,8 @@ def call(address: str, path: str, secret: str, message: bytes) -> str:
     """Make a call with these bytes; return its status."""
     options = (("grpc.max_send_message_length", -1),)
     with grpc.insecure_channel(address, options) as channel:
-        answers = channel.stream_stream(path)(
+        opened: Any = channel.stream_stream(path)
+        answers = opened(
             iter([message]), metadata=(("authorization", f"Bearer {secret}"),), timeout=60
         )
         try:
