@@ -141,12 +141,13 @@ def calling(path: str, method: MethodDescriptor) -> Entry:
         None if path in LARGE_MESSAGES else MESSAGE_BYTES_MAX,
     )
     assert read is not None
+    parse: Callable[[Any], object] = PARSERS[path] if path in PARSERS else checked
 
     def enter(data: bytes) -> object:
         message = read(data)
         if isinstance(message, Exception):
             raise message
-        return PARSERS.get(path, checked)(message)
+        return parse(message)
 
     return enter
 
