@@ -141,7 +141,7 @@ def calling(path: str, method: MethodDescriptor) -> Entry:
         None if path in LARGE_MESSAGES else MESSAGE_BYTES_MAX,
     )
     assert read is not None
-    parse: Callable[[Any], object] = PARSERS[path] if path in PARSERS else checked
+    parse: Callable[[Any], object] = PARSERS.get(path, checked)
 
     def enter(data: bytes) -> object:
         message = read(data)
