@@ -125,7 +125,7 @@ class Process:
             began_at = time.thread_time()
             try:
                 return call()
-            finally:  # also when nobody waits for the result any more
+            finally:  # even if the client has disconnected
                 cost_s = time.thread_time() - began_at
                 loop.call_soon_threadsafe(self.pace.spent, payer, cost_s)
 

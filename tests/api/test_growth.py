@@ -171,7 +171,7 @@ FIXED_S, BYTE_S = 0.02, 250e-9
 def near(costly: Costly, size: int) -> bytes:
     """Return a body of about this size, at most of it."""
     body = costly.build(size)
-    if len(body) > size:  # by what is around the costly place
+    if len(body) > size:  # the parameters around the costly place
         body = costly.build(max(2 * size - len(body) - 1000, 1))
     return body
 

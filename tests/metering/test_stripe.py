@@ -751,7 +751,7 @@ async def test_a_signed_but_odd_event_is_refused_once_and_for_all(
 
     status, word = await raw_post(sessions, TO_EVENTS + head.encode() + body)
 
-    # A body that is no UTF-8 has no signature.
+    # A body that is not UTF-8 cannot be signed.
     field = "Stripe-Signature" if case == "no UTF-8" else "body"
     assert (status, word.partition(":")[0]) == (400, field)
     assert "Traceback" not in caplog.text
