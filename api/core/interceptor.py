@@ -265,10 +265,12 @@ def tolerant(
     def attempt(data: bytes) -> Any:
         if byte_count_max is not None and len(data) > byte_count_max:
             return MessageTooLarge(len(data), byte_count_max)
-        CURRENT.work, CURRENT.stage = VISIT.get() or method, "parse"
+        is_large = len(data) > MESSAGE_BYTES_MAX  # then it is parsed in a thread
+        if not is_large:
+            CURRENT.work, CURRENT.stage = VISIT.get() or method, "parse"
         began_at = time.thread_time()
         try:
-            if len(data) > MESSAGE_BYTES_MAX:
+            if is_large:
                 kind: Any = getattr(deserialize, "__self__", None)
                 check_fields(data, kind.DESCRIPTOR)
             return deserialize(data)
@@ -279,7 +281,8 @@ def tolerant(
         finally:
             READ_S.set(time.thread_time() - began_at)
             READ_BYTES.set(len(data))
-            CURRENT.work, CURRENT.stage = None, ""
+            if not is_large:
+                CURRENT.work, CURRENT.stage = None, ""
 
     return attempt
 

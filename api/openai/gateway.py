@@ -503,7 +503,7 @@ class Gateway:
         self, arrival: Arrival, body: bytes, parse: Callable[[bytes], Parsed]
     ) -> Parsed:
         # An ordinary request costs at most this much.
-        with self._process.pace.spending(arrival.caller.payer, START_FREE_S):
+        with self._process.pace.spending(arrival.caller.payer, START_FREE_S), Stage("parse"):
             return parse(body)
 
     def _count_bytes(self, body: bytes) -> None:
