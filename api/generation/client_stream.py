@@ -59,6 +59,7 @@ DEADLINE_ROUNDING = 0.01  # maximum share by which gRPC rounds a timeout up
 SLICE_S = 0.002
 # Late cancels of a request that has just ended are not errors.
 ENDED_IDS_REMEMBERED = 10_000
+ECHOED_ID_CHARS_MAX = 64  # of an id that is not valid: every spelling of a UUID is shorter
 
 Context = grpc.aio.ServicerContext[pb.GenerateRequest, bytes]
 Value = TypeVar("Value")
@@ -461,7 +462,7 @@ class ClientStream:
         self._answer(given_id, frames.failed(status_of(error), None, duplicate_start=again))
 
     def _answer(self, request_id: str, frame: pb.ServerFrame) -> None:
-        frame.request_id = request_id
+        frame.request_id = request_id[:ECHOED_ID_CHARS_MAX]
         self._outbox.push(frame)
 
 

@@ -272,6 +272,18 @@ async def test_attaches_with_a_database_lookup_end_a_slice_by_its_cost(
     assert len(call.frames) == 1
 
 
+@pytest.mark.parametrize("kind", ["start", "cancel", "attach", "credit", "update"])
+async def test_an_invalid_id_of_any_length_is_answered_in_short(world: World, kind: str) -> None:
+    frame = pb.ClientFrame(request_id="x" * 1_000_000)
+    getattr(frame, kind).SetInParent()
+
+    call = await answered(world, world.principal, frame)
+
+    [refused] = call.frames
+    assert refused.HasField("failed")
+    assert refused.ByteSize() < 1000
+
+
 class Gate(FramePace):
     """Pace that passes the first slice, and the later ones once it is opened."""
 
