@@ -456,12 +456,13 @@ class HttpRun:
     run_out_of_time = hang_up  # such a client disconnects after its own timeout
 
     def check(self) -> None:
-        """Check that the tokens handed to the connection are billed."""
+        """Check that the tokens of the messages that the connection has taken are billed."""
         bill = self.world.bill(self.request_id)
         assert sum(handed_over) == (bill[1] if bill else 0)
 
 
-handed_over: list[int] = []  # tokens of each message of the only HTTP request
+# Tokens of each message of the only HTTP request whose write has completed.
+handed_over: list[int] = []
 
 
 @pytest.fixture(autouse=True)
@@ -485,9 +486,10 @@ def _watch_handing_over(monkeypatch: pytest.MonkeyPatch) -> None:
         return delta(self, seq, choice_index, text, token_ids, rest)
 
     async def take_and_note(self: Exchange, data: bytes) -> None:
-        handed_over.append(sum(collected))
+        token_count = sum(collected)
         collected.clear()
         await take(self, data)
+        handed_over.append(token_count)
 
     monkeypatch.setattr(Exchange, "note_token", count_one)
     monkeypatch.setattr(AnswerReceiver, "delta", count)

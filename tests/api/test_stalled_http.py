@@ -165,7 +165,7 @@ async def test_two_hundred_stalled_chats_keep_memory_flat_and_end_as_slow_consum
 async def test_a_client_that_reads_slowly_is_waited_for_as_long_as_it_reads(
     unsent: list[int],
 ) -> None:
-    """A single response may be large: progress counts, not its end."""
+    """A single response may be large: progress at the least rate counts, not its end."""
 
     class Slow(asyncio.Transport):
         def get_write_buffer_size(self) -> int:
@@ -174,7 +174,12 @@ async def test_a_client_that_reads_slowly_is_waited_for_as_long_as_it_reads(
     async def nothing(request: web.BaseRequest) -> web.StreamResponse:
         raise AssertionError("nobody asks")
 
-    connection = Connection(web.Server(nothing), stall_max_s=0.001, loop=asyncio.get_running_loop())
+    connection = Connection(
+        web.Server(nothing),
+        stall_max_s=0.001,
+        tokens_per_s_min=100_000.0,  # 20,000 bytes in each millisecond
+        loop=asyncio.get_running_loop(),
+    )
     connection.transport = Slow()
     connection._writable.clear()
 
