@@ -364,15 +364,15 @@ class Service:
             await engine.dispose()
 
     @contextlib.asynccontextmanager
-    async def channel(self, *options: tuple[str, Any]) -> AsyncIterator[grpc.aio.Channel]:
-        """Yield a new connection."""
-        alone = ("grpc.use_local_subchannel_pool", 1)
+    async def channel(
+        self, *options: tuple[str, Any], address: str | None = None
+    ) -> AsyncIterator[grpc.aio.Channel]:
+        """Yield a new connection. address: of a proxy in front of the service."""
+        alone, target = ("grpc.use_local_subchannel_pool", 1), address or self.address
         if self.credentials is None:
-            opened = grpc.aio.insecure_channel(self.address, options=[alone, *options])
+            opened = grpc.aio.insecure_channel(target, options=[alone, *options])
         else:
-            opened = grpc.aio.secure_channel(
-                self.address, self.credentials, options=[alone, *options]
-            )
+            opened = grpc.aio.secure_channel(target, self.credentials, options=[alone, *options])
         async with opened as channel:
             yield channel
 
@@ -385,9 +385,16 @@ class Service:
         timeout: float | None = None,
         options: Sequence[tuple[str, Any]] = (),
         metadata: Sequence[tuple[str, str]] = (),
+        address: str | None = None,
     ) -> AsyncIterator[Stream]:
-        """Yield a `Generate` call on a new connection; cancel it at the end of the block."""
-        async with self.channel(*options) as channel, asyncio.TaskGroup() as tasks:
+        """Yield a `Generate` call on a new connection; cancel it at the end of the block.
+
+        address: of a proxy in front of the service.
+        """
+        async with (
+            self.channel(*options, address=address) as channel,
+            asyncio.TaskGroup() as tasks,
+        ):
             call = pb_grpc.InferenceServiceStub(channel).Generate(
                 metadata=(*bearer(secret), *metadata), timeout=timeout
             )
@@ -536,6 +543,14 @@ class Stream:
     def token_ids(self, request_id: str) -> list[int]:
         """Return all received output tokens."""
         return [token_id for delta in self.of(request_id, "delta") for token_id in delta.token_ids]
+
+    def last_token_count(self, request_id: str) -> int:
+        """Return the output tokens of a request in the last received message that has any."""
+        counts = (
+            sum(len(f.delta.token_ids) for f in message.frames if f.request_id == request_id)
+            for message in reversed(self.messages)
+        )
+        return next(filter(None, counts), 0)
 
     def text(self, request_id: str) -> str:
         """Return all received text."""
