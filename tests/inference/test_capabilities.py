@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, cast
@@ -95,11 +95,28 @@ ALWAYS = {
 }
 
 
-class RecordingStub:
-    """Double of a generated stub: returns the request that was sent."""
+class RecordingChannel:
+    """Double of a channel whose calls only record the bytes of their requests."""
 
-    def __getattr__(self, name: str) -> Callable[[Any], Any]:
-        return lambda request: request
+    def __init__(self) -> None:
+        self.sent: list[bytes] = []
+
+    def unary_stream(
+        self, path: str, request_serializer: Callable[[Any], bytes]
+    ) -> Callable[[Any], AsyncIterator[bytes]]:
+        """Implement `grpc.aio.Channel.unary_stream`."""
+
+        def call(request: Any) -> AsyncIterator[bytes]:
+            self.sent.append(request_serializer(request))
+            return no_messages()
+
+        return call
+
+
+async def no_messages() -> AsyncIterator[bytes]:
+    """Answer without messages."""
+    for message in ():
+        yield message
 
 
 def choice_of(request: GenerationRequest, decoder: TextDecoder) -> Choice:
@@ -127,12 +144,14 @@ def adapter(
             yield TENSORRT_LLM["1.2.1"], translate
         else:
             kind = DIALECTS[Service(request.param)]
-            dialect = cast(Any, kind).__new__(kind)
-            dialect._stub = RecordingStub()
-            yield (
-                kind.capabilities,
-                lambda wanted: dialect.generate("id", choice_of(wanted, decoder)),
-            )
+            channel = RecordingChannel()
+            dialect = cast(Any, kind)(channel, 1.0)
+
+            def translate(wanted: GenerationRequest) -> object:
+                dialect.generate("id", choice_of(wanted, decoder))
+                return channel.sent.pop()
+
+            yield kind.capabilities, translate
 
 
 def unaccounted(capabilities: Capabilities, translate: Translate) -> set[str]:
