@@ -130,8 +130,8 @@ class TensorRtHost:
             await self._read_first_statistics()
             duties = (watch.run(), self._poll_statistics(), self._beat(), self._poll_kv_events())
             background = [tasks.create_task(duty) for duty in duties]
-            self._send(Ready(self._block_count))
             self._inbox.start_pulse(self._core.pulse)
+            self._send(Ready(self._block_count))
             threading.Thread(
                 target=self._pump,
                 args=(asyncio.get_running_loop(),),

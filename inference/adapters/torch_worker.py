@@ -89,8 +89,8 @@ class Host:
             _log.error("loading failed: %s", error)
             self._send(LoadFailed(str(error)))
             return EXIT_LOAD_FAILED
-        self._send(Ready(core.pool.block_count_total, core.kernels))
         self._inbox.start_pulse(self._steps.pulse)
+        self._send(Ready(core.pool.block_count_total, core.kernels))
         while not self._shutting_down:
             self._step(core)
         return 0

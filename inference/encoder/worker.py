@@ -80,8 +80,8 @@ def serve(connection: socket.socket) -> int:
         _log.error("loading failed: %s", error)
         send(LoadFailed(str(error)))
         return EXIT_LOAD_FAILED
-    send(Ready(kv_block_count=0))
     inbox.start_pulse(steps.pulse)
+    send(Ready(kv_block_count=0))
     while not isinstance(message := inbox.wait(), Shutdown):
         if not isinstance(message, EncodeBatch):
             _log.error("unexpected: %s", type(message).__name__)

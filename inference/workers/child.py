@@ -112,7 +112,11 @@ class Inbox(Generic[Local]):
             self._connection.sendall(data)
 
     def start_pulse(self, pulse: Callable[[], Pulse]) -> None:
-        """Tell the parent regularly what `pulse` returns, which the watching thread calls."""
+        """Tell the parent what `pulse` returns, at once and then regularly from another thread.
+
+        Called before `Ready` is sent: a worker whose pulse never came would only be found hanging.
+        """
+        self.send(pulse())
         self._pulse = pulse
 
     def wait(self) -> Message | Local:
