@@ -31,7 +31,7 @@ from inference.limits import EngineLimits
 from inference.workers.child import EXIT_PROTOCOL_BROKEN
 from inference.workers.engine import HostedEngine
 from inference.workers.process import CHILD_ENVIRONMENT, open_host
-from inference.workers.protocol import Ready, StartSequence, StepReport
+from inference.workers.protocol import Message, Pulse, Ready, StartSequence, StepReport
 from tests.inference.checkpoints import TinyCheckpoint, make_checkpoint
 from tests.inference.hosted import (
     LONG,
@@ -287,6 +287,20 @@ async def test_an_unusable_checkpoint_is_reported_and_not_retried(tmp_path: Path
         assert not engine.healthy()
 
 
+async def test_a_worker_sends_a_pulse_before_it_is_ready(tiny: TinyCheckpoint) -> None:
+    """Otherwise the watchdog would not know that it has one."""
+    received: list[Message | None] = []
+    async with (
+        asyncio.timeout(WAIT_S),
+        open_host("inference.adapters.torch_worker", CHILD_ENVIRONMENT) as host,
+    ):
+        host.send(load_message(tiny))
+        while not (received and isinstance(received[-1], Ready)):
+            received.append(await host.receive())
+
+    assert any(isinstance(each, Pulse) for each in received)
+
+
 async def test_one_report_per_step_carries_all_sequences(tiny: TinyCheckpoint) -> None:
     """Ten sequences of eight tokens: as many reports as steps."""
     async with (
@@ -308,8 +322,9 @@ async def test_one_report_per_step_carries_all_sequences(tiny: TinyCheckpoint) -
             < 10
         ):
             message = await host.receive()
-            assert isinstance(message, StepReport)
-            reports.append(message)
+            if not isinstance(message, Pulse):
+                assert isinstance(message, StepReport)
+                reports.append(message)
 
     assert sum(len(report.events) for report in reports) == 10 * (1 + 8 + 1)
     assert reports[-1].statistics.step_count == len(reports)
@@ -341,7 +356,8 @@ async def test_the_host_checks_requests_itself(tiny: TinyCheckpoint) -> None:
         while not isinstance(await host.receive(), Ready):
             pass
         host.send(StartSequence(0, make_request([99999], 8)))
-        report = await host.receive()
+        while isinstance(report := await host.receive(), Pulse):
+            pass
 
     assert isinstance(report, StepReport)
     assert [
