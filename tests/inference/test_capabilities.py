@@ -115,7 +115,8 @@ class RecordingChannel:
 
 async def no_messages() -> AsyncIterator[bytes]:
     """Answer without messages."""
-    for message in ():
+    messages: tuple[bytes, ...] = ()
+    for message in messages:
         yield message
 
 
