@@ -40,6 +40,7 @@ from metering.pricing.prices import TokenPrices
 # Steps merged into one delta; keeps a frame at some kB even with log-probabilities.
 TOKENS_PER_DELTA_MAX = 64
 CLOCK_S = 0.001  # a timer may fire this much early
+STOPPED_MAX_S = 1.0  # how long a stopped request waits for the message that is being written
 # A short answer in one piece is not packed; more steps are, into a few bytes per token.
 STEPS_UNPACKED_MAX = 16
 
@@ -199,6 +200,7 @@ class Output(ABC):
         self._unattended: asyncio.TimerHandle | None = None
         self.then: Callable[[], None] | None = None  # see `when_taken`
         self._stall: asyncio.TimerHandle | None = None
+        self._is_stopped = False  # only the message that is being written is still waited for
         self._taken_by = -math.inf  # latest time to take what waits at the end, on the loop's clock
         self.has_more = False  # more can be sent after `take`
         receiver.source = receiver.supply = self
@@ -297,8 +299,9 @@ class Output(ABC):
         """Count tokens as taken whose message waits in the transport for a client that does not
         read: it cannot be recalled, and the client can still read it."""
         if not self.is_kept:
-            self.usage.taken_token_count += self.in_flight_token_count
-            self.usage.delivered_token_count = self.usage.taken_token_count
+            if not self.takes_whole:  # the rest of a whole answer is never sent
+                self.usage.taken_token_count += self.in_flight_token_count
+                self.usage.delivered_token_count = self.usage.taken_token_count
             self.in_flight_token_count = 0
 
     def lose(self, error: JournalUnavailable) -> None:
@@ -468,6 +471,18 @@ class Output(ABC):
             if self._stall is not None:
                 self._stall.cancel()
                 self._stall = None
+            self._is_stopped = False
+        elif life is not None and life.discards and not self._is_stopped:
+            self._is_stopped = True
+            if self._stall is not None:
+                self._stall.cancel()
+            self._stall = asyncio.get_running_loop().call_later(STOPPED_MAX_S, self._give_up)
+
+    def _give_up(self) -> None:
+        """End a stopped request whose last message the transport still has."""
+        self._stall = None
+        self._bill_stalled()
+        self.moved()
 
     # Implemented by the subclasses.
 
