@@ -183,6 +183,7 @@ def tell_settled(
     usage.delivered_token_count = settled.delivered_token_count
     usage.billed_token_count = settled.billed_token_count
     usage.embedding_token_count = settled.embedding_token_count
+    usage.journalled_token_count = settled.journalled_token_count
     cost.currency_code = settled.currency_code
     cost.units, cost.picos = divmod(settled.cost_picos, wire.PICOS_PER_UNIT)
     for receipt in settled.receipts:

@@ -151,6 +151,7 @@ class EventSums(NamedTuple):
     cost_picos: int = 0
     outcome: str = ""
     embedding_token_count: int = 0
+    journalled_token_count: int = 0
 
     @property
     def sent_token_count(self) -> int:
@@ -161,9 +162,7 @@ class EventSums(NamedTuple):
         self, hold_id: uuid.UUID, currency_code: str, receipts: list[IssuedReceipt]
     ) -> Settled:
         """Return the recorded usage as an answer."""
-        return Settled(
-            hold_id, *self[1:7], currency_code, self.outcome, self.embedding_token_count, receipts
-        )
+        return Settled(hold_id, *self[1:7], currency_code, *self[7:], receipts=receipts)
 
     def plus(self, part: Settled) -> EventSums:
         """Return the sums with one more part added."""
@@ -177,6 +176,7 @@ class EventSums(NamedTuple):
             self.cost_picos + part.cost_picos,
             part.outcome,
             self.embedding_token_count + part.embedding_token_count,
+            self.journalled_token_count + part.journalled_token_count,
         )
 
 
@@ -383,7 +383,7 @@ class Decisions:
             ),
             generated_token_count=max(op.generated_token_count - known.generated_token_count, 0),
             delivered_token_count=max(op.delivered_token_count - known.delivered_token_count, 0),
-            journalled_token_count=max(op.journalled_token_count - known.delivered_token_count, 0),
+            journalled_token_count=max(op.journalled_token_count - known.journalled_token_count, 0),
         )
         part = self.record(hold, rest, recovered=True)
         charged = hold.input_token_count, hold.leased_token_count
@@ -452,6 +452,7 @@ class Decisions:
             prices.currency_code,
             op.outcome,
             embedded,
+            max(op.journalled_token_count, delivered),
             self.reads.receipts.setdefault(number, []),
         )
         has_parts = number in self.reads.events or number in self.added

@@ -157,6 +157,7 @@ class Settled:
     currency_code: str
     outcome: str
     embedding_token_count: int = 0
+    journalled_token_count: int = 0
     receipts: list[IssuedReceipt] = field(default_factory=list, compare=False)
 
 

@@ -315,7 +315,7 @@ def usage_writes(
                 receipt.hash,
                 usage.embedding_token_count,
                 op.migration_count,
-                max(op.journalled_token_count, usage.delivered_token_count),
+                usage.journalled_token_count,
             )
         )
     if not rows:

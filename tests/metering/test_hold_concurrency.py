@@ -338,7 +338,7 @@ async def test_a_caller_waiting_for_a_hold_ended_elsewhere_sees_its_final_usage(
 
     assert not of_type(MeteringError, answers)
     assert answers[1] == Settled(
-        op.hold_id, 10, 0, 9, 9, 9, 10 * INPUT_PICOS + 9 * OUTPUT_PICOS, "USD", "stop"
+        op.hold_id, 10, 0, 9, 9, 9, 10 * INPUT_PICOS + 9 * OUTPUT_PICOS, "USD", "stop", 0, 9
     )
     assert sum(delivered for _, _, delivered, _ in world.events()) == 9
     check_invariants(world.url, all_ended=True)

@@ -131,7 +131,9 @@ async def test_a_settlement_cut_at_any_message_is_written_exactly_once(
 
             settled = await store.settle(settle(op.hold_id, 5))
 
-            assert settled == Settled(op.hold_id, 10, 0, 5, 5, 5, 10 * 3 + 5 * 7, "USD", "stop")
+            assert settled == Settled(
+                op.hold_id, 10, 0, 5, 5, 5, 10 * 3 + 5 * 7, "USD", "stop", 0, 5
+            )
         proxy.disarm()
 
         assert proxy.cut_count == count - 1 > 10

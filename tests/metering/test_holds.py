@@ -338,7 +338,7 @@ async def run_expiry(world: HoldWorld, hold_id: uuid.UUID) -> None:
 
 
 def late_usage(hold_id: uuid.UUID) -> Settled:
-    return Settled(hold_id, 10, 0, 9, 9, 9, 10 * 3 + 9 * 7, "USD", "cancelled")
+    return Settled(hold_id, 10, 0, 9, 9, 9, 10 * 3 + 9 * 7, "USD", "cancelled", 0, 9)
 
 
 async def test_the_same_request_runs_once(world: HoldWorld) -> None:

@@ -232,7 +232,7 @@ class Usage(_message.Message):
     """Embedded tokens, billed at their own price. An embedding request has no other tokens."""
     journalled_token_count: _builtins.int
     """Output tokens that the server was about to send: at least the delivered ones. The others are
-    not billed. Only in the record of an ended request, else 0.
+    not billed. 0 while the request runs.
     """
     def __init__(
         self,

@@ -61,7 +61,7 @@ export interface Usage {
   readonly billedTokenCount: number;
   /** Priced separately; an embedding request has no other tokens. */
   readonly embeddingTokenCount: number;
-  /** Output tokens that were about to be sent; in records of ended requests only, else 0. */
+  /** Output tokens that were about to be sent; 0 while the request runs. */
   readonly journalledTokenCount: number;
 }
 

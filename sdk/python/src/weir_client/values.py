@@ -85,7 +85,7 @@ class Usage:
     delivered_token_count: int = 0  # handed to the transport
     billed_token_count: int = 0  # output tokens on the bill: the delivered ones
     embedding_token_count: int = 0  # priced separately; an embedding request has no other tokens
-    journalled_token_count: int = 0  # about to be sent; in records of ended requests only
+    journalled_token_count: int = 0  # about to be sent; 0 while the request runs
 
 
 @dataclass(frozen=True, slots=True)
