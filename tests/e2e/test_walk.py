@@ -91,7 +91,7 @@ def scopes_of(method: MethodDescriptor) -> set[str]:
 
 @pytest.fixture
 async def victim(service: Service) -> Victim:
-    """Yield a customer with requests, a closed month, an invoice and an adjustment."""
+    """Yield a customer with requests, a closed month, an invoice, an adjustment, a credit note."""
     tenant = await service.tenant({QuotaDimension.TOKENS_PER_MONTH: 1_234_567})
     label = f"label-{uuid.uuid4().hex}"
     async with service.session() as session:
@@ -103,7 +103,7 @@ async def victim(service: Service) -> Victim:
     async with service.stream(tenant.secret) as stream:
         request_id = await stream.begin(labels={"team": label})
         await stream.finished(request_id)
-    _, admin = await service.new_key(tenant, "admin")
+    (_, admin), (_, other) = [await service.new_key(tenant, "admin") for _ in range(2)]
     async with service.channel() as channel:
         billing, who = billing_service_pb2_grpc.BillingServiceStub(channel), bearer(admin)
         closed = await billing.CloseMonth(
@@ -114,6 +114,12 @@ async def victim(service: Service) -> Victim:
             organization=tenant.name, amount=amount, reason="good will"
         )
         adjustment = (await billing.CreateAdjustment(asked, metadata=who)).adjustment
+        number = closed.month.invoice_number
+        cent = types_pb2.Money(currency_code="USD", picos=10**10)
+        less = months_pb2.CreateCreditNoteRequest(invoice_number=number, amount=cent, reason="less")
+        proposed = (await billing.CreateCreditNote(less, metadata=who)).credit_note
+        approval = months_pb2.ApproveAdjustmentRequest(adjustment_id=proposed.adjustment_id)
+        note = (await billing.ApproveAdjustment(approval, metadata=bearer(other))).adjustment
     [quota] = service.books.rows(
         "SELECT id FROM quotas WHERE subject_id = %s", tenant.organization_id
     )
@@ -128,7 +134,6 @@ async def victim(service: Service) -> Victim:
                 alert | {"threshold": 50, "limit_value": 1_234_567, "used": 700_000}
             )
         )
-    number = closed.month.invoice_number
     things = {
         "organization": tenant.name,
         "project": f"{tenant.name}/main",
@@ -137,6 +142,7 @@ async def victim(service: Service) -> Victim:
         "quota_id": str(quota["id"]),
         "number": number,
         "invoice_number": number,
+        "credit_note_number": note.credit_note_number,
         "adjustment_id": adjustment.adjustment_id,
         "correcting_adjustment_id": adjustment.adjustment_id,
         "subject_ref": tenant.name,
@@ -179,7 +185,10 @@ def requests_for(method: MethodDescriptor, victim: Victim) -> list[Any]:
     }
     present = {"month": f"{datetime.now(UTC):%Y-%m}"}
     others: list[dict[str, str]] = [{}, by_id, {"organization": ""}, by_id | present]
-    return [filled(method.input_type, COMMON | victim.things | other) for other in others]
+    # The number of a credit note overrides all other fields.
+    values = COMMON | victim.things
+    each = [values | {"credit_note_number": ""} | other for other in others]
+    return [filled(method.input_type, one) for one in (*each, values)]
 
 
 def filled(kind: Descriptor, values: Mapping[str, str]) -> Any:
@@ -370,6 +379,8 @@ async def test_their_owner_is_shown_what_others_are_not(service: Service, victim
         "billing": (await service.new_key(victim.tenant, "billing"))[1],
     }
     shown: set[str] = set()
+    file_name = f"{victim.things['credit_note_number']}.pdf".encode()
+    has_note = False
 
     async with service.channel() as channel:
         for method in methods():
@@ -378,7 +389,9 @@ async def test_their_owner_is_shown_what_others_are_not(service: Service, victim
                     answer = await call(channel, method, request, own[scope])
                     if isinstance(answer, bytes) and marks_in(answer, victim):
                         shown.add(method.name)
+                        has_note |= method.name == "ExportMonth" and file_name in answer
 
+    assert has_note, "the document of their credit note"
     assert shown >= SHOWN_TO_THEIR_OWNER, SHOWN_TO_THEIR_OWNER - shown
 
 
