@@ -489,6 +489,7 @@ CHAT_NAMES_BY_LIMIT = {
     for name in ("max_tokens", "max_completion_tokens")
 }
 
+QUOTED_CHARS_MAX = 200  # of the beginning and of the end of a message of msgspec
 # Bytes. Longer bodies are parsed in a thread; a shorter one has few elements.
 SHORT_BYTES_MAX = 16_384
 # Elements of a body outside of strings. msgspec keeps the interpreter while it parses: at these
@@ -650,7 +651,12 @@ def decode(body: bytes, kind: type[Body], ignored: Ignored | None = None) -> Bod
 
 
 def _violation(message: str) -> Exception:
-    """Convert an error message of msgspec, which has a text and a path."""
+    """Convert an error message of msgspec, which has a text and a path.
+
+    The text can quote a value of the body, however long: it is cut before anything is done with it.
+    """
+    if len(message) > 2 * QUOTED_CHARS_MAX:
+        message = f"{message[:QUOTED_CHARS_MAX]}...{message[-QUOTED_CHARS_MAX:]}"
     what, param = message, ""
     if (found := _PATH.match(message)) is not None:
         what, param = (
