@@ -62,7 +62,7 @@ def test_python_code_in_a_thread_gives_others_a_turn() -> None:
 
 
 def test_one_long_call_in_c_is_found_and_named() -> None:
-    text = "[" + "[]," * 1_500_000 + "[]]"
+    text = "[" + "[]," * 4_000_000 + "[]]"
 
     def parses() -> None:
         json.loads(text)
@@ -84,7 +84,7 @@ async def test_a_callback_that_blocks_the_loop_is_found_and_named() -> None:
 
 
 async def test_a_thread_that_keeps_the_interpreter_is_found() -> None:
-    text = "[" + "[]," * 1_500_000 + "[]]"
+    text = "[" + "[]," * 4_000_000 + "[]]"
     loop = asyncio.get_running_loop()
 
     with ThreadPoolExecutor(1, "work") as threads, LoopWatch("work") as watch:

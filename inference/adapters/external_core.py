@@ -34,7 +34,6 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from common.incidents import Retries
 from inference.engine import (
     ChoiceFinished,
     EngineFinishReason,
@@ -326,7 +325,7 @@ class Request:
 
 @contextmanager
 def odd_answers_failing() -> Iterator[None]:
-    """Turn an unexpected exception of the block into the failure of one sequence, and an incident.
+    """Turn an unexpected exception of the block into the failure of one sequence, and log it.
 
     Raises: EngineError.
     """
@@ -335,7 +334,7 @@ def odd_answers_failing() -> Iterator[None]:
     except (EngineError, AssertionError):
         raise
     except Exception as error:
-        Retries("engine").failed(error)
+        _log.exception("an answer of the engine cannot be read")
         raise EngineFailed(f"an answer of the engine cannot be read: {error!r:.200}") from error
 
 

@@ -14,7 +14,10 @@ def upgrade() -> None:
     op.execute(
         "ALTER TABLE usage_events ADD COLUMN journalled_token_count bigint DEFAULT 0 NOT NULL"
     )
+    op.execute("SELECT guard_usage_events()")  # no rating may change the new column
 
 
 def downgrade() -> None:
+    op.execute("DROP TRIGGER usage_events_rated_once ON usage_events")  # it reads the column
     op.execute("ALTER TABLE usage_events DROP COLUMN journalled_token_count")
+    op.execute("SELECT guard_usage_events()")

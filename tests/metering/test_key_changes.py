@@ -420,7 +420,7 @@ async def test_the_log_tells_until_when_a_replaced_secret_works(
 
 @pytest.mark.parametrize(
     "statement",
-    ["UPDATE audit_log SET actor = 'me'", "DELETE FROM audit_log", "TRUNCATE audit_log"],
+    ["UPDATE audit_log SET actor = 'me'", "DELETE FROM audit_log", "TRUNCATE audit_log CASCADE"],
 )
 async def test_the_log_cannot_be_rewritten(
     sessions: Sessions, customer: Customer, statement: str
