@@ -14,7 +14,7 @@ from tests.service import Service, Stream, Tenant
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """What a client got of a request before its server died.
+    """Output that a client got of a request before its server died.
 
     unmarked_token_count: tokens of its last message, which may have been sent and not marked as
     taken; 0 if the end of the request was received.
