@@ -45,7 +45,7 @@ from tests.growth import BLOCK_MAX_S, Call, as_in_service, check_cost, check_gro
 
 MODEL, WINDOW = "tiny", 2**20
 BYTES_MAX = 4 * 2**20  # default of WEIR_MESSAGE_BYTES_MAX
-GROWTH_BYTES = 2**16  # and twice as many: thousands of elements
+GROWTH_BYTES = 2**17  # and twice as many: messages of both sizes are walked
 USER = [{"role": "user", "content": "x"}]
 CHAT_BODY: dict[str, Any] = {"model": MODEL, "messages": USER}
 Entry = Callable[[bytes], object]

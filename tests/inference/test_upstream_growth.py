@@ -66,7 +66,7 @@ HTTP: dict[str, Callable[[int], bytes]] = {
     "carriage returns": lambda size: b"\r" * (4 * size) + b"\n",
     "a line without end": lambda size: b"x" * (64 * size),
     "a message without end": lambda size: b'data: {"choices": "' + b"x" * (64 * size),
-    "spaces": lambda size: b"data:" + b" " * (64 * size) + b"\n",
+    "spaces": lambda size: b"data:" + b" " * (16 * size) + b"\n",
     "tokens of one message": lambda size: token_event(size),
     "log-probabilities": lambda size: token_event(5, logprobs=logprobs(size // 20, 1)),
     "top tokens": lambda size: token_event(1, logprobs=logprobs(1, size // 4)),
