@@ -199,7 +199,8 @@ def test_time_grows_with_the_bytes_of_a_body(path: str) -> None:
 
     with as_in_service():
         for costly in bodies:
-            check_growth(f"{path}, {costly.name}", prepare(costly), size, 2 * size * BYTE_S)
+            # Below this time caches decide; of a square of it, the next test would see seconds.
+            check_growth(f"{path}, {costly.name}", prepare(costly), size, 4 * size * BYTE_S)
 
 
 @pytest.mark.parametrize("path", [path for path in ENTRIES if path not in COUNTING])
