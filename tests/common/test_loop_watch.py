@@ -80,7 +80,7 @@ async def test_who_holds_the_loop_is_named_with_path_key_stage_and_stack(watch: 
     assert "hold_loop" in incident["stack"]
     assert incident["blocked_ms"] > BLOCK_S * 1000
     assert watch.longest_s == watch.take_longest_s() > BLOCK_S
-    assert watch.take_longest_s() < watch.longest_s, "each scrape begins anew"
+    assert watch.take_longest_s() < watch.longest_s, "each scrape resets it"
 
 
 def test_the_function_is_the_innermost_one_of_the_service() -> None:

@@ -238,10 +238,10 @@ ODD_OUTPUTS = {
     ),
     "more tokens than asked for": Output([9] * 101),
     "finish reason": Output([9], "because"),
-    "finish reason that is no text": Output([9], 7),  # type: ignore[arg-type]
+    "finish reason that is not a text": Output([9], 7),  # type: ignore[arg-type]
     "stop at no end token": Output([9], "stop", 8),
     "stop outside the vocabulary": Output([9], "stop", 2**40),
-    "ids that are no list": Output(None),  # type: ignore[arg-type]
+    "ids that are not a list": Output(None),  # type: ignore[arg-type]
 }
 
 

@@ -722,8 +722,8 @@ ODD_EVENTS = {
     "list": b"[]",
     "text": b'"x"',
     "no id": b'{"type":"x"}',
-    "id that is no text": b'{"id":null,"type":"x"}',
-    "type that is no text": b'{"id":"evt_1","type":["x"]}',
+    "id that is not a text": b'{"id":null,"type":"x"}',
+    "type that is not a text": b'{"id":"evt_1","type":["x"]}',
     "no UTF-8": b"\xff\xfe",
     "empty": b"",
 }
