@@ -164,6 +164,8 @@ class Model:
                 asked = 1
             if extending and rule.dimension not in (*TOKEN_KINDS, *MONEY):
                 continue
+            if not (claim.weight(rule, 0, 0, 1) if extending else asked):
+                continue  # an overdrawn limit does not refuse what it does not count
             assert rule.limit_value is not None
             if self.used(box(rule, now)) + self.held(box(rule, now)) + asked > rule.limit_value:
                 found.append(rule)
