@@ -20,7 +20,7 @@ from inference.adapters.tensorrt_engine import load_message
 from inference.adapters.tensorrt_questions import Observed, program
 from inference.adapters.tensorrt_settings import LoadTensorRt, TensorRtSettings
 from inference.workers.process import FAMILY, open_host
-from inference.workers.protocol import LoadFailed, Loading, Message, Ready, decoder_to_parent
+from inference.workers.protocol import LoadFailed, Message, Ready, decoder_to_parent
 
 QUESTIONS = "inference.adapters.tensorrt_questions"
 WORKER = "inference.adapters.tensorrt_worker"
@@ -81,7 +81,7 @@ async def _killed_worker(
         try:
             async with asyncio.timeout(settings.load_timeout_s):
                 message = await host.receive(decoder_to_parent(KvCacheChange))
-                while isinstance(message, Loading | KvCacheChange):
+                while message is not None and not isinstance(message, Ready | LoadFailed):
                     message = await host.receive(decoder_to_parent(KvCacheChange))
         except TimeoutError:
             reason = f"it took more than {settings.load_timeout_s:g} s"
