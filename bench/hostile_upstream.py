@@ -419,21 +419,27 @@ async def complete(http: web.Request) -> web.StreamResponse:
 
 async def models(http: web.Request) -> web.StreamResponse:
     """List the model."""
-    if http.app["health"]:
+    if http.app["of_health"]:
         return await healthy(http)
     return web.json_response({"data": [{"id": "tiny", "max_model_len": http.app["window"]}]})
 
 
 async def healthy(http: web.Request) -> web.StreamResponse:
     """Report health."""
-    if not http.app["health"]:
+    if not (chosen := http.app["of_health"]):
         return web.Response()
     answer = Answer(http, {"prompt": [1], "max_tokens": 5}, http.app["style"])
     with contextlib.suppress(ConnectionError):
-        found = await ALL[http.app["health"]](answer)
+        found = await ALL[chosen[-1]](answer)
         if isinstance(found, web.StreamResponse):
             return found
     return answer._response
+
+
+async def choose(http: web.Request) -> web.Response:
+    """Set the form of the answers about health and models."""
+    http.app["of_health"].append(await http.text())
+    return web.Response()
 
 
 async def serve(options: argparse.Namespace) -> None:
@@ -441,8 +447,9 @@ async def serve(options: argparse.Namespace) -> None:
     app = web.Application(client_max_size=1 << 26)
     app.update({"style": options.style, "rotates": options.rotate})
     app.update({"vocabulary": options.vocabulary, "window": options.window})
-    app.update({"health": options.health, "rotation": itertools.count()})
+    app.update({"of_health": [], "rotation": itertools.count()})
     app.router.add_get("/health", healthy)
+    app.router.add_put("/health", choose)
     app.router.add_get("/v1/models", models)
     app.router.add_post("/v1/completions", complete)
     app.router.add_post("/generate", complete)
@@ -461,7 +468,6 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=4096)
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--rotate", action="store_true")
-    parser.add_argument("--health", choices=ALL, help="form of answers about health and models")
     asyncio.run(serve(parser.parse_args()))
 
 
