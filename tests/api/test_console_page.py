@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from api.console.console import STATIC
+from metering.core.money import MINOR_DIGITS
 
 MODULES = sorted(STATIC.glob("*.mjs"))
 NODE_WAIT_S = 60.0
@@ -89,6 +90,13 @@ def test_the_modules_format_exactly() -> None:
     )
 
     assert done.returncode == 0, done.stdout
+
+
+def test_the_console_knows_the_decimals_of_every_currency() -> None:
+    lists = re.findall(r'\[(\d), "([A-Z ]+)"\]', (STATIC / "format.mjs").read_text())
+
+    known = {code: int(digits) for digits, codes in lists for code in codes.split()}
+    assert known == {code: digits for code, digits in MINOR_DIGITS.items() if digits != 2}
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda path: path.name)
