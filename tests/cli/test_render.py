@@ -68,7 +68,7 @@ def test_numbers_keep_every_digit() -> None:
 
 @pytest.mark.parametrize("currency", sorted(MINOR_DIGITS))
 def test_amounts_have_at_least_the_decimals_of_their_currency(currency: str) -> None:
-    """As the server's documents do: the client has a list of its own."""
+    """The client has a list of its own, equal to that of the server's documents."""
     for picos in (5 * 10**12, 1_234_500_000_000_000, 1, -(10**12)):
         amount = Money(currency, picos)
 

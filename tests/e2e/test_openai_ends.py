@@ -271,7 +271,7 @@ async def test_a_connection_without_a_complete_request_is_closed(service: Servic
 async def test_a_head_sent_byte_by_byte_keeps_no_connection(
     service: Service, complete_count: int
 ) -> None:
-    """Also after complete requests: bytes are no progress."""
+    """Even after complete requests: only a whole head is progress."""
     line = await dial(service)
     for _ in range(complete_count):
         await line.say(b"GET /v1/models HTTP/1.1\r\nhost: weir\r\n\r\n")
