@@ -41,6 +41,7 @@ from api.composition import (
     return_freed_memory,
     stop_signals,
 )
+from api.core.addresses import is_local
 from api.core.endpoint import NOT_STARTED, AddressUnavailable, Endpoint, make_private
 from api.core.health import Health, keep_health
 from api.core.pace import FramePace
@@ -129,6 +130,18 @@ async def warn_of_undurable_server(sessions: Sessions) -> None:
                 off=settings,
                 remedy="set them to on in postgresql.conf, and reload",
             )
+
+
+def warn_of_open_metrics(settings: Settings) -> None:
+    """Log a warning if other machines can read the metrics, which need no key."""
+    address = settings.metrics_listen
+    if address not in ("", "off") and not is_local(address):
+        log.warning(
+            "metrics_reachable_from_other_machines",
+            address=address,
+            remedy="metrics have neither TLS nor a key: let only collectors and probes reach this"
+            " port, or set WEIR_METRICS_LISTEN to an address on 127.0.0.1",
+        )
 
 
 async def recover(settings: Settings, gate: StoreGate, signer: Signer | None) -> None:
@@ -235,6 +248,7 @@ def build_servicers(
         admin_sessions,
         settings.database_url,
         signer,
+        issuer,
         private_webhooks=settings.private_webhooks,
     )
     return Servicers(
@@ -304,6 +318,7 @@ async def serve(settings: Settings) -> None:
             tls,
         )
         url = openai_url(settings, listener, tls)
+        warn_of_open_metrics(settings)
         metrics = MetricsListener(settings.metrics_address(), settings.metrics_port_count)
         parts = Parts(
             process,

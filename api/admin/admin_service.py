@@ -63,6 +63,8 @@ from metering.core.audit import record_change
 from metering.core.errors import InvalidValue, NotFound
 from metering.core.models import AuditEntry, Organization, Project, TokenKind, record_of
 from metering.holds.recovery import sweep_expired_holds
+from metering.invoicing.documents import check_shown
+from metering.invoicing.invoice_document import Issuer
 from metering.ledger.ledger import month_bounds
 from metering.plans import plan_admin, prepaid, simulation
 from metering.plans.plans import Allowance, LineKind, PlanRules, PriceStep, Selector, TieredPrice
@@ -371,18 +373,19 @@ class AdminServicer(AdminCalls, pb_grpc.AdminServiceServicer):
         authenticator: Authenticator,
         sessions: Sessions,
         database_url: str,
-        signer: Signer | None = None,
+        signer: Signer | None,
+        issuer: Issuer,
         *,
         private_webhooks: bool = False,
     ) -> None:
-        """signer: signs receipts of overdue requests; may be None.
-
-        private_webhooks: see `alerts/delivering.py`.
+        """signer: signs receipts of overdue requests; may be None. issuer: has the fonts in which
+        billing profiles are printed. private_webhooks: see `alerts/delivering.py`.
         """
         super().__init__(authenticator, sessions)
         self._router = router
         self._database_url = database_url
         self._signer = signer
+        self._issuer = issuer
         self._private_webhooks = private_webhooks
 
     async def ApplyConfiguration(
@@ -968,6 +971,7 @@ class AdminServicer(AdminCalls, pb_grpc.AdminServiceServicer):
             profile = await set_billing_profile(
                 session, organization=str(organization.id), profile=given, actor=actor
             )
+            await check_shown(profile, self._issuer)
             return pb.SetBillingProfileResponse(
                 organization=organization_message(organization, profile)
             )

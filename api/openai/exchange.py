@@ -26,6 +26,7 @@ from api.core.wire import finish_reason
 from api.generation.endings import OUTCOMES
 from api.generation.live import Caller, LiveRequest
 from api.generation.outbox import Outbox, Receiver, WholeOutbox
+from api.generation.output import read_too_slowly
 from api.generation.process import Process
 from api.generation.start_frame import ValidStart, parse_start
 from api.openai import answers
@@ -168,7 +169,10 @@ class Exchange:
             left_as = Outcome.CANCELLED
             raise
         except TimeoutError:
-            log.info("http_client_stalled", request_id=str(self._arrival.request_id))
+            settings = self._process.admission.settings
+            detail = read_too_slowly(settings.client_tokens_per_s_min, settings.client_stall_max_s)
+            request_id = str(self._arrival.request_id)
+            log.info("http_client_stalled", request_id=request_id, detail=detail)
             self._leave(Outcome.SLOW_CONSUMER)
             if self._http.transport is not None:
                 self._http.transport.abort()

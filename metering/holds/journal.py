@@ -294,6 +294,8 @@ class UsageJournal:
         """Return whether the journal can be written. After a failure, try a new segment."""
         if self.fault:
             try:
+                if not self._free_places:
+                    self._add_places(max(len(self._places), 1))
                 self._rotate()
                 self._torn = True
                 write_all(self._fd, bytes(PROBE_BYTES))

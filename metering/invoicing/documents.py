@@ -23,7 +23,7 @@ from sqlalchemy import Row, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from common.child_environment import inherited
-from metering.core.errors import InvariantViolated
+from metering.core.errors import InvalidValue, InvariantViolated
 from metering.core.models import Organization, record_of
 from metering.invoicing.adjustments import AdjustmentRecord
 from metering.invoicing.invoice_document import (
@@ -37,11 +37,12 @@ from metering.invoicing.invoices import find_invoice_row
 from metering.invoicing.month_report import MonthReport
 from metering.ledger.ledger import month_bounds, month_text
 from metering.store.db import Sessions
-from metering.tenants.billing_profiles import BillingProfile, billing_profile
+from metering.tenants.billing_profiles import ADDRESS_FIELDS, BillingProfile, billing_profile
 
 # Seconds for a document, and for each of its lines, on a busy machine.
 DRAWING_S, LINE_S = 60.0, 0.02
 PAUSE_S = 300.0  # of the transaction that issues a document: time for some ten thousand lines
+SHOWN_MAX = 5  # characters without a glyph that an error names
 Draw = Callable[[InvoiceDocument], Awaitable[bytes]]
 
 
@@ -206,6 +207,18 @@ async def characters_not_shown(texts: tuple[str, ...], issuer: Issuer) -> str:
     """Return the characters that the issuer's fonts lack, each once. Raises: InvalidValue."""
     shows = await asyncio.to_thread(_shown_by, issuer) if issuer.font else shown_by_helvetica
     return "".join(dict.fromkeys(each for each in "".join(texts) if not shows(each)))
+
+
+async def check_shown(profile: BillingProfile, issuer: Issuer) -> None:
+    """Raise InvalidValue for the first field whose characters the issuer's fonts lack."""
+    for name in ("legal_name", *ADDRESS_FIELDS, "tax_id"):
+        if missing := await characters_not_shown((getattr(profile, name),), issuer):
+            shown = ", ".join(f"{each} (U+{ord(each):04X})" for each in missing[:SHOWN_MAX])
+            raise InvalidValue(
+                name,
+                f"no font shows {shown}: set WEIR_INVOICE_FONT to a TrueType file that has these"
+                " characters, or write it in other letters",
+            )
 
 
 @functools.lru_cache(maxsize=1)

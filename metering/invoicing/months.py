@@ -420,8 +420,8 @@ WITH known AS (
 )
 SELECT CAST(each.month AS date) AS month, b.state,
        b.closing_at, b.closing_by, b.closed_at, b.closed_by,
-       c.organization_name, c.report_format, c.json_sha256, c.csv_sha256, c.receipts_root,
-       i.number AS invoice_number, i.total_picos
+       c.organization_name, c.report_format, c.json_sha256, c.csv_sha256, d.pdf_sha256,
+       c.receipts_root, i.number AS invoice_number, i.total_picos
 FROM known,
      generate_series(
          coalesce(CAST(:only AS date), known.first),
@@ -431,6 +431,8 @@ FROM known,
 LEFT JOIN billing_months b ON b.organization_id = :organization_id AND b.month = each.month
 LEFT JOIN month_closings c ON c.organization_id = :organization_id AND c.month = each.month
 LEFT JOIN invoices i ON i.organization_id = :organization_id AND i.month = each.month
+LEFT JOIN issued_documents d
+       ON d.organization_id = :organization_id AND d.name = to_char(each.month, 'YYYY-MM')
 ORDER BY 1 DESC
 """)
 
@@ -452,6 +454,7 @@ class MonthEntry:
     total_picos: int | None = None
     json_sha256: str = ""
     csv_sha256: str = ""
+    pdf_sha256: str = ""
     report_format: int = 0
     receipts_root: str = ""
 
@@ -481,6 +484,7 @@ async def _read(
             state=MonthState(row.state or MonthState.OPEN),
             json_sha256=(row.json_sha256 or b"").hex(),
             csv_sha256=(row.csv_sha256 or b"").hex(),
+            pdf_sha256=(row.pdf_sha256 or b"").hex(),
         )
         for row in rows
     ]

@@ -768,7 +768,7 @@ WITHIN_LIMITS = Check(
                 AND a.subject_id = q.id::text
                 AND a.created_at >= c.window_start
                 AND (
-                    before IS NULL
+                    coalesce(before, 'null') = 'null'
                     OR before->>'deleted_at' IS NOT NULL
                     OR (after->>'limit_value')::numeric < (before->>'limit_value')::numeric
                     OR (after->>'override_limit_value')::numeric

@@ -21,6 +21,16 @@ test("money is exact to the pico, with its sign", () => {
   assert.equal(format.money(undefined), "\u2014");
 });
 
+test("an amount has at least the decimals of its currency", () => {
+  for (const [currencyCode, whole, fine] of [["JPY", "5", "5.25"], ["USD", "5.00", "5.25"], ["KWD", "5.000", "5.250"], ["CLF", "5.0000", "5.2500"]]) {
+    assert.equal(format.money({ currencyCode, units: "5" }), `${whole} ${currencyCode}`);
+    assert.equal(format.money({ currencyCode, units: "5", picos: "250000000000" }), `${fine} ${currencyCode}`);
+    assert.equal(format.amount(format.sumOf([undefined, { currencyCode, units: "5" }])), whole);
+    assert.equal(format.amount(format.negated({ currencyCode, units: "-5" })), whole);
+  }
+  assert.equal(format.amountPlaces([undefined, { currencyCode: "JPY", units: "5" }]), 0);
+});
+
 test("prices are per million tokens", () => {
   assert.equal(format.perMillion("150000"), "0.15");
   assert.equal(format.perMillion("1"), "0.000001");

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from api.console.console import STATIC
+from metering.core.money import MINOR_DIGITS
+from metering.tenants.billing_profiles import COUNTRY_CODES, BillingProfile
 
 MODULES = sorted(STATIC.glob("*.mjs"))
 NODE_WAIT_S = 60.0
@@ -89,6 +92,51 @@ def test_the_modules_format_exactly() -> None:
     )
 
     assert done.returncode == 0, done.stdout
+
+
+def test_the_console_knows_the_decimals_of_every_currency() -> None:
+    lists = re.findall(r'\[(\d), "([A-Z ]+)"\]', (STATIC / "format.mjs").read_text())
+
+    known = {code: int(digits) for digits, codes in lists for code in codes.split()}
+    assert known == {code: digits for code, digits in MINOR_DIGITS.items() if digits != 2}
+
+
+def test_the_addressee_is_written_in_the_order_of_the_documents() -> None:
+    if (node := shutil.which("node")) is None:
+        pytest.skip("Node.js is not installed")
+    profiles = [
+        BillingProfile(("a@b.example",), "Acme", "Road 1", "", "Town", "1234", "State", country)
+        for country in COUNTRY_CODES.split()
+    ]
+    asked = [{"billingProfile": message_of(each)} for each in profiles]
+    script = f"""
+        import {{ billedTo }} from "{STATIC / "month.mjs"}";
+        for (const each of {json.dumps(asked)}) console.log(billedTo(each));
+    """
+
+    done = subprocess.run(
+        [node, "--input-type=module", "--eval", script],
+        capture_output=True,
+        text=True,
+        timeout=NODE_WAIT_S,
+        check=True,
+    )
+
+    expected = [", ".join((each.legal_name, *each.lines)) for each in profiles]
+    assert done.stdout.splitlines() == expected
+
+
+def message_of(profile: BillingProfile) -> dict[str, object]:
+    """Return a profile as the console receives it."""
+    return {
+        "emails": list(profile.emails),
+        "legalName": profile.legal_name,
+        "addressLine1": profile.address_line1,
+        "city": profile.city,
+        "postalCode": profile.postal_code,
+        "state": profile.state,
+        "country": profile.country,
+    }
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda path: path.name)

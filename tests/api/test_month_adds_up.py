@@ -252,7 +252,7 @@ class Console:
         found = json.loads(self.process.stdout.readline())
         lines = [*found["lines"], *found["charges"]]
         *sums, (_, total, rounded_total) = found["totals"]
-        assert total.rstrip("0") == rounded_total.rstrip("0")
+        assert number(total) == number(rounded_total)
         parts = {item: (exact, rounded) for item, exact, rounded in sums}
         exact, rounded = parts.pop("Sum of the lines")
         for column, cell in enumerate((exact, rounded)):

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
+from api.__main__ import warn_of_open_metrics
 from api.core.settings import Settings
 from api.metrics import operator_http as scrape
 from api.metrics.operator_http import MetricsListener
@@ -223,3 +224,24 @@ def test_only_those_that_waited_for_an_engine_count_as_cold_starts() -> None:
 
     cold_starts = counts.times["m", ServiceTier.INTERACTIVE].stages["cold_start"]
     assert (sum(cold_starts.counts), cold_starts.sum) == (2, COLD_START_MS_MIN + 2000.0)
+
+
+@pytest.mark.parametrize(
+    ("address", "is_open"),
+    [
+        ("", False),
+        ("off", False),
+        ("127.0.0.1:10443", False),
+        ("[::1]:10443", False),
+        ("localhost:10443", False),
+        ("0.0.0.0:10443", True),
+        ("[::]:10443", True),
+        ("192.0.2.1:10443", True),
+    ],
+)
+def test_metrics_that_other_machines_can_read_are_warned_of(address: str, is_open: bool) -> None:
+    with capture_logs() as logs:
+        warn_of_open_metrics(Settings(metrics_listen=address))
+
+    assert [entry["event"] for entry in logs] == ["metrics_reachable_from_other_machines"] * is_open
+    assert all("WEIR_METRICS_LISTEN" in entry["remedy"] for entry in logs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import json
 import os
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
+from structlog.testing import capture_logs
 
 from api.core.settings import Settings
 from api.generation.live import LiveRequest
@@ -51,20 +53,15 @@ class World:
             request for request in self.small.process.running() if isinstance(request, LiveRequest)
         ]
 
-    async def ask(self, **fields: object) -> None:
-        """Start another chat whose client reads nothing."""
+    async def ask(self, path: str = "/chat/completions", **fields: object) -> socket.socket:
+        """Start another request whose client reads nothing, by default a chat."""
         chat = {
-            "model": "demo",
             "messages": [{"role": "user", "content": "Go"}],
             "max_tokens": 1500,
-            "stream": True,
             "ignore_eos": True,
         }
-        body = json.dumps(chat | fields).encode()
-        head = (
-            "POST /v1/chat/completions HTTP/1.1\r\nhost: weir\r\nauthorization: Bearer"
-            f" {self.secret}\r\n"
-        )
+        body = json.dumps({"model": "demo", "stream": True} | (fields or chat)).encode()
+        head = f"POST /v1{path} HTTP/1.1\r\nhost: weir\r\nauthorization: Bearer {self.secret}\r\n"
         connection = socket.socket()
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, LITTLE)
         connection.setblocking(False)
@@ -74,6 +71,14 @@ class World:
         await loop.sock_sendall(
             connection, f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
         )
+        return connection
+
+    def last_event(self) -> tuple[str, int]:
+        """Return the end, and the delivered tokens, of the latest request."""
+        [(outcome, count)] = self.books.rows(
+            "SELECT outcome, delivered_token_count FROM usage_events ORDER BY id DESC LIMIT 1"
+        )
+        return outcome, count
 
     async def generated(self, token_count: int) -> None:
         """Run the engine until it has generated this many tokens in total, and let them settle."""
@@ -92,14 +97,20 @@ class World:
 
 @pytest.fixture
 async def world(
-    tmp_path: Path, database_url: str, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    database_url: str,
+    sessions: Sessions,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> AsyncIterator[World]:
+    """Yield a process with the settings that the test gives as a parameter."""
     monkeypatch.setattr(listener_module, "SEND_BUFFER_BYTES", LITTLE)
     settings = Settings(
         database_url=database_url,
         home=tmp_path,
         lease_slice_tokens=2000,
         outbox_tokens_per_request_max=OUTBOX_TOKENS,
+        **getattr(request, "param", {}),
     )
     checkpoint = make_checkpoint(tmp_path / "checkpoint", shape=LlamaShape())
     with HoldWorld(database_url, now=None) as books:
@@ -146,7 +157,7 @@ async def test_two_hundred_stalled_chats_keep_memory_flat_and_end_as_slow_consum
     grown = resident_bytes() - before
     requests = world.requests
     delivered = [request.usage.delivered_token_count for request in requests]
-    waiting = sum(request.output.in_flight_token_count for request in requests)
+    waiting = [request.output.in_flight_token_count for request in requests]
 
     assert grown / (CHATS * (TOKENS_THEN - TOKENS_AT_FIRST)) < BYTES_PER_TOKEN_MAX
     assert len(requests) == CHATS, "nobody has gone beyond the bound yet"
@@ -157,8 +168,67 @@ async def test_two_hundred_stalled_chats_keep_memory_flat_and_end_as_slow_consum
         "SELECT outcome, count(*), sum(delivered_token_count)::int FROM usage_events GROUP BY"
         " outcome"
     )
-    # What the transport holds cannot be recalled: who reads on, reads it.
-    assert rows == [("slow_consumer", CHATS, sum(delivered) + waiting)]
+    billed = sum(delivered) + sum(waiting)  # a message that waits in the transport is billed
+    assert rows == [("slow_consumer", CHATS, billed)]
+
+
+SAID = [{"role": "user", "content": "Go"}]
+STREAMS: dict[str, dict[str, object]] = {
+    "/chat/completions": {"messages": SAID, "max_tokens": 400, "ignore_eos": True},
+    "/completions": {"prompt": "Go", "max_tokens": 400, "ignore_eos": True},
+    "/responses": {"input": "Go", "max_output_tokens": 400, "ignore_eos": True},
+    "/messages": {"messages": SAID, "max_tokens": 400},  # answers of random length
+}
+
+
+async def sipped(connection: socket.socket) -> bytes:
+    """Read a few bytes every few milliseconds, until the server closes the connection."""
+    data = b""
+    with contextlib.suppress(ConnectionError):
+        while piece := await asyncio.get_running_loop().sock_recv(connection, 64):
+            data += piece
+            if data.endswith(b"\r\n0\r\n\r\n"):
+                break
+            await asyncio.wait([asyncio.ensure_future(asyncio.Event().wait())], timeout=0.005)
+    return data
+
+
+@pytest.mark.parametrize("path", STREAMS)
+@pytest.mark.parametrize(
+    "world",
+    [{"client_stall_max_s": 0.3, "client_tokens_per_s_min": 1000.0}],
+    indirect=True,
+    ids=["200 kB per second"],
+)
+async def test_a_stream_that_is_read_by_sips_below_the_least_rate_ends_and_says_why(
+    world: World, path: str
+) -> None:
+    """Every sip is a sign of life, and none restarts the time."""
+    outcome = ""
+    while outcome in ("", "stop"):  # a short answer fits into the buffers of the kernel
+        with capture_logs() as logs:
+            received = await sipped(await world.ask(path, **STREAMS[path]))
+            await until(lambda: not world.small.process.running(), "its end")
+        await until(lambda: not world.small.left_over(), "its slot to be free")
+        outcome, count = world.last_event()
+
+    assert b"data: " in received
+    assert outcome == "slow_consumer"
+    assert count < 400
+    [stalled] = [entry for entry in logs if entry["event"] == "http_client_stalled"]
+    assert "WEIR_CLIENT_TOKENS_PER_SECOND_MIN" in stalled["detail"]
+
+
+@pytest.mark.parametrize("path", STREAMS)
+async def test_a_stream_that_is_read_by_sips_above_the_least_rate_is_whole(
+    world: World, path: str
+) -> None:
+    received = await sipped(await world.ask(path, **STREAMS[path]))
+    await until(lambda: not world.small.process.running(), "its end")
+
+    outcome, count = world.last_event()
+    assert count == 400 if outcome == "length" else outcome == "stop"
+    assert received.endswith(b"0\r\n\r\n")
 
 
 @pytest.mark.parametrize(

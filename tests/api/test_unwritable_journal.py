@@ -25,6 +25,7 @@ from api.openai.listener import Listener
 from common.incidents import INCIDENT_COUNTS
 from metering.core.models import QuotaDimension
 from metering.holds import journal as journal_module
+from metering.holds.journal import Delivered
 from metering.quotas.quota_rules import Payer
 from metering.store.db import Sessions
 from metering.tenants.tenants import Principal, authenticate, create_api_key
@@ -38,11 +39,24 @@ PROMPT = range(7, 17)
 
 
 class Disk:
-    """`os` of the journal, whose calls fail as on a broken disk."""
+    """`os` and `mmap` of the journal, whose calls fail as on a broken disk.
 
-    def __init__(self, failing: dict[str, int], *, is_short: bool = False) -> None:
+    is_short: it takes the first bytes of a write. marks_are_full: the next request needs a larger
+    file of marks.
+    """
+
+    def __init__(
+        self, failing: dict[str, int], *, is_short: bool = False, marks_are_full: bool = False
+    ) -> None:
         self._failing = failing
         self._is_short = is_short
+        self.marks_are_full = marks_are_full
+
+    def breaks(self, patch: pytest.MonkeyPatch) -> None:
+        """Put the journal on this disk."""
+        patch.setattr(journal_module, "os", self)
+        if "mmap" in self._failing:
+            patch.setattr(journal_module, "mmap", self)
 
     def __getattr__(self, name: str) -> Any:
         if name not in self._failing:
@@ -58,12 +72,16 @@ class Disk:
 
 
 FULL = errno.ENOSPC
+OTHERS = Delivered(uuid.uuid4(), 1, 0, 1, 1)  # the last mark is that of another request
 DISKS = {
     "full": Disk({"write": FULL, "posix_fallocate": FULL}),
     "full in the middle of a record": Disk({"write": FULL}, is_short=True),
     "read-only": Disk({"write": errno.EROFS, "open": errno.EROFS, "ftruncate": errno.EROFS}),
     "broken": Disk({"write": errno.EIO, "ftruncate": errno.EIO}),
     "over quota": Disk({"write": errno.EDQUOT}),
+    "no descriptor for marks": Disk({"open": errno.EMFILE}, marks_are_full=True),
+    "no room for marks": Disk({"posix_fallocate": FULL}, marks_are_full=True),
+    "marks not mapped": Disk({"mmap": errno.ENOMEM}, marks_are_full=True),
 }
 
 
@@ -193,8 +211,11 @@ async def test_requests_whose_tokens_cannot_be_journalled_are_free_until_the_dis
         lambda: world.books.hold_count() == len(running) + len(asked) + 1, "all to be admitted"
     )
 
+    if DISKS[disk].marks_are_full:
+        del journal._free_places[1:]
+        journal.record([OTHERS])
     with monkeypatch.context() as broken:
-        broken.setattr(journal_module, "os", DISKS[disk])
+        DISKS[disk].breaks(broken)
         engine.gate.set()
         ends = [await world.end_of(call) for call in running]
         answers = [await answer for answer in asked]
@@ -218,6 +239,7 @@ async def test_requests_whose_tokens_cannot_be_journalled_are_free_until_the_dis
     assert INCIDENT_COUNTS.total() == incidents
 
     assert journal.can_write()
+    journal.forget(OTHERS.hold_id)
     served = await world.end_of(world.begin())
     assert served.finished.usage.billed_token_count == 40
     assert (await world.ask("/chat/completions", model="demo", **CHAT))[0] == 200
@@ -238,7 +260,7 @@ async def test_what_was_delivered_before_the_disk_was_full_stays_billed(
     await until(lambda: received() == 10, "ten tokens")
 
     with monkeypatch.context() as broken:
-        broken.setattr(journal_module, "os", DISKS["full"])
+        DISKS["full"].breaks(broken)
         world.small.engine.gate.set()
         end = await world.end_of(call)
 

@@ -13,6 +13,8 @@ from weir_cli.months import usage_csv, usage_table
 from weir_cli.render import (
     decimal_text,
     duration_text,
+    money_places,
+    money_text,
     parse_limit,
     parse_price,
     parse_span,
@@ -39,6 +41,8 @@ from weir_client import (
     UsageShare,
 )
 
+from metering.core.money import MINOR_DIGITS, exact_text
+
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
@@ -60,6 +64,18 @@ def test_numbers_keep_every_digit() -> None:
     assert decimal_text(Decimal("1234567.100000000001")) == "1,234,567.100000000001"
     assert decimal_text(Decimal("0.500")) == "0.50"
     assert decimal_text(Decimal(5), 0) == "5"
+
+
+@pytest.mark.parametrize("currency", sorted(MINOR_DIGITS))
+def test_amounts_have_at_least_the_decimals_of_their_currency(currency: str) -> None:
+    """The client has a list of its own, equal to that of the server's documents."""
+    for picos in (5 * 10**12, 1_234_500_000_000_000, 1, -(10**12)):
+        amount = Money(currency, picos)
+
+        assert str(amount) == f"{exact_text(picos, currency)} {currency}"
+        assert money_text(amount).replace(",", "") == str(amount)
+    assert money_places([Money(currency, 10**12)]) == MINOR_DIGITS[currency]
+    assert money_places([Money(currency, 10**12), Money(currency, 1)]) == 12
 
 
 def test_money_and_prices_are_read_exactly() -> None:

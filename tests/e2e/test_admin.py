@@ -103,6 +103,16 @@ async def test_a_billing_profile_is_set_as_a_whole_and_listed(
     assert (
         await admin.refused("SetBillingProfile", organization=name, billing_profile=wrong)
     ).code is StatusCode.INVALID_ARGUMENT
+    unprintable = types_pb2.BillingProfile(legal_name="Acme", address_line1="東京", country="JP")
+    refusal = await admin.refused(
+        "SetBillingProfile", organization=name, billing_profile=unprintable
+    )
+    assert (refusal.code, refusal.fields) == (StatusCode.INVALID_ARGUMENT, ["address_line1"])
+    assert "no font shows 東 (U+6771), 京 (U+4EAC): set WEIR_INVOICE_FONT" in refusal.status.message
+    [kept] = [
+        each for each in (await admin.call("ListOrganizations")).organizations if each.name == name
+    ]
+    assert kept.billing_profile == whole
     unknown = await admin.refused(
         "SetBillingProfile", organization="nobody-at-all", billing_profile=whole
     )

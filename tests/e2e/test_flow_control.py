@@ -14,6 +14,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +206,35 @@ async def test_a_client_without_credit_grants_is_stopped_after_the_stall_time(
         types_pb2.FINISH_REASON_SLOW_CONSUMER,
         4,
     )
+
+
+def has_more(stream: Stream, message_count: int) -> bool:
+    """Return whether more than this many messages were received."""
+    return len(stream.messages) > message_count
+
+
+async def test_grants_by_drip_below_the_least_rate_keep_no_request(
+    inside: Inside, service: Service, tenant: Tenant, less_patience: None
+) -> None:
+    """Each grant is a sign of life; the end names the limit, and the engine's slot is free."""
+    settings = inside.process.admission.settings
+    usual = settings.client_tokens_per_s_min
+    object.__setattr__(settings, "client_tokens_per_s_min", 10_000.0)
+    try:
+        async with service.stream(tenant.secret) as stream:
+            request_id = await stream.begin(max_output_tokens=3000, initial_credit_tokens=1)
+            while not stream.ends(request_id):
+                message_count = len(stream.messages)
+                await stream.send(credit(request_id, 1))
+                await stream.wait(partial(has_more, stream, message_count))
+            finished = await stream.finished(request_id)
+    finally:
+        object.__setattr__(settings, "client_tokens_per_s_min", usual)
+
+    assert finished.reason == types_pb2.FINISH_REASON_SLOW_CONSUMER
+    assert "fewer than 10000 tokens per second" in finished.detail
+    assert "WEIR_CLIENT_TOKENS_PER_SECOND_MIN" in finished.detail
+    assert finished.usage.billed_token_count == len(stream.token_ids(request_id)) < 3000
 
 
 @pytest.mark.parametrize("token_count", [0, -1, -(2**63)])

@@ -113,6 +113,9 @@ async def test_a_month_is_closed_proved_and_corrected_by_commands(
     await finance.weir(
         "month", "show", "2025-10", *org, "--format", "csv", "--output", str(tmp_path / "month.csv")
     )
+    await finance.weir(
+        "month", "show", "2025-10", *org, "--format", "pdf", "--output", str(tmp_path / "month.pdf")
+    )
     document = await finance.weir("month", "show", "2025-10", *org, "--format", "json")
     shown = await finance.weir("month", "show", "2025-10", *org)
     verified = await finance.weir("month", "verify", "2025-10", *org)
@@ -122,6 +125,7 @@ async def test_a_month_is_closed_proved_and_corrected_by_commands(
     assert closed == f"{name} 2025-10: closed: invoice {number}, 0.16 USD\n"
     assert again == f"{name} 2025-10: was closed before: invoice {number}, 0.16 USD\n"
     assert hashlib.sha256((tmp_path / "month.csv").read_bytes()).hexdigest() == month["csv_sha256"]
+    assert hashlib.sha256((tmp_path / "month.pdf").read_bytes()).hexdigest() == month["pdf_sha256"]
     assert hashlib.sha256(document.encode()).hexdigest() == month["json_sha256"]
     assert f"invoice {number}" in shown
     assert "reproduced" in verified

@@ -6,11 +6,12 @@ The server runs in this process, so that tests can inspect it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import openai
@@ -31,6 +32,8 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 OUTBOX_TOKENS = 400
 CONNECTIONS = 20
+
+Value = TypeVar("Value")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -262,6 +265,42 @@ async def test_a_connection_without_a_complete_request_is_closed(service: Servic
     assert [await each.ended() for each in (silent, headless)] == [b"", b""]
     for each in (silent, headless, bodiless):
         each.writer.close()
+
+
+@pytest.mark.parametrize("complete_count", [0, 1])
+async def test_a_head_sent_byte_by_byte_keeps_no_connection(
+    service: Service, complete_count: int
+) -> None:
+    """Even after complete requests: only a whole head is progress."""
+    line = await dial(service)
+    for _ in range(complete_count):
+        await line.say(b"GET /v1/models HTTP/1.1\r\nhost: weir\r\n\r\n")
+        assert (await line.response()).status == 401
+
+    await line.say(b"POST /v1/chat/completions HTTP/1.1\r\nx: ")
+
+    assert await fed(line, line.ended()) == b""
+
+
+async def test_a_body_sent_byte_by_byte_is_refused(service: Service) -> None:
+    tenant = await service.tenant()
+    line = await dial(service)
+
+    await line.say(post(tenant.secret, b" " * 100_000)[:-90_000])
+    answer = await fed(line, line.response())
+
+    assert (answer.status, answer.error["code"]) == (408, "request_timeout")
+    assert "was not received within" in answer.error["message"]
+
+
+async def fed(line: Socket, answer: Coroutine[Any, Any, Value]) -> Value:
+    """Send a byte every few milliseconds until the server answers."""
+    answered = asyncio.ensure_future(answer)
+    while not (await asyncio.wait([answered], timeout=0.02))[0]:
+        with contextlib.suppress(ConnectionError):
+            await line.say(b" ")
+    line.writer.close()
+    return await answered
 
 
 async def test_a_client_that_reads_no_answers_is_disconnected_also_without_a_key(

@@ -6,29 +6,47 @@ At most one message of each request is free: it was sent, and not marked when it
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import os
 import random
 import signal
-from collections.abc import Sequence
+import socket
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 import grpc
 import pytest
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
+from api.chaos.rounds import Wire
 from common.processes import alive
 from metering.core.models import QuotaDimension
+from metering.holds.journal import AbandonedJournal
 from tests.faults.billed import Received, check_charged, check_ledger, lossless_stream, rate
 from tests.faults.conftest import Start
 from tests.metering.invariants import check_invariants
-from tests.service import MODEL, PATIENCE_S, Service, Stream, Tenant, start, until
+from tests.service import (
+    MODEL,
+    PATIENCE_S,
+    SMALL_WINDOWS,
+    Service,
+    Stream,
+    Tenant,
+    start,
+    until,
+)
 
 pytestmark = pytest.mark.faults
 
 LIMITS = {QuotaDimension.TOKENS_PER_MONTH: 10**9, QuotaDimension.CONCURRENT_REQUESTS: 10_000}
 ROUNDS, LANES = 8, 2  # rounds of kills, processes at a time; each lives a second or two
 EXPIRY_S = 5.0  # ends holds whose first token was not recorded yet
+LITTLE = 4096  # unread bytes that the kernel of a client buffers
 
 
 async def under_load(stream: Stream, count: int, token_count: int) -> list[str]:
@@ -73,6 +91,101 @@ async def test_a_killed_server_bills_what_it_had_handed_over_and_keeps_no_hold(
     assert list(service.settings.journal_directory.glob("*.refused")) == []
     async with service.stream(tenant.secret) as again:
         assert (await again.finished(await again.begin())).usage.delivered_token_count == 20
+
+
+def journalled_and_taken(service: Service) -> tuple[int, int]:
+    """Return the tokens of the only request in the files of a running server."""
+    [path] = service.settings.journal_directory.glob("*.journal")
+    with AbandonedJournal(path, os.open(path, os.O_RDONLY)) as journal:
+        counts = journal.delivered()
+        if not counts:
+            return 0, 0
+        [entry] = counts
+        return entry.delivered_token_count, journal.taken().get(entry.hold_id, 0)
+
+
+@contextlib.asynccontextmanager
+async def deaf_grpc_client(
+    service: Service, secret: str
+) -> AsyncIterator[Callable[[], Awaitable[Received]]]:
+    """Start a request, and read nothing of it."""
+    async with (
+        Wire(service.address).open() as address,
+        service.stream(secret, address=address, reading=False, options=SMALL_WINDOWS) as stream,
+    ):
+        frame = start(max_output_tokens=3500, top_logprobs=20)
+        await stream.send(frame)
+
+        async def read_rest() -> Received:
+            await stream.read_all()
+            return Received.of(stream, frame.request_id)
+
+        yield read_rest
+
+
+@contextlib.asynccontextmanager
+async def deaf_http_client(
+    service: Service, secret: str
+) -> AsyncIterator[Callable[[], Awaitable[Received]]]:
+    """Start a streamed chat, and read nothing of it."""
+    request_id = str(uuid.uuid4())
+    chat = {"messages": [{"role": "user", "content": "Go"}], "max_tokens": 3500}
+    chat |= {"model": MODEL, "stream": True, "ignore_eos": True}
+    chat |= {"logprobs": True, "top_logprobs": 20}
+    body = json.dumps(chat).encode()
+    url = urlsplit(service.openai_url)
+    head = (
+        f"POST {url.path}/chat/completions HTTP/1.1\r\nhost: weir\r\n"
+        f"authorization: Bearer {secret}\r\nx-request-id: {request_id}\r\n"
+        f"content-length: {len(body)}\r\n\r\n"
+    )
+    loop = asyncio.get_running_loop()
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, LITTLE)
+        connection.setblocking(False)
+        await loop.sock_connect(connection, (url.hostname, url.port))
+        await loop.sock_sendall(connection, head.encode() + body)
+
+        async def read_rest() -> Received:
+            data = bytearray()
+            with contextlib.suppress(ConnectionResetError):
+                while piece := await loop.sock_recv(connection, 1 << 16):
+                    data += piece
+            events = [each for each in bytes(data).split(b"data: ")[1:] if b"\n\n" in each]
+            choices = [json.loads(event.split(b"\n")[0])["choices"][0] for event in events]
+            counts = [len((each.get("logprobs") or {}).get("content", ())) for each in choices]
+            return Received(request_id, sum(counts), counts[-1])
+
+        yield read_rest
+
+
+@pytest.mark.parametrize("client", [deaf_grpc_client, deaf_http_client], ids=["grpc", "http"])
+async def test_what_waited_for_a_client_that_did_not_read_is_not_billed_after_a_kill(
+    launch: Start, client: Callable[..., contextlib.AbstractAsyncContextManager[Any]]
+) -> None:
+    """The journal is ahead of the transport then; the smaller number is billed."""
+    service = launch()
+    tenant = await service.tenant(LIMITS)
+    async with client(service, tenant.secret) as read_rest:
+        stalled = (0, 0)
+
+        def is_stalled() -> bool:
+            nonlocal stalled
+            before, stalled = stalled, journalled_and_taken(service)
+            return before == stalled and stalled[1] < stalled[0]
+
+        await until(is_stalled, "a message that waits")
+        service.kill()
+        journalled, taken = journalled_and_taken(service)
+        received = await read_rest()
+    service.start()
+
+    [event] = service.books.events(tenant)
+    assert 0 < taken < journalled
+    assert event["billed_token_count"] == event["delivered_token_count"] == taken
+    assert event["journalled_token_count"] == journalled
+    check_charged(service, tenant, [received])
+    check_invariants(service.database_url, all_ended=True)
 
 
 async def test_a_request_that_died_with_its_server_is_not_run_again_under_its_id(

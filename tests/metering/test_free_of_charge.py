@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import uuid
 from collections.abc import AsyncIterator, Iterator
 
@@ -9,7 +10,7 @@ import pytest
 
 from metering.core.models import QuotaDimension
 from metering.holds.batch import HoldConnection
-from metering.holds.operations import Admitted, Extend, Extended, Fits, Settled
+from metering.holds.operations import Admitted, Extend, Extended, Fits, Settled, Void
 from metering.holds.preauthorized_holds import has_room
 from metering.quotas.quotas import QuotaExceeded
 from metering.quotas.quoting import quote
@@ -127,6 +128,42 @@ async def test_what_costs_one_pico_is_refused_without_room(
 
     assert isinstance(refused, QuotaExceeded)
     assert isinstance(extended, QuotaExceeded)
+
+
+@pytest.mark.parametrize("cached_tokens", [0, 4, 10])
+@pytest.mark.parametrize("dimension", MONEY)
+async def test_each_kind_of_token_counts_only_if_it_has_a_price(
+    world: HoldWorld, dimension: QuotaDimension, cached_tokens: int
+) -> None:
+    """Input may turn out to be cached, so it is free beforehand only if both its prices are 0."""
+    payer = world.tenant()
+    quota_id = world.quota(payer, dimension, LIMIT)
+    for prices in itertools.product((0, 1), repeat=4):
+        world.set_price(*prices)
+        input_picos, cached_picos, output_picos, embedding_picos = prices
+        world.execute("UPDATE quotas SET limit_value = %s WHERE id = %s", LIMIT, quota_id)
+        running, embedded = admit(payer), admit(payer, embedding=True)
+        assert all(isinstance(each, Admitted) for each in await world.run(running, embedded))
+        overdraw(world, quota_id, 1)
+
+        again, embedded_again = admit(payer), admit(payer, embedding=True)
+        answers = await world.run(again, embedded_again)
+        [extended] = await world.run(Extend(running.hold_id, 20, cached_tokens, 20))
+        [more] = await world.run(Extend(running.hold_id, 40, cached_tokens, 20))
+
+        is_free = not (input_picos or cached_picos or output_picos)
+        assert [isinstance(each, Admitted) for each in answers] == [is_free, not embedding_picos]
+        # The hold for the input is larger than its cost if cached tokens are cheaper.
+        saved = (10 - cached_tokens) * (cached_picos > input_picos)
+        saved += cached_tokens * (input_picos > cached_picos)
+        if not output_picos:
+            assert (extended, more) == (Extended(40), Extended(60)), prices
+        elif saved <= 1:
+            assert isinstance(extended, QuotaExceeded), prices
+        await world.run(*(Void(each.hold_id) for each in (embedded, again, embedded_again)))
+        await world.run(settle(running.hold_id, 40, cached_tokens=cached_tokens))
+    world.execute("UPDATE quotas SET limit_value = %s WHERE id = %s", LIMIT, quota_id)
+    check_invariants(world.url)
 
 
 @pytest.mark.parametrize("price", [0, 1])

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import psycopg
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncSession
 
+from metering.configuration.configuration import (
+    Configuration,
+    OrganizationSpec,
+    QuotaPlace,
+    QuotaSpec,
+    apply_configuration,
+)
 from metering.core.models import QuotaDimension, QuotaSubject
 from metering.export.deliveries import form_batches
 from metering.holds.operations import Expire, Extend, Void
@@ -23,7 +35,7 @@ from metering.proof.fsck import (
     run_check,
     select_checks,
 )
-from metering.quotas.quota_admin import set_quota
+from metering.quotas.quota_admin import delete_quota, override_quota, set_quota
 from metering.receipts.signing import Signer
 from metering.store.db import Sessions, psycopg_conninfo
 from tests.metering.hold_world import HoldWorld, admit, hold_world, settle
@@ -460,6 +472,159 @@ async def test_a_new_limit_below_what_is_used_is_no_violation_and_a_failed_limit
 ) -> None:
     with HoldWorld(database_url, now=None) as world:
         await check_new_limits(world, sessions)
+
+
+LATER = datetime.now(UTC) + timedelta(hours=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limit on an organization, and the ways to change it. used: of it so far."""
+
+    session: AsyncSession
+    organization: uuid.UUID
+    dimension: QuotaDimension
+    used: int
+
+    async def set(self, limit_value: int, **terms: Any) -> str:
+        """Set the limit and return its id."""
+        state = await set_quota(
+            self.session,
+            subject=QuotaSubject.ORGANIZATION,
+            subject_ref=str(self.organization),
+            dimension=self.dimension,
+            limit_value=limit_value,
+            actor="test",
+            **terms,
+        )
+        return str(state.rule.id)
+
+    async def override(self, quota_id: str, limit_value: int, until: datetime | None) -> None:
+        """Set a temporary override, or end it without a time."""
+        await override_quota(
+            self.session,
+            quota_id=quota_id,
+            limit_value=limit_value,
+            until=until,
+            reason="test",
+            actor="test",
+        )
+
+    async def raised(self) -> str:
+        """Set a limit below what is used, and an override above it; return the limit's id."""
+        quota_id = await self.set(2)
+        await self.override(quota_id, self.used + 9, LATER)
+        return quota_id
+
+    async def apply(self, limit_value: int) -> None:
+        """Apply a configuration with the limit."""
+        limit = QuotaPlace(self.dimension), QuotaSpec(limit_value)
+        work = await apply_configuration(
+            self.session,
+            Configuration((OrganizationSpec("acme", quotas=(limit,)),)),
+            actor="test",
+            own_key_id=uuid.uuid4(),
+            models=[],
+            dry_run=False,
+        )
+        assert not work.violations
+        assert work.changes
+
+
+async def newly_set(limits: Limits) -> None:
+    await limits.set(2)
+
+
+async def lowered(limits: Limits) -> None:
+    await limits.set(limits.used + 5)
+    await limits.set(2)
+
+
+async def applied(limits: Limits) -> None:
+    await limits.apply(2)
+
+
+async def lowered_by_apply(limits: Limits) -> None:
+    await limits.apply(limits.used + 5)
+    await limits.apply(2)
+
+
+async def override_lowered(limits: Limits) -> None:
+    quota_id = await limits.raised()
+    await limits.override(quota_id, 3, LATER)
+
+
+async def override_ended_by_hand(limits: Limits) -> None:
+    quota_id = await limits.raised()
+    await limits.override(quota_id, 0, None)
+
+
+async def override_ended_by_time(limits: Limits) -> None:
+    quota_id = await limits.raised()
+    await limits.session.execute(
+        text("UPDATE quotas SET override_until = clock_timestamp() WHERE id = :id"),
+        {"id": quota_id},
+    )
+
+
+async def override_ended_by_a_limit(limits: Limits) -> None:
+    quota_id = await limits.set(2)
+    await limits.override(quota_id, 4, LATER)
+    await limits.set(4)
+
+
+async def enforced_again(limits: Limits) -> None:
+    await limits.set(2, enforced=False)
+    await limits.set(2, enforced=True)
+
+
+async def set_again(limits: Limits) -> None:
+    await delete_quota(limits.session, quota_id=await limits.set(limits.used + 5), actor="test")
+    await limits.set(2)
+
+
+async def weighed_more(limits: Limits) -> None:
+    await limits.set(limits.used + 5)
+    await limits.set(limits.used + 5, weights=(9000, 9000, 9000))
+
+
+WAYS = [
+    newly_set,
+    lowered,
+    applied,
+    lowered_by_apply,
+    override_lowered,
+    override_ended_by_hand,
+    override_ended_by_time,
+    override_ended_by_a_limit,
+    enforced_again,
+    set_again,
+    weighed_more,
+]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+async def test_a_limit_below_what_is_used_is_no_violation_however_it_came_about(
+    database_url: str, sessions: Sessions, way: Callable[[Limits], Awaitable[None]]
+) -> None:
+    """Each change is a transaction of its own, as every administrator's is."""
+    with HoldWorld(database_url, now=None) as world:
+        payer = world.tenant()
+        used = admit(payer)
+        await world.run(used)
+        await world.run(settle(used.hold_id, 5))
+        dimensions = {QuotaDimension.COST_PICOS_PER_DAY: 65} if way is not weighed_more else {}
+        dimensions |= {QuotaDimension.TOKENS_PER_MONTH: 15, QuotaDimension.TOKENS_PER_DAY: 15}
+        for dimension, amount in dimensions.items():
+            async with sessions.begin() as session:
+                await way(Limits(session, payer.organization_id, dimension, amount))
+        counters = world.rows(
+            "SELECT used FROM quota_counters c JOIN quotas q ON q.id = quota_id"
+            " WHERE q.deleted_at IS NULL AND used > limit_value"
+        )
+
+        assert len(counters) >= 2, "a limit is exceeded"
+        assert [each for each in find_violations(world.url) if WITHIN_LIMITS.name in each] == []
 
 
 async def check_new_limits(world: HoldWorld, sessions: Sessions) -> None:

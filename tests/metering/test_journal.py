@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import mmap
 import os
 import resource
 import shutil
@@ -11,6 +13,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -29,6 +32,16 @@ from metering.holds.journal import (
     encode,
 )
 
+ERRORS = [
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EIO,
+    errno.EROFS,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOMEM,
+    errno.ENOLCK,
+]
 HOLDS = [uuid.UUID(int=number + 1) for number in range(8)]
 COUNT = st.integers(0, 2**32 - 1)
 ENTRY = st.builds(Delivered, st.uuids(), COUNT, COUNT, COUNT, COUNT)
@@ -227,6 +240,81 @@ def test_a_rotation_that_fails_stops_nothing_and_is_tried_again_later(
     journal.close()
 
     assert recoverable(tmp_path) == {HOLDS[0]: 9}
+
+
+class FaultyDisk:
+    """`os`, `mmap` and `fcntl` of the journal, of which one call fails with one error."""
+
+    def __init__(self, operation: str, number: int) -> None:
+        self._operation, self._error = operation, OSError(number, os.strerror(number))
+
+    def __getattr__(self, name: str) -> Any:
+        if name != self._operation:
+            return next(getattr(real, name) for real in (os, mmap, fcntl) if hasattr(real, name))
+
+        def fail(*arguments: object, **named: object) -> None:
+            raise self._error
+
+        return fail
+
+    def breaks(self, patch: pytest.MonkeyPatch) -> None:
+        """Put the journal on this disk."""
+        for name in ("os", "mmap", "fcntl"):
+            patch.setattr(journal_module, name, self)
+        if self._operation == "rename":
+            patch.setattr(Path, "rename", self.rename)
+
+
+@pytest.mark.parametrize("number", ERRORS, ids=errno.errorcode.get)
+@pytest.mark.parametrize("operation", ["write", "open", "posix_fallocate", "mmap"])
+def test_a_record_or_a_mark_that_the_disk_refuses_stops_admissions_until_the_disk_is_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str, number: int
+) -> None:
+    """The file of marks grows with the third request."""
+    monkeypatch.setattr(journal_module, "MARKS_AT_FIRST", 2)
+    journal = UsageJournal(tmp_path, uuid.uuid4())
+    journal.record([entry(0, 1), entry(1, 1)])
+    with monkeypatch.context() as broken, capture_logs():
+        FaultyDisk(operation, number).breaks(broken)
+        for _ in range(2):
+            with pytest.raises(JournalUnavailable):
+                journal.record([entry(0, 2), entry(2, 5)])
+            with pytest.raises(JournalUnavailable):
+                journal.check()
+            assert not journal.can_write(), "readiness stays off"
+
+    with capture_logs():
+        assert journal.can_write()
+    journal.check()
+    journal.record([entry(2, 6)])
+    journal.took(HOLDS[2], 6)
+    journal.close()
+
+    assert recoverable(tmp_path) == {HOLDS[0]: 1, HOLDS[1]: 1, HOLDS[2]: 6}
+    [abandoned] = abandoned_journals(tmp_path)
+    assert abandoned.taken()[HOLDS[2]] == 6
+
+
+@pytest.mark.parametrize("number", ERRORS, ids=errno.errorcode.get)
+@pytest.mark.parametrize("operation", ["write", "open", "flock", "rename", "ftruncate"])
+def test_a_journal_comes_back_only_when_every_operation_of_a_new_segment_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str, number: int
+) -> None:
+    journal = UsageJournal(tmp_path, uuid.uuid4())
+    journal.record([entry(0, 1)])
+    with capture_logs():
+        with disk_with(RECORD.size + 7), pytest.raises(JournalUnavailable):
+            journal.record([entry(0, 2)])
+        with monkeypatch.context() as broken:
+            FaultyDisk(operation, number).breaks(broken)
+            for _ in range(3):
+                assert not journal.can_write()
+        assert journal.can_write()
+    journal.record([entry(1, 9)])
+    journal.close()
+
+    assert recoverable(tmp_path) == {HOLDS[0]: 1, HOLDS[1]: 9}
+    assert len(segments(tmp_path)) == 1, "attempts leave no segments"
 
 
 def test_a_disk_that_does_not_even_cut_a_file_short_hides_nothing_once_it_is_well(

@@ -17,12 +17,33 @@ import pytest
 
 from infra import typescript_sdk
 from metering.core.models import QuotaDimension
+from metering.core.money import MINOR_DIGITS, exact_text
 from tests.sdk.conftest import ENCODER, TOOL_MODEL, alive
 from tests.service import MODEL, Service
 
 CONFORMANCE = json.loads((typescript_sdk.SDK.parent / "conformance.json").read_text())
 RUN_MAX_S = 280  # below the limit of one test here
 PROMISES = [each["id"] for each in CONFORMANCE]
+
+
+def test_amounts_have_at_least_the_decimals_of_their_currency(built: Path) -> None:
+    amounts = [(code, picos) for code in MINOR_DIGITS for picos in (5 * 10**12, 1, -(10**12))]
+    script = f"""
+        import {{ Money }} from "{built / "src" / "money.js"}";
+        for (const [code, picos] of {json.dumps(amounts)})
+          console.log(`${{new Money(code, BigInt(picos))}}`);
+    """
+
+    done = subprocess.run(
+        ["node", "--input-type=module", "--eval", script],
+        capture_output=True,
+        text=True,
+        timeout=RUN_MAX_S,
+        check=True,
+    )
+
+    expected = [f"{exact_text(picos, code)} {code}" for code, picos in amounts]
+    assert done.stdout.splitlines() == expected
 
 
 @pytest.fixture(scope="module")

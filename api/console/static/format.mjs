@@ -4,6 +4,15 @@ const MINUS = "\u2212";
 const PICOS = 12;
 const TOKENS_PER_PRICE = 6; // decimals: prices are shown per million tokens, and sent in picos per token
 
+// ISO 4217: currencies whose minor unit has other than two decimals.
+const CODES = [[0, "BIF CLP DJF GNF ISK JPY KMF KRW PYG RWF UGX UYI VND VUV XAF XOF XPF"], [3, "BHD IQD JOD KWD LYD OMR TND"], [4, "CLF UYW"]];
+const MINOR_DIGITS = new Map(CODES.flatMap(([digits, codes]) => codes.split(" ").map((code) => [code, digits])));
+
+// Decimals of a currency's minor unit.
+export function minorDigits(currencyCode) {
+  return MINOR_DIGITS.get(currencyCode) ?? 2;
+}
+
 // Integer of a message, which omits zeros.
 export function whole(value) {
   return BigInt(value ?? 0);
@@ -40,22 +49,22 @@ export function picosOf(money) {
 
 // Sum of amounts.
 export function sumOf(all) {
-  return { picos: all.reduce((sum, each) => sum + picosOf(each), 0n) };
+  return { currencyCode: all.find(Boolean)?.currencyCode, picos: all.reduce((sum, each) => sum + picosOf(each), 0n) };
 }
 
 // An amount with the opposite sign.
 export function negated(money) {
-  return { picos: -picosOf(money) };
+  return { currencyCode: money?.currencyCode, picos: -picosOf(money) };
 }
 
 // An amount without its currency: 0.00000705.
-export function amount(money, least = 2) {
+export function amount(money, least = minorDigits(money?.currencyCode)) {
   return decimal(picosOf(money), PICOS, least);
 }
 
 // The decimals of a column of amounts.
 export function amountPlaces(all) {
-  return places(all.map(picosOf), PICOS);
+  return places(all.map(picosOf), PICOS, minorDigits(all.find((each) => each?.currencyCode)?.currencyCode));
 }
 
 // An amount with its currency; a dash where there is none.

@@ -6,6 +6,8 @@ import { amount, amountPlaces, count, money, negated, perMillion, picosOf, plain
 
 const REPORT = "BillingService/GetMonthReport", DOCUMENT = "BillingService/GetMonthDocument", EXPORT = "BillingService/ExportMonth", INVOICE = "BillingService/GetInvoice";
 const STATES = { MONTH_STATE_OPEN: ["open: preliminary invoice", "warning"], MONTH_STATE_CLOSING: ["closing", "warning"], MONTH_STATE_CLOSED: ["closed", "good"] };
+// Countries whose postal code follows the city, as in the documents.
+const CODES_AFTER_CITY = "AU BR CA GB ID IE IN JP KR NZ SG TH TW US ZA".split(" ");
 
 export const month = {
   id: "month",
@@ -41,10 +43,11 @@ export const month = {
 };
 
 // Addressee of the month's documents, on one line.
-function billedTo({ organizationName, billingProfile: profile }) {
-  const place = [profile.city, profile.state, profile.postalCode].filter(Boolean).join(" ");
+export function billedTo({ organizationName, billingProfile: profile }) {
+  const place = [profile.city, profile.state];
+  place.splice(CODES_AFTER_CITY.includes(profile.country) ? 2 : 0, 0, profile.postalCode);
   const tax = profile.taxId && `tax ID ${profile.taxId}`;
-  return [profile.legalName || organizationName, profile.addressLine1, profile.addressLine2, place, profile.country, tax, ...(profile.emails ?? [])]
+  return [profile.legalName || organizationName, profile.addressLine1, profile.addressLine2, place.filter(Boolean).join(" "), profile.country, tax, ...(profile.emails ?? [])]
     .filter(Boolean).map(plain).join(", ");
 }
 

@@ -88,6 +88,6 @@ function columns(isExported) {
 function documents(month, verified, receipts) {
   const rows = [["Receipts", `${count(receipts.receiptCount)}${receipts.missingReceiptCount ? `, and ${count(receipts.missingReceiptCount)} parts of usage without one, from before receipts existed` : ""}`, month?.receiptsRoot ?? ""]];
   if (verified) rows.unshift(["Closing report", verified.reproduced ? badge("reproduced from the ledger", "good") : badge("not reproduced", "bad"), verified.month?.jsonSha256 ?? ""]);
-  if (month?.invoiceNumber) rows.unshift(["Invoice", `${plain(month.invoiceNumber)} over ${money(month.total)}`, ""]);
+  if (month?.invoiceNumber) rows.unshift(["Invoice", `${plain(month.invoiceNumber)} over ${money(month.total)}`, month.pdfSha256 ?? ""]);
   return rows;
 }

@@ -2,13 +2,13 @@
 
 import { bars } from "./chart.mjs";
 import { choice, column, command, h, remark, swap, table, tile, tiles } from "./dom.mjs";
-import { count, daysOf, decimal, money, monthOf, picosOf, places, plain, whole } from "./format.mjs";
+import { count, daysOf, decimal, minorDigits, money, monthOf, picosOf, places, plain, whole } from "./format.mjs";
 import { problem } from "./view.mjs";
 
 const USAGE = "BillingService/GetUsage", FORECAST = "BillingService/GetForecast";
 const PICOS = 12;
 const SHOWN = {
-  cost: ["Cost", (row) => costOf(row), (value, currency) => `${decimal(value, PICOS)} ${currency}`],
+  cost: ["Cost", (row) => costOf(row), (value, currency) => `${decimal(value, PICOS, minorDigits(currency))} ${currency}`],
   requests: ["Requests", (row) => whole(row.requestCount), (value) => `${count(value)} requests`],
   input: ["Input tokens", (row) => whole(row.inputTokenCount) + whole(row.cachedInputTokenCount), (value) => `${count(value)} tokens`],
   output: ["Output tokens", (row) => whole(row.outputTokenCount), (value) => `${count(value)} tokens`],
@@ -33,7 +33,7 @@ export const usage = {
       tiles(tile("Requests", count(total.requestCount)), tile("Input, computed", count(total.inputTokenCount), "tokens"),
         tile("Input, cached", count(total.cachedInputTokenCount), "tokens"), tile("Output", count(total.outputTokenCount), "tokens"),
         whole(total.embeddingTokenCount) > 0n && tile("Embedded", count(total.embeddingTokenCount), "tokens"),
-        tile("Cost", decimal(costOf(total), PICOS), currency, "before plan, credit and tax")),
+        tile("Cost", decimal(costOf(total), PICOS, minorDigits(currency)), currency, "before plan, credit and tax")),
       expected && forecastPart(expected),
       h("h2", {}, "By day"),
       dayBars(days, chosen, what, currency),
@@ -50,7 +50,7 @@ function costOf(row) {
 }
 
 function columns(head, name, currency, rows) {
-  const least = places(rows.map(costOf), PICOS);
+  const least = places(rows.map(costOf), PICOS, minorDigits(currency));
   return [
     column(head, name),
     column("Requests", (each) => count(each.requestCount), true),

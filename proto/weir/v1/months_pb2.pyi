@@ -202,6 +202,7 @@ class Month(_message.Message):
     REPORT_FORMAT_FIELD_NUMBER: _builtins.int
     RECEIPTS_ROOT_FIELD_NUMBER: _builtins.int
     PAYMENTS_FIELD_NUMBER: _builtins.int
+    PDF_SHA256_FIELD_NUMBER: _builtins.int
     organization_name: _builtins.str
     """The organization's name; for a closed month that at the close."""
     organization_id: _builtins.str
@@ -224,6 +225,10 @@ class Month(_message.Message):
     """Version of the format of these documents; 0 before the close."""
     receipts_root: _builtins.str
     """Root of the month's receipts, in hexadecimal; empty if there are none."""
+    pdf_sha256: _builtins.str
+    """SHA-256 of the PDF as issued, in hexadecimal; empty before the close, and until the first
+    export of a month that was closed before PDFs were kept.
+    """
     @_builtins.property
     def closing_time(self) -> _timestamp_pb2.Timestamp:
         """Time when the close began; unset before."""
@@ -258,10 +263,11 @@ class Month(_message.Message):
         report_format: _builtins.int = ...,
         receipts_root: _builtins.str = ...,
         payments: _abc.Iterable[Global___InvoicePayment] | None = ...,
+        pdf_sha256: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["close_time", b"close_time", "closing_time", b"closing_time", "total", b"total"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["close_time", b"close_time", "closed_by", b"closed_by", "closing_by", b"closing_by", "closing_time", b"closing_time", "csv_sha256", b"csv_sha256", "invoice_number", b"invoice_number", "json_sha256", b"json_sha256", "month", b"month", "organization_id", b"organization_id", "organization_name", b"organization_name", "payments", b"payments", "receipts_root", b"receipts_root", "report_format", b"report_format", "state", b"state", "total", b"total"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["close_time", b"close_time", "closed_by", b"closed_by", "closing_by", b"closing_by", "closing_time", b"closing_time", "csv_sha256", b"csv_sha256", "invoice_number", b"invoice_number", "json_sha256", b"json_sha256", "month", b"month", "organization_id", b"organization_id", "organization_name", b"organization_name", "payments", b"payments", "pdf_sha256", b"pdf_sha256", "receipts_root", b"receipts_root", "report_format", b"report_format", "state", b"state", "total", b"total"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -3,6 +3,18 @@
 /** Picos (1e-12) in one unit of a currency. */
 export const PICOS_PER_UNIT = 1_000_000_000_000n;
 
+// ISO 4217: currencies whose minor unit has other than two decimals.
+const CODES_BY_MINOR_DIGITS: readonly (readonly [number, string])[] = [
+  [0, "BIF CLP DJF GNF ISK JPY KMF KRW PYG RWF UGX UYI VND VUV XAF XOF XPF"],
+  [3, "BHD IQD JOD KWD LYD OMR TND"],
+  [4, "CLF UYW"],
+];
+const MINOR_DIGITS = new Map(
+  CODES_BY_MINOR_DIGITS.flatMap(([digits, codes]) =>
+    codes.split(" ").map((code) => [code, digits] as const),
+  ),
+);
+
 /** An exact amount of money. */
 export class Money {
   /** `picos`: whole picos (1e-12) of one unit of the currency. */
@@ -27,15 +39,16 @@ export class Money {
     return new Money(currencyCode, sign === "-" ? -picos : picos);
   }
 
-  /** The amount in units as an exact decimal, at least two decimals: `0.00184`. */
+  /** The amount in units as an exact decimal, with at least the currency's: `0.00184`. */
   get amount(): string {
     const magnitude = this.picos < 0n ? -this.picos : this.picos;
     const fraction = (magnitude % PICOS_PER_UNIT)
       .toString()
       .padStart(12, "0")
       .replace(/0+$/, "")
-      .padEnd(2, "0");
-    return `${this.picos < 0n ? "-" : ""}${magnitude / PICOS_PER_UNIT}.${fraction}`;
+      .padEnd(MINOR_DIGITS.get(this.currencyCode) ?? 2, "0");
+    const units = `${this.picos < 0n ? "-" : ""}${magnitude / PICOS_PER_UNIT}`;
+    return fraction ? `${units}.${fraction}` : units;
   }
 
   /** `0.00184 USD`. */

@@ -41,11 +41,12 @@ from weir_cli.connection import (
 from weir_cli.render import (
     Cell,
     JsonOption,
+    amount_text,
     csv_of,
-    decimal_places,
     decimal_text,
     fail,
     jsonable,
+    money_places,
     money_text,
     note,
     parse_picos,
@@ -151,7 +152,7 @@ def usage_table(
     if UsageGrouping.REQUEST in by:
         return request_table(rows, total, title)
     shown = [*rows, *([total] if total else [])]
-    places, pending = money_places(shown), any(row.pending_amount.picos for row in shown)
+    places, pending = row_places(shown), any(row.pending_amount.picos for row in shown)
     numbers: dict[str, Callable[[UsageRow], Cell]] = {
         "requests": lambda row: row.request_count,
         **kinds_of(shown),
@@ -184,7 +185,7 @@ def usage_table(
 
 def request_table(rows: Sequence[UsageRow], total: UsageRow | None, title: str) -> RenderableType:
     shown = [*rows, *([total] if total else [])]
-    places = money_places(shown)
+    places = row_places(shown)
     numbers: dict[str, Callable[[UsageRow], Cell]] = {
         **kinds_of(shown),
         "amount": lambda row: decimal_text(total_of(row), places),
@@ -223,18 +224,9 @@ def kinds_of(rows: Iterable[UsageRow]) -> Mapping[str, Callable[[UsageRow], Cell
     )
 
 
-def money_places(rows: Iterable[UsageRow]) -> int:
+def row_places(rows: Iterable[UsageRow]) -> int:
     """Return the decimals needed by the finest amount."""
-    return max(
-        [
-            2,
-            *(
-                decimal_places(money.amount)
-                for row in rows
-                for money in (row.amount, row.pending_amount)
-            ),
-        ]
-    )
+    return money_places(money for row in rows for money in (row.amount, row.pending_amount))
 
 
 def usage_csv(rows: Iterable[UsageRow], *, header: bool) -> str:
@@ -251,14 +243,13 @@ def forecast_lines(forecast: UsageForecast) -> list[Text]:
         expected = "no forecast yet"
     else:
         expected = (
-            f"forecast {decimal_text(forecast.expected.amount)} {currency} by the end of"
-            f" {forecast.month}"
+            f"forecast {amount_text(forecast.expected)} {currency} by the end of {forecast.month}"
         )
         if forecast.low is not None and forecast.high is not None:
-            low, high = decimal_text(forecast.low.amount), decimal_text(forecast.high.amount)
+            low, high = amount_text(forecast.low), amount_text(forecast.high)
             expected += f" ({low} to {high} in {forecast.confidence_percent} of 100 cases)"
     month_to_date = (
-        f"so far    {decimal_text(forecast.month_to_date.amount)} {currency} until"
+        f"so far    {amount_text(forecast.month_to_date)} {currency} until"
         f" {time_text(forecast.as_of_time)}"
     )
     why = " ".join((forecast.method, *forecast.warnings))

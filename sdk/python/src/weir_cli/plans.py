@@ -13,6 +13,7 @@ from weir_cli.configuration import content_of, tell_errors
 from weir_cli.connection import OnlyOrganizationOption, Output, admin_client, calls
 from weir_cli.render import (
     JsonOption,
+    amount_text,
     csv_of,
     decimal_text,
     parse_picos,
@@ -531,8 +532,8 @@ def simulated_table(customers: list[SimulatedCustomer]) -> RenderableType:
         plan = each.new_plan or "none"
         amounts = (
             each.old_amount,
-            decimal_text(each.new_amount.amount),
-            decimal_text(each.difference.amount),
+            amount_text(each.new_amount),
+            amount_text(each.difference),
         )
         plan = plan if each.new_plan == each.old_plan else f"{each.old_plan or 'none'} → {plan}"
         made.add_row(each.organization_name, each.token_count, *amounts, share, plan)

@@ -19,6 +19,7 @@ from uuid import UUID
 
 import typer
 from weir_client import Money, QuotaDimension, Receipt
+from weir_client.money import minor_digits
 
 from weir_cli.commands import ExitCode
 
@@ -91,7 +92,12 @@ def per_million(picos_per_token: int) -> Decimal:
 
 
 def money_text(money: Money) -> str:
-    return f"{decimal_text(money.amount)} {money.currency_code}"
+    return f"{amount_text(money)} {money.currency_code}"
+
+
+def amount_text(money: Money) -> str:
+    """Return an exact amount with at least the decimals of its currency."""
+    return decimal_text(money.amount, minor_digits(money.currency_code))
 
 
 def price_text(price: Price | None, kind: str) -> str:
@@ -409,6 +415,13 @@ def result_line(result: Result) -> str:
     return usage_line(result.usage, result.cost, result.timings, result.request_id)
 
 
-def decimal_places(value: Decimal) -> int:
-    """Return the number of significant decimals."""
-    return len(f"{value:f}".partition(".")[2].rstrip("0"))
+def money_places(amounts: Iterable[Money]) -> int:
+    """Return the decimals of a column: those of the finest amount, at least the currency's."""
+    return max(
+        (
+            max(len(f"{each.amount:f}".partition(".")[2].rstrip("0")), minor_digits(code))
+            for each in amounts
+            if (code := each.currency_code) or each.picos
+        ),
+        default=2,
+    )

@@ -14,8 +14,8 @@ from rich.text import Text
 from weir_client import Money
 
 from weir_cli.render import (
-    decimal_places,
     decimal_text,
+    money_places,
     money_text,
     per_million,
     printable,
@@ -254,13 +254,7 @@ def month_report(report: MonthReport) -> RenderableType:
     title = f"{report.organization_name} · {report.month} (UTC) · {about}"
     numbers = ("requests", "tokens", "cancelled", "rate", "amount")  # fits 80 columns
     lines = Sheet("model", "price", "kind", *numbers, right=numbers, title=title)
-    places = max(
-        [
-            2,
-            *(decimal_places(line.amount.amount) for line in report.lines),
-            decimal_places(report.total.amount),
-        ]
-    )
+    places = money_places([*(line.amount for line in report.lines), report.total])
     for line in report.lines:
         late = f", late usage of {line.late_month}" if line.late_month else ""
         what = line.model, f"v{line.price_version}", line.token_kind.value.replace("-", " ") + late
@@ -336,7 +330,7 @@ def bill_table(
     carried_in, carried_out = carried[0], Money(currency, -carried[1].picos)
     exact, rounded = [each.exact for each in lines], [each.rounded for each in lines]
     places, least = (
-        max(2, *(decimal_places(each.amount) for each in (*column, total)))
+        money_places((*column, total))
         for column in ((*exact, carried_in, carried_out), (*rounded, rounding))
     )
     made = Sheet("line", "exact", "amount", right=("exact", "amount"), title=title)

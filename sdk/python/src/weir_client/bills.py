@@ -80,6 +80,7 @@ class Month:
     report_format: int
     receipts_root: str
     payments: tuple[InvoicePayment, ...] = ()  # of Stripe's invoices of the month
+    pdf_sha256: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,21 @@ from typing import Self
 
 PICOS_PER_UNIT = 10**12  # scale of all prices and costs
 
+# ISO 4217: currencies whose minor unit has other than two decimals.
+_CODES_BY_MINOR_DIGITS = {
+    0: "BIF CLP DJF GNF ISK JPY KMF KRW PYG RWF UGX UYI VND VUV XAF XOF XPF",
+    3: "BHD IQD JOD KWD LYD OMR TND",
+    4: "CLF UYW",
+}
+MINOR_DIGITS = {
+    code: digits for digits, codes in _CODES_BY_MINOR_DIGITS.items() for code in codes.split()
+}
+
+
+def minor_digits(currency_code: str) -> int:
+    """Return the decimals of a currency's minor unit: 2 for USD, 0 for JPY, 3 for KWD."""
+    return MINOR_DIGITS.get(currency_code, 2)
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class Money:
@@ -57,6 +72,7 @@ class Money:
         return Decimal((int(self.picos < 0), digits, -12))
 
     def __str__(self) -> str:
-        """Return the exact amount with at least two decimals: `0.00184 USD`."""
+        """Return the exact amount, with at least the currency's decimals: `0.00184 USD`."""
         whole, _, fraction = f"{self.amount:f}".partition(".")
-        return f"{whole}.{fraction.rstrip('0').ljust(2, '0')} {self.currency_code}"
+        fraction = fraction.rstrip("0").ljust(minor_digits(self.currency_code), "0")
+        return f"{whole}{'.' if fraction else ''}{fraction} {self.currency_code}"
