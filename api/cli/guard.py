@@ -4,7 +4,7 @@ it is killed.
 The supervisor (`stack.py`) starts the parts of Weir and restarts them. Each of the two can be
 killed, and the parts go on: a new supervisor adopts them, and a supervisor without a guard becomes
 the guard by `exec`, so that the parts keep their parent. Both hold the lock of the home directory,
-and no other `weir up` can come between. The server's modules are not imported: the guard only waits.
+and no other `weir up` can come between. The guard only waits, and imports no module of the server.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ class Up:
         return [pid for pid in self.tree() if "weir_cli" in command_line(pid)]
 
     def kinds(self) -> dict[str, list[int]]:
-        """Return the lasting processes by what they run; not PostgreSQL's for a connection."""
+        """Return the lasting processes by command, without PostgreSQL's for connections."""
         found: dict[str, list[int]] = {}
         for pid in self.tree():
             kind = re.sub(r"--fd \d+", "", command_line(pid)).strip("\0 ")
