@@ -139,9 +139,11 @@ class Up:
 
     def end(self) -> None:
         """Kill all of it, whatever a failed test left."""
-        for pid in [each for each in self.tree() if "postgres" not in command_line(each)]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        # Again, because a supervisor may have restarted what was killed before it.
+        while left := [pid for pid in self.tree() if "postgres" not in command_line(pid)]:
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         if self.process is not None:
             self.process.wait()
         embedded_postgres.start(self.home / "postgres").stop("immediate")
