@@ -98,7 +98,13 @@ BORDERS = (
     Border(
         ("inference",),
         inside=("api/",),
-        save_for=("api/__main__.py", "api/composition.py", "api/fleet/", "api/cli/"),
+        save_for=(
+            "api/__main__.py",
+            "api/serving.py",
+            "api/composition.py",
+            "api/fleet/",
+            "api/cli/",
+        ),
         but=(
             "inference.engine",
             "inference.routing.router",

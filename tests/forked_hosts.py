@@ -40,7 +40,7 @@ class StartProcess(Protocol):
 
 
 execute_host: StartProcess = process.start_process
-APIS = Server("api.__main__")
+APIS = Server("api.serving")
 HOSTS = Server(
     *("inference.core.engine_core", "inference.encoder.network"),
     environment=lambda: {**CHILD_ENVIRONMENT, **inherited(ENVIRONMENT)},

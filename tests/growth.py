@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from api.__main__ import COLLECT_AFTER, SWITCH_INTERVAL_S
+from api.serving import COLLECT_AFTER, SWITCH_INTERVAL_S
 
 GROWTH_MAX = 2.3  # time of twice the input, in times of the input
 BLOCK_MAX_S = 0.020  # of the event loop by Python code of one callback

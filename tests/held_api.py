@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import api.__main__ as root
+from api.__main__ import main
 from api.generation import client_stream
 from api.openai import gateway
 
@@ -34,4 +34,4 @@ def holding(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 if __name__ == "__main__":
     for module, name in ((gateway, HTTP), (client_stream, FRAME)):
         setattr(module, name, holding(name, getattr(module, name)))
-    root.main()
+    main()

@@ -32,7 +32,7 @@ from weir.v1 import inference_service_pb2_grpc as pb_grpc
 from weir.v1 import types_pb2
 from weir_client import AsyncClient
 
-import api.__main__ as api_main
+import api.serving as api_main
 from api.core.endpoint import forget_endpoint, read_endpoint
 from api.core.settings import Settings
 from api.generation.admission import Capacity

@@ -87,7 +87,7 @@ IMPORT_FAULTS = [
         "inference.adapters.torch_engine",
     ),
     ("api/generation/client_stream.py", "import torch", "torch"),
-    ("api/__main__.py", "import torch.nn", "torch.nn"),
+    ("api/serving.py", "import torch.nn", "torch.nn"),
     ("inference/core/scheduler.py", "from api.core.wire import to_domain", "api.core.wire"),
     ("inference/core/scheduler.py", "from metering.ledger import ledger", "metering.ledger.ledger"),
     ("inference/core/scheduler.py", "import grpc", "grpc"),
@@ -207,7 +207,7 @@ def test_a_crossed_border_is_reported(path: str, text: str, name: str) -> None:
             ),
         ),
         ("api/core/wire.py", "from weir.v1 import types_pb2"),
-        ("api/__main__.py", "from inference.adapters.torch_engine import TorchEngine"),
+        ("api/serving.py", "from inference.adapters.torch_engine import TorchEngine"),
         ("api/cli/up.py", "from inference.adapters.torch_engine import TorchEngine"),
         (
             "inference/core/scheduler.py",

@@ -120,7 +120,7 @@ WITHOUT_TORCH = """
 import sys
 sys.modules["torch"] = None  # an import raises
 from pathlib import Path
-import api.__main__
+import api.serving
 from api.core.settings import Settings
 from api.fleet.fleet import build_serving
 model = Path(sys.argv[1])

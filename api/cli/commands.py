@@ -38,12 +38,21 @@ def up(listen: ListenOption = "", home: HomeOption = None) -> None:
     Ctrl-C stops everything. Data is kept in the home directory. With WEIR_DATABASE_URL or
     WEIR_BROKER_URL set, those servers are used instead of embedded ones.
     """
+    from api.cli.guard import AlreadyRunning, Guard, Role
+
+    role = Role.taken()
+    if role is None or role.guard_fd < 0:
+        home = home or Path(os.environ.get("WEIR_HOME") or "~/.weir")
+        try:
+            raise typer.Exit(Guard(home.expanduser().absolute(), role).run())
+        except (AlreadyRunning, OSError) as error:
+            fail(str(error))
     import asyncio
 
     from api.cli.stack import clear_failures, run_until_stopped
 
     with clear_failures():
-        asyncio.run(run_until_stopped(listen, home))
+        asyncio.run(run_until_stopped(listen, home, role))
 
 
 def serve(listen: ListenOption = "", home: HomeOption = None) -> None:

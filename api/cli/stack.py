@@ -2,14 +2,14 @@
 
 `weir up` runs PostgreSQL, api server with its engines, Celery worker and beat on one machine; only
 the settings differ from a deployment on many machines, not the code path. A process that dies is
-restarted, PostgreSQL too. Processes that a killed `weir up` left are ended by the next one.
+restarted, PostgreSQL too. Processes that a killed supervisor left are adopted by the one that its
+guard starts (`guard.py`); those of a `weir up` killed as a whole are ended by the next one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import os
 import shlex
 import shutil
@@ -37,6 +37,7 @@ from rich.panel import Panel
 from weir_cli.connection import CONNECTION_FILE, Connection, ConnectionProblem, read_connection_file
 from weir_cli.render import fail, wrong_use
 
+from api.cli.guard import AlreadyRunning, Role, lock_home, stop_signals
 from api.core.endpoint import (
     NOT_STARTED,
     ConnectionFile,
@@ -122,6 +123,7 @@ def clear_failures() -> Iterator[None]:
         except ExceptionGroup as group:
             raise sole_cause(group) from None
     except (
+        AlreadyRunning,
         StackFailed,
         PostgresNotStarted,
         CheckpointInvalid,
@@ -259,6 +261,7 @@ DATABASE_TRIES_MAX = 5  # preparations of a database whose server is killed mean
 ORPHAN_STOP_S = 5.0  # for processes of a killed `weir up` to finish, before they are killed
 # Variable of all children with the home directory: finds those that a killed `weir up` left.
 STACK_HOME = "WEIR_STACK_HOME"
+STACK_PART = "WEIR_STACK_PART"  # with the home directory and the child's name: finds one of them
 STABLE_AFTER_S = 60.0  # of uptime: a process without a readiness file then counts as ready
 READY_POLL_S = 0.1
 LOG_TAIL_LINES = 20
@@ -304,6 +307,32 @@ class StackFailed(Exception):
     """A part of the stack did not start; the message names it and ends with its log."""
 
 
+class Adopted:
+    """Process that a killed supervisor started. Its exit status cannot be known."""
+
+    def __init__(self, pid: int) -> None:
+        """Raises: ProcessLookupError."""
+        self.pid = pid
+        self.returncode: int | None = None
+        self._fd = os.pidfd_open(pid)
+        self._ended = asyncio.Event()
+        asyncio.get_running_loop().add_reader(self._fd, self._end)
+
+    def _end(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._fd)
+        os.close(self._fd)
+        self.returncode = -signal.SIGKILL
+        self._ended.set()
+
+    async def wait(self) -> int:
+        """Wait until it ends; report it as killed."""
+        await self._ended.wait()
+        return -signal.SIGKILL
+
+    def terminate(self) -> None:
+        os.kill(self.pid, signal.SIGTERM)
+
+
 @dataclass(slots=True)
 class Child:
     """One child process: its command and its log file.
@@ -317,7 +346,20 @@ class Child:
     # Id of the latest process that reported readiness.
     ready_pid: Callable[[], int | None] = lambda: None
     secrets: Collection[str] = ()
-    process: asyncio.subprocess.Process | None = None
+    process: asyncio.subprocess.Process | Adopted | None = None
+
+    def left(self, home: str) -> int | None:
+        """Return the process of this name that another supervisor left in a home directory."""
+        each = started_with(STACK_PART, f"{home} {self.name}")
+        return next((pid for pid in each if alive(pid)), None)
+
+    def adopt(self, home: str) -> bool:
+        """Take over the process that was left, if there is one."""
+        with contextlib.suppress(ProcessLookupError):
+            if (pid := self.left(home)) is not None:
+                self.process = Adopted(pid)
+                return True
+        return False
 
     async def start(self, environment: Mapping[str, str]) -> None:
         """Start it in its own session, so that Ctrl-C in the terminal reaches the parent first."""
@@ -327,9 +369,8 @@ class Child:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={
-                    name: value for name, value in environment.items() if name not in self.secrets
-                },
+                env={name: value for name, value in environment.items() if name not in self.secrets}
+                | {STACK_PART: f"{environment.get(STACK_HOME, '')} {self.name}"},
                 start_new_session=True,
             )
 
@@ -447,18 +488,31 @@ async def keep_database(database: EmbeddedPostgres, report: Report) -> None:
 
 
 @contextlib.asynccontextmanager
-async def run_stack(settings: Settings, report: Report) -> AsyncIterator[Stack]:
+async def run_stack(
+    settings: Settings, report: Report, role: Role | None = None
+) -> AsyncIterator[Stack]:
     """Start everything, run the block when requests are accepted, and stop everything afterwards.
 
-    settings: with an empty `database_url` the embedded PostgreSQL is started, under `home`. Raises:
-    StackFailed, PostgresNotStarted.
+    settings: with an empty `database_url` the embedded PostgreSQL is started, under `home`. role:
+    of a supervisor, which adopts what another one left; None locks the directory. Raises:
+    StackFailed, AlreadyRunning, PostgresNotStarted.
     """
     home = settings.home
     make_private(home)
     make_private(home / "logs")
+    api = Child(
+        "api server",
+        [sys.executable, "-m", "api"],
+        home / "logs" / "api.log",
+        lambda: serving_pid(home),
+        {*STRIPE_SECRETS, *WEBHOOK_SECRETS},
+    )
     async with contextlib.AsyncExitStack() as cleanup:
-        cleanup.enter_context(sole_stack(home))
-        await end_orphans(home, report)
+        if role is None:
+            cleanup.callback(os.close, lock_home(home))
+        adopts = role is not None and role.adopts and api.left(str(home)) is not None
+        if not adopts:
+            await end_orphans(home, report)
         server = None
         if not settings.database_url:
             report("Starting PostgreSQL")
@@ -472,13 +526,6 @@ async def run_stack(settings: Settings, report: Report) -> AsyncIterator[Stack]:
             READY_FILE: str(home / WORKER_READY),
             STACK_HOME: str(home),
         }
-        api = Child(
-            "api server",
-            [sys.executable, "-m", "api"],
-            home / "logs" / "api.log",
-            lambda: serving_pid(home),
-            {*STRIPE_SECRETS, *WEBHOOK_SECRETS},
-        )
         worker = Child(
             "billing worker",
             worker_command(),
@@ -487,10 +534,12 @@ async def run_stack(settings: Settings, report: Report) -> AsyncIterator[Stack]:
             WEBHOOK_SECRETS,
         )
         children = [api, worker, *optional_children(environment, home)]
-        forget_endpoint(home)
+        if not adopts:
+            forget_endpoint(home)
         for child in children:
-            report(f"Starting the {child.name}")
-            await child.start(environment)
+            if not (adopts and child.adopt(str(home))):
+                report(f"Starting the {child.name}")
+                await child.start(environment)
             cleanup.push_async_callback(child.stop)
         report("Loading the model")
         stack = Stack(connection, children, environment, server)
@@ -557,22 +606,10 @@ async def end_orphans(home: Path, report: Report) -> None:
             orphans = [pid for pid in orphans if alive(pid)]
 
 
-@contextlib.contextmanager
-def sole_stack(home: Path) -> Iterator[None]:
-    """Allow only one stack in this directory during the block. Raises: StackFailed.
-
-    A second one would start a second worker, and would stop the first one's PostgreSQL. The lock
-    ends with its process, and children do not inherit it.
-    """
-    with (home / ".up.lock").open("a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise StackFailed(
-                f"`weir up` is already running in {home}: use it from other terminals, stop it with"
-                " Ctrl-C, or choose another directory with --home and another port with --listen"
-            ) from None
-        yield
+def end_left(home: Path) -> None:
+    """End everything that a killed supervisor left, PostgreSQL too."""
+    asyncio.run(end_orphans(home, lambda text: stderr.print(f"[yellow]{text}[/yellow]")))
+    EmbeddedPostgres(home / "postgres", home / "postgres").stop()
 
 
 def open_log(path: Path) -> IO[bytes]:
@@ -647,15 +684,16 @@ async def wait_until_serving(home: Path, api: Child) -> ConnectionFile:
     )
 
 
-async def run_until_stopped(listen: str, home: Path | None) -> None:
-    """Run the stack until SIGINT or SIGTERM."""
+async def run_until_stopped(listen: str, home: Path | None, role: Role) -> None:
+    """Supervise the stack until a signal ends it."""
     settings = read_settings(home, listen)
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for signal_number in (signal.SIGINT, signal.SIGTERM):
+    for signal_number in stop_signals():
         loop.add_signal_handler(signal_number, stopping.set)
+    loop.add_reader(role.guard_fd, role.lose_guard)
     with stderr.status("Starting") as status:
-        async with asyncio.TaskGroup() as tasks, run_stack(settings, status.update) as stack:
+        async with asyncio.TaskGroup() as tasks, run_stack(settings, status.update, role) as stack:
             status.stop()
             stderr.print(
                 welcome(stack.connection.address, settings.home, read_endpoint(settings.home))
@@ -663,7 +701,9 @@ async def run_until_stopped(listen: str, home: Path | None) -> None:
             supervisor = tasks.create_task(
                 stack.supervise(lambda message: stderr.print(f"[yellow]{message}[/yellow]"))
             )
+            role.supervises()
             await stopping.wait()
+            loop.remove_reader(role.guard_fd)
             supervisor.cancel()
             stderr.print("Stopping: running requests finish first")
 

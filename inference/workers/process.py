@@ -408,9 +408,9 @@ RETRY_AFTER_S = 30.0
 class SpareWorkers:
     """Pool of started workers without a model. Only `serve` runs in the background."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int = 0) -> None:
         """Start nothing; `serve` does. count: spares to keep; 0: start workers on demand."""
-        self._count = count
+        self.count = count
         self._ready: deque[tuple[HostProcess, contextlib.AsyncExitStack]] = deque()
         self._changed = asyncio.Event()
 
@@ -424,15 +424,22 @@ class SpareWorkers:
         try:
             while True:
                 await self._drop_dead()
-                if len(self._ready) >= self._count:
+                if len(self._ready) > self.count:  # added for the start
+                    await asyncio.sleep(REPLACE_AFTER_S)
+                    await self.close(self.count)
+                elif len(self._ready) == self.count:
                     self._changed.clear()
                     await self._changed.wait()
                     await asyncio.sleep(REPLACE_AFTER_S)
-                elif not await self._add():
+                elif not await self.add():
                     await asyncio.sleep(RETRY_AFTER_S)
         finally:
-            while self._ready:
-                await self._ready.popleft()[1].aclose()
+            await self.close()
+
+    async def close(self, count: int = 0) -> None:
+        """End all spares, or all but `count`."""
+        while len(self._ready) > count:
+            await self._ready.popleft()[1].aclose()
 
     @contextlib.asynccontextmanager
     async def open(self, module: str, environment: Mapping[str, str]) -> AsyncIterator[HostProcess]:
@@ -453,7 +460,8 @@ class SpareWorkers:
             self._changed.set()
         return alive
 
-    async def _add(self) -> bool:
+    async def add(self) -> bool:
+        """Start a spare; return whether that worked."""
         stack = contextlib.AsyncExitStack()
         try:
             host = await stack.enter_async_context(open_host(SPARE_MODULE, CHILD_ENVIRONMENT))

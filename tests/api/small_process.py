@@ -183,7 +183,7 @@ class WatchedProcess(Process):
 
 
 class SmallProcess:
-    """Parts that `api/__main__.py` builds, without servers and unneeded background work."""
+    """Parts that `api/serving.py` builds, without servers and unneeded background work."""
 
     def __init__(
         self,

@@ -8,7 +8,7 @@ from unittest.mock import AsyncMock, MagicMock
 
 import pytest
 
-from api import __main__ as root
+from api import serving as root
 from api.generation.process import Process
 from common import incidents
 from common.incidents import INCIDENT_COUNTS, IncidentTaskGroup

@@ -28,7 +28,7 @@ from tests.service import Refusal
 BASES = (ApiError, EngineError, MeteringError)
 LOADED_ELSEWHERE = (
     "api.cli",
-    "api.__main__",
+    "api.serving",
     "inference.adapters.torch_worker",
     "inference.demo_model",
 )

@@ -17,7 +17,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from api.__main__ import warn_of_open_metrics
 from api.core.settings import Settings
 from api.metrics import operator_http as scrape
 from api.metrics.operator_http import MetricsListener
@@ -28,6 +27,7 @@ from api.observability.observer import (
     Observer,
     RequestCounts,
 )
+from api.serving import warn_of_open_metrics
 from metering.core.errors import DatabaseUnavailable
 from metering.core.models import ServiceTier
 from metering.holds.journal import Delivered, UsageJournal, journal_backlog

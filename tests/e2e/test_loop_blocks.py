@@ -19,7 +19,7 @@ from typing import Any
 import grpc
 import pytest
 
-import api.__main__ as api_main
+import api.serving as api_main
 from api.core.endpoint import read_endpoint
 from api.core.interceptor import LARGE_MESSAGES, MESSAGE_BYTES_MAX
 from bench.costly_bodies import messages_of

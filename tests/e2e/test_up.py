@@ -59,7 +59,12 @@ def test_everything_on_one_machine(environment: dict[str, str], postgres_home: P
 
     with log.open("wb") as file:
         up = subprocess.Popen(
-            command("up"), env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file
+            command("up"),
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            process_group=0,
         )
     processes: set[int] = set()
     try:
@@ -103,7 +108,7 @@ def test_everything_on_one_machine(environment: dict[str, str], postgres_home: P
         processes = {postmaster, *descendants(postmaster), *descendants(up.pid)}
         assert len(processes) >= 4, "PostgreSQL, api server, engine host, worker"
 
-        up.send_signal(signal.SIGINT)
+        os.killpg(up.pid, signal.SIGINT)  # as a terminal does: to all that it runs there
         assert up.wait(PATIENCE_S) == 0, log.read_text()
     finally:
         if up.poll() is None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,7 +22,7 @@ import httpx2
 import pytest
 
 from api.core.endpoint import read_endpoint
-from common.processes import alive, children_of, command_line, descendants
+from common.processes import alive, children_of, command_line, descendants, parents, started_with
 from metering.store import embedded_postgres
 from tests.conftest import ask
 from tests.metering.invariants import check_invariants
@@ -30,6 +32,10 @@ pytestmark = pytest.mark.faults
 
 CLIENTS = 3
 TOKENS = 20
+# PostgreSQL's processes of one connection or one task, and the programs that start it.
+PASSING = re.compile(
+    r"\[local\]|worker process|autovacuum worker|startup|initdb|pg_ctl|postgres: ?$"
+)
 
 
 class Up:
@@ -39,7 +45,6 @@ class Up:
         self.home = home
         self._environment = environment
         self.process: subprocess.Popen[bytes] | None = None
-        self._families: set[int] = set()
 
     @property
     def log(self) -> str:
@@ -61,7 +66,6 @@ class Up:
     def _has_started(self) -> bool:
         assert self.process is not None
         assert self.process.poll() is None, self.log
-        self._families.update(descendants(self.process.pid))
         served = read_endpoint(self.home)
         try:
             written = json.loads((self.home / "connection.json").read_text())
@@ -96,8 +100,38 @@ class Up:
         return server.pid
 
     def _child(self, command: str) -> int | None:
-        each = (pid for pid in children_of(self.pid) if command in command_line(pid))
+        return next((pid for pid in self.tree() if command in command_line(pid)), None)
+
+    def tree(self) -> list[int]:
+        """Return all its processes, whatever their parents are now, from the first one on."""
+        own = started_with("WEIR_HOME", str(self.home))
+        tops = [*own, *([] if self.postmaster is None else [self.postmaster])]
+        each = dict.fromkeys([*tops, *(pid for top in tops for pid in descendants(top))])
+        return list(filter(alive, each))
+
+    @property
+    def guard(self) -> int | None:
+        """The process that nothing else of it has started."""
+        return next(
+            (pid for pid in self._commands() if parents().get(pid) not in self._commands()), None
+        )
+
+    @property
+    def supervisor(self) -> int | None:
+        each = (pid for pid in self._commands() if parents().get(pid) in self._commands())
         return next(each, None)
+
+    def _commands(self) -> list[int]:
+        return [pid for pid in self.tree() if "weir_cli" in command_line(pid)]
+
+    def kinds(self) -> dict[str, list[int]]:
+        """Return the lasting processes by command, without PostgreSQL's for connections."""
+        found: dict[str, list[int]] = {}
+        for pid in self.tree():
+            kind = re.sub(r"--fd \d+", "", command_line(pid)).strip("\0 ")
+            if kind and not PASSING.search(kind):
+                found.setdefault(kind, []).append(pid)
+        return found
 
     @property
     def database_url(self) -> str:
@@ -105,15 +139,13 @@ class Up:
 
     def end(self) -> None:
         """Kill all of it, whatever a failed test left."""
-        if self.process is not None and self.process.poll() is None:
-            self._families.update(descendants(self.pid))
-            self.process.kill()
+        # Again, because a supervisor may have restarted what was killed before it.
+        while left := [pid for pid in self.tree() if "postgres" not in command_line(pid)]:
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        if self.process is not None:
             self.process.wait()
-        for pid in self._families:
-            if alive(pid) and any(
-                name in command_line(pid) for name in ("api", "celery", "weir_cli")
-            ):
-                os.kill(pid, signal.SIGKILL)
         embedded_postgres.start(self.home / "postgres").stop("immediate")
 
 
@@ -222,40 +254,99 @@ async def check_books(up: Up, load: Load) -> None:
 
 
 async def test_each_process_that_is_killed_under_load_comes_back_without_a_hand(up: Up) -> None:
+    """Every process of the tree, `weir up` too: its guard and its supervisor run one command."""
     outages_s: dict[str, float] = {}
     async with load_on(up) as load:
-        for name in ("postmaster", "api", "worker", "engine"):
-            outages_s[name] = await load.answered_again(killed(up, getattr(up, name)))
-            await until(lambda: getattr(up, name) is not None, f"the {name}")  # noqa: B023
+        whole = {kind: len(pids) for kind, pids in up.kinds().items()}
+
+        def is_whole(without: int) -> bool:
+            kinds = up.kinds()
+            lasting = {kind: len(pids) for kind, pids in kinds.items()}
+            return lasting == whole and not any(without in pids for pids in kinds.values())
+
+        victims = [(kind, at) for kind, count in whole.items() for at in range(count)]
+        assert {up.guard, up.supervisor, up.api, up.worker, up.engine, up.postmaster} <= {
+            up.kinds()[kind][at] for kind, at in victims
+        }
+        for kind, at in victims:
+            pid = up.kinds()[kind][at]
+            outages_s[f"{kind} {at}"] = await load.answered_again(killed(up, pid))
+            await until(lambda: is_whole(without=pid), kind)  # noqa: B023
         # Everything at once, and then what has just begun to start.
         api = up.api
-        at = killed(up, up.engine, api, up.worker, up.postmaster)
+        began_at = killed(up, up.supervisor, up.engine, api, up.worker, up.postmaster)
         await until(lambda: up.api not in (None, api) and up.postmaster, "both to start")
         killed(up, up.api, up.postmaster)
-        outages_s["all, twice"] = await load.answered_again(at)
+        outages_s["all, twice"] = await load.answered_again(began_at)
         await until(lambda: up.worker is not None, "the worker")
-    print({name: round(outage_s, 1) for name, outage_s in outages_s.items()})
+    print({name[-60:]: round(outage_s, 1) for name, outage_s in outages_s.items()})
 
     await check_books(up, load)
     assert "PostgreSQL ended; starting it again" in up.log
 
 
-async def test_a_killed_weir_up_is_followed_by_another_without_a_hand(up: Up) -> None:
+async def test_parts_serve_on_while_weir_up_is_replaced_and_end_with_it(up: Up) -> None:
+    async with load_on(up) as load:
+        parts = up.api, up.worker, up.engine, up.postmaster
+        for name in ("supervisor", "guard", "guard"):
+            left = up.guard, up.supervisor
+            killed(up, getattr(up, name))
+            await until(
+                lambda: up.supervisor not in (None, *left) and up.guard is not None,  # noqa: B023
+                f"the {name}",
+            )
+        supervises = up.home / ".up.lock"
+        await until(lambda: supervises.read_text() == str(up.supervisor), "it to supervise")
+        await load.answered_again(time.monotonic())
+    assert parts == (up.api, up.worker, up.engine, up.postmaster)
+    await check_books(up, load)
+
+    again = await asyncio.to_thread(weir_up_again, up)
+    assert again.returncode == 1
+    assert f"already running in {up.home}" in again.stdout
+    assert f"`kill {up.supervisor}`" in "".join(again.stdout.splitlines())
+    assert up.guard is not None
+    os.kill(up.guard, signal.SIGTERM)
+    await until(lambda: not up.tree(), "everything to end")
+
+
+def weir_up_again(up: Up) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "weir_cli", "up"],
+        env=up._environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+
+
+def test_what_a_supervisor_leaves_that_is_killed_while_it_stops_is_ended(up: Up) -> None:
+    assert up.supervisor is not None
+    os.kill(up.supervisor, signal.SIGSTOP)
+    os.kill(up.pid, signal.SIGTERM)
+    killed(up, up.supervisor)
+
+    wait_for(lambda: not up.tree(), "everything to end")
+
+
+async def test_weir_up_killed_as_a_whole_leaves_nothing_to_do_but_to_start_it(up: Up) -> None:
     """Its api process, worker and engine are ended, and its PostgreSQL is taken over."""
     async with load_on(up) as load:
-        left = descendants(up.pid)
+        left = [up.api, up.worker, up.engine]
         postmaster = up.postmaster
-        at = killed(up, up.pid)
+        assert up.guard is not None
+        os.kill(up.guard, signal.SIGSTOP)
+        killed(up, up.supervisor, up.guard)
         assert up.process is not None
         up.process.wait()
-        assert any(map(alive, left)), "its children go on"
+        assert any(alive(pid) for pid in left if pid is not None), "its children go on"
 
         await asyncio.to_thread(up.start)
 
-        outage_s = await load.answered_again(at)
-    print(f"killed `weir up`: {outage_s:.1f} s")
+        await load.answered_again(time.monotonic())
 
-    await until(lambda: not any(map(alive, left)), "what was left to end")
+    await until(lambda: not any(alive(pid) for pid in left if pid is not None), "the old to end")
     assert up.postmaster == postmaster, "PostgreSQL is taken over"
     await check_books(up, load)
 
