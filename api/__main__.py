@@ -235,6 +235,7 @@ def build_servicers(
         admin_sessions,
         settings.database_url,
         signer,
+        in_thread=process.in_thread,
         private_webhooks=settings.private_webhooks,
     )
     return Servicers(

@@ -650,6 +650,8 @@ def decode(body: bytes, kind: type[Body], ignored: Ignored | None = None) -> Bod
     parameter.
     """
     try:
+        if not body.isascii():
+            body.decode()  # msgspec does not check what it skips or keeps unparsed
         if len(body) > SHORT_BYTES_MAX:
             check_elements(body, kind)
         try:

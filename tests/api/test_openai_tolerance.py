@@ -27,6 +27,7 @@ from api.openai.parameters import (
 )
 from api.openai.refusals import HttpFault
 from api.openai.tolerance import CHANGING, IGNORED_HEADER, NAMES_MAX, Ignored
+from bench.costly_bodies import bodies_of
 from infra.architecture import ROOT
 from tests.api.test_growth import HTTP
 
@@ -567,3 +568,15 @@ def test_a_body_that_is_no_object_is_refused_for_that(path: str) -> None:
         enter(b"[" + b"{}," * 40_000 + b"{}]")
     with pytest.raises(HttpFault, match="not valid JSON"):
         enter(b'{"p":[' + b"{}," * 40_000)
+
+
+@pytest.mark.parametrize("path", HTTP)
+def test_text_that_is_not_utf_8_is_refused_wherever_it_is(path: str) -> None:
+    """msgspec does not check text that it keeps unparsed, like the schema of a tool."""
+    enter, kind, plain = HTTP[path]
+    for costly in bodies_of(kind, plain):
+        body = costly.build(100)
+        for place in [found.start() + 1 for found in re.finditer(rb'"[xa\\]', body)][:3]:
+            broken = body[:place] + b"\xff" + body[place:]
+            with pytest.raises(HttpFault, match="not valid JSON"):
+                enter(broken)
