@@ -35,9 +35,9 @@ Context = grpc.aio.ServicerContext[Any, Any]
 # Messages other than prompts, texts and configurations are small. They are parsed on the event
 # loop, before the key is known.
 MESSAGE_BYTES_MAX = 64 * 2**10
-# Larger ones are parsed in a thread, and smaller ones whose fields take as long: up to 6 us each
+# Larger ones are parsed in a thread, and smaller ones whose fields take as long: up to 8 us each
 # with their checks.
-SHORT_BYTES_MAX, SHORT_FIELD_COUNT_MAX = 4 * 2**10, 2000
+SHORT_BYTES_MAX, SHORT_FIELD_COUNT_MAX = 3 * 2**10, 1500
 LARGE_MESSAGES = frozenset(
     {
         "/weir.v1.InferenceService/Generate",
