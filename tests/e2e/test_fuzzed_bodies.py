@@ -19,6 +19,7 @@ from typing import Any
 import grpc
 import pytest
 
+from metering.core.models import QuotaDimension
 from tests.api.test_body_fuzz import SEED, fuzzed
 from tests.api.test_growth import HTTP
 from tests.service import Service, running
@@ -26,6 +27,8 @@ from tests.service import Service, running
 COUNT = int(os.environ.get("WEIR_FUZZ_SENT", "600"))
 THREADS = 4
 KEYS = 24  # the pace delays the next body of a key
+TOKENS = 2000  # of each key: most of the time is for bodies, not for the model
+ANSWER_S = 2.0  # a stream may wait for the client without an answer
 WARM_SHARE = 5  # of the bodies are sent before the memory is measured
 MEMORY_MIB_MAX = 48.0
 OF_OURS = frozenset({"INTERNAL", "UNKNOWN", "DATA_LOSS", "UNIMPLEMENTED"})
@@ -69,7 +72,7 @@ class Client:
     def _call(self, path: str, message: bytes, secret: str) -> str:
         opened: Any = self._channel.stream_stream(path)
         metadata = (("authorization", f"Bearer {secret}"),)
-        answers = opened(iter([message]), metadata=metadata, timeout=120)
+        answers = opened(iter([message]), metadata=metadata, timeout=ANSWER_S)
         try:
             next(answers, None)
         except grpc.RpcError as error:
@@ -98,7 +101,10 @@ def own_service(tmp_path: Path, database_url: str, model: Path) -> Iterator[Serv
 @pytest.mark.timeout(3000)
 async def test_a_server_answers_random_bodies_and_stays_as_large(own_service: Service) -> None:
     tenants = [
-        await own_service.tenant(scopes=("inference", "admin", "billing")) for _ in range(KEYS)
+        await own_service.tenant(
+            {QuotaDimension.TOKENS_PER_MONTH: TOKENS}, scopes=("inference", "admin", "billing")
+        )
+        for _ in range(KEYS)
     ]
     secrets, bodies, ends = [each.secret for each in tenants], fuzzed(), Counter[str]()
 
