@@ -17,7 +17,7 @@ from api.access.auth import Authenticator, StreamKey, bearer_token, check_model,
 from api.core import wire
 from api.core.addresses import FORWARDED_FOR, Origin
 from api.core.errors import AddressNotAllowed, FieldViolation, InvalidRequest, Overloaded
-from api.core.interceptor import MESSAGE_BYTES_MAX, METHOD, Context
+from api.core.interceptor import IS_COSTLY, METHOD, Context
 from api.core.messages import effective_quota_statuses, find_generation, models_for, restrictions
 from api.generation.client_stream import ClientStream, remaining_s
 from api.generation.embedding_wire import parse_embed
@@ -127,12 +127,12 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
     async def _read(
         self, principal: Principal, request: Request, parse: Callable[[Request], Parsed]
     ) -> Parsed:
-        """Parse a message in its key's turn, a large one in a thread.
+        """Parse a message in its key's turn, a costly one in a thread.
 
         Raises: PreparationLimit, Overloaded, and the errors of `parse`.
         """
         await self._process.turn_to_read(principal, size := request.ByteSize())
-        if size > MESSAGE_BYTES_MAX:
+        if IS_COSTLY.get():
             return await self._process.in_thread(principal, size, partial(parse, request))
         with self._process.pace.spending(principal):
             return parse(request)

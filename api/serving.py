@@ -248,6 +248,7 @@ def build_servicers(
         settings.database_url,
         signer,
         issuer,
+        in_thread=process.in_thread,
         private_webhooks=settings.private_webhooks,
     )
     return Servicers(

@@ -598,7 +598,9 @@ def fill(message: Message, chance: random.Random, depth: int = 3) -> Message:
 def hostile_value(spec: Any, chance: random.Random) -> Any:
     """Return a hostile value for a field by its type."""
     if spec.type == FieldDescriptor.TYPE_STRING:
-        return str(uuid.uuid4()) if chance.random() < 0.2 else chance.choice(TEXTS)
+        if chance.random() < 0.2:
+            return str(uuid.UUID(int=chance.getrandbits(128), version=4))
+        return chance.choice(TEXTS)
     if spec.type == FieldDescriptor.TYPE_BYTES:
         return chance.randbytes(1000)
     if spec.type in (FieldDescriptor.TYPE_DOUBLE, FieldDescriptor.TYPE_FLOAT):

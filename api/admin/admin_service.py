@@ -11,9 +11,18 @@ import contextlib
 import copy
 import json
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Collection, Iterable, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass
 from datetime import date
+from functools import partial
 from typing import Any, Protocol
 
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -42,7 +51,9 @@ from inference.routing.router import Router
 from metering.alerts import delivering as webhooks
 from metering.alerts.alerts import find_alert
 from metering.configuration.configuration import (
+    VIOLATION_COUNT_MAX,
     Action,
+    Attempts,
     Change,
     Configuration,
     ConfigurationViolation,
@@ -71,7 +82,7 @@ from metering.plans.plans import Allowance, LineKind, PlanRules, PriceStep, Sele
 from metering.pricing import prices
 from metering.pricing.prices import CustomerPrice, ModelPrice
 from metering.quotas import quota_admin, quota_states
-from metering.quotas.quota_rules import QuotaState
+from metering.quotas.quota_rules import THRESHOLDS_MAX, QuotaState
 from metering.receipts.signing import Signer
 from metering.store.db import Sessions
 from metering.tenants import admin_requests, tenants
@@ -132,6 +143,14 @@ class Acting:
             await admin_requests.made(
                 self.session, wire.parse_request_id(request.request_id), str(subject_id)
             )
+
+
+InThread = Callable[[Principal, int, Callable[[], Any]], Awaitable[Any]]
+
+
+async def at_once(principal: Principal, size: int, call: Callable[[], Any]) -> Any:
+    """Run the call on the event loop."""
+    return call()
 
 
 class AdminCalls:
@@ -256,7 +275,9 @@ class Parsing:
         )
         values = {name: getattr(message, name) for name in ("enforced", *WEIGHTS) if name in said}
         if message.HasField("alert_at"):
-            values["alert_at"] = said_thresholds(place.dimension, message.alert_at.values)
+            values["alert_at"] = said_thresholds(
+                place.dimension, message.alert_at.values[: THRESHOLDS_MAX + 1]
+            )
         if all(given):
             values |= {
                 "override_limit_value": message.override_limit_value,
@@ -339,6 +360,13 @@ def place_message(place: QuotaPlace) -> configuration_pb2.QuotaConfiguration:
     )
 
 
+def answer_of(work: Attempts, *, secrets: bool) -> configuration_pb2.ApplyConfigurationResponse:
+    return configuration_pb2.ApplyConfigurationResponse(
+        changes=[change_message(change, secrets=secrets) for change in work.changes],
+        kept=[change_message(change, secrets=False) for change in work.kept],
+    )
+
+
 def change_message(change: Change, *, secrets: bool) -> configuration_pb2.ConfigurationChange:
     """Return the message of a change. secrets: whether to include those of new keys."""
     is_unmade = change.kind == "key" and change.action is Action.CREATE and not secrets
@@ -376,16 +404,21 @@ class AdminServicer(AdminCalls, pb_grpc.AdminServiceServicer):
         signer: Signer | None,
         issuer: Issuer,
         *,
+        in_thread: InThread = at_once,
         private_webhooks: bool = False,
     ) -> None:
         """signer: signs receipts of overdue requests; may be None. issuer: has the fonts in which
-        billing profiles are printed. private_webhooks: see `alerts/delivering.py`.
+        billing profiles are printed.
+
+        in_thread: runs work on a configuration, see `Process.in_thread`. private_webhooks: see
+        `alerts/delivering.py`.
         """
         super().__init__(authenticator, sessions)
         self._router = router
         self._database_url = database_url
         self._signer = signer
         self._issuer = issuer
+        self._in_thread = in_thread
         self._private_webhooks = private_webhooks
 
     async def ApplyConfiguration(
@@ -393,8 +426,10 @@ class AdminServicer(AdminCalls, pb_grpc.AdminServiceServicer):
     ) -> configuration_pb2.ApplyConfigurationResponse:
         """Apply a configuration; a dry run rolls it back at the end."""
         async with self._acting(context, alone=True) as acting:
-            parsing = Parsing()
-            requested = parsing.configuration(request.configuration)
+            parsing, size = Parsing(), request.ByteSize()
+            requested = await self._in_thread(
+                acting.principal, size, partial(parsing.configuration, request.configuration)
+            )
             work = await apply_configuration(
                 acting.session,
                 requested,
@@ -410,25 +445,25 @@ class AdminServicer(AdminCalls, pb_grpc.AdminServiceServicer):
                     configuration_pb2.ConfigurationViolation(
                         field=each.path, description=each.message
                     )
-                    for each in violations
+                    for each in violations[:VIOLATION_COUNT_MAX]
                 ]
                 return configuration_pb2.ApplyConfigurationResponse(violations=messages)
             if request.dry_run:
                 await acting.session.rollback()
-            changes = [
-                change_message(change, secrets=not request.dry_run) for change in work.changes
-            ]
-            kept = [change_message(change, secrets=False) for change in work.kept]
-            return configuration_pb2.ApplyConfigurationResponse(changes=changes, kept=kept)
+            answer: configuration_pb2.ApplyConfigurationResponse = await self._in_thread(
+                acting.principal, size, partial(answer_of, work, secrets=not request.dry_run)
+            )
+            return answer
 
     async def ExportConfiguration(
         self, request: configuration_pb2.ExportConfigurationRequest, context: Context
     ) -> configuration_pb2.ExportConfigurationResponse:
         async with self._acting(context, alone=True) as acting:
             present = await present_state(acting.session, organization=request.organization or None)
-            return configuration_pb2.ExportConfigurationResponse(
-                configuration=configuration_message(present)
+            exported = await self._in_thread(
+                acting.principal, 0, partial(configuration_message, present)
             )
+            return configuration_pb2.ExportConfigurationResponse(configuration=exported)
 
     async def ListLiveRequests(
         self, request: live_pb.ListLiveRequestsRequest, context: Context

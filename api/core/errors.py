@@ -524,6 +524,9 @@ class DeadlineBeforeStart(ApiError):
 
 
 VIOLATION_COUNT_MAX = 100  # violations reported at once
+# Of all violations, and of one text: a status has each text twice in its metadata, and a client
+# reads 8 KiB of these.
+VIOLATION_CHARS_MAX = 1500
 LONG_INPUTS_SHOWN_MAX = 20  # more would not fit into the metadata of a status
 TEXT_CHARS_MAX = 256  # of names, ids, labels and filters; the longest database column has 200
 # Longer fields. Handlers check lower limits of some.
@@ -560,18 +563,20 @@ class Violations:
 
     def __init__(self) -> None:
         self._found: list[FieldViolation] = []
+        self._room = VIOLATION_CHARS_MAX
 
     def check(self, right: bool, field: str, description: str) -> None:
         """Record a violation unless `right`.
 
-        Raises: InvalidRequest once `VIOLATION_COUNT_MAX` are recorded.
+        Raises: InvalidRequest once too many are recorded.
         """
         if right:
             return
-        if len(self._found) + 1 == VIOLATION_COUNT_MAX:
-            description += "; further fields were not checked"
-        self._found.append(FieldViolation(field, description))
-        if len(self._found) == VIOLATION_COUNT_MAX:
+        self._room -= len(field) + len(description)
+        is_last = self._room < 0 or len(self._found) + 1 == VIOLATION_COUNT_MAX
+        rest = "; further fields were not checked" if is_last else ""
+        self._found.append(FieldViolation(field, description + rest))
+        if is_last:
             self.raise_if_any()
 
     def check_count(self, count: int, count_max: int, field: str) -> bool:
@@ -806,8 +811,16 @@ def internal_status(error: BaseException) -> status_pb2.Status:
     )
 
 
+def shortened(text: str) -> str:
+    """Return a text that fits into a status, without its middle if it is too long."""
+    if len(text) <= VIOLATION_CHARS_MAX:
+        return text
+    half = VIOLATION_CHARS_MAX // 2
+    return f"{text[:half]} ... {text[-half:]}"
+
+
 def pack(code: int, message: str, details: Sequence[Message]) -> status_pb2.Status:
-    status = status_pb2.Status(code=code, message=message)
+    status = status_pb2.Status(code=code, message=shortened(message))
     for detail in details:
         packed = AnyMessage()
         packed.Pack(detail)
@@ -860,7 +873,7 @@ def details_of(error: BaseException) -> list[Message]:
         bad_request = error_details_pb2.BadRequest()
         for violation in violations:
             bad_request.field_violations.add(
-                field=violation.field, description=violation.description
+                field=shortened(violation.field), description=shortened(violation.description)
             )
         details.append(bad_request)
     if isinstance(error, metering_errors.MonthNotClosable):

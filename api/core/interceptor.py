@@ -35,6 +35,9 @@ Context = grpc.aio.ServicerContext[Any, Any]
 # Messages other than prompts, texts and configurations are small. They are parsed on the event
 # loop, before the key is known.
 MESSAGE_BYTES_MAX = 64 * 2**10
+# Larger ones are parsed in a thread, and smaller ones whose fields take as long: up to 8 us each
+# with their checks.
+SHORT_BYTES_MAX, SHORT_FIELD_COUNT_MAX = 3 * 2**10, 1500
 LARGE_MESSAGES = frozenset(
     {
         "/weir.v1.InferenceService/Generate",
@@ -68,6 +71,7 @@ PROBE = "/grpc.health.v1.Health/Check"
 # Processor seconds that parsing this task's last message took on the event loop.
 READ_S: ContextVar[float] = ContextVar("read_s", default=0.0)
 READ_BYTES: ContextVar[int] = ContextVar("read_bytes", default=0)
+IS_COSTLY: ContextVar[bool] = ContextVar("is_costly", default=False)  # that message
 
 
 async def abort(context: Context, status: status_pb2.Status) -> None:
@@ -142,7 +146,8 @@ class Guard:
     def __call__(self, method: str, handler: Any) -> Any:
         """Implement `Wrap`."""
         byte_count_max = None if method in LARGE_MESSAGES else MESSAGE_BYTES_MAX
-        read = tolerant(handler.request_deserializer, byte_count_max, method)
+        read = tolerant(handler.request_deserializer, byte_count_max)
+        kind = getattr(handler.request_deserializer, "__self__", None)
         write = handler.response_serializer
         if handler.unary_unary is not None:
             handle = self._guarded(handler.unary_unary, method, repeats=True)
@@ -151,7 +156,7 @@ class Guard:
             handle = self._guarded(writing(handler.unary_stream), method)
             return grpc.unary_stream_rpc_method_handler(handle, read, write)
         if handler.stream_stream is not None:
-            handle = self._guarded(writing(handler.stream_stream), method, read)
+            handle = self._guarded(writing(handler.stream_stream), method, read, kind)
             return grpc.stream_stream_rpc_method_handler(
                 handle, None, None if method in SERIALIZED else write
             )
@@ -162,10 +167,11 @@ class Guard:
         handle: Callable[..., Any],
         method: str,
         parse: Parse | None = None,
+        kind: type[Message] | None = None,
         *,
         repeats: bool = False,
     ) -> Callable[[Any, Any], Awaitable[Any]]:
-        guard = guarded(handle, method, self._failed, parse, repeats=repeats)
+        guard = guarded(handle, method, self._failed, parse, kind, repeats=repeats)
         return guard if self._pace is None else visiting(guard, self._pace, method)
 
 
@@ -204,12 +210,14 @@ def guarded(
     method: str,
     failed: Failed = ignore_failure,
     parse: Parse | None = None,
+    kind: type[Message] | None = None,
     *,
     repeats: bool = False,
 ) -> Callable[[Any, Any], Coroutine[Any, Any, Any]]:
     """Return a handler whose errors become statuses. A refusal waits for its turn.
 
-    method: path of the call. parse: parses the messages of a stream if the transport does not.
+    method: path of the call. parse: parses the messages of a stream if the transport does not, as
+    this kind.
     repeats: handle the call again if its transaction met a conflict; it has then changed nothing.
     """
 
@@ -219,7 +227,7 @@ def guarded(
         try:
             # gRPC's own iterator is part of a reference cycle that keeps the last message.
             request = (
-                ReceivedMessages(context, parse)
+                ReceivedMessages(context, parse, kind)
                 if isinstance(request, AsyncIterable)
                 else checked(request)
             )
@@ -254,13 +262,11 @@ def guarded(
 
 
 def tolerant(
-    deserialize: Callable[[bytes], Any] | None,
-    byte_count_max: int | None = None,
-    method: str = "",
+    deserialize: Callable[[bytes], Any] | None, byte_count_max: int | None = None
 ) -> Callable[[bytes], Any] | None:
     """Return a deserializer that returns its error as the message; gRPC would turn it into UNKNOWN.
 
-    byte_count_max: of a message; None: the transport's limit. method: path of the call.
+    byte_count_max: of a message; None: the transport's limit.
     """
     if deserialize is None:
         return None
@@ -268,12 +274,9 @@ def tolerant(
     def attempt(data: bytes) -> Any:
         if byte_count_max is not None and len(data) > byte_count_max:
             return MessageTooLarge(len(data), byte_count_max)
-        is_large = len(data) > MESSAGE_BYTES_MAX  # then it is parsed in a thread
-        if not is_large:
-            CURRENT.work, CURRENT.stage = VISIT.get() or method, "parse"
         began_at = time.thread_time()
         try:
-            if is_large:
+            if len(data) > MESSAGE_BYTES_MAX:
                 kind: Any = getattr(deserialize, "__self__", None)
                 check_fields(data, kind.DESCRIPTOR)
             return deserialize(data)
@@ -284,13 +287,28 @@ def tolerant(
         finally:
             READ_S.set(time.thread_time() - began_at)
             READ_BYTES.set(len(data))
-            if not is_large:
-                CURRENT.work, CURRENT.stage = None, ""
 
     return attempt
 
 
-def check_fields(data: bytes, kind: Descriptor) -> None:
+def is_costly(data: bytes, kind: Any) -> bool:
+    """Return whether parsing and checking a serialized message takes too long for the event loop.
+
+    kind: its class; None if it is not known: then its bytes decide.
+    """
+    if len(data) > MESSAGE_BYTES_MAX:
+        return True
+    try:
+        if kind is not None:
+            check_fields(data, kind.DESCRIPTOR, SHORT_FIELD_COUNT_MAX)
+    except InvalidRequest:
+        return True
+    except (IndexError, ValueError):
+        return False  # not a message, as parsing it will find
+    return False
+
+
+def check_fields(data: bytes, kind: Descriptor, count_max: int = FIELD_COUNT_MAX) -> None:
     """Check the number of fields and packed numbers of a serialized message, at any depth.
 
     Raises: InvalidRequest; IndexError or ValueError if it is not a message.
@@ -302,9 +320,9 @@ def check_fields(data: bytes, kind: Descriptor) -> None:
         if position >= end:
             inside.pop()
             continue
-        if (count := count + 1) > FIELD_COUNT_MAX:
+        if (count := count + 1) > count_max:
             field = ".".join(name for _, _, name in inside[1:])
-            excess = f"the message has more than {FIELD_COUNT_MAX:,} fields; send less in one"
+            excess = f"the message has more than {count_max:,} fields; send less in one"
             raise InvalidRequest([FieldViolation(field, excess)])
         tag, position = varint_at(data, position)
         match tag & 7:
@@ -357,10 +375,16 @@ def checked(request: Any) -> Any:
 class ReceivedMessages(AsyncIterator[Any]):
     """Messages of a stream up to the first invalid one. Keeps no message between reads."""
 
-    def __init__(self, context: Context, parse: Parse | None = None) -> None:
-        """parse: None if the transport parses."""
+    def __init__(
+        self,
+        context: Context,
+        parse: Parse | None = None,
+        kind: type[Message] | None = None,
+    ) -> None:
+        """parse: None if the transport parses. kind: of the messages, if it is known."""
         self._context = context
         self._parse = parse
+        self._kind = kind
         self.check: Callable[[Any], Any] | None = None  # of a parsed message; raises
         self.read_large: ReadLarge | None = None
 
@@ -368,12 +392,18 @@ class ReceivedMessages(AsyncIterator[Any]):
         message = await self._context.read()
         if message is grpc.aio.EOF:
             raise StopAsyncIteration
-        if (
-            self._parse is None
-            or self.read_large is None
-            or (size := len(message)) <= MESSAGE_BYTES_MAX
-        ):
-            return self._read(message)
+        costly = (
+            self._parse is not None
+            and (size := len(message)) > SHORT_BYTES_MAX
+            and is_costly(message, self._kind)
+        )
+        IS_COSTLY.set(costly)
+        if not costly or self.read_large is None:
+            CURRENT.work, CURRENT.stage = VISIT.get() or METHOD.get(""), "parse"
+            try:
+                return self._read(message)
+            finally:
+                CURRENT.work, CURRENT.stage = None, ""
         message = await self.read_large(size, partial(self._read, message))
         READ_S.set(0.0)  # counted where it was parsed
         READ_BYTES.set(size)

@@ -29,7 +29,7 @@ from api.core.errors import (
     UnknownRequest,
     status_of,
 )
-from api.core.interceptor import MESSAGE_BYTES_MAX, READ_BYTES, READ_S, ReceivedMessages
+from api.core.interceptor import IS_COSTLY, READ_BYTES, READ_S, ReceivedMessages
 from api.core.pace import (
     BYTE_COST_S,
     LOOKUP_COST_S,
@@ -189,9 +189,9 @@ class ClientStream:
         auth_ms = (time.monotonic() - received_at) * 1000
         self._auth_ms = 0.0  # only requests of the first message waited for authentication
         pace, principal = self._process.pace, self._key.principal
-        if (size := READ_BYTES.get()) > MESSAGE_BYTES_MAX:
+        if IS_COSTLY.get():
             parse = partial(starts_of, batch, self._process.window_tokens_max)
-            self._parsed = await self._process.in_turn(principal, size, parse)
+            self._parsed = await self._process.in_turn(principal, READ_BYTES.get(), parse)
         index = 0
         while index < len(batch):
             if await pace.turn(principal):

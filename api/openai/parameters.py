@@ -28,7 +28,7 @@ from api.generation.decoding import (
 )
 from api.generation.tools import TOOL_COUNT_MAX
 from api.openai.refusals import HttpFault, check_count, invalid_parameter
-from api.openai.tolerance import EMPTY, Ignored, without_unknown
+from api.openai.tolerance import EMPTY, UNKNOWN_COUNT_MAX, Ignored, without_unknown
 
 ANY_OBJECT = '{"type": "object"}'
 ABSENT = Raw(b"null")
@@ -596,34 +596,50 @@ def outline_of(kind: type[Struct]) -> type[Struct]:
     return msgspec.defstruct("Outline", [(name, Raw, ABSENT) for name in kind.__struct_fields__])
 
 
-def longest_parameter(body: bytes, kind: type[Struct]) -> str | None:
-    """Return the parameter that takes most of a body; None if the body is not an object."""
-    try:
-        outline = msgspec.json.decode(body, type=outline_of(kind))
-    except (msgspec.DecodeError, RecursionError):
-        return None
-    return max(kind.__struct_fields__, key=lambda name: len(bytes(getattr(outline, name))))
-
-
-def check_elements(body: bytes, kind: type[Struct]) -> None:
-    """Check the number of elements of a body, which msgspec parses in one piece.
-
-    Raises: InvalidRequest naming the longest parameter.
-    """
-    unescaped = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+def element_counts(data: bytes) -> dict[str, int]:
+    """Return the number of elements of JSON text by kind; of too many strings no other kind."""
+    unescaped = data.replace(b"\\\\", b"").replace(b'\\"', b"")
     counts = {"strings": unescaped.count(b'"') // 2}
     if counts["strings"] <= ELEMENT_COUNTS_MAX["strings"]:
         outside = b"".join(unescaped.split(b'"')[::2])
         counts["objects and lists"] = outside.count(b"{") + outside.count(b"[")
         counts["members of objects"] = outside.count(b":")
         counts["values"] = outside.count(b",")
-    for what, count in counts.items():
+    return counts
+
+
+def check_elements(body: bytes, kind: type[Struct]) -> None:
+    """Check the number of elements of a body, which msgspec parses in one piece.
+
+    Raises: InvalidRequest naming the parameter with most of them; msgspec.DecodeError,
+    RecursionError.
+    """
+    for what, count in element_counts(body).items():
         if count > (limit := ELEMENT_COUNTS_MAX[what]):
+            wrong = f"the body may have {limit:,} {what} in total, got {count:,}, most of them"
+            name = parameter_with_most(body, kind, what, count)
+            if name is not None:
+                raise invalid_parameter(name, f"{wrong} here: send less in one request")
             raise invalid_parameter(
-                longest_parameter(body, kind),
-                f"the body may have {limit:,} {what} in total, got {count:,}, most of them here:"
-                " send less in one request",
+                None,
+                f"{wrong} in parameters that this API does not know, or in repeated ones: leave out"
+                f" unknown parameters, of which a body may have {UNKNOWN_COUNT_MAX}, and send each"
+                " parameter once",
             )
+
+
+def parameter_with_most(body: bytes, kind: type[Struct], what: str, count: int) -> str | None:
+    """Return the parameter with most of the elements; None if most are in none of them.
+
+    Raises: msgspec.DecodeError, RecursionError.
+    """
+    outline = msgspec.json.decode(body, type=outline_of(kind))
+    counts = {
+        name: element_counts(bytes(getattr(outline, name))).get(what, 0)
+        for name in kind.__struct_fields__
+    }
+    most = max(counts, key=lambda name: counts[name])
+    return most if counts[most] >= count - sum(counts.values()) else None
 
 
 def decode(body: bytes, kind: type[Body], ignored: Ignored | None = None) -> Body:
@@ -634,6 +650,8 @@ def decode(body: bytes, kind: type[Body], ignored: Ignored | None = None) -> Bod
     parameter.
     """
     try:
+        if not body.isascii():
+            body.decode()  # msgspec does not check what it skips or keeps unparsed
         if len(body) > SHORT_BYTES_MAX:
             check_elements(body, kind)
         try:

@@ -16,13 +16,15 @@ set, overridden or removed.
 
 from __future__ import annotations
 
+import contextlib
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
 from enum import StrEnum
 from functools import partial
+from operator import attrgetter
 from typing import TypeVar
 
 from sqlalchemy import Select, select
@@ -62,6 +64,7 @@ from metering.tenants.tenants import (
 )
 
 Value = str | int | bool | None | list[str] | list[int]
+VIOLATION_COUNT_MAX = 100  # after them nothing more is applied: each costs some savepoints
 
 
 class Action(StrEnum):
@@ -242,17 +245,8 @@ def value_of(thing: object | None, name: str) -> Value:
             raise TypeError(f"{name} is a {type(other).__name__}, which no configuration holds")
 
 
-def named_twice(
-    path: str, field_name: str, names: Sequence[object]
-) -> Iterator[ConfigurationViolation]:
-    """Yield a violation for each repeated name in a list."""
-    first: dict[object, int] = {}
-    for index, name in enumerate(names):
-        if (earlier := first.setdefault(name, index)) != index:
-            yield ConfigurationViolation(
-                f"{path}[{index}].{field_name}",
-                f"named before, at {path}[{earlier}]: give each once",
-            )
+class TooManyViolations(Exception):
+    """The document has as many violations as are reported at once."""
 
 
 Answer = TypeVar("Answer")
@@ -323,14 +317,10 @@ class Attempts:
 
     async def apply(self, configuration: Configuration) -> None:
         """Apply everything. The result is in `changes`; on errors the caller must roll back."""
-        self.violations += named_twice(
+        self._check_names(
             "organizations", "name", [each.name for each in configuration.organizations]
         )
-        self.violations += named_twice(
-            "prices",
-            "model",
-            [tuple(getattr(each, name) for name in PLACE) for each in configuration.prices],
-        )
+        self._check_names("prices", "model", list(map(attrgetter(*PLACE), configuration.prices)))
         for index, organization in enumerate(configuration.organizations):
             await self._organization(f"organizations[{index}]", organization)
         for index, price in enumerate(configuration.prices):
@@ -362,8 +352,23 @@ class Attempts:
             self._wrong(path, str(refusal))
         return None
 
+    def _check_names(self, path: str, field_name: str, names: Sequence[object]) -> None:
+        """Record a violation for each repeated name in a list."""
+        first: dict[object, int] = {}
+        for index, name in enumerate(names):
+            if (earlier := first.setdefault(name, index)) != index:
+                self._wrong(
+                    f"{path}[{index}].{field_name}",
+                    f"named before, at {path}[{earlier}]: give each once",
+                )
+
     def _wrong(self, path: str, message: str) -> None:
-        self.violations.append(ConfigurationViolation(path, message))
+        """Record a violation. Raises: TooManyViolations."""
+        is_last = len(self.violations) + 1 == VIOLATION_COUNT_MAX
+        rest = "; further fields were not checked" if is_last else ""
+        self.violations.append(ConfigurationViolation(path, message + rest))
+        if is_last:
+            raise TooManyViolations
 
     async def _made(self, path: str, name: str, create: Callable[[str], Awaitable[Made]]) -> Made:
         """Create an object, with a valid name if its own is refused; that is rolled back."""
@@ -401,9 +406,7 @@ class Attempts:
         )
         query_projects = select(Project).where(Project.organization_id == existing.id)
         projects = {project.name: project for project in await self.session.scalars(query_projects)}
-        self.violations += named_twice(
-            f"{path}.projects", "name", [each.name for each in wanted.projects]
-        )
+        self._check_names(f"{path}.projects", "name", [each.name for each in wanted.projects])
         for index, project in enumerate(wanted.projects):
             shown = f"{wanted.name}/{project.name}"
             await self._project(
@@ -466,7 +469,7 @@ class Attempts:
             .order_by(ApiKey.created_at)
         )
         left = {key.prefix: key for key in await self.session.scalars(query)}
-        self.violations += named_twice(
+        self._check_names(
             f"{path}.keys", "name", [each.prefix or each.name for each in wanted.keys]
         )
         named = {each.prefix for each in wanted.keys}
@@ -634,7 +637,7 @@ class Attempts:
         """Apply the limits of one subject. defaults: limits that stay although not named."""
         query = limits_of([subject.id]).execution_options(populate_existing=True)
         rows = {place_of(row): row for row in await self.session.scalars(query)}
-        self.violations += named_twice(
+        self._check_names(
             f"{subject.path}.quotas", "dimension", [place for place, _ in wanted.quotas]
         )
         for index, (place, spec) in enumerate(wanted.quotas):
@@ -798,7 +801,8 @@ async def apply_configuration(
     """
     now = await database_now(session)
     work = Attempts(session, actor, now, models, own_key_id, own_address)
-    await work.apply(wanted)
+    with contextlib.suppress(TooManyViolations):
+        await work.apply(wanted)
     if not dry_run and not work.violations:
         await work.count_past()
     return work

@@ -1,128 +1,90 @@
-"""Random HTTP bodies and client messages: parsed, or refused with an error of the API.
+"""Random HTTP bodies and gRPC messages: parsed, or refused with an error of the API.
 
 `WEIR_FUZZ_BODIES=1000000 python -m pytest tests/api/test_body_fuzz.py -s` takes some minutes.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import random
 import time
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 from google.protobuf.message_factory import GetMessageClass
-from msgspec import inspect
 
-from api.core.errors import ApiError
-from api.core.interceptor import LARGE_MESSAGES
-from api.openai.refusals import HttpFault
-from bench.adversary_attacks import TEXTS, fill
-from tests.api.test_growth import HTTP, METHODS, calling
+from api.core.errors import ApiError, status_of
+from api.core.interceptor import LARGE_MESSAGES, is_costly
+from api.openai.parameters import SHORT_BYTES_MAX
+from api.openai.refusals import HttpFault, refusal_of
+from tests.api.fuzzed_bodies import Bodies
+from tests.api.test_growth import ERROR_CHARS_MAX, HTTP, METHODS, calling
 from tests.growth import BLOCK_MAX_S, as_in_service, cpu_s
 
 COUNT = int(os.environ.get("WEIR_FUZZ_BODIES", "4000"))
 SEED = int(os.environ.get("WEIR_FUZZ_SEED", "1"))
 RUNS_MAX = 5  # of a body that seems slow
-PLAIN = ("user", "assistant", "tool", "text", "function", "tiny", "auto", "\ud800", "x")
-WORDS = [*TEXTS[:20], *PLAIN]
-NUMBERS: list[Any] = [0, 1, -1, 2, 16, 2**31, 2**63, 10**30, 0.5, 1e300, -0.0, True, None]
-Draw = Callable[[random.Random], Any]
+STATUS_BYTES_MAX = 5000  # a client reads 8 KiB of metadata, in base64 and with the message again
+REPORT_EVERY = 50_000
 
 
-def any_value(chance: random.Random, depth: int = 3) -> Any:
-    """Return any JSON value."""
-    kind = chance.randrange(6 if depth else 4)
-    if kind == 4:
-        return [any_value(chance, depth - 1) for _ in range(chance.randrange(4))]
-    if kind == 5:
-        return {chance.choice(WORDS): any_value(chance, depth - 1) for _ in range(2)}
-    return chance.choice(WORDS) if kind % 2 else chance.choice(NUMBERS)
+def fuzzed(seed: int = SEED) -> Bodies:
+    """Return the fuzzed bodies of all entry points."""
+    http = {path: (kind, plain) for path, (_, kind, plain) in HTTP.items()}
+    return Bodies(http, {path: each.input_type for path, each in METHODS.items()}, seed)
 
 
-def value_of(info: inspect.Type, chance: random.Random) -> Any:
-    """Return a value of a type, sometimes of another one."""
-    if chance.random() < 0.04:
-        return any_value(chance)
-    match info:
-        case inspect.StructType(fields=fields):
-            found = {
-                each.encode_name: value_of(each.type, chance)
-                for each in fields
-                if each.required or chance.random() < 0.12
-            }
-            if chance.random() < 0.05:
-                found[chance.choice([*found, "odd"])[::-1]] = any_value(chance)
-            return found
-        case inspect.UnionType(types=types):
-            return value_of(chance.choice(types), chance)
-        case inspect.ListType(item_type=item):
-            return [value_of(item, chance) for _ in range(chance.randrange(4))]
-        case inspect.DictType(key_type=keys, value_type=held):
-            return {str(value_of(keys, chance)): value_of(held, chance) for _ in range(2)}
-        case inspect.LiteralType(values=values):
-            return chance.choice(values)
-        case inspect.StrType():
-            return chance.choice(WORDS)
-        case inspect.IntType() | inspect.FloatType():
-            return chance.choice(NUMBERS[:9])
-        case inspect.BoolType():
-            return chance.random() < 0.5
-        case inspect.NoneType():
-            return None
-    return any_value(chance)
-
-
-def damaged(data: bytes, chance: random.Random) -> bytes:
-    """Return bytes that are cut, doubled or changed in a place, mostly unchanged."""
-    place = chance.randrange(len(data) + 1)
-    match chance.randrange(12):
-        case 0:
-            return data[:place]
-        case 1:
-            return data[:place] + chance.randbytes(3) + data[place:]
-        case 2:
-            return data[:place] + data[place // 2 :]
-    return data
+def check_refusal(path: str, refusal: ApiError | HttpFault) -> str:
+    """Check that a refusal becomes a short error that blames the caller; return its reason."""
+    if isinstance(refusal, HttpFault):
+        answer = refusal.refusal
+    else:
+        status = status_of(refusal)
+        assert status.ByteSize() <= STATUS_BYTES_MAX, (path, status.message[:200])
+        answer = refusal_of(status)
+    assert 400 <= answer.http_status < 500, (path, refusal)
+    assert 0 < len(answer.message) <= ERROR_CHARS_MAX, (path, answer.message[:200])
+    return type(refusal).__name__
 
 
 def test_random_bodies_and_messages_are_parsed_or_refused() -> None:
-    chance = random.Random(SEED)
-    bodies = [(path, enter, inspect.type_info(kind)) for path, (enter, kind, _) in HTTP.items()]
-    calls = [
-        (path, calling(path, METHODS[path]), GetMessageClass(METHODS[path].input_type))
-        for path in METHODS
-        if path in LARGE_MESSAGES or path.startswith("/weir.v1.InferenceService")
-    ]
-    ends: Counter[str] = Counter()
+    bodies = fuzzed()
+    entries = {path: enter for path, (enter, _, _) in HTTP.items()}
+    entries |= {path: calling(path, method) for path, method in METHODS.items()}
+    ends: Counter[tuple[str, str]] = Counter()
     slow: list[str] = []
 
     with as_in_service():
-        for _ in range(COUNT):
-            if chance.random() < 0.6:
-                path, enter, info = chance.choice(bodies)
-                data = json.dumps(value_of(info, chance)).encode()
-            else:
-                path, enter, kind = chance.choice(calls)
-                data = fill(kind(), chance).SerializeToString()
-            data = damaged(data, chance)
+        for index in range(COUNT):
+            path, data = bodies.body(index)
+            enter = entries[path]
             began_at = time.thread_time()
             try:
                 enter(data)
                 end = "parsed"
             except (ApiError, HttpFault) as refusal:
-                end = type(refusal).__name__
+                end = check_refusal(path, refusal)
             except Exception as error:
-                raise AssertionError(f"{path}: {error!r} for {data[:2000]!r}") from error
-            ends[end] += 1
-            if time.thread_time() - began_at > BLOCK_MAX_S and (
-                min(cpu_s(lambda enter=enter, data=data: enter(data)) for _ in range(RUNS_MAX))  # type: ignore[misc]
-                > BLOCK_MAX_S
+                raise AssertionError(f"{index}: {path}: {error!r} for {data[:2000]!r}") from error
+            ends["HTTP" if path in HTTP else "gRPC", end] += 1
+            if path in LARGE_MESSAGES:
+                is_short = not is_costly(data, GetMessageClass(METHODS[path].input_type))
+            else:
+                is_short = path not in HTTP or len(data) <= SHORT_BYTES_MAX
+            seems_slow = is_short and time.thread_time() - began_at > BLOCK_MAX_S
+            if seems_slow and (
+                min(cpu_s(partial(enter, data)) for _ in range(RUNS_MAX)) > BLOCK_MAX_S
             ):
-                slow.append(f"{path}: {data[:200]!r}")
+                slow.append(f"{index}: {path}: {data[:200]!r}")
+            if (index + 1) % REPORT_EVERY == 0:
+                print(index + 1, f"{time.process_time():.0f} s", dict(ends), flush=True)
 
     print(dict(ends))
     assert slow == []
-    assert ends["parsed"] > COUNT // 50
+    assert ends["HTTP", "parsed"] > COUNT // 50
+    assert ends["gRPC", "parsed"] > COUNT // 50
+
+
+def test_a_body_is_the_same_for_its_seed_and_index() -> None:
+    one, other = fuzzed(), fuzzed()
+
+    assert [one.body(index) for index in range(200)] == [other.body(index) for index in range(200)]

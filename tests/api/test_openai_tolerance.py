@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -24,8 +25,11 @@ from api.openai.parameters import (
     parse_response,
     tolerate,
 )
+from api.openai.refusals import HttpFault
 from api.openai.tolerance import CHANGING, IGNORED_HEADER, NAMES_MAX, Ignored
+from bench.costly_bodies import bodies_of
 from infra.architecture import ROOT
+from tests.api.test_growth import HTTP
 
 CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "Hello"}]}
 RESPONSE: dict[str, Any] = {"model": "demo", "input": "Hello"}
@@ -520,3 +524,59 @@ def test_the_header_is_bounded_and_has_no_text_that_is_not_a_name() -> None:
         decode(msgspec.json.encode(sent), ChatParameters, ignored)
         assert ignored.headers()[IGNORED_HEADER].endswith(shown)
     assert Ignored().headers() == {}
+
+
+MANY: Mapping[str, tuple[Callable[[str], str], bool]] = {
+    "unknown parameters": (lambda _: ",".join(f'"p{n:x}":1' for n in range(70_000)), False),
+    "an unknown parameter": (lambda _: '"p":[' + "{}," * 40_000 + "{}]", False),
+    "a repeated parameter": (lambda name: ",".join([f'"{name}":1'] * 70_000), False),
+    "objects": (lambda name: f'"{name}":[' + "{}," * 40_000 + "{}]", True),
+    "members": (
+        lambda name: (
+            f'"{name}":{{' + ",".join(f'"p{n:x}":1' for n in range(70_000)) + '},"q":1,"r":1'
+        ),
+        True,
+    ),
+    "strings": (lambda name: f'"{name}":[' + '"",' * 140_000 + '""]', True),
+    "values": (lambda name: f'"{name}":[' + "1," * 1_100_000 + "1]", True),
+}
+
+
+@pytest.mark.parametrize("what", MANY)
+@pytest.mark.parametrize("path", HTTP)
+def test_the_error_names_the_parameter_with_most_elements(path: str, what: str) -> None:
+    """Another parameter has more bytes."""
+    enter, kind, _ = HTTP[path]
+    name = "metadata" if "metadata" in kind.__struct_fields__ else "dimensions"
+    make, is_named = MANY[what]
+    body = f'{{"model":"{"x" * 1_500_000}",{make(name)}}}'
+
+    with pytest.raises(InvalidRequest) as refusal:
+        enter(body.encode())
+
+    [violation] = refusal.value.violations
+    assert violation.field == (name if is_named else "")
+    assert "the body may have " in violation.description
+    assert ("a body may have 64" in violation.description) is not is_named
+
+
+@pytest.mark.parametrize("path", HTTP)
+def test_a_body_that_is_no_object_is_refused_for_that(path: str) -> None:
+    enter, _, _ = HTTP[path]
+
+    with pytest.raises(InvalidRequest, match="object"):
+        enter(b"[" + b"{}," * 40_000 + b"{}]")
+    with pytest.raises(HttpFault, match="not valid JSON"):
+        enter(b'{"p":[' + b"{}," * 40_000)
+
+
+@pytest.mark.parametrize("path", HTTP)
+def test_text_that_is_not_utf_8_is_refused_wherever_it_is(path: str) -> None:
+    """msgspec does not check text that it keeps unparsed, like the schema of a tool."""
+    enter, kind, plain = HTTP[path]
+    for costly in bodies_of(kind, plain):
+        body = costly.build(100)
+        for place in [found.start() + 1 for found in re.finditer(rb'"[xa\\]', body)][:3]:
+            broken = body[:place] + b"\xff" + body[place:]
+            with pytest.raises(HttpFault, match="not valid JSON"):
+                enter(broken)
