@@ -68,7 +68,8 @@ def test_one_long_call_in_c_is_found_and_named() -> None:
     def parses() -> None:
         json.loads(IN_C)
 
-    with as_in_service(), pytest.raises(AssertionError, match="raw_decode"):
+    # Freeing the lists may take longer than making them.
+    with as_in_service(), pytest.raises(AssertionError, match=r"raw_decode|parses\b"):
         check_hold("parse", parses, HELD_S)
 
 
