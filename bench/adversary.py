@@ -44,6 +44,7 @@ from api.core.settings import Settings, bundled_models
 from bench.admission import server
 from bench.admission_peers import MODEL
 from bench.adversary_attacks import ATTACKS, BROKEN, UPSTREAM, Target
+from bench.adversary_load import ATTACKER_NICE
 from bench.front import create_keys, is_serving, on_core, wait_for
 from bench.processes import children_of, claim_cores, cpu_s
 from bench.streams import scale
@@ -466,6 +467,8 @@ def hostile_fleet(core: int, home: Path) -> Iterator[Path]:
     command = [sys.executable, "-m", "bench.hostile_upstream", "--rotate", "--window", str(1 << 20)]
     with on_core(core, command, stdout=subprocess.PIPE) as process:
         try:
+            # Part of the attack, so it takes no CPU of the bystander either.
+            os.setpriority(os.PRIO_PROCESS, process.pid, ATTACKER_NICE)
             assert process.stdout is not None
             port = process.stdout.readline().split()[1].decode()
             remote = {

@@ -46,6 +46,8 @@ WAIT_S_MIN = 0.005  # shorter waits add up first, since the resolution of timers
 # its key more, up to a factor.
 STALL_S = 0.001
 STALL_FACTOR_MAX = 64.0
+# The same for work in a thread: libraries in C keep the interpreter for tens of milliseconds of it.
+THREAD_STALL_S = 0.01
 KEYS_MAX = 20_000  # keys and organizations; above it, those without debt are dropped
 # Shares of a key for all keys of an organization; a key that floods leaves half to the rest.
 ORGANIZATION_SHARES = 2.0
@@ -54,6 +56,9 @@ ADDRESS_SHARES = 0.4  # shares of a key for an address without a valid key
 LATE_S = 0.0025
 SHRINK, GROW = 0.7, 1.03
 ROOM_MIN = 0.1
+# Lag that is felt as a late token, and the time after it in which no share grows: below one lag in
+# a hundred tokens, the 99th percentile of their gaps stays as it is.
+FELT_S, CALM_S = 0.006, 5.0
 PATH_CHARS_MAX = 200  # in the log
 Value = TypeVar("Value")
 Payer = Owner | str  # an API key with its organization, or an address
@@ -77,6 +82,7 @@ class FramePace:
         self.room = 1.0  # current fraction of each share, between `ROOM_MIN` and 1
         # A clock that runs at the rate `room`, so that refunds equal what was counted at any rate.
         self._now, self._looked_at = 0.0, clock()
+        self._grows_at = -math.inf
         # Time on that clock at which the debt is paid off, by number of a key or organization, or
         # by address.
         self._free_at: dict[int | str, float] = {}
@@ -86,9 +92,12 @@ class FramePace:
     def late(self, lag_s: float) -> None:
         """Adjust the shares to the lag of a timer. Call at regular intervals of some 50 ms."""
         self._look()
-        self.room = (
-            max(self.room * SHRINK, ROOM_MIN) if lag_s > LATE_S else min(self.room * GROW, 1.0)
-        )
+        if lag_s > FELT_S:
+            self._grows_at = self._looked_at + CALM_S
+        if lag_s > LATE_S:
+            self.room = max(self.room * SHRINK, ROOM_MIN)
+        elif self._looked_at >= self._grows_at:
+            self.room = min(self.room * GROW, 1.0)
 
     def _look(self) -> float:
         """Return the time on the clock that runs at the rate `room`."""
@@ -102,7 +111,7 @@ class FramePace:
 
         held_s: additional time that blocked the event loop in one piece.
         """
-        cost_s += held_s * min(max(held_s / STALL_S, 1.0), STALL_FACTOR_MAX)
+        cost_s += dearer(held_s, STALL_S)
         accounts: tuple[tuple[int | str, float], ...]
         if isinstance(owner, str):
             accounts = ((owner, ADDRESS_SHARES * self._share),)
@@ -118,6 +127,10 @@ class FramePace:
             self._free_at[each] = max(self._free_at.get(each, earliest), earliest) + cost_s / share
         if len(self._free_at) > KEYS_MAX:
             self._free_at = {each: at for each, at in self._free_at.items() if at > now}
+
+    def spent_in_thread(self, owner: Payer, cost_s: float) -> None:
+        """Count work on one message in a thread."""
+        self.spent(owner, dearer(cost_s, THREAD_STALL_S))
 
     def read(self, owner: Payer, cost_s: float, byte_count: int) -> None:
         """Count a parsed message of this size, and the seconds that parsing took."""
@@ -204,6 +217,11 @@ class FramePace:
             if not turns.waiting_count:
                 del self._turns[key_id]
         return True
+
+
+def dearer(seconds: float, stall_s: float) -> float:
+    """Return the cost of work in one piece: beyond `stall_s`, each second costs more."""
+    return seconds * min(max(seconds / stall_s, 1.0), STALL_FACTOR_MAX)
 
 
 class Visit:

@@ -79,6 +79,13 @@ class Process:
             thread_count=settings.preparation_thread_count,
             weights=settings.queue_weights,
         )
+        # One thread: parsers keep the interpreter, and the event loop would wait for each of several.
+        self._parsing = TextWork(
+            chars_max=settings.preparation_chars_max,
+            chars_per_key_max=settings.preparation_chars_per_key_max,
+            thread_count=1,
+            weights=settings.queue_weights,
+        )
         self.tasks: asyncio.TaskGroup = admission.tasks  # tasks of requests
         self._live: dict[Running, None] = {}  # in order of arrival
         # Keys: project and request ids as integers, because UUIDs are hashed in Python.
@@ -114,7 +121,7 @@ class Process:
             return await self.in_thread(owner, size, call)
 
     async def in_thread(self, payer: Payer, size: int, call: Callable[[], Value]) -> Value:
-        """Run work on a large message in the fair threads; its processor time counts for the payer.
+        """Run work on a large message in a fair thread; its processor time counts for the payer.
 
         size: in bytes. Messages of all unknown keys together count as one organization. Raises the
         error of the call.
@@ -127,10 +134,10 @@ class Process:
                 return call()
             finally:  # even if the client has disconnected
                 cost_s = time.thread_time() - began_at
-                loop.call_soon_threadsafe(self.pace.spent, payer, cost_s)
+                loop.call_soon_threadsafe(self.pace.spent_in_thread, payer, cost_s)
 
         organization_id = NO_ORGANIZATION if isinstance(payer, str) else payer.organization_id
-        value, _ = await self.text_work.run(organization_id, size, counted)
+        value, _ = await self._parsing.run(organization_id, size, counted)
         return value
 
     def find(self, key: Key) -> LiveRequest | None:
