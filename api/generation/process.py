@@ -6,6 +6,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
@@ -73,19 +74,15 @@ class Process:
             (model.context_window_tokens for model in router.models()), default=0
         )
         self.pace = pace or FramePace(settings.frames_share_max)
-        self.text_work = TextWork(
+        work = partial(
+            TextWork,
             chars_max=settings.preparation_chars_max,
             chars_per_key_max=settings.preparation_chars_per_key_max,
-            thread_count=settings.preparation_thread_count,
             weights=settings.queue_weights,
         )
-        # One thread: parsers keep the interpreter, and the event loop would wait for each of several.
-        self._parsing = TextWork(
-            chars_max=settings.preparation_chars_max,
-            chars_per_key_max=settings.preparation_chars_per_key_max,
-            thread_count=1,
-            weights=settings.queue_weights,
-        )
+        self.text_work = work(thread_count=settings.preparation_thread_count)
+        # Parsers keep the interpreter: the event loop would wait for each of several threads.
+        self._parsing = work(thread_count=1)
         self.tasks: asyncio.TaskGroup = admission.tasks  # tasks of requests
         self._live: dict[Running, None] = {}  # in order of arrival
         # Keys: project and request ids as integers, because UUIDs are hashed in Python.
