@@ -332,16 +332,17 @@ class Wire:
             yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError):
+        # Cancelled when the event loop ends, which asyncio would report as an error.
+        with contextlib.closing(writer), contextlib.suppress(OSError, asyncio.CancelledError):
             far_reader, far_writer = await asyncio.open_connection(self._host, self._port)
-            async with asyncio.TaskGroup() as tasks:
-                sending = tasks.create_task(self._pump(reader, far_writer), name="wire")
-                sending.add_done_callback(lambda _: far_writer.close())
-                await self._pump(far_reader, writer)
-                if not sending.done():  # the server broke off, not the client
-                    await asyncio.sleep(LOSSLESS_S)
-                sending.cancel()
-        writer.close()
+            with contextlib.closing(far_writer):
+                async with asyncio.TaskGroup() as tasks:
+                    sending = tasks.create_task(self._pump(reader, far_writer), name="wire")
+                    sending.add_done_callback(lambda _: far_writer.close())
+                    await self._pump(far_reader, writer)
+                    if not sending.done():  # the server broke off, not the client
+                        await asyncio.sleep(LOSSLESS_S)
+                    sending.cancel()
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Pass bytes on until their end."""

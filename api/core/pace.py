@@ -56,9 +56,6 @@ ADDRESS_SHARES = 0.4  # shares of a key for an address without a valid key
 LATE_S = 0.0025
 SHRINK, GROW = 0.7, 1.03
 ROOM_MIN = 0.1
-# Lag that is felt as a late token, and the time after it in which no share grows: below one lag in
-# a hundred tokens, the 99th percentile of their gaps stays as it is.
-FELT_S, CALM_S = 0.006, 5.0
 PATH_CHARS_MAX = 200  # in the log
 Value = TypeVar("Value")
 Payer = Owner | str  # an API key with its organization, or an address
@@ -82,7 +79,6 @@ class FramePace:
         self.room = 1.0  # current fraction of each share, between `ROOM_MIN` and 1
         # A clock that runs at the rate `room`, so that refunds equal what was counted at any rate.
         self._now, self._looked_at = 0.0, clock()
-        self._grows_at = -math.inf
         # Time on that clock at which the debt is paid off, by number of a key or organization, or
         # by address.
         self._free_at: dict[int | str, float] = {}
@@ -92,12 +88,9 @@ class FramePace:
     def late(self, lag_s: float) -> None:
         """Adjust the shares to the lag of a timer. Call at regular intervals of some 50 ms."""
         self._look()
-        if lag_s > FELT_S:
-            self._grows_at = self._looked_at + CALM_S
-        if lag_s > LATE_S:
-            self.room = max(self.room * SHRINK, ROOM_MIN)
-        elif self._looked_at >= self._grows_at:
-            self.room = min(self.room * GROW, 1.0)
+        self.room = (
+            max(self.room * SHRINK, ROOM_MIN) if lag_s > LATE_S else min(self.room * GROW, 1.0)
+        )
 
     def _look(self) -> float:
         """Return the time on the clock that runs at the rate `room`."""

@@ -154,22 +154,6 @@ def test_all_shares_shrink_while_the_event_loop_is_late_and_grow_back() -> None:
     assert paced.wait_s(one) == pytest.approx(0.5)
 
 
-def test_no_share_grows_soon_after_a_lag_that_is_felt() -> None:
-    hours = Hours()
-    paced = FramePace(0.5, clock=hours)
-
-    paced.late(2 * pace.FELT_S)
-    for _ in range(100):
-        paced.late(0.0)
-    small = paced.room
-    hours.now += pace.CALM_S
-    for _ in range(100):
-        paced.late(0.0)
-
-    assert small == pace.SHRINK
-    assert paced.room == 1.0
-
-
 def test_work_in_a_thread_costs_more_the_longer_it_is_in_one_piece() -> None:
     in_one, in_ten, short_s = key(), key(), pace.THREAD_STALL_S
     paced = FramePace(0.5, clock=Hours())

@@ -308,7 +308,7 @@ async def test_bodies_that_are_no_request_are_refused_and_the_connection_lives_o
         b'{"model": "\xff"}': "invalid_json",
         b'{"model": "\\ud800"}': "invalid_json",
         b"[" * 100_000: "invalid_value",
-        b'{"messages":' + b"[" * 100_000: "invalid_value",
+        b'{"messages":' + b"[" * 100_000: "invalid_json",
         b"[]": "invalid_value",
         b'"text"': "invalid_value",
         b'{"model": 5}': "invalid_value",
