@@ -387,6 +387,7 @@ class ReceivedMessages(AsyncIterator[Any]):
         self._kind = kind
         self.check: Callable[[Any], Any] | None = None  # of a parsed message; raises
         self.read_large: ReadLarge | None = None
+        self._was_costly = False
 
     async def __anext__(self) -> Any:
         message = await self._context.read()
@@ -397,7 +398,9 @@ class ReceivedMessages(AsyncIterator[Any]):
             and (size := len(message)) > SHORT_BYTES_MAX
             and is_costly(message, self._kind)
         )
-        IS_COSTLY.set(costly)
+        if costly is not self._was_costly:  # seldom
+            IS_COSTLY.set(costly)
+            self._was_costly = costly
         if not costly or self.read_large is None:
             CURRENT.work, CURRENT.stage = VISIT.get() or METHOD.get(""), "parse"
             try:

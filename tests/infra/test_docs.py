@@ -19,7 +19,8 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from weir_cli.__main__ import COMMANDS, load
 from weir_cli.document import DOCUMENT, PROPOSAL, Section, read_document
 
-from api.cli.stack import STACK_HOME
+from api.cli.guard import ROLE
+from api.cli.stack import STACK_HOME, STACK_PART
 from api.core.errors import KINDS, reason_of
 from api.core.health import SERVICES
 from api.core.settings import Settings
@@ -85,7 +86,12 @@ def test_the_reference_has_every_setting() -> None:
     }
 
     assert len(named) == len(set(named))
-    read -= {FAMILY, STACK_HOME}  # mark processes of a worker, of `weir up`: not for operators
+    read -= {
+        FAMILY,
+        STACK_HOME,
+        STACK_PART,
+        ROLE,
+    }  # mark processes of a worker, of `weir up`: not for operators
     assert {spec.metadata["variable"] for spec in fields(Settings)} | read == {
         name for name in named if name.startswith("WEIR_")
     }
