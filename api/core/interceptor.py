@@ -398,7 +398,7 @@ class ReceivedMessages(AsyncIterator[Any]):
             and (size := len(message)) > SHORT_BYTES_MAX
             and is_costly(message, self._kind)
         )
-        if costly is not self._was_costly:  # seldom
+        if costly is not self._was_costly:  # setting it for each message is a call on the hot path
             IS_COSTLY.set(costly)
             self._was_costly = costly
         if not costly or self.read_large is None:

@@ -86,12 +86,8 @@ def test_the_reference_has_every_setting() -> None:
     }
 
     assert len(named) == len(set(named))
-    read -= {
-        FAMILY,
-        STACK_HOME,
-        STACK_PART,
-        ROLE,
-    }  # mark processes of a worker, of `weir up`: not for operators
+    # Not for operators: they mark the processes of a worker and of `weir up`.
+    read -= {FAMILY, ROLE, STACK_HOME, STACK_PART}
     assert {spec.metadata["variable"] for spec in fields(Settings)} | read == {
         name for name in named if name.startswith("WEIR_")
     }

@@ -118,8 +118,11 @@ async def test_a_worker_keeps_its_connection_and_replaces_a_cut_one(
     others = dict(ask(database_url, query))
 
     def used() -> dict[int, datetime]:
-        """Return the server processes of the tasks, with the end of their newest statement."""
-        return {pid: at for pid, at in ask(database_url, query) if pid not in others}
+        """Return the server processes of the tasks, with the end of their newest statement.
+
+        One that has only connected has none.
+        """
+        return {pid: at for pid, at in ask(database_url, query) if at and pid not in others}
 
     # A task that runs while its connection is cut says so and is repeated.
     with worker(tmp_path, database_url, {}, may_log=("the database is away",)):
