@@ -72,6 +72,7 @@ class Hold:
 def as_in_service() -> Iterator[None]:
     """Set garbage collection and the switch interval as an api process does."""
     threshold, interval = gc.get_threshold(), sys.getswitchinterval()
+    callbacks, gc.callbacks[:] = list(gc.callbacks), []  # of test tools
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what earlier tests left behind
         gc.collect()
@@ -81,6 +82,7 @@ def as_in_service() -> Iterator[None]:
     try:
         yield
     finally:
+        gc.callbacks[:] = callbacks
         sys.setswitchinterval(interval)
         gc.set_threshold(*threshold)
         gc.unfreeze()

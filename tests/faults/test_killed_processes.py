@@ -172,7 +172,7 @@ async def test_what_waited_for_a_client_that_did_not_read_is_not_billed_after_a_
         def is_stalled() -> bool:
             nonlocal stalled
             before, stalled = stalled, journalled_and_taken(service)
-            return before == stalled and stalled[1] < stalled[0]
+            return before == stalled and 0 < stalled[1] < stalled[0]
 
         await until(is_stalled, "a message that waits")
         service.kill()

@@ -173,14 +173,18 @@ async def test_hostile_answers_are_billed_for_valid_tokens_only_and_never_quoted
     await service.no_hold_left(tenant)
     await asyncio.to_thread(service.stop)
 
-    assert [each.reason for each in failed.values()] == list(FORMS.values())
+    reasons = dict(zip(FORMS, (each.reason for each in failed.values()), strict=True))
+    # Two valid ids precede the negative one. They are delivered if they come in an earlier packet.
+    assert reasons in (FORMS, FORMS | {"a negative id": "ENGINE_FAILED_MIDWAY"})
     billed = {
         str(event["request_id"]): event["billed_token_count"]
         for event in service.books.events(tenant)
     }
     delivered = {request_id: len(stream.token_ids(request_id)) for request_id in failed}
     assert {each: billed.get(each, 0) for each in failed} == delivered
-    assert [bool(count) for count in delivered.values()] == [True] + 5 * [False]
+    counts = dict(zip(FORMS, delivered.values(), strict=True))
+    for form, reason in reasons.items():
+        assert (counts[form] > 0) == (reason == "ENGINE_FAILED_MIDWAY"), form
     for told in (*failed.values(), refused):
         for secret in ("hunter2", "10.0.0.5", address, "127.0.0.1"):
             assert secret not in str(told.status)
