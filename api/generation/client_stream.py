@@ -8,12 +8,13 @@ or runs in another process (`relay.py`).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 import uuid
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
 from weir.v1 import inference_service_pb2 as pb
@@ -120,7 +121,7 @@ class ClientStream:
         self._deadline = None if granted_s is None else time.monotonic() + granted_s
         try:
             if isinstance(requests, ReceivedMessages):
-                requests.read_large = partial(self._process.in_turn, self._key.principal)
+                requests.read_large = self._read_large
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._read_on(requests), name="stream reader")
                 # If the client disconnects during a write, gRPC cancels the call right after.
@@ -164,6 +165,16 @@ class ClientStream:
         except Exception as violation:
             self._violation = violation
             self._leave(Outcome.CANCELLED, is_gone=False)
+
+    async def _read_large(self, size: int, parse: Callable[[], Any]) -> Any:
+        """Implement `ReadLarge`. A stream without requests loses nothing if it is refused.
+
+        Raises: PreparationLimit, Overloaded, and the errors of parsing.
+        """
+        principal = self._key.principal
+        permit = self._process.text_work.permit(principal, size)
+        with contextlib.nullcontext() if self._running else permit:
+            return await self._process.in_turn(principal, size, parse)
 
     def _left_midway(self, context: Context, granted_s: float | None) -> None:
         self._leave(outcome_of_leaving(granted_s, remaining_s(context)))

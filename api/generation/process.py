@@ -31,6 +31,7 @@ from inference.text.tokenizer import Tokenizer
 from metering.core.models import Outcome
 from metering.quotas.quota_rules import Owner
 
+PARSING_REST = 3.0  # a quarter of the time is for parsing
 PROGRESS_FRAMES_MAX = 500  # per interval: a few ms of work; beyond it requests take turns
 
 
@@ -81,8 +82,9 @@ class Process:
             weights=settings.queue_weights,
         )
         self.text_work = work(thread_count=settings.preparation_thread_count)
-        # Parsers keep the interpreter: the event loop would wait for each of several threads.
-        self._parsing = work(thread_count=1)
+        # Parsers keep the interpreter: the event loop would wait for each of several threads, and
+        # for one long message after the other.
+        self._parsing = work(thread_count=1, rest=PARSING_REST)
         self.tasks: asyncio.TaskGroup = admission.tasks  # tasks of requests
         self._live: dict[Running, None] = {}  # in order of arrival
         # Keys: project and request ids as integers, because UUIDs are hashed in Python.

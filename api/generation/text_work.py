@@ -29,8 +29,16 @@ from metering.quotas.quota_rules import Owner
 MESSAGE_COST_CHARS = 30
 # Characters: below a millisecond, of which moving it to a thread would be a tenth.
 INLINE_COST_MAX = 2000
+LONG_S = 0.01  # of a call after which a thread may have to pause
 
 Value = TypeVar("Value")
+
+
+@dataclass(slots=True)
+class Cost:
+    """Processor time of a call."""
+
+    seconds: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -40,8 +48,9 @@ class Work(Generic[Value]):
     number: int
     input_token_count: int  # in characters
     call: Callable[[], Value]
-    result: asyncio.Future[tuple[Value, float]]
+    result: asyncio.Future[Value]
     output_token_count_max: int = field(default=0, init=False)
+    cost: Cost = field(default_factory=Cost, init=False)
 
 
 class TextWork:
@@ -54,12 +63,17 @@ class TextWork:
         chars_per_key_max: int,
         thread_count: int,
         weights: Mapping[str, float] | None = None,
+        rest: float = 0.0,
     ) -> None:
-        """weights: by organization id, as in the engine queues."""
+        """weights: by organization id, as in the engine queues.
+
+        rest: pause of a thread after a long call, in times of its processor time.
+        """
         self._chars_max = chars_max
         self._chars_per_key_max = chars_per_key_max
         self._thread_count = thread_count
         self._weights = weights or {}
+        self._rest = rest
         self.taken_chars = 0  # of requests that are being prepared or wait for it
         self._taken: Counter[uuid.UUID] = Counter()  # by API key and by organization
         self._threads = ThreadPoolExecutor(thread_count, "weir-text")
@@ -116,7 +130,7 @@ class TextWork:
         tenant = self._line.join(work, organization_id, weight)
         self._begin_next()
         try:
-            return await work.result
+            return await work.result, work.cost.seconds
         finally:
             if work in tenant.waiting:
                 self._line.leave(work, tenant)
@@ -131,12 +145,15 @@ class TextWork:
             self._line.begun(work, tenant)
             self._line.ended(work, tenant)
             self.running_count += 1
-            loop.run_in_executor(self._threads, timed, work.call).add_done_callback(
+            loop.run_in_executor(self._threads, timed, work.call, work.cost).add_done_callback(
                 lambda done, work=work: self._ended(work, done)  # type: ignore[misc]
             )
 
-    def _ended(self, work: Work[Any], done: asyncio.Future[tuple[Any, float]]) -> None:
-        self.running_count -= 1
+    def _ended(self, work: Work[Any], done: asyncio.Future[Any]) -> None:
+        if (rest_s := self._rest * work.cost.seconds) > self._rest * LONG_S:
+            asyncio.get_running_loop().call_later(rest_s, self._rested)
+        else:
+            self._rested()
         error = None if done.cancelled() else done.exception()
         if not work.result.done():
             if done.cancelled():
@@ -145,13 +162,19 @@ class TextWork:
                 work.result.set_exception(error)
             else:
                 work.result.set_result(done.result())
+
+    def _rested(self) -> None:
+        self.running_count -= 1
         self._begin_next()
 
 
-def timed(call: Callable[[], Value]) -> tuple[Value, float]:
-    """Return the value of a call, and the processor time in seconds that it took."""
+def timed(call: Callable[[], Value], cost: Cost) -> Value:
+    """Run a call and note its cost. Its error keeps this frame, so the work must not be in it."""
     began_at = time.thread_time()
-    return call(), time.thread_time() - began_at
+    try:
+        return call()
+    finally:
+        cost.seconds = time.thread_time() - began_at
 
 
 def conversation_size(messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> tuple[int, int]:

@@ -483,7 +483,7 @@ async def test_no_thread_works_for_a_key_without_quota(
         world.principal.organization_id,
     )
     ran: list[int] = []
-    monkeypatch.setattr(text_work, "timed", lambda call: ran.append(1))
+    monkeypatch.setattr(text_work, "timed", lambda call, cost: ran.append(1))
     call = Call()
     async with asyncio.TaskGroup() as tasks:
         world.serve(call, tasks)

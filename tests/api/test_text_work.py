@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from api.core.errors import Overloaded, PreparationLimit
-from api.generation.text_work import TextWork, conversation_size
+from api.generation.text_work import LONG_S, TextWork, conversation_size
 from inference.text.tokenizer import ChatMessage
 from inference.text.tools import Tool, ToolCall
 from metering.quotas.quota_rules import Payer
@@ -195,3 +197,28 @@ def test_nothing_of_tenants_goes_to_the_executor_that_all_share(package: str) ->
         source = path.read_text()
         assert "to_thread" not in source, path
         assert "run_in_executor(None" not in source, path
+
+
+async def test_a_thread_pauses_after_a_long_call_only() -> None:
+    """The loop has the interpreter for a multiple of each long call, whoever sent them."""
+    work = TextWork(chars_max=10**9, chars_per_key_max=10**9, thread_count=1, rest=4.0)
+    spans: list[tuple[float, float]] = []
+
+    def busy(seconds: float) -> Callable[[], None]:
+        def call() -> None:
+            began_at, until_s = time.monotonic(), time.thread_time() + seconds
+            while time.thread_time() < until_s:
+                pass
+            spans.append((began_at, time.monotonic()))
+
+        return call
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(work.run(A, 1, busy(2 * LONG_S)))
+        tasks.create_task(work.run(B, 1, busy(0.0)))
+        tasks.create_task(work.run(B, 1, busy(0.0)))
+
+    pauses = [after[0] - before[1] for before, after in pairwise(spans)]
+    assert pauses[0] >= 8 * LONG_S - 0.005
+    assert pauses[1] < 8 * LONG_S
+    assert work.running_count == 0

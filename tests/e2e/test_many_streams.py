@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -38,12 +39,12 @@ def small(
         yield service
 
 
-async def one_request(channel: grpc.aio.Channel, tenant: Tenant) -> str | Refusal:
+async def one_request(channel: grpc.aio.Channel, tenant: Tenant, **fields: Any) -> str | Refusal:
     """Open a stream with one request; return the end of the request or the refusal."""
     call = pb_grpc.InferenceServiceStub(channel).Generate(metadata=bearer(tenant.secret))
     kinds: list[str] = []
     try:
-        await call.write(pb.GenerateRequest(frames=[start(max_output_tokens=1)]))
+        await call.write(pb.GenerateRequest(frames=[start(**{"max_output_tokens": 1} | fields)]))
         await call.done_writing()
         while isinstance(message := await call.read(), pb.GenerateResponse):
             kinds += [frame.WhichOneof("kind") or "" for frame in message.frames]
@@ -110,3 +111,17 @@ async def test_more_requests_than_a_stream_may_have_are_refused_one_by_one(small
     }
     assert all(each.retry_after_s for each in refused)
     await small.no_hold_left(tenant)
+
+
+async def test_large_first_messages_of_one_key_do_not_pile_up_in_memory(service: Service) -> None:
+    """Each stream would hold one until its turn to be parsed."""
+    tenant = await service.tenant()
+    ids = [0] * 2_000_000  # two megabytes, and more than the window
+    async with service.channel() as channel:
+        ends = await asyncio.gather(*(one_request(channel, tenant, prompt=ids) for _ in range(40)))
+
+    refused = [end for end in ends if isinstance(end, Refusal)]
+    assert {each.reason for each in refused} == {"PREPARATION_LIMIT"}
+    assert all(each.retry_after_s for each in refused)
+    assert [end for end in ends if not isinstance(end, Refusal)] == ["failed"] * (40 - len(refused))
+    assert len(refused) < 40
