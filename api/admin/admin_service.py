@@ -437,6 +437,7 @@ class AdminServicer(AdminCalls, pb_grpc.AdminServiceServicer):
                 own_key_id=acting.principal.api_key_id,
                 own_address=acting.principal.address,
                 models=[model.name for model in self._router.models()],
+                check_profile=partial(check_shown, issuer=self._issuer),
                 dry_run=request.dry_run or bool(parsing.violations),
             )
             if violations := [*parsing.violations, *work.violations]:

@@ -76,6 +76,9 @@ class Action(StrEnum):
     KEEP = "keep"  # exists, is not named, and is left alone
 
 
+CheckProfile = Callable[[BillingProfile], Awaitable[None]]
+
+
 @dataclass(frozen=True, slots=True)
 class QuotaPlace:
     """Identity of a limit within its subject."""
@@ -299,7 +302,8 @@ class Attempts:
     """Application of one configuration: the changes made, and the violations.
 
     now: time of the transaction. models: served models. own_key_id: the caller's key, used from
-    `own_address`, which the configuration must not lock out. created: new subjects of limits.
+    `own_address`, which the configuration must not lock out. check_profile: see
+    `apply_configuration`. created: new subjects of limits.
     uncounted: limits without past usage yet.
     """
 
@@ -309,6 +313,7 @@ class Attempts:
     models: Collection[str]
     own_key_id: uuid.UUID
     own_address: Address | None
+    check_profile: CheckProfile | None
     changes: list[Change] = field(default_factory=list)
     kept: list[Change] = field(default_factory=list)
     violations: list[ConfigurationViolation] = field(default_factory=list)
@@ -435,13 +440,15 @@ class Attempts:
         changes = differences(before, wanted, [each.name for each in fields(BillingProfile)])
         if not changes:
             return
-        change = partial(
-            set_billing_profile,
-            self.session,
-            organization=str(owner.id),
-            profile=wanted,
-            actor=self.actor,
-        )
+
+        async def change() -> BillingProfile:
+            profile = await set_billing_profile(
+                self.session, organization=str(owner.id), profile=wanted, actor=self.actor
+            )
+            if self.check_profile is not None:
+                await self.check_profile(profile)
+            return profile
+
         if await self._attempt(path, change) is not None:
             self.changes.append(Change(Action.UPDATE, "billing_profile", shown, changes))
 
@@ -792,15 +799,17 @@ async def apply_configuration(
     own_key_id: uuid.UUID,
     own_address: Address | None = None,
     models: Collection[str],
+    check_profile: CheckProfile | None = None,
     dry_run: bool = False,
 ) -> Attempts:
     """Apply a configuration; return changes, kept objects and violations. On violations roll back.
 
-    own_key_id: the caller's key, used from `own_address`. models: served models. dry_run: the
-    caller rolls back in any case, so past usage is not counted and no request has to wait.
+    own_key_id: the caller's key, used from `own_address`. models: served models. check_profile:
+    raises InvalidValue for a profile that documents cannot show. dry_run: the caller rolls back in
+    any case, so past usage is not counted and no request has to wait.
     """
     now = await database_now(session)
-    work = Attempts(session, actor, now, models, own_key_id, own_address)
+    work = Attempts(session, actor, now, models, own_key_id, own_address, check_profile)
     with contextlib.suppress(TooManyViolations):
         await work.apply(wanted)
     if not dry_run and not work.violations:

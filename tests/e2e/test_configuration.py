@@ -230,6 +230,25 @@ async def test_a_billing_profile_is_applied_as_a_whole_and_exported(admin: Admin
     assert fields_of(changed.changes[0])["legal_name"] == ("Acme GmbH", "")
 
 
+async def test_a_profile_that_no_font_shows_is_refused_by_field(admin: Admin) -> None:
+    name = unique()
+    await admin.apply(team(name))
+
+    for dry_run in (True, False):
+        answer = await admin.apply(
+            {
+                "name": name,
+                "billing_profile": {"legal_name": "A", "address_line1": "東京", "country": "JP"},
+            },
+            dry_run=dry_run,
+        )
+        [violation] = answer.violations
+        assert violation.field == "organizations[0].billing_profile.address_line1"
+        assert "no font shows 東 (U+6771)" in violation.description
+
+    assert "billing_profile" not in await admin.export(name)
+
+
 async def test_a_dry_run_tells_the_same_and_changes_nothing(admin: Admin) -> None:
     name = unique()
     before = admin.audit_count()
