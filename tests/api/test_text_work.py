@@ -200,7 +200,7 @@ def test_nothing_of_tenants_goes_to_the_executor_that_all_share(package: str) ->
 
 
 async def test_a_thread_pauses_after_a_long_call_only() -> None:
-    """The loop has the interpreter for a multiple of each long call, whoever sent them."""
+    """The loop has the interpreter for a multiple of each long call."""
     work = TextWork(chars_max=10**9, chars_per_key_max=10**9, thread_count=1, rest=4.0)
     spans: list[tuple[float, float]] = []
 
