@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import psycopg
 import pytest
 import structlog
@@ -55,8 +56,15 @@ ASKING: dict[str, psycopg.Connection[tuple[Any, ...]]] = {}  # connections of `a
 
 
 def pytest_configure() -> None:
-    """Log exceptions without local variables, which cost 0.5 s of CPU each; patch `ast.parse`."""
+    """Log exceptions without local variables, which cost 0.5 s of CPU each; patch `ast.parse`.
+
+    No property test may fail because the machine is slow.
+    """
     ast.parse = parse_without_collecting
+    hypothesis.settings.register_profile(
+        "weir", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    )
+    hypothesis.settings.load_profile("weir")
     renderer = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
     structlog.configure(processors=[*structlog.get_config()["processors"][:-1], renderer])
 
