@@ -181,14 +181,14 @@ def _alone(ask: Any, work: dict[str, Any]) -> dict[str, float]:
 
 @contextmanager
 def vllm_serving(
-    python: Path, checkpoint: Path, precision: str, name: str, thread_count: int
+    python: Path, checkpoint: Path, precision: str, name: str, thread_count: int, *options: str
 ) -> Iterator[str]:
     """Serve a checkpoint by vLLM over HTTP; yield host:port. name: of the model."""
     port = _free_port()
     command = [str(python), "-m", "vllm.entrypoints.openai.api_server", f"--model={checkpoint}"]
     command += [f"--served-model-name={name}", "--host=127.0.0.1", f"--port={port}"]
     command += [f"--dtype={precision}", "--max-model-len=2048", "--max-num-seqs=64"]
-    command += ["--enable-prefix-caching", "--enable-prompt-tokens-details"]
+    command += ["--enable-prefix-caching", "--enable-prompt-tokens-details", *options]
     begin_s = time.perf_counter()
     with _running(command, _vllm_environment(thread_count)):
         _wait_until_healthy(f"http://127.0.0.1:{port}", begin_s, "vLLM")
