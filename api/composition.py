@@ -273,9 +273,15 @@ def load_tokenizers(router: Router, settings: Settings) -> dict[str, Tokenizer]:
             f"WEIR_TOOL_CALL_FORMATS: no model is named {', '.join(unknown)}; known are"
             f" {', '.join(directories)}"
         )
-    return {
+    tokenizers = {
         name: Tokenizer(directory, formats.get(name)) for name, directory in directories.items()
     }
+    for backend in router.backends():
+        tokenizer = tokenizers[backend.model.name]
+        tokenizer.check_fits(backend.model.vocabulary_size)
+        if faults := tokenizer.template_faults():
+            log.warning("chat_template_refuses", model=backend.model.name, conversations=faults)
+    return tokenizers
 
 
 def open_signer(settings: Settings) -> Signer | None:

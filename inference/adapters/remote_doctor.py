@@ -51,7 +51,7 @@ class Patient(Examination):
         path = str(settings.directory / "tokenizer.json")
         decoder = TextDecoder(known.backend, known.special_token_ids, path)
         super().__init__(dialect, settings, model, decoder)
-        self.ends = ends
+        self.ends = ends | known.end_token_ids
 
     def request(self, output_token_count: int, *, salt: str = "") -> GenerationRequest:
         """Return a greedy request with a random prompt."""

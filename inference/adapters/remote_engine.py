@@ -95,6 +95,7 @@ class RemoteEngine(EngineLife):
         self._settings = settings
         self._declared_model = model  # of the dialect; a server may support fewer fields
         tokenizer = Tokenizer(settings.directory)
+        self._end_token_ids |= tokenizer.end_token_ids
         path = str(Path(settings.directory) / "tokenizer.json")
         self._decoder = TextDecoder(tokenizer.backend, tokenizer.special_token_ids, path)
         self._began_at_s = -math.inf

@@ -112,7 +112,7 @@ class TensorRtHost:
                     str(directory / "tokenizer.json"),
                 ),
                 vocabulary_size=self._load.vocabulary_size,
-                model_end_token_ids=self._load.end_token_ids,
+                model_end_token_ids=self._load.end_token_ids | tokenizer.end_token_ids,
                 # After a complete text the library's grammar allows only the tokenizer's end token.
                 format_end_token_ids=frozenset(
                     eos for eos in [tokenizer.eos_token_id] if eos is not None

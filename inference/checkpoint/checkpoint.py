@@ -4,9 +4,10 @@ Reads the JSON files of the Hugging Face layout, never the weights, and imports 
 API process uses it too. Settings that this engine would compute wrongly are rejected by name, so
 that no model gives fluent wrong answers.
 
-`Family` holds the differences between the supported architectures. An unknown entry of config.json
-might change the computation, so it is rejected, unless it is null or false, which disables a
-feature.
+`Family` holds the differences between the supported architectures. An entry of config.json that
+transformers does not read cannot change the result and is passed over: publishers' notes. An entry
+whose name says that it configures the computation, and that is not supported for the architecture,
+is rejected, unless its value changes nothing.
 
 Rotary position embedding is a base with at most one scaling to longer contexts. Both spellings are
 read: `rope_theta` + `rope_scaling` (transformers 4) and `rope_parameters` (transformers 5).
@@ -19,6 +20,7 @@ import contextlib
 import json
 import logging
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,7 +101,7 @@ class LongRopeScaling:
 
 RopeScaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongRopeScaling
 
-# Supported entries by kind of scaling; others could change the computation.
+# Entries that each kind of scaling reads; unknown ones could change the computation.
 _ENTRIES = {
     "default": "",
     "linear": "factor",
@@ -137,7 +139,8 @@ def read_rope(raw: Mapping[str, Any], context_window_tokens: int, path: Path) ->
         raise CheckpointInvalid(
             path, f"RoPE scaling {kind} is not supported; supported: {', '.join(_ENTRIES)}"
         )
-    known = {*_ENTRIES[kind].split(), "rope_theta", "rope_type", "type"}
+    # Entries of other kinds have no effect, nor has the note of the YaRN authors.
+    known = {*" ".join(_ENTRIES.values()).split(), "rope_theta", "rope_type", "type", "finetuned"}
     for name, value in parameters.items():
         neutral = name == "partial_rotary_factor" and value == 1
         if name not in known and value is not None and not neutral:
@@ -417,7 +420,7 @@ def read_external_model(
             window = max(window, int(original * rope["factor"]))
         window = min(window, context_window_tokens_max or window)
     try:
-        ends = read_end_token_ids(directory, raw) or read_end_token_ids(directory, text)
+        ends = read_end_token_ids(directory, raw, text)
     except (TypeError, ValueError) as error:
         raise CheckpointInvalid(path, f"eos_token_id is not a token id: {error}") from error
     if any(not 0 <= end < vocabulary_size for end in ends):
@@ -496,13 +499,18 @@ def _read_json_value(path: Path) -> object:
         raise CheckpointInvalid(path, f"the file cannot be read as JSON: {error}") from error
 
 
-def read_end_token_ids(directory: Path, raw: Mapping[str, Any]) -> frozenset[int]:
-    """Return the end tokens. raw: config.json, which generation_config.json overrides."""
-    ends = _read_generation_config(directory).get("eos_token_id")
-    ends = raw.get("eos_token_id") if ends is None else ends
-    if ends is None:
-        return frozenset()
-    return frozenset(int(end) for end in (ends if isinstance(ends, list) else [ends]))
+def read_end_token_ids(directory: Path, *configurations: Mapping[str, Any]) -> frozenset[int]:
+    """Return all end tokens that these configurations and generation_config.json name.
+
+    `Tokenizer.end_token_ids` has those of the tokenizer: fine-tunes often change only some files.
+    """
+    ends: set[int] = set()
+    for raw in (*configurations, _read_generation_config(directory)):
+        named = raw.get("eos_token_id")
+        ends.update(
+            map(int, named if isinstance(named, list) else [] if named is None else [named])
+        )
+    return frozenset(ends)
 
 
 def read_default_sampling(
@@ -606,47 +614,66 @@ ARCHITECTURES: dict[str, Family] = {
     ),
 }
 
-# Read for all architectures.
+# Read for all architectures; the last one is without effect on decoders.
 _READ = """
     architectures vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
     num_key_value_heads hidden_act rms_norm_eps rope_theta rope_scaling rope_parameters
     max_position_embeddings original_max_position_embeddings tie_word_embeddings eos_token_id
-    quantization_config
+    quantization_config is_decoder
 """
 
-# Metadata, training and runtime settings without effect on the computation; at the end, generation
-# defaults from before generation_config.json.
-_WITHOUT_EFFECT = """
-    model_type torch_dtype dtype transformers_version name_or_path initializer_range use_cache
-    attention_dropout pretraining_tp bos_token_id pad_token_id sep_token_id tokenizer_class id2label
-    label2id problem_type finetuning_task task_specific_params return_dict output_attentions
-    output_hidden_states use_return_dict chunk_size_feed_forward attn_implementation max_length
-    min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature
-    top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
-    encoder_no_repeat_ngram_size num_return_sequences remove_invalid_values return_dict_in_generate
-    output_scores max_new_tokens
-"""
+# Names that match `_COMPUTES` and have no effect: settings of training and of absent windows.
+_WITHOUT_EFFECT = re.compile(r"max_window_layers|.*(loss|coef|dropout|jitter|noise|init).*")
 
-_ENTRIES_WITHOUT_EFFECT = frozenset(_WITHOUT_EFFECT.split())
+# Names of entries that change what some decoder or encoder computes, or which files are read.
+_COMPUTES = re.compile(
+    r"""
+      soft_?cap | multiplier | logits?_scal | scale_(emb|depth|attn) | attn_scal | pre_attn_scalar
+    | (embed|embedding|residual|attention)_scal | clip_qkv | qk_?(layer)?_?norm
+    | (^|_)m?rope(_|$) | rotary | alibi | yarn | _ntk | logn | position_emb | relative_
+    | learned_pos | sliding | (^|attention_|attn_|local_)window | attention_chunk | layer_types
+    | kv_shar | causal | bidirectional | cross_attention | encoder_decoder | is_decoder
+    | (^|_)bias(_|$) | parallel_(residual|attn) | (q|kv|o)_lora | expert | (^|_)moe(_|$) | router
+    | quantiz | compression_config | transformers_weights | (text|vision|audio|decoder)_config
+    """,
+    re.VERBOSE,
+)
+_FACTOR = re.compile("multiplier|scal|factor|ratio|pct")  # entries for which 1 means unchanged
 _COMMON_ENTRIES = frozenset(_READ.split())
 
 
 def refuse_entries_beside(
     known: frozenset[str], raw: Mapping[str, Any], architecture: str, path: Path
 ) -> None:
-    """Raise CheckpointInvalid for the first entry that may change the computation."""
-    known |= _ENTRIES_WITHOUT_EFFECT
+    """Raise CheckpointInvalid for the first entry that changes the computation in other ways than
+    the known ones."""
     for name, value in raw.items():
-        # Empty objects and lists configure nothing, and a leading underscore marks internal notes
-        # of the library.
-        off = value is None or value is False or value in ({}, [])
-        neutral = name == "partial_rotary_factor" and value == 1
-        if not (name in known or name.startswith("_") or off or neutral):
+        if (
+            name not in known
+            and not name.startswith("_")  # internal notes of the library
+            and _COMPUTES.search(name)
+            and not _WITHOUT_EFFECT.fullmatch(name)
+            and not _changes_nothing(name, value, raw)
+        ):
             raise CheckpointInvalid(
                 path,
                 f"entry {name} = {value!r} is not supported for {architecture}; it may change what"
                 " the model computes",
             )
+
+
+def _changes_nothing(name: str, value: object, raw: Mapping[str, Any]) -> bool:
+    """Return whether an entry has the value that its absence means."""
+    if value is None:
+        return True
+    if name == "is_causal":
+        return value is True
+    if name == "layer_types":
+        return value == ["full_attention"] * int(raw.get("num_hidden_layers", 0))
+    if _FACTOR.search(name) and not isinstance(value, bool):
+        return value == 1 or value in ({}, [])
+    is_zero = value == 0 and ("cap" in name or "expert" in name)
+    return value is False or value in ({}, []) or is_zero
 
 
 def read_layer_windows(

@@ -37,6 +37,7 @@ from inference.engine import (
     SequenceRefused,
     TokensGenerated,
 )
+from inference.errors import CheckpointInvalid
 from inference.limits import request_fault
 from inference.sampling.grammar import Grammar, GrammarCompiler
 from inference.sampling.sampler import Chosen
@@ -86,12 +87,19 @@ class EngineCore:
         self._decoder = TextDecoder(
             tokenizer.backend, tokenizer.special_token_ids, str(directory / "tokenizer.json")
         )
-        self._model_end_token_ids = config.end_token_ids
+        tokenizer.check_fits(config.vocabulary_size)
+        self._model_end_token_ids = config.end_token_ids | tokenizer.end_token_ids
+        if not self._model_end_token_ids:
+            raise CheckpointInvalid(
+                str(directory / "generation_config.json"),
+                "no end token: neither config.json nor this file has eos_token_id, and neither"
+                " tokenizer_config.json nor the chat template names one; add eos_token_id",
+            )
         self._rotation_switch_tokens = rotation_switch_tokens(
             config.rope, options.limits.context_window_tokens
         )
         self.grammars = GrammarCompiler(
-            directory / "tokenizer.json", config.vocabulary_size, config.end_token_ids
+            directory / "tokenizer.json", config.vocabulary_size, self._model_end_token_ids
         )
         self._runner: ModelRunner | SimulatedRunner
         if options.simulation is None:

@@ -5,21 +5,28 @@ time limit. Parsing inserts a check of the deadline at the start of each loop an
 that produce large results without a loop (powers, repetition, concatenation, padding) have bounded
 operands. Templates can use what published templates expect: `raise_exception`, `strftime_now`,
 `tojson` without HTML escapes, loop controls, `generation` blocks, and the special tokens by name.
+All processes of a fleet render the same text: dates are UTC in English, nothing is random.
+
+Templates lose text in silence if they get it in a form that they do not read. So each template is
+probed with unique words: the probes choose the form of conversations (`Form`), and a conversation
+of which the template leaves out or repeats a part is refused.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from datetime import datetime
-from functools import cached_property
-from itertools import product
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import cached_property, lru_cache, partial
+from itertools import count, product
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 from jinja2 import TemplateError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
@@ -28,9 +35,9 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-from inference.checkpoint.checkpoint import read_json
+from inference.checkpoint.checkpoint import entries_of, read_json
 from inference.errors import ChatTemplateFailed, CheckpointInvalid
-from inference.text.tools import CallFormat, Tool, ToolCall, format_in
+from inference.text.tools import ID_CHARACTERS, ID_LENGTH, CallFormat, Tool, ToolCall, format_in
 
 RENDER_S_MAX = 1.0  # a thousand times the usual time for a long conversation
 NUMBER_MAX = 100_000  # limit of repetitions, widths and exponents, as for `range` in the sandbox
@@ -70,7 +77,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        del self.globals["lipsum"]  # generates text of any length
+        del self.globals["lipsum"], self.filters["random"]  # text of any length, random prompts
         self.globals[JOINED] = _joined
         self.filters |= {
             name: _bounded(self.filters[name])
@@ -169,7 +176,6 @@ def _refuse_costly(layout: Any, arguments: tuple[Any, ...]) -> None:
 
 DEFAULT_TEMPLATE = "default"
 TOOL_TEMPLATE = "tool_use"  # replaces the default template when tools are used, as in transformers
-_PROBE = "weir_probe"
 
 # Template variables that switch thinking. Requests can set no other variables.
 THINKING_SWITCHES = ("enable_thinking", "thinking")
@@ -192,6 +198,91 @@ class ChatMessage:
     call: ToolCall | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Form:
+    """Form in which a template gets conversations.
+
+    part_roles: roles whose content is a list of parts; others have a string. text_arguments:
+    arguments of calls are JSON text instead of objects. null_content: content is null in turns that
+    have only calls. short_ids: ids of calls have nine letters and digits. single_calls: each call
+    is a turn, followed by its result. text_apart: text before calls is a turn.
+    """
+
+    part_roles: frozenset[str] = frozenset()
+    text_arguments: bool = False
+    null_content: bool = False
+    short_ids: bool = False
+    single_calls: bool = False
+    text_apart: bool = False
+
+    def arranged(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+        """Return the turns that the template gets, with its ids."""
+        if not any(message.tool_calls or message.call for message in messages):
+            return list(messages)
+        if self.short_ids:
+            messages = _with_short_ids(messages)
+        turns: list[ChatMessage] = []
+        index = 0
+        while index < len(messages):
+            turn, index = messages[index], index + 1
+            if self.text_apart and turn.tool_calls and turn.content.strip():
+                turns.append(replace(turn, tool_calls=()))
+                turn = replace(turn, content="")
+            if not self.single_calls or len(turn.tool_calls) < 2:
+                turns.append(turn)
+                continue
+            results: dict[str, list[ChatMessage]] = {call.id: [] for call in turn.tool_calls}
+            others: list[ChatMessage] = []
+            while index < len(messages) and (result_of := messages[index].call) is not None:
+                results.get(result_of.id, others).append(messages[index])
+                index += 1
+            for call in turn.tool_calls:
+                turns += [replace(turn, tool_calls=(call,)), *results[call.id]]
+                turn = replace(turn, content="")
+            turns += others
+        return turns
+
+
+def _with_short_ids(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Return the messages with call ids of nine letters and digits.
+
+    The ids depend on earlier ids only: each request of a conversation has the same ones, so that
+    its beginning stays in the prefix cache.
+    """
+    short_by_id: dict[str, str] = {}
+    taken: set[str] = set()
+
+    def short(call: ToolCall) -> ToolCall:
+        if call.id not in short_by_id:
+            is_short = len(call.id) == ID_LENGTH and set(ID_CHARACTERS).issuperset(call.id)
+            found = call.id if is_short else _digest(call.id)
+            for attempt in count():
+                if found not in taken:
+                    break
+                found = _digest(f"{attempt} {call.id}")
+            taken.add(found)
+            short_by_id[call.id] = found
+        return replace(call, id=short_by_id[call.id])
+
+    return [
+        replace(
+            message,
+            tool_calls=tuple(map(short, message.tool_calls)),
+            call=message.call and short(message.call),
+        )
+        for message in messages
+    ]
+
+
+def _digest(text: str) -> str:
+    number = int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest())
+    digits = ""
+    for _ in range(ID_LENGTH):
+        number, digit = divmod(number, len(ID_CHARACTERS))
+        digits += ID_CHARACTERS[digit]
+    return digits
+
+
 class ChatTemplates:
     """Chat templates of one checkpoint: the default one and, if present, one for tools."""
 
@@ -201,6 +292,8 @@ class ChatTemplates:
         config = read_json(config_path) if config_path.exists() else {}
         special_tokens = _special_tokens(directory, config)
         self.eos_token = special_tokens.get("eos_token")
+        self._special_tokens = special_tokens
+        self._added_tokens = _added_tokens(directory, config)
         self._by_name = {
             name: _ChatTemplate(source, special_tokens, path)
             for name, (source, path) in _sources(directory, config).items()
@@ -221,6 +314,25 @@ class ChatTemplates:
         """Return all text that is not from the caller: template sources and special tokens."""
         return tuple(text for template in self._by_name.values() for text in template.texts)
 
+    def needed_tokens(self) -> Iterator[tuple[str, str]]:
+        """Return name and text of tokens that the tokenizer must have.
+
+        They are the end token and those that a template writes. transformers would add them.
+        """
+        for name, token in (*self._special_tokens.items(), *self._added_tokens):
+            if name == "eos_token" or any(
+                name in each.variables or token in each.source for each in self._by_name.values()
+            ):
+                yield name, token
+
+    def faults(self) -> list[str]:
+        """Return what the templates do not show, of the turns that conversations usually have."""
+        return sorted({fault for each in self._by_name.values() for fault in each.faults()})
+
+    def turn_ends(self) -> Iterator[str]:
+        """Return the text that each template writes after the last answer."""
+        return (each.turn_end for each in self._by_name.values())
+
     def placeholder_renderings(self) -> Iterator[str]:
         """Render placeholder conversations with every template; the rest is template text."""
         for template in self._by_name.values():
@@ -235,18 +347,16 @@ class ChatTemplates:
         tool_template = self._by_name.get(TOOL_TEMPLATE) if has_tools else None
         return tool_template or self._by_name.get(DEFAULT_TEMPLATE)
 
-    def render(
+    def arranged(
         self,
         messages: Sequence[ChatMessage],
         tools: Sequence[Tool] = (),
         *,
-        add_generation_prompt: bool = True,
         thinking: bool | None = None,
-    ) -> str:
-        """Render a conversation. thinking: None for the template's default.
+    ) -> list[ChatMessage]:
+        """Return the turns that the template renders, which may differ from those of the caller.
 
-        Raises: ChatTemplateFailed if the template is missing, rejects it, or does not render tools
-        or thinking.
+        Raises: ChatTemplateFailed if the template is missing, or would leave out or repeat a part.
         """
         template = self._template(has_tools=bool(tools))
         if template is None:
@@ -266,8 +376,26 @@ class ChatTemplates:
             )
         if thinking is not None and template.thinking_switch is None:
             raise ChatTemplateFailed("this model's chat template has no switch for thinking")
+        if fault := template.fault(_folded(map(_kind_of, messages)), has_tools=bool(tools)):
+            raise ChatTemplateFailed(f"this model's chat template {fault}")
+        return template.form.arranged(messages)
+
+    def render(
+        self,
+        arranged: Sequence[ChatMessage],
+        tools: Sequence[Tool] = (),
+        *,
+        add_generation_prompt: bool = True,
+        thinking: bool | None = None,
+    ) -> str:
+        """Render turns from `arranged`. thinking: None for the template's default.
+
+        Raises: ChatTemplateFailed if the template rejects them.
+        """
+        template = self._template(has_tools=bool(tools))
+        assert template is not None, "`arranged` checked it"
         return template.render(
-            messages, tools, add_generation_prompt=add_generation_prompt, thinking=thinking
+            arranged, tools, add_generation_prompt=add_generation_prompt, thinking=thinking
         )
 
 
@@ -282,41 +410,160 @@ class _GenerationBlock(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+class TurnKind(NamedTuple):
+    """Properties of a turn on which templates decide what they show. calls: at most two."""
+
+    role: str
+    has_text: bool = True
+    calls: int = 0
+
+
+SYSTEM, USER, ANSWER, RESULT = map(TurnKind, ("system", "user", "assistant", "tool"))
+CALLED, CALLED_TWICE = (TurnKind("assistant", False, calls) for calls in (1, 2))
+SAID_AND_CALLED = TurnKind("assistant", True, 1)
+
+# Usual conversations. Templates that reject or do not show some of them are common.
+USUAL: tuple[tuple[TurnKind, ...], ...] = (
+    (USER,),
+    (SYSTEM, USER),
+    (SYSTEM, USER, ANSWER, USER, ANSWER, USER),
+    (USER, CALLED, RESULT),
+    (USER, CALLED_TWICE, RESULT, RESULT),
+    (USER, SAID_AND_CALLED, RESULT, ANSWER, USER),
+)
+PERIOD_MAX, ROUND_MAX = 4, 3  # a repeated run of up to 4 turns is probed with 3 rounds
+# Conversations of which a template's fault is remembered, and the turns of one: at most 5 MB.
+KNOWN_FAULTS_MAX, KNOWN_TURNS_MAX = 1024, 64
+COSTLY_MAX = 3  # probes beyond the time limit, after which there are no more
+
+REMEDY = "send it at another place or in another role"
+_PROBE = "weirProbe"
+_PROBE_TOOL = Tool(
+    f"{_PROBE}Tool",
+    f"{_PROBE}About",
+    f'{{"type": "object", "properties": {{"{_PROBE}Key": {{"type": "string"}}}}}}',
+)
+_TOOL_WORDS = (_PROBE_TOOL.name, _PROBE_TOOL.description, f"{_PROBE}Key")
+# A part of text or the arguments of a call as Python or JSON would print them.
+_PRINTED = re.compile(rf"""["']type["']: ["']text["']|{{'{_PROBE}""")
+_WORD = re.compile(rf"{_PROBE}(?:\d{{5}}Q|Tool|About|Key)")
+# Ids that templates might refuse or cut off.
+_PROBE_IDS = ("{}", "kQzXvW7_{}YpLm3RtB9Jd{}")
+CUT_CHARS = 6  # as many characters of an id without the rest show that a template cuts it
+
+
+def _kind_of(message: ChatMessage) -> TurnKind:
+    content = message.content
+    return TurnKind(
+        message.role, content != "" and not content.isspace(), min(len(message.tool_calls), 2)
+    )
+
+
+def _folded(kinds: Iterable[TurnKind]) -> tuple[TurnKind, ...]:
+    """Return the turns without further rounds of repeated runs, which templates treat alike."""
+    turns: list[TurnKind] = []
+    for kind in kinds:
+        turns.append(kind)
+        for period in range(1, PERIOD_MAX + 1):
+            if (
+                len(turns) > ROUND_MAX * period
+                and turns[-1 - period] == kind
+                and turns[-(ROUND_MAX + 1) * period :] == turns[-period:] * (ROUND_MAX + 1)
+            ):
+                del turns[-period:]
+    return tuple(turns)
+
+
 class _ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str], path: Path) -> None:
         environment = BoundedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock]
         )
         environment.globals["raise_exception"] = _refuse
-        environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
         environment.filters["tojson"] = _to_json
         try:
             self._template = environment.from_string(source)
         except TemplateError as error:
             raise CheckpointInvalid(path, f"the chat template does not parse: {error}") from error
-        variables = meta.find_undeclared_variables(environment.parse(source))
-        self.thinking_switch = next((name for name in THINKING_SWITCHES if name in variables), None)
+        self.variables = meta.find_undeclared_variables(environment.parse(source))
+        self.thinking_switch = next(
+            (name for name in THINKING_SWITCHES if name in self.variables), None
+        )
         self.source = source
         self._special_tokens = special_tokens
+        self._costly_count = 0
+        self._find_fault = lru_cache(KNOWN_FAULTS_MAX)(
+            lambda kinds, tools: self._lost(kinds, self.form, tools)
+        )
 
     @cached_property
     def shows_tools(self) -> bool:
         """Return whether tools appear in the rendered text; some templates drop them silently."""
-        return self._shows(
-            [ChatMessage("user", "?")],
-            (Tool(_PROBE, _PROBE, '{"type": "object", "properties": {}}'),),
-        )
+        return self._shows((USER,), self.form, tool_sets=((_PROBE_TOOL,),))
 
     @cached_property
     def shows_calls(self) -> bool:
         """Return whether calls and their results appear in the rendered text."""
-        call = ToolCall("a1B2c3D4e", _PROBE, '{"probed": true}')
-        turns = [
-            ChatMessage("user", "?"),
-            ChatMessage("assistant", "", (call,)),
-            ChatMessage("tool", "4711", (), call),
+        return self._shows((USER, CALLED, RESULT), self.form)
+
+    @cached_property
+    def form(self) -> Form:
+        """The first form in which the template shows each kind of turn."""
+        form = Form()
+        for role, kinds in (
+            (USER.role, (USER,)),
+            (ANSWER.role, (USER, ANSWER, USER)),
+            (SYSTEM.role, (SYSTEM, USER)),
+        ):
+            form = self._first_of(kinds, [form, replace(form, part_roles=form.part_roles ^ {role})])
+        parts = form.part_roles | {RESULT.role}
+        calls = [
+            replace(
+                form,
+                part_roles=part_roles,
+                null_content=null_content,
+                text_arguments=text_arguments,
+                short_ids=short_ids,
+            )
+            for part_roles in (
+                [parts, form.part_roles] if form.part_roles else [frozenset(), parts]
+            )
+            for null_content, text_arguments, short_ids in product((False, True), repeat=3)
         ]
-        return self._shows(turns, ()) and "4711" in self.render(turns)
+        form = self._first_of((USER, CALLED, RESULT), calls, _PROBE_IDS)
+        form = self._first_of(
+            (USER, CALLED_TWICE, RESULT, RESULT), [form, replace(form, single_calls=True)]
+        )
+        return self._first_of(
+            (USER, SAID_AND_CALLED, RESULT, ANSWER, USER), [form, replace(form, text_apart=True)]
+        )
+
+    def _first_of(
+        self,
+        kinds: tuple[TurnKind, ...],
+        forms: Sequence[Form],
+        id_layouts: Sequence[str] = _PROBE_IDS[-1:],
+    ) -> Form:
+        """Return the first form that shows this conversation, or the first of all."""
+        for form in forms:
+            if all(self._shows(kinds, form, id_layout=layout) for layout in id_layouts):
+                return form
+        return forms[0]
+
+    def faults(self) -> Iterator[str]:
+        """Return the usual conversations that the template does not show, by their roles."""
+        for kinds in USUAL:
+            if not self._shows(kinds, self.form):
+                roles = (f"{kind.role}{' with calls' if kind.calls else ''}" for kind in kinds)
+                yield ", ".join(roles)
+
+    @cached_property
+    def turn_end(self) -> str:
+        """Text behind the last answer of a conversation; empty if unknown."""
+        turns, [_, (answer, _)] = _probe((USER, ANSWER))
+        with suppress(ChatTemplateFailed):
+            return self.render(turns, add_generation_prompt=False).partition(answer)[2]
+        return ""
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -325,51 +572,104 @@ class _ChatTemplate:
 
     def placeholder_renderings(self) -> Iterator[str]:
         """Render every kind of turn, with and without tools and generation prompt."""
-        call = ToolCall("a1B2c3D4e", _PROBE, '{"probed": true}')
-        question, answer = ChatMessage("user", _PROBE), ChatMessage("assistant", _PROBE)
-        system, result = ChatMessage("system", _PROBE), ChatMessage("tool", _PROBE, (), call)
-        called = ChatMessage("assistant", "", (call,))
-        conversations: tuple[list[ChatMessage], ...] = (
-            [question],
-            [question, answer, question, answer],
-            [system, question, answer, question],
-            [question, called, result, result],
-            [system, question, called, result, answer, question],
-        )
-        tool = Tool(
-            _PROBE, _PROBE, '{"type": "object", "properties": {"probed": {"type": "boolean"}}}'
+        conversations = (
+            *USUAL,
+            (USER, ANSWER, USER, ANSWER),
+            (SYSTEM, USER, CALLED, RESULT, ANSWER, USER),
         )
         ends: list[tuple[bool, bool | None]] = [(False, None), (True, None)]
         ends += [(True, False), (True, True)]
-        for messages, tools, (is_begun, thinking) in product(conversations, ((), (tool,)), ends):
+        for kinds, tools, (is_begun, thinking) in product(
+            conversations, ((), (_PROBE_TOOL,)), ends
+        ):
             with suppress(ChatTemplateFailed):  # not every template accepts every turn
                 yield self.render(
-                    messages, tools, add_generation_prompt=is_begun, thinking=thinking
+                    self.form.arranged(_probe(kinds)[0]),
+                    tools,
+                    add_generation_prompt=is_begun,
+                    thinking=thinking,
                 )
 
-    def _shows(self, messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> bool:
-        try:
-            return _PROBE in self.render(messages, tools)
-        except ChatTemplateFailed:
-            return False
+    def _shows(
+        self,
+        kinds: tuple[TurnKind, ...],
+        form: Form,
+        *,
+        tool_sets: Sequence[tuple[Tool, ...]] = ((), (_PROBE_TOOL,)),
+        id_layout: str = _PROBE_IDS[-1],
+    ) -> bool:
+        """Return whether the template shows such a conversation, with one of the sets of tools."""
+        for tools in tool_sets:
+            while self._costly_count < COSTLY_MAX:
+                try:
+                    if self._lost(kinds, form, tools, id_layout) is None:
+                        return True
+                except ChatTemplateFailed as error:
+                    if isinstance(error.__cause__, TemplateTooCostly):
+                        self._costly_count += 1
+                        continue
+                break
+        return False
+
+    def fault(self, kinds: tuple[TurnKind, ...], *, has_tools: bool) -> str | None:
+        """Return what is wrong with the rendering of such a conversation, or None."""
+        find = self._find_fault if len(kinds) <= KNOWN_TURNS_MAX else self._find_fault.__wrapped__
+        with suppress(ChatTemplateFailed):  # rendering the conversation itself gives the reason
+            return find(kinds, (_PROBE_TOOL,) if has_tools else ())
+        return None
+
+    def _lost(
+        self,
+        kinds: tuple[TurnKind, ...],
+        form: Form,
+        tools: tuple[Tool, ...],
+        id_layout: str = _PROBE_IDS[-1],
+    ) -> str | None:
+        """Return what the template does with the first part that it does not show once.
+
+        Raises: ChatTemplateFailed if the template rejects such a conversation.
+        """
+        turns, words = _probe(kinds, id_layout)
+        turns = form.arranged(turns)
+        rendered = self.render(turns, tools, form=form)
+        if tools:
+            words += [(word, "a part of the tools") for word in _TOOL_WORDS]
+        if _PRINTED.search(rendered):
+            return f"prints parts of messages as Python objects in this conversation: {REMEDY}"
+        shown = Counter(_WORD.findall(rendered))
+        for word, what in words:
+            if not shown[word]:
+                return f"leaves out {what} in this conversation: {REMEDY}"
+            if shown[word] > 1 and what.startswith("text"):
+                return f"repeats {what} in this conversation: {REMEDY}"
+        for call_id in [call.id for turn in turns for call in turn.tool_calls][:1]:
+            parts = (
+                call_id[start : start + CUT_CHARS] for start in range(len(call_id) - CUT_CHARS)
+            )
+            if call_id not in rendered and any(part in rendered for part in parts):
+                return f"cuts the ids of calls: send ids of {ID_LENGTH} letters and digits"
+        return None
 
     def render(
         self,
-        messages: Sequence[ChatMessage],
+        arranged: Sequence[ChatMessage],
         tools: Sequence[Tool] = (),
         *,
         add_generation_prompt: bool = True,
         thinking: bool | None = None,
+        form: Form | None = None,
     ) -> str:
         switch = {}
         if thinking is not None and self.thinking_switch is not None:
             switch[self.thinking_switch] = thinking
+        shown = partial(_as_dict, form=form or self.form)
         try:
             return self._template.render(
-                messages=[_as_dict(message) for message in messages],
+                messages=list(map(shown, arranged)),
                 add_generation_prompt=add_generation_prompt,
                 tools=[_tool_as_dict(tool) for tool in tools] or None,
                 documents=None,
+                strftime_now=partial(utc_text, datetime.now(UTC)),
                 **self._special_tokens,
                 **switch,
                 **{LOOK_AT_CLOCK: Budget().look_at_clock},
@@ -382,24 +682,103 @@ class _ChatTemplate:
             raise ChatTemplateFailed(str(error)) from error
 
 
-def _as_dict(message: ChatMessage) -> dict[str, Any]:
-    """Convert a turn to the form that templates expect.
+def _probe(
+    kinds: Sequence[TurnKind], id_layout: str = _PROBE_IDS[-1]
+) -> tuple[list[ChatMessage], list[tuple[str, str]]]:
+    """Return a conversation of these kinds with unique words, and each word with its meaning."""
+    turns: list[ChatMessage] = []
+    words: list[tuple[str, str]] = []
+    number = count()
+
+    def word(meaning: str) -> str:
+        words.append((f"{_PROBE}{next(number):05d}Q", meaning))
+        return words[-1][0]
+
+    calls: list[ToolCall] = []
+    answered = 0
+    for kind in kinds:
+        content = word(f"text of the role {kind.role!r}") if kind.has_text else ""
+        made = tuple(
+            ToolCall(
+                id_layout.format(*[1000 + len(calls) + index] * 2),
+                word("the name of a call"),
+                json.dumps({word("arguments of a call"): word("arguments of a call")}),
+            )
+            for index in range(kind.calls)
+        )
+        calls += made
+        result_of = None
+        if kind.role == RESULT.role:
+            calls = calls or [ToolCall(id_layout.format(1000, 1000), _PROBE, "{}")]
+            result_of = calls[min(answered, len(calls) - 1)]
+            answered += 1
+        turns.append(ChatMessage(kind.role, content, made, result_of))
+    return turns, words
+
+
+WEEKDAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
+_MONTHS = """
+    January February March April May June July August September October November December
+"""
+MONTHS = _MONTHS.split()
+_DIRECTIVE = re.compile(r"%([-_0^#]*)(\d*)[EO]?([A-Za-z+%])")
+# Directives that depend on the locale, as the C locale has them.
+_C_LOCALE = {"c": "%a %b %e %H:%M:%S %Y", "x": "%m/%d/%y", "X": "%H:%M:%S", "r": "%I:%M:%S %p"}
+
+
+def utc_text(moment: datetime, layout: str) -> str:
+    """Format a moment in UTC as `strftime` does, in English whatever locale and time zone are."""
+    _refuse_costly(layout, ())
+
+    def text(found: re.Match[str]) -> str:
+        flags, _, letter = found.groups()
+        match letter:
+            case "a" | "A":
+                name = WEEKDAYS[moment.weekday()][: 3 if letter == "a" else None]
+            case "b" | "h" | "B":
+                name = MONTHS[moment.month - 1][: None if letter == "B" else 3]
+            case "p" | "P":
+                name = "AM" if moment.hour < 12 else "PM"
+                name = name.lower() if letter == "P" or "#" in flags else name
+            case "s":
+                name = str(int(moment.timestamp()))
+            case _ if letter in _C_LOCALE:
+                name = utc_text(moment, _C_LOCALE[letter])
+            case _:
+                name = moment.strftime(re.sub("[EO]", "", found[0][:-1]) + letter)
+        return name.upper() if "^" in flags else name
+
+    return _DIRECTIVE.sub(text, layout)
+
+
+def _as_dict(message: ChatMessage, form: Form) -> dict[str, Any]:
+    """Convert a turn to the form that the template expects.
 
     Arguments are objects, which templates serialize; malformed ones are text.
     """
-    turn: dict[str, Any] = {"role": message.role, "content": message.content}
+    content: Any = message.content
+    if message.role in form.part_roles:
+        content = [{"type": "text", "text": content}]
+    elif form.null_content and message.tool_calls and not content:
+        content = None
+    turn: dict[str, Any] = {"role": message.role, "content": content}
     if message.tool_calls:
         turn["tool_calls"] = [
             {
                 "id": call.id,
                 "type": "function",
-                "function": {"name": call.name, "arguments": json.loads(call.arguments)},
+                "function": {"name": call.name, "arguments": _arguments(call, form)},
             }
             for call in message.tool_calls
         ]
     if message.call is not None:
         turn |= {"tool_call_id": message.call.id, "name": message.call.name}
     return turn
+
+
+def _arguments(call: ToolCall, form: Form) -> Any:
+    arguments = json.loads(call.arguments)
+    return call.arguments if form.text_arguments and isinstance(arguments, dict) else arguments
 
 
 def _tool_as_dict(tool: Tool) -> dict[str, Any]:
@@ -459,6 +838,13 @@ def _special_tokens(directory: Path, config: Mapping[str, Any]) -> dict[str, str
                 )
             tokens[name] = token
     return tokens
+
+
+def _added_tokens(directory: Path, config: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return name and text of further tokens that tokenizer_config.json adds."""
+    with entries_of(directory / "tokenizer_config.json"):
+        entries = (config.get("added_tokens_decoder") or {}).values()
+        return [("added_tokens_decoder", str(token["content"])) for token in entries]
 
 
 def _refuse(message: str) -> NoReturn:

@@ -19,9 +19,9 @@ import os
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import tokenizers
@@ -84,12 +84,58 @@ class Tokenizer:
         self._bound = TokenBound(self.backend)
         self.words = WordCache(self.backend)  # encodes plain prompts without a limit
         self._templates = ChatTemplates(directory)
-        # `eos_token` of tokenizer_config.json; the checkpoint may have other end tokens.
+        # `eos_token` of tokenizer_config.json; `end_token_ids` has it and others.
         eos_token = self._templates.eos_token
         self.eos_token_id = None if eos_token is None else self.backend.token_to_id(eos_token)
+        self._path = path
         self._control_tokens_lock = threading.Lock()
         self._control_tokens_made: ControlTokens | None = None
         self.call_format = call_format or self._templates.call_format()
+
+    @cached_property
+    def end_token_ids(self) -> frozenset[int]:
+        """End tokens that the tokenizer names, and those that the template writes after answers.
+
+        Fine-tunes often change only these and keep the base model's config.json.
+        """
+        ends = {self.eos_token_id} - {None}
+        added = self.backend.get_added_tokens_decoder()
+        for written in self._templates.turn_ends():
+            ids = self.backend.encode(written.lstrip(), add_special_tokens=False).ids[:1]
+            ends.update(id_ for id_ in ids if id_ in added and added[id_].special)
+        return frozenset(id_ for id_ in ends if id_ is not None)
+
+    def check_fits(self, vocabulary_size: int) -> None:
+        """Check that tokenizer, template and model belong together. vocabulary_size: the model's.
+
+        A special token beyond the vocabulary that nothing writes is accepted, since models for text
+        have those of their variants for images; prompts that spell it are refused. Raises:
+        CheckpointInvalid.
+        """
+        vocabulary = self.backend.get_vocab(with_added_tokens=False)
+        if (largest := max(vocabulary.values(), default=0)) >= vocabulary_size:
+            self._refuse_id(largest, vocabulary_size)
+        for id_ in (*self.backend.encode("").ids, *self._written.values(), *self.end_token_ids):
+            if id_ >= vocabulary_size:
+                self._refuse_id(id_, vocabulary_size)
+        for name, token in self._templates.needed_tokens():
+            if self.backend.token_to_id(token) is None:
+                raise CheckpointInvalid(
+                    self._path,
+                    f"token {token!r}, which tokenizer_config.json names ({name}), is missing; use"
+                    " both files of the same checkpoint",
+                )
+
+    def _refuse_id(self, id_: int, vocabulary_size: int) -> NoReturn:
+        raise CheckpointInvalid(
+            self._path,
+            f"token {self.backend.id_to_token(id_)!r} has the id {id_}, which is not within"
+            f" vocab_size {vocabulary_size} of config.json; use the tokenizer of this model",
+        )
+
+    def template_faults(self) -> list[str]:
+        """Return the usual conversations that the chat template does not show, by their roles."""
+        return self._templates.faults()
 
     def chars_max(self, token_count: int) -> int | None:
         """Return the maximum length in characters of `token_count` tokens; None if unbounded."""
@@ -169,7 +215,10 @@ class Tokenizer:
         render the tools and calls.
         """
         return self._templates.render(
-            messages, tools, add_generation_prompt=add_generation_prompt, thinking=thinking
+            self._templates.arranged(messages, tools, thinking=thinking),
+            tools,
+            add_generation_prompt=add_generation_prompt,
+            thinking=thinking,
         )
 
     def encode_chat(
@@ -187,12 +236,13 @@ class Tokenizer:
         Raises: ChatTemplateFailed; TokenLimitExceeded if it certainly has more than
         `token_count_max` tokens.
         """
-        hidden = [self._hidden_message(message) for message in messages]
+        arranged = self._templates.arranged(messages, tools, thinking=thinking)
+        hidden = [self._hidden_message(message) for message in arranged]
         hidden_tools = [self._hidden_tool(tool) for tool in tools]
-        rendered = self.render_chat(
+        rendered = self._templates.render(
             hidden, hidden_tools, add_generation_prompt=add_generation_prompt, thinking=thinking
         )
-        is_hidden = hidden != list(messages) or hidden_tools != list(tools)
+        is_hidden = hidden != arranged or hidden_tools != list(tools)
         if token_count_max is not None:
             self.check_limit(
                 self._control_tokens.revealed(rendered) if is_hidden else rendered, token_count_max
@@ -204,16 +254,15 @@ class Tokenizer:
         """Markers of this tokenizer and its templates; computed on first use."""
         with self._control_tokens_lock:
             if self._control_tokens_made is None:
-                renderings, sources = (
-                    self._templates.placeholder_renderings(),
-                    self._templates.sources(),
-                )
-                self._control_tokens_made = ControlTokens(
-                    self.backend,
-                    written_markers(self.backend, renderings, sources),
-                    partial(self.words.encode, add_special_tokens=False),
-                )
+                encode = partial(self.words.encode, add_special_tokens=False)
+                self._control_tokens_made = ControlTokens(self.backend, self._written, encode)
             return self._control_tokens_made
+
+    @cached_property
+    def _written(self) -> dict[str, int]:
+        """Markers that the templates write."""
+        renderings, sources = self._templates.placeholder_renderings(), self._templates.sources()
+        return written_markers(self.backend, renderings, sources)
 
     def _hidden_message(self, message: ChatMessage) -> ChatMessage:
         tokens = self._control_tokens

@@ -101,6 +101,7 @@ WITHOUT_SYSTEM = """{{ bos_token }}
 {{- '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}
 {%- endfor %}"""
 
+ONLY_CONTENT = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 PLAIN_WITH_ANY_ROLE = (
     "{% for message in messages %}{{ message['role'] + ': ' + message['content'] }}{% endfor %}"
 )
@@ -185,8 +186,10 @@ TOOL = Tool(
 
 @pytest.mark.parametrize("in_file", [False, True])
 def test_the_template_for_tools_is_found_by_its_name(in_file: bool, tmp_path: Path) -> None:
-    tool_use = "{% for tool in tools %}{{ tool.function.name }}{% endfor %}"
-    named = {"default": "plain", "rag": "documents"} | ({} if in_file else {"tool_use": tool_use})
+    tool_use = "{% for tool in tools %}{{ tool.function | tojson }}{% endfor %}" + ONLY_CONTENT
+    named = {"default": "plain" + ONLY_CONTENT, "rag": "documents"} | (
+        {} if in_file else {"tool_use": tool_use}
+    )
     write_template(
         tmp_path, [{"name": name, "template": template} for name, template in named.items()]
     )
@@ -195,8 +198,8 @@ def test_the_template_for_tools_is_found_by_its_name(in_file: bool, tmp_path: Pa
         (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(tool_use)
     tokenizer = Tokenizer(tmp_path)
 
-    assert tokenizer.render_chat(chat(("user", "?"))) == "plain"
-    assert tokenizer.render_chat(chat(("user", "?")), [TOOL]) == "find"
+    assert tokenizer.render_chat(chat(("user", "?"))) == "plain?"
+    assert '{"name": "find", ' in tokenizer.render_chat(chat(("user", "?")), [TOOL])
 
 
 def test_tools_and_calls_are_rendered_as_transformers_does(tmp_path: Path) -> None:
@@ -292,14 +295,15 @@ def test_control_tokens_in_tools_and_calls_are_text(tmp_path: Path) -> None:
 
 
 def test_the_template_file_wins_over_the_configuration(tmp_path: Path) -> None:
-    write_template(tmp_path, "from the configuration")
-    (tmp_path / "chat_template.jinja").write_text("from the file, {{ bos_token }}")
+    write_template(tmp_path, "from the configuration" + ONLY_CONTENT)
+    (tmp_path / "chat_template.jinja").write_text("from the file, {{ bos_token }}" + ONLY_CONTENT)
 
-    assert Tokenizer(tmp_path).render_chat(chat(("user", "?"))) == "from the file, <|bos|>"
+    assert Tokenizer(tmp_path).render_chat(chat(("user", "?"))) == "from the file, <|bos|>?"
 
 
 def test_special_tokens_come_from_the_older_file_too(tmp_path: Path) -> None:
-    write_template(tmp_path, "{{ unk_token }}{{ bos_token }}{{ add_bos_token is defined }}")
+    named = "{{ unk_token }}{{ bos_token }}{{ add_bos_token is defined }}"
+    write_template(tmp_path, named + ONLY_CONTENT)
     tokens = {
         "unk_token": {"content": "<|pad|>", "lstrip": False},
         "bos_token": "<|user|>",
@@ -307,7 +311,7 @@ def test_special_tokens_come_from_the_older_file_too(tmp_path: Path) -> None:
     }
     (tmp_path / "special_tokens_map.json").write_text(json.dumps(tokens))
 
-    assert Tokenizer(tmp_path).render_chat(chat(("user", "?"))) == "<|pad|><|bos|>False", (
+    assert Tokenizer(tmp_path).render_chat(chat(("user", "?"))) == "<|pad|><|bos|>False?", (
         "the configuration wins"
     )
 

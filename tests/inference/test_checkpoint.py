@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,15 @@ from inference.decoder.model import load_weights
 from inference.engine import SamplingParams
 from inference.errors import ChatTemplateFailed, CheckpointInvalid
 from inference.text.tokenizer import ChatMessage, Tokenizer
-from tests.inference.checkpoints import MODEL_TYPES, LlamaShape, TinyCheckpoint, make_checkpoint
+from tests.inference.checkpoints import (
+    CHAT_TEMPLATE,
+    MODEL_TYPES,
+    LlamaShape,
+    TinyCheckpoint,
+    make_checkpoint,
+)
+from tests.inference.running import make_core, make_request, run_all
+from tests.inference.tool_checkpoints import make_scripted_checkpoint
 
 
 def change(path: Path, **entries: Any) -> None:
@@ -96,19 +106,233 @@ def test_each_architecture_knows_its_own_entries(
         read_config(tmp_path)
 
 
-def test_entries_that_turn_nothing_on_are_passed_over(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, shape=LlamaShape(architecture="Qwen2ForCausalLM"))
+# Entries of published checkpoints that transformers does not read for Llama, or whose value is that
+# of an absent entry.
+NOTES: dict[str, Any] = {
+    "is_llama_config": True,
+    "rope_interleaved": False,
+    "transformers.js_config": {"kv_cache_dtype": {"fp16": "float16"}, "dtype": "q4"},
+    "unsloth_version": "2025.3.1",
+    "unsloth_fixed": True,
+    "auto_map": {"AutoModelForCausalLM": "modeling_x.XForCausalLM"},
+    "pad_token": "<pad>",
+    "tokenizer_padding_side": "left",
+    "model_max_length": 4096,
+    "max_window_layers": 21,
+    "use_sliding_window": False,
+    "_name_or_path": "someone/model",
+    "_attn_implementation_autoset": True,
+    "_flash_attn_2_enabled": True,
+    "transformers_version": "4.51.3",
+    "model_type": "llama",
+    "name": "model",
+    "mlx_note": "converted",
+    "peft_config": {"r": 16, "lora_alpha": 32},
+    "lora_alpha": 16,
+    "training_args": {"learning_rate": 1e-5},
+    "neftune_noise_alpha": 5,
+    "router_aux_loss_coef": 0.001,
+    "output_router_logits": False,
+    "hidden_dropout": 0.1,
+    "initializer_range": 0.02,
+    "init_method": "small",
+    "use_flash_attention": True,
+    "quantization_config": None,
+    "rope_scaling": None,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "partial_rotary_factor": 1.0,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": 0,
+    "residual_multiplier": 1.0,
+    "logit_scale": 1,
+    "layer_types": ["full_attention", "full_attention"],
+    "is_causal": True,
+    "is_decoder": True,
+    "num_local_experts": 0,
+    "sliding_window": None,
+    "use_mrope": False,
+    "qk_layernorm": False,
+    "new_object": {},
+    "property_of": "a word that contains another",
+    "document_class": "note",
+    "definition": 3,
+    "license": "apache-2.0",
+}
+
+
+@pytest.mark.parametrize("name", NOTES)
+def test_notes_of_publishers_change_nothing(name: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
     before = read_config(tmp_path)
-    change(
-        tmp_path / "config.json",
-        use_mrope=False,
-        partial_rotary_factor=1.0,
-        _name_or_path="x",
-        initializer_range=0.02,
-        new={},
-    )
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {name: NOTES[name]}))
 
     assert read_config(tmp_path) == before
+
+
+@pytest.mark.parametrize("architecture", MODEL_TYPES)
+def test_all_notes_together_change_nothing(architecture: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, shape=LlamaShape(architecture=architecture))
+    before = read_config(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(NOTES | config | {"rope_theta": 10000.0}))
+
+    assert read_config(tmp_path) == before
+
+
+def test_notes_change_no_logit(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, shape=LlamaShape(head_count=9, kv_head_count=3, hidden_size=144))
+    prompt = list(range(7, 30))
+    [before] = run_all(make_core(tmp_path), [make_request(prompt)])
+    change(tmp_path / "config.json", **NOTES)
+    [after] = run_all(make_core(tmp_path), [make_request(prompt)])
+
+    assert after.token_ids == before.token_ids
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"rope_interleaved": True},
+        {"rope_ratio": 500},
+        {"use_mrope": True},
+        {"rotary_pct": 0.25},
+        {"alibi": True},
+        {"use_dynamic_ntk": True},
+        {"sliding_window": 512},
+        {"sliding_window": 0},
+        {"attention_chunk_size": 8192},
+        {"attention_window": [256, 256]},
+        {"layer_types": ["full_attention", "sliding_attention"]},
+        {"layer_types": ["full_attention"]},
+        {"is_causal": False},
+        {"use_bidirectional_attention": True},
+        {"is_encoder_decoder": True},
+        {"attn_logit_softcapping": 50.0},
+        {"logits_soft_cap": 30},
+        {"residual_multiplier": 0.22},
+        {"embedding_multiplier": 12},
+        {"logits_scaling": 8.0},
+        {"logit_scale": 0.0625},
+        {"scale_emb": 12},
+        {"query_pre_attn_scalar": 256},
+        {"clip_qkv": 8},
+        {"qk_layernorm": True},
+        {"use_qk_norm": True},
+        {"bias": True},
+        {"qkv_bias": True},
+        {"use_parallel_residual": True},
+        {"num_local_experts": 8},
+        {"num_experts_per_tok": 2},
+        {"moe_intermediate_size": 1408},
+        {"kv_lora_rank": 512},
+        {"compression_config": {"format": "dense"}},
+        {"quantization": {"bits": 4, "group_size": 64}},
+        {"text_config": {"hidden_size": 64}},
+        {"transformers_weights": "other.safetensors"},
+    ],
+    ids=lambda entries: f"{entries}",
+)
+def test_entries_of_other_computations_are_refused(entries: dict[str, Any], tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    change(tmp_path / "config.json", **entries)
+    [(name, value)] = entries.items()
+
+    with pytest.raises(CheckpointInvalid, match=re.escape(f"entry {name} = {value!r}")):
+        read_config(tmp_path)
+
+
+END_SOURCES: dict[str, tuple[dict[str, Any], set[int]]] = {
+    "only config.json": ({"config": 2}, {2}),
+    "only generation_config.json": ({"generation": [2, 6]}, {2, 6}),
+    "only the tokenizer": ({"tokenizer": "<|end|>"}, {6}),
+    "only the tokenizer, as an object": ({"tokenizer": {"content": "<|end|>"}}, {6}),
+    "only the older file of special tokens": ({"special_tokens_map": "<|end|>"}, {6}),
+    "only the template": ({"template": "<|end|>"}, {6}),
+    "only the template, by name": (
+        {"template": "{{ eos_token }}", "special_tokens_map": "<|end|>"},
+        {6},
+    ),
+    "null, and the tokenizer": ({"config": None, "generation": None, "tokenizer": "<|eos|>"}, {2}),
+    "configurations that differ": ({"config": [2, 6], "generation": 2}, {2, 6}),
+    "an empty list beside others": ({"config": [], "generation": 6}, {6}),
+    "all four differ": (
+        {"config": 2, "generation": 6, "tokenizer": "<|pad|>", "template": "<|user|>"},
+        {0, 2, 4, 6},
+    ),
+    "a template with blanks before its end": ({"config": 2, "template": " \n<|end|>\n"}, {2, 6}),
+    "a template whose end is text": ({"config": 2, "template": "</s>"}, {2}),
+}
+
+
+def write_ends(directory: Path, sources: dict[str, Any]) -> None:
+    """Write a checkpoint whose end tokens stand in these places only."""
+    make_checkpoint(directory)
+    change(directory / "config.json", eos_token_id=None)
+    for name, value in sources.items():
+        if name == "template":
+            template = (
+                "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}" + value + "{% endfor %}"
+            )
+            (directory / "chat_template.jinja").write_text(template)
+        elif name in ("config", "generation"):
+            path = directory / ("config.json" if name == "config" else "generation_config.json")
+            raw = json.loads(path.read_text()) if name == "config" else {}
+            path.write_text(json.dumps(raw | {"eos_token_id": value}))
+        else:
+            stem = "tokenizer_config" if name == "tokenizer" else name
+            path = directory / f"{stem}.json"
+            raw = json.loads(path.read_text()) if path.exists() else {}
+            path.write_text(json.dumps(raw | {"eos_token": value}))
+    if "generation" not in sources:
+        (directory / "generation_config.json").unlink()
+    if "tokenizer" not in sources:
+        change(directory / "tokenizer_config.json", eos_token=None)
+    if "template" not in sources:
+        (directory / "chat_template.jinja").write_text("{{ messages[0].content }}")
+
+
+@pytest.mark.parametrize("name", END_SOURCES)
+def test_end_tokens_are_those_of_all_places(name: str, tmp_path: Path) -> None:
+    sources, ends = END_SOURCES[name]
+    write_ends(tmp_path, sources)
+    core = make_core(tmp_path)
+
+    for token_id in range(7):
+        request = make_request([10, 11], 4, ignore_eos=False)
+        forced = replace(request, sampling=SamplingParams(logit_bias=((token_id, 1e9),)))
+        [outcome] = run_all(core, [forced], token_id)
+
+        assert len(outcome.token_ids) == (1 if token_id in ends else 4), token_id
+        assert outcome.finished is not None
+        assert outcome.finished.reason == ("stop" if token_id in ends else "length")
+
+
+def test_a_model_without_any_end_token_is_refused(tmp_path: Path) -> None:
+    write_ends(tmp_path, {})
+
+    with pytest.raises(CheckpointInvalid, match=r"generation_config\.json: no end token"):
+        make_core(tmp_path)
+
+
+def test_a_fine_tune_whose_end_stands_in_the_tokenizer_only_ends(tmp_path: Path) -> None:
+    make_scripted_checkpoint(tmp_path, ["Hi", "<|im_end|>", "Run", "away", "!!"])
+    change(tmp_path / "config.json", eos_token_id=2)
+    (tmp_path / "generation_config.json").unlink()
+    raw = json.loads((tmp_path / "tokenizer.json").read_text())
+    for token in raw["added_tokens"]:
+        token["special"] |= token["content"] == "<|im_end|>"
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
+    template = CHAT_TEMPLATE.replace("<|end|>", "<|im_end|>")
+    change(tmp_path / "tokenizer_config.json", eos_token="<|im_end|>", chat_template=template)
+    prompt = Tokenizer(tmp_path).encode_chat([ChatMessage("user", "Hello")])
+
+    [outcome] = run_all(make_core(tmp_path), [make_request(prompt, 50, ignore_eos=False)])
+
+    assert (outcome.text, len(outcome.token_ids)) == ("Hi", 2)
+    assert outcome.finished is not None
+    assert outcome.finished.reason == "stop"
 
 
 def test_windows_are_reported_by_layer(tmp_path: Path) -> None:

@@ -11,14 +11,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 from safetensors.numpy import load_file, save_file
+from tokenizers import processors
 
 from inference.checkpoint.checkpoint import read_model_info
+from inference.engine import SamplingParams
 from inference.errors import ChatTemplateFailed, CheckpointInvalid
 from inference.text.chat_template import NUMBER_MAX, Budget, TemplateTooCostly
 from inference.text.tokenizer import ChatMessage, Tokenizer
 from tests.inference.checkpoints import LlamaShape, make_checkpoint, write_tokenizer
-from tests.inference.running import make_core
+from tests.inference.running import make_core, make_request, run_all
 
 SHARD = "model-00002-of-00003.safetensors"
 MATRIX = "model.layers.1.mlp.down_proj.weight"
@@ -79,6 +82,22 @@ def generation(**entries: Any) -> Spoil:
 
 def tokenizer_config(**entries: Any) -> Spoil:
     return change("tokenizer_config.json", **entries)
+
+
+def added(token: str, *, begins: bool = False, **entries: Any) -> Spoil:
+    """Add a special token behind the vocabulary, which begins prompts or is named by entries."""
+
+    def spoil(directory: Path) -> None:
+        tokenizer = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+        tokenizer.add_special_tokens([token])
+        if begins:
+            tokenizer.post_processor = processors.TemplateProcessing(
+                single=f"{token} $A", special_tokens=[(token, 400)]
+            )
+        tokenizer.save(str(directory / "tokenizer.json"))
+        tokenizer_config(**entries)(directory)
+
+    return spoil
 
 
 def tensors(edit: Callable[[dict[str, Any]], object], name: str = "model.safetensors") -> Spoil:
@@ -231,7 +250,7 @@ CONFIGURATIONS: dict[str, tuple[Spoil, str]] = {
     ),
     "end token outside": (
         generation(eos_token_id=100_000),
-        r"eos_token_id \[100000\] is not within vocab_size 400",
+        r"eos_token_id \[2, 6, 100000\] is not within vocab_size 400",
     ),
     "end token as a word": (generation(eos_token_id="</s>"), "an entry has a wrong type"),
     "temperature as a word": (
@@ -277,6 +296,41 @@ TOKENIZERS: dict[str, tuple[Spoil, str]] = {
         write("chat_template.jinja", b"\xff"),
         "chat_template.jinja: the chat template cannot be read",
     ),
+    "end token that the tokenizer lacks": (
+        tokenizer_config(eos_token="<|im_end|>"),
+        r"tokenizer.json: token '<\|im_end\|>', which tokenizer_config.json names \(eos_token\)",
+    ),
+    "token that the template writes by name and the tokenizer lacks": (
+        tokenizer_config(bos_token="<s>", chat_template="{{ bos_token }}{{ messages[0].content }}"),
+        r"token '<s>', which tokenizer_config.json names \(bos_token\), is missing",
+    ),
+    "token that the template writes and only tokenizer_config.json adds": (
+        tokenizer_config(
+            added_tokens_decoder={"400": {"content": "<|new|>", "special": True}},
+            chat_template="<|new|>{{ messages[0].content }}",
+        ),
+        r"token '<\|new\|>', which tokenizer_config.json names \(added_tokens_decoder\)",
+    ),
+    "added tokens that are not objects": (
+        tokenizer_config(added_tokens_decoder={"400": "<|new|>"}),
+        "tokenizer_config.json: an entry has a wrong type",
+    ),
+    "vocabulary larger than the model's": (
+        config(vocab_size=399),
+        "tokenizer.json: token .* has the id 399, which is not within vocab_size 399",
+    ),
+    "marker of the template beyond the embeddings": (
+        added("<|new|>", chat_template="<|new|>{{ messages[0].content }}"),
+        r"token '<\|new\|>' has the id 400, which is not within vocab_size 400",
+    ),
+    "end token beyond the embeddings": (
+        added("<|new|>", eos_token="<|new|>"),
+        r"token '<\|new\|>' has the id 400, which is not within vocab_size 400",
+    ),
+    "begin token beyond the embeddings": (
+        added("<|new|>", begins=True),
+        r"token '<\|new\|>' has the id 400, which is not within vocab_size 400",
+    ),
     "special token without content": (
         tokenizer_config(bos_token={"x": 1}),
         "bos_token = {'x': 1} has no content",
@@ -310,6 +364,36 @@ def test_shards_are_refused_by_name(
 
     with pytest.raises(CheckpointInvalid, match=words):
         load(directory)
+
+
+def test_a_special_token_beyond_the_embeddings_that_nothing_writes_is_accepted(
+    whole: Path, tmp_path: Path
+) -> None:
+    """Like the image tokens of models for text; a prompt that spells one is refused."""
+    directory = shutil.copytree(whole, tmp_path / "checkpoint")
+    added("<|image|>")(directory)
+    core = make_core(directory)
+
+    ids = Tokenizer(directory).encode("see <|image|>")
+
+    assert ids[-1] == 400
+    assert core.request_fault(make_request(ids)) == "token ids must be from 0 to 399"
+
+
+def test_rows_of_embeddings_without_a_token_are_accepted(tmp_path: Path) -> None:
+    """Vocabularies are padded to round sizes."""
+    make_checkpoint(tmp_path)
+    raw = json.loads((tmp_path / "tokenizer.json").read_text())
+    del raw["model"]["merges"][-1]
+    raw["model"]["vocab"] = {
+        token: id_ for token, id_ in raw["model"]["vocab"].items() if id_ < 399
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
+    bias = SamplingParams(logit_bias=((399, 1e9),))
+
+    [outcome] = run_all(make_core(tmp_path), [make_request([10], 2, sampling=bias)])
+
+    assert (outcome.token_ids, outcome.text) == ([399, 399], "")
 
 
 def test_a_checkpoint_with_another_spelling_is_served(whole: Path, tmp_path: Path) -> None:
