@@ -102,7 +102,10 @@ class GrammarCompiler:
             self._load_tokenizer(response_format.field), source, log_level=0, limits=limits
         )
         if matcher.is_error():
-            reason = f"cannot be compiled: {_remedy(response_format)}{_short(matcher.get_error())}"
+            message = matcher.get_error()
+            remedy = _remedy(response_format, message)
+            message = "" if remedy == OVERLAP else _short(message)  # it names an option of ours
+            reason = f"cannot be compiled: {remedy}{message}"
             raise RequestImpossible(reason, response_format.field)
         self._check_beginning(matcher, response_format)
         return matcher
@@ -210,8 +213,16 @@ def _grammar_source(response_format: ResponseFormat) -> str:
             return LLMatcher.grammar_from_lark(response_format.source)
 
 
-def _remedy(response_format: ResponseFormat) -> str:
-    """Return a hint for a grammar in another EBNF notation; empty if it is not a known one."""
+OVERLAP = (
+    "oneOf is supported where no value fits two of its branches: give each branch a required"
+    " property with a const of its own, or use anyOf; "
+)
+
+
+def _remedy(response_format: ResponseFormat, message: str) -> str:
+    """Return a hint for a known cause of the library's message, such as another EBNF notation."""
+    if "coerce_one_of" in message:
+        return OVERLAP
     if response_format.kind is not GrammarKind.LARK:
         return ""
     if "::=" in response_format.source:

@@ -9,10 +9,12 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import combinations, product
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,9 +181,137 @@ ANYTHING = '{"type": "object"}'
 
 
 def with_json_options(schema: dict[str, Any] | bool) -> dict[str, Any]:
-    """Return the schema as an object with our options of llguidance, which override its own."""
+    """Return the schema as an object with our options of llguidance, which override its own.
+
+    The library supports `oneOf` if it sees that no value fits two branches, and looks through no
+    reference. `oneOf` is `anyOf` then, so each one that `_Exclusive` proves is replaced.
+    """
     plain = {} if schema is True else {"enum": []} if schema is False else schema
+    if "oneOf" in json.dumps(plain):
+        plain = _Exclusive(plain).replaced(plain)
     return {**plain, "x-guidance": JSON_OPTIONS}
+
+
+PROOF_STEPS_MAX = 10_000  # pairs of schemas compared, some 10 ms; beyond it nothing is proven
+PROOF_DEPTH_MAX = 4  # references and properties within each other
+_TYPES = {str: "string", bool: "boolean", type(None): "null", list: "array", dict: "object"}
+
+
+class _Exclusive:
+    """Proofs that branches of `oneOf` exclude each other, by type, constant or property."""
+
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        self._root = root
+        self._steps_left = PROOF_STEPS_MAX
+
+    def replaced(self, schema: Any) -> Any:
+        """Return a schema with `anyOf` for each `oneOf` whose branches exclude each other."""
+        if not isinstance(schema, Mapping):
+            return schema
+        changed: dict[str, Any] = {}
+        for key, value in schema.items():
+            if key in _SCHEMAS_BY_NAME and isinstance(value, Mapping):
+                changed[key] = {name: self.replaced(each) for name, each in value.items()}
+            elif key in _SCHEMAS and isinstance(value, list):
+                changed[key] = [self.replaced(each) for each in value]
+            else:
+                changed[key] = self.replaced(value) if key in _SCHEMA else value
+        branches = schema.get("oneOf")
+        if (
+            isinstance(branches, list)
+            and "anyOf" not in schema
+            and branches
+            and all(self._excludes(*pair) for pair in combinations(branches, 2))
+        ):
+            changed["anyOf"] = changed.pop("oneOf")
+            changed.pop("discriminator", None)  # an annotation beside oneOf
+        return changed
+
+    def _excludes(self, one: Any, other: Any, depth: int = PROOF_DEPTH_MAX) -> bool:
+        """Return whether certainly no value fits both schemas."""
+        return any(
+            self._part_excludes(*pair, depth)
+            for pair in product(self._parts(one, depth), self._parts(other, depth))
+        )
+
+    def _parts(self, schema: Any, depth: int) -> Iterator[Mapping[str, Any]]:
+        """Return the schemas that all apply: this one, its reference, and those of `allOf`."""
+        if not isinstance(schema, Mapping) or self._steps_left < 0:
+            return
+        self._steps_left -= 1
+        yield schema
+        if depth > 0:
+            members = schema.get("allOf")
+            for part in (
+                self._referenced(schema.get("$ref")),
+                *(members if isinstance(members, list) else ()),
+            ):
+                yield from self._parts(part, depth - 1)
+
+    def _referenced(self, reference: object) -> Any:
+        if not isinstance(reference, str) or not reference.startswith("#"):
+            return None
+        place: Any = self._root
+        for name in reference[1:].split("/")[1:]:
+            key = unquote(name).replace("~1", "/").replace("~0", "~")
+            place = place.get(key) if isinstance(place, Mapping) else None
+        return place
+
+    def _part_excludes(self, one: Mapping[str, Any], other: Mapping[str, Any], depth: int) -> bool:
+        self._steps_left -= 1
+        if self._steps_left < 0:
+            return False
+        values, other_values = _values(one), _values(other)
+        if values is not None and other_values is not None and values.isdisjoint(other_values):
+            return True
+        types, other_types = _types(one), _types(other)
+        if types.isdisjoint(other_types):
+            return True
+        if depth <= 0 or types & other_types != {"object"}:
+            return False
+        return any(
+            self._property_excludes(*pair, depth - 1) for pair in ((one, other), (other, one))
+        )
+
+    def _property_excludes(
+        self, one: Mapping[str, Any], other: Mapping[str, Any], depth: int
+    ) -> bool:
+        """Return whether a property that one object must have is impossible in the other."""
+        properties, other_properties = one.get("properties"), other.get("properties")
+        required = one.get("required")
+        if not isinstance(required, list) or not isinstance(other_properties, Mapping):
+            return False
+        closed = other.get("additionalProperties") is False and "patternProperties" not in other
+        own = properties if isinstance(properties, Mapping) else {}
+        return any(
+            self._excludes(own.get(name, {}), other_properties[name], depth)
+            if name in other_properties
+            else closed
+            for name in required
+            if isinstance(name, str)
+        )
+
+
+def _values(schema: Mapping[str, Any]) -> frozenset[str] | None:
+    """Return the values of a constant or enumeration as JSON; None if they are not comparable."""
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if not isinstance(values, list) or any(
+        isinstance(each, float | list | dict) for each in values
+    ):
+        return None
+    return frozenset(map(json.dumps, values))
+
+
+def _types(schema: Mapping[str, Any]) -> frozenset[str]:
+    """Return the types that values of a schema may have; integers are numbers."""
+    declared = schema.get("type")
+    names = declared if isinstance(declared, list) else [declared]
+    if declared is not None and all(isinstance(name, str) for name in names):
+        return frozenset("number" if name == "integer" else str(name) for name in names)
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if isinstance(values, list):
+        return frozenset(_TYPES.get(type(each), "number") for each in values)
+    return frozenset({*_TYPES.values(), "number"})
 
 
 def strict_calls(

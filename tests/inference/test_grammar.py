@@ -23,6 +23,7 @@ from inference.engine import (
 )
 from inference.errors import RequestImpossible
 from inference.text.tokenizer import Tokenizer
+from inference.text.tools import with_json_options
 from tests.inference import json_schemas
 from tests.inference.checkpoints import TinyCheckpoint
 from tests.inference.running import Outcome, make_core, make_request, random_prompt, run_all
@@ -401,3 +402,125 @@ def test_a_grammar_that_allows_no_first_token_is_refused_before_its_prompt_is_co
     assert refusal.value.field == "response_format.lark"
     assert core.step() == []
     assert core.statistics().prompt_token_count == 0
+
+
+def branch(**properties: object) -> dict[str, object]:
+    """Return the schema of an object that must have these properties."""
+    return {"type": "object", "properties": properties, "required": [*properties]}
+
+
+CAT, DOG = branch(kind={"const": "cat"}, n={"type": "integer"}), branch(kind={"const": "dog"})
+CLOSED = {"additionalProperties": False}
+EXCLUSIVE: dict[str, tuple[list[object], dict[str, object]]] = {
+    "references": ([{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}], {"A": CAT, "B": DOG}),
+    "definitions": (
+        [{"$ref": "#/definitions/A"}, {"$ref": "#/definitions/B"}],
+        {"A": CAT, "B": DOG},
+    ),
+    "one reference": ([{"$ref": "#/$defs/A"}, DOG], {"A": CAT}),
+    "reference to a reference": (
+        [{"$ref": "#/$defs/C"}, {"$ref": "#/$defs/B"}],
+        {"A": CAT, "B": DOG, "C": {"$ref": "#/$defs/A"}},
+    ),
+    "constant behind a reference": (
+        [branch(kind={"$ref": "#/$defs/K"}), DOG],
+        {"K": {"const": "cat"}},
+    ),
+    "enumerations": (
+        [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}],
+        {"A": branch(k={"enum": ["a", "b"]}), "B": branch(k={"enum": ["c", 1, None]})},
+    ),
+    "types": ([{"$ref": "#/$defs/A"}, {"type": "null"}], {"A": CAT}),
+    "types of references": (
+        [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}],
+        {"A": {"type": ["integer", "boolean"]}, "B": {"type": "string"}},
+    ),
+    "types of a property": (
+        [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}],
+        {"A": branch(x={"type": "integer"}), "B": branch(x={"type": "string"})},
+    ),
+    "property that the other forbids": (
+        [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}],
+        {"A": branch(a={"type": "integer"}) | CLOSED, "B": branch(b={"type": "integer"}) | CLOSED},
+    ),
+    "nested property": (
+        [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}],
+        {"A": branch(meta=CAT), "B": branch(meta=DOG)},
+    ),
+    "escaped names": (
+        [{"$ref": "#/$defs/a~1b"}, {"$ref": "#/$defs/c%20d"}],
+        {"a/b": CAT, "c d": DOG},
+    ),
+    "itself": (
+        [{"$ref": "#/$defs/Leaf"}, {"$ref": "#/$defs/Node"}],
+        {
+            "Leaf": branch(kind={"const": "leaf"}),
+            "Node": branch(
+                kind={"const": "node"},
+                child={"oneOf": [{"$ref": "#/$defs/Leaf"}, {"$ref": "#/$defs/Node"}]},
+            ),
+        },
+    ),
+    "three": (
+        [{"$ref": f"#/$defs/{name}"} for name in "ABC"],
+        {"A": CAT, "B": DOG, "C": {"type": "string", "maxLength": 3}},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EXCLUSIVE)
+@pytest.mark.parametrize("nested", [False, True])
+def test_branches_that_exclude_each_other_are_supported(
+    name: str, nested: bool, tiny: TinyCheckpoint
+) -> None:
+    """Tagged unions as pydantic writes them, with references and without a discriminator."""
+    branches, definitions = EXCLUSIVE[name]
+    one_of: dict[str, object] = {"oneOf": branches}
+    place = "definitions" if name == "definitions" else "$defs"
+    schema = (branch(pet=one_of) if nested else one_of) | {place: definitions}
+    core = make_core(tiny.directory)
+    requests = [constrained(tiny, json_format(schema), seed) for seed in range(6)]
+
+    outcomes = run_all(core, requests)
+
+    assert check_json(outcomes, [schema] * len(outcomes)), "some answers are complete"
+
+
+OVERLAPPING: dict[str, list[object]] = {
+    "equal": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/A"}],
+    "integer and number": [{"type": "integer"}, {"type": "number"}],
+    "one equals one": [{"const": 1}, {"const": 1.0}],
+    "without a type": [{"properties": {"k": {"const": 1}}}, {"$ref": "#/$defs/A"}],
+    "not required": [
+        {"type": "object", "properties": {"kind": {"const": "dog"}}},
+        {"type": "object", "properties": {"kind": {"const": "cat"}}},
+    ],
+    "open": [branch(a={"type": "integer"}), branch(b={"type": "integer"})],
+    "two of three": [{"$ref": "#/$defs/A"}, {"type": "string"}, {"$ref": "#/$defs/A"}],
+    "circle": [{"$ref": "#/$defs/B"}, {"$ref": "#/$defs/B"}],
+    "unknown place": [{"$ref": "#/$defs/X"}, {"$ref": "#/$defs/A"}],
+}
+
+
+@pytest.mark.parametrize("name", OVERLAPPING)
+def test_branches_that_may_overlap_are_refused_with_a_remedy(
+    name: str, tiny: TinyCheckpoint
+) -> None:
+    schema = {
+        "oneOf": OVERLAPPING[name],
+        "$defs": {"A": CAT, "B": {"allOf": [{"$ref": "#/$defs/B"}]}},
+    }
+    compiler = make_core(tiny.directory).grammars
+
+    with pytest.raises(RequestImpossible, match="cannot be compiled") as refusal:
+        compiler.compile(json_format(schema))
+
+    assert "coerce_one_of" not in str(refusal.value)
+
+
+def test_proofs_about_branches_are_bounded() -> None:
+    members = [{"$ref": f"#/$defs/{index}"} for index in range(100)]
+    many = {"allOf": members * 3}
+    schema = {"oneOf": [many] * 40, "$defs": {str(index): many for index in range(100)}}
+
+    assert "oneOf" in with_json_options(schema)
