@@ -58,9 +58,9 @@ class TemplateTooCostly(TemplateError):
 
 
 class Budget:
-    """Time limit of one rendering."""
+    """Limit of the processor time of one rendering: a busy machine makes no template costly."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.thread_time) -> None:
         self._clock = clock
         self._end_s = clock() + RENDER_S_MAX
 
@@ -376,8 +376,11 @@ class ChatTemplates:
             )
         if thinking is not None and template.thinking_switch is None:
             raise ChatTemplateFailed("this model's chat template has no switch for thinking")
-        if fault := template.fault(_folded(map(_kind_of, messages)), has_tools=bool(tools)):
-            raise ChatTemplateFailed(f"this model's chat template {fault}")
+        if fault := template.fault(messages, has_tools=bool(tools)):
+            joined = _with_system_in_question(messages)
+            if not template.shows_system or template.fault(joined, has_tools=bool(tools)):
+                raise ChatTemplateFailed(f"this model's chat template {fault}")
+            messages = joined
         return template.form.arranged(messages)
 
     def render(
@@ -474,6 +477,21 @@ def _folded(kinds: Iterable[TurnKind]) -> tuple[TurnKind, ...]:
     return tuple(turns)
 
 
+def _with_system_in_question(messages: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
+    """Return the messages with the only system message at the head of the first question.
+
+    Mistral's templates write it there, but only if a question is the last message.
+    """
+    system, *others = messages
+    if system.role != SYSTEM.role or any(message.role == system.role for message in others):
+        return messages
+    for index, message in enumerate(others):
+        if message.role == USER.role:
+            others[index] = replace(message, content=f"{system.content}\n\n{message.content}")
+            return others
+    return messages
+
+
 class _ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str], path: Path) -> None:
         environment = BoundedEnvironment(
@@ -500,6 +518,11 @@ class _ChatTemplate:
     def shows_tools(self) -> bool:
         """Return whether tools appear in the rendered text; some templates drop them silently."""
         return self._shows((USER,), self.form, tool_sets=((_PROBE_TOOL,),))
+
+    @cached_property
+    def shows_system(self) -> bool:
+        """Return whether a system message appears in the usual place."""
+        return self._shows((SYSTEM, USER), self.form)
 
     @cached_property
     def shows_calls(self) -> bool:
@@ -611,8 +634,9 @@ class _ChatTemplate:
                 break
         return False
 
-    def fault(self, kinds: tuple[TurnKind, ...], *, has_tools: bool) -> str | None:
+    def fault(self, messages: Sequence[ChatMessage], *, has_tools: bool) -> str | None:
         """Return what is wrong with the rendering of such a conversation, or None."""
+        kinds = _folded(map(_kind_of, messages))
         find = self._find_fault if len(kinds) <= KNOWN_TURNS_MAX else self._find_fault.__wrapped__
         with suppress(ChatTemplateFailed):  # rendering the conversation itself gives the reason
             return find(kinds, (_PROBE_TOOL,) if has_tools else ())

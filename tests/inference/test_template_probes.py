@@ -118,6 +118,27 @@ def test_text_that_a_template_leaves_out_is_refused(template: str, load: Load) -
     assert tokenizer.template_faults()
 
 
+def test_a_system_message_that_only_a_last_question_shows_moves_to_the_question(
+    load: Load,
+) -> None:
+    """Like Mistral: the system message disappears as soon as a tool has answered."""
+    tokenizer = load(
+        "{% for m in messages %}{% if m.role == 'user' and loop.last and messages[0].role =="
+        " 'system' %}[{{ messages[0].content }}\n\n{{ m.content }}]{% elif m.role != 'system' %}"
+        "[{{ m.content }}{% for c in m.tool_calls %}{{ c.function }}{% endfor %}]{% endif %}"
+        "{% endfor %}"
+    )
+    made = call("a")
+    asked = say("system: S", "user: Q")
+
+    rendered = tokenizer.render_chat([*asked, called(made), result(made, "r")])
+
+    assert rendered.startswith(tokenizer.render_chat(asked) + "[")
+    assert rendered.startswith("[S\n\nQ][")
+    with pytest.raises(ChatTemplateFailed, match="leaves out text of the role 'system'"):
+        tokenizer.render_chat(say("system: S", "user: Q", "system: S2", "assistant: A"))
+
+
 def test_text_that_a_template_repeats_is_refused(load: Load) -> None:
     twice = load("{{ messages[0].content }}" + each("{{ m.content }}"))
 
