@@ -143,7 +143,7 @@ def read_rope(raw: Mapping[str, Any], context_window_tokens: int, path: Path) ->
     known = {*" ".join(_ENTRIES.values()).split(), "rope_theta", "rope_type", "type", "finetuned"}
     for name, value in parameters.items():
         neutral = name == "partial_rotary_factor" and value == 1
-        if name not in known and value is not None and not neutral:
+        if name not in known and not (value is None or isinstance(value, str) or neutral):
             raise CheckpointInvalid(
                 path, f"RoPE scaling {kind} has an unsupported entry: {name} = {value!r}"
             )

@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cached_property, lru_cache, partial
-from itertools import count, product
+from itertools import count, product, takewhile
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
@@ -377,10 +377,13 @@ class ChatTemplates:
         if thinking is not None and template.thinking_switch is None:
             raise ChatTemplateFailed("this model's chat template has no switch for thinking")
         if fault := template.fault(messages, has_tools=bool(tools)):
-            joined = _with_system_in_question(messages)
-            if not template.shows_system or template.fault(joined, has_tools=bool(tools)):
+            others = _with_system_elsewhere(messages) if template.shows_system else ()
+            for other in others:
+                if template.fault(other, has_tools=bool(tools)) is None:
+                    messages = other
+                    break
+            else:
                 raise ChatTemplateFailed(f"this model's chat template {fault}")
-            messages = joined
         return template.form.arranged(messages)
 
     def render(
@@ -477,19 +480,22 @@ def _folded(kinds: Iterable[TurnKind]) -> tuple[TurnKind, ...]:
     return tuple(turns)
 
 
-def _with_system_in_question(messages: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
-    """Return the messages with the only system message at the head of the first question.
+def _with_system_elsewhere(messages: Sequence[ChatMessage]) -> Iterator[list[ChatMessage]]:
+    """Yield conversations that mean the same, with the first system messages elsewhere.
 
-    Mistral's templates write it there, but only if a question is the last message.
+    Several become one. One comes to the head of the first question: Mistral's templates write it
+    there, but only if a question is the last message.
     """
-    system, *others = messages
-    if system.role != SYSTEM.role or any(message.role == system.role for message in others):
-        return messages
-    for index, message in enumerate(others):
-        if message.role == USER.role:
-            others[index] = replace(message, content=f"{system.content}\n\n{message.content}")
-            return others
-    return messages
+    systems = list(takewhile(lambda message: message.role == SYSTEM.role, messages))
+    others = list(messages[len(systems) :])
+    text = "\n\n".join(message.content for message in systems)
+    if len(systems) > 1:
+        yield [replace(systems[0], content=text), *others]
+    roles = [message.role for message in others]
+    if systems and USER.role in roles and SYSTEM.role not in roles:
+        index = roles.index(USER.role)
+        others[index] = replace(others[index], content=f"{text}\n\n{others[index].content}")
+        yield others
 
 
 class _ChatTemplate:

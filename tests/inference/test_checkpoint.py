@@ -181,6 +181,18 @@ def test_all_notes_together_change_nothing(architecture: str, tmp_path: Path) ->
     assert read_config(tmp_path) == before
 
 
+def test_notes_beside_a_scaling_change_nothing(tmp_path: Path) -> None:
+    """transformers reads what its kind of scaling has, and logs the rest."""
+    make_checkpoint(tmp_path)
+    scaling = {"rope_type": "linear", "factor": 2.0}
+    change(tmp_path / "config.json", rope_scaling=scaling)
+    before = read_config(tmp_path)
+    notes = {"finetuned": True, "low_freq_factor": 1.0, "source": "paper", "beta_fast": None}
+    change(tmp_path / "config.json", rope_scaling=scaling | notes)
+
+    assert read_config(tmp_path) == before
+
+
 def test_notes_change_no_logit(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, shape=LlamaShape(head_count=9, kv_head_count=3, hidden_size=144))
     prompt = list(range(7, 30))

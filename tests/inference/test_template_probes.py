@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
+from itertools import dropwhile
 from pathlib import Path
 
 import pytest
@@ -151,8 +152,11 @@ def test_only_the_conversations_that_lose_text_are_refused(load: Load) -> None:
     tokenizer = load(each("{% if m.role != 'system' or loop.first %}{{ m.content }}{% endif %}"))
 
     assert tokenizer.render_chat(TALK) == SHOWN
+    assert tokenizer.render_chat(say("system: a", "system: b", "user: c")) == (
+        "system=a\n\nb;user=c;"
+    )
     for talk in (
-        say("system: a", "system: b", "user: c"),
+        say("system: a", "user: c", "system: b"),
         say("user: a", "system: b", "user: c"),
         [*TALK * 9, *say("system: z")],
     ):
@@ -163,14 +167,15 @@ def test_only_the_conversations_that_lose_text_are_refused(load: Load) -> None:
 @given(st.lists(st.sampled_from(["user", "assistant", "system"]), min_size=1, max_size=40))
 def test_a_conversation_is_shown_whole_or_refused(roles: Sequence[str]) -> None:
     """The template shows system messages in the first place only, whatever surrounds them."""
+    later = [*dropwhile(lambda role: role == "system", roles)]
     messages = [ChatMessage(role, f"w{index}w") for index, role in enumerate(roles)]
 
     try:
         rendered = FIRST_SYSTEM.render_chat(messages)
     except ChatTemplateFailed:
-        assert "system" in roles[1:]
+        assert "system" in later
     else:
-        assert "system" not in roles[1:]
+        assert "system" not in later
         assert all(rendered.count(message.content) == 1 for message in messages)
 
 
