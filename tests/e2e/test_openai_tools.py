@@ -17,6 +17,7 @@ from tests.e2e.tool_models import (
     PLAIN,
     SCRIPT,
     STAY,
+    STRICT,
     check_arguments,
     ending_bias,
     priced,
@@ -38,11 +39,38 @@ BOOKED, SAID = '{"hotel": "Ulm", "nights": 2}', "Let me see.\n Bye"
 def service(
     tmp_path_factory: pytest.TempPathFactory, postgres_server: str, template_database: str
 ) -> Iterator[Service]:
-    """Yield a service with three models; see `tool_models.py`."""
+    """Yield a service with the models of `tool_models.py`."""
     with running_with_tools(
         tmp_path_factory.mktemp("tools"), postgres_server, template_database
     ) as service:
         yield service
+
+
+@pytest.mark.parametrize("given_ids", [None, ("call_1", "call_2"), ("toolu_01ABCdef", "x" * 40)])
+async def test_a_conversation_goes_on_where_a_template_takes_one_call_and_short_ids(
+    given_ids: tuple[str, str] | None, service: Service
+) -> None:
+    """The server accepts what it wrote itself, and ids of other servers."""
+    tenant = await priced(service)
+    asked: dict[str, Any] = {"model": STRICT, "messages": says("Book!"), "tools": CHAT_TOOLS}
+
+    with connect(service, tenant.secret) as client:
+        first: Any = client.chat.completions.create(**asked).choices[0].message
+        turn = first.model_dump(exclude_none=True)
+        for call, given in zip(turn["tool_calls"], given_ids or (), strict=False):
+            call["id"] = given
+        results = [
+            {"role": "tool", "tool_call_id": call["id"], "content": f"done {call['id']}"}
+            for call in turn["tool_calls"]
+        ]
+        talk = [*says("Book!"), turn, *reversed(results)]
+        second: Any = client.chat.completions.create(**asked | {"messages": talk})
+        again: Any = client.chat.completions.create(**asked | {"messages": talk})
+
+    assert [call.function.name for call in first.tool_calls] == ["book", "quit"]
+    assert [call.function.name for call in second.choices[0].message.tool_calls] == ["book", "quit"]
+    assert second.usage.prompt_tokens == again.usage.prompt_tokens
+    assert again.usage.prompt_tokens_details.cached_tokens > 0, "ids are the same in each request"
 
 
 async def test_a_chat_calls_tools_whole_and_streamed_and_continues_with_the_results(

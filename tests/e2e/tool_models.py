@@ -11,10 +11,15 @@ from typing import Any
 from weir.v1 import inference_service_pb2 as pb
 
 from tests.conftest import new_database
-from tests.inference.tool_checkpoints import make_scripted_checkpoint, make_tool_checkpoint
+from tests.inference.tool_checkpoints import (
+    STRICT_TEMPLATE,
+    make_scripted_checkpoint,
+    make_tool_checkpoint,
+)
 from tests.service import MODEL, Service, Tenant, make_model, price_model, running
 
 SCRIPT = "script"  # outputs the text that a test sets
+STRICT = "strict"  # the same, with a template of one call per turn and ids of nine characters
 PLAIN = "plain"  # has a template without tools
 PIECES = (
     *(
@@ -66,6 +71,7 @@ def running_with_tools(
     models = {
         MODEL: make_tool_checkpoint(directory / "tools"),
         SCRIPT: make_scripted_checkpoint(directory / "script", PIECES),
+        STRICT: make_scripted_checkpoint(directory / "strict", PIECES, STRICT_TEMPLATE),
         PLAIN: make_model(directory / "plain"),
     }
     with (
@@ -76,10 +82,10 @@ def running_with_tools(
 
 
 async def priced(service: Service) -> Tenant:
-    """Return a tenant that may use all three."""
+    """Return a tenant that may use all of them."""
     tenant = await service.tenant()
     async with service.session() as session:
-        for model in (SCRIPT, PLAIN):
+        for model in (SCRIPT, STRICT, PLAIN):
             await price_model(session, model)
     return tenant
 

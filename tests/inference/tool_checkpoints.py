@@ -34,6 +34,17 @@ TOOL_TEMPLATE = """\
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{ '<|assistant|>' }}{%- endif -%}
 """
+# Like Llama 3 and Mistral: one call per turn, without text, and ids of nine characters.
+STRICT_TEMPLATE = TOOL_TEMPLATE.replace(
+    "{{ '<|user|><tool_response>'",
+    """{%- if message.tool_call_id | length != 9 -%}{{ raise_exception('nine!') }}{%- endif -%}
+{{ '<|user|><tool_response>'""",
+).replace(
+    "{{ '<|' + message['role'] + '|>' + message['content'] }}",
+    """{%- if message.tool_calls and message.tool_calls | length != 1 -%}
+{{ raise_exception('one call!') }}{%- endif -%}
+{{ '<|' + message['role'] + '|>' + ('' if message.tool_calls else message['content']) }}""",
+)
 END_ID, ASSISTANT_ID = 6, 5
 
 
@@ -43,13 +54,15 @@ def make_tool_checkpoint(directory: Path, *, shape: LlamaShape | None = None) ->
     return directory
 
 
-def make_scripted_checkpoint(directory: Path, script: Sequence[str]) -> Path:
+def make_scripted_checkpoint(
+    directory: Path, script: Sequence[str], template: str = TOOL_TEMPLATE
+) -> Path:
     """Write one that answers everything with these distinct tokens and its end.
 
     Its layers add nothing, and each token's embedding points to the next one.
     """
     shape = LlamaShape(layer_count=1)
-    make_checkpoint(directory, shape=shape, chat_template=TOOL_TEMPLATE)
+    make_checkpoint(directory, shape=shape, chat_template=template)
     tokenizer_path = directory / "tokenizer.json"
     tokenizer = json.loads(tokenizer_path.read_text(encoding="utf-8"))
     first_id = len(tokenizer["model"]["vocab"])
