@@ -537,8 +537,19 @@ def only_gives_back(reads: BatchReads, batch: Sequence[HoldOperation]) -> bool:
         h.state == HoldState.EXPIRED for h in reads.holds.values()
     ):
         return False
-    undone = [reads.holds.get(op.hold_id.int) for op in batch if isinstance(op, Void | Expire)]
-    return not any(hold is not None and hold.posted_token_count for hold in undone)
+    return not undone_ids(reads, batch)
+
+
+def undone_ids(reads: BatchReads, batch: Sequence[HoldOperation]) -> set[uuid.UUID]:
+    """Return the holds whose end changes what their extensions have posted."""
+    return {
+        hold.id
+        for op in batch
+        if isinstance(op, Settle | Void | Expire)
+        and (hold := reads.holds.get(op.hold_id.int)) is not None
+        and hold.posted_token_count
+        and (not isinstance(op, Settle) or hold.known_late(op) is not None)
+    }
 
 
 async def find_orphans(
@@ -559,10 +570,10 @@ def counter_keys(reads: BatchReads, batch: Sequence[HoldOperation]) -> set[Count
     """Return the keys of all counters that the batch may change."""
     keys: set[CounterKey] = set()
     extended_ids = {op.hold_id for op in batch if isinstance(op, Extend)}
-    undone_ids = {op.hold_id for op in batch if isinstance(op, Void | Expire)}
+    undone = undone_ids(reads, batch)
     for hold in reads.holds.values():
         if hold.state in (HoldState.HELD, HoldState.EXPIRED):
-            extends, undoes = hold.id in extended_ids, hold.id in undone_ids
+            extends, undoes = hold.id in extended_ids, hold.id in undone
             keys |= quotas.touched_keys(
                 hold.rules, hold.claim(), reads.now, extends=extends, undoes=undoes
             )

@@ -138,6 +138,19 @@ class Hold(msgspec.Struct, eq=False):
             self.posted_minutes,
         )
 
+    def known_late(self, op: Settle) -> int | None:
+        """Return the cached tokens to charge if the settlement has more than the posted input.
+
+        They only lower what was charged: where cached input is dearer, the posted count is kept.
+        None: nothing to correct.
+        """
+        cached = min(op.cached_input_token_count, op.input_token_count, self.input_token_count)
+        if not self.posted_token_count or cached <= self.cached_input_token_count:
+            return None
+        scales = [self.terms.money, *(rule.token_scale for rule in self.rules if rule.token_scale)]
+        is_dearer = any(scale.cached_input > scale.input for scale in scales)
+        return self.cached_input_token_count if is_dearer else cached
+
 
 class EventSums(NamedTuple):
     """Sums of the usage events of one hold; all zero if it has none."""
@@ -350,6 +363,10 @@ class Decisions:
             op = structs.replace(op, delivered_token_count=hold.delivered_token_count)
         sent, delivered = op.input_token_count, 0 if unbound else op.delivered_token_count
         if hold.posted_token_count:
+            if (known := hold.known_late(op)) is not None:
+                op = structs.replace(op, cached_input_token_count=known)
+                quotas.learn_cached(self.counters, hold.rules, hold.claim(), known)
+                hold.cached_input_token_count = known
             quotas.end(self.counters, hold.rules, hold.claim(), sent, delivered)
         else:
             cached = hold.cached_input_token_count = max(

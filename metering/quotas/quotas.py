@@ -494,6 +494,30 @@ def take_back(counters: Counters, claim: Claim, rule: QuotaRule) -> None:
             counters.add(key, used=-min(amount, counters.rows[key].used))
 
 
+def learn_cached(
+    counters: Counters, rules: Iterable[QuotaRule], claim: Claim, cached_token_count: int
+) -> None:
+    """Lower the postings of a claim as if the cached input had been known at its extensions.
+
+    Raises: Unsure on guessed counters, whose values are not known.
+    """
+    if counters.guessed:
+        raise Unsure
+    known = claim._replace(cached_input_token_count=cached_token_count)
+    for rule in rules:
+        if not rule.counts_tokens:
+            continue
+        # Rounded sums differ by a token at most.
+        counters.add(rule.key(claim.charged_at), held=known.held(rule) - claim.held(rule))
+        excess: dict[CounterKey, int] = {}
+        for each, sign in ((claim, 1), (known, -1)):
+            for key, amount in each.postings(rule):
+                excess[key] = excess.get(key, 0) + sign * amount
+        for key, amount in excess.items():
+            if key not in counters.created:  # as in `take_back`
+                counters.add(key, used=-min(amount, counters.rows[key].used))
+
+
 def touched_keys(
     rules: Iterable[QuotaRule], claim: Claim, now: datetime, *, extends: bool, undoes: bool = False
 ) -> set[CounterKey]:

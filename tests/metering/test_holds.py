@@ -5,6 +5,7 @@ Prices are 3 picos per input token, 1 cached, 7 output.
 
 from __future__ import annotations
 
+import random
 import uuid
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,11 +19,13 @@ from metering.core.models import Outcome, QuotaDimension, QuotaSubject
 from metering.holds.operations import Ended, Extend, Renew, Renewed, RequestSettled, Settled, Void
 from metering.holds.recovery import sweep_expired_holds
 from metering.quotas.quota_admin import SETTABLE
+from metering.quotas.quota_rules import Weights
 from metering.quotas.quotas import QuotaExceeded
-from metering.store.db import psycopg_conninfo
+from metering.store.db import Sessions, psycopg_conninfo
 from tests.metering.hold_scenarios import Scenario, run
 from tests.metering.hold_world import HoldWorld, admit, hold_world, settle
 from tests.metering.invariants import check_invariants
+from tests.metering.test_quota_recount import set_limit
 
 
 @pytest.fixture
@@ -226,7 +229,7 @@ async def test_money_is_held_at_the_dearer_input_price_even_if_that_is_the_cache
     check_invariants(world.url)
 
 
-async def test_cached_tokens_known_after_the_input_was_posted_change_the_bill_and_no_window(
+async def test_cached_tokens_known_after_the_input_was_posted_lower_the_bill_and_its_windows(
     world: HoldWorld,
 ) -> None:
     await run(
@@ -240,9 +243,59 @@ async def test_cached_tokens_known_after_the_input_was_posted_change_the_bill_an
         extend r1 2 5                           leased 20
         counter alice cost_picos_per_month      314/0 0/126
         settle r1 3~100                         used 100~100+3 cost 121
-        counter alice cost_picos_per_month      314/0 7/0
+        counter alice cost_picos_per_month      114/0 7/0
         """,
     )
+
+
+async def test_a_count_of_cached_tokens_that_comes_late_never_raises_a_charge(
+    world: HoldWorld,
+) -> None:
+    """Where cached input is dearer, the posted input is billed as it was posted."""
+    world.set_price(input_picos=1, cached_picos=5)
+    payer = world.tenant()
+    quota = world.quota(payer, QuotaDimension.PREPAID_CREDIT_PICOS, 1000)
+    op = admit(payer)
+    await world.run(op)
+    await world.run(Extend(op.hold_id, 20, 0, 20))
+
+    (settled,) = await world.run(settle(op.hold_id, 30, cached_tokens=10))
+
+    assert isinstance(settled, Settled)
+    assert (settled.cached_input_token_count, settled.cost_picos) == (0, 10 + 30 * 7)
+    assert world.counters(quota) == [(settled.cost_picos, 0)]
+    check_invariants(world.url)
+
+
+@pytest.mark.parametrize("weight", [1000, 333, 100, 0])
+@pytest.mark.parametrize("seed", range(6))
+async def test_windows_and_credit_equal_the_bill_whenever_the_cached_tokens_are_known(
+    world: HoldWorld, sessions: Sessions, seed: int, weight: int
+) -> None:
+    """Random requests whose count comes at the end are charged like those that had it at first."""
+    rng, payer = random.Random(seed), world.tenant()
+    weights = Weights(1000, weight, 777)
+    credit = world.quota(payer, QuotaDimension.PREPAID_CREDIT_PICOS, 10**9)
+    tokens = await set_limit(sessions, payer, QuotaDimension.TOKENS_PER_DAY, 10**9, weights=weights)
+    cost = charged = 0
+    for _ in range(6):
+        sent, delivered = rng.randint(1, 60), 0
+        cached = rng.randint(0, sent)
+        op = admit(payer, input_tokens=sent, slice_tokens=8)
+        await world.run(op)
+        for _ in range(rng.randint(0, 3)):
+            delivered += rng.randint(0, 8)
+            await world.run(Extend(op.hold_id, delivered, 0, 16))
+        end = settle(op.hold_id, delivered, input_tokens=sent, cached_tokens=cached)
+        (settled,) = await world.run(end)
+        assert isinstance(settled, Settled)
+        assert settled.cached_input_token_count == cached
+        cost += settled.cost_picos
+        charged += -(-((sent - cached) * 1000 + cached * weight + delivered * 777) // 1000)
+
+    assert world.counters(credit) == [(cost, 0)]
+    assert world.counters(tokens.quota_id) == [(charged, 0)]
+    check_invariants(world.url)
 
 
 async def test_an_expired_hold_bills_what_was_known_and_keeps_its_whole_lease(

@@ -154,6 +154,26 @@ async def test_holds_extended_over_a_minute_are_settled_unread(
     check_invariants(world.url, all_ended=True)
 
 
+async def test_cached_tokens_known_after_an_extension_lower_what_it_posted(
+    world: HoldWorld, holds: HoldConnection, read: list[int]
+) -> None:
+    payer, quota_ids = tenant(world)
+    op, other = admit(payer), admit(payer)
+    await holds.execute([op, other])
+    await holds.execute([Extend(op.hold_id, 15, 0, 20)])
+    read.clear()
+
+    ends = [settle(op.hold_id, 20, cached_tokens=6), settle(other.hold_id, 5)]
+    [answer, _] = await holds.execute(ends)
+
+    assert isinstance(answer, Settled)
+    assert (answer.cached_input_token_count, answer.cost_picos) == (6, 4 * 3 + 6 + 20 * 7)
+    assert read == [1], "only this hold is read"
+    cost = answer.cost_picos + 10 * 3 + 5 * 7
+    assert world.counters(quota_ids[QuotaDimension.COST_PICOS_PER_MONTH]) == [(cost, 0)]
+    check_invariants(world.url, all_ended=True)
+
+
 async def test_a_store_settles_unread_on_one_connection_what_it_has_taken_on_the_other(
     world: HoldWorld, read: list[int]
 ) -> None:
@@ -379,12 +399,12 @@ tokens = st.integers(0, 3000)
 
 @st.composite
 def ends(draw: st.DrawFn) -> tuple[tuple[bool, int, int, int, int, datetime], tuple[int, int, int]]:
-    """Draw a hold and how it ends."""
+    """Draw a hold and how it ends; cached tokens that are known later take the full path."""
     sent, leased = draw(tokens), draw(tokens)
     cached, delivered = draw(st.integers(0, sent)), draw(st.integers(0, leased))
     posted = draw(st.just(0) | st.integers(sent, sent + delivered))
     charged_at = NOON + timedelta(minutes=draw(st.integers(0, 1)))
-    known = draw(st.integers(0, sent))
+    known = draw(st.integers(0, cached if posted else sent))
     return (draw(st.booleans()), sent, cached, leased, posted, charged_at), (
         draw(st.just(sent) | st.just(0)),
         known,
