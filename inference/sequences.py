@@ -190,9 +190,14 @@ class EngineFinishReason(StrEnum):
 
 
 class Scheduled(msgspec.Struct, tag=0, array_like=True, frozen=True):
-    """The sequence left the engine's queue. cached_token_count: cached prompt tokens, exact."""
+    """The sequence left the engine's queue. cached_token_count: cached prompt tokens.
+
+    is_final: the count cannot change. Otherwise the engine reports it at the end of the output, in
+    `SequenceFinished`; if that never comes, this count is the last known one.
+    """
 
     cached_token_count: int
+    is_final: bool = True
 
 
 class TokenLogprob(msgspec.Struct, array_like=True, frozen=True):

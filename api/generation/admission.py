@@ -206,7 +206,7 @@ class Lease:
                 Extend(
                     self.admitted.hold_id,
                     self.usage.taken_token_count,
-                    self.usage.cached_input_token_count,
+                    self.usage.cached_input_token_count if self.usage.is_cached_final else 0,
                     target,
                 )
             )

@@ -8,6 +8,7 @@ ends and settles by itself, and no cancellation can interrupt that.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 import uuid
 from collections.abc import Callable, Coroutine
@@ -73,7 +74,7 @@ from inference.engine import (
 )
 from inference.errors import EngineError, EngineFailed, EngineStartFailed
 from inference.routing.router import Route
-from metering.core.errors import RequestInFlight
+from metering.core.errors import JournalUnavailable, RequestInFlight
 from metering.core.models import Outcome
 from metering.holds.operations import RequestSettled, Settled
 from metering.quotas.quota_rules import Payer
@@ -506,7 +507,8 @@ class LiveRequest:
         place.begun()
         usage.input_token_count = len(request.prompt_token_ids)
         usage.cached_input_token_count = event.cached_token_count
-        limits.begun(usage.input_token_count, usage.cached_input_token_count)
+        usage.is_cached_final = event.is_final
+        limits.begun(usage.input_token_count, event.cached_token_count if event.is_final else None)
 
     def _charge(self) -> None:
         """Report generated tokens to the queue."""
@@ -524,7 +526,10 @@ class LiveRequest:
         assert limits is not None
         assert request is not None
         assert sequence is not None
-        self.output.usage.generated_token_count = event.generated_token_count
+        usage = self.output.usage
+        usage.generated_token_count = event.generated_token_count
+        if not usage.is_cached_final and self._first_timings is None:
+            self._take_cached(event.cached_token_count)
         if event.migration_count:
             self._migration_count += event.migration_count
             log.info(
@@ -547,6 +552,16 @@ class LiveRequest:
         self._engine_outcome = OUTCOMES[event.reason]
         self._watch.engine_finished(timings)
         self._reply.take(event)
+
+    def _take_cached(self, cached_token_count: int) -> None:
+        """Take the final number of cached prompt tokens, which the journal must have, too."""
+        usage = self.output.usage
+        usage.is_cached_final = True
+        if usage.cached_input_token_count != cached_token_count:
+            usage.cached_input_token_count = cached_token_count
+            if usage.journalled_token_count:
+                with contextlib.suppress(JournalUnavailable):  # seen again with the next tokens
+                    self._process.admission.journal.record([self.output.entry(0)])
 
     def end_if_lapsed(self) -> None:
         """End the request if its hold has lapsed."""

@@ -32,9 +32,10 @@ FRAMES_WAITING_MAX = 50_000
 class UsageSoFar(msgspec.Struct):
     """Token counts of a running request.
 
-    input_token_count is 0 until the engine has started on it. journalled: written before they are
-    sent. taken: by the transport. delivered: those that are billed, which are the taken ones, and
-    all in the replay buffer of a request that has one.
+    input_token_count is 0 until the engine has started on it. is_cached_final: the cached count
+    cannot change any more. journalled: written before they are sent. taken: by the transport.
+    delivered: those that are billed, which are the taken ones, and all in the replay buffer of a
+    request that has one.
     """
 
     input_token_count: int = 0
@@ -43,6 +44,7 @@ class UsageSoFar(msgspec.Struct):
     journalled_token_count: int = 0
     taken_token_count: int = 0
     delivered_token_count: int = 0
+    is_cached_final: bool = False
 
 
 class Source(Protocol):

@@ -117,8 +117,16 @@ class OutputLimits:
             )
             raise InvalidRequest([FieldViolation("max_cost", wrong)])
 
-    def begun(self, input_token_count: int, cached_input_token_count: int) -> None:
-        """Record the billed input once the engine has started."""
+    def begun(self, input_token_count: int, cached_input_token_count: int | None) -> None:
+        """Record the billed input once the engine has started.
+
+        cached_input_token_count: None if the engine reports it at the end; until then the prompt
+        counts at the higher of its prices.
+        """
+        if cached_input_token_count is None:
+            prices = self._prices
+            is_dearer = prices.cached_input_picos_per_token > prices.input_picos_per_token
+            cached_input_token_count = input_token_count if is_dearer else 0
         self._input_token_counts = input_token_count, cached_input_token_count
         if self.max_cost is not None:
             self._reckon()

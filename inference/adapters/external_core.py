@@ -13,9 +13,9 @@ where it spans tokens.
 progress.
 
 `KvEventIndex` holds the prefixes that an engine caches, built from its KV cache events. Block
-hashes are the engine's own, so blocks are identified by their position in its tree. The index does
-not know cache salts: where caches are separated by salt, combine it with the prefixes sent under a
-salt to predict cache hits.
+hashes are the engine's own, so blocks are identified by their position in its tree. Events may have
+no salts: where caches are separated by salt, combine the index with the prefixes sent under a salt
+to predict cache hits.
 """
 
 from __future__ import annotations
@@ -76,15 +76,20 @@ class Handling:
     empty_answer_count_max: int = 16
 
 
+END_WAIT_S = 2.0  # seconds for an engine's last message after the last token
 TAKEN_AT_ONCE_MAX = 1024  # tokens of one answer before other sequences go on: some 5 ms
 LOGPROB_MAX = 0.01  # logarithms of probabilities are at most 0; sums in bfloat16 exceed it a little
 
 
 class Answer(NamedTuple):
-    """State of a sequence as reported by the engine. cached_token_count: cached prompt tokens."""
+    """State of a sequence as reported by the engine. cached_token_count: cached prompt tokens.
+
+    is_final: the engine does not change the count any more.
+    """
 
     output: Output
     cached_token_count: int
+    is_final: bool = True
 
 
 class Answers(Protocol):
@@ -118,8 +123,9 @@ class Choice:
     """One output while it runs. answers: set on submission. silent_since_s: time of its last
     answer.
 
-    ended: the reported finish reason; the engine may still be running it. aborted: an abort was
-    sent. stalled: reported as stuck; it stays in the batch until the engine returns it.
+    ended: the reported finish reason; the engine may still be running it. awaits_last: it is whole,
+    and reported when the engine's last message has come. aborted: an abort was sent. stalled:
+    reported as stuck; it stays in the batch until the engine returns it.
     """
 
     request: Request
@@ -131,6 +137,7 @@ class Choice:
     first_token_at_s: float | None = None
     token_count: int = 0
     ended: EngineFinishReason | None = None
+    awaits_last: bool = False
     aborted: bool = False
     stalled: bool = False
     rank: float = field(init=False)
@@ -267,17 +274,22 @@ class Request:
     vocabulary_size: int | None
     submitted_at_s: float | None = None
     cached_token_count: int | None = None
+    is_cached_final: bool = False  # the count does not change any more
     choices: list[Choice] = field(default_factory=list)
     ends: dict[int, EngineFinishReason] = field(default_factory=dict)
 
-    def schedule(self, cached_token_count: int) -> list[SequenceEvent]:
-        """Record the engine's first answer. cached_token_count: prompt tokens cached for the first
-        choice.
+    def schedule(self, cached_token_count: int, *, is_final: bool = True) -> list[SequenceEvent]:
+        """Record the engine's first answer. The counts are those of the first choice: the prompt is
+        billed once.
 
-        Raises: EngineFailed if the count, which is billed, is out of range.
+        Raises: EngineFailed if the count is out of range.
         """
         if self.cached_token_count is not None:
             return []
+        return [Scheduled(self.note_cached(cached_token_count, is_final=is_final), is_final)]
+
+    def note_cached(self, cached_token_count: int, *, is_final: bool) -> int:
+        """Record and return the cached tokens of the prompt. Raises: EngineFailed if impossible."""
         prompt_token_count = len(self.generation.prompt_token_ids)
         sent_count = prompt_token_count + len(self.generation.output_token_ids)
         if not 0 <= cached_token_count <= sent_count:
@@ -286,7 +298,8 @@ class Request:
                 " cached"
             )
         self.cached_token_count = min(cached_token_count, prompt_token_count)
-        return [Scheduled(self.cached_token_count)]
+        self.is_cached_final = is_final
+        return self.cached_token_count
 
     def finish(self, choice: Choice, now_s: float) -> list[SequenceEvent]:
         """Return the events for the end of a choice, and of the request with its last choice."""
@@ -521,10 +534,17 @@ class OutsideCore:
 
     def abandon(self) -> None:
         """Drop all requests without reporting their end, which the caller does."""
+        for choice in self.inside:
+            if choice.awaits_last:
+                self._report_end(choice)
         self._requests.clear()
         self._waiting.clear()
 
     def fail(self, choice: Choice, why: EngineError) -> None:
+        """End the request with an error, unless only the last message of a whole output failed."""
+        if choice.awaits_last:
+            self._report_end(choice)
+            return
         request = self._requests.pop(choice.number, None)
         if request is None:
             return
@@ -616,11 +636,11 @@ class OutsideCore:
         finally:
             self._inside.pop(choice, None)
         if choice.ended is None:  # the abort was not answered, or the answers ended early
-            choice.ended = EngineFinishReason.CANCELLED
             if not choice.aborted:
                 self.fail(
                     choice, EngineFailed("the engine ended the sequence without a finish reason")
                 )
+            choice.ended = EngineFinishReason.CANCELLED
         self._report_end(choice)
         self._fill()
 
@@ -636,27 +656,45 @@ class OutsideCore:
             if output.finish_reason is None:
                 self._abort(choice)  # postponed until its first token
             return False
-        if output.token_ids:
-            for event in request.schedule(answer.cached_token_count):
-                self._prompt_token_count += len(request.generation.prompt_token_ids)
-                self._cached_token_count += answer.cached_token_count
-                self._tell(choice.number, event)
-                # The first choice has computed the prompt, so the other choices find it in the
-                # cache.
-                self._enter(*request.choices[1:])
-        for event in choice.take(output, now_s):
+        if output.token_ids or output.finish_reason in ("stop", "length"):
+            self._take_counts(choice, answer)
+        was_running = choice.ended is None
+        for event in choice.take(output, now_s) if was_running else ():
             assert isinstance(event, TokensGenerated)
             self.moved_at_s = now_s
             self._output_token_count += len(event.token_ids)
             self._tell(choice.number, event)
         if choice.ended is not None:
-            if self._empty_answers.show_a_fault(choice, self.inside):
+            if was_running and self._empty_answers.show_a_fault(choice, self.inside):
                 self._broken(f"{self._handling.empty_answer_count_max} answers in a row were empty")
+            self._take_end(choice, is_last=output.finish_reason is not None)
+        return choice.ended is None and choice.token_count < len(output.token_ids)
+
+    def _take_counts(self, choice: Choice, answer: Answer) -> None:
+        """Take the cached tokens of the prompt, which is billed as the first choice computes it."""
+        request, cached_token_count = choice.request, answer.cached_token_count
+        for event in request.schedule(cached_token_count, is_final=answer.is_final):
+            self._prompt_token_count += len(request.generation.prompt_token_ids)
+            self._cached_token_count += cached_token_count
+            self._tell(choice.number, event)
+            # The first choice has computed the prompt, so the other choices find it in the cache.
+            self._enter(*request.choices[1:])
+        if answer.is_final and not request.is_cached_final and choice is request.choices[0]:
+            self._cached_token_count -= request.cached_token_count or 0
+            request.note_cached(cached_token_count, is_final=True)
+            self._cached_token_count += cached_token_count
+
+    def _take_end(self, choice: Choice, *, is_last: bool) -> None:
+        """Report the end of an output, or wait for its last message with the cached tokens."""
+        is_stopped = choice.ended is EngineFinishReason.STOP_SEQUENCE
+        if is_last or is_stopped or choice.request.is_cached_final or choice.index:
             self._report_end(choice)
-            if output.finish_reason is None and choice.ended is EngineFinishReason.STOP_SEQUENCE:
+            if is_stopped and not is_last:
                 # the stop sequence is found here; the engine would run to its own limit
                 self._abort(choice)
-        return choice.ended is None and choice.token_count < len(output.token_ids)
+            return
+        choice.awaits_last = True
+        asyncio.get_running_loop().call_later(END_WAIT_S, self._report_end, choice)
 
     def _abort(self, choice: Choice) -> bool:
         """Abort a sequence in the engine. Returns False if it cannot be aborted now."""
@@ -786,9 +824,12 @@ class KvEventIndex:
         self._children.clear()
         self._places.clear()
 
-    def matched_token_count(self, token_ids: Sequence[int]) -> int:
-        """Return the leading tokens cached in whole blocks under any salt; not the whole prompt."""
-        count, parents = 0, [0]
+    def matched_token_count(self, token_ids: Sequence[int], root: int = 0) -> int:
+        """Return the leading tokens cached in whole blocks; not the whole prompt.
+
+        root: parent of the first blocks of a salt. Blocks whose events have no salt count, too.
+        """
+        count, parents = 0, [0, root] if root else [0]
         while self._block_tokens and count + self._block_tokens < len(token_ids):
             tokens = tuple(token_ids[count : count + self._block_tokens])
             parents = [

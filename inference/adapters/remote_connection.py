@@ -432,9 +432,8 @@ class Examination(Introduction):
         call = self.dialect.generate(f"weir-probe-{uuid.uuid4().hex}", choice)
         try:
             async for message in call:
-                cached_token_count = max(
-                    cached_token_count, self.dialect.take(message, choice, output)
-                )
+                reported = self.dialect.take(message, choice, output)
+                cached_token_count = max(cached_token_count, reported or 0)
         finally:
             call.cancel()
         return output, cached_token_count

@@ -131,9 +131,10 @@ class Dialect(ABC):
     """One service. Calls raise `grpc.aio.AioRpcError`, also over HTTP."""
 
     carries_salt: bool  # whether requests carry a salt that separates cached prefixes
-    # Whether the first message has the number of cached prompt tokens. Later ones are too late for
-    # the bill: the prompt then counts as uncached.
-    counts_cached_first = True
+    # Whether the number of cached prompt tokens stays the same from the first token on, so that it
+    # counts for an output without an end. Otherwise only that of the last message counts.
+    fixes_cached_count = True
+    reports_cached = True  # whether the server reports cached prompt tokens at all
     salt_count = 2  # salts of a probe for shared prefixes
     repeats_output = False  # whether a message may hold all output so far
     capabilities: Capabilities
@@ -169,8 +170,11 @@ class Dialect(ABC):
         call.cancel()
 
     @abstractmethod
-    def take(self, message: Any, choice: Choice, output: Output) -> int:
-        """Add a message to the output; return the cached prompt tokens. Raises: EngineFailed."""
+    def take(self, message: Any, choice: Choice, output: Output) -> int | None:
+        """Add a message to the output; return the cached prompt tokens that it reports, if any.
+
+        Raises: EngineFailed.
+        """
 
     async def embed(self, request_id: str, token_ids: tuple[int, ...], timeout_s: float) -> Any:
         """Send one text; return the answer, with `embedding` and `prompt_tokens`."""
@@ -179,6 +183,10 @@ class Dialect(ABC):
     def tokenizer_chunks(self) -> AsyncIterable[common_pb2.GetTokenizerChunk]:
         """Stream the server's tokenizer files as chunks of a zip archive."""
         raise missing("tokenizer files")
+
+    def published_salt(self, cache_salt: str) -> str:
+        """Return the salt that cache events show for a request with this salt; empty for none."""
+        return ""
 
     def kv_batches(self) -> AsyncIterable[common_pb2.KvEventBatch]:
         """Stream the changes to the server's prefix cache, without end."""
@@ -339,6 +347,12 @@ def check_prompt_count(reported: int, choice: Choice) -> None:
         raise EngineFailed(f"the engine reports a prompt of {reported} tokens, {given} were sent")
 
 
+def check_sent(reported: int, output: Output) -> None:
+    """Raise EngineFailed if the server counts tokens that it has not sent."""
+    if reported > len(output.token_ids):
+        raise EngineFailed(f"the engine counts {reported} tokens and sent {len(output.token_ids)}")
+
+
 def check_index(index: int) -> None:
     """Raise EngineFailed for another output than the only one: each choice is sent by itself."""
     if index != 0:
@@ -487,6 +501,9 @@ class TrtllmDialect(GrpcDialect):
             request.cache_salt_id = salt_id(generation.cache_salt)
         return self._call_generate(request, choice)
 
+    def published_salt(self, cache_salt: str) -> str:
+        return str(salt_id(cache_salt)) if cache_salt else ""
+
     async def abort(self, request_id: str, call: Any) -> None:
         await self._call("Abort", request_id=request_id)
 
@@ -508,11 +525,7 @@ class TrtllmDialect(GrpcDialect):
                 raise EngineFailed("the engine's last message contradicts the tokens that it sent")
             output.logprobs += map(_known, complete.logprobs[len(output.token_ids) :])
             output.token_ids += complete.output_token_ids[len(output.token_ids) :]
-        if complete.completion_tokens > len(output.token_ids):
-            raise EngineFailed(
-                f"the engine counts {complete.completion_tokens} tokens and sent"
-                f" {len(output.token_ids)}"
-            )
+        check_sent(complete.completion_tokens, output)
         output.finish_reason = finish_reason(complete.finish_reason)
         check_length(choice, output)
         if complete.WhichOneof("matched_stop") == "matched_token_id":
@@ -730,6 +743,8 @@ class SglangDialect(VllmDialect):
         """Implement `Dialect.take`: end the output at a stop token that `ignore_eos` disabled."""
         before, ends = len(output.token_ids), choice.request.end_token_ids
         cached_token_count = super().take(message, choice, output)
+        if message.WhichOneof("response") == "complete":
+            check_sent(message.complete.completion_tokens, output)
         for at in range(before, len(output.token_ids)):
             if output.token_ids[at] in ends and choice.request.generation.stop.ignore_eos:
                 del output.token_ids[at + 1 :]

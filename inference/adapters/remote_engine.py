@@ -27,6 +27,7 @@ from smg_grpc_proto.generated import common_pb2
 
 from common.incidents import Retries
 from inference.adapters.external_core import (
+    END_WAIT_S,
     Answer,
     Choice,
     KvCacheChange,
@@ -50,7 +51,7 @@ from inference.adapters.remote_settings import TOLD_LOSS, RemoteSettings, Servic
 from inference.checkpoint.checkpoint import read_external_model
 from inference.engine import EngineStatistics, GenerationRequest, SequenceEvent, Tell
 from inference.errors import EngineError, EngineFailed, RequestImpossible
-from inference.kv_blocks import PrefixHint
+from inference.kv_blocks import PrefixHint, salt_hash
 from inference.limits import EngineLimits, outside_continuation_fault
 from inference.text.detokenizer import GivenTextDecoder, TextDecoder
 from inference.text.tokenizer import Tokenizer
@@ -113,14 +114,14 @@ class RemoteEngine(EngineLife):
     def predict_cached_token_count(self, prompt_token_ids: tuple[int, ...], cache_salt: str) -> int:
         """Implement `Engine.predict_cached_token_count` by sent prompts and cache events."""
         if self._connection is None or not (
-            self._connection.dialect.counts_cached_first
-            and self._may_reuse(self._connection.dialect)
+            self._connection.dialect.reports_cached and self._may_reuse(self._connection.dialect)
         ):
             return 0
         sent = super().predict_cached_token_count(prompt_token_ids, cache_salt)
         if not self._connection.knows_all_blocks:
             return sent
-        held = self._connection.blocks.matched_token_count(prompt_token_ids)
+        root = root_of(self._connection.dialect.published_salt(cache_salt))
+        held = self._connection.blocks.matched_token_count(prompt_token_ids, root)
         return held if self._settings.share_prefixes else min(held, sent)
 
     async def _run(self) -> str:
@@ -227,7 +228,6 @@ class RemoteEngine(EngineLife):
         return self._settings.share_prefixes or dialect.carries_salt
 
 
-END_WAIT_S = 2.0  # seconds for a call to end after its last message
 _log = logging.getLogger("weir.inference.adapters")
 
 
@@ -259,10 +259,10 @@ class RemoteAnswers:
             try:
                 async for message in self._call:
                     before_count = len(output.token_ids)
-                    cached_token_count = self._dialect.take(message, self._choice, output)
+                    reported = self._dialect.take(message, self._choice, output)
                     if len(output.token_ids) > before_count:
                         self._call.progressed()
-                    yield Answer(output, self._checked(cached_token_count))
+                    yield self._answer(output, reported)
                     if output.finish_reason is not None:
                         await self._await_end()
                         return
@@ -272,17 +272,28 @@ class RemoteAnswers:
             finally:
                 self._call.cancel()
 
-    def _checked(self, cached_token_count: int) -> int:
-        """Return the cached prompt tokens for the bill. Raises: EngineFailed."""
-        # A larger count is invalid and is rejected by the core.
-        if self._unfit is not None and 0 < cached_token_count <= len(self._choice.sent_token_ids):
+    def _answer(self, output: Output, reported: int | None) -> Answer:
+        """Return the state with the cached prompt tokens for the bill, 0 while they are unknown.
+
+        The count at a regular end is final. Raises: EngineFailed.
+        """
+        cached_token_count, sent_count = reported or 0, len(self._choice.sent_token_ids)
+        is_last = reported is not None and output.finish_reason not in (None, "cancelled")
+        is_possible = 0 <= cached_token_count <= sent_count
+        if is_last and not is_possible:
+            raise EngineFailed(
+                f"the engine says that {cached_token_count} of {sent_count} prompt tokens were"
+                " cached"
+            )
+        if self._unfit is not None and cached_token_count and is_possible:
             # The server did not share prefixes on connecting, and does now: data of another tenant
             # may have been used.
             self._unfit(SHARES)
             raise EngineFailed(
                 "the server reused cached prefixes, which are not separated by tenant"
             )
-        return cached_token_count if self._dialect.counts_cached_first else 0
+        is_known = is_last or self._dialect.fixes_cached_count
+        return Answer(output, cached_token_count if is_known else 0, is_final=is_last)
 
     def abort(self) -> None:
         self._tasks.create_task(self._send_abort())
@@ -487,8 +498,13 @@ class Upkeep(ConnectionWatch):
             or stored.kv_cache_spec_kind not in ("", "full_attention")
         ):
             return
-        parent = stored.parent_block_hash
+        parent, salt = stored.parent_block_hash, stored.cache_salt
+        if not parent and not salt and stored.blocks:  # vLLM: with the first block of a prompt only
+            salt = "".join(key.text for key in stored.blocks[0].extra_keys)
+        parent = parent or root_of(salt)
         for index, block in enumerate(stored.blocks, 1):
+            if any(key.WhichOneof("key") != "text" for key in block.extra_keys):
+                return  # of an image: its tokens do not tell the content
             if len(block.token_ids) > BLOCK_TOKENS_MAX or len(self.blocks) >= BLOCKS_MAX:
                 self._forget()
                 return
@@ -503,6 +519,11 @@ class Upkeep(ConnectionWatch):
         self.blocks.clear()
         self.knows_all_blocks = False
         self._last_sequence_number = None
+
+
+def root_of(salt: str) -> int:
+    """Return the parent of the first blocks under a salt of cache events; 0 without a salt."""
+    return salt_hash(salt) if salt else 0
 
 
 def _on_device(event: common_pb2.KvBlocksStored | common_pb2.KvBlocksRemoved) -> bool:

@@ -3,6 +3,8 @@
 Each sequence is one streamed request; closing it aborts the sequence. Failures are reported with
 the status that a gRPC service would send.
 
+Tenants are separated by a salt, in the fields that the server accepts (`_SALT_NAMES`).
+
 Known behaviour of vLLM 0.32: unknown fields are ignored; cached tokens are reported with
 `--enable-prompt-tokens-details` only, in the last message; end tokens are in the output; without
 priority scheduling, any `priority` but 0 is refused. NVIDIA Dynamo 1.6: unknown fields are refused;
@@ -86,6 +88,14 @@ _ID_REQUESTS: tuple[tuple[str, dict[str, Any]], ...] = (
     (COMPLETIONS, {"nvext": {"extra_fields": ["completion_token_ids"]}}),
     (GENERATE, {"stream": True}),
 )
+TENANT_HEADER = "x-tenant-id"  # of NVIDIA Dynamo, which prefers it to fields; ignored elsewhere
+SALT_PROMPT_TOKENS = 257
+# Fields of a salt to try: of NVIDIA Dynamo, of vLLM, of SGLang and of Dynamo before SGLang.
+_SALT_NAMES: dict[str, tuple[tuple[str, ...], ...]] = {
+    "nvext": (("nvext", "cache_salt"), ("nvext",), ("cache_salt",)),
+    COMPLETIONS: (("cache_salt",),),
+    GENERATE: (("extra_key", "cache_salt"), ("extra_key",), ("cache_salt",)),
+}
 # Names of `/generate` for the fields of completions; others are ignored there.
 _OF_SAMPLING = {
     "max_tokens": "max_new_tokens",
@@ -315,7 +325,7 @@ class HttpDialect(Dialect):
 
     carries_salt = True
     salt_count = 8  # the address may be that of a router
-    counts_cached_first = False
+    fixes_cached_count = False  # a router or a decode worker may report a count of its own first
     capabilities = Capabilities(
         EMBEDDED_ONLY | {RequestField.LARK},
         top_logprobs_max=TOP_LOGPROBS[0],
@@ -333,6 +343,7 @@ class HttpDialect(Dialect):
         self._model = settings.target.model or settings.name
         self._path = COMPLETIONS
         self._id_fields: dict[str, Any] = {}  # of `_ID_REQUESTS`; empty: the server has none
+        self._salt_names: tuple[str, ...] = ()  # of `_SALT_NAMES`
         self._usage_options = _USAGE
         self._sends_priority = False
         self._suspected = asyncio.Event()  # set by a lost connection
@@ -383,13 +394,13 @@ class HttpDialect(Dialect):
         bytes_max = message_bytes_max(choice, repeats_output=self._path == GENERATE)
         return HttpCall(self, request_id, self._body(choice), bytes_max)
 
-    def take(self, messages: list[_Message], choice: Choice, output: Output) -> int:
+    def take(self, messages: list[_Message], choice: Choice, output: Output) -> int | None:
         """Implement `Dialect.take`: tokens that arrive together are reported together."""
         for message in messages[:-1]:
             self._take(message, choice, output)
         return self._take(messages[-1], choice, output)
 
-    def _take(self, message: _Message, choice: Choice, output: Output) -> int:
+    def _take(self, message: _Message, choice: Choice, output: Output) -> int | None:
         part, usage = message.part, message.usage
         if not self._id_fields:
             _count(message, choice, output)
@@ -403,10 +414,10 @@ class HttpDialect(Dialect):
                 raise EngineFailed("the engine sent more log-probabilities than tokens")
             output.logprobs += _known(part.logprobs)
         if part.finish_reason is None:
-            return 0
+            return None if usage is None else usage.cached_token_count
         output.finish_reason = finish_reason(part.finish_reason)
         if output.finish_reason == "cancelled":
-            return 0
+            return None
         if usage is None:
             raise EngineFailed("the engine did not report its usage")
         check_prompt_count(usage.prompt_tokens, choice)
@@ -418,19 +429,26 @@ class HttpDialect(Dialect):
         check_length(choice, output)
         if self._id_fields:
             check_end(choice, output)
-        cached = usage.cached_token_count or 0
-        if not 0 <= cached <= len(choice.sent_token_ids):
-            raise EngineFailed(f"the engine says that {cached} prompt tokens were cached")
-        return cached
+        return usage.cached_token_count
 
     async def post(self, request_id: str, body: dict[str, Any]) -> aiohttp.ClientResponse:
         """Send a request for an output. Raises: aiohttp.ClientError, OSError."""
+        headers = {"Content-Type": "application/json", "X-Request-Id": request_id}
+        if (tenant := body.pop(TENANT_HEADER, None)) is not None:
+            headers[TENANT_HEADER] = tenant
         return await self._session.post(
             self._path,
             data=msgspec.json.encode(body if self._path == COMPLETIONS else _generate_body(body)),
-            headers={"Content-Type": "application/json", "X-Request-Id": request_id},
+            headers=headers,
             **self._options,
         )
+
+    def _salted(self, salt: str) -> dict[str, Any]:
+        """Return the fields that separate prefixes; all have the same value."""
+        fields: dict[str, Any] = dict.fromkeys((TENANT_HEADER, *self._salt_names), salt)
+        if "nvext" in fields:
+            fields["nvext"] = {**self._id_fields["nvext"], "cache_salt": salt}
+        return fields
 
     async def refusal(self, response: aiohttp.ClientResponse) -> HttpFailure:
         """Return the failure that an answer without output describes."""
@@ -482,19 +500,19 @@ class HttpDialect(Dialect):
             body["structured_outputs"] = {name: request.response_format.source}
         if request.cache_salt and self.carries_salt:
             # Hashed: servers limit the length and the characters.
-            body["cache_salt"] = hashlib.sha256(request.cache_salt.encode()).hexdigest()
+            body |= self._salted(hashlib.sha256(request.cache_salt.encode()).hexdigest())
         if self._sends_priority:
             body["priority"] = round(min(max(choice.rank, -PRIORITY_MAX), PRIORITY_MAX))
         return body
 
     async def probe(self, vocabulary_size: int) -> Capabilities:
-        """Implement `Dialect.probe`. Penalties, salt and priority only need to be accepted."""
+        """Implement `Dialect.probe`. Penalties and priority only need to be accepted."""
         middle = range(vocabulary_size // 4, vocabulary_size // 4 + vocabulary_size // 2)
         prompts = [tuple(random.choices(middle, k=PROBE_PROMPT_TOKENS)) for _ in range(PROBE_COUNT)]
         await self._find_counts(prompts[0])
+        self.carries_salt = await self._find_salt(middle)
         greedy = [(prompt, await self._output(prompt) or []) for prompt in prompts]
         tests: dict[str, Awaitable[Any]] = {
-            "cache_salt": self._accepts(prompts[0], cache_salt="0" * 64),
             "priority": self._accepts(prompts[0], priority=1),
             RequestField.TOP_P: self._reduces(greedy, top_p=1e-6),
             RequestField.TOP_K: self._reduces(greedy, top_k=1),
@@ -517,7 +535,6 @@ class HttpDialect(Dialect):
                 RequestField.MIN_OUTPUT_TOKENS: self._suppresses_end(*greedy[0]),
             }
         answers = dict(zip(tests, await asyncio.gather(*tests.values()), strict=True))
-        self.carries_salt = answers.pop("cache_salt") and self._path == COMPLETIONS
         self._sends_priority = answers.pop("priority")
         unsupported = _NEEDS_IDS - answers.keys()
         unsupported |= {RequestField(field) for field, answer in answers.items() if not answer}
@@ -528,6 +545,24 @@ class HttpDialect(Dialect):
             counts_from_usage=not self._id_fields,
         )
         return self.capabilities
+
+    async def _find_salt(self, middle: range) -> bool:
+        """Find fields for a salt that the server accepts, or else whether its header has an effect.
+
+        Whether an accepted salt separates prefixes is tested as on every server.
+        """
+        prompt = tuple(random.choices(middle, k=SALT_PROMPT_TOKENS))
+        style = "nvext" if "nvext" in self._id_fields else self._path
+        for self._salt_names in _SALT_NAMES[style]:
+            if await self._accepts(prompt, **self._salted(uuid.uuid4().hex)):
+                return True
+        self._salt_names = ()
+        own, other = uuid.uuid4().hex, uuid.uuid4().hex
+        counts = []
+        for salt in (own, own, other):
+            found = await self._try(prompt, 1, **self._salted(salt))
+            counts.append(found.usage.cached_token_count or 0 if found and found.usage else 0)
+        return counts[1] > 0 == counts[2]
 
     async def _find_counts(self, prompt: tuple[int, ...]) -> None:
         """Find how the server reports token ids, or else how it counts tokens."""
@@ -551,7 +586,8 @@ class HttpDialect(Dialect):
             raise ServerUnfit("the server refuses a prompt of token ids")
         if found.usage is None:
             raise ServerUnfit("the server does not report usage (stream_options.include_usage)")
-        if found.usage.cached_token_count is None and not self._settings.share_prefixes:
+        self.reports_cached = found.usage.cached_token_count is not None
+        if not self.reports_cached and not self._settings.share_prefixes:
             raise ServerUnfit(_NO_COUNTS)
 
     async def _try(
@@ -655,7 +691,8 @@ def _generate_body(body: dict[str, Any]) -> dict[str, Any]:
     sampling = {_OF_SAMPLING[name]: value for name, value in body.items() if name in _OF_SAMPLING}
     for name, guide in body.get("structured_outputs", {}).items():
         sampling["json_schema" if name == "json" else name] = guide
-    same = {name: body[name] for name in ("model", "stream", "priority") if name in body}
+    names = ("model", "stream", "priority", "extra_key", "cache_salt")
+    same = {name: body[name] for name in names if name in body}
     return same | {"input_ids": body["prompt"], "sampling_params": sampling}
 
 

@@ -442,6 +442,7 @@ class RoutedSequence:
         self._is_cancelled = False
         self._has_output = False  # reported to the caller, so it cannot start over
         self._cached_token_count: int | None = None
+        self._is_cached_final = False
         self._opened_at_s = fleet.clock()
         self._scheduled_at_s: float | None = None
         self._first_token_at_s: float | None = None
@@ -449,6 +450,7 @@ class RoutedSequence:
         self._replica: Replica
         self._sequence: RunningSequence  # in its engine
         self._is_placed = False
+        self._is_continuation = False  # the prompt was computed by an earlier replica
         self._work: Work
         self._found = NOTHING_FOUND
         self._began_at_s: float
@@ -499,6 +501,7 @@ class RoutedSequence:
         replica.placed_at = fleet.placement_count
         self._sequence = replica.engine.submit(request, self._take)
         self._replica, self._work, self._is_placed = replica, work, True
+        self._is_continuation = bool(request.output_token_ids)
         self._began_at_s = fleet.clock()
         self._is_probe = not replica.breaker.is_closed and replica.breaker.begun(self._began_at_s)
         self._shows_health = False
@@ -554,7 +557,7 @@ class RoutedSequence:
                     self._generated(count)
                 self._tell(event)
             case Scheduled():
-                if self._begun(event.cached_token_count):
+                if self._begun(event):
                     self._tell(event)
             case ChoiceFinished():
                 self._has_output = True
@@ -564,9 +567,10 @@ class RoutedSequence:
             case EngineError():
                 self._lost(event)
 
-    def _begun(self, cached_token_count: int) -> bool:
+    def _begun(self, event: Scheduled) -> bool:
         """Note that an engine has scheduled it; return True the first time, which is reported."""
-        if self._work.keys:
+        cached_token_count = event.cached_token_count
+        if self._work.keys and (event.is_final or cached_token_count):  # else it is unknown yet
             self._replica.prefixes.found_missing(self._found, cached_token_count)
         charged, self._charged = (
             self._charged,
@@ -576,6 +580,7 @@ class RoutedSequence:
         if self._cached_token_count is not None:
             return False
         self._cached_token_count, self._scheduled_at_s = cached_token_count, self._fleet.clock()
+        self._is_cached_final = event.is_final
         return True
 
     def _generated(self, token_count: int) -> None:
@@ -607,9 +612,13 @@ class RoutedSequence:
             event.generated_token_count - fleet.mean_output_token_count
         ) / OUTPUT_MEMORY
         if self._moved:
+            # A replica that continues an output reports another prompt than the billed one.
+            is_known = self._is_cached_final or self._is_continuation
             event = msgspec.structs.replace(
                 event,
-                cached_token_count=self._cached_token_count or 0,
+                cached_token_count=(
+                    self._cached_token_count or 0 if is_known else event.cached_token_count
+                ),
                 timings=self._timings(),
                 migration_count=self._migration_count,
             )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from google.protobuf.duration_pb2 import Duration
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import inference_service_pb2_grpc as pb_grpc
 from weir.v1 import types_pb2
@@ -16,6 +17,7 @@ from inference.adapters.remote_settings import Service as Wire
 from inference.sequences import UNKNOWN_TOKEN_ID
 from metering.core.models import QuotaDimension
 from tests.faults.conftest import Start
+from tests.metering.invariants import check_invariants
 from tests.remote_servers.certificates import make_certificates
 from tests.remote_servers.serving import hostile_process, server_process
 from tests.service import (
@@ -83,6 +85,90 @@ async def test_tokens_of_a_remote_engine_are_billed_exactly(
     }
     assert billed[dying_id] == len(stream.token_ids(dying_id))
     assert sum(billed.values()) == 3 * 60 + len(stream.token_ids(dying_id))
+
+
+HOT = {"temperature": 1.0}
+WIRES = [Wire.TRTLLM, Wire.OPENAI_HTTP]
+
+
+@pytest.mark.parametrize("wire", WIRES)
+async def test_cached_prompt_tokens_are_billed_as_reported_at_the_end(
+    launch: Start, model: Path, tmp_path: Path, wire: Wire
+) -> None:
+    """Usage, cost, receipt and quotas agree, also after extensions, and for each way to end."""
+    limits = {QuotaDimension.TOKENS_PER_MONTH: 10**6, QuotaDimension.COST_PICOS_PER_MONTH: 10**15}
+    long, prompt = 300, list(PLAIN_IDS[:100])  # longer than a slice of the lease
+    with server_process(model, make_certificates(tmp_path / "certificates")) as server:
+        targets = {MODEL: str(server.target(wire))}
+        service = launch(engine_backend="remote", remote_targets=targets, models={MODEL: model})
+        tenant = await service.tenant(limits)
+        await until(service.serving, "the engine to be checked")
+        async with service.stream(tenant.secret) as stream:
+            ended = [
+                await stream.finished(await stream.begin(prompt=prompt, **fields))
+                for fields in (
+                    {"max_output_tokens": long},
+                    {"max_output_tokens": long},
+                    {"max_output_tokens": 20, "choice_count": 2, "sampling": HOT},
+                    {"max_output_tokens": 20, "keep_on_disconnect": Duration(seconds=60)},
+                )
+            ]
+            stopped_id = await stream.begin(prompt=prompt, max_output_tokens=3000)
+            await stream.received(stopped_id, 20)
+            await stream.cancel(stopped_id)
+            ended.append(await stream.finished(stopped_id))
+        async with service.client(tenant.secret) as client:
+            quote = await client.quote(MODEL, token_ids=prompt, max_output_tokens=20)
+        await service.no_hold_left(tenant)
+        await asyncio.to_thread(service.stop)
+
+    known = 0 if wire is Wire.OPENAI_HTTP else 96  # no last message over HTTP
+    assert [each.usage.cached_input_token_count for each in ended] == [0, 96, 96, 96, known]
+    assert quote.predicted_cached_token_count == 96
+    events = service.books.events(tenant)
+    assert [event["cached_input_token_count"] for event in events] == [0, 96, 96, 96, known]
+    assert [event["cost_picos"] for event in events] == [picos(each.cost) for each in ended]
+    assert all(picos(each.cost) == cost_picos(each.usage) for each in ended)
+    assert service.books.counters(tenant)["cost_picos_per_month"] == (
+        sum(event["cost_picos"] for event in events),
+        0,
+    )
+    check_invariants(service.database_url, all_ended=True)
+
+
+async def test_a_killed_server_bills_the_cached_tokens_that_it_knew(
+    launch: Start, model: Path, tmp_path: Path
+) -> None:
+    """The client holds back credit, so that the count comes after the tokens that it receives."""
+    with server_process(model, make_certificates(tmp_path / "certificates")) as server:
+        targets = {MODEL: str(server.target(Wire.OPENAI_HTTP))}
+        service = launch(engine_backend="remote", remote_targets=targets, models={MODEL: model})
+        tenant = await service.tenant({QuotaDimension.TOKENS_PER_MONTH: 10**6})
+        await until(service.serving, "the engine to be checked")
+        prompt = list(PLAIN_IDS[:100])
+        async with service.stream(tenant.secret) as stream:
+            await stream.finished(await stream.begin(prompt=prompt, max_output_tokens=20))
+            whole_id = await stream.begin(
+                prompt=prompt, max_output_tokens=20, initial_credit_tokens=5
+            )
+            await stream.received(whole_id, 5)
+            await until(lambda: server.idle, "the engine to end the output")
+            running_id = await stream.begin(prompt=prompt, max_output_tokens=3000)
+            await stream.received(running_id, 20)
+            service.kill()
+            await stream.closed()
+        service.start()
+        await until(service.serving, "the engine to be checked again")
+        events = {str(each["request_id"]): each for each in service.books.events(tenant)}
+        await asyncio.to_thread(service.stop)
+
+    ends = [
+        (events[each]["cached_input_token_count"], events[each]["recovered"])
+        for each in (whole_id, running_id)
+    ]
+    assert ends == [(96, True), (0, True)]
+    assert events[whole_id]["billed_token_count"] == 5
+    check_invariants(service.database_url, all_ended=True)
 
 
 async def listed_models(service: Service, tenant: Tenant) -> Sequence[pb.Model]:

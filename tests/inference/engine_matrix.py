@@ -82,6 +82,7 @@ async def ask(engine: Engine, request: GenerationRequest) -> Outcome:
                     outcome.text += event.text
                     outcome.logprobs += event.logprobs
                 case SequenceFinished():
+                    outcome.cached_token_count = event.cached_token_count
                     outcome.text += event.text
                     outcome.finished = event
     return outcome

@@ -54,19 +54,21 @@ async def serving(
 
 async def read_all(stream: SequenceStream) -> Outcome:
     """Read to the end; return all events."""
-    outcome = Outcome()
+    outcome, is_final = Outcome(), True
     async for event in stream:
         assert outcome.finished is None
         match event:
             case Scheduled():
                 assert outcome.token_ids == []
-                outcome.cached_token_count = event.cached_token_count
+                outcome.cached_token_count, is_final = event.cached_token_count, event.is_final
             case TokensGenerated():
                 outcome.token_ids += event.token_ids
                 outcome.text += event.text
             case SequenceFinished():
                 outcome.finished = event
                 outcome.text += event.text
+                if not is_final:
+                    outcome.cached_token_count = event.cached_token_count
     return outcome
 
 

@@ -215,14 +215,11 @@ async def test_a_full_queue_and_an_impossible_request_are_refused_on_entering(
 async def test_counts_limits_and_stops_are_exact(backend: Backend) -> None:
     """Counted, emitted and billed tokens are equal; stop strings span tokens."""
     settings = backend()
-    # Two of the services cannot separate shared prefixes, so the cache is off; HTTP reports cached
-    # tokens too late.
+    # Two of the services cannot separate shared prefixes, so the cache is off.
     remote = settings.settings if isinstance(settings, RemoteWorld) else settings
-    reused = (
-        0
-        if isinstance(remote, RemoteSettings) and remote.target.service is not Service.TRTLLM
-        else 32
-    )
+    unsalted = (Service.VLLM, Service.SGLANG)
+    is_off = isinstance(remote, RemoteSettings) and remote.target.service in unsalted
+    reused = 0 if is_off else 32
     async with serving(settings) as engine:
         salt = uuid.uuid4().hex  # a remote server has served other tests before
         limited = await run(engine, make_request(prompt(1, 40), 17, cache_salt=salt))

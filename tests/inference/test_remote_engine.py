@@ -27,6 +27,7 @@ from inference.engine import (
     GrammarKind,
     ResponseFormat,
     SamplingParams,
+    Scheduled,
     SequenceFinished,
     TokensGenerated,
 )
@@ -430,11 +431,54 @@ async def test_prefixes_may_be_shared_where_it_is_said(
         predicted = engine.predict_cached_token_count(tuple(head), "another")
         again = await run(engine, make_request(head, 3, cache_salt="another"))
 
-    if world.settings.target.service.is_http:
-        assert (again.cached_token_count, predicted) == (0, 0), "reported too late for the bill"
-        return
     assert again.cached_token_count == 48
     assert predicted in (32, 48), "in blocks of the service's own size"
+
+
+@pytest.mark.parametrize("choice_count", [1, 3])
+async def test_the_cached_tokens_of_the_last_message_are_billed_and_never_a_running_count(
+    tiny: TinyCheckpoint, world: RemoteWorld, choice_count: int
+) -> None:
+    """The prompt of several choices is billed once, as it was computed for the first one."""
+    world.server.go_wrong("unsalted", "no_events", "running_cached")
+    head = prompt(uuid.uuid4().int, 64)
+    async with connected(changed(tiny, world, share_prefixes=True)) as engine:
+        cold, warm = [
+            await run(engine, make_request(head, 4, choice_count=choice_count)) for _ in range(2)
+        ]
+        statistics = engine.statistics()
+
+    assert (cold.cached_token_count, warm.cached_token_count) == (0, 48)
+    assert (statistics.prompt_token_count, statistics.cached_token_count) == (128, 48)
+
+
+@pytest.mark.parametrize("end", ["cancel", "stop_sequence", "loss"])
+async def test_without_a_last_message_only_a_count_that_stays_the_same_is_billed(
+    tiny: TinyCheckpoint, world: RemoteWorld, end: str
+) -> None:
+    """Over HTTP the count of a running output may be that of a router or a decode worker."""
+    world.server.go_wrong("unsalted", "no_events")
+    head, events = prompt(uuid.uuid4().int, 64), list[Any]()
+    async with connected(changed(tiny, world, share_prefixes=True)) as engine:
+        whole = await run(engine, make_request(head, 20))
+        world.server.go_wrong(
+            "unsalted", "no_events", "running_cached", *(["drop"] if end == "loss" else [])
+        )
+        stops = (whole.text[3:6],) if end == "stop_sequence" else ()
+        sequence = engine.submit(make_request(head, LONG, stop_sequences=stops), events.append)
+        if end == "cancel":
+            await until(lambda: any(isinstance(each, TokensGenerated) for each in events))
+            sequence.cancel()
+        await until(
+            lambda: isinstance(events[-1] if events else None, SequenceFinished | Exception)
+        )
+        world.server.go_wrong("unsalted", "no_events")
+
+    [scheduled] = [each for each in events if isinstance(each, Scheduled)]
+    known = 0 if world.settings.target.service.is_http else 49
+    assert (scheduled.cached_token_count, scheduled.is_final) == (known, False)
+    if end != "loss":
+        assert events[-1].cached_token_count == known
 
 
 async def test_a_server_that_does_not_tell_its_tokenizer_is_believed(world: RemoteWorld) -> None:

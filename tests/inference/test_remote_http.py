@@ -10,7 +10,6 @@ import json
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -237,19 +236,64 @@ async def test_an_output_without_token_ids_is_not_continued_on_another_replica(
             assert any(isinstance(event, TokensGenerated) for event in events)
 
 
-async def test_prefixes_are_cached_for_each_tenant_alone(world: RemoteWorld) -> None:
-    head = prompt(uuid.uuid4().int, 64)
+DYNAMO, SGLANG = "refuse return_token_ids", "generate"
+
+
+@pytest.mark.parametrize(
+    ("faults", "sent_as"),
+    [
+        ([], {"cache_salt"}),
+        (["no_ids"], {"cache_salt"}),
+        ([DYNAMO], {"cache_salt", "nvext"}),
+        ([DYNAMO, "ignore cache_salt"], {"cache_salt", "nvext"}),
+        ([DYNAMO, "refuse cache_salt"], {"nvext"}),
+        ([DYNAMO, "refuse nvext.cache_salt"], {"cache_salt"}),
+        ([DYNAMO, "refuse nvext.cache_salt", "refuse cache_salt", "tenant_header"], set()),
+        ([SGLANG], {"cache_salt", "extra_key"}),
+        ([SGLANG, "ignore cache_salt"], {"cache_salt", "extra_key"}),
+        ([SGLANG, "ignore extra_key"], {"cache_salt", "extra_key"}),
+        ([SGLANG, "refuse cache_salt"], {"extra_key"}),
+    ],
+)
+async def test_prefixes_are_cached_for_each_tenant_alone_by_a_field_that_the_server_takes(
+    world: RemoteWorld, faults: list[str], sent_as: set[str]
+) -> None:
+    world.server.go_wrong(*faults)
+    head, salts = prompt(uuid.uuid4().int, 64), ("one/@", "one/@", "another")
     async with connected(world) as engine:
-        cached = [world.server.state()["cached_token_count"]]
-        for salt in ("one/@", "one/@", "another"):
-            await run(engine, make_request(head, 3, cache_salt=salt))
-            cached.append(world.server.state()["cached_token_count"])
+        cached = [
+            (await run(engine, make_request(head, 3, cache_salt=salt))).cached_token_count
+            for salt in salts
+        ]
         bodies = world.server.state()["bodies"][-3:]
 
-    assert [after - before for before, after in pairwise(cached)] == [0, 48, 0]
-    assert [body["cache_salt"] for body in bodies] == [
-        hashlib.sha256(salt.encode()).hexdigest() for salt in ("one/@", "one/@", "another")
-    ]
+    assert cached == [0, 48, 0]
+    hashes = [hashlib.sha256(salt.encode()).hexdigest() for salt in salts]
+    assert [body["headers"]["x-tenant-id"] for body in bodies] == hashes
+    for body, salt in zip(bodies, hashes, strict=True):
+        found = {name: body[name] for name in ("cache_salt", "extra_key") if name in body}
+        if "cache_salt" in body.get("nvext", {}):
+            found["nvext"] = body["nvext"]["cache_salt"]
+        assert found == dict.fromkeys(sent_as, salt)
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        ["ignore cache_salt"],
+        ["unsalted"],
+        [DYNAMO, "unsalted", "tenant_header"],
+        [SGLANG, "ignore cache_salt", "ignore extra_key"],
+        [DYNAMO, "refuse nvext.cache_salt", "refuse cache_salt"],
+    ],
+)
+async def test_a_server_that_ignores_every_salt_is_not_used(
+    world: RemoteWorld, faults: list[str]
+) -> None:
+    world.server.go_wrong(*faults)
+    async with remote_engine(world.settings, started=False) as engine:
+        with pytest.raises(EngineStartFailed, match="shares cached prefixes between tenants"):
+            await engine.start()
 
 
 async def test_ranks_are_sent_where_the_server_takes_priorities(world: RemoteWorld) -> None:

@@ -28,7 +28,7 @@ from inference.adapters.remote_connection import (
     check_tokenizer,
 )
 from inference.adapters.remote_dialects import SEED_MAX, ServerUnfit, salt_id, wire_seed
-from inference.adapters.remote_engine import RemoteEngine, Upkeep
+from inference.adapters.remote_engine import RemoteEngine, Upkeep, root_of
 from inference.adapters.remote_settings import Service, Target, TlsFiles, parse_target
 from inference.capabilities import Capabilities, RequestField
 from inference.checkpoint.checkpoint import read_external_model
@@ -282,6 +282,31 @@ def test_blocks_elsewhere_and_of_adapters_are_not_counted(upkeep: Upkeep) -> Non
     )
 
     assert len(upkeep.blocks) == 0
+
+
+def test_blocks_of_a_salt_are_found_under_that_salt_only(upkeep: Upkeep) -> None:
+    """Also when two salts have equal tokens, and as vLLM shows a salt: with the first block."""
+    head, tail = [1, 2, 3, 4], [5, 6, 7, 8]
+    keyed = stored(21, head)
+    keyed.stored.blocks[0].extra_keys.add(text="two")
+    shown = stored(31, [7, 7, 7, 7])
+    shown.stored.blocks[0].extra_keys.add(multimodal={"identifier": "image", "offset": 0})
+    apply(
+        upkeep,
+        batch(
+            1,
+            *(stored(11, head, cache_salt="one"), stored(12, tail, parent=11, cache_salt="one")),
+            *(keyed, shown, stored(41, [9, 9, 9, 9])),
+        ),
+    )
+
+    def found(token_ids: list[int], salt: str) -> int:
+        return upkeep.blocks.matched_token_count([*token_ids, 0], root_of(salt))
+
+    whole = head + tail
+    assert [found(whole, salt) for salt in ("one", "two", "three", "")] == [8, 4, 0, 0]
+    assert found([7, 7, 7, 7], "") == found([7, 7, 7, 7], "one") == 0
+    assert found([9, 9, 9, 9], "one") == 4, "events without a salt may be of any"
 
 
 def test_load_records_between_events_are_no_events(upkeep: Upkeep) -> None:

@@ -40,6 +40,7 @@ FAULTS = frozenset(
         "mute_abort",  # ignores aborts
         "wrong_prompt",  # reports another count of prompt tokens
         "wrong_cached",  # reports more cached tokens than prompt tokens
+        "running_cached",  # reports other cached tokens, one more, until the last message
         "lose_chunk",  # omits one message
         "preempt",  # ends sequences as aborted without an abort, after three messages
         "unsalted",  # shares cached prefixes between tenants
@@ -57,6 +58,10 @@ FAULTS = frozenset(
         "refuse continuous_usage_stats",
         "refuse min_p",
         "refuse cache_salt",
+        "refuse nvext.cache_salt",
+        "ignore cache_salt",
+        "ignore extra_key",
+        "tenant_header",  # separates prefixes by `x-tenant-id` if it is there, as NVIDIA Dynamo
         "ignore logit_bias",
         "ignore seed",
         "ignore structured_outputs",
@@ -154,6 +159,10 @@ class Backend:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the worker is gone")
         if "preempt" in self.faults:
             stream.cancel()
+
+    def running_cached(self, cached_token_count: int) -> int:
+        """Return the cached tokens to report while an output runs."""
+        return cached_token_count + ("running_cached" in self.faults)
 
     def abort(self, request_id: str) -> bool:
         """Abort a request. Return whether it was running."""

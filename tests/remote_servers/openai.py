@@ -109,8 +109,11 @@ class OpenAiServer:
                 raise Refused(400 if http.path != "/generate" else 404, "prompt must be a string")
             if http.path == "/generate":
                 body = _completion_body(body)
+            if "tenant_header" in self._backend.faults and "x-tenant-id" in http.headers:
+                body["tenant"] = http.headers["x-tenant-id"]
             wanted = self._request(body)
-            self._backend.bodies.append({key: body[key] for key in body if key != "prompt"})
+            shown = {key: body[key] for key in body if key != "prompt"}
+            self._backend.bodies.append(shown | {"headers": dict(http.headers)})
             await self._stream(http, response, body, wanted)
         except Refused as refused:
             if refused.status == 0 and response.prepared:
@@ -151,16 +154,21 @@ class OpenAiServer:
                         held = self._chunk(body, event)
                         if "generate" in faults:
                             text += event.text
-                            held = _generated(text, event.token_ids, sent, prompt_tokens)
-                        if options.get("continuous_usage_stats"):
+                            shown = self._backend.running_cached(cached)
+                            held = _generated(text, event.token_ids, sent, prompt_tokens, shown)
+                        if options.get("continuous_usage_stats") or "running_cached" in faults:
                             held["usage"] = {
                                 "prompt_tokens": prompt_tokens,
                                 "completion_tokens": sent,
                             }
+                        if "running_cached" in faults:
+                            shown = self._backend.running_cached(cached)
+                            held["usage"]["prompt_tokens_details"] = {"cached_tokens": shown}
                     case SequenceFinished() if "generate" in faults:
                         if held is not None:
                             await _send(response, held)
                             held["meta_info"]["finish_reason"] = REASONS[event.reason]
+                            held["meta_info"]["cached_tokens"] = cached
                             await _send(response, held)
                         await response.write(b"data: [DONE]\n\n")
                     case SequenceFinished():
@@ -216,6 +224,8 @@ class OpenAiServer:
         ):
             if (name in body or name in options) and f"refuse {name}" in faults:
                 raise Refused(400, f"Unsupported parameter(s): {name}")
+        if "cache_salt" in body.get("nvext", {}) and "refuse nvext.cache_salt" in faults:
+            raise Refused(400, "Unsupported parameter(s): cache_salt")
         ignored = {name for name in body if f"ignore {name}" in faults}
         body = {name: value for name, value in body.items() if name not in ignored}
         for name, (least, most) in RANGES.items():
@@ -232,7 +242,8 @@ class OpenAiServer:
             raise Refused(400, "min_tokens must be at most max_tokens", "min_tokens")
         if body.get("stream_options") and not body.get("stream"):
             raise Refused(400, "stream_options need stream", "stream_options")
-        salt = body.get("cache_salt")
+        salt = next(filter(None, map(body.get, ("tenant", "cache_salt", "extra_key"))), None)
+        salt = salt or (body.get("nvext") or {}).get("cache_salt")
         if salt is not None and (
             not isinstance(salt, str) or not 0 < len(salt) <= 128 or set(salt) & set("@/\\\0")
         ):
@@ -281,14 +292,15 @@ def _completion_body(body: dict[str, Any]) -> dict[str, Any]:
     known = {names[name]: value for name, value in sampling.items() if name in names}
     if "regex" in sampling:
         known["structured_outputs"] = {"regex": sampling["regex"]}
+    known |= {name: body[name] for name in ("cache_salt", "extra_key") if name in body}
     return known | {"model": body["model"], "prompt": body["input_ids"], "stream": body["stream"]}
 
 
 def _generated(
-    text: str, token_ids: Sequence[int], sent: int, prompt_tokens: int
+    text: str, token_ids: Sequence[int], sent: int, prompt_tokens: int, cached: int
 ) -> dict[str, Any]:
     """Return a message of `/generate`: all text so far, and the new token ids."""
-    meta = {"prompt_tokens": prompt_tokens, "completion_tokens": sent, "cached_tokens": 0}
+    meta = {"prompt_tokens": prompt_tokens, "completion_tokens": sent, "cached_tokens": cached}
     return {"text": text, "output_ids": token_ids, "meta_info": meta | {"finish_reason": None}}
 
 

@@ -46,6 +46,7 @@ class SglangServicer(VllmServicer):
         counts: dict[str, Any] = {
             "prompt_tokens": len(wanted.prompt_token_ids) + ("wrong_prompt" in faults)
         }
+        running: dict[str, Any] = {}
         last: tuple[int, ...] = ()
         count = 0
         async for event in self._backend.run(request.request_id, wanted, context):
@@ -56,6 +57,8 @@ class SglangServicer(VllmServicer):
                         if "wrong_cached" in faults
                         else event.cached_token_count
                     )
+                    cached = self._backend.running_cached(counts["cached_tokens"])
+                    running = counts | {"cached_tokens": cached}
                 case TokensGenerated():
                     last = event.token_ids
                     count += len(last)
@@ -63,7 +66,7 @@ class SglangServicer(VllmServicer):
                         token_ids=last,
                         completion_tokens=count,
                         output_logprobs=_logprobs(event.logprobs, request),
-                        **counts,
+                        **running,
                     )
                     yield pb.GenerateResponse(request_id=request.request_id, chunk=chunk)
                 case SequenceFinished():

@@ -67,7 +67,7 @@ class TrtllmServicer:
                         token_ids=new,
                         prompt_tokens=prompt_tokens,
                         completion_tokens=len(token_ids),
-                        cached_tokens=cached,
+                        cached_tokens=self._backend.running_cached(cached),
                         logprobs=map(_logprob, event.logprobs),
                     )
                     yield pb.GenerateResponse(request_id=request.request_id, chunk=chunk)

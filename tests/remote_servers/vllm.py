@@ -60,7 +60,7 @@ class VllmServicer:
                         token_ids=last,
                         prompt_tokens=prompt_tokens,
                         completion_tokens=len(last),
-                        cached_tokens=cached,
+                        cached_tokens=self._backend.running_cached(cached),
                         output_logprobs=_logprobs(event.logprobs, top_count),
                     )
                     yield pb.GenerateResponse(chunk=chunk)
