@@ -545,11 +545,15 @@ def remote(
     share_prefixes: Annotated[
         bool, typer.Option("--share-prefixes", help="Tenants may share cached prefixes.")
     ] = False,
+    key_file: Annotated[
+        Path | None, typer.Option("--key-file", help="File with the server's key, in one line.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Examine a server of TensorRT-LLM, vLLM or SGLang, and show the results.
 
-    Certificates are those of WEIR_REMOTE_TLS_*. `--json` prints a report that can be sent to
+    Certificates are those of WEIR_REMOTE_TLS_*; WEIR_REMOTE_KEY_HEADER names the key's header.
+    `--json` prints a report that can be sent to
     others: it holds no secrets, paths or addresses. Exit code 1 if Weir could not use the server.
     """
     import asyncio
@@ -557,11 +561,14 @@ def remote(
     from api.cli.stack import clear_failures
     from api.core.settings import Settings
     from api.fleet.fleet import remote_settings
+    from api.fleet.fleet_file import FleetTarget
     from inference.adapters.remote_doctor import examine
 
     with clear_failures():
         settings = replace(
-            remote_settings(Settings.from_environment(), "doctor", target, model),
+            remote_settings(
+                Settings.from_environment(), "doctor", FleetTarget(target, key_file=key_file), model
+            ),
             share_prefixes=share_prefixes,
         )
         found = asyncio.run(examine(settings))

@@ -224,6 +224,7 @@ def model_call_format(text: str) -> CallFormat:
 
 targets_by_name = pairs("name=value pairs", str)
 paths_by_name = pairs("name=directory pairs", Path)
+files_by_name = pairs("model=file pairs", Path)
 call_formats = pairs(
     f"name=format pairs, each format one of {', '.join(MODEL_CALL_FORMATS)}", model_call_format
 )
@@ -345,6 +346,13 @@ class Settings:
     # As WEIR_REMOTE_TARGETS, for embedding models. WEIR_ENCODERS names a directory where the server
     # does not provide the files.
     remote_encoders: Mapping[str, str] = setting("WEIR_REMOTE_ENCODERS", dict, targets_by_name)
+    # `model=file` pairs: each file has the key of the model's server in WEIR_REMOTE_TARGETS or
+    # WEIR_REMOTE_ENCODERS, in one line. Only its owner and group may have access. It is read again
+    # when it changes.
+    remote_key_files: Mapping[str, Path] = setting("WEIR_REMOTE_KEY_FILES", dict, files_by_name)
+    # Header of the keys: `authorization` (sent as `Bearer KEY`, or with the scheme in the file), or
+    # another one, such as `api-key`, which has the content of the file.
+    remote_key_header: str = setting("WEIR_REMOTE_KEY_HEADER", "authorization", str)
     # Use servers that share cached prefixes between tenants. Otherwise vLLM over gRPC must run
     # without its prefix cache.
     remote_share_prefixes: bool = setting("WEIR_REMOTE_SHARE_PREFIXES", False, truth)

@@ -29,7 +29,15 @@ from api.fleet.fleet_file import (
     read_fleet,
 )
 from common.gpus import GpusUnknown, read_gpus, visible_gpus
-from inference.adapters.remote_settings import RemoteSettings, Target, TlsFiles, parse_target
+from inference.adapters.remote_settings import (
+    KeyFile,
+    KeyUnusable,
+    RemoteSettings,
+    Service,
+    Target,
+    TlsFiles,
+    parse_target,
+)
 from inference.adapters.tensorrt_adapters import REPORT_COMMAND, Adapter, check_report, read_adapter
 from inference.adapters.tensorrt_engine import TensorRtEngine
 from inference.adapters.tensorrt_settings import VERSION as TENSORRT_VERSION
@@ -250,7 +258,7 @@ def torch_settings(settings: Settings, name: str, directory: Path) -> TorchEngin
 
 
 def remote_settings(
-    settings: Settings, name: str, target_text: str, directory: Path | None = None
+    settings: Settings, name: str, found: FleetTarget, directory: Path | None = None
 ) -> RemoteSettings:
     """Return the settings of a model on a remote server.
 
@@ -263,16 +271,29 @@ def remote_settings(
             "pip install -e sdk/python -e '.[remote]'"
         )
     try:
-        target, tls = parse_target(target_text), tls_files(settings)
+        target, tls = parse_target(found.address), tls_files(settings)
     except ValueError as error:
         raise SettingInvalid(f"WEIR_REMOTE_TARGETS, WEIR_REMOTE_TLS_*: {error}") from error
+    key = None
+    if found.key_file is not None:
+        header = found.key_header or settings.remote_key_header
+        try:
+            key = KeyFile(found.key_file, header)
+            key.header()
+        except KeyUnusable as error:
+            raise SettingInvalid(f"the key of {name} for {target}: {error}") from error
+        except ValueError as error:
+            raise SettingInvalid(f"WEIR_REMOTE_KEY_HEADER {error}, not {header!r:.80}") from error
+        if tls is None and target.service is not Service.OPENAI_HTTPS:
+            log.warning("remote_key_sent_unencrypted", model=name, target=str(target))
     return RemoteSettings(
         directory=directory
         or settings.models.get(name)
-        or fetched_directory(settings, name, target, tls),
+        or fetched_directory(settings, name, target, tls, key),
         name=name,
         target=target,
         tls=tls,
+        key=key,
         share_prefixes=settings.remote_share_prefixes,
         context_window_tokens_max=settings.remote_context_tokens or None,
         running_sequence_count_max=settings.remote_batch_max,
@@ -298,21 +319,23 @@ def tls_files(settings: Settings) -> TlsFiles | None:
     )
 
 
-def fetched_directory(settings: Settings, name: str, target: Target, tls: TlsFiles | None) -> Path:
+def fetched_directory(
+    settings: Settings, name: str, target: Target, tls: TlsFiles | None, key: KeyFile | None
+) -> Path:
     """Fetch the model's small files from its server; keep the last ones if it does not answer.
 
     Raises: SettingInvalid.
     """
     from inference.adapters.remote_connection import fetch_model_files
-    from inference.adapters.remote_dialects import ServerUnfit
+    from inference.adapters.remote_dialects import ServerUnfit, said
 
     directory = settings.home / "remote" / f"model-{quote(name, safe='')}"
     try:
-        fetch_model_files(target, tls, directory, FETCH_TIMEOUT_S)
+        fetch_model_files(target, tls, key, directory, FETCH_TIMEOUT_S)
     except (ServerUnfit, grpc.RpcError) as error:
         reason = str(error)
         if not isinstance(error, ServerUnfit):
-            reason = f"{error.code().name}: {error.details()}"
+            reason = f"{error.code().name}: {said(error.details())}"
         if not directory.exists():
             raise SettingInvalid(
                 f"WEIR_REMOTE_TARGETS: {target} does not return {name}'s tokenizer ({reason}): "
@@ -476,10 +499,16 @@ def fleet_of_models(settings: Settings) -> Fleet:
                 " another name"
             )
     remote, local = settings.remote_encoders, settings.encoders
+    keyed = settings.remote_key_files.keys()
+    if unknown := sorted(keyed - remote.keys() - settings.remote_targets.keys()):
+        raise SettingInvalid(
+            f"WEIR_REMOTE_KEY_FILES names {', '.join(unknown)}: add them to WEIR_REMOTE_TARGETS or"
+            " WEIR_REMOTE_ENCODERS"
+        )
     encoders = [
         local_model(settings, name, "encoder", local[name]) for name in local if name not in remote
     ] + [
-        remote_model(name, "remote-encoder", target, local.get(name))
+        remote_model(settings, name, "remote-encoder", target, local.get(name))
         for name, target in remote.items()
     ]
     if settings.engine_backend != "remote":
@@ -499,7 +528,7 @@ def fleet_of_models(settings: Settings) -> Fleet:
             f"WEIR_MODELS names {', '.join(untargeted)}: add them to WEIR_REMOTE_TARGETS"
         )
     models = [
-        remote_model(name, "remote", target, settings.models.get(name))
+        remote_model(settings, name, "remote", target, settings.models.get(name))
         for name, target in settings.remote_targets.items()
     ]
     return Fleet((*models, *encoders))
@@ -517,9 +546,12 @@ def local_model(settings: Settings, name: str, engine: EngineKind, directory: Pa
     return FleetModel(name, (version,))
 
 
-def remote_model(name: str, engine: EngineKind, target: str, directory: Path | None) -> FleetModel:
+def remote_model(
+    settings: Settings, name: str, engine: EngineKind, address: str, directory: Path | None
+) -> FleetModel:
     """Return a model on one remote server."""
-    return FleetModel(name, (FleetVersion("", engine, directory, targets=(FleetTarget(target),)),))
+    target = FleetTarget(address, key_file=settings.remote_key_files.get(name))
+    return FleetModel(name, (FleetVersion("", engine, directory, targets=(target,)),))
 
 
 def aliases_within(
@@ -587,7 +619,7 @@ class ReplicaBuilder:
         """
         replicas: list[EncoderReplica] = []
         for target in version.targets:
-            options = remote_settings(self._settings, served, target.address, version.directory)
+            options = remote_settings(self._settings, served, target, version.directory)
             if options.target.service.is_http:
                 raise SettingInvalid(
                     f"{target.address}: embedding models are not supported over HTTP, use"
@@ -628,7 +660,7 @@ class ReplicaBuilder:
         settings = self._settings
         replicas = []
         for target in version.targets:
-            options = remote_settings(settings, served, target.address, version.directory)
+            options = remote_settings(settings, served, target, version.directory)
             if version.share_prefixes:
                 options = replace(options, share_prefixes=True)
             # Imported late: the package was checked above.

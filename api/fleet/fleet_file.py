@@ -17,7 +17,7 @@ from weir_yaml import Keys, NotYaml, StrictReader, Value, compose, similar_name
 from yaml.constructor import SafeConstructor
 
 from api.core.settings import SettingInvalid, Settings, number, one_of, truth, whole
-from inference.adapters.remote_settings import TARGET_FORM, parse_target
+from inference.adapters.remote_settings import TARGET_FORM, key_header, parse_target
 
 SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]i?B|B|)")
 UNITS: dict[str, int] = {"": 1, "B": 1} | {
@@ -76,10 +76,15 @@ def target(value: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class FleetTarget:
-    """Remote engine: its service and address, and its region."""
+    """Remote engine: its service and address, its region, the file and the header of its key.
+
+    key_header: empty: WEIR_REMOTE_KEY_HEADER.
+    """
 
     address: str
     region: str = ""
+    key_file: Path | None = None
+    key_header: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -414,18 +419,24 @@ class FleetReader(StrictReader):
         return count_min, count_max
 
     def targets(self, node: yaml.Node | None, place: str) -> tuple[FleetTarget, ...]:
-        """Return remote engines, each `vllm://host:port` or a mapping of `address` and `region`."""
+        """Return remote engines, each `vllm://host:port` or a mapping of its keys."""
         found = []
         for index, each in enumerate([] if node is None else self.items(node, place)):
             at = f"{place}[{index}]"
             if isinstance(each, yaml.ScalarNode):
                 found.append(FleetTarget(self.value(each, at, target, "")))
                 continue
-            keys = self.mapping(each, at, ("address", "region"))
+            keys = self.mapping(each, at, ("address", "region", "key_file", "key_header"))
             if "address" not in keys:
                 self.wrong(each, f"{at}.address", f"is missing: {TARGET_FORM}")
             address = self.value_of(keys, at, "address", target, "")
-            found.append(FleetTarget(address, self.region(keys.get("region"), f"{at}.region")))
+            region = self.region(keys.get("region"), f"{at}.region")
+            file = self.value_of(keys, at, "key_file", text, "")
+            header = self.value_of(keys, at, "key_header", key_header, "")
+            if header and not file:
+                self.wrong(each, f"{at}.key_header", "needs a key_file")
+            path = self._base / file if file else None
+            found.append(FleetTarget(address, region, path, header))
         if len({each.address for each in found}) < len(found):
             self.wrong(node, place, "must name each address once")
         return tuple(found)

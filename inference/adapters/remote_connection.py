@@ -37,7 +37,14 @@ from inference.adapters.remote_dialects import (
     said,
 )
 from inference.adapters.remote_http import HttpDialect, open_session
-from inference.adapters.remote_settings import RemoteSettings, Service, Target, TlsFiles
+from inference.adapters.remote_settings import (
+    KeyFile,
+    KeyUnusable,
+    RemoteSettings,
+    Service,
+    Target,
+    TlsFiles,
+)
 from inference.checkpoint.checkpoint import read_count, read_json, read_json_list
 from inference.engine import GenerationRequest, ModelInfo, SamplingParams, StopCriteria
 from inference.errors import EngineError
@@ -155,7 +162,7 @@ def check_tokenizer(files: dict[str, bytes], directory: Path) -> None:
 
 
 def fetch_model_files(
-    target: Target, tls: TlsFiles | None, destination: Path, timeout_s: float
+    target: Target, tls: TlsFiles | None, key: KeyFile | None, destination: Path, timeout_s: float
 ) -> None:
     """Download a server's tokenizer files into a directory, all or none. Blocks.
 
@@ -166,7 +173,9 @@ def fetch_model_files(
         raise ServerUnfit("HTTP servers do not send tokenizer files")
     with open_channel(target, tls, grpc) as channel:
         stub = dialect.stub_type(channel)
-        for chunk in stub.GetTokenizer(common_pb2.GetTokenizerRequest(), timeout=timeout_s):
+        metadata = None if key is None else tuple(key.header().items())
+        request = common_pb2.GetTokenizerRequest()
+        for chunk in stub.GetTokenizer(request, timeout=timeout_s, metadata=metadata):
             bundle.add(chunk)
     files = bundle.files()
     if missing := [name for name in NEEDED if name not in files]:
@@ -256,13 +265,18 @@ _log = logging.getLogger("weir.inference.adapters")
 async def open_dialect(settings: RemoteSettings) -> AsyncIterator[Dialect]:
     """Open a connection and its dialect. Leaving the context ends its calls."""
     dialect = DIALECTS[settings.target.service]
+    if settings.key is not None:
+        try:
+            settings.key.header()
+        except KeyUnusable as error:
+            raise ServerUnfit(str(error)) from error
     if not issubclass(dialect, GrpcDialect):
         async with open_session(settings) as session:
             yield dialect(session, settings)
         return
     channel = open_channel(settings.target, settings.tls)
     try:
-        yield dialect(channel, settings.call_timeout_s)
+        yield dialect(channel, settings)
     finally:
         await channel.close()
 
@@ -307,7 +321,16 @@ class Link:
         except ServerUnfit as error:
             return f"{target}: {error}"
         except grpc.aio.AioRpcError as error:
-            return f"a call to {target} failed: {error.code().name}: {said(error.details())}"
+            failed = f"a call to {target} failed: {error.code().name}: {said(error.details())}"
+            return failed + self._about_key(error.code())
+
+    def _about_key(self, code: grpc.StatusCode) -> str:
+        """Return the remedy if the server refused the key, or requires one."""
+        if code not in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
+            return ""
+        if self._settings.key is not None:
+            return f"; the server does not accept the key in {self._settings.key.path}"
+        return "; set WEIR_REMOTE_KEY_FILES (in the fleet file, key_file) if it requires a key"
 
     def end(self, reason: str) -> None:
         """End the connection. The first reason is kept."""

@@ -32,6 +32,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterable, AsyncIterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol, cast
 
 import grpc
@@ -47,6 +48,7 @@ from smg_grpc_proto.generated import trtllm_service_pb2 as trtllm_pb
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm_pb
 
 from inference.adapters.external_core import Choice, Output
+from inference.adapters.remote_settings import KeyFile, RemoteSettings, masked
 from inference.capabilities import EMBEDDED_ONLY, TENSORRT_LLM, Capabilities, RequestField
 from inference.engine import EngineStatistics, TokenLogprob
 from inference.errors import EngineError, EngineFailed, EngineOverloaded, RequestImpossible
@@ -93,8 +95,8 @@ def message_bytes_max(choice: Choice, *, repeats_output: bool) -> int:
 def said(text: str | bytes | None) -> str:
     """Return a server's text for the log and for operators: short, without control characters."""
     if isinstance(text, bytes):
-        text = text[: 4 * SAID_CHARS_MAX].decode(errors="replace")
-    text = (text or "no details")[:SAID_CHARS_MAX]
+        text = text.decode(errors="replace")
+    text = masked(text or "no details")[:SAID_CHARS_MAX]
     return text if text.isascii() and text.isprintable() else ascii(text)
 
 
@@ -213,15 +215,21 @@ class GrpcDialect(Dialect):
     messages: Any
     ids_field = "input_ids"
 
-    def __init__(self, channel: grpc.aio.Channel, call_timeout_s: float) -> None:
+    def __init__(self, channel: grpc.aio.Channel, settings: RemoteSettings) -> None:
         self._channel = channel
+        self._key = settings.key
         (service,) = self.messages.DESCRIPTOR.services_by_name.values()
         self._path = f"/{service.full_name}/"
         self._generate = self._method("Generate", channel.unary_stream)
-        self._call_timeout_s = call_timeout_s
+        self._call_timeout_s = settings.call_timeout_s
 
     def _method(self, name: str, kind: Any) -> Any:
-        return kind(self._path + name, request_serializer=lambda sent: sent.SerializeToString())
+        call = kind(self._path + name, request_serializer=lambda sent: sent.SerializeToString())
+        return call if self._key is None else partial(self._call_with_key, call, self._key)
+
+    @staticmethod
+    def _call_with_key(call: Any, key: KeyFile, request: Any, **options: Any) -> Any:
+        return call(request, metadata=tuple(key.header().items()), **options)
 
     async def wait_until_lost(self) -> None:
         while (state := self._channel.get_state()) is grpc.ChannelConnectivity.READY:

@@ -27,7 +27,7 @@ from inference.adapters.remote_connection import (
     is_unanswered,
     open_dialect,
 )
-from inference.adapters.remote_dialects import Dialect, ServerUnfit
+from inference.adapters.remote_dialects import Dialect, ServerUnfit, said
 from inference.adapters.remote_settings import RemoteSettings
 from inference.capabilities import RequestField
 from inference.checkpoint.checkpoint import read_external_model
@@ -285,7 +285,7 @@ async def _answer_of(listening: Awaitable[None]) -> str:
     try:
         await listening
     except grpc.aio.AioRpcError as error:
-        return f"no: {error.code().name}: {error.details()}"
+        return f"no: {error.code().name}: {said(error.details())}"
     return ""
 
 

@@ -47,7 +47,13 @@ from inference.adapters.remote_dialects import (
     block_counts,
     engine_error,
 )
-from inference.adapters.remote_settings import TOLD_LOSS, RemoteSettings, Service, handling
+from inference.adapters.remote_settings import (
+    TOLD_LOSS,
+    RemoteSettings,
+    Service,
+    handling,
+    masked,
+)
 from inference.checkpoint.checkpoint import read_external_model
 from inference.engine import EngineStatistics, GenerationRequest, SequenceEvent, Tell
 from inference.errors import EngineError, EngineFailed, RequestImpossible
@@ -424,7 +430,9 @@ class Upkeep(ConnectionWatch):
             # Full or unhealthy: other tasks detect it.
             except (TimeoutError, ServerUnfit, grpc.aio.AioRpcError) as error:
                 _log.warning(
-                    "probing %s for shared prefixes failed: %r", self._settings.target, error
+                    "probing %s for shared prefixes failed: %s",
+                    self._settings.target,
+                    masked(repr(error)),
                 )
 
     async def _read_load(self) -> None:

@@ -60,7 +60,7 @@ from inference.adapters.remote_dialects import (
     sampling_fields,
     wire_seed,
 )
-from inference.adapters.remote_settings import RemoteSettings, Service
+from inference.adapters.remote_settings import RemoteSettings, Service, masked
 from inference.capabilities import EMBEDDED_ONLY, Capabilities, RequestField
 from inference.engine import GrammarKind, TokenLogprob
 from inference.errors import EngineFailed
@@ -121,8 +121,8 @@ _USAGE = {"include_usage": True}
 _USAGE_OF_EACH = {"include_usage": True, "continuous_usage_stats": True}
 _NO_COUNTS = (
     "the server does not report cached prompt tokens, so that shared prefixes would be unnoticed:"
-    " enable the report (vLLM: --enable-prompt-tokens-details), or set WEIR_REMOTE_SHARE_PREFIXES=1"
-    " if your tenants may share them"
+    " enable the report (vLLM: --enable-prompt-tokens-details; SGLang: --enable-cache-report), or"
+    " set WEIR_REMOTE_SHARE_PREFIXES=1 if your tenants may share them"
 )
 
 _CODES = {
@@ -141,7 +141,7 @@ class HttpFailure(grpc.aio.AioRpcError):
     """Failure of a request. field: of the start frame, if the server names one."""
 
     def __init__(self, code: grpc.StatusCode, details: str, field: str | None = None) -> None:
-        super().__init__(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details)
+        super().__init__(code, grpc.aio.Metadata(), grpc.aio.Metadata(), masked(details))
         self.field = field
 
 
@@ -253,10 +253,10 @@ def _failure(status: int, body: bytes) -> HttpFailure:
         problem = _EVENTS.decode(body).error
     except _INVALID:
         problem = None
-    problem = problem or _Problem(body[:SAID_CHARS_MAX].decode(errors="replace"))
+    problem = problem or _Problem(body.decode(errors="replace"))
     return HttpFailure(
         _CODES.get(status, grpc.StatusCode.INTERNAL),
-        f"HTTP {status}: {problem.message[:SAID_CHARS_MAX]}",
+        f"HTTP {status}: {masked(problem.message)[:SAID_CHARS_MAX]}",
         FIELDS.get(problem.param or ""),
     )
 
@@ -361,6 +361,8 @@ class HttpDialect(Dialect):
     async def health_fault(self) -> str | None:
         """Implement `Dialect.health_fault`; a server without this path answers, too."""
         status, body = await self._get("/health")
+        if status in (401, 403):  # without a key, or with a wrong one
+            raise _failure(status, body)
         if status < 400 or status == 404:
             return None
         return f"HTTP {status}: {said(body)}"
@@ -434,6 +436,7 @@ class HttpDialect(Dialect):
     async def post(self, request_id: str, body: dict[str, Any]) -> aiohttp.ClientResponse:
         """Send a request for an output. Raises: aiohttp.ClientError, OSError."""
         headers = {"Content-Type": "application/json", "X-Request-Id": request_id}
+        headers |= self._key_header()
         if (tenant := body.pop(TENANT_HEADER, None)) is not None:
             headers[TENANT_HEADER] = tenant
         return await self._session.post(
@@ -442,6 +445,9 @@ class HttpDialect(Dialect):
             headers=headers,
             **self._options,
         )
+
+    def _key_header(self) -> dict[str, str]:
+        return {} if self._settings.key is None else self._settings.key.header()
 
     def _salted(self, salt: str) -> dict[str, Any]:
         """Return the fields that separate prefixes; all have the same value."""
@@ -462,7 +468,9 @@ class HttpDialect(Dialect):
     async def _get(self, path: str, bytes_max: int = SMALL_ANSWER_BYTES_MAX) -> tuple[int, bytes]:
         timeout = aiohttp.ClientTimeout(total=self._settings.call_timeout_s)
         try:
-            async with self._session.get(path, timeout=timeout, **self._options) as response:
+            async with self._session.get(
+                path, timeout=timeout, headers=self._key_header(), **self._options
+            ) as response:
                 return response.status, await _beginning(
                     response, self._settings.call_timeout_s, bytes_max
                 )
@@ -509,7 +517,7 @@ class HttpDialect(Dialect):
         """Implement `Dialect.probe`. Penalties and priority only need to be accepted."""
         middle = range(vocabulary_size // 4, vocabulary_size // 4 + vocabulary_size // 2)
         prompts = [tuple(random.choices(middle, k=PROBE_PROMPT_TOKENS)) for _ in range(PROBE_COUNT)]
-        await self._find_counts(prompts[0])
+        await self._find_counts(prompts[0], middle)
         self.carries_salt = await self._find_salt(middle)
         greedy = [(prompt, await self._output(prompt) or []) for prompt in prompts]
         tests: dict[str, Awaitable[Any]] = {
@@ -564,7 +572,7 @@ class HttpDialect(Dialect):
             counts.append(found.usage.cached_token_count or 0 if found and found.usage else 0)
         return counts[1] > 0 == counts[2]
 
-    async def _find_counts(self, prompt: tuple[int, ...]) -> None:
+    async def _find_counts(self, prompt: tuple[int, ...], middle: range) -> None:
         """Find how the server reports token ids, or else how it counts tokens."""
         self._usage_options = _USAGE
         for self._path, self._id_fields in _ID_REQUESTS:
@@ -587,6 +595,13 @@ class HttpDialect(Dialect):
         if found.usage is None:
             raise ServerUnfit("the server does not report usage (stream_options.include_usage)")
         self.reports_cached = found.usage.cached_token_count is not None
+        # Some servers report no zero: a prompt that is sent again is cached, if by the same worker.
+        repeated = tuple(random.choices(middle, k=SALT_PROMPT_TOKENS))
+        for _ in range(1 + self.salt_count if not self.reports_cached else 0):
+            again = await self._try(repeated, 1)
+            if again and again.usage and again.usage.cached_token_count is not None:
+                self.reports_cached = True
+                break
         if not self.reports_cached and not self._settings.share_prefixes:
             raise ServerUnfit(_NO_COUNTS)
 

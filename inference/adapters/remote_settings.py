@@ -1,7 +1,16 @@
-"""Address, TLS files, limits and timeouts of a remote engine. Imports no gRPC."""
+"""Address, key, TLS files, limits and timeouts of a remote engine. Imports no gRPC.
+
+A key is read from a file, sent as a header, and never shown: a server's text may repeat it, so
+every such text passes through `masked`.
+"""
 
 from __future__ import annotations
 
+import logging
+import os
+import re
+import stat
+from collections import deque
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -84,9 +93,107 @@ class TlsFiles:
             raise ValueError("a client certificate needs its key, and the key its certificate")
 
 
+AUTHORIZATION = "authorization"
+KEY_BYTES_MAX = 8 << 10
+SECRET_CHARS_MIN = 4  # shorter ones would be masked in ordinary words
+# Headers that the clients write, or that have a meaning for a connection.
+_RESERVED = re.compile(
+    r"grpc-.*|.*-bin|accept-encoding|connection|content-.*|expect|host|te|trailer|"
+    r"transfer-encoding|upgrade|user-agent|x-request-id|x-tenant-id"
+)
+_HEADER = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+_secrets: deque[str] = deque(maxlen=256)  # of all files, with those before rotations
+_log = logging.getLogger("weir.inference.adapters")
+
+
+def masked(text: str) -> str:
+    """Return a text without the keys that were read."""
+    for secret in _secrets:
+        text = text.replace(secret, "[key]")
+    return text
+
+
+def key_header(name: str) -> str:
+    """Return the name of a header for a key, in lower case. Raises: ValueError."""
+    lower = name.lower()
+    if not _HEADER.fullmatch(lower) or _RESERVED.fullmatch(lower):
+        raise ValueError("must be the name of a header for a key, such as authorization or api-key")
+    return lower
+
+
+class KeyUnusable(ValueError):
+    """A key cannot be used. The message has its file and the remedy, never its content."""
+
+
+class KeyFile:
+    """Key of a server in one file. It is read again when the file changes.
+
+    `authorization` is sent as `Bearer KEY`, unless the file has another scheme, as in `Basic KEY`;
+    any other header has the content of the file. A change that cannot be used keeps the last key,
+    since a file may be seen half written.
+    """
+
+    def __init__(self, path: Path, header: str = AUTHORIZATION) -> None:
+        """Read nothing. Raises: ValueError for an invalid header."""
+        self.path = path
+        self._header = key_header(header)
+        self._version: tuple[int, ...] | None = None  # of the file when it was read
+        self._value = ""
+
+    def header(self) -> dict[str, str]:
+        """Return the header with the present key. Raises: KeyUnusable if there never was one."""
+        version: tuple[int, ...]
+        try:
+            found = os.stat(self.path)
+            version = (found.st_ino, found.st_mtime_ns, found.st_size, found.st_mode)
+        except OSError:
+            version = ()  # reading it says why
+        if version != self._version or not self._value:
+            self._version = version
+            try:
+                self._value = self._read()
+            except KeyUnusable as error:
+                if not self._value:
+                    raise
+                _log.warning("the last key is used on: %s", error)
+        return {self._header: self._value}
+
+    def _read(self) -> str:
+        try:
+            with open(self.path, "rb", opener=_without_waiting) as file:
+                mode = os.fstat(file.fileno()).st_mode
+                if not stat.S_ISREG(mode):
+                    raise KeyUnusable(f"{self.path} is not a regular file: write the key into one")
+                if mode & stat.S_IRWXO:
+                    raise KeyUnusable(
+                        f"{self.path} has mode {stat.S_IMODE(mode):04o}, so that every user of this"
+                        " machine has access: run chmod 600 (Kubernetes: `defaultMode: 0440` and an"
+                        " `fsGroup`)"
+                    )
+                content = file.read(KEY_BYTES_MAX + 1)
+        except OSError as error:
+            raise KeyUnusable(f"{self.path} cannot be read: {error.strerror}") from error
+        key = content.decode("ascii", errors="replace").strip()
+        if not key:
+            raise KeyUnusable(f"{self.path} is empty: write the key into it")
+        if len(content) > KEY_BYTES_MAX or not (key.isascii() and key.isprintable()):
+            raise KeyUnusable(
+                f"{self.path} must have one line of at most {KEY_BYTES_MAX} printable ASCII"
+                " characters"
+            )
+        secret = key.rpartition(" ")[2]
+        if len(secret) >= SECRET_CHARS_MIN and secret not in _secrets:
+            _secrets.append(secret)
+        return f"Bearer {key}" if self._header == AUTHORIZATION and secret == key else key
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)  # a named pipe without a writer
+
+
 @dataclass(frozen=True, slots=True)
 class RemoteSettings:
-    """Settings of one remote server. Durations in seconds.
+    """Settings of one remote server. Durations in seconds. key: sent with every request.
 
     directory: local directory with config.json, tokenizer.json and chat template; weights are not
     needed. share_prefixes: whether tenants may share cached prefixes; if False, a server that
@@ -106,6 +213,7 @@ class RemoteSettings:
     name: str
     target: Target
     tls: TlsFiles | None = None
+    key: KeyFile | None = None
     share_prefixes: bool = False
     context_window_tokens_max: int | None = None
     running_sequence_count_max: int = 256

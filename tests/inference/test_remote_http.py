@@ -245,6 +245,7 @@ DYNAMO, SGLANG = "refuse return_token_ids", "generate"
         ([], {"cache_salt"}),
         (["no_ids"], {"cache_salt"}),
         ([DYNAMO], {"cache_salt", "nvext"}),
+        ([DYNAMO, "no_zeros"], {"cache_salt", "nvext"}),
         ([DYNAMO, "ignore cache_salt"], {"cache_salt", "nvext"}),
         ([DYNAMO, "refuse cache_salt"], {"nvext"}),
         ([DYNAMO, "refuse nvext.cache_salt"], {"cache_salt"}),

@@ -251,7 +251,7 @@ async def test_cached_tokens_known_after_the_input_was_posted_lower_the_bill_and
 async def test_a_count_of_cached_tokens_that_comes_late_never_raises_a_charge(
     world: HoldWorld,
 ) -> None:
-    """Where cached input is dearer, the posted input is billed as it was posted."""
+    """Bill posted input as it was posted where cached input is dearer."""
     world.set_price(input_picos=1, cached_picos=5)
     payer = world.tenant()
     quota = world.quota(payer, QuotaDimension.PREPAID_CREDIT_PICOS, 1000)

@@ -7,7 +7,7 @@ import hashlib
 import io
 import math
 import zipfile
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -71,6 +71,7 @@ FAULTS = frozenset(
         "overcount",  # counts one token more than requested at the end
         "undercount",  # counts one token at the end
         "no_counts",  # does not report cached tokens
+        "no_zeros",  # reports cached tokens only if there are some
         "ranks",  # accepts priorities
     }
 )
@@ -89,6 +90,7 @@ class Backend:
     seen_count: int = 0
     aborted: list[str] = field(default_factory=list)
     bodies: list[dict[str, Any]] = field(default_factory=list)  # of HTTP requests
+    key: tuple[str, str] | None = None  # required header with its value
     _release: asyncio.Event = field(default_factory=asyncio.Event)
     _subscribers: list[asyncio.Queue[common_pb2.KvEventBatch]] = field(default_factory=list)
     _stored: set[int] = field(default_factory=set)
@@ -159,6 +161,15 @@ class Backend:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the worker is gone")
         if "preempt" in self.faults:
             stream.cancel()
+
+    def key_fault(self, headers: Mapping[str, str]) -> str:
+        """Return an error that repeats the key of a request, as some gateways do; empty if right.
+
+        headers: with names in lower case.
+        """
+        if self.key is None or headers.get(self.key[0]) == self.key[1]:
+            return ""
+        return f"Incorrect API key provided: {headers.get(self.key[0], 'none')}"
 
     def running_cached(self, cached_token_count: int) -> int:
         """Return the cached tokens to report while an output runs."""

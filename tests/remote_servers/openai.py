@@ -6,7 +6,7 @@ import asyncio
 import json
 import ssl
 import uuid
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NoReturn
 
 import grpc
@@ -76,7 +76,8 @@ class OpenAiServer:
 
     async def start(self, port: int, tls: ssl.SSLContext) -> tuple[str, str]:
         """Serve; return the addresses without and with TLS."""
-        app = web.Application(client_max_size=1 << 26)
+        check_key: Any = self._check_key
+        app = web.Application(client_max_size=1 << 26, middlewares=[check_key])
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/completions", self._complete)
@@ -89,6 +90,15 @@ class OpenAiServer:
         await secure.start()
         first, second = [f"127.0.0.1:{address[1]}" for address in runner.addresses]
         return first, second
+
+    @web.middleware
+    async def _check_key(
+        self, http: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        headers = {name.lower(): value for name, value in http.headers.items()}
+        if fault := self._backend.key_fault(headers):
+            return web.json_response({"error": {"message": fault}}, status=401)
+        return await handler(http)
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.Response(status=503 if "unhealthy" in self._backend.faults else 200)
@@ -186,7 +196,7 @@ class OpenAiServer:
                             usage["completion_tokens"] = 1
                         if "wrong_cached" in faults:
                             cached = len(wanted.prompt_token_ids) + 1
-                        if "no_counts" not in faults:
+                        if "no_counts" not in faults and (cached or "no_zeros" not in faults):
                             usage["prompt_tokens_details"] = {"cached_tokens": cached}
                         if options.get("include_usage") and "no_usage" not in faults:
                             await _send(response, {"choices": [], "usage": usage})

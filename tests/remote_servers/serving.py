@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -68,6 +68,10 @@ class ServerProcess:
     def cache(self, *, clear: bool = False, remove: tuple[int, ...] = ()) -> None:
         """Tell subscribers that the cache was flushed, or that a prompt's blocks were evicted."""
         self._do({"clear": clear, "remove": remove})
+
+    def require_key(self, value: str, header: str = "authorization") -> None:
+        """Refuse requests without this header; an empty value accepts all again."""
+        self._do({"key": [header, value] if value else None})
 
     def state(self) -> dict[str, Any]:
         """Return the statistics of its engine and its recorded requests."""
@@ -144,7 +148,8 @@ def hostile_process(module: str, *options: str) -> Iterator[str]:
 async def serve(directory: str, certificates: str, port: str, http_port: str) -> None:
     """Serve until killed."""
     # A port in use must not be shared with another process.
-    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+    keys = KeyCheck()
+    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)], interceptors=[keys])
     engine: TorchEngine | TorchEncoder
     if os.path.exists(os.path.join(directory, "modules.json")):  # noqa: ASYNC240 - nothing is served yet
         engine = TorchEncoder(EncoderSettings(Path(directory), "remote", torch_thread_count=1))
@@ -157,7 +162,7 @@ async def serve(directory: str, certificates: str, port: str, http_port: str) ->
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(engine.serve())
         await engine.start()
-        backend = Backend(engine, Path(directory))
+        backend = keys.backend = Backend(engine, Path(directory))
         cast(Any, trtllm_service_pb2_grpc).add_TrtllmServiceServicer_to_server(
             TrtllmServicer(backend), server
         )
@@ -180,6 +185,33 @@ async def serve(directory: str, certificates: str, port: str, http_port: str) ->
         await asyncio.Event().wait()
 
 
+class KeyCheck(grpc.aio.ServerInterceptor):
+    """Refuses calls without the key that the backend requires."""
+
+    backend: Backend
+
+    async def intercept_service(self, continuation: Any, details: Any) -> Any:
+        fault = self.backend.key_fault(dict(details.invocation_metadata))
+        handler = await continuation(details)
+        if not fault or details.method == CONTROL or handler is None:
+            return handler
+
+        async def refuse(request: Any, context: Any) -> Any:
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, fault)
+
+        async def refuse_all(request: Any, context: Any) -> AsyncIterator[Any]:
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, fault)
+            yield None
+
+        if handler.response_streaming:
+            return grpc.unary_stream_rpc_method_handler(
+                refuse_all, handler.request_deserializer, handler.response_serializer
+            )
+        return grpc.unary_unary_rpc_method_handler(
+            refuse, handler.request_deserializer, handler.response_serializer
+        )
+
+
 Handler = Callable[[bytes, Any], Awaitable[bytes]]
 
 
@@ -200,6 +232,8 @@ def control(backend: Backend) -> Handler:
         asked = json.loads(order)
         if "faults" in asked:
             backend.go_wrong(asked["faults"])
+        if "key" in asked:
+            backend.key = None if asked["key"] is None else tuple(asked["key"])
         if asked.get("clear"):
             backend.publish_cleared()
         if asked.get("remove"):
