@@ -14,6 +14,7 @@ from inference.engine import (
     EngineStatistics,
     GenerationRequest,
     ModelInfo,
+    Scheduled,
     SequenceEvent,
     SequenceFinished,
     SequenceRefused,
@@ -55,6 +56,7 @@ class CoreEngine:
         self.make = make
         self.core: EngineCore | None = None
         self.lose_at: int | None = None
+        self.counts_late = False  # reports cached tokens at the end only
         self.token_count = 0
         self.requests: list[GenerationRequest] = []
         self.state = EngineState.COLD
@@ -103,6 +105,8 @@ class CoreEngine:
             sequence.outputs[event.choice_index] += event.token_ids
         elif isinstance(event, SequenceFinished | EngineError):
             del self._sequences[sequence.number]
+        elif isinstance(event, Scheduled) and self.counts_late:
+            event = Scheduled(0, is_final=False)
         sequence.tell(event)
 
     def _is_due(self) -> bool:

@@ -134,6 +134,35 @@ async def test_a_sequence_that_is_lost_after_any_token_is_the_same(
         ]
 
 
+@pytest.mark.parametrize(
+    ("lose_at", "late", "known"),
+    [
+        ([None], [True], 32),
+        ([0, None], [True, True], 32),  # computed by the second replica alone
+        ([4, None], [True, True], 0),  # by the first one, which did not say
+        ([4, None], [False, True], 32),
+        ([4, None], [True, False], 0),
+        ([4, 4, None], [False, True, True], 32),
+    ],
+)
+async def test_cached_tokens_are_those_of_the_replica_that_computed_the_prompt(
+    tiny: TinyCheckpoint, lose_at: list[int | None], late: list[bool], known: int
+) -> None:
+    """A replica that continues an output reports the cached part of another prompt."""
+    core = make_core(tiny.directory)
+    request = make_request(prompt(1), TOKENS)
+    run_all(core, [request])
+    engines = [CoreEngine(tiny, lambda: core) for _ in lose_at]
+    for engine, tokens, is_late in zip(engines, lose_at, late, strict=True):
+        engine.lose_at, engine.counts_late = tokens, is_late
+    async with fleet(engines) as replica_set, streams.stream(replica_set, request) as stream:
+        outcome = await read_all(stream)
+
+    assert outcome.cached_token_count == known
+    assert outcome.finished is not None
+    assert outcome.finished.migration_count == sum(bool(each) for each in lose_at)
+
+
 @pytest.mark.parametrize("continues_exactly", [True, False], ids=["as output", "as prompt"])
 @pytest.mark.parametrize("kind", ["greedy", "log-probabilities", "seeded", "penalised"])
 async def test_a_drained_replica_releases_requests_that_another_can_continue(
