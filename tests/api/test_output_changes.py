@@ -8,7 +8,9 @@ import pytest
 
 from api.core.errors import InvalidRequest
 from api.generation.live import check_output_change
+from api.generation.output_limits import Cost, OutputLimits
 from inference.engine import GrammarKind, ModelInfo, ResponseFormat, SamplingParams
+from metering.pricing.prices import TokenPrices
 from tests.inference.running import make_request
 
 OURS = ModelInfo("m", "", "torch", 1000, 500, "", continues_output=True, continues_exactly=True)
@@ -32,3 +34,15 @@ def test_output_is_raised_only_if_the_engine_continues_the_same_sequence() -> No
             InvalidRequest, match=f"update.max_output_tokens: cannot be raised above 20 {why}$"
         ):
             check_output_change(request, model, 21)
+
+
+@pytest.mark.parametrize("cached_picos", [0, 2, 3, 9])
+def test_a_cost_limit_holds_whatever_cached_tokens_the_engine_reports_at_the_end(
+    cached_picos: int,
+) -> None:
+    prices = TokenPrices(1, "USD", 3, cached_picos, 7)
+    limits = OutputLimits(prices, 1000, Cost("USD", 500))
+    limits.begun(40, None)
+
+    most = max(prices.cost_picos(40, cached, limits.token_count_max) for cached in range(41))
+    assert 500 - 7 < max(most, prices.cost_picos(40, 0, limits.token_count_max)) <= 500
