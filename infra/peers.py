@@ -63,8 +63,11 @@ PEERS = {
                 # They do not match the installed torch, which breaks every import of vLLM.
                 "uninstall --yes torchvision torchaudio torchcodec",
             ),
-            ("tests/inference/test_real_vllm.py", "tests/inference/test_engine_contract.py"),
-            "test_real_vllm or vllm-grpc or vllm-http",
+            (
+                *("tests/inference/test_real_vllm.py", "tests/inference/test_engine_contract.py"),
+                "tests/faults/test_real_counts.py",
+            ),
+            "test_real_vllm or vllm-grpc or vllm-http or test_real_counts",
         ),
         Peer(
             "dynamo",

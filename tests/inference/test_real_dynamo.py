@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,15 @@ async def test_routing_by_cache_sends_a_prompt_to_the_worker_that_has_it(
         cached = [await examination.cached_tokens(asked, "") for _ in range(2)]
 
     assert (cached[0], cached[1] > 256) == (0, is_found)
+
+
+async def test_cached_prompt_tokens_are_billed_as_the_frontend_counts_them(dynamo: Dynamo) -> None:
+    async with remote_engine(dynamo.settings("kv")) as engine:
+        request = make_request(prompt(uuid.uuid4().int, 400), 5)
+        cached = [(await run(engine, request)).cached_token_count for _ in range(2)]
+
+    assert cached[0] == 0
+    assert 256 < (cached[1] or 0) <= 400
 
 
 @pytest.mark.faults

@@ -1,0 +1,236 @@
+"""Usage, ledger, invoices and quotas beside the counters of a real vLLM, with kills of both.
+
+Each difference between them has a name: output that was computed and not delivered, cached tokens
+of outputs without a last message, prompts of further choices, and Weir's own probes, which are
+counted before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import random
+import urllib.request
+import uuid
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from weir.v1 import inference_service_pb2 as pb
+
+from inference.adapters.remote_settings import Service as Wire
+from metering.core.models import QuotaDimension
+from metering.invoicing.months import month_report
+from metering.ledger.rating import rate_all_pending
+from metering.store.db import create_engine, create_sessions
+from tests.inference.checkpoints import make_checkpoint
+from tests.inference.real_servers import SHAPE, end, free_port, needs, vllm_server
+from tests.metering.invariants import check_invariants
+from tests.service import MODEL, PLAIN_IDS, Service, Tenant, running, until
+
+pytestmark = [*needs("vllm"), pytest.mark.faults]
+
+REQUESTS = int(os.environ.get("WEIR_TEST_COUNTED_REQUESTS", "90"))
+KILLS = int(os.environ.get("WEIR_TEST_COUNTED_KILLS", "2"))
+TENANTS, AT_ONCE, RUNNING, LONG = 3, 10, 4, 1800
+LIMITS = {QuotaDimension.TOKENS_PER_MONTH: 10**9, QuotaDimension.COST_PICOS_PER_MONTH: 10**17}
+COUNTERS = {
+    "vllm:prompt_tokens_total": "input",
+    "vllm:prefix_cache_hits_total": "cached",
+    "vllm:generation_tokens_total": "output",
+}
+Counts = dict[str, int]
+
+
+def counted(address: str) -> Counts:
+    """Return the sums of a server's counters."""
+    sums = dict.fromkeys(COUNTERS.values(), 0)
+    with urllib.request.urlopen(f"http://{address}/metrics") as answer:
+        for line in answer.read().decode().splitlines():
+            if (name := COUNTERS.get(line.partition("{")[0])) is not None:
+                sums[name] += round(float(line.rpartition(" ")[2]))
+    return sums
+
+
+def billed(service: Service, tenants: Sequence[Tenant]) -> Counts:
+    """Return the sums of the usage events."""
+    events = [event for tenant in tenants for event in service.books.events(tenant)]
+    return {
+        "input": sum(each["input_token_count"] for each in events),
+        "cached": sum(each["cached_input_token_count"] for each in events),
+        "output": sum(each["billed_token_count"] for each in events),
+    }
+
+
+def minus(first: Counts, second: Counts) -> Counts:
+    return {name: first[name] - second[name] for name in first}
+
+
+class Heads:
+    """Prompts that begin alike within a tenant, and partly between tenants."""
+
+    def __init__(self) -> None:
+        self._random = random.Random(uuid.uuid4().int)
+        self._heads = [self._random.choices(PLAIN_IDS, k=160) for _ in range(4)]
+
+    def prompt(self) -> list[int]:
+        head = self._random.choice(self._heads)[: self._random.choice((64, 100, 160))]
+        return head + self._random.choices(PLAIN_IDS, k=self._random.randint(1, 40))
+
+
+async def serve_regularly(service: Service, tenant: Tenant, heads: Heads, count: int) -> None:
+    """Run requests to their end, some at once, some longer than a slice of the lease."""
+    async with service.stream(tenant.secret) as stream:
+        for first in range(0, count, AT_ONCE):
+            ids = [
+                await stream.begin(
+                    prompt=heads.prompt(), max_output_tokens=300 if number % 7 == 0 else 20
+                )
+                for number in range(first, min(first + AT_ONCE, count))
+            ]
+            for request_id in ids:
+                await stream.finished(request_id)
+
+
+async def begin_long(stream: Any, heads: Heads) -> list[str]:
+    """Begin outputs that do not end by themselves; return their ids once some is delivered."""
+    ids = [
+        await stream.begin(prompt=heads.prompt(), max_output_tokens=LONG) for _ in range(RUNNING)
+    ]
+    for request_id in ids:
+        await stream.received(request_id, 20)
+        # The transport has taken a message for certain when the next one has come.
+        await stream.received(request_id, len(stream.token_ids(request_id)) + 1)
+    return ids
+
+
+def unexplained_cached(service: Service, tenant: Tenant, ids: Sequence[str]) -> list[Any]:
+    """Return the requests with cached tokens on the bill whose output was not whole, so that the
+    server had not told them.
+    """
+    return [
+        event
+        for event in service.books.events(tenant)
+        if str(event["request_id"]) in ids
+        and event["cached_input_token_count"]
+        and event["generated_token_count"] < LONG
+    ]
+
+
+async def quiet(address: str) -> Counts:
+    """Wait until a server computes nothing any more; return its counters."""
+    last: Counts = {}
+    while (now := counted(address)) != last:
+        last = now
+        await asyncio.sleep(0.5)  # vLLM has no event for this
+    return now
+
+
+def in_ledger(service: Service, tenants: Sequence[Tenant]) -> Counts:
+    """Return the tokens of the ledger's entries by kind, with cached input as part of input."""
+    query = """SELECT token_kind, sum(token_count)::bigint AS n FROM ledger_entries
+        JOIN ledger_transactions t ON t.id = transaction_id
+        WHERE token_kind IS NOT NULL AND t.organization_id = ANY(%s) GROUP BY 1"""
+    rows = service.books.rows(query, [each.organization_id for each in tenants])
+    kinds = {str(row["token_kind"]): int(row["n"]) for row in rows}
+    cached = kinds.get("cached_input", 0)
+    return {"input": kinds["input"] + cached, "cached": cached, "output": kinds["output"]}
+
+
+async def on_invoices(service: Service, tenants: Sequence[Tenant]) -> Counts:
+    """Return the tokens on the invoices as they would be now, as in `in_ledger`."""
+    kinds: Counter[str] = Counter()
+    months = {
+        f"{event['settled_at']:%Y-%m}" for each in tenants for event in service.books.events(each)
+    }
+    async with service.session() as session:
+        for tenant, month in itertools.product(tenants, months):
+            report = await month_report(session, organization=tenant.name, month=month)
+            for line in report.lines:
+                kinds[line.token_kind] += line.token_count
+    cached = kinds["cached_input"]
+    return {"input": kinds["input"] + cached, "cached": cached, "output": kinds["output"]}
+
+
+async def test_books_equal_the_counters_of_vllm_and_each_difference_has_a_name(
+    database_url: str, tmp_path: Path
+) -> None:
+    directory = make_checkpoint(tmp_path / "checkpoint", seed=3, shape=SHAPE).directory
+    port, option, heads = free_port(), "--enable-prefix-caching", Heads()
+    address = f"127.0.0.1:{port}"
+    service = Service(
+        tmp_path / "home",
+        database_url,
+        directory,
+        engine_backend="remote",
+        models={MODEL: directory},
+        remote_targets={MODEL: f"openai+http://{address}/tiny"},
+    )
+    log = tmp_path / "vllm.log"
+    with (
+        vllm_server(directory, log, Wire.OPENAI_HTTP, option, port=port) as server,
+        running(service),
+    ):
+        tenants = [await service.tenant(LIMITS) for _ in range(TENANTS)]
+        await until(service.serving, "the server to be checked")
+
+        # Requests that end by themselves: no difference.
+        before = await quiet(address)
+        async with asyncio.TaskGroup() as tasks:
+            for tenant in tenants:
+                tasks.create_task(serve_regularly(service, tenant, heads, REQUESTS // len(tenants)))
+        regular = minus(await quiet(address), before)
+        assert minus(regular, billed(service, tenants)) == dict.fromkeys(regular, 0)
+        assert regular["cached"] > 0
+
+        # Several choices: the server computes the prompt once for each, Weir bills it once.
+        before, books = await quiet(address), billed(service, tenants)
+        prompt = heads.prompt()
+        async with service.stream(tenants[0].secret) as stream:
+            hot = pb.Sampling(temperature=1.0)
+            fields = {"choice_count": 3, "max_output_tokens": 20, "sampling": hot}
+            request_id = await stream.begin(prompt=prompt, **fields)
+            await stream.finished(request_id)
+        choices = minus(minus(await quiet(address), before), minus(billed(service, tenants), books))
+        assert (choices["input"], choices["output"]) == (2 * len(prompt), 0)
+
+        # Weir is killed: the server computed more output, and its cached tokens are not known.
+        for _ in range(KILLS):
+            before, books = await quiet(address), billed(service, tenants)
+            async with service.stream(tenants[1].secret) as stream:
+                ids = await begin_long(stream, heads)
+                service.kill()
+                await stream.closed()
+            served = minus(await quiet(address), before)
+            service.start()
+            killed = minus(billed(service, tenants), books)
+            assert killed["input"] == served["input"]
+            assert unexplained_cached(service, tenants[1], ids) == []
+            assert served["output"] >= killed["output"]
+            await until(service.serving, "the server to be checked again")
+
+        # The server is killed: delivered output is billed.
+        books = billed(service, tenants)
+        async with service.stream(tenants[2].secret) as stream:
+            ids = await begin_long(stream, heads)
+            end(server.process)
+            for request_id in ids:
+                await stream.end(request_id)
+        await service.no_hold_left(tenants[2])
+        lost = minus(billed(service, tenants), books)
+        assert lost["output"] == sum(len(stream.token_ids(each)) for each in ids)
+        assert unexplained_cached(service, tenants[2], ids) == []
+
+        engine = create_engine(database_url)
+        await rate_all_pending(create_sessions(engine))
+        await engine.dispose()
+        assert in_ledger(service, tenants) == billed(service, tenants)
+        assert await on_invoices(service, tenants) == billed(service, tenants)
+        for tenant in tenants:
+            cost = sum(event["cost_picos"] for event in service.books.events(tenant))
+            assert service.books.counters(tenant)["cost_picos_per_month"] == (cost, 0)
+        await asyncio.to_thread(service.stop)
+    check_invariants(database_url, all_ended=True)
