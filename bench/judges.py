@@ -12,7 +12,6 @@ differs from vLLM's; if there is one, the exit status is 1.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import json
 import math
@@ -20,13 +19,15 @@ import os
 import random
 import sys
 import tempfile
+import urllib.error
+import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import psycopg
 
 from api.core.endpoint import read_endpoint
@@ -44,7 +45,7 @@ VLLM_OPTIONS = (
     "--tool-call-parser=hermes",
 )
 LOGPROB_MARGIN = 0.02  # between two implementations in float32
-CONCURRENT = 4
+CONCURRENT, ANSWER_MAX_S = 4, 300.0
 SHOWN_CHARS = 300
 WORDS = [
     *("hotel", "room", "night", "Zoë", "日本語", "🙂🙃", "naïve", "  two blanks", "line\nbreak"),
@@ -292,24 +293,24 @@ def is_close(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-async def answer_to(
-    session: aiohttp.ClientSession, url: str, model: str, key: str, request: Request
-) -> tuple[int, Body]:
+def answer_to(url: str, model: str, key: str, request: Request) -> tuple[int, Body]:
     """Send a request; return its status and its answer, joined."""
     body = request.body | {"model": model}
     if request.is_streamed:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
-    headers = {"authorization": f"Bearer {key}"}
-    async with session.post(url + request.path, json=body, headers=headers) as response:
-        text = await response.text()
-        if response.status != 200:
-            return response.status, {"error": text}
-        if not request.is_streamed:
-            whole = json.loads(text)
-            choices = sorted(whole["choices"], key=lambda each: each["index"])
-            return 200, whole | {"choices": list(map(plain, choices))}
-        lines = (line.removeprefix("data: ") for line in text.split("\n") if line[:6] == "data: ")
-        return 200, joined([json.loads(line) for line in lines if line != "[DONE]"])
+    headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
+    sent = urllib.request.Request(url + request.path, json.dumps(body).encode(), headers)
+    try:
+        with urllib.request.urlopen(sent, timeout=ANSWER_MAX_S) as response:
+            text = response.read().decode()
+    except urllib.error.HTTPError as refused:
+        return refused.code, {"error": refused.read().decode()}
+    if not request.is_streamed:
+        whole = json.loads(text)
+        choices = sorted(whole["choices"], key=lambda each: each["index"])
+        return 200, whole | {"choices": list(map(plain, choices))}
+    lines = (line.removeprefix("data: ") for line in text.split("\n") if line[:6] == "data: ")
+    return 200, joined([json.loads(line) for line in lines if line != "[DONE]"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,35 +372,26 @@ def weir(peer: str, directory: Path, folder: Path) -> Iterator[tuple[str, str]]:
             yield read_endpoint(folder).openai_url.removesuffix("/v1"), key
 
 
-async def compare(options: argparse.Namespace, peer: str, url: str, key: str) -> bool:
+def compare(options: argparse.Namespace, peer: str, url: str, key: str) -> bool:
     """Send all requests to all three; print the result. Return whether all is explained."""
     made = requests(options.count, options.seed, options.only)
     places = {PEER: (f"http://{peer}", PEER), THROUGH: (url, THROUGH), OWN: (url, OWN)}
-    room = asyncio.Semaphore(CONCURRENT)
     found: list[Difference] = []
     equal: dict[str, Counter[str]] = {THROUGH: Counter(), OWN: Counter()}
-    timeout = aiohttp.ClientTimeout(total=300)
-    async with aiohttp.ClientSession(timeout=timeout) as session:
 
-        async def one(request: Request) -> None:
-            async with room:
-                got = {
-                    name: await answer_to(session, base, model, key, request)
-                    for name, (base, model) in places.items()
-                }
+    def answers(request: Request) -> dict[str, tuple[int, Body]]:
+        return {name: answer_to(*place, key, request) for name, place in places.items()}
+
+    with ThreadPoolExecutor(CONCURRENT) as threads:
+        for request, got in zip(made, threads.map(answers, made), strict=True):
             theirs = facts(*got[PEER])
             for by in (THROUGH, OWN):
                 differing = differences(request, by, theirs, facts(*got[by]))
-                for each in differing:
-                    if each.field == "status":
-                        told = " ".join(str(got[name][1].get("error", "")) for name in (PEER, by))
-                        each = Difference(request, by, "status", each.theirs, f"{each.ours} {told}")
-                    found.append(each)
+                if [each.field for each in differing] == ["status"]:
+                    told = " ".join(str(got[name][1].get("error", "")) for name in (PEER, by))
+                    differing = [replace(differing[0], ours=f"{differing[0].ours} {told}")]
+                found += differing
                 equal[by][request.kind] += not differing
-
-        async with asyncio.TaskGroup() as tasks:
-            for request in made:
-                tasks.create_task(one(request))
     print_result(made, equal, found, options.show)
     return all(each.explanation for each in found)
 
@@ -450,7 +442,7 @@ def main() -> None:
         tempfile.TemporaryDirectory(prefix="weir-judges-") as folder,
         weir(peer, directory, Path(folder)) as (url, key),
     ):
-        sys.exit(0 if asyncio.run(compare(options, peer, url, key)) else 1)
+        sys.exit(0 if compare(options, peer, url, key) else 1)
 
 
 if __name__ == "__main__":
