@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from api.core.errors import FieldViolation, InvalidRequest, KeyBoundExceeded, PromptTooLong
@@ -96,8 +96,24 @@ def checked_request(
         adapter=route.adapter,
     )
     check_against_model(request, size)
+    if model.capabilities.counts_from_usage:
+        check_stops_shown(request.stop.stop_sequences, tokenizer)
     model.capabilities.check(request, model.engine)
     return request
+
+
+def check_stops_shown(stops: Sequence[str], tokenizer: Tokenizer) -> None:
+    """Refuse stop sequences that can never match: their control tokens are seen by the engine only.
+
+    Raises: InvalidRequest.
+    """
+    for index, stop in enumerate(stops):
+        if (control := tokenizer.decoder.control_token_in(stop)) is not None:
+            wrong = (
+                f"contains {control!r}, a control token of this model, which its engine never"
+                " sends as text: leave it out, the model's end tokens end the output anyway"
+            )
+            raise InvalidRequest([FieldViolation(f"stop_sequences[{index}]", wrong)])
 
 
 @functools.lru_cache(maxsize=8192)  # organizations in use; the text of an id is made in Python

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
-from itertools import accumulate
 from typing import Any
 
 import msgspec
@@ -25,7 +24,7 @@ from api.openai.parameters import (
     wants_logprobs,
 )
 from api.openai.refusals import Refusal
-from inference.text.tokenizer import Tokenizer
+from inference.text.tokenizer import Place, Tokenizer, TokenPlaces
 
 LOGPROB_MIN = -9999.0  # OpenAI's value for probability 0: JSON has no infinity
 DONE = b"data: [DONE]\n\n"
@@ -57,7 +56,23 @@ LINE_ENDS = (
 INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
 # Codes that OpenAI's clients know; all others become `server_error`.
 FAILURE_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
+CONTEXT_CHARS = 256  # of a prompt, that decide how its output begins
+ALIGN_CHARS = 16  # that normalization may add to a token
 CONTENT = b'"content":'  # precedes the text in most events of a chat
+
+
+@dataclass(slots=True)
+class Columns:
+    """Tokens of a plain completion: one entry of each list for each token.
+
+    tokens: what each adds to the text: nothing for an end token and a part of a character, whose
+    last part adds the character. text_offset: in code points of the text.
+    """
+
+    tokens: list[str] = field(default_factory=list)
+    token_logprobs: list[float | None] = field(default_factory=list)
+    top_logprobs: list[dict[str, float] | None] = field(default_factory=list)
+    text_offset: list[int] = field(default_factory=list)
 
 
 class TokenTexts:
@@ -65,14 +80,6 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-
-    def text(self, token_id: int) -> str:
-        """Return a token's text; parts of characters become replacement characters."""
-        return self._tokenizer.token_bytes(token_id).decode(errors="replace")
-
-    def joined(self, token_ids: Sequence[int]) -> str:
-        """Return the text of consecutive tokens."""
-        return b"".join(map(self._tokenizer.token_bytes, token_ids)).decode(errors="replace")
 
     def entry(self, token: pb.TokenLogprob) -> dict[str, Any]:
         data = self._tokenizer.token_bytes(token.token_id)
@@ -88,22 +95,113 @@ class TokenTexts:
             for each in logprobs
         ]
 
-    def columns(self, logprobs: Sequence[pb.TokenLogprobs], first_offset: int) -> dict[str, Any]:
-        """Return log-probabilities in the form of plain completions.
+    def prompt_text(self, start: pb.StartFrame) -> str:
+        """Return a plain prompt as text: as it was sent, or that of its tokens."""
+        return start.text or self._tokenizer.decoder.text_of(tuple(start.token_ids.ids))
 
-        first_offset: characters of the output before these tokens.
+    def places_after(self, start: pb.StartFrame) -> TokenPlaces:
+        """Open the places of the output of a plain prompt."""
+        tail = start.text[-CONTEXT_CHARS:]
+        ids = start.token_ids.ids or self._tokenizer.encode(tail, add_special_tokens=False)
+        return self._tokenizer.decoder.places(tuple(ids))
+
+    def columns(
+        self, logprobs: Sequence[pb.TokenLogprobs], places: TokenPlaces, *, is_whole: bool
+    ) -> Columns:
+        """Return output tokens in the form of plain completions. is_whole: no tokens follow."""
+        return self._columns(logprobs, _placed(logprobs, places, is_whole=is_whole))
+
+    def echoed(
+        self, logprobs: Sequence[pb.TokenLogprobs], prompt_token_count: int, prompt: str
+    ) -> Columns:
+        """Return the tokens of a prompt and of its output. prompt: its text."""
+        decoder, count = self._tokenizer.decoder, prompt_token_count
+        ids = tuple(each.chosen.token_id for each in logprobs[:count])
+        placed = _placed(logprobs[:count], decoder.places(), is_whole=True)
+        if decoder.text_of(ids) != prompt:
+            controls = map(self._tokenizer.backend.id_to_token, ids)
+            texts = [place.text for place in placed]
+            bounds = [0, *aligned(prompt, texts, [*controls])[1:], len(prompt)]
+            placed = [
+                Place(prompt[start:end], start, place.follows)
+                for place, (start, end) in zip(placed, itertools.pairwise(bounds), strict=True)
+            ]
+        placed += [
+            place._replace(offset=place.offset + len(prompt))
+            for place in _placed(logprobs[count:], decoder.places(ids), is_whole=True)
+        ]
+        columns = self._columns(logprobs, placed, count)
+        # Nothing precedes the first token.
+        columns.token_logprobs[:1] = [None]
+        columns.top_logprobs[:1] = [None]
+        return columns
+
+    def _columns(
+        self,
+        logprobs: Sequence[pb.TokenLogprobs],
+        places: Sequence[Place],
+        prompt_token_count: int = 0,
+    ) -> Columns:
+        """Return the columns of tokens. prompt_token_count: of them, not drawn.
+
+        Most likely tokens of equal text are named by their ids, except the token that was drawn.
         """
-        texts = [self.text(each.chosen.token_id) for each in logprobs]
-        offsets = list(accumulate(map(len, texts), initial=first_offset))
-        return {
-            "tokens": texts,
-            "token_logprobs": [max(each.chosen.logprob, LOGPROB_MIN) for each in logprobs],
-            "top_logprobs": [self._top(each.top) for each in logprobs],
-            "text_offset": offsets[:-1],
-        }
+        columns = Columns()
+        for index, (place, each) in enumerate(zip(places, logprobs, strict=True)):
+            chosen = each.chosen
+            top: dict[str, float] = {}
+            for token in each.top:
+                name = place.text
+                if token.token_id != chosen.token_id:
+                    name = self._name(token.token_id, place)
+                    if name == place.text or name in top:
+                        name = f"token_id:{token.token_id}"
+                top[name] = max(token.logprob, LOGPROB_MIN)
+            logprob = max(chosen.logprob, LOGPROB_MIN)
+            if index >= prompt_token_count:
+                top.setdefault(place.text, logprob)
+            columns.tokens.append(place.text)
+            columns.token_logprobs.append(logprob)
+            columns.top_logprobs.append(top)
+            columns.text_offset.append(place.offset)
+        return columns
 
-    def _top(self, tokens: Sequence[pb.TokenLogprob]) -> dict[str, float]:
-        return {self.text(token.token_id): max(token.logprob, LOGPROB_MIN) for token in tokens}
+    def _name(self, token_id: int, place: Place) -> str:
+        """Return the name of a token that could have been at this place."""
+        text = self._tokenizer.decoder.token_text(token_id, place.follows)
+        if text is None:  # a part of a character, as OpenAI spells it
+            data = self._tokenizer.token_bytes(token_id)
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+        return text or self._tokenizer.backend.id_to_token(token_id) or f"token_id:{token_id}"
+
+
+def _placed(
+    logprobs: Sequence[pb.TokenLogprobs], places: TokenPlaces, *, is_whole: bool
+) -> list[Place]:
+    placed = [places.add(each.chosen.token_id) for each in logprobs]
+    if is_whole and placed:  # a torn character counts as the last token's
+        placed[-1] = placed[-1]._replace(text=placed[-1].text + places.finish())
+    return placed
+
+
+def aligned(text: str, parts: Sequence[str], controls: Sequence[str | None]) -> list[int]:
+    """Return where each token is in a text from which the tokens' own texts may differ.
+
+    parts: texts of the tokens. controls: their names, which the text has for control tokens if it
+    has them. A tokenizer may also normalize the text.
+    """
+    offsets, at = [], 0
+    for part, control in zip(parts, controls, strict=True):
+        offset, length = at, len(part)
+        if not part and control and text.startswith(control, at):
+            length = len(control)
+        for each in (part, part.strip()):
+            if each and (found := text.find(each, at, at + len(part) + ALIGN_CHARS)) >= 0:
+                offset, length = found, len(each)
+                break
+        offsets.append(offset)
+        at = min(offset + length, len(text))
+    return offsets
 
 
 @dataclass(slots=True)
@@ -442,14 +540,19 @@ class CompletionAnswer(ChunkAnswer):
             "system_fingerprint": None,
         }
         super().__init__(parsed, texts, common)
-        self._offsets: Counter[int] = Counter()  # characters of the tokens so far, by choice
+        self._places: dict[int, TokenPlaces] = {}  # of streams, by choice
 
     def delta(self, output: Output, new: pb.DeltaFrame) -> bytes:
-        logprobs = None
+        columns = None
         if new.logprobs:
-            logprobs = self._texts.columns(new.logprobs, self._offsets[output.index])
-            self._offsets[output.index] += sum(map(len, logprobs["tokens"]))
-        return self._new_chunk(output, _completion_choice(output.index, new.text, logprobs, None))
+            if (places := self._places.get(output.index)) is None:
+                places = self._texts.places_after(self._start_of(output))
+                self._places[output.index] = places
+            columns = self._texts.columns(new.logprobs, places, is_whole=False)
+        return self._new_chunk(output, _completion_choice(output.index, new.text, columns, None))
+
+    def _start_of(self, output: Output) -> pb.StartFrame:
+        return self._parsed.starts[output.index // self._parsed.choice_count]
 
     def _last_choice(self, output: Output) -> dict[str, Any]:
         return _completion_choice(output.index, "", None, output.finish_reason)
@@ -457,20 +560,22 @@ class CompletionAnswer(ChunkAnswer):
     def body(self, outputs: Sequence[Output]) -> dict[str, Any]:
         choices = []
         for output in outputs:
-            text, logprobs = output.text, None
-            if self._wants_logprobs:
-                logprobs = self._texts.columns(output.logprobs, 0)
+            text, columns = output.text, None
             if self._parsed.echoes:
-                start = self._parsed.starts[output.index // self._parsed.choice_count]
-                text = (start.text or self._texts.joined(start.token_ids.ids)) + text
-                if logprobs is not None:  # nothing precedes the first token
-                    logprobs["token_logprobs"][:1] = logprobs["top_logprobs"][:1] = [None]
-            choices.append(_completion_choice(output.index, text, logprobs, output.finish_reason))
+                prompt = self._texts.prompt_text(self._start_of(output))
+                text = prompt + text
+            if self._wants_logprobs and self._parsed.echoes:
+                count = output.input_token_count
+                columns = self._texts.echoed(output.logprobs, count, prompt)
+            elif self._wants_logprobs:
+                places = self._texts.places_after(self._start_of(output))
+                columns = self._texts.columns(output.logprobs, places, is_whole=True)
+            choices.append(_completion_choice(output.index, text, columns, output.finish_reason))
         return {"object": self.chunk_kind, **self._common, "choices": choices}
 
 
 def _completion_choice(
-    index: int, text: str, logprobs: dict[str, Any] | None, finish_reason: str | None
+    index: int, text: str, logprobs: Columns | None, finish_reason: str | None
 ) -> dict[str, Any]:
     return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
 

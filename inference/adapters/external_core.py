@@ -502,7 +502,7 @@ class OutsideCore:
                 added,
                 index,
                 choice_seed(seed, index),
-                self._decoder.open(request.stop.stop_sequences),
+                self._decoder.open(request.stop.stop_sequences, request.prompt_token_ids),
             )
             for index in range(request.choice_count)
         ]

@@ -33,7 +33,6 @@ from inference.capabilities import RequestField
 from inference.checkpoint.checkpoint import read_external_model
 from inference.engine import GenerationRequest, ModelInfo, SamplingParams, StopCriteria
 from inference.errors import EngineError
-from inference.text.detokenizer import TextDecoder
 from inference.text.tokenizer import Tokenizer
 
 SILENCE_S = 5.0  # seconds after which a missing answer counts as none
@@ -48,9 +47,7 @@ class Patient(Examination):
     ) -> None:
         """Read the tokenizer. Raises: CheckpointInvalid."""
         known = Tokenizer(settings.directory)
-        path = str(settings.directory / "tokenizer.json")
-        decoder = TextDecoder(known.backend, known.special_token_ids, path)
-        super().__init__(dialect, settings, model, decoder)
+        super().__init__(dialect, settings, model, known.decoder)
         self.ends = ends | known.end_token_ids
 
     def request(self, output_token_count: int, *, salt: str = "") -> GenerationRequest:

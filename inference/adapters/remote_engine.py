@@ -20,7 +20,6 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import grpc
 from smg_grpc_proto.generated import common_pb2
@@ -59,7 +58,7 @@ from inference.engine import EngineStatistics, GenerationRequest, SequenceEvent,
 from inference.errors import EngineError, EngineFailed, RequestImpossible
 from inference.kv_blocks import PrefixHint, salt_hash
 from inference.limits import EngineLimits, outside_continuation_fault
-from inference.text.detokenizer import GivenTextDecoder, TextDecoder
+from inference.text.detokenizer import GivenTextDecoder
 from inference.text.tokenizer import Tokenizer
 from inference.workers.engine import EngineLife, EngineSequence
 from inference.workers.process import overdue
@@ -103,8 +102,7 @@ class RemoteEngine(EngineLife):
         self._declared_model = model  # of the dialect; a server may support fewer fields
         tokenizer = Tokenizer(settings.directory)
         self._end_token_ids |= tokenizer.end_token_ids
-        path = str(Path(settings.directory) / "tokenizer.json")
-        self._decoder = TextDecoder(tokenizer.backend, tokenizer.special_token_ids, path)
+        self._decoder = tokenizer.decoder
         self._began_at_s = -math.inf
         self._connection: Upkeep | None = None  # set while connected
         self._examination: Examination  # of the last server checked

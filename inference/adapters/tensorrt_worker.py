@@ -29,7 +29,6 @@ from inference.engine import EngineStatistics, SequenceEvent, SequenceRefused
 from inference.errors import CheckpointInvalid, EngineError, EngineFailed, EngineStartFailed
 from inference.kv_blocks import KV_BLOCK_TOKENS
 from inference.limits import request_fault
-from inference.text.detokenizer import TextDecoder
 from inference.text.tokenizer import Tokenizer
 from inference.workers.child import EXIT_LOAD_FAILED, EXIT_PROTOCOL_BROKEN, Inbox, serve_parent
 from inference.workers.process import FAMILY
@@ -106,11 +105,7 @@ class TensorRtHost:
         async with asyncio.TaskGroup() as tasks:
             self._core = OutsideCore(
                 functools.partial(TensorRtAnswers, library, self._llm, self._load.vocabulary_size),
-                decoder=TextDecoder(
-                    tokenizer.backend,
-                    tokenizer.special_token_ids,
-                    str(directory / "tokenizer.json"),
-                ),
+                decoder=tokenizer.decoder,
                 vocabulary_size=self._load.vocabulary_size,
                 model_end_token_ids=self._load.end_token_ids | tokenizer.end_token_ids,
                 # After a complete text the library's grammar allows only the tokenizer's end token.

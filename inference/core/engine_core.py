@@ -42,7 +42,6 @@ from inference.limits import request_fault
 from inference.sampling.grammar import Grammar, GrammarCompiler
 from inference.sampling.sampler import Chosen
 from inference.sequences import choice_seed
-from inference.text.detokenizer import TextDecoder
 from inference.text.tokenizer import Tokenizer
 
 
@@ -84,9 +83,7 @@ class EngineCore:
         self._clock = clock
         directory = Path(options.directory)
         config, tokenizer = read_config(directory), Tokenizer(directory)
-        self._decoder = TextDecoder(
-            tokenizer.backend, tokenizer.special_token_ids, str(directory / "tokenizer.json")
-        )
+        self._decoder = tokenizer.decoder
         tokenizer.check_fits(config.vocabulary_size)
         self._model_end_token_ids = config.end_token_ids | tokenizer.end_token_ids
         if not self._model_end_token_ids:
@@ -165,6 +162,7 @@ class EngineCore:
         sequence_count = request.choice_count if request.beam_search is None else 1
         model_ends = frozenset() if request.stop.ignore_eos else self._model_end_token_ids
         arrived_at_s = self._clock() if arrived_at_s is None else arrived_at_s
+        open_detokenizer = partial(self._decoder.open, prompt_token_ids=request.prompt_token_ids)
         sequences = [
             Sequence(
                 number=number,
@@ -172,7 +170,7 @@ class EngineCore:
                 request=request,
                 seed=choice_seed(seed, index),
                 end_token_ids=model_ends | request.stop.stop_token_ids,
-                detokenizer=self._decoder.open(request.stop.stop_sequences),
+                detokenizer=open_detokenizer(request.stop.stop_sequences),
                 arrived_at_s=arrived_at_s,
                 grammar=grammar and grammar.copy(),
             )
@@ -180,7 +178,7 @@ class EngineCore:
         ]
         choices = self._requests[number] = Choices(sequences[0], sequences)
         if request.beam_search is not None:
-            choices.beams = BeamGroup(sequences[0], self._decoder.open)
+            choices.beams = BeamGroup(sequences[0], open_detokenizer)
         for sequence in sequences:
             if self._rotation_switch_tokens is not None:
                 sequence.rotary_offset = self._rotary_offset(sequence)

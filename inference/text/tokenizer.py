@@ -31,7 +31,14 @@ from inference.errors import CheckpointInvalid
 from inference.text.chat_template import ChatMessage as ChatMessage
 from inference.text.chat_template import ChatTemplates
 from inference.text.control_tokens import ControlTokens, written_markers
-from inference.text.detokenizer import byte_by_character, is_byte_level, token_bytes
+from inference.text.detokenizer import Place as Place
+from inference.text.detokenizer import (
+    TextDecoder,
+    byte_by_character,
+    is_byte_level,
+    token_bytes,
+)
+from inference.text.detokenizer import TokenPlaces as TokenPlaces
 from inference.text.tools import MARKERS, CallFormat, Tool, ToolCall
 from inference.text.word_cache import WordCache, parts_of
 
@@ -183,6 +190,11 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of a complete sequence. For streams use `inference.text.detokenizer`."""
         return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    @cached_property
+    def decoder(self) -> TextDecoder:
+        """Decoding tables for streams. Raises: CheckpointInvalid if text cannot be streamed."""
+        return TextDecoder(self.backend, self.special_token_ids, str(self._path))
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of one token, possibly a partial character; empty for an unknown id."""

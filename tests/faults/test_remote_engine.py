@@ -192,6 +192,7 @@ async def test_output_without_token_ids_is_billed_by_the_servers_usage(
             await until(service.serving, "the engine to be checked")
             [listed] = await listed_models(service, tenant)
             refused = await stream.failed(await stream.begin(stop_token_ids=[5]))
+            hidden = await stream.failed(await stream.begin(stop_sequences=["a", "a<|end|>"]))
             whole_id = await stream.begin(prompt=list(PLAIN_IDS[:100]), max_output_tokens=60)
             whole = await stream.finished(whole_id)
             stopped_id = await stream.begin(max_output_tokens=3000)
@@ -208,6 +209,7 @@ async def test_output_without_token_ids_is_billed_by_the_servers_usage(
     assert listed.counts_from_usage
     assert {"stop_token_ids", "top_logprobs"} <= {each.field for each in listed.refused_fields}
     assert refused.fields == ["stop_token_ids"]
+    assert hidden.fields == ["stop_sequences[1]"], "the server does not send control tokens"
     assert {*stream.token_ids(whole_id)} == {UNKNOWN_TOKEN_ID}
     assert whole.usage.billed_token_count == whole.usage.delivered_token_count == 60
     assert picos(whole.cost) == cost_picos(whole.usage)

@@ -304,3 +304,163 @@ def test_a_decoder_that_cannot_be_streamed_is_refused_by_name() -> None:
 
     with pytest.raises(CheckpointInvalid, match="WordPiece"):
         TextDecoder(backend, frozenset(), "tokenizer.json")
+
+
+# What published tokenizers and variants of them have; `None` where text cannot be streamed exactly.
+REPLACE, FALLBACK, FUSE = decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()
+STEPS = (
+    REPLACE,
+    FALLBACK,
+    FUSE,
+    decoders.Strip(" ", 1, 0),
+    decoders.Strip(" ", 2, 0),
+    decoders.Strip(" ", 0, 1),
+    decoders.Metaspace(),
+    decoders.Metaspace(prepend_scheme="never"),
+    decoders.Replace("a", "bb"),
+    decoders.WordPiece(),
+    decoders.BPEDecoder(),
+    decoders.CTC(),
+    decoders.ByteLevel(),
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(data=st.data())
+def test_any_decoder_is_streamed_exactly_or_refused(data: st.DataObject) -> None:
+    """Random sequences of the steps that the tokenizers library has."""
+    steps = data.draw(st.lists(st.sampled_from(STEPS), min_size=1, max_size=4))
+    case = sentencepiece_like("drawn", decoders.Sequence(steps))
+    try:
+        decoder = TextDecoder(case.backend, case.special_ids, "tokenizer.json")
+    except CheckpointInvalid:
+        return
+    prompt, output = data.draw(ids_of(case)), data.draw(ids_of(case))
+
+    detokenizer = decoder.open((), [])
+    pieces = [detokenizer.push(token_id).text for token_id in prompt + output]
+    text = "".join(pieces) + detokenizer.finish().text
+
+    assert text == case.backend.decode(prompt + output)
+
+
+def output_text(
+    case: Case, prompt: list[int], output: list[int], stops: tuple[str, ...] = ()
+) -> str:
+    decoder = TextDecoder(case.backend, case.special_ids, "tokenizer.json")
+    detokenizer = decoder.open(stops, prompt)
+    text = ""
+    for token_id in output:
+        piece = detokenizer.push(token_id)
+        text += piece.text
+        if piece.stopped:
+            return text
+    return text + detokenizer.finish().text
+
+
+def valid_ids(case: Case) -> st.SearchStrategy[list[int]]:
+    """Draw ids of valid text."""
+    texts = ("▁the", "a", "é", " ", "🙂", "北京", "Zoë", "\n")
+    encoded = [case.backend.encode(text, add_special_tokens=False).ids for text in texts]
+    parts = st.lists(st.sampled_from([*encoded, *([each] for each in case.special_ids)]))
+    return parts.map(lambda lists: [token_id for ids in lists for token_id in ids])
+
+
+@pytest.mark.parametrize("case", CASES, ids=repr)
+@settings(deadline=None)
+@given(data=st.data())
+def test_an_output_is_what_its_tokens_add_to_the_prompt(case: Case, data: st.DataObject) -> None:
+    prompt, output = data.draw(valid_ids(case)), data.draw(valid_ids(case))
+    decoder = TextDecoder(case.backend, case.special_ids, "tokenizer.json")
+
+    both = decoder.text_of(prompt) + output_text(case, prompt, output)
+
+    assert both == case.backend.decode(prompt + output)
+
+
+@pytest.mark.parametrize("case", CASES[:3], ids=repr)
+def test_a_character_torn_between_prompt_and_output_is_decoded_apart(case: Case) -> None:
+    vocabulary, alphabet = case.backend.get_vocab(), byte_ids(case)
+    first, *rest = [alphabet[byte] for byte in "é".encode()]
+    prompt = [vocabulary.get("a", alphabet[ord("a")]), first]
+
+    assert output_text(case, prompt, [*rest, *prompt[:1]]) == "\ufffda"
+    assert output_text(case, prompt, prompt[:1]) == "a"
+
+
+def test_the_first_word_of_an_output_keeps_its_blank() -> None:
+    case = CASES[1]
+    vocabulary = case.backend.get_vocab()
+    the, a = vocabulary["▁the"], vocabulary["▁a"]
+
+    assert output_text(case, [the], [a]) == " a"
+    assert output_text(case, [the, 2, 1], [a]) == " a", "control tokens have no text"
+    assert output_text(case, [1], [a]) == "a", "nothing precedes it"
+    assert output_text(case, [the], [a], (" a",)) == ""
+
+
+@pytest.mark.parametrize("case", CASES[:3], ids=repr)
+@settings(deadline=None)
+@given(data=st.data())
+def test_places_are_those_of_the_text(case: Case, data: st.DataObject) -> None:
+    """Texts of tokens add up to the text, and each is where its place says."""
+    prompt, output = data.draw(valid_ids(case)), data.draw(valid_ids(case))
+    if case is CASES[0]:  # others decode a torn character at the end as replacements of its run
+        output = output[: data.draw(st.integers(0, len(output)))]
+    decoder = TextDecoder(case.backend, case.special_ids, "tokenizer.json")
+    text = output_text(case, prompt, output)
+
+    opened = decoder.places(prompt)
+    places = [opened.add(token_id) for token_id in output]
+
+    assert "".join(place.text for place in places) + opened.finish() == text
+    lengths = [len(place.text) for place in places]
+    assert [place.offset for place in places] == [sum(lengths[:at]) for at in range(len(places))]
+
+
+@pytest.mark.parametrize("case", CASES[:2], ids=repr)
+def test_the_last_part_of_a_character_adds_it(case: Case) -> None:
+    alphabet = byte_ids(case)
+    opened = TextDecoder(case.backend, case.special_ids, "tokenizer.json").places()
+
+    places = [opened.add(alphabet[byte]) for byte in "a🙂\n".encode() + b"\xf0\xe2"]
+
+    assert [place.text for place in places] == ["a", "", "", "", "🙂", "\n", "", "\ufffd"]
+    assert [place.offset for place in places] == [0, 1, 1, 1, 1, 2, 3, 3]
+
+
+@pytest.mark.parametrize("case", CASES[:2], ids=repr)
+@pytest.mark.parametrize(
+    ("stops", "text"),
+    [
+        (("{control}",), "a\n"),
+        (("\n{control}",), "a"),
+        (("{control}b",), "a\n"),
+        (("\n{control}b", "{control}"), "a\n"),
+        (("\n{control}b",), "a"),
+        (("{control}a", "x"), "a\nb"),
+        (("b",), "a\n"),
+    ],
+)
+def test_a_stop_sequence_may_name_control_tokens(
+    case: Case, stops: tuple[str, ...], text: str
+) -> None:
+    """Control tokens have no text, but a stop sequence that names one ends the output there."""
+    control_id = max(case.special_ids)
+    control = str(case.backend.id_to_token(control_id))
+    named = tuple(stop.replace("{control}", control) for stop in stops)
+    alphabet = byte_ids(case)
+    ids = [alphabet[ord("a")], alphabet[ord("\n")], control_id, alphabet[ord("b")]]
+
+    assert output_text(case, [], ids, named) == text
+    spelled = [alphabet[byte] for byte in control.encode()]
+    assert output_text(case, [], [*spelled, *ids], (control,)) == "", "as text it matches, too"
+
+
+def test_a_control_token_does_not_stop_before_stops_are_searched() -> None:
+    case = CASES[0]
+    control = str(case.backend.id_to_token(2))
+    detokenizer = TextDecoder(case.backend, case.special_ids, "tokenizer.json").open((control,))
+
+    assert detokenizer.push(2, may_stop=False) == ("", False)
+    assert detokenizer.push(2) == ("", True)

@@ -23,6 +23,7 @@ from inference.adapters.external_core import (
     StallWatch,
 )
 from inference.engine import (
+    EngineFinishReason,
     GenerationRequest,
     GrammarKind,
     ResponseFormat,
@@ -157,6 +158,23 @@ async def test_a_sequence_that_is_stuck_and_cannot_be_aborted_is_counted_once(
         for choice in world.core.inside:
             choice.silent_since_s -= 120.0 * (choice.number == STALLS_MAX)
         assert watch.look() is not None
+
+
+async def test_a_stop_sequence_that_names_a_control_token_ends_an_external_output(
+    tiny: TinyCheckpoint,
+) -> None:
+    events: list[SequenceEvent | EngineError] = []
+    async with world_of(tiny) as world:
+        world.core._tell = lambda number, event: events.append(event)
+        world.add(0, make_request(prompt(1), 9, stop_sequences=("<|user|>",)))
+        world.scripts[0].say(40, 41, 4, 42)
+        await until(lambda: bool(events) and isinstance(events[-1], SequenceFinished))
+
+    *_, generated, finished = events
+    assert isinstance(generated, TokensGenerated)
+    assert generated.token_ids == (40, 41, 4)
+    assert isinstance(finished, SequenceFinished)
+    assert finished.reason is EngineFinishReason.STOP_SEQUENCE
 
 
 async def test_requests_cancelled_in_the_queue_of_a_full_engine_are_removed(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -61,8 +61,7 @@ def make_scripted_checkpoint(
 
     Its layers add nothing, and each token's embedding points to the next one.
     """
-    shape = LlamaShape(layer_count=1)
-    make_checkpoint(directory, shape=shape, chat_template=template)
+    make_checkpoint(directory, shape=LlamaShape(layer_count=1), chat_template=template)
     tokenizer_path = directory / "tokenizer.json"
     tokenizer = json.loads(tokenizer_path.read_text(encoding="utf-8"))
     first_id = len(tokenizer["model"]["vocab"])
@@ -77,23 +76,51 @@ def make_scripted_checkpoint(
         {"id": first_id + index, "content": piece, **plain} for index, piece in enumerate(script)
     ]
     tokenizer_path.write_text(json.dumps(tokenizer), encoding="utf-8")
-    chain = [ASSISTANT_ID, *range(first_id, first_id + len(script)), END_ID]
     assert tokenizer["model"]["vocab"].keys().isdisjoint(script), "these are tokens already"
-    assert len(set(script)) == len(script) < shape.hidden_size
+    write_chains(
+        directory,
+        [[ASSISTANT_ID, *range(first_id, first_id + len(script)), END_ID]],
+        vocabulary_size=first_id + len(script),
+    )
+    return directory
+
+
+def write_chains(
+    directory: Path,
+    chains: Sequence[Sequence[int]],
+    *,
+    vocabulary_size: int,
+    alternatives: Mapping[int, Sequence[tuple[int, float]]] | None = None,
+) -> None:
+    """Rewrite the weights of a checkpoint with one layer: each token of a chain is followed by the
+    next one.
+
+    The tokens that others follow must be distinct, and fewer than the hidden size. alternatives:
+    by token, further ones that may follow it, and their weights; those of the chains have 100.
+    """
+    shape = LlamaShape(layer_count=1)
+    follows: dict[int, list[tuple[int, float]]] = {}
+    for chain in chains:
+        for token_id, next_id in itertools.pairwise(chain):
+            assert token_id not in follows, "one token follows"
+            follows[token_id] = [(next_id, 100.0), *(alternatives or {}).get(token_id, ())]
+    assert len(follows) < shape.hidden_size
     tensors = load_file(directory / "model.safetensors")
     for name in list(tensors):
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             tensors[name] = np.zeros_like(tensors[name])
     embeddings, head = (
-        np.zeros((first_id + len(script), shape.hidden_size), np.float32) for _ in range(2)
+        np.zeros((vocabulary_size, shape.hidden_size), np.float32) for _ in range(2)
     )
-    for direction, (token_id, next_id) in enumerate(itertools.pairwise(chain)):
+    for direction, (token_id, nexts) in enumerate(follows.items()):
         embeddings[token_id, direction] = 1.0
-        head[next_id, direction] = 100.0  # no temperature changes its choice
+        for next_id, weight in nexts:
+            head[next_id, direction] = weight  # no temperature changes its choice
+    norm = np.ones_like(tensors["model.norm.weight"])
     tensors |= {"model.embed_tokens.weight": embeddings, "lm_head.weight": head}
+    tensors["model.norm.weight"] = norm
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     (directory / "config.json").write_text(
-        json.dumps(config | {"vocab_size": first_id + len(script)}), encoding="utf-8"
+        json.dumps(config | {"vocab_size": vocabulary_size}), encoding="utf-8"
     )
-    return directory

@@ -438,7 +438,8 @@ class StartFrame(_message.Message):
     @_builtins.property
     def stop_sequences(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Up to 16 texts of 1 to 256 characters; the first occurrence of one in the output ends it and is
-        cut off.
+        cut off. One that names control tokens also matches these tokens, which have no text;
+        INVALID_ARGUMENT if the engine reports no token ids.
         """
 
     @_builtins.property
