@@ -1,4 +1,5 @@
-"""CPU cost of observing a request: counts, against the client library's metrics; spans; a scrape.
+"""CPU cost of observing requests and tokens: counts, against the client library's metrics; spans;
+a scrape.
 
     python -m bench.observations
 
@@ -23,7 +24,7 @@ from weir.v1 import inference_service_pb2 as pb
 from api.generation.live import Caller
 from api.generation.start_frame import parse_start
 from api.metrics.operator_http import Families, request_metrics
-from api.observability.observer import STAGES, Ending, Observer, record_of
+from api.observability.observer import STAGES, Ending, Gaps, Observer, record_of
 from api.observability.otlp import OtlpSender
 from api.observability.spans import TraceContext
 from metering.core.models import Outcome
@@ -53,7 +54,10 @@ def an_ending(traceparent: str = "") -> Ending:
     start = parse_start(str(uuid.uuid4()), pb.StartFrame(model=MODEL, text="a prompt"))
     settled = Settled(uuid.uuid4(), 1025, 200, 150, 150, 150, 10**8, "USD", "stop")
     caller = Caller(payer, 0.0, time.monotonic(), trace=TraceContext(traceparent))
-    return Ending(caller, start, Outcome.STOP, None, TIMINGS, settled, 1)
+    gaps = Gaps()
+    for _ in range(settled.delivered_token_count):
+        gaps.note(0)
+    return Ending(caller, start, Outcome.STOP, None, TIMINGS, settled, gaps)
 
 
 def by_the_library() -> Callable[[], None]:
@@ -88,6 +92,9 @@ def main() -> None:
     """Measure and print."""
     observer, ending = Observer([MODEL]), an_ending()
     ours, theirs = us(lambda: observer.ended(ending)), us(by_the_library())
+    gaps = Gaps()
+    token = us(lambda: gaps.note(0), 100 * CALLS)
+    print(f"{'the gap before a token':<56}{token:>8.2f} µs")
     print(f"{'a request counted, with all its stages':<56}{ours:>8.1f} µs")
     print(
         f"{'with labelled metrics of the client library':<56}{theirs:>8.1f} µs  {theirs / ours:.0f}"

@@ -465,7 +465,7 @@ def metrics_page() -> str:
     }
     for each in sorted(metric_families(), key=lambda it: it.name):
         word = each.name.split("_")[1]
-        request = each.name == "weir_request_seconds"
+        request = each.name == "weir_request_seconds" or each.name.startswith("gen_ai_")
         group = next(
             (part for part, words in parts.items() if word in words),
             "Requests" if request else "Process and connections",

@@ -141,7 +141,7 @@ class LiveEmbedding:
         """Report the end of the request and its timings to operators."""
         outcome, timings = Outcome.STOP if broken is None else None, self._watch.timings()
         self._process.observer.ended(
-            Ending(self.caller, self.start, outcome, broken, timings, self._settled, 0)
+            Ending(self.caller, self.start, outcome, broken, timings, self._settled)
         )
 
     def _fail(self, error: Exception) -> None:

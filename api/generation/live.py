@@ -653,6 +653,16 @@ class LiveRequest:
         # On every path: output delivered after the settlement would not be billed.
         self._reply.flush(self._settle)
 
+    def _timings(self) -> dict[str, float]:
+        """Return the times so far, with the pace of the tokens, as in `weir.v1.Timings`."""
+        timings, start = self._watch.timings(), self.start
+        if start.beam_search is None:
+            timings |= self.output.gaps.facts()
+        later_token_count = self.usage.generated_token_count - start.choice_count
+        if later_token_count > 0 and timings["decode_ms"]:
+            timings["tokens_per_second"] = later_token_count / timings["decode_ms"] * 1000
+        return timings
+
     def _settle(self) -> None:
         end, error, lease = self.life.end, self._error, self._lease
         assert lease is not None, "only admitted requests are settled"
@@ -667,7 +677,7 @@ class LiveRequest:
             error, outcome = EngineFailed("the engine was closed while the request ran"), None
         else:
             self._watch.lap(life.CLIENT_STALL)
-            timings = self._watch.timings()
+            timings = self._timings()
         self._error = error
         self.life.become(State.SETTLING)
         lease.end(outcome, error, self._end, timings, self._migration_count)
@@ -684,7 +694,7 @@ class LiveRequest:
             self._watch.lap(life.SETTLE)
         settled = held.settled if held is not None else None
         end: pb.ServerFrame | None = None
-        timings = self._watch.timings()
+        timings = self._timings()
         try:
             if isinstance(broken, RequestSettled):
                 end = frames.failed(status_of(broken), broken.settled)
@@ -727,7 +737,7 @@ class LiveRequest:
                         broken,
                         timings,
                         settled,
-                        0 if start.beam_search is not None else start.choice_count,
+                        None if start.beam_search is not None else self.output.gaps,
                         self._migration_count,
                     )
                 )

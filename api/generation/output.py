@@ -32,6 +32,7 @@ from api.generation.outbox import (
     varint,
 )
 from api.generation.replay import ReplayBuffer
+from api.observability.observer import Gaps
 from metering.core.errors import JournalUnavailable, RequestInFlight
 from metering.core.models import Outcome
 from metering.holds.journal import Delivered
@@ -183,6 +184,7 @@ class Output(ABC):
     ) -> None:
         """model: name as sent by the client. update: changes the limits of the request."""
         self.usage = UsageSoFar()
+        self.gaps = Gaps()
         self.hold_id: uuid.UUID | None = None
         self.fence: Callable[[], bool] = may_always_send
         self.model = model
@@ -565,6 +567,8 @@ class LiveOutput(Output):
         calls: Sequence[pb.ToolCallDelta] = (),
     ) -> None:
         """Implement `Output.say`."""
+        if token_ids:
+            self.gaps.note(choice_index)
         self.said_token_count += len(token_ids)
         self._steps.append((choice_index, text, token_ids, logprobs, calls))
         if len(self._steps) > STEPS_UNPACKED_MAX:
@@ -720,6 +724,7 @@ class ReplayOutput(Output):
         if not self.fence():
             return
         if token_ids:
+            self.gaps.note(choice_index)
             self.buffer.record(self.entry(len(token_ids)))
             self.usage.journalled_token_count += len(token_ids)
             self.said_token_count = self.usage.journalled_token_count

@@ -56,6 +56,8 @@ from metering.store.db import Sessions, patience
 Labels = tuple[str, ...]
 Values = Mapping[Labels, float] | Iterable[tuple[Labels, float]]
 MS = 1e-3  # seconds per ms: histograms count in ms and are exported in seconds
+PROVIDER = "weir"
+CONVENTIONAL_LABELS = ("gen_ai_provider_name", "gen_ai_request_model", "weir_tier")
 REQUEST_LABELS, REPLICA_LABELS = ("model", "tier"), ("model", "replica")
 Reports = list[tuple[tuple[str, str], ReplicaReport]]
 Pick = Callable[[EngineStatistics], int]
@@ -73,9 +75,18 @@ MEANINGS: Mapping[str, str] = {
         "Time from the arrival of a start frame to its first token."
     ),
     "weir_inter_token_seconds": (
-        "Time between two tokens of a request, counted at the request's mean."
+        "Time between two consecutive messages with tokens of one choice, each counted."
     ),
     "weir_request_seconds": "Time from the arrival of a start frame to the last frame.",
+    "gen_ai_server_time_to_first_token_seconds": (
+        "weir_time_to_first_token_seconds by OpenTelemetry's name and attributes."
+    ),
+    "gen_ai_server_time_per_output_token_seconds": (
+        "weir_inter_token_seconds by OpenTelemetry's name and attributes."
+    ),
+    "gen_ai_server_request_duration_seconds": (
+        "weir_request_seconds by OpenTelemetry's name and attributes."
+    ),
     "weir_queue_waiting": "Requests that wait in the queue of a model.",
     "weir_queue_engine_pending": "Sequences dispatched to an engine that have not started.",
     "weir_queue_wait_seconds": "Expected wait of the last request in the queue; 0 if none waits.",
@@ -167,10 +178,19 @@ TOTALS: tuple[tuple[str, Pick], ...] = (
     ("weir_engine_preemptions", lambda it: it.preemption_count),
 )
 
-TIMES: tuple[tuple[str, Callable[[Times], Histogram]], ...] = (
-    ("weir_time_to_first_token_seconds", lambda it: it.first_token),
-    ("weir_inter_token_seconds", lambda it: it.inter_token),
-    ("weir_request_seconds", lambda it: it.total),
+# With the names of OpenTelemetry's semantic conventions for generative AI.
+TIMES: tuple[tuple[str, str, Callable[[Times], Histogram]], ...] = (
+    (
+        "weir_time_to_first_token_seconds",
+        "gen_ai_server_time_to_first_token_seconds",
+        lambda it: it.first_token,
+    ),
+    (
+        "weir_inter_token_seconds",
+        "gen_ai_server_time_per_output_token_seconds",
+        lambda it: it.inter_token,
+    ),
+    ("weir_request_seconds", "gen_ai_server_request_duration_seconds", lambda it: it.total),
 )
 QUEUES: tuple[tuple[str, Callable[[QueueStatistics], float]], ...] = (
     ("weir_queue_waiting", lambda it: it.waiting_count),
@@ -233,8 +253,11 @@ def request_metrics(counts: RequestCounts) -> Iterator[Metric]:
 
 def time_metrics(counts: RequestCounts) -> Iterator[Metric]:
     of = [((model, tier.value), times) for (model, tier), times in sorted(counts.times.items())]
-    for name, pick in TIMES:
-        yield histograms(name, REQUEST_LABELS, [(labels, pick(times)) for labels, times in of])
+    for name, conventional_name, pick in TIMES:
+        found = [(labels, pick(times)) for labels, times in of]
+        yield histograms(name, REQUEST_LABELS, found)
+        named = [((PROVIDER, *labels), histogram) for labels, histogram in found]
+        yield histograms(conventional_name, CONVENTIONAL_LABELS, named)
     yield histograms(
         "weir_stage_seconds",
         (*REQUEST_LABELS, "stage"),

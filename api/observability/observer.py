@@ -2,20 +2,24 @@
 
 No call blocks or raises. Labels are names of models, tiers, reasons and kinds, of which a
 deployment has some dozens; never a caller or a request. A request costs some microseconds here, a
-token nothing.
+token the time of its gap.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 import uuid
-from bisect import bisect_left
+from array import array
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
+from time import monotonic
+from typing import Any, Protocol
 
 import msgspec
+import numpy as np
 import structlog
 
 from api.core.errors import reason_of
@@ -43,10 +47,18 @@ STAGES = (
 BOUNDS_TO_10_S = (10, 25, 50, 100, 250, 500, 1000, 2500, 5000, 10_000)
 STAGE_BOUNDS_MS = (0.5, 1, 2.5, 5, *BOUNDS_TO_10_S, 30_000, 60_000, 120_000)
 TOTAL_BOUNDS_MS = (*BOUNDS_TO_10_S, 20_000, 30_000, 60_000, 120_000, 300_000, 600_000)
-TOKEN_BOUNDS_MS = (1, 2.5, 5, 7.5, 10, 15, 20, 30, 40, 50, 75, 100, 150, 250, 500, 1000, 2500)
+TOKEN_BOUNDS_MS = (
+    *(1, 2.5, 5, 7.5, 10, 15, 20, 25, 30, 40, 50, 75, 100, 150, 200, 250, 300, 400, 500, 750),
+    *(1000, 2500, 5000, 10_000),
+)
+# Ascending bounds of a request with many gaps: from 10 µs to 11 minutes, at most 9 % apart.
+GAP_BOUNDS_MS = np.unique([*TOKEN_BOUNDS_MS, *(0.01 * 2 ** (step / 8) for step in range(209))])
+GAPS_EXACT_MAX = 512  # of a request, kept as they are: 4 kB
 # A shorter wait is not a cold start: no engine starts so quickly, and a busy process reads its
 # clock late.
 COLD_START_MS_MIN = 10.0
+GAP_NAMES = ("itl_p50_ms", "itl_p99_ms", "itl_max_ms")  # as in `weir.v1.Timings`
+GAP_SHARES = (0.5, 0.99, 1.0)
 # Label of requests for unknown models: a client's text must not become a label.
 UNKNOWN_MODEL = ""
 # Incidents of other calls are visible from their second one on.
@@ -86,6 +98,84 @@ class Histogram:
         return found
 
 
+class Gaps:
+    """Times between consecutive messages with tokens of one request, for each of its choices.
+
+    Memory is fixed: the first gaps are kept as they are, more only as counts by `GAP_BOUNDS_MS`.
+    """
+
+    __slots__ = ("_counts", "_first_at", "_found", "_later_at", "_max_s", "_sorted", "_sum_s")
+
+    def __init__(self) -> None:
+        self._first_at: float | None = None  # last message of the first choice, monotonic
+        self._later_at: dict[int, float] = {}  # of other choices
+        self._found = array("d")  # in seconds
+        self._counts: np.ndarray[Any, np.dtype[np.int64]] | None = None  # of those before `_found`
+        self._sum_s = self._max_s = 0.0
+        self._sorted: list[float] = []  # a copy of `_found`, made at the end
+
+    def note(self, choice_index: int) -> None:
+        """Record a message with tokens, at some 0.2 µs."""
+        now = monotonic()
+        if choice_index:
+            before = self._later_at.get(choice_index)
+            self._later_at[choice_index] = now
+        else:
+            before, self._first_at = self._first_at, now
+        if before is not None:
+            found = self._found
+            found.append(now - before)
+            if len(found) >= GAPS_EXACT_MAX:
+                self._fold()
+
+    def facts(self) -> dict[str, float]:
+        """Return the gaps as in `weir.v1.Timings`, in ms; none without gaps."""
+        if self._counts is None:
+            if not (ordered := self._ordered()):
+                return {}
+            ranks = [math.ceil(share * len(ordered)) - 1 for share in GAP_SHARES]
+            return dict(zip(GAP_NAMES, [ordered[rank] * 1000 for rank in ranks], strict=True))
+        below = np.cumsum(self._all_counts())
+        longest_ms = max(self._max_s, *self._found, 0.0) * 1000
+        ranks = np.searchsorted(below, [share * below[-1] for share in GAP_SHARES]).tolist()
+        bounds = [*GAP_BOUNDS_MS.tolist(), longest_ms]
+        ends = [min(bounds[rank], longest_ms) for rank in ranks]
+        return dict(zip(GAP_NAMES, ends, strict=True))
+
+    def add_to(self, histogram: Histogram) -> None:
+        """Count all gaps in a histogram by `TOKEN_BOUNDS_MS`."""
+        if self._counts is None:
+            ordered = self._ordered()
+            below = [bisect_right(ordered, bound / 1000) for bound in TOKEN_BOUNDS_MS]
+            below.append(len(ordered))
+        else:
+            cumulated = np.cumsum(self._all_counts())
+            places = np.searchsorted(GAP_BOUNDS_MS, TOKEN_BOUNDS_MS)
+            below = [*cumulated[places].tolist(), int(cumulated[-1])]
+        for index, (end, begin) in enumerate(zip(below, [0, *below], strict=False)):
+            histogram.counts[index] += end - begin
+        histogram.sum += (self._sum_s + sum(self._found)) * 1000
+
+    def _ordered(self) -> list[float]:
+        if len(self._sorted) != len(self._found):
+            self._sorted = sorted(self._found)
+        return self._sorted
+
+    def _all_counts(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Return the counts of all gaps by `GAP_BOUNDS_MS`, and of longer ones."""
+        places = np.searchsorted(GAP_BOUNDS_MS, np.array(self._found) * 1000)
+        counts = np.bincount(places, minlength=len(GAP_BOUNDS_MS) + 1)
+        return counts if self._counts is None else counts + self._counts
+
+    def _fold(self) -> None:
+        """Replace the gaps that are kept by counts."""
+        found = np.frombuffer(self._found)
+        self._counts = self._all_counts()
+        self._sum_s += float(found.sum())
+        self._max_s = max(self._max_s, float(found.max()))
+        self._found = array("d")
+
+
 class Times:
     """Histograms of the requests to one model in one tier, in ms."""
 
@@ -108,11 +198,8 @@ class Times:
         made.total = self.total.copy()
         return made
 
-    def add(self, timings: Mapping[str, float], later_token_count: int) -> None:
-        """Add one ended request.
-
-        later_token_count: per choice after its first token, at their mean pace.
-        """
+    def add(self, timings: Mapping[str, float], gaps: Gaps | None) -> None:
+        """Add one ended request. gaps: None if it was not generated token by token."""
         # As `Histogram.observe` does, without a call for each stage.
         for key, histogram in self._by_key:
             if (value := timings.get(key)) is not None:
@@ -120,12 +207,8 @@ class Times:
                 histogram.sum += value
         if timings["cold_start_ms"] >= COLD_START_MS_MIN:
             self.stages["cold_start"].observe(timings["cold_start_ms"])
-        if later_token_count > 0:
-            decode_ms = timings["decode_ms"]
-            self.inter_token.counts[
-                bisect_left(TOKEN_BOUNDS_MS, decode_ms / later_token_count)
-            ] += later_token_count
-            self.inter_token.sum += decode_ms
+        if gaps is not None:
+            gaps.add_to(self.inter_token)
 
 
 class RequestCounts:
@@ -163,22 +246,16 @@ class RequestCounts:
         outcome: str,
         timings: Mapping[str, float],
         settled: Settled | None,
-        choice_count: int,
+        gaps: Gaps | None = None,
     ) -> None:
-        """Count a request that ran to its end.
-
-        choice_count: parallel outputs; 0 if their pace is unknown.
-        """
+        """Count a request that ran to its end. gaps: see `Times.add`."""
         self.ends[model, tier, outcome] += 1
         times = self.times.get((model, tier))
         if times is None:
             times = self.times[model, tier] = Times()
-        later_token_count = 0
         if settled is not None:
             self._add_tokens(model, settled)
-            if choice_count:
-                later_token_count = settled.generated_token_count // choice_count - 1
-        times.add(timings, later_token_count)
+        times.add(timings, gaps)
 
     def failed(
         self, model: str, tier: ServiceTier, error: Exception, settled: Settled | None
@@ -279,7 +356,7 @@ class Ending(msgspec.Struct, frozen=True):
 
     start: the request, with the canonical model name if the model exists. outcome: set if it ran.
     broken: its refusal or failure. timings: as in `Stopwatch`. settled: its billed usage, or None.
-    choice_count: parallel outputs; 0 if they were not generated token by token.
+    gaps: None if it was not generated token by token.
     """
 
     caller: CountedCaller
@@ -288,7 +365,7 @@ class Ending(msgspec.Struct, frozen=True):
     broken: Exception | None
     timings: Mapping[str, float]
     settled: Settled | None
-    choice_count: int
+    gaps: Gaps | None = None
     migration_count: int = 0
 
 
@@ -316,7 +393,7 @@ class Observer:
                     ending.outcome,
                     ending.timings,
                     ending.settled,
-                    ending.choice_count,
+                    ending.gaps,
                 )
             if self.spans is not None:
                 self.spans.put(record_of(ending))

@@ -26,6 +26,17 @@ NS_PER_MS = 1_000_000
 MODEL_CHARS_MAX = 128  # of an unknown model name sent by a client
 
 
+# Attributes in seconds. The conventions define the first; others have the names of their metrics.
+PACE = {
+    "gen_ai.response.time_to_first_chunk": "ttft_ms",
+    "gen_ai.server.time_to_first_token": "ttft_ms",
+    "weir.inter_token.p50": "itl_p50_ms",
+    "weir.inter_token.p99": "itl_p99_ms",
+    "weir.inter_token.max": "itl_max_ms",
+    "weir.client_stall": "client_stall_ms",
+}
+
+
 class Finished(SpanProcessor):
     """Ended, sampled spans that were not sent yet."""
 
@@ -108,8 +119,13 @@ def attributes(record: Record) -> dict[str, AttributeValue]:
             "gen_ai.response.model": model,
             "gen_ai.response.finish_reasons": (record.outcome,),
         }
-    if "ttft_ms" in record.timings:
-        result["gen_ai.response.time_to_first_chunk"] = record.timings["ttft_ms"] / 1000
+    for attribute, name in PACE.items():
+        if name in record.timings:
+            result[attribute] = record.timings[name] / 1000
+    if "tokens_per_second" in record.timings:
+        per_second = record.timings["tokens_per_second"]
+        result["weir.tokens_per_second"] = per_second
+        result["gen_ai.server.time_per_output_token"] = 1 / per_second
     if record.migration_count:
         result["weir.migration_count"] = record.migration_count
     if (settled := record.settled) is not None:

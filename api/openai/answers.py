@@ -56,6 +56,16 @@ LINE_ENDS = (
 INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
 # Codes that OpenAI's clients know; all others become `server_error`.
 FAILURE_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
+# Of `weir.v1.Timings`: how fast the answer came, for each prompt.
+PACE_FIELDS = (
+    "ttft_ms",
+    "tokens_per_second",
+    "itl_p50_ms",
+    "itl_p99_ms",
+    "itl_max_ms",
+    "client_stall_ms",
+    "total_ms",
+)
 CONTEXT_CHARS = 256  # of a prompt, that decide how its output begins
 ALIGN_CHARS = 16  # that normalization may add to a token
 CONTENT = b'"content":'  # precedes the text in most events of a chat
@@ -234,6 +244,7 @@ class Output:
     parts: list[int | None] = field(default_factory=list)
     logprobs: list[pb.TokenLogprobs] = field(default_factory=list)
     reason: types_pb2.FinishReason.ValueType = types_pb2.FINISH_REASON_UNSPECIFIED
+    timings: types_pb2.Timings | None = None  # of its prompt, with the first choice
 
     def add(self, delta: pb.DeltaFrame) -> None:
         self.texts.append(delta.text)
@@ -286,12 +297,17 @@ class Bill:
         }
 
     def extension(self, outputs: Sequence[Output]) -> dict[str, Any]:
-        """Return fields that OpenAI's API lacks: exact cost, price version and finish reasons."""
+        """Return fields that OpenAI's API lacks, such as the exact cost."""
         return {
             "cost": cost_facts(self.currency_code, self.cost_picos),
             "price_version": self.price_version,
             "request_ids": self.request_ids,
             "finish_reasons": [REASON_NAMES[output.reason] for output in outputs],
+            "timings": [
+                {name: round(getattr(each.timings, name), 3) for name in PACE_FIELDS}
+                for each in outputs
+                if each.timings is not None
+            ],
         }
 
 

@@ -317,7 +317,7 @@ class Exchange:
     def _finished(self, receiver: AnswerReceiver, finished: pb.FinishedFrame) -> bytes:
         self._bill.add(finished.usage, finished.cost)
         outputs = self._outputs_of(receiver)
-        outputs[0].reason = finished.reason
+        outputs[0].reason, outputs[0].timings = finished.reason, finished.timings
         for output, choice in zip(outputs, finished.choices, strict=False):
             output.reason = choice.reason
         cut = None

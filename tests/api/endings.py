@@ -30,6 +30,5 @@ def ending(
         "outcome": Outcome.STOP,
         "broken": None,
         "settled": None,
-        "choice_count": 1,
     }
     return Ending(caller, start, timings=timings, **(usual | values))

@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import socket
 import time
 import uuid
 from bisect import bisect_left
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 from aiohttp import web
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from api.core.settings import Settings
 from api.metrics import operator_http as scrape
 from api.metrics.operator_http import MetricsListener
+from api.observability import observer
 from api.observability.observer import (
     COLD_START_MS_MIN,
+    GAPS_EXACT_MAX,
+    TOKEN_BOUNDS_MS,
+    Gaps,
     Histogram,
     LoopLag,
     Observer,
@@ -31,7 +37,6 @@ from api.serving import warn_of_open_metrics
 from metering.core.errors import DatabaseUnavailable
 from metering.core.models import ServiceTier
 from metering.holds.journal import Delivered, UsageJournal, journal_backlog
-from metering.holds.operations import Settled
 from tests.api.endings import TIMINGS, ending
 from tests.service import until
 
@@ -125,23 +130,70 @@ def test_a_histogram_counts_each_value_in_every_bucket_that_it_does_not_exceed(
     assert bisect_left(bounds, 10) == 1, "a value at the bound is within it"
 
 
-def test_the_pace_of_several_choices_is_that_of_each() -> None:
-    """Ten tokens each, in parallel: nine gaps, not nineteen."""
-    counts = RequestCounts(["m"])
-    settled = Settled(uuid.uuid4(), 5, 0, 20, 20, 20, 1, "USD", "length")
+def gaps_of(monkeypatch: pytest.MonkeyPatch, *messages: tuple[float, int]) -> Gaps:
+    """Return the gaps of messages, each at a time in ms and with a choice."""
+    gaps = Gaps()
+    for at_ms, choice_index in messages:
+        monkeypatch.setattr(observer, "monotonic", partial(float, 100.0 + at_ms / 1000))
+        gaps.note(choice_index)
+    return gaps
 
-    counts.finished("m", ServiceTier.BATCH, "length", TIMINGS | {"decode_ms": 90.0}, settled, 2)
+
+def test_every_gap_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """20 ms, then 150 ms, then 30 ms: the pause is visible."""
+    counts = RequestCounts(["m"])
+    gaps = gaps_of(monkeypatch, (0, 0), (20, 0), (170, 0), (200, 0))
+
+    counts.finished("m", ServiceTier.BATCH, "length", TIMINGS, None, gaps)
 
     pace = counts.times["m", ServiceTier.BATCH].inter_token
-    assert (sum(pace.counts), pace.sum) == (9, 90.0)
+    values = {bound: count for bound, count in zip(pace.bounds, pace.counts, strict=False) if count}
+    assert gaps.facts() == pytest.approx({"itl_p50_ms": 30, "itl_p99_ms": 150, "itl_max_ms": 150})
+    assert sum(values.values()) == 3
+    assert [bisect_left([25, 100], bound) for bound in values] == [0, 1, 2]
+    assert pace.sum == pytest.approx(200.0)
+
+
+def test_the_gaps_of_several_choices_are_those_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    gaps = gaps_of(monkeypatch, (0, 0), (1, 1), (40, 0), (41, 1))
+
+    assert gaps.facts() == pytest.approx({"itl_p50_ms": 40, "itl_p99_ms": 40, "itl_max_ms": 40})
+    assert gaps_of(monkeypatch, (0, 0), (1, 1)).facts() == {}
+
+
+@given(
+    gaps_ms=st.lists(
+        st.sampled_from(TOKEN_BOUNDS_MS) | st.floats(0.001, 30_000),
+        min_size=1,
+        max_size=3 * GAPS_EXACT_MAX,
+    )
+)
+@settings(deadline=None, max_examples=20)
+def test_many_gaps_are_counted_as_few_in_fixed_memory(gaps_ms: list[float]) -> None:
+    gaps, one_by_one, summed = Gaps(), Histogram(TOKEN_BOUNDS_MS), Histogram(TOKEN_BOUNDS_MS)
+    for gap_ms in gaps_ms:
+        gaps._found.append(gap_ms / 1000)
+        if len(gaps._found) >= GAPS_EXACT_MAX:
+            gaps._fold()
+        one_by_one.observe(gap_ms / 1000 * 1000)
+    facts = gaps.facts()
+    gaps.add_to(summed)
+
+    ordered = sorted(gaps_ms)
+    rank_99 = ordered[math.ceil(0.99 * len(ordered)) - 1]
+    assert summed.counts == one_by_one.counts
+    assert summed.sum == pytest.approx(one_by_one.sum)
+    assert facts["itl_max_ms"] == pytest.approx(max(gaps_ms))
+    assert rank_99 * 0.999 - 0.01 <= facts["itl_p99_ms"] <= max(rank_99 * 1.1, 0.011)
+    assert len(gaps._found) < GAPS_EXACT_MAX
 
 
 def test_a_copy_of_the_counts_does_not_change() -> None:
     counts = RequestCounts(["m"])
-    counts.finished("m", ServiceTier.BATCH, "stop", TIMINGS, None, 1)
+    counts.finished("m", ServiceTier.BATCH, "stop", TIMINGS, None)
 
     copied = counts.copy()
-    counts.finished("m", ServiceTier.BATCH, "stop", TIMINGS, None, 1)
+    counts.finished("m", ServiceTier.BATCH, "stop", TIMINGS, None)
     counts.failed("other", ServiceTier.BATCH, DatabaseUnavailable("away"), None)
 
     assert copied.ends["m", "batch", "stop"] == 1
@@ -219,7 +271,6 @@ def test_only_those_that_waited_for_an_engine_count_as_cold_starts() -> None:
             "stop",
             TIMINGS | {"cold_start_ms": cold_start_ms},
             None,
-            1,
         )
 
     cold_starts = counts.times["m", ServiceTier.INTERACTIVE].stages["cold_start"]

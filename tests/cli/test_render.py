@@ -115,6 +115,14 @@ def test_bars_follow_each_other_and_fill_the_axis() -> None:
     assert bars["first"].rstrip() == "    ▲"
 
 
+def test_a_pause_shows_beside_the_mean() -> None:
+    timings = Timings(decode_ms=200, itl_p50_ms=30, itl_p99_ms=150, itl_max_ms=150, total_ms=200)
+
+    text = to_text(waterfall(timings, usage=Usage(generated_token_count=4)), width=200)
+
+    assert "66.7 ms a token; gaps p50 30.0, p99 150.0, max 150.0 ms" in text
+
+
 def test_tables_never_cut_a_number_and_take_text_as_it_is() -> None:
     made = table("model", "amount", "id", right=("amount",))
     made.add_row(

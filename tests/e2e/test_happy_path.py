@@ -158,6 +158,8 @@ async def test_a_later_lookup_equals_the_last_frame(service: Service) -> None:
     assert found.cost == finished.cost
     assert found.outcome == "LENGTH"
     assert found.timings.decode_ms == finished.timings.decode_ms
+    for name in ("ttft_ms", "tokens_per_second", "itl_p50_ms", "itl_p99_ms", "itl_max_ms"):
+        assert getattr(found.timings, name) == getattr(finished.timings, name) > 0, name
     assert found.admit_time.ToDatetime() < found.settle_time.ToDatetime()
 
 

@@ -73,6 +73,10 @@ async def test_a_chat_has_the_text_and_the_bill_of_the_same_prompt_over_grpc(
         extension(answer)["cost"]["amount"]
         == f"{Decimal(there['cost_picos']).scaleb(-12).normalize():f}"
     )
+    [pace] = extension(answer)["timings"]
+    assert 0 < pace["itl_p50_ms"] <= pace["itl_p99_ms"] <= pace["itl_max_ms"] < pace["total_ms"]
+    assert pace["ttft_ms"] > 0 < pace["tokens_per_second"]
+    assert pace["client_stall_ms"] >= 0
 
 
 async def test_a_stream_is_the_whole_answer_in_pieces_and_ends_with_its_usage(

@@ -118,6 +118,10 @@ async def test_a_clients_trace_gets_a_span_for_each_stage(
     assert facts["gen_ai.response.time_to_first_chunk"] == pytest.approx(
         finished.timings.ttft_ms / 1000
     )
+    assert facts["weir.inter_token.max"] == pytest.approx(finished.timings.itl_max_ms / 1000)
+    assert facts["gen_ai.server.time_per_output_token"] == pytest.approx(
+        1 / finished.timings.tokens_per_second
+    )
     assert facts["weir.organization_id"] == str(tenant.organization_id)
     assert root.resource["service.name"] == "weir"
     assert root.resource["deployment.environment.name"] == "tests"

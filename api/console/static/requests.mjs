@@ -49,7 +49,7 @@ async function onePart(view) {
     tiles(isEmbedding ? tile("Embedded", count(usage.embeddingTokenCount), "tokens") : [
       tile("Input", count(usage.inputTokenCount), "tokens", usage.cachedInputTokenCount ? `${count(usage.cachedInputTokenCount)} of them cached` : ""),
       tile("Output", count(usage.billedTokenCount), "tokens", `${count(usage.generatedTokenCount)} generated, ${count(usage.deliveredTokenCount)} delivered`)],
-    tile("Cost", generation.cost ? amount(generation.cost) : "\u2014", generation.cost?.currencyCode), timings?.ttftMs && tile("Time to first token", milliseconds(timings.ttftMs)), timings && tile("Total time", milliseconds(timings.totalMs))),
+    tile("Cost", generation.cost ? amount(generation.cost) : "\u2014", generation.cost?.currencyCode), timings?.ttftMs && tile("Time to first token", milliseconds(timings.ttftMs)), timings?.itlMaxMs && tile("Longest gap", milliseconds(timings.itlMaxMs), "", `median ${milliseconds(timings.itlP50Ms)}, 99th percentile ${milliseconds(timings.itlP99Ms)}`), timings && tile("Total time", milliseconds(timings.totalMs))),
     generation.migrationCount && remark("", `Moved to another engine ${generation.migrationCount} times; the timings include all engines.`),
     timings ? waterfall(timings, generation.settleTime) : remark("warning", WITHOUT_TIMINGS[generation.state] ?? "No timings: it failed, or was recovered after its server failed."),
     Object.keys(generation.labels ?? {}).length > 0 && h("p", { class: "note" }, `Labels: ${Object.entries(generation.labels).map(([name, value]) => `${plain(name)}=${plain(value)}`).join(", ")}`));

@@ -272,6 +272,10 @@ class Timings(_message.Message):
     SETTLE_MS_FIELD_NUMBER: _builtins.int
     TTFT_MS_FIELD_NUMBER: _builtins.int
     TOTAL_MS_FIELD_NUMBER: _builtins.int
+    ITL_P50_MS_FIELD_NUMBER: _builtins.int
+    ITL_P99_MS_FIELD_NUMBER: _builtins.int
+    ITL_MAX_MS_FIELD_NUMBER: _builtins.int
+    TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
     auth_ms: _builtins.float
     """Authenticating the API key."""
     tokenize_ms: _builtins.float
@@ -294,6 +298,17 @@ class Timings(_message.Message):
     """From the arrival of the start frame to the first token."""
     total_ms: _builtins.float
     """From the arrival of the start frame to the last frame."""
+    itl_p50_ms: _builtins.float
+    """Median of the gaps between two consecutive messages with tokens of one choice, as they are
+    handed on to the client; waiting for the client is not part of them. These three are 0 with
+    fewer than two messages, and for beam search.
+    """
+    itl_p99_ms: _builtins.float
+    """99th percentile of these gaps."""
+    itl_max_ms: _builtins.float
+    """Longest of these gaps."""
+    tokens_per_second: _builtins.float
+    """Tokens after the first of each choice, by `decode_ms`. 0 without such tokens."""
     def __init__(
         self,
         *,
@@ -308,10 +323,14 @@ class Timings(_message.Message):
         settle_ms: _builtins.float = ...,
         ttft_ms: _builtins.float = ...,
         total_ms: _builtins.float = ...,
+        itl_p50_ms: _builtins.float = ...,
+        itl_p99_ms: _builtins.float = ...,
+        itl_max_ms: _builtins.float = ...,
+        tokens_per_second: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission_ms", b"admission_ms", "auth_ms", b"auth_ms", "client_stall_ms", b"client_stall_ms", "cold_start_ms", b"cold_start_ms", "decode_ms", b"decode_ms", "prefill_ms", b"prefill_ms", "queue_ms", b"queue_ms", "settle_ms", b"settle_ms", "tokenize_ms", b"tokenize_ms", "total_ms", b"total_ms", "ttft_ms", b"ttft_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission_ms", b"admission_ms", "auth_ms", b"auth_ms", "client_stall_ms", b"client_stall_ms", "cold_start_ms", b"cold_start_ms", "decode_ms", b"decode_ms", "itl_max_ms", b"itl_max_ms", "itl_p50_ms", b"itl_p50_ms", "itl_p99_ms", b"itl_p99_ms", "prefill_ms", b"prefill_ms", "queue_ms", b"queue_ms", "settle_ms", b"settle_ms", "tokenize_ms", b"tokenize_ms", "tokens_per_second", b"tokens_per_second", "total_ms", b"total_ms", "ttft_ms", b"ttft_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

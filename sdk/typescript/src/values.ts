@@ -79,6 +79,12 @@ export interface Timings {
   /** From the start frame's arrival at the server to the first token. */
   readonly ttftMs: number;
   readonly totalMs: number;
+  /** Median gap between consecutive messages with tokens, as the server hands them on. */
+  readonly itlP50Ms: number;
+  readonly itlP99Ms: number;
+  readonly itlMaxMs: number;
+  /** After the first token. */
+  readonly tokensPerSecond: number;
 }
 
 /**

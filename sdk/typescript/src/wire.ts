@@ -116,6 +116,10 @@ export function timings(value: TimingsMessage): Timings {
     settleMs,
     ttftMs,
     totalMs,
+    itlP50Ms,
+    itlP99Ms,
+    itlMaxMs,
+    tokensPerSecond,
   } = value;
   return {
     authMs,
@@ -129,6 +133,10 @@ export function timings(value: TimingsMessage): Timings {
     settleMs,
     ttftMs,
     totalMs,
+    itlP50Ms,
+    itlP99Ms,
+    itlMaxMs,
+    tokensPerSecond,
   };
 }
 
@@ -343,4 +351,8 @@ export const NO_TIMINGS: Timings = {
   settleMs: 0,
   ttftMs: 0,
   totalMs: 0,
+  itlP50Ms: 0,
+  itlP99Ms: 0,
+  itlMaxMs: 0,
+  tokensPerSecond: 0,
 };

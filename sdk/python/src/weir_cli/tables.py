@@ -230,6 +230,9 @@ def work_of(usage: Usage, timings: Timings) -> dict[str, str]:
         details["prefill"] = f"{usage.input_token_count - cached:,} new, {cached:,} cached"
     if (rate := tokens_per_second(usage, timings)) is not None:
         details["decode"] = f"{1000 / rate:,.1f} ms a token"
+        if timings.itl_max_ms:
+            gaps = timings.itl_p50_ms, timings.itl_p99_ms, timings.itl_max_ms
+            details["decode"] += "; gaps p50 {:,.1f}, p99 {:,.1f}, max {:,.1f} ms".format(*gaps)
     return details
 
 

@@ -90,7 +90,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Milliseconds spent in each stage of a request. Stages are disjoint and sum to `total_ms`."""
+    """Milliseconds spent in each stage of a request, which sum to `total_ms`, and its pace."""
 
     auth_ms: float = 0.0
     tokenize_ms: float = 0.0
@@ -103,6 +103,11 @@ class Timings:
     settle_ms: float = 0.0
     ttft_ms: float = 0.0  # from the start frame's arrival at the server to the first token
     total_ms: float = 0.0
+    # Gaps between consecutive messages with tokens, as the server hands them on.
+    itl_p50_ms: float = 0.0
+    itl_p99_ms: float = 0.0
+    itl_max_ms: float = 0.0
+    tokens_per_second: float = 0.0  # after the first token
 
 
 @dataclass(frozen=True, slots=True)
