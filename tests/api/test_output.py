@@ -6,6 +6,7 @@ import asyncio
 import os
 import uuid
 from collections.abc import Sequence
+from functools import partial
 from typing import cast
 
 import pytest
@@ -33,6 +34,7 @@ from api.generation.output import (
     rest_of,
 )
 from api.generation.replay import ReplayBuffers
+from api.observability import observer
 from metering.core.models import Outcome
 from metering.holds.journal import Delivered, UsageJournal
 
@@ -385,3 +387,22 @@ def test_packed_output_is_taken_with_its_last_token() -> None:
         taken.append((text.decode(), ids, [call.arguments_json for call in calls]))
 
     assert taken == [("a ", [1, 2, 1], ["a"]), ("b c ", [2, 1, 2], ["b", "c"])]
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_the_gaps_are_those_between_messages_with_tokens(
+    kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Text without tokens, such as held-back text at the end, is none."""
+    journal = Journal()
+    outbox = Outbox(cast(UsageJournal, journal))
+    receiver = Receiver(outbox, "r", lambda _: None)
+    output = output_of(receiver, journal, kept=kept, flow=Flow(None, 60.0, lambda: None))
+
+    for at_ms, token_ids in ((0, [1]), (20, [2, 3]), (100, []), (170, [4]), (200, [5])):
+        monkeypatch.setattr(observer, "monotonic", partial(float, 50 + at_ms / 1000))
+        output.say(0, "a", token_ids)
+
+    assert output.gaps.facts() == pytest.approx(
+        {"itl_p50_ms": 30, "itl_p99_ms": 150, "itl_max_ms": 150}
+    )
