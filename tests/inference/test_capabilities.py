@@ -14,7 +14,7 @@ import pytest
 from inference.adapters.external_core import Choice, Request
 from inference.adapters.remote_connection import DIALECTS
 from inference.adapters.remote_dialects import SglangDialect, TrtllmDialect, VllmDialect
-from inference.adapters.remote_settings import Service
+from inference.adapters.remote_settings import RemoteSettings, Service, Target
 from inference.adapters.tensorrt_library import TensorRtLibrary
 from inference.capabilities import EMBEDDED_ONLY, TENSORRT_LLM, Capabilities, RequestField, combined
 from inference.checkpoint.checkpoint import read_external_model, read_model_info
@@ -146,7 +146,8 @@ def adapter(
         else:
             kind = DIALECTS[Service(request.param)]
             channel = RecordingChannel()
-            dialect = cast(Any, kind)(channel, 1.0)
+            target = Target(Service(request.param), "127.0.0.1:1")
+            dialect = cast(Any, kind)(channel, RemoteSettings(Path(), "tiny", target))
 
             def translate(wanted: GenerationRequest) -> object:
                 dialect.generate("id", choice_of(wanted, decoder))
