@@ -397,17 +397,17 @@ class MetricFamily:
 
 def metric_families() -> list[MetricFamily]:
     """Return all metrics of an api process, by the calls that create them in the source."""
-    tables = {"TOTALS": "counter", "TIMES": "histogram", "QUEUES": "gauge"}
-    labels_of = {
-        "TOTALS": operator_http.REPLICA_LABELS,
-        "TIMES": operator_http.REQUEST_LABELS,
-        "QUEUES": ("model",),
-    }
+    tables: list[tuple[str, Iterable[str], tuple[str, ...]]] = [
+        ("counter", (row[0] for row in operator_http.TOTALS), operator_http.REPLICA_LABELS),
+        ("histogram", (row[0] for row in operator_http.TIMES), operator_http.REQUEST_LABELS),
+        ("histogram", (row[1] for row in operator_http.TIMES), operator_http.CONVENTIONAL_LABELS),
+        ("gauge", (row[0] for row in operator_http.QUEUES), ("model",)),
+    ]
     meanings = operator_http.MEANINGS
     found = [
-        MetricFamily(name, kind, labels_of[constant], meanings[name])
-        for constant, kind in tables.items()
-        for name, _ in getattr(operator_http, constant)
+        MetricFamily(name, kind, labels, meanings[name])
+        for kind, names, labels in tables
+        for name in names
     ]
     for node in ast.walk(ast.parse(inspect.getsource(operator_http))):
         match node:
