@@ -478,7 +478,7 @@ def test_the_reference_has_every_metric_of_a_running_process(stage: Stage) -> No
     exported = {
         family.name: {label for sample in family.samples for label in sample.labels}
         for family in asyncio.run(scrape(url)).families
-        if family.name.startswith("weir_")
+        if family.name.startswith(("weir_", "gen_ai_"))
     }
     listed = {each.name.removesuffix("_total"): {*each.labels, "le"} for each in metric_families()}
 
