@@ -38,6 +38,7 @@ class RequestField(StrEnum):
     REGEX = "response_format.regex"
     LARK = "response_format.lark"
     BEAM_SEARCH = "beam_search"
+    MAX_REASONING_TOKENS = "max_reasoning_tokens"
 
 
 _FORMATS = frozenset({RequestField.JSON_SCHEMA, RequestField.REGEX, RequestField.LARK})
@@ -46,7 +47,13 @@ _OF_CHANCE = frozenset(
 )
 _LOGPROBS = frozenset({RequestField.TOP_LOGPROBS, RequestField.PROMPT_LOGPROBS})
 # Fields that only the embedded engine supports
-EMBEDDED_ONLY = frozenset({RequestField.BEAM_SEARCH, RequestField.PROMPT_LOGPROBS})
+EMBEDDED_ONLY = frozenset(
+    {
+        RequestField.BEAM_SEARCH,
+        RequestField.PROMPT_LOGPROBS,
+        RequestField.MAX_REASONING_TOKENS,
+    }
+)
 _NEUTRAL = SamplingParams()
 
 
@@ -58,6 +65,8 @@ def is_used(field: RequestField, request: GenerationRequest) -> bool:
     if section or field in _LOGPROBS:
         drawn = request.sampling.temperature > 0 or field not in _OF_CHANCE
         return drawn and getattr(request.sampling, name) != getattr(_NEUTRAL, name)
+    if field is RequestField.MAX_REASONING_TOKENS:
+        return request.stop.max_reasoning_tokens is not None
     return bool(getattr(request if field is RequestField.BEAM_SEARCH else request.stop, name))
 
 

@@ -70,7 +70,8 @@ class StopCriteria:
     stop_token_ids: in addition to the model's end tokens; the token that ends a sequence is counted
     and is in `token_ids`, but has no text. ignore_eos: the model's end tokens do not end the
     sequence. min_output_tokens: until then, end tokens are suppressed and stop sequences are not
-    matched.
+    matched. max_reasoning_tokens: after so many tokens of thinking the closing mark is written;
+    None for no limit. Needs `splits_reasoning`.
     """
 
     max_output_tokens: int
@@ -78,6 +79,7 @@ class StopCriteria:
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
     min_output_tokens: int = 0
+    max_reasoning_tokens: int | None = None
 
     @property
     def leaves_end_open(self) -> bool:
@@ -153,7 +155,8 @@ class GenerationRequest:
     positions; events cover only new output. Needs `ModelInfo.continues_output`; excludes a response
     format, beam search and several choices. regions: where it may run, preferred first; empty for
     anywhere. Used by replica sets only. adapter: one of `ModelInfo.adapters` to apply; empty for
-    the base model.
+    the base model. splits_reasoning: thinking is told apart from the answer, if the model marks it;
+    stop sequences and stop token ids then act on the answer only.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -167,6 +170,7 @@ class GenerationRequest:
     output_token_ids: tuple[int, ...] = ()
     regions: tuple[str, ...] = ()
     adapter: str = ""
+    splits_reasoning: bool = False
 
     @property
     def may_be_continued(self) -> bool:
@@ -223,7 +227,9 @@ class TokensGenerated(msgspec.Struct, tag=1, array_like=True, frozen=True):
 
     logprobs: one per token if requested. choice_index: of the output, from 0. prompt_logprobs: with
     the first token of the first choice, one per token of the prompt if requested. The first has
-    none: 0 and no top tokens.
+    none: 0 and no top tokens. reasoning: thinking, which precedes the text. reasoning_token_count:
+    tokens now known to be thinking; more than `token_ids` if a marker had left earlier ones
+    undecided.
     """
 
     token_ids: tuple[int, ...]
@@ -231,14 +237,17 @@ class TokensGenerated(msgspec.Struct, tag=1, array_like=True, frozen=True):
     logprobs: tuple[TokenLogprobs, ...] = ()
     choice_index: int = 0
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    reasoning: str = ""
+    reasoning_token_count: int = 0
 
 
 class ChoiceFinished(msgspec.Struct, tag=4, array_like=True, frozen=True):
-    """One of several choices has ended; sent for each of them. text: as in `SequenceFinished`."""
+    """One of several choices has ended; sent for each of them. Texts as in `SequenceFinished`."""
 
     choice_index: int
     reason: EngineFinishReason
     text: str
+    reasoning: str = ""
 
 
 class EngineTimings(msgspec.Struct, array_like=True, frozen=True):
@@ -253,6 +262,7 @@ class SequenceFinished(msgspec.Struct, tag=2, array_like=True, frozen=True):
     """Last event of a sequence that did not fail. Its KV blocks are free again.
 
     text: held-back text that turned out to be output; never contains a matched stop sequence.
+    reasoning: the same of the thinking.
     generated_token_count: all tokens in `TokensGenerated` events, including unread ones of a
     cancelled sequence; for beam search, those of all beams. For several choices it is the sum, sent
     after the last one; reason and timings are the first choice's, and text is empty.
@@ -267,6 +277,7 @@ class SequenceFinished(msgspec.Struct, tag=2, array_like=True, frozen=True):
     generated_token_count: int
     timings: EngineTimings
     migration_count: int = 0
+    reasoning: str = ""
 
 
 class SequenceRefused(msgspec.Struct, tag=3, array_like=True, frozen=True):

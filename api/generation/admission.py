@@ -243,6 +243,9 @@ class Lease:
             timings=timings,
             migration_count=migration_count,
             journalled_token_count=usage.journalled_token_count,
+            reasoning_token_count=(
+                usage.delivered_reasoning_token_count if charge.bills_output else 0
+            ),
         )
         self._admission.holds.begin_settle(op, self._ended)
 

@@ -9,7 +9,7 @@ from weir.v1 import inference_service_pb2 as pb
 
 from api.core.errors import Violations
 from api.generation.json_text import json_object
-from inference.text.tokenizer import ChatMessage
+from inference.text.tokenizer import EFFORTS, ChatMessage, Thinking
 from inference.text.tools import ToolCall
 
 Prompt = tuple[ChatMessage, ...] | str | tuple[int, ...]
@@ -35,6 +35,8 @@ def check_prompt(message: pb.StartFrame | pb.CountTokensRequest, wrong: Violatio
             wrong.check(False, "prompt", "one of conversation, text and token_ids must be set")
         case "conversation":
             check_messages(message.conversation.messages, wrong)
+            if effort := message.conversation.reasoning_effort:
+                _check_effort(effort, message.conversation, wrong)
         case "text":
             if not message.text:
                 wrong.check(False, "text", "must not be empty")
@@ -44,6 +46,13 @@ def check_prompt(message: pb.StartFrame | pb.CountTokensRequest, wrong: Violatio
             )
         case _:
             pass
+
+
+def _check_effort(effort: str, conversation: pb.Conversation, wrong: Violations) -> None:
+    name = "conversation.reasoning_effort"
+    wrong.check(effort in EFFORTS, name, f"must be one of {', '.join(EFFORTS)}")
+    both = conversation.HasField("thinking")
+    wrong.check(not both, name, "cannot be combined with thinking: leave one of them out")
 
 
 def check_messages(messages: Sequence[pb.Message], wrong: Violations) -> None:
@@ -64,7 +73,7 @@ def check_messages(messages: Sequence[pb.Message], wrong: Violations) -> None:
     call_ids: set[str] = set()
     for index, (turn, count) in enumerate(zip(messages, call_counts, strict=True)):
         role = turn.role
-        if role in PLAIN_ROLES and not count and not turn.tool_call_id:
+        if role in PLAIN_ROLES and not (count or turn.tool_call_id or turn.reasoning):
             continue  # most turns
         field = f"conversation.messages[{index}]"
         wrong.check(
@@ -81,6 +90,12 @@ def check_messages(messages: Sequence[pb.Message], wrong: Violations) -> None:
         elif turn.tool_call_id:
             wrong.check(
                 False, f"{field}.tool_call_id", "is allowed for ROLE_TOOL only; leave it out"
+            )
+        if turn.reasoning:
+            wrong.check(
+                role == pb.ROLE_ASSISTANT,
+                f"{field}.reasoning",
+                "is allowed for ROLE_ASSISTANT only; leave it out",
             )
         if turn.tool_calls:
             wrong.check(
@@ -129,9 +144,11 @@ def shown_arguments(text: str) -> str:
     return text if json_object(text) is not None else json.dumps(text, ensure_ascii=False)
 
 
-def thinking_of(message: pb.StartFrame | pb.CountTokensRequest) -> bool | None:
-    """Return whether the model should think; None if its chat template decides."""
+def thinking_of(message: pb.StartFrame | pb.CountTokensRequest) -> Thinking:
+    """Return whether, or how much, the model should think; None if its chat template decides."""
     conversation = message.conversation
+    if message.HasField("conversation") and conversation.reasoning_effort:
+        return conversation.reasoning_effort
     return (
         conversation.thinking
         if message.HasField("conversation") and conversation.HasField("thinking")
@@ -152,5 +169,6 @@ def _messages(turns: Sequence[pb.Message]) -> tuple[ChatMessage, ...]:
         )
         calls |= {call.id: call for call in called}
         result_of = calls[turn.tool_call_id] if turn.role == pb.ROLE_TOOL else None
-        messages.append(ChatMessage(ROLES[turn.role], turn.content, called, result_of))
+        message = ChatMessage(ROLES[turn.role], turn.content, called, result_of, turn.reasoning)
+        messages.append(message)
     return tuple(messages)

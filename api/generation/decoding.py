@@ -95,6 +95,7 @@ class StopRules(msgspec.Struct, frozen=True):
     stop_token_ids: frozenset[int]
     ignore_eos: bool
     min_output_tokens: int
+    max_reasoning_tokens: int | None = None
 
     def within(self, room_tokens: int) -> StopCriteria:
         """Return the stop criteria to run with.
@@ -107,6 +108,7 @@ class StopRules(msgspec.Struct, frozen=True):
             stop_token_ids=self.stop_token_ids,
             ignore_eos=self.ignore_eos,
             min_output_tokens=self.min_output_tokens,
+            max_reasoning_tokens=self.max_reasoning_tokens,
         )
 
 
@@ -175,6 +177,9 @@ def parse_stop(start: pb.StartFrame) -> StopRules:
         stop_token_ids=frozenset(start.stop_token_ids),
         ignore_eos=start.ignore_eos,
         min_output_tokens=start.min_output_tokens,
+        max_reasoning_tokens=(
+            start.max_reasoning_tokens if start.HasField("max_reasoning_tokens") else None
+        ),
     )
 
 
@@ -274,6 +279,14 @@ def check_stop(start: pb.StartFrame, wrong: Violations) -> None:
         wrong.check(
             False, "min_output_tokens", f"must be from 0 to max_output_tokens, got {output_min}"
         )
+    if start.HasField("max_reasoning_tokens"):
+        count, name = start.max_reasoning_tokens, "max_reasoning_tokens"
+        wrong.check(count >= 0, name, f"must be at least 0, got {count}")
+        for has, other in (
+            (not start.HasField("conversation"), "needs conversation: a prompt is not split"),
+            (start.HasField("beam_search"), "cannot be combined with beam_search"),
+        ):
+            wrong.check(not has, name, other)
     stops, ids = start.stop_sequences, start.stop_token_ids
     if not (stops or ids):
         return

@@ -136,6 +136,7 @@ def usage(so_far: UsageSoFar, delivered_token_count: int, prices: TokenPrices) -
         generated_token_count=so_far.generated_token_count,
         delivered_token_count=delivered_token_count,
         billed_token_count=delivered_token_count,
+        reasoning_token_count=min(so_far.reasoning_token_count, delivered_token_count),
     )
     return pb.ServerFrame(
         usage=pb.UsageFrame(usage=counts, cost=wire.money(prices.currency_code, cost))
@@ -184,6 +185,7 @@ def tell_settled(
     usage.billed_token_count = settled.billed_token_count
     usage.embedding_token_count = settled.embedding_token_count
     usage.journalled_token_count = settled.journalled_token_count
+    usage.reasoning_token_count = settled.reasoning_token_count
     cost.currency_code = settled.currency_code
     cost.units, cost.picos = divmod(settled.cost_picos, wire.PICOS_PER_UNIT)
     for receipt in settled.receipts:

@@ -478,7 +478,11 @@ class LiveRequest:
                 if output.said_token_count + count <= self._free_token_count and not (
                     event.logprobs or event.prompt_logprobs
                 ):
-                    output.say(event.choice_index, event.text, token_ids)
+                    if event.reasoning_token_count:
+                        thought = event.reasoning, event.reasoning_token_count
+                        output.say(event.choice_index, event.text, token_ids, (), (), thought)
+                    else:
+                        output.say(event.choice_index, event.text, token_ids)
                     return
                 self._watch.first_token()
                 self._charge()

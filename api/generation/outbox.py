@@ -35,7 +35,7 @@ class UsageSoFar(msgspec.Struct):
     input_token_count is 0 until the engine has started on it. is_cached_final: the cached count
     cannot change any more. journalled: written before they are sent. taken: by the transport.
     delivered: those that are billed, which are the taken ones, and all in the replay buffer of a
-    request that has one.
+    request that has one. reasoning: thinking among the journalled ones.
     """
 
     input_token_count: int = 0
@@ -45,6 +45,12 @@ class UsageSoFar(msgspec.Struct):
     taken_token_count: int = 0
     delivered_token_count: int = 0
     is_cached_final: bool = False
+    reasoning_token_count: int = 0
+
+    @property
+    def delivered_reasoning_token_count(self) -> int:
+        """Delivered tokens of thinking, which precede those of the answer."""
+        return min(self.reasoning_token_count, self.delivered_token_count)
 
 
 class Source(Protocol):

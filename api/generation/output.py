@@ -13,6 +13,7 @@ import uuid
 from abc import ABC, abstractmethod
 from array import array
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -38,6 +39,9 @@ from metering.core.models import Outcome
 from metering.holds.journal import Delivered
 from metering.pricing.prices import TokenPrices
 
+# Text of thinking, and the number of tokens now known to be thinking.
+Thought = tuple[str, int]
+NO_THOUGHT: Thought = ("", 0)
 # Steps merged into one delta; keeps a frame at some kB even with log-probabilities.
 TOKENS_PER_DELTA_MAX = 64
 CLOCK_S = 0.001  # a timer may fire this much early
@@ -217,6 +221,7 @@ class Output(ABC):
         token_ids: Sequence[int],
         logprobs: Sequence[pb.TokenLogprobs] = (),
         calls: Sequence[pb.ToolCallDelta] = (),
+        thought: Thought = NO_THOUGHT,
     ) -> None:
         """Add new output.
 
@@ -539,8 +544,10 @@ def _ended(message: pb.UpdateFrame) -> None:
     """Ignore a change of limits after the end."""
 
 
-# One step: choice, text, token ids, log-probabilities, pieces of tool calls.
-Step = tuple[int, str, Sequence[int], Sequence[pb.TokenLogprobs], Sequence[pb.ToolCallDelta]]
+# One step: choice, text, token ids, log-probabilities, pieces of tool calls, thinking.
+Step = tuple[
+    int, str, Sequence[int], Sequence[pb.TokenLogprobs], Sequence[pb.ToolCallDelta], Thought
+]
 
 
 class LiveOutput(Output):
@@ -565,12 +572,13 @@ class LiveOutput(Output):
         token_ids: Sequence[int],
         logprobs: Sequence[pb.TokenLogprobs] = (),
         calls: Sequence[pb.ToolCallDelta] = (),
+        thought: Thought = NO_THOUGHT,
     ) -> None:
         """Implement `Output.say`."""
         if token_ids:
             self.gaps.note(choice_index)
         self.said_token_count += len(token_ids)
-        self._steps.append((choice_index, text, token_ids, logprobs, calls))
+        self._steps.append((choice_index, text, token_ids, logprobs, calls, thought))
         if len(self._steps) > STEPS_UNPACKED_MAX:
             self._pack()
         receiver = self.receiver
@@ -603,20 +611,27 @@ class LiveOutput(Output):
             return
         if not self._packed and self.flow.credit is None and self.usage_telling is None:
             # Most output: tokens of the first choice with nothing beside them.
-            choice_index, text, token_ids, logprobs, calls = self._steps[0]
+            choice_index, text, token_ids, logprobs, calls, thought = self._steps[0]
             is_plain = not (choice_index or logprobs or calls)
             if len(self._steps) > 1:
-                is_plain = not any(step[0] or step[3] or step[4] for step in self._steps)
+                is_plain = not any(
+                    step[0] or step[3] or step[4] or step[5] is not NO_THOUGHT
+                    for step in self._steps
+                )
                 text = "".join([step[1] for step in self._steps])
                 token_ids = [token_id for step in self._steps for token_id in step[2]]
             count = len(token_ids)
             if is_plain and 0 < count <= TOKENS_PER_DELTA_MAX:
                 self._steps.clear()
                 self._last_seq += 1
+                rest = b""
+                if thought is not NO_THOUGHT:
+                    rest = thought_fields(thought[0].encode(), thought[1])
+                    self.usage.reasoning_token_count += thought[1]
                 into.parts.append(
                     receiver.token(self._last_seq, text.encode(), token_ids[0])
-                    if count == 1
-                    else receiver.delta(self._last_seq, 0, text.encode(), token_ids, b"")
+                    if count == 1 and not rest
+                    else receiver.delta(self._last_seq, 0, text.encode(), token_ids, rest)
                 )
                 into.token_room -= count
                 end = len(into.parts)
@@ -642,9 +657,10 @@ class LiveOutput(Output):
                 )
                 if self.usage_telling is not None:
                     count_max = min(count_max, self.usage_telling.room)
-                text, token_ids, rest = output.take(count_max)
+                text, token_ids, rest, reasoning_count = output.take(count_max)
                 if not (token_ids or text or rest):
                     break  # the first token needs more credit
+                self.usage.reasoning_token_count += reasoning_count
                 self._last_seq += 1
                 delta_count += 1
                 into.parts.append(
@@ -667,10 +683,10 @@ class LiveOutput(Output):
             self._say_end()
 
     def _pack(self) -> None:
-        for choice_index, text, token_ids, logprobs, calls in self._steps:
+        for choice_index, text, token_ids, logprobs, calls, thought in self._steps:
             if (output := self._packed.get(choice_index)) is None:
                 output = self._packed[choice_index] = PackedOutput()
-            output.add(text, token_ids, logprobs, calls)
+            output.add(text, token_ids, logprobs, calls, thought)
         self._steps.clear()
 
     def _waits(self) -> bool:
@@ -719,10 +735,12 @@ class ReplayOutput(Output):
         token_ids: Sequence[int],
         logprobs: Sequence[pb.TokenLogprobs] = (),
         calls: Sequence[pb.ToolCallDelta] = (),
+        thought: Thought = NO_THOUGHT,
     ) -> None:
         """Implement `Output.say`. With flow control, each token is a frame."""
         if not self.fence():
             return
+        self.usage.reasoning_token_count += thought[1]
         if token_ids:
             self.gaps.note(choice_index)
             self.buffer.record(self.entry(len(token_ids)))
@@ -733,7 +751,11 @@ class ReplayOutput(Output):
         for first in range(0, max(len(token_ids), 1), step):
             part = token_ids[first : first + step]
             is_last = first + step >= len(token_ids)
-            rest = rest_of(logprobs[first : first + step], calls if is_last else ())
+            rest = rest_of(
+                logprobs[first : first + step],
+                calls if is_last else (),
+                thought if is_last else NO_THOUGHT,
+            )
             self._last_seq += 1
             self._unread += len(part)
             delta = delta_bytes(
@@ -808,10 +830,22 @@ class ReplayOutput(Output):
             self.usage_telling.sent_token_count = self.usage.delivered_token_count - self._unread
 
 
-def rest_of(logprobs: Sequence[pb.TokenLogprobs], calls: Sequence[pb.ToolCallDelta]) -> bytes:
+def rest_of(
+    logprobs: Sequence[pb.TokenLogprobs],
+    calls: Sequence[pb.ToolCallDelta],
+    thought: Thought = NO_THOUGHT,
+) -> bytes:
     """Serialize the optional fields of a `DeltaFrame`."""
     rest = b"".join(logprob_field(each) for each in logprobs)
-    return rest + pb.DeltaFrame(tool_calls=calls).SerializeToString() if calls else rest
+    if calls:
+        rest += pb.DeltaFrame(tool_calls=calls).SerializeToString()
+    return rest + thought_fields(thought[0].encode(), thought[1])
+
+
+def thought_fields(text: bytes, token_count: int) -> bytes:
+    """Serialize `DeltaFrame.reasoning` and `reasoning_token_count`."""
+    fields = b"\x3a%b%b" % (varint(len(text)), text) if text else b""
+    return fields + b"\x40" + varint(token_count) if token_count else fields
 
 
 def logprob_field(logprobs: pb.TokenLogprobs) -> bytes:
@@ -823,7 +857,8 @@ def logprob_field(logprobs: pb.TokenLogprobs) -> bytes:
 class PackedOutput:
     """Tokens and text in order, packed into a few bytes per token.
 
-    The text and calls of one `add` are taken with its last token.
+    The text, calls and thinking of one `add` are taken with its last token. Thinking after text is
+    not taken together with that text, since it precedes the text of its delta.
     """
 
     def __init__(self) -> None:
@@ -839,6 +874,12 @@ class PackedOutput:
         self._taken_token_count = 0
         self._taken_byte_count = 0
         self._taken_call_byte_count = 0
+        self._thoughts = bytearray()
+        self._thought_ends = array("Q")
+        self._taken_thought_byte_count = 0
+        self._thought_token_counts = array("I")  # of each `add`
+        self._has_text = False
+        self._turns: deque[int] = deque()  # tokens, from the first, before thinking after text
 
     def __len__(self) -> int:
         """Return the number of tokens."""
@@ -855,8 +896,16 @@ class PackedOutput:
         token_ids: Sequence[int],
         logprobs: Sequence[pb.TokenLogprobs] = (),
         calls: Sequence[pb.ToolCallDelta] = (),
+        thought: Thought = NO_THOUGHT,
     ) -> None:
         """Append output. logprobs: one entry per token, or none."""
+        if thought[0] and self._has_text:
+            self._turns.append(self._taken_token_count + len(self._token_ids))
+            self._has_text = False
+        self._has_text |= bool(text)
+        self._thoughts += thought[0].encode()
+        self._thought_ends.append(self._taken_thought_byte_count + len(self._thoughts))
+        self._thought_token_counts.append(thought[1])
         self._token_ids.extend(token_ids)
         self._text += text.encode()
         self._logprobs += [logprob_field(each) for each in logprobs]
@@ -866,8 +915,15 @@ class PackedOutput:
             self._calls += pb.DeltaFrame(tool_calls=calls).SerializeToString()
         self._call_ends.append(self._taken_call_byte_count + len(self._calls))
 
-    def take(self, token_count_max: int) -> tuple[bytes, list[int], bytes]:
-        """Remove at most this many tokens; return text, ids, and other `DeltaFrame` fields."""
+    def take(self, token_count_max: int) -> tuple[bytes, list[int], bytes, int]:
+        """Remove at most this many tokens.
+
+        Returns text, ids, other `DeltaFrame` fields, and the number of tokens known to be thinking.
+        """
+        while self._turns and self._turns[0] <= self._taken_token_count:
+            self._turns.popleft()
+        if self._turns:
+            token_count_max = min(token_count_max, self._turns[0] - self._taken_token_count)
         token_count = min(token_count_max, len(self._token_ids))
         token_ids, self._token_ids = (
             self._token_ids[:token_count].tolist(),
@@ -876,8 +932,15 @@ class PackedOutput:
         logprobs, self._logprobs = self._logprobs[:token_count], self._logprobs[token_count:]
         self._taken_token_count += token_count
         whole_count = bisect_right(self._token_ends, self._taken_token_count)
-        text, calls = b"", b""
+        text, calls, thought, thought_token_count = b"", b"", b"", 0
         if whole_count:
+            byte_count = self._thought_ends[whole_count - 1] - self._taken_thought_byte_count
+            thought, self._thoughts = (
+                bytes(self._thoughts[:byte_count]),
+                self._thoughts[byte_count:],
+            )
+            self._taken_thought_byte_count += byte_count
+            thought_token_count = sum(self._thought_token_counts[:whole_count])
             byte_count = self._text_ends[whole_count - 1] - self._taken_byte_count
             text, self._text = bytes(self._text[:byte_count]), self._text[byte_count:]
             self._taken_byte_count += byte_count
@@ -888,5 +951,8 @@ class PackedOutput:
                 self._token_ends[:whole_count],
                 self._text_ends[:whole_count],
                 self._call_ends[:whole_count],
+                self._thought_ends[:whole_count],
+                self._thought_token_counts[:whole_count],
             )
-        return text, token_ids, b"".join(logprobs) + calls
+        rest = b"".join(logprobs) + calls + thought_fields(thought, thought_token_count)
+        return text, token_ids, rest, thought_token_count

@@ -17,10 +17,12 @@ from api.queue.fair_queue import Arrival
 from inference.engine import GenerationRequest
 from inference.routing.router import Route
 from inference.safety.safety import SafetyChecker
-from inference.text.tokenizer import Tokenizer, TokenLimitExceeded
+from inference.text.tokenizer import ChatMessage, Tokenizer, TokenLimitExceeded
 from metering.holds.operations import Admit, new_hold_id
 from metering.quotas.quota_rules import Payer
 from metering.tenants.tenants import TokenBounds
+
+NO_MARKS = "cannot be set: this model does not mark its thinking; leave it out"
 
 
 async def prepared(
@@ -79,6 +81,8 @@ def checked_request(
         raise InvalidRequest(
             [FieldViolation("token_ids.ids", f"must each be from 0 to {size - 1}")]
         )
+    if start.stop.max_reasoning_tokens is not None and tokenizer.reasoning is None:
+        raise InvalidRequest([FieldViolation("max_reasoning_tokens", NO_MARKS)])
     response_format = start.response_format
     if start.tool_use.tools:
         response_format = format_with_tools(start.tool_use, response_format, tokenizer)
@@ -94,6 +98,8 @@ def checked_request(
         beam_search=start.beam_search,
         regions=route.regions,
         adapter=route.adapter,
+        # A plain prompt is continued as it is: its text may be about the marks of thinking.
+        splits_reasoning=isinstance(start.prompt[0], ChatMessage),
     )
     check_against_model(request, size)
     if model.capabilities.counts_from_usage:

@@ -16,7 +16,7 @@ from api.core.wire import OUTCOMES
 from api.generation import frames
 from api.generation.admission import Lease
 from api.generation.life import Life
-from api.generation.output import Output, UsageTelling
+from api.generation.output import NO_THOUGHT, Output, UsageTelling
 from api.generation.output_limits import UNBOUNDED, OutputLimits
 from api.generation.start_frame import ValidStart
 from api.generation.tools import CallReading
@@ -215,11 +215,11 @@ class Reply:
         A choice whose last tokens were not sent ends with the outcome of the request.
         """
         if self._life.end is None and isinstance(event, ChoiceFinished):
-            self._say_rest(event.choice_index, event.text)
+            self._say_rest(event.choice_index, event.text, event.reasoning)
             if self._life.end is None:
                 self._choice_ends[event.choice_index] = OUTCOMES[event.reason]
         elif self._life.end is None and self._start.choice_count == 1:
-            self._say_rest(0, event.text)
+            self._say_rest(0, event.text, event.reasoning)
         if isinstance(event, SequenceFinished):
             self._on_end()
 
@@ -265,10 +265,15 @@ class Reply:
             for frame in frames.prompts(event.prompt_logprobs):
                 self.output.push(frame)
         logprobs = frames.token_logprobs(event.logprobs) if event.logprobs else ()
+        thought = (
+            (event.reasoning, event.reasoning_token_count)
+            if event.reasoning_token_count
+            else NO_THOUGHT
+        )
         output, unsent_max = self.output, self._settings.outbox_tokens_per_request_max
         if self._parsers and (parser := self._parsers.get(event.choice_index)) is not None:
             text, calls = self._parsed(event.choice_index, parser.push(event.text))
-            output.say(event.choice_index, text, event.token_ids, logprobs, calls)
+            output.say(event.choice_index, text, event.token_ids, logprobs, calls, thought)
             if (
                 self.call_reading is not None
                 and self.call_reading.ends_with_call
@@ -276,7 +281,7 @@ class Reply:
             ):
                 self._life.stop(Outcome.STOP)
         else:
-            output.say(event.choice_index, event.text, event.token_ids, logprobs)
+            output.say(event.choice_index, event.text, event.token_ids, logprobs, (), thought)
         if output.said_token_count >= self._limits.token_count_max:
             self.end_at_limit()
         if (
@@ -289,16 +294,17 @@ class Reply:
             )
             self._life.stop(Outcome.SLOW_CONSUMER, detail=detail)
 
-    def _say_rest(self, choice_index: int, text: str) -> None:
-        """Send the end of a choice: text without tokens, and text held back as a possible tool
-        call."""
+    def _say_rest(self, choice_index: int, text: str, reasoning: str = "") -> None:
+        """Send the end of a choice: text and thinking without tokens, and text held back as a
+        possible tool call."""
         calls: list[pb.ToolCallDelta] = []
         if (parser := self._parsers.pop(choice_index, None)) is not None:
             before, begun = self._parsed(choice_index, parser.push(text))
             rest, ended = self._parsed(choice_index, parser.finish())
             text, calls = before + rest, begun + ended
-        if text or calls:
-            self.output.say(choice_index, text, (), (), calls)
+        if text or calls or reasoning:
+            thought = (reasoning, 0) if reasoning else NO_THOUGHT
+            self.output.say(choice_index, text, (), (), calls, thought)
 
     def _parsed(self, choice_index: int, parsed: Parsed) -> tuple[str, list[pb.ToolCallDelta]]:
         if parsed.calls:
@@ -332,10 +338,12 @@ class OutputFilter:
         self._char_count = 0
 
     async def push(self, event: TokensGenerated) -> list[TokensGenerated]:
-        """Add output, and return what is released, in order.
+        """Add output, and return what is released, in order. Thinking is not checked.
 
         Raises: SafetyUnavailable; waiting output is lost then.
         """
+        if event.reasoning_token_count and not (event.text or self._waiting):
+            return [event]
         self._char_count += len(event.text)
         self._waiting.append((event, self._char_count))
         if not event.text:

@@ -43,12 +43,19 @@ from api.generation.tools import (
 )
 from api.queue.fair_queue import ServiceTier
 from inference.engine import BeamSearchParams, ResponseFormat
-from inference.text.tokenizer import ChatMessage
+from inference.text.tokenizer import ChatMessage, Thinking
 from inference.text.tools import Tool
 
 SAMPLING_FIELDS = frozenset({"sampling", "top_logprobs", "prompt_logprobs"})
 STOP_FIELDS = frozenset(
-    {"max_output_tokens", "min_output_tokens", "stop_sequences", "stop_token_ids", "ignore_eos"}
+    {
+        "max_output_tokens",
+        "min_output_tokens",
+        "stop_sequences",
+        "stop_token_ids",
+        "ignore_eos",
+        "max_reasoning_tokens",
+    }
 )
 DECODING_FIELDS = SAMPLING_FIELDS | {"response_format", "beam_search", "choice_count"}
 TOOL_FIELDS = frozenset({"tools", "tool_choice"})
@@ -93,7 +100,7 @@ class ValidStart(msgspec.Struct):
     max_cost: Cost | None = None
     region: str = ""
     tool_use: ToolUse = NO_TOOLS
-    thinking: bool | None = None
+    thinking: Thinking = None
 
     @property
     def operation(self) -> str:

@@ -179,7 +179,8 @@ def timed(call: Callable[[], Value], cost: Cost) -> Value:
 
 def conversation_size(messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> tuple[int, int]:
     """Return the characters of turns, their calls and tools, and the number of these parts."""
-    chars, parts = sum([len(message.content) for message in messages]), len(messages) + len(tools)
+    chars = sum([len(message.content) + len(message.reasoning) for message in messages])
+    parts = len(messages) + len(tools)
     for message in messages:
         for call in message.tool_calls:
             chars += len(call.name) + len(call.arguments)

@@ -20,11 +20,15 @@ from api.generation.text_work import (
     conversation_size,
 )
 from inference.safety.safety import SafetyChecker
-from inference.text.tokenizer import ChatMessage, Tokenizer
+from inference.text.tokenizer import ChatMessage, Thinking, Tokenizer
 from inference.text.tools import Tool
 from metering.quotas.quota_rules import Payer
 
 NO_SWITCH = "cannot be set: this model's chat template cannot switch thinking; leave it out"
+NO_EFFORT = (
+    "cannot be set: this model's chat template has no efforts of thinking and no switch; leave it"
+    " out, or send none"
+)
 INLINE_S_PER_CHAR = 0.3e-6  # processor time, if too short to measure
 CHARS_PER_TOKEN_MAX = 16  # characters per token without a tokenizer bound: four times the average
 
@@ -40,8 +44,8 @@ class TextJob:
     window: tokens of the model's context. token_count_max: limit of the prompt's tokens; None if it
     is only counted. check_room: awaited before long text is tokenized, with a lower bound of its
     tokens; raises the refusal of a request of that size. asks_first: call `check_room` before any
-    text, since the key was refused a moment ago. thinking: whether the model should think; None:
-    the template decides.
+    text, since the key was refused a moment ago. thinking: whether, or how much, the model
+    should think; None: the template decides.
     """
 
     work: TextWork
@@ -50,7 +54,7 @@ class TextJob:
     window: int
     token_count_max: int | None = None
     check_room: Callable[[int], Awaitable[None]] | None = None
-    thinking: bool | None = None
+    thinking: Thinking = None
     asks_first: bool = False
 
 
@@ -58,7 +62,7 @@ def tokenize_at_once(
     tokenizer: Tokenizer,
     prompt: Prompt,
     tools: Sequence[Tool],
-    thinking: bool | None,
+    thinking: Thinking,
 ) -> Tokenized | None:
     """Return the token ids of a short or tokenized prompt; None for others.
 
@@ -73,7 +77,9 @@ def tokenize_at_once(
         )
     if isinstance(prompt[0], int):
         return prompt, 0.0
-    if thinking is not None and not tokenizer.switches_thinking(has_tools=bool(tools)):
+    if thinking is not None and not tokenizer.takes_thinking(thinking, has_tools=bool(tools)):
+        if isinstance(thinking, str):
+            raise InvalidRequest([FieldViolation("conversation.reasoning_effort", NO_EFFORT)])
         raise InvalidRequest([FieldViolation("conversation.thinking", NO_SWITCH)])
     chars, part_count = conversation_size(prompt, tools)
     cost = chars + MESSAGE_COST_CHARS * part_count
@@ -159,6 +165,7 @@ def _text_of(tokenizer: Tokenizer, prompt: Prompt, tools: Sequence[Tool]) -> tup
         return "token_ids.ids", tokenizer.decode(token_ids)
     messages = [part for part in prompt if isinstance(part, ChatMessage)]
     shown = [message.content for message in messages]
+    shown += [message.reasoning for message in messages if message.reasoning]
     for message in messages:
         for call in message.tool_calls:
             shown += (call.id, call.name, *shown_texts(call.arguments))

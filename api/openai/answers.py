@@ -15,6 +15,7 @@ from weir.v1 import types_pb2
 
 from api.core import wire
 from api.openai.parameters import (
+    REASONING_TEXT,
     ParsedRequest,
     ResponseParameters,
     echoed_format,
@@ -232,8 +233,8 @@ class Output:
     """One choice of one prompt so far.
 
     index: among all choices of the response. parts: in the order in which they began: the number of
-    a tool call, or None for the text. input_token_count: of its prompt. token_count: sent so far.
-    logprobs: of an echoed prompt, then of the output.
+    a tool call, None for the text, or -1, -2 and so on for thoughts. input_token_count: of its
+    prompt. token_count: sent so far. logprobs: of an echoed prompt, then of the answer.
     """
 
     index: int
@@ -241,12 +242,18 @@ class Output:
     token_count: int = 0
     texts: list[str] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
+    thoughts: list[list[str]] = field(default_factory=list)
     parts: list[int | None] = field(default_factory=list)
     logprobs: list[pb.TokenLogprobs] = field(default_factory=list)
     reason: types_pb2.FinishReason.ValueType = types_pb2.FINISH_REASON_UNSPECIFIED
     timings: types_pb2.Timings | None = None  # of its prompt, with the first choice
 
     def add(self, delta: pb.DeltaFrame) -> None:
+        if delta.reasoning:
+            if not (self.parts and is_thought(self.parts[-1])):
+                self.thoughts.append([])
+                self.parts.append(-len(self.thoughts))
+            self.thoughts[-1].append(delta.reasoning)
         self.texts.append(delta.text)
         self.logprobs.extend(delta.logprobs)
         if delta.text and None not in self.parts:
@@ -262,8 +269,26 @@ class Output:
         return "".join(self.texts)
 
     @property
+    def reasoning(self) -> str:
+        """The text of all thoughts."""
+        return "".join(piece for pieces in self.thoughts for piece in pieces)
+
+    def thought(self, part: int) -> str:
+        """Return the text of one thought, by its number in `parts`."""
+        return "".join(self.thoughts[-part - 1])
+
+    @property
     def finish_reason(self) -> str:
         return FINISH_REASONS.get(self.reason, "stop")
+
+
+def _is_call(part: int | None) -> bool:
+    return part is not None and part >= 0
+
+
+def is_thought(part: int | None) -> bool:
+    """Return whether an entry of `Output.parts` is a thought."""
+    return part is not None and part < 0
 
 
 @dataclass(slots=True)
@@ -273,6 +298,7 @@ class Bill:
     input_token_count: int = 0
     cached_input_token_count: int = 0
     output_token_count: int = 0
+    reasoning_token_count: int = 0  # part of the output
     cost_picos: int = 0
     currency_code: str = ""
     price_version: int = 0
@@ -283,6 +309,7 @@ class Bill:
         self.input_token_count += usage.input_token_count
         self.cached_input_token_count += usage.cached_input_token_count
         self.output_token_count += usage.billed_token_count
+        self.reasoning_token_count += usage.reasoning_token_count
         self.cost_picos += wire.picos_of(cost)
         self.currency_code = cost.currency_code
 
@@ -293,7 +320,7 @@ class Bill:
             "completion_tokens": self.output_token_count,
             "total_tokens": self.input_token_count + self.output_token_count,
             "prompt_tokens_details": {"cached_tokens": self.cached_input_token_count},
-            "completion_tokens_details": {"reasoning_tokens": 0},  # thinking is part of the text
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning_token_count},
         }
 
     def extension(self, outputs: Sequence[Output]) -> dict[str, Any]:
@@ -463,11 +490,15 @@ class ChatAnswer(ChunkAnswer):
         return b"".join(events)
 
     def delta(self, output: Output, new: pb.DeltaFrame) -> bytes:
-        if not new.logprobs and not new.tool_calls:
+        if not new.logprobs and not new.tool_calls and not new.reasoning:
             before, after = self._plain_chunk(output.index)
             return b"".join((before, encode(new.text), after, self._end_of(output)))
         logprobs = self._logprobs(new.logprobs) if new.logprobs else None
-        delta: dict[str, Any] = {"content": new.text} if new.text or not new.tool_calls else {}
+        delta: dict[str, Any] = {}
+        if new.reasoning:
+            delta |= _reasoning(new.reasoning)
+        if new.text or not (new.tool_calls or new.reasoning):
+            delta["content"] = new.text
         if new.tool_calls:
             delta["tool_calls"] = [_call_delta(piece) for piece in new.tool_calls]
         return self._new_chunk(output, _chat_choice(output.index, delta, logprobs=logprobs))
@@ -512,14 +543,16 @@ def _chat_choice(
 
 
 def _message(output: Output) -> dict[str, Any]:
-    """Return a whole message; one that consists of calls only has null content."""
-    content = None if output.calls and not output.text else output.text
+    """Return a whole message; one that has calls or thoughts only has null content."""
+    content = None if output.parts and not output.text else output.text
     message: dict[str, Any] = {
         "role": "assistant",
         "content": content,
         "refusal": None,
         "annotations": [],
     }
+    if output.thoughts:
+        message |= _reasoning(output.reasoning)
     if output.calls:
         message["tool_calls"] = [
             {
@@ -530,6 +563,11 @@ def _message(output: Output) -> dict[str, Any]:
             for call in output.calls
         ]
     return message
+
+
+def _reasoning(text: str) -> dict[str, str]:
+    """Return thinking under both names that clients know: SGLang's and DeepSeek's, and vLLM's."""
+    return {"reasoning_content": text, "reasoning": text}
 
 
 def _call_delta(piece: pb.ToolCallDelta) -> dict[str, Any]:
@@ -597,7 +635,7 @@ def _completion_choice(
 
 
 class ResponseAnswer(Answer):
-    """Format of responses: a message and any number of calls, as items in the order they began."""
+    """Format of responses: thoughts, a message and calls, as items in the order they began."""
 
     streams_done = False
     repeats_output = True
@@ -614,17 +652,30 @@ class ResponseAnswer(Answer):
         self._event_count = 0
         self._open: list[int | None] = []  # items begun by events, as `Output.parts`
         self._done_count = 0  # calls ended by events
+        self._open_thought: int | None = None  # begun by events and not ended, as `Output.parts`
 
     def opening(self, outputs: Sequence[Output]) -> bytes:
-        """Return the events before the first output. Without tools, the first item is known."""
+        """Return the events before the first output."""
         response = self._response("in_progress")
-        begun = self._event("response.created", response=response) + self._event(
+        return self._event("response.created", response=response) + self._event(
             "response.in_progress", response=response
         )
-        return begun if self._parsed.starts[0].tools else begun + self._begin_text()
 
     def delta(self, output: Output, new: pb.DeltaFrame) -> bytes:
         events = []
+        if new.reasoning:
+            part = -len(output.thoughts)
+            if part not in self._open:
+                events.append(self._begin_thought(part))
+            events.append(
+                self._event(
+                    "response.reasoning_text.delta",
+                    delta=new.reasoning,
+                    **self._thought_place(part),
+                )
+            )
+        if new.text or new.logprobs or new.tool_calls:
+            events.append(self._end_thought(output, "completed"))
         if new.text or new.logprobs:
             if None not in self._open:
                 events.append(self._begin_text())
@@ -657,6 +708,7 @@ class ResponseAnswer(Answer):
         missing = b"" if self._open else self._begin_text()
         events = [
             missing,
+            self._end_thought(output, body["status"]),
             self._end_text(output, body) if None in self._open else b"",
             self._end_calls(output, len(output.calls)),
         ]
@@ -688,7 +740,7 @@ class ResponseAnswer(Answer):
                 "cache_write_tokens": 0,
             },
             "output_tokens": bill.output_token_count,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": bill.reasoning_token_count},
             "total_tokens": bill.input_token_count + bill.output_token_count,
         }
         return {"usage": usage, "weir": bill.extension(outputs)}
@@ -700,9 +752,56 @@ class ResponseAnswer(Answer):
         return [
             self._message(each, [self._text(output.text, output.logprobs)])
             if place is None
+            else self._thought_item(place, output.thought(place), each)
+            if place < 0
             else self._call(place, output, each)
             for place, each in zip(parts, statuses, strict=True)
         ]
+
+    # Events of thoughts.
+
+    def _thought_place(self, part: int) -> dict[str, Any]:
+        item_id = f"rs_{self._answer_id}_{-part}"
+        return {"item_id": item_id, "output_index": self._open.index(part), "content_index": 0}
+
+    def _begin_thought(self, part: int) -> bytes:
+        self._open.append(part)
+        self._open_thought = part
+        place = self._open.index(part)
+        item = self._thought_item(part, None, "in_progress")
+        begun = self._event("response.output_item.added", item=item, output_index=place)
+        empty = {"type": REASONING_TEXT, "text": ""}
+        return begun + self._event(
+            "response.content_part.added", part=empty, **self._thought_place(part)
+        )
+
+    def _end_thought(self, output: Output, status: str) -> bytes:
+        """Return the events that end the open thought, if there is one."""
+        part, self._open_thought = self._open_thought, None
+        if part is None:
+            return b""
+        text, place = output.thought(part), self._thought_place(part)
+        whole = {"type": REASONING_TEXT, "text": text}
+        item = self._thought_item(part, text, status)
+        return b"".join(
+            (
+                self._event("response.reasoning_text.done", text=text, **place),
+                self._event("response.content_part.done", part=whole, **place),
+                self._event(
+                    "response.output_item.done", item=item, output_index=place["output_index"]
+                ),
+            )
+        )
+
+    def _thought_item(self, part: int, text: str | None, status: str) -> dict[str, Any]:
+        """Return a thought as an item. text: None before it has any."""
+        return {
+            "id": f"rs_{self._answer_id}_{-part}",
+            "type": "reasoning",
+            "summary": [],
+            "content": [] if text is None else [{"type": REASONING_TEXT, "text": text}],
+            "status": status,
+        }
 
     # Events of the text.
 
@@ -764,7 +863,7 @@ class ResponseAnswer(Answer):
         events = []
         status = (
             "incomplete"
-            if output.finish_reason in INCOMPLETE and self._open and self._open[-1] is not None
+            if output.finish_reason in INCOMPLETE and self._open and _is_call(self._open[-1])
             else "completed"
         )
         for number in range(self._done_count, count):

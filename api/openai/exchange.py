@@ -282,6 +282,8 @@ class Exchange:
         """Record new output of a request. Return the events of a stream for it."""
         output = self._outputs[index * self._parsed.choice_count + choice_index]
         output.token_count += token_count
+        if delta.reasoning_token_count:  # log-probabilities are of the answer's tokens
+            del delta.logprobs[: delta.reasoning_token_count]
         if not self._parsed.streams:
             output.add(delta)
             self._has_output = True
@@ -289,7 +291,9 @@ class Exchange:
         if self._answer.repeats_output:
             # Merged, so that a slow client does not cost memory for text that was sent.
             output.add(delta)
-        if self._refusal is not None or not (delta.text or delta.logprobs or delta.tool_calls):
+        if self._refusal is not None or not (
+            delta.text or delta.logprobs or delta.tool_calls or delta.reasoning
+        ):
             return b""
         return self._opening() + self._answer.delta(output, delta)
 

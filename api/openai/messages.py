@@ -43,8 +43,8 @@ ROLES: Mapping[str, pb.Role.ValueType] = {
     "user": pb.ROLE_USER,
     "assistant": pb.ROLE_ASSISTANT,
 }
-TEXT, CALL, RESULT = "text", "tool_use", "tool_result"
-REASONING = frozenset({"thinking", "redacted_thinking"})
+TEXT, CALL, RESULT, THOUGHT = "text", "tool_use", "tool_result", "thinking"
+REDACTED = "redacted_thinking"
 CUSTOM = "custom"  # type of the tools that the client runs
 THINKING: Mapping[str, bool | None] = {"enabled": True, "disabled": False, "adaptive": None}
 CHOICES: Mapping[str, str] = {"auto": "auto", "any": "required", "none": "none"}
@@ -88,7 +88,7 @@ class TextBlock(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class Block(TextBlock, forbid_unknown_fields=True, kw_only=True):
-    """Content block of any type. Earlier reasoning is left out."""
+    """Content block of any type. `redacted_thinking` is left out: nothing here encrypts it."""
 
     id: str | None = None
     name: str | None = None
@@ -96,7 +96,7 @@ class Block(TextBlock, forbid_unknown_fields=True, kw_only=True):
     tool_use_id: str | None = None
     content: str | list[TextBlock] | None = None
     is_error: bool | None = None
-    thinking: Any = None
+    thinking: str | None = None
     signature: Any = None
     data: Any = None
 
@@ -184,7 +184,7 @@ class MessageParameters(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 def tolerate_message(requested: MessageParameters, ignored: Ignored) -> None:
-    """Leave out tools that the server would run, and earlier reasoning; note what is ignored."""
+    """Leave out tools that the server would run, and encrypted thinking; note what is ignored."""
     tolerate(requested, ignored)
     parts = {"thinking": requested.thinking, "output_config": requested.output_config}
     for name, part in parts.items():
@@ -199,11 +199,11 @@ def tolerate_message(requested: MessageParameters, ignored: Ignored) -> None:
         if isinstance(message.content, str):
             continue
         for block in message.content:
-            if block.type in REASONING:
+            if block.type == REDACTED:
                 ignored.add(f"messages[].content[].{block.type}")
             elif block.is_error:
                 ignored.add("messages[].content[].is_error")
-        message.content = [block for block in message.content if block.type not in REASONING]
+        message.content = [block for block in message.content if block.type != REDACTED]
 
 
 def parse_message(requested: MessageParameters) -> ParsedRequest:
@@ -321,6 +321,7 @@ def merged(run: Sequence[pb.Message]) -> pb.Message:
     first, *others = run
     if others:
         first.content = "\n".join(filter(None, [each.content for each in run]))
+        first.reasoning = "\n".join(filter(None, [each.reasoning for each in run]))
         for each in others:
             first.tool_calls.extend(each.tool_calls)
     return first
@@ -331,6 +332,7 @@ def messages_of(role: str, blocks: Sequence[Block], field: str) -> list[pb.Messa
     results: list[pb.Message] = []
     calls: list[pb.ToolCall] = []
     texts: list[Block] = []
+    thoughts: list[str] = []
     for index, block in enumerate(blocks):
         place = f"{field}[{index}]"
         if block.type == CALL and role == "assistant":
@@ -343,12 +345,17 @@ def messages_of(role: str, blocks: Sequence[Block], field: str) -> list[pb.Messa
             results.append(
                 pb.Message(role=pb.ROLE_TOOL, content=content, tool_call_id=block.tool_use_id or "")
             )
+        elif block.type == THOUGHT and role == "assistant":
+            if block.thinking is None:
+                raise invalid_parameter(f"{place}.thinking", "is required")
+            thoughts.append(block.thinking)
         else:
             check_text(block, place)
             texts.append(block)
-    if texts or calls or not results:
-        text = "\n".join(block.text or "" for block in texts)
-        results.append(pb.Message(role=ROLES[role], content=text, tool_calls=calls))
+    if texts or calls or thoughts or not results:
+        message = pb.Message(role=ROLES[role], tool_calls=calls, reasoning="\n".join(thoughts))
+        message.content = "\n".join(block.text or "" for block in texts)
+        results.append(message)
     return results
 
 
@@ -409,6 +416,10 @@ class MessageAnswer(Answer):
         # Increments may be merged: text follows the rest of the open call.
         while pieces and not pieces[0].id:
             events.append(self._grow_call(pieces.pop(0)))
+        if new.reasoning:
+            if self._open != THOUGHT:
+                events.append(self._begin(thought_block("")))
+            events.append(self._grow({"type": "thinking_delta", "thinking": new.reasoning}))
         if new.text:
             if self._open != TEXT:
                 events.append(self._begin({"type": TEXT, "text": ""}))
@@ -443,6 +454,8 @@ class MessageAnswer(Answer):
         content = [
             {"type": TEXT, "text": output.text}
             if place is None
+            else thought_block(output.thought(place))
+            if place < 0
             else call_block(output.calls[place])
             for place in output.parts
         ]
@@ -500,6 +513,11 @@ def _event(kind: str, **fields: Any) -> bytes:
 
 def stop_reason(output: Output) -> str:
     return STOP_REASONS.get(output.reason, "end_turn")
+
+
+def thought_block(text: str) -> dict[str, Any]:
+    """Return thinking as a block. It has no signature: clients may send any thinking back."""
+    return {"type": THOUGHT, "thinking": text, "signature": ""}
 
 
 def call_block(call: Call) -> dict[str, Any]:

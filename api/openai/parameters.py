@@ -323,6 +323,8 @@ class Message(Struct, forbid_unknown_fields=True):
     tool_calls: list[CallParameter] | None = None
     tool_call_id: str | None = None
     function_call: Any = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
 
 
 # Fields of parts of other types.
@@ -357,6 +359,8 @@ def _plain_turn(message: Message) -> pb.Message | None:
         or message.function_call
         or message.audio
         or message.refusal
+        or message.reasoning_content
+        or message.reasoning
     ):
         return None
     return pb.Message(role=role, content=content)
@@ -386,6 +390,7 @@ def _turn(message: Message, field: str) -> pb.Message:
         content=content,
         tool_calls=calls,
         tool_call_id=message.tool_call_id or "",
+        reasoning=message.reasoning_content or message.reasoning or "",
     )
 
 
@@ -430,7 +435,9 @@ COMMON_NAMES: dict[str, str] = {
     f"sampling.{name}": name for name in (*SAMPLING, *DECODING, "logit_bias")
 } | {
     "conversation.thinking": "chat_template_kwargs.enable_thinking",
+    "conversation.reasoning_effort": "reasoning_effort",
     "min_output_tokens": "min_tokens",
+    "max_reasoning_tokens": "thinking_token_budget",
     "prompt_logprobs": "echo",
     "labels": "metadata",
     "labels['user']": "user",
@@ -451,19 +458,10 @@ Unsupported = Any  # type of OpenAI's parameters that are refused unless empty
 Idle = Any  # type of parameters that change nothing
 
 # Parameters with one accepted value: the value, and the reason.
-NO_EFFORT = (
-    "none",
-    (
-        "reasoning is part of the output text; chat_template_kwargs.enable_thinking switches it"
-        " for models with such a switch"
-    ),
-)
-
 NO_VERBOSITY = ("medium", "control the length by the prompt and max_tokens")
 NO_RETENTION = ("in_memory", "cached prompts are kept while there is room")
 # Chat API fields with one accepted value, and the remedy.
 ACCEPTED_VALUES = {
-    "reasoning_effort": NO_EFFORT,
     "verbosity": NO_VERBOSITY,
     "prompt_cache_retention": NO_RETENTION,
 }
@@ -778,11 +776,10 @@ def tolerate(requested: Struct, ignored: Ignored) -> None:
             ignored.add("stream_options.continuous_usage_stats")
         if ENCRYPTED_REASONING in (requested.include or ()):
             ignored.add("include[]")
-        if not isinstance(requested.input, str):
-            messages = [item for item in requested.input if item.type != REASONING]
-            if len(messages) < len(requested.input):
-                ignored.add("input[].reasoning")
-            requested.input = messages
+        if not isinstance(requested.input, str) and any(
+            item.type == REASONING and item.encrypted_content for item in requested.input
+        ):
+            ignored.add("input[].encrypted_content")
 
 
 def refuse_unsupported(requested: Struct, *names: str) -> None:
@@ -842,6 +839,8 @@ class ChatParameters(DecodingParameters, forbid_unknown_fields=True, kw_only=Tru
     tool_choice: Choice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: ChatTemplateKwargs | None = None  # extension, as in vLLM
+    thinking_token_budget: Int64 | None = None  # extension, as in vLLM
+    reasoning_effort: str | None = None
     audio: Unsupported = None
     function_call: Unsupported = None
     functions: Unsupported = None
@@ -851,7 +850,6 @@ class ChatParameters(DecodingParameters, forbid_unknown_fields=True, kw_only=Tru
     web_search_options: Unsupported = None
     # One value of each is accepted.
     prompt_cache_retention: Any = None
-    reasoning_effort: Any = None
     verbosity: Any = None
 
 
@@ -868,6 +866,9 @@ def parse_chat(requested: ChatParameters) -> ParsedRequest:
     start = pb.StartFrame(conversation=conversation(requested.messages))
     fill_shared(start, requested)
     fill_thinking(start, requested.chat_template_kwargs)
+    start.conversation.reasoning_effort = requested.reasoning_effort or ""
+    if requested.thinking_token_budget is not None:
+        start.max_reasoning_tokens = requested.thinking_token_budget
     if requested.tools or requested.tool_choice is not None:
         fill_tools(
             start,
@@ -1042,13 +1043,15 @@ MESSAGE, CALL, RESULT, REASONING = (
     "function_call_output",
     "reasoning",
 )
-KINDS = (MESSAGE, CALL, RESULT)
+REASONING_TEXT = "reasoning_text"  # type of the parts of thoughts
+KINDS = (MESSAGE, CALL, RESULT, REASONING)
 
 # Fields of each kind of item; responses carry `id` and `status`.
 FIELDS = {
     MESSAGE: frozenset({"type", "id", "status", "role", "content", "phase"}),
     CALL: frozenset({"type", "id", "status", "call_id", "name", "arguments"}),
     RESULT: frozenset({"type", "id", "status", "call_id", "output"}),
+    REASONING: frozenset({"type", "id", "status", "summary", "content", "encrypted_content"}),
 }
 
 RESPONSE_NAMES = COMMON_NAMES | {
@@ -1056,6 +1059,7 @@ RESPONSE_NAMES = COMMON_NAMES | {
     "tools[].parameters_json_schema": "tools[].parameters",
     "tool_choice.single": "parallel_tool_calls",
     "response_format.json_schema": "text.format.schema",
+    "conversation.reasoning_effort": "reasoning.effort",
 }
 
 LOGPROBS = "message.output_text.logprobs"
@@ -1088,12 +1092,14 @@ def conversation_of(
 ) -> tuple[pb.Conversation, dict[str, str]]:
     """Return the conversation for a start frame, and the parameters by field of its messages.
 
-    Calls belong to the preceding assistant message. Raises: InvalidRequest.
+    Calls belong to the preceding assistant message, thoughts to the following one. Raises:
+    InvalidRequest.
     """
-    if not items:
-        raise invalid_parameter("input", "must hold at least one item")
+    if all(item.type == REASONING for item in items):
+        raise invalid_parameter("input", "must hold at least one message, call or result")
     check_count(items, "input", MESSAGE_COUNT_MAX)
     turns: list[pb.Message] = []
+    thoughts: list[str] = []  # of the next turn, if it is the model's
     names: dict[str, str] = {}
     if instructions:
         turns.append(pb.Message(role=pb.ROLE_SYSTEM, content=instructions))
@@ -1101,9 +1107,13 @@ def conversation_of(
     for index, item in enumerate(items):
         field = f"input[{index}]"
         kind = _kind(item, field)
+        if kind == REASONING:
+            thoughts += filter(None, [_thought(item, field)])
+            continue
         if kind == CALL:
-            if not (turns and turns[-1].role == pb.ROLE_ASSISTANT):
-                turns.append(pb.Message(role=pb.ROLE_ASSISTANT))
+            if thoughts or not (turns and turns[-1].role == pb.ROLE_ASSISTANT):
+                turns.append(pb.Message(role=pb.ROLE_ASSISTANT, reasoning="\n".join(thoughts)))
+                thoughts = []
             turns[-1].tool_calls.append(_call(item, field))
             number = len(turns[-1].tool_calls) - 1
             call = f"conversation.messages[{len(turns) - 1}].tool_calls[{number}]"
@@ -1113,7 +1123,13 @@ def conversation_of(
                 call: field,
             }
             continue
-        turns.append(_message(item, field) if kind == MESSAGE else _result(item, field))
+        new = _message(item, field) if kind == MESSAGE else _result(item, field)
+        reasoning, thoughts = "\n".join(thoughts), []
+        if new.role == pb.ROLE_ASSISTANT:
+            new.reasoning = reasoning
+        elif reasoning:  # of an answer that was cut off before it began
+            turns.append(pb.Message(role=pb.ROLE_ASSISTANT, reasoning=reasoning))
+        turns.append(new)
         turn = f"conversation.messages[{len(turns) - 1}]"
         names |= {f"{turn}.tool_call_id": f"{field}.call_id", turn: field}
     return pb.Conversation(messages=turns), names | {"conversation.messages": "input"}
@@ -1146,6 +1162,17 @@ def _message(item: Item, field: str) -> pb.Message:
     return pb.Message(role=ROLES[role], content=text_of(item.content, f"{field}.content"))
 
 
+def _thought(item: Item, field: str) -> str:
+    """Return the text of an earlier thought; empty if it is encrypted."""
+    parts = [] if isinstance(item.content, str) or item.content is None else item.content
+    for index, part in enumerate(parts):
+        if part.type != REASONING_TEXT or part.text is None:
+            raise invalid_parameter(
+                f"{field}.content[{index}]", f"must have the type {REASONING_TEXT} and a text"
+            )
+    return "".join(part.text or "" for part in parts)
+
+
 def _call(item: Item, field: str) -> pb.ToolCall:
     for name in ("call_id", "name", "arguments"):
         if getattr(item, name) is None:
@@ -1174,9 +1201,9 @@ class Text(Struct, forbid_unknown_fields=True):
 
 
 class Reasoning(Struct, forbid_unknown_fields=True):
-    """`reasoning` of a response. Only effort `none` is supported: reasoning is part of the text."""
+    """`reasoning` of a response."""
 
-    effort: Any = None
+    effort: str | None = None
     summary: Idle = None
     generate_summary: Idle = None
     context: Any = None
@@ -1198,6 +1225,7 @@ class ResponseParameters(SharedParameters, forbid_unknown_fields=True, kw_only=T
     tool_choice: Choice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: ChatTemplateKwargs | None = None  # extension, as in vLLM
+    thinking_token_budget: Int64 | None = None  # extension, as in vLLM
     access_programs: Unsupported = None
     background: Unsupported = None
     context_management: Unsupported = None
@@ -1225,6 +1253,10 @@ def parse_response(requested: ResponseParameters) -> ParsedRequest:
     start = pb.StartFrame(conversation=conversation)
     fill_shared(start, requested)
     fill_thinking(start, requested.chat_template_kwargs)
+    if requested.reasoning is not None:
+        start.conversation.reasoning_effort = requested.reasoning.effort or ""
+    if requested.thinking_token_budget is not None:
+        start.max_reasoning_tokens = requested.thinking_token_budget
     fill_tools(
         start, requested.tools, requested.tool_choice, requested.parallel_tool_calls, wrapped=False
     )
@@ -1266,12 +1298,9 @@ def check_unsupported(requested: ResponseParameters) -> None:
     if requested.text is not None:
         refuse_unless(requested.text.verbosity, "text.verbosity", *NO_VERBOSITY)
     if requested.reasoning is not None:
-        refuse_unless(requested.reasoning.effort, "reasoning.effort", *NO_EFFORT)
         for name in ("context", "mode"):
             if getattr(requested.reasoning, name) is not None:
-                raise invalid_parameter(
-                    f"reasoning.{name}", f"is not supported: {NO_EFFORT[1]}; leave it out"
-                )
+                raise invalid_parameter(f"reasoning.{name}", "is not supported: leave it out")
     if requested.truncation not in (None, "disabled", "auto"):
         raise invalid_parameter("truncation", "must be disabled or auto")
     for index, each in enumerate(requested.include or ()):

@@ -50,7 +50,13 @@ from inference.engine import (
 from inference.errors import EngineError, EngineFailed
 from inference.limits import EngineLimits
 from inference.sequences import choice_seed
-from inference.text.detokenizer import Detokenizer, GivenTextDecoder, TextDecoder
+from inference.text.detokenizer import (
+    NOTHING,
+    Detokenizer,
+    GivenTextDecoder,
+    TextDecoder,
+    TextPiece,
+)
 from inference.workers.protocol import Message, Pulse
 
 # Between two tokens of all sequences together: a long prompt is computed in between.
@@ -140,6 +146,7 @@ class Choice:
     awaits_last: bool = False
     aborted: bool = False
     stalled: bool = False
+    stopped_here: bool = False  # by a token that the engine does not know as an end
     rank: float = field(init=False)
     overtaken_count: int = 0
 
@@ -190,10 +197,15 @@ class Choice:
             if (end := reported if isinstance(reported, int) else first) is not None:
                 new_ids.append(end)
         taken: list[int] = []
-        text = ""
+        steps: list[tuple[int, TextPiece]] = []  # events, by the token that each begins with
         for token_id in new_ids:
             taken.append(token_id)
-            text += self._take_token(token_id, before + self.token_count + len(taken))
+            piece = self._take_token(token_id, before + self.token_count + len(taken))
+            if steps and not (steps[-1][1].text and piece.reasoning):
+                piece, begin = _joined(steps[-1][1], piece), steps.pop()[0]
+                steps.append((begin, piece))
+            else:  # thinking precedes the text of its event
+                steps.append((len(taken) - 1, piece))
             if self.ended is not None:
                 break
         if not taken:
@@ -205,29 +217,44 @@ class Choice:
             self.first_token_at_s = now_s
         if self.ended is None:
             self._take_end(finish_reason)
-        return [TokensGenerated(tuple(taken), text, logprobs, self.index)]
+        ends_of_steps = (*(begin for begin, _ in steps[1:]), len(taken))
+        return [
+            TokensGenerated(
+                tuple(taken[begin:end]),
+                piece.text,
+                logprobs[begin:end],
+                self.index,
+                (),
+                piece.reasoning,
+                piece.reasoning_token_count,
+            )
+            for (begin, piece), end in zip(steps, ends_of_steps, strict=True)
+        ]
 
-    def _take_token(self, token_id: int, count: int) -> str:
+    def _take_token(self, token_id: int, count: int) -> TextPiece:
         """Return the text released by a token; set `ended` on the last. count: tokens with it."""
-        stop = self.request.generation.stop
-        if token_id in self.request.end_token_ids:
+        stop, request, thinks = self.request.generation.stop, self.request, self.detokenizer.thinks
+        if token_id in request.end_token_ids or (
+            token_id in request.answer_end_token_ids and not thinks
+        ):
             self.ended = EngineFinishReason.STOP
-            return ""
+            self.stopped_here = token_id not in request.end_token_ids
+            return NOTHING._replace(reasoning_token_count=int(thinks))
         piece = self.detokenizer.push(token_id, may_stop=count > stop.min_output_tokens)
         if piece.stopped:
             self.ended = EngineFinishReason.STOP_SEQUENCE
         elif count >= stop.max_output_tokens:
             self.ended = EngineFinishReason.LENGTH
-        return piece.text
+        return piece
 
-    def rest(self) -> str:
+    def rest(self) -> TextPiece:
         """Return the held-back text at the end of the output; it may complete a stop sequence."""
         if self.ended is EngineFinishReason.STOP_SEQUENCE:
-            return ""
+            return NOTHING
         piece = self.detokenizer.finish()
         if piece.stopped and self.ended is not EngineFinishReason.CANCELLED:
             self.ended = EngineFinishReason.STOP_SEQUENCE
-        return piece.text
+        return piece
 
     def _take_end(self, finish_reason: str | None) -> None:
         match finish_reason:
@@ -263,8 +290,10 @@ class Choice:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """Client request. number: its handle. vocabulary_size: token ids of its output are below; None
-    if the engine sends no token ids. ends: reported finish reasons.
+    """Client request. number: its handle. end_token_ids: those that the engine knows.
+    vocabulary_size: token ids of its output are below; None if the engine sends no token ids.
+    answer_end_token_ids: more end tokens, outside the thinking, which the engine does not know.
+    ends: reported finish reasons.
     """
 
     number: int
@@ -277,6 +306,7 @@ class Request:
     is_cached_final: bool = False  # the count does not change any more
     choices: list[Choice] = field(default_factory=list)
     ends: dict[int, EngineFinishReason] = field(default_factory=dict)
+    answer_end_token_ids: frozenset[int] = frozenset()
 
     def schedule(self, cached_token_count: int, *, is_final: bool = True) -> list[SequenceEvent]:
         """Record the engine's first answer. The counts are those of the first choice: the prompt is
@@ -303,7 +333,7 @@ class Request:
 
     def finish(self, choice: Choice, now_s: float) -> list[SequenceEvent]:
         """Return the events for the end of a choice, and of the request with its last choice."""
-        text = choice.rest()
+        piece = choice.rest()
         assert choice.ended is not None, "the caller checked that the choice ended"
         self.ends[choice.index] = choice.ended
         # Only as many sequences are submitted as the batch holds, so a cancelled one without an
@@ -311,19 +341,20 @@ class Request:
         has_begun = self.submitted_at_s is not None and choice.ended is EngineFinishReason.CANCELLED
         events: list[SequenceEvent] = self.schedule(0) if has_begun else []
         if self.generation.choice_count > 1:
-            events.append(ChoiceFinished(choice.index, choice.ended, text))
-            text = ""
+            events.append(ChoiceFinished(choice.index, choice.ended, piece.text, piece.reasoning))
+            piece = NOTHING
         if len(self.ends) == self.generation.choice_count:
-            events.append(self._finished(text, now_s))
+            events.append(self._finished(piece, now_s))
         return events
 
-    def _finished(self, text: str, now_s: float) -> SequenceFinished:
+    def _finished(self, piece: TextPiece, now_s: float) -> SequenceFinished:
         first = self.choices[0]
         submitted_s = now_s if self.submitted_at_s is None else self.submitted_at_s
         first_token_s = now_s if first.first_token_at_s is None else first.first_token_at_s
         return SequenceFinished(
             reason=self.ends[0],
-            text=text,
+            text=piece.text,
+            reasoning=piece.reasoning,
             prompt_token_count=len(self.generation.prompt_token_ids),
             cached_token_count=self.cached_token_count or 0,
             generated_token_count=len(self.generation.output_token_ids)
@@ -334,6 +365,16 @@ class Request:
                 decode_ms=(now_s - first_token_s) * 1e3,
             ),
         )
+
+
+def _joined(first: TextPiece, second: TextPiece) -> TextPiece:
+    """Return the text of two tokens."""
+    return TextPiece(
+        first.text + second.text,
+        second.stopped,
+        first.reasoning + second.reasoning,
+        first.reasoning_token_count + second.reasoning_token_count,
+    )
 
 
 @contextmanager
@@ -495,14 +536,25 @@ class OutsideCore:
         if request.response_format is not None:
             ends |= self._format_end_token_ids
         seed = secrets.randbits(63) if request.sampling.seed is None else request.sampling.seed
-        ends |= request.stop.stop_token_ids
+        # While it thinks, the model may write the client's end tokens.
+        splits = request.splits_reasoning and self._decoder.reasoning is not None
+        answer_ends = request.stop.stop_token_ids - ends if splits else frozenset()
+        ends |= request.stop.stop_token_ids - answer_ends
         added = Request(number, request, ends, arrived_at_s, self._vocabulary_size)
+        added.answer_end_token_ids = answer_ends
+        # Engines apply a grammar from the first token, where it leaves no room for thinking.
+        has_room = request.response_format is None
         added.choices = [
             Choice(
                 added,
                 index,
                 choice_seed(seed, index),
-                self._decoder.open(request.stop.stop_sequences, request.prompt_token_ids),
+                self._decoder.open(
+                    request.stop.stop_sequences,
+                    request.prompt_token_ids,
+                    splits=splits,
+                    may_have_begun=has_room,
+                ),
             )
             for index in range(request.choice_count)
         ]
@@ -686,11 +738,11 @@ class OutsideCore:
 
     def _take_end(self, choice: Choice, *, is_last: bool) -> None:
         """Report the end of an output, or wait for its last message with the cached tokens."""
-        is_stopped = choice.ended is EngineFinishReason.STOP_SEQUENCE
+        is_stopped = choice.ended is EngineFinishReason.STOP_SEQUENCE or choice.stopped_here
         if is_last or is_stopped or choice.request.is_cached_final or choice.index:
             self._report_end(choice)
             if is_stopped and not is_last:
-                # the stop sequence is found here; the engine would run to its own limit
+                # the stop is found here; the engine would run to its own limit
                 self._abort(choice)
             return
         choice.awaits_last = True

@@ -159,7 +159,7 @@ class RemoteEngine(EngineLife):
             functools.partial(
                 RemoteAnswers, dialect, tasks, None if self._may_reuse(dialect) else self._link.end
             ),
-            decoder=GivenTextDecoder() if has_no_ids else self._decoder,
+            decoder=GivenTextDecoder(self._decoder.reasoning) if has_no_ids else self._decoder,
             vocabulary_size=None if has_no_ids else self._model.vocabulary_size,
             # Without token ids, only the server knows which token ended an output.
             model_end_token_ids=frozenset() if has_no_ids else self._end_token_ids,

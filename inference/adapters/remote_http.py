@@ -65,7 +65,6 @@ from inference.capabilities import EMBEDDED_ONLY, Capabilities, RequestField
 from inference.engine import GrammarKind, TokenLogprob
 from inference.errors import EngineFailed
 from inference.sequences import UNKNOWN_TOKEN_ID
-from inference.text.detokenizer import GivenText
 
 # Shorter than the idle time of servers (uvicorn: 5 s), which would close a reused connection.
 KEEPALIVE_S = 2.0
@@ -723,8 +722,7 @@ def _count(message: _Message, choice: Choice, output: Output) -> None:
     if not before <= count <= limit:
         raise EngineFailed(f"the engine counts {count} tokens after {before}, of at most {limit}")
     output.token_ids += [UNKNOWN_TOKEN_ID] * (count - before)
-    if isinstance(choice.detokenizer, GivenText):
-        choice.detokenizer.feed(part.text, count - before)
+    choice.detokenizer.feed(part.text, count - before)
 
 
 def _token_id(text: str) -> int:

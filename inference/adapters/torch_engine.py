@@ -23,7 +23,13 @@ from inference.workers.process import CHILD_ENVIRONMENT, HostOpener, open_host
 # A simulation computes no logits, which formats and beam search need.
 SIMULATED = Capabilities(
     frozenset(
-        {RequestField.JSON_SCHEMA, RequestField.REGEX, RequestField.LARK, RequestField.BEAM_SEARCH}
+        {
+            RequestField.JSON_SCHEMA,
+            RequestField.REGEX,
+            RequestField.LARK,
+            RequestField.BEAM_SEARCH,
+            RequestField.MAX_REASONING_TOKENS,
+        }
     )
 )
 

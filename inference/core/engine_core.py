@@ -39,9 +39,11 @@ from inference.engine import (
 )
 from inference.errors import CheckpointInvalid
 from inference.limits import request_fault
-from inference.sampling.grammar import Grammar, GrammarCompiler
+from inference.sampling.grammar import AfterThinking, Grammar, GrammarCompiler
 from inference.sampling.sampler import Chosen
 from inference.sequences import choice_seed
+from inference.text.detokenizer import NOTHING, Detokenizer
+from inference.text.reasoning import Split
 from inference.text.tokenizer import Tokenizer
 
 
@@ -161,8 +163,14 @@ class EngineCore:
         # beams are forked after the prompt
         sequence_count = request.choice_count if request.beam_search is None else 1
         model_ends = frozenset() if request.stop.ignore_eos else self._model_end_token_ids
+        open_detokenizer = partial(
+            self._decoder.open,
+            request.stop.stop_sequences,
+            request.prompt_token_ids,
+            splits=request.splits_reasoning,
+        )
         arrived_at_s = self._clock() if arrived_at_s is None else arrived_at_s
-        open_detokenizer = partial(self._decoder.open, prompt_token_ids=request.prompt_token_ids)
+        detokenizers = [open_detokenizer() for _ in range(sequence_count)]
         sequences = [
             Sequence(
                 number=number,
@@ -170,11 +178,12 @@ class EngineCore:
                 request=request,
                 seed=choice_seed(seed, index),
                 end_token_ids=model_ends | request.stop.stop_token_ids,
-                detokenizer=open_detokenizer(request.stop.stop_sequences),
+                answer_end_token_ids=request.stop.stop_token_ids - model_ends,
+                detokenizer=detokenizer,
                 arrived_at_s=arrived_at_s,
-                grammar=grammar and grammar.copy(),
+                grammar=self._grammar_of(request, detokenizer, grammar),
             )
-            for index in range(sequence_count)
+            for index, detokenizer in enumerate(detokenizers)
         ]
         choices = self._requests[number] = Choices(sequences[0], sequences)
         if request.beam_search is not None:
@@ -188,6 +197,17 @@ class EngineCore:
             self._events.append((number, Scheduled(0)))
             self._finish(sequences[0], sequences[0].ended_before, arrived_at_s)
         return True
+
+    def _grammar_of(
+        self, request: GenerationRequest, detokenizer: Detokenizer, grammar: Grammar | None
+    ) -> Grammar | None:
+        """Return the grammar of an output, which begins with the answer if the model may think."""
+        copied, budget = grammar and grammar.copy(), request.stop.max_reasoning_tokens
+        if not isinstance(detokenizer, Split) or (copied is None and budget is None):
+            return copied
+        assert self._decoder.reasoning is not None, "it has split the output"
+        ends = self._model_end_token_ids
+        return AfterThinking(copied, detokenizer, self._decoder.reasoning, ends, budget)
 
     def cancel(self, number: int) -> None:
         """End a request and free its blocks; the next `step` returns its events. Idempotent."""
@@ -298,8 +318,15 @@ class EngineCore:
         prompt_logprobs = (
             tuple(sequence.prompt_logprobs) if sequence.output_token_count == 1 else ()
         )
+        piece = appended.piece
         generated = TokensGenerated(
-            (token.token_id,), appended.text, logprobs, sequence.choice_index, prompt_logprobs
+            (token.token_id,),
+            piece.text,
+            logprobs,
+            sequence.choice_index,
+            prompt_logprobs,
+            piece.reasoning,
+            piece.reasoning_token_count,
         )
         self._events.append((sequence.number, generated))
         if appended.finish_reason is not None:
@@ -327,10 +354,9 @@ class EngineCore:
 
     def _finish(self, sequence: Sequence, reason: EngineFinishReason, now_s: float) -> None:
         """End a choice, and its request with the last choice."""
-        text = ""
+        piece = NOTHING
         if reason is not EngineFinishReason.STOP_SEQUENCE:
             piece = sequence.detokenizer.finish()
-            text = piece.text
             # Bytes that become final at the end may complete a stop sequence, which is cut off as
             # usual.
             if piece.stopped and reason is not EngineFinishReason.CANCELLED:
@@ -341,15 +367,14 @@ class EngineCore:
         choices.ends[sequence.choice_index] = reason
         choices.generated_token_count += sequence.output_token_count
         if sequence.request.choice_count > 1:
-            self._events.append(
-                (sequence.number, ChoiceFinished(sequence.choice_index, reason, text))
-            )
-            text = ""
+            ended = ChoiceFinished(sequence.choice_index, reason, piece.text, piece.reasoning)
+            self._events.append((sequence.number, ended))
+            piece = NOTHING
         if choices.running:
             return
         del self._requests[sequence.number]
         finished = choices.first.finished(
-            choices.ends[choices.first.choice_index], text, choices.generated_token_count, now_s
+            choices.ends[choices.first.choice_index], piece, choices.generated_token_count, now_s
         )
         self._events.append((sequence.number, finished))
 

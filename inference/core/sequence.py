@@ -45,7 +45,7 @@ from inference.kv_blocks import KV_BLOCK_TOKENS
 from inference.sampling.beam_search import BeamSearch, Hypothesis
 from inference.sampling.grammar import Grammar
 from inference.sampling.sampler import Chosen, Draw, SeenTokens
-from inference.text.detokenizer import Detokenizer
+from inference.text.detokenizer import NOTHING, Detokenizer, TextPiece
 
 if TYPE_CHECKING:
     from inference.core.scheduler import Scheduler
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 class AppendedToken(NamedTuple):
     """Result of appending a token: released text, and the finish reason if it is the last."""
 
-    text: str
+    piece: TextPiece
     finish_reason: EngineFinishReason | None
 
 
@@ -63,11 +63,11 @@ class Sequence:
     """State of one sequence; modified by the step loop only.
 
     number: order of arrival and handle, shared with the parent process and by all choices of a
-    request. end_token_ids: end tokens of the model and the request. seed: a random one if the
-    request has none. grammar: of its response format. group: its beam search. rotary_offset: row of
-    the rotation tables for position 0. rank: the request's, until it was overtaken too often
-    (overtaken_count). ended_before: finish reason of a continued sequence that is already complete.
-    Times are `time.monotonic()` seconds.
+    request. end_token_ids: end tokens of the model and the request. answer_end_token_ids: those of
+    them that do not end the thinking. seed: a random one if the request has none. grammar: of its
+    response format. group: its beam search. rotary_offset: row of the rotation tables for position
+    0. rank: the request's, until it was overtaken too often (overtaken_count). ended_before: finish
+    reason of a continued sequence that is already complete. Times are `time.monotonic()` seconds.
     """
 
     number: int
@@ -96,6 +96,7 @@ class Sequence:
     prompt_token_count: int = field(init=False, default=0)
     prompt_logprobs: list[TokenLogprobs] = field(init=False, default_factory=list)
     takes_best: bool = field(init=False, default=False)
+    answer_end_token_ids: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.prompt_token_ids)
@@ -237,21 +238,32 @@ class Sequence:
         if self.first_token_at_s is None:
             self.first_token_at_s = now_s
         self.take(token_id)
-        if token_id in self.end_token_ids:
-            return AppendedToken("", EngineFinishReason.STOP)
+        if token_id in self.end_token_ids and not (
+            token_id in self.answer_end_token_ids and self.detokenizer.thinks
+        ):
+            count = int(self.detokenizer.thinks)
+            return AppendedToken(
+                NOTHING._replace(reasoning_token_count=count), EngineFinishReason.STOP
+            )
         stop, output_token_count = self.request.stop, len(self.token_ids) - self.prompt_token_count
         piece = self.detokenizer.push(
             token_id, may_stop=output_token_count > stop.min_output_tokens
         )
+        if self.grammar is not None and self.grammar.over:
+            self.grammar = None
         if piece.stopped:
-            return AppendedToken(piece.text, EngineFinishReason.STOP_SEQUENCE)
+            return AppendedToken(piece, EngineFinishReason.STOP_SEQUENCE)
         return AppendedToken(
-            piece.text,
+            piece,
             EngineFinishReason.LENGTH if output_token_count >= stop.max_output_tokens else None,
         )
 
     def finished(
-        self, reason: EngineFinishReason, text: str, generated_token_count: int, now_s: float
+        self,
+        reason: EngineFinishReason,
+        piece: TextPiece,
+        generated_token_count: int,
+        now_s: float,
     ) -> SequenceFinished:
         """Return the request's last event. A phase that was not reached takes no time."""
         scheduled_s = now_s if self.scheduled_at_s is None else self.scheduled_at_s
@@ -264,11 +276,12 @@ class Sequence:
         cached_token_count = self.cached_token_count or 0
         return SequenceFinished(
             reason,
-            text,
+            piece.text,
             self.prompt_token_count,
             cached_token_count,
             generated_token_count,
             timings,
+            reasoning=piece.reasoning,
         )
 
 
@@ -397,20 +410,27 @@ class BeamGroup:
         for index in range(start, end):
             token_id = hypothesis.token_ids[index]
             ends = token_id in self._first.end_token_ids
-            text = "" if ends else self._detokenizers[choice].push(token_id).text
+            piece = NOTHING if ends else self._detokenizers[choice].push(token_id)
             events.append(
                 TokensGenerated(
-                    (token_id,), text, tuple(hypothesis.logprobs[index : index + 1]), choice
+                    (token_id,),
+                    piece.text,
+                    tuple(hypothesis.logprobs[index : index + 1]),
+                    choice,
+                    (),
+                    piece.reasoning,
+                    piece.reasoning_token_count,
                 )
             )
         return events
 
     def _finished(self, reasons: list[EngineFinishReason], now_s: float) -> list[SequenceEvent]:
-        texts = [detokenizer.finish().text for detokenizer in self._detokenizers]
+        pieces = [detokenizer.finish() for detokenizer in self._detokenizers]
         events: list[SequenceEvent] = []
-        if len(texts) > 1:
+        if len(pieces) > 1:
             events += [
-                ChoiceFinished(index, reason, texts[index]) for index, reason in enumerate(reasons)
+                ChoiceFinished(index, reason, pieces[index].text, pieces[index].reasoning)
+                for index, reason in enumerate(reasons)
             ]
-        text = texts[0] if len(texts) == 1 else ""
-        return [*events, self._first.finished(reasons[0], text, self.token_count, now_s)]
+        piece = pieces[0] if len(pieces) == 1 else NOTHING
+        return [*events, self._first.finished(reasons[0], piece, self.token_count, now_s)]

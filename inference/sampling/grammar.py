@@ -14,6 +14,7 @@ Its queue is bounded: the parent sends at most as many sequences as the waiting 
 from __future__ import annotations
 
 import json
+import math
 import queue
 import re
 import threading
@@ -22,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ from torch import Tensor
 
 from inference.engine import GrammarKind, ResponseFormat
 from inference.errors import RequestImpossible
+from inference.text.reasoning import Phase, ReasoningFormat, Split
 from inference.text.tools import with_json_options
 
 if TYPE_CHECKING:
@@ -58,6 +60,11 @@ class Grammar:
         """True if the output so far is a complete answer in the format."""
         return self._matcher.is_accepting()
 
+    @property
+    def over(self) -> bool:
+        """True if it allows any further output."""
+        return False
+
     def copy(self) -> Grammar:
         """Return an independent copy in the same state."""
         return Grammar(self._matcher.deep_copy())
@@ -70,6 +77,79 @@ class Grammar:
     def advance(self, token_id: int) -> None:
         """Update the state with the chosen token."""
         self._matcher.consume_token(token_id)
+
+
+class AfterThinking(Grammar):
+    """Grammar of an answer after the thinking, and the end of thinking that has used up its budget.
+
+    Under a grammar the thinking cannot end the output, and while it is undecided whether the model
+    thinks, it may begin to, or begin its answer.
+    """
+
+    def __init__(
+        self,
+        grammar: Grammar | None,
+        split: Split,
+        format_: ReasoningFormat,
+        end_token_ids: frozenset[int],
+        token_count_max: int | None = None,
+    ) -> None:
+        """grammar: not advanced; None: any answer. split: of the output, which takes each token
+        after this has. token_count_max: tokens of thinking before its closing marks are forced.
+        """
+        self._grammar = grammar
+        self._split = split
+        self._opening_ids = format_.opening_ids
+        self._closing_ids = format_.closing_ids
+        self._end_token_ids = end_token_ids
+        self._left = math.inf if token_count_max is None else token_count_max
+
+    @property
+    def fault(self) -> str | None:
+        """Implement `Grammar.fault`."""
+        return None if self._grammar is None else self._grammar.fault
+
+    @property
+    def complete(self) -> bool:
+        """Implement `Grammar.complete`."""
+        is_answer = self._split.phase is Phase.ANSWER
+        return is_answer and (self._grammar is None or self._grammar.complete)
+
+    @property
+    def over(self) -> bool:
+        """Implement `Grammar.over`."""
+        return self._grammar is None and self._split.phase is Phase.ANSWER
+
+    def fill(self, mask: Mask, row: int) -> None:
+        """Implement `Grammar.fill`."""
+        words = mask[row].view(np.uint32)
+        if self._split.thinks and self._left <= 0:
+            place = min(int(-self._left), len(self._closing_ids) - 1)
+            words[:] = 0
+            _allow(words, self._closing_ids[place])
+            return
+        if self._grammar is None:
+            words[:] = ~np.uint32(0)
+        elif self._split.thinks:
+            words[:] = ~np.uint32(0)
+            for token_id in self._end_token_ids:
+                words[token_id // 32] &= ~np.uint32(1 << token_id % 32)
+        else:
+            self._grammar.fill(mask, row)
+            for token_id in self._opening_ids if self._split.phase is Phase.UNDECIDED else ():
+                _allow(words, token_id)
+
+    def advance(self, token_id: int) -> None:
+        """Implement `Grammar.advance`."""
+        opens = self._split.phase is Phase.UNDECIDED and token_id in self._opening_ids
+        if self._split.thinks:
+            self._left -= 1
+        elif self._grammar is not None and not opens:
+            self._grammar.advance(token_id)
+
+
+def _allow(words: np.ndarray[Any, np.dtype[np.uint32]], token_id: int) -> None:
+    words[token_id // 32] |= np.uint32(1 << token_id % 32)
 
 
 class GrammarCompiler:

@@ -177,8 +177,15 @@ def _refuse_costly(layout: Any, arguments: tuple[Any, ...]) -> None:
 DEFAULT_TEMPLATE = "default"
 TOOL_TEMPLATE = "tool_use"  # replaces the default template when tools are used, as in transformers
 
-# Template variables that switch thinking. Requests can set no other variables.
+# Template variables of thinking: switches, and an effort. Requests can set no other variables.
 THINKING_SWITCHES = ("enable_thinking", "thinking")
+EFFORT = "reasoning_effort"
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+# Whether, or with which effort, the model should think; None for the template's default.
+Thinking = bool | str | None
+
+# Fields of a message by which templates read the model's thinking
+THOUGHT_NAMES = ("reasoning_content", "reasoning", "thinking")
 
 # A role is rendered next to control tokens, so it must be a plain name.
 _ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
@@ -189,13 +196,14 @@ class ChatMessage:
     """One turn of a conversation. The template decides which roles are valid.
 
     tool_calls: calls that the model made in this turn. call: for the role "tool", the call that
-    this is the result of.
+    this is the result of. reasoning: thinking in a turn of the model.
     """
 
     role: str
     content: str
     tool_calls: tuple[ToolCall, ...] = ()
     call: ToolCall | None = None
+    reasoning: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +235,7 @@ class Form:
             turn, index = messages[index], index + 1
             if self.text_apart and turn.tool_calls and turn.content.strip():
                 turns.append(replace(turn, tool_calls=()))
-                turn = replace(turn, content="")
+                turn = replace(turn, content="", reasoning="")
             if not self.single_calls or len(turn.tool_calls) < 2:
                 turns.append(turn)
                 continue
@@ -238,7 +246,7 @@ class Form:
                 index += 1
             for call in turn.tool_calls:
                 turns += [replace(turn, tool_calls=(call,)), *results[call.id]]
-                turn = replace(turn, content="")
+                turn = replace(turn, content="", reasoning="")
             turns += others
         return turns
 
@@ -338,10 +346,12 @@ class ChatTemplates:
         for template in self._by_name.values():
             yield from template.placeholder_renderings()
 
-    def switches_thinking(self, *, has_tools: bool) -> bool:
-        """Return whether the template has a variable that switches thinking."""
+    def takes_thinking(self, thinking: bool | str, *, has_tools: bool) -> bool:
+        """Return whether the template can make the model think so; every one has no effort."""
         template = self._template(has_tools=has_tools)
-        return template is not None and template.thinking_switch is not None
+        return thinking == EFFORTS[0] or (
+            template is not None and bool(template.thinking_variables(thinking))
+        )
 
     def _template(self, *, has_tools: bool) -> _ChatTemplate | None:
         tool_template = self._by_name.get(TOOL_TEMPLATE) if has_tools else None
@@ -352,7 +362,7 @@ class ChatTemplates:
         messages: Sequence[ChatMessage],
         tools: Sequence[Tool] = (),
         *,
-        thinking: bool | None = None,
+        thinking: Thinking = None,
     ) -> list[ChatMessage]:
         """Return the turns that the template renders, which may differ from those of the caller.
 
@@ -374,7 +384,7 @@ class ChatTemplates:
             raise ChatTemplateFailed(
                 "this model's chat template has no place for tool calls and their results"
             )
-        if thinking is not None and template.thinking_switch is None:
+        if thinking not in (None, EFFORTS[0]) and not template.thinking_variables(thinking):
             raise ChatTemplateFailed("this model's chat template has no switch for thinking")
         if fault := template.fault(messages, has_tools=bool(tools)):
             others = _with_system_elsewhere(messages) if template.shows_system else ()
@@ -392,7 +402,7 @@ class ChatTemplates:
         tools: Sequence[Tool] = (),
         *,
         add_generation_prompt: bool = True,
-        thinking: bool | None = None,
+        thinking: Thinking = None,
     ) -> str:
         """Render turns from `arranged`. thinking: None for the template's default.
 
@@ -514,6 +524,7 @@ class _ChatTemplate:
             (name for name in THINKING_SWITCHES if name in self.variables), None
         )
         self.source = source
+        self._thought_names = [name for name in THOUGHT_NAMES if _reads(source, name)]
         self._special_tokens = special_tokens
         self._costly_count = 0
         self._find_fault = lru_cache(KNOWN_FAULTS_MAX)(
@@ -680,28 +691,40 @@ class _ChatTemplate:
                 return f"cuts the ids of calls: send ids of {ID_LENGTH} letters and digits"
         return None
 
+    def thinking_variables(self, thinking: Thinking) -> dict[str, bool | str]:
+        """Return the variables by which the template sets this thinking; empty if it cannot."""
+        if isinstance(thinking, str):
+            if EFFORT in self.variables:
+                return {EFFORT: thinking}
+            thinking = thinking != EFFORTS[0]
+        if thinking is None or self.thinking_switch is None:
+            return {}
+        return {self.thinking_switch: thinking}
+
     def render(
         self,
         arranged: Sequence[ChatMessage],
         tools: Sequence[Tool] = (),
         *,
         add_generation_prompt: bool = True,
-        thinking: bool | None = None,
+        thinking: Thinking = None,
         form: Form | None = None,
     ) -> str:
-        switch = {}
-        if thinking is not None and self.thinking_switch is not None:
-            switch[self.thinking_switch] = thinking
         shown = partial(_as_dict, form=form or self.form)
         try:
             return self._template.render(
-                messages=list(map(shown, arranged)),
+                messages=[
+                    shown(message) | dict.fromkeys(self._thought_names, message.reasoning)
+                    if message.reasoning
+                    else shown(message)
+                    for message in arranged
+                ],
                 add_generation_prompt=add_generation_prompt,
                 tools=[_tool_as_dict(tool) for tool in tools] or None,
                 documents=None,
                 strftime_now=partial(utc_text, datetime.now(UTC)),
                 **self._special_tokens,
-                **switch,
+                **self.thinking_variables(thinking),
                 **{LOOK_AT_CLOCK: Budget().look_at_clock},
             )
         except RecursionError as error:
@@ -779,6 +802,11 @@ def utc_text(moment: datetime, layout: str) -> str:
         return name.upper() if "^" in flags else name
 
     return _DIRECTIVE.sub(text, layout)
+
+
+def _reads(source: str, name: str) -> bool:
+    """Return whether a template reads this field of a message."""
+    return re.search(rf"""\.{name}\b|['"]{name}['"]""", source) is not None
 
 
 def _as_dict(message: ChatMessage, form: Form) -> dict[str, Any]:

@@ -22,12 +22,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache, partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tokenizers
 
 from inference.errors import CheckpointInvalid
 from inference.text.control_tokens import longest_of
+
+if TYPE_CHECKING:
+    from inference.text.reasoning import ReasoningFormat
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 UTF_8 = codecs.getincrementaldecoder("utf-8")
@@ -43,9 +46,14 @@ class TextDecoder:
     """Decoding tables of a tokenizer, built once per model; opens a `Detokenizer` per sequence."""
 
     def __init__(
-        self, backend: tokenizers.Tokenizer, special_token_ids: frozenset[int], path: str
+        self,
+        backend: tokenizers.Tokenizer,
+        special_token_ids: frozenset[int],
+        path: str,
+        reasoning: ReasoningFormat | None = None,
     ) -> None:
         """Raises: CheckpointInvalid (for `path`) if the tokenizer's decoder cannot be streamed."""
+        self.reasoning = reasoning
         self._backend = backend
         self._special_token_ids = special_token_ids
         self._bytes_by_id: list[bytes | None] | None = None
@@ -87,21 +95,29 @@ class TextDecoder:
         self.token_text = lru_cache(maxsize=CACHED_TOKENS_MAX)(self._token_text)
 
     def open(
-        self, stop_sequences: Sequence[str] = (), prompt_token_ids: Sequence[int] = ()
+        self,
+        stop_sequences: Sequence[str] = (),
+        prompt_token_ids: Sequence[int] = (),
+        *,
+        splits: bool = False,
+        may_have_begun: bool = True,
     ) -> Detokenizer:
         """Open a detokenizer of the output that follows a prompt.
 
         stop_sequences: must not be empty strings. One that names control tokens also matches the
-        tokens themselves.
+        tokens themselves. splits: into thinking and answer, if the model's format is known.
+        may_have_begun: the output goes on with thinking that the prompt opened.
         """
         assert all(stop_sequences), "the caller has refused empty stop sequences"
         stops, marks = self._marked(stop_sequences)
+        reasoning = self.reasoning if splits else None
+        searched = stops if reasoning is None else ()  # otherwise only the answer is searched
         opened: Detokenizer
         if self._bytes_by_id is not None:
-            opened = _ByteLevelDetokenizer(stops, self._special_token_ids, self._bytes_by_id)
+            opened = _ByteLevelDetokenizer(searched, self._special_token_ids, self._bytes_by_id)
         else:
             opened = _TextTokenDetokenizer(
-                stops,
+                searched,
                 self._special_token_ids,
                 self._backend,
                 self._text_ids,
@@ -110,7 +126,10 @@ class TextDecoder:
             )
             opened.context = self._context(prompt_token_ids)
         opened.marks = marks
-        return opened
+        if reasoning is None:
+            return opened
+        begun = may_have_begun and reasoning.opens(prompt_token_ids)
+        return reasoning.split(opened, stops, begun=begun, has_ids=True)
 
     def control_token_in(self, text: str) -> str | None:
         """Return a control token that a text names; None if it names none."""
@@ -188,10 +207,19 @@ class TextDecoder:
 
 
 class TextPiece(NamedTuple):
-    """Final text, and whether a stop sequence followed it."""
+    """Final text, and whether a stop sequence followed it.
+
+    reasoning: thinking, before the text. reasoning_token_count: tokens now known to be thinking,
+    earlier undecided ones included.
+    """
 
     text: str
     stopped: bool = False
+    reasoning: str = ""
+    reasoning_token_count: int = 0
+
+
+NOTHING = TextPiece("")
 
 
 @dataclass(slots=True, eq=False)
@@ -208,6 +236,15 @@ class Detokenizer(ABC):
     # Marks of the control tokens that stop sequences name, by id.
     marks: Mapping[int, str] | None = field(default=None, init=False)
 
+    @property
+    def thinks(self) -> bool:
+        """True if the next token is part of the model's thinking."""
+        return False
+
+    def feed(self, text: str, token_count: int) -> None:
+        """Take a message of an engine that decodes its output; ignored by others."""
+        return
+
     @abstractmethod
     def push(self, token_id: int, *, may_stop: bool = True) -> TextPiece:
         """Return the text released by `token_id`. may_stop: search for stops; never False again."""
@@ -217,14 +254,14 @@ class Detokenizer(ABC):
         """Return the held-back text at the end; it may contain a stop sequence."""
 
     def _search(self, new_text: str) -> TextPiece:
-        if not new_text:
-            return TextPiece("")
+        if not new_text or not self.stops:  # marks are left to a `Split`, which searches
+            return TextPiece(new_text)
         text = self.held + new_text
         start = _first_completed(text, self.stops)
         if start is not None:
             self.held = ""
             return TextPiece(self._shown(text[:start]), stopped=True)
-        kept = _held_length(text, self.stops)
+        kept = held_length(text, self.stops)
         self.held = text[len(text) - kept :]
         return TextPiece(self._shown(text[: len(text) - kept]))
 
@@ -270,11 +307,24 @@ class GivenText(Detokenizer):
 class GivenTextDecoder:
     """Opens a `GivenText` per sequence."""
 
+    def __init__(self, reasoning: ReasoningFormat | None = None) -> None:
+        self.reasoning = reasoning
+
     def open(
-        self, stop_sequences: Sequence[str] = (), prompt_token_ids: Sequence[int] = ()
-    ) -> GivenText:
+        self,
+        stop_sequences: Sequence[str] = (),
+        prompt_token_ids: Sequence[int] = (),
+        *,
+        splits: bool = False,
+        may_have_begun: bool = True,
+    ) -> Detokenizer:
         """Implement `TextDecoder.open` without ids of special tokens."""
-        return GivenText(tuple(stop_sequences), frozenset())
+        stops = tuple(stop_sequences)
+        if self.reasoning is None or not splits:
+            return GivenText(stops, frozenset())
+        begun = may_have_begun and self.reasoning.opens(prompt_token_ids)
+        given = GivenText((), frozenset())
+        return self.reasoning.split(given, stops, begun=begun, has_ids=False)
 
 
 @dataclass(slots=True, eq=False)
@@ -389,7 +439,7 @@ def _first_completed(text: str, stops: Sequence[str]) -> int | None:
     return min(found)[1] if found else None
 
 
-def _held_length(text: str, stops: Sequence[str]) -> int:
+def held_length(text: str, stops: Sequence[str]) -> int:
     """Return the length of the longest suffix of `text` that begins a stop sequence."""
     longest = min(len(text), max(map(len, stops)) - 1)
     for length in range(longest, 0, -1):

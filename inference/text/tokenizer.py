@@ -28,8 +28,10 @@ import tokenizers
 from tokenizers.models import BPE
 
 from inference.errors import CheckpointInvalid
+from inference.text.chat_template import EFFORTS as EFFORTS
 from inference.text.chat_template import ChatMessage as ChatMessage
 from inference.text.chat_template import ChatTemplates
+from inference.text.chat_template import Thinking as Thinking
 from inference.text.control_tokens import ControlTokens, written_markers
 from inference.text.detokenizer import Place as Place
 from inference.text.detokenizer import (
@@ -39,6 +41,7 @@ from inference.text.detokenizer import (
     token_bytes,
 )
 from inference.text.detokenizer import TokenPlaces as TokenPlaces
+from inference.text.reasoning import reasoning_format
 from inference.text.tools import MARKERS, CallFormat, Tool, ToolCall
 from inference.text.word_cache import WordCache, parts_of
 
@@ -98,6 +101,7 @@ class Tokenizer:
         self._control_tokens_lock = threading.Lock()
         self._control_tokens_made: ControlTokens | None = None
         self.call_format = call_format or self._templates.call_format()
+        self.reasoning = reasoning_format(self.backend, self._templates.sources())
 
     @cached_property
     def end_token_ids(self) -> frozenset[int]:
@@ -194,7 +198,7 @@ class Tokenizer:
     @cached_property
     def decoder(self) -> TextDecoder:
         """Decoding tables for streams. Raises: CheckpointInvalid if text cannot be streamed."""
-        return TextDecoder(self.backend, self.special_token_ids, str(self._path))
+        return TextDecoder(self.backend, self.special_token_ids, str(self._path), self.reasoning)
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of one token, possibly a partial character; empty for an unknown id."""
@@ -209,9 +213,9 @@ class Tokenizer:
         """Return whether the chat template renders tools."""
         return self._templates.shows_tools()
 
-    def switches_thinking(self, *, has_tools: bool = False) -> bool:
-        """Return whether the chat template has a switch for thinking."""
-        return self._templates.switches_thinking(has_tools=has_tools)
+    def takes_thinking(self, thinking: bool | str, *, has_tools: bool = False) -> bool:
+        """Return whether the chat template has a switch for thinking, or such efforts."""
+        return self._templates.takes_thinking(thinking, has_tools=has_tools)
 
     def render_chat(
         self,
@@ -219,7 +223,7 @@ class Tokenizer:
         tools: Sequence[Tool] = (),
         *,
         add_generation_prompt: bool = True,
-        thinking: bool | None = None,
+        thinking: Thinking = None,
     ) -> str:
         """Render a conversation as prompt text. thinking: None for the template's default.
 
@@ -240,7 +244,7 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = True,
         token_count_max: int | None = None,
-        thinking: bool | None = None,
+        thinking: Thinking = None,
     ) -> tuple[int, ...]:
         """Encode a conversation. Only the template writes control tokens; those spelled in messages
         are text.
@@ -281,14 +285,16 @@ class Tokenizer:
         content = (tokens.hide_answer if message.role == "assistant" else tokens.hide)(
             message.content
         )
+        reasoning = message.reasoning and tokens.hide(message.reasoning)
         if not message.tool_calls and message.call is None:
-            return replace(message, content=content)
+            return replace(message, content=content, reasoning=reasoning)
         calls = tuple(map(self._hidden_call, message.tool_calls))
         return replace(
             message,
             content=content,
             tool_calls=calls,
             call=self._hidden_call(message.call) if message.call else None,
+            reasoning=reasoning,
         )
 
     def _hidden_call(self, call: ToolCall) -> ToolCall:

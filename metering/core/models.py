@@ -367,6 +367,7 @@ class UsageEvent(Base):
     first token; it is not billed, and unknown for requests recovered from a dead process.
     `journalled_token_count`: output tokens that were written to the journal to be sent; those
     beyond the delivered ones are credited. 0 in events of earlier versions.
+    `reasoning_token_count`: those of the delivered tokens that are the model's thinking.
 
     One partition per month of `settled_at` (UTC), which PostgreSQL therefore requires in the
     primary key; `id` has no index and gives the order of writing. Pages are half free for the
@@ -391,6 +392,7 @@ class UsageEvent(Base):
     billed_token_count: Mapped[int]
     embedding_token_count: Mapped[int] = mapped_column(server_default="0")
     journalled_token_count: Mapped[int] = mapped_column(server_default="0")
+    reasoning_token_count: Mapped[int] = mapped_column(server_default="0")
     migration_count: Mapped[int] = mapped_column(Integer(), server_default="0")
     price_version_id: Mapped[int]
     cost_picos: Mapped[int]

@@ -165,6 +165,7 @@ class EventSums(NamedTuple):
     outcome: str = ""
     embedding_token_count: int = 0
     journalled_token_count: int = 0
+    reasoning_token_count: int = 0
 
     @property
     def sent_token_count(self) -> int:
@@ -190,6 +191,7 @@ class EventSums(NamedTuple):
             part.outcome,
             self.embedding_token_count + part.embedding_token_count,
             self.journalled_token_count + part.journalled_token_count,
+            self.reasoning_token_count + part.reasoning_token_count,
         )
 
 
@@ -401,6 +403,7 @@ class Decisions:
             generated_token_count=max(op.generated_token_count - known.generated_token_count, 0),
             delivered_token_count=max(op.delivered_token_count - known.delivered_token_count, 0),
             journalled_token_count=max(op.journalled_token_count - known.journalled_token_count, 0),
+            reasoning_token_count=max(op.reasoning_token_count - known.delivered_token_count, 0),
         )
         part = self.record(hold, rest, recovered=True)
         charged = hold.input_token_count, hold.leased_token_count
@@ -470,6 +473,7 @@ class Decisions:
             op.outcome,
             embedded,
             max(op.journalled_token_count, delivered),
+            min(op.reasoning_token_count, delivered),
             self.reads.receipts.setdefault(number, []),
         )
         has_parts = number in self.reads.events or number in self.added

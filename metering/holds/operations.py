@@ -75,7 +75,8 @@ class Settle(msgspec.Struct, frozen=True):
     input_token_count: prompt tokens to bill, 0 if the engine never began; of an embedding the
     embedded tokens, which the usage event keeps apart from input. journalled_token_count: output
     tokens written to be sent, at least the delivered ones. migration_count: moves to another engine
-    after the first token.
+    after the first token. reasoning_token_count: delivered tokens of thinking; 0 for a hold that
+    expired or was recovered, of which only totals are known.
     """
 
     hold_id: uuid.UUID
@@ -88,6 +89,7 @@ class Settle(msgspec.Struct, frozen=True):
     recovered: bool = False
     migration_count: int = 0
     journalled_token_count: int = 0
+    reasoning_token_count: int = 0
 
 
 class Void(msgspec.Struct, frozen=True):
@@ -158,6 +160,7 @@ class Settled:
     outcome: str
     embedding_token_count: int = 0
     journalled_token_count: int = 0
+    reasoning_token_count: int = 0
     receipts: list[IssuedReceipt] = field(default_factory=list, compare=False)
 
 

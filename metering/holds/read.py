@@ -137,7 +137,8 @@ coalesce(sum(billed_token_count), 0)::bigint AS billed_token_count,
 coalesce(sum(cost_picos), 0)::bigint AS cost_picos,
 coalesce((array_agg(outcome ORDER BY part DESC))[1], '') AS outcome,
 coalesce(sum(embedding_token_count), 0)::bigint AS embedding_token_count,
-coalesce(sum(journalled_token_count), 0)::bigint AS journalled_token_count
+coalesce(sum(journalled_token_count), 0)::bigint AS journalled_token_count,
+coalesce(sum(reasoning_token_count), 0)::bigint AS reasoning_token_count
 """
 
 BEGIN_ADMITTING = f"SELECT pg_advisory_xact_lock_shared({QUOTA_LOCK})"

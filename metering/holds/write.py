@@ -118,17 +118,20 @@ INSERT INTO usage_events (hold_id, part, organization_id, project_id, api_key_id
     outcome, input_token_count, cached_input_token_count, generated_token_count,
     delivered_token_count, billed_token_count, price_version_id, cost_picos, timings, labels,
     recovered, admitted_at, settled_at, receipt_sequence, previous_receipt_hash, receipt_hash,
-    embedding_token_count, migration_count, journalled_token_count, receipt_batch_id)
+    embedding_token_count, migration_count, journalled_token_count, reasoning_token_count,
+    receipt_batch_id)
 SELECT h.id, v.part, h.organization_id, h.project_id, h.api_key_id, h.request_id, h.model,
     v.outcome, v.input, v.cached, v.generated, v.delivered, v.billed, h.price_version_id, v.cost,
     v.timings::jsonb, h.labels, v.recovered, h.admitted_at, v.settled_at, v.sequence,
-    v.previous_hash, v.hash, v.embedding, v.migrations, v.journalled,
+    v.previous_hash, v.hash, v.embedding, v.migrations, v.journalled, v.reasoning,
     (SELECT id FROM signed)
 FROM unnest(%s::uuid[], %s::smallint[], %s::text[], %s::bigint[], %s::bigint[], %s::bigint[],
         %s::bigint[], %s::bigint[], %s::bigint[], %s::text[], %s::bool[], %s::timestamptz[],
-        %s::bigint[], %s::bytea[], %s::bytea[], %s::bigint[], %s::integer[], %s::bigint[])
+        %s::bigint[], %s::bytea[], %s::bytea[], %s::bigint[], %s::integer[], %s::bigint[],
+        %s::bigint[])
     AS v(hold_id, part, outcome, input, cached, generated, delivered, billed, cost, timings,
-        recovered, settled_at, sequence, previous_hash, hash, embedding, migrations, journalled)
+        recovered, settled_at, sequence, previous_hash, hash, embedding, migrations, journalled,
+        reasoning)
 JOIN holds h ON h.id = v.hold_id
 """
 
@@ -316,6 +319,7 @@ def usage_writes(
                 usage.embedding_token_count,
                 op.migration_count,
                 usage.journalled_token_count,
+                usage.reasoning_token_count,
             )
         )
     if not rows:
@@ -333,7 +337,7 @@ def usage_writes(
     ]
     return [
         (UPDATE_CHAINS, (*columns("unbtb", heads), len(heads))),
-        (INSERT_USAGE_EVENTS, (*signed, *columns("uvvnnnnnnsvtnbbnvn", rows))),
+        (INSERT_USAGE_EVENTS, (*signed, *columns("uvvnnnnnnsvtnbbnvnn", rows))),
     ]
 
 

@@ -147,7 +147,7 @@ USAGE_CHECKS = (
             "concat('usage event ', id, ' of hold ', hold_id)",
             f"""
             SELECT e.id, e.hold_id, e.cost_picos, e.billed_token_count, e.delivered_token_count,
-                   h.id AS existing_hold_id,
+                   e.reasoning_token_count, h.id AS existing_hold_id,
                    (h.organization_id, h.project_id, h.api_key_id, h.request_id, h.model,
                     h.price_version_id)
                    IS DISTINCT FROM
@@ -173,6 +173,10 @@ USAGE_CHECKS = (
                 "billed_token_count <> billable_token_count": (
                     "concat('bills ', billed_token_count, ' of ', delivered_token_count, "
                     "' delivered tokens')"
+                ),
+                "reasoning_token_count NOT BETWEEN 0 AND delivered_token_count": (
+                    "concat('has ', reasoning_token_count, ' reasoning tokens of ', "
+                    "delivered_token_count, ' delivered tokens')"
                 ),
             },
         ),

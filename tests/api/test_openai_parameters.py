@@ -134,7 +134,6 @@ WRONG: Mapping[str, Any] = {
     "service_tier": "priority",
     "store": True,
     "prompt_cache_retention": "24h",
-    "reasoning_effort": "low",
     "reasoning": {"context": "auto"},
     "verbosity": "low",
     "modalities": ["text", "audio"],
@@ -243,6 +242,7 @@ ITEMS: Mapping[str, dict[str, Any]] = {
     "message": {"role": "user", "content": "x"},
     "function_call": {"call_id": "c", "name": "f", "arguments": "{}"},
     "function_call_output": {"call_id": "c", "output": "x"},
+    "reasoning": {"summary": []},
 }
 
 
@@ -274,7 +274,9 @@ ITEMS: Mapping[str, dict[str, Any]] = {
             response_input_item_param.ResponseInputItemParam,
             set(ITEMS),
             "responses",
-            lambda kind: {"input": [{"type": kind} | ITEMS.get(kind, {})]},
+            lambda kind: {
+                "input": [{"type": kind} | ITEMS.get(kind, {}), {"role": "user", "content": "x"}]
+            },
             "input[0].type",
         ),
         (

@@ -405,7 +405,7 @@ CLIENTS: tuple[tuple[str, dict[str, Any], list[str]], ...] = (
             ],
             "truncation": "auto",
         },
-        ["input[].reasoning"],
+        ["input[].encrypted_content"],
     ),
     (
         "cached parts and earlier thoughts",
@@ -421,7 +421,7 @@ CLIENTS: tuple[tuple[str, dict[str, Any], list[str]], ...] = (
                 {"role": "assistant", "content": None, "reasoning_content": "hm"},
             ],
         },
-        ["messages[].content[].cache_control", "messages[].reasoning_content"],
+        ["messages[].content[].cache_control"],
     ),
     ("lm-eval", COMPLETION | {"echo": True, "logprobs": 1, "suffix": None}, []),
     ("vllm bench", CHAT | {"repetition_penalty": 1.0, "skip_special_tokens": True}, []),
@@ -456,6 +456,29 @@ def test_parts_that_are_ignored_do_not_reach_the_start_frame() -> None:
 
     assert [tool.name for tool in codex.tools] == ["f"]
     assert [turn.content for turn in thinking.conversation.messages] == ["Hi", "Go on"]
+    thoughts = parse(bodies["cached parts and earlier thoughts"])[0].starts[0]
+    assert [turn.reasoning for turn in thoughts.conversation.messages] == ["", "hm"]
+
+
+def test_earlier_thoughts_belong_to_the_turn_after_them() -> None:
+    def thought(text: str) -> dict[str, Any]:
+        return {"type": "reasoning", "content": [{"type": "reasoning_text", "text": text}]}
+
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "c", "output": "4"}
+    answer = {"role": "assistant", "content": "It is 4."}
+    asked, more = ({"role": "user", "content": text} for text in ("2+2?", "And?"))
+    said = {"role": "assistant", "content": "I look."}
+    encrypted = {"type": "reasoning", "summary": [], "encrypted_content": "x"}
+    items = [asked, thought("Hm"), said, encrypted, call, result, thought("So"), answer]
+    items += [thought("Cut"), more]
+
+    [start] = parse({"model": "demo", "input": items})[0].starts
+
+    turns = [(turn.content, turn.reasoning) for turn in start.conversation.messages]
+    before = [("2+2?", ""), ("I look.", "Hm"), ("4", ""), ("It is 4.", "So")]
+    assert turns == [*before, ("", "Cut"), ("And?", "")]
+    assert [len(turn.tool_calls) for turn in start.conversation.messages] == [0, 1, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize(

@@ -382,7 +382,7 @@ def test_packed_output_is_taken_with_its_last_token() -> None:
         packed.add(f"{word} ", (1, 2), (), [pb.ToolCallDelta(index=0, arguments_json=word)])
     taken = []
     while not packed.empty:
-        text, ids, rest = packed.take(3)
+        text, ids, rest, _ = packed.take(3)
         calls = pb.DeltaFrame.FromString(rest).tool_calls
         taken.append((text.decode(), ids, [call.arguments_json for call in calls]))
 
@@ -406,3 +406,19 @@ def test_the_gaps_are_those_between_messages_with_tokens(
     assert output.gaps.facts() == pytest.approx(
         {"itl_p50_ms": 30, "itl_p99_ms": 150, "itl_max_ms": 150}
     )
+
+
+def test_thinking_that_follows_text_is_not_taken_with_it() -> None:
+    """The thinking of a delta precedes its text."""
+    packed = PackedOutput()
+    said = [("", "Hm. "), ("", "So."), ("I look.", ""), ("", "Well."), (" It", "")]
+    for text, thought in said:
+        packed.add(text, (1, 2), (), (), (thought, 2 if thought else 0))
+    taken = []
+    while not packed.empty:
+        text_bytes, ids, rest, count = packed.take(64)
+        delta = pb.DeltaFrame.FromString(rest)
+        assert delta.reasoning_token_count == count
+        taken.append((delta.reasoning, text_bytes.decode(), len(ids), count))
+
+    assert taken == [("Hm. So.", "I look.", 6, 4), ("Well.", " It", 4, 2)]

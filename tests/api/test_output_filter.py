@@ -129,3 +129,14 @@ async def test_nothing_leaves_without_an_answer() -> None:
     for last in (output.push(token(2, "b")), output.finish("c")):
         with pytest.raises(SafetyUnavailable):
             await last
+
+
+async def test_thinking_is_released_at_once_and_not_checked(tmp_path: Path) -> None:
+    checked = opened(tmp_path)
+    thought = TokensGenerated((1,), "", (), 0, (), "a secret", 1)
+    held = TokensGenerated((2,), "sec", (), 0, (), "", 0)
+
+    assert await checked.push(thought) == [thought]
+    assert await checked.push(held) == []
+    assert await checked.push(thought) == [], "it follows text that waits"
+    assert checked.hit is None

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 import pytest
 import regex
+from weir.v1 import inference_service_pb2 as pb
 
-from api.core.errors import InvalidRequest, PromptFiltered
+from api.core.errors import InvalidRequest, PromptFiltered, Violations
+from api.generation.conversation import check_prompt as check_prompt_form
 from api.generation.conversation import thinking_of
 from api.generation.text_work import TextWork
 from api.generation.tokenizing import TextJob, check_prompt, tokenize
 from api.openai.parameters import ChatParameters, decode, parse_chat
 from inference.safety.safety_file import Rule, RuleChecker
-from inference.text.tokenizer import ChatMessage, Tokenizer
+from inference.text.tokenizer import ChatMessage, Thinking, Tokenizer
 from inference.text.tools import Tool, ToolCall
 from metering.quotas.quota_rules import Payer
 from tests.inference.checkpoints import make_checkpoint
@@ -57,17 +60,33 @@ async def test_permitted_text_in_calls_and_tools_passes() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("thinking", "field"), [(False, "thinking"), (True, "thinking"), ("low", "reasoning_effort")]
+)
 async def test_thinking_is_refused_by_its_field_where_the_template_has_no_switch(
-    tmp_path: Path,
+    tmp_path: Path, thinking: Thinking, field: str
 ) -> None:
     make_checkpoint(tmp_path)
     work = cast("TextWork", None)  # a short prompt needs none
-    job = TextJob(work, cast("Payer", None), Tokenizer(tmp_path), 100, thinking=False)
+    job = TextJob(work, cast("Payer", None), Tokenizer(tmp_path), 100, thinking=thinking)
 
     with pytest.raises(InvalidRequest) as refused:
         await tokenize(job, (ChatMessage("user", "Hello"),))
 
-    assert [violation.field for violation in refused.value.violations] == ["conversation.thinking"]
+    assert [violation.field for violation in refused.value.violations] == [f"conversation.{field}"]
+    assert await tokenize(replace(job, thinking="none"), (ChatMessage("user", "Hello"),))
+
+
+@pytest.mark.parametrize("effort", ["much", "low"])
+def test_an_effort_is_one_of_those_known_and_sent_without_a_switch(effort: str) -> None:
+    turn = pb.Message(role=pb.ROLE_USER, content="x")
+    conversation = pb.Conversation(messages=[turn], thinking=True, reasoning_effort=effort)
+    wrong = Violations()
+
+    check_prompt_form(pb.StartFrame(conversation=conversation), wrong)
+
+    with pytest.raises(InvalidRequest, match="reasoning_effort"):
+        wrong.raise_if_any()
 
 
 async def test_thinking_reaches_the_template_that_has_a_switch(tmp_path: Path) -> None:

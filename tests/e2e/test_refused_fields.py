@@ -25,6 +25,7 @@ REFUSED = {
     "sampling.frequency_penalty": NO_VALUES,
     "min_output_tokens": NO_VALUES,
     "beam_search": NO_VALUES,
+    "max_reasoning_tokens": NO_VALUES,
     "prompt_logprobs": NO_VALUES,
     "top_logprobs": "with a temperature above 0",
 }

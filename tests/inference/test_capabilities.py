@@ -72,6 +72,7 @@ CHANGED: dict[RequestField, GenerationRequest] = {
     RequestField.REGEX: formatted(GrammarKind.REGEX, "[0-9]+"),
     RequestField.LARK: formatted(GrammarKind.LARK, 'start: "a"'),
     RequestField.BEAM_SEARCH: replace(SAMPLED, beam_search=BeamSearchParams(2)),
+    RequestField.MAX_REASONING_TOKENS: stop(max_reasoning_tokens=0),
     RequestField.TOP_LOGPROBS: replace(GREEDY, sampling=SamplingParams(top_logprobs=3)),
     RequestField.PROMPT_LOGPROBS: replace(GREEDY, sampling=SamplingParams(prompt_logprobs=3)),
 }
@@ -89,6 +90,7 @@ ALWAYS = {
     "regions": "chooses the engine",
     "adapter": "refused by engines that do not have it",
     "beam_search": "listed",
+    "splits_reasoning": "the text is split where it is decoded",
     "temperature": "translated by all",
     "max_output_tokens": "translated by all",
     "stop_sequences": "matched in the text here",
@@ -278,6 +280,7 @@ def test_the_ranges_of_an_engine_are_listed_with_its_fields() -> None:
         ("prompt_logprobs", ""),
         ("response_format.lark", ""),
         ("beam_search", ""),
+        ("max_reasoning_tokens", ""),
         ("top_logprobs", "above 19"),
         ("sampling.logit_bias", "below -100 or above 100"),
     ]

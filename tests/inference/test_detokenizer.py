@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from inference.errors import CheckpointInvalid
-from inference.text.detokenizer import TextDecoder, _byte_alphabet
+from inference.text.detokenizer import TextDecoder, TextPiece, _byte_alphabet
 from tests.inference import checkpoints
 
 SPECIAL_IDS = frozenset({1, 2})
@@ -462,5 +462,5 @@ def test_a_control_token_does_not_stop_before_stops_are_searched() -> None:
     control = str(case.backend.id_to_token(2))
     detokenizer = TextDecoder(case.backend, case.special_ids, "tokenizer.json").open((control,))
 
-    assert detokenizer.push(2, may_stop=False) == ("", False)
-    assert detokenizer.push(2) == ("", True)
+    assert detokenizer.push(2, may_stop=False) == TextPiece("")
+    assert detokenizer.push(2) == TextPiece("", stopped=True)

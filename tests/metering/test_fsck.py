@@ -136,6 +136,10 @@ FAULTS = [
         "with 4 tokens",
     ),
     ("UPDATE usage_events SET billed_token_count = 4 WHERE outcome = 'stop'", "bills 4 of 5"),
+    (
+        "UPDATE usage_events SET reasoning_token_count = 6 WHERE outcome = 'stop'",
+        "has 6 reasoning tokens of 5",
+    ),
     ("UPDATE usage_events SET cost_picos = cost_picos + 1", "by its price version"),
     ("UPDATE usage_events SET request_id = gen_random_uuid()", "differs from its hold"),
     ("UPDATE usage_events SET input_token_count = 9", "9 input tokens"),

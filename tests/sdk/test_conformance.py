@@ -877,6 +877,7 @@ async def test_offers_every_field() -> None:
         stop="x",
         stop_token_ids=(8,),
         min_output_tokens=1,
+        max_reasoning_tokens=1,
         ignore_eos=True,
         choice_count=2,
         beam_width=2,

@@ -382,6 +382,7 @@ class StartFrame(_message.Message):
     TOOLS_FIELD_NUMBER: _builtins.int
     TOOL_CHOICE_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    MAX_REASONING_TOKENS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of a model, as in `ListModels`. Unknown: NOT_FOUND."""
     text: _builtins.str
@@ -422,6 +423,12 @@ class StartFrame(_message.Message):
     """Sends `prompt` frames with the log-probability of each token of the prompt and of this many
     likeliest tokens, 0 to 5. The prompt is computed without the prefix cache. Unset: none.
     INVALID_ARGUMENT for more, with `beam_search`, and if the model's engine does not support it.
+    """
+    max_reasoning_tokens: _builtins.int
+    """Limit of tokens of thinking in each output, 0 or more, without the marks around them: there the
+    engine writes the closing mark, and the answer follows. Unset: none but `max_output_tokens`.
+    INVALID_ARGUMENT if negative, without `conversation`, with `beam_search`, for a model that does
+    not mark its thinking, and if its engine cannot end it.
     """
     @_builtins.property
     def conversation(self) -> Global___Conversation:
@@ -530,10 +537,11 @@ class StartFrame(_message.Message):
         tools: _abc.Iterable[Global___Tool] | None = ...,
         tool_choice: Global___ToolChoice | None = ...,
         prompt_logprobs: _builtins.int | None = ...,
+        max_reasoning_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_choice_count", b"_choice_count", "_initial_credit_tokens", b"_initial_credit_tokens", "_max_output_tokens", b"_max_output_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_top_logprobs", b"_top_logprobs", "_usage_interval_tokens", b"_usage_interval_tokens", "beam_search", b"beam_search", "choice_count", b"choice_count", "conversation", b"conversation", "initial_credit_tokens", b"initial_credit_tokens", "keep_on_disconnect", b"keep_on_disconnect", "max_cost", b"max_cost", "max_output_tokens", b"max_output_tokens", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "response_format", b"response_format", "sampling", b"sampling", "start_timeout", b"start_timeout", "text", b"text", "token_ids", b"token_ids", "tool_choice", b"tool_choice", "top_logprobs", b"top_logprobs", "usage_interval_tokens", b"usage_interval_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_choice_count", b"_choice_count", "_initial_credit_tokens", b"_initial_credit_tokens", "_max_output_tokens", b"_max_output_tokens", "_max_reasoning_tokens", b"_max_reasoning_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_top_logprobs", b"_top_logprobs", "_usage_interval_tokens", b"_usage_interval_tokens", "beam_search", b"beam_search", "choice_count", b"choice_count", "conversation", b"conversation", "initial_credit_tokens", b"initial_credit_tokens", "keep_on_disconnect", b"keep_on_disconnect", "max_cost", b"max_cost", "max_output_tokens", b"max_output_tokens", "max_reasoning_tokens", b"max_reasoning_tokens", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "response_format", b"response_format", "sampling", b"sampling", "start_timeout", b"start_timeout", "text", b"text", "token_ids", b"token_ids", "tool_choice", b"tool_choice", "top_logprobs", b"top_logprobs", "usage_interval_tokens", b"usage_interval_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_choice_count", b"_choice_count", "_initial_credit_tokens", b"_initial_credit_tokens", "_max_output_tokens", b"_max_output_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_top_logprobs", b"_top_logprobs", "_usage_interval_tokens", b"_usage_interval_tokens", "beam_search", b"beam_search", "choice_count", b"choice_count", "conversation", b"conversation", "ignore_eos", b"ignore_eos", "initial_credit_tokens", b"initial_credit_tokens", "keep_on_disconnect", b"keep_on_disconnect", "labels", b"labels", "max_cost", b"max_cost", "max_output_tokens", b"max_output_tokens", "min_output_tokens", b"min_output_tokens", "model", b"model", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "region", b"region", "response_format", b"response_format", "sampling", b"sampling", "start_timeout", b"start_timeout", "stop_sequences", b"stop_sequences", "stop_token_ids", b"stop_token_ids", "text", b"text", "tier", b"tier", "token_ids", b"token_ids", "tool_choice", b"tool_choice", "tools", b"tools", "top_logprobs", b"top_logprobs", "usage_interval_tokens", b"usage_interval_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_choice_count", b"_choice_count", "_initial_credit_tokens", b"_initial_credit_tokens", "_max_output_tokens", b"_max_output_tokens", "_max_reasoning_tokens", b"_max_reasoning_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_top_logprobs", b"_top_logprobs", "_usage_interval_tokens", b"_usage_interval_tokens", "beam_search", b"beam_search", "choice_count", b"choice_count", "conversation", b"conversation", "ignore_eos", b"ignore_eos", "initial_credit_tokens", b"initial_credit_tokens", "keep_on_disconnect", b"keep_on_disconnect", "labels", b"labels", "max_cost", b"max_cost", "max_output_tokens", b"max_output_tokens", "max_reasoning_tokens", b"max_reasoning_tokens", "min_output_tokens", b"min_output_tokens", "model", b"model", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "region", b"region", "response_format", b"response_format", "sampling", b"sampling", "start_timeout", b"start_timeout", "stop_sequences", b"stop_sequences", "stop_token_ids", b"stop_token_ids", "text", b"text", "tier", b"tier", "token_ids", b"token_ids", "tool_choice", b"tool_choice", "tools", b"tools", "top_logprobs", b"top_logprobs", "usage_interval_tokens", b"usage_interval_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__choice_count: _TypeAlias = _typing.Literal["choice_count"]  # noqa: Y015
     _WhichOneofArgType__choice_count: _TypeAlias = _typing.Literal["_choice_count", b"_choice_count"]  # noqa: Y015
@@ -541,6 +549,8 @@ class StartFrame(_message.Message):
     _WhichOneofArgType__initial_credit_tokens: _TypeAlias = _typing.Literal["_initial_credit_tokens", b"_initial_credit_tokens"]  # noqa: Y015
     _WhichOneofReturnType__max_output_tokens: _TypeAlias = _typing.Literal["max_output_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_output_tokens: _TypeAlias = _typing.Literal["_max_output_tokens", b"_max_output_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__max_reasoning_tokens: _TypeAlias = _typing.Literal["max_reasoning_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_reasoning_tokens: _TypeAlias = _typing.Literal["_max_reasoning_tokens", b"_max_reasoning_tokens"]  # noqa: Y015
     _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__top_logprobs: _TypeAlias = _typing.Literal["top_logprobs"]  # noqa: Y015
@@ -555,6 +565,8 @@ class StartFrame(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__initial_credit_tokens) -> _WhichOneofReturnType__initial_credit_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_output_tokens) -> _WhichOneofReturnType__max_output_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_reasoning_tokens) -> _WhichOneofReturnType__max_reasoning_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
     @_typing.overload
@@ -802,11 +814,17 @@ class Conversation(_message.Message):
 
     MESSAGES_FIELD_NUMBER: _builtins.int
     THINKING_FIELD_NUMBER: _builtins.int
+    REASONING_EFFORT_FIELD_NUMBER: _builtins.int
     thinking: _builtins.bool
     """Whether the model thinks before it answers, if its chat template has such a switch (Qwen3's
-    `enable_thinking`). Unset: the template's default. Thoughts are part of the answer, between
-    `<think>` and `</think>`, and billed as output. INVALID_ARGUMENT if the template has no such
-    switch.
+    `enable_thinking`). Unset: the template's default. INVALID_ARGUMENT if the template has no such
+    switch. Thoughts are sent as `DeltaFrame.reasoning` if the model marks them.
+    """
+    reasoning_effort: _builtins.str
+    """How much the model thinks, instead of `thinking`: none, minimal, low, medium, high, xhigh or
+    max. Shown by a chat template that has such efforts (GPT-OSS); for others with a switch, none
+    switches thinking off and all others on. INVALID_ARGUMENT for other values, together with
+    `thinking`, and if the template has neither, except for none.
     """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___Message]:
@@ -817,10 +835,11 @@ class Conversation(_message.Message):
         *,
         messages: _abc.Iterable[Global___Message] | None = ...,
         thinking: _builtins.bool | None = ...,
+        reasoning_effort: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_thinking", b"_thinking", "thinking", b"thinking"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_thinking", b"_thinking", "messages", b"messages", "thinking", b"thinking"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_thinking", b"_thinking", "messages", b"messages", "reasoning_effort", b"reasoning_effort", "thinking", b"thinking"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__thinking: _TypeAlias = _typing.Literal["thinking"]  # noqa: Y015
     _WhichOneofArgType__thinking: _TypeAlias = _typing.Literal["_thinking", b"_thinking"]  # noqa: Y015
@@ -838,12 +857,18 @@ class Message(_message.Message):
     CONTENT_FIELD_NUMBER: _builtins.int
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
     TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
     role: Global___Role.ValueType
     """Author. Required."""
     content: _builtins.str
     """Text of the message. For ROLE_TOOL: the result of the call."""
     tool_call_id: _builtins.str
     """For ROLE_TOOL: the id of its call, in an earlier message. INVALID_ARGUMENT otherwise."""
+    reasoning: _builtins.str
+    """For ROLE_ASSISTANT: the model's thinking in this turn, as received in `DeltaFrame.reasoning`.
+    The chat template decides which of it the model sees; most show that of the latest calls only.
+    INVALID_ARGUMENT for other roles.
+    """
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
         """For ROLE_ASSISTANT: the model's calls in this turn. INVALID_ARGUMENT for other roles, and if
@@ -857,10 +882,11 @@ class Message(_message.Message):
         content: _builtins.str = ...,
         tool_calls: _abc.Iterable[Global___ToolCall] | None = ...,
         tool_call_id: _builtins.str = ...,
+        reasoning: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "reasoning", b"reasoning", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1440,6 +1466,8 @@ class DeltaFrame(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     CHOICE_INDEX_FIELD_NUMBER: _builtins.int
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
+    REASONING_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
     """Increases by one with each `delta` of the request, from 1."""
     text: _builtins.str
@@ -1447,6 +1475,14 @@ class DeltaFrame(_message.Message):
     choice_index: _builtins.int
     """Choice of this output, from 0 to `choice_count` - 1. A frame has tokens of one choice; `seq`
     counts the frames of all.
+    """
+    reasoning: _builtins.str
+    """New text of the model's thinking, which precedes `text`: only for a conversation, and without
+    the marks around it. It is never searched for stop sequences or calls, and not filtered.
+    """
+    reasoning_token_count: _builtins.int
+    """Output tokens that are now known to be thinking, the marks around it included. Usually some of
+    `token_ids`; earlier ones too if they began a mark of several tokens.
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -1472,10 +1508,12 @@ class DeltaFrame(_message.Message):
         logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
         choice_index: _builtins.int = ...,
         tool_calls: _abc.Iterable[Global___ToolCallDelta] | None = ...,
+        reasoning: _builtins.str = ...,
+        reasoning_token_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice_index", b"choice_index", "logprobs", b"logprobs", "seq", b"seq", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice_index", b"choice_index", "logprobs", b"logprobs", "reasoning", b"reasoning", "reasoning_token_count", b"reasoning_token_count", "seq", b"seq", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

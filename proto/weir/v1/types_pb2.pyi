@@ -216,6 +216,7 @@ class Usage(_message.Message):
     BILLED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     EMBEDDING_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     JOURNALLED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    REASONING_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     input_token_count: _builtins.int
     """Tokens of the prompt, cached ones included."""
     cached_input_token_count: _builtins.int
@@ -234,6 +235,10 @@ class Usage(_message.Message):
     """Output tokens that the server was about to send: at least the delivered ones. The others are
     not billed. 0 while the request runs.
     """
+    reasoning_token_count: _builtins.int
+    """Delivered output tokens of the model's thinking, part of `delivered_token_count`. 0 unless the
+    prompt is a conversation.
+    """
     def __init__(
         self,
         *,
@@ -244,10 +249,11 @@ class Usage(_message.Message):
         billed_token_count: _builtins.int = ...,
         embedding_token_count: _builtins.int = ...,
         journalled_token_count: _builtins.int = ...,
+        reasoning_token_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["billed_token_count", b"billed_token_count", "cached_input_token_count", b"cached_input_token_count", "delivered_token_count", b"delivered_token_count", "embedding_token_count", b"embedding_token_count", "generated_token_count", b"generated_token_count", "input_token_count", b"input_token_count", "journalled_token_count", b"journalled_token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["billed_token_count", b"billed_token_count", "cached_input_token_count", b"cached_input_token_count", "delivered_token_count", b"delivered_token_count", "embedding_token_count", b"embedding_token_count", "generated_token_count", b"generated_token_count", "input_token_count", b"input_token_count", "journalled_token_count", b"journalled_token_count", "reasoning_token_count", b"reasoning_token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

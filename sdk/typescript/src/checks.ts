@@ -78,6 +78,7 @@ export const GENERATE: Readonly<Record<keyof GenerateOptions, Check>> = {
   stop: TEXTS,
   stopTokenIds: IDS,
   minOutputTokens: WHOLE,
+  maxReasoningTokens: WHOLE,
   ignoreEos: BOOLEAN,
   jsonSchema: [(value) => typeof value === "string" || isObject(value), "an object, or its text"],
   regex: TEXT,

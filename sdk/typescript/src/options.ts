@@ -11,6 +11,8 @@ export interface Message {
   readonly toolCalls?: readonly ToolCall[];
   /** The call whose result a message of the role `tool` holds. */
   readonly toolCallId?: string;
+  /** The model's thinking (`Result.reasoning`), in a message of the role `assistant`. */
+  readonly reasoning?: string;
 }
 
 /** Function that the model may call. The caller runs it and sends its result back. */
@@ -68,6 +70,8 @@ export interface GenerateOptions {
   readonly stopTokenIds?: readonly number[];
   /** Number of tokens before the output may end by itself. */
   readonly minOutputTokens?: number;
+  /** Limit of tokens of thinking, after which the answer follows. */
+  readonly maxReasoningTokens?: number;
   /** Continue past the model's end of sequence; for benchmarks. */
   readonly ignoreEos?: boolean;
   /**

@@ -8,12 +8,14 @@ const CHOICES_MAX = 1024; // far above a server's limit: a wrong index must not 
 /** Received output of one choice. */
 class Output {
   private readonly texts: string[] = [];
+  private readonly thoughts: string[] = [];
   private readonly tokenIds: number[] = [];
   private readonly logprobs: TokenLogprobs[] = [];
   private readonly calls: { id: string; name: string; pieces: string[] }[] = [];
 
   add(frame: DeltaFrame, logprobs: readonly TokenLogprobs[]): void {
     this.texts.push(frame.text);
+    this.thoughts.push(frame.reasoning);
     for (const tokenId of frame.tokenIds) this.tokenIds.push(tokenId);
     for (const each of logprobs) this.logprobs.push(each);
     for (const { id, name, argumentsJson } of frame.toolCalls) {
@@ -35,6 +37,7 @@ class Output {
       tokenIds: [...this.tokenIds],
       logprobs: [...this.logprobs],
       toolCalls,
+      reasoning: this.thoughts.join(""),
     };
   }
 }

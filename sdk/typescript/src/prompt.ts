@@ -105,6 +105,7 @@ function startInit(
     ...dropUndefined({
       toolChoice: toolChoice(options),
       maxOutputTokens: int64("maxOutputTokens", options.maxOutputTokens),
+      maxReasoningTokens: int64("maxReasoningTokens", options.maxReasoningTokens),
       maxCost: options.maxCost && moneyInit(options.maxCost),
       usageIntervalTokens: int64("usageIntervalTokens", options.usageIntervalTokens),
       initialCreditTokens: int64("prefetchTokens", options.prefetchTokens),
@@ -174,7 +175,8 @@ export function conversation(prompt: Prompt): MessageInitShape<typeof Conversati
         name,
         argumentsJson,
       }));
-      return { role, content: message.content, toolCalls, toolCallId: message.toolCallId ?? "" };
+      const { content, toolCallId = "", reasoning = "" } = message;
+      return { role, content, toolCalls, toolCallId, reasoning };
     }),
   };
 }

@@ -45,9 +45,9 @@ export class Received {
 
   /** Returns the output and usage received so far. */
   partial(): Partial {
-    const { text, tokenIds } = this.outputs.of(0).choice(0, "UNSPECIFIED");
+    const { text, reasoning, tokenIds } = this.outputs.of(0).choice(0, "UNSPECIFIED");
     const { requestId, model, usage, cost, timings, admitted } = this;
-    return { requestId, model, text, tokenIds, usage, cost, timings, admitted };
+    return { requestId, model, text, reasoning, tokenIds, usage, cost, timings, admitted };
   }
 
   /** Returns the complete result, after `finish`. */
@@ -68,6 +68,7 @@ export class Received {
       tokenIds: first.tokenIds,
       logprobs: first.logprobs,
       toolCalls: first.toolCalls,
+      reasoning: first.reasoning,
       choices,
       usage: wire.usage(frame.usage),
       cost: wire.money(frame.cost),

@@ -63,6 +63,8 @@ export interface Usage {
   readonly embeddingTokenCount: number;
   /** Output tokens that were about to be sent; 0 while the request runs. */
   readonly journalledTokenCount: number;
+  /** Part of the delivered tokens: the model's thinking. */
+  readonly reasoningTokenCount: number;
 }
 
 /** Milliseconds spent in each stage of a request. Stages are disjoint and sum to `totalMs`. */
@@ -210,6 +212,10 @@ export interface Delta {
   readonly choiceIndex: number;
   /** Increments of calls, if `tools` was given. */
   readonly toolCalls: readonly ToolCallDelta[];
+  /** New thinking, which precedes the text. */
+  readonly reasoning: string;
+  /** Tokens now known to be thinking. */
+  readonly reasoningTokenCount: number;
 }
 
 /** Running counts, sent at the interval asked for with `usageIntervalTokens`. */
@@ -250,6 +256,8 @@ export interface Choice {
   readonly logprobs: readonly TokenLogprobs[];
   /** The model's calls, if `tools` was given. */
   readonly toolCalls: readonly ToolCall[];
+  /** The model's thinking, apart from the text. */
+  readonly reasoning: string;
 }
 
 /**
@@ -267,6 +275,8 @@ export interface Result {
   readonly logprobs: readonly TokenLogprobs[];
   /** The model's calls, if `tools` was given. */
   readonly toolCalls: readonly ToolCall[];
+  /** The model's thinking, apart from the text. */
+  readonly reasoning: string;
   readonly choices: readonly Choice[];
   readonly usage: Usage;
   /** Before plan and tax. */
@@ -286,6 +296,7 @@ export interface Partial {
   readonly requestId: string;
   readonly model: string;
   readonly text: string;
+  readonly reasoning: string;
   readonly tokenIds: readonly number[];
   readonly usage: Usage | undefined;
   readonly cost: Money | undefined;

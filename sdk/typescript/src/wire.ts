@@ -100,6 +100,7 @@ export function usage(value: UsageMessage | undefined): Usage {
     billedTokenCount: count(value?.billedTokenCount ?? 0n),
     embeddingTokenCount: count(value?.embeddingTokenCount ?? 0n),
     journalledTokenCount: count(value?.journalledTokenCount ?? 0n),
+    reasoningTokenCount: count(value?.reasoningTokenCount ?? 0n),
   };
 }
 
@@ -238,6 +239,8 @@ export function delta(frame: DeltaFrame): Delta {
       top: each.top.map(({ tokenId, logprob }) => ({ tokenId, logprob })),
     })),
     choiceIndex: frame.choiceIndex,
+    reasoning: frame.reasoning,
+    reasoningTokenCount: count(frame.reasoningTokenCount),
     toolCalls: frame.toolCalls.map(({ index, id, name, argumentsJson }) => ({
       index,
       id,

@@ -989,6 +989,7 @@ promise("offers-every-field", async () => {
     stop: "x",
     stopTokenIds: [8],
     minOutputTokens: 1,
+    maxReasoningTokens: 1,
     ignoreEos: true,
     choiceCount: 2,
     beamWidth: 2,

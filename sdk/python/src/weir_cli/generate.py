@@ -561,6 +561,9 @@ def run(stream: GenerationStream, *, quiet: bool) -> tuple[Result, bool]:
                     case Progress():
                         waiting.update(progress_text(event))
                     case Delta():
+                        if event.reasoning_token_count and not event.text:
+                            waiting.update("the model thinks")
+                            continue
                         waiting.clear()
                         if not quiet:
                             write(event.text)

@@ -392,7 +392,13 @@ def usage_line(
     if usage.embedding_token_count:
         parts = [f"{usage.embedding_token_count:,} embedded"]
     else:
-        parts = [f"{usage.input_token_count:,} in{cached}", f"{usage.billed_token_count:,} out"]
+        thinking = (
+            f" ({usage.reasoning_token_count:,} thinking)" if usage.reasoning_token_count else ""
+        )
+        parts = [
+            f"{usage.input_token_count:,} in{cached}",
+            f"{usage.billed_token_count:,} out{thinking}",
+        ]
     if cost is not None:
         parts.append(str(cost))
     if timings is not None and timings.ttft_ms:

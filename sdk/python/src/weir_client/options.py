@@ -17,13 +17,15 @@ class Message:
     """One message of a conversation.
 
     tool_calls: the model's calls (`Result.tool_calls`), in a message of the role "assistant".
-    tool_call_id: the call whose result a message of the role "tool" holds.
+    tool_call_id: the call whose result a message of the role "tool" holds. reasoning: the model's
+    thinking (`Result.reasoning`), in a message of the role "assistant".
     """
 
     role: Role
     content: str
     tool_calls: Sequence[ToolCall] = ()
     tool_call_id: str = ""
+    reasoning: str = ""
 
 
 Prompt = str | Sequence[Message | Mapping[str, str]]
@@ -47,6 +49,7 @@ class GenerateOptions(TypedDict, total=False):
     stop: one string, or up to 16, that ends the output and is cut off. stop_token_ids: ids that end
         it.
     min_output_tokens: number of tokens before the output may end by itself.
+    max_reasoning_tokens: limit of tokens of thinking, after which the answer follows.
     ignore_eos: continue past the model's end of sequence; for benchmarks.
     json_schema: the answer is a JSON document valid under it (a mapping, or its text); regex: the
         answer matches it; lark: it follows this EBNF grammar in Lark's syntax. At most one of the
@@ -104,6 +107,7 @@ class GenerateOptions(TypedDict, total=False):
     stop: str | Sequence[str]
     stop_token_ids: Sequence[int]
     min_output_tokens: int
+    max_reasoning_tokens: int
     ignore_eos: bool
     json_schema: Mapping[str, object] | str | None
     regex: str | None

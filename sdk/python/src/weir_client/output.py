@@ -15,6 +15,7 @@ class Output:
 
     def __init__(self) -> None:
         self.texts: list[str] = []
+        self.thoughts: list[str] = []
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.calls: list[tuple[str, str, list[str]]] = []  # id, name and pieces of the arguments
@@ -22,6 +23,7 @@ class Output:
     def add(self, frame: pb.DeltaFrame, logprobs: tuple[TokenLogprobs, ...]) -> None:
         """Append the output of one frame."""
         self.texts.append(frame.text)
+        self.thoughts.append(frame.reasoning)
         self.token_ids.extend(frame.token_ids)
         self.logprobs.extend(logprobs)
         for piece in frame.tool_calls:
@@ -35,7 +37,13 @@ class Output:
             ToolCall(call_id, name, "".join(pieces)) for call_id, name, pieces in self.calls
         )
         return Choice(
-            index, reason, "".join(self.texts), tuple(self.token_ids), tuple(self.logprobs), calls
+            index,
+            reason,
+            "".join(self.texts),
+            tuple(self.token_ids),
+            tuple(self.logprobs),
+            calls,
+            "".join(self.thoughts),
         )
 
 

@@ -39,7 +39,12 @@ _EARLY_STOPPING: Mapping[bool | str, pb.EarlyStopping.ValueType] = {
 }
 
 
-_MESSAGE_KEYS = ("role", "content", "tool_call_id")  # keys of a mapping; a Message has more fields
+_MESSAGE_KEYS = (
+    "role",
+    "content",
+    "tool_call_id",
+    "reasoning",
+)  # keys of a mapping; a Message has more fields
 _SAMPLING = (
     "temperature",
     "top_p",
@@ -90,6 +95,7 @@ def build_start(model: str, prompt: Prompt | None, options: GenerateOptions) -> 
         "stop_sequences": [stop] if isinstance(stop, str) else stop,
         "stop_token_ids": options.get("stop_token_ids", ()),
         "min_output_tokens": options.get("min_output_tokens", 0),
+        "max_reasoning_tokens": options.get("max_reasoning_tokens"),
         "top_logprobs": options.get("top_logprobs"),
         "response_format": _response_format(options),
         "choice_count": options.get("choice_count"),
@@ -240,22 +246,28 @@ def _message(index: int, message: Message | Mapping[str, str]) -> pb.Message:
             pb.ToolCall(id=call.id, name=call.name, arguments_json=call.arguments_json)
             for call in message.tool_calls
         ]
-        call_id = message.tool_call_id
+        call_id, reasoning = message.tool_call_id, message.reasoning
     else:
         missing = {"role", "content"} - message.keys()
         if missing:
             raise invalid(f"messages[{index}]", f"needs {' and '.join(sorted(missing))}")
         check_known(message, _MESSAGE_KEYS, f"messages[{index}].")
-        role, content, calls, call_id = (
-            message["role"],
-            message["content"],
-            [],
-            message.get("tool_call_id", ""),
-        )
+        role, content, calls = message["role"], message["content"], []
+        call_id, reasoning = message.get("tool_call_id", ""), message.get("reasoning", "")
     if role not in _ROLES:
         raise invalid(f"messages[{index}].role", f"{role!r} is not one of {', '.join(_ROLES)}")
     if not isinstance(content, str):
         raise invalid(
             f"messages[{index}].content", f"must be a string, not {type(content).__name__}"
         )
-    return pb.Message(role=_ROLES[role], content=content, tool_calls=calls, tool_call_id=call_id)
+    if not isinstance(reasoning, str):
+        raise invalid(
+            f"messages[{index}].reasoning", f"must be a string, not {type(reasoning).__name__}"
+        )
+    return pb.Message(
+        role=_ROLES[role],
+        content=content,
+        tool_calls=calls,
+        tool_call_id=call_id,
+        reasoning=reasoning,
+    )

@@ -54,6 +54,8 @@ class Received:
             logprobs,
             frame.choice_index,
             calls,
+            frame.reasoning,
+            frame.reasoning_token_count,
         )
 
     def bill(self, frame: pb.FinishedFrame | pb.FailedFrame) -> None:
@@ -79,6 +81,7 @@ class Received:
             timings=self._timings,
             admitted=self.admitted,
             receipts=self._receipts,
+            reasoning="".join(self._outputs.of(0).thoughts),
         )
 
     def result(self, frame: pb.FinishedFrame) -> Result:
@@ -109,4 +112,5 @@ class Received:
             receipts=self._receipts,
             migration_count=frame.migration_count,
             tool_calls=choices[0].tool_calls,
+            reasoning=choices[0].reasoning,
         )

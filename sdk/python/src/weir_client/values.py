@@ -86,6 +86,7 @@ class Usage:
     billed_token_count: int = 0  # output tokens on the bill: the delivered ones
     embedding_token_count: int = 0  # priced separately; an embedding request has no other tokens
     journalled_token_count: int = 0  # about to be sent; 0 while the request runs
+    reasoning_token_count: int = 0  # part of the delivered tokens: the model's thinking
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +221,8 @@ class Delta:
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, if `top_logprobs` was given
     choice_index: int = 0  # choice of the output, if `choice_count` is more than 1
     tool_calls: tuple[ToolCallDelta, ...] = ()  # increments of calls, if `tools` was given
+    reasoning: str = ""  # new thinking, which precedes the text
+    reasoning_token_count: int = 0  # tokens now known to be thinking
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +255,7 @@ class Choice:
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
     tool_calls: tuple[ToolCall, ...] = ()
+    reasoning: str = ""  # the model's thinking, apart from the text
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +281,7 @@ class Result:
     receipts: tuple[Receipt, ...] = ()  # one, unless nothing was billed; `verify_receipt` checks it
     migration_count: int = 0  # number of moves to another engine after the loss of one
     tool_calls: tuple[ToolCall, ...] = ()  # the model's calls, if `tools` was given
+    reasoning: str = ""  # the model's thinking, apart from the text
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,6 +301,7 @@ class Partial:
     timings: Timings | None = None
     admitted: Admitted | None = None
     receipts: tuple[Receipt, ...] = ()  # of `usage`, if it is final
+    reasoning: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,440 @@
+"""Reasoning in the output of a model: splits its thinking from its answer, token by token.
+
+A format is data: the markers around the thinking (`MARKERS`), or the tokens of messages with a
+channel each (`CHANNEL_TOKENS`). Which format a model writes is read from its tokenizer and its chat
+template. Markers that are tokens of their own are found by their ids, so that an answer or a
+thought may spell them; the others are found in the text, as stop sequences are.
+
+    before     blank, or the beginning of an opening marker: undecided
+    thinking   until the closing marker; also from the start, if the prompt ends with an opening one
+    answer     the rest: later markers are text. Only here stop sequences are searched
+
+Each token of thinking and markers counts as reasoning. Markers are in neither text, nor are the
+blanks around the thinking and blank lines before the answer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple, Protocol
+
+import tokenizers
+
+from inference.text.detokenizer import NOTHING, Detokenizer, TextPiece, held_length
+
+BLANK_TOKENS_MAX = 8  # before an opening marker; models write one or two
+PROMPT_TAIL_TOKENS = 32  # searched for an opening marker at the end of a prompt
+HEADER_CHARS_MAX = 1024  # of a message with a channel; longer ones are text
+
+
+class Markers(NamedTuple):
+    """Texts around the thinking, and around the answer after it, if any."""
+
+    opening: str
+    closing: str
+    answer_opening: str = ""
+    answer_closing: str = ""
+
+
+# The first that fits is used, so more specific ones come first.
+MARKERS = (
+    Markers("<think>", "</think>", "<answer>", "</answer>"),  # Hunyuan A13B
+    Markers("<think>", "</think>", "<response>", "</response>"),  # Ernie 4.5 and X1
+    # Cohere Command A Reasoning
+    Markers("<|START_THINKING|>", "<|END_THINKING|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+    Markers("<seed:think>", "</seed:think>"),  # Seed-OSS
+    Markers("[THINK]", "[/THINK]"),  # Magistral from 2507
+    Markers("◁think▷", "◁/think▷"),  # Kimi-VL
+    Markers("<|inner_prefix|>", "<|inner_suffix|>"),  # Apertus
+    Markers("<|channel>thought", "<channel|>"),  # Gemma 4
+    Markers("<thought>", "</thought>"),  # EXAONE Deep
+    Markers("<reasoning>", "</reasoning>"),  # Reka Flash
+    Markers("Here is my thought process:", "Here is my response:"),  # Granite 3.2
+    # Qwen3, DeepSeek, GLM, Kimi K2, MiniMax, Nemotron, Phi-4, Step3, Olmo 3, SmolLM3 and others
+    Markers("<think>", "</think>"),
+)
+# GPT-OSS (harmony): `<|start|>assistant<|channel|>analysis<|message|>…<|end|>`
+CHANNEL_TOKENS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
+THINKING_CHANNEL = "analysis"
+RECIPIENT = " to="  # begins the header of a call that no token of the format precedes
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w*)")
+
+
+class Phase(Enum):
+    """Part of the output that the next token belongs to."""
+
+    UNDECIDED = 0
+    THINKING = 1
+    ANSWER = 2
+
+
+class ReasoningFormat(Protocol):
+    """Format of the thinking in a model's output."""
+
+    def opens(self, prompt_token_ids: Sequence[int]) -> bool:
+        """Return whether the prompt ends inside thinking that the output continues."""
+        ...
+
+    def split(
+        self, text: Detokenizer, stops: tuple[str, ...], *, begun: bool, has_ids: bool
+    ) -> Split:
+        """Return a detokenizer that splits an output.
+
+        text: decodes it, without stops. begun: the prompt has opened the thinking. has_ids: token
+        ids are known; otherwise markers are found in the text.
+        """
+        ...
+
+    @property
+    def opening_ids(self) -> tuple[int, ...]:
+        """Tokens that may begin the thinking."""
+        ...
+
+    @property
+    def closing_ids(self) -> tuple[int, ...]:
+        """Tokens that end the thinking and begin the answer."""
+        ...
+
+
+def reasoning_format(
+    backend: tokenizers.Tokenizer, sources: Sequence[str]
+) -> ReasoningFormat | None:
+    """Return the format of a model's reasoning; None if it has none.
+
+    sources: its chat templates. Markers count if a template names one, or if both are tokens.
+    """
+    added = {token.content: id_ for id_, token in backend.get_added_tokens_decoder().items()}
+    if all(token in added for token in CHANNEL_TOKENS):
+        return Channels(backend, *(added[token] for token in CHANNEL_TOKENS))
+    for markers in MARKERS:
+        is_named = any(
+            (markers.opening in source or markers.closing in source)
+            and markers.answer_opening in source
+            for source in sources
+        )
+        both = markers.opening in added and markers.closing in added
+        if is_named or (both and markers.answer_opening in (added | {"": 0})):
+            ids = (added[markers.opening], added[markers.closing]) if both else None
+            return Marked(markers, ids, backend)
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Marked:
+    """Format with markers. ids: of the opening and the closing one; None if not one token each."""
+
+    markers: Markers
+    ids: tuple[int, int] | None
+    backend: tokenizers.Tokenizer
+
+    def opens(self, prompt_token_ids: Sequence[int]) -> bool:
+        """Implement `ReasoningFormat.opens`: only blanks follow the last opening marker."""
+        tail = list(prompt_token_ids[-PROMPT_TAIL_TOKENS:])
+        if self.ids is None:
+            text = self.backend.decode(tail, skip_special_tokens=False)
+            return text.rstrip().endswith(self.markers.opening)
+        while tail and tail[-1] != self.ids[0]:
+            if self.backend.decode([tail.pop()], skip_special_tokens=False).strip():
+                return False
+        return bool(tail)
+
+    def split(
+        self, text: Detokenizer, stops: tuple[str, ...], *, begun: bool, has_ids: bool
+    ) -> Split:
+        """Implement `ReasoningFormat.split`."""
+        phase = Phase.THINKING if begun else Phase.UNDECIDED
+        ids = self.ids if has_ids else None
+        return MarkedSplit(stops, frozenset(), text, phase, self.markers, ids)
+
+    @property
+    def opening_ids(self) -> tuple[int, ...]:
+        """Implement `ReasoningFormat.opening_ids`."""
+        return () if self.ids is None else self.ids[:1]
+
+    @property
+    def closing_ids(self) -> tuple[int, ...]:
+        """Implement `ReasoningFormat.closing_ids`."""
+        if self.ids is not None:
+            return self.ids[1:]
+        closing = f"\n{self.markers.closing}\n"
+        return tuple(self.backend.encode(closing, add_special_tokens=False).ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Channels:
+    """Format of messages with a channel each, by the ids of `CHANNEL_TOKENS`."""
+
+    backend: tokenizers.Tokenizer
+    start: int
+    channel: int
+    message: int
+    end: int
+    call: int
+    finish: int
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """Ids of the tokens of the format."""
+        return self.start, self.channel, self.message, self.end, self.call, self.finish
+
+    def opens(self, prompt_token_ids: Sequence[int]) -> bool:
+        """Implement `ReasoningFormat.opens`: templates begin a message, never a thought."""
+        return False
+
+    def split(
+        self, text: Detokenizer, stops: tuple[str, ...], *, begun: bool, has_ids: bool
+    ) -> Split:
+        """Implement `ReasoningFormat.split`. Without ids, messages cannot be told apart."""
+        if not has_ids:
+            return Split(stops, frozenset(), text, Phase.ANSWER)
+        return ChannelSplit(stops, frozenset(), text, Phase.UNDECIDED, self)
+
+    @property
+    def opening_ids(self) -> tuple[int, ...]:
+        """Implement `ReasoningFormat.opening_ids`."""
+        return (self.channel,)
+
+    @property
+    def closing_ids(self) -> tuple[int, ...]:
+        """Implement `ReasoningFormat.closing_ids`."""
+        ids = self.backend.encode("<|end|><|start|>assistant<|channel|>final<|message|>").ids
+        return tuple(ids)
+
+
+@dataclass(slots=True, eq=False)
+class Split(Detokenizer):
+    """Detokenizer of an output with thinking. text: decodes it without a search for stops, and
+    returns marks, which are dropped from thoughts.
+
+    phase: of the next token.
+    """
+
+    text: Detokenizer
+    phase: Phase
+
+    def __post_init__(self) -> None:
+        self.marks = self.text.marks
+
+    @property
+    def thinks(self) -> bool:
+        """Implement `Detokenizer.thinks`."""
+        return self.phase is Phase.THINKING
+
+    def feed(self, text: str, token_count: int) -> None:
+        """Implement `Detokenizer.feed`."""
+        self.text.feed(text, token_count)
+
+    def push(self, token_id: int, *, may_stop: bool = True) -> TextPiece:
+        """Implement `Detokenizer.push`."""
+        return self._answer(self.text.push(token_id, may_stop=may_stop).text, may_stop)
+
+    def finish(self) -> TextPiece:
+        """Implement `Detokenizer.finish`."""
+        return self._last(self.text.finish().text)
+
+    def _answer(self, text: str, may_stop: bool) -> TextPiece:
+        return self._search(text) if may_stop and self.stops else TextPiece(text)
+
+    def _last(self, text: str) -> TextPiece:
+        return self._search_rest(text) if self.stops else TextPiece(text)
+
+
+@dataclass(slots=True, eq=False)
+class MarkedSplit(Split):
+    """Split at markers.
+
+    waiting: text that is undecided, or that a marker or the end of its part may take away.
+    undecided_count: tokens of an undecided beginning. has_thought: the thinking has text.
+    is_opening: the answer after the thinking has no text yet. is_wrapped: the marker before the
+    answer was found.
+    """
+
+    markers: Markers
+    ids: tuple[int, int] | None
+    waiting: str = field(init=False, default="")
+    undecided_count: int = field(init=False, default=0)
+    has_thought: bool = field(init=False, default=False)
+    is_opening: bool = field(init=False, default=False)
+    is_wrapped: bool = field(init=False, default=False)
+
+    def push(self, token_id: int, *, may_stop: bool = True) -> TextPiece:
+        """Implement `Detokenizer.push`."""
+        if self.ids is not None:
+            if token_id == self.ids[0] and self.phase is Phase.UNDECIDED:
+                self.waiting, self.phase = "", Phase.THINKING
+                return TextPiece("", reasoning_token_count=self.undecided_count + 1)
+            if token_id == self.ids[1] and self.phase is Phase.THINKING:
+                thought = self._ready(self.waiting + self.text.finish().text)
+                return self._closed(thought, "", may_stop)._replace(reasoning_token_count=1)
+        return self._read(self.text.push(token_id, may_stop=may_stop).text, 1, may_stop)
+
+    def finish(self) -> TextPiece:
+        """Implement `Detokenizer.finish`. Blanks before an answer without text are dropped."""
+        text = self.text.finish().text
+        piece = self._read(text, 0, True) if text else NOTHING
+        if piece.stopped:
+            return piece
+        rest, self.waiting = self.waiting, ""
+        if self.phase is Phase.THINKING:
+            return piece._replace(reasoning=piece.reasoning + rest)
+        if self.is_opening:
+            rest = _without_blank_lines(rest)
+        elif self.is_wrapped and self.markers.answer_closing in rest:
+            rest = ""
+        last = self._last(rest)
+        return TextPiece(piece.text + last.text, last.stopped, piece.reasoning)
+
+    def _read(self, text: str, token_count: int, may_stop: bool) -> TextPiece:
+        if self.phase is Phase.THINKING:
+            return self._thought(text, token_count, may_stop)
+        if self.phase is Phase.ANSWER:
+            return self._answered(text, may_stop)
+        self.waiting += text
+        self.undecided_count += token_count
+        body, opening = self.waiting.lstrip(), self.markers.opening
+        if self.ids is None and body.startswith(opening):
+            self.waiting, self.phase = "", Phase.THINKING
+            return self._thought(body[len(opening) :], self.undecided_count, may_stop)
+        may_open = self.ids is None and opening.startswith(body)
+        if (body and may_open) or (not body and self.undecided_count <= BLANK_TOKENS_MAX):
+            return NOTHING
+        text, self.waiting, self.phase = self.waiting, "", Phase.ANSWER
+        return self._answer(text, may_stop)
+
+    def _thought(self, text: str, token_count: int, may_stop: bool) -> TextPiece:
+        self.waiting += self._shown(text)
+        kept, closing = 0, self.markers.closing
+        if self.ids is None:
+            if (start := self.waiting.find(closing)) >= 0:
+                rest = self.waiting[start + len(closing) :]
+                piece = self._closed(self._ready(self.waiting[:start]), rest, may_stop)
+                return piece._replace(reasoning_token_count=token_count)
+            kept = held_length(self.waiting, (closing,))
+        end = len(self.waiting) - kept
+        ready, waiting = self.waiting[:end], self.waiting[end:]
+        thought = self._ready(ready)
+        blanks = ready[len(ready.rstrip()) :] if self.has_thought else ""
+        self.waiting = blanks + waiting
+        return TextPiece("", False, thought, token_count)
+
+    def _ready(self, thought: str) -> str:
+        """Return thought without the blanks at its end, nor those at the beginning of all."""
+        thought = thought.rstrip() if self.has_thought else thought.strip()
+        self.has_thought |= bool(thought)
+        return thought
+
+    def _closed(self, thought: str, rest: str, may_stop: bool) -> TextPiece:
+        self.waiting, self.phase, self.is_opening = "", Phase.ANSWER, True
+        piece = self._answered(rest, may_stop)
+        return piece._replace(reasoning=thought)
+
+    def _answered(self, text: str, may_stop: bool) -> TextPiece:
+        if not (self.is_opening or self.is_wrapped):
+            return self._answer(text, may_stop)
+        self.waiting += text
+        opening, closing = self.markers.answer_opening, self.markers.answer_closing
+        if self.is_opening:
+            body = self.waiting.lstrip()
+            if opening and not self.is_wrapped and body.startswith(opening):
+                self.is_wrapped, self.waiting = True, body[len(opening) :]
+                body = self.waiting.lstrip()
+            if not body or (not self.is_wrapped and opening.startswith(body)):
+                return NOTHING
+            self.waiting, self.is_opening = _without_blank_lines(self.waiting), False
+        if not self.is_wrapped:
+            text, self.waiting = self.waiting, ""
+            return self._answer(text, may_stop)
+        body = self.waiting.rstrip()
+        kept = len(closing) if body.endswith(closing) else held_length(self.waiting, (closing,))
+        end = len((body if body.endswith(closing) else self.waiting)[: -kept or None].rstrip())
+        text, self.waiting = self.waiting[:end], self.waiting[end:]
+        piece = self._answer(text, may_stop)
+        if piece.stopped and (body := piece.text.rstrip()).endswith(closing):
+            return piece._replace(text=body.removesuffix(closing).rstrip())
+        return piece
+
+
+def _without_blank_lines(text: str) -> str:
+    """Return the text from its first line that is not blank."""
+    body = text.lstrip()
+    return text[text.rfind("\n", 0, len(text) - len(body)) + 1 :] if body else ""
+
+
+@dataclass(slots=True, eq=False)
+class ChannelSplit(Split):
+    """Split of messages with a channel each.
+
+    header: of the message that has no text yet; None inside its text. header_token_count: its
+    tokens. is_bare: no token of the format was seen, so the output may be plain text. said: the
+    kinds of text so far.
+    """
+
+    format: Channels
+    header: str | None = field(init=False, default="")
+    header_token_count: int = field(init=False, default=0)
+    is_bare: bool = field(init=False, default=True)
+    said: set[Phase] = field(init=False, default_factory=set)
+
+    @property
+    def thinks(self) -> bool:
+        """Implement `Detokenizer.thinks`. Headers are as little of the answer as thoughts."""
+        return self.phase is not Phase.ANSWER
+
+    def push(self, token_id: int, *, may_stop: bool = True) -> TextPiece:
+        """Implement `Detokenizer.push`."""
+        if token_id in self.format.ids:
+            return self._border(token_id, may_stop)
+        text = self.text.push(token_id, may_stop=may_stop).text
+        if self.header is None:
+            return self._say(text, 1, may_stop)
+        self.header += text if self.is_bare else self._shown(text)
+        self.header_token_count += 1
+        is_header = self.header.startswith(RECIPIENT) or RECIPIENT.startswith(self.header)
+        if len(self.header) > HEADER_CHARS_MAX or (self.is_bare and not is_header):
+            text, self.header, self.phase = self.header, None, Phase.ANSWER
+            return self._say(text, 0, may_stop)
+        return NOTHING
+
+    def finish(self) -> TextPiece:
+        """Implement `Detokenizer.finish`. A header without a message is dropped."""
+        text = self.text.finish().text
+        if self.phase is Phase.THINKING:
+            return TextPiece("", False, text)
+        return self._last(text if self.header is None else "")
+
+    def _border(self, token_id: int, may_stop: bool) -> TextPiece:
+        is_thinking, self.is_bare = self.phase is Phase.THINKING, False
+        rest = self.text.finish().text
+        if self.header is not None:
+            self.header_token_count += 1
+            if token_id == self.format.channel:
+                self.header += CHANNEL_TOKENS[1]
+            elif token_id == self.format.message:
+                return self._begin(may_stop)
+            elif token_id != self.format.start:
+                self.header, self.header_token_count = "", 0
+            return NOTHING
+        mark = "" if is_thinking else self._mark(token_id, may_stop)
+        piece = self._say(rest + mark, is_thinking, may_stop)
+        begins = token_id in (self.format.start, self.format.channel)
+        self.header = CHANNEL_TOKENS[1] if token_id == self.format.channel else ""
+        self.header_token_count, self.phase = int(begins), Phase.UNDECIDED
+        return piece._replace(reasoning_token_count=int(is_thinking and not begins))
+
+    def _begin(self, may_stop: bool) -> TextPiece:
+        """Begin the text of a message, on a new line after another one of its kind."""
+        found, count = _CHANNEL.search(self.header or ""), self.header_token_count
+        is_thought = found is not None and found[1] == THINKING_CHANNEL
+        self.header, self.phase = None, Phase.THINKING if is_thought else Phase.ANSWER
+        return self._say("\n" if self.phase in self.said else "", count, may_stop)
+
+    def _say(self, text: str, token_count: int, may_stop: bool) -> TextPiece:
+        is_thought = self.phase is Phase.THINKING
+        if text := self._shown(text) if is_thought else text:
+            self.said.add(self.phase)
+        if is_thought:
+            return TextPiece("", False, text, token_count)
+        return self._answer(text, may_stop)
