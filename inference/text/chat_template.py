@@ -183,6 +183,7 @@ EFFORT = "reasoning_effort"
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 # Whether, or with which effort, the model should think; None for the template's default.
 Thinking = bool | str | None
+NOT_THINKING = (False, EFFORTS[0])  # templates without a switch take them, and change nothing
 
 # Fields of a message by which templates read the model's thinking
 THOUGHT_NAMES = ("reasoning_content", "reasoning", "thinking")
@@ -347,9 +348,9 @@ class ChatTemplates:
             yield from template.placeholder_renderings()
 
     def takes_thinking(self, thinking: bool | str, *, has_tools: bool) -> bool:
-        """Return whether the template can make the model think so; every one has no effort."""
+        """Return whether the template takes it: only thinking needs a switch or efforts."""
         template = self._template(has_tools=has_tools)
-        return thinking == EFFORTS[0] or (
+        return thinking in NOT_THINKING or (
             template is not None and bool(template.thinking_variables(thinking))
         )
 
@@ -384,7 +385,7 @@ class ChatTemplates:
             raise ChatTemplateFailed(
                 "this model's chat template has no place for tool calls and their results"
             )
-        if thinking not in (None, EFFORTS[0]) and not template.thinking_variables(thinking):
+        if thinking not in (None, *NOT_THINKING) and not template.thinking_variables(thinking):
             raise ChatTemplateFailed("this model's chat template has no switch for thinking")
         if fault := template.fault(messages, has_tools=bool(tools)):
             others = _with_system_elsewhere(messages) if template.shows_system else ()

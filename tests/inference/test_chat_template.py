@@ -355,10 +355,11 @@ def test_a_template_without_a_switch_takes_no_thinking(tmp_path: Path) -> None:
     )
     tokenizer = Tokenizer(tmp_path)
 
-    assert not tokenizer.takes_thinking(False)
-    assert tokenizer.takes_thinking("none")
+    assert not tokenizer.takes_thinking(True)
     assert not tokenizer.takes_thinking("low")
-    assert tokenizer.render_chat(chat(("user", "?")), thinking="none") == "?"
+    for thinking in (False, "none"):
+        assert tokenizer.takes_thinking(thinking)
+        assert tokenizer.render_chat(chat(("user", "?")), thinking=thinking) == "?"
     with pytest.raises(ChatTemplateFailed, match="no switch for thinking"):
         tokenizer.render_chat(chat(("user", "?")), thinking=True)
 

@@ -817,8 +817,9 @@ class Conversation(_message.Message):
     REASONING_EFFORT_FIELD_NUMBER: _builtins.int
     thinking: _builtins.bool
     """Whether the model thinks before it answers, if its chat template has such a switch (Qwen3's
-    `enable_thinking`). Unset: the template's default. INVALID_ARGUMENT if the template has no such
-    switch. Thoughts are sent as `DeltaFrame.reasoning` if the model marks them.
+    `enable_thinking`). Unset: the template's default. If the template has no such switch, false
+    changes nothing and true is INVALID_ARGUMENT. Thoughts are sent as `DeltaFrame.reasoning` if
+    the model marks them.
     """
     reasoning_effort: _builtins.str
     """How much the model thinks, instead of `thinking`: none, minimal, low, medium, high, xhigh or
