@@ -36,8 +36,9 @@ FREE_PATHS = {
     *(
         f"{above}conversation.messages.{name}"
         for above in ("", "start.")
-        for name in ("content", "tool_call_id")
+        for name in ("content", "reasoning", "tool_call_id")
     ),
+    *(f"{above}conversation.reasoning_effort" for above in ("", "start.")),  # one of some words
     *(
         f"{above}conversation.messages.tool_calls.{name}"
         for above in ("", "start.")
