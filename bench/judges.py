@@ -158,6 +158,8 @@ KINDS: dict[str, Callable[[random.Random], Body]] = {
     "stop tokens": lambda c: chat(c, stop_token_ids=[c.randint(10, 400) for _ in range(9)]),
     "template arguments": lambda c: chat(c, chat_template_kwargs={"enable_thinking": False}),
 }
+CONTROL = "a control token adds no text in Weir, and is named among `tokens` in vLLM"
+NAMES = frozenset({"tokens", "top", "offsets"})
 EVERY = frozenset(
     {"prompt_tokens", "completion_tokens", "text", "finish_reason", "calls", "tokens", "logprobs"}
 )
@@ -166,6 +168,8 @@ EXPLAINED: dict[str, tuple[frozenset[str], str]] = {
     "parts": (EVERY, "vLLM puts line breaks between parts; templates that read parts do not"),
     "tools": (EVERY, "a call of a tool that was not offered is a call in vLLM, and text in Weir"),
     "forced tools": (EVERY, "forced arguments follow the tool's schema in Weir, not in vLLM"),
+    "completion log-probabilities": (NAMES, CONTROL),
+    "echo": (NAMES, CONTROL),
     "structured": (EVERY, "text that a schema leaves no choice about has its usual tokens in Weir"),
 }
 

@@ -141,7 +141,7 @@ class TokenTexts:
             place._replace(offset=place.offset + len(prompt))
             for place in _placed(logprobs[count:], decoder.places(ids), is_whole=True)
         ]
-        columns = self._columns(logprobs, placed, count)
+        columns = self._columns(logprobs, placed)
         # Nothing precedes the first token.
         columns.token_logprobs[:1] = [None]
         columns.top_logprobs[:1] = [None]
@@ -151,14 +151,13 @@ class TokenTexts:
         self,
         logprobs: Sequence[pb.TokenLogprobs],
         places: Sequence[Place],
-        prompt_token_count: int = 0,
     ) -> Columns:
-        """Return the columns of tokens. prompt_token_count: of them, not drawn.
+        """Return the columns of tokens.
 
-        Most likely tokens of equal text are named by their ids, except the token that was drawn.
+        Most likely tokens of equal text are named by their ids, except the token that is there.
         """
         columns = Columns()
-        for index, (place, each) in enumerate(zip(places, logprobs, strict=True)):
+        for place, each in zip(places, logprobs, strict=True):
             chosen = each.chosen
             top: dict[str, float] = {}
             for token in each.top:
@@ -169,8 +168,7 @@ class TokenTexts:
                         name = f"token_id:{token.token_id}"
                 top[name] = max(token.logprob, LOGPROB_MIN)
             logprob = max(chosen.logprob, LOGPROB_MIN)
-            if index >= prompt_token_count:
-                top.setdefault(place.text, logprob)
+            top.setdefault(place.text, logprob)
             columns.tokens.append(place.text)
             columns.token_logprobs.append(logprob)
             columns.top_logprobs.append(top)
