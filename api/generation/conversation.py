@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from weir.v1 import inference_service_pb2 as pb
 
 from api.core.errors import Violations
 from api.generation.json_text import json_object
+from inference.text.chat_template import NOT_THINKING
 from inference.text.tokenizer import EFFORTS, ChatMessage, Thinking
 from inference.text.tools import ToolCall
 
@@ -37,6 +39,8 @@ def check_prompt(message: pb.StartFrame | pb.CountTokensRequest, wrong: Violatio
             check_messages(message.conversation.messages, wrong)
             if effort := message.conversation.reasoning_effort:
                 _check_effort(effort, message.conversation, wrong)
+            if message.conversation.continues_last_message:
+                _check_continued(message.conversation, wrong)
         case "text":
             if not message.text:
                 wrong.check(False, "text", "must not be empty")
@@ -53,6 +57,25 @@ def _check_effort(effort: str, conversation: pb.Conversation, wrong: Violations)
     wrong.check(effort in EFFORTS, name, f"must be one of {', '.join(EFFORTS)}")
     both = conversation.HasField("thinking")
     wrong.check(not both, name, "cannot be combined with thinking: leave one of them out")
+
+
+def _check_continued(conversation: pb.Conversation, wrong: Violations) -> None:
+    """Check that the last message can be continued, and that no thinking is requested before it."""
+    last = conversation.messages[-1] if conversation.messages else pb.Message()
+    wrong.check(
+        last.role == pb.ROLE_ASSISTANT and bool(last.content.strip()) and not last.tool_calls,
+        "conversation.continues_last_message",
+        "requires a last message of the assistant with text and without calls; leave it out to"
+        " begin a new message",
+    )
+    for name in ("thinking", "reasoning_effort"):
+        asked = getattr(conversation, name)
+        wrong.check(
+            not asked or asked in NOT_THINKING,
+            f"conversation.{name}",
+            "cannot be combined with an answer that has begun, before which the model would think:"
+            " leave one of them out",
+        )
 
 
 def check_messages(messages: Sequence[pb.Message], wrong: Violations) -> None:
@@ -125,7 +148,10 @@ def parse_prompt(message: pb.StartFrame | pb.CountTokensRequest) -> Prompt:
     """Return the prompt of a message that passed `check_prompt`."""
     match message.WhichOneof("prompt"):
         case "conversation":
-            return _messages(message.conversation.messages)
+            messages = _messages(message.conversation.messages)
+            if message.conversation.continues_last_message:
+                messages = (*messages[:-1], replace(messages[-1], is_unfinished=True))
+            return messages
         case "text":
             return message.text
         case _:

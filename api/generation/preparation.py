@@ -23,6 +23,7 @@ from metering.quotas.quota_rules import Payer
 from metering.tenants.tenants import TokenBounds
 
 NO_MARKS = "cannot be set: this model does not mark its thinking; leave it out"
+HAS_BEGUN = "cannot be set: the output continues an answer, before which the model would think"
 
 
 async def prepared(
@@ -81,8 +82,14 @@ def checked_request(
         raise InvalidRequest(
             [FieldViolation("token_ids.ids", f"must each be from 0 to {size - 1}")]
         )
-    if start.stop.max_reasoning_tokens is not None and tokenizer.reasoning is None:
-        raise InvalidRequest([FieldViolation("max_reasoning_tokens", NO_MARKS)])
+    # A plain prompt is continued as it is: its text may be about the marks of thinking.
+    last = start.prompt[-1]
+    splits_reasoning = isinstance(last, ChatMessage) and not last.is_unfinished
+    if start.stop.max_reasoning_tokens is not None:
+        if tokenizer.reasoning is None:
+            raise InvalidRequest([FieldViolation("max_reasoning_tokens", NO_MARKS)])
+        if not splits_reasoning:
+            raise InvalidRequest([FieldViolation("max_reasoning_tokens", HAS_BEGUN)])
     response_format = start.response_format
     if start.tool_use.tools:
         response_format = format_with_tools(start.tool_use, response_format, tokenizer)
@@ -98,8 +105,7 @@ def checked_request(
         beam_search=start.beam_search,
         regions=route.regions,
         adapter=route.adapter,
-        # A plain prompt is continued as it is: its text may be about the marks of thinking.
-        splits_reasoning=isinstance(start.prompt[0], ChatMessage),
+        splits_reasoning=splits_reasoning,
     )
     check_against_model(request, size)
     if model.capabilities.counts_from_usage:

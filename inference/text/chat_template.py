@@ -197,7 +197,8 @@ class ChatMessage:
     """One turn of a conversation. The template decides which roles are valid.
 
     tool_calls: calls that the model made in this turn. call: for the role "tool", the call that
-    this is the result of. reasoning: thinking in a turn of the model.
+    this is the result of. reasoning: thinking in a turn of the model. is_unfinished: the prompt
+    ends with the text of this turn, the last one, which the model continues.
     """
 
     role: str
@@ -205,6 +206,7 @@ class ChatMessage:
     tool_calls: tuple[ToolCall, ...] = ()
     call: ToolCall | None = None
     reasoning: str = ""
+    is_unfinished: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -463,6 +465,8 @@ _PROBE_TOOL = Tool(
 _TOOL_WORDS = (_PROBE_TOOL.name, _PROBE_TOOL.description, f"{_PROBE}Key")
 # A part of text or the arguments of a call as Python or JSON would print them.
 _PRINTED = re.compile(rf"""["']type["']: ["']text["']|{{'{_PROBE}""")
+# Ends the text of an unfinished turn while it is rendered: templates strip blanks at the ends
+END_MARK = f"{_PROBE}End"
 _WORD = re.compile(rf"{_PROBE}(?:\d{{5}}Q|Tool|About|Key)")
 # Ids that templates might refuse or cut off.
 _PROBE_IDS = ("{}", "kQzXvW7_{}YpLm3RtB9Jd{}")
@@ -712,8 +716,12 @@ class _ChatTemplate:
         form: Form | None = None,
     ) -> str:
         shown = partial(_as_dict, form=form or self.form)
+        if is_unfinished := bool(arranged) and arranged[-1].is_unfinished:
+            add_generation_prompt = False
+            last = replace(arranged[-1], content=arranged[-1].content + END_MARK)
+            arranged = [*arranged[:-1], last]
         try:
-            return self._template.render(
+            rendered = self._template.render(
                 messages=[
                     shown(message) | dict.fromkeys(self._thought_names, message.reasoning)
                     if message.reasoning
@@ -728,12 +736,23 @@ class _ChatTemplate:
                 **self.thinking_variables(thinking),
                 **{LOOK_AT_CLOCK: Budget().look_at_clock},
             )
+            return _until_mark(rendered) if is_unfinished else rendered
         except RecursionError as error:
             raise ChatTemplateFailed("the chat template recurses too deeply") from error
         except MemoryError as error:
             raise ChatTemplateFailed("the chat template ran out of memory") from error
         except _REFUSALS as error:
             raise ChatTemplateFailed(str(error)) from error
+
+
+def _until_mark(rendered: str) -> str:
+    """Return the text before the end mark. Raises: TemplateError if it is not there."""
+    text, mark, _ = rendered.rpartition(END_MARK)
+    if not mark:
+        raise TemplateError(
+            "the chat template leaves out the text of the last message, which is to be continued"
+        )
+    return text
 
 
 def _probe(

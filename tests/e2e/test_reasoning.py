@@ -36,6 +36,7 @@ THOUGHT = 'Hm, END <tool_call>{"name": "book", "arguments": {}}</tool_call> mayb
 ANSWER = "It is 4, END of </think> it."
 THOUGHT_TOKENS = PIECES.index("</think>") + 1
 TOOL = pb.Tool(name="book")
+USER, ASSISTANT = pb.ROLE_USER, pb.ROLE_ASSISTANT
 
 
 @pytest.fixture(scope="module")
@@ -188,6 +189,46 @@ async def test_a_budget_that_cannot_be_kept_is_refused(
 
     async with service.stream(tenant.secret) as stream:
         refusal = await stream.failed(await begin(stream, **fields))
+
+    bad = refusal.detail(error_details_pb2.BadRequest)
+    assert bad is not None
+    assert field in [violation.field for violation in bad.field_violations]
+
+
+def begun(*roles: pb.Role.ValueType, text: str = "It is", **fields: Any) -> pb.Conversation:
+    messages = [pb.Message(role=role, content=text) for role in roles]
+    return pb.Conversation(messages=messages, continues_last_message=True, **fields)
+
+
+async def test_a_begun_answer_goes_on_without_thinking(service: Service) -> None:
+    tenant = await service.tenant()
+
+    async with service.stream(tenant.secret) as stream:
+        asked = begun(USER, ASSISTANT)
+        request_id = await begin(stream, conversation=asked)
+        finished = await stream.finished(request_id)
+
+    assert (reasoning(stream, request_id), stream.text(request_id)) == ("", ANSWER[len("It is") :])
+    assert finished.usage.reasoning_token_count == 0
+
+
+@pytest.mark.parametrize(
+    ("asked", "field"),
+    [
+        (begun(ASSISTANT, USER), "conversation.continues_last_message"),
+        (begun(USER, ASSISTANT, text=" \n"), "conversation.continues_last_message"),
+        (begun(), "conversation.continues_last_message"),
+        (begun(USER, ASSISTANT, thinking=True), "conversation.thinking"),
+        (begun(USER, ASSISTANT, reasoning_effort="low"), "conversation.reasoning_effort"),
+    ],
+)
+async def test_what_cannot_be_continued_is_refused(
+    service: Service, asked: pb.Conversation, field: str
+) -> None:
+    tenant = await service.tenant()
+
+    async with service.stream(tenant.secret) as stream:
+        refusal = await stream.failed(await begin(stream, conversation=asked))
 
     bad = refusal.detail(error_details_pb2.BadRequest)
     assert bad is not None

@@ -12,6 +12,7 @@ from inference.errors import ChatTemplateFailed, CheckpointInvalid
 from inference.text.tokenizer import ChatMessage, Tokenizer
 from inference.text.tools import CallFormat, Tool, ToolCall
 from tests.inference.checkpoints import CHAT_TEMPLATE, write_tokenizer
+from tests.inference.test_model_families import FAMILIES, as_transformers_takes_it, write
 from tests.inference.tool_checkpoints import TOOL_TEMPLATE
 
 # Like Llama 3: an optional system message, a date, a header per turn, trimmed content, definedness
@@ -419,3 +420,41 @@ def test_earlier_thinking_forges_no_control_token(tmp_path: Path) -> None:
     assert tokenizer.token_id("<|user|>") not in ids
     assert tokenizer.token_id("<|end|>") not in ids
     assert tokenizer.decode(ids, skip_special_tokens=False) == tokenizer.render_chat(forged)
+
+
+@pytest.mark.parametrize("begun", ["The answer is", "Ünder\n\n*one*: ", "ok </", "weirProbe"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_unfinished_answer_ends_the_prompt_as_in_transformers(
+    name: str, begun: str, tmp_path: Path
+) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    write(tmp_path, family := FAMILIES[name])
+    reference: Any = PreTrainedTokenizerFast.from_pretrained(str(tmp_path))
+    tokenizer = Tokenizer(tmp_path)
+    talk = [ChatMessage("user", "When?"), ChatMessage("assistant", begun, is_unfinished=True)]
+    asked: Any = {
+        "conversation": [as_transformers_takes_it(message, family) for message in talk],
+        "continue_final_message": True,
+    }
+
+    rendered = tokenizer.render_chat(talk)
+
+    # Templates that strip turns leave out blanks at their ends in transformers only.
+    assert rendered.rstrip() == reference.apply_chat_template(**asked, tokenize=False).rstrip()
+    assert rendered.endswith(begun)
+    ids = tokenizer.encode_chat(talk)
+    assert tokenizer.decode(ids).endswith(begun)
+    if begun == begun.strip():
+        assert [*ids] == reference.apply_chat_template(**asked, tokenize=True, return_dict=False)
+
+
+def test_a_template_that_leaves_out_the_last_answer_cannot_continue_it(tmp_path: Path) -> None:
+    write_tokenizer(
+        tmp_path, chat_template="{% for m in messages[:1] %}{{ m.content }}{% endfor %}"
+    )
+
+    with pytest.raises(ChatTemplateFailed, match="leaves out"):
+        Tokenizer(tmp_path).render_chat(
+            [ChatMessage("user", "a"), ChatMessage("assistant", "b", is_unfinished=True)]
+        )

@@ -896,7 +896,10 @@ async def test_offers_every_field() -> None:
         single_tool_call=True,
     )
     async with scripted.serve(server) as address, AsyncClient(address, "key") as client:
-        await client.complete(MODEL, "Hi", **(every | GenerateOptions(json_schema={})))
+        talk = GenerateOptions(
+            json_schema={}, thinking=True, reasoning_effort="low", continues_last_message=True
+        )
+        await client.complete(MODEL, "Hi", **(every | talk))
         await client.complete(MODEL, **(every | GenerateOptions(text="Hi", regex="a")))
         await client.complete(MODEL, **(every | GenerateOptions(token_ids=(7,), lark="start: A")))
         for inputs in ("a", [[7]]):
@@ -919,7 +922,13 @@ async def test_offers_every_field() -> None:
 
 
 # Its fields are also options.
-NESTED = ("weir.v1.Sampling", "weir.v1.BeamSearch", "weir.v1.ResponseFormat", "weir.v1.EmbedInput")
+NESTED = (
+    "weir.v1.Sampling",
+    "weir.v1.BeamSearch",
+    "weir.v1.ResponseFormat",
+    "weir.v1.EmbedInput",
+    "weir.v1.Conversation",
+)
 
 
 def fields_of(descriptor: Descriptor) -> Iterator[str]:

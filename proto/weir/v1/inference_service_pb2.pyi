@@ -815,6 +815,7 @@ class Conversation(_message.Message):
     MESSAGES_FIELD_NUMBER: _builtins.int
     THINKING_FIELD_NUMBER: _builtins.int
     REASONING_EFFORT_FIELD_NUMBER: _builtins.int
+    CONTINUES_LAST_MESSAGE_FIELD_NUMBER: _builtins.int
     thinking: _builtins.bool
     """Whether the model thinks before it answers, if its chat template has such a switch (Qwen3's
     `enable_thinking`). Unset: the template's default. If the template has no such switch, false
@@ -827,6 +828,11 @@ class Conversation(_message.Message):
     switches thinking off and all others on. INVALID_ARGUMENT for other values, together with
     `thinking`, and if the template has neither, except for none.
     """
+    continues_last_message: _builtins.bool
+    """Continues the last message instead of beginning the next one: the output follows its text,
+    which is not repeated. Formats and forced calls apply to the output alone. INVALID_ARGUMENT
+    unless that message is of ROLE_ASSISTANT, with text and without calls.
+    """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___Message]:
         """1 to 10,000, with up to 10,000 tool calls together. INVALID_ARGUMENT otherwise."""
@@ -837,10 +843,11 @@ class Conversation(_message.Message):
         messages: _abc.Iterable[Global___Message] | None = ...,
         thinking: _builtins.bool | None = ...,
         reasoning_effort: _builtins.str = ...,
+        continues_last_message: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_thinking", b"_thinking", "thinking", b"thinking"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_thinking", b"_thinking", "messages", b"messages", "reasoning_effort", b"reasoning_effort", "thinking", b"thinking"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_thinking", b"_thinking", "continues_last_message", b"continues_last_message", "messages", b"messages", "reasoning_effort", b"reasoning_effort", "thinking", b"thinking"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__thinking: _TypeAlias = _typing.Literal["thinking"]  # noqa: Y015
     _WhichOneofArgType__thinking: _TypeAlias = _typing.Literal["_thinking", b"_thinking"]  # noqa: Y015

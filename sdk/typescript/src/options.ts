@@ -70,6 +70,15 @@ export interface GenerateOptions {
   readonly stopTokenIds?: readonly number[];
   /** Number of tokens before the output may end by itself. */
   readonly minOutputTokens?: number;
+  /** Whether the model thinks before it answers, if its chat template has a switch. */
+  readonly thinking?: boolean;
+  /** How much the model thinks, instead of `thinking`: `none` to `max`. */
+  readonly reasoningEffort?: string;
+  /**
+   * The last message of `prompt`, of the role `assistant`, is the beginning of the answer; the
+   * output follows its text.
+   */
+  readonly continuesLastMessage?: boolean;
   /** Limit of tokens of thinking, after which the answer follows. */
   readonly maxReasoningTokens?: number;
   /** Continue past the model's end of sequence; for benchmarks. */

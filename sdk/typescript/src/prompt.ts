@@ -188,7 +188,13 @@ function promptInit(
   if ([prompt, text, tokenIds].filter((given) => given !== undefined).length !== 1) {
     throw invalid("prompt", "give exactly one of: prompt, text, tokenIds");
   }
-  if (prompt !== undefined) return { case: "conversation", value: conversation(prompt) };
+  const { thinking, reasoningEffort = "", continuesLastMessage = false } = options;
+  if (prompt !== undefined) {
+    const more = { reasoningEffort, continuesLastMessage, ...dropUndefined({ thinking }) };
+    return { case: "conversation", value: { ...conversation(prompt), ...more } };
+  }
+  for (const [name, given] of Object.entries({ thinking, reasoningEffort, continuesLastMessage }))
+    if (given) throw invalid(name, "has a meaning only with a prompt of messages: leave it out");
   if (text !== undefined) return { case: "text", value: text };
   return { case: "tokenIds", value: { ids: [...(tokenIds ?? [])] } };
 }

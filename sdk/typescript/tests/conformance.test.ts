@@ -1009,7 +1009,8 @@ promise("offers-every-field", async () => {
     toolChoice: "auto",
     singleToolCall: true,
   };
-  await client.complete(MODEL, { ...every, prompt: "Hi", jsonSchema: {} });
+  const talk = { thinking: true, reasoningEffort: "low", continuesLastMessage: true };
+  await client.complete(MODEL, { ...every, ...talk, prompt: "Hi", jsonSchema: {} });
   await client.complete(MODEL, { ...every, text: "Hi", regex: "a" });
   await client.complete(MODEL, { ...every, tokenIds: [7], lark: "start: A" });
   for (const inputs of ["a", [[7]]])
@@ -1040,6 +1041,7 @@ const NESTED = [
   "weir.v1.BeamSearch",
   "weir.v1.ResponseFormat",
   "weir.v1.EmbedInput",
+  "weir.v1.Conversation",
 ]; // whose fields are options, too
 
 /** The full names of what a request may hold. */

@@ -49,7 +49,11 @@ class GenerateOptions(TypedDict, total=False):
     stop: one string, or up to 16, that ends the output and is cut off. stop_token_ids: ids that end
         it.
     min_output_tokens: number of tokens before the output may end by itself.
-    max_reasoning_tokens: limit of tokens of thinking, after which the answer follows.
+    thinking: whether the model thinks before it answers, if its chat template has a switch;
+        reasoning_effort, instead: "none" to "max". max_reasoning_tokens: limit of tokens of
+        thinking, after which the answer follows.
+    continues_last_message: the prompt's last message, of the role "assistant", is the beginning of
+        the answer; the output follows its text.
     ignore_eos: continue past the model's end of sequence; for benchmarks.
     json_schema: the answer is a JSON document valid under it (a mapping, or its text); regex: the
         answer matches it; lark: it follows this EBNF grammar in Lark's syntax. At most one of the
@@ -107,7 +111,10 @@ class GenerateOptions(TypedDict, total=False):
     stop: str | Sequence[str]
     stop_token_ids: Sequence[int]
     min_output_tokens: int
+    thinking: bool | None
+    reasoning_effort: str | None
     max_reasoning_tokens: int
+    continues_last_message: bool
     ignore_eos: bool
     json_schema: Mapping[str, object] | str | None
     regex: str | None

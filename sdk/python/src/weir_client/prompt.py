@@ -45,6 +45,7 @@ _MESSAGE_KEYS = (
     "tool_call_id",
     "reasoning",
 )  # keys of a mapping; a Message has more fields
+CONVERSATION_OPTIONS = ("thinking", "reasoning_effort", "continues_last_message")
 _SAMPLING = (
     "temperature",
     "top_p",
@@ -79,6 +80,10 @@ def build_start(model: str, prompt: Prompt | None, options: GenerateOptions) -> 
     )
     if sum(given is not None for given in (prompt, text, token_ids)) != 1:
         raise invalid("prompt", "give exactly one of: a prompt, text=, token_ids=")
+    if prompt is None:
+        for name in CONVERSATION_OPTIONS:
+            if options.get(name):
+                raise invalid(name, "has a meaning only with a prompt of messages: leave it out")
     if max_cost is not None and not isinstance(max_cost, Money):
         raise invalid(
             "max_cost", f'must be Money, for example Money.of("0.05", "USD"), not {max_cost!r}'
@@ -86,7 +91,7 @@ def build_start(model: str, prompt: Prompt | None, options: GenerateOptions) -> 
     stop = options.get("stop", ())
     fields = {
         "model": model,
-        "conversation": None if prompt is None else conversation(prompt),
+        "conversation": None if prompt is None else _with_options(conversation(prompt), options),
         "text": text,
         "token_ids": None
         if token_ids is None
@@ -170,6 +175,15 @@ def conversation(prompt: Prompt) -> pb.Conversation:
             "prompt", f"must be a string or a list of messages, not {type(prompt).__name__}"
         )
     return pb.Conversation(messages=[_message(index, each) for index, each in enumerate(prompt)])
+
+
+def _with_options(conversation: pb.Conversation, options: GenerateOptions) -> pb.Conversation:
+    """Return the conversation with the options that concern it. Raises: InvalidRequest."""
+    fields = {
+        name: value for name in CONVERSATION_OPTIONS if (value := options.get(name)) is not None
+    }
+    conversation.MergeFrom(written(pb.Conversation, fields))
+    return conversation
 
 
 def _response_format(options: GenerateOptions) -> pb.ResponseFormat | None:
