@@ -200,6 +200,11 @@ class LiveRequest:
         return self.start.model if self._route is not None else ""
 
     @property
+    def prompt_token_ids(self) -> tuple[int, ...]:
+        """Tokens of its prompt; none before it is prepared."""
+        return () if self._request is None else self._request.prompt_token_ids
+
+    @property
     def hold_id(self) -> uuid.UUID | None:
         """Id of its hold; None before admission."""
         return self.output.hold_id

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import uuid
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from weir.v1 import inference_service_pb2 as pb
 
 from api.access.auth import check_model
 from api.access.auth import payer as payer_of
 from api.core import wire
+from api.core.errors import FieldViolation, InvalidRequest
 from api.core.messages import effective_quota_statuses, input_count_max, quota_status
 from api.generation.conversation import Prompt, thinking_of
 from api.generation.embedding import token_count_of, tokenize_inputs
@@ -18,12 +21,15 @@ from api.generation.embedding_wire import ValidEmbed, check_against_model, parse
 from api.generation.preparation import check_input_bound, prepared
 from api.generation.process import Process
 from api.generation.start_frame import ValidStart, parse_start
+from api.generation.text_work import INLINE_COST_MAX
 from api.generation.tokenizing import TextJob, tokenize
 from api.generation.tools import ToolUse, call_reading
 from inference.text.tools import Tool
 from metering.quotas import quoting
 from metering.store.db import Sessions
 from metering.tenants.tenants import Principal
+
+DECODED_TOKEN_COST = 4  # characters of text to encode that cost as much as a token to decode
 
 
 async def count_tokens(
@@ -36,6 +42,19 @@ async def count_tokens(
 
     parsed: the message by `parse_count_tokens`.
     """
+    token_ids, window = await token_ids_of(process, principal, message, parsed)
+    return pb.CountTokensResponse(input_token_count=len(token_ids), context_window_tokens=window)
+
+
+async def token_ids_of(
+    process: Process,
+    principal: Principal,
+    message: pb.CountTokensRequest,
+    parsed: tuple[Prompt, tuple[Tool, ...]],
+    *,
+    adds_special_tokens: bool = True,
+) -> tuple[tuple[int, ...], int]:
+    """Return the tokens of a prompt and the context window of its model. Raises its refusals."""
     prompt, tools = parsed
     check_model(principal, process.router.canonical_name(message.model))
     model = process.router.find(message.model).model
@@ -43,10 +62,43 @@ async def count_tokens(
     # Rejects tools that the model does not support.
     call_reading(ToolUse(tools, forced=True), tokenizer, message.model)
     window, thinking = model.context_window_tokens, thinking_of(message)
-    job = TextJob(process.text_work, payer_of(principal), tokenizer, window, thinking=thinking)
+    job = TextJob(
+        process.text_work,
+        payer_of(principal),
+        tokenizer,
+        window,
+        thinking=thinking,
+        adds_special_tokens=adds_special_tokens,
+    )
     token_ids, work_s = await tokenize(job, prompt, tools)
     process.pace.spent(principal, work_s)
-    return pb.CountTokensResponse(input_token_count=len(token_ids), context_window_tokens=window)
+    return token_ids, window
+
+
+async def text_of(
+    process: Process,
+    principal: Principal,
+    model: str,
+    token_ids: Sequence[int],
+    *,
+    skip_special_tokens: bool,
+) -> str:
+    """Return the text of tokens. Raises: ModelNotAllowed, ModelUnknown, InvalidRequest for an
+    unknown token, PreparationLimit, Overloaded."""
+    check_model(principal, process.router.canonical_name(model))
+    info = process.router.find(model).model
+    tokenizer, size = process.tokenizers[info.name], info.vocabulary_size
+    if token_ids and max(token_ids) >= size:
+        wrong = f"must each be from 0 to {size - 1}, the vocabulary of this model"
+        raise InvalidRequest([FieldViolation("tokens", wrong)])
+    decode = partial(tokenizer.decode, token_ids, skip_special_tokens=skip_special_tokens)
+    if len(token_ids) <= INLINE_COST_MAX // DECODED_TOKEN_COST:
+        return decode()
+    payer, chars = payer_of(principal), DECODED_TOKEN_COST * len(token_ids)
+    with process.text_work.permit(payer, chars):
+        text, work_s = await process.text_work.run(payer.organization_id, chars, decode)
+    process.pace.spent(principal, work_s)
+    return text
 
 
 def parse_quoted_start(message: pb.QuoteRequest, window_tokens_max: int) -> ValidStart:

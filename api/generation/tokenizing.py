@@ -45,7 +45,7 @@ class TextJob:
     is only counted. check_room: awaited before long text is tokenized, with a lower bound of its
     tokens; raises the refusal of a request of that size. asks_first: call `check_room` before any
     text, since the key was refused a moment ago. thinking: whether, or how much, the model
-    should think; None: the template decides.
+    should think; None: the template decides. adds_special_tokens: to plain text.
     """
 
     work: TextWork
@@ -56,6 +56,7 @@ class TextJob:
     check_room: Callable[[int], Awaitable[None]] | None = None
     thinking: Thinking = None
     asks_first: bool = False
+    adds_special_tokens: bool = True
 
 
 def tokenize_at_once(
@@ -63,6 +64,8 @@ def tokenize_at_once(
     prompt: Prompt,
     tools: Sequence[Tool],
     thinking: Thinking,
+    *,
+    adds_special_tokens: bool = True,
 ) -> Tokenized | None:
     """Return the token ids of a short or tokenized prompt; None for others.
 
@@ -70,11 +73,10 @@ def tokenize_at_once(
     """
     if isinstance(prompt, str):
         cost = len(prompt)
-        return (
-            (tokenizer.words.encode(prompt, add_special_tokens=True), INLINE_S_PER_CHAR * cost)
-            if cost <= INLINE_COST_MAX
-            else None
-        )
+        if cost > INLINE_COST_MAX:
+            return None
+        ids = tokenizer.words.encode(prompt, add_special_tokens=adds_special_tokens)
+        return ids, INLINE_S_PER_CHAR * cost
     if isinstance(prompt[0], int):
         return prompt, 0.0
     if thinking is not None and not tokenizer.takes_thinking(thinking, has_tools=bool(tools)):
@@ -97,7 +99,9 @@ async def tokenize(job: TextJob, prompt: Prompt, tools: Sequence[Tool] = ()) -> 
     tokenizer = job.tokenizer
     if job.asks_first and job.check_room is not None and not isinstance(prompt[0], int):
         await job.check_room(1)
-    if (tokenized := tokenize_at_once(tokenizer, prompt, tools, job.thinking)) is not None:
+    adds = job.adds_special_tokens
+    tokenized = tokenize_at_once(tokenizer, prompt, tools, job.thinking, adds_special_tokens=adds)
+    if tokenized is not None:
         return tokenized
     if isinstance(prompt, str):
         check_chars("prompt", len(prompt), tokenizer.chars_max(job.window), job.window)
@@ -106,7 +110,12 @@ async def tokenize(job: TextJob, prompt: Prompt, tools: Sequence[Tool] = ()) -> 
             job,
             len(prompt),
             lower_bound,
-            partial(tokenizer.encode, prompt, token_count_max=job.token_count_max),
+            partial(
+                tokenizer.encode,
+                prompt,
+                add_special_tokens=adds,
+                token_count_max=job.token_count_max,
+            ),
         )
     messages = [message for message in prompt if isinstance(message, ChatMessage)]
     chars, part_count = conversation_size(messages, tools)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from typing import Any
 
@@ -69,6 +69,7 @@ PACE_FIELDS = (
 )
 CONTEXT_CHARS = 256  # of a prompt, that decide how its output begins
 ALIGN_CHARS = 16  # that normalization may add to a token
+CHOICES = b',"choices":'  # precedes the choices in the events of a chat
 CONTENT = b'"content":'  # precedes the text in most events of a chat
 
 
@@ -92,19 +93,45 @@ class TokenTexts:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
-    def entry(self, token: pb.TokenLogprob) -> dict[str, Any]:
+    def entry(self, token: pb.TokenLogprob, *, by_id: bool = False) -> dict[str, Any]:
+        """Return a token with its log-probability. by_id: name it by its id."""
         data = self._tokenizer.token_bytes(token.token_id)
         return {
-            "token": data.decode(errors="replace"),
+            "token": named_by_id(token) if by_id else data.decode(errors="replace"),
             "bytes": list(data),
             "logprob": max(token.logprob, LOGPROB_MIN),
         }
 
-    def content(self, logprobs: Sequence[pb.TokenLogprobs]) -> list[dict[str, Any]]:
+    def content(
+        self, logprobs: Sequence[pb.TokenLogprobs], *, by_id: bool = False
+    ) -> list[dict[str, Any]]:
         return [
-            self.entry(each.chosen) | {"top_logprobs": [self.entry(token) for token in each.top]}
+            self.entry(each.chosen, by_id=by_id)
+            | {"top_logprobs": [self.entry(token, by_id=by_id) for token in each.top]}
             for each in logprobs
         ]
+
+    def of_prompt(
+        self, logprobs: Sequence[pb.TokenLogprobs]
+    ) -> list[dict[str, dict[str, Any]] | None]:
+        """Return the tokens of a prompt in vLLM's form: by id; None for the first, which has none.
+
+        A rank counts from 1, the most likely token; that of a token beyond those is not known.
+        """
+        positions: list[dict[str, dict[str, Any]] | None] = [None] * min(len(logprobs), 1)
+        for each in logprobs[1:]:
+            ranked = {token.token_id: rank for rank, token in enumerate(each.top, 1)}
+            positions.append(
+                {
+                    str(token.token_id): {
+                        "logprob": max(token.logprob, LOGPROB_MIN),
+                        "rank": ranked.get(token.token_id),
+                        "decoded_token": self.entry(token)["token"],
+                    }
+                    for token in (each.chosen, *each.top)
+                }
+            )
+        return positions
 
     def prompt_text(self, start: pb.StartFrame) -> str:
         """Return a plain prompt as text: as it was sent, or that of its tokens."""
@@ -123,12 +150,15 @@ class TokenTexts:
         return self._columns(logprobs, _placed(logprobs, places, is_whole=is_whole))
 
     def echoed(
-        self, logprobs: Sequence[pb.TokenLogprobs], prompt_token_count: int, prompt: str
+        self,
+        prompt_logprobs: Sequence[pb.TokenLogprobs],
+        logprobs: Sequence[pb.TokenLogprobs],
+        prompt: str,
     ) -> Columns:
         """Return the tokens of a prompt and of its output. prompt: its text."""
-        decoder, count = self._tokenizer.decoder, prompt_token_count
-        ids = tuple(each.chosen.token_id for each in logprobs[:count])
-        placed = _placed(logprobs[:count], decoder.places(), is_whole=True)
+        decoder = self._tokenizer.decoder
+        ids = tuple(each.chosen.token_id for each in prompt_logprobs)
+        placed = _placed(prompt_logprobs, decoder.places(), is_whole=True)
         if decoder.text_of(ids) != prompt:
             controls = map(self._tokenizer.backend.id_to_token, ids)
             texts = [place.text for place in placed]
@@ -139,9 +169,9 @@ class TokenTexts:
             ]
         placed += [
             place._replace(offset=place.offset + len(prompt))
-            for place in _placed(logprobs[count:], decoder.places(ids), is_whole=True)
+            for place in _placed(logprobs, decoder.places(ids), is_whole=True)
         ]
-        columns = self._columns(logprobs, placed)
+        columns = self._columns([*prompt_logprobs, *logprobs], placed)
         # Nothing precedes the first token.
         columns.token_logprobs[:1] = [None]
         columns.top_logprobs[:1] = [None]
@@ -182,6 +212,27 @@ class TokenTexts:
             data = self._tokenizer.token_bytes(token_id)
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
         return text or self._tokenizer.backend.id_to_token(token_id) or f"token_id:{token_id}"
+
+
+def named_by_id(token: pb.TokenLogprob) -> str:
+    """Return the name of a token by its id, as vLLM spells it."""
+    return f"token_id:{token.token_id}"
+
+
+def by_ids(columns: Columns, logprobs: Sequence[pb.TokenLogprobs]) -> Columns:
+    """Return the columns with each token named by its id."""
+    top = [
+        {named_by_id(token): max(token.logprob, LOGPROB_MIN) for token in (*each.top, each.chosen)}
+        for each in logprobs
+    ]
+    return replace(
+        columns,
+        tokens=[named_by_id(each.chosen) for each in logprobs],
+        top_logprobs=[
+            None if known is None else each
+            for known, each in zip(columns.top_logprobs, top, strict=True)
+        ],
+    )
 
 
 def _placed(
@@ -232,7 +283,7 @@ class Output:
 
     index: among all choices of the response. parts: in the order in which they began: the number of
     a tool call, None for the text, or -1, -2 and so on for thoughts. input_token_count: of its
-    prompt. token_count: sent so far. logprobs: of an echoed prompt, then of the answer.
+    prompt. token_count: sent so far. prompt_token_ids, token_ids: if the answer shows them.
     """
 
     index: int
@@ -242,7 +293,10 @@ class Output:
     calls: list[Call] = field(default_factory=list)
     thoughts: list[list[str]] = field(default_factory=list)
     parts: list[int | None] = field(default_factory=list)
+    prompt_logprobs: list[pb.TokenLogprobs] = field(default_factory=list)
     logprobs: list[pb.TokenLogprobs] = field(default_factory=list)
+    prompt_token_ids: Sequence[int] = ()
+    token_ids: list[int] = field(default_factory=list)
     reason: types_pb2.FinishReason.ValueType = types_pb2.FINISH_REASON_UNSPECIFIED
     timings: types_pb2.Timings | None = None  # of its prompt, with the first choice
 
@@ -254,6 +308,7 @@ class Output:
             self.thoughts[-1].append(delta.reasoning)
         self.texts.append(delta.text)
         self.logprobs.extend(delta.logprobs)
+        self.token_ids.extend(delta.token_ids)
         if delta.text and None not in self.parts:
             self.parts.append(None)
         for piece in delta.tool_calls:
@@ -430,6 +485,19 @@ class ChunkAnswer(Answer):
         before = usage if self._parsed.repeats_usage else None
         return self._chunk(last, before) + self._chunk([], usage | extension)
 
+    def _token_ids(self, token_ids: Sequence[int]) -> dict[str, Any]:
+        """Return the member of a choice with its tokens, if the answer shows them."""
+        return {"token_ids": list(token_ids)} if self._parsed.shows_token_ids else {}
+
+    def _prompt_tokens(self, output: Output) -> dict[str, Any]:
+        """Return the members with the tokens of the prompt that the answer shows."""
+        shown: dict[str, Any] = {}
+        if self._parsed.prompt_logprobs is not None:
+            shown["prompt_logprobs"] = self._texts.of_prompt(output.prompt_logprobs)
+        if self._parsed.shows_token_ids:
+            shown["prompt_token_ids"] = list(output.prompt_token_ids)
+        return shown
+
     def _end_of(self, output: Output) -> bytes:
         """Return the end of an event with new output."""
         if not self._parsed.repeats_usage:
@@ -474,21 +542,27 @@ class ChatAnswer(ChunkAnswer):
             common | {"service_tier": tier_name(parsed.starts[0]), "system_fingerprint": None},
         )
         self._plain_chunks: dict[int, tuple[bytes, bytes]] = {}
+        # Text of the message that is continued, if the answer repeats it
+        self._begun = parsed.starts[0].conversation.messages[-1].content if parsed.echoes else ""
 
     def opening(self, outputs: Sequence[Output]) -> bytes:
         events: list[bytes] = []
         for output in outputs:
             before, after = self._plain_chunk(output.index)
+            before = before.removesuffix(CONTENT)
+            if self._parsed.shows_token_ids:
+                shown = encode(self._prompt_tokens(output))[1:-1]
+                before = before.replace(CHOICES, b",%b%b" % (shown, CHOICES), 1)
             events += (
-                before.removesuffix(CONTENT),
-                b'"role":"assistant","content":"","refusal":null',
+                before,
+                b'"role":"assistant","content":%b,"refusal":null' % encode(self._begun),
                 after,
                 self._end_of(output),
             )
         return b"".join(events)
 
     def delta(self, output: Output, new: pb.DeltaFrame) -> bytes:
-        if not new.logprobs and not new.tool_calls and not new.reasoning:
+        if not (new.logprobs or new.tool_calls or new.reasoning or new.token_ids):
             before, after = self._plain_chunk(output.index)
             return b"".join((before, encode(new.text), after, self._end_of(output)))
         logprobs = self._logprobs(new.logprobs) if new.logprobs else None
@@ -499,7 +573,8 @@ class ChatAnswer(ChunkAnswer):
             delta["content"] = new.text
         if new.tool_calls:
             delta["tool_calls"] = [_call_delta(piece) for piece in new.tool_calls]
-        return self._new_chunk(output, _chat_choice(output.index, delta, logprobs=logprobs))
+        choice = _chat_choice(output.index, delta, logprobs=logprobs)
+        return self._new_chunk(output, choice | self._token_ids(new.token_ids))
 
     def _plain_chunk(self, index: int) -> tuple[bytes, bytes]:
         """Return the parts of an event before and after its text, the same for all tokens of a
@@ -518,16 +593,19 @@ class ChatAnswer(ChunkAnswer):
         choices: list[dict[str, Any]] = [
             {
                 "index": output.index,
-                "message": _message(output),
+                "message": _message(output, self._begun),
                 "logprobs": self._logprobs(output.logprobs) if self._wants_logprobs else None,
                 "finish_reason": output.finish_reason,
+                **self._token_ids(output.token_ids),
             }
             for output in outputs
         ]
-        return {"object": "chat.completion", **self._common, "choices": choices}
+        shown = {"choices": choices, **self._prompt_tokens(outputs[0])}
+        return {"object": "chat.completion", **self._common, **shown}
 
     def _logprobs(self, logprobs: Sequence[pb.TokenLogprobs]) -> dict[str, Any]:
-        return {"content": self._texts.content(logprobs), "refusal": None}
+        by_id = self._parsed.names_tokens_by_id
+        return {"content": self._texts.content(logprobs, by_id=by_id), "refusal": None}
 
 
 def _chat_choice(
@@ -540,9 +618,12 @@ def _chat_choice(
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
-def _message(output: Output) -> dict[str, Any]:
-    """Return a whole message; one that has calls or thoughts only has null content."""
-    content = None if output.parts and not output.text else output.text
+def _message(output: Output, begun: str) -> dict[str, Any]:
+    """Return a whole message; one that has calls or thoughts only has null content.
+
+    begun: text that precedes the output.
+    """
+    content = begun + output.text or (None if output.parts else "")
     message: dict[str, Any] = {
         "role": "assistant",
         "content": content,
@@ -593,6 +674,7 @@ class CompletionAnswer(ChunkAnswer):
         }
         super().__init__(parsed, texts, common)
         self._places: dict[int, TokenPlaces] = {}  # of streams, by choice
+        self._begun: set[int] = set()  # choices whose first event showed the tokens of the prompt
 
     def delta(self, output: Output, new: pb.DeltaFrame) -> bytes:
         columns = None
@@ -601,7 +683,40 @@ class CompletionAnswer(ChunkAnswer):
                 places = self._texts.places_after(self._start_of(output))
                 self._places[output.index] = places
             columns = self._texts.columns(new.logprobs, places, is_whole=False)
-        return self._new_chunk(output, _completion_choice(output.index, new.text, columns, None))
+            if self._parsed.echoes:
+                length = len(self._texts.prompt_text(self._start_of(output)))
+                columns.text_offset = [length + offset for offset in columns.text_offset]
+            if self._parsed.names_tokens_by_id:
+                columns = by_ids(columns, new.logprobs)
+        choice = _completion_choice(output.index, new.text, columns, None)
+        return self._prompt_event(output) + self._new_chunk(
+            output, choice | self._token_ids(new.token_ids)
+        )
+
+    def closing(self, outputs: Sequence[Output], bill: Bill) -> bytes:
+        prompts = [self._prompt_event(output) for output in outputs]
+        return b"".join((*prompts, super().closing(outputs, bill)))
+
+    def _prompt_event(self, output: Output) -> bytes:
+        """Return the event with what the answer shows of a choice's prompt, if it is still due."""
+        shows = self._parsed.echoes or self._parsed.shows_token_ids
+        if not shows or output.index in self._begun:
+            return b""
+        self._begun.add(output.index)
+        text, columns = "", None
+        if self._parsed.echoes:
+            text = self._texts.prompt_text(self._start_of(output))
+            columns = self._echoed(output, (), text) if self._wants_logprobs else None
+            output.prompt_logprobs = []  # sent
+        choice = _completion_choice(output.index, text, columns, None)
+        return self._chunk([choice | self._prompt_tokens(output) | self._token_ids(())])
+
+    def _echoed(self, output: Output, logprobs: Sequence[pb.TokenLogprobs], text: str) -> Columns:
+        """Return the tokens of a prompt and of output. text: of the prompt."""
+        columns = self._texts.echoed(output.prompt_logprobs, logprobs, text)
+        if self._parsed.names_tokens_by_id:
+            return by_ids(columns, [*output.prompt_logprobs, *logprobs])
+        return columns
 
     def _start_of(self, output: Output) -> pb.StartFrame:
         return self._parsed.starts[output.index // self._parsed.choice_count]
@@ -617,12 +732,17 @@ class CompletionAnswer(ChunkAnswer):
                 prompt = self._texts.prompt_text(self._start_of(output))
                 text = prompt + text
             if self._wants_logprobs and self._parsed.echoes:
-                count = output.input_token_count
-                columns = self._texts.echoed(output.logprobs, count, prompt)
+                columns = self._echoed(output, output.logprobs, prompt)
             elif self._wants_logprobs:
                 places = self._texts.places_after(self._start_of(output))
                 columns = self._texts.columns(output.logprobs, places, is_whole=True)
-            choices.append(_completion_choice(output.index, text, columns, output.finish_reason))
+                if self._parsed.names_tokens_by_id:
+                    columns = by_ids(columns, output.logprobs)
+            choices.append(
+                _completion_choice(output.index, text, columns, output.finish_reason)
+                | self._prompt_tokens(output)
+                | self._token_ids(output.token_ids)
+            )
         return {"object": self.chunk_kind, **self._common, "choices": choices}
 
 

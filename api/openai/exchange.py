@@ -88,7 +88,10 @@ class AnswerReceiver(Receiver):
         """index: position of the request in the exchange."""
         super().__init__(outbox, given_id, exchange.on_end)
         self.index = index
-        self.token = partial(exchange.note_token, index)
+        if exchange.parsed.shows_token_ids:
+            self.token = partial(exchange.note_token_id, index)
+        else:
+            self.token = partial(exchange.note_token, index)
         self._exchange = exchange
 
     def push(self, frame: pb.ServerFrame | bytes) -> None:
@@ -113,6 +116,8 @@ class AnswerReceiver(Receiver):
         """Implement `Receiver.delta`."""
         new = pb.DeltaFrame.FromString(rest)
         new.text = text.decode()
+        if self._exchange.parsed.shows_token_ids:
+            new.token_ids.extend(token_ids)
         return self._exchange.note_delta(self.index, choice_index, new, len(token_ids))
 
 
@@ -133,7 +138,7 @@ class Exchange:
         self._process = process
         self._http = http
         self._arrival = arrival
-        self._parsed = parsed
+        self.parsed = parsed
         self._answer = answer
         journal = process.admission.journal
         whole = (
@@ -187,7 +192,7 @@ class Exchange:
             # memory until a garbage collection.
             self._live.clear()
             self._starts.clear()
-            del self._parsed, self._answer, self._http
+            del self.parsed, self._answer, self._http
 
     def _begin(self, starts: Sequence[ValidStart]) -> None:
         """Start all requests or none. Raises: RequestInFlight, RequestUnderWay."""
@@ -256,35 +261,41 @@ class Exchange:
             self._bill.price_version = frame.admitted.price_version
             for output in self._outputs_of(receiver):
                 output.input_token_count = frame.admitted.input_token_count
+                if self.parsed.shows_token_ids:
+                    output.prompt_token_ids = self._live[receiver.index].prompt_token_ids
         elif kind == "prompt":
             for output in self._outputs_of(receiver):
-                output.logprobs.extend(frame.prompt.logprobs)
+                output.prompt_logprobs.extend(frame.prompt.logprobs)
         elif kind == "progress":
             return self._ping()
         elif kind == "finished":
             return self._finished(receiver, frame.finished)
         elif kind == "failed":
-            return self._fail(receiver, refusal_of(frame.failed.status, self._parsed.names))
+            return self._fail(receiver, refusal_of(frame.failed.status, self.parsed.names))
         return b""
 
     def _outputs_of(self, receiver: AnswerReceiver) -> Sequence[Output]:
         """Return the choices of one prompt."""
-        count = self._parsed.choice_count
+        count = self.parsed.choice_count
         return self._outputs[receiver.index * count : (receiver.index + 1) * count]
 
     def note_token(self, index: int, seq: int, text: bytes, token_id: int) -> bytes:
         """Record a token of the first choice; see `Receiver.token`."""
         return self.note_delta(index, 0, pb.DeltaFrame(text=text.decode()), 1)
 
+    def note_token_id(self, index: int, seq: int, text: bytes, token_id: int) -> bytes:
+        """Record a token of the first choice, of which the answer shows the id."""
+        return self.note_delta(index, 0, pb.DeltaFrame(text=text.decode(), token_ids=[token_id]), 1)
+
     def note_delta(
         self, index: int, choice_index: int, delta: pb.DeltaFrame, token_count: int
     ) -> bytes:
         """Record new output of a request. Return the events of a stream for it."""
-        output = self._outputs[index * self._parsed.choice_count + choice_index]
+        output = self._outputs[index * self.parsed.choice_count + choice_index]
         output.token_count += token_count
         if delta.reasoning_token_count:  # log-probabilities are of the answer's tokens
             del delta.logprobs[: delta.reasoning_token_count]
-        if not self._parsed.streams:
+        if not self.parsed.streams:
             output.add(delta)
             self._has_output = True
             return b""
@@ -292,7 +303,7 @@ class Exchange:
             # Merged, so that a slow client does not cost memory for text that was sent.
             output.add(delta)
         if self._refusal is not None or not (
-            delta.text or delta.logprobs or delta.tool_calls or delta.reasoning
+            delta.text or delta.logprobs or delta.tool_calls or delta.reasoning or delta.token_ids
         ):
             return b""
         return self._opening() + self._answer.delta(output, delta)
@@ -314,7 +325,7 @@ class Exchange:
 
         The first one fixes the status; earlier failures have a status of their own.
         """
-        if not self._parsed.streams or time.monotonic() - self._silent_since < PING_INTERVAL_S:
+        if not self.parsed.streams or time.monotonic() - self._silent_since < PING_INTERVAL_S:
             return b""
         return answers.PING
 
@@ -344,7 +355,7 @@ class Exchange:
         if self._refusal is not None:
             return b""
         self._refusal = refusal
-        if not self._parsed.streams:
+        if not self.parsed.streams:
             return b""
         self._stop_siblings(receiver.given_id)
         if self._response is None and not self._is_open:
@@ -355,7 +366,7 @@ class Exchange:
         """Return the body without usage and cost, which are known after delivery and settlement."""
         for index, request in enumerate(self._live):
             for choice, outcome in request.ends().items():
-                output = self._outputs[index * self._parsed.choice_count + choice]
+                output = self._outputs[index * self.parsed.choice_count + choice]
                 if outcome is not Outcome.FAILED:
                     output.reason = finish_reason(outcome, called=bool(output.calls))
         return answers.encode(self._answer.body(self._outputs))[:-1]
@@ -369,7 +380,7 @@ class Exchange:
                 closing=self._process.admission.capacity.is_draining,
                 form=self._answer.error_body,
             )
-        if self._parsed.streams:
+        if self.parsed.streams:
             end = self._stream_end()
         elif self._response is None:  # no token was generated
             end = answers.encode(
@@ -413,7 +424,7 @@ class Exchange:
     def _response_headers(self) -> dict[str, str]:
         kind = (
             {"content-type": EVENT_STREAM, "x-accel-buffering": "no"}
-            if self._parsed.streams
+            if self.parsed.streams
             else {"content-type": JSON}
         )
         took_ms = (time.monotonic() - self._arrival.caller.received_at) * 1000

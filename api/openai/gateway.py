@@ -27,7 +27,7 @@ from api.core.wire import picos_of
 from api.generation.embedding_wire import ValidEmbed, parse_embed
 from api.generation.live import Caller
 from api.generation.process import Process
-from api.generation.quoting import count_tokens
+from api.generation.quoting import count_tokens, text_of, token_ids_of
 from api.generation.start_frame import parse_count_tokens
 from api.observability.observer import HTTP
 from api.observability.spans import trace_of
@@ -75,6 +75,14 @@ from api.openai.parameters import (
     tolerate,
 )
 from api.openai.refusals import HttpFault, Refusal, invalid_parameter, quota_headers, refusal_of
+from api.openai.tokens import (
+    DetokenizeParameters,
+    TokenizeParameters,
+    detokenized_body,
+    model_named,
+    prompts_to_tokenize,
+    tokenized_body,
+)
 from api.openai.tolerance import Ignored
 from common.loop_watch import Stage
 from metering.pricing.prices import COUNTS_OF_EVENT
@@ -83,6 +91,8 @@ from metering.store.db import Sessions
 from metering.tenants.tenants import Principal
 
 EMBEDDING_NAMES: Mapping[str, str] = {"inputs": "input", "labels": "user", "labels['user']": "user"}
+
+TOKENIZE_NAMES: dict[str, str] = {"conversation.messages": "messages"}
 
 INPUT_COUNT_MAX = 2048  # OpenAI's own limit; the model may take fewer
 
@@ -218,6 +228,7 @@ COMPLETIONS = Api(CompletionParameters, parse_completion, CompletionAnswer)
 RESPONSES = Api(ResponseParameters, parse_response, ResponseAnswer)
 MESSAGES = Api(MessageParameters, parse_message, MessageAnswer, tolerate_message, error_body)
 MESSAGES_PATH = "/v1/messages"
+UNVERSIONED = frozenset({"/tokenize", "/detokenize"})  # as vLLM, SGLang and llama.cpp serve them
 
 
 class Gateway:
@@ -247,6 +258,8 @@ class Gateway:
                 COUNT_TOKENS,
             ),
             "/v1/embeddings": ("POST", self._embed, EMBED),
+            "/v1/tokenize": ("POST", self._tokenize, COUNT_TOKENS),
+            "/v1/detokenize": ("POST", self._detokenize, COUNT_TOKENS),
             "/v1/models": ("GET", self._models, LIST_MODELS),
         }
 
@@ -306,6 +319,8 @@ class Gateway:
         Raises: HttpFault for an unknown path or method.
         """
         path = request.path.rstrip("/")
+        if path in UNVERSIONED:
+            path = f"/v1{path}"
         route = self._handlers.get("/v1/models" if path.startswith("/v1/models/") else path)
         if route is None:
             served = ", ".join(self._handlers)
@@ -429,6 +444,52 @@ class Gateway:
             quota_headers(response.quotas) | headers,
         )
 
+    async def _tokenize(
+        self, request: web.BaseRequest, arrival: Arrival, principal: Principal
+    ) -> web.StreamResponse:
+        def parse(
+            body: bytes,
+        ) -> tuple[TokenizeParameters, dict[str, str], list[pb.CountTokensRequest], bool]:
+            ignored = None if is_strict(request, principal) else Ignored()
+            requested = decode(body, TokenizeParameters, ignored)
+            model = model_named(requested.model, self._process, principal)
+            headers = {} if ignored is None else ignored.headers()
+            return requested, headers, *prompts_to_tokenize(requested, model)
+
+        requested, headers, prompts, adds = await self._read(request, arrival, principal, parse)
+        names = TOKENIZE_NAMES | {"text": "prompt" if requested.content is None else "content"}
+        found: list[tuple[int, ...]] = []
+        window = 0
+        try:
+            for prompt in prompts:
+                parsed = parse_count_tokens(prompt)
+                ids, window = await token_ids_of(
+                    self._process, principal, prompt, parsed, adds_special_tokens=adds
+                )
+                found.append(ids)
+        except Exception as error:
+            refusal = refusal_of(status_of(error), names)
+            return refused(refusal, arrival.request_id, closing=self._is_draining)
+        served = self._process.router.find(prompts[0].model).model.name
+        tokenizer = self._process.tokenizers[served]
+        return answered(tokenized_body(requested, found, tokenizer, window), arrival, headers)
+
+    async def _detokenize(
+        self, request: web.BaseRequest, arrival: Arrival, principal: Principal
+    ) -> web.StreamResponse:
+        def parse(body: bytes) -> tuple[DetokenizeParameters, dict[str, str], str]:
+            ignored = None if is_strict(request, principal) else Ignored()
+            requested = decode(body, DetokenizeParameters, ignored)
+            model = model_named(requested.model, self._process, principal)
+            return requested, {} if ignored is None else ignored.headers(), model
+
+        requested, headers, model = await self._read(request, arrival, principal, parse)
+        skips = bool(requested.skip_special_tokens)
+        text = await text_of(
+            self._process, principal, model, requested.tokens, skip_special_tokens=skips
+        )
+        return answered(detokenized_body(text), arrival, headers)
+
     async def _models(
         self, request: web.BaseRequest, arrival: Arrival, principal: Principal
     ) -> web.StreamResponse:
@@ -458,7 +519,18 @@ class Gateway:
         """
         router = self._process.router
         check_model(principal, router.canonical_name(parsed.model))
-        return self._texts[router.route(parsed.model, request_id).served]
+        route = router.route(parsed.model, request_id)
+        if route.engine.model.capabilities.counts_from_usage:
+            for name, is_wanted in (
+                ("return_token_ids", parsed.shows_token_ids),
+                ("return_tokens_as_token_ids", parsed.names_tokens_by_id),
+            ):
+                if is_wanted:
+                    raise invalid_parameter(
+                        name,
+                        "is not supported: this model's engine reports no token ids; leave it out",
+                    )
+        return self._texts[route.served]
 
     async def _read(
         self,

@@ -288,11 +288,6 @@ def conversation_of(requested: MessageParameters) -> tuple[pb.Conversation, dict
     if not requested.messages:
         raise invalid_parameter("messages", "must hold at least one message")
     check_count(requested.messages, "messages", MESSAGE_COUNT_MAX)
-    if requested.messages[-1].role == "assistant":
-        raise invalid_parameter(
-            f"messages[{len(requested.messages) - 1}]",
-            "must not be of the assistant: the beginning of an answer cannot be given",
-        )
     runs: list[list[pb.Message]] = []  # of consecutive messages of one role
     names: dict[str, str] = {}
     if requested.system:
@@ -313,7 +308,18 @@ def conversation_of(requested: MessageParameters) -> tuple[pb.Conversation, dict
             else:
                 names[f"conversation.messages[{len(runs)}]"] = field
                 runs.append([each])
-    return pb.Conversation(messages=map(merged, runs)), names
+    conversation = pb.Conversation(messages=map(merged, runs))
+    last = conversation.messages[-1]
+    conversation.continues_last_message = last.role == pb.ROLE_ASSISTANT
+    if conversation.continues_last_message:
+        field = f"messages[{len(requested.messages) - 1}]"
+        names["conversation.continues_last_message"] = field
+        if last.content != last.content.rstrip():
+            raise invalid_parameter(
+                f"{field}.content",
+                "must not end with blanks, since the answer continues it: leave them out",
+            )
+    return conversation, names
 
 
 def merged(run: Sequence[pb.Message]) -> pb.Message:

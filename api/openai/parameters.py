@@ -325,6 +325,7 @@ class Message(Struct, forbid_unknown_fields=True):
     function_call: Any = None
     reasoning_content: str | None = None
     reasoning: str | None = None
+    prefix: bool | None = None  # of Mistral and DeepSeek: the beginning of the answer
 
 
 # Fields of parts of other types.
@@ -438,7 +439,6 @@ COMMON_NAMES: dict[str, str] = {
     "conversation.reasoning_effort": "reasoning_effort",
     "min_output_tokens": "min_tokens",
     "max_reasoning_tokens": "thinking_token_budget",
-    "prompt_logprobs": "echo",
     "labels": "metadata",
     "labels['user']": "user",
     "labels['safety_identifier']": "safety_identifier",
@@ -476,6 +476,7 @@ CHAT_NAMES = COMMON_NAMES | {
     "choice_count": "n",
     "response_format.json_schema": "response_format.json_schema.schema",
     "conversation.messages": "messages",
+    "conversation.continues_last_message": "continue_final_message",
     "conversation.messages[].tool_calls[].name": "messages[].tool_calls[].function.name",
     "conversation.messages[].tool_calls[].arguments_json": (
         "messages[].tool_calls[].function.arguments"
@@ -573,8 +574,9 @@ class ParsedRequest:
     """Validated HTTP request. Immutable after parsing.
 
     starts: start frames, one for each prompt. includes_usage: in the last event of a stream.
-    repeats_usage: also in the others. echoes: the prompt precedes each choice. names: request
-    parameters by field of a start frame.
+    repeats_usage: also in the others. echoes: the prompt precedes each choice, or the message that
+    a chat continues. shows_token_ids: beside the text. names_tokens_by_id: in log-probabilities.
+    names: request parameters by field of a start frame.
     """
 
     starts: Sequence[pb.StartFrame]
@@ -585,6 +587,9 @@ class ParsedRequest:
     choice_count: int = 1  # for each prompt
     repeats_usage: bool = False
     echoes: bool = False
+    shows_token_ids: bool = False
+    names_tokens_by_id: bool = False
+    prompt_logprobs: int | None = None  # likely tokens of each token of the prompt to show
     parameters: Any = None  # for responses that repeat them
 
 
@@ -824,6 +829,10 @@ class DecodingParameters(SharedParameters, forbid_unknown_fields=True, kw_only=T
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[TokenId, float] | None = None
+    # Extensions, as in vLLM
+    prompt_logprobs: Int32 | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
 
 
 class ChatParameters(DecodingParameters, forbid_unknown_fields=True, kw_only=True):
@@ -841,6 +850,9 @@ class ChatParameters(DecodingParameters, forbid_unknown_fields=True, kw_only=Tru
     chat_template_kwargs: ChatTemplateKwargs | None = None  # extension, as in vLLM
     thinking_token_budget: Int64 | None = None  # extension, as in vLLM
     reasoning_effort: str | None = None
+    continue_final_message: bool | None = None  # extensions, as in vLLM and SGLang
+    add_generation_prompt: bool | None = None
+    echo: bool | None = None
     audio: Unsupported = None
     function_call: Unsupported = None
     functions: Unsupported = None
@@ -864,6 +876,7 @@ def parse_chat(requested: ChatParameters) -> ParsedRequest:
         raise invalid_parameter("modalities", 'must be ["text"] or left out')
     limit_name, limit = output_limit(requested)
     start = pb.StartFrame(conversation=conversation(requested.messages))
+    fill_continuation(start, requested)
     fill_shared(start, requested)
     fill_thinking(start, requested.chat_template_kwargs)
     start.conversation.reasoning_effort = requested.reasoning_effort or ""
@@ -898,7 +911,43 @@ def parse_chat(requested: ChatParameters) -> ParsedRequest:
         repeats_usage=repeats_usage,
         names=CHAT_NAMES_BY_LIMIT[limit_name],
         choice_count=1 if requested.n is None else requested.n,
+        echoes=bool(requested.echo),
+        **shown_tokens(requested),
     )
+
+
+def shown_tokens(requested: DecodingParameters) -> dict[str, Any]:
+    """Return what an answer shows of its tokens, as arguments of a parsed request."""
+    return {
+        "shows_token_ids": bool(requested.return_token_ids),
+        "names_tokens_by_id": bool(requested.return_tokens_as_token_ids),
+        "prompt_logprobs": requested.prompt_logprobs,
+    }
+
+
+def fill_continuation(start: pb.StartFrame, requested: ChatParameters) -> None:
+    """Have the answer continue the last message if that is requested. Raises: InvalidRequest."""
+    *earlier, last = requested.messages
+    for index, message in enumerate(earlier):
+        if message.prefix:
+            raise invalid_parameter(
+                f"messages[{index}].prefix", "is allowed in the last message only: leave it out"
+            )
+    if last.prefix and requested.continue_final_message is False:
+        raise invalid_parameter(
+            "continue_final_message", "must be true or left out beside a message with prefix"
+        )
+    continues = bool(last.prefix or requested.continue_final_message)
+    if (begins := requested.add_generation_prompt) is not None and begins == continues:
+        raise invalid_parameter(
+            "add_generation_prompt",
+            "must be false or left out with continue_final_message"
+            if continues
+            else "must be true or left out, unless continue_final_message is true",
+        )
+    if requested.echo and not continues:
+        raise invalid_parameter("echo", "requires continue_final_message, whose text it repeats")
+    start.conversation.continues_last_message = continues
 
 
 def output_limit(requested: ChatParameters) -> tuple[str, int | None]:
@@ -929,6 +978,15 @@ def fill_decoding(start: pb.StartFrame, requested: DecodingParameters) -> None:
         start.stop_sequences.extend(stop)
     for token_id, bias in (requested.logit_bias or {}).items():
         start.sampling.logit_bias[token_id] = bias
+    if (count := requested.prompt_logprobs) is not None:
+        if requested.stream:
+            raise invalid_parameter(
+                "prompt_logprobs", "cannot be combined with stream: leave one of them out"
+            )
+        limit = LOGPROBS_MAX["prompt_logprobs"]
+        if not 0 <= count <= limit:
+            raise invalid_parameter("prompt_logprobs", f"must be from 0 to {limit}, got {count}")
+        start.prompt_logprobs = count
     if requested.n is not None:
         if not 1 <= requested.n <= CHOICE_COUNT_MAX:  # checked before allocations per choice
             raise invalid_parameter("n", f"must be from 1 to {CHOICE_COUNT_MAX}, got {requested.n}")
@@ -992,19 +1050,24 @@ def parse_completion(requested: CompletionParameters) -> ParsedRequest:
         streams=bool(requested.stream),
         includes_usage=options.include_usage is True or repeats_usage,
         repeats_usage=repeats_usage,
-        names=COMPLETION_NAMES,
+        names=COMPLETION_NAMES
+        if requested.prompt_logprobs is not None
+        else COMPLETION_NAMES | {"prompt_logprobs": "echo"},
         choice_count=count,
         echoes=bool(requested.echo),
+        **shown_tokens(requested),
     )
 
 
 def fill_echo(start: pb.StartFrame, requested: CompletionParameters) -> None:
     """Request what the repeated prompt needs, for several choices once. Raises: InvalidRequest."""
-    if requested.stream:
-        raise invalid_parameter("echo", "cannot be combined with stream: leave one of them out")
     if (count := requested.logprobs) is not None:
         if count > (limit := LOGPROBS_MAX["prompt_logprobs"]):
             raise invalid_parameter("logprobs", f"must be from 0 to {limit} with echo, got {count}")
+        if requested.prompt_logprobs not in (None, count):
+            raise invalid_parameter(
+                "prompt_logprobs", "must equal logprobs with echo: leave it out"
+            )
         start.prompt_logprobs = count
 
 

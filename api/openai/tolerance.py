@@ -34,13 +34,11 @@ FORMAT = "use response_format with a json_schema"
 SAMPLER = "the engines do not have this sampler"
 # Extensions of other servers that change the answer: the value that changes nothing, and the remedy
 CHANGING: Mapping[str, tuple[object, str]] = {
-    "add_generation_prompt": (True, "the answer always follows the conversation"),
     "add_special_tokens": (None, "the chat template or the model's tokenizer decides"),
     "allowed_token_ids": (None, "use logit_bias or response_format"),
     "bad_words": (None, "use logit_bias"),
     "chat_template": (None, "the model's own template is used"),
     "container": (None, "no tool runs on the server"),
-    "continue_final_message": (None, "send the text so far to /v1/completions"),
     "custom_logit_processor": (None, "use logit_bias"),
     "documents": (None, "put them into a message"),
     "dry_multiplier": (0, SAMPLER),
@@ -63,11 +61,8 @@ CHANGING: Mapping[str, tuple[object, str]] = {
     "no_stop_trim": (None, "the output ends before a stop sequence"),
     "output_config": (None, FORMAT),
     "personality": (None, "put it into instructions"),
-    "prompt_logprobs": (None, "log-probabilities are of output tokens"),
     "regex": (None, "use gRPC with response_format.regex"),
     "return_hidden_states": (None, "not served"),
-    "return_token_ids": (None, "use gRPC, which sends token ids"),
-    "return_tokens_as_token_ids": (None, "use gRPC, which sends token ids"),
     "separate_reasoning": (True, "thinking is always apart from the text"),
     "session_params": (None, "send the whole conversation"),
     "skip_special_tokens": (True, "special tokens are never part of the text"),
@@ -87,7 +82,7 @@ CHANGING: Mapping[str, tuple[object, str]] = {
 # Objects whose members all direct the answer, by path
 CLOSED = frozenset({"chat_template_kwargs", "response_format", "text.format", "tool_choice"})
 # Members of messages that direct the answer
-DIRECTING = frozenset({"prefix", "weight"})
+DIRECTING = frozenset({"weight"})
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,7 @@ from infra.architecture import ROOT
 
 DOCUMENT = ROOT / "docs" / "reference" / "openai.md"
 APIS = ("chat", "responses", "completions", "embeddings")  # columns of the table
+BEGUN = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
 FUNCTION = {"type": "function", "name": "f"}
 WRAPPED = {"type": "function", "function": {"name": "f"}}
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -121,10 +122,24 @@ RIGHT: Mapping[str, Any] = {
 BESIDE: Mapping[str, dict[str, Any]] = {
     "chat top_logprobs": {"logprobs": True},
     "responses top_logprobs": {"tools": []},
-    "completions echo": {"stream": False, "stream_options": None},
+    "chat echo": {"messages": BEGUN, "continue_final_message": True},
+    "chat continue_final_message": {"messages": BEGUN},
+    "chat prompt_logprobs": {"stream": False},
+    "completions prompt_logprobs": {"stream": False},
     "responses include": {"tools": []},
 }
-FLAGS = frozenset({"stream", "parallel_tool_calls", "ignore_eos", "echo"})
+FLAGS = frozenset(
+    {
+        "stream",
+        "parallel_tool_calls",
+        "ignore_eos",
+        "echo",
+        "continue_final_message",
+        "add_generation_prompt",
+        "return_token_ids",
+        "return_tokens_as_token_ids",
+    }
+)
 WRONG: Mapping[str, Any] = {
     "best_of": 2,
     "stream_options": {"include_obfuscation": True},
@@ -140,6 +155,7 @@ WRONG: Mapping[str, Any] = {
     "include": ["file_search_call.results"],
     "dimensions": 7,
     "chat_template_kwargs": {"bos_token": "x"},
+    "add_generation_prompt": False,
 }
 SHAPES: tuple[Any, ...] = (True, 3, "x", ["x"], {"x": 1})
 

@@ -494,8 +494,8 @@ def test_earlier_thoughts_belong_to_the_turn_after_them() -> None:
             "leave it out",
         ),
         (
-            CHAT | {"messages": [{"role": "assistant", "content": "a", "prefix": True}]},
-            "messages[].prefix",
+            CHAT | {"messages": [{"role": "assistant", "content": "a", "weight": 1}]},
+            "messages[].weight",
             "leave it out",
         ),
         (

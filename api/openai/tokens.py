@@ -1,0 +1,167 @@
+"""Token ids of texts and conversations, and texts of token ids, in the forms of other servers.
+
+vLLM and SGLang send `prompt` or `messages` with `model`; llama.cpp sends `content`, and receives
+tokens with their texts as `pieces`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from msgspec import Struct
+from weir.v1 import inference_service_pb2 as pb
+
+from api.generation.process import Process
+from api.openai.parameters import (
+    ChatParameters,
+    ChatTemplateKwargs,
+    Choice,
+    Message,
+    TokenId,
+    ToolParameter,
+    parse_chat,
+)
+from api.openai.refusals import check_count, invalid_parameter
+from inference.text.tokenizer import Tokenizer
+from metering.tenants.tenants import Principal
+
+TEXT_COUNT_MAX = 128
+FORMS = ("prompt", "content", "messages")
+
+
+class TokenizeParameters(Struct, forbid_unknown_fields=True, kw_only=True):
+    """Body of `/tokenize`: exactly one of prompt, content and messages.
+
+    model: may be left out if the key can use one model only. with_pieces, return_token_strs: show
+    the text of each token.
+    """
+
+    model: str | None = None
+    prompt: str | list[str] | None = None
+    content: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool | None = None
+    add_special: bool | None = None
+    parse_special: bool | None = None
+    return_token_strs: bool | None = None
+    with_pieces: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: ChatTemplateKwargs | None = None
+    tools: list[ToolParameter] | None = None
+    tool_choice: Choice | None = None
+
+
+class DetokenizeParameters(Struct, forbid_unknown_fields=True, kw_only=True):
+    """Body of `/detokenize`. skip_special_tokens: leave out control tokens; default false."""
+
+    tokens: list[TokenId]
+    model: str | None = None
+    skip_special_tokens: bool | None = None
+
+
+def prompts_to_tokenize(
+    requested: TokenizeParameters, model: str
+) -> tuple[list[pb.CountTokensRequest], bool]:
+    """Return the prompts, and whether special tokens are added to them. Raises: InvalidRequest."""
+    given = [name for name in FORMS if getattr(requested, name) is not None]
+    if len(given) != 1:
+        raise invalid_parameter(
+            given[-1] if given else FORMS[0],
+            f"must be sent alone: exactly one of {', '.join(FORMS)} is tokenized",
+        )
+    adds = requested.add_special_tokens
+    if requested.messages is not None:
+        if adds:
+            raise invalid_parameter(
+                "add_special_tokens",
+                "must be false or left out with messages: the chat template writes these tokens",
+            )
+        return [_of_messages(requested, model)], True
+    for name in ("continue_final_message", "tools", "chat_template_kwargs"):
+        if getattr(requested, name):
+            raise invalid_parameter(name, "requires messages: leave it out")
+    if requested.content is not None:  # llama.cpp, which adds them only if asked to
+        if requested.parse_special is False:
+            raise invalid_parameter(
+                "parse_special",
+                "must be true or left out: control tokens in a plain prompt are control tokens",
+            )
+        adds = bool(adds or requested.add_special)
+    prompt = requested.content if requested.prompt is None else requested.prompt
+    texts = [prompt or ""] if prompt is None or isinstance(prompt, str) else prompt
+    check_count(texts, "prompt", TEXT_COUNT_MAX)
+    return [pb.CountTokensRequest(model=model, text=text) for text in texts], adds is not False
+
+
+def _of_messages(requested: TokenizeParameters, model: str) -> pb.CountTokensRequest:
+    chat = ChatParameters(
+        model=model,
+        messages=requested.messages or [],
+        tools=requested.tools,
+        tool_choice=requested.tool_choice,
+        chat_template_kwargs=requested.chat_template_kwargs,
+        add_generation_prompt=requested.add_generation_prompt,
+        continue_final_message=requested.continue_final_message,
+    )
+    [start] = parse_chat(chat).starts
+    shown = start.tools if start.tool_choice.mode != pb.TOOL_MODE_NONE else ()
+    return pb.CountTokensRequest(model=model, conversation=start.conversation, tools=shown)
+
+
+def tokenized_body(
+    requested: TokenizeParameters,
+    found: Sequence[Sequence[int]],
+    tokenizer: Tokenizer,
+    window: int,
+) -> dict[str, Any]:
+    """Return the response for token ids: of several texts as lists of lists."""
+    is_list = isinstance(requested.prompt, list)
+    pieces = [[piece_of(tokenizer, id_) for id_ in ids] for ids in found]
+    if requested.content is not None:
+        if not requested.with_pieces:
+            return {"tokens": found[0]}
+        both = zip(found[0], pieces[0], strict=True)
+        return {"tokens": [{"id": id_, "piece": piece} for id_, piece in both]}
+    counts = [len(ids) for ids in found]
+    body: dict[str, Any] = {
+        "count": counts if is_list else counts[0],
+        "max_model_len": window,
+        "tokens": found if is_list else found[0],
+        "token_strs": None,
+    }
+    if requested.return_token_strs or requested.with_pieces:
+        texts = [[_text(piece) for piece in each] for each in pieces]
+        body["token_strs"] = texts if is_list else texts[0]
+    return body
+
+
+def piece_of(tokenizer: Tokenizer, token_id: int) -> str | list[int]:
+    """Return the text of a token, or its bytes if they are not text by themselves."""
+    data = tokenizer.token_bytes(token_id)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return list(data)
+
+
+def _text(piece: str | list[int]) -> str:
+    return piece if isinstance(piece, str) else "".join(f"<0x{byte:02X}>" for byte in piece)
+
+
+def detokenized_body(text: str) -> dict[str, str]:
+    """Return the response with a text, under the names of vLLM, llama.cpp and SGLang."""
+    return {"prompt": text, "content": text, "text": text}
+
+
+def model_named(name: str | None, process: Process, principal: Principal) -> str:
+    """Return the requested model, or the only one that the key may use. Raises: InvalidRequest."""
+    if name:
+        return name
+    usable = [each.name for each in process.router.models() if principal.may_use(each.name)]
+    if len(usable) != 1:
+        raise invalid_parameter(
+            "model", f"is required, since this key may use {len(usable)} models: name one of them"
+        )
+    return usable[0]
