@@ -10,8 +10,7 @@ from weir.v1 import inference_service_pb2 as pb
 
 from api.core.errors import Violations
 from api.generation.json_text import json_object
-from inference.text.chat_template import NOT_THINKING
-from inference.text.tokenizer import EFFORTS, ChatMessage, Thinking
+from inference.text.tokenizer import EFFORTS, NOT_THINKING, ChatMessage, Thinking
 from inference.text.tools import ToolCall
 
 Prompt = tuple[ChatMessage, ...] | str | tuple[int, ...]

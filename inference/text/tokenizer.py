@@ -29,6 +29,7 @@ from tokenizers.models import BPE
 
 from inference.errors import CheckpointInvalid
 from inference.text.chat_template import EFFORTS as EFFORTS
+from inference.text.chat_template import NOT_THINKING as NOT_THINKING
 from inference.text.chat_template import ChatMessage as ChatMessage
 from inference.text.chat_template import ChatTemplates
 from inference.text.chat_template import Thinking as Thinking
