@@ -166,7 +166,6 @@ EVERY = frozenset(
 # Why answers to a kind may differ from vLLM's: the fields, and the reason.
 EXPLAINED: dict[str, tuple[frozenset[str], str]] = {
     "parts": (EVERY, "vLLM puts line breaks between parts; templates that read parts do not"),
-    "tools": (EVERY, "a call of a tool that was not offered is a call in vLLM, and text in Weir"),
     "forced tools": (EVERY, "forced arguments follow the tool's schema in Weir, not in vLLM"),
     "completion log-probabilities": (NAMES, CONTROL),
     "echo": (NAMES, CONTROL),

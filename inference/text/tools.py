@@ -539,6 +539,7 @@ KEYS: Mapping[str, str] = {
     "id": "id",
     "type": "type",
 }
+NAME_CHARS_MAX = 128  # of a function that was not offered
 State = Callable[[str], None]
 
 
@@ -558,7 +559,10 @@ class ToolCallParser:
         *,
         single: bool = False,
     ) -> None:
-        """names: of tools; others are not calls. single: only text may follow the first call."""
+        """names: of the offered tools. A call behind an opening may name any other function; JSON
+        without an opening that does is text, since it may be an answer. single: only text may
+        follow the first call.
+        """
         self.complete_count = 0
         self._shape = CALL_SHAPES[form]
         self._names = frozenset(names)
@@ -567,6 +571,7 @@ class ToolCallParser:
         self._held = ""  # undecided text; within a call, text that is not part of its arguments
         self._word = ""  # the current key or name, as read so far
         self._is_list = False
+        self._is_marked = False  # whether an opening precedes the current call or list
         self._seen: set[str] = set()  # keys of the current object
         self._name: str | None = None  # name of the current call
         self._early = ""  # arguments that precede the name
@@ -639,11 +644,12 @@ class ToolCallParser:
         else:
             self._found.add_text(self._held)
             self._held = ""
-            self._state = self._outside
+            self._leave(self._outside)
         self._again(character)
 
     def _leave(self, state: State) -> None:
         self._has_begun = self._is_list = False
+        self._is_marked &= state != self._outside
         self._state = state
 
     # Outside of calls.
@@ -658,7 +664,7 @@ class ToolCallParser:
         ):
             self._held += character
         else:
-            self._state = self._outside
+            self._leave(self._outside)
             self._again(character)
 
     def _outside(self, character: str) -> None:
@@ -668,7 +674,7 @@ class ToolCallParser:
         if opening.startswith(part):
             self._held = held
             if part and part == opening:
-                self._state = self._opened
+                self._state, self._is_marked = self._opened, True
             return
         self._found.add_text(held[: len(held) - len(part)])
         while not opening.startswith(part.lstrip(BLANKS)):
@@ -730,17 +736,26 @@ class ToolCallParser:
 
     def _in_name(self, character: str) -> None:
         self._word += character
-        if character == '"' and self._word[:-1] in self._names:
+        is_name = self._word[:-1] in self._names or (self._is_marked and self._word != '"')
+        if character == '"' and is_name:
             self._held += character
             self._name = self._word[:-1]
             self._state = self._after_value
             if self._early:
                 self._begin_call(self._early)
                 self.complete_count += 1
-        elif any(name.startswith(self._word) for name in self._names):
+        elif self._may_be_name():
             self._held += character
         else:
             self._fail(character)
+
+    def _may_be_name(self) -> bool:
+        """Return whether the current word may begin a name."""
+        if any(name.startswith(self._word) for name in self._names):
+            return True
+        last = self._word[-1]
+        right = last >= " " and last not in '"<[{\\' and len(self._word) <= NAME_CHARS_MAX
+        return self._is_marked and right
 
     def _before_aside(self, character: str) -> None:
         self._go(character, '"', self._in_aside)

@@ -83,7 +83,35 @@ CASES: tuple[tuple[CallFormat, str, str | None, Calls], ...] = (
     ),
     (HERMES, '<tool_call>{"name": "get", "arguments": {"a"', "", [("get", '{"a"')]),  # cut off
     (HERMES, '<tool_call>{"name": "ge', '<tool_call>{"name": "ge', []),
-    (HERMES, '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>', None, []),
+    # Of functions that were not offered: calls behind an opening, text without one.
+    (
+        HERMES,
+        '<tool_call>{"name": "shop.find it", "arguments": {"a": 1}}</tool_call>!',
+        "!",
+        [("shop.find it", '{"a": 1}')],
+    ),
+    (HERMES, '<tool_call>{"arguments": {}, "name": "new"}</tool_call>', "", [("new", "{}")]),
+    (HERMES, '<tool_call>{"name": "", "arguments": {}}</tool_call>', None, []),
+    (HERMES, f'<tool_call>{{"name": "{"n" * 200}"}}</tool_call>', None, []),
+    (
+        HERMES,
+        f'<tool_call>{{"name": "n<tool_call>{WEATHER}</tool_call>',
+        '<tool_call>{"name": "n',
+        [("get_weather", CITY)],
+    ),
+    (
+        MISTRAL,
+        f'[TOOL_CALLS][{{"name": "new"}}, {WEATHER}]',
+        "",
+        [("new", "{}"), ("get_weather", CITY)],
+    ),
+    (
+        LLAMA,
+        '<|python_tag|>{"name": "new", "parameters": {}}; {"name": "newer", "parameters": {}}',
+        "",
+        [("new", "{}"), ("newer", "{}")],
+    ),
+    (LLAMA, '{"name": "new", "parameters": {}}', None, []),
     (
         HERMES,
         f"<tool_call>no<tool_call>{WEATHER}</tool_call>",
