@@ -187,8 +187,7 @@ def check_against_model(request: GenerationRequest, vocabulary_size: int) -> Non
     """Check options that depend on model and prompt. Raises: InvalidRequest."""
     sampling, stop = request.sampling, request.stop
     output_min, output_max = stop.min_output_tokens, stop.max_output_tokens
-    right = request.choice_count == 1 or sampling.temperature > 0 or request.beam_search is not None
-    if right and output_min <= output_max and not (sampling.logit_bias or stop.stop_token_ids):
+    if output_min <= output_max and not (sampling.logit_bias or stop.stop_token_ids):
         return
     wrong = Violations()
     for token_id, _ in sampling.logit_bias:
@@ -207,9 +206,6 @@ def check_against_model(request: GenerationRequest, vocabulary_size: int) -> Non
         output_min <= output_max,
         "min_output_tokens",
         f"must be at most {output_max} for this prompt, got {output_min}",
-    )
-    wrong.check(
-        right, "choice_count", "must be 1 with a temperature of 0, where all choices would be equal"
     )
     wrong.raise_if_any()
 

@@ -228,6 +228,10 @@ class Output(ABC):
         Raises: JournalUnavailable if it must be journalled and the journal cannot be written.
         """
 
+    @abstractmethod
+    def end_choice(self, end: pb.ChoiceEnd) -> None:
+        """Add that one of several choices has ended, behind its output."""
+
     def push(self, frame: pb.ServerFrame) -> None:
         """Send a frame without output to the current receiver."""
         data = frame.SerializeToString()
@@ -587,6 +591,12 @@ class LiveOutput(Output):
         if self.flow.credit is not None:
             self._watch_credit()
 
+    def end_choice(self, end: pb.ChoiceEnd) -> None:
+        """Implement `Output.end_choice`."""
+        self._pack()
+        self._packed.setdefault(end.choice_index, PackedOutput()).end = end_field(end)
+        self._note()
+
     def discard(self, *, kept_too: bool = False) -> None:
         """Implement `Output.discard`."""
         self._steps.clear()
@@ -756,18 +766,15 @@ class ReplayOutput(Output):
                 calls if is_last else (),
                 thought if is_last else NO_THOUGHT,
             )
-            self._last_seq += 1
-            self._unread += len(part)
-            delta = delta_bytes(
-                self._last_seq, choice_index, text.encode() if is_last else b"", part, rest
-            )
-            unread_seq = self._next_seq if self.receiver is not None else self._last_seq + 1
-            if not self.buffer.put(delta, len(part), unread_seq):
-                if self._life is not None:
-                    self._life.stop(Outcome.SLOW_CONSUMER, detail=UNREAD_TOO_MUCH)
-                self._skip()  # the request is over; output outside the buffer cannot be sent
+            self._keep(choice_index, text if is_last else "", part, rest)
         self._note()
         self._watch_credit()
+
+    def end_choice(self, end: pb.ChoiceEnd) -> None:
+        """Implement `Output.end_choice`."""
+        if self.fence():
+            self._keep(end.choice_index, "", (), end_field(end))
+            self._note()
 
     def discard(self, *, kept_too: bool = False) -> None:
         """Implement `Output.discard`."""
@@ -811,6 +818,17 @@ class ReplayOutput(Output):
             gone = OutputGone(self._next_seq - 1, self._last_seq + 1, self._last_seq)
             receiver.end(frames.failed(status_of(gone), None))
 
+    def _keep(self, choice_index: int, text: str, token_ids: Sequence[int], rest: bytes) -> None:
+        """Put a delta into the buffer. rest: its other fields, serialized."""
+        self._last_seq += 1
+        self._unread += len(token_ids)
+        delta = delta_bytes(self._last_seq, choice_index, text.encode(), token_ids, rest)
+        unread_seq = self._next_seq if self.receiver is not None else self._last_seq + 1
+        if not self.buffer.put(delta, len(token_ids), unread_seq):
+            if self._life is not None:
+                self._life.stop(Outcome.SLOW_CONSUMER, detail=UNREAD_TOO_MUCH)
+            self._skip()  # the request is over; output outside the buffer cannot be sent
+
     def _skip(self) -> None:
         self._next_seq, self._unread = self._last_seq + 1, 0
 
@@ -848,6 +866,24 @@ def thought_fields(text: bytes, token_count: int) -> bytes:
     return fields + b"\x40" + varint(token_count) if token_count else fields
 
 
+def end_field(end: pb.ChoiceEnd) -> bytes:
+    """Serialize `DeltaFrame.end`."""
+    return pb.DeltaFrame(end=end).SerializeToString()
+
+
+def joined_calls(calls: Sequence[pb.ToolCallDelta]) -> list[pb.ToolCallDelta]:
+    """Return increments with those of one call joined, in the order of their first ones."""
+    joined: dict[int, pb.ToolCallDelta] = {}
+    arguments: dict[int, list[str]] = {}
+    for each in calls:
+        joined.setdefault(each.index, each)
+        arguments.setdefault(each.index, []).append(each.arguments_json)
+    for index, pieces in arguments.items():
+        if len(pieces) > 1:
+            joined[index].arguments_json = "".join(pieces)
+    return list(joined.values())
+
+
 def logprob_field(logprobs: pb.TokenLogprobs) -> bytes:
     """Serialize one entry of `DeltaFrame.logprobs`."""
     data = logprobs.SerializeToString()
@@ -857,8 +893,9 @@ def logprob_field(logprobs: pb.TokenLogprobs) -> bytes:
 class PackedOutput:
     """Tokens and text in order, packed into a few bytes per token.
 
-    The text, calls and thinking of one `add` are taken with its last token. Thinking after text is
-    not taken together with that text, since it precedes the text of its delta.
+    The text, calls and thinking of one `add` are taken with its last token. What precedes the rest
+    of a delta is not taken together with earlier output that it would then precede: thinking after
+    text or calls, and text after calls. end: `DeltaFrame.end`, taken with the last output.
     """
 
     def __init__(self) -> None:
@@ -878,8 +915,10 @@ class PackedOutput:
         self._thought_ends = array("Q")
         self._taken_thought_byte_count = 0
         self._thought_token_counts = array("I")  # of each `add`
-        self._has_text = False
-        self._turns: deque[int] = deque()  # tokens, from the first, before thinking after text
+        self._has_text = self._has_calls = False  # since the last turn
+        self._add_count = self._taken_add_count = 0
+        self._turns: deque[int] = deque()  # calls of `add` before output that begins a delta
+        self.end = b""
 
     def __len__(self) -> int:
         """Return the number of tokens."""
@@ -887,8 +926,8 @@ class PackedOutput:
 
     @property
     def empty(self) -> bool:
-        """True if neither tokens nor text are left."""
-        return not self._token_ends
+        """True if nothing is left."""
+        return not (self._token_ends or self.end)
 
     def add(
         self,
@@ -899,10 +938,12 @@ class PackedOutput:
         thought: Thought = NO_THOUGHT,
     ) -> None:
         """Append output. logprobs: one entry per token, or none."""
-        if thought[0] and self._has_text:
-            self._turns.append(self._taken_token_count + len(self._token_ids))
-            self._has_text = False
+        if (thought[0] and (self._has_text or self._has_calls)) or (text and self._has_calls):
+            self._turns.append(self._add_count)
+            self._has_text = self._has_calls = False
+        self._add_count += 1
         self._has_text |= bool(text)
+        self._has_calls |= bool(calls)
         self._thoughts += thought[0].encode()
         self._thought_ends.append(self._taken_thought_byte_count + len(self._thoughts))
         self._thought_token_counts.append(thought[1])
@@ -920,10 +961,11 @@ class PackedOutput:
 
         Returns text, ids, other `DeltaFrame` fields, and the number of tokens known to be thinking.
         """
-        while self._turns and self._turns[0] <= self._taken_token_count:
-            self._turns.popleft()
+        add_count_max = len(self._token_ends)
         if self._turns:
-            token_count_max = min(token_count_max, self._turns[0] - self._taken_token_count)
+            add_count_max = self._turns[0] - self._taken_add_count
+            end = self._token_ends[add_count_max - 1]
+            token_count_max = min(token_count_max, end - self._taken_token_count)
         token_count = min(token_count_max, len(self._token_ids))
         token_ids, self._token_ids = (
             self._token_ids[:token_count].tolist(),
@@ -931,7 +973,10 @@ class PackedOutput:
         )
         logprobs, self._logprobs = self._logprobs[:token_count], self._logprobs[token_count:]
         self._taken_token_count += token_count
-        whole_count = bisect_right(self._token_ends, self._taken_token_count)
+        whole_count = min(bisect_right(self._token_ends, self._taken_token_count), add_count_max)
+        self._taken_add_count += whole_count
+        if self._turns and self._turns[0] == self._taken_add_count:
+            self._turns.popleft()
         text, calls, thought, thought_token_count = b"", b"", b"", 0
         if whole_count:
             byte_count = self._thought_ends[whole_count - 1] - self._taken_thought_byte_count
@@ -946,6 +991,9 @@ class PackedOutput:
             self._taken_byte_count += byte_count
             byte_count = self._call_ends[whole_count - 1] - self._taken_call_byte_count
             calls, self._calls = bytes(self._calls[:byte_count]), self._calls[byte_count:]
+            if calls and whole_count > 1:
+                joined = joined_calls(pb.DeltaFrame.FromString(calls).tool_calls)
+                calls = pb.DeltaFrame(tool_calls=joined).SerializeToString()
             self._taken_call_byte_count += byte_count
             del (
                 self._token_ends[:whole_count],
@@ -955,4 +1003,6 @@ class PackedOutput:
                 self._thought_token_counts[:whole_count],
             )
         rest = b"".join(logprobs) + calls + thought_fields(thought, thought_token_count)
+        if self.end and not self._token_ends:
+            rest, self.end = rest + self.end, b""
         return text, token_ids, rest, thought_token_count

@@ -12,11 +12,11 @@ import structlog
 from weir.v1 import inference_service_pb2 as pb
 
 from api.core.settings import Settings
-from api.core.wire import OUTCOMES
+from api.core.wire import OUTCOMES, finish_reason
 from api.generation import frames
 from api.generation.admission import Lease
 from api.generation.life import Life
-from api.generation.output import NO_THOUGHT, Output, UsageTelling
+from api.generation.output import NO_THOUGHT, Output, UsageTelling, joined_calls
 from api.generation.output_limits import UNBOUNDED, OutputLimits
 from api.generation.start_frame import ValidStart
 from api.generation.tools import CallReading
@@ -217,11 +217,19 @@ class Reply:
         if self._life.end is None and isinstance(event, ChoiceFinished):
             self._say_rest(event.choice_index, event.text, event.reasoning)
             if self._life.end is None:
-                self._choice_ends[event.choice_index] = OUTCOMES[event.reason]
+                self._end_choice(event.choice_index, OUTCOMES[event.reason])
         elif self._life.end is None and self._start.choice_count == 1:
             self._say_rest(0, event.text, event.reasoning)
         if isinstance(event, SequenceFinished):
             self._on_end()
+
+    def _end_choice(self, index: int, outcome: Outcome) -> None:
+        """Record and send the end of one of several choices; a cancelled one ends as the request
+        does."""
+        self._choice_ends[index] = outcome
+        if outcome is not Outcome.CANCELLED:
+            reason = finish_reason(outcome, called=index in self.called_choices)
+            self.output.end_choice(pb.ChoiceEnd(choice_index=index, reason=reason))
 
     def ends_of_choices(self, cut: Outcome) -> dict[int, Outcome]:
         """Return the outcomes of several choices; unfinished ones get that of the request."""
@@ -301,7 +309,7 @@ class Reply:
         if (parser := self._parsers.pop(choice_index, None)) is not None:
             before, begun = self._parsed(choice_index, parser.push(text))
             rest, ended = self._parsed(choice_index, parser.finish())
-            text, calls = before + rest, begun + ended
+            text, calls = before + rest, joined_calls([*begun, *ended])
         if text or calls or reasoning:
             thought = (reasoning, 0) if reasoning else NO_THOUGHT
             self.output.say(choice_index, text, (), (), calls, thought)

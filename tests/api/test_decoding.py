@@ -213,7 +213,6 @@ def test_a_response_format_reaches_the_engine_as_it_is(
         ({"logit_bias": {400: 1.0}}, {}, "sampling.logit_bias[400]"),
         ({}, {"stop_token_ids": [400]}, "stop_token_ids"),
         ({}, {"min_output_tokens": 51}, "min_output_tokens"),
-        ({"temperature": 0.0}, {"choice_count": 2}, "choice_count"),
     ],
 )
 def test_options_that_do_not_fit_the_model_are_refused_by_field(

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from weir.v1 import inference_service_pb2 as pb
+from weir.v1 import types_pb2
 
 from api.core.errors import OutputGone
 from api.generation.life import Life
@@ -31,6 +32,7 @@ from api.generation.output import (
     Output,
     PackedOutput,
     ReplayOutput,
+    end_field,
     rest_of,
 )
 from api.generation.replay import ReplayBuffers
@@ -379,14 +381,37 @@ def test_a_delta_in_bytes_is_the_message(
 def test_packed_output_is_taken_with_its_last_token() -> None:
     packed = PackedOutput()
     for word in ("a", "b", "c"):
-        packed.add(f"{word} ", (1, 2), (), [pb.ToolCallDelta(index=0, arguments_json=word)])
+        packed.add("", (1, 2), (), [pb.ToolCallDelta(index=0, arguments_json=word)])
     taken = []
     while not packed.empty:
         text, ids, rest, _ = packed.take(3)
         calls = pb.DeltaFrame.FromString(rest).tool_calls
         taken.append((text.decode(), ids, [call.arguments_json for call in calls]))
 
-    assert taken == [("a ", [1, 2, 1], ["a"]), ("b c ", [2, 1, 2], ["b", "c"])]
+    assert taken == [("", [1, 2, 1], ["a"]), ("", [2, 1, 2], ["bc"])]
+
+
+def test_a_delta_has_one_increment_of_each_call_and_text_only_before_calls() -> None:
+    packed = PackedOutput()
+    begun = pb.ToolCallDelta(index=0, id="1", name="get", arguments_json="{")
+    packed.add("Let me", (1,))
+    packed.add(" see", (2,), (), [begun])
+    packed.add("", (3,), (), [pb.ToolCallDelta(index=0, arguments_json="}")])
+    packed.add("", (4,), (), [pb.ToolCallDelta(index=1, id="2", name="put", arguments_json="{}")])
+    packed.add("", (5,))
+    packed.add(" Bye", ())  # held back to the end
+    packed.end = end_field(pb.ChoiceEnd(choice_index=3, reason=types_pb2.FINISH_REASON_STOP))
+    taken = []
+    while not packed.empty:
+        text, ids, rest, _ = packed.take(64)
+        delta = pb.DeltaFrame.FromString(rest)
+        calls = [(call.index, call.id, call.arguments_json) for call in delta.tool_calls]
+        taken.append((text.decode(), ids, calls, delta.HasField("end")))
+
+    assert taken == [
+        ("Let me see", [1, 2, 3, 4, 5], [(0, "1", "{}"), (1, "2", "{}")], False),
+        (" Bye", [], [], True),
+    ]
 
 
 @pytest.mark.parametrize("kept", [False, True])

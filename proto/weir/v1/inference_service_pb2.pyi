@@ -404,8 +404,8 @@ class StartFrame(_message.Message):
     """
     choice_count: _builtins.int
     """Number of outputs for the prompt, 1 to 16; unset: 1. The input is billed once, the output of
-    all. `max_output_tokens` applies to each; quotas hold the sum. INVALID_ARGUMENT for more, and
-    for more than one with a temperature of 0, where all would be equal.
+    all. `max_output_tokens` applies to each; quotas hold the sum. With a temperature of 0 all are
+    equal, and all are billed. INVALID_ARGUMENT for more.
     """
     tier: Global___ServiceTier.ValueType
     """Scheduling priority. Unset: interactive. Unknown: INVALID_ARGUMENT."""
@@ -701,7 +701,9 @@ class ToolCallDelta(_message.Message):
     id: _builtins.str
     """Set on the first piece of a call only."""
     name: _builtins.str
-    """Set on the first piece of a call only: the name of one of the request's tools."""
+    """Set on the first piece of a call only. An unconstrained model may name a function that is not
+    among the request's tools: check it before you run anything.
+    """
     arguments_json: _builtins.str
     """Next piece of the arguments: all pieces together are the JSON text written by the model."""
     def __init__(
@@ -1476,6 +1478,7 @@ class DeltaFrame(_message.Message):
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
     REASONING_FIELD_NUMBER: _builtins.int
     REASONING_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
     """Increases by one with each `delta` of the request, from 1."""
     text: _builtins.str
@@ -1505,7 +1508,15 @@ class DeltaFrame(_message.Message):
 
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCallDelta]:
-        """Increments of tool calls, if the request has `tools`. Calls are not part of `text`."""
+        """Increments of tool calls, if the request has `tools`: at most one for each call. Calls are not
+        part of `text`, which precedes calls that begin in the frame, and follows one that goes on.
+        """
+
+    @_builtins.property
+    def end(self) -> Global___ChoiceEnd:
+        """The choice ended, while others of the request may go on: in the last frame of each of several
+        choices that ends by itself. `FinishedFrame.choices` repeats it.
+        """
 
     def __init__(
         self,
@@ -1518,10 +1529,11 @@ class DeltaFrame(_message.Message):
         tool_calls: _abc.Iterable[Global___ToolCallDelta] | None = ...,
         reasoning: _builtins.str = ...,
         reasoning_token_count: _builtins.int = ...,
+        end: Global___ChoiceEnd | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["end", b"end"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice_index", b"choice_index", "logprobs", b"logprobs", "reasoning", b"reasoning", "reasoning_token_count", b"reasoning_token_count", "seq", b"seq", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice_index", b"choice_index", "end", b"end", "logprobs", b"logprobs", "reasoning", b"reasoning", "reasoning_token_count", b"reasoning_token_count", "seq", b"seq", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

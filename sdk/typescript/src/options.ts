@@ -106,8 +106,8 @@ export interface GenerateOptions {
   /** The output ends after its first call. */
   readonly singleToolCall?: boolean;
   /**
-   * 1 to 16 answers to the prompt, in `Result.choices`; needs a temperature above 0, or
-   * `beamWidth`.
+   * 1 to 16 answers to the prompt, in `Result.choices`; with a temperature of 0 all are equal,
+   * unless `beamWidth` is set. All are billed.
    */
   readonly choiceCount?: number;
   /** 2 to 16 beams that search for the likeliest answers. */

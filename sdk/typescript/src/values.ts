@@ -216,6 +216,8 @@ export interface Delta {
   readonly reasoning: string;
   /** Tokens now known to be thinking. */
   readonly reasoningTokenCount: number;
+  /** Of one of several choices, which ends with this delta; otherwise undefined. */
+  readonly finishReason: FinishReason | undefined;
 }
 
 /** Running counts, sent at the interval asked for with `usageIntervalTokens`. */

@@ -241,6 +241,7 @@ export function delta(frame: DeltaFrame): Delta {
     choiceIndex: frame.choiceIndex,
     reasoning: frame.reasoning,
     reasoningTokenCount: count(frame.reasoningTokenCount),
+    finishReason: frame.end === undefined ? undefined : finishReason(frame.end.reason),
     toolCalls: frame.toolCalls.map(({ index, id, name, argumentsJson }) => ({
       index,
       id,

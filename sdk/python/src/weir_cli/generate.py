@@ -436,7 +436,7 @@ def generate(
     choices: Annotated[
         int | None,
         typer.Option(
-            help="Number of answers, up to 16; needs a temperature above 0, or --beam-width."
+            help="Number of answers, up to 16; equal ones at --temperature 0 without --beam-width."
         ),
     ] = None,
     beam_width: Annotated[

@@ -64,8 +64,8 @@ class GenerateOptions(TypedDict, total=False):
     tool_choice: "auto" (default), "none", "required" (at least one call, valid under its schema,
         and no text), or one of the tools, which is then called once. single_tool_call: the output
         ends after its first call.
-    choice_count: 1 to 16 answers to the prompt, in `Result.choices`; needs a temperature above 0,
-        or beam_width.
+    choice_count: 1 to 16 answers to the prompt, in `Result.choices`; with a temperature of 0 all
+        are equal, unless beam_width is set. All are billed.
     beam_width: 2 to 16 beams that search for the likeliest answers, as num_beams in transformers;
         choice_count, up to beam_width, returns the best ones. Excludes temperature, top_p, top_k,
         min_p, seed, stop and the formats above.

@@ -56,6 +56,7 @@ class Received:
             calls,
             frame.reasoning,
             frame.reasoning_token_count,
+            wire.finish_reason(frame.end.reason) if frame.HasField("end") else None,
         )
 
     def bill(self, frame: pb.FinishedFrame | pb.FailedFrame) -> None:

@@ -223,6 +223,7 @@ class Delta:
     tool_calls: tuple[ToolCallDelta, ...] = ()  # increments of calls, if `tools` was given
     reasoning: str = ""  # new thinking, which precedes the text
     reasoning_token_count: int = 0  # tokens now known to be thinking
+    finish_reason: FinishReason | None = None  # of one of several choices, which ends with this
 
 
 @dataclass(frozen=True, slots=True)
