@@ -152,7 +152,8 @@ class ModelInfo:
     and requests affected by the difference are refused (`SamplingParams.counts_output`).
     capabilities: supported request fields; the engine refuses all others. embedding_dimension:
     vector length, 0 for generating models. For embedding models, context_window_tokens limits a
-    text. adapters: names of the LoRA adapters that requests may have applied.
+    text. adapters: names of the LoRA adapters that requests may have applied. fingerprint: of
+    weights and engine, equal for every copy.
     """
 
     name: str
@@ -167,6 +168,7 @@ class ModelInfo:
     embedding_dimension: int = 0
     capabilities: Capabilities = field(default_factory=Capabilities)
     adapters: tuple[str, ...] = ()
+    fingerprint: str = ""
 
     def can_continue(self, request: GenerationRequest) -> bool:
         """Return whether an engine of this model can exactly continue the request mid-output."""

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from inference.capabilities import Capabilities
+from inference.checkpoint.fingerprint import fingerprint
 from inference.engine import ModelInfo, SamplingParams
 from inference.errors import CheckpointInvalid
 from inference.limits import sampling_fault
@@ -385,6 +386,7 @@ def read_model_info(
         vocabulary_size=size,
         directory=str(directory),
         default_sampling=read_default_sampling(directory, size, Capabilities(), engine),
+        fingerprint=fingerprint(directory, engine),
     )
 
 
@@ -438,6 +440,7 @@ def read_external_model(
         default_sampling=read_default_sampling(directory, vocabulary_size, capabilities, engine),
         capabilities=capabilities,
         continues_output=True,
+        fingerprint=fingerprint(directory, engine),
     )
     return model, ends
 
