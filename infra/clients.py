@@ -55,7 +55,7 @@ class Client:
     @property
     def package(self) -> str:
         """Name of the first package that is installed."""
-        return self.install[2].partition("[")[0]
+        return re.split(r"(?<=.)[@\[=]", self.install[2])[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,19 @@ def test_the_table_has_every_client_with_its_verified_version() -> None:
     assert all(version[0].isdigit() for _, version, *_ in rows)
 
 
+@pytest.mark.parametrize(
+    ("install", "package"),
+    [
+        ("pip install a-b[c]", "a-b"),
+        ("pip install a==0.5.0", "a"),
+        ("npm install @a/b zod", "@a/b"),
+        ("npm install a@0.2.2", "a"),
+    ],
+)
+def test_the_package_is_named_without_its_extras_and_version(install: str, package: str) -> None:
+    assert Client("A", "Chat", install.split(), []).package == package
+
+
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return a function that makes an installed client of a block of code."""
