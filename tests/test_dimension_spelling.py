@@ -20,7 +20,7 @@ from weir_client.wire import read
 from api.core.errors import status_of
 from api.core.wire import DIMENSIONS
 from api.observability.observer import RequestCounts
-from api.openai.gateway import model_object
+from api.openai.gateway import ListedModel
 from api.openai.refusals import refusal_of
 from metering.alerts.alerts import Alert, ListedAlert
 from metering.alerts.delivering import body_of
@@ -122,7 +122,7 @@ def test_a_model_shows_the_price_of_every_kind_of_token(kind: TokenKind) -> None
     setattr(price, name, 7)
     model = pb.Model(name="demo", price=price)
 
-    assert model_object(model, 0)["weir"]["price"][name] == 7
+    assert ListedModel(model, "m", "", 1).facts()["price"][name] == 7
     assert getattr(read(Price, model.price), name) == 7
     assert re.search(rf"\b{camel(name)}\b", (ROOT / "sdk/typescript/src/models.ts").read_text())
     assert camel(name) in (ROOT / "api/console/static/overview.mjs").read_text()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import time
 from abc import ABC, abstractmethod
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
@@ -25,6 +27,7 @@ from api.openai.parameters import (
     wants_logprobs,
 )
 from api.openai.refusals import Refusal
+from inference.engine import SamplingParams
 from inference.text.tokenizer import Place, Tokenizer, TokenPlaces
 
 LOGPROB_MIN = -9999.0  # OpenAI's value for probability 0: JSON has no infinity
@@ -54,6 +57,7 @@ LINE_ENDS = (
     (b"\xe2\x80\xa8", b"\\u2028"),
     (b"\xe2\x80\xa9", b"\\u2029"),
 )
+SUMMARIES = frozenset({"auto", "concise", "detailed"})  # of reasoning, as responses repeat them
 INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
 # Codes that OpenAI's clients know; all others become `server_error`.
 FAILURE_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
@@ -67,6 +71,7 @@ PACE_FIELDS = (
     "client_stall_ms",
     "total_ms",
 )
+UNDECIDED_TOKENS_MAX = 64  # whose text is held back; some 100 kB with all alternatives
 CONTEXT_CHARS = 256  # of a prompt, that decide how its output begins
 ALIGN_CHARS = 16  # that normalization may add to a token
 CHOICES = b',"choices":'  # precedes the choices in the events of a chat
@@ -132,6 +137,25 @@ class TokenTexts:
                 }
             )
         return positions
+
+    def span_of(
+        self, text: str, logprobs: Sequence[pb.TokenLogprobs], *, is_last: bool
+    ) -> tuple[int, int]:
+        """Return where the tokens of a text begin and end among others.
+
+        is_last: it is at its last place among them, otherwise at its first.
+        """
+        sought, decoder = text.encode(), self._tokenizer.decoder
+        parts = [
+            b""  # control tokens, such as end tokens
+            if decoder.token_text(each.chosen.token_id, True) == ""
+            else self._tokenizer.token_bytes(each.chosen.token_id)
+            for each in logprobs
+        ]
+        joined = b"".join(parts)
+        begin = joined.rfind(sought) if is_last else joined.find(sought)
+        ends = [*itertools.accumulate(map(len, parts))]
+        return bisect_right(ends, begin), bisect_left(ends, begin + len(sought)) + (begin >= 0)
 
     def prompt_text(self, start: pb.StartFrame) -> str:
         """Return a plain prompt as text: as it was sent, or that of its tokens."""
@@ -233,6 +257,18 @@ def by_ids(columns: Columns, logprobs: Sequence[pb.TokenLogprobs]) -> Columns:
             for known, each in zip(columns.top_logprobs, top, strict=True)
         ],
     )
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """Facts about the model of an answer.
+
+    fingerprint: of its weights and engine. sampling: its defaults.
+    """
+
+    texts: TokenTexts
+    fingerprint: str
+    sampling: SamplingParams
 
 
 def _placed(
@@ -420,18 +456,26 @@ class Answer(ABC):
     streams_done = True
     repeats_output = False  # whether the end of a stream repeats the entire output
 
-    def __init__(self, parsed: ParsedRequest, texts: TokenTexts) -> None:
+    def __init__(self, parsed: ParsedRequest, model: ServedModel) -> None:
         self._parsed = parsed
-        self._texts = texts
+        self._texts = model.texts
         self._wants_logprobs = parsed.starts[0].HasField("top_logprobs")
 
     def opening(self, outputs: Sequence[Output]) -> bytes:
         """Return the events before the first output."""
         return b""
 
+    def kept(self, new: pb.DeltaFrame) -> pb.DeltaFrame:
+        """Return new output without what the responses of this API have no place for."""
+        return new
+
     @abstractmethod
     def delta(self, output: Output, new: pb.DeltaFrame) -> bytes:
         """Return the events of new output, which `output` already includes."""
+
+    def choice_ended(self, output: Output) -> bytes:
+        """Return the events for the end of one of several choices; may be called again."""
+        return b""
 
     @abstractmethod
     def closing(self, outputs: Sequence[Output], bill: Bill) -> bytes:
@@ -441,30 +485,36 @@ class Answer(ABC):
         """Return the events of a failure after the response began."""
         return event(self.error_body(refusal))
 
-    def error_body(self, refusal: Refusal) -> dict[str, Any]:
+    def error_body(self, refusal: Refusal, request_id: str = "") -> dict[str, Any]:
         """Return the body of an error."""
-        return refusal.body()
+        return refusal.body(request_id)
 
     @abstractmethod
     def body(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """Return the body without the fields of `tail`."""
 
     def tail(self, outputs: Sequence[Output], bill: Bill) -> dict[str, Any]:
-        """Return the fields that are known only after settlement."""
+        """Return the fields that are known only after settlement; `body` has none of them."""
         return {"usage": bill.completion_usage(), "weir": bill.extension(outputs)}
+
+    def failed_tail(self, outputs: Sequence[Output], refusal: Refusal) -> dict[str, Any]:
+        """Return the same fields for output that is complete but could not be settled."""
+        return {"usage": None, **refusal.body()}
 
 
 class ChunkAnswer(Answer):
-    """Format of chat and plain completions: each choice ends with its reason, and the last event
-    has usage and cost.
+    """Format of chat and plain completions: an event is of one choice, each of which ends with its
+    reason when it ends, and the last event has usage and cost.
     """
 
     chunk_kind = ""
 
-    def __init__(self, parsed: ParsedRequest, texts: TokenTexts, common: dict[str, Any]) -> None:
+    def __init__(self, parsed: ParsedRequest, model: ServedModel, common: dict[str, Any]) -> None:
         """common: fields of every event and of the body."""
-        super().__init__(parsed, texts)
+        super().__init__(parsed, model)
         self._common = common
+        self._open_count = len(parsed.starts) * parsed.choice_count
+        self._ended: set[int] = set()  # choices whose end was sent
         self._chunk_head = (
             b"data: " + encode({"object": self.chunk_kind, **common})[:-1]
             if parsed.streams
@@ -476,14 +526,13 @@ class ChunkAnswer(Answer):
     def _last_choice(self, output: Output) -> dict[str, Any]:
         """Return the end of a choice."""
 
-    def closing(self, outputs: Sequence[Output], bill: Bill) -> bytes:
-        extension = {"weir": bill.extension(outputs)}
-        last = [self._last_choice(output) for output in outputs]
-        if not self._parsed.includes_usage:
-            return self._chunk(last, extension)
-        usage = {"usage": bill.completion_usage()}
-        before = usage if self._parsed.repeats_usage else None
-        return self._chunk(last, before) + self._chunk([], usage | extension)
+    def choice_ended(self, output: Output) -> bytes:
+        """Implement `Answer.choice_ended`; the last choice ends with `closing`."""
+        if output.index in self._ended or self._open_count == 1:
+            return b""
+        self._ended.add(output.index)
+        self._open_count -= 1
+        return self._new_chunk(output, self._last_choice(output))
 
     def _token_ids(self, token_ids: Sequence[int]) -> dict[str, Any]:
         """Return the member of a choice with its tokens, if the answer shows them."""
@@ -498,11 +547,25 @@ class ChunkAnswer(Answer):
             shown["prompt_token_ids"] = list(output.prompt_token_ids)
         return shown
 
-    def _end_of(self, output: Output) -> bytes:
-        """Return the end of an event with new output."""
+    def closing(self, outputs: Sequence[Output], bill: Bill) -> bytes:
+        before = [self.choice_ended(output) for output in outputs]
+        [last] = [output for output in outputs if output.index not in self._ended]
+        extension = {"weir": bill.extension(outputs)}
+        if not self._parsed.includes_usage:
+            events = [self._chunk([self._last_choice(last)], extension)]
+        else:
+            usage = {"usage": bill.completion_usage()}
+            events = [
+                self._new_chunk(last, self._last_choice(last)),
+                self._chunk([], usage | extension),
+            ]
+        return b"".join((*before, *events))
+
+    def _end_of(self, output: Output, *, has_begun: bool = True) -> bytes:
+        """Return the end of an event of a choice. has_begun: it has output so far."""
         if not self._parsed.repeats_usage:
             return self._chunk_tail
-        count, new_count = output.input_token_count, output.token_count
+        count, new_count = output.input_token_count, output.token_count if has_begun else 0
         return b',"usage":%b}\n\n' % encode(
             {
                 "prompt_tokens": count,
@@ -532,15 +595,17 @@ class ChatAnswer(ChunkAnswer):
     chunk_kind = "chat.completion.chunk"
 
     def __init__(
-        self, parsed: ParsedRequest, texts: TokenTexts, answer_id: str, created: int
+        self, parsed: ParsedRequest, model: ServedModel, answer_id: str, created: int
     ) -> None:
         """answer_id: hexadecimal; created: in seconds since 1970."""
-        common = {"id": f"chatcmpl-{answer_id}", "created": created, "model": parsed.model}
-        super().__init__(
-            parsed,
-            texts,
-            common | {"service_tier": tier_name(parsed.starts[0]), "system_fingerprint": None},
-        )
+        common = {
+            "id": f"chatcmpl-{answer_id}",
+            "created": created,
+            "model": parsed.model,
+            "service_tier": tier_name(parsed.starts[0]),
+            "system_fingerprint": model.fingerprint,
+        }
+        super().__init__(parsed, model, common)
         self._plain_chunks: dict[int, tuple[bytes, bytes]] = {}
         # Text of the message that is continued, if the answer repeats it
         self._begun = parsed.starts[0].conversation.messages[-1].content if parsed.echoes else ""
@@ -557,7 +622,7 @@ class ChatAnswer(ChunkAnswer):
                 before,
                 b'"role":"assistant","content":%b,"refusal":null' % encode(self._begun),
                 after,
-                self._end_of(output),
+                self._end_of(output, has_begun=False),
             )
         return b"".join(events)
 
@@ -571,10 +636,12 @@ class ChatAnswer(ChunkAnswer):
             delta |= _reasoning(new.reasoning)
         if new.text or not (new.tool_calls or new.reasoning):
             delta["content"] = new.text
-        if new.tool_calls:
-            delta["tool_calls"] = [_call_delta(piece) for piece in new.tool_calls]
-        choice = _chat_choice(output.index, delta, logprobs=logprobs)
-        return self._new_chunk(output, choice | self._token_ids(new.token_ids))
+        # One call in each event: many clients read only the first one.
+        first, *others = [{"tool_calls": [_call_delta(piece)]} for piece in new.tool_calls] or [{}]
+        choice = _chat_choice(output.index, delta | first, logprobs=logprobs)
+        events = [choice | self._token_ids(new.token_ids)]
+        events += [_chat_choice(output.index, each) for each in others]
+        return b"".join(self._new_chunk(output, each) for each in events)
 
     def _plain_chunk(self, index: int) -> tuple[bytes, bytes]:
         """Return the parts of an event before and after its text, the same for all tokens of a
@@ -663,16 +730,16 @@ class CompletionAnswer(ChunkAnswer):
     chunk_kind = "text_completion"
 
     def __init__(
-        self, parsed: ParsedRequest, texts: TokenTexts, answer_id: str, created: int
+        self, parsed: ParsedRequest, model: ServedModel, answer_id: str, created: int
     ) -> None:
         """answer_id: hexadecimal; created: in seconds since 1970."""
         common = {
             "id": f"cmpl-{answer_id}",
             "created": created,
             "model": parsed.model,
-            "system_fingerprint": None,
+            "system_fingerprint": model.fingerprint,
         }
-        super().__init__(parsed, texts, common)
+        super().__init__(parsed, model, common)
         self._places: dict[int, TokenPlaces] = {}  # of streams, by choice
         self._begun: set[int] = set()  # choices whose first event showed the tokens of the prompt
 
@@ -759,14 +826,17 @@ class ResponseAnswer(Answer):
     repeats_output = True
 
     def __init__(
-        self, parsed: ParsedRequest, texts: TokenTexts, answer_id: str, created: int
+        self, parsed: ParsedRequest, model: ServedModel, answer_id: str, created: int
     ) -> None:
         """answer_id: hexadecimal; created: in seconds since 1970."""
-        super().__init__(parsed, texts)
+        super().__init__(parsed, model)
         self._parameters: ResponseParameters = parsed.parameters
         self._answer_id = answer_id
         self._created = created
+        self._sampling = model.sampling
         self._wants_logprobs = wants_logprobs(self._parameters)
+        # Log-probabilities of the newest tokens, whose text may be held back as a possible call
+        self._undecided: list[pb.TokenLogprobs] = []
         self._event_count = 0
         self._open: list[int | None] = []  # items begun by events, as `Output.parts`
         self._done_count = 0  # calls ended by events
@@ -774,10 +844,25 @@ class ResponseAnswer(Answer):
 
     def opening(self, outputs: Sequence[Output]) -> bytes:
         """Return the events before the first output."""
-        response = self._response("in_progress")
+        response = self._response("in_progress") | {"error": None, "usage": None}
         return self._event("response.created", response=response) + self._event(
             "response.in_progress", response=response
         )
+
+    def kept(self, new: pb.DeltaFrame) -> pb.DeltaFrame:
+        """Implement `Answer.kept`: log-probabilities are those of the text; calls have none."""
+        if not (new.logprobs or self._undecided) or not self._parameters.tools:
+            return new
+        tokens = [*self._undecided, *new.logprobs]
+        del new.logprobs[:]
+        begin = end = 0
+        if new.text:
+            # Calls that begin in a delta follow its text; otherwise the text may follow a call.
+            follows = not any(piece.id for piece in new.tool_calls)
+            begin, end = self._texts.span_of(new.text, tokens, is_last=follows)
+        new.logprobs.extend(tokens[begin:end])
+        self._undecided = tokens[end:][-UNDECIDED_TOKENS_MAX:]
+        return new
 
     def delta(self, output: Output, new: pb.DeltaFrame) -> bytes:
         events = []
@@ -838,17 +923,26 @@ class ResponseAnswer(Answer):
         )
 
     def failure(self, refusal: Refusal, outputs: Sequence[Output]) -> bytes:
+        response = self._response("failed") | self.failed_tail(outputs, refusal)
+        return self._event("response.failed", response=response)
+
+    def failed_tail(self, outputs: Sequence[Output], refusal: Refusal) -> dict[str, Any]:
+        """Implement `Answer.failed_tail`."""
         code = FAILURE_CODES.get(refusal.http_status, "server_error")
         error = {"code": code, "message": refusal.message}
-        response = self._response("failed") | {"error": error, "weir": dict(refusal.facts)}
-        return self._event("response.failed", response=response)
+        return {"error": error, "usage": None, "weir": dict(refusal.facts)}
 
     def body(self, outputs: Sequence[Output]) -> dict[str, Any]:
         [output] = outputs
         cut = INCOMPLETE.get(output.finish_reason)
         status = "completed" if cut is None else "incomplete"
         details = {"incomplete_details": None if cut is None else {"reason": cut}}
-        return self._response(status) | details | {"output": self._items(output, status)}
+        completed_at = int(time.time()) if cut is None else None
+        return (
+            self._response(status)
+            | {"completed_at": completed_at, "output": self._items(output, status)}
+            | details
+        )
 
     def tail(self, outputs: Sequence[Output], bill: Bill) -> dict[str, Any]:
         usage = {
@@ -861,7 +955,7 @@ class ResponseAnswer(Answer):
             "output_tokens_details": {"reasoning_tokens": bill.reasoning_token_count},
             "total_tokens": bill.input_token_count + bill.output_token_count,
         }
-        return {"usage": usage, "weir": bill.extension(outputs)}
+        return {"error": None, "usage": usage, "weir": bill.extension(outputs)}
 
     def _items(self, output: Output, status: str) -> list[dict[str, Any]]:
         """Return the items of a response. status: that of the last item; others are complete."""
@@ -1037,39 +1131,49 @@ class ResponseAnswer(Answer):
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": entries}
 
     def _response(self, status: str) -> dict[str, Any]:
-        """Return the response object without output and usage, with the requested parameters."""
-        requested = self._parameters
+        """Return the response object with the requested parameters.
+
+        Error and usage are left out: a complete response has them in its tail.
+        """
+        requested, sampling = self._parameters, self._sampling
+        effort = summary = None
+        if requested.reasoning is not None:
+            effort = requested.reasoning.effort
+            if str(requested.reasoning.summary) in SUMMARIES:
+                summary = requested.reasoning.summary
         return {
             "id": f"resp_{self._answer_id}",
             "object": "response",
             "created_at": self._created,
+            "completed_at": None,
             "status": status,
             "model": requested.model,
             "output": [],
-            "error": None,
             "incomplete_details": None,
             "instructions": requested.instructions,
             "max_output_tokens": requested.max_output_tokens,
+            "max_tool_calls": None,
             "metadata": requested.metadata or {},
             "parallel_tool_calls": requested.parallel_tool_calls is not False,
             "previous_response_id": None,
-            "reasoning": {
-                "effort": None if requested.reasoning is None else requested.reasoning.effort,
-                "summary": None,
-            },
+            "presence_penalty": 0,
+            "frequency_penalty": 0,
+            "reasoning": {"effort": effort, "summary": summary},
             "service_tier": tier_name(self._parsed.starts[0]),
             "store": False,
             "background": False,
-            "temperature": requested.temperature,
+            "temperature": (
+                sampling.temperature if requested.temperature is None else requested.temperature
+            ),
             "text": {
-                "format": echoed_format(None if requested.text is None else requested.text.format)
+                "format": echoed_format(None if requested.text is None else requested.text.format),
+                "verbosity": "medium",
             },
             "tool_choice": echoed_tool_choice(requested.tool_choice),
             "tools": echoed_tools(requested.tools),
             "top_logprobs": requested.top_logprobs or 0,
-            "top_p": requested.top_p,
-            "truncation": "disabled",
-            "usage": None,
+            "top_p": sampling.top_p if requested.top_p is None else requested.top_p,
+            "truncation": requested.truncation or "disabled",
             "user": requested.user,
             "safety_identifier": requested.safety_identifier,
             "prompt_cache_key": requested.prompt_cache_key,

@@ -293,8 +293,11 @@ class Exchange:
         """Record new output of a request. Return the events of a stream for it."""
         output = self._outputs[index * self.parsed.choice_count + choice_index]
         output.token_count += token_count
+        if delta.HasField("end"):
+            output.reason = delta.end.reason
         if delta.reasoning_token_count:  # log-probabilities are of the answer's tokens
             del delta.logprobs[: delta.reasoning_token_count]
+        delta = self._answer.kept(delta)
         if not self.parsed.streams:
             output.add(delta)
             self._has_output = True
@@ -302,11 +305,17 @@ class Exchange:
         if self._answer.repeats_output:
             # Merged, so that a slow client does not cost memory for text that was sent.
             output.add(delta)
-        if self._refusal is not None or not (
-            delta.text or delta.logprobs or delta.tool_calls or delta.reasoning or delta.token_ids
-        ):
+        if self._refusal is not None:
             return b""
-        return self._opening() + self._answer.delta(output, delta)
+        events = b""
+        if delta.text or delta.logprobs or delta.tool_calls or delta.reasoning or delta.token_ids:
+            events = self._opening() + self._answer.delta(output, delta)
+        return events + self._choice_ended(output) if delta.HasField("end") else events
+
+    def _choice_ended(self, output: Output) -> bytes:
+        """Return the events for the end of a choice, if it has events of its own."""
+        events = self._answer.choice_ended(output)
+        return self._opening() + events if events else b""
 
     def withdraw(self) -> None:
         """Handle that output was noted which is not sent: its request fails."""
@@ -339,6 +348,8 @@ class Exchange:
         for output in outputs:
             if cut is None and output.reason in CUT_OFF:
                 cut = output.reason
+        if cut is None and self._refusal is None and self.parsed.streams:
+            return b"".join(map(self._choice_ended, outputs))
         if cut is None or self._refusal is not None:
             return b""
         name = answers.REASON_NAMES[cut]
@@ -402,7 +413,7 @@ class Exchange:
         """Return the rest of the body; the output is complete even if settling failed."""
         if self._refusal is None:
             return self._answer.tail(self._outputs, self._bill)
-        return {"usage": None, **self._answer.error_body(self._refusal)}
+        return self._answer.failed_tail(self._outputs, self._refusal)
 
     async def _open_response(self) -> web.StreamResponse:
         """Return the response, with its head prepared to be sent together with the first data."""
@@ -453,7 +464,7 @@ def refused(
     request_id: uuid.UUID,
     *,
     closing: bool = False,
-    form: Callable[[Refusal], dict[str, Any]] = Refusal.body,
+    form: Callable[[Refusal, str], dict[str, Any]] = Refusal.body,
 ) -> web.Response:
     """Return the response to a refused request.
 
@@ -461,7 +472,9 @@ def refused(
     """
     headers = {"content-type": JSON, **plain_headers(request_id), **refusal.headers}
     response = web.Response(
-        status=refusal.http_status, body=answers.encode(form(refusal)), headers=headers
+        status=refusal.http_status,
+        body=answers.encode(form(refusal, str(request_id))),
+        headers=headers,
     )
     if closing:
         response.force_close()

@@ -10,7 +10,9 @@ import uuid
 from array import array
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from functools import partial
+from importlib.metadata import version
 from typing import Any, Literal, TypeVar
 from urllib.parse import unquote
 
@@ -37,6 +39,7 @@ from api.openai.answers import (
     ChatAnswer,
     CompletionAnswer,
     ResponseAnswer,
+    ServedModel,
     TokenTexts,
     cost_facts,
 )
@@ -54,6 +57,7 @@ from api.openai.messages import (
     MessageAnswer,
     MessageParameters,
     error_body,
+    page_of,
     parse_counted_message,
     parse_message,
     tolerate_message,
@@ -85,12 +89,11 @@ from api.openai.tokens import (
 )
 from api.openai.tolerance import Ignored
 from common.loop_watch import Stage
+from inference.routing.router import VERSION_MARK
 from metering.pricing.prices import COUNTS_OF_EVENT
 from metering.quotas.quota_rules import Owner
 from metering.store.db import Sessions
 from metering.tenants.tenants import Principal
-
-EMBEDDING_NAMES: Mapping[str, str] = {"inputs": "input", "labels": "user", "labels['user']": "user"}
 
 TOKENIZE_NAMES: dict[str, str] = {"conversation.messages": "messages"}
 
@@ -122,6 +125,17 @@ def embed_request(requested: EmbeddingParameters, request_id: str) -> pb.EmbedRe
         else:
             request.inputs.add(token_ids=pb.TokenIds(ids=each))
     return request
+
+
+def embedding_names(requested: EmbeddingParameters) -> Mapping[str, str]:
+    """Return the request's parameters by field of the contract."""
+    is_list = isinstance(requested.input, list) and not isinstance(requested.input[0], int)
+    fields = ("inputs[]", "inputs[].text", "inputs[].token_ids", "inputs[].token_ids.ids")
+    return dict.fromkeys(fields, "input[]" if is_list else "input") | {
+        "inputs": "input",
+        "labels": "user",
+        "labels['user']": "user",
+    }
 
 
 def check_dimensions(requested: EmbeddingParameters, dimension: int) -> None:
@@ -177,34 +191,77 @@ Parsed = TypeVar("Parsed")
 Handler = Callable[[web.BaseRequest, Arrival, Principal], Awaitable[web.StreamResponse | Exchange]]
 
 
-def model_object(model: pb.Model, started_at: int) -> dict[str, Any]:
-    """Return a model in OpenAI's form, created when its present price came into force.
+@dataclass(frozen=True, slots=True)
+class ListedModel:
+    """Name that requests may have as `model`.
 
-    started_at: creation time of models without a price, in seconds since 1970.
+    target: the model or version that an alias stands for, the model of a version, else empty.
     """
-    facts: dict[str, Any] = {
-        "context_window_tokens": model.context_window_tokens,
-        "engine": model.engine,
-        "refused_parameters": [
-            {"parameter": CHAT_NAMES.get(each.field, each.field), "values": each.values}
-            for each in model.refused_fields
-        ],
-    }
-    created = started_at
-    if model.HasField("price"):
-        price = model.price
-        created = price.effective_time.seconds
-        facts["price"] = {
-            "version": price.version,
-            "currency_code": price.currency_code,
-            **{name: getattr(price, name) for _, name in COUNTS_OF_EVENT.values()},
+
+    model: pb.Model
+    name: str
+    target: str
+    context_window_tokens: int
+
+    def created(self, started_at: int) -> int:
+        """Return when the present price came into force, in seconds since 1970.
+
+        started_at: creation time of models without a price.
+        """
+        has_price = self.model.HasField("price")
+        return self.model.price.effective_time.seconds if has_price else started_at
+
+    def facts(self) -> dict[str, Any]:
+        """Return what the forms of OpenAI and Anthropic lack."""
+        model = self.model
+        facts: dict[str, Any] = {
+            "context_window_tokens": self.context_window_tokens,
+            "engine": model.engine,
+            "refused_parameters": [
+                {"parameter": CHAT_NAMES.get(each.field, each.field), "values": each.values}
+                for each in model.refused_fields
+            ],
         }
+        if self.target:
+            is_version = self.name.startswith(f"{model.name}{VERSION_MARK}")
+            facts["version_of" if is_version else "alias_of"] = self.target
+        if model.HasField("price"):
+            facts["price"] = {
+                "version": model.price.version,
+                "currency_code": model.price.currency_code,
+                **{name: getattr(model.price, name) for _, name in COUNTS_OF_EVENT.values()},
+            }
+        return facts
+
+
+def model_object(listed: ListedModel, started_at: int) -> dict[str, Any]:
+    """Return a model in OpenAI's form, with the context window as vLLM names it."""
     return {
-        "id": model.name,
+        "id": listed.name,
         "object": "model",
-        "created": created,
+        "created": listed.created(started_at),
         "owned_by": OWNER,
-        "weir": facts,
+        "max_model_len": listed.context_window_tokens,
+        "weir": listed.facts(),
+    }
+
+
+def model_info(listed: ListedModel, started_at: int) -> dict[str, Any]:
+    """Return a model in Anthropic's form."""
+    created = datetime.fromtimestamp(listed.created(started_at), UTC)
+    return {
+        "type": "model",
+        "id": listed.name,
+        "display_name": listed.name,
+        "created_at": created.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "max_input_tokens": listed.context_window_tokens,
+        "max_tokens": listed.context_window_tokens,
+        "capabilities": None,
+        "lifecycle": "active",
+        "line": None,
+        "deprecated_at": None,
+        "retires_at": None,
+        "weir": listed.facts(),
     }
 
 
@@ -218,16 +275,17 @@ class Api:
 
     parameters: type[Any]
     parse: Callable[[Any], ParsedRequest]
-    answer: Callable[[ParsedRequest, TokenTexts, str, int], Answer]
+    answer: Callable[[ParsedRequest, ServedModel, str, int], Answer]
     tolerate: Callable[[Any, Ignored], None] = tolerate
-    error_body: Callable[[Refusal], dict[str, Any]] = Refusal.body
+    error_body: Callable[[Refusal, str], dict[str, Any]] = Refusal.body
 
 
 CHAT = Api(ChatParameters, parse_chat, ChatAnswer)
 COMPLETIONS = Api(CompletionParameters, parse_completion, CompletionAnswer)
 RESPONSES = Api(ResponseParameters, parse_response, ResponseAnswer)
 MESSAGES = Api(MessageParameters, parse_message, MessageAnswer, tolerate_message, error_body)
-MESSAGES_PATH = "/v1/messages"
+MESSAGES_PATH, MODELS_PATH = "/v1/messages", "/v1/models"
+VERSION = version("weir-server")
 UNVERSIONED = frozenset({"/tokenize", "/detokenize"})  # as vLLM, SGLang and llama.cpp serve them
 
 
@@ -260,16 +318,18 @@ class Gateway:
             "/v1/embeddings": ("POST", self._embed, EMBED),
             "/v1/tokenize": ("POST", self._tokenize, COUNT_TOKENS),
             "/v1/detokenize": ("POST", self._detokenize, COUNT_TOKENS),
-            "/v1/models": ("GET", self._models, LIST_MODELS),
+            MODELS_PATH: ("GET", self._models, LIST_MODELS),
         }
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Return the response to a request; every error becomes an error body."""
         received_at = time.monotonic()
         request_id = uuid.uuid4()
-        form = error_body if request.path.startswith(MESSAGES_PATH) else Refusal.body
+        form = error_body if self._is_anthropic(request) else Refusal.body
         owner: Owner | None = None  # None until the request is authenticated
         try:
+            if (plain := self._plain(request)) is not None:
+                return plain
             request_id = request_id_of(request) or request_id
             handler, rpc = self._find(request)
             secret = secret_of(request)
@@ -305,6 +365,27 @@ class Gateway:
             refusal = refusal_of(status_of(error))
             return refused(refusal, request_id, closing=self._is_draining, form=form)
 
+    def _is_anthropic(self, request: web.BaseRequest) -> bool:
+        """Return whether the response has Anthropic's form: by the path, or by the headers where
+        both APIs have the path, or none."""
+        path = request.path.rstrip("/")
+        if path.startswith(MESSAGES_PATH):
+            return True
+        if path in self._handlers and path != MODELS_PATH:
+            return False
+        has = request.headers.__contains__
+        return has("anthropic-version") or (has("x-api-key") and not has("authorization"))
+
+    def _plain(self, request: web.BaseRequest) -> web.Response | None:
+        """Return the response for a path of vLLM that needs no key; None for other paths."""
+        if request.path == "/ping" and request.method in ("GET", "HEAD", "POST"):
+            return web.Response(status=503 if self._is_draining else 200)
+        if request.path == "/version" and request.method in ("GET", "HEAD"):
+            return web.Response(
+                body=answers.encode({"version": VERSION}), headers={"content-type": JSON}
+            )
+        return None
+
     def _count_refusal(self, owner: Owner | None) -> None:
         if owner is not None:
             self._process.pace.spent(owner, REFUSAL_COST_S)
@@ -321,7 +402,7 @@ class Gateway:
         path = request.path.rstrip("/")
         if path in UNVERSIONED:
             path = f"/v1{path}"
-        route = self._handlers.get("/v1/models" if path.startswith("/v1/models/") else path)
+        route = self._handlers.get(MODELS_PATH if path.startswith(f"{MODELS_PATH}/") else path)
         if route is None:
             served = ", ".join(self._handlers)
             hint = (
@@ -356,8 +437,8 @@ class Gateway:
 
         parsed, headers, starts = await self._read(request, arrival, principal, parse)
         with self._process.pace.spending(arrival.caller.payer, START_FREE_S):
-            texts = self._texts_of(parsed, principal, arrival.request_id)
-            format = api.answer(parsed, texts, arrival.request_id.hex, int(time.time()))
+            model = self._model_of(parsed, principal, arrival.request_id)
+            format = api.answer(parsed, model, arrival.request_id.hex, int(time.time()))
             if not isinstance(starts, InvalidRequest):
                 return Exchange(self._process, request, arrival, parsed, starts, format, headers)
         self._process.observer.start_refused(starts)
@@ -434,7 +515,7 @@ class Gateway:
             response = await self._process.embed(arrival.caller, start).answer()
         except Exception as error:
             return refused(
-                refusal_of(status_of(error), EMBEDDING_NAMES),
+                refusal_of(status_of(error), embedding_names(requested)),
                 arrival.request_id,
                 closing=self._is_draining,
             )
@@ -494,26 +575,35 @@ class Gateway:
         self, request: web.BaseRequest, arrival: Arrival, principal: Principal
     ) -> web.StreamResponse:
         await self._authenticator.turn(principal)
-        models = await models_for(self._process.router, self._sessions, principal)
-        if request.path.rstrip("/") == "/v1/models":
-            return answered(
-                {
-                    "object": "list",
-                    "data": [model_object(model, self._started_at) for model in models],
-                },
-                arrival,
-            )
-        name = unquote(request.rel_url.raw_path.removeprefix("/v1/models/"))
-        requested = next((model for model in models if model.name == name), None)
-        if requested is None:
+        router = self._process.router
+        models = {
+            name: ListedModel(model, name, target, router.find(name).model.context_window_tokens)
+            for model in await models_for(router, self._sessions, principal)
+            for name, target in {model.name: "", **router.other_names(model.name)}.items()
+        }
+        form: Callable[[ListedModel, int], dict[str, Any]] = model_object
+        if is_anthropic := self._is_anthropic(request):
+            form = model_info
+            models = {
+                name: each
+                for name, each in models.items()
+                if each.model.task == pb.MODEL_TASK_GENERATE
+            }
+        objects = {name: form(each, self._started_at) for name, each in models.items()}
+        if request.path.rstrip("/") == MODELS_PATH:
+            if is_anthropic:
+                return answered(page_of(objects, request.rel_url.query), arrival)
+            return answered({"object": "list", "data": [*objects.values()]}, arrival)
+        name = unquote(request.rel_url.raw_path.removeprefix(f"{MODELS_PATH}/"))
+        if name not in objects:
             message = f"the model {name[:200]!r} does not exist; GET /v1/models lists the models"
             raise HttpFault(404, message, "model_not_found", param="model")
-        return answered(model_object(requested, self._started_at), arrival)
+        return answered(objects[name], arrival)
 
-    def _texts_of(
+    def _model_of(
         self, parsed: ParsedRequest, principal: Principal, request_id: uuid.UUID
-    ) -> TokenTexts:
-        """Return the token texts of the requested model.
+    ) -> ServedModel:
+        """Return the requested model.
 
         Raises: ModelNotAllowed, ModelUnknown, RequestImpossible.
         """
@@ -530,7 +620,9 @@ class Gateway:
                         name,
                         "is not supported: this model's engine reports no token ids; leave it out",
                     )
-        return self._texts[route.served]
+        model = route.engine.model
+        mark = f"{model.fingerprint}_{route.adapter}" if route.adapter else model.fingerprint
+        return ServedModel(self._texts[route.served], mark, model.default_sampling)
 
     async def _read(
         self,

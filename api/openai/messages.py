@@ -5,6 +5,8 @@ Texts of a message's blocks are joined by line ends, and messages of the same ro
 
 from __future__ import annotations
 
+import re
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +17,7 @@ from weir.v1 import types_pb2
 
 from api.generation.conversation import MESSAGE_COUNT_MAX
 from api.generation.decoding import STOP_SEQUENCE_COUNT_MAX
-from api.openai.answers import Answer, Bill, Call, Output, TokenTexts, event
+from api.openai.answers import Answer, Bill, Call, Output, ServedModel, event
 from api.openai.parameters import (
     ABSENT,
     COMMON_NAMES,
@@ -68,6 +70,12 @@ STOP_REASONS: Mapping[int, str] = {
     types_pb2.FINISH_REASON_FILTERED: "refusal",
     types_pb2.FINISH_REASON_TOOL_CALLS: "tool_use",
 }
+# Members that published answers have, null for features that are not served.
+UNUSED: dict[str, Any] = {"stop_details": None, "container": None}
+USAGE_OF_MESSAGE = {"cache_creation": None, "inference_geo": None, "service_tier": "standard"}
+CALLER = {"type": "direct"}  # of a call: the model, not code that it runs on the server
+NUMBER = re.compile(r"[0-9]{1,4}")
+PAGE_MODELS, PAGE_MODELS_MAX = 20, 1000  # Anthropic's own: by default, and at most
 ERROR_TYPES: Mapping[int, str] = {
     401: "authentication_error",
     403: "permission_error",
@@ -99,6 +107,7 @@ class Block(TextBlock, forbid_unknown_fields=True, kw_only=True):
     thinking: str | None = None
     signature: Any = None
     data: Any = None
+    caller: Any = None  # of an earlier answer
 
 
 class Message(Struct, forbid_unknown_fields=True):
@@ -210,6 +219,8 @@ def parse_message(requested: MessageParameters) -> ParsedRequest:
     """Convert a request for a message. Raises: InvalidRequest."""
     if requested.max_tokens is None:
         raise invalid_parameter("max_tokens", "is required")
+    if requested.max_tokens < 1:
+        raise invalid_parameter("max_tokens", f"must be at least 1, got {requested.max_tokens}")
     return parse_counted_message(requested)
 
 
@@ -384,7 +395,7 @@ def check_text(block: TextBlock, field: str) -> None:
         raise invalid_parameter(f"{field}.text", "is required")
 
 
-def error_body(refusal: Refusal) -> dict[str, Any]:
+def error_body(refusal: Refusal, request_id: str) -> dict[str, Any]:
     """Return an error in Anthropic's form, with the facts beside it."""
     fallback = "api_error" if refusal.http_status >= 500 else "invalid_request_error"
     error: dict[str, Any] = {
@@ -394,7 +405,33 @@ def error_body(refusal: Refusal) -> dict[str, Any]:
     }
     if refusal.facts:
         error["weir"] = dict(refusal.facts)
-    return {"type": "error", "error": error}
+    return {"type": "error", "error": error, "request_id": request_id}
+
+
+def page_of(models: Mapping[str, dict[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
+    """Return a page of the list of models, each by its id. Raises: InvalidRequest."""
+    ids = [*models]
+    text = query.get("limit", str(PAGE_MODELS))
+    limit = int(text) if NUMBER.fullmatch(text) else 0
+    if not 1 <= limit <= PAGE_MODELS_MAX:
+        raise invalid_parameter("limit", f"must be from 1 to {PAGE_MODELS_MAX}, got {text[:40]!r}")
+    for name in ("after_id", "before_id"):
+        if query.get(name, ids[0] if ids else "") not in models:
+            raise invalid_parameter(name, "must be the id of a model of the list")
+    if "after_id" in query and "before_id" in query:
+        raise invalid_parameter("before_id", "cannot be combined with after_id: leave one out")
+    if "before_id" in query:
+        before = ids[: ids.index(query["before_id"])]
+        page, has_more = before[-limit:], len(before) > limit
+    else:
+        after = ids[ids.index(query["after_id"]) + 1 :] if "after_id" in query else ids
+        page, has_more = after[:limit], len(after) > limit
+    return {
+        "data": [models[each] for each in page],
+        "first_id": page[0] if page else None,
+        "last_id": page[-1] if page else None,
+        "has_more": has_more,
+    }
 
 
 class MessageAnswer(Answer):
@@ -403,17 +440,17 @@ class MessageAnswer(Answer):
     streams_done = False
 
     def __init__(
-        self, parsed: ParsedRequest, texts: TokenTexts, answer_id: str, created: int
+        self, parsed: ParsedRequest, model: ServedModel, answer_id: str, created: int
     ) -> None:
         """answer_id: hexadecimal; created: in seconds since 1970."""
-        super().__init__(parsed, texts)
+        super().__init__(parsed, model)
         self._answer_id = answer_id
         self._block_count = 0
         self._open: str | None = None  # type of the block that events began last
 
     def opening(self, outputs: Sequence[Output]) -> bytes:
         [output] = outputs
-        usage = usage_of(output.input_token_count, 0, 0)
+        usage = usage_of(output.input_token_count, 0, 0, 0) | USAGE_OF_MESSAGE
         message = self._message(None, []) | {"usage": usage}
         return _event("message_start", message=message)
 
@@ -428,37 +465,37 @@ class MessageAnswer(Answer):
             events.append(self._grow({"type": "thinking_delta", "thinking": new.reasoning}))
         if new.text:
             if self._open != TEXT:
-                events.append(self._begin({"type": TEXT, "text": ""}))
+                events.append(self._begin(text_block("")))
             events.append(self._grow({"type": "text_delta", "text": new.text}))
         for piece in pieces:
             if piece.id:
-                events.append(
-                    self._begin({"type": CALL, "id": piece.id, "name": piece.name, "input": {}})
-                )
+                events.append(self._begin(call_block(Call(piece.id, piece.name))))
             events.append(self._grow_call(piece))
         return b"".join(events)
 
     def closing(self, outputs: Sequence[Output], bill: Bill) -> bytes:
         [output] = outputs
         end = {"stop_reason": stop_reason(output), "stop_sequence": self._stop_sequence(output)}
+        tail = {"usage": usage_in(bill), "weir": bill.extension(outputs)}
         return b"".join(
             (
                 self._end(),
-                _event("message_delta", delta=end, **self.tail(outputs, bill)),
+                _event("message_delta", delta=end | UNUSED, **tail),
                 _event("message_stop"),
             )
         )
 
     def failure(self, refusal: Refusal, outputs: Sequence[Output]) -> bytes:
-        return event(self.error_body(refusal), "error")
+        request_id = str(uuid.UUID(self._answer_id))
+        return event(error_body(refusal, request_id), "error")
 
-    def error_body(self, refusal: Refusal) -> dict[str, Any]:
-        return error_body(refusal)
+    def error_body(self, refusal: Refusal, request_id: str = "") -> dict[str, Any]:
+        return error_body(refusal, request_id)
 
     def body(self, outputs: Sequence[Output]) -> dict[str, Any]:
         [output] = outputs
         content = [
-            {"type": TEXT, "text": output.text}
+            text_block(output.text)
             if place is None
             else thought_block(output.thought(place))
             if place < 0
@@ -469,10 +506,13 @@ class MessageAnswer(Answer):
         return self._message(stop_reason(output), content) | end
 
     def tail(self, outputs: Sequence[Output], bill: Bill) -> dict[str, Any]:
-        usage = usage_of(
-            bill.input_token_count, bill.cached_input_token_count, bill.output_token_count
-        )
-        return {"usage": usage, "weir": bill.extension(outputs)}
+        return {"usage": usage_in(bill) | USAGE_OF_MESSAGE, "weir": bill.extension(outputs)}
+
+    def failed_tail(self, outputs: Sequence[Output], refusal: Refusal) -> dict[str, Any]:
+        """Implement `Answer.failed_tail`: clients need the usage, here of the sent output."""
+        [output] = outputs
+        usage = usage_of(output.input_token_count, 0, output.token_count, 0) | USAGE_OF_MESSAGE
+        return {"usage": usage, "error": error_body(refusal, "")["error"]}
 
     def _stop_sequence(self, output: Output) -> str | None:
         """Return the stop sequence that ended the output, if there is only one."""
@@ -510,6 +550,7 @@ class MessageAnswer(Answer):
             "content": content,
             "stop_reason": reason,
             "stop_sequence": None,
+            **UNUSED,
         }
 
 
@@ -519,6 +560,10 @@ def _event(kind: str, **fields: Any) -> bytes:
 
 def stop_reason(output: Output) -> str:
     return STOP_REASONS.get(output.reason, "end_turn")
+
+
+def text_block(text: str) -> dict[str, Any]:
+    return {"type": TEXT, "text": text, "citations": None}
 
 
 def thought_block(text: str) -> dict[str, Any]:
@@ -533,14 +578,28 @@ def call_block(call: Call) -> dict[str, Any]:
     except msgspec.DecodeError:
         arguments = {}
     known = arguments if isinstance(arguments, dict) else {}
-    return {"type": CALL, "id": call.id, "name": call.name, "input": known}
+    return {"type": CALL, "id": call.id, "name": call.name, "input": known, "caller": CALLER}
 
 
-def usage_of(input_count: int, cached_count: int, output_count: int) -> dict[str, int]:
+def usage_in(bill: Bill) -> dict[str, Any]:
+    """Return the usage object of a bill."""
+    return usage_of(
+        bill.input_token_count,
+        bill.cached_input_token_count,
+        bill.output_token_count,
+        bill.reasoning_token_count,
+    )
+
+
+def usage_of(
+    input_count: int, cached_count: int, output_count: int, thinking_count: int
+) -> dict[str, Any]:
     """Return token counts: cached input tokens are not part of `input_tokens`."""
     return {
         "input_tokens": input_count - cached_count,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": cached_count,
         "output_tokens": output_count,
+        "output_tokens_details": {"thinking_tokens": thinking_count},
+        "server_tool_use": None,
     }

@@ -419,7 +419,8 @@ def text_of(content: str | Sequence[ContentPart], field: str) -> str:
 
 Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+TOKEN_ID_MAX = 2**31 - 1
+TokenId = Annotated[int, Meta(ge=0, le=TOKEN_ID_MAX)]
 
 # `flex` is OpenAI's cheaper tier without latency targets: here the batch tier.
 TIERS: Mapping[str, pb.ServiceTier.ValueType] = {
@@ -447,6 +448,8 @@ COMMON_NAMES: dict[str, str] = {
 
 # msgspec's error messages. The second form of a path concerns a key of an object.
 _PATH = re.compile(r"^(?P<what>.*) - at `(?P<path>[^`]*)`(?: in `(?P<outer>[^`]*)`)?$", re.DOTALL)
+# Values and keys of an object whose keys are free
+_IN_FREE_KEYS = re.compile(r"at `(?:\$\.(?P<value>\w+)\[\.\.\.\]|key` in `\$\.(?P<key>\w+))`$")
 _UNKNOWN = re.compile(r"^Object contains unknown field `(?P<name>.*)`$", re.DOTALL)
 STRICT_REMEDY = (
     "is not a parameter of this API; leave it out, since strict=1 in the URL or the key's"
@@ -488,6 +491,7 @@ CHAT_NAMES_BY_LIMIT = {
     for name in ("max_tokens", "max_completion_tokens")
 }
 
+QUOTED_KEY_CHARS_MAX = 40
 QUOTED_CHARS_MAX = 200  # of the beginning and of the end of a message of msgspec
 # Bytes. Longer bodies are parsed in a thread; a shorter one has few elements.
 SHORT_BYTES_MAX = 16_384
@@ -666,15 +670,34 @@ def decode(body: bytes, kind: type[Body], ignored: Ignored | None = None) -> Bod
         known = without_unknown(body, kind, names_of_all() - set(kind.__struct_fields__), ignored)
         return msgspec.json.decode(known, type=kind)
     except msgspec.ValidationError as error:
-        raise _violation(str(error)) from None
+        raise _violation(str(error), _wrong_key(body, kind, str(error))) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise HttpFault(400, f"the body is not valid JSON: {error}", "invalid_json") from None
 
 
-def _violation(message: str) -> Exception:
+def _wrong_key(body: bytes, kind: type[Struct], message: str) -> str | None:
+    """Return the key of an object of free keys that an error message of msgspec concerns.
+
+    msgspec names only the object.
+    """
+    if (found := _IN_FREE_KEYS.search(message[-QUOTED_CHARS_MAX:])) is None:
+        return None
+    name = found["value"] or found["key"]
+    [kept] = (each.type for each in msgspec.structs.fields(kind) if each.encode_name == name)
+    members = msgspec.json.decode(getattr(msgspec.json.decode(body, type=outline_of(kind)), name))
+    for key, value in members.items():
+        try:
+            msgspec.convert({key: value}, kept, str_keys=True)
+        except msgspec.ValidationError:
+            return str(key)
+    return None
+
+
+def _violation(message: str, key: str | None = None) -> Exception:
     """Convert an error message of msgspec, which has a text and a path.
 
-    The text can quote a value of the body, however long: it is cut before anything is done with it.
+    key: the member that it concerns, of an object of free keys. The text can quote a value of the
+    body, however long: it is cut before anything is done with it.
     """
     if len(message) > 2 * QUOTED_CHARS_MAX:
         message = f"{message[:QUOTED_CHARS_MAX]}...{message[-QUOTED_CHARS_MAX:]}"
@@ -684,6 +707,10 @@ def _violation(message: str) -> Exception:
             found["what"],
             (found["outer"] or found["path"]).removeprefix("$").removeprefix("."),
         )
+        if key is not None:
+            if found["outer"]:
+                what = f"the key must be a token id: a whole number from 0 to {TOKEN_ID_MAX}"
+            param = f"{param.removesuffix('[...]')}[{key[:QUOTED_KEY_CHARS_MAX]!r}]"
     for pattern, remedy in (
         (_UNKNOWN, STRICT_REMEDY),
         (_MISSING, "is required"),
@@ -902,13 +929,13 @@ def parse_chat(requested: ChatParameters) -> ParsedRequest:
     ) is not None:
         start.response_format.CopyFrom(requested_format)
     options = requested.stream_options or StreamOptions()
-    repeats_usage = options.continuous_usage_stats is True
+    includes_usage = options.include_usage is True
     return ParsedRequest(
         starts=(start,),
         model=requested.model,
         streams=bool(requested.stream),
-        includes_usage=options.include_usage is True or repeats_usage,
-        repeats_usage=repeats_usage,
+        includes_usage=includes_usage,
+        repeats_usage=includes_usage and options.continuous_usage_stats is True,
         names=CHAT_NAMES_BY_LIMIT[limit_name],
         choice_count=1 if requested.n is None else requested.n,
         echoes=bool(requested.echo),
@@ -1033,9 +1060,12 @@ def parse_completion(requested: CompletionParameters) -> ParsedRequest:
     count = 1 if requested.n is None else requested.n
     if requested.best_of not in (None, count):
         raise invalid_parameter("best_of", "must equal n: all generated choices are returned")
-    start = pb.StartFrame(
-        max_output_tokens=MAX_TOKENS_UNSET if requested.max_tokens is None else requested.max_tokens
-    )
+    limit = MAX_TOKENS_UNSET if requested.max_tokens is None else requested.max_tokens
+    if limit < 1:
+        raise invalid_parameter(
+            "max_tokens", f"must be at least 1, got {limit}; left out it is {MAX_TOKENS_UNSET}"
+        )
+    start = pb.StartFrame(max_output_tokens=limit)
     fill_shared(start, requested)
     fill_decoding(start, requested)
     if requested.logprobs is not None:
@@ -1043,13 +1073,13 @@ def parse_completion(requested: CompletionParameters) -> ParsedRequest:
     if requested.echo:
         fill_echo(start, requested)
     options = requested.stream_options or StreamOptions()
-    repeats_usage = options.continuous_usage_stats is True
+    includes_usage = options.include_usage is True
     return ParsedRequest(
         starts=PromptedFrames(start, prompts_of(requested.prompt)),
         model=requested.model,
         streams=bool(requested.stream),
-        includes_usage=options.include_usage is True or repeats_usage,
-        repeats_usage=repeats_usage,
+        includes_usage=includes_usage,
+        repeats_usage=includes_usage and options.continuous_usage_stats is True,
         names=COMPLETION_NAMES
         if requested.prompt_logprobs is not None
         else COMPLETION_NAMES | {"prompt_logprobs": "echo"},
@@ -1326,11 +1356,6 @@ def parse_response(requested: ResponseParameters) -> ParsedRequest:
     if requested.max_output_tokens is not None:
         start.max_output_tokens = requested.max_output_tokens
     if wants_logprobs(requested):
-        if requested.tools:
-            raise invalid_parameter(
-                "tools",
-                "cannot be combined with log-probabilities: calls have no field for them",
-            )
         start.top_logprobs = requested.top_logprobs or 0
     if (
         requested_format := response_format(

@@ -99,8 +99,11 @@ class Refusal:
     headers: Mapping[str, str] = field(default_factory=dict)
     facts: Mapping[str, str] = field(default_factory=dict)
 
-    def body(self) -> dict[str, Any]:
-        """Return the error in OpenAI's form, with the facts beside it."""
+    def body(self, request_id: str = "") -> dict[str, Any]:
+        """Return the error in OpenAI's form, with the facts beside it.
+
+        request_id: in the headers only; forms of other APIs have it.
+        """
         error: dict[str, Any] = {
             "message": self.message,
             "type": self.kind,

@@ -206,6 +206,15 @@ class Router:
         """Return the aliases of a model and of its versions. model: canonical name."""
         return self._catalog_of(model).aliases_of(model)
 
+    def other_names(self, model: str) -> dict[str, str]:
+        """Return the aliases of a model and of its versions, with their targets, and the names
+        `name@version`, with the model. model: canonical name."""
+        catalog = self._catalog_of(model)
+        aliases = {alias: catalog.aliases[alias] for alias in catalog.aliases_of(model)}
+        return aliases | dict.fromkeys(
+            (f"{model}{VERSION_MARK}{version}" for version in self.versions(model)), model
+        )
+
     def versions(self, model: str) -> dict[str, float]:
         """Return a model's versions with their shares of requests. model: canonical name."""
         shares = [share for share in self._catalog_of(model).shares.get(model, ()) if share.version]

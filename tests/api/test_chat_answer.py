@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from weir.v1 import inference_service_pb2 as pb
 
-from api.openai.answers import CONTENT, ChatAnswer, Output
+from api.openai.answers import CONTENT, ChatAnswer, Output, ServedModel
 from api.openai.parameters import ParsedRequest
+from inference.engine import SamplingParams
 
 MARK = CONTENT.decode()
 texts = st.text() | st.sampled_from(
@@ -30,7 +31,9 @@ def test_every_piece_of_text_is_a_separate_event(
     asked = ParsedRequest(
         (pb.StartFrame(),), models, streams=True, includes_usage=usage, names={}, choice_count=3
     )
-    answer = ChatAnswer(asked, cast(Any, None), uuid.uuid4().hex, 1)
+    answer = ChatAnswer(
+        asked, ServedModel(cast(Any, None), "fp", SamplingParams()), uuid.uuid4().hex, 1
+    )
 
     for index, text in said:
         data = answer.delta(Output(index), pb.DeltaFrame(text=text)).decode()

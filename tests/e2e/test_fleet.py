@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import quote
 
 import grpc
+import httpx2
 import pytest
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import inference_service_pb2_grpc as pb_grpc
@@ -134,6 +136,39 @@ async def test_unknown_names_and_regions_are_reported_with_the_known_ones(
     assert "known are: eu, us" in nowhere.status.message
     assert away.code == grpc.StatusCode.UNAVAILABLE, "what is to run in us must not run elsewhere"
     assert near.usage.billed_token_count == 20
+
+
+async def test_every_name_that_a_key_may_ask_for_is_listed_over_http(fleet: Service) -> None:
+    tenant = await fleet.tenant()
+    _, secret = await fleet.new_key(tenant, models=[MODEL])
+    _, other = await fleet.new_key(tenant, models=["another"])
+    stands_for = {
+        MODEL: {},
+        "latest": {"alias_of": MODEL},
+        "next": {"alias_of": f"{MODEL}@v2"},
+        f"{MODEL}@v1": {"version_of": MODEL},
+        f"{MODEL}@v2": {"version_of": MODEL},
+    }
+
+    async with httpx2.AsyncClient(headers={"authorization": f"Bearer {secret}"}) as client:
+        listed = (await client.get(f"{fleet.openai_url}/models")).json()["data"]
+        found = [
+            (await client.get(f"{fleet.openai_url}/models/{quote(name, safe='')}")).json()
+            for name in stands_for
+        ]
+        unknown = await client.get(f"{fleet.openai_url}/models/{MODEL}%40v3")
+    async with httpx2.AsyncClient(headers={"authorization": f"Bearer {other}"}) as client:
+        nothing = (await client.get(f"{fleet.openai_url}/models")).json()["data"]
+        hidden = await client.get(f"{fleet.openai_url}/models/latest")
+
+    assert listed == found
+    assert [each["id"] for each in found] == [*stands_for]
+    for each in found:
+        marks = {name: each["weir"].get(name) for name in ("alias_of", "version_of")}
+        assert {name: mark for name, mark in marks.items() if mark} == stands_for[each["id"]]
+        assert each["max_model_len"] == each["weir"]["context_window_tokens"]
+    assert nothing == []
+    assert unknown.status_code == hidden.status_code == 404
 
 
 async def test_the_list_of_models_tells_names_versions_and_replicas(fleet: Service) -> None:

@@ -164,7 +164,7 @@ async def test_calls_are_blocks_and_their_results_continue_the_conversation(
         (block.name, block.input) for block in final.content if block.type == "tool_use"
     ] == calls
     assert "".join(block.text for block in final.content if block.type == "text") == SAID
-    assert kinds.count("input_json") > 4
+    assert kinds.count("input_json") >= 2
     assert kinds.count("content_block_start") == kinds.count("content_block_stop") >= 3
     assert after.usage.input_tokens + after.usage.cache_read_input_tokens > 20
     assert free.content[0].text == "".join(PIECES)

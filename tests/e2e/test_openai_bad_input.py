@@ -128,7 +128,6 @@ WRONG = (
     Wrong("n", "from 1 to 16", {"n": 17}),
     # No object may be made for each before the refusal.
     Wrong("n", "from 1 to 16", {"n": 2**31 - 1}),
-    Wrong("n", "temperature of 0", {"n": 2, "temperature": 0}),
     Wrong("stop[1]", "1 to 256", {"stop": ["a", ""]}),
     Wrong("max_tokens", "at least 1", {"max_tokens": 0}),
     Wrong(
@@ -140,7 +139,7 @@ WRONG = (
     Wrong("presence_penalty", "between -2 and 2", {"presence_penalty": 9}),
     Wrong("logit_bias[5]", "between -100 and 100", {"logit_bias": {"5": 101}}),
     Wrong("logit_bias[399999]", "must be from 0 to", {"logit_bias": {"399999": 1}}),
-    Wrong("logit_bias", "int", {"logit_bias": {"five": 1}}),
+    Wrong("logit_bias['five']", "token id", {"logit_bias": {"five": 1}}),
     Wrong("top_logprobs", "from 0 to 20", {"logprobs": True, "top_logprobs": 21}),
     Wrong("top_logprobs", "requires logprobs", {"top_logprobs": 2}),
     Wrong("messages", "at least one", {"messages": []}),

@@ -109,7 +109,7 @@ async def test_a_chat_calls_tools_whole_and_streamed_and_continues_with_the_resu
             ("function", "quit", "{}"),
         ]
     grown = [event for event in events if event.type == "tool_calls.function.arguments.delta"]
-    assert len(grown) > 4
+    assert {event.name for event in grown} == {"book", "quit"}
     [event] = service.books.events(streaming)
     assert event["billed_token_count"] == len(PIECES) + 1
     assert after.usage is not None
@@ -351,7 +351,6 @@ async def test_wrong_tools_and_items_are_refused_by_their_own_names(service: Ser
         ("input[0].summary", {"input": [{"role": "user", "content": "x", "summary": []}]}),
         ("input[0].type", {"input": [{"type": "computer_call", "id": "r"}]}),
         ("input", {"input": [{"type": "reasoning", "id": "r", "summary": []}]}),
-        ("tools", {"top_logprobs": 2}),
     ]
 
     with connect(service, tenant.secret) as client:
