@@ -12,7 +12,7 @@ import contextlib
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -42,7 +42,7 @@ from api.core.pace import (
 from api.core.wire import parse_request_id
 from api.generation import frames
 from api.generation.live import Caller, LiveRequest
-from api.generation.outbox import Outbox, Receiver, Source
+from api.generation.outbox import Outbox, Receiver, Source, framed
 from api.generation.process import Process
 from api.generation.replay import Key
 from api.generation.start_frame import ValidStart, parse_start
@@ -61,6 +61,8 @@ SLICE_S = 0.002
 # Late cancels of a request that has just ended are not errors.
 ENDED_IDS_REMEMBERED = 10_000
 ECHOED_ID_CHARS_MAX = 64  # of an id that is not valid: every spelling of a UUID is shorter
+
+RUNNING = frames.running().SerializeToString()
 
 Context = grpc.aio.ServicerContext[pb.GenerateRequest, bytes]
 Value = TypeVar("Value")
@@ -127,7 +129,12 @@ class ClientStream:
                 # If the client disconnects during a write, gRPC cancels the call right after.
                 left = partial(self._left_midway, context, granted_s)
                 tasks.create_task(
-                    self._outbox.write_all(context.write, left, grpc.aio.InternalError),
+                    self._outbox.write_all(
+                        context.write,
+                        left,
+                        grpc.aio.InternalError,
+                        partial(self._break_silence, context.write),
+                    ),
                     name="stream writer",
                 )
         except asyncio.CancelledError:
@@ -149,6 +156,12 @@ class ClientStream:
                 # reference to the error from here would keep all of them alive until a garbage
                 # collection.
                 del violation
+
+    async def _break_silence(self, write: Callable[[bytes], Awaitable[object]]) -> None:
+        """Send a progress frame of one request; a stream without requests has HTTP/2's pings."""
+        for receiver in self._running.values():
+            await write(framed(receiver.head + RUNNING))
+            return
 
     async def _read_on(self, requests: AsyncIterator[pb.GenerateRequest]) -> None:
         """Read until the stream ends or a message ends it; wait for the current write before that.

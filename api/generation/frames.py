@@ -96,6 +96,11 @@ def loading(engine: EngineCondition) -> pb.ServerFrame:
     return pb.ServerFrame(progress=frame)
 
 
+def running() -> pb.ServerFrame:
+    """Return the frame of a request that the server works on without new output."""
+    return pb.ServerFrame(progress=pb.ProgressFrame(stage=pb.ProgressFrame.STAGE_RUNNING))
+
+
 def tool_calls(pieces: Sequence[CallPiece]) -> list[pb.ToolCallDelta]:
     """Return new pieces of tool calls as messages."""
     return [

@@ -4,6 +4,9 @@ When the writer can send, it collects the frames of all requests of the stream i
 since a message costs about a hundred times as much as a frame. Until then output stays in its
 request's `Output` (`output.py`). Tokens are written to the usage journal before their message is
 handed to the transport, and count as delivered once the transport has taken it.
+
+Silence is measured here, since its last write: whatever its requests wait for, a stream sends
+something before what stands between it and the client cuts it off (ADR 0088).
 """
 
 from __future__ import annotations
@@ -27,6 +30,9 @@ if TYPE_CHECKING:
 
 # Some 10 MB; above it, reading from the client pauses until the client reads.
 FRAMES_WAITING_MAX = 50_000
+# Seconds of silence after which a stream sends something that keeps its connection alive: many
+# proxies and balancers cut one after 60 s, some after 15 s.
+SILENCE_S = 8.0
 
 
 class UsageSoFar(msgspec.Struct):
@@ -220,6 +226,12 @@ class Outbox:
         self._room: asyncio.Future[None] | None = None  # while the reader waits for room
         self._is_open = True  # frames may be sent
         self._closing = False
+        # Longest silence, in seconds; the time of the last write, on the loop's clock; and the next
+        # look at it.
+        self._silence_s = SILENCE_S
+        self._written_at = 0.0
+        self._look: asyncio.TimerHandle | None = None
+        self._is_silent = False  # for too long
 
     def push(self, frame: pb.ServerFrame) -> None:
         """Send a frame of a request that this stream does not receive."""
@@ -282,18 +294,63 @@ class Outbox:
         self._closing = True
         self._note()
 
+    def break_silence_within(self, silence_s: float) -> None:
+        """Shorten the silence that is allowed, from the next one on."""
+        self._silence_s = silence_s
+        if self._look is not None:
+            self._look.cancel()
+            self._written_at = asyncio.get_running_loop().time()
+            self._look_later()
+
+    def _look_later(self) -> None:
+        due_at = self._written_at + self._silence_s
+        self._look = asyncio.get_running_loop().call_at(due_at, self._look_at_silence)
+
+    def _look_at_silence(self) -> None:
+        """Let the writer break the silence if it has lasted long enough.
+
+        A writer that is not idle waits for the client to read: there is something on its way.
+        """
+        now = asyncio.get_running_loop().time()
+        if now >= self._written_at + self._silence_s:
+            self._written_at = now
+            if self._idle is not None and not self._idle.done():
+                self._is_silent = True
+                self._idle.set_result(None)
+        self._look_later()
+
     async def write_all(
         self,
         write: Callable[[bytes], Awaitable[object]],
         on_gone: Callable[[], None] | None = None,
         gone: type[Exception] | tuple[()] = (),
+        break_silence: Callable[[], Awaitable[object]] | None = None,
+        silent_for_s: float = 0.0,
     ) -> None:
         """Send until closed and empty. write: sends a serialized `GenerateResponse`.
 
         on_gone: called when `write` raises `gone`, which means that the client has disconnected.
-        Raises: other errors of `write`.
+        break_silence: sends what keeps the connection alive. silent_for_s: time since the client
+        sent its request. Raises: other errors of `write`.
         """
-        journal = self._journal
+        if break_silence is not None:
+            self._written_at = asyncio.get_running_loop().time() - silent_for_s
+            self._look_later()
+        try:
+            await self._write_all(write, on_gone, gone, break_silence)
+        finally:
+            if self._look is not None:
+                self._look.cancel()
+                self._look = None
+
+    async def _write_all(
+        self,
+        write: Callable[[bytes], Awaitable[object]],
+        on_gone: Callable[[], None] | None,
+        gone: type[Exception] | tuple[()],
+        break_silence: Callable[[], Awaitable[object]] | None,
+    ) -> None:
+        journal, now = self._journal, asyncio.get_running_loop().time
         while True:
             if self._line and self._is_open:
                 # Built as late as possible, since the process may be suspended at any earlier
@@ -306,6 +363,7 @@ class Outbox:
                             on_gone()
                         return
                     self.message_count += 1
+                    self._written_at = now()
                     tokens, self._in_flight_tokens = self._in_flight_tokens, []
                     for output, token_count in tokens:
                         # Less if a stalled request has ended, and was billed, meanwhile.
@@ -328,6 +386,14 @@ class Outbox:
                             receiver.was_taken()
             elif self._closing:
                 return
+            elif self._is_silent and break_silence is not None:
+                self._is_silent = False
+                try:
+                    await break_silence()
+                except gone:
+                    if on_gone is not None:
+                        on_gone()
+                    return
             else:
                 self._idle = asyncio.get_running_loop().create_future()
                 try:

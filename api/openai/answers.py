@@ -33,7 +33,7 @@ from inference.text.tokenizer import Place, Tokenizer, TokenPlaces
 LOGPROB_MIN = -9999.0  # OpenAI's value for probability 0: JSON has no infinity
 DONE = b"data: [DONE]\n\n"
 # Event-stream comment, which clients skip and which keeps proxies from closing the connection.
-PING = b": waiting\n\n"
+PING = b": waiting\n\n"  # a comment, which clients skip
 
 # OpenAI's finish reasons. An exhausted quota or cost limit counts as a length limit.
 FINISH_REASONS: Mapping[int, str] = {
@@ -455,6 +455,7 @@ class Answer(ABC):
 
     streams_done = True
     repeats_output = False  # whether the end of a stream repeats the entire output
+    ping = PING  # event that keeps a silent stream alive
 
     def __init__(self, parsed: ParsedRequest, model: ServedModel) -> None:
         self._parsed = parsed

@@ -31,15 +31,18 @@ from api.generation.process import Process
 from api.generation.start_frame import ValidStart, parse_start
 from api.openai import answers
 from api.openai.answers import Answer, Bill, Output
+from api.openai.listener import Connection
 from api.openai.parameters import ParsedRequest
 from api.openai.refusals import CLIENT_CLOSED, Refusal, quota_headers, refusal_of
 from metering.core.errors import RequestInFlight
 from metering.core.models import Outcome
 from metering.tenants.tenants import Principal
 
-# Seconds without output after which a stream begins and sends comments: proxies cut idle
-# connections after a minute.
-PING_INTERVAL_S = 10.0
+# A blank before a JSON text changes nothing.
+PADDING = b" "
+# Seconds of silence after which a client that has half-closed is sent something: only the reaction
+# to it tells it from a client that is gone.
+HALF_CLOSED_SILENCE_S = 1.0
 EVENT_STREAM, JSON = "text/event-stream; charset=utf-8", "application/json"
 # Reasons for an end in the middle of the output: a client that still reads gets an error.
 CUT_OFF = frozenset(
@@ -156,9 +159,13 @@ class Exchange:
         self._headers = dict(headers)
         self._refusal: Refusal | None = None  # the first failure; it becomes that of the response
         self._response: web.StreamResponse | None = None  # None until something is written
-        self._is_open = False  # whether the opening events of a stream were written
+        # Whether the opening events of a stream, or anything but blanks of a body, were written.
+        self._is_open = False
         self._has_output = False  # whether an unstreamed response has output
-        self._silent_since = time.monotonic()
+        self._admitted_count = 0
+        connection = http.protocol
+        assert isinstance(connection, Connection)
+        self._connection = connection
 
     async def serve(self) -> web.StreamResponse:
         """Run the parsed requests to their end; on any exit none of them is left running.
@@ -168,7 +175,12 @@ class Exchange:
         left_as = Outcome.FAILED  # any other exception is a fault of the service
         try:
             self._begin(self._starts)
-            await self._outbox.write_all(self._write)
+            self._connection.watch_half_close(self._on_half_close)
+            await self._outbox.write_all(
+                self._write,
+                break_silence=self._break_silence,
+                silent_for_s=time.monotonic() - self._arrival.caller.received_at,
+            )
             return await self._close()
         except asyncio.CancelledError:
             left_as = Outcome.CANCELLED
@@ -192,7 +204,8 @@ class Exchange:
             # memory until a garbage collection.
             self._live.clear()
             self._starts.clear()
-            del self.parsed, self._answer, self._http
+            self._connection.watch_half_close(None)
+            del self.parsed, self._answer, self._http, self._connection
 
     def _begin(self, starts: Sequence[ValidStart]) -> None:
         """Start all requests or none. Raises: RequestInFlight, RequestUnderWay."""
@@ -238,20 +251,43 @@ class Exchange:
 
         Raises: ConnectionError if the connection is closed, TimeoutError if the client stalls.
         """
-        if self._has_output and self._response is None:
+        if self._has_output and not self._is_open:
+            self._is_open = True
             data = self._body_without_end()
-        if not data:
-            return
+        if data:
+            await self._send(data)
+
+    async def _send(self, data: bytes) -> None:
+        self._connection.check_reset()
         if self._response is None:
             await self._open_response()
-        self._silent_since = time.monotonic()
         # `StreamResponse.write` may block without a timeout, and a timeout per token costs as much
         # as the token.
         writer: Any = self._http.writer
         await writer.write(data, drain=False)
-        connection: Any = self._http.protocol
-        if connection.writing_paused:
-            await connection.drained()
+        if self._connection.writing_paused:
+            await self._connection.drained()
+
+    async def _break_silence(self) -> None:
+        """Send an event without meaning, or a blank before a body; the first one fixes the status.
+
+        Earlier failures have a status of their own. That of a body stays open until its requests
+        are admitted, and then for `http_padding_after_s`.
+        """
+        if self.parsed.streams:
+            await self._send(self._answer.ping)
+            return
+        waited_s = time.monotonic() - self._arrival.caller.received_at
+        after_s = self._process.admission.settings.http_padding_after_s
+        is_due = waited_s >= after_s > 0 or self._connection.is_half_closed
+        if is_due and self._admitted_count == len(self._live) and not self._is_open:
+            await self._send(PADDING)
+
+    def _on_half_close(self) -> None:
+        if self.parsed.streams or self._process.admission.settings.http_padding_after_s:
+            self._outbox.break_silence_within(HALF_CLOSED_SILENCE_S)
+        else:  # it cannot be told from a disconnect
+            self._connection.force_close()
 
     def note(self, receiver: AnswerReceiver, frame: pb.ServerFrame) -> bytes:
         """Record a frame without output. Return the events of a stream for it."""
@@ -259,6 +295,7 @@ class Exchange:
         if kind == "admitted":
             self._headers |= quota_headers(frame.admitted.quotas)
             self._bill.price_version = frame.admitted.price_version
+            self._admitted_count += 1
             for output in self._outputs_of(receiver):
                 output.input_token_count = frame.admitted.input_token_count
                 if self.parsed.shows_token_ids:
@@ -266,8 +303,6 @@ class Exchange:
         elif kind == "prompt":
             for output in self._outputs_of(receiver):
                 output.prompt_logprobs.extend(frame.prompt.logprobs)
-        elif kind == "progress":
-            return self._ping()
         elif kind == "finished":
             return self._finished(receiver, frame.finished)
         elif kind == "failed":
@@ -329,15 +364,6 @@ class Exchange:
         self._is_open = True
         return self._answer.opening(self._outputs)
 
-    def _ping(self) -> bytes:
-        """Return a keep-alive comment if it is due.
-
-        The first one fixes the status; earlier failures have a status of their own.
-        """
-        if not self.parsed.streams or time.monotonic() - self._silent_since < PING_INTERVAL_S:
-            return b""
-        return answers.PING
-
     def _finished(self, receiver: AnswerReceiver, finished: pb.FinishedFrame) -> bytes:
         self._bill.add(finished.usage, finished.cost)
         outputs = self._outputs_of(receiver)
@@ -393,7 +419,9 @@ class Exchange:
             )
         if self.parsed.streams:
             end = self._stream_end()
-        elif self._response is None:  # no token was generated
+        elif not self._is_open and self._refusal is not None:  # only blanks were sent
+            return await self._cut_off(self._refusal)
+        elif not self._is_open:  # no token was generated
             end = answers.encode(
                 self._answer.body(self._outputs) | self._answer.tail(self._outputs, self._bill)
             )
@@ -402,6 +430,16 @@ class Exchange:
         response = await self._open_response()
         await self._http.writer.write_eof(end)
         return response
+
+    async def _cut_off(self, refusal: Refusal) -> web.StreamResponse:
+        """Write an error after a status of success, and no end: a client takes neither for an
+        answer, and sends the request again as after a lost connection.
+
+        Raises: ConnectionError.
+        """
+        await self._send(answers.encode(self._answer.error_body(refusal)))
+        self._connection.end_incomplete()
+        raise ConnectionResetError("the answer ends without its last chunk")
 
     def _stream_end(self) -> bytes:
         if self._refusal is not None:
@@ -482,6 +520,9 @@ def refused(
 
 
 def plain_headers(request_id: uuid.UUID | str) -> dict[str, str]:
-    """Return the headers of every response, with the id as OpenAI and as Anthropic name it."""
-    known = {"x-request-id": str(request_id), "request-id": str(request_id)}
+    """Return the headers of every response, with the id as Weir, OpenAI and Anthropic name it.
+
+    `TracedRequest` puts the client's own `X-Request-Id` in the place of OpenAI's.
+    """
+    known = dict.fromkeys(("weir-request-id", "x-request-id", "request-id"), str(request_id))
     return {"cache-control": "no-store", "server": "weir", **known}

@@ -707,20 +707,19 @@ def answered(
 def request_id_of(request: web.BaseRequest) -> uuid.UUID | None:
     """Return the request id that the client chose, or None. Equal keys give equal ids.
 
-    An `X-Request-Id` counts only if it is a UUID: proxies add ids of other forms.
+    `X-Request-Id` does not choose it: proxies copy one to several requests (`TRACING`).
     Raises: InvalidRequest.
     """
     keys = request.headers.getall("idempotency-key", [])
-    if keys:
-        key = keys[0]
-        if len(keys) > 1 or not IDEMPOTENCY_KEY.fullmatch(key):
-            description = (
-                "must be sent once, with 1 to 255 visible characters; a UUID becomes the request id"
-            )
-            raise invalid_parameter("Idempotency-Key", description)
-        return as_uuid(key) or uuid.uuid5(KEY_NAMESPACE, key)
-    requested = request.headers.get("x-request-id")
-    return as_uuid(requested) if requested else None
+    if not keys:
+        return None
+    key = keys[0]
+    if len(keys) > 1 or not IDEMPOTENCY_KEY.fullmatch(key):
+        description = (
+            "must be sent once, with 1 to 255 visible characters; a UUID becomes the request id"
+        )
+        raise invalid_parameter("Idempotency-Key", description)
+    return as_uuid(key) or uuid.uuid5(KEY_NAMESPACE, key)
 
 
 def as_uuid(text: str) -> uuid.UUID | None:

@@ -1,7 +1,8 @@
 """HTTP listener: connections parsed by aiohttp, with limits that protect other clients.
 
 A connection serves one request at a time; pipelined requests wait in aiohttp's bounded queue. TLS
-is configured as for gRPC.
+is configured as for gRPC. A client that has sent its requests may close its half of a connection
+without TLS; it still gets its responses.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import re
 import socket
 import sys
 import termios
@@ -41,6 +43,15 @@ EVENT_BYTES = 200  # of one token in a stream: turns the least rate into bytes
 HEADER_COUNT_MAX = 100
 BACKLOG = 1024  # connections not accepted yet: agents open them in bursts
 SHUTDOWN_S = 1.0  # grace period of connections that are writing a response
+RESET_POLL_S = 0.5  # after a half-close the event loop no longer reports a reset
+# Headers by which clients and proxies trace requests. They come back as they were sent, and mean
+# nothing else: the proxies of one service copy them to several requests.
+TRACING = (
+    *("x-request-id", "x-correlation-id", "x-client-request-id", "x-trace-id"),
+    *("traceparent", "tracestate", "b3", "x-b3-traceid", "x-b3-spanid", "x-b3-parentspanid"),
+    *("x-amzn-trace-id", "x-cloud-trace-context", "x-datadog-trace-id", "uber-trace-id"),
+)
+TRACING_VALUE = re.compile(r"[\x20-\x7e]{1,256}")
 
 log = structlog.get_logger(__name__)
 
@@ -144,7 +155,17 @@ class Connection(RequestHandler):
     Clients that do not read their responses are disconnected, also without a valid key.
     """
 
-    __slots__ = ("_bytes_min", "_last_body", "_stall_max_s", "_stall_watch", "_writable", "peer")
+    __slots__ = (
+        "_bytes_min",
+        "_last_body",
+        "_on_half_close",
+        "_reset_watch",
+        "_stall_max_s",
+        "_stall_watch",
+        "_writable",
+        "is_half_closed",
+        "peer",
+    )
 
     def __init__(
         self,
@@ -163,6 +184,9 @@ class Connection(RequestHandler):
         self._stall_watch: asyncio.TimerHandle | None = None
         # Body of the latest request; only this one may be incomplete.
         self._last_body: StreamReader | None = None
+        self.is_half_closed = False  # the client sends no more, but may read
+        self._on_half_close: Callable[[], None] | None = None
+        self._reset_watch: asyncio.TimerHandle | None = None
         self._writable = asyncio.Event()
         self._writable.set()
 
@@ -179,7 +203,67 @@ class Connection(RequestHandler):
     def connection_lost(self, exc: BaseException | None) -> None:
         self._cancel_stall_check()
         self._writable.set()
+        if self._reset_watch is not None:
+            self._reset_watch.cancel()
+        self._on_half_close = None
         super().connection_lost(exc)
+
+    def eof_received(self) -> bool | None:  # type: ignore[override]
+        """Keep the connection if the client waits for responses to complete requests.
+
+        TLS cannot half-close a connection here: asyncio closes it.
+        """
+        is_incomplete = self._last_body is not None and not self._last_body.is_eof()
+        is_waiting = self._current_request is not None or bool(self._messages)
+        if is_incomplete or not is_waiting or self.ssl_context is not None:
+            return None
+        if not self.is_half_closed:
+            self.is_half_closed = True
+            self._look_for_reset()
+            if self._on_half_close is not None:
+                self._on_half_close()
+        return True
+
+    def watch_half_close(self, on_half_close: Callable[[], None] | None) -> None:
+        """Call this when the client half-closes the connection, or now if it has done so."""
+        self._on_half_close = on_half_close
+        if self.is_half_closed and on_half_close is not None:
+            on_half_close()
+
+    def check_reset(self) -> None:
+        """Abort a half-closed connection whose client is gone. Raises: ConnectionResetError."""
+        if not self.is_half_closed or self.transport is None:
+            return
+        connection = self.transport.get_extra_info("socket")
+        if connection is not None and connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.transport.abort()
+            raise ConnectionResetError("the client disconnected")
+
+    def _look_for_reset(self) -> None:
+        with contextlib.suppress(OSError):
+            self.check_reset()
+            self._reset_watch = asyncio.get_running_loop().call_later(
+                RESET_POLL_S, self._look_for_reset
+            )
+
+    def end_incomplete(self) -> None:
+        """Close the connection after what was written, without an end of the response."""
+        if self.transport is not None:
+            self.transport.close()
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        """Close a half-closed connection after the response to its last request."""
+        finished = await super().finish_response(request, resp, start_time)
+        if self.is_half_closed and not self._messages:
+            self.close()
+        return finished
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether the connection closes after the current response."""
+        return self._close or self._force_close
 
     def data_received(self, data: bytes) -> None:
         """Fail the request whose body cannot be completed, with the parser's message.
@@ -286,6 +370,27 @@ class Connection(RequestHandler):
         return response
 
 
+class TracedRequest(web.BaseRequest):
+    """HTTP request whose response repeats its tracing headers, and announces the connection's end.
+
+    A connection ends after the response if the server drains or the client has half-closed it.
+    """
+
+    async def _prepare_hook(self, response: web.StreamResponse) -> None:
+        # aiohttp calls this for every response, just before it writes the head.
+        headers, connection = response.headers, cast(Connection, self.protocol)
+        for name in TRACING:
+            value = self.headers.get(name)
+            if value is not None and TRACING_VALUE.fullmatch(value):
+                headers[name] = value
+        is_last = connection.is_half_closed and not connection._messages
+        if is_last or connection.is_closing:
+            response.force_close()
+            headers["connection"] = "close"
+        elif response.keep_alive:
+            headers["keep-alive"] = f"timeout={connection.keepalive_timeout:.0f}"
+
+
 class HttpServer(web.Server):
     """aiohttp server with `Connection` and a maximum number of connections."""
 
@@ -323,7 +428,7 @@ class HttpServer(web.Server):
         self, message: Any, payload: Any, protocol: Any, writer: Any, task: Any
     ) -> web.BaseRequest:
         size = self._settings.message_bytes_max
-        return web.BaseRequest(
+        return TracedRequest(
             message,
             payload,
             protocol,

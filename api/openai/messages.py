@@ -438,6 +438,7 @@ class MessageAnswer(Answer):
     """Format of messages: blocks of text and of calls, one after the other."""
 
     streams_done = False
+    ping = event({"type": "ping"}, "ping")
 
     def __init__(
         self, parsed: ParsedRequest, model: ServedModel, answer_id: str, created: int

@@ -438,7 +438,7 @@ class HttpRun:
             "POST /v1/chat/completions HTTP/1.1",
             "host: weir",
             "connection: close",
-            f"x-request-id: {self.request_id}",
+            f"idempotency-key: {self.request_id}",
             f"authorization: Bearer {self.world.secret}",
             f"content-length: {len(body)}",
         ]

@@ -175,7 +175,7 @@ async def test_a_request_over_http_and_one_without_a_trace_are_recorded_too(
     headers = {
         "authorization": f"Bearer {tenant.secret}",
         "content-type": "application/json",
-        "x-request-id": request_id,
+        "idempotency-key": request_id,
     }
     headers |= dict(traceparent("01"))
     body = json.dumps({"model": MODEL, "prompt": "a b c", "max_tokens": 3}).encode()

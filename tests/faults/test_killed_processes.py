@@ -136,7 +136,7 @@ async def deaf_http_client(
     url = urlsplit(service.openai_url)
     head = (
         f"POST {url.path}/chat/completions HTTP/1.1\r\nhost: weir\r\n"
-        f"authorization: Bearer {secret}\r\nx-request-id: {request_id}\r\n"
+        f"authorization: Bearer {secret}\r\nidempotency-key: {request_id}\r\n"
         f"content-length: {len(body)}\r\n\r\n"
     )
     loop = asyncio.get_running_loop()

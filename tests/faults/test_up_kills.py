@@ -191,7 +191,7 @@ class Load:
                         f"{self.url()}/chat/completions",
                         headers={
                             "authorization": f"Bearer {self.key}",
-                            "x-request-id": str(uuid.uuid4()),
+                            "idempotency-key": str(uuid.uuid4()),
                         },
                         json={
                             "model": MODEL,

@@ -1193,7 +1193,7 @@ class ServerFrame(_message.Message):
 
     @_builtins.property
     def progress(self) -> Global___ProgressFrame:
-        """The request is waiting."""
+        """The request is waiting, or has had no output for some seconds."""
 
     @_builtins.property
     def delta(self) -> Global___DeltaFrame:
@@ -1399,7 +1399,9 @@ Global___AdmittedFrame: _TypeAlias = AdmittedFrame  # noqa: Y015
 
 @_typing.final
 class ProgressFrame(_message.Message):
-    """The request is waiting."""
+    """The request is waiting, or has had no output for some seconds. A stream with a request sends
+    something at least every 10 s, so that proxies and balancers do not take it for idle.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1415,6 +1417,10 @@ class ProgressFrame(_message.Message):
         """A slot in the batch."""
         STAGE_ENGINE_LOADING: ProgressFrame._Stage.ValueType  # 2
         """The start of an engine."""
+        STAGE_RUNNING: ProgressFrame._Stage.ValueType  # 3
+        """Work without output for some seconds, such as computing a long prompt, or text that is held
+        back because it may become a stop sequence or a tool call. May come after a `delta`.
+        """
 
     class Stage(_Stage, metaclass=_StageEnumTypeWrapper):
         """Reason of a request's wait."""
@@ -1425,6 +1431,10 @@ class ProgressFrame(_message.Message):
     """A slot in the batch."""
     STAGE_ENGINE_LOADING: ProgressFrame.Stage.ValueType  # 2
     """The start of an engine."""
+    STAGE_RUNNING: ProgressFrame.Stage.ValueType  # 3
+    """Work without output for some seconds, such as computing a long prompt, or text that is held
+    back because it may become a stop sequence or a tool call. May come after a `delta`.
+    """
 
     STAGE_FIELD_NUMBER: _builtins.int
     QUEUE_POSITION_FIELD_NUMBER: _builtins.int
