@@ -385,14 +385,12 @@ def http_handle(
     gateway = Gateway(process, authenticator, sessions).handle
     if not settings.console:
         return probes.before(paced(gateway, process.pace))
-    capacity, stall_max_s = process.admission.capacity, settings.client_stall_max_s
     console = Console(
         servicers,
         authenticator,
         gateway,
         observer=process.observer,
-        is_draining=lambda: capacity.is_draining,
-        stall_max_s=stall_max_s,
+        stall_max_s=settings.client_stall_max_s,
     )
     return probes.before(paced(console.handle, process.pace))
 

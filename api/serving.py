@@ -317,6 +317,7 @@ async def serve(settings: Settings, spares: SpareWorkers | None = None) -> None:
             http_handle(settings, process, authenticator, sessions, servicers, probes),
             settings,
             tls,
+            lambda: process.admission.capacity.is_draining,
         )
         url = openai_url(settings, listener, tls)
         warn_of_open_metrics(settings)

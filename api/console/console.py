@@ -234,7 +234,6 @@ class Console:
         others: Handle,
         *,
         observer: Observer,
-        is_draining: Callable[[], bool],
         stall_max_s: float,
     ) -> None:
         """others: handler of all other paths. observer: counts refusals.
@@ -246,7 +245,6 @@ class Console:
         self._authenticator = authenticator
         self._next = others
         self._observer = observer
-        self._is_draining = is_draining
         self._stall_max_s = stall_max_s
         # One response at a time: a computing thread slows the streams of this process.
         self._json_thread = ThreadPoolExecutor(1, "weir-console")
@@ -273,7 +271,7 @@ class Console:
         except Exception as error:
             self._observer.call_failed(HTTP, error)
             response = refused(status_of(error))
-        if closing or self._is_draining():
+        if closing:
             response.force_close()
         return response
 

@@ -414,7 +414,6 @@ class Exchange:
             return refused(
                 self._refusal,
                 self._arrival.request_id,
-                closing=self._process.admission.capacity.is_draining,
                 form=self._answer.error_body,
             )
         if self.parsed.streams:
@@ -465,7 +464,7 @@ class Exchange:
         if is_chunked:
             response.enable_chunked_encoding()
         # Before HTTP/1.1 only the end of the connection marks the end of such a body.
-        if self._process.admission.capacity.is_draining or not is_chunked:
+        if not is_chunked:
             response.force_close()
         await response.prepare(self._http)
         return response

@@ -355,15 +355,14 @@ class Gateway:
         except HttpFault as fault:
             self._count_refusal(owner)
             self._process.observer.http_failed(fault.refusal.code)
-            closing = self._is_draining or fault.closing
-            return refused(fault.refusal, request_id, closing=closing, form=form)
+            return refused(fault.refusal, request_id, closing=fault.closing, form=form)
         except ConnectionError:  # the client disconnected while sending its body
             return web.Response(status=400)
         except Exception as error:
             self._count_refusal(owner)
             self._process.observer.call_failed(HTTP, error)
             refusal = refusal_of(status_of(error))
-            return refused(refusal, request_id, closing=self._is_draining, form=form)
+            return refused(refusal, request_id, form=form)
 
     def _is_anthropic(self, request: web.BaseRequest) -> bool:
         """Return whether the response has Anthropic's form: by the path, or by the headers where
@@ -389,10 +388,6 @@ class Gateway:
     def _count_refusal(self, owner: Owner | None) -> None:
         if owner is not None:
             self._process.pace.spent(owner, REFUSAL_COST_S)
-
-    @property
-    def _is_draining(self) -> bool:
-        return self._process.admission.capacity.is_draining
 
     def _find(self, request: web.BaseRequest) -> tuple[Handler, str]:
         """Return the handler and the RPC that the endpoint corresponds to.
@@ -481,7 +476,6 @@ class Gateway:
             return refused(
                 refusal_of(status_of(error), parsed.names),
                 arrival.request_id,
-                closing=self._is_draining,
                 form=api.error_body,
             )
         value = {**fields, "input_tokens": counted.input_token_count}
@@ -517,7 +511,6 @@ class Gateway:
             return refused(
                 refusal_of(status_of(error), embedding_names(requested)),
                 arrival.request_id,
-                closing=self._is_draining,
             )
         return answered(
             embedding_list(requested, response, str(arrival.request_id)),
@@ -636,7 +629,7 @@ class Gateway:
         Raises: HttpFault, Draining, PreparationLimit, Overloaded; errors of a repeated key look-up,
         and those of `parse`.
         """
-        if self._is_draining:
+        if self._process.admission.capacity.is_draining:
             raise Draining("this server is shutting down: send the request to another one")
         bytes_max, size = (
             self._process.admission.settings.message_bytes_max,

@@ -18,7 +18,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, cast
 
 import structlog
-from aiohttp import StreamReader, web
+from aiohttp import HttpVersion11, StreamReader, web
 from aiohttp.http import RawRequestMessage
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.web_protocol import RequestHandler
@@ -97,8 +97,10 @@ async def read_body(request: web.BaseRequest, bytes_max: int) -> bytes:
                 "expectation_failed",
                 closing=True,
             )
-        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        request.writer.output_size = 0  # the response has not begun
+        # A client of HTTP/1.0 does not know it, and one whose body is there does not wait for it.
+        if request.version >= HttpVersion11 and not request.content.is_eof():
+            await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            request.writer.output_size = 0  # the response has not begun
     try:
         if request.content.is_eof():  # short bodies usually arrive with the headers
             content = request.content.read_nowait()
@@ -160,6 +162,7 @@ class Connection(RequestHandler):
         "_last_body",
         "_on_half_close",
         "_reset_watch",
+        "_server",
         "_stall_max_s",
         "_stall_watch",
         "_writable",
@@ -169,7 +172,7 @@ class Connection(RequestHandler):
 
     def __init__(
         self,
-        manager: web.Server,
+        manager: HttpServer,
         *,
         stall_max_s: float,
         tokens_per_s_min: float = 1.0,
@@ -179,6 +182,7 @@ class Connection(RequestHandler):
         takes no more, as this rate demands.
         """
         super().__init__(manager, **options)
+        self._server = manager
         self._stall_max_s = stall_max_s
         self._bytes_min = max(int(stall_max_s * tokens_per_s_min * EVENT_BYTES), 1)
         self._stall_watch: asyncio.TimerHandle | None = None
@@ -214,8 +218,7 @@ class Connection(RequestHandler):
         TLS cannot half-close a connection here: asyncio closes it.
         """
         is_incomplete = self._last_body is not None and not self._last_body.is_eof()
-        is_waiting = self._current_request is not None or bool(self._messages)
-        if is_incomplete or not is_waiting or self.ssl_context is not None:
+        if is_incomplete or self._is_idle or self.ssl_context is not None:
             return None
         if not self.is_half_closed:
             self.is_half_closed = True
@@ -223,6 +226,11 @@ class Connection(RequestHandler):
             if self._on_half_close is not None:
                 self._on_half_close()
         return True
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether aiohttp waits for the next request."""
+        return self._waiter is not None and not self._waiter.done()
 
     def watch_half_close(self, on_half_close: Callable[[], None] | None) -> None:
         """Call this when the client half-closes the connection, or now if it has done so."""
@@ -240,6 +248,9 @@ class Connection(RequestHandler):
             raise ConnectionResetError("the client disconnected")
 
     def _look_for_reset(self) -> None:
+        if self._is_idle:  # the last response ended just before
+            self.close()
+            return
         with contextlib.suppress(OSError):
             self.check_reset()
             self._reset_watch = asyncio.get_running_loop().call_later(
@@ -263,7 +274,7 @@ class Connection(RequestHandler):
     @property
     def is_closing(self) -> bool:
         """Whether the connection closes after the current response."""
-        return self._close or self._force_close
+        return self._close or self._force_close or self._server.is_draining()
 
     def data_received(self, data: bytes) -> None:
         """Fail the request whose body cannot be completed, with the parser's message.
@@ -394,8 +405,9 @@ class TracedRequest(web.BaseRequest):
 class HttpServer(web.Server):
     """aiohttp server with `Connection` and a maximum number of connections."""
 
-    def __init__(self, handle: Handle, settings: Settings) -> None:
+    def __init__(self, handle: Handle, settings: Settings, is_draining: Callable[[], bool]) -> None:
         super().__init__(handle, request_factory=self._bounded_request, handler_cancellation=True)
+        self.is_draining = is_draining
         self._settings = settings
         self._options: dict[str, Any] = {
             "keepalive_timeout": settings.http_idle_max_s,
@@ -442,10 +454,17 @@ class HttpServer(web.Server):
 class Listener:
     """Listening socket of the HTTP API."""
 
-    def __init__(self, handle: Handle, settings: Settings, tls: Tls | None) -> None:
+    def __init__(
+        self,
+        handle: Handle,
+        settings: Settings,
+        tls: Tls | None,
+        is_draining: Callable[[], bool] = bool,
+    ) -> None:
+        """is_draining: whether connections shall end with their next response."""
         self._settings = settings
         self._tls = tls
-        self._http = HttpServer(handle, settings)
+        self._http = HttpServer(handle, settings, is_draining)
         self._socket: socket.socket | None = None
         self._server: asyncio.Server | None = None
 
