@@ -448,6 +448,9 @@ class AdminServicer(AdminCalls, pb_grpc.AdminServiceServicer):
                     )
                     for each in violations[:VIOLATION_COUNT_MAX]
                 ]
+                if rest := violations[VIOLATION_COUNT_MAX:]:
+                    more = f"and {len(rest)} more"
+                    messages.append(configuration_pb2.ConfigurationViolation(description=more))
                 return configuration_pb2.ApplyConfigurationResponse(violations=messages)
             if request.dry_run:
                 await acting.session.rollback()

@@ -7,10 +7,11 @@ Domain errors do not depend on gRPC. A test fails if a concrete error class of `
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from functools import cache
+from typing import Any
 
 from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
@@ -245,7 +246,7 @@ class InputsTooLong(ApiError):
                 f"inputs[{each.index}]",
                 f"{each.token_count} tokens, at most {context_window_tokens}",
             )
-            for each in inputs[:LONG_INPUTS_SHOWN_MAX]
+            for each in inputs
         ]
 
 
@@ -523,11 +524,19 @@ class DeadlineBeforeStart(ApiError):
     reason = "DEADLINE_EXCEEDED"
 
 
-VIOLATION_COUNT_MAX = 100  # violations reported at once
-# Of all violations, and of one text: a status has each text twice in its metadata, and a client
-# reads 8 KiB of these.
-VIOLATION_CHARS_MAX = 1500
-LONG_INPUTS_SHOWN_MAX = 20  # more would not fit into the metadata of a status
+VIOLATION_COUNT_MAX = 100  # violations recorded at once
+# Bytes of a status in the metadata of a call, where its message is percent-encoded, and again in
+# its details, which are base64. By default a gRPC client refuses metadata above 8 KiB, all of it:
+# it then shows neither message nor details.
+STATUS_BYTES_MAX = 6 * 2**10
+STATUS_OVERHEAD_BYTES = 400  # names, types and lengths around the texts
+# Of the message, percent-encoded, and of its parts if there are too many to show all.
+MESSAGE_BYTES_MAX, PART_BYTES_MAX = 1400, 450
+# Of the facts of an `ErrorInfo`, alone and beside violations; of a violation.
+FACTS_BYTES_MAX, FACTS_BESIDE_BYTES_MAX = 1600, 600
+FACT_BYTES_MIN = 32  # shorter ones are numbers, times and names
+FIELD_BYTES_MAX, DESCRIPTION_BYTES_MAX = 200, 400
+REST_BYTES = 40  # "and 80 more" as a violation
 TEXT_CHARS_MAX = 256  # of names, ids, labels and filters; the longest database column has 200
 # Longer fields. Handlers check lower limits of some.
 CHARS_MAX: Mapping[str, int] = {
@@ -563,7 +572,6 @@ class Violations:
 
     def __init__(self) -> None:
         self._found: list[FieldViolation] = []
-        self._room = VIOLATION_CHARS_MAX
 
     def check(self, right: bool, field: str, description: str) -> None:
         """Record a violation unless `right`.
@@ -572,8 +580,7 @@ class Violations:
         """
         if right:
             return
-        self._room -= len(field) + len(description)
-        is_last = self._room < 0 or len(self._found) + 1 == VIOLATION_COUNT_MAX
+        is_last = len(self._found) + 1 == VIOLATION_COUNT_MAX
         rest = "; further fields were not checked" if is_last else ""
         self._found.append(FieldViolation(field, description + rest))
         if is_last:
@@ -684,6 +691,8 @@ def _is_text_map(field: FieldDescriptor) -> bool:
 
 ERROR_DOMAIN = "weir.dev"
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
+# Bytes that take three in the header `grpc-message`.
+PERCENT_ENCODED = bytes({*range(256)} - {*range(0x20, 0x7F)} | {ord("%")})
 
 
 # An error without an entry is a bug and becomes INTERNAL without its text.
@@ -796,8 +805,12 @@ def status_of(error: BaseException) -> status_pb2.Status:
     info = error_details_pb2.ErrorInfo(
         reason=reason, domain=ERROR_DOMAIN, metadata=metadata_of(error)
     )
-    details: list[Message] = [info, *details_of(error)]
-    return pack(code, getattr(error, "told", "") or str(error), details)
+    keep_short(info, FACTS_BESIDE_BYTES_MAX if violations_of(error) else FACTS_BYTES_MAX)
+    message = message_of(error)
+    # Base64 has 4 bytes for 3.
+    room = (STATUS_BYTES_MAX - STATUS_OVERHEAD_BYTES - percent_size(message)) * 3 // 4
+    room -= utf8_size(message) + info.ByteSize()
+    return pack(code, message, [info, *details_of(error, room)])
 
 
 def internal_status(error: BaseException) -> status_pb2.Status:
@@ -811,16 +824,69 @@ def internal_status(error: BaseException) -> status_pb2.Status:
     )
 
 
-def shortened(text: str) -> str:
-    """Return a text that fits into a status, without its middle if it is too long."""
-    if len(text) <= VIOLATION_CHARS_MAX:
+def message_of(error: BaseException) -> str:
+    """Return the message for the client, with a count of the parts that it has no room for."""
+    message = getattr(error, "told", "") or str(error)
+    if percent_size(message) <= MESSAGE_BYTES_MAX:
+        return message
+    match error:
+        case InvalidRequest():
+            parts = [f"{each.field}: {each.description}" for each in error.violations]
+        case metering_errors.MonthNotClosable():
+            parts = [each.description for each in error.obstacles]
+        case _:
+            parts = [message]
+    if len(parts) == 1:
+        return shortened(message, MESSAGE_BYTES_MAX, percent_size)
+    shown: list[str] = []
+    room = MESSAGE_BYTES_MAX - REST_BYTES
+    for part in parts:
+        part = shortened(part, PART_BYTES_MAX, percent_size)
+        room -= percent_size(part) + len("; ")
+        if room < 0:
+            break
+        shown.append(part)
+    return "; ".join([*shown, f"and {len(parts) - len(shown)} more"])
+
+
+def utf8_size(text: str) -> int:
+    return len(text.encode(errors="replace"))
+
+
+def percent_size(text: str) -> int:
+    """Return the bytes of a text in the header `grpc-message`."""
+    data = text.encode(errors="replace")
+    return 3 * len(data) - 2 * len(data.translate(None, PERCENT_ENCODED))
+
+
+def shortened(text: str, size_max: int, size_of: Callable[[str], int] = utf8_size) -> str:
+    """Return a text that fits, without its middle if it is too long."""
+    if size_of(text) <= size_max:
         return text
-    half = VIOLATION_CHARS_MAX // 2
-    return f"{text[:half]} ... {text[-half:]}"
+    half = (size_max - len(" ... ")) // 2
+    tail = head_of(text[: -half - 1 : -1], half, size_of)[::-1]
+    return f"{head_of(text[:half], half, size_of)} ... {tail}"
+
+
+def head_of(text: str, size_max: int, size_of: Callable[[str], int]) -> str:
+    """Return as many of the first characters as fit."""
+    for index, char in enumerate(text):
+        if (size_max := size_max - size_of(char)) < 0:
+            return text[:index]
+    return text
+
+
+def keep_short(info: error_details_pb2.ErrorInfo, size_max: int) -> None:
+    """Shorten the longest facts until all of them fit."""
+    while info.ByteSize() > size_max:
+        name, value = max(info.metadata.items(), key=lambda fact: utf8_size(fact[1]))
+        if (size := utf8_size(value)) <= FACT_BYTES_MIN:
+            return
+        info.metadata[name] = shortened(value, max(size // 2, FACT_BYTES_MIN))
 
 
 def pack(code: int, message: str, details: Sequence[Message]) -> status_pb2.Status:
-    status = status_pb2.Status(code=code, message=shortened(message))
+    status = status_pb2.Status(code=code, message=message)
     for detail in details:
         packed = AnyMessage()
         packed.Pack(detail)
@@ -866,34 +932,58 @@ def quota_metadata(error: QuotaExceeded) -> dict[str, str]:
     return message
 
 
-def details_of(error: BaseException) -> list[Message]:
-    """Return the standard details besides ErrorInfo: BadRequest, QuotaFailure, RetryInfo."""
+def fill(
+    violations: Any, found: Sequence[Mapping[str, str]], detail: Message, room: int
+) -> Message:
+    """Add violations to a detail while there is room, and a count of the rest as the last one.
+
+    violations: field of the detail. found: the fields of each.
+    """
+    for index, each in enumerate(found):
+        limits = {"description": DESCRIPTION_BYTES_MAX}
+        violations.add(
+            **{
+                name: shortened(text, limits.get(name, FIELD_BYTES_MAX))
+                for name, text in each.items()
+            }
+        )
+        if detail.ByteSize() > (room if index == len(found) - 1 else room - REST_BYTES):
+            del violations[-1]
+            violations.add(description=f"and {len(found) - index} more")
+            break
+    return detail
+
+
+def details_of(error: BaseException, room: int) -> list[Message]:
+    """Return the standard details besides ErrorInfo: BadRequest, QuotaFailure, RetryInfo.
+
+    room: in bytes, for violations.
+    """
     details: list[Message] = []
     if violations := violations_of(error):
         bad_request = error_details_pb2.BadRequest()
-        for violation in violations:
-            bad_request.field_violations.add(
-                field=shortened(violation.field), description=shortened(violation.description)
-            )
-        details.append(bad_request)
+        found = [{"field": each.field, "description": each.description} for each in violations]
+        details.append(fill(bad_request.field_violations, found, bad_request, room))
     if isinstance(error, metering_errors.MonthNotClosable):
         precondition = error_details_pb2.PreconditionFailure()
-        for each in error.obstacles:
-            precondition.violations.add(
-                type=each.kind, subject="month", description=each.description
-            )
-        details.append(precondition)
+        found = [
+            {"type": each.kind, "subject": "month", "description": each.description}
+            for each in error.obstacles
+        ]
+        details.append(fill(precondition.violations, found, precondition, room))
     if isinstance(error, QuotaExceeded):
         failure = error_details_pb2.QuotaFailure()
-        for state in error.failing:
-            failure.violations.add(
-                subject=f"{state.subject}:{state.subject_id}",
-                description=(
+        found = [
+            {
+                "subject": f"{state.subject}:{state.subject_id}",
+                "description": (
                     f"{state.dimension.spelling}: {max(state.remaining, 0)} of {state.limit_value}"
                     " left"
                 ),
-            )
-        details.append(failure)
+            }
+            for state in error.failing
+        ]
+        details.append(fill(failure.violations, found, failure, room))
         if not error.retry_helps:
             return details
     retry_after_s = getattr(error, "retry_after_s", None)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import base64
 import importlib
 import inspect
 import pkgutil
+import string
 import uuid
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
+from urllib.parse import quote
 
 import pytest
 from google.rpc import code_pb2, error_details_pb2, status_pb2
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import api
 import inference
@@ -18,7 +23,15 @@ import metering
 from api.core import errors
 from api.core.errors import CODES, KINDS, ApiError, FieldViolation, code_of, status_of
 from inference.errors import EngineError, EngineFailed, EngineOverloaded, EngineUnavailable
-from metering.core.errors import DatabaseUnavailable, InvalidValue, MeteringError, NotFound
+from metering.core.errors import (
+    DatabaseUnavailable,
+    InvalidValue,
+    MeteringError,
+    MonthNotClosable,
+    NotFound,
+    Obstacle,
+    ObstacleKind,
+)
 from metering.core.models import QuotaDimension, QuotaSubject
 from metering.holds.operations import RequestSettled, Settled
 from metering.quotas.quota_rules import QuotaRule, QuotaState, window_end
@@ -250,3 +263,51 @@ def test_a_status_survives_the_wire() -> None:
     status = status_of(errors.InvalidRequest([FieldViolation("ünï", "✓" * 50)]))
 
     assert status_pb2.Status.FromString(status.SerializeToString()) == status
+
+
+TEXTS = st.one_of(
+    st.text(max_size=300),
+    st.text(alphabet="a%é漢🙂", min_size=200, max_size=2000),
+    st.text(alphabet="x", min_size=256, max_size=256),
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    st.lists(st.tuples(TEXTS, TEXTS), min_size=1, max_size=120),
+    st.dictionaries(st.text("abc_", min_size=1, max_size=20), TEXTS, max_size=5),
+)
+def test_every_status_fits_the_metadata_that_a_client_reads_by_default(
+    violations: list[tuple[str, str]], facts: dict[str, str]
+) -> None:
+    """Else the client reports the size, and neither message nor details."""
+    error = errors.InvalidRequest([FieldViolation(*each) for each in violations], **facts)
+    obstacles = [Obstacle(ObstacleKind.USAGE_UNRATED, text) for _, text in violations]
+
+    for each in (error, MonthNotClosable(obstacles), ApiError(violations[0][1], **facts)):
+        status = status_of(each)
+        details = status.SerializeToString()
+        assert size_on_the_wire(status.message, details) < 6 * 1024
+
+
+def size_on_the_wire(message: str, details: bytes) -> int:
+    """Return the bytes of gRPC's trailers with a status: names, message and details."""
+    names = "grpc-statusgrpc-messagegrpc-status-details-bin16"
+    encoded = quote(message, safe=string.printable.replace("%", ""))
+    return 3 * 32 + len(names) + len(encoded) + len(base64.b64encode(details))
+
+
+@pytest.mark.parametrize("word", ["a", "é"])
+def test_a_status_says_how_many_violations_it_has_no_room_for(word: str) -> None:
+    found = [FieldViolation(f"items[{index}]", word * 256) for index in range(100)]
+
+    status = status_of(errors.InvalidRequest(found))
+
+    shown = status.message.split("; ")
+    assert shown[-1] == f"and {100 - len(shown) + 1} more"
+    bad_request = Refusal(status).detail(error_details_pb2.BadRequest)
+    assert bad_request is not None
+    *listed, rest = bad_request.field_violations
+    assert [each.field for each in listed] == [f"items[{i}]" for i in range(len(listed))]
+    assert listed
+    assert rest.description == f"and {100 - len(listed)} more"

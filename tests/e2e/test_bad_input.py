@@ -799,3 +799,21 @@ async def check_serves(stream: Stream) -> None:
     request_id = await stream.begin()
     assert (await stream.finished(request_id)).reason == types_pb2.FINISH_REASON_LENGTH
     assert len(stream.token_ids(request_id)) == 20
+
+
+@pytest.mark.parametrize("value", ["x" * 300, "é" * 300])
+async def test_a_client_with_default_limits_reads_any_number_of_violations(
+    service: Service, value: str
+) -> None:
+    """gRPC refuses metadata above 8 KiB as a whole, with the error in it."""
+    tenant = await service.tenant()
+    labels = {f"{index:03}{'k' * 60}": value for index in range(100)}
+
+    async with service.channel() as channel:
+        stub = pb_grpc.InferenceServiceStub(channel)
+        request = pb.EmbedRequest(request_id=str(uuid.uuid4()), model=MODEL, labels=labels)
+        refusal = await refused(stub.Embed(request, metadata=bearer(tenant.secret)))
+
+    assert refusal.code == grpc.StatusCode.INVALID_ARGUMENT
+    assert refusal.status.message.endswith(" more")
+    assert refusal.fields[0].startswith("labels[")
