@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, fields
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal, TypeVar
-from urllib.parse import urlsplit
 
 from inference.text.tools import MODEL_CALL_FORMATS, CallFormat
 from metering.invoicing.invoice_document import Issuer, shown_by_helvetica
+from metering.store.db import DatabaseUrlInvalid, sqlalchemy_url
 from metering.tenants.networks import Network, networks_of, parse_network
 
 Value = TypeVar("Value")
@@ -151,14 +151,9 @@ def listen_address(text: str) -> str:
 def postgres_url(text: str) -> str:
     """Parse a database URL. Errors do not repeat it, since it may hold a password."""
     try:
-        parts = urlsplit(text)
-        known = parts.scheme.partition("+")[0] in ("postgresql", "postgres") and parts.port != 0
-    except ValueError:
-        known = False
-    if not known:
-        raise Unshown(
-            "must be a PostgreSQL database, written as postgresql://user:password@host:5432/name"
-        )
+        sqlalchemy_url(text)
+    except DatabaseUrlInvalid as error:
+        raise Unshown(str(error)) from None
     return text
 
 
@@ -385,7 +380,8 @@ class Settings:
     # Name in the remote servers' certificates, if it is not the target's host.
     remote_tls_name: str = setting("WEIR_REMOTE_TLS_NAME", "", str)
 
-    # The PostgreSQL database that all processes share.
+    # The PostgreSQL database that all processes share. With several hosts, separated by commas, the
+    # first one that accepts writes is used, and after a failover the next.
     database_url: str = setting("WEIR_DATABASE_URL", "", postgres_url)
     # Local state of this machine: usage journal, receipt key, connection file, packed weights.
     home: Path = field(

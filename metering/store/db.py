@@ -28,6 +28,7 @@ from datetime import datetime
 from typing import Any, Self
 
 import psycopg
+from psycopg.conninfo import conninfo_to_dict
 from sqlalchemy import URL, event, make_url, text
 from sqlalchemy.engine import ExceptionContext
 from sqlalchemy.exc import PendingRollbackError
@@ -219,15 +220,63 @@ IDLE_IN_TRANSACTION_TIMEOUT_MS = 10_000
 POOL_SIZE = 5  # lookups take a millisecond: this serves thousands per second
 POOL_WAIT_S = 5.0  # beyond it the database is too slow: refuse instead of hanging
 
+URL_FORMS = (
+    "postgresql://user:password@host:5432/name, or with several hosts for failover as"
+    " postgresql://user:password@host1:5432,host2:5432/name"
+)
+WRITABLE = ("any", "read-write", "primary")  # values of `target_session_attrs`
+
 Sessions = async_sessionmaker[AsyncSession]
 
 
+class DatabaseUrlInvalid(ValueError):
+    """Not the URL of a PostgreSQL database. The message leaves it out: it may hold a password."""
+
+
 def sqlalchemy_url(database_url: str) -> URL:
-    """Return the URL for SQLAlchemy's psycopg driver, for any PostgreSQL scheme."""
-    return make_url(database_url).set(drivername="postgresql+psycopg")
+    """Return the URL for SQLAlchemy's psycopg driver, for any PostgreSQL scheme.
+
+    Of several hosts, libpq uses the first one that accepts writes. Raises: DatabaseUrlInvalid.
+    """
+    scheme, mark, rest = database_url.partition("://")
+    if not mark or scheme.partition("+")[0] not in ("postgresql", "postgres"):
+        raise DatabaseUrlInvalid(f"must be a PostgreSQL database, written as {URL_FORMS}")
+    try:
+        named: dict[str, Any] = conninfo_to_dict(f"postgresql://{rest}")  # as libpq reads it
+    except psycopg.ProgrammingError:
+        raise DatabaseUrlInvalid(
+            f"is not a URL that libpq can read: write it as {URL_FORMS}, with % codes for special"
+            " characters in names and passwords"
+        ) from None
+    hosts = str(named.get("host") or "").split(",")
+    ports = str(named.get("port") or "").split(",")
+    if len(ports) not in (1, len(hosts)) or not all(
+        not port or (port.isdecimal() and 0 < int(port) < 65_536) for port in ports
+    ):
+        raise DatabaseUrlInvalid(
+            f"must have one port from 1 to 65535, or one for each of its {len(hosts)} hosts"
+        )
+    server = named.get("target_session_attrs", "any")
+    if server not in WRITABLE:
+        raise DatabaseUrlInvalid(
+            f"must have one of {', '.join(WRITABLE)} as target_session_attrs: Weir writes to its"
+            " database"
+        )
+    if len(hosts) == 1:
+        return make_url(database_url).set(drivername="postgresql+psycopg")
+    user, password, name = (named.pop(key, None) for key in ("user", "password", "dbname"))
+    return URL.create(
+        "postgresql+psycopg",
+        user,
+        password,
+        database=name,
+        query={"target_session_attrs": "read-write"}
+        | {key: str(value) for key, value in named.items()},
+    )
 
 
 def psycopg_conninfo(database_url: str) -> str:
+    """Return the URL for psycopg. Raises: DatabaseUrlInvalid."""
     url = sqlalchemy_url(database_url).set(drivername="postgresql")
     address, mark, query = url.render_as_string(hide_password=False).partition("?")
     return address + mark + query.replace("+", "%20")  # libpq decodes no other form of a blank

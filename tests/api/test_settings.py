@@ -80,7 +80,7 @@ def test_a_bad_number_is_refused_by_name(name: str, text: str) -> None:
         Settings.from_environment({name: text})
 
 
-MAY_BE_ZERO = {"WEIR_MODEL_IDLE_TIMEOUT_S"}  # which then means never
+MAY_BE_ZERO = {"WEIR_MODEL_IDLE_TIMEOUT_S", "WEIR_HTTP_PADDING_AFTER_S"}  # which then means never
 
 
 @pytest.fixture
@@ -252,7 +252,7 @@ def test_tensorrt_gets_its_sizes() -> None:
 CASES: list[dict[str, Any]] = [
     {},
     {
-        "database_url": "postgresql://u:p@h/d?a=b",
+        "database_url": "postgresql://u:p@h/d?sslmode=require",
         "listen_address": "[::]:1",
         "models": {"a": Path("/b"), "c": Path("/d e")},
     },

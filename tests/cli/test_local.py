@@ -59,10 +59,8 @@ def test_an_invalid_database_url_is_refused_without_its_password(
     result = bare_weir(command)
 
     assert result.exit_code == 2
-    assert (
-        result.stderr == "error: WEIR_DATABASE_URL must be a PostgreSQL database, written as"
-        " postgresql://user:password@host:5432/name\n"
-    )
+    assert result.stderr.startswith("error: WEIR_DATABASE_URL must ")
+    assert "hunter2" not in result.stderr
 
 
 def test_an_unavailable_database_is_reported_in_one_line(

@@ -5,18 +5,24 @@ from __future__ import annotations
 import asyncio
 import gc
 from pathlib import Path
+from urllib.parse import quote
 
+import psycopg
 import pytest
+from psycopg.conninfo import conninfo_to_dict
 from sqlalchemy import text
 from sqlalchemy.exc import IntegrityError
 
 from metering.core.errors import DatabaseUnavailable
 from metering.store.db import (
     BoundedConnection,
+    DatabaseUrlInvalid,
     Sessions,
     create_engine,
     create_sessions,
     lock_holder,
+    psycopg_conninfo,
+    sqlalchemy_url,
 )
 
 PATIENCE_S = 60.0
@@ -31,6 +37,69 @@ async def test_a_database_that_cannot_be_reached_is_away() -> None:
 
     await engine.dispose()
     assert str(outage.value) == "the database does not answer"
+
+
+@pytest.mark.parametrize("form", ["authority", "query"])
+async def test_of_several_hosts_one_that_accepts_writes_is_used(
+    database_url: str, form: str
+) -> None:
+    named = conninfo_to_dict(psycopg_conninfo(database_url))
+    user, name, there = named["user"], named["dbname"], quote(str(named["host"]), safe="")
+    port = named.get("port") or ""
+    url = {
+        "authority": f"postgresql://{user}@127.0.0.1:1,{there}:{port}/{name}",
+        "query": f"postgresql://{user}@/{name}?host=127.0.0.1,{there}&port=1,{port}",
+    }[form]
+
+    engine = create_engine(url)
+    async with create_sessions(engine)() as session:
+        found = (await session.execute(text("SELECT current_database()"))).scalar_one()
+    await engine.dispose()
+    with psycopg.connect(psycopg_conninfo(url)) as connection:
+        again = connection.execute("SELECT current_database()").fetchone()
+
+    assert (found, again) == (name, (name,))
+
+
+@pytest.mark.parametrize(
+    ("url", "host", "port"),
+    [
+        ("postgresql://u:p@a:1,b:2/d", "a,b", "1,2"),
+        ("postgres://u:p@a,b:2/d", "a,b", ",2"),
+        ("postgresql+psycopg://u:p%40@[::1]:1,[::2]:2/d", "::1,::2", "1,2"),
+        ("postgresql://u:p@/d?host=a,b&port=5", "a,b", "5"),
+        ("postgresql://a,b/d?target_session_attrs=primary", "a,b", ","),
+    ],
+)
+def test_hosts_of_a_url_reach_both_drivers(url: str, host: str, port: str) -> None:
+    attributes = "primary" if "primary" in url else "read-write"
+
+    query = dict(sqlalchemy_url(url).query)
+    named = conninfo_to_dict(psycopg_conninfo(url))
+
+    for each in (query, named):
+        assert (each["host"], each["target_session_attrs"]) == (host, attributes)
+        assert each.get("port") == port
+    assert named["dbname"] == "d"
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("mysql://u:secret@h/d", "host1:5432,host2:5432"),
+        ("host=h dbname=d", "must be a PostgreSQL database"),
+        ("postgresql://u:secret@a:1,b:2,c/d?port=1,2", "one port from 1 to 65535"),
+        ("postgresql://u:secret@a:0/d", "one port from 1 to 65535"),
+        ("postgresql://u:secret@a,b:x/d", "one port from 1 to 65535"),
+        ("postgresql://u:secret@a/d?unknown=1", "not a URL that libpq can read"),
+        ("postgresql://u:secret@a,b/d?target_session_attrs=standby", "any, read-write, primary"),
+    ],
+)
+def test_a_url_that_cannot_work_is_refused_without_its_password(url: str, words: str) -> None:
+    with pytest.raises(DatabaseUrlInvalid, match=words) as refusal:
+        sqlalchemy_url(url)
+
+    assert "secret" not in str(refusal.value)
 
 
 async def test_a_cut_connection_is_an_outage_and_the_next_transaction_gets_another(
