@@ -152,6 +152,7 @@ def serve_in_thread(
     """Serve from a thread with its own event loop, for tests that block theirs."""
     serving = LoopThread(serve(inference, *services))
     address = serving.open()
+    assert address is not None
     try:
         yield address
     finally:

@@ -433,7 +433,7 @@ async def test_stops_waiting_at_close() -> None:
             await asked.wait()
         with pytest.raises(Cancelled):
             await waiting
-        with pytest.raises(RuntimeError, match="not open"):
+        with pytest.raises(RuntimeError, match="is closed"):
             await client.list_models()
 
 

@@ -109,7 +109,7 @@ async def test_large_frames_are_split_over_messages() -> None:
 
 async def test_many_frames_are_split_over_messages() -> None:
     """A thousand cancels at once; servers bound the frames of a message."""
-    connection = StreamConnection(cast(Any, None))
+    connection = StreamConnection(cast(Any, None), "")
     sent = [
         pb.ClientFrame(request_id=str(number), cancel=pb.CancelFrame()) for number in range(1100)
     ]

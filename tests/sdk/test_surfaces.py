@@ -39,7 +39,8 @@ ONE_SIDED = {
     "Partial.receipts": RECEIPTS,
     "EmbedResult.receipts": RECEIPTS,
     "Generation.receipts": RECEIPTS,
-    "Client.close": "TypeScript closes with this or `await using`, Python with its blocks",
+    "Client.close": "`aclose` in Python, as of asyncio's own objects",
+    "Client.aclose": "`close` in TypeScript",
     "GenerationStream.take": "for the blocking client",
     "GenerationStream.next_event": "for the blocking client",
     "GenerationStream.holds_back": "for the blocking client",
@@ -99,8 +100,11 @@ def class_members(name: str) -> set[str]:
 
 def public(kind: type) -> set[str]:
     """Return the public members of a class, with attributes of instances."""
-    attributes = re.findall(r"self\.([a-z]\w*) = ", inspect.getsource(kind))
-    return {snake(name) for name in (*vars(kind), *attributes) if not name.startswith("_")}
+    bases = kind.__mro__[:-1]
+    names = [name for base in bases for name in vars(base)]
+    for base in bases:
+        names += re.findall(r"self\.([a-z]\w*) = ", inspect.getsource(base))
+    return {snake(name) for name in names if not name.startswith("_")}
 
 
 def one_sided(name: str, theirs: set[str], ours: set[str]) -> set[str]:

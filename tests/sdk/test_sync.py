@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ from weir_client import (
     InvalidRequest,
     ReceiptClient,
     Unauthenticated,
+    Unavailable,
     prefetch,
 )
 
@@ -168,16 +170,91 @@ def test_a_client_without_a_key_says_where_to_put_one() -> None:
         Client("127.0.0.1:1")
 
 
-def test_a_client_that_is_not_open_says_so(address: str) -> None:
+def test_a_client_opens_on_first_use_and_says_when_it_is_closed(address: str) -> None:
     client = Client(address, "key")
-    with pytest.raises(RuntimeError, match="not open"):
-        client.list_models()
+    client.list_models()
     with client:
         client.list_models()
         with pytest.raises(RuntimeError, match="open already"):
             client.__enter__()
-    with pytest.raises(RuntimeError, match="not open"):
-        client.complete("demo", "Hi")
+    for call in (client.list_models, partial(client.generate, "demo", "Hi")):
+        with pytest.raises(RuntimeError, match="is closed: make a new one"):
+            call()
+
+
+def test_the_first_line_that_a_newcomer_writes_works(address: str) -> None:
+    """From several threads at once, and without a name that keeps the client."""
+    client = Client(address, "key")
+    with ThreadPoolExecutor(8) as threads:
+        texts = list(threads.map(lambda word: client.complete("demo", word).text, "abcdefgh"))
+    client.close()
+    client.close()
+
+    deltas = [delta.text for delta in Client(address, "key").generate("demo", "one two")]
+
+    assert texts == [f"{word} " for word in "abcdefgh"]
+    assert deltas == ["one ", "two "]
+
+
+def test_an_asyncio_client_works_in_one_event_loop_after_the_other(address: str) -> None:
+    client = AsyncClient(address, "key")
+
+    texts = [asyncio.run(client.complete("demo", word)).text for word in ("a", "b")]
+    with pytest.raises(RuntimeError, match="needs a running event loop"):
+        client.generate("demo", "Hi")
+    asyncio.run(client.aclose())
+    with pytest.raises(RuntimeError, match="is closed"):
+        asyncio.run(client.complete("demo", "Hi"))
+
+    assert texts == ["a ", "b "]
+
+
+def test_an_asyncio_client_of_a_loop_that_still_runs_names_the_remedy(address: str) -> None:
+    client = AsyncClient(address, "key")
+
+    async def use_twice() -> None:
+        await client.complete("demo", "Hi")
+        elsewhere = asyncio.to_thread(asyncio.run, client.complete("demo", "Hi"))
+        with pytest.raises(RuntimeError, match="one client in each event loop"):
+            await elsewhere
+        await client.aclose()
+
+    asyncio.run(use_twice())
+
+
+def test_a_limit_of_the_client_ends_a_request_without_one_of_its_own(address: str) -> None:
+    with Client(address, "key", timeout=0.2) as client:
+        with pytest.raises(DeadlineExceeded):
+            client.complete("demo", "slow")
+        assert client.complete("demo", "Hi", timeout=PATIENCE_S).text == "Hi "
+    kinds: tuple[Any, ...] = (Client, AsyncClient, AdminClient)
+    for kind in kinds:
+        for wrong in (0, -1, "1"):
+            with pytest.raises(InvalidRequest, match="timeout"):
+                kind(address, "key", timeout=wrong)
+    with pytest.raises(InvalidRequest, match="max_retries: no such option"):
+        kinds[2](address, "key", max_retries=1)
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("https://weir.example.com/v1", "has a path"),
+        ("localhost:99999", "a port from 1 to 65535"),
+        ("localhost:http", "a port from 1 to 65535"),
+        (":8443", "must be host:port"),
+    ],
+)
+def test_an_address_that_cannot_work_is_refused_by_name(address: str, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"address: .*{words}"):
+        Client(address, "key")
+
+
+def test_an_unreachable_server_is_named_with_what_was_tried() -> None:
+    with Client("127.0.0.1:1", "key", max_retries=0) as client:
+        for call in (client.list_models, partial(client.complete, "demo", "Hi")):
+            with pytest.raises(Unavailable, match=r"127.0.0.1:1 without TLS cannot be reached"):
+                call()
 
 
 def test_closing_ends_the_thread(address: str) -> None:

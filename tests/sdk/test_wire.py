@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from dataclasses import fields
 from datetime import UTC, datetime
 from typing import Any
 
 import pytest
+import weir_client
 from weir.v1 import (
     admin_service_pb2,
     alerts_pb2,
@@ -38,6 +41,7 @@ from weir_client import (
     values,
     wire,
 )
+from weir_client.plain import Value, plain
 
 # The value, its message, and its fields without a source in the message.
 PAIRS: tuple[tuple[Any, Any, set[str]], ...] = (
@@ -174,3 +178,26 @@ def test_times_amounts_durations_and_mappings_are_read_by_their_types() -> None:
         {"team": "search"},
         "-1.50 USD",
     )
+
+
+def returned_classes() -> list[type[Value]]:
+    """Return every class of values that the package exports."""
+    found = [getattr(weir_client, name) for name in weir_client.__all__]
+    return [each for each in found if isinstance(each, type) and dataclasses.is_dataclass(each)]
+
+
+@pytest.mark.parametrize("kind", returned_classes(), ids=lambda kind: kind.__name__)
+def test_everything_that_a_client_returns_becomes_json(kind: type[Value]) -> None:
+    assert issubclass(kind, Value)
+
+
+def test_plain_data_keeps_every_value() -> None:
+    usage = wire.read(weir_client.Usage, types_pb2.Usage(input_token_count=3))
+    now = datetime(2026, 11, 27, tzinfo=UTC)
+    told_as = {"money": Money.of("0.05", "USD"), "usage": usage, "at": now, "raw": b"\x00"}
+
+    told = json.loads(json.dumps(plain(told_as)))
+
+    assert told["money"] == {"currency_code": "USD", "picos": 50_000_000_000}
+    assert told["usage"]["input_token_count"] == 3
+    assert (told["at"], told["raw"]) == ("2026-11-27T00:00:00+00:00", "AA==")

@@ -632,6 +632,8 @@ def progress_text(progress: Progress) -> str:
             return f"loading the model{done}{wait}"
         case Stage.QUEUED:
             return f"in the queue, {progress.queue_position} ahead{wait}"
+        case Stage.RUNNING:
+            return "the model is computing"
         case _:
             return f"waiting{wait}"
 

@@ -8,6 +8,7 @@ from enum import StrEnum
 
 from weir_client.bills import CreditNoteSummary, MonthCharge, MonthState, PrepaidCredit
 from weir_client.money import Money
+from weir_client.plain import Value
 
 
 class TokenKind(StrEnum):
@@ -21,7 +22,7 @@ class TokenKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class BillingProfile:
+class BillingProfile(Value):
     """Recipient of an organization's invoices. Unknown fields are empty.
 
     emails: Stripe sends invoices to the first address; the rest is for the operator.
@@ -40,7 +41,7 @@ class BillingProfile:
 
 
 @dataclass(frozen=True, slots=True)
-class Organization:
+class Organization(Value):
     """A customer."""
 
     organization_id: str
@@ -51,7 +52,7 @@ class Organization:
 
 
 @dataclass(frozen=True, slots=True)
-class Project:
+class Project(Value):
     """A subdivision of an organization, with its own keys."""
 
     project_id: str
@@ -61,7 +62,7 @@ class Project:
 
 
 @dataclass(frozen=True, slots=True)
-class ApiKey:
+class ApiKey(Value):
     """An API key without its secret."""
 
     api_key_id: str
@@ -89,7 +90,7 @@ class ApiKey:
 
 
 @dataclass(frozen=True, slots=True)
-class CreatedApiKey:
+class CreatedApiKey(Value):
     """A new key with its secret, which is returned only once."""
 
     api_key: ApiKey
@@ -98,7 +99,7 @@ class CreatedApiKey:
 
 
 @dataclass(frozen=True, slots=True)
-class RotatedApiKey:
+class RotatedApiKey(Value):
     """Key with its new secret, which is returned only once. The old one works for an overlap."""
 
     api_key: ApiKey
@@ -107,7 +108,7 @@ class RotatedApiKey:
 
 
 @dataclass(frozen=True, slots=True)
-class AuditEntry:
+class AuditEntry(Value):
     """One change, its author, and the object before and after as JSON text."""
 
     entry_id: int
@@ -120,7 +121,7 @@ class AuditEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestCounts:
+class RequestCounts(Value):
     """Number of requests in a month, by outcome."""
 
     total_count: int
@@ -131,7 +132,7 @@ class RequestCounts:
 
 
 @dataclass(frozen=True, slots=True)
-class MonthReportLine:
+class MonthReportLine(Value):
     """One line of a month: a model, a price version, a token kind."""
 
     model: str
@@ -149,7 +150,7 @@ class MonthReportLine:
 
 
 @dataclass(frozen=True, slots=True)
-class Reconciliation:
+class Reconciliation(Value):
     """Comparison of usage events and ledger, in tokens of all kinds."""
 
     usage_token_count: int
@@ -159,7 +160,7 @@ class Reconciliation:
 
 
 @dataclass(frozen=True, slots=True)
-class MonthReport:
+class MonthReport(Value):
     """One calendar month (UTC) of one organization, from the ledger."""
 
     organization_id: str

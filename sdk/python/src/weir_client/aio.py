@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Self, Unpack
+from typing import Unpack
 
 import grpc.aio
 from weir.v1 import inference_service_pb2 as pb
@@ -17,9 +15,12 @@ from weir_client.connection import (
     KEEPALIVE_S,
     MESSAGE_BYTES_MAX,
     RETRY_WAIT_MAX_S,
+    UNARY_OPTIONS,
     Connection,
     ConnectionSettings,
+    LazyClient,
     RetryPolicy,
+    tried,
 )
 from weir_client.embedding import EmbedInput, EmbedOptions, EmbedResult, build_embed, embed_result
 from weir_client.generation import AsyncGeneration
@@ -37,11 +38,14 @@ from weir_client.values import Generation, KeyRestrictions, QuotaStatus, Result,
 KEEP_MIN_S = 0.001  # a shorter keep time could round to zero
 
 
-class AsyncClient:
-    """A connection to the inference API, to be used as `async with AsyncClient() as client`.
+OPTIONS = (*UNARY_OPTIONS, "max_retries", "retry_wait_max_s", "max_message_bytes", "keepalive_s")
 
-    All generations share one stream; run as many at once as you like from the tasks of one event
-    loop.
+
+class AsyncClient(LazyClient):
+    """A connection to the inference API, opened on first use.
+
+    Close it with `aclose()`, or use it as `async with AsyncClient() as client`. All generations
+    share one stream; run as many at once as you like from the tasks of one event loop.
 
     >>> import asyncio
     >>> async def ask(*questions: str) -> list[Result]:
@@ -63,6 +67,7 @@ class AsyncClient:
         retry_wait_max_s: float = RETRY_WAIT_MAX_S,
         max_message_bytes: int = MESSAGE_BYTES_MAX,
         keepalive_s: float = KEEPALIVE_S,
+        timeout: float | None = None,
         **tls: Unpack[TlsOptions],
     ) -> None:
         """Resolve the settings; the connection is made on first use.
@@ -77,25 +82,24 @@ class AsyncClient:
             the server's retry-after.
         max_message_bytes: the largest request that is sent; the server has its own limit.
         keepalive_s: seconds between pings on a silent connection.
+        timeout: seconds for each call without a `timeout` of its own, retries included; default: no
+            limit for a generation, 30 s for other calls.
 
         Raises: Unauthenticated if there is no key; InvalidRequest for invalid certificates.
         """
-        self._settings = ConnectionSettings.resolve(
-            address,
-            api_key,
-            max_message_bytes=max_message_bytes,
-            keepalive_s=keepalive_s,
-            retry=RetryPolicy(max_retries, retry_wait_max_s),
-            **tls,
+        super().__init__(
+            ConnectionSettings.resolve(
+                address,
+                api_key,
+                max_message_bytes=max_message_bytes,
+                keepalive_s=keepalive_s,
+                retry=RetryPolicy(max_retries, retry_wait_max_s),
+                timeout=timeout,
+                options=OPTIONS,
+                **tls,
+            )
         )
-        self._connection: Connection | None = None
-        self._tasks: asyncio.TaskGroup | None = None
-        self._stream: SharedStream | None = None
-
-    @property
-    def address(self) -> str:
-        """Address that this client connects to."""
-        return self._settings.address
+        self._stream: SharedStream
 
     def generate(
         self, model: str, prompt: Prompt | None = None, **options: Unpack[GenerateOptions]
@@ -106,6 +110,7 @@ class AsyncClient:
         All other errors are raised where the answer is read.
         """
         stream = self._open_stream()
+        options = self._timed(options)
         frame = build_start(model, prompt, options)
         size, limit = (
             pb.GenerateRequest(frames=[frame]).ByteSize(),
@@ -137,21 +142,24 @@ class AsyncClient:
             check_seconds(name, options.get(name))
         after = written(pb.AttachFrame, {"after_seq": options.get("after_seq", 0)})
         frame = written(pb.ClientFrame, {"request_id": request_id, "attach": after})
-        keep_s, prefetch_tokens = (
-            options.get("resume_s", RESUME_S),
-            checked_prefetch(options.get("prefetch_tokens")),
-        )
         terms = Terms(
-            options.get("timeout"), self._settings.retry, keep_s, prefetch_tokens=prefetch_tokens
+            options.get("timeout", self._settings.timeout_s),
+            self._settings.retry,
+            options.get("resume_s", RESUME_S),
+            prefetch_tokens=checked_prefetch(options.get("prefetch_tokens")),
         )
         return AsyncGeneration(self._open_stream(), frame, terms)
 
     def _open_stream(self) -> SharedStream:
-        if self._stream is None:
-            raise RuntimeError(
-                "the client is not open: use it inside its `with` or `async with` block"
-            )
+        self._opened()
         return self._stream
+
+    def _timed(self, options: GenerateOptions) -> GenerateOptions:
+        """Return the options with the client's time limit, unless they have one."""
+        limit_s = self._settings.timeout_s
+        if limit_s is None or "timeout" in options:
+            return options
+        return {**options, "timeout": limit_s}
 
     def _terms(self, frame: pb.ClientFrame, options: GenerateOptions) -> Terms:
         """Return the terms of a request. Writes the keep time into the frame."""
@@ -290,40 +298,18 @@ class AsyncClient:
         response = await self._opened().call(self._stub.GetGeneration, request, timeout=timeout)
         return wire.read(Generation, response.generation)
 
-    async def __aenter__(self) -> Self:
-        if self._connection is not None:
-            raise RuntimeError("this client is open already")
-        self._connection = Connection(self._settings)
-        self._stub = inference_service_pb2_grpc.InferenceServiceStub(self._connection.channel)
-        self._tasks = await asyncio.TaskGroup().__aenter__()
-        metadata = self._connection.metadata
+    def _open(self, connection: Connection) -> None:
+        """Implement `LazyClient._open`."""
+        self._stub = inference_service_pb2_grpc.InferenceServiceStub(connection.channel)
+        metadata = connection.metadata
         self._stream = SharedStream(
-            lambda: self._stub.Generate(metadata=grpc.aio.Metadata(*metadata)), self._tasks
+            lambda: self._stub.Generate(metadata=grpc.aio.Metadata(*metadata)),
+            tried(self._settings),
         )
-        return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        connection, tasks, stream = self._connection, self._tasks, self._stream
-        assert connection is not None
-        assert tasks is not None
-        assert stream is not None
-        self._connection = None
+    async def _close(self, connection: Connection) -> None:
+        """Implement `LazyClient._close`."""
         try:
-            await stream.close()
+            await self._stream.close()
         finally:
-            # Without the error of the block, which the group would wrap in an exception group. The
-            # group's own tasks never raise.
-            await tasks.__aexit__(None, None, None)
             await connection.close()
-
-    def _opened(self) -> Connection:
-        if self._connection is None:
-            raise RuntimeError(
-                "the client is not open: use it inside its `with` or `async with` block"
-            )
-        return self._connection

@@ -7,6 +7,7 @@ from datetime import datetime
 from enum import StrEnum
 
 from weir_client.money import Money
+from weir_client.plain import Value
 from weir_client.values import QuotaDimension, QuotaSubject
 
 
@@ -20,7 +21,7 @@ class AlertDeliveryState(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class AlertDelivery:
+class AlertDelivery(Value):
     """Delivery of an alert to a webhook. last_error: of the latest failed attempt, or empty."""
 
     state: AlertDeliveryState
@@ -31,7 +32,7 @@ class AlertDelivery:
 
 
 @dataclass(frozen=True, slots=True)
-class AlertInvoice:
+class AlertInvoice(Value):
     """A Stripe invoice at the time of an alert. month: the billed month, YYYY-MM."""
 
     stripe_invoice_id: str
@@ -43,7 +44,7 @@ class AlertInvoice:
 
 
 @dataclass(frozen=True, slots=True)
-class AlertKey:
+class AlertKey(Value):
     """An API key that was rotated or given more rights. changed_by: prefix of another key."""
 
     prefix: str
@@ -53,7 +54,7 @@ class AlertKey:
 
 
 @dataclass(frozen=True, slots=True)
-class Alert:
+class Alert(Value):
     """Notice of usage or credit at a threshold, of a paid or failed invoice, or of a changed key.
 
     Values are tokens or picos, by dimension. quota_id is empty for tests and invoices.
@@ -83,7 +84,7 @@ class Alert:
 
 
 @dataclass(frozen=True, slots=True)
-class AlertWebhook:
+class AlertWebhook(Value):
     """Webhook for an organization's alerts. failure_count: failures since the last success."""
 
     organization_id: str
@@ -97,7 +98,7 @@ class AlertWebhook:
 
 
 @dataclass(frozen=True, slots=True)
-class CreatedAlertWebhook:
+class CreatedAlertWebhook(Value):
     """A webhook with the secret that signs its requests, which is returned only once."""
 
     webhook: AlertWebhook

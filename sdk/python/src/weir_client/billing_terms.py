@@ -8,10 +8,11 @@ from datetime import datetime
 from typing import Any
 
 from weir_client.money import Money
+from weir_client.plain import Value
 
 
 @dataclass(frozen=True, slots=True)
-class PriceVersion:
+class PriceVersion(Value):
     """One immutable price version, in picos of the currency per token."""
 
     version: int
@@ -30,7 +31,7 @@ class PriceVersion:
 
 
 @dataclass(frozen=True, slots=True)
-class AppliedPrice:
+class AppliedPrice(Value):
     """Price that applies to a model in a tier. source: "list" or "organization".
 
     version.tier differs from tier if there is no price for the tier itself.
@@ -43,7 +44,7 @@ class AppliedPrice:
 
 
 @dataclass(frozen=True, slots=True)
-class PriceList:
+class PriceList(Value):
     """Prices at one time; with history, also all past and future versions."""
 
     prices: tuple[AppliedPrice, ...]
@@ -51,7 +52,7 @@ class PriceList:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(Value):
     """One version of a plan. configuration: JSON mapping of `weir.v1.PlanConfiguration`."""
 
     name: str = field(metadata={"source": "configuration.name"})
@@ -62,7 +63,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class PlanAssignment:
+class PlanAssignment(Value):
     """Plan of an organization from a month on; an empty name for none."""
 
     organization_id: str
@@ -75,7 +76,7 @@ class PlanAssignment:
 
 
 @dataclass(frozen=True, slots=True)
-class PlanList:
+class PlanList(Value):
     """Plans and their assignments to organizations."""
 
     plans: tuple[Plan, ...]
@@ -83,7 +84,7 @@ class PlanList:
 
 
 @dataclass(frozen=True, slots=True)
-class CreditGrant:
+class CreditGrant(Value):
     """Credit for the charges of some months. `remaining` counts closed months only."""
 
     grant_id: str
@@ -101,7 +102,7 @@ class CreditGrant:
 
 
 @dataclass(frozen=True, slots=True)
-class CreditBalance:
+class CreditBalance(Value):
     """Credit of an organization at a moment."""
 
     organization_id: str
@@ -114,7 +115,7 @@ class CreditBalance:
 
 
 @dataclass(frozen=True, slots=True)
-class SimulatedCustomer:
+class SimulatedCustomer(Value):
     """Actual and simulated charges of a month for one organization."""
 
     organization_id: str

@@ -7,6 +7,7 @@ from datetime import datetime
 from enum import StrEnum
 
 from weir_client.money import Money
+from weir_client.plain import Value
 
 
 class MonthState(StrEnum):
@@ -47,7 +48,7 @@ class PaymentState(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class InvoicePayment:
+class InvoicePayment(Value):
     """One invoice at Stripe, from its events. Unknown texts are empty, unknown times None."""
 
     stripe_invoice_id: str
@@ -62,7 +63,7 @@ class InvoicePayment:
 
 
 @dataclass(frozen=True, slots=True)
-class Month:
+class Month(Value):
     """One month of one organization. Digests are SHA-256 in hexadecimal; empty before the close."""
 
     organization_name: str
@@ -84,7 +85,7 @@ class Month:
 
 
 @dataclass(frozen=True, slots=True)
-class Obstacle:
+class Obstacle(Value):
     """A reason why a month cannot be closed. kind: stable, such as `MONTH_NOT_OVER`."""
 
     kind: str
@@ -92,7 +93,7 @@ class Obstacle:
 
 
 @dataclass(frozen=True, slots=True)
-class ClosedMonth:
+class ClosedMonth(Value):
     """Result of a close. obstacles: filled only by a validation."""
 
     month: Month
@@ -101,7 +102,7 @@ class ClosedMonth:
 
 
 @dataclass(frozen=True, slots=True)
-class MonthVerification:
+class MonthVerification(Value):
     """A closed month recomputed from the ledger. differences: descriptions; empty for none."""
 
     month: Month
@@ -112,7 +113,7 @@ class MonthVerification:
 
 
 @dataclass(frozen=True, slots=True)
-class MonthCharge:
+class MonthCharge(Value):
     """Line beside usage. kind: allowance, graduated, volume, commitment, adjustment, credit."""
 
     kind: str
@@ -125,7 +126,7 @@ class MonthCharge:
 
 
 @dataclass(frozen=True, slots=True)
-class PrepaidCredit:
+class PrepaidCredit(Value):
     """Prepaid credit of a month."""
 
     granted: Money
@@ -134,7 +135,7 @@ class PrepaidCredit:
 
 
 @dataclass(frozen=True, slots=True)
-class CreditNoteSummary:
+class CreditNoteSummary(Value):
     """A credit note in the report of its month; it does not change any invoice's total."""
 
     number: str
@@ -144,7 +145,7 @@ class CreditNoteSummary:
 
 
 @dataclass(frozen=True, slots=True)
-class InvoiceLine:
+class InvoiceLine(Value):
     """A line of an invoice. exact_amount: before rounding; amount: what the customer pays.
 
     The line of kind `rounding` completes the others to the total; its exact amount is zero.
@@ -164,7 +165,7 @@ class InvoiceLine:
 
 
 @dataclass(frozen=True, slots=True)
-class Adjustment:
+class Adjustment(Value):
     """Manual correction: a line of the next invoice, or a credit note for `invoice_number`."""
 
     adjustment_id: str
@@ -182,7 +183,7 @@ class Adjustment:
 
 
 @dataclass(frozen=True, slots=True)
-class Invoice:
+class Invoice(Value):
     """Invoice of a month. The amounts of its lines add up to `total`."""
 
     number: str

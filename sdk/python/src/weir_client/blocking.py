@@ -19,6 +19,8 @@ _Result = TypeVar("_Result")
 class AddressedClient(Protocol):
     """The part of an asyncio client that its blocking twin needs."""
 
+    _checks_loop: bool
+
     @property
     def address(self) -> str:
         """Address that the client connects to."""
@@ -40,9 +42,10 @@ _AsyncClient = TypeVar("_AsyncClient", bound=AddressedClient)
 
 
 class BlockingClient(Generic[_AsyncClient]):
-    """Context manager that may be used from any number of threads at once."""
+    """Client that may be used from any number of threads at once, opened on first use."""
 
     def __init__(self, client: _AsyncClient) -> None:
+        client._checks_loop = False
         self._client = client
         self._thread = LoopThread(client)
 
@@ -51,8 +54,16 @@ class BlockingClient(Generic[_AsyncClient]):
         """Address that this client connects to."""
         return self._client.address
 
+    def close(self) -> None:
+        """Close the connection and cancel what runs. The client cannot be used afterwards."""
+        self._thread.close()
+
+    def __del__(self) -> None:
+        if (thread := getattr(self, "_thread", None)) is not None:  # the settings were valid
+            thread.forget()
+
     def __enter__(self) -> Self:
-        self._thread.open()
+        self._thread.enter()
         return self
 
     def __exit__(
@@ -61,7 +72,7 @@ class BlockingClient(Generic[_AsyncClient]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._thread.close()
+        self.close()
 
 
 class BlockingUnaryClient(BlockingClient[UnaryClient]):

@@ -10,15 +10,17 @@ import contextlib
 import ipaddress
 import os
 import random
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, TypeVar, Unpack
+from types import TracebackType
+from typing import Any, Self, TypeVar, Unpack
 
 import grpc.aio
 
 from weir_client import errors
-from weir_client.checks import check_known
+from weir_client.checks import check_known, check_seconds, invalid
 from weir_client.status import error_from_rpc
 from weir_client.tls import Tls, TlsOptions, resolve_tls, without_scheme
 
@@ -31,15 +33,9 @@ KEEPALIVE_TIMEOUT_S = 20.0  # time without an answer to a ping after which a pee
 RETRY_BASE_S = 0.1  # first back-off without a retry-after of the server; doubles each time
 RETRY_WAIT_MAX_S = 10.0  # the error is raised if the wait would be longer
 
-CLIENT_OPTIONS = (
-    "address",
-    "api_key",
-    "timeout",
-    "max_retries",
-    "retry_wait_max_s",
-    "max_message_bytes",
-    "keepalive_s",
-)
+# Other names of servers that gRPC takes, such as dns:///host:port.
+RESOLVER = re.compile(r"(unix|unix-abstract|dns|ipv4|ipv6|vsock|xds):")
+UNARY_OPTIONS = ("address", "api_key", "timeout")  # of every client, beside those of TLS
 
 _Request = TypeVar("_Request")
 _Response = TypeVar("_Response")
@@ -93,6 +89,7 @@ class ConnectionSettings:
     max_message_bytes: int = MESSAGE_BYTES_MAX
     keepalive_s: float = KEEPALIVE_S
     retry: RetryPolicy = RetryPolicy()
+    timeout_s: float | None = None
 
     @classmethod
     def resolve(
@@ -104,17 +101,27 @@ class ConnectionSettings:
         max_message_bytes: int = MESSAGE_BYTES_MAX,
         keepalive_s: float = KEEPALIVE_S,
         retry: RetryPolicy | None = None,
+        timeout: float | None = None,
+        options: Sequence[str] = UNARY_OPTIONS,
         **tls: Unpack[TlsOptions],
     ) -> ConnectionSettings:
         """Resolve missing values from the environment.
 
         Raises: Unauthenticated if no key is given and none of `key_variables` is set (an empty key
-        means a call without one); InvalidRequest for invalid certificates and unknown options.
+        means a call without one); InvalidRequest for invalid addresses, certificates, times and
+        unknown options.
+
+        options: names of the client's own options, for the message about an unknown one.
         """
-        check_known(tls, (*TlsOptions.__annotations__, *CLIENT_OPTIONS))
+        check_known(tls, (*TlsOptions.__annotations__, *options))
+        check_seconds("timeout", timeout)
+        if timeout is not None and timeout <= 0:
+            raise invalid("timeout", f"must be above 0 s, not {timeout!r}; None is no limit")
+        field = "address" if address else "WEIR_ADDRESS"
         target, scheme = without_scheme(
             address or os.environ.get("WEIR_ADDRESS") or DEFAULT_ADDRESS
         )
+        check_address(field, target)
         if api_key is None:
             api_key = next(
                 (os.environ[name] for name in key_variables if os.environ.get(name)), None
@@ -135,7 +142,23 @@ class ConnectionSettings:
             max_message_bytes,
             keepalive_s,
             retry or RetryPolicy(),
+            timeout,
         )
+
+
+def check_address(field: str, address: str) -> None:
+    """Check the form of an address. field: where it comes from. Raises: InvalidRequest."""
+    if RESOLVER.match(address):
+        return
+    right = "must be host:port, such as weir.example.com:443, or unix:/path"
+    if "/" in address:
+        wrong = "has a path: the SDK calls gRPC, not the HTTP API"
+        raise invalid(field, f"{right}; {address!r} {wrong}")
+    host, colon, port = address.rpartition(":")
+    if not colon or (":" in host and not host.endswith("]")):  # a name or an IPv6 address alone
+        return
+    if not host or not (port.isdecimal() and 0 < int(port) < 65_536):
+        raise invalid(field, f"{right}, with a port from 1 to 65535; got {address!r}")
 
 
 def is_local(address: str) -> bool:
@@ -188,8 +211,14 @@ class Connection:
             lambda remaining_s: method(
                 request, timeout=remaining_s, metadata=grpc.aio.Metadata(*self.metadata)
             ),
-            UNARY_TIMEOUT_S if timeout is None else timeout,
+            self._limit_s(timeout),
             idempotent=idempotent,
+        )
+
+    def _limit_s(self, timeout: float | None) -> float:
+        """Return the time limit of a unary call: its own, the client's, or the default."""
+        return next(
+            each for each in (timeout, self.settings.timeout_s, UNARY_TIMEOUT_S) if each is not None
         )
 
     async def collect(
@@ -231,7 +260,7 @@ class Connection:
                 # gRPC cancelled only the call.
                 raise errors.Cancelled("the client was closed") from None
             except grpc.aio.AioRpcError as broken:
-                error = error_from_rpc(broken)
+                error = error_from_rpc(broken, tried=tried(self.settings))
                 wait_s = self.settings.retry.wait_s(error, attempt) if idempotent else None
                 if wait_s is None or loop.time() + wait_s >= deadline:
                     raise error from broken
@@ -239,6 +268,90 @@ class Connection:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
                     await self._closing.wait()
+
+
+def tried(settings: ConnectionSettings) -> str:
+    """Return what a call tried to reach, for the message of a failed connection."""
+    how = "without TLS" if settings.tls is None else "with TLS"
+    return f"{settings.address} {how}"
+
+
+class LazyClient:
+    """Base of the asyncio clients: opens its connection on first use, or by `async with`."""
+
+    # A blocking twin has an event loop of its own, and calls from threads with others.
+    _checks_loop = True
+
+    def __init__(self, settings: ConnectionSettings) -> None:
+        self._settings = settings
+        self._connection: Connection | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_entered = self._is_closed = False
+
+    @property
+    def address(self) -> str:
+        """Address that this client connects to."""
+        return self._settings.address
+
+    async def aclose(self) -> None:
+        """Close the connection and cancel what runs. The client cannot be used afterwards."""
+        connection, self._connection = self._connection, None
+        self._is_closed, self._is_entered = True, False
+        if connection is not None and self._loop is asyncio.get_running_loop():
+            await self._close(connection)
+
+    async def __aenter__(self) -> Self:
+        if self._is_entered:
+            raise RuntimeError("this client is open already")
+        self._is_closed = False
+        self._opened()
+        self._is_entered = True
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    def _opened(self) -> Connection:
+        """Return the connection; open it if this is the first use in this event loop.
+
+        Raises: RuntimeError if the client is closed, or belongs to another running event loop.
+        """
+        if self._connection is not None and not self._checks_loop:
+            return self._connection
+        if self._is_closed:
+            raise RuntimeError(
+                "the client is closed: make a new one, or close it after its last use"
+            )
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            raise RuntimeError(
+                "an asyncio client needs a running event loop: call it in a coroutine that"
+                " asyncio.run runs, or use the blocking client of the same name without `Async`"
+            ) from None
+        if self._connection is not None and self._loop is not loop:
+            if self._loop is not None and not self._loop.is_closed():
+                raise RuntimeError(
+                    "the client belongs to another event loop, which still runs: make one client"
+                    " in each event loop, or use the blocking client, which any thread can call"
+                )
+            self._connection = None  # it ended with its event loop
+        if self._connection is None:
+            self._loop = loop
+            self._connection = Connection(self._settings)
+            self._open(self._connection)
+        return self._connection
+
+    def _open(self, connection: Connection) -> None:
+        """Prepare what belongs to a new connection."""
+
+    async def _close(self, connection: Connection) -> None:
+        await connection.close()
 
 
 def _channel_options(settings: ConnectionSettings) -> list[tuple[str, Any]]:

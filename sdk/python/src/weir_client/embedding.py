@@ -12,6 +12,7 @@ from weir.v1 import inference_service_pb2 as pb
 from weir_client import wire
 from weir_client.checks import check_known, check_seconds, invalid, written
 from weir_client.money import Money
+from weir_client.plain import Value
 from weir_client.prompt import service_tier
 from weir_client.receipts import Receipt
 from weir_client.values import QuotaStatus, Timings, Usage
@@ -37,7 +38,7 @@ class EmbedOptions(TypedDict, total=False):
 
 
 @dataclass(frozen=True, slots=True)
-class Embedding:
+class Embedding(Value):
     """Vector of one text."""
 
     vector: tuple[float, ...]
@@ -46,7 +47,7 @@ class Embedding:
 
 
 @dataclass(frozen=True, slots=True)
-class EmbedResult:
+class EmbedResult(Value):
     """Vectors of one request, in the order of its texts, with usage and cost."""
 
     request_id: str

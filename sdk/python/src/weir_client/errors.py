@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import ClassVar
 
+from weir_client.plain import Value
 from weir_client.values import Partial, QuotaDimension
 
 
 @dataclass(frozen=True, slots=True)
-class FieldViolation:
+class FieldViolation(Value):
     """One refused field of a request, and the reason."""
 
     field: str
@@ -24,7 +25,7 @@ class FieldViolation:
 
 
 @dataclass(frozen=True, slots=True)
-class QuotaViolation:
+class QuotaViolation(Value):
     """One exceeded quota, as described by the server."""
 
     subject: str
@@ -32,7 +33,7 @@ class QuotaViolation:
 
 
 @dataclass(frozen=True, slots=True)
-class PreconditionViolation:
+class PreconditionViolation(Value):
     """One unmet precondition of a call. kind: stable and machine-readable."""
 
     kind: str
@@ -40,7 +41,7 @@ class PreconditionViolation:
 
 
 @dataclass(frozen=True, slots=True)
-class ExceededQuota:
+class ExceededQuota(Value):
     """The quota that refused a request.
 
     Values are requests, tokens or picos by dimension; None if the server did not send them.
@@ -61,7 +62,7 @@ class ExceededQuota:
 
 
 @dataclass(frozen=True, slots=True)
-class ErrorDetails:
+class ErrorDetails(Value):
     """Decoded details of a `google.rpc.Status`."""
 
     reason: str = ""

@@ -10,11 +10,12 @@ from weir.v1 import inference_service_pb2 as pb
 
 from weir_client import errors, wire
 from weir_client.money import Money
+from weir_client.plain import Value
 from weir_client.status import error_from_status
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class Limits(Value):
     """Limits of a running request."""
 
     max_output_tokens: int  # of each choice

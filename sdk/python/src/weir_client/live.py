@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
 
+from weir_client.plain import Value
 from weir_client.values import Generation
 
 
@@ -22,7 +23,7 @@ class RequestPhase(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class LiveRequest:
+class LiveRequest(Value):
     """A running or waiting request. Without a hold yet, `admit_time` and `expire_time` are None."""
 
     request_id: str
@@ -47,7 +48,7 @@ class LiveRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class LiveOrganization:
+class LiveOrganization(Value):
     """Totals of the running requests of one organization."""
 
     organization_id: str
@@ -59,7 +60,7 @@ class LiveOrganization:
 
 
 @dataclass(frozen=True, slots=True)
-class LiveView:
+class LiveView(Value):
     """Running requests of all processes.
 
     The oldest come first; counts and sums cover all. unresponsive_process_ids: processes without an
@@ -85,7 +86,7 @@ class KillResult(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class RecordedRequest:
+class RecordedRequest(Value):
     """Record of one request and its owner."""
 
     generation: Generation
@@ -95,7 +96,7 @@ class RecordedRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class KilledRequest:
+class KilledRequest(Value):
     """A request ended by an admin. generation: its record; None if it had no hold."""
 
     result: KillResult
@@ -114,7 +115,7 @@ class ChangeAction(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class FieldChange:
+class FieldChange(Value):
     """One changed field; values as JSON text, None if absent."""
 
     field: str
@@ -123,7 +124,7 @@ class FieldChange:
 
 
 @dataclass(frozen=True, slots=True)
-class ConfigurationChange:
+class ConfigurationChange(Value):
     """One difference. quota: the limit as JSON mapping of `QuotaConfiguration`; else empty."""
 
     action: ChangeAction
@@ -136,7 +137,7 @@ class ConfigurationChange:
 
 
 @dataclass(frozen=True, slots=True)
-class ConfigurationViolation:
+class ConfigurationViolation(Value):
     """One error in a configuration, with its path."""
 
     field: str
@@ -144,7 +145,7 @@ class ConfigurationViolation:
 
 
 @dataclass(frozen=True, slots=True)
-class AppliedConfiguration:
+class AppliedConfiguration(Value):
     """Applied or planned changes; empty with violations. kept: existing objects not named."""
 
     changes: tuple[ConfigurationChange, ...]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import os
 import threading
@@ -18,7 +19,7 @@ _Result = TypeVar("_Result")
 
 
 class LoopThread(Generic[_Client]):
-    """Keeps an async client open in a thread, from `open` to `close`.
+    """Keeps an async client open in a thread, from its first use to `close`.
 
     One task enters and leaves the client, so that its task group has one parent. Calls may come
     from any thread but the loop's own. The thread is a daemon: a program that forgets to close
@@ -29,32 +30,69 @@ class LoopThread(Generic[_Client]):
         self._client = client
         self._process_id = 0  # process that runs the thread
         self._lock = threading.Lock()  # between calls and close
+        self._opening = threading.Lock()
+        self._is_open = self._is_entered = self._is_closed = False
         self._calls: set[Future[Any]] = set()
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
 
-    def open(self) -> _Client:
-        """Start the thread and enter the client.
+    def enter(self) -> None:
+        """Open the client for a `with` block, which may follow another one.
 
-        Raises: RuntimeError if it is open; any error of entering.
+        Raises: RuntimeError if it is in a block; any error of opening.
         """
-        if self._thread is not None:
+        if self._is_entered:
             raise RuntimeError("this client is open already")
-        entered: Future[_Client] = Future()
-        self._process_id = os.getpid()
-        self._thread = threading.Thread(
-            target=lambda: asyncio.run(self._live(entered)), name="weir-client", daemon=True
-        )
-        self._thread.start()
-        try:
-            return entered.result()
-        except BaseException:
-            self.close()
-            raise
+        self._is_closed = False
+        self.open()
+        self._is_entered = True
+
+    def open(self) -> _Client | None:
+        """Start the thread and enter the client, unless it is open; return what it entered.
+
+        Raises: RuntimeError if the client is closed, or was opened in another process; any error of
+        entering.
+        """
+        if self._is_of_another_process:
+            raise RuntimeError(
+                "the client was opened before this process was forked: open one in each process"
+            )
+        if self._is_open:
+            return None
+        with self._opening:
+            if self._is_open:
+                return None
+            if self._is_closed:
+                raise RuntimeError(
+                    "the client is closed: make a new one, or close it after its last use"
+                )
+            entered: Future[_Client] = Future()
+            self._process_id = os.getpid()
+            self._thread = threading.Thread(
+                target=lambda: asyncio.run(self._live(entered)), name="weir-client", daemon=True
+            )
+            self._thread.start()
+            try:
+                client = entered.result()
+            except BaseException:
+                self.close()
+                self._is_closed = False
+                raise
+            atexit.register(self.close)  # a client without a block: cancels what runs
+            self._is_open = True
+            return client
+
+    def forget(self) -> None:
+        """End the thread without waiting for it: its client has no users any more."""
+        if self._stop is not None and not self._is_entered:
+            atexit.unregister(self.close)
+            self.run_soon(self._stop.set)
 
     def close(self) -> None:
         """Close the client and end the thread; other calls end as Cancelled. Idempotent."""
+        self._is_closed, self._is_entered, self._is_open = True, False, False
+        atexit.unregister(self.close)
         if self._is_of_another_process:
             self._thread = None
             return
@@ -72,18 +110,14 @@ class LoopThread(Generic[_Client]):
     def run(self, call: Callable[[], Coroutine[Any, Any, _Result]]) -> _Result:
         """Await `call()` in the loop and return its result. Interrupting the wait cancels the call.
 
-        Raises: RuntimeError if the client is not open, was opened in another process, or if called
-        from the loop's own thread (which would deadlock); Cancelled if the client is closed
-        meanwhile.
+        Raises: as `open`; RuntimeError if called from the loop's own thread (which would deadlock);
+        Cancelled if the client is closed meanwhile.
         """
-        if self._is_of_another_process:
-            raise RuntimeError(
-                "the client was opened before this process was forked: open one in each process"
-            )
+        self.open()
         with self._lock:
             loop = self._loop
             if self._thread is None or loop is None:
-                raise RuntimeError("the client is not open: use it inside its `with` block")
+                raise errors.Cancelled("the client was closed")
             if threading.current_thread() is self._thread:
                 raise RuntimeError(
                     "a sync client cannot be called from its own event loop: use AsyncClient there"

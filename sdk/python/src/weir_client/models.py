@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
 
+from weir_client.plain import Value
+
 
 @dataclass(frozen=True, slots=True)
-class Price:
+class Price(Value):
     """One version of a model's price, in picos of the currency per token."""
 
     version: int
@@ -31,7 +33,7 @@ class ModelTask(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class ModelVersion:
+class ModelVersion(Value):
     """One version of a model. share: fraction of requests without a version, 0 to 1."""
 
     version: str
@@ -39,7 +41,7 @@ class ModelVersion:
 
 
 @dataclass(frozen=True, slots=True)
-class RefusedField:
+class RefusedField(Value):
     """A request field that a model's engine refuses. values: the refused ones; empty: all."""
 
     field: str
@@ -47,7 +49,7 @@ class RefusedField:
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class Model(Value):
     """One available model."""
 
     name: str

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Self
 
+from weir_client.plain import Value
+
 PICOS_PER_UNIT = 10**12  # scale of all prices and costs
 
 # ISO 4217: currencies whose minor unit has other than two decimals.
@@ -25,7 +27,7 @@ def minor_digits(currency_code: str) -> int:
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Money:
+class Money(Value):
     """An exact amount: whole picos (1e-12) of one unit of a currency.
 
     >>> Money.of("0.05", "USD")

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from typing import Literal, TypedDict
 
 from weir_client.money import Money
+from weir_client.plain import Value
 from weir_client.tools import Tool, ToolCall
 
 Role = Literal["system", "user", "assistant", "tool"]
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class Message(Value):
     """One message of a conversation.
 
     tool_calls: the model's calls (`Result.tool_calls`), in a message of the role "assistant".

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from weir_client.money import Money
+from weir_client.plain import Value
 from weir_client.values import QuotaStatus
 
 
 @dataclass(frozen=True, slots=True)
-class Quote:
+class Quote(Value):
     """Tokens and cost of a request, and whether it would be admitted now."""
 
     input_token_count: int

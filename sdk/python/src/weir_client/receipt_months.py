@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from weir_client.plain import Value
 from weir_client.receipts import (
     ID_FIELDS,
     NUMBER_FIELDS,
@@ -35,7 +36,7 @@ Totals = Mapping[tuple[str, ...], int]
 
 
 @dataclass(frozen=True, slots=True)
-class ReceiptVerdict:
+class ReceiptVerdict(Value):
     """Result of a verification. root: over all receipts, by project and sequence."""
 
     receipt_count: int

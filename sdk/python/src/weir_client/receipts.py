@@ -15,6 +15,8 @@ from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from typing import Any, get_type_hints
 
+from weir_client.plain import Value
+
 VERSION = 1
 MAGIC = b"weir.receipt.v1\n"
 SIGNED_PREFIX = b"weir.receipt.batch.v1\n"
@@ -38,7 +40,7 @@ PublicKeys = Mapping[str, bytes]  # 32 bytes each, by key id
 
 
 @dataclass(frozen=True, slots=True)
-class ReceiptStep:
+class ReceiptStep(Value):
     """One step of the path from a receipt to the signed root."""
 
     on_left: bool  # whether the sibling is the left node
@@ -46,7 +48,7 @@ class ReceiptStep:
 
 
 @dataclass(frozen=True, slots=True)
-class ReceiptKey:
+class ReceiptKey(Value):
     """Public key of receipt signatures."""
 
     key_id: str
@@ -55,7 +57,7 @@ class ReceiptKey:
 
 
 @dataclass(frozen=True, slots=True)
-class ReceiptChain:
+class ReceiptChain(Value):
     """The receipts of one project in a month."""
 
     project_id: str
@@ -67,7 +69,7 @@ class ReceiptChain:
 
 
 @dataclass(frozen=True, slots=True)
-class ReceiptMonth:
+class ReceiptMonth(Value):
     """Summary of a month's receipts; the root changes until the month is closed."""
 
     organization_id: str
@@ -79,7 +81,7 @@ class ReceiptMonth:
 
 
 @dataclass(frozen=True, slots=True)
-class Receipt:
+class Receipt(Value):
     """Usage and cost of one request, its place in the project's chain, and the proof of both.
 
     Times are microseconds since 1970 (UTC), costs picos of `currency_code`. `verify_receipt` checks
@@ -210,7 +212,7 @@ class Fault(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class ReceiptProblem:
+class ReceiptProblem(Value):
     """One problem and its description."""
 
     fault: Fault

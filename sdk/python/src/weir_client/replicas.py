@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
 
+from weir_client.plain import Value
+
 
 class ReplicaState(StrEnum):
     """State of an engine. DRAINING: takes no new requests. TRIPPED: circuit breaker open."""
@@ -22,7 +24,7 @@ class ReplicaState(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Replica:
+class Replica(Value):
     """One engine of one process. model: `name`, or `name@version`. drained: by an admin."""
 
     model: str
@@ -38,7 +40,7 @@ class Replica:
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaDrain:
+class ReplicaDrain(Value):
     """A drain. move_after_s: seconds until running requests are moved; None: never."""
 
     model: str
@@ -49,7 +51,7 @@ class ReplicaDrain:
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaList:
+class ReplicaList(Value):
     """Engines of all processes that answered, drains, and processes without an answer."""
 
     replicas: tuple[Replica, ...]
@@ -58,7 +60,7 @@ class ReplicaList:
 
 
 @dataclass(frozen=True, slots=True)
-class DrainedReplica:
+class DrainedReplica(Value):
     """A drained replica. replicas: its instances, in each process that has applied the order."""
 
     drain: ReplicaDrain
@@ -67,7 +69,7 @@ class DrainedReplica:
 
 
 @dataclass(frozen=True, slots=True)
-class UndrainedReplica:
+class UndrainedReplica(Value):
     """A replica back in service. undrained: whether it was drained before."""
 
     undrained: bool

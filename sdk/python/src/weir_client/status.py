@@ -57,18 +57,41 @@ def error_from_status(
 # Replaces the server's status in grpcio if a write fails as the stream ends (grpc/grpc#36066).
 OVERWRITTEN = "Internal error from Core"
 
-NOT_TLS = "WRONG_VERSION_NUMBER"  # OpenSSL's error for a plaintext response
+# Words of gRPC for a server that was not reached, and remedies by words of its reason.
+NOT_REACHED = ("failed to connect", "errors resolving", "DNS resolution failed")
+HINTS = {
+    "WRONG_VERSION_NUMBER": (
+        "the server does not use TLS: prefix its address with http://, or pass tls=False"
+    ),
+    "Expected SETTINGS frame": (
+        "this is not a gRPC port, or it uses TLS: use the port of WEIR_LISTEN, not that of the HTTP"
+        " API, and prefix the address with https:// for TLS"
+    ),
+    "CERTIFICATE_VERIFY_FAILED": (
+        "its certificate is not trusted or is for another name: pass root_certificates=, or use a"
+        " name in the certificate as the address"
+    ),
+    "Connection refused": "nothing listens there: check the port, and that the server runs",
+    "ame not found": "check the name of the host",
+}
 
 
 def error_from_rpc(
-    error: grpc.aio.AioRpcError, *, request_id: str = "", partial: Partial | None = None
+    error: grpc.aio.AioRpcError,
+    *,
+    request_id: str = "",
+    partial: Partial | None = None,
+    tried: str = "",
 ) -> errors.WeirError:
-    """Return the typed error of a failed RPC, from its status details if the server sent them."""
-    status = _status_of(error)
+    """Return the typed error of a failed RPC, from its status details if the server sent them.
+
+    tried: address of the server, named if it could not be reached.
+    """
+    status = _status_of(error, tried)
     return error_from_status(status, request_id=request_id, partial=partial)
 
 
-def _status_of(error: grpc.aio.AioRpcError) -> status_pb2.Status:
+def _status_of(error: grpc.aio.AioRpcError, tried: str) -> status_pb2.Status:
     for key, value in error.trailing_metadata() or ():
         if key == STATUS_DETAILS_KEY and isinstance(value, bytes):
             try:
@@ -88,10 +111,11 @@ def _status_of(error: grpc.aio.AioRpcError) -> status_pb2.Status:
         )
     number, _ = error.code().value
     message = error.details() or ""
-    if NOT_TLS in message:
-        message += (
-            "; the server does not use TLS: prefix its address with http://, or pass tls=False"
-        )
+    hint = next((hint for words, hint in HINTS.items() if words in message), "")
+    if tried and any(words in message for words in NOT_REACHED):
+        message = f"the server at {tried} cannot be reached: {message}"
+    if hint:
+        message += f"; {hint}"
     return status_pb2.Status(code=number, message=message)
 
 

@@ -40,7 +40,9 @@ class StreamConnection:
     server.
     """
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, tried: str) -> None:
+        """tried: address of the server, for messages."""
+        self._tried = tried
         self.open = True
         self.accepting = True
         self._call = call
@@ -136,7 +138,7 @@ class StreamConnection:
                             self.accepting = False
                             self.half_close()
         except grpc.aio.AioRpcError as error:
-            return error_from_rpc(error)
+            return error_from_rpc(error, tried=self._tried)
         except Exception as error:  # an unreadable message ends its requests, not the client
             return errors.Internal(
                 f"the server's answer could not be read: {error!r}", reason=UNREADABLE
@@ -176,9 +178,10 @@ class SharedStream:
 
     keep_max_s = math.inf  # longest keep time of the servers, if known
 
-    def __init__(self, open_call: Callable[[], Call], tasks: asyncio.TaskGroup) -> None:
+    def __init__(self, open_call: Callable[[], Call], tried: str) -> None:
+        """tried: address of the server, for messages."""
         self._open_call = open_call
-        self._tasks = tasks
+        self._tried = tried
         self._connection: StreamConnection | None = None
         self._running: dict[asyncio.Task[None], StreamConnection] = {}
         self._suspended: set[Exchange] = set()
@@ -207,8 +210,8 @@ class SharedStream:
             raise errors.Cancelled("the client is closed", request_id=exchange.request_id)
         connection = self._connection
         if connection is None or not connection.accepting:
-            connection = self._connection = StreamConnection(self._open_call())
-            task = self._tasks.create_task(connection.run())
+            connection = self._connection = StreamConnection(self._open_call(), self._tried)
+            task = asyncio.create_task(connection.run())
             self._running[task] = connection
             task.add_done_callback(self._running.pop)
         connection.start(exchange, frame)
@@ -244,6 +247,8 @@ class SharedStream:
             self._ended = True
             for task in self._running:
                 task.cancel()
+            if self._running:
+                await asyncio.wait(self._running)
 
     async def _settle(self) -> None:
         exchanges = {

@@ -33,7 +33,11 @@ class GenerationStream:
     True
     """
 
-    def __init__(self, thread: LoopThread[AsyncClient], generation: AsyncGeneration) -> None:
+    def __init__(
+        self, thread: LoopThread[AsyncClient], generation: AsyncGeneration, owner: Client
+    ) -> None:
+        """owner: the client, which stays open as long as its streams are used."""
+        self._owner = owner
         self._thread = thread
         self._generation = generation
         self._unread: deque[Event] = deque()
@@ -156,12 +160,13 @@ class _Deltas:
 
 
 class Client(BlockingClient[AsyncClient]):
-    """Connection to the inference API, used as `with Client() as client`.
+    """Connection to the inference API, opened on first use.
 
-    `AsyncClient` documents every argument.
+    Close it with `close()`, or use it as `with Client() as client`. `AsyncClient` documents every
+    argument.
 
-    >>> with Client() as client:
-    ...     result = client.complete("demo", "Which hotel has a pool?", max_output_tokens=20)
+    >>> client = Client()
+    >>> result = client.complete("demo", "Which hotel has a pool?", max_output_tokens=20)
     >>> result.usage.billed_token_count <= 20
     True
     """
@@ -175,9 +180,10 @@ class Client(BlockingClient[AsyncClient]):
         retry_wait_max_s: float = RETRY_WAIT_MAX_S,
         max_message_bytes: int = MESSAGE_BYTES_MAX,
         keepalive_s: float = KEEPALIVE_S,
+        timeout: float | None = None,
         **tls: Unpack[TlsOptions],
     ) -> None:
-        """Resolve the settings. Raises: Unauthenticated if there is no key."""
+        """Resolve the settings; the connection is made on first use. Raises: Unauthenticated."""
         client = AsyncClient(
             address,
             api_key,
@@ -185,6 +191,7 @@ class Client(BlockingClient[AsyncClient]):
             retry_wait_max_s=retry_wait_max_s,
             max_message_bytes=max_message_bytes,
             keepalive_s=keepalive_s,
+            timeout=timeout,
             **tls,
         )
         super().__init__(client)
@@ -193,11 +200,14 @@ class Client(BlockingClient[AsyncClient]):
         self, model: str, prompt: Prompt | None = None, **options: Unpack[GenerateOptions]
     ) -> GenerationStream:
         """Stream an answer; see `AsyncClient.generate`. Raises: InvalidRequest."""
-        return GenerationStream(self._thread, self._client.generate(model, prompt, **options))
+        self._thread.open()
+        generation = self._client.generate(model, prompt, **options)
+        return GenerationStream(self._thread, generation, self)
 
     def attach(self, request_id: str, **options: Unpack[AttachOptions]) -> GenerationStream:
         """Receive a request that was started elsewhere; see `AsyncClient.attach`."""
-        return GenerationStream(self._thread, self._client.attach(request_id, **options))
+        self._thread.open()
+        return GenerationStream(self._thread, self._client.attach(request_id, **options), self)
 
     complete = blocking(AsyncClient.complete)
     count_tokens = blocking(AsyncClient.count_tokens)

@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from weir_client.plain import Value
+
 
 @dataclass(frozen=True, slots=True)
-class Tool:
+class Tool(Value):
     """Function that the model may call. The caller runs it and sends its result back."""
 
     name: str
@@ -27,7 +29,7 @@ class Tool:
 
 
 @dataclass(frozen=True, slots=True)
-class ToolCall:
+class ToolCall(Value):
     """One call made by the model. Arguments are unchecked unless it was required or strict."""
 
     id: str  # for the message with the result
@@ -41,7 +43,7 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True)
-class ToolCallDelta:
+class ToolCallDelta(Value):
     """An increment of one call."""
 
     index: int  # among the calls of the choice, from 0

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import AsyncIterator, Callable, Sequence
-from types import TracebackType
-from typing import Any, ClassVar, Concatenate, ParamSpec, Self, TypeVar, Unpack
+from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar, Unpack
 
 from grpc.aio import UnaryUnaryMultiCallable
 
 from weir_client import wire
-from weir_client.connection import UNARY_TIMEOUT_S, Connection, ConnectionSettings
+from weir_client.connection import UNARY_TIMEOUT_S, ConnectionSettings, LazyClient
 from weir_client.tls import TlsOptions
 
 _Request = TypeVar("_Request")
@@ -19,7 +18,7 @@ _Item = TypeVar("_Item")
 _Arguments = ParamSpec("_Arguments")
 
 
-class UnaryClient:
+class UnaryClient(LazyClient):
     """Client of unary calls: resolves its settings, opens and closes the connection."""
 
     key_variables: ClassVar[tuple[str, ...]] = ("WEIR_ADMIN_KEY", "WEIR_API_KEY")
@@ -37,39 +36,12 @@ class UnaryClient:
         timeout: seconds for each call, retries included. Raises: Unauthenticated if there is no
         key.
         """
-        self._settings = ConnectionSettings.resolve(
-            address, api_key, key_variables=self.key_variables, **tls
+        super().__init__(
+            ConnectionSettings.resolve(
+                address, api_key, key_variables=self.key_variables, timeout=timeout, **tls
+            )
         )
         self._timeout_s = timeout
-        self._connection: Connection | None = None
-
-    @property
-    def address(self) -> str:
-        """Address that this client connects to."""
-        return self._settings.address
-
-    async def __aenter__(self) -> Self:
-        if self._connection is not None:
-            raise RuntimeError("this client is open already")
-        self._connection = Connection(self._settings)
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            await connection.close()
-
-    def _opened(self) -> Connection:
-        if self._connection is None:
-            raise RuntimeError(
-                "the client is not open: use it inside its `with` or `async with` block"
-            )
-        return self._connection
 
     async def _call(
         self,

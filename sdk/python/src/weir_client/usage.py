@@ -7,6 +7,7 @@ from datetime import datetime
 from enum import StrEnum
 
 from weir_client.money import Money
+from weir_client.plain import Value
 
 
 class UsageGrouping(StrEnum):
@@ -28,7 +29,7 @@ class MonthExportFormat(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class UsageShare:
+class UsageShare(Value):
     """The part of a row with one outcome; included in the row's numbers."""
 
     request_count: int
@@ -37,7 +38,7 @@ class UsageShare:
 
 
 @dataclass(frozen=True, slots=True)
-class UsageRow:
+class UsageRow(Value):
     """Usage of one group; fields outside the grouping are empty or None. Days are `YYYY-MM-DD` in
     UTC.
 
@@ -82,7 +83,7 @@ class UsageRow:
 
 
 @dataclass(frozen=True, slots=True)
-class UsagePage:
+class UsagePage(Value):
     """A page of rows. total: of all pages, on the first page of a single organization."""
 
     rows: tuple[UsageRow, ...]
@@ -91,7 +92,7 @@ class UsagePage:
 
 
 @dataclass(frozen=True, slots=True)
-class UsageForecast:
+class UsageForecast(Value):
     """Forecast of a month's cost, before plan discounts, credit and tax. None: too little data."""
 
     organization_name: str
@@ -108,7 +109,7 @@ class UsageForecast:
 
 
 @dataclass(frozen=True, slots=True)
-class MonthFile:
+class MonthFile(Value):
     """Complete file of a month."""
 
     file_name: str

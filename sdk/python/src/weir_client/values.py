@@ -12,6 +12,7 @@ from datetime import datetime
 from enum import StrEnum
 
 from weir_client.money import Money
+from weir_client.plain import Value
 from weir_client.receipts import Receipt
 from weir_client.tools import ToolCall, ToolCallDelta
 
@@ -33,11 +34,12 @@ class FinishReason(StrEnum):
 
 
 class Stage(StrEnum):
-    """Reason why a request has not produced its first token yet."""
+    """Reason why a request has no new output."""
 
     UNSPECIFIED = "UNSPECIFIED"
     QUEUED = "QUEUED"
     ENGINE_LOADING = "ENGINE_LOADING"
+    RUNNING = "RUNNING"
 
 
 class GenerationState(StrEnum):
@@ -76,7 +78,7 @@ class QuotaDimension(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(Value):
     """Token counts of one request."""
 
     input_token_count: int = 0
@@ -90,7 +92,7 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
-class Timings:
+class Timings(Value):
     """Milliseconds spent in each stage of a request, which sum to `total_ms`, and its pace."""
 
     auth_ms: float = 0.0
@@ -112,7 +114,7 @@ class Timings:
 
 
 @dataclass(frozen=True, slots=True)
-class QuotaStatus:
+class QuotaStatus(Value):
     """One limit with its remainder. Values are requests, tokens or picos of the currency, by
     dimension.
 
@@ -148,7 +150,7 @@ class QuotaStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class Admitted:
+class Admitted(Value):
     """The request was admitted and its tokens are held."""
 
     input_token_count: int
@@ -160,7 +162,7 @@ class Admitted:
 
 
 @dataclass(frozen=True, slots=True)
-class KeyChange:
+class KeyChange(Value):
     """A change that gave a key a new secret or more rights."""
 
     act: str  # "rotated" or "widened": more scopes, more networks, or a longer life
@@ -169,7 +171,7 @@ class KeyChange:
 
 
 @dataclass(frozen=True, slots=True)
-class KeyRestrictions:
+class KeyRestrictions(Value):
     """Permissions of a key."""
 
     prefix: str
@@ -184,8 +186,8 @@ class KeyRestrictions:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
-    """The request is waiting."""
+class Progress(Value):
+    """The request is waiting, or RUNNING without output for some seconds."""
 
     stage: Stage
     queue_position: int  # number of requests ahead, only while QUEUED
@@ -195,7 +197,7 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenLogprob:
+class TokenLogprob(Value):
     """A token and the natural logarithm of its probability."""
 
     token_id: int
@@ -203,7 +205,7 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenLogprobs:
+class TokenLogprobs(Value):
     """Log-probability of an output token in the model's distribution, and its likeliest tokens."""
 
     chosen: TokenLogprob
@@ -211,7 +213,7 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(Value):
     """New output of a request."""
 
     seq: int  # grows by one, from 1
@@ -227,7 +229,7 @@ class Delta:
 
 
 @dataclass(frozen=True, slots=True)
-class Resumed:
+class Resumed(Value):
     """The request continues on another stream. No output is missing or repeated."""
 
     after_seq: int  # the next `Delta` has the number after this one
@@ -236,7 +238,7 @@ class Resumed:
 
 
 @dataclass(frozen=True, slots=True)
-class UsageUpdate:
+class UsageUpdate(Value):
     """Running counts, sent at the interval asked for with `usage_interval_tokens`."""
 
     usage: Usage
@@ -247,7 +249,7 @@ Event = Admitted | Progress | Delta | UsageUpdate | Resumed
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(Value):
     """One of several outputs of a prompt."""
 
     index: int
@@ -260,7 +262,7 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class Result(Value):
     """A completed request, with the numbers on the bill.
 
     `choices` has every output in order, one unless `choice_count` was given; text, tokens and
@@ -286,7 +288,7 @@ class Result:
 
 
 @dataclass(frozen=True, slots=True)
-class Partial:
+class Partial(Value):
     """Received part of a request without a final frame.
 
     `usage` and `cost` are None if the server did not send them. Text and tokens are the first
@@ -306,7 +308,7 @@ class Partial:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenCount:
+class TokenCount(Value):
     """The size of a prompt."""
 
     input_token_count: int
@@ -314,7 +316,7 @@ class TokenCount:
 
 
 @dataclass(frozen=True, slots=True)
-class Generation:
+class Generation(Value):
     """The server's record of one request."""
 
     request_id: str
