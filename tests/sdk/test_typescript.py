@@ -34,16 +34,92 @@ def test_amounts_have_at_least_the_decimals_of_their_currency(built: Path) -> No
           console.log(`${{new Money(code, BigInt(picos))}}`);
     """
 
+    expected = [f"{exact_text(picos, code)} {code}" for code, picos in amounts]
+    assert evaluated(script) == expected
+
+
+def evaluated(script: str) -> list[str]:
+    """Return the lines that a module in JavaScript prints."""
     done = subprocess.run(
         ["node", "--input-type=module", "--eval", script],
+        cwd=typescript_sdk.SDK,
         capture_output=True,
         text=True,
         timeout=RUN_MAX_S,
         check=True,
     )
+    return done.stdout.splitlines()
 
-    expected = [f"{exact_text(picos, code)} {code}" for code, picos in amounts]
-    assert done.stdout.splitlines() == expected
+
+def test_everything_that_a_client_returns_becomes_json(built: Path) -> None:
+    """`JSON.stringify` throws on a `bigint`."""
+    wire, gen = built / "src" / "wire.js", built / "src" / "gen" / "weir" / "v1"
+    errors, status = built / "src" / "errors.js", built / "src" / "status.js"
+    script = f"""
+        import {{ create }} from "@bufbuild/protobuf";
+        import * as wire from "{wire}";
+        import * as pb from "{gen / "inference_service_pb.js"}";
+        import * as types from "{gen / "types_pb.js"}";
+        import {{ errorFromStatus }} from "{status}";
+        import {{ QuotaExceeded }} from "{errors}";
+        const quota = {{ limitValue: 5n, alertAt: [50n] }};
+        const price = {{ inputPicosPerToken: 7n }};
+        const exceeded = wire.quota(create(types.QuotaStatusSchema, quota));
+        for (const value of [
+          wire.quota(create(types.QuotaStatusSchema, quota)),
+          wire.admitted(create(pb.AdmittedFrameSchema, {{ quotas: [quota] }})),
+          wire.model(create(pb.ModelSchema, {{ price, tierPrices: [price] }})),
+          wire.quote(create(pb.QuoteResponseSchema, {{ quotas: [quota] }})),
+          wire.embedResult("id", "m", create(pb.EmbedResponseSchema, {{ quotas: [quota] }})),
+          new QuotaExceeded("no", {{ details: {{ quota: exceeded }} }}),
+        ]) console.log(JSON.stringify(value));
+    """
+
+    lines = [json.loads(line) for line in evaluated(script)]
+
+    assert (lines[0]["limitValue"], lines[0]["alertAt"]) == ("5", ["50"])
+    assert lines[2]["price"]["inputPicosPerToken"] == "7"
+    assert lines[5]["details"]["quota"]["limitValue"] == "5"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ('{address: "https://weir.example.com/v1"}', "has a path"),
+        ('{address: "localhost:99999"}', "a port from 1 to 65535"),
+        ('{address: ":8443"}', "must be host:port"),
+        ("{timeoutMs: 0}", "timeoutMs: must be a number of milliseconds above 0"),
+        ("{timeout: 5}", "there are address, apiKey"),
+    ],
+)
+def test_an_option_that_cannot_work_is_refused_by_name(
+    built: Path, options: str, words: str
+) -> None:
+    script = f"""
+        import {{ WeirClient }} from "{built / "src" / "index.js"}";
+        try {{ new WeirClient({{ apiKey: "key", ...{options} }}); }}
+        catch (error) {{ console.log(`${{error.name}} ${{error.message}}`); }}
+    """
+
+    [line] = evaluated(script)
+
+    assert line.startswith("InvalidRequest ")
+    assert words in line
+
+
+def test_an_unreachable_server_is_named_with_what_was_tried(built: Path) -> None:
+    script = f"""
+        import {{ WeirClient }} from "{built / "src" / "index.js"}";
+        const client = new WeirClient({{ address: "127.0.0.1:1", apiKey: "key", maxRetries: 0 }});
+        for (const call of [client.listModels(), client.complete("m", {{ prompt: "Hi" }})])
+          await call.catch((error) => console.log(error.message));
+        await client.close();
+    """
+
+    lines = evaluated(script)
+
+    assert len(lines) == 2
+    assert all("the server at 127.0.0.1:1 without TLS cannot be reached" in line for line in lines)
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import {
   Connection,
   RetryPolicy,
   resolveSettings,
+  tried,
 } from "./connection.js";
 import { InvalidRequest, NO_DETAILS } from "./errors.js";
 import { ClientFrameSchema, InferenceService } from "./gen/weir/v1/inference_service_pb.js";
@@ -44,7 +45,8 @@ export class WeirClient implements AsyncDisposable {
    */
   constructor(options: ClientOptions = {}) {
     this.connection = new Connection(resolveSettings(options));
-    this.stream = new SharedStream(() => this.connection.openGenerate());
+    const { settings } = this.connection;
+    this.stream = new SharedStream(() => this.connection.openGenerate(), tried(settings));
   }
 
   /** Address that this client connects to. */
@@ -59,9 +61,10 @@ export class WeirClient implements AsyncDisposable {
    */
   generate(model: string, options: GenerateOptions): Generation {
     const frame = buildStart(model, options);
-    const keep = keepFor(options, this.stream.keepMaxMs);
+    const { retry, maxMessageBytes, timeoutMs: limitMs } = this.connection.settings;
+    const timeoutMs = options.timeoutMs ?? limitMs;
+    const keep = keepFor(options.keepOnDisconnectMs, timeoutMs, this.stream.keepMaxMs);
     setKeep(frame, keep.keepMs);
-    const { retry, maxMessageBytes } = this.connection.settings;
     const size = toBinary(ClientFrameSchema, frame).length + FRAMING_BYTES;
     if (size > maxMessageBytes) {
       // Sending it would end the shared stream and with it every other request.
@@ -74,7 +77,7 @@ export class WeirClient implements AsyncDisposable {
       });
     }
     return new Generation(this.stream, frame, model, {
-      timeoutMs: options.timeoutMs,
+      timeoutMs,
       retry: new RetryPolicy(options.maxRetries ?? retry.maxRetries, retry.waitMaxMs),
       signal: options.signal,
       prefetchTokens: options.prefetchTokens,
@@ -99,9 +102,9 @@ export class WeirClient implements AsyncDisposable {
       kind: { case: "attach", value: { afterSeq: BigInt(afterSeq) } },
     });
     checkEncodable(frame, "attach");
-    const { retry } = this.connection.settings;
+    const { retry, timeoutMs: limitMs } = this.connection.settings;
     return new Generation(this.stream, frame, "", {
-      timeoutMs,
+      timeoutMs: timeoutMs ?? limitMs,
       retry,
       signal,
       keepMs: resumeMs,
@@ -232,7 +235,8 @@ export class WeirClient implements AsyncDisposable {
  * limited by the caller's timeout and the server's known limit.
  */
 function keepFor(
-  { keepOnDisconnectMs, timeoutMs }: GenerateOptions,
+  keepOnDisconnectMs: number | undefined,
+  timeoutMs: number | undefined,
   keepMaxMs: number,
 ): { keepMs: number; keepIsAsked: boolean } {
   if (

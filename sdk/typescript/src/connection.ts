@@ -20,7 +20,7 @@ import {
   Metadata,
   type ServiceError,
 } from "@grpc/grpc-js";
-import { checkKnown } from "./checks.js";
+import { checkKnown, invalid } from "./checks.js";
 import { Cancelled, QuotaExceeded, Unauthenticated, Unavailable, WeirError } from "./errors.js";
 import {
   type GenerateRequest,
@@ -64,6 +64,11 @@ export interface ClientOptions extends TlsOptions {
   readonly maxMessageBytes?: number;
   /** Milliseconds between pings on a silent connection. Default 60,000. */
   readonly keepaliveMs?: number;
+  /**
+   * Milliseconds for each call without a `timeoutMs` of its own, retries included. Default: no limit
+   * for a generation, 30,000 for other calls.
+   */
+  readonly timeoutMs?: number;
 }
 
 /** Retries at most `maxRetries` times, and never after a wait of more than `waitMaxMs`. */
@@ -102,6 +107,7 @@ export interface ConnectionSettings {
   readonly maxMessageBytes: number;
   readonly keepaliveMs: number;
   readonly retry: RetryPolicy;
+  readonly timeoutMs: number | undefined;
 }
 
 const KNOWN: Readonly<Record<keyof ClientOptions, true>> = {
@@ -111,6 +117,7 @@ const KNOWN: Readonly<Record<keyof ClientOptions, true>> = {
   retryWaitMaxMs: true,
   maxMessageBytes: true,
   keepaliveMs: true,
+  timeoutMs: true,
   tls: true,
   rootCertificates: true,
   clientCertificate: true,
@@ -149,6 +156,10 @@ export function resolveSettings(
     throw new Unauthenticated(
       "the API key holds characters that no key has; was it copied in full?",
     );
+  checkAddress(options.address ? "address" : "WEIR_ADDRESS", address);
+  const { timeoutMs } = options;
+  if (timeoutMs !== undefined && !(typeof timeoutMs === "number" && timeoutMs > 0))
+    throw invalid("timeoutMs", `must be a number of milliseconds above 0, not ${timeoutMs}`);
   const local = isLocal(address);
   return {
     address,
@@ -157,7 +168,26 @@ export function resolveSettings(
     maxMessageBytes: options.maxMessageBytes ?? MESSAGE_BYTES_MAX,
     keepaliveMs: options.keepaliveMs ?? KEEPALIVE_MS,
     retry: new RetryPolicy(options.maxRetries ?? 2, options.retryWaitMaxMs ?? RETRY_WAIT_MAX_MS),
+    timeoutMs,
   };
+}
+
+/** Checks the form of an address. `field`: where it comes from. Throws InvalidRequest. */
+function checkAddress(field: string, address: string): void {
+  if (/^(unix|unix-abstract|dns|ipv4|ipv6|vsock|xds):/.test(address)) return;
+  const right = "must be host:port, such as weir.example.com:443, or unix:/path";
+  if (address.includes("/"))
+    throw invalid(field, `${right}; "${address}" has a path: the SDK calls gRPC, not the HTTP API`);
+  const [, host, port] = /^(.*):([^:]*)$/.exec(address) ?? [];
+  // A name or an IPv6 address alone.
+  if (host === undefined || (host.includes(":") && !host.endsWith("]"))) return;
+  if (!host || !/^\d+$/.test(port!) || Number(port) < 1 || Number(port) > 65_535)
+    throw invalid(field, `${right}, with a port from 1 to 65535; got "${address}"`);
+}
+
+/** Returns what a call tried to reach, for the message of a failed connection. */
+export function tried({ address, tls }: ConnectionSettings): string {
+  return `${address} ${tls ? "with" : "without"} TLS`;
 }
 
 const LOOPBACK = new BlockList();
@@ -221,7 +251,7 @@ export class Connection {
   async call<Method extends DescMethodUnary>(
     method: Method,
     init: MessageInitShape<Method["input"]>,
-    { timeoutMs = UNARY_TIMEOUT_MS, signal }: CallOptionsOf = {},
+    { timeoutMs = this.settings.timeoutMs ?? UNARY_TIMEOUT_MS, signal }: CallOptionsOf = {},
   ): Promise<MessageShape<Method["output"]>> {
     const deadline = performance.now() + timeoutMs;
     const request = toBinary(method.input, create(method.input, init));
@@ -234,15 +264,15 @@ export class Connection {
           signal,
         );
       } catch (error) {
+        if (signal?.aborted && error instanceof Cancelled) throw signal.reason;
         if (this.closing.signal.aborted)
           throw new Cancelled("the client is closed", { cause: error });
         const waitMs =
           error instanceof WeirError ? this.settings.retry.waitMs(error, attempt) : undefined;
         if (waitMs === undefined || performance.now() + waitMs >= deadline) throw error;
         if (!(await pause(waitMs, [signal, this.closing.signal]))) {
-          throw new Cancelled(
-            `${signal?.aborted ? "cancelled" : "the client was closed"} while waiting to try again`,
-          );
+          if (signal?.aborted) throw signal.reason;
+          throw new Cancelled("the client was closed while waiting to try again");
         }
       }
     }
@@ -273,7 +303,8 @@ export class Connection {
         options,
         (error: ServiceError | null, response?: MessageShape<Method["output"]>) => {
           signal?.removeEventListener("abort", abort);
-          if (error) reject(errorFromRpc(error, signal?.aborted ?? false));
+          if (error)
+            reject(errorFromRpc(error, signal?.aborted ?? false, "", tried(this.settings)));
           else resolve(response as MessageShape<Method["output"]>);
         },
       );
@@ -293,7 +324,7 @@ export class Connection {
 export interface CallOptionsOf {
   /** Milliseconds for the call, retries included. Default 30,000. */
   readonly timeoutMs?: number | undefined;
-  /** Cancels the call. */
+  /** Cancels the call, which rejects with the reason of the signal. */
   readonly signal?: AbortSignal | undefined;
 }
 

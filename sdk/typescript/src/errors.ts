@@ -105,6 +105,12 @@ export class WeirError extends Error {
     this.partial = options.partial;
   }
 
+  /** Returns what `JSON.stringify` writes; without the stack. */
+  toJSON(): Record<string, unknown> {
+    const { name, code, reason, requestId, details, partial } = this;
+    return { name, message: this.plainMessage, code, reason, requestId, details, partial };
+  }
+
   /** `ErrorInfo.metadata` of the server; empty if absent. */
   get metadata(): Readonly<Record<string, string>> {
     return this.details.metadata;

@@ -103,6 +103,8 @@ export class Generation implements AsyncIterable<Delta>, AsyncDisposable {
 
   /** Output received so far, whether or not the request has ended. */
   get partial(): Partial {
+    const outcome = this.exchange?.outcome;
+    if (isResult(outcome)) return outcome; // with the bill
     return (this.exchange ?? new Exchange(this.requestId, this.model)).partial();
   }
 
@@ -120,13 +122,10 @@ export class Generation implements AsyncIterable<Delta>, AsyncDisposable {
     if (this.terms.timeoutMs !== undefined)
       this.deadline = performance.now() + this.terms.timeoutMs;
     const { signal } = this.terms;
-    if (signal?.aborted)
-      throw this.fail(
-        new Cancelled("aborted before it was sent", {
-          requestId: this.requestId,
-          cause: signal.reason,
-        }),
-      );
+    if (signal?.aborted) {
+      this.fail(new Cancelled("aborted before it was sent", { requestId: this.requestId }));
+      throw signal.reason;
+    }
     this.beginAttempt();
     if (signal) this.attachTo(signal);
     return this;
@@ -176,7 +175,8 @@ export class Generation implements AsyncIterable<Delta>, AsyncDisposable {
    * Waits for the end and returns the whole answer with finish reason, usage and cost; after a
    * cancel, the delivered part.
    *
-   * @throws WeirError that the request ended with.
+   * @throws WeirError that the request ended with; the reason of an aborted `signal`, by default
+   * an `AbortError`: `partial` then has the delivered part with its usage and cost.
    */
   async result(): Promise<Result> {
     while ((await this.next()) !== undefined);
@@ -279,11 +279,16 @@ export class Generation implements AsyncIterable<Delta>, AsyncDisposable {
   private async take(): Promise<Event[]> {
     this.start();
     for (;;) {
-      if (this.error !== undefined) throw this.error;
+      if (this.error !== undefined) throw this.asAborted(this.error);
       const exchange = this.exchange!;
       await exchange.wait();
       const events = exchange.take();
-      if (events.length > 0 || isResult(exchange.outcome)) return events;
+      if (events.length > 0) return events;
+      if (isResult(exchange.outcome)) {
+        const { signal } = this.terms;
+        if (signal?.aborted && exchange.outcome.finishReason === "CANCELLED") throw signal.reason;
+        return events;
+      }
       await this.retryOrThrow(exchange.outcome as WeirError);
     }
   }
@@ -345,8 +350,10 @@ export class Generation implements AsyncIterable<Delta>, AsyncDisposable {
     this.attempt += 1;
     if (!(await pause(waitMs, [this.cancelling.signal, this.stream.closed]))) {
       const why = this.stream.closed.aborted ? "the client was closed" : "cancelled";
-      throw this.fail(
-        new Cancelled(`${why} while waiting to try again`, { requestId: this.requestId }),
+      throw this.asAborted(
+        this.fail(
+          new Cancelled(`${why} while waiting to try again`, { requestId: this.requestId }),
+        ),
       );
     }
     this.beginAttempt();
@@ -384,6 +391,12 @@ export class Generation implements AsyncIterable<Delta>, AsyncDisposable {
     )
       return undefined;
     return waitMs;
+  }
+
+  /** Returns the reason of the signal if that cancelled the request, as `fetch` throws it. */
+  private asAborted(error: WeirError): unknown {
+    const { signal } = this.terms;
+    return signal?.aborted && error instanceof Cancelled ? signal.reason : error;
   }
 
   private fail(error: WeirError): WeirError {

@@ -15,6 +15,19 @@ const MINOR_DIGITS = new Map(
   ),
 );
 
+/**
+ * Returns the value with a `toJSON` that writes its `bigint`s as strings: JSON has no exact numbers
+ * of this size, and `JSON.stringify` would throw.
+ */
+export function jsonable<T extends object>(value: T): T {
+  const exact = (each: unknown): unknown =>
+    typeof each === "bigint" ? each.toString() : Array.isArray(each) ? each.map(exact) : each;
+  const toJSON = function (this: T): Record<string, unknown> {
+    return Object.fromEntries(Object.entries(this).map(([name, each]) => [name, exact(each)]));
+  };
+  return Object.defineProperty(value, "toJSON", { value: toJSON, enumerable: false });
+}
+
 /** An exact amount of money. */
 export class Money {
   /** `picos`: whole picos (1e-12) of one unit of the currency. */

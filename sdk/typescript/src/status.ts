@@ -18,9 +18,11 @@ import {
 } from "./gen/google/rpc/error_details_pb.js";
 import { type Status, StatusSchema } from "./gen/google/rpc/status_pb.js";
 import type { Partial } from "./values.js";
+import { jsonable } from "./money.js";
 import { dimensionNamed, durationMs } from "./wire.js";
 
 const NOT_TLS = /wrong version number/; // OpenSSL's error for a plaintext response
+const NOT_REACHED = /No connection established|Name resolution failed|ECONNREFUSED|ENOTFOUND/;
 const STATUS_DETAILS_KEY = "grpc-status-details-bin";
 
 type ErrorClass = new (message: string, options?: errors.ErrorOptions) => errors.WeirError;
@@ -65,11 +67,13 @@ export function errorFromStatus(
  *
  * @param isCancelledHere This client cancelled the call; otherwise a stopping gRPC server did,
  * which drops new calls.
+ * @param tried Address of the server, named if it could not be reached.
  */
 export function errorFromRpc(
   error: ServiceError,
   isCancelledHere: boolean,
   requestId = "",
+  tried = "",
 ): errors.WeirError {
   for (const value of error.metadata?.get(STATUS_DETAILS_KEY) ?? []) {
     if (typeof value === "string") continue;
@@ -90,7 +94,9 @@ export function errorFromRpc(
   const hint = NOT_TLS.test(said)
     ? "; the server does not use TLS: prefix its address with http://, or pass tls: false"
     : "";
-  return typedError(grpcStatus[error.code] ?? "UNKNOWN", said + hint, errors.NO_DETAILS, requestId);
+  const missed = tried && NOT_REACHED.test(said) ? `the server at ${tried} cannot be reached: ` : "";
+  const code = grpcStatus[error.code] ?? "UNKNOWN";
+  return typedError(code, missed + said + hint, errors.NO_DETAILS, requestId);
 }
 
 /** Returns a separate error for each request, so that stack traces do not mix. */
@@ -164,7 +170,7 @@ function exceededQuota(
   const whole = (key: string): bigint | undefined =>
     /^-?\d+$/.test(metadata[key] ?? "") ? BigInt(metadata[key]!) : undefined;
   const reset = new Date(metadata["reset_time"] ?? Number.NaN);
-  return {
+  return jsonable({
     quotaId: metadata["quota_id"] ?? "",
     subject: metadata["subject"] ?? "",
     subjectId: metadata["subject_id"] ?? "",
@@ -178,5 +184,5 @@ function exceededQuota(
     resetTime: Number.isNaN(reset.getTime()) ? undefined : reset,
     retryHelps:
       (metadata["retry_helps"] ?? String(retryAfterMs !== undefined)).toLowerCase() === "true",
-  };
+  });
 }

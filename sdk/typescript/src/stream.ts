@@ -52,12 +52,15 @@ class StreamConnection implements Carrier {
   private closing = false;
   private resolveEnded: () => void = () => {};
 
-  constructor(private readonly call: GenerateCall) {
+  constructor(
+    private readonly call: GenerateCall,
+    tried: string,
+  ) {
     this.ended = new Promise((resolve) => {
       this.resolveEnded = resolve;
     });
     call.on("data", (message: GenerateResponse) => this.read(message));
-    call.on("error", (error: ServiceError) => this.end(errorFromRpc(error, false)));
+    call.on("error", (error: ServiceError) => this.end(errorFromRpc(error, false, "", tried)));
     call.on("end", () => this.end(new Unavailable("the server ended the stream")));
   }
 
@@ -204,7 +207,11 @@ export class SharedStream {
   private readonly closing = closingController();
   private ended = false; // opens no new streams
 
-  constructor(private readonly openCall: () => GenerateCall) {}
+  /** `tried`: address of the server, for messages. */
+  constructor(
+    private readonly openCall: () => GenerateCall,
+    private readonly tried: string,
+  ) {}
 
   /** Aborted when new requests are refused. */
   get closed(): AbortSignal {
@@ -231,7 +238,7 @@ export class SharedStream {
   resume(exchange: Exchange, frame: ClientFrame): void {
     if (this.ended) throw new Cancelled("the client is closed", { requestId: exchange.requestId });
     if (this.current === undefined || !this.current.accepting) {
-      const opened = new StreamConnection(this.openCall());
+      const opened = new StreamConnection(this.openCall(), this.tried);
       this.current = opened;
       this.running.add(opened);
       void opened.ended.then(() => this.running.delete(opened));

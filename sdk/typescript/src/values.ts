@@ -21,8 +21,8 @@ export type FinishReason =
   | "FILTERED"
   | "TOOL_CALLS";
 
-/** Reason why a request has not produced its first token yet. */
-export type Stage = "UNSPECIFIED" | "QUEUED" | "ENGINE_LOADING";
+/** Reason why a request has no new output. */
+export type Stage = "UNSPECIFIED" | "QUEUED" | "ENGINE_LOADING" | "RUNNING";
 
 /** State of a recorded request. */
 export type GenerationState = "UNSPECIFIED" | "RUNNING" | "SETTLED" | "VOIDED" | "EXPIRED";
@@ -148,7 +148,7 @@ export interface Admitted {
   readonly limitedByKey: boolean;
 }
 
-/** The request is waiting. */
+/** The request is waiting, or RUNNING without output for some seconds. */
 export interface Progress {
   readonly type: "progress";
   readonly stage: Stage;

@@ -29,7 +29,7 @@ import {
   type Usage as UsageMessage,
 } from "./gen/weir/v1/types_pb.js";
 import type { KeyRestrictions, Model, ModelTask, Price, Quote } from "./models.js";
-import { Money, PICOS_PER_UNIT } from "./money.js";
+import { jsonable, Money, PICOS_PER_UNIT } from "./money.js";
 import type {
   Admitted,
   Delta,
@@ -161,7 +161,7 @@ export function restrictions(value: KeyRestrictionsMessage | undefined): KeyRest
 }
 
 export function quota(value: QuotaMessage): QuotaStatus {
-  return {
+  return jsonable({
     quotaId: value.quotaId,
     subject: name<QuotaSubject>(QuotaSubjectMessage, value.subject),
     subjectId: value.subjectId,
@@ -186,7 +186,7 @@ export function quota(value: QuotaMessage): QuotaStatus {
     narrowedByQuotaId: value.narrowedByQuotaId,
     forNewKeys: value.forNewKeys,
     alertAt: value.alertAt,
-  };
+  });
 }
 
 /** Returns the message of an amount. */
@@ -252,7 +252,7 @@ export function delta(frame: DeltaFrame): Delta {
 }
 
 function price(value: PriceMessage): Price {
-  return {
+  return jsonable({
     version: count(value.version),
     currencyCode: value.currencyCode,
     inputPicosPerToken: value.inputPicosPerToken,
@@ -262,7 +262,7 @@ function price(value: PriceMessage): Price {
     effectiveTime: date(value.effectiveTime),
     tier: value.tier === ServiceTier.BATCH ? "batch" : "interactive",
     own: value.own,
-  };
+  });
 }
 
 export function embedResult(

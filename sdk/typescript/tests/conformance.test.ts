@@ -173,12 +173,17 @@ promise("cancels-from-outside", async (client) => {
   const first = await generation[Symbol.asyncIterator]().next();
   assert.equal(first.value?.seq, 1);
   controller.abort();
-  const result = await generation.result();
-  assert.equal(result.finishReason, "CANCELLED");
-  assert.equal(result.usage.deliveredTokenCount, result.tokenIds.length);
+  await assert.rejects(generation.result(), { name: "AbortError" });
+  await assert.rejects(generation.events().next(), { name: "AbortError" });
+  const { usage, tokenIds } = generation.partial;
+  assert.equal(usage?.deliveredTokenCount, tokenIds.length);
 
   const aborted = client.generate(MODEL, { ...LONG, signal: controller.signal });
-  await assert.rejects(aborted.result(), { name: "Cancelled" });
+  await assert.rejects(aborted.result(), { name: "AbortError" });
+  await assert.rejects(client.listModels({ signal: controller.signal }), { name: "AbortError" });
+  const reason = new Error("closed by its user");
+  const own = client.complete(MODEL, { ...LONG, signal: AbortSignal.abort(reason) });
+  await assert.rejects(own, reason);
 
   const lasting = new AbortController(); // one for many requests
   await client.complete(MODEL, { ...SHORT, signal: lasting.signal });
@@ -560,7 +565,7 @@ promise("makes-a-dropped-call-again", async () => {
   const controller = new AbortController();
   const listing = client.listModels({ signal: controller.signal });
   controller.abort();
-  await assert.rejects(listing, { name: "Cancelled" }); // that was ourselves
+  await assert.rejects(listing, { name: "AbortError" }); // that was ourselves
 });
 
 promise("settles-at-close", async (client) => {
