@@ -329,9 +329,9 @@ class Settings:
     # head. Longer than the idle time of most load balancers, 60 s: a balancer that sends a request
     # while the server closes the connection answers 502.
     http_idle_max_s: float = setting("WEIR_HTTP_IDLE_MAX_S", 75.0, positive(3600))
-    # Time after which an HTTP response that is not streamed begins with blanks, so that what stands
-    # between keeps its connection. Its status is then 200: a later failure ends it without its last
-    # chunk. 0: never; set the timeout of balancers above the longest answer instead.
+    # Time after which an HTTP response that is not streamed begins with blanks, so that balancers
+    # keep its connection. Its status is then 200: a later failure ends it without its last chunk.
+    # 0: never; set the timeout of balancers above the longest answer instead.
     http_padding_after_s: float = setting("WEIR_HTTP_PADDING_AFTER_S", 30.0, number(0, 3600))
     # Time for the handshakes of TLS and HTTP/2, because a silent connection occupies a file
     # descriptor.

@@ -229,7 +229,7 @@ class Connection(RequestHandler):
 
     @property
     def _is_idle(self) -> bool:
-        """Whether aiohttp waits for the next request."""
+        """True while aiohttp waits for the next request."""
         return self._waiter is not None and not self._waiter.done()
 
     def watch_half_close(self, on_half_close: Callable[[], None] | None) -> None:
@@ -273,7 +273,7 @@ class Connection(RequestHandler):
 
     @property
     def is_closing(self) -> bool:
-        """Whether the connection closes after the current response."""
+        """True if the connection closes after the current response."""
         return self._close or self._force_close or self._server.is_draining()
 
     def data_received(self, data: bytes) -> None:

@@ -19,7 +19,7 @@ from api.core.settings import Settings
 from api.generation.live import LiveRequest
 from api.openai import listener as listener_module
 from api.openai.gateway import Gateway
-from api.openai.listener import Connection, Listener
+from api.openai.listener import Connection, HttpServer, Listener
 from metering.store.db import Sessions
 from metering.tenants.tenants import create_api_key
 from tests.api.small_process import SmallProcess
@@ -256,7 +256,7 @@ async def test_a_client_that_reads_slowly_is_waited_for_as_long_as_it_reads(
         raise AssertionError("nobody asks")
 
     connection = Connection(
-        web.Server(nothing),
+        HttpServer(nothing, Settings(), bool),
         stall_max_s=0.001,
         tokens_per_s_min=100_000.0,  # 20,000 bytes in each millisecond
         loop=asyncio.get_running_loop(),

@@ -180,15 +180,14 @@ def test_times_amounts_durations_and_mappings_are_read_by_their_types() -> None:
     )
 
 
-def returned_classes() -> list[type[Value]]:
-    """Return every class of values that the package exports."""
-    found = [getattr(weir_client, name) for name in weir_client.__all__]
-    return [each for each in found if isinstance(each, type) and dataclasses.is_dataclass(each)]
+RETURNED = [
+    name for name in weir_client.__all__ if dataclasses.is_dataclass(getattr(weir_client, name))
+]
 
 
-@pytest.mark.parametrize("kind", returned_classes(), ids=lambda kind: kind.__name__)
-def test_everything_that_a_client_returns_becomes_json(kind: type[Value]) -> None:
-    assert issubclass(kind, Value)
+@pytest.mark.parametrize("name", RETURNED)
+def test_everything_that_a_client_returns_becomes_json(name: str) -> None:
+    assert issubclass(getattr(weir_client, name), Value)
 
 
 def test_plain_data_keeps_every_value() -> None:

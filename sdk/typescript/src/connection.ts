@@ -65,8 +65,8 @@ export interface ClientOptions extends TlsOptions {
   /** Milliseconds between pings on a silent connection. Default 60,000. */
   readonly keepaliveMs?: number;
   /**
-   * Milliseconds for each call without a `timeoutMs` of its own, retries included. Default: no limit
-   * for a generation, 30,000 for other calls.
+   * Milliseconds for each call without a `timeoutMs` of its own, retries included. Default: no
+   * limit for a generation, 30,000 for other calls.
    */
   readonly timeoutMs?: number;
 }

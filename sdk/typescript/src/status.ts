@@ -94,7 +94,8 @@ export function errorFromRpc(
   const hint = NOT_TLS.test(said)
     ? "; the server does not use TLS: prefix its address with http://, or pass tls: false"
     : "";
-  const missed = tried && NOT_REACHED.test(said) ? `the server at ${tried} cannot be reached: ` : "";
+  const isMissed = tried !== "" && NOT_REACHED.test(said);
+  const missed = isMissed ? `the server at ${tried} cannot be reached: ` : "";
   const code = grpcStatus[error.code] ?? "UNKNOWN";
   return typedError(code, missed + said + hint, errors.NO_DETAILS, requestId);
 }

@@ -116,7 +116,7 @@ class ConnectionSettings:
         check_known(tls, (*TlsOptions.__annotations__, *options))
         check_seconds("timeout", timeout)
         if timeout is not None and timeout <= 0:
-            raise invalid("timeout", f"must be above 0 s, not {timeout!r}; None is no limit")
+            raise invalid("timeout", f"must be above 0 s, not {timeout!r}; None sets no limit")
         field = "address" if address else "WEIR_ADDRESS"
         target, scheme = without_scheme(
             address or os.environ.get("WEIR_ADDRESS") or DEFAULT_ADDRESS
