@@ -12,6 +12,7 @@ something before what stands between it and the client cuts it off (ADR 0088).
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
@@ -229,7 +230,7 @@ class Outbox:
         # Longest silence, in seconds; the time of the last write, on the loop's clock; and the next
         # look at it.
         self._silence_s = SILENCE_S
-        self._written_at = 0.0
+        self._written_at = -math.inf
         self._look: asyncio.TimerHandle | None = None
         self._is_silent = False  # for too long
 
