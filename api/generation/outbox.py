@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import math
 import sys
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -227,8 +228,7 @@ class Outbox:
         self._room: asyncio.Future[None] | None = None  # while the reader waits for room
         self._is_open = True  # frames may be sent
         self._closing = False
-        # Longest silence, in seconds; the time of the last write, on the loop's clock; and the next
-        # look at it.
+        # Longest silence, in seconds; the time of the last write; and the next look at it.
         self._silence_s = SILENCE_S
         self._written_at = -math.inf
         self._look: asyncio.TimerHandle | None = None
@@ -300,25 +300,24 @@ class Outbox:
         self._silence_s = silence_s
         if self._look is not None:
             self._look.cancel()
-            self._written_at = asyncio.get_running_loop().time()
-            self._look_later()
+            self._written_at = time.monotonic()
+            self._look_later(silence_s)
 
-    def _look_later(self) -> None:
-        due_at = self._written_at + self._silence_s
-        self._look = asyncio.get_running_loop().call_at(due_at, self._look_at_silence)
+    def _look_later(self, after_s: float) -> None:
+        self._look = asyncio.get_running_loop().call_later(after_s, self._look_at_silence)
 
     def _look_at_silence(self) -> None:
         """Let the writer break the silence if it has lasted long enough.
 
         A writer that is not idle waits for the client to read: there is something on its way.
         """
-        now = asyncio.get_running_loop().time()
-        if now >= self._written_at + self._silence_s:
-            self._written_at = now
+        rest_s = self._written_at + self._silence_s - time.monotonic()
+        if rest_s <= 0:
+            self._written_at, rest_s = time.monotonic(), self._silence_s
             if self._idle is not None and not self._idle.done():
                 self._is_silent = True
                 self._idle.set_result(None)
-        self._look_later()
+        self._look_later(rest_s)
 
     async def write_all(
         self,
@@ -335,8 +334,8 @@ class Outbox:
         sent its request. Raises: other errors of `write`.
         """
         if break_silence is not None:
-            self._written_at = asyncio.get_running_loop().time() - silent_for_s
-            self._look_later()
+            self._written_at = time.monotonic() - silent_for_s
+            self._look_later(max(self._silence_s - silent_for_s, 0.0))
         try:
             await self._write_all(write, on_gone, gone, break_silence)
         finally:
@@ -351,7 +350,7 @@ class Outbox:
         gone: type[Exception] | tuple[()],
         break_silence: Callable[[], Awaitable[object]] | None,
     ) -> None:
-        journal, now = self._journal, asyncio.get_running_loop().time
+        journal, now = self._journal, time.monotonic
         while True:
             if self._line and self._is_open:
                 # Built as late as possible, since the process may be suspended at any earlier

@@ -378,7 +378,7 @@ class Gateway:
     def _plain(self, request: web.BaseRequest) -> web.Response | None:
         """Return the response for a path of vLLM that needs no key; None for other paths."""
         if request.path == "/ping" and request.method in ("GET", "HEAD", "POST"):
-            return web.Response(status=503 if self._is_draining else 200)
+            return web.Response(status=503 if self._process.admission.capacity.is_draining else 200)
         if request.path == "/version" and request.method in ("GET", "HEAD"):
             return web.Response(
                 body=answers.encode({"version": VERSION}), headers={"content-type": JSON}
@@ -543,7 +543,7 @@ class Gateway:
                 found.append(ids)
         except Exception as error:
             refusal = refusal_of(status_of(error), names)
-            return refused(refusal, arrival.request_id, closing=self._is_draining)
+            return refused(refusal, arrival.request_id)
         served = self._process.router.find(prompts[0].model).model.name
         tokenizer = self._process.tokenizers[served]
         return answered(tokenized_body(requested, found, tokenizer, window), arrival, headers)
