@@ -16,14 +16,14 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 IDS = ("organization_id", "project_id", "api_key_id", "request_id")
-NUMBERS = (
+COUNTS = (
     "part",
     "input_token_count",
     "cached_input_token_count",
     "billed_token_count",
     "embedding_token_count",
 )
-NUMBERS += ("price_version", "cost_picos", "admitted_at_us", "settled_at_us", "sequence")
+REST = ("price_version", "cost_picos", "admitted_at_us", "settled_at_us", "sequence")
 
 
 def sha256(data: bytes) -> bytes:
@@ -31,8 +31,12 @@ def sha256(data: bytes) -> bytes:
 
 
 def encoded(receipt: dict) -> bytes:  # type: ignore[type-arg]
-    data = b"weir.receipt.v1\n" + b"".join(uuid.UUID(receipt[name]).bytes for name in IDS)
-    data += b"".join(receipt[name].to_bytes(8, "big", signed=True) for name in NUMBERS)
+    version = receipt["version"]
+    reasoning = ("reasoning_token_count",) if version == 2 else ()
+    data = f"weir.receipt.v{version}\n".encode()
+    data += b"".join(uuid.UUID(receipt[name]).bytes for name in IDS)
+    numbers = COUNTS + reasoning + REST
+    data += b"".join(receipt[name].to_bytes(8, "big", signed=True) for name in numbers)
     data += bytes.fromhex(receipt["previous_hash"])
     for text in (
         receipt["currency_code"].encode(),

@@ -295,6 +295,7 @@ def price_spec(path: str, message: configuration_pb2.PriceConfiguration) -> Pric
         message,
         currency_code=message.currency_code or ("" if message.organization else "USD"),
         embedding_picos_per_token=wire.given(message, "embedding_picos_per_token"),
+        reasoning_picos_per_token=wire.given(message, "reasoning_picos_per_token"),
         batch_multiplier_milli=wire.given(message, "batch_multiplier_milli"),
         effective_at=wire.given_time(message, "effective_time", f"{path}.effective_time"),
     )
@@ -895,6 +896,7 @@ class AdminServicer(AdminCalls, pb_grpc.AdminServiceServicer):
                     cached_input_picos_per_token=request.cached_input_picos_per_token,
                     output_picos_per_token=request.output_picos_per_token,
                     embedding_picos_per_token=wire.given(request, "embedding_picos_per_token"),
+                    reasoning_picos_per_token=wire.given(request, "reasoning_picos_per_token"),
                     organization=request.organization,
                     batch_multiplier_milli=wire.given(request, "batch_multiplier_milli"),
                     effective_at=effective_at,
@@ -1443,7 +1445,12 @@ def grant_message(grant: prepaid.Grant, names: Names) -> plan_pb.CreditGrant:
 
 
 def proposed_price(message: configuration_pb2.PriceConfiguration) -> simulation.ProposedPrice:
-    rates = tuple(getattr(message, name) for name in prices.RATES)
+    rates = tuple(
+        message.output_picos_per_token
+        if name == "reasoning_picos_per_token" and not message.HasField(name)
+        else getattr(message, name)
+        for name in prices.RATES
+    )
     multiplier = wire.given(message, "batch_multiplier_milli")
     return record_of(
         simulation.ProposedPrice, message, rates=rates, batch_multiplier_milli=multiplier

@@ -23,7 +23,7 @@ from metering.pricing.prices import CustomerPrice, customer_prices, versions_in_
 from metering.quotas.quota_rules import NO_WINDOW, QuotaRule, QuotaState, Weights, window_ends
 from metering.quotas.quota_states import effective
 from metering.receipts.chaining import IssuedReceipt
-from metering.receipts.encoding import VERSION, owners_in, parts_of
+from metering.receipts.encoding import owners_in, parts_of
 from metering.receipts.months import receipts_of_hold
 from metering.reports.usage_reports import find_recorded_request
 from metering.store.db import Sessions
@@ -142,11 +142,12 @@ def receipt_message(
     new: creates the message in place, since assigning one copies it.
     """
     ids, numbers, previous_hash, (currency_code, model, outcome) = parts_of(receipt.encoded)
-    part, sent, cached, billed, embedded, price_version, cost_picos, *times_us, sequence = numbers
+    part, sent, cached, billed, embedded, reasoning, *others = numbers
+    price_version, cost_picos, *times_us, sequence = others
     organization_id, project_id, api_key_id = _owners(ids[:48])
     request = ids[48:].hex()
     message = new(
-        version=VERSION,
+        version=2 if reasoning else 1,
         organization_id=organization_id,
         project_id=project_id,
         api_key_id=api_key_id,
@@ -160,6 +161,7 @@ def receipt_message(
         cached_input_token_count=cached,
         billed_token_count=billed,
         embedding_token_count=embedded,
+        reasoning_token_count=reasoning,
         price_version=price_version,
         currency_code=currency_code,
         cost_picos=cost_picos,

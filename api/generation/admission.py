@@ -208,6 +208,7 @@ class Lease:
                     self.usage.taken_token_count,
                     self.usage.cached_input_token_count if self.usage.is_cached_final else 0,
                     target,
+                    self.usage.taken_reasoning_token_count,
                 )
             )
             self._lease(extended.leased_token_count, self._max_output_token_count)

@@ -130,10 +130,21 @@ def prompts(logprobs: Sequence[TokenLogprobs]) -> Iterator[pb.ServerFrame]:
         yield pb.ServerFrame(prompt=pb.PromptFrame(logprobs=part))
 
 
-def usage(so_far: UsageSoFar, delivered_token_count: int, prices: TokenPrices) -> pb.ServerFrame:
-    """Return running counts. delivered_token_count: tokens sent to the client before this frame."""
+def usage(
+    so_far: UsageSoFar,
+    delivered_token_count: int,
+    reasoning_token_count: int,
+    prices: TokenPrices,
+) -> pb.ServerFrame:
+    """Return running counts.
+
+    delivered_token_count, reasoning_token_count: tokens sent to the client before this frame.
+    """
     cost = prices.cost_picos(
-        so_far.input_token_count, so_far.cached_input_token_count, delivered_token_count
+        so_far.input_token_count,
+        so_far.cached_input_token_count,
+        delivered_token_count,
+        reasoning_token_count=reasoning_token_count,
     )
     counts = types_pb2.Usage(
         input_token_count=so_far.input_token_count,
@@ -141,7 +152,7 @@ def usage(so_far: UsageSoFar, delivered_token_count: int, prices: TokenPrices) -
         generated_token_count=so_far.generated_token_count,
         delivered_token_count=delivered_token_count,
         billed_token_count=delivered_token_count,
-        reasoning_token_count=min(so_far.reasoning_token_count, delivered_token_count),
+        reasoning_token_count=reasoning_token_count,
     )
     return pb.ServerFrame(
         usage=pb.UsageFrame(usage=counts, cost=wire.money(prices.currency_code, cost))

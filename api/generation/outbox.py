@@ -43,7 +43,8 @@ class UsageSoFar(msgspec.Struct):
     input_token_count is 0 until the engine has started on it. is_cached_final: the cached count
     cannot change any more. journalled: written before they are sent. taken: by the transport.
     delivered: those that are billed, which are the taken ones, and all in the replay buffer of a
-    request that has one. reasoning: thinking among the journalled ones.
+    request that has one. reasoning: thinking among each of them; a token of which that is known
+    only later counts with the message that tells it.
     """
 
     input_token_count: int = 0
@@ -53,12 +54,9 @@ class UsageSoFar(msgspec.Struct):
     taken_token_count: int = 0
     delivered_token_count: int = 0
     is_cached_final: bool = False
-    reasoning_token_count: int = 0
-
-    @property
-    def delivered_reasoning_token_count(self) -> int:
-        """Delivered tokens of thinking, which precede those of the answer."""
-        return min(self.reasoning_token_count, self.delivered_token_count)
+    journalled_reasoning_token_count: int = 0
+    taken_reasoning_token_count: int = 0
+    delivered_reasoning_token_count: int = 0
 
 
 class Source(Protocol):
@@ -98,15 +96,16 @@ class Source(Protocol):
 class Collected(msgspec.Struct, eq=False):
     """Message under construction.
 
-    entries: tokens in it that are not journalled yet, by output, with the parts that hold them from
-    one index to another. replayed: tokens in it that no transport has taken before, by output;
-    they are journalled. asks_fences: whether the fence of each request must be checked.
+    entries: tokens in it that are not journalled yet, and those of them that are reasoning, by
+    output, with the parts that hold them from one index to another. replayed: the same of tokens
+    that no transport has taken before; they are journalled. asks_fences: whether the fence of each
+    request must be checked.
     """
 
     parts: list[bytes]
     token_room: int
-    entries: list[tuple[Output, int, int, int]]
-    replayed: list[tuple[Output, int]]
+    entries: list[tuple[Output, int, int, int, int]]
+    replayed: list[tuple[Output, int, int]]
     asks_fences: bool = True
 
 
@@ -222,7 +221,8 @@ class Outbox:
         # Receivers with output, and frames without a request.
         self._line: deque[Receiver | bytes] = deque()
         self._in_flight: list[Receiver] = []
-        self._in_flight_tokens: list[tuple[Output, int]] = []
+        # With those of the tokens that are reasoning.
+        self._in_flight_tokens: list[tuple[Output, int, int]] = []
         # Set while the writer waits for something to send.
         self._idle: asyncio.Future[None] | None = None
         self._room: asyncio.Future[None] | None = None  # while the reader waits for room
@@ -275,8 +275,9 @@ class Outbox:
         self.is_abandoned = True
         if is_gone:
             lost, self._in_flight_tokens = self._in_flight_tokens, []
-            for output, token_count in lost:
+            for output, token_count, reasoning_count in lost:
                 output.in_flight_token_count -= token_count
+                output.in_flight_reasoning_token_count -= reasoning_count
         gone = dict.fromkeys(
             [*self._in_flight, *(each for each in self._line if isinstance(each, Receiver))]
         )
@@ -365,16 +366,15 @@ class Outbox:
                     self.message_count += 1
                     self._written_at = now()
                     tokens, self._in_flight_tokens = self._in_flight_tokens, []
-                    for output, token_count in tokens:
-                        # Less if a stalled request has ended, and was billed, meanwhile.
-                        token_count = min(token_count, output.in_flight_token_count)
-                        output.in_flight_token_count -= token_count
-                        usage = output.usage
-                        usage.taken_token_count += token_count
-                        if not output.is_kept:
-                            usage.delivered_token_count = usage.taken_token_count
+                    for output, token_count, reasoning_count in tokens:
+                        output.was_taken(token_count, reasoning_count)
                         if output.hold_id is not None and self.marks:
-                            journal.took(output.hold_id, usage.taken_token_count)
+                            usage = output.usage
+                            journal.took(
+                                output.hold_id,
+                                usage.taken_token_count,
+                                usage.taken_reasoning_token_count,
+                            )
                         if output.then is not None:
                             output.moved()
                     taken, self._in_flight = self._in_flight, []
@@ -409,7 +409,7 @@ class Outbox:
         frame_max, delta_max = self.frame_max, self.delta_max
         collected = Collected([], self.token_max, [], [], self._may_have_lapsed())
         line, parts, in_flight, more = self._line, collected.parts, self._in_flight, []
-        entries, in_flight_tokens = collected.entries, self._in_flight_tokens
+        entries, sent = collected.entries, []
         while line and collected.token_room > 0 and (count := len(parts)) < frame_max:
             one = line.popleft()
             if isinstance(one, bytes):
@@ -434,24 +434,28 @@ class Outbox:
         line += more
         if entries:
             try:
-                self._journal.record([output.entry(count) for output, count, *_ in entries])
+                self._journal.record(
+                    [output.entry(count, reasoning) for output, count, reasoning, *_ in entries]
+                )
             except JournalUnavailable as error:
                 self._withdraw(collected, error)
             else:
-                for output, count, _, _ in entries:
+                for output, count, reasoning, *_ in entries:
                     output.usage.journalled_token_count += count
-                    output.in_flight_token_count += count
-                    in_flight_tokens.append((output, count))
-        for output, count in collected.replayed:
+                    output.usage.journalled_reasoning_token_count += reasoning
+                    sent.append((output, count, reasoning))
+        sent += collected.replayed
+        for output, count, reasoning in sent:
             output.in_flight_token_count += count
-            in_flight_tokens.append((output, count))
+            output.in_flight_reasoning_token_count += reasoning
+        self._in_flight_tokens += sent
         if self._room is not None:
             self._make_room()
         return b"".join(parts)
 
     def _withdraw(self, collected: Collected, error: JournalUnavailable) -> None:
         """Remove tokens that cannot be journalled from a message, and fail their requests."""
-        for output, _, first, end in reversed(collected.entries):
+        for output, *_, first, end in reversed(collected.entries):
             del collected.parts[first:end]
             if output.receiver is not None:
                 output.receiver.withdraw(end - first)

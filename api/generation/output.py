@@ -160,6 +160,7 @@ class UsageTelling:
     interval_tokens: int
     prices: TokenPrices
     sent_token_count: int = 0  # in deltas handed to the receiver
+    sent_reasoning_token_count: int = 0
 
     @property
     def room(self) -> int:
@@ -194,6 +195,7 @@ class Output(ABC):
         self.model = model
         self.said_token_count = 0
         self.in_flight_token_count = 0
+        self.in_flight_reasoning_token_count = 0
         self.usage_telling: UsageTelling | None = None
         self.flow = flow
         self.receiver: Receiver | None = receiver
@@ -311,9 +313,8 @@ class Output(ABC):
         read: it cannot be recalled, and the client can still read it."""
         if not self.is_kept:
             if not self.takes_whole:  # the rest of a whole answer is never sent
-                self.usage.taken_token_count += self.in_flight_token_count
-                self.usage.delivered_token_count = self.usage.taken_token_count
-            self.in_flight_token_count = 0
+                self.was_taken(self.in_flight_token_count, self.in_flight_reasoning_token_count)
+            self.in_flight_token_count = self.in_flight_reasoning_token_count = 0
 
     def lose(self, error: JournalUnavailable) -> None:
         """Fail the request: tokens were taken that cannot be journalled. The rest is discarded."""
@@ -453,14 +454,34 @@ class Output(ABC):
     def take(self, receiver: Receiver, into: Collected, delta_max: int) -> None:
         """Move at most `delta_max` deltas that may be sent into a message; sets `has_more`."""
 
-    def entry(self, token_count: int) -> Delivered:
-        """Return the journal entry for this many more tokens."""
+    def was_taken(self, token_count: int, reasoning_token_count: int) -> None:
+        """Handle that the transport has taken tokens: they are delivered."""
+        usage = self.usage
+        # Less if a stalled request has ended, and was billed, meanwhile.
+        token_count = min(token_count, self.in_flight_token_count)
+        self.in_flight_token_count -= token_count
+        usage.taken_token_count += token_count
+        if reasoning_token_count:
+            reasoning_token_count = min(reasoning_token_count, self.in_flight_reasoning_token_count)
+            self.in_flight_reasoning_token_count -= reasoning_token_count
+            usage.taken_reasoning_token_count += reasoning_token_count
+        if not self.is_kept:
+            usage.delivered_token_count = usage.taken_token_count
+            usage.delivered_reasoning_token_count = usage.taken_reasoning_token_count
+
+    def entry(self, token_count: int, reasoning_token_count: int = 0) -> Delivered:
+        """Return the journal entry for this many more tokens, some of them reasoning."""
         assert self.hold_id is not None, "tokens are delivered only under a hold"
         usage = self.usage
         total = usage.journalled_token_count + token_count
         generated = max(usage.generated_token_count, total)
         return Delivered(
-            self.hold_id, usage.input_token_count, usage.cached_input_token_count, generated, total
+            self.hold_id,
+            usage.input_token_count,
+            usage.cached_input_token_count,
+            generated,
+            total,
+            usage.journalled_reasoning_token_count + reasoning_token_count,
         )
 
     def moved(self) -> None:
@@ -522,14 +543,18 @@ class Output(ABC):
         if self.flow.credit is not None:
             self.flow.watch(0 if self.receiver is None else self._unread_token_count())
 
-    def _tell_usage(self, into: Collected, receiver: Receiver, token_count: int) -> None:
+    def _tell_usage(
+        self, into: Collected, receiver: Receiver, token_count: int, reasoning_token_count: int
+    ) -> None:
         """Append a usage frame after a delta of this many tokens, if one is due."""
         telling = self.usage_telling
-        if telling is not None and token_count:
+        if telling is not None and (token_count or reasoning_token_count):
             is_due = token_count >= telling.room
             telling.sent_token_count += token_count
+            telling.sent_reasoning_token_count += reasoning_token_count
             if is_due:
-                frame = frames.usage(self.usage, telling.sent_token_count, telling.prices)
+                sent = telling.sent_token_count, telling.sent_reasoning_token_count
+                frame = frames.usage(self.usage, *sent, telling.prices)
                 frame.request_id = receiver.given_id
                 into.parts.append(framed(frame.SerializeToString()))
 
@@ -637,7 +662,6 @@ class LiveOutput(Output):
                 rest = b""
                 if thought is not NO_THOUGHT:
                     rest = thought_fields(thought[0].encode(), thought[1])
-                    self.usage.reasoning_token_count += thought[1]
                 into.parts.append(
                     receiver.token(self._last_seq, text.encode(), token_ids[0])
                     if count == 1 and not rest
@@ -645,7 +669,7 @@ class LiveOutput(Output):
                 )
                 into.token_room -= count
                 end = len(into.parts)
-                into.entries.append((self, count, end - 1, end))
+                into.entries.append((self, count, thought[1], end - 1, end))
                 if self._life is None:
                     self._say_end()
                 return
@@ -654,6 +678,7 @@ class LiveOutput(Output):
     def _take_packed(self, receiver: Receiver, into: Collected, delta_max: int) -> None:
         self._pack()
         flow, room, taken_count, delta_count = self.flow, into.token_room, 0, 0
+        all_reasoning_count = 0
         first = len(into.parts)
         for choice_index, output in list(self._packed.items()):
             while not (output.empty or self.has_more):
@@ -670,7 +695,7 @@ class LiveOutput(Output):
                 text, token_ids, rest, reasoning_count = output.take(count_max)
                 if not (token_ids or text or rest):
                     break  # the first token needs more credit
-                self.usage.reasoning_token_count += reasoning_count
+                all_reasoning_count += reasoning_count
                 self._last_seq += 1
                 delta_count += 1
                 into.parts.append(
@@ -679,12 +704,12 @@ class LiveOutput(Output):
                 taken_count += len(token_ids)
                 if flow.credit is not None:
                     flow.spend(len(token_ids))
-                self._tell_usage(into, receiver, len(token_ids))
+                self._tell_usage(into, receiver, len(token_ids), reasoning_count)
             if output.empty:
                 del self._packed[choice_index]
-        if taken_count:
+        if taken_count or all_reasoning_count:
             into.token_room -= taken_count
-            into.entries.append((self, taken_count, first, len(into.parts)))
+            into.entries.append((self, taken_count, all_reasoning_count, first, len(into.parts)))
         if self._has_failed and flow.credit == 0 and self._packed:
             # Not through `discard`, since the output just taken is not delivered yet.
             self.said_token_count -= sum(map(len, self._packed.values()))
@@ -737,6 +762,7 @@ class ReplayOutput(Output):
         self.buffer = buffer
         self._next_seq = 1  # first delta that was not handed to the receiver
         self._unread = 0  # tokens from `_next_seq` on
+        self._unread_reasoning = 0
 
     def say(
         self,
@@ -750,13 +776,16 @@ class ReplayOutput(Output):
         """Implement `Output.say`. With flow control, each token is a frame."""
         if not self.fence():
             return
-        self.usage.reasoning_token_count += thought[1]
+        if token_ids or thought[1]:
+            self.buffer.record(self.entry(len(token_ids), thought[1]))
         if token_ids:
             self.gaps.note(choice_index)
-            self.buffer.record(self.entry(len(token_ids)))
             self.usage.journalled_token_count += len(token_ids)
             self.said_token_count = self.usage.journalled_token_count
             self.usage.delivered_token_count = self.said_token_count
+        self.usage.journalled_reasoning_token_count += thought[1]
+        self.usage.delivered_reasoning_token_count = self.usage.journalled_reasoning_token_count
+        reasoning_left = thought[1]
         step = 1 if self.flow.credit is not None else TOKENS_PER_DELTA_MAX
         for first in range(0, max(len(token_ids), 1), step):
             part = token_ids[first : first + step]
@@ -766,7 +795,9 @@ class ReplayOutput(Output):
                 calls if is_last else (),
                 thought if is_last else NO_THOUGHT,
             )
-            self._keep(choice_index, text if is_last else "", part, rest)
+            reasoning = reasoning_left if is_last else min(len(part), reasoning_left)
+            reasoning_left -= reasoning
+            self._keep(choice_index, text if is_last else "", part, rest, reasoning)
         self._note()
         self._watch_credit()
 
@@ -792,22 +823,33 @@ class ReplayOutput(Output):
             if count >= delta_max or into.token_room <= 0:
                 self.has_more = True
                 break
-            delta, token_count = self.buffer.get(self._next_seq)
+            delta, token_count, reasoning_count = self.buffer.get(self._next_seq)
             if flow.credit is not None:
                 if token_count > flow.credit:
                     break
                 flow.spend(token_count)
             self._next_seq += 1
             self._unread -= token_count
+            self._unread_reasoning -= reasoning_count
             count += 1
             into.token_room -= token_count
             into.parts.append(delta_frame(receiver.head, delta))
-            self._tell_usage(into, receiver, token_count)
+            self._tell_usage(into, receiver, token_count, reasoning_count)
         usage = self.usage
-        sent_token_count = usage.journalled_token_count - self._unread
-        before = usage.taken_token_count + self.in_flight_token_count
-        if count and sent_token_count > before:
-            into.replayed.append((self, sent_token_count - before))
+        new_count = (
+            usage.journalled_token_count
+            - self._unread
+            - usage.taken_token_count
+            - self.in_flight_token_count
+        )
+        new_reasoning_count = (
+            usage.journalled_reasoning_token_count
+            - self._unread_reasoning
+            - usage.taken_reasoning_token_count
+            - self.in_flight_reasoning_token_count
+        )
+        if count and (new_count > 0 or new_reasoning_count > 0):
+            into.replayed.append((self, max(new_count, 0), max(new_reasoning_count, 0)))
         if self._life is None and not self._waits():
             self._say_end()
 
@@ -818,19 +860,27 @@ class ReplayOutput(Output):
             gone = OutputGone(self._next_seq - 1, self._last_seq + 1, self._last_seq)
             receiver.end(frames.failed(status_of(gone), None))
 
-    def _keep(self, choice_index: int, text: str, token_ids: Sequence[int], rest: bytes) -> None:
+    def _keep(
+        self,
+        choice_index: int,
+        text: str,
+        token_ids: Sequence[int],
+        rest: bytes,
+        reasoning_token_count: int = 0,
+    ) -> None:
         """Put a delta into the buffer. rest: its other fields, serialized."""
         self._last_seq += 1
         self._unread += len(token_ids)
+        self._unread_reasoning += reasoning_token_count
         delta = delta_bytes(self._last_seq, choice_index, text.encode(), token_ids, rest)
         unread_seq = self._next_seq if self.receiver is not None else self._last_seq + 1
-        if not self.buffer.put(delta, len(token_ids), unread_seq):
+        if not self.buffer.put(delta, len(token_ids), unread_seq, reasoning_token_count):
             if self._life is not None:
                 self._life.stop(Outcome.SLOW_CONSUMER, detail=UNREAD_TOO_MUCH)
             self._skip()  # the request is over; output outside the buffer cannot be sent
 
     def _skip(self) -> None:
-        self._next_seq, self._unread = self._last_seq + 1, 0
+        self._next_seq, self._unread, self._unread_reasoning = self._last_seq + 1, 0, 0
 
     def _waits(self) -> bool:
         return self._next_seq <= self._last_seq
@@ -843,9 +893,13 @@ class ReplayOutput(Output):
 
     def _begin_after(self, after_seq: int) -> None:
         self._next_seq = after_seq + 1
-        self._unread = self.buffer.token_count_after(after_seq)
-        if self.usage_telling is not None:
-            self.usage_telling.sent_token_count = self.usage.delivered_token_count - self._unread
+        self._unread, self._unread_reasoning = self.buffer.token_counts_after(after_seq)
+        if (telling := self.usage_telling) is not None:
+            usage = self.usage
+            telling.sent_token_count = usage.delivered_token_count - self._unread
+            telling.sent_reasoning_token_count = (
+                usage.delivered_reasoning_token_count - self._unread_reasoning
+            )
 
 
 def rest_of(
@@ -915,6 +969,8 @@ class PackedOutput:
         self._thought_ends = array("Q")
         self._taken_thought_byte_count = 0
         self._thought_token_counts = array("I")  # of each `add`
+        # Tokens before the first `add` that is not taken as a whole, and its thinking counted yet.
+        self._begun_token_count = self._counted_thought_count = 0
         self._has_text = self._has_calls = False  # since the last turn
         self._add_count = self._taken_add_count = 0
         self._turns: deque[int] = deque()  # calls of `add` before output that begins a delta
@@ -960,6 +1016,8 @@ class PackedOutput:
         """Remove at most this many tokens.
 
         Returns text, ids, other `DeltaFrame` fields, and the number of tokens known to be thinking.
+        Of an `add` that is taken in parts, the first tokens are its thinking; the fields have its
+        number with its text.
         """
         add_count_max = len(self._token_ends)
         if self._turns:
@@ -978,6 +1036,7 @@ class PackedOutput:
         if self._turns and self._turns[0] == self._taken_add_count:
             self._turns.popleft()
         text, calls, thought, thought_token_count = b"", b"", b"", 0
+        reasoning_count = self._count_thoughts(whole_count)
         if whole_count:
             byte_count = self._thought_ends[whole_count - 1] - self._taken_thought_byte_count
             thought, self._thoughts = (
@@ -1005,4 +1064,15 @@ class PackedOutput:
         rest = b"".join(logprobs) + calls + thought_fields(thought, thought_token_count)
         if self.end and not self._token_ends:
             rest, self.end = rest + self.end, b""
-        return text, token_ids, rest, thought_token_count
+        return text, token_ids, rest, reasoning_count
+
+    def _count_thoughts(self, whole_count: int) -> int:
+        """Return how many of the tokens now taken are thinking. whole_count: `add`s that end."""
+        counts, before = self._thought_token_counts, self._counted_thought_count
+        if whole_count:
+            self._begun_token_count = self._token_ends[whole_count - 1]
+        self._counted_thought_count = 0
+        if whole_count < len(counts):
+            taken_count = self._taken_token_count - self._begun_token_count
+            self._counted_thought_count = min(counts[whole_count], taken_count)
+        return sum(counts[:whole_count]) + self._counted_thought_count - before

@@ -108,7 +108,9 @@ class OutputLimits:
         """
         if self.max_cost is None:
             return
-        minimum_picos = self._prices.cost_picos(input_token_count, 0, 1)
+        prices = self._prices
+        minimum_picos = prices.cost_picos(input_token_count, 0, 0)
+        minimum_picos += prices.dearest_output_picos_per_token
         if minimum_picos > self.max_cost.picos:
             currency_code = self.max_cost.currency_code
             amount = f"{exact_text(minimum_picos, currency_code)} {currency_code}"
@@ -151,7 +153,7 @@ class OutputLimits:
     def _reckon(self) -> None:
         asked = self.asked_token_count_max
         by_length = asked if asked < self.engine_token_count_max else UNBOUNDED
-        by_cost, per_token = UNBOUNDED, self._prices.output_picos_per_token
+        by_cost, per_token = UNBOUNDED, self._prices.dearest_output_picos_per_token
         if self.max_cost is not None and per_token:
             input_cost_picos = self._prices.cost_picos(*self._input_token_counts, 0)
             by_cost = max(self.max_cost.picos - input_cost_picos, 0) // per_token

@@ -159,7 +159,7 @@ def response(
         if found.expected_token_count is None
         else min(found.expected_token_count, output_count_max)
     )
-    worst = max(prices.cost_picos(input_count, each, output_count_max) for each in (0, input_count))
+    worst = prices.worst_cost_picos(input_count, output_count_max)
     answer = pb.QuoteResponse(
         input_token_count=input_count,
         predicted_cached_token_count=cached,
@@ -167,7 +167,13 @@ def response(
         expected_output_token_count=expected,
         worst_case_cost=wire.money(prices.currency_code, worst),
         expected_cost=wire.money(
-            prices.currency_code, prices.cost_picos(input_count, cached, expected)
+            prices.currency_code,
+            prices.cost_picos(
+                input_count,
+                cached,
+                expected,
+                reasoning_token_count=min(found.expected_reasoning_token_count, expected),
+            ),
         ),
         price_version=prices.version,
         would_admit=refusal is None,

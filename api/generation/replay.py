@@ -32,7 +32,7 @@ class ReplayBuffer:
         self.first_seq = 1
         self.byte_count = 0
         self._deltas: list[bytes] = []
-        self._token_counts: list[int] = []
+        self._token_counts: list[tuple[int, int]] = []  # with those of reasoning
         self._journal = journal
         self._owner = owner
 
@@ -48,14 +48,16 @@ class ReplayBuffer:
         """
         self._journal.record([delivered])
 
-    def put(self, delta: bytes, token_count: int, unread_seq: int) -> bool:
+    def put(
+        self, delta: bytes, token_count: int, unread_seq: int, reasoning_token_count: int = 0
+    ) -> bool:
         """Append a delta; drop the oldest if there is no room.
 
         Return whether all unread deltas are kept. unread_seq: first delta that the reader has not
         received. Unread deltas may take twice the room.
         """
         self._deltas.append(delta)
-        self._token_counts.append(token_count)
+        self._token_counts.append((token_count, reasoning_token_count))
         self.byte_count += len(delta) + FRAME_BYTES
         self._owner.note(self, len(delta) + FRAME_BYTES)
         allowance = self._owner.allowance(self.organization_id)
@@ -67,14 +69,15 @@ class ReplayBuffer:
         self._drop(allowance, self.last_seq + 1)
         return False
 
-    def get(self, seq: int) -> tuple[bytes, int]:
-        """Return a kept delta and its token count."""
+    def get(self, seq: int) -> tuple[bytes, int, int]:
+        """Return a kept delta and the numbers of its tokens and of its reasoning tokens."""
         index = seq - self.first_seq
-        return self._deltas[index], self._token_counts[index]
+        return self._deltas[index], *self._token_counts[index]
 
-    def token_count_after(self, seq: int) -> int:
-        """Return the tokens of all kept deltas after this one."""
-        return sum(self._token_counts[seq + 1 - self.first_seq :])
+    def token_counts_after(self, seq: int) -> tuple[int, int]:
+        """Return the tokens of all kept deltas after this one, and those of reasoning."""
+        after = self._token_counts[seq + 1 - self.first_seq :]
+        return sum(count for count, _ in after), sum(count for _, count in after)
 
     def forget(self) -> None:
         """Drop all deltas."""

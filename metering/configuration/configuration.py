@@ -42,7 +42,13 @@ from metering.core.models import (
     record_of,
 )
 from metering.core.money import checked_currency
-from metering.pricing.prices import MULTIPLIER_SCALE, ModelPrice, set_price, versions_in_force
+from metering.pricing.prices import (
+    MULTIPLIER_SCALE,
+    ModelPrice,
+    TokenPrices,
+    set_price,
+    versions_in_force,
+)
 from metering.quotas.quota_admin import delete_quota, override_quota, set_quota
 from metering.quotas.quota_recount import Uncounted, recount
 from metering.quotas.quota_rules import Weights, usual_thresholds
@@ -163,7 +169,8 @@ class OrganizationSpec:
 class PriceSpec:
     """Price of a model: on the list, or one customer's own. None keeps the present value.
 
-    currency_code: empty for the organization's, or USD. effective_at: None or a past time for now.
+    reasoning_picos_per_token: None for the price of output. currency_code: empty for the
+    organization's, or USD. effective_at: None or a past time for now.
     """
 
     model: str
@@ -172,6 +179,7 @@ class PriceSpec:
     cached_input_picos_per_token: int
     output_picos_per_token: int
     embedding_picos_per_token: int | None = None
+    reasoning_picos_per_token: int | None = None
     batch_multiplier_milli: int | None = None
     organization: str = ""
     effective_at: datetime | None = None
@@ -741,7 +749,9 @@ class Attempts:
                 return
             owner_id = owner.id
         named = replace(
-            wanted, currency_code=wanted.currency_code or (owner.currency_code if owner else "USD")
+            wanted,
+            currency_code=wanted.currency_code or (owner.currency_code if owner else "USD"),
+            reasoning_picos_per_token=own_reasoning_price(wanted),
         )
         found = await versions_in_force(
             self.session,
@@ -759,6 +769,9 @@ class Attempts:
             for each in fields(PriceSpec)
             if each.name not in PLACE and getattr(named, each.name) is not None
         ]
+        reasoning = "reasoning_picos_per_token"
+        if existing is not None and getattr(existing, reasoning) is not None:
+            names = list(dict.fromkeys([*names, reasoning]))  # also if it is no longer stated
         changes = differences(existing, named, names)
         if not changes:
             return
@@ -857,9 +870,16 @@ def spec_of(versions: list[ModelPrice], place: PriceSpec) -> PriceSpec | None:
         for each in fields(PriceSpec)
         if each.name.endswith("_picos_per_token")
     }
+    rates["reasoning_picos_per_token"] = own_reasoning_price(prices)
     return replace(
         place, **rates, batch_multiplier_milli=batch.multiplier_milli if batch else MULTIPLIER_SCALE
     )
+
+
+def own_reasoning_price(prices: PriceSpec | TokenPrices) -> int | None:
+    """Return the price of reasoning; None if it is that of output."""
+    reasoning = prices.reasoning_picos_per_token
+    return None if reasoning == prices.output_picos_per_token else reasoning
 
 
 Quotas = Mapping[uuid.UUID, tuple[tuple[QuotaPlace, QuotaSpec], ...]]

@@ -196,6 +196,7 @@ class TokenKind(StrEnum):
     INPUT = "input"
     CACHED_INPUT = "cached_input"
     OUTPUT = "output"
+    REASONING = "reasoning"  # apart from the output; a request reports the sum of both
     EMBEDDING = "embedding"
 
 
@@ -206,6 +207,7 @@ class PriceVersion(Base):
     organization_id: customer with this price of its own; None for the list. multiplier_milli:
     thousandths of the interactive prices from which these were computed, for display. withdrawn:
     from then on the organization pays the list price again; no usage is charged by this row.
+    reasoning_picos_per_token: None if it is not stated: reasoning then has the output price.
     """
 
     __tablename__ = "price_versions"
@@ -217,6 +219,7 @@ class PriceVersion(Base):
     cached_input_picos_per_token: Mapped[int]
     output_picos_per_token: Mapped[int]
     embedding_picos_per_token: Mapped[int] = mapped_column(server_default="0")
+    reasoning_picos_per_token: Mapped[int | None]
     organization_id: Mapped[uuid.UUID | None] = mapped_column(ForeignKey("organizations.id"))
     tier: Mapped[str] = mapped_column(server_default="interactive")
     multiplier_milli: Mapped[int] = mapped_column(server_default="1000")
@@ -319,7 +322,8 @@ class Hold(Base):
     moves the rest into the current window. `quota_ids`: the quotas charged. `posted_minutes`: a
     pair for each minute (since 1970) that the charge has left: the minute, and the tokens posted up
     to its end, so that the usage of any window can be computed later. For an `embedding` the input
-    is the embedded text: quotas on tokens count it as input, those on money at its own price. A
+    is the embedded text: quotas on tokens count it as input, those on money at its own price.
+    `reasoning_token_count`: those of the delivered tokens that are known to be thinking. A
     trigger on INSERT checks that key, project, organization and price version exist and belong
     together, at a fraction of the cost of foreign keys.
     """
@@ -342,6 +346,7 @@ class Hold(Base):
     cached_input_token_count: Mapped[int] = mapped_column(server_default="0")
     leased_token_count: Mapped[int]
     delivered_token_count: Mapped[int] = mapped_column(server_default="0")
+    reasoning_token_count: Mapped[int] = mapped_column(server_default="0")
     posted_token_count: Mapped[int] = mapped_column(server_default="0")
     posted_cost_picos: Mapped[int] = mapped_column(server_default="0")
     posted_minutes: Mapped[list[int]] = mapped_column(server_default=text("'{}'"))
@@ -368,6 +373,8 @@ class UsageEvent(Base):
     `journalled_token_count`: output tokens that were written to the journal to be sent; those
     beyond the delivered ones are credited. 0 in events of earlier versions.
     `reasoning_token_count`: those of the delivered tokens that are the model's thinking.
+    `billed_reasoning_token_count`: those of the billed tokens that have the reasoning price; the
+    others have the output price. 0 in events of earlier versions, which billed thinking as output.
 
     One partition per month of `settled_at` (UTC), which PostgreSQL therefore requires in the
     primary key; `id` has no index and gives the order of writing. Pages are half free for the
@@ -393,6 +400,7 @@ class UsageEvent(Base):
     embedding_token_count: Mapped[int] = mapped_column(server_default="0")
     journalled_token_count: Mapped[int] = mapped_column(server_default="0")
     reasoning_token_count: Mapped[int] = mapped_column(server_default="0")
+    billed_reasoning_token_count: Mapped[int] = mapped_column(server_default="0")
     migration_count: Mapped[int] = mapped_column(Integer(), server_default="0")
     price_version_id: Mapped[int]
     cost_picos: Mapped[int]

@@ -69,15 +69,20 @@ SELECT id, model, currency_code, organization_id, tier,
        input_picos_per_token AS input,
        cached_input_picos_per_token AS cached_input,
        output_picos_per_token AS output,
+       coalesce(reasoning_picos_per_token, output_picos_per_token) AS reasoning,
        embedding_picos_per_token AS embedding,
-       coalesce(used.embedded, false) AS embedded,
+       ARRAY['input', 'cached_input', 'output']
+           || CASE WHEN reasoning_picos_per_token <> output_picos_per_token
+                   THEN ARRAY['reasoning'] END
+           || CASE WHEN embedding_picos_per_token > 0 THEN ARRAY['embedding'] END
+           || used.kinds AS kinds,
        coalesce(used.by, '{}') AS used_by,
        withdrawn OR coalesce(lead(effective_at) OVER versions <= now(), false) AS past
 FROM price_versions
 LEFT JOIN (
     SELECT price_version_id,
            array_agg(DISTINCT organization_id) AS by,
-           bool_or(token_kind = 'embedding') AS embedded
+           array_agg(DISTINCT token_kind) AS kinds
     FROM meter_batches
     WHERE hour >= now() - interval '35 days'
     GROUP BY 1
@@ -460,9 +465,9 @@ async def read_book(sessions: Sessions) -> PriceBook:
                 tier=ServiceTier(row.tier),
             )
             for kind in TokenKind
-            # A subscription has few items: a model without embeddings, or with free ones, gets no
-            # item for them.
-            if kind is not TokenKind.EMBEDDING or row.embedding or row.embedded
+            # A subscription has few items: reasoning at the price of output and free embeddings get
+            # an item only if the model has such tokens.
+            if kind in row.kinds
         ]
         metered += kinds
         for organization_id, _, currency_code in organizations:

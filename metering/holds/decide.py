@@ -46,7 +46,15 @@ from metering.holds.operations import (
 )
 from metering.pricing.prices import TokenPrices, embedding_terms
 from metering.quotas import quotas
-from metering.quotas.quota_rules import Claim, Payer, QuotaRule, QuotaStates, Scale, money_scale
+from metering.quotas.quota_rules import (
+    Claim,
+    Payer,
+    QuotaRule,
+    QuotaStates,
+    Scale,
+    Tokens,
+    money_scale,
+)
 from metering.quotas.quotas import Counters
 from metering.receipts.chaining import Chains, IssuedReceipt
 from metering.store.exchange import packed_id
@@ -94,7 +102,8 @@ class AdmissionTerms:
 class Hold(msgspec.Struct, eq=False):
     """A hold; decisions change it in place. rules: quotas that it is charged to.
 
-    posted_cost_picos: cost of its posted tokens; set by each extension.
+    posted_cost_picos: cost of its posted tokens, with output at the lower of its two prices; set by
+    each extension. reasoning_token_count: delivered tokens known to be thinking.
     """
 
     id: uuid.UUID
@@ -112,6 +121,7 @@ class Hold(msgspec.Struct, eq=False):
     state: str = HoldState.HELD
     expires_at: datetime = LATEST
     posted_cost_picos: int = 0
+    reasoning_token_count: int = 0
 
     @property
     def unbound(self) -> bool:
@@ -136,6 +146,7 @@ class Hold(msgspec.Struct, eq=False):
             self.admitted_at,
             self.charged_at,
             self.posted_minutes,
+            self.reasoning_token_count,
         )
 
     def known_late(self, op: Settle) -> int | None:
@@ -166,11 +177,17 @@ class EventSums(NamedTuple):
     embedding_token_count: int = 0
     journalled_token_count: int = 0
     reasoning_token_count: int = 0
+    billed_reasoning_token_count: int = 0
 
     @property
     def sent_token_count(self) -> int:
         """Input tokens of the request, whether for generation or for embedding."""
         return self.input_token_count + self.embedding_token_count
+
+    @property
+    def charged(self) -> Tokens:
+        """Tokens that quotas count."""
+        return self.sent_token_count, self.billed_token_count, self.billed_reasoning_token_count
 
     def settled(
         self, hold_id: uuid.UUID, currency_code: str, receipts: list[IssuedReceipt]
@@ -192,6 +209,7 @@ class EventSums(NamedTuple):
             self.embedding_token_count + part.embedding_token_count,
             self.journalled_token_count + part.journalled_token_count,
             self.reasoning_token_count + part.reasoning_token_count,
+            self.billed_reasoning_token_count + part.billed_reasoning_token_count,
         )
 
 
@@ -317,9 +335,15 @@ class Decisions:
             )
         if hold.terms.embedding:
             raise InvariantViolated(f"hold {hold.id}: an embedding has no output to lease")
-        claim = hold.claim(op.cached_input_token_count)
         claim = quotas.extend(
-            self.counters, hold.rules, claim, op.delivered_token_count, op.wanted_token_count
+            self.counters,
+            hold.rules,
+            hold.claim(op.cached_input_token_count),
+            op.delivered_token_count,
+            op.wanted_token_count,
+            min(
+                max(op.reasoning_token_count, hold.reasoning_token_count), op.delivered_token_count
+            ),
         )
         self.writes.extensions.setdefault(hold.id.int, (hold, hold.leased_token_count))
         hold.cached_input_token_count = claim.cached_input_token_count
@@ -328,6 +352,7 @@ class Decisions:
         hold.posted_token_count = claim.posted_token_count
         hold.posted_minutes = claim.posted_minutes
         hold.charged_at = claim.charged_at
+        hold.reasoning_token_count = claim.reasoning_token_count
         hold.posted_cost_picos = claim.posted(money_scale(claim.prices))
         return Extended(claim.leased_token_count)
 
@@ -363,13 +388,19 @@ class Decisions:
                 )
             # A machine crash may lose the end of a journal; the last extension is in the database.
             op = structs.replace(op, delivered_token_count=hold.delivered_token_count)
-        sent, delivered = op.input_token_count, 0 if unbound else op.delivered_token_count
+        reasoning = min(
+            max(op.reasoning_token_count, hold.reasoning_token_count), op.delivered_token_count
+        )
+        op = structs.replace(op, reasoning_token_count=reasoning)
+        sent, delivered = op.input_token_count, op.delivered_token_count
+        if unbound:
+            delivered = reasoning = 0
         if hold.posted_token_count:
             if (known := hold.known_late(op)) is not None:
                 op = structs.replace(op, cached_input_token_count=known)
                 quotas.learn_cached(self.counters, hold.rules, hold.claim(), known)
                 hold.cached_input_token_count = known
-            quotas.end(self.counters, hold.rules, hold.claim(), sent, delivered)
+            quotas.end(self.counters, hold.rules, hold.claim(), (sent, delivered, reasoning))
         else:
             cached = hold.cached_input_token_count = max(
                 hold.cached_input_token_count, op.cached_input_token_count
@@ -377,12 +408,13 @@ class Decisions:
             cached = min(cached, sent)
             claimed, consumed = (
                 (hold.input_token_count, hold.leased_token_count),
-                (sent - cached, cached, delivered),
+                (sent - cached, cached, delivered - reasoning, reasoning),
             )
             quotas.end_whole(
                 self.counters, hold.rules, hold.terms.money, hold.charged_at, claimed, consumed
             )
         hold.state, hold.delivered_token_count = HoldState.SETTLED, op.delivered_token_count
+        hold.reasoning_token_count = op.reasoning_token_count
         self.writes.ends[number] = hold
         return self.record(hold, op, recovered=op.recovered)
 
@@ -403,13 +435,16 @@ class Decisions:
             generated_token_count=max(op.generated_token_count - known.generated_token_count, 0),
             delivered_token_count=max(op.delivered_token_count - known.delivered_token_count, 0),
             journalled_token_count=max(op.journalled_token_count - known.journalled_token_count, 0),
-            reasoning_token_count=max(op.reasoning_token_count - known.delivered_token_count, 0),
+            reasoning_token_count=max(op.reasoning_token_count - known.reasoning_token_count, 0),
         )
-        part = self.record(hold, rest, recovered=True)
-        charged = hold.input_token_count, hold.leased_token_count
-        billed = known.sent_token_count, known.billed_token_count
-        consumed = billed[0] + rest.input_token_count, billed[1] + part.billed_token_count
-        quotas.give_back(self.counters, hold.rules, hold.claim(), charged, billed, consumed)
+        part, claim, lease = (
+            self.record(hold, rest, recovered=True),
+            hold.claim(),
+            hold.leased_token_count,
+        )
+        charged = hold.input_token_count, lease, claim.dearest_reasoning(lease)
+        billed, after = known.charged, known.plus(part).charged
+        quotas.give_back(self.counters, hold.rules, claim, charged, billed, after)
         return self.recorded_usage(hold)
 
     def void(self, hold_id: uuid.UUID) -> Ended:
@@ -433,7 +468,9 @@ class Decisions:
         if hold is None or hold.state != HoldState.HELD or hold.expires_at > self.reads.now:
             return Ended(done=False)
         claim, delivered = hold.claim(), hold.delivered_token_count
-        billed = (hold.input_token_count, delivered) if delivered else (0, 0)
+        billed = (0, 0, 0)
+        if delivered:
+            billed = hold.input_token_count, delivered, hold.reasoning_token_count
         quotas.expire(self.counters, hold.rules, claim, billed)
         hold.state = HoldState.EXPIRED
         self.writes.ends[hold.id.int] = hold
@@ -445,6 +482,7 @@ class Decisions:
                 generated_token_count=delivered,
                 delivered_token_count=delivered,
                 outcome=Outcome.FAILED,
+                reasoning_token_count=hold.reasoning_token_count,
             )
             self.record(hold, known, recovered=True)
         return Ended(done=True)
@@ -461,6 +499,8 @@ class Decisions:
             (0, op.input_token_count) if hold.terms.embedding else (op.input_token_count, 0)
         )
         cached = min(op.cached_input_token_count, sent)
+        reasoning = min(op.reasoning_token_count, delivered)
+        billed_reasoning = min(reasoning, billed)
         part = Settled(
             hold.id,
             sent,
@@ -468,12 +508,13 @@ class Decisions:
             max(op.generated_token_count, delivered),
             delivered,
             billed,
-            prices.cost_picos(sent, cached, billed, embedded),
+            prices.cost_picos(sent, cached, billed, embedded, billed_reasoning),
             prices.currency_code,
             op.outcome,
             embedded,
             max(op.journalled_token_count, delivered),
-            min(op.reasoning_token_count, delivered),
+            reasoning,
+            billed_reasoning,
             self.reads.receipts.setdefault(number, []),
         )
         has_parts = number in self.reads.events or number in self.added

@@ -6,9 +6,10 @@ death of the process, not of the machine (for that, holds carry the delivered co
 extension). The file is locked while its process lives: a process that obtains the lock may settle
 for the dead owner (`recovery.py`).
 
-The journal is the upper bound of the bill; a second file, mapped into memory, has the total of each
-hold that the transport has taken. During an outage of the database, a third file records which
-request was admitted under which hold.
+The journal is the upper bound of the bill; a second file, mapped into memory, has the totals of
+each hold that the transport has taken. Both count reasoning tokens separately, which have a price
+of their own. During an outage of the database, a third file records which request was admitted
+under which hold.
 """
 
 from __future__ import annotations
@@ -162,24 +163,44 @@ def decode_bindings(data: bytes) -> Iterator[Bind]:
         )
 
 
-SUFFIX = ".journal"
+@dataclass(frozen=True, slots=True)
+class Format:
+    """Format of the files of a process.
+
+    counts: of a record before its crc32: hold id; input, cached, generated, delivered token counts,
+    and reasoning ones where the format has them. mark: hold id; output tokens that the transport
+    has taken, and in the upper half those of them that are reasoning.
+    """
+
+    suffix: str
+    counts: struct.Struct
+    marks_suffix: str
+    mark: struct.Struct
+
+    @property
+    def record_size(self) -> int:
+        """Size of a record with its crc32."""
+        return self.counts.size + 4
+
+
+# An older server ignores files that it cannot read: the suffixes differ.
+FORMAT = Format(".journal2", struct.Struct("<16sIIIII"), ".taken2", struct.Struct("<16sQ"))
+# Of release 0.1.0, whose journals are recovered after an upgrade.
+FORMERLY = Format(".journal", struct.Struct("<16sIIII"), ".taken", struct.Struct("<16sI"))
+FORMATS = {each.suffix: each for each in (FORMERLY, FORMAT)}
 
 # Owner and segment.
-NAME_FORM = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}\.[0-9]+\.journal", re.ASCII)
+NAME_FORM = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}\.[0-9]+\.journal2?", re.ASCII)
 
 UNFINISHED_SUFFIX = ".new"
 
-MARKS_SUFFIX = ".taken"
-MARK = struct.Struct("<16sI")  # hold id; output tokens that the transport has taken
-MARK_WORDS = MARK.size // 4
+MARK_WORDS = FORMAT.mark.size // 8
+TAKEN_BITS = 32  # of a mark, below the reasoning tokens
 MARKS_AT_FIRST = 2048  # requests with output at once; more make the file grow
 
 # Written and removed to find out whether the disk takes data again: more than a block, since the
 # rest of the last block of a file is free even on a full disk.
 PROBE_BYTES = 64 * 2**10
-
-COUNTS = struct.Struct("<16sIIII")  # hold id; input, cached, generated, delivered token counts
-RECORD = struct.Struct(f"{COUNTS.format}I")  # COUNTS and their crc32
 
 LOCKS_REMEDY = "set WEIR_HOME to a directory on a local file system, one for each machine"
 
@@ -197,6 +218,7 @@ class Delivered(msgspec.Struct, frozen=True, gc=False):
     cached_input_token_count: int
     generated_token_count: int
     delivered_token_count: int
+    reasoning_token_count: int = 0  # part of the delivered ones
 
 
 class UsageJournal:
@@ -216,8 +238,8 @@ class UsageJournal:
         self._segment = 0
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.bindings = BindingLog(directory, process_id, self.failed)
-        self._marks_path = directory / f"{process_id}{MARKS_SUFFIX}"
-        self._marks = memoryview(b"").cast("I")
+        self._marks_path = directory / f"{process_id}{FORMAT.marks_suffix}"
+        self._marks = memoryview(b"").cast("Q")
         self._places: dict[int, int] = {}  # of marks, in words, by integer hold id
         self._free_places: list[int] = []
         self._add_places(MARKS_AT_FIRST)
@@ -251,7 +273,7 @@ class UsageJournal:
                     if not self._free_places:
                         self._add_places(len(places))
                     place = self._free_places.pop()
-                    MARK.pack_into(self._marks, 4 * place, entry.hold_id.bytes, 0)
+                    FORMAT.mark.pack_into(self._marks, 8 * place, entry.hold_id.bytes, 0)
                     places[number] = place + MARK_WORDS - 1
             self._torn = True
             write_all(self._fd, b"".join(map(encode, entries)))
@@ -261,7 +283,7 @@ class UsageJournal:
                 with contextlib.suppress(OSError):
                     self._cut()
             raise self.failed(error) from error
-        self._size_bytes += RECORD.size * len(entries)
+        self._size_bytes += FORMAT.record_size * len(entries)
         for entry in entries:
             self._live[entry.hold_id.int] = entry
         if self._size_bytes >= self._rotate_at_bytes:
@@ -273,10 +295,13 @@ class UsageJournal:
                 )
                 self._rotate_at_bytes = self._size_bytes + self._rotate_bytes
 
-    def took(self, hold_id: uuid.UUID, token_count: int) -> None:
-        """Mark the total of tokens that the transport has taken. One store into the page cache."""
+    def took(self, hold_id: uuid.UUID, token_count: int, reasoning_token_count: int = 0) -> None:
+        """Mark the totals of tokens that the transport has taken.
+
+        One store of a word into the page cache: a killed process leaves both totals or neither.
+        """
         if (place := self._places.get(hold_id.int)) is not None:
-            self._marks[place] = token_count
+            self._marks[place] = token_count | reasoning_token_count << TAKEN_BITS
 
     def failed(self, error: OSError) -> JournalUnavailable:
         """Note that the disk refuses; logs the first refusal. Return the error for the caller."""
@@ -338,9 +363,9 @@ class UsageJournal:
         before = len(self._marks) // MARK_WORDS
         fd = os.open(self._marks_path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            size_bytes = (before + count) * MARK.size
+            size_bytes = (before + count) * FORMAT.mark.size
             os.posix_fallocate(fd, 0, size_bytes)
-            self._marks = memoryview(mmap.mmap(fd, size_bytes)).cast("I")
+            self._marks = memoryview(mmap.mmap(fd, size_bytes)).cast("Q")
         finally:
             os.close(fd)
         words = range(before * MARK_WORDS, (before + count) * MARK_WORDS, MARK_WORDS)
@@ -354,7 +379,7 @@ class UsageJournal:
         old = self._fd, self._path
         self._fd, self._path = self._create_segment(self._live.values())
         self._torn = False
-        self._size_bytes = RECORD.size * len(self._live)
+        self._size_bytes = FORMAT.record_size * len(self._live)
         self._rotate_at_bytes = self._size_bytes + self._rotate_bytes
         self._outlived.append(old)
         self._remove_outlived()
@@ -369,7 +394,7 @@ class UsageJournal:
 
     def _create_segment(self, entries: Iterable[Delivered]) -> tuple[int, Path]:
         self._segment += 1
-        path = self.directory / f"{self.process_id}.{self._segment}{SUFFIX}"
+        path = self.directory / f"{self.process_id}.{self._segment}{FORMAT.suffix}"
         unfinished = path.with_suffix(UNFINISHED_SUFFIX)
         fd = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
         try:
@@ -418,22 +443,25 @@ def segment_of(path: Path) -> int:
 
 def encode(entry: Delivered) -> bytes:
     """Return the record of an entry."""
-    body = COUNTS.pack(
+    body = FORMAT.counts.pack(
         entry.hold_id.int.to_bytes(16, "big"),
         entry.input_token_count,
         entry.cached_input_token_count,
         entry.generated_token_count,
         entry.delivered_token_count,
+        entry.reasoning_token_count,
     )
     return body + zlib.crc32(body).to_bytes(4, "little")
 
 
-def decode(data: bytes) -> Iterator[Delivered]:
+def decode(data: bytes, form: Format = FORMAT) -> Iterator[Delivered]:
     """Yield the records up to the first torn one; tokens of a torn record were never sent."""
-    for offset in range(0, len(data) - RECORD.size + 1, RECORD.size):
-        hold_id, *counts, crc = RECORD.unpack_from(data, offset)
-        if zlib.crc32(data[offset : offset + RECORD.size - 4]) != crc:
+    size = form.record_size
+    for offset in range(0, len(data) - size + 1, size):
+        body, crc = data[offset : offset + size - 4], data[offset + size - 4 : offset + size]
+        if zlib.crc32(body) != int.from_bytes(crc, "little"):
             return
+        hold_id, *counts = form.counts.unpack(body)
         yield Delivered(uuid.UUID(bytes=hold_id), *counts)
 
 
@@ -450,6 +478,7 @@ class AbandonedJournal:
     def __init__(self, path: Path, fd: int) -> None:
         self.path = path
         self.process_id = uuid.UUID(path.name.split(".")[0])
+        self._format = FORMATS[path.suffix]
         self._fd = fd
 
     def __enter__(self) -> AbandonedJournal:
@@ -461,19 +490,31 @@ class AbandonedJournal:
     def delivered(self) -> list[Delivered]:
         """Return the last totals of each hold from all segments of the owner."""
         last: dict[uuid.UUID, Delivered] = {}
-        for path in sorted(self.path.parent.glob(f"{self.process_id}.*{SUFFIX}"), key=segment_of):
+        for path in sorted(self._segments(), key=segment_of):
             with contextlib.suppress(FileNotFoundError):  # removed by another recovery
-                last |= {entry.hold_id: entry for entry in decode(path.read_bytes())}
+                records = decode(path.read_bytes(), self._format)
+                last |= {entry.hold_id: entry for entry in records}
         return list(last.values())
 
-    def taken(self) -> Mapping[uuid.UUID, int]:
-        """Return the tokens of each hold that the transport had taken."""
+    def taken(self) -> Mapping[uuid.UUID, tuple[int, int]]:
+        """Return the tokens of each hold that the transport had taken, and the reasoning ones."""
+        mark = self._format.mark
         try:
-            data = self.path.with_name(f"{self.process_id}{MARKS_SUFFIX}").read_bytes()
+            data = self._marks_path.read_bytes()
         except FileNotFoundError:
             return {}
-        whole = data[: len(data) // MARK.size * MARK.size]
-        return {uuid.UUID(bytes=hold_id): count for hold_id, count in MARK.iter_unpack(whole)}
+        whole = data[: len(data) // mark.size * mark.size]
+        return {
+            uuid.UUID(bytes=hold_id): (word % (1 << TAKEN_BITS), word >> TAKEN_BITS)
+            for hold_id, word in mark.iter_unpack(whole)
+        }
+
+    def _segments(self) -> Iterator[Path]:
+        return self.path.parent.glob(f"{self.process_id}.*{self._format.suffix}")
+
+    @property
+    def _marks_path(self) -> Path:
+        return self.path.with_name(f"{self.process_id}{self._format.marks_suffix}")
 
     def bindings(self) -> list[Bind]:
         """Return the requests that the owner admitted during an outage, in order."""
@@ -485,17 +526,23 @@ class AbandonedJournal:
         for unfinished in self.path.parent.glob(f"{self.process_id}.*{UNFINISHED_SUFFIX}"):
             unfinished.unlink(missing_ok=True)
         self.path.unlink(missing_ok=True)
-        if not any(self.path.parent.glob(f"{self.process_id}.*{SUFFIX}")):
-            self.path.with_name(f"{self.process_id}{MARKS_SUFFIX}").unlink(missing_ok=True)
+        if not any(self._segments()):
+            self._marks_path.unlink(missing_ok=True)
 
     def set_aside(self) -> None:
         """Rename a journal with refused entries, for manual inspection; recovery skips it then."""
         self.path.rename(self.path.with_suffix(".refused"))
 
 
+def journal_files(directory: Path) -> Iterator[Path]:
+    """Yield the files of journals of all formats."""
+    for suffix in FORMATS:
+        yield from directory.glob(f"*{suffix}")
+
+
 def abandoned_journals(directory: Path) -> Iterator[AbandonedJournal]:
     """Yield the journals of dead owners in the directory, each locked until the next one."""
-    for path in sorted(directory.glob(f"*{SUFFIX}")):
+    for path in sorted(journal_files(directory)):
         if NAME_FORM.fullmatch(path.name) is None:
             continue  # not a journal
         try:
@@ -525,7 +572,7 @@ class JournalBacklog(NamedTuple):
 def journal_backlog(directory: Path) -> JournalBacklog:
     """Return the backlog. Takes locks briefly: a concurrent recovery may skip a file once."""
     ages_s = []
-    for path in directory.glob(f"*{SUFFIX}"):
+    for path in journal_files(directory):
         # Removed meanwhile, or its owner is alive.
         with contextlib.suppress(FileNotFoundError, BlockingIOError), path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -61,12 +61,16 @@ class Fits(msgspec.Struct, frozen=True):
 
 
 class Extend(msgspec.Struct, frozen=True):
-    """Lease at least one more output token. Answers `Extended`. Counts are current totals."""
+    """Lease at least one more output token. Answers `Extended`. Counts are current totals.
+
+    reasoning_token_count: delivered tokens known to be thinking.
+    """
 
     hold_id: uuid.UUID
     delivered_token_count: int
     cached_input_token_count: int
     wanted_token_count: int
+    reasoning_token_count: int = 0
 
 
 class Settle(msgspec.Struct, frozen=True):
@@ -75,8 +79,7 @@ class Settle(msgspec.Struct, frozen=True):
     input_token_count: prompt tokens to bill, 0 if the engine never began; of an embedding the
     embedded tokens, which the usage event keeps apart from input. journalled_token_count: output
     tokens written to be sent, at least the delivered ones. migration_count: moves to another engine
-    after the first token. reasoning_token_count: delivered tokens of thinking; 0 for a hold that
-    expired or was recovered, of which only totals are known.
+    after the first token. reasoning_token_count: delivered tokens of thinking.
     """
 
     hold_id: uuid.UUID
@@ -161,6 +164,7 @@ class Settled:
     embedding_token_count: int = 0
     journalled_token_count: int = 0
     reasoning_token_count: int = 0
+    billed_reasoning_token_count: int = 0
     receipts: list[IssuedReceipt] = field(default_factory=list, compare=False)
 
 

@@ -276,7 +276,7 @@ def has_room(admitted: Admitted) -> bool:
         state.remaining * 2 >= state.limit_value
         for state in admitted.quotas
         if state.rule.enforced
-        and (state.rule.kind is not Kind.MONEY or prices.cost_picos(1, 0, 1, 1))
+        and (state.rule.kind is not Kind.MONEY or prices.cost_picos(2, 1, 2, 1, 1))
     )
 
 
@@ -344,12 +344,15 @@ def shrink(counters: Counters, hold: Hold, bind: Bind) -> None:
     rules, before = hold.rules, hold.claim()
     if hold.state == HoldState.EXPIRED:
         charged, granted = (
-            (hold.input_token_count, hold.leased_token_count),
-            (bind.input_token_count, bind.leased_token_count),
+            (sent, leased, before.dearest_reasoning(leased))
+            for sent, leased in (
+                (hold.input_token_count, hold.leased_token_count),
+                (bind.input_token_count, bind.leased_token_count),
+            )
         )
         # Lifetime quotas keep only the billed tokens of an expired hold; an unbound hold has none.
         windowed = [rule for rule in rules if not rule.is_lifetime]
-        quotas.give_back(counters, windowed, before, charged, (0, 0), granted)
+        quotas.give_back(counters, windowed, before, charged, (0, 0, 0), granted)
         return
     after = before._replace(
         input_token_count=bind.input_token_count, leased_token_count=bind.leased_token_count

@@ -25,7 +25,7 @@ from metering.holds.decide import (
 from metering.holds.known import SELECT_CHANGES, known_of
 from metering.holds.operations import Admit
 from metering.holds.write import key_columns
-from metering.pricing.prices import PriceBook, TokenPrices
+from metering.pricing.prices import TOKEN_PRICES, PriceBook, TokenPrices
 from metering.quotas.quota_recount import QUOTA_LOCK
 from metering.quotas.quota_rules import CounterKey, QuotaRule, Weights
 from metering.quotas.quotas import Counter, Counters
@@ -138,7 +138,8 @@ coalesce(sum(cost_picos), 0)::bigint AS cost_picos,
 coalesce((array_agg(outcome ORDER BY part DESC))[1], '') AS outcome,
 coalesce(sum(embedding_token_count), 0)::bigint AS embedding_token_count,
 coalesce(sum(journalled_token_count), 0)::bigint AS journalled_token_count,
-coalesce(sum(reasoning_token_count), 0)::bigint AS reasoning_token_count
+coalesce(sum(reasoning_token_count), 0)::bigint AS reasoning_token_count,
+coalesce(sum(billed_reasoning_token_count), 0)::bigint AS billed_reasoning_token_count
 """
 
 BEGIN_ADMITTING = f"SELECT pg_advisory_xact_lock_shared({QUOTA_LOCK})"
@@ -147,7 +148,7 @@ SELECT_HOLDS = """
 SELECT id, state, price_version_id, input_token_count, cached_input_token_count, leased_token_count,
     delivered_token_count, posted_token_count, posted_minutes, quota_ids, admitted_at, charged_at,
     expires_at, request_id, uuid_send(organization_id) || uuid_send(project_id)
-        || uuid_send(api_key_id) || uuid_send(request_id), model, embedding
+        || uuid_send(api_key_id) || uuid_send(request_id), model, embedding, reasoning_token_count
 FROM holds
 WHERE id = ANY(%s::uuid[])
 ORDER BY id
@@ -184,11 +185,9 @@ WHERE deleted_at IS NULL AND NOT for_new_keys AND subject_id = ANY(%s::uuid[])
 
 SELECT_RULES_BY_ID = f"SELECT {RULE_COLUMNS} FROM quotas WHERE id = ANY(%s::uuid[])"
 
-SELECT_PRICES_IN_FORCE = """
+SELECT_PRICES_IN_FORCE = f"""
 SELECT DISTINCT ON (p.model, p.currency_code, p.organization_id, p.tier)
-    p.organization_id, p.tier, p.withdrawn, p.model, p.id AS version, p.currency_code,
-    p.input_picos_per_token, p.cached_input_picos_per_token, p.output_picos_per_token,
-    p.embedding_picos_per_token
+    p.organization_id, p.tier, p.withdrawn, p.model, {TOKEN_PRICES}
 FROM price_versions p
 JOIN unnest(%s::text[], %s::text[]) AS a(model, currency_code) USING (model, currency_code)
 WHERE p.effective_at <= now() AND (p.organization_id IS NULL OR p.organization_id = ANY(%s::uuid[]))
@@ -201,12 +200,7 @@ SELECT a.model, a.currency_code, (SELECT min(n.effective_at) FROM price_versions
 FROM unnest(%s::text[], %s::text[]) AS a(model, currency_code)
 """
 
-SELECT_PRICES_BY_ID = """
-SELECT id AS version, currency_code, input_picos_per_token, cached_input_picos_per_token,
-    output_picos_per_token, embedding_picos_per_token
-FROM price_versions
-WHERE id = ANY(%s::bigint[])
-"""
+SELECT_PRICES_BY_ID = f"SELECT {TOKEN_PRICES} FROM price_versions p WHERE p.id = ANY(%s::bigint[])"
 
 # Lock order in every process: holds, then receipt chains, then counters.
 LOCK_CHAINS = """
@@ -238,6 +232,7 @@ class HoldRow(NamedTuple):
     receipt_ids: bytes
     model: str
     embedding: bool
+    reasoning_token_count: int
 
     def hold(self, terms: HoldTerms, rules: Sequence[QuotaRule]) -> Hold:
         """Return the hold with its terms and rules."""
@@ -256,6 +251,7 @@ class HoldRow(NamedTuple):
             self.charged_at,
             self.state,
             self.expires_at,
+            reasoning_token_count=self.reasoning_token_count,
         )
 
 

@@ -85,7 +85,9 @@ async def recover(holds: HoldConnection, journal: AbandonedJournal) -> Recovered
     """Settle the holds of one journal, void its owner's other holds, and remove the journal."""
     await holds.end_other_connections()
     taken = journal.taken()
-    settlements = [settlement(entry, taken.get(entry.hold_id, 0)) for entry in journal.delivered()]
+    settlements = [
+        settlement(entry, *taken.get(entry.hold_id, (0, 0))) for entry in journal.delivered()
+    ]
     delivered_ids = frozenset(op.hold_id for op in settlements if op.delivered_token_count)
     # A renewal without holds voids all others of the owner: those without delivered tokens. It runs
     # first, because a voided hold may have the request id of a request admitted during the outage.
@@ -131,7 +133,9 @@ async def bind(holds: HoldConnection, binds: Sequence[Bind], renewal: Renew) -> 
                 )
 
 
-def settlement(entry: Delivered, taken_token_count: int) -> Settle:
+def settlement(
+    entry: Delivered, taken_token_count: int, taken_reasoning_token_count: int = 0
+) -> Settle:
     """Return the settlement of a request whose server died: failed, billed as delivered.
 
     Without delivered tokens nothing is billed, the input neither. A mark is above the journal only
@@ -147,6 +151,7 @@ def settlement(entry: Delivered, taken_token_count: int) -> Settle:
         outcome=Outcome.FAILED,
         recovered=True,
         journalled_token_count=entry.delivered_token_count,
+        reasoning_token_count=min(taken_reasoning_token_count, entry.reasoning_token_count),
     )
 
 

@@ -54,13 +54,14 @@ EXTEND_HOLDS = """
 WITH extended AS (
     UPDATE holds h
     SET cached_input_token_count = v.cached, leased_token_count = v.leased,
-        delivered_token_count = v.delivered, posted_token_count = v.posted,
-        posted_cost_picos = v.posted_cost, posted_minutes = v.posted_minutes::bigint[],
+        delivered_token_count = v.delivered, reasoning_token_count = v.reasoning,
+        posted_token_count = v.posted, posted_cost_picos = v.posted_cost,
+        posted_minutes = v.posted_minutes::bigint[],
         charged_at = now(), expires_at = now() + make_interval(secs => %s)
     FROM unnest(%s::uuid[], %s::bigint[], %s::bigint[], %s::bigint[], %s::bigint[], %s::bigint[],
-            %s::text[], %s::bigint[], %s::int[])
-        AS v(id, cached, leased, delivered, posted, posted_cost, posted_minutes, leased_before,
-            quota_count)
+            %s::bigint[], %s::text[], %s::bigint[], %s::int[])
+        AS v(id, cached, leased, delivered, reasoning, posted, posted_cost, posted_minutes,
+            leased_before, quota_count)
     WHERE h.id = v.id
         AND h.ended_at IS NULL
         AND h.leased_token_count = v.leased_before
@@ -73,10 +74,10 @@ END_HOLDS = """
 WITH ended AS (
     UPDATE holds h
     SET state = v.state, cached_input_token_count = v.cached, delivered_token_count = v.delivered,
-        ended_at = now()
+        reasoning_token_count = v.reasoning, ended_at = now()
     FROM unnest(%s::uuid[], %s::text[], %s::bigint[], %s::bigint[], %s::bigint[], %s::bigint[],
-            %s::int[])
-        AS v(id, state, cached, delivered, leased, posted, quota_count)
+            %s::bigint[], %s::int[])
+        AS v(id, state, cached, delivered, reasoning, leased, posted, quota_count)
     WHERE h.id = v.id
         AND h.ended_at IS NULL
         AND h.leased_token_count = v.leased
@@ -119,19 +120,19 @@ INSERT INTO usage_events (hold_id, part, organization_id, project_id, api_key_id
     delivered_token_count, billed_token_count, price_version_id, cost_picos, timings, labels,
     recovered, admitted_at, settled_at, receipt_sequence, previous_receipt_hash, receipt_hash,
     embedding_token_count, migration_count, journalled_token_count, reasoning_token_count,
-    receipt_batch_id)
+    billed_reasoning_token_count, receipt_batch_id)
 SELECT h.id, v.part, h.organization_id, h.project_id, h.api_key_id, h.request_id, h.model,
     v.outcome, v.input, v.cached, v.generated, v.delivered, v.billed, h.price_version_id, v.cost,
     v.timings::jsonb, h.labels, v.recovered, h.admitted_at, v.settled_at, v.sequence,
     v.previous_hash, v.hash, v.embedding, v.migrations, v.journalled, v.reasoning,
-    (SELECT id FROM signed)
+    v.billed_reasoning, (SELECT id FROM signed)
 FROM unnest(%s::uuid[], %s::smallint[], %s::text[], %s::bigint[], %s::bigint[], %s::bigint[],
         %s::bigint[], %s::bigint[], %s::bigint[], %s::text[], %s::bool[], %s::timestamptz[],
         %s::bigint[], %s::bytea[], %s::bytea[], %s::bigint[], %s::integer[], %s::bigint[],
-        %s::bigint[])
+        %s::bigint[], %s::bigint[])
     AS v(hold_id, part, outcome, input, cached, generated, delivered, billed, cost, timings,
         recovered, settled_at, sequence, previous_hash, hash, embedding, migrations, journalled,
-        reasoning)
+        reasoning, billed_reasoning)
 JOIN holds h ON h.id = v.hold_id
 """
 
@@ -194,6 +195,7 @@ def changed_holds(writes: BatchWrites, expiry_s: float) -> list[Statement]:
                 hold.cached_input_token_count,
                 hold.leased_token_count,
                 hold.delivered_token_count,
+                hold.reasoning_token_count,
                 hold.posted_token_count,
                 hold.posted_cost_picos,
                 array(hold.posted_minutes),
@@ -202,7 +204,7 @@ def changed_holds(writes: BatchWrites, expiry_s: float) -> list[Statement]:
             )
             for hold, leased_before in extended
         ]
-        statements.append((EXTEND_HOLDS, (expiry_s, *columns("unnnnnsnv", rows), len(rows))))
+        statements.append((EXTEND_HOLDS, (expiry_s, *columns("unnnnnnsnv", rows), len(rows))))
     if writes.ends:
         ended = [
             (
@@ -210,13 +212,14 @@ def changed_holds(writes: BatchWrites, expiry_s: float) -> list[Statement]:
                 hold.state,
                 hold.cached_input_token_count,
                 hold.delivered_token_count,
+                hold.reasoning_token_count,
                 hold.leased_token_count,
                 hold.posted_token_count,
                 len(hold.terms.quota_ids),
             )
             for number, hold in sorted(writes.ends.items())
         ]
-        statements.append((END_HOLDS, (*columns("uvnnnnv", ended), len(ended))))
+        statements.append((END_HOLDS, (*columns("uvnnnnnv", ended), len(ended))))
     return statements
 
 
@@ -292,6 +295,7 @@ def usage_writes(
                 usage.cached_input_token_count,
                 usage.billed_token_count,
                 usage.embedding_token_count,
+                usage.billed_reasoning_token_count,
                 terms.prices.version,
                 usage.cost_picos,
             ),
@@ -320,6 +324,7 @@ def usage_writes(
                 op.migration_count,
                 usage.journalled_token_count,
                 usage.reasoning_token_count,
+                usage.billed_reasoning_token_count,
             )
         )
     if not rows:
@@ -337,7 +342,7 @@ def usage_writes(
     ]
     return [
         (UPDATE_CHAINS, (*columns("unbtb", heads), len(heads))),
-        (INSERT_USAGE_EVENTS, (*signed, *columns("uvvnnnnnnsvtnbbnvnn", rows))),
+        (INSERT_USAGE_EVENTS, (*signed, *columns("uvvnnnnnnsvtnbbnvnnn", rows))),
     ]
 
 

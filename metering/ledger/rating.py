@@ -39,7 +39,7 @@ from metering.ledger.ledger import (
     TransactionKind,
     try_posting_locks,
 )
-from metering.pricing.prices import COUNTS_OF_EVENT
+from metering.pricing.prices import COUNTS_OF_EVENT, PRICES
 from metering.store.db import Sessions
 from metering.tenants.tenants import as_uuid
 
@@ -106,13 +106,11 @@ NAMED_MAX = 20  # events that an error message names
 # exceed 64 bits.
 COUNTS = ", ".join(f"{count} AS {kind}" for kind, (count, _) in COUNTS_OF_EVENT.items())
 COST_OF_TOKENS = " + ".join(
-    f"CAST({count} AS numeric) * p.{price}" for count, price in COUNTS_OF_EVENT.values()
+    f"CAST({count} AS numeric) * {PRICES[kind]}" for kind, (count, _) in COUNTS_OF_EVENT.items()
 )
 SUMS = ", ".join(f"sum({kind}) AS {kind}" for kind in COUNTS_OF_EVENT)
 BY_KIND = "LATERAL (VALUES {}) AS of_kind (token_kind, token_count, amount_picos)".format(
-    ", ".join(
-        f"('{kind}', {kind}, {kind} * {price})" for kind, (_, price) in COUNTS_OF_EVENT.items()
-    )
+    ", ".join(f"('{kind}', {kind}, {kind} * {price})" for kind, price in PRICES.items())
 )
 
 MONTH_OF_DAY = POSTING_MONTH.format(

@@ -40,6 +40,8 @@ from metering.core.models import ServiceTier, TokenKind
 LIST_PRICE_MILLI = 1000  # thousandths of the price at admission: unchanged
 PRICE_MILLI_MAX = 1_000_000  # a factor of 1000; a larger one is a mistake in the unit
 KIND_ORDER = {kind: index for index, kind in enumerate(TokenKind)}
+# Kinds of token whose rules apply to another kind as well.
+CONTAINING = {TokenKind.REASONING: TokenKind.OUTPUT}
 TIER_ORDER = {tier: index for index, tier in enumerate(ServiceTier)}
 
 
@@ -64,7 +66,10 @@ class LineKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Selector:
-    """Tokens that a rule applies to; None and the empty model match all."""
+    """Tokens that a rule applies to; None and the empty model match all.
+
+    A rule on output applies to reasoning too: it is part of the output that requests report.
+    """
 
     model: str = ""
     token_kind: TokenKind | None = None
@@ -74,17 +79,16 @@ class Selector:
         """Return whether the rule applies to these tokens."""
         return (
             self.model in ("", model)
-            and self.token_kind in (None, token_kind)
+            and self.token_kind in (None, token_kind, CONTAINING.get(token_kind))
             and self.tier in (None, tier)
         )
 
     def overlaps(self, other: Selector) -> bool:
         """Return whether some tokens match both selectors."""
-        pairs = (
-            (self.model or None, other.model or None),
-            (self.token_kind, other.token_kind),
-            (self.tier, other.tier),
-        )
+        kinds = [self.token_kind, other.token_kind]
+        if {*kinds} == {TokenKind.OUTPUT, TokenKind.REASONING}:
+            kinds = [None, None]
+        pairs = ((self.model or None, other.model or None), kinds, (self.tier, other.tier))
         return all(one is None or another is None or one == another for one, another in pairs)
 
     @property
@@ -92,6 +96,7 @@ class Selector:
         """Sort key: the most specific first; a fixed order among equals."""
         return (
             -(bool(self.model) + (self.token_kind is not None) + (self.tier is not None)),
+            self.token_kind not in CONTAINING,
             self.model,
             -1 if self.token_kind is None else KIND_ORDER[self.token_kind],
             -1 if self.tier is None else TIER_ORDER[self.tier],

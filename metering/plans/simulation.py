@@ -26,6 +26,7 @@ from metering.plans.plans import MonthUsage, PlanRules, plan_lines
 from metering.pricing.prices import (
     COUNTS_OF_EVENT,
     MULTIPLIER_SCALE,
+    PRICES,
     RATES,
     checked_model,
     multiplied_rates,
@@ -36,7 +37,7 @@ from metering.tenants.tenants import find_organization
 KIND_SUMS = ", ".join(
     f"sum({count})::bigint AS {kind}" for kind, (count, _) in COUNTS_OF_EVENT.items()
 )
-KINDS = ", ".join(f"('{kind}', {kind}, p.{price})" for kind, (_, price) in COUNTS_OF_EVENT.items())
+KINDS = ", ".join(f"('{kind}', {kind}, {price})" for kind, price in PRICES.items())
 # By month of settlement, rated or not: the usage of a month, whichever month bills it.
 USED = text(f"""
 SELECT o.id AS organization_id, o.name, o.currency_code,

@@ -27,17 +27,30 @@ from metering.core.money import checked_currency
 from metering.store.db import database_now
 from metering.tenants.tenants import find_organization
 
-# By kind of token: SQL of the number of a usage event's tokens, and the column of their price.
+# By kind of token: SQL of the number of a usage event's tokens, and the name of their price.
 COUNTS_OF_EVENT = {
     TokenKind.INPUT: ("input_token_count - cached_input_token_count", "input_picos_per_token"),
     TokenKind.CACHED_INPUT: ("cached_input_token_count", "cached_input_picos_per_token"),
-    TokenKind.OUTPUT: ("billed_token_count", "output_picos_per_token"),
+    TokenKind.OUTPUT: (
+        "billed_token_count - billed_reasoning_token_count",
+        "output_picos_per_token",
+    ),
+    TokenKind.REASONING: ("billed_reasoning_token_count", "reasoning_picos_per_token"),
     TokenKind.EMBEDDING: ("embedding_token_count", "embedding_picos_per_token"),
+}
+# SQL of the price of each kind of token at price version p. Reasoning has the price of output
+# unless the version states another one.
+PRICES = {kind: f"p.{price}" for kind, (_, price) in COUNTS_OF_EVENT.items()} | {
+    TokenKind.REASONING: "coalesce(p.reasoning_picos_per_token, p.output_picos_per_token)"
 }
 # Unit price at price version p of the kind of token that the SQL in braces gives.
 PRICE_OF_KIND = "CASE {{}} {} END".format(
-    " ".join(f"WHEN '{kind}' THEN p.{price}" for kind, (_, price) in COUNTS_OF_EVENT.items())
+    " ".join(f"WHEN '{kind}' THEN {price}" for kind, price in PRICES.items())
 )
+# Columns of `TokenPrices` at price version p, in the order of its fields.
+TOKEN_PRICES = f"""p.id AS version, p.currency_code,
+    p.input_picos_per_token, p.cached_input_picos_per_token, p.output_picos_per_token,
+    p.embedding_picos_per_token, {PRICES[TokenKind.REASONING]} AS reasoning_picos_per_token"""
 # Join that turns each usage event into one row per kind of token.
 TOKENS_BY_KIND = "LATERAL (VALUES {}) AS kind (token_kind, token_count)".format(
     ", ".join(f"('{kind}', {count})" for kind, (count, _) in COUNTS_OF_EVENT.items())
@@ -46,7 +59,10 @@ TOKENS_BY_KIND = "LATERAL (VALUES {}) AS kind (token_kind, token_count)".format(
 
 @dataclass(frozen=True, slots=True)
 class TokenPrices:
-    """One price version of one model: picos (1e-12 of the currency unit) per token and kind."""
+    """One price version of one model: picos (1e-12 of the currency unit) per token and kind.
+
+    reasoning_picos_per_token: the price of output if the version states none.
+    """
 
     version: int
     currency_code: str
@@ -54,6 +70,17 @@ class TokenPrices:
     cached_input_picos_per_token: int
     output_picos_per_token: int
     embedding_picos_per_token: int = 0
+    reasoning_picos_per_token: int = -1  # a negative number: as output
+
+    def __post_init__(self) -> None:
+        """Fill in the price of reasoning."""
+        if self.reasoning_picos_per_token < 0:
+            object.__setattr__(self, "reasoning_picos_per_token", self.output_picos_per_token)
+
+    @property
+    def dearest_output_picos_per_token(self) -> int:
+        """The higher price of an output token, which may be thinking or not."""
+        return max(self.output_picos_per_token, self.reasoning_picos_per_token)
 
     def cost_picos(
         self,
@@ -61,14 +88,25 @@ class TokenPrices:
         cached_input_token_count: int,
         output_token_count: int,
         embedding_token_count: int = 0,
+        reasoning_token_count: int = 0,
     ) -> int:
-        """Return the exact cost. Cached tokens are part of the input, priced separately."""
+        """Return the exact cost.
+
+        Cached tokens are part of the input, reasoning tokens of the output; both are priced
+        separately.
+        """
         return (
             (input_token_count - cached_input_token_count) * self.input_picos_per_token
             + cached_input_token_count * self.cached_input_picos_per_token
-            + output_token_count * self.output_picos_per_token
+            + (output_token_count - reasoning_token_count) * self.output_picos_per_token
+            + reasoning_token_count * self.reasoning_picos_per_token
             + embedding_token_count * self.embedding_picos_per_token
         )
+
+    def worst_cost_picos(self, input_token_count: int, output_token_count: int) -> int:
+        """Return the highest cost of so many tokens, whatever is cached or thinking."""
+        each = max(self.input_picos_per_token, self.cached_input_picos_per_token)
+        return input_token_count * each + output_token_count * self.dearest_output_picos_per_token
 
 
 @functools.lru_cache(maxsize=4096)
@@ -154,6 +192,7 @@ RATES = (
     "cached_input_picos_per_token",
     "output_picos_per_token",
     "embedding_picos_per_token",
+    "reasoning_picos_per_token",
 )
 
 
@@ -191,6 +230,7 @@ async def set_price(
     cached_input_picos_per_token: int,
     output_picos_per_token: int,
     embedding_picos_per_token: int | None = None,
+    reasoning_picos_per_token: int | None = None,
     organization: str = "",
     batch_multiplier_milli: int | None = None,
     effective_at: datetime | None = None,
@@ -201,8 +241,9 @@ async def set_price(
     currency_code: empty for the organization's currency, or USD for the list. organization: name or
     id of the customer with this price of its own; empty for the list. batch_multiplier_milli:
     thousandths of these prices that the batch tier pays; None keeps the multiplier in force then,
-    if any. embedding_picos_per_token: None keeps the price in force then, or 0. Raises: NotFound;
-    InvalidValue, also for a past time; AlreadyExists if another version starts at that time.
+    if any. embedding_picos_per_token: None keeps the price in force then, or 0.
+    reasoning_picos_per_token: None for the price of output. Raises: NotFound; InvalidValue, also
+    for a past time; AlreadyExists if another version starts at that time.
     """
     owner = await find_organization(session, organization) if organization else None
     currency_code = _currency_of(owner, currency_code)
@@ -227,13 +268,15 @@ async def set_price(
         and batch.price.tier is ServiceTier.BATCH
     ):
         batch_multiplier_milli = batch.price.multiplier_milli
-    rates = (
-        input_picos_per_token,
-        cached_input_picos_per_token,
-        output_picos_per_token,
-        embedding_picos_per_token,
-    )
-    for name, picos in zip(RATES, rates, strict=True):
+    rates = {
+        "input_picos_per_token": input_picos_per_token,
+        "cached_input_picos_per_token": cached_input_picos_per_token,
+        "output_picos_per_token": output_picos_per_token,
+        "embedding_picos_per_token": embedding_picos_per_token,
+    }
+    if reasoning_picos_per_token is not None:
+        rates["reasoning_picos_per_token"] = reasoning_picos_per_token
+    for name, picos in rates.items():
         if not 0 <= picos <= PRICE_MAX_PICOS:
             raise InvalidValue(name, f"must be between 0 and {PRICE_MAX_PICOS} picos")
     identity: Row = {
@@ -247,7 +290,7 @@ async def set_price(
         multipliers[ServiceTier.BATCH] = batch_multiplier_milli
     rows = [
         identity
-        | dict(zip(RATES, multiplied_rates(rates, multiplier), strict=True))
+        | dict(zip(rates, multiplied_rates(list(rates.values()), multiplier), strict=True))
         | {"tier": tier, "multiplier_milli": multiplier}
         for tier, multiplier in multipliers.items()
     ]
@@ -489,6 +532,11 @@ async def _add(
 
 
 def _model_price(version: PriceVersion) -> ModelPrice:
-    return record_of(
-        ModelPrice, version, prices=record_of(TokenPrices, version, version=version.id)
+    reasoning = version.reasoning_picos_per_token
+    prices = record_of(
+        TokenPrices,
+        version,
+        version=version.id,
+        reasoning_picos_per_token=-1 if reasoning is None else reasoning,
     )
+    return record_of(ModelPrice, version, prices=prices)

@@ -41,12 +41,16 @@ from metering.store.db import (
     psycopg_conninfo,
 )
 
-# For each kind of token: its count in a usage event, and the column with its price.
+# Price of thinking at price version p: that of output unless another one is stated.
+REASONING_PRICE = """CASE WHEN p.reasoning_picos_per_token IS NULL THEN p.output_picos_per_token
+    ELSE p.reasoning_picos_per_token END"""
+# For each kind of token: its count in a usage event, and its price at price version p.
 TOKEN_KINDS = {
-    "input": ("input_token_count - cached_input_token_count", "input_picos_per_token"),
-    "cached_input": ("cached_input_token_count", "cached_input_picos_per_token"),
-    "output": ("billed_token_count", "output_picos_per_token"),
-    "embedding": ("embedding_token_count", "embedding_picos_per_token"),
+    "input": ("input_token_count - cached_input_token_count", "p.input_picos_per_token"),
+    "cached_input": ("cached_input_token_count", "p.cached_input_picos_per_token"),
+    "output": ("billed_token_count - billed_reasoning_token_count", "p.output_picos_per_token"),
+    "reasoning": ("billed_reasoning_token_count", REASONING_PRICE),
+    "embedding": ("embedding_token_count", "p.embedding_picos_per_token"),
 }
 # One sum over usage events for each kind.
 KIND_SUMS = ", ".join(f"sum({count}) AS {kind}" for kind, (count, _) in TOKEN_KINDS.items())
@@ -57,7 +61,7 @@ KIND_ROWS = (
 )
 # Cost of usage event e at its price version p.
 EVENT_COST = " + ".join(
-    f"(e.{count.replace('- ', '- e.')}) * p.{price}" for count, price in TOKEN_KINDS.values()
+    f"(e.{count.replace('- ', '- e.')}) * {price}" for count, price in TOKEN_KINDS.values()
 )
 SINCE = "%(since)s::timestamptz"
 # Usage event e is not billed by an adjustment instead of at its own cost.
@@ -147,7 +151,8 @@ USAGE_CHECKS = (
             "concat('usage event ', id, ' of hold ', hold_id)",
             f"""
             SELECT e.id, e.hold_id, e.cost_picos, e.billed_token_count, e.delivered_token_count,
-                   e.reasoning_token_count, h.id AS existing_hold_id,
+                   e.reasoning_token_count, e.billed_reasoning_token_count,
+                   h.id AS existing_hold_id,
                    (h.organization_id, h.project_id, h.api_key_id, h.request_id, h.model,
                     h.price_version_id)
                    IS DISTINCT FROM
@@ -177,6 +182,12 @@ USAGE_CHECKS = (
                 "reasoning_token_count NOT BETWEEN 0 AND delivered_token_count": (
                     "concat('has ', reasoning_token_count, ' reasoning tokens of ', "
                     "delivered_token_count, ' delivered tokens')"
+                ),
+                # Events of earlier versions bill thinking as output.
+                """billed_reasoning_token_count NOT IN (
+                0, least(reasoning_token_count, billable_token_count))""": (
+                    "concat('bills ', billed_reasoning_token_count, ' of ', "
+                    "reasoning_token_count, ' reasoning tokens')"
                 ),
             },
         ),
@@ -252,17 +263,25 @@ USAGE_CHECKS = (
 )
 
 
-RECEIPT_NUMBERS = (
-    "e.part",
-    "e.input_token_count",
-    "e.cached_input_token_count",
-    "e.billed_token_count",
-    "e.embedding_token_count",
-    "e.price_version_id",
-    "e.cost_picos",
-    "extract(epoch FROM e.admitted_at) * 1000000",
-    "extract(epoch FROM e.settled_at) * 1000000",
-    "e.receipt_sequence",
+HAS_REASONING = "e.billed_reasoning_token_count > 0"
+RECEIPT_NUMBERS = [
+    f"int8send(({number})::bigint)"
+    for number in (
+        "e.part",
+        "e.input_token_count",
+        "e.cached_input_token_count",
+        "e.billed_token_count",
+        "e.embedding_token_count",
+        "e.price_version_id",
+        "e.cost_picos",
+        "extract(epoch FROM e.admitted_at) * 1000000",
+        "extract(epoch FROM e.settled_at) * 1000000",
+        "e.receipt_sequence",
+    )
+]
+# Only receipts that bill reasoning have its number.
+RECEIPT_NUMBERS.insert(
+    5, f"CASE WHEN {HAS_REASONING} THEN int8send(e.billed_reasoning_token_count) ELSE '' END"
 )
 RECEIPT_IDS = " || ".join(
     f"uuid_send(e.{name}_id)" for name in ("organization", "project", "api_key", "request")
@@ -273,8 +292,9 @@ RECEIPT_TEXTS = " || ".join(
 )
 # Encoding that docs/reference/receipts.md specifies.
 RECEIPT_BYTES = (
-    rf"'weir.receipt.v1\n'::bytea || {RECEIPT_IDS} || ".replace(r"\n", r"\012")
-    + " || ".join(f"int8send(({number})::bigint)" for number in RECEIPT_NUMBERS)
+    rf"(CASE WHEN {HAS_REASONING} THEN 'weir.receipt.v2\012' ELSE 'weir.receipt.v1\012' END)::bytea"
+    + f" || {RECEIPT_IDS} || "
+    + " || ".join(RECEIPT_NUMBERS)
     + f" || e.previous_receipt_hash || {RECEIPT_TEXTS}"
 )
 ZERO_HASH = "decode(repeat('00', 32), 'hex')"  # named by the first receipt of a chain
@@ -413,6 +433,7 @@ SELECT h.id, h.organization_id, h.project_id, h.api_key_id, h.model, h.price_ver
        h.quota_ids, h.admitted_at, h.charged_at, h.ended_at,
        h.input_token_count, h.cached_input_token_count, h.leased_token_count,
        h.delivered_token_count, h.posted_token_count, h.posted_minutes, h.embedding,
+       h.reasoning_token_count,
        num_nonnulls(first.id, second.id) AS parts,
        coalesce(first.input_token_count + first.embedding_token_count, 0)
            + coalesce(second.input_token_count + second.embedding_token_count, 0) AS event_input,
@@ -422,6 +443,8 @@ SELECT h.id, h.organization_id, h.project_id, h.api_key_id, h.model, h.price_ver
            + coalesce(second.delivered_token_count, 0) AS event_delivered,
        coalesce(first.billed_token_count, 0)
            + coalesce(second.billed_token_count, 0) AS event_billed,
+       coalesce(first.billed_reasoning_token_count, 0)
+           + coalesce(second.billed_reasoning_token_count, 0) AS event_reasoning,
        first.outcome
 FROM holds h
 LEFT JOIN usage_events first ON first.hold_id = h.id AND first.part = 0
@@ -587,11 +610,26 @@ LEFT JOIN (
 """
 
 
-def weighted_sql(input_count: str, cached_count: str, output_count: str) -> str:
-    """Return SQL of the charge for some tokens, rounded up to an integer."""
+# Output of a live request may turn out to be thinking: it is held at the higher of the two weights,
+# and posted at the lower one.
+HIGHER, LOWER = "greatest(w_output, w_reasoning)", "least(w_output, w_reasoning)"
+
+
+def weighted_sql(
+    input_count: str,
+    cached_count: str,
+    output_count: str,
+    reasoning_count: str = "0",
+    w_output: str = "w_output",
+) -> str:
+    """Return SQL of the charge for some tokens, rounded up to an integer.
+
+    reasoning_count: output tokens known to be thinking. w_output: weight of the others.
+    """
     return (
         f"(({input_count} - {cached_count}) * w_input + {cached_count} * w_cached"
-        f" + {output_count} * w_output + divisor - 1) / divisor"
+        f" + ({output_count} - {reasoning_count}) * {w_output}"
+        f" + {reasoning_count} * w_reasoning + divisor - 1) / divisor"
     )
 
 
@@ -621,6 +659,8 @@ def charges_sql(hold_condition: str, rule_condition: str) -> str:
                 ELSE p.cached_input_picos_per_token END AS w_cached,
            CASE r.charge WHEN 'money' THEN p.output_picos_per_token
                 ELSE r.output_weight END AS w_output,
+           CASE r.charge WHEN 'money' THEN {REASONING_PRICE}
+                ELSE r.output_weight END AS w_reasoning,
            CASE r.charge WHEN 'money' THEN 1 ELSE 1000 END AS divisor,
            h.state = 'expired'
                AND h.parts > CASE WHEN h.delivered_token_count > 0 THEN 1 ELSE 0 END
@@ -655,14 +695,21 @@ HOLD_MAY_COUNT = f"""h.state = 'held'
 # an expired hold: that credit would be lost for ever.
 FINAL_CHARGE = f"""CASE
     WHEN state = 'settled' OR reported_late OR (state = 'expired' AND unit IS NULL)
-        THEN {weighted_sql("event_input", "least(cached, event_input)", "event_billed")}
+        THEN {
+    weighted_sql("event_input", "least(cached, event_input)", "event_billed", "event_reasoning")
+}
     WHEN state = 'expired'
-        THEN {weighted_sql("sent", "least(cached, sent)", "leased_token_count")}
+        THEN {
+    weighted_sql(
+        "sent", "least(cached, sent)", "leased_token_count", "reasoning_token_count", HIGHER
+    )
+}
     ELSE 0
 END"""
 # Part of a live hold's charge that its extensions have moved from held to used.
 POSTED_CHARGE = f"""CASE
-    WHEN posted > 0 AND state = 'held' THEN {weighted_sql("sent", "cached", "(posted - sent)")}
+    WHEN posted > 0 AND state = 'held'
+        THEN {weighted_sql("sent", "cached", "(posted - sent)", w_output=LOWER)}
     ELSE 0
 END"""
 HELD_CHARGE = f"""CASE
@@ -670,17 +717,17 @@ HELD_CHARGE = f"""CASE
     WHEN charge = 'running' THEN 1
     WHEN charge = 'requests' THEN 0
     WHEN posted > 0
-        THEN {weighted_sql("sent", "cached", "leased_token_count")}
-           - {weighted_sql("sent", "cached", "(posted - sent)")}
+        THEN {weighted_sql("sent", "cached", "leased_token_count", "reasoning_token_count", HIGHER)}
+           - {weighted_sql("sent", "cached", "(posted - sent)", w_output=LOWER)}
     ELSE greatest(
-        {weighted_sql("sent", "0", "leased_token_count")},
-        {weighted_sql("sent", "sent", "leased_token_count")}
+        {weighted_sql("sent", "0", "leased_token_count", w_output=HIGHER)},
+        {weighted_sql("sent", "sent", "leased_token_count", w_output=HIGHER)}
     )
 END"""
 # Charge that a counter may lack, because it was released while the quota was being created.
 UNCERTAIN_CHARGE = f"""CASE
     WHEN reported_late AND NOT is_charged AND charge IN ('tokens', 'money')
-        THEN {weighted_sql("sent", "0", "leased_token_count")}
+        THEN {weighted_sql("sent", "0", "leased_token_count", w_output=HIGHER)}
     ELSE 0
 END"""
 # Nearly every hold has its whole charge in one window, that of the minute of its admission.
@@ -715,7 +762,9 @@ FROM (
            CASE WHEN mark = 0 THEN greatest({FINAL_CHARGE}, {POSTED_CHARGE})
                 WHEN state <> 'voided' AND posted_minutes[mark + 1] > 0
                      AND NOT (state = 'expired' AND unit IS NULL)
-                    THEN {weighted_sql("sent", "cached", "(posted_minutes[mark + 1] - sent)")}
+                    THEN {
+    weighted_sql("sent", "cached", "(posted_minutes[mark + 1] - sent)", w_output=LOWER)
+}
                 ELSE 0 END AS total
     FROM ({charges_sql(SEVERAL_MINUTES, TOKENS_OR_MONEY)}) AS charges,
     LATERAL (
@@ -918,7 +967,7 @@ COUNTER_CHECKS = (
 
 UNRATED_FOR = "10 minutes"  # rating runs every second
 POSTED_EVENTS = "usage_events e JOIN ledger_transactions t ON t.id = e.ledger_transaction_id"
-PRICES = " ".join(f"WHEN '{kind}' THEN p.{price}" for kind, (_, price) in TOKEN_KINDS.items())
+PRICES = " ".join(f"WHEN '{kind}' THEN {price}" for kind, (_, price) in TOKEN_KINDS.items())
 PRICE = f"CASE token_kind {PRICES} END"
 USED_DIFFERS_FROM_POSTED = (
     "(used_tokens, used_picos) IS DISTINCT FROM (posted_tokens, posted_picos)"

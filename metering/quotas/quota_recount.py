@@ -23,7 +23,8 @@ from typing import Any
 from sqlalchemy import delete, func, or_, select, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from metering.core.models import Hold, HoldState, Quota, QuotaCounter, QuotaDimension
+from metering.core.models import Hold, HoldState, Quota, QuotaCounter, QuotaDimension, TokenKind
+from metering.pricing.prices import PRICES
 from metering.quotas.quota_rules import (
     DIMENSIONS,
     Kind,
@@ -41,11 +42,28 @@ QUOTA_LOCK = "1466263922, 1"
 
 
 def amount(sent: str, cached: str, output: str) -> str:
-    """Return the SQL of a weighted sum, rounded up as in `quota_rules.Scale.amount`."""
+    """Return the SQL of a weighted sum, rounded up as in `quota_rules.Scale.amount`.
+
+    output: the weighted sum of the output.
+    """
     return (
-        f"(({sent} - {cached}) * w_input + {cached} * w_cached + {output} * w_output + divisor - 1)"
-        " / divisor"
+        f"(({sent} - {cached}) * w_input + {cached} * w_cached + {output} + divisor - 1) / divisor"
     )
+
+
+def exact(output: str, reasoning: str) -> str:
+    """Return the SQL of the weighted sum of output tokens, those of reasoning among them."""
+    return f"(({output} - {reasoning}) * w_output + {reasoning} * w_reasoning)"
+
+
+def posted_output(output: str) -> str:
+    """Return the SQL of the weighted sum that extensions post for output tokens."""
+    return f"({output} * least(w_output, w_reasoning))"
+
+
+# Weighted sum of the leased output if it costs the most.
+DEAREST_LEASE = """(reasoning * w_reasoning
+    + (leased - reasoning) * greatest(w_output, w_reasoning))"""
 
 
 def posted_at(border: str) -> str:
@@ -54,7 +72,7 @@ def posted_at(border: str) -> str:
         WHEN charged_at < {border} THEN total
         WHEN admitted_at >= {border} THEN 0
         ELSE coalesce((
-            SELECT {amount("sent", "cached", "(mark - sent)")}
+            SELECT {amount("sent", "cached", posted_output("(mark - sent)"))}
             FROM (
                 SELECT (
                     SELECT max(posted_minutes[i + 1])
@@ -76,7 +94,8 @@ COLUMNS = """
     h.organization_id, h.project_id, h.api_key_id, h.model AS charged_model, h.state,
     h.posted_minutes, h.posted_token_count AS posted_tokens, h.admitted_at, h.charged_at,
     h.input_token_count AS sent, h.cached_input_token_count AS cached,
-    h.leased_token_count AS leased, h.price_version_id, h.embedding,
+    h.leased_token_count AS leased, h.reasoning_token_count AS reasoning, h.price_version_id,
+    h.embedding,
 """
 
 OF_SUBJECTS = """
@@ -106,7 +125,8 @@ WITH quotas AS (
     SELECT {COLUMNS}
         true AS is_reported,
         e.input_token_count + e.embedding_token_count AS reported_input,
-        e.billed_token_count AS reported_output
+        e.billed_token_count AS reported_output,
+        e.billed_reasoning_token_count AS reported_reasoning
     FROM usage_events e
     LEFT JOIN heads r USING (project_id)
     JOIN holds h ON h.id = e.hold_id
@@ -122,7 +142,8 @@ WITH quotas AS (
         h.state = 'expired'
             AND e.parts > CASE WHEN h.delivered_token_count > 0 THEN 1 ELSE 0 END,
         e.input,
-        e.billed
+        e.billed,
+        e.billed_reasoning
     FROM (
         SELECT * FROM holds
         WHERE :others AND organization_id = ANY(:organization_ids) AND state = 'held'
@@ -136,7 +157,8 @@ WITH quotas AS (
     LATERAL (
         SELECT count(*) AS parts,
                coalesce(sum(input_token_count + embedding_token_count), 0)::bigint AS input,
-               coalesce(sum(billed_token_count), 0)::bigint AS billed
+               coalesce(sum(billed_token_count), 0)::bigint AS billed,
+               coalesce(sum(billed_reasoning_token_count), 0)::bigint AS billed_reasoning
         FROM usage_events
         WHERE hold_id = h.id AND settled_at >= h.ended_at
     ) e
@@ -151,7 +173,8 @@ WITH quotas AS (
             WHEN embedding THEN p.embedding_picos_per_token
             ELSE p.cached_input_picos_per_token
         END) AS w_cached,
-        coalesce(a.output, p.output_picos_per_token) AS w_output
+        coalesce(a.output, p.output_picos_per_token) AS w_output,
+        coalesce(a.output, {PRICES[TokenKind.REASONING]}) AS w_reasoning
     FROM charged_holds c
     CROSS JOIN LATERAL (
         VALUES (c.organization_id), (c.project_id), (c.api_key_id)
@@ -163,11 +186,16 @@ WITH quotas AS (
 """
 
 # Charge by the usage events: the tokens that the owner reported.
-REPORTED = amount("reported_input", "least(cached, reported_input)", "reported_output")
+REPORTED = amount(
+    "reported_input",
+    "least(cached, reported_input)",
+    exact("reported_output", "reported_reasoning"),
+)
 AMOUNTS = f"""
 , posted AS (
     SELECT *, CASE
-        WHEN posted_tokens > 0 THEN {amount("sent", "cached", "(posted_tokens - sent)")}
+        WHEN posted_tokens > 0
+            THEN {amount("sent", "cached", posted_output("(posted_tokens - sent)"))}
         ELSE 0
     END AS posted
     FROM weighted
@@ -176,13 +204,16 @@ AMOUNTS = f"""
         CASE
             WHEN state = 'expired' AND is_lifetime THEN {REPORTED}
             WHEN is_reported THEN greatest({REPORTED}, posted)
-            WHEN state = 'expired' THEN greatest({amount("sent", "cached", "leased")}, posted)
+            WHEN state = 'expired'
+                THEN greatest({amount("sent", "cached", DEAREST_LEASE)}, posted)
             ELSE posted
         END AS total,
         CASE
             WHEN state <> 'held' THEN 0
-            WHEN posted_tokens > 0 THEN {amount("sent", "cached", "leased")} - posted
-            ELSE {amount("sent", "(CASE WHEN w_cached > w_input THEN sent ELSE 0 END)", "leased")}
+            WHEN posted_tokens > 0 THEN {amount("sent", "cached", DEAREST_LEASE)} - posted
+            ELSE {
+    amount("sent", "(CASE WHEN w_cached > w_input THEN sent ELSE 0 END)", DEAREST_LEASE)
+}
         END AS held
     FROM posted
 )

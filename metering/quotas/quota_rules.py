@@ -1,10 +1,14 @@
 """Quota rules and the amounts that requests are charged: windows, weights and claims. Pure, exact,
 integers only.
 
-A quota on tokens or money counts a weighted sum of input, cached input and output tokens. The sum
-of one request is rounded up to whole units once, over everything charged to it so far; every charge
-is a difference of two such sums. So the amounts that a request holds, posts and releases add up to
-its one rounded sum, and nothing is lost between `used` and `held`.
+A quota on tokens or money counts a weighted sum of input, cached input, output and reasoning
+tokens. The sum of one request is rounded up to whole units once, over everything charged to it so
+far; every charge is a difference of two such sums. So the amounts that a request holds, posts and
+releases add up to its one rounded sum, and nothing is lost between `used` and `held`.
+
+A token of output may turn out to be reasoning after it was delivered. Until the end of a request
+its output is held at the higher of the two prices and posted at the lower one; the difference is
+counted where the request ends.
 """
 
 from __future__ import annotations
@@ -29,6 +33,9 @@ WEIGHT_SCALE = 1000  # weights are thousandths
 # A quota's id as a number, and the start of a window. UUIDs hash and compare in Python, at ten
 # times the cost of a number, and a batch looks counters up hundreds of times.
 CounterKey = tuple[int, datetime]
+
+# Input, output, and those of the output that are reasoning.
+Tokens = tuple[int, int, int]
 
 
 class Unit(StrEnum):
@@ -114,27 +121,43 @@ class Scale:
     cached_input: int
     output: int
     divisor: int
-    # The higher of both: the rate of input that is held.
+    reasoning: int = -1  # a negative number: as output
+    # The higher of both: the rate of input that is held, and that of output.
     dearest_input: int = field(init=False, compare=False, repr=False)
+    dearest_output: int = field(init=False, compare=False, repr=False)
+    # The lower of both: the rate of output that is posted.
+    cheapest_output: int = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Compute the value that every claim needs once."""
+        """Compute the values that every claim needs once."""
+        if self.reasoning < 0:
+            object.__setattr__(self, "reasoning", self.output)
         object.__setattr__(self, "dearest_input", max(self.input, self.cached_input))
+        object.__setattr__(self, "dearest_output", max(self.output, self.reasoning))
+        object.__setattr__(self, "cheapest_output", min(self.output, self.reasoning))
 
     @property
     def factors(self) -> tuple[int, int, int]:
-        """Weight of a token of each kind, before the division."""
-        return self.input, self.cached_input, self.output
+        """Weights before the division: of input, of cached input, and the highest of output."""
+        return self.input, self.cached_input, self.dearest_output
 
     def amount(
-        self, input_token_count: int, cached_input_token_count: int, output_token_count: int
+        self,
+        input_token_count: int,
+        cached_input_token_count: int,
+        output_token_count: int,
+        reasoning_token_count: int = 0,
     ) -> int:
-        """Return the sum in units of the quota, rounded up."""
-        total = (
+        """Return the sum in units of the quota, rounded up. Reasoning is part of the output."""
+        return self.rounded(
             (input_token_count - cached_input_token_count) * self.input
             + cached_input_token_count * self.cached_input
-            + output_token_count * self.output
+            + (output_token_count - reasoning_token_count) * self.output
+            + reasoning_token_count * self.reasoning
         )
+
+    def rounded(self, total: int) -> int:
+        """Return a weighted sum in units of the quota, rounded up."""
         return total if self.divisor == 1 else -(-total // self.divisor)
 
 
@@ -167,6 +190,7 @@ def money_scale(prices: TokenPrices) -> Scale:
         prices.cached_input_picos_per_token,
         prices.output_picos_per_token,
         divisor=1,
+        reasoning=prices.reasoning_picos_per_token,
     )
 
 
@@ -244,7 +268,8 @@ class Claim(NamedTuple):
     maximum of output tokens that may be delivered. posted_token_count: input and output tokens
     moved to `used` of the windows they were charged to; 0, or at least the input. posted_minutes:
     pairs of a minute since 1970 and the tokens posted up to its end, one pair for each minute that
-    the charge has left.
+    the charge has left. reasoning_token_count: delivered tokens known to be thinking, never fewer
+    later.
     """
 
     prices: TokenPrices
@@ -255,6 +280,7 @@ class Claim(NamedTuple):
     admitted_at: datetime
     charged_at: datetime
     posted_minutes: tuple[int, ...] = ()
+    reasoning_token_count: int = 0
 
     def held(self, rule: QuotaRule) -> int:
         """Return the amount that the claim holds of a quota."""
@@ -266,66 +292,82 @@ class Claim(NamedTuple):
         return self.charge(rule.scale(self.prices), self.leased_token_count)
 
     def charge(self, scale: Scale, output_token_count: int) -> int:
-        """Return the charge for so many output tokens, beyond the amount already posted.
+        """Return the highest charge for so many output tokens, beyond the amount already posted.
 
         Until the input is posted it is held at its highest rate: cached tokens then only lower the
-        charge.
+        charge. So does output at the lower one of its prices.
         """
+        each = scale.dearest_output
         if self.posted_token_count:
-            sent, cached = self.input_token_count, self.cached_input_token_count
-            return scale.amount(sent, cached, output_token_count) - self.posted(scale)
-        return -(
-            -(self.input_token_count * scale.dearest_input + output_token_count * scale.output)
-            // scale.divisor
+            known = self.reasoning_token_count
+            total = self._input_sum(scale) + known * scale.reasoning
+            return scale.rounded(total + (output_token_count - known) * each) - self.posted(scale)
+        return scale.rounded(
+            self.input_token_count * scale.dearest_input + output_token_count * each
         )
+
+    def dearest_reasoning(self, output_token_count: int) -> int:
+        """Return how many of these output tokens are thinking if they cost the most."""
+        prices = self.prices
+        if prices.reasoning_picos_per_token > prices.output_picos_per_token:
+            return output_token_count
+        return self.reasoning_token_count
+
+    def _input_sum(self, scale: Scale) -> int:
+        """Return the weighted sum of the posted input."""
+        cached = self.cached_input_token_count
+        return (self.input_token_count - cached) * scale.input + cached * scale.cached_input
 
     def leasing(self, output_token_count: int) -> Claim:
         """Return the claim with another lease."""
-        prices, sent, cached, _, posted, admitted_at, charged_at, minutes = self
-        return Claim(
-            prices, sent, cached, output_token_count, posted, admitted_at, charged_at, minutes
-        )
+        return self._replace(leased_token_count=output_token_count)
 
     def posted(self, scale: Scale) -> int:
         """Return the amount of earlier charges that was moved to `used`."""
-        if not self.posted_token_count:
-            return 0
-        sent = self.input_token_count
-        return scale.amount(sent, self.cached_input_token_count, self.posted_token_count - sent)
+        return self.posted_by(scale, self.posted_token_count)
 
-    def consumed(self, rule: QuotaRule, input_token_count: int, delivered_token_count: int) -> int:
+    def posted_by(self, scale: Scale, posted_token_count: int) -> int:
+        """Return the amount in `used` once so many tokens are posted."""
+        if not posted_token_count:
+            return 0
+        delivered = posted_token_count - self.input_token_count
+        return scale.rounded(self._input_sum(scale) + delivered * scale.cheapest_output)
+
+    def consumed(self, rule: QuotaRule, tokens: Tokens) -> int:
         """Return the amount to add to `used` at the end of the claim. Never negative."""
         kind = rule.kind
         if kind is Kind.CONCURRENCY or kind is Kind.REQUESTS:
             return 0
-        return self.consumed_by(rule.scale(self.prices), input_token_count, delivered_token_count)
+        return self.consumed_by(rule.scale(self.prices), tokens)
 
-    def consumed_by(self, scale: Scale, input_token_count: int, delivered_token_count: int) -> int:
+    def consumed_by(self, scale: Scale, tokens: Tokens) -> int:
         """Return the amount to add to `used` for a quota with this scale."""
-        cached = min(self.cached_input_token_count, input_token_count)
-        amount = scale.amount(input_token_count, cached, delivered_token_count)
+        amount = self._amount(scale, tokens)
         return max(amount - self.posted(scale), 0) if self.posted_token_count else amount
+
+    def _amount(self, scale: Scale, tokens: Tokens) -> int:
+        sent, delivered, reasoning = tokens
+        return scale.amount(sent, min(self.cached_input_token_count, sent), delivered, reasoning)
 
     def postings(self, rule: QuotaRule) -> Iterator[tuple[CounterKey, int]]:
         """Yield what extensions of the claim have added to `used`, by counter."""
         if not self.posted_token_count or rule.kind not in (Kind.TOKENS, Kind.MONEY):
             return
-        scale, sent, before = rule.scale(self.prices), self.input_token_count, 0
+        scale, before = rule.scale(self.prices), 0
         minutes = self.posted_minutes
         marks = [
             (datetime.fromtimestamp(minutes[i] * 60, UTC), minutes[i + 1])
             for i in range(0, len(minutes), 2)
         ]
         for at, posted_token_count in (*marks, (self.charged_at, self.posted_token_count)):
-            amount = scale.amount(sent, self.cached_input_token_count, posted_token_count - sent)
+            amount = self.posted_by(scale, posted_token_count)
             if amount > before:
                 yield rule.key(at), amount - before
                 before = amount
 
-    def worth(self, rule: QuotaRule, input_token_count: int, output_token_count: int) -> int:
+    def worth(self, rule: QuotaRule, tokens: Tokens) -> int:
         """Return the amount of these tokens for a quota on tokens or money."""
-        cached = min(self.cached_input_token_count, input_token_count)
-        return rule.scale(self.prices).amount(input_token_count, cached, output_token_count)
+        return self._amount(rule.scale(self.prices), tokens)
 
     def most_output(self, rule: QuotaRule, room: int) -> int | None:
         """Return the largest lease whose charge is at most `room`; None if not counted."""
@@ -333,23 +375,30 @@ class Claim(NamedTuple):
         if kind is Kind.CONCURRENCY or kind is Kind.REQUESTS:
             return None
         scale = rule.scale(self.prices)
-        if not scale.output:
+        each = scale.dearest_output
+        if not each:
             return None
         if self.posted_token_count:
-            cached = self.cached_input_token_count
-            sent = (self.input_token_count - cached) * scale.input + cached * scale.cached_input
+            fixed = self._input_sum(scale) + self.reasoning_token_count * (scale.reasoning - each)
         else:
-            sent = self.input_token_count * scale.dearest_input
-        return (scale.divisor * (room + self.posted(scale)) - sent) // scale.output
+            fixed = self.input_token_count * scale.dearest_input
+        return (scale.divisor * (room + self.posted(scale)) - fixed) // each
 
-    def moved_on(self, delivered_token_count: int, now: datetime) -> Claim:
+    def moved_on(
+        self, delivered_token_count: int, reasoning_token_count: int, now: datetime
+    ) -> Claim:
         """Return the claim with delivered tokens posted, and the rest charged now."""
         posted = self.input_token_count + delivered_token_count
         left = int(self.charged_at.timestamp()) // 60
         minutes = self.posted_minutes
         if left != int(now.timestamp()) // 60:
             minutes = (*minutes, left, posted)
-        return self._replace(posted_token_count=posted, charged_at=now, posted_minutes=minutes)
+        return self._replace(
+            posted_token_count=posted,
+            charged_at=now,
+            posted_minutes=minutes,
+            reasoning_token_count=reasoning_token_count,
+        )
 
 
 USUAL_PERCENTS = (50, 80, 100)

@@ -25,12 +25,11 @@ from metering.quotas.quota_rules import (
     QuotaRule,
     QuotaState,
     Scale,
+    Tokens,
     money_scale,
     window_end,
     window_starts,
 )
-
-Tokens = tuple[int, int]  # input and output
 
 # A counter saturates here until its window ends. Limits have the same maximum, so none is exceeded;
 # but where a limit is not enforced, or was set after the usage, a request that was served must be
@@ -295,7 +294,10 @@ def charge_whole(
         if rule.counts_tokens:
             scale = rule.token_scale or money
             amount = -(
-                -(input_token_count * scale.dearest_input + output_token_count * scale.output)
+                -(
+                    input_token_count * scale.dearest_input
+                    + output_token_count * scale.dearest_output
+                )
                 // scale.divisor
             )
         # An overdrawn limit does not refuse what it does not count.
@@ -326,14 +328,16 @@ def extend(
     claim: Claim,
     delivered_token_count: int,
     wanted_token_count: int,
+    reasoning_token_count: int = 0,
 ) -> Claim:
     """Post delivered tokens to the window they were charged to; move the rest to the current one.
 
-    Grants as many of `wanted_token_count` as fit, at least one token; output that a quota does not
-    count always fits. Raises: QuotaExceeded, without a change, if not even one fits.
+    reasoning_token_count: delivered tokens known to be thinking. Grants as many of
+    `wanted_token_count` as fit, at least one token; output that a quota does not count always fits.
+    Raises: QuotaExceeded, without a change, if not even one fits.
     """
     now = counters.now
-    posted = claim.moved_on(delivered_token_count, now)
+    posted = claim.moved_on(delivered_token_count, reasoning_token_count, now)
     one_more = posted._replace(leased_token_count=posted.leased_token_count + 1)
     windowed = [rule for rule in rules if rule.kind is Kind.TOKENS or rule.kind is Kind.MONEY]
     lease = posted.leased_token_count + wanted_token_count
@@ -342,12 +346,13 @@ def extend(
     for rule in windowed:
         old, new = rule.key(claim.charged_at), rule.key(now)
         held = claim.held(rule)
-        used = claim.consumed(rule, claim.input_token_count, delivered_token_count)
+        scale = rule.scale(claim.prices)
+        used = posted.posted(scale) - claim.posted(scale)
         moves.append((old, new, held, used))
         room = counters.remaining(rule)
         if counters.guessed:
             counters.row(new)
-        if room is None or not rule.enforced or not rule.scale(claim.prices).output:
+        if room is None or not rule.enforced or not scale.dearest_output:
             continue
         if old == new:  # its own present charge does not count against it
             room += held - used
@@ -362,7 +367,7 @@ def extend(
     extended = posted.leasing(lease)
     for rule, (old, new, held, used) in zip(windowed, moves, strict=True):
         if counters.guessed:
-            is_limited = rule.enforced and rule.scale(claim.prices).output
+            is_limited = rule.enforced and rule.scale(claim.prices).dearest_output
             counters.limits[new] = (
                 rule.limit_value if is_limited and rule.limit_value is not None else NO_LIMIT
             )
@@ -375,22 +380,22 @@ def end(
     counters: Counters,
     rules: Iterable[QuotaRule],
     claim: Claim,
-    input_token_count: int,
-    delivered_token_count: int,
+    tokens: Tokens,
 ) -> None:
     """Release the amount that the claim holds and add what it consumed to `used`."""
     money = money_scale(claim.prices)
-    cached = min(claim.cached_input_token_count, input_token_count)
     if not claim.posted_token_count:
+        sent, delivered, reasoning = tokens
+        cached = min(claim.cached_input_token_count, sent)
         claimed = claim.input_token_count, claim.leased_token_count
-        consumed = input_token_count - cached, cached, delivered_token_count
+        consumed = sent - cached, cached, delivered - reasoning, reasoning
         end_whole(counters, rules, money, claim.charged_at, claimed, consumed)
         return
     starts = window_starts(claim.charged_at)
     for rule in rules:
         if rule.counts_tokens:
             scale = rule.token_scale or money
-            used = claim.consumed_by(scale, input_token_count, delivered_token_count)
+            used = claim.consumed_by(scale, tokens)
             counters.add(
                 (rule.number, starts[rule.window]),
                 used,
@@ -405,24 +410,31 @@ def end_whole(
     rules: Iterable[QuotaRule],
     money: Scale,
     charged_at: datetime,
-    claimed: Tokens,
-    consumed: tuple[int, int, int],
+    claimed: tuple[int, int],
+    consumed: tuple[int, int, int, int],
 ) -> None:
     """End a claim without postings, the common case; inlined because it is called often.
 
-    claimed: input and leased output. consumed: input that was not cached, cached input, output.
+    claimed: input and leased output. consumed: input that was not cached, cached input, output
+    without reasoning, reasoning.
     """
     starts, moves, limits = window_starts(charged_at), counters.moves, counters.limits
-    (sent, lease), (fresh, cached, output) = claimed, consumed
+    (sent, lease), (fresh, cached, output, reasoning) = claimed, consumed
     for rule in rules:
         used, held = 0, 1
         if rule.counts_tokens:
             scale = rule.token_scale or money
-            each, divisor = scale.output, scale.divisor
+            divisor = scale.divisor
             used = -(
-                -(fresh * scale.input + cached * scale.cached_input + output * each) // divisor
+                -(
+                    fresh * scale.input
+                    + cached * scale.cached_input
+                    + output * scale.output
+                    + reasoning * scale.reasoning
+                )
+                // divisor
             )
-            held = -(-(sent * scale.dearest_input + lease * each) // divisor)
+            held = -(-(sent * scale.dearest_input + lease * scale.dearest_output) // divisor)
         elif rule.is_used_at_once:
             continue
         key = rule.number, starts[rule.window]
@@ -439,14 +451,15 @@ def expire(counters: Counters, rules: Sequence[QuotaRule], claim: Claim, billed:
     Quotas with a window keep the whole lease as used until the window ends, so that no limit is
     exceeded. A lifetime quota would keep it for ever, so it is charged the billed tokens only.
     """
-    whole = claim.input_token_count, claim.leased_token_count
+    lease = claim.leased_token_count
+    whole = claim.input_token_count, lease, claim.dearest_reasoning(lease)
     windowed = [rule for rule in rules if not rule.is_lifetime]
-    end(counters, windowed, claim, *whole)
+    end(counters, windowed, claim, whole)
     for rule in rules:
         if rule.is_lifetime:
             counters.add(rule.key(claim.charged_at), held=-claim.held(rule))
             take_back(counters, claim, rule)
-            counters.add(rule.key(claim.charged_at), used=claim.worth(rule, *billed))
+            counters.add(rule.key(claim.charged_at), used=claim.worth(rule, billed))
 
 
 def give_back(
@@ -460,15 +473,14 @@ def give_back(
     """Correct `used` of an expired claim once its consumption is known.
 
     charged: tokens charged to quotas with a window at the expiry; billed: tokens charged to
-    lifetime quotas. All are input and output tokens. A window whose counter was deleted is long
-    past and needs no correction.
+    lifetime quotas. A window whose counter was deleted is long past and needs no correction.
     """
     for rule in rules:
         key = rule.key(claim.charged_at)
         if rule.is_lifetime:
-            excess = claim.worth(rule, *billed) - claim.worth(rule, *consumed)
+            excess = claim.worth(rule, billed) - claim.worth(rule, consumed)
         else:
-            excess = claim.consumed(rule, *charged) - claim.consumed(rule, *consumed)
+            excess = claim.consumed(rule, charged) - claim.consumed(rule, consumed)
         if key not in counters.created:
             counters.add(key, used=-excess)
 

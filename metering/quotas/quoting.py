@@ -32,11 +32,13 @@ class Quote:
     """Prices, expected output and quota decision of a request at one time.
 
     expected_token_count: output, by the project's latest requests to the model; None if there were
-    none. refusal: the reason for which it would be refused, with its retry hint.
+    none. expected_reasoning_token_count: those of it that are thinking. refusal: the reason for
+    which it would be refused, with its retry hint.
     """
 
     prices: TokenPrices
     expected_token_count: int | None
+    expected_reasoning_token_count: int
     quotas: tuple[QuotaState, ...]
     refusal: QuotaExceeded | None
 
@@ -80,12 +82,15 @@ async def quote(
             await Refusals().note(
                 await raw_connection(session), now, [Refused(payer.organization_id, refusal)]
             )
-    expected = 0 if embedding else await expected_output(session, payer, model)
-    return Quote(prices, expected, tuple(states), refusal)
+    expected, reasoning = (0, 0) if embedding else await expected_output(session, payer, model)
+    return Quote(prices, expected, reasoning, tuple(states), refusal)
 
 
-async def expected_output(session: AsyncSession, payer: Payer, model: str) -> int | None:
-    """Return the mean output tokens of the project's latest requests, or None."""
+async def expected_output(
+    session: AsyncSession, payer: Payer, model: str
+) -> tuple[int | None, int]:
+    """Return the mean output tokens of the project's latest requests, or None, and those of
+    reasoning."""
     of_organization = select(UsageEvent).where(
         UsageEvent.organization_id == payer.organization_id, UsageEvent.part == 0
     )
@@ -93,7 +98,7 @@ async def expected_output(session: AsyncSession, payer: Payer, model: str) -> in
         of_organization.order_by(UsageEvent.settled_at.desc()).limit(RECENT_EVENT_COUNT).subquery()
     )
     of_project = (
-        select(recent.c.delivered_token_count)
+        select(recent.c.delivered_token_count, recent.c.reasoning_token_count)
         .where(
             recent.c.project_id == payer.project_id,
             recent.c.model == model,
@@ -103,10 +108,12 @@ async def expected_output(session: AsyncSession, payer: Payer, model: str) -> in
         .limit(EXPECTED_FROM_COUNT)
         .subquery()
     )
-    mean: int | None = await session.scalar(
-        select(func.ceil(func.avg(of_project.c.delivered_token_count)).cast(Integer))
+    means = select(
+        func.ceil(func.avg(of_project.c.delivered_token_count)).cast(Integer),
+        func.round(func.coalesce(func.avg(of_project.c.reasoning_token_count), 0)).cast(Integer),
     )
-    return mean
+    mean, reasoning = (await session.execute(means)).one()
+    return mean, reasoning
 
 
 async def raw_connection(session: AsyncSession) -> psycopg.AsyncConnection[tuple[Any, ...]]:

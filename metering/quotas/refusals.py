@@ -47,7 +47,7 @@ HISTORY_COUNT = 64  # requests: enough for a 95th percentile
 SELECT_RUNNING = """
 SELECT q.quota_id, h.process_id, extract(epoch FROM now() - h.admitted_at)::float8,
        h.input_token_count, h.cached_input_token_count, h.leased_token_count,
-       h.posted_token_count, h.admitted_at, h.charged_at
+       h.posted_token_count, h.reasoning_token_count, h.admitted_at, h.charged_at
 FROM unnest(%s::uuid[]) AS q(quota_id)
 JOIN holds h ON h.state = 'held' AND q.quota_id = ANY(h.quota_ids)
 ORDER BY h.admitted_at
@@ -213,9 +213,16 @@ class Refusals:
         cursor = await connection.execute(SELECT_RUNNING, (list(stale), RUNNING_COUNT_MAX))
         rows = await cursor.fetchall()
         for quota_id, process_id, age_s, *amounts, admitted_at, charged_at in rows:
-            sent, cached, leased, posted = amounts
+            sent, cached, leased, posted, reasoning = amounts
             claim = Claim(
-                stale[quota_id][1].prices, sent, cached, leased, posted, admitted_at, charged_at
+                stale[quota_id][1].prices,
+                sent,
+                cached,
+                leased,
+                posted,
+                admitted_at,
+                charged_at,
+                reasoning_token_count=reasoning,
             )
             running[quota_id].append(RunningRequest(claim, age_s))
             owners[quota_id].add(process_id)

@@ -388,7 +388,8 @@ class Forecast:
             max(output, claim.posted_token_count - claim.input_token_count),
             claim.leased_token_count,
         )
-        return claim.held(self.rule) - claim.consumed(self.rule, claim.input_token_count, likely)
+        tokens = claim.input_token_count, likely, min(claim.reasoning_token_count, likely)
+        return claim.held(self.rule) - claim.consumed(self.rule, tokens)
 
     def _start(self, at_s: float) -> datetime:
         return window_start(self.rule.dimension, datetime.fromtimestamp(at_s, UTC))

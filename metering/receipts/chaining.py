@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from metering.receipts.encoding import FIXED, HASH_SIZE, MAGIC, encode, micros, texts
+from metering.receipts.encoding import HASH_SIZE, encode, micros, texts
 from metering.receipts.merkle import Step, Tree
 
 
@@ -106,21 +106,20 @@ class Chains:
     def append(
         self,
         ids: bytes,
-        counts: tuple[int, int, int, int, int, int, int],
+        counts: tuple[int, int, int, int, int, int, int, int],
         admitted_at: datetime,
         ends: tuple[str, str, str],
     ) -> IssuedReceipt:
         """Append and return the next receipt of a project.
 
-        ids: as for `encode`. counts: part, input, cached input, billed and embedding tokens, price
-        version, cost in picos. ends: currency code, model, outcome.
+        ids: as for `encode`. counts: part, input, cached input, billed, embedding and reasoning
+        tokens, price version, cost in picos. ends: currency code, model, outcome.
         """
         project_id = ids[16:32]
         head = self.heads[project_id]
         previous_hash, head.sequence = head.hash, head.sequence + 1
         numbers = (*counts, micros(admitted_at), head.settled_at_us, head.sequence)
-        # As `encode`, without the call.
-        encoded = FIXED.pack(MAGIC, ids, *numbers, previous_hash) + texts(*ends)
+        encoded = encode(ids, numbers, previous_hash, texts(*ends))
         head.hash = sha256(encoded).digest()
         receipt = IssuedReceipt(encoded, head.settled_at, head.sequence, previous_hash, head.hash)
         self.changed.setdefault(project_id, previous_hash)
@@ -133,9 +132,9 @@ SELECT e.hold_id,
        uuid_send(e.organization_id) || uuid_send(e.project_id) || uuid_send(e.api_key_id)
            || uuid_send(e.request_id),
        e.part, e.input_token_count, e.cached_input_token_count, e.billed_token_count,
-       e.embedding_token_count, e.price_version_id, e.cost_picos, e.admitted_at, e.settled_at,
-       e.receipt_sequence, e.previous_receipt_hash, p.currency_code, e.model, e.outcome,
-       e.receipt_hash, e.receipt_batch_id
+       e.embedding_token_count, e.billed_reasoning_token_count, e.price_version_id, e.cost_picos,
+       e.admitted_at, e.settled_at, e.receipt_sequence, e.previous_receipt_hash, p.currency_code,
+       e.model, e.outcome, e.receipt_hash, e.receipt_batch_id
 FROM usage_events e
 JOIN price_versions p ON p.id = e.price_version_id
 WHERE e.receipt_sequence IS NOT NULL
@@ -164,6 +163,7 @@ class IssuedRow(NamedTuple):
     cached_input_token_count: int
     billed_token_count: int
     embedding_token_count: int
+    billed_reasoning_token_count: int
     price_version: int
     cost_picos: int
     admitted_at: datetime
@@ -182,7 +182,7 @@ class IssuedRow(NamedTuple):
 
     def issued(self, batch: SignedBatch | None) -> IssuedReceipt:
         """Return the receipt."""
-        numbers = (*self[2:9], micros(self.admitted_at), micros(self.settled_at), self.sequence)
+        numbers = (*self[2:10], micros(self.admitted_at), micros(self.settled_at), self.sequence)
         encoded = encode(
             bytes(self.ids),
             numbers,

@@ -1,7 +1,8 @@
 """Content of a receipt and its encoding as bytes (docs/reference/receipts.md). Pure.
 
 The encoding never changes: the holder of a receipt must be able to verify it with today's program
-at any later time. Other content needs another version, with another first line.
+at any later time. Other content needs another version, with another first line. Version 2 has the
+number of reasoning tokens, and only receipts that bill such tokens have it.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ import struct
 import uuid
 from datetime import UTC, datetime, timedelta
 
-VERSION = 1
 MAGIC = b"weir.receipt.v1\n"  # 16 bytes, like an id
+MAGIC_REASONING = b"weir.receipt.v2\n"
 HASH_SIZE = 32  # bytes of SHA-256
 NO_HASH = bytes(HASH_SIZE)  # before the first receipt of a chain
-# Magic, four ids, ten numbers of 64 bits, the hash of the previous receipt. Three texts follow.
+# Magic, four ids, ten or eleven numbers of 64 bits, the hash of the previous receipt. Three texts
+# follow.
 FIXED = struct.Struct(">16s64s10q32s")
+FIXED_REASONING = struct.Struct(">16s64s11q32s")
+REASONING = 5  # place of the tokens of reasoning among the numbers
 LENGTH = struct.Struct(">q")
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 MICROSECOND = timedelta(microseconds=1)
@@ -26,11 +30,15 @@ def encode(ids: bytes, numbers: tuple[int, ...], previous_hash: bytes, texts: by
     """Return the bytes of a receipt.
 
     ids: of organization, project, API key and request, 64 bytes. numbers: part (0: the settlement
-    of a request; 1: usage found later), tokens of input, cached input, billed output and embedding,
-    price version, cost in picos, times of admission and settlement in microseconds since 1970
-    (UTC), sequence (1 for the first of a project).
+    of a request; 1: usage found later), tokens of input, cached input, billed output, embedding and
+    reasoning, price version, cost in picos, times of admission and settlement in microseconds since
+    1970 (UTC), sequence (1 for the first of a project).
     """
-    return FIXED.pack(MAGIC, ids, *numbers, previous_hash) + texts
+    part, sent, cached, billed, embedded, reasoning, *others = numbers
+    if reasoning:
+        return FIXED_REASONING.pack(MAGIC_REASONING, ids, *numbers, previous_hash) + texts
+    fixed = FIXED.pack(MAGIC, ids, part, sent, cached, billed, embedded, *others, previous_hash)
+    return fixed + texts
 
 
 @functools.lru_cache(maxsize=4096)  # currencies x models x outcomes
@@ -42,10 +50,16 @@ def texts(currency_code: str, model: str, outcome: str) -> bytes:
 
 def parts_of(encoded: bytes) -> tuple[bytes, tuple[int, ...], bytes, tuple[str, ...]]:
     """Return the arguments of `encode`: ids, numbers, hash, texts. Raises: ValueError."""
-    if len(encoded) < FIXED.size or not encoded.startswith(MAGIC):
-        raise ValueError("these are not the bytes of a receipt of version 1")
-    _, ids, *numbers, previous_hash = FIXED.unpack_from(encoded)
-    return ids, tuple(numbers), previous_hash, texts_in(encoded[FIXED.size :])
+    has_reasoning = encoded.startswith(MAGIC_REASONING)
+    fixed = FIXED_REASONING if has_reasoning else FIXED
+    if len(encoded) < fixed.size or not (has_reasoning or encoded.startswith(MAGIC)):
+        raise ValueError("these are not the bytes of a receipt of version 1 or 2")
+    _, ids, *numbers, previous_hash = fixed.unpack_from(encoded)
+    if not has_reasoning:
+        numbers.insert(REASONING, 0)
+    elif not numbers[REASONING]:
+        raise ValueError("a receipt without reasoning tokens has version 1")
+    return ids, tuple(numbers), previous_hash, texts_in(encoded[fixed.size :])
 
 
 @functools.lru_cache(maxsize=4096)  # the keys in use

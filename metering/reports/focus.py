@@ -30,7 +30,7 @@ from metering.invoicing.invoices import TOKENS_PER_PRICE
 from metering.invoicing.month_report import MonthReport
 from metering.ledger.ledger import month_bounds, month_text
 from metering.plans.plans import Charge, LineKind
-from metering.pricing.prices import COUNTS_OF_EVENT
+from metering.pricing.prices import COUNTS_OF_EVENT, PRICES
 from metering.reports.usage_reports import (
     KEYS,
     Grouping,
@@ -235,8 +235,8 @@ _SUMS = ", ".join(
     for kind, (count, _) in COUNTS_OF_EVENT.items()
 )
 _PRICES = ", ".join(
-    f"v.{price} AS {kind}_price, coalesce(l.{price}, v.{price}) AS {kind}_list_price"
-    for kind, (_, price) in COUNTS_OF_EVENT.items()
+    f"{price} AS {kind}_price, coalesce({price.replace('p.', 'l.')}, {price}) AS {kind}_list_price"
+    for kind, price in PRICES.items()
 )
 # The list price next to a customer's own price is the one in force at the end of the day of use, of
 # the same tier if it has one.
@@ -247,21 +247,21 @@ WITH used AS (
     WHERE {where} AND u.rated_at IS NOT NULL
     GROUP BY 1, 2, 3, 4
 )
-SELECT used.*, p.name AS project_name, k.name AS api_key_name, v.model, v.tier, {prices}
+SELECT used.*, j.name AS project_name, k.name AS api_key_name, p.model, p.tier, {prices}
 FROM used
-JOIN projects p ON p.id = used.project_id
+JOIN projects j ON j.id = used.project_id
 JOIN api_keys k ON k.id = used.api_key_id
-JOIN price_versions v ON v.id = used.price_version_id
+JOIN price_versions p ON p.id = used.price_version_id
 LEFT JOIN LATERAL (
     SELECT *
     FROM price_versions l
-    WHERE v.organization_id IS NOT NULL
+    WHERE p.organization_id IS NOT NULL
       AND l.organization_id IS NULL
-      AND l.model = v.model
-      AND l.currency_code = v.currency_code
-      AND l.tier IN (v.tier, '{interactive}')
+      AND l.model = p.model
+      AND l.currency_code = p.currency_code
+      AND l.tier IN (p.tier, '{interactive}')
       AND l.effective_at < used.day + interval '1 day'
-    ORDER BY l.tier = v.tier DESC, l.effective_at DESC
+    ORDER BY l.tier = p.tier DESC, l.effective_at DESC
     LIMIT 1
 ) l ON true
 ORDER BY used.day, used.project_id, used.api_key_id, used.price_version_id

@@ -35,9 +35,11 @@ class _TokenKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TokenKind.V
     TOKEN_KIND_CACHED_INPUT: _TokenKind.ValueType  # 2
     """Input from the prefix cache."""
     TOKEN_KIND_OUTPUT: _TokenKind.ValueType  # 3
-    """Output."""
+    """Output, without the model's thinking."""
     TOKEN_KIND_EMBEDDING: _TokenKind.ValueType  # 4
     """Embedded input."""
+    TOKEN_KIND_REASONING: _TokenKind.ValueType  # 5
+    """Output that is the model's thinking."""
 
 class TokenKind(_TokenKind, metaclass=_TokenKindEnumTypeWrapper):
     """Billing class of a token."""
@@ -49,9 +51,11 @@ TOKEN_KIND_INPUT: TokenKind.ValueType  # 1
 TOKEN_KIND_CACHED_INPUT: TokenKind.ValueType  # 2
 """Input from the prefix cache."""
 TOKEN_KIND_OUTPUT: TokenKind.ValueType  # 3
-"""Output."""
+"""Output, without the model's thinking."""
 TOKEN_KIND_EMBEDDING: TokenKind.ValueType  # 4
 """Embedded input."""
+TOKEN_KIND_REASONING: TokenKind.ValueType  # 5
+"""Output that is the model's thinking."""
 Global___TokenKind: _TypeAlias = TokenKind  # noqa: Y015
 
 @_typing.final

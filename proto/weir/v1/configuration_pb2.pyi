@@ -327,6 +327,7 @@ class PriceConfiguration(_message.Message):
     EMBEDDING_PICOS_PER_TOKEN_FIELD_NUMBER: _builtins.int
     BATCH_MULTIPLIER_MILLI_FIELD_NUMBER: _builtins.int
     EFFECTIVE_TIME_FIELD_NUMBER: _builtins.int
+    REASONING_PICOS_PER_TOKEN_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The model."""
     currency_code: _builtins.str
@@ -343,6 +344,8 @@ class PriceConfiguration(_message.Message):
     """Picos per embedded token, 0 or more. Unset: unchanged; at first 0."""
     batch_multiplier_milli: _builtins.int
     """The batch tier's price in thousandths of these prices. Unset: unchanged; at first 1000."""
+    reasoning_picos_per_token: _builtins.int
+    """Picos per output token of the model's thinking, 0 or more. Unset: as `output_picos_per_token`."""
     @_builtins.property
     def effective_time(self) -> _timestamp_pb2.Timestamp:
         """Start of validity, for a future price. Unset, or a time in the past: now."""
@@ -359,19 +362,24 @@ class PriceConfiguration(_message.Message):
         embedding_picos_per_token: _builtins.int | None = ...,
         batch_multiplier_milli: _builtins.int | None = ...,
         effective_time: _timestamp_pb2.Timestamp | None = ...,
+        reasoning_picos_per_token: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_batch_multiplier_milli", b"_batch_multiplier_milli", "_embedding_picos_per_token", b"_embedding_picos_per_token", "batch_multiplier_milli", b"batch_multiplier_milli", "effective_time", b"effective_time", "embedding_picos_per_token", b"embedding_picos_per_token"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_batch_multiplier_milli", b"_batch_multiplier_milli", "_embedding_picos_per_token", b"_embedding_picos_per_token", "_reasoning_picos_per_token", b"_reasoning_picos_per_token", "batch_multiplier_milli", b"batch_multiplier_milli", "effective_time", b"effective_time", "embedding_picos_per_token", b"embedding_picos_per_token", "reasoning_picos_per_token", b"reasoning_picos_per_token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_batch_multiplier_milli", b"_batch_multiplier_milli", "_embedding_picos_per_token", b"_embedding_picos_per_token", "batch_multiplier_milli", b"batch_multiplier_milli", "cached_input_picos_per_token", b"cached_input_picos_per_token", "currency_code", b"currency_code", "effective_time", b"effective_time", "embedding_picos_per_token", b"embedding_picos_per_token", "input_picos_per_token", b"input_picos_per_token", "model", b"model", "organization", b"organization", "output_picos_per_token", b"output_picos_per_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_batch_multiplier_milli", b"_batch_multiplier_milli", "_embedding_picos_per_token", b"_embedding_picos_per_token", "_reasoning_picos_per_token", b"_reasoning_picos_per_token", "batch_multiplier_milli", b"batch_multiplier_milli", "cached_input_picos_per_token", b"cached_input_picos_per_token", "currency_code", b"currency_code", "effective_time", b"effective_time", "embedding_picos_per_token", b"embedding_picos_per_token", "input_picos_per_token", b"input_picos_per_token", "model", b"model", "organization", b"organization", "output_picos_per_token", b"output_picos_per_token", "reasoning_picos_per_token", b"reasoning_picos_per_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__batch_multiplier_milli: _TypeAlias = _typing.Literal["batch_multiplier_milli"]  # noqa: Y015
     _WhichOneofArgType__batch_multiplier_milli: _TypeAlias = _typing.Literal["_batch_multiplier_milli", b"_batch_multiplier_milli"]  # noqa: Y015
     _WhichOneofReturnType__embedding_picos_per_token: _TypeAlias = _typing.Literal["embedding_picos_per_token"]  # noqa: Y015
     _WhichOneofArgType__embedding_picos_per_token: _TypeAlias = _typing.Literal["_embedding_picos_per_token", b"_embedding_picos_per_token"]  # noqa: Y015
+    _WhichOneofReturnType__reasoning_picos_per_token: _TypeAlias = _typing.Literal["reasoning_picos_per_token"]  # noqa: Y015
+    _WhichOneofArgType__reasoning_picos_per_token: _TypeAlias = _typing.Literal["_reasoning_picos_per_token", b"_reasoning_picos_per_token"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__batch_multiplier_milli) -> _WhichOneofReturnType__batch_multiplier_milli | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__embedding_picos_per_token) -> _WhichOneofReturnType__embedding_picos_per_token | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reasoning_picos_per_token) -> _WhichOneofReturnType__reasoning_picos_per_token | None: ...
 
 Global___PriceConfiguration: _TypeAlias = PriceConfiguration  # noqa: Y015
 

@@ -2076,6 +2076,7 @@ class Price(_message.Message):
     EMBEDDING_PICOS_PER_TOKEN_FIELD_NUMBER: _builtins.int
     TIER_FIELD_NUMBER: _builtins.int
     OWN_FIELD_NUMBER: _builtins.int
+    REASONING_PICOS_PER_TOKEN_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """Price version."""
     currency_code: _builtins.str
@@ -2092,6 +2093,8 @@ class Price(_message.Message):
     """Service tier of this price."""
     own: _builtins.bool
     """True for the caller's own price instead of the list price."""
+    reasoning_picos_per_token: _builtins.int
+    """Picos per output token of the model's thinking."""
     @_builtins.property
     def effective_time(self) -> _timestamp_pb2.Timestamp:
         """Start of validity."""
@@ -2108,10 +2111,11 @@ class Price(_message.Message):
         embedding_picos_per_token: _builtins.int = ...,
         tier: Global___ServiceTier.ValueType = ...,
         own: _builtins.bool = ...,
+        reasoning_picos_per_token: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["effective_time", b"effective_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_input_picos_per_token", b"cached_input_picos_per_token", "currency_code", b"currency_code", "effective_time", b"effective_time", "embedding_picos_per_token", b"embedding_picos_per_token", "input_picos_per_token", b"input_picos_per_token", "output_picos_per_token", b"output_picos_per_token", "own", b"own", "tier", b"tier", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_input_picos_per_token", b"cached_input_picos_per_token", "currency_code", b"currency_code", "effective_time", b"effective_time", "embedding_picos_per_token", b"embedding_picos_per_token", "input_picos_per_token", b"input_picos_per_token", "output_picos_per_token", b"output_picos_per_token", "own", b"own", "reasoning_picos_per_token", b"reasoning_picos_per_token", "tier", b"tier", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

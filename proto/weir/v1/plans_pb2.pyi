@@ -34,7 +34,7 @@ class TokenSelector(_message.Message):
     model: _builtins.str
     """The model."""
     token_kind: _builtins.str
-    """Billing class: "input", "cached_input", "output" or "embedding". Anything else:
+    """Billing class: "input", "cached_input", "output", "reasoning" or "embedding". Anything else:
     INVALID_ARGUMENT.
     """
     tier: _inference_service_pb2.ServiceTier.ValueType

@@ -26,7 +26,7 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from weir.v1 import inference_service_pb2 as weir_dot_v1_dot_inference__service__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14weir/v1/prices.proto\x12\x07weir.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1fweir/v1/inference_service.proto\"\x86\x03\n\x0cPriceVersion\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\r\n\x05model\x18\x02 \x01(\t\x12\x15\n\rcurrency_code\x18\x03 \x01(\t\x12\"\n\x04tier\x18\x04 \x01(\x0e\x32\x14.weir.v1.ServiceTier\x12\x17\n\x0forganization_id\x18\x05 \x01(\t\x12\x19\n\x11organization_name\x18\x06 \x01(\t\x12\x1d\n\x15input_picos_per_token\x18\x07 \x01(\x03\x12$\n\x1c\x63\x61\x63hed_input_picos_per_token\x18\x08 \x01(\x03\x12\x1e\n\x16output_picos_per_token\x18\t \x01(\x03\x12!\n\x19\x65mbedding_picos_per_token\x18\n \x01(\x03\x12\x18\n\x10multiplier_milli\x18\x0b \x01(\x03\x12\x32\n\x0e\x65\x66\x66\x65\x63tive_time\x18\x0c \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x11\n\twithdrawn\x18\r \x01(\x08\"\xe3\x01\n\x0c\x41ppliedPrice\x12\r\n\x05model\x18\x01 \x01(\t\x12\"\n\x04tier\x18\x02 \x01(\x0e\x32\x14.weir.v1.ServiceTier\x12,\n\x06source\x18\x03 \x01(\x0e\x32\x1c.weir.v1.AppliedPrice.Source\x12&\n\x07version\x18\x04 \x01(\x0b\x32\x15.weir.v1.PriceVersion\"J\n\x06Source\x12\x16\n\x12SOURCE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bSOURCE_LIST\x10\x01\x12\x17\n\x13SOURCE_ORGANIZATION\x10\x02\"\x8a\x01\n\x11ListPricesRequest\x12\x14\n\x0corganization\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x15\n\rcurrency_code\x18\x03 \x01(\t\x12(\n\x04time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0f\n\x07history\x18\x05 \x01(\x08\"d\n\x12ListPricesResponse\x12%\n\x06prices\x18\x01 \x03(\x0b\x32\x15.weir.v1.AppliedPrice\x12\'\n\x08versions\x18\x02 \x03(\x0b\x32\x15.weir.v1.PriceVersion\"\x83\x01\n\x14WithdrawPriceRequest\x12\x14\n\x0corganization\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x32\n\x0e\x65\x66\x66\x65\x63tive_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x12\n\nrequest_id\x18\x04 \x01(\t\"@\n\x15WithdrawPriceResponse\x12\'\n\x08versions\x18\x01 \x03(\x0b\x32\x15.weir.v1.PriceVersionb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14weir/v1/prices.proto\x12\x07weir.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1fweir/v1/inference_service.proto\"\xa9\x03\n\x0cPriceVersion\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\r\n\x05model\x18\x02 \x01(\t\x12\x15\n\rcurrency_code\x18\x03 \x01(\t\x12\"\n\x04tier\x18\x04 \x01(\x0e\x32\x14.weir.v1.ServiceTier\x12\x17\n\x0forganization_id\x18\x05 \x01(\t\x12\x19\n\x11organization_name\x18\x06 \x01(\t\x12\x1d\n\x15input_picos_per_token\x18\x07 \x01(\x03\x12$\n\x1c\x63\x61\x63hed_input_picos_per_token\x18\x08 \x01(\x03\x12\x1e\n\x16output_picos_per_token\x18\t \x01(\x03\x12!\n\x19\x65mbedding_picos_per_token\x18\n \x01(\x03\x12\x18\n\x10multiplier_milli\x18\x0b \x01(\x03\x12\x32\n\x0e\x65\x66\x66\x65\x63tive_time\x18\x0c \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x11\n\twithdrawn\x18\r \x01(\x08\x12!\n\x19reasoning_picos_per_token\x18\x0e \x01(\x03\"\xe3\x01\n\x0c\x41ppliedPrice\x12\r\n\x05model\x18\x01 \x01(\t\x12\"\n\x04tier\x18\x02 \x01(\x0e\x32\x14.weir.v1.ServiceTier\x12,\n\x06source\x18\x03 \x01(\x0e\x32\x1c.weir.v1.AppliedPrice.Source\x12&\n\x07version\x18\x04 \x01(\x0b\x32\x15.weir.v1.PriceVersion\"J\n\x06Source\x12\x16\n\x12SOURCE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bSOURCE_LIST\x10\x01\x12\x17\n\x13SOURCE_ORGANIZATION\x10\x02\"\x8a\x01\n\x11ListPricesRequest\x12\x14\n\x0corganization\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x15\n\rcurrency_code\x18\x03 \x01(\t\x12(\n\x04time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0f\n\x07history\x18\x05 \x01(\x08\"d\n\x12ListPricesResponse\x12%\n\x06prices\x18\x01 \x03(\x0b\x32\x15.weir.v1.AppliedPrice\x12\'\n\x08versions\x18\x02 \x03(\x0b\x32\x15.weir.v1.PriceVersion\"\x83\x01\n\x14WithdrawPriceRequest\x12\x14\n\x0corganization\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x32\n\x0e\x65\x66\x66\x65\x63tive_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x12\n\nrequest_id\x18\x04 \x01(\t\"@\n\x15WithdrawPriceResponse\x12\'\n\x08versions\x18\x01 \x03(\x0b\x32\x15.weir.v1.PriceVersionb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,17 +34,17 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'weir.v1.prices_pb2', _globa
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PRICEVERSION']._serialized_start=100
-  _globals['_PRICEVERSION']._serialized_end=490
-  _globals['_APPLIEDPRICE']._serialized_start=493
-  _globals['_APPLIEDPRICE']._serialized_end=720
-  _globals['_APPLIEDPRICE_SOURCE']._serialized_start=646
-  _globals['_APPLIEDPRICE_SOURCE']._serialized_end=720
-  _globals['_LISTPRICESREQUEST']._serialized_start=723
-  _globals['_LISTPRICESREQUEST']._serialized_end=861
-  _globals['_LISTPRICESRESPONSE']._serialized_start=863
-  _globals['_LISTPRICESRESPONSE']._serialized_end=963
-  _globals['_WITHDRAWPRICEREQUEST']._serialized_start=966
-  _globals['_WITHDRAWPRICEREQUEST']._serialized_end=1097
-  _globals['_WITHDRAWPRICERESPONSE']._serialized_start=1099
-  _globals['_WITHDRAWPRICERESPONSE']._serialized_end=1163
+  _globals['_PRICEVERSION']._serialized_end=525
+  _globals['_APPLIEDPRICE']._serialized_start=528
+  _globals['_APPLIEDPRICE']._serialized_end=755
+  _globals['_APPLIEDPRICE_SOURCE']._serialized_start=681
+  _globals['_APPLIEDPRICE_SOURCE']._serialized_end=755
+  _globals['_LISTPRICESREQUEST']._serialized_start=758
+  _globals['_LISTPRICESREQUEST']._serialized_end=896
+  _globals['_LISTPRICESRESPONSE']._serialized_start=898
+  _globals['_LISTPRICESRESPONSE']._serialized_end=998
+  _globals['_WITHDRAWPRICEREQUEST']._serialized_start=1001
+  _globals['_WITHDRAWPRICEREQUEST']._serialized_end=1132
+  _globals['_WITHDRAWPRICERESPONSE']._serialized_start=1134
+  _globals['_WITHDRAWPRICERESPONSE']._serialized_end=1198
 # @@protoc_insertion_point(module_scope)

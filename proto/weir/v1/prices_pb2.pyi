@@ -40,6 +40,7 @@ class PriceVersion(_message.Message):
     MULTIPLIER_MILLI_FIELD_NUMBER: _builtins.int
     EFFECTIVE_TIME_FIELD_NUMBER: _builtins.int
     WITHDRAWN_FIELD_NUMBER: _builtins.int
+    REASONING_PICOS_PER_TOKEN_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """Version number."""
     model: _builtins.str
@@ -57,7 +58,7 @@ class PriceVersion(_message.Message):
     cached_input_picos_per_token: _builtins.int
     """Picos per cached input token."""
     output_picos_per_token: _builtins.int
-    """Picos per output token."""
+    """Picos per output token that is not thinking."""
     embedding_picos_per_token: _builtins.int
     """Picos per embedded token."""
     multiplier_milli: _builtins.int
@@ -68,6 +69,8 @@ class PriceVersion(_message.Message):
     """True if it only ends the organization's own price: the list price applies from then on. Its
     prices are 0 and never charged.
     """
+    reasoning_picos_per_token: _builtins.int
+    """Picos per output token of the model's thinking."""
     @_builtins.property
     def effective_time(self) -> _timestamp_pb2.Timestamp:
         """Start of validity."""
@@ -88,10 +91,11 @@ class PriceVersion(_message.Message):
         multiplier_milli: _builtins.int = ...,
         effective_time: _timestamp_pb2.Timestamp | None = ...,
         withdrawn: _builtins.bool = ...,
+        reasoning_picos_per_token: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["effective_time", b"effective_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_input_picos_per_token", b"cached_input_picos_per_token", "currency_code", b"currency_code", "effective_time", b"effective_time", "embedding_picos_per_token", b"embedding_picos_per_token", "input_picos_per_token", b"input_picos_per_token", "model", b"model", "multiplier_milli", b"multiplier_milli", "organization_id", b"organization_id", "organization_name", b"organization_name", "output_picos_per_token", b"output_picos_per_token", "tier", b"tier", "version", b"version", "withdrawn", b"withdrawn"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_input_picos_per_token", b"cached_input_picos_per_token", "currency_code", b"currency_code", "effective_time", b"effective_time", "embedding_picos_per_token", b"embedding_picos_per_token", "input_picos_per_token", b"input_picos_per_token", "model", b"model", "multiplier_milli", b"multiplier_milli", "organization_id", b"organization_id", "organization_name", b"organization_name", "output_picos_per_token", b"output_picos_per_token", "reasoning_picos_per_token", b"reasoning_picos_per_token", "tier", b"tier", "version", b"version", "withdrawn", b"withdrawn"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

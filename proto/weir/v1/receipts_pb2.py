@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16weir/v1/receipts.proto\x12\x07weir.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\xb6\x04\n\x07Receipt\x12\x0f\n\x07version\x18\x01 \x01(\x05\x12\x17\n\x0forganization_id\x18\x02 \x01(\t\x12\x12\n\nproject_id\x18\x03 \x01(\t\x12\x12\n\napi_key_id\x18\x04 \x01(\t\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12\x0c\n\x04part\x18\x06 \x01(\x05\x12\r\n\x05model\x18\x07 \x01(\t\x12\x0f\n\x07outcome\x18\x08 \x01(\t\x12\x19\n\x11input_token_count\x18\t \x01(\x03\x12 \n\x18\x63\x61\x63hed_input_token_count\x18\n \x01(\x03\x12\x1a\n\x12\x62illed_token_count\x18\x0b \x01(\x03\x12\x1d\n\x15\x65mbedding_token_count\x18\x0c \x01(\x03\x12\x15\n\rprice_version\x18\r \x01(\x03\x12\x15\n\rcurrency_code\x18\x0e \x01(\t\x12\x12\n\ncost_picos\x18\x0f \x01(\x03\x12.\n\nadmit_time\x18\x10 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0bsettle_time\x18\x11 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x10\n\x08sequence\x18\x12 \x01(\x03\x12\x15\n\rprevious_hash\x18\x13 \x01(\x0c\x12\x0c\n\x04hash\x18\x14 \x01(\x0c\x12\x0e\n\x06key_id\x18\x15 \x01(\t\x12\x11\n\tsignature\x18\x16 \x01(\x0c\x12\"\n\x04path\x18\x17 \x03(\x0b\x32\x14.weir.v1.ReceiptStep\",\n\x0bReceiptStep\x12\x0f\n\x07on_left\x18\x01 \x01(\x08\x12\x0c\n\x04hash\x18\x02 \x01(\x0c\"a\n\nReceiptKey\x12\x0e\n\x06key_id\x18\x01 \x01(\t\x12\x12\n\npublic_key\x18\x02 \x01(\x0c\x12/\n\x0b\x63reate_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\x92\x01\n\x0cReceiptChain\x12\x12\n\nproject_id\x18\x01 \x01(\t\x12\x16\n\x0e\x66irst_sequence\x18\x02 \x01(\x03\x12\x15\n\rlast_sequence\x18\x03 \x01(\x03\x12\x15\n\rprevious_hash\x18\x04 \x01(\x0c\x12\x11\n\tlast_hash\x18\x05 \x01(\x0c\x12\x15\n\rreceipt_count\x18\x06 \x01(\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16weir/v1/receipts.proto\x12\x07weir.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\xd5\x04\n\x07Receipt\x12\x0f\n\x07version\x18\x01 \x01(\x05\x12\x17\n\x0forganization_id\x18\x02 \x01(\t\x12\x12\n\nproject_id\x18\x03 \x01(\t\x12\x12\n\napi_key_id\x18\x04 \x01(\t\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12\x0c\n\x04part\x18\x06 \x01(\x05\x12\r\n\x05model\x18\x07 \x01(\t\x12\x0f\n\x07outcome\x18\x08 \x01(\t\x12\x19\n\x11input_token_count\x18\t \x01(\x03\x12 \n\x18\x63\x61\x63hed_input_token_count\x18\n \x01(\x03\x12\x1a\n\x12\x62illed_token_count\x18\x0b \x01(\x03\x12\x1d\n\x15\x65mbedding_token_count\x18\x0c \x01(\x03\x12\x15\n\rprice_version\x18\r \x01(\x03\x12\x15\n\rcurrency_code\x18\x0e \x01(\t\x12\x12\n\ncost_picos\x18\x0f \x01(\x03\x12.\n\nadmit_time\x18\x10 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0bsettle_time\x18\x11 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x10\n\x08sequence\x18\x12 \x01(\x03\x12\x15\n\rprevious_hash\x18\x13 \x01(\x0c\x12\x0c\n\x04hash\x18\x14 \x01(\x0c\x12\x0e\n\x06key_id\x18\x15 \x01(\t\x12\x11\n\tsignature\x18\x16 \x01(\x0c\x12\"\n\x04path\x18\x17 \x03(\x0b\x32\x14.weir.v1.ReceiptStep\x12\x1d\n\x15reasoning_token_count\x18\x18 \x01(\x03\",\n\x0bReceiptStep\x12\x0f\n\x07on_left\x18\x01 \x01(\x08\x12\x0c\n\x04hash\x18\x02 \x01(\x0c\"a\n\nReceiptKey\x12\x0e\n\x06key_id\x18\x01 \x01(\t\x12\x12\n\npublic_key\x18\x02 \x01(\x0c\x12/\n\x0b\x63reate_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\x92\x01\n\x0cReceiptChain\x12\x12\n\nproject_id\x18\x01 \x01(\t\x12\x16\n\x0e\x66irst_sequence\x18\x02 \x01(\x03\x12\x15\n\rlast_sequence\x18\x03 \x01(\x03\x12\x15\n\rprevious_hash\x18\x04 \x01(\x0c\x12\x11\n\tlast_hash\x18\x05 \x01(\x0c\x12\x15\n\rreceipt_count\x18\x06 \x01(\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,11 +33,11 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'weir.v1.receipts_pb2', _glo
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_RECEIPT']._serialized_start=69
-  _globals['_RECEIPT']._serialized_end=635
-  _globals['_RECEIPTSTEP']._serialized_start=637
-  _globals['_RECEIPTSTEP']._serialized_end=681
-  _globals['_RECEIPTKEY']._serialized_start=683
-  _globals['_RECEIPTKEY']._serialized_end=780
-  _globals['_RECEIPTCHAIN']._serialized_start=783
-  _globals['_RECEIPTCHAIN']._serialized_end=929
+  _globals['_RECEIPT']._serialized_end=666
+  _globals['_RECEIPTSTEP']._serialized_start=668
+  _globals['_RECEIPTSTEP']._serialized_end=712
+  _globals['_RECEIPTKEY']._serialized_start=714
+  _globals['_RECEIPTKEY']._serialized_end=811
+  _globals['_RECEIPTCHAIN']._serialized_start=814
+  _globals['_RECEIPTCHAIN']._serialized_end=960
 # @@protoc_insertion_point(module_scope)

@@ -53,8 +53,9 @@ class Receipt(_message.Message):
     KEY_ID_FIELD_NUMBER: _builtins.int
     SIGNATURE_FIELD_NUMBER: _builtins.int
     PATH_FIELD_NUMBER: _builtins.int
+    REASONING_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     version: _builtins.int
-    """Version of the content and its encoding: 1."""
+    """Version of the content and its encoding: 1, or 2 if it bills reasoning tokens."""
     organization_id: _builtins.str
     """UUID of the billed organization."""
     project_id: _builtins.str
@@ -74,7 +75,7 @@ class Receipt(_message.Message):
     cached_input_token_count: _builtins.int
     """Prompt tokens served from the prefix cache."""
     billed_token_count: _builtins.int
-    """Billed output tokens."""
+    """Billed output tokens, reasoning included."""
     embedding_token_count: _builtins.int
     """Embedded tokens."""
     price_version: _builtins.int
@@ -93,6 +94,8 @@ class Receipt(_message.Message):
     """Id of the signing key. Empty if unsigned: later signatures in the chain then cover it."""
     signature: _builtins.bytes
     """Ed25519 signature of the root at the end of `path`, 64 bytes. Empty if unsigned."""
+    reasoning_token_count: _builtins.int
+    """Billed output tokens of the model's thinking, which have a price of their own."""
     @_builtins.property
     def admit_time(self) -> _timestamp_pb2.Timestamp:
         """Time of admission, in whole microseconds."""
@@ -133,10 +136,11 @@ class Receipt(_message.Message):
         key_id: _builtins.str = ...,
         signature: _builtins.bytes = ...,
         path: _abc.Iterable[Global___ReceiptStep] | None = ...,
+        reasoning_token_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["admit_time", b"admit_time", "settle_time", b"settle_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit_time", b"admit_time", "api_key_id", b"api_key_id", "billed_token_count", b"billed_token_count", "cached_input_token_count", b"cached_input_token_count", "cost_picos", b"cost_picos", "currency_code", b"currency_code", "embedding_token_count", b"embedding_token_count", "hash", b"hash", "input_token_count", b"input_token_count", "key_id", b"key_id", "model", b"model", "organization_id", b"organization_id", "outcome", b"outcome", "part", b"part", "path", b"path", "previous_hash", b"previous_hash", "price_version", b"price_version", "project_id", b"project_id", "request_id", b"request_id", "sequence", b"sequence", "settle_time", b"settle_time", "signature", b"signature", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit_time", b"admit_time", "api_key_id", b"api_key_id", "billed_token_count", b"billed_token_count", "cached_input_token_count", b"cached_input_token_count", "cost_picos", b"cost_picos", "currency_code", b"currency_code", "embedding_token_count", b"embedding_token_count", "hash", b"hash", "input_token_count", b"input_token_count", "key_id", b"key_id", "model", b"model", "organization_id", b"organization_id", "outcome", b"outcome", "part", b"part", "path", b"path", "previous_hash", b"previous_hash", "price_version", b"price_version", "project_id", b"project_id", "reasoning_token_count", b"reasoning_token_count", "request_id", b"request_id", "sequence", b"sequence", "settle_time", b"settle_time", "signature", b"signature", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -229,6 +229,7 @@ class UsageRow(_message.Message):
     PENDING_AMOUNT_FIELD_NUMBER: _builtins.int
     EMBEDDING_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     MIGRATION_COUNT_FIELD_NUMBER: _builtins.int
+    REASONING_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     organization_id: _builtins.str
     """The customer's id."""
     organization_name: _builtins.str
@@ -260,13 +261,15 @@ class UsageRow(_message.Message):
     cached_input_token_count: _builtins.int
     """Input tokens from the prefix cache."""
     output_token_count: _builtins.int
-    """Billed output tokens."""
+    """Billed output tokens, without those of the model's thinking."""
     embedding_token_count: _builtins.int
     """Embedded tokens."""
     migration_count: _builtins.int
     """Number of moves of requests to another engine after their first token, because an engine was
     lost or drained.
     """
+    reasoning_token_count: _builtins.int
+    """Billed output tokens of the model's thinking."""
     @_builtins.property
     def settle_time(self) -> _timestamp_pb2.Timestamp:
         """Time of the request's settlement."""
@@ -318,10 +321,11 @@ class UsageRow(_message.Message):
         pending_amount: _types_pb2.Money | None = ...,
         embedding_token_count: _builtins.int = ...,
         migration_count: _builtins.int = ...,
+        reasoning_token_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["amount", b"amount", "cancelled", b"cancelled", "failed", b"failed", "limited", b"limited", "pending_amount", b"pending_amount", "settle_time", b"settle_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["amount", b"amount", "api_key_id", b"api_key_id", "api_key_name", b"api_key_name", "api_key_prefix", b"api_key_prefix", "cached_input_token_count", b"cached_input_token_count", "cancelled", b"cancelled", "day", b"day", "embedding_token_count", b"embedding_token_count", "failed", b"failed", "input_token_count", b"input_token_count", "late", b"late", "limited", b"limited", "migration_count", b"migration_count", "model", b"model", "organization_id", b"organization_id", "organization_name", b"organization_name", "outcome", b"outcome", "output_token_count", b"output_token_count", "pending_amount", b"pending_amount", "project_id", b"project_id", "project_name", b"project_name", "request_count", b"request_count", "request_id", b"request_id", "settle_time", b"settle_time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["amount", b"amount", "api_key_id", b"api_key_id", "api_key_name", b"api_key_name", "api_key_prefix", b"api_key_prefix", "cached_input_token_count", b"cached_input_token_count", "cancelled", b"cancelled", "day", b"day", "embedding_token_count", b"embedding_token_count", "failed", b"failed", "input_token_count", b"input_token_count", "late", b"late", "limited", b"limited", "migration_count", b"migration_count", "model", b"model", "organization_id", b"organization_id", "organization_name", b"organization_name", "outcome", b"outcome", "output_token_count", b"output_token_count", "pending_amount", b"pending_amount", "project_id", b"project_id", "project_name", b"project_name", "reasoning_token_count", b"reasoning_token_count", "request_count", b"request_count", "request_id", b"request_id", "settle_time", b"settle_time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

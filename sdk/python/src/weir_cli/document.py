@@ -276,6 +276,7 @@ PRICE = Section(
         "cached_input": price("cached_input_picos_per_token"),
         "output": price("output_picos_per_token"),
         "organization": text("organization"),
+        "reasoning": price("reasoning_picos_per_token"),
         "embedding": price("embedding_picos_per_token"),
         "batch_multiplier": thousandths("batch_multiplier_milli"),
         "effective": moment("effective_time"),

@@ -160,7 +160,13 @@ def count(
 def models_table(models: list[Model]) -> RenderableType:
     """Return a table of models and prices per million tokens; optional columns only where used."""
     embeds = any(each.task is ModelTask.EMBED for each in models)
-    prices = ("input", "cached input", "output", *(["embedding"] if embeds else []))
+    thinks = any(
+        each.price is not None
+        and each.price.reasoning_picos_per_token != each.price.output_picos_per_token
+        for each in models
+    )
+    optional = [*(["reasoning"] if thinks else []), *(["embedding"] if embeds else [])]
+    prices = ("input", "cached input", "output", *optional)
     names = ("also called",) if any(each.aliases or each.versions for each in models) else ()
     ready = (
         ("ready",)

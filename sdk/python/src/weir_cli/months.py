@@ -93,8 +93,10 @@ KIND_COLUMNS: Mapping[str, Callable[[UsageRow], Cell]] = {
     "input": lambda row: row.input_token_count,
     "cached": lambda row: row.cached_input_token_count,
     "output": lambda row: row.output_token_count,
+    "thinking": lambda row: row.reasoning_token_count,
     "embedded": lambda row: row.embedding_token_count,
 }
+OPTIONAL_KINDS = ("thinking", "embedded")  # columns shown only if a row has such tokens
 
 month = typer.Typer(
     help="Show months and their forecast; close and verify them.", no_args_is_help=True
@@ -138,6 +140,7 @@ CSV_FIELDS: Mapping[str, Callable[[UsageRow], object]] = {
     "currency_code": lambda row: row.amount.currency_code,
     "embedding_token_count": lambda row: row.embedding_token_count,
     "migration_count": lambda row: row.migration_count,
+    "reasoning_token_count": lambda row: row.reasoning_token_count,
 }
 
 
@@ -215,13 +218,13 @@ def total_of(row: UsageRow) -> Decimal:
     return Money(row.amount.currency_code, row.amount.picos + row.pending_amount.picos).amount
 
 
-def kinds_of(rows: Iterable[UsageRow]) -> Mapping[str, Callable[[UsageRow], Cell]]:
-    """Return the token columns; embedded tokens only if a row has any."""
-    return (
-        KIND_COLUMNS
-        if any(row.embedding_token_count for row in rows)
-        else dict(list(KIND_COLUMNS.items())[:-1])
-    )
+def kinds_of(rows: Sequence[UsageRow]) -> Mapping[str, Callable[[UsageRow], Cell]]:
+    """Return the token columns; thinking and embedded tokens only if a row has any."""
+    return {
+        name: count
+        for name, count in KIND_COLUMNS.items()
+        if name not in OPTIONAL_KINDS or any(count(row) for row in rows)
+    }
 
 
 def row_places(rows: Iterable[UsageRow]) -> int:

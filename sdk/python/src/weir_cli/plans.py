@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -290,7 +290,7 @@ ModelArgument = Annotated[str, typer.Argument(help="Model; it need not exist yet
 SinceOption = Annotated[
     datetime | None, typer.Option(help="Start, in UTC. Default: now.", formats=TIME_FORMATS)
 ]
-KINDS = ("input", "cached input", "output", "embedding")
+KINDS = ("input", "cached input", "output", "reasoning", "embedding")
 TITLE = "prices per million tokens"
 TIMEOUT_S = 300.0  # a month of millions of events is rated in one statement
 CSV_COLUMNS: Mapping[str, Callable[[SimulatedCustomer], object]] = {
@@ -320,6 +320,13 @@ def set_price(
         typer.Option(
             "--cached-input",
             help="Per million input tokens from the prefix cache. Default: same as --input.",
+        ),
+    ] = None,
+    reasoning_price: Annotated[
+        str | None,
+        typer.Option(
+            "--reasoning",
+            help="Per million output tokens of thinking. Default: same as --output.",
         ),
     ] = None,
     embedding_price: Annotated[
@@ -362,6 +369,9 @@ def set_price(
         embedding_picos_per_token=(
             None if embedding_price is None else parsed("--embedding", parse_price, embedding_price)
         ),
+        reasoning_picos_per_token=(
+            None if reasoning_price is None else parsed("--reasoning", parse_price, reasoning_price)
+        ),
         batch_multiplier_milli=(
             None
             if batch_multiplier is None
@@ -374,7 +384,10 @@ def set_price(
     remarks = []
     for each in versions:
         suffix = f" for {each.organization_name}" if each.organization_name else ""
-        amounts = ", ".join(f"{kind} {rate}" for kind, rate in zip(KINDS, rates(each), strict=True))
+        kinds = kinds_of(versions)
+        amounts = ", ".join(
+            f"{kind} {rate}" for kind, rate in zip(kinds, rates(each, kinds), strict=True)
+        )
         since = time_text(each.effective_time, "now")
         what = f"price version {each.version} of {each.model}{suffix}, {each.tier}, from {since} on"
         remarks.append(f"{what}, in {each.currency_code} per million tokens: {amounts}")
@@ -432,16 +445,17 @@ def list_prices(
     )
 
 
-def applied_table(prices: Iterable[AppliedPrice]) -> RenderableType:
+def applied_table(prices: Sequence[AppliedPrice]) -> RenderableType:
+    kinds = kinds_of([each.version for each in prices])
     made = table(
         "model",
         "tier",
-        *KINDS,
+        *kinds,
         "currency",
         "from",
         "since",
         "version",
-        right=(*KINDS, "version"),
+        right=(*kinds, "version"),
         title=TITLE,
     )
     for each in prices:
@@ -449,37 +463,46 @@ def applied_table(prices: Iterable[AppliedPrice]) -> RenderableType:
         source = version.organization_name if each.source == "organization" else "list"
         source += "" if version.tier == each.tier else f" ({version.tier})"
         cells = version.currency_code, source, version.effective_time, str(version.version)
-        made.add_row(each.model, each.tier, *rates(version), *cells)
+        made.add_row(each.model, each.tier, *rates(version, kinds), *cells)
     return made
 
 
-def versions_table(versions: Iterable[PriceVersion]) -> RenderableType:
+def versions_table(versions: Sequence[PriceVersion]) -> RenderableType:
+    kinds = kinds_of(versions)
     made = table(
         "version",
         "model",
         "of",
         "tier",
         "times",
-        *KINDS,
+        *kinds,
         "currency",
         "since",
-        right=("version", *KINDS),
+        right=("version", *kinds),
         title=TITLE,
     )
     for each in versions:
         times, shown = (
-            (f"{each.multiplier_milli / 1000:g}", rates(each))
+            (f"{each.multiplier_milli / 1000:g}", rates(each, kinds))
             if not each.withdrawn
-            else ("ends", ["—"] * len(KINDS))
+            else ("ends", ["—"] * len(kinds))
         )
         what = str(each.version), each.model, each.organization_name or "list", each.tier, times
         made.add_row(*what, *shown, each.currency_code, time_text(each.effective_time))
     return made
 
 
-def rates(version: PriceVersion) -> list[str]:
-    """Return the prices by kind, in the order of KINDS."""
-    picos = (getattr(version, f"{kind.replace(' ', '_')}_picos_per_token") for kind in KINDS)
+def kinds_of(versions: Iterable[PriceVersion]) -> tuple[str, ...]:
+    """Return the kinds of token to show: reasoning only if a price differs from that of output."""
+    has_own = any(
+        each.reasoning_picos_per_token != each.output_picos_per_token for each in versions
+    )
+    return tuple(kind for kind in KINDS if has_own or kind != "reasoning")
+
+
+def rates(version: PriceVersion, kinds: Iterable[str]) -> list[str]:
+    """Return the prices of these kinds."""
+    picos = (getattr(version, f"{kind.replace(' ', '_')}_picos_per_token") for kind in kinds)
     return [decimal_text(per_million(each)) for each in picos]
 
 

@@ -17,7 +17,8 @@ class TokenKind(StrEnum):
     UNSPECIFIED = "unspecified"
     INPUT = "input"
     CACHED_INPUT = "cached-input"
-    OUTPUT = "output"
+    OUTPUT = "output"  # without reasoning
+    REASONING = "reasoning"
     EMBEDDING = "embedding"
 
 

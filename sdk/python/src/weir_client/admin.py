@@ -462,6 +462,7 @@ class AsyncAdminClient(UnaryClient):
         cached_input_picos_per_token: int,
         output_picos_per_token: int,
         embedding_picos_per_token: int | None = None,
+        reasoning_picos_per_token: int | None = None,
         batch_multiplier_milli: int | None = None,
         organization: str = "",
         currency_code: str = "",
@@ -472,8 +473,8 @@ class AsyncAdminClient(UnaryClient):
 
         organization: sets its own price; empty sets the list price. currency_code: empty for the
         organization's, or USD. The batch multiplier (thousandths) and the embedding price are
-        unchanged where None. `effective_time`: an aware datetime; None: now. request_id: as in
-        `create_organization`.
+        unchanged where None; without a price of its own, reasoning has the price of output.
+        `effective_time`: an aware datetime; None: now. request_id: as in `create_organization`.
         """
         request = admin_service_pb2.SetPriceRequest(
             model=model,
@@ -482,6 +483,7 @@ class AsyncAdminClient(UnaryClient):
             cached_input_picos_per_token=cached_input_picos_per_token,
             output_picos_per_token=output_picos_per_token,
             embedding_picos_per_token=embedding_picos_per_token,
+            reasoning_picos_per_token=reasoning_picos_per_token,
             batch_multiplier_milli=batch_multiplier_milli,
             organization=organization,
             effective_time=_stamp(effective_time),

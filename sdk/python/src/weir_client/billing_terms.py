@@ -28,6 +28,7 @@ class PriceVersion(Value):
     multiplier_milli: int  # thousandths of the interactive prices that these were derived with
     effective_time: datetime | None
     withdrawn: bool  # only ends the organization's own price
+    reasoning_picos_per_token: int = 0  # of the output that is thinking
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ class Price(Value):
     embedding_picos_per_token: int = 0
     tier: str = "interactive"  # or "batch"
     own: bool = False  # the caller's own price instead of the list price
+    reasoning_picos_per_token: int = 0  # of the output that is thinking
 
 
 class ModelTask(StrEnum):

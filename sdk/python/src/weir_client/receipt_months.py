@@ -257,7 +257,8 @@ def totals_of(receipts: Iterable[Receipt]) -> Counter[tuple[str, ...]]:
         priced = (receipt.model, str(receipt.price_version))
         totals[(*priced, "input")] += receipt.input_token_count - receipt.cached_input_token_count
         totals[(*priced, "cached_input")] += receipt.cached_input_token_count
-        totals[(*priced, "output")] += receipt.billed_token_count
+        totals[(*priced, "output")] += receipt.billed_token_count - receipt.reasoning_token_count
+        totals[(*priced, "reasoning")] += receipt.reasoning_token_count
         totals[(*priced, "embedding")] += receipt.embedding_token_count
         totals[priced] += receipt.cost_picos
     return +totals

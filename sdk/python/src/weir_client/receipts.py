@@ -17,8 +17,8 @@ from typing import Any, get_type_hints
 
 from weir_client.plain import Value
 
-VERSION = 1
 MAGIC = b"weir.receipt.v1\n"
+MAGIC_REASONING = b"weir.receipt.v2\n"  # of receipts that bill reasoning tokens
 SIGNED_PREFIX = b"weir.receipt.batch.v1\n"
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 ID_FIELDS = ("organization_id", "project_id", "api_key_id", "request_id")
@@ -110,7 +110,12 @@ class Receipt(Value):
     key_id: str = ""  # empty: not signed
     signature: bytes = b""
     path: tuple[ReceiptStep, ...] = ()
-    version: int = VERSION
+    reasoning_token_count: int = 0  # part of `billed_token_count`, priced separately
+
+    @property
+    def version(self) -> int:
+        """Version of the encoding: 2 for a receipt that bills reasoning tokens."""
+        return 2 if self.reasoning_token_count else 1
 
     @property
     def admit_time(self) -> datetime:
@@ -136,12 +141,19 @@ class Receipt(Value):
         Raises: ValueError for an id that is not a UUID, OverflowError for a number beyond 64 bits.
         """
         ids = [uuid.UUID(getattr(self, name)).bytes for name in ID_FIELDS]
-        numbers = [getattr(self, name).to_bytes(8, "big", signed=True) for name in NUMBER_FIELDS]
+        numbers = [
+            getattr(self, name).to_bytes(8, "big", signed=True) for name in self._number_fields
+        ]
         texts = [getattr(self, name).encode() for name in TEXT_FIELDS]
         lengths_and_texts = [
             part for text in texts for part in (len(text).to_bytes(8, "big"), text)
         ]
-        return b"".join((MAGIC, *ids, *numbers, self.previous_hash, *lengths_and_texts))
+        magic = MAGIC_REASONING if self.reasoning_token_count else MAGIC
+        return b"".join((magic, *ids, *numbers, self.previous_hash, *lengths_and_texts))
+
+    @property
+    def _number_fields(self) -> tuple[str, ...]:
+        return number_fields(self.version)
 
     def to_json(self) -> str:
         """Return one line of JSON: bytes in hexadecimal, steps as `L` or `R` with a hash."""
@@ -149,8 +161,10 @@ class Receipt(Value):
         for name in ("previous_hash", "hash", "signature"):
             values[name] = values[name].hex()
         values["path"] = [("L" if step.on_left else "R") + step.hash.hex() for step in self.path]
+        if not self.reasoning_token_count:
+            del values["reasoning_token_count"]
         return json.dumps(
-            {"version": values.pop("version"), **values}, ensure_ascii=False, separators=(",", ":")
+            {"version": self.version, **values}, ensure_ascii=False, separators=(",", ":")
         )
 
     @classmethod
@@ -159,12 +173,11 @@ class Receipt(Value):
         values = json.loads(line)
         if not isinstance(values, dict):
             raise ValueError("a receipt is a JSON object")
-        if values.get("version") != VERSION:
-            raise ValueError(
-                f"version: {values.get('version')!r} is not {VERSION}, the only supported version"
-            )
+        version = values.pop("version", None)
+        if version not in (1, 2):
+            raise ValueError(f"version: {version!r} is not 1 or 2, the supported versions")
         types = get_type_hints(cls)
-        for name in (*ID_FIELDS, *TEXT_FIELDS, "key_id", *NUMBER_FIELDS):
+        for name in (*ID_FIELDS, *TEXT_FIELDS, "key_id", *number_fields(version)):
             if type(values.get(name)) is not types[name]:
                 raise ValueError(
                     f"{name}: {values.get(name)!r} is not"
@@ -181,9 +194,20 @@ class Receipt(Value):
             ReceiptStep(step[0] == "L", _from_hex("path", step[1:])) for step in path
         )
         unknown = values.keys() - types.keys()
+        if version == 1:
+            unknown |= values.keys() & {"reasoning_token_count"}
+        elif not values["reasoning_token_count"]:
+            raise ValueError("reasoning_token_count: a receipt of version 2 has such tokens")
         if unknown:
-            raise ValueError(f"{min(unknown)}: no such field in a receipt of version {VERSION}")
+            raise ValueError(f"{min(unknown)}: no such field in a receipt of version {version}")
         return cls(**values)
+
+
+def number_fields(version: int) -> tuple[str, ...]:
+    """Return the numbers of the encoding in their order."""
+    if version == 1:
+        return NUMBER_FIELDS
+    return (*NUMBER_FIELDS[:5], "reasoning_token_count", *NUMBER_FIELDS[5:])
 
 
 def _from_hex(name: str, text: object) -> bytes:

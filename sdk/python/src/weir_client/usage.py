@@ -70,6 +70,7 @@ class UsageRow(Value):
     pending_amount: Money
     embedding_token_count: int = 0
     migration_count: int = 0  # number of moves to another engine
+    reasoning_token_count: int = 0  # thinking, which is not in `output_token_count`
 
     @property
     def token_count(self) -> int:
@@ -78,6 +79,7 @@ class UsageRow(Value):
             self.input_token_count
             + self.cached_input_token_count
             + self.output_token_count
+            + self.reasoning_token_count
             + self.embedding_token_count
         )
 

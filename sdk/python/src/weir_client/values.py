@@ -88,7 +88,8 @@ class Usage(Value):
     billed_token_count: int = 0  # output tokens on the bill: the delivered ones
     embedding_token_count: int = 0  # priced separately; an embedding request has no other tokens
     journalled_token_count: int = 0  # about to be sent; 0 while the request runs
-    reasoning_token_count: int = 0  # part of the delivered tokens: the model's thinking
+    # Part of the delivered tokens: the model's thinking. Billed at a price of its own.
+    reasoning_token_count: int = 0
 
 
 @dataclass(frozen=True, slots=True)
