@@ -9,7 +9,7 @@ down_revision = "0013"
 branch_labels = None
 depends_on = None
 
-# Not validated: existing rows have fewer kinds, and reading them would hold the lock.
+# Not validated here: reading the rows would hold the lock. Revision 0015 does it.
 KINDS = """
 ALTER TABLE {table} DROP CONSTRAINT ck_{table}_token_kind_known;
 ALTER TABLE {table} ADD CONSTRAINT ck_{table}_token_kind_known

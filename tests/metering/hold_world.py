@@ -128,6 +128,7 @@ class HoldWorld:
         cached_picos: int = CACHED_PICOS,
         output_picos: int = OUTPUT_PICOS,
         embedding_picos: int = EMBEDDING_PICOS,
+        reasoning_picos: int | None = None,
     ) -> int:
         """Set a price of the model from now on; return its version."""
         return int(
@@ -135,14 +136,16 @@ class HoldWorld:
                 """
                 INSERT INTO price_versions (model, currency_code, input_picos_per_token,
                                             cached_input_picos_per_token, output_picos_per_token,
-                                            embedding_picos_per_token, effective_at)
-                VALUES (%s, 'USD', %s, %s, %s, %s, %s) RETURNING id
+                                            embedding_picos_per_token,
+                                            reasoning_picos_per_token, effective_at)
+                VALUES (%s, 'USD', %s, %s, %s, %s, %s, %s) RETURNING id
                 """,
                 MODEL,
                 input_picos,
                 cached_picos,
                 output_picos,
                 embedding_picos,
+                reasoning_picos,
                 self._now
                 - timedelta(days=1000)
                 + timedelta(microseconds=int(self.one("SELECT count(*) FROM price_versions"))),
@@ -294,6 +297,7 @@ def settle(
     cached_tokens: int = 0,
     outcome: Outcome = Outcome.STOP,
     recovered: bool = False,
+    reasoning_tokens: int = 0,
 ) -> Settle:
     """Return the settlement of a hold."""
     return Settle(
@@ -304,6 +308,7 @@ def settle(
         delivered_tokens,
         outcome,
         recovered=recovered,
+        reasoning_token_count=reasoning_tokens,
     )
 
 

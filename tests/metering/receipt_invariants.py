@@ -101,15 +101,18 @@ def encoded(event: Row) -> bytes:
     )
     numbers = [event[name] for name in COUNTS] + [
         event.get("embedding_token_count", 0),
-        event["price_version_id"],
     ]
+    reasoning = event.get("billed_reasoning_token_count", 0)
+    numbers += [reasoning] if reasoning else []
+    numbers.append(event["price_version_id"])
     numbers += [
         event["cost_picos"],
         micros(event["admitted_at"]),
         micros(event["settled_at"]),
         event["receipt_sequence"],
     ]
-    result = b"weir.receipt.v1\n" + ids + b"".join(number.to_bytes(8, "big") for number in numbers)
+    result = (b"weir.receipt.v2\n" if reasoning else b"weir.receipt.v1\n") + ids
+    result += b"".join(number.to_bytes(8, "big") for number in numbers)
     result += bytes(event["previous_receipt_hash"])
     for name in ("currency_code", "model", "outcome"):
         text = event[name].encode()

@@ -34,6 +34,7 @@ class Receipt:
     cached_input_token_count: int
     billed_token_count: int
     embedding_token_count: int
+    reasoning_token_count: int
     price_version: int
     cost_picos: int
     admitted_at_us: int
@@ -56,6 +57,7 @@ class Receipt:
                 self.cached_input_token_count,
                 self.billed_token_count,
                 self.embedding_token_count,
+                self.reasoning_token_count,
                 self.price_version,
                 self.cost_picos,
                 self.admitted_at_us,

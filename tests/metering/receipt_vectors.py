@@ -41,6 +41,7 @@ def vectors() -> list[IssuedReceipt]:
             "billed_token_count": 0,
             "embedding_token_count": 512,
         },
+        {"reasoning_token_count": 120, "cost_picos": 300_750_000},
     ]
     made: list[IssuedReceipt] = []
     previous = KNOWN.previous_hash

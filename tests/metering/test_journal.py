@@ -10,6 +10,7 @@ import resource
 import shutil
 import signal
 import uuid
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +24,8 @@ from structlog.testing import capture_logs
 from metering.core.errors import JournalUnavailable
 from metering.holds import journal as journal_module
 from metering.holds.journal import (
-    RECORD,
+    FORMAT,
+    FORMERLY,
     Delivered,
     UsageJournal,
     abandoned_journals,
@@ -44,7 +46,7 @@ ERRORS = [
 ]
 HOLDS = [uuid.UUID(int=number + 1) for number in range(8)]
 COUNT = st.integers(0, 2**32 - 1)
-ENTRY = st.builds(Delivered, st.uuids(), COUNT, COUNT, COUNT, COUNT)
+ENTRY = st.builds(Delivered, st.uuids(), COUNT, COUNT, COUNT, COUNT, COUNT)
 
 
 def entry(hold: int, delivered: int) -> Delivered:
@@ -53,7 +55,7 @@ def entry(hold: int, delivered: int) -> Delivered:
 
 def segments(directory: Path) -> list[Path]:
     """Return the files of totals in a directory."""
-    return list(directory.glob("*.journal"))
+    return list(directory.glob(f"*{FORMAT.suffix}"))
 
 
 def recoverable(directory: Path) -> dict[uuid.UUID, int]:
@@ -77,7 +79,7 @@ def test_a_tail_torn_at_any_byte_costs_the_torn_record_alone(
     whole = b"".join(map(encode, entries))
     length = data.draw(st.integers(0, len(whole)))
 
-    assert list(decode(whole[:length])) == entries[: length // RECORD.size]
+    assert list(decode(whole[:length])) == entries[: length // FORMAT.record_size]
 
 
 @given(st.lists(ENTRY, min_size=1, max_size=4), st.data())
@@ -88,13 +90,29 @@ def test_any_flipped_bit_is_seen_and_nothing_after_it_is_believed(
     bit = data.draw(st.integers(0, len(whole) * 8 - 1))
     whole[bit // 8] ^= 1 << bit % 8
 
-    assert list(decode(bytes(whole))) == entries[: bit // 8 // RECORD.size]
+    assert list(decode(bytes(whole))) == entries[: bit // 8 // FORMAT.record_size]
+
+
+def test_a_journal_of_release_0_1_0_is_recovered_without_reasoning(tmp_path: Path) -> None:
+    """Its server may have died just before the upgrade. An older server ignores newer files."""
+    process_id = uuid.uuid4()
+    body = FORMERLY.counts.pack(HOLDS[0].bytes, 10, 2, 8, 7)
+    record = body + zlib.crc32(body).to_bytes(4, "little")
+    tmp_path.joinpath(f"{process_id}.1.journal").write_bytes(record + record[:9])
+    tmp_path.joinpath(f"{process_id}.taken").write_bytes(FORMERLY.mark.pack(HOLDS[0].bytes, 6))
+
+    [abandoned] = abandoned_journals(tmp_path)
+
+    assert abandoned.delivered() == [Delivered(HOLDS[0], 10, 2, 8, 7)]
+    assert abandoned.taken() == {HOLDS[0]: (6, 0)}
+    abandoned.remove()
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_last_total_of_each_hold_counts_and_settled_ones_are_forgotten_at_rotation(
     tmp_path: Path,
 ) -> None:
-    journal = UsageJournal(tmp_path, uuid.uuid4(), rotate_bytes=RECORD.size * 5)
+    journal = UsageJournal(tmp_path, uuid.uuid4(), rotate_bytes=FORMAT.record_size * 5)
     journal.record([entry(0, 1), entry(1, 1)])
     journal.record([entry(0, 2)])
     journal.forget(HOLDS[1])
@@ -103,7 +121,7 @@ def test_the_last_total_of_each_hold_counts_and_settled_ones_are_forgotten_at_ro
 
     journal.close()
 
-    assert [path.name for path in segments(tmp_path)] == [f"{journal.process_id}.2.journal"]
+    assert [path.name for path in segments(tmp_path)] == [f"{journal.process_id}.2{FORMAT.suffix}"]
     assert recoverable(tmp_path) == {HOLDS[0]: 3, HOLDS[2]: 8}
 
 
@@ -181,7 +199,7 @@ def test_a_refused_journal_is_kept_and_not_recovered_again(tmp_path: Path) -> No
         abandoned.set_aside()
 
     assert not list(abandoned_journals(tmp_path))
-    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".refused", ".taken"]
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".refused", FORMAT.marks_suffix]
 
 
 @contextmanager
@@ -201,7 +219,7 @@ def disk_with(size_bytes: int) -> Iterator[None]:
         signal.signal(signal.SIGXFSZ, before)
 
 
-@pytest.mark.parametrize("room_bytes", range(RECORD.size, 2 * RECORD.size + 1, 5))
+@pytest.mark.parametrize("room_bytes", range(FORMAT.record_size, 2 * FORMAT.record_size + 1, 5))
 def test_a_full_disk_raises_and_hides_nothing_that_is_written_when_there_is_room_again(
     tmp_path: Path, room_bytes: int
 ) -> None:
@@ -221,7 +239,7 @@ def test_a_full_disk_raises_and_hides_nothing_that_is_written_when_there_is_room
 def test_a_rotation_that_fails_stops_nothing_and_is_tried_again_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    journal = UsageJournal(tmp_path, uuid.uuid4(), rotate_bytes=RECORD.size * 2)
+    journal = UsageJournal(tmp_path, uuid.uuid4(), rotate_bytes=FORMAT.record_size * 2)
     real_open, attempts = os.open, 0
 
     def refusing(*arguments: object, **named: object) -> int:
@@ -236,7 +254,7 @@ def test_a_rotation_that_fails_stops_nothing_and_is_tried_again_later(
     assert attempts == 3
     for delivered in range(8, 10):
         journal.record([entry(0, delivered)])
-    assert [path.stat().st_size for path in segments(tmp_path)] == [RECORD.size * 2]
+    assert [path.stat().st_size for path in segments(tmp_path)] == [FORMAT.record_size * 2]
     journal.close()
 
     assert recoverable(tmp_path) == {HOLDS[0]: 9}
@@ -287,12 +305,12 @@ def test_a_record_or_a_mark_that_the_disk_refuses_stops_admissions_until_the_dis
         assert journal.can_write()
     journal.check()
     journal.record([entry(2, 6)])
-    journal.took(HOLDS[2], 6)
+    journal.took(HOLDS[2], 6, 4)
     journal.close()
 
     assert recoverable(tmp_path) == {HOLDS[0]: 1, HOLDS[1]: 1, HOLDS[2]: 6}
     [abandoned] = abandoned_journals(tmp_path)
-    assert abandoned.taken()[HOLDS[2]] == 6
+    assert abandoned.taken()[HOLDS[2]] == (6, 4)
 
 
 @pytest.mark.parametrize("number", ERRORS, ids=errno.errorcode.get)
@@ -303,7 +321,7 @@ def test_a_journal_comes_back_only_when_every_operation_of_a_new_segment_works(
     journal = UsageJournal(tmp_path, uuid.uuid4())
     journal.record([entry(0, 1)])
     with capture_logs():
-        with disk_with(RECORD.size + 7), pytest.raises(JournalUnavailable):
+        with disk_with(FORMAT.record_size + 7), pytest.raises(JournalUnavailable):
             journal.record([entry(0, 2)])
         with monkeypatch.context() as broken:
             FaultyDisk(operation, number).breaks(broken)
@@ -328,7 +346,7 @@ def test_a_disk_that_does_not_even_cut_a_file_short_hides_nothing_once_it_is_wel
 
     with monkeypatch.context() as broken:
         broken.setattr(os, "ftruncate", refusing)
-        with disk_with(RECORD.size + 7), pytest.raises(JournalUnavailable):
+        with disk_with(FORMAT.record_size + 7), pytest.raises(JournalUnavailable):
             journal.record([entry(0, 2)])
         with pytest.raises(JournalUnavailable):
             journal.record([entry(1, 5)])
@@ -348,7 +366,7 @@ def test_a_file_that_cannot_be_removed_neither_marks_its_owner_dead_nor_holds_ol
         raise OSError(1, "Operation not permitted")
 
     monkeypatch.setattr(Path, "unlink", refusing)
-    journal = UsageJournal(tmp_path, uuid.uuid4(), rotate_bytes=RECORD.size * 2)
+    journal = UsageJournal(tmp_path, uuid.uuid4(), rotate_bytes=FORMAT.record_size * 2)
     for delivered in range(1, 26):
         journal.record([entry(delivered % 2, delivered)])
     while_it_lives = list(abandoned_journals(tmp_path))
@@ -404,7 +422,7 @@ def test_a_kill_before_any_system_call_of_a_rotation_loses_no_token_that_was_sen
 ) -> None:
     """At each point some file has all earlier totals, and none has later ones."""
     directory = tmp_path / "journal"
-    journal = UsageJournal(directory, uuid.uuid4(), rotate_bytes=RECORD.size * 4)
+    journal = UsageJournal(directory, uuid.uuid4(), rotate_bytes=FORMAT.record_size * 4)
     snapshots: list[Path] = []
     copying = CopyingOs(directory, snapshots)
     monkeypatch.setattr(journal_module, "os", copying)
@@ -454,7 +472,7 @@ def test_a_process_killed_while_it_writes_and_rotates_loses_no_reported_tokens(
     directory = tmp_path / "journal"
     child = os.fork()
     if child == 0:  # pragma: no cover
-        journal = UsageJournal(directory, uuid.uuid4(), rotate_bytes=RECORD.size * 7)
+        journal = UsageJournal(directory, uuid.uuid4(), rotate_bytes=FORMAT.record_size * 7)
         for step in range(1, 10**9):
             journal.record([entry(step % 3, step)])
             os.write(writer, step.to_bytes(4))

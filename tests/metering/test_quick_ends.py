@@ -398,7 +398,9 @@ tokens = st.integers(0, 3000)
 
 
 @st.composite
-def ends(draw: st.DrawFn) -> tuple[tuple[bool, int, int, int, int, datetime], tuple[int, int, int]]:
+def ends(
+    draw: st.DrawFn,
+) -> tuple[tuple[bool, int, int, int, int, datetime], tuple[int, int, int, int]]:
     """Draw a hold and how it ends; cached tokens that are known later take the full path."""
     sent, leased = draw(tokens), draw(tokens)
     cached, delivered = draw(st.integers(0, sent)), draw(st.integers(0, leased))
@@ -409,6 +411,7 @@ def ends(draw: st.DrawFn) -> tuple[tuple[bool, int, int, int, int, datetime], tu
         draw(st.just(sent) | st.just(0)),
         known,
         delivered,
+        draw(st.integers(0, delivered)),
     )
 
 
@@ -421,7 +424,7 @@ def ends(draw: st.DrawFn) -> tuple[tuple[bool, int, int, int, int, datetime], tu
         min_size=1,
         max_size=5,
     ),
-    prices=st.builds(TokenPrices, st.just(1), st.just("USD"), *[st.integers(0, 9)] * 4),
+    prices=st.builds(TokenPrices, st.just(1), st.just("USD"), *[st.integers(0, 9)] * 5),
     all_ends=st.lists(ends(), min_size=1, max_size=8),
 )
 def test_ends_in_one_statement_release_what_the_full_path_releases(
@@ -442,6 +445,7 @@ def test_ends_in_one_statement_release_what_the_full_path_releases(
         billed,
         known,
         delivered,
+        reasoning,
     ) in all_ends:
         hold = Hold(
             uuid.uuid4(),
@@ -453,11 +457,21 @@ def test_ends_in_one_statement_release_what_the_full_path_releases(
             charged_at=charged_at,
         )
         decisions.reads.holds[hold.id.int] = hold
-        decisions.decide(Settle(hold.id, billed, known, delivered, delivered, Outcome.STOP))
+        decisions.decide(
+            Settle(
+                hold.id,
+                billed,
+                known,
+                delivered,
+                delivered,
+                Outcome.STOP,
+                reasoning_token_count=reasoning,
+            )
+        )
         if not embedding:
             cached = cached if posted else max(cached, known)
         paid = embedding_terms(prices) if embedding else prices
         claim = Claim(paid, sent, cached, leased, posted, NOON, charged_at)
-        quotas.end(counters, charged, claim, billed, delivered)
+        quotas.end(counters, charged, claim, (billed, delivered, reasoning))
 
     assert decisions.counters.all_moves() == counters.all_moves()

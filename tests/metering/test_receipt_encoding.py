@@ -29,6 +29,7 @@ receipts = st.builds(
         ("embedding_token_count", "price_version", "cost_picos", "admitted_at_us", "settled_at_us"),
         counts,
     ),
+    reasoning_token_count=st.one_of(st.just(0), counts),
     sequence=counts,
     previous_hash=hashes,
     currency_code=st.text(max_size=4),
@@ -47,6 +48,7 @@ KNOWN = Receipt(
     cached_input_token_count=200,
     billed_token_count=150,
     embedding_token_count=0,
+    reasoning_token_count=0,
     price_version=7,
     cost_picos=228_750_000,
     admitted_at_us=1_795_176_000_000_000,
@@ -75,6 +77,16 @@ def test_texts_cannot_be_shifted_between_fields() -> None:
     one, other = replace(KNOWN, model="ab", outcome="c"), replace(KNOWN, model="a", outcome="bc")
 
     assert one.encoded != other.encoded
+
+
+def test_a_receipt_without_reasoning_has_the_encoding_of_before_and_no_other() -> None:
+    """Otherwise a receipt would have two valid encodings, and two hashes."""
+    reasoning = replace(KNOWN, reasoning_token_count=40)
+    assert KNOWN.encoded.startswith(b"weir.receipt.v1\n")
+    assert reasoning.encoded.startswith(b"weir.receipt.v2\n")
+
+    with pytest.raises(ValueError, match="has version 1"):
+        decode(reasoning.encoded.replace((40).to_bytes(8), bytes(8)))
 
 
 def test_the_known_receipt_has_the_known_hash() -> None:

@@ -16,7 +16,7 @@ from metering.core.errors import DatabaseUnavailable
 from metering.core.models import QuotaDimension
 from metering.holds import recovery
 from metering.holds.batch import HoldConnection
-from metering.holds.journal import Delivered, UsageJournal
+from metering.holds.journal import FORMAT, Delivered, UsageJournal
 from metering.holds.operations import Admit, Expire, Extend, Void
 from metering.holds.recovery import Recovered, recover_journals, sweep_expired_holds
 from metering.store.db import psycopg_conninfo
@@ -60,7 +60,7 @@ async def dead_process(
     journal.close()
     # Only a process that stops normally removes its journal.
     if not any(delivered) and not in_flight:
-        directory.joinpath(f"{journal.process_id}.1.journal").touch()
+        directory.joinpath(f"{journal.process_id}.1{FORMAT.suffix}").touch()
     return requests
 
 
@@ -215,7 +215,10 @@ async def test_an_entry_that_is_refused_is_kept_for_a_person_and_stops_nothing_e
     done = await recover_journals(tmp_path, world.url)
 
     assert (done.journal_count, done.settled_hold_count) == (3, 1)
-    assert sorted(path.suffix for path in files(tmp_path)) == [".refused"] * 2 + [".taken"] * 2
+    assert (
+        sorted(path.suffix for path in files(tmp_path))
+        == [".refused"] * 2 + [FORMAT.marks_suffix] * 2
+    )
     assert world.events() == [(0, 10, 3, "failed")]
 
 
