@@ -64,7 +64,7 @@ def vectors() -> list[IssuedReceipt]:
                 previous,
             )
         )
-    for batch in (made[:1], made[1:4], made[5:]):
+    for batch in (made[:1], made[1:4], made[5:6], made[6:]):
         signed = SignedBatch.sign(SIGNER, [receipt.hash for receipt in batch])
         for receipt in batch:
             receipt.batch = signed

@@ -124,5 +124,6 @@ async function engineParts(view) {
 function priceText({ price, task }) {
   if (!price) return "not set";
   if (task === "MODEL_TASK_EMBED") return `${perMillion(price.embeddingPicosPerToken)} ${price.currencyCode}`;
-  return `${perMillion(price.inputPicosPerToken)} / ${perMillion(price.cachedInputPicosPerToken)} / ${perMillion(price.outputPicosPerToken)} ${price.currencyCode}`;
+  const thinking = price.reasoningPicosPerToken === price.outputPicosPerToken ? "" : ` (thinking ${perMillion(price.reasoningPicosPerToken)})`;
+  return `${perMillion(price.inputPicosPerToken)} / ${perMillion(price.cachedInputPicosPerToken)} / ${perMillion(price.outputPicosPerToken)}${thinking} ${price.currencyCode}`;
 }

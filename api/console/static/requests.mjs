@@ -3,6 +3,7 @@
 import { span } from "./chart.mjs";
 import { badge, column, command, h, remark, swap, table, tile, tiles, time } from "./dom.mjs";
 import { amount, amountPlaces, count, milliseconds, plain, whole, words } from "./format.mjs";
+import { thinkingColumn } from "./usage.mjs";
 import { problem } from "./view.mjs";
 
 const ANY = "AdminService/GetRequest", OWN = "InferenceService/GetGeneration", USAGE = "BillingService/GetUsage";
@@ -48,7 +49,7 @@ async function onePart(view) {
     h("p", {}, `${plain(generation.model)}, admitted `, time(generation.admitTime), found.organizationName && `, ${plain(found.organizationName)}/${plain(found.projectName)}, key ${plain(found.apiKeyPrefix)}`),
     tiles(isEmbedding ? tile("Embedded", count(usage.embeddingTokenCount), "tokens") : [
       tile("Input", count(usage.inputTokenCount), "tokens", usage.cachedInputTokenCount ? `${count(usage.cachedInputTokenCount)} of them cached` : ""),
-      tile("Output", count(usage.billedTokenCount), "tokens", `${count(usage.generatedTokenCount)} generated, ${count(usage.deliveredTokenCount)} delivered`)],
+      tile("Output", count(usage.billedTokenCount), "tokens", `${usage.reasoningTokenCount ? `${count(usage.reasoningTokenCount)} of them thinking, ` : ""}${count(usage.generatedTokenCount)} generated, ${count(usage.deliveredTokenCount)} delivered`)],
     tile("Cost", generation.cost ? amount(generation.cost) : "\u2014", generation.cost?.currencyCode), timings?.ttftMs && tile("Time to first token", milliseconds(timings.ttftMs)), timings?.itlMaxMs && tile("Longest gap", milliseconds(timings.itlMaxMs), "", `median ${milliseconds(timings.itlP50Ms)}, 99th percentile ${milliseconds(timings.itlP99Ms)}`), timings && tile("Total time", milliseconds(timings.totalMs))),
     generation.migrationCount && remark("", `Moved to another engine ${generation.migrationCount} times; the timings include all engines.`),
     timings ? waterfall(timings, generation.settleTime) : remark("warning", WITHOUT_TIMINGS[generation.state] ?? "No timings: it failed, or was recovered after its server failed."),
@@ -94,6 +95,7 @@ async function dayPart(view) {
       column("In", (each) => count(each.inputTokenCount), true),
       column("Cached", (each) => count(each.cachedInputTokenCount), true),
       column("Out", (each) => count(each.outputTokenCount), true),
+      ...thinkingColumn(rows),
       column("Embedded", (each) => count(each.embeddingTokenCount), true),
       column(`Cost, ${currency}`, (each) => amount(costOf(each), least), true),
     ], rows, { empty: `No requests were settled on ${day}.`, key: (each) => each.requestId }),

@@ -11,7 +11,7 @@ const SHOWN = {
   cost: ["Cost", (row) => costOf(row), (value, currency) => `${decimal(value, PICOS, minorDigits(currency))} ${currency}`],
   requests: ["Requests", (row) => whole(row.requestCount), (value) => `${count(value)} requests`],
   input: ["Input tokens", (row) => whole(row.inputTokenCount) + whole(row.cachedInputTokenCount), (value) => `${count(value)} tokens`],
-  output: ["Output tokens", (row) => whole(row.outputTokenCount), (value) => `${count(value)} tokens`],
+  output: ["Output tokens", (row) => whole(row.outputTokenCount) + whole(row.reasoningTokenCount), (value) => `${count(value)} tokens`],
 };
 
 export const usage = {
@@ -32,6 +32,7 @@ export const usage = {
       h("div", { class: "controls" }, chooser, months, shown),
       tiles(tile("Requests", count(total.requestCount)), tile("Input, computed", count(total.inputTokenCount), "tokens"),
         tile("Input, cached", count(total.cachedInputTokenCount), "tokens"), tile("Output", count(total.outputTokenCount), "tokens"),
+        whole(total.reasoningTokenCount) > 0n && tile("Thinking", count(total.reasoningTokenCount), "tokens"),
         whole(total.embeddingTokenCount) > 0n && tile("Embedded", count(total.embeddingTokenCount), "tokens"),
         tile("Cost", decimal(costOf(total), PICOS, minorDigits(currency)), currency, "before plan, credit and tax")),
       expected && forecastPart(expected),
@@ -57,11 +58,17 @@ function columns(head, name, currency, rows) {
     column("Input", (each) => count(each.inputTokenCount), true),
     column("Cached input", (each) => count(each.cachedInputTokenCount), true),
     column("Output", (each) => count(each.outputTokenCount), true),
+    ...thinkingColumn(rows),
     column("Embedded", (each) => count(each.embeddingTokenCount), true),
     column("Cancelled", (each) => count(each.cancelled?.requestCount), true),
     column("Failed", (each) => count(each.failed?.requestCount), true),
     column(`Cost, ${currency}`, (each) => decimal(costOf(each), PICOS, least), true),
   ];
+}
+
+// Shown only where a row has such tokens.
+export function thinkingColumn(rows) {
+  return rows.some((each) => whole(each.reasoningTokenCount) > 0n) ? [column("Thinking", (each) => count(each.reasoningTokenCount), true)] : [];
 }
 
 function dayBars(rows, month, what, currency) {

@@ -11,6 +11,8 @@ export interface Price {
   readonly cachedInputPicosPerToken: bigint;
   readonly outputPicosPerToken: bigint;
   readonly embeddingPicosPerToken: bigint;
+  /** Of the output that is thinking. */
+  readonly reasoningPicosPerToken: bigint;
   readonly effectiveTime: Date | undefined;
   readonly tier: "interactive" | "batch";
   /** The caller's own price instead of the list price. */

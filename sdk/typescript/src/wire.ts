@@ -259,6 +259,7 @@ function price(value: PriceMessage): Price {
     cachedInputPicosPerToken: value.cachedInputPicosPerToken,
     outputPicosPerToken: value.outputPicosPerToken,
     embeddingPicosPerToken: value.embeddingPicosPerToken,
+    reasoningPicosPerToken: value.reasoningPicosPerToken,
     effectiveTime: date(value.effectiveTime),
     tier: value.tier === ServiceTier.BATCH ? "batch" : "interactive",
     own: value.own,
