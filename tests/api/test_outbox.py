@@ -19,7 +19,7 @@ from api.generation.outbox import Outbox, Receiver
 from api.generation.output import Flow, LiveOutput
 from metering.core.errors import JournalUnavailable
 from metering.core.models import Outcome
-from metering.holds.journal import MARK, Delivered, UsageJournal, decode
+from metering.holds.journal import FORMAT, Delivered, UsageJournal, decode
 from tests.service import all_taken
 
 
@@ -52,14 +52,16 @@ def journal(tmp_path: Path) -> Iterator[UsageJournal]:
 
 def recorded(journal: UsageJournal) -> dict[uuid.UUID | None, int]:
     """Return the last delivered total of each hold in the journal's file."""
-    data = next(journal.directory.glob("*.journal")).read_bytes()
+    data = next(journal.directory.glob(f"*{FORMAT.suffix}")).read_bytes()
     return {entry.hold_id: entry.delivered_token_count for entry in decode(data)}
 
 
 def marked(journal: UsageJournal) -> dict[uuid.UUID | None, int]:
     """Return the tokens of each hold that the file of marks counts as taken."""
-    data = next(journal.directory.glob("*.taken")).read_bytes()
-    marks = {uuid.UUID(bytes=number): count for number, count in MARK.iter_unpack(data)}
+    data = next(journal.directory.glob(f"*{FORMAT.marks_suffix}")).read_bytes()
+    marks = {
+        uuid.UUID(bytes=number): word % 2**32 for number, word in FORMAT.mark.iter_unpack(data)
+    }
     return {hold_id: count for hold_id, count in marks.items() if hold_id.int}
 
 
@@ -291,7 +293,9 @@ def test_any_order_of_acts_delivers_no_more_than_was_said_and_frees_every_waiter
         taken: dict[uuid.UUID, int] = {}
 
         class Journal:
-            def took(self, hold_id: uuid.UUID, token_count: int) -> None:
+            def took(
+                self, hold_id: uuid.UUID, token_count: int, reasoning_token_count: int = 0
+            ) -> None:
                 assert taken.get(hold_id, 0) <= token_count <= records[hold_id]
                 taken[hold_id] = token_count
 

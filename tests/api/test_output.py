@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import cast
 
@@ -26,6 +26,7 @@ from api.generation.outbox import (
     token_frame,
 )
 from api.generation.output import (
+    NO_THOUGHT,
     TOKENS_PER_DELTA_MAX,
     Flow,
     LiveOutput,
@@ -40,27 +41,31 @@ from api.observability import observer
 from metering.core.models import Outcome
 from metering.holds.journal import Delivered, UsageJournal
 
+THINKING = 7  # tokens at the beginning of each choice
 EXAMPLES = int(os.environ.get("WEIR_TEST_OUTPUT_EXAMPLES", "100"))
 CHOICES = 2
 ORGANIZATION = uuid.uuid4()
 
 
 class Journal:
-    """Journal that keeps the last total of the only request."""
+    """Journal that keeps the last totals of the only request."""
 
     def __init__(self) -> None:
-        self.total = self.taken = 0
+        self.total = self.taken = self.reasoning_total = self.reasoning_taken = 0
 
     def record(self, entries: Sequence[Delivered]) -> None:
         """Implement `UsageJournal.record`."""
         [entry] = entries
         assert entry.delivered_token_count > self.total, "totals only grow"
+        assert self.reasoning_total <= entry.reasoning_token_count <= entry.delivered_token_count
         self.total = entry.delivered_token_count
+        self.reasoning_total = entry.reasoning_token_count
 
-    def took(self, hold_id: uuid.UUID, token_count: int) -> None:
+    def took(self, hold_id: uuid.UUID, token_count: int, reasoning_token_count: int) -> None:
         """Implement `UsageJournal.took`."""
         assert self.taken < token_count <= self.total, "marks only grow, up to the journal"
-        self.taken = token_count
+        assert self.reasoning_taken <= reasoning_token_count <= self.reasoning_total
+        self.taken, self.reasoning_taken = token_count, reasoning_token_count
 
 
 def output_of(receiver: Receiver, journal: Journal, *, kept: bool, flow: Flow) -> Output:
@@ -133,6 +138,11 @@ class World:
         """Number of output tokens."""
         return sum(map(len, self.said))
 
+    @property
+    def said_thinking(self) -> int:
+        """Number of output tokens that are thinking."""
+        return sum(map(thinking_of, self.said))
+
     def say(self, choice: int, count: int) -> None:
         """Output a step of this many tokens, numbered by position."""
         if self.over or (self.end is None and not self.kept):
@@ -142,7 +152,8 @@ class World:
         self.said[choice] += ids
         self.output.usage.generated_token_count += count
         calls = [pb.ToolCallDelta(index=choice, arguments_json=f"<{index}>") for index in ids]
-        self.output.say(choice, "".join(f"<{index}>" for index in ids), ids, (), calls)
+        text, thought = "".join(f"<{index}>" for index in ids), thinking_of(ids)
+        self.output.say(choice, text, ids, (), calls, ("", thought) if thought else NO_THOUGHT)
 
     def grant(self, count: int) -> None:
         """Grant credit as the current subscriber."""
@@ -217,13 +228,22 @@ class World:
         assert journalled == self.journal.total
         assert usage.taken_token_count == self.journal.taken
         assert usage.taken_token_count + in_flight <= journalled
+        assert usage.journalled_reasoning_token_count == self.journal.reasoning_total
+        assert usage.taken_reasoning_token_count == self.journal.reasoning_taken
+        thinking = usage.delivered_reasoning_token_count
+        handed = usage.taken_reasoning_token_count + self.output.in_flight_reasoning_token_count
+        sent = [delta.token_ids for _, delta in sorted(by_seq.items())]
+        if sum(map(len, sent)) == usage.taken_token_count + in_flight:
+            assert handed == sum(map(thinking_of, sent)), "exactly the thinking among them"
         if self.kept:
             assert delivered == self.said_count, "what is kept is delivered"
+            assert thinking == self.said_thinking
         else:
             assert journalled == sum(end.token_count for end in self.ends), (
                 "journalled is what was handed over, once"
             )
             assert delivered == usage.taken_token_count == journalled - in_flight
+            assert thinking == usage.taken_reasoning_token_count
             assert journalled + self.output.unsent_token_count == self.said_count
 
     def check_settled(self) -> None:
@@ -244,6 +264,11 @@ class World:
         assert isinstance(self.output, ReplayOutput)
         buffer, last = self.output.buffer, end.deltas[-1].seq if end.deltas else end.after_seq
         return sum(buffer.get(seq)[1] for seq in range(last + 1, buffer.last_seq + 1))
+
+
+def thinking_of(ids: Iterable[int]) -> int:
+    """Return how many of these tokens of a choice are thinking."""
+    return sum(token_id < THINKING for token_id in ids)
 
 
 ACT = st.one_of(

@@ -26,9 +26,11 @@ from weir.v1 import types_pb2
 from api.chaos.rounds import Wire
 from common.processes import alive
 from metering.core.models import QuotaDimension
-from metering.holds.journal import AbandonedJournal
+from metering.holds.journal import FORMAT, AbandonedJournal
+from metering.pricing.prices import set_price
 from tests.faults.billed import Received, check_charged, check_ledger, lossless_stream, rate
 from tests.faults.conftest import Start
+from tests.inference.tool_checkpoints import make_scripted_checkpoint
 from tests.metering.invariants import check_invariants
 from tests.service import (
     MODEL,
@@ -37,6 +39,8 @@ from tests.service import (
     Service,
     Stream,
     Tenant,
+    conversation,
+    running,
     start,
     until,
 )
@@ -95,13 +99,13 @@ async def test_a_killed_server_bills_what_it_had_handed_over_and_keeps_no_hold(
 
 def journalled_and_taken(service: Service) -> tuple[int, int]:
     """Return the tokens of the only request in the files of a running server."""
-    [path] = service.settings.journal_directory.glob("*.journal")
+    [path] = service.settings.journal_directory.glob(f"*{FORMAT.suffix}")
     with AbandonedJournal(path, os.open(path, os.O_RDONLY)) as journal:
         counts = journal.delivered()
         if not counts:
             return 0, 0
         [entry] = counts
-        return entry.delivered_token_count, journal.taken().get(entry.hold_id, 0)
+        return entry.delivered_token_count, journal.taken().get(entry.hold_id, (0, 0))[0]
 
 
 @contextlib.asynccontextmanager
@@ -186,6 +190,58 @@ async def test_what_waited_for_a_client_that_did_not_read_is_not_billed_after_a_
     assert event["journalled_token_count"] == journalled
     check_charged(service, tenant, [received])
     check_invariants(service.database_url, all_ended=True)
+
+
+@pytest.mark.parametrize("choices", [1, 2])
+@pytest.mark.parametrize("sent", [5, 26], ids=["thinking", "answering"])
+async def test_a_request_killed_while_it_thinks_or_answers_is_billed_at_both_prices(
+    tmp_path: Path, database_url: str, choices: int, sent: int
+) -> None:
+    """With several choices, thoughts and answers interleave."""
+    pieces = ["<think>", *(f"Hm-{index} " for index in range(10)), "</think>"]
+    model = make_scripted_checkpoint(
+        tmp_path / "thinks", [*pieces, *(f"so-{index} " for index in range(40))]
+    )
+    with running(Service(tmp_path / "home", database_url, model)) as service:
+        tenant = await service.tenant(LIMITS)
+        async with service.session() as session:
+            await set_price(
+                session,
+                model=MODEL,
+                organization=tenant.name,
+                input_picos_per_token=1,
+                cached_input_picos_per_token=1,
+                output_picos_per_token=100,
+                reasoning_picos_per_token=7,
+                actor="test",
+            )
+        frame = start(
+            conversation=conversation("2+2?"),
+            choice_count=choices,
+            sampling=pb.Sampling(temperature=1.0, seed=11) if choices > 1 else None,
+            initial_credit_tokens=sent * choices,
+        )
+        frame.start.max_output_tokens = 50 * choices
+        async with lossless_stream(service, tenant.secret) as stream:
+            await stream.send(frame)
+            await stream.received(frame.request_id, sent * choices)
+            await until(
+                lambda: journalled_and_taken(service) == (sent * choices,) * 2,
+                "the transport to take all that was granted",
+            )
+            told = sum(each.delta.reasoning_token_count for each in stream.frames[frame.request_id])
+            service.kill()
+            await stream.closed()
+        service.start()
+
+        [event] = service.books.events(tenant)
+        known = event["billed_reasoning_token_count"]
+        assert known == event["reasoning_token_count"] == told > 0
+        assert event["recovered"]
+        assert event["billed_token_count"] == sent * choices
+        cost = event["input_token_count"] + (sent * choices - known) * 100 + known * 7
+        assert event["cost_picos"] == cost
+        check_invariants(service.database_url, all_ended=True)
 
 
 async def test_a_request_that_died_with_its_server_is_not_run_again_under_its_id(

@@ -113,7 +113,7 @@ class Life:
         self.expired = False
 
     def go_on(self, chance: random.Random) -> None:
-        """Deliver more; some of what is delivered turns out to be thinking."""
+        """Deliver more tokens, some of which turn out to be thinking."""
         self.delivered = chance.randint(self.delivered, self.leased)
         self.reasoning = chance.randint(self.reasoning, self.delivered)
 

@@ -56,6 +56,7 @@ def chain(project_id: str, count: int) -> list[Receipt]:
                     model="demo",
                     outcome="stop",
                     hash=b"",
+                    reasoning_token_count=0 if sequence % 2 else 8,
                 )
             )
         )
