@@ -99,6 +99,7 @@ async def test_a_row_tells_tokens_by_kind_and_the_ways_requests_ended(
         TokenKind.INPUT: 78,
         TokenKind.CACHED_INPUT: 90,
         TokenKind.OUTPUT: 30,
+        TokenKind.REASONING: 0,
         TokenKind.EMBEDDING: 0,
     }
     assert sum(row.token_counts.values()) == 168 + 30
