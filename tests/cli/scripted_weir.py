@@ -111,6 +111,7 @@ MODEL = pb.Model(
         input_picos_per_token=150_000,
         cached_input_picos_per_token=50_000,
         output_picos_per_token=600_000,
+        reasoning_picos_per_token=600_000,
         effective_time=NOON,
     ),
 )
@@ -124,6 +125,7 @@ LISTED = prices_pb2.PriceVersion(
     input_picos_per_token=150_000,
     cached_input_picos_per_token=150_000,
     output_picos_per_token=600_000,
+    reasoning_picos_per_token=600_000,
     multiplier_milli=1000,
     effective_time=Timestamp(seconds=1_796_083_200),
 )
@@ -137,6 +139,7 @@ OWN_BATCH = prices_pb2.PriceVersion(
     input_picos_per_token=75_000,
     cached_input_picos_per_token=75_000,
     output_picos_per_token=300_000,
+    reasoning_picos_per_token=300_000,
     multiplier_milli=500,
     effective_time=NOON,
 )

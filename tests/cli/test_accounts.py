@@ -251,6 +251,10 @@ def test_a_price_per_million_becomes_whole_picos(weir: Run, server: ScriptedWeir
         600_000,
     )
     assert request.effective_time.seconds == 1_796_083_200
+    assert not request.HasField("reasoning_picos_per_token"), "as output"
+    thinking = ("--reasoning", "1.2")
+    assert weir("price", "set", "demo", "--input", "1", "--output", "1", *thinking).exit_code == 0
+    assert server.accounts.requests[1].reasoning_picos_per_token == 1_200_000
     assert weir("price", "set", "demo", "--input", "0.0000001", "--output", "1").exit_code == 2
     assert (
         json.loads(weir("price", "set", "demo", "--input", "1", "--output", "1", "--json").stdout)[

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
+from typing import Any
 
 import pytest
 from weir_cli.audit import changed
@@ -221,22 +222,31 @@ def test_speed_is_shown_only_where_it_is_known() -> None:
     assert usage_line(Usage(embedding_token_count=3), None, None) == "3 embedded"
 
 
-def test_embedded_tokens_have_a_column_where_there_are_some() -> None:
+@pytest.mark.parametrize(
+    ("field", "column", "row_end"),
+    [
+        ("embedding_token_count", "embedded", ",1234,0,0"),
+        ("reasoning_token_count", "thinking", ",0,0,1234"),
+    ],
+)
+def test_some_kinds_have_a_column_where_there_are_such_tokens(
+    field: str, column: str, row_end: str
+) -> None:
     share, nothing = UsageShare(0, 0, Money("USD", 0)), Money("USD", 0)
     names = ("", "acme", "2026-11-01", "", "search", "", "bot", "wk", "demo", "", "stop")
     plain = UsageRow(*names, None, False, 1, 10, 2, 5, share, share, share, nothing, nothing)
     by = [UsageGrouping.DAY]
 
-    shown = to_text(usage_table([plain, replace(plain, embedding_token_count=1_234)], by, None, ""))
+    some: Any = {field: 1_234}
+    row = replace(plain, **some)
 
-    assert "embedded" in shown
+    shown = to_text(usage_table([plain, row], by, None, ""))
+
+    assert row.token_count == plain.token_count + 1_234
+    assert column in shown
     assert "1,234" in shown
-    assert "embedded" not in to_text(usage_table([plain], by, None, ""))
-    assert (
-        usage_csv([replace(plain, embedding_token_count=1_234)], header=False)
-        .rstrip()
-        .endswith(",1234,0")
-    )
+    assert column not in to_text(usage_table([plain], by, None, ""))
+    assert usage_csv([row], header=False).rstrip().endswith(row_end)
 
 
 @pytest.mark.parametrize(

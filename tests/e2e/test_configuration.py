@@ -461,6 +461,23 @@ async def test_a_price_gets_a_version_only_where_it_differs(admin: Admin) -> Non
     assert fields_of(change) == {"output_picos_per_token": (3, 4)}
 
 
+async def test_a_price_of_reasoning_is_that_of_output_unless_it_is_stated(admin: Admin) -> None:
+    model = f"m{uuid.uuid4().hex[:8]}"
+    stated = {"reasoning_picos_per_token": 9}
+
+    answers = [
+        await admin.apply(prices=[price(model) | each])
+        for each in (stated, stated, {}, {"reasoning_picos_per_token": 3}, {})
+    ]
+
+    assert [[fields_of(change) for change in answer.changes] for answer in answers[1:]] == [
+        [],
+        [{"reasoning_picos_per_token": (9, None)}],
+        [],
+        [],
+    ]
+
+
 async def test_admins_cannot_remove_their_own_access(admin: Admin) -> None:
     """Neither by pruning the call's key, nor by removing its scope or its time."""
     own = admin.tenant.name

@@ -269,12 +269,13 @@ def test_a_chain_begins_with_one() -> None:
 
 def test_sums_that_differ_name_model_price_and_kind() -> None:
     receipts = month()
-    totals = totals_of(receipts) | {("demo", "7", "output"): 121}
+    totals = totals_of(receipts) | {("demo", "7", "output"): 97, ("demo", "7", "reasoning"): 25}
 
     verdict = verify_receipts(receipts, KEYS, month="2026-11", totals=totals)
 
     assert [str(problem) for problem in verdict.problems] == [
-        "demo, price version 7: the receipts add up to 120 output tokens, the report says 121"
+        "demo, price version 7: the receipts add up to 96 output tokens, the report says 97",
+        "demo, price version 7: the receipts add up to 24 reasoning tokens, the report says 25",
     ]
 
 
@@ -294,7 +295,8 @@ def test_receipts_survive_json() -> None:
     [
         ("[]", "a receipt is a JSON object"),
         ("{}", "version: None is not 1"),
-        ('{"version": 2}', "version: 2 is not 1"),
+        ('{"version": 3}', "version: 3 is not 1 or 2"),
+        ('{"version": 2}', "organization_id: None is not a string"),
         ('{"version": 1}', "organization_id: None is not a string"),
         ("no json", "Expecting value"),
     ],
@@ -313,6 +315,14 @@ def test_fields_of_the_wrong_kind_are_refused_by_name() -> None:
         (line.replace('"path":["R', '"path":["X'), "path: "),
         (line.replace('"signature":"', '"signature":"zz'), "signature: .* is not hexadecimal"),
         (line.replace('"part":0', '"part":0,"bonus":1'), "bonus: no such field"),
+        (
+            line.replace('"part":0', '"part":0,"reasoning_token_count":1'),
+            "reasoning_token_count: no such field in a receipt of version 1",
+        ),
+        (
+            line.replace('"version":1', '"version":2'),
+            "reasoning_token_count: None is not a number",
+        ),
     ):
         with pytest.raises(ValueError, match=told):
             Receipt.from_json(wrong)
