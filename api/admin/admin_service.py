@@ -1445,15 +1445,15 @@ def grant_message(grant: prepaid.Grant, names: Names) -> plan_pb.CreditGrant:
 
 
 def proposed_price(message: configuration_pb2.PriceConfiguration) -> simulation.ProposedPrice:
-    rates = tuple(
-        message.output_picos_per_token
-        if name == "reasoning_picos_per_token" and not message.HasField(name)
-        else getattr(message, name)
-        for name in prices.RATES
-    )
+    rates = {name: getattr(message, name) for name in prices.RATES}
+    if not message.HasField("reasoning_picos_per_token"):
+        rates["reasoning_picos_per_token"] = message.output_picos_per_token
     multiplier = wire.given(message, "batch_multiplier_milli")
     return record_of(
-        simulation.ProposedPrice, message, rates=rates, batch_multiplier_milli=multiplier
+        simulation.ProposedPrice,
+        message,
+        rates=tuple(rates.values()),
+        batch_multiplier_milli=multiplier,
     )
 
 

@@ -412,7 +412,9 @@ class QuotaMachine(RuleBasedStateMachine):
             billed = (model.sent, model.posted_output) if model.posted_output else (0, 0)
             claim = model.claim
             self.model.expire(model, billed)
-            self.decide(keys, lambda counters: quotas.expire(counters, model.rules, claim, billed))
+            self.decide(
+                keys, lambda counters: quotas.expire(counters, model.rules, claim, (*billed, 0))
+            )
             return
         delivered = model.leased
         if how == "settle":
@@ -425,7 +427,8 @@ class QuotaMachine(RuleBasedStateMachine):
         self.model.post(model, model.sent, delivered)
 
         self.decide(
-            keys, lambda counters: quotas.end(counters, model.rules, claim, model.sent, delivered)
+            keys,
+            lambda counters: quotas.end(counters, model.rules, claim, (model.sent, delivered, 0)),
         )
 
     def place(self, key: CounterKey) -> Box:
@@ -549,17 +552,17 @@ def test_a_request_weighs_the_same_in_one_piece_and_in_many(
     )
     cached = min(cached, sent)
     claim = Claim(PRICES, sent, cached, sum(deliveries) + rest, 0, START, START)
-    whole = claim.consumed(rule, sent, sum(deliveries) + rest)
+    whole = claim.consumed(rule, (sent, sum(deliveries) + rest, 0))
 
     pieces, at, delivered = 0, START, 0
     for more in deliveries:
         delivered += more
         at += timedelta(seconds=40)
-        held, used = claim.held(rule), claim.consumed(rule, sent, delivered)
-        claim = claim.moved_on(delivered, at)
+        held, used = claim.held(rule), claim.consumed(rule, (sent, delivered, 0))
+        claim = claim.moved_on(delivered, 0, at)
         assert used + claim.held(rule) <= held
         pieces += used
-    last = claim.consumed(rule, sent, delivered + rest)
+    last = claim.consumed(rule, (sent, delivered + rest, 0))
 
     assert last <= claim.held(rule)
     assert pieces + last == whole
@@ -590,7 +593,7 @@ def test_the_largest_lease_fits_and_one_token_more_does_not(
     )
     claim = Claim(PRICES, sent, sent // 2, 500, 0, START, START)
     if posted is not None:
-        claim = claim.moved_on(posted, START)
+        claim = claim.moved_on(posted, 0, START)
 
     most = claim.most_output(rule, room)
 

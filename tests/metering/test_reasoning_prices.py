@@ -145,8 +145,8 @@ async def test_quotas_on_money_are_exact_and_never_exceeded_whatever_is_thinking
                 hold_id, act = life.op.hold_id, chance.random()
                 told = life.delivered, 4, chance.randint(1, 20), life.reasoning
                 if life.expired or act < 0.5:
-                    op = settle(hold_id, life.delivered, reasoning_tokens=life.reasoning)
-                    [answer] = await run([op])
+                    end = settle(hold_id, life.delivered, reasoning_tokens=life.reasoning)
+                    [answer] = await run([end])
                     assert isinstance(answer, Settled), answer
                     lives.remove(life)
                 elif act < 0.8:

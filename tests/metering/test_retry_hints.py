@@ -84,7 +84,7 @@ class Simulation:
             counters = Counters(self.now, self.rows)
             number += 1
             if claim is not None:
-                quotas.end(counters, self.rules, claim, SENT, client.output)
+                quotas.end(counters, self.rules, claim, (SENT, client.output, 0))
                 del self.running[id(client)]
                 self.ended.append((client.duration_s, client.output))
                 continue

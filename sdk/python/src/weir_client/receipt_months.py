@@ -14,7 +14,6 @@ from itertools import pairwise
 from weir_client.plain import Value
 from weir_client.receipts import (
     ID_FIELDS,
-    NUMBER_FIELDS,
     TEXT_FIELDS,
     Fault,
     PublicKeys,
@@ -23,6 +22,7 @@ from weir_client.receipts import (
     content_hash,
     is_signed,
     node,
+    number_fields,
     root_of,
 )
 
@@ -122,14 +122,16 @@ def altered_field(receipt: Receipt, others: Iterable[Receipt]) -> str:
     Finds values of other receipts and small numbers, for a single altered field.
     """
     known = list(others)
-    for name in (*ID_FIELDS, *TEXT_FIELDS, "previous_hash", *NUMBER_FIELDS):
+    for name in (*ID_FIELDS, *TEXT_FIELDS, "previous_hash", *number_fields(version=2)):
         values = {getattr(other, name) for other in known}
+        if name == "reasoning_token_count":
+            values.add(0)
         if name == "previous_hash":
             values |= {other.hash for other in known} | {FIRST_PREVIOUS_HASH}
         for value in values - {getattr(receipt, name)}:
             if content_hash(replace(receipt, **{name: value})) == receipt.hash:
                 return change_text(receipt, name, value)
-    for name in NUMBER_FIELDS:
+    for name in number_fields(receipt.version):
         if (number := original_number(receipt, name)) is not None:
             return change_text(receipt, name, number)
     return ""
@@ -141,7 +143,7 @@ def original_number(receipt: Receipt, name: str) -> int | None:
         encoded = receipt.encoded()
     except (ValueError, OverflowError):
         return None
-    at = NUMBERS_BEGIN + 8 * NUMBER_FIELDS.index(name)
+    at = NUMBERS_BEGIN + 8 * number_fields(receipt.version).index(name)
     before, after = encoded[:at], encoded[at + 8 :]
     for number in range(SEARCHED_NUMBER_MAX):
         if hashlib.sha256(before + number.to_bytes(8, "big") + after).digest() == receipt.hash:
