@@ -140,6 +140,11 @@ FAULTS = [
         "UPDATE usage_events SET reasoning_token_count = 6 WHERE outcome = 'stop'",
         "has 6 reasoning tokens of 5",
     ),
+    (
+        "UPDATE usage_events SET reasoning_token_count = 4, billed_reasoning_token_count = 3"
+        " WHERE outcome = 'stop'",
+        "bills 3 of 4 reasoning tokens",
+    ),
     ("UPDATE usage_events SET cost_picos = cost_picos + 1", "by its price version"),
     ("UPDATE usage_events SET request_id = gen_random_uuid()", "differs from its hold"),
     ("UPDATE usage_events SET input_token_count = 9", "9 input tokens"),
