@@ -165,7 +165,8 @@ AUTH, TOKENIZE, ADMISSION, COLD_START, QUEUE, PREFILL, DECODE, CLIENT_STALL, SET
 
 
 class Stopwatch:
-    """Time spent in each stage of one request. Stages follow each other and add up to the total.
+    """Time spent in each stage of one request. Stages follow each other and add up to the total,
+    except the client's stall, of which only the part after the last token does.
 
     Counts whole microseconds, which add up exactly.
     """
@@ -212,6 +213,16 @@ class Stopwatch:
         stages_us[PREFILL] += until_first_us - queue_us
         stages_us[DECODE] += now_us - first_token_us
         self._last_us = now_us
+
+    def handed_on(self, stalled_s: float, later_s: float) -> None:
+        """Record that the client has taken the output, or never will.
+
+        stalled_s: how long tokens waited for it in all. later_s: the part since the last stage,
+        which is not part of the next one.
+        """
+        now_us = time.monotonic_ns() // 1000
+        self._stages_us[CLIENT_STALL] = round(stalled_s * 1e6)
+        self._last_us = min(self._last_us + round(later_s * 1e6), now_us)
 
     def timings(self) -> dict[str, float]:
         """Return all stages so far as `<stage>_ms`, with `ttft_ms` and `total_ms`, as in

@@ -189,6 +189,7 @@ class LiveRequest:
         self._free_token_count = 0
         self._first_timings: EngineTimings | None = None  # of the first part of a continued request
         self._migration_count = 0
+        self._stalled_s = 0.0  # the client's stall until the engine had finished
         self._engine_outcome: Outcome | None = None  # once the engine has ended it
         self._is_over = False  # no more output is generated
         self._error: Exception | None = None  # refusal or failure
@@ -560,6 +561,7 @@ class LiveRequest:
             return
         self._engine_outcome = OUTCOMES[event.reason]
         self._watch.engine_finished(timings)
+        self._stalled_s = self.output.stalled_s
         self._reply.take(event)
 
     def _take_cached(self, cached_token_count: int) -> None:
@@ -676,6 +678,8 @@ class LiveRequest:
         end, error, lease = self.life.end, self._error, self._lease
         assert lease is not None, "only admitted requests are settled"
         outcome, timings = self._engine_outcome if end is None else end.outcome, None
+        stalled_s = self.output.stalled_s
+        self._watch.handed_on(stalled_s, stalled_s - self._stalled_s)
         if error is None and end is not None and end.error is not None:
             error = end.error
             if outcome is Outcome.FAILED:  # failed; a stopped request keeps the outcome of its stop
@@ -685,7 +689,6 @@ class LiveRequest:
         elif outcome is Outcome.CANCELLED and end is None:
             error, outcome = EngineFailed("the engine was closed while the request ran"), None
         else:
-            self._watch.lap(life.CLIENT_STALL)
             timings = self._timings()
         self._error = error
         self.life.become(State.SETTLING)

@@ -14,10 +14,10 @@ from __future__ import annotations
 import asyncio
 import math
 import sys
-import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
+from time import monotonic
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -35,6 +35,9 @@ FRAMES_WAITING_MAX = 50_000
 # Seconds of silence after which a stream sends something that keeps its connection alive: many
 # proxies and balancers cut one after 60 s, some after 15 s.
 SILENCE_S = 8.0
+# A write that takes longer waits for the client. A shorter one may have waited for this process:
+# windows and buffers hold some thousand tokens, so that a client that reads slowly blocks it longer.
+SLOW_WRITE_S = 0.1
 
 
 class UsageSoFar(msgspec.Struct):
@@ -233,6 +236,7 @@ class Outbox:
         self._written_at = -math.inf
         self._look: asyncio.TimerHandle | None = None
         self._is_silent = False  # for too long
+        self._writing_since = math.inf  # on the loop's clock, while a message is written
 
     def push(self, frame: pb.ServerFrame) -> None:
         """Send a frame of a request that this stream does not receive."""
@@ -272,6 +276,7 @@ class Outbox:
     def abandon(self, *, is_gone: bool = True) -> None:
         """Discard everything. is_gone: the client is; otherwise it may still get the message that
         is being written, whose tokens are billed once the transport has taken them."""
+        self._count_write()
         self.is_abandoned = True
         if is_gone:
             lost, self._in_flight_tokens = self._in_flight_tokens, []
@@ -301,7 +306,7 @@ class Outbox:
         self._silence_s = silence_s
         if self._look is not None:
             self._look.cancel()
-            self._written_at = time.monotonic()
+            self._written_at = monotonic()
             self._look_later(silence_s)
 
     def _look_later(self, after_s: float) -> None:
@@ -312,13 +317,28 @@ class Outbox:
 
         A writer that is not idle waits for the client to read: there is something on its way.
         """
-        rest_s = self._written_at + self._silence_s - time.monotonic()
+        rest_s = self._written_at + self._silence_s - monotonic()
         if rest_s <= 0:
-            self._written_at, rest_s = time.monotonic(), self._silence_s
+            self._written_at, rest_s = monotonic(), self._silence_s
             if self._idle is not None and not self._idle.done():
                 self._is_silent = True
                 self._idle.set_result(None)
         self._look_later(rest_s)
+
+    def slow_write(self) -> tuple[float, float] | None:
+        """Return start and present of the current write if it waits for the client."""
+        now = monotonic()
+        return (self._writing_since, now) if now - self._writing_since > SLOW_WRITE_S else None
+
+    def _count_write(self) -> None:
+        """Count the current write as stall of each request with tokens in it or behind it."""
+        if self.slow_write() is None:
+            return
+        for output, *_ in self._in_flight_tokens:
+            output.count_write()
+        for receiver in self._line:
+            if isinstance(receiver, Receiver) and receiver.supply is not None:
+                receiver.supply.count_write()
 
     async def write_all(
         self,
@@ -335,7 +355,7 @@ class Outbox:
         sent its request. Raises: other errors of `write`.
         """
         if break_silence is not None:
-            self._written_at = time.monotonic() - silent_for_s
+            self._written_at = monotonic() - silent_for_s
             self._look_later(max(self._silence_s - silent_for_s, 0.0))
         try:
             await self._write_all(write, on_gone, gone, break_silence)
@@ -351,18 +371,22 @@ class Outbox:
         gone: type[Exception] | tuple[()],
         break_silence: Callable[[], Awaitable[object]] | None,
     ) -> None:
-        journal, now = self._journal, time.monotonic
+        journal, now = self._journal, monotonic
         while True:
             if self._line and self._is_open:
                 # Built as late as possible, since the process may be suspended at any earlier
                 # point.
                 if (message := self._message()) or self._in_flight:
+                    self._writing_since = monotonic()
                     try:
                         await write(message)
                     except gone:
                         if on_gone is not None:
                             on_gone()
                         return
+                    finally:
+                        self._count_write()
+                        self._writing_since = math.inf
                     self.message_count += 1
                     self._written_at = now()
                     tokens, self._in_flight_tokens = self._in_flight_tokens, []

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from time import monotonic
 
 from weir.v1 import inference_service_pb2 as pb
 
@@ -77,6 +78,9 @@ class Flow:
     granted, and each token sent gives back the share of it that the least rate allows. So a client
     is ended that takes nothing for the whole time, or takes less than that rate for longer; signs
     of life alone, such as small grants, give back only what they let through.
+
+    stalled_s: time so far in which tokens were ready and the client did not take them, because it
+    granted too little or did not read.
     """
 
     def __init__(
@@ -97,6 +101,8 @@ class Flow:
         self._on_stall: Callable[[], None] | None = on_stall
         self._timer: asyncio.TimerHandle | None = None
         self._counted_at = -math.inf  # up to this time, while the timer runs, `_left_s` is counted
+        self.stalled_s = 0.0
+        self._stalled_at = -math.inf  # up to this time `stalled_s` is counted
 
     def grant(self, token_count: int) -> None:
         """Add credit for this many tokens."""
@@ -104,11 +110,18 @@ class Flow:
         if self.credit is not None:
             self.credit += token_count
 
+    def stalled(self, since: float, now: float) -> None:
+        """Count a time in which the client did not take ready tokens, each moment once."""
+        since = max(since, self._stalled_at)
+        if since < now:
+            self.stalled_s += now - since
+            self._stalled_at = now
+
     def spend(self, token_count: int) -> None:
         """Take credit for tokens that are sent, and give back time for them."""
         if self.credit is not None:
             self.credit -= token_count
-            self._count()
+            self.count()
             left_s = self._left_s + token_count / self.tokens_per_s_min
             self._left_s = min(left_s, self.stall_max_s)
 
@@ -134,21 +147,23 @@ class Flow:
 
     def _look(self) -> None:
         """Report a stall if no time is left; otherwise look again when it may be used up."""
-        self._count()
+        self.count()
         if self._left_s > CLOCK_S:
             self._timer = asyncio.get_running_loop().call_later(self._left_s, self._look)
         elif self._on_stall is not None:
             self._on_stall()
 
-    def _count(self) -> None:
+    def count(self) -> None:
+        """Count the time up to now in which more tokens wait than the client has granted."""
         if self._timer is not None:
             now = asyncio.get_running_loop().time()
             self._left_s -= now - self._counted_at
+            self.stalled(self._counted_at, now)
             self._counted_at = now
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
-            self._count()
+            self.count()
             self._timer.cancel()
             self._timer = None
 
@@ -173,7 +188,8 @@ class Output(ABC):
 
     said_token_count: tokens journalled or waiting for the client. in_flight_token_count: tokens in
     messages that are being written. fence: returns whether tokens may be delivered; otherwise it
-    ends the request.
+    ends the request. ready_at: when the oldest token that waits for the client was said, on the
+    loop's clock; 0 if none waits.
     """
 
     is_kept = False
@@ -196,6 +212,7 @@ class Output(ABC):
         self.said_token_count = 0
         self.in_flight_token_count = 0
         self.in_flight_reasoning_token_count = 0
+        self.ready_at = 0.0
         self.usage_telling: UsageTelling | None = None
         self.flow = flow
         self.receiver: Receiver | None = receiver
@@ -246,6 +263,25 @@ class Output(ABC):
     def unsent_token_count(self) -> int:
         """Tokens that wait for the client, not in a message yet."""
         return self.said_token_count - self.usage.journalled_token_count
+
+    @property
+    def stalled_s(self) -> float:
+        """Seconds so far in which tokens were ready that the client did not take.
+
+        Without a client nothing is counted: nobody could take them.
+        """
+        self.count_write()
+        self.flow.count()
+        return self.flow.stalled_s
+
+    def count_write(self) -> None:
+        """Count the write that is going on as stall, if it is slow and tokens wait for it."""
+        if self.receiver is not None and (slow := self.receiver.outbox.slow_write()) is not None:
+            since, now = slow
+            if self.in_flight_token_count:
+                self.flow.stalled(since, now)
+            elif self.ready_at:
+                self.flow.stalled(max(since, self.ready_at), now)
 
     @property
     def takes_whole(self) -> bool:
@@ -365,6 +401,7 @@ class Output(ABC):
             if self._life is not None:
                 self._life.stop(Outcome.CANCELLED, InvalidRequest([wrong]))
             return
+        self.count_write()  # the write may have begun before the credit ran out
         self.flow.grant(token_count)
         self._watch_credit()
         self._note()
@@ -386,6 +423,7 @@ class Output(ABC):
         oldest_seq = self._oldest_seq()
         if not oldest_seq - 1 <= after_seq <= self._last_seq:
             raise OutputGone(after_seq, oldest_seq, self._last_seq)
+        self.count_write()
         if (old := self.receiver) is not None:
             old.supply = None
             old.drop()
@@ -413,6 +451,7 @@ class Output(ABC):
 
     def detach(self) -> Receiver | None:
         """Remove and return the receiver. A replay buffer keeps its output."""
+        self.count_write()
         old, self.receiver = self.receiver, None
         if old is not None:
             old.supply = None
@@ -605,7 +644,9 @@ class LiveOutput(Output):
     ) -> None:
         """Implement `Output.say`."""
         if token_ids:
-            self.gaps.note(choice_index)
+            now = self.gaps.note(choice_index)
+            if not self.ready_at:
+                self.ready_at = now
         self.said_token_count += len(token_ids)
         self._steps.append((choice_index, text, token_ids, logprobs, calls, thought))
         if len(self._steps) > STEPS_UNPACKED_MAX:
@@ -624,8 +665,10 @@ class LiveOutput(Output):
 
     def discard(self, *, kept_too: bool = False) -> None:
         """Implement `Output.discard`."""
+        self.count_write()
         self._steps.clear()
         self._packed.clear()
+        self.ready_at = 0.0
         self.said_token_count = self.usage.journalled_token_count
         self._watch_credit()
         self.moved()
@@ -658,6 +701,7 @@ class LiveOutput(Output):
             count = len(token_ids)
             if is_plain and 0 < count <= TOKENS_PER_DELTA_MAX:
                 self._steps.clear()
+                self.ready_at = 0.0
                 self._last_seq += 1
                 rest = b""
                 if thought is not NO_THOUGHT:
@@ -714,6 +758,8 @@ class LiveOutput(Output):
             # Not through `discard`, since the output just taken is not delivered yet.
             self.said_token_count -= sum(map(len, self._packed.values()))
             self._packed.clear()
+        if not self._packed:
+            self.ready_at = 0.0
         if self._life is None and not self._packed:
             self._say_end()
 
@@ -779,7 +825,9 @@ class ReplayOutput(Output):
         if token_ids or thought[1]:
             self.buffer.record(self.entry(len(token_ids), thought[1]))
         if token_ids:
-            self.gaps.note(choice_index)
+            now = self.gaps.note(choice_index)
+            if not self.ready_at:
+                self.ready_at = now
             self.usage.journalled_token_count += len(token_ids)
             self.said_token_count = self.usage.journalled_token_count
             self.usage.delivered_token_count = self.said_token_count
@@ -835,6 +883,8 @@ class ReplayOutput(Output):
             into.token_room -= token_count
             into.parts.append(delta_frame(receiver.head, delta))
             self._tell_usage(into, receiver, token_count, reasoning_count)
+        if not self._unread:
+            self.ready_at = 0.0
         usage = self.usage
         new_count = (
             usage.journalled_token_count
@@ -880,7 +930,9 @@ class ReplayOutput(Output):
             self._skip()  # the request is over; output outside the buffer cannot be sent
 
     def _skip(self) -> None:
+        self.count_write()
         self._next_seq, self._unread, self._unread_reasoning = self._last_seq + 1, 0, 0
+        self.ready_at = 0.0
 
     def _waits(self) -> bool:
         return self._next_seq <= self._last_seq
@@ -894,6 +946,7 @@ class ReplayOutput(Output):
     def _begin_after(self, after_seq: int) -> None:
         self._next_seq = after_seq + 1
         self._unread, self._unread_reasoning = self.buffer.token_counts_after(after_seq)
+        self.ready_at = monotonic() if self._unread else 0.0
         if (telling := self.usage_telling) is not None:
             usage = self.usage
             telling.sent_token_count = usage.delivered_token_count - self._unread

@@ -114,8 +114,8 @@ class Gaps:
         self._sum_s = self._max_s = 0.0
         self._sorted: list[float] = []  # a copy of `_found`, made at the end
 
-    def note(self, choice_index: int) -> None:
-        """Record a message with tokens, at some 0.2 µs."""
+    def note(self, choice_index: int) -> float:
+        """Record a message with tokens, at some 0.2 µs, and return its time."""
         now = monotonic()
         if choice_index:
             before = self._later_at.get(choice_index)
@@ -127,6 +127,7 @@ class Gaps:
             found.append(now - before)
             if len(found) >= GAPS_EXACT_MAX:
                 self._fold()
+        return now
 
     def facts(self) -> dict[str, float]:
         """Return the gaps as in `weir.v1.Timings`, in ms; none without gaps."""

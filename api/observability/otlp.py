@@ -93,6 +93,9 @@ class OtlpSender:
             within = set_span_in_context(root)
             for stage in STAGES:
                 length_ns = int(record.timings[f"{stage}_ms"] * NS_PER_MS)
+                if stage == "client_stall":  # may have begun while the engine went on
+                    settle_ns = int(record.timings["settle_ms"] * NS_PER_MS)
+                    at = record.ended_at_ns - settle_ns - length_ns
                 if length_ns:
                     self._tracer.start_span(stage, within, start_time=at).end(at + length_ns)
                 at += length_ns

@@ -268,3 +268,23 @@ async def test_a_client_that_reads_slowly_is_waited_for_as_long_as_it_reads(
         await connection.drained()
 
     assert not unsent
+
+
+@pytest.mark.parametrize("path", WIDE)
+async def test_a_pause_in_the_middle_of_a_stream_is_the_clients_stall(
+    world: World, path: str
+) -> None:
+    """The engine finishes meanwhile, so no gap between tokens includes the pause."""
+    connection = await world.ask(path, **STREAMS[path] | WIDE[path] | {"temperature": 0})
+
+    await until(lambda: any(each.output.stalled_s > 1.0 for each in world.requests), "the stall")
+    loop, data = asyncio.get_running_loop(), b""
+    while piece := await loop.sock_recv(connection, 65536):
+        data += piece
+        if data.endswith(b"0\r\n\r\n"):
+            break
+
+    [(timings,)] = world.books.rows("SELECT timings FROM usage_events")
+    assert timings["client_stall_ms"] > 1000.0
+    assert timings["itl_max_ms"] < timings["client_stall_ms"] < timings["total_ms"]
+    assert f'"client_stall_ms":{timings["client_stall_ms"]:.3f}'.rstrip("0").encode() in data

@@ -518,3 +518,44 @@ def check_frames(clients: list[Client], billed: dict[str, int]) -> None:
         assert sum(len(delta.token_ids) for delta in by_seq.values()) <= billed[request_id], (
             "what came was billed"
         )
+
+
+@pytest.mark.parametrize("how", ["does not read", "grants no credit"])
+async def test_a_pause_of_the_client_is_its_stall_and_not_a_gap_between_tokens(
+    inside: Inside, service: Service, tenant: Tenant, how: str
+) -> None:
+    """Every record of the request has the same figures."""
+    by_credit = how == "grants no credit"
+    async with service.stream(
+        tenant.secret, reading=by_credit, options=() if by_credit else SMALL_WINDOWS
+    ) as stream:
+        request_id = await stream.begin(
+            max_output_tokens=300,
+            top_logprobs=20,
+            initial_credit_tokens=5 if by_credit else None,
+        )
+
+        def stalled_s() -> float:
+            request = inside.process.find((tenant.project_id, uuid.UUID(request_id)))
+            return 0.0 if request is None else request.output.stalled_s
+
+        await until(lambda: stalled_s() > 1.0, "a second of stall")
+        async with asyncio.TaskGroup() as tasks:
+            if by_credit:
+                await stream.send(credit(request_id, 1000))
+            else:
+                tasks.create_task(stream.read_all())
+            finished = await stream.finished(request_id)
+            stream.call.cancel()
+    async with service.channel() as channel:
+        request = pb.GetGenerationRequest(request_id=request_id)
+        stub = pb_grpc.InferenceServiceStub(channel)
+        found = (await stub.GetGeneration(request, metadata=bearer(tenant.secret))).generation
+
+    timings = finished.timings
+    assert finished.usage.billed_token_count == 300
+    assert timings.client_stall_ms > 1000.0
+    assert 0 < timings.itl_max_ms < timings.client_stall_ms
+    assert found.timings.client_stall_ms == timings.client_stall_ms
+    assert found.timings.itl_max_ms == timings.itl_max_ms
+    assert timings.client_stall_ms < timings.total_ms

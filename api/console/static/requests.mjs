@@ -57,10 +57,12 @@ async function onePart(view) {
 }
 
 function waterfall(timings) {
-  const sum = STAGES.reduce((total, [, name]) => total + (timings[name] ?? 0), 0);
-  const all = Math.max(timings.totalMs ?? 0, sum) || 1;
+  const stall = timings.clientStallMs ?? 0; // may overlap decode; it ends where the settlement begins
+  const sum = STAGES.reduce((total, [, name]) => total + (timings[name] ?? 0), -stall);
+  const all = Math.max(timings.totalMs ?? 0, sum, stall) || 1;
   let start = 0;
   const rows = STAGES.map(([name, part, meaning]) => {
+    if (part === "clientStallMs") start = Math.max(all - (timings.settleMs ?? 0) - stall, 0);
     const row = { name, meaning, start, length: timings[part] ?? 0 };
     start += row.length;
     return row;

@@ -261,8 +261,8 @@ Global___Usage: _TypeAlias = Usage  # noqa: Y015
 
 @_typing.final
 class Timings(_message.Message):
-    """Time spent in each stage of a request, in milliseconds. Stages are disjoint and sum to
-    `total_ms`.
+    """Time spent in each stage of a request, in milliseconds. Stages are disjoint and sum to `total_ms`,
+    except `client_stall_ms`: of it, only what follows the last token is not in `decode_ms` too.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -297,9 +297,14 @@ class Timings(_message.Message):
     decode_ms: _builtins.float
     """From the first token to the last."""
     client_stall_ms: _builtins.float
-    """Time that finished tokens waited for the client to read."""
+    """Time in which tokens were ready and the client did not take them: it had granted too little
+    credit, or the transport could not send because it did not read. All such times of the request
+    are added up. The engine goes on meanwhile, so the gaps between tokens do not include them.
+    """
     settle_ms: _builtins.float
-    """Writing usage event and settlement."""
+    """Writing usage event and settlement. For an answer in one piece, also waiting for the other
+    prompts of the answer.
+    """
     ttft_ms: _builtins.float
     """From the arrival of the start frame to the first token."""
     total_ms: _builtins.float

@@ -188,17 +188,20 @@ def waterfall(
     timings: Timings, *, cells: int = BAR_CELLS, usage: Usage | None = None
 ) -> RenderableType:
     """Return the stages of a request as bars on one time axis, each from the end of the previous
-    one.
+    one; the client's stall, which may overlap decode, ends where the settlement begins.
 
     usage: adds details to prefill and decode.
     """
     about = {} if usage is None else work_of(usage, timings)
     lengths = [float(getattr(timings, field)) for _, field, _ in STAGES]
-    scale_ms = max(timings.total_ms, sum(lengths)) or 1.0
+    sum_ms = sum(lengths) - timings.client_stall_ms
+    scale_ms = max(timings.total_ms, sum_ms, timings.client_stall_ms) or 1.0
     start_ms = 0.0
     rows: list[tuple[str, float, Text, str]] = []
     for (name, _, meaning), length_ms in zip(STAGES, lengths, strict=True):
         color = "cyan" if name != "decode" else "green"
+        if name == "client stall":
+            start_ms = max(scale_ms - timings.settle_ms - length_ms, 0.0)
         bar = Text(_bar(start_ms / scale_ms, length_ms / scale_ms, cells), style=color)
         rows.append((name, length_ms, bar, about.get(name, meaning)))
         start_ms += length_ms
