@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TypeAlias
 
 import msgspec
 
 # Stands for each token of an engine that reports no ids (`Capabilities.counts_from_usage`). The
 # largest id on the wire: in lists, -1 would be the last token of a vocabulary.
 UNKNOWN_TOKEN_ID = 2**31 - 1
+# The stop sequence or the id of the stop token of a request that ended an output; None for others.
+StoppedBy: TypeAlias = str | int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,12 +245,13 @@ class TokensGenerated(msgspec.Struct, tag=1, array_like=True, frozen=True):
 
 
 class ChoiceFinished(msgspec.Struct, tag=4, array_like=True, frozen=True):
-    """One of several choices has ended; sent for each of them. Texts as in `SequenceFinished`."""
+    """One of several choices has ended; sent for each of them. Fields as in `SequenceFinished`."""
 
     choice_index: int
     reason: EngineFinishReason
     text: str
     reasoning: str = ""
+    stopped_by: StoppedBy = None
 
 
 class EngineTimings(msgspec.Struct, array_like=True, frozen=True):
@@ -262,10 +266,11 @@ class SequenceFinished(msgspec.Struct, tag=2, array_like=True, frozen=True):
     """Last event of a sequence that did not fail. Its KV blocks are free again.
 
     text: held-back text that turned out to be output; never contains a matched stop sequence.
-    reasoning: the same of the thinking.
+    reasoning: the same of the thinking. stopped_by: the request's stop sequence, or the id of its
+    stop token, that ended the output; None for an end token of the model, and for other ends.
     generated_token_count: all tokens in `TokensGenerated` events, including unread ones of a
     cancelled sequence; for beam search, those of all beams. For several choices it is the sum, sent
-    after the last one; reason and timings are the first choice's, and text is empty.
+    after the last one; reason, stopped_by and timings are the first choice's, and text is empty.
     migration_count: how often it moved to another engine after its first token; counts cover the
     whole sequence, each token once.
     """
@@ -278,6 +283,7 @@ class SequenceFinished(msgspec.Struct, tag=2, array_like=True, frozen=True):
     timings: EngineTimings
     migration_count: int = 0
     reasoning: str = ""
+    stopped_by: StoppedBy = None
 
 
 class SequenceRefused(msgspec.Struct, tag=3, array_like=True, frozen=True):

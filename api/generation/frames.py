@@ -15,7 +15,7 @@ from api.core.messages import order, quota_in_force, quota_statuses, receipt_mes
 from api.generation.admission import Lease
 from api.generation.outbox import UsageSoFar
 from api.generation.output_limits import OutputLimits
-from inference.engine import EngineCondition, GenerationRequest, TokenLogprobs
+from inference.engine import EngineCondition, GenerationRequest, StoppedBy, TokenLogprobs
 from inference.text.tools import CallPiece
 from metering.core.models import Outcome
 from metering.holds.operations import Admitted, Settled
@@ -208,6 +208,7 @@ def tell_settled(
         receipt_message(receipt, said.receipts.add)
 
 
+NO_STOPS: Mapping[int, StoppedBy] = {}
 TIMING_FIELDS = types_pb2.Timings.DESCRIPTOR.fields
 TIMING_NAMES = tuple(field.name for field in TIMING_FIELDS)
 TIMING_TAGS = tuple(field.number << 3 | 1 for field in TIMING_FIELDS)  # of doubles, in one byte
@@ -222,11 +223,12 @@ def finished(
     migration_count: int = 0,
     called_choices: Collection[int] = (),
     detail: str = "",
+    stops: Mapping[int, StoppedBy] = NO_STOPS,
 ) -> pb.ServerFrame:
     """Return the last frame of a request that ran, or was stopped after admission.
 
     choice_ends: outcomes by choice index, if several. called_choices: indices of choices with tool
-    calls.
+    calls. stops: of the request, that ended a choice, by its index.
     """
     assert lease.outcome is not None, "a finished request has an outcome"
     settled = lease.settled
@@ -247,11 +249,29 @@ def finished(
         said.detail = detail
     if exhausted:
         said.exhausted_quotas.extend(quota_statuses(exhausted))
+    if 0 in stops:
+        tell_stop(said, stops[0])
     for index, end in sorted(choice_ends.items()):
-        said.choices.add(
-            choice_index=index, reason=wire.finish_reason(end, called=index in called_choices)
-        )
+        reason = wire.finish_reason(end, called=index in called_choices)
+        choice = said.choices.add(choice_index=index, reason=reason)
+        if index in stops:
+            tell_stop(choice, stops[index])
     return frame
+
+
+def tell_stop(said: pb.FinishedFrame | pb.ChoiceEnd, stop: StoppedBy) -> None:
+    """Set the stop that ended an output."""
+    if isinstance(stop, str):
+        said.stop_sequence = stop
+    elif stop is not None:
+        said.stop_token_id = stop
+
+
+def told_stop(said: pb.FinishedFrame | pb.ChoiceEnd) -> StoppedBy:
+    """Return the stop that ended an output."""
+    if said.WhichOneof("stopped_by") == "stop_sequence":
+        return said.stop_sequence
+    return said.stop_token_id if said.HasField("stop_token_id") else None
 
 
 def failed(

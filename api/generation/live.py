@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -70,6 +70,7 @@ from inference.engine import (
     Sequence,
     SequenceEvent,
     SequenceFinished,
+    StoppedBy,
     TokensGenerated,
 )
 from inference.errors import EngineError, EngineFailed, EngineStartFailed
@@ -232,6 +233,11 @@ class LiveRequest:
             else self._engine_outcome or Outcome.FAILED
         )
         return self._reply.ends_of_choices(ended) or {0: ended}
+
+    @property
+    def stops(self) -> Mapping[int, StoppedBy]:
+        """The stop of the request that ended a choice, by its index, once generation has ended."""
+        return self._reply.stops
 
     def stop(self, outcome: Outcome, error: Exception | None = None) -> None:
         """Implement `Life.stop`."""
@@ -729,6 +735,7 @@ class LiveRequest:
                     self._migration_count,
                     reply.called_choices,
                     self.life.end.detail if self.life.end is not None else "",
+                    reply.stops,
                 )
         finally:
             if self.place is not None:

@@ -35,8 +35,8 @@ FRAMES_WAITING_MAX = 50_000
 # Seconds of silence after which a stream sends something that keeps its connection alive: many
 # proxies and balancers cut one after 60 s, some after 15 s.
 SILENCE_S = 8.0
-# A write that takes longer waits for the client. A shorter one may have waited for this process:
-# windows and buffers hold some thousand tokens, so that a client that reads slowly blocks it longer.
+# A write that takes longer waits for the client. A shorter one may have waited for this process;
+# a slow client blocks longer, since windows and buffers hold some thousand tokens.
 SLOW_WRITE_S = 0.1
 
 

@@ -20,7 +20,13 @@ from api.generation.output import NO_THOUGHT, Output, UsageTelling, joined_calls
 from api.generation.output_limits import UNBOUNDED, OutputLimits
 from api.generation.start_frame import ValidStart
 from api.generation.tools import CallReading
-from inference.engine import ChoiceFinished, GrammarKind, SequenceFinished, TokensGenerated
+from inference.engine import (
+    ChoiceFinished,
+    GrammarKind,
+    SequenceFinished,
+    StoppedBy,
+    TokensGenerated,
+)
 from inference.errors import EngineError
 from inference.safety.safety import EscapedOutputCheck, OutputCheck, SafetyChecker, Verdict
 from inference.text.tools import Parsed, ToolCallParser
@@ -47,6 +53,7 @@ class Reply:
         self._life = life
         self._filters: tuple[OutputFilter, ...] = ()  # by choice; empty: outputs are not checked
         self._choice_ends: dict[int, Outcome] = {}  # of several choices, those that have ended
+        self.stops: dict[int, StoppedBy] = {}  # of the request, that ended a choice, by its index
         self.call_reading: CallReading | None = None  # how tool calls are parsed; None: no tools
         self.called_choices: set[int] = set()  # choices with tool calls
         self._parsers: dict[int, ToolCallParser] = {}  # by choice, while output may arrive
@@ -217,19 +224,26 @@ class Reply:
         if self._life.end is None and isinstance(event, ChoiceFinished):
             self._say_rest(event.choice_index, event.text, event.reasoning)
             if self._life.end is None:
-                self._end_choice(event.choice_index, OUTCOMES[event.reason])
+                stop = event.stopped_by
+                self._end_choice(event.choice_index, OUTCOMES[event.reason], stop)
         elif self._life.end is None and self._start.choice_count == 1:
             self._say_rest(0, event.text, event.reasoning)
+            if event.stopped_by is not None and self._life.end is None:
+                self.stops[0] = event.stopped_by
         if isinstance(event, SequenceFinished):
             self._on_end()
 
-    def _end_choice(self, index: int, outcome: Outcome) -> None:
+    def _end_choice(self, index: int, outcome: Outcome, stop: StoppedBy) -> None:
         """Record and send the end of one of several choices; a cancelled one ends as the request
-        does."""
+        does. stop: of the request, that ended it."""
         self._choice_ends[index] = outcome
+        if stop is not None:
+            self.stops[index] = stop
         if outcome is not Outcome.CANCELLED:
             reason = finish_reason(outcome, called=index in self.called_choices)
-            self.output.end_choice(pb.ChoiceEnd(choice_index=index, reason=reason))
+            end = pb.ChoiceEnd(choice_index=index, reason=reason)
+            frames.tell_stop(end, stop)
+            self.output.end_choice(end)
 
     def ends_of_choices(self, cut: Outcome) -> dict[int, Outcome]:
         """Return the outcomes of several choices; unfinished ones get that of the request."""

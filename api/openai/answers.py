@@ -27,7 +27,7 @@ from api.openai.parameters import (
     wants_logprobs,
 )
 from api.openai.refusals import Refusal
-from inference.engine import SamplingParams
+from inference.engine import SamplingParams, StoppedBy
 from inference.text.tokenizer import Place, Tokenizer, TokenPlaces
 
 LOGPROB_MIN = -9999.0  # OpenAI's value for probability 0: JSON has no infinity
@@ -320,6 +320,7 @@ class Output:
     index: among all choices of the response. parts: in the order in which they began: the number of
     a tool call, None for the text, or -1, -2 and so on for thoughts. input_token_count: of its
     prompt. token_count: sent so far. prompt_token_ids, token_ids: if the answer shows them.
+    stopped_by: the stop of the request that ended it.
     """
 
     index: int
@@ -335,6 +336,7 @@ class Output:
     token_ids: list[int] = field(default_factory=list)
     reason: types_pb2.FinishReason.ValueType = types_pb2.FINISH_REASON_UNSPECIFIED
     timings: types_pb2.Timings | None = None  # of its prompt, with the first choice
+    stopped_by: StoppedBy = None
 
     def add(self, delta: pb.DeltaFrame) -> None:
         if delta.reasoning:
@@ -419,6 +421,7 @@ class Bill:
             "price_version": self.price_version,
             "request_ids": self.request_ids,
             "finish_reasons": [REASON_NAMES[output.reason] for output in outputs],
+            "stop_reasons": [output.stopped_by for output in outputs],
             "timings": [
                 {name: round(getattr(each.timings, name), 3) for name in PACE_FIELDS}
                 for each in outputs
@@ -655,7 +658,8 @@ class ChatAnswer(ChunkAnswer):
         return chunk
 
     def _last_choice(self, output: Output) -> dict[str, Any]:
-        return _chat_choice(output.index, {}, finish_reason=output.finish_reason)
+        choice = _chat_choice(output.index, {}, finish_reason=output.finish_reason)
+        return choice | {"stop_reason": output.stopped_by}
 
     def body(self, outputs: Sequence[Output]) -> dict[str, Any]:
         choices: list[dict[str, Any]] = [
@@ -664,6 +668,7 @@ class ChatAnswer(ChunkAnswer):
                 "message": _message(output, self._begun),
                 "logprobs": self._logprobs(output.logprobs) if self._wants_logprobs else None,
                 "finish_reason": output.finish_reason,
+                "stop_reason": output.stopped_by,
                 **self._token_ids(output.token_ids),
             }
             for output in outputs
@@ -790,7 +795,8 @@ class CompletionAnswer(ChunkAnswer):
         return self._parsed.starts[output.index // self._parsed.choice_count]
 
     def _last_choice(self, output: Output) -> dict[str, Any]:
-        return _completion_choice(output.index, "", None, output.finish_reason)
+        choice = _completion_choice(output.index, "", None, output.finish_reason)
+        return choice | {"stop_reason": output.stopped_by}
 
     def body(self, outputs: Sequence[Output]) -> dict[str, Any]:
         choices = []
@@ -808,6 +814,7 @@ class CompletionAnswer(ChunkAnswer):
                     columns = by_ids(columns, output.logprobs)
             choices.append(
                 _completion_choice(output.index, text, columns, output.finish_reason)
+                | {"stop_reason": output.stopped_by}
                 | self._prompt_tokens(output)
                 | self._token_ids(output.token_ids)
             )

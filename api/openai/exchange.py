@@ -24,6 +24,7 @@ from api.core.errors import Cause, InvalidRequest, RequestUnderWay, SiblingEnded
 from api.core.pace import REFUSAL_COST_S
 from api.core.wire import finish_reason
 from api.generation.endings import OUTCOMES
+from api.generation.frames import told_stop
 from api.generation.live import Caller, LiveRequest
 from api.generation.outbox import Outbox, Receiver, WholeOutbox
 from api.generation.output import read_too_slowly
@@ -329,7 +330,7 @@ class Exchange:
         output = self._outputs[index * self.parsed.choice_count + choice_index]
         output.token_count += token_count
         if delta.HasField("end"):
-            output.reason = delta.end.reason
+            output.reason, output.stopped_by = delta.end.reason, told_stop(delta.end)
         if delta.reasoning_token_count:  # log-probabilities are of the answer's tokens
             del delta.logprobs[: delta.reasoning_token_count]
         delta = self._answer.kept(delta)
@@ -368,8 +369,9 @@ class Exchange:
         self._bill.add(finished.usage, finished.cost)
         outputs = self._outputs_of(receiver)
         outputs[0].reason, outputs[0].timings = finished.reason, finished.timings
+        outputs[0].stopped_by = told_stop(finished)
         for output, choice in zip(outputs, finished.choices, strict=False):
-            output.reason = choice.reason
+            output.reason, output.stopped_by = choice.reason, told_stop(choice)
         cut = None
         for output in outputs:
             if cut is None and output.reason in CUT_OFF:
@@ -406,6 +408,7 @@ class Exchange:
                 output = self._outputs[index * self.parsed.choice_count + choice]
                 if outcome is not Outcome.FAILED:
                     output.reason = finish_reason(outcome, called=bool(output.calls))
+                    output.stopped_by = request.stops.get(choice)
         return answers.encode(self._answer.body(self._outputs))[:-1]
 
     async def _close(self) -> web.StreamResponse:

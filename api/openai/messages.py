@@ -476,7 +476,7 @@ class MessageAnswer(Answer):
 
     def closing(self, outputs: Sequence[Output], bill: Bill) -> bytes:
         [output] = outputs
-        end = {"stop_reason": stop_reason(output), "stop_sequence": self._stop_sequence(output)}
+        end = {"stop_reason": stop_reason(output), "stop_sequence": stop_sequence(output)}
         tail = {"usage": usage_in(bill), "weir": bill.extension(outputs)}
         return b"".join(
             (
@@ -503,7 +503,7 @@ class MessageAnswer(Answer):
             else call_block(output.calls[place])
             for place in output.parts
         ]
-        end = {"stop_sequence": self._stop_sequence(output)}
+        end = {"stop_sequence": stop_sequence(output)}
         return self._message(stop_reason(output), content) | end
 
     def tail(self, outputs: Sequence[Output], bill: Bill) -> dict[str, Any]:
@@ -514,12 +514,6 @@ class MessageAnswer(Answer):
         [output] = outputs
         usage = usage_of(output.input_token_count, 0, output.token_count, 0) | USAGE_OF_MESSAGE
         return {"usage": usage, "error": error_body(refusal, "")["error"]}
-
-    def _stop_sequence(self, output: Output) -> str | None:
-        """Return the stop sequence that ended the output, if there is only one."""
-        sequences = self._parsed.starts[0].stop_sequences
-        is_known = stop_reason(output) == "stop_sequence" and len(sequences) == 1
-        return sequences[0] if is_known else None
 
     def _begin(self, block: dict[str, Any]) -> bytes:
         before, self._open = self._end(), block["type"]
@@ -565,6 +559,12 @@ def stop_reason(output: Output) -> str:
 
 def text_block(text: str) -> dict[str, Any]:
     return {"type": TEXT, "text": text, "citations": None}
+
+
+def stop_sequence(output: Output) -> str | None:
+    """Return the stop sequence that ended the output."""
+    stop = output.stopped_by
+    return stop if isinstance(stop, str) and stop_reason(output) == "stop_sequence" else None
 
 
 def thought_block(text: str) -> dict[str, Any]:

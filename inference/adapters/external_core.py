@@ -43,6 +43,7 @@ from inference.engine import (
     Scheduled,
     SequenceEvent,
     SequenceFinished,
+    StoppedBy,
     TokenLogprob,
     TokenLogprobs,
     TokensGenerated,
@@ -131,7 +132,8 @@ class Choice:
 
     ended: the reported finish reason; the engine may still be running it. awaits_last: it is whole,
     and reported when the engine's last message has come. aborted: an abort was sent. stalled:
-    reported as stuck; it stays in the batch until the engine returns it.
+    reported as stuck; it stays in the batch until the engine returns it. stopped_by: see
+    `SequenceFinished`.
     """
 
     request: Request
@@ -147,6 +149,7 @@ class Choice:
     aborted: bool = False
     stalled: bool = False
     stopped_here: bool = False  # by a token that the engine does not know as an end
+    stopped_by: StoppedBy = None
     rank: float = field(init=False)
     overtaken_count: int = 0
 
@@ -191,7 +194,8 @@ class Choice:
         # It is not documented whether the end token itself is in the list; here it always is.
         last, ends = new_ids[-1] if new_ids else None, self.request.end_token_ids
         if finish_reason == "stop" and last not in ends:
-            reported, first = output.stop_reason, min(ends, default=None)
+            reported = output.stop_reason
+            first = min(self.request.model_end_token_ids or ends, default=None)
             if isinstance(reported, int) and reported not in ends:
                 raise EngineFailed(f"the engine stopped at token {reported}, which ends no output")
             if (end := reported if isinstance(reported, int) else first) is not None:
@@ -239,10 +243,11 @@ class Choice:
         ):
             self.ended = EngineFinishReason.STOP
             self.stopped_here = token_id not in request.end_token_ids
+            self.stopped_by = None if token_id in request.model_end_token_ids else token_id
             return NOTHING._replace(reasoning_token_count=int(thinks))
         piece = self.detokenizer.push(token_id, may_stop=count > stop.min_output_tokens)
         if piece.stopped:
-            self.ended = EngineFinishReason.STOP_SEQUENCE
+            self.ended, self.stopped_by = EngineFinishReason.STOP_SEQUENCE, piece.stop
         elif count >= stop.max_output_tokens:
             self.ended = EngineFinishReason.LENGTH
         return piece
@@ -253,7 +258,7 @@ class Choice:
             return NOTHING
         piece = self.detokenizer.finish()
         if piece.stopped and self.ended is not EngineFinishReason.CANCELLED:
-            self.ended = EngineFinishReason.STOP_SEQUENCE
+            self.ended, self.stopped_by = EngineFinishReason.STOP_SEQUENCE, piece.stop
         return piece
 
     def _take_end(self, finish_reason: str | None) -> None:
@@ -291,6 +296,7 @@ class Choice:
 @dataclass(slots=True, eq=False)
 class Request:
     """Client request. number: its handle. end_token_ids: those that the engine knows.
+    model_end_token_ids: those of them that the model or the format has.
     vocabulary_size: token ids of its output are below; None if the engine sends no token ids.
     answer_end_token_ids: more end tokens, outside the thinking, which the engine does not know.
     ends: reported finish reasons.
@@ -307,6 +313,7 @@ class Request:
     choices: list[Choice] = field(default_factory=list)
     ends: dict[int, EngineFinishReason] = field(default_factory=dict)
     answer_end_token_ids: frozenset[int] = frozenset()
+    model_end_token_ids: frozenset[int] = frozenset()
 
     def schedule(self, cached_token_count: int, *, is_final: bool = True) -> list[SequenceEvent]:
         """Record the engine's first answer. The counts are those of the first choice: the prompt is
@@ -341,7 +348,11 @@ class Request:
         has_begun = self.submitted_at_s is not None and choice.ended is EngineFinishReason.CANCELLED
         events: list[SequenceEvent] = self.schedule(0) if has_begun else []
         if self.generation.choice_count > 1:
-            events.append(ChoiceFinished(choice.index, choice.ended, piece.text, piece.reasoning))
+            events.append(
+                ChoiceFinished(
+                    choice.index, choice.ended, piece.text, piece.reasoning, choice.stopped_by
+                )
+            )
             piece = NOTHING
         if len(self.ends) == self.generation.choice_count:
             events.append(self._finished(piece, now_s))
@@ -355,6 +366,7 @@ class Request:
             reason=self.ends[0],
             text=piece.text,
             reasoning=piece.reasoning,
+            stopped_by=first.stopped_by,
             prompt_token_count=len(self.generation.prompt_token_ids),
             cached_token_count=self.cached_token_count or 0,
             generated_token_count=len(self.generation.output_token_ids)
@@ -371,7 +383,7 @@ def _joined(first: TextPiece, second: TextPiece) -> TextPiece:
     """Return the text of two tokens."""
     return TextPiece(
         first.text + second.text,
-        second.stopped,
+        second.stop,
         first.reasoning + second.reasoning,
         first.reasoning_token_count + second.reasoning_token_count,
     )
@@ -535,13 +547,14 @@ class OutsideCore:
         ends = frozenset() if request.stop.ignore_eos else self._model_end_token_ids
         if request.response_format is not None:
             ends |= self._format_end_token_ids
+        model_ends = ends
         seed = secrets.randbits(63) if request.sampling.seed is None else request.sampling.seed
         # While it thinks, the model may write the client's end tokens.
         splits = request.splits_reasoning and self._decoder.reasoning is not None
         answer_ends = request.stop.stop_token_ids - ends if splits else frozenset()
         ends |= request.stop.stop_token_ids - answer_ends
         added = Request(number, request, ends, arrived_at_s, self._vocabulary_size)
-        added.answer_end_token_ids = answer_ends
+        added.answer_end_token_ids, added.model_end_token_ids = answer_ends, model_ends
         # Engines apply a grammar from the first token, where it leaves no room for thinking.
         has_room = request.response_format is None
         added.choices = [

@@ -360,14 +360,16 @@ class EngineCore:
             # Bytes that become final at the end may complete a stop sequence, which is cut off as
             # usual.
             if piece.stopped and reason is not EngineFinishReason.CANCELLED:
-                reason = EngineFinishReason.STOP_SEQUENCE
+                reason, sequence.stopped_by = EngineFinishReason.STOP_SEQUENCE, piece.stop
         self.scheduler.remove(sequence)
         choices = self._requests[sequence.number]
         choices.running.remove(sequence)
         choices.ends[sequence.choice_index] = reason
         choices.generated_token_count += sequence.output_token_count
         if sequence.request.choice_count > 1:
-            ended = ChoiceFinished(sequence.choice_index, reason, piece.text, piece.reasoning)
+            ended = ChoiceFinished(
+                sequence.choice_index, reason, piece.text, piece.reasoning, sequence.stopped_by
+            )
             self._events.append((sequence.number, ended))
             piece = NOTHING
         if choices.running:

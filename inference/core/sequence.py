@@ -37,6 +37,7 @@ from inference.engine import (
     GenerationRequest,
     SequenceEvent,
     SequenceFinished,
+    StoppedBy,
     TokenLogprob,
     TokenLogprobs,
     TokensGenerated,
@@ -67,7 +68,8 @@ class Sequence:
     them that do not end the thinking. seed: a random one if the request has none. grammar: of its
     response format. group: its beam search. rotary_offset: row of the rotation tables for position
     0. rank: the request's, until it was overtaken too often (overtaken_count). ended_before: finish
-    reason of a continued sequence that is already complete. Times are `time.monotonic()` seconds.
+    reason of a continued sequence that is already complete. stopped_by: see `SequenceFinished`.
+    Times are `time.monotonic()` seconds.
     """
 
     number: int
@@ -97,6 +99,7 @@ class Sequence:
     prompt_logprobs: list[TokenLogprobs] = field(init=False, default_factory=list)
     takes_best: bool = field(init=False, default=False)
     answer_end_token_ids: frozenset[int] = frozenset()
+    stopped_by: StoppedBy = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.prompt_token_ids)
@@ -242,6 +245,7 @@ class Sequence:
             token_id in self.answer_end_token_ids and self.detokenizer.thinks
         ):
             count = int(self.detokenizer.thinks)
+            self.stopped_by = self.named_end(token_id)
             return AppendedToken(
                 NOTHING._replace(reasoning_token_count=count), EngineFinishReason.STOP
             )
@@ -252,11 +256,16 @@ class Sequence:
         if self.grammar is not None and self.grammar.over:
             self.grammar = None
         if piece.stopped:
+            self.stopped_by = piece.stop
             return AppendedToken(piece, EngineFinishReason.STOP_SEQUENCE)
         return AppendedToken(
             piece,
             EngineFinishReason.LENGTH if output_token_count >= stop.max_output_tokens else None,
         )
+
+    def named_end(self, token_id: int) -> StoppedBy:
+        """Return a token that ended the output if the request names it, and not the model."""
+        return token_id if token_id in self.answer_end_token_ids else None
 
     def finished(
         self,
@@ -282,6 +291,7 @@ class Sequence:
             generated_token_count,
             timings,
             reasoning=piece.reasoning,
+            stopped_by=self.stopped_by,
         )
 
 
@@ -356,7 +366,8 @@ class BeamGroup:
         """End the search with the tokens reported so far."""
         for beam in self.beams:
             queue.remove(beam)
-        return self._finished([EngineFinishReason.CANCELLED] * len(self._detokenizers), now_s)
+        cancelled: tuple[EngineFinishReason, StoppedBy] = EngineFinishReason.CANCELLED, None
+        return self._finished([cancelled] * len(self._detokenizers), now_s)
 
     def _follow(self, queue: Scheduler, parents: list[int]) -> None:
         """Replace beams by the living hypotheses: a first child reuses its parent's sequence."""
@@ -395,12 +406,13 @@ class BeamGroup:
 
     def _tell_end(self, now_s: float) -> list[SequenceEvent]:
         events: list[SequenceEvent] = []
-        reasons = []
+        ends: list[tuple[EngineFinishReason, StoppedBy]] = []
         for choice, hypothesis in enumerate(self._search.finished[: len(self._detokenizers)]):
             events += self._tell(choice, hypothesis, self._told_count, len(hypothesis.token_ids))
-            stopped = hypothesis.token_ids[-1] in self._first.end_token_ids
-            reasons.append(EngineFinishReason.STOP if stopped else EngineFinishReason.LENGTH)
-        return events + self._finished(reasons, now_s)
+            stopped = (last := hypothesis.token_ids[-1]) in self._first.end_token_ids
+            reason = EngineFinishReason.STOP if stopped else EngineFinishReason.LENGTH
+            ends.append((reason, self._first.named_end(last)))
+        return events + self._finished(ends, now_s)
 
     def _tell(
         self, choice: int, hypothesis: Hypothesis, start: int, end: int
@@ -424,13 +436,16 @@ class BeamGroup:
             )
         return events
 
-    def _finished(self, reasons: list[EngineFinishReason], now_s: float) -> list[SequenceEvent]:
+    def _finished(
+        self, ends: list[tuple[EngineFinishReason, StoppedBy]], now_s: float
+    ) -> list[SequenceEvent]:
         pieces = [detokenizer.finish() for detokenizer in self._detokenizers]
         events: list[SequenceEvent] = []
         if len(pieces) > 1:
             events += [
-                ChoiceFinished(index, reason, pieces[index].text, pieces[index].reasoning)
-                for index, reason in enumerate(reasons)
+                ChoiceFinished(index, reason, pieces[index].text, pieces[index].reasoning, stop)
+                for index, (reason, stop) in enumerate(ends)
             ]
         piece = pieces[0] if len(pieces) == 1 else NOTHING
-        return [*events, self._first.finished(reasons[0], piece, self.token_count, now_s)]
+        reason, self._first.stopped_by = ends[0]
+        return [*events, self._first.finished(reason, piece, self.token_count, now_s)]

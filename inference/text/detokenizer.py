@@ -19,7 +19,7 @@ import codecs
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -40,6 +40,7 @@ CACHED_TOKENS_MAX = 16_384  # texts of single tokens
 # A control token has no text, but a stop sequence may name it. While text is searched, a lone
 # surrogate stands for it, which no text contains.
 _MARK_FIRST, _MARKS = 0xD800, re.compile("[\ud800-\udfff]")
+Stops = Mapping[str, str]  # texts to search for, with the stop sequence of the request
 
 
 class TextDecoder:
@@ -111,7 +112,7 @@ class TextDecoder:
         assert all(stop_sequences), "the caller has refused empty stop sequences"
         stops, marks = self._marked(stop_sequences)
         reasoning = self.reasoning if splits else None
-        searched = stops if reasoning is None else ()  # otherwise only the answer is searched
+        searched = stops if reasoning is None else {}  # otherwise only the answer is searched
         opened: Detokenizer
         if self._bytes_by_id is not None:
             opened = _ByteLevelDetokenizer(searched, self._special_token_ids, self._bytes_by_id)
@@ -179,18 +180,18 @@ class TextDecoder:
         byte = self._byte_by_id.get(token_id)
         return None if byte is None else bytes((byte,))
 
-    def _marked(self, stops: Sequence[str]) -> tuple[tuple[str, ...], dict[int, str]]:
+    def _marked(self, stops: Sequence[str]) -> tuple[Stops, dict[int, str]]:
         """Return the stop sequences, also with marks for control tokens, and the marks by id."""
         marks: dict[int, str] = {}
         if self._control is None or not stops:
-            return tuple(stops), marks
+            return as_given(stops), marks
 
         def mark(found: re.Match[str]) -> str:
             token_id = self._control_ids[found[0]]
             return marks.setdefault(token_id, chr(_MARK_FIRST + len(marks)))
 
-        marked = [self._control.sub(mark, stop) for stop in stops]
-        return tuple(dict.fromkeys((*stops, *marked))), marks
+        marked = {self._control.sub(mark, stop): stop for stop in stops}
+        return marked | as_given(stops), marks
 
     def _context(self, prompt_token_ids: Sequence[int]) -> list[int]:
         """Return the last tokens with text, without bytes, whose run would go on in the output."""
@@ -207,16 +208,21 @@ class TextDecoder:
 
 
 class TextPiece(NamedTuple):
-    """Final text, and whether a stop sequence followed it.
+    """Final text, and the stop sequence that followed it, as the request has it; empty if none did.
 
     reasoning: thinking, before the text. reasoning_token_count: tokens now known to be thinking,
     earlier undecided ones included.
     """
 
     text: str
-    stopped: bool = False
+    stop: str = ""
     reasoning: str = ""
     reasoning_token_count: int = 0
+
+    @property
+    def stopped(self) -> bool:
+        """True if a stop sequence followed the text."""
+        return bool(self.stop)
 
 
 NOTHING = TextPiece("")
@@ -230,7 +236,7 @@ class Detokenizer(ABC):
     however the text is split into tokens. No text follows it.
     """
 
-    stops: tuple[str, ...]
+    stops: Stops
     special_token_ids: frozenset[int]
     held: str = field(default="", init=False)  # text whose end could begin a stop sequence
     # Marks of the control tokens that stop sequences name, by id.
@@ -257,10 +263,10 @@ class Detokenizer(ABC):
         if not new_text or not self.stops:  # marks are left to a `Split`, which searches
             return TextPiece(new_text)
         text = self.held + new_text
-        start = _first_completed(text, self.stops)
-        if start is not None:
+        if (found := _first_completed(text, self.stops)) is not None:
             self.held = ""
-            return TextPiece(self._shown(text[:start]), stopped=True)
+            start, stop = found
+            return TextPiece(self._shown(text[:start]), self.stops[stop])
         kept = held_length(text, self.stops)
         self.held = text[len(text) - kept :]
         return TextPiece(self._shown(text[: len(text) - kept]))
@@ -268,7 +274,7 @@ class Detokenizer(ABC):
     def _search_rest(self, new_text: str) -> TextPiece:
         piece = self._search(new_text)
         rest, self.held = ("" if piece.stopped else self._shown(self.held)), ""
-        return TextPiece(piece.text + rest, piece.stopped)
+        return TextPiece(piece.text + rest, piece.stop)
 
     def _mark(self, token_id: int, may_stop: bool) -> str:
         """Return the mark of a token without text; empty if no stop sequence names it."""
@@ -319,11 +325,11 @@ class GivenTextDecoder:
         may_have_begun: bool = True,
     ) -> Detokenizer:
         """Implement `TextDecoder.open` without ids of special tokens."""
-        stops = tuple(stop_sequences)
+        stops = as_given(stop_sequences)
         if self.reasoning is None or not splits:
             return GivenText(stops, frozenset())
         begun = may_have_begun and self.reasoning.opens(prompt_token_ids)
-        given = GivenText((), frozenset())
+        given = GivenText({}, frozenset())
         return self.reasoning.split(given, stops, begun=begun, has_ids=False)
 
 
@@ -433,13 +439,18 @@ class TokenPlaces:
         return released
 
 
-def _first_completed(text: str, stops: Sequence[str]) -> int | None:
-    """Return the start of the stop sequence that is completed first."""
-    found = [(start + len(stop), start) for stop in stops if (start := text.find(stop)) >= 0]
-    return min(found)[1] if found else None
+def as_given(stops: Sequence[str]) -> dict[str, str]:
+    """Return stop sequences that are searched as the request has them."""
+    return {stop: stop for stop in stops}
 
 
-def held_length(text: str, stops: Sequence[str]) -> int:
+def _first_completed(text: str, stops: Stops) -> tuple[int, str] | None:
+    """Return start and text of the stop sequence that is completed first."""
+    found = [(start + len(stop), start, stop) for stop in stops if (start := text.find(stop)) >= 0]
+    return min(found)[1:] if found else None
+
+
+def held_length(text: str, stops: Collection[str]) -> int:
     """Return the length of the longest suffix of `text` that begins a stop sequence."""
     longest = min(len(text), max(map(len, stops)) - 1)
     for length in range(longest, 0, -1):

@@ -23,7 +23,7 @@ from typing import NamedTuple, Protocol
 
 import tokenizers
 
-from inference.text.detokenizer import NOTHING, Detokenizer, TextPiece, held_length
+from inference.text.detokenizer import NOTHING, Detokenizer, Stops, TextPiece, held_length
 
 BLANK_TOKENS_MAX = 8  # before an opening marker; models write one or two
 PROMPT_TAIL_TOKENS = 32  # searched for an opening marker at the end of a prompt
@@ -78,9 +78,7 @@ class ReasoningFormat(Protocol):
         """Return whether the prompt ends inside thinking that the output continues."""
         ...
 
-    def split(
-        self, text: Detokenizer, stops: tuple[str, ...], *, begun: bool, has_ids: bool
-    ) -> Split:
+    def split(self, text: Detokenizer, stops: Stops, *, begun: bool, has_ids: bool) -> Split:
         """Return a detokenizer that splits an output.
 
         text: decodes it, without stops. begun: the prompt has opened the thinking. has_ids: token
@@ -141,9 +139,7 @@ class Marked:
                 return False
         return bool(tail)
 
-    def split(
-        self, text: Detokenizer, stops: tuple[str, ...], *, begun: bool, has_ids: bool
-    ) -> Split:
+    def split(self, text: Detokenizer, stops: Stops, *, begun: bool, has_ids: bool) -> Split:
         """Implement `ReasoningFormat.split`."""
         phase = Phase.THINKING if begun else Phase.UNDECIDED
         ids = self.ids if has_ids else None
@@ -184,9 +180,7 @@ class Channels:
         """Implement `ReasoningFormat.opens`: templates begin a message, never a thought."""
         return False
 
-    def split(
-        self, text: Detokenizer, stops: tuple[str, ...], *, begun: bool, has_ids: bool
-    ) -> Split:
+    def split(self, text: Detokenizer, stops: Stops, *, begun: bool, has_ids: bool) -> Split:
         """Implement `ReasoningFormat.split`. Without ids, messages cannot be told apart."""
         if not has_ids:
             return Split(stops, frozenset(), text, Phase.ANSWER)
@@ -285,7 +279,7 @@ class MarkedSplit(Split):
         elif self.is_wrapped and self.markers.answer_closing in rest:
             rest = ""
         last = self._last(rest)
-        return TextPiece(piece.text + last.text, last.stopped, piece.reasoning)
+        return TextPiece(piece.text + last.text, last.stop, piece.reasoning)
 
     def _read(self, text: str, token_count: int, may_stop: bool) -> TextPiece:
         if self.phase is Phase.THINKING:
@@ -318,7 +312,7 @@ class MarkedSplit(Split):
         thought = self._ready(ready)
         blanks = ready[len(ready.rstrip()) :] if self.has_thought else ""
         self.waiting = blanks + waiting
-        return TextPiece("", False, thought, token_count)
+        return TextPiece("", "", thought, token_count)
 
     def _ready(self, thought: str) -> str:
         """Return thought without the blanks at its end, nor those at the beginning of all."""
@@ -402,7 +396,7 @@ class ChannelSplit(Split):
         """Implement `Detokenizer.finish`. A header without a message is dropped."""
         text = self.text.finish().text
         if self.phase is Phase.THINKING:
-            return TextPiece("", False, text)
+            return TextPiece("", "", text)
         return self._last(text if self.header is None else "")
 
     def _border(self, token_id: int, may_stop: bool) -> TextPiece:
@@ -436,5 +430,5 @@ class ChannelSplit(Split):
         if text := self._shown(text) if is_thought else text:
             self.said.add(self.phase)
         if is_thought:
-            return TextPiece("", False, text, token_count)
+            return TextPiece("", "", text, token_count)
         return self._answer(text, may_stop)

@@ -177,7 +177,7 @@ class World:
         # Nothing is shared: each prompt begins with another token.
         tokens = range(number, number + request.input_tokens)
         made = make_request(tokens, request.output_tokens, rank=request.place.rank)
-        request.sequence = Sequence(number, made, 0, frozenset(), NoText((), frozenset()))
+        request.sequence = Sequence(number, made, 0, frozenset(), NoText({}, frozenset()))
         self._by_sequence[request.sequence] = request
         self._inbox.append(request)
         self.with_engine.add(request)

@@ -58,7 +58,7 @@ class Client:
         self.reads = asyncio.Event()
         self.reads.set()
         self.write_s = write_s
-        self.outbox = WholeOutbox(journal, count, str) if whole else Outbox(journal)
+        self.outbox = WholeOutbox(journal, count, lambda _: None) if whole else Outbox(journal)
         buffers = ReplayBuffers(journal, bytes_max=10**9, bytes_per_request_max=10**9)
         self.outputs: list[Output] = []
         for index in range(count):

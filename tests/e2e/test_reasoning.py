@@ -100,6 +100,8 @@ async def test_stops_and_calls_in_the_thinking_are_none(service: Service) -> Non
         ANSWER,
     ]
     assert {reasoning(stream, each) for each in (stopped, by_token, with_tools)} == {THOUGHT}
+    assert (ends[0].stop_sequence, ends[2].WhichOneof("stopped_by")) == ("END", None)
+    assert ends[1].stop_token_id == service.tokenizer.token_id("> it.")
     assert [end.reason for end in ends] == [
         types_pb2.FINISH_REASON_STOP_SEQUENCE,
         types_pb2.FINISH_REASON_STOP,

@@ -299,7 +299,7 @@ class ModelledEngine:
                 request,
                 seed=0,
                 end_token_ids=frozenset({END_TOKEN}),
-                detokenizer=NoText((), frozenset()),
+                detokenizer=NoText({}, frozenset()),
                 choice_index=choice_index,
             )
             self.live[number, choice_index] = sequence

@@ -249,6 +249,11 @@ async def test_counts_limits_and_stops_are_exact(backend: Backend) -> None:
         EngineFinishReason.STOP_SEQUENCE,
         EngineFinishReason.STOP,
     ]
+    assert [
+        outcome.finished.stopped_by
+        for outcome in (limited, stopped, ended)
+        if outcome.finished is not None
+    ] == [None, stop, ended.token_ids[-1]]
     assert len(limited.token_ids) == 17
     assert [
         limited.cached_token_count,
@@ -372,6 +377,7 @@ async def test_output_that_was_begun_elsewhere_is_continued(backend: Backend) ->
             assert stopped.text.endswith(rest.text)
             assert rest.finished is not None
             assert rest.finished.reason is EngineFinishReason.STOP_SEQUENCE
+            assert rest.finished.stopped_by == stops[0]
         with pytest.raises(RequestImpossible, match="more than max_output_tokens"):
             await run(engine, replace(make_request(prompt(1, 40), 2), output_token_ids=(9, 9, 9)))
         assert engine.model.continues_output

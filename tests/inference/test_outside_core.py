@@ -175,6 +175,7 @@ async def test_a_stop_sequence_that_names_a_control_token_ends_an_external_outpu
     assert generated.token_ids == (40, 41, 4)
     assert isinstance(finished, SequenceFinished)
     assert finished.reason is EngineFinishReason.STOP_SEQUENCE
+    assert finished.stopped_by == "<|user|>"
 
 
 async def test_requests_cancelled_in_the_queue_of_a_full_engine_are_removed(

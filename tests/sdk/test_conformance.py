@@ -276,6 +276,16 @@ async def test_keeps_response_formats(client: AsyncClient) -> None:
         assert result.text.lstrip().startswith("{")
 
 
+async def test_names_the_stop(client: AsyncClient) -> None:
+    asked = GenerateOptions(token_ids=(7, 8, 9), max_output_tokens=40, ignore_eos=True)
+    free = await client.complete(MODEL, **asked)
+    stop, token_id = free.text[3:7], free.token_ids[2]
+    stopped = await client.complete(MODEL, **(asked | GenerateOptions(stop=["never!", stop])))
+    ended = await client.complete(MODEL, **(asked | GenerateOptions(stop_token_ids=[token_id])))
+    assert (free.stopped_by, stopped.stopped_by) == (None, stop)
+    assert ended.choices[0].stopped_by == token_id
+
+
 async def test_calls_tools(client: AsyncClient) -> None:
     schema = {
         "type": "object",

@@ -1654,6 +1654,8 @@ class FinishedFrame(_message.Message):
     RECEIPTS_FIELD_NUMBER: _builtins.int
     MIGRATION_COUNT_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
+    STOP_SEQUENCE_FIELD_NUMBER: _builtins.int
+    STOP_TOKEN_ID_FIELD_NUMBER: _builtins.int
     reason: _types_pb2.FinishReason.ValueType
     """Reason of the end."""
     migration_count: _builtins.int
@@ -1662,6 +1664,12 @@ class FinishedFrame(_message.Message):
     """For SLOW_CONSUMER a sentence for people: the limit that ended the request, and the remedy. Else
     empty.
     """
+    stop_sequence: _builtins.str
+    """The stop sequence that was completed first, as `StartFrame.stop_sequences` has it; the longer
+    one of two that end at the same character.
+    """
+    stop_token_id: _builtins.int
+    """The token of `StartFrame.stop_token_ids`."""
     @_builtins.property
     def usage(self) -> _types_pb2.Usage:
         """Final counts, equal to the billed usage event."""
@@ -1700,12 +1708,16 @@ class FinishedFrame(_message.Message):
         receipts: _abc.Iterable[_receipts_pb2.Receipt] | None = ...,
         migration_count: _builtins.int = ...,
         detail: _builtins.str = ...,
+        stop_sequence: _builtins.str = ...,
+        stop_token_id: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cost", b"cost", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cost", b"cost", "stop_sequence", b"stop_sequence", "stop_token_id", b"stop_token_id", "stopped_by", b"stopped_by", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "cost", b"cost", "detail", b"detail", "exhausted_quotas", b"exhausted_quotas", "migration_count", b"migration_count", "reason", b"reason", "receipts", b"receipts", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "cost", b"cost", "detail", b"detail", "exhausted_quotas", b"exhausted_quotas", "migration_count", b"migration_count", "reason", b"reason", "receipts", b"receipts", "stop_sequence", b"stop_sequence", "stop_token_id", b"stop_token_id", "stopped_by", b"stopped_by", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType_stopped_by: _TypeAlias = _typing.Literal["stop_sequence", "stop_token_id"]  # noqa: Y015
+    _WhichOneofArgType_stopped_by: _TypeAlias = _typing.Literal["stopped_by", b"stopped_by"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_stopped_by) -> _WhichOneofReturnType_stopped_by | None: ...
 
 Global___FinishedFrame: _TypeAlias = FinishedFrame  # noqa: Y015
 
@@ -1717,21 +1729,31 @@ class ChoiceEnd(_message.Message):
 
     CHOICE_INDEX_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    STOP_SEQUENCE_FIELD_NUMBER: _builtins.int
+    STOP_TOKEN_ID_FIELD_NUMBER: _builtins.int
     choice_index: _builtins.int
     """From 0."""
     reason: _types_pb2.FinishReason.ValueType
     """Reason of its end: its own, or that of the whole request."""
+    stop_sequence: _builtins.str
+    """The stop sequence that was completed first."""
+    stop_token_id: _builtins.int
+    """The token of `StartFrame.stop_token_ids`."""
     def __init__(
         self,
         *,
         choice_index: _builtins.int = ...,
         reason: _types_pb2.FinishReason.ValueType = ...,
+        stop_sequence: _builtins.str = ...,
+        stop_token_id: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["stop_sequence", b"stop_sequence", "stop_token_id", b"stop_token_id", "stopped_by", b"stopped_by"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice_index", b"choice_index", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice_index", b"choice_index", "reason", b"reason", "stop_sequence", b"stop_sequence", "stop_token_id", b"stop_token_id", "stopped_by", b"stopped_by"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType_stopped_by: _TypeAlias = _typing.Literal["stop_sequence", "stop_token_id"]  # noqa: Y015
+    _WhichOneofArgType_stopped_by: _TypeAlias = _typing.Literal["stopped_by", b"stopped_by"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_stopped_by) -> _WhichOneofReturnType_stopped_by | None: ...
 
 Global___ChoiceEnd: _TypeAlias = ChoiceEnd  # noqa: Y015
 

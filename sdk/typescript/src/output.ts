@@ -24,7 +24,7 @@ class Output {
     }
   }
 
-  choice(index: number, finishReason: FinishReason): Choice {
+  choice(index: number, finishReason: FinishReason, stoppedBy?: string | number): Choice {
     const toolCalls = this.calls.map(({ id, name, pieces }) => ({
       id,
       name,
@@ -38,6 +38,7 @@ class Output {
       logprobs: [...this.logprobs],
       toolCalls,
       reasoning: this.thoughts.join(""),
+      stoppedBy,
     };
   }
 }

@@ -52,18 +52,21 @@ export class Received {
 
   /** Returns the complete result, after `finish`. */
   result(frame: FinishedFrame): Result {
-    const ends =
-      frame.choices.length > 0 ? frame.choices : [{ choiceIndex: 0, reason: frame.reason }];
+    const { reason, stoppedBy } = frame;
+    const ends = frame.choices.length > 0 ? frame.choices : [{ choiceIndex: 0, reason, stoppedBy }];
     const choices = ends
-      .map((end) =>
-        this.outputs.of(end.choiceIndex).choice(end.choiceIndex, wire.finishReason(end.reason)),
+      .map(({ choiceIndex, reason, stoppedBy }) =>
+        this.outputs
+          .of(choiceIndex)
+          .choice(choiceIndex, wire.finishReason(reason), stoppedBy.value),
       )
       .sort((one, other) => one.index - other.index);
     const first = choices[0]!;
     return {
       requestId: this.requestId,
       model: this.model,
-      finishReason: wire.finishReason(frame.reason),
+      finishReason: wire.finishReason(reason),
+      stoppedBy: first.stoppedBy,
       text: first.text,
       tokenIds: first.tokenIds,
       logprobs: first.logprobs,

@@ -67,7 +67,10 @@ export interface Usage {
   readonly reasoningTokenCount: number;
 }
 
-/** Milliseconds spent in each stage of a request. Stages are disjoint and sum to `totalMs`. */
+/**
+ * Milliseconds spent in each stage of a request. Stages sum to `totalMs`, except `clientStallMs`: of
+ * it, only what follows the last token is not in `decodeMs` too.
+ */
 export interface Timings {
   readonly authMs: number;
   readonly tokenizeMs: number;
@@ -76,12 +79,13 @@ export interface Timings {
   readonly coldStartMs: number;
   readonly prefillMs: number;
   readonly decodeMs: number;
+  /** Tokens were ready, and the client did not take them. */
   readonly clientStallMs: number;
   readonly settleMs: number;
   /** From the start frame's arrival at the server to the first token. */
   readonly ttftMs: number;
   readonly totalMs: number;
-  /** Median gap between consecutive messages with tokens, as the server hands them on. */
+  /** Median gap between consecutive messages with tokens, without waiting for the client. */
   readonly itlP50Ms: number;
   readonly itlP99Ms: number;
   readonly itlMaxMs: number;
@@ -260,6 +264,8 @@ export interface Choice {
   readonly toolCalls: readonly ToolCall[];
   /** The model's thinking, apart from the text. */
   readonly reasoning: string;
+  /** The stop sequence or stop token of yours that ended it. */
+  readonly stoppedBy: string | number | undefined;
 }
 
 /**
@@ -279,6 +285,8 @@ export interface Result {
   readonly toolCalls: readonly ToolCall[];
   /** The model's thinking, apart from the text. */
   readonly reasoning: string;
+  /** The stop sequence or stop token of yours that ended it. */
+  readonly stoppedBy: string | number | undefined;
   readonly choices: readonly Choice[];
   readonly usage: Usage;
   /** Before plan and tax. */

@@ -348,6 +348,17 @@ promise("keeps-response-formats", async (client) => {
   else assert.match(result.text, /^\s*\{/);
 });
 
+promise("names-the-stop", async (client) => {
+  const asked = { tokenIds: [7, 8, 9], maxOutputTokens: 40, ignoreEos: true };
+  const free = await client.complete(MODEL, asked);
+  const stop = free.text.slice(3, 7);
+  const stopped = await client.complete(MODEL, { ...asked, stop: ["never!", stop] });
+  const stopTokenId = free.tokenIds[2]!;
+  const ended = await client.complete(MODEL, { ...asked, stopTokenIds: [stopTokenId] });
+  assert.deepEqual([free.stoppedBy, stopped.stoppedBy], [undefined, stop]);
+  assert.equal(ended.choices[0]!.stoppedBy, stopTokenId);
+});
+
 promise("calls-tools", async (client) => {
   const parameters = {
     type: "object",

@@ -31,7 +31,9 @@ class Output:
                 self.calls.append((piece.id, piece.name, []))
             self.calls[-1][2].append(piece.arguments_json)
 
-    def choice(self, index: int, reason: FinishReason) -> Choice:
+    def choice(
+        self, index: int, reason: FinishReason, stopped_by: str | int | None = None
+    ) -> Choice:
         """Return the complete choice."""
         calls = tuple(
             ToolCall(call_id, name, "".join(pieces)) for call_id, name, pieces in self.calls
@@ -44,6 +46,7 @@ class Output:
             tuple(self.logprobs),
             calls,
             "".join(self.thoughts),
+            stopped_by,
         )
 
 

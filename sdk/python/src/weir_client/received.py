@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from operator import itemgetter
 
 from weir.v1 import inference_service_pb2 as pb
 
@@ -91,11 +92,13 @@ class Received:
         assert self.cost is not None, "finish comes first"
         assert self._timings is not None, "finish comes first"
         reason = wire.finish_reason(frame.reason)
-        reasons = {
-            each.choice_index: wire.finish_reason(each.reason) for each in frame.choices
-        } or {0: reason}
+        ends: dict[int, pb.ChoiceEnd | pb.FinishedFrame]
+        ends = {each.choice_index: each for each in frame.choices} or {0: frame}
         choices = tuple(
-            self._outputs.of(index).choice(index, reasons[index]) for index in sorted(reasons)
+            self._outputs.of(index).choice(
+                index, wire.finish_reason(end.reason), wire.stopped_by(end)
+            )
+            for index, end in sorted(ends.items(), key=itemgetter(0))
         )
         return Result(
             request_id=self._request_id,
@@ -114,4 +117,5 @@ class Received:
             migration_count=frame.migration_count,
             tool_calls=choices[0].tool_calls,
             reasoning=choices[0].reasoning,
+            stopped_by=choices[0].stopped_by,
         )

@@ -94,7 +94,11 @@ class Usage(Value):
 
 @dataclass(frozen=True, slots=True)
 class Timings(Value):
-    """Milliseconds spent in each stage of a request, which sum to `total_ms`, and its pace."""
+    """Milliseconds spent in each stage of a request, and its pace.
+
+    The stages sum to `total_ms`, except `client_stall_ms`: of it, only what follows the last token
+    is not in `decode_ms` too.
+    """
 
     auth_ms: float = 0.0
     tokenize_ms: float = 0.0
@@ -103,11 +107,11 @@ class Timings(Value):
     cold_start_ms: float = 0.0
     prefill_ms: float = 0.0
     decode_ms: float = 0.0
-    client_stall_ms: float = 0.0
+    client_stall_ms: float = 0.0  # tokens were ready, and the client did not take them
     settle_ms: float = 0.0
     ttft_ms: float = 0.0  # from the start frame's arrival at the server to the first token
     total_ms: float = 0.0
-    # Gaps between consecutive messages with tokens, as the server hands them on.
+    # Gaps between consecutive messages with tokens, without waiting for the client.
     itl_p50_ms: float = 0.0
     itl_p99_ms: float = 0.0
     itl_max_ms: float = 0.0
@@ -260,6 +264,7 @@ class Choice(Value):
     logprobs: tuple[TokenLogprobs, ...] = ()
     tool_calls: tuple[ToolCall, ...] = ()
     reasoning: str = ""  # the model's thinking, apart from the text
+    stopped_by: str | int | None = None  # the stop sequence or stop token of yours that ended it
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +291,7 @@ class Result(Value):
     migration_count: int = 0  # number of moves to another engine after the loss of one
     tool_calls: tuple[ToolCall, ...] = ()  # the model's calls, if `tools` was given
     reasoning: str = ""  # the model's thinking, apart from the text
+    stopped_by: str | int | None = None  # the stop sequence or stop token of yours that ended it
 
 
 @dataclass(frozen=True, slots=True)

@@ -182,6 +182,13 @@ def receipt(message: receipts_pb2.Receipt) -> Receipt:
     return read(Receipt, message, **times)
 
 
+def stopped_by(end: pb.FinishedFrame | pb.ChoiceEnd) -> str | int | None:
+    """Return the stop sequence or stop token that ended an output."""
+    if end.WhichOneof("stopped_by") == "stop_sequence":
+        return end.stop_sequence
+    return end.stop_token_id if end.HasField("stop_token_id") else None
+
+
 def finish_reason(number: types_pb2.FinishReason.ValueType) -> values.FinishReason:
     """Return the reason of a request's end; UNSPECIFIED if newer than this client."""
     return FINISH_REASONS.get(number, values.FinishReason.UNSPECIFIED)
