@@ -22,6 +22,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from weir.v1 import inference_service_pb2 as pb
 
 from api.generation.live import Caller
+from api.generation.output import Flow
 from api.generation.start_frame import parse_start
 from api.metrics.operator_http import Families, request_metrics
 from api.observability.observer import STAGES, Ending, Gaps, Observer, record_of
@@ -88,6 +89,13 @@ def us(call: Callable[[], object], calls: int = CALLS) -> float:
     )
 
 
+def slow_write() -> float:
+    """Return the µs of counting a write that waits for the client."""
+    flow = Flow(None, 60.0, lambda: None)
+    times = iter(range(10**9))
+    return us(lambda: flow.stalled(next(times), next(times)))
+
+
 def main() -> None:
     """Measure and print."""
     observer, ending = Observer([MODEL]), an_ending()
@@ -95,6 +103,7 @@ def main() -> None:
     gaps = Gaps()
     token = us(lambda: gaps.note(0), 100 * CALLS)
     print(f"{'the gap before a token':<56}{token:>8.2f} µs")
+    print(f"{'the stall of a slow write, per request':<56}{slow_write():>8.2f} µs")
     print(f"{'a request counted, with all its stages':<56}{ours:>8.1f} µs")
     print(
         f"{'with labelled metrics of the client library':<56}{theirs:>8.1f} µs  {theirs / ours:.0f}"

@@ -24,6 +24,14 @@ COUNTS = (
     "embedding_token_count",
 )
 REST = ("price_version", "cost_picos", "admitted_at_us", "settled_at_us", "sequence")
+TIMES = (
+    "ttft_us",
+    "tokens_per_second_milli",
+    "itl_p50_us",
+    "itl_p99_us",
+    "itl_max_us",
+    "client_stall_us",
+)
 
 
 def sha256(data: bytes) -> bytes:
@@ -32,12 +40,14 @@ def sha256(data: bytes) -> bytes:
 
 def encoded(receipt: dict) -> bytes:  # type: ignore[type-arg]
     version = receipt["version"]
-    reasoning = ("reasoning_token_count",) if version == 2 else ()
+    reasoning = ("reasoning_token_count",) if version > 1 else ()
     data = f"weir.receipt.v{version}\n".encode()
     data += b"".join(uuid.UUID(receipt[name]).bytes for name in IDS)
     numbers = COUNTS + reasoning + REST
     data += b"".join(receipt[name].to_bytes(8, "big", signed=True) for name in numbers)
     data += bytes.fromhex(receipt["previous_hash"])
+    for name in TIMES if version > 2 else ():
+        data += receipt["timings"][name].to_bytes(8, "big", signed=True)
     for text in (
         receipt["currency_code"].encode(),
         receipt["model"].encode(),

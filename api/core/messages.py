@@ -141,13 +141,14 @@ def receipt_message(
 
     new: creates the message in place, since assigning one copies it.
     """
-    ids, numbers, previous_hash, (currency_code, model, outcome) = parts_of(receipt.encoded)
+    ids, numbers, previous_hash, ends, timings = parts_of(receipt.encoded)
+    currency_code, model, outcome = ends
     part, sent, cached, billed, embedded, reasoning, *others = numbers
     price_version, cost_picos, *times_us, sequence = others
     organization_id, project_id, api_key_id = _owners(ids[:48])
     request = ids[48:].hex()
     message = new(
-        version=2 if reasoning else 1,
+        version=3 if timings else 2 if reasoning else 1,
         organization_id=organization_id,
         project_id=project_id,
         api_key_id=api_key_id,
@@ -172,6 +173,11 @@ def receipt_message(
     for time, micros in zip((message.admit_time, message.settle_time), times_us, strict=True):
         time.seconds, rest = divmod(micros, MICROS_PER_SECOND)
         time.nanos = rest * 1000
+    if timings:
+        said = message.timings
+        said.ttft_us, said.tokens_per_second_milli, said.itl_p50_us = timings[:3]
+        said.itl_p99_us, said.itl_max_us, said.client_stall_us = timings[3:]
+        said.SetInParent()
     if (batch := receipt.batch) is not None:
         message.key_id, message.signature = batch.key_id, batch.signature
         for on_left, neighbour in batch.path(receipt.hash):

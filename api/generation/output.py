@@ -189,7 +189,7 @@ class Output(ABC):
     said_token_count: tokens journalled or waiting for the client. in_flight_token_count: tokens in
     messages that are being written. fence: returns whether tokens may be delivered; otherwise it
     ends the request. ready_at: when the oldest token that waits for the client was said, on the
-    loop's clock; 0 if none waits.
+    loop's clock; None if none waits.
     """
 
     is_kept = False
@@ -212,7 +212,7 @@ class Output(ABC):
         self.said_token_count = 0
         self.in_flight_token_count = 0
         self.in_flight_reasoning_token_count = 0
-        self.ready_at = 0.0
+        self.ready_at: float | None = None
         self.usage_telling: UsageTelling | None = None
         self.flow = flow
         self.receiver: Receiver | None = receiver
@@ -268,7 +268,7 @@ class Output(ABC):
     def stalled_s(self) -> float:
         """Seconds so far in which tokens were ready that the client did not take.
 
-        Without a client nothing is counted: nobody could take them.
+        Nothing is counted while no client is connected.
         """
         self.count_write()
         self.flow.count()
@@ -280,7 +280,7 @@ class Output(ABC):
             since, now = slow
             if self.in_flight_token_count:
                 self.flow.stalled(since, now)
-            elif self.ready_at:
+            elif self.ready_at is not None:
                 self.flow.stalled(max(since, self.ready_at), now)
 
     @property
@@ -645,7 +645,7 @@ class LiveOutput(Output):
         """Implement `Output.say`."""
         if token_ids:
             now = self.gaps.note(choice_index)
-            if not self.ready_at:
+            if self.ready_at is None:
                 self.ready_at = now
         self.said_token_count += len(token_ids)
         self._steps.append((choice_index, text, token_ids, logprobs, calls, thought))
@@ -668,7 +668,7 @@ class LiveOutput(Output):
         self.count_write()
         self._steps.clear()
         self._packed.clear()
-        self.ready_at = 0.0
+        self.ready_at = None
         self.said_token_count = self.usage.journalled_token_count
         self._watch_credit()
         self.moved()
@@ -701,7 +701,7 @@ class LiveOutput(Output):
             count = len(token_ids)
             if is_plain and 0 < count <= TOKENS_PER_DELTA_MAX:
                 self._steps.clear()
-                self.ready_at = 0.0
+                self.ready_at = None
                 self._last_seq += 1
                 rest = b""
                 if thought is not NO_THOUGHT:
@@ -759,7 +759,7 @@ class LiveOutput(Output):
             self.said_token_count -= sum(map(len, self._packed.values()))
             self._packed.clear()
         if not self._packed:
-            self.ready_at = 0.0
+            self.ready_at = None
         if self._life is None and not self._packed:
             self._say_end()
 
@@ -826,7 +826,7 @@ class ReplayOutput(Output):
             self.buffer.record(self.entry(len(token_ids), thought[1]))
         if token_ids:
             now = self.gaps.note(choice_index)
-            if not self.ready_at:
+            if self.ready_at is None:
                 self.ready_at = now
             self.usage.journalled_token_count += len(token_ids)
             self.said_token_count = self.usage.journalled_token_count
@@ -884,7 +884,7 @@ class ReplayOutput(Output):
             into.parts.append(delta_frame(receiver.head, delta))
             self._tell_usage(into, receiver, token_count, reasoning_count)
         if not self._unread:
-            self.ready_at = 0.0
+            self.ready_at = None
         usage = self.usage
         new_count = (
             usage.journalled_token_count
@@ -932,7 +932,7 @@ class ReplayOutput(Output):
     def _skip(self) -> None:
         self.count_write()
         self._next_seq, self._unread, self._unread_reasoning = self._last_seq + 1, 0, 0
-        self.ready_at = 0.0
+        self.ready_at = None
 
     def _waits(self) -> bool:
         return self._next_seq <= self._last_seq
@@ -946,7 +946,7 @@ class ReplayOutput(Output):
     def _begin_after(self, after_seq: int) -> None:
         self._next_seq = after_seq + 1
         self._unread, self._unread_reasoning = self.buffer.token_counts_after(after_seq)
-        self.ready_at = monotonic() if self._unread else 0.0
+        self.ready_at = monotonic() if self._unread else None
         if (telling := self.usage_telling) is not None:
             usage = self.usage
             telling.sent_token_count = usage.delivered_token_count - self._unread

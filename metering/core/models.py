@@ -375,6 +375,7 @@ class UsageEvent(Base):
     `reasoning_token_count`: those of the delivered tokens that are the model's thinking.
     `billed_reasoning_token_count`: those of the billed tokens that have the reasoning price; the
     others have the output price. 0 in events of earlier versions, which billed thinking as output.
+    `receipt_is_timed`: the receipt has the timings; False in events of earlier versions.
 
     One partition per month of `settled_at` (UTC), which PostgreSQL therefore requires in the
     primary key; `id` has no index and gives the order of writing. Pages are half free for the
@@ -414,6 +415,7 @@ class UsageEvent(Base):
     receipt_sequence: Mapped[int | None]
     previous_receipt_hash: Mapped[bytes | None]
     receipt_hash: Mapped[bytes | None]
+    receipt_is_timed: Mapped[bool] = mapped_column(server_default=text("false"))
     receipt_batch_id: Mapped[int | None]
 
 

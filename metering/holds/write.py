@@ -120,12 +120,12 @@ INSERT INTO usage_events (hold_id, part, organization_id, project_id, api_key_id
     delivered_token_count, billed_token_count, price_version_id, cost_picos, timings, labels,
     recovered, admitted_at, settled_at, receipt_sequence, previous_receipt_hash, receipt_hash,
     embedding_token_count, migration_count, journalled_token_count, reasoning_token_count,
-    billed_reasoning_token_count, receipt_batch_id)
+    billed_reasoning_token_count, receipt_is_timed, receipt_batch_id)
 SELECT h.id, v.part, h.organization_id, h.project_id, h.api_key_id, h.request_id, h.model,
     v.outcome, v.input, v.cached, v.generated, v.delivered, v.billed, h.price_version_id, v.cost,
     v.timings::jsonb, h.labels, v.recovered, h.admitted_at, v.settled_at, v.sequence,
     v.previous_hash, v.hash, v.embedding, v.migrations, v.journalled, v.reasoning,
-    v.billed_reasoning, (SELECT id FROM signed)
+    v.billed_reasoning, v.timings IS NOT NULL, (SELECT id FROM signed)
 FROM unnest(%s::uuid[], %s::smallint[], %s::text[], %s::bigint[], %s::bigint[], %s::bigint[],
         %s::bigint[], %s::bigint[], %s::bigint[], %s::text[], %s::bool[], %s::timestamptz[],
         %s::bigint[], %s::bytea[], %s::bytea[], %s::bigint[], %s::integer[], %s::bigint[],
@@ -301,6 +301,7 @@ def usage_writes(
             ),
             hold.admitted_at,
             (usage.currency_code, terms.model, usage.outcome),
+            timings,
         )
         usage.receipts.append(receipt)
         rows.append(

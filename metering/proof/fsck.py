@@ -279,9 +279,22 @@ RECEIPT_NUMBERS = [
         "e.receipt_sequence",
     )
 ]
-# Only receipts that bill reasoning have its number.
+# Only receipts that bill reasoning or have timings have its number.
 RECEIPT_NUMBERS.insert(
-    5, f"CASE WHEN {HAS_REASONING} THEN int8send(e.billed_reasoning_token_count) ELSE '' END"
+    5,
+    f"CASE WHEN {HAS_REASONING} OR e.receipt_is_timed"
+    " THEN int8send(e.billed_reasoning_token_count) ELSE '' END",
+)
+RECEIPT_TIMES = " || ".join(
+    f"int8send(floor(coalesce((e.timings->>'{name}')::float8, 0) * 1000 + 0.5)::bigint)"
+    for name in (
+        "ttft_ms",
+        "tokens_per_second",
+        "itl_p50_ms",
+        "itl_p99_ms",
+        "itl_max_ms",
+        "client_stall_ms",
+    )
 )
 RECEIPT_IDS = " || ".join(
     f"uuid_send(e.{name}_id)" for name in ("organization", "project", "api_key", "request")
@@ -292,10 +305,12 @@ RECEIPT_TEXTS = " || ".join(
 )
 # Encoding that docs/reference/receipts.md specifies.
 RECEIPT_BYTES = (
-    rf"(CASE WHEN {HAS_REASONING} THEN 'weir.receipt.v2\012' ELSE 'weir.receipt.v1\012' END)::bytea"
+    r"(CASE WHEN e.receipt_is_timed THEN 'weir.receipt.v3\012'"
+    rf" WHEN {HAS_REASONING} THEN 'weir.receipt.v2\012' ELSE 'weir.receipt.v1\012' END)::bytea"
     + f" || {RECEIPT_IDS} || "
     + " || ".join(RECEIPT_NUMBERS)
-    + f" || e.previous_receipt_hash || {RECEIPT_TEXTS}"
+    + " || e.previous_receipt_hash"
+    + f" || CASE WHEN e.receipt_is_timed THEN {RECEIPT_TIMES} ELSE '' END || {RECEIPT_TEXTS}"
 )
 ZERO_HASH = "decode(repeat('00', 32), 'hex')"  # named by the first receipt of a chain
 

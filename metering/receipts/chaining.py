@@ -8,14 +8,14 @@ of processes write one chain per project without gap or fork. Pure except for th
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from hashlib import sha256
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from metering.receipts.encoding import HASH_SIZE, encode, micros, texts
+from metering.receipts.encoding import HASH_SIZE, encode, micros, texts, timed
 from metering.receipts.merkle import Step, Tree
 
 
@@ -109,17 +109,19 @@ class Chains:
         counts: tuple[int, int, int, int, int, int, int, int],
         admitted_at: datetime,
         ends: tuple[str, str, str],
+        timings: Mapping[str, float] | None = None,
     ) -> IssuedReceipt:
         """Append and return the next receipt of a project.
 
         ids: as for `encode`. counts: part, input, cached input, billed, embedding and reasoning
         tokens, price version, cost in picos. ends: currency code, model, outcome.
+        timings: of the usage event; None if it has none.
         """
         project_id = ids[16:32]
         head = self.heads[project_id]
         previous_hash, head.sequence = head.hash, head.sequence + 1
         numbers = (*counts, micros(admitted_at), head.settled_at_us, head.sequence)
-        encoded = encode(ids, numbers, previous_hash, texts(*ends))
+        encoded = encode(ids, numbers, previous_hash, texts(*ends), timed(timings))
         head.hash = sha256(encoded).digest()
         receipt = IssuedReceipt(encoded, head.settled_at, head.sequence, previous_hash, head.hash)
         self.changed.setdefault(project_id, previous_hash)
@@ -134,7 +136,8 @@ SELECT e.hold_id,
        e.part, e.input_token_count, e.cached_input_token_count, e.billed_token_count,
        e.embedding_token_count, e.billed_reasoning_token_count, e.price_version_id, e.cost_picos,
        e.admitted_at, e.settled_at, e.receipt_sequence, e.previous_receipt_hash, p.currency_code,
-       e.model, e.outcome, e.receipt_hash, e.receipt_batch_id
+       e.model, e.outcome, CASE WHEN e.receipt_is_timed THEN e.timings::text END, e.receipt_hash,
+       e.receipt_batch_id
 FROM usage_events e
 JOIN price_versions p ON p.id = e.price_version_id
 WHERE e.receipt_sequence IS NOT NULL
@@ -173,6 +176,7 @@ class IssuedRow(NamedTuple):
     currency_code: str
     model: str
     outcome: str
+    timings: str | None  # JSON, if they are part of the receipt
     hash: bytes
     batch_id: int | None
 
@@ -188,6 +192,7 @@ class IssuedRow(NamedTuple):
             numbers,
             bytes(self.previous_hash),
             texts(self.currency_code, self.model, self.outcome),
+            timed(None if self.timings is None else msgspec.json.decode(self.timings)),
         )
         return IssuedReceipt(
             encoded,

@@ -2,7 +2,8 @@
 
 The encoding never changes: the holder of a receipt must be able to verify it with today's program
 at any later time. Other content needs another version, with another first line. Version 2 has the
-number of reasoning tokens, and only receipts that bill such tokens have it.
+number of reasoning tokens, and only receipts that bill such tokens have it. Version 3 has that
+number, and how fast the answer came, if the usage event has timings.
 """
 
 from __future__ import annotations
@@ -10,30 +11,60 @@ from __future__ import annotations
 import functools
 import struct
 import uuid
+from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 
 MAGIC = b"weir.receipt.v1\n"  # 16 bytes, like an id
 MAGIC_REASONING = b"weir.receipt.v2\n"
+MAGIC_TIMED = b"weir.receipt.v3\n"
 HASH_SIZE = 32  # bytes of SHA-256
 NO_HASH = bytes(HASH_SIZE)  # before the first receipt of a chain
 # Magic, four ids, ten or eleven numbers of 64 bits, the hash of the previous receipt. Three texts
 # follow.
 FIXED = struct.Struct(">16s64s10q32s")
 FIXED_REASONING = struct.Struct(">16s64s11q32s")
+FIXED_TIMED = struct.Struct(">16s64s11q32s6q")
+# Timings of a usage event in a receipt, in thousandths of their units.
+TIMED = (
+    "ttft_ms",
+    "tokens_per_second",
+    "itl_p50_ms",
+    "itl_p99_ms",
+    "itl_max_ms",
+    "client_stall_ms",
+)
 REASONING = 5  # place of the tokens of reasoning among the numbers
 LENGTH = struct.Struct(">q")
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 MICROSECOND = timedelta(microseconds=1)
 
 
-def encode(ids: bytes, numbers: tuple[int, ...], previous_hash: bytes, texts: bytes) -> bytes:
+def timed(timings: Mapping[str, float] | None) -> tuple[int, ...]:
+    """Return the timings of a usage event as a receipt has them; empty if it has none.
+
+    Rounded as PostgreSQL does it with the same numbers (`fsck.py`).
+    """
+    if timings is None:
+        return ()
+    return tuple([int(timings.get(name, 0.0) * 1000 + 0.5) for name in TIMED])
+
+
+def encode(
+    ids: bytes,
+    numbers: tuple[int, ...],
+    previous_hash: bytes,
+    texts: bytes,
+    times: tuple[int, ...] = (),
+) -> bytes:
     """Return the bytes of a receipt.
 
     ids: of organization, project, API key and request, 64 bytes. numbers: part (0: the settlement
     of a request; 1: usage found later), tokens of input, cached input, billed output, embedding and
     reasoning, price version, cost in picos, times of admission and settlement in microseconds since
-    1970 (UTC), sequence (1 for the first of a project).
+    1970 (UTC), sequence (1 for the first of a project). times: see `timed`.
     """
+    if times:
+        return FIXED_TIMED.pack(MAGIC_TIMED, ids, *numbers, previous_hash, *times) + texts
     part, sent, cached, billed, embedded, reasoning, *others = numbers
     if reasoning:
         return FIXED_REASONING.pack(MAGIC_REASONING, ids, *numbers, previous_hash) + texts
@@ -48,18 +79,24 @@ def texts(currency_code: str, model: str, outcome: str) -> bytes:
     return b"".join(LENGTH.pack(len(each)) + each for each in encoded)
 
 
-def parts_of(encoded: bytes) -> tuple[bytes, tuple[int, ...], bytes, tuple[str, ...]]:
-    """Return the arguments of `encode`: ids, numbers, hash, texts. Raises: ValueError."""
+def parts_of(
+    encoded: bytes,
+) -> tuple[bytes, tuple[int, ...], bytes, tuple[str, ...], tuple[int, ...]]:
+    """Return the arguments of `encode`: ids, numbers, hash, texts, times. Raises: ValueError."""
+    if encoded.startswith(MAGIC_TIMED) and len(encoded) >= FIXED_TIMED.size:
+        _, ids, *values = FIXED_TIMED.unpack_from(encoded)
+        found = texts_in(encoded[FIXED_TIMED.size :])
+        return ids, tuple(values[:11]), values[11], found, tuple(values[12:])
     has_reasoning = encoded.startswith(MAGIC_REASONING)
     fixed = FIXED_REASONING if has_reasoning else FIXED
     if len(encoded) < fixed.size or not (has_reasoning or encoded.startswith(MAGIC)):
-        raise ValueError("these are not the bytes of a receipt of version 1 or 2")
+        raise ValueError("these are not the bytes of a receipt of version 1, 2 or 3")
     _, ids, *numbers, previous_hash = fixed.unpack_from(encoded)
     if not has_reasoning:
         numbers.insert(REASONING, 0)
     elif not numbers[REASONING]:
         raise ValueError("a receipt without reasoning tokens has version 1")
-    return ids, tuple(numbers), previous_hash, texts_in(encoded[fixed.size :])
+    return ids, tuple(numbers), previous_hash, texts_in(encoded[fixed.size :]), ()
 
 
 @functools.lru_cache(maxsize=4096)  # the keys in use

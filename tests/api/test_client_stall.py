@@ -167,7 +167,7 @@ async def fast(client: Client) -> float:
 
 
 async def nobody(client: Client) -> float:
-    """Detach the client for 5 s: nobody could take the tokens."""
+    """Detach the client for 5 s: no client could take the tokens."""
     client.output.detach()
     await client.generate(100)
     await asyncio.sleep(3.0)

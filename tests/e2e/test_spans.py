@@ -10,10 +10,13 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+import aiohttp
 import pytest
 from opentelemetry.proto.trace.v1 import trace_pb2
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import inference_service_pb2_grpc as pb_grpc
+from weir_client import wire
+from weir_client.receipts import content_hash
 
 from metering.core.models import QuotaDimension
 from tests.conftest import new_database
@@ -36,6 +39,7 @@ OTHER_TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
 SPAN_ID = "b7ad6b7169203331"
 SECRET_WORDS = "nobody-but-the-model"
 US = 1000  # ns: timings have a resolution of a microsecond
+Facts = dict[str, float]
 
 
 @pytest.fixture(scope="module")
@@ -241,3 +245,75 @@ async def test_the_clients_of_the_sdk_hand_a_trace_on(traced: Service, receiver:
     root, _ = await spans_of(receiver, request_id)
 
     assert root.span.trace_id.hex() == TRACE_ID
+
+
+SAID = [{"role": "user", "content": "Go"}]
+BODIES: dict[str, dict[str, object]] = {
+    "chat/completions": {"messages": SAID, "max_tokens": 15, "ignore_eos": True},
+    "completions": {"prompt": "Go", "max_tokens": 15, "ignore_eos": True},
+    "responses": {"input": "Go", "max_output_tokens": 15, "ignore_eos": True},
+    "messages": {"messages": SAID, "max_tokens": 15},  # answers of random length
+}
+PACE = {  # names in the timings, in a receipt and in a span, where the unit is a second
+    "ttft_ms": ("ttft_us", "gen_ai.server.time_to_first_token", 1000),
+    "tokens_per_second": ("tokens_per_second_milli", "weir.tokens_per_second", 1),
+    "itl_p50_ms": ("itl_p50_us", "weir.inter_token.p50", 1000),
+    "itl_p99_ms": ("itl_p99_us", "weir.inter_token.p99", 1000),
+    "itl_max_ms": ("itl_max_us", "weir.inter_token.max", 1000),
+    "client_stall_ms": ("client_stall_us", "weir.client_stall", 1000),
+}
+
+
+async def answered(service: Service, secret: str, path: str, streams: bool) -> tuple[str, Facts]:
+    """Return the id of a request over HTTP, and the timings of its answer."""
+    body = {"model": MODEL, "temperature": 0, "stream": streams} | BODIES[path]
+    headers = {"authorization": f"Bearer {secret}"}
+    async with (
+        aiohttp.ClientSession() as http,
+        http.post(f"{service.openai_url}/{path}", json=body, headers=headers) as response,
+    ):
+        text = await response.text()
+        assert response.status == 200, text
+    lines = [line[6:] for line in text.splitlines() if line.startswith("data: {")]
+    told = [json.loads(each) for each in (lines if streams else [text])]
+    told += [each["response"] for each in told if "response" in each]
+    [timings] = [each["weir"]["timings"][0] for each in told if "timings" in each.get("weir", {})]
+    return response.headers["x-request-id"], timings
+
+
+@pytest.mark.parametrize(
+    ("path", "streams"), [("grpc", True), *itertools.product(BODIES, (False, True))]
+)
+async def test_every_record_of_a_request_has_the_same_pace(
+    traced: Service, receiver: Receiver, path: str, streams: bool
+) -> None:
+    tenant = await traced.tenant()
+    if path == "grpc":
+        frame = start(conversation=conversation("Go"), max_output_tokens=15)
+        end = await ask(traced, tenant.secret, (), frame)
+        request_id = frame.request_id
+        told = {name: getattr(end.finished.timings, name) for name in PACE}
+        [sent] = end.finished.receipts
+    else:
+        request_id, told = await answered(traced, tenant.secret, path, streams)
+    async with traced.channel() as channel:
+        request = pb.GetGenerationRequest(request_id=request_id)
+        stub = pb_grpc.InferenceServiceStub(channel)
+        found = (await stub.GetGeneration(request, metadata=bearer(tenant.secret))).generation
+    root, _ = await spans_of(receiver, request_id)
+
+    [receipt] = found.receipts
+    if path == "grpc":
+        assert receipt == sent
+    kept = wire.receipt(receipt)
+    assert kept.version == 3
+    assert content_hash(kept) == kept.hash
+    assert found.timings.ttft_ms > 0
+    for name, (in_receipt, attribute, unit) in PACE.items():
+        value = getattr(found.timings, name)
+        assert told[name] == pytest.approx(value, abs=0.001), name
+        assert getattr(receipt.timings, in_receipt) == pytest.approx(value * 1000, abs=0.51), name
+        if value:
+            assert root.attributes[attribute] == pytest.approx(value / unit), name
+    if path != "messages":
+        assert all(getattr(found.timings, name) > 0 for name in PACE if name != "client_stall_ms")

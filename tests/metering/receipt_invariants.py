@@ -7,6 +7,7 @@ here a second time.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -26,6 +27,14 @@ WHERE e.receipt_sequence IS NOT NULL ORDER BY e.project_id, e.receipt_sequence
 """
 BATCHES = "SELECT b.*, k.public_key FROM receipt_batches b JOIN receipt_keys k ON k.id = b.key_id"
 COUNTS = ("part", "input_token_count", "cached_input_token_count", "billed_token_count")
+TIMES = (
+    "ttft_ms",
+    "tokens_per_second",
+    "itl_p50_ms",
+    "itl_p99_ms",
+    "itl_max_ms",
+    "client_stall_ms",
+)
 
 
 def check_receipts(database_url: str) -> None:
@@ -103,7 +112,8 @@ def encoded(event: Row) -> bytes:
         event.get("embedding_token_count", 0),
     ]
     reasoning = event.get("billed_reasoning_token_count", 0)
-    numbers += [reasoning] if reasoning else []
+    timed = event.get("receipt_is_timed", False)
+    numbers += [reasoning] if reasoning or timed else []
     numbers.append(event["price_version_id"])
     numbers += [
         event["cost_picos"],
@@ -111,9 +121,13 @@ def encoded(event: Row) -> bytes:
         micros(event["settled_at"]),
         event["receipt_sequence"],
     ]
-    result = (b"weir.receipt.v2\n" if reasoning else b"weir.receipt.v1\n") + ids
+    version = 3 if timed else 2 if reasoning else 1
+    result = f"weir.receipt.v{version}\n".encode() + ids
     result += b"".join(number.to_bytes(8, "big") for number in numbers)
     result += bytes(event["previous_receipt_hash"])
+    for name in TIMES if timed else ():
+        value = event["timings"].get(name, 0)
+        result += math.floor(value * 1000 + 0.5).to_bytes(8, "big")
     for name in ("currency_code", "model", "outcome"):
         text = event[name].encode()
         result += len(text).to_bytes(8, "big") + text

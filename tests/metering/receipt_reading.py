@@ -44,6 +44,7 @@ class Receipt:
     currency_code: str
     model: str
     outcome: str
+    times: tuple[int, ...] = ()
 
     @property
     def encoded(self) -> bytes:
@@ -66,18 +67,20 @@ class Receipt:
             ),
             self.previous_hash,
             texts(self.currency_code, self.model, self.outcome),
+            self.times,
         )
 
 
 def decode(encoded: bytes) -> Receipt:
     """Return the receipt of an encoding. Raises: ValueError if no receipt has it."""
-    ids, numbers, previous_hash, found = parts_of(encoded)
+    ids, numbers, previous_hash, found, times = parts_of(encoded)
     values: tuple[Any, ...] = (
         *owners_in(ids[:48]),
         uuid.UUID(bytes=ids[48:]),
         *numbers,
         previous_hash,
         *found,
+        times,
     )
     return Receipt(*values)
 

@@ -42,6 +42,7 @@ def vectors() -> list[IssuedReceipt]:
             "embedding_token_count": 512,
         },
         {"reasoning_token_count": 120, "cost_picos": 300_750_000},
+        {"times": (48_100, 61_200, 15_900, 31_000, 33_400, 200)},
     ]
     made: list[IssuedReceipt] = []
     previous = KNOWN.previous_hash
@@ -64,7 +65,7 @@ def vectors() -> list[IssuedReceipt]:
                 previous,
             )
         )
-    for batch in (made[:1], made[1:4], made[5:6], made[6:]):
+    for batch in (made[:1], made[1:4], made[5:6], made[6:7], made[7:]):
         signed = SignedBatch.sign(SIGNER, [receipt.hash for receipt in batch])
         for receipt in batch:
             receipt.batch = signed

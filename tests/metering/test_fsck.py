@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import msgspec
 import psycopg
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -66,7 +67,8 @@ async def busy(world: HoldWorld) -> None:
         world.quota(payer, dimension, 10_000)
     settled, expiring, voided = admit(payer), admit(payer), admit(payer)
     await world.run(settled, expiring, voided)
-    await world.run(settle(settled.hold_id, 5), Extend(expiring.hold_id, 3, 0, 10), signer=signer)
+    timed = msgspec.structs.replace(settle(settled.hold_id, 5), timings=TIMINGS)
+    await world.run(timed, Extend(expiring.hold_id, 3, 0, 10), signer=signer)
     world.advance(120)
     await world.run(Expire(expiring.hold_id), Expire(voided.hold_id), signer=signer)
     live, extended = admit(payer), admit(payer)
@@ -83,6 +85,16 @@ async def test_a_database_in_order_has_no_violations(world: HoldWorld) -> None:
     check_invariants(world.url)
 
 
+# Halves of a thousandth, and numbers whose product is not exact, are rounded alike everywhere.
+TIMINGS = {
+    "ttft_ms": 48.1005,
+    "itl_p50_ms": 0.0015,
+    "itl_p99_ms": 1.0005,
+    "itl_max_ms": 31.000499999999995,
+    "tokens_per_second": 1e-05,
+    "client_stall_ms": 123456.7895,
+    "total_ms": 3.5,
+}
 RAISED = (
     "UPDATE quotas SET limit_value = 5, override_limit_value = 6, override_reason = 'test',"
     " override_until ="
@@ -196,6 +208,11 @@ FAULTS = [
         "is not posted",
     ),
     ("UPDATE usage_events SET outcome = 'length'", "receipt-matches-usage"),
+    (
+        "UPDATE usage_events SET timings = jsonb_set(timings, '{itl_max_ms}', '0.001')",
+        "receipt-matches-usage",
+    ),
+    ("UPDATE usage_events SET receipt_is_timed = NOT receipt_is_timed", "receipt-matches-usage"),
     (
         "UPDATE usage_events SET settled_at = settled_at + interval '1 microsecond'",
         "receipt-matches-usage",

@@ -35,6 +35,7 @@ receipts = st.builds(
     currency_code=st.text(max_size=4),
     model=st.text(max_size=40),
     outcome=st.text(max_size=16),
+    times=st.one_of(st.just(()), st.tuples(*[counts] * 6)),
 )
 SIGNER = Signer(Ed25519PrivateKey.from_private_bytes(bytes(range(32))))
 # First test vector of docs/reference/receipts.md.
@@ -82,6 +83,7 @@ def test_texts_cannot_be_shifted_between_fields() -> None:
 def test_a_receipt_without_reasoning_has_the_encoding_of_before_and_no_other() -> None:
     """Otherwise a receipt would have two valid encodings, and two hashes."""
     reasoning = replace(KNOWN, reasoning_token_count=40)
+    assert replace(KNOWN, times=(0,) * 6).encoded.startswith(b"weir.receipt.v3\n")
     assert KNOWN.encoded.startswith(b"weir.receipt.v1\n")
     assert reasoning.encoded.startswith(b"weir.receipt.v2\n")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from dataclasses import replace
+from dataclasses import fields, replace
 from datetime import UTC, datetime
 
 import pytest
@@ -16,6 +16,7 @@ from weir_client import (
     ReceiptInvalid,
     ReceiptKey,
     ReceiptStep,
+    ReceiptTimings,
     public_keys,
     verify_receipt,
     verify_receipts,
@@ -138,7 +139,7 @@ FIELDS = st.sampled_from(
     [
         name
         for name in Receipt.__dataclass_fields__
-        if name not in ("version", "path", "hash", "key_id", "signature")
+        if name not in ("version", "path", "hash", "key_id", "signature", "timings")
     ]
 )
 
@@ -295,7 +296,8 @@ def test_receipts_survive_json() -> None:
     [
         ("[]", "a receipt is a JSON object"),
         ("{}", "version: None is not 1"),
-        ('{"version": 3}', "version: 3 is not 1 or 2"),
+        ('{"version": 4}', "version: 4 is not 1, 2 or 3"),
+        ('{"version": 3}', "organization_id: None is not a string"),
         ('{"version": 2}', "organization_id: None is not a string"),
         ('{"version": 1}', "organization_id: None is not a string"),
         ("no json", "Expecting value"),
@@ -326,3 +328,51 @@ def test_fields_of_the_wrong_kind_are_refused_by_name() -> None:
     ):
         with pytest.raises(ValueError, match=told):
             Receipt.from_json(wrong)
+
+
+def timed(receipt: Receipt, **changes: int) -> Receipt:
+    """Return the receipt with timings, signed."""
+    times = ReceiptTimings(48_100, 61_200, 15_900, 31_000, 33_400, 200)
+    return signed(resealed(replace(receipt, timings=replace(times, **changes))))
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(ReceiptTimings)])
+def test_changed_timings_are_caught(name: str) -> None:
+    receipt = timed(month()[0])
+    assert receipt.timings is not None
+    verify_receipt(receipt, KEYS)
+    assert Receipt.from_json(receipt.to_json()) == receipt
+
+    other = replace(receipt.timings, **{name: getattr(receipt.timings, name) + 1})
+    for wrong in (replace(receipt, timings=other), replace(receipt, timings=None)):
+        with pytest.raises(ReceiptInvalid, match="altered"):
+            verify_receipt(wrong, KEYS)
+    line = receipt.to_json()
+    number = f'"{name}":{getattr(receipt.timings, name)}'
+    for text, told in (
+        (line.replace(number, f'"{name}":1.5'), f"timings.{name}: 1.5 is not a number"),
+        (line.replace(number, f'"other":{name!r}'.replace("'", '"')), "timings: must be an object"),
+        (line.replace('"version":3', '"version":1'), "no such field in a receipt of version 1"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            Receipt.from_json(text)
+
+
+@pytest.mark.parametrize("name", ["billed_token_count", "reasoning_token_count", "price_version"])
+def test_an_altered_number_beside_timings_is_named(name: str) -> None:
+    receipt = timed(replace(month()[0], price_version=9, reasoning_token_count=3))
+    wrong = replace(receipt, **{name: getattr(receipt, name) + 1})
+
+    [problem] = verify_receipts([wrong], KEYS).problems
+
+    was = getattr(receipt, name)
+    assert str(problem).endswith(f"was altered: {name} is {was + 1}, originally {was}")
+
+
+def test_a_chain_may_have_receipts_of_every_version() -> None:
+    one, two, *_ = chain(PROJECTS[0], 3)
+    three = timed(replace(chain(PROJECTS[0], 3)[2], previous_hash=two.hash))
+    verdict = verify_receipts([signed(one), signed(two), three], KEYS, month="2026-11")
+
+    assert [one.version, two.version, three.version] == [1, 2, 3]
+    assert not verdict.problems

@@ -54,8 +54,11 @@ class Receipt(_message.Message):
     SIGNATURE_FIELD_NUMBER: _builtins.int
     PATH_FIELD_NUMBER: _builtins.int
     REASONING_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    TIMINGS_FIELD_NUMBER: _builtins.int
     version: _builtins.int
-    """Version of the content and its encoding: 1, or 2 if it bills reasoning tokens."""
+    """Version of the content and its encoding: 3 with `timings`; else 2 if it bills reasoning tokens,
+    and 1 if not.
+    """
     organization_id: _builtins.str
     """UUID of the billed organization."""
     project_id: _builtins.str
@@ -110,6 +113,12 @@ class Receipt(_message.Message):
     def path(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReceiptStep]:
         """Merkle path from `hash` to the signed root. Empty if the receipt was signed alone."""
 
+    @_builtins.property
+    def timings(self) -> Global___ReceiptTimings:
+        """How fast the answer came. Unset for a request that failed or whose server was lost, and in
+        receipts of earlier releases.
+        """
+
     def __init__(
         self,
         *,
@@ -137,14 +146,57 @@ class Receipt(_message.Message):
         signature: _builtins.bytes = ...,
         path: _abc.Iterable[Global___ReceiptStep] | None = ...,
         reasoning_token_count: _builtins.int = ...,
+        timings: Global___ReceiptTimings | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["admit_time", b"admit_time", "settle_time", b"settle_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["admit_time", b"admit_time", "settle_time", b"settle_time", "timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit_time", b"admit_time", "api_key_id", b"api_key_id", "billed_token_count", b"billed_token_count", "cached_input_token_count", b"cached_input_token_count", "cost_picos", b"cost_picos", "currency_code", b"currency_code", "embedding_token_count", b"embedding_token_count", "hash", b"hash", "input_token_count", b"input_token_count", "key_id", b"key_id", "model", b"model", "organization_id", b"organization_id", "outcome", b"outcome", "part", b"part", "path", b"path", "previous_hash", b"previous_hash", "price_version", b"price_version", "project_id", b"project_id", "reasoning_token_count", b"reasoning_token_count", "request_id", b"request_id", "sequence", b"sequence", "settle_time", b"settle_time", "signature", b"signature", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit_time", b"admit_time", "api_key_id", b"api_key_id", "billed_token_count", b"billed_token_count", "cached_input_token_count", b"cached_input_token_count", "cost_picos", b"cost_picos", "currency_code", b"currency_code", "embedding_token_count", b"embedding_token_count", "hash", b"hash", "input_token_count", b"input_token_count", "key_id", b"key_id", "model", b"model", "organization_id", b"organization_id", "outcome", b"outcome", "part", b"part", "path", b"path", "previous_hash", b"previous_hash", "price_version", b"price_version", "project_id", b"project_id", "reasoning_token_count", b"reasoning_token_count", "request_id", b"request_id", "sequence", b"sequence", "settle_time", b"settle_time", "signature", b"signature", "timings", b"timings", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Receipt: _TypeAlias = Receipt  # noqa: Y015
+
+@_typing.final
+class ReceiptTimings(_message.Message):
+    """How fast an answer came: `Timings` of the request, as its receipt has them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TTFT_US_FIELD_NUMBER: _builtins.int
+    TOKENS_PER_SECOND_MILLI_FIELD_NUMBER: _builtins.int
+    ITL_P50_US_FIELD_NUMBER: _builtins.int
+    ITL_P99_US_FIELD_NUMBER: _builtins.int
+    ITL_MAX_US_FIELD_NUMBER: _builtins.int
+    CLIENT_STALL_US_FIELD_NUMBER: _builtins.int
+    ttft_us: _builtins.int
+    """From the arrival of the start frame to the first token, in microseconds."""
+    tokens_per_second_milli: _builtins.int
+    """Tokens per second after the first of each choice, in thousandths."""
+    itl_p50_us: _builtins.int
+    """Median of the gaps between messages with tokens, in microseconds."""
+    itl_p99_us: _builtins.int
+    """99th percentile of these gaps."""
+    itl_max_us: _builtins.int
+    """Longest of these gaps."""
+    client_stall_us: _builtins.int
+    """Time in which tokens were ready and the client did not take them, in microseconds."""
+    def __init__(
+        self,
+        *,
+        ttft_us: _builtins.int = ...,
+        tokens_per_second_milli: _builtins.int = ...,
+        itl_p50_us: _builtins.int = ...,
+        itl_p99_us: _builtins.int = ...,
+        itl_max_us: _builtins.int = ...,
+        client_stall_us: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_stall_us", b"client_stall_us", "itl_max_us", b"itl_max_us", "itl_p50_us", b"itl_p50_us", "itl_p99_us", b"itl_p99_us", "tokens_per_second_milli", b"tokens_per_second_milli", "ttft_us", b"ttft_us"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReceiptTimings: _TypeAlias = ReceiptTimings  # noqa: Y015
 
 @_typing.final
 class ReceiptStep(_message.Message):

@@ -261,8 +261,8 @@ Global___Usage: _TypeAlias = Usage  # noqa: Y015
 
 @_typing.final
 class Timings(_message.Message):
-    """Time spent in each stage of a request, in milliseconds. Stages are disjoint and sum to `total_ms`,
-    except `client_stall_ms`: of it, only what follows the last token is not in `decode_ms` too.
+    """Time spent in each stage of a request, in milliseconds. Stages are disjoint and sum to
+    `total_ms`, except `client_stall_ms`, which overlaps `decode_ms` up to the last token.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

@@ -68,8 +68,8 @@ export interface Usage {
 }
 
 /**
- * Milliseconds spent in each stage of a request. Stages sum to `totalMs`, except `clientStallMs`: of
- * it, only what follows the last token is not in `decodeMs` too.
+ * Milliseconds spent in each stage of a request. Stages sum to `totalMs`, except `clientStallMs`,
+ * which overlaps `decodeMs` up to the last token.
  */
 export interface Timings {
   readonly authMs: number;

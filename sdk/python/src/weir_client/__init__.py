@@ -118,6 +118,7 @@ if TYPE_CHECKING:
     from weir_client.receipts import ReceiptMonth as ReceiptMonth
     from weir_client.receipts import ReceiptProblem as ReceiptProblem
     from weir_client.receipts import ReceiptStep as ReceiptStep
+    from weir_client.receipts import ReceiptTimings as ReceiptTimings
     from weir_client.receipts import public_keys as public_keys
     from weir_client.receipts import verify_receipt as verify_receipt
     from weir_client.replicas import DrainedReplica as DrainedReplica
@@ -207,7 +208,7 @@ _NAMES = {
     "receipt_months": "ReceiptVerdict verify_receipts",
     "receipts": (
         "Fault Receipt ReceiptChain ReceiptInvalid ReceiptKey ReceiptMonth ReceiptProblem"
-        " ReceiptStep public_keys verify_receipt"
+        " ReceiptStep ReceiptTimings public_keys verify_receipt"
     ),
     "replicas": "DrainedReplica Replica ReplicaDrain ReplicaList ReplicaState UndrainedReplica",
     "sync": "Client GenerationStream",

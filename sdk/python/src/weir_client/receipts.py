@@ -17,8 +17,6 @@ from typing import Any, get_type_hints
 
 from weir_client.plain import Value
 
-MAGIC = b"weir.receipt.v1\n"
-MAGIC_REASONING = b"weir.receipt.v2\n"  # of receipts that bill reasoning tokens
 SIGNED_PREFIX = b"weir.receipt.batch.v1\n"
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 ID_FIELDS = ("organization_id", "project_id", "api_key_id", "request_id")
@@ -35,6 +33,15 @@ NUMBER_FIELDS = (
     "sequence",
 )
 TEXT_FIELDS = ("currency_code", "model", "outcome")
+
+TIME_FIELDS = (
+    "ttft_us",
+    "tokens_per_second_milli",
+    "itl_p50_us",
+    "itl_p99_us",
+    "itl_max_us",
+    "client_stall_us",
+)
 
 PublicKeys = Mapping[str, bytes]  # 32 bytes each, by key id
 
@@ -81,6 +88,18 @@ class ReceiptMonth(Value):
 
 
 @dataclass(frozen=True, slots=True)
+class ReceiptTimings(Value):
+    """Pace of an answer in its receipt: `Timings` in whole microseconds."""
+
+    ttft_us: int
+    tokens_per_second_milli: int  # thousandths of tokens per second
+    itl_p50_us: int
+    itl_p99_us: int
+    itl_max_us: int
+    client_stall_us: int
+
+
+@dataclass(frozen=True, slots=True)
 class Receipt(Value):
     """Usage and cost of one request, its place in the project's chain, and the proof of both.
 
@@ -111,10 +130,13 @@ class Receipt(Value):
     signature: bytes = b""
     path: tuple[ReceiptStep, ...] = ()
     reasoning_token_count: int = 0  # part of `billed_token_count`, priced separately
+    timings: ReceiptTimings | None = None  # None before version 3
 
     @property
     def version(self) -> int:
-        """Version of the encoding: 2 for a receipt that bills reasoning tokens."""
+        """Version of the encoding: 3 with timings, else 2 if it bills reasoning tokens."""
+        if self.timings is not None:
+            return 3
         return 2 if self.reasoning_token_count else 1
 
     @property
@@ -148,8 +170,12 @@ class Receipt(Value):
         lengths_and_texts = [
             part for text in texts for part in (len(text).to_bytes(8, "big"), text)
         ]
-        magic = MAGIC_REASONING if self.reasoning_token_count else MAGIC
-        return b"".join((magic, *ids, *numbers, self.previous_hash, *lengths_and_texts))
+        times = [
+            getattr(self.timings, name).to_bytes(8, "big", signed=True)
+            for name in (TIME_FIELDS if self.timings is not None else ())
+        ]
+        magic = f"weir.receipt.v{self.version}\n".encode()
+        return b"".join((magic, *ids, *numbers, self.previous_hash, *times, *lengths_and_texts))
 
     @property
     def _number_fields(self) -> tuple[str, ...]:
@@ -161,8 +187,12 @@ class Receipt(Value):
         for name in ("previous_hash", "hash", "signature"):
             values[name] = values[name].hex()
         values["path"] = [("L" if step.on_left else "R") + step.hash.hex() for step in self.path]
-        if not self.reasoning_token_count:
+        if self.version == 1:
             del values["reasoning_token_count"]
+        if self.timings is None:
+            del values["timings"]
+        else:
+            values["timings"] = {name: getattr(self.timings, name) for name in TIME_FIELDS}
         return json.dumps(
             {"version": self.version, **values}, ensure_ascii=False, separators=(",", ":")
         )
@@ -174,8 +204,8 @@ class Receipt(Value):
         if not isinstance(values, dict):
             raise ValueError("a receipt is a JSON object")
         version = values.pop("version", None)
-        if version not in (1, 2):
-            raise ValueError(f"version: {version!r} is not 1 or 2, the supported versions")
+        if version not in (1, 2, 3):
+            raise ValueError(f"version: {version!r} is not 1, 2 or 3, the supported versions")
         types = get_type_hints(cls)
         for name in (*ID_FIELDS, *TEXT_FIELDS, "key_id", *number_fields(version)):
             if type(values.get(name)) is not types[name]:
@@ -196,8 +226,12 @@ class Receipt(Value):
         unknown = values.keys() - types.keys()
         if version == 1:
             unknown |= values.keys() & {"reasoning_token_count"}
-        elif not values["reasoning_token_count"]:
+        elif version == 2 and not values["reasoning_token_count"]:
             raise ValueError("reasoning_token_count: a receipt of version 2 has such tokens")
+        if version == 3:
+            values["timings"] = _timings(values.get("timings"))
+        else:
+            unknown |= values.keys() & {"timings"}
         if unknown:
             raise ValueError(f"{min(unknown)}: no such field in a receipt of version {version}")
         return cls(**values)
@@ -208,6 +242,16 @@ def number_fields(version: int) -> tuple[str, ...]:
     if version == 1:
         return NUMBER_FIELDS
     return (*NUMBER_FIELDS[:5], "reasoning_token_count", *NUMBER_FIELDS[5:])
+
+
+def _timings(value: object) -> ReceiptTimings:
+    """Parse the timings of a receipt. Raises: ValueError."""
+    if not isinstance(value, dict) or value.keys() != {*TIME_FIELDS}:
+        raise ValueError(f"timings: must be an object with {', '.join(TIME_FIELDS)}")
+    for name in TIME_FIELDS:
+        if type(value[name]) is not int:
+            raise ValueError(f"timings.{name}: {value[name]!r} is not a number")
+    return ReceiptTimings(**value)
 
 
 def _from_hex(name: str, text: object) -> bytes:

@@ -96,8 +96,8 @@ class Usage(Value):
 class Timings(Value):
     """Milliseconds spent in each stage of a request, and its pace.
 
-    The stages sum to `total_ms`, except `client_stall_ms`: of it, only what follows the last token
-    is not in `decode_ms` too.
+    The stages sum to `total_ms`, except `client_stall_ms`, which overlaps `decode_ms` up to the
+    last token.
     """
 
     auth_ms: float = 0.0
