@@ -5,9 +5,9 @@ API process uses it too. Settings that this engine would compute wrongly are rej
 that no model gives fluent wrong answers.
 
 `Family` holds the differences between the supported architectures. An entry of config.json that
-transformers does not read cannot change the result and is passed over: publishers' notes. An entry
-whose name says that it configures the computation, and that is not supported for the architecture,
-is rejected, unless its value changes nothing.
+transformers does not read cannot change the result and is passed over: a publisher's note. An entry
+that it reads, and that is not supported for the architecture, is rejected by name and value, unless
+its value is the neutral one. A test compares these lists with transformers.
 
 Rotary position embedding is a base with at most one scaling to longer contexts. Both spellings are
 read: `rope_theta` + `rope_scaling` (transformers 4) and `rope_parameters` (transformers 5).
@@ -20,7 +20,6 @@ import contextlib
 import json
 import logging
 import math
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -300,17 +299,13 @@ def read_config(directory: Path) -> DecoderConfig:
         raise CheckpointInvalid(
             path, f"architecture {architecture} is not supported; supported: {supported}"
         )
-    if raw.get("quantization_config"):
-        raise CheckpointInvalid(
-            path, "quantized checkpoints are not supported; use the unquantized one"
-        )
+    refuse_quantized(raw, path)
     if raw.get("hidden_act", "silu") != "silu":
         raise CheckpointInvalid(
             path, f"activation {raw['hidden_act']} is not supported; supported: silu"
         )
-    refuse_entries_beside(
-        _COMMON_ENTRIES | ARCHITECTURES[architecture].entries, raw, architecture, path
-    )
+    with entries_of(path):
+        refuse_entries(ARCHITECTURES[architecture].changing_entries, raw, architecture, path)
     for name in _SIZES:
         value = raw.get(name)
         if isinstance(value, int | float) and value < 1:
@@ -570,7 +565,6 @@ class Family:
     """
 
     context_window_tokens: int
-    entries: frozenset[str]
     kv_head_count: int | None = None
     head_dim: int | None = None
     qkv_bias: bool | None = None
@@ -580,17 +574,17 @@ class Family:
     windows: str = "none"
     sliding_window: int | None = None
 
+    @property
+    def changing_entries(self) -> dict[str, tuple[object, ...]]:
+        """Entries that would change the computation, by their neutral values beside null."""
+        supported = {"none": (), "all": ("sliding_window",), "layers": _WINDOWS}[self.windows]
+        return {name: each for name, each in _READ_BY_ALL.items() if name not in supported}
 
-_WINDOW_ENTRIES = frozenset(
-    {"sliding_window", "use_sliding_window", "max_window_layers", "layer_types"}
-)
+
 ARCHITECTURES: dict[str, Family] = {
-    "LlamaForCausalLM": Family(
-        2048, frozenset({"attention_bias", "mlp_bias", "head_dim"}), mlp_bias=None
-    ),
+    "LlamaForCausalLM": Family(2048, mlp_bias=None),
     "MistralForCausalLM": Family(
         131_072,
-        frozenset({"sliding_window", "head_dim"}),
         kv_head_count=8,
         qkv_bias=False,
         attention_out_bias=False,
@@ -599,7 +593,6 @@ ARCHITECTURES: dict[str, Family] = {
     ),
     "Qwen2ForCausalLM": Family(
         32_768,
-        _WINDOW_ENTRIES | {"head_dim"},
         kv_head_count=32,
         qkv_bias=True,
         attention_out_bias=False,
@@ -608,7 +601,6 @@ ARCHITECTURES: dict[str, Family] = {
     ),
     "Qwen3ForCausalLM": Family(
         32_768,
-        _WINDOW_ENTRIES | {"attention_bias", "head_dim"},
         kv_head_count=32,
         head_dim=128,
         qk_norm=True,
@@ -617,66 +609,64 @@ ARCHITECTURES: dict[str, Family] = {
     ),
 }
 
-# Read for all architectures; the last one is without effect on decoders.
-_READ = """
-    architectures vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
-    num_key_value_heads hidden_act rms_norm_eps rope_theta rope_scaling rope_parameters
-    max_position_embeddings original_max_position_embeddings tie_word_embeddings eos_token_id
-    quantization_config is_decoder
-"""
-
-# Names that match `_COMPUTES` and have no effect: settings of training and of absent windows.
-_WITHOUT_EFFECT = re.compile(r"max_window_layers|.*(loss|coef|dropout|jitter|noise|init).*")
-
-# Names of entries that change what some decoder or encoder computes, or which files are read.
-_COMPUTES = re.compile(
-    r"""
-      soft_?cap | multiplier | logits?_scal | scale_(emb|depth|attn) | attn_scal | pre_attn_scalar
-    | (embed|embedding|residual|attention)_scal | clip_qkv | qk_?(layer)?_?norm
-    | (^|_)m?rope(_|$) | rotary | alibi | yarn | _ntk | logn | position_emb | relative_
-    | learned_pos | sliding | (^|attention_|attn_|local_)window | attention_chunk | layer_types
-    | kv_shar | causal | bidirectional | cross_attention | encoder_decoder | is_decoder
-    | (^|_)bias(_|$) | parallel_(residual|attn) | (q|kv|o)_lora | expert | (^|_)moe(_|$) | router
-    | quantiz | compression_config | transformers_weights | (text|vision|audio|decoder)_config
-    """,
-    re.VERBOSE,
-)
-_FACTOR = re.compile("multiplier|scal|factor|ratio|pct")  # entries for which 1 means unchanged
-_COMMON_ENTRIES = frozenset(_READ.split())
+# Entries that transformers reads for decoders of any architecture, also where the configuration
+# class of the architecture does not have them: its masks, caches and loaders do.
+_READ_BY_ALL: dict[str, tuple[object, ...]] = {
+    "is_causal": (True,),
+    "is_encoder_decoder": (False,),
+    "partial_rotary_factor": (1,),
+    "layer_types": ([],),
+    "sliding_window": (),
+    "attention_chunk_size": (),
+    "kv_sharing_modes": ({}, []),
+    "per_layer_config": ({}, []),
+    "attribute_map": ({},),
+    "transformers_weights": (),
+    **dict.fromkeys(("text_config", "text_encoder", "decoder", "generator"), ({},)),
+}
+_WINDOWS = ("sliding_window", "layer_types", "attention_chunk_size")  # a layer's type replaces it
+_QUANTIZATION = ("quantization_config", "quantization", "compression_config")  # of three libraries
 
 
-def refuse_entries_beside(
-    known: frozenset[str], raw: Mapping[str, Any], architecture: str, path: Path
+def refuse_quantized(raw: Mapping[str, Any], path: Path) -> None:
+    """Raise CheckpointInvalid if the weights are stored in a quantized form."""
+    if any(map(raw.get, _QUANTIZATION)):
+        raise CheckpointInvalid(
+            path, "quantized checkpoints are not supported; use the unquantized one"
+        )
+
+
+def refuse_entries(
+    changing: Mapping[str, tuple[object, ...]],
+    raw: Mapping[str, Any],
+    architecture: str,
+    path: Path,
 ) -> None:
-    """Raise CheckpointInvalid for the first entry that changes the computation in other ways than
-    the known ones."""
-    for name, value in raw.items():
-        if (
-            name not in known
-            and not name.startswith("_")  # internal notes of the library
-            and _COMPUTES.search(name)
-            and not _WITHOUT_EFFECT.fullmatch(name)
-            and not _changes_nothing(name, value, raw)
-        ):
-            raise CheckpointInvalid(
-                path,
-                f"entry {name} = {value!r} is not supported for {architecture}; it may change what"
-                " the model computes",
-            )
+    """Raise CheckpointInvalid for an entry with a value that changes the computation.
+
+    changing: entries by their neutral values beside null.
+    """
+    for name, neutral in changing.items():
+        value = raw.get(name)
+        if value is None or _is_neutral(name, value, neutral, raw):
+            continue
+        raise CheckpointInvalid(
+            path,
+            f"entry {name} = {value!r} is not supported for {architecture}, and it changes what the"
+            " model computes; use a checkpoint without it",
+        )
 
 
-def _changes_nothing(name: str, value: object, raw: Mapping[str, Any]) -> bool:
-    """Return whether an entry has the value that its absence means."""
-    if value is None:
+def _is_neutral(
+    name: str, value: object, neutral: tuple[object, ...], raw: Mapping[str, Any]
+) -> bool:
+    """Return whether an entry has a value that means what its absence means."""
+    if name == "layer_types" and value == ["full_attention"] * raw.get("num_hidden_layers", 0):
         return True
-    if name == "is_causal":
-        return value is True
-    if name == "layer_types":
-        return value == ["full_attention"] * int(raw.get("num_hidden_layers", 0))
-    if _FACTOR.search(name) and not isinstance(value, bool):
-        return value == 1 or value in ({}, [])
-    is_zero = value == 0 and ("cap" in name or "expert" in name)
-    return value is False or value in ({}, []) or is_zero
+    if name in ("sliding_window", "attention_chunk_size") and isinstance(value, int):
+        # no sequence is longer
+        return bool(value >= raw.get("max_position_embeddings", math.inf))
+    return value in neutral
 
 
 def read_layer_windows(

@@ -17,7 +17,8 @@ from inference.checkpoint.checkpoint import (
     entries_of,
     read_json,
     read_json_list,
-    refuse_entries_beside,
+    refuse_entries,
+    refuse_quantized,
 )
 from inference.engine import ModelInfo
 from inference.errors import CheckpointInvalid
@@ -37,14 +38,13 @@ class EncoderFamily:
     """One architecture: names of its config.json entries and tensors, and its position numbering.
 
     prefix: of the tensor names if the file holds a larger model. sizes: entry names by their name
-    in BERT; entries: all supported ones. skips_padding_positions: positions begin after that of the
-    padding token. position_offset: first position otherwise. relative_positions: attention also
-    depends on token distances.
+    in BERT. skips_padding_positions: positions begin after that of the padding token.
+    position_offset: first position otherwise. relative_positions: attention also depends on token
+    distances.
     """
 
     prefix: str
     sizes: Mapping[str, str]
-    entries: str
     skips_padding_positions: bool = False
     position_offset: int = 0
     relative_positions: bool = False
@@ -61,12 +61,6 @@ _BERT_SIZES = {
         "type_vocab_size",
     )
 }
-_BERT_ENTRIES = """
-    hidden_size intermediate_size num_hidden_layers num_attention_heads hidden_act type_vocab_size
-    layer_norm_eps hidden_dropout_prob attention_probs_dropout_prob classifier_dropout
-    position_embedding_type directionality pooler_fc_size pooler_num_attention_heads
-    pooler_num_fc_layers pooler_size_per_head pooler_type output_past gradient_checkpointing
-"""
 _DISTIL_SIZES = {
     "hidden_size": "dim",
     "intermediate_size": "hidden_dim",
@@ -74,32 +68,27 @@ _DISTIL_SIZES = {
     "num_attention_heads": "n_heads",
     "hidden_act": "activation",
 }
-_DISTIL_ENTRIES = """
-    dim hidden_dim n_layers n_heads activation sinusoidal_pos_embds dropout attention_dropout
-    qa_dropout seq_classif_dropout tie_weights_
-"""
 _MPNET_SIZES = {name: entry for name, entry in _BERT_SIZES.items() if name != "type_vocab_size"}
 FAMILIES: dict[str, EncoderFamily] = {
-    "bert": EncoderFamily("bert.", _BERT_SIZES, _BERT_ENTRIES),
-    "roberta": EncoderFamily("roberta.", _BERT_SIZES, _BERT_ENTRIES, skips_padding_positions=True),
-    "xlm-roberta": EncoderFamily(
-        "roberta.", _BERT_SIZES, _BERT_ENTRIES, skips_padding_positions=True
-    ),
-    "distilbert": EncoderFamily("distilbert.", _DISTIL_SIZES, _DISTIL_ENTRIES),
+    "bert": EncoderFamily("bert.", _BERT_SIZES),
+    "roberta": EncoderFamily("roberta.", _BERT_SIZES, skips_padding_positions=True),
+    "xlm-roberta": EncoderFamily("roberta.", _BERT_SIZES, skips_padding_positions=True),
+    "distilbert": EncoderFamily("distilbert.", _DISTIL_SIZES),
     "mpnet": EncoderFamily(
         "mpnet.",
         _MPNET_SIZES,
-        f"{_BERT_ENTRIES} relative_attention_num_buckets",
         position_offset=2,
         relative_positions=True,
     ),
 }
 RELATIVE_BUCKETS = 32  # of token distances: fixed in the reference implementation
-# Common to all families; the last two concern heads that vectors do not depend on.
-_ENTRIES = """
-    architectures model_type vocab_size max_position_embeddings pad_token_id quantization_config
-    tie_word_embeddings eos_token_id
-"""
+# Entries that change what transformers computes, by their neutral values beside null.
+_CHANGING: dict[str, tuple[object, ...]] = {
+    **dict.fromkeys(("is_causal", "is_decoder", "is_encoder_decoder"), (False,)),
+    "add_cross_attention": (False,),
+    "per_layer_config": ({}, []),
+    "transformers_weights": (),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,11 +168,8 @@ def _read_config(
         raise CheckpointInvalid(
             path, f"model_type {model_type} is not supported; supported: {', '.join(FAMILIES)}"
         )
-    if raw.get("quantization_config"):
-        raise CheckpointInvalid(
-            path, "quantized checkpoints are not supported; use the unquantized one"
-        )
-    refuse_entries_beside(frozenset(f"{_ENTRIES} {family.entries}".split()), raw, model_type, path)
+    refuse_quantized(raw, path)
+    refuse_entries(_CHANGING, raw, model_type, path)
     # Only learned absolute positions are supported; other kinds change the attention.
     if raw.get("position_embedding_type", "absolute") != "absolute" or raw.get(
         "sinusoidal_pos_embds"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import json
 import re
 from dataclasses import replace
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from inference.checkpoint import checkpoint
 from inference.checkpoint.checkpoint import read_config, read_model_info
 from inference.decoder.model import load_weights
 from inference.engine import SamplingParams
@@ -52,7 +55,7 @@ def change(path: Path, **entries: Any) -> None:
         ),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor is missing"),
         ({"sliding_window": 512}, "sliding_window = 512 is not supported for LlamaForCausalLM"),
-        ({"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping = 50\.0 is not supported"),
+        ({"attention_chunk_size": 512}, "attention_chunk_size = 512 is not supported"),
         ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor = 0\.5 is not supported"),
         ({"head_dim": 15}, "head_dim = 15 must be even"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "low_freq_factor is missing"),
@@ -82,7 +85,6 @@ def test_unsupported_configurations_are_refused_by_name(
             {"layer_types": ["full_attention"]},
             "layer_types = .* is not supported for MistralForCausalLM",
         ),
-        ("Qwen2ForCausalLM", {"attention_bias": True}, "attention_bias = True is not supported"),
         (
             "Qwen3ForCausalLM",
             {"layer_types": ["sliding_attention", "full_attention"]},
@@ -93,7 +95,7 @@ def test_unsupported_configurations_are_refused_by_name(
             {"use_sliding_window": True, "layer_types": ["full_attention"]},
             "layer_types = .* for 2 layers",
         ),
-        ("Qwen2ForCausalLM", {"use_mrope": True}, "use_mrope = True is not supported"),
+        ("Qwen2ForCausalLM", {"is_causal": False}, "is_causal = False is not supported"),
     ],
 )
 def test_each_architecture_knows_its_own_entries(
@@ -203,55 +205,246 @@ def test_notes_change_no_logit(tmp_path: Path) -> None:
     assert after.token_ids == before.token_ids
 
 
+# Entries that transformers reads for some model, with values that change something there.
+ENTRIES: list[tuple[str, Any]] = [
+    # positions
+    ("rope_interleaved", True),
+    ("rope_ratio", 500),
+    ("use_mrope", True),
+    ("mrope_section", [1, 1]),
+    ("rotary_pct", 0.25),
+    ("rope_type", "linear"),
+    ("rope_local_base_freq", 10.0),
+    ("no_rope_layers", [0, 1]),
+    ("no_rope_layer_interval", 2),
+    ("alibi", True),
+    ("use_dynamic_ntk", True),
+    ("position_embedding_type", "relative_key"),
+    ("partial_rotary_factor", 0.5),
+    # the tokens that a token sees
+    ("sliding_window", 3),
+    ("sliding_window", 0),
+    ("sliding_window", 2048),
+    ("sliding_window_pattern", 2),
+    ("global_attn_every_n_layers", 2),
+    ("attention_chunk_size", 3),
+    ("attention_chunk_size", 2048),
+    ("attention_window", [3, 3]),
+    ("layer_types", ["full_attention", "sliding_attention"]),
+    ("layer_types", ["chunked_attention", "chunked_attention"]),
+    ("layer_types", ["linear_attention", "linear_attention"]),
+    ("layer_types", ["full_attention"]),
+    ("is_causal", False),
+    ("is_decoder", True),
+    ("is_decoder", False),
+    ("use_bidirectional_attention", True),
+    ("is_encoder_decoder", True),
+    ("add_cross_attention", True),
+    # scales and bounds
+    ("attn_temperature_tuning", True),
+    ("attn_logit_softcapping", 5.0),
+    ("final_logit_softcapping", 3.0),
+    ("logits_soft_cap", 3.0),
+    ("logit_scale", 0.0625),
+    ("logits_scaling", 8.0),
+    ("embedding_multiplier", 12),
+    ("residual_multiplier", 0.22),
+    ("attention_multiplier", 0.1),
+    ("scale_emb", 12),
+    ("mup_width_multiplier", 2.0),
+    ("logits_mup_width_multiplier", 2.0),
+    ("query_pre_attn_scalar", 256),
+    ("clip_qkv", 0.1),
+    ("use_logn_attn", True),
+    ("scale_attn_by_inverse_layer_idx", True),
+    ("rms_norm_eps", 1.0),
+    ("layer_norm_eps", 1.0),
+    # weights and layers
+    ("use_qk_norm", True),
+    ("qk_layernorm", True),
+    ("norm_type", "layer_norm"),
+    ("hidden_act", "relu"),
+    ("hidden_activation", "relu"),
+    ("bias", True),
+    ("qkv_bias", True),
+    ("attention_bias", True),
+    ("mlp_bias", True),
+    ("use_parallel_residual", True),
+    ("num_local_experts", 8),
+    ("num_experts_per_tok", 2),
+    ("mlp_layer_types", ["dense", "sparse"]),
+    ("first_k_dense_replace", 1),
+    ("moe_intermediate_size", 8),
+    ("kv_lora_rank", 8),
+    ("head_dim", 8),
+    ("num_kv_shared_layers", 1),
+    ("kv_sharing_modes", ["none", "reuse"]),
+    ("per_layer_config", {"0": {"rms_norm_eps": 1.0}}),
+    ("num_nextn_predict_layers", 1),
+    ("tie_word_embeddings", True),
+    ("tie_encoder_decoder", True),
+    ("text_config", {"hidden_size": 16}),
+    ("decoder", {"hidden_size": 16}),
+    ("vision_config", {"hidden_size": 16}),
+    ("attribute_map", {"rms_norm_eps": "eps"}),
+    # how the model is run
+    ("use_cache", False),
+    ("pretraining_tp", 2),
+    ("chunk_size_feed_forward", 2),
+    ("torch_dtype", "bfloat16"),
+    ("dtype", "float32"),
+    ("transformers_version", "4.51.3"),
+    ("task_specific_params", {"text-generation": {"temperature": 0.1}}),
+    ("_attn_implementation", "eager"),
+    ("cache_implementation", "sliding_window"),
+    ("attention_dropout", 0.5),
+    ("initializer_range", 0.5),
+    ("gradient_checkpointing", True),
+    ("output_attentions", True),
+    ("repetition_penalty", 5.0),
+    ("pad_token_id", 3),
+]
+# Entries that this engine computes as transformers does, which other tests compare.
+COMPUTED = {"hidden_act", "rms_norm_eps", "head_dim", "attention_bias", "mlp_bias", "layer_types"}
+COMPUTED |= {"sliding_window", "tie_word_embeddings"}
+
+
+@pytest.mark.parametrize("architecture", MODEL_TYPES)
+def test_an_entry_is_refused_if_transformers_computes_otherwise_with_it(
+    architecture: str, tmp_path: Path
+) -> None:
+    """What transformers does not read, or reads without effect, does not keep a model out."""
+    make_checkpoint(tmp_path, shape=LlamaShape(architecture=architecture))
+    path = tmp_path / "config.json"
+    raw = json.loads(path.read_text())
+    expected = computed(architecture, raw)
+    wrong = []
+
+    for name, value in ENTRIES:
+        path.write_text(json.dumps(raw | {name: value}))
+        try:
+            logits = computed(architecture, raw | {name: value})
+            changes = not torch.allclose(logits, expected, atol=1e-4)
+        except Exception:  # a model that transformers cannot compute
+            changes = True
+        try:
+            is_accepted = bool(read_config(tmp_path))
+        except CheckpointInvalid:
+            is_accepted = False
+        if is_accepted == changes and not (is_accepted and name in COMPUTED):
+            wrong.append(f"{name} = {value} is {'accepted' if is_accepted else 'refused'}")
+
+    # It is read with a scaling of positions, which this checkpoint does not have.
+    assert wrong == ["partial_rotary_factor = 0.5 is refused"]
+
+
+@pytest.mark.parametrize("name", checkpoint._READ_BY_ALL)
+def test_an_entry_that_changes_the_computation_is_refused_by_name_and_value(
+    name: str, tmp_path: Path
+) -> None:
+    value = dict(reversed(ENTRIES)).get(name, "other.safetensors")
+    make_checkpoint(tmp_path)
+    change(tmp_path / "config.json", **{name: value})
+
+    with pytest.raises(CheckpointInvalid, match=re.escape(f"entry {name} = {value!r} is not")):
+        read_config(tmp_path)
+
+
+def computed(architecture: str, raw: dict[str, Any]) -> torch.Tensor:
+    """Return the logits that transformers computes with this configuration."""
+    import transformers
+
+    model_class: Any = getattr(transformers, architecture)
+    torch.manual_seed(7)
+    model = model_class(model_class.config_class.from_dict(json.loads(json.dumps(raw))))
+    seed = torch.Generator().manual_seed(7)
+    for parameter in model.parameters():
+        drawn = torch.randn(parameter.shape, generator=seed)
+        parameter.data = 0.3 * drawn if drawn.ndim > 1 else 1 + 0.3 * drawn
+    ids = torch.arange(7, 23)[None]
+    with torch.inference_mode():
+        whole = model.eval()(ids, return_dict=True).logits
+        made = model.generate(
+            ids,
+            max_new_tokens=3,
+            do_sample=False,
+            repetition_penalty=1.0,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+    return torch.cat([whole[0], *made.logits])
+
+
+# Names that transformers reads of a configuration: those that this engine reads too, and those that
+# do not change the logits of a loaded model: training, kernels, other tasks, tokens of callers.
+SUPPORTED = """
+    architectures vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
+    num_key_value_heads head_dim hidden_act rms_norm_eps rope_parameters max_position_embeddings
+    attention_bias mlp_bias tie_word_embeddings eos_token_id max_window_layers use_sliding_window
+"""
+IDLE = """
+    _attn_implementation attention_dropout initializer_range pad_token_id bos_token_id use_cache
+    pretraining_tp get_text_config standardize_rope_params validate_rope number_of_conv_states
+    transformers_version output_hidden_states return_dict dtype chunk_size_feed_forward
+    id2label label2id problem_type
+"""
+
+
+@pytest.mark.parametrize("architecture", MODEL_TYPES)
+def test_entries_that_transformers_reads_are_known(architecture: str) -> None:
+    """A new version of transformers may read more: each name is supported, refused or idle."""
+    import transformers
+
+    package = Path(transformers.__file__).parent
+    kind = MODEL_TYPES[architecture]
+    sources = [package / f"models/{kind}/modeling_{kind}.py"]
+    sources += [package / f"{name}.py" for name in ("masking_utils", "cache_utils")]
+    sources += [package / "modeling_rope_utils.py"]
+    read = set().union(*map(names_read, sources))
+    fields = {
+        field.name for field in dataclasses.fields(getattr(transformers, architecture).config_class)
+    }
+
+    assert (read | fields) - checkpoint._READ_BY_ALL.keys() <= {*SUPPORTED.split(), *IDLE.split()}
+
+
+def names_read(path: Path) -> set[str]:
+    """Return the names that a Python file reads of objects named config."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        match node:
+            case ast.Attribute(value=ast.Name(id=owner) | ast.Attribute(attr=owner), attr=name):
+                pass
+            case ast.Call(
+                func=ast.Name(id="getattr" | "hasattr"),
+                args=[
+                    ast.Name(id=owner) | ast.Attribute(attr=owner),
+                    ast.Constant(value=str(name)),
+                    *_,
+                ],
+            ):
+                pass
+            case _:
+                continue
+        if owner == "config":
+            names.add(name)
+    return names
+
+
 @pytest.mark.parametrize(
     "entries",
     [
-        {"rope_interleaved": True},
-        {"rope_ratio": 500},
-        {"use_mrope": True},
-        {"rotary_pct": 0.25},
-        {"alibi": True},
-        {"use_dynamic_ntk": True},
-        {"sliding_window": 512},
-        {"sliding_window": 0},
-        {"attention_chunk_size": 8192},
-        {"attention_window": [256, 256]},
-        {"layer_types": ["full_attention", "sliding_attention"]},
-        {"layer_types": ["full_attention"]},
-        {"is_causal": False},
-        {"use_bidirectional_attention": True},
-        {"is_encoder_decoder": True},
-        {"attn_logit_softcapping": 50.0},
-        {"logits_soft_cap": 30},
-        {"residual_multiplier": 0.22},
-        {"embedding_multiplier": 12},
-        {"logits_scaling": 8.0},
-        {"logit_scale": 0.0625},
-        {"scale_emb": 12},
-        {"query_pre_attn_scalar": 256},
-        {"clip_qkv": 8},
-        {"qk_layernorm": True},
-        {"use_qk_norm": True},
-        {"bias": True},
-        {"qkv_bias": True},
-        {"use_parallel_residual": True},
-        {"num_local_experts": 8},
-        {"num_experts_per_tok": 2},
-        {"moe_intermediate_size": 1408},
-        {"kv_lora_rank": 512},
-        {"compression_config": {"format": "dense"}},
         {"quantization": {"bits": 4, "group_size": 64}},
-        {"text_config": {"hidden_size": 64}},
-        {"transformers_weights": "other.safetensors"},
+        {"compression_config": {"format": "dense"}},
+        {"quantization_config": {"quant_method": "fp8"}},
     ],
-    ids=lambda entries: f"{entries}",
+    ids=str,
 )
-def test_entries_of_other_computations_are_refused(entries: dict[str, Any], tmp_path: Path) -> None:
+def test_quantized_checkpoints_are_refused(entries: dict[str, Any], tmp_path: Path) -> None:
     make_checkpoint(tmp_path)
     change(tmp_path / "config.json", **entries)
-    [(name, value)] = entries.items()
 
-    with pytest.raises(CheckpointInvalid, match=re.escape(f"entry {name} = {value!r}")):
+    with pytest.raises(CheckpointInvalid, match="quantized checkpoints are not supported"):
         read_config(tmp_path)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import random
 import signal
@@ -49,6 +50,7 @@ from tests.inference.encoder_checkpoints import (
     write_modules,
 )
 from tests.inference.hosted import WAIT_S, until
+from tests.inference.test_checkpoint import ENTRIES
 
 MEAN, FIRST = "pooling_mode_mean_tokens", "pooling_mode_cls_token"
 SENTENCES = (
@@ -246,7 +248,9 @@ LAYER = "encoder.layer.1.output.dense"
         (entries(position_embedding_type="relative_key"), "'relative_key'"),
         (entries(hidden_act="swish"), "activation swish"),
         (entries(is_decoder=True), "is_decoder = True"),
-        (entries(attention_window=64), "attention_window = 64"),
+        (entries(is_causal=True), "is_causal = True"),
+        (entries(add_cross_attention=True), "add_cross_attention = True"),
+        (entries(quantization={"bits": 4}), "quantized"),
         (entries(num_attention_heads=3), "3 heads"),
         (entries(hidden_size=None), "hidden_size is missing"),
         (entries(num_hidden_layers=0), "num_hidden_layers = 0"),
@@ -295,6 +299,30 @@ def test_unsupported_configurations_are_refused_by_name(
 
     with pytest.raises(CheckpointInvalid, match=named):
         network_of(directory)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_an_entry_is_refused_if_transformers_computes_otherwise_with_it(
+    architecture: str, tmp_path: Path
+) -> None:
+    directory = make_random_encoder(tmp_path, architecture)
+    texts = [list(PLAIN_IDS)[:9]]
+    expected = reference_vectors(directory, texts, pooling=MEAN, normalized=False)
+    raw = json.loads((directory / "config.json").read_text())
+
+    for name, value in ENTRIES:
+        if name in ("layer_norm_eps", "hidden_act", "pad_token_id", "chunk_size_feed_forward") or (
+            name == "layer_types" and len(value) == 1
+        ):
+            continue  # computed as transformers does, or transformers refuses it
+        write_json(directory / "config.json", raw | {name: value})
+        with contextlib.suppress(CheckpointInvalid):
+            read_encoder_config(directory)
+            found = reference_vectors(directory, texts, pooling=MEAN, normalized=False)
+            assert torch.allclose(torch.tensor(found), torch.tensor(expected), atol=1e-4), (
+                name,
+                value,
+            )
 
 
 def test_modules_reach_no_files_elsewhere(tmp_path: Path) -> None:
