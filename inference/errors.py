@@ -101,6 +101,13 @@ class CheckpointInvalid(EngineError):
 
 
 class ChatTemplateFailed(EngineError):
-    """The model's chat template refused the conversation; the message is the template's own."""
+    """The model's chat template refused the conversation; the message is the template's own.
+
+    index: of the message that it refuses; None if unknown.
+    """
 
     reason = "CHAT_TEMPLATE_FAILED"
+
+    def __init__(self, message: str, index: int | None = None) -> None:
+        super().__init__(message)
+        self.index = index

@@ -1004,7 +1004,8 @@ def violations_of(error: BaseException) -> Sequence[FieldViolation]:
             return (FieldViolation("model", str(error)),)
         case engine_errors.RequestImpossible(field=str(field)):
             return (FieldViolation(field, str(error)),)
-        case engine_errors.ChatTemplateFailed():
-            return (FieldViolation("conversation.messages", str(error)),)
+        case engine_errors.ChatTemplateFailed(index=index):
+            place = "" if index is None else f"[{index}]"
+            return (FieldViolation(f"conversation.messages{place}", str(error)),)
         case _:
             return ()

@@ -320,7 +320,9 @@ class LiveRequest:
                 start.tool_use.tools,
             )
             if tools:
-                self._reply.call_reading = call_reading(start.tool_use, tokenizer, start.model)
+                self._reply.call_reading = call_reading(
+                    start.tool_use, tokenizer, start.model, start.choice_count
+                )
             admission = process.admission
             asks_first = bool(admission.refused_at) and admission.was_refused(
                 caller.payer.api_key_id

@@ -125,7 +125,7 @@ async def quote(
     )
     if start.tool_use.tools:
         # Rejects tools that the model does not support.
-        call_reading(start.tool_use, tokenizer, start.model)
+        call_reading(start.tool_use, tokenizer, start.model, start.choice_count)
     job = TextJob(process.text_work, payer, tokenizer, route.engine.model.context_window_tokens)
     request, work_s = await prepared(start, route, job, process.safety, principal.bounds)
     process.pace.spent(principal, work_s)

@@ -175,7 +175,7 @@ def format_with_tools(
         key = "parameters" if tokenizer.call_format is CallFormat.LLAMA else "arguments"
         kept = ResponseFormat(
             GrammarKind.JSON_SCHEMA,
-            calls_schema(tools, single=use.single, arguments_key=key),
+            calls_schema(tools, single=_single(use, tokenizer), arguments_key=key),
             "tools",
         )
     elif (
@@ -184,7 +184,7 @@ def format_with_tools(
         grammar = strict_calls(
             tokenizer.call_format,
             use.tools,
-            single=use.single,
+            single=_single(use, tokenizer),
             token_id=tokenizer.token_id,
             answer=None if requested is None else _rule_of(requested),
         )
@@ -209,10 +209,12 @@ def _rule_of(response_format: ResponseFormat) -> str:
     return f"/{escaped}/"
 
 
-def call_reading(use: ToolUse, tokenizer: Tokenizer, model: str) -> CallReading | None:
+def call_reading(
+    use: ToolUse, tokenizer: Tokenizer, model: str, choice_count: int = 1
+) -> CallReading | None:
     """Return how calls are parsed; None without tools.
 
-    Raises: InvalidRequest if the model has no tools.
+    Raises: InvalidRequest if the model has no tools, or not for so many choices.
     """
     if not use.tools:
         return None
@@ -230,7 +232,22 @@ def call_reading(use: ToolUse, tokenizer: Tokenizer, model: str) -> CallReading 
             " ask the operator to set WEIR_TOOL_CALL_FORMATS"
         )
         raise InvalidRequest([FieldViolation("tool_choice", remedy)])
-    return CallReading(tokenizer.call_format, use.callable_names, ends_with_call=use.single)
+    single = _single(use, tokenizer)
+    if single and choice_count > 1:
+        remedy = (
+            f"must be 1 with tools for model {model!r}, whose chat template takes one call in a"
+            " turn, so that a call ends the output"
+        )
+        raise InvalidRequest([FieldViolation("choice_count", remedy)])
+    return CallReading(tokenizer.call_format, use.callable_names, ends_with_call=single)
+
+
+def _single(use: ToolUse, tokenizer: Tokenizer) -> bool:
+    """Return whether an output has at most one call: as requested, or as the template takes it.
+
+    The next request has the calls of this output, and must not be refused for them.
+    """
+    return use.single or not tokenizer.takes_several_calls()
 
 
 def _is_forced(choice: pb.ToolChoice) -> bool:

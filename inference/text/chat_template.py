@@ -321,6 +321,11 @@ class ChatTemplates:
         template = self._template(has_tools=True)
         return template is not None and template.shows_tools
 
+    def takes_several_calls(self) -> bool:
+        """Return whether an answer with several calls can be rendered in the next request."""
+        template = self._template(has_tools=True)
+        return template is not None and template.takes_several_calls
+
     def sources(self) -> tuple[str, ...]:
         """Return all text that is not from the caller: template sources and special tokens."""
         return tuple(text for template in self._by_name.values() for text in template.texts)
@@ -389,15 +394,17 @@ class ChatTemplates:
             )
         if thinking not in (None, *NOT_THINKING) and not template.thinking_variables(thinking):
             raise ChatTemplateFailed("this model's chat template has no switch for thinking")
-        if fault := template.fault(messages, has_tools=bool(tools)):
-            others = _with_system_elsewhere(messages) if template.shows_system else ()
-            for other in others:
-                if template.fault(other, has_tools=bool(tools)) is None:
-                    messages = other
-                    break
-            else:
-                raise ChatTemplateFailed(f"this model's chat template {fault}")
-        return template.form.arranged(messages)
+        has_tools = bool(tools)
+        if (accepted := template.accepted(messages, has_tools=has_tools)) is not None:
+            return template.form.arranged(accepted)
+        if (index := _late_system(messages)) is not None:
+            others = [each for each in messages[index:] if each.role not in SYSTEM_ROLES]
+            if template.accepted([*messages[:index], *others], has_tools=has_tools) is not None:
+                raise ChatTemplateFailed(LATE_SYSTEM, index)
+        fault = template.fault(messages, has_tools=has_tools)
+        if fault is REFUSED:  # the template gives the reason
+            return template.form.arranged(messages)
+        raise ChatTemplateFailed(f"this model's chat template {fault}")
 
     def render(
         self,
@@ -437,6 +444,7 @@ class TurnKind(NamedTuple):
     calls: int = 0
 
 
+SYSTEM_ROLES = frozenset({"system", "developer"})
 SYSTEM, USER, ANSWER, RESULT = map(TurnKind, ("system", "user", "assistant", "tool"))
 CALLED, CALLED_TWICE = (TurnKind("assistant", False, calls) for calls in (1, 2))
 SAID_AND_CALLED = TurnKind("assistant", True, 1)
@@ -456,6 +464,11 @@ KNOWN_FAULTS_MAX, KNOWN_TURNS_MAX = 1024, 64
 COSTLY_MAX = 3  # probes beyond the time limit, after which there are no more
 
 REMEDY = "send it at another place or in another role"
+LATE_SYSTEM = (
+    "this model's chat template takes system messages at the beginning only; move this one there,"
+    " or send it with the role user"
+)
+REFUSED = "refuses this conversation"
 _PROBE = "weirProbe"
 _PROBE_TOOL = Tool(
     f"{_PROBE}Tool",
@@ -495,22 +508,72 @@ def _folded(kinds: Iterable[TurnKind]) -> tuple[TurnKind, ...]:
     return tuple(turns)
 
 
+def _equivalents(
+    messages: Sequence[ChatMessage], *, moves_system: bool
+) -> Iterator[Sequence[ChatMessage]]:
+    """Yield conversations that mean the same, for templates that do not take this one."""
+    apart = _with_text_elsewhere(messages)
+    if moves_system:
+        yield from _with_system_elsewhere(messages)
+    if apart != messages:
+        yield apart
+        if moves_system:
+            yield from _with_system_elsewhere(apart)
+
+
 def _with_system_elsewhere(messages: Sequence[ChatMessage]) -> Iterator[list[ChatMessage]]:
-    """Yield conversations that mean the same, with the first system messages elsewhere.
+    """Yield conversations with the first system messages elsewhere.
 
     Several become one. One comes to the head of the first question: Mistral's templates write it
     there, but only if a question is the last message.
     """
-    systems = list(takewhile(lambda message: message.role == SYSTEM.role, messages))
+    systems = list(takewhile(lambda message: message.role in SYSTEM_ROLES, messages))
     others = list(messages[len(systems) :])
     text = "\n\n".join(message.content for message in systems)
-    if len(systems) > 1:
-        yield [replace(systems[0], content=text), *others]
+    if len(systems) > 1 or [message.role for message in systems] == ["developer"]:
+        yield [replace(systems[0], role=SYSTEM.role, content=text), *others]
     roles = [message.role for message in others]
-    if systems and USER.role in roles and SYSTEM.role not in roles:
+    if systems and USER.role in roles and not SYSTEM_ROLES.intersection(roles):
         index = roles.index(USER.role)
         others[index] = replace(others[index], content=f"{text}\n\n{others[index].content}")
         yield others
+
+
+def _late_system(messages: Sequence[ChatMessage]) -> int | None:
+    """Return the index of the first system message behind others; None if there is none."""
+    systems = [index for index, each in enumerate(messages) if each.role in SYSTEM_ROLES]
+    return next((index for place, index in enumerate(systems) if place != index), None)
+
+
+def _with_text_elsewhere(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Return the conversation with texts beside calls in the answer that follows the results.
+
+    It is the form for templates that take one text between two questions, and none beside calls.
+    Where no answer follows yet, the texts are a turn before the calls.
+    """
+    turns: list[ChatMessage] = []
+    begun: list[str] = []  # texts beside calls since the last question
+    first_call = 0  # index of the turn with the first of these calls
+
+    def end_round() -> None:
+        if begun:
+            turns.insert(first_call, ChatMessage(ANSWER.role, "\n\n".join(begun)))
+            begun.clear()
+
+    for message in messages:
+        if message.tool_calls and message.content.strip():
+            first_call = first_call if begun else len(turns)
+            begun.append(message.content)
+            message = replace(message, content="")
+        elif begun and message.role == ANSWER.role and not message.tool_calls:
+            text = "\n\n".join(each for each in (*begun, message.content) if each.strip())
+            message = replace(message, content=text)
+            begun.clear()
+        elif message.role not in (ANSWER.role, RESULT.role):
+            end_round()
+        turns.append(message)
+    end_round()
+    return turns
 
 
 class _ChatTemplate:
@@ -532,9 +595,7 @@ class _ChatTemplate:
         self._thought_names = [name for name in THOUGHT_NAMES if _reads(source, name)]
         self._special_tokens = special_tokens
         self._costly_count = 0
-        self._find_fault = lru_cache(KNOWN_FAULTS_MAX)(
-            lambda kinds, tools: self._lost(kinds, self.form, tools)
-        )
+        self._find_fault = lru_cache(KNOWN_FAULTS_MAX)(self._find)
 
     @cached_property
     def shows_tools(self) -> bool:
@@ -550,6 +611,11 @@ class _ChatTemplate:
     def shows_calls(self) -> bool:
         """Return whether calls and their results appear in the rendered text."""
         return self._shows((USER, CALLED, RESULT), self.form)
+
+    @cached_property
+    def takes_several_calls(self) -> bool:
+        """Return whether several calls of one answer appear, as one turn or as several."""
+        return self._shows((USER, CALLED_TWICE, RESULT, RESULT), self.form)
 
     @cached_property
     def form(self) -> Form:
@@ -656,13 +722,29 @@ class _ChatTemplate:
                 break
         return False
 
+    def accepted(
+        self, messages: Sequence[ChatMessage], *, has_tools: bool
+    ) -> Sequence[ChatMessage] | None:
+        """Return the conversation, or one that means the same; None if the template shows none."""
+        if self.fault(messages, has_tools=has_tools) is None:
+            return messages
+        for other in _equivalents(messages, moves_system=self.shows_system):
+            if self.fault(other, has_tools=has_tools) is None:
+                return other
+        return None
+
     def fault(self, messages: Sequence[ChatMessage], *, has_tools: bool) -> str | None:
         """Return what is wrong with the rendering of such a conversation, or None."""
         kinds = _folded(map(_kind_of, messages))
         find = self._find_fault if len(kinds) <= KNOWN_TURNS_MAX else self._find_fault.__wrapped__
-        with suppress(ChatTemplateFailed):  # rendering the conversation itself gives the reason
-            return find(kinds, (_PROBE_TOOL,) if has_tools else ())
-        return None
+        return find(kinds, (_PROBE_TOOL,) if has_tools else ())
+
+    def _find(self, kinds: tuple[TurnKind, ...], tools: tuple[Tool, ...]) -> str | None:
+        try:
+            return self._lost(kinds, self.form, tools)
+        except ChatTemplateFailed as error:
+            # One that is too costly is too costly in every form.
+            return None if isinstance(error.__cause__, TemplateTooCostly) else REFUSED
 
     def _lost(
         self,

@@ -214,6 +214,10 @@ class Tokenizer:
         """Return whether the chat template renders tools."""
         return self._templates.shows_tools()
 
+    def takes_several_calls(self) -> bool:
+        """Return whether the chat template can show an answer with several calls."""
+        return self._templates.takes_several_calls()
+
     def takes_thinking(self, thinking: bool | str, *, has_tools: bool = False) -> bool:
         """Return whether the chat template has a switch for thinking, or such efforts."""
         return self._templates.takes_thinking(thinking, has_tools=has_tools)

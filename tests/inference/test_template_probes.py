@@ -136,7 +136,7 @@ def test_a_system_message_that_only_a_last_question_shows_moves_to_the_question(
 
     assert rendered.startswith(tokenizer.render_chat(asked) + "[")
     assert rendered.startswith("[S\n\nQ][")
-    with pytest.raises(ChatTemplateFailed, match="leaves out text of the role 'system'"):
+    with pytest.raises(ChatTemplateFailed, match="at the beginning only"):
         tokenizer.render_chat(say("system: S", "user: Q", "system: S2", "assistant: A"))
 
 
@@ -155,13 +155,59 @@ def test_only_the_conversations_that_lose_text_are_refused(load: Load) -> None:
     assert tokenizer.render_chat(say("system: a", "system: b", "user: c")) == (
         "system=a\n\nb;user=c;"
     )
-    for talk in (
-        say("system: a", "user: c", "system: b"),
-        say("user: a", "system: b", "user: c"),
-        [*TALK * 9, *say("system: z")],
+    for talk, index in (
+        (say("system: a", "user: c", "system: b"), 2),
+        (say("user: a", "system: b", "user: c"), 1),
+        ([*TALK, *say("user: u", "system: z")], 5),
     ):
-        with pytest.raises(ChatTemplateFailed, match="leaves out text of the role 'system'"):
+        with pytest.raises(ChatTemplateFailed, match="at the beginning only") as refused:
             tokenizer.render_chat(talk)
+        assert refused.value.index == index
+
+
+RAISES = "{{ raise_exception('The system message comes first.') }}"
+ONE_SYSTEM = {
+    "raises at a second one": each(
+        "{% if m.role == 'system' and not loop.first %}" + RAISES + "{% endif %}{{ m.content }}"
+    ),
+    "knows no developer": each(
+        "{% if m.role not in ['system', 'user', 'assistant'] %}{{ raise_exception('Unknown') }}"
+        "{% elif m.role == 'system' and not loop.first %}" + RAISES + "{% endif %}{{ m.content }}"
+    ),
+    "shows the first": each("{% if m.role == 'user' or loop.first %}{{ m.content }}{% endif %}"),
+}
+
+
+@pytest.mark.parametrize("template", ONE_SYSTEM.values(), ids=ONE_SYSTEM)
+def test_system_messages_at_the_beginning_are_joined_for_a_template_that_takes_one(
+    template: str, load: Load
+) -> None:
+    tokenizer = load(template)
+
+    rendered = tokenizer.render_chat(say("system: a", "system: b", "user: c"))
+
+    assert rendered == "system=a\n\nb;user=c;"
+    with pytest.raises(ChatTemplateFailed, match="at the beginning only") as refused:
+        tokenizer.render_chat(say("system: a", "system: b", "user: c", "system: d"))
+    assert refused.value.index == 3
+
+
+def test_a_developer_is_the_system_for_a_template_that_does_not_know_the_role(load: Load) -> None:
+    tokenizer = load(ONE_SYSTEM["knows no developer"])
+
+    assert tokenizer.render_chat(say("developer: a", "user: b")) == "system=a;user=b;"
+    for roles in (("system", "developer"), ("developer", "system"), ("developer", "developer")):
+        talk = [ChatMessage(role, text) for role, text in zip(roles, "ab", strict=True)]
+        rendered = tokenizer.render_chat([*talk, *say("user: c")])
+        assert rendered == "system=a\n\nb;user=c;"
+
+
+def test_several_system_messages_stay_as_they_are_where_a_template_takes_them(load: Load) -> None:
+    talk = say("system: a", "developer: b", "system: c", "user: d", "system: e", "user: f")
+
+    rendered = load(each("{{ m.content }}")).render_chat(talk)
+
+    assert rendered == "system=a;developer=b;system=c;user=d;system=e;user=f;"
 
 
 @given(st.lists(st.sampled_from(["user", "assistant", "system"]), min_size=1, max_size=40))
@@ -374,21 +420,61 @@ def test_text_beside_calls_is_a_turn_where_the_template_would_drop_it(load: Load
     assert rendered == '[user Q][assistant Let me see.][C a f {"a": 1}][R a r]'
 
 
-def test_text_beside_calls_is_refused_where_no_form_shows_it(load: Load) -> None:
-    """Like Mistral: turns alternate, and a turn with calls has no text."""
-    alternating = (
-        "{% set ns = namespace(i=0) %}{% for m in messages %}{% if m.role != 'tool' and not"
-        " m.tool_calls %}{% if (m.role == 'user') != (ns.i % 2 == 0) %}"
-        "{{ raise_exception('must alternate') }}{% endif %}{% set ns.i = ns.i + 1 %}{% endif %}"
-        "{% endfor %}"
-    )
-    tokenizer = load(alternating + calls_template(text=""))
-    made = call("a")
-    after = [result(made, "r"), *say("assistant: A")]
+ALTERNATING = (
+    "{% set ns = namespace(i=0) %}{% for m in messages %}{% if m.role != 'tool' and not"
+    " m.tool_calls %}{% if (m.role == 'user') != (ns.i % 2 == 0) %}"
+    "{{ raise_exception('must alternate') }}{% endif %}{% set ns.i = ns.i + 1 %}{% endif %}"
+    "{% endfor %}"
+)
 
-    assert "[R a r]" in tokenizer.render_chat([*say("user: Q"), called(made), *after])
+
+def test_text_beside_calls_goes_to_the_answer_where_turns_alternate(load: Load) -> None:
+    """Like Mistral: turns alternate, and a turn with calls has no text."""
+    tokenizer = load(ALTERNATING + calls_template(text=""))
+    one, two = call("a"), call("b", "g")
+    begun = [*say("user: Q"), called(one, text="Let me see."), result(one, "r")]
+    more = [called(two, text="And this."), result(two, "s")]
+    shown = '[C a f {"a": 1}][R a r]'
+    shown_more = '[C b g {"a": 1}][R b s]'
+
+    def rendered(*turns: ChatMessage) -> str:
+        return tokenizer.render_chat([*begun, *turns])
+
+    assert rendered() == f"[user Q][assistant Let me see.]{shown}"
+    assert rendered(*say("user: Q2")) == f"[user Q][assistant Let me see.]{shown}[user Q2]"
+    assert rendered(*say("assistant: A", "user: Q2")) == (
+        f"[user Q]{shown}[assistant Let me see.\n\nA][user Q2]"
+    )
+    assert rendered(*more) == (f"[user Q][assistant Let me see.\n\nAnd this.]{shown}{shown_more}")
+    assert rendered(*more, *say("assistant: A")) == (
+        f"[user Q]{shown}{shown_more}[assistant Let me see.\n\nAnd this.\n\nA]"
+    )
+
+
+def test_text_beside_calls_is_refused_where_no_form_shows_it(load: Load) -> None:
+    tokenizer = load(
+        "{% for m in messages %}{% if loop.index0 and m.role == messages[loop.index0 - 1].role %}"
+        "{{ raise_exception('must alternate') }}{% endif %}{% endfor %}" + calls_template(text="")
+    )
+    made = call("a")
+
     with pytest.raises(ChatTemplateFailed, match="leaves out text of the role 'assistant'"):
-        tokenizer.render_chat([*say("user: Q"), called(made, text="Let me see."), *after])
+        tokenizer.render_chat(
+            [*say("user: Q"), called(made, text="Let me see."), result(made, "r")]
+        )
+
+
+ROUND = (
+    "{% for m in messages %}{% if m.tool_calls and (m.tool_calls | length > 1 or not loop.first and"
+    " messages[loop.index0 - 1].role != 'user') %}{{ raise_exception('one call!') }}{% endif %}"
+    "{% endfor %}"
+)
+
+
+def test_a_template_says_whether_it_takes_several_calls_of_one_answer(load: Load) -> None:
+    assert load(calls_template()).takes_several_calls()
+    assert load(calls_template(one=ONE_CALL["raises"])).takes_several_calls()
+    assert not load(ROUND + calls_template()).takes_several_calls()
 
 
 ARGUMENTS = {
