@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from enum import StrEnum
 from functools import cached_property, lru_cache, partial
 from itertools import count, product, takewhile
 from pathlib import Path
@@ -209,20 +210,33 @@ class ChatMessage:
     is_unfinished: bool = False
 
 
+class CallIds(StrEnum):
+    """Ids of calls that a template gets.
+
+    CLIENT: those of the client. SHORT: nine letters and digits (Mistral). NAMED:
+    `functions.NAME:0`, counted through the conversation, for a template that shows the name of a
+    call by its id only (Kimi K2).
+    """
+
+    CLIENT = "client"
+    SHORT = "short"
+    NAMED = "named"
+
+
 @dataclass(frozen=True, slots=True)
 class Form:
     """Form in which a template gets conversations.
 
     part_roles: roles whose content is a list of parts; others have a string. text_arguments:
     arguments of calls are JSON text instead of objects. null_content: content is null in turns that
-    have only calls. short_ids: ids of calls have nine letters and digits. single_calls: each call
-    is a turn, followed by its result. text_apart: text before calls is a turn.
+    have only calls. single_calls: each call is a turn, followed by its result. text_apart: text
+    before calls is a turn.
     """
 
     part_roles: frozenset[str] = frozenset()
     text_arguments: bool = False
     null_content: bool = False
-    short_ids: bool = False
+    ids: CallIds = CallIds.CLIENT
     single_calls: bool = False
     text_apart: bool = False
 
@@ -230,8 +244,10 @@ class Form:
         """Return the turns that the template gets, with its ids."""
         if not any(message.tool_calls or message.call for message in messages):
             return list(messages)
-        if self.short_ids:
+        if self.ids is CallIds.SHORT:
             messages = _with_short_ids(messages)
+        elif self.ids is CallIds.NAMED:
+            messages = _with_named_ids(messages)
         turns: list[ChatMessage] = []
         index = 0
         while index < len(messages):
@@ -280,6 +296,28 @@ def _with_short_ids(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
             message,
             tool_calls=tuple(map(short, message.tool_calls)),
             call=message.call and short(message.call),
+        )
+        for message in messages
+    ]
+
+
+def _with_named_ids(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Return the messages with call ids of name and number, which depend on earlier calls only."""
+    latest: dict[str, str] = {}  # by the client's id, which some providers use again
+    number = count()
+
+    def named(call: ToolCall) -> ToolCall:
+        latest[call.id] = f"functions.{call.name}:{next(number)}"
+        return replace(call, id=latest[call.id])
+
+    def answered(call: ToolCall) -> ToolCall:
+        return replace(call, id=latest[call.id]) if call.id in latest else named(call)
+
+    return [
+        replace(
+            message,
+            tool_calls=tuple(map(named, message.tool_calls)),
+            call=message.call and answered(message.call),
         )
         for message in messages
     ]
@@ -442,6 +480,7 @@ class TurnKind(NamedTuple):
     role: str
     has_text: bool = True
     calls: int = 0
+    has_reasoning: bool = False
 
 
 SYSTEM_ROLES = frozenset({"system", "developer"})
@@ -487,9 +526,12 @@ CUT_CHARS = 6  # as many characters of an id without the rest show that a templa
 
 
 def _kind_of(message: ChatMessage) -> TurnKind:
-    content = message.content
+    content, reasoning = message.content, message.reasoning
     return TurnKind(
-        message.role, content != "" and not content.isspace(), min(len(message.tool_calls), 2)
+        message.role,
+        content != "" and not content.isspace(),
+        min(len(message.tool_calls), 2),
+        reasoning != "" and not reasoning.isspace(),
     )
 
 
@@ -511,14 +553,22 @@ def _folded(kinds: Iterable[TurnKind]) -> tuple[TurnKind, ...]:
 def _equivalents(
     messages: Sequence[ChatMessage], *, moves_system: bool
 ) -> Iterator[Sequence[ChatMessage]]:
-    """Yield conversations that mean the same, for templates that do not take this one."""
-    apart = _with_text_elsewhere(messages)
-    if moves_system:
-        yield from _with_system_elsewhere(messages)
-    if apart != messages:
-        yield apart
-        if moves_system:
-            yield from _with_system_elsewhere(apart)
+    """Yield conversations that mean the same, for templates that do not take this one.
+
+    The last ones have no reasoning, which most templates leave out.
+    """
+    silent = [replace(each, reasoning="") for each in messages]
+    tried: list[Sequence[ChatMessage]] = [messages]
+    for each in (
+        messages,
+        _with_one_answer(messages),
+        silent,
+        _with_one_answer(silent),
+    ):
+        for other in (each, *(_with_system_elsewhere(each) if moves_system else ())):
+            if other not in tried:
+                tried.append(other)
+                yield other
 
 
 def _with_system_elsewhere(messages: Sequence[ChatMessage]) -> Iterator[list[ChatMessage]]:
@@ -545,11 +595,11 @@ def _late_system(messages: Sequence[ChatMessage]) -> int | None:
     return next((index for place, index in enumerate(systems) if place != index), None)
 
 
-def _with_text_elsewhere(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """Return the conversation with texts beside calls in the answer that follows the results.
+def _with_one_answer(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Return the conversation with one answer between two questions, for alternating templates.
 
-    It is the form for templates that take one text between two questions, and none beside calls.
-    Where no answer follows yet, the texts are a turn before the calls.
+    Texts beside calls are in the answer that follows the results. Where no answer follows yet, they
+    are a turn before the calls. A question right after results follows an empty answer.
     """
     turns: list[ChatMessage] = []
     begun: list[str] = []  # texts beside calls since the last question
@@ -570,6 +620,8 @@ def _with_text_elsewhere(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
             message = replace(message, content=text)
             begun.clear()
         elif message.role not in (ANSWER.role, RESULT.role):
+            if turns and turns[-1].role == RESULT.role and not begun:
+                turns.append(ChatMessage(ANSWER.role, ""))
             end_round()
         turns.append(message)
     end_round()
@@ -634,12 +686,13 @@ class _ChatTemplate:
                 part_roles=part_roles,
                 null_content=null_content,
                 text_arguments=text_arguments,
-                short_ids=short_ids,
+                ids=ids,
             )
             for part_roles in (
                 [parts, form.part_roles] if form.part_roles else [frozenset(), parts]
             )
-            for null_content, text_arguments, short_ids in product((False, True), repeat=3)
+            for ids in CallIds
+            for null_content, text_arguments in product((False, True), repeat=2)
         ]
         form = self._first_of((USER, CALLED, RESULT), calls, _PROBE_IDS)
         form = self._first_of(
@@ -867,7 +920,8 @@ def _probe(
             calls = calls or [ToolCall(id_layout.format(1000, 1000), _PROBE, "{}")]
             result_of = calls[min(answered, len(calls) - 1)]
             answered += 1
-        turns.append(ChatMessage(kind.role, content, made, result_of))
+        reasoning = f"{_PROBE}Thought" * kind.has_reasoning  # templates may leave it out
+        turns.append(ChatMessage(kind.role, content, made, result_of, reasoning))
     return turns, words
 
 

@@ -30,6 +30,7 @@ from tokenizers import Tokenizer as Backend
 from inference.errors import ChatTemplateFailed
 from inference.text.tokenizer import ChatMessage, Tokenizer
 from inference.text.tools import Tool, ToolCall
+from tests.inference import family_templates as templates
 
 CONVERSATION_COUNT = 50
 TEXT = [
@@ -39,42 +40,101 @@ TEXT = [
 ]
 
 
-def byte_level(*, nfc: bool = False, split: bool = False) -> Backend:
-    """Return a byte-level BPE, untrained. split: words by an expression, as Llama 3 and Qwen."""
-    backend = Backend(models.BPE(ignore_merges=split))
+GPT2_WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+LLAMA3_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+(?!\S)|\s+"
+CL100K_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+O200K_WORDS = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+"
+    r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def byte_level(words: str = "", *, nfc: bool = False, prefix: bool = False) -> Backend:
+    """Return a byte-level BPE, untrained. words: expression that splits text, as in tiktoken.
+
+    prefix: texts begin with a blank.
+    """
+    backend = Backend(models.BPE(ignore_merges=bool(words)))
     if nfc:
         backend.normalizer = normalizers.NFC()
-    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not split)
-    words = Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+(?!\S)|\s+")
-    backend.pre_tokenizer = (
-        pre_tokenizers.Sequence([pre_tokenizers.Split(words, "isolated"), last]) if split else last
-    )
+    last = pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=not words)
+    split = [pre_tokenizers.Split(Regex(words), "isolated")] * bool(words)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*split, last]) if split else last
     backend.decoder = decoders.ByteLevel()
     return backend
 
 
-def blanks(*, prefix: bool, first: bool = False) -> Backend:
-    """Return a sentencepiece-like BPE, untrained. prefix: texts get one blank; first: only once."""
+def split_digits() -> Backend:
+    """Return a byte-level BPE in the manner of DeepSeek: digits, then ideographs, then words."""
+    backend = byte_level()
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(r"\p{N}{1,3}"), "isolated"),
+            pre_tokenizers.Split(Regex(r"[\x{4e00}-\x{9fa5}\x{3040}-\x{30ff}]+"), "isolated"),
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
+    )
+    return backend
+
+
+def blanks(*, prefix: bool, scheme: str = "", split: bool = False) -> Backend:
+    """Return a sentencepiece-like BPE, untrained.
+
+    prefix: the normalizer adds a blank. scheme: the pre-tokenizer adds one instead.
+    """
     backend = Backend(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
-    if first:
-        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    if scheme:
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=split)
     else:
         steps = [normalizers.Prepend("▁")] if prefix else []
         backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
-    strip = [decoders.Strip(" ", 1, 0)] if prefix or first else []
+    strip = [decoders.Strip(" ", 1, 0)] if prefix or scheme in ("first", "always") else []
     backend.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
     )
     return backend
 
 
+def unigram() -> Backend:
+    """Return a sentencepiece-like Unigram with bytes, untrained, in the manner of T5 and Gemma."""
+    backend = Backend(models.Unigram())
+    backend.normalizer = normalizers.Replace(Regex(" {2,}"), " ")
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    backend.decoder = decoders.Metaspace(prepend_scheme="always")
+    return backend
+
+
+def wordpiece() -> Backend:
+    backend = Backend(models.WordPiece(unk_token="<unk>"))
+    backend.normalizer = normalizers.BertNormalizer(lowercase=False)
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece(cleanup=False)
+    return backend
+
+
 TOKENIZERS: dict[str, Callable[[], Backend]] = {
     "gpt2": byte_level,
-    "llama3": lambda: byte_level(split=True),
-    "qwen": lambda: byte_level(split=True, nfc=True),
+    "gpt2-prefix": lambda: byte_level(prefix=True),
+    "llama3": lambda: byte_level(LLAMA3_WORDS),
+    "qwen": lambda: byte_level(LLAMA3_WORDS, nfc=True),
+    "cl100k": lambda: byte_level(CL100K_WORDS),
+    "o200k": lambda: byte_level(O200K_WORDS),
+    "gpt2-words": lambda: byte_level(GPT2_WORDS),
+    "deepseek": split_digits,
     "llama2": lambda: blanks(prefix=True),
     "gemma": lambda: blanks(prefix=False),
-    "mistral": lambda: blanks(prefix=False, first=True),
+    "mistral": lambda: blanks(prefix=False, scheme="first"),
+    "metaspace-always": lambda: blanks(prefix=False, scheme="always"),
+    "metaspace-never": lambda: blanks(prefix=False, scheme="never"),
+    "metaspace-words": lambda: blanks(prefix=False, scheme="first", split=True),
+    "unigram": unigram,
+    "wordpiece": wordpiece,
 }
 
 
@@ -83,11 +143,22 @@ def trained(kind: str) -> str:
     """Return a small tokenizer of this kind as JSON."""
     backend = TOKENIZERS[kind]()
     is_byte_level = isinstance(backend.decoder, decoders.ByteLevel)
-    fallback = [] if is_byte_level else ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    alphabet = pre_tokenizers.ByteLevel.alphabet() if is_byte_level else ["▁"]
-    trainer = trainers.BpeTrainer(
-        vocab_size=900, special_tokens=fallback, initial_alphabet=sorted(alphabet)
-    )
+    byte_tokens = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet() if is_byte_level else ["▁"])
+    trainer: Any
+    match backend.model:
+        case models.Unigram():
+            trainer = trainers.UnigramTrainer(
+                vocab_size=400, special_tokens=["<unk>"], unk_token="<unk>"
+            )
+        case models.WordPiece():
+            trainer = trainers.WordPieceTrainer(vocab_size=400, special_tokens=["<unk>"])
+        case _:
+            trainer = trainers.BpeTrainer(
+                vocab_size=900,
+                special_tokens=[] if is_byte_level else byte_tokens,
+                initial_alphabet=alphabet,
+            )
     backend.train_from_iterator(TEXT * 2, trainer=trainer)
     raw = json.loads(backend.to_str())
     raw["added_tokens"] = [token for token in raw["added_tokens"] if token["content"] == "<unk>"]
@@ -100,6 +171,7 @@ class Family:
 
     plain, rstrip: whether markers are flagged special, and swallow blanks behind them. calls: the
     form of calls and results that its template has, as transformers gets it; empty without tools.
+    thoughts: name by which the template reads thinking. switch: its variable of thinking.
     """
 
     tokenizer: str
@@ -111,6 +183,8 @@ class Family:
     rstrip: bool = False
     calls: str = ""
     parts: bool = False
+    thoughts: str = ""
+    switch: str = ""
 
 
 def turns(
@@ -495,6 +569,119 @@ FAMILIES: dict[str, Family] = {
         "<extra>",
     ),
     "baichuan2": Family("llama2", turns("X", "<u>X", "<a>X</s>", "<a>"), "<u> <a>"),
+    "gpt-oss": Family(
+        "o200k",
+        templates.GPT_OSS,
+        "<|start|> <|message|> <|channel|> <|end|> <|call|> <|return|>",
+        eos="<|return|>",
+        calls="single",
+        thoughts="thinking",
+        switch="reasoning_effort",
+    ),
+    "llama4": Family(
+        "o200k",
+        templates.LLAMA4,
+        "<|header_start|> <|header_end|> <|eot|> <|python_start|> <|python_end|>",
+        bos="<|begin_of_text|>",
+        calls="objects",
+    ),
+    "kimi-k2": Family(
+        "cl100k",
+        templates.KIMI_K2,
+        "<|im_system|> <|im_user|> <|im_assistant|> <|im_middle|> <|im_end|>"
+        " <|tool_calls_section_begin|> <|tool_calls_section_end|> <|tool_call_begin|>"
+        " <|tool_call_argument_begin|> <|tool_call_end|>",
+        calls="named",
+    ),
+    "minimax-m1": Family(
+        "gpt2",
+        templates.MINIMAX_M1,
+        "<begin_of_document> <beginning_of_sentence> <end_of_sentence>",
+        parts=True,
+    ),
+    "minimax-m2": Family(
+        "cl100k",
+        templates.MINIMAX_M2,
+        "]~!b[ ]~b] [e~[ <minimax:tool_call> </minimax:tool_call> <think> </think>",
+        eos="[e~[",
+        calls="objects",
+        thoughts="reasoning_content",
+    ),
+    "glm4.5": Family(
+        "cl100k",
+        templates.GLM45,
+        "[gMASK] <sop> <|system|> <|user|> <|assistant|> <|observation|> <think> </think>",
+        plain=True,
+        calls="objects",
+        thoughts="reasoning_content",
+        switch="enable_thinking",
+    ),
+    "deepseek-v3.1": Family(
+        "deepseek",
+        templates.DEEPSEEK_V31,
+        "<U> <A> <calls> </calls> <think> </think>",
+        calls="text",
+        switch="thinking",
+    ),
+    "hunyuan": Family(
+        "cl100k",
+        templates.HUNYUAN,
+        "<|extra_0|> <|extra_4|>",
+        bos="<|startoftext|>",
+        switch="enable_thinking",
+    ),
+    "ernie4.5": Family(
+        "llama2",
+        turns("X\n", "User: X\n", "Assistant: X</s>", "Assistant: ", start="bos_token"),
+        "<|x|>",
+    ),
+    "seed-oss": Family(
+        "deepseek",
+        templates.SEED_OSS,
+        "<seed:think> </seed:think> <seed:tool_call> </seed:tool_call>",
+        bos="<seed_bos>",
+        eos="<seed_eos>",
+        calls="objects",
+        thoughts="reasoning_content",
+    ),
+    "granite3.3": Family("gpt2", templates.GRANITE33, "<|role|> <|of|> <|eot|>"),
+    "granite4": Family(
+        "cl100k",
+        HERMES_CALLS.replace("<|im_start|>", "<|role|>").replace("<|im_end|>", "<|eot|>"),
+        "<|role|> <|eot|>",
+        calls="objects",
+    ),
+    "nemotron-nano": Family(
+        "mistral",
+        templates.NEMOTRON_NANO,
+        "<SPECIAL_10> <SPECIAL_11> <SPECIAL_12>",
+        calls="objects",
+    ),
+    "command-a": Family(
+        "llama3",
+        templates.COMMAND_A,
+        "<|START|> <|END|> <|SYSTEM|> <|USER|> <|BOT|> <|ACTION|> <|/ACTION|>",
+        calls="objects",
+    ),
+    "gemma3": Family("gemma", templates.GEMMA3, "<start_of_turn> <end_of_turn>"),
+    "smollm3": Family("llama3", templates.SMOLLM3, IM, calls="objects", switch="enable_thinking"),
+    "apertus": Family(
+        "llama3",
+        templates.APERTUS,
+        "<|system_start|> <|system_end|> <|developer_start|> <|developer_end|> <|user_start|>"
+        " <|user_end|> <|assistant_start|> <|assistant_end|> <|tools_prefix|> <|tools_suffix|>",
+        calls="text",
+        switch="enable_thinking",
+    ),
+    "mistral-small3": Family(
+        "llama3",
+        templates.MISTRAL_V11,
+        "[SYSTEM_PROMPT] [/SYSTEM_PROMPT] [INST] [/INST] [TOOL_CALLS] [CALL_ID] [ARGS]",
+        calls="nine",
+    ),
+    "qwen3-coder": Family("qwen", templates.QWEN3_CODER, IM, calls="objects"),
+    "t5-like": Family("unigram", chatml(), IM),
+    "bert-like": Family("wordpiece", chatml(), IM),
 }
 TEXTS = [
     "Hi",
@@ -510,6 +697,12 @@ TEXTS = [
     "def f(x):\n    return x",
     "Ünïcödé — naïve",
 ]
+THINKING: dict[str, tuple[bool | str | None, ...]] = {
+    "": (None,),
+    "enable_thinking": (None, True, False),
+    "thinking": (None, True, False),
+    "reasoning_effort": (None, "low", "high"),
+}
 TOOL = Tool(
     "find", "Finds <hotels>", '{"type": "object", "properties": {"near": {"type": "string"}}}'
 )
@@ -546,13 +739,21 @@ def conversation(rng: random.Random, family: Family) -> list[ChatMessage]:
         talk.append(ChatMessage("user", rng.choice(TEXTS)))
         if family.calls and rng.random() < 0.5:
             count = 1 if family.calls == "single" else rng.randint(1, 2)
+            made = sum(len(message.tool_calls) for message in talk)
             calls = tuple(
-                ToolCall(f"a1B2c3D{rng.randrange(10, 99)}", "find", json.dumps({"near": "Ulm"}))
-                for _ in range(count)
+                ToolCall(
+                    f"functions.find:{made + index}"
+                    if family.calls == "named"
+                    else f"a1B2c3D{rng.randrange(10, 99)}",
+                    "find",
+                    json.dumps({"near": "Ulm"}),
+                )
+                for index in range(count)
             )
             talk.append(ChatMessage("assistant", "", calls))
             talk += [ChatMessage("tool", rng.choice(TEXTS), (), call) for call in calls]
-        talk.append(ChatMessage("assistant", rng.choice(TEXTS)))
+        thought = rng.choice(TEXTS) * bool(family.thoughts)
+        talk.append(ChatMessage("assistant", rng.choice(TEXTS), reasoning=thought))
     return talk if rng.random() < 0.1 else talk[:-1]
 
 
@@ -574,6 +775,8 @@ def as_transformers_takes_it(message: ChatMessage, family: Family) -> dict[str, 
         ]
     if message.call is not None:
         turn |= {"tool_call_id": message.call.id, "name": message.call.name}
+    if message.reasoning:
+        turn[family.thoughts] = message.reasoning
     return turn
 
 
@@ -598,9 +801,10 @@ def test_prompts_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
         talk = conversation(rng, family)
         tools = [TOOL] * (tokenizer.shows_tools() and rng.random() < 0.5)
         options: dict[str, Any] = {"add_generation_prompt": rng.random() < 0.9}
+        thinking = rng.choice(THINKING[family.switch])
         shown = talk
         has_system = talk[0].role == "system" and not talk[0].content.isspace()
-        if family.calls == "nine" and has_system and talk[-1].role != "user":
+        if "loop.last and system" in family.template and has_system and talk[-1].role != "user":
             # The template shows it with a last question only.
             first = replace(talk[1], content=f"{talk[0].content}\n\n{talk[1].content}")
             shown = [first, *talk[2:]]
@@ -608,6 +812,8 @@ def test_prompts_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
             "conversation": [as_transformers_takes_it(message, family) for message in shown],
             "tools": [{"type": "function", "function": function}] if tools else None,
         }
+        if thinking is not None:
+            asked[family.switch], options["thinking"] = thinking, thinking
         try:
             expected = reference.apply_chat_template(**asked, tokenize=False)
         except TemplateError:
@@ -622,5 +828,68 @@ def test_prompts_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     assert equal_count >= CONVERSATION_COUNT // 3
 
 
+# What a server can write, and a client sends back.
+ONE, OTHER = (
+    ToolCall(f"call_{name * 20}", "find", json.dumps({"near": f"Near{name}"})) for name in "AB"
+)
+ANSWERS = {
+    "text": ChatMessage("assistant", "Said0"),
+    "nothing": ChatMessage("assistant", ""),
+    "thinking and text": ChatMessage("assistant", "Said0", reasoning="Thought0"),
+    "thinking only": ChatMessage("assistant", "", reasoning="Thought0"),
+    "a call": ChatMessage("assistant", "", (ONE,)),
+    "two calls": ChatMessage("assistant", "", (ONE, OTHER)),
+    "text and a call": ChatMessage("assistant", "Said0", (ONE,)),
+    "text and two calls": ChatMessage("assistant", "Said0\n", (ONE, OTHER)),
+    "thinking and a call": ChatMessage("assistant", "", (ONE,), reasoning="Thought0"),
+    "thinking, text and two calls": ChatMessage(
+        "assistant", "Said0", (ONE, OTHER), reasoning="Thought0"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_template_reads_what_the_server_writes_with_it(name: str, tmp_path: Path) -> None:
+    """Answers, results and questions reach the next prompt: each word once, thinking at most."""
+    family = FAMILIES[name]
+    write(tmp_path, family)
+    tokenizer = Tokenizer(tmp_path)
+    system = [ChatMessage("system", "System0")] if shows_system(tokenizer) else []
+
+    for answer in ANSWERS.values():
+        tools = [TOOL] if answer.tool_calls and tokenizer.shows_tools() else []
+        if answer.tool_calls and not family.calls:
+            continue  # no such answer is written, or the client forced it
+        results = [
+            ChatMessage("tool", f"Result{index}", (), call)
+            for index, call in enumerate(answer.tool_calls)
+        ]
+        asked, done = ChatMessage("user", "Asked9"), ChatMessage("assistant", "Said9")
+        begun = [*system, ChatMessage("user", "Asked0"), answer, *results]
+        talks = [[*begun, asked], [*begun, asked, done, asked]]
+        if results:
+            talks += [begun, [*begun, done, asked], [*begun, done, asked, answer, *results]]
+            talks += [[*begun, *begun[-1 - len(results) :], done, asked]]
+        for talk in talks:
+            check_words(tokenizer.render_chat(talk, tools), talk)
+
+
+def shows_system(tokenizer: Tokenizer) -> bool:
+    try:
+        tokenizer.render_chat([ChatMessage("system", "S"), ChatMessage("user", "U")])
+    except ChatTemplateFailed:
+        return False
+    return True
+
+
+def check_words(rendered: str, talk: list[ChatMessage]) -> None:
+    """Check that the prompt has each word as often as the conversation."""
+    words = [word for each in talk for word in each.content.split()]
+    words += [json.loads(call.arguments)["near"] for each in talk for call in each.tool_calls]
+    for word in words:
+        assert rendered.count(word) == words.count(word), (word, rendered)
+    assert rendered.count("Thought0") <= sum(bool(each.reasoning) for each in talk), rendered
+
+
 def test_there_are_enough_families() -> None:
-    assert len(FAMILIES) >= 40
+    assert len(FAMILIES) >= 70

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inference.errors import ChatTemplateFailed, CheckpointInvalid
-from inference.text.chat_template import Form, utc_text
+from inference.text.chat_template import CallIds, Form, utc_text
 from inference.text.tokenizer import ChatMessage, Tokenizer
 from inference.text.tools import Tool, ToolCall
 from tests.inference.checkpoints import write_tokenizer
@@ -287,6 +287,7 @@ def result(of: ToolCall, text: str) -> ChatMessage:
     return ChatMessage("tool", text, (), of)
 
 
+SHORT = Form(ids=CallIds.SHORT)
 CLIENT_IDS = [
     "call_abc123DEF456ghi789",
     "call_1",
@@ -331,6 +332,50 @@ def test_templates_that_accept_any_id_get_the_clients(load: Load) -> None:
         assert f"[R {client_id} r]" in rendered
 
 
+def test_templates_that_show_names_by_ids_only_get_ids_with_names(load: Load) -> None:
+    """Like Kimi K2, whatever the ids of the client are, also if they are used again."""
+    tokenizer = load(calls_template().replace(" {{ call.function.name }}", ""))
+    for ids in (["call_1", "toolu_2", "x" * 40], ["call_0", "call_1", "call_0"]):
+        a, b, c = (call(each, name) for each, name in zip(ids, "fgh", strict=True))
+        talk = [*say("user: Q"), called(a, b), result(b, "rb"), result(a, "ra"), called(c)]
+
+        rendered = tokenizer.render_chat([*talk, result(c, "rc")])
+
+        assert rendered.replace(' {"a": 1}', "") == (
+            "[user Q][C functions.f:0][C functions.g:1][R functions.g:1 rb][R functions.f:0 ra]"
+            "[C functions.h:2][R functions.h:2 rc]"
+        )
+        assert rendered.startswith(tokenizer.render_chat(talk[:-1]))
+
+
+THOUGHT_AND_TEXT = (
+    "{% for m in messages %}{% if m.tool_calls and m.content and m.thinking %}"
+    "{{ raise_exception('both') }}{% endif %}{% endfor %}"
+)
+
+
+def test_thinking_text_and_a_call_are_shown_where_a_template_takes_two_of_them(load: Load) -> None:
+    """Like GPT-OSS: the text becomes a turn, or part of the answer."""
+    tokenizer = load(
+        THOUGHT_AND_TEXT + calls_template(text="{{ m.content }}{{ m.thinking and '(thought)' }}")
+    )
+    made = call("a")
+    answer = ChatMessage("assistant", "Look:", (made,), reasoning="Hm")
+
+    rendered = tokenizer.render_chat([*say("user: Q"), answer, result(made, "r")])
+
+    assert rendered == '[user Q][assistant Look:](thought)[C a f {"a": 1}][R a r]'
+
+
+def test_thinking_is_left_out_where_a_template_refuses_it(load: Load) -> None:
+    tokenizer = load(
+        each("{% if m.reasoning %}{{ raise_exception('no thoughts') }}{% endif %}{{ m.content }}")
+    )
+    talk = [*say("user: Q"), ChatMessage("assistant", "A", reasoning="Hm"), *say("user: Q2")]
+
+    assert tokenizer.render_chat(talk) == "user=Q;assistant=A;user=Q2;"
+
+
 @pytest.mark.parametrize("cut", ["[:9]", "[-9:]", "[5:14]"])
 def test_ids_are_not_cut_so_that_they_collide(cut: str, load: Load) -> None:
     shown = calls_template().replace(".id }}", f".id{cut} }}}}")
@@ -346,23 +391,23 @@ def test_ids_are_not_cut_so_that_they_collide(cut: str, load: Load) -> None:
 @given(st.lists(st.text(min_size=1, max_size=20) | st.sampled_from(CLIENT_IDS), max_size=20))
 def test_short_ids_differ_and_depend_on_earlier_ones_only(ids: list[str]) -> None:
     messages = [called(call(each)) for each in ids]
-    short = [turn.tool_calls[0].id for turn in Form(short_ids=True).arranged(messages)]
+    short = [turn.tool_calls[0].id for turn in SHORT.arranged(messages)]
 
     assert len(set(short)) == len(set(ids))
     assert len(set(zip(ids, short, strict=True))) == len(set(ids))
     for end in range(len(ids)):
-        begun = Form(short_ids=True).arranged(messages[:end])
+        begun = SHORT.arranged(messages[:end])
         assert [turn.tool_calls[0].id for turn in begun] == short[:end]
     # An id that is short already stays, unless an earlier one has become the same.
-    again = Form(short_ids=True).arranged([called(call(each)) for each in dict.fromkeys(short)])
+    again = SHORT.arranged([called(call(each)) for each in dict.fromkeys(short)])
     assert [turn.tool_calls[0].id for turn in again] == list(dict.fromkeys(short))
 
 
 def test_a_short_id_that_an_earlier_one_became_is_changed() -> None:
-    [turn] = Form(short_ids=True).arranged([called(call("call_1"))])
+    [turn] = SHORT.arranged([called(call("call_1"))])
     taken = turn.tool_calls[0].id
 
-    one, other = Form(short_ids=True).arranged([called(call("call_1")), called(call(taken))])
+    one, other = SHORT.arranged([called(call("call_1")), called(call(taken))])
 
     assert one.tool_calls[0].id == taken != other.tool_calls[0].id
 
@@ -442,6 +487,9 @@ def test_text_beside_calls_goes_to_the_answer_where_turns_alternate(load: Load) 
 
     assert rendered() == f"[user Q][assistant Let me see.]{shown}"
     assert rendered(*say("user: Q2")) == f"[user Q][assistant Let me see.]{shown}[user Q2]"
+    assert tokenizer.render_chat([begun[0], called(one), begun[2], *say("user: Q2")]) == (
+        f"[user Q]{shown}[assistant ][user Q2]"
+    )
     assert rendered(*say("assistant: A", "user: Q2")) == (
         f"[user Q]{shown}[assistant Let me see.\n\nA][user Q2]"
     )
@@ -509,7 +557,8 @@ def test_turns_with_calls_have_null_content_where_the_template_tests_it(load: Lo
 
 
 @pytest.mark.parametrize(
-    "lost", ["{{ call.function.name }}", "ARGUMENTS", "{{ m.content }}]\n{%- elif"]
+    "lost",
+    ["{{ call.id }} {{ call.function.name }}", "ARGUMENTS", "{{ m.content }}]\n{%- elif"],
 )
 def test_calls_and_results_that_a_template_leaves_out_are_refused(lost: str, load: Load) -> None:
     remaining = "]\n{%- elif" if lost.endswith("elif") else ""
