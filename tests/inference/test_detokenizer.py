@@ -27,6 +27,9 @@ PIECES = (
     "\N{REPLACEMENT CHARACTER}",
     "e",
     "\N{COMBINING ACUTE ACCENT}",
+    "##b",
+    "n't",
+    ".",
 )
 
 
@@ -81,6 +84,7 @@ CASES = [
         decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]),
     ),
     sentencepiece_like("metaspace", decoders.Metaspace()),
+    sentencepiece_like("word pieces", decoders.WordPiece()),
 ]
 
 
@@ -299,9 +303,9 @@ def test_special_tokens_add_no_text() -> None:
 
 def test_a_decoder_that_cannot_be_streamed_is_refused_by_name() -> None:
     backend = Tokenizer(models.BPE({"a": 0}, []))
-    backend.decoder = decoders.WordPiece()
+    backend.decoder = decoders.CTC()
 
-    with pytest.raises(CheckpointInvalid, match="WordPiece"):
+    with pytest.raises(CheckpointInvalid, match="CTC"):
         TextDecoder(backend, frozenset(), "tokenizer.json")
 
 
@@ -318,6 +322,7 @@ STEPS = (
     decoders.Metaspace(prepend_scheme="never"),
     decoders.Replace("a", "bb"),
     decoders.WordPiece(),
+    decoders.WordPiece(cleanup=False),
     decoders.BPEDecoder(),
     decoders.CTC(),
     decoders.ByteLevel(),

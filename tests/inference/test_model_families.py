@@ -828,6 +828,87 @@ def test_prompts_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     assert equal_count >= CONVERSATION_COUNT // 3
 
 
+# Tokens that a tokenizer adds to its model's vocabulary, and what surrounds a text.
+ADDED: dict[str, Callable[[], list[AddedToken]]] = {
+    "plain": lambda: [AddedToken("<x>", normalized=False), AddedToken("naïve", normalized=False)],
+    "normalized": lambda: [AddedToken("<x>", normalized=True), AddedToken("25 %")],
+    "lstrip": lambda: [AddedToken("<x>", lstrip=True, normalized=False)],
+    "rstrip": lambda: [AddedToken("<x>", rstrip=True, normalized=False)],
+    "both strips": lambda: [AddedToken("<x>", lstrip=True, rstrip=True, normalized=False)],
+    "whole words": lambda: [AddedToken("or", single_word=True, normalized=False)],
+    "special": lambda: [AddedToken("<x>", special=True, normalized=False)],
+    "special, strips": lambda: [AddedToken("<x>", special=True, lstrip=True, rstrip=True)],
+}
+AROUND: dict[str, str] = {"begin": "<s> $A", "both": "<s> $A </s>", "end": "$A </s>", "none": "$A"}
+STREAMED = [
+    *TEXTS,
+    *TEXT,
+    "a <x> b<x>c  <x>\n<x>",
+    " <x> or for <x> or.",
+    "  two  blanks ",
+    "don't DON'T I'll 12345 1,234.5",
+    "1. Ein Satz. 2. Noch einer!",
+    "<0x41> ▁ ▁▁",
+    "",
+]
+
+
+def write_kind(directory: Path, kind: str, added: str, around: str, *, hole: int) -> None:
+    """Write a tokenizer of this kind. hole: ids that are missing before the last added token."""
+    backend = Backend.from_str(trained(kind))
+    backend.add_special_tokens(["<s>", "</s>"])
+    backend.add_tokens(ADDED[added]())
+    backend.post_processor = processors.TemplateProcessing(
+        single=AROUND[around],
+        pair=f"{AROUND[around]} $B",
+        special_tokens=[(each, backend.token_to_id(each)) for each in ("<s>", "</s>")],
+    )
+    raw = json.loads(backend.to_str())
+    raw["added_tokens"][-1]["id"] += hole
+    (directory / "tokenizer.json").write_text(json.dumps(raw))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "</s>",
+        "clean_up_tokenization_spaces": False,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("added", ADDED)
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_tokenizers_encode_decode_and_stream_as_transformers_does(
+    kind: str, added: str, tmp_path: Path
+) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    rng = random.Random(f"{kind} {added}")
+    hole = 0 if added == "plain" else 7
+    write_kind(tmp_path, kind, added, rng.choice(list(AROUND)), hole=hole)
+    reference: Any = PreTrainedTokenizerFast.from_pretrained(str(tmp_path))
+    tokenizer = Tokenizer(tmp_path)
+    largest = max(tokenizer.backend.get_vocab().values())
+    tokenizer.check_fits(largest + 1)
+    tokenizer.check_fits(largest + 65)  # the embeddings of a model may have more rows
+
+    def text_of(ids: list[int]) -> str:
+        text = reference.decode(ids, skip_special_tokens=True)
+        assert isinstance(text, str)
+        return text
+
+    for text in STREAMED:
+        ids = list(reference(text)["input_ids"])
+        assert list(tokenizer.encode(text)) == ids
+        assert tokenizer.decode(ids) == text_of(ids)
+        plain = list(reference(text, add_special_tokens=False)["input_ids"])
+        assert list(tokenizer.encode(text, add_special_tokens=False)) == plain
+        cut = rng.randint(0, len(ids))
+        while cut and "\ufffd" in text_of(ids[:cut]):
+            cut -= 1  # a character that a prompt begins is not completed
+        opened = tokenizer.decoder.open((), ids[:cut])
+        pieces = [opened.push(id_).text for id_ in ids[cut:]]
+        assert text_of(ids[:cut]) + "".join([*pieces, opened.finish().text]) == text_of(ids)
+
+
 # What a server can write, and a client sends back.
 ONE, OTHER = (
     ToolCall(f"call_{name * 20}", "find", json.dumps({"near": f"Near{name}"})) for name in "AB"
