@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 UTF_8 = codecs.getincrementaldecoder("utf-8")
 # Each changes tokens one by one, or by whether they are the first.
-_TEXT_DECODERS = frozenset("Replace ByteFallback Fuse Strip Metaspace WordPiece".split())
+_TEXT_DECODERS = frozenset({"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace", "WordPiece"})
 CACHED_TOKENS_MAX = 16_384  # texts of single tokens
 # A control token has no text, but a stop sequence may name it. While text is searched, a lone
 # surrogate stands for it, which no text contains.
