@@ -536,18 +536,26 @@ class ChatTemplateKwargs(Struct, forbid_unknown_fields=True):
     thinking: bool | None = None
 
 
-def fill_thinking(start: pb.StartFrame, requested: ChatTemplateKwargs | None) -> None:
-    """Set the thinking switch of a start frame. Raises: InvalidRequest if both names are sent."""
-    if requested is None or (requested.enable_thinking is None and requested.thinking is None):
-        return
-    if requested.enable_thinking is not None and requested.thinking is not None:
-        raise invalid_parameter(
-            "chat_template_kwargs",
-            "must have enable_thinking or thinking, not both: they are the same switch",
-        )
-    start.conversation.thinking = bool(
-        requested.thinking if requested.enable_thinking is None else requested.enable_thinking
-    )
+def fill_thinking(
+    start: pb.StartFrame, requested: ChatTemplateKwargs | None, at_top: bool | None
+) -> dict[str, str]:
+    """Set the thinking switch of a start frame, and return the name that it was sent by.
+
+    at_top: `enable_thinking` beside the other parameters. Raises: InvalidRequest if several names
+    are sent.
+    """
+    sent = {"enable_thinking": at_top}
+    if requested is not None:
+        sent["chat_template_kwargs.enable_thinking"] = requested.enable_thinking
+        sent["chat_template_kwargs.thinking"] = requested.thinking
+    named = [(name, value) for name, value in sent.items() if value is not None]
+    if len(named) > 1:
+        names = " and ".join(name for name, _ in named)
+        raise invalid_parameter(named[-1][0], f"must be sent once: {names} are the same switch")
+    for name, value in named:
+        start.conversation.thinking = value
+        return {"conversation.thinking": name}
+    return {}
 
 
 class SharedParameters(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -875,6 +883,7 @@ class ChatParameters(DecodingParameters, forbid_unknown_fields=True, kw_only=Tru
     tool_choice: Choice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: ChatTemplateKwargs | None = None  # extension, as in vLLM
+    enable_thinking: bool | None = None  # extension, as in the API of Qwen
     thinking_token_budget: Int64 | None = None  # extension, as in vLLM
     reasoning_effort: str | None = None
     continue_final_message: bool | None = None  # extensions, as in vLLM and SGLang
@@ -905,7 +914,7 @@ def parse_chat(requested: ChatParameters) -> ParsedRequest:
     start = pb.StartFrame(conversation=conversation(requested.messages))
     fill_continuation(start, requested)
     fill_shared(start, requested)
-    fill_thinking(start, requested.chat_template_kwargs)
+    switch = fill_thinking(start, requested.chat_template_kwargs, requested.enable_thinking)
     start.conversation.reasoning_effort = requested.reasoning_effort or ""
     if requested.thinking_token_budget is not None:
         start.max_reasoning_tokens = requested.thinking_token_budget
@@ -936,7 +945,7 @@ def parse_chat(requested: ChatParameters) -> ParsedRequest:
         streams=bool(requested.stream),
         includes_usage=includes_usage,
         repeats_usage=includes_usage and options.continuous_usage_stats is True,
-        names=CHAT_NAMES_BY_LIMIT[limit_name],
+        names=CHAT_NAMES_BY_LIMIT[limit_name] | switch,
         choice_count=1 if requested.n is None else requested.n,
         echoes=bool(requested.echo),
         **shown_tokens(requested),
@@ -1318,6 +1327,7 @@ class ResponseParameters(SharedParameters, forbid_unknown_fields=True, kw_only=T
     tool_choice: Choice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: ChatTemplateKwargs | None = None  # extension, as in vLLM
+    enable_thinking: bool | None = None  # extension, as in the API of Qwen
     thinking_token_budget: Int64 | None = None  # extension, as in vLLM
     access_programs: Unsupported = None
     background: Unsupported = None
@@ -1345,7 +1355,7 @@ def parse_response(requested: ResponseParameters) -> ParsedRequest:
     conversation, names = conversation_of(items, requested.instructions)
     start = pb.StartFrame(conversation=conversation)
     fill_shared(start, requested)
-    fill_thinking(start, requested.chat_template_kwargs)
+    names |= fill_thinking(start, requested.chat_template_kwargs, requested.enable_thinking)
     if requested.reasoning is not None:
         start.conversation.reasoning_effort = requested.reasoning.effort or ""
     if requested.thinking_token_budget is not None:

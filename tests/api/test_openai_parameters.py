@@ -134,6 +134,7 @@ FLAGS = frozenset(
         "parallel_tool_calls",
         "ignore_eos",
         "echo",
+        "enable_thinking",
         "continue_final_message",
         "add_generation_prompt",
         "return_token_ids",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import regex
@@ -121,6 +121,19 @@ def test_thinking_is_set_by_either_name_that_templates_have_for_it(
     (start,) = parse_chat(decode(json.dumps(body).encode(), ChatParameters)).starts
 
     assert thinking_of(start) is expected
+
+
+def test_thinking_is_also_a_parameter_of_its_own_and_sent_once() -> None:
+    body: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+    body["enable_thinking"] = False
+
+    (start,) = parse_chat(decode(json.dumps(body).encode(), ChatParameters)).starts
+
+    assert thinking_of(start) is False
+    body["chat_template_kwargs"] = {"enable_thinking": False}
+    with pytest.raises(InvalidRequest, match="must be sent once") as refused:
+        parse_chat(decode(json.dumps(body).encode(), ChatParameters))
+    assert refused.value.violations[0].field == "chat_template_kwargs.enable_thinking"
 
 
 @pytest.mark.parametrize(
