@@ -680,8 +680,6 @@ FAMILIES: dict[str, Family] = {
         calls="nine",
     ),
     "qwen3-coder": Family("qwen", templates.QWEN3_CODER, IM, calls="objects"),
-    "t5-like": Family("unigram", chatml(), IM),
-    "bert-like": Family("wordpiece", chatml(), IM),
 }
 TEXTS = [
     "Hi",
