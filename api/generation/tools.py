@@ -247,7 +247,7 @@ def _single(use: ToolUse, tokenizer: Tokenizer) -> bool:
 
     The next request has the calls of this output, and must not be refused for them.
     """
-    return use.single or not tokenizer.takes_several_calls()
+    return use.single or tokenizer.takes_one_call_only()
 
 
 def _is_forced(choice: pb.ToolChoice) -> bool:

@@ -359,10 +359,10 @@ class ChatTemplates:
         template = self._template(has_tools=True)
         return template is not None and template.shows_tools
 
-    def takes_several_calls(self) -> bool:
-        """Return whether an answer with several calls can be rendered in the next request."""
+    def takes_one_call_only(self) -> bool:
+        """Return whether the next request can have an answer with a call, but not with several."""
         template = self._template(has_tools=True)
-        return template is not None and template.takes_several_calls
+        return template is not None and template.takes_one_call_only
 
     def sources(self) -> tuple[str, ...]:
         """Return all text that is not from the caller: template sources and special tokens."""
@@ -665,9 +665,10 @@ class _ChatTemplate:
         return self._shows((USER, CALLED, RESULT), self.form)
 
     @cached_property
-    def takes_several_calls(self) -> bool:
-        """Return whether several calls of one answer appear, as one turn or as several."""
-        return self._shows((USER, CALLED_TWICE, RESULT, RESULT), self.form)
+    def takes_one_call_only(self) -> bool:
+        """Return whether a call appears, but not several of one answer, in one turn or more."""
+        several = (USER, CALLED_TWICE, RESULT, RESULT)
+        return self.shows_calls and not self._shows(several, self.form)
 
     @cached_property
     def form(self) -> Form:

@@ -214,9 +214,9 @@ class Tokenizer:
         """Return whether the chat template renders tools."""
         return self._templates.shows_tools()
 
-    def takes_several_calls(self) -> bool:
-        """Return whether the chat template can show an answer with several calls."""
-        return self._templates.takes_several_calls()
+    def takes_one_call_only(self) -> bool:
+        """Return whether the chat template shows an answer with a call, but not with several."""
+        return self._templates.takes_one_call_only()
 
     def takes_thinking(self, thinking: bool | str, *, has_tools: bool = False) -> bool:
         """Return whether the chat template has a switch for thinking, or such efforts."""

@@ -313,7 +313,7 @@ COMPUTED |= {"sliding_window", "tie_word_embeddings"}
 def test_an_entry_is_refused_if_transformers_computes_otherwise_with_it(
     architecture: str, tmp_path: Path
 ) -> None:
-    """What transformers does not read, or reads without effect, does not keep a model out."""
+    """An entry that transformers does not read, or reads without effect, is a note."""
     make_checkpoint(tmp_path, shape=LlamaShape(architecture=architecture))
     path = tmp_path / "config.json"
     raw = json.loads(path.read_text())

@@ -519,10 +519,11 @@ ROUND = (
 )
 
 
-def test_a_template_says_whether_it_takes_several_calls_of_one_answer(load: Load) -> None:
-    assert load(calls_template()).takes_several_calls()
-    assert load(calls_template(one=ONE_CALL["raises"])).takes_several_calls()
-    assert not load(ROUND + calls_template()).takes_several_calls()
+def test_a_template_may_take_one_call_only(load: Load) -> None:
+    assert not load(calls_template()).takes_one_call_only()
+    assert not load(calls_template(one=ONE_CALL["raises"])).takes_one_call_only()
+    assert not load(each("{{ m.content }}")).takes_one_call_only(), "it shows no calls"
+    assert load(ROUND + calls_template()).takes_one_call_only()
 
 
 ARGUMENTS = {
