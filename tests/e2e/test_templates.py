@@ -172,7 +172,7 @@ async def test_an_answer_ends_where_the_tokenizer_says_in_every_api(service: Ser
         assert (choice["message"]["content"], choice["finish_reason"]) == ("{}", "stop")
         assert answer["usage"]["completion_tokens"] == 2
     assert streamed[-1]["usage"]["completion_tokens"] == 2
-    assert message["content"] == [{"type": "text", "text": "{}"}]
+    assert [block["text"] for block in message["content"]] == ["{}"]
     assert (message["stop_reason"], message["usage"]["output_tokens"]) == ("end_turn", 2)
     [delta] = [event for event in message_events if event["type"] == "message_delta"]
     assert (delta["delta"]["stop_reason"], delta["usage"]["output_tokens"]) == ("end_turn", 2)
