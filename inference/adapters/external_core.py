@@ -7,7 +7,7 @@ ordered by rank. Everything runs on one event loop.
 The engine's token lists are cumulative, may shrink, and may grow by any number of tokens, so new
 tokens are counted and checked here: whatever is wrong in an answer fails its choice alone. Text is
 decoded here too, from the token ids: text that was sent is final, and a stop sequence is found even
-where it spans tokens.
+where it spans tokens. An engine that ends an output at a stop sequence must agree.
 
 `StallWatch` distinguishes a stuck sequence from a stuck engine by how many are silent while others
 progress.
@@ -84,6 +84,7 @@ class Handling:
 
 
 END_WAIT_S = 2.0  # seconds for an engine's last message after the last token
+READ_ON_TOKENS_MAX = 16  # tokens of an engine that goes on after a stop sequence; none is billed
 TAKEN_AT_ONCE_MAX = 1024  # tokens of one answer before other sequences go on: some 5 ms
 LOGPROB_MAX = 0.01  # logarithms of probabilities are at most 0; sums in bfloat16 exceed it a little
 
@@ -91,12 +92,14 @@ LOGPROB_MAX = 0.01  # logarithms of probabilities are at most 0; sums in bfloat1
 class Answer(NamedTuple):
     """State of a sequence as reported by the engine. cached_token_count: cached prompt tokens.
 
-    is_final: the engine does not change the count any more.
+    is_final: the engine does not change the count any more. awaits_count: the engine reports it in
+    its last message only.
     """
 
     output: Output
     cached_token_count: int
     is_final: bool = True
+    awaits_count: bool = False
 
 
 class Answers(Protocol):
@@ -115,8 +118,9 @@ class Answers(Protocol):
 class Output:
     """Output of one choice so far. Has the same fields as TensorRT-LLM's `CompletionOutput`.
 
-    finish_reason: None while the output runs. stop_reason: the stop token that ended it, None for
-    the end token. logprobs: for each token, a mapping from token ids to log-probabilities.
+    finish_reason: None while the output runs; `stop_sequence` if the engine found one.
+    stop_reason: the stop token that ended it, None for the end token. logprobs: for each token, a
+    mapping from token ids to log-probabilities.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -131,9 +135,9 @@ class Choice:
     answer.
 
     ended: the reported finish reason; the engine may still be running it. awaits_last: it is whole,
-    and reported when the engine's last message has come. aborted: an abort was sent. stalled:
-    reported as stuck; it stays in the batch until the engine returns it. stopped_by: see
-    `SequenceFinished`.
+    and reported when the engine's last message has come. last: its held-back text, if taken.
+    aborted: an abort was sent. stalled: reported as stuck; it stays in the batch until the engine
+    returns it. stopped_by: see `SequenceFinished`.
     """
 
     request: Request
@@ -146,6 +150,7 @@ class Choice:
     token_count: int = 0
     ended: EngineFinishReason | None = None
     awaits_last: bool = False
+    last: TextPiece | None = None
     aborted: bool = False
     stalled: bool = False
     stopped_here: bool = False  # by a token that the engine does not know as an end
@@ -254,6 +259,8 @@ class Choice:
 
     def rest(self) -> TextPiece:
         """Return the held-back text at the end of the output; it may complete a stop sequence."""
+        if self.last is not None:
+            return self.last
         if self.ended is EngineFinishReason.STOP_SEQUENCE:
             return NOTHING
         piece = self.detokenizer.finish()
@@ -269,6 +276,11 @@ class Choice:
                 self.ended = EngineFinishReason.STOP
             case "length":
                 self.ended = EngineFinishReason.LENGTH
+            case "stop_sequence":
+                self.last = self.detokenizer.finish()
+                if not self.last.stopped:
+                    raise EngineFailed("the engine found a stop sequence that the output lacks")
+                self.ended = EngineFinishReason.STOP_SEQUENCE
             case "cancelled":
                 if not self.aborted:
                     raise EngineFailed(
@@ -732,7 +744,7 @@ class OutsideCore:
         if choice.ended is not None:
             if was_running and self._empty_answers.show_a_fault(choice, self.inside):
                 self._broken(f"{self._handling.empty_answer_count_max} answers in a row were empty")
-            self._take_end(choice, is_last=output.finish_reason is not None)
+            self._take_end(choice, answer)
         return choice.ended is None and choice.token_count < len(output.token_ids)
 
     def _take_counts(self, choice: Choice, answer: Answer) -> None:
@@ -749,17 +761,28 @@ class OutsideCore:
             request.note_cached(cached_token_count, is_final=True)
             self._cached_token_count += cached_token_count
 
-    def _take_end(self, choice: Choice, *, is_last: bool) -> None:
-        """Report the end of an output, or wait for its last message with the cached tokens."""
-        is_stopped = choice.ended is EngineFinishReason.STOP_SEQUENCE or choice.stopped_here
-        if is_last or is_stopped or choice.request.is_cached_final or choice.index:
+    def _take_end(self, choice: Choice, answer: Answer) -> None:
+        """Report the end of an output, or wait for its last message with the cached tokens.
+
+        An engine that does not know why the output ended runs on: it is aborted, at the latest
+        after some more tokens.
+        """
+        is_last = answer.output.finish_reason is not None
+        runs_on = choice.ended is EngineFinishReason.STOP_SEQUENCE or choice.stopped_here
+        more_count = len(answer.output.token_ids) - choice.token_count
+        is_known = choice.request.is_cached_final or (runs_on and not answer.awaits_count)
+        if is_last or is_known or choice.index or more_count > READ_ON_TOKENS_MAX:
             self._report_end(choice)
-            if is_stopped and not is_last:
-                # the stop is found here; the engine would run to its own limit
+            if runs_on and not is_last:
                 self._abort(choice)
-            return
-        choice.awaits_last = True
-        asyncio.get_running_loop().call_later(END_WAIT_S, self._report_end, choice)
+        elif not choice.awaits_last:
+            choice.awaits_last = True
+            asyncio.get_running_loop().call_later(END_WAIT_S, self._end_wait, choice, runs_on)
+
+    def _end_wait(self, choice: Choice, runs_on: bool) -> None:
+        self._report_end(choice)
+        if runs_on and choice in self._inside:
+            self._abort(choice)
 
     def _abort(self, choice: Choice) -> bool:
         """Abort a sequence in the engine. Returns False if it cannot be aborted now."""

@@ -297,7 +297,12 @@ class RemoteAnswers:
                 "the server reused cached prefixes, which are not separated by tenant"
             )
         is_known = is_last or self._dialect.fixes_cached_count
-        return Answer(output, cached_token_count if is_known else 0, is_final=is_last)
+        return Answer(
+            output,
+            cached_token_count if is_known else 0,
+            is_final=is_last,
+            awaits_count=not is_known and self._dialect.reports_cached,
+        )
 
     def abort(self) -> None:
         self._tasks.create_task(self._send_abort())

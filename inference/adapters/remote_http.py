@@ -13,6 +13,9 @@ token ids are an extension; usage is reported while streaming. SMG 1.13: complet
 or ignore other fields, so `HttpDialect.probe` tests each one, by its effect where a short output
 shows it.
 
+Stop sequences are sent where a test shows that the server's output ends with the token that
+completes one, since only the end of an output tells its cached tokens (`_sent_stops`).
+
 Servers without token ids: outputs are counted from the usage, if possible of each message. Without
 it, a message with text counts as one token until the last message, whose usage is final.
 
@@ -25,6 +28,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import itertools
 import random
 import re
 import socket
@@ -65,6 +69,7 @@ from inference.capabilities import EMBEDDED_ONLY, Capabilities, RequestField
 from inference.engine import GrammarKind, TokenLogprob
 from inference.errors import EngineFailed
 from inference.sequences import UNKNOWN_TOKEN_ID
+from inference.text.reasoning import Split
 
 # Shorter than the idle time of servers (uvicorn: 5 s), which would close a reused connection.
 KEEPALIVE_S = 2.0
@@ -79,6 +84,7 @@ PROBE_PROMPT_TOKENS = 16
 PROBE_TOKENS = 4
 GUIDED_TOKENS = 16  # enough for a few characters, even one by one
 PROBE_COUNT = 3  # repetitions of tests that equal logits or rounding may fail
+STOPS_MAX = 4  # OpenAI's limit, which some servers check
 
 COMPLETIONS, GENERATE = "/v1/completions", "/generate"
 # Requests for token ids, by path and fields: of vLLM, of NVIDIA Dynamo, of SMG and SGLang.
@@ -104,6 +110,7 @@ _OF_SAMPLING = {
     name: name
     for name in (
         *("temperature", "top_p", "top_k", "min_p", "logit_bias", "stop_token_ids", "ignore_eos"),
+        "stop",
         *("repetition_penalty", "presence_penalty", "frequency_penalty"),
     )
 }
@@ -344,7 +351,7 @@ class HttpDialect(Dialect):
         self._id_fields: dict[str, Any] = {}  # of `_ID_REQUESTS`; empty: the server has none
         self._salt_names: tuple[str, ...] = ()  # of `_SALT_NAMES`
         self._usage_options = _USAGE
-        self._sends_priority = False
+        self._sends_priority = self._sends_stops = False
         self._suspected = asyncio.Event()  # set by a lost connection
 
     async def wait_until_lost(self) -> None:
@@ -391,7 +398,7 @@ class HttpDialect(Dialect):
         )
 
     def generate(self, request_id: str, choice: Choice) -> HttpCall:
-        """Implement `Dialect.generate`. Stop sequences are not sent."""
+        """Implement `Dialect.generate`."""
         bytes_max = message_bytes_max(choice, repeats_output=self._path == GENERATE)
         return HttpCall(self, request_id, self._body(choice), bytes_max)
 
@@ -429,8 +436,22 @@ class HttpDialect(Dialect):
             )
         check_length(choice, output)
         if self._id_fields:
+            is_end = choice.request.end_token_ids.issuperset(output.token_ids[-1:])
+            if output.finish_reason == "stop" and not is_end and self._sent_stops(choice):
+                output.finish_reason = "stop_sequence"
             check_end(choice, output)
         return usage.cached_token_count
+
+    def _sent_stops(self, choice: Choice) -> list[str]:
+        """Return the stop sequences for the server: all, or none where it could find another one.
+
+        It searches the thinking, too, reads the control tokens of a stop sequence as text, and
+        finds one that begins before the least number of tokens.
+        """
+        stop, text = choice.request.generation.stop, choice.detokenizer
+        is_same = not (isinstance(text, Split) or text.marks or stop.min_output_tokens)
+        is_sent = self._sends_stops and is_same and len(stop.stop_sequences) <= STOPS_MAX
+        return list(stop.stop_sequences) if is_sent else []
 
     async def post(self, request_id: str, body: dict[str, Any]) -> aiohttp.ClientResponse:
         """Send a request for an output. Raises: aiohttp.ClientError, OSError."""
@@ -501,6 +522,8 @@ class HttpDialect(Dialect):
             body["return_tokens_as_token_ids"] = True
         missing = {WIRE_NAMES[field] for field in self.capabilities.unsupported}
         body |= {name: value for name, value in fields.items() if name not in missing}
+        if stops := self._sent_stops(choice):
+            body |= self._stopping(stops)
         if request.response_format is not None:
             kind = request.response_format.kind
             name = "json" if kind is GrammarKind.JSON_SCHEMA else "regex"
@@ -521,6 +544,7 @@ class HttpDialect(Dialect):
         greedy = [(prompt, await self._output(prompt) or []) for prompt in prompts]
         tests: dict[str, Awaitable[Any]] = {
             "priority": self._accepts(prompts[0], priority=1),
+            "stop": self._ends_at_stop(prompts),
             RequestField.TOP_P: self._reduces(greedy, top_p=1e-6),
             RequestField.TOP_K: self._reduces(greedy, top_k=1),
             RequestField.MIN_P: self._reduces(greedy, min_p=1.0),
@@ -542,7 +566,7 @@ class HttpDialect(Dialect):
                 RequestField.MIN_OUTPUT_TOKENS: self._suppresses_end(*greedy[0]),
             }
         answers = dict(zip(tests, await asyncio.gather(*tests.values()), strict=True))
-        self._sends_priority = answers.pop("priority")
+        self._sends_priority, self._sends_stops = answers.pop("priority"), answers.pop("stop")
         unsupported = _NEEDS_IDS - answers.keys()
         unsupported |= {RequestField(field) for field, answer in answers.items() if not answer}
         self.capabilities = Capabilities(
@@ -620,7 +644,8 @@ class HttpDialect(Dialect):
             async for messages in call:
                 for message in messages:
                     part, usage = message.part, message.usage
-                    whole.text += part.text
+                    # `/generate` repeats the text.
+                    whole.text = part.text if self._path == GENERATE else whole.text + part.text
                     token_ids += part.token_ids or ()
                     if len(token_ids) > max_tokens or len(whole.text) > MESSAGE_BYTES_BASE:
                         raise ServerUnfit("the server sent more output than a probe asked for")
@@ -685,6 +710,29 @@ class HttpDialect(Dialect):
         return any(
             [await self._output(prompt, stop_token_ids=ids) == ids[:1] for prompt, ids in greedy]
         )
+
+    def _stopping(self, stops: list[str]) -> dict[str, Any]:
+        """Return the fields for stop sequences. Without token ids, they must be in the text."""
+        shown = {} if self._id_fields else {"include_stop_str_in_output": True}
+        return {"stop": stops} | shown
+
+    async def _ends_at_stop(self, prompts: list[tuple[int, ...]]) -> bool:
+        """Return whether an output ends with the token that completes a stop sequence."""
+        for prompt, count in itertools.product(prompts, range(PROBE_TOKENS, 1, -1)):
+            before, whole = [await self._try(prompt, count - less) for less in (1, 0)]
+            if before is None or whole is None:
+                return False
+            text, begin = whole.part.text, len(before.part.text)
+            stop = text[begin:]
+            if not stop or "\ufffd" in text[-1:] or text.find(stop) != begin:
+                continue  # it does not show which token completes it
+            found = await self._try(prompt, GUIDED_TOKENS, **self._stopping([stop]))
+            if found is None or found.part.finish_reason != "stop":
+                return False
+            if self._id_fields:
+                return found.part.token_ids == whole.part.token_ids
+            return found.part.text == text
+        return False
 
     async def _suppresses_end(self, prompt: tuple[int, ...], ids: list[int]) -> bool:
         found = await self._output(prompt, min_tokens=PROBE_TOKENS, stop_token_ids=ids)

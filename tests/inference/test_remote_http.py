@@ -21,17 +21,19 @@ from api.core.settings import SettingInvalid, Settings
 from api.fleet.fleet import build_serving
 from bench import engine_streams as streams
 from inference.adapters import remote_doctor as doctor
+from inference.adapters.external_core import READ_ON_TOKENS_MAX, Choice, Request
 from inference.adapters.findings import Verdict
 from inference.adapters.remote_http import HttpCall, HttpDialect, HttpFailure, _Events, _failure
-from inference.adapters.remote_settings import Service, Target
+from inference.adapters.remote_settings import RemoteSettings, Service, Target
 from inference.capabilities import RequestField
-from inference.engine import SamplingParams, TokensGenerated
+from inference.engine import EngineFinishReason, SamplingParams, TokensGenerated
 from inference.errors import EngineFailed, EngineStartFailed, RequestImpossible
 from inference.routing.replica import Replica
 from inference.routing.replica_set import ReplicaSet
 from inference.sequences import UNKNOWN_TOKEN_ID
 from tests.inference.checkpoints import TinyCheckpoint
 from tests.inference.hosted import LONG, first_tokens, prompt, run, until
+from tests.inference.reasoning_families import FAMILIES
 from tests.inference.remote_hosted import RemoteWorld, connected, remote_engine, remote_settings
 from tests.inference.running import make_core, make_request, run_all
 from tests.remote_servers.certificates import make_certificates
@@ -295,6 +297,92 @@ async def test_a_server_that_ignores_every_salt_is_not_used(
     async with remote_engine(world.settings, started=False) as engine:
         with pytest.raises(EngineStartFailed, match="shares cached prefixes between tenants"):
             await engine.start()
+
+
+@pytest.mark.parametrize("faults", [[], ["no_ids"], [DYNAMO], [SGLANG]])
+@pytest.mark.parametrize("ends", ["at the stop sequence", "soon", "late"])
+async def test_an_output_that_ends_by_a_stop_sequence_is_billed_with_its_cached_tokens(
+    world: RemoteWorld, faults: list[str], ends: str
+) -> None:
+    """The server ends it, or its last message is waited for within a bound of tokens."""
+    if ends != "at the stop sequence":
+        faults = [*faults, "ignore stop"]
+    world.server.go_wrong(*faults)
+    head, salt = prompt(1, 64), uuid.uuid4().hex
+    async with connected(world) as engine:
+        whole = await run(engine, make_request(head, READ_ON_TOKENS_MAX, cache_salt=salt))
+        assert whole.finished is not None
+        stop = whole.text[8:12]
+        text = whole.text[: whole.text.index(stop)]
+        request = make_request(head, LONG, cache_salt=salt, stop_sequences=("zzz", stop))
+        if ends == "soon":
+            stop_criteria = replace(request.stop, max_output_tokens=READ_ON_TOKENS_MAX)
+            request = replace(request, stop=stop_criteria)
+        aborted_before = len(world.server.state()["aborted"])
+        stopped = await run(engine, request)
+        await until(lambda: world.server.idle)
+        state = world.server.state()
+        aborted_count = len(state["aborted"]) - aborted_before
+
+    assert stopped.finished is not None
+    assert (stopped.text, stopped.finished.reason) == (text, EngineFinishReason.STOP_SEQUENCE)
+    count = stopped.finished.generated_token_count
+    assert stopped.token_ids == whole.token_ids[:count], "no token after the sequence is billed"
+    sent = state["bodies"][-1].get("stop") == ["zzz", stop]
+    assert sent == (ends == "at the stop sequence")
+    known = ends != "late"
+    assert stopped.finished.cached_token_count == (48 if known else 0)
+    assert aborted_count == (not known)
+
+
+async def test_a_stop_sequence_that_only_the_server_finds_fails_its_output(
+    world: RemoteWorld,
+) -> None:
+    async with connected(world) as engine:
+        whole = await run(engine, make_request(prompt(1), 30))
+        world.server.go_wrong("early_stop")
+        events: list[Any] = []
+        stops = (f"{whole.text[3]}zz",)
+        engine.submit(make_request(prompt(1), 30, stop_sequences=stops), events.append)
+        await until(lambda: bool(events) and isinstance(events[-1], EngineFailed))
+        world.server.go_wrong()
+    assert "a stop sequence that the output lacks" in str(events[-1])
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_sent"),
+    [
+        ({}, True),
+        ({"stop_sequences": tuple("abcd")}, True),
+        ({"stop_sequences": tuple("abcde")}, False),
+        ({"min_output_tokens": 2}, False),
+        ({"stop_sequences": ("a", "<|end|>")}, False),
+        ({"splits_reasoning": True}, False),
+    ],
+)
+async def test_stop_sequences_are_sent_where_the_server_finds_the_same(
+    tiny: TinyCheckpoint, changes: dict[str, Any], is_sent: bool
+) -> None:
+    """The server would find them in the thinking, and reads control tokens otherwise."""
+    target = Target(Service.OPENAI_HTTP, "127.0.0.1:1", "tiny")
+    settings = RemoteSettings(directory=tiny.directory, name="tiny", target=target)
+    splits = changes.pop("splits_reasoning", False)
+    request = make_request((300, 301), 9, **({"stop_sequences": ("ab",)} | changes))
+    family = FAMILIES[0] if splits else next(each for each in FAMILIES if each.special)
+    decoder = family.decoder
+    if not splits:
+        control = decoder.control_token_in("".join(family.tokens))
+        stops = [each.replace("<|end|>", control or "") for each in request.stop.stop_sequences]
+        request = replace(request, stop=replace(request.stop, stop_sequences=tuple(stops)))
+    opened = decoder.open(request.stop.stop_sequences, (300,), splits=splits)
+    choice = Choice(Request(1, request, frozenset(), 0.0, None), 0, 1, opened)
+    dialect = HttpDialect(cast(Any, None), settings)
+    dialect._id_fields, dialect._sends_stops = {"return_token_ids": True}, True
+
+    sent = list(request.stop.stop_sequences) if is_sent else None
+    assert dialect._body(choice).get("stop") == sent
+    dialect._sends_stops = False
+    assert "stop" not in dialect._body(choice)
 
 
 async def test_ranks_are_sent_where_the_server_takes_priorities(world: RemoteWorld) -> None:

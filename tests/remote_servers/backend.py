@@ -64,6 +64,8 @@ FAULTS = frozenset(
         "tenant_header",  # separates prefixes by `x-tenant-id` if it is there, as NVIDIA Dynamo
         "ignore logit_bias",
         "ignore seed",
+        "ignore stop",
+        "early_stop",  # ends outputs at the first letter of a stop sequence
         "ignore structured_outputs",
         "no_ids",  # ignores every request for token ids
         "generate",  # serves `/generate`, and refuses token ids elsewhere, as SMG does

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import ssl
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, NoReturn
 
 import grpc
+import msgspec
 from aiohttp import web
 
 from inference.adapters.torch_engine import TorchEngine
 from inference.engine import (
     EngineFinishReason,
+    EngineTimings,
     GenerationRequest,
     GrammarKind,
     ResponseFormat,
@@ -151,7 +154,7 @@ class OpenAiServer:
         text = ""
         held: dict[str, Any] | None = None  # the last tokens come with the finish reason
         try:
-            async for event in self._backend.run(request_id, wanted, Context()):  # type: ignore[arg-type]
+            async for event in self._run(request_id, wanted, body):
                 if not response.prepared:
                     await response.prepare(http)
                 match event:
@@ -204,6 +207,32 @@ class OpenAiServer:
         except (asyncio.CancelledError, ConnectionResetError):
             self._backend.abort(request_id)
             raise
+
+    async def _run(
+        self, request_id: str, wanted: GenerationRequest, body: dict[str, Any]
+    ) -> AsyncIterator[Scheduled | TokensGenerated | SequenceFinished]:
+        """Yield the events of an output. It ends with the token that completes a stop sequence."""
+        stops = [] if "ignore stop" in self._backend.faults else body.get("stop") or []
+        text, count, cached = "", 0, 0
+        events = self._backend.run(request_id, wanted, Context())  # type: ignore[arg-type]
+        async with contextlib.aclosing(events):  # type: ignore[type-var]
+            async for event in events:
+                if isinstance(event, Scheduled):
+                    cached = event.cached_token_count
+                if isinstance(event, TokensGenerated):
+                    before, text, count = text, text + event.text, count + len(event.token_ids)
+                    if "early_stop" in self._backend.faults:
+                        stops = [stop[:1] for stop in stops]
+                    ends = [(text.index(stop) + len(stop), stop) for stop in stops if stop in text]
+                    if ends:
+                        end, stop = min(ends)
+                        end -= 0 if body.get("include_stop_str_in_output") else len(stop)
+                        yield msgspec.structs.replace(event, text=text[len(before) : end])
+                        prompt, timings = len(wanted.prompt_token_ids), EngineTimings(0, 0, 0)
+                        reason = EngineFinishReason.STOP
+                        yield SequenceFinished(reason, "", prompt, cached, count, timings)
+                        return
+                yield event
 
     def _chunk(self, body: dict[str, Any], event: TokensGenerated) -> dict[str, Any]:
         faults = self._backend.faults
@@ -298,7 +327,7 @@ def _completion_body(body: dict[str, Any]) -> dict[str, Any]:
     """Return a request of `/generate` as one of completions. Unknown fields are ignored."""
     sampling = body["sampling_params"]
     names = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
-    names |= {name: name for name in (*RANGES, "stop_token_ids", "ignore_eos")}
+    names |= {name: name for name in (*RANGES, "stop", "stop_token_ids", "ignore_eos")}
     known = {names[name]: value for name, value in sampling.items() if name in names}
     if "regex" in sampling:
         known["structured_outputs"] = {"regex": sampling["regex"]}
