@@ -445,12 +445,13 @@ class HttpDialect(Dialect):
     def _sent_stops(self, choice: Choice) -> list[str]:
         """Return the stop sequences for the server: all, or none where it could find another one.
 
-        It searches the thinking, too, reads the control tokens of a stop sequence as text, and
-        finds one that begins before the least number of tokens.
+        It searches the thinking, too, reads the control tokens of a stop sequence as text, finds
+        one that begins before the least number of tokens, and takes the text of a prompt that ends
+        within a character for output.
         """
         stop, text = choice.request.generation.stop, choice.detokenizer
-        is_same = not (isinstance(text, Split) or text.marks or stop.min_output_tokens)
-        is_sent = self._sends_stops and is_same and len(stop.stop_sequences) <= STOPS_MAX
+        differs = isinstance(text, Split) or text.marks or text.is_torn or stop.min_output_tokens
+        is_sent = self._sends_stops and not differs and len(stop.stop_sequences) <= STOPS_MAX
         return list(stop.stop_sequences) if is_sent else []
 
     async def post(self, request_id: str, body: dict[str, Any]) -> aiohttp.ClientResponse:

@@ -36,6 +36,7 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 UTF_8 = codecs.getincrementaldecoder("utf-8")
 # Each changes tokens one by one, or by whether they are the first.
 _TEXT_DECODERS = frozenset({"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace", "WordPiece"})
+CHARACTER_TOKENS_MAX = 4  # parts of a character are bytes
 CACHED_TOKENS_MAX = 16_384  # texts of single tokens
 # A control token has no text, but a stop sequence may name it. While text is searched, a lone
 # surrogate stands for it, which no text contains.
@@ -127,6 +128,7 @@ class TextDecoder:
             )
             opened.context = self._context(prompt_token_ids)
         opened.marks = marks
+        opened.is_torn = bool(stops) and self._ends_torn(prompt_token_ids)
         if reasoning is None:
             return opened
         begun = may_have_begun and reasoning.opens(prompt_token_ids)
@@ -193,6 +195,10 @@ class TextDecoder:
         marked = {self._control.sub(mark, stop): stop for stop in stops}
         return marked | as_given(stops), marks
 
+    def _ends_torn(self, prompt_token_ids: Sequence[int]) -> bool:
+        tail = list(prompt_token_ids[-CHARACTER_TOKENS_MAX:])
+        return self._backend.decode(tail, skip_special_tokens=False).endswith("\ufffd")
+
     def _context(self, prompt_token_ids: Sequence[int]) -> list[int]:
         """Return the last tokens with text, without bytes, whose run would go on in the output."""
         ids: list[int] = []
@@ -241,6 +247,8 @@ class Detokenizer(ABC):
     held: str = field(default="", init=False)  # text whose end could begin a stop sequence
     # Marks of the control tokens that stop sequences name, by id.
     marks: Mapping[int, str] | None = field(default=None, init=False)
+    # Whether the prompt ends within a character, where others decode prompt and output together.
+    is_torn: bool = field(default=False, init=False)
 
     @property
     def thinks(self) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -16,6 +17,7 @@ from typing import Any, ClassVar, cast
 import grpc
 import msgspec
 import pytest
+from tokenizers.decoders import DecodeStream
 
 from api.core.settings import SettingInvalid, Settings
 from api.fleet.fleet import build_serving
@@ -31,6 +33,7 @@ from inference.errors import EngineFailed, EngineStartFailed, RequestImpossible
 from inference.routing.replica import Replica
 from inference.routing.replica_set import ReplicaSet
 from inference.sequences import UNKNOWN_TOKEN_ID
+from inference.text.tokenizer import Tokenizer
 from tests.inference.checkpoints import TinyCheckpoint
 from tests.inference.hosted import LONG, first_tokens, prompt, run, until
 from tests.inference.reasoning_families import FAMILIES
@@ -357,6 +360,7 @@ async def test_a_stop_sequence_that_only_the_server_finds_fails_its_output(
         ({"stop_sequences": tuple("abcde")}, False),
         ({"min_output_tokens": 2}, False),
         ({"stop_sequences": ("a", "<|end|>")}, False),
+        ({"is_torn": True}, False),
         ({"splits_reasoning": True}, False),
     ],
 )
@@ -366,7 +370,10 @@ async def test_stop_sequences_are_sent_where_the_server_finds_the_same(
     """The server would find them in the thinking, and reads control tokens otherwise."""
     target = Target(Service.OPENAI_HTTP, "127.0.0.1:1", "tiny")
     settings = RemoteSettings(directory=tiny.directory, name="tiny", target=target)
-    splits = changes.pop("splits_reasoning", False)
+    splits, is_torn = [changes.get(name, False) for name in ("splits_reasoning", "is_torn")]
+    changes = {
+        name: changes[name] for name in changes if name not in ("splits_reasoning", "is_torn")
+    }
     request = make_request((300, 301), 9, **({"stop_sequences": ("ab",)} | changes))
     family = FAMILIES[0] if splits else next(each for each in FAMILIES if each.special)
     decoder = family.decoder
@@ -374,7 +381,10 @@ async def test_stop_sequences_are_sent_where_the_server_finds_the_same(
         control = decoder.control_token_in("".join(family.tokens))
         stops = [each.replace("<|end|>", control or "") for each in request.stop.stop_sequences]
         request = replace(request, stop=replace(request.stop, stop_sequences=tuple(stops)))
-    opened = decoder.open(request.stop.stop_sequences, (300,), splits=splits)
+    prompt_ids = family.backend.encode("☃" if is_torn else "e", add_special_tokens=False).ids
+    prompt_ids = prompt_ids[: -1 if is_torn else None]
+    assert prompt_ids, "the snowman is several tokens"
+    opened = decoder.open(request.stop.stop_sequences, prompt_ids, splits=splits)
     choice = Choice(Request(1, request, frozenset(), 0.0, None), 0, 1, opened)
     dialect = HttpDialect(cast(Any, None), settings)
     dialect._id_fields, dialect._sends_stops = {"return_token_ids": True}, True
@@ -383,6 +393,32 @@ async def test_stop_sequences_are_sent_where_the_server_finds_the_same(
     assert dialect._body(choice).get("stop") == sent
     dialect._sends_stops = False
     assert "stop" not in dialect._body(choice)
+
+
+def test_a_server_that_decodes_as_vllm_finds_no_stop_sequence_that_weir_does_not_find(
+    tiny: TinyCheckpoint,
+) -> None:
+    """Both search text that may end within a character; Weir may find a sequence earlier."""
+    tokenizer, rng = Tokenizer(tiny.directory), random.Random(5)
+    found_count = torn_count = 0
+    for _ in range(400):
+        ids, output = [rng.choices(range(7, 400), k=count) for count in (20, 40)]
+        detokenizer = tokenizer.decoder.open(("e", "in"), ids)
+        torn_count += detokenizer.is_torn
+        ends = [index for index, each in enumerate(output) if detokenizer.push(each).stopped][:1]
+        stream, text = DecodeStream(ids=ids, skip_special_tokens=True), ""
+        for index, token_id in enumerate(output):
+            try:
+                text += stream.step(tokenizer.backend, token_id) or ""
+            except Exception:  # of text that is not UTF-8: the server begins again
+                stream = DecodeStream(skip_special_tokens=True)
+                text += stream.step(tokenizer.backend, token_id) or ""
+            if "e" in text or "in" in text:
+                found_count += 1
+                assert detokenizer.is_torn or (ends and ends[0] <= index)
+                break
+    assert found_count > 300
+    assert torn_count > 20
 
 
 async def test_ranks_are_sent_where_the_server_takes_priorities(world: RemoteWorld) -> None:
