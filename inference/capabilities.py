@@ -15,7 +15,7 @@ from math import inf
 from types import MappingProxyType
 
 from inference.errors import RequestImpossible
-from inference.sequences import GenerationRequest, SamplingParams
+from inference.sequences import GenerationRequest, ResponseFormat, SamplingParams, ThinkingStart
 
 
 class RequestField(StrEnum):
@@ -82,7 +82,9 @@ class Capabilities:
     unsupported: fields that it would ignore. top_logprobs_max: maximum top tokens reported per
     token; None for Weir's own limit. sampled_logprobs: whether it reports log-probabilities at a
     temperature above 0. logit_bias_max: maximum absolute bias. counts_from_usage: it reports no
-    token ids, but numbers of tokens: each token is `UNKNOWN_TOKEN_ID`.
+    token ids, but numbers of tokens: each token is `UNKNOWN_TOKEN_ID`. after_thinking: response
+    formats that it applies after thinking which the prompt begins or has had, even if they are
+    unsupported elsewhere; None: it applies all that it supports after any thinking.
     """
 
     unsupported: frozenset[RequestField] = frozenset()
@@ -90,14 +92,16 @@ class Capabilities:
     sampled_logprobs: bool = True
     logit_bias_max: float = inf
     counts_from_usage: bool = False
+    after_thinking: frozenset[RequestField] | None = None
 
     def check(self, request: GenerationRequest, engine: str) -> None:
         """Raise RequestImpossible, with the field, if the engine would ignore it."""
-        sampling = request.sampling
-        for field in _in_order(self.unsupported):
-            if (request.response_format is not None or field not in _FORMATS) and is_used(
-                field, request
-            ):
+        sampling, form = request.sampling, request.response_format
+        left = self.unsupported
+        if form is not None and self.after_thinking is not None:
+            left -= self._check_thinking(request, form, engine)
+        for field in _in_order(left):
+            if (form is not None or field not in _FORMATS) and is_used(field, request):
                 raise self._refusal(request, field, engine)
         if sampling.top_logprobs is not None:
             top_count_max = self.top_logprobs_max
@@ -120,6 +124,33 @@ class Capabilities:
                     f" model's engine ({engine})"
                 )
                 raise RequestImpossible(said, RequestField.LOGIT_BIAS)
+
+    def _check_thinking(
+        self, request: GenerationRequest, form: ResponseFormat, engine: str
+    ) -> frozenset[RequestField]:
+        """Return the formats that are supported after thinking which the prompt begins or has had.
+
+        Raises: RequestImpossible if the format would be applied to the thinking.
+        """
+        known, field = (
+            self.after_thinking or frozenset(),
+            RequestField(f"response_format.{form.kind}"),
+        )
+        match request.thinking:
+            case ThinkingStart.NONE:
+                return frozenset()
+            case ThinkingStart.PROMPT | ThinkingStart.ENDED if field in known:
+                return known
+            case ThinkingStart.ENDED:
+                return frozenset()
+            case _ if field in self.unsupported - known:
+                return frozenset()
+        said = (
+            f"cannot be combined with thinking on this model's engine ({engine}), which would apply"
+            " it to the thinking: switch thinking off (conversation.thinking, or enable_thinking in"
+            " chat_template_kwargs, false)"
+        )
+        raise RequestImpossible(said, form.field)
 
     def _refusal(
         self, request: GenerationRequest, field: RequestField, engine: str
@@ -169,6 +200,11 @@ def combined(capabilities: Iterable[Capabilities]) -> Capabilities:
         sampled_logprobs=any(one.sampled_logprobs for one in each),
         logit_bias_max=max(one.logit_bias_max for one in each),
         counts_from_usage=any(one.counts_from_usage for one in each),
+        after_thinking=(
+            None
+            if any(one.after_thinking is None for one in each)
+            else frozenset[RequestField]().union(*(one.after_thinking or () for one in each))
+        ),
     )
 
 
@@ -189,6 +225,7 @@ _TORCH_SAMPLER = Capabilities(
         }
     ),
     sampled_logprobs=False,
+    after_thinking=frozenset(),
 )
 # Versions of TensorRT-LLM: the library's in the worker, and the release candidates whose server has
 # the gRPC service. The doctor asks for each field whether an installed library behaves so.

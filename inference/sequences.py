@@ -141,6 +141,19 @@ class BeamSearchParams:
     early_stopping: EarlyStopping = EarlyStopping.HEURISTIC
 
 
+class ThinkingStart(StrEnum):
+    """Begin of the thinking of an output.
+
+    NONE: there is none. ENDED: the prompt has had it, as if the model had thought nothing. PROMPT:
+    the prompt has begun it. MODEL: the model begins it.
+    """
+
+    NONE = "none"
+    ENDED = "ended"
+    PROMPT = "prompt"
+    MODEL = "model"
+
+
 @dataclass(slots=True)
 class GenerationRequest:
     """A sequence to run. Must not be modified after submission; `frozen` would cost 2 µs per
@@ -159,7 +172,8 @@ class GenerationRequest:
     format, beam search and several choices. regions: where it may run, preferred first; empty for
     anywhere. Used by replica sets only. adapter: one of `ModelInfo.adapters` to apply; empty for
     the base model. splits_reasoning: thinking is told apart from the answer, if the model marks it;
-    stop sequences and stop token ids then act on the answer only.
+    stop sequences and stop token ids then act on the answer only. thinking: whether the model is to
+    think before its answer; a response format is that of the answer.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -174,6 +188,7 @@ class GenerationRequest:
     regions: tuple[str, ...] = ()
     adapter: str = ""
     splits_reasoning: bool = False
+    thinking: ThinkingStart = ThinkingStart.NONE
 
     @property
     def may_be_continued(self) -> bool:

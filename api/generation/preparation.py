@@ -17,6 +17,8 @@ from api.queue.fair_queue import Arrival
 from inference.engine import GenerationRequest
 from inference.routing.router import Route
 from inference.safety.safety import SafetyChecker
+from inference.sequences import ThinkingStart
+from inference.text.chat_template import NOT_THINKING
 from inference.text.tokenizer import ChatMessage, Tokenizer, TokenLimitExceeded
 from metering.holds.operations import Admit, new_hold_id
 from metering.quotas.quota_rules import Payer
@@ -106,12 +108,31 @@ def checked_request(
         regions=route.regions,
         adapter=route.adapter,
         splits_reasoning=splits_reasoning,
+        thinking=thinking_start(start, tokenizer, token_ids),
     )
     check_against_model(request, size)
     if model.capabilities.counts_from_usage:
         check_stops_shown(request.stop.stop_sequences, tokenizer)
     model.capabilities.check(request, model.engine)
     return request
+
+
+def thinking_start(
+    start: ValidStart, tokenizer: Tokenizer, token_ids: tuple[int, ...]
+) -> ThinkingStart:
+    """Return whether the model is to think before its answer, and what begins the thinking."""
+    last = start.prompt[-1]
+    is_begun = not isinstance(last, ChatMessage) or last.is_unfinished
+    if tokenizer.reasoning is None or is_begun:
+        return ThinkingStart.NONE
+    if tokenizer.reasoning.closes(token_ids):
+        return ThinkingStart.ENDED
+    if start.thinking in NOT_THINKING:
+        return ThinkingStart.NONE
+    if tokenizer.reasoning.opens(token_ids):
+        return ThinkingStart.PROMPT
+    is_on = start.thinking is not None or tokenizer.thinks_by_default
+    return ThinkingStart.MODEL if is_on else ThinkingStart.NONE
 
 
 def check_stops_shown(stops: Sequence[str], tokenizer: Tokenizer) -> None:

@@ -50,7 +50,7 @@ from inference.engine import (
 )
 from inference.errors import EngineError, EngineFailed
 from inference.limits import EngineLimits
-from inference.sequences import choice_seed
+from inference.sequences import ThinkingStart, choice_seed
 from inference.text.detokenizer import (
     NOTHING,
     Detokenizer,
@@ -567,8 +567,8 @@ class OutsideCore:
         ends |= request.stop.stop_token_ids - answer_ends
         added = Request(number, request, ends, arrived_at_s, self._vocabulary_size)
         added.answer_end_token_ids, added.model_end_token_ids = answer_ends, model_ends
-        # Engines apply a grammar from the first token, where it leaves no room for thinking.
-        has_room = request.response_format is None
+        # A grammar from the first token leaves no room for thinking.
+        has_room = request.response_format is None or request.thinking is ThinkingStart.PROMPT
         added.choices = [
             Choice(
                 added,

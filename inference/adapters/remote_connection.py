@@ -10,6 +10,7 @@ import logging
 import lzma
 import os
 import random
+import re
 import struct
 import tempfile
 import uuid
@@ -45,9 +46,18 @@ from inference.adapters.remote_settings import (
     Target,
     TlsFiles,
 )
+from inference.capabilities import RequestField
 from inference.checkpoint.checkpoint import read_count, read_json, read_json_list
-from inference.engine import GenerationRequest, ModelInfo, SamplingParams, StopCriteria
+from inference.engine import (
+    GenerationRequest,
+    GrammarKind,
+    ModelInfo,
+    ResponseFormat,
+    SamplingParams,
+    StopCriteria,
+)
 from inference.errors import EngineError
+from inference.sequences import ThinkingStart
 from inference.text.detokenizer import TextDecoder
 
 Use = Callable[[Dialect, asyncio.TaskGroup], contextlib.AbstractContextManager[None]]
@@ -256,6 +266,13 @@ DIALECTS: Mapping[Service, type[GrpcDialect | HttpDialect]] = {
     Service.OPENAI_HTTP: HttpDialect,
     Service.OPENAI_HTTPS: HttpDialect,
 }
+# Formats of which the first tokens are an output of this form.
+PROBE_FORMATS = (
+    (GrammarKind.JSON_SCHEMA, '{"type": "string", "enum": ["' + 64 * "weir " + '"]}', '"[weir ]*'),
+    (GrammarKind.REGEX, "[0-9]{200}", "[0-9]+"),
+)
+PROBE_FORMAT_TOKENS = 8
+PROBE_BIAS = 100.0
 # Length of the prompt for cache probes: two of the largest blocks in use, plus one.
 PROBE_TOKENS = 513
 _log = logging.getLogger("weir.inference.adapters")
@@ -407,11 +424,57 @@ class Examination(Introduction):
         """Run all checks and return the server's facts."""
         facts = await self.introduce()
         await self.dialect.probe(self.model.vocabulary_size)
+        await self.find_formats_after_thinking()
         if self.settings.share_prefixes:
             await self.cached_tokens(self.probe_prompt(), "weir-probe")
         elif await self.shares_prefixes():
             raise ServerUnfit(SHARES)
         return facts
+
+    async def find_formats_after_thinking(self) -> None:
+        """Find the response formats that the server applies after thinking, for its capabilities.
+
+        A bias closes the thinking at once; from then on the output must be as the format says.
+        """
+        capabilities, reasoning = self.dialect.capabilities, self.decoder.reasoning
+        is_testable = RequestField.LOGIT_BIAS not in capabilities.unsupported
+        if reasoning is None or len(reasoning.closing_ids) != 1 or not is_testable:
+            return
+        prompt = (*self.probe_prompt()[:16], *reasoning.opening_ids)
+        begun = ThinkingStart.PROMPT, prompt, reasoning.closing_ids
+        ended = ThinkingStart.ENDED, prompt + reasoning.closing_ids, ()
+        found = {
+            RequestField(f"response_format.{kind}")
+            for kind, source, expected in PROBE_FORMATS
+            if all([await self._keeps(kind, source, expected, *each) for each in (begun, ended)])
+        }
+        self.dialect.capabilities = replace(capabilities, after_thinking=frozenset(found))
+
+    async def _keeps(
+        self,
+        kind: GrammarKind,
+        source: str,
+        expected: str,
+        thinking: ThinkingStart,
+        prompt: tuple[int, ...],
+        closing_ids: tuple[int, ...],
+    ) -> bool:
+        """Return whether an output is, after these ids, as a format says."""
+        request = GenerationRequest(
+            prompt,
+            SamplingParams(logit_bias=tuple((each, PROBE_BIAS) for each in closing_ids)),
+            StopCriteria(PROBE_FORMAT_TOKENS),  # servers take no other criteria with a format
+            response_format=ResponseFormat(kind, source, "response_format"),
+            thinking=thinking,
+        )
+        try:
+            ids = tuple((await self.run(request))[0].token_ids)
+        except (EngineError, grpc.aio.AioRpcError) as error:
+            _log.info("%s: no %s after thinking: %r", self.settings.target, kind, error)
+            return False
+        count = len(closing_ids)
+        text = self.decoder.text_of(ids[count:])
+        return ids[:count] == closing_ids and bool(re.fullmatch(expected, text))
 
     async def shares_prefixes(self) -> bool:
         """Return whether a random prompt sent under one salt is cached under another.

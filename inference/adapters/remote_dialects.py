@@ -52,7 +52,7 @@ from inference.adapters.remote_settings import KeyFile, RemoteSettings, masked
 from inference.capabilities import EMBEDDED_ONLY, TENSORRT_LLM, Capabilities, RequestField
 from inference.engine import EngineStatistics, TokenLogprob
 from inference.errors import EngineError, EngineFailed, EngineOverloaded, RequestImpossible
-from inference.sequences import choice_seed
+from inference.sequences import ThinkingStart, choice_seed
 
 SHARES = (
     "the server shares cached prefixes between tenants: turn its prefix cache off (vLLM: "
@@ -580,6 +580,7 @@ class VllmDialect(GrpcDialect):
         EMBEDDED_ONLY | {RequestField.LARK},
         top_logprobs_max=TOP_LOGPROBS_MAX,
         logit_bias_max=LOGIT_BIAS_MAX,
+        after_thinking=frozenset(),
     )
 
     async def health_fault(self) -> str | None:
@@ -662,6 +663,18 @@ def sampling_fields(choice: Choice) -> dict[str, Any]:
     }
 
 
+def constrains_from_first_token(choice: Choice) -> bool:
+    """Return whether an output has a response format that leaves no room for thinking."""
+    request = choice.request.generation
+    return request.response_format is not None and request.thinking is not ThinkingStart.PROMPT
+
+
+def constrains_after_thinking(choice: Choice) -> bool:
+    """Return whether an output has a response format that begins after its thinking."""
+    has_format = choice.request.generation.response_format is not None
+    return has_format and not constrains_from_first_token(choice)
+
+
 def _constrain(params: Any, choice: Choice) -> None:
     response_format = choice.request.generation.response_format
     if response_format is not None:
@@ -675,7 +688,7 @@ def _vllm_sampling(choice: Choice) -> vllm_pb.SamplingParams:
         n=1,
         max_tokens=choice.token_count_max,
         logit_bias=dict(sampling.logit_bias),
-        grammar_from_first_token=choice.request.generation.response_format is not None,
+        grammar_from_first_token=constrains_from_first_token(choice),
     )
     if sampling.temperature > 0:
         params.seed = wire_seed(choice.seed)
@@ -713,6 +726,7 @@ class SglangDialect(VllmDialect):
     capabilities = Capabilities(
         VllmDialect.capabilities.unsupported | {RequestField.SEED, RequestField.REPETITION_PENALTY},
         sampled_logprobs=False,
+        after_thinking=frozenset(),
     )
 
     def _server_facts(self, server: sglang_pb.GetServerInfoResponse) -> dict[str, Any]:
@@ -742,6 +756,7 @@ class SglangDialect(VllmDialect):
             logprob_start_len=-1,
             top_logprobs_num=sampling.top_logprobs or 0,
             stream=True,
+            require_reasoning=constrains_after_thinking(choice),
         )
         return self._call_generate(request, choice)
 

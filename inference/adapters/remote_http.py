@@ -58,6 +58,7 @@ from inference.adapters.remote_dialects import (
     check_length,
     check_prompt_count,
     check_room,
+    constrains_after_thinking,
     finish_reason,
     message_bytes_max,
     said,
@@ -336,6 +337,7 @@ class HttpDialect(Dialect):
         EMBEDDED_ONLY | {RequestField.LARK},
         top_logprobs_max=TOP_LOGPROBS[0],
         logit_bias_max=LOGIT_BIAS_MAX,
+        after_thinking=frozenset(),
     )
 
     def __init__(self, session: aiohttp.ClientSession, settings: RemoteSettings) -> None:
@@ -529,6 +531,8 @@ class HttpDialect(Dialect):
             kind = request.response_format.kind
             name = "json" if kind is GrammarKind.JSON_SCHEMA else "regex"
             body["structured_outputs"] = {name: request.response_format.source}
+            if self._path == GENERATE:
+                body["require_reasoning"] = constrains_after_thinking(choice)
         if request.cache_salt and self.carries_salt:
             # Hashed: servers limit the length and the characters.
             body |= self._salted(hashlib.sha256(request.cache_salt.encode()).hexdigest())
@@ -575,6 +579,7 @@ class HttpDialect(Dialect):
             top_logprobs_max=answers.get(RequestField.TOP_LOGPROBS) or None,
             logit_bias_max=LOGIT_BIAS_MAX,
             counts_from_usage=not self._id_fields,
+            after_thinking=frozenset(),
         )
         return self.capabilities
 
@@ -754,7 +759,7 @@ def _generate_body(body: dict[str, Any]) -> dict[str, Any]:
     sampling = {_OF_SAMPLING[name]: value for name, value in body.items() if name in _OF_SAMPLING}
     for name, guide in body.get("structured_outputs", {}).items():
         sampling["json_schema" if name == "json" else name] = guide
-    names = ("model", "stream", "priority", "extra_key", "cache_salt")
+    names = ("model", "stream", "priority", "extra_key", "cache_salt", "require_reasoning")
     same = {name: body[name] for name in names if name in body}
     return same | {"input_ids": body["prompt"], "sampling_params": sampling}
 

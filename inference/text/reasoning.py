@@ -78,6 +78,10 @@ class ReasoningFormat(Protocol):
         """Return whether the prompt ends inside thinking that the output continues."""
         ...
 
+    def closes(self, prompt_token_ids: Sequence[int]) -> bool:
+        """Return whether the prompt ends with the end of thinking, so that an answer follows."""
+        ...
+
     def split(self, text: Detokenizer, stops: Stops, *, begun: bool, has_ids: bool) -> Split:
         """Return a detokenizer that splits an output.
 
@@ -130,11 +134,18 @@ class Marked:
 
     def opens(self, prompt_token_ids: Sequence[int]) -> bool:
         """Implement `ReasoningFormat.opens`: only blanks follow the last opening marker."""
+        return self._ends_with(prompt_token_ids, 0)
+
+    def closes(self, prompt_token_ids: Sequence[int]) -> bool:
+        """Implement `ReasoningFormat.closes`."""
+        return self._ends_with(prompt_token_ids, 1)
+
+    def _ends_with(self, prompt_token_ids: Sequence[int], place: int) -> bool:
         tail = list(prompt_token_ids[-PROMPT_TAIL_TOKENS:])
         if self.ids is None:
             text = self.backend.decode(tail, skip_special_tokens=False)
-            return text.rstrip().endswith(self.markers.opening)
-        while tail and tail[-1] != self.ids[0]:
+            return text.rstrip().endswith(self.markers[place])
+        while tail and tail[-1] != self.ids[place]:
             if self.backend.decode([tail.pop()], skip_special_tokens=False).strip():
                 return False
         return bool(tail)
@@ -178,6 +189,10 @@ class Channels:
 
     def opens(self, prompt_token_ids: Sequence[int]) -> bool:
         """Implement `ReasoningFormat.opens`: templates begin a message, never a thought."""
+        return False
+
+    def closes(self, prompt_token_ids: Sequence[int]) -> bool:
+        """Implement `ReasoningFormat.closes`."""
         return False
 
     def split(self, text: Detokenizer, stops: Stops, *, begun: bool, has_ids: bool) -> Split:

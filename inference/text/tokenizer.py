@@ -27,7 +27,7 @@ import numpy as np
 import tokenizers
 from tokenizers.models import BPE
 
-from inference.errors import CheckpointInvalid
+from inference.errors import ChatTemplateFailed, CheckpointInvalid
 from inference.text.chat_template import EFFORTS as EFFORTS
 from inference.text.chat_template import NOT_THINKING as NOT_THINKING
 from inference.text.chat_template import ChatMessage as ChatMessage
@@ -42,7 +42,7 @@ from inference.text.detokenizer import (
     token_bytes,
 )
 from inference.text.detokenizer import TokenPlaces as TokenPlaces
-from inference.text.reasoning import reasoning_format
+from inference.text.reasoning import Channels, reasoning_format
 from inference.text.tools import MARKERS, CallFormat, Tool, ToolCall
 from inference.text.word_cache import WordCache, parts_of
 
@@ -221,6 +221,20 @@ class Tokenizer:
     def takes_thinking(self, thinking: bool | str, *, has_tools: bool = False) -> bool:
         """Return whether the chat template has a switch for thinking, or such efforts."""
         return self._templates.takes_thinking(thinking, has_tools=has_tools)
+
+    @cached_property
+    def thinks_by_default(self) -> bool:
+        """True if the model begins to think by itself, unless the template's switch is off."""
+        if isinstance(self.reasoning, Channels):
+            return True
+        if self.reasoning is None or not self.takes_thinking(False):
+            return False
+        messages = [ChatMessage("user", "?")]
+        try:
+            shown, off = [self.render_chat(messages, thinking=each) for each in (None, False)]
+        except ChatTemplateFailed:
+            return False
+        return shown != off
 
     def render_chat(
         self,

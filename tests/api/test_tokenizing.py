@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -14,10 +15,13 @@ from weir.v1 import inference_service_pb2 as pb
 from api.core.errors import InvalidRequest, PromptFiltered, Violations
 from api.generation.conversation import check_prompt as check_prompt_form
 from api.generation.conversation import thinking_of
+from api.generation.preparation import thinking_start
+from api.generation.start_frame import ValidStart
 from api.generation.text_work import TextWork
 from api.generation.tokenizing import TextJob, check_prompt, tokenize
 from api.openai.parameters import ChatParameters, decode, parse_chat
 from inference.safety.safety_file import Rule, RuleChecker
+from inference.sequences import ThinkingStart
 from inference.text.tokenizer import ChatMessage, Thinking, Tokenizer
 from inference.text.tools import Tool, ToolCall
 from metering.quotas.quota_rules import Payer
@@ -98,6 +102,38 @@ async def test_thinking_reaches_the_template_that_has_a_switch(tmp_path: Path) -
     token_ids, _ = await tokenize(job, (ChatMessage("user", "Hello"),))
 
     assert tokenizer.decode(token_ids) == "on: Hello"
+
+
+SWITCHED_OFF = "{% if enable_thinking is false %}<think></think>{% endif %}"  # as Qwen3's
+SWITCHED_ON = "{% if enable_thinking %}<think>{% else %}</think>{% endif %}"  # as DeepSeek V3.1's
+SILENT = "{# <think> #}{% if thinking %}Think.{% endif %}"  # as Granite's
+OPENED = "<think>\n"  # as DeepSeek R1's
+
+
+@pytest.mark.parametrize(
+    ("template", "by_default", "on", "off"),
+    [
+        (SWITCHED_OFF, "model", "model", "ended"),
+        (SWITCHED_ON, "ended", "prompt", "ended"),
+        (SILENT, "none", "model", "none"),
+        (OPENED, "prompt", None, "none"),
+        ("{# <think> #}", "none", None, "none"),
+        ("no mark", "none", None, "none"),
+    ],
+)
+def test_it_is_known_what_begins_the_thinking(
+    tmp_path: Path, template: str, by_default: str, on: str | None, off: str
+) -> None:
+    make_checkpoint(tmp_path, chat_template="{{ messages[0].content }}" + template)
+    tokenizer, messages = Tokenizer(tmp_path), (ChatMessage("user", "Hello"),)
+    for thinking, expected in ((None, by_default), (True, on), (False, off)):
+        if expected is None:
+            continue  # the template has no switch, so it is refused
+        start = cast("ValidStart", SimpleNamespace(prompt=messages, thinking=thinking))
+        token_ids = tokenizer.encode_chat(messages, thinking=thinking)
+        assert thinking_start(start, tokenizer, token_ids) == ThinkingStart(expected)
+        plain = cast("ValidStart", SimpleNamespace(prompt=("Hello",), thinking=None))
+        assert thinking_start(plain, tokenizer, token_ids) is ThinkingStart.NONE
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from inference.engine import (
     StopCriteria,
 )
 from inference.errors import RequestImpossible
-from inference.sequences import choice_seed
+from inference.sequences import ThinkingStart, choice_seed
 from inference.text.detokenizer import TextDecoder
 from inference.text.tokenizer import Tokenizer
 from infra.architecture import ROOT
@@ -91,6 +91,7 @@ ALWAYS = {
     "adapter": "refused by engines that do not have it",
     "beam_search": "listed",
     "splits_reasoning": "the text is split where it is decoded",
+    "thinking": "by the formats after thinking",
     "temperature": "translated by all",
     "max_output_tokens": "translated by all",
     "stop_sequences": "matched in the text here",
@@ -333,4 +334,42 @@ def test_defaults_of_a_checkpoint_that_its_engine_ignores_are_left_out_and_logge
     assert (
         read_model_info(tmp_path, name="m", engine="torch").default_sampling.repetition_penalty
         == 1.05
+    )
+
+
+REGEX, LARK = RequestField.REGEX, RequestField.LARK
+
+
+@pytest.mark.parametrize(
+    ("unsupported", "after_thinking", "refused"),
+    [
+        # An embedded engine, and servers without and with a switch of their own.
+        (set(), None, {}),
+        (set(), set(), {"prompt": "thinking off", "model": "thinking off"}),
+        (set(), {REGEX}, {"model": "thinking off"}),
+        ({REGEX}, {REGEX}, {"none": "omit it", "model": "thinking off"}),
+        ({REGEX}, set(), dict.fromkeys(ThinkingStart, "omit it")),
+        ({REGEX}, {LARK}, dict.fromkeys(ThinkingStart, "omit it")),
+    ],
+)
+def test_a_format_and_thinking_are_combined_only_where_the_engine_keeps_both(
+    unsupported: set[RequestField],
+    after_thinking: set[RequestField] | None,
+    refused: dict[str, str],
+) -> None:
+    known = None if after_thinking is None else frozenset(after_thinking)
+    capabilities = Capabilities(frozenset(unsupported), after_thinking=known)
+    for thinking in ThinkingStart:
+        form = ResponseFormat(GrammarKind.REGEX, "a", "response_format.regex")
+        asked = replace(GREEDY, response_format=form, thinking=thinking)
+        if (said := refused.get(thinking)) is None:
+            capabilities.check(asked, "this one")
+            continue
+        with pytest.raises(RequestImpossible, match=said) as refusal:
+            capabilities.check(asked, "this one")
+        assert refusal.value.field == "response_format.regex"
+    assert combined([capabilities, Capabilities(after_thinking=None)]).after_thinking is None
+    other = Capabilities(after_thinking=frozenset({LARK}))
+    assert combined([capabilities, other]).after_thinking == (
+        None if known is None else known | {LARK}
     )

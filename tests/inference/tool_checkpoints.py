@@ -55,11 +55,12 @@ def make_tool_checkpoint(directory: Path, *, shape: LlamaShape | None = None) ->
 
 
 def make_scripted_checkpoint(
-    directory: Path, script: Sequence[str], template: str = TOOL_TEMPLATE
+    directory: Path, script: Sequence[str], template: str = TOOL_TEMPLATE, *, weight: float = 100.0
 ) -> Path:
     """Write one that answers everything with these distinct tokens and its end.
 
-    Its layers add nothing, and each token's embedding points to the next one.
+    Its layers add nothing, and each token's embedding points to the next one. weight: of that, in
+    eighths of a logit.
     """
     make_checkpoint(directory, shape=LlamaShape(layer_count=1), chat_template=template)
     tokenizer_path = directory / "tokenizer.json"
@@ -81,6 +82,7 @@ def make_scripted_checkpoint(
         directory,
         [[ASSISTANT_ID, *range(first_id, first_id + len(script)), END_ID]],
         vocabulary_size=first_id + len(script),
+        weight=weight,
     )
     return directory
 
@@ -91,19 +93,20 @@ def write_chains(
     *,
     vocabulary_size: int,
     alternatives: Mapping[int, Sequence[tuple[int, float]]] | None = None,
+    weight: float = 100.0,
 ) -> None:
     """Rewrite the weights of a checkpoint with one layer: each token of a chain is followed by the
     next one.
 
     The tokens that others follow must be distinct, and fewer than the hidden size. alternatives:
-    by token, further ones that may follow it, and their weights; those of the chains have 100.
+    by token, further ones that may follow it, and their weights; those of the chains have `weight`.
     """
     shape = LlamaShape(layer_count=1)
     follows: dict[int, list[tuple[int, float]]] = {}
     for chain in chains:
         for token_id, next_id in itertools.pairwise(chain):
             assert token_id not in follows, "one token follows"
-            follows[token_id] = [(next_id, 100.0), *(alternatives or {}).get(token_id, ())]
+            follows[token_id] = [(next_id, weight), *(alternatives or {}).get(token_id, ())]
     assert len(follows) < shape.hidden_size
     tensors = load_file(directory / "model.safetensors")
     for name in list(tensors):

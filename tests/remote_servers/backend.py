@@ -8,12 +8,13 @@ import io
 import math
 import zipfile
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import grpc
 from smg_grpc_proto.generated import common_pb2
+from tokenizers import Tokenizer
 
 from bench import engine_streams as streams
 from bench.engine_streams import SequenceStream
@@ -42,6 +43,7 @@ FAULTS = frozenset(
         "wrong_cached",  # reports more cached tokens than prompt tokens
         "running_cached",  # reports other cached tokens, one more, until the last message
         "lose_chunk",  # omits one message
+        "reasoning_parser",  # holds grammars back until `</think>`, as vLLM and SGLang do with one
         "preempt",  # ends sequences as aborted without an abort, after three messages
         "unsalted",  # shares cached prefixes between tenants
         "cut_end",  # omits the end token from the output
@@ -136,6 +138,20 @@ class Backend:
             await context.abort(grpc.StatusCode.INTERNAL, str(error))
         finally:
             self.running.pop(request_id, None)
+
+    def held_back(self, request: GenerationRequest, *, waits: bool) -> GenerationRequest:
+        """Return a request whose grammar begins where the server's reasoning parser lets it begin.
+
+        waits: the request leaves that to the parser, which looks for the last mark in the prompt.
+        """
+        if "reasoning_parser" not in self.faults or request.response_format is None or not waits:
+            return request
+        tokenizer = Tokenizer.from_file(str(self.directory / "tokenizer.json"))
+        marks = [tokenizer.token_to_id(each) for each in ("<think>", "</think>")]
+        last = next((each for each in reversed(request.prompt_token_ids) if each in marks), None)
+        if last is None:  # until the model closes thinking that it has not begun
+            return replace(request, response_format=None)
+        return replace(request, splits_reasoning=last == marks[0])
 
     async def embed(self, token_ids: tuple[int, ...], context: Context) -> tuple[list[float], int]:
         """Return the vector of a text and its number of tokens, changed by the faults."""

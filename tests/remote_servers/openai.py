@@ -312,7 +312,7 @@ class OpenAiServer:
             ),
             top_logprobs=body.get("logprobs"),
         )
-        return GenerationRequest(
+        made = GenerationRequest(
             tuple(prompt),
             sampling,
             StopCriteria(
@@ -321,6 +321,8 @@ class OpenAiServer:
             "" if "unsalted" in faults else salt or "",
             response_format,
         )
+        waits = "generate" not in faults or body.get("require_reasoning", False)
+        return self._backend.held_back(made, waits=waits)
 
 
 def _completion_body(body: dict[str, Any]) -> dict[str, Any]:
@@ -331,7 +333,8 @@ def _completion_body(body: dict[str, Any]) -> dict[str, Any]:
     known = {names[name]: value for name, value in sampling.items() if name in names}
     if "regex" in sampling:
         known["structured_outputs"] = {"regex": sampling["regex"]}
-    known |= {name: body[name] for name in ("cache_salt", "extra_key") if name in body}
+    names_of_body = ("cache_salt", "extra_key", "require_reasoning")
+    known |= {name: body[name] for name in names_of_body if name in body}
     return known | {"model": body["model"], "prompt": body["input_ids"], "stream": body["stream"]}
 
 

@@ -117,7 +117,7 @@ class SglangServicer(VllmServicer):
         # It ignores stop tokens with `ignore_eos`. With a response format, the engine accepts only
         # the model's own stop ids, which are all ids here.
         has_stops = response_format is None and not params.ignore_eos
-        return GenerationRequest(
+        made = GenerationRequest(
             tuple(request.tokenized.input_ids),
             sampling,
             StopCriteria(
@@ -130,6 +130,7 @@ class SglangServicer(VllmServicer):
             self._salt(),
             response_format,
         )
+        return self._backend.held_back(made, waits=request.require_reasoning)
 
 
 def _logprobs(

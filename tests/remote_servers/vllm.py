@@ -155,13 +155,14 @@ class VllmServicer:
         # With a response format, the engine accepts only the model's own stop ids, which are all
         # ids here.
         stop_ids = frozenset(params.stop_token_ids) if response_format is None else frozenset()
-        return GenerationRequest(
+        made = GenerationRequest(
             tuple(request.tokenized.input_ids),
             sampling,
             StopCriteria(params.max_tokens, (), stop_ids, params.ignore_eos, params.min_tokens),
             self._salt(),
             response_format,
         )
+        return self._backend.held_back(made, waits=not params.grammar_from_first_token)
 
     def _salt(self) -> str:
         return "" if "unsalted" in self._backend.faults else uuid.uuid4().hex
