@@ -173,7 +173,9 @@ class GenerationRequest:
     anywhere. Used by replica sets only. adapter: one of `ModelInfo.adapters` to apply; empty for
     the base model. splits_reasoning: thinking is told apart from the answer, if the model marks it;
     stop sequences and stop token ids then act on the answer only. thinking: whether the model is to
-    think before its answer; a response format is that of the answer.
+    think before its answer; a response format is that of the answer. marked_functions: functions
+    whose calls are marked in the text if only token ids tell them from it, see
+    `CallFormat.HARMONY`.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -189,6 +191,7 @@ class GenerationRequest:
     adapter: str = ""
     splits_reasoning: bool = False
     thinking: ThinkingStart = ThinkingStart.NONE
+    marked_functions: tuple[str, ...] = ()
 
     @property
     def may_be_continued(self) -> bool:

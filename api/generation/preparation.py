@@ -20,6 +20,7 @@ from inference.safety.safety import SafetyChecker
 from inference.sequences import ThinkingStart
 from inference.text.chat_template import NOT_THINKING
 from inference.text.tokenizer import ChatMessage, Tokenizer, TokenLimitExceeded
+from inference.text.tools import CallFormat
 from metering.holds.operations import Admit, new_hold_id
 from metering.quotas.quota_rules import Payer
 from metering.tenants.tenants import TokenBounds
@@ -109,12 +110,19 @@ def checked_request(
         adapter=route.adapter,
         splits_reasoning=splits_reasoning,
         thinking=thinking_start(start, tokenizer, token_ids),
+        marked_functions=marked_functions(start, tokenizer),
     )
     check_against_model(request, size)
     if model.capabilities.counts_from_usage:
         check_stops_shown(request.stop.stop_sequences, tokenizer)
     model.capabilities.check(request, model.engine)
     return request
+
+
+def marked_functions(start: ValidStart, tokenizer: Tokenizer) -> tuple[str, ...]:
+    """Return the functions whose calls the engine marks, since they are read from its text."""
+    is_marked = tokenizer.call_format is CallFormat.HARMONY and not start.tool_use.forced
+    return start.tool_use.callable_names if is_marked and start.tool_use.tools else ()
 
 
 def thinking_start(

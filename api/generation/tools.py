@@ -181,6 +181,8 @@ def format_with_tools(
     elif (
         requested is not None or any(tool.strict for tool in use.tools)
     ) and tokenizer.call_format is not None:
+        if tokenizer.call_format is CallFormat.HARMONY:
+            raise InvalidRequest([FieldViolation("tools", NOT_STRICT)])
         grammar = strict_calls(
             tokenizer.call_format,
             use.tools,
@@ -198,6 +200,12 @@ def format_with_tools(
         )
         raise InvalidRequest([FieldViolation("tools", remedy)])
     return kept
+
+
+NOT_STRICT = (
+    "cannot be strict, or combined with response_format, for this model's form of calls: leave"
+    " strict out, or force a call with tool_choice"
+)
 
 
 def _rule_of(response_format: ResponseFormat) -> str:

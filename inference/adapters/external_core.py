@@ -579,6 +579,7 @@ class OutsideCore:
                     request.prompt_token_ids,
                     splits=splits,
                     may_have_begun=has_room,
+                    marked_functions=request.marked_functions,
                 ),
             )
             for index in range(request.choice_count)

@@ -168,6 +168,7 @@ class EngineCore:
             request.stop.stop_sequences,
             request.prompt_token_ids,
             splits=request.splits_reasoning,
+            marked_functions=request.marked_functions,
         )
         arrived_at_s = self._clock() if arrived_at_s is None else arrived_at_s
         detokenizers = [open_detokenizer() for _ in range(sequence_count)]

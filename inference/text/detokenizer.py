@@ -103,12 +103,14 @@ class TextDecoder:
         *,
         splits: bool = False,
         may_have_begun: bool = True,
+        marked_functions: tuple[str, ...] = (),
     ) -> Detokenizer:
         """Open a detokenizer of the output that follows a prompt.
 
         stop_sequences: must not be empty strings. One that names control tokens also matches the
         tokens themselves. splits: into thinking and answer, if the model's format is known.
-        may_have_begun: the output goes on with thinking that the prompt opened.
+        may_have_begun: the output goes on with thinking that the prompt opened. marked_functions:
+        see `GenerationRequest`.
         """
         assert all(stop_sequences), "the caller has refused empty stop sequences"
         stops, marks = self._marked(stop_sequences)
@@ -132,7 +134,9 @@ class TextDecoder:
         if reasoning is None:
             return opened
         begun = may_have_begun and reasoning.opens(prompt_token_ids)
-        return reasoning.split(opened, stops, begun=begun, has_ids=True)
+        split = reasoning.split(opened, stops, begun=begun, has_ids=True)
+        split.marked_functions = marked_functions
+        return split
 
     def control_token_in(self, text: str) -> str | None:
         """Return a control token that a text names; None if it names none."""
@@ -331,6 +335,7 @@ class GivenTextDecoder:
         *,
         splits: bool = False,
         may_have_begun: bool = True,
+        marked_functions: tuple[str, ...] = (),
     ) -> Detokenizer:
         """Implement `TextDecoder.open` without ids of special tokens."""
         stops = as_given(stop_sequences)

@@ -24,6 +24,7 @@ from typing import NamedTuple, Protocol
 import tokenizers
 
 from inference.text.detokenizer import NOTHING, Detokenizer, Stops, TextPiece, held_length
+from inference.text.tools import marked_call
 
 BLANK_TOKENS_MAX = 8  # before an opening marker; models write one or two
 PROMPT_TAIL_TOKENS = 32  # searched for an opening marker at the end of a prompt
@@ -61,6 +62,7 @@ CHANNEL_TOKENS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|
 THINKING_CHANNEL = "analysis"
 RECIPIENT = " to="  # begins the header of a call that no token of the format precedes
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w*)")
+_CALLED = re.compile(r"\bto=functions\.([\w-]+)")
 
 
 class Phase(Enum):
@@ -218,11 +220,13 @@ class Split(Detokenizer):
     """Detokenizer of an output with thinking. text: decodes it without a search for stops, and
     returns marks, which are dropped from thoughts.
 
-    phase: of the next token.
+    phase: of the next token. marked_functions: those whose calls are marked, see
+    `GenerationRequest`.
     """
 
     text: Detokenizer
     phase: Phase
+    marked_functions: tuple[str, ...] = field(init=False, default=())
 
     def __post_init__(self) -> None:
         self.marks = self.text.marks
@@ -378,7 +382,8 @@ class ChannelSplit(Split):
 
     header: of the message that has no text yet; None inside its text. header_token_count: its
     tokens. is_bare: no token of the format was seen, so the output may be plain text. said: the
-    kinds of text so far.
+    kinds of text so far. call_end: text after the arguments of the present call; empty outside of
+    calls. has_arguments: they have text.
     """
 
     format: Channels
@@ -386,6 +391,8 @@ class ChannelSplit(Split):
     header_token_count: int = field(init=False, default=0)
     is_bare: bool = field(init=False, default=True)
     said: set[Phase] = field(init=False, default_factory=set)
+    call_end: str = field(init=False, default="")
+    has_arguments: bool = field(init=False, default=False)
 
     @property
     def thinks(self) -> bool:
@@ -399,7 +406,9 @@ class ChannelSplit(Split):
         text = self.text.push(token_id, may_stop=may_stop).text
         if self.header is None:
             return self._say(text, 1, may_stop)
-        self.header += text if self.is_bare else self._shown(text)
+        # <|constrain|> ends the name of a function.
+        ends_name = token_id in self.text.special_token_ids and RECIPIENT in self.header
+        self.header += text if self.is_bare else self._shown(text) or " " * ends_name
         self.header_token_count += 1
         is_header = self.header.startswith(RECIPIENT) or RECIPIENT.startswith(self.header)
         if len(self.header) > HEADER_CHARS_MAX or (self.is_bare and not is_header):
@@ -428,6 +437,10 @@ class ChannelSplit(Split):
             return NOTHING
         mark = "" if is_thinking else self._mark(token_id, may_stop)
         piece = self._say(rest + mark, is_thinking, may_stop)
+        if self.call_end and not piece.stopped:
+            end = self.call_end if self.has_arguments else "{}" + self.call_end
+            piece = TextPiece(piece.text + self._unsearched(end))
+        self.call_end = ""
         begins = token_id in (self.format.start, self.format.channel)
         self.header = CHANNEL_TOKENS[1] if token_id == self.format.channel else ""
         self.header_token_count, self.phase = int(begins), Phase.UNDECIDED
@@ -436,14 +449,27 @@ class ChannelSplit(Split):
     def _begin(self, may_stop: bool) -> TextPiece:
         """Begin the text of a message, on a new line after another one of its kind."""
         found, count = _CHANNEL.search(self.header or ""), self.header_token_count
+        called = _CALLED.search(self.header or "")
+        if called is not None and called[1] in self.marked_functions:
+            begin, self.call_end = marked_call(called[1])
+            self.header, self.phase, self.has_arguments = None, Phase.ANSWER, False
+            return TextPiece(self._unsearched(begin))
         is_thought = found is not None and found[1] == THINKING_CHANNEL
         self.header, self.phase = None, Phase.THINKING if is_thought else Phase.ANSWER
         return self._say("\n" if self.phase in self.said else "", count, may_stop)
 
     def _say(self, text: str, token_count: int, may_stop: bool) -> TextPiece:
         is_thought = self.phase is Phase.THINKING
-        if text := self._shown(text) if is_thought else text:
+        text = self._shown(text) if is_thought else text
+        if self.call_end:
+            self.has_arguments |= bool(text.strip())
+        elif text:
             self.said.add(self.phase)
         if is_thought:
             return TextPiece("", "", text, token_count)
         return self._answer(text, may_stop)
+
+    def _unsearched(self, text: str) -> str:
+        """Return text that the model has not written, after text held back as a possible stop."""
+        held, self.held = self._shown(self.held), ""
+        return held + text

@@ -48,12 +48,15 @@ class CallFormat(StrEnum):
     HERMES: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, also used by Qwen.
     LLAMA: `{"name": …, "parameters": {…}}` as the whole output, or after `<|python_tag|>`.
     MISTRAL: `[TOOL_CALLS][{"name": …, "arguments": {…}}, …]`.
+    HARMONY: messages to `functions.NAME`, as of GPT-OSS. Only token ids tell them from text, so
+    they are marked where the output is decoded, see `marked_call`.
     JSON: only such an object or a list of them, as constrained by a schema for any model.
     """
 
     HERMES = "hermes"
     LLAMA = "llama"
     MISTRAL = "mistral"
+    HARMONY = "harmony"
     JSON = "json"
 
 
@@ -72,15 +75,22 @@ class CallShape:
     textless: bool = False
 
 
+# Around a marked call: code points that no text contains, since Unicode reserves them for this.
+CALL_MARKS = "\ufdd0", "\ufdd1"
+WITHOUT_MARKS = dict.fromkeys(map(ord, CALL_MARKS))
+
 CALL_SHAPES: Mapping[CallFormat, CallShape] = {
     CallFormat.HERMES: CallShape("<tool_call>", "</tool_call>"),
     CallFormat.LLAMA: CallShape("<|python_tag|>", bare=True),
     CallFormat.MISTRAL: CallShape("[TOOL_CALLS]"),
+    CallFormat.HARMONY: CallShape(*CALL_MARKS),
     CallFormat.JSON: CallShape("", bare=True, textless=True),
 }
 
 # formats that models are trained on
-MODEL_CALL_FORMATS = (CallFormat.HERMES, CallFormat.LLAMA, CallFormat.MISTRAL)
+MODEL_CALL_FORMATS = (
+    *(CallFormat.HERMES, CallFormat.LLAMA, CallFormat.MISTRAL, CallFormat.HARMONY),
+)
 
 # Treated as text even if they are special tokens: otherwise calls could not be told from text.
 MARKERS = frozenset({"<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]"})
@@ -90,11 +100,18 @@ def format_in(template: str) -> CallFormat | None:
     """Return the call format that a chat template shows; None if it is not a supported one."""
     if "<tool_call>" in template and "<function=" not in template and "<arg_key>" not in template:
         return CallFormat.HERMES
+    if "<|channel|>" in template and "functions." in template:
+        return CallFormat.HARMONY
     if "[TOOL_CALLS]" in template and "[ARGS]" not in template and "[CALL_ID]" not in template:
         return CallFormat.MISTRAL
     if '"parameters"' in template and ("<|python_tag|>" in template or "ipython" in template):
         return CallFormat.LLAMA
     return None
+
+
+def marked_call(name: str) -> tuple[str, str]:
+    """Return the text around the arguments of a call that was found by its token ids."""
+    return f'{CALL_MARKS[0]}{{"name": {json.dumps(name)}, "arguments": ', f"}}{CALL_MARKS[1]}"
 
 
 CALL_COUNT_MAX = 16  # per output: bounds models that repeat calls
@@ -518,12 +535,12 @@ class Findings:
         self._pieces[-1][-1].append(arguments)
 
     def taken(self) -> Parsed:
-        """Return everything added since the previous call."""
+        """Return everything added since the previous call. Text never has marks of calls."""
         calls = [
             CallPiece(index, call_id, name, "".join(arguments))
             for index, call_id, name, arguments in self._pieces
         ]
-        parsed = Parsed("".join(self._text), tuple(calls))
+        parsed = Parsed("".join(self._text).translate(WITHOUT_MARKS), tuple(calls))
         self._text, self._pieces = [], []
         return parsed
 

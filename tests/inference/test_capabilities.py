@@ -92,6 +92,7 @@ ALWAYS = {
     "beam_search": "listed",
     "splits_reasoning": "the text is split where it is decoded",
     "thinking": "by the formats after thinking",
+    "marked_functions": "the text is marked where it is decoded",
     "temperature": "translated by all",
     "max_output_tokens": "translated by all",
     "stop_sequences": "matched in the text here",
