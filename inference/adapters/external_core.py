@@ -120,13 +120,15 @@ class Output:
 
     finish_reason: None while the output runs; `stop_sequence` if the engine found one.
     stop_reason: the stop token that ended it, None for the end token. logprobs: for each token, a
-    mapping from token ids to log-probabilities.
+    mapping from token ids to log-probabilities. thinking_token_count: as the engine counts it at
+    the end.
     """
 
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     logprobs: list[dict[int, TokenLogprob]] = field(default_factory=list)
+    thinking_token_count: int | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -217,9 +219,19 @@ class Choice:
                 steps.append((len(taken) - 1, piece))
             if self.ended is not None:
                 break
+        more_count = 0
+        if finish_reason is not None:
+            total = self.token_count + len(taken)
+            # The outputs of TensorRT-LLM's library have no such count.
+            reported = getattr(output, "thinking_token_count", None)
+            more_count = self.detokenizer.settle(reported, total)
         if not taken:
             self._take_end(finish_reason)
-            return []
+            more = TokensGenerated((), "", (), self.index, (), "", more_count)
+            return [more] if more_count else []
+        begin, piece = steps.pop()
+        count = piece.reasoning_token_count + more_count
+        steps.append((begin, piece._replace(reasoning_token_count=count)))
         logprobs = self._logprobs(output, taken)
         self.token_count += len(taken)
         if self.first_token_at_s is None:

@@ -768,6 +768,8 @@ class SglangDialect(VllmDialect):
         cached_token_count = super().take(message, choice, output)
         if message.WhichOneof("response") == "complete":
             check_sent(message.complete.completion_tokens, output)
+            if message.complete.reasoning_tokens:  # 0 unless they were asked for
+                output.thinking_token_count = message.complete.reasoning_tokens
         for at in range(before, len(output.token_ids)):
             if output.token_ids[at] in ends and choice.request.generation.stop.ignore_eos:
                 del output.token_ids[at + 1 :]

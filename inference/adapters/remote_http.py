@@ -164,23 +164,44 @@ class _Logprobs(msgspec.Struct):
 
 
 class _Part(msgspec.Struct):
-    """New output of a choice."""
+    """New output of a choice. reasoning, reasoning_content: thinking that the server has split off,
+    by the names of vLLM, and of SGLang and DeepSeek.
+    """
 
     text: str = ""
     token_ids: list[int] | None = None
     logprobs: _Logprobs | None = None
     finish_reason: str | None = None
     index: int = 0
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+
+    @property
+    def thought(self) -> str:
+        """Thinking in this message; a server may send it by both names."""
+        return self.reasoning_content or self.reasoning or ""
 
 
 class _Details(msgspec.Struct):
     cached_tokens: int | None = None
 
 
+class _OutputDetails(msgspec.Struct):
+    reasoning_tokens: int | None = None
+
+
 class _Usage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int = 0
     prompt_tokens_details: _Details | None = None
+    completion_tokens_details: _OutputDetails | None = None
+    reasoning_tokens: int | None = None  # of SGLang
+
+    @property
+    def thinking_token_count(self) -> int | None:
+        """Output tokens of thinking; None if not reported."""
+        details = self.completion_tokens_details
+        return self.reasoning_tokens if details is None else details.reasoning_tokens
 
     @property
     def cached_token_count(self) -> int | None:
@@ -211,6 +232,7 @@ class _Meta(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int | None = None
+    reasoning_tokens: int | None = None
     finish_reason: str | _Reason | None = None
 
 
@@ -414,7 +436,7 @@ class HttpDialect(Dialect):
         part, usage = message.part, message.usage
         if not self._id_fields:
             _count(message, choice, output)
-        elif part.token_ids is None and part.text:
+        elif part.token_ids is None and (part.text or part.thought):
             raise EngineFailed("the engine sent text without token ids")
         else:
             check_room(choice, output, len(part.token_ids or ()))
@@ -436,6 +458,7 @@ class HttpDialect(Dialect):
                 f"the engine counts {usage.completion_tokens} tokens and sent"
                 f" {len(output.token_ids)}"
             )
+        output.thinking_token_count = usage.thinking_token_count
         check_length(choice, output)
         if self._id_fields:
             is_end = choice.request.end_token_ids.issuperset(output.token_ids[-1:])
@@ -768,7 +791,8 @@ def _count(message: _Message, choice: Choice, output: Output) -> None:
     """Add the text and the tokens of a message without token ids. Raises: EngineFailed."""
     part, usage = message.part, message.usage
     limit, before = choice.token_count_max, len(output.token_ids)
-    count = before + bool(part.text) if usage is None else usage.completion_tokens
+    has_text = bool(part.text or part.thought)
+    count = before + has_text if usage is None else usage.completion_tokens
     if part.finish_reason is None:
         count = min(count, limit - 1)  # the last token comes with the rest of the text
     elif usage is None:
@@ -776,7 +800,7 @@ def _count(message: _Message, choice: Choice, output: Output) -> None:
     if not before <= count <= limit:
         raise EngineFailed(f"the engine counts {count} tokens after {before}, of at most {limit}")
     output.token_ids += [UNKNOWN_TOKEN_ID] * (count - before)
-    choice.detokenizer.feed(part.text, count - before)
+    choice.detokenizer.feed(part.text, count - before, part.thought)
 
 
 def _token_id(text: str) -> int:
@@ -952,6 +976,7 @@ class _Events:
         if (meta := event.meta_info) is not None:
             cached = _Details(meta.cached_tokens)
             self._usage = _Usage(meta.prompt_tokens, meta.completion_tokens, cached)
+            self._usage.reasoning_tokens = meta.reasoning_tokens
             # The last message repeats ids, and SGLang may repeat all.
             new_count = meta.completion_tokens - self._sent_count
             token_ids = event.output_ids[-new_count:] if new_count > 0 else []

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tokenizers
 
-from inference.errors import CheckpointInvalid
+from inference.errors import CheckpointInvalid, EngineFailed
 from inference.text.control_tokens import longest_of
 
 if TYPE_CHECKING:
@@ -259,9 +259,22 @@ class Detokenizer(ABC):
         """True if the next token is part of the model's thinking."""
         return False
 
-    def feed(self, text: str, token_count: int) -> None:
-        """Take a message of an engine that decodes its output; ignored by others."""
+    def feed(self, text: str, token_count: int, thought: str = "") -> None:
+        """Take a message of an engine that decodes its output; ignored by others.
+
+        thought: thinking that the engine has split from the text itself.
+        """
         return
+
+    def settle(self, reported: int | None, token_count: int) -> int:
+        """Return the tokens that an engine, of so many at its end, counts as thinking beyond those
+        known. Raises: EngineFailed if its count contradicts its output.
+        """
+        if reported is not None and not 0 <= reported <= token_count:
+            raise EngineFailed(
+                f"the engine says that {reported} of {token_count} output tokens were thinking"
+            )
+        return 0
 
     @abstractmethod
     def push(self, token_id: int, *, may_stop: bool = True) -> TextPiece:
@@ -305,7 +318,7 @@ class GivenText(Detokenizer):
     fed: str = field(default="", init=False)
     token_count: int = field(default=0, init=False)  # tokens of `fed` that are not pushed yet
 
-    def feed(self, text: str, token_count: int) -> None:
+    def feed(self, text: str, token_count: int, thought: str = "") -> None:
         """Add a message. Text without tokens waits for the next one, or for the end."""
         self.fed += text
         self.token_count += token_count
@@ -322,8 +335,71 @@ class GivenText(Detokenizer):
         return self._search_rest(text) if self.stops else TextPiece(text)
 
 
+@dataclass(slots=True, eq=False)
+class GivenParts(Detokenizer):
+    """Text that the engine has decoded, and may have split from the thinking itself. text: reads
+    the text, and splits it if the engine does not.
+
+    thought: not released yet. thinking_count, answer_count: tokens of messages that had only the
+    one or the other. known_count: tokens reported as thinking so far.
+    """
+
+    text: Detokenizer
+    thought: str = field(default="", init=False)
+    thoughts_left: int = field(default=0, init=False)  # tokens of thoughts that are not pushed yet
+    thinking_count: int = field(default=0, init=False)
+    answer_count: int = field(default=0, init=False)
+    known_count: int = field(default=0, init=False)
+
+    @property
+    def thinks(self) -> bool:
+        """Implement `Detokenizer.thinks`."""
+        return self.text.thinks or (self.thinking_count > 0 == self.answer_count)
+
+    def feed(self, text: str, token_count: int, thought: str = "") -> None:
+        """Implement `Detokenizer.feed`."""
+        self.thought += thought
+        if thought and not text:
+            self.thinking_count += token_count
+            self.thoughts_left += token_count
+        elif text and not thought:
+            self.answer_count += token_count
+        self.text.feed(text, token_count)
+
+    def push(self, token_id: int, *, may_stop: bool = True) -> TextPiece:
+        """Implement `Detokenizer.push`."""
+        piece, thought = self.text.push(token_id, may_stop=may_stop), self.thought
+        count = piece.reasoning_token_count + (self.thoughts_left > 0)
+        self.thought, self.thoughts_left = "", max(self.thoughts_left - 1, 0)
+        self.known_count += count
+        return piece._replace(reasoning=thought + piece.reasoning, reasoning_token_count=count)
+
+    def finish(self) -> TextPiece:
+        """Implement `Detokenizer.finish`."""
+        piece, thought = self.text.finish(), self.thought
+        self.thought = ""
+        return piece._replace(reasoning=thought + piece.reasoning)
+
+    def settle(self, reported: int | None, token_count: int) -> int:
+        """Implement `Detokenizer.settle`: the engine's count is settled where it splits, or where
+        nothing of the thinking was seen.
+        """
+        Detokenizer.settle(self, reported, token_count)
+        if reported is None or (self.known_count and not self.thinking_count):
+            return 0  # Weir's own split counts the marks, too
+        least, most = self.thinking_count, token_count
+        if self.thinking_count:
+            most -= self.answer_count
+        if not least <= reported <= most:
+            raise EngineFailed(
+                f"the engine says that {reported} of {token_count} output tokens were thinking, and"
+                f" has sent {least} to {most}"
+            )
+        return reported - self.known_count
+
+
 class GivenTextDecoder:
-    """Opens a `GivenText` per sequence."""
+    """Opens a `GivenParts` per sequence."""
 
     def __init__(self, reasoning: ReasoningFormat | None = None) -> None:
         self.reasoning = reasoning
@@ -340,10 +416,11 @@ class GivenTextDecoder:
         """Implement `TextDecoder.open` without ids of special tokens."""
         stops = as_given(stop_sequences)
         if self.reasoning is None or not splits:
-            return GivenText(stops, frozenset())
+            return GivenParts({}, frozenset(), GivenText(stops, frozenset()))
         begun = may_have_begun and self.reasoning.opens(prompt_token_ids)
         given = GivenText({}, frozenset())
-        return self.reasoning.split(given, stops, begun=begun, has_ids=False)
+        split = self.reasoning.split(given, stops, begun=begun, has_ids=False)
+        return GivenParts({}, frozenset(), split)
 
 
 @dataclass(slots=True, eq=False)

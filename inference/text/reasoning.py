@@ -236,9 +236,9 @@ class Split(Detokenizer):
         """Implement `Detokenizer.thinks`."""
         return self.phase is Phase.THINKING
 
-    def feed(self, text: str, token_count: int) -> None:
+    def feed(self, text: str, token_count: int, thought: str = "") -> None:
         """Implement `Detokenizer.feed`."""
-        self.text.feed(text, token_count)
+        self.text.feed(text, token_count, thought)
 
     def push(self, token_id: int, *, may_stop: bool = True) -> TextPiece:
         """Implement `Detokenizer.push`."""

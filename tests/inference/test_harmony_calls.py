@@ -38,7 +38,7 @@ def found_in(
     output: str,
     step: int,
     *,
-    marked_functions: tuple[str, ...] = NAMES,
+    functions: tuple[str, ...] = NAMES,
     stops: tuple[str, ...] = (),
 ) -> Found:
     """Read an output as the core of an engine does, with so many tokens at once."""
@@ -47,9 +47,7 @@ def found_in(
     request = make_request(made.prompt_ids, 1000, stop_sequences=stops, ignore_eos=False)
     # The end tokens of the model, as its generation_config.json has them.
     ends = frozenset(map(made.id_of, ("<|return|>", "<|call|>")))
-    detokenizer = made.decoder.open(
-        stops, made.prompt_ids, splits=True, marked_functions=marked_functions
-    )
+    detokenizer = made.decoder.open(stops, made.prompt_ids, splits=True, marked_functions=functions)
     choice = Choice(Request(1, request, ends, 0.0, None), 0, 1, detokenizer)
     parser = ToolCallParser(CallFormat.HARMONY, NAMES, lambda: "id")
 

@@ -1,6 +1,6 @@
-"""Thinking of models on remote servers: counted by Weir, and before the answer under a grammar.
+"""Thinking of models on remote servers: its count, and a grammar of the answer after it.
 
-The servers send token ids, and none of them splits the output. The model answers the assistant's
+Servers that send token ids do not split the output. The model answers the assistant's
 mark with `<think>Hm.</think>`, two blank lines and more text.
 """
 
@@ -26,7 +26,7 @@ from inference.engine import (
     SequenceFinished,
     TokensGenerated,
 )
-from inference.errors import RequestImpossible
+from inference.errors import EngineFailed, RequestImpossible
 from inference.sequences import ThinkingStart
 from inference.text.tokenizer import Tokenizer
 from tests.inference.checkpoints import TinyCheckpoint
@@ -212,3 +212,73 @@ async def check_refused(engine: RemoteEngine, request: GenerationRequest) -> Non
     with pytest.raises(RequestImpossible, match=r"thinking off.*enable_thinking") as refused:
         await parts_of(engine, request)
     assert refused.value.field == request.response_format.field
+
+
+SPLITTING = ["no_ids", "unsalted", "no_events"]
+
+
+@pytest.fixture
+def splitting(thinking_server: ServerProcess) -> Iterator[RemoteWorld]:
+    """Yield a server over HTTP that sends no token ids."""
+    directory = thinking_server.certificates.directory.parent / "checkpoint"
+    tiny = TinyCheckpoint(directory)
+    settings = remote_settings(tiny, thinking_server, Service.OPENAI_HTTP, share_prefixes=True)
+    yield RemoteWorld(thinking_server, settings)
+    thinking_server.go_wrong()
+
+
+@pytest.mark.parametrize("choice_count", [1, 3])
+@pytest.mark.parametrize("continuous", [[], ["refuse continuous_usage_stats"]])
+@pytest.mark.parametrize(
+    ("faults", "expected"),
+    [
+        # By name; split by Weir from the text; counted only, as by a server that hides thoughts.
+        (["reasoning_content"], ("Hm.So.", "It is four. Or five.", 2)),
+        (["reasoning_content", "reasoning"], ("Hm.So.", "It is four. Or five.", 2)),
+        ([], ("Hm.So.", "It is four. Or five.", 4)),
+        (["reasoning_hidden"], ("", "It is four. Or five.", 2)),
+    ],
+)
+async def test_thinking_that_a_server_splits_itself_has_the_count_of_the_server(
+    splitting: RemoteWorld,
+    faults: list[str],
+    expected: tuple[str, str, int],
+    continuous: list[str],
+    choice_count: int,
+) -> None:
+    splitting.server.go_wrong(*SPLITTING, *faults, *continuous)
+    async with connected(splitting) as engine:
+        parts = await parts_of(engine, asked(max_output_tokens=20, choice_count=choice_count))
+    reasoning, text, count = expected
+    for each in parts.values():
+        assert (each.reasoning, each.text.strip()) == (reasoning, text)
+        assert len(each.token_ids) == 8
+        assert each.reasoning_token_count == count or (not faults and continuous)
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("reasoning_total", "9 of 8 output tokens were thinking"),
+        ("reasoning_zero", "0 of 8 output tokens were thinking, and has sent 2 to"),
+    ],
+)
+async def test_a_count_of_thinking_that_contradicts_the_output_fails_it(
+    splitting: RemoteWorld, fault: str, said: str
+) -> None:
+    splitting.server.go_wrong(*SPLITTING, "reasoning_content")
+    async with connected(splitting) as engine:
+        splitting.server.go_wrong(*SPLITTING, "reasoning_content", fault)
+        with pytest.raises(EngineFailed, match=said):
+            await parts_of(engine, asked(max_output_tokens=20))
+        splitting.server.go_wrong(*SPLITTING, "reasoning_content")
+
+
+async def test_a_thought_of_a_server_that_splits_is_counted_where_the_output_is_cut(
+    splitting: RemoteWorld,
+) -> None:
+    splitting.server.go_wrong(*SPLITTING, "reasoning_content")
+    async with connected(splitting) as engine:
+        parts = await parts_of(engine, asked(max_output_tokens=2))
+    [each] = parts.values()
+    assert (each.reasoning, each.text, each.reasoning_token_count) == ("Hm.", "", 1)

@@ -44,6 +44,11 @@ FAULTS = frozenset(
         "running_cached",  # reports other cached tokens, one more, until the last message
         "lose_chunk",  # omits one message
         "reasoning_parser",  # holds grammars back until `</think>`, as vLLM and SGLang do with one
+        "reasoning_content",  # splits thinking from text, and counts it without its marks
+        "reasoning",  # the same by this name
+        "reasoning_total",  # counts all output as thinking
+        "reasoning_zero",  # counts none
+        "reasoning_hidden",  # counts it, and sends none of it
         "preempt",  # ends sequences as aborted without an abort, after three messages
         "unsalted",  # shares cached prefixes between tenants
         "cut_end",  # omits the end token from the output

@@ -8,6 +8,7 @@ import json
 import ssl
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import grpc
@@ -150,7 +151,9 @@ class OpenAiServer:
         request_id = http.headers.get("X-Request-Id") or uuid.uuid4().hex
         prompt_tokens = len(wanted.prompt_token_ids) + ("wrong_prompt" in faults)
         options = body.get("stream_options") or {}
-        cached = sent = 0
+        cached = sent = thinking = 0
+        if self._splits():
+            wanted = replace(wanted, splits_reasoning=True)
         text = ""
         held: dict[str, Any] | None = None  # the last tokens come with the finish reason
         try:
@@ -164,6 +167,8 @@ class OpenAiServer:
                         if held is not None:
                             await _send(response, held)
                         sent += len(event.token_ids)
+                        # Without its marks, as vLLM counts it.
+                        thinking += event.reasoning_token_count if event.reasoning else 0
                         held = self._chunk(body, event)
                         if "generate" in faults:
                             text += event.text
@@ -197,6 +202,10 @@ class OpenAiServer:
                             usage["completion_tokens"] = body["max_tokens"] + 1
                         if "undercount" in faults:
                             usage["completion_tokens"] = 1
+                        if self._splits():
+                            count = 0 if "reasoning_zero" in faults else thinking
+                            count = sent + 1 if "reasoning_total" in faults else count
+                            usage["completion_tokens_details"] = {"reasoning_tokens": count}
                         if "wrong_cached" in faults:
                             cached = len(wanted.prompt_token_ids) + 1
                         if "no_counts" not in faults and (cached or "no_zeros" not in faults):
@@ -234,9 +243,16 @@ class OpenAiServer:
                         return
                 yield event
 
+    def _splits(self) -> bool:
+        return any(fault.startswith("reasoning_") for fault in self._backend.faults) and (
+            "reasoning_parser" not in self._backend.faults
+        )
+
     def _chunk(self, body: dict[str, Any], event: TokensGenerated) -> dict[str, Any]:
         faults = self._backend.faults
         choice: dict[str, Any] = {"index": 0, "text": event.text, "finish_reason": None}
+        if event.reasoning and "reasoning_hidden" not in faults:
+            choice["reasoning" if "reasoning" in faults else "reasoning_content"] = event.reasoning
         if body.get("return_token_ids") and "no_ids" not in faults:
             choice["token_ids"] = event.token_ids
         if body.get("logprobs") is not None:
