@@ -14,12 +14,10 @@ from api.generation.start_frame import ValidStart
 from api.generation.tokenizing import TextJob, check_prompt, tokenize
 from api.generation.tools import format_with_tools
 from api.queue.fair_queue import Arrival
-from inference.engine import GenerationRequest
+from inference.engine import GenerationRequest, ThinkingStart
 from inference.routing.router import Route
 from inference.safety.safety import SafetyChecker
-from inference.sequences import ThinkingStart
-from inference.text.chat_template import NOT_THINKING
-from inference.text.tokenizer import ChatMessage, Tokenizer, TokenLimitExceeded
+from inference.text.tokenizer import NOT_THINKING, ChatMessage, Tokenizer, TokenLimitExceeded
 from inference.text.tools import CallFormat
 from metering.holds.operations import Admit, new_hold_id
 from metering.quotas.quota_rules import Payer
