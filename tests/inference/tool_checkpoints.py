@@ -63,6 +63,45 @@ def make_scripted_checkpoint(
     eighths of a logit.
     """
     make_checkpoint(directory, shape=LlamaShape(layer_count=1), chat_template=template)
+    first_id = _add_tokens(directory, script)
+    write_chains(
+        directory,
+        [[ASSISTANT_ID, *range(first_id, first_id + len(script)), END_ID]],
+        vocabulary_size=first_id + len(script),
+        weight=weight,
+    )
+    return directory
+
+
+def make_conversation_checkpoint(
+    directory: Path, answers: Sequence[Sequence[str]], *, context_window_tokens: int
+) -> Path:
+    """Write one that has an answer for each number of results of tools, the last for all others.
+
+    The template ends prompts with a token that the answer follows. Tokens must be distinct.
+    """
+    marks = [f"<answer {number}>" for number in range(len(answers))]
+    chosen = (
+        "{{ '<|assistant|>' }}{%- set results = messages | selectattr('role', 'equalto', 'tool')"
+        " | list | length -%}"
+        f"{{{{ '<answer ' + ([results, {len(answers) - 1}] | min | string) + '>' }}}}"
+    )
+    template = TOOL_TEMPLATE.replace("{{ '<|assistant|>' }}", chosen)
+    shape = LlamaShape(layer_count=1, context_window_tokens=context_window_tokens)
+    make_checkpoint(directory, shape=shape, chat_template=template)
+    tokens = [*marks, *itertools.chain.from_iterable(answers)]
+    assert len(set(tokens)) == len(tokens), "each token has one follower"
+    ids = dict(zip(tokens, itertools.count(_add_tokens(directory, tokens)), strict=False))
+    chains = [
+        [ids[mark], *(ids[token] for token in answer), END_ID]
+        for mark, answer in zip(marks, answers, strict=True)
+    ]
+    write_chains(directory, chains, vocabulary_size=max(ids.values()) + 1)
+    return directory
+
+
+def _add_tokens(directory: Path, tokens: Sequence[str]) -> int:
+    """Add tokens to the tokenizer of a checkpoint. Return the id of the first; others follow."""
     tokenizer_path = directory / "tokenizer.json"
     tokenizer = json.loads(tokenizer_path.read_text(encoding="utf-8"))
     first_id = len(tokenizer["model"]["vocab"])
@@ -74,17 +113,11 @@ def make_scripted_checkpoint(
         "special": False,
     }
     tokenizer["added_tokens"] += [
-        {"id": first_id + index, "content": piece, **plain} for index, piece in enumerate(script)
+        {"id": first_id + index, "content": piece, **plain} for index, piece in enumerate(tokens)
     ]
     tokenizer_path.write_text(json.dumps(tokenizer), encoding="utf-8")
-    assert tokenizer["model"]["vocab"].keys().isdisjoint(script), "these are tokens already"
-    write_chains(
-        directory,
-        [[ASSISTANT_ID, *range(first_id, first_id + len(script)), END_ID]],
-        vocabulary_size=first_id + len(script),
-        weight=weight,
-    )
-    return directory
+    assert tokenizer["model"]["vocab"].keys().isdisjoint(tokens), "these are tokens already"
+    return first_id
 
 
 def write_chains(
