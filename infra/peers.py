@@ -1,4 +1,4 @@
-"""Install engines of other projects, each in its own virtual environment, and test Weir with them.
+"""Install engines and agents of other projects, each in its own folder, and test Weir with them.
 
 Run as `make test-peers`, or `python -m infra.peers [PEER ...]`. Environments are kept below
 `~/.cache/weir/peers`, with `output.log` of the last command. If the variable of a peer already
@@ -9,6 +9,7 @@ set `PIP_EXTRA_INDEX_URL` as CONTRIBUTING.md says.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 import sys
@@ -26,8 +27,9 @@ INSTALL_MAX_S, TESTS_MAX_S = 1800, 3600
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """An engine. package: distribution whose version is shown. steps: arguments of pip, in order.
-    tests: files. select: names of tests, as `pytest -k`. needs: other peers that the tests use.
+    """An engine, or agents. package: distribution whose version is shown. steps: arguments of pip,
+    in order. tests: files. select: names of tests, as `pytest -k`. needs: other peers that the
+    tests use. manager: "npm" if steps are arguments of npm.
     """
 
     name: str
@@ -36,6 +38,7 @@ class Peer:
     tests: Sequence[str]
     select: str
     needs: Sequence[str] = ()
+    manager: str = "pip"
 
     @property
     def folder(self) -> Path:
@@ -43,13 +46,15 @@ class Peer:
 
     @property
     def variable(self) -> str:
-        """Name of the variable by which tests find the interpreter."""
-        return f"WEIR_TEST_{self.name.upper()}_PYTHON"
+        """Name of the variable by which tests find the interpreter, or the folder of programs."""
+        return f"WEIR_TEST_{self.name.upper()}{'_PYTHON' if self.manager == 'pip' else ''}"
 
     @property
-    def python(self) -> Path:
+    def installed_at(self) -> Path:
+        """Value of the variable."""
         given = os.environ.get(self.variable)
-        return Path(given) if given else self.folder / "bin" / "python"
+        own = "bin/python" if self.manager == "pip" else "node_modules/.bin"
+        return Path(given or self.folder / own)
 
 
 PEERS = {
@@ -93,6 +98,17 @@ PEERS = {
             "test_real_smg or smg-vllm",
             needs=("vllm",),
         ),
+        Peer(
+            "agents",
+            "@anthropic-ai/claude-code",
+            (
+                "install --no-audit --no-fund @anthropic-ai/claude-code@2.1.332"
+                " @openai/codex@0.171.0 opencode-ai@1.18.33 cline@3.0.65",
+            ),
+            ("tests/faults/test_real_agents.py",),
+            "test_real_agents",
+            manager="npm",
+        ),
     )
 }
 
@@ -102,13 +118,20 @@ def install(peer: Peer) -> str:
     folder, stamp, wanted = peer.folder, peer.folder / ".installed", "\n".join(peer.steps)
     folder.mkdir(parents=True, exist_ok=True)
     if peer.variable not in os.environ and not (stamp.exists() and stamp.read_text() == wanted):
-        run([sys.executable, "-m", "venv", "--clear", "."], folder, os.environ, INSTALL_MAX_S)
+        command: list[str | Path] = ["npm"]
+        if peer.manager == "npm":
+            (folder / "package.json").write_text('{"private": true}')
+        else:
+            run([sys.executable, "-m", "venv", "--clear", "."], folder, os.environ, INSTALL_MAX_S)
+            command = [peer.installed_at, "-m", "pip", "--quiet"]
         for step in peer.steps:
-            command: list[str | Path] = [peer.python, "-m", "pip", "--quiet", *shlex.split(step)]
-            run(command, folder, os.environ, INSTALL_MAX_S)
+            run([*command, *shlex.split(step)], folder, os.environ, INSTALL_MAX_S)
         stamp.write_text(wanted)
+    if peer.manager == "npm":
+        manifest = peer.installed_at.parent / peer.package / "package.json"
+        return str(json.loads(manifest.read_text())["version"])
     code = f"import importlib.metadata as m; print(m.version({peer.package!r}))"
-    return run([peer.python, "-c", code], folder, os.environ, INSTALL_MAX_S).strip()
+    return run([peer.installed_at, "-c", code], folder, os.environ, INSTALL_MAX_S).strip()
 
 
 def tried(peer: Peer) -> tuple[str, bool]:
@@ -117,7 +140,7 @@ def tried(peer: Peer) -> tuple[str, bool]:
     try:
         installed = {each: install(PEERS[each]) for each in (peer.name, *peer.needs)}
         version, began = installed[peer.name], time.monotonic()
-        chosen = {PEERS[name].variable: str(PEERS[name].python) for name in installed}
+        chosen = {PEERS[name].variable: str(PEERS[name].installed_at) for name in installed}
         others = {each.variable for each in PEERS.values()}
         kept = {name: value for name, value in os.environ.items() if name not in others}
         command = [sys.executable, "-m", "pytest", "-q", f"--rootdir={ROOT}", "-k", peer.select]

@@ -26,7 +26,7 @@ from tests.conftest import new_database
 from tests.inference.tool_checkpoints import make_conversation_checkpoint
 from tests.service import MODEL, Service, Tenant, running, until
 
-VARIABLE = "WEIR_TEST_AGENTS_PYTHON"
+VARIABLE = "WEIR_TEST_AGENTS"  # folder of their programs, set by `make test-peers`
 PROGRAMS = Path(os.environ.get(VARIABLE, "/"))
 pytestmark = pytest.mark.skipif(VARIABLE not in os.environ, reason=f"{VARIABLE} is not set")
 

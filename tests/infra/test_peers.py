@@ -14,7 +14,8 @@ from infra.peers import PEERS, Peer, tried
 
 @pytest.mark.parametrize("peer", PEERS.values(), ids=list(PEERS))
 def test_a_peer_pins_its_package_and_has_tests(peer: Peer) -> None:
-    assert f"{peer.package}==" in " ".join(peer.steps)
+    pin = "==" if peer.manager == "pip" else "@"
+    assert f"{peer.package}{pin}" in " ".join(peer.steps)
     assert peer.tests
     assert all((ROOT / path).is_file() for path in peer.tests)
     assert set(peer.needs) <= PEERS.keys()
