@@ -121,7 +121,7 @@ async def test_every_token_costs_the_price_of_its_kind(
     assert picos(finished.cost) == cost_at(usage, price)
     assert 0 < usage.reasoning_token_count <= usage.billed_token_count
     [receipt] = finished.receipts
-    assert (receipt.version, receipt.reasoning_token_count) == (2, usage.reasoning_token_count)
+    assert (receipt.version, receipt.reasoning_token_count) == (3, usage.reasoning_token_count)
     for frame in stream.frames[request_id]:
         if frame.HasField("usage"):
             told = frame.usage.usage
