@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import os
 import posixpath
 import re
@@ -32,10 +33,12 @@ from weir_cli.__main__ import COMMANDS, load
 from weir_cli.commands import PERSONAS
 
 from api.access.auth import SCOPES
-from api.core import settings
+from api.core import settings, wire
 from api.core.errors import KINDS, Cause
+from api.generation import conversation, decoding, tools
 from api.generation.endings import CAUSES, PHASES, SIBLING, TABLE, WAYS, Action, Cell
 from api.metrics import operator_http
+from api.openai import dialects, formats, gateway, parameters, tolerance
 from api.openai.refusals import http_status_of
 from infra.generate_proto import GOOGLE_ROOT, PROTO_ROOT
 from metering.ledger.ledger import AccountKind, TransactionKind
@@ -710,6 +713,70 @@ def dimensions() -> str:
     return table(("dimension", "counts", "window (UTC)", "tokens"), rows)
 
 
+def dialect_fields(effect: str) -> str:
+    """Return the fields of other servers with one effect, and those of single APIs."""
+
+    def rows() -> Iterator[tuple[str, ...]]:
+        entries = [(name, "", entry) for name, entry in dialects.FIELDS.items()]
+        for api, by_name in dialects.FIELDS_BY_API.items():
+            entries += [(name, api, entry) for name, entry in by_name.items()]
+        for name, api, entry in sorted(entries, key=lambda each: each[:2]):
+            if entry.effect == effect:
+                note = entry.note or " or ".join(f"`{each}`" for each in entry.means)
+                values = ", ".join(f"`{json.dumps(each)}`" for each in entry.neutral)
+                yield f"`{name}`" + (f" ({api})" if api else ""), values, note
+
+    heads = {"refused": "instead, or why"}
+    return table(("field", "changes nothing", heads.get(effect, "means")), rows())
+
+
+def dialect_hints() -> str:
+    """Return the fields of other servers that are ignored and named."""
+    names = sorted(name for name, each in dialects.FIELDS.items() if each.effect == "hint")
+    return "\n".join(f"- `{name}`" for name in names) + "\n"
+
+
+def dialect_neutral() -> str:
+    """Return the values that change nothing in an API without the parameter."""
+    return table(
+        ("parameter", "changes nothing"),
+        (
+            (f"`{name}`", ", ".join(f"`{json.dumps(each)}`" for each in values))
+            for name, values in sorted(dialects.NEUTRAL.items())
+        ),
+    )
+
+
+def http_limits() -> str:
+    """Return the limits of one HTTP request, which are constants."""
+    embedding, body = "`input` of an embedding", "a body"
+    limits: Sequence[tuple[str, str, int | str]] = (
+        ("a conversation", "messages, or items of `input`", conversation.MESSAGE_COUNT_MAX),
+        ("a conversation", "tool calls", conversation.CALL_COUNT_MAX),
+        ("tools", "functions", tools.TOOL_COUNT_MAX),
+        ("tools", "bytes of all schemas", tools.SCHEMAS_BYTES_MAX),
+        ("a tool", "bytes of its schema", tools.SCHEMA_BYTES_MAX),
+        ("`response_format`", "bytes", decoding.RESPONSE_FORMAT_BYTES_MAX),
+        ("`response_format`", "texts to choose from", formats.CHOICE_COUNT_MAX),
+        ("`stop`", "sequences", decoding.STOP_SEQUENCE_COUNT_MAX),
+        ("`stop`", "characters of each", decoding.STOP_SEQUENCE_CHARS_MAX),
+        ("`stop_token_ids`", "token ids", decoding.STOP_TOKEN_ID_COUNT_MAX),
+        ("`logit_bias`", "token ids", decoding.LOGIT_BIAS_COUNT_MAX),
+        ("`n`", "choices", decoding.CHOICE_COUNT_MAX),
+        ("`top_logprobs`", "tokens", decoding.LOGPROBS_MAX["top_logprobs"]),
+        ("`logprobs` with `echo`", "tokens", decoding.LOGPROBS_MAX["prompt_logprobs"]),
+        ("`prompt` of completions", "prompts", parameters.PROMPT_COUNT_MAX),
+        (embedding, "texts or lists of token ids", gateway.INPUT_COUNT_MAX),
+        ("`metadata`", "labels", wire.LABEL_COUNT_MAX),
+        ("`metadata`", "characters of a value", wire.LABEL_VALUE_CHARS_MAX),
+        (body, "unknown parameters", tolerance.UNKNOWN_COUNT_MAX),
+        *((body, what, count) for what, count in parameters.ELEMENT_COUNTS_MAX.items()),
+    )
+    return table(
+        ("limit of", "what", "at most"), ((of, what, f"{most:,}") for of, what, most in limits)
+    )
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
     "settings": settings_page,
     "errors": errors_page,
@@ -722,6 +789,13 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "endings-causes": lambda: table(("cause", "meaning"), CAUSES.items()),
     "endings-charges": endings_charges,
     "endings-ways": endings_ways,
+    "dialect-aliases": lambda: dialect_fields("alias"),
+    "dialect-formats": lambda: dialect_fields("format"),
+    "dialect-hints": dialect_hints,
+    "dialect-neutral": dialect_neutral,
+    "dialect-refused": lambda: dialect_fields("refused"),
+    "dialect-thinking": lambda: dialect_fields("thinking"),
+    "http-limits": http_limits,
 }
 
 

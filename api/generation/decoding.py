@@ -39,6 +39,17 @@ LENGTH_PENALTY_MAX = 10.0  # in both directions; beyond it the length alone woul
 # Compiles in 200 ms at worst, measured on schemas that consist of objects only.
 RESPONSE_FORMAT_BYTES_MAX = 65_536
 
+# What the numbers of sampling must be, by field
+SAMPLING_RANGES: Mapping[str, str] = {
+    "temperature": f"between 0 and {TEMPERATURE_MAX:g}",
+    "top_p": "between 0 and 1",
+    "top_k": "-1 or more",
+    "min_p": "between 0 and 1",
+    "repetition_penalty": f"more than 0 and at most {REPETITION_PENALTY_MAX:g}",
+    "presence_penalty": f"between {-PENALTY_MAX:g} and {PENALTY_MAX:g}",
+    "frequency_penalty": f"between {-PENALTY_MAX:g} and {PENALTY_MAX:g}",
+}
+
 EARLY_STOPPING: Mapping[int, EarlyStopping] = {
     pb.EARLY_STOPPING_UNSPECIFIED: EarlyStopping.HEURISTIC,
     pb.EARLY_STOPPING_HEURISTIC: EarlyStopping.HEURISTIC,
@@ -140,10 +151,16 @@ def parse_sampling(start: pb.StartFrame) -> SamplingOverrides:
     sampling = start.sampling
     has = sampling.HasField
     searches = start.HasField("beam_search")  # beam search ignores the model's sampling defaults
+    # A top_p of 0 leaves the likeliest token, like a temperature of 0; a top_k of -1 leaves all.
+    is_greedy = has("top_p") and sampling.top_p == 0
     return SamplingOverrides(
-        temperature=sampling.temperature if has("temperature") else 0.0 if searches else None,
-        top_p=sampling.top_p if has("top_p") else 1.0 if searches else None,
-        top_k=sampling.top_k if has("top_k") else 0 if searches else None,
+        temperature=0.0
+        if is_greedy or (searches and not has("temperature"))
+        else sampling.temperature
+        if has("temperature")
+        else None,
+        top_p=sampling.top_p if has("top_p") and not is_greedy else 1.0 if searches else None,
+        top_k=max(sampling.top_k, 0) if has("top_k") else 0 if searches else None,
         seed=sampling.seed if has("seed") else None,
         min_p=sampling.min_p if has("min_p") else 0.0 if searches else None,
         repetition_penalty=sampling.repetition_penalty if has("repetition_penalty") else None,
@@ -213,37 +230,19 @@ def check_against_model(request: GenerationRequest, vocabulary_size: int) -> Non
 def _check_sampling(sampling: pb.Sampling, wrong: Violations) -> None:
     """Check sampling. Comparisons are written so that NaN fails too."""
 
-    def check(name: str, right: bool, range_: str) -> None:
-        wrong.check(right, f"sampling.{name}", f"must be {range_}, got {getattr(sampling, name):g}")
+    def check(name: str, right: bool) -> None:
+        value = getattr(sampling, name)
+        wrong.check(right, f"sampling.{name}", f"must be {SAMPLING_RANGES[name]}, got {value:g}")
 
-    penalty_max = PENALTY_MAX
-    check(
-        "temperature",
-        0 <= sampling.temperature <= TEMPERATURE_MAX,
-        f"between 0 and {TEMPERATURE_MAX:g}",
-    )
-    check(
-        "top_p",
-        not sampling.HasField("top_p") or 0 < sampling.top_p <= 1,
-        "more than 0 and at most 1",
-    )
-    check("top_k", sampling.top_k >= 0, "0 or more")
-    check("min_p", 0 <= sampling.min_p <= 1, "between 0 and 1")
-    right = (
-        not sampling.HasField("repetition_penalty")
-        or 0 < sampling.repetition_penalty <= REPETITION_PENALTY_MAX
-    )
-    check("repetition_penalty", right, f"more than 0 and at most {REPETITION_PENALTY_MAX:g}")
-    check(
-        "presence_penalty",
-        -penalty_max <= sampling.presence_penalty <= penalty_max,
-        f"between {-penalty_max:g} and {penalty_max:g}",
-    )
-    check(
-        "frequency_penalty",
-        -penalty_max <= sampling.frequency_penalty <= penalty_max,
-        f"between {-penalty_max:g} and {penalty_max:g}",
-    )
+    check("temperature", 0 <= sampling.temperature <= TEMPERATURE_MAX)
+    check("top_p", 0 <= sampling.top_p <= 1)
+    check("top_k", sampling.top_k >= -1)
+    check("min_p", 0 <= sampling.min_p <= 1)
+    is_set = sampling.HasField("repetition_penalty")
+    penalty = sampling.repetition_penalty
+    check("repetition_penalty", not is_set or 0 < penalty <= REPETITION_PENALTY_MAX)
+    check("presence_penalty", -PENALTY_MAX <= sampling.presence_penalty <= PENALTY_MAX)
+    check("frequency_penalty", -PENALTY_MAX <= sampling.frequency_penalty <= PENALTY_MAX)
 
 
 def _check_biases(sampling: pb.Sampling, wrong: Violations) -> None:

@@ -8,12 +8,12 @@ import re
 import time
 import uuid
 from array import array
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, TypeVar
 from urllib.parse import unquote
 
 from aiohttp import web
@@ -87,7 +87,7 @@ from api.openai.tokens import (
     prompts_to_tokenize,
     tokenized_body,
 )
-from api.openai.tolerance import Ignored
+from api.openai.tolerance import Notes
 from common.loop_watch import Stage
 from inference.routing.router import VERSION_MARK
 from metering.pricing.prices import COUNTS_OF_EVENT
@@ -95,25 +95,37 @@ from metering.quotas.quota_rules import Owner
 from metering.store.db import Sessions
 from metering.tenants.tenants import Principal
 
+ENCODINGS = ("float", "base64")
+UNIT_TOLERANCE = 1e-3  # of the length of a normalized vector
+
 TOKENIZE_NAMES: dict[str, str] = {"conversation.messages": "messages"}
 
 INPUT_COUNT_MAX = 2048  # OpenAI's own limit; the model may take fewer
 
 
 class EmbeddingParameters(Struct, forbid_unknown_fields=True, kw_only=True):
-    """Parameters of `client.embeddings.create`."""
+    """Parameters of `client.embeddings.create`. normalize: as in TEI, Jina and vLLM."""
+
+    api: ClassVar[str] = "embeddings"
 
     model: str
     input: Prompt
-    encoding_format: Literal["float", "base64"] = "float"
+    encoding_format: str | None = None
     dimensions: Int32 | None = None
     user: str | None = None
+    normalize: bool | None = None
 
 
 def embed_request(requested: EmbeddingParameters, request_id: str) -> pb.EmbedRequest:
     """Return the request for the contract. Raises: InvalidRequest."""
     if not requested.model:
         raise invalid_parameter("model", "must name a model; GET /v1/models lists them")
+    if requested.encoding_format not in (None, *ENCODINGS):
+        raise invalid_parameter("encoding_format", f"must be one of {', '.join(ENCODINGS)}")
+    if requested.normalize is False:
+        raise invalid_parameter(
+            "normalize", "must be true or left out: vectors have the length that the model gives"
+        )
     request = pb.EmbedRequest(
         request_id=request_id,
         model=requested.model,
@@ -154,9 +166,10 @@ def embedding_list(
         {
             "object": "embedding",
             "index": index,
-            "embedding": packed(each) if is_base64 else list(each.vector),
+            "embedding": packed(vector) if is_base64 else list(vector),
         }
         for index, each in enumerate(response.embeddings)
+        for vector in [normalized(each.vector) if requested.normalize else each.vector]
     ]
     count = response.usage.embedding_token_count
     return {
@@ -172,9 +185,17 @@ def embedding_list(
     }
 
 
-def packed(embedding: pb.Embedding) -> str:
+def packed(vector: Iterable[float]) -> str:
     """Return a vector as base64 of its little-endian 32-bit floats."""
-    return base64.b64encode(array("f", embedding.vector).tobytes()).decode()
+    return base64.b64encode(array("f", vector).tobytes()).decode()
+
+
+def normalized(vector: Sequence[float]) -> Sequence[float]:
+    """Return a vector of length 1; one that has it already is unchanged."""
+    length = math.hypot(*vector)
+    if length == 0 or abs(length - 1) < UNIT_TOLERANCE:
+        return vector
+    return array("f", (each / length for each in vector))
 
 
 OWNER = "weir"
@@ -276,7 +297,7 @@ class Api:
     parameters: type[Any]
     parse: Callable[[Any], ParsedRequest]
     answer: Callable[[ParsedRequest, ServedModel, str, int], Answer]
-    tolerate: Callable[[Any, Ignored], None] = tolerate
+    tolerate: Callable[[Any, Notes], None] = tolerate
     error_body: Callable[[Refusal, str], dict[str, Any]] = Refusal.body
 
 
@@ -486,18 +507,16 @@ class Gateway:
     ) -> web.StreamResponse:
         def parse(
             body: bytes,
-        ) -> tuple[EmbeddingParameters, dict[str, str], ValidEmbed | Exception]:
-            ignored = Ignored()
-            requested = decode(
-                body, EmbeddingParameters, None if is_strict(request, principal) else ignored
-            )
+        ) -> tuple[EmbeddingParameters, Notes, ValidEmbed | Exception]:
+            notes = Notes(strict=is_strict(request, principal))
+            requested = decode(body, EmbeddingParameters, notes)
             try:
                 start = parse_embed(embed_request(requested, str(arrival.request_id)))
             except Exception as error:
-                return requested, ignored.headers(), error
-            return requested, ignored.headers(), start
+                return requested, notes, error
+            return requested, notes, start
 
-        requested, headers, start = await self._read(request, arrival, principal, parse)
+        requested, notes, start = await self._read(request, arrival, principal, parse)
         try:
             if isinstance(start, Exception):
                 raise start
@@ -509,13 +528,13 @@ class Gateway:
             response = await self._process.embed(arrival.caller, start).answer()
         except Exception as error:
             return refused(
-                refusal_of(status_of(error), embedding_names(requested)),
+                refusal_of(status_of(error), notes.names_as_sent(embedding_names(requested))),
                 arrival.request_id,
             )
         return answered(
             embedding_list(requested, response, str(arrival.request_id)),
             arrival,
-            quota_headers(response.quotas) | headers,
+            quota_headers(response.quotas) | notes.headers(),
         )
 
     async def _tokenize(
@@ -524,11 +543,10 @@ class Gateway:
         def parse(
             body: bytes,
         ) -> tuple[TokenizeParameters, dict[str, str], list[pb.CountTokensRequest], bool]:
-            ignored = None if is_strict(request, principal) else Ignored()
-            requested = decode(body, TokenizeParameters, ignored)
+            notes = Notes(strict=is_strict(request, principal))
+            requested = decode(body, TokenizeParameters, notes)
             model = model_named(requested.model, self._process, principal)
-            headers = {} if ignored is None else ignored.headers()
-            return requested, headers, *prompts_to_tokenize(requested, model)
+            return requested, notes.headers(), *prompts_to_tokenize(requested, model)
 
         requested, headers, prompts, adds = await self._read(request, arrival, principal, parse)
         names = TOKENIZE_NAMES | {"text": "prompt" if requested.content is None else "content"}
@@ -552,10 +570,10 @@ class Gateway:
         self, request: web.BaseRequest, arrival: Arrival, principal: Principal
     ) -> web.StreamResponse:
         def parse(body: bytes) -> tuple[DetokenizeParameters, dict[str, str], str]:
-            ignored = None if is_strict(request, principal) else Ignored()
-            requested = decode(body, DetokenizeParameters, ignored)
+            notes = Notes(strict=is_strict(request, principal))
+            requested = decode(body, DetokenizeParameters, notes)
             model = model_named(requested.model, self._process, principal)
-            return requested, {} if ignored is None else ignored.headers(), model
+            return requested, notes.headers(), model
 
         requested, headers, model = await self._read(request, arrival, principal, parse)
         skips = bool(requested.skip_special_tokens)
@@ -673,12 +691,17 @@ def parsed_body(body: bytes, api: Api, *, strict: bool) -> tuple[ParsedRequest, 
 
     strict: refuse unknown parameters. Raises: InvalidRequest, HttpFault.
     """
-    ignored = None if strict else Ignored()
-    requested = decode(body, api.parameters, ignored)
-    if ignored is None:
-        return api.parse(requested), {}
-    api.tolerate(requested, ignored)
-    return api.parse(requested), ignored.headers()
+    notes = Notes(strict=strict)
+    requested = decode(body, api.parameters, notes)
+    try:
+        if not strict:
+            api.tolerate(requested, notes)
+        parsed: ParsedRequest = api.parse(requested)
+    except InvalidRequest as error:
+        raise notes.as_sent(error) from error
+    if notes.sent:
+        parsed = replace(parsed, names=notes.names_as_sent(parsed.names))
+    return parsed, notes.headers()
 
 
 def is_strict(request: web.BaseRequest, principal: Principal) -> bool:

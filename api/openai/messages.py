@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 from msgspec import Raw, Struct
@@ -18,8 +18,8 @@ from weir.v1 import types_pb2
 from api.generation.conversation import MESSAGE_COUNT_MAX
 from api.generation.decoding import STOP_SEQUENCE_COUNT_MAX
 from api.openai.answers import Answer, Bill, Call, Output, ServedModel, event
+from api.openai.formats import ABSENT, Format, fill_format
 from api.openai.parameters import (
-    ABSENT,
     COMMON_NAMES,
     FUNCTION,
     Choice,
@@ -31,6 +31,7 @@ from api.openai.parameters import (
     ToolParameter,
     Unsupported,
     check_model_name,
+    fill_limit,
     fill_tools,
     names_annotated,
     refuse_unless,
@@ -38,7 +39,7 @@ from api.openai.parameters import (
     tolerate,
 )
 from api.openai.refusals import Refusal, check_count, invalid_parameter
-from api.openai.tolerance import EMPTY, Ignored
+from api.openai.tolerance import EMPTY, Notes, check_kept
 
 ROLES: Mapping[str, pb.Role.ValueType] = {
     "system": pb.ROLE_SYSTEM,
@@ -143,18 +144,11 @@ class Thinking(Struct, forbid_unknown_fields=True):
     display: Idle = None
 
 
-class OutputFormat(Struct, forbid_unknown_fields=True):
-    """Format of the text."""
-
-    type: str
-    schema: Raw = ABSENT
-
-
 class OutputConfig(Struct, forbid_unknown_fields=True):
     """Format of the answer, and the effort that some models know."""
 
     effort: Idle = None
-    format: OutputFormat | None = None
+    format: Format | None = None
 
 
 class Metadata(Struct, forbid_unknown_fields=True):
@@ -165,6 +159,8 @@ class Metadata(Struct, forbid_unknown_fields=True):
 
 class MessageParameters(Struct, forbid_unknown_fields=True, kw_only=True):
     """Parameters of `client.messages.create`, and of `count_tokens`, which needs no limit."""
+
+    api: ClassVar[str] = "messages"
 
     model: str
     messages: list[Message]
@@ -186,32 +182,33 @@ class MessageParameters(Struct, forbid_unknown_fields=True, kw_only=True):
     diagnostics: Idle = None
     user_profile_id: Idle = None
     workspace_id: Idle = None
+    # What changes nothing is accepted.
+    context_management: Any = None
+    inference_geo: Any = None
     container: Unsupported = None
-    context_management: Unsupported = None
-    inference_geo: Unsupported = None
     mcp_servers: Unsupported = None
 
 
-def tolerate_message(requested: MessageParameters, ignored: Ignored) -> None:
+def tolerate_message(requested: MessageParameters, notes: Notes) -> None:
     """Leave out tools that the server would run, and encrypted thinking; note what is ignored."""
-    tolerate(requested, ignored)
+    tolerate(requested, notes)
     parts = {"thinking": requested.thinking, "output_config": requested.output_config}
     for name, part in parts.items():
         for each in () if part is None else names_annotated(type(part), "Idle"):
             if getattr(part, each) not in EMPTY:
-                ignored.add(f"{name}.{each}")
+                notes.add(f"{name}.{each}")
     for tool in requested.tools or ():
         if tool.type not in (None, CUSTOM):
-            ignored.add(f"tools[].{tool.type}")
+            notes.add(f"tools[].{tool.type}")
     requested.tools = [tool for tool in requested.tools or () if tool.type in (None, CUSTOM)]
     for message in requested.messages:
         if isinstance(message.content, str):
             continue
         for block in message.content:
             if block.type == REDACTED:
-                ignored.add(f"messages[].content[].{block.type}")
+                notes.add(f"messages[].content[].{block.type}")
             elif block.is_error:
-                ignored.add("messages[].content[].is_error")
+                notes.add("messages[].content[].is_error")
         message.content = [block for block in message.content if block.type != REDACTED]
 
 
@@ -219,14 +216,16 @@ def parse_message(requested: MessageParameters) -> ParsedRequest:
     """Convert a request for a message. Raises: InvalidRequest."""
     if requested.max_tokens is None:
         raise invalid_parameter("max_tokens", "is required")
-    if requested.max_tokens < 1:
-        raise invalid_parameter("max_tokens", f"must be at least 1, got {requested.max_tokens}")
     return parse_counted_message(requested)
 
 
 def parse_counted_message(requested: MessageParameters) -> ParsedRequest:
     """Convert a request whose prompt may only be counted. Raises: InvalidRequest."""
-    refuse_unsupported(requested, *names_annotated(MessageParameters, "Unsupported"))
+    if requested.context_management is not None:
+        check_kept(requested.context_management, "context_management")
+    refuse_unsupported(
+        requested, "inference_geo", *names_annotated(MessageParameters, "Unsupported")
+    )
     refuse_unless(requested.speed, "speed", "standard", "each model has one speed")
     if requested.service_tier not in (None, "auto", "standard_only"):
         raise invalid_parameter("service_tier", "must be auto or standard_only")
@@ -236,8 +235,7 @@ def parse_counted_message(requested: MessageParameters) -> ParsedRequest:
     for name in ("temperature", "top_p", "top_k"):
         if (value := getattr(requested, name)) is not None:
             setattr(start.sampling, name, value)
-    if requested.max_tokens is not None:
-        start.max_output_tokens = requested.max_tokens
+    fill_limit(start, requested.max_tokens, "max_tokens")
     if requested.stop_sequences:
         check_count(requested.stop_sequences, "stop_sequences", STOP_SEQUENCE_COUNT_MAX)
         start.stop_sequences.extend(requested.stop_sequences)
@@ -249,12 +247,11 @@ def parse_counted_message(requested: MessageParameters) -> ParsedRequest:
         if (thinks := THINKING[kind]) is not None:
             start.conversation.thinking = thinks
     fill_message_tools(start, requested)
-    if requested.output_config is not None and (wanted := requested.output_config.format):
-        if wanted.type != "json_schema" or bytes(wanted.schema) == bytes(ABSENT):
-            raise invalid_parameter(
-                "output_config.format", "must have the type json_schema and a schema"
-            )
-        start.response_format.json_schema = bytes(wanted.schema).decode()
+    if requested.output_config is not None:
+        wanted = requested.output_config.format
+        if wanted is not None and wanted.type == "text":
+            raise invalid_parameter("output_config.format", "must have a schema, or be left out")
+        names |= fill_format(start, requested.output_config.format, "output_config.format")
     return ParsedRequest(
         (start,),
         requested.model,

@@ -6,96 +6,51 @@ Tools are functions. The chat API nests some objects that the responses API has 
 from __future__ import annotations
 
 import functools
+import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar, cast, overload
+from typing import Annotated, Any, ClassVar, TypeVar, cast, overload
 
 import msgspec
 from msgspec import Meta, Raw, Struct
 from msgspec.structs import astuple
 from weir.v1 import inference_service_pb2 as pb
 
-from api.core.errors import Violations
+from api.core.errors import InvalidRequest, Violations
 from api.core.wire import LABEL_COUNT_MAX
 from api.generation.conversation import CALL_COUNT_MAX, MESSAGE_COUNT_MAX
 from api.generation.decoding import (
     CHOICE_COUNT_MAX,
     LOGIT_BIAS_COUNT_MAX,
+    LOGIT_BIAS_MAX,
     LOGPROBS_MAX,
+    SAMPLING_RANGES,
     STOP_SEQUENCE_COUNT_MAX,
     STOP_TOKEN_ID_COUNT_MAX,
 )
 from api.generation.tools import TOOL_COUNT_MAX
+from api.openai.dialects import NEUTRAL, is_neutral
+from api.openai.formats import ABSENT, CHAT_FIELD, Format, fill_format
 from api.openai.refusals import HttpFault, check_count, invalid_parameter
-from api.openai.tolerance import EMPTY, UNKNOWN_COUNT_MAX, Ignored, without_unknown
+from api.openai.tolerance import (
+    EMPTY,
+    STRICT_REMEDY,
+    UNKNOWN_COUNT_MAX,
+    Notes,
+    as_known,
+    check_kept,
+    is_nothing,
+    shape_of,
+)
 
-ANY_OBJECT = '{"type": "object"}'
-ABSENT = Raw(b"null")
-CHAT_FIELD = "response_format"  # of the chat API, which nests the schema
 FUNCTION = "function"
 MODES: Mapping[str, pb.ToolMode.ValueType] = {
     "none": pb.TOOL_MODE_NONE,
     "auto": pb.TOOL_MODE_AUTO,
     "required": pb.TOOL_MODE_REQUIRED,
 }
-
-
-class Schema(Struct, forbid_unknown_fields=True):
-    """JSON schema with its name. It is enforced strictly even without `strict`."""
-
-    name: str | None = None
-    description: str | None = None
-    schema: Raw = ABSENT
-    strict: bool | None = None
-
-
-class Format(Struct, forbid_unknown_fields=True):
-    """Response format of either API: the chat API nests the schema in `json_schema`."""
-
-    type: str
-    json_schema: Schema | None = None
-    name: str | None = None
-    description: str | None = None
-    schema: Raw = ABSENT
-    strict: bool | None = None
-
-
-def response_format(requested: Format | None, field: str) -> pb.ResponseFormat | None:
-    """Return the format for a start frame; None for plain text.
-
-    field: the parameter that holds it. Raises: InvalidRequest.
-    """
-    match requested:
-        case None | Format(type="text"):
-            return None
-        case Format(type="json_object"):
-            return pb.ResponseFormat(json_schema=ANY_OBJECT)
-        case Format(type="json_schema"):
-            return pb.ResponseFormat(json_schema=bytes(_schema(requested, field)).decode())
-    raise invalid_parameter(f"{field}.type", "must be text, json_object or json_schema")
-
-
-def _schema(requested: Format, field: str) -> Raw:
-    """Return the schema from its place in the API. Raises: InvalidRequest."""
-    wrapped = requested.json_schema
-    if field == CHAT_FIELD:
-        if wrapped is None:
-            raise invalid_parameter(
-                f"{field}.json_schema", "is required: an object with name and schema"
-            )
-        if bytes(requested.schema) != bytes(ABSENT):
-            raise invalid_parameter(f"{field}.schema", "must be in json_schema: leave it out here")
-    elif wrapped is not None:
-        raise invalid_parameter(
-            f"{field}.json_schema", "is of the chat API: put name and schema beside type"
-        )
-    schema, place = (
-        (requested.schema, field) if wrapped is None else (wrapped.schema, f"{field}.json_schema")
-    )
-    if bytes(schema) == bytes(ABSENT):
-        raise invalid_parameter(f"{place}.schema", "is required")
-    return schema
 
 
 def echoed_format(requested: Format | None) -> object:
@@ -111,6 +66,8 @@ def echoed_format(requested: Format | None) -> object:
     echoed: dict[str, object] = {name: value for name, value in fields.items() if value is not None}
     if bytes(requested.schema) != bytes(ABSENT):
         echoed["schema"] = msgspec.json.decode(requested.schema)
+    if bytes(requested.value) != bytes(ABSENT):
+        echoed["value"] = msgspec.json.decode(requested.value)
     return echoed
 
 
@@ -451,10 +408,6 @@ _PATH = re.compile(r"^(?P<what>.*) - at `(?P<path>[^`]*)`(?: in `(?P<outer>[^`]*
 # Values and keys of an object whose keys are free
 _IN_FREE_KEYS = re.compile(r"at `(?:\$\.(?P<value>\w+)\[\.\.\.\]|key` in `\$\.(?P<key>\w+))`$")
 _UNKNOWN = re.compile(r"^Object contains unknown field `(?P<name>.*)`$", re.DOTALL)
-STRICT_REMEDY = (
-    "is not a parameter of this API; leave it out, since strict=1 in the URL or the key's"
-    " strict_parameters refuses unknown ones"
-)
 _MISSING = re.compile(r"^Object missing required field `(?P<name>.*)`$", re.DOTALL)
 Body = TypeVar("Body", bound=Struct)
 Unsupported = Any  # type of OpenAI's parameters that are refused unless empty
@@ -484,6 +437,25 @@ CHAT_NAMES = COMMON_NAMES | {
     "conversation.messages[].tool_calls[].arguments_json": (
         "messages[].tool_calls[].function.arguments"
     ),
+}
+NO_LIMIT = -1  # as a limit on tokens, as in llama.cpp
+# Allowed values of numbers, by parameter
+RANGES: Mapping[str, str] = {
+    **SAMPLING_RANGES,
+    **dict.fromkeys(
+        ("max_tokens", "max_completion_tokens", "max_output_tokens"),
+        f"at least 1, or {NO_LIMIT} for no limit",
+    ),
+    "best_of": "the value of n",
+    "dimensions": "the dimension of the model",
+    "logit_bias": f"an object of token ids and numbers between -{LOGIT_BIAS_MAX:g} and"
+    f" {LOGIT_BIAS_MAX:g}",
+    "min_tokens": "from 0 to the limit on output tokens",
+    "n": f"from 1 to {CHOICE_COUNT_MAX}",
+    "prompt_logprobs": f"from 0 to {LOGPROBS_MAX['prompt_logprobs']}",
+    "seed": "a whole number of 64 bits",
+    "thinking_token_budget": "at least 0",
+    "top_logprobs": f"from 0 to {LOGPROBS_MAX['top_logprobs']}",
 }
 # Keys: the name of the output token limit that the request used.
 CHAT_NAMES_BY_LIMIT = {
@@ -516,6 +488,8 @@ COMPLETION_NAMES = COMMON_NAMES | {
     "max_output_tokens": "max_tokens",
     "top_logprobs": "logprobs",
 }
+
+ECHO_NAMES = {"prompt_logprobs": "echo"}  # field that `echo` with `logprobs` sets
 
 Prompts = Sequence[str | Sequence[int]]
 Prompt = str | list[str | TokenId | list[TokenId]]
@@ -559,7 +533,12 @@ def fill_thinking(
 
 
 class SharedParameters(Struct, forbid_unknown_fields=True, kw_only=True):
-    """Parameters of all generating APIs. The second group extends OpenAI's, by `extra_body`."""
+    """Parameters of all generating APIs. The second group extends OpenAI's, by `extra_body`.
+
+    api: name in `dialects.py`.
+    """
+
+    api: ClassVar[str]
 
     model: str
     temperature: float | None = None
@@ -657,30 +636,40 @@ def parameter_with_most(body: bytes, kind: type[Struct], what: str, count: int) 
     return most if counts[most] >= count - sum(counts.values()) else None
 
 
-def decode(body: bytes, kind: type[Body], ignored: Ignored | None = None) -> Body:
+def decode(body: bytes, kind: type[Body], notes: Notes | None = None) -> Body:
     """Parse the body of a request.
 
-    ignored: receives the names of parameters that are ignored, see `tolerance.py`; None: unknown
-    ones are refused. Raises: HttpFault if it is not JSON, InvalidRequest for the first invalid
-    parameter.
+    notes: receives what the body has beside parameters of this API, see `tolerance.py`; None:
+    unknown ones are refused. Raises: HttpFault if it is not JSON, InvalidRequest for the first
+    invalid parameter.
     """
+    notes = Notes(strict=True) if notes is None else notes
     try:
         if not body.isascii():
             body.decode()  # msgspec does not check what it skips or keeps unparsed
         if len(body) > SHORT_BYTES_MAX:
             check_elements(body, kind)
         try:
-            return msgspec.json.decode(body, type=kind)
-        except msgspec.ValidationError as error:
-            if ignored is None or "unknown field" not in str(error):
-                raise
-        # Parsed again only where a client sends unknown parameters
-        known = without_unknown(body, kind, names_of_all() - set(kind.__struct_fields__), ignored)
-        return msgspec.json.decode(known, type=kind)
+            requested = msgspec.json.decode(body, type=kind)
+        except msgspec.ValidationError:
+            # Parsed again only where a client sends fields of other servers, or wrong values
+            other_names = names_of_all() - set(kind.__struct_fields__)
+            known = as_known(body, kind, api_of(kind), other_names, notes)
+            requested = msgspec.json.decode(known, type=kind)
     except msgspec.ValidationError as error:
-        raise _violation(str(error), _wrong_key(body, kind, str(error))) from None
+        if OUT_OF_RANGE in str(error) and (named := _impossible_value(body)) is not None:
+            raise invalid_parameter(*named) from None
+        raise notes.as_sent(_violation(str(error), _wrong_key(body, kind, str(error)))) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise HttpFault(400, f"the body is not valid JSON: {error}", "invalid_json") from None
+        named = None if isinstance(error, UnicodeDecodeError) else _impossible_value(body)
+        param, what = named or (None, str(error))
+        place = "" if param is None else f"{param}: "
+        raise HttpFault(
+            400, f"{place}the body is not valid JSON: {what}", "invalid_json", param=param
+        ) from None
+    if api_of(kind):
+        drop_empty(requested)
+    return requested
 
 
 def _wrong_key(body: bytes, kind: type[Struct], message: str) -> str | None:
@@ -701,7 +690,65 @@ def _wrong_key(body: bytes, kind: type[Struct], message: str) -> str | None:
     return None
 
 
-def _violation(message: str, key: str | None = None) -> Exception:
+def api_of(kind: type[Struct]) -> str:
+    """Return the name of a body's API in `dialects.py`; empty if it is none of these."""
+    name: str = kind.api  # type: ignore[attr-defined]
+    return name
+
+
+def drop_empty(requested: Struct) -> None:
+    """Set optional parameters that are empty to None: they are not given."""
+    for name in shape_of(type(requested)).optional:
+        if (value := getattr(requested, name)) is not None and is_nothing(value):
+            setattr(requested, name, None)
+    if getattr(requested, "seed", None) == -1:
+        requested.seed = None  # type: ignore[attr-defined]
+
+
+OUT_OF_RANGE = "Number out of range"  # of msgspec, for 1e999
+HALF_PAIR = re.compile("[\ud800-\udfff]")
+
+
+class _NotFinite(str):
+    """Literal of Python's JSON that JSON does not have."""
+
+    __slots__ = ()
+
+
+def _impossible_value(body: bytes) -> tuple[str, str] | None:
+    """Return place and fault of a value that JSON or Unicode does not have.
+
+    None if there is none, or if the body is long.
+    """
+    if len(body) > SHORT_BYTES_MAX:
+        return None
+    try:
+        waiting = [("", json.loads(body, parse_constant=_NotFinite))]
+    except (ValueError, RecursionError):
+        return None
+    while waiting:
+        path, value = waiting.pop()
+        if isinstance(value, _NotFinite) or (isinstance(value, float) and math.isinf(value)):
+            return path[:200], f"{range_of(path)}, got {value}"
+        if isinstance(value, str) and HALF_PAIR.search(value):
+            wrong = "has half of a surrogate pair, such as \\ud83d: send both halves"
+            return path[:200], wrong
+        if isinstance(value, dict):
+            half = next((name for name in value if HALF_PAIR.search(name)), None)
+            waiting += [(f"{path}.{name}".lstrip("."), each) for name, each in value.items()]
+            waiting += [(path, half)] if half is not None else []
+        elif isinstance(value, list):
+            waiting += [(f"{path}[{index}]", each) for index, each in enumerate(value)]
+    return None
+
+
+def range_of(param: str) -> str:
+    """Return what a parameter must be, for an error."""
+    allowed = RANGES.get(param.partition(".")[0].partition("[")[0])
+    return "must be a finite number" if allowed is None else f"must be {allowed}"
+
+
+def _violation(message: str, key: str | None = None) -> InvalidRequest:
     """Convert an error message of msgspec, which has a text and a path.
 
     key: the member that it concerns, of an object of free keys. The text can quote a value of the
@@ -725,7 +772,10 @@ def _violation(message: str, key: str | None = None) -> Exception:
     ):
         if (named := pattern.match(what)) is not None:
             return invalid_parameter(f"{param}.{named['name']}".removeprefix(".")[:200], remedy)
-    return invalid_parameter(param, what[:1].lower() + what[1:])
+    what = what[:1].lower() + what[1:]
+    if param.partition(".")[0].partition("[")[0] in RANGES:
+        what = f"{range_of(param)}: {what}"
+    return invalid_parameter(param, what)
 
 
 def fill_shared(start: pb.StartFrame, requested: SharedParameters) -> None:
@@ -764,11 +814,7 @@ def check_shared(requested: SharedParameters) -> None:
     if requested.store:
         raise invalid_parameter("store", "is not supported: leave it out or send false")
     options = requested.stream_options
-    if options is not None and not requested.stream:
-        raise invalid_parameter(
-            "stream_options", "requires stream: set stream to true or leave it out"
-        )
-    if options is not None and options.include_obfuscation:
+    if options is not None and options.include_obfuscation and requested.stream:
         raise invalid_parameter(
             "stream_options.include_obfuscation", "is not supported: leave it out or send false"
         )
@@ -789,10 +835,10 @@ def names_annotated(kind: type[Struct], annotation: str) -> tuple[str, ...]:
 def names_of_all() -> frozenset[str]:
     """Return the parameters of all generating APIs."""
     kinds = (ChatParameters, CompletionParameters, ResponseParameters)
-    return frozenset(name for kind in kinds for name in kind.__struct_fields__)
+    return frozenset(name for kind in kinds for name in kind.__struct_fields__) | NEUTRAL.keys()
 
 
-def tolerate(requested: Struct, ignored: Ignored) -> None:
+def tolerate(requested: Struct, notes: Notes) -> None:
     """Remove what a request offers beyond what is served, and note what changes nothing.
 
     Tools of other types than functions are offers that the model is not shown; earlier reasoning is
@@ -800,33 +846,45 @@ def tolerate(requested: Struct, ignored: Ignored) -> None:
     """
     for name in names_annotated(type(requested), "Idle"):
         if getattr(requested, name) not in EMPTY:
-            ignored.add(name)
+            notes.add(name)
+    if getattr(requested, "context_management", None) not in EMPTY:
+        notes.add("context_management")
     if isinstance(requested, ChatParameters | ResponseParameters) and requested.tools:
         for tool in requested.tools:
             if tool.type != FUNCTION:
-                ignored.add(f"tools[].{tool.type}")
+                notes.add(f"tools[].{tool.type}")
         requested.tools = [tool for tool in requested.tools if tool.type == FUNCTION]
     if isinstance(requested, ResponseParameters):
         if requested.reasoning is not None:
             for name in names_annotated(Reasoning, "Idle"):
                 if getattr(requested.reasoning, name) not in EMPTY:
-                    ignored.add(f"reasoning.{name}")
+                    notes.add(f"reasoning.{name}")
         options = requested.stream_options
         if options is not None and options.continuous_usage_stats:
-            ignored.add("stream_options.continuous_usage_stats")
+            notes.add("stream_options.continuous_usage_stats")
         if ENCRYPTED_REASONING in (requested.include or ()):
-            ignored.add("include[]")
+            notes.add("include[]")
         if not isinstance(requested.input, str) and any(
             item.type == REASONING and item.encrypted_content for item in requested.input
         ):
-            ignored.add("input[].encrypted_content")
+            notes.add("input[].encrypted_content")
 
 
 def refuse_unsupported(requested: Struct, *names: str) -> None:
-    """Refuse unsupported parameters unless they are empty. Raises: InvalidRequest."""
+    """Refuse unsupported parameters unless they change nothing. Raises: InvalidRequest."""
     for name in names:
-        if getattr(requested, name) not in (None, False, [], {}):
+        value = getattr(requested, name)
+        if value is not None and not is_neutral(value, NEUTRAL.get(name, ())):
             raise invalid_parameter(name, "is not supported: leave it out")
+
+
+def fill_limit(start: pb.StartFrame, limit: int | None, param: str) -> None:
+    """Set the limit on output tokens, if there is one. Raises: InvalidRequest."""
+    if limit is None or limit == NO_LIMIT:
+        return
+    if limit < 1:
+        raise invalid_parameter(param, f"{range_of(param)}, got {limit}")
+    start.max_output_tokens = limit
 
 
 def refuse_unless(requested: object, param: str, allowed: str, reason: str) -> None:
@@ -863,7 +921,8 @@ class DecodingParameters(SharedParameters, forbid_unknown_fields=True, kw_only=T
     seed: Int64 | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[TokenId, float] | None = None
+    logit_bias: dict[TokenId, float] | list[Any] | None = None  # llama.cpp: pairs
+    response_format: Format | None = None
     # Extensions, as in vLLM
     prompt_logprobs: Int32 | None = None
     return_token_ids: bool | None = None
@@ -873,11 +932,12 @@ class DecodingParameters(SharedParameters, forbid_unknown_fields=True, kw_only=T
 class ChatParameters(DecodingParameters, forbid_unknown_fields=True, kw_only=True):
     """Parameters of `client.chat.completions.create`."""
 
+    api: ClassVar[str] = "chat"
+
     messages: list[Message]
     max_completion_tokens: Int64 | None = None
     logprobs: bool | None = None
     top_logprobs: Int32 | None = None
-    response_format: Format | None = None
     modalities: list[str] | None = None
     tools: list[ToolParameter] | None = None
     tool_choice: Choice | None = None
@@ -927,16 +987,14 @@ def parse_chat(requested: ChatParameters) -> ParsedRequest:
             wrapped=True,
         )
     fill_decoding(start, requested)
-    if limit is not None:
-        start.max_output_tokens = limit
-    if requested.top_logprobs is not None and not requested.logprobs:
+    fill_limit(start, limit, limit_name)
+    if requested.top_logprobs and not requested.logprobs:
         raise invalid_parameter("top_logprobs", "requires logprobs: set logprobs to true")
     if requested.logprobs:
         start.top_logprobs = requested.top_logprobs or 0
-    if (
-        requested_format := response_format(requested.response_format, "response_format")
-    ) is not None:
-        start.response_format.CopyFrom(requested_format)
+    names = CHAT_NAMES_BY_LIMIT[limit_name] | fill_format(
+        start, requested.response_format, CHAT_FIELD
+    )
     options = requested.stream_options or StreamOptions()
     includes_usage = options.include_usage is True
     return ParsedRequest(
@@ -945,7 +1003,7 @@ def parse_chat(requested: ChatParameters) -> ParsedRequest:
         streams=bool(requested.stream),
         includes_usage=includes_usage,
         repeats_usage=includes_usage and options.continuous_usage_stats is True,
-        names=CHAT_NAMES_BY_LIMIT[limit_name] | switch,
+        names=names | switch,
         choice_count=1 if requested.n is None else requested.n,
         echoes=bool(requested.echo),
         **shown_tokens(requested),
@@ -1006,14 +1064,13 @@ def fill_decoding(start: pb.StartFrame, requested: DecodingParameters) -> None:
     for name in DECODING:
         if (value := getattr(requested, name)) is not None:
             setattr(start.sampling, name, value)
-    if requested.logit_bias:
-        check_count(requested.logit_bias, "logit_bias", LOGIT_BIAS_COUNT_MAX)
     stop = [requested.stop] if isinstance(requested.stop, str) else requested.stop
     if stop:
         check_count(stop, "stop", STOP_SEQUENCE_COUNT_MAX)
         start.stop_sequences.extend(stop)
-    for token_id, bias in (requested.logit_bias or {}).items():
-        start.sampling.logit_bias[token_id] = bias
+    if requested.logit_bias:
+        check_count(requested.logit_bias, "logit_bias", LOGIT_BIAS_COUNT_MAX)
+        start.sampling.logit_bias.update(biases_of(requested.logit_bias))
     if (count := requested.prompt_logprobs) is not None:
         if requested.stream:
             raise invalid_parameter(
@@ -1029,8 +1086,31 @@ def fill_decoding(start: pb.StartFrame, requested: DecodingParameters) -> None:
         start.choice_count = requested.n
 
 
+def biases_of(requested: dict[int, float] | list[Any]) -> dict[int, float]:
+    """Return biases by token id: given so, or as pairs, where `false` bans a token.
+
+    Raises: InvalidRequest.
+    """
+    if isinstance(requested, dict):
+        return requested
+    biases: dict[int, float] = {}
+    for index, pair in enumerate(requested):
+        match pair:
+            case [int(token_id), int() | float() | False as bias] if (
+                bias is not True and not isinstance(token_id, bool) and 0 <= token_id < 2**31
+            ):
+                biases[token_id] = -LOGIT_BIAS_MAX if bias is False else float(bias)
+            case _:
+                raise invalid_parameter(
+                    f"logit_bias[{index}]", "must be a token id and a number: [5, -1.5]"
+                )
+    return biases
+
+
 class CompletionParameters(DecodingParameters, forbid_unknown_fields=True, kw_only=True):
     """Parameters of `client.completions.create`."""
+
+    api: ClassVar[str] = "completions"
 
     prompt: Prompt
     best_of: Int32 | None = None
@@ -1069,14 +1149,12 @@ def parse_completion(requested: CompletionParameters) -> ParsedRequest:
     count = 1 if requested.n is None else requested.n
     if requested.best_of not in (None, count):
         raise invalid_parameter("best_of", "must equal n: all generated choices are returned")
+    start = pb.StartFrame()
     limit = MAX_TOKENS_UNSET if requested.max_tokens is None else requested.max_tokens
-    if limit < 1:
-        raise invalid_parameter(
-            "max_tokens", f"must be at least 1, got {limit}; left out it is {MAX_TOKENS_UNSET}"
-        )
-    start = pb.StartFrame(max_output_tokens=limit)
+    fill_limit(start, limit, "max_tokens")
     fill_shared(start, requested)
     fill_decoding(start, requested)
+    names = COMPLETION_NAMES | fill_format(start, requested.response_format, CHAT_FIELD)
     if requested.logprobs is not None:
         start.top_logprobs = requested.logprobs
     if requested.echo:
@@ -1089,9 +1167,7 @@ def parse_completion(requested: CompletionParameters) -> ParsedRequest:
         streams=bool(requested.stream),
         includes_usage=includes_usage,
         repeats_usage=includes_usage and options.continuous_usage_stats is True,
-        names=COMPLETION_NAMES
-        if requested.prompt_logprobs is not None
-        else COMPLETION_NAMES | {"prompt_logprobs": "echo"},
+        names=names if requested.prompt_logprobs is not None else names | ECHO_NAMES,
         choice_count=count,
         echoes=bool(requested.echo),
         **shown_tokens(requested),
@@ -1302,6 +1378,9 @@ class Text(Struct, forbid_unknown_fields=True):
     verbosity: Any = None
 
 
+NEUTRAL_REASONING = {"context": "auto", "mode": "standard"}
+
+
 class Reasoning(Struct, forbid_unknown_fields=True):
     """`reasoning` of a response."""
 
@@ -1314,6 +1393,8 @@ class Reasoning(Struct, forbid_unknown_fields=True):
 
 class ResponseParameters(SharedParameters, forbid_unknown_fields=True, kw_only=True):
     """Parameters of `client.responses.create`."""
+
+    api: ClassVar[str] = "responses"
 
     input: str | list[Item]
     instructions: str | None = None
@@ -1331,14 +1412,14 @@ class ResponseParameters(SharedParameters, forbid_unknown_fields=True, kw_only=T
     thinking_token_budget: Int64 | None = None  # extension, as in vLLM
     access_programs: Unsupported = None
     background: Unsupported = None
-    context_management: Unsupported = None
     conversation: Unsupported = None
     image: Unsupported = None
     max_tool_calls: Unsupported = None
     moderation: Unsupported = None
     prompt: Unsupported = None
     prompt_cache_options: Unsupported = None
-    # One value of each is accepted.
+    # What changes nothing is accepted.
+    context_management: Any = None
     previous_response_id: Any = None
     prompt_cache_retention: Any = None
 
@@ -1363,17 +1444,12 @@ def parse_response(requested: ResponseParameters) -> ParsedRequest:
     fill_tools(
         start, requested.tools, requested.tool_choice, requested.parallel_tool_calls, wrapped=False
     )
-    if requested.max_output_tokens is not None:
-        start.max_output_tokens = requested.max_output_tokens
+    fill_limit(start, requested.max_output_tokens, "max_output_tokens")
     if wants_logprobs(requested):
         start.top_logprobs = requested.top_logprobs or 0
-    if (
-        requested_format := response_format(
-            None if requested.text is None else requested.text.format, "text.format"
-        )
-    ) is not None:
-        start.response_format.CopyFrom(requested_format)
     names = RESPONSE_NAMES | names
+    if requested.text is not None:
+        names |= fill_format(start, requested.text.format, "text.format")
     return ParsedRequest(
         (start,),
         requested.model,
@@ -1391,14 +1467,19 @@ def check_unsupported(requested: ResponseParameters) -> None:
             "previous_response_id",
             "responses are not stored: send the conversation so far as input",
         )
+    if requested.context_management is not None:
+        check_kept(requested.context_management, "context_management")
     refuse_unsupported(requested, *names_annotated(ResponseParameters, "Unsupported"))
     refuse_unless(requested.prompt_cache_retention, "prompt_cache_retention", *NO_RETENTION)
     if requested.text is not None:
         refuse_unless(requested.text.verbosity, "text.verbosity", *NO_VERBOSITY)
     if requested.reasoning is not None:
         for name in ("context", "mode"):
-            if getattr(requested.reasoning, name) is not None:
-                raise invalid_parameter(f"reasoning.{name}", "is not supported: leave it out")
+            value = getattr(requested.reasoning, name)
+            if value not in (None, "", NEUTRAL_REASONING[name]):
+                raise invalid_parameter(
+                    f"reasoning.{name}", f"must be {NEUTRAL_REASONING[name]} or left out"
+                )
     if requested.truncation not in (None, "disabled", "auto"):
         raise invalid_parameter("truncation", "must be disabled or auto")
     for index, each in enumerate(requested.include or ()):
@@ -1410,4 +1491,4 @@ def check_unsupported(requested: ResponseParameters) -> None:
 
 def wants_logprobs(requested: ResponseParameters) -> bool:
     """Return whether the response has log-probabilities; either of two parameters requests them."""
-    return LOGPROBS in (requested.include or ()) or requested.top_logprobs is not None
+    return LOGPROBS in (requested.include or ()) or bool(requested.top_logprobs)

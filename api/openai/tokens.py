@@ -7,7 +7,7 @@ tokens with their texts as `pieces`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from msgspec import Struct
 from weir.v1 import inference_service_pb2 as pb
@@ -37,6 +37,8 @@ class TokenizeParameters(Struct, forbid_unknown_fields=True, kw_only=True):
     the text of each token.
     """
 
+    api: ClassVar[str] = ""
+
     model: str | None = None
     prompt: str | list[str] | None = None
     content: str | None = None
@@ -55,6 +57,8 @@ class TokenizeParameters(Struct, forbid_unknown_fields=True, kw_only=True):
 
 class DetokenizeParameters(Struct, forbid_unknown_fields=True, kw_only=True):
     """Body of `/detokenize`. skip_special_tokens: leave out control tokens; default false."""
+
+    api: ClassVar[str] = ""
 
     tokens: list[TokenId]
     model: str | None = None

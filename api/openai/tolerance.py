@@ -1,8 +1,8 @@
-"""Parameters outside the served APIs: some are refused, the others ignored and named to the client.
+"""Request bodies with fields of other servers, which `dialects.py` lists.
 
-A parameter that would change the answer is refused: those of the other APIs, the extensions of
-other servers in `CHANGING`, and names that resemble a served one. Others are hints and telemetry:
-they are ignored, and the header `weir-ignored-parameters` names them.
+A field takes effect as a parameter of this API, changes nothing, or is refused with a remedy. So
+are parameters of the other APIs, and names that resemble a served one. Others are hints and
+telemetry: they are ignored, and the header `weir-ignored-parameters` names them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -19,7 +19,17 @@ import msgspec
 from msgspec import Struct
 from msgspec.inspect import ListType, StructType, UnionType
 
-from api.openai.refusals import invalid_parameter
+from api.core.errors import FieldViolation, InvalidRequest
+from api.openai.dialects import (
+    ABLE,
+    NEUTRAL,
+    OTHER_FORMS,
+    Effect,
+    Field,
+    field_of,
+    is_neutral,
+)
+from api.openai.refusals import invalid_parameter, parameter
 
 IGNORED_HEADER = "weir-ignored-parameters"
 NAMES_MAX = 20  # in the header
@@ -28,81 +38,82 @@ UNKNOWN_COUNT_MAX = 64
 SIMILAR_CHARS_MAX = 32  # a longer name resembles no parameter
 SIMILARITY_MIN = 0.85  # "temprature" and "temperature" have 0.95
 VISIBLE = re.compile(r"[\w.\[\]-]{1,64}", re.ASCII)
-EMPTY: tuple[object, ...] = (None, False, [], {}, "")  # requests nothing
+EMPTY: tuple[object, ...] = (None, False, [], {}, "")  # requests nothing of an idle parameter
 
-FORMAT = "use response_format with a json_schema"
-SAMPLER = "the engines do not have this sampler"
-# Extensions of other servers that change the answer: the value that changes nothing, and the remedy
-CHANGING: Mapping[str, tuple[object, str]] = {
-    "add_special_tokens": (None, "the chat template or the model's tokenizer decides"),
-    "allowed_token_ids": (None, "use logit_bias or response_format"),
-    "bad_words": (None, "use logit_bias"),
-    "chat_template": (None, "the model's own template is used"),
-    "container": (None, "no tool runs on the server"),
-    "custom_logit_processor": (None, "use logit_bias"),
-    "documents": (None, "put them into a message"),
-    "dry_multiplier": (0, SAMPLER),
-    "ebnf": (None, "use gRPC with response_format.lark"),
-    "grammar": (None, "use gRPC with response_format.lark"),
-    "guided_choice": (None, FORMAT),
-    "guided_grammar": (None, "use gRPC with response_format.lark"),
-    "guided_json": (None, FORMAT),
-    "guided_regex": (None, "use gRPC with response_format.regex"),
-    "include_stop_str_in_output": (None, "the output ends before a stop sequence"),
-    "input_ids": (None, "send token ids as prompt of /v1/completions"),
-    "json_schema": (None, FORMAT),
-    "length_penalty": (1, "beam search is served over gRPC"),
-    "logits_processors": (None, "use logit_bias"),
-    "lora_path": (None, "name the adapter as model"),
-    "mcp_servers": (None, "no tool runs on the server"),
-    "min_new_tokens": (0, "use min_tokens"),
-    "mirostat": (0, SAMPLER),
-    "mm_processor_kwargs": (None, "send text"),
-    "no_stop_trim": (None, "the output ends before a stop sequence"),
-    "output_config": (None, FORMAT),
-    "personality": (None, "put it into instructions"),
-    "regex": (None, "use gRPC with response_format.regex"),
-    "return_hidden_states": (None, "not served"),
-    "separate_reasoning": (True, "thinking is always apart from the text"),
-    "session_params": (None, "send the whole conversation"),
-    "skip_special_tokens": (True, "special tokens are never part of the text"),
-    "spaces_between_special_tokens": (True, "special tokens are never part of the text"),
-    "stop_sequences": (None, "use stop"),
-    "structural_tag": (None, FORMAT),
-    "structured_outputs": (None, FORMAT),
-    "system": (None, "send a message with the role system"),
-    "tfs_z": (1, SAMPLER),
-    "thinking": (None, "use chat_template_kwargs"),
-    "top_a": (0, SAMPLER),
-    "truncate_prompt_tokens": (None, "shorten the prompt: it is never cut"),
-    "typical_p": (1, SAMPLER),
-    "use_beam_search": (None, "beam search is served over gRPC"),
-    "xtc_probability": (0, SAMPLER),
-}  # fmt: skip
+NO_PARAMETER = "is not a parameter of this API; leave it out"
+STRICT_REMEDY = (
+    "is not a parameter of this API; leave it out, since strict=1 in the URL or the key's"
+    " strict_parameters refuses unknown ones"
+)
 # Objects whose members all direct the answer, by path
-CLOSED = frozenset({"chat_template_kwargs", "response_format", "text.format", "tool_choice"})
-# Members of messages that direct the answer
-DIRECTING = frozenset({"weight"})
+CLOSED = frozenset(
+    {
+        "chat_template_kwargs",
+        "output_config.format",
+        "reasoning",
+        "response_format",
+        "text.format",
+        "thinking",
+        "tool_choice",
+    }
+)
+# Unknown members that direct the answer, by path: values that change nothing
+DIRECTING: Mapping[str, tuple[object, ...]] = {
+    "messages[].images": (),  # Ollama
+    "messages[].partial": (False,),  # DashScope, Moonshot
+    "messages[].prefix": (False,),  # Mistral, DeepSeek
+    "messages[].thinking": (),  # Ollama
+    "messages[].tool_plan": (),  # Cohere
+    "messages[].tools": (),  # SGLang
+    "messages[].weight": (1,),  # OpenAI's training data
+    "reasoning.exclude": (False,),  # OpenRouter
+}
+# Edits of a conversation that keep all of it
+KEPT_EDIT = {"type": "clear_thinking_20251015", "keep": "all"}
+FORMAT_PLACES: Mapping[str, tuple[str, ...]] = {
+    "chat": ("response_format",),
+    "completions": ("response_format",),
+    "responses": ("text", "format"),
+    "messages": ("output_config", "format"),
+}
+HIDES = "tool_choice"  # its value `none` changes nothing without tools
+Tree = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Known members of a JSON value: of an object by name, of a list's elements."""
+    """Known members of a JSON value: of an object by name, of a list's elements.
+
+    optional: members that have a default.
+    """
 
     members: Mapping[str, Shape] | None = None
     element: Shape | None = None
+    optional: frozenset[str] = frozenset()
 
 
 @dataclass(slots=True)
-class Ignored:
-    """Names of ignored parameters, each once, in the order of the body."""
+class Notes:
+    """Names of a body beside the parameters of its API.
 
+    names: of ignored parameters, each once, in the order of the body. sent: names that stand for
+    parameters of this API, by these. strict: nothing may be ignored.
+    """
+
+    strict: bool = False
     names: dict[str, None] = field(default_factory=dict)
+    sent: dict[str, str] = field(default_factory=dict)
 
     def add(self, name: str) -> None:
-        """Add a name. Raises: InvalidRequest if there are too many."""
+        """Add an ignored name. Raises: InvalidRequest if there are too many."""
         self.names[name] = None
         check_unknown_count(len(self.names))
+
+    def ignore(self, name: str) -> None:
+        """Add the name of an unknown parameter. Raises: InvalidRequest, also if strict."""
+        if self.strict:
+            raise invalid_parameter(name[:200], STRICT_REMEDY)
+        self.add(name)
 
     def headers(self) -> dict[str, str]:
         """Return the header that names them, or none."""
@@ -110,6 +121,23 @@ class Ignored:
         if (more_count := len(self.names) - len(shown)) > 0:
             shown.append(f"and {more_count} more")
         return {IGNORED_HEADER: ", ".join(shown)} if shown else {}
+
+    def as_sent(self, error: InvalidRequest) -> InvalidRequest:
+        """Return an error with the names that the client used."""
+        if not self.sent:
+            return error
+        return InvalidRequest(
+            [
+                FieldViolation(parameter(each.field, self.sent), each.description)
+                for each in error.violations
+            ]
+        )
+
+    def names_as_sent(self, names: Mapping[str, str]) -> Mapping[str, str]:
+        """Return parameters by field of a start frame with the names that the client used."""
+        if not self.sent:
+            return names
+        return self.sent | {frame: parameter(name, self.sent) for frame, name in names.items()}
 
 
 def check_unknown_count(count: int) -> None:
@@ -122,66 +150,340 @@ def check_unknown_count(count: int) -> None:
         )
 
 
-def without_unknown(
-    body: bytes, kind: type[Struct], other_names: frozenset[str], ignored: Ignored
-) -> bytes:
-    """Return the body without parameters that this API does not have.
+def is_nothing(value: object) -> bool:
+    """Return whether a value means that a parameter is not given."""
+    return value is None or (isinstance(value, str | list | dict) and not value)
 
-    other_names: parameters of the other APIs. ignored: receives their names. Raises: InvalidRequest
-    for one that would change the answer; msgspec.DecodeError, RecursionError.
+
+def is_hollow(value: object) -> bool:
+    """Return whether a value is nothing, or an object without anything."""
+    return is_nothing(value) or (
+        isinstance(value, dict) and all(each is None for each in value.values())
+    )
+
+
+def as_known(
+    body: bytes, kind: type[Struct], api: str, other_names: frozenset[str], notes: Notes
+) -> bytes:
+    """Return the body with parameters of its API only.
+
+    api: its name in `dialects.py`. other_names: parameters of the other APIs. Raises:
+    InvalidRequest for a field that would change the answer and cannot take effect;
+    msgspec.DecodeError, RecursionError.
     """
     tree = msgspec.json.decode(body)
     shape = shape_of(kind)
     if isinstance(tree, dict) and shape.members is not None:
         unknown = [name for name in tree if name not in shape.members]
         check_unknown_count(len(unknown))
+        forms = OTHER_FORMS.get(api, {})
+        for name in [name for name in shape.optional if name in tree and api]:
+            is_form = is_neutral(tree[name], forms.get(name, ()))
+            if is_hollow(tree[name]) or (is_form and not (name == HIDES and tree.get("tools"))):
+                del tree[name]
+        reader = Reader(tree, shape.members, api, other_names, notes)
         for name in unknown:
-            if is_ignored(name, tree.pop(name), shape.members, other_names):
-                ignored.add(name)
-        for name, value in tree.items():
-            _strip(value, shape.members[name], name, ignored)
+            reader.read(name, tree.pop(name))
+        if not notes.strict:  # otherwise the types refuse them, with their place
+            for name, value in tree.items():
+                _strip(value, shape.members[name], name, notes)
     return msgspec.json.encode(tree)
 
 
-def is_ignored(
-    name: str, value: object, known: Mapping[str, Shape], other_names: frozenset[str]
-) -> bool:
-    """Return whether an unknown parameter requests something that is ignored.
+class Reader:
+    """Application of the fields of one body that its API does not have, one by one."""
 
-    Raises: InvalidRequest if it would change the answer.
+    def __init__(
+        self,
+        tree: Tree,
+        members: Mapping[str, Shape],
+        api: str,
+        other_names: frozenset[str],
+        notes: Notes,
+    ) -> None:
+        """tree: the parameters of the API, to which effects are added."""
+        self._tree = tree
+        self._members = members
+        self._api = api
+        self._other_names = other_names
+        self._notes = notes
+
+    def read(self, name: str, value: Any) -> None:
+        """Let a field take effect, or ignore it. Raises: InvalidRequest."""
+        if is_hollow(value):
+            return
+        entry = field_of(name, self._api)
+        neutral = NEUTRAL.get(name, ()) + (() if entry is None else entry.neutral)
+        if is_neutral(value, neutral):
+            return
+        if entry is None:
+            self._read_unlisted(name)
+            return
+        if self._api not in ABLE.get(entry.effect, {self._api}):
+            raise invalid_parameter(name, NO_PARAMETER)
+        match entry.effect:
+            case Effect.REFUSED:
+                raise invalid_parameter(name, f"is not supported: {entry.note}")
+            case Effect.HINT:
+                self._notes.ignore(name)
+            case Effect.KEPT:
+                check_kept(value, name)
+                self._notes.ignore(name)
+            case Effect.ALIAS:
+                self._rename(name, entry, value)
+            case Effect.FORMAT:
+                self._format(name, value)
+            case Effect.THINKING:
+                self._think(name, value)
+            case Effect.GREEDY:
+                self._sample(name, value)
+
+    def _read_unlisted(self, name: str) -> None:
+        if name in self._other_names:
+            raise invalid_parameter(name, "is a parameter of another API; leave it out")
+        if len(name) <= SIMILAR_CHARS_MAX and (
+            similar := difflib.get_close_matches(name, self._members, n=1, cutoff=SIMILARITY_MIN)
+        ):
+            raise invalid_parameter(
+                name[:200], f"is not a parameter of this API; did you mean {similar[0]}?"
+            )
+        self._notes.ignore(name)
+
+    def _rename(self, name: str, entry: Field, value: Any) -> None:
+        target = next((each for each in entry.means if each in self._members), None)
+        if target is None:
+            raise invalid_parameter(name, NO_PARAMETER)
+        if "stop" in entry.means:  # one text means a list of it
+            value = [value] if isinstance(value, str) else value
+            if isinstance(given := self._tree.get(target), str):
+                self._tree[target] = [given]
+        self._set(target, name, value)
+
+    def _set(self, target: str, name: str, value: Any) -> None:
+        """Set a parameter, or one of an object's. Raises: InvalidRequest if it is another one."""
+        place = self._tree
+        *outer, last = target.split(".")
+        for each in outer:
+            if not isinstance(inner := place.get(each), dict):
+                if inner is not None:  # refused later for its type
+                    return
+                inner = place[each] = {}
+            place = inner
+        given = place.get(last)
+        if given is not None and (
+            given != value or isinstance(given, bool) != isinstance(value, bool)
+        ):
+            other = self._notes.sent.get(target, target)
+            raise invalid_parameter(
+                name, f"differs from {other}, which means the same: leave one of them out"
+            )
+        if given is None:
+            place[last] = value
+            self._notes.sent[target] = name
+
+    def _format(self, name: str, value: Any) -> None:
+        """Set the format of the answer."""
+        found = format_of(name, value)
+        if found is None:
+            return
+        name, requested = found
+        place = FORMAT_PLACES[self._api]
+        path = ".".join(place)
+        outer = self._tree
+        for each in place[:-1]:
+            if not isinstance(inner := outer.get(each), dict):
+                inner = outer[each] = {}
+            outer = inner
+        given = outer.get(place[-1])
+        if not is_nothing(given) and given != {"type": "text"}:
+            other = self._notes.sent.get(path, path)
+            raise invalid_parameter(
+                name, f"cannot be combined with {other}: send one format of the answer"
+            )
+        outer[place[-1]] = requested
+        sent = {"": name, ".value": name, ".type": f"{name}.type" if name == "grammar" else name}
+        self._notes.sent |= {path + end: shown for end, shown in sent.items()}
+
+    def _sample(self, name: str, value: Any) -> None:
+        """Apply `do_sample`."""
+        temperature = self._tree.get("temperature")
+        if value is False:
+            if temperature not in (None, 0):
+                raise invalid_parameter(
+                    name,
+                    f"is false, which means temperature 0, and temperature is"
+                    f" {str(temperature)[:20]}: leave one of them out",
+                )
+            self._set("temperature", name, 0) if temperature is None else None
+        elif value is not True:
+            raise invalid_parameter(name, "must be true or false")
+        elif temperature in (None, 0):
+            raise invalid_parameter(name, "requires a temperature above 0: send temperature")
+
+    def _think(self, name: str, value: Any) -> None:
+        """Apply a switch, an effort or a budget of the thinking."""
+        match name:
+            case "think" if isinstance(value, str):
+                self._set_effort(name, value)
+            case "enable_thinking" | "think":
+                self._switch(name, value)
+            case "disable_reasoning":
+                self._switch(name, value is not True if isinstance(value, bool) else value)
+            case "thinking" if not isinstance(value, dict):
+                self._switch(name, value)
+            case _:
+                self._think_by_members(name, value)
+
+    def _think_by_members(self, name: str, members: Any) -> None:
+        """Apply an object: `thinking`, `reasoning`, or `chat_template_kwargs`."""
+        if not isinstance(members, dict):
+            raise invalid_parameter(name, "must be an object")
+        for each, value in members.items():
+            path = f"{name}.{each}"
+            match each:
+                case _ if is_nothing(value) or is_neutral(value, DIRECTING.get(path, ())):
+                    pass
+                case "type" if name == "thinking":
+                    if value in ("enabled", "disabled"):
+                        self._switch(path, value == "enabled")
+                    elif value not in ("adaptive", "auto"):
+                        raise invalid_parameter(path, "must be enabled, disabled or adaptive")
+                case "enabled" if name == "reasoning":
+                    self._switch(path, value)
+                case "enable_thinking" | "thinking" if name == "chat_template_kwargs":
+                    self._switch(path, value)
+                case "budget_tokens" if name == "thinking":
+                    self._set_budget(path, value)
+                case "max_tokens" if name == "reasoning":
+                    self._set_budget(path, value)
+                case "effort" if name == "reasoning":
+                    self._set_effort(path, value)
+                case "summary" if name == "reasoning":
+                    self._notes.ignore(path)
+                case _:
+                    raise invalid_parameter(path[:200], NO_PARAMETER)
+
+    def _switch(self, name: str, value: Any) -> None:
+        if not isinstance(value, bool):
+            raise invalid_parameter(name, "must be true or false")
+        if self._api == "messages":
+            self._set("thinking.type", name, "enabled" if value else "disabled")
+            return
+        variables = self._tree.get("chat_template_kwargs")
+        other = "thinking"  # the other name of the switch
+        is_other = isinstance(variables, dict) and variables.get(other) is not None
+        self._set(f"chat_template_kwargs.{other if is_other else 'enable_thinking'}", name, value)
+
+    def _set_effort(self, name: str, value: Any) -> None:
+        targets = {"chat": "reasoning_effort", "responses": "reasoning.effort"}
+        if self._api not in targets:
+            raise invalid_parameter(name, NO_PARAMETER)
+        self._set(targets[self._api], name, value)
+
+    def _set_budget(self, name: str, value: Any) -> None:
+        if "thinking_token_budget" not in self._members:
+            raise invalid_parameter(name, NO_PARAMETER)
+        self._set("thinking_token_budget", name, value)
+
+
+def format_of(name: str, value: Any) -> tuple[str, Tree] | None:
+    """Return the name of a format as it was sent, and its form in our APIs; None for no format.
+
+    Raises: InvalidRequest.
     """
-    harmless, remedy = CHANGING.get(name, (None, ""))
-    if value in EMPTY or (name in CHANGING and value == harmless):
-        return False
-    if name in other_names:
-        remedy = "is a parameter of another API; leave it out"
-    elif name in CHANGING:
-        remedy = f"is not supported: {remedy}"
-    elif len(name) <= SIMILAR_CHARS_MAX and (
-        similar := difflib.get_close_matches(name, known, n=1, cutoff=SIMILARITY_MIN)
-    ):
-        remedy = f"is not a parameter of this API; did you mean {similar[0]}?"
-    else:
-        return True
-    raise invalid_parameter(name[:200], remedy)
+    kinds: Mapping[str, str] = {
+        "guided_json": "json",
+        "json_schema": "json",
+        "guided_regex": "regex",
+        "regex": "regex",
+        "guided_choice": "choice",
+        "guided_grammar": "grammar",
+        "ebnf": "grammar",
+    }
+    match name, value:
+        case "structured_outputs", dict():
+            return _structured(value)
+        case "structured_outputs", _:
+            raise invalid_parameter(name, "must be an object")
+        case "format", "json":
+            return name, {"type": "json_object"}
+        case "format", dict():
+            return name, {"type": "json", "value": value}
+        case "format", _:
+            raise invalid_parameter(name, "must be json or a JSON schema")
+        case "grammar", dict():
+            return name, value
+        case "grammar", _:
+            return name, {"type": "grammar", "value": value}
+    return name, {"type": kinds[name], "value": value}
 
 
-def _strip(value: Any, shape: Shape, path: str, ignored: Ignored) -> None:
+STRUCTURED: Mapping[str, Callable[[Any], Tree]] = {
+    "json": lambda value: {"type": "json", "value": value},
+    "regex": lambda value: {"type": "regex", "value": value},
+    "choice": lambda value: {"type": "choice", "value": value},
+    "grammar": lambda value: {"type": "grammar", "value": value},
+    "json_object": lambda _: {"type": "json_object"},
+}
+STRUCTURED_NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "json_object": (False,),
+    "disable_any_whitespace": (False,),
+    "disable_additional_properties": (False,),
+    "disable_fallback": (False, True),
+}
+
+
+def _structured(members: Tree) -> tuple[str, Tree] | None:
+    """Return the format in `structured_outputs` of vLLM. Raises: InvalidRequest."""
+    found: tuple[str, Tree] | None = None
+    for name, value in members.items():
+        path = f"structured_outputs.{name}"
+        if is_nothing(value) or is_neutral(value, STRUCTURED_NEUTRAL.get(name, ())):
+            continue
+        if name not in STRUCTURED:
+            raise invalid_parameter(
+                path[:200], f"is not supported: send one of {', '.join(STRUCTURED)}"
+            )
+        if found is not None:
+            raise invalid_parameter(
+                path, f"cannot be combined with {found[0]}: send one format of the answer"
+            )
+        found = path, STRUCTURED[name](value)
+    return found
+
+
+def check_kept(value: object, name: str) -> None:
+    """Check that `context_management` keeps the whole conversation. Raises: InvalidRequest."""
+    edits = value.get("edits") if isinstance(value, dict) else value
+    others = [each for each in value if each != "edits"] if isinstance(value, dict) else []
+    if others or not (edits is None or isinstance(edits, list)):
+        raise invalid_parameter(name, "is not supported: leave it out")
+    for index, edit in enumerate(edits or ()):
+        if edit != KEPT_EDIT:
+            kind = str(edit.get("type"))[:64] if isinstance(edit, dict) else "this edit"
+            raise invalid_parameter(
+                name,
+                f"edits[{index}]: {kind} is not supported, since conversations are not shortened:"
+                " leave it out, or send clear_thinking_20251015 with keep: all",
+            )
+
+
+def _strip(value: Any, shape: Shape, path: str, notes: Notes) -> None:
     """Remove unknown members below a value. Raises: InvalidRequest if one changes the answer."""
     if isinstance(value, list) and shape.element is not None:
         for each in value:
-            _strip(each, shape.element, f"{path}[]", ignored)
+            _strip(each, shape.element, f"{path}[]", notes)
     elif isinstance(value, dict) and shape.members is not None:
         for name in [name for name in value if name not in shape.members]:
-            if value.pop(name) in EMPTY:
+            given = value.pop(name)
+            place = f"{path}.{name}"
+            if is_nothing(given) or is_neutral(given, DIRECTING.get(place, ())):
                 continue
-            if path in CLOSED or name in DIRECTING:
-                raise invalid_parameter(
-                    f"{path}.{name}"[:200], "is not a parameter of this API; leave it out"
-                )
-            ignored.add(f"{path}.{name}")
+            if path in CLOSED or place in DIRECTING:
+                raise invalid_parameter(place[:200], NO_PARAMETER)
+            notes.ignore(place)
         for name, each in value.items():
-            _strip(each, shape.members[name], f"{path}.{name}", ignored)
+            _strip(each, shape.members[name], f"{path}.{name}", notes)
 
 
 @functools.cache
@@ -193,7 +495,10 @@ def shape_of(kind: type[Struct]) -> Shape:
 def _shape(info: msgspec.inspect.Type) -> Shape:
     match info:
         case StructType(fields=fields):
-            return Shape({each.encode_name: _shape(each.type) for each in fields})
+            return Shape(
+                {each.encode_name: _shape(each.type) for each in fields},
+                optional=frozenset(each.encode_name for each in fields if not each.required),
+            )
         case ListType(item_type=item):
             return Shape(element=_shape(item))
         case UnionType(types=types):

@@ -40,8 +40,8 @@ def violations(error: pytest.ExceptionInfo[InvalidRequest]) -> list[str]:
     [
         ({"temperature": 2.1}, {}, "sampling.temperature"),
         ({"temperature": NAN}, {}, "sampling.temperature"),
-        ({"top_p": 0.0}, {}, "sampling.top_p"),
-        ({"top_k": -1}, {}, "sampling.top_k"),
+        ({"top_p": -0.1}, {}, "sampling.top_p"),
+        ({"top_k": -2}, {}, "sampling.top_k"),
         ({"min_p": -0.1}, {}, "sampling.min_p"),
         ({"min_p": 1.1}, {}, "sampling.min_p"),
         ({"repetition_penalty": 0.0}, {}, "sampling.repetition_penalty"),

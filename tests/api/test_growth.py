@@ -49,7 +49,7 @@ from api.openai.gateway import (
 )
 from api.openai.messages import parse_counted_message
 from api.openai.parameters import SHORT_BYTES_MAX, decode
-from api.openai.tolerance import Ignored
+from api.openai.tolerance import Notes
 from bench.costly_bodies import Costly, bodies_of, filled, messages_of
 from tests.growth import (
     BLOCK_MAX_S,
@@ -96,9 +96,7 @@ def counting(api: Any) -> Entry:
 
 def embedding(body: bytes) -> object:
     """Do what the HTTP API does with a body to embed."""
-    return parse_embed(
-        embed_request(decode(body, EmbeddingParameters, Ignored()), str(uuid.uuid4()))
-    )
+    return parse_embed(embed_request(decode(body, EmbeddingParameters, Notes()), str(uuid.uuid4())))
 
 
 HTTP: Mapping[str, tuple[Entry, type[Any], Mapping[str, Any]]] = {

@@ -5,7 +5,6 @@ The bodies are those of the clients that were recorded against a running server.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -26,9 +25,8 @@ from api.openai.parameters import (
     tolerate,
 )
 from api.openai.refusals import HttpFault
-from api.openai.tolerance import CHANGING, IGNORED_HEADER, NAMES_MAX, Ignored
+from api.openai.tolerance import IGNORED_HEADER, NAMES_MAX, Notes
 from bench.costly_bodies import bodies_of
-from infra.architecture import ROOT
 from tests.api.test_growth import HTTP
 
 CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "Hello"}]}
@@ -51,7 +49,7 @@ SCHEMA = {"type": "object", "properties": {}, "additionalProperties": False}
 
 def parse(body: dict[str, Any], *, strict: bool = False) -> tuple[ParsedRequest, list[str]]:
     """Parse a body by the API that its members belong to; return the ignored names too."""
-    ignored = None if strict else Ignored()
+    ignored = None if strict else Notes()
     kind, convert = (
         (ChatParameters, parse_chat)
         if "messages" in body
@@ -494,7 +492,7 @@ def test_earlier_thoughts_belong_to_the_turn_after_them() -> None:
             "leave it out",
         ),
         (
-            CHAT | {"messages": [{"role": "assistant", "content": "a", "weight": 1}]},
+            CHAT | {"messages": [{"role": "assistant", "content": "a", "weight": 0}]},
             "messages[].weight",
             "leave it out",
         ),
@@ -515,38 +513,15 @@ def test_parameters_that_would_change_the_answer_are_refused(
     assert words in refused.value.violations[0].description
 
 
-@pytest.mark.parametrize("name", CHANGING)
-def test_extensions_that_change_the_answer_are_refused_except_for_a_value_that_does_not(
-    name: str,
-) -> None:
-    harmless, remedy = CHANGING[name]
-
-    parse(CHAT | {name: harmless})
-    with pytest.raises(InvalidRequest, match=re.escape(remedy)):
-        parse(CHAT | {name: "x"})
-
-
-def test_the_documented_extensions_are_those_of_the_code() -> None:
-    page = (ROOT / "docs" / "reference" / "openai.md").read_text(encoding="utf-8")
-    rows = page.partition("| extension of vLLM")[2].partition("###")[0]
-
-    documented = re.findall(r"^\| `(\w+)` \| (?:`(.*)`)? ?\| (.*) \|$", rows, re.MULTILINE)
-    told = {
-        name: (json.loads(value) if value else None, remedy) for name, value, remedy in documented
-    }
-
-    assert told == CHANGING
-
-
 def test_the_header_is_bounded_and_has_no_text_that_is_not_a_name() -> None:
     body = CHAT | {f"hint_{index}": 1 for index in range(NAMES_MAX + 5)}
     hostile = CHAT | {"a\r\nset-cookie: x": 1, "ü" * 9: 1, "y" * 100: 1}
 
     for sent, shown in ((body, "and 5 more"), (hostile, "?, ?, ?")):
-        ignored = Ignored()
+        ignored = Notes()
         decode(msgspec.json.encode(sent), ChatParameters, ignored)
         assert ignored.headers()[IGNORED_HEADER].endswith(shown)
-    assert Ignored().headers() == {}
+    assert Notes().headers() == {}
 
 
 MANY: Mapping[str, tuple[Callable[[str], str], bool]] = {

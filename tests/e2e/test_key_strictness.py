@@ -78,10 +78,10 @@ BODIES: tuple[tuple[str, dict[str, Any], str, str], ...] = (
             "model": ENCODER,
             "input": ["a hotel"],
             "encoding_format": "float",
-            "input_type": "passage",
+            "priority": 3,
         },
-        "input_type",
-        "input_type",
+        "priority",
+        "priority",
     ),
     (
         "messages",

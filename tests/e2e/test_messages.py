@@ -19,7 +19,7 @@ from api.openai.messages import (
     tolerate_message,
 )
 from api.openai.parameters import decode
-from api.openai.tolerance import Ignored
+from api.openai.tolerance import Notes
 from infra.architecture import ROOT
 from tests.e2e.tool_models import HOTEL, PIECES, SCRIPT, STAY, priced, running_with_tools
 from tests.service import MODEL, Service
@@ -70,7 +70,7 @@ def check_usage(service: Service, tenant: Any, usage: Any) -> None:
 
 def parse(body: dict[str, Any]) -> tuple[Any, list[str]]:
     """Return the start frame of a body, and the names of ignored parameters."""
-    ignored = Ignored()
+    ignored = Notes()
     requested = decode(msgspec.json.encode(body), MessageParameters, ignored)
     tolerate_message(requested, ignored)
     return parse_message(requested).starts[0], list(ignored.names)
@@ -298,7 +298,10 @@ def test_a_body_of_an_agent_is_accepted_and_what_is_ignored_is_named() -> None:
     [
         ({"max_tokens": None}, "max_tokens"),
         ({"messages": []}, "messages"),
-        ({"messages": [*says("x"), {"role": "assistant", "content": "So"}]}, "messages[1]"),
+        (
+            {"messages": [*says("x"), {"role": "assistant", "content": "So "}]},
+            "messages[1].content",
+        ),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
@@ -315,9 +318,9 @@ def test_a_body_of_an_agent_is_accepted_and_what_is_ignored_is_named() -> None:
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
         ({"inference_geo": "us"}, "inference_geo"),
         ({"context_management": {"edits": [1]}}, "context_management"),
-        ({"stop": "x"}, "stop"),
+        ({"stop": ["x"] * 17}, "stop_sequences"),
         ({"n": 2}, "n"),
-        ({"guided_json": {"a": 1}}, "guided_json"),
+        ({"guided_whitespace_pattern": "x"}, "guided_whitespace_pattern"),
     ],
 )
 def test_what_would_change_the_answer_is_refused(fields: dict[str, Any], field: str) -> None:

@@ -124,7 +124,7 @@ class Wrong:
 
 WRONG = (
     Wrong("temperature", "between 0 and 2", {"temperature": 3}),
-    Wrong("top_p", "more than 0", {"top_p": 0}),
+    Wrong("top_p", "between 0 and 1", {"top_p": -0.1}),
     Wrong("n", "from 1 to 16", {"n": 17}),
     # No object may be made for each before the refusal.
     Wrong("n", "from 1 to 16", {"n": 2**31 - 1}),
@@ -133,7 +133,7 @@ WRONG = (
     Wrong(
         "max_completion_tokens",
         "at least 1",
-        {"max_tokens": openai.NOT_GIVEN, "max_completion_tokens": -1},
+        {"max_tokens": openai.NOT_GIVEN, "max_completion_tokens": -2},
     ),
     Wrong("max_tokens", "newer name", {"max_completion_tokens": 2}),
     Wrong("presence_penalty", "between -2 and 2", {"presence_penalty": 9}),
@@ -183,7 +183,7 @@ WRONG = (
     Wrong("tools[0].function", "is required", {"tools": [{"type": "function", "name": "f"}]}),
     Wrong("tool_choice", "requires tools", {"tool_choice": "required"}),
     Wrong("functions", "not supported", {"functions": [{"name": "f"}]}),
-    Wrong("response_format.type", "must be text", {"response_format": {"type": "xml"}}),
+    Wrong("response_format.type", "must be one of text", {"response_format": {"type": "xml"}}),
     Wrong(
         "response_format.json_schema.schema",
         "is required",
@@ -202,7 +202,6 @@ WRONG = (
     Wrong("reasoning_effort", "must be one of none, minimal", {"reasoning_effort": "much"}),
     Wrong("reasoning_effort", "no efforts of thinking", {"reasoning_effort": "high"}),
     Wrong("modalities", 'must be ["text"]', {"modalities": ["text", "audio"]}),
-    Wrong("stream_options", "requires stream", {"stream_options": {"include_usage": True}}),
     Wrong("user", "metadata", {"user": "a", "metadata": {"user": "b"}}),
     Wrong("metadata['k']", "up to 256", {"metadata": {"k": "v" * 257}}),
     Wrong(

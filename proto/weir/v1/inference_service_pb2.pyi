@@ -782,8 +782,7 @@ class ResponseFormat(_message.Message):
     LARK_FIELD_NUMBER: _builtins.int
     json_schema: _builtins.str
     """A JSON schema (2020-12 or draft 7) as JSON text: the output is one valid JSON document, with
-    up to 24 spaces or line breaks between its tokens. Unsupported keywords are refused, not
-    ignored.
+    at most one space between its tokens. Unsupported keywords are refused, not ignored.
     """
     regex: _builtins.str
     """A regular expression (Rust's syntax, without look-around and back-references) for the whole
@@ -967,11 +966,11 @@ class Sampling(_message.Message):
     temperature: _builtins.float
     """0 (greedy) to 2. INVALID_ARGUMENT otherwise. Unset: the model's default."""
     top_p: _builtins.float
-    """Keeps the likeliest tokens whose probabilities sum up to this, more than 0 and at most 1.
-    Unset: the model's default.
+    """Keeps the likeliest tokens whose probabilities sum up to this, 0 to 1; 0 keeps the likeliest
+    token, like a temperature of 0. Unset: the model's default.
     """
     top_k: _builtins.int
-    """Keeps this many of the likeliest tokens; 0 keeps all. Unset: the model's default."""
+    """Keeps this many of the likeliest tokens; 0 and -1 keep all. Unset: the model's default."""
     seed: _builtins.int
     """Makes sampling repeatable: the same seed gives the same output under any load. Unset: random."""
     min_p: _builtins.float
