@@ -141,7 +141,8 @@ def embed_request(requested: EmbeddingParameters, request_id: str) -> pb.EmbedRe
 
 def embedding_names(requested: EmbeddingParameters) -> Mapping[str, str]:
     """Return the request's parameters by field of the contract."""
-    is_list = isinstance(requested.input, list) and not isinstance(requested.input[0], int)
+    given = requested.input
+    is_list = isinstance(given, list) and not any(isinstance(each, int) for each in given[:1])
     fields = ("inputs[]", "inputs[].text", "inputs[].token_ids", "inputs[].token_ids.ids")
     return dict.fromkeys(fields, "input[]" if is_list else "input") | {
         "inputs": "input",

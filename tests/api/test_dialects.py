@@ -38,6 +38,7 @@ from api.openai.gateway import (
     RESPONSES,
     EmbeddingParameters,
     embed_request,
+    embedding_names,
     normalized,
     parsed_body,
 )
@@ -484,7 +485,6 @@ def test_other_names_of_a_limit_take_effect(api: str, name: str) -> None:
         ("chat", "thinking_budget", 9, "thinking_token_budget", 9),
         ("responses", "reasoning_budget_tokens", 9, "thinking_token_budget", 9),
         ("chat", "do_sample", False, "temperature", 0),
-        ("chat", "enable_thinking", False, "chat_template_kwargs", {"enable_thinking": False}),
         ("responses", "think", True, "chat_template_kwargs", {"enable_thinking": True}),
         ("messages", "enable_thinking", False, "thinking", {"type": "disabled"}),
         ("messages", "chat_template_kwargs", {"thinking": True}, "thinking", {"type": "enabled"}),
@@ -524,9 +524,9 @@ def test_other_names_take_effect(api: str, name: str, value: Any, ours: str, sam
             "thinking.type",
         ),
         (
-            "chat",
-            {"chat_template_kwargs": {"thinking": True}, "enable_thinking": False},
-            "enable_thinking",
+            "responses",
+            {"chat_template_kwargs": {"thinking": True}, "think": False},
+            "think",
             "chat_template_kwargs.thinking",
         ),
         ("chat", {"guided_json": SCHEMA, "regex": "a"}, "regex", "guided_json"),
@@ -764,6 +764,9 @@ def test_vectors_get_the_length_of_1_that_is_requested() -> None:
 
 
 def test_the_input_of_one_text_has_no_index_in_errors() -> None:
+    for sent, param in (([], "input[]"), ([""], "input[]"), ("", "input"), ([1], "input")):
+        requested = EmbeddingParameters(model="demo", input=sent)  # type: ignore[arg-type]
+        assert embedding_names(requested)["inputs[].text"] == param
     assert frame("embeddings", input=["a"]).inputs[0].text == "a"
     assert refusal("embeddings", encoding_format="bytes")[0] == "encoding_format"
     assert isinstance(frame("embeddings"), pb.EmbedRequest)
