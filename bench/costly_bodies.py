@@ -18,9 +18,12 @@ from typing import Any
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from msgspec import Struct, inspect
 
+from api.openai.dialects import FIELDS, Effect, field_of
+
 LEVELS = 900  # below the limit of most parsers
 TURN_COUNT = 4096
 BYTES_MAX = 4 * 2**20
+GRAMMAR_CHARS_MAX = 65_536
 PADDING = b"x" * 960  # the most turns then fill the largest body
 Build = Callable[[int], bytes]  # from a size in bytes to a body of about that size
 Wrap = Callable[[bytes], bytes]
@@ -151,6 +154,10 @@ def values_of(info: inspect.Type) -> Iterator[tuple[str, Build]]:
             yield from FREE.items()
 
 
+def value_in(wrap: Wrap, value_of: Build, size: int) -> bytes:
+    return wrap(value_of(size))
+
+
 def member_in(wrap: Wrap, before: bytes, value: bytes) -> bytes:
     return wrap(before + value + b"}")
 
@@ -248,6 +255,45 @@ def tools(size: int) -> bytes:
     )
 
 
+def of_other_servers(api: str) -> Iterator[tuple[str, str, Build]]:
+    """Yield fields of other servers that take effect in an API, the kind of value, and values.
+
+    One name of each parameter stands for its other names.
+    """
+    seen: set[object] = set()
+    for name, field in FIELDS.items():
+        mark = field.means or name
+        if field.effect in (Effect.REFUSED, Effect.HINT) or mark in seen:
+            continue
+        seen.add(mark)
+        for what, value_of in FREE.items():
+            yield name, what, value_of
+        if field.effect is Effect.FORMAT:
+            for what, rule in GRAMMARS.items():
+                yield name, f"grammar, {what}", functools.partial(grammar, rule)
+    if field_of("context_management", api) is not None:
+        edit = b'{"type":"clear_thinking_20251015","keep":"all"}'
+        yield "context_management", "edits", lambda size: b'{"edits":[' + filled(edit, size) + b"]}"
+
+
+GRAMMARS: Mapping[str, Callable[[int], str]] = {
+    "counts": lambda size: 'root ::= "a"' + "*" * size,
+    "counts of a long text": lambda size: f'root ::= "{"a" * (size // 2)}"' + "?" * (size // 2),
+    "a set": lambda size: f"root ::= [{'a' * size}]",
+    "blanks": lambda size: f"root ::= a{{{' ' * size}1}}",
+    "rules": lambda size: (
+        "root ::= r0\n"
+        + "".join(f"r{number} ::= r{number + 1}\n" for number in range(size // 16))
+        + f'r{size // 16} ::= "x"'
+    ),
+}
+
+
+def grammar(rule: Callable[[int], str], size: int) -> bytes:
+    """Return a grammar in GBNF as JSON, at most of the size that is converted."""
+    return json.dumps(rule(min(size, GRAMMAR_CHARS_MAX) - 200)).encode()
+
+
 def bodies_of(kind: type[Struct], plain: Mapping[str, Any]) -> Iterator[Costly]:
     """Yield costly bodies for the parameters of an API. plain: a valid body."""
     base = {name: json.dumps(value).encode() for name, value in plain.items()}
@@ -293,6 +339,10 @@ def bodies_of(kind: type[Struct], plain: Mapping[str, Any]) -> Iterator[Costly]:
                 return around(name, b"[" + value_of(size) + b"]")
 
             yield Costly(f"{name}: {what}", talk)
+    for name, what, value_of in of_other_servers(getattr(kind, "api", "")):
+        if name not in kind.__struct_fields__ and getattr(kind, "api", ""):
+            other = functools.partial(value_in, functools.partial(around, name), value_of)
+            yield Costly(f"{name}: {what}", other)
     if "tools" in kind.__struct_fields__:
         yield Costly("tools: many", lambda size: around("tools", b"[" + tools(size) + b"]"))
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 from weir.v1 import inference_service_pb2 as pb
 
@@ -30,6 +31,7 @@ from metering.store.db import Sessions
 from metering.tenants.tenants import Principal
 
 DECODED_TOKEN_COST = 4  # characters of text to encode that cost as much as a token to decode
+Value = TypeVar("Value")
 
 
 async def count_tokens(
@@ -92,13 +94,23 @@ async def text_of(
         wrong = f"must each be from 0 to {size - 1}, the vocabulary of this model"
         raise InvalidRequest([FieldViolation("tokens", wrong)])
     decode = partial(tokenizer.decode, token_ids, skip_special_tokens=skip_special_tokens)
-    if len(token_ids) <= INLINE_COST_MAX // DECODED_TOKEN_COST:
-        return decode()
-    payer, chars = payer_of(principal), DECODED_TOKEN_COST * len(token_ids)
+    return await in_thread(process, principal, DECODED_TOKEN_COST * len(token_ids), decode)
+
+
+async def in_thread(
+    process: Process, principal: Principal, chars: int, call: Callable[[], Value]
+) -> Value:
+    """Run text work that costs as much as encoding so many characters; short work at once.
+
+    Raises: PreparationLimit, Overloaded, and the errors of the call.
+    """
+    if chars <= INLINE_COST_MAX:
+        return call()
+    payer = payer_of(principal)
     with process.text_work.permit(payer, chars):
-        text, work_s = await process.text_work.run(payer.organization_id, chars, decode)
+        value, work_s = await process.text_work.run(payer.organization_id, chars, call)
     process.pace.spent(principal, work_s)
-    return text
+    return value
 
 
 def parse_quoted_start(message: pb.QuoteRequest, window_tokens_max: int) -> ValidStart:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import math
 import re
@@ -29,7 +30,13 @@ from api.core.wire import picos_of
 from api.generation.embedding_wire import ValidEmbed, parse_embed
 from api.generation.live import Caller
 from api.generation.process import Process
-from api.generation.quoting import count_tokens, text_of, token_ids_of
+from api.generation.quoting import (
+    DECODED_TOKEN_COST,
+    count_tokens,
+    in_thread,
+    text_of,
+    token_ids_of,
+)
 from api.generation.start_frame import parse_count_tokens
 from api.observability.observer import HTTP
 from api.observability.spans import trace_of
@@ -81,10 +88,14 @@ from api.openai.parameters import (
 from api.openai.refusals import HttpFault, Refusal, invalid_parameter, quota_headers, refusal_of
 from api.openai.tokens import (
     DetokenizeParameters,
+    ShownTokens,
     TokenizeParameters,
+    check_decoded_count,
     detokenized_body,
     model_named,
     prompts_to_tokenize,
+    shown_tokens,
+    shows_texts,
     tokenized_body,
 )
 from api.openai.tolerance import Notes
@@ -551,21 +562,26 @@ class Gateway:
 
         requested, headers, prompts, adds = await self._read(request, arrival, principal, parse)
         names = TOKENIZE_NAMES | {"text": "prompt" if requested.content is None else "content"}
-        found: list[tuple[int, ...]] = []
+        found: list[ShownTokens] = []
         window = 0
+        each_cost = DECODED_TOKEN_COST if shows_texts(requested) else 1
         try:
             for prompt in prompts:
                 parsed = parse_count_tokens(prompt)
                 ids, window = await token_ids_of(
                     self._process, principal, prompt, parsed, adds_special_tokens=adds
                 )
-                found.append(ids)
+                served = self._process.router.find(prompt.model).model.name
+                show = partial(shown_tokens, requested, ids, self._process.tokenizers[served])
+                found.append(await in_thread(self._process, principal, each_cost * len(ids), show))
+                await asyncio.sleep(0)  # a turn for others after each of many short texts
         except Exception as error:
             refusal = refusal_of(status_of(error), names)
             return refused(refusal, arrival.request_id)
-        served = self._process.router.find(prompts[0].model).model.name
-        tokenizer = self._process.tokenizers[served]
-        return answered(tokenized_body(requested, found, tokenizer, window), arrival, headers)
+        encode = partial(answers.encode, tokenized_body(requested, found, window))
+        count = sum(each.count for each in found)
+        body = await in_thread(self._process, principal, each_cost * count, encode)
+        return answered(body, arrival, headers)
 
     async def _detokenize(
         self, request: web.BaseRequest, arrival: Arrival, principal: Principal
@@ -573,6 +589,7 @@ class Gateway:
         def parse(body: bytes) -> tuple[DetokenizeParameters, dict[str, str], str]:
             notes = Notes(strict=is_strict(request, principal))
             requested = decode(body, DetokenizeParameters, notes)
+            check_decoded_count(requested)
             model = model_named(requested.model, self._process, principal)
             return requested, notes.headers(), model
 
@@ -716,9 +733,10 @@ def is_strict(request: web.BaseRequest, principal: Principal) -> bool:
 def answered(
     value: object, arrival: Arrival, more: Mapping[str, str] | None = None
 ) -> web.Response:
-    """Return a JSON response. more: headers beside those of every response."""
+    """Return a JSON response. value: bytes if it is JSON already. more: other headers."""
     headers = {"content-type": JSON, **plain_headers(arrival.request_id), **(more or {})}
-    return web.Response(body=answers.encode(value), headers=headers)
+    body = value if isinstance(value, bytes) else answers.encode(value)
+    return web.Response(body=body, headers=headers)
 
 
 def request_id_of(request: web.BaseRequest) -> uuid.UUID | None:

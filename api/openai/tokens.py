@@ -6,13 +6,14 @@ tokens with their texts as `pieces`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple
 
-from msgspec import Struct
+from msgspec import Raw, Struct
 from weir.v1 import inference_service_pb2 as pb
 
 from api.generation.process import Process
+from api.openai import answers
 from api.openai.parameters import (
     ChatParameters,
     ChatTemplateKwargs,
@@ -27,6 +28,9 @@ from inference.text.tokenizer import Tokenizer
 from metering.tenants.tenants import Principal
 
 TEXT_COUNT_MAX = 128
+# Tokens that become text in one piece, which takes some 50 ms.
+DECODED_COUNT_MAX = 262_144
+PART_TOKENS = 50_000  # that become JSON in one piece
 FORMS = ("prompt", "content", "messages")
 
 
@@ -114,31 +118,67 @@ def _of_messages(requested: TokenizeParameters, model: str) -> pb.CountTokensReq
     return pb.CountTokensRequest(model=model, conversation=start.conversation, tools=shown)
 
 
-def tokenized_body(
-    requested: TokenizeParameters,
-    found: Sequence[Sequence[int]],
-    tokenizer: Tokenizer,
-    window: int,
-) -> dict[str, Any]:
-    """Return the response for token ids: of several texts as lists of lists."""
-    is_list = isinstance(requested.prompt, list)
-    pieces = [[piece_of(tokenizer, id_) for id_ in ids] for ids in found]
+class ShownTokens(NamedTuple):
+    """Tokens of one text in a response, as JSON. strings: their texts, if requested."""
+
+    count: int
+    tokens: Raw
+    strings: Raw | None
+
+
+def shows_texts(requested: TokenizeParameters) -> bool:
+    """Return whether the response shows the text of each token."""
+    of_vllm = requested.content is None and requested.return_token_strs
+    return bool(requested.with_pieces or of_vllm)
+
+
+def shown_tokens(
+    requested: TokenizeParameters, ids: Sequence[int], tokenizer: Tokenizer
+) -> ShownTokens:
+    """Return the tokens of one text as the response shows them."""
+    if not shows_texts(requested):
+        return ShownTokens(len(ids), _json_of(ids, list), None)
+    pieces: dict[int, str | list[int]] = {}
+    for id_ in ids:
+        if id_ not in pieces:
+            pieces[id_] = piece_of(tokenizer, id_)
     if requested.content is not None:
-        if not requested.with_pieces:
-            return {"tokens": found[0]}
-        both = zip(found[0], pieces[0], strict=True)
-        return {"tokens": [{"id": id_, "piece": piece} for id_, piece in both]}
-    counts = [len(ids) for ids in found]
-    body: dict[str, Any] = {
-        "count": counts if is_list else counts[0],
+        both = _json_of(ids, lambda part: [{"id": id_, "piece": pieces[id_]} for id_ in part])
+        return ShownTokens(len(ids), both, None)
+    texts = {id_: _text(piece) for id_, piece in pieces.items()}
+    strings = _json_of(ids, lambda part: [texts[id_] for id_ in part])
+    return ShownTokens(len(ids), _json_of(ids, list), strings)
+
+
+def _json_of(ids: Sequence[int], shown: Callable[[Sequence[int]], list[Any]]) -> Raw:
+    """Return a list as JSON, made in parts, between which other threads have their turns."""
+    parts = [
+        answers.encode(shown(ids[at : at + PART_TOKENS]))[1:-1]
+        for at in range(0, len(ids), PART_TOKENS)
+    ]
+    return Raw(b"[" + b",".join(parts) + b"]")
+
+
+def tokenized_body(
+    requested: TokenizeParameters, found: Sequence[ShownTokens], window: int
+) -> dict[str, Any]:
+    """Return the response for the tokens of texts: of several ones as lists of lists."""
+    first = found[0]
+    if requested.content is not None:
+        return {"tokens": first.tokens}
+    if not isinstance(requested.prompt, list):
+        return {
+            "count": first.count,
+            "max_model_len": window,
+            "tokens": first.tokens,
+            "token_strs": first.strings,
+        }
+    return {
+        "count": [each.count for each in found],
         "max_model_len": window,
-        "tokens": found if is_list else found[0],
-        "token_strs": None,
+        "tokens": [each.tokens for each in found],
+        "token_strs": [each.strings for each in found] if shows_texts(requested) else None,
     }
-    if requested.return_token_strs or requested.with_pieces:
-        texts = [[_text(piece) for piece in each] for each in pieces]
-        body["token_strs"] = texts if is_list else texts[0]
-    return body
 
 
 def piece_of(tokenizer: Tokenizer, token_id: int) -> str | list[int]:
@@ -152,6 +192,16 @@ def piece_of(tokenizer: Tokenizer, token_id: int) -> str | list[int]:
 
 def _text(piece: str | list[int]) -> str:
     return piece if isinstance(piece, str) else "".join(f"<0x{byte:02X}>" for byte in piece)
+
+
+def check_decoded_count(requested: DetokenizeParameters) -> None:
+    """Check the number of tokens that become text. Raises: InvalidRequest."""
+    if (count := len(requested.tokens)) > DECODED_COUNT_MAX:
+        raise invalid_parameter(
+            "tokens",
+            f"must have at most {DECODED_COUNT_MAX} tokens, got {count}: send them in several"
+            " requests",
+        )
 
 
 def detokenized_body(text: str) -> dict[str, str]:

@@ -307,12 +307,14 @@ class Reader:
     def _sample(self, name: str, value: Any) -> None:
         """Apply `do_sample`."""
         temperature = self._tree.get("temperature")
+        if not isinstance(temperature, int | float | None):  # refused later for its type
+            return
         if value is False:
             if temperature not in (None, 0):
                 raise invalid_parameter(
                     name,
-                    f"is false, which means temperature 0, and temperature is"
-                    f" {str(temperature)[:20]}: leave one of them out",
+                    f"is false, which means temperature 0, and temperature is {temperature:g}:"
+                    " leave one of them out",
                 )
             self._set("temperature", name, 0) if temperature is None else None
         elif value is not True:

@@ -49,6 +49,12 @@ from api.openai.gateway import (
 )
 from api.openai.messages import parse_counted_message
 from api.openai.parameters import SHORT_BYTES_MAX, decode
+from api.openai.tokens import (
+    DetokenizeParameters,
+    TokenizeParameters,
+    check_decoded_count,
+    prompts_to_tokenize,
+)
 from api.openai.tolerance import Notes
 from bench.costly_bodies import Costly, bodies_of, filled, messages_of
 from tests.growth import (
@@ -99,6 +105,17 @@ def embedding(body: bytes) -> object:
     return parse_embed(embed_request(decode(body, EmbeddingParameters, Notes()), str(uuid.uuid4())))
 
 
+def tokenizing(body: bytes) -> object:
+    """Do what the HTTP API does with a body to tokenize."""
+    requested = decode(body, TokenizeParameters, Notes())
+    return [parse_count_tokens(each) for each in prompts_to_tokenize(requested, MODEL)[0]]
+
+
+def detokenizing(body: bytes) -> None:
+    """Do what the HTTP API does with tokens that become text."""
+    check_decoded_count(decode(body, DetokenizeParameters, Notes()))
+
+
 HTTP: Mapping[str, tuple[Entry, type[Any], Mapping[str, Any]]] = {
     "/v1/chat/completions": (generating(CHAT), CHAT.parameters, CHAT_BODY),
     "/v1/completions": (
@@ -119,6 +136,8 @@ HTTP: Mapping[str, tuple[Entry, type[Any], Mapping[str, Any]]] = {
         CHAT_BODY,
     ),
     "/v1/embeddings": (embedding, EmbeddingParameters, {"model": MODEL, "input": "x"}),
+    "/v1/tokenize": (tokenizing, TokenizeParameters, {"model": MODEL, "prompt": "x"}),
+    "/v1/detokenize": (detokenizing, DetokenizeParameters, {"model": MODEL, "tokens": [1]}),
 }
 SERVICES: tuple[ServiceDescriptor, ...] = tuple(
     service

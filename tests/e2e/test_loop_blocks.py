@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import json
 import os
 import signal
 import socket
@@ -23,10 +24,11 @@ import api.serving as api_main
 from api.core import pace
 from api.core.endpoint import read_endpoint
 from api.core.interceptor import LARGE_MESSAGES, MESSAGE_BYTES_MAX
+from api.openai.tokens import DECODED_COUNT_MAX
 from bench.costly_bodies import messages_of
 from tests.api.test_growth import BYTES_MAX, ENTRIES, HTTP, METHODS, near
 from tests.growth import BLOCK_MAX_S, HOLD_MAX_S, LoopWatch
-from tests.service import Service, until
+from tests.service import CONTEXT_WINDOW_TOKENS, MODEL, Service, until
 
 GET_PATHS = {"/v1/models"}  # they have no body; their paths and headers are below
 TEXT_THREADS = "weir-text"
@@ -156,6 +158,31 @@ async def test_no_http_body_blocks_the_loop(house: House) -> None:
             )
             assert isinstance(answer, tuple)
             assert answer[0] < 500, (path, name, answer)
+
+    assert house.faults == []
+
+
+async def test_no_number_of_tokens_blocks_the_loop(house: House) -> None:
+    wide = "🦄é" * (CONTEXT_WINDOW_TOKENS // 4)
+    bodies: dict[str, list[dict[str, Any]]] = {
+        "/v1/tokenize": [
+            {"prompt": [wide] * 128},
+            {"prompt": [wide] * 128, "return_token_strs": True},
+            {"prompt": ["🦄" * 400] * 128, "return_token_strs": True},
+            {"content": wide, "with_pieces": True},
+        ],
+        "/v1/detokenize": [{"tokens": [7] * 2_000}, {"tokens": [7] * DECODED_COUNT_MAX}],
+    }
+    for path, each in bodies.items():
+        for body in each:
+            tenant = await house.service.tenant()
+            data = json.dumps({"model": MODEL} | body).encode()
+            name = f"{path}, {len(data)} bytes"
+            answer = await house.ask(
+                name, post, house.service.openai_url, path, tenant.secret, data
+            )
+            assert isinstance(answer, tuple)
+            assert answer[0] == 200, (name, answer)
 
     assert house.faults == []
 
