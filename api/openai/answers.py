@@ -9,9 +9,11 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
+from functools import lru_cache
 from typing import Any
 
 import msgspec
+from msgspec import Raw
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
@@ -73,6 +75,7 @@ PACE_FIELDS = (
 )
 UNDECIDED_TOKENS_MAX = 64  # whose text is held back; some 100 kB with all alternatives
 CONTEXT_CHARS = 256  # of a prompt, that decide how its output begins
+CACHED_TOKENS_MAX = 16_384  # whose text and bytes are kept
 ALIGN_CHARS = 16  # that normalization may add to a token
 CHOICES = b',"choices":'  # precedes the choices in the events of a chat
 CONTENT = b'"content":'  # precedes the text in most events of a chat
@@ -97,15 +100,20 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
+        self._text_and_bytes = lru_cache(CACHED_TOKENS_MAX)(self._find_text_and_bytes)
 
     def entry(self, token: pb.TokenLogprob, *, by_id: bool = False) -> dict[str, Any]:
         """Return a token with its log-probability. by_id: name it by its id."""
-        data = self._tokenizer.token_bytes(token.token_id)
+        text, data = self._text_and_bytes(token.token_id)
         return {
-            "token": named_by_id(token) if by_id else data.decode(errors="replace"),
-            "bytes": list(data),
+            "token": named_by_id(token) if by_id else text,
+            "bytes": data,
             "logprob": max(token.logprob, LOGPROB_MIN),
         }
+
+    def _find_text_and_bytes(self, token_id: int) -> tuple[str, tuple[int, ...]]:
+        data = self._tokenizer.token_bytes(token_id)
+        return data.decode(errors="replace"), tuple(data)
 
     def content(
         self, logprobs: Sequence[pb.TokenLogprobs], *, by_id: bool = False
@@ -131,7 +139,7 @@ class TokenTexts:
                     str(token.token_id): {
                         "logprob": max(token.logprob, LOGPROB_MIN),
                         "rank": ranked.get(token.token_id),
-                        "decoded_token": self.entry(token)["token"],
+                        "decoded_token": self._text_and_bytes(token.token_id)[0],
                     }
                     for token in (each.chosen, *each.top)
                 }
@@ -519,6 +527,8 @@ class ChunkAnswer(Answer):
         self._common = common
         self._open_count = len(parsed.starts) * parsed.choice_count
         self._ended: set[int] = set()  # choices whose end was sent
+        # Number of a prompt, and the members of a choice with its tokens
+        self._shown_prompt: tuple[int, dict[str, Any]] = (-1, {})
         self._chunk_head = (
             b"data: " + encode({"object": self.chunk_kind, **common})[:-1]
             if parsed.streams
@@ -543,13 +553,20 @@ class ChunkAnswer(Answer):
         return {"token_ids": list(token_ids)} if self._parsed.shows_token_ids else {}
 
     def _prompt_tokens(self, output: Output) -> dict[str, Any]:
-        """Return the members with the tokens of the prompt that the answer shows."""
-        shown: dict[str, Any] = {}
-        if self._parsed.prompt_logprobs is not None:
-            shown["prompt_logprobs"] = self._texts.of_prompt(output.prompt_logprobs)
-        if self._parsed.shows_token_ids:
-            shown["prompt_token_ids"] = list(output.prompt_token_ids)
-        return shown
+        """Return the members with the tokens of the prompt that the answer shows, as JSON.
+
+        They are made once for all choices of a prompt.
+        """
+        index = output.index // self._parsed.choice_count
+        if self._shown_prompt[0] != index:
+            shown: dict[str, Any] = {}
+            if self._parsed.prompt_logprobs is not None:
+                shown["prompt_logprobs"] = self._texts.of_prompt(output.prompt_logprobs)
+            if self._parsed.shows_token_ids:
+                shown["prompt_token_ids"] = list(output.prompt_token_ids)
+            as_json = {name: Raw(encode(value)) for name, value in shown.items()}
+            self._shown_prompt = index, as_json
+        return self._shown_prompt[1]
 
     def closing(self, outputs: Sequence[Output], bill: Bill) -> bytes:
         before = [self.choice_ended(output) for output in outputs]
@@ -748,23 +765,22 @@ class CompletionAnswer(ChunkAnswer):
         super().__init__(parsed, model, common)
         self._places: dict[int, TokenPlaces] = {}  # of streams, by choice
         self._begun: set[int] = set()  # choices whose first event showed the tokens of the prompt
+        self._prompt_chars: dict[int, int] = {}  # of echoed prompts, by number
 
     def delta(self, output: Output, new: pb.DeltaFrame) -> bytes:
-        columns = None
+        columns, prompt = None, self._prompt_event(output)
         if new.logprobs:
             if (places := self._places.get(output.index)) is None:
                 places = self._texts.places_after(self._start_of(output))
                 self._places[output.index] = places
             columns = self._texts.columns(new.logprobs, places, is_whole=False)
             if self._parsed.echoes:
-                length = len(self._texts.prompt_text(self._start_of(output)))
+                length = self._prompt_chars[output.index // self._parsed.choice_count]
                 columns.text_offset = [length + offset for offset in columns.text_offset]
             if self._parsed.names_tokens_by_id:
                 columns = by_ids(columns, new.logprobs)
         choice = _completion_choice(output.index, new.text, columns, None)
-        return self._prompt_event(output) + self._new_chunk(
-            output, choice | self._token_ids(new.token_ids)
-        )
+        return prompt + self._new_chunk(output, choice | self._token_ids(new.token_ids))
 
     def closing(self, outputs: Sequence[Output], bill: Bill) -> bytes:
         prompts = [self._prompt_event(output) for output in outputs]
@@ -779,6 +795,7 @@ class CompletionAnswer(ChunkAnswer):
         text, columns = "", None
         if self._parsed.echoes:
             text = self._texts.prompt_text(self._start_of(output))
+            self._prompt_chars[output.index // self._parsed.choice_count] = len(text)
             columns = self._echoed(output, (), text) if self._wants_logprobs else None
             output.prompt_logprobs = []  # sent
         choice = _completion_choice(output.index, text, columns, None)

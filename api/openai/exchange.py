@@ -44,6 +44,8 @@ PADDING = b" "
 # Seconds of silence after which a client that has half-closed is sent something: only the reaction
 # to it tells it from a client that is gone.
 HALF_CLOSED_SILENCE_S = 1.0
+LOGPROBS_AT_ONCE = 200  # tokens whose log-probabilities become JSON on the event loop
+LOGPROB_COST = 50  # characters of text to encode that cost as much as one of them
 EVENT_STREAM, JSON = "text/event-stream; charset=utf-8", "application/json"
 # Reasons for an end in the middle of the output: a client that still reads gets an error.
 CUT_OFF = frozenset(
@@ -254,7 +256,7 @@ class Exchange:
         """
         if self._has_output and not self._is_open:
             self._is_open = True
-            data = self._body_without_end()
+            data = await self._body_without_end()
         if data:
             await self._send(data)
 
@@ -401,15 +403,27 @@ class Exchange:
             return b""
         return self._opening() + self._answer.failure(refusal, self._outputs)
 
-    def _body_without_end(self) -> bytes:
-        """Return the body without usage and cost, which are known after delivery and settlement."""
+    async def _body_without_end(self) -> bytes:
+        """Return the body without usage and cost, which are known after delivery and settlement.
+
+        One with many log-probabilities is made in a thread.
+        """
         for index, request in enumerate(self._live):
             for choice, outcome in request.ends().items():
                 output = self._outputs[index * self.parsed.choice_count + choice]
                 if outcome is not Outcome.FAILED:
                     output.reason = finish_reason(outcome, called=bool(output.calls))
                     output.stopped_by = request.stops.get(choice)
-        return answers.encode(self._answer.body(self._outputs))[:-1]
+        make = partial(body_of, self._answer, self._outputs)
+        count = sum(len(each.logprobs) + len(each.prompt_logprobs) for each in self._outputs)
+        if count <= LOGPROBS_AT_ONCE:
+            return make()
+        payer = self._arrival.caller.payer
+        body, work_s = await self._process.text_work.run(
+            payer.organization_id, LOGPROB_COST * count, make
+        )
+        self._process.pace.spent(payer, work_s)
+        return body
 
     async def _close(self) -> web.StreamResponse:
         """Write the end of the response after settlement, and return the response."""
@@ -497,6 +511,11 @@ def check_same(running: LiveRequest, start: ValidStart) -> None:
     raise RequestInFlight(
         "this request is already running: its output goes to the first client that sent it"
     )
+
+
+def body_of(answer: Answer, outputs: Sequence[Output]) -> bytes:
+    """Return a whole body up to its last brace."""
+    return answers.encode(answer.body(outputs))[:-1]
 
 
 def refused(

@@ -187,6 +187,25 @@ async def test_no_number_of_tokens_blocks_the_loop(house: House) -> None:
     assert house.faults == []
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_no_number_of_log_probabilities_blocks_the_loop(house: House, path: str) -> None:
+    """Of prompts in an answer of several choices."""
+    text = "é" * (CONTEXT_WINDOW_TOKENS // 10)
+    prompt = {"messages": [{"role": "user", "content": text}], "logprobs": True}
+    if path == "/v1/completions":
+        prompt = {"prompt": text, "echo": True, "logprobs": 5}
+    body = {"model": MODEL, "max_tokens": 3, "n": 4, "prompt_logprobs": 5} | prompt
+    tenant = await house.service.tenant()
+
+    answer = await house.ask(
+        path, post, house.service.openai_url, path, tenant.secret, json.dumps(body).encode()
+    )
+
+    assert isinstance(answer, tuple)
+    assert answer[0] == 200, answer
+    assert house.faults == []
+
+
 async def test_no_message_blocks_the_loop(house: House) -> None:
     for path, method in METHODS.items():
         size = BYTES_MAX if path in LARGE_MESSAGES else MESSAGE_BYTES_MAX
