@@ -41,7 +41,10 @@ class Customer:
 
 @dataclass(frozen=True, slots=True)
 class Consumed:
-    """Usage of one request. cost_picos: None for the correct cost."""
+    """Usage of one request. cost_picos: None for the correct cost.
+
+    reasoning_token_count: part of the output.
+    """
 
     input_token_count: int = 0
     cached_input_token_count: int = 0
@@ -52,6 +55,7 @@ class Consumed:
     hold_id: uuid.UUID | None = None
     part: int = 0
     embedding_token_count: int = 0
+    reasoning_token_count: int = 0
 
     @property
     def token_count(self) -> int:
@@ -67,6 +71,7 @@ class Consumed:
             self.cached_input_token_count,
             self.output_token_count,
             self.embedding_token_count,
+            self.reasoning_token_count,
         )
         return price.prices.cost_picos(*counts)
 
@@ -151,6 +156,8 @@ async def add_usage(
                 "delivered_token_count": event.output_token_count,
                 "billed_token_count": event.output_token_count,
                 "embedding_token_count": event.embedding_token_count,
+                "reasoning_token_count": event.reasoning_token_count,
+                "billed_reasoning_token_count": event.reasoning_token_count,
                 "cost_picos": event.cost(price),
                 "settled_at": event.settled_at,
             }

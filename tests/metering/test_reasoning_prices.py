@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import random
 import uuid
+from collections import Counter
 from collections.abc import Iterator
+from datetime import UTC, datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sqlalchemy import text
 
-from metering.core.models import QuotaDimension, TokenKind
+from metering.core.models import PriceVersion, QuotaDimension, ServiceTier, TokenKind
+from metering.export.deliveries import form_batches
 from metering.holds.batch import HoldConnection
 from metering.holds.journal import Delivered, UsageJournal
 from metering.holds.operations import Admit, Admitted, Expire, Extend, Extended, Settled, Void
 from metering.holds.recovery import recover_journals
+from metering.invoicing.months import month_report
 from metering.ledger.rating import rate_all_pending
-from metering.pricing.prices import TokenPrices
+from metering.pricing.prices import RATES, TokenPrices, get_price
 from metering.quotas.quota_rules import NO_WINDOW, Claim, money_scale
 from metering.quotas.quotas import QuotaExceeded
+from metering.reports.focus import focus_csv
+from metering.reports.usage_reports import UsageFilter, usage_total
 from metering.store.db import Sessions
+from tests.metering.books import Consumed, Customer, add_usage
 from tests.metering.hold_world import CACHED_PICOS, INPUT_PICOS, HoldWorld, admit, settle
 from tests.metering.hold_world import hold_world as world_of
-from tests.metering.invariants import check_invariants
+from tests.metering.invariants import check_export, check_invariants
 
 PRICES = [(7, 11), (7, 2), (7, 0), (0, 5), (7, None)]  # of output and reasoning
 MONEY = (
@@ -261,3 +272,107 @@ async def test_an_expired_request_bills_the_thinking_of_its_last_extension_and_t
     assert events(world)[1:] == [(6, 1, 1, 5 * 7 + 1 * 2)]
     assert world.counters(quota_id) == [(30 + 7 * 7 + 5 * 2, 0)]
     check_invariants(world.url, all_ended=True)
+
+
+# Of input, cached input, output, embedding and reasoning, with the thousandths that a batch pays
+RATE_CARDS: list[tuple[int, int, int, int, int | None, int]] = [
+    (150_000, 15_000, 600_000, 20_000, 1_200_000, 500),
+    (150_001, 15_003, 600_007, 0, 999_983, 1000),
+    (1_000, 0, 1_000, 0, 1_000_000_000, 250),
+    (2_000, 1_000, 3_000, 1_000, 0, 750),
+    (2_000, 1_000, 3_000, 1_000, None, 333_000),
+    (0, 0, 0, 0, 7, 1000),
+]
+
+
+def random_usage(chance: random.Random) -> Consumed:
+    sent, output = chance.choice([0, 1, 5_000]), chance.choice([0, 1, 7, 9_999])
+    is_embedding = chance.random() < 0.15
+    return Consumed(
+        0 if is_embedding else sent,
+        0 if is_embedding else chance.randint(0, sent),
+        0 if is_embedding else output,
+        chance.choice(["stop", "length", "cancelled"]),
+        datetime(2026, 11, chance.randint(1, 26), chance.randrange(24), tzinfo=UTC),
+        embedding_token_count=chance.randint(1, 9) * is_embedding,
+        reasoning_token_count=0 if is_embedding else chance.choice([0, output, output // 3]),
+    )
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_ledger_month_usage_focus_and_export_count_each_kind_at_its_price(
+    sessions: Sessions, customer: Customer, database_url: str, seed: int
+) -> None:
+    """Sums by a calculator of the test's own, over random usage at prices of both tiers."""
+    chance = random.Random(seed)
+    counts: Counter[tuple[int, str]] = Counter()
+    prices: dict[tuple[int, str], int] = {}
+    async with sessions.begin() as session:
+        for index, (*rates, reasoning, milli) in enumerate(RATE_CARDS):
+            for tier, factor in ((ServiceTier.INTERACTIVE, 1000), (ServiceTier.BATCH, milli)):
+                row = PriceVersion(
+                    model=f"model-{index}",
+                    currency_code="USD",
+                    tier=tier,
+                    effective_at=datetime(2025, 1, 1, tzinfo=UTC),
+                    multiplier_milli=factor,
+                    **dict(zip(RATES, (each * factor // 1000 for each in rates), strict=False)),
+                    reasoning_picos_per_token=(
+                        None if reasoning is None else reasoning * factor // 1000
+                    ),
+                )
+                session.add(row)
+                await session.flush()
+                version = await get_price(session, row.id)
+                events = [random_usage(chance) for _ in range(12)]
+                await add_usage(session, customer, version, events)
+                of_output = rates[2] if reasoning is None else reasoning
+                for kind, each in zip(TokenKind, (*rates[:3], of_output, rates[3]), strict=True):
+                    prices[row.id, kind] = int(Decimal(each) * factor / 1000)
+                for each in events:
+                    cached, thought = each.cached_input_token_count, each.reasoning_token_count
+                    counts[row.id, TokenKind.INPUT] += each.input_token_count - cached
+                    counts[row.id, TokenKind.CACHED_INPUT] += cached
+                    counts[row.id, TokenKind.OUTPUT] += each.output_token_count - thought
+                    counts[row.id, TokenKind.REASONING] += thought
+                    counts[row.id, TokenKind.EMBEDDING] += each.embedding_token_count
+    await rate_all_pending(sessions)
+    await form_batches(sessions)
+    expected = {key: count for key, count in counts.items() if count}
+    total = sum(count * prices[key] for key, count in counts.items())
+
+    async with sessions() as session:
+        report = await month_report(session, organization=customer.name, month="2026-11")
+        usage = await usage_total(session, UsageFilter("2026-11", customer.organization_id))
+        text_of_file = "".join([each async for each in focus_csv(session, report, "Weir")])
+        batches = await session.execute(
+            text(
+                "SELECT price_version_id, token_kind, sum(token_count) FROM meter_batches GROUP BY"
+                " 1, 2"
+            )
+        )
+        exported = {(version, kind): int(count) for version, kind, count in batches}
+
+    lines = {(line.price_version, line.token_kind): line for line in report.lines}
+    assert {key: line.token_count for key, line in lines.items()} == expected
+    assert {key: line.unit_price_picos for key, line in lines.items()} == {
+        key: prices[key] for key in expected
+    }
+    assert sum(line.amount_picos for line in report.lines) == total == usage.amount_picos
+    for kind in TokenKind:
+        of_kind = sum(count for (_, each), count in counts.items() if each == kind)
+        assert usage.token_counts.get(kind, 0) == of_kind
+    assert exported == expected
+    charged: Counter[tuple[int, str]] = Counter()
+    costs: Counter[tuple[int, str]] = Counter()
+    for row in csv.DictReader(io.StringIO(text_of_file)):
+        if row["x_PriceVersion"]:
+            key = int(row["x_PriceVersion"]), row["x_TokenKind"]
+            charged[key] += int(row["ConsumedQuantity"])
+            costs[key] += Decimal(row["EffectiveCost"]).scaleb(12)
+            assert Decimal(row["ContractedUnitPrice"]).scaleb(6) == prices[key]
+    assert dict(charged) == expected
+    assert {key: int(cost) for key, cost in costs.items()} == {
+        key: count * prices[key] for key, count in expected.items()
+    }
+    check_export(database_url)
