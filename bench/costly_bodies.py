@@ -258,17 +258,18 @@ def tools(size: int) -> bytes:
 def of_other_servers(api: str) -> Iterator[tuple[str, str, Build]]:
     """Yield fields of other servers that take effect in an API, the kind of value, and values.
 
-    One name of each parameter stands for its other names.
+    One other name of a parameter stands for all, beside that of a list.
     """
     seen: set[object] = set()
     for name, field in FIELDS.items():
-        mark = field.means or name
+        is_alias = field.effect is Effect.ALIAS
+        mark = (is_alias and "stop" in field.means) if is_alias else name
         if field.effect in (Effect.REFUSED, Effect.HINT) or mark in seen:
             continue
         seen.add(mark)
-        for what, value_of in FREE.items():
-            yield name, what, value_of
-        if field.effect is Effect.FORMAT:
+        for what in ("many numbers", "many texts", "many members", "deep lists", "long text"):
+            yield name, what, FREE[what]
+        if "grammar" in name:
             for what, rule in GRAMMARS.items():
                 yield name, f"grammar, {what}", functools.partial(grammar, rule)
     if field_of("context_management", api) is not None:

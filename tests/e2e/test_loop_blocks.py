@@ -189,7 +189,7 @@ async def test_no_number_of_tokens_blocks_the_loop(house: House) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 async def test_no_number_of_log_probabilities_blocks_the_loop(house: House, path: str) -> None:
-    """Of prompts in an answer of several choices."""
+    """A completion shows those of the prompt with each choice."""
     text = "é" * (CONTEXT_WINDOW_TOKENS // 10)
     prompt = {"messages": [{"role": "user", "content": text}], "logprobs": True}
     if path == "/v1/completions":
