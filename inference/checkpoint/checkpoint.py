@@ -497,18 +497,19 @@ def _read_json_value(path: Path) -> object:
         raise CheckpointInvalid(path, f"the file cannot be read as JSON: {error}") from error
 
 
+NO_TOKEN = (None, -1)  # as some converters write a token that a model does not have
+
+
 def read_end_token_ids(directory: Path, *configurations: Mapping[str, Any]) -> frozenset[int]:
     """Return all end tokens that these configurations and generation_config.json name.
 
     `Tokenizer.end_token_ids` has those of the tokenizer: fine-tunes often change only some files.
     """
-    ends: set[int] = set()
+    ends: list[Any] = []
     for raw in (*configurations, _read_generation_config(directory)):
         named = raw.get("eos_token_id")
-        ends.update(
-            map(int, named if isinstance(named, list) else [] if named is None else [named])
-        )
-    return frozenset(ends)
+        ends += named if isinstance(named, list) else [named]
+    return frozenset(int(each) for each in ends if each not in NO_TOKEN)
 
 
 def read_default_sampling(
@@ -539,12 +540,17 @@ def _read_sampling(raw: Mapping[str, Any]) -> SamplingParams:
     repetition_penalty = float(raw.get("repetition_penalty") or 1.0)
     if not raw.get("do_sample", False):
         return SamplingParams(repetition_penalty=repetition_penalty)
-    # `or` would turn an explicit temperature of 0 into 1; only an absent or null entry means 1.
-    temperature = raw.get("temperature")
+    # `or` would turn an explicit 0 into 1; only an absent or null entry means 1.
+    temperature, top_p = (
+        1.0 if raw.get(name) is None else float(raw[name]) for name in ("temperature", "top_p")
+    )
+    if top_p == 0:  # only the most likely token is left
+        return SamplingParams(repetition_penalty=repetition_penalty)
+    top_k = int(raw.get("top_k") or 0)
     return SamplingParams(
-        temperature=1.0 if temperature is None else float(temperature),
-        top_p=float(raw.get("top_p") or 1.0),
-        top_k=int(raw.get("top_k") or 0),
+        temperature=temperature,
+        top_p=top_p,
+        top_k=0 if top_k == -1 else top_k,  # vLLM and SGLang write -1 for all tokens
         min_p=float(raw.get("min_p") or 0.0),
         repetition_penalty=repetition_penalty,
     )

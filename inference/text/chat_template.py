@@ -383,9 +383,9 @@ class ChatTemplates:
         """Return what the templates do not show, of the turns that conversations usually have."""
         return sorted({fault for each in self._by_name.values() for fault in each.faults()})
 
-    def turn_ends(self) -> Iterator[str]:
-        """Return the text that each template writes after the last answer."""
-        return (each.turn_end for each in self._by_name.values())
+    def turn_ends(self) -> Iterator[Iterator[str]]:
+        """Return the texts that each template writes after an answer, in several conversations."""
+        return (each.turn_ends() for each in self._by_name.values())
 
     def placeholder_renderings(self) -> Iterator[str]:
         """Render placeholder conversations with every template; the rest is template text."""
@@ -722,13 +722,17 @@ class _ChatTemplate:
                 roles = (f"{kind.role}{' with calls' if kind.calls else ''}" for kind in kinds)
                 yield ", ".join(roles)
 
-    @cached_property
-    def turn_end(self) -> str:
-        """Text behind the last answer of a conversation; empty if unknown."""
-        turns, [_, (answer, _)] = _probe((USER, ANSWER))
-        with suppress(ChatTemplateFailed):
-            return self.render(turns, add_generation_prompt=False).partition(answer)[2]
-        return ""
+    def turn_ends(self) -> Iterator[str]:
+        """Return the text behind an answer: the last one, which some templates leave open, or one
+        before a question.
+        """
+        answered = (USER, ANSWER)
+        for kinds in (answered, (SYSTEM, *answered), (*answered, USER), (SYSTEM, *answered, USER)):
+            turns, words = _probe(kinds)
+            answer, _ = words[kinds.index(ANSWER)]
+            with suppress(ChatTemplateFailed):
+                rendered = self.render(self.form.arranged(turns), add_generation_prompt=False)
+                yield rendered.partition(answer)[2]
 
     @property
     def texts(self) -> tuple[str, ...]:

@@ -47,6 +47,15 @@ PLAIN_MARKER_CHARS_MIN = 3
 _THINKING = re.compile(f"({'|'.join(map(re.escape, THINKING_MARKERS))})")
 
 
+def markers_of(backend: tokenizers.Tokenizer) -> dict[int, AddedToken]:
+    """Return the added tokens that templates write as marks, by id: several are not special."""
+    return {
+        id_: token
+        for id_, token in backend.get_added_tokens_decoder().items()
+        if token.special or len(token.content.strip(" \t\r\n▁")) >= PLAIN_MARKER_CHARS_MIN
+    }
+
+
 def written_markers(
     backend: tokenizers.Tokenizer, renderings: Iterable[str], sources: Iterable[str]
 ) -> dict[str, int]:
@@ -56,11 +65,7 @@ def written_markers(
     named tokens. An added token whose text is in a source counts as written, as do the markers
     around reasoning.
     """
-    added = {
-        id_: token
-        for id_, token in backend.get_added_tokens_decoder().items()
-        if token.special or len(token.content.strip(" \t\r\n▁")) >= PLAIN_MARKER_CHARS_MIN
-    }
+    added = markers_of(backend)
     written = {
         token.content: id_
         for id_, token in added.items()

@@ -189,6 +189,11 @@ class Channels:
         """Ids of the tokens of the format."""
         return self.start, self.channel, self.message, self.end, self.call, self.finish
 
+    @property
+    def inner_ids(self) -> frozenset[int]:
+        """Ids of the tokens within an output, which a thought and an answer may both have."""
+        return frozenset((self.start, self.channel, self.message, self.end))
+
     def opens(self, prompt_token_ids: Sequence[int]) -> bool:
         """Implement `ReasoningFormat.opens`: templates begin a message, never a thought."""
         return False

@@ -33,7 +33,7 @@ from inference.text.chat_template import NOT_THINKING as NOT_THINKING
 from inference.text.chat_template import ChatMessage as ChatMessage
 from inference.text.chat_template import ChatTemplates
 from inference.text.chat_template import Thinking as Thinking
-from inference.text.control_tokens import ControlTokens, written_markers
+from inference.text.control_tokens import ControlTokens, markers_of, written_markers
 from inference.text.detokenizer import Place as Place
 from inference.text.detokenizer import (
     TextDecoder,
@@ -108,14 +108,19 @@ class Tokenizer:
     def end_token_ids(self) -> frozenset[int]:
         """End tokens that the tokenizer names, and those that the template writes after answers.
 
-        Fine-tunes often change only these and keep the base model's config.json.
+        Fine-tunes often change only these and keep the base model's config.json. Several do not
+        flag them as special. What ends one message of several, as `<|end|>` of GPT-OSS, is not one.
         """
-        ends = {self.eos_token_id} - {None}
-        added = self.backend.get_added_tokens_decoder()
-        for written in self._templates.turn_ends():
-            ids = self.backend.encode(written.lstrip(), add_special_tokens=False).ids[:1]
-            ends.update(id_ for id_ in ids if id_ in added and added[id_].special)
-        return frozenset(id_ for id_ in ends if id_ is not None)
+        ends = [] if self.eos_token_id is None else [self.eos_token_id]
+        may_end = markers_of(self.backend)
+        if isinstance(self.reasoning, Channels):
+            may_end = may_end.keys() - self.reasoning.inner_ids
+        for texts in self._templates.turn_ends():
+            ids = (
+                self.backend.encode(text.lstrip(), add_special_tokens=False).ids for text in texts
+            )
+            ends += [first[0] for first in ids if first and first[0] in may_end][:1]
+        return frozenset(ends)
 
     def check_fits(self, vocabulary_size: int) -> None:
         """Check that tokenizer, template and model belong together. vocabulary_size: the model's.

@@ -6,11 +6,13 @@ import ast
 import dataclasses
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 
 from inference.checkpoint import checkpoint
@@ -18,6 +20,7 @@ from inference.checkpoint.checkpoint import read_config, read_model_info
 from inference.decoder.model import load_weights
 from inference.engine import SamplingParams
 from inference.errors import ChatTemplateFailed, CheckpointInvalid
+from inference.text.reasoning import CHANNEL_TOKENS
 from inference.text.tokenizer import ChatMessage, Tokenizer
 from tests.inference.checkpoints import (
     CHAT_TEMPLATE,
@@ -448,6 +451,18 @@ def test_quantized_checkpoints_are_refused(entries: dict[str, Any], tmp_path: Pa
         read_config(tmp_path)
 
 
+OPEN_TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+    "{% if not loop.last %}<|end|>{% endif %}{% endfor %}"
+)
+
+
+def _demanding(fault: str) -> str:
+    """Return a template that raises in this case, and ends each turn with `<|end|>`."""
+    raised = f"{{% if {fault} %}}{{{{ raise_exception('no') }}}}{{% endif %}}"
+    return raised + OPEN_TEMPLATE.replace("{% if not loop.last %}", "{% if true %}")
+
+
 END_SOURCES: dict[str, tuple[dict[str, Any], set[int]]] = {
     "only config.json": ({"config": 2}, {2}),
     "only generation_config.json": ({"generation": [2, 6]}, {2, 6}),
@@ -468,6 +483,32 @@ END_SOURCES: dict[str, tuple[dict[str, Any], set[int]]] = {
     ),
     "a template with blanks before its end": ({"config": 2, "template": " \n<|end|>\n"}, {2, 6}),
     "a template whose end is text": ({"config": 2, "template": "</s>"}, {2}),
+    "none, as converters write it": ({"config": -1, "generation": [6, None]}, {6}),
+    "a template that leaves the last answer open": (
+        {"config": 2, "whole template": OPEN_TEMPLATE},
+        {2, 6},
+    ),
+    "a template that needs a system message": (
+        {"config": 2, "whole template": _demanding("messages[0].role != 'system'")},
+        {2, 6},
+    ),
+    "a template that needs a question at the end": (
+        {"config": 2, "whole template": _demanding("messages[-1].role != 'user'")},
+        {2, 6},
+    ),
+    "a template that needs both": (
+        {
+            "config": 2,
+            "whole template": _demanding(
+                "messages[0].role != 'system' or messages[-1].role != 'user'"
+            ),
+        },
+        {2, 6},
+    ),
+    "a template where the next turn ends the last": (
+        {"config": 2, "whole template": OPEN_TEMPLATE.replace("<|end|>", "\n")},
+        {2, 4},
+    ),
 }
 
 
@@ -481,6 +522,8 @@ def write_ends(directory: Path, sources: dict[str, Any]) -> None:
                 "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}" + value + "{% endfor %}"
             )
             (directory / "chat_template.jinja").write_text(template)
+        elif name == "whole template":
+            (directory / "chat_template.jinja").write_text(value)
         elif name in ("config", "generation"):
             path = directory / ("config.json" if name == "config" else "generation_config.json")
             raw = json.loads(path.read_text()) if name == "config" else {}
@@ -494,7 +537,7 @@ def write_ends(directory: Path, sources: dict[str, Any]) -> None:
         (directory / "generation_config.json").unlink()
     if "tokenizer" not in sources:
         change(directory / "tokenizer_config.json", eos_token=None)
-    if "template" not in sources:
+    if not {"template", "whole template"} & sources.keys():
         (directory / "chat_template.jinja").write_text("{{ messages[0].content }}")
 
 
@@ -512,6 +555,32 @@ def test_end_tokens_are_those_of_all_places(name: str, tmp_path: Path) -> None:
         assert len(outcome.token_ids) == (1 if token_id in ends else 4), token_id
         assert outcome.finished is not None
         assert outcome.finished.reason == ("stop" if token_id in ends else "length")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "end", "ends"),
+    [
+        (["<|im_start|>", "<|im_end|>"], "<|im_end|>", {"<|im_end|>"}),
+        (["  ", "\n\n"], "\n\n", set()),  # runs of blanks, not marks
+        (CHANNEL_TOKENS, "<|return|>", {"<|return|>"}),
+        (CHANNEL_TOKENS, "<|end|>", set()),  # a thought ends with it, too
+    ],
+)
+def test_a_mark_that_no_file_flags_ends_answers_unless_it_ends_a_part_of_them(
+    tokens: Sequence[str], end: str, ends: set[str], tmp_path: Path
+) -> None:
+    template = "{% for m in messages %}{{ m.role + m.content + END }}{% endfor %}"
+    make_checkpoint(tmp_path, chat_template=template.replace("END", repr(end)))
+    backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    backend.add_tokens(
+        [tokenizers.AddedToken(each, special=False, normalized=False) for each in tokens]
+    )
+    backend.save(str(tmp_path / "tokenizer.json"))
+    change(tmp_path / "tokenizer_config.json", eos_token=None)
+
+    found = Tokenizer(tmp_path)
+
+    assert {found.backend.id_to_token(each) for each in found.end_token_ids} == ends
 
 
 def test_a_model_without_any_end_token_is_refused(tmp_path: Path) -> None:
@@ -618,6 +687,28 @@ def test_both_spellings_of_rope_are_read(tmp_path: Path) -> None:
 
     assert read_config(tmp_path).rope == older
     assert older.theta == 500_000.0
+
+
+@pytest.mark.parametrize(
+    ("entries", "sampling"),
+    [
+        ({"top_p": 0}, SamplingParams()),
+        ({"top_p": 0.0, "temperature": 0.7}, SamplingParams()),
+        ({"temperature": 0}, SamplingParams()),
+        ({"top_k": -1}, SamplingParams(temperature=1.0)),
+        ({"top_k": 0, "min_p": 0, "top_p": 1}, SamplingParams(temperature=1.0)),
+        (
+            {"temperature": None, "top_p": None, "top_k": None, "repetition_penalty": None},
+            SamplingParams(temperature=1.0),
+        ),
+    ],
+)
+def test_neutral_and_extreme_defaults_mean_what_they_mean_in_requests(
+    entries: dict[str, Any], sampling: SamplingParams, tmp_path: Path
+) -> None:
+    make_checkpoint(tmp_path, generation_config={"do_sample": True} | entries)
+
+    assert read_model_info(tmp_path, name="demo", engine="torch").default_sampling == sampling
 
 
 def test_model_info_tells_window_and_default_sampling(tmp_path: Path) -> None:
