@@ -85,7 +85,9 @@ def checked_request(
         )
     # A plain prompt is continued as it is: its text may be about the marks of thinking.
     last = start.prompt[-1]
-    splits_reasoning = isinstance(last, ChatMessage) and not last.is_unfinished
+    splits_reasoning = isinstance(last, ChatMessage) and (
+        not last.is_unfinished or leaves_thinking_open(last, tokenizer)
+    )
     if start.stop.max_reasoning_tokens is not None:
         if tokenizer.reasoning is None:
             raise InvalidRequest([FieldViolation("max_reasoning_tokens", NO_MARKS)])
@@ -123,14 +125,21 @@ def marked_functions(start: ValidStart, tokenizer: Tokenizer) -> tuple[str, ...]
     return start.tool_use.callable_names if is_marked and start.tool_use.tools else ()
 
 
+def leaves_thinking_open(begun: ChatMessage, tokenizer: Tokenizer) -> bool:
+    """Return whether an answer was cut in its thinking, which the output continues."""
+    return tokenizer.reasoning is not None and tokenizer.reasoning.leaves_open(begun.content)
+
+
 def thinking_start(
     start: ValidStart, tokenizer: Tokenizer, token_ids: tuple[int, ...]
 ) -> ThinkingStart:
     """Return whether the model is to think before its answer, and what begins the thinking."""
     last = start.prompt[-1]
-    is_begun = not isinstance(last, ChatMessage) or last.is_unfinished
-    if tokenizer.reasoning is None or is_begun:
+    if tokenizer.reasoning is None or not isinstance(last, ChatMessage):
         return ThinkingStart.NONE
+    if last.is_unfinished:
+        is_open = leaves_thinking_open(last, tokenizer)
+        return ThinkingStart.PROMPT if is_open else ThinkingStart.NONE
     if tokenizer.reasoning.closes(token_ids):
         return ThinkingStart.ENDED
     if start.thinking in NOT_THINKING:

@@ -580,7 +580,8 @@ class OutsideCore:
         added = Request(number, request, ends, arrived_at_s, self._vocabulary_size)
         added.answer_end_token_ids, added.model_end_token_ids = answer_ends, model_ends
         # A grammar from the first token leaves no room for thinking.
-        has_room = request.response_format is None or request.thinking is ThinkingStart.PROMPT
+        unknown = None if request.response_format is None else False
+        begun = True if request.thinking is ThinkingStart.PROMPT else unknown
         added.choices = [
             Choice(
                 added,
@@ -590,7 +591,7 @@ class OutsideCore:
                     request.stop.stop_sequences,
                     request.prompt_token_ids,
                     splits=splits,
-                    may_have_begun=has_room,
+                    begun=begun,
                     marked_functions=request.marked_functions,
                 ),
             )

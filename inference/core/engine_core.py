@@ -35,6 +35,7 @@ from inference.engine import (
     Scheduled,
     SequenceEvent,
     SequenceRefused,
+    ThinkingStart,
     TokensGenerated,
 )
 from inference.errors import CheckpointInvalid
@@ -168,6 +169,7 @@ class EngineCore:
             request.stop.stop_sequences,
             request.prompt_token_ids,
             splits=request.splits_reasoning,
+            begun=request.thinking is ThinkingStart.PROMPT or None,
             marked_functions=request.marked_functions,
         )
         arrived_at_s = self._clock() if arrived_at_s is None else arrived_at_s

@@ -557,14 +557,11 @@ def _equivalents(
 
     The last ones have no reasoning, which most templates leave out.
     """
-    silent = [replace(each, reasoning="") for each in messages]
+    joined = _with_joined_turns(messages)
+    thoughtful = [messages, joined, _with_one_answer(messages), _with_one_answer(joined)]
+    silent = [[replace(turn, reasoning="") for turn in each] for each in thoughtful]
     tried: list[Sequence[ChatMessage]] = [messages]
-    for each in (
-        messages,
-        _with_one_answer(messages),
-        silent,
-        _with_one_answer(silent),
-    ):
+    for each in (*thoughtful, *silent):
         for other in (each, *(_with_system_elsewhere(each) if moves_system else ())):
             if other not in tried:
                 tried.append(other)
@@ -587,6 +584,22 @@ def _with_system_elsewhere(messages: Sequence[ChatMessage]) -> Iterator[list[Cha
         index = roles.index(USER.role)
         others[index] = replace(others[index], content=f"{text}\n\n{others[index].content}")
         yield others
+
+
+def _with_joined_turns(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Return the conversation with one turn for several of a user, or of an assistant."""
+    turns: list[ChatMessage] = []
+    for message in messages:
+        last = turns[-1] if turns else None
+        if last and last.role == message.role in (USER.role, ANSWER.role) and not last.tool_calls:
+            texts, thoughts = (
+                "\n\n".join(filter(None, pair))
+                for pair in ((last.content, message.content), (last.reasoning, message.reasoning))
+            )
+            turns[-1] = replace(message, content=texts, reasoning=thoughts)
+        else:
+            turns.append(message)
+    return turns
 
 
 def _late_system(messages: Sequence[ChatMessage]) -> int | None:

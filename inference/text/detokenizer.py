@@ -102,15 +102,15 @@ class TextDecoder:
         prompt_token_ids: Sequence[int] = (),
         *,
         splits: bool = False,
-        may_have_begun: bool = True,
+        begun: bool | None = None,
         marked_functions: tuple[str, ...] = (),
     ) -> Detokenizer:
         """Open a detokenizer of the output that follows a prompt.
 
         stop_sequences: must not be empty strings. One that names control tokens also matches the
         tokens themselves. splits: into thinking and answer, if the model's format is known.
-        may_have_begun: the output goes on with thinking that the prompt opened. marked_functions:
-        see `GenerationRequest`.
+        begun: whether the output goes on with thinking that the prompt opened; None to look there.
+        marked_functions: see `GenerationRequest`.
         """
         assert all(stop_sequences), "the caller has refused empty stop sequences"
         stops, marks = self._marked(stop_sequences)
@@ -133,7 +133,7 @@ class TextDecoder:
         opened.is_torn = bool(stops) and self._ends_torn(prompt_token_ids)
         if reasoning is None:
             return opened
-        begun = may_have_begun and reasoning.opens(prompt_token_ids)
+        begun = reasoning.opens(prompt_token_ids) if begun is None else begun
         split = reasoning.split(opened, stops, begun=begun, has_ids=True)
         split.marked_functions = marked_functions
         return split
@@ -410,14 +410,14 @@ class GivenTextDecoder:
         prompt_token_ids: Sequence[int] = (),
         *,
         splits: bool = False,
-        may_have_begun: bool = True,
+        begun: bool | None = None,
         marked_functions: tuple[str, ...] = (),
     ) -> Detokenizer:
         """Implement `TextDecoder.open` without ids of special tokens."""
         stops = as_given(stop_sequences)
         if self.reasoning is None or not splits:
             return GivenParts({}, frozenset(), GivenText(stops, frozenset()))
-        begun = may_have_begun and self.reasoning.opens(prompt_token_ids)
+        begun = self.reasoning.opens(prompt_token_ids) if begun is None else begun
         given = GivenText({}, frozenset())
         split = self.reasoning.split(given, stops, begun=begun, has_ids=False)
         return GivenParts({}, frozenset(), split)

@@ -84,6 +84,10 @@ class ReasoningFormat(Protocol):
         """Return whether the prompt ends with the end of thinking, so that an answer follows."""
         ...
 
+    def leaves_open(self, answer: str) -> bool:
+        """Return whether the beginning of an answer ends inside thinking."""
+        ...
+
     def split(self, text: Detokenizer, stops: Stops, *, begun: bool, has_ids: bool) -> Split:
         """Return a detokenizer that splits an output.
 
@@ -152,6 +156,11 @@ class Marked:
                 return False
         return bool(tail)
 
+    def leaves_open(self, answer: str) -> bool:
+        """Implement `ReasoningFormat.leaves_open`."""
+        body = answer.lstrip()
+        return body.startswith(self.markers.opening) and self.markers.closing not in body
+
     def split(self, text: Detokenizer, stops: Stops, *, begun: bool, has_ids: bool) -> Split:
         """Implement `ReasoningFormat.split`."""
         phase = Phase.THINKING if begun else Phase.UNDECIDED
@@ -200,6 +209,10 @@ class Channels:
 
     def closes(self, prompt_token_ids: Sequence[int]) -> bool:
         """Implement `ReasoningFormat.closes`."""
+        return False
+
+    def leaves_open(self, answer: str) -> bool:
+        """Implement `ReasoningFormat.leaves_open`: thoughts are messages of their own."""
         return False
 
     def split(self, text: Detokenizer, stops: Stops, *, begun: bool, has_ids: bool) -> Split:
@@ -281,9 +294,10 @@ class MarkedSplit(Split):
     def push(self, token_id: int, *, may_stop: bool = True) -> TextPiece:
         """Implement `Detokenizer.push`."""
         if self.ids is not None:
-            if token_id == self.ids[0] and self.phase is Phase.UNDECIDED:
+            if token_id == self.ids[0] and self._may_open:
+                count, self.undecided_count = self.undecided_count + 1, 0
                 self.waiting, self.phase = "", Phase.THINKING
-                return TextPiece("", reasoning_token_count=self.undecided_count + 1)
+                return TextPiece("", reasoning_token_count=count)
             if token_id == self.ids[1] and self.phase is Phase.THINKING:
                 thought = self._ready(self.waiting + self.text.finish().text)
                 return self._closed(thought, "", may_stop)._replace(reasoning_token_count=1)
@@ -315,16 +329,27 @@ class MarkedSplit(Split):
         body, opening = self.waiting.lstrip(), self.markers.opening
         if self.ids is None and body.startswith(opening):
             self.waiting, self.phase = "", Phase.THINKING
-            return self._thought(body[len(opening) :], self.undecided_count, may_stop)
+            count, self.undecided_count = self.undecided_count, 0
+            return self._thought(body[len(opening) :], count, may_stop)
         may_open = self.ids is None and opening.startswith(body)
         if (body and may_open) or (not body and self.undecided_count <= BLANK_TOKENS_MAX):
             return NOTHING
         text, self.waiting, self.phase = self.waiting, "", Phase.ANSWER
         return self._answer(text, may_stop)
 
+    @property
+    def _may_open(self) -> bool:
+        """True where an opening marker is one: several models repeat the prompt's."""
+        return self.phase is not Phase.ANSWER and not self.has_thought
+
     def _thought(self, text: str, token_count: int, may_stop: bool) -> TextPiece:
         self.waiting += self._shown(text)
         kept, closing = 0, self.markers.closing
+        if self.ids is None and self._may_open and (body := self.waiting.lstrip()):
+            opening = self.markers.opening
+            if opening.startswith(body) and body != opening:
+                return TextPiece("", reasoning_token_count=token_count)
+            self.waiting = body.removeprefix(opening)
         if self.ids is None:
             if (start := self.waiting.find(closing)) >= 0:
                 rest = self.waiting[start + len(closing) :]

@@ -215,6 +215,28 @@ async def test_a_begun_answer_goes_on_without_thinking(service: Service) -> None
 
 
 @pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("<think>", (THOUGHT, ANSWER)),
+        ("<think>\nHm, END", (THOUGHT.removeprefix("Hm, END").lstrip(), ANSWER)),
+        ("<think>\nHm.</think>\n\nIt is", ("", ANSWER.removeprefix("It is"))),
+    ],
+)
+async def test_a_begun_thought_goes_on_as_a_thought(
+    service: Service, text: str, left: tuple[str, str]
+) -> None:
+    tenant = await service.tenant()
+
+    async with service.stream(tenant.secret) as stream:
+        asked = begun(USER, ASSISTANT, text=text)
+        request_id = await begin(stream, conversation=asked)
+        finished = await stream.finished(request_id)
+
+    assert (reasoning(stream, request_id), stream.text(request_id)) == left
+    assert bool(finished.usage.reasoning_token_count) is bool(left[0])
+
+
+@pytest.mark.parametrize(
     ("asked", "field"),
     [
         (begun(ASSISTANT, USER), "conversation.continues_last_message"),

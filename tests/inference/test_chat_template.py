@@ -164,7 +164,7 @@ def test_rendering_equals_transformers(name: str, tmp_path: Path) -> None:
     ("template", "turns", "words"),
     [
         (WITHOUT_SYSTEM, [("system", "Be brief."), ("user", "Hi")], "System role not supported"),
-        (INSTRUCTIONS, [("user", "Hi"), ("user", "Hi?")], "roles must alternate"),
+        (INSTRUCTIONS, [("assistant", "Hi"), ("user", "Hi?")], "roles must alternate"),
         ("{{ messages[7]['content'] + 'x' }}", [("user", "Hi")], "no element 7"),
         ("{{ 1 // (messages | length - 1) }}", [("user", "Hi")], "by zero"),
         ("{{ range(10**9) | length }}", [("user", "Hi")], "Range too big"),

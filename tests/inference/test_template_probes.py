@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import dropwhile
 from pathlib import Path
@@ -208,6 +209,39 @@ def test_several_system_messages_stay_as_they_are_where_a_template_takes_them(lo
     rendered = load(each("{{ m.content }}")).render_chat(talk)
 
     assert rendered == "system=a;developer=b;system=c;user=d;system=e;user=f;"
+
+
+IN_TURN = (
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{{ m.content | trim }}"
+)
+
+
+@pytest.mark.parametrize(
+    ("turns", "shown"),
+    [
+        (["user: a", "user: b"], "user=a\n\nb;"),
+        (
+            ["user: a", "assistant: b", "assistant: c", "user: d", "user: e", "user: f"],
+            "user=a;assistant=b\n\nc;user=d\n\ne\n\nf;",
+        ),
+        (["user: a", "assistant: ", "assistant: b", "user: c"], "user=a;assistant=b;user=c;"),
+    ],
+)
+def test_turns_of_one_role_are_joined_where_a_template_wants_them_to_alternate(
+    turns: Sequence[str], shown: str, load: Load
+) -> None:
+    assert load(each(IN_TURN)).render_chat(say(*turns)) == shown
+
+
+def test_a_joined_turn_is_continued_and_others_stay_as_they_are(load: Load) -> None:
+    *before, last = say("user: a", "assistant: b", "assistant: c")
+    talk = [*before, replace(last, is_unfinished=True)]
+
+    assert load(each(IN_TURN)).render_chat(talk) == "user=a;assistant=b\n\nc"
+    assert load(each("{{ m.content }}")).render_chat(talk) == "user=a;assistant=b;assistant=c"
+    with pytest.raises(ChatTemplateFailed, match="roles must alternate"):
+        load(each(IN_TURN)).render_chat(say("assistant: a", "user: b"))
 
 
 @given(st.lists(st.sampled_from(["user", "assistant", "system"]), min_size=1, max_size=40))
