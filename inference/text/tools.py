@@ -10,6 +10,7 @@ import re
 import secrets
 import string
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import combinations, product
@@ -428,6 +429,11 @@ class JsonScanner:
         # The current number or literal, which may be as long as the output.
         self._scalar: list[str] = []
 
+    @property
+    def is_between(self) -> bool:
+        """True between the members of the outermost object."""
+        return len(self._open) == 1 and not self._is_string
+
     def push(self, character: str) -> bool:
         """Read one character of an incomplete object; return whether the text can still be one."""
         if self._is_string:
@@ -482,6 +488,12 @@ class JsonScanner:
             else:  # it is a key
                 self._expected = ":"
         return character >= " "
+
+
+def is_json_object(text: str) -> bool:
+    """Return whether a text is one JSON object, without blanks around it."""
+    scanner = JsonScanner()
+    return all(not scanner.complete and scanner.push(each) for each in text) and scanner.complete
 
 
 ID_CHARACTERS = string.ascii_letters + string.digits
@@ -547,10 +559,11 @@ class Findings:
 
 HELD_CHARS_MAX = 16_384  # characters held back as undecided, beyond which they become text
 
-# Allowed keys of a call object and their meaning. "id" and "type" are written by some models and
-# ignored.
+# Keys of a call object and their meaning. Some models write "id" and "type", which are ignored.
+# Behind an opening all other keys are, too.
 KEYS: Mapping[str, str] = {
     "name": "name",
+    "function": "name",
     "arguments": "arguments",
     "parameters": "arguments",
     "id": "id",
@@ -558,6 +571,11 @@ KEYS: Mapping[str, str] = {
 }
 NAME_CHARS_MAX = 128  # of a function that was not offered
 State = Callable[[str], None]
+
+
+def _is_plain(character: str) -> bool:
+    """Return whether a character may be in a name or key; others may begin a call."""
+    return character >= " " and character not in '"<[{\\'
 
 
 def _behind_blanks(held: str, marker: str) -> str:
@@ -592,6 +610,7 @@ class ToolCallParser:
         self._seen: set[str] = set()  # keys of the current object
         self._name: str | None = None  # name of the current call
         self._early = ""  # arguments that precede the name
+        self._is_escaped = False  # within arguments in a string, the next character
         self._has_begun = False  # whether the current call was emitted
         self._scanner = JsonScanner()
         self._between = self._fresh if self._shape.bare else self._outside
@@ -729,21 +748,27 @@ class ToolCallParser:
         self._go(character, '"', self._in_key)
 
     def _in_key(self, character: str) -> None:
-        word = self._word + character
-        if character == '"' and self._word in KEYS:
-            self._seen.add(KEYS[self._word])
+        meaning = KEYS.get(self._word)
+        if character == '"' and (self._is_marked if meaning is None else meaning not in self._seen):
+            self._seen.add(meaning or self._word)
             self._state = self._colon
-        elif not any(
-            key.startswith(word) and meaning not in self._seen for key, meaning in KEYS.items()
-        ):
+        elif not self._may_be_key(self._word + character):
             self._fail(character)
             return
         else:
-            self._word = word
+            self._word += character
         self._held += character
 
+    def _may_be_key(self, word: str) -> bool:
+        """Return whether a key of a call may begin like this; any may behind an opening."""
+        if self._is_marked:
+            return _is_plain(word[-1]) and len(word) <= NAME_CHARS_MAX
+        return any(
+            key.startswith(word) and meaning not in self._seen for key, meaning in KEYS.items()
+        )
+
     def _colon(self, character: str) -> None:
-        meaning = KEYS[self._word]
+        meaning = KEYS.get(self._word, "")
         states = {"name": self._before_name, "arguments": self._before_arguments}
         self._go(character, ":", states.get(meaning, self._before_aside))
 
@@ -770,12 +795,27 @@ class ToolCallParser:
         """Return whether the current word may begin a name."""
         if any(name.startswith(self._word) for name in self._names):
             return True
-        last = self._word[-1]
-        right = last >= " " and last not in '"<[{\\' and len(self._word) <= NAME_CHARS_MAX
+        right = _is_plain(self._word[-1]) and len(self._word) <= NAME_CHARS_MAX
         return self._is_marked and right
 
     def _before_aside(self, character: str) -> None:
-        self._go(character, '"', self._in_aside)
+        if not self._is_marked:
+            self._go(character, '"', self._in_aside)
+            return
+        self._scanner = JsonScanner()
+        for each in '{"":':
+            self._scanner.push(each)
+        self._state = self._in_any_value
+        self._in_any_value(character)
+
+    def _in_any_value(self, character: str) -> None:
+        is_between = self._scanner.is_between
+        if not self._scanner.push(character):
+            self._fail(character)
+        elif is_between and character in ",}":
+            self._after_value(character)
+        else:
+            self._held += character
 
     def _in_aside(self, character: str) -> None:
         if character in "<[{\\" or character < " ":  # not in ids, and may begin a call
@@ -786,8 +826,11 @@ class ToolCallParser:
             self._state = self._after_value
 
     def _before_arguments(self, character: str) -> None:
+        if character in '"n':  # JSON text in a string, as Granite 4 writes it, or null
+            self._word, self._is_escaped = "", False
+            self._state = self._in_quoted if character == '"' else self._in_null
         if character != "{":
-            self._go(character, "{", self._in_arguments)
+            self._go(character, character if character in '"n' else "{", self._state)
             return
         self._scanner = JsonScanner()
         self._state = self._in_arguments
@@ -812,6 +855,38 @@ class ToolCallParser:
         if self._scanner.complete:
             self.complete_count += self._has_begun
             self._state = self._after_value
+
+    def _in_quoted(self, character: str) -> None:
+        self._held += character
+        if character != '"' or self._is_escaped:
+            self._is_escaped = character == "\\" and not self._is_escaped
+            self._word += character
+            return
+        with suppress(ValueError):
+            arguments = json.loads(f'"{self._word}"', strict=False).strip(BLANKS) or "{}"
+            if is_json_object(arguments):
+                self._take_arguments(arguments)
+                return
+        self._held = self._held[:-1]
+        self._fail(character)
+
+    def _in_null(self, character: str) -> None:
+        self._word += character
+        if not "ull".startswith(self._word):
+            self._fail(character)
+            return
+        self._held += character
+        if self._word == "ull":
+            self._take_arguments("{}")
+
+    def _take_arguments(self, arguments: str) -> None:
+        """Take complete arguments; they wait for the name where it follows."""
+        self._state = self._after_value
+        if self._name is None:
+            self._early = arguments
+        else:
+            self._begin_call(arguments)
+            self.complete_count += 1
 
     def _after_value(self, character: str) -> None:
         if character == "}":
@@ -865,6 +940,13 @@ class ToolCallParser:
             self._leave(self._between)
 
     def _closing(self, character: str) -> None:
+        if character in "}{" and not self._held.strip(BLANKS):
+            if character == "}":  # one more than were opened
+                self._held = ""
+                return
+            if not self._single:  # another call before the closing
+                self._next_object(character)
+                return
         held = self._held + character
         part = _behind_blanks(held, self._shape.closing)
         if not self._shape.closing.startswith(part):

@@ -162,6 +162,47 @@ CASES: tuple[tuple[CallFormat, str, str | None, Calls], ...] = (
         "Well [1]:, oops]",
         [("get_weather", CITY)],
     ),
+    # Arguments as JSON text in a string, as Granite 4 writes them, or none.
+    (
+        MISTRAL,
+        '[TOOL_CALLS][{"name": "get", "arguments": "{\\"a\\": 1}"}]',
+        "",
+        [("get", '{"a": 1}')],
+    ),
+    (LLAMA, '{"parameters": "{\\"a\\": 1}", "name": "get"}', "", [("get", '{"a": 1}')]),
+    (HERMES, '<tool_call>{"name": "get", "arguments": ""}</tool_call>', "", [("get", "{}")]),
+    (HERMES, '<tool_call>{"name": "get", "arguments": null}</tool_call>', "", [("get", "{}")]),
+    (HERMES, '<tool_call>{"name": "get", "arguments": "[1]"}</tool_call>', None, []),
+    (HERMES, '<tool_call>{"name": "get", "arguments": "{} {}"}</tool_call>', None, []),
+    (HERMES, '<tool_call>{"name": "get", "arguments": "{NaN}"}</tool_call>', None, []),
+    (HERMES, '<tool_call>{"name": "get", "arguments": "\\x"}</tool_call>', None, []),
+    (HERMES, '<tool_call>{"name": "get", "arguments": nil}</tool_call>', None, []),
+    (LLAMA, '{"name": "get", "parameters": "{}, but', None, []),
+    # Members of other notations: ignored behind an opening, text without one.
+    (
+        HERMES,
+        '<tool_call>{"index": 0, "x": {"y": [",}"]}, "name": "get", "arguments": {}, "why": "}"}'
+        "</tool_call>",
+        "",
+        [("get", "{}")],
+    ),
+    (LLAMA, '{"name": "get", "parameters": {}, "why": 1}', ', "why": 1}', [("get", "{}")]),
+    (LLAMA, '{"why": 1, "name": "get", "parameters": {}}', None, []),
+    (
+        LLAMA,
+        '{"type": "function", "function": "get", "parameters": {"a": 1}}',
+        "",
+        [("get", '{"a": 1}')],
+    ),
+    (HERMES, '<tool_call>{"name": "get", "name": "get"}</tool_call>', None, []),
+    (HERMES, '<tool_call>{"x": tru, "name": "get"}</tool_call>', None, []),
+    # Several objects, or a brace too many, before a closing.
+    (
+        HERMES,
+        f'<tool_call>{WEATHER}\n{{"name": "get"}}}}</tool_call>!',
+        "!",
+        [("get_weather", CITY), ("get", "{}")],
+    ),
     (JSON, f"[ {WEATHER} , {WEATHER} ]", "", [("get_weather", CITY)] * 2),
     (JSON, WEATHER, "", [("get_weather", CITY)]),
     (JSON, WEATHER[:-10], "", [("get_weather", CITY[:-9])]),
@@ -202,6 +243,9 @@ FRAGMENTS = (
     *(
         '{"name": "get"',
         ', "arguments": {"a": 1}',
+        ', "arguments": "{\\"a\\": 1}"',
+        '"arguments": null',
+        '"why": [1], ',
         '"parameters": {',
         WEATHER,
         '"id": "',
@@ -252,6 +296,18 @@ def test_every_json_object_is_followed_to_its_end(value: Any, ascii_only: bool) 
     complete = [scanner.push(character) and scanner.complete for character in document]
 
     assert complete == [False] * (len(document) - 1) + [True]
+
+
+@given(st.dictionaries(st.text(), st.text() | st.integers() | st.booleans()), st.booleans())
+def test_arguments_in_a_string_are_its_text(value: dict[str, Any], ascii_only: bool) -> None:
+    arguments = json.dumps(value, ensure_ascii=ascii_only)
+    quoted = json.dumps(arguments, ensure_ascii=ascii_only)
+
+    text, calls, _ = parse(
+        HERMES, list(f'<tool_call>{{"name": "get", "arguments": {quoted}}}</tool_call>')
+    )
+
+    assert (text, calls) == ("", [("get", arguments)])
 
 
 DOCUMENTS = (
