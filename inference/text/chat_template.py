@@ -516,7 +516,7 @@ _PROBE_TOOL = Tool(
 )
 _TOOL_WORDS = (_PROBE_TOOL.name, _PROBE_TOOL.description, f"{_PROBE}Key")
 # A part of text or the arguments of a call as Python or JSON would print them.
-_PRINTED = re.compile(rf"""["']type["']: ["']text["']|{{'{_PROBE}""")
+_PRINTED = re.compile(rf"""["']type["']: ["']text["']|{{'{_PROBE}\d""")
 # Ends the text of an unfinished turn while it is rendered: templates strip blanks at the ends
 END_MARK = f"{_PROBE}End"
 _WORD = re.compile(rf"{_PROBE}(?:\d{{5}}Q|Tool|About|Key)")

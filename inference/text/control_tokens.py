@@ -115,6 +115,10 @@ class ControlTokens:
         self._index_by_text = {text: index for index, text in enumerate(self._hidden)}
         self._nonce = _digits(secrets.randbits(4 * _NONCE_DIGITS), _NONCE_DIGITS)
         self._placeholder = re.compile(f"{self._nonce}({_DIGIT}{{{_INDEX_DIGITS}}})")
+        self._escaped = [
+            (escape, re.compile(f"{re.escape(escape(self._nonce))}({_escaped_digits(escape)})"))
+            for escape in _ESCAPES
+        ]
         self._twin_nonce = _digits(secrets.randbits(4 * _NONCE_DIGITS), _NONCE_DIGITS)
         self._lock = threading.Lock()
         self._copy: tuple[tokenizers.Tokenizer, dict[int, int]] | None = None
@@ -152,7 +156,11 @@ class ControlTokens:
         return text
 
     def revealed(self, rendered: str) -> str:
-        """Return the rendered prompt with placeholders replaced by their original text."""
+        """Return the rendered prompt with placeholders replaced by their original text, which is
+        escaped where the template has escaped them.
+        """
+        for escape, pattern in self._escaped:
+            rendered = pattern.sub(partial(self._revealed_escaped, escape), rendered)
         return self._placeholder.sub(lambda found: self._hidden[_number(found[1])], rendered)
 
     def encode(self, rendered: str, *, hidden: bool = True) -> tuple[int, ...]:
@@ -192,6 +200,12 @@ class ControlTokens:
                 f" {token!r}: remove that text"
             )
         return tuple(marker_id_by_twin.get(token_id, token_id) for token_id in ids)
+
+    def _revealed_escaped(self, escape: Callable[[str], str], found: re.Match[str]) -> str:
+        digits = found[1]
+        for digit in _DIGITS:
+            digits = digits.replace(escape(digit), digit)
+        return escape(self._hidden[_number(digits)])
 
     def _place(self, text: str) -> str:
         return self._nonce + _digits(self._index_by_text[text], _INDEX_DIGITS)
@@ -281,6 +295,23 @@ def _unknown_id(backend: tokenizers.Tokenizer) -> int | None:
     if isinstance(backend.model, models.Unigram):  # the class has no such attribute
         unknown = json.loads(backend.to_str())["model"].get("unk_id")
     return unknown if isinstance(unknown, int) else None
+
+
+def _as_json(text: str) -> str:
+    return json.dumps(text)[1:-1]
+
+
+def _as_python(text: str) -> str:
+    return repr(text)[1:-1]
+
+
+_ESCAPES = (_as_json, _as_python)  # with which templates print arguments and tools
+
+
+def _escaped_digits(escape: Callable[[str], str]) -> str:
+    """Return a regular expression of the escaped index of a placeholder."""
+    digit = "|".join(re.escape(escape(each)) for each in _DIGITS)
+    return f"(?:{digit}){{{_INDEX_DIGITS}}}"
 
 
 def _digits(value: int, count: int) -> str:

@@ -248,6 +248,23 @@ def test_a_template_that_splits_hidden_text_is_reported(tmp_path: Path) -> None:
         tokenizer.encode_chat([ChatMessage("user", "<|end|> message")])
 
 
+@pytest.mark.parametrize("written", ["tojson", "tojson(ensure_ascii=true)", "string"])
+def test_hidden_text_that_a_template_escapes_is_shown_as_it_escapes_it(
+    written: str, tmp_path: Path
+) -> None:
+    tokenizer = template(
+        "{% for tool in tools or [] %}{{ tool | FORM }}{% endfor %}<|user|>"
+        "{{ messages[0]['content'] }}<|end|>".replace("FORM", written)
+    )(tmp_path)
+    talk = [ChatMessage("user", "é <|end|>")]
+    tools = [Tool("f", "é \\ <|end|>\n'x", '{"type": "object", "<|eos|>": "<|user|>\\u00e9"}')]
+
+    ids = tokenizer.encode_chat(talk, tools)
+
+    assert tokenizer.decode(ids, skip_special_tokens=False) == tokenizer.render_chat(talk, tools)
+    assert [token for token in ids if token in tokenizer.special_token_ids] == [4, 6]
+
+
 def test_trimming_works_on_hidden_text(tmp_path: Path) -> None:
     tokenizer = template("<|user|>{{ messages[0]['content'] | trim }}<|end|>")(tmp_path)
 
