@@ -109,12 +109,12 @@ class Tokenizer:
         """End tokens that the tokenizer names, and those that the template writes after answers.
 
         Fine-tunes often change only these and keep the base model's config.json. Several do not
-        flag them as special. What ends one message of several, as `<|end|>` of GPT-OSS, is not one.
+        flag them as special. A token that also ends thoughts, as `<|end|>` of GPT-OSS, is not one.
         """
         ends = [] if self.eos_token_id is None else [self.eos_token_id]
-        may_end = markers_of(self.backend)
+        may_end = set(markers_of(self.backend))
         if isinstance(self.reasoning, Channels):
-            may_end = may_end.keys() - self.reasoning.inner_ids
+            may_end -= self.reasoning.inner_ids
         for texts in self._templates.turn_ends():
             ids = (
                 self.backend.encode(text.lstrip(), add_special_tokens=False).ids for text in texts
