@@ -36,7 +36,7 @@ MODEL_MISSING = "must name a model; see ListModels"
 PICOS_PER_UNIT = 10**12
 LABEL_COUNT_MAX = 16
 LABEL_KEY_CHARS_MAX = 64
-LABEL_VALUE_CHARS_MAX = 256
+LABEL_VALUE_CHARS_MAX = 512  # as OpenAI's metadata
 INT64_MAX = 2**63 - 1
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 MICROSECOND = timedelta(microseconds=1)

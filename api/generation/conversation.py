@@ -23,7 +23,8 @@ ROLES: Mapping[int, str] = {
 }
 PLAIN_ROLES = frozenset(ROLES) - {pb.ROLE_TOOL}  # turns with text only
 CALLLESS_ROLES = frozenset((pb.ROLE_SYSTEM, pb.ROLE_USER))
-CALL_ID_CHARS_MAX = 128
+# Some servers put the model's encrypted thinking into the id of a call.
+CALL_ID_CHARS_MAX = 65_536
 # Checking this many takes some ms, during which no other stream runs: a template holds the GIL.
 MESSAGE_COUNT_MAX = 4096
 CALL_COUNT_MAX = 4096  # of all messages together, for the same reason

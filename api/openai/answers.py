@@ -18,8 +18,8 @@ from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
 from api.core import wire
+from api.openai.history import REASONING_TEXT
 from api.openai.parameters import (
-    REASONING_TEXT,
     ParsedRequest,
     ResponseParameters,
     echoed_format,
@@ -1177,7 +1177,7 @@ class ResponseAnswer(Answer):
             "incomplete_details": None,
             "instructions": requested.instructions,
             "max_output_tokens": requested.max_output_tokens,
-            "max_tool_calls": None,
+            "max_tool_calls": requested.max_tool_calls,
             "metadata": requested.metadata or {},
             "parallel_tool_calls": requested.parallel_tool_calls is not False,
             "previous_response_id": None,

@@ -516,6 +516,8 @@ FIELDS_BY_API: Mapping[str, Mapping[str, Field]] = {
     "messages": dict(
         (
             *refused("use output_config.format", {"response_format": TEXT_FORMAT}),
+            # Of the beta in which Anthropic introduced formats
+            *acting(Effect.FORMAT, {"output_format": ("as output_config.format", ())}),
             *refused("use thinking", ("reasoning",)),
             *refused("use tool_choice.disable_parallel_tool_use", {"parallel_tool_calls": (True,)}),
         )

@@ -216,6 +216,7 @@ OWNER = "weir"
 SERVICE = "/weir.v1.InferenceService"
 # Seconds. Keys are looked up for each request here, but once per stream over gRPC.
 KEY_AGE_MAX_S = 1.0
+SLASHES = re.compile("/{2,}")
 IDEMPOTENCY_KEY = re.compile(r"[\x21-\x7e]{1,255}")
 CHUNKED_BYTES = 256 * 1024  # assumed size of a body of unknown length
 # Namespace of request ids that are derived from idempotency keys other than UUIDs.
@@ -400,8 +401,8 @@ class Gateway:
     def _is_anthropic(self, request: web.BaseRequest) -> bool:
         """Return whether the response has Anthropic's form: by the path, or by the headers where
         both APIs have the path, or none."""
-        path = request.path.rstrip("/")
-        if path.startswith(MESSAGES_PATH):
+        path = path_of(request)
+        if path.startswith((MESSAGES_PATH, f"/v1{MESSAGES_PATH}")):
             return True
         if path in self._handlers and path != MODELS_PATH:
             return False
@@ -427,17 +428,17 @@ class Gateway:
 
         Raises: HttpFault for an unknown path or method.
         """
-        path = request.path.rstrip("/")
+        path = path_of(request)
         if path in UNVERSIONED:
             path = f"/v1{path}"
         route = self._handlers.get(MODELS_PATH if path.startswith(f"{MODELS_PATH}/") else path)
         if route is None:
             served = ", ".join(self._handlers)
-            hint = (
-                "the base URL must end in /v1"
-                if f"/v1{path}" in self._handlers or path.startswith("/models/")
-                else f"the API serves {served}"
-            )
+            hint = f"the API serves {served}"
+            if f"/v1{path}" in self._handlers or path.startswith("/models/"):
+                hint = "the base URL must end in /v1"
+            elif path.removeprefix("/v1") in self._handlers:
+                hint = "the base URL has a /v1 that the client adds too: leave it out"
             raise HttpFault(
                 404, f"unknown URL: {request.method} {path[:200] or '/'}; {hint}", "unknown_url"
             )
@@ -619,11 +620,12 @@ class Gateway:
                 if each.model.task == pb.MODEL_TASK_GENERATE
             }
         objects = {name: form(each, self._started_at) for name, each in models.items()}
-        if request.path.rstrip("/") == MODELS_PATH:
+        if path_of(request) == MODELS_PATH:
             if is_anthropic:
                 return answered(page_of(objects, request.rel_url.query), arrival)
             return answered({"object": "list", "data": [*objects.values()]}, arrival)
-        name = unquote(request.rel_url.raw_path.removeprefix(f"{MODELS_PATH}/"))
+        raw_path = plain_path(request.rel_url.raw_path)
+        name = unquote(raw_path.removeprefix(f"{MODELS_PATH}/"))
         if name not in objects:
             message = f"the model {name[:200]!r} does not exist; GET /v1/models lists the models"
             raise HttpFault(404, message, "model_not_found", param="model")
@@ -737,6 +739,15 @@ def answered(
     headers = {"content-type": JSON, **plain_headers(arrival.request_id), **(more or {})}
     body = value if isinstance(value, bytes) else answers.encode(value)
     return web.Response(body=body, headers=headers)
+
+
+def path_of(request: web.BaseRequest) -> str:
+    """Return the path as clients mean it: base URLs often end in a slash, which they repeat."""
+    return plain_path(request.path)
+
+
+def plain_path(path: str) -> str:
+    return SLASHES.sub("/", path).rstrip("/")
 
 
 def request_id_of(request: web.BaseRequest) -> uuid.UUID | None:

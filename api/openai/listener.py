@@ -62,14 +62,20 @@ def peer_of(request: web.BaseRequest) -> str:
 
 
 def secret_of(request: web.BaseRequest) -> str:
-    """Return the API key of a request. Raises: Unauthenticated if there is not exactly one."""
-    keys = request.headers.getall("authorization", [])
-    keys = keys or [f"{BEARER}{key}" for key in request.headers.getall("x-api-key", [])]
+    """Return the API key of a request: a bearer token, or else `x-api-key`.
+
+    An empty token, or the password of a proxy, is none; a repeated one is the same. Raises:
+    Unauthenticated if there is not exactly one.
+    """
+    headers = [header.strip() for header in request.headers.getall("authorization", [])]
+    keys = {
+        header[len(BEARER) :].strip() for header in headers if header.lower().startswith(BEARER)
+    } - {""}
+    keys = keys or {key.strip() for key in request.headers.getall("x-api-key", [])} - {""}
     if len(keys) > 1:
         raise Unauthenticated("several API keys: send one header `Authorization: Bearer <API key>`")
-    header = keys[0] if keys else ""
-    if header.lower().startswith(BEARER):
-        return header[len(BEARER) :].strip()
+    for key in keys:
+        return key
     raise Unauthenticated("no API key: send the header `Authorization: Bearer <API key>`")
 
 

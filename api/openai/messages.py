@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Raw, Struct
@@ -34,6 +34,7 @@ from api.openai.parameters import (
     fill_limit,
     fill_tools,
     names_annotated,
+    pair_results,
     refuse_unless,
     refuse_unsupported,
     tolerate,
@@ -89,16 +90,19 @@ ERROR_TYPES: Mapping[int, str] = {
 
 
 class TextBlock(Struct, forbid_unknown_fields=True, kw_only=True):
-    """Block of a system prompt or of a tool's result."""
+    """Block of a system prompt or of a tool's result. `history.py` converts others."""
 
-    type: str
+    type: Literal["text"]
     text: str | None = None
     citations: Any = None
 
 
 class Block(TextBlock, forbid_unknown_fields=True, kw_only=True):
-    """Content block of any type. `redacted_thinking` is left out: nothing here encrypts it."""
+    """Content block. `redacted_thinking` is left out: nothing here encrypts it."""
 
+    type: Literal[  # type: ignore[assignment]
+        "text", "tool_use", "tool_result", "thinking", "redacted_thinking"
+    ]
     id: str | None = None
     name: str | None = None
     input: Raw = ABSENT
@@ -121,7 +125,7 @@ class Message(Struct, forbid_unknown_fields=True):
 class Tool(Struct, forbid_unknown_fields=True, kw_only=True):
     """Tool that the client runs; `tolerate_message` leaves out those of other types."""
 
-    name: str
+    name: str | None = None  # a set of tools that a server runs has none
     type: str | None = None
     description: str | None = None
     input_schema: Raw = ABSENT
@@ -267,6 +271,8 @@ def fill_message_tools(start: pb.StartFrame, requested: MessageParameters) -> No
     for index, tool in enumerate(requested.tools or ()):
         if tool.type not in (None, CUSTOM):
             raise invalid_parameter(f"tools[{index}].type", f"must be {CUSTOM} or left out")
+        if tool.name is None:
+            raise invalid_parameter(f"tools[{index}].name", "is required")
         tools.append(
             ToolParameter(
                 FUNCTION,
@@ -316,7 +322,9 @@ def conversation_of(requested: MessageParameters) -> tuple[pb.Conversation, dict
             else:
                 names[f"conversation.messages[{len(runs)}]"] = field
                 runs.append([each])
-    conversation = pb.Conversation(messages=map(merged, runs))
+    turns = [merged(run) for run in runs]
+    pair_results(turns)
+    conversation = pb.Conversation(messages=turns)
     last = conversation.messages[-1]
     conversation.continues_last_message = last.role == pb.ROLE_ASSISTANT
     if conversation.continues_last_message:
@@ -350,10 +358,10 @@ def messages_of(role: str, blocks: Sequence[Block], field: str) -> list[pb.Messa
     for index, block in enumerate(blocks):
         place = f"{field}[{index}]"
         if block.type == CALL and role == "assistant":
-            if not block.id or not block.name:
+            if not block.name:
                 raise invalid_parameter(place, "must have id, name and input")
             arguments = "" if bytes(block.input) == bytes(ABSENT) else bytes(block.input).decode()
-            calls.append(pb.ToolCall(id=block.id, name=block.name, arguments_json=arguments))
+            calls.append(pb.ToolCall(id=block.id or "", name=block.name, arguments_json=arguments))
         elif block.type == RESULT and role == "user":
             content = text_of(block.content or "", f"{place}.content")
             results.append(

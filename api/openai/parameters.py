@@ -9,9 +9,10 @@ import functools
 import json
 import math
 import re
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, TypeVar, cast, overload
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast, overload
 
 import msgspec
 from msgspec import Meta, Raw, Struct
@@ -33,6 +34,7 @@ from api.generation.decoding import (
 from api.generation.tools import TOOL_COUNT_MAX
 from api.openai.dialects import NEUTRAL, is_neutral
 from api.openai.formats import ABSENT, CHAT_FIELD, Format, fill_format
+from api.openai.history import CALL, MESSAGE, REASONING, RESULT
 from api.openai.refusals import HttpFault, check_count, invalid_parameter
 from api.openai.tolerance import (
     EMPTY,
@@ -243,14 +245,18 @@ ROLES: Mapping[str, pb.Role.ValueType] = {
     "user": pb.ROLE_USER,
     "assistant": pb.ROLE_ASSISTANT,
     "tool": pb.ROLE_TOOL,
+    "function": pb.ROLE_TOOL,  # its name before there were tools
 }
-TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
+MAY_BE_EMPTY = frozenset({pb.ROLE_ASSISTANT, pb.ROLE_TOOL})  # null instead of text
 
 
 class ContentPart(Struct, forbid_unknown_fields=True):
-    """Part of a message. Fields that responses carry beside the text are accepted back."""
+    """Part of a message. Fields that responses carry beside the text are accepted back.
 
-    type: str
+    `history.py` converts parts of other types, or refuses them.
+    """
+
+    type: Literal["text", "input_text", "output_text", "reasoning_text"]
     text: str | None = None
     annotations: list[Any] | None = None
     logprobs: Any = None
@@ -270,6 +276,7 @@ class Message(Struct, forbid_unknown_fields=True):
 
     role: str
     content: str | list[ContentPart] | None = None
+    name: str | None = None
     type: str | None = None
     id: str | None = None
     status: str | None = None
@@ -279,7 +286,6 @@ class Message(Struct, forbid_unknown_fields=True):
     audio: Any = None
     tool_calls: list[CallParameter] | None = None
     tool_call_id: str | None = None
-    function_call: Any = None
     reasoning_content: str | None = None
     reasoning: str | None = None
     prefix: bool | None = None  # of Mistral and DeepSeek: the beginning of the answer
@@ -298,7 +304,52 @@ def conversation(messages: Sequence[Message]) -> pb.Conversation:
         _plain_turn(message) or _turn(message, f"messages[{index}]")
         for index, message in enumerate(messages)
     ]
+    pair_results(turns, [message.name or "" for message in messages])
     return pb.Conversation(messages=turns)
+
+
+class OpenCalls:
+    """Calls of one message whose results are awaited, by id, by name and in their order."""
+
+    def __init__(self, calls: Sequence[pb.ToolCall]) -> None:
+        self._open: set[str] = set()
+        self._by: dict[str, deque[str]] = {}  # "" has all of them
+        self._equal: dict[str, deque[str]] = {}  # new ids by the one that several calls had
+        for number, call in enumerate(calls):
+            sent, call.id = call.id, call.id or f"call_{number}"
+            while call.id in self._open:
+                call.id = f"{call.id}_{number}"
+            self._open.add(call.id)
+            self._equal.setdefault(sent, deque()).append(call.id)
+            for key in ("", call.name):
+                self._by.setdefault(key, deque()).append(call.id)
+
+    def answer(self, result: pb.Message, name: str) -> None:
+        """Give a result the id of the call that it answers, if it has none that says it."""
+        sent = result.tool_call_id
+        if sent and (equal := self._equal.get(sent)):
+            result.tool_call_id = equal.popleft() if len(equal) > 1 else equal[0]
+        elif not sent:
+            waiting = self._by.get(name) or self._by.get("") or deque()
+            while waiting and waiting[0] not in self._open:
+                waiting.popleft()
+            result.tool_call_id = waiting[0] if waiting else ""
+        self._open.discard(result.tool_call_id)
+
+
+def pair_results(turns: Sequence[pb.Message], names: Sequence[str] = ()) -> None:
+    """Give every call an id that is unique in its message, and every result the id of its call.
+
+    Some servers send calls without ids or with equal ones, and legacy results have only a name.
+    names: of the functions that results are of, by turn. The ids are the same in each request, so
+    that the prefix cache keeps the turns.
+    """
+    calls = OpenCalls(())
+    for index, turn in enumerate(turns):
+        if turn.tool_calls:
+            calls = OpenCalls(turn.tool_calls)
+        elif turn.role == pb.ROLE_TOOL:
+            calls.answer(turn, names[index] if names else "")
 
 
 def _plain_turn(message: Message) -> pb.Message | None:
@@ -314,7 +365,6 @@ def _plain_turn(message: Message) -> pb.Message | None:
     if (
         message.tool_calls
         or message.tool_call_id
-        or message.function_call
         or message.audio
         or message.refusal
         or message.reasoning_content
@@ -325,24 +375,18 @@ def _plain_turn(message: Message) -> pb.Message | None:
 
 
 def _turn(message: Message, field: str) -> pb.Message:
-    if message.role == "function" or message.function_call:
-        raise invalid_parameter(
-            field,
-            "is deprecated: send tool_calls, and their results with the role tool",
-        )
     if message.role not in ROLES:
         raise invalid_parameter(f"{field}.role", f"must be one of {', '.join(ROLES)}")
     if message.type not in (None, "message"):
         raise invalid_parameter(f"{field}.type", "must be message: other items are not supported")
-    for name in ("audio", "refusal"):
-        if getattr(message, name):
-            raise invalid_parameter(
-                f"{field}.{name}", "is not supported: the model receives only role and text"
-            )
+    if message.audio:
+        raise invalid_parameter(
+            f"{field}.audio", "is not supported: the model receives only role and text"
+        )
     calls = call_messages(message.tool_calls or (), f"{field}.tool_calls")
-    if message.content is None and not calls and message.role != "assistant":
+    if message.content is None and not calls and ROLES[message.role] not in MAY_BE_EMPTY:
         raise invalid_parameter(f"{field}.content", "must be text")
-    content = text_of(message.content or "", f"{field}.content")
+    content = text_of(message.content or message.refusal or "", f"{field}.content")
     return pb.Message(
         role=ROLES[message.role],
         content=content,
@@ -357,11 +401,6 @@ def text_of(content: str | Sequence[ContentPart], field: str) -> str:
     if isinstance(content, str):
         return content
     for index, part in enumerate(content):
-        if part.type not in TEXT_PARTS:
-            raise invalid_parameter(
-                f"{field}[{index}]",
-                f"parts of the type {part.type[:40]!r} are not supported: send text",
-            )
         if part.text is None:
             raise invalid_parameter(f"{field}[{index}].text", "is required")
         if any(unsupported := astuple(part)[-len(NON_TEXT_FIELDS) :]):
@@ -849,6 +888,10 @@ def tolerate(requested: Struct, notes: Notes) -> None:
             notes.add(name)
     if getattr(requested, "context_management", None) not in EMPTY:
         notes.add("context_management")
+    if isinstance(requested, ChatParameters) and any(
+        message.name and ROLES.get(message.role) != pb.ROLE_TOOL for message in requested.messages
+    ):
+        notes.add("messages[].name")
     if isinstance(requested, ChatParameters | ResponseParameters) and requested.tools:
         for tool in requested.tools:
             if tool.type != FUNCTION:
@@ -862,8 +905,12 @@ def tolerate(requested: Struct, notes: Notes) -> None:
         options = requested.stream_options
         if options is not None and options.continuous_usage_stats:
             notes.add("stream_options.continuous_usage_stats")
-        if ENCRYPTED_REASONING in (requested.include or ()):
+        if not IDLE_FACTS.isdisjoint(requested.include or ()):
             notes.add("include[]")
+        if not isinstance(requested.input, str) and any(
+            item.name and item.role for item in requested.input
+        ):
+            notes.add("input[].name")
         if not isinstance(requested.input, str) and any(
             item.type == REASONING and item.encrypted_content for item in requested.input
         ):
@@ -1215,18 +1262,9 @@ def frame_with_prompt(start: pb.StartFrame, prompt: str | Sequence[int]) -> pb.S
     return complete
 
 
-MESSAGE, CALL, RESULT, REASONING = (
-    "message",
-    "function_call",
-    "function_call_output",
-    "reasoning",
-)
-REASONING_TEXT = "reasoning_text"  # type of the parts of thoughts
-KINDS = (MESSAGE, CALL, RESULT, REASONING)
-
 # Fields of each kind of item; responses carry `id` and `status`.
 FIELDS = {
-    MESSAGE: frozenset({"type", "id", "status", "role", "content", "phase"}),
+    MESSAGE: frozenset({"type", "id", "status", "role", "content", "phase", "name"}),
     CALL: frozenset({"type", "id", "status", "call_id", "name", "arguments"}),
     RESULT: frozenset({"type", "id", "status", "call_id", "output"}),
     REASONING: frozenset({"type", "id", "status", "summary", "content", "encrypted_content"}),
@@ -1241,13 +1279,24 @@ RESPONSE_NAMES = COMMON_NAMES | {
 }
 
 LOGPROBS = "message.output_text.logprobs"
-ENCRYPTED_REASONING = "reasoning.encrypted_content"  # accepted; responses have none
+# Facts of reasoning and of tools that a server runs: accepted; responses have none.
+IDLE_FACTS = frozenset(
+    {
+        "code_interpreter_call.outputs",
+        "computer_call_output.output.image_url",
+        "file_search_call.results",
+        "message.input_image.image_url",
+        "reasoning.encrypted_content",
+        "web_search_call.action.sources",
+        "web_search_call.results",
+    }
+)
 
 
 class Item(Struct, forbid_unknown_fields=True, kw_only=True):
-    """Input item of any kind."""
+    """Input item of any kind. `history.py` converts items of other kinds, or refuses them."""
 
-    type: str | None = None
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] | None = None
     id: str | None = None
     status: str | None = None
     role: str | None = None
@@ -1257,9 +1306,7 @@ class Item(Struct, forbid_unknown_fields=True, kw_only=True):
     name: str | None = None
     arguments: str | None = None
     output: str | list[ContentPart] | None = None
-    # Fields of unsupported kinds, which are refused by name.
-    caller: Any = None
-    namespace: Any = None
+    # Fields that are refused by name in items of other kinds
     refusal: Any = None
     summary: Any = None
     encrypted_content: Any = None
@@ -1310,16 +1357,13 @@ def conversation_of(
         turns.append(new)
         turn = f"conversation.messages[{len(turns) - 1}]"
         names |= {f"{turn}.tool_call_id": f"{field}.call_id", turn: field}
+    pair_results(turns)
     return pb.Conversation(messages=turns), names | {"conversation.messages": "input"}
 
 
 def _kind(item: Item, field: str) -> str:
     """Return the kind of an item that has no field of another kind. Raises: InvalidRequest."""
     kind = item.type or MESSAGE
-    if kind not in KINDS:
-        raise invalid_parameter(
-            f"{field}.type", f"must be one of {', '.join(KINDS)}: other items are not supported"
-        )
     for name in Item.__struct_fields__:
         if name not in FIELDS[kind] and getattr(item, name) is not None:
             raise invalid_parameter(
@@ -1330,40 +1374,34 @@ def _kind(item: Item, field: str) -> str:
 
 def _message(item: Item, field: str) -> pb.Message:
     role = item.role or ""
-    if role not in ROLES or role == "tool":
-        known = ", ".join(role for role in ROLES if role != "tool")
+    if ROLES.get(role, pb.ROLE_TOOL) == pb.ROLE_TOOL:
+        known = ", ".join(name for name, each in ROLES.items() if each != pb.ROLE_TOOL)
         raise invalid_parameter(
             f"{field}.role", f"must be one of {known}; send results of calls as {RESULT} items"
         )
-    if item.content is None:
+    if item.content is None and role != "assistant":
         raise invalid_parameter(f"{field}.content", "must be text")
-    return pb.Message(role=ROLES[role], content=text_of(item.content, f"{field}.content"))
+    return pb.Message(role=ROLES[role], content=text_of(item.content or "", f"{field}.content"))
 
 
 def _thought(item: Item, field: str) -> str:
     """Return the text of an earlier thought; empty if it is encrypted."""
     parts = [] if isinstance(item.content, str) or item.content is None else item.content
     for index, part in enumerate(parts):
-        if part.type != REASONING_TEXT or part.text is None:
-            raise invalid_parameter(
-                f"{field}.content[{index}]", f"must have the type {REASONING_TEXT} and a text"
-            )
+        if part.text is None:
+            raise invalid_parameter(f"{field}.content[{index}].text", "is required")
     return "".join(part.text or "" for part in parts)
 
 
 def _call(item: Item, field: str) -> pb.ToolCall:
-    for name in ("call_id", "name", "arguments"):
-        if getattr(item, name) is None:
-            raise invalid_parameter(f"{field}.{name}", "is required")
+    if item.name is None:
+        raise invalid_parameter(f"{field}.name", "is required")
     return pb.ToolCall(
         id=item.call_id or "", name=item.name or "", arguments_json=item.arguments or ""
     )
 
 
 def _result(item: Item, field: str) -> pb.Message:
-    for name in ("call_id", "output"):
-        if getattr(item, name) is None:
-            raise invalid_parameter(f"{field}.{name}", "is required")
     return pb.Message(
         role=pb.ROLE_TOOL,
         tool_call_id=item.call_id or "",
@@ -1414,7 +1452,7 @@ class ResponseParameters(SharedParameters, forbid_unknown_fields=True, kw_only=T
     background: Unsupported = None
     conversation: Unsupported = None
     image: Unsupported = None
-    max_tool_calls: Unsupported = None
+    max_tool_calls: Idle = None  # of tools that a server runs
     moderation: Unsupported = None
     prompt: Unsupported = None
     prompt_cache_options: Unsupported = None
@@ -1483,9 +1521,9 @@ def check_unsupported(requested: ResponseParameters) -> None:
     if requested.truncation not in (None, "disabled", "auto"):
         raise invalid_parameter("truncation", "must be disabled or auto")
     for index, each in enumerate(requested.include or ()):
-        if each not in (LOGPROBS, ENCRYPTED_REASONING):
+        if each != LOGPROBS and each not in IDLE_FACTS:
             raise invalid_parameter(
-                f"include[{index}]", f"must be {LOGPROBS} or {ENCRYPTED_REASONING}"
+                f"include[{index}]", f"must be one of {', '.join([LOGPROBS, *sorted(IDLE_FACTS)])}"
             )
 
 

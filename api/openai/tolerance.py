@@ -29,6 +29,7 @@ from api.openai.dialects import (
     field_of,
     is_neutral,
 )
+from api.openai.history import convert_history
 from api.openai.refusals import invalid_parameter, parameter
 
 IGNORED_HEADER = "weir-ignored-parameters"
@@ -62,7 +63,7 @@ DIRECTING: Mapping[str, tuple[object, ...]] = {
     "messages[].images": (),  # Ollama
     "messages[].partial": (False,),  # DashScope, Moonshot
     "messages[].prefix": (False,),  # Mistral, DeepSeek
-    "messages[].thinking": (),  # Ollama
+    "messages[].thinking": (),  # Ollama, if it is not a text
     "messages[].tool_plan": (),  # Cohere
     "messages[].tools": (),  # SGLang
     "messages[].weight": (1,),  # OpenAI's training data
@@ -76,6 +77,7 @@ FORMAT_PLACES: Mapping[str, tuple[str, ...]] = {
     "responses": ("text", "format"),
     "messages": ("output_config", "format"),
 }
+ALLOWED_TOOLS = "allowed_tools"
 HIDES = "tool_choice"  # its value `none` changes nothing without tools
 Tree = dict[str, Any]
 
@@ -184,6 +186,8 @@ def as_known(
         reader = Reader(tree, shape.members, api, other_names, notes)
         for name in unknown:
             reader.read(name, tree.pop(name))
+        convert_history(tree, api, notes.ignore)
+        _restrict_tools(tree)
         if not notes.strict:  # otherwise the types refuse them, with their place
             for name, value in tree.items():
                 _strip(value, shape.members[name], name, notes)
@@ -413,8 +417,10 @@ def format_of(name: str, value: Any) -> tuple[str, Tree] | None:
             return name, {"type": "json", "value": value}
         case "format", _:
             raise invalid_parameter(name, "must be json or a JSON schema")
-        case "grammar", dict():
+        case (("grammar" | "output_format"), dict()):
             return name, value
+        case "output_format", _:
+            raise invalid_parameter(name, "must be an object")
         case "grammar", _:
             return name, {"type": "grammar", "value": value}
     return name, {"type": kinds[name], "value": value}
@@ -452,6 +458,39 @@ def _structured(members: Tree) -> tuple[str, Tree] | None:
             )
         found = path, STRUCTURED[name](value)
     return found
+
+
+def _restrict_tools(tree: Tree) -> None:
+    """Apply a `tool_choice` of the type `allowed_tools`: offer only these functions.
+
+    Raises: InvalidRequest.
+    """
+    choice = tree.get("tool_choice")
+    if not isinstance(choice, dict) or choice.get("type") != ALLOWED_TOOLS:
+        return
+    nested = ALLOWED_TOOLS in choice  # in the form of the chat API
+    place = f"tool_choice.{ALLOWED_TOOLS}" if nested else "tool_choice"
+    members = choice[ALLOWED_TOOLS] if nested else choice
+    allowed = members.get("tools") if isinstance(members, dict) else None
+    if not isinstance(allowed, list):
+        raise invalid_parameter(f"{place}.tools", "must be a list of tools")
+    tools = tree.get("tools")
+    offered = {_name_of(tool): tool for tool in (tools if isinstance(tools, list) else ())}
+    for index, tool in enumerate(allowed):
+        if (name := _name_of(tool)) is not None and name not in offered:
+            raise invalid_parameter(f"{place}.tools[{index}]", "must be one of tools")
+    names = {_name_of(tool) for tool in allowed} - {None}
+    tree["tools"] = [tool for name, tool in offered.items() if name in names]
+    tree["tool_choice"] = members.get("mode") or "auto"
+
+
+def _name_of(tool: object) -> str | None:
+    """Return the name of a function in the form of either API; None of any other tool."""
+    if not isinstance(tool, dict) or tool.get("type") != "function":
+        return None
+    function = tool.get("function")
+    name = function.get("name") if isinstance(function, dict) else tool.get("name")
+    return name if isinstance(name, str) else None
 
 
 def check_kept(value: object, name: str) -> None:

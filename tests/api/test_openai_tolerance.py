@@ -439,7 +439,7 @@ def test_bodies_of_real_clients_are_accepted_and_ignored_parts_named(
 def test_a_strict_request_with_an_unknown_parameter_is_refused() -> None:
     for body in (
         CHAT | {"x_client": 1},
-        CHAT | {"messages": [CHAT["messages"][0] | {"name": "x"}]},
+        CHAT | {"messages": [CHAT["messages"][0] | {"x_name": "x"}]},
     ):
         parse(body)
         with pytest.raises(InvalidRequest):

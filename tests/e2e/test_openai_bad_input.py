@@ -156,8 +156,8 @@ WRONG = (
         {"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]},
     ),
     Wrong(
-        "messages[0]",
-        "is deprecated: send tool_calls",
+        "messages[0].tool_call_id",
+        "earlier message",
         {"messages": [{"role": "function", "content": "x", "name": "f"}]},
     ),
     Wrong(
@@ -203,7 +203,7 @@ WRONG = (
     Wrong("reasoning_effort", "no efforts of thinking", {"reasoning_effort": "high"}),
     Wrong("modalities", 'must be ["text"]', {"modalities": ["text", "audio"]}),
     Wrong("user", "metadata", {"user": "a", "metadata": {"user": "b"}}),
-    Wrong("metadata['k']", "up to 256", {"metadata": {"k": "v" * 257}}),
+    Wrong("metadata['k']", "up to 512", {"metadata": {"k": "v" * 513}}),
     Wrong(
         "surprise",
         "not a parameter",
@@ -263,7 +263,6 @@ async def test_unsupported_parameters_of_responses_and_embeddings_are_refused_by
         "truncation": "middle",
         "conversation": "conv_1",
         "reasoning.effort": {"effort": "high"},
-        "max_tool_calls": 3,
         "text.format.json_schema": {
             "type": "json_schema",
             "json_schema": {"name": "x", "schema": SCHEMA},

@@ -451,7 +451,7 @@ class StartFrame(_message.Message):
 
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """The client's labels, stored with the usage event: up to 16, keys up to 64 and values up to 256
+        """The client's labels, stored with the usage event: up to 16, keys up to 64 and values up to 512
         characters.
         """
 
@@ -664,7 +664,7 @@ class ToolCall(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     ARGUMENTS_JSON_FIELD_NUMBER: _builtins.int
     id: _builtins.str
-    """Id for its result. In messages of the client: 1 to 128 characters, unique in its message."""
+    """Id for its result. In messages of the client: 1 to 65536 characters, unique in its message."""
     name: _builtins.str
     """Name of the tool."""
     arguments_json: _builtins.str
@@ -2640,7 +2640,7 @@ class EmbedRequest(_message.Message):
 
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """The client's labels, stored with the usage event: up to 16, keys up to 64 and values up to 256
+        """The client's labels, stored with the usage event: up to 16, keys up to 64 and values up to 512
         characters.
         """
 
