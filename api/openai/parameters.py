@@ -9,6 +9,7 @@ import functools
 import json
 import math
 import re
+from codecs import BOM_UTF8
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -683,6 +684,7 @@ def decode(body: bytes, kind: type[Body], notes: Notes | None = None) -> Body:
     invalid parameter.
     """
     notes = Notes(strict=True) if notes is None else notes
+    body = body.removeprefix(BOM_UTF8)  # .NET and PowerShell write one
     try:
         if not body.isascii():
             body.decode()  # msgspec does not check what it skips or keeps unparsed

@@ -6,6 +6,7 @@ The bodies are those of the clients that were recorded against a running server.
 from __future__ import annotations
 
 import re
+from codecs import BOM_UTF8
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -578,3 +579,11 @@ def test_text_that_is_not_utf_8_is_refused_wherever_it_is(path: str) -> None:
             broken = body[:place] + b"\xff" + body[place:]
             with pytest.raises(HttpFault, match="not valid JSON"):
                 enter(broken)
+
+
+def test_a_byte_order_mark_before_the_body_is_skipped() -> None:
+    body = BOM_UTF8 + msgspec.json.encode(CHAT | {"x_client": 1})
+    notes = Notes()
+
+    assert decode(body, ChatParameters, notes).model == CHAT["model"]
+    assert [*notes.names] == ["x_client"]
