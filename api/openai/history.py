@@ -15,7 +15,7 @@ from typing import Any
 from api.openai.refusals import invalid_parameter
 
 Tree = dict[str, Any]
-Ignore = Callable[[str], None]  # receives the names of what is left out
+Ignore = Callable[[str], None]  # receives the name of an ignored part, item or block
 
 TEXT = "text"
 REFUSED_TEXT = "refusal"  # type of a part, and its member
@@ -49,7 +49,7 @@ LOST_ITEMS: Mapping[str, str] = {
     "computer_call": "the model cannot see screens: leave it and its output out",
     "computer_call_output": "the model cannot see screens: leave it and its call out",
 }
-# Calls of tools that the client runs: the member with what is called, and the tool's name
+# Calls of tools that the client runs: the member with the arguments, and the tool's name
 CLIENT_CALLS: Mapping[str, tuple[str, str]] = {
     "custom_tool_call": ("input", ""),
     "local_shell_call": ("action", "local_shell"),
@@ -87,7 +87,7 @@ def as_text(value: object) -> str:
 
 
 def as_arguments(value: object) -> str:
-    """Return the arguments of a call as text; a text that is no object becomes its `input`."""
+    """Return the arguments of a call as text; any other value becomes their `input`."""
     return as_text(value if isinstance(value, dict) else {"input": value})
 
 

@@ -104,7 +104,7 @@ def test_ids_of_any_form_belong_together_on_all_apis(given: str) -> None:
         (["f", "g"], [None, None], ["call_0", "call_1"]),  # in the order of the calls
         (["f", "g"], ["g", "f"], ["call_1", "call_0"]),  # by the name of the function
         (["f", "f", "g"], ["f", "g", "f"], ["call_0", "call_2", "call_1"]),
-        (["f", "g"], ["h", None], ["call_0", "call_1"]),  # a name that nobody called
+        (["f", "g"], ["h", None], ["call_0", "call_1"]),  # a function without a call
     ],
 )
 def test_results_without_ids_answer_the_first_open_call(

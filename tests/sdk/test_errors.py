@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from typing import Any
 
 import grpc
 import pytest
@@ -10,6 +11,7 @@ import weir_client
 from google.rpc import error_details_pb2, status_pb2
 from weir.v1 import inference_service_pb2 as pb
 from weir_client import AsyncClient, Internal, InvalidRequest, QuotaExceeded, Unavailable, WeirError
+from weir_client.prompt import conversation
 from weir_client.status import error_from_rpc
 
 from tests.sdk import scripted
@@ -237,3 +239,19 @@ async def test_unknown_codes_details_and_frames_are_survived() -> None:
             await client.complete("demo", "Hi")
 
     assert (caught.value.code, caught.value.reason) == ("UNKNOWN", "NEW")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "named"),
+    [
+        ("a\ud83d", "prompt: "),
+        ([{"role": "user", "content": "a\ud83d"}], "messages[0].content: "),
+        ([{"role": "assistant", "content": "", "reasoning": "\ud83d"}], "messages[0].reasoning: "),
+        ({"role": "user", "content": "Hi"}, "prompt: must be a list"),
+    ],
+)
+def test_a_prompt_that_cannot_be_sent_is_refused_by_name(prompt: Any, named: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        conversation(prompt)
+
+    assert str(caught.value).startswith(named)

@@ -14,7 +14,13 @@ from weir_client.errors import ErrorDetails, FieldViolation, InvalidRequest
 _Message = TypeVar("_Message", bound=Message)
 
 SHOWN_MAX = 80  # characters of a wrong value
-PROMPTS = ("text", "ids", "conversation")  # fields whose values are never shown
+PROMPTS = (
+    "text",
+    "ids",
+    "conversation",
+    "content",
+    "reasoning",
+)  # fields whose values are never shown
 
 
 def invalid(field: str, description: str) -> InvalidRequest:

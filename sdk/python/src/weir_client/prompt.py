@@ -169,7 +169,10 @@ def conversation(prompt: Prompt) -> pb.Conversation:
     Raises: InvalidRequest for a message without role or content, or with an unknown role.
     """
     if isinstance(prompt, str):
-        return pb.Conversation(messages=[pb.Message(role=pb.ROLE_USER, content=prompt)])
+        fields = {"role": pb.ROLE_USER, "content": prompt}
+        return pb.Conversation(messages=[written(pb.Message, fields, {"content": "prompt"})])
+    if isinstance(prompt, Mapping):
+        raise invalid("prompt", "must be a list of messages: put this one into a list")
     if not isinstance(prompt, Iterable):
         raise invalid(
             "prompt", f"must be a string or a list of messages, not {type(prompt).__name__}"
@@ -278,10 +281,11 @@ def _message(index: int, message: Message | Mapping[str, str]) -> pb.Message:
         raise invalid(
             f"messages[{index}].reasoning", f"must be a string, not {type(reasoning).__name__}"
         )
-    return pb.Message(
-        role=_ROLES[role],
-        content=content,
-        tool_calls=calls,
-        tool_call_id=call_id,
-        reasoning=reasoning,
-    )
+    fields = {
+        "role": _ROLES[role],
+        "content": content,
+        "tool_calls": calls,
+        "tool_call_id": call_id,
+        "reasoning": reasoning,
+    }
+    return written(pb.Message, fields, {name: f"messages[{index}].{name}" for name in fields})
