@@ -278,6 +278,11 @@ FIELDS: Mapping[str, Field] = dict(
         *refused("send the whole conversation", ("context", "session_params", "conversation_id")),
         *refused("send the whole conversation", ("previous_input_messages",)),
         *refused(
+            "nothing is stored: send the whole conversation",
+            ("conversation", "previous_response_id"),
+        ),
+        *refused("put it into the prompt, with the model's marks of a gap", ("suffix",)),
+        *refused(
             "shorten the prompt: it is never cut",
             {
                 "context_length_exceeded_behavior": ("error",),
@@ -327,6 +332,7 @@ FIELDS: Mapping[str, Field] = dict(
             "the operator configures the safety checks",
             {
                 "guardrails": (),
+                "moderation": (),
                 "safe_prompt": (False,),
                 "safeguards": (),
                 "safety_mode": ("OFF", "NONE"),
@@ -334,6 +340,8 @@ FIELDS: Mapping[str, Field] = dict(
             },
         ),
         *refused("an operator's contract decides", ("compliance",)),
+        *refused("read the answer from the connection of its request", ("background",)),
+        *refused("the operator decides where a model runs", ("inference_geo",)),
         # Tools and search
         *refused(
             NO_TOOLS,
@@ -354,6 +362,9 @@ FIELDS: Mapping[str, Field] = dict(
                 "translation_options": (),
             },
         ),
+        *refused("use tools", ("functions",)),
+        *refused("use tool_choice", ("function_call",)),
+        *refused("search yourself, and put what you find into a message", ("web_search_options",)),
         *refused("use strict of a tool", {"strict_tools": (False,)}),
         *refused("arguments that do not match are shown", {"disable_tool_validation": (False,)}),
         *refused("calls are always apart from the text", {"parse_tool_calls": (True,)}),
@@ -435,8 +446,19 @@ FIELDS: Mapping[str, Field] = dict(
         *refused("base64 has little-endian floats", {"endianness": ("native", "little")}),
         *refused("use normalize", {"embd_normalize": (2,)}),
         *refused("an input is not padded", {"padding": (False,)}),
-        # Scheduling, telemetry and places: they do not change the answer
+        # Labels, caches, scheduling, telemetry and places: they do not change the answer
         *hints(
+            "diagnostics",
+            "max_tool_calls",
+            "metadata",
+            "prediction",
+            "prompt_cache_key",
+            "prompt_cache_options",
+            "prompt_cache_retention",
+            "safety_identifier",
+            "user",
+            "user_profile_id",
+            "workspace_id",
             "backend_sampling",
             "betas",
             "bootstrap_host",
@@ -509,6 +531,7 @@ FIELDS_BY_API: Mapping[str, Mapping[str, Field]] = {
     ),
     "responses": dict(
         (
+            *refused("send the text itself as input and instructions", ("prompt",)),
             *refused("use text.format", {"response_format": TEXT_FORMAT}),
             *refused("use instructions", ("system",)),
         )
@@ -571,7 +594,6 @@ NEUTRAL: Mapping[str, Values] = {
     "normalize": (True,),
     "parallel_tool_calls": (True, False),
     "presence_penalty": (0,),
-    "prompt_cache_retention": ("in_memory",),
     "reasoning_effort": ("none",),
     "repetition_penalty": (1,),
     "response_format": TEXT_FORMAT,

@@ -71,6 +71,7 @@ from api.openai.messages import (
 )
 from api.openai.parameters import (
     CHAT_NAMES,
+    MODEL_REQUIRED,
     SHORT_BYTES_MAX,
     ChatParameters,
     CompletionParameters,
@@ -85,7 +86,14 @@ from api.openai.parameters import (
     prompts_of,
     tolerate,
 )
-from api.openai.refusals import HttpFault, Refusal, invalid_parameter, quota_headers, refusal_of
+from api.openai.refusals import (
+    HttpFault,
+    Refusal,
+    invalid_parameter,
+    quota_headers,
+    refusal_of,
+    remedy_of,
+)
 from api.openai.tokens import (
     DetokenizeParameters,
     ShownTokens,
@@ -130,7 +138,7 @@ class EmbeddingParameters(Struct, forbid_unknown_fields=True, kw_only=True):
 def embed_request(requested: EmbeddingParameters, request_id: str) -> pb.EmbedRequest:
     """Return the request for the contract. Raises: InvalidRequest."""
     if not requested.model:
-        raise invalid_parameter("model", "must name a model; GET /v1/models lists them")
+        raise invalid_parameter("model", MODEL_REQUIRED)
     if requested.encoding_format not in (None, *ENCODINGS):
         raise invalid_parameter("encoding_format", f"must be one of {', '.join(ENCODINGS)}")
     if requested.normalize is False:
@@ -434,7 +442,7 @@ class Gateway:
         route = self._handlers.get(MODELS_PATH if path.startswith(f"{MODELS_PATH}/") else path)
         if route is None:
             served = ", ".join(self._handlers)
-            hint = f"the API serves {served}"
+            hint = remedy_of(path) or f"the API serves {served}"
             if f"/v1{path}" in self._handlers or path.startswith("/models/"):
                 hint = "the base URL must end in /v1"
             elif path.removeprefix("/v1") in self._handlers:
@@ -446,9 +454,10 @@ class Gateway:
         # For HEAD, aiohttp omits the body.
         allowed = ("GET", "HEAD") if method == "GET" else (method,)
         if request.method not in allowed:
+            hint = "" if request.method == "OPTIONS" else remedy_of(path)
             raise HttpFault(
                 405,
-                f"{path[:200]} allows only {method}",
+                f"{path[:200]} allows only {method}" + (f"; {hint}" if hint else ""),
                 "method_not_allowed",
                 {"allow": ", ".join(allowed)},
             )

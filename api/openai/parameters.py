@@ -33,7 +33,7 @@ from api.generation.decoding import (
     STOP_TOKEN_ID_COUNT_MAX,
 )
 from api.generation.tools import TOOL_COUNT_MAX
-from api.openai.dialects import NEUTRAL, is_neutral
+from api.openai.dialects import NEUTRAL, field_of, is_neutral
 from api.openai.formats import ABSENT, CHAT_FIELD, Format, fill_format
 from api.openai.history import CALL, MESSAGE, REASONING, RESULT
 from api.openai.refusals import HttpFault, check_count, invalid_parameter
@@ -421,8 +421,10 @@ TokenId = Annotated[int, Meta(ge=0, le=TOKEN_ID_MAX)]
 
 # `flex` is OpenAI's cheaper tier without latency targets: here the batch tier.
 TIERS: Mapping[str, pb.ServiceTier.ValueType] = {
-    "auto": pb.SERVICE_TIER_INTERACTIVE,
-    "default": pb.SERVICE_TIER_INTERACTIVE,
+    # The response says `default`, the name of what was used: no tier is faster.
+    **dict.fromkeys(
+        ("auto", "default", "priority", "scale", "fast", "ultrafast"), pb.SERVICE_TIER_INTERACTIVE
+    ),
     "flex": pb.SERVICE_TIER_BATCH,
 }
 
@@ -449,18 +451,14 @@ _PATH = re.compile(r"^(?P<what>.*) - at `(?P<path>[^`]*)`(?: in `(?P<outer>[^`]*
 _IN_FREE_KEYS = re.compile(r"at `(?:\$\.(?P<value>\w+)\[\.\.\.\]|key` in `\$\.(?P<key>\w+))`$")
 _UNKNOWN = re.compile(r"^Object contains unknown field `(?P<name>.*)`$", re.DOTALL)
 _MISSING = re.compile(r"^Object missing required field `(?P<name>.*)`$", re.DOTALL)
+NULL = ", got `null`"  # end of a message of msgspec
+MODEL_REQUIRED = "is required: name a model that GET /v1/models lists"
 Body = TypeVar("Body", bound=Struct)
 Unsupported = Any  # type of OpenAI's parameters that are refused unless empty
 Idle = Any  # type of parameters that change nothing
 
-# Parameters with one accepted value: the value, and the reason.
+# The one accepted value, and the reason.
 NO_VERBOSITY = ("medium", "control the length by the prompt and max_tokens")
-NO_RETENTION = ("in_memory", "cached prompts are kept while there is room")
-# Chat API fields with one accepted value, and the remedy.
-ACCEPTED_VALUES = {
-    "verbosity": NO_VERBOSITY,
-    "prompt_cache_retention": NO_RETENTION,
-}
 CHAT_NAMES = COMMON_NAMES | {
     "prompt": "messages",
     "tools[].name": "tools[].function.name",
@@ -812,7 +810,10 @@ def _violation(message: str, key: str | None = None) -> InvalidRequest:
         (_MISSING, "is required"),
     ):
         if (named := pattern.match(what)) is not None:
-            return invalid_parameter(f"{param}.{named['name']}".removeprefix(".")[:200], remedy)
+            name = f"{param}.{named['name']}".removeprefix(".")[:200]
+            return invalid_parameter(name, MODEL_REQUIRED if name == "model" else remedy)
+    if param == "model" and what.endswith(NULL):
+        return invalid_parameter(param, MODEL_REQUIRED)
     what = what[:1].lower() + what[1:]
     if param.partition(".")[0].partition("[")[0] in RANGES:
         what = f"{range_of(param)}: {what}"
@@ -845,7 +846,7 @@ def check_model_name(model: str) -> None:
     if 0 < len(model) <= SHORT_NAME_CHARS and model.isprintable():
         return
     wrong = Violations()
-    wrong.check(bool(model), "model", "must name a model; GET /v1/models lists them")
+    wrong.check(bool(model), "model", MODEL_REQUIRED)
     wrong.check_text(model, "model")
     wrong.raise_if_any()
 
@@ -853,11 +854,8 @@ def check_model_name(model: str) -> None:
 def check_shared(requested: SharedParameters) -> None:
     """Check shared parameters that are supported in part. Raises: InvalidRequest."""
     if requested.store:
-        raise invalid_parameter("store", "is not supported: leave it out or send false")
-    options = requested.stream_options
-    if options is not None and options.include_obfuscation and requested.stream:
         raise invalid_parameter(
-            "stream_options.include_obfuscation", "is not supported: leave it out or send false"
+            "store", "is not supported, since nothing is stored: leave it out or send false"
         )
 
 
@@ -890,6 +888,9 @@ def tolerate(requested: Struct, notes: Notes) -> None:
             notes.add(name)
     if getattr(requested, "context_management", None) not in EMPTY:
         notes.add("context_management")
+    options = getattr(requested, "stream_options", None)
+    if options is not None and options.include_obfuscation:
+        notes.add("stream_options.include_obfuscation")
     if isinstance(requested, ChatParameters) and any(
         message.name and ROLES.get(message.role) != pb.ROLE_TOOL for message in requested.messages
     ):
@@ -904,7 +905,6 @@ def tolerate(requested: Struct, notes: Notes) -> None:
             for name in names_annotated(Reasoning, "Idle"):
                 if getattr(requested.reasoning, name) not in EMPTY:
                     notes.add(f"reasoning.{name}")
-        options = requested.stream_options
         if options is not None and options.continuous_usage_stats:
             notes.add("stream_options.continuous_usage_stats")
         if not IDLE_FACTS.isdisjoint(requested.include or ()):
@@ -924,7 +924,9 @@ def refuse_unsupported(requested: Struct, *names: str) -> None:
     for name in names:
         value = getattr(requested, name)
         if value is not None and not is_neutral(value, NEUTRAL.get(name, ())):
-            raise invalid_parameter(name, "is not supported: leave it out")
+            entry = field_of(name, api_of(type(requested)))
+            remedy = entry.note if entry is not None and entry.note else "leave it out"
+            raise invalid_parameter(name, f"is not supported: {remedy}")
 
 
 def fill_limit(start: pb.StartFrame, limit: int | None, param: str) -> None:
@@ -998,25 +1000,22 @@ class ChatParameters(DecodingParameters, forbid_unknown_fields=True, kw_only=Tru
     continue_final_message: bool | None = None  # extensions, as in vLLM and SGLang
     add_generation_prompt: bool | None = None
     echo: bool | None = None
-    audio: Unsupported = None
+    audio: Idle = None  # the voice of `modalities` with audio, which are refused
+    prediction: Idle = None
+    prompt_cache_options: Idle = None
+    prompt_cache_retention: Idle = None
     function_call: Unsupported = None
     functions: Unsupported = None
     moderation: Unsupported = None
-    prediction: Unsupported = None
-    prompt_cache_options: Unsupported = None
     web_search_options: Unsupported = None
-    # One value of each is accepted.
-    prompt_cache_retention: Any = None
-    verbosity: Any = None
+    verbosity: Any = None  # one value is accepted
 
 
 def parse_chat(requested: ChatParameters) -> ParsedRequest:
     """Convert a chat completion. Raises: InvalidRequest."""
     check_shared(requested)
     refuse_unsupported(requested, *names_annotated(ChatParameters, "Unsupported"))
-    for name, accepted in ACCEPTED_VALUES.items():
-        if (value := getattr(requested, name)) is not None:
-            refuse_unless(value, name, *accepted)
+    refuse_unless(requested.verbosity, "verbosity", *NO_VERBOSITY)
     if requested.modalities not in (None, [], ["text"]):
         raise invalid_parameter("modalities", 'must be ["text"] or left out')
     limit_name, limit = output_limit(requested)
@@ -1454,14 +1453,13 @@ class ResponseParameters(SharedParameters, forbid_unknown_fields=True, kw_only=T
     background: Unsupported = None
     conversation: Unsupported = None
     image: Unsupported = None
-    max_tool_calls: Idle = None  # of tools that a server runs
     moderation: Unsupported = None
+    previous_response_id: Unsupported = None
     prompt: Unsupported = None
-    prompt_cache_options: Unsupported = None
-    # What changes nothing is accepted.
-    context_management: Any = None
-    previous_response_id: Any = None
-    prompt_cache_retention: Any = None
+    max_tool_calls: Idle = None  # of tools that run on the server
+    prompt_cache_options: Idle = None
+    prompt_cache_retention: Idle = None
+    context_management: Any = None  # what changes nothing is accepted
 
 
 def parse_response(requested: ResponseParameters) -> ParsedRequest:
@@ -1502,15 +1500,9 @@ def parse_response(requested: ResponseParameters) -> ParsedRequest:
 
 def check_unsupported(requested: ResponseParameters) -> None:
     """Check parameters that are not supported, or in part. Raises: InvalidRequest."""
-    if requested.previous_response_id is not None:
-        raise invalid_parameter(
-            "previous_response_id",
-            "responses are not stored: send the conversation so far as input",
-        )
     if requested.context_management is not None:
         check_kept(requested.context_management, "context_management")
     refuse_unsupported(requested, *names_annotated(ResponseParameters, "Unsupported"))
-    refuse_unless(requested.prompt_cache_retention, "prompt_cache_retention", *NO_RETENTION)
     if requested.text is not None:
         refuse_unless(requested.text.verbosity, "text.verbosity", *NO_VERBOSITY)
     if requested.reasoning is not None:

@@ -56,6 +56,52 @@ CODES: Mapping[str, str] = {
     "INTERNAL": "server_error",
 }
 
+USE_OPENAI = "choose OpenAI's API in the client, with a base URL that ends in /v1"
+# What to do without endpoints of OpenAI, Anthropic and other servers that are not served. The first
+# pattern that a path matches counts.
+REMEDIES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+    (re.compile(pattern), remedy)
+    for pattern, remedy in (
+        (
+            r"/v1/responses/compact",
+            "conversations are not shortened: send as input what the model needs of this one",
+        ),
+        (r"/v1/chat/completions/input_tokens", "use /tokenize with messages"),
+        (
+            r"/v1/(responses|chat/completions)(/.+)?",
+            "answers are not stored: keep the one that POST returned, and to stop it, close its"
+            " connection",
+        ),
+        (r"/v1/conversations(/.+)?", "nothing is stored: send the whole conversation as input"),
+        (
+            r"/v1/(messages/)?batches(/.+)?",
+            "batches are not served: send each request by itself, with service_tier flex",
+        ),
+        (
+            r"/v1/(files|uploads|vector_stores|containers|skills)(/.+)?",
+            "files are not stored: put their text into a message",
+        ),
+        (r"/v1/(assistants|threads|agents|sessions)(/.+)?", "use /v1/responses"),
+        (r"/v1/models/.+", "the operator adds and removes models"),
+        (r"/v1/fine_tuning/.+", "the operator adds and removes models"),
+        (r"/v1/moderations", "the operator configures the safety checks"),
+        (r"/v1/(images|audio|videos|realtime)(/.+)?", "send and read text, by /v1/responses"),
+        (r"/v1/complete", "use /v1/messages"),
+        (r"(/v1|/v2)?/(rerank|score|classify|pooling)", "compare vectors of /v1/embeddings"),
+        (r"/(completion|infill|generate(_stream)?)", "use /v1/completions"),
+        (r"/embeddings?|/embed(_all)?", "use /v1/embeddings"),
+        (r"/apply-template", "use /tokenize with messages"),
+        (r"/api/(chat|generate|embed|embeddings|tags|show|ps|version)", USE_OPENAI),
+        (r"/(props|slots|get_model_info|info)", "GET /v1/models describes the models"),
+    )
+)
+
+
+def remedy_of(path: str) -> str:
+    """Return what to do without an endpoint that is not served; empty for unknown ones."""
+    return next((remedy for pattern, remedy in REMEDIES if pattern.fullmatch(path)), "")
+
+
 # Names of the contract in messages: fields, whose names differ between APIs, and fixed words.
 TERMS = re.compile(
     r"\b(?:max_output_tokens|min_output_tokens|choice_count|tool_choice\.single|TOOL_MODE_[A-Z]+"

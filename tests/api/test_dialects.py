@@ -734,6 +734,63 @@ def test_members_of_messages_that_direct_the_answer_are_refused(name: str) -> No
     frame("chat", messages=messages)
 
 
+@pytest.mark.parametrize("api", ENDPOINTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "max_tool_calls",
+        "prediction",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "user",
+    ],
+)
+def test_what_cannot_change_the_answer_is_accepted_by_each_api(api: str, name: str) -> None:
+    _, ignored, _ = read(api, BODIES[api] | {name: "24h"})
+
+    labels = name in KINDS[api].__struct_fields__ and name in ("user", "safety_identifier")
+    assert ignored == ([] if labels else [name])
+
+
+@pytest.mark.parametrize(
+    ("api", "fields", "remedy"),
+    [
+        ("chat", {"functions": [{"name": "f"}]}, "use tools"),
+        ("chat", {"function_call": {"name": "f"}}, "use tool_choice"),
+        ("chat", {"web_search_options": {"search_context_size": "low"}}, "search yourself"),
+        ("chat", {"moderation": {"model": "m"}}, "the operator configures the safety checks"),
+        ("chat", {"store": True}, "nothing is stored"),
+        ("responses", {"conversation": "conv_1"}, "send the whole conversation"),
+        ("responses", {"previous_response_id": "resp_1"}, "send the whole conversation"),
+        ("responses", {"prompt": {"id": "pmpt_1"}}, "as input and instructions"),
+        ("responses", {"background": True}, "from the connection of its request"),
+        ("completions", {"suffix": "x"}, "put it into the prompt"),
+        ("messages", {"container": "c"}, "no tool runs on the server"),
+        ("messages", {"inference_geo": "us"}, "the operator decides"),
+    ],
+)
+def test_what_is_not_supported_has_a_remedy(api: str, fields: dict[str, Any], remedy: str) -> None:
+    param, description = refusal(api, **fields)
+
+    assert [param] == list(fields)
+    assert remedy in description
+
+
+@pytest.mark.parametrize("api", ENDPOINTS)
+@pytest.mark.parametrize("model", [None, "", "left out"])
+def test_a_request_without_a_model_says_where_they_are_listed(api: str, model: str | None) -> None:
+    body = BODIES[api] | {"model": model}
+    if model == "left out":
+        del body["model"]
+
+    with pytest.raises(InvalidRequest, match=r"GET /v1/models") as refused:
+        check(api, body)
+
+    assert refused.value.violations[0].field == "model"
+
+
 def test_an_unknown_false_is_named() -> None:
     assert read("chat", BODIES["chat"] | {"x_flag": False})[1] == ["x_flag"]
     message = USER[0] | {"partial": False, "x": False}

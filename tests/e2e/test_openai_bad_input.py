@@ -182,7 +182,7 @@ WRONG = (
     ),
     Wrong("tools[0].function", "is required", {"tools": [{"type": "function", "name": "f"}]}),
     Wrong("tool_choice", "requires tools", {"tool_choice": "required"}),
-    Wrong("functions", "not supported", {"functions": [{"name": "f"}]}),
+    Wrong("functions", "use tools", {"functions": [{"name": "f"}]}),
     Wrong("response_format.type", "must be one of text", {"response_format": {"type": "xml"}}),
     Wrong(
         "response_format.json_schema.schema",
@@ -197,7 +197,7 @@ WRONG = (
         "must be in json_schema",
         {"response_format": {"type": "json_schema", "json_schema": {}, "schema": SCHEMA}},
     ),
-    Wrong("service_tier", "must be one of", {"service_tier": "priority"}),
+    Wrong("service_tier", "must be one of", {"service_tier": "surprise"}),
     Wrong("store", "not supported", {"store": True}),
     Wrong("reasoning_effort", "must be one of none, minimal", {"reasoning_effort": "much"}),
     Wrong("reasoning_effort", "no efforts of thinking", {"reasoning_effort": "high"}),
@@ -332,7 +332,12 @@ async def test_bodies_that_are_no_request_are_refused_and_the_connection_lives_o
         + f"authorization: Bearer {tenant.secret}\r\n\r\n".encode()
     )
     head = (await socket.reader.readuntil(b"\r\n\r\n")).decode()
-    for path, hint in (("/x", "the API serves /v1/"), ("/chat/completions", "must end in /v1")):
+    for path, hint in (
+        ("/x", "the API serves /v1/"),
+        ("/chat/completions", "must end in /v1"),
+        ("/v1/responses/resp_1", "answers are not stored"),
+        ("/v1/files", "put their text into a message"),
+    ):
         await socket.say(f"GET {path} HTTP/1.1\r\nhost: weir\r\n\r\n".encode())
         nothing_there = await socket.response()
         assert nothing_there.error["message"].startswith(f"unknown URL: GET {path};")
