@@ -35,7 +35,6 @@ from api.openai.parameters import (
     fill_tools,
     names_annotated,
     pair_results,
-    refuse_unless,
     refuse_unsupported,
     tolerate,
 )
@@ -172,7 +171,6 @@ class MessageParameters(Struct, forbid_unknown_fields=True, kw_only=True):
     metadata: Metadata | None = None
     output_config: OutputConfig | None = None
     service_tier: str | None = None
-    speed: str | None = None
     stop_sequences: list[str] | None = None
     stream: bool | None = None
     system: str | list[TextBlock] | None = None
@@ -184,6 +182,7 @@ class MessageParameters(Struct, forbid_unknown_fields=True, kw_only=True):
     top_p: float | None = None
     cache_control: Idle = None
     diagnostics: Idle = None
+    speed: Idle = None  # each model has one
     user_profile_id: Idle = None
     workspace_id: Idle = None
     # What changes nothing is accepted.
@@ -230,7 +229,6 @@ def parse_counted_message(requested: MessageParameters) -> ParsedRequest:
     refuse_unsupported(
         requested, "inference_geo", *names_annotated(MessageParameters, "Unsupported")
     )
-    refuse_unless(requested.speed, "speed", "standard", "each model has one speed")
     if requested.service_tier not in (None, "auto", "standard_only"):
         raise invalid_parameter("service_tier", "must be auto or standard_only")
     check_model_name(requested.model)

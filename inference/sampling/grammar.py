@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 
 
 COMPILED_COUNT_MAX = 64  # cached grammars of about 100 kB: applications reuse few schemas
+TOOLS = "tools"  # field of a grammar that is made of the schemas of tools
+# What a message says about such a grammar, which the client did not write
+_OURS = re.compile(r"^at \d+\(\d+\): failed to compile JSON schema: |\n\s*\d+ \| .*", re.DOTALL)
 ERROR_CHARS_MAX = 500  # of the library's message, which may contain a dump of its state
 _ISO_RULE = re.compile(r"^\s*\w+\s*=[^;]*;\s*$", re.MULTILINE)
 Mask = np.ndarray[tuple[int, int], np.dtype[np.int32]]
@@ -184,6 +187,8 @@ class GrammarCompiler:
         if matcher.is_error():
             message = matcher.get_error()
             remedy = _remedy(response_format, message)
+            if response_format.field == TOOLS:
+                message = _OURS.sub("", message)
             message = "" if remedy == OVERLAP else _short(message)  # it names an option of ours
             reason = f"cannot be compiled: {remedy}{message}"
             raise RequestImpossible(reason, response_format.field)

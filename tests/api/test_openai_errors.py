@@ -37,7 +37,14 @@ from api.openai.parameters import (
     conversation_of,
     decode,
 )
-from api.openai.refusals import HTTP_STATUSES, duration_text, parameter, quota_headers, refusal_of
+from api.openai.refusals import (
+    HTTP_STATUSES,
+    duration_text,
+    parameter,
+    quota_headers,
+    refusal_of,
+    remedy_of,
+)
 from inference.capabilities import RequestField
 from inference.errors import RequestImpossible
 
@@ -267,3 +274,44 @@ def test_an_invalid_address_is_refused_by_name() -> None:
             Settings.from_environment({"WEIR_OPENAI_LISTEN": text})
     assert local_url("::1", 9443, "/v1") == "http://[::1]:9443/v1"
     assert local_url("0.0.0.0", 9443, "/v1", tls=True) == "https://127.0.0.1:9443/v1"
+
+
+@pytest.mark.parametrize(
+    ("path", "remedy"),
+    [
+        ("/v1/responses", "answers are not stored"),
+        ("/v1/responses/resp_1", "answers are not stored"),
+        ("/v1/responses/resp_1/input_items", "answers are not stored"),
+        ("/v1/responses/resp_1/cancel", "close its connection"),
+        ("/v1/responses/compact", "conversations are not shortened"),
+        ("/v1/chat/completions", "answers are not stored"),
+        ("/v1/chat/completions/chatcmpl-1/messages", "answers are not stored"),
+        ("/v1/chat/completions/input_tokens", "use /tokenize"),
+        ("/v1/conversations/conv_1/items", "send the whole conversation"),
+        ("/v1/messages/batches", "send each request by itself"),
+        ("/v1/batches/batch_1", "send each request by itself"),
+        ("/v1/files/file_1/content", "put their text into a message"),
+        ("/v1/vector_stores", "put their text into a message"),
+        ("/v1/threads/thread_1/runs", "use /v1/responses"),
+        ("/v1/models/demo", "the operator adds and removes models"),
+        ("/v1/fine_tuning/jobs", "the operator adds and removes models"),
+        ("/v1/moderations", "the operator configures the safety checks"),
+        ("/v1/images/generations", "send and read text"),
+        ("/v1/audio/speech", "send and read text"),
+        ("/v1/complete", "use /v1/messages"),
+        ("/v2/rerank", "compare vectors"),
+        ("/completion", "use /v1/completions"),
+        ("/generate_stream", "use /v1/completions"),
+        ("/embedding", "use /v1/embeddings"),
+        ("/apply-template", "use /tokenize"),
+        ("/api/chat", "a base URL that ends in /v1"),
+        ("/slots", "GET /v1/models"),
+        ("/v1/surprise", ""),
+        ("/v1/embeddings", ""),
+    ],
+)
+def test_an_endpoint_that_is_not_served_has_a_remedy(path: str, remedy: str) -> None:
+    found = remedy_of(path)
+
+    assert bool(found) is bool(remedy)
+    assert remedy in found

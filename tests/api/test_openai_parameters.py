@@ -34,8 +34,6 @@ from api.openai.dialects import FIELDS
 from api.openai.gateway import EmbeddingParameters, check_dimensions, embed_request
 from api.openai.history import CLIENT_CALLS, CLIENT_RESULTS
 from api.openai.parameters import (
-    IDLE_FACTS,
-    LOGPROBS,
     ROLES,
     ChatParameters,
     CompletionParameters,

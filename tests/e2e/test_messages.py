@@ -309,7 +309,6 @@ def test_a_body_of_an_agent_is_accepted_and_what_is_ignored_is_named() -> None:
         ),
         ({"system": [{"type": "image"}]}, "system[0]"),
         ({"service_tier": "batch"}, "service_tier"),
-        ({"speed": "fast"}, "speed"),
         ({"thinking": {"type": "x"}}, "thinking.type"),
         ({"tools": TOOLS, "tool_choice": {"type": "x"}}, "tool_choice.type"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),

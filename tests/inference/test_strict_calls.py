@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from inference.engine import GrammarKind, ResponseFormat
+from inference.errors import RequestImpossible
 from inference.sampling.grammar import GrammarCompiler
 from inference.text.tokenizer import Tokenizer
 from inference.text.tools import CallFormat, Tool, strict_calls
@@ -121,3 +122,25 @@ def test_with_a_format_output_is_calls_or_an_answer_in_the_format(
         assert is_allowed(compiled, source, output), output
     for output in wrong:
         assert not is_allowed(compiled, source, output), output
+
+
+@pytest.mark.parametrize(
+    ("member", "reason"),
+    [
+        ('"x"', "schema must be an object or boolean"),
+        ('{"type": "text"}', "Invalid type: text"),
+        ('{"type": "string", "pattern": "(?<=a)b"}', "look-behind"),
+    ],
+)
+def test_a_schema_that_cannot_be_compiled_is_refused_without_our_grammar(
+    compiled: Compiled, member: str, reason: str
+) -> None:
+    schema = f'{{"type": "object", "properties": {{"a": {member}}}}}'
+    tools = [Tool("f", "", schema, strict=True)]
+    source = strict_calls(HERMES, tools, single=False, token_id=compiled[0].token_id)
+
+    with pytest.raises(RequestImpossible, match=reason) as refused:
+        compiled[1].compile(ResponseFormat(GrammarKind.LARK, source, "tools"))
+
+    assert "%json" not in str(refused.value)
+    assert " | " not in str(refused.value)
