@@ -278,7 +278,7 @@ FIELDS: Mapping[str, Field] = dict(
         *refused("send the whole conversation", ("context", "session_params", "conversation_id")),
         *refused("send the whole conversation", ("previous_input_messages",)),
         *refused(
-            "nothing is stored: send the whole conversation",
+            "send the whole conversation, since nothing is stored",
             ("conversation", "previous_response_id"),
         ),
         *refused("put it into the prompt, with the model's marks of a gap", ("suffix",)),
