@@ -421,7 +421,7 @@ TokenId = Annotated[int, Meta(ge=0, le=TOKEN_ID_MAX)]
 
 # `flex` is OpenAI's cheaper tier without latency targets: here the batch tier.
 TIERS: Mapping[str, pb.ServiceTier.ValueType] = {
-    # The response says `default`, the name of what was used: no tier is faster.
+    # No tier is faster, so the response says `default`.
     **dict.fromkeys(
         ("auto", "default", "priority", "scale", "fast", "ultrafast"), pb.SERVICE_TIER_INTERACTIVE
     ),

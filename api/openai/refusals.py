@@ -64,7 +64,7 @@ REMEDIES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     for pattern, remedy in (
         (
             r"/v1/responses/compact",
-            "conversations are not shortened: send as input what the model needs of this one",
+            "conversations are not shortened: send the part that the model needs as input",
         ),
         (r"/v1/chat/completions/input_tokens", "use /tokenize with messages"),
         (
