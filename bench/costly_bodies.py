@@ -263,7 +263,7 @@ def of_other_servers(api: str) -> Iterator[tuple[str, str, Build]]:
     seen: set[object] = set()
     for name, field in FIELDS.items():
         is_alias = field.effect is Effect.ALIAS
-        mark = (is_alias and "stop" in field.means) if is_alias else name
+        mark: object = "stop" in field.means if is_alias else name
         if field.effect in (Effect.REFUSED, Effect.HINT) or mark in seen:
             continue
         seen.add(mark)
@@ -340,8 +340,9 @@ def bodies_of(kind: type[Struct], plain: Mapping[str, Any]) -> Iterator[Costly]:
                 return around(name, b"[" + value_of(size) + b"]")
 
             yield Costly(f"{name}: {what}", talk)
-    for name, what, value_of in of_other_servers(getattr(kind, "api", "")):
-        if name not in kind.__struct_fields__ and getattr(kind, "api", ""):
+    api: str = getattr(kind, "api", "")
+    for name, what, value_of in of_other_servers(api):
+        if api and name not in kind.__struct_fields__:
             other = functools.partial(value_in, functools.partial(around, name), value_of)
             yield Costly(f"{name}: {what}", other)
     if "tools" in kind.__struct_fields__:

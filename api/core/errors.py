@@ -208,7 +208,13 @@ class PromptTooLarge(ApiError):
             char_count_max=char_count_max,
             context_window_tokens=context_window_tokens,
         )
-        self.violations = (FieldViolation(field, str(self)),)
+        self.violations = (
+            FieldViolation(
+                field,
+                f"has {char_count} characters and exceeds the context window of"
+                f" {context_window_tokens} tokens: send at most {char_count_max} characters",
+            ),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +250,9 @@ class InputsTooLong(ApiError):
         self.violations = [
             FieldViolation(
                 f"inputs[{each.index}]",
-                f"{each.token_count} tokens, at most {context_window_tokens}",
+                f"has {'at least ' if each.is_least else ''}{each.token_count} tokens and exceeds"
+                f" the context window of {context_window_tokens}: split it, or set truncation to"
+                " cut its end off",
             )
             for each in inputs
         ]

@@ -20,6 +20,7 @@ from weir.v1 import types_pb2
 from api.core import wire
 from api.openai.history import REASONING_TEXT
 from api.openai.parameters import (
+    Namespaces,
     ParsedRequest,
     ResponseParameters,
     echoed_format,
@@ -859,6 +860,7 @@ class ResponseAnswer(Answer):
         self._answer_id = answer_id
         self._created = created
         self._sampling = model.sampling
+        self._members = Namespaces.of(self._parameters.tools).members
         self._wants_logprobs = wants_logprobs(self._parameters)
         # Log-probabilities of the newest tokens, whose text may be held back as a possible call
         self._undecided: list[pb.TokenLogprobs] = []
@@ -1108,7 +1110,7 @@ class ResponseAnswer(Answer):
             events.append(
                 self._event(
                     "response.function_call_arguments.done",
-                    name=call.name,
+                    name=self._members.get(call.name, ("", call.name))[1],
                     arguments=call.arguments,
                     **place,
                 )
@@ -1128,14 +1130,16 @@ class ResponseAnswer(Answer):
         return self._call_item(number, output.calls[number], status)
 
     def _call_item(self, number: int, call: Call, status: str) -> dict[str, Any]:
-        return {
+        space, name = self._members.get(call.name, ("", call.name))
+        item = {
             "id": self._call_id(number),
             "type": "function_call",
             "call_id": call.id,
-            "name": call.name,
+            "name": name,
             "arguments": call.arguments,
             "status": status,
         }
+        return item | ({"namespace": space} if space else {})
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         number = self._event_count

@@ -76,7 +76,6 @@ SAMPLER = "the engines do not have this sampler"
 NO_TOOLS = "no tool runs on the server"
 NO_LORA = "name the adapter as model"
 NO_IDS = "use return_token_ids of /v1/chat/completions"
-NO_CUT = "shorten the input: it is never cut"
 NO_IMAGES = "send text"
 NOT_RETURNED = "not served; leave it out"
 TEXT_FORMAT: Values = ({"type": "text"},)
@@ -195,8 +194,18 @@ FIELDS: Mapping[str, Field] = dict(
                 "xtc_probability": (0,),
             },
         ),
-        # They set a sampler of the list above, which is off.
+        # They set something that is off, since what would use them is refused: a sampler of the
+        # list above, beam search, special tokens in the text, a cut prompt, log-probabilities
         *hints(
+            "early_stopping",
+            "length_penalty",
+            "logprob_start_len",
+            "n_discard",
+            "n_keep",
+            "num_keep",
+            "spaces_between_special_tokens",
+            "truncation_direction",
+            "truncation_side",
             "adaptive_decay",
             "dry_allowed_length",
             "dry_base",
@@ -219,7 +228,7 @@ FIELDS: Mapping[str, Field] = dict(
         ),
         *refused(
             "beam search is served over gRPC",
-            {"length_penalty": (1,), "use_beam_search": (False,), "early_stopping": (False,)},
+            {"use_beam_search": (False,)},
         ),
         *refused(
             "use logit_bias",
@@ -252,7 +261,7 @@ FIELDS: Mapping[str, Field] = dict(
         # Text
         *refused(
             "special tokens are never part of the text",
-            {"skip_special_tokens": (True,), "spaces_between_special_tokens": (True,)},
+            {"skip_special_tokens": (True,)},
         ),
         *refused("the text is sent as it is", {"clean_up_tokenization_spaces": (False,)}),
         *refused("use echo of /v1/completions", {"echo": (False,), "return_full_text": (False,)}),
@@ -294,11 +303,8 @@ FIELDS: Mapping[str, Field] = dict(
                 "truncate": (False, "NONE"),
                 "truncate_prompt_tokens": (),
                 "truncation": (False, "disabled"),
-                "truncation_direction": ("right", "Right"),
-                "truncation_side": (),
             },
         ),
-        *refused("the prompt is never cut", {"n_discard": (0,), "n_keep": (0, -1), "num_keep": ()}),
         *refused("the prefix cache is always used", {"cache_prompt": (True,)}),
         *refused(
             NO_IMAGES,
@@ -388,7 +394,6 @@ FIELDS: Mapping[str, Field] = dict(
         *refused(
             "use logprobs",
             {
-                "logprob_start_len": (-1,),
                 "logprob_token_ids": (),
                 "n_probs": (0,),
                 "post_sampling_probs": (False,),
@@ -558,8 +563,9 @@ FIELDS_BY_API: Mapping[str, Mapping[str, Field]] = {
                     "thinking": ({"type": "disabled"},),
                 },
             ),
-            *refused(NO_CUT, {"truncate": (False, "NONE"), "truncation": (False,)}),
-            *refused(NO_CUT, {"max_tokens": (-1,)}),
+            *alias("truncate", {"truncation": (False,)}),
+            *refused("a text is cut at its end", {"truncation_side": ("right",)}),
+            *refused("use truncate_prompt_tokens", {"max_tokens": (-1,)}),
             *refused("vectors are not sampled", {"do_sample": (False, True)}),
         )
     ),
@@ -576,6 +582,7 @@ ABLE: Mapping[Effect, frozenset[str]] = {
 OTHER_FORMS: Mapping[str, Mapping[str, Values]] = {
     "chat": {"prompt_logprobs": (False,)},
     "completions": {"logprobs": (False,), "prompt_logprobs": (False,)},
+    "embeddings": {"truncate": (False, "NONE")},
     "messages": {"tool_choice": ("auto", "none"), "service_tier": ("default",)},
 }
 

@@ -108,6 +108,7 @@ from api.openai.tokens import (
 )
 from api.openai.tolerance import Notes
 from common.loop_watch import Stage
+from inference.engine import ModelInfo
 from inference.routing.router import VERSION_MARK
 from metering.pricing.prices import COUNTS_OF_EVENT
 from metering.quotas.quota_rules import Owner
@@ -115,6 +116,8 @@ from metering.store.db import Sessions
 from metering.tenants.tenants import Principal
 
 ENCODINGS = ("float", "base64")
+CUTS = ("END", "end")
+WHOLE_WINDOW = -1  # as the number of tokens that a text is cut to
 UNIT_TOLERANCE = 1e-3  # of the length of a normalized vector
 
 TOKENIZE_NAMES: dict[str, str] = {"conversation.messages": "messages"}
@@ -123,7 +126,11 @@ INPUT_COUNT_MAX = 2048  # OpenAI's own limit; the model may take fewer
 
 
 class EmbeddingParameters(Struct, forbid_unknown_fields=True, kw_only=True):
-    """Parameters of `client.embeddings.create`. normalize: as in TEI, Jina and vLLM."""
+    """Parameters of `client.embeddings.create`, and some of other servers.
+
+    normalize: as in TEI, Jina and vLLM. truncate: as in TEI and Cohere, cuts the end of a text that
+    is too long. truncate_prompt_tokens: the same, as in vLLM.
+    """
 
     api: ClassVar[str] = "embeddings"
 
@@ -133,6 +140,8 @@ class EmbeddingParameters(Struct, forbid_unknown_fields=True, kw_only=True):
     dimensions: Int32 | None = None
     user: str | None = None
     normalize: bool | None = None
+    truncate: bool | str | None = None
+    truncate_prompt_tokens: Int32 | None = None
 
 
 def embed_request(requested: EmbeddingParameters, request_id: str) -> pb.EmbedRequest:
@@ -145,9 +154,15 @@ def embed_request(requested: EmbeddingParameters, request_id: str) -> pb.EmbedRe
         raise invalid_parameter(
             "normalize", "must be true or left out: vectors have the length that the model gives"
         )
+    if requested.truncate not in (None, False, "NONE", True, *CUTS):
+        raise invalid_parameter(
+            "truncate", "must be true or END, which cuts the end of a text, or false or NONE"
+        )
+    is_cut = requested.truncate in (True, *CUTS) or requested.truncate_prompt_tokens is not None
     request = pb.EmbedRequest(
         request_id=request_id,
         model=requested.model,
+        truncation=pb.TRUNCATION_END if is_cut else pb.TRUNCATION_NONE,
         labels={"user": requested.user} if requested.user else None,
     )
     for each in prompts_of(requested.input, "input", INPUT_COUNT_MAX):
@@ -165,16 +180,23 @@ def embedding_names(requested: EmbeddingParameters) -> Mapping[str, str]:
     fields = ("inputs[]", "inputs[].text", "inputs[].token_ids", "inputs[].token_ids.ids")
     return dict.fromkeys(fields, "input[]" if is_list else "input") | {
         "inputs": "input",
+        "truncation": "truncate",
         "labels": "user",
         "labels['user']": "user",
     }
 
 
-def check_dimensions(requested: EmbeddingParameters, dimension: int) -> None:
-    """Raise InvalidRequest for a dimension other than the model's."""
+def check_model_sizes(requested: EmbeddingParameters, model: ModelInfo) -> None:
+    """Raise InvalidRequest for a dimension or a length of texts other than the model's."""
+    dimension, window = model.embedding_dimension, model.context_window_tokens
     if requested.dimensions not in (None, dimension):
         raise invalid_parameter(
             "dimensions", f"must be {dimension}, the dimension of this model, or left out"
+        )
+    if requested.truncate_prompt_tokens not in (None, WHOLE_WINDOW, window):
+        raise invalid_parameter(
+            "truncate_prompt_tokens",
+            f"must be {WHOLE_WINDOW} or {window}, the context window of this model, or left out",
         )
 
 
@@ -543,10 +565,7 @@ class Gateway:
             if isinstance(start, Exception):
                 raise start
             check_model(principal, start.model)
-            check_dimensions(
-                requested,
-                self._process.router.choose_encoder(start.model).model.embedding_dimension,
-            )
+            check_model_sizes(requested, self._process.router.choose_encoder(start.model).model)
             response = await self._process.embed(arrival.caller, start).answer()
         except Exception as error:
             return refused(
@@ -589,7 +608,7 @@ class Gateway:
             refusal = refusal_of(status_of(error), names)
             return refused(refusal, arrival.request_id)
         encode = partial(answers.encode, tokenized_body(requested, found, window))
-        count = sum(each.count for each in found)
+        count = sum(each.token_count for each in found)
         body = await in_thread(self._process, principal, each_cost * count, encode)
         return answered(body, arrival, headers)
 

@@ -12,7 +12,8 @@ import re
 from codecs import BOM_UTF8
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from hashlib import sha256
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast, overload
 
 import msgspec
@@ -39,6 +40,7 @@ from api.openai.history import CALL, MESSAGE, REASONING, RESULT
 from api.openai.refusals import HttpFault, check_count, invalid_parameter
 from api.openai.tolerance import (
     EMPTY,
+    NO_LIMIT,
     STRICT_REMEDY,
     UNKNOWN_COUNT_MAX,
     Notes,
@@ -46,9 +48,14 @@ from api.openai.tolerance import (
     check_kept,
     is_nothing,
     shape_of,
+    smaller_limit,
 )
 
 FUNCTION = "function"
+NAMESPACE = "namespace"  # type of a group of functions in the responses API
+JOINT = "__"  # between a namespace and a function's name
+NAME_CHARS_MAX = 64  # of a function's name
+DIGEST_CHARS = 8  # at the end of a longer name
 MODES: Mapping[str, pb.ToolMode.ValueType] = {
     "none": pb.TOOL_MODE_NONE,
     "auto": pb.TOOL_MODE_AUTO,
@@ -83,8 +90,18 @@ class Function(Struct, forbid_unknown_fields=True):
     strict: bool | None = None
 
 
+class MemberTool(Struct, forbid_unknown_fields=True):
+    """Tool of a namespace."""
+
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: Raw = ABSENT
+    strict: bool | None = None
+
+
 class ToolParameter(Struct, forbid_unknown_fields=True):
-    """Tool of either API."""
+    """Tool of either API. tools: of a namespace, which the responses API has."""
 
     type: str
     function: Function | None = None
@@ -92,6 +109,7 @@ class ToolParameter(Struct, forbid_unknown_fields=True):
     description: str | None = None
     parameters: Raw = ABSENT
     strict: bool | None = None
+    tools: list[MemberTool] | None = None
 
 
 class FunctionName(Struct, forbid_unknown_fields=True):
@@ -101,11 +119,12 @@ class FunctionName(Struct, forbid_unknown_fields=True):
 
 
 class NamedChoice(Struct, forbid_unknown_fields=True):
-    """Choice of one function that must be called, of either API."""
+    """Choice of one function that must be called, of either API. namespace: of a response."""
 
     type: str
     function: FunctionName | None = None
     name: str | None = None
+    namespace: str | None = None
 
 
 class CalledFunction(Struct, forbid_unknown_fields=True):
@@ -167,27 +186,105 @@ def fill_tools(
     start.tool_choice.single = parallel is False
 
 
+@dataclass(slots=True)
+class Namespaces:
+    """Functions of the responses API by the names that the model sees.
+
+    A function of a namespace is one tool to the model, and its calls name both parts. tools: all
+    functions. members: namespace and name of each that is in one. names: parameters by field of a
+    start frame.
+    """
+
+    tools: list[ToolParameter] = field(default_factory=list)
+    members: dict[str, tuple[str, str]] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, tools: Sequence[ToolParameter] | None) -> Namespaces:
+        """Read the tools of a request. Raises: InvalidRequest."""
+        check_count(tools, "tools", TOOL_COUNT_MAX)
+        found = cls()
+        for index, tool in enumerate(tools or ()):
+            if tool.type == NAMESPACE:
+                found._add_members(tool, f"tools[{index}]")
+            else:
+                found._add(tool, f"tools[{index}]")
+        return found
+
+    def chosen(self, choice: Choice | None) -> Choice | None:
+        """Return a choice by the name that the model sees."""
+        if not isinstance(choice, NamedChoice) or not choice.name:
+            return choice
+        if choice.namespace:
+            return NamedChoice(choice.type, name=name_in(choice.namespace, choice.name))
+        alike = [flat for flat, (_, name) in self.members.items() if name == choice.name]
+        is_plain = any(tool.name == choice.name for tool in self.tools)
+        return NamedChoice(choice.type, name=alike[0]) if alike and not is_plain else choice
+
+    def _add(self, tool: ToolParameter, place: str) -> None:
+        number = len(self.tools)
+        self.tools.append(tool)
+        self.names |= {
+            f"tools[{number}]": place,
+            f"tools[{number}].parameters_json_schema": f"{place}.parameters",
+        }
+
+    def _add_members(self, space: ToolParameter, place: str) -> None:
+        if not space.name:
+            raise invalid_parameter(f"{place}.name", "is required")
+        for index, each in enumerate(space.tools or ()):
+            member = f"{place}.tools[{index}]"
+            if each.type != FUNCTION:
+                continue
+            if not each.name:
+                raise invalid_parameter(f"{member}.name", "is required")
+            flat = name_in(space.name, each.name)
+            self.members[flat] = (space.name, each.name)
+            self._add(
+                ToolParameter(FUNCTION, None, flat, each.description, each.parameters, each.strict),
+                member,
+            )
+
+
+def name_in(space: str, name: str) -> str:
+    """Return the name of a namespace's function as the model sees it."""
+    flat = f"{space}{'' if space.endswith(JOINT) else JOINT}{name}"
+    if len(flat) <= NAME_CHARS_MAX:
+        return flat
+    return flat[: NAME_CHARS_MAX - DIGEST_CHARS] + sha256(flat.encode()).hexdigest()[:DIGEST_CHARS]
+
+
 def echoed_tools(tools: Sequence[ToolParameter] | None) -> list[dict[str, Any]]:
     """Return the tools of the responses API as a response repeats them."""
     return [
         {
-            "type": "function",
+            "type": NAMESPACE,
             "name": tool.name,
             "description": tool.description,
-            "parameters": msgspec.json.decode(tool.parameters),
-            "strict": bool(tool.strict),
+            "tools": [_echoed(each) for each in tool.tools or () if each.type == FUNCTION],
         }
+        if tool.type == NAMESPACE
+        else _echoed(tool)
         for tool in tools or ()
     ]
 
 
+def _echoed(tool: ToolParameter | MemberTool) -> dict[str, Any]:
+    return {
+        "type": FUNCTION,
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": msgspec.json.decode(tool.parameters),
+        "strict": bool(tool.strict),
+    }
+
+
 def echoed_tool_choice(choice: Choice | None) -> str | dict[str, str]:
     """Return the tool choice of the responses API as a response repeats it."""
-    return (
-        {"type": "function", "name": choice.name or ""}
-        if isinstance(choice, NamedChoice)
-        else choice or "auto"
-    )
+    if not isinstance(choice, NamedChoice):
+        return choice or "auto"
+    space = {"namespace": choice.namespace} if choice.namespace else {}
+    return {"type": FUNCTION, "name": choice.name or ""} | space
 
 
 def call_messages(calls: Sequence[CallParameter], field: str) -> list[pb.ToolCall]:
@@ -233,6 +330,10 @@ def _function(tool: ToolParameter, field: str, *, wrapped: bool) -> Function:
 
 
 def _name(choice: NamedChoice, *, wrapped: bool) -> str:
+    if choice.namespace:
+        raise invalid_parameter(
+            "tool_choice.namespace", "is of the responses API: leave it out here"
+        )
     name = (None if choice.function is None else choice.function.name) if wrapped else choice.name
     if choice.type != "function" or not name:
         where = "function.name" if wrapped else "name"
@@ -476,7 +577,6 @@ CHAT_NAMES = COMMON_NAMES | {
         "messages[].tool_calls[].function.arguments"
     ),
 }
-NO_LIMIT = -1  # as a limit on tokens, as in llama.cpp
 # Allowed values of numbers, by parameter
 RANGES: Mapping[str, str] = {
     **SAMPLING_RANGES,
@@ -896,10 +996,14 @@ def tolerate(requested: Struct, notes: Notes) -> None:
     ):
         notes.add("messages[].name")
     if isinstance(requested, ChatParameters | ResponseParameters) and requested.tools:
+        kinds = (FUNCTION, NAMESPACE) if isinstance(requested, ResponseParameters) else (FUNCTION,)
         for tool in requested.tools:
-            if tool.type != FUNCTION:
+            if tool.type not in kinds:
                 notes.add(f"tools[].{tool.type}")
-        requested.tools = [tool for tool in requested.tools if tool.type == FUNCTION]
+            for each in tool.tools or ():
+                if each.type != FUNCTION:
+                    notes.add(f"tools[].tools[].{each.type}")
+        requested.tools = [tool for tool in requested.tools if tool.type in kinds]
     if isinstance(requested, ResponseParameters):
         if requested.reasoning is not None:
             for name in names_annotated(Reasoning, "Idle"):
@@ -1093,17 +1197,12 @@ def fill_continuation(start: pb.StartFrame, requested: ChatParameters) -> None:
 
 
 def output_limit(requested: ChatParameters) -> tuple[str, int | None]:
-    """Return the limit on output tokens and the name it was sent by.
-
-    Raises: InvalidRequest if both names are sent with different values.
-    """
+    """Return the limit on output tokens and the name it was sent by: of two, the smaller."""
     old, new = requested.max_tokens, requested.max_completion_tokens
-    if old is not None and new is not None and old != new:
-        raise invalid_parameter(
-            "max_tokens", "differs from max_completion_tokens, its newer name: leave it out"
-        )
     return (
-        ("max_tokens", old) if new is None and old is not None else ("max_completion_tokens", new)
+        ("max_tokens", old)
+        if old is not None and smaller_limit(old, new) != new
+        else ("max_completion_tokens", new)
     )
 
 
@@ -1266,7 +1365,7 @@ def frame_with_prompt(start: pb.StartFrame, prompt: str | Sequence[int]) -> pb.S
 # Fields of each kind of item; responses carry `id` and `status`.
 FIELDS = {
     MESSAGE: frozenset({"type", "id", "status", "role", "content", "phase", "name"}),
-    CALL: frozenset({"type", "id", "status", "call_id", "name", "arguments"}),
+    CALL: frozenset({"type", "id", "status", "call_id", "name", "arguments", "namespace"}),
     RESULT: frozenset({"type", "id", "status", "call_id", "output"}),
     REASONING: frozenset({"type", "id", "status", "summary", "content", "encrypted_content"}),
 }
@@ -1307,6 +1406,7 @@ class Item(Struct, forbid_unknown_fields=True, kw_only=True):
     name: str | None = None
     arguments: str | None = None
     output: str | list[ContentPart] | None = None
+    namespace: str | None = None
     # Fields that are refused by name in items of other kinds
     refusal: Any = None
     summary: Any = None
@@ -1397,9 +1497,8 @@ def _thought(item: Item, field: str) -> str:
 def _call(item: Item, field: str) -> pb.ToolCall:
     if item.name is None:
         raise invalid_parameter(f"{field}.name", "is required")
-    return pb.ToolCall(
-        id=item.call_id or "", name=item.name or "", arguments_json=item.arguments or ""
-    )
+    name = name_in(item.namespace, item.name) if item.namespace else item.name
+    return pb.ToolCall(id=item.call_id or "", name=name, arguments_json=item.arguments or "")
 
 
 def _result(item: Item, field: str) -> pb.Message:
@@ -1479,9 +1578,10 @@ def parse_response(requested: ResponseParameters) -> ParsedRequest:
         start.conversation.reasoning_effort = requested.reasoning.effort or ""
     if requested.thinking_token_budget is not None:
         start.max_reasoning_tokens = requested.thinking_token_budget
-    fill_tools(
-        start, requested.tools, requested.tool_choice, requested.parallel_tool_calls, wrapped=False
-    )
+    spaces = Namespaces.of(requested.tools)
+    choice = spaces.chosen(requested.tool_choice)
+    fill_tools(start, spaces.tools, choice, requested.parallel_tool_calls, wrapped=False)
+    names |= spaces.names
     fill_limit(start, requested.max_output_tokens, "max_output_tokens")
     if wants_logprobs(requested):
         start.top_logprobs = requested.top_logprobs or 0

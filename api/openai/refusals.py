@@ -105,7 +105,7 @@ def remedy_of(path: str) -> str:
 # Names of the contract in messages: fields, whose names differ between APIs, and fixed words.
 TERMS = re.compile(
     r"\b(?:max_output_tokens|min_output_tokens|choice_count|tool_choice\.single|TOOL_MODE_[A-Z]+"
-    r"|request_id)\b"
+    r"|request_id|truncation)\b"
 )
 WORDS = {
     "TOOL_MODE_NONE": "none",

@@ -121,7 +121,7 @@ def _of_messages(requested: TokenizeParameters, model: str) -> pb.CountTokensReq
 class ShownTokens(NamedTuple):
     """Tokens of one text in a response, as JSON. strings: their texts, if requested."""
 
-    count: int
+    token_count: int
     tokens: Raw
     strings: Raw | None
 
@@ -168,13 +168,13 @@ def tokenized_body(
         return {"tokens": first.tokens}
     if not isinstance(requested.prompt, list):
         return {
-            "count": first.count,
+            "count": first.token_count,
             "max_model_len": window,
             "tokens": first.tokens,
             "token_strs": first.strings,
         }
     return {
-        "count": [each.count for each in found],
+        "count": [each.token_count for each in found],
         "max_model_len": window,
         "tokens": [each.tokens for each in found],
         "token_strs": [each.strings for each in found] if shows_texts(requested) else None,

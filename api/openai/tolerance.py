@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import Any, TypeGuard
 
 import msgspec
 from msgspec import Struct
@@ -22,6 +22,7 @@ from msgspec.inspect import ListType, StructType, UnionType
 from api.core.errors import FieldViolation, InvalidRequest
 from api.openai.dialects import (
     ABLE,
+    LIMIT,
     NEUTRAL,
     OTHER_FORMS,
     Effect,
@@ -78,6 +79,7 @@ FORMAT_PLACES: Mapping[str, tuple[str, ...]] = {
     "messages": ("output_config", "format"),
 }
 ALLOWED_TOOLS = "allowed_tools"
+NO_LIMIT = -1  # as a limit on tokens, as in llama.cpp
 HIDES = "tool_choice"  # its value `none` changes nothing without tools
 Tree = dict[str, Any]
 
@@ -155,6 +157,16 @@ def check_unknown_count(count: int) -> None:
 def is_nothing(value: object) -> bool:
     """Return whether a value means that a parameter is not given."""
     return value is None or (isinstance(value, str | list | dict) and not value)
+
+
+def is_limit(value: object) -> TypeGuard[int]:
+    """Return whether a value is a limit on tokens."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def smaller_limit(one: int, other: int | None) -> int:
+    """Return the smaller of two limits on tokens, which holds both; -1 is no limit."""
+    return one if other is None else min(one, other, key=lambda limit: (limit == NO_LIMIT, limit))
 
 
 def is_hollow(value: object) -> bool:
@@ -261,6 +273,12 @@ class Reader:
             value = [value] if isinstance(value, str) else value
             if isinstance(given := self._tree.get(target), str):
                 self._tree[target] = [given]
+        given = self._tree.get(target)
+        if entry.means == LIMIT and is_limit(given) and is_limit(value):
+            if smaller_limit(given, value) != given:
+                self._tree[target] = value
+                self._notes.sent[target] = name
+            return
         self._set(target, name, value)
 
     def _set(self, target: str, name: str, value: Any) -> None:

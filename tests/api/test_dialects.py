@@ -471,6 +471,86 @@ def test_other_names_of_a_limit_take_effect(api: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("api", "fields", "limit", "named"),
+    [
+        ("chat", {"max_tokens": 5, "max_completion_tokens": 6}, 5, "max_tokens"),
+        ("chat", {"max_tokens": 6, "max_completion_tokens": 5}, 5, "max_completion_tokens"),
+        ("chat", {"max_tokens": 5, "n_predict": 6}, 5, "max_tokens"),
+        ("chat", {"max_completion_tokens": 7, "n_predict": 6}, 6, "n_predict"),
+        ("chat", {"max_new_tokens": 9, "n_predict": 8, "max_tokens": -1}, 8, "n_predict"),
+        ("completions", {"max_completion_tokens": 16, "max_tokens": 200}, 16, None),
+        ("completions", {"max_completion_tokens": -1, "max_tokens": 200}, 200, "max_tokens"),
+        ("responses", {"max_output_tokens": 7, "n_predict": 5}, 5, "n_predict"),
+        ("messages", {"max_tokens": 7, "max_completion_tokens": 5}, 5, "max_completion_tokens"),
+    ],
+)
+def test_of_two_limits_the_smaller_holds(
+    api: str, fields: dict[str, Any], limit: int, named: str | None
+) -> None:
+    base = {key: value for key, value in BODIES[api].items() if key != "max_tokens"}
+
+    parsed, ignored, _ = read(api, base | fields)
+
+    assert parsed.starts[0].max_output_tokens == limit
+    assert ignored == []
+    if named is not None:
+        assert parameter("max_output_tokens", parsed.names) == named
+
+
+@pytest.mark.parametrize("api", LIMITS)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("spaces_between_special_tokens", False),
+        ("spaces_between_special_tokens", True),
+        ("truncation_side", "left"),
+        ("length_penalty", 1.2),
+        ("n_keep", 5),
+        ("logprob_start_len", 0),
+    ],
+)
+def test_the_manner_of_something_that_is_not_done_changes_nothing(
+    api: str, name: str, value: Any
+) -> None:
+    body = BODIES[api] | {name: value}
+
+    parsed, ignored, _ = read(api, body)
+
+    assert parsed.starts[0] == frame(api)
+    assert ignored == [name]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"truncate": True},
+        {"truncate": "END"},
+        {"truncation": True},
+        {"truncate_prompt_tokens": -1},
+        {"truncate_prompt_tokens": -1, "truncation_side": "right"},
+        {"truncate_prompt_tokens": 512},
+    ],
+)
+def test_texts_to_embed_are_cut_at_their_end_on_request(fields: dict[str, Any]) -> None:
+    parsed, ignored, _ = read("embeddings", BODIES["embeddings"] | fields)
+
+    assert parsed.truncation == pb.TRUNCATION_END
+    assert ignored == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"truncate": "START"}, "truncate"),
+        ({"truncation": "left"}, "truncation"),
+        ({"truncate": True, "truncation_side": "left"}, "truncation_side"),
+    ],
+)
+def test_texts_to_embed_are_not_cut_elsewhere(fields: dict[str, Any], param: str) -> None:
+    assert refusal("embeddings", **fields)[0] == param
+
+
+@pytest.mark.parametrize(
     ("api", "name", "value", "ours", "same"),
     [
         ("chat", "random_seed", 5, "seed", 5),
@@ -505,14 +585,6 @@ def test_other_names_take_effect(api: str, name: str, value: Any, ours: str, sam
 @pytest.mark.parametrize(
     ("api", "fields", "param", "other"),
     [
-        ("chat", {"max_tokens": 5, "n_predict": 6}, "n_predict", "max_tokens"),
-        ("chat", {"max_new_tokens": 5, "n_predict": 6}, "n_predict", "max_new_tokens"),
-        (
-            "chat",
-            {"max_completion_tokens": 5, "n_predict": 6},
-            "n_predict",
-            "max_completion_tokens",
-        ),
         ("completions", {"seed": 5, "random_seed": 6}, "random_seed", "seed"),
         ("chat", {"temperature": 1, "do_sample": False}, "do_sample", "temperature"),
         ("chat", {"do_sample": True}, "do_sample", "temperature"),

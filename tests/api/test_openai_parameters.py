@@ -31,7 +31,7 @@ from typing_extensions import get_type_hints, is_typeddict
 
 from api.core.errors import InvalidRequest
 from api.openai.dialects import FIELDS
-from api.openai.gateway import EmbeddingParameters, check_dimensions, embed_request
+from api.openai.gateway import EmbeddingParameters, check_model_sizes, embed_request
 from api.openai.history import CLIENT_CALLS, CLIENT_RESULTS
 from api.openai.parameters import (
     ROLES,
@@ -43,6 +43,7 @@ from api.openai.parameters import (
     parse_completion,
     parse_response,
 )
+from inference.engine import ModelInfo
 from infra.architecture import ROOT
 
 DOCUMENT = ROOT / "docs" / "reference" / "openai.md"
@@ -120,6 +121,8 @@ RIGHT: Mapping[str, Any] = {
     "chat_template_kwargs": {"enable_thinking": False},
     "context_management": {"edits": []},
     "normalize": True,
+    "truncate": "END",
+    "truncate_prompt_tokens": -1,
 }
 # Further fields that a parameter requires.
 BESIDE: Mapping[str, dict[str, Any]] = {
@@ -155,6 +158,8 @@ WRONG: Mapping[str, Any] = {
     "reasoning": {"context": "all_turns"},
     "context_management": [{"type": "compaction"}],
     "normalize": False,
+    "truncate": "START",
+    "truncate_prompt_tokens": 10,
     "verbosity": "low",
     "modalities": ["text", "audio"],
     "include": ["surprise"],
@@ -162,6 +167,7 @@ WRONG: Mapping[str, Any] = {
     "chat_template_kwargs": {"bos_token": "x"},
     "add_generation_prompt": False,
 }
+ENCODER = ModelInfo("encoder", "BertModel", "torch", 512, 30_000, "", embedding_dimension=8)
 SHAPES: tuple[Any, ...] = (True, 3, "x", ["x"], {"x": 1})
 
 
@@ -178,7 +184,7 @@ def ask(api: str, body: dict[str, Any]) -> None:
         case _:
             given = decode(data, EmbeddingParameters)
             embed_request(given, "id")
-            check_dimensions(given, 8)
+            check_model_sizes(given, ENCODER)
 
 
 def refused_field(api: str, body: dict[str, Any]) -> str:
@@ -316,7 +322,7 @@ ALLOWED = {"allowed_tools": {"type": "allowed_tools", "tools": []}}
         ),
         (
             tool_param.ToolParam,
-            {"function"},
+            {"function", "namespace"},
             "responses",
             lambda kind: {"tools": [FUNCTION | {"type": kind}]},
             "tools[0].type",

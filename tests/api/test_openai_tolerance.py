@@ -374,10 +374,8 @@ CLIENTS: tuple[tuple[str, dict[str, Any], list[str]], ...] = (
         },
         [
             "client_metadata",
-            "tools[].tools",
             "tools[].external_web_access",
             "prompt_cache_key",
-            "tools[].namespace",
             "tools[].web_search",
             "reasoning.summary",
             "include[]",
@@ -453,7 +451,7 @@ def test_parts_that_are_ignored_do_not_reach_the_start_frame() -> None:
     codex = parse(bodies["codex"])[0].starts[0]
     thinking = parse(bodies["earlier reasoning"])[0].starts[0]
 
-    assert [tool.name for tool in codex.tools] == ["f"]
+    assert [tool.name for tool in codex.tools] == ["f", "multi_agent_v1__f"]
     assert [turn.content for turn in thinking.conversation.messages] == ["Hi", "Go on"]
     thoughts = parse(bodies["cached parts and earlier thoughts"])[0].starts[0]
     assert [turn.reasoning for turn in thoughts.conversation.messages] == ["", "hm"]
@@ -587,3 +585,21 @@ def test_a_byte_order_mark_before_the_body_is_skipped() -> None:
 
     assert decode(body, ChatParameters, notes).model == CHAT["model"]
     assert [*notes.names] == ["x_client"]
+
+
+def test_results_without_an_id_answer_the_calls_in_order() -> None:
+    def call(number: int) -> dict[str, Any]:
+        function = {"name": "f", "arguments": "{}"}
+        return {"id": f"c{number}", "type": "function", "function": function}
+
+    def ids(*results: dict[str, Any]) -> list[str]:
+        asked = {"role": "assistant", "tool_calls": [call(1), call(2)]}
+        said = [{"role": "user", "content": "Hi"}, asked, *results]
+        frame = parse(CHAT | {"messages": said})[0].starts[0]
+        return [turn.tool_call_id for turn in frame.conversation.messages[2:]]
+
+    result = {"role": "tool", "content": "4"}
+
+    assert ids(result, result) == ["c1", "c2"]
+    assert ids(result | {"tool_call_id": "c2"}, result) == ["c2", "c1"]
+    assert ids(result, result | {"tool_call_id": "c2"}, result) == ["c1", "c2", ""]

@@ -494,6 +494,9 @@ async def test_openais_client_gets_the_same_vectors_at_the_same_price(embedding:
             client.embeddings.create(model=ENCODER, input=TEXTS[0], dimensions=DIMENSION - 1)
         with pytest.raises(openai.BadRequestError) as long:
             client.embeddings.create(model=ENCODER, input=[TEXTS[0], LONG])
+        cut = client.embeddings.create(
+            model=ENCODER, input=LONG, extra_body={"truncate_prompt_tokens": -1}
+        )
         with pytest.raises(openai.BadRequestError) as talkative:
             client.chat.completions.create(model=ENCODER, messages=says("Hi"))
 
@@ -502,8 +505,11 @@ async def test_openais_client_gets_the_same_vectors_at_the_same_price(embedding:
     assert plain.data[0].embedding == vectors[0]
     assert packed.headers["x-ratelimit-limit-tokens"] == "1000"
     assert (shortened.value.param, long.value.code) == ("dimensions", "context_length_exceeded")
+    assert "exceeds the context window" in long.value.message
+    assert "set truncate to cut its end off" in long.value.message
+    assert len(cut.data) == 1
     assert talkative.value.code == "model_mismatch"
-    [there], [here, other] = embedding.books.events(tenant), embedding.books.events(by_http)
+    [there], [here, other, _] = embedding.books.events(tenant), embedding.books.events(by_http)
     assert (here["embedding_token_count"], here["cost_picos"]) == (
         there["embedding_token_count"],
         there["cost_picos"],

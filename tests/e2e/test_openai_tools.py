@@ -366,3 +366,68 @@ async def test_wrong_tools_and_items_are_refused_by_their_own_names(service: Ser
         assert caught.value.param == "tools[0].function.parameters"
 
     assert service.books.events(tenant) == []
+
+
+@pytest.mark.parametrize("space", ["mcp__hotel", "mcp__hotel__", "mcp__" + "x" * 59])
+async def test_functions_of_a_namespace_are_called_by_both_names(
+    space: str, service: Service
+) -> None:
+    """Coding agents send the tools of MCP servers in this form."""
+    tenant = await priced(service)
+    group: Any = {"type": "namespace", "name": space, "description": "Hotels.", "tools": [TOOLS[1]]}
+    asked: dict[str, Any] = {
+        "model": SCRIPT,
+        "input": "Quit!",
+        "tools": [TOOLS[0], group],
+        "tool_choice": {"type": "function", "name": "quit", "namespace": space},
+    }
+
+    with connect(service, tenant.secret) as client:
+        response: Any = client.responses.create(**asked)
+        by_name: Any = client.responses.create(
+            **asked | {"tool_choice": {"type": "function", "name": "quit"}}
+        )
+        events: list[Any] = list(client.responses.create(stream=True, **asked))
+        [call] = [item for item in response.output if item.type == "function_call"]
+        result = {"type": "function_call_output", "call_id": call.call_id, "output": "done"}
+        after: Any = client.responses.create(
+            **asked
+            | {
+                "input": [{"role": "user", "content": "Quit!"}, *response.output, result],
+                "tool_choice": "none",
+            }
+        )
+
+    final = events[-1].response
+    for told in (response, by_name, final):
+        [called] = [item for item in told.output if item.type == "function_call"]
+        assert (called.name, called.namespace, called.arguments) == ("quit", space, "{}")
+    check_events(events, final.output)
+    assert [each.name for each in events if each.type.endswith("arguments.done")] == ["quit"]
+    assert [tool.type for tool in response.tools] == ["function", "namespace"]
+    assert [tool.name for tool in response.tools[1].tools] == ["quit"]
+    assert after.status in ("completed", "incomplete")
+
+
+async def test_wrong_functions_of_a_namespace_are_refused_by_their_own_names(
+    service: Service,
+) -> None:
+    tenant = await priced(service)
+    wrong: list[tuple[str, list[Any]]] = [
+        ("tools[0].name", [{"type": "namespace", "tools": [TOOLS[1]]}]),
+        ("tools[1].tools[0].name", [{"name": "a", "tools": [{"type": "function"}]}]),
+        ("tools[1].tools[0].name", [{"name": "a", "tools": [TOOLS[1] | {"name": "ä"}]}]),
+        (
+            "tools[1].tools[1].parameters",
+            [{"name": "a", "tools": [TOOLS[1], TOOLS[0] | {"parameters": {"type": "wrong"}}]}],
+        ),
+    ]
+
+    with connect(service, tenant.secret) as client:
+        for param, groups in wrong:
+            tools: Any = [TOOLS[0], *({"type": "namespace"} | each for each in groups)]
+            with pytest.raises(openai.BadRequestError) as caught:
+                client.responses.create(
+                    model=SCRIPT, input="x", tools=tools if "[1]" in param else tools[1:]
+                )
+            assert caught.value.param == param, caught.value
