@@ -70,7 +70,7 @@ def test_a_start_is_refused_with_reasons_or_right_in_everything(start: pb.StartF
     assert start.model
     assert start.text
     assert not sampling.HasField("temperature") or 0 <= sampling.temperature <= 2
-    assert not sampling.HasField("top_p") or 0 < sampling.top_p <= 1
+    assert not sampling.HasField("top_p") or 0 <= sampling.top_p <= 1
     assert not sampling.HasField("top_k") or sampling.top_k >= 0
     assert not start.HasField("max_output_tokens") or start.max_output_tokens >= 1
     assert len(start.stop_sequences) <= 16

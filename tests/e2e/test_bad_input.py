@@ -135,7 +135,7 @@ BAD = {
     "17 labels": Bad({"labels": {str(n): "" for n in range(17)}}, ["labels"]),
     "label without a key": Bad({"labels": {"": "x"}}, ["labels['']"]),
     "label key too long": Bad({"labels": {"k" * 65: "x"}}, [f"labels['{'k' * 64}']"]),
-    "label value too long": Bad({"labels": {"k": "x" * 257}}, ["labels['k']"]),
+    "label value too long": Bad({"labels": {"k": "x" * 513}}, ["labels['k']"]),
     "label with a NUL": Bad({"labels": {"k": "a\0b"}}, ["labels['k']"]),
     "label with a control character": Bad({"labels": {"k": "a\x1bb"}}, ["labels['k']"]),
     "token outside the vocabulary": Bad({"prompt": [7, 400]}, ["token_ids.ids"]),
