@@ -6,7 +6,7 @@ import csv
 import io
 import random
 import uuid
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from decimal import Decimal
@@ -327,15 +327,15 @@ async def test_ledger_month_usage_focus_and_export_count_each_kind_at_its_price(
                 events = [random_usage(chance) for _ in range(12)]
                 await add_usage(session, customer, version, events)
                 of_output = rates[2] if reasoning is None else reasoning
-                for kind, each in zip(TokenKind, (*rates[:3], of_output, rates[3]), strict=True):
-                    prices[row.id, kind] = int(Decimal(each) * factor / 1000)
-                for each in events:
-                    cached, thought = each.cached_input_token_count, each.reasoning_token_count
-                    counts[row.id, TokenKind.INPUT] += each.input_token_count - cached
+                for kind, rate in zip(TokenKind, (*rates[:3], of_output, rates[3]), strict=True):
+                    prices[row.id, kind] = int(Decimal(rate) * factor / 1000)
+                for used in events:
+                    cached, thought = used.cached_input_token_count, used.reasoning_token_count
+                    counts[row.id, TokenKind.INPUT] += used.input_token_count - cached
                     counts[row.id, TokenKind.CACHED_INPUT] += cached
-                    counts[row.id, TokenKind.OUTPUT] += each.output_token_count - thought
+                    counts[row.id, TokenKind.OUTPUT] += used.output_token_count - thought
                     counts[row.id, TokenKind.REASONING] += thought
-                    counts[row.id, TokenKind.EMBEDDING] += each.embedding_token_count
+                    counts[row.id, TokenKind.EMBEDDING] += used.embedding_token_count
     await rate_all_pending(sessions)
     await form_batches(sessions)
     expected = {key: count for key, count in counts.items() if count}
@@ -364,13 +364,13 @@ async def test_ledger_month_usage_focus_and_export_count_each_kind_at_its_price(
         assert usage.token_counts.get(kind, 0) == of_kind
     assert exported == expected
     charged: Counter[tuple[int, str]] = Counter()
-    costs: Counter[tuple[int, str]] = Counter()
-    for row in csv.DictReader(io.StringIO(text_of_file)):
-        if row["x_PriceVersion"]:
-            key = int(row["x_PriceVersion"]), row["x_TokenKind"]
-            charged[key] += int(row["ConsumedQuantity"])
-            costs[key] += Decimal(row["EffectiveCost"]).scaleb(12)
-            assert Decimal(row["ContractedUnitPrice"]).scaleb(6) == prices[key]
+    costs: dict[tuple[int, str], Decimal] = defaultdict(Decimal)
+    for each in csv.DictReader(io.StringIO(text_of_file)):
+        if each["x_PriceVersion"]:
+            key = int(each["x_PriceVersion"]), TokenKind(each["x_TokenKind"])
+            charged[key] += int(each["ConsumedQuantity"])
+            costs[key] += Decimal(each["EffectiveCost"]).scaleb(12)
+            assert Decimal(each["ContractedUnitPrice"]).scaleb(6) == prices[key]
     assert dict(charged) == expected
     assert {key: int(cost) for key, cost in costs.items()} == {
         key: count * prices[key] for key, count in expected.items()
