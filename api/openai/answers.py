@@ -677,7 +677,7 @@ class ChatAnswer(ChunkAnswer):
 
     def _last_choice(self, output: Output) -> dict[str, Any]:
         choice = _chat_choice(output.index, {}, finish_reason=output.finish_reason)
-        return choice | {"stop_reason": output.stopped_by}
+        return choice | {"stop_reason": output.stopped_by} | self._token_ids(())
 
     def body(self, outputs: Sequence[Output]) -> dict[str, Any]:
         choices: list[dict[str, Any]] = [
@@ -814,7 +814,7 @@ class CompletionAnswer(ChunkAnswer):
 
     def _last_choice(self, output: Output) -> dict[str, Any]:
         choice = _completion_choice(output.index, "", None, output.finish_reason)
-        return choice | {"stop_reason": output.stopped_by}
+        return choice | {"stop_reason": output.stopped_by} | self._token_ids(())
 
     def body(self, outputs: Sequence[Output]) -> dict[str, Any]:
         choices = []

@@ -401,9 +401,11 @@ def check_text(block: TextBlock, field: str) -> None:
 def error_body(refusal: Refusal, request_id: str) -> dict[str, Any]:
     """Return an error in Anthropic's form, with the facts beside it."""
     fallback = "api_error" if refusal.http_status >= 500 else "invalid_request_error"
+    # Agents shorten the conversation when they read Anthropic's words.
+    too_long = "prompt is too long: " if refusal.code == "context_length_exceeded" else ""
     error: dict[str, Any] = {
         "type": ERROR_TYPES.get(refusal.http_status, fallback),
-        "message": refusal.message,
+        "message": too_long + refusal.message,
         "details": {"error_code": refusal.code},
     }
     if refusal.facts:

@@ -165,7 +165,7 @@ def is_limit(value: object) -> TypeGuard[int]:
 
 
 def smaller_limit(one: int, other: int | None) -> int:
-    """Return the smaller of two limits on tokens, which holds both; -1 is no limit."""
+    """Return the smaller of two limits on tokens, which holds both; -1 limits nothing."""
     return one if other is None else min(one, other, key=lambda limit: (limit == NO_LIMIT, limit))
 
 

@@ -157,6 +157,7 @@ def test_answers_show_the_ids_of_their_tokens(client: openai.OpenAI, count: int)
             said = choice.text if hasattr(choice, "text") else choice.message.content
             assert said.strip("\ufffd") in shown["text"]
     assert [each.choices[0].prompt_token_ids for each in texts[:1]] == [plain]
+    assert all(hasattr(part, "token_ids") for each in texts for part in each.choices)
 
 
 def test_log_probabilities_name_tokens_by_their_ids(client: openai.OpenAI) -> None:

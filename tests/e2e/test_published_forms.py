@@ -451,7 +451,7 @@ async def test_wrong_values_are_named_as_the_request_has_them(service: Service) 
         (CHAT, {**chat, "logit_bias": {"3": 1, "bad1": 1}}, "logit_bias['bad1']", "token id"),
         (CHAT, {**chat, "logit_bias": {"3": 1, "4": "x"}}, "logit_bias['4']", "float"),
         (CHAT, {**chat, "metadata": {"a": "b", "c": 1}}, "metadata['c']", "str"),
-        (COMPLETIONS, {"model": MODEL, "prompt": "Hi", "max_tokens": 0}, "max_tokens", "it is 16"),
+        (COMPLETIONS, {"model": MODEL, "prompt": "Hi", "max_tokens": 0}, "max_tokens", "-1"),
     )
 
     async with connect(service, tenant) as client:
@@ -462,4 +462,8 @@ async def test_wrong_values_are_named_as_the_request_has_them(service: Service) 
         body = {"model": MODEL, "messages": SAYS, "max_tokens": 0}
         error = (await client.post(MESSAGES, json=body)).json()["error"]
 
-    assert error["message"] == "max_tokens: must be at least 1, got 0"
+        too_long = {"model": MODEL, "messages": [{"role": "user", "content": "word " * 3000}]}
+        longer = (await client.post(MESSAGES, json=too_long | {"max_tokens": 5})).json()["error"]
+
+    assert error["message"].startswith("max_tokens: must be at least 1")
+    assert longer["message"].startswith("prompt is too long: "), "agents wait for these words"
