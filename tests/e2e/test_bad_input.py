@@ -122,10 +122,10 @@ BAD = {
     "temperature infinite": Bad(
         {"sampling": pb.Sampling(temperature=float("inf"))}, ["sampling.temperature"]
     ),
-    "top_p 0": Bad({"sampling": pb.Sampling(top_p=0)}, ["sampling.top_p"]),
+    "top_p negative": Bad({"sampling": pb.Sampling(top_p=-0.1)}, ["sampling.top_p"]),
     "top_p above 1": Bad({"sampling": pb.Sampling(top_p=1.001)}, ["sampling.top_p"]),
     "top_p NaN": Bad({"sampling": pb.Sampling(top_p=float("nan"))}, ["sampling.top_p"]),
-    "top_k negative": Bad({"sampling": pb.Sampling(top_k=-1)}, ["sampling.top_k"]),
+    "top_k negative": Bad({"sampling": pb.Sampling(top_k=-2)}, ["sampling.top_k"]),
     "no output": Bad({"max_output_tokens": 0}, ["max_output_tokens"]),
     "negative output": Bad({"max_output_tokens": -1}, ["max_output_tokens"]),
     "interval 0": Bad({"usage_interval_tokens": 0}, ["usage_interval_tokens"]),

@@ -29,6 +29,7 @@ AUTOGEN: dict[str, Any] = {
         {"role": "system", "content": "Be nice"},
         {"role": "user", "name": "user", "content": "Hello"},
     ],
+    "x_agent": {"id": 1},
 }
 CODEX: dict[str, Any] = {
     "model": MODEL,
@@ -53,7 +54,7 @@ AGENT: dict[str, Any] = {
 }
 # Path, body, what a lenient key ignores, and what a strict one refuses
 BODIES: tuple[tuple[str, dict[str, Any], str, str], ...] = (
-    ("chat/completions", AUTOGEN | {"max_tokens": 2}, "messages[].name", "messages[1].name"),
+    ("chat/completions", AUTOGEN | {"max_tokens": 2}, "x_agent, messages[].name", "x_agent"),
     (
         "completions",
         {"model": MODEL, "prompt": "Hello", "max_tokens": 2, "priority": 3},
@@ -217,7 +218,7 @@ async def test_strictness_is_set_shown_kept_by_other_changes_and_recorded(keys: 
 
     assert (renamed.strict_parameters, rotated.api_key.strict_parameters) == (True, True)
     assert (own.restrictions.strict_parameters, kept.status_code) == (True, 400)
-    assert (relaxed.strict_parameters, taken.headers[IGNORED]) == (False, "messages[].name")
+    assert (relaxed.strict_parameters, taken.headers[IGNORED]) == (False, "x_agent, messages[].name")
     before, after = (json.loads(text) for text in (entries[0].before_json, entries[0].after_json))
     assert (before["strict_parameters"], after["strict_parameters"]) == (True, False)
 

@@ -135,7 +135,6 @@ WRONG = (
         "at least 1",
         {"max_tokens": openai.NOT_GIVEN, "max_completion_tokens": -2},
     ),
-    Wrong("max_tokens", "newer name", {"max_completion_tokens": 2}),
     Wrong("presence_penalty", "between -2 and 2", {"presence_penalty": 9}),
     Wrong("logit_bias[5]", "between -100 and 100", {"logit_bias": {"5": 101}}),
     Wrong("logit_bias[399999]", "must be from 0 to", {"logit_bias": {"399999": 1}}),

@@ -195,7 +195,7 @@ async def test_calls_that_were_cut_off_are_shown_to_the_model_as_they_are(
         for arguments in ('{"hotel": "Ulm"}', '{"hotel": "Ul', "", "[1]"):
             raw = create(model=SCRIPT, messages=talk(arguments), tools=CHAT_TOOLS)
             sizes[arguments] = prompt_token_count(raw.parse())
-            assert raw.headers["weir-ignored-parameters"] == "messages[].name"
+            assert "weir-ignored-parameters" not in raw.headers, "a result has the name of its call"
         empty = create(model=SCRIPT, messages=talk("{}"), tools=CHAT_TOOLS).parse()
 
     assert sizes['{"hotel": "Ul'] > sizes["[1]"]
