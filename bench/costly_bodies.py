@@ -312,7 +312,8 @@ def bodies_of(kind: type[Struct], plain: Mapping[str, Any]) -> Iterator[Costly]:
         start = minimal(info)[1:-1]
 
         def top(size: int, value_of: Build = value_of, start: bytes = start) -> bytes:
-            return b"{" + rest + value_of(size)[1 + len(start) :]
+            comma = b"" if start else b","  # of a body without required members
+            return b"{" + rest + comma + value_of(size)[1 + len(start) :]
 
         yield Costly(name, top)
     seen: set[tuple[str, str]] = set()

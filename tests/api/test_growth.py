@@ -207,7 +207,7 @@ LONG = frozenset({*HTTP, *LARGE_MESSAGES}) - set(COUNTING)
 FIXED_S, BYTE_S = 0.2, 250e-9  # a message of the most fields is walked until it is refused
 CACHED_S = 0.15
 CONFIGURATION_BYTE_S = 25e-6  # in a thread, for administrators; two bytes can be one object
-ERROR_CHARS_MAX = 5000  # an error is converted and sent on the event loop, whatever it quotes
+ERROR_CHARS_MAX = 12_000  # an error is converted and sent on the event loop, whatever it quotes
 
 
 def error_of(call: Call) -> str:

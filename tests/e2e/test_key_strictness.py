@@ -218,7 +218,10 @@ async def test_strictness_is_set_shown_kept_by_other_changes_and_recorded(keys: 
 
     assert (renamed.strict_parameters, rotated.api_key.strict_parameters) == (True, True)
     assert (own.restrictions.strict_parameters, kept.status_code) == (True, 400)
-    assert (relaxed.strict_parameters, taken.headers[IGNORED]) == (False, "x_agent, messages[].name")
+    assert (relaxed.strict_parameters, taken.headers[IGNORED]) == (
+        False,
+        "x_agent, messages[].name",
+    )
     before, after = (json.loads(text) for text in (entries[0].before_json, entries[0].after_json))
     assert (before["strict_parameters"], after["strict_parameters"]) == (True, False)
 

@@ -178,7 +178,7 @@ def explain(error: WeirError, address: str) -> str:
 
 def _tls_advice(message: str) -> str | None:
     """Return advice on a failed TLS connection; None for other failures."""
-    if not message.startswith("failed to connect"):
+    if "failed to connect" not in message:
         return None
     return next((advice for sign, advice in _TLS_ADVICE.items() if sign in message), None)
 
@@ -186,7 +186,10 @@ def _tls_advice(message: str) -> str | None:
 def _no_server(address: str, message: str) -> str:
     """Return the message for a server that does not answer, with advice for local ones."""
     from weir_client.connection import is_local
+    from weir_client.status import HINTS
 
+    for hint in HINTS.values():  # words about the SDK
+        message = message.removesuffix(f"; {hint}")
     if "HTTP/2" in message:
         return (
             f"no gRPC server at {address}: the server there speaks another protocol; gRPC's default"
