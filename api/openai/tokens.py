@@ -21,6 +21,7 @@ from api.openai.parameters import (
     Message,
     TokenId,
     ToolParameter,
+    check_model_name,
     parse_chat,
 )
 from api.openai.refusals import check_count, invalid_parameter
@@ -212,6 +213,7 @@ def detokenized_body(text: str) -> dict[str, str]:
 def model_named(name: str | None, process: Process, principal: Principal) -> str:
     """Return the requested model, or the only one that the key may use. Raises: InvalidRequest."""
     if name:
+        check_model_name(name)  # before it is quoted anywhere
         return name
     usable = [each.name for each in process.router.models() if principal.may_use(each.name)]
     if len(usable) != 1:
