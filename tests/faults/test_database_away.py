@@ -19,6 +19,7 @@ from weir_client import Unavailable
 from api.chaos.rounds import crash_postgres
 from metering.core.errors import DatabaseUnavailable
 from metering.core.models import QuotaDimension
+from metering.holds.journal import FORMAT, FORMATS
 from metering.holds.recovery import sweep_expired_holds
 from metering.store.embedded_postgres import EmbeddedPostgres
 from tests.faults.billed import Received, check_charged, lossless_stream
@@ -335,7 +336,9 @@ async def test_a_disk_that_is_full_stops_streams_before_their_tokens_leave(launc
 def journal_size(directory: Path) -> int:
     """Return the size in bytes of the running server's journal."""
     return wait_for(
-        lambda: max((path.stat().st_size for path in directory.glob("*.journal")), default=None),
+        lambda: max(
+            (path.stat().st_size for path in directory.glob(f"*{FORMAT.suffix}")), default=None
+        ),
         "a journal",
     )
 
@@ -354,17 +357,18 @@ async def test_an_unwritable_home_is_reported_at_start(launch: Start, tmp_path: 
         launch(home=home)
 
 
+@pytest.mark.parametrize("suffix", FORMATS)
 async def test_a_stray_file_in_the_journal_directory_is_ignored(
-    launch: Start, tmp_path: Path
+    launch: Start, tmp_path: Path, suffix: str
 ) -> None:
     directory = tmp_path / "home" / "journal"
     directory.mkdir(parents=True)
-    (directory / "notes.journal").write_text("not ours")
-    (directory / "11111111-1111-4111-8111-111111111111.1.journal").write_bytes(b"torn")
+    (directory / f"notes{suffix}").write_text("not ours")
+    (directory / f"11111111-1111-4111-8111-111111111111.1{suffix}").write_bytes(b"torn")
 
     service = launch()
 
     tenant = await service.tenant(LIMITS)
     async with service.stream(tenant.secret) as stream:
         assert (await stream.finished(await stream.begin())).usage.delivered_token_count == 20
-    assert (directory / "notes.journal").read_text() == "not ours"
+    assert (directory / f"notes{suffix}").read_text() == "not ours"
