@@ -281,6 +281,7 @@ GRAMMARS: Mapping[str, Callable[[int], str]] = {
     "counts": lambda size: 'root ::= "a"' + "*" * size,
     "counts of a long text": lambda size: f'root ::= "{"a" * (size // 2)}"' + "?" * (size // 2),
     "a set": lambda size: f"root ::= [{'a' * size}]",
+    "a set of escapes": lambda size: "root ::= [" + r"\x61" * (size // 4) + "]",
     "blanks": lambda size: f"root ::= a{{{' ' * size}1}}",
     "rules": lambda size: (
         "root ::= r0\n"

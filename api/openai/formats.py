@@ -7,7 +7,7 @@ of llama.cpp, become Lark, which the engines read.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -269,7 +269,9 @@ def _rules(grammar: str, place: str) -> dict[str, list[str | Reference]]:
             case "name":
                 parts.append(Reference(text))
             case "text":
-                parts.append(msgspec.json.encode("".join(_characters(text))).decode())
+                parts.append(
+                    msgspec.json.encode("".join(map(_character, ESCAPE.finditer(text)))).decode()
+                )
             case "set":
                 parts.append(_set(text))
             case "count":
@@ -292,21 +294,15 @@ def _rules(grammar: str, place: str) -> dict[str, list[str | Reference]]:
     return rules
 
 
-def _characters(text: str) -> Iterator[str]:
-    """Yield the characters of a text with escapes."""
-    for short, middle, long, escaped, plain in ESCAPE.findall(text):
-        code = int(short or middle or long or "0", 16)
-        is_number = bool(short or middle or long)
-        usable = is_number and code < 0x110000 and not 0xD800 <= code < 0xE000
-        yield (
-            chr(code)
-            if usable
-            else "\ufffd"
-            if is_number
-            else SHORT.get(escaped, escaped)
-            if escaped
-            else plain
-        )
+def _character(found: re.Match[str]) -> str:
+    """Return the character that a part of a text or a set stands for."""
+    short, middle, long, escaped, plain = found.groups()
+    if plain:
+        return plain
+    if escaped:
+        return SHORT.get(escaped, escaped)
+    code = int(short or middle or long, 16)
+    return chr(code) if code < 0x110000 and not 0xD800 <= code < 0xE000 else "\ufffd"
 
 
 def _set(text: str) -> str:
@@ -315,8 +311,7 @@ def _set(text: str) -> str:
     shown = []
     for found in ESCAPE.finditer(text):
         is_range = found[0] == "-" and found.start() > 0 and found.end() < len(text)
-        [character] = _characters(found[0])
-        shown.append("-" if is_range else f"\\x{{{ord(character):x}}}")
+        shown.append("-" if is_range else f"\\x{{{ord(_character(found)):x}}}")
     return f"/[{negated}{''.join(shown)}]/"
 
 

@@ -604,7 +604,7 @@ CHAT_NAMES_BY_LIMIT = {
 QUOTED_KEY_CHARS_MAX = 40
 QUOTED_CHARS_MAX = 200  # of the beginning and of the end of a message of msgspec
 # Bytes. Longer bodies are parsed in a thread; a shorter one has few elements.
-SHORT_BYTES_MAX = 8_192
+SHORT_BYTES_MAX = 16_384
 # Elements of a body outside of strings. msgspec keeps the interpreter while it parses: at these
 # counts for some 40 ms, without them for 400. A conversation of the most turns with the most calls
 # and tools has half of them; a million values are token ids.

@@ -338,7 +338,8 @@ class Reader:
                     f"is false, which means temperature 0, and temperature is {temperature:g}:"
                     " leave one of them out",
                 )
-            self._set("temperature", name, 0) if temperature is None else None
+            if temperature is None:
+                self._set("temperature", name, 0)
         elif value is not True:
             raise invalid_parameter(name, "must be true or false")
         elif temperature in (None, 0):
