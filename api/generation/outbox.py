@@ -385,7 +385,8 @@ class Outbox:
                             on_gone()
                         return
                     finally:
-                        self._count_write()
+                        if now() - self._writing_since > SLOW_WRITE_S:
+                            self._count_write()
                         self._writing_since = math.inf
                     self.message_count += 1
                     self._written_at = now()

@@ -185,6 +185,7 @@ class Format:
 
 # An older server ignores files that it cannot read: the suffixes differ.
 FORMAT = Format(".journal2", struct.Struct("<16sIIIII"), ".taken2", struct.Struct("<16sQ"))
+RECORD_BYTES = FORMAT.record_size  # of what this server writes
 # Of release 0.1.0, whose journals are recovered after an upgrade.
 FORMERLY = Format(".journal", struct.Struct("<16sIIII"), ".taken", struct.Struct("<16sI"))
 FORMATS = {each.suffix: each for each in (FORMERLY, FORMAT)}
@@ -283,7 +284,7 @@ class UsageJournal:
                 with contextlib.suppress(OSError):
                     self._cut()
             raise self.failed(error) from error
-        self._size_bytes += FORMAT.record_size * len(entries)
+        self._size_bytes += RECORD_BYTES * len(entries)
         for entry in entries:
             self._live[entry.hold_id.int] = entry
         if self._size_bytes >= self._rotate_at_bytes:
@@ -379,7 +380,7 @@ class UsageJournal:
         old = self._fd, self._path
         self._fd, self._path = self._create_segment(self._live.values())
         self._torn = False
-        self._size_bytes = FORMAT.record_size * len(self._live)
+        self._size_bytes = RECORD_BYTES * len(self._live)
         self._rotate_at_bytes = self._size_bytes + self._rotate_bytes
         self._outlived.append(old)
         self._remove_outlived()
