@@ -1,4 +1,4 @@
-"""`Quote` and `CountTokens`: tokens, cost and admission of a request, without running it."""
+"""Tokens, cost and admission of a request without running it, and texts of tokens."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ async def fast(client: Client) -> float:
     return 0.0
 
 
-async def nobody(client: Client) -> float:
+async def never_attached(client: Client) -> float:
     """Detach the client for 5 s: no client could take the tokens."""
     client.output.detach()
     await client.generate(100)
@@ -201,7 +201,7 @@ SCENARIOS: list[tuple[Scenario, dict[str, Any]]] = [
     (fast, {}),
     (fast, {"credit": 0}),
     (fast, {"write_s": SLOW_WRITE_S / 2}),
-    (nobody, {"kept": True}),
+    (never_attached, {"kept": True}),
     (together, {"count": 2, "whole": True}),
 ]
 
