@@ -29,10 +29,10 @@ from api.core.endpoint import local_url
 from api.core.errors import Draining
 from api.core.pace import FramePace
 from api.core.settings import SettingInvalid, Settings
-from api.generation import live_control
-from api.generation.admission import Capacity
-from api.generation.peers import Peer, PeerCertificates
-from api.generation.process import Process
+from api.generation.request import control
+from api.generation.request.admission import Capacity
+from api.generation.request.peers import Peer, PeerCertificates
+from api.generation.request.registry import Process
 from api.metrics.operator_http import Probes
 from api.observability.observer import Observer
 from api.openai.gateway import Gateway
@@ -352,13 +352,13 @@ def open_control(
     return ControlChannel(
         settings.database_url,
         process_id,
-        live_control.process_name(),
+        control.process_name(),
         peer=(peer.address, peer.certificate),
         peers=accepted.replace,
-        stop=lambda command: live_control.apply_command(process, authenticator, command),
-        report=lambda: live_control.report(process),
-        drain=lambda commands: live_control.apply_drains(process, commands),
-        report_replicas=lambda: live_control.report_replicas(process),
+        stop=lambda command: control.apply_command(process, authenticator, command),
+        report=lambda: control.report(process),
+        drain=lambda commands: control.apply_drains(process, commands),
+        report_replicas=lambda: control.report_replicas(process),
         broadcaster=SharedFailures(authenticator.throttle, process_id),
     )
 

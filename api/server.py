@@ -28,8 +28,7 @@ from api.core.health import INFERENCE_SERVICE, SERVICES, Health
 from api.core.interceptor import Context, Failed, Guard, GuardedServices, ignore_failure
 from api.core.pace import FramePace
 from api.core.settings import Settings
-from api.generation.open_streams import BoundedCalls, ReadLargeOf, TurnToRead
-from api.generation.peers import (
+from api.generation.request.peers import (
     PEER_KEEPALIVE_MS,
     Identity,
     Peer,
@@ -37,7 +36,8 @@ from api.generation.peers import (
     advertised,
     peer_listen_address,
 )
-from api.inference_service import InferenceServicer
+from api.rpc.inference_service import InferenceServicer
+from api.rpc.open_streams import BoundedCalls, ReadLargeOf, TurnToRead
 
 # The transport resets streams above its own limit without a status if they come before the client
 # knows the limit, and delays later ones until others end. It therefore takes more than the service,

@@ -47,15 +47,15 @@ from api.core.pace import FramePace
 from api.core.settings import SettingInvalid, Settings
 from api.core.wire import use_signer
 from api.fleet.fleet import build_serving
-from api.generation.admission import Admission, Capacity
-from api.generation.peers import PeerCertificates, make_identity
-from api.generation.process import Process
-from api.generation.relay import Relays
-from api.inference_service import InferenceServicer
+from api.generation.request.admission import Admission, Capacity
+from api.generation.request.peers import PeerCertificates, make_identity
+from api.generation.request.registry import Process
+from api.generation.request.relay import Relays
 from api.metrics.operator_http import Books, Handle, MetricsListener, Parts, Probes, Scrapes
 from api.observability.observer import Observer
 from api.observability.spans import open_spans
 from api.openai.listener import Listener
+from api.rpc.inference_service import InferenceServicer
 from api.server import Servicers, build_peer_server, build_server
 from common.incidents import IncidentTaskGroup, Retries, sole_cause
 from inference.engine import Backend

@@ -21,9 +21,9 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from weir.v1 import inference_service_pb2 as pb
 
-from api.generation.live import Caller
-from api.generation.output import Flow
-from api.generation.start_frame import parse_start
+from api.generation.delivery.output_buffer import Flow
+from api.generation.parsing.start_frame import parse_start
+from api.generation.request.live_request import Caller
 from api.metrics.operator_http import Families, request_metrics
 from api.observability.observer import STAGES, Ending, Gaps, Observer, record_of
 from api.observability.otlp import OtlpSender

@@ -35,8 +35,8 @@ from weir_cli.commands import PERSONAS
 from api.access.auth import SCOPES
 from api.core import settings, wire
 from api.core.errors import KINDS, Cause
-from api.generation import conversation, decoding, tools
 from api.generation.endings import CAUSES, PHASES, SIBLING, TABLE, WAYS, Action, Cell
+from api.generation.parsing import conversation, decoding, tools
 from api.metrics import operator_http
 from api.openai import dialects, formats, gateway, parameters, tolerance
 from api.openai.refusals import http_status_of

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from api.__main__ import main
-from api.generation import client_stream
 from api.openai import gateway
+from api.rpc import client_stream
 
 HELD = ".held"  # ending of the files
 # The first is called for each HTTP request once its key is known, the other for each start frame.

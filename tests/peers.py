@@ -9,7 +9,7 @@ import grpc
 import psycopg
 from weir.v1 import inference_service_pb2_grpc as pb_grpc
 
-from api.generation.peers import Identity, Peer
+from api.generation.request.peers import Identity, Peer
 from metering.store.db import psycopg_conninfo
 from tests.service import PATIENCE_S, Service
 

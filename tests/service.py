@@ -35,9 +35,9 @@ from weir_client import AsyncClient
 import api.serving as api_main
 from api.core.endpoint import forget_endpoint, read_endpoint
 from api.core.settings import Settings
-from api.generation.admission import Capacity
-from api.generation.output import Output
-from api.generation.process import Process
+from api.generation.delivery.output_buffer import Output
+from api.generation.request.admission import Capacity
+from api.generation.request.registry import Process
 from api.queue.fair_queue import QueueStatistics
 from inference.native import loader
 from inference.text.tokenizer import Tokenizer

@@ -62,31 +62,31 @@ IMPORT_FAULTS = [
         "weir_client.connection.is_local",
     ),
     (
-        "api/generation/client_stream.py",
+        "api/rpc/client_stream.py",
         "from inference.adapters.torch_engine import TorchEngine",
         "inference.adapters.torch_engine",
     ),
     (
-        "api/generation/client_stream.py",
+        "api/rpc/client_stream.py",
         "from inference.core import scheduler",
         "inference.core.scheduler",
     ),
     (
-        "api/generation/client_stream.py",
+        "api/rpc/client_stream.py",
         "import inference.core.kv_cache",
         "inference.core.kv_cache",
     ),
     (
-        "api/generation/client_stream.py",
+        "api/rpc/client_stream.py",
         "def late():\n    from inference.adapters.torch_engine import TorchEngine",
         "inference.adapters.torch_engine",
     ),
     (
-        "api/generation/client_stream.py",
+        "api/rpc/client_stream.py",
         "import importlib\nimportlib.import_module('inference.adapters.torch_engine')",
         "inference.adapters.torch_engine",
     ),
-    ("api/generation/client_stream.py", "import torch", "torch"),
+    ("api/rpc/client_stream.py", "import torch", "torch"),
     ("api/serving.py", "import torch.nn", "torch.nn"),
     ("inference/core/scheduler.py", "from api.core.wire import to_domain", "api.core.wire"),
     ("inference/core/scheduler.py", "from metering.ledger import ledger", "metering.ledger.ledger"),
@@ -173,7 +173,11 @@ IMPORT_FAULTS = [
         "from inference.core.scheduler import Scheduler",
         "inference.core.scheduler",
     ),
-    ("api/queue/fair_queue.py", "from api.generation.live import Live", "api.generation.live"),
+    (
+        "api/queue/fair_queue.py",
+        "from api.generation.request.live_request import Live",
+        "api.generation.request.live_request",
+    ),
     (
         "api/console/console.py",
         "from metering.invoicing.month_report import month_bounds",
@@ -181,7 +185,7 @@ IMPORT_FAULTS = [
     ),
     ("api/openai/gateway.py", "from api.console.console import Console", "api.console.console"),
     (
-        "api/generation/live.py",
+        "api/generation/request/live_request.py",
         "from api.admin.admin_service import AdminLive",
         "api.admin.admin_service",
     ),
@@ -200,7 +204,7 @@ def test_a_crossed_border_is_reported(path: str, text: str, name: str) -> None:
     ("path", "text"),
     [
         (
-            "api/generation/client_stream.py",
+            "api/rpc/client_stream.py",
             (
                 "from inference.engine import Engine\nfrom inference.routing import router\nimport"
                 " metering.ledger.ledger"
@@ -259,7 +263,7 @@ def test_tensorrt_imported_with_its_module_is_reported() -> None:
     ],
 )
 def test_a_task_without_a_parent_is_reported(text: str) -> None:
-    assert list(architecture.tasks_have_parents(Source("api/generation/client_stream.py", text)))
+    assert list(architecture.tasks_have_parents(Source("api/rpc/client_stream.py", text)))
     assert list(architecture.tasks_have_parents(Source("tests/api/test_x.py", text))) == []
 
 
@@ -290,9 +294,7 @@ def test_a_task_without_a_parent_is_reported(text: str) -> None:
     ],
 )
 def test_a_task_on_a_group_is_not_reported(text: str) -> None:
-    assert (
-        list(architecture.tasks_have_parents(Source("api/generation/client_stream.py", text))) == []
-    )
+    assert list(architecture.tasks_have_parents(Source("api/rpc/client_stream.py", text))) == []
 
 
 def test_every_exception_for_detached_tasks_is_needed_and_has_a_reason(

@@ -39,8 +39,8 @@ from prometheus_client.registry import Collector
 from api.access.auth import Authenticator
 from api.core.endpoint import bound_socket, local_url
 from api.core.health import BILLING_WORKER, Health, store_is_well
-from api.generation.life import PHASES
-from api.generation.process import Process
+from api.generation.request.registry import Process
+from api.generation.state import PHASES
 from api.observability.observer import Histogram, RequestCounts, Times
 from api.observability.spans import SpanCounts
 from api.queue.fair_queue import QueueStatistics

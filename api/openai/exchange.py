@@ -23,13 +23,13 @@ from weir.v1 import types_pb2
 from api.core.errors import Cause, InvalidRequest, RequestUnderWay, SiblingEnded
 from api.core.pace import REFUSAL_COST_S
 from api.core.wire import finish_reason
+from api.generation.delivery.frames import told_stop
+from api.generation.delivery.output_buffer import read_too_slowly
+from api.generation.delivery.stream_writer import Outbox, Receiver, WholeOutbox
 from api.generation.endings import OUTCOMES
-from api.generation.frames import told_stop
-from api.generation.live import Caller, LiveRequest
-from api.generation.outbox import Outbox, Receiver, WholeOutbox
-from api.generation.output import read_too_slowly
-from api.generation.process import Process
-from api.generation.start_frame import ValidStart, parse_start
+from api.generation.parsing.start_frame import ValidStart, parse_start
+from api.generation.request.live_request import Caller, LiveRequest
+from api.generation.request.registry import Process
 from api.openai import answers
 from api.openai.answers import Answer, Bill, Output
 from api.openai.listener import Connection

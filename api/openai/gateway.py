@@ -27,17 +27,17 @@ from api.core.errors import Draining, InvalidRequest, status_of
 from api.core.messages import models_for
 from api.core.pace import BYTE_COST_S, REFUSAL_COST_S, START_FREE_S, VISIT
 from api.core.wire import picos_of
-from api.generation.embedding_wire import ValidEmbed, parse_embed
-from api.generation.live import Caller
-from api.generation.process import Process
-from api.generation.quoting import (
+from api.generation.parsing.embed_request import ValidEmbed, parse_embed
+from api.generation.parsing.start_frame import parse_count_tokens
+from api.generation.request.live_request import Caller
+from api.generation.request.quoting import (
     DECODED_TOKEN_COST,
     count_tokens,
     in_thread,
     text_of,
     token_ids_of,
 )
-from api.generation.start_frame import parse_count_tokens
+from api.generation.request.registry import Process
 from api.observability.observer import HTTP
 from api.observability.spans import trace_of
 from api.openai import answers

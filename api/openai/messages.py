@@ -15,8 +15,8 @@ from msgspec import Raw, Struct
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
-from api.generation.conversation import MESSAGE_COUNT_MAX
-from api.generation.decoding import STOP_SEQUENCE_COUNT_MAX
+from api.generation.parsing.conversation import MESSAGE_COUNT_MAX
+from api.generation.parsing.decoding import STOP_SEQUENCE_COUNT_MAX
 from api.openai.answers import Answer, Bill, Call, Output, ServedModel, event
 from api.openai.formats import ABSENT, Format, fill_format
 from api.openai.parameters import (

@@ -23,8 +23,8 @@ from weir.v1 import inference_service_pb2 as pb
 
 from api.core.errors import InvalidRequest, Violations
 from api.core.wire import LABEL_COUNT_MAX
-from api.generation.conversation import CALL_COUNT_MAX, MESSAGE_COUNT_MAX
-from api.generation.decoding import (
+from api.generation.parsing.conversation import CALL_COUNT_MAX, MESSAGE_COUNT_MAX
+from api.generation.parsing.decoding import (
     CHOICE_COUNT_MAX,
     LOGIT_BIAS_COUNT_MAX,
     LOGIT_BIAS_MAX,
@@ -33,7 +33,7 @@ from api.generation.decoding import (
     STOP_SEQUENCE_COUNT_MAX,
     STOP_TOKEN_ID_COUNT_MAX,
 )
-from api.generation.tools import TOOL_COUNT_MAX
+from api.generation.parsing.tools import TOOL_COUNT_MAX
 from api.openai.dialects import NEUTRAL, field_of, is_neutral
 from api.openai.formats import ABSENT, CHAT_FIELD, Format, fill_format
 from api.openai.history import CALL, MESSAGE, REASONING, RESULT

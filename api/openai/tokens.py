@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 from msgspec import Raw, Struct
 from weir.v1 import inference_service_pb2 as pb
 
-from api.generation.process import Process
+from api.generation.request.registry import Process
 from api.openai import answers
 from api.openai.parameters import (
     ChatParameters,

@@ -9,8 +9,8 @@ from typing import Any
 
 from weir.v1 import inference_service_pb2 as pb
 
-from api.generation.live import Caller
-from api.generation.start_frame import parse_start
+from api.generation.parsing.start_frame import parse_start
+from api.generation.request.live_request import Caller
 from api.observability.observer import STAGES, Ending
 from api.observability.spans import NO_TRACE, TraceContext
 from metering.core.models import Outcome

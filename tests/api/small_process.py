@@ -18,13 +18,13 @@ from weir.v1 import inference_service_pb2 as pb
 
 from api.access.auth import Authenticator, StreamKey
 from api.core.settings import Settings
-from api.generation.admission import Admission, Capacity
-from api.generation.client_stream import ClientStream
-from api.generation.live import LiveRequest
-from api.generation.peers import make_identity
-from api.generation.process import Process
-from api.generation.relay import Relays
-from api.generation.replay import ReplayBuffers
+from api.generation.delivery.replay import ReplayBuffers
+from api.generation.request.admission import Admission, Capacity
+from api.generation.request.live_request import LiveRequest
+from api.generation.request.peers import make_identity
+from api.generation.request.registry import Process
+from api.generation.request.relay import Relays
+from api.rpc.client_stream import ClientStream
 from inference.core.engine_core import EngineCore
 from inference.core.options import CostModel, EngineOptions
 from inference.engine import (

@@ -11,7 +11,7 @@ import pytest
 from api.access.auth import KeyChanges
 from api.core.addresses import Proxies
 from api.core.settings import networks
-from api.generation.peers import make_identity, vouched_address, voucher_of
+from api.generation.request.peers import make_identity, vouched_address, voucher_of
 from metering.core.errors import InvalidValue
 from metering.tenants.networks import allows, checked_networks, networks_of, parse_address
 

@@ -14,8 +14,8 @@ import pytest
 
 from api.core.errors import Draining, Overloaded
 from api.core.settings import Settings
-from api.generation.admission import Admission, Capacity, Lease, answered
-from api.generation.outbox import UsageSoFar
+from api.generation.delivery.stream_writer import UsageSoFar
+from api.generation.request.admission import Admission, Capacity, Lease, answered
 from metering.core.errors import HoldEnded, RequestInFlight
 from metering.core.models import Outcome, QuotaDimension
 from metering.holds.journal import Delivered, UsageJournal

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from api.generation.life import Life
-from api.generation.outbox import Outbox, Receiver
-from api.generation.output import Flow, LiveOutput, Output, ReplayOutput
-from api.generation.replay import ReplayBuffers
+from api.generation.delivery.output_buffer import Flow, LiveOutput, Output, ReplayOutput
+from api.generation.delivery.replay import ReplayBuffers
+from api.generation.delivery.stream_writer import Outbox, Receiver
+from api.generation.state import Life
 from metering.core.errors import RequestInFlight
 from metering.core.models import Outcome
 from metering.holds.journal import UsageJournal

@@ -9,7 +9,7 @@ from unittest.mock import AsyncMock, MagicMock
 import pytest
 
 from api import serving as root
-from api.generation.process import Process
+from api.generation.request.registry import Process
 from common import incidents
 from common.incidents import INCIDENT_COUNTS, IncidentTaskGroup
 
@@ -110,7 +110,7 @@ async def test_a_request_whose_progress_cannot_be_sent_delays_no_other() -> None
 
 def queued() -> Any:
     """Return the life of a request whose progress is reported."""
-    from api.generation.life import Life, State
+    from api.generation.state import Life, State
 
     life = Life()
     life.state = State.QUEUED

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from api.generation import outbox as outbox_module
-from api.generation import output as output_module
-from api.generation.life import CLIENT_STALL, DECODE, Life, Stopwatch
-from api.generation.outbox import SLOW_WRITE_S, Outbox, Receiver, WholeOutbox
-from api.generation.output import Flow, LiveOutput, Output, ReplayOutput
-from api.generation.replay import ReplayBuffers
+from api.generation.delivery import output_buffer as output_module
+from api.generation.delivery import stream_writer as outbox_module
+from api.generation.delivery.output_buffer import Flow, LiveOutput, Output, ReplayOutput
+from api.generation.delivery.replay import ReplayBuffers
+from api.generation.delivery.stream_writer import SLOW_WRITE_S, Outbox, Receiver, WholeOutbox
+from api.generation.state import CLIENT_STALL, DECODE, Life, Stopwatch
 from api.observability import observer as observer_module
 from inference.engine import EngineTimings
 from metering.holds.journal import UsageJournal
@@ -252,7 +252,7 @@ def test_only_the_stall_after_the_last_token_is_a_stage_of_its_own(
 ) -> None:
     """The rest of it is in the decode time, too."""
     now_s = 100.0
-    monkeypatch.setattr("api.generation.life.time.monotonic_ns", lambda: round(now_s * 1e9))
+    monkeypatch.setattr("api.generation.state.time.monotonic_ns", lambda: round(now_s * 1e9))
     watch = Stopwatch(now_s, 0.0)
     watch.first_token()
     now_s += 4.0

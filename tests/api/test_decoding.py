@@ -9,8 +9,8 @@ import pytest
 from weir.v1 import inference_service_pb2 as pb
 
 from api.core.errors import InvalidRequest
-from api.generation.decoding import check_against_model
-from api.generation.start_frame import ValidStart, parse_start
+from api.generation.parsing.decoding import check_against_model
+from api.generation.parsing.start_frame import ValidStart, parse_start
 from inference.engine import (
     BeamSearchParams,
     EarlyStopping,

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from weir.v1 import inference_service_pb2 as pb
 
 from api.core.errors import FieldViolation, InvalidRequest
-from api.generation.decoding import SAMPLING_RANGES
-from api.generation.start_frame import ValidStart, parse_start
+from api.generation.parsing.decoding import SAMPLING_RANGES
+from api.generation.parsing.start_frame import ValidStart, parse_start
 from api.openai.dialects import (
     ABLE,
     FIELDS,

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from weir.v1 import inference_service_pb2 as pb
 
 from api.core.messages import input_count_max
-from api.generation.embedding import parts_of
-from api.generation.embedding_wire import TokenizedText, embedding_message
+from api.generation.parsing.embed_request import TokenizedText, embedding_message
+from api.generation.request.live_embedding import parts_of
 from inference.engine import ModelInfo
 
 ENCODER = ModelInfo("encoder", "BertModel", "torch", 512, 30_000, "", embedding_dimension=384)

@@ -23,6 +23,7 @@ from api.core.errors import (
     KeyRevokedMidway,
     SiblingEnded,
 )
+from api.generation.delivery.stream_writer import UsageSoFar
 from api.generation.endings import (
     CAUSES,
     OUTCOMES,
@@ -36,7 +37,6 @@ from api.generation.endings import (
     charge_of,
     phase_of,
 )
-from api.generation.outbox import UsageSoFar
 from inference.errors import (
     EngineError,
     EngineFailed,

@@ -21,13 +21,13 @@ from weir.v1 import inference_service_pb2 as pb
 
 from api.core.errors import Draining
 from api.core.settings import Settings
-from api.generation.embedding_wire import ValidEmbed, parse_embed
-from api.generation.live import Caller, LiveRequest
-from api.generation.peers import PeerCertificates, make_identity
-from api.inference_service import InferenceServicer
+from api.generation.parsing.embed_request import ValidEmbed, parse_embed
+from api.generation.request.live_request import Caller, LiveRequest
+from api.generation.request.peers import PeerCertificates, make_identity
 from api.openai.exchange import AnswerReceiver, Exchange
 from api.openai.gateway import Gateway
 from api.openai.listener import Listener
+from api.rpc.inference_service import InferenceServicer
 from api.server import build_peer_server
 from metering.core.models import Outcome, QuotaDimension
 from metering.quotas.quota_rules import Payer

@@ -15,11 +15,11 @@ from api.core.errors import MessageUnreadable
 from api.core.interceptor import Context, ReceivedMessages, checked, first_error, tolerant
 from api.core.pace import FramePace
 from api.core.settings import Settings
-from api.generation.client_stream import ClientStream, outcome_of_leaving
-from api.generation.life import State
-from api.generation.live import Caller, LiveRequest
-from api.generation.outbox import Outbox, Receiver
-from api.generation.start_frame import parse_start
+from api.generation.delivery.stream_writer import Outbox, Receiver
+from api.generation.parsing.start_frame import parse_start
+from api.generation.request.live_request import Caller, LiveRequest
+from api.generation.state import State
+from api.rpc.client_stream import ClientStream, outcome_of_leaving
 from inference.routing.router import ModelUnknown, Router
 from metering.core.models import Outcome
 from metering.quotas.quota_rules import Payer
@@ -112,7 +112,7 @@ async def test_a_client_that_sends_and_never_reads_is_not_read_either(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Otherwise the unread answers would fill the server's memory."""
-    monkeypatch.setattr("api.generation.outbox.FRAMES_WAITING_MAX", 50)
+    monkeypatch.setattr("api.generation.delivery.stream_writer.FRAMES_WAITING_MAX", 50)
     process = cast(
         Any,
         SimpleNamespace(

@@ -33,10 +33,9 @@ from api.core.interceptor import (
     tolerant,
 )
 from api.core.interceptor import SHORT_BYTES_MAX as MESSAGE_SHORT_BYTES_MAX
-from api.generation.client_stream import starts_of
-from api.generation.embedding_wire import parse_embed
-from api.generation.quoting import parse_quoted_embed, parse_quoted_start
-from api.generation.start_frame import parse_count_tokens
+from api.generation.parsing.embed_request import parse_embed
+from api.generation.parsing.start_frame import parse_count_tokens
+from api.generation.request.quoting import parse_quoted_embed, parse_quoted_start
 from api.openai.exchange import valid_starts
 from api.openai.gateway import (
     CHAT,
@@ -56,6 +55,7 @@ from api.openai.tokens import (
     prompts_to_tokenize,
 )
 from api.openai.tolerance import Notes
+from api.rpc.client_stream import starts_of
 from bench.costly_bodies import Costly, bodies_of, filled, messages_of
 from tests.growth import (
     BLOCK_MAX_S,

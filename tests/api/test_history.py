@@ -10,7 +10,7 @@ import pytest
 from weir.v1 import inference_service_pb2 as pb
 
 from api.core.errors import InvalidRequest, Violations
-from api.generation.conversation import CALL_ID_CHARS_MAX, check_messages
+from api.generation.parsing.conversation import CALL_ID_CHARS_MAX, check_messages
 from api.openai.gateway import CHAT, MESSAGES, RESPONSES, Api, parsed_body
 
 APIS: dict[str, tuple[Api, str, dict[str, Any]]] = {

@@ -20,11 +20,11 @@ from api.access.auth import StreamKey
 from api.core import pace
 from api.core.pace import FramePace
 from api.core.settings import Settings
-from api.generation import client_stream as generation
-from api.generation import text_work
-from api.generation.client_stream import ClientStream
+from api.generation.parsing import text_work
 from api.openai.gateway import Gateway
 from api.openai.listener import Listener
+from api.rpc import client_stream as generation
+from api.rpc.client_stream import ClientStream
 from metering.core.errors import KeyInvalid
 from metering.quotas.quota_rules import Owner, Payer
 from metering.store.db import Sessions

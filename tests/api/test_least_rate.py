@@ -11,10 +11,16 @@ from typing import Any
 import pytest
 from weir.v1 import inference_service_pb2 as pb
 
-from api.generation.life import End, Life
-from api.generation.outbox import Outbox, Receiver
-from api.generation.output import Flow, LiveOutput, Output, ReplayOutput, read_too_slowly
-from api.generation.replay import ReplayBuffers
+from api.generation.delivery.output_buffer import (
+    Flow,
+    LiveOutput,
+    Output,
+    ReplayOutput,
+    read_too_slowly,
+)
+from api.generation.delivery.replay import ReplayBuffers
+from api.generation.delivery.stream_writer import Outbox, Receiver
+from api.generation.state import End, Life
 from metering.core.models import Outcome
 from metering.holds.journal import UsageJournal
 

@@ -25,7 +25,7 @@ from api.core.errors import (
     status_of,
 )
 from api.core.settings import SettingInvalid, Settings
-from api.generation.conversation import MESSAGE_COUNT_MAX
+from api.generation.parsing.conversation import MESSAGE_COUNT_MAX
 from api.openai import answers
 from api.openai.parameters import CHAT_NAMES as NAMES
 from api.openai.parameters import (

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from weir.v1 import inference_service_pb2 as pb
 
-from api.generation.life import End, Life
-from api.generation.outbox import Outbox, Receiver
-from api.generation.output import Flow, LiveOutput
+from api.generation.delivery.output_buffer import Flow, LiveOutput
+from api.generation.delivery.stream_writer import Outbox, Receiver
+from api.generation.state import End, Life
 from metering.core.errors import JournalUnavailable
 from metering.core.models import Outcome
 from metering.holds.journal import FORMAT, Delivered, UsageJournal, decode

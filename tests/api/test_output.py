@@ -16,16 +16,7 @@ from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
 from api.core.errors import OutputGone
-from api.generation.life import Life
-from api.generation.outbox import (
-    Outbox,
-    Receiver,
-    delta_bytes,
-    delta_frame,
-    frame_head,
-    token_frame,
-)
-from api.generation.output import (
+from api.generation.delivery.output_buffer import (
     NO_THOUGHT,
     TOKENS_PER_DELTA_MAX,
     Flow,
@@ -36,7 +27,16 @@ from api.generation.output import (
     end_field,
     rest_of,
 )
-from api.generation.replay import ReplayBuffers
+from api.generation.delivery.replay import ReplayBuffers
+from api.generation.delivery.stream_writer import (
+    Outbox,
+    Receiver,
+    delta_bytes,
+    delta_frame,
+    frame_head,
+    token_frame,
+)
+from api.generation.state import Life
 from api.observability import observer
 from metering.core.models import Outcome
 from metering.holds.journal import Delivered, UsageJournal

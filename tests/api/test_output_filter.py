@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from api.generation.reply import OutputFilter, open_filters
+from api.generation.request.output_processor import OutputFilter, open_filters
 from inference.engine import TokensGenerated
 from inference.errors import SafetyUnavailable
 from inference.safety.safety import OutputCheck, SafetyChecker, Verdict

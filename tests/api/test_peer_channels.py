@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from api.generation import peers as peer_channels
-from api.generation.peers import Peer, PeerChannels, make_certificate
+from api.generation.request import peers as peer_channels
+from api.generation.request.peers import Peer, PeerChannels, make_certificate
 from tests.service import until
 
 CERTIFICATE = make_certificate()[1].decode()

@@ -12,9 +12,9 @@ import grpc
 from sqlalchemy.exc import OperationalError
 from weir.v1 import inference_service_pb2 as pb
 
-from api.generation.outbox import Outbox, Receiver
-from api.generation.peers import make_certificate
-from api.generation.relay import FRAMES_UNWRITTEN_MAX, Relays
+from api.generation.delivery.stream_writer import Outbox, Receiver
+from api.generation.request.peers import make_certificate
+from api.generation.request.relay import FRAMES_UNWRITTEN_MAX, Relays
 from metering.holds.journal import UsageJournal
 from metering.store.db import Sessions
 

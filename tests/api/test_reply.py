@@ -14,14 +14,14 @@ import regex
 from weir.v1 import inference_service_pb2 as pb
 
 from api.core.settings import Settings
-from api.generation.admission import Lease
-from api.generation.life import Life
-from api.generation.outbox import Outbox, Receiver
-from api.generation.output import Flow, LiveOutput
-from api.generation.output_limits import OutputLimits
-from api.generation.reply import Reply
-from api.generation.start_frame import ValidStart, parse_start
-from api.generation.tools import CallReading
+from api.generation.delivery.output_buffer import Flow, LiveOutput
+from api.generation.delivery.stream_writer import Outbox, Receiver
+from api.generation.parsing.start_frame import ValidStart, parse_start
+from api.generation.parsing.tools import CallReading
+from api.generation.request.admission import Lease
+from api.generation.request.limits import OutputLimits
+from api.generation.request.output_processor import Reply
+from api.generation.state import Life
 from inference.engine import (
     ChoiceFinished,
     EngineFinishReason,

@@ -16,7 +16,7 @@ from aiohttp import web
 from structlog.testing import capture_logs
 
 from api.core.settings import Settings
-from api.generation.live import LiveRequest
+from api.generation.request.live_request import LiveRequest
 from api.openai import listener as listener_module
 from api.openai.gateway import Gateway
 from api.openai.listener import Connection, HttpServer, Listener

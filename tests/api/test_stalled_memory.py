@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from weir.v1 import inference_service_pb2 as pb
 
-from api.generation.life import Life
-from api.generation.outbox import Outbox, Receiver
-from api.generation.output import Flow, LiveOutput, Output, ReplayOutput
-from api.generation.replay import ReplayBuffers
+from api.generation.delivery.output_buffer import Flow, LiveOutput, Output, ReplayOutput
+from api.generation.delivery.replay import ReplayBuffers
+from api.generation.delivery.stream_writer import Outbox, Receiver
+from api.generation.state import Life
 from metering.holds.journal import UsageJournal
 from tests.api.small_process import forget_all
 

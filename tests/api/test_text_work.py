@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from api.core.errors import Overloaded, PreparationLimit
-from api.generation.text_work import LONG_S, TextWork, conversation_size
+from api.generation.parsing.text_work import LONG_S, TextWork, conversation_size
 from inference.text.tokenizer import ChatMessage
 from inference.text.tools import Tool, ToolCall
 from metering.quotas.quota_rules import Payer

@@ -13,12 +13,12 @@ import regex
 from weir.v1 import inference_service_pb2 as pb
 
 from api.core.errors import InvalidRequest, PromptFiltered, Violations
-from api.generation.conversation import check_prompt as check_prompt_form
-from api.generation.conversation import thinking_of
-from api.generation.preparation import thinking_start
-from api.generation.start_frame import ValidStart
-from api.generation.text_work import TextWork
-from api.generation.tokenizing import TextJob, check_prompt, tokenize
+from api.generation.parsing.conversation import check_prompt as check_prompt_form
+from api.generation.parsing.conversation import thinking_of
+from api.generation.parsing.start_frame import ValidStart
+from api.generation.parsing.text_work import TextWork
+from api.generation.parsing.tokenizing import TextJob, check_prompt, tokenize
+from api.generation.request.preparation import thinking_start
 from api.openai.parameters import ChatParameters, decode, parse_chat
 from inference.safety.safety_file import Rule, RuleChecker
 from inference.sequences import ThinkingStart

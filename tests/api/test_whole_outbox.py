@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from weir.v1 import inference_service_pb2 as pb
 
-from api.generation.life import Life
-from api.generation.outbox import Outbox, Receiver, WholeOutbox
-from api.generation.output import Flow, LiveOutput
+from api.generation.delivery.output_buffer import Flow, LiveOutput
+from api.generation.delivery.stream_writer import Outbox, Receiver, WholeOutbox
+from api.generation.state import Life
 from metering.holds.journal import UsageJournal
 from tests.service import all_taken
 

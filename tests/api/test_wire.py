@@ -18,9 +18,9 @@ from weir.v1 import types_pb2
 
 from api.core import wire
 from api.core.errors import VIOLATION_COUNT_MAX, InvalidRequest
-from api.generation import tools
-from api.generation.start_frame import parse_count_tokens, parse_start
-from api.generation.tools import SCHEMA_BYTES_MAX, SCHEMAS_BYTES_MAX
+from api.generation.parsing import tools
+from api.generation.parsing.start_frame import parse_count_tokens, parse_start
+from api.generation.parsing.tools import SCHEMA_BYTES_MAX, SCHEMAS_BYTES_MAX
 from inference.engine import EngineFinishReason
 from inference.text.tokenizer import ChatMessage
 from metering.core.models import Outcome, QuotaDimension, QuotaSubject

@@ -7,7 +7,7 @@ import uuid
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
-from api.generation.start_frame import parse_start
+from api.generation.parsing.start_frame import parse_start
 from bench.front_load import RequestMaker, until_batch_ms
 
 

@@ -23,9 +23,9 @@ from weir.v1 import inference_service_pb2_grpc as pb_grpc
 from weir.v1 import live_requests_pb2, months_pb2, types_pb2
 from weir.v1 import usage_reports_pb2 as usage_pb
 
-from api.generation.life import Life
-from api.generation.live_control import record
-from api.generation.outbox import UsageSoFar
+from api.generation.delivery.stream_writer import UsageSoFar
+from api.generation.request.control import record
+from api.generation.state import Life
 from metering.core.models import QuotaDimension
 from metering.store.db import psycopg_conninfo
 from tests.forked_hosts import children_of

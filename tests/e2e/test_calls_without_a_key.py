@@ -10,8 +10,8 @@ import grpc
 from grpc import StatusCode
 from grpc_health.v1 import health_pb2
 
-from api.generation.open_streams import KEYLESS_PER_CONNECTION_MAX as WATCHES_MAX
-from api.generation.open_streams import UNREAD_PER_CONNECTION_MAX
+from api.rpc.open_streams import KEYLESS_PER_CONNECTION_MAX as WATCHES_MAX
+from api.rpc.open_streams import UNREAD_PER_CONNECTION_MAX
 from tests.service import PATIENCE_S, Refusal, Service, until
 
 COUNT = 2000

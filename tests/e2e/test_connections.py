@@ -21,7 +21,7 @@ import pytest_asyncio
 from weir.v1 import inference_service_pb2 as pb
 
 from api.core.errors import Draining
-from api.generation import outbox
+from api.generation.delivery import stream_writer as outbox
 from metering.core.models import Outcome
 from tests.conftest import new_database
 from tests.e2e.openai_clients import TO_THE_END, says

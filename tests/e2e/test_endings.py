@@ -16,7 +16,7 @@ from grpc import StatusCode
 from weir.v1 import inference_service_pb2 as pb
 
 from api.core.errors import CancelledByAdmin, FieldViolation, InvalidRequest
-from api.generation.live import LiveRequest
+from api.generation.request.live_request import LiveRequest
 from inference.errors import EngineFailed
 from metering.core.models import Outcome, QuotaDimension
 from metering.ledger.ledger import current_month

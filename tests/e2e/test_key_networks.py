@@ -20,7 +20,7 @@ from weir.v1 import admin_service_pb2_grpc as admin_pb_grpc
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import inference_service_pb2_grpc as pb_grpc
 
-from api.generation.peers import VOUCHER, Peer, make_identity
+from api.generation.request.peers import VOUCHER, Peer, make_identity
 from metering.tenants.networks import parse_address
 from metering.tenants.tenants import update_api_key
 from tests.conftest import new_database

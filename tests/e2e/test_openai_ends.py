@@ -20,7 +20,7 @@ import pytest_asyncio
 from structlog.testing import capture_logs
 
 from api.core.errors import Draining
-from api.generation.live import LiveRequest
+from api.generation.request.live_request import LiveRequest
 from api.openai import listener as http_requests
 from metering.core.models import Outcome, QuotaDimension
 from tests.conftest import new_database

@@ -16,7 +16,7 @@ from weir.v1 import admin_service_pb2_grpc as admin_pb_grpc
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import inference_service_pb2_grpc as pb_grpc
 
-from api.generation.peers import Peer, make_identity
+from api.generation.request.peers import Peer, make_identity
 from tests.conftest import new_database
 from tests.peers import code_of, peer_of, publish
 from tests.service import MODEL, PATIENCE_S, Refusal, Service, bearer, health_check, running, start

@@ -14,7 +14,7 @@ import pytest
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
-from api.generation.frames import told_stop
+from api.generation.delivery.frames import told_stop
 from tests.conftest import new_database
 from tests.inference.checkpoints import LlamaShape, make_checkpoint
 from tests.inference.tool_checkpoints import (

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from metering.holds.journal import Delivered, UsageJournal
 
 if TYPE_CHECKING:
-    from api.generation.output import ReplayOutput
+    from api.generation.delivery.output_buffer import ReplayOutput
 
 FRAME_BYTES = 48  # memory overhead of a kept frame in CPython
 # A full buffer drops an eighth at once, since shifting the rest costs more than a frame.

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from api.core.errors import FieldViolation, InvalidRequest, PromptFiltered, PromptTooLarge
-from api.generation.conversation import Prompt
-from api.generation.json_text import shown_texts
-from api.generation.text_work import (
+from api.generation.parsing.conversation import Prompt
+from api.generation.parsing.json_text import shown_texts
+from api.generation.parsing.text_work import (
     INLINE_COST_MAX,
     MESSAGE_COST_CHARS,
     TextWork,

@@ -12,9 +12,9 @@ from weir.v1 import types_pb2
 
 from api.core import wire
 from api.core.messages import order, quota_in_force, quota_statuses, receipt_message, resets
-from api.generation.admission import Lease
-from api.generation.outbox import UsageSoFar
-from api.generation.output_limits import OutputLimits
+from api.generation.delivery.stream_writer import UsageSoFar
+from api.generation.request.admission import Lease
+from api.generation.request.limits import OutputLimits
 from inference.engine import EngineCondition, GenerationRequest, StoppedBy, TokenLogprobs
 from inference.text.tools import CallPiece
 from metering.core.models import Outcome

@@ -18,8 +18,8 @@ import structlog
 
 from api.core.errors import Draining, Overloaded
 from api.core.settings import Settings
+from api.generation.delivery.stream_writer import UsageSoFar
 from api.generation.endings import OUTCOMES, Action, cause_of, charge_of, phase_of
-from api.generation.outbox import UsageSoFar
 from metering.core.errors import MeteringError
 from metering.core.models import Outcome
 from metering.holds.holds import HoldStore

@@ -16,15 +16,15 @@ from api.access.auth import payer as payer_of
 from api.core import wire
 from api.core.errors import FieldViolation, InvalidRequest
 from api.core.messages import effective_quota_statuses, input_count_max, quota_status
-from api.generation.conversation import Prompt, thinking_of
-from api.generation.embedding import token_count_of, tokenize_inputs
-from api.generation.embedding_wire import ValidEmbed, check_against_model, parse_embed
-from api.generation.preparation import check_input_bound, prepared
-from api.generation.process import Process
-from api.generation.start_frame import ValidStart, parse_start
-from api.generation.text_work import INLINE_COST_MAX
-from api.generation.tokenizing import TextJob, tokenize
-from api.generation.tools import ToolUse, call_reading
+from api.generation.parsing.conversation import Prompt, thinking_of
+from api.generation.parsing.embed_request import ValidEmbed, check_against_model, parse_embed
+from api.generation.parsing.start_frame import ValidStart, parse_start
+from api.generation.parsing.text_work import INLINE_COST_MAX
+from api.generation.parsing.tokenizing import TextJob, tokenize
+from api.generation.parsing.tools import ToolUse, call_reading
+from api.generation.request.live_embedding import token_count_of, tokenize_inputs
+from api.generation.request.preparation import check_input_bound, prepared
+from api.generation.request.registry import Process
 from inference.text.tools import Tool
 from metering.quotas import quoting
 from metering.store.db import Sessions

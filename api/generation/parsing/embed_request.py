@@ -13,8 +13,8 @@ from api.core import wire
 from api.core.errors import Violations
 from api.core.messages import quota_statuses
 from api.core.wire import payload_hash
-from api.generation.frames import tell_settled
-from api.generation.outbox import varint
+from api.generation.delivery.frames import tell_settled
+from api.generation.delivery.stream_writer import varint
 from api.queue.fair_queue import ServiceTier
 from inference.engine import ModelInfo, Vector
 from metering.holds.operations import Admitted, Settled

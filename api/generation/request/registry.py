@@ -13,15 +13,15 @@ from weakref import WeakValueDictionary
 from api.core.interceptor import READ_BYTES, READ_S
 from api.core.pace import FramePace, Payer
 from api.core.settings import Settings
-from api.generation.admission import Admission
-from api.generation.embedding import LiveEmbedding
-from api.generation.embedding_wire import ValidEmbed
-from api.generation.life import WAITING
-from api.generation.live import Caller, LiveRequest
-from api.generation.output import ReplayOutput
-from api.generation.relay import Relays
-from api.generation.replay import Key, ReplayBuffers
-from api.generation.text_work import TextWork
+from api.generation.delivery.output_buffer import ReplayOutput
+from api.generation.delivery.replay import Key, ReplayBuffers
+from api.generation.parsing.embed_request import ValidEmbed
+from api.generation.parsing.text_work import TextWork
+from api.generation.request.admission import Admission
+from api.generation.request.live_embedding import LiveEmbedding
+from api.generation.request.live_request import Caller, LiveRequest
+from api.generation.request.relay import Relays
+from api.generation.state import WAITING
 from api.observability.observer import Observer
 from api.queue.fair_queue import FairQueue, QueueLimits
 from common.incidents import Retries

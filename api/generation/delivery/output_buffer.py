@@ -22,9 +22,9 @@ from time import monotonic
 from weir.v1 import inference_service_pb2 as pb
 
 from api.core.errors import AttachedElsewhere, FieldViolation, InvalidRequest, OutputGone, status_of
-from api.generation import frames
-from api.generation.life import Life
-from api.generation.outbox import (
+from api.generation.delivery import frames
+from api.generation.delivery.replay import ReplayBuffer
+from api.generation.delivery.stream_writer import (
     Collected,
     Receiver,
     UsageSoFar,
@@ -33,7 +33,7 @@ from api.generation.outbox import (
     framed,
     varint,
 )
-from api.generation.replay import ReplayBuffer
+from api.generation.state import Life
 from api.observability.observer import Gaps
 from metering.core.errors import JournalUnavailable, RequestInFlight
 from metering.core.models import Outcome

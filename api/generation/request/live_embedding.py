@@ -23,20 +23,20 @@ from weir.v1 import inference_service_pb2 as pb
 from api.core.errors import CancelledEarly, EngineLost, InputsTooLong, LongInput
 from api.core.messages import input_count_max
 from api.core.pace import REFUSAL_COST_S
-from api.generation import life
-from api.generation.admission import Lease, answered
-from api.generation.embedding_wire import (
+from api.generation import state
+from api.generation.delivery.stream_writer import UsageSoFar
+from api.generation.parsing.embed_request import (
     TokenizedText,
     ValidEmbed,
     check_against_model,
     embed_response,
 )
-from api.generation.life import End, Interruptible, Life, State, Stopwatch
-from api.generation.live import RETRY_S_MIN, Caller, wait_until_ready
-from api.generation.outbox import UsageSoFar
-from api.generation.preparation import check_input_bound
-from api.generation.text_work import INLINE_COST_MAX, MESSAGE_COST_CHARS
-from api.generation.tokenizing import TextJob, check_chars
+from api.generation.parsing.text_work import INLINE_COST_MAX, MESSAGE_COST_CHARS
+from api.generation.parsing.tokenizing import TextJob, check_chars
+from api.generation.request.admission import Lease, answered
+from api.generation.request.live_request import RETRY_S_MIN, Caller, wait_until_ready
+from api.generation.request.preparation import check_input_bound
+from api.generation.state import End, Interruptible, Life, State, Stopwatch
 from api.observability.observer import Ending
 from api.queue.fair_queue import Arrival, Outlook, Place
 from inference.engine import EmbeddingRequest, Encoder, EngineTimings, Vector
@@ -46,7 +46,7 @@ from metering.core.models import Outcome
 from metering.holds.operations import Admit, Settled, new_hold_id
 
 if TYPE_CHECKING:
-    from api.generation.process import Process
+    from api.generation.request.registry import Process
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -171,7 +171,7 @@ class LiveEmbedding:
                 )
                 texts, self._work_s = await tokenize_inputs(self.start, job, self._check_room)
                 check_input_bound(self.caller.bounds, token_count_of(texts), "inputs")
-                self._watch.lap(life.TOKENIZE)
+                self._watch.lap(state.TOKENIZE)
                 places = self._enter_queue(encoder, texts, stack)
                 lease = await self._process.admission.admit(
                     self._admission_request(token_count_of(texts)), self.usage
@@ -179,7 +179,7 @@ class LiveEmbedding:
                 stack.push_async_exit(functools.partial(self._end_hold, lease))
                 self.life.become(State.ADMITTED)
                 self.caller.on_admitted()
-                self._watch.lap(life.ADMISSION)
+                self._watch.lap(state.ADMISSION)
             self._lease = lease
             try:
                 with Interruptible(self.life, error_of):
@@ -189,7 +189,7 @@ class LiveEmbedding:
                 self._lease = None
                 for place in places:
                     place.leave()
-        self._watch.lap(life.SETTLE)
+        self._watch.lap(state.SETTLE)
         assert lease.settled is not None, "a delivered embedding is settled"
         return embed_response(texts, vectors, lease.admitted, lease.settled, self._watch.timings())
 
@@ -241,7 +241,7 @@ class LiveEmbedding:
     async def _encode(self, encoder: Encoder, places: dict[Place, Part]) -> list[Vector]:
         """Return the vectors of all parts. Each part waits for its own turn."""
         await self._wait_until_ready(encoder)
-        self._watch.lap(life.COLD_START)
+        self._watch.lap(state.COLD_START)
         vectors: list[Vector] = []
         queue_ms = encode_ms = 0.0
         for place, part in places.items():

@@ -40,12 +40,12 @@ from api.core.pace import (
     VISIT,
 )
 from api.core.wire import parse_request_id
-from api.generation import frames
-from api.generation.live import Caller, LiveRequest
-from api.generation.outbox import Outbox, Receiver, Source, framed
-from api.generation.process import Process
-from api.generation.replay import Key
-from api.generation.start_frame import ValidStart, parse_start
+from api.generation.delivery import frames
+from api.generation.delivery.replay import Key
+from api.generation.delivery.stream_writer import Outbox, Receiver, Source, framed
+from api.generation.parsing.start_frame import ValidStart, parse_start
+from api.generation.request.live_request import Caller, LiveRequest
+from api.generation.request.registry import Process
 from api.observability.spans import NO_TRACE, TraceContext, trace_of
 from common.loop_watch import CURRENT
 from metering.core.errors import RequestInFlight

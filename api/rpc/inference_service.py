@@ -19,21 +19,21 @@ from api.core.addresses import FORWARDED_FOR, Origin
 from api.core.errors import AddressNotAllowed, FieldViolation, InvalidRequest, Overloaded
 from api.core.interceptor import IS_COSTLY, METHOD, Context
 from api.core.messages import effective_quota_statuses, find_generation, models_for, restrictions
-from api.generation.client_stream import ClientStream, remaining_s
-from api.generation.embedding_wire import parse_embed
-from api.generation.live import Caller
-from api.generation.open_streams import OpenStreams
-from api.generation.peers import VOUCHER, vouched_address, voucher_of
-from api.generation.process import Process
-from api.generation.quoting import (
+from api.generation.parsing.embed_request import parse_embed
+from api.generation.parsing.start_frame import parse_count_tokens
+from api.generation.request.live_request import Caller
+from api.generation.request.peers import VOUCHER, vouched_address, voucher_of
+from api.generation.request.quoting import (
     count_tokens,
     parse_quoted_embed,
     parse_quoted_start,
     quote,
     quote_embed,
 )
-from api.generation.start_frame import parse_count_tokens
+from api.generation.request.registry import Process
 from api.observability.spans import trace_of_metadata
+from api.rpc.client_stream import ClientStream, remaining_s
+from api.rpc.open_streams import OpenStreams
 from metering.alerts.alerts import latest_key_change
 from metering.control.live import certificate_of
 from metering.quotas.quota_states import quotas_for

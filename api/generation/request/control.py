@@ -10,8 +10,8 @@ from typing import Any
 
 from api.access.auth import SECRET_REPLACED, Authenticator
 from api.core.errors import AddressNotAllowed, CancelledByAdmin, KeyRevokedMidway
-from api.generation.life import State
-from api.generation.process import Process, Running
+from api.generation.request.registry import Process, Running
+from api.generation.state import State
 from metering.control.live import CancelCommand, DrainCommand
 from metering.core.models import Outcome
 from metering.tenants.networks import allows, networks_of

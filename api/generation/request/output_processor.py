@@ -13,13 +13,13 @@ from weir.v1 import inference_service_pb2 as pb
 
 from api.core.settings import Settings
 from api.core.wire import OUTCOMES, finish_reason
-from api.generation import frames
-from api.generation.admission import Lease
-from api.generation.life import Life
-from api.generation.output import NO_THOUGHT, Output, UsageTelling, joined_calls
-from api.generation.output_limits import UNBOUNDED, OutputLimits
-from api.generation.start_frame import ValidStart
-from api.generation.tools import CallReading
+from api.generation.delivery import frames
+from api.generation.delivery.output_buffer import NO_THOUGHT, Output, UsageTelling, joined_calls
+from api.generation.parsing.start_frame import ValidStart
+from api.generation.parsing.tools import CallReading
+from api.generation.request.admission import Lease
+from api.generation.request.limits import UNBOUNDED, OutputLimits
+from api.generation.state import Life
 from inference.engine import (
     ChoiceFinished,
     GrammarKind,

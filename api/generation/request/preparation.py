@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from api.core.errors import FieldViolation, InvalidRequest, KeyBoundExceeded, PromptTooLong
-from api.generation.decoding import check_against_model
-from api.generation.start_frame import ValidStart
-from api.generation.tokenizing import TextJob, check_prompt, tokenize
-from api.generation.tools import format_with_tools
+from api.generation.parsing.decoding import check_against_model
+from api.generation.parsing.start_frame import ValidStart
+from api.generation.parsing.tokenizing import TextJob, check_prompt, tokenize
+from api.generation.parsing.tools import format_with_tools
 from api.queue.fair_queue import Arrival
 from inference.engine import GenerationRequest, ThinkingStart
 from inference.routing.router import Route

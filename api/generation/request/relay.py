@@ -19,10 +19,10 @@ from weir.v1 import inference_service_pb2_grpc as pb_grpc
 
 from api.core.errors import Overloaded, ProcessUnavailable, RequestOver, UnknownRequest, status_of
 from api.core.messages import find_generation
-from api.generation import frames
-from api.generation.outbox import Receiver
-from api.generation.peers import VOUCHER, Identity, Peer, PeerChannels
-from api.generation.replay import Key
+from api.generation.delivery import frames
+from api.generation.delivery.replay import Key
+from api.generation.delivery.stream_writer import Receiver
+from api.generation.request.peers import VOUCHER, Identity, Peer, PeerChannels
 from metering.control.live import Owner, find_owner
 from metering.core.errors import MeteringError, RequestInFlight
 from metering.core.models import Outcome

@@ -19,8 +19,8 @@ from api.core.wire import (
     payload_hash,
     seconds_of,
 )
-from api.generation.conversation import Prompt, check_prompt, parse_prompt, thinking_of
-from api.generation.decoding import (
+from api.generation.parsing.conversation import Prompt, check_prompt, parse_prompt, thinking_of
+from api.generation.parsing.decoding import (
     NO_OVERRIDES,
     NO_STOP_RULES,
     SamplingOverrides,
@@ -32,8 +32,7 @@ from api.generation.decoding import (
     parse_sampling,
     parse_stop,
 )
-from api.generation.output_limits import Cost, check_cost, cost_of
-from api.generation.tools import (
+from api.generation.parsing.tools import (
     NO_TOOLS,
     ToolUse,
     check_tool_use,
@@ -41,6 +40,7 @@ from api.generation.tools import (
     parse_tool_use,
     parse_tools,
 )
+from api.generation.request.limits import Cost, check_cost, cost_of
 from api.queue.fair_queue import ServiceTier
 from inference.engine import BeamSearchParams, ResponseFormat
 from inference.text.tokenizer import ChatMessage, Thinking

@@ -35,14 +35,24 @@ from api.core.errors import (
 )
 from api.core.pace import VISIT
 from api.core.wire import OUTCOMES
-from api.generation import frames, life
-from api.generation.admission import Lease
+from api.generation import state
+from api.generation.delivery import frames
+from api.generation.delivery.output_buffer import (
+    Flow,
+    LiveOutput,
+    Output,
+    ReplayOutput,
+    read_too_slowly,
+)
+from api.generation.delivery.stream_writer import Receiver, UsageSoFar
 from api.generation.endings import cause_of
-from api.generation.life import End, Interruptible, Life, State, Stopwatch
-from api.generation.outbox import Receiver, UsageSoFar
-from api.generation.output import Flow, LiveOutput, Output, ReplayOutput, read_too_slowly
-from api.generation.output_limits import LimitChange, OutputLimits, parse_update
-from api.generation.preparation import (
+from api.generation.parsing.start_frame import ValidStart
+from api.generation.parsing.tokenizing import TextJob, tokenize_at_once
+from api.generation.parsing.tools import call_reading
+from api.generation.request.admission import Lease
+from api.generation.request.limits import LimitChange, OutputLimits, parse_update
+from api.generation.request.output_processor import Reply
+from api.generation.request.preparation import (
     admission_request,
     arrival_of,
     check_output_bound,
@@ -51,10 +61,7 @@ from api.generation.preparation import (
     prepared,
     smallest_admission,
 )
-from api.generation.reply import Reply
-from api.generation.start_frame import ValidStart
-from api.generation.tokenizing import TextJob, tokenize_at_once
-from api.generation.tools import call_reading
+from api.generation.state import End, Interruptible, Life, State, Stopwatch
 from api.observability.observer import Ending
 from api.observability.spans import NO_TRACE, TraceContext
 from api.queue.fair_queue import Outlook, Place
@@ -83,7 +90,7 @@ from metering.tenants.networks import Address
 from metering.tenants.tenants import NO_BOUNDS, Principal, TokenBounds
 
 if TYPE_CHECKING:
-    from api.generation.process import Process
+    from api.generation.request.registry import Process
 
 
 # The queue orders tenants by generated tokens; a few more or less do not change the order.
@@ -373,7 +380,7 @@ class LiveRequest:
         process, caller, start, route = self._process, self.caller, self.start, self._route
         assert route is not None, "a request is routed before it is prepared"
         self._request, self._work_s = request, work_s
-        self._watch.lap(life.TOKENIZE)
+        self._watch.lap(state.TOKENIZE)
         weights = process.admission.settings.queue_weights
         arrival = arrival_of(
             start, request, caller.payer, weights, caller.received_at, caller.deadline
@@ -396,7 +403,7 @@ class LiveRequest:
             return
         try:
             self.life.become(State.ADMITTED)
-            self._watch.lap(life.ADMISSION)
+            self._watch.lap(state.ADMISSION)
             process, start, request, lease, route = (
                 self._process,
                 self.start,
@@ -458,7 +465,7 @@ class LiveRequest:
                 if not place.join(partial(asyncio.get_running_loop().call_soon, self._go_on)):
                     return
             if self._first_timings is None:
-                self._watch.lap(life.QUEUE)
+                self._watch.lap(state.QUEUE)
             # This process may have been suspended meanwhile; the engine must not work without a
             # hold.
             if (lapse := lease.lapse()) is not None:
@@ -474,7 +481,7 @@ class LiveRequest:
             await wait_until_ready(
                 engine, self.start.model, self._process.admission.settings.cold_start_wait_s
             )
-        self._watch.lap(life.COLD_START)
+        self._watch.lap(state.COLD_START)
         self.life.become(State.QUEUED)
         self._go_on()
 
@@ -711,7 +718,7 @@ class LiveRequest:
         broken = self._error = settle_error or self._error
         held = lease if lease is not None and lease.is_held else None
         if held is not None:
-            self._watch.lap(life.SETTLE)
+            self._watch.lap(state.SETTLE)
         settled = held.settled if held is not None else None
         end: pb.ServerFrame | None = None
         timings = self._timings()

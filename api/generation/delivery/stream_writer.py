@@ -28,7 +28,7 @@ from metering.core.models import Outcome
 from metering.holds.journal import UsageJournal
 
 if TYPE_CHECKING:
-    from api.generation.output import Output
+    from api.generation.delivery.output_buffer import Output
 
 # Some 10 MB; above it, reading from the client pauses until the client reads.
 FRAMES_WAITING_MAX = 50_000

@@ -1,0 +1,1 @@
+"""Output to clients: buffers, the stream writer, replay, and the encoder of each wire."""

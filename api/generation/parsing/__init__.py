@@ -1,0 +1,1 @@
+"""Frames and conversations to validated requests: the lowest floor."""

@@ -1,0 +1,1 @@
+"""The gRPC front: calls and streams of the inference service."""
