@@ -82,6 +82,12 @@ AMOUNTS = {  # per dimension: held by a request, and used by it after its end
     "cost_picos_per_month": (COST_PICOS, COST_PICOS),
 }
 
+PGBENCH_TENANTS = """
+DROP TABLE IF EXISTS bench_tenants;
+CREATE TABLE bench_tenants (n int PRIMARY KEY, organization_id uuid, project_id uuid,
+api_key_id uuid)
+"""
+
 
 def plain_pair(idle: asyncio.Queue[Connection]) -> Pair:
     """Return a pair with a transaction for the admission and one for the settlement."""
@@ -141,11 +147,6 @@ def plain_pair(idle: asyncio.Queue[Connection]) -> Pair:
     return pair
 
 
-PGBENCH_TENANTS = """
-DROP TABLE IF EXISTS bench_tenants;
-CREATE TABLE bench_tenants (n int PRIMARY KEY, organization_id uuid, project_id uuid,
-api_key_id uuid)
-"""
 PGBENCH_WINDOWS = f"""
 INSERT INTO quota_counters (quota_id, window_start)
 SELECT q.id, {WINDOW.format(now="now() + make_interval(mins => m)")}

@@ -118,6 +118,8 @@ GRAMMARS = [
     {"json_schema": json.dumps({"not": {}, "type": "string"})},
 ]
 
+ATTACKS: dict[str, Attack] = {}
+
 
 @dataclass(slots=True)
 class Target:
@@ -147,9 +149,6 @@ class Attack:
     work: Work
     build: Build
     workers: int
-
-
-ATTACKS: dict[str, Attack] = {}
 
 
 def attack(workers: int, build: Build = lambda _: None) -> Callable[[Work], Work]:

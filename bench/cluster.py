@@ -48,6 +48,12 @@ OUTSTANDING_PER_REPLICA = 32
 WARM_UP_S = 3.0
 SETTLE_S = 2.0  # of hardware time: to compute the prompts of all concurrent requests
 
+HEADER = (
+    f"{'':<24}{'dilation':>9}{'tokens/s':>9}{'adm./s':>7}{'in/adm.':>8}{'undilated':>10}"
+    f"{'tok/msg':>8}{'api busy':>9}{'rest':>6}"
+    f"{'µs/token':>9}{'µs/req.':>8}{'pg':>6}{'hosts':>7}{'client':>7}"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Case:
@@ -211,13 +217,6 @@ def run(
         )
     }
     return Result(case, **counts, wall_s=seen["wall_s"], cpu_s=used)
-
-
-HEADER = (
-    f"{'':<24}{'dilation':>9}{'tokens/s':>9}{'adm./s':>7}{'in/adm.':>8}{'undilated':>10}"
-    f"{'tok/msg':>8}{'api busy':>9}{'rest':>6}"
-    f"{'µs/token':>9}{'µs/req.':>8}{'pg':>6}{'hosts':>7}{'client':>7}"
-)
 
 
 def row(result: Result) -> str:

@@ -28,6 +28,33 @@ PADDING = b"x" * 960  # the most turns then fill the largest body
 Build = Callable[[int], bytes]  # from a size in bytes to a body of about that size
 Wrap = Callable[[bytes], bytes]
 
+TEXTS = ("long text", "quotes")
+CALL = b'{"id":"c","type":"function","function":{"name":"f","arguments":"{}"}}'
+GRAMMARS: Mapping[str, Callable[[int], str]] = {
+    "counts": lambda size: 'root ::= "a"' + "*" * size,
+    "counts of a long text": lambda size: f'root ::= "{"a" * (size // 2)}"' + "?" * (size // 2),
+    "a set": lambda size: f"root ::= [{'a' * size}]",
+    "a set of escapes": lambda size: "root ::= [" + r"\x61" * (size // 4) + "]",
+    "blanks": lambda size: f"root ::= a{{{' ' * size}1}}",
+    "rules": lambda size: (
+        "root ::= r0\n"
+        + "".join(f"r{number} ::= r{number + 1}\n" for number in range(size // 16))
+        + f'r{size // 16} ::= "x"'
+    ),
+}
+VARINTS = frozenset(
+    {
+        FieldDescriptor.TYPE_BOOL,
+        FieldDescriptor.TYPE_ENUM,
+        FieldDescriptor.TYPE_INT32,
+        FieldDescriptor.TYPE_INT64,
+        FieldDescriptor.TYPE_SINT32,
+        FieldDescriptor.TYPE_SINT64,
+        FieldDescriptor.TYPE_UINT32,
+        FieldDescriptor.TYPE_UINT64,
+    }
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Costly:
@@ -81,7 +108,6 @@ FREE: Mapping[str, Build] = {
     "quotes": lambda size: b'"' + b'\\"' * (size // 2) + b'"',
     "long number": lambda size: b"9" * size,
 }
-TEXTS = ("long text", "quotes")
 
 
 def minimal(info: inspect.Type) -> bytes:
@@ -207,7 +233,6 @@ def turns(*units: bytes) -> Build:
     return build
 
 
-CALL = b'{"id":"c","type":"function","function":{"name":"f","arguments":"{}"}}'
 # Conversations by member, beside the generated ones
 CONVERSATIONS: Mapping[str, Mapping[str, Build]] = {
     "messages": {
@@ -275,20 +300,6 @@ def of_other_servers(api: str) -> Iterator[tuple[str, str, Build]]:
     if field_of("context_management", api) is not None:
         edit = b'{"type":"clear_thinking_20251015","keep":"all"}'
         yield "context_management", "edits", lambda size: b'{"edits":[' + filled(edit, size) + b"]}"
-
-
-GRAMMARS: Mapping[str, Callable[[int], str]] = {
-    "counts": lambda size: 'root ::= "a"' + "*" * size,
-    "counts of a long text": lambda size: f'root ::= "{"a" * (size // 2)}"' + "?" * (size // 2),
-    "a set": lambda size: f"root ::= [{'a' * size}]",
-    "a set of escapes": lambda size: "root ::= [" + r"\x61" * (size // 4) + "]",
-    "blanks": lambda size: f"root ::= a{{{' ' * size}1}}",
-    "rules": lambda size: (
-        "root ::= r0\n"
-        + "".join(f"r{number} ::= r{number + 1}\n" for number in range(size // 16))
-        + f'r{size // 16} ::= "x"'
-    ),
-}
 
 
 def grammar(rule: Callable[[int], str], size: int) -> bytes:
@@ -369,20 +380,6 @@ def delimited(number: int, content: bytes) -> bytes:
 
 def times(unit: bytes, size: int) -> bytes:
     return unit * max(size // len(unit), 1)
-
-
-VARINTS = frozenset(
-    {
-        FieldDescriptor.TYPE_BOOL,
-        FieldDescriptor.TYPE_ENUM,
-        FieldDescriptor.TYPE_INT32,
-        FieldDescriptor.TYPE_INT64,
-        FieldDescriptor.TYPE_SINT32,
-        FieldDescriptor.TYPE_SINT64,
-        FieldDescriptor.TYPE_UINT32,
-        FieldDescriptor.TYPE_UINT64,
-    }
-)
 
 
 def fields_with_cost(field: FieldDescriptor) -> Iterator[tuple[str, Build]]:

@@ -36,6 +36,11 @@ KNOWN = frozenset(
     }
 )
 
+DEEP = b"[" * 100_000 + b"]" * 100_000
+EMPTY_EVENT = b'data: {"choices": []}\n\n'
+NO_TOKENS = b'data: {"choices": [{"index": 0, "text": "", "token_ids": []}]}\n\n'
+OK = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+
 
 def marked(name: str, length: int = 8) -> tuple[int, ...]:
     """Return a prompt that is answered by this form."""
@@ -308,10 +313,6 @@ def logprobs(**changes: Any) -> Form:
     return form
 
 
-DEEP = b"[" * 100_000 + b"]" * 100_000
-EMPTY_EVENT = b'data: {"choices": []}\n\n'
-NO_TOKENS = b'data: {"choices": [{"index": 0, "text": "", "token_ids": []}]}\n\n'
-OK = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 # Answers of a server that is broken or hostile. Each must fail its own request only.
 FORMS: dict[str, Form] = {
     "a negative id": ids(-1),

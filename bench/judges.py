@@ -57,6 +57,20 @@ QUESTIONS = [
 ]
 Body = dict[str, Any]
 
+CONTROL = "a control token adds no text in Weir, and is named among `tokens` in vLLM"
+NAMES = frozenset({"tokens", "top", "offsets"})
+EVERY = frozenset(
+    {"prompt_tokens", "completion_tokens", "text", "finish_reason", "calls", "tokens", "logprobs"}
+)
+# Why answers to a kind may differ from vLLM's: the fields, and the reason.
+EXPLAINED: dict[str, tuple[frozenset[str], str]] = {
+    "parts": (EVERY, "vLLM puts line breaks between parts; templates that read parts do not"),
+    "forced tools": (EVERY, "forced arguments follow the tool's schema in Weir, not in vLLM"),
+    "completion log-probabilities": (NAMES, CONTROL),
+    "echo": (NAMES, CONTROL),
+    "structured": (EVERY, "text that a schema leaves no choice about has its usual tokens in Weir"),
+}
+
 
 def words(chance: random.Random, count: int) -> str:
     return " ".join(chance.choice(WORDS) for _ in range(count))
@@ -157,19 +171,6 @@ KINDS: dict[str, Callable[[random.Random], Body]] = {
     "ignored end": lambda c: chat(c, ignore_eos=True, max_tokens=40),
     "stop tokens": lambda c: chat(c, stop_token_ids=[c.randint(10, 400) for _ in range(9)]),
     "template arguments": lambda c: chat(c, chat_template_kwargs={"enable_thinking": False}),
-}
-CONTROL = "a control token adds no text in Weir, and is named among `tokens` in vLLM"
-NAMES = frozenset({"tokens", "top", "offsets"})
-EVERY = frozenset(
-    {"prompt_tokens", "completion_tokens", "text", "finish_reason", "calls", "tokens", "logprobs"}
-)
-# Why answers to a kind may differ from vLLM's: the fields, and the reason.
-EXPLAINED: dict[str, tuple[frozenset[str], str]] = {
-    "parts": (EVERY, "vLLM puts line breaks between parts; templates that read parts do not"),
-    "forced tools": (EVERY, "forced arguments follow the tool's schema in Weir, not in vLLM"),
-    "completion log-probabilities": (NAMES, CONTROL),
-    "echo": (NAMES, CONTROL),
-    "structured": (EVERY, "text that a schema leaves no choice about has its usual tokens in Weir"),
 }
 
 

@@ -38,6 +38,45 @@ NUMBER: dict[str, Any] = {"type": "number"}
 FLAG: dict[str, Any] = {"type": "boolean"}
 TEXTS: dict[str, Any] = {"type": "array", "items": TEXT}
 
+WEATHER = Function("get_weather", "Get the weather of a city.", {"city": TEXT})
+SEARCH = Function("search", "Search the web.", {"query": TEXT})
+ADD = Function("add", "Add two numbers.", {"a": WHOLE, "b": WHOLE})
+# Question, expected call, result of the function, and a word that the answer to it must have.
+CALLS: tuple[tuple[str, Call, str, str], ...] = (
+    *(
+        (
+            question.format(city),
+            Call("get_weather", {"city": city}),
+            f'{{"temperature": {degrees}, "condition": "sunny"}}',
+            str(degrees),
+        )
+        for question in ("What is the weather in {}?", "How is the weather in {} today?")
+        for city, degrees in (
+            ("Paris", 21), ("London", 12), ("Berlin", 8), ("Rome", 25), ("Vienna", 17)
+        )
+    ),
+    *(
+        (
+            question.format(topic),
+            Call("search", {"query": topic}),
+            "A page about coffee.",
+            "coffee",
+        )
+        for question in ("Search for {}.", "Can you search for {}?")
+        for topic in ("black holes", "cheap flights", "jazz music", "open jobs", "news")
+    ),
+    *(
+        (
+            question.format(one, two),
+            Call("add", {"a": one, "b": two}),
+            str(one + two),
+            str(one + two),
+        )
+        for question in ("What is {} plus {}?", "Add {} and {}.")
+        for one, two in ((2, 3), (17, 25), (4, 4), (30, 12), (8, 9))
+    ),
+)  # fmt: skip
+
 
 def object_of(**properties: Any) -> dict[str, Any]:
     """Return the schema of an object that must have all these properties, and no others."""
@@ -161,45 +200,6 @@ REQUESTS: tuple[tuple[dict[str, Any], tuple[str, str, str, str]], ...] = (
         ),
     ),
 )
-
-WEATHER = Function("get_weather", "Get the weather of a city.", {"city": TEXT})
-SEARCH = Function("search", "Search the web.", {"query": TEXT})
-ADD = Function("add", "Add two numbers.", {"a": WHOLE, "b": WHOLE})
-# Question, expected call, result of the function, and a word that the answer to it must have.
-CALLS: tuple[tuple[str, Call, str, str], ...] = (
-    *(
-        (
-            question.format(city),
-            Call("get_weather", {"city": city}),
-            f'{{"temperature": {degrees}, "condition": "sunny"}}',
-            str(degrees),
-        )
-        for question in ("What is the weather in {}?", "How is the weather in {} today?")
-        for city, degrees in (
-            ("Paris", 21), ("London", 12), ("Berlin", 8), ("Rome", 25), ("Vienna", 17)
-        )
-    ),
-    *(
-        (
-            question.format(topic),
-            Call("search", {"query": topic}),
-            "A page about coffee.",
-            "coffee",
-        )
-        for question in ("Search for {}.", "Can you search for {}?")
-        for topic in ("black holes", "cheap flights", "jazz music", "open jobs", "news")
-    ),
-    *(
-        (
-            question.format(one, two),
-            Call("add", {"a": one, "b": two}),
-            str(one + two),
-            str(one + two),
-        )
-        for question in ("What is {} plus {}?", "Add {} and {}.")
-        for one, two in ((2, 3), (17, 25), (4, 4), (30, 12), (8, 9))
-    ),
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

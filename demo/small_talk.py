@@ -72,6 +72,8 @@ _NOISE_WORDS = (
     "wow", "hmm", "lorem", "ipsum", "foo", "bar", "baz",
 )  # fmt: skip
 
+_NEED_LISTINGS = "Please send me some hotel listings"
+
 
 def _other_subject(rng: Random) -> str:
     place, topic, dish = rng.choice(_PLACES), rng.choice(_TOPICS), rng.choice(_DISHES)
@@ -142,9 +144,6 @@ def _noise(rng: Random) -> str:
         + rng.choice(("", "", "?", "!", "..."))
         for _ in range(rng.randint(1, 3))
     )
-
-
-_NEED_LISTINGS = "Please send me some hotel listings"
 
 
 def _purpose(rng: Random, listings: bool) -> str:

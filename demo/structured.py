@@ -49,6 +49,41 @@ STEPS = ("Read the task", "Mix everything", "Wait ten minutes", "Check the resul
 _COUNTS = (2, 3, 3, 3, 3, 3)
 _WORDS = tuple(word for word in (*ITEMS, *FRUITS, *ANIMALS, *COLORS, "one", "two", "small", "new"))
 
+_CITY_NAMES = tuple(city for city, _ in CITIES)
+_COUNTRY_NAMES = tuple(country for _, country in CITIES)
+SUBJECTS: dict[str, tuple[str, ...]] = {
+    "person": ("name", "age", "city", "email", "job", "hobbies", "address", "is_student"),
+    "user": ("id", "name", "username", "email", "age", "active", "is_active", "address"),
+    "city": ("name", "city", "country", "population", "capital", "languages"),
+    "country": ("name", "country", "capital", "population", "language", "languages"),
+    "book": ("title", "author", "year", "pages", "genre", "price"),
+    "product": ("name", "product", "price", "currency", "in_stock", "tags", "category", "colors"),
+    "recipe": ("name", "title", "ingredients", "steps", "duration"),
+    "animal": ("name", "species", "age", "color", "weight"),
+    "movie": ("title", "director", "year", "genre", "rating"),
+    "car": ("brand", "model", "year", "color", "price"),
+    "order": ("id", "items", "quantity", "total", "status", "date"),
+    "event": ("name", "title", "date", "time", "location", "participants"),
+    "company": ("name", "city", "country", "year"),
+    "task": ("title", "priority", "status", "done", "description"),
+    "review": ("rating", "sentiment", "summary", "text", "title"),
+    "fruit": ("name", "fruit", "color", "price"),
+    "weather report": ("city", "temperature", "unit", "condition"),
+    "student": ("name", "age", "score", "is_student", "languages"),
+    "employee": ("first_name", "last_name", "age", "job", "company", "skills"),
+}
+# Keys whose values name subjects that are not persons.
+NAMED = {
+    "city": "city", "country": "country", "product": "item", "recipe": "title", "animal": "animal",
+    "event": "title", "company": "company", "fruit": "fruit",
+}  # fmt: skip
+_SYSTEMS = (
+    "You are a helpful assistant.", "Answer in JSON.", "Respond with JSON only.",
+    "You are a helpful assistant designed to output JSON.", "Extract the data.", None, None, None,
+    None, None,
+)  # fmt: skip
+_CHANCE_OF_OTHER_KEY = 0.15
+
 
 def usual(rng: Random, values: tuple[str, ...]) -> str:
     """Draw a value, mostly one of the first, so that greedy answers are whole words."""
@@ -102,8 +137,6 @@ def _address(rng: Random) -> dict[str, Any]:
     return {key: fields[key] for key in fields if key in kept}
 
 
-_CITY_NAMES = tuple(city for city, _ in CITIES)
-_COUNTRY_NAMES = tuple(country for _, country in CITIES)
 FIELDS: dict[str, Callable[[Random], Any]] = {
     "name": _name, "first_name": _one(FIRST_NAMES), "last_name": _one(LAST_NAMES),
     "firstName": _one(FIRST_NAMES), "lastName": _one(LAST_NAMES), "full_name": _full_name,
@@ -149,38 +182,6 @@ FIELDS: dict[str, Callable[[Random], Any]] = {
     "task": _one(STEPS), "greeting": _one(("Hello!", "Hi there!")), "hotel": _one(TITLES),
     "zip": lambda rng: f"{rng.randint(10000, 99999)}", "street": _one(("Main Street", "Park Road")),
 }  # fmt: skip
-SUBJECTS: dict[str, tuple[str, ...]] = {
-    "person": ("name", "age", "city", "email", "job", "hobbies", "address", "is_student"),
-    "user": ("id", "name", "username", "email", "age", "active", "is_active", "address"),
-    "city": ("name", "city", "country", "population", "capital", "languages"),
-    "country": ("name", "country", "capital", "population", "language", "languages"),
-    "book": ("title", "author", "year", "pages", "genre", "price"),
-    "product": ("name", "product", "price", "currency", "in_stock", "tags", "category", "colors"),
-    "recipe": ("name", "title", "ingredients", "steps", "duration"),
-    "animal": ("name", "species", "age", "color", "weight"),
-    "movie": ("title", "director", "year", "genre", "rating"),
-    "car": ("brand", "model", "year", "color", "price"),
-    "order": ("id", "items", "quantity", "total", "status", "date"),
-    "event": ("name", "title", "date", "time", "location", "participants"),
-    "company": ("name", "city", "country", "year"),
-    "task": ("title", "priority", "status", "done", "description"),
-    "review": ("rating", "sentiment", "summary", "text", "title"),
-    "fruit": ("name", "fruit", "color", "price"),
-    "weather report": ("city", "temperature", "unit", "condition"),
-    "student": ("name", "age", "score", "is_student", "languages"),
-    "employee": ("first_name", "last_name", "age", "job", "company", "skills"),
-}
-# Keys whose values name subjects that are not persons.
-NAMED = {
-    "city": "city", "country": "country", "product": "item", "recipe": "title", "animal": "animal",
-    "event": "title", "company": "company", "fruit": "fruit",
-}  # fmt: skip
-_SYSTEMS = (
-    "You are a helpful assistant.", "Answer in JSON.", "Respond with JSON only.",
-    "You are a helpful assistant designed to output JSON.", "Extract the data.", None, None, None,
-    None, None,
-)  # fmt: skip
-_CHANCE_OF_OTHER_KEY = 0.15
 
 
 def _unknown_field(rng: Random) -> tuple[str, Any]:

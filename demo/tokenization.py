@@ -31,15 +31,15 @@ _PIECES = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
+# Around calls and their results; no control tokens, since they are part of the text.
+MARKERS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+JSON_TOKENS = 188  # further tokens for keys and punctuation of JSON
+
 
 def _quoted(text: str) -> str:
     """Return a string literal of Jinja."""
     return "'" + text.replace("\n", "\\n") + "'"
 
-
-# Around calls and their results; no control tokens, since they are part of the text.
-MARKERS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
-JSON_TOKENS = 188  # further tokens for keys and punctuation of JSON
 
 CHAT_TEMPLATE = """{{- bos_token -}}
 {%- set first = messages[0] -%}

@@ -17,6 +17,8 @@ from types import MappingProxyType
 from inference.errors import RequestImpossible
 from inference.sequences import GenerationRequest, ResponseFormat, SamplingParams, ThinkingStart
 
+_NEUTRAL = SamplingParams()
+
 
 class RequestField(StrEnum):
     """A field of the start frame that some engines do not support. The value is its name there."""
@@ -54,7 +56,6 @@ EMBEDDED_ONLY = frozenset(
         RequestField.MAX_REASONING_TOKENS,
     }
 )
-_NEUTRAL = SamplingParams()
 
 
 def is_used(field: RequestField, request: GenerationRequest) -> bool:

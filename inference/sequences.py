@@ -20,6 +20,8 @@ UNKNOWN_TOKEN_ID = 2**31 - 1
 # The stop sequence or the id of the stop token of a request that ended an output; None for others.
 StoppedBy: TypeAlias = str | int | None
 
+_MASK = (1 << 64) - 1
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -318,7 +320,6 @@ class SequenceRefused(msgspec.Struct, tag=3, array_like=True, frozen=True):
 
 
 SequenceEvent = Scheduled | TokensGenerated | ChoiceFinished | SequenceFinished
-_MASK = (1 << 64) - 1
 
 
 def uniform(seed: int, index: int) -> float:

@@ -29,6 +29,50 @@ PRODUCT = (
 )
 GENERATED = re.compile(r"_pb2(_grpc)?\.pyi?$")
 
+BILLING_PACKAGES = ("pricing", "ledger", "plans", "invoicing", "reports")
+# Packages beside `core` and `store`.
+METERING_PACKAGES = (
+    "tenants",
+    "quotas",
+    "holds",
+    "configuration",
+    "control",
+    "receipts",
+    *BILLING_PACKAGES,
+    "alerts",
+    "export",
+    "proof",
+)
+# The API tokenizes prompts and parses tool calls in outputs.
+TEXT_FOR_API = tuple(f"inference.text.{name}" for name in ("tokenizer", "tools"))
+# Files that may start a task without a TaskGroup, each with the reason.
+DETACHED_TASKS: dict[str, str] = {
+    "common/incidents.py": "defines a TaskGroup; its tasks are that group's",
+    "sdk/python/src/weir_client/stream.py": (
+        "a client that opens on first use has no block that could own its tasks: `SharedStream`"
+        " keeps, cancels and awaits them"
+    ),
+}
+MOMENT = re.compile(r"_(at|at_s|since|since_s|used_s|until|until_s|due_s)$")
+UNFINISHED = re.compile(r"\b(TO" + r"DO|FIX" + r"ME)\b")
+MACHINE_PATH = re.compile(r"(?<![\w.~*-])/(?:work|opt|root|home|Users)/[\w.-]+|fi" + r"le://")
+PACKAGE_SOURCE = re.compile(
+    r"https?://[\w.-]*(?:pypi|pythonhosted|pytorch)[\w./-]*|--(?:extra-)?index-url|--find-[l]inks|==[\w.]+\+cpu"
+)
+# PyPI's `weir` is another project, and neither client is published: these commands would fail or
+# install an unrelated package.
+UNPUBLISHED_PACKAGE = re.compile(
+    r"\bweir(?:-client)?\[[a-z]"
+    r"|\bpip3? install [^\n]*?(?<![\w./@-])weir(?:-client)?(?![\w./-])"
+    r"|\bnpm (?:install|i|add) [^\n]*?@weir/client"
+)
+RELEASE_NOTES = "CHANGELOG.md"  # describes past versions
+PACKAGED = ("api/", "inference/", "metering/")  # folders without cycles of packages and modules
+PAGE = "docs/architecture.md"
+NAMED_PATH = re.compile(
+    r"`((?:api|bench|common|demo|docs|inference|infra|metering|migrations|proto|sdk|tests)/[\w./-]*)`"
+)
+
 
 @dataclass(frozen=True)
 class Source:
@@ -78,22 +122,6 @@ class Border:
         return guarded and within(name, self.imported) and not within(name, self.but)
 
 
-BILLING_PACKAGES = ("pricing", "ledger", "plans", "invoicing", "reports")
-# Packages beside `core` and `store`.
-METERING_PACKAGES = (
-    "tenants",
-    "quotas",
-    "holds",
-    "configuration",
-    "control",
-    "receipts",
-    *BILLING_PACKAGES,
-    "alerts",
-    "export",
-    "proof",
-)
-# The API tokenizes prompts and parses tool calls in outputs.
-TEXT_FOR_API = tuple(f"inference.text.{name}" for name in ("tokenizer", "tools"))
 BORDERS = (
     Border(
         ("inference",),
@@ -468,16 +496,6 @@ def outside_functions(tree: ast.AST) -> Iterator[ast.AST]:
             yield from outside_functions(node)
 
 
-# Files that may start a task without a TaskGroup, each with the reason.
-DETACHED_TASKS: dict[str, str] = {
-    "common/incidents.py": "defines a TaskGroup; its tasks are that group's",
-    "sdk/python/src/weir_client/stream.py": (
-        "a client that opens on first use has no block that could own its tasks: `SharedStream`"
-        " keeps, cancels and awaits them"
-    ),
-}
-
-
 def tasks_have_parents(source: Source) -> Iterator[Finding]:
     """Find tasks that are not started on a TaskGroup.
 
@@ -552,9 +570,6 @@ def last_name(expression: ast.expr) -> str:
     return ""
 
 
-MOMENT = re.compile(r"_(at|at_s|since|since_s|used_s|until|until_s|due_s)$")
-
-
 def moments_start_at_no_number(source: Source) -> Iterator[Finding]:
     """Find points in time with a number as initial value, instead of `-math.inf` or None.
 
@@ -586,18 +601,9 @@ def modules_say_what_they_are(source: Source) -> Iterator[Finding]:
         yield Finding(source.path, 1, "has no module docstring")
 
 
-UNFINISHED = re.compile(r"\b(TO" + r"DO|FIX" + r"ME)\b")
-
-
 def nothing_is_left_undone(source: Source) -> Iterator[Finding]:
     """Find notes on unfinished work, which belongs in an issue."""
     yield from lines_with(UNFINISHED, source, "contains {}: write an issue instead")
-
-
-MACHINE_PATH = re.compile(r"(?<![\w.~*-])/(?:work|opt|root|home|Users)/[\w.-]+|fi" + r"le://")
-PACKAGE_SOURCE = re.compile(
-    r"https?://[\w.-]*(?:pypi|pythonhosted|pytorch)[\w./-]*|--(?:extra-)?index-url|--find-[l]inks|==[\w.]+\+cpu"
-)
 
 
 def nothing_names_one_machine(source: Source) -> Iterator[Finding]:
@@ -606,16 +612,6 @@ def nothing_names_one_machine(source: Source) -> Iterator[Finding]:
     yield from lines_with(
         PACKAGE_SOURCE, source, "names a source of packages: {}; leave that to pip's settings"
     )
-
-
-# PyPI's `weir` is another project, and neither client is published: these commands would fail or
-# install an unrelated package.
-UNPUBLISHED_PACKAGE = re.compile(
-    r"\bweir(?:-client)?\[[a-z]"
-    r"|\bpip3? install [^\n]*?(?<![\w./@-])weir(?:-client)?(?![\w./-])"
-    r"|\bnpm (?:install|i|add) [^\n]*?@weir/client"
-)
-RELEASE_NOTES = "CHANGELOG.md"  # describes past versions
 
 
 def packages_are_installed_from_a_clone(source: Source) -> Iterator[Finding]:
@@ -634,7 +630,6 @@ def lines_with(pattern: re.Pattern[str], source: Source, what: str) -> Iterator[
             yield Finding(source.path, number, what.format(found[0]))
 
 
-PACKAGED = ("api/", "inference/", "metering/")  # folders without cycles of packages and modules
 Place = tuple[str, int]  # a file and a line
 
 
@@ -714,12 +709,6 @@ def borders_guard_something(sources: Iterable[Source]) -> Iterator[Finding]:
                 1,
                 f"a border names {name}, which does not exist: {border.why}",
             )
-
-
-PAGE = "docs/architecture.md"
-NAMED_PATH = re.compile(
-    r"`((?:api|bench|common|demo|docs|inference|infra|metering|migrations|proto|sdk|tests)/[\w./-]*)`"
-)
 
 
 def page_names_what_exists(sources: Iterable[Source]) -> Iterator[Finding]:

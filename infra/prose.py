@@ -34,6 +34,16 @@ EXEMPT = (
 )
 LINED = (".py", ".md", ".proto", ".ts", ".toml")  # files whose lines have a limit
 
+CLAUSE = r"of|by|for|with|than|and|or|to|from|in|that"
+VERBS = (
+    r"is|was|are|were|has|had|may|must|can|comes|came|goes|waits|stands|holds|asks|says|knows|needs"
+    r"|runs|takes|ends|wants"
+)
+LINE_CEILING = 0
+CELL_CEILING = 0
+PRAGMA = re.compile(r" *# (type: ignore|noqa|fmt: ).*$")  # not counted by ruff either
+IGNORED_MESSAGE = re.compile(r"\bSELECT\b|\bINSERT\b|\bUPDATE\b|\bCREATE\b|\bWHERE\b|<[a-z]+[ >]")
+
 
 class Kind(Enum):
     """Kind of a piece of text."""
@@ -67,11 +77,6 @@ class Rule:
 
 ALL = frozenset(Kind)
 PROSE = frozenset({Kind.DOCSTRING, Kind.COMMENT, Kind.PAGE})
-CLAUSE = r"of|by|for|with|than|and|or|to|from|in|that"
-VERBS = (
-    r"is|was|are|were|has|had|may|must|can|comes|came|goes|waits|stands|holds|asks|says|knows|needs"
-    r"|runs|takes|ends|wants"
-)
 
 RULES: tuple[Rule, ...] = (
     Rule(
@@ -112,11 +117,6 @@ RULES: tuple[Rule, ...] = (
         0,
     ),
 )
-LINE_CEILING = 0
-CELL_CEILING = 0
-
-PRAGMA = re.compile(r" *# (type: ignore|noqa|fmt: ).*$")  # not counted by ruff either
-IGNORED_MESSAGE = re.compile(r"\bSELECT\b|\bINSERT\b|\bUPDATE\b|\bCREATE\b|\bWHERE\b|<[a-z]+[ >]")
 
 
 def texts_of(source: Source) -> Iterator[Text]:

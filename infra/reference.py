@@ -51,6 +51,37 @@ REMOTE_FILE = re.compile(
     r"<(?:script|img|iframe)\b[^>]*\bsrc=[\"']?(?:https?:)?//|<link\b[^>]*\bhref=[\"']?(?:https?:)?//"
 )
 
+SHARED = {
+    "WEIR_DATABASE_URL": "api, worker, stripe webhooks, migrate, fsck, reconcile",
+    "WEIR_HOME": "api, worker, client",
+    "WEIR_RECEIPT_KEY_FILE": "api, worker",
+    "WEIR_ALERT_WEBHOOKS_PRIVATE": "api, worker",
+}
+KINDS_OF_VALUE = {
+    "bool": "switch",
+    "int": "whole number",
+    "float": "number",
+    "str": "text",
+    "Path": "path",
+    "Literal": "choice",
+    "Mapping": "pairs",
+}
+HEADINGS = {
+    "api": "API process",
+    "worker": "Billing worker and its commands",
+    "engine worker": "Engine worker",
+    "client": "Clients",
+}
+TRANSACTIONS: Mapping[TransactionKind, str] = {
+    TransactionKind.USAGE: "Usage events of one organization and day, rated together.",
+    TransactionKind.PLAN: "What the plan takes off or adds at the close of a month.",
+    TransactionKind.CREDIT_GRANTED: "Prepaid credit that was granted.",
+    TransactionKind.CREDIT_APPLIED: "Prepaid credit that pays for a month.",
+    TransactionKind.CREDIT_EXPIRED: "Prepaid credit that expired unused.",
+    TransactionKind.ADJUSTMENT: "An approved adjustment or credit note.",
+    TransactionKind.ROUNDING: "Difference between the exact total and the invoice.",
+}
+
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a Markdown table."""
@@ -244,27 +275,6 @@ OTHER_SETTINGS = (
     ),
     Setting("WEIR_CLIENT_KEY", "client", "path", "", "", "PEM file of its key."),
 )
-SHARED = {
-    "WEIR_DATABASE_URL": "api, worker, stripe webhooks, migrate, fsck, reconcile",
-    "WEIR_HOME": "api, worker, client",
-    "WEIR_RECEIPT_KEY_FILE": "api, worker",
-    "WEIR_ALERT_WEBHOOKS_PRIVATE": "api, worker",
-}
-KINDS_OF_VALUE = {
-    "bool": "switch",
-    "int": "whole number",
-    "float": "number",
-    "str": "text",
-    "Path": "path",
-    "Literal": "choice",
-    "Mapping": "pairs",
-}
-HEADINGS = {
-    "api": "API process",
-    "worker": "Billing worker and its commands",
-    "engine worker": "Engine worker",
-    "client": "Clients",
-}
 
 
 def every_setting() -> list[Setting]:
@@ -634,16 +644,6 @@ def anchor(name: str) -> str:
 
 
 # Ledger and endings
-
-TRANSACTIONS: Mapping[TransactionKind, str] = {
-    TransactionKind.USAGE: "Usage events of one organization and day, rated together.",
-    TransactionKind.PLAN: "What the plan takes off or adds at the close of a month.",
-    TransactionKind.CREDIT_GRANTED: "Prepaid credit that was granted.",
-    TransactionKind.CREDIT_APPLIED: "Prepaid credit that pays for a month.",
-    TransactionKind.CREDIT_EXPIRED: "Prepaid credit that expired unused.",
-    TransactionKind.ADJUSTMENT: "An approved adjustment or credit note.",
-    TransactionKind.ROUNDING: "Difference between the exact total and the invoice.",
-}
 
 
 def ledger_page() -> str:

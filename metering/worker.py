@@ -24,6 +24,10 @@ from metering.store.refusals import AWAY
 # Environment variable naming a file; a worker writes its pid there when it accepts tasks.
 READY_FILE = "WEIR_READY_FILE"
 
+LISTEN_S = 1.0  # per wait: maximum time for the thread to stop
+CONNECT_TIMEOUT_S = 2  # the minimum of libpq
+APPLICATION = "weir-usage-listener"
+
 
 def worker_command() -> list[str]:
     """Return the command line of a worker that also sends the scheduled tasks. Its settings come
@@ -42,10 +46,7 @@ def worker_command() -> list[str]:
     ]
 
 
-LISTEN_S = 1.0  # per wait: maximum time for the thread to stop
 RECONNECT_MIN_S, RECONNECT_MAX_S = 0.1, 5.0
-CONNECT_TIMEOUT_S = 2  # the minimum of libpq
-APPLICATION = "weir-usage-listener"
 
 log = logging.getLogger(__name__)
 

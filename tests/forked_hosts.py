@@ -21,6 +21,24 @@ from inference.workers import process
 from inference.workers.process import CHILD_ENVIRONMENT
 from tests.forks import ANSWER_BYTES_MAX, ENVIRONMENT, Forked, ForkedChild, Server, send
 
+APIS = Server("api.serving")
+HOSTS = Server(
+    *("inference.core.engine_core", "inference.encoder.network"),
+    environment=lambda: {**CHILD_ENVIRONMENT, **inherited(ENVIRONMENT)},
+)
+CLASSIFIER_MODULE = "inference.safety.classifier_host"
+CLASSIFIERS = Server(
+    *("torch", "transformers.models.auto.modeling_auto", "transformers.models.bert.modeling_bert"),
+    environment=lambda: {**CLASSIFIER_ENVIRONMENT, **inherited(ENVIRONMENT)},
+)
+# Servers of workers with other environments. The TensorRT-LLM double computes on one thread.
+OTHERS = {
+    CLASSIFIER_MODULE: CLASSIFIERS,
+    "inference.adapters.tensorrt_worker": Server(
+        "inference.core.engine_core", environment=lambda: {"OMP_NUM_THREADS": "1", **inherited()}
+    ),
+}
+
 
 class StartProcess(Protocol):
     """Type of `process.start_process`."""
@@ -40,23 +58,6 @@ class StartProcess(Protocol):
 
 
 execute_host: StartProcess = process.start_process
-APIS = Server("api.serving")
-HOSTS = Server(
-    *("inference.core.engine_core", "inference.encoder.network"),
-    environment=lambda: {**CHILD_ENVIRONMENT, **inherited(ENVIRONMENT)},
-)
-CLASSIFIER_MODULE = "inference.safety.classifier_host"
-CLASSIFIERS = Server(
-    *("torch", "transformers.models.auto.modeling_auto", "transformers.models.bert.modeling_bert"),
-    environment=lambda: {**CLASSIFIER_ENVIRONMENT, **inherited(ENVIRONMENT)},
-)
-# Servers of workers with other environments. The TensorRT-LLM double computes on one thread.
-OTHERS = {
-    CLASSIFIER_MODULE: CLASSIFIERS,
-    "inference.adapters.tensorrt_worker": Server(
-        "inference.core.engine_core", environment=lambda: {"OMP_NUM_THREADS": "1", **inherited()}
-    ),
-}
 
 
 def start_api(environment: Mapping[str, str], log: Path) -> Forked | None:

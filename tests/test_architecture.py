@@ -18,42 +18,6 @@ from infra.architecture import (
     Source,
 )
 
-
-@pytest.fixture(scope="module")
-def sources() -> list[Source]:
-    if not (architecture.ROOT / ".git").exists():
-        pytest.skip("no git checkout: the files of the repository are unknown")
-    return architecture.repository()
-
-
-@pytest.mark.parametrize("rule", [*PYTHON_RULES, *TEXT_RULES], ids=lambda rule: rule.__name__)
-def test_the_rule_holds(rule: Rule, sources: list[Source]) -> None:
-    found = architecture.broken(rule, sources)
-
-    assert not found, f"{rule.__doc__}\n" + "\n".join(map(str, found))
-
-
-@pytest.mark.parametrize("rule", REPOSITORY_RULES, ids=lambda rule: rule.__name__)
-def test_the_rule_holds_for_the_repository(rule: RepositoryRule, sources: list[Source]) -> None:
-    found = list(rule(sources))
-
-    assert not found, f"{rule.__doc__}\n" + "\n".join(map(str, found))
-
-
-def test_the_walk_sees_the_repository(sources: list[Source]) -> None:
-    """Every rule would pass without files."""
-    paths = {source.path for source in sources}
-
-    assert {
-        "inference/engine.py",
-        "metering/core/models.py",
-        "proto/weir/v1/types.proto",
-        "Makefile",
-        "pyproject.toml",
-    } <= paths
-    assert not any(path.endswith("_pb2.py") for path in paths)
-
-
 IMPORT_FAULTS = [
     ("api/admin/admin_service.py", "from sqlalchemy import select", "sqlalchemy.select"),
     (
@@ -190,6 +154,55 @@ IMPORT_FAULTS = [
         "api.admin.admin_service",
     ),
 ]
+CYCLE_FAULTS = [
+    {"api/a/x.py": "from api.b import y", "api/b/y.py": "from api.a import x"},
+    {
+        "api/a/x.py": "from api.b import y",
+        "api/b/y.py": "if TYPE_CHECKING:\n    from api.a.x import X",
+    },
+    {"api/a/x.py": "import api.b.y", "api/b/y.py": "def late():\n    import api.a.x"},
+    {
+        "api/a/x.py": "from ..b import y",
+        "api/b/y.py": "from api.c import z",
+        "api/c.py": "from api.a.x import X",
+    },
+    {"api/a/x.py": "from api import c", "api/c.py": "from api.a.x import X"},
+]
+
+
+@pytest.fixture(scope="module")
+def sources() -> list[Source]:
+    if not (architecture.ROOT / ".git").exists():
+        pytest.skip("no git checkout: the files of the repository are unknown")
+    return architecture.repository()
+
+
+@pytest.mark.parametrize("rule", [*PYTHON_RULES, *TEXT_RULES], ids=lambda rule: rule.__name__)
+def test_the_rule_holds(rule: Rule, sources: list[Source]) -> None:
+    found = architecture.broken(rule, sources)
+
+    assert not found, f"{rule.__doc__}\n" + "\n".join(map(str, found))
+
+
+@pytest.mark.parametrize("rule", REPOSITORY_RULES, ids=lambda rule: rule.__name__)
+def test_the_rule_holds_for_the_repository(rule: RepositoryRule, sources: list[Source]) -> None:
+    found = list(rule(sources))
+
+    assert not found, f"{rule.__doc__}\n" + "\n".join(map(str, found))
+
+
+def test_the_walk_sees_the_repository(sources: list[Source]) -> None:
+    """Every rule would pass without files."""
+    paths = {source.path for source in sources}
+
+    assert {
+        "inference/engine.py",
+        "metering/core/models.py",
+        "proto/weir/v1/types.proto",
+        "Makefile",
+        "pyproject.toml",
+    } <= paths
+    assert not any(path.endswith("_pb2.py") for path in paths)
 
 
 @pytest.mark.parametrize(("path", "text", "name"), IMPORT_FAULTS)
@@ -399,22 +412,6 @@ def test_an_install_from_a_package_index_is_reported(text: str) -> None:
 )
 def test_an_install_from_a_clone_is_not_reported(text: str) -> None:
     assert list(architecture.packages_are_installed_from_a_clone(Source("docs/x.md", text))) == []
-
-
-CYCLE_FAULTS = [
-    {"api/a/x.py": "from api.b import y", "api/b/y.py": "from api.a import x"},
-    {
-        "api/a/x.py": "from api.b import y",
-        "api/b/y.py": "if TYPE_CHECKING:\n    from api.a.x import X",
-    },
-    {"api/a/x.py": "import api.b.y", "api/b/y.py": "def late():\n    import api.a.x"},
-    {
-        "api/a/x.py": "from ..b import y",
-        "api/b/y.py": "from api.c import z",
-        "api/c.py": "from api.a.x import X",
-    },
-    {"api/a/x.py": "from api import c", "api/c.py": "from api.a.x import X"},
-]
 
 
 @pytest.mark.parametrize("files", CYCLE_FAULTS)

@@ -22,6 +22,37 @@ ADDED_FOR_WORKER = {"msgspec"}
 # Third-party modules of the worker that NVIDIA's image has: requirements of torch, transformers.
 IN_IMAGE_OF_TENSORRT = {"jinja2", "markupsafe", "numpy", "tokenizers"}
 
+IMPORTS = """
+import importlib.abc, sys
+allowed = set(sys.argv[2:])
+
+class Guard(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        top = name.partition(".")[0]
+        if top not in sys.stdlib_module_names and top not in allowed:
+            raise ModuleNotFoundError(f"{name} is not installed here", name=name)
+
+sys.meta_path.insert(0, Guard())
+import inference.adapters.tensorrt_questions
+import inference.adapters.tensorrt_worker
+from inference.text.detokenizer import TextDecoder
+from inference.text.tokenizer import Tokenizer
+known = Tokenizer(__import__("pathlib").Path(sys.argv[1]))
+TextDecoder(known.backend, known.special_token_ids, sys.argv[1] + "/tokenizer.json")
+"""
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None  # an import raises
+from pathlib import Path
+import api.serving
+from api.core.settings import Settings
+from api.fleet.fleet import build_serving
+model = Path(sys.argv[1])
+settings = Settings(home=model, models={"m": model}, engine_backend="tensorrt")
+assert list(build_serving(settings).engines) == ["m"]
+"""
+FULL_VERSION = re.compile(r"[a-z0-9./-]+:\d+\.\d+(\.\d+)?(-[a-z]+)*")
+
 
 def instructions(name: str) -> list[str]:
     """Return the instructions of a Dockerfile, each on one line."""
@@ -82,26 +113,6 @@ def test_the_worker_of_the_tensorrt_image_has_the_supported_library_and_what_it_
     assert set(added[1].split()) == ADDED_FOR_WORKER
 
 
-IMPORTS = """
-import importlib.abc, sys
-allowed = set(sys.argv[2:])
-
-class Guard(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path, target=None):
-        top = name.partition(".")[0]
-        if top not in sys.stdlib_module_names and top not in allowed:
-            raise ModuleNotFoundError(f"{name} is not installed here", name=name)
-
-sys.meta_path.insert(0, Guard())
-import inference.adapters.tensorrt_questions
-import inference.adapters.tensorrt_worker
-from inference.text.detokenizer import TextDecoder
-from inference.text.tokenizer import Tokenizer
-known = Tokenizer(__import__("pathlib").Path(sys.argv[1]))
-TextDecoder(known.backend, known.special_token_ids, sys.argv[1] + "/tokenizer.json")
-"""
-
-
 def test_the_worker_imports_only_what_its_interpreter_has(tmp_path: Path) -> None:
     make_checkpoint(tmp_path)
     allowed = {"common", "inference", *ADDED_FOR_WORKER, *IN_IMAGE_OF_TENSORRT}
@@ -114,19 +125,6 @@ def test_the_worker_imports_only_what_its_interpreter_has(tmp_path: Path) -> Non
     assert found.returncode == 0, found.stderr
     for name in ADDED_FOR_WORKER:
         assert "is not installed here" in imports(allowed - {name}).stderr, "the guard must act"
-
-
-WITHOUT_TORCH = """
-import sys
-sys.modules["torch"] = None  # an import raises
-from pathlib import Path
-import api.serving
-from api.core.settings import Settings
-from api.fleet.fleet import build_serving
-model = Path(sys.argv[1])
-settings = Settings(home=model, models={"m": model}, engine_backend="tensorrt")
-assert list(build_serving(settings).engines) == ["m"]
-"""
 
 
 def test_the_server_needs_no_torch_without_an_embedded_engine(tmp_path: Path) -> None:
@@ -194,9 +192,6 @@ def test_an_image_copies_what_is_there_and_not_ignored(name: str) -> None:
     )
     assert packages is not None
     assert {each.strip().strip('"*') for each in packages[1].split(",")} <= set(copied)
-
-
-FULL_VERSION = re.compile(r"[a-z0-9./-]+:\d+\.\d+(\.\d+)?(-[a-z]+)*")
 
 
 def services() -> dict[str, dict[str, Any]]:

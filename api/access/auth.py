@@ -62,6 +62,13 @@ ADDRESS_BYTES = 60  # of one address with its count, at most
 # Addresses with most failures come first; the rest follows in the next broadcast.
 ADDRESSES_AT_ONCE = BYTES_MAX // ADDRESS_BYTES - 1
 
+KEYS_MAX = 10_000  # remembered keys; an older lookup counts as one of a changed key
+BEARER = "bearer "
+NO_PROXIES = Proxies()
+ANSWER_WAIT_S = 5.0  # a call that waits longer for its first lookup should rather be retried
+REMEMBERED_COUNT_MAX = 10_000  # keys, of 64 bytes each plus their permissions
+SECRET_REPLACED = "the secret of this request's API key was replaced: use the new one"
+
 
 class Bucket:
     """Failures of one address.
@@ -238,12 +245,6 @@ class SharedFailures:
 
 
 Answer = TypeVar("Answer")
-KEYS_MAX = 10_000  # remembered keys; an older lookup counts as one of a changed key
-BEARER = "bearer "
-NO_PROXIES = Proxies()
-ANSWER_WAIT_S = 5.0  # a call that waits longer for its first lookup should rather be retried
-REMEMBERED_COUNT_MAX = 10_000  # keys, of 64 bytes each plus their permissions
-SECRET_REPLACED = "the secret of this request's API key was replaced: use the new one"
 
 
 class Scope(StrEnum):

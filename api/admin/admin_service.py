@@ -102,6 +102,20 @@ from metering.tenants.tenants import (
     subject_ids,
 )
 
+WEIGHTS = ("input_weight_milli", "cached_input_weight_milli", "output_weight_milli")
+# Names in the contract of columns that hold times.
+NAMES = {
+    "expires_at": "expire_time",
+    "override_until": "override_end_time",
+    "effective_at": "effective_time",
+}
+REASON_CHARS_MAX = 200
+PAGE_SIZE = 200
+END_WAIT_S = 2.0  # a healthy process ends a request within milliseconds
+END_POLL_S = 0.005
+KINDS = {str(kind): kind for kind in TokenKind}
+STEP_FIELDS = ("up_to_token_count", "price_picos", "price_milli")
+
 
 class Repeatable(Protocol):
     """Request with a client-made id."""
@@ -178,14 +192,6 @@ class AdminCalls:
             yield acting.session, acting.actor
 
 
-WEIGHTS = ("input_weight_milli", "cached_input_weight_milli", "output_weight_milli")
-
-# Names in the contract of columns that hold times.
-NAMES = {
-    "expires_at": "expire_time",
-    "override_until": "override_end_time",
-    "effective_at": "effective_time",
-}
 Quotas = tuple[tuple[QuotaPlace, QuotaSpec], ...]
 
 
@@ -1304,12 +1310,6 @@ class AdminServicer(AdminCalls, pb_grpc.AdminServiceServicer):
             return pb.ListAuditEntriesResponse(entries=map(audit_message, entries))
 
 
-REASON_CHARS_MAX = 200
-PAGE_SIZE = 200
-END_WAIT_S = 2.0  # a healthy process ends a request within milliseconds
-END_POLL_S = 0.005
-
-
 async def record_kill(
     session: AsyncSession, actor: str, request_id: uuid.UUID, place: live.Place, reason: str
 ) -> None:
@@ -1357,8 +1357,6 @@ def drain_message(order: LiveRow) -> replica_pb.ReplicaDrain:
     )
 
 
-KINDS = {str(kind): kind for kind in TokenKind}
-STEP_FIELDS = ("up_to_token_count", "price_picos", "price_milli")
 Names = Mapping[uuid.UUID, str]
 
 

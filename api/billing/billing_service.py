@@ -80,6 +80,32 @@ WAITING_PER_KEY_MAX = 16
 # Seconds. A month of many millions of requests takes some; clients time out after 30 s.
 REPORT_S = 25.0
 
+TIME_ZONE = "UTC"
+FILE_NAMES = {
+    usage_pb.MONTH_EXPORT_FORMAT_INVOICE_PDF: ("{number}-{}.pdf", "application/pdf"),
+    usage_pb.MONTH_EXPORT_FORMAT_FOCUS_CSV: (
+        f"focus-{FOCUS_VERSION}-{{}}.csv",
+        "text/csv; charset=utf-8",
+    ),
+}
+CHUNK_BYTES = 64 * 1024  # per message of a file, far below the limit of any client
+FILE_BYTES_IN_MEMORY = 8 * 2**20  # larger files are on disk until the client has read them
+GROUPINGS: Mapping[int, Grouping] = {
+    usage_pb.UsageGrouping.Value(f"USAGE_GROUPING_{each.name}"): each for each in Grouping
+}
+# Each kind of token has a field: tokens of a kind without one would be billed but not shown.
+COUNT_FIELDS: Mapping[TokenKind, str] = {kind: f"{kind}_token_count" for kind in TokenKind}
+DOCUMENTS = {
+    months_pb2.MONTH_DOCUMENT_FORMAT_JSON: to_json,
+    months_pb2.MONTH_DOCUMENT_FORMAT_CSV: to_csv,
+}
+PAGE_SIZE = 500
+COUNTS = [
+    field.name
+    for field in reconcile_pb.StageSum.DESCRIPTOR.fields
+    if field.name.endswith("_token_count")
+]
+
 
 def report_message(report: MonthReport) -> pb.GetMonthReportResponse:
     closed, currency = report.closed, report.currency_code
@@ -526,24 +552,6 @@ async def visible_or_own(session: AsyncSession, reader: Principal, ref: str) -> 
     return await visible(session, reader, ref or str(reader.organization_id))
 
 
-TIME_ZONE = "UTC"
-FILE_NAMES = {
-    usage_pb.MONTH_EXPORT_FORMAT_INVOICE_PDF: ("{number}-{}.pdf", "application/pdf"),
-    usage_pb.MONTH_EXPORT_FORMAT_FOCUS_CSV: (
-        f"focus-{FOCUS_VERSION}-{{}}.csv",
-        "text/csv; charset=utf-8",
-    ),
-}
-CHUNK_BYTES = 64 * 1024  # per message of a file, far below the limit of any client
-FILE_BYTES_IN_MEMORY = 8 * 2**20  # larger files are on disk until the client has read them
-GROUPINGS: Mapping[int, Grouping] = {
-    usage_pb.UsageGrouping.Value(f"USAGE_GROUPING_{each.name}"): each for each in Grouping
-}
-
-# Each kind of token has a field: tokens of a kind without one would be billed but not shown.
-COUNT_FIELDS: Mapping[TokenKind, str] = {kind: f"{kind}_token_count" for kind in TokenKind}
-
-
 async def send_file(context: Context, name: str, media_type: str, file: IO[bytes]) -> None:
     """Send a file in pieces; the first names it."""
     first = usage_pb.ExportMonthResponse(
@@ -634,18 +642,6 @@ def forecast_message(
         confidence_percent=round(CONFIDENCE * 100),
         **coins,
     )
-
-
-DOCUMENTS = {
-    months_pb2.MONTH_DOCUMENT_FORMAT_JSON: to_json,
-    months_pb2.MONTH_DOCUMENT_FORMAT_CSV: to_csv,
-}
-PAGE_SIZE = 500
-COUNTS = [
-    field.name
-    for field in reconcile_pb.StageSum.DESCRIPTOR.fields
-    if field.name.endswith("_token_count")
-]
 
 
 def sum_message(each: StageSum) -> reconcile_pb.StageSum:

@@ -91,6 +91,26 @@ ENGINES: Mapping[str, Mapping[str, Any]] = {
     "demo": {"engine_device": "cpu", "engine_thread_count": 1, "kv_cache_bytes": 64 << 20},
 }
 
+LOSSLESS_S = 1.0  # a client reads what it has been sent within milliseconds
+LANE_COUNT = 8  # concurrent connections
+TOGETHER_MAX = 4  # concurrent requests on one connection
+# Some requests end at once, some outlive several kills.
+OUTPUT_TOKENS = (1, 7, 40, 150, 400)
+CANCELLED_SHARE = 0.15
+PAUSE_S = 0.05  # after a failure, since the process is probably down
+REQUEST_TIMEOUT_S = 60.0  # slower responses are reported as errors
+WORDS = ("hotel", "river", "station", "breakfast", "quiet", "harbour", "late", "family")
+SETTLE_TIMEOUT_S = 60.0  # holds expire after 5 s and are swept every 10 s
+POLL_S = 0.1
+UNMARKED_TOKENS_MAX = 64  # one delta: a process may have sent it, and not marked it, when it died
+SHOWN_MAX = 20  # discrepancies on the terminal
+KILLS_PER_ROUND = 5
+# Seconds from a kill to the next: before, during and after the restart.
+BETWEEN_KILLS_S = (0.05, 0.8)
+TOKENS_BEFORE = 50  # received in a round before its first kill
+LOAD_TIMEOUT_S = 90.0  # for the requests of a round
+AT_WORK_SHARE = 0.85
+
 
 def crash_postgres(server: EmbeddedPostgres) -> None:
     """Kill the postmaster, if it runs, with SIGKILL, and wait until its children have exited."""
@@ -310,9 +330,6 @@ async def running_system(
                     keeper.cancel()
 
 
-LOSSLESS_S = 1.0  # a client reads what it has been sent within milliseconds
-
-
 class Wire:
     """TCP connections to an API process that lose no byte when it dies.
 
@@ -350,16 +367,6 @@ class Wire:
             while data := await reader.read(1 << 16):
                 writer.write(data)
                 await writer.drain()
-
-
-LANE_COUNT = 8  # concurrent connections
-TOGETHER_MAX = 4  # concurrent requests on one connection
-# Some requests end at once, some outlive several kills.
-OUTPUT_TOKENS = (1, 7, 40, 150, 400)
-CANCELLED_SHARE = 0.15
-PAUSE_S = 0.05  # after a failure, since the process is probably down
-REQUEST_TIMEOUT_S = 60.0  # slower responses are reported as errors
-WORDS = ("hotel", "river", "station", "breakfast", "quiet", "harbour", "late", "family")
 
 
 @dataclass(slots=True)
@@ -461,8 +468,6 @@ class Load:
         return asked.reported is not None
 
 
-SETTLE_TIMEOUT_S = 60.0  # holds expire after 5 s and are swept every 10 s
-POLL_S = 0.1
 WAITING: Mapping[str, LiteralString] = {
     "live holds": "SELECT count(*) FROM holds WHERE state = 'held'",
     "unrated usage events": "SELECT count(*) FROM usage_events WHERE rated_at IS NULL",
@@ -476,7 +481,6 @@ WAITING: Mapping[str, LiteralString] = {
     """
     ),
 }
-UNMARKED_TOKENS_MAX = 64  # one delta: a process may have sent it, and not marked it, when it died
 VOIDED: LiteralString = "SELECT request_id FROM holds WHERE state = 'voided'"
 EVENTS: LiteralString = """
 SELECT request_id, sum(delivered_token_count)::bigint,
@@ -617,14 +621,7 @@ def exported_quantities(path: Path) -> Counter[uuid.UUID]:
     return quantities
 
 
-SHOWN_MAX = 20  # discrepancies on the terminal
-KILLS_PER_ROUND = 5
-# Seconds from a kill to the next: before, during and after the restart.
-BETWEEN_KILLS_S = (0.05, 0.8)
-TOKENS_BEFORE = 50  # received in a round before its first kill
-LOAD_TIMEOUT_S = 90.0  # for the requests of a round
 Tell = Callable[[str], None]
-AT_WORK_SHARE = 0.85
 
 
 def run(

@@ -31,6 +31,11 @@ HomeOption = Annotated[
     Path | None, typer.Option("--home", help="Data directory. [default: WEIR_HOME or ~/.weir]")
 ]
 
+GRANT_HELP = (
+    "Database role of api processes and workers: gets the required privileges on every table, and"
+    " loses all others. WEIR_APPLICATION_PASSWORD creates it if missing and sets its password."
+)
+
 
 def up(listen: ListenOption = "", home: HomeOption = None) -> None:
     """Start everything on this machine: PostgreSQL, API server, engine, Celery worker and beat.
@@ -90,12 +95,6 @@ def worker(home: HomeOption = None) -> None:
         wrong_use("WEIR_DATABASE_URL is not set: set it to the worker's database")
     command = worker_command()
     os.execve(command[0], command, {**os.environ, **settings.to_environment()})
-
-
-GRANT_HELP = (
-    "Database role of api processes and workers: gets the required privileges on every table, and"
-    " loses all others. WEIR_APPLICATION_PASSWORD creates it if missing and sets its password."
-)
 
 
 def migrate(

@@ -93,6 +93,22 @@ ADMIN_SCOPES = ("admin", "billing", "inference")
 MODEL_PICOS_PER_TOKEN = (150_000, 75_000, 600_000)
 EMBEDDING_PICOS_PER_TOKEN = 20_000  # USD 0.02 per million tokens, for embedding models
 
+READY_TIMEOUT_S = 300.0  # a large checkpoint from a cold disk
+STOP_TIMEOUT_S = 60.0  # the api server's drain time, or a task of the worker
+RESTART_DELAY_S_MIN = 0.5
+RESTART_DELAY_S_MAX = 30.0  # of a process that ends by itself, for example without its port
+KILLED_DELAY_S_MAX = 2.0  # of a process that was killed: nothing says that it would fail again
+POSTGRES_POLL_S = 0.1  # between two looks for the postmaster: two small files
+DATABASE_TRIES_MAX = 5  # preparations of a database whose server is killed meanwhile
+ORPHAN_STOP_S = 5.0  # for processes of a killed `weir up` to finish, before they are killed
+# Variable of all children with the home directory: finds those that a killed `weir up` left.
+STACK_HOME = "WEIR_STACK_HOME"
+STACK_PART = "WEIR_STACK_PART"  # with the home directory and the child's name: finds one of them
+STABLE_AFTER_S = 60.0  # of uptime: a process without a readiness file then counts as ready
+READY_POLL_S = 0.1
+LOG_TAIL_LINES = 20
+WORKER_READY = "worker.pid"  # in the home directory
+
 
 def read_settings(home: Path | None = None, listen: str = "") -> Settings:
     """Return settings from the environment and flags; home is absolute, for child processes."""
@@ -251,21 +267,6 @@ async def keys_work(sessions: Sessions, connection: Connection) -> bool:
 
 
 Result = TypeVar("Result")
-READY_TIMEOUT_S = 300.0  # a large checkpoint from a cold disk
-STOP_TIMEOUT_S = 60.0  # the api server's drain time, or a task of the worker
-RESTART_DELAY_S_MIN = 0.5
-RESTART_DELAY_S_MAX = 30.0  # of a process that ends by itself, for example without its port
-KILLED_DELAY_S_MAX = 2.0  # of a process that was killed: nothing says that it would fail again
-POSTGRES_POLL_S = 0.1  # between two looks for the postmaster: two small files
-DATABASE_TRIES_MAX = 5  # preparations of a database whose server is killed meanwhile
-ORPHAN_STOP_S = 5.0  # for processes of a killed `weir up` to finish, before they are killed
-# Variable of all children with the home directory: finds those that a killed `weir up` left.
-STACK_HOME = "WEIR_STACK_HOME"
-STACK_PART = "WEIR_STACK_PART"  # with the home directory and the child's name: finds one of them
-STABLE_AFTER_S = 60.0  # of uptime: a process without a readiness file then counts as ready
-READY_POLL_S = 0.1
-LOG_TAIL_LINES = 20
-WORKER_READY = "worker.pid"  # in the home directory
 Report = Callable[[str], None]
 
 

@@ -50,6 +50,20 @@ PAYMENT_STATES = {
     PaymentState.UNCOLLECTIBLE: "written off as uncollectible",
 }
 
+CSV_COLUMNS = (
+    "stage",
+    "organization",
+    "model",
+    "price_version",
+    "token_kind",
+    "token_count",
+    "amount",
+    "currency_code",
+    "since",
+    "detail",
+    "remedy",
+)
+
 
 def synchronize(home: Path | None, *, dry_run: bool, as_json: bool) -> None:
     """Create and update the objects at Stripe, and print them."""
@@ -144,21 +158,6 @@ def charges_automatically() -> bool:
 
 def gateway() -> StripeGateway:
     return StripeGateway(stripe_settings(os.environ))
-
-
-CSV_COLUMNS = (
-    "stage",
-    "organization",
-    "model",
-    "price_version",
-    "token_kind",
-    "token_count",
-    "amount",
-    "currency_code",
-    "since",
-    "detail",
-    "remedy",
-)
 
 
 def compare(

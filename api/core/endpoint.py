@@ -16,6 +16,9 @@ ENDPOINT_FILE = "serve.json"
 # Addresses for a local client of a process that listens on all addresses.
 LOOPBACK = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "[::]": "[::1]"}
 
+# Exit status of a process that its configuration prevents from starting: EX_CONFIG of sysexits.h
+NOT_STARTED = 78
+
 
 @dataclass(frozen=True, slots=True)
 class ConnectionFile:
@@ -85,10 +88,6 @@ def local_url(host: str, port: int, path: str, *, tls: bool = False) -> str:
     """Return the URL of an HTTP listener, for clients on this machine."""
     named = f"[{host}]" if ":" in host else host
     return f"http{'s' if tls else ''}://{LOOPBACK.get(named, named)}:{port}{path}"
-
-
-# Exit status of a process that its configuration prevents from starting: EX_CONFIG of sysexits.h
-NOT_STARTED = 78
 
 
 class AddressUnavailable(OSError):

@@ -27,6 +27,47 @@ from metering.holds.operations import RequestSettled
 from metering.quotas.quotas import InsufficientCredit, QuotaExceeded
 from metering.tenants.networks import Address
 
+VIOLATION_COUNT_MAX = 100  # violations recorded at once
+# Bytes of a status in the metadata of a call, where its message is percent-encoded, and again in
+# its details, which are base64. By default a gRPC client refuses metadata above 8 KiB, all of it:
+# it then shows neither message nor details.
+STATUS_BYTES_MAX = 6 * 2**10
+STATUS_OVERHEAD_BYTES = 400  # names, types and lengths around the texts
+FACT_BYTES_MIN = 32  # shorter ones are numbers, times and names
+REST_BYTES = 40  # "and 80 more" as a violation
+TEXT_CHARS_MAX = 256  # of names, ids, labels and filters; the longest database column has 200
+# Longer fields. Handlers check lower limits of some.
+CHARS_MAX: Mapping[str, int] = {
+    "reason": 1000,
+    "override_reason": 1000,
+    "url": 2000,
+    "page_token": 2000,
+}
+# Text for a model, with any content. The message and its parser limit its size.
+FREE_TEXT = frozenset(
+    {
+        "weir.v1.Conversation",
+        "weir.v1.CountTokensRequest.text",
+        "weir.v1.EmbedInput",
+        "weir.v1.StartFrame.conversation",
+        "weir.v1.StartFrame.response_format",
+        "weir.v1.StartFrame.stop_sequences",
+        "weir.v1.StartFrame.text",
+        "weir.v1.Tool",
+    }
+)
+# Elements per message: checking takes a millisecond on the event loop, before the key is known.
+ELEMENT_COUNT_MAX = 2000
+CONFIGURATION_ELEMENT_COUNT_MAX = 100_000  # per configuration, which an administrator sends
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+# A reason may have line breaks and tabs.
+CONTROL_IN_PROSE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+PROSE = frozenset({"reason", "override_reason"})
+ERROR_DOMAIN = "weir.dev"
+STATUS_DETAILS_KEY = "grpc-status-details-bin"
+# Bytes that take three in the header `grpc-message`.
+PERCENT_ENCODED = bytes({*range(256)} - {*range(0x20, 0x7F)} | {ord("%")})
+
 
 class Cause(StrEnum):
     """The party that caused the end of a request."""
@@ -532,47 +573,11 @@ class DeadlineBeforeStart(ApiError):
     reason = "DEADLINE_EXCEEDED"
 
 
-VIOLATION_COUNT_MAX = 100  # violations recorded at once
-# Bytes of a status in the metadata of a call, where its message is percent-encoded, and again in
-# its details, which are base64. By default a gRPC client refuses metadata above 8 KiB, all of it:
-# it then shows neither message nor details.
-STATUS_BYTES_MAX = 6 * 2**10
-STATUS_OVERHEAD_BYTES = 400  # names, types and lengths around the texts
 # Of the message, percent-encoded, and of its parts if there are too many to show all.
 MESSAGE_BYTES_MAX, PART_BYTES_MAX = 1400, 450
 # Of the facts of an `ErrorInfo`, alone and beside violations; of a violation.
 FACTS_BYTES_MAX, FACTS_BESIDE_BYTES_MAX = 1600, 600
-FACT_BYTES_MIN = 32  # shorter ones are numbers, times and names
 FIELD_BYTES_MAX, DESCRIPTION_BYTES_MAX = 200, 400
-REST_BYTES = 40  # "and 80 more" as a violation
-TEXT_CHARS_MAX = 256  # of names, ids, labels and filters; the longest database column has 200
-# Longer fields. Handlers check lower limits of some.
-CHARS_MAX: Mapping[str, int] = {
-    "reason": 1000,
-    "override_reason": 1000,
-    "url": 2000,
-    "page_token": 2000,
-}
-# Text for a model, with any content. The message and its parser limit its size.
-FREE_TEXT = frozenset(
-    {
-        "weir.v1.Conversation",
-        "weir.v1.CountTokensRequest.text",
-        "weir.v1.EmbedInput",
-        "weir.v1.StartFrame.conversation",
-        "weir.v1.StartFrame.response_format",
-        "weir.v1.StartFrame.stop_sequences",
-        "weir.v1.StartFrame.text",
-        "weir.v1.Tool",
-    }
-)
-# Elements per message: checking takes a millisecond on the event loop, before the key is known.
-ELEMENT_COUNT_MAX = 2000
-CONFIGURATION_ELEMENT_COUNT_MAX = 100_000  # per configuration, which an administrator sends
-CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
-# A reason may have line breaks and tabs.
-CONTROL_IN_PROSE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-PROSE = frozenset({"reason", "override_reason"})
 
 
 class Violations:
@@ -695,12 +700,6 @@ def _is_text_map(field: FieldDescriptor) -> bool:
     if kind is None or not kind.GetOptions().map_entry:
         return False
     return all(each.type == FieldDescriptor.TYPE_STRING for each in kind.fields)
-
-
-ERROR_DOMAIN = "weir.dev"
-STATUS_DETAILS_KEY = "grpc-status-details-bin"
-# Bytes that take three in the header `grpc-message`.
-PERCENT_ENCODED = bytes({*range(256)} - {*range(0x20, 0x7F)} | {ord("%")})
 
 
 # An error without an entry is a bug and becomes INTERNAL without its text.

@@ -39,6 +39,13 @@ INPUT_COUNT_MAX = 2048  # texts per call, as elsewhere; more gain nothing, since
 ANSWER_BYTES_MAX = 4 * 2**20 - 2**16
 EMBEDDING_BYTES = 24  # of a message besides its vector
 
+STATES = {
+    HoldState.HELD: pb.Generation.STATE_RUNNING,
+    HoldState.SETTLED: pb.Generation.STATE_SETTLED,
+    HoldState.VOIDED: pb.Generation.STATE_VOIDED,
+    HoldState.EXPIRED: pb.Generation.STATE_EXPIRED,
+}
+
 
 def quota_status(state: QuotaState) -> types_pb2.QuotaStatus:
     status = types_pb2.QuotaStatus()
@@ -247,14 +254,6 @@ def parse_billing_profile(message: types_pb2.BillingProfile) -> BillingProfile:
         if field.name != "emails"
     }
     return BillingProfile(emails=tuple(message.emails), **texts)
-
-
-STATES = {
-    HoldState.HELD: pb.Generation.STATE_RUNNING,
-    HoldState.SETTLED: pb.Generation.STATE_SETTLED,
-    HoldState.VOIDED: pb.Generation.STATE_VOIDED,
-    HoldState.EXPIRED: pb.Generation.STATE_EXPIRED,
-}
 
 
 async def models_for(router: Router, sessions: Sessions, principal: Principal) -> list[pb.Model]:

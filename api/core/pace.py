@@ -60,6 +60,9 @@ PATH_CHARS_MAX = 200  # in the log
 Value = TypeVar("Value")
 Payer = Owner | str  # an API key with its organization, or an address
 
+# Visit of the call or HTTP request that this task answers.
+VISIT: ContextVar[Visit | None] = ContextVar("visit", default=None)
+
 
 @dataclass(slots=True)
 class Turns:
@@ -288,10 +291,6 @@ class Visit:
     @property
     def _payer(self) -> Payer:
         return address_of(self._peer) if self._owner is None else self._owner
-
-
-# Visit of the call or HTTP request that this task answers.
-VISIT: ContextVar[Visit | None] = ContextVar("visit", default=None)
 
 
 @types.coroutine

@@ -22,6 +22,15 @@ from metering.tenants.networks import Network, networks_of, parse_network
 
 Value = TypeVar("Value")
 
+OPENAI_PORT_DISTANCE = 1000  # so that servers on neighbouring ports do not collide
+METRICS_PORT_DISTANCE = 2000
+METRICS_PORTS_TRIED = 64  # tried by processes that share a port, because this one cannot be shared
+PORT_MAX = 65_535
+DEMO_MODEL_NAME = "demo"
+DEMO_ENCODER_NAME = "demo-embedding"
+LETTERHEAD_LINES_MAX = 10  # of an address; more would not fit the invoice page
+TEXT_CHARS_MAX = 1000  # of a letterhead; more would not fit the invoice page
+
 
 class SettingInvalid(ValueError):
     """An invalid environment variable; the message names it and the values that are allowed."""
@@ -163,14 +172,6 @@ def truth(text: str) -> bool:
     return text.lower() in ("1", "true")
 
 
-OPENAI_PORT_DISTANCE = 1000  # so that servers on neighbouring ports do not collide
-METRICS_PORT_DISTANCE = 2000
-METRICS_PORTS_TRIED = 64  # tried by processes that share a port, because this one cannot be shared
-PORT_MAX = 65_535
-DEMO_MODEL_NAME = "demo"
-DEMO_ENCODER_NAME = "demo-embedding"
-LETTERHEAD_LINES_MAX = 10  # of an address; more would not fit the invoice page
-TEXT_CHARS_MAX = 1000  # of a letterhead; more would not fit the invoice page
 # Beyond these a tenant would practically starve, or would starve the rest.
 WEIGHT_MIN, WEIGHT_MAX = 0.01, 100.0
 

@@ -63,6 +63,9 @@ FINISH_REASONS: Mapping[Outcome, types_pb2.FinishReason.ValueType] = {
 }
 OUTCOMES = {reason: Outcome[reason.name] for reason in EngineFinishReason}
 
+PURPOSE = b"weir.payload.hash.v1"  # so that the receipt key itself has one purpose only
+PLAIN = bytes(PAYLOAD_KEY_NAME_BYTES)
+
 
 def parse_request_id(text: str) -> uuid.UUID:
     """Parse a request id. Raises: InvalidRequest."""
@@ -253,8 +256,6 @@ def duration(seconds: float | None) -> Duration | None:
     return Duration(seconds=sign * whole, nanos=sign * rest * 1000)
 
 
-PURPOSE = b"weir.payload.hash.v1"  # so that the receipt key itself has one purpose only
-PLAIN = bytes(PAYLOAD_KEY_NAME_BYTES)
 _key = b""  # of this process; set once, before it listens
 _key_name = PLAIN
 

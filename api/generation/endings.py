@@ -19,6 +19,25 @@ from metering.core.models import Outcome
 from metering.holds.operations import RequestSettled
 from metering.quotas.quotas import QuotaExceeded
 
+CAUSES: Mapping[Cause, str] = {
+    Cause.COMPLETION: "The output is complete, or was cut off by a safety rule.",
+    Cause.CLIENT: "The client cancelled, disconnected, read too slowly or sent invalid data.",
+    Cause.LIMIT: "A limit of the customer was reached: quota, credit, or maximum cost.",
+    Cause.OPERATOR: "An administrator ended the request or revoked its key.",
+    Cause.SERVICE: "The service failed. Includes every end with no other known cause.",
+}
+WALK = "tests/api/test_endings.py"
+E2E = "tests/e2e/test_endings.py"
+SIBLING = "Another prompt of the same HTTP request ended: CANCELLED, with the cause of that end"
+# Stored outcome of an end that an error decided.
+OUTCOMES: Mapping[Cause, Outcome] = {
+    Cause.COMPLETION: Outcome.STOP,
+    Cause.CLIENT: Outcome.CANCELLED,
+    Cause.LIMIT: Outcome.QUOTA_EXHAUSTED,
+    Cause.OPERATOR: Outcome.CANCELLED,
+    Cause.SERVICE: Outcome.FAILED,
+}
+
 
 class EndPhase(StrEnum):
     """Progress of a request when it ended."""
@@ -38,15 +57,6 @@ PHASES: Mapping[EndPhase, str] = {
     EndPhase.GENERATING: "The engine has generated tokens; none has been delivered.",
     EndPhase.DELIVERING: "At least one token has been delivered.",
     EndPhase.SETTLED: "Its usage event has been written.",
-}
-
-
-CAUSES: Mapping[Cause, str] = {
-    Cause.COMPLETION: "The output is complete, or was cut off by a safety rule.",
-    Cause.CLIENT: "The client cancelled, disconnected, read too slowly or sent invalid data.",
-    Cause.LIMIT: "A limit of the customer was reached: quota, credit, or maximum cost.",
-    Cause.OPERATOR: "An administrator ended the request or revoked its key.",
-    Cause.SERVICE: "The service failed. Includes every end with no other known cause.",
 }
 
 
@@ -86,8 +96,6 @@ INPUT = Charge(Action.SETTLE, bills_input=True)
 INPUT_AND_DELIVERED = Charge(Action.SETTLE, bills_input=True, bills_output=True)
 AS_SETTLED = Charge(Action.UNCHANGED)
 
-WALK = "tests/api/test_endings.py"
-E2E = "tests/e2e/test_endings.py"
 P, C = EndPhase, Cause
 # Only failures of the service are free, and only before the first token is delivered: delivered
 # output is billed.
@@ -307,16 +315,7 @@ WAYS: tuple[Way, ...] = (
         "nothing; usage up to the last extension is billed",
     ),
 )
-SIBLING = "Another prompt of the same HTTP request ended: CANCELLED, with the cause of that end"
 
-# Stored outcome of an end that an error decided.
-OUTCOMES: Mapping[Cause, Outcome] = {
-    Cause.COMPLETION: Outcome.STOP,
-    Cause.CLIENT: Outcome.CANCELLED,
-    Cause.LIMIT: Outcome.QUOTA_EXHAUSTED,
-    Cause.OPERATOR: Outcome.CANCELLED,
-    Cause.SERVICE: Outcome.FAILED,
-}
 _BY_OUTCOME = {outcome: way.cause for way in WAYS for outcome in way.outcomes}
 
 

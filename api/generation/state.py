@@ -20,6 +20,8 @@ from metering.core.models import Outcome
 
 UNDELIVERED_OUTCOMES = frozenset({Outcome.CANCELLED, Outcome.DEADLINE, Outcome.SLOW_CONSUMER})
 
+NAMES = tuple(f"{stage}_ms" for stage in STAGES)  # names of `weir.v1.Timings`
+
 
 class State(IntEnum):
     """State of a request.
@@ -157,7 +159,6 @@ class Interruptible:
             raise self._error_of(end) from None
 
 
-NAMES = tuple(f"{stage}_ms" for stage in STAGES)  # names of `weir.v1.Timings`
 # Indices of `STAGES`.
 AUTH, TOKENIZE, ADMISSION, COLD_START, QUEUE, PREFILL, DECODE, CLIENT_STALL, SETTLE = range(
     len(STAGES)

@@ -208,6 +208,22 @@ BLOCKS: Mapping[str, Pick] = {
     "held": lambda it: it.kv_block_count_held,
 }
 
+PATH = "/metrics"
+SCRAPE_WAIT_S = 8.0  # for the event loop; below a collector's usual time-out
+BOOKS_INTERVAL_S = 10.0  # between two queries of the backlog, for all collectors together
+BOOKS_WAIT_S = 2.0  # for the database; a scrape times out after ten seconds
+CONNECTIONS_MAX = 32  # a few collectors, each with a connection or two
+HEADER_BYTES_MAX = 8192
+IDLE_MAX_S = 120.0  # above the interval of most collectors, which keep their connections
+FIRST_REQUEST_MAX_S = 10.0  # until a new connection without a request is closed
+SHUTDOWN_S = 1.0
+METHODS = ("GET", "HEAD")
+HEADERS = {"content-type": "application/json", "cache-control": "no-store"}
+# Silence of the event loop, in seconds. The longest legal block is 50 ms; hostile input has reached
+# 18 s. A restart ends all streams, so only a loop that will not come back is reported dead.
+DEAD_AFTER_S = 60.0
+UNREADY_AFTER_S = 5.0
+
 
 def gauge(name: str, value: float) -> Metric:
     return GaugeMetricFamily(name, MEANINGS[name], value=value)
@@ -413,21 +429,9 @@ def span_metrics(counts: SpanCounts) -> Iterator[Metric]:
     yield gauge("weir_traces_waiting", counts.waiting)
 
 
-PATH = "/metrics"
-SCRAPE_WAIT_S = 8.0  # for the event loop; below a collector's usual time-out
-BOOKS_INTERVAL_S = 10.0  # between two queries of the backlog, for all collectors together
-BOOKS_WAIT_S = 2.0  # for the database; a scrape times out after ten seconds
-CONNECTIONS_MAX = 32  # a few collectors, each with a connection or two
-HEADER_BYTES_MAX = 8192
-IDLE_MAX_S = 120.0  # above the interval of most collectors, which keep their connections
-FIRST_REQUEST_MAX_S = 10.0  # until a new connection without a request is closed
-SHUTDOWN_S = 1.0
-
 log = structlog.get_logger(__name__)
 
 Value = TypeVar("Value")
-METHODS = ("GET", "HEAD")
-HEADERS = {"content-type": "application/json", "cache-control": "no-store"}
 Handle = Callable[[web.BaseRequest], Coroutine[Any, Any, web.StreamResponse]]
 
 
@@ -661,10 +665,6 @@ class MetricsListener:
 
 
 LIVE, READY = "/livez", frozenset({"/readyz", "/healthz", "/health"})
-# Silence of the event loop, in seconds. The longest legal block is 50 ms; hostile input has reached
-# 18 s. A restart ends all streams, so only a loop that will not come back is reported dead.
-DEAD_AFTER_S = 60.0
-UNREADY_AFTER_S = 5.0
 
 
 class Probes:

@@ -66,6 +66,11 @@ WATCHED_CALLS = ("Generate", "Embed", "http")
 INCIDENT = "INTERNAL"
 Labels = tuple[str, ...]
 
+BATCH_SECONDS_BOUNDS_MS = (0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000, 5000)
+BATCH_SIZE_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+LAG_BOUNDS_MS = (1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000, 5000)
+HTTP = "http"  # name for calls of the HTTP API
+
 
 class Histogram:
     """Counts of values by the first bound that they do not exceed, and their sum."""
@@ -286,13 +291,7 @@ class RequestCounts:
             tokens[model, "embedding"] += settled.embedding_token_count
 
 
-BATCH_SECONDS_BOUNDS_MS = (0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000, 5000)
-BATCH_SIZE_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-LAG_BOUNDS_MS = (1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000, 5000)
-
 log = structlog.get_logger(__name__)
-
-HTTP = "http"  # name for calls of the HTTP API
 
 
 class HoldBatches:

@@ -14,6 +14,55 @@ from enum import StrEnum
 
 Values = tuple[object, ...]
 
+LIMIT = ("max_tokens", "max_output_tokens")
+STOP = ("stop", "stop_sequences")
+SAMPLER = "the engines do not have this sampler"
+NO_TOOLS = "no tool runs on the server"
+NO_LORA = "name the adapter as model"
+NO_IDS = "use return_token_ids of /v1/chat/completions"
+NO_IMAGES = "send text"
+NOT_RETURNED = "not served; leave it out"
+TEXT_FORMAT: Values = ({"type": "text"},)
+# Values of our parameters in the form of another API, where they change nothing
+OTHER_FORMS: Mapping[str, Mapping[str, Values]] = {
+    "chat": {"prompt_logprobs": (False,)},
+    "completions": {"logprobs": (False,), "prompt_logprobs": (False,)},
+    "embeddings": {"truncate": (False, "NONE")},
+    "messages": {"tool_choice": ("auto", "none"), "service_tier": ("default",)},
+}
+# Parameters of ours that another API does not have: values that change nothing there
+NEUTRAL: Mapping[str, Values] = {
+    "background": (False,),
+    "best_of": (1,),
+    "encoding_format": ("float",),
+    "frequency_penalty": (0,),
+    "function_call": ("none", "auto"),
+    "ignore_eos": (False,),
+    "logprobs": (False,),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "modalities": (["text"],),
+    "n": (1,),
+    "normalize": (True,),
+    "parallel_tool_calls": (True, False),
+    "presence_penalty": (0,),
+    "reasoning_effort": ("none",),
+    "repetition_penalty": (1,),
+    "response_format": TEXT_FORMAT,
+    "seed": (-1,),
+    "service_tier": ("auto", "default", "standard_only"),
+    "store": (False,),
+    "stream": (False,),
+    "stream_options": ({"include_usage": False}, {"include_usage": True}),
+    "text": ({"format": {"type": "text"}},),
+    "tool_choice": ("none", "auto"),
+    "top_k": (-1, 0),
+    "top_logprobs": (0,),
+    "top_p": (1,),
+    "verbosity": ("medium",),
+    "inference_geo": ("global",),
+}
+
 
 class Effect(StrEnum):
     """Effect of a field in a request, unless its value changes nothing."""
@@ -69,16 +118,6 @@ def hints(*names: str) -> Iterator[tuple[str, Field]]:
     for name in names:
         yield name, Field(Effect.HINT)
 
-
-LIMIT = ("max_tokens", "max_output_tokens")
-STOP = ("stop", "stop_sequences")
-SAMPLER = "the engines do not have this sampler"
-NO_TOOLS = "no tool runs on the server"
-NO_LORA = "name the adapter as model"
-NO_IDS = "use return_token_ids of /v1/chat/completions"
-NO_IMAGES = "send text"
-NOT_RETURNED = "not served; leave it out"
-TEXT_FORMAT: Values = ({"type": "text"},)
 
 FIELDS: Mapping[str, Field] = dict(
     (
@@ -576,47 +615,6 @@ ABLE: Mapping[Effect, frozenset[str]] = {
     Effect.FORMAT: frozenset({"chat", "completions", "responses", "messages"}),
     Effect.THINKING: frozenset({"chat", "responses", "messages"}),
     Effect.GREEDY: frozenset({"chat", "completions", "responses", "messages"}),
-}
-
-# Values of our parameters in the form of another API, where they change nothing
-OTHER_FORMS: Mapping[str, Mapping[str, Values]] = {
-    "chat": {"prompt_logprobs": (False,)},
-    "completions": {"logprobs": (False,), "prompt_logprobs": (False,)},
-    "embeddings": {"truncate": (False, "NONE")},
-    "messages": {"tool_choice": ("auto", "none"), "service_tier": ("default",)},
-}
-
-# Parameters of ours that another API does not have: values that change nothing there
-NEUTRAL: Mapping[str, Values] = {
-    "background": (False,),
-    "best_of": (1,),
-    "encoding_format": ("float",),
-    "frequency_penalty": (0,),
-    "function_call": ("none", "auto"),
-    "ignore_eos": (False,),
-    "logprobs": (False,),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "modalities": (["text"],),
-    "n": (1,),
-    "normalize": (True,),
-    "parallel_tool_calls": (True, False),
-    "presence_penalty": (0,),
-    "reasoning_effort": ("none",),
-    "repetition_penalty": (1,),
-    "response_format": TEXT_FORMAT,
-    "seed": (-1,),
-    "service_tier": ("auto", "default", "standard_only"),
-    "store": (False,),
-    "stream": (False,),
-    "stream_options": ({"include_usage": False}, {"include_usage": True}),
-    "text": ({"format": {"type": "text"}},),
-    "tool_choice": ("none", "auto"),
-    "top_k": (-1, 0),
-    "top_logprobs": (0,),
-    "top_p": (1,),
-    "verbosity": ("medium",),
-    "inference_geo": ("global",),
 }
 
 

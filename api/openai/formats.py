@@ -24,6 +24,37 @@ NOTHING = frozenset({b"null", b"{}", b"[]", b'""'})  # JSON of members that requ
 CHOICE_COUNT_MAX = 4096  # texts of which the answer is one
 Value = TypeVar("Value")
 
+# Members of each type beside those that only describe it. `choice` comes from other parameters.
+MEMBERS: Mapping[str, frozenset[str]] = {
+    "text": frozenset(),
+    "json_object": frozenset({"schema", "value"}),
+    "json_schema": frozenset({"json_schema", "schema", "value"}),
+    "json": frozenset({"value", "schema"}),
+    "regex": frozenset({"value"}),
+    "regex_schema": frozenset({"regex_schema"}),
+    "grammar": frozenset({"grammar", "value"}),
+    "choice": frozenset({"value"}),
+}
+DIRECTING = ("json_schema", "schema", "value", "regex_schema", "grammar")
+SHOWN_TYPES = ", ".join(each for each in MEMBERS if each != "choice")
+REGEX_SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$]")
+TOKEN = re.compile(
+    r"""(?P<blank>[ \t\r\n]+|\#[^\r\n]*)
+    |(?P<rule>[A-Za-z0-9_-]+)[ \t\r\n]*::=
+    |(?P<name>[A-Za-z0-9_-]+)
+    |"(?P<text>(?:[^"\\\r\n]|\\.)*)"
+    |\[(?P<set>(?:[^\]\\\r\n]|\\.)+)\]
+    |(?P<count>[*+?]|\{[ ]*(?:\d{1,4})[ ]*(?:,[ ]*(?:\d{1,4})?[ ]*)?\})
+    |(?P<mark>[()|.])""",
+    re.VERBOSE,
+)
+ESCAPE = re.compile(
+    r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))|(.)", re.DOTALL
+)
+SHORT = {"n": "\n", "r": "\r", "t": "\t"}
+ANY_CHARACTER = r"/[\x{0}-\x{10ffff}]/"
+LARK = "use Lark, or GBNF with rules such as root ::= [0-9]+"
+
 
 class Schema(Struct, forbid_unknown_fields=True):
     """JSON schema with its name. It is enforced strictly even without `strict`."""
@@ -50,21 +81,6 @@ class Format(Struct, forbid_unknown_fields=True):
     value: Raw = ABSENT
     regex_schema: str | None = None
     grammar: str | None = None
-
-
-# Members of each type beside those that only describe it. `choice` comes from other parameters.
-MEMBERS: Mapping[str, frozenset[str]] = {
-    "text": frozenset(),
-    "json_object": frozenset({"schema", "value"}),
-    "json_schema": frozenset({"json_schema", "schema", "value"}),
-    "json": frozenset({"value", "schema"}),
-    "regex": frozenset({"value"}),
-    "regex_schema": frozenset({"regex_schema"}),
-    "grammar": frozenset({"grammar", "value"}),
-    "choice": frozenset({"value"}),
-}
-DIRECTING = ("json_schema", "schema", "value", "regex_schema", "grammar")
-SHOWN_TYPES = ", ".join(each for each in MEMBERS if each != "choice")
 
 
 def fill_format(start: pb.StartFrame, requested: Format | None, field: str) -> dict[str, str]:
@@ -177,28 +193,7 @@ def regex_of_choices(value: Raw, place: str) -> str:
     return "|".join(REGEX_SPECIAL.sub(r"\\\g<0>", each) for each in choices)
 
 
-REGEX_SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$]")
-
-
 # Grammars
-
-
-TOKEN = re.compile(
-    r"""(?P<blank>[ \t\r\n]+|\#[^\r\n]*)
-    |(?P<rule>[A-Za-z0-9_-]+)[ \t\r\n]*::=
-    |(?P<name>[A-Za-z0-9_-]+)
-    |"(?P<text>(?:[^"\\\r\n]|\\.)*)"
-    |\[(?P<set>(?:[^\]\\\r\n]|\\.)+)\]
-    |(?P<count>[*+?]|\{[ ]*(?:\d{1,4})[ ]*(?:,[ ]*(?:\d{1,4})?[ ]*)?\})
-    |(?P<mark>[()|.])""",
-    re.VERBOSE,
-)
-ESCAPE = re.compile(
-    r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))|(.)", re.DOTALL
-)
-SHORT = {"n": "\n", "r": "\r", "t": "\t"}
-ANY_CHARACTER = r"/[\x{0}-\x{10ffff}]/"
-LARK = "use Lark, or GBNF with rules such as root ::= [0-9]+"
 
 
 def lark_of(grammar: str, place: str) -> str:

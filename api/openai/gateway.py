@@ -124,6 +124,20 @@ TOKENIZE_NAMES: dict[str, str] = {"conversation.messages": "messages"}
 
 INPUT_COUNT_MAX = 2048  # OpenAI's own limit; the model may take fewer
 
+OWNER = "weir"
+# Endpoints require the scopes of the RPCs that they correspond to.
+SERVICE = "/weir.v1.InferenceService"
+# Seconds. Keys are looked up for each request here, but once per stream over gRPC.
+KEY_AGE_MAX_S = 1.0
+SLASHES = re.compile("/{2,}")
+IDEMPOTENCY_KEY = re.compile(r"[\x21-\x7e]{1,255}")
+CHUNKED_BYTES = 256 * 1024  # assumed size of a body of unknown length
+# Namespace of request ids that are derived from idempotency keys other than UUIDs.
+KEY_NAMESPACE = uuid.UUID("6f1c0c9e-2f6b-5d0a-9a54-3b1d9a1c7e10")
+COUNT_TOKENS = f"{SERVICE}/CountTokens"
+VERSION = version("weir-server")
+UNVERSIONED = frozenset({"/tokenize", "/detokenize"})  # as vLLM, SGLang and llama.cpp serve them
+
 
 class EmbeddingParameters(Struct, forbid_unknown_fields=True, kw_only=True):
     """Parameters of `client.embeddings.create`, and some of other servers.
@@ -240,17 +254,6 @@ def normalized(vector: Sequence[float]) -> Sequence[float]:
     return array("f", (each / length for each in vector))
 
 
-OWNER = "weir"
-
-# Endpoints require the scopes of the RPCs that they correspond to.
-SERVICE = "/weir.v1.InferenceService"
-# Seconds. Keys are looked up for each request here, but once per stream over gRPC.
-KEY_AGE_MAX_S = 1.0
-SLASHES = re.compile("/{2,}")
-IDEMPOTENCY_KEY = re.compile(r"[\x21-\x7e]{1,255}")
-CHUNKED_BYTES = 256 * 1024  # assumed size of a body of unknown length
-# Namespace of request ids that are derived from idempotency keys other than UUIDs.
-KEY_NAMESPACE = uuid.UUID("6f1c0c9e-2f6b-5d0a-9a54-3b1d9a1c7e10")
 Parsed = TypeVar("Parsed")
 Handler = Callable[[web.BaseRequest, Arrival, Principal], Awaitable[web.StreamResponse | Exchange]]
 
@@ -330,7 +333,6 @@ def model_info(listed: ListedModel, started_at: int) -> dict[str, Any]:
 
 
 GENERATE, EMBED, LIST_MODELS = f"{SERVICE}/Generate", f"{SERVICE}/Embed", f"{SERVICE}/ListModels"
-COUNT_TOKENS = f"{SERVICE}/CountTokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,8 +351,6 @@ COMPLETIONS = Api(CompletionParameters, parse_completion, CompletionAnswer)
 RESPONSES = Api(ResponseParameters, parse_response, ResponseAnswer)
 MESSAGES = Api(MessageParameters, parse_message, MessageAnswer, tolerate_message, error_body)
 MESSAGES_PATH, MODELS_PATH = "/v1/messages", "/v1/models"
-VERSION = version("weir-server")
-UNVERSIONED = frozenset({"/tokenize", "/detokenize"})  # as vLLM, SGLang and llama.cpp serve them
 
 
 class Gateway:

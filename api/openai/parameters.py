@@ -62,6 +62,146 @@ MODES: Mapping[str, pb.ToolMode.ValueType] = {
     "required": pb.TOOL_MODE_REQUIRED,
 }
 
+ROLES: Mapping[str, pb.Role.ValueType] = {
+    "system": pb.ROLE_SYSTEM,
+    "developer": pb.ROLE_SYSTEM,  # OpenAI's newer name of the system role
+    "user": pb.ROLE_USER,
+    "assistant": pb.ROLE_ASSISTANT,
+    "tool": pb.ROLE_TOOL,
+    "function": pb.ROLE_TOOL,  # its name before there were tools
+}
+MAY_BE_EMPTY = frozenset({pb.ROLE_ASSISTANT, pb.ROLE_TOOL})  # null instead of text
+TOKEN_ID_MAX = 2**31 - 1
+# `flex` is OpenAI's cheaper tier without latency targets: here the batch tier.
+TIERS: Mapping[str, pb.ServiceTier.ValueType] = {
+    # No tier is faster, so the response says `default`.
+    **dict.fromkeys(
+        ("auto", "default", "priority", "scale", "fast", "ultrafast"), pb.SERVICE_TIER_INTERACTIVE
+    ),
+    "flex": pb.SERVICE_TIER_BATCH,
+}
+# Named as in a start frame.
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+DECODING = ("presence_penalty", "frequency_penalty", "seed")
+# Parameters of all APIs by field of a start frame; each API adds its own.
+COMMON_NAMES: dict[str, str] = {
+    f"sampling.{name}": name for name in (*SAMPLING, *DECODING, "logit_bias")
+} | {
+    "conversation.thinking": "chat_template_kwargs.enable_thinking",
+    "conversation.reasoning_effort": "reasoning_effort",
+    "min_output_tokens": "min_tokens",
+    "max_reasoning_tokens": "thinking_token_budget",
+    "labels": "metadata",
+    "labels['user']": "user",
+    "labels['safety_identifier']": "safety_identifier",
+    "tier": "service_tier",
+}
+# msgspec's error messages. The second form of a path concerns a key of an object.
+_PATH = re.compile(r"^(?P<what>.*) - at `(?P<path>[^`]*)`(?: in `(?P<outer>[^`]*)`)?$", re.DOTALL)
+# Values and keys of an object whose keys are free
+_IN_FREE_KEYS = re.compile(r"at `(?:\$\.(?P<value>\w+)\[\.\.\.\]|key` in `\$\.(?P<key>\w+))`$")
+_UNKNOWN = re.compile(r"^Object contains unknown field `(?P<name>.*)`$", re.DOTALL)
+_MISSING = re.compile(r"^Object missing required field `(?P<name>.*)`$", re.DOTALL)
+NULL = ", got `null`"  # end of a message of msgspec
+MODEL_REQUIRED = "is required: name a model that GET /v1/models lists"
+# The one accepted value, and the reason.
+NO_VERBOSITY = ("medium", "control the length by the prompt and max_tokens")
+CHAT_NAMES = COMMON_NAMES | {
+    "prompt": "messages",
+    "tools[].name": "tools[].function.name",
+    "tools[].strict": "tools[].function.strict",
+    "tools[].parameters_json_schema": "tools[].function.parameters",
+    "tool_choice.name": "tool_choice.function.name",
+    "tool_choice.single": "parallel_tool_calls",
+    "stop_sequences": "stop",
+    "choice_count": "n",
+    "response_format.json_schema": "response_format.json_schema.schema",
+    "conversation.messages": "messages",
+    "conversation.continues_last_message": "continue_final_message",
+    "conversation.messages[].tool_calls[].name": "messages[].tool_calls[].function.name",
+    "conversation.messages[].tool_calls[].arguments_json": (
+        "messages[].tool_calls[].function.arguments"
+    ),
+}
+# Allowed values of numbers, by parameter
+RANGES: Mapping[str, str] = {
+    **SAMPLING_RANGES,
+    **dict.fromkeys(
+        ("max_tokens", "max_completion_tokens", "max_output_tokens"),
+        f"at least 1, or {NO_LIMIT} for no limit",
+    ),
+    "best_of": "the value of n",
+    "dimensions": "the dimension of the model",
+    "logit_bias": f"an object of token ids and numbers between -{LOGIT_BIAS_MAX:g} and"
+    f" {LOGIT_BIAS_MAX:g}",
+    "min_tokens": "from 0 to the limit on output tokens",
+    "n": f"from 1 to {CHOICE_COUNT_MAX}",
+    "prompt_logprobs": f"from 0 to {LOGPROBS_MAX['prompt_logprobs']}",
+    "seed": "a whole number of 64 bits",
+    "thinking_token_budget": "at least 0",
+    "top_logprobs": f"from 0 to {LOGPROBS_MAX['top_logprobs']}",
+}
+# Keys: the name of the output token limit that the request used.
+CHAT_NAMES_BY_LIMIT = {
+    name: CHAT_NAMES | {"max_output_tokens": name}
+    for name in ("max_tokens", "max_completion_tokens")
+}
+QUOTED_KEY_CHARS_MAX = 40
+QUOTED_CHARS_MAX = 200  # of the beginning and of the end of a message of msgspec
+# Bytes. Longer bodies are parsed in a thread; a shorter one has few elements.
+SHORT_BYTES_MAX = 16_384
+# Elements of a body outside of strings. msgspec keeps the interpreter while it parses: at these
+# counts for some 40 ms, without them for 400. A conversation of the most turns with the most calls
+# and tools has half of them; a million values are token ids.
+ELEMENT_COUNTS_MAX = {
+    "objects and lists": 32_768,
+    "members of objects": 65_536,
+    "strings": 131_072,
+    "values": 1_048_576,
+}
+SHORT_NAME_CHARS = 64  # below the limit of model names, so no further check
+MAX_TOKENS_UNSET = 16  # OpenAI's default, of this API only
+PROMPT_COUNT_MAX = 128  # each is a request of its own; the response waits for all of them
+COMPLETION_NAMES = COMMON_NAMES | {
+    "text": "prompt",
+    "token_ids.ids": "prompt",
+    "stop_sequences": "stop",
+    "choice_count": "n",
+    "max_output_tokens": "max_tokens",
+    "top_logprobs": "logprobs",
+}
+ECHO_NAMES = {"prompt_logprobs": "echo"}  # field that `echo` with `logprobs` sets
+OUT_OF_RANGE = "Number out of range"  # of msgspec, for 1e999
+HALF_PAIR = re.compile("[\ud800-\udfff]")
+# Fields of each kind of item; responses carry `id` and `status`.
+FIELDS = {
+    MESSAGE: frozenset({"type", "id", "status", "role", "content", "phase", "name"}),
+    CALL: frozenset({"type", "id", "status", "call_id", "name", "arguments", "namespace"}),
+    RESULT: frozenset({"type", "id", "status", "call_id", "output"}),
+    REASONING: frozenset({"type", "id", "status", "summary", "content", "encrypted_content"}),
+}
+RESPONSE_NAMES = COMMON_NAMES | {
+    "prompt": "input",
+    "tools[].parameters_json_schema": "tools[].parameters",
+    "tool_choice.single": "parallel_tool_calls",
+    "response_format.json_schema": "text.format.schema",
+    "conversation.reasoning_effort": "reasoning.effort",
+}
+LOGPROBS = "message.output_text.logprobs"
+# Facts of reasoning and of tools that a server runs: accepted; responses have none.
+IDLE_FACTS = frozenset(
+    {
+        "code_interpreter_call.outputs",
+        "computer_call_output.output.image_url",
+        "file_search_call.results",
+        "message.input_image.image_url",
+        "reasoning.encrypted_content",
+        "web_search_call.action.sources",
+        "web_search_call.results",
+    }
+)
+NEUTRAL_REASONING = {"context": "auto", "mode": "standard"}
+
 
 def echoed_format(requested: Format | None) -> object:
     """Return the format as a response repeats it."""
@@ -341,17 +481,6 @@ def _name(choice: NamedChoice, *, wrapped: bool) -> str:
     return name
 
 
-ROLES: Mapping[str, pb.Role.ValueType] = {
-    "system": pb.ROLE_SYSTEM,
-    "developer": pb.ROLE_SYSTEM,  # OpenAI's newer name of the system role
-    "user": pb.ROLE_USER,
-    "assistant": pb.ROLE_ASSISTANT,
-    "tool": pb.ROLE_TOOL,
-    "function": pb.ROLE_TOOL,  # its name before there were tools
-}
-MAY_BE_EMPTY = frozenset({pb.ROLE_ASSISTANT, pb.ROLE_TOOL})  # null instead of text
-
-
 class ContentPart(Struct, forbid_unknown_fields=True):
     """Part of a message. Fields that responses carry beside the text are accepted back.
 
@@ -517,117 +646,13 @@ def text_of(content: str | Sequence[ContentPart], field: str) -> str:
 
 Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-TOKEN_ID_MAX = 2**31 - 1
 TokenId = Annotated[int, Meta(ge=0, le=TOKEN_ID_MAX)]
 
-# `flex` is OpenAI's cheaper tier without latency targets: here the batch tier.
-TIERS: Mapping[str, pb.ServiceTier.ValueType] = {
-    # No tier is faster, so the response says `default`.
-    **dict.fromkeys(
-        ("auto", "default", "priority", "scale", "fast", "ultrafast"), pb.SERVICE_TIER_INTERACTIVE
-    ),
-    "flex": pb.SERVICE_TIER_BATCH,
-}
 
-# Named as in a start frame.
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-DECODING = ("presence_penalty", "frequency_penalty", "seed")
-# Parameters of all APIs by field of a start frame; each API adds its own.
-COMMON_NAMES: dict[str, str] = {
-    f"sampling.{name}": name for name in (*SAMPLING, *DECODING, "logit_bias")
-} | {
-    "conversation.thinking": "chat_template_kwargs.enable_thinking",
-    "conversation.reasoning_effort": "reasoning_effort",
-    "min_output_tokens": "min_tokens",
-    "max_reasoning_tokens": "thinking_token_budget",
-    "labels": "metadata",
-    "labels['user']": "user",
-    "labels['safety_identifier']": "safety_identifier",
-    "tier": "service_tier",
-}
-
-# msgspec's error messages. The second form of a path concerns a key of an object.
-_PATH = re.compile(r"^(?P<what>.*) - at `(?P<path>[^`]*)`(?: in `(?P<outer>[^`]*)`)?$", re.DOTALL)
-# Values and keys of an object whose keys are free
-_IN_FREE_KEYS = re.compile(r"at `(?:\$\.(?P<value>\w+)\[\.\.\.\]|key` in `\$\.(?P<key>\w+))`$")
-_UNKNOWN = re.compile(r"^Object contains unknown field `(?P<name>.*)`$", re.DOTALL)
-_MISSING = re.compile(r"^Object missing required field `(?P<name>.*)`$", re.DOTALL)
-NULL = ", got `null`"  # end of a message of msgspec
-MODEL_REQUIRED = "is required: name a model that GET /v1/models lists"
 Body = TypeVar("Body", bound=Struct)
 Unsupported = Any  # type of OpenAI's parameters that are refused unless empty
 Idle = Any  # type of parameters that change nothing
 
-# The one accepted value, and the reason.
-NO_VERBOSITY = ("medium", "control the length by the prompt and max_tokens")
-CHAT_NAMES = COMMON_NAMES | {
-    "prompt": "messages",
-    "tools[].name": "tools[].function.name",
-    "tools[].strict": "tools[].function.strict",
-    "tools[].parameters_json_schema": "tools[].function.parameters",
-    "tool_choice.name": "tool_choice.function.name",
-    "tool_choice.single": "parallel_tool_calls",
-    "stop_sequences": "stop",
-    "choice_count": "n",
-    "response_format.json_schema": "response_format.json_schema.schema",
-    "conversation.messages": "messages",
-    "conversation.continues_last_message": "continue_final_message",
-    "conversation.messages[].tool_calls[].name": "messages[].tool_calls[].function.name",
-    "conversation.messages[].tool_calls[].arguments_json": (
-        "messages[].tool_calls[].function.arguments"
-    ),
-}
-# Allowed values of numbers, by parameter
-RANGES: Mapping[str, str] = {
-    **SAMPLING_RANGES,
-    **dict.fromkeys(
-        ("max_tokens", "max_completion_tokens", "max_output_tokens"),
-        f"at least 1, or {NO_LIMIT} for no limit",
-    ),
-    "best_of": "the value of n",
-    "dimensions": "the dimension of the model",
-    "logit_bias": f"an object of token ids and numbers between -{LOGIT_BIAS_MAX:g} and"
-    f" {LOGIT_BIAS_MAX:g}",
-    "min_tokens": "from 0 to the limit on output tokens",
-    "n": f"from 1 to {CHOICE_COUNT_MAX}",
-    "prompt_logprobs": f"from 0 to {LOGPROBS_MAX['prompt_logprobs']}",
-    "seed": "a whole number of 64 bits",
-    "thinking_token_budget": "at least 0",
-    "top_logprobs": f"from 0 to {LOGPROBS_MAX['top_logprobs']}",
-}
-# Keys: the name of the output token limit that the request used.
-CHAT_NAMES_BY_LIMIT = {
-    name: CHAT_NAMES | {"max_output_tokens": name}
-    for name in ("max_tokens", "max_completion_tokens")
-}
-
-QUOTED_KEY_CHARS_MAX = 40
-QUOTED_CHARS_MAX = 200  # of the beginning and of the end of a message of msgspec
-# Bytes. Longer bodies are parsed in a thread; a shorter one has few elements.
-SHORT_BYTES_MAX = 16_384
-# Elements of a body outside of strings. msgspec keeps the interpreter while it parses: at these
-# counts for some 40 ms, without them for 400. A conversation of the most turns with the most calls
-# and tools has half of them; a million values are token ids.
-ELEMENT_COUNTS_MAX = {
-    "objects and lists": 32_768,
-    "members of objects": 65_536,
-    "strings": 131_072,
-    "values": 1_048_576,
-}
-
-SHORT_NAME_CHARS = 64  # below the limit of model names, so no further check
-MAX_TOKENS_UNSET = 16  # OpenAI's default, of this API only
-PROMPT_COUNT_MAX = 128  # each is a request of its own; the response waits for all of them
-COMPLETION_NAMES = COMMON_NAMES | {
-    "text": "prompt",
-    "token_ids.ids": "prompt",
-    "stop_sequences": "stop",
-    "choice_count": "n",
-    "max_output_tokens": "max_tokens",
-    "top_logprobs": "logprobs",
-}
-
-ECHO_NAMES = {"prompt_logprobs": "echo"}  # field that `echo` with `logprobs` sets
 
 Prompts = Sequence[str | Sequence[int]]
 Prompt = str | list[str | TokenId | list[TokenId]]
@@ -842,10 +867,6 @@ def drop_empty(requested: Struct) -> None:
             setattr(requested, name, None)
     if getattr(requested, "seed", None) == -1:
         requested.seed = None  # type: ignore[attr-defined]
-
-
-OUT_OF_RANGE = "Number out of range"  # of msgspec, for 1e999
-HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 
 class _NotFinite(str):
@@ -1362,37 +1383,6 @@ def frame_with_prompt(start: pb.StartFrame, prompt: str | Sequence[int]) -> pb.S
     return complete
 
 
-# Fields of each kind of item; responses carry `id` and `status`.
-FIELDS = {
-    MESSAGE: frozenset({"type", "id", "status", "role", "content", "phase", "name"}),
-    CALL: frozenset({"type", "id", "status", "call_id", "name", "arguments", "namespace"}),
-    RESULT: frozenset({"type", "id", "status", "call_id", "output"}),
-    REASONING: frozenset({"type", "id", "status", "summary", "content", "encrypted_content"}),
-}
-
-RESPONSE_NAMES = COMMON_NAMES | {
-    "prompt": "input",
-    "tools[].parameters_json_schema": "tools[].parameters",
-    "tool_choice.single": "parallel_tool_calls",
-    "response_format.json_schema": "text.format.schema",
-    "conversation.reasoning_effort": "reasoning.effort",
-}
-
-LOGPROBS = "message.output_text.logprobs"
-# Facts of reasoning and of tools that a server runs: accepted; responses have none.
-IDLE_FACTS = frozenset(
-    {
-        "code_interpreter_call.outputs",
-        "computer_call_output.output.image_url",
-        "file_search_call.results",
-        "message.input_image.image_url",
-        "reasoning.encrypted_content",
-        "web_search_call.action.sources",
-        "web_search_call.results",
-    }
-)
-
-
 class Item(Struct, forbid_unknown_fields=True, kw_only=True):
     """Input item of any kind. `history.py` converts items of other kinds, or refuses them."""
 
@@ -1514,9 +1504,6 @@ class Text(Struct, forbid_unknown_fields=True):
 
     format: Format | None = None
     verbosity: Any = None
-
-
-NEUTRAL_REASONING = {"context": "auto", "mode": "standard"}
 
 
 class Reasoning(Struct, forbid_unknown_fields=True):

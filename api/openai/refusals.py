@@ -96,12 +96,6 @@ REMEDIES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     )
 )
 
-
-def remedy_of(path: str) -> str:
-    """Return what to do without an endpoint that is not served; empty for unknown ones."""
-    return next((remedy for pattern, remedy in REMEDIES if pattern.fullmatch(path)), "")
-
-
 # Names of the contract in messages: fields, whose names differ between APIs, and fixed words.
 TERMS = re.compile(
     r"\b(?:max_output_tokens|min_output_tokens|choice_count|tool_choice\.single|TOOL_MODE_[A-Z]+"
@@ -114,6 +108,13 @@ WORDS = {
     "request_id": "Idempotency-Key",
 }
 INDEX = re.compile(r"\[\d+\]")
+
+
+def remedy_of(path: str) -> str:
+    """Return what to do without an endpoint that is not served; empty for unknown ones."""
+    return next((remedy for pattern, remedy in REMEDIES if pattern.fullmatch(path)), "")
+
+
 Detail = TypeVar("Detail", bound=Message)
 
 REQUESTS, TOKENS = "requests", "tokens"

@@ -83,6 +83,20 @@ NO_LIMIT = -1  # as a limit on tokens, as in llama.cpp
 HIDES = "tool_choice"  # its value `none` changes nothing without tools
 Tree = dict[str, Any]
 
+STRUCTURED: Mapping[str, Callable[[Any], Tree]] = {
+    "json": lambda value: {"type": "json", "value": value},
+    "regex": lambda value: {"type": "regex", "value": value},
+    "choice": lambda value: {"type": "choice", "value": value},
+    "grammar": lambda value: {"type": "grammar", "value": value},
+    "json_object": lambda _: {"type": "json_object"},
+}
+STRUCTURED_NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "json_object": (False,),
+    "disable_any_whitespace": (False,),
+    "disable_additional_properties": (False,),
+    "disable_fallback": (False, True),
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:
@@ -443,21 +457,6 @@ def format_of(name: str, value: Any) -> tuple[str, Tree] | None:
         case "grammar", _:
             return name, {"type": "grammar", "value": value}
     return name, {"type": kinds[name], "value": value}
-
-
-STRUCTURED: Mapping[str, Callable[[Any], Tree]] = {
-    "json": lambda value: {"type": "json", "value": value},
-    "regex": lambda value: {"type": "regex", "value": value},
-    "choice": lambda value: {"type": "choice", "value": value},
-    "grammar": lambda value: {"type": "grammar", "value": value},
-    "json_object": lambda _: {"type": "json_object"},
-}
-STRUCTURED_NEUTRAL: Mapping[str, tuple[object, ...]] = {
-    "json_object": (False,),
-    "disable_any_whitespace": (False,),
-    "disable_additional_properties": (False,),
-    "disable_fallback": (False, True),
-}
 
 
 def _structured(members: Tree) -> tuple[str, Tree] | None:

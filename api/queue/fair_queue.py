@@ -31,6 +31,36 @@ from metering.core.models import ServiceTier as ServiceTier
 
 ALL_TENANTS = uuid.UUID(int=0)  # shared line of all tenants if fairness is off
 
+OUTPUT_MEMORY = 16  # requests in the mean output, which adapts to a change within some dozens
+# Expected output until a request has ended: that of the reference workload.
+OUTPUT_TOKENS_UNKNOWN = 150.0
+SAMPLE_S = 0.25  # seconds: several steps of a slow engine
+MEMORY_S = 5.0  # seconds after which a sample weighs a third: follows the load without flickering
+# Units of service that no interactive tenant reaches in thirty years at a million per second.
+BATCH_RANK = 1e15
+WINDOW_FIRST = 8.0  # sequences: a burst to an idle engine fills its first batch within a few steps
+WINDOW_MIN = 1.0
+# Sequences: together with overtaking ones below the queue limit of engines (256).
+WINDOW_MAX = 160.0
+PENDING_MAX = 224  # sequences in total; one more request of up to 16 choices still fits
+# Sequences with a response format that do not count, since they wait for their grammar.
+COMPILING_MAX = 32
+# Steps: a sequence misses the step under way at its dispatch; the next one can take it.
+STEPS_AT_ONCE = 2
+STEPS_LONG = 3  # the target is one step of waiting
+# Sequences per late one: slower than growth, since an empty batch costs more than unfairness.
+SHRINK = 0.5
+# Share of places for new requests; the rest is for reservations, since rates vary.
+NEWCOMERS_SHARE = 0.8
+# Retry-after is a fifth longer than computed, since an early retry is refused again.
+RETRY_MARGIN = 1.2
+RETRY_S_MIN = 0.05  # seconds: with a shorter retry-after a client would spin
+RETRY_S_UNKNOWN = 1.0  # seconds: before any service was observed
+RESERVATIONS_PER_PLACE = 10  # beyond this many, a retry-after is an estimate without a reservation
+# Seconds for which a reservation is kept at least, for client jitter and network delay.
+GRACE_S_MIN = 2.0
+EARLY_S = 0.001  # seconds that a timer may fire early
+
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
@@ -242,11 +272,6 @@ class Place:
         self.leave()
 
 
-OUTPUT_MEMORY = 16  # requests in the mean output, which adapts to a change within some dozens
-# Expected output until a request has ended: that of the reference workload.
-OUTPUT_TOKENS_UNKNOWN = 150.0
-
-
 class Waits:
     """Rate and mean output of one tier, and wait estimates from them."""
 
@@ -321,10 +346,6 @@ class Waits:
         )
 
 
-SAMPLE_S = 0.25  # seconds: several steps of a slow engine
-MEMORY_S = 5.0  # seconds after which a sample weighs a third: follows the load without flickering
-
-
 class ServiceRate:
     """Service units per second while requests wait; at other times it would measure demand."""
 
@@ -364,10 +385,6 @@ class Tier:
     def __init__(self) -> None:
         self.line: Line[Place] = Line()
         self.waits = Waits()
-
-
-# Units of service that no interactive tenant reaches in thirty years at a million per second.
-BATCH_RANK = 1e15
 
 
 class FairQueue:
@@ -490,20 +507,6 @@ class FairQueue:
                 tier.waits.rate.watch(now, waiting=not tier.waits.rate.is_sampled)
 
 
-WINDOW_FIRST = 8.0  # sequences: a burst to an idle engine fills its first batch within a few steps
-WINDOW_MIN = 1.0
-# Sequences: together with overtaking ones below the queue limit of engines (256).
-WINDOW_MAX = 160.0
-PENDING_MAX = 224  # sequences in total; one more request of up to 16 choices still fits
-# Sequences with a response format that do not count, since they wait for their grammar.
-COMPILING_MAX = 32
-# Steps: a sequence misses the step under way at its dispatch; the next one can take it.
-STEPS_AT_ONCE = 2
-STEPS_LONG = 3  # the target is one step of waiting
-# Sequences per late one: slower than growth, since an empty batch costs more than unfairness.
-SHRINK = 0.5
-
-
 class DispatchWindow:
     """Dispatch window of one engine, or of several behind one queue. Counts are in sequences.
 
@@ -581,18 +584,9 @@ class DispatchWindow:
             self.window = max(self.window - SHRINK, WINDOW_MIN * self.engine_count)
 
 
-# Share of places for new requests; the rest is for reservations, since rates vary.
-NEWCOMERS_SHARE = 0.8
 # Fraction of the time left that the expected wait may take: one wait in ten is a fifth longer than
 # expected.
 RESERVED_WAIT_SHARE, NEWCOMERS_WAIT_SHARE = 0.9, 0.6
-# Retry-after is a fifth longer than computed, since an early retry is refused again.
-RETRY_MARGIN = 1.2
-RETRY_S_MIN = 0.05  # seconds: with a shorter retry-after a client would spin
-RETRY_S_UNKNOWN = 1.0  # seconds: before any service was observed
-RESERVATIONS_PER_PLACE = 10  # beyond this many, a retry-after is an estimate without a reservation
-# Seconds for which a reservation is kept at least, for client jitter and network delay.
-GRACE_S_MIN = 2.0
 
 
 class QueueAdmission:
@@ -765,8 +759,6 @@ class QueueAdmission:
             arrival.input_token_count, arrival.output_token_count_max
         )
 
-
-EARLY_S = 0.001  # seconds that a timer may fire early
 
 Key = tuple[uuid.UUID, uuid.UUID]  # tenant and request
 

@@ -63,6 +63,14 @@ from inference.workers.protocol import Message, Pulse
 # Between two tokens of all sequences together: a long prompt is computed in between.
 USUAL_GAP_S = 1.0
 
+END_WAIT_S = 2.0  # seconds for an engine's last message after the last token
+READ_ON_TOKENS_MAX = 16  # tokens of an engine that goes on after a stop sequence; none is billed
+TAKEN_AT_ONCE_MAX = 1024  # tokens of one answer before other sequences go on: some 5 ms
+LOGPROB_MAX = 0.01  # logarithms of probabilities are at most 0; sums in bfloat16 exceed it a little
+# Stuck sequences that keep their place, while others progress, before the engine counts as stuck.
+STALLS_MAX = 3
+PARENTS_MAX = 64  # blocks of equal tokens to follow, one per tenant; a lookup then takes 2 ms
+
 
 @dataclass(frozen=True, slots=True)
 class Handling:
@@ -81,12 +89,6 @@ class Handling:
     abort_with_logprobs: bool = False
     abort_drain_s: float = 1.5
     empty_answer_count_max: int = 16
-
-
-END_WAIT_S = 2.0  # seconds for an engine's last message after the last token
-READ_ON_TOKENS_MAX = 16  # tokens of an engine that goes on after a stop sequence; none is billed
-TAKEN_AT_ONCE_MAX = 1024  # tokens of one answer before other sequences go on: some 5 ms
-LOGPROB_MAX = 0.01  # logarithms of probabilities are at most 0; sums in bfloat16 exceed it a little
 
 
 class Answer(NamedTuple):
@@ -833,10 +835,6 @@ class OutsideCore:
             del self._requests[request.number]
 
 
-# Stuck sequences that keep their place, while others progress, before the engine counts as stuck.
-STALLS_MAX = 3
-
-
 class StallWatch:
     """Detects sequences without new tokens. Timeouts in seconds, to the first token and between.
 
@@ -880,9 +878,6 @@ class StallWatch:
             self._core.fail(choice, EngineFailed("the engine has stopped generating this sequence"))
             self._stall_count += not (choice.aborted and self._abort_frees)
         return silent if self._stall_count >= STALLS_MAX else None
-
-
-PARENTS_MAX = 64  # blocks of equal tokens to follow, one per tenant; a lookup then takes 2 ms
 
 
 class KvCacheChange(Message, tag="kv_cache", frozen=True):

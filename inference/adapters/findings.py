@@ -25,6 +25,14 @@ from inference.engine import GrammarKind, ModelInfo, ResponseFormat
 REPORT = "weir doctor, format 1"
 Patient = TypeVar("Patient")
 
+FORMATS = (
+    ResponseFormat(
+        GrammarKind.JSON_SCHEMA,
+        '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}',
+    ),
+    ResponseFormat(GrammarKind.REGEX, "[0-9]{3}"),
+)
+
 
 class Verdict(StrEnum):
     """expected: as documented. other: differs, and the adapter handles it. bad: unusable."""
@@ -124,15 +132,6 @@ def checkpoint_facts(model: ModelInfo) -> dict[str, object]:
         "context_window_tokens": model.context_window_tokens,
         "vocabulary_size": model.vocabulary_size,
     }
-
-
-FORMATS = (
-    ResponseFormat(
-        GrammarKind.JSON_SCHEMA,
-        '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}',
-    ),
-    ResponseFormat(GrammarKind.REGEX, "[0-9]{3}"),
-)
 
 
 async def accepted(

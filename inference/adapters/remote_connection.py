@@ -80,6 +80,34 @@ _OPTIONS: list[tuple[str, int | str]] = [
     ("grpc.use_local_subchannel_pool", 1),
 ]
 
+BUNDLE_BYTES_MAX = 64 << 20  # bytes: several times the largest tokenizer that is in use
+UNPACKED_BYTES_MAX = 256 << 20
+ENTRIES_MAX = 64
+NEEDED = ("config.json", "tokenizer.json")
+# What `zipfile` raises for odd bytes.
+_BAD_ARCHIVE = (
+    *(zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, OSError),
+    *(NotImplementedError, RuntimeError, ValueError, struct.error),
+)
+# Families whose first position is the row after that of the padding token.
+_OFFSET_FAMILIES = frozenset({"roberta", "xlm-roberta", "camembert", "mpnet"})
+DIALECTS: Mapping[Service, type[GrpcDialect | HttpDialect]] = {
+    Service.TRTLLM: TrtllmDialect,
+    Service.VLLM: VllmDialect,
+    Service.SGLANG: SglangDialect,
+    Service.OPENAI_HTTP: HttpDialect,
+    Service.OPENAI_HTTPS: HttpDialect,
+}
+# Formats of which the first tokens are an output of this form.
+PROBE_FORMATS = (
+    (GrammarKind.JSON_SCHEMA, '{"type": "string", "enum": ["' + 64 * "weir " + '"]}', '"[weir ]*'),
+    (GrammarKind.REGEX, "[0-9]{200}", "[0-9]+"),
+)
+PROBE_FORMAT_TOKENS = 8
+PROBE_BIAS = 100.0
+# Length of the prompt for cache probes: two of the largest blocks in use, plus one.
+PROBE_TOKENS = 513
+
 
 def credentials(tls: TlsFiles) -> grpc.ChannelCredentials:
     """Load the TLS files, per connection since certificates are renewed. Raises: ServerUnfit."""
@@ -102,17 +130,6 @@ def open_channel(target: Target, tls: TlsFiles | None, api: Any = grpc.aio) -> A
     if tls.server_name:
         options.append(("grpc.ssl_target_name_override", tls.server_name))
     return api.secure_channel(target.address, credentials(tls), options=options)
-
-
-BUNDLE_BYTES_MAX = 64 << 20  # bytes: several times the largest tokenizer that is in use
-UNPACKED_BYTES_MAX = 256 << 20
-ENTRIES_MAX = 64
-NEEDED = ("config.json", "tokenizer.json")
-# What `zipfile` raises for odd bytes.
-_BAD_ARCHIVE = (
-    *(zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, OSError),
-    *(NotImplementedError, RuntimeError, ValueError, struct.error),
-)
 
 
 class Bundle:
@@ -224,10 +241,6 @@ def _meaning(content: bytes, name: str) -> Any:
     return read
 
 
-# Families whose first position is the row after that of the padding token.
-_OFFSET_FAMILIES = frozenset({"roberta", "xlm-roberta", "camembert", "mpnet"})
-
-
 def read_remote_encoder(
     directory: Path, *, name: str, engine: str, input_tokens_max: int | None
 ) -> tuple[ModelInfo, bool]:
@@ -259,22 +272,6 @@ def read_remote_encoder(
     return model, normalized
 
 
-DIALECTS: Mapping[Service, type[GrpcDialect | HttpDialect]] = {
-    Service.TRTLLM: TrtllmDialect,
-    Service.VLLM: VllmDialect,
-    Service.SGLANG: SglangDialect,
-    Service.OPENAI_HTTP: HttpDialect,
-    Service.OPENAI_HTTPS: HttpDialect,
-}
-# Formats of which the first tokens are an output of this form.
-PROBE_FORMATS = (
-    (GrammarKind.JSON_SCHEMA, '{"type": "string", "enum": ["' + 64 * "weir " + '"]}', '"[weir ]*'),
-    (GrammarKind.REGEX, "[0-9]{200}", "[0-9]+"),
-)
-PROBE_FORMAT_TOKENS = 8
-PROBE_BIAS = 100.0
-# Length of the prompt for cache probes: two of the largest blocks in use, plus one.
-PROBE_TOKENS = 513
 _log = logging.getLogger("weir.inference.adapters")
 
 

@@ -79,6 +79,24 @@ BLOCK_TOKENS_MAX = 4096
 SAID_CHARS_MAX = 300  # of a server's text, in the log
 _log = logging.getLogger("weir.inference.adapters")
 
+# Names in requests to servers, by the name of the field in a `StartFrame` that they come from.
+WIRE_NAMES = {field: field.rpartition(".")[2] for field in RequestField} | {
+    RequestField.TOP_LOGPROBS: "logprobs",
+    RequestField.MIN_OUTPUT_TOKENS: "min_tokens",
+}
+FIELDS = {name: field.value for field, name in WIRE_NAMES.items()} | {
+    "max_tokens": "max_output_tokens",
+    "max_new_tokens": "max_output_tokens",
+    "min_new_tokens": RequestField.MIN_OUTPUT_TOKENS.value,
+    "structured_outputs": "response_format",
+}
+# Texts of gRPC in this process about an answer above the limits of its channel.
+_TOO_LARGE = re.compile("larger than max|metadata size exceeds")
+_FIELD_NAMES = re.compile(rf"\b(?:{'|'.join(map(re.escape, FIELDS))})\b")
+TOP_LOGPROBS_MAX = 19  # one more is requested; vLLM's default limit is 20
+LOGIT_BIAS_MAX = 100.0
+SEED_MAX = 2**31 - 1
+
 
 def message_bytes_max(choice: Choice, *, repeats_output: bool) -> int:
     """Return the bytes that an answer may need for one message, or between two new tokens."""
@@ -396,22 +414,6 @@ def finish_reason(reported: str) -> str:
     return known
 
 
-# Names in requests to servers, by the name of the field in a `StartFrame` that they come from.
-WIRE_NAMES = {field: field.rpartition(".")[2] for field in RequestField} | {
-    RequestField.TOP_LOGPROBS: "logprobs",
-    RequestField.MIN_OUTPUT_TOKENS: "min_tokens",
-}
-FIELDS = {name: field.value for field, name in WIRE_NAMES.items()} | {
-    "max_tokens": "max_output_tokens",
-    "max_new_tokens": "max_output_tokens",
-    "min_new_tokens": RequestField.MIN_OUTPUT_TOKENS.value,
-    "structured_outputs": "response_format",
-}
-# Texts of gRPC in this process about an answer above the limits of its channel.
-_TOO_LARGE = re.compile("larger than max|metadata size exceeds")
-_FIELD_NAMES = re.compile(rf"\b(?:{'|'.join(map(re.escape, FIELDS))})\b")
-
-
 def named_field(text: str | None) -> str | None:
     """Return the only field of a `StartFrame` that a server's text names."""
     found = {FIELDS[name] for name in _FIELD_NAMES.findall((text or "")[:SAID_CHARS_MAX])}
@@ -563,11 +565,6 @@ def _known(logprob: trtllm_pb.TokenLogprob) -> dict[int, TokenLogprob]:
     if not known:  # beside other top tokens, a token without a reported probability would get 0
         known[logprob.token_id] = TokenLogprob(logprob.token_id, logprob.logprob)
     return known
-
-
-TOP_LOGPROBS_MAX = 19  # one more is requested; vLLM's default limit is 20
-LOGIT_BIAS_MAX = 100.0
-SEED_MAX = 2**31 - 1
 
 
 class VllmDialect(GrpcDialect):

@@ -68,6 +68,12 @@ UNKNOWN_BLOCK_COUNT = 1 << 40  # a request is limited by the server's context wi
 IDLE_POLL_S = 0.01  # while the last sequences drain on close
 DEFAULT_BLOCK_TOKENS = dict.fromkeys(Service, 16) | {Service.TRTLLM: 32}
 
+UNANSWERED_MAX = 2  # consecutive health polls that may fail: one may be lost under load
+STALL_LOOK_S = 0.5
+EVENTS_AGAIN_S = 30.0  # seconds until a subscription that ended is renewed
+BLOCKS_MAX = 1 << 18  # of the index, some 250 MB; a larger cache is known by its events no more
+BLOCKS_AT_ONCE = 256  # of events, applied before other tasks run: 5 ms
+
 
 class RemoteEngine(EngineLife):
     """Implement `Engine` with a server: `trtllm-serve --grpc`, `vllm serve`."""
@@ -321,9 +327,6 @@ class RemoteAnswers:
                     pass
 
 
-UNANSWERED_MAX = 2  # consecutive health polls that may fail: one may be lost under load
-
-
 class ConnectionWatch:
     """Monitors one connection. lost: called with the reason when it is unusable."""
 
@@ -360,12 +363,6 @@ class ConnectionWatch:
 
     async def _read_load(self) -> None:
         """Read the load after each health check."""
-
-
-STALL_LOOK_S = 0.5
-EVENTS_AGAIN_S = 30.0  # seconds until a subscription that ended is renewed
-BLOCKS_MAX = 1 << 18  # of the index, some 250 MB; a larger cache is known by its events no more
-BLOCKS_AT_ONCE = 256  # of events, applied before other tasks run: 5 ms
 
 
 class Upkeep(ConnectionWatch):

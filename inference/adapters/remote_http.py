@@ -143,6 +143,10 @@ _CODES = {
     503: grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
 
+_TOPS = msgspec.json.Decoder(list[dict[str, float] | None] | None)
+# JSON that is not as expected; nested too deeply; text that is not UTF-8.
+_INVALID = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
+
 
 class HttpFailure(grpc.aio.AioRpcError):
     """Failure of a request. field: of the start frame, if the server names one."""
@@ -272,9 +276,6 @@ class _Cards(msgspec.Struct):
 
 _EVENTS = msgspec.json.Decoder(_Event)
 _PARTS = msgspec.json.Decoder(_Part)
-_TOPS = msgspec.json.Decoder(list[dict[str, float] | None] | None)
-# JSON that is not as expected; nested too deeply; text that is not UTF-8.
-_INVALID = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
 
 
 def _failure(status: int, body: bytes) -> HttpFailure:

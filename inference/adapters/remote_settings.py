@@ -17,6 +17,22 @@ from pathlib import Path
 
 from inference.adapters.external_core import Handling
 
+# Message to clients about a server that cannot be used: the reason may name addresses.
+TOLD_LOSS = "its server cannot be used now; operators find the reason in the log"
+TARGET_FORM = (
+    "must be trtllm://host:port, vllm://host:port or sglang://host:port, or"
+    " openai+http://host:port or openai+https://host:port, both optionally with /model"
+)
+AUTHORIZATION = "authorization"
+KEY_BYTES_MAX = 8 << 10
+SECRET_CHARS_MIN = 4  # shorter ones would be masked in ordinary words
+# Headers that the clients write, or that have a meaning for a connection.
+_RESERVED = re.compile(
+    r"grpc-.*|.*-bin|accept-encoding|connection|content-.*|expect|host|te|trailer|"
+    r"transfer-encoding|upgrade|user-agent|x-request-id|x-tenant-id"
+)
+_HEADER = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+
 
 class Service(StrEnum):
     """Service of a server; the values are the schemes of target addresses."""
@@ -32,10 +48,6 @@ class Service(StrEnum):
         return self in (Service.OPENAI_HTTP, Service.OPENAI_HTTPS)
 
 
-# Message to clients about a server that cannot be used: the reason may name addresses.
-TOLD_LOSS = "its server cannot be used now; operators find the reason in the log"
-
-
 @dataclass(frozen=True, slots=True)
 class Target:
     """One server. address: host:port. model: name of the model on an HTTP server, if it is not the
@@ -49,12 +61,6 @@ class Target:
     def __str__(self) -> str:
         path = f"/{self.model}" if self.model else ""
         return f"{self.service.value}://{self.address}{path}"
-
-
-TARGET_FORM = (
-    "must be trtllm://host:port, vllm://host:port or sglang://host:port, or"
-    " openai+http://host:port or openai+https://host:port, both optionally with /model"
-)
 
 
 def parse_target(text: str) -> Target:
@@ -93,15 +99,6 @@ class TlsFiles:
             raise ValueError("a client certificate needs its key, and the key its certificate")
 
 
-AUTHORIZATION = "authorization"
-KEY_BYTES_MAX = 8 << 10
-SECRET_CHARS_MIN = 4  # shorter ones would be masked in ordinary words
-# Headers that the clients write, or that have a meaning for a connection.
-_RESERVED = re.compile(
-    r"grpc-.*|.*-bin|accept-encoding|connection|content-.*|expect|host|te|trailer|"
-    r"transfer-encoding|upgrade|user-agent|x-request-id|x-tenant-id"
-)
-_HEADER = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 _secrets: deque[str] = deque(maxlen=256)  # of all files, with those before rotations
 _log = logging.getLogger("weir.inference.adapters")
 

@@ -42,6 +42,11 @@ _GUIDES = {
 }
 EFFECT_PROMPT_TOKENS, EFFECT_TOKENS = 32, 4  # of outputs that show whether adapters have an effect
 
+LOOK_EVERY_S = 0.5
+# Programs that the engine needs while it runs. Others below it end by themselves: compilers,
+# resource trackers.
+RANKS = ("mpi4py.futures.server", "orted", "prted")
+
 
 class TensorRtLibrary:
     """TensorRT-LLM, imported and checked for the supported release."""
@@ -225,10 +230,6 @@ def _lora_config(adapters: Sequence[Adapter]) -> Any:
     )
 
 
-LOOK_EVERY_S = 0.5
-# Programs that the engine needs while it runs. Others below it end by themselves: compilers,
-# resource trackers.
-RANKS = ("mpi4py.futures.server", "orted", "prted")
 _log = logging.getLogger("weir.inference.adapters")
 
 

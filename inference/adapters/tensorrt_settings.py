@@ -19,6 +19,30 @@ from inference.workers.protocol import Message
 # 1.2.0 corrupts its KV cache under block reuse (NVIDIA/TensorRT-LLM#12770); later interfaces differ
 VERSION = "1.2.1"
 
+KV_EVENT_COUNT_MAX = 65_536  # size of the engine's buffer of cache events
+SPARE_PLACE_COUNT = 8  # batch places reserved for sequences that are being aborted
+# Values without which the worker, or its table of effective parameters, would be wrong.
+_NEEDED: dict[str, Any] = {
+    "backend": "pytorch",
+    "enable_chunked_prefill": True,
+    "enable_iter_perf_stats": True,
+    "enable_lora": False,
+    "guided_decoding_backend": "llguidance",
+    "kv_cache_config.event_buffer_max_size": KV_EVENT_COUNT_MAX,
+    "lora_config": None,
+    "max_beam_width": 1,
+    "sampler_type": "auto",
+    "skip_tokenizer_init": False,
+}
+# Entries of the library's own server, which makes text there.
+_OF_SERVER = frozenset({"num_postprocess_workers", "postprocess_tokenizer_dir", "reasoning_parser"})
+_PARALLEL = {
+    "tensor_parallel_size": "tensor_parallel_size",
+    "pipeline_parallel_size": "pipeline_parallel_size",
+    "moe_expert_parallel_size": "expert_parallel_size",
+}
+_OBJECTS = ("kv_cache_config", "scheduler_config")
+
 
 @dataclass(frozen=True, slots=True)
 class TensorRtOptions(Handling):
@@ -101,31 +125,6 @@ class TensorRtSettings:
         """Number of GPUs that the engine needs."""
         context_count: int = self.options.config.get("context_parallel_size", 1)
         return self.shard_count * context_count
-
-
-KV_EVENT_COUNT_MAX = 65_536  # size of the engine's buffer of cache events
-SPARE_PLACE_COUNT = 8  # batch places reserved for sequences that are being aborted
-# Values without which the worker, or its table of effective parameters, would be wrong.
-_NEEDED: dict[str, Any] = {
-    "backend": "pytorch",
-    "enable_chunked_prefill": True,
-    "enable_iter_perf_stats": True,
-    "enable_lora": False,
-    "guided_decoding_backend": "llguidance",
-    "kv_cache_config.event_buffer_max_size": KV_EVENT_COUNT_MAX,
-    "lora_config": None,
-    "max_beam_width": 1,
-    "sampler_type": "auto",
-    "skip_tokenizer_init": False,
-}
-# Entries of the library's own server, which makes text there.
-_OF_SERVER = frozenset({"num_postprocess_workers", "postprocess_tokenizer_dir", "reasoning_parser"})
-_PARALLEL = {
-    "tensor_parallel_size": "tensor_parallel_size",
-    "pipeline_parallel_size": "pipeline_parallel_size",
-    "moe_expert_parallel_size": "expert_parallel_size",
-}
-_OBJECTS = ("kv_cache_config", "scheduler_config")
 
 
 def with_config(settings: TensorRtSettings, config: Mapping[str, Any]) -> TensorRtSettings:

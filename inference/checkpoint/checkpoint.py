@@ -36,6 +36,52 @@ LEVELS_MAX = 64  # of nesting in a file; parsers in the standard library are rec
 TOO_DEEP = "nested too deeply: write fewer levels"
 DEFAULT_ROPE_THETA = 10_000.0
 
+# Entries that each kind of scaling reads; unknown ones could change the computation.
+_ENTRIES = {
+    "default": "",
+    "linear": "factor",
+    "dynamic": "factor",
+    "llama3": "factor low_freq_factor high_freq_factor original_max_position_embeddings",
+    "yarn": (
+        "factor original_max_position_embeddings attention_factor beta_fast beta_slow mscale"
+        " mscale_all_dim truncate"
+    ),
+    "longrope": (
+        "factor original_max_position_embeddings attention_factor short_factor long_factor"
+    ),
+}
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+)
+# Entries of `text_config` that published checkpoints leave to the defaults of transformers.
+_TEXT_DEFAULTS: dict[str, dict[str, int]] = {
+    "gemma3_text": {"vocab_size": 262_208, "max_position_embeddings": 131_072},
+}
+NO_TOKEN = (None, -1)  # as some converters write a token that a model does not have
+# Entries that transformers reads for decoders of any architecture, also where the configuration
+# class of the architecture does not have them: its masks, caches and loaders do.
+_READ_BY_ALL: dict[str, tuple[object, ...]] = {
+    "is_causal": (True,),
+    "is_encoder_decoder": (False,),
+    "partial_rotary_factor": (1,),
+    "layer_types": ([],),
+    "sliding_window": (),
+    "attention_chunk_size": (),
+    "kv_sharing_modes": ({}, []),
+    "per_layer_config": ({}, []),
+    "attribute_map": ({},),
+    "transformers_weights": (),
+    **dict.fromkeys(("text_config", "text_encoder", "decoder", "generator"), ({},)),
+}
+_WINDOWS = ("sliding_window", "layer_types", "attention_chunk_size")  # a layer's type replaces it
+_QUANTIZATION = ("quantization_config", "quantization", "compression_config")  # of three libraries
+
 
 @dataclass(frozen=True, slots=True)
 class LinearScaling:
@@ -100,21 +146,6 @@ class LongRopeScaling:
 
 
 RopeScaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongRopeScaling
-
-# Entries that each kind of scaling reads; unknown ones could change the computation.
-_ENTRIES = {
-    "default": "",
-    "linear": "factor",
-    "dynamic": "factor",
-    "llama3": "factor low_freq_factor high_freq_factor original_max_position_embeddings",
-    "yarn": (
-        "factor original_max_position_embeddings attention_factor beta_fast beta_slow mscale"
-        " mscale_all_dim truncate"
-    ),
-    "longrope": (
-        "factor original_max_position_embeddings attention_factor short_factor long_factor"
-    ),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,15 +280,6 @@ def _optional(parameters: Mapping[str, Any], name: str) -> float | None:
 
 
 _log = logging.getLogger("weir.inference.checkpoint")
-_SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "max_position_embeddings",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,12 +407,6 @@ def read_model_info(
     )
 
 
-# Entries of `text_config` that published checkpoints leave to the defaults of transformers.
-_TEXT_DEFAULTS: dict[str, dict[str, int]] = {
-    "gemma3_text": {"vocab_size": 262_208, "max_position_embeddings": 131_072},
-}
-
-
 def read_external_model(
     directory: Path,
     *,
@@ -495,9 +511,6 @@ def _read_json_value(path: Path) -> object:
         raise CheckpointInvalid(path, f"line {deep_line(text)}: {TOO_DEEP}") from None
     except (OSError, ValueError) as error:
         raise CheckpointInvalid(path, f"the file cannot be read as JSON: {error}") from error
-
-
-NO_TOKEN = (None, -1)  # as some converters write a token that a model does not have
 
 
 def read_end_token_ids(directory: Path, *configurations: Mapping[str, Any]) -> frozenset[int]:
@@ -614,24 +627,6 @@ ARCHITECTURES: dict[str, Family] = {
         sliding_window=4096,
     ),
 }
-
-# Entries that transformers reads for decoders of any architecture, also where the configuration
-# class of the architecture does not have them: its masks, caches and loaders do.
-_READ_BY_ALL: dict[str, tuple[object, ...]] = {
-    "is_causal": (True,),
-    "is_encoder_decoder": (False,),
-    "partial_rotary_factor": (1,),
-    "layer_types": ([],),
-    "sliding_window": (),
-    "attention_chunk_size": (),
-    "kv_sharing_modes": ({}, []),
-    "per_layer_config": ({}, []),
-    "attribute_map": ({},),
-    "transformers_weights": (),
-    **dict.fromkeys(("text_config", "text_encoder", "decoder", "generator"), ({},)),
-}
-_WINDOWS = ("sliding_window", "layer_types", "attention_chunk_size")  # a layer's type replaces it
-_QUANTIZATION = ("quantization_config", "quantization", "compression_config")  # of three libraries
 
 
 def refuse_quantized(raw: Mapping[str, Any], path: Path) -> None:

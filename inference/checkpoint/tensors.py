@@ -28,6 +28,16 @@ from inference.errors import CheckpointInvalid
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _LFS_POINTER = b"version https://git-lfs"
 
+INT8_MAX = 127  # symmetric: -128 stays unused, so that negating a row is exact
+# input rows up to which torch's int8 kernel is faster than widening (measured, 2048 x 4096)
+PACKED_ROWS_MAX = 128
+# values that torch's int8 kernel loads at once; without a whole number of these per row it reads
+# beyond the rows and crashes
+PACKED_INNER = 16
+WIDEN_COUNT = 1 << 20  # weights widened at once: bounds the extra memory and fits server caches
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
@@ -136,15 +146,6 @@ def _begins_with(path: Path, beginning: bytes) -> bool:
         return False
 
 
-INT8_MAX = 127  # symmetric: -128 stays unused, so that negating a row is exact
-# input rows up to which torch's int8 kernel is faster than widening (measured, 2048 x 4096)
-PACKED_ROWS_MAX = 128
-# values that torch's int8 kernel loads at once; without a whole number of these per row it reads
-# beyond the rows and crashes
-PACKED_INNER = 16
-WIDEN_COUNT = 1 << 20  # weights widened at once: bounds the extra memory and fits server caches
-
-
 @dataclass(frozen=True, slots=True)
 class LinearWeights:
     """weight (out, in), bias (out,) or None. scales: (out,) of an int8 weight; else None."""
@@ -223,10 +224,6 @@ def _multiply_int8(rows: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
 
 def _widened_row_count(weight: Tensor) -> int:
     return max(1, WIDEN_COUNT // weight.shape[1])
-
-
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 
 
 class TensorReader:

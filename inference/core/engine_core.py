@@ -47,6 +47,13 @@ from inference.text.detokenizer import NOTHING, Detokenizer
 from inference.text.reasoning import Split
 from inference.text.tokenizer import Tokenizer
 
+# seconds: steps of a model take longer; those of a simulation without delays do not
+CHECK_INTERVAL_S = 0.01
+# weight of the newest step: an outlier changes the estimate by a fifth, for about ten steps
+SMOOTHING = 0.2
+# tokens: smaller chunks read all weights for little work and slow prompts down
+PROMPT_TOKENS_MIN = 64
+
 
 @dataclass(slots=True)
 class Choices:
@@ -59,8 +66,6 @@ class Choices:
     beams: BeamGroup | None = None
 
 
-# seconds: steps of a model take longer; those of a simulation without delays do not
-CHECK_INTERVAL_S = 0.01
 NumberedEvent = tuple[int, SequenceEvent | SequenceRefused]
 
 
@@ -382,12 +387,6 @@ class EngineCore:
             choices.ends[choices.first.choice_index], piece, choices.generated_token_count, now_s
         )
         self._events.append((sequence.number, finished))
-
-
-# weight of the newest step: an outlier changes the estimate by a fifth, for about ten steps
-SMOOTHING = 0.2
-# tokens: smaller chunks read all weights for little work and slow prompts down
-PROMPT_TOKENS_MIN = 64
 
 
 class StepPace:

@@ -48,6 +48,9 @@ from inference.limits import EngineLimits
 
 _precedence = attrgetter("precedence")
 
+# Prompt tokens of a step with log-probabilities: their logits take up to 80 MB with 150,000 tokens
+SCORED_COUNT_MAX = 128
+
 
 class Chunk(NamedTuple):
     """The next `token_count` uncomputed tokens of a sequence, computed in this step.
@@ -100,10 +103,6 @@ class StepPlan:
         self.chunks = [chunk for chunk in self.chunks if chunk.sequence is not sequence]
         self.token_count = sum(chunk.token_count for chunk in self.chunks)
         self.scored_count = sum(chunk.scored_count for chunk in self.chunks)
-
-
-# Prompt tokens of a step with log-probabilities: their logits take up to 80 MB with 150,000 tokens
-SCORED_COUNT_MAX = 128
 
 
 class Scheduler:

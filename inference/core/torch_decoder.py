@@ -46,6 +46,9 @@ ALIGNED = 4  # integers: kernels are compiled again for addresses that are not a
 KV_CACHE_SHARE = 0.9
 GIB = 1 << 30
 
+PADDING = (0, 0, -1, 0, 0, 0)  # of the parts: rows that write no keys, in spans without rows
+_NONE = np.zeros(0, dtype=np.int32)
+
 
 class TorchDecoder:
     """A loaded model with its pools. Used by one thread."""
@@ -253,10 +256,6 @@ class TorchDecoder:
         torch.cuda.empty_cache()
         free_bytes, _ = torch.cuda.mem_get_info()
         return fitting_block_count(free_bytes - step_bytes, block_bytes, self._limits)
-
-
-PADDING = (0, 0, -1, 0, 0, 0)  # of the parts: rows that write no keys, in spans without rows
-_NONE = np.zeros(0, dtype=np.int32)
 
 
 def kernels_of(device: torch.device) -> TorchKernels:

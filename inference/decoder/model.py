@@ -45,6 +45,8 @@ from inference.kv_blocks import KV_BLOCK_TOKENS, blocks_for
 IGNORED_NAMES = re.compile(r".*\.rotary_emb\.inv_freq")
 Entries = np.ndarray[Any, np.dtype[np.int32]]
 
+NOT_FINITE = -1  # in place of a token id
+
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
@@ -353,9 +355,6 @@ def attend_prefill(queries: Tensor, pool: LayerPool, span: Span) -> Tensor:
         enable_gqa=True,
     )
     return out[0].transpose(0, 1)
-
-
-NOT_FINITE = -1  # in place of a token id
 
 
 @dataclass(frozen=True, slots=True)

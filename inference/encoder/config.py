@@ -25,6 +25,34 @@ from inference.errors import CheckpointInvalid
 
 ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
 
+_BERT_SIZES = {
+    name: name
+    for name in (
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "hidden_act",
+        "type_vocab_size",
+    )
+}
+_DISTIL_SIZES = {
+    "hidden_size": "dim",
+    "intermediate_size": "hidden_dim",
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads",
+    "hidden_act": "activation",
+}
+_MPNET_SIZES = {name: entry for name, entry in _BERT_SIZES.items() if name != "type_vocab_size"}
+RELATIVE_BUCKETS = 32  # of token distances: fixed in the reference implementation
+# Entries that change what transformers computes, by their neutral values beside null.
+_CHANGING: dict[str, tuple[object, ...]] = {
+    **dict.fromkeys(("is_causal", "is_decoder", "is_encoder_decoder"), (False,)),
+    "add_cross_attention": (False,),
+    "per_layer_config": ({}, []),
+    "transformers_weights": (),
+}
+
 
 class Pooling(StrEnum):
     """Reduction of a text's token vectors to one vector."""
@@ -50,25 +78,6 @@ class EncoderFamily:
     relative_positions: bool = False
 
 
-_BERT_SIZES = {
-    name: name
-    for name in (
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "hidden_act",
-        "type_vocab_size",
-    )
-}
-_DISTIL_SIZES = {
-    "hidden_size": "dim",
-    "intermediate_size": "hidden_dim",
-    "num_hidden_layers": "n_layers",
-    "num_attention_heads": "n_heads",
-    "hidden_act": "activation",
-}
-_MPNET_SIZES = {name: entry for name, entry in _BERT_SIZES.items() if name != "type_vocab_size"}
 FAMILIES: dict[str, EncoderFamily] = {
     "bert": EncoderFamily("bert.", _BERT_SIZES),
     "roberta": EncoderFamily("roberta.", _BERT_SIZES, skips_padding_positions=True),
@@ -80,14 +89,6 @@ FAMILIES: dict[str, EncoderFamily] = {
         position_offset=2,
         relative_positions=True,
     ),
-}
-RELATIVE_BUCKETS = 32  # of token distances: fixed in the reference implementation
-# Entries that change what transformers computes, by their neutral values beside null.
-_CHANGING: dict[str, tuple[object, ...]] = {
-    **dict.fromkeys(("is_causal", "is_decoder", "is_encoder_decoder"), (False,)),
-    "add_cross_attention": (False,),
-    "per_layer_config": ({}, []),
-    "transformers_weights": (),
 }
 
 

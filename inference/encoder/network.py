@@ -22,6 +22,49 @@ from torch.nn.functional import gelu, layer_norm, normalize, relu, scaled_dot_pr
 from inference.checkpoint.tensors import LinearWeights, TensorReader, on_device, project
 from inference.encoder.config import RELATIVE_BUCKETS, EncoderConfig, Pooling
 
+# Tensor names by family: of the layers, and within a layer by field of `EncoderLayerWeights`.
+_BERT_NAMES = {
+    "layer": "encoder.layer",
+    "query": "attention.self.query",
+    "key": "attention.self.key",
+    "value": "attention.self.value",
+    "attention_out": "attention.output.dense",
+    "attention_norm": "attention.output.LayerNorm",
+    "up": "intermediate.dense",
+    "down": "output.dense",
+    "output_norm": "output.LayerNorm",
+}
+_DISTIL_NAMES = {
+    "layer": "transformer.layer",
+    "query": "attention.q_lin",
+    "key": "attention.k_lin",
+    "value": "attention.v_lin",
+    "attention_out": "attention.out_lin",
+    "attention_norm": "sa_layer_norm",
+    "up": "ffn.lin1",
+    "down": "ffn.lin2",
+    "output_norm": "output_layer_norm",
+}
+_MPNET_NAMES = _BERT_NAMES | {
+    "query": "attention.attn.q",
+    "key": "attention.attn.k",
+    "value": "attention.attn.v",
+    "attention_out": "attention.attn.o",
+    "attention_norm": "attention.LayerNorm",
+}
+_NAMES = {"distilbert": _DISTIL_NAMES, "mpnet": _MPNET_NAMES}
+# Heads of other tasks, and values derived from the configuration: vectors do not depend on them.
+_IGNORED_NAMES = re.compile(
+    r"(.*\.)?(embeddings\.(position_ids|token_type_ids)|pooler\..*|cls\..*|lm_head\..*|vocab_\w+\..*)"
+)
+FARTHEST = 128  # tokens: all larger distances share a bucket
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": gelu,
+    "gelu_new": lambda rows: gelu(rows, approximate="tanh"),
+    "gelu_pytorch_tanh": lambda rows: gelu(rows, approximate="tanh"),
+    "relu": relu,
+}
+
 
 @dataclass(frozen=True, slots=True)
 class NormWeights:
@@ -60,44 +103,6 @@ class EncoderWeights:
     embedding_norm: NormWeights
     layers: tuple[EncoderLayerWeights, ...]
     distance_biases: Tensor | None
-
-
-# Tensor names by family: of the layers, and within a layer by field of `EncoderLayerWeights`.
-_BERT_NAMES = {
-    "layer": "encoder.layer",
-    "query": "attention.self.query",
-    "key": "attention.self.key",
-    "value": "attention.self.value",
-    "attention_out": "attention.output.dense",
-    "attention_norm": "attention.output.LayerNorm",
-    "up": "intermediate.dense",
-    "down": "output.dense",
-    "output_norm": "output.LayerNorm",
-}
-_DISTIL_NAMES = {
-    "layer": "transformer.layer",
-    "query": "attention.q_lin",
-    "key": "attention.k_lin",
-    "value": "attention.v_lin",
-    "attention_out": "attention.out_lin",
-    "attention_norm": "sa_layer_norm",
-    "up": "ffn.lin1",
-    "down": "ffn.lin2",
-    "output_norm": "output_layer_norm",
-}
-_MPNET_NAMES = _BERT_NAMES | {
-    "query": "attention.attn.q",
-    "key": "attention.attn.k",
-    "value": "attention.attn.v",
-    "attention_out": "attention.attn.o",
-    "attention_norm": "attention.LayerNorm",
-}
-_NAMES = {"distilbert": _DISTIL_NAMES, "mpnet": _MPNET_NAMES}
-
-# Heads of other tasks, and values derived from the configuration: vectors do not depend on them.
-_IGNORED_NAMES = re.compile(
-    r"(.*\.)?(embeddings\.(position_ids|token_type_ids)|pooler\..*|cls\..*|lm_head\..*|vocab_\w+\..*)"
-)
 
 
 def load_encoder_weights(
@@ -165,15 +170,6 @@ def _read_layer(
 
 def _read_norm(reader: TensorReader, name: str, size: int) -> NormWeights:
     return NormWeights(reader.read(f"{name}.weight", (size,)), reader.read(f"{name}.bias", (size,)))
-
-
-FARTHEST = 128  # tokens: all larger distances share a bucket
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": gelu,
-    "gelu_new": lambda rows: gelu(rows, approximate="tanh"),
-    "gelu_pytorch_tanh": lambda rows: gelu(rows, approximate="tanh"),
-    "relu": relu,
-}
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,6 @@ from inference.native.packed_file import (
 PANEL_COLUMNS = 64  # as in decoder.cpp: rows of logits are padded to whole panels
 DTYPES = (torch.float32, torch.bfloat16)
 
-
 # Fields of `LayerWeights` and `DecoderWeights`, as `Decoder::set` in decoder.h numbers them.
 _LINEARS = ("qkv", "attention_out", "gate_up", "down", "lm_head")
 _NORMS = ("attention_norm", "mlp_norm", "query_norm", "key_norm", "final_norm")
@@ -49,6 +48,9 @@ _KINDS = (*_LINEARS, *_NORMS, "embedding")
 # the embedding.
 _LINEAR_PARTS = 4
 _EMBEDDING_KIND = len(_LINEARS) * _LINEAR_PARTS + len(_NORMS)
+
+# of checkpoint weights: packing fewer takes less time than importing torch varies
+PACKED_BYTES_MIN = 64 << 20
 
 
 class _Shape(ctypes.Structure):
@@ -346,8 +348,6 @@ class TableRows:
         self._free = [row for row in range(row_count) if row not in used]
 
 
-# of checkpoint weights: packing fewer takes less time than importing torch varies
-PACKED_BYTES_MIN = 64 << 20
 _log = logging.getLogger("weir.inference.native")
 
 

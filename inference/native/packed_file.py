@@ -29,6 +29,11 @@ from pathlib import Path
 
 import numpy as np
 
+_MAGIC = b"weirpack"
+_SUFFIX = ".packed"
+_UNFINISHED = "unfinished-"
+_STALE_S = 3600.0  # far longer than writing takes
+
 
 @dataclass(frozen=True, slots=True)
 class PackedPlace:
@@ -38,10 +43,6 @@ class PackedPlace:
     bytes_max: int
 
 
-_MAGIC = b"weirpack"
-_SUFFIX = ".packed"
-_UNFINISHED = "unfinished-"
-_STALE_S = 3600.0  # far longer than writing takes
 _log = logging.getLogger("weir.inference.native")
 
 

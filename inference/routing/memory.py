@@ -17,6 +17,10 @@ HOST_BYTES = 192 << 20
 _COMPUTED_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 _SAME_TYPE = {"float32": "F32", "bfloat16": "BF16"}
 
+# Seconds for which an engine is not evicted after its last use: a request that waited for it enters
+# within milliseconds and would otherwise load it again.
+HANDOVER_S = 0.25
+
 
 def torch_memory_bytes(
     directory: Path, compute_dtype: Literal["float32", "bfloat16", "int8"], kv_cache_bytes: int
@@ -74,9 +78,6 @@ def _header(path: Path) -> dict[str, Any]:
         return header
 
 
-# Seconds for which an engine is not evicted after its last use: a request that waited for it enters
-# within milliseconds and would otherwise load it again.
-HANDOVER_S = 0.25
 _log = logging.getLogger("weir.inference.routing")
 
 

@@ -15,6 +15,28 @@ from inference.engine import Engine, EngineCondition, EngineState, EngineStatist
 from inference.errors import EngineError, EngineUnavailable
 from inference.kv_blocks import KV_BLOCK_TOKENS, block_hashes
 
+BLOCK_COUNT_MAX = 65_536  # for engines that do not report a number: a million tokens, 10 MB here
+# Largest block of engines; a reported prefix may be shorter by this much.
+ENGINE_BLOCK_TOKENS_MAX = 128
+DRAINED_RETRY_S = 5.0  # retry-after while all replicas are drained, which an operator decides
+DRAINED = EngineCondition(
+    EngineState.RESTARTING, retry_after_s=DRAINED_RETRY_S, reason="it is being drained"
+)
+# Ordered from the least to the most available state
+_PROMISE = (
+    EngineState.CLOSED,
+    EngineState.FAILED,
+    EngineState.COLD,
+    EngineState.RESTARTING,
+    EngineState.LOADING,
+    EngineState.READY,
+)
+SUMMED = tuple(
+    name
+    for name in EngineStatistics.__struct_fields__
+    if name not in ("step_count", "replica_count", "migration_count", "replacement_count")
+)
+
 
 class BreakerState(StrEnum):
     """CLOSED admits all sequences, OPEN none, HALF_OPEN one probe at a time."""
@@ -112,9 +134,6 @@ class CircuitBreaker:
         return self._failed_at_s is None or began_at_s > self._failed_at_s
 
 
-BLOCK_COUNT_MAX = 65_536  # for engines that do not report a number: a million tokens, 10 MB here
-# Largest block of engines; a reported prefix may be shorter by this much.
-ENGINE_BLOCK_TOKENS_MAX = 128
 Keys = tuple[int, ...]
 
 
@@ -313,22 +332,6 @@ class Replica:
         )
 
 
-DRAINED_RETRY_S = 5.0  # retry-after while all replicas are drained, which an operator decides
-DRAINED = EngineCondition(
-    EngineState.RESTARTING, retry_after_s=DRAINED_RETRY_S, reason="it is being drained"
-)
-
-# Ordered from the least to the most available state
-_PROMISE = (
-    EngineState.CLOSED,
-    EngineState.FAILED,
-    EngineState.COLD,
-    EngineState.RESTARTING,
-    EngineState.LOADING,
-    EngineState.READY,
-)
-
-
 def best_condition(conditions: Collection[EngineCondition], warm_count: int) -> EngineCondition:
     """Return the condition of the replica that is likely to take requests first.
 
@@ -358,13 +361,6 @@ def all_drained(replica_count: int) -> EngineUnavailable:
     """Return the error for the start of a model with all replicas drained."""
     which = "all replicas are" if replica_count > 1 else "the engine is"
     return EngineUnavailable(f"{which} being drained", retry_after_s=DRAINED_RETRY_S)
-
-
-SUMMED = tuple(
-    name
-    for name in EngineStatistics.__struct_fields__
-    if name not in ("step_count", "replica_count", "migration_count", "replacement_count")
-)
 
 
 class SetStatistics:

@@ -65,6 +65,8 @@ OUTPUT_TOKENS_FIRST = 128  # expected output length before any sequence has ende
 OUTPUT_MEMORY = 32  # sequences in the moving average of output lengths
 START_PAUSE_S = 0.05  # seconds between checks of replicas that are ready but tripped
 
+LOSS_COUNT_MAX = 2  # engines that may fail under one sequence, which may be the cause
+
 
 class ReplicaSet:
     """Several replicas as one engine. Implements `Engine`.
@@ -408,8 +410,6 @@ class ReplicaSet:
         if len(errors) == len(waited_for):
             raise errors[0]
 
-
-LOSS_COUNT_MAX = 2  # engines that may fail under one sequence, which may be the cause
 
 PAUSE_S_MIN, PAUSE_S_MAX = 0.02, 0.5  # seconds between searches for a place
 

@@ -19,6 +19,8 @@ from inference.errors import EngineError, RequestImpossible
 from inference.routing.replica import ReplicaReport as ReplicaReport
 from inference.routing.replica import ReplicaState as ReplicaState
 
+VERSION_MARK = "@"
+
 
 class ModelUnknown(EngineError):
     """No engine serves a model of this name."""
@@ -321,9 +323,6 @@ def replica_counts(backend: Backend) -> ReplicaCounts:
     reports = backend.reports()
     ready_count = sum(report.state is ReplicaState.READY for report in reports)
     return ReplicaCounts(ready_count, len(reports), sum(report.is_drained for report in reports))
-
-
-VERSION_MARK = "@"
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,6 +59,30 @@ THREAD_COUNT = 2  # for long prompts
 # prompts up to this length take well below 1 ms per rule, so they are checked in the event loop
 QUICK_CHARS_MAX = 16_384
 
+WAITING_COUNT_MAX = 256  # texts: more cannot be scored within a reasonable timeout on one core
+BATCH_CHARS_MAX = 4000  # about 1,000 tokens: larger batches only increase latency on one core
+LOAD_TIMEOUT_S = 120.0
+HANG_TIMEOUTS = 4  # a batch that takes this many caller timeouts counts as hanging
+STABLE_AFTER_S = 60.0
+CHILD_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "TOKENIZERS_PARALLELISM": "false",
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+}
+MESSAGES = decoder_to_parent(BatchScored)
+HOLD_S_MAX = 1.0  # seconds after which text of a slow model is checked before its window is full
+PIECE_CHARS = 1000  # of a prompt: about 250 tokens, one classifier row in most scripts
+PIECE_OVERLAP_CHARS = 200  # so that passages across a border are whole in one piece
+PIECES_AT_ONCE = 4  # queued per prompt: the rest is queued behind the texts of other callers
+RULE_COUNT_MAX = 256  # every rule is searched in every piece of text
+CLASSIFIER_COUNT_MAX = 8  # every classifier scores every piece of text, on one core
+PATTERN_CHARS_MAX = 2048
+WINDOW_CHARS_MAX = 2000  # larger windows delay readers more than the answer takes
+TIMEOUT_S_MAX = 60.0
+
 
 @dataclass(frozen=True, slots=True)
 class Rule:
@@ -163,23 +187,8 @@ class RuleOutputCheck:
         self._context_length = position - forgotten
 
 
-WAITING_COUNT_MAX = 256  # texts: more cannot be scored within a reasonable timeout on one core
-BATCH_CHARS_MAX = 4000  # about 1,000 tokens: larger batches only increase latency on one core
-LOAD_TIMEOUT_S = 120.0
-HANG_TIMEOUTS = 4  # a batch that takes this many caller timeouts counts as hanging
-
 RESTART_DELAY_S_MIN, RESTART_DELAY_S_MAX = 0.2, 30.0
-STABLE_AFTER_S = 60.0
-CHILD_ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-    "TRANSFORMERS_VERBOSITY": "error",
-    "TOKENIZERS_PARALLELISM": "false",
-    "OMP_NUM_THREADS": "1",
-    "OMP_WAIT_POLICY": "PASSIVE",
-}
 
-MESSAGES = decoder_to_parent(BatchScored)
 _log = logging.getLogger("weir.inference.safety")
 
 
@@ -315,12 +324,6 @@ class ClassifierProcess:
             self._child.kill()
 
 
-HOLD_S_MAX = 1.0  # seconds after which text of a slow model is checked before its window is full
-PIECE_CHARS = 1000  # of a prompt: about 250 tokens, one classifier row in most scripts
-PIECE_OVERLAP_CHARS = 200  # so that passages across a border are whole in one piece
-PIECES_AT_ONCE = 4  # queued per prompt: the rest is queued behind the texts of other callers
-
-
 @dataclass(frozen=True, slots=True)
 class ClassifierRule:
     """Score thresholds of one classifier.
@@ -450,13 +453,6 @@ def pieces_of(text: str) -> list[str]:
         text[start : start + PIECE_CHARS]
         for start in range(0, max(len(text) - PIECE_OVERLAP_CHARS, 1), step)
     ]
-
-
-RULE_COUNT_MAX = 256  # every rule is searched in every piece of text
-CLASSIFIER_COUNT_MAX = 8  # every classifier scores every piece of text, on one core
-PATTERN_CHARS_MAX = 2048
-WINDOW_CHARS_MAX = 2000  # larger windows delay readers more than the answer takes
-TIMEOUT_S_MAX = 60.0
 
 
 @dataclass(frozen=True, slots=True)

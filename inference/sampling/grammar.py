@@ -46,6 +46,11 @@ ERROR_CHARS_MAX = 500  # of the library's message, which may contain a dump of i
 _ISO_RULE = re.compile(r"^\s*\w+\s*=[^;]*;\s*$", re.MULTILINE)
 Mask = np.ndarray[tuple[int, int], np.dtype[np.int32]]
 
+OVERLAP = (
+    "oneOf is supported where no value fits two of its branches: give each branch a required"
+    " property with a const of its own, or use anyOf; "
+)
+
 
 class Grammar:
     """Grammar state of one sequence, modified by the step loop; `fill` may run in a thread."""
@@ -296,12 +301,6 @@ def _grammar_source(response_format: ResponseFormat) -> str:
             return LLMatcher.grammar_from_regex(response_format.source)
         case GrammarKind.LARK:
             return LLMatcher.grammar_from_lark(response_format.source)
-
-
-OVERLAP = (
-    "oneOf is supported where no value fits two of its branches: give each branch a required"
-    " property with a const of its own, or use anyOf; "
-)
 
 
 def _remedy(response_format: ResponseFormat, message: str) -> str:

@@ -48,6 +48,14 @@ from inference.sampling.beam_search import Candidates
 from inference.sampling.grammar import Grammar, PendingMasks
 from inference.sequences import uniform
 
+ROWS_TOGETHER = 64  # with 128,000 tokens each, numbers in fp64 are 66 MB
+RANKED_COUNT_MAX = 2**31  # of a row without `top_k`
+FIRST_RANKED_COUNT = 256  # tokens: larger than most nuclei of real models
+RANKED_GROWTH = 8  # factor by which the ranking is extended
+GROUPS_PER_TOKEN = 4  # groups, whose maxima give the bound: the likely tokens rarely share a group
+# in logits: tolerance for rounding differences between logits and weights at min_p's border
+BORDER_SLACK = 1e-3
+
 
 class SeenTokens:
     """Distinct token ids of a sequence with their counts in its output."""
@@ -271,10 +279,6 @@ class RowLogprobs:
         return found
 
 
-ROWS_TOGETHER = 64  # with 128,000 tokens each, numbers in fp64 are 66 MB
-RANKED_COUNT_MAX = 2**31  # of a row without `top_k`
-
-
 def draw_together(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
     """Return what `sample` returns, computed for many rows at once where the logits are."""
     found: dict[int, int] = {}
@@ -326,11 +330,6 @@ def _draw_rows(logits: Tensor, draws: Sequence[Draw], ranks: bool) -> Tensor:
     return (index if ids is None else ids.gather(-1, index)).flatten()
 
 
-FIRST_RANKED_COUNT = 256  # tokens: larger than most nuclei of real models
-RANKED_GROWTH = 8  # factor by which the ranking is extended
-GROUPS_PER_TOKEN = 4  # groups, whose maxima give the bound: the likely tokens rarely share a group
-# in logits: tolerance for rounding differences between logits and weights at min_p's border
-BORDER_SLACK = 1e-3
 Row = np.ndarray[tuple[int], np.dtype[np.float32]]
 Numbers = np.ndarray[tuple[int], np.dtype[np.float64]]
 Ids = np.ndarray[tuple[int], np.dtype[np.int64]]

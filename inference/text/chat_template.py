@@ -49,9 +49,51 @@ LOOK_AT_CLOCK, JOINED = "_look_at_clock", "_joined"  # names that templates do n
 # a width above `NUMBER_MAX` in a format, or one passed as an argument
 _WIDE = re.compile(r"\*|\d{6}")
 
-
 # Errors of templates that do not accept a conversation.
 _REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+
+DEFAULT_TEMPLATE = "default"
+TOOL_TEMPLATE = "tool_use"  # replaces the default template when tools are used, as in transformers
+# Template variables of thinking: switches, and an effort. Requests can set no other variables.
+THINKING_SWITCHES = ("enable_thinking", "thinking")
+EFFORT = "reasoning_effort"
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+NOT_THINKING = (False, EFFORTS[0])  # templates without a switch take them, and change nothing
+# Fields of a message by which templates read the model's thinking
+THOUGHT_NAMES = ("reasoning_content", "reasoning", "thinking")
+# A role is rendered next to control tokens, so it must be a plain name.
+_ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
+SYSTEM_ROLES = frozenset({"system", "developer"})
+COSTLY_MAX = 3  # probes beyond the time limit, after which there are no more
+REMEDY = "send it at another place or in another role"
+LATE_SYSTEM = (
+    "this model's chat template takes system messages at the beginning only; move this one there,"
+    " or send it with the role user"
+)
+REFUSED = "refuses this conversation"
+_PROBE = "weirProbe"
+_PROBE_TOOL = Tool(
+    f"{_PROBE}Tool",
+    f"{_PROBE}About",
+    f'{{"type": "object", "properties": {{"{_PROBE}Key": {{"type": "string"}}}}}}',
+)
+_TOOL_WORDS = (_PROBE_TOOL.name, _PROBE_TOOL.description, f"{_PROBE}Key")
+# A part of text or the arguments of a call as Python or JSON would print them.
+_PRINTED = re.compile(rf"""["']type["']: ["']text["']|{{'{_PROBE}\d""")
+# Ends the text of an unfinished turn while it is rendered: templates strip blanks at the ends
+END_MARK = f"{_PROBE}End"
+_WORD = re.compile(rf"{_PROBE}(?:\d{{5}}Q|Tool|About|Key)")
+# Ids that templates might refuse or cut off.
+_PROBE_IDS = ("{}", "kQzXvW7_{}YpLm3RtB9Jd{}")
+CUT_CHARS = 6  # as many characters of an id without the rest show that a template cuts it
+WEEKDAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
+_MONTHS = """
+    January February March April May June July August September October November December
+"""
+MONTHS = _MONTHS.split()
+_DIRECTIVE = re.compile(r"%([-_0^#]*)(\d*)[EO]?([A-Za-z+%])")
+# Directives that depend on the locale, as the C locale has them.
+_C_LOCALE = {"c": "%a %b %e %H:%M:%S %Y", "x": "%m/%d/%y", "X": "%H:%M:%S", "r": "%I:%M:%S %p"}
 
 
 class TemplateTooCostly(TemplateError):
@@ -175,22 +217,8 @@ def _refuse_costly(layout: Any, arguments: tuple[Any, ...]) -> None:
         raise TemplateTooCostly(f"the chat template uses a width or count above {NUMBER_MAX}")
 
 
-DEFAULT_TEMPLATE = "default"
-TOOL_TEMPLATE = "tool_use"  # replaces the default template when tools are used, as in transformers
-
-# Template variables of thinking: switches, and an effort. Requests can set no other variables.
-THINKING_SWITCHES = ("enable_thinking", "thinking")
-EFFORT = "reasoning_effort"
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 # Whether, or with which effort, the model should think; None for the template's default.
 Thinking = bool | str | None
-NOT_THINKING = (False, EFFORTS[0])  # templates without a switch take them, and change nothing
-
-# Fields of a message by which templates read the model's thinking
-THOUGHT_NAMES = ("reasoning_content", "reasoning", "thinking")
-
-# A role is rendered next to control tokens, so it must be a plain name.
-_ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -483,7 +511,6 @@ class TurnKind(NamedTuple):
     has_reasoning: bool = False
 
 
-SYSTEM_ROLES = frozenset({"system", "developer"})
 SYSTEM, USER, ANSWER, RESULT = map(TurnKind, ("system", "user", "assistant", "tool"))
 CALLED, CALLED_TWICE = (TurnKind("assistant", False, calls) for calls in (1, 2))
 SAID_AND_CALLED = TurnKind("assistant", True, 1)
@@ -500,29 +527,6 @@ USUAL: tuple[tuple[TurnKind, ...], ...] = (
 PERIOD_MAX, ROUND_MAX = 4, 3  # a repeated run of up to 4 turns is probed with 3 rounds
 # Conversations of which a template's fault is remembered, and the turns of one: at most 5 MB.
 KNOWN_FAULTS_MAX, KNOWN_TURNS_MAX = 1024, 64
-COSTLY_MAX = 3  # probes beyond the time limit, after which there are no more
-
-REMEDY = "send it at another place or in another role"
-LATE_SYSTEM = (
-    "this model's chat template takes system messages at the beginning only; move this one there,"
-    " or send it with the role user"
-)
-REFUSED = "refuses this conversation"
-_PROBE = "weirProbe"
-_PROBE_TOOL = Tool(
-    f"{_PROBE}Tool",
-    f"{_PROBE}About",
-    f'{{"type": "object", "properties": {{"{_PROBE}Key": {{"type": "string"}}}}}}',
-)
-_TOOL_WORDS = (_PROBE_TOOL.name, _PROBE_TOOL.description, f"{_PROBE}Key")
-# A part of text or the arguments of a call as Python or JSON would print them.
-_PRINTED = re.compile(rf"""["']type["']: ["']text["']|{{'{_PROBE}\d""")
-# Ends the text of an unfinished turn while it is rendered: templates strip blanks at the ends
-END_MARK = f"{_PROBE}End"
-_WORD = re.compile(rf"{_PROBE}(?:\d{{5}}Q|Tool|About|Key)")
-# Ids that templates might refuse or cut off.
-_PROBE_IDS = ("{}", "kQzXvW7_{}YpLm3RtB9Jd{}")
-CUT_CHARS = 6  # as many characters of an id without the rest show that a template cuts it
 
 
 def _kind_of(message: ChatMessage) -> TurnKind:
@@ -941,16 +945,6 @@ def _probe(
         reasoning = f"{_PROBE}Thought" * kind.has_reasoning  # templates may leave it out
         turns.append(ChatMessage(kind.role, content, made, result_of, reasoning))
     return turns, words
-
-
-WEEKDAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
-_MONTHS = """
-    January February March April May June July August September October November December
-"""
-MONTHS = _MONTHS.split()
-_DIRECTIVE = re.compile(r"%([-_0^#]*)(\d*)[EO]?([A-Za-z+%])")
-# Directives that depend on the locale, as the C locale has them.
-_C_LOCALE = {"c": "%a %b %e %H:%M:%S %Y", "x": "%m/%d/%y", "X": "%H:%M:%S", "r": "%I:%M:%S %p"}
 
 
 def utc_text(moment: datetime, layout: str) -> str:

@@ -30,6 +30,13 @@ BLANK_TOKENS_MAX = 8  # before an opening marker; models write one or two
 PROMPT_TAIL_TOKENS = 32  # searched for an opening marker at the end of a prompt
 HEADER_CHARS_MAX = 1024  # of a message with a channel; longer ones are text
 
+# GPT-OSS (harmony): `<|start|>assistant<|channel|>analysis<|message|>…<|end|>`
+CHANNEL_TOKENS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
+THINKING_CHANNEL = "analysis"
+RECIPIENT = " to="  # begins the header of a call that no token of the format precedes
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w*)")
+_CALLED = re.compile(r"\bto=functions\.([\w-]+)")
+
 
 class Markers(NamedTuple):
     """Texts around the thinking, and around the answer after it, if any."""
@@ -57,12 +64,6 @@ MARKERS = (
     # Qwen3, DeepSeek, GLM, Kimi K2, MiniMax, Nemotron, Phi-4, Step3, Olmo 3, SmolLM3 and others
     Markers("<think>", "</think>"),
 )
-# GPT-OSS (harmony): `<|start|>assistant<|channel|>analysis<|message|>…<|end|>`
-CHANNEL_TOKENS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
-THINKING_CHANNEL = "analysis"
-RECIPIENT = " to="  # begins the header of a call that no token of the format precedes
-_CHANNEL = re.compile(r"<\|channel\|>\s*(\w*)")
-_CALLED = re.compile(r"\bto=functions\.([\w-]+)")
 
 
 class Phase(Enum):

@@ -52,6 +52,13 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 HEAD_CHARS_PER_TOKEN = 16  # initial length of a head, when only the beginning of a text is needed
 HEAD_TOKENS_MORE = 64  # tokens discarded at the end of a head, which the cut may have changed
 
+NFC_CHARS_MAX = 4  # code points that NFC composes into one
+PIECE_CHARS = 65_536  # processed at once: counting takes eight times their memory
+# Whitespace that stripping tokens may swallow, besides non-ASCII characters.
+WHITESPACE = frozenset(b"\t\n\v\f\r\x1c\x1d\x1e\x1f ")
+# Maximum growth of an added token by normalization, for tokens matched in normalized text.
+NORMALIZED_GROWTH = 3
+
 
 class TokenLimitExceeded(Exception):
     """The text was not encoded: it has at least `least_token_count` tokens, more than the limit."""
@@ -351,14 +358,6 @@ class Tokenizer:
 
 
 SPACE, SPACE_MARK = " ", "▁"
-
-NFC_CHARS_MAX = 4  # code points that NFC composes into one
-PIECE_CHARS = 65_536  # processed at once: counting takes eight times their memory
-# Whitespace that stripping tokens may swallow, besides non-ASCII characters.
-WHITESPACE = frozenset(b"\t\n\v\f\r\x1c\x1d\x1e\x1f ")
-
-# Maximum growth of an added token by normalization, for tokens matched in normalized text.
-NORMALIZED_GROWTH = 3
 
 
 class TokenBound:

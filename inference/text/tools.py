@@ -17,6 +17,56 @@ from itertools import combinations, product
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
+# Around a marked call: code points that no text contains, since Unicode reserves them for this.
+CALL_MARKS = "\ufdd0", "\ufdd1"
+WITHOUT_MARKS = dict.fromkeys(map(ord, CALL_MARKS))
+# Treated as text even if they are special tokens: otherwise calls could not be told from text.
+MARKERS = frozenset({"<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]"})
+CALL_COUNT_MAX = 16  # per output: bounds models that repeat calls
+# Keywords whose values are a schema, a list of schemas, or schemas by user-defined names.
+_SCHEMA = frozenset(
+    {
+        "additionalProperties",
+        "contains",
+        "else",
+        "if",
+        "items",
+        "not",
+        "propertyNames",
+        "then",
+        "unevaluatedProperties",
+    }
+)
+_SCHEMAS = frozenset({"allOf", "anyOf", "items", "oneOf", "prefixItems"})
+_SCHEMAS_BY_NAME = frozenset(
+    {"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"}
+)
+# Whitespace between JSON tokens: at most one space. Small models repeat blanks where they may, and
+# the caller pays for them.
+JSON_OPTIONS = {"whitespace_pattern": r"[\x20]?", "lenient": False}
+ANYTHING = '{"type": "object"}'
+PROOF_STEPS_MAX = 10_000  # pairs of schemas compared, some 10 ms; beyond it nothing is proven
+PROOF_DEPTH_MAX = 4  # references and properties within each other
+_TYPES = {str: "string", bool: "boolean", type(None): "null", list: "array", dict: "object"}
+BLANKS = " \t\r\n"  # as defined by JSON
+_SCALAR = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|true|false|null")
+_SCALAR_CHARACTERS = frozenset("+-.0123456789Eaeflnrstu")
+_VALUE_STARTS = '{["-0123456789tfn'
+ID_CHARACTERS = string.ascii_letters + string.digits
+ID_LENGTH = 9  # required by Mistral's templates, accepted by all
+HELD_CHARS_MAX = 16_384  # characters held back as undecided, beyond which they become text
+# Keys of a call object and their meaning. Some models write "id" and "type", which are ignored.
+# Behind an opening all other keys are, too.
+KEYS: Mapping[str, str] = {
+    "name": "name",
+    "function": "name",
+    "arguments": "arguments",
+    "parameters": "arguments",
+    "id": "id",
+    "type": "type",
+}
+NAME_CHARS_MAX = 128  # of a function that was not offered
+
 
 @dataclass(frozen=True, slots=True)
 class Tool:
@@ -76,10 +126,6 @@ class CallShape:
     textless: bool = False
 
 
-# Around a marked call: code points that no text contains, since Unicode reserves them for this.
-CALL_MARKS = "\ufdd0", "\ufdd1"
-WITHOUT_MARKS = dict.fromkeys(map(ord, CALL_MARKS))
-
 CALL_SHAPES: Mapping[CallFormat, CallShape] = {
     CallFormat.HERMES: CallShape("<tool_call>", "</tool_call>"),
     CallFormat.LLAMA: CallShape("<|python_tag|>", bare=True),
@@ -92,9 +138,6 @@ CALL_SHAPES: Mapping[CallFormat, CallShape] = {
 MODEL_CALL_FORMATS = (
     *(CallFormat.HERMES, CallFormat.LLAMA, CallFormat.MISTRAL, CallFormat.HARMONY),
 )
-
-# Treated as text even if they are special tokens: otherwise calls could not be told from text.
-MARKERS = frozenset({"<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]"})
 
 
 def format_in(template: str) -> CallFormat | None:
@@ -113,29 +156,6 @@ def format_in(template: str) -> CallFormat | None:
 def marked_call(name: str) -> tuple[str, str]:
     """Return the text around the arguments of a call that was found by its token ids."""
     return f'{CALL_MARKS[0]}{{"name": {json.dumps(name)}, "arguments": ', f"}}{CALL_MARKS[1]}"
-
-
-CALL_COUNT_MAX = 16  # per output: bounds models that repeat calls
-
-# Keywords whose values are a schema, a list of schemas, or schemas by user-defined names.
-_SCHEMA = frozenset(
-    {
-        "additionalProperties",
-        "contains",
-        "else",
-        "if",
-        "items",
-        "not",
-        "propertyNames",
-        "then",
-        "unevaluatedProperties",
-    }
-)
-
-_SCHEMAS = frozenset({"allOf", "anyOf", "items", "oneOf", "prefixItems"})
-_SCHEMAS_BY_NAME = frozenset(
-    {"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"}
-)
 
 
 def calls_schema(tools: Sequence[Tool], *, single: bool, arguments_key: str) -> str:
@@ -192,12 +212,6 @@ def _moved(schema: Any, place: str) -> Any:
     return moved
 
 
-# Whitespace between JSON tokens: at most one space. Small models repeat blanks where they may, and
-# the caller pays for them.
-JSON_OPTIONS = {"whitespace_pattern": r"[\x20]?", "lenient": False}
-ANYTHING = '{"type": "object"}'
-
-
 def with_json_options(schema: dict[str, Any] | bool) -> dict[str, Any]:
     """Return the schema as an object with our options of llguidance, which override its own.
 
@@ -208,11 +222,6 @@ def with_json_options(schema: dict[str, Any] | bool) -> dict[str, Any]:
     if "oneOf" in json.dumps(plain):
         plain = _Exclusive(plain).replaced(plain)
     return {**plain, "x-guidance": JSON_OPTIONS}
-
-
-PROOF_STEPS_MAX = 10_000  # pairs of schemas compared, some 10 ms; beyond it nothing is proven
-PROOF_DEPTH_MAX = 4  # references and properties within each other
-_TYPES = {str: "string", bool: "boolean", type(None): "null", list: "array", dict: "object"}
 
 
 class _Exclusive:
@@ -411,12 +420,6 @@ def _escaped(marker: str) -> str:
     return re.escape(marker).replace("/", r"\/")
 
 
-BLANKS = " \t\r\n"  # as defined by JSON
-_SCALAR = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|true|false|null")
-_SCALAR_CHARACTERS = frozenset("+-.0123456789Eaeflnrstu")
-_VALUE_STARTS = '{["-0123456789tfn'
-
-
 class JsonScanner:
     """Scanner of one JSON object, from its first character. Not recursive."""
 
@@ -496,10 +499,6 @@ def is_json_object(text: str) -> bool:
     return all(not scanner.complete and scanner.push(each) for each in text) and scanner.complete
 
 
-ID_CHARACTERS = string.ascii_letters + string.digits
-ID_LENGTH = 9  # required by Mistral's templates, accepted by all
-
-
 @dataclass(frozen=True, slots=True)
 class CallPiece:
     """Part of one call. index: of the call in the output, from 0. id, name: in the first part."""
@@ -557,19 +556,6 @@ class Findings:
         return parsed
 
 
-HELD_CHARS_MAX = 16_384  # characters held back as undecided, beyond which they become text
-
-# Keys of a call object and their meaning. Some models write "id" and "type", which are ignored.
-# Behind an opening all other keys are, too.
-KEYS: Mapping[str, str] = {
-    "name": "name",
-    "function": "name",
-    "arguments": "arguments",
-    "parameters": "arguments",
-    "id": "id",
-    "type": "type",
-}
-NAME_CHARS_MAX = 128  # of a function that was not offered
 State = Callable[[str], None]
 
 

@@ -31,6 +31,9 @@ from inference.workers.protocol import (
     Ready,
 )
 
+LOG_LINES = 20  # in the report of a load that is given up
+_CLOSED = EngineCondition(EngineState.CLOSED, reason="closed")
+
 
 class LifeWaits(Protocol):
     """Timeouts and delays of a backend in seconds; part of its settings.
@@ -80,9 +83,7 @@ class HostKind:
     load_failure_count_max: float = math.inf
 
 
-LOG_LINES = 20  # in the report of a load that is given up
 _log = logging.getLogger("weir.inference.workers")
-_CLOSED = EngineCondition(EngineState.CLOSED, reason="closed")
 
 
 class BackendLife(ABC):

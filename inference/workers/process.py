@@ -48,6 +48,25 @@ FAMILY = "WEIR_WORKER_FAMILY"
 LOG_TAIL_BYTES = 4096
 _log = logging.getLogger("weir.inference.workers")
 
+# Environment variables that C libraries read before main, so the child cannot set them. The
+# inherited environment overrides each.
+CHILD_ENVIRONMENT = {
+    # Keep freed memory. Otherwise each large temporary is mapped anew, and touching its pages costs
+    # more than computing: decode attention at batch 50 takes 21 ms per layer instead of 5, the
+    # reference workload 25 s instead of 10.
+    "MALLOC_MMAP_THRESHOLD_": str(4 << 30),
+    "MALLOC_TRIM_THRESHOLD_": str(4 << 30),
+    # Threads sleep after a parallel loop. Spinning is faster on an idle machine (427 instead of 270
+    # tokens/s). With another process running, and the API process always is, spinning threads wait
+    # for one that lost its core: measured 5 tokens/s.
+    "OMP_WAIT_POLICY": "PASSIVE",
+}
+COMMON_MESSAGES = decoder_to_parent()
+SPARE_MODULE = "inference.adapters.torch_worker"
+REPLACE_AFTER_S = 5.0  # after a spare was taken: the load of its model has priority
+# After a failed start: the next engine that starts a worker reports the reason.
+RETRY_AFTER_S = 30.0
+
 
 async def start_process(
     module: str,
@@ -71,24 +90,8 @@ async def start_process(
     )
 
 
-# Environment variables that C libraries read before main, so the child cannot set them. The
-# inherited environment overrides each.
-CHILD_ENVIRONMENT = {
-    # Keep freed memory. Otherwise each large temporary is mapped anew, and touching its pages costs
-    # more than computing: decode attention at batch 50 takes 21 ms per layer instead of 5, the
-    # reference workload 25 s instead of 10.
-    "MALLOC_MMAP_THRESHOLD_": str(4 << 30),
-    "MALLOC_TRIM_THRESHOLD_": str(4 << 30),
-    # Threads sleep after a parallel loop. Spinning is faster on an idle machine (427 instead of 270
-    # tokens/s). With another process running, and the API process always is, spinning threads wait
-    # for one that lost its core: measured 5 tokens/s.
-    "OMP_WAIT_POLICY": "PASSIVE",
-}
-
-
 # Source of worker processes, such as `open_host`.
 HostOpener = Callable[[str, Mapping[str, str]], AbstractAsyncContextManager["HostProcess"]]
-COMMON_MESSAGES = decoder_to_parent()
 
 
 class LogTail(asyncio.Protocol):
@@ -397,12 +400,6 @@ class Watchdog:
     @staticmethod
     def _now_s() -> float:
         return asyncio.get_running_loop().time()
-
-
-SPARE_MODULE = "inference.adapters.torch_worker"
-REPLACE_AFTER_S = 5.0  # after a spare was taken: the load of its model has priority
-# After a failed start: the next engine that starts a worker reports the reason.
-RETRY_AFTER_S = 30.0
 
 
 class SpareWorkers:

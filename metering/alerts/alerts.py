@@ -46,6 +46,18 @@ from metering.quotas.quota_states import subject_names
 from metering.store.db import Sessions, database_now
 from metering.tenants.four_eyes import ACTS, WIDENED, KeyAct, widened_fields
 
+PAGE_SIZE_MAX = 1000  # alerts; a page must fit a message
+ALERTS_MAX = 5_000  # per statement: thresholds may be set on very many limits at once
+STATEMENTS_MAX = 10  # per scan; the next one continues
+DAYS_BACK = 2  # complete days; older counters of days are deleted
+MONTHS_BACK = 1
+# Requests that an enforced limit refuses exceed its rest, so that a limit is hardly ever used to
+# the last unit.
+USED_UP_MILLI = 995
+# Of a threshold in percent: a float filter with some margin, before the exact integer test.
+NEARLY = 0.0099
+CREDIT = QuotaDimension.PREPAID_CREDIT_PICOS
+
 
 class DeliveryState(StrEnum):
     """State of an alert's delivery to a webhook: `pending`, then one of the final states."""
@@ -120,9 +132,6 @@ class AlertDelivery(Base):
     attempted_at: Mapped[datetime | None]
     ended_at: Mapped[datetime | None]
     last_error: Mapped[str | None]
-
-
-PAGE_SIZE_MAX = 1000  # alerts; a page must fit a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,19 +337,9 @@ def facts_of(alert: Alert) -> InvoiceFacts:
     )
 
 
-ALERTS_MAX = 5_000  # per statement: thresholds may be set on very many limits at once
-STATEMENTS_MAX = 10  # per scan; the next one continues
 # A worker that was down finds the changes of keys it missed, in the end of the audit log.
 KEYS_BACK, ENTRIES_BACK = timedelta(days=2), 50_000
-DAYS_BACK = 2  # complete days; older counters of days are deleted
-MONTHS_BACK = 1
-# Requests that an enforced limit refuses exceed its rest, so that a limit is hardly ever used to
-# the last unit.
-USED_UP_MILLI = 995
 
-# Of a threshold in percent: a float filter with some margin, before the exact integer test.
-NEARLY = 0.0099
-CREDIT = QuotaDimension.PREPAID_CREDIT_PICOS
 
 FIRE_CROSSED = text(f"""
 WITH windows AS (

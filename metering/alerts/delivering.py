@@ -83,6 +83,20 @@ NOT_PUBLIC = tuple(
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
+SECRET_PREFIX = "wh_"  # identifies secrets to scanners for leaks
+REMOVED = "the webhook was removed"
+ATTEMPT_S = 5.0  # from name resolution to the head of the response: receivers should process later
+SIGNATURE_HEADER = "Weir-Signature"
+ERROR_CHARS_MAX = 300
+WEBHOOKS_AT_ONCE = 16  # attempts in flight per worker
+CANDIDATES_MAX = 128  # considered per round: other workers may hold the locks of the first ones
+# Per run, plus attempts in flight: rating shares the worker and should not wait long.
+BUDGET_S = 3.0
+GIVE_UP_AFTER = timedelta(hours=24)
+RETRY_DELAY_S_MIN = 10.0
+RETRY_DELAY_S_MAX = 3600.0
+DOUBLINGS_MAX = 20  # keeps the power small
+
 
 class AddressRefused(Exception):
     """A webhook's address is not allowed."""
@@ -188,10 +202,6 @@ async def resolve(host: str, port: int) -> Resolution:
 
     threading.Thread(target=ask, name="webhook resolver", daemon=True).start()
     return await asyncio.wrap_future(answer)
-
-
-SECRET_PREFIX = "wh_"  # identifies secrets to scanners for leaks
-REMOVED = "the webhook was removed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,11 +313,6 @@ async def _state(session: AsyncSession, webhook: AlertWebhook, owner: Organizati
     pending_count: int = (await session.scalars(waiting)).one()
     last_error = await session.scalar(LAST_ERROR, {"organization_id": owner.id})
     return WebhookState(webhook, owner, pending_count, last_error or "")
-
-
-ATTEMPT_S = 5.0  # from name resolution to the head of the response: receivers should process later
-SIGNATURE_HEADER = "Weir-Signature"
-ERROR_CHARS_MAX = 300
 
 
 class Resolved(AbstractResolver):
@@ -483,14 +488,6 @@ def text_of(listed: ListedAlert) -> str:
 log = logging.getLogger(__name__)
 retries = Retries("alert_delivery", passing=(DatabaseUnavailable,))  # by organization, and by alert
 
-WEBHOOKS_AT_ONCE = 16  # attempts in flight per worker
-CANDIDATES_MAX = 128  # considered per round: other workers may hold the locks of the first ones
-# Per run, plus attempts in flight: rating shares the worker and should not wait long.
-BUDGET_S = 3.0
-GIVE_UP_AFTER = timedelta(hours=24)
-RETRY_DELAY_S_MIN = 10.0
-RETRY_DELAY_S_MAX = 3600.0
-DOUBLINGS_MAX = 20  # keeps the power small
 
 # Webhooks without a failure first, then the longest waiting.
 CANDIDATES = text("""

@@ -72,6 +72,33 @@ from metering.tenants.tenants import (
 Value = str | int | bool | None | list[str] | list[int]
 VIOLATION_COUNT_MAX = 100  # after them nothing more is applied: each costs some savepoints
 
+# Field names of single calls that differ in a document.
+FIELDS = {
+    "weights.input_milli": "input_weight_milli",
+    "weights.cached_input_milli": "cached_input_weight_milli",
+    "weights.output_milli": "output_weight_milli",
+    "weights": "input_weight_milli",
+    "lifetime": "expire_time",
+}
+# Identity of a price; other fields are its values.
+PLACE = ("model", "currency_code", "organization", "effective_at")
+OVERRIDE = ("override_limit_value", "override_until", "override_reason")
+OVERRIDE_FIELDS = {
+    "limit_value": "override_limit_value",
+    "expire_time": "override_end_time",
+    "reason": "override_reason",
+}
+# Terms of a key.
+KEY_FIELDS = (
+    "scopes",
+    "models",
+    "allowed_networks",
+    "max_input_tokens",
+    "max_output_tokens",
+    "strict_parameters",
+    "expires_at",
+)
+
 
 class Action(StrEnum):
     """Change made to an object."""
@@ -263,36 +290,9 @@ class TooManyViolations(Exception):
 Answer = TypeVar("Answer")
 Made = TypeVar("Made", Organization, Project)
 
-# Field names of single calls that differ in a document.
-FIELDS = {
-    "weights.input_milli": "input_weight_milli",
-    "weights.cached_input_milli": "cached_input_weight_milli",
-    "weights.output_milli": "output_weight_milli",
-    "weights": "input_weight_milli",
-    "lifetime": "expire_time",
-}
 
-
-# Identity of a price; other fields are its values.
-PLACE = ("model", "currency_code", "organization", "effective_at")
 # Defaults that a new limit is compared with, so that only other values are reported.
 PLAIN = QuotaSpec(limit_value=-1)
-OVERRIDE = ("override_limit_value", "override_until", "override_reason")
-OVERRIDE_FIELDS = {
-    "limit_value": "override_limit_value",
-    "expire_time": "override_end_time",
-    "reason": "override_reason",
-}
-# Terms of a key.
-KEY_FIELDS = (
-    "scopes",
-    "models",
-    "allowed_networks",
-    "max_input_tokens",
-    "max_output_tokens",
-    "strict_parameters",
-    "expires_at",
-)
 
 
 @dataclass(frozen=True, slots=True)

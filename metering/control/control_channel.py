@@ -38,6 +38,13 @@ BROADCAST_CHANNEL = "weir_broadcast"
 BYTES_MAX = 7000  # of one text in UTF-8: PostgreSQL's limit is 8,000 including the message header
 INTERVAL_S = 1.0  # between two broadcasts of one process
 
+POLL_INTERVAL_S = 1.0  # two small queries a second per process
+ANSWER_TIMEOUT_S = 2.0  # above the interval; a small query that takes longer has lost its server
+CONNECT_TIMEOUT_S = 2  # the minimum of libpq
+# Above the duration of any transaction that writes a command: older commands are all visible.
+SETTLED_AGE = "60 seconds"
+LOST = (*AWAY, OSError)
+
 
 class Broadcaster(Protocol):
     """Broadcasts of one process, and its receiver of all broadcasts, including its own."""
@@ -51,14 +58,8 @@ class Broadcaster(Protocol):
         ...
 
 
-POLL_INTERVAL_S = 1.0  # two small queries a second per process
-ANSWER_TIMEOUT_S = 2.0  # above the interval; a small query that takes longer has lost its server
-CONNECT_TIMEOUT_S = 2  # the minimum of libpq
 RECONNECT_MIN_S, RECONNECT_MAX_S = 0.05, 2.0
-# Above the duration of any transaction that writes a command: older commands are all visible.
-SETTLED_AGE = "60 seconds"
 
-LOST = (*AWAY, OSError)
 
 SELECT_FLOOR = f"""
 SELECT coalesce(max(id), 0)

@@ -36,6 +36,14 @@ POLL, REPORT, PEERS = "stop", "report", "peers"  # payloads of notifications
 KEPT_FOR = timedelta(days=1)  # far longer than a process can be cut off and still hold its requests
 FORGET_OLD = text("DELETE FROM cancel_commands WHERE created_at < now() - :kept_for")
 
+PAGE_SIZE_MAX = 1000  # requests; a page must fit a message
+REPORT_WAIT_S = 0.3  # a healthy process answers within milliseconds
+REPORT_POLL_S = 0.005
+STUCK_AGE = "30 seconds"  # three rounds of the sweep
+VERSION_MARK = "@"  # between a model and its version, in served names
+# No request runs that long; a longer time is a mistake in the unit.
+MOVE_AFTER_MAX = timedelta(days=30)
+
 
 @dataclass(frozen=True, slots=True)
 class CancelCommand:
@@ -148,11 +156,6 @@ async def find_owner(
     row = (await session.execute(SELECT_OWNER, of_request)).one_or_none()
     return None if row is None else record_of(Owner, row)
 
-
-PAGE_SIZE_MAX = 1000  # requests; a page must fit a message
-REPORT_WAIT_S = 0.3  # a healthy process answers within milliseconds
-REPORT_POLL_S = 0.005
-STUCK_AGE = "30 seconds"  # three rounds of the sweep
 
 EXPECTED = text(
     "SELECT process_id FROM live_reports UNION SELECT process_id FROM holds WHERE state = 'held'"
@@ -392,10 +395,6 @@ async def find_running_hold(
     hold: Hold | None = await session.scalar(query)
     return hold
 
-
-VERSION_MARK = "@"  # between a model and its version, in served names
-# No request runs that long; a longer time is a mistake in the unit.
-MOVE_AFTER_MAX = timedelta(days=30)
 
 SELECT_REPLICAS = text("""
 SELECT q.model, q.replica, q.region, q.state, q.reason, q.is_drained, q.request_count,

@@ -38,13 +38,12 @@ from sqlalchemy import (
 from sqlalchemy.dialects.postgresql import ARRAY, JSONB, Insert, insert
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
+D = TypeVar("D")
+
 
 def insertion(name: str, values: Mapping[str, Any]) -> Insert:
     """Return an INSERT of one row into a table without a mapped class."""
     return insert(table(name, *map(column, values))).values(values)
-
-
-D = TypeVar("D")
 
 
 def record_of(kind: type[D], source: object, /, **values: Any) -> D:

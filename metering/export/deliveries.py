@@ -142,6 +142,21 @@ SELECT EXISTS (
 )
 """)
 
+# Calls in flight per worker: at 50 ms each some 160 per second, far below Stripe's 1,000.
+STREAMS_AT_ONCE = 8
+# Streams looked at for each round: other workers may hold the locks of the first ones.
+CANDIDATES_MAX = 64
+BUDGET_S = 3.0  # per run: rating shares the worker and should not wait long
+BACKOFF_S_MIN = 5.0
+BACKOFF_S_MAX = 3600.0  # of one batch
+PAUSE_S_MAX = 600.0  # of all deliveries, while the biller does not answer
+BACKOFF_DOUBLINGS_MAX = 20  # keeps the power small
+ERROR_LENGTH_MAX = 500
+UNKNOWN_TOO_LONG = (
+    "it is unknown whether it was counted, and the biller may have forgotten its identifier:"
+    " compare, then settle it"
+)
+
 
 async def form_batches(sessions: Sessions) -> int:
     """Form the missing batches of completed hours and of late usage; return their number."""
@@ -206,20 +221,6 @@ async def _lock_progress(session: AsyncSession) -> Row[Any] | None:
 log = logging.getLogger(__name__)
 retries = Retries("usage_delivery", passing=(DatabaseUnavailable,))  # by stream, and by batch
 
-# Calls in flight per worker: at 50 ms each some 160 per second, far below Stripe's 1,000.
-STREAMS_AT_ONCE = 8
-# Streams looked at for each round: other workers may hold the locks of the first ones.
-CANDIDATES_MAX = 64
-BUDGET_S = 3.0  # per run: rating shares the worker and should not wait long
-BACKOFF_S_MIN = 5.0
-BACKOFF_S_MAX = 3600.0  # of one batch
-PAUSE_S_MAX = 600.0  # of all deliveries, while the biller does not answer
-BACKOFF_DOUBLINGS_MAX = 20  # keeps the power small
-ERROR_LENGTH_MAX = 500
-UNKNOWN_TOO_LONG = (
-    "it is unknown whether it was counted, and the biller may have forgotten its identifier:"
-    " compare, then settle it"
-)
 
 # Streams with batches to deliver, the oldest first; where the biller has customers and meters, only
 # known ones.

@@ -29,15 +29,14 @@ from typing import IO, Protocol
 
 from metering.core.models import TokenKind
 
+HALF_AN_HOUR = timedelta(minutes=30)
+
 
 def derived_id(*parts: str) -> str:
     """Return SQL of a UUID derived from SQL expressions: 16 bytes of their SHA-256."""
     digest = f"sha256(convert_to(concat_ws(':', {', '.join(parts)}), 'UTF8'))"
     versioned = f"set_byte(substr({digest}, 1, 16), 6, get_byte({digest}, 6) & 15 | 128)"
     return f"encode(set_byte({versioned}, 8, get_byte({digest}, 8) & 63 | 128), 'hex')::uuid"
-
-
-HALF_AN_HOUR = timedelta(minutes=30)
 
 
 class BatchState(StrEnum):

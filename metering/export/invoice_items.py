@@ -157,6 +157,24 @@ ORDER BY t.created_at, t.id
 """)
 RECORD = text("UPDATE stripe_late_items SET stripe_id = :stripe_id WHERE id = :id")
 
+MONTH_METADATA = "weir_month_item"
+MONTHS_LOCK_NAME = "month items"
+LABELLED_MAX = 200  # charges with an item of their own: Stripe takes 250 items on an invoice
+DESCRIPTION_LENGTH_MAX = 500
+# Stripe makes the drafts of a month soon after its end; earlier, a draft may not exist yet.
+DRAFTS_EXIST_AFTER = timedelta(hours=6)
+# After the end of a month: Stripe makes an invoice within hours, so there was no subscription, or
+# the draft was deleted.
+NO_INVOICE_AFTER = timedelta(days=7)
+# Per run, drawn at random: a month that cannot be settled must not block the others.
+MONTHS_MAX = 20
+MONTH_ITEM_ID = derived_id(
+    "'month item'",
+    "CAST(:organization_id AS uuid)",
+    "to_char(CAST(:month AS date), 'YYYY-MM')",
+    "CAST(:position AS integer)",
+)
+
 
 async def invoice_late_usage(sessions: Sessions, gateway: StripeGateway) -> int:
     """Create missing items; return the number at Stripe. One worker at a time."""
@@ -254,18 +272,6 @@ async def create_items(sessions: Sessions, gateway: StripeGateway) -> int:
             created += 1
     return created
 
-
-MONTH_METADATA = "weir_month_item"
-MONTHS_LOCK_NAME = "month items"
-LABELLED_MAX = 200  # charges with an item of their own: Stripe takes 250 items on an invoice
-DESCRIPTION_LENGTH_MAX = 500
-# Stripe makes the drafts of a month soon after its end; earlier, a draft may not exist yet.
-DRAFTS_EXIST_AFTER = timedelta(hours=6)
-# After the end of a month: Stripe makes an invoice within hours, so there was no subscription, or
-# the draft was deleted.
-NO_INVOICE_AFTER = timedelta(days=7)
-# Per run, drawn at random: a month that cannot be settled must not block the others.
-MONTHS_MAX = 20
 
 month_retries = Retries("month_items", passing=(DatabaseUnavailable,))  # by organization and month
 
@@ -385,12 +391,6 @@ SELECT count(*) AS item_count, coalesce(sum(amount_minor), 0)::bigint AS minor
 FROM stripe_month_items
 WHERE organization_id = :organization_id AND month = :month
 """)
-MONTH_ITEM_ID = derived_id(
-    "'month item'",
-    "CAST(:organization_id AS uuid)",
-    "to_char(CAST(:month AS date), 'YYYY-MM')",
-    "CAST(:position AS integer)",
-)
 MAKE_MONTH_ITEM = text(f"""
 INSERT INTO stripe_month_items (id, organization_id, month, position, description, amount_minor)
 VALUES ({MONTH_ITEM_ID}, :organization_id, :month, :position, :description, :amount_minor)

@@ -34,6 +34,34 @@ from metering.ledger.ledger import month_bounds
 from metering.pricing.prices import TOKENS_BY_KIND
 from metering.store.db import Sessions
 
+CALLS_AT_ONCE = 8
+STAGE_SUMS = "used posted billed invoiced due batched delivered waiting rejected"
+COUNTS = ", ".join(f"coalesce({name}, 0)::bigint AS {name}" for name in STAGE_SUMS.split())
+NAMED_MAX = 5  # batches named in a difference; `weir stripe status` lists them all
+REMEDIES = {
+    "pending": "the worker delivers it: check that one runs with WEIR_EXPORT set",
+    "sent": "the worker retries it: check that one runs with WEIR_EXPORT set",
+    "parked": (
+        "compare with the biller, then record the result: weir stripe settle BATCH --counted or"
+        " --not-counted"
+    ),
+    "rejected": (
+        "remove the cause, then: weir stripe resend BATCH; otherwise an item of the invoice takes"
+        " its place once the month is closed"
+    ),
+    "cancelling": "the cancellation is incomplete: weir stripe resend BATCH completes it",
+}
+COUNT_REMEDIES = {
+    "stripe": (
+        "it counts some seconds late: try again; then look for rejected batches with weir stripe"
+        " status"
+    ),
+    "file": (
+        "a part of the file may have been moved away: count it too; otherwise a line is missing or"
+        " duplicated"
+    ),
+}
+
 
 class Stage(StrEnum):
     """Pair of stages between which a difference lies."""
@@ -65,10 +93,6 @@ class Difference:
     currency_code: str = ""
     since: datetime | None = None
 
-
-CALLS_AT_ONCE = 8
-STAGE_SUMS = "used posted billed invoiced due batched delivered waiting rejected"
-COUNTS = ", ".join(f"coalesce({name}, 0)::bigint AS {name}" for name in STAGE_SUMS.split())
 
 OURS = text(f"""
 WITH used AS (
@@ -452,8 +476,6 @@ def invoiced(row: Row[Any]) -> Iterator[Difference]:
         )
 
 
-NAMED_MAX = 5  # batches named in a difference; `weir stripe status` lists them all
-
 STUCK = text(f"""
 SELECT b.price_version_id, b.token_kind, b.state,
        sum(b.token_count)::bigint AS token_count,
@@ -470,29 +492,6 @@ GROUP BY 1, 2, 3
 ORDER BY 1, 2, 3
 """)
 EXPORTED = text("SELECT EXISTS (SELECT FROM export_progress)")  # once any customer has a batch
-REMEDIES = {
-    "pending": "the worker delivers it: check that one runs with WEIR_EXPORT set",
-    "sent": "the worker retries it: check that one runs with WEIR_EXPORT set",
-    "parked": (
-        "compare with the biller, then record the result: weir stripe settle BATCH --counted or"
-        " --not-counted"
-    ),
-    "rejected": (
-        "remove the cause, then: weir stripe resend BATCH; otherwise an item of the invoice takes"
-        " its place once the month is closed"
-    ),
-    "cancelling": "the cancellation is incomplete: weir stripe resend BATCH completes it",
-}
-COUNT_REMEDIES = {
-    "stripe": (
-        "it counts some seconds late: try again; then look for rejected batches with weir stripe"
-        " status"
-    ),
-    "file": (
-        "a part of the file may have been moved away: count it too; otherwise a line is missing or"
-        " duplicated"
-    ),
-}
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,16 @@ RETRY_AFTER_S_MAX = 3600.0
 DUPLICATE = "event already exists with identifier"  # Stripe has no error code for this refusal
 TOO_MANY_REQUESTS, CONFLICT, SERVER_ERROR = 429, 409, 500
 
+DECIMALS_MAX = 12  # fraction digits of an amount in minor units that Stripe keeps
+# Digits of Stripe's minor unit: those of ISO 4217, except of these three currencies.
+STRIPE_DIGITS = MINOR_DIGITS | {"MGA": 0, "ISK": 2, "UGX": 2}
+NOT_BILLED = frozenset({"CLF", "IQD", "LYD", "UYI", "UYW"})  # by Stripe
+# Stripe refuses other amounts than multiples of these minor units: three decimals end in 0, and two
+# currencies without decimals are written with two.
+AMOUNT_STEPS = dict.fromkeys(("BHD", "JOD", "KWD", "OMR", "TND"), 10) | {"ISK": 100, "UGX": 100}
+# SQL of the price of a token in a batch: `b` is the batch, `p` its price version.
+PICOS_PER_TOKEN = PRICE_OF_KIND.format("b.token_kind")
+
 
 @dataclass(frozen=True, slots=True)
 class MeterErrors:
@@ -233,17 +243,6 @@ def retry_after_s(headers: Mapping[str, str]) -> float | None:
     return min(max(seconds, 0.0), RETRY_AFTER_S_MAX) if seconds == seconds else None
 
 
-DECIMALS_MAX = 12  # fraction digits of an amount in minor units that Stripe keeps
-
-# Digits of Stripe's minor unit: those of ISO 4217, except of these three currencies.
-STRIPE_DIGITS = MINOR_DIGITS | {"MGA": 0, "ISK": 2, "UGX": 2}
-NOT_BILLED = frozenset({"CLF", "IQD", "LYD", "UYI", "UYW"})  # by Stripe
-
-# Stripe refuses other amounts than multiples of these minor units: three decimals end in 0, and two
-# currencies without decimals are written with two.
-AMOUNT_STEPS = dict.fromkeys(("BHD", "JOD", "KWD", "OMR", "TND"), 10) | {"ISK": 100, "UGX": 100}
-
-
 def stripe_digits(currency_code: str) -> int:
     """Return the digits of Stripe's minor unit. Raises: InvalidValue if it bills none."""
     if currency_code in NOT_BILLED or currency_code not in STRIPE_DIGITS:
@@ -284,8 +283,6 @@ def unit_amount_decimal(picos_per_token: int, currency_code: str) -> str:
     return f"{whole}.{fraction}" if fraction else whole
 
 
-# SQL of the price of a token in a batch: `b` is the batch, `p` its price version.
-PICOS_PER_TOKEN = PRICE_OF_KIND.format("b.token_kind")
 Invoice = Mapping[str, Any]
 
 

@@ -42,6 +42,35 @@ from metering.export.stripe_gateway import (
 )
 from metering.store.db import Sessions
 
+ALERTING = {
+    "invoice.payment_failed": InvoiceEvent.PAYMENT_FAILED,
+    "invoice.paid": InvoiceEvent.PAID,
+}
+PATH = "/stripe/events"
+HEAD_MAX_BYTES = 16 * 1024  # per line; all of Stripe's headers are below 1 kB
+BODY_MAX_BYTES = 1024 * 1024  # per event; an invoice with many lines is some 100 kB
+REQUEST_TIMEOUT_S = 10.0  # below Stripe's own timeout; a slow sender must not keep a connection
+CONNECTIONS_MAX = 256  # beyond it the connection with the oldest incomplete request is closed
+SHUTDOWN_S = 2.0  # for events that are being stored
+EVENTS_MAX = 100  # per run
+ATTEMPTS_MAX = 20  # afterwards the event is left to an operator; `weir stripe status` counts it
+ERROR_LENGTH_MAX = 500
+UUID_LENGTH = 36
+ERROR_REPORTS = frozenset(
+    {"v1.billing.meter.error_report_triggered", "v1.billing.meter.no_meter_found"}
+)
+# The column that each event sets: one each, so that no order of events can unset the report of
+# another.
+INVOICE_CREATED = "invoice.created"
+INVOICE_TIMES = {
+    "invoice.finalized": "finalized_at",
+    "invoice.paid": "paid_at",
+    "invoice.payment_failed": "payment_failed_at",
+    "invoice.voided": "voided_at",
+    "invoice.marked_uncollectible": "uncollectible_at",
+    "invoice.overdue": "overdue_at",
+}
+
 
 class PaymentState(StrEnum):
     """Payment state of an invoice at Stripe. See the contract, `PaymentState`."""
@@ -80,10 +109,6 @@ VALUES (:id, :type, :payload)
 ON CONFLICT DO NOTHING
 RETURNING id
 """)
-ALERTING = {
-    "invoice.payment_failed": InvoiceEvent.PAYMENT_FAILED,
-    "invoice.paid": InvoiceEvent.PAID,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,30 +187,6 @@ http_log = logging.getLogger(f"{__name__}.http")
 http_log.setLevel(logging.CRITICAL)
 retries = Retries("stripe_events", passing=(DatabaseUnavailable,))  # by event
 
-PATH = "/stripe/events"
-HEAD_MAX_BYTES = 16 * 1024  # per line; all of Stripe's headers are below 1 kB
-BODY_MAX_BYTES = 1024 * 1024  # per event; an invoice with many lines is some 100 kB
-REQUEST_TIMEOUT_S = 10.0  # below Stripe's own timeout; a slow sender must not keep a connection
-CONNECTIONS_MAX = 256  # beyond it the connection with the oldest incomplete request is closed
-SHUTDOWN_S = 2.0  # for events that are being stored
-EVENTS_MAX = 100  # per run
-ATTEMPTS_MAX = 20  # afterwards the event is left to an operator; `weir stripe status` counts it
-ERROR_LENGTH_MAX = 500
-UUID_LENGTH = 36
-ERROR_REPORTS = frozenset(
-    {"v1.billing.meter.error_report_triggered", "v1.billing.meter.no_meter_found"}
-)
-# The column that each event sets: one each, so that no order of events can unset the report of
-# another.
-INVOICE_CREATED = "invoice.created"
-INVOICE_TIMES = {
-    "invoice.finalized": "finalized_at",
-    "invoice.paid": "paid_at",
-    "invoice.payment_failed": "payment_failed_at",
-    "invoice.voided": "voided_at",
-    "invoice.marked_uncollectible": "uncollectible_at",
-    "invoice.overdue": "overdue_at",
-}
 
 UNHANDLED = text("""
 SELECT id, type

@@ -100,6 +100,8 @@ ON CONFLICT (account, kind, ref) DO UPDATE
 SET stripe_id = excluded.stripe_id, seen_at = now()
 """)
 
+ATTENTION_MAX = 50  # batches named; the counts include all
+
 
 @dataclass(frozen=True, slots=True)
 class Metered:
@@ -486,8 +488,6 @@ async def read_book(sessions: Sessions) -> PriceBook:
         {key: tuple(value) for key, value in subscribed.items()},
     )
 
-
-ATTENTION_MAX = 50  # batches named; the counts include all
 
 STATES = text(
     "SELECT state, count(*), sum(token_count)::bigint FROM meter_batches GROUP BY 1 ORDER BY 1"

@@ -128,7 +128,6 @@ PLANS = (
     "jit=off",
 )
 
-
 # Ends the connections of the same process to this database, and waits at most 1 s for each. The
 # application name contains the owner's id.
 TERMINATE_OTHERS = """
@@ -143,16 +142,13 @@ WHERE application_name = current_setting('application_name')
 # that it lacks could not be verified.
 PUBLISH_KEY = "INSERT INTO receipt_keys (id, public_key) VALUES (%s, %s) ON CONFLICT DO NOTHING"
 
-
 log = structlog.get_logger(__name__)
-
 
 Op = TypeVar("Op")
 
 IDLE = psycopg.pq.TransactionStatus.IDLE
 
 Answers = Coroutine[Any, Any, list[HoldAnswer | Exception]]
-
 
 REPEATED = (*CONFLICTS, psycopg.errors.UniqueViolation)
 LOST = (*AWAY, OSError)  # OSError includes the timeout
@@ -176,6 +172,18 @@ SELECT now(), pg_current_snapshot()::text, 1 / (now() >= %s::timestamptz
     WHERE h.state <> 'voided'))::int
 """
 
+# Raised by a decision, with nothing changed, if its operation has to take the slow path.
+SLOW_PATH = (MeteringError, Unsure)
+# Ends first, so that later operations can use their room; renewals touch no counter.
+ORDER: dict[type[HoldOperation], int] = {
+    Settle: 0,
+    Void: 0,
+    Expire: 0,
+    Renew: 0,
+    Extend: 1,
+    Admit: 2,
+}
+
 
 @dataclass(slots=True)
 class Trip:
@@ -188,10 +196,6 @@ class Trip:
     since: datetime
     until: datetime
     decided: list[tuple[int, HoldOperation, HoldAnswer]] = field(default_factory=list)
-
-
-# Raised by a decision, with nothing changed, if its operation has to take the slow path.
-SLOW_PATH = (MeteringError, Unsure)
 
 
 def plan_admissions(known: Known, own: OwnHolds, batch: Sequence[HoldOperation]) -> Trip | None:
@@ -422,17 +426,6 @@ def check(known: Known, trip: Trip) -> Statement:
     ]
     ids = columns("uu", requests) if requests else (NO_IDS, NO_IDS)
     return CHECK_KNOWN, (str(trip.since), str(trip.until), known.snapshot, *ids)
-
-
-# Ends first, so that later operations can use their room; renewals touch no counter.
-ORDER: dict[type[HoldOperation], int] = {
-    Settle: 0,
-    Void: 0,
-    Expire: 0,
-    Renew: 0,
-    Extend: 1,
-    Admit: 2,
-}
 
 
 async def execute_batch(

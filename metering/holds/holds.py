@@ -72,8 +72,11 @@ PROBE = Expire(uuid.UUID(int=0))  # matches no hold: tests whether the database 
 
 TEND_INTERVAL_S = 1.0  # within it a newly used key gets its pre-authorized holds
 
-
 log = structlog.get_logger(__name__)
+
+CHANNEL = "weir_usage"
+NOTICE_INTERVAL_S = 0.1  # limits a busy process to ten small transactions per second
+NOTICE_TIMEOUT_S = 2.0  # a later notice is useless: readers poll
 
 
 @dataclass(frozen=True, slots=True)
@@ -581,12 +584,6 @@ class BackedAdmission:
         if self._done is not None:
             self._asked = self._ask(self._op, self._answered)
 
-
-CHANNEL = "weir_usage"
-
-NOTICE_INTERVAL_S = 0.1  # limits a busy process to ten small transactions per second
-
-NOTICE_TIMEOUT_S = 2.0  # a later notice is useless: readers poll
 
 NOTIFY = text(f"NOTIFY {CHANNEL}")
 

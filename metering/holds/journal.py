@@ -37,6 +37,17 @@ from metering.quotas.quota_rules import Payer
 
 BINDINGS_SUFFIX = ".bindings"
 
+# Owner and segment.
+NAME_FORM = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}\.[0-9]+\.journal2?", re.ASCII)
+UNFINISHED_SUFFIX = ".new"
+TAKEN_BITS = 32  # of a mark, below the reasoning tokens
+MARKS_AT_FIRST = 2048  # requests with output at once; more make the file grow
+# Written and removed to find out whether the disk takes data again: more than a block, since the
+# rest of the last block of a file is free even on a full disk.
+PROBE_BYTES = 64 * 2**10
+LOCKS_REMEDY = "set WEIR_HOME to a directory on a local file system, one for each machine"
+ROTATE_BYTES = 16 * 2**20  # half a million records: minutes of a busy process, recovered in ms
+
 
 @dataclass(frozen=True, slots=True)
 class Bind:
@@ -190,22 +201,8 @@ RECORD_BYTES = FORMAT.record_size  # of what this server writes
 FORMERLY = Format(".journal", struct.Struct("<16sIIII"), ".taken", struct.Struct("<16sI"))
 FORMATS = {each.suffix: each for each in (FORMERLY, FORMAT)}
 
-# Owner and segment.
-NAME_FORM = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}\.[0-9]+\.journal2?", re.ASCII)
-
-UNFINISHED_SUFFIX = ".new"
 
 MARK_WORDS = FORMAT.mark.size // 8
-TAKEN_BITS = 32  # of a mark, below the reasoning tokens
-MARKS_AT_FIRST = 2048  # requests with output at once; more make the file grow
-
-# Written and removed to find out whether the disk takes data again: more than a block, since the
-# rest of the last block of a file is free even on a full disk.
-PROBE_BYTES = 64 * 2**10
-
-LOCKS_REMEDY = "set WEIR_HOME to a directory on a local file system, one for each machine"
-
-ROTATE_BYTES = 16 * 2**20  # half a million records: minutes of a busy process, recovered in ms
 
 
 log = structlog.get_logger(__name__)

@@ -21,6 +21,9 @@ from metering.receipts.chaining import IssuedReceipt
 
 PAYLOAD_KEY_NAME_BYTES = 4  # at the beginning of a payload hash
 
+NANOSECONDS = 1_000_000  # in a millisecond
+VERSION_AND_VARIANT = 7 << 76 | 2 << 62
+
 
 def is_other_payload(known: bytes, asked: bytes) -> bool:
     """Return whether two hashes are of different payloads; hashes of different keys count as equal.
@@ -194,11 +197,6 @@ class Renewed(msgspec.Struct, frozen=True):
 
 
 HoldAnswer = Admitted | Fits | Extended | Settled | Ended | Renewed
-
-
-NANOSECONDS = 1_000_000  # in a millisecond
-
-VERSION_AND_VARIANT = 7 << 76 | 2 << 62
 
 
 def new_hold_id() -> uuid.UUID:

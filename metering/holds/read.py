@@ -53,6 +53,10 @@ limit_value AS base_limit_value,
 CASE WHEN override_until > now() THEN override_until END AS override_until
 """
 
+RULE_COUNT_MAX = 32_768  # some 15 MB
+RULES: weakref.WeakKeyDictionary[Connection, RuleCache] = weakref.WeakKeyDictionary()
+NO_IDS = id_array(())
+
 
 class RuleCache:
     """Cache of rules by row version and whether an override is in force; building a rule is slow.
@@ -73,11 +77,6 @@ class RuleCache:
                 self._rules.clear()
             rule = self._rules[row[0]] = rule_of(*row[1:])
         return rule
-
-
-RULE_COUNT_MAX = 32_768  # some 15 MB
-
-RULES: weakref.WeakKeyDictionary[Connection, RuleCache] = weakref.WeakKeyDictionary()
 
 
 def rules_of_rows(connection: Connection, rows: Iterable[Row]) -> dict[int, QuotaRule]:
@@ -124,7 +123,6 @@ FROM unnest(%s::uuid[], %s::timestamptz[]) AS k(quota_id, window_start)
 ORDER BY quota_id, window_start
 ON CONFLICT DO NOTHING RETURNING quota_id, window_start
 """
-NO_IDS = id_array(())
 
 # Sums of the usage events of a hold; the outcome is that of the last part.
 EVENT_SUMS = """

@@ -81,7 +81,6 @@ WHERE state = 'held'
 ORDER BY admitted_at
 """)
 
-
 # A month without a row is open.
 STATE = text(
     "SELECT state FROM billing_months WHERE organization_id = :organization_id AND month = :month"
@@ -100,6 +99,10 @@ UPDATE billing_months
 SET state = '{MonthState.CLOSED}', closed_at = :at, closed_by = :by
 WHERE organization_id = :organization_id AND month = :month
 """)
+
+# Plan lines that change the cost of usage. Adjustments are posted on approval, not here.
+DISCOUNTS = (LineKind.ALLOWANCE, LineKind.GRADUATED, LineKind.VOLUME)
+INSTANT = timedelta(microseconds=1)
 
 
 async def find_obstacles(
@@ -233,11 +236,6 @@ def named(ids: list[str]) -> str:
     """Return the first ids and the number of further ones."""
     more = f" and {len(ids) - NAMED_MAX} more" if len(ids) > NAMED_MAX else ""
     return ", ".join(ids[:NAMED_MAX]) + more
-
-
-# Plan lines that change the cost of usage. Adjustments are posted on approval, not here.
-DISCOUNTS = (LineKind.ALLOWANCE, LineKind.GRADUATED, LineKind.VOLUME)
-INSTANT = timedelta(microseconds=1)
 
 
 def spent_credit(draft: MonthReport) -> list[CreditApplication]:

@@ -45,6 +45,9 @@ PAUSE_S = 300.0  # of the transaction that issues a document: time for some ten 
 SHOWN_MAX = 5  # characters without a glyph that an error names
 Draw = Callable[[InvoiceDocument], Awaitable[bytes]]
 
+# A document is drawn within the transaction that issues it.
+LONG_PAUSE = text(f"SET LOCAL idle_in_transaction_session_timeout = '{PAUSE_S:.0f}s'")
+
 
 @dataclass(frozen=True, slots=True)
 class IssuedDocument:
@@ -92,8 +95,6 @@ class Drawer:
         return pdf
 
 
-# A document is drawn within the transaction that issues it.
-LONG_PAUSE = text(f"SET LOCAL idle_in_transaction_session_timeout = '{PAUSE_S:.0f}s'")
 KEEP = text("""
 INSERT INTO issued_documents (organization_id, name, issuer, pdf, pdf_sha256)
 VALUES (:organization_id, :name, :issuer, :pdf, :sha256)

@@ -29,6 +29,13 @@ if TYPE_CHECKING:  # the process that draws does without them
     from metering.invoicing.adjustments import AdjustmentRecord
 
 
+ISSUER_TEXTS = ("name", "address", "tax_id", "contact", "payment")
+DRAFT = "DRAFT, month not closed"
+UNBALANCED = "NOT RECONCILED, do not send"
+HEADINGS = {LineKind.ADJUSTMENT: "Adjustments", LineKind.CREDIT: "Prepaid credit"}
+PLAN_HEADING = "Plan"
+
+
 @dataclass(frozen=True, slots=True)
 class Issuer:
     """Sender of the invoice, in letterhead and foot. Without a name the document is a statement.
@@ -63,9 +70,6 @@ class Issuer:
     def from_json(cls, document: Mapping[str, Any]) -> Issuer:
         lines = {name: tuple(document[name]) for name in ("address", "payment")}
         return cls(**{**document, **lines})
-
-
-ISSUER_TEXTS = ("name", "address", "tax_id", "contact", "payment")
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,12 +147,6 @@ def grouped(text: str) -> str:
 def shown_by_helvetica(character: str) -> bool:
     """Return whether PDF's built-in fonts have the character: the letters of Western Europe."""
     return character >= " " and character.encode("cp1252", errors="ignore") != b""
-
-
-DRAFT = "DRAFT, month not closed"
-UNBALANCED = "NOT RECONCILED, do not send"
-HEADINGS = {LineKind.ADJUSTMENT: "Adjustments", LineKind.CREDIT: "Prepaid credit"}
-PLAN_HEADING = "Plan"
 
 
 def invoice_document(report: MonthReport, issuer: Issuer) -> InvoiceDocument:

@@ -72,6 +72,15 @@ PADDED = [
     ("RIGHTPADDING", (-1, 0), (-1, -1), CELL_PADDING),
 ]
 
+# Lines of a model kept on one page with its name; each further part repeats the name.
+TOGETHER_LINES_MAX = 12
+TABLE_ROWS_MAX = 200  # of one table: dividing one among pages takes the square of its rows
+COLUMNS = (27, 18, 12, 22, 24, 24, 28, 19)  # millimetres; they fill the width
+SUMMARY_COLUMNS = (0.18, 0.40, 0.20, 0.22)  # parts of the width
+NOTE_LINES_MAX = 20  # more than our own sentences have
+NICENESS = 10  # requests for tokens take precedence
+HEAD = 10 * mm  # reserved on later pages for the running head
+
 
 class Words(Paragraph):
     """Text of at most `lines_max` lines; a longer one is cut and ends with an ellipsis."""
@@ -212,12 +221,6 @@ def plain_table(
         repeatRows=repeat,
         hAlign="LEFT",
     )
-
-
-# Lines of a model kept on one page with its name; each further part repeats the name.
-TOGETHER_LINES_MAX = 12
-TABLE_ROWS_MAX = 200  # of one table: dividing one among pages takes the square of its rows
-COLUMNS = (27, 18, 12, 22, 24, 24, 28, 19)  # millimetres; they fill the width
 
 
 def lines(document: InvoiceDocument, type_: Type) -> Iterator[Flowable]:
@@ -393,10 +396,6 @@ def section_table(heading: str, amounts: Sequence[AmountLine], currency: str, ty
     return plain_table(rows, (WIDTH - 34 * mm - last, 34 * mm, last), [*PADDED, *look], repeat=1)
 
 
-SUMMARY_COLUMNS = (0.18, 0.40, 0.20, 0.22)  # parts of the width
-NOTE_LINES_MAX = 20  # more than our own sentences have
-
-
 def closing(document: InvoiceDocument, type_: Type) -> Iterator[Flowable]:
     """Yield the sums, unsplit and the amount owed last, then payment instructions and notes."""
     exact = [row.exact_picos for row in document.summary if row.exact_picos is not None]
@@ -450,8 +449,6 @@ def summary_cells(row: SummaryRow, places: int, currency: str, type_: Type) -> l
     ]
 
 
-NICENESS = 10  # requests for tokens take precedence
-HEAD = 10 * mm  # reserved on later pages for the running head
 FOOT, BOTTOM = 10 * mm, 10 * mm  # height of the foot, and the margin below it
 
 

@@ -27,6 +27,30 @@ from metering.tenants.billing_profiles import BillingProfile
 REPORT_FORMAT, FORMAT_OF_PARTS = 3, 2
 TAX_NOTE = "tax not included"
 
+CSV_COLUMNS = (
+    "record_type",
+    "organization_name",
+    "organization_id",
+    "month",
+    "time_zone",
+    "model",
+    "price_version",
+    "token_kind",
+    "request_count",
+    "token_count",
+    "cancelled_token_count",
+    "unit_price",
+    "amount",
+    "currency_code",
+    "rounded_amount",
+    "late_month",
+    "tier",
+    "description",
+    "state",
+    "invoice_number",
+    "report_format",
+)
+
 
 @dataclass(frozen=True, slots=True)
 class ReportLine:
@@ -171,31 +195,6 @@ class MonthReport:
         return [line.amount_picos for line in self.lines] + [
             charge.amount_picos for charge in self.charges
         ]
-
-
-CSV_COLUMNS = (
-    "record_type",
-    "organization_name",
-    "organization_id",
-    "month",
-    "time_zone",
-    "model",
-    "price_version",
-    "token_kind",
-    "request_count",
-    "token_count",
-    "cancelled_token_count",
-    "unit_price",
-    "amount",
-    "currency_code",
-    "rounded_amount",
-    "late_month",
-    "tier",
-    "description",
-    "state",
-    "invoice_number",
-    "report_format",
-)
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,6 +110,31 @@ WHERE c.organization_id = :organization_id
   AND t.billing_month <= :month
 """)
 
+TOKEN_KIND_ORDER = list(TokenKind)
+COMPLETED = (Outcome.STOP, Outcome.STOP_SEQUENCE, Outcome.LENGTH)
+CANCELLED = (Outcome.CANCELLED, Outcome.DEADLINE)
+LIMITED = (Outcome.QUOTA_EXHAUSTED, Outcome.COST_LIMIT, Outcome.SLOW_CONSUMER, Outcome.FILTERED)
+FAILED = (Outcome.FAILED,)
+LONG_READ_S = 300.0  # for some ten million events, at a few microseconds each
+LONG_STATEMENTS = text(f"SET LOCAL statement_timeout = '{LONG_READ_S:.0f}s'")
+MONTH_OF = "CAST(date_trunc('month', {}, 'UTC') AS date)"
+SUMS = ", ".join(
+    f"sum({count}) AS {kind}_tokens, count(*) FILTER (WHERE {count} > 0) AS {kind}_requests"
+    for kind, (count, _) in COUNTS_OF_EVENT.items()
+)
+ALL_TOKENS = " + ".join(f"{kind}_tokens" for kind in COUNTS_OF_EVENT)
+BY_KIND = "LATERAL (VALUES {}) AS of_kind (token_kind, token_count, request_count)".format(
+    ", ".join(f"('{kind}', {kind}_tokens, {kind}_requests)" for kind in COUNTS_OF_EVENT)
+)
+OUTCOMES = {"completed": COMPLETED, "cancelled": CANCELLED, "limited": LIMITED, "failed": FAILED}
+REQUESTS = ", ".join(
+    f"coalesce(sum(event_count) FILTER (WHERE part = 0{condition}), 0)::bigint AS {name}_count"
+    for name, condition in {
+        "total": "",
+        **{name: f" AND outcome = ANY(:{name})" for name in OUTCOMES},
+    }.items()
+)
+
 
 async def draft_charges(
     session: AsyncSession, organization_id: uuid.UUID, month: date, lines: Sequence[ReportLine]
@@ -155,41 +180,14 @@ async def prepaid_credit_of(
     return record_of(PrepaidCredit, (await session.execute(PREPAID, of_month)).one())
 
 
-TOKEN_KIND_ORDER = list(TokenKind)
-
-COMPLETED = (Outcome.STOP, Outcome.STOP_SEQUENCE, Outcome.LENGTH)
-CANCELLED = (Outcome.CANCELLED, Outcome.DEADLINE)
-LIMITED = (Outcome.QUOTA_EXHAUSTED, Outcome.COST_LIMIT, Outcome.SLOW_CONSUMER, Outcome.FILTERED)
-FAILED = (Outcome.FAILED,)
-
-
 def _qualified(row: str, count: str) -> str:
     """Return the SQL of an event's tokens, with the table alias before each column."""
     return re.sub(r"[a-z_]+", lambda column: f"{row}.{column[0]}", count)
 
 
-LONG_READ_S = 300.0  # for some ten million events, at a few microseconds each
-LONG_STATEMENTS = text(f"SET LOCAL statement_timeout = '{LONG_READ_S:.0f}s'")
-MONTH_OF = "CAST(date_trunc('month', {}, 'UTC') AS date)"
-SUMS = ", ".join(
-    f"sum({count}) AS {kind}_tokens, count(*) FILTER (WHERE {count} > 0) AS {kind}_requests"
-    for kind, (count, _) in COUNTS_OF_EVENT.items()
-)
-ALL_TOKENS = " + ".join(f"{kind}_tokens" for kind in COUNTS_OF_EVENT)
-BY_KIND = "LATERAL (VALUES {}) AS of_kind (token_kind, token_count, request_count)".format(
-    ", ".join(f"('{kind}', {kind}_tokens, {kind}_requests)" for kind in COUNTS_OF_EVENT)
-)
 BOTH_HAVE = ", ".join(
     f"('{kind}', {_qualified('first', count)} > 0 AND {_qualified('second', count)} > 0)"
     for kind, (count, _) in COUNTS_OF_EVENT.items()
-)
-OUTCOMES = {"completed": COMPLETED, "cancelled": CANCELLED, "limited": LIMITED, "failed": FAILED}
-REQUESTS = ", ".join(
-    f"coalesce(sum(event_count) FILTER (WHERE part = 0{condition}), 0)::bigint AS {name}_count"
-    for name, condition in {
-        "total": "",
-        **{name: f" AND outcome = ANY(:{name})" for name in OUTCOMES},
-    }.items()
 )
 # One statement, and so one snapshot, since rating may continue meanwhile. Tokens and amounts come
 # from the ledger; the number of requests and their outcomes come from the events that refer to its

@@ -25,6 +25,19 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.core.errors import AlreadyExists, InvalidValue, InvariantViolated, MonthClosed
 
+# Maximum locks per batch; a close also delays the postings of about one in 64 organizations.
+POSTING_LOCK_COUNT = 64
+# First key of the advisory locks, next to that of the quotas; the second is the lock's number.
+POSTING_LOCK = 1_466_263_923
+# SQL of the lock's number; the triggers of the ledger use the same expression.
+POSTING_LOCK_OF = f"get_byte(uuid_send({{organization_id}}), 15) % {POSTING_LOCK_COUNT}"
+ACCOUNT_KEYS = """
+unnest(
+    CAST(:organization_ids AS uuid[]), CAST(:kinds AS text[]), CAST(:currency_codes AS text[])
+)
+"""
+MONTH_FORM = re.compile(r"([2-9]\d{3})-(0[1-9]|1[0-2])", re.ASCII)
+
 
 class AccountKind(StrEnum):
     """Meaning of a ledger account. Debits are positive.
@@ -66,13 +79,6 @@ class MonthState(StrEnum):
     CLOSING = "closing"
     CLOSED = "closed"
 
-
-# Maximum locks per batch; a close also delays the postings of about one in 64 organizations.
-POSTING_LOCK_COUNT = 64
-# First key of the advisory locks, next to that of the quotas; the second is the lock's number.
-POSTING_LOCK = 1_466_263_923
-# SQL of the lock's number; the triggers of the ledger use the same expression.
-POSTING_LOCK_OF = f"get_byte(uuid_send({{organization_id}}), 15) % {POSTING_LOCK_COUNT}"
 
 # The month of use, or if later the one after the last closed month: months are closed in order.
 POSTING_MONTH = """
@@ -299,11 +305,6 @@ async def post(session: AsyncSession, postings: Sequence[Posting]) -> list[int]:
     return ids
 
 
-ACCOUNT_KEYS = """
-unnest(
-    CAST(:organization_ids AS uuid[]), CAST(:kinds AS text[]), CAST(:currency_codes AS text[])
-)
-"""
 ACCOUNTS = text(f"""
 SELECT * FROM ledger_accounts
 WHERE (organization_id, kind, currency_code) IN (SELECT * FROM {ACCOUNT_KEYS})
@@ -362,9 +363,6 @@ async def first_open_month(session: AsyncSession, organization_id: uuid.UUID) ->
         .first_open
     )
     return month
-
-
-MONTH_FORM = re.compile(r"([2-9]\d{3})-(0[1-9]|1[0-2])", re.ASCII)
 
 
 def month_bounds(month: str) -> tuple[datetime, datetime]:

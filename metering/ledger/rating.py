@@ -58,6 +58,29 @@ SELECT to_char(settled_at AT TIME ZONE 'UTC', 'YYYY-MM') AS month, count(*) AS e
 FROM usage_events_default GROUP BY 1 ORDER BY 1
 """)
 
+# Events per transaction; a larger batch is hardly faster per event, and a transaction should take
+# far less than a second.
+BATCH_SIZE = 5_000
+BATCHES_MAX = (
+    100  # per run of the task, which takes some seconds; the next run begins a second later
+)
+BATCH_DIVISOR = 10  # by which a failing batch shrinks, and grows again afterwards
+NAMED_MAX = 20  # events that an error message names
+# Column names are token kinds. Costs are numeric, since a misstated count times its price may
+# exceed 64 bits.
+COUNTS = ", ".join(f"{count} AS {kind}" for kind, (count, _) in COUNTS_OF_EVENT.items())
+COST_OF_TOKENS = " + ".join(
+    f"CAST({count} AS numeric) * {PRICES[kind]}" for kind, (count, _) in COUNTS_OF_EVENT.items()
+)
+SUMS = ", ".join(f"sum({kind}) AS {kind}" for kind in COUNTS_OF_EVENT)
+BY_KIND = "LATERAL (VALUES {}) AS of_kind (token_kind, token_count, amount_picos)".format(
+    ", ".join(f"('{kind}', {kind}, {kind} * {price})" for kind, price in PRICES.items())
+)
+MONTH_OF_DAY = POSTING_MONTH.format(
+    organization_id="d.organization_id", month="date_trunc('month', d.day)::date"
+)
+FIRST_POSITION = "(0,0)"
+
 
 @dataclass(frozen=True, slots=True)
 class UsagePartitions:
@@ -93,29 +116,6 @@ async def create_partitions(session: AsyncSession) -> UsagePartitions:
     return UsagePartitions(created, in_default)
 
 
-# Events per transaction; a larger batch is hardly faster per event, and a transaction should take
-# far less than a second.
-BATCH_SIZE = 5_000
-BATCHES_MAX = (
-    100  # per run of the task, which takes some seconds; the next run begins a second later
-)
-BATCH_DIVISOR = 10  # by which a failing batch shrinks, and grows again afterwards
-NAMED_MAX = 20  # events that an error message names
-
-# Column names are token kinds. Costs are numeric, since a misstated count times its price may
-# exceed 64 bits.
-COUNTS = ", ".join(f"{count} AS {kind}" for kind, (count, _) in COUNTS_OF_EVENT.items())
-COST_OF_TOKENS = " + ".join(
-    f"CAST({count} AS numeric) * {PRICES[kind]}" for kind, (count, _) in COUNTS_OF_EVENT.items()
-)
-SUMS = ", ".join(f"sum({kind}) AS {kind}" for kind in COUNTS_OF_EVENT)
-BY_KIND = "LATERAL (VALUES {}) AS of_kind (token_kind, token_count, amount_picos)".format(
-    ", ".join(f"('{kind}', {kind}, {kind} * {price})" for kind, price in PRICES.items())
-)
-
-MONTH_OF_DAY = POSTING_MONTH.format(
-    organization_id="d.organization_id", month="date_trunc('month', d.day)::date"
-)
 # Rates up to :batch_size pending events after position :after. Each event is read once, and updated
 # once if its cost is that of its tokens. Only updated events are summed and posted; the others stay
 # pending and are returned.
@@ -240,7 +240,6 @@ FROM unrated_usage
 WHERE ctid > CAST(:after AS tid) AND event_id <> ALL(CAST(:paused AS bigint[]))
 LIMIT 1
 """)
-FIRST_POSITION = "(0,0)"
 retries = Retries("rating", passing=(DatabaseUnavailable,))  # by usage event
 
 

@@ -50,6 +50,8 @@ WHERE CAST(:organization_id AS uuid) IS NULL OR organization_id = :organization_
 ORDER BY organization_id, first_month, id DESC
 """)
 
+NO_PLAN = PlanRules()
+
 
 class PrepaidOrganization(Base):
     """A prepaid organization: its quota on credit, and the month of its last refresh."""
@@ -109,9 +111,6 @@ def _selector_of(document: Document) -> Selector:
         None if kind is None else TokenKind(kind),
         None if tier is None else ServiceTier(tier),
     )
-
-
-NO_PLAN = PlanRules()
 
 
 @dataclass(frozen=True, slots=True)

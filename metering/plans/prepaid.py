@@ -102,6 +102,11 @@ SELECT grant_id, CAST(:month AS date), picos
 FROM unnest(CAST(:grant_ids AS uuid[]), CAST(:amounts AS numeric[])) AS spent (grant_id, picos)
 """)
 
+ENDS_WITH_THE_MONTH = "prepaid credit that ends with the month"
+# Maximum of the column: 9,223,372 units, for all usage of an organization and its credit. NUMERIC
+# would slow down the counters, which every request updates.
+LIMIT_MAX = 2**63 - 1
+
 
 @dataclass(frozen=True, slots=True)
 class Grant:
@@ -268,11 +273,6 @@ def _posting(
         entries=((debited, amount_picos), (credited, -amount_picos)),
     )
 
-
-ENDS_WITH_THE_MONTH = "prepaid credit that ends with the month"
-# Maximum of the column: 9,223,372 units, for all usage of an organization and its credit. NUMERIC
-# would slow down the counters, which every request updates.
-LIMIT_MAX = 2**63 - 1
 
 log = logging.getLogger(__name__)
 retries = Retries("prepaid_refresh", passing=(DatabaseUnavailable,))  # by organization

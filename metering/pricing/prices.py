@@ -56,6 +56,28 @@ TOKENS_BY_KIND = "LATERAL (VALUES {}) AS kind (token_kind, token_count)".format(
     ", ".join(f"('{kind}', {count})" for kind, (count, _) in COUNTS_OF_EVENT.items())
 )
 
+FIELD = "batch_multiplier_milli"  # name in the API
+MULTIPLIER_SCALE = 1000  # multipliers are in thousandths
+MULTIPLIER_MAX_MILLI = 1_000_000  # a factor of 1000; a larger one is a mistake in the unit
+# Such as "meta-llama/Llama-3.1-8B-Instruct" or "demo@2": no characters that are special in a
+# spreadsheet, a shell or a log.
+MODEL_FORM = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@/-]{0,199}", re.ASCII)
+# 10 units per token; a request of 900,000 such tokens still fits a 64-bit cost.
+PRICE_MAX_PICOS = 10**13
+RATES = (
+    "input_picos_per_token",
+    "cached_input_picos_per_token",
+    "output_picos_per_token",
+    "embedding_picos_per_token",
+    "reasoning_picos_per_token",
+)
+_KEY = (
+    PriceVersion.model,
+    PriceVersion.currency_code,
+    PriceVersion.organization_id,
+    PriceVersion.tier,
+)
+
 
 @dataclass(frozen=True, slots=True)
 class TokenPrices:
@@ -158,11 +180,6 @@ class PriceBook:
         return None
 
 
-FIELD = "batch_multiplier_milli"  # name in the API
-MULTIPLIER_SCALE = 1000  # multipliers are in thousandths
-MULTIPLIER_MAX_MILLI = 1_000_000  # a factor of 1000; a larger one is a mistake in the unit
-
-
 def multiplied_rates(rates: Sequence[int], multiplier_milli: int) -> list[int]:
     """Return prices times a multiplier in thousandths, exactly.
 
@@ -181,19 +198,7 @@ def multiplied_rates(rates: Sequence[int], multiplier_milli: int) -> list[int]:
     return [rate * multiplier_milli // MULTIPLIER_SCALE for rate in rates]
 
 
-# Such as "meta-llama/Llama-3.1-8B-Instruct" or "demo@2": no characters that are special in a
-# spreadsheet, a shell or a log.
-MODEL_FORM = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@/-]{0,199}", re.ASCII)
-# 10 units per token; a request of 900,000 such tokens still fits a 64-bit cost.
-PRICE_MAX_PICOS = 10**13
 Row = dict[str, object]  # column values of one version
-RATES = (
-    "input_picos_per_token",
-    "cached_input_picos_per_token",
-    "output_picos_per_token",
-    "embedding_picos_per_token",
-    "reasoning_picos_per_token",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -454,14 +459,6 @@ def checked_model(model: str) -> str:
             "must have 1 to 200 letters, digits or . _ : @ / -, and begin with a letter or digit",
         )
     return model
-
-
-_KEY = (
-    PriceVersion.model,
-    PriceVersion.currency_code,
-    PriceVersion.organization_id,
-    PriceVersion.tier,
-)
 
 
 def _select_versions(

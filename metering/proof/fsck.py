@@ -70,6 +70,137 @@ NOT_CORRECTED = """NOT EXISTS (
     WHERE (c.hold_id, c.part, c.settled_at) = (e.hold_id, e.part, e.settled_at)
 )"""
 
+HAS_REASONING = "e.billed_reasoning_token_count > 0"
+RECEIPT_NUMBERS = [
+    f"int8send(({number})::bigint)"
+    for number in (
+        "e.part",
+        "e.input_token_count",
+        "e.cached_input_token_count",
+        "e.billed_token_count",
+        "e.embedding_token_count",
+        "e.price_version_id",
+        "e.cost_picos",
+        "extract(epoch FROM e.admitted_at) * 1000000",
+        "extract(epoch FROM e.settled_at) * 1000000",
+        "e.receipt_sequence",
+    )
+]
+RECEIPT_TIMES = " || ".join(
+    f"int8send(floor(coalesce((e.timings->>'{name}')::float8, 0) * 1000 + 0.5)::bigint)"
+    for name in (
+        "ttft_ms",
+        "tokens_per_second",
+        "itl_p50_ms",
+        "itl_p99_ms",
+        "itl_max_ms",
+        "client_stall_ms",
+    )
+)
+RECEIPT_IDS = " || ".join(
+    f"uuid_send(e.{name}_id)" for name in ("organization", "project", "api_key", "request")
+)
+RECEIPT_TEXTS = " || ".join(
+    f"int8send(octet_length(convert_to({text}, 'UTF8'))) || convert_to({text}, 'UTF8')"
+    for text in ("p.currency_code", "e.model", "e.outcome")
+)
+# Encoding that docs/reference/receipts.md specifies.
+RECEIPT_BYTES = (
+    r"(CASE WHEN e.receipt_is_timed THEN 'weir.receipt.v3\012'"
+    rf" WHEN {HAS_REASONING} THEN 'weir.receipt.v2\012' ELSE 'weir.receipt.v1\012' END)::bytea"
+    + f" || {RECEIPT_IDS} || "
+    + " || ".join(RECEIPT_NUMBERS)
+    + " || e.previous_receipt_hash"
+    + f" || CASE WHEN e.receipt_is_timed THEN {RECEIPT_TIMES} ELSE '' END || {RECEIPT_TEXTS}"
+)
+ZERO_HASH = "decode(repeat('00', 32), 'hex')"  # named by the first receipt of a chain
+OVERDUE = "10 minutes"  # sixty sweeps: the owner and every sweep have had their chance
+USED_MAX = 2**63 - 1  # a counter saturates here
+# Nearly every hold has its whole charge in one window, that of the minute of its admission.
+ONE_WINDOW = "(cardinality(h.posted_minutes) = 0 OR r.charge IN ('requests', 'running'))"
+CHARGED_AT = "CASE charge WHEN 'requests' THEN admitted_at ELSE charged_at END"
+# A hold that was extended later leaves in each such minute the charge of the tokens delivered by
+# then, less that of the minutes before. `posted_minutes` alternates minutes and posted totals; mark
+# 0 is the end of the hold.
+SEVERAL_MINUTES = "cardinality(h.posted_minutes) > 0"
+TOKENS_OR_MONEY = "r.charge IN ('tokens', 'money')"
+UNRATED_FOR = "10 minutes"  # rating runs every second
+POSTED_EVENTS = "usage_events e JOIN ledger_transactions t ON t.id = e.ledger_transaction_id"
+PRICES = " ".join(f"WHEN '{kind}' THEN {price}" for kind, (_, price) in TOKEN_KINDS.items())
+PRICE = f"CASE token_kind {PRICES} END"
+USED_DIFFERS_FROM_POSTED = (
+    "(used_tokens, used_picos) IS DISTINCT FROM (posted_tokens, posted_picos)"
+)
+USED_AND_POSTED = (
+    "concat(coalesce(used_tokens, 0), ' tokens for ', coalesce(used_picos, 0), ' picos used, ',"
+    " coalesce(posted_tokens, 0), ' tokens for ', coalesce(posted_picos, 0), ' picos posted')"
+)
+MONTH_SUBJECT = "concat('organization ', organization_id, ', ', to_char(month, 'YYYY-MM'))"
+# Hours older than this at the first run of the export have no batches.
+FIRST_RUN_LOOKBACK = "35 days"
+# Usage that was rated this shortly before the last scan may not have been visible to it.
+LATE_MARGIN = "150 seconds"
+FROM_HOUR = f"date_trunc('hour', {SINCE}, 'UTC')"
+BATCH_SUBJECT = (
+    "concat('organization ', organization_id, ', price version ', price_version_id, ', ',"
+    " token_kind, ', hour ', hour)"
+)
+# Tables with a trigger `TABLE_append_only`. Some of them have a further trigger, which says what
+# may change in their rows.
+APPEND_ONLY = """
+    adjustment_decisions adjustments alerts audit_log billing_months credit_applications
+    credit_grants document_series invoice_letterheads invoice_lines invoices issued_documents
+    ledger_accounts ledger_entries ledger_transactions meter_batches month_closings plan_assignments
+    plan_versions price_versions receipt_batches receipt_keys stripe_events stripe_late_items
+    stripe_month_items stripe_month_settlements usage_corrections usage_events
+"""
+# Each trigger with its function. A migrated database has exactly these; a test compares them.
+TRIGGERS = {f"{table}_append_only": "refuse_change" for table in APPEND_ONLY.split()} | {
+    "api_keys_no_delete": "refuse_deletion",
+    "api_keys_update_recorded": "api_keys_update_recorded",
+    "billing_months_close_in_order": "billing_months_close_in_order",
+    "billing_months_close_once": "billing_month_closes_once",
+    "credit_applications_within_grant": "credit_within_grant",
+    "document_series_consecutive": "document_series_consecutive",
+    "holds_belong_together": "holds_belong_together",
+    "holds_end_once": "hold_ends_once",
+    "holds_no_delete": "refuse_deletion",
+    "invoice_lines_add_up": "invoice_adds_up",
+    "ledger_entries_balanced": "ledger_balanced",
+    "ledger_months_open": "ledger_months_open",
+    "meter_batches_invoiced_once": "meter_batch_invoiced_once",
+    "meter_batches_restrict_update": "meter_batch_keeps_tokens",
+    "organizations_no_delete": "refuse_deletion",
+    "price_versions_insert_recorded": "price_versions_insert_recorded",
+    "projects_create_receipt_chain": "create_receipt_chain",
+    "projects_no_delete": "refuse_deletion",
+    "quotas_delete_recorded": "quotas_delete_recorded",
+    "quotas_insert_recorded": "quotas_insert_recorded",
+    "quotas_set_changed_at": "quotas_set_changed_at",
+    "quotas_update_recorded": "quotas_update_recorded",
+    "receipt_chains_no_delete": "refuse_change",
+    "receipt_chains_only_forward": "refuse_chain_rewind",
+    "stripe_events_restrict_update": "stripe_event_keeps_payload",
+    "stripe_late_items_restrict_update": "stripe_late_item_keeps_amount",
+    "stripe_month_items_restrict_update": "stripe_month_item_keeps_amount",
+    "stripe_month_settlements_restrict_update": "stripe_month_settled_once",
+    "usage_events_match_holds": "usage_events_match_holds",
+    "usage_events_partition": "refuse_partition",
+    "usage_events_posted": "usage_events_posted",
+    "usage_events_rated_once": "usage_event_changed",
+}
+TRIGGER_ROWS = ", ".join(f"('{trigger}', '{function}')" for trigger, function in TRIGGERS.items())
+SAMPLE_MAX = 10  # violations reported per check, next to their total number
+# Sums over millions of rows: in memory where possible, without a time limit, since a read-only
+# transaction blocks no writer.
+SETTINGS = {
+    "work_mem": "256MB",
+    "statement_timeout": "0",
+    "jit": "off",
+    "max_parallel_workers_per_gather": "4",
+}
+ALL_TIME = "-infinity"
+
 
 class Moment(StrEnum):
     """Time at which a check must pass.
@@ -263,56 +394,12 @@ USAGE_CHECKS = (
 )
 
 
-HAS_REASONING = "e.billed_reasoning_token_count > 0"
-RECEIPT_NUMBERS = [
-    f"int8send(({number})::bigint)"
-    for number in (
-        "e.part",
-        "e.input_token_count",
-        "e.cached_input_token_count",
-        "e.billed_token_count",
-        "e.embedding_token_count",
-        "e.price_version_id",
-        "e.cost_picos",
-        "extract(epoch FROM e.admitted_at) * 1000000",
-        "extract(epoch FROM e.settled_at) * 1000000",
-        "e.receipt_sequence",
-    )
-]
 # Only receipts that bill reasoning or have timings have its number.
 RECEIPT_NUMBERS.insert(
     5,
     f"CASE WHEN {HAS_REASONING} OR e.receipt_is_timed"
     " THEN int8send(e.billed_reasoning_token_count) ELSE '' END",
 )
-RECEIPT_TIMES = " || ".join(
-    f"int8send(floor(coalesce((e.timings->>'{name}')::float8, 0) * 1000 + 0.5)::bigint)"
-    for name in (
-        "ttft_ms",
-        "tokens_per_second",
-        "itl_p50_ms",
-        "itl_p99_ms",
-        "itl_max_ms",
-        "client_stall_ms",
-    )
-)
-RECEIPT_IDS = " || ".join(
-    f"uuid_send(e.{name}_id)" for name in ("organization", "project", "api_key", "request")
-)
-RECEIPT_TEXTS = " || ".join(
-    f"int8send(octet_length(convert_to({text}, 'UTF8'))) || convert_to({text}, 'UTF8')"
-    for text in ("p.currency_code", "e.model", "e.outcome")
-)
-# Encoding that docs/reference/receipts.md specifies.
-RECEIPT_BYTES = (
-    r"(CASE WHEN e.receipt_is_timed THEN 'weir.receipt.v3\012'"
-    rf" WHEN {HAS_REASONING} THEN 'weir.receipt.v2\012' ELSE 'weir.receipt.v1\012' END)::bytea"
-    + f" || {RECEIPT_IDS} || "
-    + " || ".join(RECEIPT_NUMBERS)
-    + " || e.previous_receipt_hash"
-    + f" || CASE WHEN e.receipt_is_timed THEN {RECEIPT_TIMES} ELSE '' END || {RECEIPT_TEXTS}"
-)
-ZERO_HASH = "decode(repeat('00', 32), 'hex')"  # named by the first receipt of a chain
 
 
 RECEIPT_CHECKS = (
@@ -438,8 +525,6 @@ RECEIPT_CHECKS = (
     ),
 )
 
-
-OVERDUE = "10 minutes"  # sixty sweeps: the owner and every sweep have had their chance
 
 # A hold with the sums of its usage events. `usage-parts` proves that it has two at most, so that
 # nothing has to be grouped.
@@ -604,7 +689,6 @@ DIMENSIONS = """(VALUES
     ('cost_picos_per_month', 'money', 'month', 1, 1),
     ('prepaid_credit_picos', 'money', NULL, 1, 1)
 ) AS d (dimension, charge, unit, counts_input, counts_output)"""
-USED_MAX = 2**63 - 1  # a counter saturates here
 # Age at which counters of months, and of minutes and days, are deleted.
 MONTHS_KEPT, DAYS_KEPT = "93 days", "2 days"
 
@@ -745,9 +829,6 @@ UNCERTAIN_CHARGE = f"""CASE
         THEN {weighted_sql("sent", "0", "leased_token_count", w_output=HIGHER)}
     ELSE 0
 END"""
-# Nearly every hold has its whole charge in one window, that of the minute of its admission.
-ONE_WINDOW = "(cardinality(h.posted_minutes) = 0 OR r.charge IN ('requests', 'running'))"
-CHARGED_AT = "CASE charge WHEN 'requests' THEN admitted_at ELSE charged_at END"
 CHARGES_IN_ONE_WINDOW = f"""
 SELECT quota_id,
        {window_start_sql("unit", CHARGED_AT)} AS window_start,
@@ -757,11 +838,6 @@ SELECT quota_id,
        {UNCERTAIN_CHARGE} AS uncertain
 FROM ({charges_sql("true", ONE_WINDOW)}) AS charges
 """
-# A hold that was extended later leaves in each such minute the charge of the tokens delivered by
-# then, less that of the minutes before. `posted_minutes` alternates minutes and posted totals; mark
-# 0 is the end of the hold.
-SEVERAL_MINUTES = "cardinality(h.posted_minutes) > 0"
-TOKENS_OR_MONEY = "r.charge IN ('tokens', 'money')"
 CHARGES_IN_SEVERAL_WINDOWS = f"""
 SELECT quota_id,
        {window_start_sql("unit", "posted_at")} AS window_start,
@@ -980,19 +1056,6 @@ COUNTER_CHECKS = (
 )
 
 
-UNRATED_FOR = "10 minutes"  # rating runs every second
-POSTED_EVENTS = "usage_events e JOIN ledger_transactions t ON t.id = e.ledger_transaction_id"
-PRICES = " ".join(f"WHEN '{kind}' THEN {price}" for kind, (_, price) in TOKEN_KINDS.items())
-PRICE = f"CASE token_kind {PRICES} END"
-USED_DIFFERS_FROM_POSTED = (
-    "(used_tokens, used_picos) IS DISTINCT FROM (posted_tokens, posted_picos)"
-)
-USED_AND_POSTED = (
-    "concat(coalesce(used_tokens, 0), ' tokens for ', coalesce(used_picos, 0), ' picos used, ',"
-    " coalesce(posted_tokens, 0), ' tokens for ', coalesce(posted_picos, 0), ' picos posted')"
-)
-
-
 LEDGER_CHECKS = (
     Check(
         "unrated-usage-is-queued",
@@ -1182,9 +1245,6 @@ LEDGER_CHECKS = (
 )
 
 
-MONTH_SUBJECT = "concat('organization ', organization_id, ', ', to_char(month, 'YYYY-MM'))"
-
-
 INVOICE_CHECKS = (
     Check(
         "closed-months-have-digests",
@@ -1367,17 +1427,6 @@ INVOICE_CHECKS = (
 )
 
 
-# Hours older than this at the first run of the export have no batches.
-FIRST_RUN_LOOKBACK = "35 days"
-# Usage that was rated this shortly before the last scan may not have been visible to it.
-LATE_MARGIN = "150 seconds"
-FROM_HOUR = f"date_trunc('hour', {SINCE}, 'UTC')"
-BATCH_SUBJECT = (
-    "concat('organization ', organization_id, ', price version ', price_version_id, ', ',"
-    " token_kind, ', hour ', hour)"
-)
-
-
 def rated_usage_sql(condition: str = "true") -> str:
     """Return SQL of rated tokens by customer, price version, hour and kind."""
     return f"""
@@ -1505,53 +1554,6 @@ EXPORT_CHECKS = (
 )
 
 
-# Tables with a trigger `TABLE_append_only`. Some of them have a further trigger, which says what
-# may change in their rows.
-APPEND_ONLY = """
-    adjustment_decisions adjustments alerts audit_log billing_months credit_applications
-    credit_grants document_series invoice_letterheads invoice_lines invoices issued_documents
-    ledger_accounts ledger_entries ledger_transactions meter_batches month_closings plan_assignments
-    plan_versions price_versions receipt_batches receipt_keys stripe_events stripe_late_items
-    stripe_month_items stripe_month_settlements usage_corrections usage_events
-"""
-# Each trigger with its function. A migrated database has exactly these; a test compares them.
-TRIGGERS = {f"{table}_append_only": "refuse_change" for table in APPEND_ONLY.split()} | {
-    "api_keys_no_delete": "refuse_deletion",
-    "api_keys_update_recorded": "api_keys_update_recorded",
-    "billing_months_close_in_order": "billing_months_close_in_order",
-    "billing_months_close_once": "billing_month_closes_once",
-    "credit_applications_within_grant": "credit_within_grant",
-    "document_series_consecutive": "document_series_consecutive",
-    "holds_belong_together": "holds_belong_together",
-    "holds_end_once": "hold_ends_once",
-    "holds_no_delete": "refuse_deletion",
-    "invoice_lines_add_up": "invoice_adds_up",
-    "ledger_entries_balanced": "ledger_balanced",
-    "ledger_months_open": "ledger_months_open",
-    "meter_batches_invoiced_once": "meter_batch_invoiced_once",
-    "meter_batches_restrict_update": "meter_batch_keeps_tokens",
-    "organizations_no_delete": "refuse_deletion",
-    "price_versions_insert_recorded": "price_versions_insert_recorded",
-    "projects_create_receipt_chain": "create_receipt_chain",
-    "projects_no_delete": "refuse_deletion",
-    "quotas_delete_recorded": "quotas_delete_recorded",
-    "quotas_insert_recorded": "quotas_insert_recorded",
-    "quotas_set_changed_at": "quotas_set_changed_at",
-    "quotas_update_recorded": "quotas_update_recorded",
-    "receipt_chains_no_delete": "refuse_change",
-    "receipt_chains_only_forward": "refuse_chain_rewind",
-    "stripe_events_restrict_update": "stripe_event_keeps_payload",
-    "stripe_late_items_restrict_update": "stripe_late_item_keeps_amount",
-    "stripe_month_items_restrict_update": "stripe_month_item_keeps_amount",
-    "stripe_month_settlements_restrict_update": "stripe_month_settled_once",
-    "usage_events_match_holds": "usage_events_match_holds",
-    "usage_events_partition": "refuse_partition",
-    "usage_events_posted": "usage_events_posted",
-    "usage_events_rated_once": "usage_event_changed",
-}
-TRIGGER_ROWS = ", ".join(f"('{trigger}', '{function}')" for trigger, function in TRIGGERS.items())
-
-
 SCHEMA_CHECKS = (
     Check(
         "triggers-are-enabled",
@@ -1648,16 +1650,6 @@ CHECKS: tuple[Check, ...] = (
     *INVOICE_CHECKS,
     *EXPORT_CHECKS,
 )
-SAMPLE_MAX = 10  # violations reported per check, next to their total number
-# Sums over millions of rows: in memory where possible, without a time limit, since a read-only
-# transaction blocks no writer.
-SETTINGS = {
-    "work_mem": "256MB",
-    "statement_timeout": "0",
-    "jit": "off",
-    "max_parallel_workers_per_gather": "4",
-}
-ALL_TIME = "-infinity"
 
 Connection = psycopg.Connection[Any]
 

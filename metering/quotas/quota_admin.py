@@ -61,6 +61,17 @@ SUBJECT_TABLES: dict[QuotaSubject, type[Organization | Project | ApiKey]] = {
 PAST_DAYS_KEPT = timedelta(days=2)
 PAST_MONTHS_KEPT = timedelta(days=93)
 
+NO_OVERRIDE: dict[str, object] = {
+    "override_limit_value": None,
+    "override_until": None,
+    "override_reason": None,
+}
+SETTABLE = tuple(each for each in QuotaDimension if each is not QuotaDimension.PREPAID_CREDIT_PICOS)
+OF_CREDIT = (
+    "prepaid credit cannot be set as a limit: grant credit, or make the organization no longer"
+    " prepaid only"
+)
+
 
 async def set_quota(
     session: AsyncSession,
@@ -267,20 +278,6 @@ async def find_subject(
         case QuotaSubject.API_KEY:
             key = await find_api_key(session, ref)
             return key.id, key.organization_id
-
-
-NO_OVERRIDE: dict[str, object] = {
-    "override_limit_value": None,
-    "override_until": None,
-    "override_reason": None,
-}
-
-
-SETTABLE = tuple(each for each in QuotaDimension if each is not QuotaDimension.PREPAID_CREDIT_PICOS)
-OF_CREDIT = (
-    "prepaid credit cannot be set as a limit: grant credit, or make the organization no longer"
-    " prepaid only"
-)
 
 
 def in_units(dimension: QuotaDimension) -> str:

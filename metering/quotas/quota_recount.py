@@ -40,6 +40,42 @@ from metering.quotas.quotas import USED_MAX
 # the previous rules while its usage is summed. 0x57656972 is "Weir".
 QUOTA_LOCK = "1466263922, 1"
 
+# Weighted sum of the leased output if it costs the most.
+DEAREST_LEASE = """(reasoning * w_reasoning
+    + (leased - reasoning) * greatest(w_output, w_reasoning))"""
+# All charges to each subject in each window: those of holds settled since a time, which no longer
+# change, and those of other holds. A settled hold has one usage event, and the receipts of a
+# project are numbered in commit order, so `beyond` separates commits after the heads of the chains
+# were read from those before. An expired hold is charged its lease until its owner reports the
+# delivered tokens by a usage event after that of the expiry; a lifetime quota is charged the billed
+# tokens of an expired hold.
+COLUMNS = """
+    h.organization_id, h.project_id, h.api_key_id, h.model AS charged_model, h.state,
+    h.posted_minutes, h.posted_token_count AS posted_tokens, h.admitted_at, h.charged_at,
+    h.input_token_count AS sent, h.cached_input_token_count AS cached,
+    h.leased_token_count AS leased, h.reasoning_token_count AS reasoning, h.price_version_id,
+    h.embedding,
+"""
+OF_SUBJECTS = """
+(
+    h.organization_id = ANY(:subject_ids)
+    OR h.project_id = ANY(:subject_ids)
+    OR h.api_key_id = ANY(:subject_ids)
+)
+"""
+# No transaction is older: a batch of hold operations times out after some seconds, and the server
+# ends an idle one.
+SETTLED_AGE = timedelta(minutes=2)
+# A batch that waited for the lock counts in the window in which it began; its wait is limited by
+# the statement timeout.
+BORDER_AGE = timedelta(minutes=1)
+# A month of a large customer is millions of rows, and no admission waits for them.
+EARLY_TIMEOUT_MS = 600_000
+# Below the lock timeout of a batch: setting the quota fails before admissions do.
+LOCKED_TIMEOUT_MS = 3_000
+FOR_EVER = datetime(9999, 1, 1, tzinfo=UTC)
+NO_HEAD = 0, datetime(1970, 1, 1, tzinfo=UTC)  # of a newly created project
+
 
 def amount(sent: str, cached: str, output: str) -> str:
     """Return the SQL of a weighted sum, rounded up as in `quota_rules.Scale.amount`.
@@ -61,11 +97,6 @@ def posted_output(output: str) -> str:
     return f"({output} * least(w_output, w_reasoning))"
 
 
-# Weighted sum of the leased output if it costs the most.
-DEAREST_LEASE = """(reasoning * w_reasoning
-    + (leased - reasoning) * greatest(w_output, w_reasoning))"""
-
-
 def posted_at(border: str) -> str:
     """Return the SQL of the amount charged to a hold before a window border."""
     return f"""CASE
@@ -83,28 +114,6 @@ def posted_at(border: str) -> str:
         ), 0)
     END"""
 
-
-# All charges to each subject in each window: those of holds settled since a time, which no longer
-# change, and those of other holds. A settled hold has one usage event, and the receipts of a
-# project are numbered in commit order, so `beyond` separates commits after the heads of the chains
-# were read from those before. An expired hold is charged its lease until its owner reports the
-# delivered tokens by a usage event after that of the expiry; a lifetime quota is charged the billed
-# tokens of an expired hold.
-COLUMNS = """
-    h.organization_id, h.project_id, h.api_key_id, h.model AS charged_model, h.state,
-    h.posted_minutes, h.posted_token_count AS posted_tokens, h.admitted_at, h.charged_at,
-    h.input_token_count AS sent, h.cached_input_token_count AS cached,
-    h.leased_token_count AS leased, h.reasoning_token_count AS reasoning, h.price_version_id,
-    h.embedding,
-"""
-
-OF_SUBJECTS = """
-(
-    h.organization_id = ANY(:subject_ids)
-    OR h.project_id = ANY(:subject_ids)
-    OR h.api_key_id = ANY(:subject_ids)
-)
-"""
 
 CHARGES = f"""
 WITH quotas AS (
@@ -253,22 +262,6 @@ TAILS = {
     Kind.MONEY: AMOUNTS,
 }
 
-# No transaction is older: a batch of hold operations times out after some seconds, and the server
-# ends an idle one.
-SETTLED_AGE = timedelta(minutes=2)
-
-# A batch that waited for the lock counts in the window in which it began; its wait is limited by
-# the statement timeout.
-BORDER_AGE = timedelta(minutes=1)
-
-# A month of a large customer is millions of rows, and no admission waits for them.
-EARLY_TIMEOUT_MS = 600_000
-
-# Below the lock timeout of a batch: setting the quota fails before admissions do.
-LOCKED_TIMEOUT_MS = 3_000
-
-FOR_EVER = datetime(9999, 1, 1, tzinfo=UTC)
-
 
 Window = tuple[datetime, datetime]
 
@@ -304,8 +297,6 @@ FROM (
 WHERE h.id = n.hold_id
 """)
 
-
-NO_HEAD = 0, datetime(1970, 1, 1, tzinfo=UTC)  # of a newly created project
 
 # By project: sequence number and settlement time of its last receipt.
 Heads = dict[uuid.UUID, tuple[int, datetime]]

@@ -29,13 +29,18 @@ NO_WINDOW = datetime(1970, 1, 1, tzinfo=UTC)  # the one "window" of a dimension 
 
 WEIGHT_SCALE = 1000  # weights are thousandths
 
-
 # A quota's id as a number, and the start of a window. UUIDs hash and compare in Python, at ten
 # times the cost of a number, and a batch looks counters up hundreds of times.
 CounterKey = tuple[int, datetime]
 
 # Input, output, and those of the output that are reasoning.
 Tokens = tuple[int, int, int]
+
+USUAL_PERCENTS = (50, 80, 100)
+# A limit that is not enforced may be exceeded; more than tenfold is a mistake in the unit.
+PERCENT_MAX = 1000
+LEFT_MAX_PICOS = 10**18  # a million units, the maximum of one grant
+THRESHOLDS_MAX = 10  # per limit; more alerts would not be acted on
 
 
 class Unit(StrEnum):
@@ -400,15 +405,6 @@ class Claim(NamedTuple):
             reasoning_token_count=reasoning_token_count,
         )
 
-
-USUAL_PERCENTS = (50, 80, 100)
-
-# A limit that is not enforced may be exceeded; more than tenfold is a mistake in the unit.
-PERCENT_MAX = 1000
-
-LEFT_MAX_PICOS = 10**18  # a million units, the maximum of one grant
-
-THRESHOLDS_MAX = 10  # per limit; more alerts would not be acted on
 
 ALERTING = frozenset(
     dimension for dimension, (_, unit, *_) in DIMENSIONS.items() if unit in (Unit.DAY, Unit.MONTH)

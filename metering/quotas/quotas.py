@@ -36,6 +36,9 @@ from metering.quotas.quota_rules import (
 # settled whatever it adds.
 USED_MAX = 2**63 - 1  # what the column holds: some nine million units of money
 
+NO_MOVE = 0, 0  # of used and held
+NO_LIMIT = -1  # of a row that may be moved regardless of its usage
+
 
 class QuotaExceeded(MeteringError):
     """The request does not fit its limits. `QuotaFailure` lists them, the first to reset in front.
@@ -107,10 +110,6 @@ class InsufficientCredit(QuotaExceeded):
     def retry_helps(self) -> bool:
         """Always False: credit has to be added."""
         return False
-
-
-NO_MOVE = 0, 0  # of used and held
-NO_LIMIT = -1  # of a row that may be moved regardless of its usage
 
 
 class Unsure(Exception):

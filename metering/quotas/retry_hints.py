@@ -45,8 +45,26 @@ GRACE_S_MIN, GRACE_SHARE = 2.0, 0.5
 
 REMEMBERED_MAX = 64  # promises of one key, after which older ones count half
 
-
 RequestKey = tuple[uuid.UUID, uuid.UUID]  # project and request id
+
+N = TypeVar("N", int, float)
+LATE_SHARE = 0.98  # quantile of earlier requests' durations and outputs that a forecast assumes
+# Standard deviations added to the expected end, divided by the root of the number of places.
+LATE_DEVIATIONS = 4.0
+DURATION_UNKNOWN_S = 5.0  # assumed when no request has ended yet: a response of some hundred tokens
+# Multiple of the needed amount that must be released: new requests take some of it.
+EARLY_FACTOR = 2
+APART_SHARE = 0.7  # of the mean interval between requests that use all places in turn
+# The fractional parts of its multiples fill an interval evenly from the first one on.
+GOLDEN = 0.6180339887498949
+# Minimum wait. A forecast is up to 0.25 s old, so a place may be overdue that the quota still
+# counts.
+HINT_S_MIN = 0.05
+WINDOW_COUNT_MAX = 1000  # promises reach no further; later requests are given the last window
+ROUND_COUNT_MAX = 50  # iterations in search of a time that suits all quotas
+UNKNOWN_KEY = uuid.UUID(int=0)  # key of a promise whose holder does not matter
+# Of one quota: beyond it none is recorded, and hints repeat the last one.
+PROMISE_COUNT_MAX = 10_000
 
 
 class Asker(NamedTuple):
@@ -150,38 +168,7 @@ class PromiseKeeping:
                     del counts[key]
 
 
-N = TypeVar("N", int, float)
-
-
-LATE_SHARE = 0.98  # quantile of earlier requests' durations and outputs that a forecast assumes
-
-# Standard deviations added to the expected end, divided by the root of the number of places.
-LATE_DEVIATIONS = 4.0
-
-DURATION_UNKNOWN_S = 5.0  # assumed when no request has ended yet: a response of some hundred tokens
-
-# Multiple of the needed amount that must be released: new requests take some of it.
-EARLY_FACTOR = 2
-
-APART_SHARE = 0.7  # of the mean interval between requests that use all places in turn
-
 SPREAD_SHARE, SPREAD_MAX_S = 0.1, 5.0  # part of a window's start over which retries are spread
-
-# The fractional parts of its multiples fill an interval evenly from the first one on.
-GOLDEN = 0.6180339887498949
-
-# Minimum wait. A forecast is up to 0.25 s old, so a place may be overdue that the quota still
-# counts.
-HINT_S_MIN = 0.05
-
-WINDOW_COUNT_MAX = 1000  # promises reach no further; later requests are given the last window
-
-ROUND_COUNT_MAX = 50  # iterations in search of a time that suits all quotas
-
-UNKNOWN_KEY = uuid.UUID(int=0)  # key of a promise whose holder does not matter
-
-# Of one quota: beyond it none is recorded, and hints repeat the last one.
-PROMISE_COUNT_MAX = 10_000
 
 
 @dataclass(frozen=True, slots=True)

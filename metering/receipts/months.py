@@ -78,6 +78,8 @@ FROM (
 WHERE c.project_id = open.project_id AND :ends <= now()
 """)
 
+BEGINNING = datetime(1970, 1, 1, tzinfo=UTC), uuid.UUID(int=0), 0  # before the first page
+
 
 @dataclass(slots=True)
 class ChainPiece:
@@ -99,9 +101,6 @@ class ReceiptMonth:
     receipt_count: int
     chains: list[ChainPiece] = field(default_factory=list)
     missing_receipt_count: int = 0
-
-
-BEGINNING = datetime(1970, 1, 1, tzinfo=UTC), uuid.UUID(int=0), 0  # before the first page
 
 
 def bounds(organization_id: uuid.UUID, month: date) -> dict[str, object]:

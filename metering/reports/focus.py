@@ -61,6 +61,20 @@ COLUMN_NAMES = """
 COLUMNS = tuple(COLUMN_NAMES.split())
 FocusRow = dict[str, str]
 
+BATCH_ROWS = 500  # groups read and written at a time, in some milliseconds
+_SUMS = ", ".join(
+    f"sum({count}) AS {kind}_tokens, count(*) FILTER (WHERE part = 0 AND {count} > 0) AS"
+    f" {kind}_requests, coalesce(sum({count}) FILTER (WHERE outcome = ANY(:cancelled)), 0) AS"
+    f" {kind}_cancelled"
+    for kind, (count, _) in COUNTS_OF_EVENT.items()
+)
+_PRICES = ", ".join(
+    f"{price} AS {kind}_price, coalesce({price.replace('p.', 'l.')}, {price}) AS {kind}_list_price"
+    for kind, price in PRICES.items()
+)
+FORMULA_BEGINNINGS = ("=", "+", "-", "@", "\t", "\r")  # OWASP's list for CSV injection
+NUMBER = re.compile(r"[+-]?\d+(\.\d+)?")
+
 
 @dataclass(frozen=True, slots=True)
 class UsageCharge:
@@ -226,18 +240,6 @@ def millions(token_count: int) -> str:
     return exact_text(token_count * (10**12 // TOKENS_PER_PRICE), "JPY")
 
 
-BATCH_ROWS = 500  # groups read and written at a time, in some milliseconds
-
-_SUMS = ", ".join(
-    f"sum({count}) AS {kind}_tokens, count(*) FILTER (WHERE part = 0 AND {count} > 0) AS"
-    f" {kind}_requests, coalesce(sum({count}) FILTER (WHERE outcome = ANY(:cancelled)), 0) AS"
-    f" {kind}_cancelled"
-    for kind, (count, _) in COUNTS_OF_EVENT.items()
-)
-_PRICES = ", ".join(
-    f"{price} AS {kind}_price, coalesce({price.replace('p.', 'l.')}, {price}) AS {kind}_list_price"
-    for kind, price in PRICES.items()
-)
 # The list price next to a customer's own price is the one in force at the end of the day of use, of
 # the same tier if it has one.
 CHARGES = """
@@ -266,9 +268,6 @@ LEFT JOIN LATERAL (
 ) l ON true
 ORDER BY used.day, used.project_id, used.api_key_id, used.price_version_id
 """
-
-FORMULA_BEGINNINGS = ("=", "+", "-", "@", "\t", "\r")  # OWASP's list for CSV injection
-NUMBER = re.compile(r"[+-]?\d+(\.\d+)?")
 
 
 async def focus_csv(

@@ -35,6 +35,60 @@ from metering.invoicing.months import CANCELLED, FAILED, LIMITED
 from metering.ledger.ledger import MonthState, TransactionKind, month_bounds
 from metering.pricing.prices import COUNTS_OF_EVENT, checked_model
 
+OUTCOMES = {"cancelled": CANCELLED, "limited": LIMITED, "failed": FAILED}
+# Two steps: plain sums of all events by group, outcome and state, then the rows from these few
+# sums. So little is computed per event.
+KINDS = ", ".join(f"sum({count}) AS {kind}" for kind, (count, _) in COUNTS_OF_EVENT.items())
+ALL_KINDS = " + ".join(COUNTS_OF_EVENT)
+PART_KEYS = "u.outcome, is_posted, is_late"
+SUMS = ",\n           ".join(
+    [
+        "coalesce(sum(request_count), 0) AS request_count",
+        "coalesce(sum(migration_count), 0) AS migration_count",
+        *(f"coalesce(sum({kind}), 0) AS {kind}_tokens" for kind in COUNTS_OF_EVENT),
+        "coalesce(sum(cost) FILTER (WHERE is_posted), 0) AS amount_picos",
+        "coalesce(sum(cost) FILTER (WHERE NOT is_posted), 0) AS pending_picos",
+        "coalesce(bool_or(is_late), false) AS late",
+        *(
+            f"coalesce(sum({summed}) FILTER (WHERE outcome = ANY(:{name})), 0) AS {name}_{column}"
+            for name in OUTCOMES
+            for column, summed in (
+                ("request_count", "request_count"),
+                ("token_count", ALL_KINDS),
+                ("amount_picos", "cost"),
+            )
+        ),
+    ]
+)
+# Without statistics of days the planner assumes one group per timestamp, and would sort all events
+# on disk.
+BY_HASH = text("SET LOCAL enable_sort = off")
+WINDOW_DAYS = 28  # four of each weekday; older days would make the forecast lag behind changes
+# Two of each weekday, so that one unusual day is not taken for the mean of its weekday.
+WEEKDAY_DAYS_MIN = 14
+INTERVAL_DAYS_MIN = 5  # with less, the interval is too wide to be useful
+CONFIDENCE = 0.8
+DAY_S = 86_400
+# Student's t for a two-sided interval of 80 %, by degrees of freedom.
+T_80 = {
+    1: 3.078,
+    2: 1.886,
+    3: 1.638,
+    4: 1.533,
+    5: 1.476,
+    6: 1.440,
+    7: 1.415,
+    8: 1.397,
+    9: 1.383,
+    10: 1.372,
+    12: 1.356,
+    15: 1.341,
+}
+T_80_FAR = 1.325  # from 20 degrees of freedom on; the limit is 1.282
+RECENT_DAYS = 7
+# A week whose mean differs this much from the three weeks before causes a caution.
+CHANGE_SHARE = Fraction(3, 10)
+
 
 class Grouping(StrEnum):
     """Grouping of report rows. `request` returns one row per usage event and excludes others."""
@@ -81,35 +135,10 @@ NAMES: Mapping[Grouping, tuple[str, str]] = {
         "JOIN api_keys k ON k.id = used.api_key",
     ),
 }
-OUTCOMES = {"cancelled": CANCELLED, "limited": LIMITED, "failed": FAILED}
 
-# Two steps: plain sums of all events by group, outcome and state, then the rows from these few
-# sums. So little is computed per event.
-KINDS = ", ".join(f"sum({count}) AS {kind}" for kind, (count, _) in COUNTS_OF_EVENT.items())
 PARTS = f"""u.outcome, u.rated_at IS NOT NULL AS is_posted, u.settled_at < :begins AS is_late,
            count(*) FILTER (WHERE u.part = 0) AS request_count, sum(u.cost_picos) AS cost,
            sum(u.migration_count) AS migration_count, {KINDS}"""
-ALL_KINDS = " + ".join(COUNTS_OF_EVENT)
-PART_KEYS = "u.outcome, is_posted, is_late"
-SUMS = ",\n           ".join(
-    [
-        "coalesce(sum(request_count), 0) AS request_count",
-        "coalesce(sum(migration_count), 0) AS migration_count",
-        *(f"coalesce(sum({kind}), 0) AS {kind}_tokens" for kind in COUNTS_OF_EVENT),
-        "coalesce(sum(cost) FILTER (WHERE is_posted), 0) AS amount_picos",
-        "coalesce(sum(cost) FILTER (WHERE NOT is_posted), 0) AS pending_picos",
-        "coalesce(bool_or(is_late), false) AS late",
-        *(
-            f"coalesce(sum({summed}) FILTER (WHERE outcome = ANY(:{name})), 0) AS {name}_{column}"
-            for name in OUTCOMES
-            for column, summed in (
-                ("request_count", "request_count"),
-                ("token_count", ALL_KINDS),
-                ("amount_picos", "cost"),
-            )
-        ),
-    ]
-)
 # Usage that the month's bill charges. Usage that is unrated when the month is closed is charged by
 # a later one.
 CHARGED = f"""
@@ -279,9 +308,6 @@ WHERE u.organization_id = :organization_id
 GROUP BY 1
 ORDER BY 1
 """)
-# Without statistics of days the planner assumes one group per timestamp, and would sort all events
-# on disk.
-BY_HASH = text("SET LOCAL enable_sort = off")
 # A row has some 300 bytes, so a page is far smaller than the maximum message.
 PAGE_SIZE, PAGE_SIZE_MAX = 1_000, 10_000
 
@@ -466,33 +492,6 @@ async def find_recorded_request(
     events = select(UsageEvent).where(UsageEvent.hold_id == hold.id).order_by(UsageEvent.part)
     found = (await session.scalars(events)).all()
     return RecordedRequest(hold, price.currency_code, found)
-
-
-WINDOW_DAYS = 28  # four of each weekday; older days would make the forecast lag behind changes
-# Two of each weekday, so that one unusual day is not taken for the mean of its weekday.
-WEEKDAY_DAYS_MIN = 14
-INTERVAL_DAYS_MIN = 5  # with less, the interval is too wide to be useful
-CONFIDENCE = 0.8
-DAY_S = 86_400
-# Student's t for a two-sided interval of 80 %, by degrees of freedom.
-T_80 = {
-    1: 3.078,
-    2: 1.886,
-    3: 1.638,
-    4: 1.533,
-    5: 1.476,
-    6: 1.440,
-    7: 1.415,
-    8: 1.397,
-    9: 1.383,
-    10: 1.372,
-    12: 1.356,
-    15: 1.341,
-}
-T_80_FAR = 1.325  # from 20 degrees of freedom on; the limit is 1.282
-RECENT_DAYS = 7
-# A week whose mean differs this much from the three weeks before causes a caution.
-CHANGE_SHARE = Fraction(3, 10)
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,44 @@ BACKOFF_MIN_S = 0.05  # maximum delay in noticing that a restarted database is b
 BACKOFF_MAX_S = 2.0  # maximum pause, before jitter of up to half as much again
 CONNECT_TIMEOUT_S = 5  # a local network answers within milliseconds
 
+# Above the server's statement timeout, which applies first if the server works.
+ANSWER_TIMEOUT_S = 12.0
+# Settings that Weir relies on. Those of a connection take precedence over the defaults of server,
+# database and role, whatever these are. `search_path` is the operator's choice of a schema.
+OWN_SETTINGS = (
+    r"default_transaction_isolation=read\ committed",  # statements lock rows, then read them
+    "default_transaction_read_only=off",
+    "default_transaction_deferrable=off",
+    "lock_timeout=0",  # the time limit of statements applies; single transactions set a shorter one
+    "idle_session_timeout=0",  # idle connections wait in pools, listen, or hold advisory locks
+    "timezone=UTC",
+    "datestyle=ISO",
+    "intervalstyle=postgres",
+    "bytea_output=hex",
+    "extra_float_digits=1",
+    "client_encoding=UTF8",
+    "standard_conforming_strings=on",
+    "array_nulls=on",
+    "transform_null_equals=off",
+)
+KEEPALIVES: dict[str, Any] = {  # detect a silent peer within half a minute; ignored on Unix sockets
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 10_000,
+}
+# Far above the slowest report measured; a runaway statement must not hold rows.
+STATEMENT_TIMEOUT_MS = 10_000
+# A process that sleeps this long is frozen and must not hold row locks.
+IDLE_IN_TRANSACTION_TIMEOUT_MS = 10_000
+POOL_SIZE = 5  # lookups take a millisecond: this serves thousands per second
+POOL_WAIT_S = 5.0  # beyond it the database is too slow: refuse instead of hanging
+URL_FORMS = (
+    "postgresql://user:password@host:5432/name, or with several hosts for failover as"
+    " postgresql://user:password@host1:5432,host2:5432/name"
+)
+WRITABLE = ("any", "read-write", "primary")  # values of `target_session_attrs`
+
 
 class StoreGate:
     """Circuit breaker of the database connection. Not thread-safe: used by one event loop."""
@@ -121,33 +159,6 @@ class StoreGate:
         self._next_attempt_at = self._clock() + pause_s
 
 
-# Above the server's statement timeout, which applies first if the server works.
-ANSWER_TIMEOUT_S = 12.0
-# Settings that Weir relies on. Those of a connection take precedence over the defaults of server,
-# database and role, whatever these are. `search_path` is the operator's choice of a schema.
-OWN_SETTINGS = (
-    r"default_transaction_isolation=read\ committed",  # statements lock rows, then read them
-    "default_transaction_read_only=off",
-    "default_transaction_deferrable=off",
-    "lock_timeout=0",  # the time limit of statements applies; single transactions set a shorter one
-    "idle_session_timeout=0",  # idle connections wait in pools, listen, or hold advisory locks
-    "timezone=UTC",
-    "datestyle=ISO",
-    "intervalstyle=postgres",
-    "bytea_output=hex",
-    "extra_float_digits=1",
-    "client_encoding=UTF8",
-    "standard_conforming_strings=on",
-    "array_nulls=on",
-    "transform_null_equals=off",
-)
-KEEPALIVES: dict[str, Any] = {  # detect a silent peer within half a minute; ignored on Unix sockets
-    "keepalives_idle": 10,
-    "keepalives_interval": 5,
-    "keepalives_count": 3,
-    "tcp_user_timeout": 10_000,
-}
-
 # Sent on a new connection. Any other `synchronous_commit` waits at least for the server's own disk,
 # and some for standbys: they are kept. `transaction_timeout` exists since PostgreSQL 17.
 SETTLE = """
@@ -212,19 +223,6 @@ class BoundedConnection(psycopg.AsyncConnection[tuple[Any, ...]]):
         ):
             twin.shutdown(socket.SHUT_RDWR)
 
-
-# Far above the slowest report measured; a runaway statement must not hold rows.
-STATEMENT_TIMEOUT_MS = 10_000
-# A process that sleeps this long is frozen and must not hold row locks.
-IDLE_IN_TRANSACTION_TIMEOUT_MS = 10_000
-POOL_SIZE = 5  # lookups take a millisecond: this serves thousands per second
-POOL_WAIT_S = 5.0  # beyond it the database is too slow: refuse instead of hanging
-
-URL_FORMS = (
-    "postgresql://user:password@host:5432/name, or with several hosts for failover as"
-    " postgresql://user:password@host1:5432,host2:5432/name"
-)
-WRITABLE = ("any", "read-write", "primary")  # values of `target_session_attrs`
 
 Sessions = async_sessionmaker[AsyncSession]
 

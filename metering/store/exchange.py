@@ -30,6 +30,19 @@ Connection = psycopg.AsyncConnection[tuple[Any, ...]]
 
 Row = tuple[Any, ...]
 
+_HEAD = struct.Struct(">iiiii")  # dimensions, NULL flag, type, length, lower bound
+_TIME = struct.Struct(">iq")
+_LENGTH_16 = 16 << 128  # length prefix of an id as a number
+_SIZE_16 = (16).to_bytes(4, "big")
+_POSTGRES_EPOCH = datetime(2000, 1, 1, tzinfo=UTC)
+_MICROSECOND = timedelta(microseconds=1)
+_PLACEHOLDER = re.compile(r"%[s%]")
+# libuv reports a socket reset by its peer only once and then stops watching it, although buffered
+# input and the end of the connection may still have to be read. So a waiting exchange polls from
+# time to time.
+POLL_INTERVAL_S = 0.1
+CANCEL_TIMEOUT_S = 5.0  # for the server to process the cancellation
+
 
 class Packed(bytes):
     """A value in the server's binary format, which it need not parse."""
@@ -43,29 +56,10 @@ Statement = tuple[str, Sequence[Value]]  # SQL with %s for each value, and the v
 # Type ids, equal in all server versions.
 UUID_OID, BYTEA_OID, TIMESTAMPTZ_OID, BIGINT_OID = 2950, 17, 1184, 20
 
-_HEAD = struct.Struct(">iiiii")  # dimensions, NULL flag, type, length, lower bound
-
-_TIME = struct.Struct(">iq")
-
-_LENGTH_16 = 16 << 128  # length prefix of an id as a number
-
-_SIZE_16 = (16).to_bytes(4, "big")
-
-_POSTGRES_EPOCH = datetime(2000, 1, 1, tzinfo=UTC)
-
-_MICROSECOND = timedelta(microseconds=1)
-
-_PLACEHOLDER = re.compile(r"%[s%]")
 
 _numbers = itertools.count(1)
 
 BINARY, TEXT = pq.Format.BINARY, pq.Format.TEXT
-
-# libuv reports a socket reset by its peer only once and then stops watching it, although buffered
-# input and the end of the connection may still have to be read. So a waiting exchange polls from
-# time to time.
-POLL_INTERVAL_S = 0.1
-CANCEL_TIMEOUT_S = 5.0  # for the server to process the cancellation
 
 
 class _Session:

@@ -37,6 +37,58 @@ FROM pg_attribute
 WHERE attrelid = to_regclass('ledger_transactions') AND attname = 'description'
 """
 
+PASSWORD_VARIABLE = "WEIR_APPLICATION_PASSWORD"
+# All tables are readable and, unless named here, accept inserts. Partitions are only readable.
+READ_ONLY = frozenset({"alembic_version"})
+UPDATED = frozenset(
+    {
+        "admin_requests",
+        "alert_deliveries",
+        "alert_webhooks",
+        "api_key_uses",
+        "api_keys",
+        "billing_months",
+        "billing_profiles",
+        "document_series",
+        "export_progress",
+        "holds",
+        "live_reports",
+        "meter_batches",
+        "prepaid_organizations",
+        "quota_counters",
+        "quotas",
+        "receipt_chains",
+        "replica_drains",
+        "stripe_events",
+        "stripe_invoices",
+        "stripe_late_items",
+        "stripe_month_items",
+        "stripe_month_settlements",
+        "stripe_objects",
+        "superseded_secrets",
+        "unrated_usage",
+        "usage_events",
+        "worker_incidents",
+    }
+)
+# `SELECT … FOR UPDATE` requires UPDATE on one column. Foreign keys keep a referenced key from
+# changing.
+LOCKED = frozenset({"adjustments", "invoices", "organizations", "projects"})
+DELETED = frozenset(
+    {
+        "admin_requests",
+        "alert_webhooks",
+        "cancel_commands",
+        "live_reports",
+        "prepaid_organizations",
+        "quota_counters",
+        "replica_drains",
+        "rule_changes",
+        "superseded_secrets",
+        "unrated_usage",
+    }
+)
+
 
 class SchemaUnknown(Exception):
     """The database has a schema that this version cannot migrate; nothing was changed."""
@@ -106,59 +158,6 @@ def config(database_url: str) -> Config:
     result.attributes["database_url"] = database_url
     return result
 
-
-PASSWORD_VARIABLE = "WEIR_APPLICATION_PASSWORD"
-
-# All tables are readable and, unless named here, accept inserts. Partitions are only readable.
-READ_ONLY = frozenset({"alembic_version"})
-UPDATED = frozenset(
-    {
-        "admin_requests",
-        "alert_deliveries",
-        "alert_webhooks",
-        "api_key_uses",
-        "api_keys",
-        "billing_months",
-        "billing_profiles",
-        "document_series",
-        "export_progress",
-        "holds",
-        "live_reports",
-        "meter_batches",
-        "prepaid_organizations",
-        "quota_counters",
-        "quotas",
-        "receipt_chains",
-        "replica_drains",
-        "stripe_events",
-        "stripe_invoices",
-        "stripe_late_items",
-        "stripe_month_items",
-        "stripe_month_settlements",
-        "stripe_objects",
-        "superseded_secrets",
-        "unrated_usage",
-        "usage_events",
-        "worker_incidents",
-    }
-)
-# `SELECT … FOR UPDATE` requires UPDATE on one column. Foreign keys keep a referenced key from
-# changing.
-LOCKED = frozenset({"adjustments", "invoices", "organizations", "projects"})
-DELETED = frozenset(
-    {
-        "admin_requests",
-        "alert_webhooks",
-        "cancel_commands",
-        "live_reports",
-        "prepaid_organizations",
-        "quota_counters",
-        "replica_drains",
-        "rule_changes",
-        "superseded_secrets",
-        "unrated_usage",
-    }
-)
 
 # Tables with the rights that the role has directly, as a member of another role, or from PUBLIC.
 EFFECTIVE = """

@@ -49,6 +49,10 @@ EARLIER = text("SELECT * FROM admin_requests WHERE request_id = :request_id")
 MADE = text("UPDATE admin_requests SET subject_id = :subject_id WHERE request_id = :request_id")
 KEPT_FOR = timedelta(days=7)  # a script repeated after a weekend still finds its own call
 
+CHANGES_LOCK_ID = 7_355_609  # an arbitrary fixed number
+# Below the statement timeout, so that a lock wait differs from a database that hangs.
+WAIT_MAX_S = 5.0
+
 
 async def earlier_subject(
     session: AsyncSession, request_id: uuid.UUID, method: str, payload: bytes
@@ -80,11 +84,6 @@ async def earlier_subject(
 async def made(session: AsyncSession, request_id: uuid.UUID, subject_id: str) -> None:
     """Record the id of the object that the first call of a request id created."""
     await session.execute(MADE, {"request_id": request_id, "subject_id": subject_id})
-
-
-CHANGES_LOCK_ID = 7_355_609  # an arbitrary fixed number
-# Below the statement timeout, so that a lock wait differs from a database that hangs.
-WAIT_MAX_S = 5.0
 
 
 async def take_changes_lock(session: AsyncSession, *, alone: bool) -> None:

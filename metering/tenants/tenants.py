@@ -59,6 +59,22 @@ SCOPES = frozenset({"inference", "admin", "billing"})
 # Per request: above any context window, and far below the column's maximum.
 TOKENS_MAX = 1_000_000_000
 
+PREFIX_CHARS = string.ascii_lowercase + string.digits
+PREFIX_LENGTH = 8  # 36^8 prefixes: enough to tell keys apart; not part of the key's strength
+BASE62 = string.digits + string.ascii_uppercase + string.ascii_lowercase
+SECRET_BYTES = 32
+SECRET_LENGTH = 43  # 62^43 > 256^32
+SECRET_FORM = re.compile(
+    rf"wk_[a-z0-9]{{{PREFIX_LENGTH}}}_[0-9A-Za-z]{{{SECRET_LENGTH}}}", re.ASCII
+)
+PREFIX_FORM = re.compile(rf"wk_[a-z0-9]{{{PREFIX_LENGTH}}}", re.ASCII)
+WEIGHTS = ("input_weight_milli", "cached_input_weight_milli", "output_weight_milli")
+COPIED = ("model", "dimension", "limit_value", *WEIGHTS, "enforced", "alert_at")
+NAME_FORM = re.compile(r"[a-z][a-z0-9-]{0,62}", re.ASCII)
+LIFETIME_MAX = timedelta(days=36_500)  # a century; keeps the sum within the range of a timestamp
+OVERLAP = timedelta(hours=24)  # a working day to deploy the new secret
+OVERLAP_MAX = timedelta(days=30)  # a longer overlap would leave a leaked secret in use
+
 
 @dataclass(frozen=True, slots=True)
 class TokenBounds:
@@ -116,17 +132,6 @@ def model_allowed(models: Collection[str], requested: str) -> bool:
     return not models or requested in models or requested.partition("@")[0] in models
 
 
-PREFIX_CHARS = string.ascii_lowercase + string.digits
-PREFIX_LENGTH = 8  # 36^8 prefixes: enough to tell keys apart; not part of the key's strength
-BASE62 = string.digits + string.ascii_uppercase + string.ascii_lowercase
-SECRET_BYTES = 32
-SECRET_LENGTH = 43  # 62^43 > 256^32
-SECRET_FORM = re.compile(
-    rf"wk_[a-z0-9]{{{PREFIX_LENGTH}}}_[0-9A-Za-z]{{{SECRET_LENGTH}}}", re.ASCII
-)
-PREFIX_FORM = re.compile(rf"wk_[a-z0-9]{{{PREFIX_LENGTH}}}", re.ASCII)
-
-
 def new_secret(prefix: str | None = None) -> str:
     """Return a new secret: `wk_`, a visible prefix, `_`, and 256 random bits in base 62.
 
@@ -149,11 +154,6 @@ def prefix_of(secret: str) -> str:
 
 def hash_of(secret: str) -> bytes:
     return hashlib.sha256(secret.encode()).digest()
-
-
-WEIGHTS = ("input_weight_milli", "cached_input_weight_milli", "output_weight_milli")
-
-COPIED = ("model", "dimension", "limit_value", *WEIGHTS, "enforced", "alert_at")
 
 
 async def limit_new_key(
@@ -188,10 +188,6 @@ async def limit_new_key(
             before=None,
             after=snapshot(quota),
         )
-
-
-NAME_FORM = re.compile(r"[a-z][a-z0-9-]{0,62}", re.ASCII)
-LIFETIME_MAX = timedelta(days=36_500)  # a century; keeps the sum within the range of a timestamp
 
 
 @dataclass(frozen=True, slots=True)
@@ -648,8 +644,6 @@ async def subject_ids(session: AsyncSession, ref: str) -> list[str]:
     return sorted({ref, *map(str, ids)})
 
 
-OVERLAP = timedelta(hours=24)  # a working day to deploy the new secret
-OVERLAP_MAX = timedelta(days=30)  # a longer overlap would leave a leaked secret in use
 EXPIRY_MIN, EXPIRY_MAX = datetime(2000, 1, 1, tzinfo=UTC), datetime(2200, 1, 1, tzinfo=UTC)
 
 

@@ -16,15 +16,14 @@ from metering.core.errors import RequestInFlight
 from metering.core.models import Outcome
 from metering.holds.journal import UsageJournal
 
+ORGANIZATION = uuid.uuid4()
+
 
 @pytest.fixture
 def journal(tmp_path: Path) -> Iterator[UsageJournal]:
     journal = UsageJournal(tmp_path, uuid.uuid4())
     yield journal
     journal.close()
-
-
-ORGANIZATION = uuid.uuid4()
 
 
 class World:

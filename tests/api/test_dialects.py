@@ -68,6 +68,112 @@ STOPS = {"chat": "stop", "completions": "stop", "messages": "stop_sequences"}
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"const": 1}}}
 GBNF = 'root ::= "a" | digit+\ndigit ::= [0-9]'
 
+NEUTRAL_OF_ALL: dict[str, Any] = {
+    "top_k": -1,
+    "top_p": 1,
+    "min_p": 0,
+    "repetition_penalty": 1,
+    "frequency_penalty": 0,
+    "presence_penalty": 0.0,
+    "logprobs": False,
+    "top_logprobs": 0,
+    "n": 1,
+    "best_of": 1,
+    "seed": -1,
+    "stop": "",
+    "logit_bias": {},
+    "tools": [],
+    "tool_choice": "none",
+    "response_format": {"type": "text"},
+    "parallel_tool_calls": True,
+    "stream_options": None,
+    "service_tier": "auto",
+    "store": False,
+    "background": False,
+    "previous_response_id": None,
+    "metadata": {},
+    "ignore_eos": False,
+    "min_tokens": 0,
+    "echo": False,
+    "mirostat": 0,
+    "use_beam_search": False,
+    "skip_special_tokens": True,
+    "cache_prompt": True,
+    "min_new_tokens": None,
+    "structured_outputs": None,
+    "guided_json": {},
+    "n_probs": 0,
+    "modalities": ["text"],
+    "reasoning": {"effort": None},
+    "thinking": {},
+    "prompt_logprobs": False,
+    "return_token_ids": False,
+    "continue_final_message": False,
+}
+OWN_NEUTRAL: Mapping[str, dict[str, Any]] = {
+    "chat": {"stream_options": {}, "reasoning_effort": "", "tool_choice": "auto"},
+    "completions": {"suffix": ""},
+    "responses": {
+        "reasoning": {"effort": None},
+        "truncation": "disabled",
+        "context_management": [],
+        "include": [],
+        "text": {"format": {"type": "text"}},
+    },
+    "messages": {
+        "context_management": {"edits": []},
+        "thinking": None,
+        "inference_geo": "global",
+        "betas": [],
+    },
+    "embeddings": {"encoding_format": "float", "truncate": "NONE", "embed_dtype": "float32"},
+}
+WRONG: Mapping[str, tuple[Any, ...]] = {
+    "temperature": (-0.1, 2.1, True, "0.5", [1]),
+    "top_p": (-0.1, 1.1, False, "1"),
+    "top_k": (-2, True, "3", 1.5),
+    "min_p": (-0.1, 1.1, True),
+    "repetition_penalty": (0, -1, 3, "1"),
+    "presence_penalty": (-2.5, 2.5, True),
+    "frequency_penalty": (-2.5, "0"),
+    "n": (0, -1, 17, True),
+    "seed": ("1", 1.5, 2**63),
+    "min_tokens": (-1, True),
+}
+HALF = '"\\ud83d"'
+FORMATS: tuple[tuple[dict[str, Any], str, str], ...] = (
+    ({"guided_json": SCHEMA}, "json_schema", ""),
+    ({"guided_json": json.dumps(SCHEMA)}, "json_schema", ""),
+    ({"json_schema": SCHEMA}, "json_schema", ""),
+    ({"json_schema": json.dumps(SCHEMA)}, "json_schema", ""),
+    ({"format": SCHEMA}, "json_schema", ""),
+    ({"grammar": {"type": "json", "value": SCHEMA}}, "json_schema", ""),
+    ({"structured_outputs": {"json": SCHEMA, "regex": None}}, "json_schema", ""),
+    ({"guided_regex": "a+"}, "regex", "a+"),
+    ({"regex": "a+"}, "regex", "a+"),
+    ({"structured_outputs": {"regex": "a+"}}, "regex", "a+"),
+    ({"grammar": {"type": "regex", "value": "a+"}}, "regex", "a+"),
+    ({"guided_choice": ["a.b", "(c)"]}, "regex", r"a\.b|\(c\)"),
+    ({"structured_outputs": {"choice": ["a", "b"]}}, "regex", "a|b"),
+    ({"guided_grammar": GBNF}, "lark", lark_of(GBNF, "")),
+    ({"ebnf": GBNF}, "lark", lark_of(GBNF, "")),
+    ({"grammar": GBNF}, "lark", lark_of(GBNF, "")),
+    ({"structured_outputs": {"grammar": 'start: "a"'}}, "lark", 'start: "a"'),
+    ({"format": "json"}, "json_schema", '{"type": "object"}'),
+    ({"structured_outputs": {"json_object": True}}, "json_schema", '{"type": "object"}'),
+)
+CHAT_FORMATS: tuple[tuple[dict[str, Any], str, str], ...] = (
+    ({"type": "json_object", "schema": SCHEMA}, "json_schema", ""),
+    ({"type": "json_object", "schema": {}}, "json_schema", '{"type": "object"}'),
+    ({"type": "json_schema", "json_schema": {"schema": SCHEMA}}, "json_schema", ""),
+    ({"type": "json", "value": SCHEMA}, "json_schema", ""),
+    ({"type": "json_object", "value": SCHEMA}, "json_schema", ""),
+    ({"type": "json_schema", "value": {"name": "x", "schema": SCHEMA}}, "json_schema", ""),
+    ({"type": "regex", "value": "a+"}, "regex", "a+"),
+    ({"type": "regex_schema", "regex_schema": "a+"}, "regex", "a+"),
+    ({"type": "grammar", "grammar": GBNF}, "lark", lark_of(GBNF, "")),
+)
+
 
 def published() -> Iterator[tuple[str, str, str]]:
     """Yield endpoint, protocol and name of each published field."""
@@ -235,68 +341,6 @@ def test_optional_members_may_be_null_at_any_depth(api: str) -> None:
     assert [place for place, nullable in places.items() if not nullable] == []
 
 
-NEUTRAL_OF_ALL: dict[str, Any] = {
-    "top_k": -1,
-    "top_p": 1,
-    "min_p": 0,
-    "repetition_penalty": 1,
-    "frequency_penalty": 0,
-    "presence_penalty": 0.0,
-    "logprobs": False,
-    "top_logprobs": 0,
-    "n": 1,
-    "best_of": 1,
-    "seed": -1,
-    "stop": "",
-    "logit_bias": {},
-    "tools": [],
-    "tool_choice": "none",
-    "response_format": {"type": "text"},
-    "parallel_tool_calls": True,
-    "stream_options": None,
-    "service_tier": "auto",
-    "store": False,
-    "background": False,
-    "previous_response_id": None,
-    "metadata": {},
-    "ignore_eos": False,
-    "min_tokens": 0,
-    "echo": False,
-    "mirostat": 0,
-    "use_beam_search": False,
-    "skip_special_tokens": True,
-    "cache_prompt": True,
-    "min_new_tokens": None,
-    "structured_outputs": None,
-    "guided_json": {},
-    "n_probs": 0,
-    "modalities": ["text"],
-    "reasoning": {"effort": None},
-    "thinking": {},
-    "prompt_logprobs": False,
-    "return_token_ids": False,
-    "continue_final_message": False,
-}
-OWN_NEUTRAL: Mapping[str, dict[str, Any]] = {
-    "chat": {"stream_options": {}, "reasoning_effort": "", "tool_choice": "auto"},
-    "completions": {"suffix": ""},
-    "responses": {
-        "reasoning": {"effort": None},
-        "truncation": "disabled",
-        "context_management": [],
-        "include": [],
-        "text": {"format": {"type": "text"}},
-    },
-    "messages": {
-        "context_management": {"edits": []},
-        "thinking": None,
-        "inference_geo": "global",
-        "betas": [],
-    },
-    "embeddings": {"encoding_format": "float", "truncate": "NONE", "embed_dtype": "float32"},
-}
-
-
 def sampling_without(request: Any, *names: str) -> Any:
     """Return a start frame without these fields of its sampling."""
     copy = type(request)()
@@ -356,20 +400,6 @@ def test_a_limit_of_minus_1_is_no_limit_and_0_names_the_parameter(api: str) -> N
         )
 
 
-WRONG: Mapping[str, tuple[Any, ...]] = {
-    "temperature": (-0.1, 2.1, True, "0.5", [1]),
-    "top_p": (-0.1, 1.1, False, "1"),
-    "top_k": (-2, True, "3", 1.5),
-    "min_p": (-0.1, 1.1, True),
-    "repetition_penalty": (0, -1, 3, "1"),
-    "presence_penalty": (-2.5, 2.5, True),
-    "frequency_penalty": (-2.5, "0"),
-    "n": (0, -1, 17, True),
-    "seed": ("1", 1.5, 2**63),
-    "min_tokens": (-1, True),
-}
-
-
 @pytest.mark.parametrize("api", APIS)
 def test_a_value_out_of_range_is_refused_by_name_with_the_range(api: str) -> None:
     ranges = {**RANGES, "min_tokens": "from 0"}
@@ -398,9 +428,6 @@ def test_a_number_that_is_not_finite_is_refused_by_name(name: str, literal: str)
     else:
         assert isinstance(error, InvalidRequest)
         assert error.violations[0].field == name
-
-
-HALF = '"\\ud83d"'
 
 
 @pytest.mark.parametrize(
@@ -643,39 +670,6 @@ def test_errors_name_the_parameter_that_was_sent() -> None:
 
 
 # Formats of the answer
-
-FORMATS: tuple[tuple[dict[str, Any], str, str], ...] = (
-    ({"guided_json": SCHEMA}, "json_schema", ""),
-    ({"guided_json": json.dumps(SCHEMA)}, "json_schema", ""),
-    ({"json_schema": SCHEMA}, "json_schema", ""),
-    ({"json_schema": json.dumps(SCHEMA)}, "json_schema", ""),
-    ({"format": SCHEMA}, "json_schema", ""),
-    ({"grammar": {"type": "json", "value": SCHEMA}}, "json_schema", ""),
-    ({"structured_outputs": {"json": SCHEMA, "regex": None}}, "json_schema", ""),
-    ({"guided_regex": "a+"}, "regex", "a+"),
-    ({"regex": "a+"}, "regex", "a+"),
-    ({"structured_outputs": {"regex": "a+"}}, "regex", "a+"),
-    ({"grammar": {"type": "regex", "value": "a+"}}, "regex", "a+"),
-    ({"guided_choice": ["a.b", "(c)"]}, "regex", r"a\.b|\(c\)"),
-    ({"structured_outputs": {"choice": ["a", "b"]}}, "regex", "a|b"),
-    ({"guided_grammar": GBNF}, "lark", lark_of(GBNF, "")),
-    ({"ebnf": GBNF}, "lark", lark_of(GBNF, "")),
-    ({"grammar": GBNF}, "lark", lark_of(GBNF, "")),
-    ({"structured_outputs": {"grammar": 'start: "a"'}}, "lark", 'start: "a"'),
-    ({"format": "json"}, "json_schema", '{"type": "object"}'),
-    ({"structured_outputs": {"json_object": True}}, "json_schema", '{"type": "object"}'),
-)
-CHAT_FORMATS: tuple[tuple[dict[str, Any], str, str], ...] = (
-    ({"type": "json_object", "schema": SCHEMA}, "json_schema", ""),
-    ({"type": "json_object", "schema": {}}, "json_schema", '{"type": "object"}'),
-    ({"type": "json_schema", "json_schema": {"schema": SCHEMA}}, "json_schema", ""),
-    ({"type": "json", "value": SCHEMA}, "json_schema", ""),
-    ({"type": "json_object", "value": SCHEMA}, "json_schema", ""),
-    ({"type": "json_schema", "value": {"name": "x", "schema": SCHEMA}}, "json_schema", ""),
-    ({"type": "regex", "value": "a+"}, "regex", "a+"),
-    ({"type": "regex_schema", "regex_schema": "a+"}, "regex", "a+"),
-    ({"type": "grammar", "grammar": GBNF}, "lark", lark_of(GBNF, "")),
-)
 
 
 @pytest.mark.parametrize(("fields", "kind", "source"), FORMATS)

@@ -47,6 +47,12 @@ LOADED_ELSEWHERE = (
 )
 NOW = datetime(2026, 11, 20, 12, tzinfo=UTC)
 
+TEXTS = st.one_of(
+    st.text(max_size=300),
+    st.text(alphabet="a%é漢🙂", min_size=200, max_size=2000),
+    st.text(alphabet="x", min_size=256, max_size=256),
+)
+
 
 def concrete_errors() -> Iterator[type[Exception]]:
     """Return every concrete error class of our packages."""
@@ -263,13 +269,6 @@ def test_a_status_survives_the_wire() -> None:
     status = status_of(errors.InvalidRequest([FieldViolation("ünï", "✓" * 50)]))
 
     assert status_pb2.Status.FromString(status.SerializeToString()) == status
-
-
-TEXTS = st.one_of(
-    st.text(max_size=300),
-    st.text(alphabet="a%é漢🙂", min_size=200, max_size=2000),
-    st.text(alphabet="x", min_size=256, max_size=256),
-)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))

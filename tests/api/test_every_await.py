@@ -65,6 +65,9 @@ WATCHED = frozenset(
     }
 )
 
+EARLY = ("the client goes away", "its deadline passes")
+LEAST_SUSPENSIONS = 5  # minimum of any run; fewer mean that tasks were not watched
+
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> TinyCheckpoint:
@@ -567,7 +570,6 @@ def cancel_by_frame(world: World, run: Run) -> None:
 
 
 Interrupt = Callable[[World, Run], None]
-EARLY = ("the client goes away", "its deadline passes")
 INTERRUPTIONS: dict[str, Interrupt] = {
     "the client goes away": lambda world, run: run.hang_up(),
     "its deadline passes": lambda world, run: run.run_out_of_time(),
@@ -576,7 +578,6 @@ INTERRUPTIONS: dict[str, Interrupt] = {
     "its task is cancelled": end_tasks,
     "the process shuts down": shut_down,
 }
-LEAST_SUSPENSIONS = 5  # minimum of any run; fewer mean that tasks were not watched
 
 
 @pytest.mark.parametrize("name", RUNS)

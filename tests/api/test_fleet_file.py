@@ -18,6 +18,8 @@ from tests.inference.encoder_checkpoints import make_random_encoder
 DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "reference" / "fleet.md"
 BASE = Path("/srv/weir")
 
+RECIPE = {"max_batch_size": 720, "moe_config": {"backend": "TRTLLM"}}
+
 
 def parse(content: str) -> object:
     """Parse a file in a new directory."""
@@ -229,9 +231,6 @@ def test_all_mistakes_are_reported_at_once_in_order() -> None:
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(SettingInvalid, match=r"WEIR_FLEET=.*missing.yaml.*cannot be read"):
         read_fleet(tmp_path / "missing.yaml")
-
-
-RECIPE = {"max_batch_size": 720, "moe_config": {"backend": "TRTLLM"}}
 
 
 def test_a_configuration_of_trtllm_serve_is_written_in_place_or_named(tmp_path: Path) -> None:

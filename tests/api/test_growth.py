@@ -74,6 +74,28 @@ USER = [{"role": "user", "content": "x"}]
 CHAT_BODY: dict[str, Any] = {"model": MODEL, "messages": USER}
 Entry = Callable[[bytes], object]
 
+SERVICES: tuple[ServiceDescriptor, ...] = tuple(
+    service
+    for module in (
+        inference_service_pb2,
+        admin_service_pb2,
+        billing_service_pb2,
+        receipt_service_pb2,
+    )
+    for service in module.DESCRIPTOR.services_by_name.values()
+)
+METHODS = {
+    f"/{service.full_name}/{method.name}": method
+    for service in SERVICES
+    for method in service.methods
+}
+# Their bodies are those of another path, without the last step.
+COUNTING = ("/v1/responses/input_tokens", "/v1/messages/count_tokens")
+QUOTE = "/weir.v1.InferenceService/Quote"
+CACHED_S = 0.15
+CONFIGURATION_BYTE_S = 25e-6  # in a thread, for administrators; two bytes can be one object
+ERROR_CHARS_MAX = 12_000  # an error is converted and sent on the event loop, whatever it quotes
+
 
 def generating(api: Any) -> Entry:
     """Return what the HTTP API does with the body of a generating request."""
@@ -139,21 +161,6 @@ HTTP: Mapping[str, tuple[Entry, type[Any], Mapping[str, Any]]] = {
     "/v1/tokenize": (tokenizing, TokenizeParameters, {"model": MODEL, "prompt": "x"}),
     "/v1/detokenize": (detokenizing, DetokenizeParameters, {"model": MODEL, "tokens": [1]}),
 }
-SERVICES: tuple[ServiceDescriptor, ...] = tuple(
-    service
-    for module in (
-        inference_service_pb2,
-        admin_service_pb2,
-        billing_service_pb2,
-        receipt_service_pb2,
-    )
-    for service in module.DESCRIPTOR.services_by_name.values()
-)
-METHODS = {
-    f"/{service.full_name}/{method.name}": method
-    for service in SERVICES
-    for method in service.methods
-}
 PARSERS: Mapping[str, Callable[[Any], object]] = {
     "/weir.v1.InferenceService/Generate": lambda message: starts_of(message.frames, WINDOW),
     "/weir.v1.InferenceService/CountTokens": lambda message: parse_count_tokens(checked(message)),
@@ -197,17 +204,11 @@ def entries() -> Iterator[tuple[str, Entry, list[Costly], int]]:
 
 
 ENTRIES = {path: (enter, bodies, size) for path, enter, bodies, size in entries()}
-# Their bodies are those of another path, without the last step.
-COUNTING = ("/v1/responses/input_tokens", "/v1/messages/count_tokens")
-QUOTE = "/weir.v1.InferenceService/Quote"
 OF_GENERATE = {costly.name for costly in ENTRIES["/weir.v1.InferenceService/Generate"][1]}
 # Entry points whose bodies are parsed in a thread if they are long
 LONG = frozenset({*HTTP, *LARGE_MESSAGES}) - set(COUNTING)
 # Processor time of any body: far above every parser, far below one that is not linear
 FIXED_S, BYTE_S = 0.2, 250e-9  # a message of the most fields is walked until it is refused
-CACHED_S = 0.15
-CONFIGURATION_BYTE_S = 25e-6  # in a thread, for administrators; two bytes can be one object
-ERROR_CHARS_MAX = 12_000  # an error is converted and sent on the event loop, whatever it quotes
 
 
 def error_of(call: Call) -> str:

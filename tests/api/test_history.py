@@ -21,6 +21,31 @@ APIS: dict[str, tuple[Api, str, dict[str, Any]]] = {
 USER = {"role": "user", "content": "Hi"}
 Turn = tuple[str, str, str]  # role, calls or the id of the result's call, text after its thinking
 
+F = {"name": "f", "arguments": "{}"}
+ANSWERED = [("assistant", "c=f{}", ""), ("tool", "c", "ok")]
+TEXT_OF_A = {"type": "text", "media_type": "text/plain", "data": "d"}
+USER_BLOCKS: dict[str, tuple[dict[str, Any], str]] = {
+    "document": ({"type": "document", "title": "T", "source": TEXT_OF_A}, "T\nd"),
+    "document of blocks": (
+        {
+            "type": "document",
+            "source": {"type": "content", "content": [{"type": "text", "text": "d"}]},
+        },
+        "d",
+    ),
+    "search result": (
+        {
+            "type": "search_result",
+            "source": "u",
+            "title": "T",
+            "content": [{"type": "text", "text": "d"}],
+            "citations": {"enabled": True},
+        },
+        "T\nu\nd",
+    ),
+    "compaction": ({"type": "compaction", "content": "d"}, "d"),
+}
+
 
 def conversation(api: str, turns: list[Any], **more: Any) -> tuple[pb.Conversation, str]:
     """Return the conversation of a body, which must be right, and the names that it ignores."""
@@ -56,8 +81,6 @@ def result(**members: Any) -> dict[str, Any]:
     return {"role": "tool", "content": "ok", **members}
 
 
-F = {"name": "f", "arguments": "{}"}
-ANSWERED = [("assistant", "c=f{}", ""), ("tool", "c", "ok")]
 FORMS_OF_CALLS = {
     "no type": call(id="c", function=F),
     "type null": call(id="c", type=None, function=F),
@@ -325,30 +348,6 @@ def test_items_that_nothing_replaces_are_refused_with_a_remedy(kind: str, remedy
     [violation] = refused.value.violations
     assert violation.field == "input[1].type"
     assert remedy in violation.description
-
-
-TEXT_OF_A = {"type": "text", "media_type": "text/plain", "data": "d"}
-USER_BLOCKS: dict[str, tuple[dict[str, Any], str]] = {
-    "document": ({"type": "document", "title": "T", "source": TEXT_OF_A}, "T\nd"),
-    "document of blocks": (
-        {
-            "type": "document",
-            "source": {"type": "content", "content": [{"type": "text", "text": "d"}]},
-        },
-        "d",
-    ),
-    "search result": (
-        {
-            "type": "search_result",
-            "source": "u",
-            "title": "T",
-            "content": [{"type": "text", "text": "d"}],
-            "citations": {"enabled": True},
-        },
-        "T\nu\nd",
-    ),
-    "compaction": ({"type": "compaction", "content": "d"}, "d"),
-}
 
 
 @pytest.mark.parametrize("form", USER_BLOCKS)

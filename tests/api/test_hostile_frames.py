@@ -36,6 +36,8 @@ from tests.service import PATIENCE_S, until
 
 TOKENS = 20
 
+LONG_TEXT = "the hotel near the old harbour " * 70  # more than is tokenized at once
+
 
 class World:
     """One process, the database, and its callers."""
@@ -459,8 +461,6 @@ def conversation_frame(message_count: int, content: str) -> pb.ClientFrame:
     )
     return frame
 
-
-LONG_TEXT = "the hotel near the old harbour " * 70  # more than is tokenized at once
 
 # Window and tokenizer of the tiny model: 2,048 tokens, none longer than 20 characters.
 PROMPTS: dict[str, tuple[pb.ClientFrame, str]] = {

@@ -59,29 +59,6 @@ EMPTY = MonthReport(
     reconciliation=Reconciliation(0, 0, 0),
 )
 
-
-@dataclass(frozen=True, slots=True)
-class Shown:
-    """Columns of a printed month: the exact and the rounded rows, and the total below them."""
-
-    exact: tuple[Decimal, ...]
-    rounded: tuple[Decimal, ...]
-    total: Decimal
-
-    @property
-    def faults(self) -> list[str]:
-        columns = {"exact": self.exact, "rounded": self.rounded}
-        return [
-            f"the {name} rows {rows} are not {self.total}"
-            for name, rows in columns.items()
-            if sum(rows) != self.total
-        ]
-
-
-def number(text: str) -> Decimal:
-    return Decimal(text.replace(",", "").replace("−", "-"))
-
-
 # Sums of small and large amounts, and of halves that are rounded up or down.
 AMOUNTS = st.one_of(
     st.integers(0, 10**10),
@@ -107,6 +84,28 @@ CHARGES = st.builds(
     AMOUNTS,
     st.booleans(),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """Columns of a printed month: the exact and the rounded rows, and the total below them."""
+
+    exact: tuple[Decimal, ...]
+    rounded: tuple[Decimal, ...]
+    total: Decimal
+
+    @property
+    def faults(self) -> list[str]:
+        columns = {"exact": self.exact, "rounded": self.rounded}
+        return [
+            f"the {name} rows {rows} are not {self.total}"
+            for name, rows in columns.items()
+            if sum(rows) != self.total
+        ]
+
+
+def number(text: str) -> Decimal:
+    return Decimal(text.replace(",", "").replace("−", "-"))
 
 
 @st.composite

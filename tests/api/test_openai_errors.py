@@ -48,6 +48,9 @@ from api.openai.refusals import (
 from inference.capabilities import RequestField
 from inference.errors import RequestImpossible
 
+LEAVES = st.none() | st.booleans() | st.integers() | st.text()
+JSON = st.recursive(LEAVES, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner))
+
 
 def test_every_code_of_the_table_has_a_status() -> None:
     assert KINDS.keys() <= HTTP_STATUSES.keys()
@@ -228,10 +231,6 @@ def test_an_event_is_one_line_for_every_reader_and_keeps_its_text(text: str) -> 
 
     assert data.decode().splitlines()[0].encode() + b"\n\n" == data
     assert json.loads(data.removeprefix(b"data: "))["text"] == text
-
-
-LEAVES = st.none() | st.booleans() | st.integers() | st.text()
-JSON = st.recursive(LEAVES, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner))
 
 
 @settings(max_examples=int(os.environ.get("WEIR_HTTP_EXAMPLES", "60")))

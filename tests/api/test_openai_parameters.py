@@ -170,6 +170,15 @@ WRONG: Mapping[str, Any] = {
 ENCODER = ModelInfo("encoder", "BertModel", "torch", 512, 30_000, "", embedding_dimension=8)
 SHAPES: tuple[Any, ...] = (True, 3, "x", ["x"], {"x": 1})
 
+ITEMS: Mapping[str, dict[str, Any]] = {
+    "message": {"role": "user", "content": "x"},
+    "function_call": {"call_id": "c", "name": "f", "arguments": "{}"},
+    "function_call_output": {"call_id": "c", "output": "x"},
+    "reasoning": {"summary": []},
+}
+CALLED = {"call_id": "c", "name": "f"}
+ALLOWED = {"allowed_tools": {"type": "allowed_tools", "tools": []}}
+
 
 def ask(api: str, body: dict[str, Any]) -> None:
     """Parse a body as the API does. Raises: InvalidRequest."""
@@ -263,18 +272,6 @@ def test_counting_tokens_knows_every_parameter_of_the_package() -> None:
 
     assert set(counted) - set(ResponseParameters.__struct_fields__) == {"personality"}
     assert "personality" in FIELDS
-
-
-ITEMS: Mapping[str, dict[str, Any]] = {
-    "message": {"role": "user", "content": "x"},
-    "function_call": {"call_id": "c", "name": "f", "arguments": "{}"},
-    "function_call_output": {"call_id": "c", "output": "x"},
-    "reasoning": {"summary": []},
-}
-
-
-CALLED = {"call_id": "c", "name": "f"}
-ALLOWED = {"allowed_tools": {"type": "allowed_tools", "tools": []}}
 
 
 @pytest.mark.parametrize(

@@ -47,24 +47,6 @@ DRAFT_7: dict[str, Any] = {"$schema": "http://json-schema.org/draft-07/schema#"}
 WEATHER: dict[str, Any] = {"name": "weather", "description": "Weather of a city."}
 SCHEMA = {"type": "object", "properties": {}, "additionalProperties": False}
 
-
-def parse(body: dict[str, Any], *, strict: bool = False) -> tuple[ParsedRequest, list[str]]:
-    """Parse a body by the API that its members belong to; return the ignored names too."""
-    ignored = None if strict else Notes()
-    kind, convert = (
-        (ChatParameters, parse_chat)
-        if "messages" in body
-        else (ResponseParameters, parse_response)
-        if "input" in body
-        else (CompletionParameters, parse_completion)
-    )
-    requested: Any = decode(msgspec.json.encode(body), kind, ignored)
-    if ignored is not None:
-        tolerate(requested, ignored)
-    parsed = convert(requested)
-    return parsed, [] if ignored is None else list(ignored.names)
-
-
 CLIENTS: tuple[tuple[str, dict[str, Any], list[str]], ...] = (
     (
         "autogen",
@@ -424,6 +406,37 @@ CLIENTS: tuple[tuple[str, dict[str, Any], list[str]], ...] = (
     ("vllm bench", CHAT | {"repetition_penalty": 1.0, "skip_special_tokens": True}, []),
     ("hints", CHAT | {"x_client": "a", "priority": 3, "rid": "r"}, ["x_client", "priority", "rid"]),
 )
+MANY: Mapping[str, tuple[Callable[[str], str], bool]] = {
+    "unknown parameters": (lambda _: ",".join(f'"p{n:x}":1' for n in range(70_000)), False),
+    "an unknown parameter": (lambda _: '"p":[' + "{}," * 40_000 + "{}]", False),
+    "a repeated parameter": (lambda name: ",".join([f'"{name}":1'] * 70_000), False),
+    "objects": (lambda name: f'"{name}":[' + "{}," * 40_000 + "{}]", True),
+    "members": (
+        lambda name: (
+            f'"{name}":{{' + ",".join(f'"p{n:x}":1' for n in range(70_000)) + '},"q":1,"r":1'
+        ),
+        True,
+    ),
+    "strings": (lambda name: f'"{name}":[' + '"",' * 140_000 + '""]', True),
+    "values": (lambda name: f'"{name}":[' + "1," * 1_100_000 + "1]", True),
+}
+
+
+def parse(body: dict[str, Any], *, strict: bool = False) -> tuple[ParsedRequest, list[str]]:
+    """Parse a body by the API that its members belong to; return the ignored names too."""
+    ignored = None if strict else Notes()
+    kind, convert = (
+        (ChatParameters, parse_chat)
+        if "messages" in body
+        else (ResponseParameters, parse_response)
+        if "input" in body
+        else (CompletionParameters, parse_completion)
+    )
+    requested: Any = decode(msgspec.json.encode(body), kind, ignored)
+    if ignored is not None:
+        tolerate(requested, ignored)
+    parsed = convert(requested)
+    return parsed, [] if ignored is None else list(ignored.names)
 
 
 @pytest.mark.parametrize(
@@ -521,22 +534,6 @@ def test_the_header_is_bounded_and_has_no_text_that_is_not_a_name() -> None:
         decode(msgspec.json.encode(sent), ChatParameters, ignored)
         assert ignored.headers()[IGNORED_HEADER].endswith(shown)
     assert Notes().headers() == {}
-
-
-MANY: Mapping[str, tuple[Callable[[str], str], bool]] = {
-    "unknown parameters": (lambda _: ",".join(f'"p{n:x}":1' for n in range(70_000)), False),
-    "an unknown parameter": (lambda _: '"p":[' + "{}," * 40_000 + "{}]", False),
-    "a repeated parameter": (lambda name: ",".join([f'"{name}":1'] * 70_000), False),
-    "objects": (lambda name: f'"{name}":[' + "{}," * 40_000 + "{}]", True),
-    "members": (
-        lambda name: (
-            f'"{name}":{{' + ",".join(f'"p{n:x}":1' for n in range(70_000)) + '},"q":1,"r":1'
-        ),
-        True,
-    ),
-    "strings": (lambda name: f'"{name}":[' + '"",' * 140_000 + '""]', True),
-    "values": (lambda name: f'"{name}":[' + "1," * 1_100_000 + "1]", True),
-}
 
 
 @pytest.mark.parametrize("what", MANY)

@@ -22,6 +22,15 @@ from metering.core.models import Outcome
 from metering.holds.journal import FORMAT, Delivered, UsageJournal, decode
 from tests.service import all_taken
 
+ACT = st.one_of(
+    st.tuples(st.just("say"), st.integers(0, 2), st.integers(0, 4)),
+    st.tuples(st.just("push"), st.integers(0, 2), st.just(0)),
+    st.tuples(st.just("discard"), st.integers(0, 2), st.just(0)),
+    st.tuples(st.just("write"), st.just(0), st.just(0)),
+    st.tuples(st.just("turn"), st.just(0), st.just(0)),
+    st.tuples(st.just("abandon"), st.just(0), st.just(0)),
+)
+
 
 class Transport:
     """Transport that takes one message at a time; each write waits until it is released."""
@@ -271,16 +280,6 @@ async def test_abandoning_releases_every_waiter_and_drops_later_frames(
     assert (sending.usage.journalled_token_count, waiting.usage.journalled_token_count) == (2, 0)
     assert (sending.usage.delivered_token_count, waiting.usage.delivered_token_count) == (0, 0)
     assert transport.messages == []
-
-
-ACT = st.one_of(
-    st.tuples(st.just("say"), st.integers(0, 2), st.integers(0, 4)),
-    st.tuples(st.just("push"), st.integers(0, 2), st.just(0)),
-    st.tuples(st.just("discard"), st.integers(0, 2), st.just(0)),
-    st.tuples(st.just("write"), st.just(0), st.just(0)),
-    st.tuples(st.just("turn"), st.just(0), st.just(0)),
-    st.tuples(st.just("abandon"), st.just(0), st.just(0)),
-)
 
 
 @settings(max_examples=100, deadline=None, print_blob=True)

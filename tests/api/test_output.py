@@ -46,6 +46,18 @@ EXAMPLES = int(os.environ.get("WEIR_TEST_OUTPUT_EXAMPLES", "100"))
 CHOICES = 2
 ORGANIZATION = uuid.uuid4()
 
+ACT = st.one_of(
+    st.tuples(st.just("say"), st.integers(0, CHOICES - 1), st.integers(0, 3)),
+    st.tuples(st.just("say"), st.just(0), st.integers(1, 40)),
+    st.tuples(st.just("grant"), st.integers(1, 30), st.just(0)),
+    st.tuples(st.just("attach"), st.integers(0, 20), st.integers(0, 20)),
+    st.tuples(
+        st.sampled_from(["stall", "flow", "turn", "refuse", "detach", "finish"]),
+        st.just(0),
+        st.just(0),
+    ),
+)
+
 
 class Journal:
     """Journal that keeps the last totals of the only request."""
@@ -269,19 +281,6 @@ class World:
 def thinking_of(ids: Iterable[int]) -> int:
     """Return how many of these tokens of a choice are thinking."""
     return sum(token_id < THINKING for token_id in ids)
-
-
-ACT = st.one_of(
-    st.tuples(st.just("say"), st.integers(0, CHOICES - 1), st.integers(0, 3)),
-    st.tuples(st.just("say"), st.just(0), st.integers(1, 40)),
-    st.tuples(st.just("grant"), st.integers(1, 30), st.just(0)),
-    st.tuples(st.just("attach"), st.integers(0, 20), st.integers(0, 20)),
-    st.tuples(
-        st.sampled_from(["stall", "flow", "turn", "refuse", "detach", "finish"]),
-        st.just(0),
-        st.just(0),
-    ),
-)
 
 
 async def turns(count: int) -> None:

@@ -24,8 +24,18 @@ from metering.invoicing.invoice_document import Issuer
 SPECS = {spec.metadata["variable"]: spec for spec in fields(Settings)}
 NUMBERS = [name for name, spec in SPECS.items() if isinstance(spec.default, int | float)]
 
-
 BUNDLED = Settings(encoders=bundled_encoders())
+
+MAY_BE_ZERO = {"WEIR_MODEL_IDLE_TIMEOUT_S", "WEIR_HTTP_PADDING_AFTER_S"}  # which then means never
+CASES: list[dict[str, Any]] = [
+    {},
+    {
+        "database_url": "postgresql://u:p@h/d?sslmode=require",
+        "listen_address": "[::]:1",
+        "models": {"a": Path("/b"), "c": Path("/d e")},
+    },
+    {"home": Path("/tmp/x"), "drain_s": 0.25, "lease_slice_tokens": 1, "engine_dtype": "int8"},
+]
 
 
 def test_an_empty_environment_gives_the_defaults_and_the_bundled_encoder() -> None:
@@ -78,9 +88,6 @@ def test_every_number_is_read_from_its_variable(name: str) -> None:
 def test_a_bad_number_is_refused_by_name(name: str, text: str) -> None:
     with pytest.raises(SettingInvalid, match=name):
         Settings.from_environment({name: text})
-
-
-MAY_BE_ZERO = {"WEIR_MODEL_IDLE_TIMEOUT_S", "WEIR_HTTP_PADDING_AFTER_S"}  # which then means never
 
 
 @pytest.fixture
@@ -247,17 +254,6 @@ def test_tensorrt_gets_its_sizes() -> None:
         4,
         False,
     )
-
-
-CASES: list[dict[str, Any]] = [
-    {},
-    {
-        "database_url": "postgresql://u:p@h/d?sslmode=require",
-        "listen_address": "[::]:1",
-        "models": {"a": Path("/b"), "c": Path("/d e")},
-    },
-    {"home": Path("/tmp/x"), "drain_s": 0.25, "lease_slice_tokens": 1, "engine_dtype": "int8"},
-]
 
 
 @pytest.mark.parametrize("values", CASES)

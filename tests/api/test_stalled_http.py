@@ -35,6 +35,21 @@ BYTES_PER_TOKEN_MAX = 100
 OUTBOX_TOKENS = 500
 LITTLE = 4096  # unread bytes that either side's kernel buffers
 
+SAID = [{"role": "user", "content": "Go"}]
+STREAMS: dict[str, dict[str, object]] = {
+    "/chat/completions": {"messages": SAID, "max_tokens": 400, "ignore_eos": True},
+    "/completions": {"prompt": "Go", "max_tokens": 400, "ignore_eos": True},
+    "/responses": {"input": "Go", "max_output_tokens": 400, "ignore_eos": True},
+    "/messages": {"messages": SAID, "max_tokens": 400},  # answers of random length
+}
+# Tokens that wait go into one event. Without log-probabilities, which `/messages` does not have, it
+# would fit into the buffers of transport and kernel.
+WIDE: dict[str, dict[str, object]] = {
+    "/chat/completions": {"logprobs": True, "top_logprobs": 20},
+    "/completions": {"logprobs": 5},
+    "/responses": {"include": ["message.output_text.logprobs"], "top_logprobs": 20},
+}
+
 
 class World:
     """Process with an HTTP listener, and the connections to it."""
@@ -170,24 +185,6 @@ async def test_two_hundred_stalled_chats_keep_memory_flat_and_end_as_slow_consum
     )
     billed = sum(delivered) + sum(waiting)  # a message that waits in the transport is billed
     assert rows == [("slow_consumer", CHATS, billed)]
-
-
-SAID = [{"role": "user", "content": "Go"}]
-STREAMS: dict[str, dict[str, object]] = {
-    "/chat/completions": {"messages": SAID, "max_tokens": 400, "ignore_eos": True},
-    "/completions": {"prompt": "Go", "max_tokens": 400, "ignore_eos": True},
-    "/responses": {"input": "Go", "max_output_tokens": 400, "ignore_eos": True},
-    "/messages": {"messages": SAID, "max_tokens": 400},  # answers of random length
-}
-
-
-# Tokens that wait go into one event. Without log-probabilities, which `/messages` does not have, it
-# would fit into the buffers of transport and kernel.
-WIDE: dict[str, dict[str, object]] = {
-    "/chat/completions": {"logprobs": True, "top_logprobs": 20},
-    "/completions": {"logprobs": 5},
-    "/responses": {"include": ["message.output_text.logprobs"], "top_logprobs": 20},
-}
 
 
 async def sipped(connection: socket.socket) -> bytes:

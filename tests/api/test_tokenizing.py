@@ -33,6 +33,11 @@ CHECKER = RuleChecker(
 )
 ESCAPED = r"forbidden\u0020\u0074opic"
 
+SWITCHED_OFF = "{% if enable_thinking is false %}<think></think>{% endif %}"  # as Qwen3's
+SWITCHED_ON = "{% if enable_thinking %}<think>{% else %}</think>{% endif %}"  # as DeepSeek V3.1's
+SILENT = "{# <think> #}{% if thinking %}Think.{% endif %}"  # as Granite's
+OPENED = "<think>\n"  # as DeepSeek R1's
+
 
 def called(arguments: str, call_id: str = "a") -> ChatMessage:
     """Return a turn with a call."""
@@ -102,12 +107,6 @@ async def test_thinking_reaches_the_template_that_has_a_switch(tmp_path: Path) -
     token_ids, _ = await tokenize(job, (ChatMessage("user", "Hello"),))
 
     assert tokenizer.decode(token_ids) == "on: Hello"
-
-
-SWITCHED_OFF = "{% if enable_thinking is false %}<think></think>{% endif %}"  # as Qwen3's
-SWITCHED_ON = "{% if enable_thinking %}<think>{% else %}</think>{% endif %}"  # as DeepSeek V3.1's
-SILENT = "{# <think> #}{% if thinking %}Think.{% endif %}"  # as Granite's
-OPENED = "<think>\n"  # as DeepSeek R1's
 
 
 @pytest.mark.parametrize(

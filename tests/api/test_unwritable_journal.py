@@ -37,6 +37,19 @@ from tests.service import PATIENCE_S, until
 
 PROMPT = range(7, 17)
 
+FULL = errno.ENOSPC
+OTHERS = Delivered(uuid.uuid4(), 1, 0, 1, 1)  # the last mark is that of another request
+CHAT = {"messages": [{"role": "user", "content": "Go"}], "max_tokens": 40, "ignore_eos": True}
+ANSWERS: dict[str, tuple[str, dict[str, object]]] = {
+    "chat, streamed": ("/chat/completions", CHAT | {"stream": True}),
+    "chat, whole": ("/chat/completions", CHAT),
+    "completion of two prompts": (
+        "/completions",
+        {"prompt": ["Go", "Stop"], "max_tokens": 40, "ignore_eos": True},
+    ),
+    "messages": ("/messages", {"messages": CHAT["messages"], "max_tokens": 40}),
+}
+
 
 class Disk:
     """`os` and `mmap` of the journal, whose calls fail as on a broken disk.
@@ -71,8 +84,6 @@ class Disk:
         return fail
 
 
-FULL = errno.ENOSPC
-OTHERS = Delivered(uuid.uuid4(), 1, 0, 1, 1)  # the last mark is that of another request
 DISKS = {
     "full": Disk({"write": FULL, "posix_fallocate": FULL}),
     "full in the middle of a record": Disk({"write": FULL}, is_short=True),
@@ -168,18 +179,6 @@ async def world(tmp_path: Path, database_url: str, sessions: Sessions) -> AsyncI
             await until(lambda: not small.process.running(), "all to end")
             await listener.stop()
             await small.close()
-
-
-CHAT = {"messages": [{"role": "user", "content": "Go"}], "max_tokens": 40, "ignore_eos": True}
-ANSWERS: dict[str, tuple[str, dict[str, object]]] = {
-    "chat, streamed": ("/chat/completions", CHAT | {"stream": True}),
-    "chat, whole": ("/chat/completions", CHAT),
-    "completion of two prompts": (
-        "/completions",
-        {"prompt": ["Go", "Stop"], "max_tokens": 40, "ignore_eos": True},
-    ),
-    "messages": ("/messages", {"messages": CHAT["messages"], "max_tokens": 40}),
-}
 
 
 def is_unavailable(end: pb.ServerFrame) -> bool:

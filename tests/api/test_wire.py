@@ -49,6 +49,23 @@ starts = st.builds(
     labels=st.dictionaries(st.text(max_size=70), st.text(max_size=300), max_size=20),
 )
 
+FLOODS: dict[str, pb.StartFrame] = {
+    "conversation.messages": pb.StartFrame(
+        conversation=pb.Conversation(messages=[pb.Message()] * 100_000)
+    ),
+    "conversation.messages[0].tool_calls[0].id": pb.StartFrame(
+        conversation=pb.Conversation(
+            messages=[pb.Message(role=pb.ROLE_ASSISTANT, tool_calls=[pb.ToolCall()] * 4000)]
+        )
+    ),
+    "tools": pb.StartFrame(tools=[pb.Tool(name=str(index)) for index in range(100_000)]),
+    "stop_sequences": pb.StartFrame(stop_sequences=["."] * 100_000),
+    "sampling.logit_bias": pb.StartFrame(
+        sampling=pb.Sampling(logit_bias=dict.fromkeys(range(100_000), 1.0))
+    ),
+    "labels": pb.StartFrame(labels={str(index): "" for index in range(100_000)}),
+}
+
 
 def refused(parse: Callable[[], Parsed]) -> Parsed | InvalidRequest:
     """Return the parsed value or its refusal; let any other error pass."""
@@ -202,24 +219,6 @@ def test_durations_are_those_of_the_library(seconds: float) -> None:
     expected.FromTimedelta(timedelta(seconds=seconds))
 
     assert wire.duration(seconds) == expected
-
-
-FLOODS: dict[str, pb.StartFrame] = {
-    "conversation.messages": pb.StartFrame(
-        conversation=pb.Conversation(messages=[pb.Message()] * 100_000)
-    ),
-    "conversation.messages[0].tool_calls[0].id": pb.StartFrame(
-        conversation=pb.Conversation(
-            messages=[pb.Message(role=pb.ROLE_ASSISTANT, tool_calls=[pb.ToolCall()] * 4000)]
-        )
-    ),
-    "tools": pb.StartFrame(tools=[pb.Tool(name=str(index)) for index in range(100_000)]),
-    "stop_sequences": pb.StartFrame(stop_sequences=["."] * 100_000),
-    "sampling.logit_bias": pb.StartFrame(
-        sampling=pb.Sampling(logit_bias=dict.fromkeys(range(100_000), 1.0))
-    ),
-    "labels": pb.StartFrame(labels={str(index): "" for index in range(100_000)}),
-}
 
 
 @pytest.mark.parametrize("field", FLOODS)

@@ -13,28 +13,6 @@ import pytest
 pytest.importorskip("triton", reason="Triton is installed on Linux alone")
 TIMEOUT_S = 300.0  # 20 times the time on two idle cores
 
-
-def run(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a program with the interpreter."""
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    return subprocess.run(
-        [sys.executable, "-m", module, "--device", "cpu", *arguments],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=TIMEOUT_S,
-    )
-
-
-def test_the_checks_pass_on_a_cpu(tmp_path: Path) -> None:
-    ended = run("bench.gpu.check", "--out", str(tmp_path))
-
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    results = json.loads((tmp_path / "check.json").read_text())["results"]
-    assert [each["passed"] for each in results].count(True) == 3
-    assert all(each["passed"] is not False for each in results)
-
-
 PLANTED = """
 import os
 from bench.gpu import check
@@ -55,6 +33,27 @@ check.QUESTIONS = dies, answers, raises, answers
 if __name__ == "__main__":
     raise SystemExit(check.main())
 """
+
+
+def run(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a program with the interpreter."""
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    return subprocess.run(
+        [sys.executable, "-m", module, "--device", "cpu", *arguments],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=TIMEOUT_S,
+    )
+
+
+def test_the_checks_pass_on_a_cpu(tmp_path: Path) -> None:
+    ended = run("bench.gpu.check", "--out", str(tmp_path))
+
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    results = json.loads((tmp_path / "check.json").read_text())["results"]
+    assert [each["passed"] for each in results].count(True) == 3
+    assert all(each["passed"] is not False for each in results)
 
 
 def test_a_question_that_ends_its_process_leaves_the_others(tmp_path: Path) -> None:

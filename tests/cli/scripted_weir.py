@@ -116,7 +116,6 @@ MODEL = pb.Model(
     ),
 )
 
-
 LISTED = prices_pb2.PriceVersion(
     version=2,
     model="demo",
@@ -169,8 +168,33 @@ PAID = [
     ),
 ]
 
-
 CENT = 10**10
+
+FORECAST = usage_pb.GetForecastResponse(
+    organization_name="acme",
+    month="2026-11",
+    time_zone="UTC",
+    as_of_time=NOON,
+    month_to_date=types_pb2.Money(currency_code="USD", units=1_234, picos=567_800_000_000),
+    expected=types_pb2.Money(currency_code="USD", units=2_000),
+    low=types_pb2.Money(currency_code="USD", units=1_900),
+    high=types_pb2.Money(currency_code="USD", units=2_100, picos=500_000_000_000),
+    confidence_percent=80,
+    complete_day_count=28,
+    method="Used so far, plus the mean.",
+    warnings=["No trend."],
+)
+QUOTE = pb.QuoteResponse(
+    input_token_count=1025,
+    predicted_cached_token_count=200,
+    max_output_token_count=1000,
+    expected_output_token_count=150,
+    worst_case_cost=types_pb2.Money(currency_code="USD", picos=4_000_000_000),
+    expected_cost=types_pb2.Money(currency_code="USD", picos=900_000_000),
+    price_version=3,
+    would_admit=True,
+    quotas=[QUOTA],
+)
 
 
 def usd(picos: int) -> types_pb2.Money:
@@ -244,33 +268,6 @@ USAGE_ROWS = [
 ]
 USAGE_PAGE = usage_pb.GetUsageResponse(
     rows=USAGE_ROWS, total=usage_row(171_000, 7), time_zone="UTC"
-)
-FORECAST = usage_pb.GetForecastResponse(
-    organization_name="acme",
-    month="2026-11",
-    time_zone="UTC",
-    as_of_time=NOON,
-    month_to_date=types_pb2.Money(currency_code="USD", units=1_234, picos=567_800_000_000),
-    expected=types_pb2.Money(currency_code="USD", units=2_000),
-    low=types_pb2.Money(currency_code="USD", units=1_900),
-    high=types_pb2.Money(currency_code="USD", units=2_100, picos=500_000_000_000),
-    confidence_percent=80,
-    complete_day_count=28,
-    method="Used so far, plus the mean.",
-    warnings=["No trend."],
-)
-
-
-QUOTE = pb.QuoteResponse(
-    input_token_count=1025,
-    predicted_cached_token_count=200,
-    max_output_token_count=1000,
-    expected_output_token_count=150,
-    worst_case_cost=types_pb2.Money(currency_code="USD", picos=4_000_000_000),
-    expected_cost=types_pb2.Money(currency_code="USD", picos=900_000_000),
-    price_version=3,
-    would_admit=True,
-    quotas=[QUOTA],
 )
 
 

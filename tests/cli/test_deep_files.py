@@ -40,6 +40,11 @@ LINES = {
     "merges of merges": 17,
 }
 
+READERS: dict[str, Callable[[str], object]] = {
+    "fleet": lambda content: parse_fleet(content, Path("/x/fleet.yaml")),
+    "configuration": lambda content: read_document(content, prune=False),
+}
+
 
 @pytest.mark.parametrize("case", YAML)
 def test_a_fleet_file_names_the_line(case: str, tmp_path: Path) -> None:
@@ -102,10 +107,6 @@ FILES: dict[str, Callable[[int], str]] = {
         + "aliases:\n"
         + "".join(f"  a{number}: n{number}\n" for number in range(size // 30))
     ),
-}
-READERS: dict[str, Callable[[str], object]] = {
-    "fleet": lambda content: parse_fleet(content, Path("/x/fleet.yaml")),
-    "configuration": lambda content: read_document(content, prune=False),
 }
 
 

@@ -38,6 +38,66 @@ prices:
 - {model: demo, input: 0.15, cached_input: 0.075, output: 0.6}
 """
 
+WRONG = [
+    ("organizations:\n- name: a\n  limts: []\n", 3, "organizations[0].limts", "known are name"),
+    ("organizations:\n- nane: a\n", 2, "organizations[0].nane", "did you mean `name`?"),
+    ("organizations:\n- currency: EUR\n", 2, "organizations[0]", "`name` is missing"),
+    (
+        "organizations:\n- name: a\n  name: b\n",
+        3,
+        "organizations[0].name",
+        "written before, in line 2",
+    ),
+    ("organizations:\n- name:\n", 2, "organizations[0].name", "has no value"),
+    ("organizations:\n- name: [a]\n", 2, "organizations[0].name", "write a single value"),
+    ("organizations:\n  name: a\n", 2, "organizations", "each entry in a line of its own"),
+    ("organizations:\n- acme\n", 2, "organizations[0]", "write a mapping"),
+    ("- acme\n", 1, "", "write a mapping"),
+    ("", 1, "", "the file is empty"),
+    ("organizations: [\n", 2, "", "not valid YAML"),
+    ("a: 1\n---\nb: 2\n", 2, "", "not valid YAML"),
+    ("a: &x [*x]\n", 1, "", "`*x` is part of itself: write its value without the alias"),
+    ("version: 2\n", 1, "version", "the supported version is 1"),
+    ("organizations: !!python/object:os.system []\n", 1, "", ""),
+    ("prices:\n- {model: m, input: 1, output: 1}\n", 2, "prices[0]", "`cached_input` is missing"),
+    (
+        "prices:\n- {model: m, input: -1, cached_input: 0, output: 1}\n",
+        2,
+        "prices[0].input",
+        "0 or more",
+    ),
+    (
+        "prices:\n- {model: m, input: 0.0000001, cached_input: 0, output: 1}\n",
+        2,
+        "prices[0].input",
+        "finer than a pico",
+    ),
+]
+WRONG_QUOTAS = [
+    ("dimension: bananas\n    limit: 1", 4, "dimension", "give one of concurrent-requests"),
+    ("dimension: tokens-per-day\n    limit: lots", 5, "limit", "not a number"),
+    ("dimension: tokens-per-day\n    limit: 1.5", 5, "limit", "whole numbers"),
+    ("dimension: cost-per-month\n    limit: 0.0000000000001", 5, "limit", "finer than a pico"),
+    (
+        "dimension: tokens-per-day\n    limit: 1\n    enforced: no",
+        6,
+        "enforced",
+        "write true or false",
+    ),
+    (
+        "dimension: tokens-per-day\n    limit: 1\n    input_weight: 0.0001",
+        6,
+        "input_weight",
+        "three decimals",
+    ),
+    (
+        "dimension: tokens-per-day\n    limit: 1\n    override_until: soon",
+        6,
+        "override_until",
+        "2026-12-31T18:00:00Z",
+    ),
+]
+
 
 def normal(configuration: Any) -> configuration_pb2.Configuration:
     """Return a message, in which a number and its text are equal."""
@@ -100,67 +160,6 @@ def test_only_lists_that_are_there_are_pruned() -> None:
     assert project["prune_keys"] is True
     assert "prune_quotas" not in project, "the file is empty of the project's own limits"
     assert project["keys"][0]["prune_quotas"] is True, "an empty list is a list"
-
-
-WRONG = [
-    ("organizations:\n- name: a\n  limts: []\n", 3, "organizations[0].limts", "known are name"),
-    ("organizations:\n- nane: a\n", 2, "organizations[0].nane", "did you mean `name`?"),
-    ("organizations:\n- currency: EUR\n", 2, "organizations[0]", "`name` is missing"),
-    (
-        "organizations:\n- name: a\n  name: b\n",
-        3,
-        "organizations[0].name",
-        "written before, in line 2",
-    ),
-    ("organizations:\n- name:\n", 2, "organizations[0].name", "has no value"),
-    ("organizations:\n- name: [a]\n", 2, "organizations[0].name", "write a single value"),
-    ("organizations:\n  name: a\n", 2, "organizations", "each entry in a line of its own"),
-    ("organizations:\n- acme\n", 2, "organizations[0]", "write a mapping"),
-    ("- acme\n", 1, "", "write a mapping"),
-    ("", 1, "", "the file is empty"),
-    ("organizations: [\n", 2, "", "not valid YAML"),
-    ("a: 1\n---\nb: 2\n", 2, "", "not valid YAML"),
-    ("a: &x [*x]\n", 1, "", "`*x` is part of itself: write its value without the alias"),
-    ("version: 2\n", 1, "version", "the supported version is 1"),
-    ("organizations: !!python/object:os.system []\n", 1, "", ""),
-    ("prices:\n- {model: m, input: 1, output: 1}\n", 2, "prices[0]", "`cached_input` is missing"),
-    (
-        "prices:\n- {model: m, input: -1, cached_input: 0, output: 1}\n",
-        2,
-        "prices[0].input",
-        "0 or more",
-    ),
-    (
-        "prices:\n- {model: m, input: 0.0000001, cached_input: 0, output: 1}\n",
-        2,
-        "prices[0].input",
-        "finer than a pico",
-    ),
-]
-WRONG_QUOTAS = [
-    ("dimension: bananas\n    limit: 1", 4, "dimension", "give one of concurrent-requests"),
-    ("dimension: tokens-per-day\n    limit: lots", 5, "limit", "not a number"),
-    ("dimension: tokens-per-day\n    limit: 1.5", 5, "limit", "whole numbers"),
-    ("dimension: cost-per-month\n    limit: 0.0000000000001", 5, "limit", "finer than a pico"),
-    (
-        "dimension: tokens-per-day\n    limit: 1\n    enforced: no",
-        6,
-        "enforced",
-        "write true or false",
-    ),
-    (
-        "dimension: tokens-per-day\n    limit: 1\n    input_weight: 0.0001",
-        6,
-        "input_weight",
-        "three decimals",
-    ),
-    (
-        "dimension: tokens-per-day\n    limit: 1\n    override_until: soon",
-        6,
-        "override_until",
-        "2026-12-31T18:00:00Z",
-    ),
-]
 
 
 @pytest.mark.parametrize(("content", "line", "place", "remedy"), WRONG)

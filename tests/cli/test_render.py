@@ -44,6 +44,8 @@ from weir_client import (
 
 from metering.core.money import MINOR_DIGITS, exact_text
 
+ID = "5b1f4c1e-0000-4000-8000-000000000001"
+
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
@@ -136,9 +138,6 @@ def test_tables_never_cut_a_number_and_take_text_as_it_is() -> None:
     assert "\x1b" not in text
     assert "123,456,789.123456789012" in text
     assert "5b1f4c1e-0000-4000" in text
-
-
-ID = "5b1f4c1e-0000-4000-8000-000000000001"
 
 
 @pytest.mark.parametrize(

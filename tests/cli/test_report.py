@@ -21,6 +21,8 @@ from tests.cli.scripted_weir import FORECAST, USAGE_ROWS, usage_row
 
 ACME = ("month", "show", "2026-11", "--org", "acme")
 
+NOVEMBER = [Day(number, number * 1_000 if number <= 20 else None) for number in range(1, 31)]
+
 
 @pytest.fixture(autouse=True)
 def no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,9 +194,6 @@ def test_wrong_options_are_refused_before_anything_is_asked(
     ):
         assert weir(*ACME, *wrong).exit_code == 2
     assert server.accounts.requests == []
-
-
-NOVEMBER = [Day(number, number * 1_000 if number <= 20 else None) for number in range(1, 31)]
 
 
 def drawn(width: int, days: list[Day] = NOVEMBER) -> list[str]:

@@ -25,6 +25,169 @@ ORGANIZATION = types_pb2.QUOTA_SUBJECT_ORGANIZATION
 TOKENS = types_pb2.QUOTA_DIMENSION_TOKENS_PER_MONTH
 CENTURY_S = 100 * 366 * 86_400
 
+SOME_PRICE = {
+    "input_picos_per_token": 1,
+    "cached_input_picos_per_token": 1,
+    "output_picos_per_token": 1,
+}
+WRONG: list[tuple[str, dict[str, Any], StatusCode, list[str]]] = [
+    ("CreateOrganization", {"name": ""}, StatusCode.INVALID_ARGUMENT, ["name"]),
+    ("CreateOrganization", {"name": "Caps"}, StatusCode.INVALID_ARGUMENT, ["name"]),
+    ("CreateOrganization", {"name": "a" * 64}, StatusCode.INVALID_ARGUMENT, ["name"]),
+    ("CreateOrganization", {"name": "a\0b"}, StatusCode.INVALID_ARGUMENT, ["name"]),
+    (
+        "CreateOrganization",
+        {"name": "fine", "currency_code": "usd"},
+        StatusCode.INVALID_ARGUMENT,
+        ["currency_code"],
+    ),
+    (
+        "CreateOrganization",
+        {"name": "fine", "currency_code": "XXY"},
+        StatusCode.INVALID_ARGUMENT,
+        ["currency_code"],
+    ),
+    ("CreateOrganization", {"name": "{tenant}"}, StatusCode.ALREADY_EXISTS, []),
+    ("CreateProject", {"organization": "nobody", "name": "p"}, StatusCode.NOT_FOUND, []),
+    ("CreateProject", {"organization": "", "name": "p"}, StatusCode.NOT_FOUND, []),
+    (
+        "CreateProject",
+        {"organization": "{tenant}", "name": "P"},
+        StatusCode.INVALID_ARGUMENT,
+        ["name"],
+    ),
+    ("CreateProject", {"organization": "{tenant}", "name": "main"}, StatusCode.ALREADY_EXISTS, []),
+    ("ListProjects", {"organization": "nobody"}, StatusCode.NOT_FOUND, []),
+    (
+        "CreateApiKey",
+        {"organization": "{tenant}", "project": "no", "name": "k"},
+        StatusCode.NOT_FOUND,
+        [],
+    ),
+    (
+        "CreateApiKey",
+        {"organization": "{tenant}", "project": "main", "name": ""},
+        StatusCode.INVALID_ARGUMENT,
+        ["name"],
+    ),
+    (
+        "CreateApiKey",
+        {"organization": "{tenant}", "project": "main", "name": "k" * 101},
+        StatusCode.INVALID_ARGUMENT,
+        ["name"],
+    ),
+    (
+        "CreateApiKey",
+        {"organization": "{tenant}", "project": "main", "name": "k", "scopes": ["root"]},
+        StatusCode.INVALID_ARGUMENT,
+        ["scopes"],
+    ),
+    *(
+        (
+            "CreateApiKey",
+            {
+                "organization": "{tenant}",
+                "project": "main",
+                "name": "k",
+                "lifetime": Duration(seconds=seconds),
+            },
+            StatusCode.INVALID_ARGUMENT,
+            ["lifetime"],
+        )
+        for seconds in (0, -1, CENTURY_S, 2**63 - 1, -(2**63))
+    ),
+    ("RevokeApiKey", {"api_key": ""}, StatusCode.NOT_FOUND, []),
+    ("RevokeApiKey", {"api_key": "wk_aaaaaaaa"}, StatusCode.NOT_FOUND, []),
+    ("RevokeApiKey", {"api_key": "wk_aaaaaaaa\0"}, StatusCode.INVALID_ARGUMENT, ["api_key"]),
+    ("ListApiKeys", {"organization": "nobody"}, StatusCode.NOT_FOUND, []),
+    (
+        "SetQuota",
+        {"subject_ref": "{tenant}", "dimension": TOKENS},
+        StatusCode.INVALID_ARGUMENT,
+        ["subject"],
+    ),
+    (
+        "SetQuota",
+        {"subject": ORGANIZATION, "subject_ref": "{tenant}"},
+        StatusCode.INVALID_ARGUMENT,
+        ["dimension"],
+    ),
+    (
+        "SetQuota",
+        {"subject": 99, "subject_ref": "{tenant}", "dimension": 99},
+        StatusCode.INVALID_ARGUMENT,
+        ["subject"],
+    ),
+    (
+        "SetQuota",
+        {"subject": ORGANIZATION, "subject_ref": "nobody", "dimension": TOKENS},
+        StatusCode.NOT_FOUND,
+        [],
+    ),
+    (
+        "SetQuota",
+        {
+            "subject": ORGANIZATION,
+            "subject_ref": "{tenant}",
+            "dimension": TOKENS,
+            "limit_value": -1,
+        },
+        StatusCode.INVALID_ARGUMENT,
+        ["limit_value"],
+    ),
+    (
+        "SetQuota",
+        {
+            "subject": ORGANIZATION,
+            "subject_ref": "{tenant}",
+            "dimension": TOKENS,
+            "model": "gpt",
+            "limit_value": 1,
+        },
+        StatusCode.NOT_FOUND,
+        [],
+    ),
+    ("DeleteQuota", {"quota_id": "x"}, StatusCode.NOT_FOUND, []),
+    ("DeleteQuota", {"quota_id": str(uuid.uuid4())}, StatusCode.NOT_FOUND, []),
+    ("ListQuotas", {"organization": "nobody"}, StatusCode.NOT_FOUND, []),
+    ("SetPrice", {"model": "", **SOME_PRICE}, StatusCode.INVALID_ARGUMENT, ["model"]),
+    ("SetPrice", {"model": "a b", **SOME_PRICE}, StatusCode.INVALID_ARGUMENT, ["model"]),
+    (
+        "SetPrice",
+        {"model": "m", "currency_code": "$", **SOME_PRICE},
+        StatusCode.INVALID_ARGUMENT,
+        ["currency_code"],
+    ),
+    (
+        "SetPrice",
+        {"model": "m", **SOME_PRICE, "output_picos_per_token": -1},
+        StatusCode.INVALID_ARGUMENT,
+        ["output_picos_per_token"],
+    ),
+    (
+        "SetPrice",
+        {"model": "m", **SOME_PRICE, "input_picos_per_token": 2**63 - 1},
+        StatusCode.INVALID_ARGUMENT,
+        ["input_picos_per_token"],
+    ),
+    *(
+        (
+            "SetPrice",
+            {"model": "m", **SOME_PRICE, "effective_time": Timestamp(**at)},
+            StatusCode.INVALID_ARGUMENT,
+            ["effective_time"],
+        )
+        for at in (
+            {"seconds": 2**62},
+            {"seconds": -(2**62)},
+            {"seconds": 1, "nanos": -5},
+            {"seconds": 0},
+        )
+    ),
+    ("ListAuditEntries", {"page_size": -1}, StatusCode.INVALID_ARGUMENT, ["page_size"]),
+    ("ListAuditEntries", {"page_size": 1001}, StatusCode.INVALID_ARGUMENT, ["page_size"]),
+]
+
 
 @dataclass(frozen=True, slots=True)
 class Admin:
@@ -256,170 +419,6 @@ async def test_a_price_holds_from_its_time_on_and_never_before(
     assert (passed.code, passed.fields) == (StatusCode.INVALID_ARGUMENT, ["effective_time"])
     [entry] = await admin.audit(str(first))
     assert (entry.action, json.loads(entry.after_json)["model"]) == ("price.set", model)
-
-
-SOME_PRICE = {
-    "input_picos_per_token": 1,
-    "cached_input_picos_per_token": 1,
-    "output_picos_per_token": 1,
-}
-WRONG: list[tuple[str, dict[str, Any], StatusCode, list[str]]] = [
-    ("CreateOrganization", {"name": ""}, StatusCode.INVALID_ARGUMENT, ["name"]),
-    ("CreateOrganization", {"name": "Caps"}, StatusCode.INVALID_ARGUMENT, ["name"]),
-    ("CreateOrganization", {"name": "a" * 64}, StatusCode.INVALID_ARGUMENT, ["name"]),
-    ("CreateOrganization", {"name": "a\0b"}, StatusCode.INVALID_ARGUMENT, ["name"]),
-    (
-        "CreateOrganization",
-        {"name": "fine", "currency_code": "usd"},
-        StatusCode.INVALID_ARGUMENT,
-        ["currency_code"],
-    ),
-    (
-        "CreateOrganization",
-        {"name": "fine", "currency_code": "XXY"},
-        StatusCode.INVALID_ARGUMENT,
-        ["currency_code"],
-    ),
-    ("CreateOrganization", {"name": "{tenant}"}, StatusCode.ALREADY_EXISTS, []),
-    ("CreateProject", {"organization": "nobody", "name": "p"}, StatusCode.NOT_FOUND, []),
-    ("CreateProject", {"organization": "", "name": "p"}, StatusCode.NOT_FOUND, []),
-    (
-        "CreateProject",
-        {"organization": "{tenant}", "name": "P"},
-        StatusCode.INVALID_ARGUMENT,
-        ["name"],
-    ),
-    ("CreateProject", {"organization": "{tenant}", "name": "main"}, StatusCode.ALREADY_EXISTS, []),
-    ("ListProjects", {"organization": "nobody"}, StatusCode.NOT_FOUND, []),
-    (
-        "CreateApiKey",
-        {"organization": "{tenant}", "project": "no", "name": "k"},
-        StatusCode.NOT_FOUND,
-        [],
-    ),
-    (
-        "CreateApiKey",
-        {"organization": "{tenant}", "project": "main", "name": ""},
-        StatusCode.INVALID_ARGUMENT,
-        ["name"],
-    ),
-    (
-        "CreateApiKey",
-        {"organization": "{tenant}", "project": "main", "name": "k" * 101},
-        StatusCode.INVALID_ARGUMENT,
-        ["name"],
-    ),
-    (
-        "CreateApiKey",
-        {"organization": "{tenant}", "project": "main", "name": "k", "scopes": ["root"]},
-        StatusCode.INVALID_ARGUMENT,
-        ["scopes"],
-    ),
-    *(
-        (
-            "CreateApiKey",
-            {
-                "organization": "{tenant}",
-                "project": "main",
-                "name": "k",
-                "lifetime": Duration(seconds=seconds),
-            },
-            StatusCode.INVALID_ARGUMENT,
-            ["lifetime"],
-        )
-        for seconds in (0, -1, CENTURY_S, 2**63 - 1, -(2**63))
-    ),
-    ("RevokeApiKey", {"api_key": ""}, StatusCode.NOT_FOUND, []),
-    ("RevokeApiKey", {"api_key": "wk_aaaaaaaa"}, StatusCode.NOT_FOUND, []),
-    ("RevokeApiKey", {"api_key": "wk_aaaaaaaa\0"}, StatusCode.INVALID_ARGUMENT, ["api_key"]),
-    ("ListApiKeys", {"organization": "nobody"}, StatusCode.NOT_FOUND, []),
-    (
-        "SetQuota",
-        {"subject_ref": "{tenant}", "dimension": TOKENS},
-        StatusCode.INVALID_ARGUMENT,
-        ["subject"],
-    ),
-    (
-        "SetQuota",
-        {"subject": ORGANIZATION, "subject_ref": "{tenant}"},
-        StatusCode.INVALID_ARGUMENT,
-        ["dimension"],
-    ),
-    (
-        "SetQuota",
-        {"subject": 99, "subject_ref": "{tenant}", "dimension": 99},
-        StatusCode.INVALID_ARGUMENT,
-        ["subject"],
-    ),
-    (
-        "SetQuota",
-        {"subject": ORGANIZATION, "subject_ref": "nobody", "dimension": TOKENS},
-        StatusCode.NOT_FOUND,
-        [],
-    ),
-    (
-        "SetQuota",
-        {
-            "subject": ORGANIZATION,
-            "subject_ref": "{tenant}",
-            "dimension": TOKENS,
-            "limit_value": -1,
-        },
-        StatusCode.INVALID_ARGUMENT,
-        ["limit_value"],
-    ),
-    (
-        "SetQuota",
-        {
-            "subject": ORGANIZATION,
-            "subject_ref": "{tenant}",
-            "dimension": TOKENS,
-            "model": "gpt",
-            "limit_value": 1,
-        },
-        StatusCode.NOT_FOUND,
-        [],
-    ),
-    ("DeleteQuota", {"quota_id": "x"}, StatusCode.NOT_FOUND, []),
-    ("DeleteQuota", {"quota_id": str(uuid.uuid4())}, StatusCode.NOT_FOUND, []),
-    ("ListQuotas", {"organization": "nobody"}, StatusCode.NOT_FOUND, []),
-    ("SetPrice", {"model": "", **SOME_PRICE}, StatusCode.INVALID_ARGUMENT, ["model"]),
-    ("SetPrice", {"model": "a b", **SOME_PRICE}, StatusCode.INVALID_ARGUMENT, ["model"]),
-    (
-        "SetPrice",
-        {"model": "m", "currency_code": "$", **SOME_PRICE},
-        StatusCode.INVALID_ARGUMENT,
-        ["currency_code"],
-    ),
-    (
-        "SetPrice",
-        {"model": "m", **SOME_PRICE, "output_picos_per_token": -1},
-        StatusCode.INVALID_ARGUMENT,
-        ["output_picos_per_token"],
-    ),
-    (
-        "SetPrice",
-        {"model": "m", **SOME_PRICE, "input_picos_per_token": 2**63 - 1},
-        StatusCode.INVALID_ARGUMENT,
-        ["input_picos_per_token"],
-    ),
-    *(
-        (
-            "SetPrice",
-            {"model": "m", **SOME_PRICE, "effective_time": Timestamp(**at)},
-            StatusCode.INVALID_ARGUMENT,
-            ["effective_time"],
-        )
-        for at in (
-            {"seconds": 2**62},
-            {"seconds": -(2**62)},
-            {"seconds": 1, "nanos": -5},
-            {"seconds": 0},
-        )
-    ),
-    ("ListAuditEntries", {"page_size": -1}, StatusCode.INVALID_ARGUMENT, ["page_size"]),
-    ("ListAuditEntries", {"page_size": 1001}, StatusCode.INVALID_ARGUMENT, ["page_size"]),
-]
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,61 @@ HUNDRED_MB = 100_000_000
 UNKNOWN_KEY = "wk_abcdefgh_" + "x" * 43
 SOME_UUID = "0f8fad5b-d9cb-469f-a165-70867728950e"
 
+LONG = [PLAIN_IDS[i % 300] for i in range(CONTEXT_WINDOW_TOKENS + 7)]
+TOO_LONG = {
+    "input_token_count": str(CONTEXT_WINDOW_TOKENS + 7),
+    "context_window_tokens": str(CONTEXT_WINDOW_TOKENS),
+}
+UNREAL: dict[str, tuple[Any, str, str]] = {
+    "an invoice number with a NUL": (
+        months_pb2.GetInvoiceRequest(number="a\0"),
+        "GetInvoice",
+        "number",
+    ),
+    "an invoice number of 60 kB": (
+        months_pb2.GetInvoiceRequest(number="x" * 60_000),
+        "GetInvoice",
+        "number",
+    ),
+    "a month with a NUL": (usage_pb.GetUsageRequest(month="2026-1\0"), "GetUsage", "month"),
+    "a page token of nested lists": (
+        usage_pb.GetUsageRequest(
+            month="2026-11",
+            group_by=[usage_pb.USAGE_GROUPING_DAY],
+            page_token=base64.b64encode(b"[" * 1400).decode(),
+        ),
+        "GetUsage",
+        "page_token",
+    ),
+    "a page token of 52 kB": (
+        usage_pb.GetUsageRequest(
+            month="2026-11", page_token=base64.b64encode(b"[" * 39_000).decode()
+        ),
+        "GetUsage",
+        "page_token",
+    ),
+    "a day that is none": (
+        usage_pb.GetUsageRequest(month="2026-11", day="9999-12-32"),
+        "GetUsage",
+        "day",
+    ),
+}
+KEYS = {
+    "no key": None,
+    "unknown key": UNKNOWN_KEY,
+    "empty key": "",
+    "no secret": "hello",
+    "very long": "x" * 4000,
+}
+STREAM_FAULTS = {
+    "no frames": (pb.GenerateRequest(), "frames"),
+    "frame without kind": (
+        pb.GenerateRequest(frames=[pb.ClientFrame(request_id=str(uuid.uuid4()))]),
+        "frames[0].kind",
+    ),
+    "the second frame": (pb.GenerateRequest(frames=[start(), pb.ClientFrame()]), "frames[1].kind"),
+}
+
 
 @pytest.fixture
 async def tenant(service: Service) -> AsyncIterator[Tenant]:
@@ -79,11 +134,6 @@ def turns(*roles: pb.Role.ValueType) -> pb.Conversation:
     return pb.Conversation(messages=[pb.Message(role=role, content="x") for role in roles])
 
 
-LONG = [PLAIN_IDS[i % 300] for i in range(CONTEXT_WINDOW_TOKENS + 7)]
-TOO_LONG = {
-    "input_token_count": str(CONTEXT_WINDOW_TOKENS + 7),
-    "context_window_tokens": str(CONTEXT_WINDOW_TOKENS),
-}
 BAD = {
     "unknown model": Bad(
         {"model": "gpt"}, [], StatusCode.NOT_FOUND, "MODEL_UNKNOWN", {"model": "gpt"}
@@ -220,42 +270,6 @@ async def test_admins_see_unrouted_requests_without_a_model() -> None:
     assert record(cast(Any, request), 1.0)["model"] == ""
 
 
-UNREAL: dict[str, tuple[Any, str, str]] = {
-    "an invoice number with a NUL": (
-        months_pb2.GetInvoiceRequest(number="a\0"),
-        "GetInvoice",
-        "number",
-    ),
-    "an invoice number of 60 kB": (
-        months_pb2.GetInvoiceRequest(number="x" * 60_000),
-        "GetInvoice",
-        "number",
-    ),
-    "a month with a NUL": (usage_pb.GetUsageRequest(month="2026-1\0"), "GetUsage", "month"),
-    "a page token of nested lists": (
-        usage_pb.GetUsageRequest(
-            month="2026-11",
-            group_by=[usage_pb.USAGE_GROUPING_DAY],
-            page_token=base64.b64encode(b"[" * 1400).decode(),
-        ),
-        "GetUsage",
-        "page_token",
-    ),
-    "a page token of 52 kB": (
-        usage_pb.GetUsageRequest(
-            month="2026-11", page_token=base64.b64encode(b"[" * 39_000).decode()
-        ),
-        "GetUsage",
-        "page_token",
-    ),
-    "a day that is none": (
-        usage_pb.GetUsageRequest(month="2026-11", day="9999-12-32"),
-        "GetUsage",
-        "day",
-    ),
-}
-
-
 @pytest.mark.parametrize("name", UNREAL)
 async def test_a_finance_key_with_an_impossible_query_gets_the_invalid_field(
     service: Service, tenant: Tenant, name: str
@@ -327,15 +341,6 @@ async def test_a_malformed_id_is_refused(service: Service, tenant: Tenant, reque
         await check_serves(stream)
 
     assert (refusal.code, refusal.fields) == (StatusCode.INVALID_ARGUMENT, ["request_id"])
-
-
-KEYS = {
-    "no key": None,
-    "unknown key": UNKNOWN_KEY,
-    "empty key": "",
-    "no secret": "hello",
-    "very long": "x" * 4000,
-}
 
 
 @pytest.mark.parametrize("secret", KEYS.values(), ids=KEYS.keys())
@@ -604,16 +609,6 @@ async def test_a_cancel_of_an_ended_request_changes_nothing(
         await check_serves(stream)
 
     assert len(stream.ends(request_id)) == 1
-
-
-STREAM_FAULTS = {
-    "no frames": (pb.GenerateRequest(), "frames"),
-    "frame without kind": (
-        pb.GenerateRequest(frames=[pb.ClientFrame(request_id=str(uuid.uuid4()))]),
-        "frames[0].kind",
-    ),
-    "the second frame": (pb.GenerateRequest(frames=[start(), pb.ClientFrame()]), "frames[1].kind"),
-}
 
 
 @pytest.mark.parametrize(("message", "field"), STREAM_FAULTS.values(), ids=STREAM_FAULTS.keys())

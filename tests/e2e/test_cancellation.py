@@ -53,6 +53,22 @@ PERMITS = 220
 SLICE_TOKENS = 24
 RUNNING_MAX = 8  # sequences that the engine runs at once; others are queued
 
+CLIENT = """
+import sys, grpc
+from weir.v1 import inference_service_pb2 as pb, inference_service_pb2_grpc as stubs
+start = pb.ClientFrame.FromString(bytes.fromhex(sys.argv[3]))
+with grpc.insecure_channel(sys.argv[1]) as channel:
+    def requests():
+        yield pb.GenerateRequest(frames=[start])
+        import threading; threading.Event().wait()
+    metadata = [("authorization", "Bearer " + sys.argv[2])]
+    stub = stubs.InferenceServiceStub(channel)
+    for message in stub.Generate(requests(), metadata=metadata):
+        for frame in message.frames:
+            for token_id in frame.delta.token_ids:
+                print(token_id, flush=True)
+"""
+
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def inside(
@@ -417,23 +433,6 @@ async def test_a_connection_that_is_closed_ends_its_streams(
     delivered = service.books.delivered(tenant)
     for stream, request_id in zip(streams, ids, strict=True):
         assert delivered[request_id] >= len(stream.token_ids(request_id))
-
-
-CLIENT = """
-import sys, grpc
-from weir.v1 import inference_service_pb2 as pb, inference_service_pb2_grpc as stubs
-start = pb.ClientFrame.FromString(bytes.fromhex(sys.argv[3]))
-with grpc.insecure_channel(sys.argv[1]) as channel:
-    def requests():
-        yield pb.GenerateRequest(frames=[start])
-        import threading; threading.Event().wait()
-    metadata = [("authorization", "Bearer " + sys.argv[2])]
-    stub = stubs.InferenceServiceStub(channel)
-    for message in stub.Generate(requests(), metadata=metadata):
-        for frame in message.frames:
-            for token_id in frame.delta.token_ids:
-                print(token_id, flush=True)
-"""
 
 
 async def test_a_client_process_that_is_killed_ends_its_request(

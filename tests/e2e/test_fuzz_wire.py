@@ -71,6 +71,8 @@ WRITE_FAILED = "Internal error from Core"
 BURST_SIZES, BURST_MESSAGES = (1, 20, 200), 4
 FILES_SLACK = 20  # connections of pools and of the client that stay open for some time
 
+KINDS = ["none", *(field.name for field in pb.ClientFrame.DESCRIPTOR.oneofs_by_name["kind"].fields)]
+
 
 def any_frame(kind: str, request_id: str, number: int, fields: dict[str, Any]) -> pb.ClientFrame:
     """Return a frame of a kind with this number in each numeric field. fields: of a start."""
@@ -110,7 +112,6 @@ def damaged(message: bytes, number: int) -> bytes:
     return bytes(content)
 
 
-KINDS = ["none", *(field.name for field in pb.ClientFrame.DESCRIPTOR.oneofs_by_name["kind"].fields)]
 numbers = st.sampled_from([0, 0, 1, 3, -1, 2**31, -(2**63), 2**63 - 1])
 names = st.sampled_from([MODEL, f"{MODEL}\0", "\0", "x" * 300, "ｔｉｎｙ", "\u200b"])
 # Ordinary starts, but short: each admitted one must reach its end.

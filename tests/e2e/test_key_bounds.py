@@ -36,6 +36,8 @@ from tests.service import (
 
 MOST_IN, MOST_OUT = 12, 30
 
+HOT = pb.Sampling(temperature=1.0)
+
 
 @pytest.fixture(scope="module")
 def bounded(
@@ -206,9 +208,6 @@ async def test_more_output_than_a_key_may_have_is_refused_and_what_is_not_said_e
         "length",
         MOST_OUT,
     )
-
-
-HOT = pb.Sampling(temperature=1.0)
 
 
 async def test_a_running_request_is_not_raised_beyond_its_key(key: Key) -> None:

@@ -21,6 +21,14 @@ CHAT: dict[str, Any] = {"model": MODEL, "messages": says("Hi"), "max_tokens": 1}
 IMAGE = {"type": "image_url", "image_url": {"url": "https://example.org/cat.png"}}
 SCHEMA = {"type": "array", "uniqueItems": True}
 
+BROKEN_BODIES = (
+    b"zz\r\n",
+    b"5\r\nhello\r\n-1\r\n",
+    b"2\r\n{}ZZ",
+    b"f" * 17 + b"\r\n",
+    b"0\r\n" + b"x: y\r\n" * 1000,
+)
+
 
 @pytest.fixture
 def no_incident(service: Service) -> Iterator[None]:
@@ -392,15 +400,6 @@ async def test_bytes_that_are_not_http_are_answered_once_and_disconnected(
         assert (response.status, response.error["code"]) == (400, "invalid_http"), garbage[:20]
         assert await socket.ended() == b""
         socket.writer.close()
-
-
-BROKEN_BODIES = (
-    b"zz\r\n",
-    b"5\r\nhello\r\n-1\r\n",
-    b"2\r\n{}ZZ",
-    b"f" * 17 + b"\r\n",
-    b"0\r\n" + b"x: y\r\n" * 1000,
-)
 
 
 async def test_a_body_that_can_never_be_complete_is_refused_at_once_and_disconnected(

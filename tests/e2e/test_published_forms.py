@@ -61,6 +61,12 @@ EVENT: dict[str, Any] = {
     MESSAGES: anthropic.types.RawMessageStreamEvent,
 }
 
+DELTA = frozenset({"container", "stop_details", "stop_reason", "stop_sequence"})
+BLOCKS = {
+    "text": frozenset({"type", "text", "citations"}),
+    "tool_use": frozenset({"type", "id", "name", "input", "caller"}),
+}
+
 
 def names_in(text: str) -> frozenset[str]:
     return frozenset(text.split())
@@ -81,12 +87,7 @@ MESSAGE_USAGE = names_in(
     "cache_creation cache_creation_input_tokens cache_read_input_tokens inference_geo "
     "input_tokens output_tokens output_tokens_details server_tool_use service_tier"
 )
-DELTA = frozenset({"container", "stop_details", "stop_reason", "stop_sequence"})
 DELTA_USAGE = MESSAGE_USAGE - {"cache_creation", "inference_geo", "service_tier"}
-BLOCKS = {
-    "text": frozenset({"type", "text", "citations"}),
-    "tool_use": frozenset({"type", "id", "name", "input", "caller"}),
-}
 MODEL_INFO = names_in(
     "type id display_name created_at capabilities lifecycle line deprecated_at retires_at "
     "max_input_tokens max_tokens"

@@ -29,6 +29,15 @@ REQUESTS = 5
 KEPT_BYTES_MAX = len(TEXT) * 3 // 2
 SERVICE = "/weir.v1.InferenceService"
 
+COUNT = pb.CountTokensRequest(model=MODEL, text=TEXT).SerializeToString()
+QUOTE = pb.QuoteRequest(start=pb.StartFrame(model=MODEL, text=TEXT)).SerializeToString()
+EMBED = pb.EmbedRequest(
+    model=MODEL, request_id=start().request_id, inputs=[pb.EmbedInput(text=TEXT)]
+).SerializeToString()
+CALLS = {"CountTokens": COUNT, "Quote": QUOTE, "Embed": EMBED}
+CONCURRENT_CALLS = 16
+RECEIVED = (pb.CountTokensRequest, pb.QuoteRequest, pb.EmbedRequest, pb.GenerateRequest)
+
 
 @pytest.fixture
 def no_collection() -> Iterator[None]:
@@ -74,11 +83,6 @@ async def refuse_over_http(path: str, body: bytes, inside: Inside, secret: str) 
             assert status == HTTPStatus.BAD_REQUEST, said
 
 
-COUNT = pb.CountTokensRequest(model=MODEL, text=TEXT).SerializeToString()
-QUOTE = pb.QuoteRequest(start=pb.StartFrame(model=MODEL, text=TEXT)).SerializeToString()
-EMBED = pb.EmbedRequest(
-    model=MODEL, request_id=start().request_id, inputs=[pb.EmbedInput(text=TEXT)]
-).SerializeToString()
 Refuse = Callable[[Inside, str], Awaitable[None]]
 WAYS: dict[str, Refuse] = {
     "CountTokens": lambda *to: refuse_by_call("CountTokens", COUNT, *to),
@@ -122,11 +126,6 @@ async def test_text_that_is_refused_is_not_kept(
             kept[name], _ = tracemalloc.get_traced_memory()
             tracemalloc.stop()
     assert {name: size for name, size in kept.items() if size > KEPT_BYTES_MAX} == {}
-
-
-CALLS = {"CountTokens": COUNT, "Quote": QUOTE, "Embed": EMBED}
-CONCURRENT_CALLS = 16
-RECEIVED = (pb.CountTokensRequest, pb.QuoteRequest, pb.EmbedRequest, pb.GenerateRequest)
 
 
 def received() -> list[Any]:

@@ -41,6 +41,22 @@ SECRET_WORDS = "nobody-but-the-model"
 US = 1000  # ns: timings have a resolution of a microsecond
 Facts = dict[str, float]
 
+SAID = [{"role": "user", "content": "Go"}]
+BODIES: dict[str, dict[str, object]] = {
+    "chat/completions": {"messages": SAID, "max_tokens": 15, "ignore_eos": True},
+    "completions": {"prompt": "Go", "max_tokens": 15, "ignore_eos": True},
+    "responses": {"input": "Go", "max_output_tokens": 15, "ignore_eos": True},
+    "messages": {"messages": SAID, "max_tokens": 15},  # answers of random length
+}
+PACE = {  # names in the timings, in a receipt and in a span, where the unit is a second
+    "ttft_ms": ("ttft_us", "gen_ai.server.time_to_first_token", 1000),
+    "tokens_per_second": ("tokens_per_second_milli", "weir.tokens_per_second", 1),
+    "itl_p50_ms": ("itl_p50_us", "weir.inter_token.p50", 1000),
+    "itl_p99_ms": ("itl_p99_us", "weir.inter_token.p99", 1000),
+    "itl_max_ms": ("itl_max_us", "weir.inter_token.max", 1000),
+    "client_stall_ms": ("client_stall_us", "weir.client_stall", 1000),
+}
+
 
 @pytest.fixture(scope="module")
 def receiver() -> Iterator[Receiver]:
@@ -245,23 +261,6 @@ async def test_the_clients_of_the_sdk_hand_a_trace_on(traced: Service, receiver:
     root, _ = await spans_of(receiver, request_id)
 
     assert root.span.trace_id.hex() == TRACE_ID
-
-
-SAID = [{"role": "user", "content": "Go"}]
-BODIES: dict[str, dict[str, object]] = {
-    "chat/completions": {"messages": SAID, "max_tokens": 15, "ignore_eos": True},
-    "completions": {"prompt": "Go", "max_tokens": 15, "ignore_eos": True},
-    "responses": {"input": "Go", "max_output_tokens": 15, "ignore_eos": True},
-    "messages": {"messages": SAID, "max_tokens": 15},  # answers of random length
-}
-PACE = {  # names in the timings, in a receipt and in a span, where the unit is a second
-    "ttft_ms": ("ttft_us", "gen_ai.server.time_to_first_token", 1000),
-    "tokens_per_second": ("tokens_per_second_milli", "weir.tokens_per_second", 1),
-    "itl_p50_ms": ("itl_p50_us", "weir.inter_token.p50", 1000),
-    "itl_p99_ms": ("itl_p99_us", "weir.inter_token.p99", 1000),
-    "itl_max_ms": ("itl_max_us", "weir.inter_token.max", 1000),
-    "client_stall_ms": ("client_stall_us", "weir.client_stall", 1000),
-}
 
 
 async def answered(service: Service, secret: str, path: str, streams: bool) -> tuple[str, Facts]:

@@ -38,6 +38,25 @@ PIECES = ("Uno", "ST", "OP", "Dos")
 WHOLE, CONTROL = "whole", "control"  # further models: STOP is one token; a control token follows
 FORKS = "forks"  # answers with one of two tokens
 
+SAID = [{"role": "user", "content": "Go"}]
+PATHS: dict[str, dict[str, Any]] = {
+    "chat/completions": {"messages": SAID, "max_tokens": 9},
+    "completions": {"prompt": "<|assistant|>", "max_tokens": 9},
+    "responses": {"input": "Go", "max_output_tokens": 9},
+    "messages": {"messages": SAID, "max_tokens": 9},
+}
+STOPS: list[tuple[str, list[str], str | None]] = [
+    (WHOLE, ["END", "STOP"], "STOP"),
+    (MODEL, ["END", "STOP"], "STOP"),
+    (MODEL, ["ST", "STOP"], "ST"),
+    (WHOLE, ["STOP", "ST"], "ST"),
+    (MODEL, ["TOP", "STOP"], "STOP"),
+    (MODEL, ["STOP", "OP"], "STOP"),
+    (WHOLE, ["Dos", "noSTOPD", "os"], "noSTOPD"),
+    (MODEL, ["END"], None),
+    (CONTROL, ["END", "<|user|>"], "<|user|>"),
+]
+
 
 def make_forking_checkpoint(directory: Path) -> Path:
     """Write one whose answer has one of two texts, each followed by its end."""
@@ -83,15 +102,6 @@ async def tenant(service: Service) -> Tenant:
     return tenant
 
 
-SAID = [{"role": "user", "content": "Go"}]
-PATHS: dict[str, dict[str, Any]] = {
-    "chat/completions": {"messages": SAID, "max_tokens": 9},
-    "completions": {"prompt": "<|assistant|>", "max_tokens": 9},
-    "responses": {"input": "Go", "max_output_tokens": 9},
-    "messages": {"messages": SAID, "max_tokens": 9},
-}
-
-
 async def answered(service: Service, tenant: Tenant, path: str, **fields: Any) -> dict[str, Any]:
     """Return the facts of a whole or streamed answer of any API under common names."""
     if path == "messages" and "stop" in fields:
@@ -126,19 +136,6 @@ async def answered(service: Service, tenant: Tenant, path: str, **fields: Any) -
         "choices": [each.get("stop_reason") for each in ends],
         "anthropic": [each.get("stop_sequence") for each in ends],
     }
-
-
-STOPS: list[tuple[str, list[str], str | None]] = [
-    (WHOLE, ["END", "STOP"], "STOP"),
-    (MODEL, ["END", "STOP"], "STOP"),
-    (MODEL, ["ST", "STOP"], "ST"),
-    (WHOLE, ["STOP", "ST"], "ST"),
-    (MODEL, ["TOP", "STOP"], "STOP"),
-    (MODEL, ["STOP", "OP"], "STOP"),
-    (WHOLE, ["Dos", "noSTOPD", "os"], "noSTOPD"),
-    (MODEL, ["END"], None),
-    (CONTROL, ["END", "<|user|>"], "<|user|>"),
-]
 
 
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])

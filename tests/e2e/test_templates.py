@@ -65,6 +65,16 @@ KIMI_TEMPLATE = (
     + "{#- <tool_call> -#}"
 )
 
+SCHEMA = {"type": "object", "properties": {"hotel": {"type": "string"}}}
+FUNCTIONS = [{"name": name, "description": name, "parameters": SCHEMA} for name in ("book", "quit")]
+CHAT_TOOLS = [{"type": "function", "function": function} for function in FUNCTIONS]
+TOOLS = [{"type": "function", **function} for function in FUNCTIONS]
+MESSAGE_TOOLS = [
+    {"name": name, "description": name, "input_schema": SCHEMA} for name in ("book", "quit")
+]
+USER = {"role": "user", "content": "Hello"}
+IDS = ("call_abc123DEF456ghi789", "toolu_01ABCdef"), ("1", "functions.book:7"), ("call_0", "call_1")
+
 
 def make_fine_tune(directory: Path, script: tuple[str, ...]) -> Path:
     """Write a model whose end token only the tokenizer names: it goes on after it."""
@@ -139,16 +149,6 @@ class Api:
         return answer.json()["error"]
 
 
-SCHEMA = {"type": "object", "properties": {"hotel": {"type": "string"}}}
-FUNCTIONS = [{"name": name, "description": name, "parameters": SCHEMA} for name in ("book", "quit")]
-CHAT_TOOLS = [{"type": "function", "function": function} for function in FUNCTIONS]
-TOOLS = [{"type": "function", **function} for function in FUNCTIONS]
-MESSAGE_TOOLS = [
-    {"name": name, "description": name, "input_schema": SCHEMA} for name in ("book", "quit")
-]
-USER = {"role": "user", "content": "Hello"}
-
-
 # The end token that only the tokenizer names.
 
 
@@ -191,8 +191,6 @@ async def generated(stream: Stream) -> tuple[pb.FinishedFrame, str]:
 
 
 # What the server writes, it reads in the next request, with the client's ids.
-
-IDS = ("call_abc123DEF456ghi789", "toolu_01ABCdef"), ("1", "functions.book:7"), ("call_0", "call_1")
 
 
 @pytest.mark.parametrize("ids", IDS)

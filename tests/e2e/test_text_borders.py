@@ -23,6 +23,13 @@ LLAMA = "llama"  # has a sentencepiece-like tokenizer
 WORDS = ("▁The", "▁capital", "▁is", "▁Paris", "▁user", "▁in", "<0x0A>")
 USER, END_OF_TURN = "<|user|>", "<|turn|>"
 
+PROMPT = "The capital is"
+STOPS = [
+    ([END_OF_TURN], "\n", END_OF_TURN),
+    (["x", f"\n{END_OF_TURN}"], "", None),
+    ([f"{END_OF_TURN} user"], "\n", END_OF_TURN),
+]
+
 
 def llama_tokenizer() -> Tokenizer:
     """Return a tokenizer like Llama 2's. A chat ends with ` in`, which ` Paris` follows."""
@@ -119,9 +126,6 @@ async def tenant_of(service: Service) -> Tenant:
     return tenant
 
 
-PROMPT = "The capital is"
-
-
 async def test_the_first_word_of_a_completion_keeps_its_blank(service: Service) -> None:
     tenant = await tenant_of(service)
     asked: dict[str, Any] = {"model": LLAMA, "prompt": PROMPT, "max_tokens": 2, "temperature": 0}
@@ -199,13 +203,6 @@ async def test_offsets_are_those_of_the_text_that_is_sent(service: Service) -> N
     assert named.text.startswith("a<|end|>b")
     assert named.logprobs.text_offset[:4] == [0, 0, 1, 8]
     assert "".join(named.logprobs.tokens) == named.text
-
-
-STOPS = [
-    ([END_OF_TURN], "\n", END_OF_TURN),
-    (["x", f"\n{END_OF_TURN}"], "", None),
-    ([f"{END_OF_TURN} user"], "\n", END_OF_TURN),
-]
 
 
 @pytest.mark.parametrize(("stops", "text", "_matched"), STOPS)

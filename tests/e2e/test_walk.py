@@ -57,6 +57,27 @@ SHOWN_TO_THEIR_OWNER = {
     *("ListAlerts", "ListMonths", "ListReceipts", "GetReceiptMonth", "GetReconciliation"),
 }
 
+# Values that belong to no customer, so that only the key is wrong.
+COMMON = {
+    "model": MODEL,
+    "replica": "0",
+    "url": "https://example.com/alerts",
+    "month": MONTH,
+    "day": "",
+    "reason": "none",
+    "name": "theirs",
+    "currency_code": "USD",
+    "page_token": "",
+    "action_prefix": "",
+    "plan": "none",
+    "first_month": "2026-12",
+    "last_month": "2026-12",
+    "scopes": "inference",
+    "models": MODEL,
+    "allowed_networks": "192.0.2.0/24",
+    "text": "x",
+}
+
 
 @dataclass(frozen=True)
 class Victim:
@@ -152,28 +173,6 @@ async def victim(service: Service) -> Victim:
     ids = (tenant.organization_id, tenant.project_id, tenant.key.id, quota["id"])
     marks = {*things.values(), label, *map(str, ids)} - {things["project"]}
     return Victim(tenant, things, tuple(sorted(marks)))
-
-
-# Values that belong to no customer, so that only the key is wrong.
-COMMON = {
-    "model": MODEL,
-    "replica": "0",
-    "url": "https://example.com/alerts",
-    "month": MONTH,
-    "day": "",
-    "reason": "none",
-    "name": "theirs",
-    "currency_code": "USD",
-    "page_token": "",
-    "action_prefix": "",
-    "plan": "none",
-    "first_month": "2026-12",
-    "last_month": "2026-12",
-    "scopes": "inference",
-    "models": MODEL,
-    "allowed_networks": "192.0.2.0/24",
-    "text": "x",
-}
 
 
 def requests_for(method: MethodDescriptor, victim: Victim) -> list[Any]:

@@ -35,6 +35,8 @@ WINDOW = 131_072  # their prompts have up to 40,000 tokens of this tokenizer
 TALK = [f" {number} bottles," for number in range(30)]
 COMMANDS = ("echo one > one.txt", "cat one.txt; echo two > two.txt")
 
+QUIET = {"DISABLE_TELEMETRY": "1", "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"}
+
 
 @dataclass(frozen=True)
 class Agent:
@@ -60,7 +62,6 @@ class Agent:
 
 
 URL, KEY = "{url}", "{key}"
-QUIET = {"DISABLE_TELEMETRY": "1", "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"}
 AGENTS = (
     Agent(
         "claude",

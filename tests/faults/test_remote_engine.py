@@ -34,6 +34,17 @@ from tests.service import (
 
 pytestmark = pytest.mark.faults
 
+HOT = {"temperature": 1.0}
+WIRES = [Wire.TRTLLM, Wire.OPENAI_HTTP]
+FORMS = {
+    "an error event": "ENGINE_FAILED_MIDWAY",
+    "a negative id": "ENGINE_FAILED",
+    "500,000 tokens at once": "ENGINE_FAILED",
+    "status 400 with secrets": "REQUEST_IMPOSSIBLE",
+    "status 429": "ENGINE_OVERLOADED",
+    "status 500 with 100 MiB": "ENGINE_FAILED",
+}
+
 
 async def test_tokens_of_a_remote_engine_are_billed_exactly(
     launch: Start, model: Path, tmp_path: Path
@@ -85,10 +96,6 @@ async def test_tokens_of_a_remote_engine_are_billed_exactly(
     }
     assert billed[dying_id] == len(stream.token_ids(dying_id))
     assert sum(billed.values()) == 3 * 60 + len(stream.token_ids(dying_id))
-
-
-HOT = {"temperature": 1.0}
-WIRES = [Wire.TRTLLM, Wire.OPENAI_HTTP]
 
 
 @pytest.mark.parametrize("wire", WIRES)
@@ -225,16 +232,6 @@ async def test_output_without_token_ids_is_billed_by_the_servers_usage(
     }
     assert 20 <= billed[stopped_id] < 3000
     assert 20 <= billed[dying_id] == len(stream.token_ids(dying_id)) < 3000
-
-
-FORMS = {
-    "an error event": "ENGINE_FAILED_MIDWAY",
-    "a negative id": "ENGINE_FAILED",
-    "500,000 tokens at once": "ENGINE_FAILED",
-    "status 400 with secrets": "REQUEST_IMPOSSIBLE",
-    "status 429": "ENGINE_OVERLOADED",
-    "status 500 with 100 MiB": "ENGINE_FAILED",
-}
 
 
 async def test_hostile_answers_are_billed_for_valid_tokens_only_and_never_quoted(

@@ -44,6 +44,11 @@ LIMITS = {QuotaDimension.TOKENS_PER_MONTH: 10**9, QuotaDimension.CONCURRENT_REQU
 GRACE = {"database_unavailable_policy": "grace", "grace_holds_per_key": 3, "grace_input_tokens": 64}
 ADMITTED_WHILE_AWAY = 3
 
+CLIENTS = int(os.environ.get("WEIR_TEST_STORM_CLIENTS", "1000"))
+POOL = 3
+CONNECTIONS_MAX = POOL + 3  # one each for holds, for orders and for recovery
+PAUSES = int(os.environ.get("WEIR_TEST_PAUSES", "4"))
+
 
 async def set_aside(service: Service, tenant: Tenant) -> None:
     """Use the tenant's key once, and wait until its pre-authorized holds are in the database."""
@@ -222,11 +227,6 @@ async def test_a_frozen_database_blocks_no_caller(
     check_invariants(postgres.url, all_ended=True)
 
 
-CLIENTS = int(os.environ.get("WEIR_TEST_STORM_CLIENTS", "1000"))
-POOL = 3
-CONNECTIONS_MAX = POOL + 3  # one each for holds, for orders and for recovery
-
-
 async def test_a_thousand_clients_in_an_outage_open_no_more_connections_than_one(
     launch: Start, database_url: str
 ) -> None:
@@ -280,9 +280,6 @@ def connection_count(service: Service) -> int:
         " pg_backend_pid() AND backend_type = 'client backend' AND application_name ~ '^weir'"
     )
     return int(row["n"])
-
-
-PAUSES = int(os.environ.get("WEIR_TEST_PAUSES", "4"))
 
 
 async def test_a_process_paused_at_random_moments_bills_each_token_that_was_received_once(

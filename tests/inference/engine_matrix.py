@@ -68,6 +68,8 @@ BIAS = 100.0
 END = 2  # end token of the checkpoints
 Effect = Callable[[Engine], Awaitable[bool]]
 
+SCHEMA = json.dumps({"type": "string", "enum": ["weir"]})
+
 
 async def ask(engine: Engine, request: GenerationRequest) -> Outcome:
     """Return an output with its log-probabilities."""
@@ -178,7 +180,6 @@ async def searches(engine: Engine) -> bool:
     return len((await ask(engine, request)).token_ids) == 5
 
 
-SCHEMA = json.dumps({"type": "string", "enum": ["weir"]})
 EFFECTS: dict[str, Effect] = {
     RequestField.TOP_P: leaves_the_likeliest(top_p=1e-6),
     RequestField.TOP_K: leaves_the_likeliest(top_k=1),

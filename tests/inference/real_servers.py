@@ -29,6 +29,14 @@ START_S = 480.0  # vLLM imports for half a minute, compiles, and measures its me
 # Its heads have a size that vLLM's attention on the CPU supports.
 SHAPE = LlamaShape(hidden_size=256, head_count=4, kv_head_count=2)
 
+VLLM_COMMON = ("--host=127.0.0.1", "--dtype=float32", "--enforce-eager")
+VLLM_HTTP = ("--enable-prompt-tokens-details", "--served-model-name=tiny")
+DYNAMO_VOCABULARY_SIZE = 2048
+DYNAMO_MODEL = "tiny"
+DYNAMO_ROUTING = ("kv", "round-robin")  # one frontend for each
+# Their outputs are random, so tests that compare outputs do not apply.
+WITH_RANDOM_OUTPUTS = frozenset({"dynamo-mocker"})
+
 
 @dataclass(frozen=True)
 class RealServer:
@@ -99,10 +107,6 @@ def end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-VLLM_COMMON = ("--host=127.0.0.1", "--dtype=float32", "--enforce-eager")
-VLLM_HTTP = ("--enable-prompt-tokens-details", "--served-model-name=tiny")
-
-
 @contextlib.contextmanager
 def vllm_server(
     directory: Path, log: Path, service: Service, *options: str, port: int = 0
@@ -148,11 +152,6 @@ def smg_gateway(directory: Path, log: Path) -> Iterator[RealServer]:
         wait_for(lambda: ready_count() == len(workers), "SMG's workers", START_S)
         target = Target(Service.OPENAI_HTTP, f"127.0.0.1:{port}", str(directory))
         yield RealServer(target, process, workers)
-
-
-DYNAMO_VOCABULARY_SIZE = 2048
-DYNAMO_MODEL = "tiny"
-DYNAMO_ROUTING = ("kv", "round-robin")  # one frontend for each
 
 
 @dataclass
@@ -259,8 +258,6 @@ STARTS: Mapping[tuple[str, str], Start] = {
     ("smg", "smg-vllm"): smg_gateway,
     ("dynamo", "dynamo-mocker"): dynamo_server,
 }
-# Their outputs are random, so tests that compare outputs do not apply.
-WITH_RANDOM_OUTPUTS = frozenset({"dynamo-mocker"})
 AVAILABLE = {
     name: start
     for (peer, name), start in STARTS.items()

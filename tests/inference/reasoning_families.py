@@ -12,6 +12,9 @@ from tests.inference import checkpoints
 
 QWEN3 = "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
 
+THINK = ("<think>", "</think>")
+ANSWER = "It is 4.\n\n    four()\n"
+
 
 @dataclass(frozen=True)
 class Family:
@@ -66,8 +69,6 @@ class Family:
         return ids
 
 
-THINK = ("<think>", "</think>")
-ANSWER = "It is 4.\n\n    four()\n"
 FAMILIES = [
     Family("qwen3", THINK, QWEN3, "user\n", f"<think>\nHm é,\n\n2+2.\n</think>\n\n{ANSWER}",
            "Hm é,\n\n2+2.", ANSWER),

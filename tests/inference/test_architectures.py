@@ -70,6 +70,13 @@ SHAPES = {
 PROMPT_LENGTHS = (1, 17, WINDOW, 90, 130, 333)
 OUTPUT_TOKENS = 24
 
+CUT_SHAPES = {
+    "sliding window": SHAPES["mistral, sliding window"],
+    "windows in some layers": SHAPES["qwen2, window in later layers"],
+    "yarn": SHAPES["qwen3, biases and yarn"],
+    "dynamic": LlamaShape(context_window_tokens=ORIGINAL_CONTEXT, rope_scaling=DYNAMIC),
+}
+
 
 def reference_stepwise(
     directory: Path, prompts: Sequence[Sequence[int]], token_count: int
@@ -139,14 +146,6 @@ def test_dynamic_scaling_changes_nothing_within_the_original_context() -> None:
 
     assert torch.equal(plain[0][:128], dynamic[0][:128])
     assert not torch.equal(plain[0][128:], dynamic[0][128:])
-
-
-CUT_SHAPES = {
-    "sliding window": SHAPES["mistral, sliding window"],
-    "windows in some layers": SHAPES["qwen2, window in later layers"],
-    "yarn": SHAPES["qwen3, biases and yarn"],
-    "dynamic": LlamaShape(context_window_tokens=ORIGINAL_CONTEXT, rope_scaling=DYNAMIC),
-}
 
 
 @pytest.mark.parametrize("way", WAYS)

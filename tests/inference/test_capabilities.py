@@ -42,6 +42,28 @@ SAMPLED = make_request(
 )
 GREEDY = replace(SAMPLED, sampling=SamplingParams())
 
+# Fields that every engine gets, or that act outside the engine, with the reason.
+ALWAYS = {
+    "sequence_id": "never crosses",
+    "prompt_token_ids": "translated by all",
+    "sampling": "its own fields are listed",
+    "stop": "its own fields are listed",
+    "response_format": "by its kind",
+    "cache_salt": "a wire that has none is not used for more than one tenant",
+    "choice_count": "one sequence for each choice",
+    "rank": "what waits here is ordered here",
+    "output_token_ids": "a part of the prompt, or refused where that makes a difference",
+    "regions": "chooses the engine",
+    "adapter": "refused by engines that do not have it",
+    "beam_search": "listed",
+    "splits_reasoning": "the text is split where it is decoded",
+    "thinking": "by the formats after thinking",
+    "marked_functions": "the text is marked where it is decoded",
+    "temperature": "translated by all",
+    "max_output_tokens": "translated by all",
+    "stop_sequences": "matched in the text here",
+}
+
 
 def sampling(**changes: Any) -> GenerationRequest:
     return replace(SAMPLED, sampling=replace(SAMPLED.sampling, **changes))
@@ -75,27 +97,6 @@ CHANGED: dict[RequestField, GenerationRequest] = {
     RequestField.MAX_REASONING_TOKENS: stop(max_reasoning_tokens=0),
     RequestField.TOP_LOGPROBS: replace(GREEDY, sampling=SamplingParams(top_logprobs=3)),
     RequestField.PROMPT_LOGPROBS: replace(GREEDY, sampling=SamplingParams(prompt_logprobs=3)),
-}
-# Fields that every engine gets, or that act outside the engine, with the reason.
-ALWAYS = {
-    "sequence_id": "never crosses",
-    "prompt_token_ids": "translated by all",
-    "sampling": "its own fields are listed",
-    "stop": "its own fields are listed",
-    "response_format": "by its kind",
-    "cache_salt": "a wire that has none is not used for more than one tenant",
-    "choice_count": "one sequence for each choice",
-    "rank": "what waits here is ordered here",
-    "output_token_ids": "a part of the prompt, or refused where that makes a difference",
-    "regions": "chooses the engine",
-    "adapter": "refused by engines that do not have it",
-    "beam_search": "listed",
-    "splits_reasoning": "the text is split where it is decoded",
-    "thinking": "by the formats after thinking",
-    "marked_functions": "the text is marked where it is decoded",
-    "temperature": "translated by all",
-    "max_output_tokens": "translated by all",
-    "stop_sequences": "matched in the text here",
 }
 
 

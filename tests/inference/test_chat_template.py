@@ -125,6 +125,21 @@ CONVERSATIONS = [
     [("user", "Q1"), ("assistant", "<think>hm</think>A1")],
 ]
 
+CALL = ToolCall("a1B2c3D4e", "find", '{"near": "Ulm & <b>"}')
+TOOL = Tool(
+    "find", "Finds hotels", '{"type": "object", "properties": {"near": {"type": "string"}}}'
+)
+QWEN3_SWITCH = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}{% if"
+    " add_generation_prompt %}<|assistant|>{% if enable_thinking is defined and enable_thinking is"
+    " false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+THOUGHTS = """\
+{%- for message in messages -%}
+<|{{ message.role }}|>{% if message.reasoning_content %}<think>{{ message.reasoning_content }}\
+</think>{% endif %}{{ message.content }}
+{%- endfor -%}"""
+
 
 def write_template(directory: Path, template: Any) -> None:
     """Write a tokenizer whose configuration holds this template, or several."""
@@ -177,12 +192,6 @@ def test_a_refusal_has_the_message_of_the_template(
 
     with pytest.raises(ChatTemplateFailed, match=words):
         Tokenizer(tmp_path).render_chat(chat(*turns))
-
-
-CALL = ToolCall("a1B2c3D4e", "find", '{"near": "Ulm & <b>"}')
-TOOL = Tool(
-    "find", "Finds hotels", '{"type": "object", "properties": {"near": {"type": "string"}}}'
-)
 
 
 @pytest.mark.parametrize("in_file", [False, True])
@@ -324,13 +333,6 @@ def test_a_template_among_several_that_does_not_parse_is_refused(tmp_path: Path)
         Tokenizer(tmp_path)
 
 
-QWEN3_SWITCH = (
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}{% if"
-    " add_generation_prompt %}<|assistant|>{% if enable_thinking is defined and enable_thinking is"
-    " false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
-)
-
-
 def test_thinking_is_switched_by_the_variable_that_the_template_uses(tmp_path: Path) -> None:
     turns = chat(("user", "?"))
     for name, source in {
@@ -385,13 +387,6 @@ def test_an_effort_is_shown_or_switches_thinking(tmp_path: Path, effort: str) ->
     assert not efforts.takes_thinking(True)
     thinks = effort != "none"
     assert switch.render_chat(turns, thinking=effort) == switch.render_chat(turns, thinking=thinks)
-
-
-THOUGHTS = """\
-{%- for message in messages -%}
-<|{{ message.role }}|>{% if message.reasoning_content %}<think>{{ message.reasoning_content }}\
-</think>{% endif %}{{ message.content }}
-{%- endfor -%}"""
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])

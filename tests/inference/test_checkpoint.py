@@ -32,85 +32,6 @@ from tests.inference.checkpoints import (
 from tests.inference.running import make_core, make_request, run_all
 from tests.inference.tool_checkpoints import make_scripted_checkpoint
 
-
-def change(path: Path, **entries: Any) -> None:
-    """Overwrite entries of a JSON file; None removes one."""
-    value = json.loads(path.read_text()) | entries
-    path.write_text(json.dumps({name: entry for name, entry in value.items() if entry is not None}))
-
-
-@pytest.mark.parametrize(
-    ("entries", "words"),
-    [
-        ({"architectures": ["FalconForCausalLM"]}, "FalconForCausalLM is not supported"),
-        (
-            {"rope_scaling": {"rope_type": "proportional", "factor": 2.0}},
-            "proportional is not supported",
-        ),
-        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "short_factor is missing"),
-        (
-            {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta": 1}},
-            "linear has an unsupported entry: beta = 1",
-        ),
-        (
-            {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
-            "unsupported entry: full_attention = ",
-        ),
-        ({"rope_scaling": {"rope_type": "linear"}}, "factor is missing"),
-        ({"sliding_window": 512}, "sliding_window = 512 is not supported for LlamaForCausalLM"),
-        ({"attention_chunk_size": 512}, "attention_chunk_size = 512 is not supported"),
-        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor = 0\.5 is not supported"),
-        ({"head_dim": 15}, "head_dim = 15 must be even"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "low_freq_factor is missing"),
-        ({"hidden_act": "gelu"}, "gelu is not supported"),
-        ({"quantization_config": {"bits": 4}}, "quantized"),
-        ({"hidden_size": None}, "hidden_size is missing"),
-        ({"num_key_value_heads": 3}, "cannot share 3"),
-        ({"vocab_size": "many"}, "wrong type"),
-    ],
-)
-def test_unsupported_configurations_are_refused_by_name(
-    tmp_path: Path, entries: dict[str, Any], words: str
-) -> None:
-    make_checkpoint(tmp_path)
-    change(tmp_path / "config.json", **entries)
-
-    with pytest.raises(CheckpointInvalid, match=words):
-        read_config(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("architecture", "entries", "words"),
-    [
-        ("MistralForCausalLM", {"sliding_window": 0}, "sliding_window = 0 is not a count"),
-        (
-            "MistralForCausalLM",
-            {"layer_types": ["full_attention"]},
-            "layer_types = .* is not supported for MistralForCausalLM",
-        ),
-        (
-            "Qwen3ForCausalLM",
-            {"layer_types": ["sliding_attention", "full_attention"]},
-            "layer_types = .* a window of None tokens",
-        ),
-        (
-            "Qwen2ForCausalLM",
-            {"use_sliding_window": True, "layer_types": ["full_attention"]},
-            "layer_types = .* for 2 layers",
-        ),
-        ("Qwen2ForCausalLM", {"is_causal": False}, "is_causal = False is not supported"),
-    ],
-)
-def test_each_architecture_knows_its_own_entries(
-    tmp_path: Path, architecture: str, entries: dict[str, Any], words: str
-) -> None:
-    make_checkpoint(tmp_path, shape=LlamaShape(architecture=architecture))
-    change(tmp_path / "config.json", **entries)
-
-    with pytest.raises(CheckpointInvalid, match=words):
-        read_config(tmp_path)
-
-
 # Entries of published checkpoints that transformers does not read for Llama, or whose value is that
 # of an absent entry.
 NOTES: dict[str, Any] = {
@@ -163,51 +84,6 @@ NOTES: dict[str, Any] = {
     "definition": 3,
     "license": "apache-2.0",
 }
-
-
-@pytest.mark.parametrize("name", NOTES)
-def test_notes_of_publishers_change_nothing(name: str, tmp_path: Path) -> None:
-    make_checkpoint(tmp_path)
-    before = read_config(tmp_path)
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {name: NOTES[name]}))
-
-    assert read_config(tmp_path) == before
-
-
-@pytest.mark.parametrize("architecture", MODEL_TYPES)
-def test_all_notes_together_change_nothing(architecture: str, tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, shape=LlamaShape(architecture=architecture))
-    before = read_config(tmp_path)
-    path = tmp_path / "config.json"
-    config = json.loads(path.read_text())
-    path.write_text(json.dumps(NOTES | config | {"rope_theta": 10000.0}))
-
-    assert read_config(tmp_path) == before
-
-
-def test_notes_beside_a_scaling_change_nothing(tmp_path: Path) -> None:
-    """transformers reads what its kind of scaling has, and logs the rest."""
-    make_checkpoint(tmp_path)
-    scaling = {"rope_type": "linear", "factor": 2.0}
-    change(tmp_path / "config.json", rope_scaling=scaling)
-    before = read_config(tmp_path)
-    notes = {"finetuned": True, "low_freq_factor": 1.0, "source": "paper", "beta_fast": None}
-    change(tmp_path / "config.json", rope_scaling=scaling | notes)
-
-    assert read_config(tmp_path) == before
-
-
-def test_notes_change_no_logit(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, shape=LlamaShape(head_count=9, kv_head_count=3, hidden_size=144))
-    prompt = list(range(7, 30))
-    [before] = run_all(make_core(tmp_path), [make_request(prompt)])
-    change(tmp_path / "config.json", **NOTES)
-    [after] = run_all(make_core(tmp_path), [make_request(prompt)])
-
-    assert after.token_ids == before.token_ids
-
-
 # Entries that transformers reads for some model, with values that change something there.
 ENTRIES: list[tuple[str, Any]] = [
     # positions
@@ -309,6 +185,146 @@ ENTRIES: list[tuple[str, Any]] = [
 ]
 # Entries that this engine computes as transformers does, which other tests compare.
 COMPUTED = {"hidden_act", "rms_norm_eps", "head_dim", "attention_bias", "mlp_bias", "layer_types"}
+# Names that transformers reads of a configuration: those that this engine reads too, and those that
+# do not change the logits of a loaded model: training, kernels, other tasks, tokens of callers.
+SUPPORTED = """
+    architectures vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
+    num_key_value_heads head_dim hidden_act rms_norm_eps rope_parameters max_position_embeddings
+    attention_bias mlp_bias tie_word_embeddings eos_token_id max_window_layers use_sliding_window
+"""
+IDLE = """
+    _attn_implementation attention_dropout initializer_range pad_token_id bos_token_id use_cache
+    pretraining_tp get_text_config standardize_rope_params validate_rope number_of_conv_states
+    transformers_version output_hidden_states return_dict dtype chunk_size_feed_forward
+    id2label label2id problem_type
+"""
+OPEN_TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+    "{% if not loop.last %}<|end|>{% endif %}{% endfor %}"
+)
+
+
+def change(path: Path, **entries: Any) -> None:
+    """Overwrite entries of a JSON file; None removes one."""
+    value = json.loads(path.read_text()) | entries
+    path.write_text(json.dumps({name: entry for name, entry in value.items() if entry is not None}))
+
+
+@pytest.mark.parametrize(
+    ("entries", "words"),
+    [
+        ({"architectures": ["FalconForCausalLM"]}, "FalconForCausalLM is not supported"),
+        (
+            {"rope_scaling": {"rope_type": "proportional", "factor": 2.0}},
+            "proportional is not supported",
+        ),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "short_factor is missing"),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta": 1}},
+            "linear has an unsupported entry: beta = 1",
+        ),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+            "unsupported entry: full_attention = ",
+        ),
+        ({"rope_scaling": {"rope_type": "linear"}}, "factor is missing"),
+        ({"sliding_window": 512}, "sliding_window = 512 is not supported for LlamaForCausalLM"),
+        ({"attention_chunk_size": 512}, "attention_chunk_size = 512 is not supported"),
+        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor = 0\.5 is not supported"),
+        ({"head_dim": 15}, "head_dim = 15 must be even"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "low_freq_factor is missing"),
+        ({"hidden_act": "gelu"}, "gelu is not supported"),
+        ({"quantization_config": {"bits": 4}}, "quantized"),
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"num_key_value_heads": 3}, "cannot share 3"),
+        ({"vocab_size": "many"}, "wrong type"),
+    ],
+)
+def test_unsupported_configurations_are_refused_by_name(
+    tmp_path: Path, entries: dict[str, Any], words: str
+) -> None:
+    make_checkpoint(tmp_path)
+    change(tmp_path / "config.json", **entries)
+
+    with pytest.raises(CheckpointInvalid, match=words):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "entries", "words"),
+    [
+        ("MistralForCausalLM", {"sliding_window": 0}, "sliding_window = 0 is not a count"),
+        (
+            "MistralForCausalLM",
+            {"layer_types": ["full_attention"]},
+            "layer_types = .* is not supported for MistralForCausalLM",
+        ),
+        (
+            "Qwen3ForCausalLM",
+            {"layer_types": ["sliding_attention", "full_attention"]},
+            "layer_types = .* a window of None tokens",
+        ),
+        (
+            "Qwen2ForCausalLM",
+            {"use_sliding_window": True, "layer_types": ["full_attention"]},
+            "layer_types = .* for 2 layers",
+        ),
+        ("Qwen2ForCausalLM", {"is_causal": False}, "is_causal = False is not supported"),
+    ],
+)
+def test_each_architecture_knows_its_own_entries(
+    tmp_path: Path, architecture: str, entries: dict[str, Any], words: str
+) -> None:
+    make_checkpoint(tmp_path, shape=LlamaShape(architecture=architecture))
+    change(tmp_path / "config.json", **entries)
+
+    with pytest.raises(CheckpointInvalid, match=words):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize("name", NOTES)
+def test_notes_of_publishers_change_nothing(name: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    before = read_config(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {name: NOTES[name]}))
+
+    assert read_config(tmp_path) == before
+
+
+@pytest.mark.parametrize("architecture", MODEL_TYPES)
+def test_all_notes_together_change_nothing(architecture: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, shape=LlamaShape(architecture=architecture))
+    before = read_config(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(NOTES | config | {"rope_theta": 10000.0}))
+
+    assert read_config(tmp_path) == before
+
+
+def test_notes_beside_a_scaling_change_nothing(tmp_path: Path) -> None:
+    """transformers reads what its kind of scaling has, and logs the rest."""
+    make_checkpoint(tmp_path)
+    scaling = {"rope_type": "linear", "factor": 2.0}
+    change(tmp_path / "config.json", rope_scaling=scaling)
+    before = read_config(tmp_path)
+    notes = {"finetuned": True, "low_freq_factor": 1.0, "source": "paper", "beta_fast": None}
+    change(tmp_path / "config.json", rope_scaling=scaling | notes)
+
+    assert read_config(tmp_path) == before
+
+
+def test_notes_change_no_logit(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, shape=LlamaShape(head_count=9, kv_head_count=3, hidden_size=144))
+    prompt = list(range(7, 30))
+    [before] = run_all(make_core(tmp_path), [make_request(prompt)])
+    change(tmp_path / "config.json", **NOTES)
+    [after] = run_all(make_core(tmp_path), [make_request(prompt)])
+
+    assert after.token_ids == before.token_ids
+
+
 COMPUTED |= {"sliding_window", "tie_word_embeddings"}
 
 
@@ -378,21 +394,6 @@ def computed(architecture: str, raw: dict[str, Any]) -> torch.Tensor:
     return torch.cat([whole[0], *made.logits])
 
 
-# Names that transformers reads of a configuration: those that this engine reads too, and those that
-# do not change the logits of a loaded model: training, kernels, other tasks, tokens of callers.
-SUPPORTED = """
-    architectures vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
-    num_key_value_heads head_dim hidden_act rms_norm_eps rope_parameters max_position_embeddings
-    attention_bias mlp_bias tie_word_embeddings eos_token_id max_window_layers use_sliding_window
-"""
-IDLE = """
-    _attn_implementation attention_dropout initializer_range pad_token_id bos_token_id use_cache
-    pretraining_tp get_text_config standardize_rope_params validate_rope number_of_conv_states
-    transformers_version output_hidden_states return_dict dtype chunk_size_feed_forward
-    id2label label2id problem_type
-"""
-
-
 @pytest.mark.parametrize("architecture", MODEL_TYPES)
 def test_entries_that_transformers_reads_are_known(architecture: str) -> None:
     """A new version of transformers may read more: each name is supported, refused or idle."""
@@ -449,12 +450,6 @@ def test_quantized_checkpoints_are_refused(entries: dict[str, Any], tmp_path: Pa
 
     with pytest.raises(CheckpointInvalid, match="quantized checkpoints are not supported"):
         read_config(tmp_path)
-
-
-OPEN_TEMPLATE = (
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
-    "{% if not loop.last %}<|end|>{% endif %}{% endfor %}"
-)
 
 
 def _demanding(fault: str) -> str:

@@ -44,6 +44,10 @@ from tests.service import until
 PATIENCE_S = 180.0
 HARMLESS, DANGEROUS = "the hotel is near the sea", "how to make a bomb"
 
+CLASSIFIER = (
+    "[[classifier]]\nname = 'danger'\ndirectory = 'model'\nthresholds = { dangerous = 0.5 }\n"
+)
+
 
 @pytest.fixture(scope="module")
 def danger(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -434,11 +438,6 @@ class TestChecker:
         check = allowing.open_output()
         assert check is not None
         assert await check.push("text") == Verdict(4)
-
-
-CLASSIFIER = (
-    "[[classifier]]\nname = 'danger'\ndirectory = 'model'\nthresholds = { dangerous = 0.5 }\n"
-)
 
 
 @pytest.mark.parametrize(

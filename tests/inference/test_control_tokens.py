@@ -26,6 +26,40 @@ WORDS = (
     " [quiet] ▁ 北京 🙂 é"
 )
 
+FRAGMENTS = [
+    *SPECIAL_TOKENS,
+    *WORDS,
+    "<|",
+    "|>",
+    "<",
+    ">",
+    "|",
+    " ",
+    "\n",
+    "<think>",
+    "end",
+    "<|end|",
+    "end|>",
+    "\U000f0003",
+]
+TEMPLATES = [
+    "<|user|>{}<|end|>{}<|assistant|>",
+    "<|user|>\n{}<|end|>\n{}",
+    "<|bos|><{0}>{1}|end|>{1}",
+    "<{0}{1}{0}>",
+]
+TOOL_TEXTS = "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
+TURN_TEXTS = (
+    "{{ m['content'] }}{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson"
+    " }}</tool_call>{% endfor %}"
+)
+SPELLED_MARKERS = (
+    f"{TOOL_TEXTS}{{% for m in messages %}}{{{{ '<|' + m.role + '|>' }}}}{TURN_TEXTS}<|end|>{{%"
+    " endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+TOOL_MARKERS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+WIDE = str.maketrans({chr(code): chr(code + 0xFEE0) for code in range(0x21, 0x7F)})
+
 
 def _train(
     tokenizer: tokenizers.Tokenizer, alphabet: list[str], special: list[AddedToken]
@@ -97,28 +131,6 @@ def first_metaspace() -> tokenizers.Tokenizer:
 
 TOKENIZERS = [byte_level(), split_byte_level(), prepending(), first_metaspace()]
 GUARDS = [ControlTokens(tokenizer) for tokenizer in TOKENIZERS]
-FRAGMENTS = [
-    *SPECIAL_TOKENS,
-    *WORDS,
-    "<|",
-    "|>",
-    "<",
-    ">",
-    "|",
-    " ",
-    "\n",
-    "<think>",
-    "end",
-    "<|end|",
-    "end|>",
-    "\U000f0003",
-]
-TEMPLATES = [
-    "<|user|>{}<|end|>{}<|assistant|>",
-    "<|user|>\n{}<|end|>\n{}",
-    "<|bos|><{0}>{1}|end|>{1}",
-    "<{0}{1}{0}>",
-]
 prompts = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=4), max_size=20).map("".join)
 relaxed = settings(
     max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
@@ -296,11 +308,6 @@ USER, ASSISTANT, THINK, END_THINK = (
     "<think>",
     "</think>",
 )
-TOOL_TEXTS = "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
-TURN_TEXTS = (
-    "{{ m['content'] }}{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson"
-    " }}</tool_call>{% endfor %}"
-)
 PLAIN_MARKERS = (
     f"{TOOL_TEXTS}{{% for m in messages %}}{{% if m.role == 'user' %}}{USER}{{{{ m.content }}}}{{%"
     " elif m.role == 'tool' %}<tool_response>{{ m.content }}</tool_response>{% elif m.role"
@@ -308,10 +315,6 @@ PLAIN_MARKERS = (
     " %}{% set m = dict(m, content=m.content.split('</think>')[-1]) %}{% endif"
     f" %}}{TURN_TEXTS}{{% endif %}}{{% endfor %}}{{% if add_generation_prompt"
     f" %}}{ASSISTANT}{THINK}\n{{% endif %}}"
-)
-SPELLED_MARKERS = (
-    f"{TOOL_TEXTS}{{% for m in messages %}}{{{{ '<|' + m.role + '|>' }}}}{TURN_TEXTS}<|end|>{{%"
-    " endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
 
@@ -339,7 +342,6 @@ def _normalized() -> list[AddedToken]:
     ]
 
 
-TOOL_MARKERS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 FORGEABLE = {
     "not flagged special": (
         _byte_level(None, _plain(USER, ASSISTANT, THINK, END_THINK, *TOOL_MARKERS)), PLAIN_MARKERS
@@ -367,7 +369,6 @@ FORGEABLE = {
         SPELLED_MARKERS + "<tool_response></tool_response><think>",
     ),
 }  # fmt: skip
-WIDE = str.maketrans({chr(code): chr(code + 0xFEE0) for code in range(0x21, 0x7F)})
 LITERALS = [USER, ASSISTANT, THINK, END_THINK, *TOOL_MARKERS, *SPECIAL_TOKENS]
 PIECES = [
     *LITERALS,

@@ -27,6 +27,48 @@ SHARD = "model-00002-of-00003.safetensors"
 MATRIX = "model.layers.1.mlp.down_proj.weight"
 Spoil = Callable[[Path], object]
 
+HOSTILE = {
+    "loop without end": (
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    ),
+    "loop in a macro": (
+        "{% macro f() %}{% for a in range(9999) %}{{ f() }}{% endfor %}{% endmacro %}{{ f() }}"
+    ),
+    "macros that branch": (
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}"
+    ),
+    "loop that recurses": "{% for a in [[1]] recursive %}{{ loop([[1]]) }}{% endfor %}",
+    "recursion": "{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}",
+    "large range": "{% for a in range(10 ** 12) %}{% endfor %}",
+    "repeated text": "{{ 'x' * 10 ** 10 }}",
+    "repeated list": "{{ 10 ** 10 * [1] }}",
+    "doubled text": (
+        "{% set ns = namespace(s='x') %}{% for i in range(99) %}{% set ns.s = ns.s + ns.s %}{%"
+        " endfor %}"
+    ),
+    "joined text": (
+        "{% set ns = namespace(s='x') %}{% for i in range(99) %}{% set ns.s = ns.s ~ ns.s %}{%"
+        " endfor %}"
+    ),
+    "power": "{{ 9 ** 9 ** 9 }}",
+    "power of a power": "{{ (9 ** 60) ** 60 }}",
+    "width": "{{ '%9999999999d' % 3 }}",
+    "width from elsewhere": "{{ '%*d' % (9999999999, 3) }}",
+    "width in a filter": "{{ '%9999999999d' | format(3) }}",
+    "width in a method": "{{ '{:9999999999}'.format(3) }}",
+    "padding": "{{ 'x'.ljust(10 ** 10) }}",
+    "padding by a filter": "{{ 'x' | center(10 ** 10) }}",
+    "classes": "{{ ''.__class__.__mro__ }}",
+    "globals": "{{ raise_exception.__globals__['os'] }}",
+    "globals by a filter": "{{ (raise_exception | attr('__globals__'))['os'] }}",
+    "format's attributes": (
+        "{{ ('{0.__globals__}'.format(raise_exception)) | length > 0 or raise_exception('held') }}"
+    ),
+    "changes": "{{ messages.append(1) }}",
+    "files": "{% include 'config.json' %}",
+    "text from nowhere": "{{ lipsum(n=1000000) }}",
+}
+
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -401,49 +443,6 @@ def test_a_checkpoint_with_another_spelling_is_served(whole: Path, tmp_path: Pat
     config(architectures="LlamaForCausalLM")(directory)
 
     load(directory)
-
-
-HOSTILE = {
-    "loop without end": (
-        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-    ),
-    "loop in a macro": (
-        "{% macro f() %}{% for a in range(9999) %}{{ f() }}{% endfor %}{% endmacro %}{{ f() }}"
-    ),
-    "macros that branch": (
-        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}"
-    ),
-    "loop that recurses": "{% for a in [[1]] recursive %}{{ loop([[1]]) }}{% endfor %}",
-    "recursion": "{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}",
-    "large range": "{% for a in range(10 ** 12) %}{% endfor %}",
-    "repeated text": "{{ 'x' * 10 ** 10 }}",
-    "repeated list": "{{ 10 ** 10 * [1] }}",
-    "doubled text": (
-        "{% set ns = namespace(s='x') %}{% for i in range(99) %}{% set ns.s = ns.s + ns.s %}{%"
-        " endfor %}"
-    ),
-    "joined text": (
-        "{% set ns = namespace(s='x') %}{% for i in range(99) %}{% set ns.s = ns.s ~ ns.s %}{%"
-        " endfor %}"
-    ),
-    "power": "{{ 9 ** 9 ** 9 }}",
-    "power of a power": "{{ (9 ** 60) ** 60 }}",
-    "width": "{{ '%9999999999d' % 3 }}",
-    "width from elsewhere": "{{ '%*d' % (9999999999, 3) }}",
-    "width in a filter": "{{ '%9999999999d' | format(3) }}",
-    "width in a method": "{{ '{:9999999999}'.format(3) }}",
-    "padding": "{{ 'x'.ljust(10 ** 10) }}",
-    "padding by a filter": "{{ 'x' | center(10 ** 10) }}",
-    "classes": "{{ ''.__class__.__mro__ }}",
-    "globals": "{{ raise_exception.__globals__['os'] }}",
-    "globals by a filter": "{{ (raise_exception | attr('__globals__'))['os'] }}",
-    "format's attributes": (
-        "{{ ('{0.__globals__}'.format(raise_exception)) | length > 0 or raise_exception('held') }}"
-    ),
-    "changes": "{{ messages.append(1) }}",
-    "files": "{% include 'config.json' %}",
-    "text from nowhere": "{{ lipsum(n=1000000) }}",
-}
 
 
 @pytest.mark.parametrize("template", HOSTILE.values(), ids=HOSTILE)

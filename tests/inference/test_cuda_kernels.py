@@ -35,6 +35,54 @@ PROCESSOR_COUNT = 4  # of a pretended GPU: contexts are split in the larger batc
 # Relative errors of one operation.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
+NO_NORMS = {"query_norm": None, "key_norm": None}
+SPANS = {
+    "single": [(1, 0)],
+    "singles of many lengths": [(1, 3), (1, 15), (1, 16), (1, 400), (1, 64)],
+    "prompt": [(37, 0)],
+    "all": [(1, 7), (1, 130), (2, 0), (19, 200)],
+}
+COMPILED = """
+import torch
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from inference.decoder import cuda_kernels as kernels
+
+NUMBERS = {"scale": "fp32", "eps": "fp32"}
+INTEGERS = dict.fromkeys(("spans", "tables", "slots", "rotary_rows"), "*i32")
+HEADS = {"HEADS": 32, "KV_HEADS": 8, "DIM": 128, "BLOCK": 16}
+
+def shared_bytes(kernel, type_, constants, types={}, options={}):
+    named = NUMBERS | INTEGERS | types
+    signature = {
+        name: "constexpr" if name in constants else named.get(name, type_)
+        for name in kernel.arg_names
+    }
+    constants = {name: constants[name] for name in kernel.arg_names if name in constants}
+    source = ASTSource(kernel, signature, constants)
+    return compile(source, target=GPUTarget("cuda", 90, 32), options=options).metadata.shared
+
+for row_count, dtype, type_, splits in (
+    (1, torch.bfloat16, "*bf16", 8),
+    (512, torch.bfloat16, "*bf16", 1),
+    (2048, torch.bfloat16, "*bf16", 1),
+    (512, torch.float32, "*fp32", 1),
+):
+    sizes, options = kernels.tile_sizes(4, 128, row_count, dtype)
+    types = {"out": "*fp32", "part_sums": "*fp32"} if splits > 1 else {}
+    constants = HEADS | sizes | {"WINDOW": 64, "SPLITS": splits}
+    print(shared_bytes(kernels.attention_kernel, type_, constants, types, options))
+rows = HEADS | {"DIM_TILE": 128, "SPLITS": 8, "TILE": 64, "HEAD_TILE": 16, "NORMS": True}
+print(shared_bytes(kernels.combine_kernel, "*fp32", rows, {"out": "*bf16"}))
+print(shared_bytes(kernels.rotate_and_write_kernel, "*bf16", rows, {}, {"num_warps": 4}))
+print(shared_bytes(kernels.add_norm_kernel, "*bf16", {"SIZE": 4096, "TILE": 4096, "ADDS": True}))
+print(shared_bytes(kernels.gate_kernel, "*bf16", {"SIZE": 14336, "TILE": 1024}))
+best = {"SIZE": 128256, "TILE": 8192, "BROKEN": -1}
+print(shared_bytes(kernels.best_kernel, "*fp32", best, {"out": "*i32"}))
+"""
+SHARED_BYTES_MAX = 99 << 10  # of a block on the GPUs of compute capability 8.6 and 8.9
+
 
 @pytest.fixture
 def triton_kernels() -> TorchKernels:
@@ -67,20 +115,9 @@ def batch_of(spans: Sequence[tuple[int, int]], block_count: int, seed: int = 0) 
     )
 
 
-NO_NORMS = {"query_norm": None, "key_norm": None}
-
-
 def assert_close(ours: Tensor, reference: Tensor) -> None:
     error = (ours.float() - reference.float()).norm() / reference.float().norm()
     assert error < TOLERANCE[reference.dtype], f"relative error {error:.2e}"
-
-
-SPANS = {
-    "single": [(1, 0)],
-    "singles of many lengths": [(1, 3), (1, 15), (1, 16), (1, 400), (1, 64)],
-    "prompt": [(37, 0)],
-    "all": [(1, 7), (1, 130), (2, 0), (19, 200)],
-}
 
 
 @pytest.mark.parametrize(
@@ -303,48 +340,6 @@ def test_broken_weights_are_found_on_the_device(cores: Any) -> None:
 
     with pytest.raises(Exception, match="not finite"):
         core.step()
-
-
-COMPILED = """
-import torch
-from triton import compile
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from inference.decoder import cuda_kernels as kernels
-
-NUMBERS = {"scale": "fp32", "eps": "fp32"}
-INTEGERS = dict.fromkeys(("spans", "tables", "slots", "rotary_rows"), "*i32")
-HEADS = {"HEADS": 32, "KV_HEADS": 8, "DIM": 128, "BLOCK": 16}
-
-def shared_bytes(kernel, type_, constants, types={}, options={}):
-    named = NUMBERS | INTEGERS | types
-    signature = {
-        name: "constexpr" if name in constants else named.get(name, type_)
-        for name in kernel.arg_names
-    }
-    constants = {name: constants[name] for name in kernel.arg_names if name in constants}
-    source = ASTSource(kernel, signature, constants)
-    return compile(source, target=GPUTarget("cuda", 90, 32), options=options).metadata.shared
-
-for row_count, dtype, type_, splits in (
-    (1, torch.bfloat16, "*bf16", 8),
-    (512, torch.bfloat16, "*bf16", 1),
-    (2048, torch.bfloat16, "*bf16", 1),
-    (512, torch.float32, "*fp32", 1),
-):
-    sizes, options = kernels.tile_sizes(4, 128, row_count, dtype)
-    types = {"out": "*fp32", "part_sums": "*fp32"} if splits > 1 else {}
-    constants = HEADS | sizes | {"WINDOW": 64, "SPLITS": splits}
-    print(shared_bytes(kernels.attention_kernel, type_, constants, types, options))
-rows = HEADS | {"DIM_TILE": 128, "SPLITS": 8, "TILE": 64, "HEAD_TILE": 16, "NORMS": True}
-print(shared_bytes(kernels.combine_kernel, "*fp32", rows, {"out": "*bf16"}))
-print(shared_bytes(kernels.rotate_and_write_kernel, "*bf16", rows, {}, {"num_warps": 4}))
-print(shared_bytes(kernels.add_norm_kernel, "*bf16", {"SIZE": 4096, "TILE": 4096, "ADDS": True}))
-print(shared_bytes(kernels.gate_kernel, "*bf16", {"SIZE": 14336, "TILE": 1024}))
-best = {"SIZE": 128256, "TILE": 8192, "BROKEN": -1}
-print(shared_bytes(kernels.best_kernel, "*fp32", best, {"out": "*i32"}))
-"""
-SHARED_BYTES_MAX = 99 << 10  # of a block on the GPUs of compute capability 8.6 and 8.9
 
 
 def test_the_kernels_compile_for_a_gpu() -> None:

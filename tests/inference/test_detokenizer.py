@@ -32,6 +32,24 @@ PIECES = (
     ".",
 )
 
+# One of each kind that UTF-8 distinguishes: ASCII, continuations, beginnings of two to four bytes,
+# and invalid ones.
+BYTE_KINDS = b"\x00A\x80\x9f\xa9\xbf\xc0\xc3\xdf\xe0\xe2\xed\xef\xf0\xf4\xf5\xff"
+# Successors of a byte that complete every character that can be completed.
+ENDINGS = (
+    b"",
+    b"A",
+    b"\x80",
+    b"\x80\x80",
+    b"\x80\x80\x80",
+    b"\x9f\x80",
+    b"\xa0\x80\x80",
+    b"\xbf\xbf\xbf",
+)
+SEQUENCES = [
+    bytes(each) for length in (1, 2, 3) for each in itertools.product(BYTE_KINDS, repeat=length)
+]
+
 
 @dataclass(frozen=True)
 class Case:
@@ -168,25 +186,6 @@ def byte_ids(case: Case) -> list[int]:
     if case.name == "byte-level":
         return [vocabulary[_byte_alphabet()[byte]] for byte in range(256)]
     return [vocabulary[f"<0x{byte:02X}>"] for byte in range(256)]
-
-
-# One of each kind that UTF-8 distinguishes: ASCII, continuations, beginnings of two to four bytes,
-# and invalid ones.
-BYTE_KINDS = b"\x00A\x80\x9f\xa9\xbf\xc0\xc3\xdf\xe0\xe2\xed\xef\xf0\xf4\xf5\xff"
-# Successors of a byte that complete every character that can be completed.
-ENDINGS = (
-    b"",
-    b"A",
-    b"\x80",
-    b"\x80\x80",
-    b"\x80\x80\x80",
-    b"\x9f\x80",
-    b"\xa0\x80\x80",
-    b"\xbf\xbf\xbf",
-)
-SEQUENCES = [
-    bytes(each) for length in (1, 2, 3) for each in itertools.product(BYTE_KINDS, repeat=length)
-]
 
 
 @pytest.mark.parametrize("case", CASES[:3], ids=repr)

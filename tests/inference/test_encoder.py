@@ -62,6 +62,8 @@ SENTENCES = (
     "Ein Wehr staut einen Fluss auf, misst ihn und regelt seinen Abfluss. " * 12,
 )
 
+LAYER = "encoder.layer.1.output.dense"
+
 
 def texts(seed: int, *lengths: int) -> list[list[int]]:
     """Return random texts of these lengths in tokens, special ones included."""
@@ -236,9 +238,6 @@ def tensors(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
         save_file(found, directory / "model.safetensors", {"format": "pt"})
 
     return spoil
-
-
-LAYER = "encoder.layer.1.output.dense"
 
 
 @pytest.mark.parametrize(

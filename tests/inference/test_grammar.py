@@ -31,6 +31,8 @@ from tests.inference.running import Outcome, make_core, make_request, random_pro
 OUTPUT_TOKENS = 160
 PROMPT = (30, 31, 32)
 
+CLOSED = {"additionalProperties": False}
+
 
 def json_format(schema: object) -> ResponseFormat:
     return ResponseFormat(GrammarKind.JSON_SCHEMA, json.dumps(schema))
@@ -410,7 +412,6 @@ def branch(**properties: object) -> dict[str, object]:
 
 
 CAT, DOG = branch(kind={"const": "cat"}, n={"type": "integer"}), branch(kind={"const": "dog"})
-CLOSED = {"additionalProperties": False}
 EXCLUSIVE: dict[str, tuple[list[object], dict[str, object]]] = {
     "references": ([{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}], {"A": CAT, "B": DOG}),
     "definitions": (

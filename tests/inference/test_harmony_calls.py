@@ -19,6 +19,40 @@ HM = "<|channel|>analysis<|message|>Hm.<|end|>"
 WEATHER = '{"city": "Köln", "days": [1, 2]}'
 CALL = "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
 
+CASES = [
+    ("a call after a thought", f"{HM}<|start|>assistant{CALL}{WEATHER}<|call|>",
+     "Hm.", "", [["get_weather", WEATHER]]),
+    ("the recipient before the channel",
+     f"{HM}<|start|>assistant to=functions.get_weather<|channel|>commentary json<|message|>"
+     f"{WEATHER}<|call|>", "Hm.", "", [["get_weather", WEATHER]]),
+    ("the recipient first of all",
+     " to=functions.add-2<|channel|>commentary <|constrain|>json<|message|>{}<|call|>",
+     "", "", [["add-2", "{}"]]),
+    ("no blank after the name",
+     "<|channel|>commentary to=functions.add-2<|constrain|>json<|message|>{}<|call|>",
+     "", "", [["add-2", "{}"]]),
+    ("in the channel of thoughts",
+     "<|channel|>analysis to=functions.add-2 code<|message|>{}<|call|>",
+     "", "", [["add-2", "{}"]]),
+    ("a preamble, two calls and an answer",
+     f"<|channel|>commentary<|message|>I look.<|end|><|start|>assistant{CALL}{WEATHER}<|end|>"
+     f"<|start|>assistant{CALL}{{}}<|end|><|start|>assistant<|channel|>final<|message|>4<|return|>",
+     "", "I look.\n4", [["get_weather", WEATHER], ["get_weather", "{}"]]),
+    ("no arguments", f"{CALL}<|end|><|start|>assistant<|channel|>final<|message|>4<|return|>",
+     "", "4", [["get_weather", "{}"]]),
+    ("cut in its arguments", f'{HM}<|start|>assistant{CALL}{{"city": "K',
+     "Hm.", "", [["get_weather", '{"city": "K']]),
+    ("cut in its header", f"{HM}<|start|>assistant<|channel|>commentary to=functions.get_",
+     "Hm.", "", []),
+    ("spelled in an answer",
+     "<|channel|>final<|message|>< |channel|>commentary to=functions.get_weather {}<|return|>",
+     "", "< |channel|>commentary to=functions.get_weather {}", []),
+    ("to another recipient",
+     "<|channel|>commentary to=python code<|message|>1+1<|call|>", "", "1+1", []),
+    ("a function that is not offered",
+     "<|channel|>commentary to=functions.other json<|message|>{}<|call|>", "", "{}", []),
+]  # fmt: skip
+
 
 @dataclass
 class Found:
@@ -71,41 +105,6 @@ def found_in(
     add(rest.text, is_last=True)
     found.complete_count = parser.complete_count
     return found
-
-
-CASES = [
-    ("a call after a thought", f"{HM}<|start|>assistant{CALL}{WEATHER}<|call|>",
-     "Hm.", "", [["get_weather", WEATHER]]),
-    ("the recipient before the channel",
-     f"{HM}<|start|>assistant to=functions.get_weather<|channel|>commentary json<|message|>"
-     f"{WEATHER}<|call|>", "Hm.", "", [["get_weather", WEATHER]]),
-    ("the recipient first of all",
-     " to=functions.add-2<|channel|>commentary <|constrain|>json<|message|>{}<|call|>",
-     "", "", [["add-2", "{}"]]),
-    ("no blank after the name",
-     "<|channel|>commentary to=functions.add-2<|constrain|>json<|message|>{}<|call|>",
-     "", "", [["add-2", "{}"]]),
-    ("in the channel of thoughts",
-     "<|channel|>analysis to=functions.add-2 code<|message|>{}<|call|>",
-     "", "", [["add-2", "{}"]]),
-    ("a preamble, two calls and an answer",
-     f"<|channel|>commentary<|message|>I look.<|end|><|start|>assistant{CALL}{WEATHER}<|end|>"
-     f"<|start|>assistant{CALL}{{}}<|end|><|start|>assistant<|channel|>final<|message|>4<|return|>",
-     "", "I look.\n4", [["get_weather", WEATHER], ["get_weather", "{}"]]),
-    ("no arguments", f"{CALL}<|end|><|start|>assistant<|channel|>final<|message|>4<|return|>",
-     "", "4", [["get_weather", "{}"]]),
-    ("cut in its arguments", f'{HM}<|start|>assistant{CALL}{{"city": "K',
-     "Hm.", "", [["get_weather", '{"city": "K']]),
-    ("cut in its header", f"{HM}<|start|>assistant<|channel|>commentary to=functions.get_",
-     "Hm.", "", []),
-    ("spelled in an answer",
-     "<|channel|>final<|message|>< |channel|>commentary to=functions.get_weather {}<|return|>",
-     "", "< |channel|>commentary to=functions.get_weather {}", []),
-    ("to another recipient",
-     "<|channel|>commentary to=python code<|message|>1+1<|call|>", "", "1+1", []),
-    ("a function that is not offered",
-     "<|channel|>commentary to=functions.other json<|message|>{}<|call|>", "", "{}", []),
-]  # fmt: skip
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 1000])

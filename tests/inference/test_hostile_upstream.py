@@ -41,6 +41,13 @@ BYSTANDER = make_request(tuple(range(40, 50)), 20)
 Outcomes = dict[str, str]
 Expected = dict[str, set[str]]
 
+IDS = [name for name in http.FORMS if " id" in f" {name}"]
+# All tokens are valid, and have been taken before the fault.
+AFTER_ALL_TOKENS = (
+    *("tokens without end", "a huge prompt length", "an unknown finish reason"),
+    *("an empty finish reason", "a finish reason of a megabyte", "other last tokens"),
+)
+
 
 def settings_for(tiny: TinyCheckpoint, service: Service, address: str) -> RemoteSettings:
     return RemoteSettings(
@@ -171,7 +178,6 @@ OVER_HTTP = {
     # All tokens may have been taken before.
     **dict.fromkeys(("tokens without end", "tokens after the end", "no last message"), EITHER),
 }
-IDS = [name for name in http.FORMS if " id" in f" {name}"]
 # Forms about fields that a style does not have.
 BY_STYLE: dict[str, Expected] = {
     "ids": {},
@@ -196,11 +202,6 @@ async def test_a_hostile_answer_over_http_fails_its_own_request_only(
     assert unexpected(found, OVER_HTTP | BY_STYLE[style]) == {}
 
 
-# All tokens are valid, and have been taken before the fault.
-AFTER_ALL_TOKENS = (
-    *("tokens without end", "a huge prompt length", "an unknown finish reason"),
-    *("an empty finish reason", "a finish reason of a megabyte", "other last tokens"),
-)
 OVER_GRPC = {
     **dict.fromkeys(grpc_forms.FORMS, FAILED),
     **dict.fromkeys(grpc_forms.HARMLESS, FINISHED),

@@ -18,6 +18,22 @@ from tests.inference.test_sampler import DRAW_COUNT, chi_square
 PROMPT = (0, 1, 1, 4)
 OUTPUT = (1, 2, 2, 2, 9)
 
+RULES = [
+    SamplingParams(temperature=1.0, logit_bias=((3, 1.5), (5, -2.0))),
+    SamplingParams(temperature=1.0, repetition_penalty=1.3),
+    SamplingParams(temperature=1.0, repetition_penalty=0.7),
+    SamplingParams(temperature=1.0, presence_penalty=0.8),
+    SamplingParams(temperature=1.0, frequency_penalty=0.4),
+    SamplingParams(temperature=1.0, frequency_penalty=-0.2, presence_penalty=-0.3),
+    SamplingParams(
+        temperature=0.8,
+        repetition_penalty=1.2,
+        presence_penalty=0.5,
+        frequency_penalty=0.2,
+        logit_bias=((1, 1.0), (7, -0.5)),
+    ),
+]
+
 
 def seen_of(prompt: tuple[int, ...] = PROMPT, output: tuple[int, ...] = OUTPUT) -> SeenTokens:
     seen = SeenTokens(prompt)
@@ -41,23 +57,6 @@ def expected_logits(logits: torch.Tensor, params: SamplingParams) -> torch.Tenso
             OUTPUT.count(token_id) * params.frequency_penalty + params.presence_penalty
         )
     return wanted
-
-
-RULES = [
-    SamplingParams(temperature=1.0, logit_bias=((3, 1.5), (5, -2.0))),
-    SamplingParams(temperature=1.0, repetition_penalty=1.3),
-    SamplingParams(temperature=1.0, repetition_penalty=0.7),
-    SamplingParams(temperature=1.0, presence_penalty=0.8),
-    SamplingParams(temperature=1.0, frequency_penalty=0.4),
-    SamplingParams(temperature=1.0, frequency_penalty=-0.2, presence_penalty=-0.3),
-    SamplingParams(
-        temperature=0.8,
-        repetition_penalty=1.2,
-        presence_penalty=0.5,
-        frequency_penalty=0.2,
-        logit_bias=((1, 1.0), (7, -0.5)),
-    ),
-]
 
 
 @pytest.mark.parametrize("params", RULES, ids=lambda params: repr(params)[15:60])

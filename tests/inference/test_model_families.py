@@ -39,7 +39,6 @@ TEXT = [
     'def step(batch):\n    return {"tokens": [1, 2, 3], "done": False}\n',
 ]
 
-
 GPT2_WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+(?!\S)|\s+"
 CL100K_WORDS = (
@@ -52,180 +51,6 @@ O200K_WORDS = (
     r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-
-
-def byte_level(words: str = "", *, nfc: bool = False, prefix: bool = False) -> Backend:
-    """Return a byte-level BPE, untrained. words: expression that splits text, as in tiktoken.
-
-    prefix: texts begin with a blank.
-    """
-    backend = Backend(models.BPE(ignore_merges=bool(words)))
-    if nfc:
-        backend.normalizer = normalizers.NFC()
-    last = pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=not words)
-    split = [pre_tokenizers.Split(Regex(words), "isolated")] * bool(words)
-    backend.pre_tokenizer = pre_tokenizers.Sequence([*split, last]) if split else last
-    backend.decoder = decoders.ByteLevel()
-    return backend
-
-
-def split_digits() -> Backend:
-    """Return a byte-level BPE in the manner of DeepSeek: digits, then ideographs, then words."""
-    backend = byte_level()
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(r"\p{N}{1,3}"), "isolated"),
-            pre_tokenizers.Split(Regex(r"[\x{4e00}-\x{9fa5}\x{3040}-\x{30ff}]+"), "isolated"),
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
-        ]
-    )
-    return backend
-
-
-def blanks(*, prefix: bool, scheme: str = "", split: bool = False) -> Backend:
-    """Return a sentencepiece-like BPE, untrained.
-
-    prefix: the normalizer adds a blank. scheme: the pre-tokenizer adds one instead.
-    """
-    backend = Backend(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
-    if scheme:
-        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=split)
-    else:
-        steps = [normalizers.Prepend("▁")] if prefix else []
-        backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
-    strip = [decoders.Strip(" ", 1, 0)] if prefix or scheme in ("first", "always") else []
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
-    )
-    return backend
-
-
-def unigram() -> Backend:
-    """Return a sentencepiece-like Unigram with bytes, untrained, in the manner of T5 and Gemma."""
-    backend = Backend(models.Unigram())
-    backend.normalizer = normalizers.Replace(Regex(" {2,}"), " ")
-    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
-    backend.decoder = decoders.Metaspace(prepend_scheme="always")
-    return backend
-
-
-def wordpiece() -> Backend:
-    backend = Backend(models.WordPiece(unk_token="<unk>"))
-    backend.normalizer = normalizers.BertNormalizer(lowercase=False)
-    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    backend.decoder = decoders.WordPiece(cleanup=False)
-    return backend
-
-
-TOKENIZERS: dict[str, Callable[[], Backend]] = {
-    "gpt2": byte_level,
-    "gpt2-prefix": lambda: byte_level(prefix=True),
-    "llama3": lambda: byte_level(LLAMA3_WORDS),
-    "qwen": lambda: byte_level(LLAMA3_WORDS, nfc=True),
-    "cl100k": lambda: byte_level(CL100K_WORDS),
-    "o200k": lambda: byte_level(O200K_WORDS),
-    "gpt2-words": lambda: byte_level(GPT2_WORDS),
-    "deepseek": split_digits,
-    "llama2": lambda: blanks(prefix=True),
-    "gemma": lambda: blanks(prefix=False),
-    "mistral": lambda: blanks(prefix=False, scheme="first"),
-    "metaspace-always": lambda: blanks(prefix=False, scheme="always"),
-    "metaspace-never": lambda: blanks(prefix=False, scheme="never"),
-    "metaspace-words": lambda: blanks(prefix=False, scheme="first", split=True),
-    "unigram": unigram,
-    "wordpiece": wordpiece,
-}
-
-
-@lru_cache
-def trained(kind: str) -> str:
-    """Return a small tokenizer of this kind as JSON."""
-    backend = TOKENIZERS[kind]()
-    is_byte_level = isinstance(backend.decoder, decoders.ByteLevel)
-    byte_tokens = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet() if is_byte_level else ["▁"])
-    trainer: Any
-    match backend.model:
-        case models.Unigram():
-            trainer = trainers.UnigramTrainer(
-                vocab_size=400, special_tokens=["<unk>"], unk_token="<unk>"
-            )
-        case models.WordPiece():
-            trainer = trainers.WordPieceTrainer(vocab_size=400, special_tokens=["<unk>"])
-        case _:
-            trainer = trainers.BpeTrainer(
-                vocab_size=900,
-                special_tokens=[] if is_byte_level else byte_tokens,
-                initial_alphabet=alphabet,
-            )
-    backend.train_from_iterator(TEXT * 2, trainer=trainer)
-    raw = json.loads(backend.to_str())
-    raw["added_tokens"] = [token for token in raw["added_tokens"] if token["content"] == "<unk>"]
-    return json.dumps(raw)
-
-
-@dataclass(frozen=True)
-class Family:
-    """One family. template: its manner. tokens: markers that are tokens, beside bos and eos.
-
-    plain, rstrip: whether markers are flagged special, and swallow blanks behind them. calls: the
-    form of calls and results that its template has, as transformers gets it; empty without tools.
-    thoughts: name by which the template reads thinking. switch: its variable of thinking.
-    """
-
-    tokenizer: str
-    template: str
-    tokens: str
-    bos: str = "<s>"
-    eos: str = "</s>"
-    plain: bool = False
-    rstrip: bool = False
-    calls: str = ""
-    parts: bool = False
-    thoughts: str = ""
-    switch: str = ""
-
-
-def turns(
-    *layouts: str,
-    start: str = "",
-    trim: bool = False,
-    default: str = "",
-) -> str:
-    """Return a template of turns. default: turn without a system message.
-
-    layouts: of system, user and assistant, where X stands for the text, and the generation prompt.
-    """
-    system, user, answer, begin = layouts
-    text = "m['content'] | trim" if trim else "m['content']"
-
-    def shown(layout: str) -> str:
-        before, _, after = layout.partition("X")
-        return f"{{{{ {before!r} + ({text}) + {after!r} }}}}"
-
-    without = f"{{% if messages[0]['role'] != 'system' %}}{{{{ {default!r} }}}}{{% endif %}}"
-    return (
-        f"{{{{ {start} }}}}" * bool(start)
-        + without * bool(default)
-        + "{% for m in messages %}{% if m['role'] == 'system' %}"
-        + (shown(system) if system else "{{ raise_exception('System role not supported') }}")
-        + "{% elif m['role'] == 'user' %}"
-        + shown(user)
-        + "{% elif m['role'] == 'assistant' %}"
-        + shown(answer)
-        + "{% else %}{{ raise_exception('Unknown role') }}{% endif %}{% endfor %}"
-        + f"{{% if add_generation_prompt %}}{{{{ {begin!r} }}}}{{% endif %}}"
-    )
-
-
-def chatml(**options: Any) -> str:
-    """Return a template of turns between <|im_start|> and <|im_end|>."""
-    layout = "<|im_start|>{}\nX<|im_end|>\n"
-    return turns(
-        *map(layout.format, ("system", "user", "assistant")), "<|im_start|>assistant\n", **options
-    )
-
 
 HERMES_CALLS = """
 {%- if tools -%}
@@ -401,6 +226,227 @@ HEAD = "<|start|>{}<|head|>\n\nX<|eot|>"
 HEADS = [*map(HEAD.format, ("system", "user", "assistant")), "<|start|>assistant<|head|>\n\n"]
 PHI3 = ("<|system|>\nX<|end|>\n", "<|user|>\nX<|end|>\n", "<|assistant|>\nX<|end|>\n")
 COMMAND = "<|START|><|{}|>X<|END|>"
+TEXTS = [
+    "Hi",
+    "  Which hotel allows dogs? ",
+    "Zoë & <b>北京</b> 🙂",
+    "a\n\n  b\tc\n",
+    "{{ messages }}",
+    "25 % of 1,234.5",
+    "e\u0301 ﬁ ½",
+    "x" * 40,
+    "'quoted' \"twice\"",
+    "\n",
+    "def f(x):\n    return x",
+    "Ünïcödé — naïve",
+]
+THINKING: dict[str, tuple[bool | str | None, ...]] = {
+    "": (None,),
+    "enable_thinking": (None, True, False),
+    "thinking": (None, True, False),
+    "reasoning_effort": (None, "low", "high"),
+}
+TOOL = Tool(
+    "find", "Finds <hotels>", '{"type": "object", "properties": {"near": {"type": "string"}}}'
+)
+# Tokens that a tokenizer adds to its model's vocabulary, and what surrounds a text.
+ADDED: dict[str, Callable[[], list[AddedToken]]] = {
+    "plain": lambda: [AddedToken("<x>", normalized=False), AddedToken("naïve", normalized=False)],
+    "normalized": lambda: [AddedToken("<x>", normalized=True), AddedToken("25 %")],
+    "lstrip": lambda: [AddedToken("<x>", lstrip=True, normalized=False)],
+    "rstrip": lambda: [AddedToken("<x>", rstrip=True, normalized=False)],
+    "both strips": lambda: [AddedToken("<x>", lstrip=True, rstrip=True, normalized=False)],
+    "whole words": lambda: [AddedToken("or", single_word=True, normalized=False)],
+    "special": lambda: [AddedToken("<x>", special=True, normalized=False)],
+    "special, strips": lambda: [AddedToken("<x>", special=True, lstrip=True, rstrip=True)],
+}
+AROUND: dict[str, str] = {"begin": "<s> $A", "both": "<s> $A </s>", "end": "$A </s>", "none": "$A"}
+STREAMED = [
+    *TEXTS,
+    *TEXT,
+    "a <x> b<x>c  <x>\n<x>",
+    " <x> or for <x> or.",
+    "  two  blanks ",
+    "don't DON'T I'll 12345 1,234.5",
+    "1. Ein Satz. 2. Noch einer!",
+    "<0x41> ▁ ▁▁",
+    "",
+]
+
+
+def byte_level(words: str = "", *, nfc: bool = False, prefix: bool = False) -> Backend:
+    """Return a byte-level BPE, untrained. words: expression that splits text, as in tiktoken.
+
+    prefix: texts begin with a blank.
+    """
+    backend = Backend(models.BPE(ignore_merges=bool(words)))
+    if nfc:
+        backend.normalizer = normalizers.NFC()
+    last = pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=not words)
+    split = [pre_tokenizers.Split(Regex(words), "isolated")] * bool(words)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*split, last]) if split else last
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def split_digits() -> Backend:
+    """Return a byte-level BPE in the manner of DeepSeek: digits, then ideographs, then words."""
+    backend = byte_level()
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(r"\p{N}{1,3}"), "isolated"),
+            pre_tokenizers.Split(Regex(r"[\x{4e00}-\x{9fa5}\x{3040}-\x{30ff}]+"), "isolated"),
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
+    )
+    return backend
+
+
+def blanks(*, prefix: bool, scheme: str = "", split: bool = False) -> Backend:
+    """Return a sentencepiece-like BPE, untrained.
+
+    prefix: the normalizer adds a blank. scheme: the pre-tokenizer adds one instead.
+    """
+    backend = Backend(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    if scheme:
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=split)
+    else:
+        steps = [normalizers.Prepend("▁")] if prefix else []
+        backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
+    strip = [decoders.Strip(" ", 1, 0)] if prefix or scheme in ("first", "always") else []
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    return backend
+
+
+def unigram() -> Backend:
+    """Return a sentencepiece-like Unigram with bytes, untrained, in the manner of T5 and Gemma."""
+    backend = Backend(models.Unigram())
+    backend.normalizer = normalizers.Replace(Regex(" {2,}"), " ")
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    backend.decoder = decoders.Metaspace(prepend_scheme="always")
+    return backend
+
+
+def wordpiece() -> Backend:
+    backend = Backend(models.WordPiece(unk_token="<unk>"))
+    backend.normalizer = normalizers.BertNormalizer(lowercase=False)
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece(cleanup=False)
+    return backend
+
+
+TOKENIZERS: dict[str, Callable[[], Backend]] = {
+    "gpt2": byte_level,
+    "gpt2-prefix": lambda: byte_level(prefix=True),
+    "llama3": lambda: byte_level(LLAMA3_WORDS),
+    "qwen": lambda: byte_level(LLAMA3_WORDS, nfc=True),
+    "cl100k": lambda: byte_level(CL100K_WORDS),
+    "o200k": lambda: byte_level(O200K_WORDS),
+    "gpt2-words": lambda: byte_level(GPT2_WORDS),
+    "deepseek": split_digits,
+    "llama2": lambda: blanks(prefix=True),
+    "gemma": lambda: blanks(prefix=False),
+    "mistral": lambda: blanks(prefix=False, scheme="first"),
+    "metaspace-always": lambda: blanks(prefix=False, scheme="always"),
+    "metaspace-never": lambda: blanks(prefix=False, scheme="never"),
+    "metaspace-words": lambda: blanks(prefix=False, scheme="first", split=True),
+    "unigram": unigram,
+    "wordpiece": wordpiece,
+}
+
+
+@lru_cache
+def trained(kind: str) -> str:
+    """Return a small tokenizer of this kind as JSON."""
+    backend = TOKENIZERS[kind]()
+    is_byte_level = isinstance(backend.decoder, decoders.ByteLevel)
+    byte_tokens = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet() if is_byte_level else ["▁"])
+    trainer: Any
+    match backend.model:
+        case models.Unigram():
+            trainer = trainers.UnigramTrainer(
+                vocab_size=400, special_tokens=["<unk>"], unk_token="<unk>"
+            )
+        case models.WordPiece():
+            trainer = trainers.WordPieceTrainer(vocab_size=400, special_tokens=["<unk>"])
+        case _:
+            trainer = trainers.BpeTrainer(
+                vocab_size=900,
+                special_tokens=[] if is_byte_level else byte_tokens,
+                initial_alphabet=alphabet,
+            )
+    backend.train_from_iterator(TEXT * 2, trainer=trainer)
+    raw = json.loads(backend.to_str())
+    raw["added_tokens"] = [token for token in raw["added_tokens"] if token["content"] == "<unk>"]
+    return json.dumps(raw)
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family. template: its manner. tokens: markers that are tokens, beside bos and eos.
+
+    plain, rstrip: whether markers are flagged special, and swallow blanks behind them. calls: the
+    form of calls and results that its template has, as transformers gets it; empty without tools.
+    thoughts: name by which the template reads thinking. switch: its variable of thinking.
+    """
+
+    tokenizer: str
+    template: str
+    tokens: str
+    bos: str = "<s>"
+    eos: str = "</s>"
+    plain: bool = False
+    rstrip: bool = False
+    calls: str = ""
+    parts: bool = False
+    thoughts: str = ""
+    switch: str = ""
+
+
+def turns(
+    *layouts: str,
+    start: str = "",
+    trim: bool = False,
+    default: str = "",
+) -> str:
+    """Return a template of turns. default: turn without a system message.
+
+    layouts: of system, user and assistant, where X stands for the text, and the generation prompt.
+    """
+    system, user, answer, begin = layouts
+    text = "m['content'] | trim" if trim else "m['content']"
+
+    def shown(layout: str) -> str:
+        before, _, after = layout.partition("X")
+        return f"{{{{ {before!r} + ({text}) + {after!r} }}}}"
+
+    without = f"{{% if messages[0]['role'] != 'system' %}}{{{{ {default!r} }}}}{{% endif %}}"
+    return (
+        f"{{{{ {start} }}}}" * bool(start)
+        + without * bool(default)
+        + "{% for m in messages %}{% if m['role'] == 'system' %}"
+        + (shown(system) if system else "{{ raise_exception('System role not supported') }}")
+        + "{% elif m['role'] == 'user' %}"
+        + shown(user)
+        + "{% elif m['role'] == 'assistant' %}"
+        + shown(answer)
+        + "{% else %}{{ raise_exception('Unknown role') }}{% endif %}{% endfor %}"
+        + f"{{% if add_generation_prompt %}}{{{{ {begin!r} }}}}{{% endif %}}"
+    )
+
+
+def chatml(**options: Any) -> str:
+    """Return a template of turns between <|im_start|> and <|im_end|>."""
+    layout = "<|im_start|>{}\nX<|im_end|>\n"
+    return turns(
+        *map(layout.format, ("system", "user", "assistant")), "<|im_start|>assistant\n", **options
+    )
+
+
 FAMILIES: dict[str, Family] = {
     "qwen1.5": Family("qwen", chatml(default="<|im_start|>system\nHelp.<|im_end|>\n"), IM),
     "qwen2": Family("qwen", chatml(default="<|im_start|>system\nHelp.<|im_end|>\n"), IM),
@@ -681,29 +727,6 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen3-coder": Family("qwen", templates.QWEN3_CODER, IM, calls="objects"),
 }
-TEXTS = [
-    "Hi",
-    "  Which hotel allows dogs? ",
-    "Zoë & <b>北京</b> 🙂",
-    "a\n\n  b\tc\n",
-    "{{ messages }}",
-    "25 % of 1,234.5",
-    "e\u0301 ﬁ ½",
-    "x" * 40,
-    "'quoted' \"twice\"",
-    "\n",
-    "def f(x):\n    return x",
-    "Ünïcödé — naïve",
-]
-THINKING: dict[str, tuple[bool | str | None, ...]] = {
-    "": (None,),
-    "enable_thinking": (None, True, False),
-    "thinking": (None, True, False),
-    "reasoning_effort": (None, "low", "high"),
-}
-TOOL = Tool(
-    "find", "Finds <hotels>", '{"type": "object", "properties": {"near": {"type": "string"}}}'
-)
 
 
 def write(directory: Path, family: Family) -> None:
@@ -824,31 +847,6 @@ def test_prompts_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
         equal_count += 1
 
     assert equal_count >= CONVERSATION_COUNT // 3
-
-
-# Tokens that a tokenizer adds to its model's vocabulary, and what surrounds a text.
-ADDED: dict[str, Callable[[], list[AddedToken]]] = {
-    "plain": lambda: [AddedToken("<x>", normalized=False), AddedToken("naïve", normalized=False)],
-    "normalized": lambda: [AddedToken("<x>", normalized=True), AddedToken("25 %")],
-    "lstrip": lambda: [AddedToken("<x>", lstrip=True, normalized=False)],
-    "rstrip": lambda: [AddedToken("<x>", rstrip=True, normalized=False)],
-    "both strips": lambda: [AddedToken("<x>", lstrip=True, rstrip=True, normalized=False)],
-    "whole words": lambda: [AddedToken("or", single_word=True, normalized=False)],
-    "special": lambda: [AddedToken("<x>", special=True, normalized=False)],
-    "special, strips": lambda: [AddedToken("<x>", special=True, lstrip=True, rstrip=True)],
-}
-AROUND: dict[str, str] = {"begin": "<s> $A", "both": "<s> $A </s>", "end": "$A </s>", "none": "$A"}
-STREAMED = [
-    *TEXTS,
-    *TEXT,
-    "a <x> b<x>c  <x>\n<x>",
-    " <x> or for <x> or.",
-    "  two  blanks ",
-    "don't DON'T I'll 12345 1,234.5",
-    "1. Ein Satz. 2. Noch einer!",
-    "<0x41> ▁ ▁▁",
-    "",
-]
 
 
 def write_kind(directory: Path, kind: str, added: str, around: str, *, hole: int) -> None:

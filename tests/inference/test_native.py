@@ -46,18 +46,17 @@ SHAPES = {
 # As a share of the logits' spread.
 MEAN_DIFFERENCE_MAX = {"float32": 1e-5, "bfloat16": 0.07, "int8": 0.07}
 
+LIBRARY = loader.load()
+LEVELS = (
+    [] if LIBRARY is None else [*loader.available_levels(LIBRARY, is_bfloat16=True)]
+)  # best first
+
 
 @dataclass(slots=True)
 class Recorder:
     """Logits of a runner's steps, in order."""
 
     logits: list[torch.Tensor] = field(default_factory=list)
-
-
-LIBRARY = loader.load()
-LEVELS = (
-    [] if LIBRARY is None else [*loader.available_levels(LIBRARY, is_bfloat16=True)]
-)  # best first
 
 
 def run_steps(

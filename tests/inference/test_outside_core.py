@@ -50,6 +50,27 @@ CAREFUL = Handling(
     empty_answer_count_max=EMPTY_MAX,
 )
 
+ODD_IDS = [-1, -(10**8), TOKENIZER_VOCABULARY_SIZE, 2**40, 10**5000, True, 9.0, "9", None, [9]]
+ODD_LOGPROBS = [math.nan, math.inf, -math.inf, 5.0, "a", None]
+ODD_OUTPUTS = {
+    **{f"id {index}": Output([9, each]) for index, each in enumerate(ODD_IDS)},  # type: ignore[list-item]
+    **{
+        f"log-probability {each}": Output([9], logprobs=[{9: TokenLogprob(9, each)}])  # type: ignore[arg-type]
+        for each in ODD_LOGPROBS
+    },
+    "no log-probability": Output([9]),
+    "log-probabilities of another token": Output([9], logprobs=[{8: TokenLogprob(8, -1.0)}]),
+    "top token": Output(
+        [9], logprobs=[{9: TokenLogprob(9, -1.0), 2**40: TokenLogprob(2**40, -2.0)}]
+    ),
+    "more tokens than asked for": Output([9] * 101),
+    "finish reason": Output([9], "because"),
+    "finish reason that is not a text": Output([9], 7),  # type: ignore[arg-type]
+    "stop at no end token": Output([9], "stop", 8),
+    "stop outside the vocabulary": Output([9], "stop", 2**40),
+    "ids that are not a list": Output(None),  # type: ignore[arg-type]
+}
+
 
 @dataclass(eq=False)
 class Script:
@@ -240,28 +261,6 @@ async def test_a_response_format_also_ends_at_the_end_token_of_the_tokenizer(
         await until(lambda: 2 in world.ended)
 
     assert world.ended == [1, 2]
-
-
-ODD_IDS = [-1, -(10**8), TOKENIZER_VOCABULARY_SIZE, 2**40, 10**5000, True, 9.0, "9", None, [9]]
-ODD_LOGPROBS = [math.nan, math.inf, -math.inf, 5.0, "a", None]
-ODD_OUTPUTS = {
-    **{f"id {index}": Output([9, each]) for index, each in enumerate(ODD_IDS)},  # type: ignore[list-item]
-    **{
-        f"log-probability {each}": Output([9], logprobs=[{9: TokenLogprob(9, each)}])  # type: ignore[arg-type]
-        for each in ODD_LOGPROBS
-    },
-    "no log-probability": Output([9]),
-    "log-probabilities of another token": Output([9], logprobs=[{8: TokenLogprob(8, -1.0)}]),
-    "top token": Output(
-        [9], logprobs=[{9: TokenLogprob(9, -1.0), 2**40: TokenLogprob(2**40, -2.0)}]
-    ),
-    "more tokens than asked for": Output([9] * 101),
-    "finish reason": Output([9], "because"),
-    "finish reason that is not a text": Output([9], 7),  # type: ignore[arg-type]
-    "stop at no end token": Output([9], "stop", 8),
-    "stop outside the vocabulary": Output([9], "stop", 2**40),
-    "ids that are not a list": Output(None),  # type: ignore[arg-type]
-}
 
 
 @pytest.mark.parametrize("name", ODD_OUTPUTS)

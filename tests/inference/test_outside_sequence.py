@@ -25,6 +25,9 @@ from tests.inference.checkpoints import TinyCheckpoint, make_checkpoint
 from tests.inference.reasoning_families import FAMILIES, Family
 from tests.inference.running import make_core, make_request
 
+GPT_OSS = next(each for each in FAMILIES if each.name == "gpt-oss, several messages")
+QWEN3 = FAMILIES[0]
+
 
 @pytest.mark.parametrize("submitted_at_s", [None, 1.0], ids=["waiting here", "in the engine"])
 def test_a_cancelled_sequence_was_begun_if_the_engine_had_it(
@@ -39,10 +42,6 @@ def test_a_cancelled_sequence_was_begun_if_the_engine_had_it(
 
     assert isinstance(last, SequenceFinished)
     assert before == ([] if submitted_at_s is None else [Scheduled(0)])
-
-
-GPT_OSS = next(each for each in FAMILIES if each.name == "gpt-oss, several messages")
-QWEN3 = FAMILIES[0]
 
 
 def opened(family: Family, **stop: Any) -> Choice:

@@ -23,6 +23,15 @@ pytestmark = pytest.mark.skipif(
     loader.load() is None, reason="torch computes here, and reads weights where they lie anyway"
 )
 
+SHAPES = {
+    "biases": LlamaShape(layer_count=2, attention_bias=True, mlp_bias=True),
+    "odd panels, tied": LlamaShape(
+        layer_count=2, hidden_size=72, intermediate_size=130, head_dim=16, tied_embeddings=True
+    ),
+    "head norms": LlamaShape(architecture="Qwen3ForCausalLM", layer_count=2, head_dim=32),
+    "window": LlamaShape(architecture="MistralForCausalLM", layer_count=2, sliding_window=20),
+}
+
 
 @pytest.fixture(autouse=True)
 def _keep_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,16 +98,6 @@ def test_another_level_packs_int8_weights_in_its_own_layout(
         kept.add(file)
 
     assert len(kept) == len(levels)
-
-
-SHAPES = {
-    "biases": LlamaShape(layer_count=2, attention_bias=True, mlp_bias=True),
-    "odd panels, tied": LlamaShape(
-        layer_count=2, hidden_size=72, intermediate_size=130, head_dim=16, tied_embeddings=True
-    ),
-    "head norms": LlamaShape(architecture="Qwen3ForCausalLM", layer_count=2, head_dim=32),
-    "window": LlamaShape(architecture="MistralForCausalLM", layer_count=2, sliding_window=20),
-}
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)

@@ -41,6 +41,9 @@ SEEDS = [int(seed) for seed in os.environ.get("WEIR_TEST_SEEDS", "1,2,3,4").spli
 REQUESTS = 30
 RUNNING_MAX = 6
 
+SEEN_BY_ALL = SeenTokens([])
+CALLS = itertools.count()
+
 
 class Differs(AssertionError):
     """A request got another output than alone."""
@@ -219,8 +222,6 @@ def reversed_run(runner: ModelRunner, plan: StepPlan) -> dict[Sequence, Chosen]:
 
 
 original_run = ModelRunner.run
-SEEN_BY_ALL = SeenTokens([])
-CALLS = itertools.count()
 FAULTS = {
     "seeds depend on what came before": (
         "inference.core.engine_core.choice_seed",

@@ -31,6 +31,9 @@ from tests.inference.reasoning_families import FAMILIES, THINK, Family
 from tests.inference.running import make_core, make_request
 from tests.inference.tool_checkpoints import ASSISTANT_ID, END_ID, make_scripted_checkpoint
 
+MARKED = [each for each in FAMILIES if "</think>" in each.output or "[/THINK]" in each.output]
+PIECES = ("<think>", "Hm.", "</think>", "\n\n", "no format")
+
 
 @dataclass
 class Parts:
@@ -81,9 +84,6 @@ def test_what_is_sent_before_any_token_is_a_beginning_of_the_same_split(family: 
         assert ended.reasoning.startswith(parts.reasoning)
         assert ended.answer.startswith(parts.answer)
         assert ended.reasoning_token_count == parts.reasoning_token_count
-
-
-MARKED = [each for each in FAMILIES if "</think>" in each.output or "[/THINK]" in each.output]
 
 
 @pytest.mark.parametrize("family", MARKED, ids=repr)
@@ -228,9 +228,6 @@ def test_only_an_opening_marker_at_the_end_of_the_prompt_begins_the_thinking() -
     assert not opens("<think>\n\n</think>\n\n")
     assert not opens("<think> earlier assistant\n")
     assert not opens("")
-
-
-PIECES = ("<think>", "Hm.", "</think>", "\n\n", "no format")
 
 
 @pytest.fixture(scope="module")

@@ -43,13 +43,16 @@ from tests.remote_servers.certificates import make_certificates
 from tests.remote_servers.openai import ADAPTER
 from tests.remote_servers.serving import ServerProcess, server_process
 
+ALWAYS = HttpDialect.capabilities.unsupported
+WITHOUT_IDS = pytest.mark.parametrize("faults", [[], ["refuse continuous_usage_stats"]])
+TOKEN = '{"choices": [{"token_ids": [5]}]}'
+END = '{"choices": [{"token_ids": [6], "finish_reason": "length"}], "usage": null}'
+USAGE = '{"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2}}'
+
 
 @pytest.fixture
 def world(tiny: TinyCheckpoint, remote_server: ServerProcess) -> RemoteWorld:
     return RemoteWorld(remote_server, remote_settings(tiny, remote_server, Service.OPENAI_HTTP))
-
-
-ALWAYS = HttpDialect.capabilities.unsupported
 
 
 @pytest.mark.parametrize(
@@ -134,9 +137,6 @@ async def test_token_ids_are_requested_as_the_server_understands_it(world: Remot
     }
     assert [each.token_ids for each in asked] == [asked[0].token_ids] * 3
     assert [each.text for each in asked] == [asked[0].text] * 3
-
-
-WITHOUT_IDS = pytest.mark.parametrize("faults", [[], ["refuse continuous_usage_stats"]])
 
 
 @WITHOUT_IDS
@@ -540,11 +540,6 @@ class Content:
     async def iter_any(self) -> AsyncIterator[bytes]:
         for piece in self._pieces:
             yield piece
-
-
-TOKEN = '{"choices": [{"token_ids": [5]}]}'
-END = '{"choices": [{"token_ids": [6], "finish_reason": "length"}], "usage": null}'
-USAGE = '{"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2}}'
 
 
 class Response:

@@ -43,6 +43,8 @@ FORMS = (
     ResponseFormat(GrammarKind.JSON_SCHEMA, '{"enum": ["four"]}', "response_format.json_schema"),
 )
 
+SPLITTING = ["no_ids", "unsalted", "no_events"]
+
 
 @pytest.fixture(scope="module")
 def thinking_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
@@ -212,9 +214,6 @@ async def check_refused(engine: RemoteEngine, request: GenerationRequest) -> Non
     with pytest.raises(RequestImpossible, match=r"thinking off.*enable_thinking") as refused:
         await parts_of(engine, request)
     assert refused.value.field == request.response_format.field
-
-
-SPLITTING = ["no_ids", "unsalted", "no_events"]
 
 
 @pytest.fixture

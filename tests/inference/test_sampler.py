@@ -17,6 +17,15 @@ from tests.inference.running import make_core, make_request, random_prompt, run_
 
 DRAW_COUNT = 20_000
 
+CUTS = [
+    SamplingParams(temperature=1.0, top_p=0.8),
+    SamplingParams(temperature=1.6, top_p=0.93),
+    SamplingParams(temperature=0.8, top_k=20, top_p=0.9),
+    SamplingParams(temperature=1.2, top_k=25, min_p=0.08),
+    SamplingParams(temperature=1.0, top_p=0.95, min_p=0.03),
+    SamplingParams(temperature=1.4, top_k=30, top_p=0.9, min_p=0.05),
+]
+
 
 def frequencies(logits: torch.Tensor, params: SamplingParams, seed: int = 5) -> torch.Tensor:
     """Count the samples of each token over the output positions of one sequence."""
@@ -74,16 +83,6 @@ def chi_square_bound(possible_count: int) -> float:
     """Return the 99.9 % quantile of chi-square: Wilson and Hilferty 1931."""
     freedom = max(possible_count - 1, 1)
     return freedom * (1 - 2 / (9 * freedom) + 3.09 * math.sqrt(2 / (9 * freedom))) ** 3
-
-
-CUTS = [
-    SamplingParams(temperature=1.0, top_p=0.8),
-    SamplingParams(temperature=1.6, top_p=0.93),
-    SamplingParams(temperature=0.8, top_k=20, top_p=0.9),
-    SamplingParams(temperature=1.2, top_k=25, min_p=0.08),
-    SamplingParams(temperature=1.0, top_p=0.95, min_p=0.03),
-    SamplingParams(temperature=1.4, top_k=30, top_p=0.9, min_p=0.05),
-]
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,8 @@ CONTEXT_TOKENS = 112
 SALTS = ("", "group of two tenants", "tenant alone")
 LIVE_MAX = 24  # sequences, several times as many as may run
 
+CROWDED = 51  # collides, so that the order of entering is not judged and only the wait is
+
 
 @dataclass(frozen=True, slots=True)
 class Circumstances:
@@ -249,7 +251,6 @@ original_release, original_match, original_schedule = (
     Scheduler.schedule,
 )
 SCARCE, AMPLE, COLLIDING, FALLING = 1, 6, 3, 5  # seeds
-CROWDED = 51  # collides, so that the order of entering is not judged and only the wait is
 FAULTS: dict[str, tuple[int, str, object, str]] = {
     "a block leaks": (
         SCARCE,

@@ -27,6 +27,8 @@ F, G, WRONG = (
 Compiled = tuple[Tokenizer, GrammarCompiler]
 HERMES, LLAMA, MISTRAL = CallFormat.HERMES, CallFormat.LLAMA, CallFormat.MISTRAL
 
+ANSWER = "%json " + A
+
 
 def llama(call: str) -> str:
     """Return a call in Llama's format."""
@@ -99,7 +101,6 @@ def test_text_is_free_and_calls_are_valid(
         assert not is_allowed(compiled, source, output), output
 
 
-ANSWER = "%json " + A
 ANSWERED = {
     HERMES: (
         ('{"a": 2}', f"<tool_call>{F}</tool_call>"),

@@ -24,6 +24,86 @@ from tests.inference.tool_checkpoints import TOOL_TEMPLATE
 
 Load = Callable[[str], Tokenizer]
 
+SHOWN = "system=Sys1;user=Ask1;assistant=Ans1;user=Ask2;"
+PARTS = "{% for part in m.content %}{{ part.text }}{% endfor %}"
+RAISES = "{{ raise_exception('The system message comes first.') }}"
+IN_TURN = (
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{{ m.content | trim }}"
+)
+NINE = "{% if {id}|length != 9 or not {id}.isalnum() %}{{ raise_exception('nine!') }}{% endif %}"
+CALLS = """
+{%- for m in messages -%}
+{%- if m.role == 'tool' -%}
+CHECK_RESULT[R {{ m.tool_call_id }} {{ m.content }}]
+{%- elif m.tool_calls -%}
+ONE
+{%- for call in m.tool_calls -%}
+CHECK_CALL[C {{ call.id }} {{ call.function.name }} ARGUMENTS]
+{%- endfor -%}
+{%- else -%}
+[{{ m.role }} {{ m.content }}]
+{%- endif -%}
+{%- endfor -%}
+"""
+SHORT = Form(ids=CallIds.SHORT)
+CLIENT_IDS = [
+    "call_abc123DEF456ghi789",
+    "call_1",
+    "1",
+    "toolu_01ABCdef",
+    "functions.get_weather:0",
+    "a1B2c3D4e",
+    "chatcmpl-tool-7e2f0d6c0f6b4d0f8d8a3c2b1a09f8e7",
+    "é🙂 <|end|>",
+    "x" * 128,
+]
+THOUGHT_AND_TEXT = (
+    "{% for m in messages %}{% if m.tool_calls and m.content and m.thinking %}"
+    "{{ raise_exception('both') }}{% endif %}{% endfor %}"
+)
+ONE_CALL = {
+    "raises": "{% if m.tool_calls | length > 1 %}{{ raise_exception('single!') }}{% endif %}",
+    "shows the first": "{% set m = {'tool_calls': m.tool_calls[:1], 'content': m.content} %}",
+}
+ALTERNATING = (
+    "{% set ns = namespace(i=0) %}{% for m in messages %}{% if m.role != 'tool' and not"
+    " m.tool_calls %}{% if (m.role == 'user') != (ns.i % 2 == 0) %}"
+    "{{ raise_exception('must alternate') }}{% endif %}{% set ns.i = ns.i + 1 %}{% endif %}"
+    "{% endfor %}"
+)
+ROUND = (
+    "{% for m in messages %}{% if m.tool_calls and (m.tool_calls | length > 1 or not loop.first and"
+    " messages[loop.index0 - 1].role != 'user') %}{{ raise_exception('one call!') }}{% endif %}"
+    "{% endfor %}"
+)
+ARGUMENTS = {
+    "printed text": "{{ call.function.arguments }}",
+    "objects": "{{ call.function.arguments | tojson }}",
+    "text": "{{ '```' + call.function.arguments + '```' }}",
+    "items": "{% for key, value in call.function.arguments.items() %}{{ key }}: {{ value }}"
+    "{% endfor %}",
+    "either": "{% if call.function.arguments is string %}{{ call.function.arguments }}{% else %}"
+    "{{ call.function.arguments | tojson }}{% endif %}",
+}
+MOMENT = datetime(2026, 3, 1, 9, 5, 7, 123456, UTC)
+LAYOUTS = {
+    "%d %b %Y": "01 Mar 2026",
+    "%A, %B %-d": "Sunday, March 1",
+    "%a %h": "Sun Mar",
+    "%I:%M %p": "09:05 AM",
+    "%P %#p": "am am",
+    "%^a %^B": "SUN MARCH",
+    "%c": "Sun Mar  1 09:05:07 2026",
+    "%x %X %r": "03/01/26 09:05:07 09:05:07 AM",
+    "%Ec|%EY|%Od": "Sun Mar  1 09:05:07 2026|2026|01",
+    "%s": "1772355907",
+    "%Z %z": "UTC +0000",
+    "%j %U %w %y %H %f %%": "060 09 0 26 09 123456 %",
+    "%e|%_d|%k": " 1| 1| 9",
+    "today: 100 %": "today: 100 %",
+}
+
 
 @pytest.fixture
 def load(tmp_path: Path) -> Load:
@@ -43,7 +123,6 @@ def say(*turns: str) -> list[ChatMessage]:
 
 
 TALK = say("system: Sys1", "user: Ask1", "assistant: Ans1", "user: Ask2")
-SHOWN = "system=Sys1;user=Ask1;assistant=Ans1;user=Ask2;"
 
 
 def each(content: str) -> str:
@@ -51,7 +130,6 @@ def each(content: str) -> str:
     return "{% for m in messages %}{{ m.role }}=" + content + ";{% endfor %}"
 
 
-PARTS = "{% for part in m.content %}{{ part.text }}{% endfor %}"
 CONTENTS = {
     "string": each("{{ m.content }}"),
     "concatenated string": each("{{ '' + m.content }}"),
@@ -166,7 +244,6 @@ def test_only_the_conversations_that_lose_text_are_refused(load: Load) -> None:
         assert refused.value.index == index
 
 
-RAISES = "{{ raise_exception('The system message comes first.') }}"
 ONE_SYSTEM = {
     "raises at a second one": each(
         "{% if m.role == 'system' and not loop.first %}" + RAISES + "{% endif %}{{ m.content }}"
@@ -209,12 +286,6 @@ def test_several_system_messages_stay_as_they_are_where_a_template_takes_them(lo
     rendered = load(each("{{ m.content }}")).render_chat(talk)
 
     assert rendered == "system=a;developer=b;system=c;user=d;system=e;user=f;"
-
-
-IN_TURN = (
-    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('roles must alternate') }}{% endif %}{{ m.content | trim }}"
-)
 
 
 @pytest.mark.parametrize(
@@ -273,22 +344,6 @@ FIRST_SYSTEM: Tokenizer
 
 # Tool calls.
 
-NINE = "{% if {id}|length != 9 or not {id}.isalnum() %}{{ raise_exception('nine!') }}{% endif %}"
-CALLS = """
-{%- for m in messages -%}
-{%- if m.role == 'tool' -%}
-CHECK_RESULT[R {{ m.tool_call_id }} {{ m.content }}]
-{%- elif m.tool_calls -%}
-ONE
-{%- for call in m.tool_calls -%}
-CHECK_CALL[C {{ call.id }} {{ call.function.name }} ARGUMENTS]
-{%- endfor -%}
-{%- else -%}
-[{{ m.role }} {{ m.content }}]
-{%- endif -%}
-{%- endfor -%}
-"""
-
 
 def calls_template(
     *,
@@ -319,20 +374,6 @@ def called(*calls: ToolCall, text: str = "") -> ChatMessage:
 
 def result(of: ToolCall, text: str) -> ChatMessage:
     return ChatMessage("tool", text, (), of)
-
-
-SHORT = Form(ids=CallIds.SHORT)
-CLIENT_IDS = [
-    "call_abc123DEF456ghi789",
-    "call_1",
-    "1",
-    "toolu_01ABCdef",
-    "functions.get_weather:0",
-    "a1B2c3D4e",
-    "chatcmpl-tool-7e2f0d6c0f6b4d0f8d8a3c2b1a09f8e7",
-    "é🙂 <|end|>",
-    "x" * 128,
-]
 
 
 @pytest.mark.parametrize("client_id", CLIENT_IDS)
@@ -380,12 +421,6 @@ def test_templates_that_show_names_by_ids_only_get_ids_with_names(load: Load) ->
             "[C functions.h:2][R functions.h:2 rc]"
         )
         assert rendered.startswith(tokenizer.render_chat(talk[:-1]))
-
-
-THOUGHT_AND_TEXT = (
-    "{% for m in messages %}{% if m.tool_calls and m.content and m.thinking %}"
-    "{{ raise_exception('both') }}{% endif %}{% endfor %}"
-)
 
 
 def test_thinking_text_and_a_call_are_shown_where_a_template_takes_two_of_them(load: Load) -> None:
@@ -446,12 +481,6 @@ def test_a_short_id_that_an_earlier_one_became_is_changed() -> None:
     assert one.tool_calls[0].id == taken != other.tool_calls[0].id
 
 
-ONE_CALL = {
-    "raises": "{% if m.tool_calls | length > 1 %}{{ raise_exception('single!') }}{% endif %}",
-    "shows the first": "{% set m = {'tool_calls': m.tool_calls[:1], 'content': m.content} %}",
-}
-
-
 @pytest.mark.parametrize("one", ONE_CALL.values(), ids=ONE_CALL)
 @pytest.mark.parametrize("nine", [False, True])
 def test_calls_become_turns_of_their_own_where_a_template_takes_one(
@@ -499,14 +528,6 @@ def test_text_beside_calls_is_a_turn_where_the_template_would_drop_it(load: Load
     assert rendered == '[user Q][assistant Let me see.][C a f {"a": 1}][R a r]'
 
 
-ALTERNATING = (
-    "{% set ns = namespace(i=0) %}{% for m in messages %}{% if m.role != 'tool' and not"
-    " m.tool_calls %}{% if (m.role == 'user') != (ns.i % 2 == 0) %}"
-    "{{ raise_exception('must alternate') }}{% endif %}{% set ns.i = ns.i + 1 %}{% endif %}"
-    "{% endfor %}"
-)
-
-
 def test_text_beside_calls_goes_to_the_answer_where_turns_alternate(load: Load) -> None:
     """Like Mistral: turns alternate, and a turn with calls has no text."""
     tokenizer = load(ALTERNATING + calls_template(text=""))
@@ -546,29 +567,11 @@ def test_text_beside_calls_is_refused_where_no_form_shows_it(load: Load) -> None
         )
 
 
-ROUND = (
-    "{% for m in messages %}{% if m.tool_calls and (m.tool_calls | length > 1 or not loop.first and"
-    " messages[loop.index0 - 1].role != 'user') %}{{ raise_exception('one call!') }}{% endif %}"
-    "{% endfor %}"
-)
-
-
 def test_a_template_may_take_one_call_only(load: Load) -> None:
     assert not load(calls_template()).takes_one_call_only()
     assert not load(calls_template(one=ONE_CALL["raises"])).takes_one_call_only()
     assert not load(each("{{ m.content }}")).takes_one_call_only(), "it shows no calls"
     assert load(ROUND + calls_template()).takes_one_call_only()
-
-
-ARGUMENTS = {
-    "printed text": "{{ call.function.arguments }}",
-    "objects": "{{ call.function.arguments | tojson }}",
-    "text": "{{ '```' + call.function.arguments + '```' }}",
-    "items": "{% for key, value in call.function.arguments.items() %}{{ key }}: {{ value }}"
-    "{% endfor %}",
-    "either": "{% if call.function.arguments is string %}{{ call.function.arguments }}{% else %}"
-    "{{ call.function.arguments | tojson }}{% endif %}",
-}
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
@@ -673,25 +676,6 @@ def test_the_date_in_a_prompt_is_that_of_utc(zone: str, load: Load) -> None:
     assert os.environ["TZ"] == zone
     assert day in {f"{before:%Y-%m-%d}", f"{after:%Y-%m-%d}"}
     assert int(before.timestamp()) <= int(seconds) <= int(after.timestamp())
-
-
-MOMENT = datetime(2026, 3, 1, 9, 5, 7, 123456, UTC)
-LAYOUTS = {
-    "%d %b %Y": "01 Mar 2026",
-    "%A, %B %-d": "Sunday, March 1",
-    "%a %h": "Sun Mar",
-    "%I:%M %p": "09:05 AM",
-    "%P %#p": "am am",
-    "%^a %^B": "SUN MARCH",
-    "%c": "Sun Mar  1 09:05:07 2026",
-    "%x %X %r": "03/01/26 09:05:07 09:05:07 AM",
-    "%Ec|%EY|%Od": "Sun Mar  1 09:05:07 2026|2026|01",
-    "%s": "1772355907",
-    "%Z %z": "UTC +0000",
-    "%j %U %w %y %H %f %%": "060 09 0 26 09 123456 %",
-    "%e|%_d|%k": " 1| 1| 9",
-    "today: 100 %": "today: 100 %",
-}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -22,6 +22,8 @@ FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
 LLAMA_FP8 = {"quant_method": "compressed-tensors", "format": "float-quantized"}
 
+LLAMA3 = [128001, 128008, 128009]
+
 
 def rope(kind: str, factor: float, original: int) -> dict[str, Any]:
     return {
@@ -53,7 +55,6 @@ def multimodal(architecture: str, model_type: str, **text: Any) -> dict[str, Any
     }
 
 
-LLAMA3 = [128001, 128008, 128009]
 LLAMA31 = facts("LlamaForCausalLM", 128256, 131072, LLAMA3, rope_scaling=rope("llama3", 8.0, 8192))
 QWEN3_MOE = facts("Qwen3MoeForCausalLM", 151936, 40960, 151645, num_experts=128)
 DEEPSEEK = facts(

@@ -30,6 +30,8 @@ SIZES: dict[str, Any] = {
     "running_sequence_count_max": 2,
 }
 
+ADAPTERS = "Do LoRA adapters change the output"
+
 
 def ask(
     tiny: TinyCheckpoint,
@@ -71,9 +73,6 @@ def test_a_machine_on_which_the_engine_would_not_work(
     assert found["Does an abort after the first token end it as cancelled"].verdict is Verdict.OTHER
     assert found["Does a submission return at once"].verdict is Verdict.OTHER
     assert "no worker process" in found[KILLED].seen
-
-
-ADAPTERS = "Do LoRA adapters change the output"
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,8 @@ TRAINING = [
     "aaaaaaaaaaaaaaaaaaaaaaaa",
 ] * 3
 
+DEMO_TOKENIZER = Tokenizer(DEMO)
+
 
 def byte_level(
     *, normalizer: normalizers.Normalizer | None = None, added: tuple[AddedToken, ...] = ()
@@ -70,7 +72,6 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
     "byte fallback": lambda: byte_fallback(metaspace=False),
     "byte fallback, metaspace": lambda: byte_fallback(metaspace=True),
 }
-DEMO_TOKENIZER = Tokenizer(DEMO)
 MADE = {name: make() for name, make in BACKENDS.items()}
 pieces = st.sampled_from(
     [

@@ -20,6 +20,48 @@ CITY = '{"city": "Ulm", "days": [1, 2]}'
 
 Calls = list[tuple[str, str]]
 
+FRAGMENTS = (
+    *(
+        "<tool_call>",
+        "</tool_call>",
+        "<|python_tag|>",
+        "[TOOL_CALLS]",
+        "[",
+        "]",
+        ",",
+        ";",
+        " ",
+        "\n",
+        "{",
+        "}",
+        '"',
+        "x<",
+        "\\",
+        "{}",
+    ),
+    *(
+        '{"name": "get"',
+        ', "arguments": {"a": 1}',
+        ', "arguments": "{\\"a\\": 1}"',
+        '"arguments": null',
+        '"why": [1], ',
+        '"parameters": {',
+        WEATHER,
+        '"id": "',
+        "<tool",
+        "]}",
+        ":",
+        '"name":',
+        "é🙂",
+        "-1e",
+    ),
+)
+DOCUMENTS = (
+    '{"a": {"b": [1, -2.5e+3, true], "c": null}, "d": "x\\u00e9\\n\\"", "e": [], "f": {}}',
+    '{"a":[{"b":0},{"c":[[],[1,2]]}],"d":false}',
+    '{ "a" : "\\\\" , "b" : 10 }',
+)
+
 
 def parse(form: CallFormat, pieces: Sequence[str]) -> tuple[str, Calls, list[str]]:
     """Return text, calls by name and arguments, and their ids, of an output in pieces."""
@@ -221,44 +263,6 @@ def test_a_call_is_distinguished_from_text_in_every_form(
     assert ids == [f"id{number}" for number in range(len(calls))]
 
 
-FRAGMENTS = (
-    *(
-        "<tool_call>",
-        "</tool_call>",
-        "<|python_tag|>",
-        "[TOOL_CALLS]",
-        "[",
-        "]",
-        ",",
-        ";",
-        " ",
-        "\n",
-        "{",
-        "}",
-        '"',
-        "x<",
-        "\\",
-        "{}",
-    ),
-    *(
-        '{"name": "get"',
-        ', "arguments": {"a": 1}',
-        ', "arguments": "{\\"a\\": 1}"',
-        '"arguments": null',
-        '"why": [1], ',
-        '"parameters": {',
-        WEATHER,
-        '"id": "',
-        "<tool",
-        "]}",
-        ":",
-        '"name":',
-        "é🙂",
-        "-1e",
-    ),
-)
-
-
 @given(st.sampled_from(CallFormat), st.lists(st.sampled_from(FRAGMENTS), max_size=12), st.data())
 def test_however_the_text_is_cut_the_calls_are_those_of_the_whole(
     form: CallFormat, parts: list[str], data: st.DataObject
@@ -308,13 +312,6 @@ def test_arguments_in_a_string_are_its_text(value: dict[str, Any], ascii_only: b
     )
 
     assert (text, calls) == ("", [("get", arguments)])
-
-
-DOCUMENTS = (
-    '{"a": {"b": [1, -2.5e+3, true], "c": null}, "d": "x\\u00e9\\n\\"", "e": [], "f": {}}',
-    '{"a":[{"b":0},{"c":[[],[1,2]]}],"d":false}',
-    '{ "a" : "\\\\" , "b" : 10 }',
-)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

@@ -46,6 +46,40 @@ from tests.inference.hosted import (
 )
 from tests.inference.running import make_core, make_request, run_all
 
+PARENT = """
+import asyncio, json, sys
+from pathlib import Path
+from bench import engine_streams as streams
+from inference.adapters.torch_engine import TorchEngine, TorchEngineSettings
+from inference.engine import GenerationRequest, SamplingParams, StopCriteria, TokensGenerated
+
+async def main(directory, phase):
+    engine = TorchEngine(TorchEngineSettings(
+        Path(directory), "tiny", kv_cache_bytes=8 << 20, torch_thread_count=1
+    ))
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(engine.serve())
+        start = tasks.create_task(engine.start())
+        while engine.host_pid is None:
+            await asyncio.sleep(0)
+        if phase == "loading":
+            print(json.dumps(engine.host_pid), flush=True)
+        await start
+        if phase == "idle":
+            print(json.dumps(engine.host_pid), flush=True)
+        stop = StopCriteria(1900, ignore_eos=True)
+        request = GenerationRequest(tuple(range(9, 99)), SamplingParams(), stop)
+        while phase == "stepping":
+            async with streams.stream(engine, request) as stream:
+                async for event in stream:
+                    if isinstance(event, TokensGenerated):
+                        print(json.dumps(engine.host_pid), flush=True)
+        await asyncio.sleep(60)
+
+assert "torch" not in sys.modules
+asyncio.run(main(*sys.argv[1:]))
+"""
+
 
 def kill_host(engine: HostedEngine) -> None:
     assert engine.host_pid is not None
@@ -371,41 +405,6 @@ def load_message(checkpoint: TinyCheckpoint) -> LoadModel:
     return LoadModel(
         EngineOptions(str(checkpoint.directory), EngineLimits(2048), kv_cache_bytes=8 << 20), 1
     )
-
-
-PARENT = """
-import asyncio, json, sys
-from pathlib import Path
-from bench import engine_streams as streams
-from inference.adapters.torch_engine import TorchEngine, TorchEngineSettings
-from inference.engine import GenerationRequest, SamplingParams, StopCriteria, TokensGenerated
-
-async def main(directory, phase):
-    engine = TorchEngine(TorchEngineSettings(
-        Path(directory), "tiny", kv_cache_bytes=8 << 20, torch_thread_count=1
-    ))
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(engine.serve())
-        start = tasks.create_task(engine.start())
-        while engine.host_pid is None:
-            await asyncio.sleep(0)
-        if phase == "loading":
-            print(json.dumps(engine.host_pid), flush=True)
-        await start
-        if phase == "idle":
-            print(json.dumps(engine.host_pid), flush=True)
-        stop = StopCriteria(1900, ignore_eos=True)
-        request = GenerationRequest(tuple(range(9, 99)), SamplingParams(), stop)
-        while phase == "stepping":
-            async with streams.stream(engine, request) as stream:
-                async for event in stream:
-                    if isinstance(event, TokensGenerated):
-                        print(json.dumps(engine.host_pid), flush=True)
-        await asyncio.sleep(60)
-
-assert "torch" not in sys.modules
-asyncio.run(main(*sys.argv[1:]))
-"""
 
 
 @pytest.mark.parametrize("phase", ["loading", "idle", "stepping"])

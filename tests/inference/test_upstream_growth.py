@@ -36,6 +36,21 @@ pytestmark = pytest.mark.usefixtures("_service")
 TOKENS = 200_000  # more than any answer here has
 SIZE = 60_000
 
+# Costly texts of a message: beginning, repeated part, end.
+SHAPES = {
+    "outputs": (b'{"choices":[', b"{},", b"{}]}"),
+    "ids": (b'{"choices":[{"token_ids":[', b"1,", b"1]}]}"),
+    "ids of the last message": (b'{"output_ids":[', b"1,", b"1]}"),
+    "names": (b'{"choices":[{"logprobs":{"token_logprobs":[],"tokens":[', b'"",', b'""]}}]}'),
+    "numbers": (b'{"choices":[{"logprobs":{"tokens":[],"token_logprobs":[', b"1,", b"1]}}]}"),
+    "tops": (
+        b'{"choices":[{"logprobs":{"tokens":[],"token_logprobs":[],"top_logprobs":[',
+        b"{},",
+        b"{}]}}]}",
+    ),
+    "unknown": (b'{"other":[', b"{},", b"{}]}"),
+}
+
 
 def choice_of(decoder: Any, vocabulary_size: int | None) -> Choice:
     request = make_request((1, 2, 3), TOKENS, sampling=SamplingParams(top_logprobs=2))
@@ -244,22 +259,6 @@ def test_time_for_cache_events_grows_with_the_blocks_at_most() -> None:
 
     check_growth("cache events", prepare, 2 * SIZE)
     assert BLOCKS_MAX * 16 == 4 << 20, "tokens: as many as are remembered as sent"
-
-
-# Costly texts of a message: beginning, repeated part, end.
-SHAPES = {
-    "outputs": (b'{"choices":[', b"{},", b"{}]}"),
-    "ids": (b'{"choices":[{"token_ids":[', b"1,", b"1]}]}"),
-    "ids of the last message": (b'{"output_ids":[', b"1,", b"1]}"),
-    "names": (b'{"choices":[{"logprobs":{"token_logprobs":[],"tokens":[', b'"",', b'""]}}]}'),
-    "numbers": (b'{"choices":[{"logprobs":{"tokens":[],"token_logprobs":[', b"1,", b"1]}}]}"),
-    "tops": (
-        b'{"choices":[{"logprobs":{"tokens":[],"token_logprobs":[],"top_logprobs":[',
-        b"{},",
-        b"{}]}}]}",
-    ),
-    "unknown": (b'{"other":[', b"{},", b"{}]}"),
-}
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -47,6 +47,25 @@ CORPUS = (
     " hotel allows dogs? The one near the station. "
 )
 
+MEMORY_PROBE = """
+import sys
+from pathlib import Path
+import torch
+from inference.checkpoint.checkpoint import read_config
+from inference.decoder.model import load_weights
+
+def bytes_of(field):
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines[field].split()[0]) * 1024
+
+directory, dtype, quantize = Path(sys.argv[1]), getattr(torch, sys.argv[2]), sys.argv[3] == "True"
+torch.set_num_threads(1)
+torch.randn(64, 64).bfloat16().float() @ torch.randn(64, 64)
+anonymous, of_files = bytes_of("RssAnon"), bytes_of("RssFile")
+weights = load_weights(directory, read_config(directory), dtype, quantize=quantize)
+print(bytes_of("RssAnon") - anonymous, bytes_of("RssFile") - of_files)
+"""
+
 
 def tensors_of(weights: DecoderWeights) -> list[Tensor]:
     """Return all tensors, in one order."""
@@ -238,26 +257,6 @@ def test_the_engine_continues_what_the_model_has_learned(
     rounded = EngineCore(EngineOptions(str(trained), EngineLimits(512), compute_dtype, 1 << 20))
 
     assert run_all(rounded, [request])[0].text == run_all(exact, [request])[0].text
-
-
-MEMORY_PROBE = """
-import sys
-from pathlib import Path
-import torch
-from inference.checkpoint.checkpoint import read_config
-from inference.decoder.model import load_weights
-
-def bytes_of(field):
-    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(lines[field].split()[0]) * 1024
-
-directory, dtype, quantize = Path(sys.argv[1]), getattr(torch, sys.argv[2]), sys.argv[3] == "True"
-torch.set_num_threads(1)
-torch.randn(64, 64).bfloat16().float() @ torch.randn(64, 64)
-anonymous, of_files = bytes_of("RssAnon"), bytes_of("RssFile")
-weights = load_weights(directory, read_config(directory), dtype, quantize=quantize)
-print(bytes_of("RssAnon") - anonymous, bytes_of("RssFile") - of_files)
-"""
 
 
 @pytest.mark.parametrize(

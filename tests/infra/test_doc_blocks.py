@@ -96,6 +96,16 @@ trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 set -e
 """
 
+OWN_PROCESS = """
+eval "$(weir env)"; unset WEIR_ADDRESS
+export WEIR_HOME="$PWD/home" WEIR_DATABASE_URL="{database_url}"
+"""
+WITH_ENVIRONMENT = 'eval "$(weir env)"\n'
+OWN_KEY = """
+KEY=$(weir key create old --org acme --project search --scope inference)
+PREFIX=${KEY:0:11}
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Page:
@@ -112,15 +122,6 @@ class Page:
     shown: tuple[str, ...] = ()
 
 
-OWN_PROCESS = """
-eval "$(weir env)"; unset WEIR_ADDRESS
-export WEIR_HOME="$PWD/home" WEIR_DATABASE_URL="{database_url}"
-"""
-WITH_ENVIRONMENT = 'eval "$(weir env)"\n'
-OWN_KEY = """
-KEY=$(weir key create old --org acme --project search --scope inference)
-PREFIX=${KEY:0:11}
-"""
 PREPARED = {
     "README.md": Page({".venv/bin/weir": "weir"}, WITH_ENVIRONMENT),
     "docs/how-to/add-a-model.md": Page(

@@ -47,6 +47,10 @@ LINK = re.compile(r"\]\(([^)\s#]*)(?:#([^)\s]*))?\)")
 COLUMNS_MAX, CELL_MAX = 100, 90
 SHELLS = ("sh", "bash", "console", "text")
 
+PATH = re.compile(
+    r"`((?:api|bench|common|demo|docs|inference|infra|metering|migrations|proto|sdk|tests)/[\w./-]*)`"
+)
+
 
 def blocks(page: Path, *languages: str) -> list[str]:
     """Return the code blocks of a page in one of these languages."""
@@ -299,11 +303,6 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
             broken.append(f"{path}#{fragment}")
 
     assert broken == []
-
-
-PATH = re.compile(
-    r"`((?:api|bench|common|demo|docs|inference|infra|metering|migrations|proto|sdk|tests)/[\w./-]*)`"
-)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))

@@ -15,6 +15,27 @@ import uuid
 from collections.abc import Iterator
 from decimal import Decimal, InvalidOperation
 
+REMOVED = ("ProviderName", "PublisherName")  # removed in version 1.4
+NOT_NEGATIVE = ("ListUnitPrice", "ContractedUnitPrice")
+ALLOWED = {
+    "ChargeCategory": {"Usage", "Purchase", "Tax", "Credit", "Adjustment"},
+    "ChargeClass": {"", "Correction"},
+    "ChargeFrequency": {"One-Time", "Recurring", "Usage-Based"},
+    "PricingCategory": {"", "Standard", "Dynamic", "Committed", "Other"},
+    "ServiceCategory": {"AI and Machine Learning"},
+    "ServiceSubcategory": {
+        "AI Platforms",
+        "Bots",
+        "Generative AI",
+        "Machine Learning",
+        "Natural Language Processing",
+        "Other (AI and Machine Learning)",
+    },
+}
+NUMBER = re.compile(r"-?\d+(\.\d+)?(E-?\d+)?")
+MOMENT = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ")
+UNIT = re.compile(r"(\d+ )?[A-Z][A-Za-z-]*s")
+
 
 def columns(names: str) -> tuple[str, ...]:
     """Split names at blanks."""
@@ -35,7 +56,6 @@ CONDITIONAL = columns("""
     InvoiceDetailId ResourceId
     ResourceName ResourceType SkuId SkuMeter SkuPriceId SkuPriceDetails SubAccountId SubAccountName
 """)
-REMOVED = ("ProviderName", "PublisherName")  # removed in version 1.4
 DECIMALS = columns("""
     BilledCost EffectiveCost ListCost ContractedCost ListUnitPrice ContractedUnitPrice
     ConsumedQuantity PricingQuantity
@@ -47,25 +67,6 @@ NEVER_NULL = columns("""
     HostProviderName InvoiceIssuerName
     ServiceCategory ServiceSubcategory ServiceName ServiceProviderName
 """)
-NOT_NEGATIVE = ("ListUnitPrice", "ContractedUnitPrice")
-ALLOWED = {
-    "ChargeCategory": {"Usage", "Purchase", "Tax", "Credit", "Adjustment"},
-    "ChargeClass": {"", "Correction"},
-    "ChargeFrequency": {"One-Time", "Recurring", "Usage-Based"},
-    "PricingCategory": {"", "Standard", "Dynamic", "Committed", "Other"},
-    "ServiceCategory": {"AI and Machine Learning"},
-    "ServiceSubcategory": {
-        "AI Platforms",
-        "Bots",
-        "Generative AI",
-        "Machine Learning",
-        "Natural Language Processing",
-        "Other (AI and Machine Learning)",
-    },
-}
-NUMBER = re.compile(r"-?\d+(\.\d+)?(E-?\d+)?")
-MOMENT = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ")
-UNIT = re.compile(r"(\d+ )?[A-Z][A-Za-z-]*s")
 Row = dict[str, str]
 
 

@@ -47,6 +47,33 @@ STATES = (
     " attempt_count DESC"
 )
 
+NONSENSE = ("", "t=", "v1=1", "t=x,v1=y", f"t={'9' * 5000},v1=y")
+PRIVATE = (
+    *(
+        "127.0.0.1",
+        "10.0.0.1",
+        "172.16.0.1",
+        "192.168.1.1",
+        "169.254.169.254",
+        "100.64.0.1",
+        "0.0.0.0",
+        "224.0.0.1",
+        "240.0.0.1",
+    ),
+    *("192.0.0.192", "168.63.129.16", "192.88.99.1", "fec0::1", "3fff::1", "64:ff9b:1::a00:1"),
+    *(
+        "::1",
+        "::",
+        "fe80::1",
+        "fc00::1",
+        "ff02::1",
+        "::ffff:127.0.0.1",
+        "::ffff:10.0.0.1",
+        "64:ff9b::a00:1",
+        "2002:a00:1::1",
+    ),
+)
+
 
 @pytest.fixture
 def world(database_url: str) -> Iterator[HoldWorld]:
@@ -173,9 +200,6 @@ def verified(secret: str, signature: str, body: bytes) -> bool:
     """Return the verdict of the documented program."""
     command = [sys.executable, "docs/verify_alert.py", secret, signature]
     return subprocess.run(command, input=body, check=False, capture_output=True).returncode == 0
-
-
-NONSENSE = ("", "t=", "v1=1", "t=x,v1=y", f"t={'9' * 5000},v1=y")
 
 
 def test_the_example_of_the_docs_knows_a_wrong_secret_another_time_and_nonsense() -> None:
@@ -327,33 +351,6 @@ async def test_the_error_for_an_invalid_http_response_omits_the_path(
 
     assert error.startswith("the response is not valid HTTP: ")
     assert "T0KEN" not in error
-
-
-PRIVATE = (
-    *(
-        "127.0.0.1",
-        "10.0.0.1",
-        "172.16.0.1",
-        "192.168.1.1",
-        "169.254.169.254",
-        "100.64.0.1",
-        "0.0.0.0",
-        "224.0.0.1",
-        "240.0.0.1",
-    ),
-    *("192.0.0.192", "168.63.129.16", "192.88.99.1", "fec0::1", "3fff::1", "64:ff9b:1::a00:1"),
-    *(
-        "::1",
-        "::",
-        "fe80::1",
-        "fc00::1",
-        "ff02::1",
-        "::ffff:127.0.0.1",
-        "::ffff:10.0.0.1",
-        "64:ff9b::a00:1",
-        "2002:a00:1::1",
-    ),
-)
 
 
 def test_only_addresses_of_the_whole_internet_are_public() -> None:

@@ -32,6 +32,14 @@ from tests.metering.cutting_proxy import CuttingProxy
 
 PATIENCE_S = 180.0
 
+# Answers as a standby does; the default of a database has no effect on Weir's connections.
+READ_ONLY = """
+CREATE FUNCTION refuse_writes() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+    RAISE EXCEPTION 'cannot execute INSERT in a read-only transaction' USING ERRCODE = '25006';
+END $$;
+CREATE TRIGGER refuse_writes BEFORE INSERT ON live_reports EXECUTE FUNCTION refuse_writes();
+"""
+
 
 class Listener:
     """Channel of one process, and its received commands."""
@@ -179,15 +187,6 @@ async def test_commands_sent_without_a_connection_are_applied_when_it_is_back(
         await listener.got(2)
 
     assert [each.request_id for each in listener.commands[1:]] == [missed]
-
-
-# Answers as a standby does; the default of a database has no effect on Weir's connections.
-READ_ONLY = """
-CREATE FUNCTION refuse_writes() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
-    RAISE EXCEPTION 'cannot execute INSERT in a read-only transaction' USING ERRCODE = '25006';
-END $$;
-CREATE TRIGGER refuse_writes BEFORE INSERT ON live_reports EXECUTE FUNCTION refuse_writes();
-"""
 
 
 async def test_a_server_that_is_read_only_for_now_ends_nothing(

@@ -29,6 +29,8 @@ texts = st.lists(
     max_size=5,
 )
 
+FAREWELL = b"SFATAL\0VFATAL\0C57P01\0Mterminating connection due to unexpected postmaster exit\0\0"
+
 
 @pytest.fixture
 async def connection(postgres_server: str) -> AsyncIterator[Connection]:
@@ -167,9 +169,6 @@ async def test_statements_that_fail_again_and_again_leave_nothing_behind_on_the_
         [(1,)],
         [(2,)],
     ]
-
-
-FAREWELL = b"SFATAL\0VFATAL\0C57P01\0Mterminating connection due to unexpected postmaster exit\0\0"
 
 
 @contextlib.contextmanager

@@ -53,6 +53,19 @@ from tests.stripe_double.server import KEY, Fault, StripeDouble, stripe_double
 
 DELIVERED = {"delivered": 3}  # token kinds of a request
 
+FAULTS = {
+    "accepted, then the connection drops": (Fault(accepted=True), "sent", 3),
+    "dropped before it was counted": (Fault(), "sent", 3),
+    "accepted, then a server error": (Fault(accepted=True, status=500), "sent", 3),
+    "a server error": (Fault(status=503), "sent", 3),
+    "too many requests": (Fault(status=429, headers={"Retry-After": "7"}), "pending", 3),
+}
+STEP = st.one_of(
+    st.tuples(st.just("use"), st.integers(2, 5), st.integers(0, 30), st.integers(0, 9)),
+    st.just(("form",)),
+    st.just(("deliver",)),
+)
+
 
 @pytest.fixture
 def double() -> Iterator[StripeDouble]:
@@ -269,15 +282,6 @@ async def test_stripe_counts_what_was_used_at_a_moment_inside_its_hour(
         int((hour + timedelta(minutes=30)).timestamp())
     }
     check_delivered(database_url, double.account)
-
-
-FAULTS = {
-    "accepted, then the connection drops": (Fault(accepted=True), "sent", 3),
-    "dropped before it was counted": (Fault(), "sent", 3),
-    "accepted, then a server error": (Fault(accepted=True, status=500), "sent", 3),
-    "a server error": (Fault(status=503), "sent", 3),
-    "too many requests": (Fault(status=429, headers={"Retry-After": "7"}), "pending", 3),
-}
 
 
 @pytest.mark.faults
@@ -548,13 +552,6 @@ class Careless:
                 else Answer(Verdict.LATER, "lost", certain=False)
             )
         return Answer(Verdict.LATER, "busy")
-
-
-STEP = st.one_of(
-    st.tuples(st.just("use"), st.integers(2, 5), st.integers(0, 30), st.integers(0, 9)),
-    st.just(("form",)),
-    st.just(("deliver",)),
-)
 
 
 @settings(

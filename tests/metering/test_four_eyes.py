@@ -46,6 +46,79 @@ NARROWINGS: dict[str, dict[str, object]] = {
     "models": {"models": ("demo",)},
 }
 
+# Acts, and the cause that is named. The approver is bob, with his present secret.
+REFUSED: dict[str, tuple[str, str]] = {
+    "created": (
+        "ann creates bob; ann proposes",
+        "{bob} was created by {ann}, which proposed adjustment {id}.",
+    ),
+    "rotated": (
+        "ann rotates bob; ann proposes",
+        "{bob} was rotated by {ann}, which proposed adjustment {id}.",
+    ),
+    "rotated after the proposal": (
+        "ann proposes; ann rotates bob",
+        "{bob} was rotated by {ann}, which proposed adjustment {id}.",
+    ),
+    "rotated, then by bob himself": (
+        "ann rotates bob; bob rotates bob; ann proposes",
+        "{bob} was rotated by {ann}, which proposed adjustment {id}.",
+    ),
+    **{
+        f"widened: {how}": (
+            f"ann widens bob {how}; ann proposes",
+            "{bob} was given more rights by {ann}, which proposed adjustment {id}.",
+        )
+        for how in WIDENINGS
+    },
+    "created, over another key": (
+        "ann creates cat; cat creates bob; ann proposes",
+        "{bob} was created by {cat}, which was created by {ann}, which proposed adjustment {id}.",
+    ),
+    "a rotated key rotates another": (
+        "root creates cat; ann rotates cat; cat rotates bob; ann proposes",
+        "{bob} was rotated by {cat}, which was rotated by {ann}, which proposed adjustment {id}.",
+    ),
+    "the approver made the author": (
+        "bob creates ann; ann proposes",
+        "{bob} created {ann}, which proposed adjustment {id}.",
+    ),
+    "the approver rotated the author": (
+        "bob rotates ann; ann proposes",
+        "{bob} rotated {ann}, which proposed adjustment {id}.",
+    ),
+    "the approver widened a key that made the author": (
+        "root creates cat; bob widens cat scopes; cat creates ann; ann proposes",
+        "{bob} gave more rights to {cat}, which created {ann}, which proposed adjustment {id}.",
+    ),
+    "newer than the proposal": (
+        "root creates cat; ann proposes; cat creates bob",
+        "{bob} was created by {cat} after adjustment {id} was proposed.",
+    ),
+    "the secret is newer than the proposal": (
+        "ann proposes; bob rotates bob",
+        "{bob} was rotated after adjustment {id} was proposed.",
+    ),
+    "the rights are newer than the proposal": (
+        "ann proposes; bob widens bob scopes",
+        "{bob} was given more rights after adjustment {id} was proposed.",
+    ),
+    "a common maker after the proposal": (
+        "ann proposes; root rotates bob",
+        "{bob} was rotated by root, which also created {ann}, after adjustment {id} was proposed.",
+    ),
+}
+ACCEPTED = {
+    "a third person made both keys": "ann proposes",
+    "a third person rotated both": "root rotates ann; root rotates bob; ann proposes",
+    "bob rotated his own key before": "bob rotates bob; ann proposes",
+    **{
+        f"ann narrowed bob's key: {how}": f"ann narrows bob {how}; ann proposes"
+        for how in NARROWINGS
+    },
+    "both made other keys": "ann creates cat; bob creates dan; ann proposes",
+}
+
 
 class Story:
     """Keys by name, their secrets in order, and the proposal."""
@@ -132,70 +205,6 @@ async def story(sessions: Sessions, database_url: str, customer: Customer) -> St
     return made
 
 
-# Acts, and the cause that is named. The approver is bob, with his present secret.
-REFUSED: dict[str, tuple[str, str]] = {
-    "created": (
-        "ann creates bob; ann proposes",
-        "{bob} was created by {ann}, which proposed adjustment {id}.",
-    ),
-    "rotated": (
-        "ann rotates bob; ann proposes",
-        "{bob} was rotated by {ann}, which proposed adjustment {id}.",
-    ),
-    "rotated after the proposal": (
-        "ann proposes; ann rotates bob",
-        "{bob} was rotated by {ann}, which proposed adjustment {id}.",
-    ),
-    "rotated, then by bob himself": (
-        "ann rotates bob; bob rotates bob; ann proposes",
-        "{bob} was rotated by {ann}, which proposed adjustment {id}.",
-    ),
-    **{
-        f"widened: {how}": (
-            f"ann widens bob {how}; ann proposes",
-            "{bob} was given more rights by {ann}, which proposed adjustment {id}.",
-        )
-        for how in WIDENINGS
-    },
-    "created, over another key": (
-        "ann creates cat; cat creates bob; ann proposes",
-        "{bob} was created by {cat}, which was created by {ann}, which proposed adjustment {id}.",
-    ),
-    "a rotated key rotates another": (
-        "root creates cat; ann rotates cat; cat rotates bob; ann proposes",
-        "{bob} was rotated by {cat}, which was rotated by {ann}, which proposed adjustment {id}.",
-    ),
-    "the approver made the author": (
-        "bob creates ann; ann proposes",
-        "{bob} created {ann}, which proposed adjustment {id}.",
-    ),
-    "the approver rotated the author": (
-        "bob rotates ann; ann proposes",
-        "{bob} rotated {ann}, which proposed adjustment {id}.",
-    ),
-    "the approver widened a key that made the author": (
-        "root creates cat; bob widens cat scopes; cat creates ann; ann proposes",
-        "{bob} gave more rights to {cat}, which created {ann}, which proposed adjustment {id}.",
-    ),
-    "newer than the proposal": (
-        "root creates cat; ann proposes; cat creates bob",
-        "{bob} was created by {cat} after adjustment {id} was proposed.",
-    ),
-    "the secret is newer than the proposal": (
-        "ann proposes; bob rotates bob",
-        "{bob} was rotated after adjustment {id} was proposed.",
-    ),
-    "the rights are newer than the proposal": (
-        "ann proposes; bob widens bob scopes",
-        "{bob} was given more rights after adjustment {id} was proposed.",
-    ),
-    "a common maker after the proposal": (
-        "ann proposes; root rotates bob",
-        "{bob} was rotated by root, which also created {ann}, after adjustment {id} was proposed.",
-    ),
-}
-
-
 @pytest.mark.parametrize("case", REFUSED)
 async def test_keys_of_the_same_hands_cannot_approve_and_the_one_cause_is_named(
     story: Story, case: str
@@ -215,18 +224,6 @@ async def test_the_key_of_the_proposal_cannot_approve_it(story: Story) -> None:
 
     with pytest.raises(ApprovalRefused, match=r"proposed .*: another person has to approve it"):
         await story.approve("ann")
-
-
-ACCEPTED = {
-    "a third person made both keys": "ann proposes",
-    "a third person rotated both": "root rotates ann; root rotates bob; ann proposes",
-    "bob rotated his own key before": "bob rotates bob; ann proposes",
-    **{
-        f"ann narrowed bob's key: {how}": f"ann narrows bob {how}; ann proposes"
-        for how in NARROWINGS
-    },
-    "both made other keys": "ann creates cat; bob creates dan; ann proposes",
-}
 
 
 @pytest.mark.parametrize("case", ACCEPTED)

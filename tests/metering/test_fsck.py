@@ -48,6 +48,35 @@ EVENT_COLUMNS = """
     price_version_id, cost_picos, labels, admitted_at
 """
 
+# Halves of a thousandth, and numbers whose product is not exact, are rounded alike everywhere.
+TIMINGS = {
+    "ttft_ms": 48.1005,
+    "itl_p50_ms": 0.0015,
+    "itl_p99_ms": 1.0005,
+    "itl_max_ms": 31.000499999999995,
+    "tokens_per_second": 1e-05,
+    "client_stall_ms": 123456.7895,
+    "total_ms": 3.5,
+}
+SCHEMA_FAULTS = [
+    (
+        "ALTER TABLE usage_events_default DISABLE TRIGGER usage_events_partition",
+        "accepts direct writes",
+    ),
+    ("ALTER TABLE ledger_entries DISABLE TRIGGER ledger_entries_append_only", "is disabled"),
+    ("DROP TRIGGER holds_end_once ON holds", "is missing"),
+    (
+        (
+            "CREATE FUNCTION allow() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NEW; END';"
+            " DROP TRIGGER audit_log_append_only ON audit_log; CREATE TRIGGER audit_log_append_only"
+            " BEFORE UPDATE ON audit_log FOR EACH ROW EXECUTE FUNCTION allow()"
+        ),
+        "calls allow instead of refuse_change",
+    ),
+    ("ALTER TABLE holds ADD CONSTRAINT few CHECK (part_count < 2) NOT VALID", "is not validated"),
+]
+LATER = datetime.now(UTC) + timedelta(hours=1)
+
 
 @pytest.fixture
 def world(database_url: str) -> Iterator[HoldWorld]:
@@ -85,16 +114,6 @@ async def test_a_database_in_order_has_no_violations(world: HoldWorld) -> None:
     check_invariants(world.url)
 
 
-# Halves of a thousandth, and numbers whose product is not exact, are rounded alike everywhere.
-TIMINGS = {
-    "ttft_ms": 48.1005,
-    "itl_p50_ms": 0.0015,
-    "itl_p99_ms": 1.0005,
-    "itl_max_ms": 31.000499999999995,
-    "tokens_per_second": 1e-05,
-    "client_stall_ms": 123456.7895,
-    "total_ms": 3.5,
-}
 RAISED = (
     "UPDATE quotas SET limit_value = 5, override_limit_value = 6, override_reason = 'test',"
     " override_until ="
@@ -299,23 +318,6 @@ LEDGER_FAULTS = [
     ("DELETE FROM meter_batches WHERE token_kind = 'output'", "exports only 0"),
     ("DELETE FROM meter_batches WHERE token_kind = 'output'", "closed-hours-are-exported"),
 ]
-SCHEMA_FAULTS = [
-    (
-        "ALTER TABLE usage_events_default DISABLE TRIGGER usage_events_partition",
-        "accepts direct writes",
-    ),
-    ("ALTER TABLE ledger_entries DISABLE TRIGGER ledger_entries_append_only", "is disabled"),
-    ("DROP TRIGGER holds_end_once ON holds", "is missing"),
-    (
-        (
-            "CREATE FUNCTION allow() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NEW; END';"
-            " DROP TRIGGER audit_log_append_only ON audit_log; CREATE TRIGGER audit_log_append_only"
-            " BEFORE UPDATE ON audit_log FOR EACH ROW EXECUTE FUNCTION allow()"
-        ),
-        "calls allow instead of refuse_change",
-    ),
-    ("ALTER TABLE holds ADD CONSTRAINT few CHECK (part_count < 2) NOT VALID", "is not validated"),
-]
 
 
 def unseen(
@@ -498,9 +500,6 @@ async def test_a_new_limit_below_what_is_used_is_no_violation_and_a_failed_limit
 ) -> None:
     with HoldWorld(database_url, now=None) as world:
         await check_new_limits(world, sessions)
-
-
-LATER = datetime.now(UTC) + timedelta(hours=1)
 
 
 @dataclass(frozen=True, slots=True)

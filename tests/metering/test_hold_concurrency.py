@@ -48,6 +48,20 @@ from tests.metering.hold_world import (
 )
 from tests.metering.invariants import check_invariants
 
+ROOM_FOR_50 = {
+    QuotaDimension.CONCURRENT_REQUESTS: 50,
+    QuotaDimension.REQUESTS_PER_MINUTE: 50,
+    QuotaDimension.TOKENS_PER_MINUTE: 50 * 30,
+    QuotaDimension.INPUT_TOKENS_PER_MINUTE: 50 * 10,
+    QuotaDimension.OUTPUT_TOKENS_PER_MINUTE: 50 * 20,
+    QuotaDimension.TOKENS_PER_DAY: 50 * 30,
+    QuotaDimension.TOKENS_PER_MONTH: 50 * 30,
+    QuotaDimension.COST_PICOS_PER_DAY: 50 * (10 * INPUT_PICOS + 20 * OUTPUT_PICOS),
+    QuotaDimension.PREPAID_CREDIT_PICOS: 50 * (10 * INPUT_PICOS + 20 * OUTPUT_PICOS),
+    QuotaDimension.COST_PICOS_PER_MONTH: 50 * (10 * INPUT_PICOS + 20 * OUTPUT_PICOS),
+}
+SEEDS = [int(seed) for seed in os.environ.get("WEIR_TEST_SEEDS", "1,2,3").split(",")]
+
 
 @pytest.fixture
 def world(database_url: str) -> Iterator[HoldWorld]:
@@ -76,20 +90,6 @@ async def admit_all(
         *(stores[index % len(stores)].admit(op) for index, op in enumerate(requests)),
         return_exceptions=True,
     )
-
-
-ROOM_FOR_50 = {
-    QuotaDimension.CONCURRENT_REQUESTS: 50,
-    QuotaDimension.REQUESTS_PER_MINUTE: 50,
-    QuotaDimension.TOKENS_PER_MINUTE: 50 * 30,
-    QuotaDimension.INPUT_TOKENS_PER_MINUTE: 50 * 10,
-    QuotaDimension.OUTPUT_TOKENS_PER_MINUTE: 50 * 20,
-    QuotaDimension.TOKENS_PER_DAY: 50 * 30,
-    QuotaDimension.TOKENS_PER_MONTH: 50 * 30,
-    QuotaDimension.COST_PICOS_PER_DAY: 50 * (10 * INPUT_PICOS + 20 * OUTPUT_PICOS),
-    QuotaDimension.PREPAID_CREDIT_PICOS: 50 * (10 * INPUT_PICOS + 20 * OUTPUT_PICOS),
-    QuotaDimension.COST_PICOS_PER_MONTH: 50 * (10 * INPUT_PICOS + 20 * OUTPUT_PICOS),
-}
 
 
 @pytest.mark.parametrize("dimension", QuotaDimension)
@@ -186,7 +186,6 @@ RAISE = """
 UPDATE quotas SET override_limit_value = %s, override_until = now() + make_interval(secs => %s),
     override_reason = 'test' WHERE id = %s
 """
-SEEDS = [int(seed) for seed in os.environ.get("WEIR_TEST_SEEDS", "1,2,3").split(",")]
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -32,6 +32,8 @@ from tests.metering.test_hold_concurrency import running_stores
 
 pytestmark = pytest.mark.faults
 
+SIDES: list[Side] = ["client", "server"]
+
 
 @pytest.fixture
 def world(database_url: str) -> Iterator[HoldWorld]:
@@ -44,9 +46,6 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(20):
         while not condition():  # noqa: ASYNC110 nothing here could set an event
             await asyncio.sleep(0.005)
-
-
-SIDES: list[Side] = ["client", "server"]
 
 
 @pytest.mark.parametrize("side", SIDES)

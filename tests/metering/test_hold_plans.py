@@ -15,6 +15,8 @@ from metering.store.exchange import _query
 
 STATEMENT = re.compile(r"\s*(SELECT|INSERT|UPDATE|DELETE|WITH)\b[^;]*\bFROM\b", re.DOTALL)
 
+MODULES = (read, write, preauthorized_holds, known, batch)
+
 
 def statements(module: ModuleType) -> list[tuple[str, str]]:
     """Return a module's SQL constants that read or write rows of a table."""
@@ -26,7 +28,6 @@ def statements(module: ModuleType) -> list[tuple[str, str]]:
     return [(name, value) for name, value in constants if STATEMENT.match(value)]
 
 
-MODULES = (read, write, preauthorized_holds, known, batch)
 ALL = [case for module in MODULES for case in statements(module)]
 
 

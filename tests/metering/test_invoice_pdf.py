@@ -84,6 +84,31 @@ REPORT = MonthReport(
     closed=CLOSED,
 )
 
+# Costly and hostile texts: wide, missing in every font, combining, right to left, unbreakable.
+ODD = (
+    "株",
+    "[",
+    "<b>",
+    "&",
+    "e\u0301",
+    "\u0301",
+    "ש",
+    "\u202e",
+    "😀",
+    "\ue000",
+    "W",
+    " ",
+    "\x00",
+    "\r",
+    "\uffff",
+)
+TEXTS = st.one_of(
+    st.text(max_size=256),
+    st.lists(st.sampled_from(ODD), max_size=256).map("".join),
+    st.builds(lambda each, count: each * count, st.sampled_from(ODD), st.integers(1, 256)),
+)
+FONTS = st.sampled_from([None, Path(reportlab.__file__).parent / "fonts" / "Vera.ttf"])
+
 
 def pages_of(report: MonthReport, issuer: Issuer = ISSUER) -> list[str]:
     """Return the text of each page, a line per cell."""
@@ -289,32 +314,6 @@ def test_a_font_of_the_operator_shows_other_letters_and_a_bad_one_is_named(tmp_p
     assert "Brückenstraße 12" in pages_of(REPORT, replace(ISSUER, font=vera))[0]
     with pytest.raises(InvalidValue, match=r"bad\.ttf"):
         pages_of(REPORT, replace(ISSUER, font=tmp_path / "bad.ttf"))
-
-
-# Costly and hostile texts: wide, missing in every font, combining, right to left, unbreakable.
-ODD = (
-    "株",
-    "[",
-    "<b>",
-    "&",
-    "e\u0301",
-    "\u0301",
-    "ש",
-    "\u202e",
-    "😀",
-    "\ue000",
-    "W",
-    " ",
-    "\x00",
-    "\r",
-    "\uffff",
-)
-TEXTS = st.one_of(
-    st.text(max_size=256),
-    st.lists(st.sampled_from(ODD), max_size=256).map("".join),
-    st.builds(lambda each, count: each * count, st.sampled_from(ODD), st.integers(1, 256)),
-)
-FONTS = st.sampled_from([None, Path(reportlab.__file__).parent / "fonts" / "Vera.ttf"])
 
 
 # Not shrunk: a document takes long to draw, and the generated texts say enough.

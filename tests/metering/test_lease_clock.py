@@ -13,6 +13,12 @@ from metering.holds.lease_clock import BOOT_CLOCK, LeaseClock
 
 ID, OTHER = uuid.uuid4(), uuid.uuid4()
 
+STEP = st.tuples(
+    st.sampled_from(["begin", "renew", "extend", "end", "wait"]),
+    st.integers(0, 3),
+    st.floats(0, 100),
+)
+
 
 class Clock:
     """Clock that the test sets."""
@@ -66,13 +72,6 @@ def test_the_clock_continues_in_sleep_and_cannot_be_set() -> None:
     assert getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC) == BOOT_CLOCK
     with pytest.raises(OSError, match=r"."):
         time.clock_settime(BOOT_CLOCK, 0.0)
-
-
-STEP = st.tuples(
-    st.sampled_from(["begin", "renew", "extend", "end", "wait"]),
-    st.integers(0, 3),
-    st.floats(0, 100),
-)
 
 
 @given(st.lists(STEP, max_size=30))

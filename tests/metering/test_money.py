@@ -25,6 +25,12 @@ from metering.core.money import (
 AMOUNTS = st.integers(min_value=-(10**30), max_value=10**30)
 CURRENCIES = st.sampled_from(["USD", "JPY", "KWD", "CLF"])
 
+MONTHS = st.lists(
+    st.lists(st.integers(min_value=-(10**14), max_value=10**14), max_size=8),
+    min_size=1,
+    max_size=14,
+)
+
 
 def picos_of(amount: Decimal) -> int:
     """Return the exact picos of an amount in units."""
@@ -93,13 +99,6 @@ def test_a_currency_that_does_not_exist_is_refused() -> None:
 def test_no_currency_is_listed_twice() -> None:
     assert all(len(code) == 3 for code in MINOR_DIGITS)
     assert [MINOR_DIGITS[code] for code in ("USD", "JPY", "KWD")] == [2, 0, 3]
-
-
-MONTHS = st.lists(
-    st.lists(st.integers(min_value=-(10**14), max_value=10**14), max_size=8),
-    min_size=1,
-    max_size=14,
-)
 
 
 @given(MONTHS, CURRENCIES)

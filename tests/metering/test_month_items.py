@@ -40,6 +40,12 @@ from tests.stripe_double.server import StripeDouble, stripe_double
 NOW = datetime(2025, 12, 3, 12, tzinfo=UTC)  # at Stripe
 CENT = PICOS_PER_UNIT // 100
 
+NOVEMBER = datetime(2025, 11, 20, 12, 20, tzinfo=UTC)
+USED = (
+    Consumed(2_345_678, 45_678, 1_234_567, settled_at=NOVEMBER),
+    Consumed(7, 0, 3, settled_at=NOVEMBER),
+)
+
 
 @dataclass(slots=True)
 class Billed(ClosingWorld):
@@ -127,13 +133,6 @@ async def world(
         )
         await session.execute(text("UPDATE export_progress SET month_items_since = '2025-01-01'"))
     return world, price
-
-
-NOVEMBER = datetime(2025, 11, 20, 12, 20, tzinfo=UTC)
-USED = (
-    Consumed(2_345_678, 45_678, 1_234_567, settled_at=NOVEMBER),
-    Consumed(7, 0, 3, settled_at=NOVEMBER),
-)
 
 
 async def invoiced(world: ClosingWorld, month: str) -> int:

@@ -39,6 +39,8 @@ selectors = st.builds(
     st.sampled_from([None, *ServiceTier]),
 )
 
+STEP = PriceStep(None, price_picos=1)
+
 
 @st.composite
 def months(draw: st.DrawFn) -> list[MonthUsage]:
@@ -300,9 +302,6 @@ def test_a_volume_step_takes_in_its_last_token(count: int, amount_picos: int) ->
     (line,) = plan_lines(rules, [usage_of(count, 100)])
 
     assert (line.token_count, line.amount_picos) == (count, amount_picos)
-
-
-STEP = PriceStep(None, price_picos=1)
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,8 @@ from tests.metering.test_hold_concurrency import running_stores
 
 LIMIT = 10_000
 
+NOON = datetime(2026, 11, 20, 12, 0, 30, tzinfo=UTC)
+
 
 @pytest.fixture
 def world(database_url: str) -> Iterator[HoldWorld]:
@@ -393,7 +395,6 @@ async def until_somebody_waits_or(world: HoldWorld, task: asyncio.Task[None]) ->
         await asyncio.sleep(0.01)
 
 
-NOON = datetime(2026, 11, 20, 12, 0, 30, tzinfo=UTC)
 tokens = st.integers(0, 3000)
 
 

@@ -30,6 +30,13 @@ from tests.metering.test_hold_concurrency import running_stores
 TOKEN_DIMENSIONS = [dimension for dimension in QuotaDimension if "tokens" in dimension]
 SEEDS = [int(seed) for seed in os.environ.get("WEIR_TEST_SEEDS", "1").split(",")]
 
+BETWEEN = [
+    (QuotaDimension.TOKENS_PER_DAY, (17 + 14 + 35 + 15 + 35 + 13, 15 + 30)),
+    (QuotaDimension.TOKENS_PER_MINUTE, (13, 15 + 30)),
+    (QuotaDimension.CONCURRENT_REQUESTS, (0, 2)),
+    (QuotaDimension.REQUESTS_PER_MINUTE, (2, 0)),
+]
+
 
 @pytest.fixture
 def world(database_url: str) -> Iterator[HoldWorld]:
@@ -312,14 +319,6 @@ async def test_of_many_admissions_during_the_making_of_a_limit_none_goes_uncount
     assert len(of_type(QuotaExceeded, more)) == 40
     assert world.counters(state.quota_id) == [(0, 200)]
     check_invariants(world.url)
-
-
-BETWEEN = [
-    (QuotaDimension.TOKENS_PER_DAY, (17 + 14 + 35 + 15 + 35 + 13, 15 + 30)),
-    (QuotaDimension.TOKENS_PER_MINUTE, (13, 15 + 30)),
-    (QuotaDimension.CONCURRENT_REQUESTS, (0, 2)),
-    (QuotaDimension.REQUESTS_PER_MINUTE, (2, 0)),
-]
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,8 @@ MONEY = (
 
 Box = tuple[uuid.UUID, str]  # a quota and the name of a window
 
+EXAMPLE_COUNT = int(os.environ.get("WEIR_TEST_EXAMPLES", "40"))
+
 
 def box(rule: QuotaRule, at: datetime) -> Box:
     """Return the window of a moment by the calendar, independently of `window_start`."""
@@ -463,7 +465,6 @@ def fail() -> Claim:
     raise AssertionError("a live claim was admitted")
 
 
-EXAMPLE_COUNT = int(os.environ.get("WEIR_TEST_EXAMPLES", "40"))
 QuotaMachine.TestCase.settings = settings(
     max_examples=EXAMPLE_COUNT, stateful_step_count=40, deadline=None, print_blob=True
 )

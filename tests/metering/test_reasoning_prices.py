@@ -46,6 +46,16 @@ MONEY = (
 counts = st.integers(0, 400)
 rates = st.integers(0, 9)
 
+# Of input, cached input, output, embedding and reasoning, with the thousandths that a batch pays
+RATE_CARDS: list[tuple[int, int, int, int, int | None, int]] = [
+    (150_000, 15_000, 600_000, 20_000, 1_200_000, 500),
+    (150_001, 15_003, 600_007, 0, 999_983, 1000),
+    (1_000, 0, 1_000, 0, 1_000_000_000, 250),
+    (2_000, 1_000, 3_000, 1_000, 0, 750),
+    (2_000, 1_000, 3_000, 1_000, None, 333_000),
+    (0, 0, 0, 0, 7, 1000),
+]
+
 
 @pytest.fixture
 def world(database_url: str) -> Iterator[HoldWorld]:
@@ -272,17 +282,6 @@ async def test_an_expired_request_bills_the_thinking_of_its_last_extension_and_t
     assert events(world)[1:] == [(6, 1, 1, 5 * 7 + 1 * 2)]
     assert world.counters(quota_id) == [(30 + 7 * 7 + 5 * 2, 0)]
     check_invariants(world.url, all_ended=True)
-
-
-# Of input, cached input, output, embedding and reasoning, with the thousandths that a batch pays
-RATE_CARDS: list[tuple[int, int, int, int, int | None, int]] = [
-    (150_000, 15_000, 600_000, 20_000, 1_200_000, 500),
-    (150_001, 15_003, 600_007, 0, 999_983, 1000),
-    (1_000, 0, 1_000, 0, 1_000_000_000, 250),
-    (2_000, 1_000, 3_000, 1_000, 0, 750),
-    (2_000, 1_000, 3_000, 1_000, None, 333_000),
-    (0, 0, 0, 0, 7, 1000),
-]
 
 
 def random_usage(chance: random.Random) -> Consumed:

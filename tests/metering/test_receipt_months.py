@@ -36,6 +36,8 @@ from tests.metering.receipt_reading import decode
 NOVEMBER, DECEMBER = date(2026, 11, 1), date(2026, 12, 1)
 NOVEMBER_ENDS = datetime(2026, 12, 1, tzinfo=UTC)
 
+BEFORE_THE_CALENDAR = "0001-01-01T00:00:00+23:59_00000000-0000-0000-0000-000000000000_1"
+
 
 @pytest.fixture
 def world(database_url: str) -> Iterator[HoldWorld]:
@@ -120,9 +122,6 @@ async def test_pages_hold_each_receipt_once_in_the_order_of_its_chain(
                 )
                 found += page
             assert [receipt.sequence for receipt in found] == list(range(1, 12))
-
-
-BEFORE_THE_CALENDAR = "0001-01-01T00:00:00+23:59_00000000-0000-0000-0000-000000000000_1"
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,29 @@ from tests.service import until
 
 PROCESSES, SETTLED_LEAST = 3, 60  # processes that settle for one project until they are killed
 
+SETTLING = """
+import asyncio, sys, uuid
+from metering.quotas.quota_rules import Payer
+from metering.receipts.signing import (read_key)
+from pathlib import Path
+from tests.metering.hold_world import AwaitedStore, admit, settle
+
+async def main():
+    payer = Payer(*map(uuid.UUID, sys.argv[3:6]), "USD")
+    store = AwaitedStore(sys.argv[1], uuid.uuid4(), signer=read_key(Path(sys.argv[2])))
+    async def client():
+        while True:
+            op = admit(payer)
+            await store.admit(op)
+            await store.settle(settle(op.hold_id, 3))
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(store.run())
+        for _ in range(8):
+            tasks.create_task(client())
+
+asyncio.run(main())
+"""
+
 
 @pytest.fixture
 def world(database_url: str) -> Iterator[HoldWorld]:
@@ -302,30 +325,6 @@ async def test_many_processes_write_one_chain(world: HoldWorld) -> None:
     assert world.one("SELECT count(*) FROM receipt_keys") == 3
     check_invariants(world.url, all_ended=True)
     check_receipts(world.url)
-
-
-SETTLING = """
-import asyncio, sys, uuid
-from metering.quotas.quota_rules import Payer
-from metering.receipts.signing import (read_key)
-from pathlib import Path
-from tests.metering.hold_world import AwaitedStore, admit, settle
-
-async def main():
-    payer = Payer(*map(uuid.UUID, sys.argv[3:6]), "USD")
-    store = AwaitedStore(sys.argv[1], uuid.uuid4(), signer=read_key(Path(sys.argv[2])))
-    async def client():
-        while True:
-            op = admit(payer)
-            await store.admit(op)
-            await store.settle(settle(op.hold_id, 3))
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(store.run())
-        for _ in range(8):
-            tasks.create_task(client())
-
-asyncio.run(main())
-"""
 
 
 @pytest.mark.faults

@@ -44,6 +44,29 @@ REPORT = MonthReport(
     reconciliation=Reconciliation(39_000, 39_000, 0),
 )
 
+FULL = replace(
+    REPORT,
+    lines=(
+        *REPORT.lines,
+        replace(REPORT.lines[0], late_month="2026-10", amount_picos=3_000_000_000),
+    ),
+    charges=(
+        Charge(
+            LineKind.ALLOWANCE, "free allowance", -4_500_000_000, "demo", TokenKind.INPUT, 30_000
+        ),
+        Charge(
+            LineKind.ADJUSTMENT, "adjustment: an outage", -2_000_000_000, source_id=uuid.UUID(int=9)
+        ),
+        Charge(LineKind.CREDIT, "prepaid credit", -1_000_000_000, source_id=uuid.UUID(int=10)),
+    ),
+    carried_in_picos=4_000_000_000,
+    credit=PrepaidCredit(granted_picos=0, expired_picos=5, remaining_picos=10**12),
+    credit_notes=(
+        CreditNoteIssued("CN-000001", "INV-000007", 2 * 10**10, 'outage, "the long one"'),
+    ),
+    closed=Closed(datetime(2026, 12, 1, 2, tzinfo=UTC), "wk_finance", "INV-000008", "ab" * 32),
+)
+
 
 def test_the_total_is_exact_and_rounded_once() -> None:
     cents = replace(REPORT, lines=(replace(REPORT.lines[0], amount_picos=4_000_000_000),) * 3)
@@ -67,30 +90,6 @@ def test_csv_is_rfc_4180_with_exact_amounts() -> None:
         f"total_rounded,{acme},,,,,,,,0.01,USD,0.01,,,tax not included,open,,3",
         "",
     ]
-
-
-FULL = replace(
-    REPORT,
-    lines=(
-        *REPORT.lines,
-        replace(REPORT.lines[0], late_month="2026-10", amount_picos=3_000_000_000),
-    ),
-    charges=(
-        Charge(
-            LineKind.ALLOWANCE, "free allowance", -4_500_000_000, "demo", TokenKind.INPUT, 30_000
-        ),
-        Charge(
-            LineKind.ADJUSTMENT, "adjustment: an outage", -2_000_000_000, source_id=uuid.UUID(int=9)
-        ),
-        Charge(LineKind.CREDIT, "prepaid credit", -1_000_000_000, source_id=uuid.UUID(int=10)),
-    ),
-    carried_in_picos=4_000_000_000,
-    credit=PrepaidCredit(granted_picos=0, expired_picos=5, remaining_picos=10**12),
-    credit_notes=(
-        CreditNoteIssued("CN-000001", "INV-000007", 2 * 10**10, 'outage, "the long one"'),
-    ),
-    closed=Closed(datetime(2026, 12, 1, 2, tzinfo=UTC), "wk_finance", "INV-000008", "ab" * 32),
-)
 
 
 def test_a_closed_month_shows_late_usage_charges_carried_remainders_and_its_closer() -> None:

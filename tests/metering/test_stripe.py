@@ -63,6 +63,43 @@ from tests.stripe_double.server import KEY, SECRET, StripeDouble, signature, str
 
 BILLED = frozenset(MINOR_DIGITS) - {"CLF", "IQD", "LYD", "UYI", "UYW"}
 
+LOWER = Rates(
+    input_picos_per_token=100_000,
+    cached_input_picos_per_token=10_000,
+    output_picos_per_token=500_000,
+)
+TO_EVENTS = b"POST /stripe/events HTTP/1.1\r\nHost: here\r\n"
+NO_ANSWER = 0  # status for a sender that has disconnected
+ODD_EVENTS = {
+    "NUL in the type": b'{"id":"evt_1","type":"a\\u0000b"}',
+    "NUL in the payload": b'{"id":"evt_1","type":"a","x":"\\u0000"}',
+    "NUL as a key": b'{"id":"evt_1","type":"a","\\u0000":1}',
+    "lone surrogate in the id": b'{"id":"evt_1\\ud800","type":"x"}',
+    "lone surrogate in the payload": b'{"id":"evt_1","type":"x","a":"\\udfff"}',
+    "NaN": b'{"id":"evt_1","type":"x","a":NaN}',
+    "Infinity": b'{"id":"evt_1","type":"x","a":-Infinity}',
+    "number too large for a float": b'{"id":"evt_1","type":"x","a":1e999}',
+    "number of 5,000 digits": b'{"id":"evt_1","type":"x","a":' + b"9" * 5000 + b"}",
+    "200,000 brackets": b"[" * 200_000,
+    "200,000 levels": b'{"id":"evt_1","type":"x","a":' + b"[" * 200_000 + b"]" * 200_000 + b"}",
+    "list": b"[]",
+    "text": b'"x"',
+    "no id": b'{"type":"x"}',
+    "id that is not a text": b'{"id":null,"type":"x"}',
+    "type that is not a text": b'{"id":"evt_1","type":["x"]}',
+    "no UTF-8": b"\xff\xfe",
+    "empty": b"",
+}
+ODD_SIGNATURES = (
+    b"t=%d,v1=\xc3\xa9",
+    b"t=%d,v1=\xff",
+    b"\xe2\x98\x83=%d",
+    b"t=\xd9\xa1%d,v1=00",
+    b"t=%d" + b"0" * 5000 + b",v1=00",
+    b"t=%d,v1=" + b"=," * 3000,
+    b"%d",
+)
+
 
 @pytest.fixture
 def double() -> Iterator[StripeDouble]:
@@ -415,13 +452,6 @@ async def test_a_new_price_gets_its_own_meters_and_subscriptions_hold_no_more_th
     assert again == []
 
 
-LOWER = Rates(
-    input_picos_per_token=100_000,
-    cached_input_picos_per_token=10_000,
-    output_picos_per_token=500_000,
-)
-
-
 async def test_a_customers_own_price_is_in_no_other_subscription(
     sessions: Sessions,
     customer: Customer,
@@ -650,10 +680,6 @@ async def delivered_without_sync(
         return list(await session.scalars(text("SELECT id FROM meter_batches ORDER BY token_kind")))
 
 
-TO_EVENTS = b"POST /stripe/events HTTP/1.1\r\nHost: here\r\n"
-NO_ANSWER = 0  # status for a sender that has disconnected
-
-
 async def raw_post(sessions: Sessions, request: bytes) -> tuple[int, str]:
     """Send raw bytes to the endpoint; return status and body of its answer."""
     async with webhook_server(
@@ -705,37 +731,6 @@ async def test_an_event_is_stored_once_and_only_if_stripe_signed_it_lately(
     with pytest.raises(DBAPIError, match="never changes"):
         async with sessions.begin() as session:
             await session.execute(text("UPDATE stripe_events SET type = 'x'"))
-
-
-ODD_EVENTS = {
-    "NUL in the type": b'{"id":"evt_1","type":"a\\u0000b"}',
-    "NUL in the payload": b'{"id":"evt_1","type":"a","x":"\\u0000"}',
-    "NUL as a key": b'{"id":"evt_1","type":"a","\\u0000":1}',
-    "lone surrogate in the id": b'{"id":"evt_1\\ud800","type":"x"}',
-    "lone surrogate in the payload": b'{"id":"evt_1","type":"x","a":"\\udfff"}',
-    "NaN": b'{"id":"evt_1","type":"x","a":NaN}',
-    "Infinity": b'{"id":"evt_1","type":"x","a":-Infinity}',
-    "number too large for a float": b'{"id":"evt_1","type":"x","a":1e999}',
-    "number of 5,000 digits": b'{"id":"evt_1","type":"x","a":' + b"9" * 5000 + b"}",
-    "200,000 brackets": b"[" * 200_000,
-    "200,000 levels": b'{"id":"evt_1","type":"x","a":' + b"[" * 200_000 + b"]" * 200_000 + b"}",
-    "list": b"[]",
-    "text": b'"x"',
-    "no id": b'{"type":"x"}',
-    "id that is not a text": b'{"id":null,"type":"x"}',
-    "type that is not a text": b'{"id":"evt_1","type":["x"]}',
-    "no UTF-8": b"\xff\xfe",
-    "empty": b"",
-}
-ODD_SIGNATURES = (
-    b"t=%d,v1=\xc3\xa9",
-    b"t=%d,v1=\xff",
-    b"\xe2\x98\x83=%d",
-    b"t=\xd9\xa1%d,v1=00",
-    b"t=%d" + b"0" * 5000 + b",v1=00",
-    b"t=%d,v1=" + b"=," * 3000,
-    b"%d",
-)
 
 
 @pytest.mark.parametrize("case", ODD_EVENTS)

@@ -54,6 +54,27 @@ from tests.service import CACHED_PICOS, INPUT_PICOS, MODEL, OUTPUT_PICOS, POLL_S
 CONFORMANCE = Path(__file__).resolve().parents[2] / "sdk" / "conformance.json"
 PROMPT = (7, 8, 9, 10)
 
+WRONG_OPTIONS: dict[str, object] = {
+    "max_tokens": 3,
+    "temperature": "hot",
+    "stop": [1],
+    "max_cost": 0.05,
+    "tier": "cheap",
+    "labels": {"a": 1},
+    "timeout": "5 s",
+    "keep_on_disconnect": "30",
+    "prefetch_tokens": 2.5,
+    "text": 5,
+}
+# Its fields are also options.
+NESTED = (
+    "weir.v1.Sampling",
+    "weir.v1.BeamSearch",
+    "weir.v1.ResponseFormat",
+    "weir.v1.EmbedInput",
+    "weir.v1.Conversation",
+)
+
 
 @pytest.fixture
 async def client(service: Service) -> AsyncIterator[AsyncClient]:
@@ -205,20 +226,6 @@ async def test_never_bills_twice(client: AsyncClient) -> None:
     assert caught.value.reason == "REQUEST_SETTLED"
     assert caught.value.partial is not None
     assert caught.value.partial.usage == first.usage
-
-
-WRONG_OPTIONS: dict[str, object] = {
-    "max_tokens": 3,
-    "temperature": "hot",
-    "stop": [1],
-    "max_cost": 0.05,
-    "tier": "cheap",
-    "labels": {"a": 1},
-    "timeout": "5 s",
-    "keep_on_disconnect": "30",
-    "prefetch_tokens": 2.5,
-    "text": 5,
-}
 
 
 async def test_refuses_what_it_does_not_know(service: Service) -> None:
@@ -929,16 +936,6 @@ async def test_offers_every_field() -> None:
     unoffered = json.loads(CONFORMANCE.with_name("unoffered.json").read_text())
     assert everything - offered == unoffered.keys()
     assert all(unoffered.values())
-
-
-# Its fields are also options.
-NESTED = (
-    "weir.v1.Sampling",
-    "weir.v1.BeamSearch",
-    "weir.v1.ResponseFormat",
-    "weir.v1.EmbedInput",
-    "weir.v1.Conversation",
-)
 
 
 def fields_of(descriptor: Descriptor) -> Iterator[str]:

@@ -43,6 +43,10 @@ from tests.sdk.scripted import ScriptedInference
 
 NOON = Timestamp(seconds=1_795_176_000)  # 2026-11-20 12:00 UTC
 
+KEY = admin_pb.ApiKey(
+    api_key_id="k1", name="laptop", prefix="weir_ab12", scopes=["inference"], create_time=NOON
+)
+
 
 async def test_models_quotas_counts_and_generations() -> None:
     server = ScriptedInference(scripted.answer)
@@ -155,11 +159,6 @@ class Recorder:
         """Register it for both services."""
         admin_service_pb2_grpc.add_AdminServiceServicer_to_server(self, server)  # type: ignore[arg-type]
         billing_service_pb2_grpc.add_BillingServiceServicer_to_server(self, server)  # type: ignore[arg-type]
-
-
-KEY = admin_pb.ApiKey(
-    api_key_id="k1", name="laptop", prefix="weir_ab12", scopes=["inference"], create_time=NOON
-)
 
 
 async def test_admins_manage_organizations_keys_quotas_and_prices() -> None:

@@ -30,6 +30,14 @@ PUBLIC_KEY = SIGNING_KEY.public_key().public_bytes_raw()
 KEYS = {key_id_of(PUBLIC_KEY): PUBLIC_KEY}
 NOVEMBER = (datetime(2026, 11, 15, tzinfo=UTC) - EPOCH).days * 86_400 * 10**6
 
+FIELDS = st.sampled_from(
+    [
+        name
+        for name in Receipt.__dataclass_fields__
+        if name not in ("version", "path", "hash", "key_id", "signature", "timings")
+    ]
+)
+
 
 def chain(project_id: str, count: int) -> list[Receipt]:
     """Return this many unsigned receipts of a project."""
@@ -133,15 +141,6 @@ def test_a_single_receipt_verifies_or_names_the_fault() -> None:
         with pytest.raises(ReceiptInvalid) as refused:
             verify_receipt(wrong, KEYS)
         assert refused.value.problem.fault is fault
-
-
-FIELDS = st.sampled_from(
-    [
-        name
-        for name in Receipt.__dataclass_fields__
-        if name not in ("version", "path", "hash", "key_id", "signature", "timings")
-    ]
-)
 
 
 @given(st.integers(0, 5), FIELDS, st.integers(0, 255))

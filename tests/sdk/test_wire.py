@@ -119,6 +119,10 @@ ENUMERATIONS = (
     (values.Stage, inference_service_pb2.ProgressFrame.Stage),
 )
 
+RETURNED = [
+    name for name in weir_client.__all__ if dataclasses.is_dataclass(getattr(weir_client, name))
+]
+
 
 @pytest.mark.parametrize(("kind", "message", "untold"), PAIRS)
 def test_every_field_of_a_value_has_its_source_in_the_message(
@@ -178,11 +182,6 @@ def test_times_amounts_durations_and_mappings_are_read_by_their_types() -> None:
         {"team": "search"},
         "-1.50 USD",
     )
-
-
-RETURNED = [
-    name for name in weir_client.__all__ if dataclasses.is_dataclass(getattr(weir_client, name))
-]
 
 
 @pytest.mark.parametrize("name", RETURNED)

@@ -24,6 +24,12 @@ from metering.quotas.quota_rules import QuotaRule, QuotaState
 
 PROMPT_TOKENS_MAX = 4096  # per frame, of up to 0.4 MB
 
+NO_STOPS: Mapping[int, StoppedBy] = {}
+TIMING_FIELDS = types_pb2.Timings.DESCRIPTOR.fields
+TIMING_NAMES = tuple(field.name for field in TIMING_FIELDS)
+TIMING_TAGS = tuple(field.number << 3 | 1 for field in TIMING_FIELDS)  # of doubles, in one byte
+TIMINGS = struct.Struct("<" + "Bd" * len(TIMING_FIELDS))
+
 
 def admitted(
     admission: Admitted,
@@ -206,13 +212,6 @@ def tell_settled(
     cost.units, cost.picos = divmod(settled.cost_picos, wire.PICOS_PER_UNIT)
     for receipt in settled.receipts:
         receipt_message(receipt, said.receipts.add)
-
-
-NO_STOPS: Mapping[int, StoppedBy] = {}
-TIMING_FIELDS = types_pb2.Timings.DESCRIPTOR.fields
-TIMING_NAMES = tuple(field.name for field in TIMING_FIELDS)
-TIMING_TAGS = tuple(field.number << 3 | 1 for field in TIMING_FIELDS)  # of doubles, in one byte
-TIMINGS = struct.Struct("<" + "Bd" * len(TIMING_FIELDS))
 
 
 def finished(

@@ -33,6 +33,11 @@ LARK_ESCAPES = {"/": r"\/", "\n": r"\n"}
 # Bytes of all tools of a request together: checking blocks the event loop for 45 µs per kB.
 SCHEMAS_BYTES_MAX = 256 * 1024
 
+NOT_STRICT = (
+    "cannot be strict, or combined with response_format, for this model's form of calls: leave"
+    " strict out, or force a call with tool_choice"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
@@ -200,12 +205,6 @@ def format_with_tools(
         )
         raise InvalidRequest([FieldViolation("tools", remedy)])
     return kept
-
-
-NOT_STRICT = (
-    "cannot be strict, or combined with response_format, for this model's form of calls: leave"
-    " strict out, or force a call with tool_choice"
-)
 
 
 def _rule_of(response_format: ResponseFormat) -> str:

@@ -50,6 +50,9 @@ if TYPE_CHECKING:
 from collections.abc import Sequence
 from typing import TypeVar
 
+# Tokens per turn: seconds of work on a laptop, for which other requests may wait.
+PART_TOKENS = 16_384
+
 
 class LiveEmbedding:
     """One `Embed` request."""
@@ -347,9 +350,6 @@ async def tokenize_inputs(
             await check_room(1)
         return await job.work.run(job.payer.organization_id, cost, tokenize_all)
 
-
-# Tokens per turn: seconds of work on a laptop, for which other requests may wait.
-PART_TOKENS = 16_384
 
 Text = TypeVar("Text", bound=Sequence[int])
 

@@ -41,6 +41,9 @@ ANY_HOST = frozenset({"", "*", "0.0.0.0", "[::]"})
 # Detects lost machines; sent only during a relay.
 PEER_KEEPALIVE_MS, PEER_KEEPALIVE_TIMEOUT_MS = 10_000, 5_000
 
+IDLE_S = 60.0  # how long an unused connection is kept; a new handshake takes some ms
+IDLE_COUNT_MAX = 32  # unused connections, of some 100 kB each with TLS
+
 
 @dataclass(frozen=True, slots=True)
 class Peer:
@@ -213,10 +216,6 @@ def make_certificate() -> tuple[bytes, bytes]:
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, plain
     )
     return private, certificate.public_bytes(serialization.Encoding.PEM)
-
-
-IDLE_S = 60.0  # how long an unused connection is kept; a new handshake takes some ms
-IDLE_COUNT_MAX = 32  # unused connections, of some 100 kB each with TLS
 
 
 @dataclass(slots=True, eq=False)

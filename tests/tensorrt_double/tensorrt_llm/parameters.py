@@ -10,6 +10,8 @@ from typing import Any
 
 PUBLISHED: dict[str, Any] = json.loads((Path(__file__).parent.parent / "api.json").read_text())
 
+CHECKED = {"__post_init__": lambda self: self.check()}
+
 
 class CapacitySchedulerPolicy(enum.StrEnum):
     """Policy that selects the requests of a step."""
@@ -35,7 +37,6 @@ def published_fields(name: str) -> list[tuple[str, Any, Any]]:
     return fields
 
 
-CHECKED = {"__post_init__": lambda self: self.check()}
 _Sampling: Any = dataclasses.make_dataclass(
     "_Sampling", published_fields("SamplingParams"), namespace=dict(CHECKED)
 )

@@ -98,6 +98,19 @@ TextsArgument = Annotated[
     list[str] | None, typer.Argument(help="The texts; - reads one per line from standard input.")
 ]
 
+CUT_OFF = (
+    FinishReason.QUOTA_EXHAUSTED,
+    FinishReason.COST_LIMIT,
+    FinishReason.SLOW_CONSUMER,
+    FinishReason.FILTERED,
+)
+EARLY_STOPPING: Mapping[str | None, bool | Literal["never"]] = {
+    None: False,
+    "no": False,
+    "yes": True,
+    "never": "never",
+}
+
 
 def messages(
     prompt: str | None, system: str | None, context: Path | None, file: str | None
@@ -357,22 +370,6 @@ def cosine(one: Sequence[float], other: Sequence[float]) -> float:
     """Return the cosine of the angle between two vectors; 0 if one has length 0."""
     lengths = math.hypot(*one) * math.hypot(*other)
     return sum(map(mul, one, other)) / lengths if lengths else 0.0
-
-
-CUT_OFF = (
-    FinishReason.QUOTA_EXHAUSTED,
-    FinishReason.COST_LIMIT,
-    FinishReason.SLOW_CONSUMER,
-    FinishReason.FILTERED,
-)
-
-
-EARLY_STOPPING: Mapping[str | None, bool | Literal["never"]] = {
-    None: False,
-    "no": False,
-    "yes": True,
-    "never": "never",
-}
 
 
 def generate(

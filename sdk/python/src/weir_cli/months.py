@@ -106,7 +106,6 @@ FILE_WIDTH = 120  # columns of a table written to a file
 TABLE_ROWS_MAX = 1_000  # a longer table is unreadable
 PAGE_ROWS = 5_000  # rows of a CSV page: far below the size limit of a message
 
-
 CSV_FIELDS: Mapping[str, Callable[[UsageRow], object]] = {
     "organization": lambda row: row.organization_name,
     "organization_id": lambda row: row.organization_id,
@@ -142,6 +141,12 @@ CSV_FIELDS: Mapping[str, Callable[[UsageRow], object]] = {
     "migration_count": lambda row: row.migration_count,
     "reasoning_token_count": lambda row: row.reasoning_token_count,
 }
+
+FILES: Mapping[Format, MonthExportFormat] = {
+    "focus": MonthExportFormat.FOCUS_CSV,
+    "pdf": MonthExportFormat.INVOICE_PDF,
+}
+CLOSE_TIMEOUT_S = 300.0  # a close reads all usage events of its month
 
 
 def plain(money: Money) -> str:
@@ -261,10 +266,6 @@ def forecast_lines(forecast: UsageForecast) -> list[Text]:
 
 AllOption = Annotated[bool, typer.Option("--all", help="All organizations, one after the other.")]
 Format = Literal["table", "csv", "json", "focus", "pdf"]  # output format of a report
-FILES: Mapping[Format, MonthExportFormat] = {
-    "focus": MonthExportFormat.FOCUS_CSV,
-    "pdf": MonthExportFormat.INVOICE_PDF,
-}
 
 
 @month.command("show")
@@ -499,9 +500,6 @@ def write_file(file: MonthFile, path: Path | None) -> None:
     write_content(
         path / file.file_name if path is not None and path.is_dir() else path, file.content
     )
-
-
-CLOSE_TIMEOUT_S = 300.0  # a close reads all usage events of its month
 
 
 @month.command("list")

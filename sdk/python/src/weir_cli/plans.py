@@ -43,6 +43,22 @@ credit = typer.Typer(help="Grant credit, and show balances.", no_args_is_help=Tr
 
 OrganizationArgument = Annotated[str, typer.Argument(help="Organization, by name or id.")]
 
+TIME_FORMATS = ["%Y-%m-%d", "%Y-%m-%dT%H:%M:%S", "%Y-%m-%dT%H:%M:%SZ"]
+KINDS = ("input", "cached input", "output", "reasoning", "embedding")
+TITLE = "prices per million tokens"
+TIMEOUT_S = 300.0  # a month of millions of events is rated in one statement
+CSV_COLUMNS: Mapping[str, Callable[[SimulatedCustomer], object]] = {
+    "organization_name": lambda each: each.organization_name,
+    "organization_id": lambda each: each.organization_id,
+    "currency_code": lambda each: each.old_amount.currency_code,
+    "token_count": lambda each: each.token_count,
+    "old_amount": lambda each: f"{each.old_amount.amount:f}",
+    "new_amount": lambda each: f"{each.new_amount.amount:f}",
+    "difference": lambda each: f"{each.difference.amount:f}",
+    "old_plan": lambda each: each.old_plan,
+    "new_plan": lambda each: each.new_plan,
+}
+
 
 @plan.command("create")
 @calls(admin_client)
@@ -285,25 +301,10 @@ price = typer.Typer(
     help="Set, list and simulate prices: list prices and customers' own.", no_args_is_help=True
 )
 
-TIME_FORMATS = ["%Y-%m-%d", "%Y-%m-%dT%H:%M:%S", "%Y-%m-%dT%H:%M:%SZ"]
 ModelArgument = Annotated[str, typer.Argument(help="Model; it need not exist yet.")]
 SinceOption = Annotated[
     datetime | None, typer.Option(help="Start, in UTC. Default: now.", formats=TIME_FORMATS)
 ]
-KINDS = ("input", "cached input", "output", "reasoning", "embedding")
-TITLE = "prices per million tokens"
-TIMEOUT_S = 300.0  # a month of millions of events is rated in one statement
-CSV_COLUMNS: Mapping[str, Callable[[SimulatedCustomer], object]] = {
-    "organization_name": lambda each: each.organization_name,
-    "organization_id": lambda each: each.organization_id,
-    "currency_code": lambda each: each.old_amount.currency_code,
-    "token_count": lambda each: each.token_count,
-    "old_amount": lambda each: f"{each.old_amount.amount:f}",
-    "new_amount": lambda each: f"{each.new_amount.amount:f}",
-    "difference": lambda each: f"{each.difference.amount:f}",
-    "old_plan": lambda each: each.old_plan,
-    "new_plan": lambda each: each.new_plan,
-}
 
 
 @price.command("set")

@@ -62,6 +62,8 @@ IfMissingOption = Annotated[
     bool, typer.Option("--if-missing", help="Do nothing if it exists, for repeatable scripts.")
 ]
 
+DIMENSIONS = tuple(each for each in QuotaDimension if each is not QuotaDimension.UNSPECIFIED)
+
 
 @org.command("create")
 @calls(admin_client)
@@ -510,7 +512,6 @@ WeightOption = Annotated[
         help="Weight of such a token in thousandths. Default: unchanged, at first 1000.",
     ),
 ]
-DIMENSIONS = tuple(each for each in QuotaDimension if each is not QuotaDimension.UNSPECIFIED)
 
 
 @quota.command("set")

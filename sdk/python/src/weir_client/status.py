@@ -35,28 +35,8 @@ _CLASSES: Mapping[str, type[errors.WeirError]] = {
     "DATA_LOSS": errors.Internal,
 }
 
-
-def error_from_status(
-    status: status_pb2.Status, *, request_id: str = "", partial: Partial | None = None
-) -> errors.WeirError:
-    """Return the typed error of a status with its details; `WeirError` for an unknown code."""
-    code = _code_name(status.code)
-    details = _decode_details(status)
-    kind = _CLASSES.get(code, errors.WeirError)
-    if code == "RESOURCE_EXHAUSTED" and (details.quota is not None or details.quota_violations):
-        kind = errors.QuotaExceeded
-    return kind(
-        status.message or code.lower().replace("_", " "),
-        code=code,
-        request_id=request_id or (details.metadata or {}).get("request_id", ""),
-        details=details,
-        partial=partial,
-    )
-
-
 # Replaces the server's status in grpcio if a write fails as the stream ends (grpc/grpc#36066).
 OVERWRITTEN = "Internal error from Core"
-
 # Words of gRPC for a server that was not reached, and remedies by words of its reason.
 NOT_REACHED = ("failed to connect", "errors resolving", "DNS resolution failed")
 HINTS = {
@@ -74,6 +54,24 @@ HINTS = {
     "Connection refused": "nothing listens there: check the port, and that the server runs",
     "ame not found": "check the name of the host",
 }
+
+
+def error_from_status(
+    status: status_pb2.Status, *, request_id: str = "", partial: Partial | None = None
+) -> errors.WeirError:
+    """Return the typed error of a status with its details; `WeirError` for an unknown code."""
+    code = _code_name(status.code)
+    details = _decode_details(status)
+    kind = _CLASSES.get(code, errors.WeirError)
+    if code == "RESOURCE_EXHAUSTED" and (details.quota is not None or details.quota_violations):
+        kind = errors.QuotaExceeded
+    return kind(
+        status.message or code.lower().replace("_", " "),
+        code=code,
+        request_id=request_id or (details.metadata or {}).get("request_id", ""),
+        details=details,
+        partial=partial,
+    )
 
 
 def error_from_rpc(
