@@ -11,11 +11,11 @@ PYTEST := $(BIN)/python -m pytest
 WORKERS ?= $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
 SPREAD := --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 PLATFORM = $(shell $(BIN)/python -c 'import sysconfig; print(sysconfig.get_platform())')# of the wheel, which has machine code
-CHECKS := format-check lint types proto-check migrations-check architecture prose commits-check
+CHECKS := format-check lint types proto-check migrations-check architecture prose reference-check commits-check
 
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev docs demo test test-fast test-faults test-clients test-peers check checks $(CHECKS) fmt proto proto-baseline migration lock dist dist-check clean
+.PHONY: help setup setup-dev docs demo test test-fast test-faults test-clients test-peers check checks $(CHECKS) fmt reference proto proto-baseline migration lock dist dist-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -81,10 +81,16 @@ commits-check: setup-dev ## the messages of the commits since the newest tag or 
 prose: setup-dev ## the language of docstrings, comments, messages and pages
 	@$(BIN)/python -m infra.prose
 
+reference-check: setup-dev ## the generated parts of docs/ equal the source
+	@$(BIN)/python -m infra.reference --check
+
 fmt: setup-dev ## bring Python and proto files into their one format
 	@$(BIN)/ruff check --quiet --fix-only .
 	@$(BIN)/ruff format --quiet .
 	@$(BIN)/python -m infra.check_proto --format
+
+reference: setup-dev ## write the generated parts of docs/
+	@$(BIN)/python -m infra.reference --write
 
 proto: setup-dev ## generate the Python code of the contract
 	@$(BIN)/python -m infra.generate_proto

@@ -132,11 +132,14 @@ def texts_of(source: Source) -> Iterator[Text]:
 
 
 def _of_page(source: Source) -> Iterator[Text]:
-    is_code = False
+    is_code = is_generated = False
     for number, line in enumerate(source.text.splitlines(), 1):
         if line.lstrip().startswith("```"):
             is_code = not is_code
-        elif line and not is_code:
+        elif line.startswith("<!-- "):
+            # The text up to the end marker is checked in the source that it is generated from.
+            is_generated = line.startswith("<!-- reference: ")
+        elif line and not is_code and not is_generated:
             yield Text(source.path, number, Kind.PAGE, re.sub(r"`[^`]*`", "`code`", line))
 
 

@@ -1,12 +1,14 @@
-"""Reference tables of the documentation, generated from the source by `make docs`.
+"""Generated parts of the documentation: `python -m infra.reference --write | --check`.
 
-A page includes a table with the comment `<!-- reference: settings -->`, and `python -m
-infra.reference settings` prints it. MkDocs loads this module as a hook, which also rewrites links
-between files of the repository to links between pages of the site.
+A page has them between `<!-- reference: NAME -->` and `<!-- end of reference -->`, committed so
+that you can read it in the repository. `make reference` writes them, `make reference-check` finds
+those that differ from the source. MkDocs loads this module as a hook, which rewrites links between
+files of the repository to links between pages of the site.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 import inspect
 import json
@@ -16,6 +18,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
@@ -45,7 +48,14 @@ from metering.ledger.ledger import AccountKind, TransactionKind
 from metering.quotas.quota_rules import DIMENSIONS, Kind
 
 ROOT = Path(__file__).resolve().parent.parent
-MARKER = re.compile(r"^<!-- reference: ([\w-]+) -->$", re.MULTILINE)
+COLUMNS_MAX = 100
+END = "<!-- end of reference -->"
+# A marker and the lines up to its end; a new marker has neither.
+MARKER = re.compile(
+    rf"^<!-- reference: ([\w-]+) -->(?:\n(?:(?!<!-- reference).*\n)*?{END})?$", re.MULTILINE
+)
+# At the start of a line, Markdown would read these words as the mark of a list or a heading.
+MARK = re.compile(r" (?=(?:[-+*#>|]|\d+[.)])(?: |$))")
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?!#|\w+:)([^)\s]+)\)")
 REMOTE_FILE = re.compile(
     r"<(?:script|img|iframe)\b[^>]*\bsrc=[\"']?(?:https?:)?//|<link\b[^>]*\bhref=[\"']?(?:https?:)?//"
@@ -600,7 +610,7 @@ def of_message(
     if message.options.map_entry:
         return
     name = outer + message.name
-    yield f"#### {name} {{#{anchor(name)}}}\n\n{comments.get(path, '')}\n"
+    yield f"#### {name}\n\n{comments.get(path, '')}\n"
     maps = {each.name: each for each in message.nested_type if each.options.map_entry}
     for index, each in enumerate(message.field):
         yield f"- `{each.name}` {type_of(each, maps)}: {comments.get((*path, 2, index), '')}"
@@ -615,7 +625,7 @@ def of_enum(
     enum: Any, path: tuple[int, ...], comments: Mapping[tuple[int, ...], str], outer: str
 ) -> Iterator[str]:
     name = outer + enum.name
-    yield f"#### {name} {{#{anchor(name)}}}\n\n{comments.get(path, '')}\n"
+    yield f"#### {name}\n\n{comments.get(path, '')}\n"
     for index, value in enumerate(enum.value):
         yield f"- `{value.name}`: {comments.get((*path, 2, index), '')}"
     yield ""
@@ -640,7 +650,7 @@ def link_to(type_name: str) -> str:
 
 
 def anchor(name: str) -> str:
-    return "type-" + name.lower().replace(".", "-")
+    return name.lower().replace(".", "")
 
 
 # Ledger and endings
@@ -799,12 +809,63 @@ TABLES: Mapping[str, Callable[[], str]] = {
 }
 
 
+# Pages
+
+
+def generated(name: str) -> str:
+    """Return a table or section as a page has it, in lines of at most 100 columns."""
+    lines = []
+    for line in TABLES[name]().splitlines():
+        if len(line) <= COLUMNS_MAX or line.startswith("|"):
+            lines.append(line)
+            continue
+        lines += textwrap.wrap(
+            MARK.sub("\0", line),
+            COLUMNS_MAX,
+            subsequent_indent="  " if line.startswith("- ") else "",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    text = "\n".join(lines).replace("\0", " ")
+    return re.sub(r"\n{3,}", "\n\n", text).strip("\n")
+
+
+def updated(page: str) -> str:
+    """Return the text of a page with its generated parts as the source has them now."""
+    return MARKER.sub(
+        lambda found: f"<!-- reference: {found[1]} -->\n\n{generated(found[1])}\n\n{END}", page
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the generated parts of all pages, or name the pages where they are out of date."""
+    parser = argparse.ArgumentParser(description="Generated parts of the documentation.")
+    mode = parser.add_mutually_exclusive_group(required=True)
+    mode.add_argument("--write", action="store_true", help="write them into the pages")
+    mode.add_argument("--check", action="store_true", help="name the pages that are out of date")
+    options = parser.parse_args(arguments)
+    stale = False
+    for path in sorted((ROOT / "docs").rglob("*.md")):
+        text = path.read_text()
+        if (current := updated(text)) == text:
+            continue
+        if options.write:
+            path.write_text(current)
+            continue
+        stale = True
+        print(
+            f"{path.relative_to(ROOT)} differs from the source: run `make reference`",
+            file=sys.stderr,
+        )
+    return 1 if stale else 0
+
+
 # Hooks of MkDocs
 
 
 def on_page_markdown(markdown: str, page: Any, **_: object) -> str:
-    """Insert reference tables, and rewrite links."""
-    return led(MARKER.sub(lambda found: TABLES[found[1]](), markdown), page.file.src_uri)
+    """Rewrite links between files to links between pages."""
+    return led(markdown, page.file.src_uri)
 
 
 @cache
@@ -843,4 +904,4 @@ def on_post_page(output: str, page: Any, **_: object) -> None:
 
 
 if __name__ == "__main__":
-    print("\n".join(TABLES[name]() for name in sys.argv[1:]), end="")
+    sys.exit(main())

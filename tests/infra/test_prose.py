@@ -50,6 +50,13 @@ def test_pages_are_read_without_their_code() -> None:
     assert str(finding).startswith("docs/page.md:1: ")
 
 
+def test_generated_parts_of_a_page_are_checked_in_their_source() -> None:
+    generated = "<!-- reference: errors -->\n\nNobody asks.\n\n<!-- end of reference -->\n"
+    page = f"Text.\n\n{generated}\nNobody answers.\n"
+    [(_, finding)] = findings([Source("docs/page.md", page)])
+    assert str(finding).startswith("docs/page.md:9: ")
+
+
 def test_a_cell_holds_one_fact() -> None:
     assert rules_broken("docs/page.md", f"| a | {'fact ' * 20} |\n") == {"cell"}
 
