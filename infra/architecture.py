@@ -69,8 +69,13 @@ UNPUBLISHED_PACKAGE = re.compile(
 RELEASE_NOTES = "CHANGELOG.md"  # describes past versions
 PACKAGED = ("api/", "inference/", "metering/")  # folders without cycles of packages and modules
 PAGE = "docs/architecture.md"
+PAGES = re.compile(
+    r"docs/(?:architecture|internals/[\w-]+)\.md|(?:api|inference|metering)/README\.md"
+)
+# A path, or a path and what is defined there: `api/server.py`, `api/server.py::serve`.
 NAMED_PATH = re.compile(
-    r"`((?:api|bench|common|demo|docs|inference|infra|metering|migrations|proto|sdk|tests)/[\w./-]*)`"
+    r"`((?:api|bench|common|demo|docs|inference|infra|metering|migrations|proto|sdk|tests)/[\w./-]*)"
+    r"(?:::([\w.]+))?`"
 )
 
 
@@ -711,23 +716,53 @@ def borders_guard_something(sources: Iterable[Source]) -> Iterator[Finding]:
             )
 
 
-def page_names_what_exists(sources: Iterable[Source]) -> Iterator[Finding]:
-    """Find paths in docs/architecture.md that do not exist, and packages that it does not name."""
+def pages_name_what_exists(sources: Iterable[Source]) -> Iterator[Finding]:
+    """Find paths and names of code in pages that do not exist, and packages that
+    docs/architecture.md does not name."""
     sources = list(sources)
-    paths = [source.path for source in sources]
-    page = next((source for source in sources if source.path == PAGE), Source(PAGE, ""))
-    named = [
-        (number, path)
-        for number, line in enumerate(page.text.splitlines(), 1)
-        for path in NAMED_PATH.findall(line)
-    ]
-    for number, name in named:
-        if name not in paths and not any(path.startswith(name.rstrip("/") + "/") for path in paths):
-            yield Finding(PAGE, number, f"names {name}, which does not exist")
-    folders = {package.replace(".", "/") + "/" for package in package_imports(sources)}
-    for folder in sorted(folders - {name for _, name in named}):
-        if any(path.startswith(folder) for path in paths):
-            yield Finding(PAGE, 1, f"does not name the package {folder}")
+    by_path = {source.path: source for source in sources}
+    folders = {f"{folder}/" for path in by_path for folder in map(str, Path(path).parents)}
+    described = set()
+    for page in sources:
+        if not PAGES.fullmatch(page.path):
+            continue
+        for number, line in enumerate(page.text.splitlines(), 1):
+            for path, name in NAMED_PATH.findall(line):
+                if page.path == PAGE:
+                    described.add(path)
+                if path not in by_path and path.rstrip("/") + "/" not in folders:
+                    yield Finding(page.path, number, f"names {path}, which does not exist")
+                elif name and name not in names_of(by_path[path]):
+                    yield Finding(page.path, number, f"names {name}, which {path} does not define")
+    packages = {package.replace(".", "/") + "/" for package in package_imports(sources)}
+    for folder in sorted((packages & folders) - described):
+        yield Finding(PAGE, 1, f"does not name the package {folder}")
+
+
+def names_of(source: Source) -> set[str]:
+    """Return the functions, classes and constants of a module, and members as `Class.name`.
+
+    For files in other languages, return all words.
+    """
+    if not source.is_python:
+        return set(re.findall(r"\w+", source.text))
+    names: set[str] = set()
+
+    def collect(body: Iterable[ast.stmt], prefix: str) -> None:
+        for node in body:
+            match node:
+                case ast.ClassDef(name=name, body=members):
+                    names.add(prefix + name)
+                    collect(members, f"{prefix}{name}.")
+                case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                    names.add(prefix + name)
+                case ast.Assign(targets=[target]) | ast.AnnAssign(target=target):
+                    names.update(
+                        prefix + each.id for each in ast.walk(target) if isinstance(each, ast.Name)
+                    )
+
+    collect(source.tree.body, "")
+    return names
 
 
 # Size of the product: Python modules below the folders above, without generated code. To be lowered
@@ -768,7 +803,7 @@ TEXT_RULES: tuple[Rule, ...] = (
 REPOSITORY_RULES: tuple[RepositoryRule, ...] = (
     packages_form_no_cycle,
     borders_guard_something,
-    page_names_what_exists,
+    pages_name_what_exists,
     product_does_not_grow,
 )
 

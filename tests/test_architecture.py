@@ -480,19 +480,34 @@ def test_a_border_around_nothing_is_reported(
         ("`api/a/x.py`", "does not name the package api/a/"),
         ("`api/a/`\n`api/a/y.py`", "names api/a/y.py, which does not exist"),
         ("`api/a/`\n`api/b/`", "names api/b/, which does not exist"),
+        ("`api/a/`, `api/b.py::f`, `api/b.py::C.m`, `api/b.py::N`", None),
+        ("`api/a/`, `api/b.py::g`", "names g, which api/b.py does not define"),
+        ("`api/a/`, `api/b.py::m`", "names m, which api/b.py does not define"),
+        ("`api/a/`, `infra/adr/0001.md::title`", None),
+        (
+            "`api/a/`, `infra/adr/0001.md::titles`",
+            "names titles, which infra/adr/0001.md does not define",
+        ),
     ],
 )
 def test_a_wrong_page_on_the_architecture_is_reported(page: str, found: str | None) -> None:
     files = [
         Source("api/a/x.py", ""),
-        Source("api/b.py", ""),
-        Source("infra/adr/0001.md", ""),
+        Source("api/b.py", "def f(): ...\nclass C:\n    def m(self): ...\nM, N = 1, 2\n"),
+        Source("infra/adr/0001.md", "title"),
         Source("docs/architecture.md", page),
     ]
 
-    assert [finding.what for finding in architecture.page_names_what_exists(files)] == (
+    assert [finding.what for finding in architecture.pages_name_what_exists(files)] == (
         [found] if found else []
     )
+
+
+@pytest.mark.parametrize("path", ["docs/internals/decisions.md", "metering/README.md"])
+def test_a_wrong_path_on_a_page_about_the_code_is_reported(path: str) -> None:
+    [found] = architecture.pages_name_what_exists([Source(path, "a\n`api/a.py`")])
+
+    assert str(found) == f"{path}:2: names api/a.py, which does not exist"
 
 
 @pytest.mark.parametrize(("name", "size"), [("MODULES_MAX", 2), ("LINES_MAX", 4)])
