@@ -294,7 +294,9 @@ def test_a_page_has_short_lines_and_cells(page: Path) -> None:
     prose = BLOCK.sub("", page.read_text()).splitlines()
     cells = [cell.strip() for line in prose if line.startswith("|") for cell in line.split("|")]
 
-    assert [line for line in prose if len(line) > COLUMNS_MAX and not line.startswith("|")] == []
+    # A line without blanks, such as the name of a test, cannot be broken.
+    long = [line for line in prose if len(line) > COLUMNS_MAX and " " in line.strip(" -")]
+    assert [line for line in long if not line.startswith("|")] == []
     assert [cell for cell in cells if len(cell) > CELL_MAX] == []
 
 
