@@ -77,6 +77,8 @@ NAMED_PATH = re.compile(
     r"`((?:api|bench|common|demo|docs|inference|infra|metering|migrations|proto|sdk|tests)/[\w./-]*)"
     r"(?:::([\w.]+))?`"
 )
+# In the README of a package: a module below it, such as `settings.py` or `core/settings.py`.
+NAMED_MODULE = re.compile(r"`([\w/]+\.py)`")
 
 
 @dataclass(frozen=True)
@@ -716,7 +718,7 @@ def borders_guard_something(sources: Iterable[Source]) -> Iterator[Finding]:
             )
 
 
-def pages_name_what_exists(sources: Iterable[Source]) -> Iterator[Finding]:
+def page_names_what_exists(sources: Iterable[Source]) -> Iterator[Finding]:
     """Find paths and names of code in pages that do not exist, and packages that
     docs/architecture.md does not name."""
     sources = list(sources)
@@ -726,13 +728,18 @@ def pages_name_what_exists(sources: Iterable[Source]) -> Iterator[Finding]:
     for page in sources:
         if not PAGES.fullmatch(page.path):
             continue
+        folder = page.path.removesuffix("README.md")
+        below = [path for path in by_path if folder in PACKAGED and path.startswith(folder)]
         for number, line in enumerate(page.text.splitlines(), 1):
+            for module in NAMED_MODULE.findall(NAMED_PATH.sub("", line)) if below else ():
+                if module not in by_path and not any(path.endswith(f"/{module}") for path in below):
+                    yield Finding(page.path, number, f"names {module}, which does not exist")
             for path, name in NAMED_PATH.findall(line):
                 if page.path == PAGE:
                     described.add(path)
                 if path not in by_path and path.rstrip("/") + "/" not in folders:
                     yield Finding(page.path, number, f"names {path}, which does not exist")
-                elif name and name not in names_of(by_path[path]):
+                elif name and (path not in by_path or name not in names_of(by_path[path])):
                     yield Finding(page.path, number, f"names {name}, which {path} does not define")
     packages = {package.replace(".", "/") + "/" for package in package_imports(sources)}
     for folder in sorted((packages & folders) - described):
@@ -803,7 +810,7 @@ TEXT_RULES: tuple[Rule, ...] = (
 REPOSITORY_RULES: tuple[RepositoryRule, ...] = (
     packages_form_no_cycle,
     borders_guard_something,
-    pages_name_what_exists,
+    page_names_what_exists,
     product_does_not_grow,
 )
 

@@ -498,14 +498,26 @@ def test_a_wrong_page_on_the_architecture_is_reported(page: str, found: str | No
         Source("docs/architecture.md", page),
     ]
 
-    assert [finding.what for finding in architecture.pages_name_what_exists(files)] == (
+    assert [finding.what for finding in architecture.page_names_what_exists(files)] == (
         [found] if found else []
     )
 
 
+def test_a_wrong_module_in_the_readme_of_a_package_is_reported() -> None:
+    files = [
+        Source("api/core/errors.py", ""),
+        Source("api/README.md", "`errors.py`, `core/errors.py`\n`core.py`"),
+        Source("docs/architecture.md", "`api/core/`"),
+    ]
+
+    [found] = architecture.page_names_what_exists(files)
+
+    assert str(found) == "api/README.md:2: names core.py, which does not exist"
+
+
 @pytest.mark.parametrize("path", ["docs/internals/decisions.md", "metering/README.md"])
 def test_a_wrong_path_on_a_page_about_the_code_is_reported(path: str) -> None:
-    [found] = architecture.pages_name_what_exists([Source(path, "a\n`api/a.py`")])
+    [found] = architecture.page_names_what_exists([Source(path, "a\n`api/a.py`")])
 
     assert str(found) == f"{path}:2: names api/a.py, which does not exist"
 
