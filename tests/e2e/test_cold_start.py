@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 import pytest
 from weir.v1 import inference_service_pb2 as pb
+from weir.v1 import types_pb2
 
 from inference.routing.memory import torch_memory_bytes
 from tests.conftest import new_database
@@ -177,6 +178,28 @@ async def test_from_nothing_to_tokens_to_nothing_and_again(cold: Service) -> Non
         first = await stream.first(again, "progress")
         assert first.stage == LOADING
         assert first.HasField("estimated_wait"), "now it is known how long that takes"
+
+
+async def test_a_request_cancelled_while_its_model_loads_ends_at_once_and_costs_nothing(
+    cold: Service,
+) -> None:
+    """It counts as a request, since it had a hold; the model goes on loading for the next one."""
+    await engines_gone(cold)  # of earlier tests
+    tenant = await new_tenant(cold)
+    async with cold.stream(tenant.secret) as stream:
+        async with load_paused(Path(cold.settings.models[OTHER])):
+            cancelled = await stream.begin(model=OTHER)
+            assert (await stream.first(cancelled, "progress")).stage == LOADING
+            following = await stream.begin(model=OTHER)
+            await stream.first(following, "progress")
+            await stream.cancel(cancelled)
+            finished = await stream.finished(cancelled)
+        await check_finished(cold, tenant, stream, following)
+
+    event = cold.books.event(tenant, cancelled)
+    assert finished.reason == types_pb2.FINISH_REASON_CANCELLED
+    assert (finished.usage, picos(finished.cost)) == (types_pb2.Usage(), 0)
+    assert (event["outcome"], event["input_token_count"]) == ("cancelled", 0)
 
 
 async def test_two_models_take_turns_where_there_is_memory_for_one(cold: Service) -> None:
