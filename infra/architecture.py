@@ -72,7 +72,7 @@ PAGE = "docs/architecture.md"
 PAGES = re.compile(
     r"docs/(?:architecture|internals/[\w-]+)\.md|(?:api|inference|metering)/README\.md"
 )
-# A path, or a path and what is defined there: `api/server.py`, `api/server.py::serve`.
+# A path, or a path and a name that it defines: `api/server.py`, `api/server.py::build_server`.
 NAMED_PATH = re.compile(
     r"`((?:api|bench|common|demo|docs|inference|infra|metering|migrations|proto|sdk|tests)/[\w./-]*)"
     r"(?:::([\w.]+))?`"
