@@ -15,7 +15,7 @@ from weir_client import (
     QuotaExceeded,
     Unauthenticated,
     Unavailable,
-    exchange,
+    attempt,
 )
 
 from tests.sdk import scripted
@@ -293,7 +293,7 @@ async def test_missing_output_is_an_error_and_never_a_shorter_text() -> None:
 async def test_an_unread_request_is_stopped_at_the_bound(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(exchange, "EVENTS_MAX", 10)
+    monkeypatch.setattr(attempt, "EVENTS_MAX", 10)
 
     async def flood(stream: ServerStream) -> None:
         request_id = (await stream.read_start()).request_id

@@ -13,9 +13,9 @@ from weir_client import (
     DeadlineExceeded,
     FinishReason,
     IncompleteGeneration,
-    exchange,
+    attempt,
 )
-from weir_client.exchange import CANCEL_GRACE_S
+from weir_client.attempt import CANCEL_GRACE_S
 
 from tests.sdk import scripted
 from tests.sdk.scripted import ScriptedInference, ServerStream
@@ -208,7 +208,7 @@ async def test_the_timeout_passes_while_the_caller_is_busy() -> None:
 async def test_a_cancel_that_the_server_never_confirms_ends_in_bounded_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(exchange, "CANCEL_GRACE_S", 0.05)
+    monkeypatch.setattr(attempt, "CANCEL_GRACE_S", 0.05)
     async with (
         scripted.serve(ScriptedInference(deaf_to_cancels)) as address,
         AsyncClient(address, "key") as client,

@@ -34,7 +34,7 @@ from weir_client import (
     ReceiptClient,
     Unauthenticated,
     Unavailable,
-    prefetch,
+    attempt,
 )
 
 from tests.sdk import scripted
@@ -357,7 +357,7 @@ class Sluice:
 def test_read_tokens_are_granted_again(
     monkeypatch: pytest.MonkeyPatch, interval_s: float, grant: int
 ) -> None:
-    monkeypatch.setattr(prefetch, "GRANT_INTERVAL_S", interval_s)
+    monkeypatch.setattr(attempt, "GRANT_INTERVAL_S", interval_s)
     sluice = Sluice(40)
     with (
         scripted.serve_in_thread(ScriptedInference(sluice)) as address,

@@ -7,6 +7,7 @@
 
 import { clone, create } from "@bufbuild/protobuf";
 import { durationFromMs } from "@bufbuild/protobuf/wkt";
+import { Attempt, EVERYTHING, Prefetch } from "./attempt.js";
 import type { RetryPolicy } from "./connection.js";
 import {
   Aborted,
@@ -16,10 +17,8 @@ import {
   NotFound,
   WeirError,
 } from "./errors.js";
-import { Exchange } from "./exchange.js";
 import { type ClientFrame, ClientFrameSchema } from "./gen/weir/v1/inference_service_pb.js";
 import { pause } from "./pause.js";
-import { EVERYTHING, Prefetch } from "./prefetch.js";
 import { OUTPUT_GONE, REQUEST_IN_FLIGHT, REQUEST_SETTLED, Resumption } from "./resumption.js";
 import type { LimitOptions } from "./options.js";
 import { buildUpdate, checkEncodable } from "./prompt.js";
@@ -29,16 +28,16 @@ import type { Admitted, Delta, Event, Limits, Partial, Result } from "./values.j
 const KEEP_FIELD = "keep_on_disconnect";
 
 /**
- * State that outlives an unreferenced generation: its exchange, and the release of the caller's
+ * State that outlives an unreferenced generation: its attempt, and the release of the caller's
  * signal.
  */
 interface Held {
-  exchange: Exchange | undefined;
+  attempt: Attempt | undefined;
   detach(): void;
 }
 
 const abandoned = new FinalizationRegistry((held: Held) => {
-  held.exchange?.cancel();
+  held.attempt?.cancel();
   held.detach();
 });
 
@@ -68,8 +67,8 @@ export class Generation implements AsyncIterable<Delta>, AsyncDisposable {
   readonly requestId: string;
   readonly model: string;
 
-  private readonly held: Held = { exchange: undefined, detach: () => {} };
-  private attempt = 0;
+  private readonly held: Held = { attempt: undefined, detach: () => {} };
+  private retryCount = 0;
   private deadline: number | undefined;
   private failure: WeirError | undefined; // of the previous attempt
   private error: WeirError | undefined; // the final one
@@ -90,7 +89,7 @@ export class Generation implements AsyncIterable<Delta>, AsyncDisposable {
 
   /** Number of times the request moved to another stream. */
   get resumeCount(): number {
-    return this.exchange?.resumeCount ?? 0;
+    return this.attempt?.resumeCount ?? 0;
   }
 
   /**
@@ -98,19 +97,19 @@ export class Generation implements AsyncIterable<Delta>, AsyncDisposable {
    * arrives.
    */
   get admitted(): Admitted | undefined {
-    return this.exchange?.admitted;
+    return this.attempt?.admitted;
   }
 
   /** Output received so far, whether or not the request has ended. */
   get partial(): Partial {
-    const outcome = this.exchange?.outcome;
+    const outcome = this.attempt?.outcome;
     if (isResult(outcome)) return outcome; // with the bill
-    return (this.exchange ?? new Exchange(this.requestId, this.model)).partial();
+    return (this.attempt ?? new Attempt(this.requestId, this.model)).partial();
   }
 
   /** True if the request has ended, with any outcome. */
   get done(): boolean {
-    return this.error !== undefined || isResult(this.exchange?.outcome);
+    return this.error !== undefined || isResult(this.attempt?.outcome);
   }
 
   /**
@@ -118,7 +117,7 @@ export class Generation implements AsyncIterable<Delta>, AsyncDisposable {
    * be sent.
    */
   start(): this {
-    if (this.exchange !== undefined || this.error !== undefined) return this;
+    if (this.attempt !== undefined || this.error !== undefined) return this;
     if (this.terms.timeoutMs !== undefined)
       this.deadline = performance.now() + this.terms.timeoutMs;
     const { signal } = this.terms;
@@ -136,7 +135,7 @@ export class Generation implements AsyncIterable<Delta>, AsyncDisposable {
    */
   cancel(): void {
     this.cancelling.abort();
-    this.exchange?.cancel();
+    this.attempt?.cancel();
   }
 
   /**
@@ -146,8 +145,8 @@ export class Generation implements AsyncIterable<Delta>, AsyncDisposable {
    * its end, Unavailable if no answer came.
    */
   async update(limits: LimitOptions): Promise<Limits> {
-    const { requestId, exchange } = this;
-    if (exchange === undefined)
+    const { requestId, attempt } = this;
+    if (attempt === undefined)
       throw new FailedPrecondition("the request was not sent yet", {
         reason: "NOT_ADMITTED",
         requestId,
@@ -157,18 +156,18 @@ export class Generation implements AsyncIterable<Delta>, AsyncDisposable {
       kind: { case: "update", value: buildUpdate(limits) },
     });
     checkEncodable(frame, "update");
-    return await exchange.update(frame);
+    return await attempt.update(frame);
   }
 
   /**
    * Cancels the request if it runs and waits for its end (at most 2 s). Never throws a WeirError.
    */
   async close(): Promise<void> {
-    if (this.exchange === undefined || this.error !== undefined || isResult(this.exchange.outcome))
+    if (this.attempt === undefined || this.error !== undefined || isResult(this.attempt.outcome))
       return;
     this.cancel();
-    await this.exchange.waitEnded();
-    if (this.exchange.outcome instanceof WeirError) this.fail(this.exchange.outcome);
+    await this.attempt.waitEnded();
+    if (this.attempt.outcome instanceof WeirError) this.fail(this.attempt.outcome);
   }
 
   /**
@@ -180,7 +179,7 @@ export class Generation implements AsyncIterable<Delta>, AsyncDisposable {
    */
   async result(): Promise<Result> {
     while ((await this.next()) !== undefined);
-    const outcome = this.exchange?.outcome;
+    const outcome = this.attempt?.outcome;
     // `take` returns nothing only after the end.
     if (!isResult(outcome)) throw new Error("the generation has no outcome");
     return outcome;
@@ -244,7 +243,7 @@ export class Generation implements AsyncIterable<Delta>, AsyncDisposable {
       if (!(await this.refilling)) break;
     }
     const event = this.unread.pop();
-    if (event?.type === "delta") this.exchange?.read(event.tokenIds.length);
+    if (event?.type === "delta") this.attempt?.read(event.tokenIds.length);
     return event;
   }
 
@@ -261,7 +260,7 @@ export class Generation implements AsyncIterable<Delta>, AsyncDisposable {
     const { held, cancelling } = this;
     const abort = (): void => {
       cancelling.abort();
-      held.exchange?.cancel();
+      held.attempt?.cancel();
     };
     signal.addEventListener("abort", abort, { once: true });
     held.detach = () => signal.removeEventListener("abort", abort);
@@ -269,9 +268,9 @@ export class Generation implements AsyncIterable<Delta>, AsyncDisposable {
 
   private detachAtEnd(): void {
     const { held } = this;
-    const exchange = held.exchange;
-    void exchange?.waitEnded().then(() => {
-      if (isResult(exchange.outcome)) held.detach();
+    const attempt = held.attempt;
+    void attempt?.waitEnded().then(() => {
+      if (isResult(attempt.outcome)) held.detach();
     });
   }
 
@@ -280,21 +279,21 @@ export class Generation implements AsyncIterable<Delta>, AsyncDisposable {
     this.start();
     for (;;) {
       if (this.error !== undefined) throw this.asAborted(this.error);
-      const exchange = this.exchange!;
-      await exchange.wait();
-      const events = exchange.take();
+      const attempt = this.attempt!;
+      await attempt.wait();
+      const events = attempt.take();
       if (events.length > 0) return events;
-      if (isResult(exchange.outcome)) {
+      if (isResult(attempt.outcome)) {
         const { signal } = this.terms;
-        if (signal?.aborted && exchange.outcome.finishReason === "CANCELLED") throw signal.reason;
+        if (signal?.aborted && attempt.outcome.finishReason === "CANCELLED") throw signal.reason;
         return events;
       }
-      await this.retryOrThrow(exchange.outcome as WeirError);
+      await this.retryOrThrow(attempt.outcome as WeirError);
     }
   }
 
-  private get exchange(): Exchange | undefined {
-    return this.held.exchange;
+  private get attempt(): Attempt | undefined {
+    return this.held.attempt;
   }
 
   private beginAttempt(): void {
@@ -303,24 +302,24 @@ export class Generation implements AsyncIterable<Delta>, AsyncDisposable {
     // The server needs credit if the request was started with `prefetchTokens`.
     const limit = terms.prefetchTokens ?? (attach && EVERYTHING);
     const prefetch = limit === undefined ? undefined : new Prefetch(limit);
-    const exchange = new Exchange(
+    const attempt = new Attempt(
       this.requestId,
       this.model,
       Number(attach?.afterSeq ?? 0),
       prefetch,
     );
-    this.held.exchange = exchange;
+    this.held.attempt = attempt;
     try {
       const resumption =
-        terms.keepMs > 0 ? new Resumption(stream, exchange, frame, terms.keepMs) : undefined;
+        terms.keepMs > 0 ? new Resumption(stream, attempt, frame, terms.keepMs) : undefined;
       if (attach && resumption) resumption.begin();
-      else stream.start(exchange, frame);
+      else stream.start(attempt, frame);
       if (this.deadline !== undefined)
-        exchange.expireIn(Math.max(0, this.deadline - performance.now()));
+        attempt.expireIn(Math.max(0, this.deadline - performance.now()));
       if (terms.signal) this.detachAtEnd();
     } catch (error) {
       if (!(error instanceof WeirError)) throw error;
-      exchange.fail(error); // nothing else will end it
+      attempt.fail(error); // nothing else will end it
       throw this.fail(error);
     }
   }
@@ -347,7 +346,7 @@ export class Generation implements AsyncIterable<Delta>, AsyncDisposable {
       throw this.fail(about && this.failure !== undefined ? this.failure : error);
     }
     this.failure = error;
-    this.attempt += 1;
+    this.retryCount += 1;
     if (!(await pause(waitMs, [this.cancelling.signal, this.stream.closed]))) {
       const why = this.stream.closed.aborted ? "the client was closed" : "cancelled";
       throw this.asAborted(
@@ -383,8 +382,8 @@ export class Generation implements AsyncIterable<Delta>, AsyncDisposable {
 
   private retryWaitMs(error: WeirError): number | undefined {
     const billed = error.partial?.usage !== undefined;
-    if (this.cancelling.signal.aborted || this.exchange!.delivered || billed) return undefined;
-    const waitMs = this.terms.retry.waitMs(error, this.attempt);
+    if (this.cancelling.signal.aborted || this.attempt!.delivered || billed) return undefined;
+    const waitMs = this.terms.retry.waitMs(error, this.retryCount);
     if (
       waitMs === undefined ||
       (this.deadline !== undefined && performance.now() + waitMs >= this.deadline)

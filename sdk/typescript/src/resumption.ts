@@ -5,7 +5,7 @@
  */
 
 import { create } from "@bufbuild/protobuf";
-import type { Carrier, Continuation } from "./carriers.js";
+import type { Attempt, Carrier, Continuation } from "./attempt.js";
 import {
   Cancelled,
   FailedPrecondition,
@@ -16,7 +16,6 @@ import {
   Unavailable,
   WeirError,
 } from "./errors.js";
-import type { Exchange } from "./exchange.js";
 import { type ClientFrame, ClientFrameSchema } from "./gen/weir/v1/inference_service_pb.js";
 import { type SharedStream, UNREADABLE } from "./stream.js";
 
@@ -33,7 +32,7 @@ const WAIT_MAX_MS = 5_000; // between two tries, unless the server asks for more
 const FINAL = [Unauthenticated, PermissionDenied, InvalidRequest, FailedPrecondition];
 
 /**
- * Moves one exchange from stream to stream; its carrier while it has no stream.
+ * Moves one attempt from stream to stream; its carrier while it has no stream.
  *
  * `frame` began the request: a start or an attach. Tries for `keepMs` from each break, as long as
  * the server keeps the request.
@@ -41,25 +40,25 @@ const FINAL = [Unauthenticated, PermissionDenied, InvalidRequest, FailedPrecondi
 export class Resumption implements Carrier, Continuation {
   private again = false; // the next try repeats the start frame
   private skipTo: number | undefined; // seq to attach at if earlier output is lost
-  private attempt = 0;
+  private tryCount = 0;
   private cause: WeirError | undefined;
   private tryTimer: NodeJS.Timeout | undefined;
   private endTimer: NodeJS.Timeout | undefined;
 
   constructor(
     private readonly stream: SharedStream,
-    private readonly exchange: Exchange,
+    private readonly attempt: Attempt,
     private readonly frame: ClientFrame,
     private readonly keepMs: number,
   ) {
-    exchange.continuation = this;
+    attempt.continuation = this;
   }
 
   /**
    * Attaches to a request that this client did not start. Throws Cancelled if the client is closed.
    */
   begin(): void {
-    this.stream.checkOpen(this.exchange.requestId);
+    this.stream.checkOpen(this.attempt.requestId);
     this.suspend();
     this.try();
   }
@@ -73,19 +72,19 @@ export class Resumption implements Carrier, Continuation {
 
   /** Handles the refusal of an `attach` or of a repeated start frame. */
   refused(error: WeirError): WeirError | undefined {
-    const { exchange } = this;
+    const { attempt } = this;
     if (error instanceof Unavailable || error.reason === REQUEST_IN_FLIGHT) return this.wait(error);
     // The first response to the request, or an ordinary refusal.
-    if (!exchange.begun || this.again) return error;
-    const canStart = this.frame.kind.case === "start" && !exchange.delivered && !exchange.cancelled;
+    if (!attempt.begun || this.again) return error;
+    const canStart = this.frame.kind.case === "start" && !attempt.delivered && !attempt.cancelled;
     if (error.reason === REQUEST_UNKNOWN && canStart) {
       this.again = true;
       return this.wait(error);
     }
     if (error.reason === OUTPUT_GONE && this.skipTo === undefined) {
-      this.skipTo = Number(error.metadata["last_seq"] ?? exchange.seq);
+      this.skipTo = Number(error.metadata["last_seq"] ?? attempt.seq);
       this.suspend();
-      exchange.lose(`output after frame ${exchange.seq} is no longer kept`, error);
+      attempt.lose(`output after frame ${attempt.seq} is no longer kept`, error);
       this.try();
       return undefined;
     }
@@ -95,7 +94,7 @@ export class Resumption implements Carrier, Continuation {
   /** Stops the timers: the server continues the request on the new stream. */
   resumed(): void {
     this.stop();
-    this.attempt = 0;
+    this.tryCount = 0;
     this.again = false;
   }
 
@@ -104,7 +103,7 @@ export class Resumption implements Carrier, Continuation {
     clearTimeout(this.tryTimer);
     clearTimeout(this.endTimer);
     this.tryTimer = this.endTimer = undefined;
-    this.stream.forget(this.exchange);
+    this.stream.forget(this.attempt);
   }
 
   /** Tries now: the server does not know of the cancel yet. */
@@ -115,7 +114,7 @@ export class Resumption implements Carrier, Continuation {
   /** Refuses: there is no stream. Throws Unavailable. */
   sendUpdate(): void {
     throw new Unavailable("the connection is broken: retry after it is restored", {
-      requestId: this.exchange.requestId,
+      requestId: this.attempt.requestId,
     });
   }
 
@@ -126,24 +125,24 @@ export class Resumption implements Carrier, Continuation {
   release(): void {}
 
   private suspend(): void {
-    this.exchange.release();
-    this.exchange.suspended = true;
-    this.exchange.ride(this);
-    this.stream.suspend(this.exchange);
+    this.attempt.release();
+    this.attempt.suspended = true;
+    this.attempt.ride(this);
+    this.stream.suspend(this.attempt);
     this.endTimer ??= setTimeout(() => this.giveUp(), Math.min(this.keepMs, 2 ** 31 - 1));
   }
 
   private wait(cause: WeirError): undefined {
     this.suspend();
     this.cause = cause;
-    const spreadMs = this.attempt
-      ? Math.min(WAIT_BASE_MS * 2 ** (this.attempt - 1), WAIT_MAX_MS)
+    const spreadMs = this.tryCount
+      ? Math.min(WAIT_BASE_MS * 2 ** (this.tryCount - 1), WAIT_MAX_MS)
       : WAIT_FIRST_MS;
     const waitMs = (cause.retryAfterMs ?? 0) + spreadMs * (0.5 + Math.random() / 2);
-    this.attempt += 1;
+    this.tryCount += 1;
     this.tryTimer = setTimeout(
       () => this.try(),
-      this.exchange.cancelled ? Math.min(waitMs, WAIT_BASE_MS) : waitMs,
+      this.attempt.cancelled ? Math.min(waitMs, WAIT_BASE_MS) : waitMs,
     );
     return undefined;
   }
@@ -151,29 +150,29 @@ export class Resumption implements Carrier, Continuation {
   private try(): void {
     clearTimeout(this.tryTimer);
     this.tryTimer = undefined;
-    const { exchange } = this;
-    if (exchange.outcome !== undefined) return;
-    if (this.again && exchange.cancelled) {
-      exchange.fail(
-        new Cancelled("cancelled before its admission", { requestId: exchange.requestId }),
+    const { attempt } = this;
+    if (attempt.outcome !== undefined) return;
+    if (this.again && attempt.cancelled) {
+      attempt.fail(
+        new Cancelled("cancelled before its admission", { requestId: attempt.requestId }),
       );
       return;
     }
     try {
-      this.stream.resume(exchange, this.nextFrame());
+      this.stream.resume(attempt, this.nextFrame());
     } catch (error) {
       if (error instanceof ResourceExhausted) this.wait(error);
-      else if (error instanceof WeirError) exchange.fail(error);
+      else if (error instanceof WeirError) attempt.fail(error);
       else throw error;
       return;
     }
-    this.stream.forget(exchange);
-    exchange.resendCancel();
+    this.stream.forget(attempt);
+    attempt.resendCancel();
   }
 
   private nextFrame(): ClientFrame {
     if (this.again) return this.frame;
-    const { requestId, seq } = this.exchange;
+    const { requestId, seq } = this.attempt;
     return create(ClientFrameSchema, {
       requestId,
       kind: { case: "attach", value: { afterSeq: BigInt(this.skipTo ?? seq) } },
@@ -182,16 +181,16 @@ export class Resumption implements Carrier, Continuation {
 
   /** Returns the final error of the request, with the received output and the bill. */
   private ended(error: WeirError): WeirError {
-    const { exchange } = this;
-    if (!exchange.begun) return error;
+    const { attempt } = this;
+    if (!attempt.begun) return error;
     if (error.reason === REQUEST_SETTLED) {
       const how = error.metadata["outcome"] || "ended";
-      return exchange.incomplete(
+      return attempt.incomplete(
         `the request was settled (${how}) while the stream was broken, and its output is not kept`,
         error,
       );
     }
-    return exchange.incomplete(
+    return attempt.incomplete(
       `the stream ended before the request did, and could not be resumed: ${error.plainMessage}`,
       error,
     );
@@ -199,8 +198,8 @@ export class Resumption implements Carrier, Continuation {
 
   private giveUp(): void {
     this.endTimer = undefined;
-    const { requestId } = this.exchange;
-    this.exchange.fail(
+    const { requestId } = this.attempt;
+    this.attempt.fail(
       this.ended(
         this.cause ??
           new Unavailable(`no server could be reached for ${this.keepMs} ms`, { requestId }),

@@ -7,7 +7,7 @@
 
 import { create, toBinary } from "@bufbuild/protobuf";
 import type { ServiceError } from "@grpc/grpc-js";
-import type { Carrier } from "./carriers.js";
+import type { Attempt, Carrier } from "./attempt.js";
 import type { GenerateCall } from "./connection.js";
 import {
   Aborted,
@@ -17,7 +17,6 @@ import {
   Unavailable,
   type WeirError,
 } from "./errors.js";
-import type { Exchange } from "./exchange.js";
 import {
   type ClientFrame,
   ClientFrameSchema,
@@ -43,7 +42,7 @@ const DRAINING = "DRAINING"; // the server's reason for refusing new requests
  */
 class StreamConnection implements Carrier {
   accepting = true;
-  readonly exchanges = new Map<string, Exchange>();
+  readonly attempts = new Map<string, Attempt>();
   readonly ended: Promise<void>;
 
   private open = true;
@@ -68,30 +67,30 @@ class StreamConnection implements Carrier {
    * Begins or continues a request. Throws Aborted if one with this id runs here, ResourceExhausted
    * beyond `IN_FLIGHT_MAX`.
    */
-  start(exchange: Exchange, frame: ClientFrame): void {
-    const { requestId } = exchange;
-    if (this.exchanges.has(requestId)) {
+  start(attempt: Attempt, frame: ClientFrame): void {
+    const { requestId } = attempt;
+    if (this.attempts.has(requestId)) {
       throw new Aborted("a request with this id is running on this client", {
         reason: "REQUEST_IN_FLIGHT",
         requestId,
       });
     }
-    if (this.exchanges.size >= IN_FLIGHT_MAX) {
+    if (this.attempts.size >= IN_FLIGHT_MAX) {
       throw new ResourceExhausted(`${IN_FLIGHT_MAX} requests are running on this client`, {
         requestId,
       });
     }
-    this.exchanges.set(requestId, exchange);
+    this.attempts.set(requestId, attempt);
     const start = frame.kind.case === "start" ? frame.kind.value : undefined;
-    exchange.ride(this, Number(start?.initialCreditTokens ?? 0));
+    attempt.ride(this, Number(start?.initialCreditTokens ?? 0));
     this.send(frame);
   }
 
-  sendCancel(exchange: Exchange): void {
-    if (!this.open || this.exchanges.get(exchange.requestId) !== exchange) return;
+  sendCancel(attempt: Attempt): void {
+    if (!this.open || this.attempts.get(attempt.requestId) !== attempt) return;
     this.send(
       create(ClientFrameSchema, {
-        requestId: exchange.requestId,
+        requestId: attempt.requestId,
         kind: { case: "cancel", value: {} },
       }),
     );
@@ -101,8 +100,8 @@ class StreamConnection implements Carrier {
     this.send(frame);
   }
 
-  sendCredit({ requestId }: Exchange, tokenCount: number): void {
-    if (!this.open || !this.exchanges.has(requestId)) return;
+  sendCredit({ requestId }: Attempt, tokenCount: number): void {
+    if (!this.open || !this.attempts.has(requestId)) return;
     this.send(
       create(ClientFrameSchema, {
         requestId,
@@ -111,9 +110,9 @@ class StreamConnection implements Carrier {
     );
   }
 
-  release(exchange: Exchange): void {
-    if (this.exchanges.get(exchange.requestId) !== exchange) return;
-    this.exchanges.delete(exchange.requestId);
+  release(attempt: Attempt): void {
+    if (this.attempts.get(attempt.requestId) !== attempt) return;
+    this.attempts.delete(attempt.requestId);
     this.endWhenDone();
   }
 
@@ -159,17 +158,17 @@ class StreamConnection implements Carrier {
 
   private endWhenDone(): void {
     // A cancel may follow while requests run.
-    if (this.closing && this.open && this.exchanges.size === 0 && this.outgoing.length === 0)
+    if (this.closing && this.open && this.attempts.size === 0 && this.outgoing.length === 0)
       this.call.end();
   }
 
   private read(message: GenerateResponse): void {
     try {
       for (const frame of message.frames) {
-        const exchange = this.exchanges.get(frame.requestId);
-        if (exchange === undefined) continue; // frames of abandoned requests are ignored
-        exchange.receive(frame);
-        if (frame.kind.case === "failed" && exchange.refusal === DRAINING) {
+        const attempt = this.attempts.get(frame.requestId);
+        if (attempt === undefined) continue; // frames of abandoned requests are ignored
+        attempt.receive(frame);
+        if (frame.kind.case === "failed" && attempt.refusal === DRAINING) {
           this.accepting = false;
           this.halfClose();
         }
@@ -190,9 +189,9 @@ class StreamConnection implements Carrier {
     if (!this.open) return;
     // Before requests are ended, so that a retry opens a new stream.
     this.open = this.accepting = false;
-    const left = [...this.exchanges.values()];
-    this.exchanges.clear();
-    for (const exchange of left) exchange.breakOff(cause);
+    const left = [...this.attempts.values()];
+    this.attempts.clear();
+    for (const attempt of left) attempt.breakOff(cause);
     this.resolveEnded();
   }
 }
@@ -203,7 +202,7 @@ export class SharedStream {
   keepMaxMs = Infinity;
   private current: StreamConnection | undefined;
   private readonly running = new Set<StreamConnection>();
-  private readonly suspended = new Set<Exchange>();
+  private readonly suspended = new Set<Attempt>();
   private readonly closing = closingController();
   private ended = false; // opens no new streams
 
@@ -222,9 +221,9 @@ export class SharedStream {
    * Begins a request on the open stream, or on a new one. Throws a WeirError if the client refuses
    * it.
    */
-  start(exchange: Exchange, frame: ClientFrame): void {
-    this.checkOpen(exchange.requestId);
-    this.resume(exchange, frame);
+  start(attempt: Attempt, frame: ClientFrame): void {
+    this.checkOpen(attempt.requestId);
+    this.resume(attempt, frame);
   }
 
   /** Throws Cancelled if new requests are refused. */
@@ -235,37 +234,37 @@ export class SharedStream {
   /**
    * Continues a request, even while the client closes, to deliver its cancel. Throws a WeirError.
    */
-  resume(exchange: Exchange, frame: ClientFrame): void {
-    if (this.ended) throw new Cancelled("the client is closed", { requestId: exchange.requestId });
+  resume(attempt: Attempt, frame: ClientFrame): void {
+    if (this.ended) throw new Cancelled("the client is closed", { requestId: attempt.requestId });
     if (this.current === undefined || !this.current.accepting) {
       const opened = new StreamConnection(this.openCall(), this.tried);
       this.current = opened;
       this.running.add(opened);
       void opened.ended.then(() => this.running.delete(opened));
     }
-    this.current.start(exchange, frame);
+    this.current.start(attempt, frame);
   }
 
   /** Tracks a request without a stream, until `forget`. */
-  suspend(exchange: Exchange): void {
-    this.suspended.add(exchange);
+  suspend(attempt: Attempt): void {
+    this.suspended.add(attempt);
   }
 
   /** Stops tracking a request. */
-  forget(exchange: Exchange): void {
-    this.suspended.delete(exchange);
+  forget(attempt: Attempt): void {
+    this.suspended.delete(attempt);
   }
 
   /** Cancels all requests, waits a bounded time for their final frames, and ends the streams. */
   async close(): Promise<void> {
     this.closing.abort();
-    const exchanges = [
-      ...[...this.running].flatMap((connection) => [...connection.exchanges.values()]),
+    const attempts = [
+      ...[...this.running].flatMap((connection) => [...connection.attempts.values()]),
       ...this.suspended,
     ];
-    for (const exchange of exchanges) exchange.cancel();
+    for (const attempt of attempts) attempt.cancel();
     // Bounded: each gives up after its grace period.
-    for (const exchange of exchanges) await exchange.waitEnded();
+    for (const attempt of attempts) await attempt.waitEnded();
     this.ended = true;
     const connections = [...this.running];
     for (const connection of connections) connection.halfClose();

@@ -81,7 +81,6 @@ if TYPE_CHECKING:
     from weir_client.errors import Unavailable as Unavailable
     from weir_client.errors import WeirError as WeirError
     from weir_client.generation import AsyncGeneration as AsyncGeneration
-    from weir_client.limits import Limits as Limits
     from weir_client.live import AppliedConfiguration as AppliedConfiguration
     from weir_client.live import ChangeAction as ChangeAction
     from weir_client.live import ConfigurationChange as ConfigurationChange
@@ -148,6 +147,7 @@ if TYPE_CHECKING:
     from weir_client.values import GenerationState as GenerationState
     from weir_client.values import KeyChange as KeyChange
     from weir_client.values import KeyRestrictions as KeyRestrictions
+    from weir_client.values import Limits as Limits
     from weir_client.values import Partial as Partial
     from weir_client.values import Progress as Progress
     from weir_client.values import QuotaDimension as QuotaDimension
@@ -194,7 +194,6 @@ _NAMES = {
         " ResourceExhausted Unauthenticated Unavailable WeirError"
     ),
     "generation": "AsyncGeneration",
-    "limits": "Limits",
     "live": (
         "AppliedConfiguration ChangeAction ConfigurationChange ConfigurationViolation FieldChange"
         " KillResult KilledRequest LiveOrganization LiveRequest LiveView RecordedRequest"
@@ -218,8 +217,8 @@ _NAMES = {
     ),
     "values": (
         "Admitted Choice Delta Event FinishReason Generation GenerationState KeyChange"
-        " KeyRestrictions Partial Progress QuotaDimension QuotaStatus QuotaSubject Result Resumed"
-        " Stage Timings TokenCount TokenLogprob TokenLogprobs Usage UsageUpdate"
+        " KeyRestrictions Limits Partial Progress QuotaDimension QuotaStatus QuotaSubject Result"
+        " Resumed Stage Timings TokenCount TokenLogprob TokenLogprobs Usage UsageUpdate"
     ),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}

@@ -15,14 +15,13 @@ from typing import Self
 from weir.v1 import inference_service_pb2 as pb
 
 from weir_client import errors
-from weir_client.exchange import Exchange
-from weir_client.limits import Limits, update_frame
+from weir_client.attempt import EVERYTHING, Attempt, Prefetch
 from weir_client.money import Money
-from weir_client.prefetch import EVERYTHING, Prefetch
+from weir_client.prompt import update_frame
 from weir_client.resumption import OUTPUT_GONE, Resumption
 from weir_client.stream import SharedStream
 from weir_client.terms import Terms, asked_differently
-from weir_client.values import Admitted, Delta, Event, Partial, Result
+from weir_client.values import Admitted, Delta, Event, Limits, Partial, Result
 
 
 class AsyncGeneration:
@@ -41,8 +40,8 @@ class AsyncGeneration:
         self._frame = frame
         self._terms = terms
         self._deadline: float | None = None
-        self._exchange: Exchange | None = None
-        self._attempt = 0
+        self._attempt: Attempt | None = None
+        self._retry_count = 0
         self._cancel_asked = asyncio.Event()
         self._failure: errors.WeirError | None = None  # of the previous attempt
         self._error: errors.WeirError | None = None  # the final one
@@ -53,19 +52,19 @@ class AsyncGeneration:
     @property
     def admitted(self) -> Admitted | None:
         """The admission, with input tokens and remaining quotas; None before it arrives."""
-        return self._exchange.admitted if self._exchange else None
+        return self._attempt.admitted if self._attempt else None
 
     @property
     def resume_count(self) -> int:
         """Number of times the request moved to another stream."""
-        return self._exchange.resume_count if self._exchange else 0
+        return self._attempt.resume_count if self._attempt else 0
 
     @property
     def partial(self) -> Partial:
         """Output received so far, whether or not the request has ended."""
-        if self._exchange is None:
+        if self._attempt is None:
             return Partial(self.request_id, self.model, "", ())
-        return self._exchange.partial()
+        return self._attempt.partial()
 
     @property
     def holds_back(self) -> bool:
@@ -107,8 +106,8 @@ class AsyncGeneration:
     def cancel(self) -> None:
         """Ask the server to stop, without waiting. Iteration ends after the output until then."""
         self._cancel_asked.set()
-        if self._exchange is not None:
-            self._exchange.cancel()
+        if self._attempt is not None:
+            self._attempt.cancel()
 
     async def update(
         self, *, max_output_tokens: int | None = None, max_cost: Money | None = None
@@ -119,18 +118,18 @@ class AsyncGeneration:
         InvalidRequest for invalid limits, FailedPrecondition before its admission and after its
         end, Unavailable if no answer came.
         """
-        if self._exchange is None:
+        if self._attempt is None:
             raise errors.FailedPrecondition(
                 "the request was not sent yet", reason="NOT_ADMITTED", request_id=self.request_id
             )
-        return await self._exchange.update(update_frame(max_output_tokens, max_cost))
+        return await self._attempt.update(update_frame(max_output_tokens, max_cost))
 
     async def aclose(self) -> None:
         """Cancel the request if it runs, and wait at most 2 s. Never raises a WeirError."""
-        if self._exchange is None or self.done:
+        if self._attempt is None or self.done:
             return
         self.cancel()
-        await self._exchange.wait_ended()
+        await self._attempt.wait_ended()
         if isinstance(self._outcome, errors.WeirError):
             self._error = self._outcome
 
@@ -195,47 +194,47 @@ class AsyncGeneration:
 
     @property
     def _outcome(self) -> Result | errors.WeirError | None:
-        return self._exchange.outcome if self._exchange else None
+        return self._attempt.outcome if self._attempt else None
 
     async def _take(self) -> list[Event]:
         self.start()
         while True:
             if self._error is not None:
                 raise self._error
-            exchange = self._exchange
-            assert exchange is not None  # `start` made one, or raised
+            attempt = self._attempt
+            assert attempt is not None  # `start` made one, or raised
             try:
-                await exchange.wait()
+                await attempt.wait()
             except asyncio.CancelledError:
                 self.cancel()
                 raise
-            events = exchange.take()
+            events = attempt.take()
             if events:
                 return events
-            if not isinstance(exchange.outcome, errors.WeirError):
+            if not isinstance(attempt.outcome, errors.WeirError):
                 return []
-            await self._retry_or_raise(exchange.outcome)
+            await self._retry_or_raise(attempt.outcome)
 
     def _note_read(self, event: Event | None) -> None:
-        if isinstance(event, Delta) and self._exchange is not None:
-            self._exchange.read(len(event.token_ids))
+        if isinstance(event, Delta) and self._attempt is not None:
+            self._attempt.read(len(event.token_ids))
 
     def _begin_attempt(self) -> None:
         frame = self._frame
-        exchange = Exchange(self.request_id, self.model, frame.attach.after_seq, self._prefetch())
-        self._exchange = exchange
+        attempt = Attempt(self.request_id, self.model, frame.attach.after_seq, self._prefetch())
+        self._attempt = attempt
         try:
             continuation = (
-                Resumption(self._stream, exchange, frame, self._terms.keep_s)
+                Resumption(self._stream, attempt, frame, self._terms.keep_s)
                 if self._terms.keep_s
                 else None
             )
             if continuation is not None and frame.HasField("attach"):
                 continuation.begin()
             else:
-                self._stream.start(exchange, frame)
+                self._stream.start(attempt, frame)
             if self._deadline is not None:
-                exchange.expire_at(self._deadline)
+                attempt.expire_at(self._deadline)
         except errors.WeirError as error:
             self._error = error
             raise
@@ -278,7 +277,7 @@ class AsyncGeneration:
             self._error = error
             raise error
         self._failure = error
-        self._attempt += 1
+        self._retry_count += 1
         try:
             with self._stream.woken_at_close(self._cancel_asked):
                 async with asyncio.timeout(wait_s):
@@ -296,13 +295,13 @@ class AsyncGeneration:
             raise self._error
 
     def _retry_wait_s(self, error: errors.WeirError) -> float | None:
-        exchange, loop = self._exchange, self._loop
-        assert exchange is not None
+        attempt, loop = self._attempt, self._loop
+        assert attempt is not None
         assert loop is not None
         billed = error.partial is not None and error.partial.usage is not None
-        if self._cancel_asked.is_set() or exchange.delivered or billed:
+        if self._cancel_asked.is_set() or attempt.delivered or billed:
             return None
-        wait_s = self._terms.retry.wait_s(error, self._attempt)
+        wait_s = self._terms.retry.wait_s(error, self._retry_count)
         if wait_s is None or (
             self._deadline is not None and loop.time() + wait_s >= self._deadline
         ):
@@ -315,12 +314,12 @@ class AsyncGeneration:
         if (
             loop is None
             or loop.is_closed()
-            or self._exchange is None
-            or self._exchange.outcome is not None
+            or self._attempt is None
+            or self._attempt.outcome is not None
         ):
             return
         with contextlib.suppress(RuntimeError):  # the loop was just closed, and with it the request
-            loop.call_soon_threadsafe(self._exchange.cancel)
+            loop.call_soon_threadsafe(self._attempt.cancel)
 
 
 class _Deltas:

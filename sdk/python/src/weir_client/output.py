@@ -1,11 +1,28 @@
-"""Output received so far, by choice."""
+"""Received data of one request: its output by choice, its bill, and the result made of them."""
 
 from __future__ import annotations
 
+import time
+from operator import itemgetter
+
 from weir.v1 import inference_service_pb2 as pb
 
-from weir_client.tools import ToolCall
-from weir_client.values import Choice, FinishReason, TokenLogprobs
+from weir_client import wire
+from weir_client.money import Money
+from weir_client.receipts import Receipt
+from weir_client.tools import ToolCall, ToolCallDelta
+from weir_client.values import (
+    Admitted,
+    Choice,
+    Delta,
+    FinishReason,
+    Partial,
+    QuotaStatus,
+    Result,
+    Timings,
+    TokenLogprobs,
+    Usage,
+)
 
 CHOICES_MAX = 1024  # far above a server's limit: a wrong index must not exhaust memory
 
@@ -61,3 +78,100 @@ class Outputs:
         while len(self._outputs) <= min(choice_index, CHOICES_MAX):
             self._outputs.append(Output())
         return self._outputs[choice_index]
+
+
+class Received:
+    """Collects frames into a `Partial` or a `Result`. `seq`: of the last frame of output."""
+
+    def __init__(self, request_id: str, model: str, after_seq: int) -> None:
+        self.seq = after_seq
+        self.admitted: Admitted | None = None
+        self.usage: Usage | None = None
+        self.cost: Money | None = None
+        self._request_id = request_id
+        self._model = model
+        self._outputs = Outputs()
+        self._timings: Timings | None = None
+        self._receipts: tuple[Receipt, ...] = ()
+
+    def add(self, frame: pb.DeltaFrame) -> Delta:
+        """Add a frame of output and return its delta."""
+        self.seq = frame.seq
+        logprobs = wire.logprobs(frame)
+        self._outputs.of(frame.choice_index).add(frame, logprobs)
+        calls = tuple(
+            ToolCallDelta(each.index, each.id, each.name, each.arguments_json)
+            for each in frame.tool_calls
+        )
+        return Delta(
+            frame.seq,
+            frame.text,
+            tuple(frame.token_ids),
+            time.monotonic(),
+            logprobs,
+            frame.choice_index,
+            calls,
+            frame.reasoning,
+            frame.reasoning_token_count,
+            wire.finish_reason(frame.end.reason) if frame.HasField("end") else None,
+        )
+
+    def bill(self, frame: pb.FinishedFrame | pb.FailedFrame) -> None:
+        """Record the settled usage, cost and receipts."""
+        self.usage, self.cost = wire.read(Usage, frame.usage), wire.money(frame.cost)
+        self._receipts = tuple(map(wire.receipt, frame.receipts))
+
+    def finish(self, frame: pb.FinishedFrame) -> FinishReason:
+        """Record the final frame and return its reason."""
+        self.bill(frame)
+        self._timings = wire.read(Timings, frame.timings)
+        return wire.finish_reason(frame.reason)
+
+    def partial(self) -> Partial:
+        """Return the output and usage received so far."""
+        return Partial(
+            request_id=self._request_id,
+            model=self._model,
+            text="".join(self._outputs.of(0).texts),
+            token_ids=tuple(self._outputs.of(0).token_ids),
+            usage=self.usage,
+            cost=self.cost,
+            timings=self._timings,
+            admitted=self.admitted,
+            receipts=self._receipts,
+            reasoning="".join(self._outputs.of(0).thoughts),
+        )
+
+    def result(self, frame: pb.FinishedFrame) -> Result:
+        """Return the complete result, after `finish`."""
+        assert self.usage is not None, "finish comes first"
+        assert self.cost is not None, "finish comes first"
+        assert self._timings is not None, "finish comes first"
+        reason = wire.finish_reason(frame.reason)
+        ends: dict[int, pb.ChoiceEnd | pb.FinishedFrame]
+        ends = {each.choice_index: each for each in frame.choices} or {0: frame}
+        choices = tuple(
+            self._outputs.of(index).choice(
+                index, wire.finish_reason(end.reason), wire.stopped_by(end)
+            )
+            for index, end in sorted(ends.items(), key=itemgetter(0))
+        )
+        return Result(
+            request_id=self._request_id,
+            model=self._model,
+            finish_reason=reason,
+            text=choices[0].text,
+            token_ids=choices[0].token_ids,
+            usage=self.usage,
+            cost=self.cost,
+            timings=self._timings,
+            admitted=self.admitted,
+            exhausted_quotas=tuple(wire.read(QuotaStatus, each) for each in frame.exhausted_quotas),
+            logprobs=choices[0].logprobs,
+            choices=choices,
+            receipts=self._receipts,
+            migration_count=frame.migration_count,
+            tool_calls=choices[0].tool_calls,
+            reasoning=choices[0].reasoning,
+            stopped_by=choices[0].stopped_by,
+        )

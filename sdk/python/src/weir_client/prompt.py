@@ -152,6 +152,14 @@ def service_tier(name: str | None) -> pb.ServiceTier.ValueType:
     return tiers[name]
 
 
+def update_frame(max_output_tokens: int | None, max_cost: Money | None) -> pb.UpdateFrame:
+    """Build the frame that requests other limits; None: unchanged."""
+    frame = pb.UpdateFrame(max_output_tokens=max_output_tokens)
+    if max_cost is not None:
+        frame.max_cost.CopyFrom(money_message(max_cost))
+    return frame
+
+
 def _start_timeout(options: GenerateOptions) -> Duration | None:
     seconds = options.get("start_timeout")
     if seconds is None:

@@ -11,7 +11,7 @@ import random
 from weir.v1 import inference_service_pb2 as pb
 
 from weir_client import errors
-from weir_client.exchange import Exchange
+from weir_client.attempt import Attempt
 from weir_client.stream import UNREADABLE, SharedStream
 
 RESUME_S = 30.0  # default: covers a restart of a load balancer or a change of network
@@ -33,31 +33,31 @@ _FINAL = (
 
 
 class Resumption:
-    """Moves one exchange from stream to stream; its carrier while it has no stream.
+    """Moves one attempt from stream to stream; its carrier while it has no stream.
 
     `frame` began the request: a start or an attach. Tries for `keep_s` seconds from each break, as
     long as the server keeps the request.
     """
 
     def __init__(
-        self, stream: SharedStream, exchange: Exchange, frame: pb.ClientFrame, keep_s: float
+        self, stream: SharedStream, attempt: Attempt, frame: pb.ClientFrame, keep_s: float
     ) -> None:
         self._stream = stream
-        self._exchange = exchange
+        self._attempt = attempt
         self._frame = frame
         self._keep_s = keep_s
         self._again = False  # the next try repeats the start frame
         self._skip_to: int | None = None  # seq to attach at if earlier output is lost
-        self._attempt = 0
+        self._try_count = 0
         self._cause: errors.WeirError | None = None
         self._try_timer: asyncio.TimerHandle | None = None
         self._end_timer: asyncio.TimerHandle | None = None
-        exchange.continuation = self
+        attempt.continuation = self
 
     def begin(self) -> None:
         """Attach to a request of another client. Raises: WeirError if this client is closed."""
         if self._stream.closed:
-            raise errors.Cancelled("the client is closed", request_id=self._exchange.request_id)
+            raise errors.Cancelled("the client is closed", request_id=self._attempt.request_id)
         self._suspend()
         self._try()
 
@@ -70,25 +70,25 @@ class Resumption:
 
     def refused(self, error: errors.WeirError) -> errors.WeirError | None:
         """Handle the refusal of an `attach` or of a repeated start frame."""
-        exchange = self._exchange
+        attempt = self._attempt
         if isinstance(error, errors.Unavailable) or error.reason == REQUEST_IN_FLIGHT:
             self._wait(error)
             return None
-        if not exchange.begun or self._again:
+        if not attempt.begun or self._again:
             return error  # the first response to the request, or an ordinary refusal
         if (
             error.reason == REQUEST_UNKNOWN
-            and not exchange.delivered
-            and not exchange.cancelled
+            and not attempt.delivered
+            and not attempt.cancelled
             and self._frame.HasField("start")
         ):
             self._again = True
             self._wait(error)
             return None
         if error.reason == OUTPUT_GONE and self._skip_to is None:
-            self._skip_to = int(error.metadata.get("last_seq", exchange.seq))
+            self._skip_to = int(error.metadata.get("last_seq", attempt.seq))
             self._suspend()
-            exchange.lose(f"output after frame {exchange.seq} is no longer kept", error)
+            attempt.lose(f"output after frame {attempt.seq} is no longer kept", error)
             self._try()
             return None
         return self._ended(error)
@@ -96,7 +96,7 @@ class Resumption:
     def resumed(self) -> None:
         """Stop the timers: the server continues the request on the new stream."""
         self.stop()
-        self._attempt = 0
+        self._try_count = 0
         self._again = False
 
     def stop(self) -> None:
@@ -105,31 +105,31 @@ class Resumption:
             if timer is not None:
                 timer.cancel()
         self._try_timer = self._end_timer = None
-        self._stream.forget(self._exchange)
+        self._stream.forget(self._attempt)
 
-    def send_cancel(self, exchange: Exchange) -> None:
+    def send_cancel(self, attempt: Attempt) -> None:
         """Try now: the server does not know of the cancel yet."""
         if self._try_timer is not None:
             self._try()
 
-    def send_update(self, exchange: Exchange, update: pb.UpdateFrame) -> None:
+    def send_update(self, attempt: Attempt, update: pb.UpdateFrame) -> None:
         """Refuse: there is no stream. Raises: Unavailable."""
         raise errors.Unavailable(
-            "the connection is broken: retry after it is restored", request_id=exchange.request_id
+            "the connection is broken: retry after it is restored", request_id=attempt.request_id
         )
 
-    def send_credit(self, exchange: Exchange, token_count: int) -> None:
+    def send_credit(self, attempt: Attempt, token_count: int) -> None:
         """Do nothing: the next stream is granted all free credit."""
 
-    def release(self, exchange: Exchange) -> None:
+    def release(self, attempt: Attempt) -> None:
         """Do nothing: `stop` follows."""
 
     def _suspend(self) -> None:
-        exchange = self._exchange
-        exchange.release()
-        exchange.suspended = True
-        exchange.ride(self)
-        self._stream.suspend(exchange)
+        attempt = self._attempt
+        attempt.release()
+        attempt.suspended = True
+        attempt.ride(self)
+        self._stream.suspend(attempt)
         if self._end_timer is None:
             self._end_timer = asyncio.get_running_loop().call_later(self._keep_s, self._give_up)
 
@@ -137,13 +137,13 @@ class Resumption:
         self._suspend()
         self._cause = cause
         spread_s = (
-            min(WAIT_BASE_S * 2 ** (self._attempt - 1), WAIT_MAX_S)
-            if self._attempt
+            min(WAIT_BASE_S * 2 ** (self._try_count - 1), WAIT_MAX_S)
+            if self._try_count
             else WAIT_FIRST_S
         )
         wait_s = (cause.retry_after_s or 0.0) + random.uniform(spread_s / 2, spread_s)
-        self._attempt += 1
-        if self._exchange.cancelled:
+        self._try_count += 1
+        if self._attempt.cancelled:
             wait_s = min(wait_s, WAIT_BASE_S)
         self._try_timer = asyncio.get_running_loop().call_later(wait_s, self._try)
 
@@ -151,37 +151,37 @@ class Resumption:
         if self._try_timer is not None:
             self._try_timer.cancel()
             self._try_timer = None
-        exchange = self._exchange
-        if exchange.outcome is not None:
+        attempt = self._attempt
+        if attempt.outcome is not None:
             return
-        if self._again and exchange.cancelled:
-            exchange.fail(
-                errors.Cancelled("cancelled before its admission", request_id=exchange.request_id)
+        if self._again and attempt.cancelled:
+            attempt.fail(
+                errors.Cancelled("cancelled before its admission", request_id=attempt.request_id)
             )
             return
         try:
-            self._stream.resume(exchange, self._next_frame())
+            self._stream.resume(attempt, self._next_frame())
         except errors.ResourceExhausted as error:
             self._wait(error)
             return
         except errors.WeirError as error:
-            exchange.fail(error)
+            attempt.fail(error)
             return
-        self._stream.forget(exchange)
-        exchange.resend_cancel()
+        self._stream.forget(attempt)
+        attempt.resend_cancel()
 
     def _next_frame(self) -> pb.ClientFrame:
         if self._again:
             return self._frame
-        after_seq = self._exchange.seq if self._skip_to is None else self._skip_to
+        after_seq = self._attempt.seq if self._skip_to is None else self._skip_to
         return pb.ClientFrame(
-            request_id=self._exchange.request_id, attach=pb.AttachFrame(after_seq=after_seq)
+            request_id=self._attempt.request_id, attach=pb.AttachFrame(after_seq=after_seq)
         )
 
     def _ended(self, error: errors.WeirError) -> errors.WeirError:
         """Return the final error of the request, with the received output and the bill."""
-        exchange = self._exchange
-        if not exchange.begun:
+        attempt = self._attempt
+        if not attempt.begun:
             return error
         if error.reason == REQUEST_SETTLED:
             how = error.metadata.get("outcome") or "ended"
@@ -189,8 +189,8 @@ class Resumption:
                 f"the request was settled ({how}) while the stream was broken, and its output is"
                 " not kept"
             )
-            return exchange.incomplete(message, error)
-        return exchange.incomplete(
+            return attempt.incomplete(message, error)
+        return attempt.incomplete(
             f"the stream ended before the request did, and could not be resumed: {error.message}",
             error,
         )
@@ -198,8 +198,8 @@ class Resumption:
     def _give_up(self) -> None:
         self._end_timer = None
         message = f"no server could be reached for {self._keep_s:g} s"
-        self._exchange.fail(
+        self._attempt.fail(
             self._ended(
-                self._cause or errors.Unavailable(message, request_id=self._exchange.request_id)
+                self._cause or errors.Unavailable(message, request_id=self._attempt.request_id)
             )
         )

@@ -18,7 +18,7 @@ import grpc.aio
 from weir.v1 import inference_service_pb2 as pb
 
 from weir_client import errors
-from weir_client.exchange import Exchange
+from weir_client.attempt import Attempt
 from weir_client.status import error_from_rpc
 
 BATCH_BYTES = 1024 * 1024  # of frames in one message; a larger frame is sent alone
@@ -46,58 +46,58 @@ class StreamConnection:
         self.open = True
         self.accepting = True
         self._call = call
-        self._exchanges: dict[str, Exchange] = {}
+        self._attempts: dict[str, Attempt] = {}
         self._outgoing: deque[pb.ClientFrame] = deque()
         self._wake = asyncio.Event()
         self._closing = False
 
     @property
-    def exchanges(self) -> tuple[Exchange, ...]:
+    def attempts(self) -> tuple[Attempt, ...]:
         """Requests that have not ended."""
-        return tuple(self._exchanges.values())
+        return tuple(self._attempts.values())
 
-    def start(self, exchange: Exchange, frame: pb.ClientFrame) -> None:
+    def start(self, attempt: Attempt, frame: pb.ClientFrame) -> None:
         """Begin a request.
 
         Raises: Aborted if one with this id runs on this client, ResourceExhausted beyond
         `IN_FLIGHT_MAX`.
         """
-        request_id = exchange.request_id
-        if request_id in self._exchanges:
+        request_id = attempt.request_id
+        if request_id in self._attempts:
             raise errors.Aborted(
                 "a request with this id is running on this client",
                 reason="REQUEST_IN_FLIGHT",
                 request_id=request_id,
             )
-        if len(self._exchanges) >= IN_FLIGHT_MAX:
+        if len(self._attempts) >= IN_FLIGHT_MAX:
             raise errors.ResourceExhausted(
                 f"{IN_FLIGHT_MAX} requests are running on this client", request_id=request_id
             )
-        self._exchanges[request_id] = exchange
+        self._attempts[request_id] = attempt
         self._send(frame)
 
-    def send_cancel(self, exchange: Exchange) -> None:
+    def send_cancel(self, attempt: Attempt) -> None:
         """Write a cancel frame soon; never blocks."""
-        if self.open and exchange.request_id in self._exchanges:
-            self._send(pb.ClientFrame(request_id=exchange.request_id, cancel=pb.CancelFrame()))
+        if self.open and attempt.request_id in self._attempts:
+            self._send(pb.ClientFrame(request_id=attempt.request_id, cancel=pb.CancelFrame()))
 
-    def send_update(self, exchange: Exchange, update: pb.UpdateFrame) -> None:
+    def send_update(self, attempt: Attempt, update: pb.UpdateFrame) -> None:
         """Write an update frame soon; never blocks."""
-        self._send(pb.ClientFrame(request_id=exchange.request_id, update=update))
+        self._send(pb.ClientFrame(request_id=attempt.request_id, update=update))
 
-    def send_credit(self, exchange: Exchange, token_count: int) -> None:
+    def send_credit(self, attempt: Attempt, token_count: int) -> None:
         """Write a credit frame soon; never blocks."""
-        if self.open and exchange.request_id in self._exchanges:
+        if self.open and attempt.request_id in self._attempts:
             self._send(
                 pb.ClientFrame(
-                    request_id=exchange.request_id, credit=pb.CreditFrame(token_count=token_count)
+                    request_id=attempt.request_id, credit=pb.CreditFrame(token_count=token_count)
                 )
             )
 
-    def release(self, exchange: Exchange) -> None:
-        """Forget an exchange that has ended; its later frames are ignored."""
-        if self._exchanges.get(exchange.request_id) is exchange:
-            del self._exchanges[exchange.request_id]
+    def release(self, attempt: Attempt) -> None:
+        """Forget an attempt that has ended; its later frames are ignored."""
+        if self._attempts.get(attempt.request_id) is attempt:
+            del self._attempts[attempt.request_id]
             self._wake.set()
 
     def half_close(self) -> None:
@@ -116,8 +116,8 @@ class StreamConnection:
         finally:
             self.open = self.accepting = False
             self._call.cancel()
-            for exchange in self.exchanges:
-                exchange.break_off(_copy(cause, exchange.request_id))
+            for attempt in self.attempts:
+                attempt.break_off(_copy(cause, attempt.request_id))
 
     def _send(self, frame: pb.ClientFrame) -> None:
         self._outgoing.append(frame)
@@ -131,10 +131,10 @@ class StreamConnection:
                 if not isinstance(message, pb.GenerateResponse):
                     return errors.Unavailable("the server ended the stream")
                 for frame in message.frames:
-                    exchange = self._exchanges.get(frame.request_id)
-                    if exchange is not None:  # frames of abandoned requests are ignored
-                        exchange.receive(frame)
-                        if frame.HasField("failed") and exchange.refusal == DRAINING:
+                    attempt = self._attempts.get(frame.request_id)
+                    if attempt is not None:  # frames of abandoned requests are ignored
+                        attempt.receive(frame)
+                        if frame.HasField("failed") and attempt.refusal == DRAINING:
                             self.accepting = False
                             self.half_close()
         except grpc.aio.AioRpcError as error:
@@ -156,7 +156,7 @@ class StreamConnection:
                 while self._outgoing:
                     await self._call.write(pb.GenerateRequest(frames=self._next_batch()))
                 # While requests run, a cancel may have to follow.
-                if self._closing and not self._exchanges:
+                if self._closing and not self._attempts:
                     await self._call.done_writing()
                     return
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
@@ -184,7 +184,7 @@ class SharedStream:
         self._tried = tried
         self._connection: StreamConnection | None = None
         self._running: dict[asyncio.Task[None], StreamConnection] = {}
-        self._suspended: set[Exchange] = set()
+        self._suspended: set[Attempt] = set()
         self._waiting: set[asyncio.Event] = set()
         self._closed = False  # accepts no new requests
         self._ended = False  # opens no new streams
@@ -194,36 +194,36 @@ class SharedStream:
         """True if new requests are refused."""
         return self._closed
 
-    def start(self, exchange: Exchange, frame: pb.ClientFrame) -> None:
+    def start(self, attempt: Attempt, frame: pb.ClientFrame) -> None:
         """Begin a request on the open stream, or on a new one.
 
         Raises: WeirError if the client is closed or refuses the request (see
         `StreamConnection.start`).
         """
         if self._closed:
-            raise errors.Cancelled("the client is closed", request_id=exchange.request_id)
-        self.resume(exchange, frame)
+            raise errors.Cancelled("the client is closed", request_id=attempt.request_id)
+        self.resume(attempt, frame)
 
-    def resume(self, exchange: Exchange, frame: pb.ClientFrame) -> None:
+    def resume(self, attempt: Attempt, frame: pb.ClientFrame) -> None:
         """Continue a request, even to deliver its cancel while closing. Raises: WeirError."""
         if self._ended:
-            raise errors.Cancelled("the client is closed", request_id=exchange.request_id)
+            raise errors.Cancelled("the client is closed", request_id=attempt.request_id)
         connection = self._connection
         if connection is None or not connection.accepting:
             connection = self._connection = StreamConnection(self._open_call(), self._tried)
             task = asyncio.create_task(connection.run())
             self._running[task] = connection
             task.add_done_callback(self._running.pop)
-        connection.start(exchange, frame)
-        exchange.ride(connection, frame.start.initial_credit_tokens)
+        connection.start(attempt, frame)
+        attempt.ride(connection, frame.start.initial_credit_tokens)
 
-    def suspend(self, exchange: Exchange) -> None:
+    def suspend(self, attempt: Attempt) -> None:
         """Track a request without a stream, until `resume` or `forget`."""
-        self._suspended.add(exchange)
+        self._suspended.add(attempt)
 
-    def forget(self, exchange: Exchange) -> None:
+    def forget(self, attempt: Attempt) -> None:
         """Stop tracking a request."""
-        self._suspended.discard(exchange)
+        self._suspended.discard(attempt)
 
     @contextlib.contextmanager
     def woken_at_close(self, event: asyncio.Event) -> Iterator[None]:
@@ -251,13 +251,13 @@ class SharedStream:
                 await asyncio.wait(self._running)
 
     async def _settle(self) -> None:
-        exchanges = {
-            exchange for connection in self._running.values() for exchange in connection.exchanges
+        attempts = {
+            attempt for connection in self._running.values() for attempt in connection.attempts
         } | self._suspended
-        for exchange in exchanges:
-            exchange.cancel()
-        for exchange in exchanges:
-            await exchange.wait_ended()  # bounded: each gives up after its grace period
+        for attempt in attempts:
+            attempt.cancel()
+        for attempt in attempts:
+            await attempt.wait_ended()  # bounded: each gives up after its grace period
         self._ended = True
         for connection in list(self._running.values()):
             connection.half_close()

@@ -11,12 +11,11 @@ from weir_client.aio import AsyncClient
 from weir_client.blocking import BlockingClient, blocking
 from weir_client.connection import KEEPALIVE_S, MESSAGE_BYTES_MAX, RETRY_WAIT_MAX_S
 from weir_client.generation import AsyncGeneration
-from weir_client.limits import Limits
 from weir_client.loop_thread import LoopThread
 from weir_client.money import Money
 from weir_client.options import AttachOptions, GenerateOptions, Prompt
 from weir_client.tls import TlsOptions
-from weir_client.values import Admitted, Delta, Event, Partial, Result
+from weir_client.values import Admitted, Delta, Event, Limits, Partial, Result
 
 
 class GenerationStream:

@@ -315,6 +315,14 @@ class Partial(Value):
 
 
 @dataclass(frozen=True, slots=True)
+class Limits(Value):
+    """Limits of a running request."""
+
+    max_output_tokens: int  # of each choice
+    max_cost: Money | None  # None: limited by the quotas only
+
+
+@dataclass(frozen=True, slots=True)
 class TokenCount(Value):
     """The size of a prompt."""
 

@@ -138,10 +138,6 @@ def numbers(kind: type[_Enum], descriptor: EnumDescriptor) -> dict[_Enum, Any]:
 
 SUBJECT_NUMBERS = numbers(values.QuotaSubject, types_pb2.QuotaSubject.DESCRIPTOR)
 DIMENSION_NUMBERS = numbers(values.QuotaDimension, types_pb2.QuotaDimension.DESCRIPTOR)
-FINISH_REASONS = {
-    number: word
-    for word, number in numbers(values.FinishReason, types_pb2.FinishReason.DESCRIPTOR).items()
-}
 
 
 def time_of(stamp: Timestamp) -> datetime:
@@ -191,7 +187,13 @@ def stopped_by(end: pb.FinishedFrame | pb.ChoiceEnd) -> str | int | None:
 
 def finish_reason(number: types_pb2.FinishReason.ValueType) -> values.FinishReason:
     """Return the reason of a request's end; UNSPECIFIED if newer than this client."""
-    return FINISH_REASONS.get(number, values.FinishReason.UNSPECIFIED)
+    return _finish_reasons().get(number, values.FinishReason.UNSPECIFIED)
+
+
+@cache
+def _finish_reasons() -> dict[int, values.FinishReason]:
+    known = numbers(values.FinishReason, types_pb2.FinishReason.DESCRIPTOR)
+    return {number: reason for reason, number in known.items()}
 
 
 def logprobs(frame: pb.DeltaFrame) -> tuple[values.TokenLogprobs, ...]:

@@ -5,7 +5,6 @@
  * fewer with a `prefetch`, and text no longer than the request's own output.
  */
 
-import type { Carrier, Continuation } from "./carriers.js";
 import {
   Aborted,
   Cancelled,
@@ -21,10 +20,9 @@ import type {
   FailedFrame,
   FinishedFrame,
   ServerFrame,
+  UpdatedFrame,
 } from "./gen/weir/v1/inference_service_pb.js";
-import { LimitChanges } from "./limit_changes.js";
-import type { Prefetch } from "./prefetch.js";
-import { Received } from "./received.js";
+import { Received } from "./output.js";
 import { copyError, errorFromStatus } from "./status.js";
 import type { Admitted, Event, Limits, Partial, Result } from "./values.js";
 import * as wire from "./wire.js";
@@ -33,15 +31,115 @@ const EVENTS_MAX = 65_536; // one delta per token: more than any context window 
 // The relaying server lost the request's owner; the request goes on.
 const PROCESS_UNAVAILABLE = "PROCESS_UNAVAILABLE";
 const CANCEL_GRACE_MS = 2_000; // wait for the final frame after a cancel
+/** Tokens, more than any request has: for requests that need credit but no limit. */
+export const EVERYTHING = 2 ** 40;
+// For a slow reader: far below a server's stall time (60 s), with few frames.
+const GRANT_INTERVAL_MS = 5_000;
+
+/** Stream that an attempt runs on. */
+export interface Carrier {
+  /** Writes a cancel frame soon; never blocks. */
+  sendCancel(attempt: Attempt): void;
+  /**
+   * Writes another frame of the request soon; never blocks. Throws Unavailable if there is no
+   * stream.
+   */
+  sendUpdate(frame: ClientFrame): void;
+  /** Writes a credit frame soon; never blocks. */
+  sendCredit(attempt: Attempt, tokenCount: number): void;
+  /** Forgets an attempt that has ended; its later frames are ignored. */
+  release(attempt: Attempt): void;
+}
+
+/**
+ * Moves an attempt to another stream.
+ *
+ * `broken` and `refused` return the final error, or undefined if the attempt will continue.
+ */
+export interface Continuation {
+  /** Handles the end of the stream. */
+  broken(cause: WeirError): WeirError | undefined;
+  /** Handles the server's refusal to continue on this stream. */
+  refused(error: WeirError): WeirError | undefined;
+  /** Handles the continuation of the attempt. */
+  resumed(): void;
+  /** Handles the end of the attempt. */
+  stop(): void;
+}
+
+/**
+ * Keeps tokens granted but not received, plus tokens received but unread, at `limit`.
+ *
+ * Grants when half of it is free, or when some of it is free and the last grant is old enough.
+ */
+export class Prefetch {
+  private outstanding = 0; // granted on this stream, not arrived
+  private unread = 0; // arrived, not read
+  private grantedAt = performance.now();
+
+  constructor(readonly limit: number) {}
+
+  /** Moves to another stream with this credit; the credit of the previous stream is void. */
+  begin(granted: number): void {
+    this.outstanding = granted;
+    this.grantedAt = performance.now();
+  }
+
+  /** Records that so many tokens have arrived. */
+  arrived(tokenCount: number): void {
+    this.outstanding -= tokenCount;
+    this.unread += tokenCount;
+  }
+
+  /** Records that the caller has read so many tokens. */
+  read(tokenCount: number): void {
+    this.unread -= tokenCount;
+  }
+
+  /** Returns the tokens to grant now, or 0. `atOnce`: grant all free tokens. */
+  grant(atOnce = false): number {
+    const room = this.limit - this.outstanding - this.unread;
+    const isDue =
+      atOnce || 2 * room >= this.limit || performance.now() - this.grantedAt >= GRANT_INTERVAL_MS;
+    if (room < 1 || !isDue) return 0;
+    this.outstanding += room;
+    this.grantedAt = performance.now();
+    return room;
+  }
+}
+
+/** Changes without an answer yet, in their order. */
+class LimitChanges {
+  private waiting: { resolve(limits: Limits): void; reject(error: WeirError): void }[] = [];
+
+  /** Returns a promise for the answer to the change that is being sent. */
+  expect(): Promise<Limits> {
+    return new Promise((resolve, reject) => this.waiting.push({ resolve, reject }));
+  }
+
+  /** Resolves the oldest pending change. */
+  answer(frame: UpdatedFrame, requestId: string): void {
+    const change = this.waiting.shift();
+    if (frame.refusal) change?.reject(errorFromStatus(frame.refusal, requestId));
+    else change?.resolve(wire.limits(frame));
+  }
+
+  /** Rejects all pending changes. */
+  fail(error: WeirError): void {
+    const left = this.waiting;
+    this.waiting = [];
+    for (const { reject } of left) reject(error);
+  }
+}
 
 /**
  * Received frames of one request, and its outcome.
  *
  * `outcome` is set once: a `Result`, or the error to throw. After a cancel it is set within
  * `CANCEL_GRACE_MS`, whatever the server does, so that a caller that waits for the end never hangs.
- * With a `continuation` the exchange can move from stream to stream.
+ * With a `continuation` the attempt can move from stream to stream.
  */
-export class Exchange {
+export class Attempt {
   outcome: Result | WeirError | undefined;
   /** True after a frame of this request has arrived. */
   begun = false;

@@ -7,20 +7,20 @@ unread events, far fewer with a `prefetch`, and text no longer than the request'
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
+from typing import Protocol
 
 from weir.v1 import inference_service_pb2 as pb
 
 from weir_client import errors, wire
-from weir_client.carriers import Carrier, Continuation
-from weir_client.limits import LimitChanges, Limits
-from weir_client.prefetch import Prefetch
-from weir_client.received import Received
+from weir_client.output import Received
 from weir_client.status import error_from_status
 from weir_client.values import (
     Admitted,
     Event,
     FinishReason,
+    Limits,
     Partial,
     Progress,
     Result,
@@ -34,14 +34,125 @@ EVENTS_MAX = 65_536  # one delta per token: more than any context window in use
 PROCESS_UNAVAILABLE = "PROCESS_UNAVAILABLE"
 # Wait for the final frame after a cancel: one engine step and one settlement, with room.
 CANCEL_GRACE_S = 2.0
+EVERYTHING = 2**40  # tokens, above any request's, for requests that need credit but no limit
+# Seconds, for a slow reader: far below a server's stall time (60 s), with few frames.
+GRANT_INTERVAL_S = 5.0
 
 
-class Exchange:
+class Carrier(Protocol):
+    """Stream that an attempt runs on."""
+
+    def send_cancel(self, attempt: Attempt) -> None:
+        """Write a cancel frame soon; never blocks."""
+
+    def send_update(self, attempt: Attempt, update: pb.UpdateFrame) -> None:
+        """Write an update frame soon; never blocks. Raises: Unavailable if there is no stream."""
+
+    def send_credit(self, attempt: Attempt, token_count: int) -> None:
+        """Write a credit frame soon; never blocks."""
+
+    def release(self, attempt: Attempt) -> None:
+        """Forget an attempt that has ended; its later frames are ignored."""
+
+
+class Continuation(Protocol):
+    """Moves an attempt to another stream.
+
+    `broken` and `refused` return the final error, or None if the attempt will continue.
+    """
+
+    def broken(self, cause: errors.WeirError) -> errors.WeirError | None:
+        """Handle the end of the stream."""
+
+    def refused(self, error: errors.WeirError) -> errors.WeirError | None:
+        """Handle the server's refusal to continue on this stream."""
+
+    def resumed(self) -> None:
+        """Handle the continuation of the attempt."""
+
+    def stop(self) -> None:
+        """Handle the end of the attempt."""
+
+
+class Prefetch:
+    """Keeps tokens granted but not received, plus tokens received but unread, at `limit`.
+
+    Grants when half of it is free, or when some of it is free and the last grant is old enough.
+    """
+
+    def __init__(self, limit: int) -> None:
+        """limit: output tokens, at least 1."""
+        self.limit = limit
+        self._outstanding = 0  # granted on this stream, not arrived
+        self._unread = 0  # arrived, not read
+        self._granted_at = time.monotonic()
+
+    def begin(self, granted: int) -> None:
+        """Move to another stream with this credit; the credit of the previous stream is void."""
+        self._outstanding = granted
+        self._granted_at = time.monotonic()
+
+    def arrived(self, token_count: int) -> None:
+        """Record that this many tokens have arrived."""
+        self._outstanding -= token_count
+        self._unread += token_count
+
+    def read(self, token_count: int) -> None:
+        """Record that the caller has read this many tokens."""
+        self._unread -= token_count
+
+    def grant(self, *, at_once: bool = False) -> int:
+        """Return the tokens to grant now, or 0. at_once: grant all free tokens."""
+        room = self.limit - self._outstanding - self._unread
+        is_due = (
+            at_once
+            or 2 * room >= self.limit
+            or time.monotonic() - self._granted_at >= GRANT_INTERVAL_S
+        )
+        if room < 1 or not is_due:
+            return 0
+        self._outstanding += room
+        self._granted_at = time.monotonic()
+        return room
+
+
+class LimitChanges:
+    """Requested changes without an answer yet, in their order."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[asyncio.Future[Limits]] = deque()
+
+    def expect(self) -> asyncio.Future[Limits]:
+        """Return a future for the answer to the change that is being sent."""
+        answer: asyncio.Future[Limits] = asyncio.get_running_loop().create_future()
+        self._waiting.append(answer)
+        return answer
+
+    def answer(self, frame: pb.UpdatedFrame, request_id: str) -> None:
+        """Resolve the oldest pending change."""
+        answer = self._waiting.popleft() if self._waiting else None
+        if answer is None or answer.done():
+            return
+        if frame.HasField("refusal"):
+            answer.set_exception(error_from_status(frame.refusal, request_id=request_id))
+        else:
+            max_cost = wire.money(frame.max_cost) if frame.HasField("max_cost") else None
+            answer.set_result(Limits(frame.max_output_tokens, max_cost))
+
+    def fail(self, error: errors.WeirError) -> None:
+        """Fail all pending changes."""
+        while self._waiting:
+            answer = self._waiting.popleft()
+            if not answer.done():
+                answer.set_exception(error)
+
+
+class Attempt:
     """Received frames of one request, and its outcome.
 
     `outcome` is set once: a `Result`, or the error to raise. After a cancel it is set within
     `CANCEL_GRACE_S`, whatever the server does, so that a caller that waits for the end never hangs.
-    With a `continuation` the exchange can move from stream to stream.
+    With a `continuation` the attempt can move from stream to stream.
     """
 
     def __init__(
