@@ -40,7 +40,8 @@ from typing import Any, LiteralString
 import psycopg
 from rich.markup import escape
 from weir_cli.connection import Connection
-from weir_cli.render import duration_text, make_console, note, print_json, show, table
+from weir_cli.render import make_console, note, print_json, show, table
+from weir_cli.texts import duration_text
 from weir_client import AsyncClient, WeirError
 
 from api.cli.stack import (

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from weir_cli.commands import ExitCode
-from weir_cli.render import JsonOption, fail, note, parse_time, print_json, show, table, wrong_use
+from weir_cli.render import JsonOption, fail, note, print_json, show, table, wrong_use
+from weir_cli.texts import parse_time
 
 if TYPE_CHECKING:
     from inference.adapters.findings import Observation

@@ -15,8 +15,9 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.rule import Rule
 from weir_cli.commands import ExitCode
-from weir_cli.render import fail, make_console, result_line, table
+from weir_cli.render import fail, make_console, table
 from weir_cli.tables import Sheet, month_report, waterfall
+from weir_cli.texts import result_line
 from weir_client import (
     AsyncAdminClient,
     AsyncBillingClient,

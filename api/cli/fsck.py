@@ -13,7 +13,8 @@ import psycopg.errors
 import typer
 from rich.markup import escape
 from weir_cli.commands import ExitCode
-from weir_cli.render import duration_text, fail, make_console, print_json
+from weir_cli.render import fail, make_console, print_json
+from weir_cli.texts import duration_text
 
 from api.cli.stack import clear_failures, local_database, open_sessions
 from metering.invoicing.months import changed_months

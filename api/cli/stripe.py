@@ -15,7 +15,8 @@ from pathlib import Path
 
 import typer
 from rich.markup import escape
-from weir_cli.render import csv_of, duration_text, fail, make_console, note, print_json, show, table
+from weir_cli.render import csv_of, fail, make_console, note, print_json, show, table
+from weir_cli.texts import duration_text
 
 from api.cli.stack import run
 from metering.core.errors import BillingDetailsMissing, InvalidValue

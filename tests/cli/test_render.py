@@ -11,7 +11,11 @@ import pytest
 from weir_cli.audit import changed
 from weir_cli.connection import flag_of
 from weir_cli.months import usage_csv, usage_table
-from weir_cli.render import (
+from weir_cli.render import show, table, to_text
+from weir_cli.requests import traced
+from weir_cli.tables import waterfall
+from weir_cli.tenants import key_state
+from weir_cli.texts import (
     decimal_text,
     duration_text,
     money_places,
@@ -20,15 +24,9 @@ from weir_cli.render import (
     parse_price,
     parse_span,
     printable,
-    show,
-    table,
-    to_text,
     tokens_per_second,
     usage_line,
 )
-from weir_cli.requests import traced
-from weir_cli.tables import waterfall
-from weir_cli.tenants import key_state
 from weir_client import (
     ApiKey,
     Generation,

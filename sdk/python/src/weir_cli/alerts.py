@@ -11,18 +11,9 @@ from weir_client import AlertDeliveryState, QuotaDimension
 
 from weir_cli.commands import ExitCode
 from weir_cli.connection import OnlyOrganizationOption, Output, admin_client, billing_client, calls
-from weir_cli.render import (
-    JsonOption,
-    dimension_amount,
-    money_text,
-    note,
-    print_json,
-    table,
-    tell_found,
-    thresholds_text,
-    time_text,
-)
+from weir_cli.render import JsonOption, note, print_json, table, tell_found
 from weir_cli.tenants import show_secret
+from weir_cli.texts import dimension_amount, money_text, thresholds_text, time_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from weir_cli.connection import Output, admin_client, calls
-from weir_cli.render import parse_time, table
+from weir_cli.render import table
+from weir_cli.texts import parse_time
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

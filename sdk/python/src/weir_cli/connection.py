@@ -34,14 +34,8 @@ from weir_client import (
 )
 
 from weir_cli.commands import ExitCode
-from weir_cli.render import (
-    JsonOption,
-    checked_month,
-    dimension_amount,
-    duration_text,
-    fail,
-    tell_found,
-)
+from weir_cli.render import JsonOption, fail, tell_found
+from weir_cli.texts import checked_month, dimension_amount, duration_text
 
 if TYPE_CHECKING:
     from weir_client import (

@@ -31,24 +31,18 @@ from weir_client import (
 
 from weir_cli.commands import ExitCode
 from weir_cli.connection import AddressOption, KeyOption, Output, calls, inference_client
-from weir_cli.render import (
-    JsonOption,
+from weir_cli.render import JsonOption, fail, make_console, note, print_json, table, tell_found
+from weir_cli.tenants import quotas_table
+from weir_cli.texts import (
     dimension_amount,
     duration_text,
-    fail,
-    make_console,
-    note,
     parse_picos,
     parsed,
     price_text,
-    print_json,
     printable,
     result_line,
-    table,
-    tell_found,
     usage_line,
 )
-from weir_cli.tenants import quotas_table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -39,25 +39,27 @@ from weir_cli.connection import (
     organization_or_default,
 )
 from weir_cli.render import (
-    Cell,
     JsonOption,
-    amount_text,
     csv_of,
-    decimal_text,
     fail,
     jsonable,
-    money_places,
-    money_text,
     note,
-    parse_picos,
-    parsed,
     print_json,
     put,
     show,
     table,
     table_of,
-    time_text,
     to_text,
+)
+from weir_cli.texts import (
+    Cell,
+    amount_text,
+    decimal_text,
+    money_places,
+    money_text,
+    parse_picos,
+    parsed,
+    time_text,
 )
 
 if TYPE_CHECKING:

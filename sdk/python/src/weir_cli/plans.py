@@ -11,18 +11,15 @@ import typer
 
 from weir_cli.configuration import content_of, tell_errors
 from weir_cli.connection import OnlyOrganizationOption, Output, admin_client, calls
-from weir_cli.render import (
-    JsonOption,
+from weir_cli.render import JsonOption, csv_of, put, table
+from weir_cli.texts import (
     amount_text,
-    csv_of,
     decimal_text,
     parse_picos,
     parse_price,
     parse_thousandths,
     parsed,
     per_million,
-    put,
-    table,
     time_text,
 )
 

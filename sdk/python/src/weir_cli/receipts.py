@@ -31,18 +31,8 @@ from weir_cli.connection import (
     organization_or_default,
     receipt_client,
 )
-from weir_cli.render import (
-    JsonOption,
-    checked_month,
-    jsonable,
-    note,
-    parse_picos,
-    print_json,
-    put,
-    show,
-    table,
-    wrong_use,
-)
+from weir_cli.render import JsonOption, jsonable, note, print_json, put, show, table, wrong_use
+from weir_cli.texts import checked_month, parse_picos
 
 if TYPE_CHECKING:
     from weir_client import (

@@ -27,16 +27,8 @@ from weir_cli.connection import (
     inference_client,
     resolve,
 )
-from weir_cli.render import (
-    Cell,
-    JsonOption,
-    duration_text,
-    make_console,
-    table,
-    tell_found,
-    time_text,
-    usage_line,
-)
+from weir_cli.render import JsonOption, make_console, table, tell_found
+from weir_cli.texts import Cell, duration_text, time_text, usage_line
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -13,7 +13,7 @@ from rich.measure import Measurement
 from rich.text import Text
 from weir_client import Money
 
-from weir_cli.render import (
+from weir_cli.texts import (
     decimal_text,
     money_places,
     money_text,
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
     from weir_client import MonthReport, Timings, Usage
 
-    from weir_cli.render import Cell
+    from weir_cli.texts import Cell
 
 TABLE_WIDTH_MAX = 100_000  # columns of a table in a pipe: no row is longer
 COLUMN_GAP = 2  # between columns; 1 on a narrow terminal

@@ -25,18 +25,14 @@ from weir_cli.connection import (
     organization_or_default,
     project_or_default,
 )
-from weir_cli.render import (
-    JsonOption,
+from weir_cli.render import JsonOption, fail, note, print_json, table
+from weir_cli.texts import (
     dimension_amount,
     duration_text,
-    fail,
-    note,
     parse_limit,
     parse_span,
     parse_thresholds,
     parsed,
-    print_json,
-    table,
     thresholds_text,
     time_text,
 )

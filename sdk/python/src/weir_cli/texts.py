@@ -1,0 +1,254 @@
+"""The client's values as text, and parameters parsed from text; nothing here prints."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal, InvalidOperation
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import typer
+from weir_client import Money, QuotaDimension
+from weir_client.money import minor_digits
+
+if TYPE_CHECKING:
+    from weir_client import Price, Result, Timings, Usage
+
+T = TypeVar("T")
+Cell = str | int | Money | datetime | None
+
+TOKENS_PER_PRICE = 1_000_000  # prices are shown per million tokens
+INT64_MAX = 2**63 - 1  # the wire's limit for one value
+MONEY = (QuotaDimension.COST_PER_DAY, QuotaDimension.COST_PER_MONTH, QuotaDimension.PREPAID_CREDIT)
+SPAN_UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
+
+
+def parse_span(text: str, examples: str = "90m, 12h, 30d or 4w") -> timedelta:
+    """Parse a length of time such as `30d`, in a unit of the examples. Raises: ValueError."""
+    match = re.fullmatch(r"(\d{1,6})([mhdw])", text.strip())
+    if match is None or match[2] not in examples or int(match[1]) == 0:
+        raise ValueError(f"{text!r} is not a length of time: write it as {examples}")
+    return timedelta(**{SPAN_UNITS[match[2]]: int(match[1])})
+
+
+def parse_time(text: str | None, now: datetime, flag: str) -> datetime | None:
+    """Parse a time, or a length of time before `now`. Raises: typer.BadParameter."""
+    if text is None:
+        return None
+    with contextlib.suppress(ValueError):
+        return now - parse_span(text)
+    try:
+        time = datetime.fromisoformat(text)
+    except ValueError:
+        raise typer.BadParameter(
+            "write it as 90m, 12h, 7d, 2026-11-20 or 2026-11-20T18:00:00Z", param_hint=flag
+        ) from None
+    return time if time.tzinfo else time.replace(tzinfo=UTC)
+
+
+def duration_text(seconds: float) -> str:
+    """Return a wait as text, rounded up: `0.3 s`, `12 s`, `4 min`, `3 h`, `9 d`."""
+    if seconds < 1:
+        return f"{seconds:.1f} s"
+    for limit, unit_s, unit in ((120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):
+        if seconds < limit:
+            return f"{-int(-seconds // unit_s)} {unit}"
+    return f"{-int(-seconds // 86_400)} d"
+
+
+def decimal_text(value: Decimal, places: int = 2) -> str:
+    """Return an exact number with thousands separators and at least `places` decimals."""
+    whole, _, fraction = f"{value:,f}".partition(".")
+    fraction = fraction.rstrip("0").ljust(places, "0")
+    return f"{whole}.{fraction}" if fraction else whole
+
+
+def time_text(time: datetime | None, absent: str = "—") -> str:
+    """Return a time in UTC to the second."""
+    return f"{time.astimezone(UTC):%Y-%m-%d %H:%M:%S}Z" if time else absent
+
+
+def per_million(picos_per_token: int) -> Decimal:
+    """Return the exact price per million tokens in units of the currency."""
+    return Money("", picos_per_token * TOKENS_PER_PRICE).amount
+
+
+def money_text(money: Money) -> str:
+    return f"{amount_text(money)} {money.currency_code}"
+
+
+def amount_text(money: Money) -> str:
+    """Return an exact amount with at least the decimals of its currency."""
+    return decimal_text(money.amount, minor_digits(money.currency_code))
+
+
+def price_text(price: Price | None, kind: str) -> str:
+    """Return a price per million tokens of a kind, with its currency; a dash if there is none."""
+    picos_per_token = getattr(price, f"{kind.replace(' ', '_')}_picos_per_token", 0)
+    return f"{decimal_text(per_million(picos_per_token))} {price.currency_code}" if price else "—"
+
+
+def dimension_amount(dimension: QuotaDimension | None, value: int) -> str:
+    """Return a quota value in the unit of its dimension; money in units of the currency."""
+    if dimension in MONEY:
+        return decimal_text(Money("", value).amount)
+    return f"{value:,}"
+
+
+def parsed(flag: str, parse: Callable[..., T], *values: Any) -> T:
+    """Parse a parameter. Raises: typer.BadParameter with the flag if `parse` raises ValueError."""
+    try:
+        return parse(*values)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint=flag) from error
+
+
+def parse_amount(text: str) -> Decimal:
+    """Parse a decimal number, with separators as in `1,000.50`. Raises: ValueError."""
+    try:
+        amount = Decimal(text.replace(",", "").replace("_", ""))
+    except InvalidOperation:
+        raise ValueError(f"{text!r} is not a number") from None
+    if not amount.is_finite():
+        raise ValueError(f"{text!r} is not a number")
+    return amount
+
+
+def parse_picos(text: str) -> int:
+    """Parse an amount into whole picos. Raises: ValueError if invalid or finer than a pico."""
+    return Money.of(parse_amount(text), "").picos
+
+
+def parse_limit(dimension: QuotaDimension, text: str) -> int:
+    """Parse a limit: whole requests or tokens, or units of the currency, which become picos.
+
+    Raises: ValueError with the remedy.
+    """
+    amount = parse_amount(text)
+    if amount < 0:
+        raise ValueError("a limit must be 0 or more; 0 admits nothing")
+    if dimension in MONEY:
+        limit = Money.of(amount, "").picos
+    elif amount == amount.to_integral_value():
+        limit = int(amount)
+    else:
+        raise ValueError(f"{dimension.value} counts whole numbers")
+    if limit > INT64_MAX:
+        maximum = Money("", INT64_MAX).amount if dimension in MONEY else Decimal(INT64_MAX)
+        raise ValueError(f"the largest limit is {decimal_text(maximum, 0)}")
+    return limit
+
+
+def parse_price(text: str) -> int:
+    """Parse a price per million tokens into picos per token. Raises: ValueError if invalid."""
+    amount = parse_amount(text)
+    if amount < 0:
+        raise ValueError("a price must be 0 or more")
+    picos, rest = divmod(Money.of(amount, "").picos, TOKENS_PER_PRICE)
+    if rest:
+        raise ValueError(f"{text} per million tokens is finer than a pico per token (six decimals)")
+    return picos
+
+
+def parse_thousandths(text: str) -> int:
+    """Parse a number into thousandths. Raises: ValueError."""
+    milli = parse_amount(text) * 1000
+    if milli != milli.to_integral_value() or not 0 <= milli <= 10**9:
+        raise ValueError("write a number of 0 or more with at most three decimals, such as 0.25")
+    return int(milli)
+
+
+def parse_thresholds(text: str) -> list[int]:
+    """Parse percentages, separated by commas; `none` for none. Raises: ValueError."""
+    if text == "none":
+        return []
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() for part in parts):
+        raise ValueError(
+            f"{text!r} is not a list of whole percentages: write one such as 50,80,100, or none"
+        )
+    return [int(part) for part in parts]
+
+
+def percents_text(values: Iterable[int]) -> str:
+    text = ", ".join(map(str, values))
+    return f"{text} %" if text else "none"
+
+
+def thresholds_text(dimension: QuotaDimension, values: Iterable[int]) -> str:
+    """Return alert thresholds as text: percent of a limit, or remaining money."""
+    if dimension is not QuotaDimension.PREPAID_CREDIT:
+        return percents_text(values)
+    text = ", ".join(dimension_amount(dimension, value) for value in values)
+    return f"{text} left" if text else "none"
+
+
+def checked_month(month: str) -> str:
+    """Return a month. Raises: typer.BadParameter if malformed."""
+    if not re.fullmatch(r"\d{4}-(0[1-9]|1[0-2])", month):
+        raise typer.BadParameter(
+            f"{month!r} is not a month: write it as YYYY-MM", param_hint="MONTH"
+        )
+    return month
+
+
+def printable(text: str) -> str:
+    """Return text without control characters except line breaks and tabs.
+
+    Text of models and names must not control the terminal.
+    """
+    return "".join(
+        each for each in text if each in "\n\t" or (each >= " " and not "\x7f" <= each <= "\x9f")
+    )
+
+
+def usage_line(
+    usage: Usage, cost: Money | None, timings: Timings | None, request_id: str = ""
+) -> str:
+    cached = (
+        f" ({usage.cached_input_token_count:,} cached)" if usage.cached_input_token_count else ""
+    )
+    if usage.embedding_token_count:
+        parts = [f"{usage.embedding_token_count:,} embedded"]
+    else:
+        thinking = (
+            f" ({usage.reasoning_token_count:,} thinking)" if usage.reasoning_token_count else ""
+        )
+        parts = [
+            f"{usage.input_token_count:,} in{cached}",
+            f"{usage.billed_token_count:,} out{thinking}",
+        ]
+    if cost is not None:
+        parts.append(str(cost))
+    if timings is not None and timings.ttft_ms:
+        parts.append(f"TTFT {timings.ttft_ms:,.0f} ms")
+    rate = tokens_per_second(usage, timings)
+    if rate is not None:
+        parts.append(f"{rate:,.1f} tokens/s")
+    return " · ".join([*parts, request_id] if request_id else parts)
+
+
+def tokens_per_second(usage: Usage, timings: Timings | None) -> float | None:
+    """Return the decode speed: tokens after the first by their time. None if unknown."""
+    if timings is None or timings.decode_ms <= 0 or usage.generated_token_count < 2:
+        return None
+    return (usage.generated_token_count - 1) / timings.decode_ms * 1000
+
+
+def result_line(result: Result) -> str:
+    """Return the usage of a finished request in one line."""
+    return usage_line(result.usage, result.cost, result.timings, result.request_id)
+
+
+def money_places(amounts: Iterable[Money]) -> int:
+    """Return the decimals of a column: those of the finest amount, at least the currency's."""
+    return max(
+        (
+            max(len(f"{each.amount:f}".partition(".")[2].rstrip("0")), minor_digits(code))
+            for each in amounts
+            if (code := each.currency_code) or each.picos
+        ),
+        default=2,
+    )
