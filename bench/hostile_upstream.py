@@ -40,6 +40,7 @@ DEEP = b"[" * 100_000 + b"]" * 100_000
 EMPTY_EVENT = b'data: {"choices": []}\n\n'
 NO_TOKENS = b'data: {"choices": [{"index": 0, "text": "", "token_ids": []}]}\n\n'
 OK = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+HARMLESS = ("bytes after the end",)  # forms that end well for the client
 
 
 def marked(name: str, length: int = 8) -> tuple[int, ...]:
@@ -314,7 +315,7 @@ def logprobs(**changes: Any) -> Form:
 
 
 # Answers of a server that is broken or hostile. Each must fail its own request only.
-FORMS: dict[str, Form] = {
+ALL: dict[str, Form] = {
     "a negative id": ids(-1),
     "a far negative id": ids(-(10**8)),
     "an id of 31 bits": ids(2**31),
@@ -386,10 +387,9 @@ FORMS: dict[str, Form] = {
     "a top token of 5,000 digits": logprobs(top_logprobs=[{"token_id:" + "9" * 5000: -1.0}]),
     "a top token outside the vocabulary": logprobs(top_logprobs=[{"token_id:9999999": -1.0}]),
     "a top token without an id": logprobs(top_logprobs=[{"\u00b2": -1.0}]),
+    "bytes after the end": busy_after_the_end,
 }
-# Forms that end well for the client.
-HARMLESS: dict[str, Form] = {"bytes after the end": busy_after_the_end}
-ALL = FORMS | HARMLESS
+FORMS = {name: form for name, form in ALL.items() if name not in HARMLESS}
 
 
 async def complete(http: web.Request) -> web.StreamResponse:

@@ -89,7 +89,6 @@ def object_of(**properties: Any) -> dict[str, Any]:
 
 
 PERSON = object_of(name=TEXT, age=WHOLE)
-ADDRESS = object_of(street=TEXT, city=TEXT)
 # Schemas with the requests sent with each: 25 times four.
 REQUESTS: tuple[tuple[dict[str, Any], tuple[str, str, str, str]], ...] = (
     (PERSON, ("Give me a person as JSON", "Generate a person.", "Jane, 54 years old", "Hello")),
@@ -130,7 +129,7 @@ REQUESTS: tuple[tuple[dict[str, Any], tuple[str, str, str, str]], ...] = (
         ("What color is the sky?", "Choose a color", "Which color do you like?", "Grass"),
     ),
     (
-        object_of(name=TEXT, address=ADDRESS),
+        object_of(name=TEXT, address=object_of(street=TEXT, city=TEXT)),
         ("Give me a user with an address", "Where does Bob live?", "A person, please", "Contact"),
     ),
     (

@@ -7,7 +7,8 @@ the purpose of the assistant.
 from random import Random
 
 from demo import phrases
-from demo.turns import FEATURES, Turn
+from demo.features import FEATURES
+from demo.turns import Turn
 
 _GREETINGS = (
     "Hello", "Hello!", "Hi", "Hi!", "Hi there", "Hey", "Hey!", "Good morning", "Good evening",

@@ -76,7 +76,6 @@ class Rule:
 
 
 ALL = frozenset(Kind)
-PROSE = frozenset({Kind.DOCSTRING, Kind.COMMENT, Kind.PAGE})
 
 RULES: tuple[Rule, ...] = (
     Rule(

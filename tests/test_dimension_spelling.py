@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
-from weir_cli.document import dimension_of
+from weir_cli.document_fields import dimension_of
 from weir_client import Price, values
 from weir_client.errors import QuotaExceeded as ClientQuotaExceeded
 from weir_client.status import error_from_status

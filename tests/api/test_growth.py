@@ -95,6 +95,14 @@ QUOTE = "/weir.v1.InferenceService/Quote"
 CACHED_S = 0.15
 CONFIGURATION_BYTE_S = 25e-6  # in a thread, for administrators; two bytes can be one object
 ERROR_CHARS_MAX = 12_000  # an error is converted and sent on the event loop, whatever it quotes
+PARSERS: Mapping[str, Callable[[Any], object]] = {
+    "/weir.v1.InferenceService/Generate": lambda message: starts_of(message.frames, WINDOW),
+    "/weir.v1.InferenceService/CountTokens": lambda message: parse_count_tokens(checked(message)),
+    "/weir.v1.InferenceService/Quote": lambda message: quoted(checked(message)),
+    "/weir.v1.InferenceService/Embed": lambda message: parse_embed(checked(message)),
+}
+# Processor time of any body: far above every parser, far below one that is not linear
+FIXED_S, BYTE_S = 0.2, 250e-9  # a message of the most fields is walked until it is refused
 
 
 def generating(api: Any) -> Entry:
@@ -161,12 +169,6 @@ HTTP: Mapping[str, tuple[Entry, type[Any], Mapping[str, Any]]] = {
     "/v1/tokenize": (tokenizing, TokenizeParameters, {"model": MODEL, "prompt": "x"}),
     "/v1/detokenize": (detokenizing, DetokenizeParameters, {"model": MODEL, "tokens": [1]}),
 }
-PARSERS: Mapping[str, Callable[[Any], object]] = {
-    "/weir.v1.InferenceService/Generate": lambda message: starts_of(message.frames, WINDOW),
-    "/weir.v1.InferenceService/CountTokens": lambda message: parse_count_tokens(checked(message)),
-    "/weir.v1.InferenceService/Quote": lambda message: quoted(checked(message)),
-    "/weir.v1.InferenceService/Embed": lambda message: parse_embed(checked(message)),
-}
 
 
 def quoted(message: pb.QuoteRequest) -> object:
@@ -204,11 +206,6 @@ def entries() -> Iterator[tuple[str, Entry, list[Costly], int]]:
 
 
 ENTRIES = {path: (enter, bodies, size) for path, enter, bodies, size in entries()}
-OF_GENERATE = {costly.name for costly in ENTRIES["/weir.v1.InferenceService/Generate"][1]}
-# Entry points whose bodies are parsed in a thread if they are long
-LONG = frozenset({*HTTP, *LARGE_MESSAGES}) - set(COUNTING)
-# Processor time of any body: far above every parser, far below one that is not linear
-FIXED_S, BYTE_S = 0.2, 250e-9  # a message of the most fields is walked until it is refused
 
 
 def error_of(call: Call) -> str:
@@ -259,10 +256,14 @@ def at_once(costly: Costly, path: str) -> Iterator[bytes]:
     yield body
 
 
-@pytest.mark.parametrize("path", [path for path in ENTRIES if path in LONG])
+# Entry points whose bodies are parsed in a thread if they are long.
+@pytest.mark.parametrize(
+    "path", [path for path in ENTRIES if path in {*HTTP, *LARGE_MESSAGES} - {*COUNTING}]
+)
 def test_time_grows_with_the_bytes_of_a_body_and_leaves_others_their_turns(path: str) -> None:
     """A body whose time is linear is only measured at sizes at which it could exceed a limit."""
     enter, bodies, bytes_max = ENTRIES[path]
+    of_generate = {each.name for each in ENTRIES["/weir.v1.InferenceService/Generate"][1]}
 
     def prepare(costly: Costly, byte_count: int) -> Call:
         return partial(enter, near(costly, byte_count))
@@ -270,7 +271,7 @@ def test_time_grows_with_the_bytes_of_a_body_and_leaves_others_their_turns(path:
     with as_in_service():
         for costly in bodies:
             name = f"{path}, {costly.name}"
-            if path == QUOTE and f"frames.{costly.name}" in OF_GENERATE:
+            if path == QUOTE and f"frames.{costly.name}" in of_generate:
                 continue  # the same type, with the same parser
             # Below this time caches decide; if it were a square, the full size would take seconds.
             found = check_growth(name, partial(prepare, costly), GROWTH_BYTES, CACHED_S)

@@ -81,18 +81,19 @@ def result(**members: Any) -> dict[str, Any]:
     return {"role": "tool", "content": "ok", **members}
 
 
-FORMS_OF_CALLS = {
-    "no type": call(id="c", function=F),
-    "type null": call(id="c", type=None, function=F),
-    "arguments as an object": call(id="c", type="function", function=F | {"arguments": {}}),
-    "content as a list": call(id="c", type="function", function=F) | {"content": []},
-    "index": call(index=0, id="c", type="function", function=F),
-}
-
-
-@pytest.mark.parametrize("form", FORMS_OF_CALLS)
-def test_forms_of_a_call_are_one_call(form: str) -> None:
-    assert shown("chat", [FORMS_OF_CALLS[form], result(tool_call_id="c")]) == ANSWERED
+@pytest.mark.parametrize(
+    "form",
+    [
+        call(id="c", function=F),
+        call(id="c", type=None, function=F),
+        call(id="c", type="function", function=F | {"arguments": {}}),
+        call(id="c", type="function", function=F) | {"content": []},
+        call(index=0, id="c", type="function", function=F),
+    ],
+    ids=["no type", "type null", "arguments as an object", "content as a list", "index"],
+)
+def test_forms_of_a_call_are_one_call(form: dict[str, Any]) -> None:
+    assert shown("chat", [form, result(tool_call_id="c")]) == ANSWERED
 
 
 @pytest.mark.parametrize(

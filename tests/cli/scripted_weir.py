@@ -218,16 +218,15 @@ def report_line(
     )
 
 
-REPORT_LINES = [
-    report_line(billing_pb.TOKEN_KIND_INPUT, 41_450, 2_475, 150_000),
-    report_line(billing_pb.TOKEN_KIND_CACHED_INPUT, 9_800, 600, 50_000),
-    report_line(billing_pb.TOKEN_KIND_OUTPUT, 7_121, 71, 600_000),
-]
 REPORT = billing_pb.GetMonthReportResponse(
     organization_name="acme",
     organization_id="5b1f4c1e-0000-4000-8000-000000000009",
     month="2026-11",
-    lines=REPORT_LINES,
+    lines=[
+        report_line(billing_pb.TOKEN_KIND_INPUT, 41_450, 2_475, 150_000),
+        report_line(billing_pb.TOKEN_KIND_CACHED_INPUT, 9_800, 600, 50_000),
+        report_line(billing_pb.TOKEN_KIND_OUTPUT, 7_121, 71, 600_000),
+    ],
     request_counts=billing_pb.RequestCounts(total_count=50, completed_count=47, cancelled_count=3),
     total=usd(10_980_100_000),
     total_rounded=usd(2 * CENT),
@@ -263,11 +262,13 @@ def usage_row(tokens: int, cancelled: int = 0, **keys: Any) -> usage_pb.UsageRow
     )
 
 
-USAGE_ROWS = [
-    usage_row(1_000 * day, 7 if day == 3 else 0, day=f"2026-11-{day:02d}") for day in range(1, 19)
-]
 USAGE_PAGE = usage_pb.GetUsageResponse(
-    rows=USAGE_ROWS, total=usage_row(171_000, 7), time_zone="UTC"
+    rows=[
+        usage_row(1_000 * day, 7 if day == 3 else 0, day=f"2026-11-{day:02d}")
+        for day in range(1, 19)
+    ],
+    total=usage_row(171_000, 7),
+    time_zone="UTC",
 )
 
 

@@ -13,7 +13,8 @@ from google.protobuf.message import Message
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from weir.v1 import configuration_pb2
-from weir_cli.document import KEY, QUOTA, Section, read_document, write_document
+from weir_cli.document import KEY, QUOTA, read_document, write_document
+from weir_cli.document_fields import Section
 
 GOOD = """\
 version: 1

@@ -17,7 +17,7 @@ from weir_cli.render import to_text
 from weir_cli.tables import DailyPlot, Day, daily_plot, short_count
 
 from tests.cli.conftest import Run, ScriptedWeir
-from tests.cli.scripted_weir import FORECAST, USAGE_ROWS, usage_row
+from tests.cli.scripted_weir import FORECAST, USAGE_PAGE, usage_row
 
 ACME = ("month", "show", "2026-11", "--org", "acme")
 
@@ -93,7 +93,7 @@ def test_a_sheet_has_every_page_and_exact_numbers(
     weir(*ACME, "--by", "day", "--format", "csv", "--output", str(tmp_path / "usage.csv"))
     document = json.loads(weir(*ACME, "--by", "day", "--json").stdout)
 
-    assert len(rows) == len(USAGE_ROWS) == len(document["rows"])
+    assert len(rows) == len(USAGE_PAGE.rows) == len(document["rows"])
     assert (rows[2]["day"], rows[2]["time_zone"], rows[2]["input_token_count"]) == (
         "2026-11-03",
         "UTC",
@@ -114,7 +114,7 @@ def test_pages_are_fetched_to_the_end_for_a_sheet_and_said_to_be_more_in_a_table
     weir: Run, server: ScriptedWeir
 ) -> None:
     server.accounts.replies["GetUsage"] = pb.GetUsageResponse(
-        rows=USAGE_ROWS, next_page_token="more"
+        rows=USAGE_PAGE.rows, next_page_token="more"
     )
 
     table = weir(*ACME, "--by", "request")

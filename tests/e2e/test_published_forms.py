@@ -68,29 +68,84 @@ BLOCKS = {
 }
 
 
-def names_in(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
 # Members that the published schemas require, null or not; the clients' types forgive their absence.
-RESPONSE = names_in(
-    "id object created_at completed_at status incomplete_details model previous_response_id "
-    "instructions output error tools tool_choice truncation parallel_tool_calls text top_p "
-    "presence_penalty frequency_penalty top_logprobs temperature reasoning usage "
-    "max_output_tokens max_tool_calls store background service_tier metadata "
-    "safety_identifier prompt_cache_key"
+RESPONSE = frozenset(
+    [
+        "id",
+        "object",
+        "created_at",
+        "completed_at",
+        "status",
+        "incomplete_details",
+        "model",
+        "previous_response_id",
+        "instructions",
+        "output",
+        "error",
+        "tools",
+        "tool_choice",
+        "truncation",
+        "parallel_tool_calls",
+        "text",
+        "top_p",
+        "presence_penalty",
+        "frequency_penalty",
+        "top_logprobs",
+        "temperature",
+        "reasoning",
+        "usage",
+        "max_output_tokens",
+        "max_tool_calls",
+        "store",
+        "background",
+        "service_tier",
+        "metadata",
+        "safety_identifier",
+        "prompt_cache_key",
+    ]
 )
-MESSAGE = names_in(
-    "id type role content model stop_reason stop_sequence stop_details usage container"
+MESSAGE = frozenset(
+    [
+        "id",
+        "type",
+        "role",
+        "content",
+        "model",
+        "stop_reason",
+        "stop_sequence",
+        "stop_details",
+        "usage",
+        "container",
+    ]
 )
-MESSAGE_USAGE = names_in(
-    "cache_creation cache_creation_input_tokens cache_read_input_tokens inference_geo "
-    "input_tokens output_tokens output_tokens_details server_tool_use service_tier"
+MESSAGE_USAGE = frozenset(
+    [
+        "cache_creation",
+        "cache_creation_input_tokens",
+        "cache_read_input_tokens",
+        "inference_geo",
+        "input_tokens",
+        "output_tokens",
+        "output_tokens_details",
+        "server_tool_use",
+        "service_tier",
+    ]
 )
 DELTA_USAGE = MESSAGE_USAGE - {"cache_creation", "inference_geo", "service_tier"}
-MODEL_INFO = names_in(
-    "type id display_name created_at capabilities lifecycle line deprecated_at retires_at "
-    "max_input_tokens max_tokens"
+MODEL_INFO = frozenset(
+    [
+        "type",
+        "id",
+        "display_name",
+        "created_at",
+        "capabilities",
+        "lifecycle",
+        "line",
+        "deprecated_at",
+        "retires_at",
+        "max_input_tokens",
+        "max_tokens",
+    ]
 )
 
 

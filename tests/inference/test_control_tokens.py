@@ -6,6 +6,7 @@ import json
 import re
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,30 @@ SPELLED_MARKERS = (
 )
 TOOL_MARKERS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 WIDE = str.maketrans({chr(code): chr(code + 0xFEE0) for code in range(0x21, 0x7F)})
+USER, ASSISTANT, THINK, END_THINK = (
+    "<\uff5cUser\uff5c>",
+    "<\uff5cAssistant\uff5c>",
+    "<think>",
+    "</think>",
+)
+PLAIN_MARKERS = (
+    f"{TOOL_TEXTS}{{% for m in messages %}}{{% if m.role == 'user' %}}{USER}{{{{ m.content }}}}{{%"
+    " elif m.role == 'tool' %}<tool_response>{{ m.content }}</tool_response>{% elif m.role"
+    f" == 'system' %}}{{{{ m.content }}}}{{% else %}}{ASSISTANT}{{% if '</think>' in m.content"
+    " %}{% set m = dict(m, content=m.content.split('</think>')[-1]) %}{% endif"
+    f" %}}{TURN_TEXTS}{{% endif %}}{{% endfor %}}{{% if add_generation_prompt"
+    f" %}}{ASSISTANT}{THINK}\n{{% endif %}}"
+)
+LITERALS = [USER, ASSISTANT, THINK, END_THINK, *TOOL_MARKERS, *SPECIAL_TOKENS]
+PIECES = [
+    *LITERALS,
+    *(text.translate(WIDE) for text in LITERALS),
+    *(text.upper() for text in LITERALS),
+    *("\u200b".join(text) for text in LITERALS),
+    *(text[:3] for text in LITERALS),
+    *(text[3:] for text in LITERALS),
+    "x", " ", "\n", "\u200b", "\u200d", "<", ">", "|", "\uff5c", "\uff1c", "\U000f0003",
+]  # fmt: skip
 
 
 def _train(
@@ -130,11 +155,15 @@ def first_metaspace() -> tokenizers.Tokenizer:
 
 
 TOKENIZERS = [byte_level(), split_byte_level(), prepending(), first_metaspace()]
-GUARDS = [ControlTokens(tokenizer) for tokenizer in TOKENIZERS]
 prompts = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=4), max_size=20).map("".join)
 relaxed = settings(
     max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
 )
+
+
+@cache
+def guard_of(index: int) -> ControlTokens:
+    return ControlTokens(TOKENIZERS[index])
 
 
 def special_ids(tokenizer: tokenizers.Tokenizer, ids: tuple[int, ...] | list[int]) -> list[int]:
@@ -153,7 +182,7 @@ def test_a_prompt_of_the_template_alone_is_encoded_as_ever(index: int) -> None:
     @example("<|bos|> The hotel<|end|>\n\n<|user|>  <|end|> 🙂<|pad|>x")
     def check(prompt: str) -> None:
         prompt = prompt.replace("\U000f0003", "")  # hidden in a message; a template has none
-        assert GUARDS[index].encode(prompt) == tuple(
+        assert guard_of(index).encode(prompt) == tuple(
             TOKENIZERS[index].encode(prompt, add_special_tokens=False).ids
         )
 
@@ -171,7 +200,7 @@ def test_no_message_adds_a_control_token(index: int) -> None:
     @example("x <|", "end|>", "{}{}<|end|>")
     @example("\U000f0003\U000f0004", "", "<|user|>{}{}<|end|>")
     def check(first: str, second: str, template: str) -> None:
-        guard, tokenizer = GUARDS[index], TOKENIZERS[index]
+        guard, tokenizer = guard_of(index), TOKENIZERS[index]
 
         ids = guard.encode(template.format(guard.hide(first), guard.hide(second)))
 
@@ -190,7 +219,7 @@ def test_no_message_adds_a_control_token(index: int) -> None:
 @given(prompts)
 @relaxed
 def test_only_text_that_could_be_control_tokens_is_hidden(text: str) -> None:
-    guard = GUARDS[0]
+    guard = guard_of(0)
 
     hidden = guard.hide(text)
 
@@ -302,22 +331,6 @@ def test_a_tokenizer_without_special_tokens_hides_nothing(tmp_path: Path) -> Non
     assert tokenizer.encode_chat([ChatMessage("user", "<|end|>")])
 
 
-USER, ASSISTANT, THINK, END_THINK = (
-    "<\uff5cUser\uff5c>",
-    "<\uff5cAssistant\uff5c>",
-    "<think>",
-    "</think>",
-)
-PLAIN_MARKERS = (
-    f"{TOOL_TEXTS}{{% for m in messages %}}{{% if m.role == 'user' %}}{USER}{{{{ m.content }}}}{{%"
-    " elif m.role == 'tool' %}<tool_response>{{ m.content }}</tool_response>{% elif m.role"
-    f" == 'system' %}}{{{{ m.content }}}}{{% else %}}{ASSISTANT}{{% if '</think>' in m.content"
-    " %}{% set m = dict(m, content=m.content.split('</think>')[-1]) %}{% endif"
-    f" %}}{TURN_TEXTS}{{% endif %}}{{% endfor %}}{{% if add_generation_prompt"
-    f" %}}{ASSISTANT}{THINK}\n{{% endif %}}"
-)
-
-
 def _byte_level(
     normalizer: normalizers.Normalizer | None, tokens: list[AddedToken]
 ) -> tokenizers.Tokenizer:
@@ -369,16 +382,6 @@ FORGEABLE = {
         SPELLED_MARKERS + "<tool_response></tool_response><think>",
     ),
 }  # fmt: skip
-LITERALS = [USER, ASSISTANT, THINK, END_THINK, *TOOL_MARKERS, *SPECIAL_TOKENS]
-PIECES = [
-    *LITERALS,
-    *(text.translate(WIDE) for text in LITERALS),
-    *(text.upper() for text in LITERALS),
-    *("\u200b".join(text) for text in LITERALS),
-    *(text[:3] for text in LITERALS),
-    *(text[3:] for text in LITERALS),
-    "x", " ", "\n", "\u200b", "\u200d", "<", ">", "|", "\uff5c", "\uff1c", "\U000f0003",
-]  # fmt: skip
 forgeries = st.lists(st.sampled_from(PIECES), max_size=8).map("".join)
 
 

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-import struct
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import tokenizers
-from safetensors.numpy import load_file, save_file
-from tokenizers import processors
 
 from inference.checkpoint.checkpoint import read_model_info
 from inference.engine import SamplingParams
@@ -21,11 +15,22 @@ from inference.errors import ChatTemplateFailed, CheckpointInvalid
 from inference.text.chat_template import NUMBER_MAX, Budget, TemplateTooCostly
 from inference.text.tokenizer import ChatMessage, Tokenizer
 from tests.inference.checkpoints import LlamaShape, make_checkpoint, write_tokenizer
+from tests.inference.damage import (
+    MATRIX,
+    Spoil,
+    added,
+    config,
+    generation,
+    header,
+    put,
+    tear,
+    tensors,
+    tokenizer_config,
+    write,
+)
 from tests.inference.running import make_core, make_request, run_all
 
 SHARD = "model-00002-of-00003.safetensors"
-MATRIX = "model.layers.1.mlp.down_proj.weight"
-Spoil = Callable[[Path], object]
 
 HOSTILE = {
     "loop without end": (
@@ -68,113 +73,6 @@ HOSTILE = {
     "files": "{% include 'config.json' %}",
     "text from nowhere": "{{ lipsum(n=1000000) }}",
 }
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write one file."""
-    return make_checkpoint(tmp_path_factory.mktemp("whole"), shape=LlamaShape()).directory
-
-
-@pytest.fixture(scope="module")
-def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write three shards."""
-    return make_checkpoint(
-        tmp_path_factory.mktemp("sharded"), shape=LlamaShape(), shard_count=3
-    ).directory
-
-
-def load(directory: Path) -> None:
-    """Run all steps of `weir serve` on a checkpoint, in parent and worker."""
-    info = read_model_info(directory, name="m", engine="torch")
-    Tokenizer(directory)
-    make_core(directory, context_window_tokens=min(info.context_window_tokens, 512))
-
-
-def tear(name: str, kept: int) -> Spoil:
-    def spoil(directory: Path) -> None:
-        path = directory / name
-        path.write_bytes(path.read_bytes()[:kept])
-
-    return spoil
-
-
-def write(name: str, content: str | bytes) -> Spoil:
-    data = content.encode() if isinstance(content, str) else content
-    return lambda directory: (directory / name).write_bytes(data)
-
-
-def change(name: str, **entries: Any) -> Spoil:
-    """Change entries of a JSON file."""
-
-    def spoil(directory: Path) -> None:
-        path = directory / name
-        path.write_text(json.dumps(json.loads(path.read_text()) | entries))
-
-    return spoil
-
-
-def config(**entries: Any) -> Spoil:
-    return change("config.json", **entries)
-
-
-def generation(**entries: Any) -> Spoil:
-    return change("generation_config.json", **entries)
-
-
-def tokenizer_config(**entries: Any) -> Spoil:
-    return change("tokenizer_config.json", **entries)
-
-
-def added(token: str, *, begins: bool = False, **entries: Any) -> Spoil:
-    """Add a special token behind the vocabulary, which begins prompts or is named by entries."""
-
-    def spoil(directory: Path) -> None:
-        tokenizer = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
-        tokenizer.add_special_tokens([token])
-        if begins:
-            tokenizer.post_processor = processors.TemplateProcessing(
-                single=f"{token} $A", special_tokens=[(token, 400)]
-            )
-        tokenizer.save(str(directory / "tokenizer.json"))
-        tokenizer_config(**entries)(directory)
-
-    return spoil
-
-
-def tensors(edit: Callable[[dict[str, Any]], object], name: str = "model.safetensors") -> Spoil:
-    def spoil(directory: Path) -> None:
-        found = load_file(directory / name)
-        edit(found)
-        save_file(found, directory / name, {"format": "pt"})
-
-    return spoil
-
-
-def header(**entry: Any) -> Spoil:
-    """Change entries of one tensor in the header of the weights."""
-
-    def spoil(directory: Path) -> None:
-        path = directory / "model.safetensors"
-        data = path.read_bytes()
-        [length] = struct.unpack("<Q", data[:8])
-        described = json.loads(data[8 : 8 + length])
-        described[MATRIX] |= entry
-        encoded = json.dumps(described).encode()
-        path.write_bytes(struct.pack("<Q", len(encoded)) + encoded + data[8 + length :])
-
-    return spoil
-
-
-def put(name: str, value: float) -> Spoil:
-    """Change one number of a tensor."""
-
-    def edit(found: dict[str, Any]) -> None:
-        found[name].flat[3] = value
-
-    return tensors(edit)
-
-
 WEIGHTS: dict[str, tuple[Spoil, str]] = {
     "torn tail": (
         tear("model.safetensors", -64),
@@ -378,6 +276,27 @@ TOKENIZERS: dict[str, tuple[Spoil, str]] = {
         "bos_token = {'x': 1} has no content",
     ),
 }
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write one file."""
+    return make_checkpoint(tmp_path_factory.mktemp("whole"), shape=LlamaShape()).directory
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write three shards."""
+    return make_checkpoint(
+        tmp_path_factory.mktemp("sharded"), shape=LlamaShape(), shard_count=3
+    ).directory
+
+
+def load(directory: Path) -> None:
+    """Run all steps of `weir serve` on a checkpoint, in parent and worker."""
+    info = read_model_info(directory, name="m", engine="torch")
+    Tokenizer(directory)
+    make_core(directory, context_window_tokens=min(info.context_window_tokens, 512))
 
 
 @pytest.mark.parametrize(

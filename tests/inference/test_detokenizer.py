@@ -49,6 +49,24 @@ ENDINGS = (
 SEQUENCES = [
     bytes(each) for length in (1, 2, 3) for each in itertools.product(BYTE_KINDS, repeat=length)
 ]
+# What published tokenizers and variants of them have; `None` where text cannot be streamed exactly.
+REPLACE, FALLBACK, FUSE = decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()
+STEPS = (
+    REPLACE,
+    FALLBACK,
+    FUSE,
+    decoders.Strip(" ", 1, 0),
+    decoders.Strip(" ", 2, 0),
+    decoders.Strip(" ", 0, 1),
+    decoders.Metaspace(),
+    decoders.Metaspace(prepend_scheme="never"),
+    decoders.Replace("a", "bb"),
+    decoders.WordPiece(),
+    decoders.WordPiece(cleanup=False),
+    decoders.BPEDecoder(),
+    decoders.CTC(),
+    decoders.ByteLevel(),
+)
 
 
 @dataclass(frozen=True)
@@ -306,26 +324,6 @@ def test_a_decoder_that_cannot_be_streamed_is_refused_by_name() -> None:
 
     with pytest.raises(CheckpointInvalid, match="CTC"):
         TextDecoder(backend, frozenset(), "tokenizer.json")
-
-
-# What published tokenizers and variants of them have; `None` where text cannot be streamed exactly.
-REPLACE, FALLBACK, FUSE = decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()
-STEPS = (
-    REPLACE,
-    FALLBACK,
-    FUSE,
-    decoders.Strip(" ", 1, 0),
-    decoders.Strip(" ", 2, 0),
-    decoders.Strip(" ", 0, 1),
-    decoders.Metaspace(),
-    decoders.Metaspace(prepend_scheme="never"),
-    decoders.Replace("a", "bb"),
-    decoders.WordPiece(),
-    decoders.WordPiece(cleanup=False),
-    decoders.BPEDecoder(),
-    decoders.CTC(),
-    decoders.ByteLevel(),
-)
 
 
 @settings(deadline=None, max_examples=300)

@@ -32,6 +32,17 @@ OUTPUT_TOKENS = 160
 PROMPT = (30, 31, 32)
 
 CLOSED = {"additionalProperties": False}
+CAT: dict[str, object] = {
+    "type": "object",
+    "properties": {"kind": {"const": "cat"}, "n": {"type": "integer"}},
+    "required": ["kind", "n"],
+}
+DOG: dict[str, object] = {
+    "type": "object",
+    "properties": {"kind": {"const": "dog"}},
+    "required": ["kind"],
+}
+STRING, BLANKS = regex.compile(r'"(?:[^"\\]|\\.)*"'), regex.compile(r"[ ]{2}|[\t\n\r]")
 
 
 def json_format(schema: object) -> ResponseFormat:
@@ -76,9 +87,6 @@ def constrained(
 def reason(outcome: Outcome) -> EngineFinishReason:
     assert outcome.finished is not None
     return outcome.finished.reason
-
-
-STRING, BLANKS = regex.compile(r'"(?:[^"\\]|\\.)*"'), regex.compile(r"[ ]{2}|[\t\n\r]")
 
 
 def check_json(outcomes: Iterable[Outcome], schemas: Iterable[object]) -> int:
@@ -411,7 +419,6 @@ def branch(**properties: object) -> dict[str, object]:
     return {"type": "object", "properties": properties, "required": [*properties]}
 
 
-CAT, DOG = branch(kind={"const": "cat"}, n={"type": "integer"}), branch(kind={"const": "dog"})
 EXCLUSIVE: dict[str, tuple[list[object], dict[str, object]]] = {
     "references": ([{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}], {"A": CAT, "B": DOG}),
     "definitions": (

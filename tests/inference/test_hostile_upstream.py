@@ -47,6 +47,32 @@ AFTER_ALL_TOKENS = (
     *("tokens without end", "a huge prompt length", "an unknown finish reason"),
     *("an empty finish reason", "a finish reason of a megabyte", "other last tokens"),
 )
+FAILED, FINISHED, EITHER = {"EngineFailed"}, {"finished"}, {"EngineFailed", "finished"}
+OVER_HTTP = {
+    **dict.fromkeys(http.FORMS, FAILED),
+    **dict.fromkeys(http.HARMLESS, FINISHED),
+    "status 400 with secrets": {"RequestImpossible"},
+    "status 422 with secrets": {"RequestImpossible"},
+    "status 400 with deep lists": {"RequestImpossible"},
+    "status 429": {"EngineOverloaded"},
+    # All tokens may have been taken before.
+    **dict.fromkeys(("tokens without end", "tokens after the end", "no last message"), EITHER),
+}
+# Forms about fields that a style does not have.
+BY_STYLE: dict[str, Expected] = {
+    "ids": {},
+    "counts": dict.fromkeys(IDS, EITHER),
+    "generate": dict.fromkeys(("a second output", "two outputs"), EITHER),
+}
+OVER_GRPC = {
+    **dict.fromkeys(grpc_forms.FORMS, FAILED),
+    **dict.fromkeys(grpc_forms.HARMLESS, FINISHED),
+    **dict.fromkeys(AFTER_ALL_TOKENS, EITHER),
+    "more cached than sent": FINISHED,  # the first message's count is billed, not this one
+    "INVALID_ARGUMENT": {"RequestImpossible"},
+    "OUT_OF_RANGE": {"RequestImpossible"},
+    "RESOURCE_EXHAUSTED": {"EngineOverloaded"},
+}
 
 
 def settings_for(tiny: TinyCheckpoint, service: Service, address: str) -> RemoteSettings:
@@ -167,25 +193,6 @@ def request_for(name: str, prompt: tuple[int, ...]) -> GenerationRequest:
     return make_request(prompt, COUNT, sampling=sampling)
 
 
-FAILED, FINISHED, EITHER = {"EngineFailed"}, {"finished"}, {"EngineFailed", "finished"}
-OVER_HTTP = {
-    **dict.fromkeys(http.FORMS, FAILED),
-    **dict.fromkeys(http.HARMLESS, FINISHED),
-    "status 400 with secrets": {"RequestImpossible"},
-    "status 422 with secrets": {"RequestImpossible"},
-    "status 400 with deep lists": {"RequestImpossible"},
-    "status 429": {"EngineOverloaded"},
-    # All tokens may have been taken before.
-    **dict.fromkeys(("tokens without end", "tokens after the end", "no last message"), EITHER),
-}
-# Forms about fields that a style does not have.
-BY_STYLE: dict[str, Expected] = {
-    "ids": {},
-    "counts": dict.fromkeys(IDS, EITHER),
-    "generate": dict.fromkeys(("a second output", "two outputs"), EITHER),
-}
-
-
 @pytest.mark.parametrize("style", BY_STYLE)
 async def test_a_hostile_answer_over_http_fails_its_own_request_only(
     tiny: TinyCheckpoint, style: str
@@ -200,17 +207,6 @@ async def test_a_hostile_answer_over_http_fails_its_own_request_only(
         found = await outcomes(settings_for(tiny, Service.OPENAI_HTTP, address), requests)
 
     assert unexpected(found, OVER_HTTP | BY_STYLE[style]) == {}
-
-
-OVER_GRPC = {
-    **dict.fromkeys(grpc_forms.FORMS, FAILED),
-    **dict.fromkeys(grpc_forms.HARMLESS, FINISHED),
-    **dict.fromkeys(AFTER_ALL_TOKENS, EITHER),
-    "more cached than sent": FINISHED,  # the first message's count is billed, not this one
-    "INVALID_ARGUMENT": {"RequestImpossible"},
-    "OUT_OF_RANGE": {"RequestImpossible"},
-    "RESOURCE_EXHAUSTED": {"EngineOverloaded"},
-}
 
 
 @pytest.mark.parametrize("service", [Service.TRTLLM, Service.VLLM, Service.SGLANG])

@@ -272,6 +272,24 @@ STREAMED = [
     "<0x41> ▁ ▁▁",
     "",
 ]
+# What a server can write, and a client sends back.
+ONE, OTHER = (
+    ToolCall(f"call_{name * 20}", "find", json.dumps({"near": f"Near{name}"})) for name in "AB"
+)
+ANSWERS = {
+    "text": ChatMessage("assistant", "Said0"),
+    "nothing": ChatMessage("assistant", ""),
+    "thinking and text": ChatMessage("assistant", "Said0", reasoning="Thought0"),
+    "thinking only": ChatMessage("assistant", "", reasoning="Thought0"),
+    "a call": ChatMessage("assistant", "", (ONE,)),
+    "two calls": ChatMessage("assistant", "", (ONE, OTHER)),
+    "text and a call": ChatMessage("assistant", "Said0", (ONE,)),
+    "text and two calls": ChatMessage("assistant", "Said0\n", (ONE, OTHER)),
+    "thinking and a call": ChatMessage("assistant", "", (ONE,), reasoning="Thought0"),
+    "thinking, text and two calls": ChatMessage(
+        "assistant", "Said0", (ONE, OTHER), reasoning="Thought0"
+    ),
+}
 
 
 def byte_level(words: str = "", *, nfc: bool = False, prefix: bool = False) -> Backend:
@@ -903,26 +921,6 @@ def test_tokenizers_encode_decode_and_stream_as_transformers_does(
         opened = tokenizer.decoder.open((), ids[:cut])
         pieces = [opened.push(id_).text for id_ in ids[cut:]]
         assert text_of(ids[:cut]) + "".join([*pieces, opened.finish().text]) == text_of(ids)
-
-
-# What a server can write, and a client sends back.
-ONE, OTHER = (
-    ToolCall(f"call_{name * 20}", "find", json.dumps({"near": f"Near{name}"})) for name in "AB"
-)
-ANSWERS = {
-    "text": ChatMessage("assistant", "Said0"),
-    "nothing": ChatMessage("assistant", ""),
-    "thinking and text": ChatMessage("assistant", "Said0", reasoning="Thought0"),
-    "thinking only": ChatMessage("assistant", "", reasoning="Thought0"),
-    "a call": ChatMessage("assistant", "", (ONE,)),
-    "two calls": ChatMessage("assistant", "", (ONE, OTHER)),
-    "text and a call": ChatMessage("assistant", "Said0", (ONE,)),
-    "text and two calls": ChatMessage("assistant", "Said0\n", (ONE, OTHER)),
-    "thinking and a call": ChatMessage("assistant", "", (ONE,), reasoning="Thought0"),
-    "thinking, text and two calls": ChatMessage(
-        "assistant", "Said0", (ONE, OTHER), reasoning="Thought0"
-    ),
-}
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -24,15 +24,12 @@ F, G, WRONG = (
     '{"name": "g", "arguments": {"b": []}}',  # not strict
     '{"name": "f", "arguments": {"b": 1}}',
 )
+# The same calls in the format of Llama.
+LLAMA_F, LLAMA_G, LLAMA_WRONG = (call.replace("arguments", "parameters") for call in (F, G, WRONG))
 Compiled = tuple[Tokenizer, GrammarCompiler]
 HERMES, LLAMA, MISTRAL = CallFormat.HERMES, CallFormat.LLAMA, CallFormat.MISTRAL
 
 ANSWER = "%json " + A
-
-
-def llama(call: str) -> str:
-    """Return a call in Llama's format."""
-    return call.replace("arguments", "parameters")
 
 
 FREE = {
@@ -43,12 +40,12 @@ FREE = {
         f"x <tool_call>\n{G}\n</tool_call>",
         "a < b <tool <tool_cal",
     ),
-    LLAMA: ("", "hi { x }", llama(F), "\n" + llama(G), "a <| b"),
+    LLAMA: ("", "hi { x }", LLAMA_F, "\n" + LLAMA_G, "a <| b"),
     MISTRAL: ("", "hi [1]", f"[TOOL_CALLS][{F}]", f"x[TOOL_CALLS] [{G}]", "[TOOL"),
 }
 SEVERAL = {
     HERMES: f"<tool_call>{F}</tool_call>\n<tool_call>{G}</tool_call> y",
-    LLAMA: f"{llama(F)}; {llama(G)}",
+    LLAMA: f"{LLAMA_F}; {LLAMA_G}",
     MISTRAL: f"[TOOL_CALLS][{F}, {G}]",
 }
 FORBIDDEN = {
@@ -58,8 +55,16 @@ FORBIDDEN = {
         f"<tool_call>{F}",
         '<tool_call>{"name": "h"',
     ),
-    LLAMA: (llama(WRONG), "{no", "[1]", llama(F)[:-1], " {", "<|python_tag|>no"),
+    LLAMA: (LLAMA_WRONG, "{no", "[1]", LLAMA_F[:-1], " {", "<|python_tag|>no"),
     MISTRAL: (f"[TOOL_CALLS][{WRONG}]", "[TOOL_CALLS]f", f"[TOOL_CALLS][{F}"),
+}
+ANSWERED = {
+    HERMES: (
+        ('{"a": 2}', f"<tool_call>{F}</tool_call>"),
+        ("", "hi", f"x <tool_call>{F}</tool_call>"),
+    ),
+    LLAMA: (('{"a": 2}', LLAMA_F), ("", "hi", "{no")),
+    MISTRAL: (('{"a": 2}', f"[TOOL_CALLS][{F}]"), ("", "hi", f"x[TOOL_CALLS][{F}]")),
 }
 
 
@@ -99,16 +104,6 @@ def test_text_is_free_and_calls_are_valid(
     assert is_allowed(compiled, source, SEVERAL[form]) is not single
     for output in FORBIDDEN[form]:
         assert not is_allowed(compiled, source, output), output
-
-
-ANSWERED = {
-    HERMES: (
-        ('{"a": 2}', f"<tool_call>{F}</tool_call>"),
-        ("", "hi", f"x <tool_call>{F}</tool_call>"),
-    ),
-    LLAMA: (('{"a": 2}', llama(F)), ("", "hi", "{no")),
-    MISTRAL: (('{"a": 2}', f"[TOOL_CALLS][{F}]"), ("", "hi", f"x[TOOL_CALLS][{F}]")),
-}
 
 
 @pytest.mark.parametrize("form", [HERMES, LLAMA, MISTRAL])

@@ -103,6 +103,27 @@ LAYOUTS = {
     "%e|%_d|%k": " 1| 1| 9",
     "today: 100 %": "today: 100 %",
 }
+TALK = [
+    ChatMessage("system", "Sys1"),
+    ChatMessage("user", "Ask1"),
+    ChatMessage("assistant", "Ans1"),
+    ChatMessage("user", "Ask2"),
+]
+LOST = {
+    "the system": "{% for m in messages %}{% if m.role != 'system' %}{{ m.content }}{% endif %}"
+    "{% endfor %}",
+    "all but the last turn": "{{ messages[-1].content }}",
+    "all but the first two turns": "{% for m in messages[:2] %}{{ m.content }}{% endfor %}",
+    "answers": "{% for m in messages %}{% if m.role in ['user', 'system'] %}{{ m.content }}"
+    "{% endif %}{% endfor %}",
+    "everything": "Hello!",
+    "the rest of the text": "{% for m in messages %}{{ m.content[:3] }}{% endfor %}",
+    "every second turn": "{% for m in messages %}{% if loop.index0 % 2 %}{{ m.content }}{% endif %}"
+    "{% endfor %}",
+    "parts of answers": "{% for m in messages %}{{ m.role }}="
+    "{% if m.role == 'assistant' %}{{ m.content.plan }}{% else %}{{ m.content }}{% endif %};"
+    "{% endfor %}",
+}
 
 
 @pytest.fixture
@@ -120,9 +141,6 @@ def say(*turns: str) -> list[ChatMessage]:
     """Return a conversation from texts like "user: Hi"."""
     split = (turn.split(": ", 1) for turn in turns)
     return [ChatMessage(role, content) for role, content in split]
-
-
-TALK = say("system: Sys1", "user: Ask1", "assistant: Ans1", "user: Ask2")
 
 
 def each(content: str) -> str:
@@ -168,23 +186,6 @@ def test_content_is_a_string_or_parts_as_the_template_reads_it(template: str, lo
     assert tokenizer.render_chat(TALK) == SHOWN
     ids = tokenizer.encode_chat([*TALK, *say("assistant: <|end|>")])
     assert tokenizer.decode(ids, skip_special_tokens=False) == f"{SHOWN}assistant=<|end|>;"
-
-
-LOST = {
-    "the system": "{% for m in messages %}{% if m.role != 'system' %}{{ m.content }}{% endif %}"
-    "{% endfor %}",
-    "all but the last turn": "{{ messages[-1].content }}",
-    "all but the first two turns": "{% for m in messages[:2] %}{{ m.content }}{% endfor %}",
-    "answers": "{% for m in messages %}{% if m.role in ['user', 'system'] %}{{ m.content }}"
-    "{% endif %}{% endfor %}",
-    "everything": "Hello!",
-    "the rest of the text": "{% for m in messages %}{{ m.content[:3] }}{% endfor %}",
-    "every second turn": "{% for m in messages %}{% if loop.index0 % 2 %}{{ m.content }}{% endif %}"
-    "{% endfor %}",
-    "parts of answers": each(
-        "{% if m.role == 'assistant' %}{{ m.content.plan }}{% else %}{{ m.content }}{% endif %}"
-    ),
-}
 
 
 @pytest.mark.parametrize("template", LOST.values(), ids=LOST)

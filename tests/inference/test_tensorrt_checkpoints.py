@@ -14,6 +14,7 @@ from inference.errors import CheckpointInvalid
 from inference.routing.memory import stored_bytes
 from tests.inference.checkpoints import TinyCheckpoint, write_tokenizer
 from tests.inference.hosted import prompt, run, serving
+from tests.inference.published_facts import facts, multimodal, rope
 from tests.inference.running import make_request
 from tests.inference.tensorrt_hosted import find_double, tensorrt_settings
 
@@ -23,36 +24,6 @@ MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
 LLAMA_FP8 = {"quant_method": "compressed-tensors", "format": "float-quantized"}
 
 LLAMA3 = [128001, 128008, 128009]
-
-
-def rope(kind: str, factor: float, original: int) -> dict[str, Any]:
-    return {
-        "rope_type": kind,
-        "factor": factor,
-        "original_max_position_embeddings": original,
-        "low_freq_factor": 1.0,
-    }
-
-
-def facts(
-    architecture: str, vocab: int, positions: int, eos: int | list[int] | None, **more: Any
-) -> dict[str, Any]:
-    return {
-        "architectures": [architecture],
-        "vocab_size": vocab,
-        "max_position_embeddings": positions,
-        "eos_token_id": eos,
-        "hidden_size": 4096,
-        **more,
-    }
-
-
-def multimodal(architecture: str, model_type: str, **text: Any) -> dict[str, Any]:
-    return {
-        "architectures": [architecture],
-        "text_config": {"model_type": model_type, **text},
-        "vision_config": {"hidden_size": 1408},
-    }
 
 
 LLAMA31 = facts("LlamaForCausalLM", 128256, 131072, LLAMA3, rope_scaling=rope("llama3", 8.0, 8192))

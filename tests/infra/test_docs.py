@@ -17,7 +17,8 @@ import yaml
 from google.protobuf.descriptor_pool import Default
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from weir_cli.__main__ import COMMANDS, load
-from weir_cli.document import DOCUMENT, PROPOSAL, Section, read_document
+from weir_cli.document import DOCUMENT, PROPOSAL, read_document
+from weir_cli.document_fields import Section
 
 from api.cli.guard import ROLE
 from api.cli.stack import STACK_HOME, STACK_PART

@@ -37,36 +37,80 @@ MOMENT = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ")
 UNIT = re.compile(r"(\d+ )?[A-Z][A-Za-z-]*s")
 
 
-def columns(names: str) -> tuple[str, ...]:
-    """Split names at blanks."""
-    return tuple(names.split())
-
-
-MANDATORY = columns("""
-    BilledCost BillingAccountId BillingAccountName BillingCurrency BillingPeriodEnd
-    BillingPeriodStart ChargeCategory ChargeClass
-    ChargeDescription ChargePeriodEnd ChargePeriodStart ContractedCost EffectiveCost
-    HostProviderName InvoiceIssuerName ListCost
-    PricingQuantity PricingUnit ServiceCategory ServiceName ServiceProviderName
-""")
+MANDATORY = [
+    "BilledCost",
+    "BillingAccountId",
+    "BillingAccountName",
+    "BillingCurrency",
+    "BillingPeriodEnd",
+    "BillingPeriodStart",
+    "ChargeCategory",
+    "ChargeClass",
+    "ChargeDescription",
+    "ChargePeriodEnd",
+    "ChargePeriodStart",
+    "ContractedCost",
+    "EffectiveCost",
+    "HostProviderName",
+    "InvoiceIssuerName",
+    "ListCost",
+    "PricingQuantity",
+    "PricingUnit",
+    "ServiceCategory",
+    "ServiceName",
+    "ServiceProviderName",
+]
 # Columns whose condition applies here: usage is measured, unit prices are published and negotiated,
 # and invoices are issued.
-CONDITIONAL = columns("""
-    ConsumedQuantity ConsumedUnit ContractedUnitPrice ListUnitPrice PricingCategory InvoiceId
-    InvoiceDetailId ResourceId
-    ResourceName ResourceType SkuId SkuMeter SkuPriceId SkuPriceDetails SubAccountId SubAccountName
-""")
-DECIMALS = columns("""
-    BilledCost EffectiveCost ListCost ContractedCost ListUnitPrice ContractedUnitPrice
-    ConsumedQuantity PricingQuantity
-""")
-NEVER_NULL = columns("""
-    BilledCost EffectiveCost ListCost ContractedCost BillingAccountId BillingAccountType
-    BillingCurrency BillingPeriodStart
-    BillingPeriodEnd ChargeCategory ChargeFrequency ChargePeriodStart ChargePeriodEnd
-    HostProviderName InvoiceIssuerName
-    ServiceCategory ServiceSubcategory ServiceName ServiceProviderName
-""")
+CONDITIONAL = [
+    "ConsumedQuantity",
+    "ConsumedUnit",
+    "ContractedUnitPrice",
+    "ListUnitPrice",
+    "PricingCategory",
+    "InvoiceId",
+    "InvoiceDetailId",
+    "ResourceId",
+    "ResourceName",
+    "ResourceType",
+    "SkuId",
+    "SkuMeter",
+    "SkuPriceId",
+    "SkuPriceDetails",
+    "SubAccountId",
+    "SubAccountName",
+]
+DECIMALS = [
+    "BilledCost",
+    "EffectiveCost",
+    "ListCost",
+    "ContractedCost",
+    "ListUnitPrice",
+    "ContractedUnitPrice",
+    "ConsumedQuantity",
+    "PricingQuantity",
+]
+NEVER_NULL = [
+    "BilledCost",
+    "EffectiveCost",
+    "ListCost",
+    "ContractedCost",
+    "BillingAccountId",
+    "BillingAccountType",
+    "BillingCurrency",
+    "BillingPeriodStart",
+    "BillingPeriodEnd",
+    "ChargeCategory",
+    "ChargeFrequency",
+    "ChargePeriodStart",
+    "ChargePeriodEnd",
+    "HostProviderName",
+    "InvoiceIssuerName",
+    "ServiceCategory",
+    "ServiceSubcategory",
+    "ServiceName",
+    "ServiceProviderName",
+]
 Row = dict[str, str]
 
 

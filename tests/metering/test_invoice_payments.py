@@ -101,12 +101,12 @@ def event(
     }
 
 
-FINALIZED, FAILED, PAID = (
+FINALIZED, FAILED, FAILED_AGAIN, PAID = (
     event("finalized", 10),
     event("payment_failed", 20),
+    event("payment_failed", 25),
     event("paid", 30, paid=1_234),
 )
-FAILED_AGAIN = event("payment_failed", 25)
 OVERDUE, VOIDED, WRITTEN_OFF = (
     event("overdue", 40),
     event("voided", 50),

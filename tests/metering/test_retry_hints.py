@@ -41,6 +41,30 @@ from tests.metering.invariants import check_invariants
 PRICES = TokenPrices(1, "USD", 3, 1, 7)
 SENT, SLICE, LEAST = 10, 128, 16
 CONCURRENT, PER_MINUTE = QuotaDimension.CONCURRENT_REQUESTS, QuotaDimension.REQUESTS_PER_MINUTE
+DAY, MINUTE = QuotaDimension.TOKENS_PER_DAY, QuotaDimension.TOKENS_PER_MINUTE
+# Limits, processes, clients, and seconds in which they arrive.
+CASES: dict[str, tuple[dict[QuotaDimension, int], int, int, float]] = {
+    "places": ({CONCURRENT: 10}, 1, 300, 1.0),
+    "places, three processes": ({CONCURRENT: 30}, 3, 300, 1.0),
+    "one place": ({CONCURRENT: 1}, 1, 30, 1.0),
+    "requests a minute": ({PER_MINUTE: 60}, 1, 400, 5.0),
+    "requests a minute, three processes": ({PER_MINUTE: 90}, 3, 400, 5.0),
+    "tokens a minute": ({MINUTE: 5_000}, 1, 300, 5.0),
+    "output tokens a minute": ({QuotaDimension.OUTPUT_TOKENS_PER_MINUTE: 5_000}, 2, 300, 5.0),
+    "tokens of a day, held by what runs": ({DAY: 20_000}, 1, 200, 1.0),
+    "money of a day, held by what runs": (
+        {QuotaDimension.COST_PICOS_PER_DAY: 140_000},
+        1,
+        200,
+        1.0,
+    ),
+    "places and tokens": ({CONCURRENT: 20, MINUTE: 6_000}, 1, 300, 1.0),
+    "everything": ({CONCURRENT: 20, PER_MINUTE: 100, MINUTE: 8_000}, 2, 300, 1.0),
+}
+NEWCOMERS: dict[str, tuple[dict[QuotaDimension, int], int, int, float]] = {
+    "places and tokens": ({CONCURRENT: 20, MINUTE: 6_000}, 1, 300, 5.0),
+    "everything": ({CONCURRENT: 20, PER_MINUTE: 100, MINUTE: 8_000}, 2, 300, 20.0),
+}
 
 
 @dataclass(slots=True)
@@ -125,34 +149,6 @@ class Simulation:
 
 def a_rule(dimension: QuotaDimension, limit_value: int) -> QuotaRule:
     return QuotaRule(uuid.uuid4(), QuotaSubject.PROJECT, uuid.uuid4(), "", dimension, limit_value)
-
-
-DAY, MINUTE = QuotaDimension.TOKENS_PER_DAY, QuotaDimension.TOKENS_PER_MINUTE
-# Limits, processes, clients, and seconds in which they arrive.
-CASES: dict[str, tuple[dict[QuotaDimension, int], int, int, float]] = {
-    "places": ({CONCURRENT: 10}, 1, 300, 1.0),
-    "places, three processes": ({CONCURRENT: 30}, 3, 300, 1.0),
-    "one place": ({CONCURRENT: 1}, 1, 30, 1.0),
-    "requests a minute": ({PER_MINUTE: 60}, 1, 400, 5.0),
-    "requests a minute, three processes": ({PER_MINUTE: 90}, 3, 400, 5.0),
-    "tokens a minute": ({MINUTE: 5_000}, 1, 300, 5.0),
-    "output tokens a minute": ({QuotaDimension.OUTPUT_TOKENS_PER_MINUTE: 5_000}, 2, 300, 5.0),
-    "tokens of a day, held by what runs": ({DAY: 20_000}, 1, 200, 1.0),
-    "money of a day, held by what runs": (
-        {QuotaDimension.COST_PICOS_PER_DAY: 140_000},
-        1,
-        200,
-        1.0,
-    ),
-    "places and tokens": ({CONCURRENT: 20, MINUTE: 6_000}, 1, 300, 1.0),
-    "everything": ({CONCURRENT: 20, PER_MINUTE: 100, MINUTE: 8_000}, 2, 300, 1.0),
-}
-
-
-NEWCOMERS: dict[str, tuple[dict[QuotaDimension, int], int, int, float]] = {
-    "places and tokens": ({CONCURRENT: 20, MINUTE: 6_000}, 1, 300, 5.0),
-    "everything": ({CONCURRENT: 20, PER_MINUTE: 100, MINUTE: 8_000}, 2, 300, 20.0),
-}
 
 
 @pytest.mark.parametrize("case", NEWCOMERS)

@@ -15,14 +15,8 @@ from weir_client import ChangeAction
 
 from weir_cli.commands import ExitCode
 from weir_cli.connection import admin_client, calls
-from weir_cli.render import (
-    JsonOption,
-    note,
-    print_json,
-    printable,
-    show,
-    wrong_use,
-)
+from weir_cli.render import JsonOption, note, print_json, show, wrong_use
+from weir_cli.texts import printable
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -79,7 +73,7 @@ def block(change: ConfigurationChange) -> Text:
 
 def title(change: ConfigurationChange) -> str:
     """Return the headline of a change."""
-    from weir_cli.document import dimension_of
+    from weir_cli.document_fields import dimension_of
 
     named = f"{change.kind.replace('_', ' ')} {printable(change.path)}"
     if change.kind == "key" and change.api_key_prefix:

@@ -8,206 +8,36 @@ YAML's: a project may be named `no`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from datetime import UTC, datetime
-from decimal import Decimal
 from functools import partial
 from typing import Any
 
 import yaml
-from weir.v1 import types_pb2
-from weir_client import BillingProfile, Money, QuotaDimension
-from weir_client.wire import DIMENSION_NUMBERS
+from weir_client import BillingProfile
 from weir_yaml import FileError, NotYaml, StrictReader, compose, joined
 
-from weir_cli.render import (
-    decimal_text,
-    dimension_amount,
-    parse_amount,
-    parse_limit,
-    parse_picos,
-    parse_price,
-    parse_thousandths,
-    per_million,
-    percents_text,
+from weir_cli.document_fields import (
+    Json,
+    Scalar,
+    Section,
+    Sections,
+    Texts,
+    Words,
+    amount,
+    count,
+    dimension,
+    limit,
+    moment,
+    price,
+    text,
+    thousandths,
+    tier,
+    truth,
 )
+from weir_cli.texts import percents_text
 
-Json = Any  # a value in the JSON mapping of a message
-Texts = Mapping[str, str]  # the scalars of one mapping of the file, by key
 VERSION = "1"
-
-
-@dataclass(frozen=True, slots=True)
-class Scalar:
-    """One value.
-
-    read: parses the text, given the texts of the sibling keys; raises ValueError with the remedy.
-    show: formats the value for tables and files. name: field in the contract; `a.b` is the field
-    `b` of the message in the field `a`. tag: YAML type, so that the value needs no quotes.
-    """
-
-    name: str
-    read: Callable[[str, Texts], Json]
-    show: Callable[[Json, Mapping[str, Json]], str]
-    tag: str = "str"
-
-
-@dataclass(frozen=True, slots=True)
-class Words:
-    """A list of words, or of percentages (a message in the contract)."""
-
-    name: str
-    are_percentages: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Sections:
-    """A list of mappings, or one mapping.
-
-    prune: field of the contract that removes entries absent from the list; empty if not supported.
-    """
-
-    name: str
-    section: Section
-    prune: str = ""
-    is_list: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Section:
-    """One kind of mapping: its keys in writing order, and the required ones."""
-
-    keys: Mapping[str, Scalar | Words | Sections]
-    required: tuple[str, ...]
-
-
-def text(name: str) -> Scalar:
-    return Scalar(name, lambda given, _: given, lambda value, _: str(value))
-
-
-def truth(name: str) -> Scalar:
-    def read(given: str, _: Texts) -> bool:
-        if given.lower() not in ("true", "false"):
-            raise ValueError("write true or false")
-        return given.lower() == "true"
-
-    return Scalar(name, read, lambda value, _: "true" if value else "false", "bool")
-
-
-def moment(name: str) -> Scalar:
-    """Return a field for a time; default offset UTC, default time of day midnight."""
-
-    def read(given: str, _: Texts) -> str:
-        try:
-            time = datetime.fromisoformat(given)
-        except ValueError:
-            raise ValueError(
-                "write a date as 2026-12-31, or a time as 2026-12-31T18:00:00Z"
-            ) from None
-        return (
-            time.replace(tzinfo=time.tzinfo or UTC)
-            .astimezone(UTC)
-            .isoformat()
-            .replace("+00:00", "Z")
-        )
-
-    return Scalar(name, read, lambda value, _: str(value), "timestamp")
-
-
-def thousandths(name: str) -> Scalar:
-    return Scalar(
-        name,
-        lambda given, _: parse_thousandths(given),
-        lambda value, _: decimal_text(Decimal(int(value)) / 1000, 0).replace(",", "_"),
-        "float",
-    )
-
-
-def tier(name: str) -> Scalar:
-    def read(given: str, _: Texts) -> str:
-        if given not in ("interactive", "batch"):
-            raise ValueError("give interactive or batch")
-        return f"SERVICE_TIER_{given.upper()}"
-
-    return Scalar(name, read, lambda value, _: str(value).removeprefix("SERVICE_TIER_").lower())
-
-
-def limit(name: str) -> Scalar:
-    """Return a field for a limit, in requests, tokens or currency units by its dimension."""
-
-    def read(given: str, siblings: Texts) -> int:
-        kind = siblings.get("dimension", "")
-        if kind not in set(QuotaDimension):
-            return 0  # the wrong dimension is reported at its own key
-        return parse_limit(QuotaDimension(kind), given.replace("_", ""))
-
-    def show(value: Json, siblings: Mapping[str, Json]) -> str:
-        return dimension_amount(dimension_of(siblings.get("dimension")), int(value)).replace(
-            ",", "_"
-        )
-
-    return Scalar(name, read, show, "float")
-
-
-def price(name: str) -> Scalar:
-    """Return a field for a price per million tokens in units of the currency."""
-    return Scalar(
-        name,
-        lambda given, _: parse_price(given.replace("_", "")),
-        lambda value, _: decimal_text(per_million(int(value))).replace(",", "_"),
-        "float",
-    )
-
-
-def amount(name: str) -> Scalar:
-    def read(given: str, _: Texts) -> int:
-        picos = parse_picos(given)
-        if picos < 0:
-            raise ValueError("give 0 or more")
-        return picos
-
-    return Scalar(
-        name,
-        read,
-        lambda value, _: decimal_text(Money("", int(value)).amount).replace(",", "_"),
-        "float",
-    )
-
-
-def count(name: str) -> Scalar:
-    def read(given: str, _: Texts) -> int:
-        number = parse_amount(given)
-        if number < 1 or number != number.to_integral_value():
-            raise ValueError("write a whole number of 1 or more")
-        return int(number)
-
-    return Scalar(name, read, lambda value, _: f"{int(value):_}", "int")
-
-
-def dimension(name: str) -> Scalar:
-    names = [str(each) for each in QuotaDimension if each is not QuotaDimension.UNSPECIFIED]
-
-    def read(given: str, _: Texts) -> int:
-        if given not in names:
-            raise ValueError(f"give one of {', '.join(names)}")
-        return int(DIMENSION_NUMBERS[QuotaDimension(given)])
-
-    return Scalar(name, read, lambda value, _: str(dimension_of(value)))
-
-
-def dimension_of(value: Json) -> QuotaDimension:
-    """Return a dimension from its name or number in the contract."""
-    number = (
-        types_pb2.QuotaDimension.Value(value)
-        if isinstance(value, str)
-        else types_pb2.QuotaDimension.ValueType(value or 0)
-    )
-    return next(
-        (each for each, known in DIMENSION_NUMBERS.items() if known == number),
-        QuotaDimension.UNSPECIFIED,
-    )
-
 
 QUOTA = Section(
     {
