@@ -9,14 +9,7 @@ from importlib.util import find_spec
 import pytest
 
 from infra import architecture
-from infra.architecture import (
-    PYTHON_RULES,
-    REPOSITORY_RULES,
-    TEXT_RULES,
-    RepositoryRule,
-    Rule,
-    Source,
-)
+from infra.architecture import RepositoryRule, Rule, Rules, Source
 
 IMPORT_FAULTS = [
     ("api/admin/admin_service.py", "from sqlalchemy import select", "sqlalchemy.select"),
@@ -168,6 +161,22 @@ CYCLE_FAULTS = [
     },
     {"api/a/x.py": "from api import c", "api/c.py": "from api.a.x import X"},
 ]
+MODULE_CYCLE_FAULTS = [
+    {"bench/x.py": "from bench import y", "bench/y.py": "from bench.x import X"},
+    {"common/x.py": "import common.y", "common/y.py": "def late():\n    import common.x"},
+    {
+        "demo/x.py": "from demo import y",
+        "demo/y.py": "if TYPE_CHECKING:\n    from demo.x import X",
+    },
+    {"api/a/x.py": "from . import y", "api/a/y.py": "from .x import X"},
+    {"api/a/x.py": "import inference.b", "inference/b.py": "import api.a.x"},
+    {
+        "sdk/python/src/weir_client/x.py": "from weir_client.y import Y",
+        "sdk/python/src/weir_client/y.py": "from . import z",
+        "sdk/python/src/weir_client/z.py": "from weir_client import x",
+    },
+    {"infra/a/__init__.py": "from infra.a import x", "infra/a/x.py": "from infra.a import Name"},
+]
 
 
 @pytest.fixture(scope="module")
@@ -177,14 +186,14 @@ def sources() -> list[Source]:
     return architecture.repository()
 
 
-@pytest.mark.parametrize("rule", [*PYTHON_RULES, *TEXT_RULES], ids=lambda rule: rule.__name__)
+@pytest.mark.parametrize("rule", [*Rules.PYTHON, *Rules.TEXT], ids=lambda rule: rule.__name__)
 def test_the_rule_holds(rule: Rule, sources: list[Source]) -> None:
     found = architecture.broken(rule, sources)
 
     assert not found, f"{rule.__doc__}\n" + "\n".join(map(str, found))
 
 
-@pytest.mark.parametrize("rule", REPOSITORY_RULES, ids=lambda rule: rule.__name__)
+@pytest.mark.parametrize("rule", Rules.REPOSITORY, ids=lambda rule: rule.__name__)
 def test_the_rule_holds_for_the_repository(rule: RepositoryRule, sources: list[Source]) -> None:
     found = list(rule(sources))
 
@@ -445,6 +454,76 @@ def test_packages_without_a_cycle_are_not_reported(files: dict[str, str]) -> Non
         )
         == []
     )
+
+
+@pytest.mark.parametrize("files", MODULE_CYCLE_FAULTS)
+def test_a_cycle_of_modules_is_reported(files: dict[str, str]) -> None:
+    found = list(
+        architecture.modules_form_no_cycle([Source(path, text) for path, text in files.items()])
+    )
+
+    assert {finding.path for finding in found} == set(files)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"bench/x.py": "from bench import y", "bench/y.py": "import common.z, bench"},
+        {"infra/a/__init__.py": "from infra.a.x import X", "infra/a/x.py": "from infra.a import y"},
+        {"infra/a/__init__.py": "from infra.a import x", "infra/a/x.py": "from . import x, y"},
+        {"tests/a/x.py": "import tests.a.y", "tests/a/y.py": "import tests.a.x"},
+    ],
+)
+def test_modules_without_a_cycle_are_not_reported(files: dict[str, str]) -> None:
+    sources = [
+        *(Source(path, text) for path, text in files.items()),
+        Source("infra/a/y.py", "X = 1"),
+    ]
+
+    assert list(architecture.modules_form_no_cycle(sources)) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def f(): ...\nA = 1\nB: int = 2\n_C = 3",
+        "class A: ...\nA_S, B_S = 1, 2\nC = f'{A}'\nD = 'a\\nb'",
+        "async def f(): ...\nA = 'SELECTED'\nB = 'update'\nC = ['a WHERE b']",
+    ],
+)
+def test_constants_after_the_first_definition_are_reported(text: str) -> None:
+    for path in ("api/x.py", "tests/x.py", "bench/x.py"):
+        [found] = architecture.constants_are_at_the_head(Source(path, text))
+
+        assert found.line == 2
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "A = 1\nB = 2\nC = 3\ndef f():\n    D = 1\n    E = 2\n    F = 3",
+        "class A:\n    A = 1\n    B = 2\n    C = 3\nA = 1\nB = 2\nc = d = e = 3",
+        "def f(): ...\nA = 1\nB = text('SELECT 1')\nC = 'x\\n  FROM a'\nD = f'INSERT INTO {A}'",
+        "def f(): ...\nA: int\nB: int\nC: int",
+    ],
+)
+def test_constants_at_the_head_and_sql_are_not_reported(text: str) -> None:
+    assert list(architecture.constants_are_at_the_head(Source("api/x.py", text))) == []
+
+
+def test_every_known_finding_is_needed(sources: list[Source]) -> None:
+    late = {
+        source.path: len(architecture.late_constants(source))
+        for source in sources
+        if source.is_python
+    }
+
+    assert {
+        path: count for path, count in late.items() if count > architecture.LATE_CONSTANTS_MAX
+    } == architecture.KNOWN_LATE_CONSTANTS
+    assert {
+        module for module, _, _ in architecture.cyclic_imports(sources)
+    } == architecture.KNOWN_CYCLES
 
 
 @pytest.mark.parametrize(
