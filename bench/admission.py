@@ -26,11 +26,9 @@ import cProfile
 import gc
 import itertools
 import pstats
-import shutil
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
@@ -42,36 +40,33 @@ import uvloop
 
 from bench.admission_peers import (
     INPUT_TOKENS,
-    MODEL,
     OUTPUT_TOKENS,
     Pair,
     pgbench_binary,
     plain_pair,
     run_pgbench,
 )
-from bench.processes import children_of, cpu_s, postgres_pid
+from bench.harness import (
+    MODEL,
+    children_of,
+    cpu_s,
+    create_tenants,
+    database,
+    postgres_pid,
+    quantile_ms,
+)
 from metering.core.models import Outcome
 from metering.holds.holds import HoldStore
 from metering.holds.operations import Admit, Admitted, Settle, Settled, new_hold_id
 from metering.pricing.prices import TokenPrices
 from metering.quotas.quota_rules import Payer, QuotaStates
 from metering.receipts.signing import ensure_key, read_key
-from metering.store import embedded_postgres
 from metering.store.db import psycopg_conninfo
 from metering.store.exchange import Connection
 from metering.store.group_commit import awaited
 from metering.store.migrations_runner import migrate
 
 CONNECTION_COUNT_MAX = 64
-QUOTAS = """
-INSERT INTO quotas (subject, subject_id, dimension, limit_value)
-SELECT subject, id, dimension, 1000000000000000
-FROM (VALUES ('organization', %(organization)s::uuid, 'cost_picos_per_month'),
-             ('organization', %(organization)s, 'tokens_per_month'),
-             ('project', %(project)s, 'requests_per_minute'),
-             ('api_key', %(key)s, 'tokens_per_minute'), ('api_key', %(key)s, 'concurrent_requests'))
-             AS v(subject, id, dimension)
-"""
 
 
 class Store(Protocol):
@@ -165,50 +160,6 @@ class Result:
             f"{self.pairs_per_s:>9,.0f} {' '.join(times)} {own}"
             f" {self.database_cpu_s / max(self.pair_count, 1) * 1e6:>9.0f}"
         )
-
-
-def quantile_ms(values_s: list[float], share: float) -> float:
-    """Return the quantile of the values, in ms."""
-    return sorted(values_s)[int(share * (len(values_s) - 1))] * 1000 if values_s else float("nan")
-
-
-def create_tenants(database_url: str, count: int) -> list[Payer]:
-    """Create tenants with a key and five quotas each, and a price for the model."""
-    tenants = []
-    with psycopg.connect(psycopg_conninfo(database_url)) as connection:
-        connection.execute(
-            "INSERT INTO price_versions (model, currency_code, input_picos_per_token,"
-            " cached_input_picos_per_token, output_picos_per_token, effective_at) VALUES (%s,"
-            " 'USD', 3, 1, 7, now()) ON CONFLICT DO NOTHING",
-            (MODEL,),
-        )
-        for _ in range(count):
-            payer = Payer(uuid.uuid4(), uuid.uuid4(), uuid.uuid4(), "USD")
-            name = f"bench-{payer.organization_id.hex}"
-            ids = {
-                "organization": payer.organization_id,
-                "project": payer.project_id,
-                "key": payer.api_key_id,
-            }
-            values = ids | {"name": name, "hash": payer.api_key_id.bytes * 2}
-            connection.execute(
-                "INSERT INTO organizations (id, name, currency_code) VALUES (%(organization)s,"
-                " %(name)s, 'USD')",
-                values,
-            )
-            connection.execute(
-                "INSERT INTO projects (id, organization_id, name) VALUES (%(project)s,"
-                " %(organization)s, 'bench')",
-                values,
-            )
-            connection.execute(
-                "INSERT INTO api_keys (id, project_id, name, prefix, secret_hash, scopes) "
-                "VALUES (%(key)s, %(project)s, 'bench', %(name)s, %(hash)s, '{inference}')",
-                values,
-            )
-            connection.execute(QUOTAS, ids)
-            tenants.append(payer)
-    return tenants
 
 
 def new_admit(payer: Payer) -> Admit:
@@ -354,21 +305,6 @@ def print_table(runner: asyncio.Runner, cases: Cases, many: list[Payer]) -> None
             print(f"{case}{'store':<8}{grouped.row(generator_us)}   {ratio:.1f}x plain", flush=True)
 
 
-@contextlib.contextmanager
-def server(database_url: str | None, directory: str | None) -> Iterator[str]:
-    """Yield the named database, or a temporary server under the named directory."""
-    if database_url:
-        yield database_url
-        return
-    home = Path(tempfile.mkdtemp(prefix="weir-bench-", dir=directory))
-    running = embedded_postgres.start(home / "postgres")
-    try:
-        yield running.url
-    finally:
-        running.stop()
-        shutil.rmtree(home, ignore_errors=True)
-
-
 def main() -> None:
     """Measure every case and print the table."""
     parser = argparse.ArgumentParser(
@@ -397,7 +333,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     with (
-        server(options.database_url, options.directory) as url,
+        database(options.database_url, options.directory) as url,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
         migrate(url)

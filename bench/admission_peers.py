@@ -21,12 +21,12 @@ from pathlib import Path
 
 import psycopg
 
+from bench.harness import MODEL
 from metering.quotas.quota_rules import Payer
 from metering.store import embedded_postgres
 from metering.store.db import psycopg_conninfo
 from metering.store.exchange import Connection
 
-MODEL = "bench"
 INPUT_TOKENS, OUTPUT_TOKENS = 100, 20
 TOKENS = INPUT_TOKENS + OUTPUT_TOKENS
 COST_PICOS = INPUT_TOKENS * 3 + OUTPUT_TOKENS * 7

@@ -41,12 +41,21 @@ import psycopg
 import uvloop
 
 from api.core.settings import Settings, bundled_models
-from bench.admission import server
-from bench.admission_peers import MODEL
 from bench.adversary_attacks import ATTACKS, BROKEN, UPSTREAM, Target
 from bench.adversary_load import ATTACKER_NICE
-from bench.front import create_keys, is_serving, on_core, wait_for
-from bench.processes import children_of, claim_cores, cpu_s
+from bench.harness import (
+    MODEL,
+    children_of,
+    claim_cores,
+    cpu_s,
+    create_keys,
+    database,
+    is_serving,
+    on_core,
+    options_of,
+    pin,
+    wait_for,
+)
 from bench.streams import scale
 from metering.store.db import psycopg_conninfo
 from metering.store.migrations_runner import migrate
@@ -134,9 +143,7 @@ class Service:
         wait_for(
             lambda: is_serving(self._settings.listen_address) or None, self._process, self._log
         )
-        for host in children_of(self._process.pid):
-            for thread in Path(f"/proc/{host}/task").iterdir():
-                os.sched_setaffinity(int(thread.name), {self._other_core})
+        pin(children_of(self._process.pid), self._other_core)
 
     def reset_peak(self) -> None:
         """Reset the peak of the process's memory."""
@@ -490,7 +497,7 @@ def prepared(options: argparse.Namespace) -> Iterator[tuple[Service, Target, dic
     """Yield a database with keys, and a service that is not started."""
     core, other_core = claim_cores()
     with contextlib.ExitStack() as stack:
-        url = stack.enter_context(server(None, options.directory))
+        url = stack.enter_context(database(None, options.directory))
         migrate(url)
         keys = prepare_keys(url)
         home = stack.enter_context(
@@ -546,12 +553,7 @@ async def measure(options: argparse.Namespace) -> bool:
 
 def main() -> None:
     """Measure, print, and exit with 1 if anything failed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=60.0, help="per phase (default: %(default)s)"
-    )
+    parser = options_of(__doc__, 60.0)
     parser.add_argument(
         "--only", action="append", choices=tuple(ATTACKS), help="kind of attack; repeatable"
     )
@@ -559,9 +561,6 @@ def main() -> None:
         "--each",
         action="store_true",
         help="run the kinds one after the other, with a line for each",
-    )
-    parser.add_argument(
-        "--directory", help="directory of the temporary database (default: the system's)"
     )
     options = parser.parse_args()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

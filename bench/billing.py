@@ -32,9 +32,9 @@ from pathlib import Path
 import psycopg
 from psycopg.types.json import Json
 
-from bench.admission import AwaitedStore, Cases, create_tenants, new_admit, quantile_ms, server
+from bench.admission import AwaitedStore, Cases, new_admit
 from bench.admission_peers import INPUT_TOKENS, OUTPUT_TOKENS
-from bench.processes import children_of, cpu_s, postgres_pid
+from bench.harness import children_of, cpu_s, create_tenants, database, postgres_pid, quantile_ms
 from metering.core.models import Outcome
 from metering.export.deliveries import export_usage
 from metering.holds.holds import NOTICE_INTERVAL_S, UsageNotices
@@ -343,7 +343,7 @@ def main() -> None:
         "--directory", help="data directory of the temporary server (default: the system's)"
     )
     options = parser.parse_args()
-    with server(options.database_url, options.directory) as url:
+    with database(options.database_url, options.directory) as url:
         migrate(url)
         run(url, sorted(options.organizations), options.events, options.requests)
 

@@ -27,31 +27,46 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from api.core.settings import Settings, bundled_models
-from bench.admission import server
-from bench.admission_peers import MODEL
 from bench.cluster_load import await_replicas
-from bench.front import Processes, api_process, create_keys
-from bench.processes import claim_cores, cpu_s
-from metering.store.migrations_runner import migrate
+from bench.harness import (
+    MODEL,
+    Processes,
+    Site,
+    Table,
+    api_process,
+    create_keys,
+    new_site,
+    options_of,
+    pin,
+    run_load,
+)
 
 STREAM_COUNT = 16
 OUTSTANDING_PER_REPLICA = 32
 WARM_UP_S = 3.0
 SETTLE_S = 2.0  # of hardware time: to compute the prompts of all concurrent requests
 
-HEADER = (
-    f"{'':<24}{'dilation':>9}{'tokens/s':>9}{'adm./s':>7}{'in/adm.':>8}{'undilated':>10}"
-    f"{'tok/msg':>8}{'api busy':>9}{'rest':>6}"
-    f"{'µs/token':>9}{'µs/req.':>8}{'pg':>6}{'hosts':>7}{'client':>7}"
+TABLE = Table(
+    24,
+    (
+        ("dilation", "{:>8g}"),
+        ("tokens/s", "{:>8,.0f}"),
+        ("adm./s", "{:>6.1f}"),
+        ("in/adm.", "{:>7,.0f}"),
+        ("undilated", "{:>9,.0f}"),
+        ("tok/msg", "{:>7.1f}"),
+        ("api busy", "{:>8.0%}"),
+        ("rest", "{:>5.0%}"),
+        ("µs/token", "{:>8.1f}"),
+        ("µs/req.", "{:>7,.0f}"),
+        ("pg", "{:>5,.0f}"),
+        ("workers", "{:>7,.0f}"),
+        ("client", "{:>6,.0f}"),
+    ),
 )
 
 
@@ -126,18 +141,12 @@ def capacity(
 
 
 @contextlib.contextmanager
-def cluster(
-    case: Case, url: str, key: str, directory: str | None, core: int, other_core: int
-) -> Iterator[tuple[list[str], Processes]]:
+def cluster(case: Case, site: Site, key: str) -> Iterator[tuple[list[str], Processes]]:
     """Run the api processes of a case, with all their replicas ready."""
     with contextlib.ExitStack() as stack:
-        addresses, parts = [], []
+        servers = []
         for _ in range(case.api_count):
-            home = Path(
-                stack.enter_context(
-                    tempfile.TemporaryDirectory(prefix="weir-bench-", dir=directory)
-                )
-            )
+            home = stack.enter_context(site.home())
             count = case.replica_count // case.api_count
             version = {
                 "engine": "simulated",
@@ -146,7 +155,7 @@ def cluster(
             fleet = {"models": {MODEL: version | {"replicas": {"min": count, "max": count}}}}
             (home / "fleet.yaml").write_text(json.dumps(fleet))  # JSON is a subset of YAML
             settings = Settings(
-                database_url=url,
+                database_url=site.database_url,
                 home=home,
                 listen_address="127.0.0.1:0",
                 models={},
@@ -155,27 +164,19 @@ def cluster(
                 queue_requests_per_tenant_max=10_000,
                 simulated_time_scale=case.dilation,
             )
-            address, processes = stack.enter_context(api_process(settings, core, other_core, None))
-            addresses.append(address)
-            parts.append(processes)
-            await_replicas(address, key)
-            pin_all(processes["engine"](), other_core)
+            server = stack.enter_context(api_process(settings, site.core, site.other_core))
+            servers.append(server)
+            await_replicas(server.address, key)
+            pin(server.processes["engine"](), site.other_core)
+        parts = [each.processes for each in servers]
         yield (
-            addresses,
+            [each.address for each in servers],
             {
                 "api": lambda: [pid for each in parts for pid in each["api"]()],
-                "hosts": lambda: [pid for each in parts for pid in each["engine"]()],
+                "workers": lambda: [pid for each in parts for pid in each["engine"]()],
                 "postgres": parts[0]["postgres"],
             },
         )
-
-
-def pin_all(pids: Sequence[int], core: int) -> None:
-    """Pin every thread of processes to one core."""
-    for pid in pids:
-        for thread in Path(f"/proc/{pid}/task").iterdir():
-            with contextlib.suppress(ProcessLookupError):
-                os.sched_setaffinity(int(thread.name), {core})
 
 
 def run(
@@ -190,24 +191,9 @@ def run(
         "warm_up_s": WARM_UP_S + case.dilation * SETTLE_S,
         "seconds": seconds,
     }
-    command = [sys.executable, "-m", "bench.cluster_load", json.dumps(load)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as client:
-        assert client.stdout is not None
-        marks = []
-        for _ in range(2):
-            client.stdout.readline()  # "begin", then "end"
-            marks.append({name: cpu_s(pids()) for name, pids in processes.items()})
-        out = client.stdout.read()
-    if client.returncode or not out:
-        raise RuntimeError("the client failed")
-    seen = json.loads(out)
-    if seen["failures"]:
-        raise RuntimeError(
-            f"{len(seen['failures'])} requests failed, the first with: {seen['failures'][0]}"
-        )
-    used = {name: marks[1][name] - marks[0][name] for name in processes} | {"client": seen["cpu_s"]}
+    report, used_s = run_load(("bench.cluster_load",), load, processes)
     counts = {
-        name: seen[name]
+        name: report[name]
         for name in (
             "token_count",
             "message_count",
@@ -216,21 +202,26 @@ def run(
             "finished_count",
         )
     }
-    return Result(case, **counts, wall_s=seen["wall_s"], cpu_s=used)
+    used_s["client"] = report["cpu_s"]
+    return Result(case, **counts, wall_s=report["wall_s"], cpu_s=used_s)
 
 
-def row(result: Result) -> str:
-    """Return one line of the table."""
+def print_row(result: Result) -> None:
+    """Print one line of the table."""
     case, admitted_count = result.case, max(result.admitted_count, 1)
-    busy = {name: used / result.wall_s for name, used in result.cpu_s.items()}
-    return (
-        f"{case.name:<24}{case.dilation:>9g}{result.tokens_per_s:>9,.0f}"
-        f"{admitted_count / result.wall_s:>7.1f}{result.input_token_count / admitted_count:>8,.0f}"
-        f"{result.tokens_per_s * case.dilation:>10,.0f}"
-        f"{result.token_count / result.message_count:>8.1f}{busy['api']:>9.0%}"
-        f"{sum(busy.values()) - busy['api']:>6.0%}"
-        f"{result.api_token_us:>9.1f}{result.request_us('api'):>8,.0f}{result.request_us('postgres'):>6,.0f}"
-        f"{result.request_us('hosts'):>7,.0f}{result.request_us('client'):>7,.0f}"
+    busy = {name: used_s / result.wall_s for name, used_s in result.cpu_s.items()}
+    TABLE.print_row(
+        case.name,
+        case.dilation,
+        result.tokens_per_s,
+        admitted_count / result.wall_s,
+        result.input_token_count / admitted_count,
+        result.tokens_per_s * case.dilation,
+        result.token_count / result.message_count,
+        busy["api"],
+        sum(busy.values()) - busy["api"],
+        result.api_token_us,
+        *(result.request_us(name) for name in ("api", "postgres", "workers", "client")),
     )
 
 
@@ -250,10 +241,9 @@ def conclusion(result: Result) -> str:
     )
 
 
-def measure(options: argparse.Namespace, url: str, core: int, other_core: int) -> None:
+def measure(options: argparse.Namespace, site: Site) -> None:
     """Run every case, and print the table and the computed figures."""
-    migrate(url)
-    keys = create_keys(url, STREAM_COUNT)
+    keys = create_keys(site.database_url, STREAM_COUNT)
     counts = [int(each) for each in options.replicas.split(",")]
     dilations = [float(each) for each in options.dilation.split(",")]
     cases = [
@@ -263,27 +253,19 @@ def measure(options: argparse.Namespace, url: str, core: int, other_core: int) -
     cases.append(Case(f"full: {options.full} replicas, 1 api", options.full, options.full_dilation))
     cases.append(Case(f"{options.two} replicas, 2 api", options.two, options.two_dilation, 2))
     print("GPUs are simulated, with dilated time where shown; everything before them is real")
-    print(HEADER)
+    TABLE.print_head()
     results = []
     for case in cases:
-        with cluster(case, url, keys[0], options.directory, core, other_core) as (
-            addresses,
-            processes,
-        ):
+        with cluster(case, site, keys[0]) as (addresses, processes):
             results.append(run(case, addresses, processes, keys, options.seconds))
-        print(row(results[-1]), flush=True)
+        print_row(results[-1])
     for result in results[-2:]:
         print(conclusion(result))
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=5.0, help="per case (default: %(default)s)"
-    )
+    parser = options_of(__doc__, 5.0)
     parser.add_argument(
         "--replicas", default="1,8,64", help="number of replicas, by case (default: %(default)s)"
     )
@@ -316,13 +298,9 @@ def main() -> None:
         default=1.6,
         help="time dilation of that case (default: %(default)s)",
     )
-    parser.add_argument(
-        "--directory", help="directory of the temporary database (default: the system's)"
-    )
     options = parser.parse_args()
-    core, other_core = claim_cores()
-    with server(None, options.directory) as url:
-        measure(options, url, core, other_core)
+    with new_site(options.directory) as site:
+        measure(options, site)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from api.cli.stack import run_stack
 from api.core.settings import DEMO_MODEL_NAME, Settings
 from api.fleet.fleet import torch_settings
 from bench import engine_streams as streams
-from bench.processes import children_of
+from bench.harness import children_of
 from bench.shapes import SHAPES, Precision, write_checkpoint
 from inference.adapters.torch_engine import TorchEngine
 from inference.engine import GenerationRequest, SamplingParams, StopCriteria, TokensGenerated

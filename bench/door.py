@@ -15,32 +15,32 @@ ratio.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
 import statistics
-import subprocess
-import sys
-import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
-from urllib.parse import urlsplit
 
-from api.core.endpoint import read_endpoint
-from api.core.settings import Settings, bundled_models
 from bench import streams
-from bench.admission import server
-from bench.admission_peers import MODEL
-from bench.front import Processes, api_process, create_keys, on_core
-from bench.processes import claim_cores, cpu_s
+from bench.harness import MODEL, Server, Site, Table, create_keys, new_site, options_of, run_load
 from bench.streams import PROMPT_TOKENS, WARM_UP_S, Case, scale, step_s
-from metering.store.migrations_runner import migrate
 
+LOAD = "bench.door_load"
 SHORT_STREAMS = 50
 # For unstreamed answers. All at one rate, since constant background work weighs more on fewer
 # requests.
 WHOLE_TOKENS, WHOLE_STREAMS, WHOLE_PERIOD_S = 16, 150, 1.0
+TABLE = Table(
+    34,
+    (
+        ("a second", "{:>9,.0f}"),
+        ("µs each", "{:>9.1f}"),
+        ("busy", "{:>6.0%}"),
+        ("ttft50", "{:>8.2f}"),
+        ("99 ms", "{:>8.2f}"),
+        ("added", "{:>+8.2f}"),
+        ("/bare", "{:>7.2f}x"),
+        ("/gRPC", "{:>7.2f}x"),
+    ),
+)
 PROMPT = " ".join(["hotel"] * PROMPT_TOKENS)
 
 
@@ -51,191 +51,108 @@ class Result:
     unit_us: float
     rate_per_s: float
     busy: float
-    ttft_p50_ms: float = 0.0
-    ttft_p99_ms: float = 0.0
+    ttft_p50_ms: float | None = None
+    ttft_p99_ms: float | None = None
 
 
-@contextlib.contextmanager
-def echo_process(core: int, case: Case) -> Iterator[tuple[int, Processes]]:
-    """Run the baseline; yield its port."""
-    command = [
-        sys.executable,
-        "-m",
-        "bench.door_load",
-        "echo",
-        json.dumps({"step_s": step_s(case)}),
-    ]
-    process = on_core(core, command, stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    try:
-        yield int(process.stdout.readline()), {"api": lambda: [process.pid]}
-    finally:
-        process.terminate()
-        process.wait()
-
-
-def run(
-    case: Case, port: int, processes: Processes, key: str, seconds: float, **more: Any
-) -> Result:
+def run(case: Case, server: Server, key: str, seconds: float, **more: Any) -> Result:
     """Load a server from this process's core. Raises: RuntimeError if the client fails."""
     load: dict[str, Any] = {
         "host": "127.0.0.1",
-        "port": port,
+        "port": server.http_port or int(server.address),
         "model": MODEL,
         "prompt": PROMPT,
         "api_key": key,
-    }
-    load |= {
         "stream_count": case.stream_count,
         "step_s": step_s(case),
         "warm_up_s": WARM_UP_S,
         "seconds": seconds,
     } | more
-    command = [sys.executable, "-m", "bench.door_load", "client", json.dumps(load)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as client:
-        assert client.stdout is not None
-        marks = []
-        for _ in range(2):
-            client.stdout.readline()  # "begin", then "end"
-            marks.append(cpu_s(processes["api"]()))
-        out = client.stdout.read()
-    if client.returncode or not out:
-        raise RuntimeError("the client failed")
-    seen = json.loads(out)
-    if seen["failures"]:
-        raise RuntimeError(
-            f"{len(seen['failures'])} requests failed, the first with: {seen['failures'][0]}"
-        )
-    count, used_s = (
-        seen["request_count" if load.get("short_tokens") else "token_count"],
-        marks[1] - marks[0],
-    )
-    ttft = statistics.quantiles(seen["ttft_ms"], n=100) if seen["ttft_ms"] else [0.0] * 99
-    return Result(used_s * 1e6 / count, count / seconds, used_s / seconds, ttft[49], ttft[98])
+    report, used_s = run_load((LOAD, "client"), load, server.processes)
+    count = report["request_count" if load.get("short_tokens") else "token_count"]
+    result = Result(used_s["api"] * 1e6 / count, count / seconds, used_s["api"] / seconds)
+    if report["ttft_ms"]:
+        ttft_ms = statistics.quantiles(report["ttft_ms"], n=100)
+        result = replace(result, ttft_p50_ms=ttft_ms[49], ttft_p99_ms=ttft_ms[98])
+    return result
 
 
-def by_grpc(case: Case, address: str, processes: Processes, key: str, seconds: float) -> Result:
+def by_grpc(case: Case, server: Server, key: str, seconds: float) -> Result:
     """Run the same chats over gRPC, as `bench.streams` does."""
-    result = streams.run(case, address, processes, key, seconds)
+    result = streams.run(case, server, key, seconds)
     return Result(
         result.token_us, result.tokens_per_s, result.busy, result.ttft_p50_ms, result.ttft_p99_ms
     )
 
 
-def line(name: str, result: Result, ratios: str = "") -> None:
+def print_row(name: str, result: Result, *derived: float | None) -> None:
     """Print one line of measured and derived figures."""
-    ttft = (
-        f"{result.ttft_p50_ms:>8.2f} {result.ttft_p99_ms:>8.2f}" if result.ttft_p50_ms else " " * 17
-    )
-    print(
-        f"{name:<34}{result.rate_per_s:>9,.0f} {result.unit_us:>9.1f} {result.busy:>6.0%}"
-        f" {ttft}{ratios}",
-        flush=True,
+    TABLE.print_row(
+        name,
+        result.rate_per_s,
+        result.unit_us,
+        result.busy,
+        result.ttft_p50_ms,
+        result.ttft_p99_ms,
+        *derived,
     )
 
 
-def table(name: str, bare: Result, rpc: Result, door: Result) -> None:
+def print_case(name: str, bare: Result, rpc: Result, http: Result) -> None:
     """Print the three lines of one case."""
-    for who, result in (("bare aiohttp", bare), ("Weir, gRPC", rpc), ("Weir, HTTP", door)):
-        ratios = "" if result is bare else f" {result.unit_us / bare.unit_us:>7.2f}x"
-        ratios += f" {result.unit_us / rpc.unit_us:>7.2f}x" if result is door else ""
-        added = (
-            f" {result.ttft_p50_ms - bare.ttft_p50_ms:>+8.2f}"
-            if result is not bare and result.ttft_p50_ms
-            else " " * 9
-        )
-        line(f"{who}, {name}", result, added + ratios)
+    print_row(f"bare aiohttp, {name}", bare)
+    print_row(f"Weir, gRPC, {name}", rpc, added_ms(rpc, bare), rpc.unit_us / bare.unit_us)
+    ratios = http.unit_us / bare.unit_us, http.unit_us / rpc.unit_us
+    print_row(f"Weir, HTTP, {name}", http, added_ms(http, bare), *ratios)
 
 
-def measure(options: argparse.Namespace, url: str, core: int, other_core: int) -> None:
+def added_ms(result: Result, bare: Result) -> float | None:
+    """Return the time to first token that is added to the bare server's."""
+    if result.ttft_p50_ms is None or bare.ttft_p50_ms is None:
+        return None
+    return result.ttft_p50_ms - bare.ttft_p50_ms
+
+
+def measure(options: argparse.Namespace, site: Site) -> None:
     """Run every case on all three servers, and print the table."""
-    migrate(url)
-    [key] = create_keys(url, 1)
-    print(
-        f"{'':<34}{'a second':>9} {'µs each':>9} {'busy':>6} {'ttft50':>8} {'99 ms':>8}"
-        f" {'added':>8} {'/bare':>8} {'/gRPC':>8}"
-    )
-    with contextlib.ExitStack() as stack:
-        home = stack.enter_context(
-            tempfile.TemporaryDirectory(prefix="weir-bench-", dir=options.directory)
-        )
-        settings = Settings(
-            database_url=url,
-            home=Path(home),
-            listen_address="127.0.0.1:0",
-            models={MODEL: next(iter(bundled_models().values()))},
-            engine_device="simulated",
-            simulated_time_scale=scale(),
-        )
-        address, processes = stack.enter_context(
-            api_process(settings, core, other_core, options.profile)
-        )
-        port = urlsplit(read_endpoint(settings.home).openai_url).port
-        assert port is not None
+    [key] = create_keys(site.database_url, 1)
+    seconds = options.seconds
+    TABLE.print_head()
+    with site.simulated(scale(), profile=options.profile) as weir:
         for case in [Case(int(each)) for each in options.chats.split(",")]:
-            with echo_process(core, case) as bare:
-                beside = run(case, *bare, key, options.seconds)
-            rpc = by_grpc(case, address, processes, key, options.seconds)
-            table(
-                case.name.replace("stream", "chat"),
-                beside,
-                rpc,
-                run(case, port, processes, key, options.seconds),
-            )
+            with site.baseline(LOAD, step_s=step_s(case)) as server:
+                bare = run(case, server, key, seconds)
+            rpc = by_grpc(case, weir, key, seconds)
+            name = case.name.replace("stream", "chat")
+            print_case(name, bare, rpc, run(case, weir, key, seconds))
         short = Case(SHORT_STREAMS)
-        with echo_process(core, short) as bare:
-            beside = run(short, *bare, key, options.seconds, short_tokens=1)
-        rpc = run(
-            short, port, processes, key, options.seconds, short_tokens=1, grpc_address=address
-        )
-        table(
-            "requests of one token",
-            beside,
-            rpc,
-            run(short, port, processes, key, options.seconds, short_tokens=1),
-        )
+        with site.baseline(LOAD, step_s=step_s(short)) as server:
+            bare = run(short, server, key, seconds, short_tokens=1)
+        rpc = run(short, weir, key, seconds, short_tokens=1, grpc_address=weir.address)
+        http = run(short, weir, key, seconds, short_tokens=1)
+        print_case("requests of one token", bare, rpc, http)
         whole = {"whole": True, "period_s": WHOLE_PERIOD_S}
         one, more = (
-            run(
-                Case(WHOLE_STREAMS),
-                port,
-                processes,
-                key,
-                options.seconds,
-                short_tokens=count,
-                **whole,
-            )
+            run(Case(WHOLE_STREAMS), weir, key, seconds, short_tokens=count, **whole)
             for count in (1, WHOLE_TOKENS)
         )
-        line("Weir, HTTP, one token in one piece", one)
-        line(
-            f"Weir, HTTP, {WHOLE_TOKENS} tokens in one piece",
-            more,
-            f"{more.unit_us / one.unit_us:>17.2f}x beside one token",
-        )
+        print_row("Weir, HTTP, one token in one piece", one)
+        print_row(f"Weir, HTTP, {WHOLE_TOKENS} tokens in one piece", more)
+        print(f"{WHOLE_TOKENS} tokens beside one: {more.unit_us / one.unit_us:.2f}x")
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=4.0, help="per case (default: %(default)s)"
-    )
+    parser = options_of(__doc__, 4.0)
     parser.add_argument(
         "--chats", default="1,50,200", help="numbers of concurrent chats (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--directory", help="directory of the temporary database (default: the system's)"
     )
     parser.add_argument(
         "--profile", help="write a profile of the api process to this file; slows it down"
     )
     options = parser.parse_args()
-    core, other_core = claim_cores()
-    with server(None, options.directory) as url:
-        measure(options, url, core, other_core)
+    with new_site(options.directory) as site:
+        measure(options, site)
 
 
 if __name__ == "__main__":

@@ -42,11 +42,11 @@ END = b"0\r\n\r\n"  # end of a chunked body
 
 
 @dataclass(frozen=True, slots=True)
-class DoorLoad:
+class Load:
     """Load of a client.
 
     short_tokens: tokens of consecutive answers on each connection; 0: long answers, then probes
-        beside them; see `bench.streams_load.Load`.
+        beside them; see `bench.streams_load`.
     grpc_address: sends the short answers over gRPC instead.
     whole: unstreamed answers.
     period_s: minimum time between the starts of two short answers; 0: none.
@@ -81,7 +81,7 @@ class Seen:
 class Client:
     """All connections of one run."""
 
-    def __init__(self, load: DoorLoad) -> None:
+    def __init__(self, load: Load) -> None:
         self._load = load
         self._seen = Seen()
         self._counting = False
@@ -243,9 +243,7 @@ def main() -> None:
         else:
             print(
                 json.dumps(
-                    dataclasses.asdict(
-                        runner.run(Client(DoorLoad(**json.loads(sys.argv[2]))).run())
-                    )
+                    dataclasses.asdict(runner.run(Client(Load(**json.loads(sys.argv[2]))).run()))
                 )
             )
 

@@ -16,19 +16,21 @@ import contextlib
 import json
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
-from api.core.settings import Settings, bundled_models
-from bench.admission import server
-from bench.admission_peers import MODEL
-from bench.front import api_process, create_keys
-from bench.processes import claim_cores
+from bench.harness import Site, Table, create_keys, new_site, options_of
 from bench.streams import Case, Result, run, scale
-from metering.store.migrations_runner import migrate
 
 KINDS = ("cancel", "attach", "update")
+TABLE = Table(
+    28,
+    (
+        ("ttft50 ms", "{:>9.2f}"),
+        ("99", "{:>9.2f}"),
+        ("late 99", "{:>9.2f}"),
+        ("api", "{:>6.0%}"),
+    ),
+)
 BURST_OVER_S = 6.0  # by then the flood's burst allowance is spent
 
 
@@ -50,62 +52,36 @@ def flooding(address: str, key: str, kind: str, stream_count: int) -> Iterator[N
             process.kill()
 
 
-def row(name: str, result: Result) -> str:
-    """Return one line of the table."""
-    return (
-        f"{name:<28}{result.ttft_p50_ms:>9.2f} {result.ttft_p99_ms:>9.2f}"
-        f" {result.late_p99_ms:>9.2f} {result.busy:>6.0%}"
-    )
+def print_row(name: str, result: Result) -> None:
+    """Print one line of the table."""
+    TABLE.print_row(name, result.ttft_p50_ms, result.ttft_p99_ms, result.late_p99_ms, result.busy)
 
 
-def measure(options: argparse.Namespace, url: str, core: int, other_core: int) -> None:
+def measure(options: argparse.Namespace, site: Site) -> None:
     """Measure every flood and print the table."""
-    migrate(url)
-    quiet, hostile = create_keys(url, 2)
-    with contextlib.ExitStack() as stack:
-        home = stack.enter_context(
-            tempfile.TemporaryDirectory(prefix="weir-bench-", dir=options.directory)
-        )
-        settings = Settings(
-            database_url=url,
-            home=Path(home),
-            listen_address="127.0.0.1:0",
-            models={MODEL: next(iter(bundled_models().values()))},
-            engine_device="simulated",
-            simulated_time_scale=scale(),
-            frames_share_max=options.share,
-        )
-        address, processes = stack.enter_context(api_process(settings, core, other_core, None))
-        print(f"{'of the quiet stream':<28}{'ttft50 ms':>9} {'99':>9} {'late 99':>9} {'api':>6}")
-        print(row("alone", run(Case(1), address, processes, quiet, options.seconds)), flush=True)
+    quiet, hostile = create_keys(site.database_url, 2)
+    with site.simulated(scale(), frames_share_max=options.share) as weir:
+        TABLE.print_head("of the quiet stream")
+        print_row("alone", run(Case(1), weir, quiet, options.seconds))
         for kind in KINDS:
             for count in map(int, options.streams.split(",")):
-                with flooding(address, hostile, kind, count):
-                    result = run(Case(1), address, processes, quiet, options.seconds)
-                print(row(f"{kind}, {count} streams", result), flush=True)
+                with flooding(weir.address, hostile, kind, count):
+                    result = run(Case(1), weir, quiet, options.seconds)
+                print_row(f"{kind}, {count} streams", result)
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=4.0, help="per case (default: %(default)s)"
-    )
+    parser = options_of(__doc__, 4.0)
     parser.add_argument(
         "--streams", default="1,50", help="numbers of flooding streams (default: %(default)s)"
     )
     parser.add_argument(
         "--share", type=float, default=0.25, help="WEIR_FRAMES_SHARE_MAX (default: %(default)s)"
     )
-    parser.add_argument(
-        "--directory", help="directory of the temporary database (default: the system's)"
-    )
     options = parser.parse_args()
-    core, other_core = claim_cores()
-    with server(None, options.directory) as url:
-        measure(options, url, core, other_core)
+    with new_site(options.directory) as site:
+        measure(options, site)
 
 
 if __name__ == "__main__":

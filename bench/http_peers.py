@@ -37,16 +37,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import psycopg
 
-from api.core.endpoint import forget_endpoint, read_endpoint
+from api.core.endpoint import forget_endpoint
 from api.core.settings import Settings, bundled_models
-from bench.admission import server
-from bench.front import api_process, create_keys, on_core, wait_for
+from bench.harness import (
+    Server,
+    api_process,
+    claim_cores,
+    cpu_s,
+    create_keys,
+    database,
+    on_core,
+    wait_for,
+)
 from bench.http_peers_load import MODEL, TOKEN
-from bench.processes import claim_cores, cpu_s
 from inference.core.options import CostModel
 from inference.text.tokenizer import Tokenizer
 from metering.store.db import psycopg_conninfo
@@ -161,19 +167,17 @@ def weir(
 ) -> Iterator[Running]:
     """Run api processes; `settings` have the database and the engine."""
     with contextlib.ExitStack() as stack:
-        ports: list[int] = []
-        parts: list[Mapping[str, Callable[[], list[int]]]] = []
+        servers: list[Server] = []
         for index in range(process_count):
             home = Path(settings["home"], str(index))
             home.mkdir(exist_ok=True)
             forget_endpoint(home)  # a killed process leaves its address
             each = Settings(**{**settings, "home": home})
-            _, processes = stack.enter_context(api_process(each, cores.own, cores.other, None))
-            ports.append(urlsplit(read_endpoint(home).openai_url).port or 0)
-            parts.append(processes)
+            servers.append(stack.enter_context(api_process(each, cores.own, cores.other)))
+        parts = [server.processes for server in servers]
         yield Running(
             name,
-            ports,
+            [server.http_port for server in servers],
             key,
             lambda: [pid for each in parts for pid in each["api"]()],
             lambda: [pid for each in parts for pid in each["engine"]()] + parts[0]["postgres"](),
@@ -515,7 +519,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     cores = Cores(*claim_cores())
-    with server(None, options.directory) as url:
+    with database(None, options.directory) as url:
         figures = measure(options, url, cores)
     if options.json:
         options.json.write_text(json.dumps(figures, indent=2) + "\n")

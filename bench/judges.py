@@ -32,8 +32,7 @@ import psycopg
 
 from api.core.endpoint import read_endpoint
 from api.core.settings import Settings, bundled_models
-from bench.admission import server
-from bench.front import api_process, create_keys
+from bench.harness import api_process, create_keys, database
 from bench.peers import vllm_serving
 from metering.store.db import psycopg_conninfo
 from metering.store.migrations_runner import migrate
@@ -346,7 +345,7 @@ def differences(request: Request, by: str, theirs: Body, ours: Body) -> list[Dif
 @contextlib.contextmanager
 def weir(peer: str, directory: Path, folder: Path) -> Iterator[tuple[str, str]]:
     """Run an api process with both models; yield its URL and a key."""
-    with server(None, None) as url:
+    with database(None, None) as url:
         migrate(url)
         [key] = create_keys(url, 1)
         with psycopg.connect(psycopg_conninfo(url)) as connection:
@@ -372,7 +371,7 @@ def weir(peer: str, directory: Path, folder: Path) -> Iterator[tuple[str, str]]:
             engine_dtype="float32",
         )
         cores = sorted(os.sched_getaffinity(0))
-        with api_process(settings, cores[0], cores[-1], None):
+        with api_process(settings, cores[0], cores[-1]):
             yield read_endpoint(folder).openai_url.removesuffix("/v1"), key
 
 

@@ -32,7 +32,7 @@ import httpx2
 from api.cli.stack import STACK_HOME, WORKER_READY, written_pid
 from api.core.endpoint import read_endpoint
 from api.core.settings import DEMO_MODEL_NAME
-from bench.processes import cpu_s
+from bench.harness import cpu_s
 from common.processes import command_line, descendants, started_with
 from metering.store.embedded_postgres import EmbeddedPostgres
 

@@ -16,28 +16,33 @@ beyond the usual gap. `--prefetch` also measures clients that send credit.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
 import statistics
-import subprocess
-import sys
-import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from api.core.settings import Settings, bundled_models
-from bench.admission import server
-from bench.admission_peers import MODEL
-from bench.front import Processes, api_process, create_keys, on_core
-from bench.processes import claim_cores, cpu_s
+from bench.harness import MODEL, Server, Site, Table, create_keys, new_site, options_of, run_load
 from inference.core.options import CostModel
-from metering.store.migrations_runner import migrate
 
+LOAD = "bench.streams_load"
 STEP_MS = 20.0  # step time of a small batch: 50 tokens per second and stream
 PROMPT_TOKENS, DECODED_TOKENS_MEAN = 25, 200  # average number of attended positions, approximate
 WARM_UP_S = 1.5
+TABLE = Table(
+    30,
+    (
+        ("tokens/s", "{:>9,.0f}"),
+        ("µs/token", "{:>9.1f}"),
+        ("µs/msg", "{:>8.1f}"),
+        ("busy", "{:>6.0%}"),
+        ("client", "{:>6.0%}"),
+        ("ttft50", "{:>8.2f}"),
+        ("99 ms", "{:>8.2f}"),
+        ("late 99", "{:>8.2f}"),
+        ("ratio", "{:>6.1f}x"),
+        ("+ttft50", "{:>+8.2f}"),
+        ("99 ms", "{:>+8.2f}"),
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,36 +86,10 @@ def step_s(case: Case) -> float:
     )
 
 
-@contextlib.contextmanager
-def echo_process(core: int, case: Case) -> Iterator[tuple[str, Processes]]:
-    """Run the baseline."""
-    command = [
-        sys.executable,
-        "-m",
-        "bench.streams_load",
-        "echo",
-        json.dumps({"step_s": step_s(case)}),
-    ]
-    process = on_core(core, command, stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    try:
-        yield process.stdout.readline().decode().strip(), {"api": lambda: [process.pid]}
-    finally:
-        process.terminate()
-        process.wait()
-
-
-def run(
-    case: Case,
-    address: str,
-    processes: Processes,
-    key: str,
-    seconds: float,
-    prefetch_tokens: int = 0,
-) -> Result:
+def run(case: Case, server: Server, key: str, seconds: float, prefetch_tokens: int = 0) -> Result:
     """Load a server from this process's core. Raises: RuntimeError if the client fails."""
     load = {
-        "address": address,
+        "address": server.address,
         "model": MODEL,
         "prompt": " ".join(["hotel"] * PROMPT_TOKENS),
         "api_key": key,
@@ -121,111 +100,73 @@ def run(
         "seconds": seconds,
         "prefetch_tokens": prefetch_tokens,
     }
-    with subprocess.Popen(
-        [sys.executable, "-m", "bench.streams_load", "client", json.dumps(load)],
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as client:
-        assert client.stdout is not None
-        marks = []
-        for _ in range(2):
-            client.stdout.readline()  # "begin", then "end"
-            marks.append(cpu_s(processes["api"]()))
-        out = client.stdout.read()
-    if client.returncode or not out:
-        raise RuntimeError("the client failed")
-    seen = json.loads(out)
-    if seen["failures"]:
-        raise RuntimeError(
-            f"{len(seen['failures'])} requests failed, the first with: {seen['failures'][0]}"
-        )
-    return summary(case, seen, (marks[1] - marks[0]) * 1e6, seconds)
+    report, used_s = run_load((LOAD, "client"), load, server.processes)
+    return summary(report, used_s["api"] * 1e6, seconds)
 
 
-def summary(case: Case, seen: dict[str, Any], cpu_us: float, seconds: float) -> Result:
+def summary(report: dict[str, Any], cpu_us: float, seconds: float) -> Result:
     """Return the figures of one run. Raises: RuntimeError if it was too short."""
-    if len(seen["ttft_ms"]) < 2 or len(seen["gap_ms"]) < 2:
+    if len(report["ttft_ms"]) < 2 or len(report["gap_ms"]) < 2:
         raise RuntimeError(
             f"fewer than two answers began within {seconds:.0f} s: give it more with --seconds"
         )
-    ttft = statistics.quantiles(seen["ttft_ms"], n=100)
-    gaps = statistics.quantiles(seen["gap_ms"], n=100)
+    ttft = statistics.quantiles(report["ttft_ms"], n=100)
+    gaps = statistics.quantiles(report["gap_ms"], n=100)
     return Result(
-        token_us=cpu_us / seen["token_count"],
-        message_us=cpu_us / seen["message_count"],
+        token_us=cpu_us / report["token_count"],
+        message_us=cpu_us / report["message_count"],
         ttft_p50_ms=ttft[49],
         ttft_p99_ms=ttft[98],
         late_p99_ms=gaps[98] - gaps[49],
-        tokens_per_s=seen["token_count"] / seconds,
+        tokens_per_s=report["token_count"] / seconds,
         busy=cpu_us / 1e6 / seconds,
-        client_busy=seen["cpu_s"] / seconds,
+        client_busy=report["cpu_s"] / seconds,
     )
 
 
-def row(name: str, result: Result, beside: Result | None) -> str:
-    """Return one line of the table; `beside`: the bare server's."""
-    more = ""
-    if beside is not None:
+def print_row(name: str, result: Result, bare: Result | None) -> None:
+    """Print one line of the table. bare: the result of the bare server."""
+    more: tuple[float, ...] = ()
+    if bare is not None:
         more = (
-            f" {result.token_us / beside.token_us:>6.1f}x"
-            f" {result.ttft_p50_ms - beside.ttft_p50_ms:>+8.2f}"
+            result.token_us / bare.token_us,
+            result.ttft_p50_ms - bare.ttft_p50_ms,
+            result.ttft_p99_ms - bare.ttft_p99_ms,
         )
-        more += f" {result.ttft_p99_ms - beside.ttft_p99_ms:>+8.2f}"
-    return (
-        f"{name:<30}{result.tokens_per_s:>9,.0f} {result.token_us:>9.1f} {result.message_us:>8.1f}"
-        f" {result.busy:>6.0%} {result.client_busy:>6.0%} {result.ttft_p50_ms:>8.2f}"
-        f" {result.ttft_p99_ms:>8.2f} {result.late_p99_ms:>8.2f}{more}"
+    TABLE.print_row(
+        name,
+        result.tokens_per_s,
+        result.token_us,
+        result.message_us,
+        result.busy,
+        result.client_busy,
+        result.ttft_p50_ms,
+        result.ttft_p99_ms,
+        result.late_p99_ms,
+        *more,
     )
 
 
-def measure(options: argparse.Namespace, url: str, core: int, other_core: int) -> None:
+def measure(options: argparse.Namespace, site: Site) -> None:
     """Run every case on both servers, and print the table."""
-    migrate(url)
-    [key] = create_keys(url, 1)
+    [key] = create_keys(site.database_url, 1)
     counts = [int(each) for each in options.streams.split(",")]
     cases = [*(Case(count) for count in counts), Case(max(counts), shared=True)]
-    print(
-        f"{'':<30}{'tokens/s':>9} {'µs/token':>9} {'µs/msg':>8} {'busy':>6} {'client':>6}", end=" "
-    )
-    print(f"{'ttft50':>8} {'99 ms':>8} {'late 99':>8} {'ratio':>7} {'+ttft50':>8} {'99 ms':>8}")
-    with contextlib.ExitStack() as stack:
-        home = stack.enter_context(
-            tempfile.TemporaryDirectory(prefix="weir-bench-", dir=options.directory)
-        )
-        settings = Settings(
-            database_url=url,
-            home=Path(home),
-            listen_address="127.0.0.1:0",
-            models={MODEL: next(iter(bundled_models().values()))},
-            engine_device="simulated",
-            simulated_time_scale=scale(),
-        )
-        address, processes = stack.enter_context(api_process(settings, core, other_core, None))
+    TABLE.print_head()
+    with site.simulated(scale()) as weir:
         for case in cases:
-            with echo_process(core, case) as bare:
-                beside = run(case, *bare, key, options.seconds)
-            print(row(f"bare grpc.aio, {case.name}", beside, None), flush=True)
-            print(
-                row(
-                    f"Weir, {case.name}",
-                    run(case, address, processes, key, options.seconds),
-                    beside,
-                ),
-                flush=True,
-            )
+            with site.baseline(LOAD, step_s=step_s(case)) as server:
+                bare = run(case, server, key, options.seconds)
+            print_row(f"bare grpc.aio, {case.name}", bare, None)
+            print_row(f"Weir, {case.name}", run(case, weir, key, options.seconds), bare)
             for prefetch_tokens in map(int, filter(None, options.prefetch.split(","))):
-                result = run(case, address, processes, key, options.seconds, prefetch_tokens)
-                print(row(f"  with a prefetch of {prefetch_tokens}", result, beside), flush=True)
+                result = run(case, weir, key, options.seconds, prefetch_tokens)
+                print_row(f"  with a prefetch of {prefetch_tokens}", result, bare)
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=6.0, help="per case (default: %(default)s)"
-    )
+    parser = options_of(__doc__, 6.0)
     parser.add_argument(
         "--streams", default="1,50,500", help="numbers of concurrent streams (default: %(default)s)"
     )
@@ -234,13 +175,9 @@ def main() -> None:
         default="",
         help="also with credit for these numbers of tokens (default: none)",
     )
-    parser.add_argument(
-        "--directory", help="directory of the temporary database (default: the system's)"
-    )
     options = parser.parse_args()
-    core, other_core = claim_cores()
-    with server(None, options.directory) as url:
-        measure(options, url, core, other_core)
+    with new_site(options.directory) as site:
+        measure(options, site)
 
 
 if __name__ == "__main__":

@@ -37,10 +37,7 @@ from weir.v1 import inference_service_pb2_grpc as pb_grpc
 from api.cli.stack import Child, child_environment, ensure_receipt_key, wait_until_serving
 from api.core.endpoint import make_private
 from api.core.settings import Settings, bundled_models
-from bench.admission import server
-from bench.admission_peers import MODEL
-from bench.front import create_keys
-from bench.processes import children_of
+from bench.harness import MODEL, children_of, create_keys, database
 from infra.walk_notes import ROOT
 from metering.store.migrations_runner import migrate
 
@@ -301,7 +298,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--markdown", action="store_true", help="print what docs/architecture.md shows"
     )
     options = parser.parse_args(arguments)
-    with server(None, None) as url:
+    with database(None, None) as url:
         migrate(url)
         walked, each = asyncio.run(measured(url))
     print(markdown(walked) if options.markdown else printed(walked))

@@ -1,0 +1,370 @@
+"""Harness of the benchmarks of a running service: cores, database, processes, load and tables.
+
+A driver pins the server under test to one core, and everything else to another: PostgreSQL, engine
+workers, and the load process. CPU times of processes are read from `/proc`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import grpc
+import psycopg
+
+from api.core.endpoint import read_endpoint
+from api.core.settings import Settings, bundled_models
+from metering.quotas.quota_rules import Payer
+from metering.store import embedded_postgres
+from metering.store.db import psycopg_conninfo
+from metering.store.migrations_runner import migrate
+from metering.tenants.tenants import hash_of, new_secret, prefix_of
+
+MODEL = "bench"
+START_MAX_S = 180.0  # far above a start on a busy machine
+TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+SERVING = b"\x08\x01"  # a serialized HealthCheckResponse
+QUOTAS = """
+INSERT INTO quotas (subject, subject_id, dimension, limit_value)
+SELECT subject, id, dimension, 1000000000000000
+FROM (VALUES ('organization', %(organization)s::uuid, 'cost_picos_per_month'),
+             ('organization', %(organization)s, 'tokens_per_month'),
+             ('project', %(project)s, 'requests_per_minute'),
+             ('api_key', %(key)s, 'tokens_per_minute'), ('api_key', %(key)s, 'concurrent_requests'))
+             AS v(subject, id, dimension)
+"""
+
+Processes = Mapping[str, Callable[[], list[int]]]  # process ids for separate CPU times, by name
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """Server under test: its address, its port for HTTP (0: none), and its processes."""
+
+    address: str
+    processes: Processes
+    http_port: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Place of a run: core of the server under test, core of everything else, and database.
+
+    directory: for temporary files; None: the system's.
+    """
+
+    core: int
+    other_core: int
+    database_url: str
+    directory: str | None = None
+
+    @contextlib.contextmanager
+    def home(self) -> Iterator[Path]:
+        """Create a temporary directory for an api process."""
+        with tempfile.TemporaryDirectory(prefix="weir-bench-", dir=self.directory) as home:
+            yield Path(home)
+
+    @contextlib.contextmanager
+    def simulated(
+        self, time_scale: float, *, profile: str | None = None, **more: Any
+    ) -> Iterator[Server]:
+        """Run an api process with a simulated engine; yield the `Server`. more: settings."""
+        with self.home() as home:
+            settings = Settings(
+                database_url=self.database_url,
+                home=home,
+                listen_address="127.0.0.1:0",
+                models={MODEL: next(iter(bundled_models().values()))},
+                engine_device="simulated",
+                simulated_time_scale=time_scale,
+                **more,
+            )
+            with api_process(settings, self.core, self.other_core, profile) as server:
+                yield server
+
+    @contextlib.contextmanager
+    def baseline(self, module: str, **parameters: Any) -> Iterator[Server]:
+        """Run the bare server of a load module, whose first line of output is its address."""
+        command = [sys.executable, "-m", module, "echo", json.dumps(parameters)]
+        process = on_core(self.core, command, stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        try:
+            address = process.stdout.readline().decode().strip()
+            yield Server(address, {"api": lambda: [process.pid]})
+        finally:
+            process.terminate()
+            process.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A printed table: a name and columns. columns: heading and format of each, `{:>9,.0f}`."""
+
+    name_width: int
+    columns: Sequence[tuple[str, str]]
+
+    def print_head(self, name: str = "") -> None:
+        """Print the headings."""
+        cells = [f"{heading:>{len(form.format(0.0))}}" for heading, form in self.columns]
+        print(" ".join([f"{name:<{self.name_width}}", *cells]), flush=True)
+
+    def print_row(self, name: str, *values: float | None) -> None:
+        """Print one line; a cell is blank for None, and where there is no value."""
+        cells = [
+            " " * len(form.format(0.0)) if value is None else form.format(value)
+            for value, (_, form) in zip(values, self.columns, strict=False)
+        ]
+        print(" ".join([f"{name:<{self.name_width}}", *cells]).rstrip(), flush=True)
+
+
+def options_of(description: str | None, seconds: float) -> argparse.ArgumentParser:
+    """Return a parser with the options of all drivers. seconds: default duration of a case."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=seconds, help="per case (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--directory", help="directory of the temporary database (default: the system's)"
+    )
+    return parser
+
+
+@contextlib.contextmanager
+def new_site(directory: str | None) -> Iterator[Site]:
+    """Claim the cores, and run a migrated temporary database."""
+    core, other_core = claim_cores()
+    with database(None, directory) as url:
+        migrate(url)
+        yield Site(core, other_core, url, directory)
+
+
+@contextlib.contextmanager
+def database(database_url: str | None, directory: str | None) -> Iterator[str]:
+    """Yield the named database, or a temporary server under the named directory."""
+    if database_url:
+        yield database_url
+        return
+    home = Path(tempfile.mkdtemp(prefix="weir-bench-", dir=directory))
+    running = embedded_postgres.start(home / "postgres")
+    try:
+        yield running.url
+    finally:
+        running.stop()
+        shutil.rmtree(home, ignore_errors=True)
+
+
+def create_tenants(database_url: str, count: int) -> list[Payer]:
+    """Create tenants with a key and five quotas each, and a price for the model."""
+    tenants = []
+    with psycopg.connect(psycopg_conninfo(database_url)) as connection:
+        connection.execute(
+            "INSERT INTO price_versions (model, currency_code, input_picos_per_token,"
+            " cached_input_picos_per_token, output_picos_per_token, effective_at) VALUES (%s,"
+            " 'USD', 3, 1, 7, now()) ON CONFLICT DO NOTHING",
+            (MODEL,),
+        )
+        for _ in range(count):
+            payer = Payer(uuid.uuid4(), uuid.uuid4(), uuid.uuid4(), "USD")
+            name = f"bench-{payer.organization_id.hex}"
+            ids = {
+                "organization": payer.organization_id,
+                "project": payer.project_id,
+                "key": payer.api_key_id,
+            }
+            values = ids | {"name": name, "hash": payer.api_key_id.bytes * 2}
+            connection.execute(
+                "INSERT INTO organizations (id, name, currency_code) VALUES (%(organization)s,"
+                " %(name)s, 'USD')",
+                values,
+            )
+            connection.execute(
+                "INSERT INTO projects (id, organization_id, name) VALUES (%(project)s,"
+                " %(organization)s, 'bench')",
+                values,
+            )
+            connection.execute(
+                "INSERT INTO api_keys (id, project_id, name, prefix, secret_hash, scopes) "
+                "VALUES (%(key)s, %(project)s, 'bench', %(name)s, %(hash)s, '{inference}')",
+                values,
+            )
+            connection.execute(QUOTAS, ids)
+            tenants.append(payer)
+    return tenants
+
+
+def create_keys(database_url: str, count: int) -> list[str]:
+    """Create tenants with five quotas each; return the secrets of their keys."""
+    tenants = create_tenants(database_url, count)
+    secrets = [new_secret() for _ in tenants]
+    with psycopg.connect(psycopg_conninfo(database_url)) as connection:
+        for payer, secret in zip(tenants, secrets, strict=True):
+            connection.execute(
+                "UPDATE api_keys SET secret_hash = %s, prefix = %s WHERE id = %s",
+                (hash_of(secret), prefix_of(secret), payer.api_key_id),
+            )
+    return secrets
+
+
+@contextlib.contextmanager
+def api_process(
+    settings: Settings, core: int, other_core: int, profile: str | None = None
+) -> Iterator[Server]:
+    """Run an api process, with its engine workers on the other core.
+
+    profile: file for a profile of the process, which slows it down.
+    """
+    command = [sys.executable, "-m", "api"]
+    if profile:
+        command = [sys.executable, "-m", "cProfile", "-o", profile, "-m", "api"]
+    log = settings.home / "api.log"
+    with log.open("wb") as out:
+        process = on_core(
+            core, command, env={**os.environ, **settings.to_environment()}, stdout=out, stderr=out
+        )
+    try:
+        address = wait_for(lambda: read_endpoint(settings.home).address or None, process, log)
+        wait_for(lambda: is_serving(address) or None, process, log)
+        pin(children_of(process.pid), other_core)
+        postgres = postgres_pid(settings.database_url)
+        processes = {
+            "api": lambda: [process.pid],
+            "engine": lambda: children_of(process.pid),
+            "postgres": lambda: [postgres, *children_of(postgres)],
+        }
+        http_port = urlsplit(read_endpoint(settings.home).openai_url).port
+        yield Server(address, processes, http_port or 0)
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def is_serving(address: str) -> bool:
+    """Return the result of the health service."""
+    with grpc.insecure_channel(address) as channel, contextlib.suppress(grpc.RpcError):
+        # No serializers: bytes in both directions.
+        check: Any = channel.unary_unary("/grpc.health.v1.Health/Check")
+        return bool(check(b"", timeout=5) == SERVING)
+    return False
+
+
+def wait_for(condition: Callable[[], Any], process: subprocess.Popen[bytes], log: Path) -> Any:
+    """Return the first value of a condition that is not None.
+
+    Raises: RuntimeError with the end of the log if the process ends before, or takes too long.
+    """
+    deadline = time.monotonic() + START_MAX_S
+    while (value := condition()) is None:
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise RuntimeError(f"the process does not serve:\n{log.read_text()[-4000:]}")
+        time.sleep(0.01)
+    return value
+
+
+def run_load(
+    module: Sequence[str],
+    parameters: Mapping[str, Any],
+    processes: Processes,
+    *,
+    is_marked: bool = True,
+) -> tuple[dict[str, Any], dict[str, float]]:
+    """Run a load process on this process's core.
+
+    Returns its report, and the CPU time of the processes in seconds by name: between the lines
+    "begin" and "end" of its output, or, unless `is_marked`, of the whole run. Raises: RuntimeError
+    if it fails, or reports failures.
+    """
+    command = [sys.executable, "-m", *module, json.dumps(parameters)]
+
+    def used_s() -> dict[str, float]:
+        return {name: cpu_s(pids()) for name, pids in processes.items()}
+
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as load:
+        assert load.stdout is not None
+        marks = [used_s()]
+        for _ in range(2 if is_marked else 0):
+            load.stdout.readline()
+            marks.append(used_s())
+        out = load.stdout.read()
+    if load.returncode or not out:
+        raise RuntimeError("the load process failed")
+    if not is_marked:
+        marks.append(used_s())
+    report: dict[str, Any] = json.loads(out)
+    if report["failures"]:
+        raise RuntimeError(
+            f"{len(report['failures'])} requests failed, the first: {report['failures'][0]}"
+        )
+    return report, {name: marks[-1][name] - marks[-2][name] for name in processes}
+
+
+def claim_cores() -> tuple[int, int]:
+    """Reserve a core for the server under test; pin this process to the other one. Return both."""
+    core, *_, other_core = sorted(os.sched_getaffinity(0)) * 2
+    if core == other_core:
+        print("there is only one core: client and database share it with the api process")
+    os.sched_setaffinity(0, {other_core})
+    return core, other_core
+
+
+def on_core(core: int, command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+    """Start a process pinned to this core."""
+    return subprocess.Popen(command, preexec_fn=lambda: os.sched_setaffinity(0, {core}), **options)
+
+
+def pin(pids: Sequence[int], core: int) -> None:
+    """Pin every thread of running processes to one core."""
+    for pid in pids:
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(int(thread.name), {core})
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the running child processes of a process."""
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):
+            found += map(int, (task / "children").read_text().split())
+    return found
+
+
+def cpu_s(pids: Sequence[int]) -> float:
+    """Return user and system time of processes with their ended children, in steps of `TICK_S`."""
+    total = 0
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            total += sum(map(int, status_fields(pid)[11:15]))
+    return total * TICK_S
+
+
+def postgres_pid(database_url: str) -> int:
+    """Return the main process of a PostgreSQL server on this machine, parent of its connections."""
+    with psycopg.connect(psycopg_conninfo(database_url)) as connection:
+        row = connection.execute("SELECT pg_backend_pid()").fetchone()
+        assert row is not None
+        return int(status_fields(row[0])[1])
+
+
+def status_fields(pid: int) -> list[str]:
+    """Return the fields of `/proc/<pid>/stat` from the state on, which is field 3 of proc(5)."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def quantile_ms(values_s: Sequence[float], share: float) -> float:
+    """Return the quantile of the values, in ms."""
+    return sorted(values_s)[int(share * (len(values_s) - 1))] * 1000 if values_s else float("nan")
