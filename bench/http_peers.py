@@ -1,9 +1,12 @@
-"""Weir's HTTP API beside LiteLLM's proxy on one workload: CPU, added latency, limits, lost records.
+"""Weir's HTTP API beside other gateways on one workload: CPU, added latency, limits, lost records.
 
-    python -m bench.http_peers [--litellm PYTHON] [--seconds 6] [--json FILE]
+    python -m bench.http_peers [--litellm PYTHON] [--smg] [--seconds 6] [--json FILE]
     [--directory /dev/shm]
 
 `--litellm` is the interpreter of an environment with `litellm[proxy]`, which is not a dependency.
+`--smg` adds SMG, a gateway in Rust that checks one key and passes requests on, without quotas and
+records: the row shows what only passing on costs. It is installed as `python -m infra.peers smg`
+does, and left out with the reason where that fails.
 Each gateway has a core of its own. The other core has the client, PostgreSQL, Weir's engine worker
 and the upstream: a server that takes `--step-ms` per token. Weir uses it as a remote engine; the
 row "simulated" is Weir with its simulated engine of the same speed instead.
@@ -50,11 +53,14 @@ from bench.harness import (
     create_keys,
     database,
     on_core,
+    options_of,
     wait_for,
 )
 from bench.http_peers_load import MODEL, TOKEN
 from inference.core.options import CostModel
 from inference.text.tokenizer import Tokenizer
+from infra.clients import ClientFailed
+from infra.peers import PEERS, install
 from metering.store.db import psycopg_conninfo
 from metering.store.migrations_runner import migrate
 from metering.tenants.tenants import prefix_of
@@ -232,6 +238,42 @@ litellm_settings: {{num_retries: 0, telemetry: false{more}
                 started(cores, command, port, log, cwd=folder, env=environment)
             )
         yield Running("LiteLLM", ports, MASTER_KEY, lambda: pids)
+
+
+@contextlib.contextmanager
+def smg(cores: Cores, python: Path, upstream_port: int) -> Iterator[Running]:
+    """Run SMG in front of the upstream, until it has registered it."""
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="weir-bench-")))
+        port, log = free_port(), folder / "smg.log"
+        command = [str(python), "-m", "smg", "launch", "--host=127.0.0.1", f"--port={port}"]
+        command += ["--prometheus-host=127.0.0.1", f"--prometheus-port={free_port()}"]
+        command += ["--policy=round_robin", "--log-level=warn", f"--api-key={MASTER_KEY}"]
+        command += ["--worker-urls", f"http://127.0.0.1:{upstream_port}"]
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        pids = stack.enter_context(started(cores, command, port, log, cwd=folder, env=environment))
+        headers = {"authorization": f"Bearer {MASTER_KEY}"}
+        workers = urllib.request.Request(f"http://127.0.0.1:{port}/workers", headers=headers)
+        deadline = time.monotonic() + START_MAX_S
+        while True:
+            with urllib.request.urlopen(workers) as answer:
+                if any(each["is_healthy"] for each in json.load(answer)["workers"]):
+                    break
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"SMG does not see its upstream:\n{log.read_text()[-4000:]}")
+            time.sleep(0.1)
+        yield Running("SMG", [port], MASTER_KEY, lambda: pids)
+
+
+def smg_python() -> Path | None:
+    """Install SMG unless it is there; return its interpreter, or print the reason for None."""
+    peer = PEERS["smg"]
+    try:
+        print(f"SMG {install(peer)}", flush=True)
+    except ClientFailed as failed:
+        print(f"SMG is not measured: {failed}", flush=True)
+        return None
+    return peer.installed_at
 
 
 def client(gateway: Running, mode: str, **more: Any) -> subprocess.Popen[str]:
@@ -429,9 +471,13 @@ def measure(options: argparse.Namespace, url: str, cores: Cores) -> Figures:
         if options.litellm:
             with litellm(cores, options.litellm, port, more="}") as gateway:
                 figures["LiteLLM"] = measure_speed(gateway, options, direct_ms)
-        for name in ("whole", "streamed") if options.litellm else ():
-            ratio = figures["Weir"][name]["per_core"] / figures["LiteLLM"][name]["per_core"]
-            print(f"{name}: requests per second of a core, Weir / LiteLLM: {ratio:.1f}")
+        if python := smg_python() if options.smg else None:
+            with smg(cores, python, port) as gateway:
+                figures["SMG"] = measure_speed(gateway, options, direct_ms)
+        for peer in ("LiteLLM", "SMG"):
+            for name in ("whole", "streamed") if peer in figures else ():
+                ratio = figures["Weir"][name]["per_core"] / figures[peer][name]["per_core"]
+                print(f"{name}: requests per second of a core, Weir / {peer}: {ratio:.2f}")
         measure_bursts(options, url, cores, remote, port, prompt_tokens, figures)
         measure_kills(options, cores, remote, key, port, figures)
     return figures
@@ -500,13 +546,9 @@ def measure_kills(
 
 def main() -> None:
     """Measure, print, and write the figures."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options_of(__doc__, 6.0)
     parser.add_argument("--litellm", type=Path, help="interpreter with litellm[proxy]")
-    parser.add_argument(
-        "--seconds", type=float, default=6.0, help="per case (default: %(default)s)"
-    )
+    parser.add_argument("--smg", action="store_true", help="install SMG if needed, and measure it")
     parser.add_argument(
         "--connections", type=int, default=32, help="at once (default: %(default)s)"
     )
@@ -514,9 +556,6 @@ def main() -> None:
         "--step-ms", type=float, default=5.0, help="of the upstream, per token (default: 5)"
     )
     parser.add_argument("--json", type=Path, help="file for the figures")
-    parser.add_argument(
-        "--directory", help="directory of the temporary database (default: the system's)"
-    )
     options = parser.parse_args()
     cores = Cores(*claim_cores())
     with database(None, options.directory) as url:

@@ -219,11 +219,17 @@ class Upstream(asyncio.Protocol):
         self._buffer += data
         while (end := self._buffer.find(b"\r\n\r\n")) >= 0:
             head = bytes(self._buffer[:end]).lower()
-            length = re.search(rb"\r\ncontent-length: *(\d+)", head)
-            size = end + 4 + (int(length[1]) if length else 0)
-            if len(self._buffer) < size:
-                return
-            body = bytes(self._buffer[end + 4 : size])
+            if b"\r\ntransfer-encoding: chunked" in head:
+                found = dechunked(self._buffer, end + 4)
+                if found is None:
+                    return
+                body, size = found
+            else:
+                length = re.search(rb"\r\ncontent-length: *(\d+)", head)
+                size = end + 4 + (int(length[1]) if length else 0)
+                if len(self._buffer) < size:
+                    return
+                body = bytes(self._buffer[end + 4 : size])
             del self._buffer[:size]
             self._serve(head.split(b" ", 2)[1], body)
 
@@ -290,6 +296,21 @@ class Upstream(asyncio.Protocol):
     def _send(self, data: bytes) -> None:
         if not self._transport.is_closing():
             self._transport.write(data)
+
+
+def dechunked(data: bytearray, start: int) -> tuple[bytes, int] | None:
+    """Return a chunked body and the position after it; None before its last chunk has arrived."""
+    body = b""
+    while (line_end := data.find(b"\r\n", start)) >= 0:
+        size = int(data[start:line_end], 16)
+        start, end = line_end + 2, line_end + 4 + size
+        if len(data) < end:
+            return None
+        if not size:
+            return body, end
+        body += data[start : end - 2]
+        start = end
+    return None
 
 
 def usage(prompt_tokens: int, count: int) -> dict[str, Any]:

@@ -78,3 +78,25 @@ async def test_the_upstream_lists_the_records_that_it_received(
             return bytes(answer.read())
 
     assert await asyncio.to_thread(exchange) == f'["{call_id}"]'.encode()
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 7, 1000])
+async def test_the_upstream_reads_a_chunked_body_however_it_arrives(
+    port: int, piece_bytes: int
+) -> None:
+    """Gateways that pass requests on stream the body."""
+    body = b'{"messages": [{"content": "a b"}], "max_tokens": 2}'
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+    data = head + b"%x\r\n%s\r\n" % (20, body[:20])
+    data += b"%X\r\n%s\r\n0\r\n\r\n" % (len(body) - 20, body[20:])
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+
+    for _ in range(2):  # the second request begins where the first one ended
+        for start in range(0, len(data), piece_bytes):
+            writer.write(data[start : start + piece_bytes])
+            await writer.drain()
+        answer = await reader.readuntil(b'"cached_tokens": 0}}}')
+
+        assert answer.startswith(b"HTTP/1.1 200 OK")
+        assert b'"prompt_tokens": 2' in answer
+    writer.close()
