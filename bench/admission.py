@@ -148,7 +148,7 @@ class Result:
         return self.pair_count / self.wall_s
 
     def row(self, generator_us: float) -> str:
-        """Return a line of the table. generator_us: CPU of the generator per pair, subtracted."""
+        """Format a line of the table. generator_us: CPU of the generator per pair, subtracted."""
         times = (
             f"{quantile_ms(values, share):>9.2f}"
             for values in (self.admit_s, self.settle_s)
@@ -237,7 +237,7 @@ class Cases:
         )
 
     async def group_commit(self, tenants: list[Payer], concurrency: int) -> Result:
-        """Return the result with a store of this process."""
+        """Measure a store of this process."""
         store = AwaitedStore(self._url, uuid.uuid4(), signer=self._signer)
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(store.run())
@@ -269,7 +269,7 @@ class Cases:
             )
 
     def pgbench(self, binary: Path, tenants: list[Payer], concurrency: int) -> Result:
-        """Return the result of PostgreSQL's load generator."""
+        """Measure the same pairs from PostgreSQL's load generator."""
         before = cpu_s([self._postgres])
         ran = run_pgbench(binary, self._url, tenants, concurrency, self._seconds)
         # Its connections are closed, so their time is included in the server's.

@@ -213,7 +213,7 @@ def pgbench_binary() -> Path | None:
 
 
 def pgbench_script() -> str:
-    """Return the script of both transactions of a request."""
+    """Write the script of both transactions of a request."""
     admitted = ", ".join(
         f"('{name}', {int(name == 'requests_per_minute')}, {held})"
         for name, (held, _) in AMOUNTS.items()

@@ -207,7 +207,7 @@ def tag(number: int, content: bytes) -> bytes:
 
 
 def frames(rest: bytes, count: int = 1) -> bytes:
-    """Return a message with copies of a frame under new request ids. rest: its other fields."""
+    """Build a message with copies of a frame under new request ids. rest: its other fields."""
     return b"".join(tag(1, tag(1, str(uuid.uuid4()).encode()) + rest) for _ in range(count))
 
 
@@ -298,7 +298,7 @@ async def many_messages(target: Target, rest: bytes) -> None:
 
 
 def many_turns() -> pb.Conversation:
-    """Return a conversation of one-letter messages, slightly below their limit."""
+    """Build a conversation of one-letter messages, slightly below their limit."""
     roles = (pb.ROLE_USER, pb.ROLE_ASSISTANT)
     return pb.Conversation(
         messages=[pb.Message(role=roles[index % 2], content="a") for index in range(MESSAGE_COUNT)]
@@ -472,7 +472,7 @@ async def grammars(target: Target, rests: list[bytes]) -> None:
 
 
 def empty_frames(_: Target) -> list[bytes]:
-    """Return an empty frame of each kind that names a request."""
+    """Build an empty frame of each kind that names a request."""
     rests = []
     for kind in ("cancel", "attach", "credit", "update"):
         frame = pb.ClientFrame()
@@ -648,7 +648,7 @@ async def counting(target: Target, requests: list[tuple[str, bytes]]) -> None:
 
 
 def costly_messages(target: Target) -> list[tuple[str, Costly]]:
-    """Return the costliest messages of each call."""
+    """Build the costliest messages of each call."""
     return [
         (f"/{method.containing_service.full_name}/{method.name}", each)
         for method in METHODS
@@ -857,7 +857,7 @@ async def http_many_messages(target: Target, chat: tuple[str, bytes]) -> None:
 
 
 def costly_bodies(target: Target) -> list[tuple[str, Costly]]:
-    """Return the costliest bodies of each path, which are built when they are sent."""
+    """List the costliest bodies of each path, which are built when they are sent."""
     user = {"model": target.model, "messages": [{"role": "user", "content": "Hi"}]}
     apis: list[tuple[str, type[Struct], dict[str, Any]]] = [
         ("/v1/chat/completions", ChatParameters, user),

@@ -226,7 +226,7 @@ def print_row(result: Result) -> None:
 
 
 def conclusion(result: Result) -> str:
-    """Return the computed figures of one case, marked as computed."""
+    """Format the computed figures of one case, marked as computed."""
     found = capacity(
         result.api_token_us,
         result.request_us("api"),

@@ -51,14 +51,14 @@ class ColdStart:
 
 
 def import_torch_ms() -> float:
-    """Return the time of a Python that imports torch and exits."""
+    """Time a Python that imports torch and exits."""
     began_at = time.perf_counter()
     subprocess.run([sys.executable, "-c", "import torch"], check=True)
     return (time.perf_counter() - began_at) * 1000
 
 
 async def bare_host_ms(settings: Settings) -> float:
-    """Return the time of a worker alone, from its process to its first token."""
+    """Time a worker alone, from its process to its first token."""
     directory = settings.models[DEMO_MODEL_NAME]
     engine = TorchEngine(torch_settings(settings, DEMO_MODEL_NAME, directory))
     request = GenerationRequest(
@@ -156,10 +156,10 @@ async def measure(arguments: argparse.Namespace) -> None:
                         await asyncio.sleep(4.0)  # until it has imported torch
                     service.append(await through_service(client))
                     await no_engine(os.getpid(), int(arguments.spare))
-    tell(alone_ms, bare_ms, service)
+    print_figures(alone_ms, bare_ms, service)
 
 
-def tell(alone_ms: list[float], bare_ms: list[float], service: list[ColdStart]) -> None:
+def print_figures(alone_ms: list[float], bare_ms: list[float], service: list[ColdStart]) -> None:
     """Print medians, ratios and stages."""
     alone, bare = statistics.median(alone_ms), statistics.median(bare_ms)
     through = statistics.median(each.ttft_ms for each in service)

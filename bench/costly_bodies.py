@@ -111,7 +111,7 @@ FREE: Mapping[str, Build] = {
 
 
 def minimal(info: inspect.Type) -> bytes:
-    """Return a small valid value of a type."""
+    """Build a small valid value of a type."""
     match info:
         case inspect.StructType(fields=fields):
             required = [
@@ -223,7 +223,7 @@ def places(
 
 
 def turns(*units: bytes) -> Build:
-    """Return a builder of a conversation of alternating turns, as many as the size allows."""
+    """Make a builder of conversations of alternating turns, as many as the size allows."""
 
     def build(size: int) -> bytes:
         one = b",".join(units).replace(b"PADDING", PADDING)
@@ -271,7 +271,7 @@ CONVERSATIONS: Mapping[str, Mapping[str, Build]] = {
 
 
 def tools(size: int) -> bytes:
-    """Return the most tools, with schemas of many members."""
+    """Build the most tools, with schemas of many members."""
     schema = b'{"type":"object","properties":{' + members(size // 256) + b"}}"
     return b",".join(
         b'{"type":"function","name":"f%d","parameters":%s,"function":'
@@ -303,7 +303,7 @@ def of_other_servers(api: str) -> Iterator[tuple[str, str, Build]]:
 
 
 def grammar(rule: Callable[[int], str], size: int) -> bytes:
-    """Return a grammar in GBNF as JSON, at most of the size that is converted."""
+    """Build a grammar in GBNF as JSON, at most of the size that is converted."""
     return json.dumps(rule(min(size, GRAMMAR_CHARS_MAX) - 200)).encode()
 
 

@@ -122,7 +122,7 @@ class Ours:
 def random_texts(
     kind: str, count: int, vocabulary_size: int, input_tokens_max: int, seed: int
 ) -> list[Text]:
-    """Return random texts of a kind."""
+    """Draw random texts of a kind."""
     chance = random.Random(seed)
     least, most = KINDS[kind]
     lengths = [chance.randint(least, min(most, input_tokens_max)) for _ in range(count)]
@@ -159,7 +159,7 @@ def cpu_s(child_pid: int | None) -> float:
 
 
 async def measure(options: argparse.Namespace) -> dict[str, dict[str, Figures]]:
-    """Return the measurements of every round, by kind and way."""
+    """Measure every round, by kind and method."""
     library = Library(options.directory, options.threads)
     settings = EncoderSettings(options.directory, "bench", torch_thread_count=options.threads)
     encoder = TorchEncoder(settings)

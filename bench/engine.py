@@ -254,7 +254,7 @@ def bandwidth_share(
 
 
 def measure_linear(shape: Shape, precision: Precision, thread_count: int) -> float:
-    """Return the FLOP/s of `torch.nn.Linear` with a cold prompt's rows, over one layer's matrices.
+    """Measure the FLOP/s of `torch.nn.Linear` with a cold prompt's rows over one layer's matrices.
 
     Query, key and value matrices are one product, gate and up matrices too, as engines join them.
     Runs in a process of its own, whose threads do not wait beside the engine's.
@@ -339,7 +339,7 @@ def measure_round(arguments: argparse.Namespace, checkpoint: Path, seed: int) ->
 
 
 def describe_run(arguments: argparse.Namespace) -> dict[str, object]:
-    """Return the machine, the work and the versions of the other engines.
+    """Describe the machine, the work and the versions of the other engines.
 
     Raises: PeerMissing for one that cannot be started.
     """

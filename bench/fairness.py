@@ -146,7 +146,7 @@ async def measure(load: Load) -> None:
             for index, (name, order, flooded) in enumerate(cases):
                 ordered = replace(settings, queue_order=order)
                 runs[name] = await run_tenants(ordered, keys, load, flooded=flooded, seed=index)
-                tell(name, runs[name])
+                print_run(name, runs[name])
         finally:
             await asyncio.to_thread(server.stop)
     alone, fair, arrival = runs.values()
@@ -164,7 +164,7 @@ async def measure(load: Load) -> None:
     )
 
 
-def tell(name: str, run: Run) -> None:
+def print_run(name: str, run: Run) -> None:
     """Print the figures of one run."""
     for tenant, seen in (("quiet", run.quiet), ("flooding", run.flooding)):
         if not seen.ttfts_ms:

@@ -21,7 +21,7 @@ FRAMES = 1000  # frames of a message
 
 
 def message(kind: str) -> bytes:
-    """Return one message of a flood."""
+    """Build one message of a flood."""
     frames = [pb.ClientFrame(request_id=str(uuid.uuid4())) for _ in range(FRAMES)]
     for frame in frames:
         getattr(frame, kind).SetInParent()

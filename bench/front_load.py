@@ -195,7 +195,7 @@ async def answer_all(requests: AsyncIterator[pb.GenerateRequest], context: Any) 
 
 
 def end_frame(request_id: str, finished: pb.FinishedFrame) -> pb.ServerFrame:
-    """Return the last frame of a request."""
+    """Build the last frame of a request."""
     return pb.ServerFrame(request_id=request_id, finished=finished)
 
 

@@ -131,7 +131,7 @@ class Table:
 
 
 def options_of(description: str | None, seconds: float) -> argparse.ArgumentParser:
-    """Return a parser with the options of all drivers. seconds: default duration of a case."""
+    """Build a parser with the options of all drivers. seconds: default duration of a case."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -254,7 +254,7 @@ def api_process(
 
 
 def is_serving(address: str) -> bool:
-    """Return the result of the health service."""
+    """Ask the health service whether the server is ready."""
     with grpc.insecure_channel(address) as channel, contextlib.suppress(grpc.RpcError):
         # No serializers: bytes in both directions.
         check: Any = channel.unary_unary("/grpc.health.v1.Health/Check")
@@ -263,7 +263,7 @@ def is_serving(address: str) -> bool:
 
 
 def wait_for(condition: Callable[[], Any], process: subprocess.Popen[bytes], log: Path) -> Any:
-    """Return the first value of a condition that is not None.
+    """Wait for the first value of a condition that is not None.
 
     Raises: RuntimeError with the end of the log if the process ends before, or takes too long.
     """

@@ -34,7 +34,7 @@ FIELDS = ("Rss", "Pss", "Private_Dirty", "Private_Clean")
 
 
 def memory_mib(pid: int) -> dict[str, float]:
-    """Return the memory of a process, by the kernel's names."""
+    """Read the memory of a process, by the kernel's names."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
     return {
         name: int(rest.split()[0]) / 1024

@@ -86,7 +86,7 @@ class Answer:
         self.http.transport.close()
 
     def chunk(self, ids: list[Any], end: Any = None, **fields: Any) -> dict[str, Any]:
-        """Return a message with tokens. fields: of its choice, or of `/generate`'s message."""
+        """Build a message with tokens. fields: of its choice, or of `/generate`'s message."""
         self.sent += len(ids)
         usage = self.usage()["usage"]
         if self.style == "generate":
@@ -101,7 +101,7 @@ class Answer:
         return {"choices": [choice | {"token_ids": ids} | fields]}
 
     def known(self, ids: list[Any]) -> dict[str, Any]:
-        """Return log-probabilities of tokens."""
+        """Make log-probabilities of tokens."""
         names = [f"token_id:{each}" for each in ids]
         tops = [{name: -0.5, "token_id:7": -1.5} for name in names]
         return {"tokens": names, "token_logprobs": [-0.5] * len(ids), "top_logprobs": tops}

@@ -291,7 +291,7 @@ def client(gateway: Running, mode: str, **more: Any) -> subprocess.Popen[str]:
 
 
 def seen_by(process: subprocess.Popen[str]) -> dict[str, Any]:
-    """Return the measurements of a client. Raises: RuntimeError if a request failed."""
+    """Wait for a client and read its measurements. Raises: RuntimeError if a request failed."""
     out, _ = process.communicate()
     seen: dict[str, Any] = json.loads(out.splitlines()[-1]) if out else {"failures": ["no output"]}
     if seen["failures"]:
@@ -322,7 +322,7 @@ def ttft_ms(gateway: Running, seconds: float) -> float:
 
 
 def burst(gateway: Running) -> int:
-    """Return the number of requests of a burst that are served."""
+    """Send a burst and count the requests that are served."""
     if (left_s := 60 - time.time() % 60) < MINUTE_LEFT_MIN_S:
         time.sleep(left_s + 0.5)
     seen = seen_by(client(gateway, "burst", connection_count=BURST))
@@ -344,7 +344,7 @@ def delivered_until_kill(gateway: Running, connection_count: int) -> list[str]:
 
 
 def weir_lost(cores: Cores, settings: Mapping[str, Any], key: str) -> tuple[int, int]:
-    """Return the numbers of complete responses and of those without a usage event."""
+    """Kill Weir under load; count the complete responses, and those without a usage event."""
     with weir(cores, settings, key) as gateway:
         delivered = delivered_until_kill(gateway, 16)
     with (
@@ -366,7 +366,7 @@ def weir_lost(cores: Cores, settings: Mapping[str, Any], key: str) -> tuple[int,
 
 
 def litellm_lost(cores: Cores, python: Path, upstream_port: int) -> tuple[int, int]:
-    """Return the numbers of complete responses and of those whose record was not sent."""
+    """Kill LiteLLM under load; count the complete responses, and those without a record."""
     with litellm(cores, python, upstream_port, more=', callbacks: ["generic_api"]}') as gateway:
         delivered = delivered_until_kill(gateway, 16)
     time.sleep(SINK_WAIT_S)

@@ -179,7 +179,7 @@ async def read_response(reader: asyncio.StreamReader) -> tuple[int, bytes, float
 
 
 def chunk(data: bytes) -> bytes:
-    """Return a chunk of a chunked body."""
+    """Encode a chunk of a chunked body."""
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 

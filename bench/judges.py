@@ -98,7 +98,7 @@ def turns(chance: random.Random) -> Body:
 
 
 def parts(chance: random.Random) -> Body:
-    """Return a chat whose content is a list of parts."""
+    """Build a chat whose content is a list of parts."""
     content = [{"type": "text", "text": words(chance, 2)} for _ in range(chance.randint(1, 3))]
     return chat(chance, messages=[{"role": "user", "content": content}])
 
@@ -191,7 +191,7 @@ class Request:
 
 
 def requests(count: int, seed: int, only: list[str]) -> list[Request]:
-    """Return requests of all kinds in turn."""
+    """Draw requests of all kinds in turn."""
     chance = random.Random(seed)
     kinds = only or list(KINDS)
     made = []
@@ -228,7 +228,7 @@ def joined(events: list[Body]) -> Body:
 
 
 def plain(choice: Body) -> Body:
-    """Return a choice of a whole answer in the form of `joined`."""
+    """Convert a choice of a whole answer to the form of `joined`."""
     message = choice.get("message", choice)
     calls = [each["function"] for each in message.get("tool_calls") or ()]
     return {
@@ -391,8 +391,8 @@ def compare(options: argparse.Namespace, peer: str, url: str, key: str) -> bool:
             for by in (THROUGH, OWN):
                 differing = differences(request, by, theirs, facts(*got[by]))
                 if [each.field for each in differing] == ["status"]:
-                    told = " ".join(str(got[name][1].get("error", "")) for name in (PEER, by))
-                    differing = [replace(differing[0], ours=f"{differing[0].ours} {told}")]
+                    messages = " ".join(str(got[name][1].get("error", "")) for name in (PEER, by))
+                    differing = [replace(differing[0], ours=f"{differing[0].ours} {messages}")]
                 found += differing
                 equal[by][request.kind] += not differing
     print_result(made, equal, found, options.show)

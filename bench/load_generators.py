@@ -95,7 +95,7 @@ def guidellm_arguments(load: Load) -> Sequence[str]:
 
 
 def guidellm_figures(results: Any) -> Figures:
-    """Return the figures of GuideLLM's `benchmarks.json`. Raises: ClientFailed."""
+    """Read the figures in GuideLLM's `benchmarks.json`. Raises: ClientFailed."""
     [benchmark] = results["benchmarks"]
     metrics = benchmark["metrics"]
     if failed := benchmark["requests"]["errored"]:
@@ -134,7 +134,7 @@ def aiperf_arguments(load: Load) -> Sequence[str]:
 
 
 def aiperf_figures(results: Any) -> Figures:
-    """Return the figures of AIPerf's `profile_export_aiperf.json`. Raises: ClientFailed.
+    """Read the figures in AIPerf's `profile_export_aiperf.json`. Raises: ClientFailed.
 
     Tokens are those that the server counted.
     """

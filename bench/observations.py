@@ -50,7 +50,7 @@ class Encoder(SpanExporter):
 
 
 def an_ending(traceparent: str = "") -> Ending:
-    """Return the end of a request of the reference workload."""
+    """Make the end of a request of the reference workload."""
     payer = Payer(uuid.uuid4(), uuid.uuid4(), uuid.uuid4(), "USD")
     start = parse_start(str(uuid.uuid4()), pb.StartFrame(model=MODEL, text="a prompt"))
     settled = Settled(uuid.uuid4(), 1025, 200, 150, 150, 150, 10**8, "USD", "stop")
@@ -73,24 +73,24 @@ def by_the_library() -> Callable[[], None]:
         for index in range(4)
     ]
 
-    def tell() -> None:
+    def observe() -> None:
         for histogram in histograms:
             histogram.labels(MODEL, TIER).observe(0.01)
         for counter in counters:
             counter.labels(MODEL, TIER).inc(5)
 
-    return tell
+    return observe
 
 
 def us(call: Callable[[], object], calls: int = CALLS) -> float:
-    """Return the µs of CPU of one call."""
+    """Measure the µs of CPU of one call."""
     return (
         min(timeit.repeat(call, number=calls, repeat=RUNS, timer=time.process_time)) / calls * 1e6
     )
 
 
 def slow_write() -> float:
-    """Return the µs of counting a write that waits for the client."""
+    """Measure the µs of counting a write that waits for the client."""
     flow = Flow(None, 60.0, lambda: None)
     times = iter(range(10**9))
     return us(lambda: flow.stalled(next(times), next(times)))

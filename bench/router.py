@@ -77,7 +77,7 @@ class Seen:
 def make_trace(
     conversation_count: int, per_second: float, seed: int, turns: tuple[int, int] = TURNS
 ) -> list[Dialogue]:
-    """Return a trace, the same for every policy. turns: minimum and maximum of a conversation."""
+    """Draw a trace, the same for every policy. turns: minimum and maximum of a conversation."""
     rng = random.Random(seed)
 
     def tokens(bounds: tuple[int, int]) -> tuple[int, ...]:
@@ -87,11 +87,13 @@ def make_trace(
     found, now_s = [], 0.0
     for _ in range(conversation_count):
         now_s += rng.expovariate(per_second)
-        said = [
+        questions = [
             rng.choice(systems) + tokens(OWN_TOKENS),
             *(tokens(QUESTION_TOKENS) for _ in range(rng.randint(*turns) - 1)),
         ]
-        spoken = [Turn(each, rng.randint(*ANSWER_TOKENS), rng.uniform(*PAUSE_S)) for each in said]
+        spoken = [
+            Turn(each, rng.randint(*ANSWER_TOKENS), rng.uniform(*PAUSE_S)) for each in questions
+        ]
         found.append(Dialogue(now_s, tuple(spoken)))
     return found
 

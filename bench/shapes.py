@@ -127,7 +127,7 @@ def _write_tensors(path: Path, shape: Shape, precision: Precision) -> None:
 
 
 def _values(rng: np.random.Generator, name: str, sizes: tuple[int, ...]) -> npt.NDArray[np.float32]:
-    """Return norms of one, embeddings of spread 1, matrices that preserve spread."""
+    """Draw norms of one, embeddings of spread 1, matrices that preserve spread."""
     if len(sizes) == 1:
         return np.ones(sizes, dtype=np.float32)
     spread = 1.0 if name == "model.embed_tokens.weight" else sizes[1] ** -0.5
@@ -167,7 +167,7 @@ def _config(shape: Shape, precision: Precision) -> dict[str, object]:
 
 
 def _tokenizer() -> Tokenizer:
-    """Return a tokenizer with byte-level tokens of one, two and three letters."""
+    """Build a tokenizer with byte-level tokens of one, two and three letters."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     letters = [letter for letter in alphabet if letter.isascii() and letter.isalpha()]
     names = [*SPECIAL_TOKENS, *alphabet]

@@ -82,7 +82,7 @@ def open_core(arguments: argparse.Namespace, checkpoint: Path) -> EngineCore:
 
 
 def measure(core: Any, step_count: int) -> list[dict[str, float]]:
-    """Return the duration of each step, in ms by part."""
+    """Measure the duration of each step, in ms by part."""
     clock, runner, scheduler = Clock(), core._runner, core.scheduler  # private parts, so untyped
     decoder = runner._decoder
     decoder.forward = clock.timed("decoder and its input", decoder.forward)

@@ -105,7 +105,7 @@ def run(case: Case, server: Server, key: str, seconds: float, prefetch_tokens: i
 
 
 def summary(report: dict[str, Any], cpu_us: float, seconds: float) -> Result:
-    """Return the figures of one run. Raises: RuntimeError if it was too short."""
+    """Compute the figures of one run. Raises: RuntimeError if it was too short."""
     if len(report["ttft_ms"]) < 2 or len(report["gap_ms"]) < 2:
         raise RuntimeError(
             f"fewer than two answers began within {seconds:.0f} s: give it more with --seconds"

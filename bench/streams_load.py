@@ -82,7 +82,7 @@ def start_message(
 
 
 def grants(used: Counter[str], prefetch_tokens: int) -> list[pb.ClientFrame]:
-    """Return credit for the requests that have used half of theirs."""
+    """Build credit frames for the requests that have used half of theirs."""
     due = [
         request_id for request_id, token_count in used.items() if 2 * token_count >= prefetch_tokens
     ]

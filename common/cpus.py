@@ -66,7 +66,7 @@ def _control_groups(root: Path) -> Iterator[Path]:
 
 
 def _quota(folder: Path) -> float | None:
-    """Return the quota of one control group in CPUs; None if it has none."""
+    """Read the quota of one control group in CPUs; None if it has none."""
     try:
         if (limit := folder / "cpu.max").exists():
             quota_us, period_us = limit.read_text(encoding="utf-8").split()

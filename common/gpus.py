@@ -32,7 +32,7 @@ def visible_gpus(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]
 
 
 def read_gpus(ids: Iterable[str]) -> dict[str, Gpu]:
-    """Return GPUs by id: a number, in the order of `nvidia-smi`, or a UUID.
+    """Read GPUs by id: a number, in the order of `nvidia-smi`, or a UUID.
 
     Ids that NVML does not know are left out. Raises: GpusUnknown with the reason.
     """

@@ -40,7 +40,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def command_line(pid: int) -> str:
-    """Return the command line of a process; empty if it has ended, or without /proc."""
+    """Read the command line of a process; empty if it has ended, or without /proc."""
     return _content(PROC / str(pid) / "cmdline").replace(b"\0", b" ").decode(errors="replace")
 
 
@@ -66,7 +66,7 @@ def _content(path: Path) -> bytes:
 
 
 def _parent_of(entry: Path) -> int | None:
-    """Return the parent's id from a directory of /proc; None for a process that has ended."""
+    """Read the parent's id from a directory of /proc; None for a process that has ended."""
     try:
         state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
     except (OSError, ValueError):

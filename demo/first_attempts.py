@@ -79,7 +79,7 @@ CALLS: tuple[tuple[str, Call, str, str], ...] = (
 
 
 def object_of(**properties: Any) -> dict[str, Any]:
-    """Return the schema of an object that must have all these properties, and no others."""
+    """Build the schema of an object that must have all these properties, and no others."""
     return {
         "type": "object",
         "properties": properties,
@@ -301,7 +301,7 @@ def call_requests(
 
 
 def calls_in(mode: str, output: Output) -> list[Call]:
-    """Return the calls of an output; none if its JSON is not complete."""
+    """Parse the calls of an output; none if its JSON is not complete."""
     if mode == "auto":
         parser = ToolCallParser(
             CallFormat.HERMES, [one.name for one in (WEATHER, SEARCH, ADD)], single=False
@@ -351,7 +351,7 @@ def answer_requests(tokenizer: Tokenizer) -> list[GenerationRequest]:
 
 
 def long_conversation(exchange_count: int) -> Talk:
-    """Return a conversation of calls as in the loop of an agent, about 75 tokens each."""
+    """Build a conversation of calls as in the loop of an agent, about 75 tokens each."""
     lines: list[Line] = []
     for number in range(exchange_count):
         question, call, result, word = CALLS[7 * number % len(CALLS)]

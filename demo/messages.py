@@ -26,7 +26,7 @@ class Function:
     properties: dict[str, dict[str, Any]]
 
     def chat(self) -> dict[str, Any]:
-        """Return the function in the form of OpenAI's API."""
+        """Convert the function to the form of OpenAI's API."""
         parameters = {
             "type": "object",
             "properties": self.properties,
@@ -102,7 +102,7 @@ class Talk:
         )
 
     def chat(self) -> list[dict[str, Any]]:
-        """Return the conversation in the form of OpenAI's API; calls have their position as id."""
+        """Convert the conversation to the form of OpenAI's API; calls have their position as id."""
         chat: list[dict[str, Any]] = []
         if self.system is not None:
             chat.append({"role": "system", "content": self.system})

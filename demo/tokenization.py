@@ -37,7 +37,7 @@ JSON_TOKENS = 188  # further tokens for keys and punctuation of JSON
 
 
 def _quoted(text: str) -> str:
-    """Return a string literal of Jinja."""
+    """Quote a text as a string literal of Jinja."""
     return "'" + text.replace("\n", "\\n") + "'"
 
 

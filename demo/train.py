@@ -196,7 +196,7 @@ def _padded(group: list[tuple[list[int], list[float]]]) -> tuple[Tensor, Tensor]
 
 
 def weighted_loss(network: Network, token_ids: Tensor, weights: Tensor) -> tuple[Tensor, float]:
-    """Return the weighted cross entropy of the next token, and the plain loss on answers alone.
+    """Compute the weighted cross entropy of the next token, and the plain loss on answers alone.
 
     Only positions with a weight are computed.
     """

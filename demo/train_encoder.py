@@ -154,7 +154,7 @@ class Encoder(torch.nn.Module):
 
 
 def contrast(encoder: Encoder, pairs: Sequence[Pair]) -> Tensor:
-    """Return the loss of choosing the partner of each text among those of the batch."""
+    """Compute the loss of choosing the partner of each text among those of the batch."""
     firsts, seconds = (encoder([pair[i] for pair in pairs]) for i in (0, 1))
     scores = firsts @ seconds.T / TEMPERATURE
     right = torch.arange(len(pairs))

@@ -778,7 +778,7 @@ def modules_form_no_cycle(sources: Iterable[Source]) -> Iterator[Finding]:
 
 
 def cyclic_imports(sources: Iterable[Source]) -> Iterator[tuple[str, str, Place]]:
-    """Yield each import that is part of a cycle: the module, what it imports, and where."""
+    """Yield each import that is part of a cycle: the module, the imported one, and the place."""
     imported = module_imports(sources)
     reached = {module: reachable(imported, module) for module in imported}
     for module, places in imported.items():
@@ -937,7 +937,7 @@ def product_does_not_grow(sources: Iterable[Source]) -> Iterator[Finding]:
 
 
 class Rules:
-    """All rules, by what they read."""
+    """All rules: of Python files, of all files, and of the whole repository."""
 
     PYTHON: tuple[Rule, ...] = (  # each Python file
         borders_hold,

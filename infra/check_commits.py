@@ -67,7 +67,7 @@ def begins_with_imperative(subject: str) -> bool:
 
 
 def git(repository: Path, *arguments: str) -> str:
-    """Return the output of a git command. Raises CalledProcessError if it fails."""
+    """Run a git command and return its output. Raises CalledProcessError if it fails."""
     command = ["git", "-C", str(repository), *arguments]
     done = subprocess.run(
         command, check=True, capture_output=True, encoding="utf-8", errors="replace"

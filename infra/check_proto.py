@@ -51,10 +51,10 @@ class Workspace:
         Raises: ValueError if buf cannot read the contract.
         """
         baseline.parent.mkdir(parents=True, exist_ok=True)
-        if said := self._buf(
+        if output := self._buf(
             "build", "proto", "--exclude-source-info", "--output", str(baseline.resolve())
         ):
-            raise ValueError(said)
+            raise ValueError(output)
 
     def _buf(self, *arguments: str) -> str:
         cache = {"BUF_CACHE_DIR": str(self._root / "cache")}
@@ -65,11 +65,11 @@ class Workspace:
             text=True,
             capture_output=True,
         )
-        said = (done.stdout + done.stderr).strip()
+        output = (done.stdout + done.stderr).strip()
         return (
-            said
+            output
             if done.returncode == 0
-            else said or f"buf {arguments[0]} failed with status {done.returncode}"
+            else output or f"buf {arguments[0]} failed with status {done.returncode}"
         )
 
 
@@ -94,12 +94,12 @@ def workspace(proto_root: Path) -> Iterator[Workspace]:
 def complaints(proto_root: Path, baseline: Path) -> Iterator[str]:
     """Yield buf's complaints about the contract under `proto_root`, a text per failed check."""
     with workspace(proto_root) as contract:
-        if said := contract.lint():
-            yield f"lint:\n{said}"
-        if said := contract.unformatted():
-            yield f"format (run `make fmt`):\n{said}"
-        if said := contract.breaking(baseline):
-            yield f"breaking change since the last release:\n{said}"
+        if output := contract.lint():
+            yield f"lint:\n{output}"
+        if output := contract.unformatted():
+            yield f"format (run `make fmt`):\n{output}"
+        if output := contract.breaking(baseline):
+            yield f"breaking change since the last release:\n{output}"
 
 
 def main() -> int:

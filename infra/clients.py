@@ -172,8 +172,8 @@ def serving() -> Iterator[dict[str, str]]:
                     raise SystemExit(f"weir up did not start:\n{log.read_text()}")
                 time.sleep(0.2)
             lines = run([*weir, "env"], Path(home), outer, PROGRAM_MAX_S)
-            told = dict(re.findall(r"^export (\w+)=(\S+)$", lines, re.MULTILINE))
-            yield kept | told | {"TOKENIZER": str(TOKENIZER)}
+            exported = dict(re.findall(r"^export (\w+)=(\S+)$", lines, re.MULTILINE))
+            yield kept | exported | {"TOKENIZER": str(TOKENIZER)}
         finally:
             up.send_signal(signal.SIGINT)
             up.wait(START_MAX_S)

@@ -62,7 +62,7 @@ def install(venv: Path, *what: str) -> None:
         "--no-input",
         "install",
     ]
-    said: list[str] = []
+    output: list[str] = []
     count = 0
     with subprocess.Popen(
         [*command, "--progress-bar=off", *what],
@@ -74,7 +74,7 @@ def install(venv: Path, *what: str) -> None:
     ) as pip:
         assert pip.stdout is not None
         for line in pip.stdout:
-            said.append(line)
+            output.append(line)
             words = line.split()
             if words[:1] == ["Collecting"]:
                 count += 1
@@ -83,7 +83,7 @@ def install(venv: Path, *what: str) -> None:
                 show(f"unpacking {count} packages")
     show("")
     if pip.returncode != 0:
-        raise SystemExit("".join(said) + f"pip failed with status {pip.returncode}")
+        raise SystemExit("".join(output) + f"pip failed with status {pip.returncode}")
 
 
 def show(doing: str) -> None:

@@ -68,7 +68,7 @@ class Function:
 
 
 @dataclass(frozen=True, slots=True)
-class Leg:
+class ProcessWalk:
     """Functions of one process, in the order of their first call."""
 
     process: str
@@ -77,14 +77,14 @@ class Leg:
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """All legs of a request."""
+    """Functions of a request, by process."""
 
-    legs: tuple[Leg, ...]
+    processes: tuple[ProcessWalk, ...]
 
     @property
     def functions(self) -> list[Function]:
-        """Functions of all legs."""
-        return [function for leg in self.legs for function in leg.functions]
+        """Functions of all processes."""
+        return [function for process in self.processes for function in process.functions]
 
     @property
     def steps(self) -> list[Function]:
@@ -121,7 +121,7 @@ class Server:
             yield call
             call.cancel()
 
-    async def noted(self, work: Awaitable[object]) -> dict[int, dict[str, Any]]:
+    async def counted(self, work: Awaitable[object]) -> dict[int, dict[str, Any]]:
         """Run the work; return the counts of each process during it, by process id."""
         for each in self._notes.iterdir():
             each.unlink()
@@ -151,16 +151,16 @@ async def serving(database_url: str, **settings: Any) -> AsyncIterator[Server]:
             f" take_notes\n\ntake_notes(pathlib.Path({str(notes)!r}))\n"
         )
         models = {MODEL: next(iter(bundled_models().values()))}
-        chosen = Settings(
+        server_settings = Settings(
             database_url=database_url,
             home=home,
             listen_address="127.0.0.1:0",
             models=models,
             **settings,
         )
-        ensure_receipt_key(chosen)
+        ensure_receipt_key(server_settings)
         api = Child("api server", [sys.executable, "-m", "api"], home / "logs" / "api.log")
-        await api.start(child_environment(chosen) | {"PYTHONPATH": f"{hook}:{ROOT}"})
+        await api.start(child_environment(server_settings) | {"PYTHONPATH": f"{hook}:{ROOT}"})
         try:
             address = (await wait_until_serving(home, api)).address
             keys = await asyncio.to_thread(create_keys, database_url, STREAM_COUNT)
@@ -189,27 +189,27 @@ async def ask(call: Any, token_count: int) -> int:
 
 
 async def walk(database_url: str) -> Walk:
-    """Return the walk of a request through a new server."""
-    async with serving(database_url) as stack, contextlib.AsyncExitStack() as streams:
+    """Walk a request through a new server."""
+    async with serving(database_url) as server, contextlib.AsyncExitStack() as streams:
 
         async def request() -> None:
-            call = await streams.enter_async_context(stack.stream(stack.keys[0]))
+            call = await streams.enter_async_context(server.stream(server.keys[0]))
             await ask(call, WALKED_TOKENS)
             await asyncio.sleep(SETTLED_S)
 
         for _ in range(WARM_UP_REQUESTS):
             await request()
-        idle = await stack.noted(asyncio.sleep(IDLE_S))
-        runs = [await stack.noted(request()) for _ in range(WALKED_REQUESTS)]
+        idle = await server.counted(asyncio.sleep(IDLE_S))
+        runs = [await server.counted(request()) for _ in range(WALKED_REQUESTS)]
 
-    def leg(pid: int) -> Leg:
+    def walk_of(pid: int) -> ProcessWalk:
         each = [run[pid]["functions"] for run in runs]
         common = (
             (name, *name.split(" ", 1))
             for name in each[0]
             if name not in idle[pid]["functions"] and all(name in functions for functions in each)
         )
-        return Leg(
+        return ProcessWalk(
             runs[0][pid]["process"],
             tuple(
                 Function(path, name, all(functions[key] for functions in each))
@@ -217,28 +217,28 @@ async def walk(database_url: str) -> Walk:
             ),
         )
 
-    return Walk(tuple(map(leg, idle)))
+    return Walk(tuple(map(walk_of, idle)))
 
 
 async def cost(database_url: str) -> Cost:
-    """Return the mean cost of a request, measured on many streams."""
+    """Measure the mean cost of a request on many streams."""
     async with (
-        serving(database_url, engine_device="simulated", simulated_time_scale=0.0) as stack,
+        serving(database_url, engine_device="simulated", simulated_time_scale=0.0) as server,
         contextlib.AsyncExitStack() as streams,
     ):
-        calls = [await streams.enter_async_context(stack.stream(key)) for key in stack.keys]
+        calls = [await streams.enter_async_context(server.stream(key)) for key in server.keys]
         message_count = 0
 
         async def rounds(call: Any, count: int) -> None:
             nonlocal message_count
             for _ in range(count):
-                exchanged = await ask(call, 1)
-                message_count += exchanged
+                exchanged_count = await ask(call, 1)  # `+= await` would lose other streams' counts
+                message_count += exchanged_count
 
         await asyncio.gather(*(rounds(call, WARM_UP_ROUNDS) for call in calls))
         message_count = 0
-        noted = await stack.noted(asyncio.gather(*(rounds(call, ROUNDS) for call in calls)))
-    counts = next(iter(noted.values()))
+        counted = await server.counted(asyncio.gather(*(rounds(call, ROUNDS) for call in calls)))
+    counts = next(iter(counted.values()))
     request_count = len(calls) * ROUNDS
     return Cost(
         counts["call_count"] / request_count,
@@ -251,29 +251,30 @@ def files_of(functions: Iterable[Function]) -> set[str]:
     return {function.path for function in functions}
 
 
-def printed(walked: Walk) -> str:
-    """Return the walk as text by process; a line per change of file, leaves in brackets."""
+def text_of(walked: Walk) -> str:
+    """Format a walk by process; a line per change of file, leaves in brackets."""
     lines: list[str] = []
-    for leg in walked.legs:
+    for each in walked.processes:
         lines.append(
-            f"{leg.process}: {len(leg.functions)} functions in {len(files_of(leg.functions))} files"
+            f"{each.process}: {len(each.functions)} functions in"
+            f" {len(files_of(each.functions))} files"
         )
-        for path, functions in itertools.groupby(leg.functions, lambda function: function.path):
+        for path, functions in itertools.groupby(each.functions, lambda function: function.path):
             lines.append(f"  {path}: {', '.join(map(str, functions))}")
         lines.append("")
     return "\n".join(lines)
 
 
-def markdown(walked: Walk) -> str:
-    """Return the files with steps by process, by first call, as docs/architecture.md shows."""
+def markdown_of(walked: Walk) -> str:
+    """Format the files with steps by process, by first call, as docs/architecture.md shows."""
     paragraphs = []
-    for leg in walked.legs:
+    for each in walked.processes:
         files = dict.fromkeys(
-            f"`{function.path}`" for function in leg.functions if function.is_step
+            f"`{function.path}`" for function in each.functions if function.is_step
         )
         paragraphs.append(
             textwrap.fill(
-                f"`{leg.process}`: {', '.join(files)}.",
+                f"`{each.process}`: {', '.join(files)}.",
                 100,
                 break_long_words=False,
                 break_on_hyphens=False,
@@ -282,7 +283,7 @@ def markdown(walked: Walk) -> str:
     return "\n\n".join(paragraphs)
 
 
-async def measured(database_url: str) -> tuple[Walk, Cost]:
+async def measure(database_url: str) -> tuple[Walk, Cost]:
     return await walk(database_url), await cost(database_url)
 
 
@@ -300,8 +301,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     with database(None, None) as url:
         migrate(url)
-        walked, each = asyncio.run(measured(url))
-    print(markdown(walked) if options.markdown else printed(walked))
+        walked, each = asyncio.run(measure(url))
+    print(markdown_of(walked) if options.markdown else text_of(walked))
     print(
         f"{len(walked.steps)} steps in {len(files_of(walked.steps))} files; "
         f"{len(walked.functions)} functions in {len(files_of(walked.functions))} files with leaves"

@@ -10,9 +10,9 @@ RUNS_MAX = 3
 async def test_a_request_passes_no_more_functions_than_before(database_url: str) -> None:
     walked = await walk.walk(database_url)
 
-    shown = walk.printed(walked)
-    assert len(walked.legs) == 2, "an api process and its engine"
-    assert all(any(function.is_step for function in leg.functions) for leg in walked.legs)
+    shown = walk.text_of(walked)
+    assert len(walked.processes) == 2, "an api process and its engine"
+    assert all(any(function.is_step for function in each.functions) for each in walked.processes)
     assert len(walked.steps) <= walk.STEPS_MAX, shown
     assert len(walk.files_of(walked.steps)) <= walk.STEP_FILES_MAX, shown
     assert len(walked.functions) <= walk.FUNCTIONS_MAX, shown

@@ -162,7 +162,7 @@ def remove_webhook(
 
 
 def alerts_table(found: list[Alert]) -> RenderableType:
-    """Return a table of alerts with the usage at the time of each."""
+    """Build a table of alerts with the usage at the time of each."""
     columns = (
         "found",
         "of",

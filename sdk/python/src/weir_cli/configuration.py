@@ -181,7 +181,7 @@ def export(
 
 
 def content_of(file: Path) -> str:
-    """Return the text of a file, or of stdin for `-`. Exits if it cannot be read."""
+    """Read a file, or stdin for `-`. Exits if it cannot be read."""
     try:
         return sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -254,7 +254,7 @@ def tell(applied: AppliedConfiguration, *, dry_run: bool, prune: bool, with_secr
 def plan_document(
     applied: AppliedConfiguration, *, dry_run: bool, with_secrets: bool
 ) -> dict[str, Any]:
-    """Return the plan for scripts, with the names and units of the contract."""
+    """Convert a plan for scripts, with the names and units of the contract."""
     return {
         "applied": not dry_run,
         "changes": [

@@ -145,7 +145,7 @@ MonthArgument = Annotated[
 
 
 def explain(error: WeirError, address: str) -> str:
-    """Return the message for an error of a call to `address`."""
+    """Explain an error of a call to `address`."""
     match error:
         case Unavailable() if not error.details.reason and (advice := _tls_advice(error.message)):
             return f"no secure connection to {address}: {advice}"

@@ -189,7 +189,7 @@ class Document:
     lines: dict[str, tuple[int, str]] = field(default_factory=dict)
 
     def error_at(self, path: str, message: str) -> FileError:
-        """Return an error found by the server, at the nearest known place of the file."""
+        """Locate an error found by the server at the nearest known place of the file."""
         found = path
         while found not in self.lines and found:
             found = found[: max(found.rfind("."), found.rfind("["), 0)]
@@ -297,7 +297,7 @@ def _read(entry: Scalar, texts: Texts, given: str) -> Json:
 
 
 def write_document(configuration: Mapping[str, Json]) -> str:
-    """Return a configuration as the text of a file. Default values are omitted."""
+    """Convert a configuration to the text of a file. Default values are omitted."""
     node = mapping_node(configuration, DOCUMENT)
     node.value.insert(0, (scalar_node("version"), scalar_node(VERSION, "int")))
     written: str = yaml.serialize(node, Dumper=yaml.SafeDumper, allow_unicode=True, width=132)
@@ -337,7 +337,7 @@ def sequence_node(nodes: list[Any], *, flow: bool = False) -> yaml.SequenceNode:
 
 
 def scalar_node(value: str, tag: str = "str") -> yaml.ScalarNode:
-    """Return a scalar node. Numbers get the YAML type of their text and need no quotes."""
+    """Build a scalar node. Numbers get the YAML type of their text and need no quotes."""
     if tag == "float":
         tag = "float" if "." in value else "int"
     return yaml.ScalarNode(f"tag:yaml.org,2002:{tag}", value)

@@ -85,7 +85,7 @@ def truth(name: str) -> Scalar:
 
 
 def moment(name: str) -> Scalar:
-    """Return a field for a time; default offset UTC, default time of day midnight."""
+    """Build a field for a time; default offset UTC, default time of day midnight."""
 
     def read(given: str, _: Texts) -> str:
         try:
@@ -123,7 +123,7 @@ def tier(name: str) -> Scalar:
 
 
 def limit(name: str) -> Scalar:
-    """Return a field for a limit, in requests, tokens or currency units by its dimension."""
+    """Build a field for a limit, in requests, tokens or currency units by its dimension."""
 
     def read(given: str, siblings: Texts) -> int:
         kind = siblings.get("dimension", "")
@@ -140,7 +140,7 @@ def limit(name: str) -> Scalar:
 
 
 def price(name: str) -> Scalar:
-    """Return a field for a price per million tokens in units of the currency."""
+    """Build a field for a price per million tokens in units of the currency."""
     return Scalar(
         name,
         lambda given, _: parse_price(given.replace("_", "")),

@@ -128,7 +128,7 @@ def messages(
 
 
 def read_file(path: str) -> str:
-    """Return the text of a file, or of standard input for -. Raises: typer.BadParameter."""
+    """Read a file, or standard input for -. Raises: typer.BadParameter."""
     if path == "-":
         return sys.stdin.read()
     try:
@@ -165,7 +165,7 @@ def count(
 
 
 def models_table(models: list[Model]) -> RenderableType:
-    """Return a table of models and prices per million tokens; optional columns only where used."""
+    """Build a table of models and prices per million tokens; optional columns only where used."""
     embeds = any(each.task is ModelTask.EMBED for each in models)
     thinks = any(
         each.price is not None
@@ -340,7 +340,7 @@ def lines(texts: Sequence[str] | None, file: str | None) -> list[str]:
 
 
 def vectors_table(texts: Sequence[str], result: EmbedResult) -> RenderableType:
-    """Return a table of texts, each with the beginning of its vector."""
+    """Build a table of texts, each with the beginning of its vector."""
     made = table("", "text", "tokens", "floats", "vector", right=("", "tokens", "floats"))
     for index, (text, each) in enumerate(zip(texts, result.embeddings, strict=True)):
         shown = " ".join(f"{number:+.4f}" for number in each.vector[:FLOATS_SHOWN])
@@ -361,7 +361,7 @@ def likeness_table(vectors: Sequence[Sequence[float]]) -> RenderableType:
 
 
 def cosine(one: Sequence[float], other: Sequence[float]) -> float:
-    """Return the cosine of the angle between two vectors; 0 if one has length 0."""
+    """Compute the cosine of the angle between two vectors; 0 if one has length 0."""
     lengths = math.hypot(*one) * math.hypot(*other)
     return sum(map(mul, one, other)) / lengths if lengths else 0.0
 
@@ -526,7 +526,7 @@ def write_choices(result: Result) -> None:
 
 
 def cost_limit(client: Client, model: str, text: str) -> Money:
-    """Return an amount in the currency of the model's price. Exits if it is not a valid amount."""
+    """Parse an amount in the currency of the model's price. Exits if it is not valid."""
     picos = parsed("--max-cost", parse_picos, text)
     name = model.partition("@")[0]
     prices = [each.price for each in client.list_models() if name in (each.name, *each.aliases)]

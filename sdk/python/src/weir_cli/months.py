@@ -158,7 +158,7 @@ def plain(money: Money) -> str:
 def usage_table(
     rows: Sequence[UsageRow], by: Sequence[UsageGrouping], total: UsageRow | None, title: str
 ) -> RenderableType:
-    """Return a table of groups with early endings separate, and the total of all rows."""
+    """Build a table of groups with early endings separate, and the total of all rows."""
     if UsageGrouping.REQUEST in by:
         return request_table(rows, total, title)
     shown = [*rows, *([total] if total else [])]
@@ -390,7 +390,7 @@ def forecast(
 
 
 def parse_groups(by: str) -> list[UsageGrouping]:
-    """Return the groupings of `--by`. Raises: typer.BadParameter."""
+    """Parse the groupings of `--by`. Raises: typer.BadParameter."""
     names = [name.strip() for name in by.split(",") if name.strip()]
     if wrong := [name for name in names if name not in KEYS]:
         raise typer.BadParameter(f"{wrong[0]!r} is not one of {', '.join(KEYS)}", param_hint="--by")
@@ -724,7 +724,7 @@ def months_table(months: list[Month]) -> RenderableType:
 
 
 def invoice_table(invoice: Invoice) -> RenderableType:
-    """Return a table of the invoice's lines and its credit notes."""
+    """Build a table of the invoice's lines and its credit notes."""
     from rich.console import Group
 
     from weir_cli.tables import BillLine, bill_table

@@ -163,7 +163,7 @@ def about(rule: Mapping[str, Any]) -> str:
 
 
 def read_proposal(file: Path) -> dict[str, Any]:
-    """Return the plans and prices of a file. Exits with all errors, by line."""
+    """Read the plans and prices of a file. Exits with all errors, by line."""
     from weir_cli.document import PROPOSAL, read_document
 
     document = read_document(content_of(file), prune=False, section=PROPOSAL)
@@ -541,7 +541,7 @@ def simulate(
 
 
 def simulated_table(customers: list[SimulatedCustomer]) -> RenderableType:
-    """Return a table of actual and simulated amounts by customer."""
+    """Build a table of actual and simulated amounts by customer."""
     numbers = ("tokens", "paid", "would pay", "difference", "%")
     made = table("organization", *numbers, "plan", right=numbers)
     for each in customers:

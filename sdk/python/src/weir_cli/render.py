@@ -36,7 +36,7 @@ JsonOption = Annotated[
 
 
 def jsonable(value: Any) -> Any:
-    """Return a value of the client as plain JSON types.
+    """Convert a value of the client to plain JSON types.
 
     Money becomes `{"currency_code", "amount", "picos"}` with the exact amount as text; times are
     ISO 8601 in UTC with `Z`; bytes are hexadecimal; a receipt is as `weir receipt verify` reads it.
@@ -88,7 +88,7 @@ def csv_of(
     header: bool = True,
     line_end: str = "\n",
 ) -> str:
-    """Return CSV with a function for each column."""
+    """Write CSV with a function for each column."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator=line_end)
     writer.writerows([columns] if header else [])
@@ -143,7 +143,7 @@ def note(text: str) -> None:
 
 
 def make_console(*, stderr: bool = False) -> Console:
-    """Return a console as wide as the terminal, or wide enough for ids in a pipe."""
+    """Build a console as wide as the terminal, or wide enough for ids in a pipe."""
     from rich.console import Console
 
     stream = sys.stderr if stderr else sys.stdout
@@ -152,7 +152,7 @@ def make_console(*, stderr: bool = False) -> Console:
 
 
 def to_text(renderable: RenderableType, width: int = 100) -> str:
-    """Return a renderable as plain text, without trailing spaces."""
+    """Render as plain text, without trailing spaces."""
     from rich.console import Console
 
     console = Console(
@@ -170,7 +170,7 @@ def table(
     title: str | None = None,
     rows: Iterable[Sequence[Cell]] = (),
 ) -> Sheet:
-    """Return a table in the common style. right: columns of numbers."""
+    """Build a table in the common style. right: columns of numbers."""
     from weir_cli.tables import Sheet
 
     made = Sheet(*columns, right=right, title=title)
@@ -186,7 +186,7 @@ def table_of(
     right: Iterable[str] = (),
     title: str | None = None,
 ) -> Sheet:
-    """Return a table with a function for each column."""
+    """Build a table with a function for each column."""
     return table(
         *columns,
         right=right,

@@ -162,7 +162,7 @@ def print_view(view: LiveView, *, wide: bool, as_json: bool) -> None:
 
 
 def stuck_parts(view: LiveView) -> list[RenderableType]:
-    """Return a table of overdue holds, and the remedy."""
+    """Build a table of overdue holds, and the remedy."""
     if not view.request_count:
         return ["no stuck holds"]
     remedy = (
@@ -188,7 +188,7 @@ def killed_text(request_id: str, killed: KilledRequest) -> str:
 
 
 def live_tables(view: LiveView, *, wide: bool) -> RenderableType:
-    """Return tables of requests and of organizations' totals, with notes on missing data."""
+    """Build tables of requests and of organizations' totals, with notes on missing data."""
     from rich.console import Group
     from rich.text import Text
 

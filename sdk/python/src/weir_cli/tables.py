@@ -187,7 +187,7 @@ def whole_width(console: Console, part: RenderableType) -> int:
 def waterfall(
     timings: Timings, *, cells: int = BAR_CELLS, usage: Usage | None = None
 ) -> RenderableType:
-    """Return the stages of a request as bars on one time axis, each from the end of the previous
+    """Draw the stages of a request as bars on one time axis, each from the end of the previous
     one; the client's stall, which may overlap decode, ends where the settlement begins.
 
     usage: adds details to prefill and decode.
@@ -293,7 +293,7 @@ def month_report(report: MonthReport) -> RenderableType:
 
 
 def draft_table(report: MonthReport) -> RenderableType:
-    """Return the invoice of an open month as it would be now."""
+    """Build the invoice of an open month as it would be now."""
     lines = [
         BillLine(
             f"{each.model}, {each.token_kind.value.replace('-', ' ')} tokens, v{each.price_version}"
@@ -493,7 +493,7 @@ def short_count(count: int) -> str:
 
 
 def daily_plot(month: str, by_day: dict[str, int], today: date) -> DailyPlot:
-    """Return a plot of all days of the month; future days are empty, late usage is left out."""
+    """Plot all days of the month; future days are empty, late usage is left out."""
     begins = date.fromisoformat(f"{month}-01")
     ends = (begins + timedelta(days=31)).replace(day=1)
     days = [begins + timedelta(days=index) for index in range((ends - begins).days)]

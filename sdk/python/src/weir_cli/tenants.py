@@ -472,7 +472,7 @@ def restrictions(key: ApiKey | KeyRestrictions) -> list[tuple[str, str]]:
 
 
 def keys_table(keys: list[ApiKey], now: datetime) -> RenderableType:
-    """Return a table of keys with their scopes and state at `now`."""
+    """Build a table of keys with their scopes and state at `now`."""
     made = table("key", "of", "prefix", "scopes", "models", "state", "created", "last used", "id")
     for each in keys:
         scopes, models = " ".join(each.scopes), " ".join(each.models) or "all"
@@ -720,7 +720,7 @@ def parse_dimension(text: str) -> QuotaDimension:
 def parse_subject(
     organization: str | None, project: str | None, key: str | None
 ) -> tuple[QuotaSubject, str]:
-    """Return the owner of a limit. Raises: typer.BadParameter unless exactly one is given."""
+    """Parse the owner of a limit. Raises: typer.BadParameter unless exactly one is given."""
     if key is not None and organization is None and project is None:
         return QuotaSubject.API_KEY, key
     if project is not None and key is None:

@@ -49,7 +49,7 @@ def parse_time(text: str | None, now: datetime, flag: str) -> datetime | None:
 
 
 def duration_text(seconds: float) -> str:
-    """Return a wait as text, rounded up: `0.3 s`, `12 s`, `4 min`, `3 h`, `9 d`."""
+    """Format a wait, rounded up: `0.3 s`, `12 s`, `4 min`, `3 h`, `9 d`."""
     if seconds < 1:
         return f"{seconds:.1f} s"
     for limit, unit_s, unit in ((120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):
@@ -59,19 +59,19 @@ def duration_text(seconds: float) -> str:
 
 
 def decimal_text(value: Decimal, places: int = 2) -> str:
-    """Return an exact number with thousands separators and at least `places` decimals."""
+    """Format an exact number with thousands separators and at least `places` decimals."""
     whole, _, fraction = f"{value:,f}".partition(".")
     fraction = fraction.rstrip("0").ljust(places, "0")
     return f"{whole}.{fraction}" if fraction else whole
 
 
 def time_text(time: datetime | None, absent: str = "—") -> str:
-    """Return a time in UTC to the second."""
+    """Format a time in UTC, to the second."""
     return f"{time.astimezone(UTC):%Y-%m-%d %H:%M:%S}Z" if time else absent
 
 
 def per_million(picos_per_token: int) -> Decimal:
-    """Return the exact price per million tokens in units of the currency."""
+    """Convert a price per token in picos to the exact price per million, in currency units."""
     return Money("", picos_per_token * TOKENS_PER_PRICE).amount
 
 
@@ -80,18 +80,18 @@ def money_text(money: Money) -> str:
 
 
 def amount_text(money: Money) -> str:
-    """Return an exact amount with at least the decimals of its currency."""
+    """Format an exact amount with at least the decimals of its currency."""
     return decimal_text(money.amount, minor_digits(money.currency_code))
 
 
 def price_text(price: Price | None, kind: str) -> str:
-    """Return a price per million tokens of a kind, with its currency; a dash if there is none."""
+    """Format the price of a million tokens of a kind, with its currency; a dash for none."""
     picos_per_token = getattr(price, f"{kind.replace(' ', '_')}_picos_per_token", 0)
     return f"{decimal_text(per_million(picos_per_token))} {price.currency_code}" if price else "—"
 
 
 def dimension_amount(dimension: QuotaDimension | None, value: int) -> str:
-    """Return a quota value in the unit of its dimension; money in units of the currency."""
+    """Format a quota value in the unit of its dimension; money in units of the currency."""
     if dimension in MONEY:
         return decimal_text(Money("", value).amount)
     return f"{value:,}"
@@ -178,7 +178,7 @@ def percents_text(values: Iterable[int]) -> str:
 
 
 def thresholds_text(dimension: QuotaDimension, values: Iterable[int]) -> str:
-    """Return alert thresholds as text: percent of a limit, or remaining money."""
+    """Format alert thresholds: percent of a limit, or remaining money."""
     if dimension is not QuotaDimension.PREPAID_CREDIT:
         return percents_text(values)
     text = ", ".join(dimension_amount(dimension, value) for value in values)
@@ -186,7 +186,7 @@ def thresholds_text(dimension: QuotaDimension, values: Iterable[int]) -> str:
 
 
 def checked_month(month: str) -> str:
-    """Return a month. Raises: typer.BadParameter if malformed."""
+    """Validate a month and return it unchanged. Raises: typer.BadParameter if malformed."""
     if not re.fullmatch(r"\d{4}-(0[1-9]|1[0-2])", month):
         raise typer.BadParameter(
             f"{month!r} is not a month: write it as YYYY-MM", param_hint="MONTH"
@@ -195,7 +195,7 @@ def checked_month(month: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Return text without control characters except line breaks and tabs.
+    """Remove control characters except line breaks and tabs.
 
     Text of models and names must not control the terminal.
     """
@@ -231,14 +231,14 @@ def usage_line(
 
 
 def tokens_per_second(usage: Usage, timings: Timings | None) -> float | None:
-    """Return the decode speed: tokens after the first by their time. None if unknown."""
+    """Compute the decode speed: tokens after the first, by their time. None if unknown."""
     if timings is None or timings.decode_ms <= 0 or usage.generated_token_count < 2:
         return None
     return (usage.generated_token_count - 1) / timings.decode_ms * 1000
 
 
 def result_line(result: Result) -> str:
-    """Return the usage of a finished request in one line."""
+    """Format the usage of a finished request in one line."""
     return usage_line(result.usage, result.cost, result.timings, result.request_id)
 
 

@@ -162,7 +162,7 @@ class AsyncClient(LazyClient):
         return {**options, "timeout": limit_s}
 
     def _terms(self, frame: pb.ClientFrame, options: GenerateOptions) -> Terms:
-        """Return the terms of a request. Writes the keep time into the frame."""
+        """Build the terms of a request, and set the keep time in its frame."""
         retry, timeout_s, max_retries = (
             self._settings.retry,
             options.get("timeout"),

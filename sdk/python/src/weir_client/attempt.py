@@ -333,7 +333,7 @@ class Attempt:
     def incomplete(
         self, message: str, cause: errors.WeirError | None = None
     ) -> errors.IncompleteGeneration:
-        """Return the error of a request that ended without a final frame."""
+        """Build the error for a request that ended without a final frame."""
         error = errors.IncompleteGeneration(
             message,
             code=cause.code if cause else None,

@@ -99,7 +99,7 @@ class BlockingUnaryClient(BlockingClient[UnaryClient]):
 def blocking(
     call: Callable[Concatenate[_AsyncClient, _Arguments], Coroutine[Any, Any, _Result]],
 ) -> Callable[Concatenate[Any, _Arguments], _Result]:
-    """Return the blocking twin of an asyncio method, with the same signature and errors."""
+    """Make the blocking twin of an asyncio method, with the same signature and errors."""
 
     @functools.wraps(call)
     def wait(self: Any, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
@@ -112,7 +112,7 @@ def blocking(
 def blocking_items(
     pages: Callable[Concatenate[_AsyncClient, _Arguments], AsyncIterator[Sequence[_Result]]],
 ) -> Callable[Concatenate[Any, _Arguments], Iterator[_Result]]:
-    """Return the blocking twin of an asyncio method that yields pages; it yields their items."""
+    """Make the blocking twin of an asyncio method that yields pages; it yields their items."""
 
     @functools.wraps(pages)
     def items(

@@ -228,7 +228,7 @@ class Connection:
         *,
         timeout: float,
     ) -> list[_Response]:
-        """Return all responses of a read-only streaming call; retried from the start like `call`.
+        """Collect all responses of a read-only streaming call; retried from the start like `call`.
 
         Raises: WeirError.
         """

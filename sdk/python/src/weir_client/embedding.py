@@ -96,7 +96,7 @@ def _input(index: int, given: EmbedInput) -> pb.EmbedInput:
 
 
 def embed_result(request: pb.EmbedRequest, message: pb.EmbedResponse) -> EmbedResult:
-    """Return the result of a request from its response."""
+    """Convert a response to the result of its request."""
     return EmbedResult(
         request_id=request.request_id,
         model=request.model,

@@ -99,7 +99,7 @@ def verify_receipts(
 
 
 def merkle_root(hashes: Sequence[bytes]) -> bytes:
-    """Return the Merkle root of hashes in this order; the hash of nothing if there are none."""
+    """Compute the Merkle root of hashes in this order; the hash of nothing if there are none."""
     level = list(hashes)
     while len(level) > 1:
         pairs = [node(left, right) for left, right in zip(level[::2], level[1::2], strict=False)]
@@ -253,7 +253,7 @@ def foreign_problems(
 
 
 def totals_of(receipts: Iterable[Receipt]) -> Counter[tuple[str, ...]]:
-    """Return the sums of tokens and picos of receipts, keyed like the lines of a report."""
+    """Sum tokens and picos of receipts, by the keys of a report's lines."""
     totals: Counter[tuple[str, ...]] = Counter()
     for receipt in receipts:
         priced = (receipt.model, str(receipt.price_version))

@@ -330,7 +330,7 @@ def receipt_problems(receipt: Receipt, keys: PublicKeys) -> Iterable[ReceiptProb
 
 
 def content_hash(receipt: Receipt) -> bytes | None:
-    """Return the SHA-256 of a receipt's content; None if it cannot be encoded."""
+    """Hash a receipt's content with SHA-256; None if it cannot be encoded."""
     try:
         return hashlib.sha256(receipt.encoded()).digest()
     except (ValueError, OverflowError):
@@ -346,7 +346,7 @@ def root_of(receipt: Receipt) -> bytes:
 
 
 def node(left: bytes, right: bytes) -> bytes:
-    """Return the hash of a tree node from its children."""
+    """Hash two children to their parent in the tree."""
     return hashlib.sha256(b"\1" + left + right).digest()
 
 

@@ -179,7 +179,7 @@ class Resumption:
         )
 
     def _ended(self, error: errors.WeirError) -> errors.WeirError:
-        """Return the final error of the request, with the received output and the bill."""
+        """Build the final error of the request, with the received output and the bill."""
         attempt = self._attempt
         if not attempt.begun:
             return error

@@ -56,7 +56,7 @@ def asked_differently(
 
 
 def _allowed_s(refusal: errors.WeirError, refused_s: float) -> float | None:
-    """Return the operator's limit of the keep time from a refusal; None: not allowed or unknown."""
+    """Read the operator's limit of the keep time in a refusal; None: not allowed or unknown."""
     try:
         allowed_s = float(refusal.metadata.get("keep_on_disconnect_max_s", 0))
     except ValueError:

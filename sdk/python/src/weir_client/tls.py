@@ -42,7 +42,7 @@ class Tls:
     client_key: bytes | None = field(default=None, repr=False)
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """Return the credentials of a channel."""
+        """Build the credentials of a channel."""
         return grpc.ssl_channel_credentials(
             self.root_certificates, self.client_key, self.client_certificate
         )
@@ -97,7 +97,7 @@ def resolve_tls(options: TlsOptions, *, scheme: bool | None, local: bool) -> Tls
 
 
 def _read(name: str, given: Pem | None, variable: str) -> bytes | None:
-    """Return PEM bytes. Raises: InvalidRequest naming the source of the path."""
+    """Read PEM bytes from a file. Raises: InvalidRequest naming the source of the path."""
     if isinstance(given, bytes):
         return given or None
     where, path = (name, given) if given else (variable, os.environ.get(variable))

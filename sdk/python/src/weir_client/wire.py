@@ -43,7 +43,7 @@ def read(kind: Callable[..., _Value], message: Any, **known: Any) -> _Value:
 
 @cache
 def _takes(kind: Any, descriptor: Descriptor) -> tuple[tuple[str, Take], ...]:
-    """Return the converter of each field of a dataclass."""
+    """Build the converter of each field of a dataclass."""
     hints = get_type_hints(kind)
     found = []
     for each in fields(kind):
@@ -59,7 +59,7 @@ def _takes(kind: Any, descriptor: Descriptor) -> tuple[tuple[str, Take], ...]:
 
 
 def _take(proto: FieldDescriptor, target: Field[Any], hint: Any) -> Take:
-    """Return the converter of one field. proto: the field of the message."""
+    """Build the converter of one field. proto: the field of the message."""
     name, get = proto.name, attrgetter(proto.name)
     if isinstance(hint, types.UnionType):
         [inner] = [each for each in get_args(hint) if each is not type(None)]
@@ -95,7 +95,7 @@ def _same(value: Any) -> Any:
 
 
 def _member(descriptor: EnumDescriptor, target: Field[Any], hint: Any) -> Take:
-    """Return the converter of enumeration numbers to members, or to lower-case names.
+    """Build the converter from enumeration numbers to members, or to lower-case names.
 
     Numbers newer than this client become UNSPECIFIED, or an empty string.
     """
@@ -128,7 +128,7 @@ def _words(descriptor: EnumDescriptor) -> dict[int, str]:
 
 
 def numbers(kind: type[_Enum], descriptor: EnumDescriptor) -> dict[_Enum, Any]:
-    """Return the number of each member, for requests."""
+    """Map each member to its number, for requests."""
     return {
         kind[word]: number
         for number, word in _words(descriptor).items()
@@ -141,22 +141,22 @@ DIMENSION_NUMBERS = numbers(values.QuotaDimension, types_pb2.QuotaDimension.DESC
 
 
 def time_of(stamp: Timestamp) -> datetime:
-    """Return an aware datetime in UTC, to the microsecond."""
+    """Convert a timestamp to an aware datetime in UTC, to the microsecond."""
     return stamp.ToDatetime(tzinfo=UTC)
 
 
 def micros_of(stamp: Timestamp) -> int:
-    """Return microseconds since 1970."""
+    """Convert a timestamp to microseconds since 1970."""
     return stamp.seconds * 1_000_000 + stamp.nanos // 1000
 
 
 def seconds_of(duration: Duration) -> float:
-    """Return a duration in seconds."""
+    """Convert a duration to seconds."""
     return duration.seconds + duration.nanos / 1e9
 
 
 def money_message(value: Money) -> types_pb2.Money:
-    """Return the message of an amount, whose two parts have its sign."""
+    """Convert an amount to its message, whose two parts have its sign."""
     units, picos = divmod(abs(value.picos), PICOS_PER_UNIT)
     sign = -1 if value.picos < 0 else 1
     return types_pb2.Money(
@@ -165,12 +165,12 @@ def money_message(value: Money) -> types_pb2.Money:
 
 
 def money(message: types_pb2.Money) -> Money:
-    """Return an exact amount."""
+    """Convert a message to an exact amount."""
     return Money(message.currency_code, message.units * PICOS_PER_UNIT + message.picos)
 
 
 def receipt(message: receipts_pb2.Receipt) -> Receipt:
-    """Return a receipt without checking it."""
+    """Convert a message to a receipt, without checking it."""
     times = {
         "admitted_at_us": micros_of(message.admit_time),
         "settled_at_us": micros_of(message.settle_time),
@@ -186,7 +186,7 @@ def stopped_by(end: pb.FinishedFrame | pb.ChoiceEnd) -> str | int | None:
 
 
 def finish_reason(number: types_pb2.FinishReason.ValueType) -> values.FinishReason:
-    """Return the reason of a request's end; UNSPECIFIED if newer than this client."""
+    """Convert a finish reason; UNSPECIFIED if this version of the client does not know it."""
     return _finish_reasons().get(number, values.FinishReason.UNSPECIFIED)
 
 
@@ -197,5 +197,5 @@ def _finish_reasons() -> dict[int, values.FinishReason]:
 
 
 def logprobs(frame: pb.DeltaFrame) -> tuple[values.TokenLogprobs, ...]:
-    """Return the log-probabilities of a frame, one per token or none."""
+    """Read the log-probabilities of a frame: one per token, or none."""
     return tuple(read(values.TokenLogprobs, each) for each in frame.logprobs)
