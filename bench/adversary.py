@@ -29,7 +29,6 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -46,11 +45,10 @@ from bench.adversary_load import ATTACKER_NICE
 from bench.harness import (
     MODEL,
     children_of,
-    claim_cores,
     cpu_s,
     create_keys,
-    database,
     is_serving,
+    new_site,
     on_core,
     options_of,
     pin,
@@ -58,7 +56,6 @@ from bench.harness import (
 )
 from bench.streams import scale
 from metering.store.db import psycopg_conninfo
-from metering.store.migrations_runner import migrate
 from metering.tenants.tenants import hash_of
 
 STREAMS, PROBES = 8, 2
@@ -495,30 +492,26 @@ def hostile_fleet(core: int, home: Path) -> Iterator[Path]:
 @contextlib.contextmanager
 def prepared(options: argparse.Namespace) -> Iterator[tuple[Service, Target, dict[str, str], str]]:
     """Yield a database with keys, and a service that is not started."""
-    core, other_core = claim_cores()
     with contextlib.ExitStack() as stack:
-        url = stack.enter_context(database(None, options.directory))
-        migrate(url)
-        keys = prepare_keys(url)
-        home = stack.enter_context(
-            tempfile.TemporaryDirectory(prefix="weir-bench-", dir=options.directory)
-        )
+        site = stack.enter_context(new_site(options.directory))
+        keys = prepare_keys(site.database_url)
+        home = stack.enter_context(site.home())
         port, http_port, metrics_port = free_ports(3)
         settings = Settings(
-            database_url=url,
-            home=Path(home),
+            database_url=site.database_url,
+            home=home,
             listen_address=f"127.0.0.1:{port}",
             openai_listen=f"127.0.0.1:{http_port}",
             metrics_listen=f"127.0.0.1:{metrics_port}",
-            fleet_file=str(stack.enter_context(hostile_fleet(other_core, Path(home)))),
+            fleet_file=str(stack.enter_context(hostile_fleet(site.other_core, home))),
             remote_inter_token_s=3.0,
             simulated_time_scale=scale(),
         )
         yield (
-            Service(settings, core, other_core),
+            Service(settings, site.core, site.other_core),
             Target(settings.listen_address, http_port, metrics_port, "", MODEL),
             keys,
-            url,
+            site.database_url,
         )
 
 

@@ -47,11 +47,11 @@ from api.core.endpoint import forget_endpoint
 from api.core.settings import Settings, bundled_models
 from bench.harness import (
     Server,
+    Site,
     api_process,
-    claim_cores,
     cpu_s,
     create_keys,
-    database,
+    new_site,
     on_core,
     options_of,
     wait_for,
@@ -62,7 +62,6 @@ from inference.text.tokenizer import Tokenizer
 from infra.clients import ClientFailed
 from infra.peers import PEERS, install
 from metering.store.db import psycopg_conninfo
-from metering.store.migrations_runner import migrate
 from metering.tenants.tenants import prefix_of
 
 OUTPUT_TOKENS = 16
@@ -117,14 +116,6 @@ class Rate:
         return 1e6 / self.serving_us
 
 
-@dataclass(frozen=True, slots=True)
-class Cores:
-    """Cores of the gateway, and of everything else."""
-
-    own: int
-    other: int
-
-
 def free_port() -> int:
     """Return a port that is free now."""
     with socket.socket() as probe:
@@ -134,11 +125,11 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def started(
-    cores: Cores, command: Sequence[str], port: int, log: Path, **options: Any
+    site: Site, command: Sequence[str], port: int, log: Path, **options: Any
 ) -> Iterator[list[int]]:
     """Run a server on the gateway's core until it accepts connections; yield its process ids."""
     with log.open("wb") as out:
-        process = on_core(cores.own, command, stdout=out, stderr=out, **options)
+        process = on_core(site.core, command, stdout=out, stderr=out, **options)
 
     def accepts() -> bool | None:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
@@ -169,7 +160,7 @@ def upstream(step_s: float) -> Iterator[int]:
 
 @contextlib.contextmanager
 def weir(
-    cores: Cores, settings: Mapping[str, Any], key: str, name: str = "Weir", process_count: int = 1
+    site: Site, settings: Mapping[str, Any], key: str, name: str = "Weir", process_count: int = 1
 ) -> Iterator[Running]:
     """Run api processes; `settings` have the database and the engine."""
     with contextlib.ExitStack() as stack:
@@ -179,7 +170,7 @@ def weir(
             home.mkdir(exist_ok=True)
             forget_endpoint(home)  # a killed process leaves its address
             each = Settings(**{**settings, "home": home})
-            servers.append(stack.enter_context(api_process(each, cores.own, cores.other)))
+            servers.append(stack.enter_context(api_process(each, site.core, site.other_core)))
         parts = [server.processes for server in servers]
         yield Running(
             name,
@@ -204,7 +195,7 @@ def weir_settings(url: str, home: Path, engine: Mapping[str, Any]) -> dict[str, 
 
 @contextlib.contextmanager
 def litellm(
-    cores: Cores, python: Path, upstream_port: int, *, more: str = "", process_count: int = 1
+    site: Site, python: Path, upstream_port: int, *, more: str = "", process_count: int = 1
 ) -> Iterator[Running]:
     """Run LiteLLM's proxy as its page on production advises. more: lines of its configuration."""
     with contextlib.ExitStack() as stack:
@@ -235,13 +226,13 @@ litellm_settings: {{num_retries: 0, telemetry: false{more}
             command += ["--host", "127.0.0.1", "--port", str(port)]
             log = folder / f"{port}.log"
             pids += stack.enter_context(
-                started(cores, command, port, log, cwd=folder, env=environment)
+                started(site, command, port, log, cwd=folder, env=environment)
             )
         yield Running("LiteLLM", ports, MASTER_KEY, lambda: pids)
 
 
 @contextlib.contextmanager
-def smg(cores: Cores, python: Path, upstream_port: int) -> Iterator[Running]:
+def smg(site: Site, python: Path, upstream_port: int) -> Iterator[Running]:
     """Run SMG in front of the upstream, until it has registered it."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="weir-bench-")))
@@ -251,7 +242,7 @@ def smg(cores: Cores, python: Path, upstream_port: int) -> Iterator[Running]:
         command += ["--policy=round_robin", "--log-level=warn", f"--api-key={MASTER_KEY}"]
         command += ["--worker-urls", f"http://127.0.0.1:{upstream_port}"]
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        pids = stack.enter_context(started(cores, command, port, log, cwd=folder, env=environment))
+        pids = stack.enter_context(started(site, command, port, log, cwd=folder, env=environment))
         headers = {"authorization": f"Bearer {MASTER_KEY}"}
         workers = urllib.request.Request(f"http://127.0.0.1:{port}/workers", headers=headers)
         deadline = time.monotonic() + START_MAX_S
@@ -343,12 +334,12 @@ def delivered_until_kill(gateway: Running, connection_count: int) -> list[str]:
     return list(seen_by(process)["delivered"])
 
 
-def weir_lost(cores: Cores, settings: Mapping[str, Any], key: str) -> tuple[int, int]:
+def weir_lost(site: Site, settings: Mapping[str, Any], key: str) -> tuple[int, int]:
     """Kill Weir under load; count the complete responses, and those without a usage event."""
-    with weir(cores, settings, key) as gateway:
+    with weir(site, settings, key) as gateway:
         delivered = delivered_until_kill(gateway, 16)
     with (
-        weir(cores, settings, key),  # a new process reads the journal
+        weir(site, settings, key),  # a new process reads the journal
         psycopg.connect(psycopg_conninfo(settings["database_url"])) as connection,
     ):
         deadline, known = time.monotonic() + START_MAX_S, -1
@@ -365,9 +356,9 @@ def weir_lost(cores: Cores, settings: Mapping[str, Any], key: str) -> tuple[int,
     return len(delivered), len(delivered) - known
 
 
-def litellm_lost(cores: Cores, python: Path, upstream_port: int) -> tuple[int, int]:
+def litellm_lost(site: Site, python: Path, upstream_port: int) -> tuple[int, int]:
     """Kill LiteLLM under load; count the complete responses, and those without a record."""
-    with litellm(cores, python, upstream_port, more=', callbacks: ["generic_api"]}') as gateway:
+    with litellm(site, python, upstream_port, more=', callbacks: ["generic_api"]}') as gateway:
         delivered = delivered_until_kill(gateway, 16)
     time.sleep(SINK_WAIT_S)
     with urllib.request.urlopen(f"http://127.0.0.1:{upstream_port}/records") as answer:
@@ -436,9 +427,9 @@ def measure_speed(
     return measured
 
 
-def measure(options: argparse.Namespace, url: str, cores: Cores) -> Figures:
+def measure(options: argparse.Namespace, site: Site) -> Figures:
     """Measure every gateway, print the tables, and return the figures."""
-    migrate(url)
+    url = site.database_url
     [key] = create_keys(url, 1)
     figures: Figures = {}
     print(f"{'':<18}{'whole/s':>9} {'per core':>9} {'all CPU':>9}", end="")
@@ -446,9 +437,7 @@ def measure(options: argparse.Namespace, url: str, cores: Cores) -> Figures:
     step_s = options.step_ms / 1000
     with contextlib.ExitStack() as stack:
         port = stack.enter_context(upstream(step_s))
-        home = stack.enter_context(
-            tempfile.TemporaryDirectory(prefix="weir-bench-", dir=options.directory)
-        )
+        home = stack.enter_context(site.home())
         engine = {
             "engine_backend": "remote",
             "remote_targets": {MODEL: f"openai+http://127.0.0.1:{port}/{MODEL}"},
@@ -463,30 +452,29 @@ def measure(options: argparse.Namespace, url: str, cores: Cores) -> Figures:
             each["home"].mkdir()
         direct_ms = ttft_ms(Running("upstream", [port], "none", list), options.seconds)
 
-        with weir(cores, remote, key) as gateway:
+        with weir(site, remote, key) as gateway:
             prompt_tokens = prompt_token_count(gateway)
             figures["Weir"] = measure_speed(gateway, options, direct_ms)
-        with weir(cores, simulated, key, "Weir, simulated") as gateway:
+        with weir(site, simulated, key, "Weir, simulated") as gateway:
             figures[gateway.name] = measure_speed(gateway, options, direct_ms)
         if options.litellm:
-            with litellm(cores, options.litellm, port, more="}") as gateway:
+            with litellm(site, options.litellm, port, more="}") as gateway:
                 figures["LiteLLM"] = measure_speed(gateway, options, direct_ms)
         if python := smg_python() if options.smg else None:
-            with smg(cores, python, port) as gateway:
+            with smg(site, python, port) as gateway:
                 figures["SMG"] = measure_speed(gateway, options, direct_ms)
         for peer in ("LiteLLM", "SMG"):
             for name in ("whole", "streamed") if peer in figures else ():
                 ratio = figures["Weir"][name]["per_core"] / figures[peer][name]["per_core"]
                 print(f"{name}: requests per second of a core, Weir / {peer}: {ratio:.2f}")
-        measure_bursts(options, url, cores, remote, port, prompt_tokens, figures)
-        measure_kills(options, cores, remote, key, port, figures)
+        measure_bursts(options, site, remote, port, prompt_tokens, figures)
+        measure_kills(options, site, remote, key, port, figures)
     return figures
 
 
 def measure_bursts(
     options: argparse.Namespace,
-    url: str,
-    cores: Cores,
+    site: Site,
     settings: Mapping[str, Any],
     port: int,
     prompt_tokens: int,
@@ -496,9 +484,9 @@ def measure_bursts(
     print(f"\n{BURST} requests at once, limit for {LIMIT}: served by LiteLLM and by Weir")
     for process_count in (1, 2):
         served: dict[str, dict[str, int]] = {"Weir": {}, "LiteLLM": {}}
-        with weir(cores, settings, "", process_count=process_count) as gateway:
+        with weir(site, settings, "", process_count=process_count) as gateway:
             for kind, dimension in LIMITS.items():
-                secret = limit_key(url, dimension, prompt_tokens)
+                secret = limit_key(site.database_url, dimension, prompt_tokens)
                 served["Weir"][kind] = burst(replace(gateway, key=secret))
         with redis() if process_count > 1 else contextlib.nullcontext() as redis_port:
             if options.litellm and (process_count == 1 or redis_port):
@@ -507,7 +495,7 @@ def measure_bursts(
                     cache = f"{{type: redis, host: 127.0.0.1, port: {redis_port}}}"
                     more = f", cache: true, cache_params: {cache}{more}"
                 with litellm(
-                    cores, options.litellm, port, more=more, process_count=process_count
+                    site, options.litellm, port, more=more, process_count=process_count
                 ) as gateway:
                     for kind in LIMITS:
                         served["LiteLLM"][kind] = burst(replace(gateway, key=f"sk-{kind}"))
@@ -521,7 +509,7 @@ def measure_bursts(
 
 def measure_kills(
     options: argparse.Namespace,
-    cores: Cores,
+    site: Site,
     settings: Mapping[str, Any],
     key: str,
     port: int,
@@ -529,8 +517,8 @@ def measure_kills(
 ) -> None:
     """Kill each gateway under load some times."""
     kills: dict[str, Callable[[], tuple[int, int]]] = {
-        "LiteLLM": lambda: litellm_lost(cores, options.litellm, port),
-        "Weir": lambda: weir_lost(cores, settings, key),
+        "LiteLLM": lambda: litellm_lost(site, options.litellm, port),
+        "Weir": lambda: weir_lost(site, settings, key),
     }
     for name, lose in kills.items():
         if name in figures:
@@ -557,9 +545,8 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, help="file for the figures")
     options = parser.parse_args()
-    cores = Cores(*claim_cores())
-    with database(None, options.directory) as url:
-        figures = measure(options, url, cores)
+    with new_site(options.directory) as site:
+        figures = measure(options, site)
     if options.json:
         options.json.write_text(json.dumps(figures, indent=2) + "\n")
 
