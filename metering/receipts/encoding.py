@@ -42,7 +42,7 @@ MICROSECOND = timedelta(microseconds=1)
 def timed(timings: Mapping[str, float] | None) -> tuple[int, ...]:
     """Return the timings of a usage event as a receipt has them; empty if it has none.
 
-    Rounded as PostgreSQL does it with the same numbers (`fsck.py`).
+    Rounded as PostgreSQL does it with the same numbers (`receipt_checks.py`).
     """
     if timings is None:
         return ()

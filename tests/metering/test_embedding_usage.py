@@ -32,7 +32,7 @@ from metering.ledger.rating import rate_all_pending
 from metering.plans.plans import Allowance, PlanRules, Selector
 from metering.plans.simulation import simulate
 from metering.pricing.prices import set_price
-from metering.proof.fsck import Moment
+from metering.proof.check import Moment
 from metering.quotas.quotas import QuotaExceeded
 from metering.receipts.signing import Signer
 from metering.reports.focus import focus_csv
