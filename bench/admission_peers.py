@@ -24,7 +24,7 @@ import psycopg
 from metering.quotas.quota_rules import Payer
 from metering.store import embedded_postgres
 from metering.store.db import psycopg_conninfo
-from metering.store.exchange import Connection
+from metering.store.pipeline import Connection
 
 MODEL = "bench"
 INPUT_TOKENS, OUTPUT_TOKENS = 100, 20

@@ -22,8 +22,8 @@ from sqlalchemy import text
 from common.incidents import Retries
 from metering.core.errors import DatabaseUnavailable, HoldEnded, InvariantViolated, MeteringError
 from metering.core.models import QuotaDimension, QuotaSubject
-from metering.holds.batch import BATCH_SIZE_MAX, EXPIRY_S, HoldConnection
-from metering.holds.known import OwnHolds
+from metering.holds.hold_cache import OwnHolds
+from metering.holds.hold_connection import BATCH_SIZE_MAX, EXPIRY_S, HoldConnection
 from metering.holds.lease_clock import LeaseClock
 from metering.holds.operations import (
     Admit,

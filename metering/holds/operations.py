@@ -1,4 +1,4 @@
-"""Operations on holds and their answers. One batch (`batch.py`) carries any mix of them.
+"""Operations on holds and their answers. One batch (`hold_connection.py`) carries any mix of them.
 
 Operations are not changed once they are submitted.
 """

@@ -29,13 +29,13 @@ from metering.holds.write import counter_writes
 from metering.quotas import quotas
 from metering.quotas.quota_rules import CounterKey, Kind, Payer
 from metering.quotas.quotas import Counters
-from metering.store.exchange import (
+from metering.store.pipeline import (
     Connection,
     Value,
     array,
     bytes_array,
-    exchange,
     id_array,
+    run_pipeline,
     text_array,
 )
 
@@ -310,7 +310,7 @@ async def execute_binds(
     keys = {key for hold in reads.holds.values() for key in bound_keys(reads, hold)}
     counters = await lock_counters(connection, reads.now, keys)
     requests = id_array(b.payer.project_id for b in binds), id_array(b.request_id for b in binds)
-    [used] = await exchange(connection, [(SELECT_USED_REQUESTS, requests)])
+    [used] = await run_pipeline(connection, [(SELECT_USED_REQUESTS, requests)])
     taken = {(project_id, request_id) for project_id, request_id in used}
     answers: list[HoldAnswer | Exception] = []
     new: list[Bind] = []
@@ -329,19 +329,19 @@ async def execute_binds(
             new.append(bind)
             answers.append(Ended(done=True))
     if new:
-        await exchange(connection, [(BIND_HOLDS, bind_columns(new))])
-    await exchange(connection, [*counter_writes(counters), ("COMMIT", ())])
+        await run_pipeline(connection, [(BIND_HOLDS, bind_columns(new))])
+    await run_pipeline(connection, [*counter_writes(counters), ("COMMIT", ())])
     return answers
 
 
 def bound_keys(reads: BatchReads, hold: Hold) -> set[CounterKey]:
     """Return the keys of the counters that include the hold's charge."""
-    return quotas.touched_keys(hold.rules, hold.claim(), reads.now, extends=False)
+    return quotas.touched_keys(hold.rules, hold.charge(), reads.now, extends=False)
 
 
 def shrink(counters: Counters, hold: Hold, bind: Bind) -> None:
     """Reduce the hold's charge to that of the request."""
-    rules, before = hold.rules, hold.claim()
+    rules, before = hold.rules, hold.charge()
     if hold.state == HoldState.EXPIRED:
         charged, granted = (
             (sent, leased, before.dearest_reasoning(leased))
@@ -352,7 +352,7 @@ def shrink(counters: Counters, hold: Hold, bind: Bind) -> None:
         )
         # Lifetime quotas keep only the billed tokens of an expired hold; an unbound hold has none.
         windowed = [rule for rule in rules if not rule.is_lifetime]
-        quotas.give_back(counters, windowed, before, charged, (0, 0, 0), granted)
+        quotas.correct_expired(counters, windowed, before, charged, (0, 0, 0), granted)
         return
     after = before._replace(
         input_token_count=bind.input_token_count, leased_token_count=bind.leased_token_count

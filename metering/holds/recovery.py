@@ -17,7 +17,7 @@ import structlog
 from common.incidents import Retries
 from metering.core.errors import DatabaseUnavailable, HoldEnded
 from metering.core.models import Outcome
-from metering.holds.batch import BATCH_SIZE_MAX, HoldConnection
+from metering.holds.hold_connection import BATCH_SIZE_MAX, HoldConnection
 from metering.holds.journal import AbandonedJournal, Bind, Delivered, abandoned_journals
 from metering.holds.operations import (
     Ended,

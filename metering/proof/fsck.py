@@ -22,12 +22,7 @@ from metering.proof.ledger_checks import LEDGER_CHECKS
 from metering.proof.receipt_checks import RECEIPT_CHECKS
 from metering.proof.schema_checks import SCHEMA_CHECKS
 from metering.proof.usage_checks import USAGE_CHECKS
-from metering.store.db import (
-    CONNECT_TIMEOUT_S,
-    SETTLE,
-    connection_options,
-    psycopg_conninfo,
-)
+from metering.store.db import CONNECT_TIMEOUT_S, SETTLE, connection_options, psycopg_conninfo
 
 CHECKS: tuple[Check, ...] = (
     *SCHEMA_CHECKS,

@@ -1,4 +1,4 @@
-"""Quota rules and the amounts that requests are charged: windows, weights and claims. Pure, exact,
+"""Quota rules and the amounts that requests are charged: windows, weights and charges. Pure, exact,
 integers only.
 
 A quota on tokens or money counts a weighted sum of input, cached input, output and reasoning
@@ -134,7 +134,7 @@ class Scale:
     cheapest_output: int = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Compute the values that every claim needs once."""
+        """Compute the values that every charge needs once."""
         if self.reasoning < 0:
             object.__setattr__(self, "reasoning", self.output)
         object.__setattr__(self, "dearest_input", max(self.input, self.cached_input))
@@ -266,7 +266,7 @@ class QuotaRule:
         )
 
 
-class Claim(NamedTuple):
+class Charge(NamedTuple):
     """Charge of one live hold: the columns of its row that quotas are computed from.
 
     cached_input_token_count: fixed by the first posting, which posts the input. leased_token_count:
@@ -288,15 +288,15 @@ class Claim(NamedTuple):
     reasoning_token_count: int = 0
 
     def held(self, rule: QuotaRule) -> int:
-        """Return the amount that the claim holds of a quota."""
+        """Return the amount that the charge holds of a quota."""
         kind = rule.kind
         if kind is Kind.CONCURRENCY:
             return 1
         if kind is Kind.REQUESTS:
             return 0  # a request counts as used on admission
-        return self.charge(rule.scale(self.prices), self.leased_token_count)
+        return self.held_by(rule.scale(self.prices), self.leased_token_count)
 
-    def charge(self, scale: Scale, output_token_count: int) -> int:
+    def held_by(self, scale: Scale, output_token_count: int) -> int:
         """Return the highest charge for so many output tokens, beyond the amount already posted.
 
         Until the input is posted it is held at its highest rate: cached tokens then only lower the
@@ -323,8 +323,8 @@ class Claim(NamedTuple):
         cached = self.cached_input_token_count
         return (self.input_token_count - cached) * scale.input + cached * scale.cached_input
 
-    def leasing(self, output_token_count: int) -> Claim:
-        """Return the claim with another lease."""
+    def with_lease(self, output_token_count: int) -> Charge:
+        """Return the charge with another lease."""
         return self._replace(leased_token_count=output_token_count)
 
     def posted(self, scale: Scale) -> int:
@@ -339,7 +339,7 @@ class Claim(NamedTuple):
         return scale.rounded(self._input_sum(scale) + delivered * scale.cheapest_output)
 
     def consumed(self, rule: QuotaRule, tokens: Tokens) -> int:
-        """Return the amount to add to `used` at the end of the claim. Never negative."""
+        """Return the amount to add to `used` at the end of the charge. Never negative."""
         kind = rule.kind
         if kind is Kind.CONCURRENCY or kind is Kind.REQUESTS:
             return 0
@@ -355,7 +355,7 @@ class Claim(NamedTuple):
         return scale.amount(sent, min(self.cached_input_token_count, sent), delivered, reasoning)
 
     def postings(self, rule: QuotaRule) -> Iterator[tuple[CounterKey, int]]:
-        """Yield what extensions of the claim have added to `used`, by counter."""
+        """Yield what extensions of the charge have added to `used`, by counter."""
         if not self.posted_token_count or rule.kind not in (Kind.TOKENS, Kind.MONEY):
             return
         scale, before = rule.scale(self.prices), 0
@@ -370,7 +370,7 @@ class Claim(NamedTuple):
                 yield rule.key(at), amount - before
                 before = amount
 
-    def worth(self, rule: QuotaRule, tokens: Tokens) -> int:
+    def amount_of(self, rule: QuotaRule, tokens: Tokens) -> int:
         """Return the amount of these tokens for a quota on tokens or money."""
         return self._amount(rule.scale(self.prices), tokens)
 
@@ -389,10 +389,10 @@ class Claim(NamedTuple):
             fixed = self.input_token_count * scale.dearest_input
         return (scale.divisor * (room + self.posted(scale)) - fixed) // each
 
-    def moved_on(
+    def with_posting(
         self, delivered_token_count: int, reasoning_token_count: int, now: datetime
-    ) -> Claim:
-        """Return the claim with delivered tokens posted, and the rest charged now."""
+    ) -> Charge:
+        """Return the charge with delivered tokens posted, and the rest charged now."""
         posted = self.input_token_count + delivered_token_count
         left = int(self.charged_at.timestamp()) // 60
         minutes = self.posted_minutes

@@ -17,7 +17,7 @@ import psycopg
 import structlog
 
 from metering.core.models import QuotaDimension, QuotaSubject
-from metering.quotas.quota_rules import Claim, QuotaRule
+from metering.quotas.quota_rules import Charge, QuotaRule
 from metering.quotas.quotas import QuotaExceeded
 from metering.quotas.retry_hints import (
     PROMISE_COUNT_MAX,
@@ -30,7 +30,7 @@ from metering.quotas.retry_hints import (
     RunningRequest,
     promise,
 )
-from metering.store.exchange import Connection
+from metering.store.pipeline import Connection
 
 # Maximum age of the data on running requests: refusals come in bursts, and each refresh is a query.
 REFRESH_S = 0.25
@@ -114,7 +114,7 @@ class Refusals:
             (each.error.failing[0].dimension, each.error.failing[0].subject) for each in refused
         )
         waiting = [
-            each for each in refused if each.error.retry_helps and each.error.claim is not None
+            each for each in refused if each.error.retry_helps and each.error.charge is not None
         ]
         try:
             await self._refresh(connection, now, waiting)
@@ -157,9 +157,9 @@ class Refusals:
 
         api_key_id: see `retry_hints.promise`.
         """
-        assert error.claim is not None
+        assert error.charge is not None
         forecasts = [(self._forecasts[state.quota_id], state, asked) for state, asked in error.met]
-        error.hint_s = promise(forecasts, error.claim, now.timestamp(), api_key_id)
+        error.hint_s = promise(forecasts, error.charge, now.timestamp(), api_key_id)
 
     def learn(
         self,
@@ -190,7 +190,7 @@ class Refusals:
         self, connection: Connection, now: datetime, refused: Sequence[Refused]
     ) -> None:
         """Refresh the forecasts of the refusing quotas that are older than `REFRESH_S`."""
-        stale: dict[uuid.UUID, tuple[QuotaRule, Claim, uuid.UUID]] = {}
+        stale: dict[uuid.UUID, tuple[QuotaRule, Charge, uuid.UUID]] = {}
         for organization_id, error, *_ in refused:
             for state, _ in error.met:
                 known = self._forecasts.get(state.quota_id)
@@ -199,8 +199,8 @@ class Refusals:
                     if known is not None and known.rule is state.rule
                     else REFRESH_S
                 )
-                if age_s >= REFRESH_S and error.claim is not None:
-                    stale[state.quota_id] = (state.rule, error.claim, organization_id)
+                if age_s >= REFRESH_S and error.charge is not None:
+                    stale[state.quota_id] = (state.rule, error.charge, organization_id)
         if not stale:
             return
         if len(self._forecasts) > FORECAST_COUNT_MAX:
@@ -214,7 +214,7 @@ class Refusals:
         rows = await cursor.fetchall()
         for quota_id, process_id, age_s, *amounts, admitted_at, charged_at in rows:
             sent, cached, leased, posted, reasoning = amounts
-            claim = Claim(
+            charge = Charge(
                 stale[quota_id][1].prices,
                 sent,
                 cached,
@@ -224,7 +224,7 @@ class Refusals:
                 charged_at,
                 reasoning_token_count=reasoning,
             )
-            running[quota_id].append(RunningRequest(claim, age_s))
+            running[quota_id].append(RunningRequest(charge, age_s))
             owners[quota_id].add(process_id)
         for quota_id, (rule, _, organization_id) in stale.items():
             history = histories.get(organization_id, History())

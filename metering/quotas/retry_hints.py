@@ -22,7 +22,7 @@ from datetime import UTC, datetime
 from typing import NamedTuple, TypeVar
 
 from metering.quotas.quota_rules import (
-    Claim,
+    Charge,
     Kind,
     QuotaRule,
     QuotaState,
@@ -175,7 +175,7 @@ SPREAD_SHARE, SPREAD_MAX_S = 0.1, 5.0  # part of a window's start over which ret
 class RunningRequest:
     """A live hold. age_s: seconds since its admission."""
 
-    claim: Claim
+    charge: Charge
     age_s: float
 
 
@@ -241,7 +241,7 @@ class Forecast:
         else:
             total = 0
             released = (
-                (self.at_s + self.history.left_s(each.age_s), self._comes_back(each.claim))
+                (self.at_s + self.history.left_s(each.age_s), self._comes_back(each.charge))
                 for each in self.running
             )
             for at, amount in sorted(released):
@@ -274,12 +274,12 @@ class Forecast:
             bisect.insort(self.promises, (at_s, amount, api_key_id))
             self._lay_aside(at_s, amount)
 
-    def amount(self, claim: Claim, asked: int) -> int:
+    def amount(self, charge: Charge, asked: int) -> int:
         """Return the expected amount of a request, at least the amount it asks for."""
         if self.rule.kind is Kind.CONCURRENCY or self.rule.kind is Kind.REQUESTS:
             return asked
-        output = max(self.history.output_token_count or 0, claim.leased_token_count)
-        return max(claim._replace(leased_token_count=output).held(self.rule), asked)
+        output = max(self.history.output_token_count or 0, charge.leased_token_count)
+        return max(charge._replace(leased_token_count=output).held(self.rule), asked)
 
     def _lay_aside(self, at_s: float, amount: int) -> None:
         if self.rule.kind is not Kind.CONCURRENCY:
@@ -348,7 +348,7 @@ class Forecast:
                 return max(self._releases[index][0], from_s)
             start = datetime.fromtimestamp(end_s, UTC)
             carried = sum(
-                each.claim.held(self.rule) for each in self.running if self._outlives(each, end_s)
+                each.charge.held(self.rule) for each in self.running if self._outlives(each, end_s)
             )
         # Clients told to retry tomorrow or next month get the first such window: promises do not
         # last that long.
@@ -366,17 +366,17 @@ class Forecast:
     def _outlives(self, running: RunningRequest, at_s: float) -> bool:
         return self.at_s + self.history.left_s(running.age_s) > at_s
 
-    def _comes_back(self, claim: Claim) -> int:
+    def _comes_back(self, charge: Charge) -> int:
         """Return the amount that a running request probably releases at its end."""
         output = self.history.output_token_count
         if output is None:
             return 0
         likely = min(
-            max(output, claim.posted_token_count - claim.input_token_count),
-            claim.leased_token_count,
+            max(output, charge.posted_token_count - charge.input_token_count),
+            charge.leased_token_count,
         )
-        tokens = claim.input_token_count, likely, min(claim.reasoning_token_count, likely)
-        return claim.held(self.rule) - claim.consumed(self.rule, tokens)
+        tokens = charge.input_token_count, likely, min(charge.reasoning_token_count, likely)
+        return charge.held(self.rule) - charge.consumed(self.rule, tokens)
 
     def _start(self, at_s: float) -> datetime:
         return window_start(self.rule.dimension, datetime.fromtimestamp(at_s, UTC))
@@ -389,18 +389,18 @@ class Forecast:
 
 def promise(
     demands: Sequence[tuple[Forecast, QuotaState, int]],
-    claim: Claim,
+    charge: Charge,
     now_s: float,
     api_key_id: uuid.UUID | None = UNKNOWN_KEY,
 ) -> float:
-    """Promise room for a claim; return the seconds until all quotas have it, above 0, or infinity.
+    """Promise room for a charge; return the seconds until all quotas have it, above 0, or infinity.
 
-    demands: each enforced quota that applies, and the minimum amount requested of it. claim: with
+    demands: each enforced quota that applies, and the minimum amount requested of it. charge: with
     its requested lease. api_key_id: key that the room is promised to; None reserves nothing, so
     that the next request gets the same time.
     """
     at = now_s + HINT_S_MIN
-    needs = [(plan, state, asked, plan.amount(claim, asked)) for plan, state, asked in demands]
+    needs = [(plan, state, asked, plan.amount(charge, asked)) for plan, state, asked in demands]
     for _ in range(ROUND_COUNT_MAX):
         suits = max(plan.earliest(state, asked, amount, at) for plan, state, asked, amount in needs)
         if suits == math.inf or suits <= at:

@@ -13,9 +13,9 @@ import pytest
 
 from metering.core.errors import HoldEnded, InvariantViolated
 from metering.core.models import QuotaDimension, QuotaSubject
-from metering.holds import batch
 from metering.holds import read as reading
-from metering.holds.batch import HoldConnection
+from metering.holds import slow_path
+from metering.holds.hold_connection import HoldConnection
 from metering.holds.operations import Admit, Admitted, Extend, Extended, HoldAnswer, Settle, Settled
 from metering.quotas.quota_rules import Payer
 from metering.quotas.quotas import QuotaExceeded
@@ -58,7 +58,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         counts.append(len(hold_ids))
         return await read_and_lock(connection, hold_ids, admits, billed_ids)
 
-    monkeypatch.setattr(batch, "read_and_lock", counted)
+    monkeypatch.setattr(slow_path, "read_and_lock", counted)
     return counts
 
 
