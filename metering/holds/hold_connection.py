@@ -21,6 +21,7 @@ import structlog
 
 from common.backoff import Backoff
 from metering.core.errors import DatabaseUnavailable, InvariantViolated, WriteConflict
+from metering.holds.bindings import Bind
 from metering.holds.fast_path import (
     attach_rules,
     execute_fast,
@@ -30,7 +31,6 @@ from metering.holds.fast_path import (
     seems_to_fit,
 )
 from metering.holds.hold_cache import HoldCache, OwnHolds, cache_of
-from metering.holds.journal import Bind
 from metering.holds.operations import Admit, Admitted, Ended, HoldAnswer, HoldOperation, Renew
 from metering.holds.preauthorized_holds import execute_binds
 from metering.holds.read import SELECT_RULES_BY_ID, rules_of_rows

@@ -522,7 +522,7 @@ def with_long_prompt(world: World) -> StreamRun:
 
 def ask_always(world: World) -> None:
     """Make every request check the quota in the database, whatever is cached for its key."""
-    cast(Any, world.here.holds._admitting).seems_to_fit = lambda op: False
+    cast(Any, world.here.holds._admission_connection).seems_to_fit = lambda op: False
 
 
 def with_credit(world: World) -> StreamRun:

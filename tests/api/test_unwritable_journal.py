@@ -211,7 +211,7 @@ async def test_requests_whose_tokens_cannot_be_journalled_are_free_until_the_dis
     )
 
     if DISKS[disk].marks_are_full:
-        del journal._free_places[1:]
+        del journal._free_marks[1:]
         journal.record([OTHERS])
     with monkeypatch.context() as broken:
         DISKS[disk].breaks(broken)

@@ -15,8 +15,8 @@ from msgspec.structs import replace
 from metering.core.errors import DatabaseUnavailable, RequestIdReused, RequestInFlight
 from metering.core.models import QuotaDimension
 from metering.holds import hold_connection, preauthorized_holds
+from metering.holds.bindings import Bind, BindingLog, read_bindings
 from metering.holds.hold_connection import HoldConnection
-from metering.holds.journal import Bind, BindingLog, read_bindings
 from metering.holds.operations import Admit, Admitted, Ended, Expire, HoldAnswer, Renew, Settled
 from metering.holds.preauthorized_holds import GraceTerms
 from metering.quotas.quota_recount import QUOTA_LOCK

@@ -10,7 +10,7 @@ import psycopg
 import pytest
 
 from metering.holds import holds
-from metering.holds.holds import CHANNEL, UsageNotices
+from metering.holds.usage_notices import CHANNEL, UsageNotices
 from metering.pricing.prices import ModelPrice
 from metering.store.db import Sessions, create_engine, create_sessions
 from metering.worker import APPLICATION, TaskRequest, UsageListener
