@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.core.models import Outcome, Quota, QuotaDimension, QuotaSubject
-from metering.holds import fast_path, slow_path
 from metering.holds import read as reading
+from metering.holds import slow_path
 from metering.holds.decide import BatchReads, Decisions, Hold, HoldTerms
 from metering.holds.hold_connection import HoldConnection
 from metering.holds.operations import Admit, Expire, Extend, HoldAnswer, Settle, Settled, Void
@@ -361,7 +361,7 @@ async def test_a_quota_that_is_set_while_a_late_settlement_is_written_counts_wha
     await holds.execute([op])
     await expired(world, op, payer)
     decided = asyncio.Event()
-    run_pipeline = vars(fast_path)["run_pipeline"]
+    run_pipeline = vars(slow_path)["run_pipeline"]
 
     async def paused(connection: Any, statements: Sequence[Any]) -> Any:
         if statements[-1][0] == "COMMIT":
@@ -373,7 +373,7 @@ async def test_a_quota_that_is_set_while_a_late_settlement_is_written_counts_wha
         await decided.wait()
         await charged_to_one_more_quota(world, op, payer)
 
-    monkeypatch.setattr(fast_path, "run_pipeline", paused)
+    monkeypatch.setattr(slow_path, "run_pipeline", paused)
     setting = asyncio.create_task(set_meanwhile())
     [answer] = await holds.execute([settle(op.hold_id, 15)])
     await setting
