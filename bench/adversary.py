@@ -50,7 +50,7 @@ from bench.processes import children_of, claim_cores, cpu_s
 from bench.streams import scale
 from metering.store.db import psycopg_conninfo
 from metering.store.migrations_runner import migrate
-from metering.tenants.tenants import hash_of
+from metering.tenants.authentication import hash_of
 
 STREAMS, PROBES = 8, 2
 QUIET, NO_QUOTA, QUOTA = "quiet", "quota 0", "normal quota"

@@ -38,7 +38,7 @@ from bench.admission_peers import MODEL
 from bench.processes import children_of, claim_cores, cpu_s, postgres_pid
 from metering.store.db import psycopg_conninfo
 from metering.store.migrations_runner import migrate
-from metering.tenants.tenants import hash_of, new_secret, prefix_of
+from metering.tenants.authentication import hash_of, new_secret, prefix_of
 
 STREAM_COUNT = 64
 SERVING = b"\x08\x01"  # a serialized HealthCheckResponse

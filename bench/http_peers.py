@@ -51,7 +51,7 @@ from inference.core.options import CostModel
 from inference.text.tokenizer import Tokenizer
 from metering.store.db import psycopg_conninfo
 from metering.store.migrations_runner import migrate
-from metering.tenants.tenants import prefix_of
+from metering.tenants.authentication import prefix_of
 
 OUTPUT_TOKENS = 16
 PROMPT = " ".join(["hotel"] * 25)

@@ -85,8 +85,10 @@ from metering.quotas import quota_admin, quota_states
 from metering.quotas.quota_rules import THRESHOLDS_MAX, QuotaState
 from metering.receipts.signing import Signer
 from metering.store.db import Sessions
-from metering.tenants import admin_requests, tenants
+from metering.tenants import admin_requests, api_keys, tenants
 from metering.tenants.admin_requests import take_changes_lock
+from metering.tenants.api_keys import find_api_key, subject_ids
+from metering.tenants.authentication import Principal
 from metering.tenants.billing_profiles import (
     BillingProfile,
     billing_profile,
@@ -94,13 +96,7 @@ from metering.tenants.billing_profiles import (
     set_billing_profile,
 )
 from metering.tenants.networks import excludes, normalized
-from metering.tenants.tenants import (
-    Principal,
-    find_api_key,
-    find_organization,
-    organization_names,
-    subject_ids,
-)
+from metering.tenants.tenants import find_organization, organization_names
 
 WEIGHTS = ("input_weight_milli", "cached_input_weight_milli", "output_weight_milli")
 # Names in the contract of columns that hold times.
@@ -1056,7 +1052,7 @@ class AdminServicer(AdminCalls, pb_grpc.AdminServiceServicer):
         lifetime = wire.given_duration(request, "lifetime")
         async with self._acting(context) as acting:
             if (earlier := await acting.earlier(request)) is not None:
-                key = await tenants.find_api_key(acting.session, earlier)
+                key = await api_keys.find_api_key(acting.session, earlier)
                 return pb.CreateApiKeyResponse(api_key=key_message(key), existed=True)
             fields: dict[str, Any] = {
                 "organization": request.organization,
@@ -1075,7 +1071,7 @@ class AdminServicer(AdminCalls, pb_grpc.AdminServiceServicer):
             if request.allow_existing:
                 key, secret, existed = await admin_requests.ensure_api_key(acting.session, **fields)
             else:
-                key, secret = await tenants.create_api_key(acting.session, **fields)
+                key, secret = await api_keys.create_api_key(acting.session, **fields)
             await acting.record(request, key.id)
             return pb.CreateApiKeyResponse(api_key=key_message(key), secret=secret, existed=existed)
 
@@ -1084,14 +1080,14 @@ class AdminServicer(AdminCalls, pb_grpc.AdminServiceServicer):
     ) -> pb.RotateApiKeyResponse:
         """Replace the secret of a key and return the new one, once."""
         overlap = wire.given_duration(request, "overlap")
-        overlap = tenants.OVERLAP if overlap is None else overlap
+        overlap = api_keys.OVERLAP if overlap is None else overlap
         async with self._acting(context) as acting:
             if (earlier := await acting.earlier(request)) is not None:
-                key = await tenants.find_api_key(acting.session, earlier)
+                key = await api_keys.find_api_key(acting.session, earlier)
                 return pb.RotateApiKeyResponse(
                     api_key=key_message(key), overlap_end_time=wire.timestamp(key.overlap_ends_at)
                 )
-            key, secret, ends_at = await tenants.rotate_api_key(
+            key, secret, ends_at = await api_keys.rotate_api_key(
                 acting.session, api_key=request.api_key, overlap=overlap, actor=acting.actor
             )
             await acting.record(request, key.id)
@@ -1103,7 +1099,7 @@ class AdminServicer(AdminCalls, pb_grpc.AdminServiceServicer):
         self, request: pb.UpdateApiKeyRequest, context: Context
     ) -> pb.UpdateApiKeyResponse:
         async with self._acting(context) as acting:
-            key = await tenants.update_api_key(
+            key = await api_keys.update_api_key(
                 acting.session,
                 api_key=request.api_key,
                 name=wire.given(request, "name"),
@@ -1133,14 +1129,14 @@ class AdminServicer(AdminCalls, pb_grpc.AdminServiceServicer):
         self, request: pb.RevokeApiKeyRequest, context: Context
     ) -> pb.RevokeApiKeyResponse:
         async with self._transaction(context) as (session, actor):
-            key = await tenants.revoke_api_key(session, api_key=request.api_key, actor=actor)
+            key = await api_keys.revoke_api_key(session, api_key=request.api_key, actor=actor)
             return pb.RevokeApiKeyResponse(api_key=key_message(key))
 
     async def ListApiKeys(
         self, request: pb.ListApiKeysRequest, context: Context
     ) -> pb.ListApiKeysResponse:
         async with self._transaction(context) as (session, _):
-            keys = await tenants.list_api_keys(
+            keys = await api_keys.list_api_keys(
                 session,
                 organization=request.organization or None,
                 api_key=request.api_key or None,
@@ -1513,7 +1509,7 @@ def project_message(project: Project) -> pb.Project:
     return wire.message_of(pb.Project, project, project_id=project.id)
 
 
-def key_message(key: tenants.KeyRecord) -> pb.ApiKey:
+def key_message(key: api_keys.KeyRecord) -> pb.ApiKey:
     return wire.message_of(
         pb.ApiKey,
         key,

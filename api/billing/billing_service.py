@@ -73,7 +73,9 @@ from metering.reports.usage_reports import (
     usage_total,
 )
 from metering.store.db import Sessions, database_now, patience, read_one_moment
-from metering.tenants.tenants import Principal, find_api_key, find_organization, find_project
+from metering.tenants.api_keys import find_api_key
+from metering.tenants.authentication import Principal
+from metering.tenants.tenants import find_organization, find_project
 
 # Waiting reports of one key; a page of the console requests several at once.
 WAITING_PER_KEY_MAX = 16

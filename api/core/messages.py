@@ -27,9 +27,9 @@ from metering.receipts.encoding import owners_in, parts_of
 from metering.receipts.months import receipts_of_hold
 from metering.reports.usage_reports import find_recorded_request
 from metering.store.db import Sessions
+from metering.tenants.authentication import Principal
 from metering.tenants.billing_profiles import BillingProfile
 from metering.tenants.four_eyes import KeyAct
-from metering.tenants.tenants import Principal
 
 NO_WEIGHTS = Weights(0, 0, 0)  # of a quota that counts no tokens
 SUBJECT_ORDER = {subject: index for index, subject in enumerate(QuotaSubject)}

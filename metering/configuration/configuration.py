@@ -53,6 +53,7 @@ from metering.quotas.quota_admin import delete_quota, override_quota, set_quota
 from metering.quotas.quota_recount import Uncounted, recount
 from metering.quotas.quota_rules import Weights, usual_thresholds
 from metering.store.db import database_now
+from metering.tenants.api_keys import create_api_key, revoke_api_key, update_api_key
 from metering.tenants.billing_profiles import (
     BillingProfile,
     billing_profile,
@@ -60,14 +61,7 @@ from metering.tenants.billing_profiles import (
     set_billing_profile,
 )
 from metering.tenants.networks import Address, excludes
-from metering.tenants.tenants import (
-    create_api_key,
-    create_organization,
-    create_project,
-    find_organization,
-    revoke_api_key,
-    update_api_key,
-)
+from metering.tenants.tenants import create_organization, create_project, find_organization
 
 Value = str | int | bool | None | list[str] | list[int]
 VIOLATION_COUNT_MAX = 100  # after them nothing more is applied: each costs some savepoints

@@ -40,15 +40,10 @@ from metering.store.pipeline import Connection, Statement, columns, id_array, ru
 from metering.store.refusals import LOST, REPEATED
 
 log = structlog.get_logger(__name__)
-
 IDLE = psycopg.pq.TransactionStatus.IDLE
-
 MINUTE = timedelta(minutes=1)
-
 EARLIEST = datetime.min.replace(tzinfo=UTC)
-
 NO_CORRECTION = 0, 0  # of a quota's used and held amounts
-
 CLOCK_ERROR = timedelta(seconds=1)  # allowed in a receipt's time: less than a transaction may take
 
 # Sent after QUOTA_LOCK or with the holds locked, as a separate statement, so that it sees all

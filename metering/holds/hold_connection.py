@@ -49,11 +49,8 @@ from metering.store.pipeline import Connection, id_number_array, run_pipeline
 from metering.store.refusals import LOST, PAUSE_MAX_S, PAUSE_MIN_S, REPEATED, cause_of
 
 EXPIRY_S = 60.0  # longest pause of a process (suspension, slow database) that keeps its holds
-
 BATCH_SIZE_MAX = 128  # decided in one event-loop turn, 0.03 ms per operation (bench/admission.py)
-
 CONFLICT_ATTEMPTS_MAX = 5  # two processes racing for the same new request id need one retry
-
 BATCH_TIMEOUT_S = 8.0  # above the server's time limits: exceeded by a frozen server or network only
 
 SERVER_LIMITS = (
@@ -87,11 +84,8 @@ WHERE application_name = current_setting('application_name')
 # Sent on each new connection: the database may have been replaced, and receipts signed with a key
 # that it lacks could not be verified.
 PUBLISH_KEY = "INSERT INTO receipt_keys (id, public_key) VALUES (%s, %s) ON CONFLICT DO NOTHING"
-
 log = structlog.get_logger(__name__)
-
 Op = TypeVar("Op")
-
 Answers = Coroutine[Any, Any, list[HoldAnswer | Exception]]
 
 

@@ -44,7 +44,6 @@ MARKS_AT_FIRST = 2048  # requests with output at once; more make the file grow
 PROBE_BYTES = 64 * 2**10
 LOCKS_REMEDY = "set WEIR_HOME to a directory on a local file system, one for each machine"
 ROTATE_BYTES = 16 * 2**20  # half a million records: minutes of a busy process, recovered in ms
-
 log = structlog.get_logger(__name__)
 
 

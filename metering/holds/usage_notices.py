@@ -14,7 +14,6 @@ CHANNEL = "weir_usage"
 NOTIFY = text(f"NOTIFY {CHANNEL}")
 NOTICE_INTERVAL_S = 0.1  # limits a busy process to ten small transactions per second
 NOTICE_TIMEOUT_S = 2.0  # a later notice is useless: readers poll
-
 log = structlog.get_logger(__name__)
 
 

@@ -12,19 +12,14 @@ from metering.proof.hold_checks import HOLDS_WITH_EVENTS
 from metering.proof.usage_checks import EVENT_COST, REASONING_PRICE
 
 USED_MAX = 2**63 - 1  # a counter saturates here
-
 # Nearly every hold has its whole charge in one window, that of the minute of its admission.
 ONE_WINDOW = "(cardinality(h.posted_minutes) = 0 OR r.charge IN ('requests', 'running'))"
-
 CHARGED_AT = "CASE charge WHEN 'requests' THEN admitted_at ELSE charged_at END"
-
 # A hold that was extended later leaves in each such minute the charge of the tokens delivered by
 # then, less that of the minutes before. `posted_minutes` alternates minutes and posted totals; mark
 # 0 is the end of the hold.
 SEVERAL_MINUTES = "cardinality(h.posted_minutes) > 0"
-
 TOKENS_OR_MONEY = "r.charge IN ('tokens', 'money')"
-
 # Output of a live request may turn out to be thinking: it is held at the higher of the two weights,
 # and posted at the lower one.
 HIGHER, LOWER = "greatest(w_output, w_reasoning)", "least(w_output, w_reasoning)"

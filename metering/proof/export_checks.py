@@ -7,10 +7,8 @@ from metering.proof.usage_checks import KIND_ROWS, KIND_SUMS
 
 # Hours older than this at the first run of the export have no batches.
 FIRST_RUN_LOOKBACK = "35 days"
-
 # Usage that was rated this shortly before the last scan may not have been visible to it.
 LATE_MARGIN = "150 seconds"
-
 FROM_HOUR = f"date_trunc('hour', {SINCE}, 'UTC')"
 
 BATCH_SUBJECT = (

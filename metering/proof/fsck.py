@@ -47,7 +47,6 @@ SETTINGS = {
 }
 
 ALL_TIME = "-infinity"
-
 Connection = psycopg.Connection[Any]
 
 

@@ -10,11 +10,8 @@ from metering.proof.check import SINCE, Check, Moment, violations_sql
 from metering.proof.usage_checks import KIND_ROWS, KIND_SUMS, NOT_CORRECTED, TOKEN_KINDS
 
 UNRATED_FOR = "10 minutes"  # rating runs every second
-
 POSTED_EVENTS = "usage_events e JOIN ledger_transactions t ON t.id = e.ledger_transaction_id"
-
 PRICES = " ".join(f"WHEN '{kind}' THEN {price}" for kind, (_, price) in TOKEN_KINDS.items())
-
 PRICE = f"CASE token_kind {PRICES} END"
 
 USED_DIFFERS_FROM_POSTED = (

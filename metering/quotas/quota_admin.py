@@ -43,7 +43,8 @@ from metering.quotas.quota_rules import (
 )
 from metering.quotas.quota_states import states, weights_of
 from metering.store.db import Sessions, database_now
-from metering.tenants.tenants import as_uuid, find_api_key, find_organization, find_project
+from metering.tenants.api_keys import find_api_key
+from metering.tenants.tenants import as_uuid, find_organization, find_project
 
 LIMIT_MAX = 2**63 - 1  # maximum of the column; about nine million units for a quota on money
 PAST_COUNTER_BATCHES_MAX = 50  # per run: a few seconds, during which the worker does nothing else

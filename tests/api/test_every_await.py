@@ -32,7 +32,8 @@ from api.server import build_peer_server
 from metering.core.models import Outcome, QuotaDimension
 from metering.quotas.quota_rules import Payer
 from metering.store.db import Sessions
-from metering.tenants.tenants import Principal, authenticate, create_api_key
+from metering.tenants.api_keys import create_api_key
+from metering.tenants.authentication import Principal, authenticate
 from tests.api.small_process import ENCODER, Call, SmallProcess
 from tests.api.suspensions import Moment, Suspensions
 from tests.inference.checkpoints import TinyCheckpoint, make_checkpoint

@@ -28,7 +28,8 @@ from metering.holds import journal as journal_module
 from metering.holds.journal import Delivered
 from metering.quotas.quota_rules import Payer
 from metering.store.db import Sessions
-from metering.tenants.tenants import Principal, authenticate, create_api_key
+from metering.tenants.api_keys import create_api_key
+from metering.tenants.authentication import Principal, authenticate
 from tests.api.small_process import ENCODER, Call, SmallProcess
 from tests.inference.checkpoints import LlamaShape, make_checkpoint
 from tests.metering.hold_world import HoldWorld
