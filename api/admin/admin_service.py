@@ -82,7 +82,8 @@ from metering.plans.plans import Allowance, LineKind, PlanRules, PriceStep, Sele
 from metering.pricing import prices
 from metering.pricing.prices import CustomerPrice, ModelPrice
 from metering.quotas import quota_admin, quota_states
-from metering.quotas.quota_rules import THRESHOLDS_MAX, QuotaState
+from metering.quotas.quota_admin import THRESHOLDS_MAX
+from metering.quotas.quota_rules import QuotaState
 from metering.receipts.signing import Signer
 from metering.store.db import Sessions
 from metering.tenants import admin_requests, api_keys, tenants

@@ -503,7 +503,7 @@ ORDER BY paused_until NULLS FIRST, organization_id
 LIMIT :limit
 """)
 UNLOCK = text("SELECT pg_advisory_unlock_all()")
-CLAIM = text("""
+CLAIM_ALERT = text("""
 UPDATE alert_deliveries
 SET attempt_count = attempt_count + 1, attempted_at = now()
 WHERE alert_id = (
@@ -516,7 +516,7 @@ WHERE alert_id = (
 )
 RETURNING alert_id
 """)
-DELIVERED = text("""
+RECORD_DELIVERY = text("""
 WITH ended AS (
     UPDATE alert_deliveries
     SET state = 'delivered', ended_at = now()
@@ -526,7 +526,7 @@ UPDATE alert_webhooks
 SET failure_count = 0, paused_until = NULL
 WHERE organization_id = :organization_id AND failure_count > 0
 """)
-FAILED = text("""
+RECORD_FAILURE = text("""
 WITH failed AS (
     UPDATE alert_deliveries SET last_error = :error WHERE alert_id = :id
 )
@@ -601,7 +601,7 @@ async def _deliver_to(run: Run, organization_id: uuid.UUID) -> None:
                 webhook = await session.scalar(
                     select(AlertWebhook).where(AlertWebhook.organization_id == organization_id)
                 )
-                alert_id = await session.scalar(CLAIM, {"organization_id": organization_id})
+                alert_id = await session.scalar(CLAIM_ALERT, {"organization_id": organization_id})
                 if webhook is None or alert_id is None:
                     return
             try:
@@ -622,7 +622,7 @@ async def _record(run: Run, webhook: AlertWebhook, alert_id: uuid.UUID, error: s
     parameters = {"id": alert_id, "organization_id": webhook.organization_id}
     async with run.sessions.begin() as session:
         if not error:
-            await session.execute(DELIVERED, parameters)
+            await session.execute(RECORD_DELIVERY, parameters)
             run.delivered.append(alert_id)
             return
         rest = {
@@ -631,5 +631,7 @@ async def _record(run: Run, webhook: AlertWebhook, alert_id: uuid.UUID, error: s
             "doublings": DOUBLINGS_MAX,
             "part": random.uniform(0.5, 1.0),
         }
-        await session.execute(FAILED, parameters | rest | {"error": error, "url": webhook.url})
+        await session.execute(
+            RECORD_FAILURE, parameters | rest | {"error": error, "url": webhook.url}
+        )
         run.failed.append(alert_id)

@@ -49,9 +49,9 @@ from metering.pricing.prices import (
     set_price,
     versions_in_force,
 )
-from metering.quotas.quota_admin import delete_quota, override_quota, set_quota
+from metering.quotas.quota_admin import delete_quota, override_quota, set_quota, usual_thresholds
 from metering.quotas.quota_recount import Uncounted, recount
-from metering.quotas.quota_rules import Weights, usual_thresholds
+from metering.quotas.quota_rules import Weights
 from metering.store.db import database_now
 from metering.tenants.api_keys import create_api_key, revoke_api_key, update_api_key
 from metering.tenants.billing_profiles import (

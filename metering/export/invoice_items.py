@@ -277,7 +277,7 @@ month_retries = Retries("month_items", passing=(DatabaseUnavailable,))  # by org
 
 # Closed months that are not settled, the oldest of each customer. Months closed before such items
 # existed are left alone.
-UNSETTLED = text("""
+OLDEST_UNSETTLED_MONTHS = text("""
 SELECT *
 FROM (
     SELECT DISTINCT ON (m.organization_id)
@@ -430,7 +430,7 @@ async def settle_months(sessions: Sessions, gateway: StripeGateway) -> int:
         account, grace = gateway.account, DRAFTS_EXIST_AFTER
         oldest = {"account": account, "grace": grace, "limit": MONTHS_MAX}
         async with sessions() as session:
-            months = (await session.execute(UNSETTLED, oldest)).all()
+            months = (await session.execute(OLDEST_UNSETTLED_MONTHS, oldest)).all()
         settled = 0
         for month in months:
             item = (month.organization_id, month.month)

@@ -61,9 +61,14 @@ from metering.ledger.ledger import (
 )
 from metering.plans.plan_admin import PrepaidOrganization, has_plan_from
 from metering.plans.plans import CreditApplication, UsableGrant, apply_credit
-from metering.quotas.quota_admin import NO_OVERRIDE, change_quota, lock_subject, retire_quota
+from metering.quotas.quota_admin import (
+    NO_OVERRIDE,
+    change_quota,
+    checked_lefts,
+    lock_subject,
+    retire_quota,
+)
 from metering.quotas.quota_recount import recount
-from metering.quotas.quota_rules import checked_lefts
 from metering.store.db import Sessions, database_now
 from metering.tenants.tenants import find_organization
 

@@ -26,7 +26,7 @@ HIGHER, LOWER = "greatest(w_output, w_reasoning)", "least(w_output, w_reasoning)
 
 # For each quota dimension: kind of charge, calendar unit of its window, and whether it counts
 # input and output tokens.
-DIMENSIONS = """(VALUES
+DIMENSION_ROWS = """(VALUES
     ('concurrent_requests', 'running', NULL, 0, 0),
     ('requests_per_minute', 'requests', 'minute', 0, 0),
     ('tokens_per_minute', 'tokens', 'minute', 1, 1),
@@ -52,7 +52,7 @@ SELECT q.id AS quota_id, q.subject_id, q.model, q.dimension, q.deleted_at, d.cha
        a.subject_id IS NOT NULL AS audited,
        a.subject_id IS NOT NULL AND q.deleted_at IS NULL AND NOT q.for_new_keys AS counts_past
 FROM quotas q
-JOIN {DIMENSIONS} USING (dimension)
+JOIN {DIMENSION_ROWS} USING (dimension)
 LEFT JOIN (
     SELECT DISTINCT subject_id FROM audit_log WHERE action = 'quota.set'
 ) AS a ON a.subject_id = q.id::text

@@ -32,14 +32,12 @@ from metering.pricing.prices import checked_model
 from metering.quotas.quota_recount import Uncounted, recount
 from metering.quotas.quota_rules import (
     DIMENSIONS,
-    PLAIN,
+    WEIGHT_SCALE,
     Kind,
     QuotaState,
     Unit,
     Weights,
-    checked_percents,
     token_scale,
-    usual_thresholds,
 )
 from metering.quotas.quota_states import states, weights_of
 from metering.store.db import Sessions, database_now
@@ -53,6 +51,15 @@ PAST_COUNTERS_MAX = 20_000
 WEIGHT_MAX = 1_000_000  # a factor of 1000; a larger one is a mistake in the unit
 REASON_CHARS_MAX = 500
 OVERRIDE_MAX = timedelta(days=366)  # an override that lasts longer is not temporary
+
+USUAL_PERCENTS = (50, 80, 100)
+# A limit that is not enforced may be exceeded; more than tenfold is a mistake in the unit.
+PERCENT_MAX = 1000
+LEFT_MAX_PICOS = 10**18  # a million units, the maximum of one grant
+THRESHOLDS_MAX = 10  # per limit; more alerts would not be acted on
+ALERTING_DIMENSIONS = frozenset(
+    dimension for dimension, (_, unit, *_) in DIMENSIONS.items() if unit in (Unit.DAY, Unit.MONTH)
+)
 
 SUBJECT_TABLES: dict[QuotaSubject, type[Organization | Project | ApiKey]] = {
     QuotaSubject.ORGANIZATION: Organization,
@@ -120,7 +127,7 @@ async def set_quota(
     before = None if old is None else snapshot(old)
     values: dict[str, object] = {"limit_value": limit_value}
     if weights is not None:
-        old_weights = PLAIN if old is None else weights_of(old)
+        old_weights = Weights() if old is None else weights_of(old)
         given = zip(weights, old_weights, strict=True)
         asked = Weights(*(before if weight is None else weight for weight, before in given))
         _check_weights(dimension, asked)
@@ -305,7 +312,7 @@ def _check_values(
 
 
 def _check_weights(dimension: QuotaDimension, weights: Weights) -> None:
-    if weights == PLAIN:
+    if weights == Weights():
         return
     kind, _, counts_input, counts_output = DIMENSIONS[dimension]
     if kind is not Kind.TOKENS:
@@ -320,7 +327,7 @@ def _check_weights(dimension: QuotaDimension, weights: Weights) -> None:
                 f"{name}_weight_milli",
                 f"must be between 0 and {WEIGHT_MAX} thousandths; 1000 counts a token as one",
             )
-        if not counts and weight != PLAIN[0]:
+        if not counts and weight != WEIGHT_SCALE:
             raise InvalidValue(
                 f"{name}_weight_milli", f"{dimension} does not count these tokens: leave it out"
             )
@@ -374,3 +381,37 @@ async def lock_subject(session: AsyncSession, subject: QuotaSubject, subject_id:
     await session.execute(
         select(table.id).where(table.id == subject_id).with_for_update(key_share=True)
     )
+
+
+def usual_thresholds(dimension: QuotaDimension) -> tuple[int, ...]:
+    """Return the default alert thresholds of a new limit."""
+    return USUAL_PERCENTS if dimension in ALERTING_DIMENSIONS else ()
+
+
+def checked_percents(dimension: QuotaDimension, asked: Sequence[int]) -> tuple[int, ...]:
+    """Return the sorted thresholds of a limit; empty for no alerts. Raises: InvalidValue."""
+    if asked and dimension not in ALERTING_DIMENSIONS:
+        alerting = ", ".join(str(each) for each in QuotaDimension if each in ALERTING_DIMENSIONS)
+        raise InvalidValue(
+            "alert_at",
+            f"a limit on {dimension} does not alert: leave it out; limits on {alerting} do",
+        )
+    return _checked(asked, PERCENT_MAX, "percent of the limit")
+
+
+def checked_lefts(asked: Sequence[int]) -> tuple[int, ...]:
+    """Return the sorted thresholds of prepaid credit; empty for no alerts. Raises: InvalidValue."""
+    return _checked(asked, LEFT_MAX_PICOS, "picos of remaining credit")
+
+
+def _checked(asked: Sequence[int], maximum: int, unit: str) -> tuple[int, ...]:
+    if len(asked) > THRESHOLDS_MAX:
+        raise InvalidValue("alert_at", f"must have at most {THRESHOLDS_MAX} thresholds")
+    for value in asked:
+        if not 1 <= value <= maximum:
+            raise InvalidValue(
+                "alert_at", f"thresholds must be between 1 and {maximum} {unit}, got {value}"
+            )
+    if len(set(asked)) != len(asked):
+        raise InvalidValue("alert_at", "must not repeat a threshold")
+    return tuple(sorted(asked))

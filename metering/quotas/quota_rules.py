@@ -21,7 +21,6 @@ from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from typing import NamedTuple, Protocol, overload
 
-from metering.core.errors import InvalidValue
 from metering.core.models import QuotaDimension, QuotaSubject
 from metering.pricing.prices import TokenPrices
 
@@ -35,12 +34,6 @@ CounterKey = tuple[int, datetime]
 
 # Input, output, and those of the output that are reasoning.
 Tokens = tuple[int, int, int]
-
-USUAL_PERCENTS = (50, 80, 100)
-# A limit that is not enforced may be exceeded; more than tenfold is a mistake in the unit.
-PERCENT_MAX = 1000
-LEFT_MAX_PICOS = 10**18  # a million units, the maximum of one grant
-THRESHOLDS_MAX = 10  # per limit; more alerts would not be acted on
 
 
 class Unit(StrEnum):
@@ -67,8 +60,6 @@ class Weights(NamedTuple):
     cached_input: int = WEIGHT_SCALE
     output: int = WEIGHT_SCALE
 
-
-PLAIN = Weights()
 
 # Kind of charge and window of each dimension, and whether it counts input tokens and output tokens.
 DIMENSIONS: dict[QuotaDimension, tuple[Kind, Unit | None, bool, bool]] = {
@@ -215,7 +206,7 @@ class QuotaRule:
     model: str
     dimension: QuotaDimension
     limit_value: int | None
-    weights: Weights = PLAIN
+    weights: Weights = field(default_factory=Weights)
     enforced: bool = True
     base_limit_value: int | None = None
     override_until: datetime | None = None
@@ -404,45 +395,6 @@ class Charge(NamedTuple):
             posted_minutes=minutes,
             reasoning_token_count=reasoning_token_count,
         )
-
-
-ALERTING = frozenset(
-    dimension for dimension, (_, unit, *_) in DIMENSIONS.items() if unit in (Unit.DAY, Unit.MONTH)
-)
-
-
-def usual_thresholds(dimension: QuotaDimension) -> tuple[int, ...]:
-    """Return the default alert thresholds of a new limit."""
-    return USUAL_PERCENTS if dimension in ALERTING else ()
-
-
-def checked_percents(dimension: QuotaDimension, asked: Sequence[int]) -> tuple[int, ...]:
-    """Return the sorted thresholds of a limit; empty for no alerts. Raises: InvalidValue."""
-    if asked and dimension not in ALERTING:
-        alerting = ", ".join(str(each) for each in QuotaDimension if each in ALERTING)
-        raise InvalidValue(
-            "alert_at",
-            f"a limit on {dimension} does not alert: leave it out; limits on {alerting} do",
-        )
-    return _checked(asked, PERCENT_MAX, "percent of the limit")
-
-
-def checked_lefts(asked: Sequence[int]) -> tuple[int, ...]:
-    """Return the sorted thresholds of prepaid credit; empty for no alerts. Raises: InvalidValue."""
-    return _checked(asked, LEFT_MAX_PICOS, "picos of remaining credit")
-
-
-def _checked(asked: Sequence[int], maximum: int, unit: str) -> tuple[int, ...]:
-    if len(asked) > THRESHOLDS_MAX:
-        raise InvalidValue("alert_at", f"must have at most {THRESHOLDS_MAX} thresholds")
-    for value in asked:
-        if not 1 <= value <= maximum:
-            raise InvalidValue(
-                "alert_at", f"thresholds must be between 1 and {maximum} {unit}, got {value}"
-            )
-    if len(set(asked)) != len(asked):
-        raise InvalidValue("alert_at", "must not repeat a threshold")
-    return tuple(sorted(asked))
 
 
 class QuotaState(NamedTuple):

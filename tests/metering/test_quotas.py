@@ -21,7 +21,6 @@ from metering.core.models import QuotaDimension, QuotaSubject
 from metering.pricing.prices import TokenPrices
 from metering.quotas import quotas
 from metering.quotas.quota_rules import (
-    PLAIN,
     Charge,
     CounterKey,
     QuotaRule,
@@ -238,7 +237,7 @@ class QuotaMachine(RuleBasedStateMachine):
                 "",
                 dimension,
                 data.draw(limits[dimension]),
-                data.draw(WEIGHTS) if dimension in TOKEN_KINDS else PLAIN,
+                data.draw(WEIGHTS) if dimension in TOKEN_KINDS else Weights(),
                 enforced=data.draw(st.sampled_from([True, True, True, False])),
             )
             for subject, dimension in chosen
@@ -609,7 +608,7 @@ def test_the_largest_lease_fits_and_one_token_more_does_not(
 
 
 def test_plain_weights_cost_no_division() -> None:
-    assert token_scale(QuotaDimension.TOKENS_PER_MINUTE, PLAIN) == token_scale(
+    assert token_scale(QuotaDimension.TOKENS_PER_MINUTE, Weights()) == token_scale(
         QuotaDimension.TOKENS_PER_MINUTE, Weights(1000, 1000, 1000)
     )
     scale = token_scale(QuotaDimension.TOKENS_PER_MINUTE, Weights(1000, 0, 4000))
