@@ -1,4 +1,4 @@
-"""Admissions in one round trip equal the full path after any change."""
+"""Admissions in one round trip equal the slow path after any change."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ async def holds(world: HoldWorld) -> AsyncIterator[HoldConnection]:
 
 
 @pytest.fixture
-def long_ways(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Count the holds per batch that took the full path."""
+def slow_batches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Count the holds per batch that took the slow path."""
     sizes: list[int] = []
     read_and_lock = reading.read_and_lock
 
@@ -80,15 +80,15 @@ def tenant(world: HoldWorld, name: str = "acme") -> tuple[Payer, dict[QuotaDimen
     }
 
 
-async def test_the_second_admission_of_a_key_takes_the_quick_way_and_counts_the_same(
-    world: HoldWorld, holds: HoldConnection, long_ways: list[int]
+async def test_the_second_admission_of_a_key_takes_the_fast_path_and_counts_the_same(
+    world: HoldWorld, holds: HoldConnection, slow_batches: list[int]
 ) -> None:
     payer, quotas = tenant(world)
 
     first = await one(holds, admit(payer))
     quick = await holds.execute([admit(payer) for _ in range(3)])
 
-    assert long_ways == [1]
+    assert slow_batches == [1]
     for count, answer in enumerate([first, *quick], 1):
         assert isinstance(answer, Admitted)
         assert {(state.rule.dimension, state.used, state.held) for state in answer.quotas} == {
@@ -273,18 +273,18 @@ async def test_a_request_repeated_during_its_settlement_neither_waits_nor_blocks
 
 
 async def test_a_request_that_does_not_fit_is_refused_and_blocks_no_other(
-    world: HoldWorld, holds: HoldConnection, long_ways: list[int]
+    world: HoldWorld, holds: HoldConnection, slow_batches: list[int]
 ) -> None:
     (full, _), (roomy, _) = tenant(world, "full"), tenant(world, "roomy")
     world.execute("UPDATE quotas SET limit_value = 2 WHERE subject_id = %s", full.api_key_id)
     await holds.execute([admit(full), admit(roomy)])
     await holds.execute([admit(full), admit(roomy)])
-    long_ways.clear()
+    slow_batches.clear()
 
     answers = await holds.execute([admit(payer) for payer in (full, roomy, full, roomy)])
 
     assert [type(each) for each in answers] == [QuotaExceeded, Admitted, QuotaExceeded, Admitted]
-    assert long_ways == [2]
+    assert slow_batches == [2]
     check_invariants(world.url)
 
 
@@ -339,7 +339,7 @@ async def test_an_end_whose_counter_is_gone_takes_no_other_down_with_it(
 
 
 async def test_after_a_long_silence_everything_is_read_again(
-    world: HoldWorld, holds: HoldConnection, long_ways: list[int]
+    world: HoldWorld, holds: HoldConnection, slow_batches: list[int]
 ) -> None:
     """Rows of changes are deleted after a while."""
     payer, _ = tenant(world)
@@ -352,7 +352,7 @@ async def test_after_a_long_silence_everything_is_read_again(
     world.advance(3600)
 
     assert isinstance(await one(holds, admit(payer)), QuotaExceeded)
-    assert long_ways == [1, 1]
+    assert slow_batches == [1, 1]
 
 
 async def test_a_renewal_voids_holds_that_it_does_not_name(
@@ -370,8 +370,8 @@ async def test_a_renewal_voids_holds_that_it_does_not_name(
     check_invariants(world.url, all_ended=True)
 
 
-async def test_an_uncharged_counter_keeps_no_other_key_from_the_quick_path(
-    world: HoldWorld, holds: HoldConnection, long_ways: list[int]
+async def test_an_uncharged_counter_keeps_no_other_key_from_the_fast_path(
+    world: HoldWorld, holds: HoldConnection, slow_batches: list[int]
 ) -> None:
     """A free request leaves no row in a quota on money."""
     world.set_price(0, 0, 0)
@@ -379,19 +379,19 @@ async def test_an_uncharged_counter_keeps_no_other_key_from_the_quick_path(
     world.quota(free, QuotaDimension.COST_PICOS_PER_MONTH, 1000)
     world.quota(other, QuotaDimension.REQUESTS_PER_MINUTE, LIMIT)
     await holds.execute([admit(free), admit(other)])
-    long_ways.clear()
+    slow_batches.clear()
 
     answers = await holds.execute([admit(free), admit(other)])
 
     assert [type(each) for each in answers] == [Admitted, Admitted]
-    assert long_ways == [1]
+    assert slow_batches == [1]
     check_invariants(world.url)
 
 
 async def test_an_unexpected_error_gives_each_admission_its_own_hold(
     world: HoldWorld, holds: HoldConnection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A repeated quick batch would answer with the hold of another request."""
+    """A repeated fast batch would answer with the hold of another request."""
     (first, _), (second, _) = tenant(world, "first"), tenant(world, "second")
     await holds.execute([admit(first), admit(second)])
     failures = [psycopg.errors.InternalError_("tuple concurrently updated")] * 2

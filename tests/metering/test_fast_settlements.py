@@ -49,7 +49,7 @@ async def holds(world: HoldWorld) -> AsyncIterator[HoldConnection]:
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Count the holds that each batch on the full path read."""
+    """Count the holds that each batch on the slow path read."""
     counts: list[int] = []
     read_and_lock = reading.read_and_lock
 
@@ -402,7 +402,7 @@ tokens = st.integers(0, 3000)
 def ends(
     draw: st.DrawFn,
 ) -> tuple[tuple[bool, int, int, int, int, datetime], tuple[int, int, int, int]]:
-    """Draw a hold and how it ends; cached tokens that are known later take the full path."""
+    """Draw a hold and how it ends; cached tokens that are known later take the slow path."""
     sent, leased = draw(tokens), draw(tokens)
     cached, delivered = draw(st.integers(0, sent)), draw(st.integers(0, leased))
     posted = draw(st.just(0) | st.integers(sent, sent + delivered))
