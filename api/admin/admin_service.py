@@ -61,11 +61,11 @@ from metering.configuration.configuration import (
     OrganizationSpec,
     PriceSpec,
     ProjectSpec,
-    QuotaPlace,
+    QuotaKey,
     QuotaSpec,
     apply_configuration,
     present_state,
-    said_thresholds,
+    stated_thresholds,
 )
 from metering.control import live
 from metering.control.live import LiveRow, cancel_request
@@ -189,7 +189,7 @@ class AdminCalls:
             yield acting.session, acting.actor
 
 
-Quotas = tuple[tuple[QuotaPlace, QuotaSpec], ...]
+Quotas = tuple[tuple[QuotaKey, QuotaSpec], ...]
 
 
 class Parsing:
@@ -252,7 +252,7 @@ class Parsing:
 
     def quota(
         self, path: str, message: configuration_pb2.QuotaConfiguration
-    ) -> tuple[QuotaPlace, QuotaSpec]:
+    ) -> tuple[QuotaKey, QuotaSpec]:
         dimension = wire.DIMENSIONS_BY_NUMBER.get(message.dimension)
         if dimension is None:
             self.violations.append(
@@ -273,12 +273,12 @@ class Parsing:
                     "a temporary override has a limit, an end and a reason: set all three or none",
                 )
             )
-        place = QuotaPlace(
+        place = QuotaKey(
             dimension or next(iter(wire.DIMENSIONS)), message.model, message.for_new_keys
         )
         values = {name: getattr(message, name) for name in ("enforced", *WEIGHTS) if name in said}
         if message.HasField("alert_at"):
-            values["alert_at"] = said_thresholds(
+            values["alert_at"] = stated_thresholds(
                 place.dimension, message.alert_at.values[: THRESHOLDS_MAX + 1]
             )
         if all(given):
@@ -338,7 +338,7 @@ def project_configuration(project: ProjectSpec) -> configuration_pb2.ProjectConf
     )
 
 
-def quota_message(quota: tuple[QuotaPlace, QuotaSpec]) -> configuration_pb2.QuotaConfiguration:
+def quota_message(quota: tuple[QuotaKey, QuotaSpec]) -> configuration_pb2.QuotaConfiguration:
     """Return the message of a quota, with default values unset."""
     place, spec = quota
     message = place_message(place)
@@ -357,7 +357,7 @@ def quota_message(quota: tuple[QuotaPlace, QuotaSpec]) -> configuration_pb2.Quot
     return message
 
 
-def place_message(place: QuotaPlace) -> configuration_pb2.QuotaConfiguration:
+def place_message(place: QuotaKey) -> configuration_pb2.QuotaConfiguration:
     dimension = wire.DIMENSIONS[place.dimension]
     return configuration_pb2.QuotaConfiguration(
         dimension=dimension, model=place.model, for_new_keys=place.for_new_keys
@@ -577,14 +577,14 @@ class AdminServicer(AdminCalls, pb_grpc.AdminServiceServicer):
                 )
         return live_pb.ExpireOverdueHoldsResponse(expired_count=expired_count)
 
-    async def _place(self, request_id: uuid.UUID, project: str) -> tuple[live.Place, bool]:
+    async def _place(self, request_id: uuid.UUID, project: str) -> tuple[live.ProjectRequest, bool]:
         """Return the place of a request and whether it has ended.
 
         Raises: NotFound; InvalidValue if it runs in several projects.
         """
         async with self._sessions() as session:
             project_id = (await tenants.find_project(session, project)).id if project else None
-            places = await live.find_places(session, request_id, project_id)
+            places = await live.find_project_requests(session, request_id, project_id)
         running = [place for place in places if place.is_held] or await live.find_waiting(
             self._sessions, request_id, project_id
         )
@@ -602,7 +602,7 @@ class AdminServicer(AdminCalls, pb_grpc.AdminServiceServicer):
             )
         return matches[0], not running
 
-    async def _wait_for_end(self, request_id: uuid.UUID, place: live.Place) -> bool:
+    async def _wait_for_end(self, request_id: uuid.UUID, place: live.ProjectRequest) -> bool:
         """Wait until a request has ended; return False if it has not within `END_WAIT_S`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(END_WAIT_S):
@@ -612,7 +612,7 @@ class AdminServicer(AdminCalls, pb_grpc.AdminServiceServicer):
                 return True
         return False
 
-    async def _runs(self, request_id: uuid.UUID, place: live.Place) -> bool:
+    async def _runs(self, request_id: uuid.UUID, place: live.ProjectRequest) -> bool:
         if not place.is_held and await live.find_waiting(
             self._sessions, request_id, place.project_id
         ):
@@ -620,14 +620,14 @@ class AdminServicer(AdminCalls, pb_grpc.AdminServiceServicer):
         async with self._sessions() as session:  # a waiting request may have a hold by now
             return any(
                 held.is_held
-                for held in await live.find_places(session, request_id, place.project_id)
+                for held in await live.find_project_requests(session, request_id, place.project_id)
             )
 
     async def _killed(
         self,
         result: live_pb.KillRequestResponse.Result.ValueType,
         request_id: uuid.UUID,
-        place: live.Place,
+        place: live.ProjectRequest,
     ) -> live_pb.KillRequestResponse:
         answer = live_pb.KillRequestResponse(result=result)
         with contextlib.suppress(NotFound):
@@ -1308,7 +1308,11 @@ class AdminServicer(AdminCalls, pb_grpc.AdminServiceServicer):
 
 
 async def record_kill(
-    session: AsyncSession, actor: str, request_id: uuid.UUID, place: live.Place, reason: str
+    session: AsyncSession,
+    actor: str,
+    request_id: uuid.UUID,
+    place: live.ProjectRequest,
+    reason: str,
 ) -> None:
     hold = await live.find_running_hold(session, place.project_id, request_id)
     before: dict[str, object] = {"project_id": str(place.project_id), "state": "waiting"}

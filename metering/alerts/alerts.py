@@ -309,7 +309,7 @@ async def fire_invoice_alert(
 ) -> None:
     """Write an alert and queue it for the webhook, unless it was fired before. Never commits."""
     # Picos are strings: not every JSON reader supports integers of their size.
-    document = asdict(facts) | {
+    fields = asdict(facts) | {
         "amount_due_picos": str(facts.amount_due_picos),
         "amount_paid_picos": str(facts.amount_paid_picos),
     }
@@ -317,17 +317,16 @@ async def fire_invoice_alert(
         "organization_id": organization_id,
         "stripe_invoice_id": stripe_invoice_id,
         "event": event,
-        "invoice": Jsonb(document),
+        "invoice": Jsonb(fields),
     }
     await session.execute(FIRE, parameters)
 
 
 def facts_of(alert: Alert) -> InvoiceFacts:
-    document = alert.invoice
-    assert document is not None
+    fields = alert.invoice
+    assert fields is not None
     return InvoiceFacts(
-        **document
-        | {name: int(document[name]) for name in ("amount_due_picos", "amount_paid_picos")}
+        **fields | {name: int(fields[name]) for name in ("amount_due_picos", "amount_paid_picos")}
     )
 
 

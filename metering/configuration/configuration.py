@@ -107,7 +107,7 @@ CheckProfile = Callable[[BillingProfile], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
-class QuotaPlace:
+class QuotaKey:
     """Identity of a limit within its subject."""
 
     dimension: QuotaDimension
@@ -133,8 +133,8 @@ class QuotaSpec:
     def of(cls, quota: Quota, now: datetime) -> QuotaSpec:
         """Return the present settings of a limit, without an expired override."""
         spec = cls(**{each.name: getattr(quota, each.name) for each in fields(cls)})
-        said = said_thresholds(QuotaDimension(quota.dimension), quota.alert_at)
-        return replace(spec, alert_at=said).without_past_override(now)
+        stated = stated_thresholds(QuotaDimension(quota.dimension), quota.alert_at)
+        return replace(spec, alert_at=stated).without_past_override(now)
 
     def without_past_override(self, now: datetime) -> QuotaSpec:
         """Return the settings without an expired override."""
@@ -156,7 +156,7 @@ class KeySpec:
     max_output_tokens: int | None = None
     strict_parameters: bool = False
     expires_at: datetime | None = None
-    quotas: tuple[tuple[QuotaPlace, QuotaSpec], ...] = ()
+    quotas: tuple[tuple[QuotaKey, QuotaSpec], ...] = ()
     prune_quotas: bool = False
 
 
@@ -165,7 +165,7 @@ class ProjectSpec:
     """A project with its keys."""
 
     name: str
-    quotas: tuple[tuple[QuotaPlace, QuotaSpec], ...] = ()
+    quotas: tuple[tuple[QuotaKey, QuotaSpec], ...] = ()
     keys: tuple[KeySpec, ...] = ()
     prune_quotas: bool = False
     prune_keys: bool = False
@@ -180,7 +180,7 @@ class OrganizationSpec:
 
     name: str
     currency_code: str = ""
-    quotas: tuple[tuple[QuotaPlace, QuotaSpec], ...] = ()
+    quotas: tuple[tuple[QuotaKey, QuotaSpec], ...] = ()
     projects: tuple[ProjectSpec, ...] = ()
     prune_quotas: bool = False
     billing_profile: BillingProfile | None = None
@@ -231,7 +231,7 @@ class Change:
     kind: str
     path: str
     fields: tuple[FieldChange, ...] = ()
-    quota: QuotaPlace | None = None
+    quota: QuotaKey | None = None
     key_prefix: str = ""
     secret: str = field(default="", repr=False)
 
@@ -244,7 +244,9 @@ class ConfigurationViolation:
     message: str
 
 
-def said_thresholds(dimension: QuotaDimension, thresholds: Iterable[int]) -> tuple[int, ...] | None:
+def stated_thresholds(
+    dimension: QuotaDimension, thresholds: Iterable[int]
+) -> tuple[int, ...] | None:
     """Return the sorted alert thresholds of a limit; None for the default."""
     alert_at = tuple(sorted(thresholds))
     return None if alert_at == usual_thresholds(dimension) else alert_at
@@ -286,7 +288,7 @@ Made = TypeVar("Made", Organization, Project)
 
 
 # Defaults that a new limit is compared with, so that only other values are reported.
-PLAIN = QuotaSpec(limit_value=-1)
+UNLIMITED = QuotaSpec(limit_value=-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -544,7 +546,7 @@ class Attempts:
                 Quota.subject_id.in_((owner.organization_id, owner.id)), Quota.for_new_keys
             )
             templates = await self.session.scalars(limits.where(Quota.deleted_at.is_(None)))
-            defaults = frozenset(replace(place_of(row), for_new_keys=False) for row in templates)
+            defaults = frozenset(replace(key_of(row), for_new_keys=False) for row in templates)
             await self._quotas(
                 Subject(path, shown, QuotaSubject.API_KEY, existing.id), wanted, defaults
             )
@@ -641,32 +643,30 @@ class Attempts:
         self,
         subject: Subject,
         wanted: OrganizationSpec | ProjectSpec | KeySpec,
-        defaults: Collection[QuotaPlace] = (),
+        defaults: Collection[QuotaKey] = (),
     ) -> None:
         """Apply the limits of one subject. defaults: limits that stay although not named."""
         query = limits_of([subject.id]).execution_options(populate_existing=True)
-        rows = {place_of(row): row for row in await self.session.scalars(query)}
-        self._check_names(
-            f"{subject.path}.quotas", "dimension", [place for place, _ in wanted.quotas]
-        )
-        for index, (place, spec) in enumerate(wanted.quotas):
+        rows = {key_of(row): row for row in await self.session.scalars(query)}
+        self._check_names(f"{subject.path}.quotas", "dimension", [key for key, _ in wanted.quotas])
+        for index, (key, spec) in enumerate(wanted.quotas):
             at = f"{subject.path}.quotas[{index}]"
-            if place.model and place.model not in self.models:
+            if key.model and key.model not in self.models:
                 served = ", ".join(sorted(self.models))
                 self._wrong(
                     f"{at}.model", f"no model of this name is served: give one of {served}, or none"
                 )
             await self._quota(
-                at, subject, place, spec.without_past_override(self.now), rows.pop(place, None)
+                at, subject, key, spec.without_past_override(self.now), rows.pop(key, None)
             )
-        for place, row in rows.items():
-            if place in defaults:
+        for key, row in rows.items():
+            if key in defaults:
                 continue
             change = Change(
                 Action.DELETE if wanted.prune_quotas else Action.KEEP,
                 "quota",
                 subject.shown,
-                quota=place,
+                quota=key,
             )
             if wanted.prune_quotas:
                 await self._attempt(
@@ -676,7 +676,7 @@ class Attempts:
             (self.changes if wanted.prune_quotas else self.kept).append(change)
 
     async def _quota(
-        self, path: str, subject: Subject, place: QuotaPlace, wanted: QuotaSpec, row: Quota | None
+        self, path: str, subject: Subject, key: QuotaKey, wanted: QuotaSpec, row: Quota | None
     ) -> None:
         """Apply one limit. row: its present row, if any."""
         existing = None if row is None else QuotaSpec.of(row, self.now)
@@ -684,7 +684,7 @@ class Attempts:
         left_out = OVERRIDE if wanted.override_until is None else ()
         names = [each.name for each in fields(QuotaSpec) if each.name not in left_out]
         if existing is None:
-            names = [name for name in names if getattr(wanted, name) != getattr(PLAIN, name)]
+            names = [name for name in names if getattr(wanted, name) != getattr(UNLIMITED, name)]
         changes = differences(existing, wanted, names)
         if existing is not None and not changes:
             return
@@ -694,8 +694,8 @@ class Attempts:
                 self.session,
                 subject=subject.kind,
                 subject_ref=str(subject.id),
-                model=place.model,
-                dimension=place.dimension,
+                model=key.model,
+                dimension=key.dimension,
                 limit_value=wanted.limit_value,
                 weights=Weights(
                     wanted.input_weight_milli,
@@ -703,11 +703,9 @@ class Attempts:
                     wanted.output_weight_milli,
                 ),
                 enforced=wanted.enforced,
-                for_new_keys=place.for_new_keys,
+                for_new_keys=key.for_new_keys,
                 alert_at=(
-                    usual_thresholds(place.dimension)
-                    if wanted.alert_at is None
-                    else wanted.alert_at
+                    usual_thresholds(key.dimension) if wanted.alert_at is None else wanted.alert_at
                 ),
                 actor=self.actor,
                 later=self.uncounted,
@@ -725,7 +723,7 @@ class Attempts:
             )
             await self._attempt(path, override, OVERRIDE_FIELDS)
         action = Action.UPDATE if existing else Action.CREATE
-        self.changes.append(Change(action, "quota", subject.shown, changes, quota=place))
+        self.changes.append(Change(action, "quota", subject.shown, changes, quota=key))
 
     async def _price(self, path: str, wanted: PriceSpec) -> None:
         """Apply one price, from its time on or from now. Unset values stay."""
@@ -794,8 +792,8 @@ def limits_of(subject_ids: Collection[uuid.UUID]) -> Select[Quota]:
     )
 
 
-def place_of(quota: Quota) -> QuotaPlace:
-    return QuotaPlace(QuotaDimension(quota.dimension), quota.model, quota.for_new_keys)
+def key_of(quota: Quota) -> QuotaKey:
+    return QuotaKey(QuotaDimension(quota.dimension), quota.model, quota.for_new_keys)
 
 
 async def apply_configuration(
@@ -829,20 +827,20 @@ async def price_specs(
 ) -> tuple[PriceSpec, ...]:
     """Return the prices in force: those of the named organizations, and of the list if `listed`."""
     found = await versions_in_force(session, all_customers=True)
-    of_place: dict[tuple[str, str, uuid.UUID | None], list[ModelPrice]] = {}
+    versions_of: dict[tuple[str, str, uuid.UUID | None], list[ModelPrice]] = {}
     for each in found:
         if not each.withdrawn and (
             each.organization_id in names or (listed and each.organization_id is None)
         ):
-            of_place.setdefault(
+            versions_of.setdefault(
                 (each.model, each.prices.currency_code, each.organization_id), []
             ).append(each)
     specs = []
-    for (model, currency_code, owner), versions in of_place.items():
-        place = PriceSpec(
+    for (model, currency_code, owner), versions in versions_of.items():
+        priced = PriceSpec(
             model, currency_code, 0, 0, 0, organization="" if owner is None else names[owner]
         )
-        if (spec := spec_of(versions, place)) is not None:
+        if (spec := spec_of(versions, priced)) is not None:
             multiplier = spec.batch_multiplier_milli
             named = replace(
                 spec,
@@ -853,8 +851,8 @@ async def price_specs(
     return tuple(specs)
 
 
-def spec_of(versions: list[ModelPrice], place: PriceSpec) -> PriceSpec | None:
-    """Return the price made of versions of one place, one per tier; None if there is none."""
+def spec_of(versions: list[ModelPrice], priced: PriceSpec) -> PriceSpec | None:
+    """Merge versions of one model, currency and owner, one per tier; None without a price."""
     tiers = {each.tier: each for each in versions}
     if ServiceTier.INTERACTIVE not in tiers:
         return None
@@ -866,7 +864,9 @@ def spec_of(versions: list[ModelPrice], place: PriceSpec) -> PriceSpec | None:
     }
     rates["reasoning_picos_per_token"] = own_reasoning_price(prices)
     return replace(
-        place, **rates, batch_multiplier_milli=batch.multiplier_milli if batch else MULTIPLIER_SCALE
+        priced,
+        **rates,
+        batch_multiplier_milli=batch.multiplier_milli if batch else MULTIPLIER_SCALE,
     )
 
 
@@ -876,7 +876,7 @@ def own_reasoning_price(prices: PriceSpec | TokenPrices) -> int | None:
     return None if reasoning == prices.output_picos_per_token else reasoning
 
 
-Quotas = Mapping[uuid.UUID, tuple[tuple[QuotaPlace, QuotaSpec], ...]]
+Quotas = Mapping[uuid.UUID, tuple[tuple[QuotaKey, QuotaSpec], ...]]
 
 
 async def present_state(session: AsyncSession, *, organization: str | None = None) -> Configuration:
@@ -941,7 +941,7 @@ def key_specs(keys: Iterable[ApiKey], quotas: Quotas) -> tuple[KeySpec, ...]:
 
 async def quotas_of(session: AsyncSession, subject_ids: list[uuid.UUID], now: datetime) -> Quotas:
     """Return the limits of each subject, in the order of creation."""
-    found: dict[uuid.UUID, list[tuple[QuotaPlace, QuotaSpec]]] = defaultdict(list)
+    found: dict[uuid.UUID, list[tuple[QuotaKey, QuotaSpec]]] = defaultdict(list)
     for quota in await session.scalars(limits_of(subject_ids)):
-        found[quota.subject_id].append((place_of(quota), QuotaSpec.of(quota, now)))
+        found[quota.subject_id].append((key_of(quota), QuotaSpec.of(quota, now)))
     return {subject_id: tuple(quotas) for subject_id, quotas in found.items()}

@@ -157,7 +157,7 @@ WHERE c.quota_id = v.quota_id AND c.window_start = v.window_start
 # Exact without a lock taken beforehand: an UPDATE that waits for another transaction re-checks its
 # WHERE on the committed row (READ COMMITTED), so that a limit holds whatever was read before.
 # A negative limit means no limit. A counter that reached USED_MAX stays there.
-_INCREMENT_FORM = f"""
+_increment_form = f"""
 WITH incremented AS (
     UPDATE quota_counters c
     SET held = c.held + v.held, used = CASE
@@ -175,8 +175,8 @@ SELECT i.ordinal, i.used, i.held, 1 / ((SELECT count(*) FROM incremented) = %s):
 FROM (SELECT) one
 LEFT JOIN incremented i ON {{which}}
 """
-INCREMENT_AND_RETURN = _INCREMENT_FORM.format(which="true")
-INCREMENT = _INCREMENT_FORM.format(which="i.ordinal = 1")
+INCREMENT_AND_RETURN = _increment_form.format(which="true")
+INCREMENT = _increment_form.format(which="i.ordinal = 1")
 
 
 def renewals(writes: BatchWrites, expiry_s: float) -> list[Statement]:

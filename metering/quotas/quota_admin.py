@@ -111,14 +111,14 @@ async def set_quota(
         checked_model(model)
     subject_id, organization_id = await find_subject(session, subject, subject_ref)
     await lock_subject(session, subject, subject_id)
-    place = {
+    key = {
         "subject_id": subject_id,
         "model": model,
         "dimension": dimension,
         "for_new_keys": for_new_keys,
     }
     is_set = and_(
-        *(getattr(Quota, column) == value for column, value in place.items()),
+        *(getattr(Quota, column) == value for column, value in key.items()),
         Quota.deleted_at.is_(None),
     )
     old = await session.scalar(
@@ -129,19 +129,19 @@ async def set_quota(
     if weights is not None:
         old_weights = Weights() if old is None else weights_of(old)
         given = zip(weights, old_weights, strict=True)
-        asked = Weights(*(before if weight is None else weight for weight, before in given))
-        _check_weights(dimension, asked)
-        values |= {f"{name}_weight_milli": weight for name, weight in asked._asdict().items()}
+        weights_set = Weights(*(before if weight is None else weight for weight, before in given))
+        _check_weights(dimension, weights_set)
+        values |= {f"{name}_weight_milli": weight for name, weight in weights_set._asdict().items()}
     if enforced is not None:
         values["enforced"] = enforced
     if alert_at is not None:
-        values["alert_at"] = list(checked_percents(dimension, alert_at))
+        values["alert_at"] = list(checked_percent_thresholds(dimension, alert_at))
     elif old is None:
         values["alert_at"] = list(usual_thresholds(dimension))
     if old is None:
         quota = (
             await session.scalars(
-                insert(Quota).values(subject=subject, **place, **values).returning(Quota)
+                insert(Quota).values(subject=subject, **key, **values).returning(Quota)
             )
         ).one()
     else:
@@ -388,30 +388,32 @@ def usual_thresholds(dimension: QuotaDimension) -> tuple[int, ...]:
     return USUAL_PERCENTS if dimension in ALERTING_DIMENSIONS else ()
 
 
-def checked_percents(dimension: QuotaDimension, asked: Sequence[int]) -> tuple[int, ...]:
+def checked_percent_thresholds(
+    dimension: QuotaDimension, thresholds: Sequence[int]
+) -> tuple[int, ...]:
     """Return the sorted thresholds of a limit; empty for no alerts. Raises: InvalidValue."""
-    if asked and dimension not in ALERTING_DIMENSIONS:
+    if thresholds and dimension not in ALERTING_DIMENSIONS:
         alerting = ", ".join(str(each) for each in QuotaDimension if each in ALERTING_DIMENSIONS)
         raise InvalidValue(
             "alert_at",
             f"a limit on {dimension} does not alert: leave it out; limits on {alerting} do",
         )
-    return _checked(asked, PERCENT_MAX, "percent of the limit")
+    return _checked_thresholds(thresholds, PERCENT_MAX, "percent of the limit")
 
 
-def checked_lefts(asked: Sequence[int]) -> tuple[int, ...]:
+def checked_credit_thresholds(thresholds: Sequence[int]) -> tuple[int, ...]:
     """Return the sorted thresholds of prepaid credit; empty for no alerts. Raises: InvalidValue."""
-    return _checked(asked, LEFT_MAX_PICOS, "picos of remaining credit")
+    return _checked_thresholds(thresholds, LEFT_MAX_PICOS, "picos of remaining credit")
 
 
-def _checked(asked: Sequence[int], maximum: int, unit: str) -> tuple[int, ...]:
-    if len(asked) > THRESHOLDS_MAX:
+def _checked_thresholds(thresholds: Sequence[int], maximum: int, unit: str) -> tuple[int, ...]:
+    if len(thresholds) > THRESHOLDS_MAX:
         raise InvalidValue("alert_at", f"must have at most {THRESHOLDS_MAX} thresholds")
-    for value in asked:
+    for value in thresholds:
         if not 1 <= value <= maximum:
             raise InvalidValue(
                 "alert_at", f"thresholds must be between 1 and {maximum} {unit}, got {value}"
             )
-    if len(set(asked)) != len(asked):
+    if len(set(thresholds)) != len(thresholds):
         raise InvalidValue("alert_at", "must not repeat a threshold")
-    return tuple(sorted(asked))
+    return tuple(sorted(thresholds))

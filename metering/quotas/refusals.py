@@ -158,7 +158,9 @@ class Refusals:
         api_key_id: see `retry_hints.promise`.
         """
         assert error.charge is not None
-        forecasts = [(self._forecasts[state.quota_id], state, asked) for state, asked in error.met]
+        forecasts = [
+            (self._forecasts[state.quota_id], state, minimum) for state, minimum in error.met
+        ]
         error.hint_s = promise(forecasts, error.charge, now.timestamp(), api_key_id)
 
     def learn(

@@ -250,23 +250,23 @@ class Forecast:
         for at, amount, _ in self.promises:
             self._lay_aside(at, amount)
 
-    def earliest(self, state: QuotaState, asked: int, amount: int, from_s: float) -> float:
+    def earliest(self, state: QuotaState, minimum: int, amount: int, from_s: float) -> float:
         """Return the first time from `from_s` on with room that was not promised; infinite if there
         is none.
 
-        asked: minimum amount that the request needs; amount: the amount it will take.
+        minimum: amount that the request needs at least; amount: the amount it will take.
         """
-        if asked > (self.rule.limit_value or 0):
+        if minimum > (self.rule.limit_value or 0):
             return math.inf
         if len(self.promises) >= PROMISE_COUNT_MAX:
             at = max(self.promises[-1][0], from_s)  # the last of all
         elif self.rule.kind is Kind.CONCURRENCY:
             at = self._place(from_s)
         else:
-            at = self._room(state, asked, amount, from_s)
+            at = self._room(state, minimum, amount, from_s)
         limit = self.rule.limit_at(datetime.fromtimestamp(at, UTC))
         # An override may end before there is room.
-        return math.inf if limit is None or asked > limit else at
+        return math.inf if limit is None or minimum > limit else at
 
     def promise(self, at_s: float, amount: int, api_key_id: uuid.UUID = UNKNOWN_KEY) -> None:
         """Record that a client was told to retry at `at_s`."""
@@ -274,12 +274,12 @@ class Forecast:
             bisect.insort(self.promises, (at_s, amount, api_key_id))
             self._lay_aside(at_s, amount)
 
-    def amount(self, charge: Charge, asked: int) -> int:
+    def amount(self, charge: Charge, minimum: int) -> int:
         """Return the expected amount of a request, at least the amount it asks for."""
         if self.rule.kind is Kind.CONCURRENCY or self.rule.kind is Kind.REQUESTS:
-            return asked
+            return minimum
         output = max(self.history.output_token_count or 0, charge.leased_token_count)
-        return max(charge._replace(leased_token_count=output).held(self.rule), asked)
+        return max(charge._replace(leased_token_count=output).held(self.rule), minimum)
 
     def _lay_aside(self, at_s: float, amount: int) -> None:
         if self.rule.kind is not Kind.CONCURRENCY:
@@ -326,7 +326,7 @@ class Forecast:
             * math.sqrt(self.process_count / (self.rule.limit_value or 1))
         )
 
-    def _room(self, state: QuotaState, asked: int, amount: int, from_s: float) -> float:
+    def _room(self, state: QuotaState, minimum: int, amount: int, from_s: float) -> float:
         """Return when a window has room: the current one, or the first later one."""
         start = self._start(from_s)
         carried = 0
@@ -339,7 +339,7 @@ class Forecast:
                 else min(self._remaining, state.remaining)
             )
             needed = amount - self._remaining + self._promised[start] * self.process_count
-            if needed <= 0 and asked <= state.remaining:
+            if needed <= 0 and minimum <= state.remaining:
                 return from_s
             index = bisect.bisect_left(
                 self._releases, EARLY_FACTOR * needed, key=lambda release: release[1]
@@ -356,7 +356,7 @@ class Forecast:
             room = (
                 (self.rule.limit_at(start) or 0) - carried
             ) // self.process_count - self._promised[start]
-            if amount <= room or (not self._promised[start] and asked <= room):
+            if amount <= room or (not self._promised[start] and minimum <= room):
                 break
             start, carried = datetime.fromtimestamp(self._end(start), UTC), 0
         begin_s = start.timestamp()
@@ -400,9 +400,13 @@ def promise(
     that the next request gets the same time.
     """
     at = now_s + HINT_S_MIN
-    needs = [(plan, state, asked, plan.amount(charge, asked)) for plan, state, asked in demands]
+    needs = [
+        (plan, state, minimum, plan.amount(charge, minimum)) for plan, state, minimum in demands
+    ]
     for _ in range(ROUND_COUNT_MAX):
-        suits = max(plan.earliest(state, asked, amount, at) for plan, state, asked, amount in needs)
+        suits = max(
+            plan.earliest(state, minimum, amount, at) for plan, state, minimum, amount in needs
+        )
         if suits == math.inf or suits <= at:
             break
         at = suits

@@ -33,7 +33,7 @@ TIMED = (
     "itl_max_ms",
     "client_stall_ms",
 )
-REASONING = 5  # place of the tokens of reasoning among the numbers
+REASONING = 5  # index of the tokens of reasoning among the numbers
 LENGTH = struct.Struct(">q")
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 MICROSECOND = timedelta(microseconds=1)

@@ -18,7 +18,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from metering.configuration.configuration import (
     Configuration,
     OrganizationSpec,
-    QuotaPlace,
+    QuotaKey,
     QuotaSpec,
     apply_configuration,
 )
@@ -538,7 +538,7 @@ class Limits:
 
     async def apply(self, limit_value: int) -> None:
         """Apply a configuration with the limit."""
-        limit = QuotaPlace(self.dimension), QuotaSpec(limit_value)
+        limit = QuotaKey(self.dimension), QuotaSpec(limit_value)
         work = await apply_configuration(
             self.session,
             Configuration((OrganizationSpec("acme", quotas=(limit,)),)),
