@@ -19,7 +19,7 @@ import structlog
 from msgspec import structs
 
 from metering.core.errors import MeteringError
-from metering.holds.decide import LATEST, BatchReads, Decisions
+from metering.holds.decide import LATEST, AdmissionTerms, BatchReads, Decisions
 from metering.holds.hold_cache import HoldCache, OwnHolds, store_holds
 from metering.holds.operations import (
     Admit,
@@ -90,7 +90,7 @@ def plan_admissions(
         return None
     now, admit = fast.decisions.reads.now, fast.decisions.admit
     for index, op in enumerate(batch):
-        if not isinstance(op, Admit) or op.only_asks or (terms := cache.terms_of(op)) is None:
+        if not isinstance(op, Admit) or op.only_asks or (terms := terms_of(cache, op)) is None:
             continue
         until = terms.until
         if until is not None and until <= now:
@@ -103,6 +103,19 @@ def plan_admissions(
         if until is not None and until < fast.until:
             fast.until = until
     return fast if fast.decided else None
+
+
+def terms_of(cache: HoldCache, op: Admit) -> AdmissionTerms | None:
+    """Return the cached terms of an admission, or None."""
+    terms = cache.terms.get(
+        (op.payer.api_key_id.int, op.payer.currency_code, op.model, op.tier, op.embedding)
+    )
+    if terms is None or terms.payer is op.payer:
+        return terms
+    if terms.payer != op.payer:
+        return None
+    terms.payer = op.payer  # equal; the next comparison is by identity
+    return terms
 
 
 def attach_rules(cache: HoldCache, own: OwnHolds, batch: Sequence[HoldOperation]) -> set[int]:
@@ -176,7 +189,7 @@ def plan_extensions(
 
 def seems_to_fit(cache: HoldCache, op: Admit) -> bool:
     """Return whether an admission fits by the cache, which may be outdated. Changes nothing."""
-    now, terms = cache.now(), cache.terms_of(op)
+    now, terms = cache.now(), terms_of(cache, op)
     if now is None or terms is None or (terms.until is not None and terms.until <= now):
         return False
     reads = BatchReads(now, terms=cache.terms)

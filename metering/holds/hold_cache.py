@@ -17,7 +17,6 @@ from datetime import datetime, timedelta
 
 from metering.holds.decide import AdmissionTerms, Hold, HoldTerms, TermsKey
 from metering.holds.lease_clock import boot_time_s
-from metering.holds.operations import Admit
 from metering.pricing.prices import TokenPrices
 from metering.quotas.quota_rules import CounterKey, QuotaRule
 from metering.quotas.quotas import Counter
@@ -89,18 +88,6 @@ class HoldCache:
             else:
                 self._forget(subject_id.int)
         self._changes_read_at, self._changes_read_at_s, self.snapshot = now, self.clock(), snapshot
-
-    def terms_of(self, op: Admit) -> AdmissionTerms | None:
-        """Return the cached terms of an admission, or None."""
-        terms = self.terms.get(
-            (op.payer.api_key_id.int, op.payer.currency_code, op.model, op.tier, op.embedding)
-        )
-        if terms is None or terms.payer is op.payer:
-            return terms
-        if terms.payer != op.payer:
-            return None
-        terms.payer = op.payer  # equal; the next comparison is by identity
-        return terms
 
     def rules_of(self, terms: HoldTerms) -> tuple[QuotaRule, ...]:
         """Return the cached rules that holds with these terms are charged to; may lack some."""
