@@ -111,7 +111,7 @@ def allows_private(environment: Mapping[str, str]) -> bool:
 
 
 def checked_url(url: str, *, private: bool) -> str:
-    """Return a webhook URL, checked without resolving its name. Raises: InvalidValue."""
+    """Validate a webhook URL without resolving its name; return it. Raises: InvalidValue."""
     if not url.isascii() or not url.isprintable() or " " in url or len(url) > URL_CHARS_MAX:
         raise InvalidValue(
             "url", f"must have at most {URL_CHARS_MAX} printable ASCII characters without spaces"
@@ -390,7 +390,7 @@ def signature(secret: str, body: bytes, at_s: int) -> str:
 
 
 def body_of(listed: ListedAlert) -> bytes:
-    """Return an alert as JSON. Numbers are strings: they may exceed JavaScript's integers."""
+    """Encode an alert as JSON. Numbers are strings: they may exceed JavaScript's integers."""
     alert, organization, quota = listed.alert, listed.organization, listed.quota
     content: dict[str, object] = {
         "id": str(alert.id),

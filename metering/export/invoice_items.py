@@ -415,7 +415,10 @@ WHERE organization_id = :organization_id AND month = :month
 
 @dataclass(frozen=True, slots=True)
 class StripeMonth:
-    """Stripe's invoices of a month: count, drafts, and their usage in minor units."""
+    """Stripe invoices of one month: their number, the drafts among them, and the usage billed.
+
+    usage_minor: in minor units of the currency.
+    """
 
     invoice_count: int
     drafts: tuple[Mapping[str, Any], ...]
@@ -504,7 +507,7 @@ async def check_no_invoice(session: AsyncSession, facts: Mapping[str, Any]) -> N
 async def read_stripe_month(
     sessions: Sessions, gateway: StripeGateway, month: Row[Any], facts: Mapping[str, Any]
 ) -> StripeMonth:
-    """Return Stripe's invoices of the month; drafts get our usage, as Stripe recounts them."""
+    """Read Stripe's invoices of the month; drafts get our usage, as Stripe recounts them."""
     invoices = [
         each
         for each in await usage_invoices(gateway, month.customer, month.ends, with_void=True)

@@ -186,7 +186,7 @@ async def store_event(
 
 
 def parsed_event(body: bytes, signature: str, secrets: Sequence[str]) -> dict[str, Any]:
-    """Return an event as parameters of its row. Raises: InvalidValue if it is not Stripe's."""
+    """Parse an event into parameters of its row. Raises: InvalidValue if it is not Stripe's."""
     verify_signature(body, signature, secrets)
     try:
         payload = json.loads(body)
@@ -283,7 +283,7 @@ def batch_of(identifier: str) -> uuid.UUID | None:
 
 
 def invoice_facts(kind: str, payload: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an invoice event as parameters of its row. Raises: KeyError, TypeError."""
+    """Convert an invoice event to parameters of its row. Raises: KeyError, TypeError."""
     invoice, event_at = payload["data"]["object"], datetime.fromtimestamp(payload["created"], UTC)
     times = dict.fromkeys(INVOICE_TIMES.values()) | {INVOICE_TIMES[kind]: event_at}
     return times | {

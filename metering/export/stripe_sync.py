@@ -442,7 +442,7 @@ def subscription_terms(collection: Collection, now: datetime) -> dict[str, Any]:
 
 
 async def read_book(sessions: Sessions) -> PriceBook:
-    """Return our organizations, profiles and prices at one time. Raises: InvalidValue."""
+    """Read our organizations, profiles and prices at one time. Raises: InvalidValue."""
     async with sessions() as session:
         organizations = tuple(
             (row.id, row.name, row.currency_code) for row in await session.execute(ORGANIZATIONS)

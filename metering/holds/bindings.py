@@ -97,7 +97,7 @@ class BindingLog:
 
 
 def encode_binding(bind: Bind) -> bytes:
-    """Return a line of the file: checksum and record."""
+    """Encode a binding as a line of the file: checksum and record."""
     payer = bind.payer
     body = json.dumps(
         {
@@ -119,7 +119,7 @@ def encode_binding(bind: Bind) -> bytes:
 
 
 def read_bindings(directory: Path, process_id: uuid.UUID) -> list[Bind]:
-    """Return the bindings of a dead process up to a torn line, under which nothing was sent."""
+    """Read the bindings of a dead process up to a torn line, under which nothing was sent."""
     try:
         data = (directory / f"{process_id}{BINDINGS_SUFFIX}").read_bytes()
     except FileNotFoundError:

@@ -129,7 +129,7 @@ class Hold(msgspec.Struct, eq=False):
         return self.request_id.int == self.id.int  # comparing UUIDs costs several times as much
 
     def charge(self, cached_input_token_count: int = 0) -> Charge:
-        """Return the hold's charge to its quotas.
+        """Build the hold's charge to its quotas.
 
         A larger `cached_input_token_count` replaces the hold's own, unless the input was already
         posted: the windows it was posted to may be over.

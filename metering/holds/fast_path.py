@@ -323,7 +323,7 @@ async def write_settlements(
 
 
 def assumption_check(cache: HoldCache, fast: FastBatch) -> Statement:
-    """Return CHECK_ASSUMPTIONS with its values."""
+    """Build CHECK_ASSUMPTIONS with the values that the batch assumes."""
     requests = [
         (hold.terms.project_id, op.request_id.int.to_bytes(16, "big"))
         for op, hold in fast.decisions.writes.holds

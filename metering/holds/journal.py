@@ -315,7 +315,7 @@ def segment_of(path: Path) -> int:
 
 
 def encode(entry: Delivered) -> bytes:
-    """Return the record of an entry."""
+    """Encode an entry as a record with its crc32."""
     body = FORMAT.counts.pack(
         entry.hold_id.int.to_bytes(16, "big"),
         entry.input_token_count,

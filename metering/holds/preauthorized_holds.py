@@ -429,7 +429,7 @@ def shrink(counters: Counters, hold: Hold, bind: Bind) -> None:
 
 
 def bind_columns(binds: Sequence[Bind]) -> tuple[Value, ...]:
-    """Return the values of BIND_HOLDS, one array per column."""
+    """Pack bindings as the values of BIND_HOLDS, one array per column."""
     return (
         id_array(bind.hold_id for bind in binds),
         id_array(bind.request_id for bind in binds),

@@ -363,7 +363,7 @@ async def take_holds(connection: Connection, reads: BatchReads, rows: Sequence[H
 
 
 def admission_reads(admits: Sequence[Admit]) -> list[Statement]:
-    """Return the statements that read the inputs of admissions."""
+    """Build the statements that read the inputs of admissions."""
     payers = {op.payer for op in admits}
     subjects = [
         subject

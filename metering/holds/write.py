@@ -180,7 +180,7 @@ INCREMENT = _increment_form.format(which="i.ordinal = 1")
 
 
 def renewals(writes: BatchWrites, expiry_s: float) -> list[Statement]:
-    """Return statements that extend the expiry of holds; each returns the ids of its holds."""
+    """Build statements that extend the expiry of holds; each returns the ids of its holds."""
     return [
         (RENEW_HOLDS, (expiry_s, str(process_id), id_array(hold_ids)))
         for process_id, hold_ids in writes.renewed
@@ -188,7 +188,7 @@ def renewals(writes: BatchWrites, expiry_s: float) -> list[Statement]:
 
 
 def changed_holds(writes: BatchWrites, expiry_s: float) -> list[Statement]:
-    """Return statements that extend and end holds; they fail with GuardFailed."""
+    """Build statements that extend and end holds; they fail with GuardFailed."""
     statements: list[Statement] = []
     if writes.extensions:
         extended = [writes.extensions[number] for number in sorted(writes.extensions)]
@@ -227,7 +227,7 @@ def changed_holds(writes: BatchWrites, expiry_s: float) -> list[Statement]:
 
 
 def new_holds(writes: BatchWrites, owner: str, expiry_s: float) -> list[Statement]:
-    """Return statements that insert holds."""
+    """Build the statement that inserts holds; none without holds."""
     if not writes.holds:
         return []
     indexes: dict[HoldTerms, int] = {}
@@ -357,14 +357,14 @@ def _json_format(names: tuple[str, ...]) -> str:
 
 
 def key_columns(keys: Collection[CounterKey]) -> tuple[Packed, Packed]:
-    """Return counter keys as two array columns."""
+    """Pack counter keys as two array columns."""
     return id_number_array([number for number, _ in keys]), time_array([start for _, start in keys])
 
 
 def counter_increments(
     increments: Mapping[CounterKey, tuple[int, int]], limits: Mapping[CounterKey, int]
 ) -> tuple[list[CounterKey], list[Statement]]:
-    """Return a statement that increments counters within their limits, and the keys in its order.
+    """Build a statement that increments counters within their limits, and the keys in its order.
 
     If any counter has a limit, its rows are (1-based index of the key, used, held) of each. It
     fails with GuardFailed if a limit has no room or a counter row is missing.
@@ -382,7 +382,7 @@ def counter_increments(
 
 
 def counter_writes(counters: Counters) -> list[Statement]:
-    """Return statements that write the decided values of counters."""
+    """Build statements that write the decided values of counters."""
     if counters.unlocked:
         return counter_increments(counters.all_increments(), counters.limits)[1]
     statements: list[Statement] = []

@@ -72,7 +72,7 @@ class Drawer:
         self._turn = asyncio.Semaphore(1)
 
     async def draw(self, document: InvoiceDocument) -> bytes:
-        """Return the document as PDF. Raises: DrawingFailed, TimeoutError."""
+        """Draw the document as PDF. Raises: DrawingFailed, TimeoutError."""
         line_count = sum(len(group.lines) for group in document.usage or ())
         async with self._turn, asyncio.timeout(DRAWING_S + LINE_S * line_count):
             child = await asyncio.create_subprocess_exec(
@@ -128,7 +128,7 @@ async def keep_document(
 async def kept_document(
     session: AsyncSession, organization_id: uuid.UUID, name: str
 ) -> IssuedDocument | None:
-    """Return a document as kept. Raises: InvariantViolated if its bytes have changed since."""
+    """Read a kept document. Raises: InvariantViolated if its bytes have changed since."""
     key = {"organization_id": organization_id, "name": name}
     row = (await session.execute(KEPT, key)).one_or_none()
     return None if row is None else _checked(row)

@@ -381,7 +381,7 @@ def _csv_rows(report: MonthReport) -> Iterator[dict[str, Any]]:
 
 
 def time_text(moment: datetime) -> str:
-    """Return a time as ISO 8601 in UTC with `Z`."""
+    """Format a time as ISO 8601 in UTC with `Z`."""
     return moment.astimezone(UTC).isoformat().replace("+00:00", "Z")
 
 

@@ -506,7 +506,10 @@ WHERE t.organization_id = :organization_id AND t.billing_month = :month
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """Result of a verification. differences: from the close; empty if reproduced."""
+    """Result of recomputing a closed month.
+
+    differences: deviations from the figures stored at the close; empty if there is none.
+    """
 
     report: MonthReport
     digests: Digests

@@ -76,6 +76,8 @@ KIND_SUMS = ", ".join(f"sum({kind}) AS {kind}" for kind in COUNTS_OF_EVENT)
 BY_KIND = "LATERAL (VALUES {}) AS of_kind (token_kind, token_count, amount_picos)".format(
     ", ".join(f"('{kind}', {kind}, {kind} * {price})" for kind, price in PRICES.items())
 )
+# Late usage arises here: an event that is rated after the close of its month is posted to the month
+# after the last closed one.
 MONTH_OF_DAY = POSTING_MONTH.format(
     organization_id="d.organization_id", month="date_trunc('month', d.day)::date"
 )
@@ -232,8 +234,8 @@ WHERE o.id = ANY(:organization_ids)
 ORDER BY 1, 2, 3
 ON CONFLICT DO NOTHING
 """)
-# The event that a batch of one takes. Read without locks: if another worker takes that event
-# meanwhile, the next one is paused for a while instead of it.
+# The event that a batch of one takes. Read without locks: if another worker takes it first, the
+# wrong event is paused, briefly.
 NEXT_EVENT = text("""
 SELECT event_id
 FROM unrated_usage

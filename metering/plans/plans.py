@@ -256,7 +256,7 @@ class CreditApplication:
 
 
 def plan_lines(rules: PlanRules, usage: Iterable[MonthUsage]) -> tuple[PlanLine, ...]:
-    """Return the charges of a plan for a month; rows of equal price are merged."""
+    """Compute the lines of a plan for a month; rows of equal price are merged."""
     rows = _merged(usage)
     total_picos = sum(row.amount_picos for row in rows)
     lines: list[PlanLine] = []

@@ -170,7 +170,7 @@ def repriced(
 
 
 def month_amount(rules: PlanRules, usage: Sequence[MonthUsage]) -> int:
-    """Return the amount of a month, with plan lines. Pure."""
+    """Return the month's total, including plan lines."""
     return sum(row.amount_picos for row in usage) + sum(
         line.amount_picos for line in plan_lines(rules, usage)
     )
@@ -184,7 +184,7 @@ def plan_for(name: str, currency_code: str, plans: Sequence[ProposedPlan]) -> Pr
 
 
 async def _checked_prices(session: AsyncSession, prices: Sequence[ProposedPrice]) -> Prices:
-    """Return the proposed prices by model, currency, organization and tier."""
+    """Validate proposed prices; return them by model, currency, organization and tier."""
     checked: dict[tuple[str, str, str, ServiceTier], tuple[int, ...]] = {}
     for index, each in enumerate(prices):
         owner = await find_organization(session, each.organization) if each.organization else None

@@ -391,7 +391,7 @@ def usual_thresholds(dimension: QuotaDimension) -> tuple[int, ...]:
 def checked_percent_thresholds(
     dimension: QuotaDimension, thresholds: Sequence[int]
 ) -> tuple[int, ...]:
-    """Return the sorted thresholds of a limit; empty for no alerts. Raises: InvalidValue."""
+    """Validate thresholds of a limit and sort them; empty for no alerts. Raises: InvalidValue."""
     if thresholds and dimension not in ALERTING_DIMENSIONS:
         alerting = ", ".join(str(each) for each in QuotaDimension if each in ALERTING_DIMENSIONS)
         raise InvalidValue(
@@ -402,7 +402,7 @@ def checked_percent_thresholds(
 
 
 def checked_credit_thresholds(thresholds: Sequence[int]) -> tuple[int, ...]:
-    """Return the sorted thresholds of prepaid credit; empty for no alerts. Raises: InvalidValue."""
+    """Validate thresholds of prepaid credit and sort them. Raises: InvalidValue."""
     return _checked_thresholds(thresholds, LEFT_MAX_PICOS, "picos of remaining credit")
 
 

@@ -236,7 +236,7 @@ class Refusals:
 async def read_histories(
     connection: Connection, organization_ids: Collection[uuid.UUID]
 ) -> dict[uuid.UUID, History]:
-    """Return durations and outputs of the latest requests, by organization."""
+    """Read durations and outputs of the latest requests, by organization."""
     cursor = await connection.execute(SELECT_HISTORY, (list(organization_ids), HISTORY_COUNT))
     durations: defaultdict[uuid.UUID, list[float]] = defaultdict(list)
     outputs: defaultdict[uuid.UUID, list[int]] = defaultdict(list)

@@ -56,7 +56,7 @@ def encode(
     texts: bytes,
     times: tuple[int, ...] = (),
 ) -> bytes:
-    """Return the bytes of a receipt.
+    """Encode a receipt as bytes.
 
     ids: of organization, project, API key and request, 64 bytes. numbers: part (0: the settlement
     of a request; 1: usage found later), tokens of input, cached input, billed output, embedding and
@@ -82,7 +82,7 @@ def texts(currency_code: str, model: str, outcome: str) -> bytes:
 def parts_of(
     encoded: bytes,
 ) -> tuple[bytes, tuple[int, ...], bytes, tuple[str, ...], tuple[int, ...]]:
-    """Return the arguments of `encode`: ids, numbers, hash, texts, times. Raises: ValueError."""
+    """Decode a receipt to ids, numbers, hash, texts, times, as in `encode`. Raises: ValueError."""
     if encoded.startswith(MAGIC_TIMED) and len(encoded) >= FIXED_TIMED.size:
         _, ids, *values = FIXED_TIMED.unpack_from(encoded)
         found = texts_in(encoded[FIXED_TIMED.size :])

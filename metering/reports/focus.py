@@ -318,7 +318,7 @@ def cell(value: str) -> str:
 
 
 def csv_text(rows: Iterable[dict[str, str]]) -> str:
-    """Return rows as RFC 4180 CSV without a header; missing columns are null."""
+    """Format rows as RFC 4180 CSV without a header; missing columns are null."""
 
     target = io.StringIO()
     writer = csv.DictWriter(target, COLUMNS, restval="", lineterminator="\r\n")

@@ -152,7 +152,7 @@ CHARGED = f"""
 def group_statement(
     of: UsageFilter, groups: Sequence[Grouping], token: str, parameters: dict[str, Any]
 ) -> str:
-    """Return the statement of one page: sums by group, then the names of the group's objects."""
+    """Build the statement of one page: sums by group, then the names of the group's objects."""
     after = ""
     if token:
         values = page_values(token, *(GROUPS[group].parse for group in groups))
@@ -189,7 +189,7 @@ ORDER BY {listed}"""
 
 
 def request_statement(of: UsageFilter, token: str, parameters: dict[str, Any]) -> str:
-    """Return the statement of one page of usage events, the oldest first."""
+    """Build the statement of one page of usage events, the oldest first."""
     after = ""
     if token:
         parameters["after_time"], parameters["after_id"] = page_values(token, utc_time, row_id)
@@ -416,7 +416,7 @@ async def daily_costs(
 
 
 def checked_groups(by: Sequence[Grouping], of: UsageFilter) -> tuple[Grouping, ...]:
-    """Return the groups, by organization first for all. Raises: InvalidValue."""
+    """Validate groupings; for all organizations, group by these first. Raises: InvalidValue."""
     if len(set(by)) < len(by):
         raise InvalidValue("group_by", "must not contain a grouping twice")
     groups = (
@@ -430,7 +430,7 @@ def checked_groups(by: Sequence[Grouping], of: UsageFilter) -> tuple[Grouping, .
 
 
 def usage_row(row: Row[Any]) -> UsageRow:
-    """Return the usage in a result row of any statement; missing columns are None."""
+    """Convert a result row of any statement; missing columns are None."""
     values = row._mapping
     shares = {
         name: Share(

@@ -100,21 +100,21 @@ class KeyRecord:
 
 
 def checked_key_name(name: str) -> str:
-    """Return a valid key name. Raises: InvalidValue."""
+    """Validate a key name and return it. Raises: InvalidValue."""
     if not 1 <= len(name) <= KEY_NAME_MAX_CHARS or not name.isprintable():
         raise InvalidValue("name", f"must have 1 to {KEY_NAME_MAX_CHARS} printable characters")
     return name
 
 
 def checked_scopes(scopes: Collection[str]) -> list[str]:
-    """Return distinct scopes, sorted; none means "inference". Raises: InvalidValue."""
+    """Validate scopes and sort them; none means "inference". Raises: InvalidValue."""
     if unknown := set(scopes) - SCOPES:
         raise InvalidValue("scopes", f"{sorted(unknown)} unknown: choose from {sorted(SCOPES)}")
     return sorted(set(scopes)) or ["inference"]
 
 
 def checked_models(models: Collection[str]) -> list[str]:
-    """Return distinct model names, sorted; none means every model. Raises: InvalidValue."""
+    """Validate model names and sort them; none means every model. Raises: InvalidValue."""
     if len(set(models)) > MODELS_PER_KEY_MAX:
         raise InvalidValue(
             "models", f"must have at most {MODELS_PER_KEY_MAX}, or none for every model"
@@ -127,7 +127,7 @@ def checked_models(models: Collection[str]) -> list[str]:
 
 
 def checked_bound(token_count: int | None, field: str) -> int | None:
-    """Return the maximum tokens of one request; 0 and None mean no bound. Raises: InvalidValue."""
+    """Validate a maximum of tokens per request; 0 and None mean no bound. Raises: InvalidValue."""
     if token_count is not None and not 0 <= token_count <= TOKENS_MAX:
         raise InvalidValue(
             field, f"must be 1 to {TOKENS_MAX:,} tokens, or 0 for no limit of the key"
@@ -136,7 +136,7 @@ def checked_bound(token_count: int | None, field: str) -> int | None:
 
 
 def checked_terms(terms: KeyTerms) -> dict[str, Any]:
-    """Return the columns of a key's terms. Raises: InvalidValue."""
+    """Validate the terms of a key; return its columns. Raises: InvalidValue."""
     return {
         "scopes": checked_scopes(terms.get("scopes", ("inference",))),
         "models": checked_models(terms.get("models", ())),

@@ -76,7 +76,7 @@ class Principal:
 
 
 def new_secret(prefix: str | None = None) -> str:
-    """Return a new secret: `wk_`, a visible prefix, `_`, and 256 random bits in base 62.
+    """Generate a secret: `wk_`, a visible prefix, `_`, and 256 random bits in base 62.
 
     prefix: that of an existing key for a further secret; None generates one for a new key.
     """

@@ -144,7 +144,7 @@ async def set_billing_profile(
 
 
 def checked_profile(profile: BillingProfile) -> BillingProfile:
-    """Return the profile if every field is valid. Raises: InvalidValue for the first."""
+    """Validate every field of a profile and return it. Raises: InvalidValue for the first."""
     if len(profile.emails) > EMAILS_MAX:
         raise InvalidValue(
             "emails", f"must have at most {EMAILS_MAX} addresses, got {len(profile.emails)}"

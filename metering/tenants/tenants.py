@@ -108,7 +108,7 @@ def as_uuid(ref: str) -> uuid.UUID | None:
 
 
 def checked_name(name: str) -> str:
-    """Return a valid name of an organization or project. A UUID would make references ambiguous."""
+    """Validate a name of an organization or project. A UUID would make references ambiguous."""
     if NAME_FORM.fullmatch(name) is None or as_uuid(name) is not None:
         raise InvalidValue(
             "name", 'must be 1 to 63 of a-z, 0-9 and "-", starting with a letter, and not a UUID'
