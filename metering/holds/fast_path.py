@@ -175,13 +175,15 @@ def plan_extensions(
         hold = own.pop(op.hold_id.int, None)
         if hold is None or len(hold.rules) < len(hold.terms.quota_ids):
             continue
-        ends = [rule.override_until for rule in hold.rules if rule.override_until is not None]
+        override_ends = [
+            rule.override_until for rule in hold.rules if rule.override_until is not None
+        ]
         reads.holds[op.hold_id.int] = hold
         try:
-            if any(end <= reads.now for end in ends):
+            if any(end <= reads.now for end in override_ends):
                 raise Undecided
             fast.decided.append((index, op, fast.decisions.extend(op)))
-            fast.until = min((fast.until, *ends))
+            fast.until = min((fast.until, *override_ends))
         except NEEDS_SLOW_PATH:
             store_holds(own, (hold,))
     return fast if fast.decided else None
@@ -287,7 +289,7 @@ async def write_settlements(
 ) -> None:
     """End holds with their usage; one round trip if their receipt chains are cached, else two."""
     writes, now = fast.decisions.writes, fast.decisions.reads.now
-    ends = changed_holds(writes, 0.0)
+    end_holds = changed_holds(writes, 0.0)
     projects = {event[0].terms.project_id for event in writes.events}
     cached = [cache.heads.get(project_id) for project_id in projects]
     heads = [each[0] for each in cached if each is not None and each[1]]
@@ -299,7 +301,7 @@ async def write_settlements(
         for project_id in projects:  # restored below if the write succeeds
             del cache.heads[project_id]
         statements = [
-            *ends,
+            *end_holds,
             assumption_check(cache, fast),
             *usage_writes(chains, writes.events, signer),
             *increments,
@@ -311,7 +313,7 @@ async def write_settlements(
         fast.since, fast.until = EARLIEST, LATEST
         lock = LOCK_CHAINS, (id_array([event[0].id for event in writes.events]),)
         _, _, rows, [(now, snapshot, _)] = await run_pipeline(
-            connection, [("BEGIN", ()), *ends, lock, assumption_check(cache, fast)]
+            connection, [("BEGIN", ()), *end_holds, lock, assumption_check(cache, fast)]
         )
         chains = Chains.of_rows(now, rows)
         locked = {head.project_id: head.sequence for head in chains.heads.values()}

@@ -424,7 +424,7 @@ def take_admission_reads(
         subjects = (payer.organization_id.int, payer.project_id.int, payer.api_key_id.int)
         scopes = [(subject, each) for subject in subjects for each in dict.fromkeys(("", model))]
         rules = tuple(rule for scope in scopes for rule in by_subject.get(scope, ()))
-        ends = (
+        validity_ends = (
             *(rule.override_until for rule in rules),
             expiries[key[0]],
             next_price_at[model, payer.currency_code],
@@ -432,7 +432,7 @@ def take_admission_reads(
         common = HoldTerms(
             payer.receipt_ids, model, embedding, current, tuple(rule.number for rule in rules)
         )
-        until = min((each for each in ends if each is not None), default=None)
+        until = min((each for each in validity_ends if each is not None), default=None)
         terms[key] = AdmissionTerms(payer, common, rules, until)
         cache.add_terms(key, terms[key])
     reads.terms = terms

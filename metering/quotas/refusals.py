@@ -22,11 +22,11 @@ from metering.quotas.quotas import QuotaExceeded
 from metering.quotas.retry_hints import (
     PROMISE_COUNT_MAX,
     UNKNOWN_KEY,
-    Asker,
     Forecast,
     History,
-    PromiseKeeping,
+    Requester,
     RequestKey,
+    RetryReservations,
     RunningRequest,
     promise,
 )
@@ -93,7 +93,7 @@ class Refusals:
         self._counts: Counter[tuple[QuotaDimension, QuotaSubject]] = Counter()
         self._forecasts: dict[uuid.UUID, Forecast] = {}
         self._promised: dict[RequestKey, PromisedRetry] = {}  # the latest last
-        self._keeping = PromiseKeeping()
+        self._reservations = RetryReservations()
 
     @property
     def counts(self) -> Mapping[tuple[QuotaDimension, QuotaSubject], int]:
@@ -119,26 +119,26 @@ class Refusals:
         try:
             await self._refresh(connection, now, waiting)
             for each in waiting:
-                self._tell(each, now)
+                self._set_hint(each, now)
         except psycopg.Error as away:
             log.info("retry_hints_unknown", cause=str(away).strip())
         except Exception:  # the other operations of the batch are not affected
             log.exception("retry_hints_failed")
 
-    def _tell(self, refused: Refused, now: datetime) -> None:
+    def _set_hint(self, refused: Refused, now: datetime) -> None:
         """Promise room once per request; an early retry gets the same time again."""
         error, request, now_s = refused.error, refused.request, now.timestamp()
         quota_ids = frozenset(state.quota_id for state in error.failing)
         promised = self._promised.pop(request, None) if request is not None else None
         if request is not None:
-            self._keeping.returned(request, now_s)
+            self._reservations.note_retry(request, now_s)
         if promised is None or promised.at_s <= now_s or promised.quota_ids != quota_ids:
-            asker = Asker(refused.organization_id, refused.api_key_id)
-            may = request is None or self._keeping.may_have_one_more(asker, now_s)
+            requester = Requester(refused.organization_id, refused.api_key_id)
+            may = request is None or self._reservations.accepts(requester, now_s)
             self.promise(error, now, refused.api_key_id if may else None)
             promised = PromisedRetry(now_s + error.retry_after_s, quota_ids)
             if may and request is not None and error.retry_helps:
-                self._keeping.made(request, asker, now_s, promised.at_s)
+                self._reservations.add(request, requester, now_s, promised.at_s)
         error.hint_s = promised.at_s - now_s
         if request is not None and error.retry_helps:
             self._promised[request] = promised
@@ -146,9 +146,9 @@ class Refusals:
                 del self._promised[next(iter(self._promised))]
 
     def on_admitted(self, request: RequestKey) -> None:
-        """Record that a request was admitted, which keeps the promise made to it."""
+        """RetryRecord that a request was admitted, which keeps the promise made to it."""
         if self._promised.pop(request, None) is not None:
-            self._keeping.returned(request, math.inf)
+            self._reservations.note_retry(request, math.inf)
 
     def promise(
         self, error: QuotaExceeded, now: datetime, api_key_id: uuid.UUID | None = UNKNOWN_KEY
@@ -179,7 +179,7 @@ class Refusals:
         """
         known = self._forecasts.get(rule.id)
         promises = (
-            [each for each in known.promises if not self._keeping.is_doubted(each[2])]
+            [each for each in known.promises if not self._reservations.is_doubted(each[2])]
             if known is not None
             else []
         )

@@ -3,7 +3,7 @@ promises.
 
 Each hint is a promise of room that is given once: the next client is given the next free place or
 the next window, and within a window the retries are spread, so that clients that wait exactly as
-long as told return one after the other and find room. No hint is a reservation: a client that does
+long as told return one after the other and find room. No hint is a guarantee: a client that does
 not wait may take promised room, and a request may run longer than nearly all before it. Hints err
 on the late side for the latter. Pure: times are seconds of the database's clock, passed in.
 """
@@ -67,7 +67,7 @@ UNKNOWN_KEY = uuid.UUID(int=0)  # key of a promise whose holder does not matter
 PROMISE_COUNT_MAX = 10_000
 
 
-class Asker(NamedTuple):
+class Requester(NamedTuple):
     """Organization and key of a request: the owners whose promises are counted."""
 
     organization_id: uuid.UUID
@@ -75,7 +75,7 @@ class Asker(NamedTuple):
 
 
 @dataclass(slots=True)
-class Record:
+class RetryRecord:
     """Counts of one key's kept and broken promises."""
 
     kept: int = 0
@@ -87,47 +87,49 @@ class Record:
         return self.broken > self.kept + BROKEN_PROMISES_MAX
 
 
-class PromiseKeeping:
+class RetryReservations:
     """Outstanding promises by request, and kept and broken ones by key."""
 
     def __init__(self) -> None:
-        self._outstanding: dict[RequestKey, tuple[float, Asker]] = {}
+        self._outstanding: dict[RequestKey, tuple[float, Requester]] = {}
         # Time at which the promise is broken, promised time, request.
         self._due: list[tuple[float, float, RequestKey]] = []
         self._by_key: Counter[uuid.UUID] = Counter()
         self._by_organization: Counter[uuid.UUID] = Counter()
-        self._records: dict[uuid.UUID, Record] = {}  # the most recently changed last
+        self._records: dict[uuid.UUID, RetryRecord] = {}  # the most recently changed last
 
-    def may_have_one_more(self, asker: Asker, now_s: float) -> bool:
+    def accepts(self, requester: Requester, now_s: float) -> bool:
         """Return whether room may be reserved for another request of this key."""
         self._note_broken(now_s)
-        maximum = DOUBTED_PROMISES_MAX if self.is_doubted(asker.api_key_id) else KEY_PROMISES_MAX
-        within = self._by_organization[asker.organization_id] < ORGANIZATION_PROMISES_MAX
-        return within and self._by_key[asker.api_key_id] < maximum
+        maximum = (
+            DOUBTED_PROMISES_MAX if self.is_doubted(requester.api_key_id) else KEY_PROMISES_MAX
+        )
+        within = self._by_organization[requester.organization_id] < ORGANIZATION_PROMISES_MAX
+        return within and self._by_key[requester.api_key_id] < maximum
 
     def is_doubted(self, api_key_id: uuid.UUID) -> bool:
         """Return whether this key's requests mostly do not return after a promise."""
         record = self._records.get(api_key_id)
         return record is not None and record.is_doubted
 
-    def made(self, request: RequestKey, asker: Asker, now_s: float, at_s: float) -> None:
-        """Record a promise of room at `at_s` to a request."""
+    def add(self, request: RequestKey, requester: Requester, now_s: float, at_s: float) -> None:
+        """RetryRecord a promise of room at `at_s` to a request."""
         self._forget(request)
-        self._outstanding[request] = (at_s, asker)
-        self._by_key[asker.api_key_id] += 1
-        self._by_organization[asker.organization_id] += 1
+        self._outstanding[request] = (at_s, requester)
+        self._by_key[requester.api_key_id] += 1
+        self._by_organization[requester.organization_id] += 1
         heapq.heappush(
             self._due, (at_s + max(GRACE_S_MIN, GRACE_SHARE * (at_s - now_s)), at_s, request)
         )
         if len(self._due) > 2 * len(self._outstanding) + REMEMBERED_MAX:
             self._drop_past()
 
-    def returned(self, request: RequestKey, now_s: float) -> None:
-        """Record that a request was retried or admitted; an early retry keeps no promise."""
-        at_s, asker = self._outstanding.get(request, (None, None))
-        if at_s is not None and asker is not None and now_s >= at_s:
+    def note_retry(self, request: RequestKey, now_s: float) -> None:
+        """RetryRecord that a request was retried or admitted; an early retry keeps no promise."""
+        at_s, requester = self._outstanding.get(request, (None, None))
+        if at_s is not None and requester is not None and now_s >= at_s:
             self._forget(request)
-            self._count(asker.api_key_id, kept=True)
+            self._count(requester.api_key_id, kept=True)
 
     def _note_broken(self, now_s: float) -> None:
         while self._due and self._due[0][0] <= now_s:
@@ -147,7 +149,7 @@ class PromiseKeeping:
         self._due = list(due.values())  # sorted, and so a heap
 
     def _count(self, api_key_id: uuid.UUID, *, kept: bool) -> None:
-        record = self._records.pop(api_key_id, None) or Record()
+        record = self._records.pop(api_key_id, None) or RetryRecord()
         self._records[api_key_id] = record
         record.kept += kept
         record.broken += not kept
@@ -269,7 +271,7 @@ class Forecast:
         return math.inf if limit is None or minimum > limit else at
 
     def promise(self, at_s: float, amount: int, api_key_id: uuid.UUID = UNKNOWN_KEY) -> None:
-        """Record that a client was told to retry at `at_s`."""
+        """RetryRecord that a client was told to retry at `at_s`."""
         if len(self.promises) < PROMISE_COUNT_MAX:
             bisect.insort(self.promises, (at_s, amount, api_key_id))
             self._lay_aside(at_s, amount)

@@ -28,10 +28,10 @@ from metering.quotas.retry_hints import (
     HINT_S_MIN,
     KEY_PROMISES_MAX,
     ORGANIZATION_PROMISES_MAX,
-    Asker,
     Forecast,
     History,
-    PromiseKeeping,
+    Requester,
+    RetryReservations,
     RunningRequest,
     promise,
 )
@@ -334,7 +334,7 @@ class Asking:
         self.refusals.learn(self.rule, self.now, History([2.0] * 64, [20] * 64), 1, running)
         error = refused(self.rule, self.now)
         request = (self.organization_id, request_id or uuid.uuid4())
-        self.refusals._tell(Refused(self.organization_id, error, request, api_key_id), self.now)
+        self.refusals._set_hint(Refused(self.organization_id, error, request, api_key_id), self.now)
         return error.retry_after_s
 
 
@@ -369,36 +369,36 @@ def test_a_crowd_behind_one_key_that_comes_back_is_believed() -> None:
             asking.now = began + timedelta(seconds=hint_s)
             asking.refusals.on_admitted((asking.organization_id, client))
 
-    assert not asking.refusals._keeping.is_doubted(key)
-    assert not asking.refusals._keeping._outstanding
+    assert not asking.refusals._reservations.is_doubted(key)
+    assert not asking.refusals._reservations._outstanding
 
 
 def test_many_keys_of_one_organization_are_bounded_together() -> None:
-    keeping, organization_id = PromiseKeeping(), uuid.uuid4()
+    reservations, organization_id = RetryReservations(), uuid.uuid4()
     for _ in range(10):
-        asker = Asker(organization_id, uuid.uuid4())
-        while keeping.may_have_one_more(asker, 0.0):
-            keeping.made((uuid.uuid4(), uuid.uuid4()), asker, 0.0, 100.0)
-    other = Asker(uuid.uuid4(), uuid.uuid4())
+        requester = Requester(organization_id, uuid.uuid4())
+        while reservations.accepts(requester, 0.0):
+            reservations.add((uuid.uuid4(), uuid.uuid4()), requester, 0.0, 100.0)
+    other = Requester(uuid.uuid4(), uuid.uuid4())
 
-    assert len(keeping._outstanding) == ORGANIZATION_PROMISES_MAX
-    assert keeping.may_have_one_more(other, 0.0)
-    keeping._note_broken(150.0)
-    assert not keeping._outstanding
+    assert len(reservations._outstanding) == ORGANIZATION_PROMISES_MAX
+    assert reservations.accepts(other, 0.0)
+    reservations._note_broken(150.0)
+    assert not reservations._outstanding
 
 
 def test_promises_that_are_given_again_with_another_time_leave_nothing_behind() -> None:
     """A month may pass until the first one would expire."""
-    keeping, asker = PromiseKeeping(), Asker(uuid.uuid4(), uuid.uuid4())
+    reservations, requester = RetryReservations(), Requester(uuid.uuid4(), uuid.uuid4())
     requests = [(uuid.uuid4(), uuid.uuid4()) for _ in range(10)]
     for second in range(1000):
         for request in requests:
-            keeping.made(request, asker, float(second), 2e6 + second % 2)
+            reservations.add(request, requester, float(second), 2e6 + second % 2)
 
-    assert len(keeping._due) < 100
-    keeping._note_broken(4e6)
-    assert not keeping._outstanding
-    assert keeping.is_doubted(asker.api_key_id)
+    assert len(reservations._due) < 100
+    reservations._note_broken(4e6)
+    assert not reservations._outstanding
+    assert reservations.is_doubted(requester.api_key_id)
 
 
 @pytest.fixture
