@@ -48,7 +48,7 @@ from api.core.messages import (
     webhook_message,
 )
 from inference.routing.router import Router
-from metering.alerts import delivering as webhooks
+from metering.alerts import webhooks
 from metering.alerts.alerts import find_alert
 from metering.configuration.configuration import (
     VIOLATION_COUNT_MAX,
@@ -415,7 +415,7 @@ class AdminServicer(AdminCalls, pb_grpc.AdminServiceServicer):
         billing profiles are printed.
 
         in_thread: runs work on a configuration, see `Process.in_thread`. private_webhooks: see
-        `alerts/delivering.py`.
+        `alerts/webhooks.py`.
         """
         super().__init__(authenticator, sessions)
         self._router = router

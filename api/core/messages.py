@@ -17,7 +17,7 @@ from api.core.wire import DIMENSIONS, MICROS_PER_SECOND, SUBJECTS, known_time, m
 from inference.engine import ModelInfo
 from inference.routing.router import Router
 from metering.alerts.alerts import KeyChange, ListedAlert, facts_of
-from metering.alerts.delivering import WebhookState
+from metering.alerts.webhooks import WebhookState
 from metering.core.models import Hold, HoldState, QuotaDimension, QuotaSubject, UsageEvent
 from metering.pricing.prices import CustomerPrice, customer_prices, versions_in_force
 from metering.quotas.quota_rules import NO_WINDOW, QuotaRule, QuotaState, Weights, window_ends

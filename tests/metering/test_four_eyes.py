@@ -13,7 +13,7 @@ import psycopg
 import pytest
 
 from metering.alerts.alerts import fire_due_alerts, latest_key_change, list_alerts
-from metering.alerts.delivering import body_of
+from metering.alerts.webhooks import body_of
 from metering.core.errors import ApprovalRefused, KeyInvalid
 from metering.core.money import PICOS_PER_UNIT
 from metering.invoicing.adjustments import approve, create_adjustment

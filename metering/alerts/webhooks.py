@@ -1,4 +1,4 @@
-"""Delivery of alerts to webhooks: retried by the worker for a day, at least once each.
+"""Webhooks of alerts: their settings, and deliveries, retried for a day, at least once each.
 
 One worker at a time sends to an organization's webhook: it holds an advisory lock on a connection
 of its own, which the server releases when the worker dies. An attempt is recorded before it is
