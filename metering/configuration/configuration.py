@@ -387,37 +387,37 @@ class Attempts:
         self.created.add(made.id)
         return made
 
-    async def _organization(self, path: str, wanted: OrganizationSpec) -> None:
-        query = select(Organization).where(Organization.name == wanted.name)
+    async def _organization(self, path: str, desired: OrganizationSpec) -> None:
+        query = select(Organization).where(Organization.name == desired.name)
         existing: Organization | None = await self.session.scalar(query)
         if existing is None:
-            code = self._currency(path, wanted.currency_code or "USD")
+            code = self._currency(path, desired.currency_code or "USD")
             existing = await self._made(
                 path,
-                wanted.name,
+                desired.name,
                 lambda name: create_organization(
                     self.session, name=name, currency_code=code, actor=self.actor
                 ),
             )
             changes = (FieldChange("currency_code", None, code),)
-            self.changes.append(Change(Action.CREATE, "organization", wanted.name, changes))
-        elif wanted.currency_code not in ("", existing.currency_code):
+            self.changes.append(Change(Action.CREATE, "organization", desired.name, changes))
+        elif desired.currency_code not in ("", existing.currency_code):
             self._wrong(
                 f"{path}.currency_code",
                 f"it is {existing.currency_code}, which never changes: create another organization",
             )
-        if wanted.billing_profile is not None:
+        if desired.billing_profile is not None:
             await self._billing_profile(
-                f"{path}.billing_profile", wanted.name, existing, wanted.billing_profile
+                f"{path}.billing_profile", desired.name, existing, desired.billing_profile
             )
         await self._quotas(
-            Subject(path, wanted.name, QuotaSubject.ORGANIZATION, existing.id), wanted
+            Subject(path, desired.name, QuotaSubject.ORGANIZATION, existing.id), desired
         )
         query_projects = select(Project).where(Project.organization_id == existing.id)
         projects = {project.name: project for project in await self.session.scalars(query_projects)}
-        self._check_names(f"{path}.projects", "name", [each.name for each in wanted.projects])
-        for index, project in enumerate(wanted.projects):
-            shown = f"{wanted.name}/{project.name}"
+        self._check_names(f"{path}.projects", "name", [each.name for each in desired.projects])
+        for index, project in enumerate(desired.projects):
+            shown = f"{desired.name}/{project.name}"
             await self._project(
                 f"{path}.projects[{index}]",
                 shown,
@@ -426,7 +426,7 @@ class Attempts:
                 projects.pop(project.name, None),
             )
         self.kept += [
-            Change(Action.KEEP, "project", f"{wanted.name}/{name}") for name in sorted(projects)
+            Change(Action.KEEP, "project", f"{desired.name}/{name}") for name in sorted(projects)
         ]
 
     def _currency(self, path: str, code: str) -> str:
@@ -438,16 +438,16 @@ class Attempts:
             return "USD"
 
     async def _billing_profile(
-        self, path: str, shown: str, owner: Organization, wanted: BillingProfile
+        self, path: str, shown: str, owner: Organization, desired: BillingProfile
     ) -> None:
         before = await billing_profile(self.session, owner.id) or BillingProfile()
-        changes = differences(before, wanted, [each.name for each in fields(BillingProfile)])
+        changes = differences(before, desired, [each.name for each in fields(BillingProfile)])
         if not changes:
             return
 
         async def change() -> BillingProfile:
             profile = await set_billing_profile(
-                self.session, organization=str(owner.id), profile=wanted, actor=self.actor
+                self.session, organization=str(owner.id), profile=desired, actor=self.actor
             )
             if self.check_profile is not None:
                 await self.check_profile(profile)
@@ -461,19 +461,19 @@ class Attempts:
         path: str,
         shown: str,
         owner: Organization,
-        wanted: ProjectSpec,
+        desired: ProjectSpec,
         existing: Project | None,
     ) -> None:
         if existing is None:
             existing = await self._made(
                 path,
-                wanted.name,
+                desired.name,
                 lambda name: create_project(
                     self.session, organization=str(owner.id), name=name, actor=self.actor
                 ),
             )
             self.changes.append(Change(Action.CREATE, "project", shown))
-        await self._quotas(Subject(path, shown, QuotaSubject.PROJECT, existing.id), wanted)
+        await self._quotas(Subject(path, shown, QuotaSubject.PROJECT, existing.id), desired)
         query = (
             select(ApiKey)
             .where(ApiKey.project_id == existing.id, ApiKey.revoked_at.is_(None))
@@ -481,10 +481,10 @@ class Attempts:
         )
         left = {key.prefix: key for key in await self.session.scalars(query)}
         self._check_names(
-            f"{path}.keys", "name", [each.prefix or each.name for each in wanted.keys]
+            f"{path}.keys", "name", [each.prefix or each.name for each in desired.keys]
         )
-        named = {each.prefix for each in wanted.keys}
-        for index, key in enumerate(wanted.keys):
+        named = {each.prefix for each in desired.keys}
+        for index, key in enumerate(desired.keys):
             of_name = [
                 prefix
                 for prefix, found in left.items()
@@ -495,14 +495,14 @@ class Attempts:
             )
         for surplus in left.values():
             await self._surplus_key(
-                path, f"{shown}/{surplus.name}", surplus, prune=wanted.prune_keys
+                path, f"{shown}/{surplus.name}", surplus, prune=desired.prune_keys
             )
 
     async def _key(
         self,
         path: str,
         shown: str,
-        wanted: KeySpec,
+        desired: KeySpec,
         owner: Project,
         left: dict[str, ApiKey],
         of_name: list[str],
@@ -512,14 +512,14 @@ class Attempts:
 
         of_name: prefixes of the keys with its name that are not named by prefix.
         """
-        for model in sorted(set(wanted.models) - set(self.models)):
+        for model in sorted(set(desired.models) - set(self.models)):
             self._wrong(
                 f"{path}.models",
                 f"no model {model!r} is served: give some of {', '.join(sorted(self.models))}",
             )
         existing: ApiKey | None = None
-        if wanted.prefix:
-            if (existing := left.pop(wanted.prefix, None)) is None:
+        if desired.prefix:
+            if (existing := left.pop(desired.prefix, None)) is None:
                 self._wrong(
                     f"{path}.prefix",
                     "the project has no such key that is not revoked: leave it out to create one",
@@ -537,9 +537,9 @@ class Attempts:
         elif of_name:
             existing = left.pop(of_name[0])
         if existing is None:
-            existing = await self._new_key(path, shown, owner, wanted)
+            existing = await self._new_key(path, shown, owner, desired)
         else:
-            await self._changed_key(path, shown, wanted, existing)
+            await self._changed_key(path, shown, desired, existing)
         if existing is not None:
             # Limits that a key got from templates are defined there, and are left alone.
             limits = select(Quota).where(
@@ -548,11 +548,11 @@ class Attempts:
             templates = await self.session.scalars(limits.where(Quota.deleted_at.is_(None)))
             defaults = frozenset(replace(key_of(row), for_new_keys=False) for row in templates)
             await self._quotas(
-                Subject(path, shown, QuotaSubject.API_KEY, existing.id), wanted, defaults
+                Subject(path, shown, QuotaSubject.API_KEY, existing.id), desired, defaults
             )
 
     async def _new_key(
-        self, path: str, shown: str, owner: Project, wanted: KeySpec
+        self, path: str, shown: str, owner: Project, desired: KeySpec
     ) -> ApiKey | None:
         made = await self._attempt(
             path,
@@ -560,14 +560,14 @@ class Attempts:
                 self.session,
                 organization=str(owner.organization_id),
                 project=str(owner.id),
-                name=wanted.name,
-                scopes=wanted.scopes,
-                models=wanted.models,
-                allowed_networks=wanted.allowed_networks,
-                max_input_tokens=wanted.max_input_tokens,
-                max_output_tokens=wanted.max_output_tokens,
-                strict_parameters=wanted.strict_parameters,
-                lifetime=None if wanted.expires_at is None else wanted.expires_at - self.now,
+                name=desired.name,
+                scopes=desired.scopes,
+                models=desired.models,
+                allowed_networks=desired.allowed_networks,
+                max_input_tokens=desired.max_input_tokens,
+                max_output_tokens=desired.max_output_tokens,
+                strict_parameters=desired.strict_parameters,
+                lifetime=None if desired.expires_at is None else desired.expires_at - self.now,
                 actor=self.actor,
             ),
         )
@@ -583,19 +583,19 @@ class Attempts:
         )
         return existing
 
-    async def _changed_key(self, path: str, shown: str, wanted: KeySpec, existing: ApiKey) -> None:
-        changes = differences(existing, wanted, ("name", *KEY_FIELDS))
+    async def _changed_key(self, path: str, shown: str, desired: KeySpec, existing: ApiKey) -> None:
+        changes = differences(existing, desired, ("name", *KEY_FIELDS))
         if not changes:
             return
         if existing.id == self.own_key_id and (
-            "admin" not in wanted.scopes or (wanted.expires_at or self.now) < self.now
+            "admin" not in desired.scopes or (desired.expires_at or self.now) < self.now
         ):
             wrong = (
                 "this very call is made with this key, which would lose `admin` or expire: use"
                 " another key"
             )
             self._wrong(f"{path}.scopes", wrong)
-        if existing.id == self.own_key_id and excludes(wanted.allowed_networks, self.own_address):
+        if existing.id == self.own_key_id and excludes(desired.allowed_networks, self.own_address):
             wrong = "this very call is made with this key from outside of them: use another key"
             self._wrong(f"{path}.allowed_networks", wrong)
         await self._attempt(
@@ -603,17 +603,17 @@ class Attempts:
             lambda: update_api_key(
                 self.session,
                 api_key=str(existing.id),
-                name=wanted.name,
-                scopes=wanted.scopes,
-                models=wanted.models,
-                all_models=not wanted.models,
-                allowed_networks=wanted.allowed_networks,
-                all_networks=not wanted.allowed_networks,
-                max_input_tokens=wanted.max_input_tokens or 0,
-                max_output_tokens=wanted.max_output_tokens or 0,
-                strict_parameters=wanted.strict_parameters,
-                expires_at=wanted.expires_at,
-                never_expires=wanted.expires_at is None,
+                name=desired.name,
+                scopes=desired.scopes,
+                models=desired.models,
+                all_models=not desired.models,
+                allowed_networks=desired.allowed_networks,
+                all_networks=not desired.allowed_networks,
+                max_input_tokens=desired.max_input_tokens or 0,
+                max_output_tokens=desired.max_output_tokens or 0,
+                strict_parameters=desired.strict_parameters,
+                expires_at=desired.expires_at,
+                never_expires=desired.expires_at is None,
                 actor=self.actor,
             ),
         )
@@ -642,14 +642,14 @@ class Attempts:
     async def _quotas(
         self,
         subject: Subject,
-        wanted: OrganizationSpec | ProjectSpec | KeySpec,
+        desired: OrganizationSpec | ProjectSpec | KeySpec,
         defaults: Collection[QuotaKey] = (),
     ) -> None:
         """Apply the limits of one subject. defaults: limits that stay although not named."""
         query = limits_of([subject.id]).execution_options(populate_existing=True)
         rows = {key_of(row): row for row in await self.session.scalars(query)}
-        self._check_names(f"{subject.path}.quotas", "dimension", [key for key, _ in wanted.quotas])
-        for index, (key, spec) in enumerate(wanted.quotas):
+        self._check_names(f"{subject.path}.quotas", "dimension", [key for key, _ in desired.quotas])
+        for index, (key, spec) in enumerate(desired.quotas):
             at = f"{subject.path}.quotas[{index}]"
             if key.model and key.model not in self.models:
                 served = ", ".join(sorted(self.models))
@@ -663,29 +663,29 @@ class Attempts:
             if key in defaults:
                 continue
             change = Change(
-                Action.DELETE if wanted.prune_quotas else Action.KEEP,
+                Action.DELETE if desired.prune_quotas else Action.KEEP,
                 "quota",
                 subject.shown,
                 quota=key,
             )
-            if wanted.prune_quotas:
+            if desired.prune_quotas:
                 await self._attempt(
                     subject.path,
                     partial(delete_quota, self.session, quota_id=str(row.id), actor=self.actor),
                 )
-            (self.changes if wanted.prune_quotas else self.kept).append(change)
+            (self.changes if desired.prune_quotas else self.kept).append(change)
 
     async def _quota(
-        self, path: str, subject: Subject, key: QuotaKey, wanted: QuotaSpec, row: Quota | None
+        self, path: str, subject: Subject, key: QuotaKey, desired: QuotaSpec, row: Quota | None
     ) -> None:
         """Apply one limit. row: its present row, if any."""
         existing = None if row is None else QuotaSpec.of(row, self.now)
         # Without an override in the document, a present one stays.
-        left_out = OVERRIDE if wanted.override_until is None else ()
+        left_out = OVERRIDE if desired.override_until is None else ()
         names = [each.name for each in fields(QuotaSpec) if each.name not in left_out]
         if existing is None:
-            names = [name for name in names if getattr(wanted, name) != getattr(UNLIMITED, name)]
-        changes = differences(existing, wanted, names)
+            names = [name for name in names if getattr(desired, name) != getattr(UNLIMITED, name)]
+        changes = differences(existing, desired, names)
         if existing is not None and not changes:
             return
         state = await self._attempt(
@@ -696,54 +696,57 @@ class Attempts:
                 subject_ref=str(subject.id),
                 model=key.model,
                 dimension=key.dimension,
-                limit_value=wanted.limit_value,
+                limit_value=desired.limit_value,
                 weights=Weights(
-                    wanted.input_weight_milli,
-                    wanted.cached_input_weight_milli,
-                    wanted.output_weight_milli,
+                    desired.input_weight_milli,
+                    desired.cached_input_weight_milli,
+                    desired.output_weight_milli,
                 ),
-                enforced=wanted.enforced,
+                enforced=desired.enforced,
                 for_new_keys=key.for_new_keys,
                 alert_at=(
-                    usual_thresholds(key.dimension) if wanted.alert_at is None else wanted.alert_at
+                    usual_thresholds(key.dimension)
+                    if desired.alert_at is None
+                    else desired.alert_at
                 ),
                 actor=self.actor,
                 later=self.uncounted,
             ),
         )
-        if state is not None and wanted.override_until is not None:
+        if state is not None and desired.override_until is not None:
             override = partial(
                 override_quota,
                 self.session,
                 quota_id=str(state.quota_id),
-                limit_value=wanted.override_limit_value or 0,
-                until=wanted.override_until,
-                reason=wanted.override_reason or "",
+                limit_value=desired.override_limit_value or 0,
+                until=desired.override_until,
+                reason=desired.override_reason or "",
                 actor=self.actor,
             )
             await self._attempt(path, override, OVERRIDE_FIELDS)
         action = Action.UPDATE if existing else Action.CREATE
         self.changes.append(Change(action, "quota", subject.shown, changes, quota=key))
 
-    async def _price(self, path: str, wanted: PriceSpec) -> None:
+    async def _price(self, path: str, desired: PriceSpec) -> None:
         """Apply one price, from its time on or from now. Unset values stay."""
         at = (
             None
-            if wanted.effective_at is None or wanted.effective_at <= self.now
-            else wanted.effective_at
+            if desired.effective_at is None or desired.effective_at <= self.now
+            else desired.effective_at
         )
         owner = owner_id = None
-        if wanted.organization:
+        if desired.organization:
             owner = await self._attempt(
-                f"{path}.organization", lambda: find_organization(self.session, wanted.organization)
+                f"{path}.organization",
+                lambda: find_organization(self.session, desired.organization),
             )
             if owner is None:
                 return
             owner_id = owner.id
         named = replace(
-            wanted,
-            currency_code=wanted.currency_code or (owner.currency_code if owner else "USD"),
-            reasoning_picos_per_token=own_reasoning_price(wanted),
+            desired,
+            currency_code=desired.currency_code or (owner.currency_code if owner else "USD"),
+            reasoning_picos_per_token=own_reasoning_price(desired),
         )
         found = await versions_in_force(
             self.session,
@@ -798,7 +801,7 @@ def key_of(quota: Quota) -> QuotaKey:
 
 async def apply_configuration(
     session: AsyncSession,
-    wanted: Configuration,
+    desired: Configuration,
     *,
     actor: str,
     own_key_id: uuid.UUID,
@@ -816,7 +819,7 @@ async def apply_configuration(
     now = await database_now(session)
     work = Attempts(session, actor, now, models, own_key_id, own_address, check_profile)
     with contextlib.suppress(TooManyViolations):
-        await work.apply(wanted)
+        await work.apply(desired)
     if not dry_run and not work.violations:
         await work.count_past()
     return work

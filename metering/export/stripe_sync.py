@@ -606,7 +606,7 @@ class ExportStatus:
 
 
 async def export_status(sessions: Sessions) -> ExportStatus:
-    most = {"limit": ATTENTION_MAX}
+    limit = {"limit": ATTENTION_MAX}
     async with sessions() as session:
         progress = (await session.execute(PAUSE)).one_or_none()
         return ExportStatus(
@@ -617,13 +617,13 @@ async def export_status(sessions: Sessions) -> ExportStatus:
             unknown_organizations=tuple(await session.scalars(UNKNOWN)),
             unhandled_event_count=int(await session.scalar(UNHANDLED) or 0),
             unsettled_months=tuple(
-                (row[0], row[1]) for row in await session.execute(UNSETTLED_MONTHS, most)
+                (row[0], row[1]) for row in await session.execute(UNSETTLED_MONTHS, limit)
             ),
             needing_attention=tuple(
-                StuckBatch(*row) for row in await session.execute(ATTENTION, most)
+                StuckBatch(*row) for row in await session.execute(ATTENTION, limit)
             ),
-            changed_profiles=tuple(await session.scalars(CHANGED_PROFILES, most)),
-            without_payment_method=tuple(await session.scalars(WITHOUT_PAYMENT_METHOD, most)),
+            changed_profiles=tuple(await session.scalars(CHANGED_PROFILES, limit)),
+            without_payment_method=tuple(await session.scalars(WITHOUT_PAYMENT_METHOD, limit)),
             unpaid_invoices=tuple(await unpaid_invoices(session, ATTENTION_MAX)),
         )
 

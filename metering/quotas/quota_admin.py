@@ -128,8 +128,8 @@ async def set_quota(
     values: dict[str, object] = {"limit_value": limit_value}
     if weights is not None:
         old_weights = Weights() if old is None else weights_of(old)
-        given = zip(weights, old_weights, strict=True)
-        weights_set = Weights(*(before if weight is None else weight for weight, before in given))
+        pairs = zip(weights, old_weights, strict=True)
+        weights_set = Weights(*(before if weight is None else weight for weight, before in pairs))
         _check_weights(dimension, weights_set)
         values |= {f"{name}_weight_milli": weight for name, weight in weights_set._asdict().items()}
     if enforced is not None:

@@ -213,14 +213,14 @@ def admit(
     counters: Counters,
     rules: Sequence[QuotaRule],
     charge: Charge,
-    wanted_token_count: int,
-    least_token_count: int,
+    requested_token_count: int,
+    minimum_token_count: int,
 ) -> Charge:
     """Add a new charge to all rules or to none, with as large a first slice of output as fits.
 
-    wanted_token_count: requested slice; least_token_count: minimum slice, below which the request
-    is refused. Raises: QuotaExceeded naming every rule that the request exceeds, the first to reset
-    in front.
+    requested_token_count: of the first slice; minimum_token_count: of the slice below which the
+    request is refused. Raises: QuotaExceeded naming every rule that the request exceeds, the first
+    to reset in front.
     """
     if (
         admit_whole(
@@ -228,15 +228,15 @@ def admit(
             rules,
             money_scale(charge.prices),
             charge.input_token_count,
-            wanted_token_count,
+            requested_token_count,
         )
         is not None
     ):
-        return charge.with_lease(wanted_token_count)
+        return charge.with_lease(requested_token_count)
     if counters.unlocked:
         raise Undecided
-    smallest = charge._replace(leased_token_count=least_token_count)
-    lease = wanted_token_count
+    smallest = charge._replace(leased_token_count=minimum_token_count)
+    lease = requested_token_count
     failing: list[QuotaRule] = []
     not_enforced: list[QuotaRule] = []
     for rule in rules:
@@ -253,7 +253,7 @@ def admit(
             lease = largest
     if failing:
         error = exceeded(counters, failing, smallest)
-        error.charge = charge._replace(leased_token_count=wanted_token_count)
+        error.charge = charge._replace(leased_token_count=requested_token_count)
         # No room is promised for credit: it does not come back with time.
         met = (
             rule
@@ -330,20 +330,20 @@ def extend(
     rules: Sequence[QuotaRule],
     charge: Charge,
     delivered_token_count: int,
-    wanted_token_count: int,
+    requested_token_count: int,
     reasoning_token_count: int = 0,
 ) -> Charge:
     """Post delivered tokens to the window they were charged to; move the rest to the current one.
 
     reasoning_token_count: delivered tokens known to be thinking. Grants as many of
-    `wanted_token_count` as fit, at least one token; output that a quota does not count always fits.
+    `requested_token_count` as fit, at least one; output that a quota does not count always fits.
     Raises: QuotaExceeded, without a change, if not even one fits.
     """
     now = counters.now
     posted = charge.with_posting(delivered_token_count, reasoning_token_count, now)
     one_more = posted._replace(leased_token_count=posted.leased_token_count + 1)
     windowed = [rule for rule in rules if rule.kind is Kind.TOKENS or rule.kind is Kind.MONEY]
-    lease = posted.leased_token_count + wanted_token_count
+    lease = posted.leased_token_count + requested_token_count
     failing: list[QuotaRule] = []
     transfers: list[tuple[CounterKey, CounterKey, int, int]] = []
     for rule in windowed:
@@ -363,7 +363,7 @@ def extend(
             failing.append(rule)
         elif (largest := one_more.most_output(rule, room)) is not None and largest < lease:
             lease = largest
-    if counters.unlocked and (failing or lease < posted.leased_token_count + wanted_token_count):
+    if counters.unlocked and (failing or lease < posted.leased_token_count + requested_token_count):
         raise Undecided
     if failing:
         raise exceeded(counters, failing, one_more)
