@@ -34,7 +34,7 @@ from metering.holds.hold_cache import HoldCache, OwnHolds, cache_of
 from metering.holds.operations import Admit, Admitted, Ended, HoldAnswer, HoldOperation, Renew
 from metering.holds.preauthorized_holds import execute_binds
 from metering.holds.read import SELECT_RULES_BY_ID, rules_of_rows
-from metering.holds.slow_path import execute_batch
+from metering.holds.slow_path import execute_slow
 from metering.quotas.refusals import Refusals
 from metering.receipts.chaining import BatchSigner
 from metering.store.db import (
@@ -178,7 +178,7 @@ class HoldConnection:
         self, connection: Connection, operations: Sequence[HoldOperation]
     ) -> list[HoldAnswer | Exception]:
         """Run a batch on the slow path."""
-        return await execute_batch(
+        return await execute_slow(
             connection,
             operations,
             process_id=self._process_id,

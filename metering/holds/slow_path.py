@@ -52,7 +52,7 @@ ORDER: dict[type[HoldOperation], int] = {
 }
 
 
-async def execute_batch(
+async def execute_slow(
     connection: Connection,
     operations: Sequence[HoldOperation],
     *,

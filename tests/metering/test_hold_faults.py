@@ -329,7 +329,7 @@ async def test_a_batch_that_conflicts_repeatedly_is_refused_eventually(
     async def conflicting(*_: object, **__: object) -> list[object]:
         raise psycopg.errors.DeadlockDetected("again")
 
-    monkeypatch.setattr(hold_connection, "execute_batch", conflicting)
+    monkeypatch.setattr(hold_connection, "execute_slow", conflicting)
 
     (answer,) = await world.run(admit(world.tenant(), hold_id=uuid.uuid4()))
 

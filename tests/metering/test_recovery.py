@@ -265,14 +265,14 @@ async def test_a_recovery_killed_anywhere_is_finished_by_the_next(
         "import asyncio, os, sys, pathlib\n"
         "from metering.holds import hold_connection\n"
         "from metering.holds.recovery import recover_journals\n"
-        "real, left = hold_connection.execute_batch, int(sys.argv[3])\n"
+        "real, left = hold_connection.execute_slow, int(sys.argv[3])\n"
         "async def killed(*a, **n):\n"
         "    global left\n"
         "    answer = await real(*a, **n)\n"
         "    left -= 1\n"
         "    if left == 0: os.kill(os.getpid(), 9)\n"
         "    return answer\n"
-        "hold_connection.execute_batch = killed\n"
+        "hold_connection.execute_slow = killed\n"
         "asyncio.run(recover_journals(pathlib.Path(sys.argv[1]), sys.argv[2]))\n"
     )
     for batches in ("1", "2"):
